@@ -1,0 +1,25 @@
+"""kmp: mixed-precision training for Keras 3 on TensorFlow that is safe and visible.
+
+Example:
+
+>>> import kmp
+>>> handle = kmp.enable()          # mixed_float16 for every layer built from here on
+>>> handle.policy
+'mixed_float16'
+>>> kmp.disable()
+"""
+
+from kmp._backend import require_tensorflow
+
+require_tensorflow()
+
+from kmp import callbacks as callbacks  # noqa: E402  # only a check can come before TensorFlow is imported
+from kmp import layers as layers  # noqa: E402
+from kmp import records as records  # noqa: E402
+from kmp._hardware import hardware as hardware  # noqa: E402
+from kmp.optimizer import LossScaleOptimizer as LossScaleOptimizer  # noqa: E402
+from kmp.policy import disable as disable  # noqa: E402
+from kmp.policy import enable as enable  # noqa: E402
+from kmp.policy import wrap as wrap  # noqa: E402
+
+__version__ = "0.1.0"

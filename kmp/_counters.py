@@ -1,0 +1,103 @@
+"""What the loss scaler keeps on the device beside the scale itself."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from kmp import statistics
+from kmp.records import BIN_COUNT, ExponentHistogram
+
+
+@keras.saving.register_keras_serializable(package="kmp")
+class Counters(keras.Layer):
+    """Counts of steps and overflows, in int64: TensorFlow keeps int32 variables on the CPU.
+
+    A layer, because that is Keras' public holder of saved state: as a child of the optimizer it gets a place of its own in
+    a file, so that the optimizer's own list of variables stays the one that Keras' class has.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="loss_scale_counters", dtype="float32", trainable=False)
+        self.steps = self._counter("steps")
+        self.overflows = self._counter("overflows")
+        self.overflows_in_a_row = self._counter("overflows_in_a_row")
+        self.nonfinite_losses = self._counter("nonfinite_losses")
+        self.last_nonfinite_loss = self._counter("last_nonfinite_loss")
+        self.overflows_by_variable: Any = None
+
+    def build_for(self, variable_count: int) -> None:
+        """Creates the counter that has an entry for each variable."""
+        self.overflows_by_variable = self._counter("overflows_by_variable", (variable_count,))
+
+    def count(self, overflowed: Any, loss_was_finite: Any, overflows_in_a_row: Any, flags: Any) -> None:
+        """Counts one step.
+
+        Args:
+            overflowed: Scalar bool, the step was skipped.
+            loss_was_finite: Scalar bool, the unscaled loss was finite.
+            overflows_in_a_row: Scalar int64, from the scale's rule.
+            flags: Bool tensor of shape `(variables,)`, whose gradient was not finite.
+        """
+        bad_loss = ops.logical_not(loss_was_finite)
+        self.steps.assign_add(1)
+        self.overflows.assign_add(ops.cast(overflowed, "int64"))
+        self.overflows_in_a_row.assign(overflows_in_a_row)
+        self.nonfinite_losses.assign_add(ops.cast(bad_loss, "int64"))
+        self.last_nonfinite_loss.assign(ops.where(bad_loss, self.steps, self.last_nonfinite_loss))
+        self.overflows_by_variable.assign_add(ops.cast(flags, "int64"))
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads what a file holds; a file that Keras' own class wrote holds nothing, and then the counts stay."""
+        if len(store.keys()):
+            super().load_own_variables(store)
+
+    def _counter(self, name: str, shape: tuple[int, ...] = ()) -> keras.Variable:
+        return self.add_weight(
+            shape=shape, dtype="int64", initializer="zeros", name=name, autocast=False, aggregation="only_first_replica"
+        )
+
+
+class Sampler:
+    """The last sampled histogram, and when to sample the next: set by a callback, read by the compiled step.
+
+    Its cadence is a variable, so that changing or pausing it needs no new trace.
+    """
+
+    def __init__(self) -> None:
+        self._cadence = _plain_variable(0, "sample_every")
+        self._first = _plain_variable(0, "sample_first")
+        self._step = _plain_variable(0, "sample_step")
+        self._scale = _plain_variable(1.0, "sample_loss_scale")
+        self._counts = _plain_variable([0] * BIN_COUNT, "sample_counts")
+
+    def start(self, every_n_steps: int, first: int) -> None:
+        """Samples step `first`, and from then on each step that `every_n_steps` divides."""
+        self._first.assign(first)
+        self._cadence.assign(every_n_steps)
+
+    def stop(self) -> None:
+        """Samples nothing until `start` is called again."""
+        self._cadence.assign(0)
+
+    def sample(self, gradients: list[Any], scale: Any, step: Any) -> None:
+        """Counts the exponents of `gradients` if `step` is one to sample; part of the compiled step."""
+        on_cadence = step % ops.maximum(self._cadence, 1) == 0
+        due = ops.logical_and(self._cadence > 0, ops.logical_or(on_cadence, ops.equal(step, self._first)))
+        ops.cond(due, lambda: self._record(gradients, scale, step), lambda: None)
+
+    def read(self) -> ExponentHistogram | None:
+        """Returns the last sample, or `None` before the first one."""
+        step = int(self._step.numpy())
+        return ExponentHistogram(self._counts.numpy(), step, float(self._scale.numpy())) if step else None
+
+    def _record(self, gradients: list[Any], scale: Any, step: Any) -> None:
+        self._counts.assign(statistics.exponent_counts(gradients))
+        self._step.assign(step)
+        self._scale.assign(scale)
+
+
+def _plain_variable(value: Any, name: str) -> tf.Variable:
+    dtype = tf.float32 if isinstance(value, float) else tf.int64
+    return tf.Variable(value, dtype=dtype, trainable=False, name=name)

@@ -1,0 +1,218 @@
+"""The rules of the loss scale: pure functions from one step's outcome to the next step's scale."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypedDict, Unpack
+
+from keras import ops
+
+from kmp import _arguments
+from kmp._formats import FLOAT16, FLOAT32
+
+LARGEST_SCALE = 2.0**FLOAT32.max_exponent
+SMALLEST_SCALE = FLOAT32.smallest_normal
+
+
+class ScaleState(NamedTuple):
+    """What a rule remembers from step to step.
+
+    Attributes:
+        scale: Scalar float32, the loss scale; always finite and above 0.
+        clean_steps: Scalar int64, steps without an overflow since the scale last changed.
+        overflows_in_a_row: Scalar int64, steps skipped since the last one that was applied.
+    """
+
+    scale: Any
+    clean_steps: Any
+    overflows_in_a_row: Any
+
+
+class StepOutcome(NamedTuple):
+    """What a rule learns of one step.
+
+    Attributes:
+        overflowed: Scalar bool, the loss or a gradient was not finite, so the step was skipped.
+        loss_was_finite: Scalar bool, false when the loss was not finite before it was scaled.
+    """
+
+    overflowed: Any
+    loss_was_finite: Any
+
+
+@dataclass(frozen=True)
+class FixedScale:
+    """The loss scale that never moves; steps that overflow are skipped all the same.
+
+    Args:
+        initial_scale: Float from 2^-126 to 2^127 (float32's normal range).
+
+    Raises:
+        TypeError: If it is not a number.
+        ValueError: If it is outside that range.
+    """
+
+    initial_scale: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "initial_scale", _scale("loss_scale", self.initial_scale))
+
+    def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
+        """Returns the state after `step`: the same scale, the steps counted."""
+        return ScaleState(state.scale, *_count(state, step))
+
+
+@dataclass(frozen=True)
+class DynamicScale:
+    """The loss scale that follows the gradients.
+
+    A step that overflows in the backward pass, and is at least the `hysteresis`-th skipped one in a row, multiplies the
+    scale by `backoff_factor`, down to `min_scale`. `growth_interval` steps without an overflow multiply it by
+    `growth_factor`, up to `max_scale`. A step whose loss was already non-finite moves nothing: no loss scale would have
+    helped. Source: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.2, and NVIDIA's guide "Train
+    With Mixed Precision"; hysteresis as apex' `update_scale_hysteresis` has it.
+
+    Args:
+        initial_scale: Float, the scale of the first step, from `min_scale` to `max_scale`.
+        growth_interval: Integer, at least 1; in steps.
+        growth_factor: Float above 1.
+        backoff_factor: Float between 0 and 1, both excluded.
+        hysteresis: Integer, at least 1; in steps.
+        min_scale: Float, at least 2^-126 (float32's smallest normal value). Below 2^-14, the default, a loss of 1 leaves
+            float16's normal range.
+        max_scale: Float, at most 2^127 (the largest power of two in float32).
+
+    Raises:
+        TypeError: If an argument is not a number of its kind.
+        ValueError: If an argument is outside its range.
+    """
+
+    initial_scale: float = 2.0**15
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    hysteresis: int = 1
+    min_scale: float = FLOAT16.smallest_normal
+    max_scale: float = LARGEST_SCALE
+
+    def __post_init__(self) -> None:
+        checked = {
+            "growth_interval": _arguments.integer("growth_interval", self.growth_interval, 1),
+            "growth_factor": _growth_factor(self.growth_factor),
+            "backoff_factor": _backoff_factor(self.backoff_factor),
+            "hysteresis": _arguments.integer("hysteresis", self.hysteresis, 1),
+        }
+        checked |= {name: _scale(name, getattr(self, name)) for name in ("initial_scale", "min_scale", "max_scale")}
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if not self.min_scale <= self.initial_scale <= self.max_scale:
+            raise ValueError(
+                "`initial_scale` must lie between `min_scale` and `max_scale`. Received: "
+                f"initial_scale={self.initial_scale!r}, min_scale={self.min_scale!r}, max_scale={self.max_scale!r}"
+            )
+
+    def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
+        """Returns the state after `step`."""
+        clean, in_a_row = _count(state, step)
+        blamed = ops.logical_and(step.overflowed, step.loss_was_finite)
+        backs_off = ops.logical_and(blamed, in_a_row >= self.hysteresis)
+        grows = ops.logical_and(ops.logical_not(step.overflowed), clean >= self.growth_interval)
+        lower = ops.maximum(state.scale * self.backoff_factor, self.min_scale)
+        higher = ops.minimum(state.scale * self.growth_factor, self.max_scale)
+        scale = ops.where(backs_off, lower, ops.where(grows, higher, state.scale))
+        return ScaleState(scale, ops.where(grows, ops.zeros_like(clean), clean), in_a_row)
+
+
+Rule = FixedScale | DynamicScale
+
+
+class LossScaleSettings(TypedDict, total=False):
+    """The public arguments that choose a rule; their meaning and ranges are those of `DynamicScale`."""
+
+    loss_scale: float | str
+    initial_scale: float
+    growth_interval: int
+    dynamic_growth_steps: int
+    growth_factor: float
+    backoff_factor: float
+    hysteresis: int
+    min_scale: float
+    max_scale: float
+
+
+def make_rule(**settings: Unpack[LossScaleSettings]) -> Rule:
+    """Returns the rule that the public arguments describe.
+
+    Args:
+        **settings: Arguments of `DynamicScale`; `dynamic_growth_steps`, Keras' name for `growth_interval`; and
+            `loss_scale`: `"dynamic"`, or 0 as apex and DeepSpeed write it, or the fixed scale, a float from 2^-126 to
+            2^127.
+
+    Raises:
+        TypeError: If an argument is of the wrong type or unknown.
+        ValueError: If an argument is outside its range, or contradicts another.
+    """
+    rest: dict[str, Any] = dict(settings)
+    _check_names(rest)
+    loss_scale = rest.pop("loss_scale", "dynamic")
+    _join_intervals(rest)
+    dynamic = DynamicScale(**rest)
+    if _is_dynamic(loss_scale):
+        return dynamic
+    fixed = FixedScale(loss_scale)
+    idle = {name: value for name, value in rest.items() if value != getattr(DynamicScale, name)}
+    if idle.pop("initial_scale", fixed.initial_scale) != fixed.initial_scale or idle:
+        raise ValueError(
+            f"A fixed loss scale has no other settings. Received: loss_scale={loss_scale!r} with {rest!r}. "
+            "Leave them out, or pass loss_scale='dynamic'."
+        )
+    return fixed
+
+
+def _check_names(settings: dict[str, Any]) -> None:
+    known = LossScaleSettings.__annotations__
+    for name in settings:
+        if name not in known:
+            raise TypeError(f"There is no loss-scale setting {name!r}. There are: {', '.join(known)}")
+
+
+def _join_intervals(settings: dict[str, Any]) -> None:
+    """Renames `dynamic_growth_steps` to `growth_interval`, which it must not contradict."""
+    if "dynamic_growth_steps" not in settings:
+        return
+    keras_name = settings.pop("dynamic_growth_steps")
+    ours = settings.setdefault("growth_interval", keras_name)
+    if ours == DynamicScale.growth_interval:
+        settings["growth_interval"] = keras_name
+    elif ours != keras_name:
+        raise ValueError(
+            "`growth_interval` and `dynamic_growth_steps` are the same thing; give one of them. Received: "
+            f"growth_interval={ours!r}, dynamic_growth_steps={keras_name!r}"
+        )
+
+
+def _is_dynamic(loss_scale: Any) -> bool:
+    """Whether the public argument `loss_scale` asks for the dynamic rule."""
+    if isinstance(loss_scale, str):
+        return _arguments.one_of("loss_scale", loss_scale, ("dynamic",)) == "dynamic"
+    return not isinstance(loss_scale, bool) and loss_scale == 0
+
+
+def _count(state: ScaleState, step: StepOutcome) -> tuple[Any, Any]:
+    zero = ops.zeros_like(state.clean_steps)
+    in_a_row = ops.where(step.overflowed, state.overflows_in_a_row + 1, zero)
+    after_overflow = ops.where(step.loss_was_finite, zero, state.clean_steps)
+    return ops.where(step.overflowed, after_overflow, state.clean_steps + 1), in_a_row
+
+
+def _scale(name: str, value: Any) -> float:
+    expected = "a finite number from 2^-126 to 2^127 (float32's normal range)"
+    return _arguments.number(name, value, expected, lambda v: SMALLEST_SCALE <= v <= LARGEST_SCALE)
+
+
+def _growth_factor(value: Any) -> float:
+    expected = "a finite number above 1, at most 2^127"
+    return _arguments.number("growth_factor", value, expected, lambda v: 1.0 < v <= LARGEST_SCALE)
+
+
+def _backoff_factor(value: Any) -> float:
+    expected = "a number between 0 and 1, both excluded"
+    return _arguments.number("backoff_factor", value, expected, lambda v: 0.0 < v < 1.0)
