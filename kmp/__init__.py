@@ -1,7 +1,6 @@
 """kmp: mixed-precision training for Keras 3 on TensorFlow that is safe and visible.
 
 Example:
-
 >>> import kmp
 >>> handle = kmp.enable()          # mixed_float16 for every layer built from here on
 >>> handle.policy

@@ -16,7 +16,7 @@ def require_tensorflow() -> None:
     if backend != "tensorflow":
         raise ImportError(
             f"kmp runs on Keras' TensorFlow backend, and the backend chosen here is {backend!r}. Set the environment "
-            "variable KERAS_BACKEND=tensorflow, or \"backend\" in Keras' keras.json, before Keras is imported."
+            'variable KERAS_BACKEND=tensorflow, or "backend" in Keras\' keras.json, before Keras is imported.'
         )
     if importlib.util.find_spec("tensorflow") is None:
         raise ImportError(

@@ -21,7 +21,7 @@ from kmp.records import Run, Snapshot
 SEEDS = (0, 1, 2)
 BATCH_SIZE = 256
 LABEL_WEIGHT = 1e-5
-GROWTH_INTERVAL = 20
+GROWTH_INTERVAL = 10
 _NOISE = 0.3
 _TEST_SHARE = 0.2
 
@@ -106,7 +106,8 @@ def train(
         readers = callbacks.defaults(log_dir, every_n_steps=max(1, steps // 24))
         tick = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: on_step())
         started = time.perf_counter()
-        model.fit(_batches(parts[0], seed), epochs=1, steps_per_epoch=steps, callbacks=[*readers, tick], verbose=0)
+        batches = _batches(parts[0], seed)
+        model.fit(batches, steps_per_epoch=steps, callbacks=[*readers, tick], shuffle=False, verbose=0)
         seconds = time.perf_counter() - started
         scores = model.evaluate(parts[1].noisy, parts[1].targets, batch_size=BATCH_SIZE, return_dict=True, verbose=0)
     return Result(scores["label_accuracy"], seconds, model.optimizer.snapshot(), Run.load(log_dir))

@@ -39,20 +39,27 @@ def run(console: Console, dataset: str, policy: str, steps: int, out: Path) -> R
 
 def table(results: Results) -> Table:
     """Returns the table of all ways, means over the seeds with the range in brackets."""
-    shown = Table(title=f"The same model three ways, {len(SEEDS)} seeds each (mean, lowest to highest)")
+    shown = Table(title=f"One model, {len(SEEDS)} seeds each: mean (lowest to highest)", title_justify="left")
     shown.add_column("trained in")
-    for name in ("validation accuracy", "zero gradients", "flushed to zero", "overflows", "final loss scale", "seconds"):
+    for name in (
+        "validation\naccuracy",
+        "gradients\nzero",
+        "of them\nflushed",
+        "steps\nskipped",
+        "final\nscale",
+        "seconds",
+    ):
         shown.add_column(name, justify="right")
     baseline = _mean(results[next(iter(results))], lambda result: result.zeros)
     for way, trained in results.items():
         zeros = _mean(trained, lambda result: result.zeros)
         shown.add_row(
-            way.name,
-            _range([result.accuracy for result in trained], "{:.3f}"),
+            way.name.replace(", ", ",\n"),
+            _range([result.accuracy for result in trained]),
             f"{zeros:.1%}",
             "" if way.policy == "float32" else f"{max(0.0, zeros - baseline):.1%}",
-            ", ".join(str(result.snapshot.overflow_count) for result in trained),
-            ", ".join(_power(result.snapshot.loss_scale) for result in trained) if way.scaled else "none",
+            " ".join(str(result.snapshot.overflow_count) for result in trained),
+            "\n".join(sorted({_power(result.snapshot.loss_scale) for result in trained})) if way.scaled else "none",
             f"{_mean(trained, lambda result: result.seconds):.1f}",
         )
     return shown
@@ -67,8 +74,8 @@ def reasons(results: Results) -> Iterable[str]:
         f"{FLOAT16.smallest_subnormal:.1e}, and half of that rounds to zero."
     )
     yield (
-        "'Flushed to zero' is what is zero beyond float32's share, whose zeros are units that ReLU switched off. The loss "
-        "scale lifts all gradients into float16's range, and grows until one overflows: that step is skipped."
+        "'Flushed' is the share that is zero beyond float32's own, where ReLU switched units off. The loss scale lifts all "
+        "gradients into float16's range; it grows until one overflows, and that step is skipped."
     )
 
 
@@ -99,9 +106,8 @@ def _mean(results: list[Result], of: Callable[[Result], float]) -> float:
     return statistics.fmean(map(of, results))
 
 
-def _range(values: list[float], form: str) -> str:
-    mean, low, high = map(form.format, (statistics.fmean(values), min(values), max(values)))
-    return f"{mean} ({low} to {high})"
+def _range(values: list[float]) -> str:
+    return f"{statistics.fmean(values):.3f}\n({min(values):.3f} to {max(values):.3f})"
 
 
 def _power(scale: float) -> str:

@@ -84,7 +84,6 @@ def hardware() -> Hardware:
         A `Hardware` with `gpus`, `tensor_cores` and `bfloat16`.
 
     Example:
-
     >>> all(gpu.tensor_cores for gpu in hardware().gpus) or not hardware().tensor_cores
     True
     """

@@ -210,7 +210,6 @@ def defaults(log_dir: PathLike | None = None, every_n_steps: int = 100) -> list[
         ValueError: If `every_n_steps` is below 1.
 
     Example:
-
     >>> [type(callback).__name__ for callback in defaults(every_n_steps=50)]
     ['LossScaleLogger', 'OverflowCounter', 'GradientHistogram']
     """

@@ -31,7 +31,6 @@ class Float32(keras.Layer):
         ValueError: If `dtype` is not float32.
 
     Example:
-
     >>> norm = Float32(lambda x: ops.sqrt(ops.sum(ops.square(x), axis=-1)))
     >>> float(norm(ops.full((1, 4096), 8.0, dtype="float16"))[0])  # 4096 * 64 is beyond float16
     512.0
@@ -83,7 +82,6 @@ class Softmax(keras.layers.Softmax):
         ValueError: If `dtype` is not float32.
 
     Example:
-
     >>> Softmax()(ops.zeros((1, 4), dtype="float16")).dtype.name
     'float32'
     """
@@ -105,7 +103,6 @@ class BatchNormalization(keras.layers.BatchNormalization):
         **kwargs: As in `keras.layers.BatchNormalization`.
 
     Example:
-
     >>> layer = BatchNormalization(dtype="mixed_float16")
     >>> _ = layer(ops.array([[1.0], [float("inf")]]), training=True)
     >>> float(layer.moving_mean[0]), layer.moving_mean.dtype

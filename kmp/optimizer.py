@@ -46,7 +46,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         ValueError: If an argument is outside its range; the message names the argument, the value and the range.
 
     Example:
-
     >>> optimizer = LossScaleOptimizer("sgd", initial_scale=1024.0, growth_interval=500)
     >>> weight = keras.Variable([1.0, 2.0])
     >>> optimizer.apply([ops.array([float("inf"), 0.0])], [weight])

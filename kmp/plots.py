@@ -77,8 +77,12 @@ def _draw_counts(ax: Axes, histogram: ExponentHistogram, shift: float, color: st
 
 def _shade_float16(ax: Axes) -> None:
     low, normal, high = FLOAT16.min_subnormal_exponent, FLOAT16.min_exponent, FLOAT16.max_exponent + 1
-    left, right = min(ax.get_xlim()[0], low - 6), max(ax.get_xlim()[1], high + 3)
-    zones = [(left, low, "0.55", "zero"), (low, normal, "0.8", "subnormal"), (high, right, _MARK, "overflow")]
+    left, right = min(ax.get_xlim()[0], low - 6), max(ax.get_xlim()[1], high + 5)
+    zones = [
+        (left, low, "0.55", "below 2^-24: zero"),
+        (low, normal, "0.8", "subnormal"),
+        (high, right, _MARK, "overflow"),
+    ]
     for start, stop, color, name in zones:
         ax.axvspan(start, stop, color=color, alpha=0.25, linewidth=0)
         _name_zone(ax, start, stop, name)

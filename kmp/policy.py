@@ -80,7 +80,6 @@ def enable(policy: str = "mixed_float16", **loss_scale_settings: Unpack[LossScal
         ValueError: If a value is outside its range. Nothing has changed then.
 
     Example:
-
     >>> with enable("mixed_float16", initial_scale=1024.0):
     ...     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     ...     model.compile("sgd", "mse")
@@ -102,7 +101,9 @@ def disable() -> None:
         _active[0].disable()
 
 
-def wrap(optimizer: keras.optimizers.Optimizer | str, **loss_scale_settings: Unpack[LossScaleSettings]) -> LossScaleOptimizer:
+def wrap(
+    optimizer: keras.optimizers.Optimizer | str, **loss_scale_settings: Unpack[LossScaleSettings]
+) -> LossScaleOptimizer:
     """Wraps an optimizer that `compile` does not see: one of several that a model holds, or one of a custom loop.
 
     Args:
@@ -117,7 +118,6 @@ def wrap(optimizer: keras.optimizers.Optimizer | str, **loss_scale_settings: Unp
         ValueError: If a setting is outside its range.
 
     Example:
-
     >>> generator_optimizer = wrap(keras.optimizers.Adam(1e-4), growth_interval=500)
     >>> generator_optimizer.rule.growth_interval
     500
