@@ -14,8 +14,8 @@ from kmp.records import BIN_COUNT, ExponentHistogram
 class Counters(keras.Layer):
     """Counts of steps and overflows, in int64: TensorFlow keeps int32 variables on the CPU.
 
-    A layer, because that is Keras' public holder of saved state: as a child of the optimizer it gets a place of its own in
-    a file, so that the optimizer's own list of variables stays the one that Keras' class has.
+    A layer, because that is Keras' public holder of saved state: as a child of the optimizer it gets a place of its own
+    in a file, so that the optimizer's own list of variables stays the one that Keras' class has.
     """
 
     def __init__(self) -> None:
@@ -48,10 +48,16 @@ class Counters(keras.Layer):
         self.last_nonfinite_loss.assign(ops.where(bad_loss, self.steps, self.last_nonfinite_loss))
         self.overflows_by_variable.assign_add(ops.cast(flags, "int64"))
 
+    def save_own_variables(self, store: Any) -> None:
+        """Saves by name, so that a counter of a later version keeps no file from loading."""
+        for variable in self.weights:
+            store[variable.name] = variable.numpy()
+
     def load_own_variables(self, store: Any) -> None:
-        """Loads what a file holds; a file that Keras' own class wrote holds nothing, and then the counts stay."""
-        if len(store.keys()):
-            super().load_own_variables(store)
+        """Loads the counters that a file holds; one that Keras' own class wrote holds none."""
+        for variable in self.weights:
+            if variable.name in store.keys():  # noqa: SIM118  # Keras' stores have keys() alone
+                variable.assign(store[variable.name])
 
     def _counter(self, name: str, shape: tuple[int, ...] = ()) -> keras.Variable:
         return self.add_weight(

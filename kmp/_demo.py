@@ -1,7 +1,7 @@
 """The main job on real data: one model trained in float32, in float16 as it is, and in float16 with kmp.
 
-The model denoises an image and names the digit on it, with one trunk for both tasks. The digit's loss has a small weight,
-as auxiliary losses do, so its gradients are small: float16 flushes many of them to zero, and the digits suffer.
+The model denoises an image and names the digit on it, with one trunk for both tasks. The digit's loss has a small
+weight, as auxiliary losses do, so its gradients are small: float16 flushes many of them to zero, and the digits suffer.
 """
 
 import statistics

@@ -70,20 +70,18 @@ def reasons(results: Results) -> Iterable[str]:
     gradient = LABEL_WEIGHT / BATCH_SIZE
     yield (
         f"Why: the label's loss has weight {LABEL_WEIGHT:g}, and the mean over a batch of {BATCH_SIZE} divides by "
-        f"{BATCH_SIZE}: no gradient at its output exceeds {gradient:.1e}. float16's smallest number is 2^-24 = "
-        f"{FLOAT16.smallest_subnormal:.1e}, and half of that rounds to zero."
+        f"{BATCH_SIZE}: no gradient at its output exceeds {gradient:.1e}. float16 rounds to zero what is below half of "
+        f"its smallest number, 2^-24 = {FLOAT16.smallest_subnormal:.1e}: every error of a predicted probability below "
+        f"{FLOAT16.smallest_subnormal / 2 / gradient:.2f} leaves no trace."
     )
     yield (
-        "'Flushed' is the share that is zero beyond float32's own, where ReLU switched units off. The loss scale lifts all "
-        "gradients into float16's range; it grows until one overflows, and that step is skipped."
+        "'Flushed' is the share that is zero beyond float32's own, where ReLU switched units off. The loss scale lifts "
+        "all gradients into float16's range; it grows until one overflows, and that step is skipped."
     )
 
 
 def pictures(results: Results, out: Path) -> list[Path]:
     """Draws the last way's first training: gradient exponents, and the loss scale; returns the two files."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
     from kmp import plots
 
     shown = list(results.values())[-1][0].run
@@ -92,8 +90,7 @@ def pictures(results: Results, out: Path) -> list[Path]:
         "loss_scale.png": plots.loss_scale(shown),
     }
     for name, ax in drawn.items():
-        ax.figure.savefig(out / name, dpi=120)
-        plots.plt.close(ax.figure)
+        plots.save(ax, out / name)
     return [out / name for name in drawn]
 
 

@@ -13,9 +13,9 @@ from kmp.optimizer import LossScaleOptimizer
 def install(model: keras.Model) -> bool:
     """Makes `model.train_step` leave such batches out of the model's metrics; once, however often it is called.
 
-    In stock Keras one such batch makes `loss` nan for the rest of the epoch. Here the step's own `logs` still show it, so
-    that `TerminateOnNaN` sees it, and the metrics go on as they were before it. The wrapper lives on the model, not on its
-    class, and does nothing while the model's optimizer is not kmp's.
+    In stock Keras one such batch makes `loss` nan for the rest of the epoch. Here the step's own `logs` still show it,
+    so that `TerminateOnNaN` sees it, and the metrics go on as they were before it. The wrapper lives on the model, not
+    on its class, and does nothing while the model's optimizer is not kmp's.
 
     Returns:
         Whether it was new, so that a train function made before needs to be made again.

@@ -15,8 +15,8 @@ from kmp import records
 class LogWriter:
     """Writes readings into `log_dir`: `kmp.jsonl`, and event files for TensorBoard.
 
-    Use `LogWriter.open`: callbacks that log into the same folder share one writer, because TensorBoard follows one event
-    file in a folder, and one log per run is what a reader wants.
+    Use `LogWriter.open`: callbacks that log into the same folder share one writer, because TensorBoard follows one
+    event file in a folder, and one log per run is what a reader wants.
     """
 
     _open: ClassVar[dict[Path, "LogWriter"]] = {}
@@ -36,7 +36,8 @@ class LogWriter:
         Args:
             log_dir: The folder; made if need be.
             optimizer: Whose readings they are.
-            first_step: The step that training goes on from. At 0 a log that is there already is kept under another name.
+            first_step: The step that training goes on from. At 0 a log that is there already is kept under another
+                name.
 
         Raises:
             OSError: If the folder cannot be written.

@@ -136,7 +136,8 @@ class OverflowCounter(_Reader):
     """Counts the steps that were skipped because the loss or a gradient was not finite.
 
     In `logs`: `overflow_count` (since training began), `overflow_rate` (the share of the steps since the last reading)
-    and `nonfinite_loss_count` (those of them whose loss was not finite before it was scaled, where no scale would help).
+    and `nonfinite_loss_count` (those of them whose loss was not finite before it was scaled, where no scale would
+    help).
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
@@ -219,7 +220,7 @@ def defaults(log_dir: PathLike | None = None, every_n_steps: int = 100) -> list[
 def _no_loss_scale(callback: str, optimizer: Any) -> str:
     return (
         f"{callback} reads kmp.LossScaleOptimizer, and the model's optimizer is "
-        f"{type(optimizer).__module__.split('.')[0]}'s {type(optimizer).__name__}. Call kmp.enable() before building and "
-        "compiling the model, or compile it with kmp.LossScaleOptimizer(optimizer). A model in float32 or bfloat16 needs "
-        "no loss scale: leave the callback out, or wrap with loss_scale=1.0 to see its gradients all the same."
+        f"{type(optimizer).__module__.split('.')[0]}'s {type(optimizer).__name__}. Call kmp.enable() before building "
+        "and compiling the model, or compile it with kmp.LossScaleOptimizer(optimizer). A model in float32 or bfloat16 "
+        "needs no loss scale: leave the callback out, or wrap with loss_scale=1.0 to see its gradients all the same."
     )

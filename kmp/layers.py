@@ -16,8 +16,8 @@ _HALF = (FLOAT16.name, BFLOAT16.name)
 class Float32(keras.Layer):
     """Runs a layer or function in float32, whatever the policy: inputs up to float32, computation and output in it.
 
-    For what float16 endangers: exp, log, powers, norms, variances, sums over many elements. Tensors that are not floating
-    point pass as they are.
+    For what float16 endangers: exp, log, powers, norms, variances, sums over many elements. Tensors that are not
+    floating point pass as they are.
 
     Args:
         layer: A layer, which is set to float32 together with the layers inside it; or a function of tensors, registered
@@ -49,9 +49,11 @@ class Float32(keras.Layer):
         """Builds the layer inside; one that needs several shapes builds itself when it is first called."""
         if isinstance(self.layer, keras.Layer) and not self.layer.built and _takes_one_shape(self.layer):
             self.layer.build(input_shape)
+            _set_float32(self.layer)  # a model may make layers of its own when it is built
 
     def call(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        # A tensor that is float32 already is handed on itself: a cast would lose the logits that Keras hangs on softmax.
+        # A tensor that is float32 already is handed on itself: a cast would lose the logits that Keras hangs on
+        # softmax.
         return keras.tree.map_structure(_to_float32, self.layer(inputs, *args, **kwargs))
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
@@ -94,9 +96,9 @@ class Softmax(keras.layers.Softmax):
 class BatchNormalization(keras.layers.BatchNormalization):
     """Batch normalization whose statistics are float32 and never learn from a batch with a non-finite value.
 
-    The batch's mean and variance are taken in float32, and the moving ones kept in it, under every policy; the output has
-    the policy's compute dtype. A batch that would make a moving statistic inf or nan leaves all of them as they were:
-    stock Keras keeps it, and `predict` is nan for good.
+    The batch's mean and variance are taken in float32, and the moving ones kept in it, under every policy; the output
+    has the policy's compute dtype. A batch that would make a moving statistic inf or nan leaves all of them as they
+    were: stock Keras keeps it, and `predict` is nan for good.
 
     Args:
         axis: Integer, the axis of the features.

@@ -23,7 +23,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     them; they are divided by it again before the update. A step whose loss or gradients are not finite is skipped: it
     leaves every weight and every variable of the inner optimizer as it was.
 
-    Used in `model.compile`, or in a custom loop with `scale_loss`, then `apply`. Sources: see `kmp.scaling.DynamicScale`.
+    Used in `model.compile`, or in a custom loop with `scale_loss`, then `apply`. Sources: see
+    `kmp.scaling.DynamicScale`.
 
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, or the name of one. Clipping, weight decay, EMA and gradient
@@ -37,8 +38,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         hysteresis: Integer, at least 1: overflows in a row before the scale backs off. Defaults to 1.
         min_scale: Float, the scale never falls below it. At least 2^-126. Defaults to 2^-14: below that, a loss of 1
             leaves float16's normal range.
-        max_scale: Float, the scale never grows above it. At most 2^127, the default: the largest power of two in float32.
-        loss_scale: `"dynamic"`, the default, or 0 for the same; or a float from 2^-126 to 2^127, a scale that never moves.
+        max_scale: Float, the scale never grows above it. At most 2^127, the default: the largest power of two in
+            float32.
+        loss_scale: `"dynamic"`, the default, or 0 for the same; or a float from 2^-126 to 2^127, a scale that never
+            moves.
         **kwargs: What `keras.optimizers.LossScaleOptimizer` accepts for the sake of old files.
 
     Raises:
@@ -268,7 +271,8 @@ def _bare(optimizer: Any) -> keras.optimizers.Optimizer:
     found = keras.optimizers.get(optimizer) if isinstance(optimizer, str) else optimizer
     if isinstance(found, keras.optimizers.LossScaleOptimizer):
         raise TypeError(
-            f"`inner_optimizer` scales the loss already; it would be scaled twice. Received: inner_optimizer={optimizer!r}"
+            "`inner_optimizer` scales the loss already; it would be scaled twice. "
+            f"Received: inner_optimizer={optimizer!r}"
         )
     if not isinstance(found, keras.optimizers.Optimizer):
         raise TypeError(

@@ -3,9 +3,12 @@
 Imports matplotlib, so it is imported only when used: `import kmp.plots`.
 """
 
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from kmp._formats import FLOAT16
 from kmp.records import ExponentHistogram, Run
@@ -30,7 +33,7 @@ def gradient_exponents(histogram: ExponentHistogram, ax: Axes | None = None) -> 
     shift = np.log2(histogram.loss_scale)
     if shift:
         _draw_counts(ax, histogram, -shift, _UNSCALED, "gradient")
-    scaled = f"gradient × loss scale 2^{shift:g}" if shift else "gradient (loss scale 1)"
+    scaled = f"gradient times loss scale 2^{shift:g}" if shift else "gradient (loss scale 1)"
     _draw_counts(ax, histogram, 0.0, _SCALED, f"{scaled}; {histogram.zero_fraction:.1%} are zero")
     _shade_float16(ax)
     ax.set_yscale("log")
@@ -64,6 +67,14 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
     return ax
 
 
+def save(ax: Axes, path: Path) -> None:
+    """Writes the figure that `ax` is on to a PNG file, and closes it."""
+    figure = ax.get_figure(root=True)
+    assert isinstance(figure, Figure)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def _draw_counts(ax: Axes, histogram: ExponentHistogram, shift: float, color: str, label: str) -> None:
     filled = np.flatnonzero(histogram.by_exponent)
     if filled.size:
@@ -91,8 +102,8 @@ def _shade_float16(ax: Axes) -> None:
 
 
 def _name_zone(ax: Axes, start: float, stop: float, name: str) -> None:
-    place = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "bottom", "fontsize": "small"}
-    ax.text((start + stop) / 2, 0.01, name, color="0.25", **place)
+    middle, at = (start + stop) / 2, ax.get_xaxis_transform()
+    ax.text(middle, 0.01, name, transform=at, ha="center", va="bottom", fontsize="small", color="0.25")
 
 
 def _mark_overflows(ax: Axes, run: Run) -> None:

@@ -60,15 +60,15 @@ class Handle:
 def enable(policy: str = "mixed_float16", **loss_scale_settings: Unpack[LossScaleSettings]) -> Handle:
     """Sets the global dtype policy, and has `model.compile` wrap optimizers of float16 models with loss scaling.
 
-    Layers built from here on use the policy. `compile` wraps the optimizer in `kmp.LossScaleOptimizer` when any layer of
-    the model computes in float16, unless it is called with `auto_scale_loss=False`. bfloat16 has float32's exponents and
-    needs no loss scale, nor does float32.
+    Layers built from here on use the policy. `compile` wraps the optimizer in `kmp.LossScaleOptimizer` when any layer
+    of the model computes in float16, unless it is called with `auto_scale_loss=False`. bfloat16 has float32's exponents
+    and needs no loss scale, nor does float32.
 
     Calling it again replaces policy and settings. What the hardware means for the policy is logged once, under `"kmp"`.
 
     Args:
-        policy: `"mixed_float16"` (the default: float32 weights, float16 computation), `"mixed_bfloat16"`, `"float32"`, or
-            `"float16"` (weights in float16 too).
+        policy: `"mixed_float16"` (the default: float32 weights, float16 computation), `"mixed_bfloat16"`, `"float32"`,
+            or `"float16"` (weights in float16 too).
         **loss_scale_settings: `initial_scale`, `growth_interval`, `growth_factor`, `backoff_factor`, `hysteresis`,
             `min_scale`, `max_scale`, `loss_scale`: as in `kmp.LossScaleOptimizer`.
 
@@ -107,7 +107,8 @@ def wrap(
     """Wraps an optimizer that `compile` does not see: one of several that a model holds, or one of a custom loop.
 
     Args:
-        optimizer: A `keras.optimizers.Optimizer`, or the name of one; one that kmp wrapped already is returned as it is.
+        optimizer: A `keras.optimizers.Optimizer`, or the name of one; one that kmp wrapped already is returned as it
+            is.
         **loss_scale_settings: As in `enable`, whose settings they are added to.
 
     Returns:
@@ -130,8 +131,8 @@ def wrap(
 class _CompileHook:
     """Replaces `compile` on the class that defines it.
 
-    A `compile` put on `keras.Model` would look like a user's own to `compile_from_config`, which then does not compile a
-    loaded model; one put where Keras' own stands does not.
+    A `compile` put on `keras.Model` would look like a user's own to `compile_from_config`, which then does not compile
+    a loaded model; one put where Keras' own stands does not.
     """
 
     def __init__(self) -> None:
@@ -188,9 +189,9 @@ def _scaled(model: keras.Model, optimizer: Any, chosen: bool) -> Any:
         return found
     if isinstance(found, keras.optimizers.LossScaleOptimizer):
         warnings.warn(
-            "The model is compiled with Keras' own LossScaleOptimizer, which kmp leaves alone: it can be neither seen nor "
-            "configured. Pass its inner optimizer to `compile` instead.",
-            stacklevel=4,
+            "The model is compiled with Keras' own LossScaleOptimizer, which kmp leaves alone: it can be neither seen "
+            "nor configured. Pass its inner optimizer to `compile` instead.",
+            stacklevel=3,
         )
         return found
     return wrap(found)
@@ -201,7 +202,7 @@ def _say_unused(model: keras.Model) -> None:
     if own and all(isinstance(optimizer, LossScaleOptimizer) for optimizer in own):
         return
     warnings.warn(
-        f"{type(model).__name__}.compile calls super().compile() without an optimizer, so there is none for kmp to wrap. "
+        f"{type(model).__name__}.compile calls super().compile() without an optimizer, so kmp has none to wrap. "
         "Wrap each of the model's own with kmp.wrap(optimizer), and use its scale_loss and apply in train_step. "
         "(Optimizers that are set on the model before super().compile() are seen, and wrapped ones end this warning.)",
         stacklevel=5,

@@ -1,19 +1,19 @@
 """What was observed: readings of a training run, kept in memory and as JSON Lines. Needs NumPy alone.
 
-A log is one JSON object a line. The first is a header, `{"schema": 1, "kind": "header", ...}`; each later one is a reading
-with `"step"` (training steps done, skipped ones included) and whatever was read then:
+A log is one JSON object a line. The first is a header, `{"schema": 1, "kind": "header", ...}`; each later one is a
+reading with `"step"` (training steps done, skipped ones included) and whatever was read then:
 
-| key | value |
-| --- | --- |
-| `loss_scale` | float, the scale that the next step will use |
-| `clean_steps` | integer, steps without an overflow since the scale last changed |
-| `overflow_count` | integer, steps skipped since training began, because the loss or a gradient was not finite |
-| `overflows_in_a_row` | integer, steps skipped since the last one that was applied |
-| `nonfinite_loss_count` | integer, those among `overflow_count` whose loss was not finite before it was scaled |
-| `overflows_by_variable` | object, variable path to the number of steps in which its gradient was not finite; zeros left out |
-| `overflow_rate` | float, share of the steps since the last reading that were skipped |
-| `grad_zeros` | float, share of gradient elements that are exactly zero in the sampled step |
-| `histogram` | object with `step`, `loss_scale` (the scale in that step), `zero`, `inf`, `nan` (element counts) and `exponents` (object, floor of log2 of the loss-scaled magnitude to element count; empty bins left out) |
+- `loss_scale`: float, the scale that the next step will use.
+- `clean_steps`: integer, steps without an overflow since the scale last changed.
+- `overflow_count`: integer, steps skipped since training began, because the loss or a gradient was not finite.
+- `overflow_rate`: float, the share of the steps since the last reading that were skipped.
+- `overflows_in_a_row`: integer, steps skipped since the last one that was applied.
+- `nonfinite_loss_count`: integer, those in `overflow_count` whose loss was not finite before it was scaled.
+- `overflows_by_variable`: object, from a variable's path to the number of steps in which its gradient was not finite;
+  zeros are left out.
+- `grad_zeros`: float, the share of gradient elements that are exactly zero in the sampled step.
+- `histogram`: object with `step`; `loss_scale` (that step's); `zero`, `inf`, `nan` (element counts); and `exponents`
+  (object, from floor(log2) of the loss-scaled magnitude to the element count; empty bins are left out).
 
 A number that is not finite is written as null.
 """
@@ -125,7 +125,8 @@ class Snapshot:
         overflow_count: Steps skipped since training began.
         overflows_in_a_row: Steps skipped since the last one that was applied.
         nonfinite_loss_count: Steps skipped whose loss was not finite before it was scaled.
-        overflows_by_variable: Variable path to the number of steps in which its gradient was not finite; zeros left out.
+        overflows_by_variable: Variable path to the number of steps in which its gradient was not finite; zeros left
+            out.
         histogram: The last sampled histogram, or `None` where none was asked for.
     """
 

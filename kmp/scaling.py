@@ -76,8 +76,8 @@ class DynamicScale:
         growth_factor: Float above 1.
         backoff_factor: Float between 0 and 1, both excluded.
         hysteresis: Integer, at least 1; in steps.
-        min_scale: Float, at least 2^-126 (float32's smallest normal value). Below 2^-14, the default, a loss of 1 leaves
-            float16's normal range.
+        min_scale: Float, at least 2^-126 (float32's smallest normal value). Below 2^-14, the default, a loss of 1
+            leaves float16's normal range.
         max_scale: Float, at most 2^127 (the largest power of two in float32).
 
     Raises:

@@ -1,0 +1,71 @@
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("MPLBACKEND", "agg")
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import kmp
+
+
+@pytest.fixture(autouse=True)
+def clean_state():
+    """Every test starts from the float32 policy and leaves no trace in Keras."""
+    policy = keras.config.dtype_policy()
+    keras.utils.set_random_seed(0)
+    yield
+    kmp.disable()
+    keras.config.set_dtype_policy(policy)
+
+
+@pytest.fixture
+def enabled():
+    with kmp.enable() as handle:
+        yield handle
+
+
+MODES = {
+    "eager": {"run_eagerly": True},
+    "graph": {},
+    "xla": {"jit_compile": True},
+    "steps_per_execution": {"steps_per_execution": 8},
+}
+
+
+@pytest.fixture(params=MODES)
+def compile_mode(request):
+    """Arguments of `compile` for each way that Keras runs a training step."""
+    return MODES[request.param]
+
+
+@pytest.fixture(params=["eager", "graph", "xla"])
+def run_step(request):
+    """Decorates a step function for each way that TensorFlow runs it."""
+    if request.param == "eager":
+        return lambda step: step
+    return tf.function(jit_compile=request.param == "xla")
+
+
+def small_data(batches=20, batch_size=8):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(batches * batch_size, 4)).astype("float32")
+    return x, (x.sum(1) > 0).astype("int32")
+
+
+def small_model():
+    return keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(2), kmp.layers.Softmax()]
+    )
+
+
+def compiled_model(optimizer="sgd", **arguments):
+    model = small_model()
+    model.compile(optimizer, "sparse_categorical_crossentropy", **arguments)
+    return model
+
+
+def values(variables):
+    return [np.asarray(variable.value) for variable in variables]

@@ -1,0 +1,18 @@
+"""Keras' own tests of its loss scale optimizer, which ship in its wheel, with kmp's class in its place."""
+
+import unittest
+
+import pytest
+from keras.src.optimizers import loss_scale_optimizer_test
+
+import kmp
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Keras' tests use what NumPy 2 deprecates
+def test_keras_own_tests_pass(monkeypatch):
+    monkeypatch.setattr(loss_scale_optimizer_test, "LossScaleOptimizer", kmp.LossScaleOptimizer)
+    suite = unittest.defaultTestLoader.loadTestsFromModule(loss_scale_optimizer_test)
+    result = unittest.TestResult()
+    suite.run(result)
+    assert not result.failures + result.errors
+    assert result.testsRun > 20

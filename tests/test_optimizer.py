@@ -1,0 +1,279 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import compiled_model, small_data, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras import ops
+from reference import ReferenceRule
+
+import kmp
+
+STOCK = [
+    kind
+    for kind in vars(keras.optimizers).values()
+    if isinstance(kind, type)
+    and issubclass(kind, keras.Optimizer)
+    and kind not in (keras.Optimizer, keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
+]
+INNER = {kind.__name__: (lambda kind=kind: kind(0.1)) for kind in STOCK} | {
+    "multi": lambda: keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {"a": keras.optimizers.Adam(0.1)})
+    ),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "centered": lambda: keras.optimizers.RMSprop(0.1, centered=True, momentum=0.5),
+    "amsgrad": lambda: keras.optimizers.Adam(0.1, amsgrad=True),
+    "clipnorm": lambda: keras.optimizers.Adam(0.1, clipnorm=0.5),
+    "clipvalue": lambda: keras.optimizers.Adam(0.1, clipvalue=0.5),
+    "global_clipnorm": lambda: keras.optimizers.Adam(0.1, global_clipnorm=0.5),
+    "weight_decay": lambda: keras.optimizers.SGD(0.1, weight_decay=0.01),
+    "ema": lambda: keras.optimizers.Adam(0.1, use_ema=True, ema_overwrite_frequency=2),
+    "accumulation": lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2),
+    "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)),
+}
+GOOD, OVERFLOW, NAN = 1.0, np.inf, np.nan
+
+
+def weights():
+    return [keras.Variable(np.arange(6, dtype="float32").reshape(2, 3) / 8 + 0.25, name="a"), keras.Variable([1.0, -2.0])]
+
+
+def gradients(kind, scale):
+    return [ops.full((2, 3), 0.5 * scale), ops.array([0.25 * scale, kind if kind != GOOD else 0.125 * scale])]
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_every_optimizer_steps_as_without_loss_scale_and_skips_without_a_trace(name):
+    bare, bare_weights = INNER[name](), weights()
+    scaled, scaled_weights = kmp.LossScaleOptimizer(INNER[name](), initial_scale=1024.0), weights()
+    scaled.build(scaled_weights)
+
+    @tf.function
+    def step(first, second):
+        scaled.apply([first, second], scaled_weights)
+
+    for kind in (GOOD, OVERFLOW, GOOD, NAN, NAN, GOOD):
+        before = values(scaled_weights), values(scaled.inner_optimizer.variables)
+        step(*gradients(kind, scaled.snapshot().loss_scale))
+        if kind == GOOD:
+            bare.apply(gradients(GOOD, 1.0), bare_weights)
+        else:
+            after = values(scaled_weights), values(scaled.inner_optimizer.variables)
+            for old, new in zip(before[0] + before[1], after[0] + after[1], strict=True):
+                np.testing.assert_array_equal(old, new)
+    for expected, found in zip(values(bare_weights), values(scaled_weights), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert scaled.snapshot().overflow_count == 3
+    assert int(scaled.iterations) == int(bare.iterations)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sampled_from([GOOD, OVERFLOW, NAN]), max_size=25), st.integers(1, 3), st.integers(1, 2))
+def test_optimizer_follows_the_reference_rule_on_any_sequence(kinds, growth_interval, hysteresis):
+    arguments = {"initial_scale": 8.0, "min_scale": 2.0, "max_scale": 32.0}
+    arguments |= {"growth_interval": growth_interval, "hysteresis": hysteresis}
+    optimizer, variables = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.1), **arguments), weights()
+    optimizer.build(variables)
+    reference = ReferenceRule(**arguments)
+    for kind in kinds:
+        optimizer.apply(gradients(kind, 1.0), variables)
+        reference.step(kind != GOOD)
+    found = optimizer.snapshot()
+    assert (found.loss_scale, found.clean_steps, found.overflows_in_a_row) == (
+        reference.scale,
+        reference.clean,
+        reference.in_a_row,
+    )
+    assert (found.step, found.overflow_count) == (len(kinds), sum(kind != GOOD for kind in kinds))
+
+
+def test_step_is_the_same_eagerly_in_graph_and_under_xla(run_step):
+    optimizer, variables = kmp.LossScaleOptimizer(keras.optimizers.Adam(0.1), growth_interval=2), weights()
+    optimizer.build(variables)
+
+    @run_step
+    def step(kind):
+        optimizer.apply([ops.full((2, 3), 0.5) * optimizer.dynamic_scale, ops.stack([kind, 0.0])], variables)
+
+    for kind in (GOOD, OVERFLOW, GOOD, GOOD, NAN):
+        step(tf.constant(kind, tf.float32))
+    assert optimizer.snapshot() == kmp.records.Snapshot(
+        step=5,
+        loss_scale=2.0**14,
+        clean_steps=0,
+        overflow_count=2,
+        overflows_in_a_row=1,
+        nonfinite_loss_count=0,
+        overflows_by_variable={variables[1].path: 2},
+    )
+    assert all(np.isfinite(value).all() for value in values(variables))
+
+
+def custom_step(optimizer, variable, decorate):
+    @decorate
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(ops.sum(variable * x))
+        optimizer.apply(tape.gradient(loss, [variable.value]), [variable])
+
+    return step
+
+
+def test_custom_loop_scales_and_unscales(run_step):
+    variable = keras.Variable([1.0, 2.0])
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4096.0)
+    optimizer.build([variable])
+    custom_step(optimizer, variable, run_step)(tf.constant([1.0, 2.0]))
+    np.testing.assert_array_equal(variable, [0.5, 1.0])
+
+
+def test_nonfinite_loss_is_told_from_an_overflow_of_the_backward_pass(run_step):
+    variable = keras.Variable([1.0])
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0)
+    optimizer.build([variable])
+    step = custom_step(optimizer, variable, run_step)
+    step(tf.constant([np.nan]))
+    first = optimizer.snapshot()
+    assert (first.loss_scale, first.overflow_count, first.nonfinite_loss_count) == (8.0, 1, 1)
+    optimizer.apply([ops.array([np.inf])], [variable])
+    second = optimizer.snapshot()
+    assert (second.loss_scale, second.overflow_count, second.nonfinite_loss_count) == (4.0, 2, 1)
+
+
+def test_nonfinite_loss_is_known_when_scale_loss_and_apply_are_functions_of_their_own():
+    variable = keras.Variable([1.0])
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0)
+    optimizer.build([variable])
+    scale, apply = tf.function(optimizer.scale_loss), tf.function(lambda g: optimizer.apply([g], [variable]))
+    scale(tf.constant(np.inf))
+    apply(tf.constant([np.nan]))
+    assert optimizer.snapshot().nonfinite_loss_count == 1
+
+
+def test_scale_loss_takes_float16_up_to_float32():
+    optimizer = kmp.LossScaleOptimizer("sgd")
+    scaled = optimizer.scale_loss(tf.constant(3.0, tf.float16))
+    assert (scaled.dtype, float(scaled)) == (tf.float32, 3 * 2.0**15)
+
+
+def test_fixed_scale_stays_and_still_skips():
+    variable = keras.Variable([1.0])
+    optimizer = kmp.LossScaleOptimizer("sgd", loss_scale=256.0)
+    optimizer.apply([ops.array([np.inf])], [variable])
+    assert (optimizer.snapshot().loss_scale, optimizer.snapshot().overflow_count) == (256.0, 1)
+    np.testing.assert_array_equal(variable, [1.0])
+
+
+def test_sparse_gradients_are_unscaled_and_checked():
+    table = keras.Variable(np.zeros((3, 2), "float32"))
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
+    optimizer.apply([tf.IndexedSlices(tf.constant([[4.0, 8.0]]), tf.constant([1]), tf.constant([3, 2]))], [table])
+    np.testing.assert_array_equal(table, [[0, 0], [-1, -2], [0, 0]])
+    optimizer.apply([tf.IndexedSlices(tf.constant([[np.inf, 8.0]]), tf.constant([1]), tf.constant([3, 2]))], [table])
+    np.testing.assert_array_equal(table, [[0, 0], [-1, -2], [0, 0]])
+    assert optimizer.snapshot().overflow_count == 1
+
+
+def test_missing_gradients_are_left_to_the_inner_optimizer():
+    variables = weights()
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=2.0)
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        optimizer.apply([None, ops.array([2.0, 2.0])], variables)
+    np.testing.assert_array_equal(variables[1], [0.0, -3.0])
+
+
+def test_variables_the_optimizer_does_not_know_are_an_error():
+    optimizer = kmp.LossScaleOptimizer("sgd")
+    optimizer.build(weights())
+    with pytest.raises(ValueError, match="Unknown variable"):
+        optimizer.apply([ops.array([1.0])], [keras.Variable([1.0])])
+    with pytest.raises(ValueError, match="a gradient for each variable"):
+        optimizer.apply([ops.array([1.0])])
+    with pytest.raises(ValueError, match="not built"):
+        kmp.LossScaleOptimizer("sgd").apply([ops.array([1.0])])
+
+
+def test_config_has_keras_keys_and_ours_only_where_they_differ():
+    default = kmp.LossScaleOptimizer("sgd")
+    assert set(default.get_config()) == {"name", "inner_optimizer", "initial_scale", "dynamic_growth_steps"}
+    own = {"growth_factor": 4.0, "backoff_factor": 0.25, "hysteresis": 2, "min_scale": 1.0, "max_scale": 2.0**20}
+    made = kmp.LossScaleOptimizer("sgd", initial_scale=8.0, growth_interval=5, **own)
+    assert made.get_config().items() >= own.items()
+    assert kmp.LossScaleOptimizer.from_config(made.get_config()).rule == made.rule
+    fixed = kmp.LossScaleOptimizer("sgd", loss_scale=128.0)
+    assert kmp.LossScaleOptimizer.from_config(fixed.get_config()).rule == fixed.rule
+
+
+def test_saved_model_comes_back_with_scale_counts_and_moments(tmp_path, enabled):
+    x, y = small_data()
+    x[10] = np.nan
+    model = compiled_model("adam", jit_compile=False)
+    model.fit(x, y, batch_size=8, verbose=0)
+    model.optimizer.apply([ops.full(v.shape, np.inf) for v in model.trainable_variables], model.trainable_variables)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded.optimizer, kmp.LossScaleOptimizer)
+    before, after = model.optimizer.snapshot(), loaded.optimizer.snapshot()
+    assert (after.step, after.loss_scale, after.overflow_count) == (21, 2.0**14, 2)
+    assert list(before.overflows_by_variable.values()) == list(after.overflows_by_variable.values())
+    for old, new in zip(values(model.optimizer.variables), values(loaded.optimizer.variables), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_inner_optimizer_may_be_a_name_and_not_a_loss_scaler():
+    assert isinstance(kmp.LossScaleOptimizer("adam").inner_optimizer, keras.optimizers.Adam)
+    for bad in (kmp.LossScaleOptimizer("sgd"), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())):
+        with pytest.raises(TypeError, match="scaled twice"):
+            kmp.LossScaleOptimizer(bad)
+    for bad in (None, 3, keras.layers.Dense(1)):
+        with pytest.raises(TypeError, match="`inner_optimizer` must be"):
+            kmp.LossScaleOptimizer(bad)
+
+
+def test_bad_argument_is_refused_before_anything_is_made():
+    inner = keras.optimizers.SGD(0.1, loss_scale_factor=2.0)
+    with pytest.raises(ValueError, match="initial_scale=-1"):
+        kmp.LossScaleOptimizer(inner, initial_scale=-1)
+    assert inner.loss_scale_factor == 2.0
+
+
+def test_170_corrupt_batches_leave_a_model_that_goes_on_learning(enabled, compile_mode):
+    x, y = small_data(batches=240)
+    x[20 * 8 : 190 * 8] = np.nan
+    model = compiled_model("adam", **compile_mode)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    found = model.optimizer.snapshot()
+    assert (found.overflow_count, found.nonfinite_loss_count, found.loss_scale) == (170, 170, 2.0**15)
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+    assert int(model.optimizer.iterations) == 70
+
+
+def test_overflow_of_the_backward_pass_backs_off_in_fit(enabled, compile_mode):
+    x, y = small_data()
+    model = compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28), **compile_mode)
+    model.fit(x, y, batch_size=8, verbose=0)
+    found = model.optimizer.snapshot()
+    assert 2.0**12 < found.loss_scale < 2.0**28
+    assert 0 < found.overflow_count < 20
+    assert found.nonfinite_loss_count == 0
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+
+
+def test_sampling_counts_the_scaled_gradients_of_the_steps_asked_for(run_step):
+    optimizer, variables = kmp.LossScaleOptimizer("sgd", loss_scale=4.0), [keras.Variable(np.zeros(5, "float32"))]
+    optimizer.build(variables)
+    assert optimizer.snapshot().histogram is None
+    assert optimizer.start_sampling(every_n_steps=3)
+    step = run_step(lambda g: optimizer.apply([g], variables))
+    seen = []
+    for n in range(1, 8):
+        step(tf.constant([0.0, 1.0, 3.0, np.inf if n == 3 else 2.0**n, 0.5]))
+        seen.append(optimizer.snapshot().histogram)
+    assert [h.step for h in seen] == [1, 1, 3, 3, 3, 6, 6]
+    assert (seen[2].zeros, seen[2].infs, seen[2].total, seen[2].loss_scale) == (1, 1, 5, 4.0)
+    assert dict(zip(seen[5].exponents.tolist(), seen[5].by_exponent.tolist(), strict=True))[6] == 1
+    assert not optimizer.start_sampling(every_n_steps=5)
+    optimizer.stop_sampling()
+    step(tf.constant([0.0] * 5))
+    assert optimizer.snapshot().histogram.step == 6

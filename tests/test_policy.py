@@ -1,0 +1,187 @@
+import logging
+
+import keras
+import numpy as np
+import pytest
+from conftest import compiled_model, small_data, small_model
+
+import kmp
+from kmp import _hardware
+
+STOCK_COMPILE = keras.Model.compile
+
+
+def policy():
+    return keras.config.dtype_policy().name
+
+
+def test_enable_sets_the_policy_and_compile_wraps_with_the_settings():
+    kmp.enable(initial_scale=64.0, growth_interval=7, hysteresis=2)
+    assert policy() == "mixed_float16"
+    optimizer = compiled_model("adam").optimizer
+    assert type(optimizer) is kmp.LossScaleOptimizer
+    assert (optimizer.initial_scale, optimizer.rule.growth_interval, optimizer.rule.hysteresis) == (64.0, 7, 2)
+    assert isinstance(optimizer.inner_optimizer, keras.optimizers.Adam)
+
+
+def test_disable_restores_exactly_what_was_there():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    kmp.enable()
+    kmp.enable("float32")
+    assert keras.Model.compile is not STOCK_COMPILE
+    kmp.disable()
+    assert policy() == "mixed_bfloat16"
+    assert keras.Model.compile is STOCK_COMPILE
+    kmp.disable()
+    assert policy() == "mixed_bfloat16"
+
+
+def test_handle_is_a_context_manager_that_nests_and_ends_after_an_exception():
+    with kmp.enable("mixed_bfloat16"):
+        with pytest.raises(RuntimeError), kmp.enable("mixed_float16", loss_scale=8.0) as inner:
+            assert "in force" in repr(inner)
+            raise RuntimeError
+        assert (policy(), "off" in repr(inner)) == ("mixed_bfloat16", True)
+        inner.disable()
+        assert policy() == "mixed_bfloat16"
+    assert policy() == "float32"
+    assert keras.Model.compile is STOCK_COMPILE
+
+
+def test_enabling_again_replaces_the_settings():
+    kmp.enable(initial_scale=64.0)
+    kmp.enable(growth_interval=5)
+    rule = kmp.wrap("sgd").rule
+    assert (rule.initial_scale, rule.growth_interval) == (2.0**15, 5)
+
+
+@pytest.mark.parametrize("name", ["mixed_bfloat16", "float32"])
+def test_policies_with_float32s_exponents_get_no_loss_scale(name):
+    kmp.enable(name)
+    assert not isinstance(compiled_model().optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+@pytest.mark.parametrize("name", ["mixed_float16", "float16"])
+def test_policies_that_compute_in_float16_get_a_loss_scale_and_train(name):
+    kmp.enable(name)
+    model = compiled_model()
+    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
+    model.fit(*small_data(), verbose=0)
+    assert model.layers[0].kernel.dtype == ("float16" if name == "float16" else "float32")
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+
+
+def test_model_with_one_float16_layer_deep_inside_is_wrapped():
+    kmp.enable("float32")
+    inside = keras.Sequential([keras.layers.TimeDistributed(keras.layers.Dense(2, dtype="mixed_float16"))])
+    model = keras.Sequential([keras.Input((3, 4)), inside])
+    model.compile("sgd", "mse")
+    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
+
+
+def test_compile_respects_auto_scale_loss_and_an_optimizer_that_scales_already(enabled):
+    assert type(compiled_model("sgd", auto_scale_loss=False).optimizer) is keras.optimizers.SGD
+    mine = kmp.LossScaleOptimizer("sgd", loss_scale=2.0)
+    assert compiled_model(mine).optimizer is mine
+    model = small_model()
+    model.compile(None, "mse")
+    assert model.optimizer is None
+
+
+def test_compile_takes_its_arguments_by_position(enabled):
+    model = small_model()
+    model.compile("sgd", "sparse_categorical_crossentropy", None, ["accuracy"])
+    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
+    assert model.loss == "sparse_categorical_crossentropy"
+
+
+def test_compile_leaves_keras_own_loss_scaler_and_says_so(enabled):
+    stock = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    with pytest.warns(UserWarning, match="Keras' own LossScaleOptimizer") as caught:
+        assert compiled_model(stock).optimizer is stock
+    assert caught[0].filename == __file__.replace("test_policy", "conftest")
+
+
+class Gan(keras.Model):
+    def __init__(self, wraps_first=False):
+        super().__init__()
+        self.net = keras.layers.Dense(1)
+        self.wraps_first = wraps_first
+
+    def compile(self, optimizer):
+        if self.wraps_first:
+            self.own = kmp.wrap(optimizer)
+        super().compile()
+        self.own = kmp.wrap(optimizer)
+
+
+def test_compile_says_when_a_model_holds_optimizers_of_its_own(enabled):
+    with pytest.warns(UserWarning, match=r"Gan.compile calls super\(\).compile\(\).*kmp.wrap") as caught:
+        model = Gan()
+        model.compile("adam")
+    assert caught[0].filename == __file__
+    assert not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    Gan(wraps_first=True).compile("adam")
+
+
+def test_wrap_uses_the_settings_in_force_and_its_own():
+    kmp.enable(initial_scale=64.0)
+    made = kmp.wrap("adam", growth_interval=3)
+    assert (made.initial_scale, made.rule.growth_interval) == (64.0, 3)
+    assert kmp.wrap(made) is made
+    with pytest.raises(TypeError, match="scaled twice"):
+        kmp.wrap(made, growth_interval=4)
+
+
+def test_load_model_compiles_the_model_under_enable(enabled, tmp_path):
+    model = compiled_model("adam", metrics=["accuracy"])
+    model.fit(*small_data(), verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert loaded.compiled
+    assert type(loaded.optimizer) is kmp.LossScaleOptimizer
+    loaded.fit(*small_data(), verbose=0)
+
+
+def test_compiled_models_stay_as_they_are_after_disable():
+    with kmp.enable():
+        model = compiled_model()
+    x, y = small_data()
+    x[0] = np.nan
+    history = model.fit(x, y, batch_size=8, verbose=0).history
+    assert model.optimizer.snapshot().overflow_count == 1
+    assert np.isfinite(history["loss"][0])
+
+
+@pytest.mark.parametrize("value", ["half", "", None, 16, "mixed_float8"])
+def test_unknown_policy_is_an_error_before_anything_changed(value):
+    with pytest.raises((ValueError, TypeError), match="`policy` must be one of 'mixed_float16'"):
+        kmp.enable(value)
+    assert policy() == "float32"
+    assert keras.Model.compile is STOCK_COMPILE
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"initial_scale": -1}, {"growth_interval": 0}, {"loss_scale": float("nan")}, {"scale": 2}, {"hysteresis": "1"}],
+    ids=str,
+)
+def test_bad_setting_is_an_error_before_anything_changed(settings):
+    name, value = next(iter(settings.items()))
+    with pytest.raises((ValueError, TypeError), match=name):
+        kmp.enable(**settings)
+    with pytest.raises((ValueError, TypeError), match=name):
+        kmp.wrap("sgd", **settings)
+    assert policy() == "float32"
+    assert keras.Model.compile is STOCK_COMPILE
+
+
+def test_enable_says_what_the_hardware_means_once(monkeypatch, caplog):
+    monkeypatch.setattr(_hardware, "_said", set())
+    with caplog.at_level(logging.INFO, "kmp"):
+        kmp.enable()
+        kmp.enable()
+        kmp.enable("float32")
+    assert len([record for record in caplog.records if record.name == "kmp"]) <= 1
+    if not kmp.hardware().gpus:
+        assert "no GPU" in caplog.text

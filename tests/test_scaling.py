@@ -1,0 +1,132 @@
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import ReferenceRule
+
+from kmp.scaling import DynamicScale, FixedScale, ScaleState, StepOutcome, make_rule
+
+powers = st.integers(-14, 20).map(lambda k: 2.0**k)
+
+
+def run_rule(rule, outcomes, decorate=lambda step: step):
+    """Applies the rule to (overflowed, loss_was_finite) pairs; returns the states as Python numbers."""
+
+    @decorate
+    def step(state, overflowed, loss_was_finite):
+        return rule.update(ScaleState(*state), StepOutcome(overflowed, loss_was_finite))
+
+    state = (tf.constant(rule.initial_scale), tf.constant(0, tf.int64), tf.constant(0, tf.int64))
+    states = []
+    for overflowed, loss_was_finite in outcomes:
+        state = step(tuple(state), tf.constant(overflowed), tf.constant(loss_was_finite))
+        states.append(tuple(t.numpy().item() for t in state))
+    return states
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    outcomes=st.lists(st.sampled_from([(False, True), (True, True), (True, False)]), max_size=30),
+    interval=st.integers(1, 4),
+    hysteresis=st.integers(1, 3),
+    bounds=st.tuples(powers, powers, powers).map(sorted),
+    factors=st.tuples(st.sampled_from([1.5, 2.0, 4.0]), st.sampled_from([0.25, 0.5, 0.9])),
+)
+def test_rule_is_the_reference_rule_on_any_sequence(outcomes, interval, hysteresis, bounds, factors):
+    low, start, high = bounds
+    names = ("initial_scale", "min_scale", "max_scale", "growth_interval", "hysteresis", "growth_factor")
+    arguments = dict(zip((*names, "backoff_factor"), (start, low, high, interval, hysteresis, *factors), strict=True))
+    reference = ReferenceRule(**arguments)
+    expected = [reference.step(overflowed, loss_was_finite) for overflowed, loss_was_finite in outcomes]
+    assert run_rule(DynamicScale(**arguments), outcomes) == expected
+
+
+def test_rule_is_the_same_eagerly_in_graph_and_under_xla(run_step):
+    outcomes = [(bool(bit), True) for bit in np.random.default_rng(0).integers(0, 2, 40)]
+    rule = DynamicScale(growth_interval=2, hysteresis=2)
+    assert run_rule(rule, outcomes, run_step) == run_rule(rule, outcomes)
+
+
+def test_scale_stays_within_its_bounds():
+    rule = DynamicScale(initial_scale=4.0, min_scale=1.0, max_scale=8.0, growth_interval=1)
+    assert {s for s, *_ in run_rule(rule, [(True, True)] * 9)} == {2.0, 1.0}
+    assert {s for s, *_ in run_rule(rule, [(False, True)] * 9)} == {8.0}
+
+
+def test_extreme_factors_keep_the_scale_finite_and_above_zero():
+    extreme = DynamicScale(growth_factor=2.0**127, backoff_factor=2.0**-140, growth_interval=1, min_scale=2.0**-126)
+    scales = [s for s, *_ in run_rule(extreme, [(False, True), (False, True), (True, True), (True, True)])]
+    assert scales == [2.0**127, 2.0**127, 2.0**-126, 2.0**-126]
+
+
+def test_nonfinite_loss_moves_neither_scale_nor_growth():
+    states = run_rule(DynamicScale(growth_interval=3), [(False, True), (True, False), (False, True), (False, True)])
+    assert [s for s, *_ in states] == [2.0**15, 2.0**15, 2.0**15, 2.0**16]
+
+
+def test_fixed_scale_never_moves_and_still_counts():
+    states = run_rule(FixedScale(64.0), [(False, True), (True, True), (True, True)])
+    assert states == [(64.0, 1, 0), (64.0, 0, 1), (64.0, 0, 2)]
+
+
+@pytest.mark.parametrize("dynamic", ["dynamic", 0, 0.0])
+def test_loss_scale_dynamic_and_zero_mean_the_dynamic_rule(dynamic):
+    assert make_rule(loss_scale=dynamic, initial_scale=8.0) == DynamicScale(initial_scale=8.0)
+
+
+def test_keras_name_for_the_growth_interval_is_accepted():
+    assert make_rule(dynamic_growth_steps=7) == DynamicScale(growth_interval=7)
+    with pytest.raises(ValueError, match="same thing"):
+        make_rule(dynamic_growth_steps=7, growth_interval=8)
+
+
+BAD_NUMBERS = [math.nan, math.inf, -math.inf, 0, -1, -0.5, "1", None, [1], True]
+
+
+@pytest.mark.parametrize("value", BAD_NUMBERS)
+@pytest.mark.parametrize(
+    "name",
+    ["initial_scale", "growth_interval", "growth_factor", "backoff_factor", "hysteresis", "min_scale", "max_scale"],
+)
+def test_bad_value_is_an_error_that_names_argument_value_and_range(name, value):
+    with pytest.raises((ValueError, TypeError)) as error:
+        make_rule(**{name: value})
+    message = str(error.value)
+    assert f"`{name}` must be" in message
+    assert f"{name}={value!r}" in message
+
+
+@pytest.mark.parametrize("value", [*BAD_NUMBERS[:3], -1, "static", None, [1], True, 2.0**128, 2.0**-127])
+def test_bad_loss_scale_is_an_error_that_names_it(value):
+    with pytest.raises((ValueError, TypeError), match="`loss_scale` must be"):
+        make_rule(loss_scale=value)
+
+
+@pytest.mark.parametrize(
+    ("settings_", "match"),
+    [
+        ({"growth_interval": 1.5}, "growth_interval=1.5"),
+        ({"growth_factor": 1.0}, "above 1"),
+        ({"backoff_factor": 1.0}, "between 0 and 1"),
+        ({"max_scale": 2.0**128}, "2\\^127"),
+        ({"initial_scale": 2.0**-20}, "between `min_scale` and `max_scale`"),
+        ({"min_scale": 2.0, "max_scale": 1.0}, "min_scale=2.0, max_scale=1.0"),
+        ({"loss_scale": 2.0, "growth_interval": 5}, "no other settings"),
+        ({"loss_scale": 2.0, "initial_scale": 4.0}, "no other settings"),
+    ],
+)
+def test_values_out_of_range_or_in_contradiction_are_errors(settings_, match):
+    with pytest.raises((ValueError, TypeError), match=match):
+        make_rule(**settings_)
+
+
+def test_unknown_setting_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(TypeError, match="'growth'.*growth_interval"):
+        make_rule(growth=2)
+
+
+def test_numpy_numbers_are_numbers():
+    assert make_rule(initial_scale=np.float32(8), growth_interval=np.int64(3)) == DynamicScale(8.0, 3)
