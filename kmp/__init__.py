@@ -8,9 +8,9 @@ Example:
 >>> kmp.disable()
 """
 
-from kmp._backend import require_tensorflow
+from kmp import _backend
 
-require_tensorflow()
+_backend.require_tensorflow()
 
 from kmp import callbacks as callbacks  # noqa: E402  # only a check can come before TensorFlow is imported
 from kmp import layers as layers  # noqa: E402

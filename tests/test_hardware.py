@@ -20,7 +20,13 @@ def test_hardware_is_what_tensorflow_sees(monkeypatch):
 
 @pytest.mark.parametrize(
     ("gpus", "tensor_cores", "bfloat16"),
-    [((), False, False), ((P100,), False, False), ((T4,), True, False), ((H200,), True, True), ((H200, P100), False, False)],
+    [
+        ((), False, False),
+        ((P100,), False, False),
+        ((T4,), True, False),
+        ((H200,), True, True),
+        ((H200, P100), False, False),
+    ],
     ids=str,
 )
 def test_features_need_every_gpu_to_have_them(gpus, tensor_cores, bfloat16):

@@ -21,7 +21,7 @@ WRAPPED = {
     "lstm": lambda: keras.layers.LSTM(3),
     "sequential": lambda: keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(2)]),
     "attention": lambda: keras.layers.MultiHeadAttention(num_heads=2, key_dim=3),
-    "normalization": lambda: keras.layers.LayerNormalization(),
+    "normalization": keras.layers.LayerNormalization,
     "function": lambda: root_of_sum_of_squares,
 }
 
@@ -82,7 +82,7 @@ def test_float32_leaves_integers_alone(enabled):
 
 @pytest.mark.parametrize("make", [lambda dtype: Float32(ops.exp, dtype=dtype), lambda dtype: Softmax(dtype=dtype)])
 def test_float32_layers_refuse_another_dtype(make):
-    with pytest.raises(ValueError, match="`dtype` must be float32.*float16"):
+    with pytest.raises(ValueError, match=r"`dtype` must be float32.*float16"):
         make("mixed_float16")
 
 
@@ -105,7 +105,9 @@ def test_cross_entropy_on_softmax_is_that_of_logits(enabled, run_step, sparse):
     kind = keras.losses.SparseCategoricalCrossentropy if sparse else keras.losses.CategoricalCrossentropy
     softmax = Softmax()
     mine = run_step(lambda x: loss_and_gradient(x, labels, kind(), softmax))(logits)
-    ideal = run_step(lambda x: loss_and_gradient(tf.cast(x, tf.float32), labels, kind(from_logits=True), ops.copy))(logits)
+    ideal = run_step(lambda x: loss_and_gradient(tf.cast(x, tf.float32), labels, kind(from_logits=True), ops.copy))(
+        logits
+    )
     np.testing.assert_allclose(mine[0], ideal[0], rtol=1e-6)
     np.testing.assert_allclose(mine[1], tf.cast(ideal[1], tf.float16), rtol=1e-3)
     assert float(tf.reduce_min(tf.abs(mine[1][0, :2]))) > 0.3
@@ -128,7 +130,9 @@ def test_gradient_through_softmax_and_loss_in_fit_is_that_of_logits(enabled, com
     assert np.abs(with_softmax - np.eye(2)).min() > 0.01
 
 
-@pytest.mark.parametrize("wrap", [lambda: Float32(keras.layers.Softmax()), lambda: Float32(keras.layers.Dense(2, "softmax"))])
+@pytest.mark.parametrize(
+    "wrap", [lambda: Float32(keras.layers.Softmax()), lambda: Float32(keras.layers.Dense(2, "softmax"))]
+)
 def test_float32_around_softmax_keeps_the_logits(enabled, wrap):
     layer = wrap()
     x = tf.constant([[90.0, -90.0]], tf.float16)

@@ -36,7 +36,10 @@ GOOD, OVERFLOW, NAN = 1.0, np.inf, np.nan
 
 
 def weights():
-    return [keras.Variable(np.arange(6, dtype="float32").reshape(2, 3) / 8 + 0.25, name="a"), keras.Variable([1.0, -2.0])]
+    return [
+        keras.Variable(np.arange(6, dtype="float32").reshape(2, 3) / 8 + 0.25, name="a"),
+        keras.Variable([1.0, -2.0]),
+    ]
 
 
 def gradients(kind, scale):

@@ -38,8 +38,9 @@ def test_disable_restores_exactly_what_was_there():
 
 def test_handle_is_a_context_manager_that_nests_and_ends_after_an_exception():
     with kmp.enable("mixed_bfloat16"):
-        with pytest.raises(RuntimeError), kmp.enable("mixed_float16", loss_scale=8.0) as inner:
-            assert "in force" in repr(inner)
+        inner = kmp.enable("mixed_float16", loss_scale=8.0)
+        assert "in force" in repr(inner)
+        with pytest.raises(RuntimeError), inner:
             raise RuntimeError
         assert (policy(), "off" in repr(inner)) == ("mixed_bfloat16", True)
         inner.disable()
@@ -116,8 +117,8 @@ class Gan(keras.Model):
 
 
 def test_compile_says_when_a_model_holds_optimizers_of_its_own(enabled):
+    model = Gan()
     with pytest.warns(UserWarning, match=r"Gan.compile calls super\(\).compile\(\).*kmp.wrap") as caught:
-        model = Gan()
         model.compile("adam")
     assert caught[0].filename == __file__
     assert not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
@@ -167,7 +168,7 @@ def test_unknown_policy_is_an_error_before_anything_changed(value):
     ids=str,
 )
 def test_bad_setting_is_an_error_before_anything_changed(settings):
-    name, value = next(iter(settings.items()))
+    name = next(iter(settings))
     with pytest.raises((ValueError, TypeError), match=name):
         kmp.enable(**settings)
     with pytest.raises((ValueError, TypeError), match=name):

@@ -42,7 +42,11 @@ def test_empty_histogram_has_no_share_of_zeros():
 
 
 def test_run_reads_back_what_was_written(tmp_path):
-    rows = [{"step": 1, "loss_scale": 4.0}, {"step": 2, "histogram": histogram(zero=1).to_dict()}, {"step": 3, "loss": 0.5}]
+    rows = [
+        {"step": 1, "loss_scale": 4.0},
+        {"step": 2, "histogram": histogram(zero=1).to_dict()},
+        {"step": 3, "loss": 0.5},
+    ]
     lines = [to_line({"schema": 1, "kind": "header"}), *map(to_line, rows)]
     (tmp_path / "kmp.jsonl").write_text("".join(lines))
     run = Run.load(tmp_path)

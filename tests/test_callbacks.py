@@ -1,0 +1,245 @@
+import csv
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import compiled_model, small_data
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import kmp
+from kmp.callbacks import GradientHistogram, LossScaleLogger, OverflowCounter, defaults
+
+pytestmark = pytest.mark.usefixtures("enabled")
+
+KEYS = {"loss_scale", "overflow_count", "overflow_rate", "nonfinite_loss_count", "grad_zeros"}
+KINDS = [LossScaleLogger, OverflowCounter, GradientHistogram]
+
+
+def fit(model, callbacks, batches=20, epochs=1, **arguments):
+    return model.fit(
+        *small_data(batches), batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks, **arguments
+    ).history
+
+
+def steps_of(callback):
+    return [row["step"] for row in callback.run.rows]
+
+
+def test_defaults_are_the_three_callbacks():
+    assert [type(callback) for callback in defaults()] == KINDS
+
+
+def test_keys_are_in_logs_every_epoch_in_every_mode(compile_mode):
+    history = fit(compiled_model(**compile_mode), defaults(every_n_steps=5), epochs=2)
+    assert set(history) >= KEYS
+    assert all(len(history[key]) == 2 for key in KEYS)
+    assert history["loss_scale"] == [2.0**15] * 2
+    assert 0 <= history["grad_zeros"][0] <= 1
+
+
+def test_readings_follow_the_optimizers_step_counter(compile_mode):
+    per_call = compile_mode.get("steps_per_execution", 1)
+    callbacks = defaults(every_n_steps=10)
+    fit(compiled_model(**compile_mode), callbacks, batches=21, epochs=2)
+    expected = {1: [1, 10, 20, 21, 30, 40, 42], 8: [8, 16, 21, 37, 42]}[per_call]
+    assert steps_of(callbacks[0]) == steps_of(callbacks[1]) == expected
+    sampled = {1: [1, 10, 20, 30, 40], 8: [1, 10, 20, 30, 40]}[per_call]
+    found = [histogram.step for histogram in callbacks[2].run.histograms]
+    assert set(found) <= set(sampled)
+    assert found[-1] == 40
+    assert found == (sampled if per_call == 1 else [1, 10, 20, 30, 40])
+
+
+def test_histogram_counts_every_gradient_element(compile_mode):
+    model, callback = compiled_model(**compile_mode), GradientHistogram(every_n_steps=5)
+    fit(model, [callback])
+    sizes = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+    assert {histogram.total for histogram in callback.run.histograms} == {sizes}
+    assert {histogram.loss_scale for histogram in callback.run.histograms} == {2.0**15}
+
+
+def test_histogram_is_that_of_the_gradients_numpy_sees():
+    model, callback = compiled_model(run_eagerly=True), GradientHistogram(every_n_steps=1)
+    seen = []
+    apply = model.optimizer.apply
+    model.optimizer.apply = lambda grads, variables: (
+        seen.append([np.array(g) for g in grads]),
+        apply(grads, variables),
+    )
+    fit(model, [callback], batches=3)
+    for histogram, gradients in zip(callback.run.histograms, seen, strict=True):
+        flat = np.concatenate([gradient.ravel() for gradient in gradients])
+        exponents = np.frexp(flat[flat != 0])[1] - 1
+        counts = np.array([np.sum(exponents == exponent) for exponent in histogram.exponents])
+        np.testing.assert_array_equal(histogram.by_exponent, counts)
+        assert histogram.zeros == np.sum(flat == 0)
+
+
+def test_overflows_are_counted_and_their_rate_is_since_the_last_reading():
+    model = compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28))
+    callback = OverflowCounter(every_n_steps=10)
+    history = fit(model, [callback], epochs=2)
+    total = model.optimizer.snapshot().overflow_count
+    assert 5 < total < 20
+    assert history["overflow_count"][-1] == total
+    rows = callback.run.rows
+    assert [row["step"] for row in rows] == [1, 10, 20, 30, 40]
+    assert rows[1]["overflow_rate"] == (rows[1]["overflow_count"] - 1) / 9
+    assert max(rows[-1]["overflows_by_variable"].values()) == total
+
+
+def test_attaching_a_histogram_to_a_later_fit_works(compile_mode):
+    model, callback = compiled_model(**compile_mode), GradientHistogram(every_n_steps=100)
+    fit(model, [LossScaleLogger()])
+    history = fit(model, [callback])
+    assert [histogram.step for histogram in callback.run.histograms] == [21]
+    assert "grad_zeros" in history
+    fit(model, [])
+    assert model.optimizer.snapshot().histogram.step == 21
+    fit(model, [callback])
+    assert [histogram.step for histogram in callback.run.histograms] == [21, 61]
+
+
+def generator():
+    x, y = small_data()
+    while True:
+        yield x[:8], y[:8]
+
+
+@pytest.mark.parametrize("kind", ["generator", "dataset"])
+def test_generators_and_datasets_work(kind):
+    x, y = small_data()
+    data = generator() if kind == "generator" else tf.data.Dataset.from_tensor_slices((x, y)).batch(8).repeat()
+    callbacks = defaults(every_n_steps=5)
+    history = compiled_model().fit(
+        data, steps_per_epoch=12, epochs=2, shuffle=False, validation_data=(x, y), callbacks=callbacks, verbose=0
+    )
+    assert set(history.history) >= KEYS | {"val_loss"}
+    assert steps_of(callbacks[0]) == [1, 5, 10, 12, 15, 20, 24]
+
+
+def test_train_on_batch_works_with_a_callback_list():
+    model, mine = compiled_model(), defaults(every_n_steps=2)
+    x, y = small_data()
+    callbacks = keras.callbacks.CallbackList(mine, model=model)
+    callbacks.on_train_begin()
+    for batch in range(5):
+        logs = model.train_on_batch(x[:8], y[:8], return_dict=True)
+        callbacks.on_train_batch_end(batch, logs)
+    callbacks.on_train_end()
+    assert steps_of(mine[0]) == [1, 2, 4]
+    assert [h.step for h in mine[2].run.histograms] == [1, 2, 4]
+
+
+def test_keys_reach_callbacks_listed_after(tmp_path):
+    fit(compiled_model(), [*defaults(), keras.callbacks.CSVLogger(tmp_path / "log.csv")])
+    with (tmp_path / "log.csv").open() as file:
+        assert set(next(csv.DictReader(file))) >= KEYS
+
+
+def test_files_hold_what_the_callbacks_read(tmp_path):
+    callbacks = defaults(tmp_path / "logs", every_n_steps=5)
+    fit(compiled_model(), callbacks)
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "kmp.jsonl").read_text().splitlines()]
+    assert (lines[0]["kind"], lines[0]["schema"]) == ("header", 1)
+    assert lines[1:] == kmp.records.Run.load(tmp_path / "logs").rows
+    assert sorted(map(str, lines[1:])) == sorted(str(row) for callback in callbacks for row in callback.run.rows)
+    events = EventAccumulator(str(tmp_path / "logs"), {"tensors": 0}).Reload()
+    assert {"kmp/loss_scale", "kmp/overflow_count", "kmp/grad_zeros", "kmp/gradient_exponents"} <= set(
+        events.Tags()["tensors"]
+    )
+    assert [e.step for e in events.Tensors("kmp/loss_scale")] == [1, 5, 10, 15, 20]
+    buckets = tf.make_ndarray(events.Tensors("kmp/gradient_exponents")[0].tensor_proto)
+    first = callbacks[2].run.histograms[0]
+    assert buckets[:, 2].sum() == first.by_exponent.sum()
+    assert buckets[:, 1].tolist() == (buckets[:, 0] + 1).tolist()
+
+
+def test_second_fit_goes_on_in_the_log_and_a_new_model_keeps_the_old_one(tmp_path):
+    model = compiled_model()
+    for _ in range(2):
+        fit(model, defaults(tmp_path, every_n_steps=10))
+    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
+    fit(compiled_model(), defaults(tmp_path, every_n_steps=10))
+    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20]
+    assert kmp.records.Run.load(tmp_path / "kmp-1.jsonl").series("loss_scale")[0].size == 6
+
+
+class Interrupt(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 5:
+            raise KeyboardInterrupt
+
+
+def test_notebook_cell_run_again_after_an_interruption_works(tmp_path):
+    model = compiled_model()
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, [*defaults(tmp_path, every_n_steps=2), Interrupt()])
+    fit(model, defaults(tmp_path, every_n_steps=10))
+    steps = kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist()
+    assert steps == [1, 2, 4, 6, 7, 10, 20, 26]
+    with pytest.raises(KeyboardInterrupt):
+        fit(compiled_model(), [*defaults(tmp_path, every_n_steps=2), Interrupt()])
+    fit(compiled_model(), defaults(tmp_path, every_n_steps=10))
+    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_dir_that_cannot_be_written_fails_before_training(tmp_path, kind):
+    (tmp_path / "file").write_text("")
+    model = compiled_model()
+    with pytest.raises(OSError, match=r"`log_dir` cannot be written.*file/logs"):
+        fit(model, [kind(tmp_path / "file" / "logs")])
+    assert model.optimizer.snapshot().step == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_model_without_kmps_optimizer_is_one_clear_error(kind, policy):
+    kmp.enable(policy)
+    with pytest.raises(ValueError, match=rf"{kind.__name__} reads kmp.LossScaleOptimizer.*keras's SGD.*kmp.enable"):
+        fit(compiled_model(), [kind()])
+
+
+def test_optimizer_to_read_can_be_given():
+    model, other = compiled_model(), kmp.LossScaleOptimizer("sgd", loss_scale=4.0)
+    callback = LossScaleLogger(optimizer=other)
+    fit(model, [callback])
+    assert callback.optimizer is other
+
+
+@pytest.mark.parametrize("make", [*KINDS, defaults])
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"every_n_steps": 0}, "`every_n_steps` must be.*every_n_steps=0"),
+        ({"every_n_steps": -1}, "every_n_steps=-1"),
+        ({"every_n_steps": 1.5}, "every_n_steps=1.5"),
+        ({"every_n_steps": float("nan")}, "every_n_steps=nan"),
+        ({"every_n_steps": "often"}, "every_n_steps='often'"),
+        ({"every_n_steps": True}, "every_n_steps=True"),
+        ({"log_dir": 3}, "`log_dir` must be.*log_dir=3"),
+    ],
+    ids=str,
+)
+def test_bad_argument_is_an_error_that_names_it(make, arguments, match):
+    with pytest.raises((ValueError, TypeError), match=match):
+        make(**arguments)
+
+
+def test_bad_optimizer_is_an_error_that_names_it():
+    with pytest.raises(TypeError, match="`optimizer` must be"):
+        LossScaleLogger(optimizer=keras.optimizers.SGD())
+
+
+def test_callbacks_change_nothing_in_what_is_learnt(compile_mode):
+    weights = []
+    for callbacks in ([], defaults(every_n_steps=3)):
+        keras.utils.set_random_seed(0)
+        model = compiled_model("adam", **compile_mode)
+        fit(model, callbacks)
+        weights.append(model.get_weights())
+    for without, with_callbacks in zip(*weights, strict=True):
+        np.testing.assert_array_equal(without, with_callbacks)

@@ -1,0 +1,71 @@
+import keras
+import numpy as np
+import pytest
+from rich.console import Console
+
+import kmp
+from kmp import _demo, _demo_report
+from kmp.__main__ import main
+
+
+def test_digits_are_split_without_overlap_and_noise_is_on_the_input_alone():
+    train, test = _demo.load("digits")
+    assert len(train.labels) + len(test.labels) == 1797
+    assert train.clean.min() == 0.0
+    assert train.clean.max() == 1.0
+    assert train.noisy.std() > train.clean.std()
+    assert train.noisy.dtype == np.float32
+
+
+def test_cifar10_goes_through_keras_datasets(monkeypatch):
+    random = np.random.default_rng(0)
+    part = random.integers(0, 256, (10, 32, 32, 3), np.uint8), random.integers(0, 10, (10, 1))
+    monkeypatch.setattr(keras.datasets.cifar10, "load_data", lambda: (part, part))
+    train, test = _demo.load("cifar10")
+    assert (train.noisy.shape, test.labels.shape) == ((16, 3072), (4,))
+    assert train.clean.max() <= 1.0
+
+
+def test_ways_follow_the_policy():
+    names = {policy: [way.name for way in _demo.ways(policy)] for policy in kmp.policy.POLICIES}
+    assert names == {
+        "mixed_float16": ["float32", "float16, no loss scale", "float16 with kmp"],
+        "float16": ["float32", "float16, no loss scale", "float16 with kmp"],
+        "mixed_bfloat16": ["float32", "bfloat16, no loss scale"],
+        "float32": ["float32"],
+    }
+
+
+@pytest.mark.slow
+def test_float16_without_a_loss_scale_loses_to_both_by_more_than_the_spread_of_seeds(tmp_path):
+    console = Console(record=True, width=80, quiet=False)
+    results = _demo_report.run(console, "digits", "mixed_float16", 240, tmp_path)
+    float32, unscaled, with_kmp = ([result.accuracy for result in trained] for trained in results.values())
+    spread = max(max(accuracies) - min(accuracies) for accuracies in (float32, unscaled, with_kmp))
+    assert max(unscaled) + spread < min(float32)
+    assert max(unscaled) + spread < min(with_kmp)
+    assert abs(np.mean(with_kmp) - np.mean(float32)) < spread
+    zeros = [np.mean([result.zeros for result in trained]) for trained in results.values()]
+    assert zeros[1] > zeros[0] + 0.1
+    assert abs(zeros[2] - zeros[0]) < 0.02
+    shown = console.export_text()
+    assert "float16 with kmp" in shown
+    assert "float16 rounds to zero" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_command_writes_logs_and_pictures_where_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_demo_report, "SEEDS", (0,))
+    assert main(["demo", "--steps", "4", "--out", str(tmp_path / "out")]) == 0
+    assert "One model" in capsys.readouterr().out
+    found = {path.name for path in (tmp_path / "out").iterdir()}
+    assert found == {"gradient_exponents.png", "loss_scale.png", "float32", "float16-no-loss-scale", "float16-with-kmp"}
+    run = kmp.records.Run.load(tmp_path / "out" / "float16-with-kmp" / "seed-0")
+    assert run.series("loss_scale")[0][-1] == 4
+    assert keras.config.dtype_policy().name == "float32"
+
+
+def test_bfloat16_demo_runs_without_a_loss_scale(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_demo_report, "SEEDS", (0,))
+    assert main(["demo", "--steps", "2", "--policy", "mixed_bfloat16", "--out", str(tmp_path)]) == 0
+    assert "bfloat16" in capsys.readouterr().out

@@ -1,0 +1,121 @@
+import ast
+import doctest
+import importlib
+import itertools
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kmp
+
+MODULES = [name for _, name, _ in pkgutil.iter_modules(kmp.__path__) if name != "__main__"]
+
+
+def python(code, **environment):
+    """Runs code in a fresh interpreter; returns what it wrote to standard error, or to output if it succeeded."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=os.environ | environment
+    )
+    return done.returncode, done.stdout if done.returncode == 0 else done.stderr
+
+
+@pytest.mark.slow
+def test_importing_kmp_imports_nothing_heavy():
+    heavy = ("matplotlib", "sklearn", "tensorboard", "rich.progress", "kmp.plots", "kmp._demo")
+    status, loaded = python(
+        "import sys, keras, tensorflow; before = set(sys.modules); import kmp;"
+        f"print(sorted(name for name in set(sys.modules) - before if name.startswith({heavy!r})))"
+    )
+    assert (status, loaded.strip()) == (0, "[]")
+
+
+def test_another_backend_is_an_error_that_says_what_to_do():
+    status, error = python("import kmp", KERAS_BACKEND="jax")
+    assert status == 1
+    assert "ImportError: kmp runs on Keras' TensorFlow backend, and the backend chosen here is 'jax'" in error
+    assert "KERAS_BACKEND=tensorflow" in error
+
+
+def test_backend_in_the_configuration_file_counts_too(tmp_path):
+    (tmp_path / "keras.json").write_text('{"backend": "torch"}')
+    status, error = python("import kmp", KERAS_HOME=str(tmp_path), KERAS_BACKEND="")
+    assert status == 1
+    assert "'torch'" in error
+
+
+def test_missing_tensorflow_is_an_error_that_names_the_extras(tmp_path):
+    hide = (
+        "import sys, importlib.util as u; find = u.find_spec;"
+        "u.find_spec = lambda name, *a: None if name == 'tensorflow' else find(name, *a); import kmp"
+    )
+    status, error = python(hide, KERAS_HOME=str(tmp_path))
+    assert status == 1
+    assert "kmp[cuda]" in error
+    assert "kmp[cpu]" in error
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_are_true(name):
+    module = importlib.import_module(f"kmp.{name}")
+    assert doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
+
+
+def test_example_in_the_package_docstring_is_true():
+    assert doctest.testmod(kmp).failed == 0
+
+
+def public_names():
+    for name in ("callbacks", "layers", "optimizer", "plots", "policy", "records", "scaling", "statistics"):
+        module = importlib.import_module(f"kmp.{name}")
+        for attribute, value in vars(module).items():
+            if not attribute.startswith("_") and getattr(value, "__module__", None) == module.__name__:
+                yield pytest.param(value, id=f"{name}.{attribute}")
+
+
+@pytest.mark.parametrize("value", list(public_names()))
+def test_every_public_name_has_a_docstring(value):
+    assert value.__doc__
+
+
+def test_package_is_typed():
+    assert (Path(kmp.__file__).parent / "py.typed").exists()
+
+
+def test_public_surface_is_what_the_readme_documents():
+    public = {name for name in vars(kmp) if not name.startswith("_")} - set(MODULES)
+    assert public == {"LossScaleOptimizer", "disable", "enable", "hardware", "wrap"}
+
+
+def test_a_room_imports_only_from_the_floors_below():
+    floors = [
+        ["_arguments", "_backend", "_formats", "_hardware"],
+        ["records", "layers"],
+        ["scaling", "statistics"],
+        ["_counters", "plots"],
+        ["optimizer"],
+        ["_guard", "_writers"],
+        ["policy", "callbacks"],
+        ["_demo"],
+        ["_demo_report"],
+    ]
+    assert sorted(itertools.chain(*floors)) == sorted(MODULES)
+    allowed = set()
+    for floor in floors:
+        for name in floor:
+            assert rooms_used(name) <= allowed, f"{name} imports {rooms_used(name) - allowed}"
+        allowed |= set(floor)
+
+
+def rooms_used(name):
+    tree = ast.parse((Path(kmp.__file__).parent / f"{name}.py").read_text())
+    used = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "kmp":
+            used |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module.startswith("kmp."):
+            used.add(node.module.removeprefix("kmp."))
+    return used
