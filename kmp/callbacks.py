@@ -202,6 +202,8 @@ class GradientHistogram(_Reader):
 def defaults(log_dir: PathLike | None = None, every_n_steps: int = 100) -> list[keras.callbacks.Callback]:
     """Returns the callbacks that a run should have: `LossScaleLogger`, `OverflowCounter` and `GradientHistogram`.
 
+    They share one `run`, a `kmp.records.Run`, which holds what all of them read.
+
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
         every_n_steps: Integer, at least 1: how often to read and sample, by the optimizer's step counter.
@@ -214,7 +216,10 @@ def defaults(log_dir: PathLike | None = None, every_n_steps: int = 100) -> list[
     >>> [type(callback).__name__ for callback in defaults(every_n_steps=50)]
     ['LossScaleLogger', 'OverflowCounter', 'GradientHistogram']
     """
-    return [kind(log_dir, every_n_steps) for kind in (LossScaleLogger, OverflowCounter, GradientHistogram)]
+    readers = [kind(log_dir, every_n_steps) for kind in (LossScaleLogger, OverflowCounter, GradientHistogram)]
+    for reader in readers:
+        reader.run = readers[0].run
+    return readers
 
 
 def _no_loss_scale(callback: str, optimizer: Any) -> str:

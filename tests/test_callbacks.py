@@ -24,7 +24,8 @@ def fit(model, callbacks, batches=20, epochs=1, **arguments):
 
 
 def steps_of(callback):
-    return [row["step"] for row in callback.run.rows]
+    key = {LossScaleLogger: "loss_scale", OverflowCounter: "overflow_count"}[type(callback)]
+    return callback.run.series(key)[0].tolist()
 
 
 def test_defaults_are_the_three_callbacks():
@@ -145,7 +146,7 @@ def test_files_hold_what_the_callbacks_read(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "logs" / "kmp.jsonl").read_text().splitlines()]
     assert (lines[0]["kind"], lines[0]["schema"]) == ("header", 1)
     assert lines[1:] == kmp.records.Run.load(tmp_path / "logs").rows
-    assert sorted(map(str, lines[1:])) == sorted(str(row) for callback in callbacks for row in callback.run.rows)
+    assert lines[1:] == callbacks[0].run.rows
     events = EventAccumulator(str(tmp_path / "logs"), {"tensors": 0}).Reload()
     assert {"kmp/loss_scale", "kmp/overflow_count", "kmp/grad_zeros", "kmp/gradient_exponents"} <= set(
         events.Tags()["tensors"]

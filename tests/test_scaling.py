@@ -124,7 +124,7 @@ def test_values_out_of_range_or_in_contradiction_are_errors(settings_, match):
 
 
 def test_unknown_setting_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(TypeError, match="'growth'.*growth_interval"):
+    with pytest.raises(TypeError, match=r"'growth'.*growth_interval"):
         make_rule(growth=2)
 
 

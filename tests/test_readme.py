@@ -1,0 +1,62 @@
+import inspect
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import kmp
+from kmp import callbacks, scaling
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def rows_of(heading):
+    """The cells of the first table after a heading or sentence, without its header."""
+    table = README.split(heading, 1)[1].split("\n|", 1)[1].split("\n\n", 1)[0]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[2:]]
+
+
+def test_example_runs_as_it_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
+    random = np.random.default_rng(0)
+    names = {"x": random.normal(size=(64, 64)).astype("float32"), "y": random.integers(0, 10, 64)}
+    exec(code, names)
+    assert isinstance(names["model"].optimizer, kmp.LossScaleOptimizer)
+    assert kmp.records.Run.load("runs/first").series("loss_scale")[0].size
+
+
+def test_table_of_loss_scale_arguments_is_the_signature():
+    documented = {cells[0].strip("`"): cells[1].strip("`") for cells in rows_of("### The loss scale")}
+    parameters = inspect.signature(kmp.LossScaleOptimizer).parameters
+    assert set(documented) == set(scaling.LossScaleSettings.__annotations__) - {"dynamic_growth_steps"}
+    for name, text in documented.items():
+        value = text.strip('"') if name == "loss_scale" else eval(text.replace("^", "**"))
+        assert parameters[name].default == value, name
+
+
+def test_table_of_callback_arguments_is_the_signature():
+    documented = {cells[0].strip("`") for cells in rows_of("### Callbacks")}
+    assert documented == set(inspect.signature(callbacks.LossScaleLogger).parameters)
+
+
+def test_table_of_log_keys_is_what_the_callbacks_log(enabled):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="mixed_float16")])
+    model.compile("sgd", "mse")
+    history = model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=callbacks.defaults(), verbose=0).history
+    assert {cells[0].strip("`") for cells in rows_of("They add to `logs`")} == set(history) - {"loss"}
+
+
+def test_every_public_name_is_documented():
+    names = [f"kmp.{name}(" for name in ("enable", "disable", "wrap", "hardware", "LossScaleOptimizer")]
+    names += [f"kmp.layers.{name}" for name in ("Float32", "Softmax", "BatchNormalization")]
+    names += ["LossScaleLogger", "OverflowCounter", "GradientHistogram", "kmp.callbacks.defaults("]
+    assert [name for name in names if name not in README] == []
+
+
+@pytest.mark.parametrize("target", re.findall(r"\]\((?!http)([^)#]+)\)", README))
+def test_links_lead_somewhere(target):
+    assert (ROOT / target).exists()
