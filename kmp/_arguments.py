@@ -3,22 +3,37 @@
 import math
 import numbers
 import operator
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+_LARGEST = 2**63 - 1
 
-def integer(name: str, value: Any, minimum: int) -> int:
-    """Returns `value` as an `int` of at least `minimum`.
+
+def positive_integer(name: str, value: Any) -> int:
+    """Returns `value` as an `int` that is at least 1 and fits into int64.
 
     Raises:
         TypeError: If `value` is not an integer (a `bool` is not one).
-        ValueError: If it is below `minimum`.
+        ValueError: If it is outside that range.
     """
-    expected = f"an integer of at least {minimum}"
+    expected = "an integer from 1 to 2^63 - 1"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(_message(name, value, expected))
-    if value < minimum:
+    if not 1 <= operator.index(value) <= _LARGEST:
         raise ValueError(_message(name, value, expected))
+    return operator.index(value)
+
+
+def axis(name: str, value: Any) -> int:
+    """Returns `value` as an `int` of either sign.
+
+    Raises:
+        TypeError: If `value` is not an integer (a `bool` is not one).
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(_message(name, value, "an integer"))
     return operator.index(value)
 
 
@@ -37,7 +52,10 @@ def number(name: str, value: Any, expected: str, accepts: Callable[[float], bool
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(_message(name, value, expected))
-    result = float(value)
+    try:
+        result = float(value)
+    except OverflowError:
+        result = math.inf
     if not math.isfinite(result) or not accepts(result):
         raise ValueError(_message(name, value, expected))
     return result
@@ -56,6 +74,22 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise ValueError(_message(name, value, expected))
     return value
+
+
+def local_path(name: str, value: Any) -> Path:
+    """Returns `value` as a path on this machine, with `~` expanded.
+
+    Raises:
+        TypeError: If `value` is not a string or path.
+        ValueError: If it is empty, or an address of another kind.
+    """
+    expected = "the path of a local folder"
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(_message(name, value, expected))
+    text = os.fspath(value)
+    if not isinstance(text, str) or not text or "\0" in text or "://" in text:
+        raise ValueError(_message(name, value, expected))
+    return Path(text).expanduser()
 
 
 def _message(name: str, value: Any, expected: str) -> str:

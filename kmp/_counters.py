@@ -1,8 +1,11 @@
 """What the loss scaler keeps on the device beside the scale itself."""
 
+import math
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import ops
 
@@ -24,12 +27,21 @@ class Counters(keras.Layer):
         self.overflows = self._counter("overflows")
         self.overflows_in_a_row = self._counter("overflows_in_a_row")
         self.nonfinite_losses = self._counter("nonfinite_losses")
-        self.last_nonfinite_loss = self._counter("last_nonfinite_loss")
         self.overflows_by_variable: Any = None
+        # Of each replica's own forward passes: how many losses were not finite, and 1 from a `scale_loss` that saw one
+        # until the next `scale_loss` or `apply`.
+        self.bad_losses = _per_replica("bad_losses", "int64")
+        self.last_loss_was_bad = _per_replica("last_loss_was_bad", "float32")
 
     def build_for(self, variable_count: int) -> None:
         """Creates the counter that has an entry for each variable."""
         self.overflows_by_variable = self._counter("overflows_by_variable", (variable_count,))
+
+    def note_loss(self, loss: Any) -> None:
+        """Counts a loss that is not finite, before it is scaled."""
+        bad = statistics.nonfinite(loss)
+        self.bad_losses.assign_add(ops.cast(bad, "int64"))
+        self.last_loss_was_bad.assign(bad)
 
     def count(self, overflowed: Any, loss_was_finite: Any, overflows_in_a_row: Any, flags: Any) -> None:
         """Counts one step.
@@ -40,13 +52,12 @@ class Counters(keras.Layer):
             overflows_in_a_row: Scalar int64, from the scale's rule.
             flags: Bool tensor of shape `(variables,)`, whose gradient was not finite.
         """
-        bad_loss = ops.logical_not(loss_was_finite)
         self.steps.assign_add(1)
         self.overflows.assign_add(ops.cast(overflowed, "int64"))
         self.overflows_in_a_row.assign(overflows_in_a_row)
-        self.nonfinite_losses.assign_add(ops.cast(bad_loss, "int64"))
-        self.last_nonfinite_loss.assign(ops.where(bad_loss, self.steps, self.last_nonfinite_loss))
+        self.nonfinite_losses.assign_add(ops.cast(ops.logical_not(loss_was_finite), "int64"))
         self.overflows_by_variable.assign_add(ops.cast(flags, "int64"))
+        self.last_loss_was_bad.assign(0.0)
 
     def save_own_variables(self, store: Any) -> None:
         """Saves by name, so that a counter of a later version keeps no file from loading."""
@@ -56,8 +67,9 @@ class Counters(keras.Layer):
     def load_own_variables(self, store: Any) -> None:
         """Loads the counters that a file holds; one that Keras' own class wrote holds none."""
         for variable in self.weights:
-            if variable.name in store.keys():  # noqa: SIM118  # Keras' stores have keys() alone
-                variable.assign(store[variable.name])
+            found = np.asarray(store[variable.name]) if variable.name in store.keys() else None  # noqa: SIM118
+            if found is not None and found.shape == tuple(variable.shape):
+                variable.assign(found)
 
     def _counter(self, name: str, shape: tuple[int, ...] = ()) -> keras.Variable:
         return self.add_weight(
@@ -65,27 +77,37 @@ class Counters(keras.Layer):
         )
 
 
-class Sampler:
-    """The last sampled histogram, and when to sample the next: set by a callback, read by the compiled step.
+def _per_replica(name: str, dtype: str) -> keras.Variable:
+    return keras.Variable(
+        0, dtype=dtype, trainable=False, name=name, aggregation="sum", synchronization="on_read", autocast=False
+    )
 
-    Its cadence is a variable, so that changing or pausing it needs no new trace.
+
+class Sampler:
+    """The last sampled histogram, and when to sample the next: set by callbacks, read by the compiled step.
+
+    The cadence is a variable, so that changing or pausing it needs no new trace. Where several callbacks ask, it is the
+    greatest common divisor of theirs, so that each finds the samples it asked for.
     """
 
     def __init__(self) -> None:
+        self._asked: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._cadence = _plain_variable(0, "sample_every")
         self._first = _plain_variable(0, "sample_first")
         self._step = _plain_variable(0, "sample_step")
         self._scale = _plain_variable(1.0, "sample_loss_scale")
         self._counts = _plain_variable([0] * BIN_COUNT, "sample_counts")
 
-    def start(self, every_n_steps: int, first: int) -> None:
+    def start(self, owner: Any, every_n_steps: int, first: int) -> None:
         """Samples step `first`, and from then on each step that `every_n_steps` divides."""
+        self._asked[owner] = every_n_steps
         self._first.assign(first)
-        self._cadence.assign(every_n_steps)
+        self._cadence.assign(math.gcd(*self._asked.values()))
 
-    def stop(self) -> None:
-        """Samples nothing until `start` is called again."""
-        self._cadence.assign(0)
+    def stop(self, owner: Any) -> None:
+        """Forgets what `owner` asked for."""
+        self._asked.pop(owner, None)
+        self._cadence.assign(math.gcd(*self._asked.values()))
 
     def sample(self, gradients: list[Any], scale: Any, step: Any) -> None:
         """Counts the exponents of `gradients` if `step` is one to sample; part of the compiled step."""

@@ -1,54 +1,103 @@
 """Keeps a batch whose loss is not finite out of an epoch's metrics."""
 
 import math
-from types import MethodType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 from kmp.optimizer import LossScaleOptimizer
 
 
 def install(model: keras.Model) -> bool:
-    """Makes `model.train_step` leave such batches out of the model's metrics; once, however often it is called.
+    """Makes training leave such batches out of the model's metrics; once, however often it is called.
 
     In stock Keras one such batch makes `loss` nan for the rest of the epoch. Here the step's own `logs` still show it,
-    so that `TerminateOnNaN` sees it, and the metrics go on as they were before it. The wrapper lives on the model, not
-    on its class, and does nothing while the model's optimizer is not kmp's.
+    so that `TerminateOnNaN` sees it, and the metrics go on as they were before it. The guard lives on the model, not on
+    its class, around whatever `train_step` the model has, and does nothing while its optimizer is not kmp's.
 
     Returns:
-        Whether it was new, so that a train function made before needs to be made again.
+        Whether it was new, so that a train function made before has to be made again.
     """
-    if getattr(vars(model).get("train_step"), "__func__", None) is _train_step:
+    if isinstance(getattr(model.train_step, "__self__", None), _Guard):
         return False
-    model.train_step = MethodType(_train_step, model)
+    guard = _Guard(model)
+    model.train_step, model.make_train_function = guard.train_step, guard.make_train_function
     return True
 
 
-def _train_step(model: keras.Model, data: Any) -> Any:
-    optimizer = model.optimizer
-    if not isinstance(optimizer, LossScaleOptimizer):
-        return type(model).train_step(model, data)
-    counters = optimizer.counters
-    steps_before = ops.copy(counters.steps)
-    before = {id(v): ops.copy(v) for v in _metric_variables(model)}
-    logs = type(model).train_step(model, data)
-    spoilt = counters.last_nonfinite_loss > steps_before
-    for variable in _metric_variables(model):
-        old = before.get(id(variable), ops.zeros_like(variable))
-        variable.assign(ops.where(spoilt, old, variable))
-    return _show(logs, counters, model.steps_per_execution)
+def mend_epoch(model: keras.Model, logs: dict[str, Any]) -> None:
+    """Puts the metrics' own loss into an epoch's `logs` that show the last step's.
+
+    Keras takes the last step's logs where a `train_step` returns keys that are not metrics.
+    """
+    if "loss" in logs and not math.isfinite(logs["loss"]):
+        logs["loss"] = float(model.get_metrics_result().get("loss", logs["loss"]))
 
 
-def _show(logs: Any, counters: Any, steps_per_execution: int) -> Any:
-    """Returns `logs` with a loss of nan if a step of this execution had one, not only its last."""
-    if not isinstance(logs, dict) or "loss" not in logs:
-        return logs
-    age = counters.steps - counters.last_nonfinite_loss
-    recent = ops.logical_and(counters.last_nonfinite_loss > 0, age < steps_per_execution)
-    return logs | {"loss": ops.where(recent, math.nan, logs["loss"])}
+class _Guard:
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._own_step = vars(model).get("train_step")
+        # 1.0 or 0.0: float32 has kernels on every device.
+        self._spoilt_in_execution = tf.Variable(0.0, trainable=False)
+        self._nothing_counted = tf.Variable(0.0, trainable=False)
 
+    def make_train_function(self, force: bool = False) -> None:
+        """Makes the train function, and has it forget at each call what the last one saw."""
+        before = self._model.train_function
+        type(self._model).make_train_function(self._model, force)
+        made = self._model.train_function
+        if made is not before and self._model.steps_per_execution > 1:
+            self._model.train_function = self._forgetting(made)
 
-def _metric_variables(model: keras.Model) -> list[keras.Variable]:
-    return [variable for metric in model.metrics for variable in metric.variables]
+    def train_step(self, data: Any) -> Any:
+        """The model's own training step; its metrics are put back if the loss was not finite."""
+        optimizer = self._model.optimizer
+        if not isinstance(optimizer, LossScaleOptimizer):
+            return self._step(data)
+        bad_losses = optimizer.counters.bad_losses
+        losses_before, metrics_before = ops.copy(bad_losses), dict(self._begin())
+        logs = self._step(data)
+        spoilt = bad_losses.value > losses_before
+        self._end(spoilt, metrics_before)
+        return self._show(logs, spoilt)
+
+    def _begin(self) -> Iterator[tuple[int, Any]]:
+        """Yields the metrics' values; fresh ones where they are left of a batch that did not count."""
+        fresh = ops.equal(ops.copy(self._nothing_counted), 1.0)
+        for variable in self._variables():
+            variable.assign(ops.where(fresh, ops.zeros_like(variable), variable))
+            yield id(variable), ops.copy(variable)
+
+    def _end(self, spoilt: Any, before: dict[int, Any]) -> None:
+        """Puts the metrics back, unless nothing was counted yet: a mean over nothing is nan, not 0."""
+        counted = [ops.any(ops.not_equal(value, 0)) for value in before.values()]
+        nothing_before = ops.logical_not(ops.any(ops.stack(counted))) if counted else tf.constant(False)
+        put_back = ops.logical_and(spoilt, ops.logical_not(nothing_before))
+        for variable in self._variables():
+            old = before.get(id(variable), ops.zeros_like(variable))
+            variable.assign(ops.where(put_back, old, variable))
+        self._nothing_counted.assign(ops.cast(ops.logical_and(spoilt, nothing_before), "float32"))
+
+    def _show(self, logs: Any, spoilt: Any) -> Any:
+        """Returns `logs` with a loss of nan if a step of this execution had one, not only its last."""
+        if self._model.steps_per_execution == 1 or not isinstance(logs, dict) or "loss" not in logs:
+            return logs
+        self._spoilt_in_execution.assign(ops.maximum(self._spoilt_in_execution, ops.cast(spoilt, "float32")))
+        return logs | {"loss": ops.where(self._spoilt_in_execution > 0, math.nan, logs["loss"])}
+
+    def _forgetting(self, train_function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(iterator: Any) -> Any:
+            self._spoilt_in_execution.assign(0.0)
+            return train_function(iterator)
+
+        return run
+
+    def _step(self, data: Any) -> Any:
+        return self._own_step(data) if self._own_step else type(self._model).train_step(self._model, data)
+
+    def _variables(self) -> list[keras.Variable]:
+        return [variable for metric in self._model.metrics for variable in metric.variables]

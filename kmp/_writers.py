@@ -1,15 +1,19 @@
 """Readings to disk: JSON Lines and TensorBoard event files in one folder, shared by the callbacks that write there."""
 
 import datetime
-import os
+import importlib.util
+import itertools
+import tempfile
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from kmp import records
+
+_SUFFIX = ".kmp"
 
 
 class LogWriter:
@@ -21,47 +25,63 @@ class LogWriter:
 
     _open: ClassVar[dict[Path, "LogWriter"]] = {}
 
-    def __init__(self, folder: Path, session: tuple[Any, int]) -> None:
+    def __init__(self, folder: Path, optimizer: Any, first_step: int) -> None:
         self._folder = folder
-        self._session = session
+        self._optimizer = optimizer
+        self._first_step = first_step
         self._users = 0
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lines = _open_log(folder / records.FILE_NAME, first_step=session[1])
-        self._events = _open_events(folder)
+        kept = _set_aside_later(folder, first_step)
+        self._lines = (folder / records.FILE_NAME).open("a", encoding="utf-8")
+        self._events = tf.summary.create_file_writer(str(folder), filename_suffix=_SUFFIX)
+        if self._lines.tell() == 0:
+            self._lines.write(records.to_line(_header()))
+            for row in kept:
+                self.write(row)
 
     @classmethod
-    def open(cls, log_dir: str | os.PathLike[str], optimizer: Any, first_step: int) -> "LogWriter":
-        """Opens the folder's writer, or joins the one that is open for the same optimizer from the same step.
-
-        Args:
-            log_dir: The folder; made if need be.
-            optimizer: Whose readings they are.
-            first_step: The step that training goes on from. At 0 a log that is there already is kept under another
-                name.
+    def check(cls, folder: Path) -> None:
+        """Makes the folder, and makes sure that it can be written to.
 
         Raises:
-            OSError: If the folder cannot be written.
+            OSError: If it cannot.
+            ImportError: If TensorBoard is missing.
         """
-        folder, session = Path(log_dir).absolute(), (optimizer, first_step)
-        writer = cls._open.get(folder)
-        if writer and writer._session != session:
-            writer._end()  # left open by a training that was interrupted
-            writer = None
-        writer = writer or cls._create(folder, session)
-        writer._users += 1
-        return writer
-
-    @classmethod
-    def _create(cls, folder: Path, session: tuple[Any, int]) -> "LogWriter":
+        if importlib.util.find_spec("tensorboard") is None:  # tf.summary fails without naming it
+            raise ImportError("Logging to `log_dir` needs TensorBoard: pip install tensorboard")
         try:
-            cls._open[folder] = cls(folder, session)
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder), (folder / records.FILE_NAME).open("a"):
+                pass
         except OSError as error:
             message = f"`log_dir` cannot be written ({error.strerror or error})"
             raise OSError(error.errno, message, str(folder)) from error
-        return cls._open[folder]
+
+    @classmethod
+    def open(cls, folder: Path, optimizer: Any, first_step: int) -> "LogWriter":
+        """Opens the folder's writer, or joins the one that is open for the same training.
+
+        Args:
+            folder: The folder, which exists.
+            optimizer: Whose readings they are.
+            first_step: The step that training goes on from. A log that goes beyond it is set aside, and what it holds
+                up to that step is carried over.
+
+        Raises:
+            ValueError: If the folder holds a log that is not kmp's, or another optimizer's of the same training.
+        """
+        folder = folder.absolute()
+        writer = cls._open.get(folder)
+        if writer is None or (writer._optimizer, writer._first_step) != (optimizer, first_step):
+            if writer:
+                writer._give_way()
+            writer = cls._open[folder] = cls(folder, optimizer, first_step)
+        writer._users += 1
+        return writer
 
     def write(self, row: dict[str, Any]) -> None:
         """Writes a reading; see `kmp.records` for its keys."""
+        if self._lines.closed:
+            raise ValueError(f"`log_dir` was taken over by a later training: {self._folder}")
         self._lines.write(records.to_line(row))
         self._lines.flush()
         with self._events.as_default(step=row["step"]):
@@ -77,6 +97,12 @@ class LogWriter:
         if self._users == 0:
             self._end()
 
+    def _give_way(self) -> None:
+        """Ends a writer that a training left open when it was interrupted."""
+        if self._optimizer.snapshot().step == self._first_step:
+            raise ValueError(f"`log_dir` is another optimizer's; give each its own. Received: {str(self._folder)!r}")
+        self._end()
+
     def _end(self) -> None:
         if self._open.get(self._folder) is self:
             del self._open[self._folder]
@@ -84,33 +110,30 @@ class LogWriter:
         self._events.close()
 
 
-def _open_log(path: Path, first_step: int) -> TextIO:
-    if first_step == 0 and path.exists() and path.stat().st_size:
-        path.rename(_unused(path))
-    lines = path.open("a", encoding="utf-8")
-    if lines.tell() == 0:
-        lines.write(records.to_line(_header()))
-        lines.flush()
-    return lines
+def _set_aside_later(folder: Path, first_step: int) -> list[dict[str, Any]]:
+    """Moves a log that goes beyond `first_step` into a folder of its own; returns its readings up to that step."""
+    log = folder / records.FILE_NAME
+    if not log.exists() or not log.stat().st_size:
+        return []
+    rows = records.Run.load(log, torn_end=True).rows
+    kept = [row for row in rows if row["step"] <= first_step]
+    if len(kept) == len(rows) and first_step > 0:
+        return []
+    earlier = _unused(folder / "earlier")
+    earlier.mkdir()
+    for path in (log, *folder.glob(f"events.out.tfevents.*{_SUFFIX}")):
+        path.rename(earlier / path.name)
+    return kept
 
 
 def _unused(path: Path) -> Path:
-    numbers = iter(range(1, 1_000_000))
-    return next(name for n in numbers if not (name := path.with_stem(f"{path.stem}-{n}")).exists())
+    return next(name for n in itertools.count(1) if not (name := path.with_name(f"{path.name}-{n}")).exists())
 
 
 def _header() -> dict[str, Any]:
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     versions = {"keras": keras.__version__, "tensorflow": tf.__version__, "numpy": np.__version__}
     return {"schema": records.SCHEMA, "kind": "header", "started": started, **versions}
-
-
-def _open_events(folder: Path) -> Any:
-    try:
-        import tensorboard  # noqa: F401  # tf.summary needs it, and fails without naming it
-    except ImportError as error:
-        raise ImportError("Logging to `log_dir` needs TensorBoard: pip install tensorboard") from error
-    return tf.summary.create_file_writer(str(folder))
 
 
 def _write_histogram(histogram: records.ExponentHistogram) -> None:

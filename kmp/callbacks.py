@@ -7,7 +7,7 @@ With a `log_dir`, readings go to `kmp.jsonl` there (see `kmp.records`) and to Te
 """
 
 import os
-from pathlib import Path
+import warnings
 from typing import Any
 
 import keras
@@ -18,6 +18,7 @@ from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Run, Snapshot
 
 PathLike = str | os.PathLike[str]
+Logs = dict[str, Any] | None
 
 
 class _Reader(keras.callbacks.Callback):
@@ -30,16 +31,13 @@ class _Reader(keras.callbacks.Callback):
         optimizer: LossScaleOptimizer | None = None,
     ) -> None:
         super().__init__()
-        if log_dir is not None and not isinstance(log_dir, str | os.PathLike):
-            raise TypeError(f"`log_dir` must be a path or None. Received: log_dir={log_dir!r}")
         if optimizer is not None and not isinstance(optimizer, LossScaleOptimizer):
             raise TypeError(f"`optimizer` must be a kmp.LossScaleOptimizer or None. Received: optimizer={optimizer!r}")
-        self.log_dir = None if log_dir is None else Path(log_dir)
-        self.every_n_steps = _arguments.integer("every_n_steps", every_n_steps, 1)
+        self.log_dir = None if log_dir is None else _arguments.local_path("log_dir", log_dir)
+        self.every_n_steps = _arguments.positive_integer("every_n_steps", every_n_steps)
         self.run = Run()
         self._chosen = optimizer
         self._writer: LogWriter | None = None
-        self._keys: dict[str, float] = {}
 
     @property
     def optimizer(self) -> LossScaleOptimizer:
@@ -53,41 +51,58 @@ class _Reader(keras.callbacks.Callback):
             raise ValueError(_no_loss_scale(type(self).__name__, optimizer))
         return optimizer
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        snapshot = self.optimizer.snapshot()
-        self._close()
+    def on_train_begin(self, logs: Logs = None) -> None:
+        needs_trace = self._prepare()
+        self._stop()
         if self.log_dir is not None:
-            self._writer = LogWriter.open(self.log_dir, self.optimizer, snapshot.step)
-        self._last = snapshot
-        self._first_step = self._epoch_start = snapshot.step
-        if self._prepare(snapshot):
+            LogWriter.check(self.log_dir)
+        self._start()
+        if needs_trace:
             self.model.make_train_function(force=True)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        if not self._has_trained:
+            self._start()  # again: a callback listed later may have restored the optimizer
+            self._open()
         self._epoch_start = self._last.step
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        self._has_trained = True
         # The step is reckoned from the batch, so that nothing is copied from the device between readings.
         if self._is_due(self._epoch_start + batch + 1):
             self._read()
         if logs is not None:
             logs.update(self._keys)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         self._read()
         if logs is not None:
+            _guard.mend_epoch(self.model, logs)
             logs.update(self._keys)
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._close()
+    def on_train_end(self, logs: Logs = None) -> None:
+        if self._has_trained and self._last.step == self._first_step:
+            warnings.warn(_UNUSED.format(callback=type(self).__name__), stacklevel=2)
+        self._stop()
 
-    def _prepare(self, snapshot: Snapshot) -> bool:
-        """Arranges what the compiled step must do; returns whether it has to be traced anew."""
+    def _prepare(self) -> bool:
+        """Arranges what the compiled step must be able to do; returns whether it has to be traced anew."""
         return self.optimizer is self.model.optimizer and _guard.install(self.model)
 
-    def _row(self, snapshot: Snapshot) -> dict[str, Any] | None:
-        """Sets `self._keys` from the reading and returns what to record of it, or `None` for nothing."""
-        raise NotImplementedError
+    def _start(self) -> None:
+        self._last = self.optimizer.snapshot()
+        self._first_step = self._epoch_start = self._last.step
+        self._keys: dict[str, float] = {}
+        self._has_trained = False
+
+    def _stop(self) -> None:
+        if self._writer:
+            self._writer.close()
+            self._writer = None
+
+    def _open(self) -> None:
+        if self.log_dir is not None and self._writer is None:
+            self._writer = LogWriter.open(self.log_dir, self.optimizer, self._first_step)
 
     def _is_due(self, step: int) -> bool:
         last = self._last.step
@@ -99,18 +114,15 @@ class _Reader(keras.callbacks.Callback):
             return
         row = self._row(snapshot)
         if row:
-            self._record(row)
+            self.run.append(row)
+            self._open()
+            if self._writer:
+                self._writer.write(row)
         self._last = snapshot
 
-    def _record(self, row: dict[str, Any]) -> None:
-        self.run.append(row)
-        if self._writer:
-            self._writer.write(row)
-
-    def _close(self) -> None:
-        if self._writer:
-            self._writer.close()
-            self._writer = None
+    def _row(self, snapshot: Snapshot) -> dict[str, Any] | None:
+        """Sets `self._keys` from the reading and returns what to record of it, or `None` for nothing."""
+        raise NotImplementedError
 
 
 class LossScaleLogger(_Reader):
@@ -181,14 +193,18 @@ class GradientHistogram(_Reader):
         OSError: In `on_train_begin`, if `log_dir` cannot be written.
     """
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self.optimizer.stop_sampling()
-        super().on_train_end(logs)
+    def _prepare(self) -> bool:
+        is_new = self.optimizer.prepare_sampling()
+        return super()._prepare() or is_new
 
-    def _prepare(self, snapshot: Snapshot) -> bool:
-        self._sampled = snapshot.histogram.step if snapshot.histogram else 0
-        is_new = self.optimizer.start_sampling(self.every_n_steps)
-        return super()._prepare(snapshot) or is_new
+    def _start(self) -> None:
+        super()._start()
+        self._sampled = self._last.histogram.step if self._last.histogram else 0
+        self.optimizer.start_sampling(self, self.every_n_steps)
+
+    def _stop(self) -> None:
+        self.optimizer.stop_sampling(self)
+        super()._stop()
 
     def _row(self, snapshot: Snapshot) -> dict[str, Any] | None:
         histogram = snapshot.histogram
@@ -222,10 +238,18 @@ def defaults(log_dir: PathLike | None = None, every_n_steps: int = 100) -> list[
     return readers
 
 
+_UNUSED = (
+    "{callback}: the optimizer it reads took no step. A model that trains with optimizers of its own has to have them "
+    "wrapped with kmp.wrap, and the callback has to be told which one to read: {callback}(optimizer=...)."
+)
+
+
 def _no_loss_scale(callback: str, optimizer: Any) -> str:
+    kind = type(optimizer)
+    found = f"{kind.__module__.split('.')[0]}'s {kind.__name__}" if optimizer is not None else "None"
     return (
-        f"{callback} reads kmp.LossScaleOptimizer, and the model's optimizer is "
-        f"{type(optimizer).__module__.split('.')[0]}'s {type(optimizer).__name__}. Call kmp.enable() before building "
-        "and compiling the model, or compile it with kmp.LossScaleOptimizer(optimizer). A model in float32 or bfloat16 "
-        "needs no loss scale: leave the callback out, or wrap with loss_scale=1.0 to see its gradients all the same."
+        f"{callback} reads kmp.LossScaleOptimizer, and the model's optimizer is {found}. Call kmp.enable() "
+        "before building and compiling the model, or compile it with kmp.LossScaleOptimizer(optimizer). A model in "
+        "float32 or bfloat16 needs no loss scale: leave the callback out, or wrap with loss_scale=1.0 to see its "
+        "gradients all the same."
     )

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from kmp import _arguments
 from kmp._formats import BFLOAT16, FLOAT16
 
 _HALF = (FLOAT16.name, BFLOAT16.name)
@@ -27,8 +28,8 @@ class Float32(keras.Layer):
     Call arguments are those of the layer or function; arrays and tensors among them are cast.
 
     Raises:
-        TypeError: If `layer` cannot be called.
-        ValueError: If `dtype` is not float32.
+        TypeError: If `layer` is not a layer or function.
+        ValueError: If `dtype` is not float32, or `layer` has variables in float16 or bfloat16 already.
 
     Example:
     >>> norm = Float32(lambda x: ops.sqrt(ops.sum(ops.square(x), axis=-1)))
@@ -37,12 +38,14 @@ class Float32(keras.Layer):
     """
 
     def __init__(self, layer: keras.Layer | Callable[..., Any], **kwargs: Any) -> None:
-        if not callable(layer):
-            raise TypeError(f"`layer` must be a keras.Layer or a function. Received: layer={layer!r}")
+        if not callable(layer) or isinstance(layer, type):
+            raise TypeError(f"`layer` must be a layer, not its class, or a function. Received: layer={layer!r}")
         super().__init__(**_in_float32(kwargs))
         self.layer = layer
         self.supports_masking = getattr(layer, "supports_masking", True)
+        self._passes_training = not isinstance(layer, keras.Layer) and _takes_training(layer)
         if isinstance(layer, keras.Layer):
+            _refuse_half_variables(layer)
             _set_float32(layer)
 
     def build(self, input_shape: Any) -> None:
@@ -51,7 +54,9 @@ class Float32(keras.Layer):
             self.layer.build(input_shape)
             _set_float32(self.layer)  # a model may make layers of its own when it is built
 
-    def call(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, inputs: Any, *args: Any, training: bool | None = None, **kwargs: Any) -> Any:
+        if self._passes_training:  # a layer inside learns it from Keras
+            kwargs["training"] = training
         # A tensor that is float32 already is handed on itself: a cast would lose the logits that Keras hangs on
         # softmax.
         return keras.tree.map_structure(_to_float32, self.layer(inputs, *args, **kwargs))
@@ -81,6 +86,7 @@ class Softmax(keras.layers.Softmax):
         **kwargs: `name`, and whatever else `keras.Layer` takes. A `dtype` other than float32 is an error.
 
     Raises:
+        TypeError: If `axis` is not made of integers.
         ValueError: If `dtype` is not float32.
 
     Example:
@@ -89,6 +95,8 @@ class Softmax(keras.layers.Softmax):
     """
 
     def __init__(self, axis: int | list[int] = -1, **kwargs: Any) -> None:
+        for one in axis if isinstance(axis, list | tuple) else [axis]:
+            _arguments.axis("axis", one)
         super().__init__(axis=axis, **_in_float32(kwargs))
 
 
@@ -102,7 +110,13 @@ class BatchNormalization(keras.layers.BatchNormalization):
 
     Args:
         axis: Integer, the axis of the features.
+        momentum: Float from 0 to 1, the share of the old moving statistics that stays.
+        epsilon: Float above 0, added to the variance.
         **kwargs: As in `keras.layers.BatchNormalization`.
+
+    Raises:
+        TypeError: If one of the three is not a number of its kind.
+        ValueError: If one of them is outside its range.
 
     Example:
     >>> layer = BatchNormalization(dtype="mixed_float16")
@@ -111,8 +125,12 @@ class BatchNormalization(keras.layers.BatchNormalization):
     (0.0, 'float32')
     """
 
-    def __init__(self, axis: int = -1, **kwargs: Any) -> None:
-        super().__init__(axis=axis, **kwargs | {"dtype": _with_float32_variables(kwargs.get("dtype"))})
+    def __init__(self, axis: int = -1, momentum: float = 0.99, epsilon: float = 1e-3, **kwargs: Any) -> None:
+        axis = _arguments.axis("axis", axis)
+        momentum = _arguments.number("momentum", momentum, "a number from 0 to 1", lambda v: 0.0 <= v <= 1.0)
+        epsilon = _arguments.number("epsilon", epsilon, "a finite number above 0", lambda v: v > 0.0)
+        policy = _with_float32_variables(kwargs.get("dtype"))
+        super().__init__(axis, momentum, epsilon, **kwargs | {"dtype": policy})
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         if not (training and self.trainable):
@@ -144,6 +162,22 @@ def _set_float32(layer: keras.Layer) -> None:
     # Keras has no public walk over all layers inside a layer.
     for inner in layer._flatten_layers():
         inner.dtype_policy = keras.DTypePolicy("float32")
+
+
+def _refuse_half_variables(layer: keras.Layer) -> None:
+    half = [variable.path for variable in layer.variables if variable.dtype in _HALF]
+    if half:
+        raise ValueError(
+            f"`layer` has variables in half precision already: {', '.join(half)}. "
+            "Wrap it before it is built, or build it with dtype='float32'."
+        )
+
+
+def _takes_training(function: Callable[..., Any]) -> bool:
+    try:
+        return "training" in inspect.signature(function).parameters
+    except ValueError:  # some built-in functions have no signature
+        return False
 
 
 def _takes_one_shape(layer: keras.Layer) -> bool:

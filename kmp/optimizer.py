@@ -1,6 +1,6 @@
 """The loss scale optimizer: scale, measure, agree, apply or skip, adapt, count."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from kmp import scaling, statistics
+from kmp import _arguments, _replicas, scaling, statistics
 from kmp._counters import Counters, Sampler
 from kmp.records import Snapshot
 
@@ -88,10 +88,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         super().__init__(_bare(inner_optimizer), rule.initial_scale, interval, name, **kwargs)
         self.rule = rule
         self.counters = Counters()
-        # A sum over replicas of what each saw in its own forward pass since the last `apply`.
-        self._bad_losses = keras.Variable(
-            0.0, trainable=False, dtype="float32", name="bad_losses", aggregation="sum", synchronization="on_read"
-        )
         self.sampler: Sampler | None = None
 
     def build(self, var_list: Sequence[Any]) -> None:
@@ -103,14 +99,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Returns the loss times the loss scale, to differentiate in place of the loss.
 
         Args:
-            loss: Scalar or tensor of any float dtype; taken up to float32 first.
+            loss: Scalar or tensor of any float dtype; taken up to float32 at least.
 
         Returns:
-            A float32 tensor of the same shape.
+            A tensor of the same shape, in float32; in float64 for a float64 loss.
         """
-        loss = ops.cast(loss, "float32")
-        self._bad_losses.assign_add(statistics.nonfinite(loss))
-        return ops.multiply(loss, self.dynamic_scale if self.built else self.initial_scale)
+        loss = ops.convert_to_tensor(loss)
+        loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
+        self.counters.note_loss(loss)
+        return ops.multiply(loss, ops.cast(self._scale, loss.dtype))
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Applies loss-scaled gradients, or skips the step if the loss or one of them is not finite.
@@ -122,14 +119,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads, variables = list(grads), self._variables_for(grads, trainable_variables)
         if not grads:
             return
-        flags, bad_losses = self._agree(*self._measure(grads, variables))
-        if tf.distribute.in_cross_replica_context():
-            raise ValueError("`apply` must be called in a replica context, as in `strategy.run(step)`.")
-        if self._needs_merge_call():
-            context = tf.distribute.get_replica_context()
-            context.merge_call(self._finish_across_replicas, args=(grads, variables, flags, bad_losses))
-        else:
-            self._finish(self._update_or_skip, grads, variables, flags, bad_losses)
+        unscaled = [self._unscale(g, v) for g, v in zip(grads, variables, strict=True)]
+        agreed = _replicas.agree(*self._measure(unscaled, variables))
+        _replicas.once(self._finish, agreed, (grads, unscaled, variables))
 
     def snapshot(self) -> Snapshot:
         """Reads scale, counts and the last sampled histogram from the device.
@@ -140,7 +132,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         counters = self.counters
         return Snapshot(
             step=_integer(counters.steps),
-            loss_scale=float(self.dynamic_scale.numpy()) if self.built else self.initial_scale,
+            loss_scale=float(self._scale),
             clean_steps=_integer(self.step_counter) if self.built else 0,
             overflow_count=_integer(counters.overflows),
             overflows_in_a_row=_integer(counters.overflows_in_a_row),
@@ -149,8 +141,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             histogram=self.sampler.read() if self.sampler else None,
         )
 
-    def start_sampling(self, every_n_steps: int) -> bool:
-        """Has the compiled step sample gradient histograms: the next step, and each that `every_n_steps` divides.
+    def prepare_sampling(self) -> bool:
+        """Makes the steps that are traced from now on able to sample gradient histograms.
 
         Returns:
             Whether this is the first time: then what was traced before has to be traced anew. (Keras:
@@ -158,19 +150,31 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         is_first = self.sampler is None
         self.sampler = self.sampler or Sampler()
-        self.sampler.start(every_n_steps, first=_integer(self.counters.steps) + 1)
         return is_first
 
-    def stop_sampling(self) -> None:
-        """Samples no more histograms until `start_sampling` is called again; nothing has to be traced anew."""
+    def start_sampling(self, owner: Any, every_n_steps: int) -> None:
+        """Samples a histogram in the next step, and in each that `every_n_steps` divides, until `stop_sampling`.
+
+        Args:
+            owner: Who asks, any object that can be referenced weakly.
+            every_n_steps: Integer, at least 1.
+        """
+        every_n_steps = _arguments.positive_integer("every_n_steps", every_n_steps)
+        self.prepare_sampling()
+        assert self.sampler is not None
+        self.sampler.start(owner, every_n_steps, first=_integer(self.counters.steps) + 1)
+
+    def stop_sampling(self, owner: Any) -> None:
+        """Samples no more for `owner`; nothing has to be traced anew."""
         if self.sampler:
-            self.sampler.stop()
+            self.sampler.stop(owner)
 
     def get_config(self) -> dict[str, Any]:
         """Returns Keras' four keys, and those of kmp's arguments that differ from their defaults."""
         config = super().get_config()
         if isinstance(self.rule, scaling.FixedScale):
             return config | {"loss_scale": self.rule.initial_scale}
+        config["dynamic_growth_steps"] = self.rule.growth_interval
         ours = ("growth_factor", "backoff_factor", "hysteresis", "min_scale", "max_scale")
         return config | {k: v for k in ours if (v := getattr(self.rule, k)) != getattr(_DEFAULT, k)}
 
@@ -184,56 +188,54 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.build(variables)
         return variables
 
-    def _measure(self, grads: list[Any], variables: list[Any]) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns float32 flags, one for each variable the optimizer was built on, and the count of bad losses."""
+    def _unscale(self, grad: Any, variable: Any) -> Any:
+        """Returns the gradient that the inner optimizer gets, in the variable's dtype."""
+        if grad is None or self._overwrite_variable_with_gradient(variable):
+            return grad
+        unscaled = ops.cast(ops.divide(statistics.values_of(grad), self._scale), variable.dtype)
+        if isinstance(grad, tf.IndexedSlices):
+            return tf.IndexedSlices(unscaled, grad.indices, grad.dense_shape)
+        return unscaled
+
+    def _measure(self, unscaled: list[Any], variables: list[Any]) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns float32 flags: one for each variable the optimizer was built on, and one for the loss.
+
+        Of unscaled gradients, because a scale below 1 can make a finite gradient infinite.
+        """
         flags = [tf.zeros([])] * len(self._trainable_variables)
-        for grad, variable in zip(grads, variables, strict=True):
+        for grad, variable in zip(unscaled, variables, strict=True):
             if grad is not None:
-                flags[self._index(variable)] = statistics.nonfinite(grad)
-        return tf.stack(flags), tf.convert_to_tensor(self._bad_losses.value)
+                index = self._index(variable)
+                flags[index] = tf.maximum(flags[index], statistics.nonfinite(grad))
+        return tf.stack(flags), tf.convert_to_tensor(self.counters.last_loss_was_bad.value)
 
-    def _agree(self, flags: tf.Tensor, bad_losses: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Sums the flags of all replicas and workers, so that everyone takes the same decision."""
-        context = tf.distribute.get_replica_context()
-        if context is None or context.num_replicas_in_sync == 1:
-            return flags, bad_losses
-        return tuple(context.all_reduce(tf.distribute.ReduceOp.SUM, [flags, bad_losses]))
-
-    def _finish(self, update_or_skip: Any, grads: Any, variables: Any, flags: Any, bad_losses: Any) -> None:
-        """The rest of the step, once all replicas know the same flags."""
+    def _finish(
+        self, on_each: Any, flags: tf.Tensor, bad_losses: tf.Tensor, grads: Any, unscaled: Any, variables: Any
+    ) -> None:
+        """The rest of the step, once all replicas have agreed on flags and bad losses."""
         loss_was_finite = ops.equal(bad_losses, 0.0)
         overflowed = ops.logical_or(ops.any(flags > 0), ops.logical_not(loss_was_finite))
         if self.sampler:
-            self.sampler.sample(grads, self.dynamic_scale.value, self.counters.steps + 1)
-        update_or_skip(overflowed, grads, variables)
+            self.sampler.sample(grads, self._scale, self.counters.steps + 1)
+        self._update_or_skip(overflowed, lambda: on_each(self.inner_optimizer.apply, unscaled, variables))
         in_a_row = self._adapt(scaling.StepOutcome(overflowed, loss_was_finite))
         self.counters.count(overflowed, loss_was_finite, in_a_row, flags > 0)
-        self._bad_losses.assign(0.0)
 
-    def _update_or_skip(self, overflowed: Any, grads: list[Any], variables: list[Any]) -> None:
-        ops.cond(overflowed, lambda: None, lambda: self._update(grads, variables))
-
-    def _update(self, grads: list[Any], variables: list[Any]) -> None:
-        unscaled = [self._unscale(g, v) for g, v in zip(grads, variables, strict=True)]
-        self.inner_optimizer.apply(unscaled, variables)
-
-    def _unscale(self, grad: Any, variable: Any) -> Any:
-        if grad is None or self._overwrite_variable_with_gradient(variable):
-            return grad
-        if isinstance(grad, tf.IndexedSlices):
-            values = ops.divide(grad.values, self.dynamic_scale)
-            return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
-        return ops.divide(grad, self.dynamic_scale)
+    def _update_or_skip(self, overflowed: Any, update: Callable[[], None]) -> None:
+        ops.cond(overflowed, lambda: None, update)
 
     def _adapt(self, outcome: scaling.StepOutcome) -> Any:
-        state = scaling.ScaleState(*map(ops.copy, self._scale_variables()))
+        in_a_row = ops.copy(self.counters.overflows_in_a_row)
+        state = scaling.ScaleState(ops.copy(self._scale), ops.copy(self.step_counter), in_a_row)
         scale, clean_steps, in_a_row = self.rule.update(state, outcome)
         self.dynamic_scale.assign(scale)
         self.step_counter.assign(clean_steps)
         return in_a_row
 
-    def _scale_variables(self) -> scaling.ScaleState:
-        return scaling.ScaleState(self.dynamic_scale, self.step_counter, self.counters.overflows_in_a_row)
+    @property
+    def _scale(self) -> Any:
+        """The scale in use. What a file or a user wrote into the variable is brought within the rule's bounds."""
+        return self.rule.admit(self.dynamic_scale) if self.built else ops.convert_to_tensor(self.initial_scale)
 
     def _index(self, variable: Any) -> int:
         try:
@@ -251,24 +253,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         named = zip(self._trainable_variables, np.asarray(counts.numpy()).tolist(), strict=True)
         return {getattr(variable, "path", variable.name): count for variable, count in named if count}
 
-    def _needs_merge_call(self) -> bool:
-        # No public name: a strategy such as MirroredStrategy updates variables only from its cross-replica context.
-        return not tf.__internal__.distribute.strategy_supports_no_merge_call()
-
-    def _finish_across_replicas(self, strategy: Any, grads: Any, variables: Any, flags: Any, bad_losses: Any) -> None:
-        # A branch around `merge_call` fails in a replica context, so the branch is taken here, around all replicas.
-        def update_or_skip(overflowed: Any, grads: Any, variables: Any) -> None:
-            def update() -> None:
-                strategy.extended.call_for_each_replica(self._update, args=(grads, variables))
-
-            ops.cond(overflowed, lambda: None, update)
-
-        first = [strategy.experimental_local_results(value)[0] for value in (flags, bad_losses)]
-        self._finish(update_or_skip, grads, variables, *first)
-
 
 def _bare(optimizer: Any) -> keras.optimizers.Optimizer:
-    found = keras.optimizers.get(optimizer) if isinstance(optimizer, str) else optimizer
+    found = _named(optimizer) if isinstance(optimizer, str) else optimizer
     if isinstance(found, keras.optimizers.LossScaleOptimizer):
         raise TypeError(
             "`inner_optimizer` scales the loss already; it would be scaled twice. "
@@ -280,6 +267,13 @@ def _bare(optimizer: Any) -> keras.optimizers.Optimizer:
             f"Received: inner_optimizer={optimizer!r} (of type {type(optimizer).__name__})"
         )
     return found
+
+
+def _named(name: str) -> keras.optimizers.Optimizer:
+    try:
+        return keras.optimizers.get(name)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"`inner_optimizer` is not the name of an optimizer. Received: {name!r}") from error
 
 
 def _integer(variable: keras.Variable) -> int:

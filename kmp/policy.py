@@ -5,7 +5,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Unpack
 
 import keras
@@ -125,7 +125,7 @@ def wrap(
     """
     if isinstance(optimizer, LossScaleOptimizer) and not loss_scale_settings:
         return optimizer
-    return LossScaleOptimizer(optimizer, **_settings() | loss_scale_settings)
+    return LossScaleOptimizer(optimizer, **scaling.override(_settings(), loss_scale_settings))
 
 
 class _CompileHook:
@@ -162,10 +162,12 @@ def _hooked(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
         call = signature.bind(self, *args, **kwargs)
-        chosen = "optimizer" in call.arguments
+        is_chosen = "optimizer" in call.arguments
         call.apply_defaults()
-        if call.arguments["auto_scale_loss"] and computes_in_float16(self):
-            call.arguments["optimizer"] = _scaled(self, call.arguments["optimizer"], chosen)
+        if _active and call.arguments["auto_scale_loss"] and computes_in_float16(self):
+            if not is_chosen:
+                _say_if_unused(self, inspect.currentframe())
+            call.arguments["optimizer"] = _scaled(call.arguments["optimizer"])
             call.arguments["auto_scale_loss"] = False
         original(*call.args, **call.kwargs)
         if isinstance(self.optimizer, LossScaleOptimizer):
@@ -180,10 +182,7 @@ def computes_in_float16(model: keras.Model) -> bool:
     return any(layer.compute_dtype == "float16" for layer in model._flatten_layers())
 
 
-def _scaled(model: keras.Model, optimizer: Any, chosen: bool) -> Any:
-    if not chosen and _overrides_compile(model):
-        _say_unused(model)
-        return optimizer
+def _scaled(optimizer: Any) -> Any:
     found = keras.optimizers.get(optimizer)
     if found is None or isinstance(found, LossScaleOptimizer):
         return found
@@ -197,20 +196,24 @@ def _scaled(model: keras.Model, optimizer: Any, chosen: bool) -> Any:
     return wrap(found)
 
 
-def _say_unused(model: keras.Model) -> None:
-    own = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
+def _say_if_unused(model: keras.Model, frame: FrameType | None) -> None:
+    """Warns where a model such as a GAN compiles without an optimizer because it trains with optimizers of its own."""
+    kind = type(model)
+    if kind.compile is keras.Model.compile or kind.train_step is keras.Model.train_step:
+        return
+    # The usual form sets them after super().compile(), so they are known by now as arguments of the caller alone.
+    caller = frame.f_back if frame else None
+    holders = (vars(model), caller.f_locals if caller else {})
+    values = [value for holder in holders for value in keras.tree.flatten(dict(holder))]
+    own = [value for value in values if isinstance(value, keras.optimizers.Optimizer)]
     if own and all(isinstance(optimizer, LossScaleOptimizer) for optimizer in own):
         return
     warnings.warn(
-        f"{type(model).__name__}.compile calls super().compile() without an optimizer, so kmp has none to wrap. "
-        "Wrap each of the model's own with kmp.wrap(optimizer), and use its scale_loss and apply in train_step. "
-        "(Optimizers that are set on the model before super().compile() are seen, and wrapped ones end this warning.)",
-        stacklevel=5,
+        f"{kind.__name__}.compile calls super().compile() without an optimizer, so kmp wraps one that the model's own "
+        "train_step does not use. Wrap each of those it does use with kmp.wrap(optimizer), and call its scale_loss and "
+        "apply.",
+        stacklevel=4,
     )
-
-
-def _overrides_compile(model: keras.Model) -> bool:
-    return type(model).compile is not keras.Model.compile
 
 
 def _settings() -> LossScaleSettings:

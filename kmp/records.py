@@ -166,11 +166,12 @@ class Run:
         return [ExponentHistogram.from_dict(row["histogram"]) for row in self.rows if "histogram" in row]
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Run":
+    def load(cls, path: str | os.PathLike[str], *, torn_end: bool = False) -> "Run":
         """Reads a log.
 
         Args:
             path: The `.jsonl` file, or the `log_dir` that holds `kmp.jsonl`.
+            torn_end: Whether to pass over a last line that was cut short, as a killed process leaves it.
 
         Raises:
             FileNotFoundError: If there is none.
@@ -178,8 +179,10 @@ class Run:
         """
         file = Path(path)
         file = file / FILE_NAME if file.is_dir() else file
-        with file.open(encoding="utf-8") as lines:
-            parsed = [_parse(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        if torn_end and lines and not lines[-1].endswith("\n"):
+            lines.pop()
+        parsed = [_parse(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
         return cls([row for row in parsed if row.get("kind") != "header"])
 
 

@@ -1,8 +1,10 @@
 """The rules of the loss scale: pure functions from one step's outcome to the next step's scale."""
 
+import numbers
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict, Unpack
 
+import numpy as np
 from keras import ops
 
 from kmp import _arguments
@@ -53,7 +55,11 @@ class FixedScale:
     initial_scale: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "initial_scale", _scale("loss_scale", self.initial_scale))
+        object.__setattr__(self, "initial_scale", _scale("loss_scale", self.initial_scale, "'dynamic', 0, or "))
+
+    def admit(self, scale: Any) -> Any:
+        """Returns the fixed scale, whatever a file held."""
+        return ops.full_like(scale, self.initial_scale)
 
     def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
         """Returns the state after `step`: the same scale, the steps counted."""
@@ -95,19 +101,29 @@ class DynamicScale:
 
     def __post_init__(self) -> None:
         checked = {
-            "growth_interval": _arguments.integer("growth_interval", self.growth_interval, 1),
+            "growth_interval": _arguments.positive_integer("growth_interval", self.growth_interval),
             "growth_factor": _growth_factor(self.growth_factor),
             "backoff_factor": _backoff_factor(self.backoff_factor),
-            "hysteresis": _arguments.integer("hysteresis", self.hysteresis, 1),
+            "hysteresis": _arguments.positive_integer("hysteresis", self.hysteresis),
         }
         checked |= {name: _scale(name, getattr(self, name)) for name in ("initial_scale", "min_scale", "max_scale")}
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if self.min_scale > self.max_scale:
+            raise ValueError(
+                "`min_scale` must be at most `max_scale`. Received: "
+                f"min_scale={self.min_scale!r}, max_scale={self.max_scale!r}"
+            )
         if not self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(
                 "`initial_scale` must lie between `min_scale` and `max_scale`. Received: "
                 f"initial_scale={self.initial_scale!r}, min_scale={self.min_scale!r}, max_scale={self.max_scale!r}"
             )
+
+    def admit(self, scale: Any) -> Any:
+        """Returns a scale that a file held, brought within bounds; the initial one if it was inf, nan or not above 0."""
+        usable = ops.logical_and(ops.isfinite(scale), scale > 0)
+        return ops.where(usable, ops.clip(scale, self.min_scale, self.max_scale), self.initial_scale)
 
     def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
         """Returns the state after `step`."""
@@ -154,17 +170,33 @@ def make_rule(**settings: Unpack[LossScaleSettings]) -> Rule:
     _check_names(rest)
     loss_scale = rest.pop("loss_scale", "dynamic")
     _join_intervals(rest)
-    dynamic = DynamicScale(**rest)
     if _is_dynamic(loss_scale):
-        return dynamic
+        return DynamicScale(**rest)
     fixed = FixedScale(loss_scale)
-    idle = {name: value for name, value in rest.items() if value != getattr(DynamicScale, name)}
-    if idle.pop("initial_scale", fixed.initial_scale) != fixed.initial_scale or idle:
+    if rest.get("initial_scale") == fixed.initial_scale:
+        del rest["initial_scale"]
+    if DynamicScale(**rest) != DynamicScale():
         raise ValueError(
             f"A fixed loss scale has no other settings. Received: loss_scale={loss_scale!r} with {rest!r}. "
             "Leave them out, or pass loss_scale='dynamic'."
         )
     return fixed
+
+
+def override(inherited: LossScaleSettings, own: LossScaleSettings) -> LossScaleSettings:
+    """Returns `own` settings over `inherited` ones; an inherited one that contradicts `own` gives way.
+
+    Args:
+        inherited: Settings that are in force.
+        own: Settings given on top of them.
+    """
+    kept: dict[str, Any] = dict(inherited)
+    if own.keys() & {"growth_interval", "dynamic_growth_steps"}:
+        kept = {k: v for k, v in kept.items() if k not in ("growth_interval", "dynamic_growth_steps")}
+    was_fixed = not _is_dynamic(kept.get("loss_scale", "dynamic"))
+    if own and (was_fixed or not _is_dynamic(own.get("loss_scale", "dynamic"))):
+        kept = {}
+    return LossScaleSettings(**kept | own)  # type: ignore[typeddict-item]
 
 
 def _check_names(settings: dict[str, Any]) -> None:
@@ -178,7 +210,7 @@ def _join_intervals(settings: dict[str, Any]) -> None:
     """Renames `dynamic_growth_steps` to `growth_interval`, which it must not contradict."""
     if "dynamic_growth_steps" not in settings:
         return
-    keras_name = settings.pop("dynamic_growth_steps")
+    keras_name = _arguments.positive_integer("dynamic_growth_steps", settings.pop("dynamic_growth_steps"))
     ours = settings.setdefault("growth_interval", keras_name)
     if ours == DynamicScale.growth_interval:
         settings["growth_interval"] = keras_name
@@ -191,9 +223,9 @@ def _join_intervals(settings: dict[str, Any]) -> None:
 
 def _is_dynamic(loss_scale: Any) -> bool:
     """Whether the public argument `loss_scale` asks for the dynamic rule."""
-    if isinstance(loss_scale, str):
-        return _arguments.one_of("loss_scale", loss_scale, ("dynamic",)) == "dynamic"
-    return not isinstance(loss_scale, bool) and loss_scale == 0
+    if isinstance(loss_scale, str) and loss_scale == "dynamic":
+        return True
+    return isinstance(loss_scale, numbers.Real) and not isinstance(loss_scale, bool) and loss_scale == 0
 
 
 def _count(state: ScaleState, step: StepOutcome) -> tuple[Any, Any]:
@@ -203,16 +235,16 @@ def _count(state: ScaleState, step: StepOutcome) -> tuple[Any, Any]:
     return ops.where(step.overflowed, after_overflow, state.clean_steps + 1), in_a_row
 
 
-def _scale(name: str, value: Any) -> float:
-    expected = "a finite number from 2^-126 to 2^127 (float32's normal range)"
+def _scale(name: str, value: Any, or_else: str = "") -> float:
+    expected = f"{or_else}a finite number from 2^-126 to 2^127 (float32's normal range)"
     return _arguments.number(name, value, expected, lambda v: SMALLEST_SCALE <= v <= LARGEST_SCALE)
 
 
 def _growth_factor(value: Any) -> float:
-    expected = "a finite number above 1, at most 2^127"
-    return _arguments.number("growth_factor", value, expected, lambda v: 1.0 < v <= LARGEST_SCALE)
+    expected = "a finite number above 1 (in float32), at most 2^127"
+    return _arguments.number("growth_factor", value, expected, lambda v: np.float32(1) < np.float32(v) <= LARGEST_SCALE)
 
 
 def _backoff_factor(value: Any) -> float:
-    expected = "a number between 0 and 1, both excluded"
-    return _arguments.number("backoff_factor", value, expected, lambda v: 0.0 < v < 1.0)
+    expected = "a number between 0 and 1, both excluded (in float32)"
+    return _arguments.number("backoff_factor", value, expected, lambda v: v > 0.0 and np.float32(v) < np.float32(1))

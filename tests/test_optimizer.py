@@ -263,11 +263,17 @@ def test_overflow_of_the_backward_pass_backs_off_in_fit(enabled, compile_mode):
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
 
+class Owner:
+    pass
+
+
 def test_sampling_counts_the_scaled_gradients_of_the_steps_asked_for(run_step):
     optimizer, variables = kmp.LossScaleOptimizer("sgd", loss_scale=4.0), [keras.Variable(np.zeros(5, "float32"))]
     optimizer.build(variables)
     assert optimizer.snapshot().histogram is None
-    assert optimizer.start_sampling(every_n_steps=3)
+    owner = Owner()
+    assert optimizer.prepare_sampling()
+    optimizer.start_sampling(owner, every_n_steps=3)
     step = run_step(lambda g: optimizer.apply([g], variables))
     seen = []
     for n in range(1, 8):
@@ -276,7 +282,7 @@ def test_sampling_counts_the_scaled_gradients_of_the_steps_asked_for(run_step):
     assert [h.step for h in seen] == [1, 1, 3, 3, 3, 6, 6]
     assert (seen[2].zeros, seen[2].infs, seen[2].total, seen[2].loss_scale) == (1, 1, 5, 4.0)
     assert dict(zip(seen[5].exponents.tolist(), seen[5].by_exponent.tolist(), strict=True))[6] == 1
-    assert not optimizer.start_sampling(every_n_steps=5)
-    optimizer.stop_sampling()
+    assert not optimizer.prepare_sampling()
+    optimizer.stop_sampling(owner)
     step(tf.constant([0.0] * 5))
     assert optimizer.snapshot().histogram.step == 6
