@@ -4,7 +4,6 @@ import numbers
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict, Unpack
 
-import numpy as np
 from keras import ops
 
 from kmp import _arguments
@@ -12,6 +11,7 @@ from kmp._formats import FLOAT16, FLOAT32
 
 LARGEST_SCALE = 2.0**FLOAT32.max_exponent
 SMALLEST_SCALE = FLOAT32.smallest_normal
+_ULP = 2.0**-FLOAT32.fraction_bits
 
 
 class ScaleState(NamedTuple):
@@ -121,7 +121,7 @@ class DynamicScale:
             )
 
     def admit(self, scale: Any) -> Any:
-        """Returns a scale that a file held, brought within bounds; the initial one if it was inf, nan or not above 0."""
+        """Returns a scale that a file held, brought within bounds; the initial one if it was not finite or above 0."""
         usable = ops.logical_and(ops.isfinite(scale), scale > 0)
         return ops.where(usable, ops.clip(scale, self.min_scale, self.max_scale), self.initial_scale)
 
@@ -242,9 +242,9 @@ def _scale(name: str, value: Any, or_else: str = "") -> float:
 
 def _growth_factor(value: Any) -> float:
     expected = "a finite number above 1 (in float32), at most 2^127"
-    return _arguments.number("growth_factor", value, expected, lambda v: np.float32(1) < np.float32(v) <= LARGEST_SCALE)
+    return _arguments.number("growth_factor", value, expected, lambda v: 1.0 + _ULP <= v <= LARGEST_SCALE)
 
 
 def _backoff_factor(value: Any) -> float:
     expected = "a number between 0 and 1, both excluded (in float32)"
-    return _arguments.number("backoff_factor", value, expected, lambda v: v > 0.0 and np.float32(v) < np.float32(1))
+    return _arguments.number("backoff_factor", value, expected, lambda v: 0.0 < v <= 1.0 - _ULP / 2)

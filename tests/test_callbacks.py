@@ -158,6 +158,91 @@ def test_files_hold_what_the_callbacks_read(tmp_path):
     assert buckets[:, 1].tolist() == (buckets[:, 0] + 1).tolist()
 
 
+def steps_in_tensorboard(folder):
+    events = EventAccumulator(str(folder), {"tensors": 0}).Reload()
+    return [event.step for event in events.Tensors("kmp/loss_scale")]
+
+
+def test_going_back_to_an_older_checkpoint_sets_aside_what_lies_beyond_it(tmp_path):
+    model = compiled_model()
+    fit(model, defaults(tmp_path / "logs", every_n_steps=10))
+    model.save(tmp_path / "model.keras")
+    fit(model, defaults(tmp_path / "logs", every_n_steps=10))
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    fit(loaded, defaults(tmp_path / "logs", every_n_steps=15))
+    assert kmp.records.Run.load(tmp_path / "logs").series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
+    assert steps_in_tensorboard(tmp_path / "logs") == [1, 10, 20, 21, 30, 40]
+    assert kmp.records.Run.load(tmp_path / "logs" / "earlier-1").series("loss_scale")[0].size == 6
+
+
+@pytest.mark.parametrize("kmp_first", [True, False])
+def test_resumed_run_goes_on_in_the_log_wherever_the_backup_callback_stands(tmp_path, kmp_first):
+    for stop in (Interrupt(epoch=1), None):
+        backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
+        mine = defaults(tmp_path / "logs", every_n_steps=10)
+        callbacks = [*mine, backup] if kmp_first else [backup, *mine]
+        try:
+            fit(compiled_model(), callbacks + [stop] * bool(stop), epochs=3)
+        except KeyboardInterrupt:
+            continue
+    run = kmp.records.Run.load(tmp_path / "logs")
+    assert run.series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40, 50, 60]
+    assert [histogram.step for histogram in run.histograms] == [1, 10, 20, 21, 30, 40, 50, 60]
+
+
+def test_foreign_log_is_an_error_and_stays_as_it_was(tmp_path):
+    (tmp_path / "kmp.jsonl").write_text("something else\n")
+    with pytest.raises(ValueError, match=r"kmp.jsonl:1: not a line of JSON"):
+        fit(compiled_model(), defaults(tmp_path))
+    assert (tmp_path / "kmp.jsonl").read_text() == "something else\n"
+
+
+def test_histograms_with_two_cadences_each_have_the_samples_they_asked_for():
+    often, seldom = GradientHistogram(every_n_steps=4), GradientHistogram(every_n_steps=6)
+    fit(compiled_model(), [often, seldom])
+    assert [histogram.step for histogram in often.run.histograms] == [1, 4, 8, 12, 16, 20]
+    assert [histogram.step for histogram in seldom.run.histograms][:4] == [1, 6, 12, 18]
+
+
+class Gan(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.nets = [keras.layers.Dense(1), keras.layers.Dense(1)]
+
+    def compile(self):
+        super().compile()
+        self.optimizers = [kmp.wrap("adam"), kmp.wrap("sgd")]
+
+    def train_step(self, data):
+        x, _ = data
+        for net, optimizer in zip(self.nets, self.optimizers, strict=True):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.cast(net(x), tf.float32) ** 2)
+                scaled = optimizer.scale_loss(loss)
+            optimizer.apply(tape.gradient(scaled, net.trainable_variables), net.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.filterwarnings("ignore:Gan.compile calls super")
+def test_each_optimizer_of_a_gan_is_logged_into_a_folder_of_its_own(tmp_path):
+    gan = Gan()
+    gan.compile()
+    callbacks = [LossScaleLogger(tmp_path / o.inner_optimizer.name, 10, optimizer=o) for o in gan.optimizers]
+    fit(gan, callbacks)
+    assert [steps_of(callback) for callback in callbacks] == [[1, 10, 20]] * 2
+    shared = [LossScaleLogger(tmp_path / "one", optimizer=optimizer) for optimizer in gan.optimizers]
+    with pytest.raises(ValueError, match="`log_dir` is another optimizer's"):
+        fit(gan, shared)
+
+
+@pytest.mark.filterwarnings("ignore:Gan.compile calls super")
+def test_callbacks_say_when_the_optimizer_they_read_takes_no_step():
+    gan = Gan()
+    gan.compile()
+    with pytest.warns(UserWarning, match="LossScaleLogger: the optimizer it reads took no step"):
+        fit(gan, [LossScaleLogger()])
+
+
 def test_second_fit_goes_on_in_the_log_and_a_new_model_keeps_the_old_one(tmp_path):
     model = compiled_model()
     for _ in range(2):
@@ -165,12 +250,21 @@ def test_second_fit_goes_on_in_the_log_and_a_new_model_keeps_the_old_one(tmp_pat
     assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
     fit(compiled_model(), defaults(tmp_path, every_n_steps=10))
     assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20]
-    assert kmp.records.Run.load(tmp_path / "kmp-1.jsonl").series("loss_scale")[0].size == 6
+    assert kmp.records.Run.load(tmp_path / "earlier-1").series("loss_scale")[0].size == 6
+    assert steps_in_tensorboard(tmp_path) == [1, 10, 20]
+    assert steps_in_tensorboard(tmp_path / "earlier-1") == [1, 10, 20, 21, 30, 40]
 
 
 class Interrupt(keras.callbacks.Callback):
+    def __init__(self, epoch=0):
+        super().__init__()
+        self.epoch = self.at = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.at = epoch
+
     def on_train_batch_end(self, batch, logs=None):
-        if batch == 5:
+        if (self.at, batch) == (self.epoch, 5):
             raise KeyboardInterrupt
 
 
@@ -205,10 +299,8 @@ def test_model_without_kmps_optimizer_is_one_clear_error(kind, policy):
 
 
 def test_optimizer_to_read_can_be_given():
-    model, other = compiled_model(), kmp.LossScaleOptimizer("sgd", loss_scale=4.0)
-    callback = LossScaleLogger(optimizer=other)
-    fit(model, [callback])
-    assert callback.optimizer is other
+    other = kmp.LossScaleOptimizer("sgd", loss_scale=4.0)
+    assert LossScaleLogger(optimizer=other).optimizer is other
 
 
 @pytest.mark.parametrize("make", [*KINDS, defaults])
@@ -221,7 +313,11 @@ def test_optimizer_to_read_can_be_given():
         ({"every_n_steps": float("nan")}, "every_n_steps=nan"),
         ({"every_n_steps": "often"}, "every_n_steps='often'"),
         ({"every_n_steps": True}, "every_n_steps=True"),
+        ({"every_n_steps": 2**70}, "`every_n_steps` must be"),
         ({"log_dir": 3}, "`log_dir` must be.*log_dir=3"),
+        ({"log_dir": ""}, "`log_dir` must be the path of a local folder"),
+        ({"log_dir": "gs://bucket/x"}, "gs://bucket/x"),
+        ({"log_dir": "a\0b"}, "`log_dir` must be"),
     ],
     ids=str,
 )

@@ -146,3 +146,74 @@ def test_guarded_model_saves_loads_and_clones(tmp_path):
         other.set_weights(model.get_weights())
         np.testing.assert_array_equal(other(x), model(x))
     assert ops.shape(model(x)) == (160, 2)
+
+
+def test_epoch_without_a_good_batch_has_no_mean(compile_mode):
+    model = compiled_model("sgd", metrics=["accuracy"], **compile_mode)
+    all_bad, good = spoilt_data(*range(20)), spoilt_data()
+    assert np.isnan(fit(model, all_bad)["loss"]).all()
+    assert np.isfinite(fit(model, good)["loss"]).all()
+
+
+def test_an_execution_tells_of_its_own_batches_alone():
+    model = compiled_model(steps_per_execution=8)
+    fit(model, spoilt_data(19))
+    stop = keras.callbacks.TerminateOnNaN()
+    assert len(fit(model, spoilt_data(batches=4), epochs=3, callbacks=[stop])["loss"]) == 3
+    x, y = spoilt_data(0)
+    assert np.isnan(float(model.train_on_batch(x[:8], y[:8])))
+    assert np.isfinite([float(model.train_on_batch(x[8:16], y[8:16])) for _ in range(3)]).all()
+
+
+@pytest.mark.parametrize("set_first", [True, False])
+def test_training_step_set_on_the_model_is_kept(set_first):
+    calls = []
+
+    def step(data):
+        calls.append(1)
+        return keras.Sequential.train_step(model, data)
+
+    model = small_model()
+    if set_first:
+        model.train_step = step
+    model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+    if not set_first:
+        model.train_step = step
+    history = fit(model, spoilt_data(2), callbacks=kmp.callbacks.defaults())
+    assert len(calls) == 20
+    assert np.isfinite(history["loss"][0])
+
+
+class Reports(keras.Sequential):
+    def train_step(self, data):
+        return super().train_step(data) | {"rate": self.optimizer.learning_rate}
+
+
+def test_keys_of_a_training_steps_own_do_not_bring_the_nan_back():
+    model = Reports(small_model().layers)
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    history = fit(model, spoilt_data(19), callbacks=kmp.callbacks.defaults())
+    assert np.isfinite(history["loss"][0])
+    assert "rate" in history
+
+
+class Accumulates(Stepper):
+    """Applies gradients in every other call."""
+
+    calls = 0
+
+    def train_step(self, data):
+        apply = self.optimizer.apply
+        self.calls += 1
+        if self.calls % 2:
+            self.optimizer.apply = lambda *arguments: None
+        try:
+            return super().train_step(data)
+        finally:
+            self.optimizer.apply = apply
+
+
+def test_batches_are_judged_one_by_one_where_gradients_are_accumulated_by_hand():
+    model = Accumulates()
+    model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+    assert np.isfinite(fit(model, spoilt_data(2, 7))["loss"][0])

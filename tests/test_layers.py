@@ -86,9 +86,41 @@ def test_float32_layers_refuse_another_dtype(make):
         make("mixed_float16")
 
 
-def test_float32_refuses_what_cannot_be_called():
+@pytest.mark.parametrize("layer", [3, None, keras.layers.Dense])
+def test_float32_refuses_what_is_no_layer_or_function(layer):
     with pytest.raises(TypeError, match="`layer` must be"):
-        Float32(3)
+        Float32(layer)
+
+
+def test_float32_refuses_a_layer_that_has_half_precision_variables():
+    with kmp.enable("float16"):
+        built = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        with pytest.raises(ValueError, match="half precision already: .*kernel"):
+            Float32(built)
+
+
+def test_float32_tells_a_function_whether_it_is_training():
+    layer = Float32(lambda x, training=None: x * 0 if training else x)
+    ones = np.ones((1, 2), "float32")
+    assert float(ops.max(keras.Sequential([layer])(ones, training=True))) == 0.0
+    assert float(ops.max(keras.Sequential([layer])(ones, training=False))) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: Softmax(axis="x"), "`axis` must be an integer.*'x'"),
+        (lambda: Softmax(axis=[0, 1.5]), "axis=1.5"),
+        (lambda: BatchNormalization(axis=1.5), "axis=1.5"),
+        (lambda: BatchNormalization(momentum=-1), "`momentum` must be.*-1"),
+        (lambda: BatchNormalization(momentum=np.nan), "momentum=nan"),
+        (lambda: BatchNormalization(epsilon=0), "`epsilon` must be.*epsilon=0"),
+        (lambda: BatchNormalization(epsilon=np.inf), "epsilon=inf"),
+    ],
+)
+def test_bad_argument_of_a_layer_is_an_error_that_names_it(make, match):
+    with pytest.raises((ValueError, TypeError), match=match):
+        make()
 
 
 def loss_and_gradient(logits, labels, loss, outputs_of):

@@ -204,7 +204,7 @@ def test_config_has_keras_keys_and_ours_only_where_they_differ():
     made = kmp.LossScaleOptimizer("sgd", initial_scale=8.0, growth_interval=5, **own)
     assert made.get_config().items() >= own.items()
     assert kmp.LossScaleOptimizer.from_config(made.get_config()).rule == made.rule
-    fixed = kmp.LossScaleOptimizer("sgd", loss_scale=128.0)
+    fixed = kmp.LossScaleOptimizer("sgd", loss_scale=2.0**-20)
     assert kmp.LossScaleOptimizer.from_config(fixed.get_config()).rule == fixed.rule
 
 
@@ -222,6 +222,94 @@ def test_saved_model_comes_back_with_scale_counts_and_moments(tmp_path, enabled)
     assert list(before.overflows_by_variable.values()) == list(after.overflows_by_variable.values())
     for old, new in zip(values(model.optimizer.variables), values(loaded.optimizer.variables), strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+def test_own_list_of_variables_is_that_of_keras_class():
+    mine = kmp.LossScaleOptimizer(keras.optimizers.Adam())
+    stock = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+    variables = weights()
+    for optimizer in (mine, stock):
+        optimizer.build(variables)
+    assert [v.name for v in mine.variables] == [v.name for v in stock.variables]
+
+
+def test_models_compiled_and_not_yet_trained_save_load_and_copy(tmp_path, enabled):
+    trained, fresh = compiled_model("adam"), compiled_model("adam")
+    trained.fit(*small_data(), verbose=0)
+    trained.save_weights(tmp_path / "trained.weights.h5")
+    fresh.save(tmp_path / "fresh.keras")
+    with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):  # Keras' own, of its own variables
+        fresh.load_weights(tmp_path / "trained.weights.h5")
+    with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):
+        keras.models.load_model(tmp_path / "fresh.keras")
+    np.testing.assert_array_equal(fresh.get_weights()[0], trained.get_weights()[0])
+    assert fresh.optimizer.snapshot().step == trained.optimizer.snapshot().step
+
+
+def test_counts_of_other_variables_are_left_where_a_file_does_not_fit(enabled):
+    model = compiled_model("adam")
+    model.fit(*small_data(), verbose=0)
+    store = {}
+    model.optimizer.counters.save_own_variables(store)
+    other = kmp.LossScaleOptimizer("adam")
+    other.build([keras.Variable([1.0])])
+    other.counters.load_own_variables(store)
+    assert other.snapshot().step == model.optimizer.snapshot().step
+    assert other.counters.overflows_by_variable.shape == (1,)
+
+
+@pytest.mark.parametrize("bad", [np.inf, 0.0, np.nan])
+def test_scale_that_a_broken_checkpoint_restored_is_mended(bad):
+    optimizer, variable = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0), keras.Variable([1.0])
+    optimizer.build([variable])
+    optimizer.dynamic_scale.assign(bad)
+    assert optimizer.snapshot().loss_scale == 8.0
+    optimizer.apply([ops.reshape(optimizer.scale_loss(1.0), [1])], [variable])
+    np.testing.assert_array_equal(variable, [0.5])
+    assert float(optimizer.dynamic_scale) == 8.0
+
+
+def test_any_bad_gradient_of_a_variable_that_is_listed_twice_skips_the_step():
+    variable = keras.Variable([1.0])
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build([variable])
+    optimizer.apply([ops.array([np.inf]), ops.array([1.0])], [variable, variable])
+    np.testing.assert_array_equal(variable, [1.0])
+
+
+@pytest.mark.parametrize(("dtype", "gradient", "scale"), [("float16", 6e4, 0.25), ("float32", 1e35, 2.0**-14)])
+def test_gradient_that_overflows_when_it_is_unscaled_skips_the_step(dtype, gradient, scale):
+    variable = keras.Variable([1.0], dtype=dtype)
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1e-4), loss_scale=scale)
+    optimizer.apply([ops.array([gradient], dtype=dtype)], [variable])
+    np.testing.assert_array_equal(variable, [1.0])
+    assert optimizer.snapshot().overflow_count == 1
+
+
+def test_float16_variables_take_every_option_of_the_inner_optimizer(run_step):
+    variable = keras.Variable([1.0, 2.0], dtype="float16")
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5, gradient_accumulation_steps=2), initial_scale=4.0)
+    optimizer.build([variable])
+    step = run_step(lambda g: optimizer.apply([g], [variable]))
+    for _ in range(2):
+        step(tf.constant([4.0, 8.0], tf.float16))
+    np.testing.assert_array_equal(variable, [0.5, 1.0])
+
+
+def test_loss_that_a_loop_drops_does_not_spoil_the_next_step():
+    variable = keras.Variable([1.0])
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
+    optimizer.build([variable])
+    optimizer.scale_loss(ops.array(np.inf))
+    optimizer.scale_loss(ops.array(1.0))
+    optimizer.apply([ops.array([2.0])], [variable])
+    np.testing.assert_array_equal(variable, [0.5])
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, "a", None, True])
+def test_bad_cadence_of_sampling_is_an_error_that_names_it(every):
+    with pytest.raises((ValueError, TypeError), match="`every_n_steps` must be"):
+        kmp.LossScaleOptimizer("sgd").start_sampling(Owner(), every)
 
 
 def test_inner_optimizer_may_be_a_name_and_not_a_loss_scaler():

@@ -92,7 +92,7 @@ def test_public_surface_is_what_the_readme_documents():
 
 def test_a_room_imports_only_from_the_floors_below():
     floors = [
-        ["_arguments", "_backend", "_formats", "_hardware"],
+        ["_arguments", "_backend", "_formats", "_hardware", "_replicas"],
         ["records", "layers"],
         ["scaling", "statistics"],
         ["_counters", "plots"],

@@ -104,25 +104,42 @@ def test_compile_leaves_keras_own_loss_scaler_and_says_so(enabled):
 
 
 class Gan(keras.Model):
-    def __init__(self, wraps_first=False):
+    """Holds optimizers of its own, and compiles in the form that Keras' examples have."""
+
+    def __init__(self):
         super().__init__()
         self.net = keras.layers.Dense(1)
-        self.wraps_first = wraps_first
 
-    def compile(self, optimizer):
-        if self.wraps_first:
-            self.own = kmp.wrap(optimizer)
+    def compile(self, *optimizers):
         super().compile()
-        self.own = kmp.wrap(optimizer)
+        self.own = list(optimizers)
+
+    def train_step(self, data):
+        raise AssertionError
+
+
+class PassesOn(keras.Sequential):
+    def compile(self, *arguments, **named):
+        super().compile(*arguments, **named)
+
+
+def test_compile_that_passes_its_arguments_on_is_no_gan(enabled):
+    model = PassesOn([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(loss="mse")
+    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
 
 
 def test_compile_says_when_a_model_holds_optimizers_of_its_own(enabled):
     model = Gan()
     with pytest.warns(UserWarning, match=r"Gan.compile calls super\(\).compile\(\).*kmp.wrap") as caught:
-        model.compile("adam")
+        model.compile(keras.optimizers.Adam(), kmp.wrap("sgd"))
     assert caught[0].filename == __file__
-    assert not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-    Gan(wraps_first=True).compile("adam")
+
+
+def test_compile_says_nothing_where_all_of_them_are_wrapped(enabled):
+    model = Gan()
+    model.compile(kmp.wrap("adam"), kmp.wrap("sgd"))
+    assert len(model.own) == 2
 
 
 def test_wrap_uses_the_settings_in_force_and_its_own():
@@ -132,6 +149,29 @@ def test_wrap_uses_the_settings_in_force_and_its_own():
     assert kmp.wrap(made) is made
     with pytest.raises(TypeError, match="scaled twice"):
         kmp.wrap(made, growth_interval=4)
+    with pytest.raises(ValueError, match="`inner_optimizer`.*nosuch"):
+        kmp.wrap("nosuch")
+
+
+def test_settings_given_to_wrap_win_over_those_in_force():
+    kmp.enable(growth_interval=500)
+    assert kmp.wrap("sgd", loss_scale=1024.0).rule == kmp.scaling.FixedScale(1024.0)
+    assert kmp.wrap("sgd", dynamic_growth_steps=7).rule.growth_interval == 7
+    assert kmp.wrap("sgd", loss_scale="dynamic").rule.growth_interval == 500
+    kmp.enable(loss_scale=64.0)
+    assert kmp.wrap("sgd").rule == kmp.scaling.FixedScale(64.0)
+    assert kmp.wrap("sgd", initial_scale=8.0).rule.initial_scale == 8.0
+
+
+def test_compile_that_another_library_wrapped_meanwhile_does_nothing_of_ours_after_disable():
+    kmp.enable()
+    owner = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
+    ours = owner.compile
+    kmp.disable()
+    keras.config.set_dtype_policy("mixed_float16")
+    model = small_model()
+    ours(model, "sgd", "mse")
+    assert type(model.optimizer) is keras.optimizers.LossScaleOptimizer
 
 
 def test_load_model_compiles_the_model_under_enable(enabled, tmp_path):

@@ -113,7 +113,14 @@ def test_bad_loss_scale_is_an_error_that_names_it(value):
         ({"backoff_factor": 1.0}, "between 0 and 1"),
         ({"max_scale": 2.0**128}, "2\\^127"),
         ({"initial_scale": 2.0**-20}, "between `min_scale` and `max_scale`"),
-        ({"min_scale": 2.0, "max_scale": 1.0}, "min_scale=2.0, max_scale=1.0"),
+        ({"min_scale": 2.0, "max_scale": 1.0}, "`min_scale` must be at most.*min_scale=2.0, max_scale=1.0"),
+        ({"growth_interval": 2**63}, "growth_interval=9223372036854775808"),
+        ({"initial_scale": 10**400}, "`initial_scale` must be"),
+        ({"growth_factor": 1 + 1e-9}, "`growth_factor` must be"),
+        ({"backoff_factor": 1 - 1e-9}, "`backoff_factor` must be"),
+        ({"dynamic_growth_steps": 0}, "`dynamic_growth_steps` must be"),
+        ({"loss_scale": np.array([1.0, 2.0])}, "`loss_scale` must be 'dynamic', 0, or"),
+        ({"loss_scale": np.bool_(False)}, "`loss_scale` must be"),
         ({"loss_scale": 2.0, "growth_interval": 5}, "no other settings"),
         ({"loss_scale": 2.0, "initial_scale": 4.0}, "no other settings"),
     ],
@@ -126,6 +133,20 @@ def test_values_out_of_range_or_in_contradiction_are_errors(settings_, match):
 def test_unknown_setting_is_an_error_that_lists_the_known_ones():
     with pytest.raises(TypeError, match=r"'growth'.*growth_interval"):
         make_rule(growth=2)
+
+
+def test_fixed_scale_may_lie_outside_the_dynamic_bounds():
+    assert make_rule(loss_scale=2.0**-20, initial_scale=2.0**-20) == FixedScale(2.0**-20)
+
+
+@pytest.mark.parametrize(
+    ("held", "admitted"),
+    [(math.inf, 8.0), (0.0, 8.0), (math.nan, 8.0), (-1.0, 8.0), (64.0, 32.0), (1.0, 2.0), (4.0, 4.0)],
+)
+def test_scale_that_a_file_held_is_brought_within_bounds(held, admitted):
+    rule = DynamicScale(initial_scale=8.0, min_scale=2.0, max_scale=32.0)
+    assert float(rule.admit(tf.constant(held))) == admitted
+    assert float(FixedScale(16.0).admit(tf.constant(held))) == 16.0
 
 
 def test_numpy_numbers_are_numbers():
