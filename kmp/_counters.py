@@ -6,7 +6,6 @@ from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import ops
 
 from kmp import statistics
@@ -77,10 +76,10 @@ class Counters(keras.Layer):
         )
 
 
-def _per_replica(name: str, dtype: str) -> keras.Variable:
-    return keras.Variable(
-        0, dtype=dtype, trainable=False, name=name, aggregation="sum", synchronization="on_read", autocast=False
-    )
+def _per_replica(name: str, dtype: str, shape: tuple[int, ...] = (), aggregation: str = "sum") -> keras.Variable:
+    """A variable that each replica writes for itself; outside the step one reads the sum, or the first one's."""
+    options = {"trainable": False, "autocast": False, "synchronization": "on_read"}
+    return keras.Variable("zeros", shape=shape, dtype=dtype, name=name, aggregation=aggregation, **options)
 
 
 class Sampler:
@@ -92,11 +91,11 @@ class Sampler:
 
     def __init__(self) -> None:
         self._asked: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._cadence = _plain_variable(0, "sample_every")
-        self._first = _plain_variable(0, "sample_first")
-        self._step = _plain_variable(0, "sample_step")
-        self._scale = _plain_variable(1.0, "sample_loss_scale")
-        self._counts = _plain_variable([0] * BIN_COUNT, "sample_counts")
+        self._cadence = keras.Variable(0, dtype="int64", trainable=False, name="sample_every")
+        self._first = keras.Variable(0, dtype="int64", trainable=False, name="sample_first")
+        self._step = _per_replica("sample_step", "int64", aggregation="only_first_replica")
+        self._scale = _per_replica("sample_loss_scale", "float32", aggregation="only_first_replica")
+        self._counts = _per_replica("sample_counts", "int64", (BIN_COUNT,))
 
     def start(self, owner: Any, every_n_steps: int, first: int) -> None:
         """Samples step `first`, and from then on each step that `every_n_steps` divides."""
@@ -124,8 +123,3 @@ class Sampler:
         self._counts.assign(statistics.exponent_counts(gradients))
         self._step.assign(step)
         self._scale.assign(scale)
-
-
-def _plain_variable(value: Any, name: str) -> tf.Variable:
-    dtype = tf.float32 if isinstance(value, float) else tf.int64
-    return tf.Variable(value, dtype=dtype, trainable=False, name=name)

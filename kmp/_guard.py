@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import tensorflow as tf
 from keras import ops
 
 from kmp.optimizer import LossScaleOptimizer
@@ -41,9 +40,9 @@ class _Guard:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._own_step = vars(model).get("train_step")
-        # 1.0 or 0.0: float32 has kernels on every device.
-        self._spoilt_in_execution = tf.Variable(0.0, trainable=False)
-        self._nothing_counted = tf.Variable(0.0, trainable=False)
+        # 1.0 or 0.0: float32 has kernels on every device, and adds up over replicas.
+        self._spoilt_in_execution = _flag("spoilt_in_execution")
+        self._nothing_counted = _flag("nothing_counted")
 
     def make_train_function(self, force: bool = False) -> None:
         """Makes the train function, and has it forget at each call what the last one saw."""
@@ -75,7 +74,7 @@ class _Guard:
     def _end(self, spoilt: Any, before: dict[int, Any]) -> None:
         """Puts the metrics back, unless nothing was counted yet: a mean over nothing is nan, not 0."""
         counted = [ops.any(ops.not_equal(value, 0)) for value in before.values()]
-        nothing_before = ops.logical_not(ops.any(ops.stack(counted))) if counted else tf.constant(False)
+        nothing_before = ops.logical_not(ops.any(ops.stack(counted))) if counted else ops.convert_to_tensor(False)
         put_back = ops.logical_and(spoilt, ops.logical_not(nothing_before))
         for variable in self._variables():
             old = before.get(id(variable), ops.zeros_like(variable))
@@ -101,3 +100,8 @@ class _Guard:
 
     def _variables(self) -> list[keras.Variable]:
         return [variable for metric in self._model.metrics for variable in metric.variables]
+
+
+def _flag(name: str) -> keras.Variable:
+    options = {"aggregation": "sum", "synchronization": "on_read"}
+    return keras.Variable(0.0, dtype="float32", trainable=False, autocast=False, name=name, **options)

@@ -4,6 +4,7 @@ import datetime
 import importlib.util
 import itertools
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,8 +26,9 @@ class LogWriter:
 
     _open: ClassVar[dict[Path, "LogWriter"]] = {}
 
-    def __init__(self, folder: Path, optimizer: Any, first_step: int) -> None:
+    def __init__(self, folder: Path, model: Any, optimizer: Any, first_step: int) -> None:
         self._folder = folder
+        self._model = weakref.ref(model)
         self._optimizer = optimizer
         self._first_step = first_step
         self._users = 0
@@ -57,11 +59,12 @@ class LogWriter:
             raise OSError(error.errno, message, str(folder)) from error
 
     @classmethod
-    def open(cls, folder: Path, optimizer: Any, first_step: int) -> "LogWriter":
+    def open(cls, folder: Path, model: Any, optimizer: Any, first_step: int) -> "LogWriter":
         """Opens the folder's writer, or joins the one that is open for the same training.
 
         Args:
             folder: The folder, which exists.
+            model: The model in training.
             optimizer: Whose readings they are.
             first_step: The step that training goes on from. A log that goes beyond it is set aside, and what it holds
                 up to that step is carried over.
@@ -73,8 +76,8 @@ class LogWriter:
         writer = cls._open.get(folder)
         if writer is None or (writer._optimizer, writer._first_step) != (optimizer, first_step):
             if writer:
-                writer._give_way()
-            writer = cls._open[folder] = cls(folder, optimizer, first_step)
+                writer._give_way_to(model)
+            writer = cls._open[folder] = cls(folder, model, optimizer, first_step)
         writer._users += 1
         return writer
 
@@ -97,9 +100,9 @@ class LogWriter:
         if self._users == 0:
             self._end()
 
-    def _give_way(self) -> None:
+    def _give_way_to(self, model: Any) -> None:
         """Ends a writer that a training left open when it was interrupted."""
-        if self._optimizer.snapshot().step == self._first_step:
+        if self._model() is model and self._optimizer.snapshot().step == self._first_step:
             raise ValueError(f"`log_dir` is another optimizer's; give each its own. Received: {str(self._folder)!r}")
         self._end()
 
@@ -117,7 +120,8 @@ def _set_aside_later(folder: Path, first_step: int) -> list[dict[str, Any]]:
         return []
     rows = records.Run.load(log, torn_end=True).rows
     kept = [row for row in rows if row["step"] <= first_step]
-    if len(kept) == len(rows) and first_step > 0:
+    is_whole = log.read_bytes().endswith(b"\n")
+    if first_step > 0 and is_whole and len(kept) == len(rows):
         return []
     earlier = _unused(folder / "earlier")
     earlier.mkdir()

@@ -102,7 +102,7 @@ class _Reader(keras.callbacks.Callback):
 
     def _open(self) -> None:
         if self.log_dir is not None and self._writer is None:
-            self._writer = LogWriter.open(self.log_dir, self.optimizer, self._first_step)
+            self._writer = LogWriter.open(self.log_dir, self.model, self.optimizer, self._first_step)
 
     def _is_due(self, step: int) -> bool:
         last = self._last.step

@@ -119,9 +119,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads, variables = list(grads), self._variables_for(grads, trainable_variables)
         if not grads:
             return
-        unscaled = [self._unscale(g, v) for g, v in zip(grads, variables, strict=True)]
+        scale = ops.copy(self._scale)
+        if self.sampler:
+            self.sampler.sample(grads, scale, self.counters.steps + 1)
+        unscaled = [self._unscale(g, v, scale) for g, v in zip(grads, variables, strict=True)]
         agreed = _replicas.agree(*self._measure(unscaled, variables))
-        _replicas.once(self._finish, agreed, (grads, unscaled, variables))
+        _replicas.once(self._finish, agreed, (unscaled, variables))
 
     def snapshot(self) -> Snapshot:
         """Reads scale, counts and the last sampled histogram from the device.
@@ -149,7 +152,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             `model.make_train_function(force=True)`.)
         """
         is_first = self.sampler is None
-        self.sampler = self.sampler or Sampler()
+        # Keras keeps the strategy that the optimizer was made under for itself; a sampler belongs to the same replicas.
+        with self._distribution_strategy.scope():
+            self.sampler = self.sampler or Sampler()
         return is_first
 
     def start_sampling(self, owner: Any, every_n_steps: int) -> None:
@@ -188,11 +193,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.build(variables)
         return variables
 
-    def _unscale(self, grad: Any, variable: Any) -> Any:
+    def _unscale(self, grad: Any, variable: Any, scale: Any) -> Any:
         """Returns the gradient that the inner optimizer gets, in the variable's dtype."""
         if grad is None or self._overwrite_variable_with_gradient(variable):
             return grad
-        unscaled = ops.cast(ops.divide(statistics.values_of(grad), self._scale), variable.dtype)
+        unscaled = ops.cast(ops.divide(statistics.values_of(grad), scale), variable.dtype)
         if isinstance(grad, tf.IndexedSlices):
             return tf.IndexedSlices(unscaled, grad.indices, grad.dense_shape)
         return unscaled
@@ -209,14 +214,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 flags[index] = tf.maximum(flags[index], statistics.nonfinite(grad))
         return tf.stack(flags), tf.convert_to_tensor(self.counters.last_loss_was_bad.value)
 
-    def _finish(
-        self, on_each: Any, flags: tf.Tensor, bad_losses: tf.Tensor, grads: Any, unscaled: Any, variables: Any
-    ) -> None:
+    def _finish(self, on_each: Any, flags: tf.Tensor, bad_losses: tf.Tensor, unscaled: Any, variables: Any) -> None:
         """The rest of the step, once all replicas have agreed on flags and bad losses."""
         loss_was_finite = ops.equal(bad_losses, 0.0)
         overflowed = ops.logical_or(ops.any(flags > 0), ops.logical_not(loss_was_finite))
-        if self.sampler:
-            self.sampler.sample(grads, self._scale, self.counters.steps + 1)
         self._update_or_skip(overflowed, lambda: on_each(self.inner_optimizer.apply, unscaled, variables))
         in_a_row = self._adapt(scaling.StepOutcome(overflowed, loss_was_finite))
         self.counters.count(overflowed, loss_was_finite, in_a_row, flags > 0)

@@ -4,7 +4,7 @@ import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any, Unpack
 
@@ -203,9 +203,7 @@ def _say_if_unused(model: keras.Model, frame: FrameType | None) -> None:
         return
     # The usual form sets them after super().compile(), so they are known by now as arguments of the caller alone.
     caller = frame.f_back if frame else None
-    holders = (vars(model), caller.f_locals if caller else {})
-    values = [value for holder in holders for value in keras.tree.flatten(dict(holder))]
-    own = [value for value in values if isinstance(value, keras.optimizers.Optimizer)]
+    own = [*_optimizers_in(vars(model)), *_optimizers_in(caller.f_locals if caller else {})]
     if own and all(isinstance(optimizer, LossScaleOptimizer) for optimizer in own):
         return
     warnings.warn(
@@ -214,6 +212,12 @@ def _say_if_unused(model: keras.Model, frame: FrameType | None) -> None:
         "apply.",
         stacklevel=4,
     )
+
+
+def _optimizers_in(names: Mapping[str, Any]) -> Iterator[keras.optimizers.Optimizer]:
+    for value in names.values():
+        nested = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        yield from (item for item in nested if isinstance(item, keras.optimizers.Optimizer))
 
 
 def _settings() -> LossScaleSettings:

@@ -281,6 +281,24 @@ def test_notebook_cell_run_again_after_an_interruption_works(tmp_path):
     assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20]
 
 
+def test_notebook_cell_that_failed_at_its_first_batch_runs_when_it_is_mended(tmp_path):
+    x, _ = small_data()
+    with pytest.raises(ValueError, match="incompatible"):
+        compiled_model().fit(x[:, :3], x[:, 0], verbose=0, callbacks=defaults(tmp_path))
+    fit(compiled_model(), defaults(tmp_path, every_n_steps=10))
+    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20]
+
+
+def test_log_with_a_torn_last_line_is_set_aside_and_carried_on(tmp_path):
+    model = compiled_model()
+    fit(model, defaults(tmp_path, every_n_steps=10))
+    with (tmp_path / "kmp.jsonl").open("a") as log:
+        log.write('{"step": 2')
+    fit(model, defaults(tmp_path, every_n_steps=10))
+    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
+    assert (tmp_path / "earlier-1" / "kmp.jsonl").read_text().endswith('{"step": 2')
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_dir_that_cannot_be_written_fails_before_training(tmp_path, kind):
     (tmp_path / "file").write_text("")
