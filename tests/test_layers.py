@@ -77,9 +77,9 @@ def test_float32_passes_on_masks(enabled):
     x = np.random.default_rng(0).normal(size=(1, 6, 2)).astype("float32")
     x[:, 4:] = 0
     outputs = []
-    for layer in (Float32(keras.layers.LSTM(3, name="lstm")), keras.layers.LSTM(3, dtype="float32", name="lstm")):
+    for make in (lambda: Float32(keras.layers.LSTM(3)), lambda: keras.layers.LSTM(3, dtype="float32")):
         keras.utils.set_random_seed(0)
-        outputs.append(keras.Sequential([keras.layers.Masking(), layer])(x))
+        outputs.append(keras.Sequential([keras.layers.Masking(), make()])(x))
     np.testing.assert_array_equal(*outputs)
     wrapped = Float32(keras.layers.Masking())
     assert wrapped.compute_mask(ops.convert_to_tensor(x)).numpy().tolist() == [[True] * 4 + [False] * 2]
