@@ -8,6 +8,8 @@ Example:
 >>> kmp.disable()
 """
 
+import importlib
+
 from kmp import _backend
 
 _backend.require_tensorflow()
@@ -22,3 +24,10 @@ from kmp.policy import enable as enable  # noqa: E402
 from kmp.policy import wrap as wrap  # noqa: E402
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """Imports `kmp.plots`, and with it matplotlib, when it is first used."""
+    if name == "plots":
+        return importlib.import_module("kmp.plots")
+    raise AttributeError(f"module 'kmp' has no attribute {name!r}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+import kmp
 from kmp import _demo_report, policy
 
 
@@ -17,14 +18,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         parsed.command(parsed, console)
-    except (OSError, ImportError, ValueError) as error:
+    except (OSError, ImportError) as error:
         print(f"kmp: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("kmp: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kmp", description="Mixed-precision training for Keras 3 on TensorFlow.")
+    parser.add_argument("--version", action="version", version=f"kmp {kmp.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="train one model in float32, float16 and float16 with kmp, and compare")
     demo.add_argument("--dataset", choices=("digits", "cifar10"), default="digits", help="cifar10 is downloaded")
@@ -41,10 +46,9 @@ def _demo(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _steps(text: str) -> int:
-    steps = int(text)
-    if steps < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {steps}")
-    return steps
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text!r}")
+    return int(text)
 
 
 if __name__ == "__main__":

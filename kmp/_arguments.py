@@ -11,6 +11,17 @@ from typing import Any
 _LARGEST = 2**63 - 1
 
 
+def integer(name: str, value: Any, expected: str = "an integer") -> int:
+    """Returns `value` as an `int`.
+
+    Raises:
+        TypeError: If `value` is not an integer (a `bool` is not one).
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(_message(name, value, expected))
+    return operator.index(value)
+
+
 def positive_integer(name: str, value: Any) -> int:
     """Returns `value` as an `int` that is at least 1 and fits into int64.
 
@@ -19,22 +30,10 @@ def positive_integer(name: str, value: Any) -> int:
         ValueError: If it is outside that range.
     """
     expected = "an integer from 1 to 2^63 - 1"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(_message(name, value, expected))
-    if not 1 <= operator.index(value) <= _LARGEST:
+    result = integer(name, value, expected)
+    if not 1 <= result <= _LARGEST:
         raise ValueError(_message(name, value, expected))
-    return operator.index(value)
-
-
-def axis(name: str, value: Any) -> int:
-    """Returns `value` as an `int` of either sign.
-
-    Raises:
-        TypeError: If `value` is not an integer (a `bool` is not one).
-    """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(_message(name, value, "an integer"))
-    return operator.index(value)
+    return result
 
 
 def number(name: str, value: Any, expected: str, accepts: Callable[[float], bool]) -> float:

@@ -27,20 +27,10 @@ class Counters(keras.Layer):
         self.overflows_in_a_row = self._counter("overflows_in_a_row")
         self.nonfinite_losses = self._counter("nonfinite_losses")
         self.overflows_by_variable: Any = None
-        # Of each replica's own forward passes: how many losses were not finite, and 1 from a `scale_loss` that saw one
-        # until the next `scale_loss` or `apply`.
-        self.bad_losses = _per_replica("bad_losses", "int64")
-        self.last_loss_was_bad = _per_replica("last_loss_was_bad", "float32")
 
     def build_for(self, variable_count: int) -> None:
         """Creates the counter that has an entry for each variable."""
         self.overflows_by_variable = self._counter("overflows_by_variable", (variable_count,))
-
-    def note_loss(self, loss: Any) -> None:
-        """Counts a loss that is not finite, before it is scaled."""
-        bad = statistics.nonfinite(loss)
-        self.bad_losses.assign_add(ops.cast(bad, "int64"))
-        self.last_loss_was_bad.assign(bad)
 
     def count(self, overflowed: Any, loss_was_finite: Any, overflows_in_a_row: Any, flags: Any) -> None:
         """Counts one step.
@@ -56,7 +46,6 @@ class Counters(keras.Layer):
         self.overflows_in_a_row.assign(overflows_in_a_row)
         self.nonfinite_losses.assign_add(ops.cast(ops.logical_not(loss_was_finite), "int64"))
         self.overflows_by_variable.assign_add(ops.cast(flags, "int64"))
-        self.last_loss_was_bad.assign(0.0)
 
     def save_own_variables(self, store: Any) -> None:
         """Saves by name, so that a counter of a later version keeps no file from loading."""
@@ -80,6 +69,27 @@ def _per_replica(name: str, dtype: str, shape: tuple[int, ...] = (), aggregation
     """A variable that each replica writes for itself; outside the step one reads the sum, or the first one's."""
     options = {"trainable": False, "autocast": False, "synchronization": "on_read"}
     return keras.Variable("zeros", shape=shape, dtype=dtype, name=name, aggregation=aggregation, **options)
+
+
+class LossWatch:
+    """Whether losses were finite before they were scaled, as each replica saw it in its own forward passes.
+
+    Variables, because `scale_loss` and `apply` may be traced into functions of their own.
+    """
+
+    def __init__(self) -> None:
+        self.nonfinite_calls = _per_replica("nonfinite_loss_calls", "int64")
+        self.last_was_nonfinite = _per_replica("last_loss_was_nonfinite", "float32")
+
+    def note(self, loss: Any) -> None:
+        """Remembers a loss until the next one, or until `forget`."""
+        nonfinite = statistics.nonfinite(loss)
+        self.nonfinite_calls.assign_add(ops.cast(nonfinite, "int64"))
+        self.last_was_nonfinite.assign(nonfinite)
+
+    def forget(self) -> None:
+        """Forgets the last loss; the count of calls goes on."""
+        self.last_was_nonfinite.assign(0.0)
 
 
 class Sampler:

@@ -152,6 +152,9 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cifar10() -> tuple[np.ndarray, np.ndarray]:
-    (train_images, train_labels), (test_images, test_labels) = keras.datasets.cifar10.load_data()
+    try:
+        (train_images, train_labels), (test_images, test_labels) = keras.datasets.cifar10.load_data()
+    except Exception as error:  # Keras raises no kind of its own
+        raise ConnectionError(f"CIFAR-10 could not be downloaded: {error}") from error
     images, labels = np.concatenate([train_images, test_images]), np.concatenate([train_labels, test_labels])
     return images / 255.0, labels.ravel()

@@ -1,7 +1,8 @@
 """What the demo shows: a progress bar, a table with the reason for what it says, and two pictures."""
 
+import shlex
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -9,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kmp import _demo
-from kmp._demo import BATCH_SIZE, LABEL_WEIGHT, SEEDS, Result, Way
+from kmp._demo import BATCH_SIZE, GROWTH_INTERVAL, LABEL_WEIGHT, SEEDS, Result, Way
 from kmp._formats import FLOAT16
 
 Results = dict[Way, list[Result]]
@@ -30,16 +31,17 @@ def run(console: Console, dataset: str, policy: str, steps: int, out: Path) -> R
                 results[way].append(_demo.train(way, seed, steps, parts, folder, lambda: progress.advance(task)))
     console.print(table(results))
     for line in reasons(results):
-        console.print(line)
-    for picture in pictures(results, out):
-        console.print(f"Picture: {picture}")
-    console.print(f"Logs, also for `tensorboard --logdir {out}`: {out}")
+        console.print(line, highlight=False)
+    for path in pictures(results, out):
+        _print_path(console, f"Picture: {path}")
+    _print_path(console, f"Logs: {out}")
+    _print_path(console, f"To see them: tensorboard --logdir {shlex.quote(str(out))}")
     return results
 
 
 def table(results: Results) -> Table:
     """Returns the table of all ways, means over the seeds with the range in brackets."""
-    shown = Table(title=f"One model, {len(SEEDS)} seeds each: mean (lowest to highest)", title_justify="left")
+    shown = Table(title=f"One model, {len(SEEDS)} seeds each: mean and range", title_justify="left")
     shown.add_column("trained in")
     for name in (
         "validation\naccuracy",
@@ -65,18 +67,34 @@ def table(results: Results) -> Table:
     return shown
 
 
-def reasons(results: Results) -> Iterable[str]:
-    """Yields the sentences that say why the table looks as it does."""
+def reasons(results: Results) -> Iterator[str]:
+    """Yields the sentences that say what was trained, what came of it, and why."""
+    yield (
+        f"The model denoises an image and names what is on it, with one trunk for both; the naming loss has the small "
+        f"weight {LABEL_WEIGHT:g}, as side tasks do. Accuracy is that of the names."
+    )
+    accuracies = {way.name: [result.accuracy for result in trained] for way, trained in results.items()}
+    spread = max(max(values) - min(values) for values in accuracies.values())
+    means = {name: statistics.fmean(values) for name, values in accuracies.items()}
+    if max(means.values()) - min(means.values()) <= spread:
+        yield f"The ways differ by no more than the seeds do ({spread:.3f})."
+    elif any(way.scaled for way in results):
+        yield from _why(means)
+
+
+def _why(means: dict[str, float]) -> Iterator[str]:
+    outcome = ", ".join(f"{accuracy:.2f} in {name}" for name, accuracy in means.items())
     gradient = LABEL_WEIGHT / BATCH_SIZE
     yield (
-        f"Why: the label's loss has weight {LABEL_WEIGHT:g}, and the mean over a batch of {BATCH_SIZE} divides by "
-        f"{BATCH_SIZE}: no gradient at its output exceeds {gradient:.1e}. float16 rounds to zero what is below half of "
-        f"its smallest number, 2^-24 = {FLOAT16.smallest_subnormal:.1e}: every error of a predicted probability below "
-        f"{FLOAT16.smallest_subnormal / 2 / gradient:.2f} leaves no trace."
+        f"It reached {outcome}. Why: the mean over a batch of {BATCH_SIZE} divides that weight once more, so a "
+        f"gradient at the naming output is at most {gradient:.1e}. float16 rounds to zero what is below half of its smallest "
+        f"number, 2^-24 = {FLOAT16.smallest_subnormal:.1e}: unless a probability is wrong by more than "
+        f"{2.0**FLOAT16.flush_exponent / gradient:.2f}, nothing is learnt from it."
     )
     yield (
         "'Flushed' is the share that is zero beyond float32's own, where ReLU switched units off. The loss scale lifts "
-        "all gradients into float16's range; it grows until one overflows, and that step is skipped."
+        "all gradients into float16's range; it grows until one overflows, and that step is skipped. (Here every "
+        f"{GROWTH_INTERVAL} steps, so that it shows in a short run; the default is 2000.)"
     )
 
 
@@ -94,6 +112,10 @@ def pictures(results: Results, out: Path) -> list[Path]:
     return [out / name for name in drawn]
 
 
+def _print_path(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
     return Progress(*columns, TimeRemainingColumn(), console=console)
@@ -104,7 +126,7 @@ def _mean(results: list[Result], of: Callable[[Result], float]) -> float:
 
 
 def _range(values: list[float]) -> str:
-    return f"{statistics.fmean(values):.3f}\n({min(values):.3f} to {max(values):.3f})"
+    return f"{statistics.fmean(values):.3f}\n{min(values):.3f}-{max(values):.3f}"
 
 
 def _power(scale: float) -> str:

@@ -37,6 +37,11 @@ class Format:
         return self.min_exponent - self.fraction_bits
 
     @property
+    def flush_exponent(self) -> int:
+        """Binary exponent of the largest power of two that rounds to zero: half the smallest value, a tie to even."""
+        return self.min_subnormal_exponent - 1
+
+    @property
     def max(self) -> float:
         """The largest finite value."""
         return (2.0 - 2.0**-self.fraction_bits) * 2.0**self.max_exponent

@@ -1,10 +1,11 @@
 """Keeps a batch whose loss is not finite out of an epoch's metrics."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from kmp.optimizer import LossScaleOptimizer
@@ -20,7 +21,7 @@ def install(model: keras.Model) -> bool:
     Returns:
         Whether it was new, so that a train function made before has to be made again.
     """
-    if isinstance(getattr(model.train_step, "__self__", None), _Guard):
+    if _is_guarded(model):
         return False
     guard = _Guard(model)
     model.train_step, model.make_train_function = guard.train_step, guard.make_train_function
@@ -32,8 +33,15 @@ def mend_epoch(model: keras.Model, logs: dict[str, Any]) -> None:
 
     Keras takes the last step's logs where a `train_step` returns keys that are not metrics.
     """
-    if "loss" in logs and not math.isfinite(logs["loss"]):
-        logs["loss"] = float(model.get_metrics_result().get("loss", logs["loss"]))
+    if not _is_guarded(model) or math.isfinite(logs.get("loss", math.nan)):
+        return
+    for metric in model.metrics:
+        if metric.name == "loss" and any(np.any(variable.numpy()) for variable in metric.variables):
+            logs["loss"] = float(metric.result())
+
+
+def _is_guarded(model: keras.Model) -> bool:
+    return isinstance(getattr(model.train_step, "__self__", None), _Guard)
 
 
 class _Guard:
@@ -41,7 +49,7 @@ class _Guard:
         self._model = model
         self._own_step = vars(model).get("train_step")
         # 1.0 or 0.0: float32 has kernels on every device, and adds up over replicas.
-        self._spoilt_in_execution = _flag("spoilt_in_execution")
+        self._nonfinite_in_execution = _flag("nonfinite_in_execution")
         self._nothing_counted = _flag("nothing_counted")
 
     def make_train_function(self, force: bool = False) -> None:
@@ -57,40 +65,39 @@ class _Guard:
         optimizer = self._model.optimizer
         if not isinstance(optimizer, LossScaleOptimizer):
             return self._step(data)
-        bad_losses = optimizer.counters.bad_losses
-        losses_before, metrics_before = ops.copy(bad_losses), dict(self._begin())
+        calls = optimizer.loss_watch.nonfinite_calls
+        self._forget_batch_that_did_not_count()
+        calls_before, metrics_before = ops.copy(calls), {id(v): ops.copy(v) for v in self._variables()}
         logs = self._step(data)
-        spoilt = bad_losses.value > losses_before
-        self._end(spoilt, metrics_before)
-        return self._show(logs, spoilt)
+        nonfinite = calls.value > calls_before
+        self._restore(nonfinite, metrics_before)
+        return self._show(logs, nonfinite)
 
-    def _begin(self) -> Iterator[tuple[int, Any]]:
-        """Yields the metrics' values; fresh ones where they are left of a batch that did not count."""
-        fresh = ops.equal(ops.copy(self._nothing_counted), 1.0)
+    def _forget_batch_that_did_not_count(self) -> None:
+        was_nothing = ops.copy(self._nothing_counted) > 0
         for variable in self._variables():
-            variable.assign(ops.where(fresh, ops.zeros_like(variable), variable))
-            yield id(variable), ops.copy(variable)
+            variable.assign(ops.where(was_nothing, ops.zeros_like(variable), variable))
 
-    def _end(self, spoilt: Any, before: dict[int, Any]) -> None:
+    def _restore(self, nonfinite: Any, before: dict[int, Any]) -> None:
         """Puts the metrics back, unless nothing was counted yet: a mean over nothing is nan, not 0."""
         counted = [ops.any(ops.not_equal(value, 0)) for value in before.values()]
         nothing_before = ops.logical_not(ops.any(ops.stack(counted))) if counted else ops.convert_to_tensor(False)
-        put_back = ops.logical_and(spoilt, ops.logical_not(nothing_before))
+        put_back = ops.logical_and(nonfinite, ops.logical_not(nothing_before))
         for variable in self._variables():
             old = before.get(id(variable), ops.zeros_like(variable))
             variable.assign(ops.where(put_back, old, variable))
-        self._nothing_counted.assign(ops.cast(ops.logical_and(spoilt, nothing_before), "float32"))
+        self._nothing_counted.assign(ops.cast(ops.logical_and(nonfinite, nothing_before), "float32"))
 
-    def _show(self, logs: Any, spoilt: Any) -> Any:
+    def _show(self, logs: Any, nonfinite: Any) -> Any:
         """Returns `logs` with a loss of nan if a step of this execution had one, not only its last."""
         if self._model.steps_per_execution == 1 or not isinstance(logs, dict) or "loss" not in logs:
             return logs
-        self._spoilt_in_execution.assign(ops.maximum(self._spoilt_in_execution, ops.cast(spoilt, "float32")))
-        return logs | {"loss": ops.where(self._spoilt_in_execution > 0, math.nan, logs["loss"])}
+        self._nonfinite_in_execution.assign(ops.maximum(self._nonfinite_in_execution, ops.cast(nonfinite, "float32")))
+        return logs | {"loss": ops.where(self._nonfinite_in_execution > 0, math.nan, logs["loss"])}
 
     def _forgetting(self, train_function: Callable[..., Any]) -> Callable[..., Any]:
         def run(iterator: Any) -> Any:
-            self._spoilt_in_execution.assign(0.0)
+            self._nonfinite_in_execution.assign(0.0)
             return train_function(iterator)
 
         return run

@@ -3,6 +3,7 @@
 import datetime
 import importlib.util
 import itertools
+import logging
 import tempfile
 import weakref
 from pathlib import Path
@@ -13,6 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from kmp import records
+
+logger = logging.getLogger("kmp")
 
 _SUFFIX = ".kmp"
 
@@ -29,12 +32,13 @@ class LogWriter:
     def __init__(self, folder: Path, model: Any, optimizer: Any, first_step: int) -> None:
         self._folder = folder
         self._model = weakref.ref(model)
-        self._optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)
         self._first_step = first_step
         self._users = 0
         kept = _set_aside_later(folder, first_step)
         self._lines = (folder / records.FILE_NAME).open("a", encoding="utf-8")
         self._events = tf.summary.create_file_writer(str(folder), filename_suffix=_SUFFIX)
+        weakref.finalize(optimizer, self._end).atexit = False
         if self._lines.tell() == 0:
             self._lines.write(records.to_line(_header()))
             for row in kept:
@@ -74,7 +78,7 @@ class LogWriter:
         """
         folder = folder.absolute()
         writer = cls._open.get(folder)
-        if writer is None or (writer._optimizer, writer._first_step) != (optimizer, first_step):
+        if writer is None or not writer._belongs_to(optimizer, first_step):
             if writer:
                 writer._give_way_to(model)
             writer = cls._open[folder] = cls(folder, model, optimizer, first_step)
@@ -100,17 +104,22 @@ class LogWriter:
         if self._users == 0:
             self._end()
 
+    def _belongs_to(self, optimizer: Any, first_step: int) -> bool:
+        return self._optimizer() is optimizer and self._first_step == first_step
+
     def _give_way_to(self, model: Any) -> None:
         """Ends a writer that a training left open when it was interrupted."""
-        if self._model() is model and self._optimizer.snapshot().step == self._first_step:
+        optimizer = self._optimizer()
+        if optimizer and self._model() is model and optimizer.snapshot().step == self._first_step:
             raise ValueError(f"`log_dir` is another optimizer's; give each its own. Received: {str(self._folder)!r}")
         self._end()
 
     def _end(self) -> None:
         if self._open.get(self._folder) is self:
             del self._open[self._folder]
-        self._lines.close()
-        self._events.close()
+        if not self._lines.closed:
+            self._lines.close()
+            self._events.close()
 
 
 def _set_aside_later(folder: Path, first_step: int) -> list[dict[str, Any]]:
@@ -127,6 +136,7 @@ def _set_aside_later(folder: Path, first_step: int) -> list[dict[str, Any]]:
     earlier.mkdir()
     for path in (log, *folder.glob(f"events.out.tfevents.*{_SUFFIX}")):
         path.rename(earlier / path.name)
+    logger.warning("Set aside in %s: an earlier log that goes beyond step %d.", earlier, first_step)
     return kept
 
 

@@ -13,7 +13,9 @@ from typing import Any
 import keras
 
 from kmp import _arguments, _guard
+from kmp._formats import FLOAT16
 from kmp._writers import LogWriter
+from kmp.layers import sublayers
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Run, Snapshot
 
@@ -48,34 +50,34 @@ class _Reader(keras.callbacks.Callback):
         """
         optimizer = self._chosen or getattr(self.model, "optimizer", None)
         if not isinstance(optimizer, LossScaleOptimizer):
-            raise ValueError(_no_loss_scale(type(self).__name__, optimizer))
+            raise ValueError(_no_loss_scale(type(self).__name__, self.model, optimizer))
         return optimizer
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        needs_trace = self._prepare()
-        self._stop()
+        optimizer = self.optimizer
         if self.log_dir is not None:
             LogWriter.check(self.log_dir)
-        self._start()
-        if needs_trace:
+        self._stop()
+        if self._prepare(optimizer):
             self.model.make_train_function(force=True)
+        self._start()
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         if not self._has_trained:
             self._start()  # again: a callback listed later may have restored the optimizer
             self._open()
-        self._epoch_start = self._last.step
+        self._batches_of_epoch = 0
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         self._has_trained = True
-        # The step is reckoned from the batch, so that nothing is copied from the device between readings.
-        if self._is_due(self._epoch_start + batch + 1):
+        self._count_batches(batch)
+        if self._last.step + self._steps_per_batch * self._batches_since >= self._due:
             self._read()
         if logs is not None:
             logs.update(self._keys)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        self._read()
+        self._read(is_epoch_end=True)
         if logs is not None:
             _guard.mend_epoch(self.model, logs)
             logs.update(self._keys)
@@ -85,13 +87,17 @@ class _Reader(keras.callbacks.Callback):
             warnings.warn(_UNUSED.format(callback=type(self).__name__), stacklevel=2)
         self._stop()
 
-    def _prepare(self) -> bool:
+    def _prepare(self, optimizer: LossScaleOptimizer) -> bool:
         """Arranges what the compiled step must be able to do; returns whether it has to be traced anew."""
-        return self.optimizer is self.model.optimizer and _guard.install(self.model)
+        return optimizer is self.model.optimizer and _guard.install(self.model)
 
     def _start(self) -> None:
         self._last = self.optimizer.snapshot()
-        self._first_step = self._epoch_start = self._last.step
+        self._first_step = self._last.step
+        self._due = self._first_step + 1
+        # Between readings nothing is copied from the device: the step is reckoned from batches, at the rate last seen.
+        self._steps_per_batch = 1.0
+        self._batches_since = self._batches_of_epoch = 0
         self._keys: dict[str, float] = {}
         self._has_trained = False
 
@@ -104,21 +110,29 @@ class _Reader(keras.callbacks.Callback):
         if self.log_dir is not None and self._writer is None:
             self._writer = LogWriter.open(self.log_dir, self.model, self.optimizer, self._first_step)
 
-    def _is_due(self, step: int) -> bool:
-        last = self._last.step
-        return last == self._first_step or step // self.every_n_steps > last // self.every_n_steps
+    def _count_batches(self, batch: int) -> None:
+        # With steps_per_execution the index of an epoch's last call may lie beyond its last batch.
+        done = min(batch + 1, (self.params or {}).get("steps") or batch + 1)
+        self._batches_since += done - self._batches_of_epoch
+        self._batches_of_epoch = done
 
-    def _read(self) -> None:
+    def _read(self, is_epoch_end: bool = False) -> None:
         snapshot = self.optimizer.snapshot()
-        if snapshot.step == self._last.step:
-            return
+        steps = snapshot.step - self._last.step
+        if not is_epoch_end:
+            self._steps_per_batch = steps / self._batches_since if steps else self._steps_per_batch / 2
+        if steps:
+            self._record(snapshot)
+            self._last, self._batches_since = snapshot, 0
+            self._due = (snapshot.step // self.every_n_steps + 1) * self.every_n_steps
+
+    def _record(self, snapshot: Snapshot) -> None:
         row = self._row(snapshot)
         if row:
             self.run.append(row)
             self._open()
             if self._writer:
                 self._writer.write(row)
-        self._last = snapshot
 
     def _row(self, snapshot: Snapshot) -> dict[str, Any] | None:
         """Sets `self._keys` from the reading and returns what to record of it, or `None` for nothing."""
@@ -147,9 +161,9 @@ class LossScaleLogger(_Reader):
 class OverflowCounter(_Reader):
     """Counts the steps that were skipped because the loss or a gradient was not finite.
 
-    In `logs`: `overflow_count` (since training began), `overflow_rate` (the share of the steps since the last reading)
-    and `nonfinite_loss_count` (those of them whose loss was not finite before it was scaled, where no scale would
-    help).
+    In `logs`: `overflow_count` (since training began) and `overflow_rate` (the share of the steps since the last
+    reading; in an epoch's logs, of the epoch's steps). In an epoch's logs also `nonfinite_loss_count`: those whose loss
+    was not finite before it was scaled, where no scale would have helped.
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
@@ -162,14 +176,23 @@ class OverflowCounter(_Reader):
         OSError: In `on_train_begin`, if `log_dir` cannot be written.
     """
 
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self._at_epoch_begin = self._last
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        steps = self._last.step - self._at_epoch_begin.step
+        if logs is not None and steps:
+            skipped = self._last.overflow_count - self._at_epoch_begin.overflow_count
+            logs["overflow_rate"] = skipped / steps
+            logs["nonfinite_loss_count"] = self._last.nonfinite_loss_count
+
     def _row(self, snapshot: Snapshot) -> dict[str, Any] | None:
         new, steps = snapshot.overflow_count - self._last.overflow_count, snapshot.step - self._last.step
-        self._keys = {
-            "overflow_count": snapshot.overflow_count,
-            "overflow_rate": new / steps,
-            "nonfinite_loss_count": snapshot.nonfinite_loss_count,
-        }
+        self._keys = {"overflow_count": snapshot.overflow_count, "overflow_rate": new / steps}
         details = {
+            "nonfinite_loss_count": snapshot.nonfinite_loss_count,
             "overflows_in_a_row": snapshot.overflows_in_a_row,
             "overflows_by_variable": snapshot.overflows_by_variable,
         }
@@ -184,7 +207,8 @@ class GradientHistogram(_Reader):
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
-        every_n_steps: Integer, at least 1: the first step of a `fit` is sampled, and each step it divides.
+        every_n_steps: Integer, at least 1: sampled are the first step of a `fit`, each step that this divides, and the
+            first step of an epoch that would have no sample.
         optimizer: The `kmp.LossScaleOptimizer` to read, for a model that holds several; its own by default.
 
     Raises:
@@ -193,14 +217,20 @@ class GradientHistogram(_Reader):
         OSError: In `on_train_begin`, if `log_dir` cannot be written.
     """
 
-    def _prepare(self) -> bool:
-        is_new = self.optimizer.prepare_sampling()
-        return super()._prepare() or is_new
+    def _prepare(self, optimizer: LossScaleOptimizer) -> bool:
+        is_new = optimizer.prepare_sampling()
+        return super()._prepare(optimizer) or is_new
 
     def _start(self) -> None:
         super()._start()
         self._sampled = self._last.histogram.step if self._last.histogram else 0
         self.optimizer.start_sampling(self, self.every_n_steps)
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        steps = (self.params or {}).get("steps") or 0
+        if (self._last.step + steps) // self.every_n_steps == self._last.step // self.every_n_steps:
+            self.optimizer.start_sampling(self, self.every_n_steps)  # or the epoch would have no sample
 
     def _stop(self) -> None:
         self.optimizer.stop_sampling(self)
@@ -244,12 +274,15 @@ _UNUSED = (
 )
 
 
-def _no_loss_scale(callback: str, optimizer: Any) -> str:
+def _no_loss_scale(callback: str, model: keras.Model, optimizer: Any) -> str:
     kind = type(optimizer)
     found = f"{kind.__module__.split('.')[0]}'s {kind.__name__}" if optimizer is not None else "None"
-    return (
-        f"{callback} reads kmp.LossScaleOptimizer, and the model's optimizer is {found}. Call kmp.enable() "
-        "before building and compiling the model, or compile it with kmp.LossScaleOptimizer(optimizer). A model in "
-        "float32 or bfloat16 needs no loss scale: leave the callback out, or wrap with loss_scale=1.0 to see its "
-        "gradients all the same."
+    dtypes = sorted({layer.compute_dtype for layer in sublayers(model)})
+    advice = (
+        "Compile the model after kmp.enable() and without auto_scale_loss=False, or with kmp.LossScaleOptimizer(opt)."
+        if FLOAT16.name in dtypes
+        else "That needs no loss scale: leave kmp's callbacks out, or compile with kmp.LossScaleOptimizer(opt, "
+        "loss_scale=1.0) to see its gradients all the same. For float16 call kmp.enable() before building the model."
     )
+    reads = f"{callback} reads kmp.LossScaleOptimizer, and the model's optimizer is {found}"
+    return f"{reads}; the model computes in {' and '.join(dtypes)}. {advice}"

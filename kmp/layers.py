@@ -1,7 +1,7 @@
 """Layers that force float32 where float16 loses: they serialize, and stay float32 after save and load."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -96,7 +96,7 @@ class Softmax(keras.layers.Softmax):
 
     def __init__(self, axis: int | list[int] = -1, **kwargs: Any) -> None:
         for one in axis if isinstance(axis, list | tuple) else [axis]:
-            _arguments.axis("axis", one)
+            _arguments.integer("axis", one)
         super().__init__(axis=axis, **_in_float32(kwargs))
 
 
@@ -126,7 +126,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
     """
 
     def __init__(self, axis: int = -1, momentum: float = 0.99, epsilon: float = 1e-3, **kwargs: Any) -> None:
-        axis = _arguments.axis("axis", axis)
+        axis = _arguments.integer("axis", axis)
         momentum = _arguments.number("momentum", momentum, "a number from 0 to 1", lambda v: 0.0 <= v <= 1.0)
         epsilon = _arguments.number("epsilon", epsilon, "a finite number above 0", lambda v: v > 0.0)
         policy = _with_float32_variables(kwargs.get("dtype"))
@@ -158,9 +158,13 @@ def _with_float32_variables(dtype: Any) -> keras.DTypePolicy:
     return policy
 
 
+def sublayers(layer: keras.Layer) -> Iterable[keras.Layer]:
+    """Returns the layer and all layers below it, wrapped and nested ones included."""
+    return layer._flatten_layers()  # Keras has no public walk that finds them all
+
+
 def _set_float32(layer: keras.Layer) -> None:
-    # Keras has no public walk over all layers inside a layer.
-    for inner in layer._flatten_layers():
+    for inner in sublayers(layer):
         inner.dtype_policy = keras.DTypePolicy("float32")
 
 

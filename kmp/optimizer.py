@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import ops
 
 from kmp import _arguments, _replicas, scaling, statistics
-from kmp._counters import Counters, Sampler
+from kmp._counters import Counters, LossWatch, Sampler
 from kmp.records import Snapshot
 
 _DEFAULT = scaling.DynamicScale()
@@ -19,9 +19,9 @@ _DEFAULT = scaling.DynamicScale()
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """An optimizer that scales the loss, skips steps that overflow, and tells what it did.
 
-    float16 flushes gradients below 2^-24 to zero. Multiplying the loss by a large number, the loss scale, lifts all of
-    them; they are divided by it again before the update. A step whose loss or gradients are not finite is skipped: it
-    leaves every weight and every variable of the inner optimizer as it was.
+    float16 flushes gradients of 2^-25 and less to zero. Multiplying the loss by a large number, the loss scale, lifts
+    all of them; they are divided by it again before the update. A step whose loss or gradients are not finite is
+    skipped: it leaves every weight and every variable of the inner optimizer as it was.
 
     Used in `model.compile`, or in a custom loop with `scale_loss`, then `apply`. Sources: see
     `kmp.scaling.DynamicScale`.
@@ -85,9 +85,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             settings["dynamic_growth_steps"] = kwargs.pop("dynamic_growth_steps")
         rule = scaling.make_rule(**settings)
         interval = getattr(rule, "growth_interval", _DEFAULT.growth_interval)
-        super().__init__(_bare(inner_optimizer), rule.initial_scale, interval, name, **kwargs)
+        inner = inner_optimizer_of("inner_optimizer", inner_optimizer)
+        super().__init__(inner, rule.initial_scale, interval, name, **kwargs)
         self.rule = rule
         self.counters = Counters()
+        self.loss_watch = LossWatch()
         self.sampler: Sampler | None = None
 
     def build(self, var_list: Sequence[Any]) -> None:
@@ -106,8 +108,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         loss = ops.convert_to_tensor(loss)
         loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
-        self.counters.note_loss(loss)
-        return ops.multiply(loss, ops.cast(self._scale, loss.dtype))
+        self.loss_watch.note(loss)
+        return ops.multiply(loss, ops.cast(self._bounded_scale(), loss.dtype))
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Applies loss-scaled gradients, or skips the step if the loss or one of them is not finite.
@@ -119,12 +121,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads, variables = list(grads), self._variables_for(grads, trainable_variables)
         if not grads:
             return
-        scale = ops.copy(self._scale)
+        if not self.built:
+            self.build(variables)
+        scale = ops.copy(self._bounded_scale())
         if self.sampler:
             self.sampler.sample(grads, scale, self.counters.steps + 1)
         unscaled = [self._unscale(g, v, scale) for g, v in zip(grads, variables, strict=True)]
         agreed = _replicas.agree(*self._measure(unscaled, variables))
-        _replicas.once(self._finish, agreed, (unscaled, variables))
+        _replicas.once(self._finish, (*agreed, scale), (unscaled, variables))
 
     def snapshot(self) -> Snapshot:
         """Reads scale, counts and the last sampled histogram from the device.
@@ -135,7 +139,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         counters = self.counters
         return Snapshot(
             step=_integer(counters.steps),
-            loss_scale=float(self._scale),
+            loss_scale=float(self._bounded_scale()),
             clean_steps=_integer(self.step_counter) if self.built else 0,
             overflow_count=_integer(counters.overflows),
             overflows_in_a_row=_integer(counters.overflows_in_a_row),
@@ -176,7 +180,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def get_config(self) -> dict[str, Any]:
         """Returns Keras' four keys, and those of kmp's arguments that differ from their defaults."""
-        config = super().get_config()
+        config = super().get_config() | {"initial_scale": self.rule.initial_scale}
         if isinstance(self.rule, scaling.FixedScale):
             return config | {"loss_scale": self.rule.initial_scale}
         config["dynamic_growth_steps"] = self.rule.growth_interval
@@ -189,13 +193,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if len(grads) != len(variables):
             raise ValueError(f"There must be a gradient for each variable. Received: {len(grads)} for {len(variables)}")
-        if grads and not self.built:
-            self.build(variables)
         return variables
 
     def _unscale(self, grad: Any, variable: Any, scale: Any) -> Any:
         """Returns the gradient that the inner optimizer gets, in the variable's dtype."""
-        if grad is None or self._overwrite_variable_with_gradient(variable):
+        if grad is None or getattr(variable, "overwrite_with_gradient", False):  # float8's scales are set, not scaled
             return grad
         unscaled = ops.cast(ops.divide(statistics.values_of(grad), scale), variable.dtype)
         if isinstance(grad, tf.IndexedSlices):
@@ -212,31 +214,35 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             if grad is not None:
                 index = self._index(variable)
                 flags[index] = tf.maximum(flags[index], statistics.nonfinite(grad))
-        return tf.stack(flags), tf.convert_to_tensor(self.counters.last_loss_was_bad.value)
+        return tf.stack(flags), tf.convert_to_tensor(self.loss_watch.last_was_nonfinite.value)
 
-    def _finish(self, on_each: Any, flags: tf.Tensor, bad_losses: tf.Tensor, unscaled: Any, variables: Any) -> None:
-        """The rest of the step, once all replicas have agreed on flags and bad losses."""
-        loss_was_finite = ops.equal(bad_losses, 0.0)
+    def _finish(
+        self, on_each: Any, flags: Any, nonfinite_losses: Any, scale: Any, unscaled: Any, variables: Any
+    ) -> None:
+        """The rest of the step, once all replicas have agreed on the flags."""
+        loss_was_finite = ops.equal(nonfinite_losses, 0.0)
         overflowed = ops.logical_or(ops.any(flags > 0), ops.logical_not(loss_was_finite))
         self._update_or_skip(overflowed, lambda: on_each(self.inner_optimizer.apply, unscaled, variables))
-        in_a_row = self._adapt(scaling.StepOutcome(overflowed, loss_was_finite))
+        in_a_row = self._adapt(scale, scaling.StepOutcome(overflowed, loss_was_finite))
         self.counters.count(overflowed, loss_was_finite, in_a_row, flags > 0)
+        self.loss_watch.forget()
 
     def _update_or_skip(self, overflowed: Any, update: Callable[[], None]) -> None:
         ops.cond(overflowed, lambda: None, update)
 
-    def _adapt(self, outcome: scaling.StepOutcome) -> Any:
+    def _adapt(self, scale: Any, outcome: scaling.StepOutcome) -> Any:
         in_a_row = ops.copy(self.counters.overflows_in_a_row)
-        state = scaling.ScaleState(ops.copy(self._scale), ops.copy(self.step_counter), in_a_row)
+        state = scaling.ScaleState(scale, ops.copy(self.step_counter), in_a_row)
         scale, clean_steps, in_a_row = self.rule.update(state, outcome)
         self.dynamic_scale.assign(scale)
         self.step_counter.assign(clean_steps)
         return in_a_row
 
-    @property
-    def _scale(self) -> Any:
-        """The scale in use. What a file or a user wrote into the variable is brought within the rule's bounds."""
-        return self.rule.admit(self.dynamic_scale) if self.built else ops.convert_to_tensor(self.initial_scale)
+    def _bounded_scale(self) -> Any:
+        """The scale in use: what a file or a user wrote into the variable, brought within the rule's bounds."""
+        if not self.built:
+            return ops.convert_to_tensor(self.rule.initial_scale)
+        return self.rule.bounded(self.dynamic_scale)
 
     def _index(self, variable: Any) -> int:
         try:
@@ -255,26 +261,32 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return {getattr(variable, "path", variable.name): count for variable, count in named if count}
 
 
-def _bare(optimizer: Any) -> keras.optimizers.Optimizer:
-    found = _named(optimizer) if isinstance(optimizer, str) else optimizer
+def inner_optimizer_of(argument: str, optimizer: Any) -> keras.optimizers.Optimizer:
+    """Returns an optimizer that can be wrapped, from itself or its name; `argument` is the name in messages.
+
+    Raises:
+        TypeError: If it is no optimizer, or scales the loss already.
+        ValueError: If it is not the name of one.
+    """
+    found = _named(argument, optimizer) if isinstance(optimizer, str) else optimizer
     if isinstance(found, keras.optimizers.LossScaleOptimizer):
         raise TypeError(
-            "`inner_optimizer` scales the loss already; it would be scaled twice. "
-            f"Received: inner_optimizer={optimizer!r}"
+            f"`{argument}` scales the loss already; it would be scaled twice. Received: {argument}={optimizer!r}"
         )
     if not isinstance(found, keras.optimizers.Optimizer):
         raise TypeError(
-            "`inner_optimizer` must be a keras.optimizers.Optimizer or the name of one. "
-            f"Received: inner_optimizer={optimizer!r} (of type {type(optimizer).__name__})"
+            f"`{argument}` must be a keras.optimizers.Optimizer or the name of one, such as 'adam'. "
+            f"Received: {argument}={optimizer!r} (of type {type(optimizer).__name__})"
         )
     return found
 
 
-def _named(name: str) -> keras.optimizers.Optimizer:
+def _named(argument: str, name: str) -> keras.optimizers.Optimizer:
     try:
         return keras.optimizers.get(name)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"`inner_optimizer` is not the name of an optimizer. Received: {name!r}") from error
+        message = f"`{argument}` must be the name of an optimizer, such as 'adam'. Received: {argument}={name!r}"
+        raise ValueError(message) from error
 
 
 def _integer(variable: keras.Variable) -> int:

@@ -33,7 +33,7 @@ def gradient_exponents(histogram: ExponentHistogram, ax: Axes | None = None) -> 
     shift = np.log2(histogram.loss_scale)
     if shift:
         _draw_counts(ax, histogram, -shift, _UNSCALED, "gradient")
-    scaled = f"gradient times loss scale 2^{shift:g}" if shift else "gradient (loss scale 1)"
+    scaled = f"gradient times loss scale $2^{{{shift:g}}}$" if shift else "gradient (loss scale 1)"
     _draw_counts(ax, histogram, 0.0, _SCALED, f"{scaled}; {histogram.zero_fraction:.1%} are zero")
     _shade_float16(ax)
     ax.set_yscale("log")
@@ -49,7 +49,7 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
     """Draws the loss scale over the steps, with a mark where steps were skipped.
 
     Args:
-        run: Readings with `loss_scale` and, for the marks, `overflow_count`.
+        run: Readings with `loss_scale` and, for the marks, `overflow_rate` and `overflow_count`.
         ax: Axes to draw on; new ones by default.
 
     Returns:
@@ -87,10 +87,10 @@ def _draw_counts(ax: Axes, histogram: ExponentHistogram, shift: float, color: st
 
 
 def _shade_float16(ax: Axes) -> None:
-    low, normal, high = FLOAT16.min_subnormal_exponent, FLOAT16.min_exponent, FLOAT16.max_exponent + 1
+    low, normal, high = FLOAT16.flush_exponent, FLOAT16.min_exponent, FLOAT16.max_exponent + 1
     left, right = min(ax.get_xlim()[0], low - 6), max(ax.get_xlim()[1], high + 5)
     zones = [
-        (left, low, "0.55", "below 2^-24: zero"),
+        (left, low, "0.55", f"zero (below $2^{{{low}}}$)"),
         (low, normal, "0.8", "subnormal"),
         (high, right, _MARK, "overflow"),
     ]
@@ -107,10 +107,10 @@ def _name_zone(ax: Axes, start: float, stop: float, name: str) -> None:
 
 
 def _mark_overflows(ax: Axes, run: Run) -> None:
-    steps, counts = run.series("overflow_count")
-    new = np.diff(counts, prepend=0) > 0 if steps.size else np.zeros(0, bool)
+    steps, rates = run.series("overflow_rate")
+    new = rates > 0
     scale_steps, scales = run.series("loss_scale")
     if new.any() and scale_steps.size:
         at = np.clip(np.searchsorted(scale_steps, steps[new], side="right") - 1, 0, None)
-        label = f"steps skipped since the last reading ({int(counts[-1])} in all)"
+        label = f"readings that saw skipped steps ({run.series('overflow_count')[1][-1]:.0f} steps in all)"
         ax.plot(steps[new], scales[at], "x", color=_MARK, label=label, zorder=3)

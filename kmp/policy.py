@@ -11,7 +11,9 @@ from typing import Any, Unpack
 import keras
 
 from kmp import _arguments, _guard, _hardware, scaling
-from kmp.optimizer import LossScaleOptimizer
+from kmp._formats import FLOAT16
+from kmp.layers import sublayers
+from kmp.optimizer import LossScaleOptimizer, inner_optimizer_of
 from kmp.scaling import LossScaleSettings
 
 logger = logging.getLogger("kmp")
@@ -33,9 +35,6 @@ class Handle:
         self.policy = policy
         self.settings = settings
         self._previous = keras.config.dtype_policy()
-        _active.append(self)
-        _hook.install()
-        keras.config.set_dtype_policy(policy)
 
     def disable(self) -> None:
         """Restores the policy and settings that were in force before this handle; does nothing the second time."""
@@ -89,7 +88,11 @@ def enable(policy: str = "mixed_float16", **loss_scale_settings: Unpack[LossScal
     _arguments.one_of("policy", policy, POLICIES)
     scaling.make_rule(**loss_scale_settings)
     _hardware.say_once(policy)
-    return Handle(policy, loss_scale_settings)
+    handle = Handle(policy, loss_scale_settings)
+    _active.append(handle)
+    _hook.install()
+    keras.config.set_dtype_policy(policy)
+    return handle
 
 
 def disable() -> None:
@@ -115,8 +118,8 @@ def wrap(
         A `kmp.LossScaleOptimizer`. Use it with `scale_loss` and `apply`.
 
     Raises:
-        TypeError: If `optimizer` is no optimizer, or Keras' own loss scale optimizer.
-        ValueError: If a setting is outside its range.
+        TypeError: If `optimizer` is no optimizer, or one that scales the loss already.
+        ValueError: If it is not the name of one, or a setting is outside its range.
 
     Example:
     >>> generator_optimizer = wrap(keras.optimizers.Adam(1e-4), growth_interval=500)
@@ -125,6 +128,7 @@ def wrap(
     """
     if isinstance(optimizer, LossScaleOptimizer) and not loss_scale_settings:
         return optimizer
+    optimizer = inner_optimizer_of("optimizer", optimizer)
     return LossScaleOptimizer(optimizer, **scaling.override(_settings(), loss_scale_settings))
 
 
@@ -136,21 +140,21 @@ class _CompileHook:
     """
 
     def __init__(self) -> None:
-        self._original: Callable[..., None] | None = None
+        self._owner: Any = None
+        self._original: Any = None
+        self._hooked: Any = None
 
     def install(self) -> None:
-        if self._original is None:
-            self._original = vars(self._owner())["compile"]
-            self._owner().compile = _hooked(self._original)
+        if self._owner is None:
+            self._owner = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
+            self._original = vars(self._owner)["compile"]
+            self._owner.compile = self._hooked = _hooked(self._original)
 
     def remove(self) -> None:
-        if self._original is not None:
-            self._owner().compile = self._original
-            self._original = None
-
-    @staticmethod
-    def _owner() -> Any:
-        return next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
+        # What another library put around it stays; the hook inside does nothing while kmp is off.
+        if self._owner is not None and vars(self._owner)["compile"] is self._hooked:
+            self._owner.compile = self._original
+        self._owner = None
 
 
 _hook = _CompileHook()
@@ -178,8 +182,7 @@ def _hooked(original: Callable[..., None]) -> Callable[..., None]:
 
 def computes_in_float16(model: keras.Model) -> bool:
     """Whether any layer of `model`, itself included, computes in float16."""
-    # Keras has no public walk over all layers below a model, wrapped and nested ones included.
-    return any(layer.compute_dtype == "float16" for layer in model._flatten_layers())
+    return any(layer.compute_dtype == FLOAT16.name for layer in sublayers(model))
 
 
 def _scaled(optimizer: Any) -> Any:

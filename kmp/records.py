@@ -42,7 +42,7 @@ NAN_BIN = INF_BIN + 1
 BIN_COUNT = NAN_BIN + 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ExponentHistogram:
     """Gradient elements counted by binary exponent, from one training step.
 
@@ -62,6 +62,16 @@ class ExponentHistogram:
         if counts.shape != (BIN_COUNT,):
             raise ValueError(f"`counts` must have shape ({BIN_COUNT},). Received: shape {counts.shape}")
         object.__setattr__(self, "counts", counts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ExponentHistogram) and self.to_dict() == other.to_dict()
+
+    def __repr__(self) -> str:
+        special = f"{self.zeros} zero, {self.infs} inf, {self.nans} nan"
+        return f"<ExponentHistogram step={self.step} loss_scale={self.loss_scale:g}: {self.total} elements, {special}>"
+
+    def __hash__(self) -> int:
+        return hash((self.step, self.loss_scale))
 
     @property
     def total(self) -> int:

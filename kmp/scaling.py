@@ -57,7 +57,7 @@ class FixedScale:
     def __post_init__(self) -> None:
         object.__setattr__(self, "initial_scale", _scale("loss_scale", self.initial_scale, "'dynamic', 0, or "))
 
-    def admit(self, scale: Any) -> Any:
+    def bounded(self, scale: Any) -> Any:
         """Returns the fixed scale, whatever a file held."""
         return ops.full_like(scale, self.initial_scale)
 
@@ -120,7 +120,7 @@ class DynamicScale:
                 f"initial_scale={self.initial_scale!r}, min_scale={self.min_scale!r}, max_scale={self.max_scale!r}"
             )
 
-    def admit(self, scale: Any) -> Any:
+    def bounded(self, scale: Any) -> Any:
         """Returns a scale that a file held, brought within bounds; the initial one if it was not finite or above 0."""
         usable = ops.logical_and(ops.isfinite(scale), scale > 0)
         return ops.where(usable, ops.clip(scale, self.min_scale, self.max_scale), self.initial_scale)
@@ -128,8 +128,8 @@ class DynamicScale:
     def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
         """Returns the state after `step`."""
         clean, in_a_row = _count(state, step)
-        blamed = ops.logical_and(step.overflowed, step.loss_was_finite)
-        backs_off = ops.logical_and(blamed, in_a_row >= self.hysteresis)
+        in_backward = ops.logical_and(step.overflowed, step.loss_was_finite)
+        backs_off = ops.logical_and(in_backward, in_a_row >= self.hysteresis)
         grows = ops.logical_and(ops.logical_not(step.overflowed), clean >= self.growth_interval)
         lower = ops.maximum(state.scale * self.backoff_factor, self.min_scale)
         higher = ops.minimum(state.scale * self.growth_factor, self.max_scale)
@@ -207,7 +207,7 @@ def _check_names(settings: dict[str, Any]) -> None:
 
 
 def _join_intervals(settings: dict[str, Any]) -> None:
-    """Renames `dynamic_growth_steps` to `growth_interval`, which it must not contradict."""
+    """Renames `dynamic_growth_steps` to `growth_interval`; where both are given, the default gives way."""
     if "dynamic_growth_steps" not in settings:
         return
     keras_name = _arguments.positive_integer("dynamic_growth_steps", settings.pop("dynamic_growth_steps"))

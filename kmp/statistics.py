@@ -9,7 +9,7 @@ from keras import ops
 from kmp import records
 from kmp._formats import FLOAT32
 
-# Gradients up to this size are joined before a reduction: many small reductions are what makes XLA slow to compile.
+# Gradients up to this many elements are joined before they are counted: many small counts make XLA slow to compile.
 _SMALL = 65536
 
 

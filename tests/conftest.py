@@ -14,11 +14,11 @@ import kmp
 @pytest.fixture(autouse=True)
 def clean_state():
     """Every test starts from the float32 policy and leaves no trace in Keras."""
-    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("float32")
     keras.utils.set_random_seed(0)
     yield
     kmp.disable()
-    keras.config.set_dtype_policy(policy)
+    keras.config.set_dtype_policy("float32")
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 import csv
+import gc
 import json
+import weakref
 
 import keras
 import numpy as np
@@ -46,11 +48,48 @@ def test_readings_follow_the_optimizers_step_counter(compile_mode):
     fit(compiled_model(**compile_mode), callbacks, batches=21, epochs=2)
     expected = {1: [1, 10, 20, 21, 30, 40, 42], 8: [8, 16, 21, 37, 42]}[per_call]
     assert steps_of(callbacks[0]) == steps_of(callbacks[1]) == expected
-    sampled = {1: [1, 10, 20, 30, 40], 8: [1, 10, 20, 30, 40]}[per_call]
-    found = [histogram.step for histogram in callbacks[2].run.histograms]
-    assert set(found) <= set(sampled)
-    assert found[-1] == 40
-    assert found == (sampled if per_call == 1 else [1, 10, 20, 30, 40])
+    assert [histogram.step for histogram in callbacks[2].run.histograms] == [1, 10, 20, 30, 40]
+
+
+class Critic(keras.Sequential):
+    """Takes several optimizer steps a batch."""
+
+    steps = 5
+
+    def train_step(self, data):
+        for _ in range(self.steps):
+            logs = super().train_step(data)
+        return logs
+
+
+def test_cadence_is_that_of_the_optimizer_where_a_batch_takes_many_steps():
+    model, callback = Critic(compiled_model().layers), LossScaleLogger(every_n_steps=20)
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    fit(model, [callback])
+    assert steps_of(callback) == [5, 20, 40, 60, 80, 100]
+
+
+class Accumulates(keras.Sequential):
+    """Takes one optimizer step in four batches."""
+
+    batches = 0
+
+    def train_step(self, data):
+        self.batches += 1
+        if self.batches % 4 == 0:
+            return super().train_step(data)
+        return {"loss": 0.0}
+
+
+def test_cadence_is_that_of_the_optimizer_where_a_step_takes_many_batches(monkeypatch):
+    model, callback = Accumulates(compiled_model().layers), LossScaleLogger(every_n_steps=10)
+    model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+    readings = []
+    snapshot = model.optimizer.snapshot
+    monkeypatch.setattr(model.optimizer, "snapshot", lambda: readings.append(1) or snapshot())
+    fit(model, [callback], batches=160)
+    assert steps_of(callback) == [1, 10, 20, 30, 40]
+    assert len(readings) < 15
 
 
 def test_histogram_counts_every_gradient_element(compile_mode):
@@ -88,7 +127,22 @@ def test_overflows_are_counted_and_their_rate_is_since_the_last_reading():
     rows = callback.run.rows
     assert [row["step"] for row in rows] == [1, 10, 20, 30, 40]
     assert rows[1]["overflow_rate"] == (rows[1]["overflow_count"] - 1) / 9
+    assert history["overflow_rate"] == [history["overflow_count"][0] / 20, (total - history["overflow_count"][0]) / 20]
     assert max(rows[-1]["overflows_by_variable"].values()) == total
+
+
+def test_every_epoch_has_a_histogram_of_its_own():
+    callbacks = defaults(every_n_steps=50)
+    history = fit(compiled_model(), callbacks, epochs=4)
+    assert [histogram.step for histogram in callbacks[0].run.histograms] == [1, 21, 50, 61]
+    assert history["grad_zeros"] == [histogram.zero_fraction for histogram in callbacks[0].run.histograms]
+
+
+def test_keys_of_the_last_reading_are_in_every_batchs_logs():
+    seen = []
+    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(set(logs)))
+    fit(compiled_model(), [*defaults(every_n_steps=7), look])
+    assert seen == [{"loss"} | KEYS - {"nonfinite_loss_count"}] * 20
 
 
 def test_attaching_a_histogram_to_a_later_fit_works(compile_mode):
@@ -289,13 +343,14 @@ def test_notebook_cell_that_failed_at_its_first_batch_runs_when_it_is_mended(tmp
     assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20]
 
 
-def test_log_with_a_torn_last_line_is_set_aside_and_carried_on(tmp_path):
+def test_log_with_a_torn_last_line_is_set_aside_and_carried_on(tmp_path, caplog):
     model = compiled_model()
     fit(model, defaults(tmp_path, every_n_steps=10))
     with (tmp_path / "kmp.jsonl").open("a") as log:
         log.write('{"step": 2')
     fit(model, defaults(tmp_path, every_n_steps=10))
     assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
+    assert "Set aside in" in caplog.text
     assert (tmp_path / "earlier-1" / "kmp.jsonl").read_text().endswith('{"step": 2')
 
 
@@ -303,17 +358,38 @@ def test_log_with_a_torn_last_line_is_set_aside_and_carried_on(tmp_path):
 def test_log_dir_that_cannot_be_written_fails_before_training(tmp_path, kind):
     (tmp_path / "file").write_text("")
     model = compiled_model()
+    fit(model, [])
     with pytest.raises(OSError, match=r"`log_dir` cannot be written.*file/logs"):
         fit(model, [kind(tmp_path / "file" / "logs")])
-    assert model.optimizer.snapshot().step == 0
+    assert model.optimizer.snapshot().step == 20
+    assert set(fit(model, [kind(tmp_path / "logs")])) & KEYS
+
+
+def test_interrupted_training_keeps_nothing_alive(tmp_path):
+    model = compiled_model()
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, [*defaults(tmp_path, every_n_steps=2), Interrupt()])
+    optimizer = weakref.ref(model.optimizer)
+    del model
+    keras.backend.clear_session()
+    gc.collect()
+    assert optimizer() is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_model_without_kmps_optimizer_is_one_clear_error(kind, policy):
     kmp.enable(policy)
-    with pytest.raises(ValueError, match=rf"{kind.__name__} reads kmp.LossScaleOptimizer.*keras's SGD.*kmp.enable"):
+    with pytest.raises(
+        ValueError, match=rf"{kind.__name__} reads kmp.LossScaleOptimizer.*keras's SGD.*needs no loss scale"
+    ):
         fit(compiled_model(), [kind()])
+
+
+def test_float16_model_without_kmps_optimizer_is_told_how_to_get_it():
+    model = compiled_model(auto_scale_loss=False)
+    with pytest.raises(ValueError, match=r"computes in float16 and float32\. Compile the model after kmp.enable\(\)"):
+        fit(model, defaults())
 
 
 def test_optimizer_to_read_can_be_given():

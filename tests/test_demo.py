@@ -26,6 +26,18 @@ def test_cifar10_goes_through_keras_datasets(monkeypatch):
     assert train.clean.max() <= 1.0
 
 
+def test_dead_network_and_interruption_are_one_line_each(monkeypatch, capsys, tmp_path):
+    def fail():
+        raise Exception("URL fetch failure")
+
+    monkeypatch.setattr(keras.datasets.cifar10, "load_data", fail)
+    assert main(["demo", "--dataset", "cifar10", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "kmp: CIFAR-10 could not be downloaded: URL fetch failure\n"
+    monkeypatch.setattr(_demo, "load", lambda name: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(["demo", "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "kmp: interrupted\n"
+
+
 def test_ways_follow_the_policy():
     names = {policy: [way.name for way in _demo.ways(policy)] for policy in kmp.policy.POLICIES}
     assert names == {
@@ -50,17 +62,22 @@ def test_float16_without_a_loss_scale_loses_to_both_by_more_than_the_spread_of_s
     assert abs(zeros[2] - zeros[0]) < 0.02
     shown = console.export_text()
     assert "float16 with kmp" in shown
-    assert "float16 rounds to zero" in shown
+    assert "It reached 0." in shown
+    assert "float16 rounds to zero" in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_command_writes_logs_and_pictures_where_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(_demo_report, "SEEDS", (0,))
-    assert main(["demo", "--steps", "4", "--out", str(tmp_path / "out")]) == 0
-    assert "One model" in capsys.readouterr().out
-    found = {path.name for path in (tmp_path / "out").iterdir()}
+    out = tmp_path / "a folder with [red]brackets"
+    assert main(["demo", "--steps", "4", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "One model" in shown
+    assert f"tensorboard --logdir '{out}'" in shown
+    assert "nothing is shown by so few steps" in " ".join(shown.split())
+    found = {path.name for path in out.iterdir()}
     assert found == {"gradient_exponents.png", "loss_scale.png", "float32", "float16-no-loss-scale", "float16-with-kmp"}
-    run = kmp.records.Run.load(tmp_path / "out" / "float16-with-kmp" / "seed-0")
+    run = kmp.records.Run.load(out / "float16-with-kmp" / "seed-0")
     assert run.series("loss_scale")[0][-1] == 4
     assert keras.config.dtype_policy().name == "float32"
 
@@ -68,4 +85,6 @@ def test_command_writes_logs_and_pictures_where_told(tmp_path, monkeypatch, caps
 def test_bfloat16_demo_runs_without_a_loss_scale(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(_demo_report, "SEEDS", (0,))
     assert main(["demo", "--steps", "2", "--policy", "mixed_bfloat16", "--out", str(tmp_path)]) == 0
-    assert "bfloat16" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "bfloat16" in shown
+    assert "float16 rounds to zero" not in shown

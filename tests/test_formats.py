@@ -19,6 +19,11 @@ def test_bfloat16_limits_are_those_of_tensorflow():
     assert BFLOAT16.smallest_normal == FLOAT32.smallest_normal
 
 
+def test_float16_rounds_to_zero_from_the_flush_exponent_down():
+    assert np.float16(2.0**FLOAT16.flush_exponent) == 0
+    assert np.float16(np.nextafter(2.0**FLOAT16.flush_exponent, 1)) > 0
+
+
 def test_float16_has_the_numbers_everyone_quotes():
     assert FLOAT16.max == 65504
     assert FLOAT16.min_subnormal_exponent == -24

@@ -217,3 +217,19 @@ def test_batches_are_judged_one_by_one_where_gradients_are_accumulated_by_hand()
     model = Accumulates()
     model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     assert np.isfinite(fit(model, spoilt_data(2, 7))["loss"][0])
+
+
+class OwnLosses(Stepper):
+    """Reports a loss that no metric of the model has seen."""
+
+    def train_step(self, data):
+        super().train_step(data)
+        self._loss_tracker.reset_state()
+        return {"loss": float("nan"), "other_loss": float("nan")}
+
+
+def test_nan_that_a_training_step_reports_by_itself_stays():
+    model = OwnLosses()
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    history = fit(model, spoilt_data(), callbacks=kmp.callbacks.defaults())
+    assert np.isnan(history["loss"][0])

@@ -12,8 +12,8 @@ from kmp.__main__ import main
     [
         ([], "COMMAND"),
         (["train"], "invalid choice: 'train'"),
-        (["demo", "--steps", "0"], "must be at least 1, not 0"),
-        (["demo", "--steps", "many"], "invalid"),
+        (["demo", "--steps", "0"], "an integer of at least 1, not '0'"),
+        (["demo", "--steps", "many"], "an integer of at least 1, not 'many'"),
         (["demo", "--policy", "half"], "mixed_float16"),
         (["demo", "--dataset", "mnist"], "digits"),
     ],

@@ -336,6 +336,27 @@ def test_bad_argument_is_refused_before_anything_is_made():
     assert inner.loss_scale_factor == 2.0
 
 
+def test_scale_grows_to_its_ceiling_and_comes_back_from_it():
+    variable = keras.Variable(np.ones(4, "float32"))
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**120, growth_interval=1)
+    optimizer.build([variable])
+    for _ in range(12):
+        optimizer.apply([ops.zeros((4,))], [variable])
+    assert optimizer.snapshot().loss_scale == 2.0**127
+    for _ in range(5):
+        optimizer.apply([ops.full((4,), np.inf)], [variable])
+    assert optimizer.snapshot().loss_scale == 2.0**122
+    np.testing.assert_array_equal(variable, np.ones(4))
+
+
+def test_float8_variables_are_overwritten_with_their_gradient_as_it_is():
+    variable = keras.Variable([1.0])
+    variable.overwrite_with_gradient = True
+    optimizer = kmp.LossScaleOptimizer("sgd", initial_scale=8.0)
+    optimizer.apply([ops.array([3.0])], [variable])
+    np.testing.assert_array_equal(variable, [3.0])
+
+
 def test_170_corrupt_batches_leave_a_model_that_goes_on_learning(enabled, compile_mode):
     x, y = small_data(batches=240)
     x[20 * 8 : 190 * 8] = np.nan
@@ -344,6 +365,7 @@ def test_170_corrupt_batches_leave_a_model_that_goes_on_learning(enabled, compil
     found = model.optimizer.snapshot()
     assert (found.overflow_count, found.nonfinite_loss_count, found.loss_scale) == (170, 170, 2.0**15)
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
+    assert np.isfinite(model.predict(x[:8], verbose=0)).all()
     assert int(model.optimizer.iterations) == 70
 
 

@@ -4,6 +4,7 @@ import importlib
 import itertools
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,7 @@ def public_names():
 @pytest.mark.parametrize("value", list(public_names()))
 def test_every_public_name_has_a_docstring(value):
     assert value.__doc__
+    assert not value.__doc__.startswith(f"{value.__name__}(")  # what a dataclass or NamedTuple makes up
 
 
 def test_package_is_typed():
@@ -86,8 +88,18 @@ def test_package_is_typed():
 
 
 def test_public_surface_is_what_the_readme_documents():
-    public = {name for name in vars(kmp) if not name.startswith("_")} - set(MODULES)
-    assert public == {"LossScaleOptimizer", "disable", "enable", "hardware", "wrap"}
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"\bkmp\.([A-Za-z]\w*)", readme)) - {"jsonl"}
+    assert documented == {
+        *("LossScaleOptimizer", "disable", "enable", "hardware", "wrap"),
+        *("callbacks", "layers", "plots", "records"),
+    }
+    assert [name for name in documented if not hasattr(kmp, name)] == []
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nosuch'"):
+        _ = kmp.nosuch
 
 
 def test_a_room_imports_only_from_the_floors_below():

@@ -26,7 +26,7 @@ def extent(ax, label):
 
 def test_gradient_exponents_draws_the_counts_at_their_exponents_with_and_without_scale():
     ax = plots.gradient_exponents(histogram())
-    assert extent(ax, "gradient times loss scale 2^10") == [-20, 3]
+    assert extent(ax, "gradient times loss scale $2^{10}$") == [-20, 3]
     assert extent(ax, "gradient") == [-30, -7]
     labels = " ".join(text.get_text() for text in ax.get_legend().get_texts())
     assert "25.0% are zero" in labels
@@ -42,7 +42,7 @@ def test_gradient_exponents_shades_where_float16_ends():
     assert low < -30
     assert high > 16
     zones = {text.get_text() for text in ax.texts}
-    assert zones == {"below 2^-24: zero", "subnormal", "overflow", "float16's normal range"}
+    assert zones == {"zero (below $2^{-25}$)", "subnormal", "overflow", "float16's normal range"}
 
 
 def test_a_scale_of_one_is_drawn_once():
@@ -60,14 +60,14 @@ def test_histogram_without_a_finite_element_is_drawn_empty():
 
 def test_loss_scale_marks_the_readings_that_saw_overflows():
     rows = [
-        {"step": step, "loss_scale": scale, "overflow_count": count}
-        for step, scale, count in [(1, 8.0, 0), (10, 4.0, 1), (20, 4.0, 1), (30, 2.0, 3)]
+        {"step": step, "loss_scale": scale, "overflow_count": count, "overflow_rate": rate}
+        for step, scale, count, rate in [(101, 8.0, 5, 0.0), (110, 4.0, 6, 0.1), (120, 4.0, 6, 0.0), (130, 2.0, 8, 0.2)]
     ]
     ax = plots.loss_scale(Run(rows))
     line, marks = ax.lines
-    assert line.get_xydata().tolist() == [[1, 8], [10, 4], [20, 4], [30, 2]]
-    assert marks.get_xydata().tolist() == [[10, 4], [30, 2]]
-    assert "3 in all" in marks.get_label()
+    assert line.get_xydata().tolist() == [[101, 8], [110, 4], [120, 4], [130, 2]]
+    assert marks.get_xydata().tolist() == [[110, 4], [130, 2]]
+    assert "8 steps in all" in marks.get_label()
     assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_yscale()) == ("training step", "loss scale", "log")
 
 

@@ -32,6 +32,17 @@ def test_histogram_survives_json():
     assert (back.step, back.loss_scale) == (3, 8.0)
 
 
+def test_histograms_are_equal_when_their_contents_are():
+    assert histogram(zero=4) == histogram(zero=4)
+    assert histogram(zero=4) != histogram(zero=5)
+    assert len({histogram(zero=4), histogram(zero=4)}) == 1
+
+
+def test_histogram_shows_itself_in_one_line():
+    shown = repr(histogram(zero=4, nan=1))
+    assert shown == "<ExponentHistogram step=3 loss_scale=8: 5 elements, 4 zero, 0 inf, 1 nan>"
+
+
 def test_histogram_of_another_shape_is_an_error():
     with pytest.raises(ValueError, match=r"\(280,\)"):
         ExponentHistogram(np.zeros(4), 1, 1.0)
