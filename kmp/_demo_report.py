@@ -87,8 +87,8 @@ def _why(means: dict[str, float]) -> Iterator[str]:
     gradient = LABEL_WEIGHT / BATCH_SIZE
     yield (
         f"It reached {outcome}. Why: the mean over a batch of {BATCH_SIZE} divides that weight once more, so a "
-        f"gradient at the naming output is at most {gradient:.1e}. float16 rounds to zero what is below half of its smallest "
-        f"number, 2^-24 = {FLOAT16.smallest_subnormal:.1e}: unless a probability is wrong by more than "
+        f"gradient at the naming output is at most {gradient:.1e}. float16 rounds to zero what is below half of its "
+        f"smallest number, 2^-24 = {FLOAT16.smallest_subnormal:.1e}: unless a probability is wrong by more than "
         f"{2.0**FLOAT16.flush_exponent / gradient:.2f}, nothing is learnt from it."
     )
     yield (

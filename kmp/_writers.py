@@ -38,7 +38,6 @@ class LogWriter:
         kept = _set_aside_later(folder, first_step)
         self._lines = (folder / records.FILE_NAME).open("a", encoding="utf-8")
         self._events = tf.summary.create_file_writer(str(folder), filename_suffix=_SUFFIX)
-        weakref.finalize(optimizer, self._end).atexit = False
         if self._lines.tell() == 0:
             self._lines.write(records.to_line(_header()))
             for row in kept:
@@ -77,6 +76,8 @@ class LogWriter:
             ValueError: If the folder holds a log that is not kmp's, or another optimizer's of the same training.
         """
         folder = folder.absolute()
+        for left in [writer for writer in cls._open.values() if writer._optimizer() is None]:
+            left._end()
         writer = cls._open.get(folder)
         if writer is None or not writer._belongs_to(optimizer, first_step):
             if writer:

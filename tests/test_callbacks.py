@@ -380,9 +380,7 @@ def test_interrupted_training_keeps_nothing_alive(tmp_path):
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_model_without_kmps_optimizer_is_one_clear_error(kind, policy):
     kmp.enable(policy)
-    with pytest.raises(
-        ValueError, match=rf"{kind.__name__} reads kmp.LossScaleOptimizer.*keras's SGD.*needs no loss scale"
-    ):
+    with pytest.raises(ValueError, match=rf"{kind.__name__} reads kmp.* is keras's SGD.*needs no loss scale"):
         fit(compiled_model(), [kind()])
 
 

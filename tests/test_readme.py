@@ -5,6 +5,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import kmp
 from kmp import callbacks, scaling
@@ -21,12 +22,18 @@ def rows_of(heading):
 
 def test_example_runs_as_it_stands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
+    code, loop = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     random = np.random.default_rng(0)
     names = {"x": random.normal(size=(64, 64)).astype("float32"), "y": random.integers(0, 10, 64)}
     exec(code, names)
     assert isinstance(names["model"].optimizer, kmp.LossScaleOptimizer)
     assert kmp.records.Run.load("runs/first").series("loss_scale")[0].size
+    names |= {"tf": tf, "loss_function": keras.losses.SparseCategoricalCrossentropy()}
+    exec(loop, names)
+    before = names["model"].get_weights()[0]
+    names["step"](names["x"], names["y"])
+    assert names["optimizer"].snapshot().step == 1
+    assert np.abs(names["model"].get_weights()[0] - before).max() > 0
 
 
 def test_table_of_loss_scale_arguments_is_the_signature():
