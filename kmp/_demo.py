@@ -103,7 +103,7 @@ def train(
     with policy.enable(way.policy, growth_interval=GROWTH_INTERVAL):
         model = _model(parts[0].clean.shape[1], classes=int(parts[0].labels.max()) + 1)
         _compile(model, way.scaled)
-        readers = callbacks.defaults(log_dir, every_n_steps=max(1, steps // 24))
+        readers = callbacks.defaults(log_dir, every_n_steps=max(1, steps // 60))
         tick = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: on_step())
         started = time.perf_counter()
         batches = _batches(parts[0], seed)

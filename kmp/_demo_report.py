@@ -45,9 +45,9 @@ def table(results: Results) -> Table:
     shown.add_column("trained in")
     for name in (
         "validation\naccuracy",
-        "gradients\nzero",
-        "of them\nflushed",
-        "steps\nskipped",
+        "zero\ngradients",
+        "flushed\nto zero",
+        "overflows",
         "final\nscale",
         "seconds",
     ):
@@ -73,7 +73,8 @@ def reasons(results: Results) -> Iterator[str]:
         f"The model denoises an image and names what is on it, with one trunk for both; the naming loss has the small "
         f"weight {LABEL_WEIGHT:g}, as side tasks do. Accuracy is that of the names."
     )
-    accuracies = {way.name: [result.accuracy for result in trained] for way, trained in results.items()}
+    names = {way: way.name.replace(", ", " with ") for way in results}
+    accuracies = {names[way]: [result.accuracy for result in trained] for way, trained in results.items()}
     spread = max(max(values) - min(values) for values in accuracies.values())
     means = {name: statistics.fmean(values) for name, values in accuracies.items()}
     if max(means.values()) - min(means.values()) <= spread:

@@ -10,7 +10,8 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # of Jupyter's own packages
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs_and_is_stored_with_its_outputs(path):
+def test_notebook_runs_and_is_stored_with_its_outputs(path, monkeypatch):
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # pictures are shown in the notebook, as Jupyter does
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     stored = [[output.output_type for output in cell.outputs if output.get("name") != "stderr"] for cell in cells]
