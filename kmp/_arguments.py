@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import keras
+
 _LARGEST = 2**63 - 1
 
 
@@ -89,6 +91,31 @@ def local_path(name: str, value: Any) -> Path:
     if not isinstance(text, str) or not text or "\0" in text or "://" in text:
         raise ValueError(_message(name, value, expected))
     return Path(text).expanduser()
+
+
+def optimizer(name: str, value: Any) -> keras.optimizers.Optimizer:
+    """Returns an optimizer that loss scaling can be put around, from itself or from its name.
+
+    Raises:
+        TypeError: If it is no optimizer, or scales the loss already.
+        ValueError: If it is not the name of one.
+    """
+    found = _optimizer_named(name, value) if isinstance(value, str) else value
+    expected = "a keras.optimizers.Optimizer or the name of one, such as 'adam'"
+    if isinstance(found, keras.optimizers.LossScaleOptimizer):
+        raise TypeError(
+            _message(name, value, f"{expected}; this one scales the loss already, which would be scaled twice")
+        )
+    if not isinstance(found, keras.optimizers.Optimizer):
+        raise TypeError(_message(name, value, expected))
+    return found
+
+
+def _optimizer_named(name: str, value: str) -> keras.optimizers.Optimizer:
+    try:
+        return keras.optimizers.get(value)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(_message(name, value, "the name of an optimizer, such as 'adam'")) from error
 
 
 def _message(name: str, value: Any, expected: str) -> str:

@@ -47,11 +47,11 @@ def table(results: Results) -> Table:
         "validation\naccuracy",
         "zero\ngradients",
         "flushed\nto zero",
-        "overflows",
+        "overflow\ncount",
         "final\nscale",
         "seconds",
     ):
-        shown.add_column(name, justify="right")
+        shown.add_column(name, justify="right", min_width=len("0.000-0.000") if "accuracy" in name else None)
     baseline = _mean(results[next(iter(results))], lambda result: result.zeros)
     for way, trained in results.items():
         zeros = _mean(trained, lambda result: result.zeros)

@@ -85,7 +85,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             settings["dynamic_growth_steps"] = kwargs.pop("dynamic_growth_steps")
         rule = scaling.make_rule(**settings)
         interval = getattr(rule, "growth_interval", _DEFAULT.growth_interval)
-        inner = inner_optimizer_of("inner_optimizer", inner_optimizer)
+        inner = _arguments.optimizer("inner_optimizer", inner_optimizer)
         super().__init__(inner, rule.initial_scale, interval, name, **kwargs)
         self.rule = rule
         self.counters = Counters()
@@ -259,34 +259,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return {}
         named = zip(self._trainable_variables, np.asarray(counts.numpy()).tolist(), strict=True)
         return {getattr(variable, "path", variable.name): count for variable, count in named if count}
-
-
-def inner_optimizer_of(argument: str, optimizer: Any) -> keras.optimizers.Optimizer:
-    """Returns an optimizer that can be wrapped, from itself or its name; `argument` is the name in messages.
-
-    Raises:
-        TypeError: If it is no optimizer, or scales the loss already.
-        ValueError: If it is not the name of one.
-    """
-    found = _named(argument, optimizer) if isinstance(optimizer, str) else optimizer
-    if isinstance(found, keras.optimizers.LossScaleOptimizer):
-        raise TypeError(
-            f"`{argument}` scales the loss already; it would be scaled twice. Received: {argument}={optimizer!r}"
-        )
-    if not isinstance(found, keras.optimizers.Optimizer):
-        raise TypeError(
-            f"`{argument}` must be a keras.optimizers.Optimizer or the name of one, such as 'adam'. "
-            f"Received: {argument}={optimizer!r} (of type {type(optimizer).__name__})"
-        )
-    return found
-
-
-def _named(argument: str, name: str) -> keras.optimizers.Optimizer:
-    try:
-        return keras.optimizers.get(name)
-    except (ValueError, KeyError, TypeError) as error:
-        message = f"`{argument}` must be the name of an optimizer, such as 'adam'. Received: {argument}={name!r}"
-        raise ValueError(message) from error
 
 
 def _integer(variable: keras.Variable) -> int:

@@ -13,7 +13,7 @@ import keras
 from kmp import _arguments, _guard, _hardware, scaling
 from kmp._formats import FLOAT16
 from kmp.layers import sublayers
-from kmp.optimizer import LossScaleOptimizer, inner_optimizer_of
+from kmp.optimizer import LossScaleOptimizer
 from kmp.scaling import LossScaleSettings
 
 logger = logging.getLogger("kmp")
@@ -128,7 +128,7 @@ def wrap(
     """
     if isinstance(optimizer, LossScaleOptimizer) and not loss_scale_settings:
         return optimizer
-    optimizer = inner_optimizer_of("optimizer", optimizer)
+    optimizer = _arguments.optimizer("optimizer", optimizer)
     return LossScaleOptimizer(optimizer, **scaling.override(_settings(), loss_scale_settings))
 
 

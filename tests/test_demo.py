@@ -78,6 +78,10 @@ def test_float16_without_a_loss_scale_loses_to_both_by_more_than_the_spread_of_s
     assert "It reached 0." in shown
     assert "float16 rounds to zero" in " ".join(shown.split())
     assert max(len(line) for line in shown.splitlines() if str(tmp_path) not in line) <= 80
+    assert "\u2026" not in shown  # nothing is cut short
+    rows = [line for line in shown.splitlines() if line.startswith("\u2502")]
+    assert rows
+    assert all(line.rstrip().endswith("\u2502") for line in rows)
 
 
 def test_command_writes_logs_and_pictures_where_told(tmp_path, monkeypatch, capsys):

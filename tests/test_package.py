@@ -110,7 +110,8 @@ def test_a_room_imports_only_from_the_floors_below():
         ["_counters", "plots"],
         ["optimizer"],
         ["_guard", "_writers"],
-        ["policy", "callbacks"],
+        ["_reader", "policy"],
+        ["callbacks"],
         ["_demo"],
         ["_demo_report"],
     ]
