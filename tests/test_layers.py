@@ -228,7 +228,7 @@ def test_predict_is_finite_after_an_outlier_overflows_before_batch_normalization
     y = x[:, :1].copy()
     x[40] = 6e4
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    assert model.optimizer.snapshot().overflow_count == 1
+    assert model.optimizer.snapshot().nonfinite_loss_count == 1
     assert np.isfinite(model.predict(x[:8], verbose=0)).all()
 
 
