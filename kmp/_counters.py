@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from kmp import statistics
+from kmp import _replicas, statistics
 from kmp.records import BIN_COUNT, ExponentHistogram
 
 
@@ -65,12 +65,6 @@ class Counters(keras.Layer):
         )
 
 
-def _per_replica(name: str, dtype: str, shape: tuple[int, ...] = (), aggregation: str = "sum") -> keras.Variable:
-    """A variable that each replica writes for itself; outside the step one reads the sum, or the first one's."""
-    options = {"trainable": False, "autocast": False, "synchronization": "on_read"}
-    return keras.Variable("zeros", shape=shape, dtype=dtype, name=name, aggregation=aggregation, **options)
-
-
 class LossWatch:
     """Whether losses were finite before they were scaled, as each replica saw it in its own forward passes.
 
@@ -78,8 +72,8 @@ class LossWatch:
     """
 
     def __init__(self) -> None:
-        self.nonfinite_calls = _per_replica("nonfinite_loss_calls", "int64")
-        self.last_was_nonfinite = _per_replica("last_loss_was_nonfinite", "float32")
+        self.nonfinite_calls = _replicas.variable("nonfinite_loss_calls", "int64")
+        self.last_was_nonfinite = _replicas.variable("last_loss_was_nonfinite", "float32")
 
     def note(self, loss: Any) -> None:
         """Remembers a loss until the next one, or until `forget`."""
@@ -103,9 +97,9 @@ class Sampler:
         self._asked: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._cadence = keras.Variable(0, dtype="int64", trainable=False, name="sample_every")
         self._first = keras.Variable(0, dtype="int64", trainable=False, name="sample_first")
-        self._step = _per_replica("sample_step", "int64", aggregation="only_first_replica")
-        self._scale = _per_replica("sample_loss_scale", "float32", aggregation="only_first_replica")
-        self._counts = _per_replica("sample_counts", "int64", (BIN_COUNT,))
+        self._step = _replicas.variable("sample_step", "int64", aggregation="only_first_replica")
+        self._scale = _replicas.variable("sample_loss_scale", "float32", aggregation="only_first_replica")
+        self._counts = _replicas.variable("sample_counts", "int64", (BIN_COUNT,))
 
     def start(self, owner: Any, every_n_steps: int, first: int) -> None:
         """Samples step `first`, and from then on each step that `every_n_steps` divides."""

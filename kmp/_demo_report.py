@@ -40,7 +40,7 @@ def run(console: Console, dataset: str, policy: str, steps: int, out: Path) -> R
 
 
 def table(results: Results) -> Table:
-    """Returns the table of all ways, means over the seeds with the range in brackets."""
+    """Returns the table of all ways, means over the seeds with the range below."""
     shown = Table(title=f"One model, {len(SEEDS)} seeds each: mean and range", title_justify="left")
     shown.add_column("trained in")
     for name in (

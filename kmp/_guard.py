@@ -8,6 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from kmp import _replicas
 from kmp.optimizer import LossScaleOptimizer
 
 
@@ -49,8 +50,8 @@ class _Guard:
         self._model = model
         self._own_step = vars(model).get("train_step")
         # 1.0 or 0.0: float32 has kernels on every device, and adds up over replicas.
-        self._nonfinite_in_execution = _flag("nonfinite_in_execution")
-        self._nothing_counted = _flag("nothing_counted")
+        self._nonfinite_in_execution = _replicas.variable("nonfinite_in_execution", "float32")
+        self._nothing_counted = _replicas.variable("nothing_counted", "float32")
 
     def make_train_function(self, force: bool = False) -> None:
         """Makes the train function, and has it forget at each call what the last one saw."""
@@ -107,8 +108,3 @@ class _Guard:
 
     def _variables(self) -> list[keras.Variable]:
         return [variable for metric in self._model.metrics for variable in metric.variables]
-
-
-def _flag(name: str) -> keras.Variable:
-    options = {"aggregation": "sum", "synchronization": "on_read"}
-    return keras.Variable(0.0, dtype="float32", trainable=False, autocast=False, name=name, **options)

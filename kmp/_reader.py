@@ -105,9 +105,14 @@ class Reader(keras.callbacks.Callback, abc.ABC):
         if self.log_dir is not None and self._writer is None:
             self._writer = LogWriter.open(self.log_dir, self.model, self.optimizer, self._first_step)
 
+    @property
+    def _steps_in_epoch(self) -> int:
+        """Batches in an epoch, 0 while Keras does not know."""
+        return (self.params or {}).get("steps") or 0
+
     def _count_batches(self, batch: int) -> None:
         # With steps_per_execution the index of an epoch's last call may lie beyond its last batch.
-        done = min(batch + 1, (self.params or {}).get("steps") or batch + 1)
+        done = min(batch + 1, self._steps_in_epoch or batch + 1)
         self._batches_since += done - self._batches_of_epoch
         self._batches_of_epoch = done
 

@@ -1,8 +1,9 @@
-"""One decision on all replicas and workers."""
+"""One decision on all replicas and workers, and variables that each of them has for itself."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 
@@ -40,3 +41,16 @@ def once(function: Callable[..., None], agreed: Sequence[tf.Tensor], per_replica
         function(lambda f, *args: extended.call_for_each_replica(f, args=args), *same, *per_replica)
 
     tf.distribute.get_replica_context().merge_call(across, args=(agreed, per_replica))
+
+
+def variable(name: str, dtype: str, shape: tuple[int, ...] = (), aggregation: str = "sum") -> keras.Variable:
+    """Returns a zero variable that each replica writes for itself; outside the step one reads the sum of all.
+
+    Args:
+        name: The variable's name.
+        dtype: The variable's dtype.
+        shape: The variable's shape.
+        aggregation: `"only_first_replica"` to read the first replica's value in place of the sum.
+    """
+    options = {"trainable": False, "autocast": False, "synchronization": "on_read"}
+    return keras.Variable("zeros", shape=shape, dtype=dtype, name=name, aggregation=aggregation, **options)

@@ -104,8 +104,8 @@ class GradientHistogram(Reader):
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         super().on_epoch_begin(epoch, logs)
-        steps = (self.params or {}).get("steps") or 0
-        if (self._last.step + steps) // self.every_n_steps == self._last.step // self.every_n_steps:
+        at_end = self._last.step + self._steps_in_epoch
+        if at_end // self.every_n_steps == self._last.step // self.every_n_steps:
             self.optimizer.start_sampling(self, self.every_n_steps)  # or the epoch would have no sample
 
     def _stop(self) -> None:

@@ -1,6 +1,6 @@
 """Pictures of a run; each function draws on the axes it is given and returns them.
 
-Imports matplotlib, so it is imported only when used: `import kmp.plots`.
+Imports matplotlib, so `import kmp` leaves it out; `kmp.plots` imports it when it is first used.
 """
 
 from pathlib import Path

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
@@ -15,8 +14,6 @@ from kmp._formats import FLOAT16
 from kmp.layers import sublayers
 from kmp.optimizer import LossScaleOptimizer
 from kmp.scaling import LossScaleSettings
-
-logger = logging.getLogger("kmp")
 
 POLICIES = ("mixed_float16", "mixed_bfloat16", "float32", "float16")
 

@@ -109,7 +109,7 @@ class ExponentHistogram:
         return np.arange(FIRST_EXPONENT, LAST_EXPONENT + 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the histogram as JSON has it; see the module's table."""
+        """Returns the histogram as JSON has it; see the module's list of keys."""
         filled = {str(e): int(n) for e, n in zip(self.exponents, self.by_exponent, strict=True) if n}
         special = {"zero": self.zeros, "inf": self.infs, "nan": self.nans}
         return {"step": self.step, "loss_scale": self.loss_scale, **special, "exponents": filled}
@@ -126,7 +126,7 @@ class ExponentHistogram:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One reading of a `LossScaleOptimizer`; the fields are those of the module's table.
+    """One reading of a `LossScaleOptimizer`; the fields are those of the module's list of keys.
 
     Args:
         step: Training steps done, skipped ones included.
@@ -155,7 +155,7 @@ class Run:
     """A training run as a list of readings, oldest first.
 
     Args:
-        rows: Readings as dictionaries with a `step`; see the module's table.
+        rows: Readings as dictionaries with a `step`; see the module's list of keys.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
