@@ -17,6 +17,7 @@ _backend.require_tensorflow()
 from kmp import callbacks as callbacks  # noqa: E402  # only a check can come before TensorFlow is imported
 from kmp import layers as layers  # noqa: E402
 from kmp import records as records  # noqa: E402
+from kmp._guard import guard as guard  # noqa: E402
 from kmp._hardware import hardware as hardware  # noqa: E402
 from kmp.optimizer import LossScaleOptimizer as LossScaleOptimizer  # noqa: E402
 from kmp.policy import disable as disable  # noqa: E402

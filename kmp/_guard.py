@@ -1,31 +1,85 @@
-"""Keeps a batch whose loss is not finite out of an epoch's metrics."""
+"""Sees to it that a skipped step leaves no trace: not in the model's layers, not in an epoch's metrics."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import ops
 
 from kmp import _replicas
+from kmp._state import Kept, keeping_layers
 from kmp.optimizer import LossScaleOptimizer
 
 
-def install(model: keras.Model) -> bool:
-    """Makes training leave such batches out of the model's metrics; once, however often it is called.
+@contextlib.contextmanager
+def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]:
+    """Leaves layers as they were before the forward pass if the optimizer skips the step.
 
-    In stock Keras one such batch makes `loss` nan for the rest of the epoch. Here the step's own `logs` still show it,
-    so that `TerminateOnNaN` sees it, and the metrics go on as they were before it. The guard lives on the model, not on
-    its class, around whatever `train_step` the model has, and does nothing while its optimizer is not kmp's.
+    For the step of a custom loop, around both the forward pass and `apply`; `fit` does it by itself. An optimizer
+    alone cannot: a step that overflows has updated BatchNormalization's moving statistics before its gradients exist.
+
+    Restored are the float weights that are not trained, and the kernel that `keras.layers.SpectralNormalization`
+    normalizes in place; of every replica, its own. Not restored: random seeds, integers, and the weights of frozen
+    layers.
+
+    Args:
+        optimizer: The `kmp.LossScaleOptimizer` whose `apply` is called inside.
+        *layers: The models or layers that the forward pass runs through.
+
+    Raises:
+        TypeError: If `optimizer` is not kmp's, or one of `layers` is no layer.
+        ValueError: If there are no layers, or outside a replica context.
+
+    Example:
+    >>> layer, optimizer = keras.layers.BatchNormalization(), LossScaleOptimizer("sgd")
+    >>> with guard(optimizer, layer):
+    ...     _ = layer(ops.array([[3.0], [5.0]]), training=True)
+    ...     _ = optimizer.scale_loss(1.0)
+    ...     optimizer.apply([ops.array([float("inf")]), None], layer.trainable_variables)
+    >>> float(layer.moving_mean[0])
+    0.0
+    """
+    if not isinstance(optimizer, LossScaleOptimizer):
+        raise TypeError(f"`optimizer` must be a kmp.LossScaleOptimizer. Received: optimizer={optimizer!r}")
+    strangers = [layer for layer in layers if not isinstance(layer, keras.Layer)]
+    if strangers:
+        raise TypeError(f"`layers` must be models or layers. Received: {strangers[0]!r}")
+    if not layers:
+        raise ValueError("`layers` must hold the models or layers that the forward pass runs through. Received: none")
+    if tf.distribute.in_cross_replica_context():
+        raise ValueError("`guard` must be used in a replica context, as in `strategy.run(step)`.")
+    with _leaving_no_trace(layers, [optimizer]):
+        yield
+
+
+@contextlib.contextmanager
+def _leaving_no_trace(layers: Sequence[keras.Layer], optimizers: Sequence[LossScaleOptimizer]) -> Iterator[None]:
+    before = [ops.copy(optimizer.counters.overflows) for optimizer in optimizers]
+    with keeping_layers(layers) as kept:
+        yield
+    skipped = [o.counters.overflows.value > count for o, count in zip(optimizers, before, strict=True)]
+    kept.put_back(ops.any(ops.stack(skipped)))
+
+
+def install(model: keras.Model) -> bool:
+    """Guards the training of a model; once, however often it is called.
+
+    A skipped step leaves its layers as they were. And a batch whose loss is not finite stays out of its metrics: in
+    stock Keras one such batch makes `loss` nan for the rest of the epoch. Here the step's own `logs` still show it, so
+    that `TerminateOnNaN` sees it, and the metrics go on as they were before it. The guard lives on the model, not on
+    its class, around whatever `train_step` the model has, and does nothing while it has no optimizer of kmp's.
 
     Returns:
         Whether it was new, so that a train function made before has to be made again.
     """
     if _is_guarded(model):
         return False
-    guard = _Guard(model)
-    model.train_step, model.make_train_function = guard.train_step, guard.make_train_function
+    guarded = _GuardedTraining(model)
+    model.train_step, model.make_train_function = guarded.train_step, guarded.make_train_function
     return True
 
 
@@ -41,17 +95,31 @@ def mend_epoch(model: keras.Model, logs: dict[str, Any]) -> None:
             logs["loss"] = float(metric.result())
 
 
+def optimizers_of(model: keras.Model) -> list[LossScaleOptimizer]:
+    """Returns kmp's optimizers that a model trains with: the one it is compiled with, and those it holds."""
+    found = [model.optimizer, *optimizers_in(vars(model))]
+    return list({id(o): o for o in found if isinstance(o, LossScaleOptimizer)}.values())
+
+
+def optimizers_in(names: Mapping[str, Any]) -> Iterator[keras.optimizers.Optimizer]:
+    """Yields the optimizers among the values of `names`, and in lists and dictionaries there."""
+    for value in names.values():
+        nested = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        yield from (item for item in nested if isinstance(item, keras.optimizers.Optimizer))
+
+
 def _is_guarded(model: keras.Model) -> bool:
-    return isinstance(getattr(model.train_step, "__self__", None), _Guard)
+    return isinstance(getattr(model.train_step, "__self__", None), _GuardedTraining)
 
 
-class _Guard:
+class _GuardedTraining:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._own_step = vars(model).get("train_step")
-        # 1.0 or 0.0: float32 has kernels on every device, and adds up over replicas.
-        self._nonfinite_in_execution = _replicas.variable("nonfinite_in_execution", "float32")
-        self._nothing_counted = _replicas.variable("nothing_counted", "float32")
+        with model.distribute_strategy.scope():
+            # 1.0 or 0.0: float32 has kernels on every device, and adds up over replicas.
+            self._nonfinite_in_execution = _replicas.variable("nonfinite_in_execution", "float32")
+            self._nothing_counted = _replicas.variable("nothing_counted", "float32")
 
     def make_train_function(self, force: bool = False) -> None:
         """Makes the train function, and has it forget at each call what the last one saw."""
@@ -62,31 +130,30 @@ class _Guard:
             self._model.train_function = self._forgetting(made)
 
     def train_step(self, data: Any) -> Any:
-        """The model's own training step; its metrics are put back if the loss was not finite."""
-        optimizer = self._model.optimizer
-        if not isinstance(optimizer, LossScaleOptimizer):
+        """The model's own training step; without a trace if it is skipped."""
+        optimizers = optimizers_of(self._model)
+        if not optimizers:
             return self._step(data)
-        calls = optimizer.loss_watch.nonfinite_calls
         self._forget_batch_that_did_not_count()
-        calls_before, metrics_before = ops.copy(calls), {id(v): ops.copy(v) for v in self._variables()}
-        logs = self._step(data)
-        nonfinite = calls.value > calls_before
-        self._restore(nonfinite, metrics_before)
+        metrics = Kept(self._metrics_variables)
+        before = [ops.copy(optimizer.loss_watch.nonfinite_calls) for optimizer in optimizers]
+        with _leaving_no_trace([self._model], optimizers):
+            logs = self._step(data)
+        calls = [o.loss_watch.nonfinite_calls.value > count for o, count in zip(optimizers, before, strict=True)]
+        nonfinite = ops.any(ops.stack(calls))
+        self._restore(nonfinite, metrics)
         return self._show(logs, nonfinite)
 
     def _forget_batch_that_did_not_count(self) -> None:
         was_nothing = ops.copy(self._nothing_counted) > 0
-        for variable in self._variables():
+        for variable in self._metrics_variables():
             variable.assign(ops.where(was_nothing, ops.zeros_like(variable), variable))
 
-    def _restore(self, nonfinite: Any, before: dict[int, Any]) -> None:
+    def _restore(self, nonfinite: Any, metrics: Kept) -> None:
         """Puts the metrics back, unless nothing was counted yet: a mean over nothing is nan, not 0."""
-        counted = [ops.any(ops.not_equal(value, 0)) for value in before.values()]
+        counted = [ops.any(ops.not_equal(value, 0)) for value in metrics.values]
         nothing_before = ops.logical_not(ops.any(ops.stack(counted))) if counted else ops.convert_to_tensor(False)
-        put_back = ops.logical_and(nonfinite, ops.logical_not(nothing_before))
-        for variable in self._variables():
-            old = before.get(id(variable), ops.zeros_like(variable))
-            variable.assign(ops.where(put_back, old, variable))
+        metrics.put_back(ops.logical_and(nonfinite, ops.logical_not(nothing_before)))
         self._nothing_counted.assign(ops.cast(ops.logical_and(nonfinite, nothing_before), "float32"))
 
     def _show(self, logs: Any, nonfinite: Any) -> Any:
@@ -106,5 +173,5 @@ class _Guard:
     def _step(self, data: Any) -> Any:
         return self._own_step(data) if self._own_step else type(self._model).train_step(self._model, data)
 
-    def _variables(self) -> list[keras.Variable]:
+    def _metrics_variables(self) -> list[keras.Variable]:
         return [variable for metric in self._model.metrics for variable in metric.variables]

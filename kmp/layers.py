@@ -1,19 +1,21 @@
 """Layers that force float32 where float16 loses: they serialize, and stay float32 after save and load."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import keras
 from keras import ops
 
 from kmp import _arguments
+from kmp._arguments import SAVED_AS
 from kmp._formats import BFLOAT16, FLOAT16
+from kmp._state import Kept, sublayers
 
 _HALF = (FLOAT16.name, BFLOAT16.name)
 
 
-@keras.saving.register_keras_serializable(package="kmp")
+@keras.saving.register_keras_serializable(package=SAVED_AS)
 class Float32(keras.Layer):
     """Runs a layer or function in float32, whatever the policy: inputs up to float32, computation and output in it.
 
@@ -75,7 +77,7 @@ class Float32(keras.Layer):
         return cls(**config | {"layer": layer})
 
 
-@keras.saving.register_keras_serializable(package="kmp")
+@keras.saving.register_keras_serializable(package=SAVED_AS)
 class Softmax(keras.layers.Softmax):
     """Softmax whose input, computation and output are float32: what a classifier ends with.
 
@@ -100,7 +102,7 @@ class Softmax(keras.layers.Softmax):
         super().__init__(axis=axis, **_in_float32(kwargs))
 
 
-@keras.saving.register_keras_serializable(package="kmp")
+@keras.saving.register_keras_serializable(package=SAVED_AS)
 class BatchNormalization(keras.layers.BatchNormalization):
     """Batch normalization whose statistics are float32 and never learn from a batch with a non-finite value.
 
@@ -135,11 +137,10 @@ class BatchNormalization(keras.layers.BatchNormalization):
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         if not (training and self.trainable):
             return super().call(inputs, training=training, mask=mask)
-        before = [ops.copy(variable) for variable in self.non_trainable_variables]
+        before = Kept(lambda: self.non_trainable_variables)
         outputs = super().call(inputs, training=training, mask=mask)
-        finite = ops.all(ops.stack([ops.all(ops.isfinite(v)) for v in self.non_trainable_variables]))
-        for variable, old in zip(self.non_trainable_variables, before, strict=True):
-            variable.assign(ops.where(finite, variable, old))
+        finite = [ops.all(ops.isfinite(variable)) for variable in self.non_trainable_variables]
+        before.put_back(ops.logical_not(ops.all(ops.stack(finite))))
         return outputs
 
 
@@ -156,11 +157,6 @@ def _with_float32_variables(dtype: Any) -> keras.DTypePolicy:
     if policy.variable_dtype in _HALF:
         return keras.DTypePolicy(f"mixed_{policy.compute_dtype}")
     return policy
-
-
-def sublayers(layer: keras.Layer) -> Iterable[keras.Layer]:
-    """Returns the layer and all layers below it, wrapped and nested ones included."""
-    return layer._flatten_layers()  # Keras has no public walk that finds them all
 
 
 def _set_float32(layer: keras.Layer) -> None:
