@@ -10,6 +10,11 @@ from typing import Any
 
 import keras
 
+# Keras registers and saves kmp's classes under this name, and shows it where a file is loaded without kmp.
+SAVED_AS = "import kmp"
+
+MODEL_SUFFIXES = (".keras", ".weights.h5")
+
 _LARGEST = 2**63 - 1
 
 
@@ -91,6 +96,19 @@ def local_path(name: str, value: Any) -> Path:
     if not isinstance(text, str) or not text or "\0" in text or "://" in text:
         raise ValueError(_message(name, value, expected))
     return Path(text).expanduser()
+
+
+def model_path(name: str, value: Any) -> Path:
+    """Returns `value` as a path that Keras saves a whole model or its weights to.
+
+    Raises:
+        TypeError: If `value` is not a string or path.
+        ValueError: If its name does not end in `.keras` or `.weights.h5`, or it is no local path.
+    """
+    path = local_path(name, value)
+    if not path.name.endswith(MODEL_SUFFIXES):
+        raise ValueError(_message(name, value, f"a path that ends in {' or '.join(MODEL_SUFFIXES)}"))
+    return path
 
 
 def optimizer(name: str, value: Any) -> keras.optimizers.Optimizer:

@@ -1,6 +1,8 @@
 """What the loss scaler keeps on the device beside the scale itself."""
 
 import math
+import warnings
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -9,10 +11,22 @@ import numpy as np
 from keras import ops
 
 from kmp import _replicas, statistics
+from kmp._arguments import SAVED_AS
+from kmp._formats import FLOAT16
 from kmp.records import BIN_COUNT, ExponentHistogram
+from kmp.scaling import StepOutcome
+
+_IN_FLOAT16 = (
+    "The loss was computed in float16, which rounds it to 11 bits and overflows beyond 65504. Compute it in float32: "
+    "end the model with kmp.layers.Softmax() or a layer with dtype='float32', or cast its output."
+)
+_WITHOUT_SCALE_LOSS = (
+    "`apply` got gradients before any loss went through `scale_loss`, and divides them by the loss scale all the same. "
+    "Differentiate the scaled loss: scaled_loss = optimizer.scale_loss(loss), inside the tape."
+)
 
 
-@keras.saving.register_keras_serializable(package="kmp")
+@keras.saving.register_keras_serializable(package=SAVED_AS)
 class Counters(keras.Layer):
     """Counts of steps and overflows, in int64: TensorFlow keeps int32 variables on the CPU.
 
@@ -26,26 +40,62 @@ class Counters(keras.Layer):
         self.overflows = self._counter("overflows")
         self.overflows_in_a_row = self._counter("overflows_in_a_row")
         self.nonfinite_losses = self._counter("nonfinite_losses")
+        self.nonfinite_losses_in_a_row = self._counter("nonfinite_losses_in_a_row")
+        self.overflows_at_min_scale = self._counter("overflows_at_min_scale")
+        self._culprit = self._counter("culprit")  # its place among the variables, from 1; 0 before the first overflow
         self.overflows_by_variable: Any = None
 
     def build_for(self, variable_count: int) -> None:
         """Creates the counter that has an entry for each variable."""
         self.overflows_by_variable = self._counter("overflows_by_variable", (variable_count,))
 
-    def count(self, overflowed: Any, loss_was_finite: Any, overflows_in_a_row: Any, flags: Any) -> None:
+    def count(self, step: StepOutcome, overflows_in_a_row: Any, is_at_min_scale: Any, flags: Any) -> None:
         """Counts one step.
 
         Args:
-            overflowed: Scalar bool, the step was skipped.
-            loss_was_finite: Scalar bool, the unscaled loss was finite.
+            step: What the scale's rule learnt of it.
             overflows_in_a_row: Scalar int64, from the scale's rule.
-            flags: Bool tensor of shape `(variables,)`, whose gradient was not finite.
+            is_at_min_scale: Scalar bool, the rule would back off but the scale is at its lowest.
+            flags: Bool tensor of shape `(variables,)`, whose gradient was not finite, in the order of the network.
         """
+        nonfinite_loss = ops.cast(ops.logical_not(step.loss_was_finite), "int64")
+        in_a_row = (self.nonfinite_losses_in_a_row + nonfinite_loss) * ops.cast(overflows_in_a_row > 0, "int64")
+        flags = ops.cast(flags, "int64")
+        # An overflow spreads to every variable before it, so the one to blame is the last: the nearest to the loss.
+        last = ops.max(flags * ops.arange(1, flags.shape[0] + 1, dtype="int64"))
         self.steps.assign_add(1)
-        self.overflows.assign_add(ops.cast(overflowed, "int64"))
+        self.overflows.assign_add(ops.cast(step.overflowed, "int64"))
         self.overflows_in_a_row.assign(overflows_in_a_row)
-        self.nonfinite_losses.assign_add(ops.cast(ops.logical_not(loss_was_finite), "int64"))
-        self.overflows_by_variable.assign_add(ops.cast(flags, "int64"))
+        self.nonfinite_losses.assign_add(nonfinite_loss)
+        self.nonfinite_losses_in_a_row.assign(in_a_row)
+        self.overflows_at_min_scale.assign_add(ops.cast(is_at_min_scale, "int64"))
+        self._culprit.assign(ops.where(step.overflowed, last, self._culprit))
+        self.overflows_by_variable.assign_add(flags)
+
+    def read(self, variables: Sequence[Any]) -> dict[str, Any]:
+        """Copies the counts to the host.
+
+        Args:
+            variables: Those that the counters were built for.
+
+        Returns:
+            The fields of `kmp.records.Snapshot` that are counted here.
+        """
+        paths = [getattr(variable, "path", variable.name) for variable in variables]
+        by_variable = np.zeros(len(paths), np.int64)
+        if self.overflows_by_variable is not None:
+            by_variable = np.asarray(self.overflows_by_variable.numpy())
+        culprit = int(self._culprit.numpy())
+        return {
+            "step": int(self.steps.numpy()),
+            "overflow_count": int(self.overflows.numpy()),
+            "overflows_in_a_row": int(self.overflows_in_a_row.numpy()),
+            "nonfinite_loss_count": int(self.nonfinite_losses.numpy()),
+            "nonfinite_losses_in_a_row": int(self.nonfinite_losses_in_a_row.numpy()),
+            "overflows_at_min_scale": int(self.overflows_at_min_scale.numpy()),
+            "culprit": paths[culprit - 1] if culprit else None,
+            "overflows_by_variable": {p: int(n) for p, n in zip(paths, by_variable, strict=True) if n},
+        }
 
     def save_own_variables(self, store: Any) -> None:
         """Saves by name, so that a counter of a later version keeps no file from loading."""
@@ -53,11 +103,22 @@ class Counters(keras.Layer):
             store[variable.name] = variable.numpy()
 
     def load_own_variables(self, store: Any) -> None:
-        """Loads the counters that a file holds; one that Keras' own class wrote holds none."""
+        """Loads the counters that a file holds; one that Keras' own class wrote holds none.
+
+        Raises:
+            ValueError: If the file counts for another number of variables. Nothing has changed then.
+        """
+        found = {v.name: np.asarray(store[v.name]) for v in self.weights if v.name in store.keys()}  # noqa: SIM118
         for variable in self.weights:
-            found = np.asarray(store[variable.name]) if variable.name in store.keys() else None  # noqa: SIM118
-            if found is not None and found.shape == tuple(variable.shape):
-                variable.assign(found)
+            value = found.get(variable.name)
+            if value is not None and value.shape != tuple(variable.shape):
+                raise ValueError(
+                    f"The file's loss-scale counter {variable.name!r} has shape {value.shape}, and the optimizer's "
+                    f"{tuple(variable.shape)}: it was saved with another model."
+                )
+        for variable in self.weights:
+            if variable.name in found:
+                variable.assign(found[variable.name])
 
     def _counter(self, name: str, shape: tuple[int, ...] = ()) -> keras.Variable:
         return self.add_weight(
@@ -74,16 +135,32 @@ class LossWatch:
     def __init__(self) -> None:
         self.nonfinite_calls = _replicas.variable("nonfinite_loss_calls", "int64")
         self.last_was_nonfinite = _replicas.variable("last_loss_was_nonfinite", "float32")
+        self._has_seen_one = self._has_warned = False
+        self._last_loss = _replicas.variable("last_loss", "float32")
 
     def note(self, loss: Any) -> None:
-        """Remembers a loss until the next one, or until `forget`."""
+        """Remembers a loss until the next one, or until `forget`; warns if the first one is float16."""
+        if keras.backend.standardize_dtype(loss.dtype) == FLOAT16.name and not self._has_seen_one:
+            warnings.warn(_IN_FLOAT16, stacklevel=3)
+        self._has_seen_one = True
         nonfinite = statistics.nonfinite(loss)
+        self._last_loss.assign(ops.cast(ops.mean(loss), "float32"))
         self.nonfinite_calls.assign_add(ops.cast(nonfinite, "int64"))
         self.last_was_nonfinite.assign(nonfinite)
 
     def forget(self) -> None:
         """Forgets the last loss; the count of calls goes on."""
         self.last_was_nonfinite.assign(0.0)
+
+    def read(self) -> float | None:
+        """Returns the last loss, summed over this process' replicas; `None` if there was none yet."""
+        return float(_replicas.local_sum(self._last_loss)) if self._has_seen_one else None
+
+    def warn_if_it_saw_none(self) -> None:
+        """Warns, once, that gradients are about to be unscaled which come from no scaled loss."""
+        if not self._has_seen_one and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_WITHOUT_SCALE_LOSS, stacklevel=3)
 
 
 class Sampler:
@@ -119,9 +196,9 @@ class Sampler:
         ops.cond(due, lambda: self._record(gradients, scale, step), lambda: None)
 
     def read(self) -> ExponentHistogram | None:
-        """Returns the last sample, or `None` before the first one."""
+        """Returns the last sample of this process' replicas, or `None` before the first one."""
         step = int(self._step.numpy())
-        return ExponentHistogram(self._counts.numpy(), step, float(self._scale.numpy())) if step else None
+        return ExponentHistogram(_replicas.local_sum(self._counts), step, float(self._scale.numpy())) if step else None
 
     def _record(self, gradients: list[Any], scale: Any, step: Any) -> None:
         self._counts.assign(statistics.exponent_counts(gradients))

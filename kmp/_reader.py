@@ -3,14 +3,15 @@
 import abc
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import keras
 
-from kmp import _arguments, _guard
+from kmp import _arguments, _guard, _replicas
 from kmp._formats import FLOAT16
+from kmp._state import sublayers
 from kmp._writers import LogWriter
-from kmp.layers import sublayers
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Run, Snapshot
 
@@ -50,8 +51,8 @@ class Reader(keras.callbacks.Callback, abc.ABC):
 
     def on_train_begin(self, logs: Logs = None) -> None:
         optimizer = self.optimizer
-        if self.log_dir is not None:
-            LogWriter.check(self.log_dir)
+        if self._folder is not None:
+            LogWriter.check(self._folder)
         self._stop()
         if self._prepare(optimizer):
             self.model.make_train_function(force=True)
@@ -102,8 +103,13 @@ class Reader(keras.callbacks.Callback, abc.ABC):
             self._writer = None
 
     def _open(self) -> None:
-        if self.log_dir is not None and self._writer is None:
-            self._writer = LogWriter.open(self.log_dir, self.model, self.optimizer, self._first_step)
+        if self._folder is not None and self._writer is None:
+            self._writer = LogWriter.open(self._folder, self.model, self.optimizer, self._first_step)
+
+    @property
+    def _folder(self) -> Path | None:
+        """Where this process writes; of several workers, only the chief does."""
+        return self.log_dir if _replicas.is_chief(self.model.distribute_strategy) else None
 
     @property
     def _steps_in_epoch(self) -> int:
@@ -124,7 +130,11 @@ class Reader(keras.callbacks.Callback, abc.ABC):
         if steps:
             self._record(snapshot)
             self._last, self._batches_since = snapshot, 0
-            self._due = (snapshot.step // self.every_n_steps + 1) * self.every_n_steps
+            self._due = self._next_due(snapshot)
+
+    def _next_due(self, snapshot: Snapshot) -> int:
+        """Returns the step to read next."""
+        return (snapshot.step // self.every_n_steps + 1) * self.every_n_steps
 
     def _record(self, snapshot: Snapshot) -> None:
         row = self._row(snapshot)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 
@@ -18,7 +19,21 @@ def agree(*values: tf.Tensor) -> Sequence[tf.Tensor]:
         raise ValueError("`apply` must be called in a replica context, as in `strategy.run(step)`.")
     if context.num_replicas_in_sync == 1:
         return values
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, list(values))
+    # The sum goes to the device of what is sent; one that was read from a variable may name none, a copy of it does.
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, [tf.identity(value) for value in values])
+
+
+def refuse_to_build_in_a_step() -> None:
+    """Raises an error where TensorFlow would fail on the variables that a step of several replicas makes.
+
+    Raises:
+        ValueError: In a `tf.function` on several replicas.
+    """
+    if tf.distribute.get_strategy().num_replicas_in_sync > 1 and not tf.executing_eagerly():
+        raise ValueError(
+            "On several replicas the optimizer must be built before the step: call "
+            "`optimizer.build(model.trainable_variables)` under `strategy.scope()`."
+        )
 
 
 def once(function: Callable[..., None], agreed: Sequence[tf.Tensor], per_replica: Sequence[Any]) -> None:
@@ -43,8 +58,45 @@ def once(function: Callable[..., None], agreed: Sequence[tf.Tensor], per_replica
     tf.distribute.get_replica_context().merge_call(across, args=(agreed, per_replica))
 
 
+def has_several_workers(strategy: tf.distribute.Strategy) -> bool:
+    """Whether replicas run in other processes too."""
+    replicas = strategy.num_replicas_in_sync
+    return replicas > 1 and replicas > len(strategy.extended.worker_devices)
+
+
+def is_chief(strategy: tf.distribute.Strategy) -> bool:
+    """Whether this process is the one of several workers that writes files."""
+    resolver = strategy.cluster_resolver
+    if resolver is None or not resolver.task_type:
+        return True
+    has_chief = "chief" in resolver.cluster_spec().as_dict()
+    return resolver.task_type == "chief" or (not has_chief and resolver.task_id == 0)
+
+
+def total(strategy: tf.distribute.Strategy, number: float) -> float:
+    """Returns the sum of a number over all workers, once all of them have called this."""
+    if not has_several_workers(strategy):
+        return number
+    here = len(strategy.extended.worker_devices)
+
+    @tf.function
+    def add() -> Any:
+        share = tf.constant(number / here)
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(lambda: tf.identity(share)), axis=None)
+
+    return float(add())
+
+
+def local_sum(variable: keras.Variable) -> np.ndarray:
+    """Returns the sum of what this process' replicas hold: no other worker has to take part in the reading."""
+    value = variable.value
+    strategy = getattr(value, "distribute_strategy", None)
+    parts = strategy.experimental_local_results(value) if strategy else [value]
+    return np.sum([part.numpy() for part in parts], axis=0)
+
+
 def variable(name: str, dtype: str, shape: tuple[int, ...] = (), aggregation: str = "sum") -> keras.Variable:
-    """Returns a zero variable that each replica writes for itself; outside the step one reads the sum of all.
+    """Returns a zero variable that each replica writes for itself; outside the step, see `local_sum`.
 
     Args:
         name: The variable's name.

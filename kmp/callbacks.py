@@ -6,11 +6,17 @@ before callbacks that use their keys, such as `CSVLogger`; `History` and the pro
 With a `log_dir`, readings go to `kmp.jsonl` there (see `kmp.records`) and to TensorBoard event files.
 """
 
+import warnings
 from typing import Any
 
 import keras
 
+from kmp import _arguments, _replicas
+from kmp._backup import BackupAndRestore as BackupAndRestore
+from kmp._backup import save_whole
 from kmp._reader import Logs, PathLike, Reader
+from kmp._stuck import StuckError as StuckError
+from kmp._stuck import describe, is_stuck
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot
 
@@ -121,24 +127,101 @@ class GradientHistogram(Reader):
         return {"step": histogram.step, "histogram": histogram.to_dict()} | self._keys
 
 
-def defaults(log_dir: PathLike | None = None, every_n_steps: int = 100) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks that a run should have: `LossScaleLogger`, `OverflowCounter` and `GradientHistogram`.
+class StuckDetector(Reader):
+    """Tells when float16 cannot work for a model, and why, in place of skipping every step for good.
 
-    They share one `run`, a `kmp.records.Run`, which holds what all of them read.
+    Training counts as stuck after `patience` skipped steps in a row, and at an overflow while the scale is already at
+    `min_scale`. The message names the cause, the loss, the scale, the variable to blame and what to try. The weights
+    are those from before the streak, because skipped steps leave no trace.
+
+    Args:
+        patience: Integer, at least 1: skipped steps in a row.
+        on_stuck: `"raise"` a `kmp.callbacks.StuckError`, `"warn"` once for each streak, or `"ignore"`.
+        checkpoint: A path that ends in `.keras` or `.weights.h5`, to save the model to when it is stuck; or `None`.
+        optimizer: The `kmp.LossScaleOptimizer` to read, for a model that holds several; its own by default.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is outside its range; in `on_train_begin`, if the optimizer is not kmp's.
+        StuckError: In training, if it is stuck.
+    """
+
+    def __init__(
+        self,
+        patience: int = 100,
+        on_stuck: str = "raise",
+        checkpoint: PathLike | None = None,
+        optimizer: LossScaleOptimizer | None = None,
+    ) -> None:
+        super().__init__(None, _arguments.positive_integer("patience", patience), optimizer)
+        self.on_stuck = _arguments.one_of("on_stuck", on_stuck, ("raise", "warn", "ignore"))
+        self.checkpoint = None if checkpoint is None else _arguments.model_path("checkpoint", checkpoint)
+        self._streak_told = 0
+
+    @property
+    def patience(self) -> int:
+        """Skipped steps in a row that count as stuck."""
+        return self.every_n_steps
+
+    def _next_due(self, snapshot: Snapshot) -> int:
+        """Returns the first step that training can be stuck at, so that no reading is made for nothing."""
+        to_lowest = self.optimizer.rule.steps_to_its_end(snapshot.loss_scale)
+        return snapshot.step + max(1, int(min(self.patience - snapshot.overflows_in_a_row, to_lowest)))
+
+    def _row(self, snapshot: Snapshot) -> None:
+        streak = snapshot.step - snapshot.overflows_in_a_row + 1
+        if streak == self._streak_told or not is_stuck(snapshot, self._last, self.patience):
+            return
+        self._streak_told = streak
+        if self.on_stuck != "ignore":
+            self._tell(describe(snapshot, self._save()))
+
+    def _tell(self, message: str) -> None:
+        if self.on_stuck == "raise":
+            raise StuckError(message)
+        warnings.warn(message, stacklevel=2)
+
+    def _save(self) -> str:
+        """Saves the model where asked; returns a sentence on where its weights are."""
+        intact = "The weights are those from before the skipped steps"
+        if self.checkpoint is None:
+            return f"{intact}."
+        if not _replicas.is_chief(self.model.distribute_strategy):
+            return f"{intact}, saved by the chief."
+        try:
+            save_whole(self.model, self.checkpoint)
+        except OSError as error:
+            return f"{intact}; saving them to {str(self.checkpoint)!r} failed: {error}"
+        return f"{intact}, saved to {str(self.checkpoint)!r}."
+
+
+def defaults(
+    log_dir: PathLike | None = None,
+    every_n_steps: int = 100,
+    *,
+    on_stuck: str = "raise",
+    checkpoint: PathLike | None = None,
+) -> list[keras.callbacks.Callback]:
+    """Returns the callbacks that a run should have.
+
+    Those are `LossScaleLogger`, `OverflowCounter` and `GradientHistogram`, which share one `run`, a `kmp.records.Run`
+    that holds what all of them read; and `StuckDetector`.
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
         every_n_steps: Integer, at least 1: how often to read and sample, by the optimizer's step counter.
+        on_stuck: As in `StuckDetector`: `"raise"`, `"warn"` or `"ignore"`.
+        checkpoint: As in `StuckDetector`: where to save the model if it is stuck.
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        ValueError: If `every_n_steps` is below 1.
+        ValueError: If an argument is outside its range.
 
     Example:
     >>> [type(callback).__name__ for callback in defaults(every_n_steps=50)]
-    ['LossScaleLogger', 'OverflowCounter', 'GradientHistogram']
+    ['LossScaleLogger', 'OverflowCounter', 'GradientHistogram', 'StuckDetector']
     """
     readers = [kind(log_dir, every_n_steps) for kind in (LossScaleLogger, OverflowCounter, GradientHistogram)]
     for reader in readers:
         reader.run = readers[0].run
-    return readers
+    return [*readers, StuckDetector(on_stuck=on_stuck, checkpoint=checkpoint)]

@@ -4,18 +4,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import ops
 
 from kmp import _arguments, _replicas, scaling, statistics
+from kmp._arguments import SAVED_AS
 from kmp._counters import Counters, LossWatch, Sampler
 from kmp.records import Snapshot
 
 _DEFAULT = scaling.DynamicScale()
 
 
-@keras.saving.register_keras_serializable(package="kmp")
+@keras.saving.register_keras_serializable(package=SAVED_AS)
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """An optimizer that scales the loss, skips steps that overflow, and tells what it did.
 
@@ -51,6 +51,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     Example:
     >>> optimizer = LossScaleOptimizer("sgd", initial_scale=1024.0, growth_interval=500)
     >>> weight = keras.Variable([1.0, 2.0])
+    >>> _ = optimizer.scale_loss(0.5)
     >>> optimizer.apply([ops.array([float("inf"), 0.0])], [weight])
     >>> optimizer.snapshot().loss_scale, optimizer.snapshot().overflow_count
     (512.0, 1)
@@ -107,8 +108,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             A tensor of the same shape, in float32; in float64 for a float64 loss.
         """
         loss = ops.convert_to_tensor(loss)
-        loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
         self.loss_watch.note(loss)
+        loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
         return ops.multiply(loss, ops.cast(self._bounded_scale(), loss.dtype))
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -122,7 +123,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not grads:
             return
         if not self.built:
+            _replicas.refuse_to_build_in_a_step()
             self.build(variables)
+        if self.rule.initial_scale != 1.0:
+            self.loss_watch.warn_if_it_saw_none()
         scale = ops.copy(self._bounded_scale())
         if self.sampler:
             self.sampler.sample(grads, scale, self.counters.steps + 1)
@@ -136,16 +140,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
             A `kmp.records.Snapshot`. Before the first step it holds the initial scale and zeros.
         """
-        counters = self.counters
         return Snapshot(
-            step=_integer(counters.steps),
             loss_scale=float(self._bounded_scale()),
-            clean_steps=_integer(self.step_counter) if self.built else 0,
-            overflow_count=_integer(counters.overflows),
-            overflows_in_a_row=_integer(counters.overflows_in_a_row),
-            nonfinite_loss_count=_integer(counters.nonfinite_losses),
-            overflows_by_variable=self._overflows_by_variable(),
+            clean_steps=int(self.step_counter.numpy()) if self.built else 0,
+            last_loss=self.loss_watch.read(),
             histogram=self.sampler.read() if self.sampler else None,
+            **self.counters.read(self._trainable_variables if self.built else ()),
         )
 
     def prepare_sampling(self) -> bool:
@@ -171,7 +171,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         every_n_steps = _arguments.positive_integer("every_n_steps", every_n_steps)
         self.prepare_sampling()
         assert self.sampler is not None
-        self.sampler.start(owner, every_n_steps, first=_integer(self.counters.steps) + 1)
+        self.sampler.start(owner, every_n_steps, first=int(self.counters.steps.numpy()) + 1)
 
     def stop_sampling(self, owner: Any) -> None:
         """Samples no more for `owner`; nothing has to be traced anew."""
@@ -223,20 +223,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         loss_was_finite = ops.equal(nonfinite_losses, 0.0)
         overflowed = ops.logical_or(ops.any(flags > 0), ops.logical_not(loss_was_finite))
         self._update_or_skip(overflowed, lambda: on_each(self.inner_optimizer.apply, unscaled, variables))
-        in_a_row = self._adapt(scale, scaling.StepOutcome(overflowed, loss_was_finite))
-        self.counters.count(overflowed, loss_was_finite, in_a_row, flags > 0)
+        self._adapt_and_count(scale, scaling.StepOutcome(overflowed, loss_was_finite), flags > 0)
         self.loss_watch.forget()
 
     def _update_or_skip(self, overflowed: Any, update: Callable[[], None]) -> None:
         ops.cond(overflowed, lambda: None, update)
 
-    def _adapt(self, scale: Any, outcome: scaling.StepOutcome) -> Any:
+    def _adapt_and_count(self, scale: Any, outcome: scaling.StepOutcome, flags: Any) -> None:
         in_a_row = ops.copy(self.counters.overflows_in_a_row)
-        state = scaling.ScaleState(scale, ops.copy(self.step_counter), in_a_row)
-        scale, clean_steps, in_a_row = self.rule.update(state, outcome)
-        self.dynamic_scale.assign(scale)
-        self.step_counter.assign(clean_steps)
-        return in_a_row
+        before = scaling.ScaleState(scale, ops.copy(self.step_counter), in_a_row)
+        after = self.rule.update(before, outcome)
+        self.dynamic_scale.assign(after.scale)
+        self.step_counter.assign(after.clean_steps)
+        self.counters.count(outcome, after.overflows_in_a_row, self.rule.is_at_its_end(before, outcome), flags)
 
     def _bounded_scale(self) -> Any:
         """The scale in use: what a file or a user wrote into the variable, brought within the rule's bounds."""
@@ -252,14 +251,3 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 f"Unknown variable: {variable}. The optimizer was built on other variables; "
                 "a new set of variables needs a new optimizer."
             ) from None
-
-    def _overflows_by_variable(self) -> dict[str, int]:
-        counts = self.counters.overflows_by_variable
-        if counts is None:
-            return {}
-        named = zip(self._trainable_variables, np.asarray(counts.numpy()).tolist(), strict=True)
-        return {getattr(variable, "path", variable.name): count for variable, count in named if count}
-
-
-def _integer(variable: keras.Variable) -> int:
-    return int(variable.numpy())

@@ -135,6 +135,11 @@ class Snapshot:
         overflow_count: Steps skipped since training began.
         overflows_in_a_row: Steps skipped since the last one that was applied.
         nonfinite_loss_count: Steps skipped whose loss was not finite before it was scaled.
+        nonfinite_losses_in_a_row: Those among `overflows_in_a_row`.
+        overflows_at_min_scale: Steps skipped that asked for a scale below the lowest one.
+        culprit: Path of the variable to blame for the last skipped step: of those whose gradient was not finite, the
+            one nearest the loss, because an overflow spreads to all before it. `None` before the first one.
+        last_loss: The loss of the last step, before it was scaled. `None` before the first one.
         overflows_by_variable: Variable path to the number of steps in which its gradient was not finite; zeros left
             out.
         histogram: The last sampled histogram, or `None` where none was asked for.
@@ -146,6 +151,10 @@ class Snapshot:
     overflow_count: int
     overflows_in_a_row: int
     nonfinite_loss_count: int
+    nonfinite_losses_in_a_row: int = 0
+    overflows_at_min_scale: int = 0
+    culprit: str | None = None
+    last_loss: float | None = None
     overflows_by_variable: dict[str, int] = field(default_factory=dict)
     histogram: ExponentHistogram | None = None
 

@@ -1,5 +1,6 @@
 """The rules of the loss scale: pure functions from one step's outcome to the next step's scale."""
 
+import math
 import numbers
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict, Unpack
@@ -60,6 +61,14 @@ class FixedScale:
     def bounded(self, scale: Any) -> Any:
         """Returns the fixed scale, whatever a file held."""
         return ops.full_like(scale, self.initial_scale)
+
+    def is_at_its_end(self, state: ScaleState, step: StepOutcome) -> Any:
+        """Returns a scalar bool, false: a scale that never moves has no way down to come to the end of."""
+        return ops.zeros_like(step.overflowed)
+
+    def steps_to_its_end(self, scale: float) -> float:
+        """Returns infinity: see `is_at_its_end`."""
+        return math.inf
 
     def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
         """Returns the state after `step`: the same scale, the steps counted."""
@@ -125,16 +134,27 @@ class DynamicScale:
         usable = ops.logical_and(ops.isfinite(scale), scale > 0)
         return ops.where(usable, ops.clip(scale, self.min_scale, self.max_scale), self.initial_scale)
 
+    def is_at_its_end(self, state: ScaleState, step: StepOutcome) -> Any:
+        """Returns a scalar bool: `step` asks for a scale below `min_scale`, so the next one will do no better."""
+        return ops.logical_and(self._backs_off(state, step), state.scale <= self.min_scale)
+
+    def steps_to_its_end(self, scale: float) -> float:
+        """Returns how many steps `is_at_its_end` takes to be true at the earliest, from a scale on the host."""
+        return 1 + max(0, math.ceil(math.log(self.min_scale / scale, self.backoff_factor)))
+
     def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
         """Returns the state after `step`."""
         clean, in_a_row = _count(state, step)
-        in_backward = ops.logical_and(step.overflowed, step.loss_was_finite)
-        backs_off = ops.logical_and(in_backward, in_a_row >= self.hysteresis)
+        backs_off = self._backs_off(state, step)
         grows = ops.logical_and(ops.logical_not(step.overflowed), clean >= self.growth_interval)
         lower = ops.maximum(state.scale * self.backoff_factor, self.min_scale)
         higher = ops.minimum(state.scale * self.growth_factor, self.max_scale)
         scale = ops.where(backs_off, lower, ops.where(grows, higher, state.scale))
         return ScaleState(scale, ops.where(grows, ops.zeros_like(clean), clean), in_a_row)
+
+    def _backs_off(self, state: ScaleState, step: StepOutcome) -> Any:
+        in_backward = ops.logical_and(step.overflowed, step.loss_was_finite)
+        return ops.logical_and(in_backward, state.overflows_in_a_row + 1 >= self.hysteresis)
 
 
 Rule = FixedScale | DynamicScale

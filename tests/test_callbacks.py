@@ -30,8 +30,8 @@ def steps_of(callback):
     return callback.run.series(key)[0].tolist()
 
 
-def test_defaults_are_the_three_callbacks():
-    assert [type(callback) for callback in defaults()] == KINDS
+def test_defaults_are_the_readers_and_the_stuck_detector():
+    assert [type(callback) for callback in defaults()] == [*KINDS, kmp.callbacks.StuckDetector]
 
 
 def test_keys_are_in_logs_every_epoch_in_every_mode(compile_mode):
@@ -384,6 +384,7 @@ def test_model_without_kmps_optimizer_is_one_clear_error(kind, policy):
         fit(compiled_model(), [kind()])
 
 
+@pytest.mark.filterwarnings("ignore:.*so its loss is not scaled")
 def test_float16_model_without_kmps_optimizer_is_told_how_to_get_it():
     model = compiled_model(auto_scale_loss=False)
     with pytest.raises(ValueError, match=r"computes in float16 and float32\. Compile the model after kmp.enable\(\)"):

@@ -1,0 +1,78 @@
+"""A run to be killed at any moment and started again: `python resumed_run.py FOLDER [keras]`.
+
+Leaves `result.npz` in the folder: every weight, the optimizer's whole state, and the counts.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import kmp
+
+EPOCHS, BATCHES, BATCH = 12, 40, 8
+
+
+class Shuffled(keras.utils.PyDataset):
+    """Batches whose order is a function of the epoch alone, so that a resumed run sees the same ones."""
+
+    def __init__(self):
+        super().__init__()
+        random = np.random.default_rng(0)
+        self.x = random.normal(size=(BATCHES * BATCH, 4)).astype("float32")
+        self.y = (self.x.sum(1) > 0).astype("int32")
+        self.x[5] = np.nan
+        self.x[100] = 6e4
+
+    def shuffle(self, epoch, logs=None):
+        self.order = np.random.default_rng(epoch).permutation(len(self.x))
+
+    def __len__(self):
+        return BATCHES
+
+    def __getitem__(self, index):
+        rows = self.order[index * BATCH :][:BATCH]
+        return self.x[rows], self.y[rows]
+
+
+def main(folder, kind):
+    keras.utils.set_random_seed(0)
+    tf.config.experimental.enable_op_determinism()
+    kmp.enable(growth_interval=7)
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(8),
+            keras.layers.BatchNormalization(),
+            keras.layers.Activation("relu"),
+            *([keras.layers.Dropout(0.1)] if kind == "kmp" else []),
+            keras.layers.Dense(2),
+            kmp.layers.Softmax(),
+        ]
+    )
+    model.compile("adam", "sparse_categorical_crossentropy")
+    data = Shuffled()
+    data.shuffle(0)
+    backup = keras.callbacks.BackupAndRestore if kind == "keras" else kmp.callbacks.BackupAndRestore
+    callbacks = [
+        *kmp.callbacks.defaults(folder / "log", every_n_steps=25),
+        backup(folder / "backup", double_checkpoint=True),
+        keras.callbacks.LambdaCallback(on_epoch_begin=data.shuffle),
+    ]
+    print("begins", flush=True)
+    model.fit(data, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=callbacks)
+    print("ends", flush=True)
+    optimizer = model.optimizer
+    state = [*model.weights, *optimizer.variables, *optimizer.counters.weights]
+    np.savez(folder / "partial.npz", *[variable.numpy() for variable in state])
+    (folder / "partial.npz").replace(folder / "result.npz")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "kmp")
