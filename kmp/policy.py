@@ -3,17 +3,17 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Unpack
 
 import keras
 
-from kmp import _arguments, _guard, _hardware, scaling
+from kmp import _arguments, _guard, _hardware, _mistakes, _multiworker, scaling
 from kmp._formats import FLOAT16
-from kmp.layers import sublayers
+from kmp._patch import Replacement, definer
 from kmp.optimizer import LossScaleOptimizer
-from kmp.scaling import LossScaleSettings
+from kmp.scaling import DynamicScale, LossScaleSettings
 
 POLICIES = ("mixed_float16", "mixed_bfloat16", "float32", "float16")
 
@@ -40,7 +40,7 @@ class Handle:
         keras.config.set_dtype_policy(self._previous)
         del _active[_active.index(self) :]
         if not _active:
-            _hook.remove()
+            _remove_hooks()
 
     def __enter__(self) -> "Handle":
         return self
@@ -86,8 +86,9 @@ def enable(policy: str = "mixed_float16", **loss_scale_settings: Unpack[LossScal
     scaling.make_rule(**loss_scale_settings)
     _hardware.say_once(policy)
     handle = Handle(policy, loss_scale_settings)
+    if not _active:
+        _install_hooks()
     _active.append(handle)
-    _hook.install()
     keras.config.set_dtype_policy(policy)
     return handle
 
@@ -129,32 +130,20 @@ def wrap(
     return LossScaleOptimizer(optimizer, **scaling.override(_settings(), loss_scale_settings))
 
 
-class _CompileHook:
-    """Replaces `compile` on the class that defines it.
-
-    A `compile` put on `keras.Model` would look like a user's own to `compile_from_config`, which then does not compile
-    a loaded model; one put where Keras' own stands does not.
-    """
-
-    def __init__(self) -> None:
-        self._owner: Any = None
-        self._original: Any = None
-        self._hooked: Any = None
-
-    def install(self) -> None:
-        if self._owner is None:
-            self._owner = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
-            self._original = vars(self._owner)["compile"]
-            self._owner.compile = self._hooked = _hooked(self._original)
-
-    def remove(self) -> None:
-        # What another library put around it stays; the hook inside does nothing while kmp is off.
-        if self._owner is not None and vars(self._owner)["compile"] is self._hooked:
-            self._owner.compile = self._original
-        self._owner = None
+_hooks: list[Replacement] = []
 
 
-_hook = _CompileHook()
+def _install_hooks() -> None:
+    # A `compile` put on `keras.Model` itself would look like a user's own to `compile_from_config`, which then does not
+    # compile a loaded model.
+    for name, make in (("compile", _hooked), ("make_train_function", _watched)):
+        _hooks.append(Replacement(definer(keras.Model, name), name, make))
+
+
+def _remove_hooks() -> None:
+    _multiworker.unmend()
+    while _hooks:
+        _hooks.pop().remove()
 
 
 def _hooked(original: Callable[..., None]) -> Callable[..., None]:
@@ -165,7 +154,10 @@ def _hooked(original: Callable[..., None]) -> Callable[..., None]:
         call = signature.bind(self, *args, **kwargs)
         is_chosen = "optimizer" in call.arguments
         call.apply_defaults()
-        if _active and call.arguments["auto_scale_loss"] and computes_in_float16(self):
+        if _active:
+            _mistakes.refuse_what_replicas_cannot(self, call.arguments)
+            _multiworker.mend_if_needed(self)
+        if _active and call.arguments["auto_scale_loss"] and _mistakes.computes_in_float16(self):
             if not is_chosen:
                 _say_if_unused(self, inspect.currentframe())
             call.arguments["optimizer"] = _scaled(call.arguments["optimizer"])
@@ -173,13 +165,24 @@ def _hooked(original: Callable[..., None]) -> Callable[..., None]:
         original(*call.args, **call.kwargs)
         if isinstance(self.optimizer, LossScaleOptimizer):
             _guard.install(self)
+        if _is_float16_on():
+            _mistakes.warn_of_compiled(self)
 
     return compile
 
 
-def computes_in_float16(model: keras.Model) -> bool:
-    """Whether any layer of `model`, itself included, computes in float16."""
-    return any(layer.compute_dtype == FLOAT16.name for layer in sublayers(model))
+def _watched(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def make_train_function(self: keras.Model, force: bool = False) -> None:
+        if _is_float16_on():
+            _mistakes.warn_of_training(self)
+        original(self, force)
+
+    return make_train_function
+
+
+def _is_float16_on() -> bool:
+    return bool(_active) and keras.config.dtype_policy().compute_dtype == FLOAT16.name
 
 
 def _scaled(optimizer: Any) -> Any:
@@ -187,13 +190,18 @@ def _scaled(optimizer: Any) -> Any:
     if found is None or isinstance(found, LossScaleOptimizer):
         return found
     if isinstance(found, keras.optimizers.LossScaleOptimizer):
-        warnings.warn(
-            "The model is compiled with Keras' own LossScaleOptimizer, which kmp leaves alone: it can be neither seen "
-            "nor configured. Pass its inner optimizer to `compile` instead.",
-            stacklevel=3,
-        )
-        return found
+        return found if found.built else _in_place_of(found)
     return wrap(found)
+
+
+def _in_place_of(stock: keras.optimizers.LossScaleOptimizer) -> LossScaleOptimizer:
+    """Returns kmp's optimizer for one of Keras' that has not trained yet, such as one that `load_model` is making."""
+    settings: LossScaleSettings = {}
+    if stock.initial_scale != DynamicScale.initial_scale:
+        settings["initial_scale"] = stock.initial_scale
+    if stock.dynamic_growth_steps != DynamicScale.growth_interval:
+        settings["growth_interval"] = stock.dynamic_growth_steps
+    return wrap(stock.inner_optimizer, **settings)
 
 
 def _say_if_unused(model: keras.Model, frame: FrameType | None) -> None:
@@ -203,7 +211,7 @@ def _say_if_unused(model: keras.Model, frame: FrameType | None) -> None:
         return
     # The usual form sets them after super().compile(), so they are known by now as arguments of the caller alone.
     caller = frame.f_back if frame else None
-    own = [*_optimizers_in(vars(model)), *_optimizers_in(caller.f_locals if caller else {})]
+    own = [*_guard.optimizers_in(vars(model)), *_guard.optimizers_in(caller.f_locals if caller else {})]
     if own and all(isinstance(optimizer, LossScaleOptimizer) for optimizer in own):
         return
     warnings.warn(
@@ -212,12 +220,6 @@ def _say_if_unused(model: keras.Model, frame: FrameType | None) -> None:
         "apply.",
         stacklevel=4,
     )
-
-
-def _optimizers_in(names: Mapping[str, Any]) -> Iterator[keras.optimizers.Optimizer]:
-    for value in names.values():
-        nested = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-        yield from (item for item in nested if isinstance(item, keras.optimizers.Optimizer))
 
 
 def _settings() -> LossScaleSettings:

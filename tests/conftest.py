@@ -10,6 +10,11 @@ import tensorflow as tf
 
 import kmp
 
+# Two devices, so that MirroredStrategy has two replicas; must come before TensorFlow makes its devices.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
+
 
 @pytest.fixture(autouse=True)
 def clean_state():

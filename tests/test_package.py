@@ -104,12 +104,13 @@ def test_unknown_name_is_an_attribute_error():
 
 def test_a_room_imports_only_from_the_floors_below():
     floors = [
-        ["_arguments", "_backend", "_formats", "_hardware", "_replicas"],
-        ["records", "layers"],
+        ["_arguments", "_backend", "_formats", "_hardware", "_patch", "_replicas", "_state"],
+        ["records", "layers", "_multiworker"],
         ["scaling", "statistics"],
         ["_counters", "plots"],
         ["optimizer"],
-        ["_guard", "_writers"],
+        ["_backup", "_guard", "_stuck", "_writers"],
+        ["_mistakes"],
         ["_reader", "policy"],
         ["callbacks"],
         ["_demo"],

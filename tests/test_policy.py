@@ -81,7 +81,8 @@ def test_model_with_one_float16_layer_deep_inside_is_wrapped():
 
 
 def test_compile_respects_auto_scale_loss_and_an_optimizer_that_scales_already(enabled):
-    assert type(compiled_model("sgd", auto_scale_loss=False).optimizer) is keras.optimizers.SGD
+    with pytest.warns(UserWarning, match="auto_scale_loss=False, so its loss is not scaled"):
+        assert type(compiled_model("sgd", auto_scale_loss=False).optimizer) is keras.optimizers.SGD
     mine = kmp.LossScaleOptimizer("sgd", loss_scale=2.0)
     assert compiled_model(mine).optimizer is mine
     model = small_model()
@@ -96,11 +97,21 @@ def test_compile_takes_its_arguments_by_position(enabled):
     assert model.loss == "sparse_categorical_crossentropy"
 
 
-def test_compile_leaves_keras_own_loss_scaler_and_says_so(enabled):
-    stock = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    with pytest.warns(UserWarning, match="Keras' own LossScaleOptimizer") as caught:
-        assert compiled_model(stock).optimizer is stock
-    assert caught[0].filename == __file__.replace("test_policy", "conftest")
+def test_compile_takes_keras_own_loss_scaler_over_with_its_settings(enabled):
+    stock = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0, dynamic_growth_steps=3)
+    optimizer = compiled_model(stock).optimizer
+    assert type(optimizer) is kmp.LossScaleOptimizer
+    assert optimizer.inner_optimizer is stock.inner_optimizer
+    assert (optimizer.rule.initial_scale, optimizer.rule.growth_interval) == (8.0, 3)
+
+
+def test_compile_leaves_a_loss_scaler_of_keras_that_has_trained_and_says_so(enabled):
+    stock, model = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), small_model()
+    stock.build(model.trainable_variables)
+    with pytest.warns(UserWarning, match="Keras' own LossScaleOptimizer, which kmp leaves alone") as caught:
+        model.compile(stock, "sparse_categorical_crossentropy")
+    assert model.optimizer is stock
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 class Gan(keras.Model):
