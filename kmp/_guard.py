@@ -22,9 +22,9 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
     For the step of a custom loop, around both the forward pass and `apply`; `fit` does it by itself. An optimizer
     alone cannot: a step that overflows has updated BatchNormalization's moving statistics before its gradients exist.
 
-    Restored are the float weights that are not trained, and the kernel that `keras.layers.SpectralNormalization`
-    normalizes in place; of every replica, its own. Not restored: random seeds, integers, and the weights of frozen
-    layers.
+    Restored are the float weights that are not trained, the states of stateful RNNs, and the kernel that
+    `keras.layers.SpectralNormalization` normalizes in place; of every replica, its own. Not restored: random seeds,
+    integers, the weights of frozen layers, and trained weights that a layer of your own assigns in its forward pass.
 
     Args:
         optimizer: The `kmp.LossScaleOptimizer` whose `apply` is called inside.

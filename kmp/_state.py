@@ -45,8 +45,8 @@ class Kept:
 def keeping_layers(layers: Iterable[keras.Layer]) -> Iterator[Kept]:
     """Keeps the float variables that the forward pass of `layers`, which happens inside, may change.
 
-    Those are the weights that are not trained, such as moving statistics, of layers that are not frozen; and the kernel
-    under a `SpectralNormalization`, which normalizes it in place.
+    Those are the weights that are not trained, such as moving statistics, of layers that are not frozen; the states of
+    stateful RNNs; and the kernel under a `SpectralNormalization`, which normalizes it in place.
     """
     layers = tuple(layers)
     made: dict[int, tf.Tensor] = {}
@@ -74,6 +74,15 @@ def _changed_by_forward_pass(layers: Iterable[keras.Layer]) -> list[keras.Variab
         if not layer.trainable:
             for variable in layer.weights:
                 found.pop(id(variable), None)
-        elif isinstance(layer, keras.layers.SpectralNormalization) and layer.built:
-            found[id(layer.kernel)] = layer.kernel
+        elif layer.built:
+            found |= {id(variable): variable for variable in _outside_its_weights(layer)}
     return [variable for variable in found.values() if keras.backend.is_float_dtype(variable.dtype)]
+
+
+def _outside_its_weights(layer: keras.Layer) -> list[keras.Variable]:
+    """What a layer of Keras' changes in the forward pass beside its weights that are not trained."""
+    if isinstance(layer, keras.layers.SpectralNormalization):
+        return [layer.kernel]
+    if isinstance(layer, keras.layers.RNN) and layer.stateful:
+        return keras.tree.flatten(layer.states)
+    return []

@@ -1,0 +1,220 @@
+"""A skipped step leaves the layers as they were: in `fit`, and in a loop under `kmp.guard`."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import MODES, small_data, values
+from keras import ops
+
+import kmp
+from kmp import _state
+
+pytestmark = pytest.mark.usefixtures("enabled")
+
+
+@keras.saving.register_keras_serializable("tests")
+class OverflowsBackward(keras.Layer):
+    """Passes its input on; the gradient is inf where the input is large."""
+
+    def call(self, x):
+        @tf.custom_gradient
+        def passing(x):
+            return tf.identity(x), lambda gradient: tf.where(tf.abs(x) > 32, np.inf, 1.0) * gradient
+
+        return passing(ops.cast(x, "float32"))
+
+
+@keras.saving.register_keras_serializable("tests")
+class Codebook(keras.Layer):
+    """A layer of a user's own: a float state that the forward pass moves, an integer one, and a frozen one."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[-1:], trainable=False, initializer="zeros", name="mean")
+        self.calls = self.add_weight(shape=(), trainable=False, initializer="zeros", dtype="int64", name="calls")
+
+    def call(self, x, training=None):
+        if training:
+            self.mean.assign(0.5 * self.mean + 0.5 * ops.cast(ops.mean(x, axis=0), self.mean.dtype))
+            self.calls.assign_add(1)
+        return x
+
+
+LAYERS = {
+    "BatchNormalization": lambda: [keras.layers.BatchNormalization()],
+    "renorm": lambda: [keras.layers.BatchNormalization(renorm=True)],
+    "kmp": lambda: [kmp.layers.BatchNormalization()],
+    "SpectralNormalization": lambda: [keras.layers.SpectralNormalization(keras.layers.Dense(8))],
+    "own": lambda: [Codebook()],
+    "nested": lambda: [keras.Sequential([keras.Sequential([keras.layers.BatchNormalization()])])],
+    "stateful": lambda: [keras.layers.Reshape((1, 4)), keras.layers.LSTM(4, stateful=True)],
+}
+no_float16_epsilon = pytest.mark.filterwarnings(
+    "ignore:overflow encountered in cast:RuntimeWarning"  # Keras' SpectralNormalization casts one that float16 has not
+)
+SPOILT = {"backward": 64.0, "forward": np.nan}
+
+
+def make(name, **arguments):
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(4), OverflowsBackward(), *LAYERS[name](), keras.layers.Dense(2), kmp.layers.Softmax()]
+    model = keras.Sequential([keras.Input((4,), batch_size=8), *layers])
+    model.compile("sgd", "sparse_categorical_crossentropy", **arguments)
+    return model
+
+
+def floats(model):
+    return [value for value in values(model.weights) if value.dtype.kind == "f"]
+
+
+def batch(spoil=None):
+    x, y = small_data(1)
+    if spoil is not None:
+        x[3] = spoil
+    return x, y
+
+
+CASES = [(name, mode) for name in LAYERS for mode in (MODES if name in ("BatchNormalization", "own") else ["graph"])]
+
+
+@no_float16_epsilon
+@pytest.mark.parametrize(("name", "mode"), CASES)
+@pytest.mark.parametrize("kind", SPOILT)
+def test_step_that_fit_skips_leaves_no_trace_and_predict_is_finite(name, kind, mode):
+    if name == "renorm" and "renorm" not in inspect.signature(keras.layers.BatchNormalization).parameters:
+        pytest.skip("this Keras has no renorm")
+    model = make(name, **MODES[mode])
+    model.fit(*batch(), verbose=0, batch_size=8)
+    before, moved = floats(model), values(model.optimizer.inner_optimizer.variables)
+    model.fit(*batch(SPOILT[kind]), verbose=0, batch_size=8)
+    for old, new in zip(before, floats(model), strict=True):
+        np.testing.assert_array_equal(old, new)
+    for old, new in zip(moved, values(model.optimizer.inner_optimizer.variables), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert model.optimizer.snapshot().overflow_count == 1
+    assert np.isfinite(model.predict(batch()[0], verbose=0, batch_size=8)).all()
+    model.fit(*batch(), verbose=0, batch_size=8)
+    assert not all(np.array_equal(old, new) for old, new in zip(before, floats(model), strict=True))
+
+
+@no_float16_epsilon
+@pytest.mark.parametrize("name", ["BatchNormalization", "SpectralNormalization", "own"])
+@pytest.mark.parametrize("kind", SPOILT)
+def test_step_that_a_guarded_loop_skips_leaves_no_trace(name, kind, run_step):
+    model = make(name)
+    optimizer, loss_of = kmp.wrap("adam"), keras.losses.SparseCategoricalCrossentropy()
+    optimizer.build(model.trainable_variables)
+
+    @run_step
+    def step(x, y):
+        with kmp.guard(optimizer, model):
+            with tf.GradientTape() as tape:
+                scaled = optimizer.scale_loss(loss_of(y, model(x, training=True)))
+            optimizer.apply(tape.gradient(scaled, model.trainable_variables), model.trainable_variables)
+
+    step(*map(tf.constant, batch()))
+    before = floats(model)
+    step(*map(tf.constant, batch(SPOILT[kind])))
+    for old, new in zip(before, floats(model), strict=True):
+        np.testing.assert_array_equal(old, new)
+    step(*map(tf.constant, batch()))
+    assert not any(np.array_equal(old, new) for old, new in zip(before[:2], floats(model)[:2], strict=True))
+
+
+class Subclassed(keras.Model):
+    """A model that has no variables before its first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.normalization, self.head = (
+            keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(2),
+        )  # fmt: skip
+        self.softmax, self.overflows = kmp.layers.Softmax(), OverflowsBackward()
+
+    def call(self, x, training=None):
+        return self.softmax(self.head(self.normalization(self.overflows(self.dense(x)), training=training)))
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_first_step_of_an_unbuilt_model_leaves_no_trace(kind, compile_mode):
+    model = Subclassed()
+    model.compile("sgd", "sparse_categorical_crossentropy", **compile_mode)
+    model.fit(*batch(SPOILT[kind]), verbose=0, batch_size=8)
+    assert model.optimizer.snapshot().overflow_count == 1
+    np.testing.assert_array_equal(model.normalization.moving_mean, np.zeros(4))
+    np.testing.assert_array_equal(model.normalization.moving_variance, np.ones(4))
+
+
+class TwoOptimizers(keras.Model):
+    """Trains with optimizers of its own, as a GAN does."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make("BatchNormalization")
+        self.first, self.second = kmp.wrap("sgd"), kmp.wrap("adam")
+
+    def train_step(self, data):
+        x, y = data
+        half = len(self.net.trainable_variables) // 2
+        with tf.GradientTape() as tape:
+            loss = ops.mean(keras.losses.sparse_categorical_crossentropy(y, self.net(x, training=True)))
+            scaled = self.first.scale_loss(loss)
+            self.second.scale_loss(loss)
+        gradients = tape.gradient(scaled, self.net.trainable_variables)
+        self.first.apply(gradients[:half], self.net.trainable_variables[:half])
+        self.second.apply(gradients[half:], self.net.trainable_variables[half:])
+        return {"loss": loss}
+
+
+def test_models_with_optimizers_of_their_own_are_guarded():
+    model = TwoOptimizers()
+    model.compile()
+    model.fit(*batch(), verbose=0)
+    before = values(model.net.layers[2].non_trainable_variables)
+    model.fit(*batch(64.0), verbose=0)
+    assert model.first.snapshot().overflow_count == 1
+    for old, new in zip(before, values(model.net.layers[2].non_trainable_variables), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_frozen_weights_are_not_copied():
+    backbone = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.BatchNormalization()])
+    model = keras.Sequential([keras.Input((4,)), backbone, keras.layers.BatchNormalization(), keras.layers.Dense(2)])
+    backbone.trainable = False
+    moving = model.layers[1].non_trainable_weights
+    assert {id(v) for v in _state._changed_by_forward_pass([model])} == {id(v) for v in moving}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["MobileNetV3Small", "EfficientNetB0"])
+def test_stock_applications_predict_as_before_after_a_skipped_step(name):
+    model = getattr(keras.applications, name)(
+        weights=None, input_shape=(32, 32, 3), classes=2, classifier_activation=None
+    )
+    model = keras.Sequential([model, kmp.layers.Softmax()])
+    model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(4, 32, 32, 3)).astype("float32"), np.array([0, 1, 0, 1])
+    spoilt = x.copy()
+    spoilt[1] = np.inf
+    model.fit(x, y, verbose=0, batch_size=4)
+    before = model.predict(x, verbose=0)
+    model.fit(spoilt, y, verbose=0, batch_size=4)
+    assert model.optimizer.snapshot().nonfinite_loss_count == 1
+    assert np.isfinite(before).all()
+    np.testing.assert_array_equal(model.predict(x, verbose=0), before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "match"),
+    [
+        (("adam", keras.layers.Dense(1)), TypeError, "`optimizer` must be a kmp.LossScaleOptimizer. Received.*'adam'"),
+        ((kmp.LossScaleOptimizer("sgd"), "layer"), TypeError, "`layers` must be models or layers. Received: 'layer'"),
+        ((kmp.LossScaleOptimizer("sgd"),), ValueError, "`layers` must hold the models or layers.*Received: none"),
+    ],
+)
+def test_bad_arguments_of_guard_are_refused(arguments, kind, match):
+    with pytest.raises(kind, match=match), kmp.guard(*arguments):
+        pass
