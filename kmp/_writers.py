@@ -1,10 +1,12 @@
 """Readings to disk: JSON Lines and TensorBoard event files in one folder, shared by the callbacks that write there."""
 
+import contextlib
 import datetime
 import importlib.util
 import itertools
 import logging
 import tempfile
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +20,7 @@ from kmp import records
 logger = logging.getLogger("kmp")
 
 _SUFFIX = ".kmp"
+_FULL = (OSError, tf.errors.OpError)
 
 
 class LogWriter:
@@ -35,13 +38,13 @@ class LogWriter:
         self._optimizer = weakref.ref(optimizer)
         self._first_step = first_step
         self._users = 0
+        self._is_full = False
         kept = _set_aside_later(folder, first_step)
         self._lines = (folder / records.FILE_NAME).open("a", encoding="utf-8")
         self._events = tf.summary.create_file_writer(str(folder), filename_suffix=_SUFFIX)
         if self._lines.tell() == 0:
-            self._lines.write(records.to_line(_header()))
-            for row in kept:
-                self.write(row)
+            for line in (_header(), *kept):
+                self.write(line)
 
     @classmethod
     def check(cls, folder: Path) -> None:
@@ -87,11 +90,27 @@ class LogWriter:
         return writer
 
     def write(self, row: dict[str, Any]) -> None:
-        """Writes a reading; see `kmp.records` for its keys."""
+        """Writes a reading; see `kmp.records` for its keys. A disk that is full ends the log, with a warning."""
         if self._lines.closed:
             raise ValueError(f"`log_dir` was taken over by a later training: {self._folder}")
+        if self._is_full:
+            return
+        try:
+            self._write(row)
+        except _FULL as error:
+            self._is_full = True
+            message = str(error).splitlines()[0]
+            warnings.warn(
+                f"Logging to {str(self._folder)!r} stops: {message}. Training goes on, and the callbacks' `run` has "
+                "the readings.",
+                stacklevel=2,
+            )
+
+    def _write(self, row: dict[str, Any]) -> None:
         self._lines.write(records.to_line(row))
         self._lines.flush()
+        if row.get("kind") == "header":
+            return
         with self._events.as_default(step=row["step"]):
             for key, value in records.scalars(row):
                 tf.summary.scalar(f"kmp/{key}", value)
@@ -119,8 +138,9 @@ class LogWriter:
         if self._open.get(self._folder) is self:
             del self._open[self._folder]
         if not self._lines.closed:
-            self._lines.close()
-            self._events.close()
+            for file in (self._lines, self._events):
+                with contextlib.suppress(*_FULL):  # told when it was written
+                    file.close()
 
 
 def _set_aside_later(folder: Path, first_step: int) -> list[dict[str, Any]]:

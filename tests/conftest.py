@@ -72,5 +72,26 @@ def compiled_model(optimizer="sgd", **arguments):
     return model
 
 
+def fit(model, callbacks=(), batches=20, epochs=1, **arguments):
+    return model.fit(
+        *small_data(batches), batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks, **arguments
+    ).history
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Stops a training within an epoch, as a user does."""
+
+    def __init__(self, epoch=0):
+        super().__init__()
+        self.epoch = self.at = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.at = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.at, batch) == (self.epoch, 5):
+            raise KeyboardInterrupt
+
+
 def values(variables):
     return [np.asarray(variable.value) for variable in variables]

@@ -1,0 +1,166 @@
+import json
+import subprocess
+
+import keras
+import pytest
+import tensorflow as tf
+from conftest import Interrupt, compiled_model, fit, small_data
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import kmp
+from kmp.callbacks import GradientHistogram, LossScaleLogger, OverflowCounter, defaults
+
+pytestmark = pytest.mark.usefixtures("enabled")
+
+KEYS = {"loss_scale", "overflow_count", "grad_zeros"}
+KINDS = [LossScaleLogger, OverflowCounter, GradientHistogram]
+
+
+def test_files_hold_what_the_callbacks_read(tmp_path):
+    callbacks = defaults(tmp_path / "logs", every_n_steps=5)
+    fit(compiled_model(), callbacks)
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "kmp.jsonl").read_text().splitlines()]
+    assert (lines[0]["kind"], lines[0]["schema"]) == ("header", 1)
+    assert lines[1:] == kmp.records.Run.load(tmp_path / "logs").rows
+    assert lines[1:] == callbacks[0].run.rows
+    events = EventAccumulator(str(tmp_path / "logs"), {"tensors": 0}).Reload()
+    assert {"kmp/loss_scale", "kmp/overflow_count", "kmp/grad_zeros", "kmp/gradient_exponents"} <= set(
+        events.Tags()["tensors"]
+    )
+    assert [e.step for e in events.Tensors("kmp/loss_scale")] == [1, 5, 10, 15, 20]
+    buckets = tf.make_ndarray(events.Tensors("kmp/gradient_exponents")[0].tensor_proto)
+    first = callbacks[2].run.histograms[0]
+    assert buckets[:, 2].sum() == first.by_exponent.sum()
+    assert buckets[:, 1].tolist() == (buckets[:, 0] + 1).tolist()
+
+
+def steps_in_tensorboard(folder):
+    events = EventAccumulator(str(folder), {"tensors": 0}).Reload()
+    return [event.step for event in events.Tensors("kmp/loss_scale")]
+
+
+def test_going_back_to_an_older_checkpoint_sets_aside_what_lies_beyond_it(tmp_path):
+    model = compiled_model()
+    fit(model, defaults(tmp_path / "logs", every_n_steps=10))
+    model.save(tmp_path / "model.keras")
+    fit(model, defaults(tmp_path / "logs", every_n_steps=10))
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    fit(loaded, defaults(tmp_path / "logs", every_n_steps=15))
+    assert kmp.records.Run.load(tmp_path / "logs").series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
+    assert steps_in_tensorboard(tmp_path / "logs") == [1, 10, 20, 21, 30, 40]
+    assert kmp.records.Run.load(tmp_path / "logs" / "earlier-1").series("loss_scale")[0].size == 6
+
+
+@pytest.mark.parametrize("kmp_first", [True, False])
+def test_resumed_run_goes_on_in_the_log_wherever_the_backup_callback_stands(tmp_path, kmp_first):
+    for stop in (Interrupt(epoch=1), None):
+        backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
+        mine = defaults(tmp_path / "logs", every_n_steps=10)
+        callbacks = [*mine, backup] if kmp_first else [backup, *mine]
+        try:
+            fit(compiled_model(), callbacks + [stop] * bool(stop), epochs=3)
+        except KeyboardInterrupt:
+            continue
+    run = kmp.records.Run.load(tmp_path / "logs")
+    assert run.series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40, 50, 60]
+    assert [histogram.step for histogram in run.histograms] == [1, 10, 20, 21, 30, 40, 50, 60]
+
+
+def test_foreign_log_is_an_error_and_stays_as_it_was(tmp_path):
+    (tmp_path / "kmp.jsonl").write_text("something else\n")
+    with pytest.raises(ValueError, match=r"kmp.jsonl:1: not a line of JSON"):
+        fit(compiled_model(), defaults(tmp_path))
+    assert (tmp_path / "kmp.jsonl").read_text() == "something else\n"
+
+
+def test_second_fit_goes_on_in_the_log_and_a_new_model_keeps_the_old_one(tmp_path):
+    model = compiled_model()
+    for _ in range(2):
+        fit(model, defaults(tmp_path, every_n_steps=10))
+    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
+    fit(compiled_model(), defaults(tmp_path, every_n_steps=10))
+    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20]
+    assert kmp.records.Run.load(tmp_path / "earlier-1").series("loss_scale")[0].size == 6
+    assert steps_in_tensorboard(tmp_path) == [1, 10, 20]
+    assert steps_in_tensorboard(tmp_path / "earlier-1") == [1, 10, 20, 21, 30, 40]
+
+
+def test_notebook_cell_run_again_after_an_interruption_works(tmp_path):
+    model = compiled_model()
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, [*defaults(tmp_path, every_n_steps=2), Interrupt()])
+    fit(model, defaults(tmp_path, every_n_steps=10))
+    steps = kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist()
+    assert steps == [1, 2, 4, 6, 7, 10, 20, 26]
+    with pytest.raises(KeyboardInterrupt):
+        fit(compiled_model(), [*defaults(tmp_path, every_n_steps=2), Interrupt()])
+    fit(compiled_model(), defaults(tmp_path, every_n_steps=10))
+    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20]
+
+
+def test_notebook_cell_that_failed_at_its_first_batch_runs_when_it_is_mended(tmp_path):
+    x, _ = small_data()
+    with pytest.raises(ValueError, match="incompatible"):
+        compiled_model().fit(x[:, :3], x[:, 0], verbose=0, callbacks=defaults(tmp_path))
+    fit(compiled_model(), defaults(tmp_path, every_n_steps=10))
+    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20]
+
+
+def test_log_with_a_torn_last_line_is_set_aside_and_carried_on(tmp_path, caplog):
+    model = compiled_model()
+    fit(model, defaults(tmp_path, every_n_steps=10))
+    with (tmp_path / "kmp.jsonl").open("a") as log:
+        log.write('{"step": 2')
+    fit(model, defaults(tmp_path, every_n_steps=10))
+    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
+    assert "Set aside in" in caplog.text
+    assert (tmp_path / "earlier-1" / "kmp.jsonl").read_text().endswith('{"step": 2')
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_dir_that_cannot_be_written_fails_before_training(tmp_path, kind):
+    (tmp_path / "file").write_text("")
+    model = compiled_model()
+    fit(model, [])
+    with pytest.raises(OSError, match=r"`log_dir` cannot be written.*file/logs"):
+        fit(model, [kind(tmp_path / "file" / "logs")])
+    assert model.optimizer.snapshot().step == 20
+    assert set(fit(model, [kind(tmp_path / "logs")])) & KEYS
+
+
+def test_disk_that_fills_up_stops_the_log_and_not_the_training(tmp_path):
+    (tmp_path / "kmp.jsonl").symlink_to("/dev/full")
+    callbacks = defaults(tmp_path, every_n_steps=5)
+    model = compiled_model()
+    with pytest.warns(UserWarning, match=r"Logging to .* stops: .*No space left on device.*Training goes on") as caught:
+        fit(model, callbacks, epochs=2)
+    assert len(caught) == 1
+    assert model.optimizer.snapshot().step == 40
+    assert callbacks[0].run.series("loss_scale")[0].tolist()[-1] == 40
+    fit(model, [])
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A folder with room for 64 KiB."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("only root can mount a small disk")
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_disk_that_fills_up_leaves_a_log_that_a_later_run_goes_on_in(tiny_disk):
+    model, folder = compiled_model(), tiny_disk / "logs"
+    with pytest.warns(UserWarning, match="stops.*Training goes on"):
+        fit(model, defaults(folder, every_n_steps=1), epochs=20)
+    assert model.optimizer.snapshot().step == 400
+    for events in folder.glob("events.*"):
+        events.unlink()
+    read = kmp.records.Run.load(folder, torn_end=True).series("loss_scale")[0].tolist()
+    assert read == list(range(1, len(read) + 1))
+    assert len(read) > 20
+    fit(model, defaults(folder, every_n_steps=10))
+    assert kmp.records.Run.load(folder).series("loss_scale")[0].tolist() == [*read, 401, 410, 420]
