@@ -220,67 +220,6 @@ def test_config_has_keras_keys_and_ours_only_where_they_differ():
     assert kmp.LossScaleOptimizer.from_config(fixed.get_config()).rule == fixed.rule
 
 
-def test_saved_model_comes_back_with_scale_counts_and_moments(tmp_path, enabled):
-    x, y = small_data()
-    x[10] = np.nan
-    model = compiled_model("adam", jit_compile=False)
-    model.fit(x, y, batch_size=8, verbose=0)
-    model.optimizer.apply([ops.full(v.shape, np.inf) for v in model.trainable_variables], model.trainable_variables)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert isinstance(loaded.optimizer, kmp.LossScaleOptimizer)
-    before, after = model.optimizer.snapshot(), loaded.optimizer.snapshot()
-    assert (after.step, after.loss_scale, after.overflow_count) == (21, 2.0**14, 2)
-    assert list(before.overflows_by_variable.values()) == list(after.overflows_by_variable.values())
-    for old, new in zip(values(model.optimizer.variables), values(loaded.optimizer.variables), strict=True):
-        np.testing.assert_array_equal(old, new)
-
-
-def test_own_list_of_variables_is_that_of_keras_class():
-    mine = kmp.LossScaleOptimizer(keras.optimizers.Adam())
-    stock = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
-    variables = weights()
-    for optimizer in (mine, stock):
-        optimizer.build(variables)
-    assert [v.name for v in mine.variables] == [v.name for v in stock.variables]
-
-
-def test_models_compiled_and_not_yet_trained_save_load_and_copy(tmp_path, enabled):
-    trained, fresh = compiled_model("adam"), compiled_model("adam")
-    trained.fit(*small_data(), verbose=0)
-    trained.save_weights(tmp_path / "trained.weights.h5")
-    fresh.save(tmp_path / "fresh.keras")
-    with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):  # Keras' own, of its own variables
-        fresh.load_weights(tmp_path / "trained.weights.h5")
-    with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):
-        keras.models.load_model(tmp_path / "fresh.keras")
-    np.testing.assert_array_equal(fresh.get_weights()[0], trained.get_weights()[0])
-    assert fresh.optimizer.snapshot().step == trained.optimizer.snapshot().step
-
-
-def test_counts_of_another_model_are_an_error_that_changes_nothing(enabled):
-    model = compiled_model("adam")
-    model.fit(*small_data(), verbose=0)
-    store = {}
-    model.optimizer.counters.save_own_variables(store)
-    other = kmp.LossScaleOptimizer("adam")
-    other.build([keras.Variable([1.0])])
-    with pytest.raises(ValueError, match=r"'overflows_by_variable' has shape \(4,\), .*\(1,\): .*another model"):
-        other.counters.load_own_variables(store)
-    assert other.snapshot().step == 0
-
-
-@pytest.mark.parametrize("bad", [np.inf, 0.0, np.nan])
-def test_scale_that_a_broken_checkpoint_restored_is_mended(bad):
-    optimizer, variable = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0), keras.Variable([1.0])
-    optimizer.build([variable])
-    optimizer.dynamic_scale.assign(bad)
-    assert optimizer.snapshot().loss_scale == 8.0
-    optimizer.apply([ops.reshape(optimizer.scale_loss(1.0), [1])], [variable])
-    np.testing.assert_array_equal(variable, [0.5])
-    assert float(optimizer.dynamic_scale) == 8.0
-
-
 def test_any_bad_gradient_of_a_variable_that_is_listed_twice_skips_the_step():
     variable = keras.Variable([1.0])
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.1))
