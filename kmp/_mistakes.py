@@ -6,11 +6,13 @@ from typing import Any
 from weakref import WeakSet
 
 import keras
+import tensorflow as tf
 
 from kmp._formats import FLOAT16
 from kmp._guard import optimizers_of
 from kmp._state import sublayers
 
+_MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _warned: WeakSet[keras.Model] = WeakSet()
 
 
@@ -20,22 +22,31 @@ def computes_in_float16(model: keras.Model) -> bool:
 
 
 def refuse_what_replicas_cannot(model: keras.Model, arguments: dict[str, Any]) -> None:
-    """Raises an error for arguments of `compile` that TensorFlow fails on in the first step of several replicas.
+    """Raises an error for arguments of `compile` that TensorFlow or Keras fail on in the first step under a strategy.
 
     Raises:
-        ValueError: If there are several replicas, and `jit_compile` is true or `steps_per_execution` above 1.
+        ValueError: If there are several replicas, and `jit_compile` is true or `steps_per_execution` above 1; or if
+            variables are mirrored, and the optimizer updates some in a branch of its own.
     """
     strategy = model.distribute_strategy
-    if strategy.num_replicas_in_sync == 1 or arguments["run_eagerly"]:
+    if arguments["run_eagerly"]:
         return
     name = f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas"
-    if arguments["jit_compile"] is True:
+    if strategy.num_replicas_in_sync > 1 and arguments["jit_compile"] is True:
         raise ValueError(f"TensorFlow cannot compile a step with XLA under {name}. Leave out `jit_compile=True`.")
-    if arguments["steps_per_execution"] > 1:
+    if strategy.num_replicas_in_sync > 1 and arguments["steps_per_execution"] > 1:
         raise ValueError(
             f"TensorFlow fails on `steps_per_execution` above 1 under {name}. Leave it out. Received: "
             f"steps_per_execution={arguments['steps_per_execution']!r}"
         )
+    optimizer = getattr(arguments["optimizer"], "inner_optimizer", arguments["optimizer"])
+    for argument in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
+        value = getattr(optimizer, argument, None)
+        if value and isinstance(strategy, _MIRRORED):
+            raise ValueError(
+                f"Keras' optimizers fail on `{argument}` under {name}. Leave it out, or compile with "
+                f"`run_eagerly=True`. Received: {argument}={value!r}"
+            )
 
 
 def warn_of_compiled(model: keras.Model) -> None:

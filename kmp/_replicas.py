@@ -44,9 +44,7 @@ def once(function: Callable[..., None], agreed: Sequence[tf.Tensor], per_replica
         agreed: Tensors that are the same on all replicas.
         per_replica: Arguments that each replica has of its own.
     """
-    # No public name: a strategy such as MirroredStrategy updates variables only from its cross-replica context, and a
-    # branch around that fails in a replica's own.
-    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+    if not updates_across_replicas():
         function(lambda f, *args: f(*args), *agreed, *per_replica)
         return
 
@@ -93,6 +91,14 @@ def local_sum(variable: keras.Variable) -> np.ndarray:
     strategy = getattr(value, "distribute_strategy", None)
     parts = strategy.experimental_local_results(value) if strategy else [value]
     return np.sum([part.numpy() for part in parts], axis=0)
+
+
+def updates_across_replicas() -> bool:
+    """Whether the strategy in scope updates variables from its cross-replica context alone, as `MirroredStrategy` does.
+
+    Then a branch around the update fails in a replica's own context.
+    """
+    return not tf.__internal__.distribute.strategy_supports_no_merge_call()  # no public name
 
 
 def variable(name: str, dtype: str, shape: tuple[int, ...] = (), aggregation: str = "sum") -> keras.Variable:

@@ -16,6 +16,12 @@ tf.config.set_logical_device_configuration(
 )
 
 
+@pytest.fixture(scope="session")
+def two_replicas():
+    """The one strategy of two replicas: TensorFlow mixes up the collectives of a second one in the same process."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
 @pytest.fixture(autouse=True)
 def clean_state():
     """Every test starts from the float32 policy and leaves no trace in Keras."""

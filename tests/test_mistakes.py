@@ -1,5 +1,7 @@
+import subprocess
+import sys
+
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import compiled_model, small_data, small_model
@@ -149,18 +151,29 @@ def test_subclassed_model_is_not_taken_for_float32_before_it_is_built(enabled):
     assert model.optimizer.snapshot().step == 20
 
 
+def accumulating():
+    return keras.optimizers.SGD(gradient_accumulation_steps=2)
+
+
+def averaging():
+    return kmp.LossScaleOptimizer(keras.optimizers.SGD(use_ema=True, ema_overwrite_frequency=5))
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
         ({"jit_compile": True}, "cannot compile a step with XLA under MirroredStrategy with 2 replicas. Leave out"),
         ({"steps_per_execution": 4}, "`steps_per_execution` above 1 under MirroredStrategy.*steps_per_execution=4"),
+        ({"optimizer": accumulating}, "fail on `gradient_accumulation_steps` under Mirrored.*`run_eagerly=True`"),
+        ({"optimizer": averaging}, "fail on `ema_overwrite_frequency` under Mirrored.*ema_overwrite_frequency=5"),
     ],
 )
-def test_what_replicas_cannot_is_an_error_at_compile(enabled, arguments, match):
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+def test_what_replicas_cannot_is_an_error_at_compile(enabled, arguments, match, two_replicas):
+    with two_replicas.scope():
         model = small_model()
+        arguments = {"optimizer": arguments.pop("optimizer", lambda: "sgd")()} | arguments
         with pytest.raises(ValueError, match=match):
-            model.compile("sgd", "sparse_categorical_crossentropy", **arguments)
+            model.compile(loss="sparse_categorical_crossentropy", **arguments)
         assert not model.compiled
 
 
@@ -172,11 +185,34 @@ def test_one_replica_can(enabled, arguments):
     assert model.optimizer.snapshot().step == 20
 
 
-@pytest.mark.parametrize("arguments", [{"jit_compile": True}, {"steps_per_execution": 4}])
-def test_tensorflow_still_fails_on_what_is_refused(arguments):
-    """When this fails, TensorFlow has mended it: take the refusal out."""
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-        model = compiled_model(**arguments)
-    with pytest.raises(tf.errors.InvalidArgumentError):
-        train(model)
-    assert np.isfinite(model.get_weights()[0]).all()
+STOCK = """
+import os, sys
+os.environ["TF_CPP_MIN_LOG_LEVEL"], os.environ["CUDA_VISIBLE_DEVICES"] = "3", ""
+import keras, numpy as np, tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+of_compile, of_optimizer = eval(sys.argv[1])
+with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(**of_optimizer), "mse", **of_compile)
+try:
+    model.fit(np.ones((32, 4)), np.ones((32, 1)), batch_size=8, verbose=0)
+except (tf.errors.InvalidArgumentError, RuntimeError):
+    sys.exit(3)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ({"jit_compile": True}, {}),
+        ({"steps_per_execution": 4}, {}),
+        ({}, {"gradient_accumulation_steps": 2}),
+        ({}, {"use_ema": True, "ema_overwrite_frequency": 2}),
+    ],
+    ids=str,
+)
+def test_tensorflow_and_keras_still_fail_on_what_is_refused(arguments):
+    """When this fails, they have mended it: take the refusal out. In processes of their own, which they break."""
+    assert subprocess.run([sys.executable, "-c", STOCK, repr(arguments)], check=False).returncode == 3

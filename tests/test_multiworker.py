@@ -14,7 +14,6 @@ from pathlib import Path
 
 import keras
 import pytest
-import tensorflow as tf
 from conftest import compiled_model
 
 import kmp
@@ -136,10 +135,10 @@ def test_example_that_is_killed_goes_on_as_the_run_that_was_never_killed(tmp_pat
     assert keras.models.load_model(tmp_path / "killed" / "model.keras").optimizer.snapshot().step == 120
 
 
-def test_keras_is_touched_for_several_workers_alone(enabled, monkeypatch):
+def test_keras_is_touched_for_several_workers_alone(enabled, monkeypatch, two_replicas):
     trainer = _multiworker.keras_trainer
     original = trainer.reduce_per_replica
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    with two_replicas.scope():
         compiled_model()
     assert trainer.reduce_per_replica is original
     monkeypatch.setattr(_multiworker._replicas, "has_several_workers", lambda strategy: True)

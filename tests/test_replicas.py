@@ -14,9 +14,9 @@ SPOILT = 64.0
 WHERE = {"neither": (), "first": (0,), "second": (1,), "both": (0, 1)}
 
 
-@pytest.fixture(scope="module")
-def strategy():
-    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+@pytest.fixture
+def strategy(two_replicas):
+    return two_replicas
 
 
 @keras.saving.register_keras_serializable("tests")

@@ -1,0 +1,160 @@
+"""The README's table of faults: what Keras' own loss scaler does, and what kmp does, each seen in a run of either."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import small_data, small_model, values
+from keras import ops
+
+import kmp
+
+SCALERS = {"keras": keras.optimizers.LossScaleOptimizer, "kmp": kmp.LossScaleOptimizer}
+
+
+@pytest.fixture(params=SCALERS)
+def whose(request):
+    """The loss scaler: Keras' own, as `compile` takes it without `enable`, or kmp's."""
+    keras.config.set_dtype_policy("mixed_float16")
+    if request.param == "kmp":
+        kmp.enable()
+    return request.param
+
+
+def scaler(whose, inner, **arguments):
+    return SCALERS[whose](inner, **arguments)
+
+
+def fit(model, data, callbacks=(), **arguments):
+    model.fit(*data, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks, **arguments)
+
+
+def is_finite(variables):
+    return all(np.isfinite(value).all() for value in values(variables))
+
+
+def compiled(layers=None, **arguments):
+    model = keras.Sequential([keras.Input((4,)), *layers]) if layers else small_model()
+    model.compile("adam", "sparse_categorical_crossentropy", **arguments)
+    return model
+
+
+def corrupt_data(batches=400, bad=slice(100, 300)):
+    x, y = small_data(batches)
+    x[bad.start * 8 : bad.stop * 8] = np.nan
+    return x, y
+
+
+def test_200_corrupt_batches_in_a_row(whose):
+    model = compiled(metrics=["accuracy"])
+    fit(model, corrupt_data())
+    assert is_finite(model.weights) == (whose == "kmp")
+    if whose == "kmp":
+        for _ in range(3):
+            fit(model, corrupt_data())
+        assert model.evaluate(*small_data(), verbose=0)[1] > 0.9
+
+
+@pytest.mark.usefixtures("enabled")
+def test_200_corrupt_batches_in_a_row_with_the_callback():
+    model = compiled()
+    fit(model, corrupt_data(100, slice(0, 0)))
+    before = model.get_weights()
+    with pytest.raises(kmp.callbacks.StuckError, match="the last 100 steps were skipped"):
+        fit(model, corrupt_data(200, slice(0, 200)), kmp.callbacks.defaults())
+    assert model.optimizer.snapshot().step == 200
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_outlier_that_overflows_before_batch_normalization(whose):
+    layers = [keras.layers.Dense(32), keras.layers.BatchNormalization(), keras.layers.ReLU(), keras.layers.Dense(2)]
+    model = compiled([*layers, kmp.layers.Softmax()])
+    x, y = small_data(10)
+    x[40] = 6e4  # finite in float16; what Dense makes of it is not
+    fit(model, (x, y))
+    assert is_finite(model.trainable_variables)
+    assert is_finite(model.non_trainable_variables) == (whose == "kmp")
+    assert np.isfinite(model.predict(x[:8], verbose=0)).all() == (whose == "kmp")
+
+
+def test_scale_driven_to_its_ceiling(whose):
+    variable = keras.Variable(np.ones(4, "float32"))
+    optimizer = scaler(whose, keras.optimizers.SGD(0.1), initial_scale=2.0**120, dynamic_growth_steps=1)
+    optimizer.build([variable])
+    optimizer.scale_loss(1.0)
+    for _ in range(12):
+        optimizer.apply([tf.zeros(4)], [variable])
+    assert float(optimizer.dynamic_scale) == (2.0**127 if whose == "kmp" else np.inf)
+    for _ in range(5):
+        optimizer.apply([tf.fill([4], np.inf)], [variable])
+    assert float(optimizer.dynamic_scale) == (2.0**122 if whose == "kmp" else np.inf)
+    assert is_finite([variable])
+
+
+def test_scale_driven_to_its_floor(whose):
+    variable = keras.Variable(np.ones(4, "float32"))
+    optimizer = scaler(whose, keras.optimizers.SGD(0.1))
+    optimizer.build([variable])
+    for _ in range(170):
+        optimizer.scale_loss(1.0)
+        optimizer.apply([tf.fill([4], np.inf)], [variable])
+    assert float(optimizer.dynamic_scale) == (2.0**-14 if whose == "kmp" else 0.0)
+    optimizer.apply([tf.zeros(4)], [variable])
+    assert is_finite([variable]) == (whose == "kmp")
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_overflow_on_one_replica(whose, replica, two_replicas):
+    strategy = two_replicas
+    with strategy.scope():
+        options = {"use_bias": False, "kernel_initializer": "ones", "dtype": "float32"}
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, **options), keras.layers.Identity()])
+        model.compile(scaler(whose, keras.optimizers.SGD(0.01), initial_scale=4.0), "mse")
+    x, _ = small_data(1)
+    y = x.sum(1, keepdims=True) * 0.5
+    x[6 if replica else 2] = np.inf
+    fit(model, (x, y))
+    kernels = [part.numpy() for part in strategy.experimental_local_results(model.layers[0].kernel.value)]
+    for kernel in kernels:
+        if whose == "kmp" or replica == 0:  # Keras asks the first replica alone
+            np.testing.assert_array_equal(kernel, np.ones((4, 1)))
+        else:
+            assert not np.isfinite(kernel).any()
+
+
+def test_model_that_float16_cannot_train(whose):
+    """Keras skips every step in silence, for good."""
+
+    @tf.custom_gradient
+    def overflows(x):
+        return tf.identity(x), lambda gradient: gradient * np.inf
+
+    model = compiled(
+        [keras.layers.Dense(8), keras.layers.Lambda(overflows), keras.layers.Dense(2), kmp.layers.Softmax()]
+    )
+    before = model.get_weights()
+    if whose == "keras":
+        fit(model, small_data(100))
+    else:
+        with pytest.raises(kmp.callbacks.StuckError, match="at step 30 the last 30 steps .* lowest loss scale"):
+            fit(model, small_data(100), kmp.callbacks.defaults())
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.filterwarnings("ignore:.*before any loss went through")
+def test_loop_that_forgets_scale_loss(whose):
+    """Gradients are divided by 2^15 all the same; kmp says so (see test_mistakes.py)."""
+    variable, optimizer = keras.Variable([1.0]), scaler(whose, keras.optimizers.SGD(1.0))
+    optimizer.apply([ops.array([1.0])], [variable])
+    np.testing.assert_array_equal(variable, [1.0 - 2.0**-15])
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0, np.nan, np.inf])
+def test_bad_initial_scale(whose, value):
+    if whose == "keras":
+        scaler(whose, keras.optimizers.SGD(), initial_scale=value)
+    else:
+        with pytest.raises(ValueError, match="`initial_scale` must be"):
+            scaler(whose, keras.optimizers.SGD(), initial_scale=value)
