@@ -1,5 +1,6 @@
 """One of several workers, as TF_CONFIG says: `python one_worker.py MODE`; prints what it saw as JSON."""
 
+import itertools
 import json
 import os
 import sys
@@ -8,6 +9,7 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import keras
+import matrix
 import numpy as np
 import tensorflow as tf
 
@@ -90,10 +92,14 @@ def batches(count=8):
     random = np.random.default_rng(1)
     x = random.normal(size=(count * 8, 4)).astype("float32")
     y = x.sum(1, keepdims=True)
+    x[8 * 3] = np.nan  # on one worker
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(by_element())
+
+
+def by_element():
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    x[8 * 3] = np.nan  # on one worker
-    return tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(options)
+    return options
 
 
 def fit():
@@ -119,6 +125,27 @@ def fit():
         "counts": [found.step, found.overflow_count, found.nonfinite_loss_count],
         "keras is as it was": keras.Model._maybe_symbolic_build.__module__.startswith("keras."),
     }
+
+
+def options():
+    """The options of the inner optimizer, in graph mode and eagerly; the error where one is refused."""
+    kmp.enable()
+    seen = {}
+    for option, eager in itertools.product(matrix.OPTIONS, (False, True)):
+        with STRATEGY.scope():
+            try:
+                model = matrix.make_model(option, run_eagerly=eager)
+            except ValueError as error:
+                seen[f"{option}, {eager=}"] = str(error)
+                continue
+        x, y = matrix.data()
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(by_element())
+        model.fit(dataset, shuffle=False, verbose=0)
+        found = model.optimizer.snapshot()
+        state = listed(map(local, [*model.trainable_variables, *model.optimizer.variables]))
+        finite = all(np.isfinite(local(variable)).all() for variable in model.weights)
+        seen[f"{option}, {eager=}"] = [found.step, found.overflow_count, found.loss_scale, finite, state]
+    return seen
 
 
 def stock():
@@ -147,5 +174,6 @@ def refused():
 
 
 if __name__ == "__main__":
-    print("saw:", json.dumps({"loop": loop, "fit": fit, "stock": stock, "refused": refused}[sys.argv[1]]()), flush=True)
+    modes = {"loop": loop, "fit": fit, "options": options, "stock": stock, "refused": refused}
+    print("saw:", json.dumps(modes[sys.argv[1]]()), flush=True)
     os._exit(0)  # TensorFlow's own goodbye between workers takes seconds

@@ -7,48 +7,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import MODES, values
+from matrix import BATCHES, OPTIONS, data, make_model
 
 import kmp
 
 pytestmark = [pytest.mark.usefixtures("enabled"), pytest.mark.slow]
 
-OPTIONS = {
-    "plain": {},
-    "clipnorm": {"clipnorm": 0.5},
-    "clipvalue": {"clipvalue": 0.5},
-    "global_clipnorm": {"global_clipnorm": 0.5},
-    "weight_decay": {"weight_decay": 0.01},
-    "ema": {"use_ema": True, "ema_overwrite_frequency": 2},
-    "accumulation": {"gradient_accumulation_steps": 2},
-    "fixed scale": {"loss_scale": 1024.0},
-}
 STRATEGIES = ["none", "one replica", "two replicas"]
 REFUSED = {("xla", "two replicas"), ("steps_per_execution", "two replicas")}
 REFUSED_UNLESS_EAGER = {"ema", "accumulation"}
-BATCHES, SPOILT = 6, (2, 3)
-
-
-def data():
-    random = np.random.default_rng(0)
-    x = random.normal(size=(BATCHES * 8, 4)).astype("float32")
-    y = (x.sum(1) > 0).astype("int32")
-    words = random.integers(0, 20, len(x)).astype("int32")
-    for batch in SPOILT:
-        x[batch * 8 + 5] = np.nan
-    return {"x": x, "words": words}, y
-
-
-def make_model(option, **mode):
-    """With an Embedding, so that some gradients are sparse, and stock BatchNormalization."""
-    x, words = keras.Input((4,), name="x"), keras.Input((), dtype="int32", name="words")
-    joined = keras.layers.Concatenate()([keras.layers.Dense(4)(x), keras.layers.Embedding(20, 4)(words)])
-    hidden = keras.layers.BatchNormalization()(joined)
-    model = keras.Model({"x": x, "words": words}, kmp.layers.Softmax()(keras.layers.Dense(2)(hidden)))
-    settings = OPTIONS[option]
-    scale = {"loss_scale": settings["loss_scale"]} if "loss_scale" in settings else {"initial_scale": 1024.0}
-    inner = keras.optimizers.Adam(**{name: value for name, value in settings.items() if name != "loss_scale"})
-    model.compile(kmp.LossScaleOptimizer(inner, **scale), "sparse_categorical_crossentropy", **mode)
-    return model
 
 
 class States(keras.callbacks.Callback):

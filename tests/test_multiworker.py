@@ -84,6 +84,18 @@ def test_fit_evaluate_and_predict_work_and_readings_need_no_other_worker():
 
 
 @pytest.mark.slow
+def test_options_of_the_inner_optimizer_train_alike_on_all_workers_or_are_refused():
+    first, second = both_workers("options")
+    assert first == second
+    assert len(first) == 16
+    for cell, seen in first.items():
+        if cell in ("ema, eager=False", "accumulation, eager=False"):
+            assert "Leave it out, or compile with `run_eagerly=True`" in seen
+        else:
+            assert seen[:4] == [6, 2, 1024.0, True], cell
+
+
+@pytest.mark.slow
 def test_keras_still_fails_in_fit_on_several_workers():
     """When this fails, Keras has mended `fit`: take kmp/_multiworker.py out."""
     assert all("PerReplica" in error for error in both_workers("stock"))

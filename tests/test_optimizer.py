@@ -81,6 +81,26 @@ def test_every_optimizer_steps_as_without_loss_scale_and_skips_without_a_trace(n
     assert int(scaled.iterations) == int(bare.iterations)
 
 
+@pytest.mark.parametrize("name", INNER)
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([GOOD, OVERFLOW, NAN]), st.sampled_from([1.0, NAN])), max_size=12))
+def test_scale_stays_within_its_bounds_and_skipped_steps_change_nothing_on_any_sequence(name, steps):
+    bounds = {"initial_scale": 8.0, "min_scale": 2.0, "max_scale": 16.0, "growth_interval": 2}
+    optimizer, variables = kmp.LossScaleOptimizer(INNER[name](), **bounds), weights()
+    optimizer.build(variables)
+    for kind, loss in steps:
+        before = values([*variables, *optimizer.inner_optimizer.variables])
+        optimizer.scale_loss(loss)
+        optimizer.apply(gradients(kind, optimizer.snapshot().loss_scale), variables)
+        is_skipped = optimizer.snapshot().overflows_in_a_row > 0
+        assert is_skipped == (kind != GOOD or not np.isfinite(loss))
+        assert 2.0 <= float(optimizer.dynamic_scale) <= 16.0
+        after = values([*variables, *optimizer.inner_optimizer.variables])
+        assert all(np.isfinite(value).all() for value in after)
+        if is_skipped:
+            assert all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.sampled_from([GOOD, OVERFLOW, NAN]), max_size=25), st.integers(1, 3), st.integers(1, 2))
 def test_optimizer_follows_the_reference_rule_on_any_sequence(kinds, growth_interval, hysteresis):
