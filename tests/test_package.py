@@ -91,7 +91,7 @@ def test_public_surface_is_what_the_readme_documents():
     readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
     documented = set(re.findall(r"\bkmp\.([A-Za-z]\w*)", readme)) - {"jsonl"}
     assert documented == {
-        *("LossScaleOptimizer", "disable", "enable", "hardware", "wrap"),
+        *("LossScaleOptimizer", "disable", "enable", "guard", "hardware", "wrap"),
         *("callbacks", "layers", "plots", "records"),
     }
     assert [name for name in documented if not hasattr(kmp, name)] == []

@@ -57,10 +57,24 @@ def test_table_of_log_keys_is_what_the_callbacks_log(enabled):
     assert {cells[0].strip("`") for cells in rows_of("They add to `logs`")} == set(history) - {"loss"}
 
 
+def test_every_fault_in_the_table_is_a_test_that_exists():
+    for *_, name in rows_of("### What goes wrong"):
+        file, test = name.strip("`").split("::")
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(), name
+
+
+def test_table_of_the_stuck_detectors_arguments_is_the_signature():
+    documented = {cells[0].strip("`"): cells[1].strip("`") for cells in rows_of("### When float16 cannot work")}
+    parameters = inspect.signature(callbacks.StuckDetector).parameters
+    assert set(documented) == set(parameters)
+    assert documented["patience"] == str(parameters["patience"].default)
+    assert documented["on_stuck"].strip('"') == parameters["on_stuck"].default
+
+
 def test_every_public_name_is_documented():
-    names = [f"kmp.{name}(" for name in ("enable", "disable", "wrap", "hardware", "LossScaleOptimizer")]
+    names = [f"kmp.{name}(" for name in ("enable", "disable", "wrap", "guard", "hardware", "LossScaleOptimizer")]
     names += [f"kmp.layers.{name}" for name in ("Float32", "Softmax", "BatchNormalization")]
-    names += ["LossScaleLogger", "OverflowCounter", "GradientHistogram", "kmp.callbacks.defaults("]
+    names += ["LossScaleLogger", "OverflowCounter", "GradientHistogram", "StuckDetector", "BackupAndRestore", "kmp.callbacks.defaults("]
     assert [name for name in names if name not in README] == []
 
 
