@@ -11,6 +11,7 @@ from kmp import _arguments, _replicas, scaling, statistics
 from kmp._arguments import SAVED_AS
 from kmp._counters import Counters, LossWatch, Sampler
 from kmp.records import Snapshot
+from kmp.settings import LossScaleSettings, make_rule
 
 _DEFAULT = scaling.DynamicScale()
 
@@ -72,7 +73,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         loss_scale: float | str = "dynamic",
         **kwargs: Any,
     ) -> None:
-        settings: scaling.LossScaleSettings = {
+        settings: LossScaleSettings = {
             "loss_scale": loss_scale,
             "initial_scale": initial_scale,
             "growth_interval": growth_interval,
@@ -84,7 +85,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         }
         if "dynamic_growth_steps" in kwargs:
             settings["dynamic_growth_steps"] = kwargs.pop("dynamic_growth_steps")
-        rule = scaling.make_rule(**settings)
+        rule = make_rule(**settings)
         interval = getattr(rule, "growth_interval", _DEFAULT.growth_interval)
         inner = _arguments.optimizer("inner_optimizer", inner_optimizer)
         super().__init__(inner, rule.initial_scale, interval, name, **kwargs)

@@ -9,11 +9,12 @@ from typing import Any, Unpack
 
 import keras
 
-from kmp import _arguments, _guard, _hardware, _mistakes, _multiworker, scaling
+from kmp import _arguments, _guard, _hardware, _mistakes, _multiworker
 from kmp._formats import FLOAT16
 from kmp._patch import Replacement, definer
 from kmp.optimizer import LossScaleOptimizer
-from kmp.scaling import DynamicScale, LossScaleSettings
+from kmp.scaling import DynamicScale
+from kmp.settings import LossScaleSettings, make_rule, override
 
 POLICIES = ("mixed_float16", "mixed_bfloat16", "float32", "float16")
 
@@ -83,7 +84,7 @@ def enable(policy: str = "mixed_float16", **loss_scale_settings: Unpack[LossScal
     ('LossScaleOptimizer', 1024.0)
     """
     _arguments.one_of("policy", policy, POLICIES)
-    scaling.make_rule(**loss_scale_settings)
+    make_rule(**loss_scale_settings)
     _hardware.say_once(policy)
     handle = Handle(policy, loss_scale_settings)
     if not _active:
@@ -127,7 +128,7 @@ def wrap(
     if isinstance(optimizer, LossScaleOptimizer) and not loss_scale_settings:
         return optimizer
     optimizer = _arguments.optimizer("optimizer", optimizer)
-    return LossScaleOptimizer(optimizer, **scaling.override(_settings(), loss_scale_settings))
+    return LossScaleOptimizer(optimizer, **override(_settings(), loss_scale_settings))
 
 
 _hooks: list[Replacement] = []

@@ -1,9 +1,8 @@
 """The rules of the loss scale: pure functions from one step's outcome to the next step's scale."""
 
 import math
-import numbers
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 from keras import ops
 
@@ -158,94 +157,6 @@ class DynamicScale:
 
 
 Rule = FixedScale | DynamicScale
-
-
-class LossScaleSettings(TypedDict, total=False):
-    """The public arguments that choose a rule; their meaning and ranges are those of `DynamicScale`."""
-
-    loss_scale: float | str
-    initial_scale: float
-    growth_interval: int
-    dynamic_growth_steps: int
-    growth_factor: float
-    backoff_factor: float
-    hysteresis: int
-    min_scale: float
-    max_scale: float
-
-
-def make_rule(**settings: Unpack[LossScaleSettings]) -> Rule:
-    """Returns the rule that the public arguments describe.
-
-    Args:
-        **settings: Arguments of `DynamicScale`; `dynamic_growth_steps`, Keras' name for `growth_interval`; and
-            `loss_scale`: `"dynamic"`, or 0 as apex and DeepSpeed write it, or the fixed scale, a float from 2^-126 to
-            2^127.
-
-    Raises:
-        TypeError: If an argument is of the wrong type or unknown.
-        ValueError: If an argument is outside its range, or contradicts another.
-    """
-    rest: dict[str, Any] = dict(settings)
-    _check_names(rest)
-    loss_scale = rest.pop("loss_scale", "dynamic")
-    _join_intervals(rest)
-    if _is_dynamic(loss_scale):
-        return DynamicScale(**rest)
-    fixed = FixedScale(loss_scale)
-    if rest.get("initial_scale") == fixed.initial_scale:
-        del rest["initial_scale"]
-    if DynamicScale(**rest) != DynamicScale():
-        raise ValueError(
-            f"A fixed loss scale has no other settings. Received: loss_scale={loss_scale!r} with {rest!r}. "
-            "Leave them out, or pass loss_scale='dynamic'."
-        )
-    return fixed
-
-
-def override(inherited: LossScaleSettings, own: LossScaleSettings) -> LossScaleSettings:
-    """Returns `own` settings over `inherited` ones; an inherited one that contradicts `own` gives way.
-
-    Args:
-        inherited: Settings that are in force.
-        own: Settings given on top of them.
-    """
-    kept: dict[str, Any] = dict(inherited)
-    if own.keys() & {"growth_interval", "dynamic_growth_steps"}:
-        kept = {k: v for k, v in kept.items() if k not in ("growth_interval", "dynamic_growth_steps")}
-    was_fixed = not _is_dynamic(kept.get("loss_scale", "dynamic"))
-    if own and (was_fixed or not _is_dynamic(own.get("loss_scale", "dynamic"))):
-        kept = {}
-    return LossScaleSettings(**kept | own)  # type: ignore[typeddict-item]
-
-
-def _check_names(settings: dict[str, Any]) -> None:
-    known = LossScaleSettings.__annotations__
-    for name in settings:
-        if name not in known:
-            raise TypeError(f"There is no loss-scale setting {name!r}. There are: {', '.join(known)}")
-
-
-def _join_intervals(settings: dict[str, Any]) -> None:
-    """Renames `dynamic_growth_steps` to `growth_interval`; where both are given, the default gives way."""
-    if "dynamic_growth_steps" not in settings:
-        return
-    keras_name = _arguments.positive_integer("dynamic_growth_steps", settings.pop("dynamic_growth_steps"))
-    ours = settings.setdefault("growth_interval", keras_name)
-    if ours == DynamicScale.growth_interval:
-        settings["growth_interval"] = keras_name
-    elif ours != keras_name:
-        raise ValueError(
-            "`growth_interval` and `dynamic_growth_steps` are the same thing; give one of them. Received: "
-            f"growth_interval={ours!r}, dynamic_growth_steps={keras_name!r}"
-        )
-
-
-def _is_dynamic(loss_scale: Any) -> bool:
-    """Whether the public argument `loss_scale` asks for the dynamic rule."""
-    if isinstance(loss_scale, str) and loss_scale == "dynamic":
-        return True
-    return isinstance(loss_scale, numbers.Real) and not isinstance(loss_scale, bool) and loss_scale == 0
 
 
 def _count(state: ScaleState, step: StepOutcome) -> tuple[Any, Any]:

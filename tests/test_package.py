@@ -70,7 +70,7 @@ def test_example_in_the_package_docstring_is_true():
 
 
 def public_names():
-    for name in ("callbacks", "layers", "optimizer", "plots", "policy", "records", "scaling", "statistics"):
+    for name in ("callbacks", "layers", "optimizer", "plots", "policy", "records", "scaling", "settings", "statistics"):
         module = importlib.import_module(f"kmp.{name}")
         for attribute, value in vars(module).items():
             if not attribute.startswith("_") and getattr(value, "__module__", None) == module.__name__:
@@ -107,7 +107,7 @@ def test_a_room_imports_only_from_the_floors_below():
         ["_arguments", "_backend", "_formats", "_hardware", "_patch", "_replicas", "_state"],
         ["records", "layers", "_multiworker"],
         ["scaling", "statistics"],
-        ["_counters", "plots"],
+        ["_counters", "plots", "settings"],
         ["optimizer"],
         ["_backup", "_guard", "_stuck", "_writers"],
         ["_mistakes"],

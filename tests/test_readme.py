@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import kmp
-from kmp import callbacks, scaling
+from kmp import callbacks, settings
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -39,7 +39,7 @@ def test_example_runs_as_it_stands(tmp_path, monkeypatch):
 def test_table_of_loss_scale_arguments_is_the_signature():
     documented = {cells[0].strip("`"): cells[1].strip("`") for cells in rows_of("### The loss scale")}
     parameters = inspect.signature(kmp.LossScaleOptimizer).parameters
-    assert set(documented) == set(scaling.LossScaleSettings.__annotations__) - {"dynamic_growth_steps"}
+    assert set(documented) == set(settings.LossScaleSettings.__annotations__) - {"dynamic_growth_steps"}
     for name, text in documented.items():
         value = text.strip('"') if name == "loss_scale" else eval(text.replace("^", "**"))
         assert parameters[name].default == value, name
@@ -74,7 +74,14 @@ def test_table_of_the_stuck_detectors_arguments_is_the_signature():
 def test_every_public_name_is_documented():
     names = [f"kmp.{name}(" for name in ("enable", "disable", "wrap", "guard", "hardware", "LossScaleOptimizer")]
     names += [f"kmp.layers.{name}" for name in ("Float32", "Softmax", "BatchNormalization")]
-    names += ["LossScaleLogger", "OverflowCounter", "GradientHistogram", "StuckDetector", "BackupAndRestore", "kmp.callbacks.defaults("]
+    names += [
+        "LossScaleLogger",
+        "OverflowCounter",
+        "GradientHistogram",
+        "StuckDetector",
+        "BackupAndRestore",
+        "kmp.callbacks.defaults(",
+    ]
     assert [name for name in names if name not in README] == []
 
 
