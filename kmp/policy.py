@@ -177,7 +177,10 @@ def _watched(original: Callable[..., None]) -> Callable[..., None]:
     def make_train_function(self: keras.Model, force: bool = False) -> None:
         if _is_float16_on():
             _mistakes.warn_of_training(self)
-        original(self, force)
+        if _active and _guard.optimizers_of(self) and _guard.install(self):
+            self.make_train_function(force=True)  # the guard's own, which comes here again
+        else:
+            original(self, force)
 
     return make_train_function
 
