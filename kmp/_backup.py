@@ -1,20 +1,24 @@
-"""Resuming a killed run, on one worker or on several."""
+"""Resuming a killed run, on one worker or on several; and saving a model so that no kill and no full disk spoils it."""
 
+import errno
 import json
 import logging
 import os
-import tempfile
+import shutil
 from pathlib import Path
 from typing import Any
 
+import h5py
 import keras
 import numpy as np
 
-from kmp import _arguments, _replicas
+from kmp import _arguments, _guard, _replicas, _warnings
 
 logger = logging.getLogger("kmp")
 
 Logs = dict[str, Any] | None
+
+_HDF5_OVERHEAD = 2**14  # bytes for each variable: generous
 
 
 def save_whole(model: keras.Model, path: Path) -> None:
@@ -23,15 +27,26 @@ def save_whole(model: keras.Model, path: Path) -> None:
     Raises:
         OSError: If it cannot be written. Nothing has changed then.
     """
-    suffix = next(suffix for suffix in _arguments.MODEL_SUFFIXES if path.name.endswith(suffix))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        partial = Path(folder) / f"model{suffix}"
-        if suffix == ".keras":
-            model.save(partial)
-        else:
-            model.save_weights(partial)
+    _refuse_full_disk(model, path.parent)
+    partial = path.with_name(f"partial-{path.name}")
+    try:
+        (model.save_weights if path.name.endswith(".weights.h5") else model.save)(partial)
         partial.replace(path)
+    except RuntimeError as error:  # what HDF5 makes of errors of the disk
+        raise OSError(errno.EIO, str(error), str(path)) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _refuse_full_disk(model: keras.Model, folder: Path) -> None:
+    """Raises an error where HDF5 would run into the end of the disk, on which it can crash the process."""
+    variables = [*model.variables, *(getattr(model.optimizer, "variables", None) or ())]
+    sizes = [np.prod(v.shape) * np.dtype(keras.backend.standardize_dtype(v.dtype)).itemsize for v in variables]
+    needed, free = int(sum(sizes)) + _HDF5_OVERHEAD * (len(sizes) + 4), shutil.disk_usage(folder).free
+    if free < needed:
+        message = f"{os.strerror(errno.ENOSPC)}: {free} bytes are free, up to {needed} are needed"
+        raise OSError(errno.ENOSPC, message, str(folder))
 
 
 class _ResumePoint(keras.Layer):
@@ -59,26 +74,29 @@ class _ResumePoint(keras.Layer):
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
     """Keras' callback, safe against a kill at any moment, exact with `Dropout`, and for several workers.
 
-    Keras writes the weights, then the number of epochs into a file beside them. A run that is killed between the two
-    repeats an epoch when it is started again, and one killed within the second does not start at all. Here both are in
-    one file, and with them the state of random layers, so that the resumed run is the run that was never killed, bit
-    for bit, if its data come in an order that depends on the epoch alone. Of several workers the chief writes and all
-    read: `backup_dir` is a folder that all of them see.
+    Keras writes over the last backup, and then the number of epochs into a file beside it. A run that is killed in
+    between repeats an epoch when it is started again; one that is killed earlier in the save may not start again. Here
+    a backup takes the last one's place when it is whole, and holds everything: with the weights and the optimizer the
+    number of epochs, and the state of random layers. So the resumed run is the run that was never killed, bit for bit,
+    if its data come in an order that depends on the epoch alone. Of several workers the chief writes and all read:
+    `backup_dir` is a folder that all of them see. A disk that is full keeps the last backup, and is warned of.
 
     What it cannot do, as Keras' cannot: go on in mid-epoch. With an integer `save_freq`, the weights are those of
-    mid-epoch, and the epoch starts again from its first batch. Nor does it keep the state of random operations that
-    have no `keras.random.SeedGenerator` in a layer.
+    mid-epoch, and the epoch starts again from its first batch. Nor does it keep what other callbacks count, such as the
+    patience of `EarlyStopping`, or the state of random operations that have no `keras.random.SeedGenerator` in a layer.
+    List it last, so that what other callbacks do at an epoch's end is in the backup.
 
     Args:
         backup_dir: Folder for the backup.
         save_freq: `"epoch"`, or an integer number of batches.
-        double_checkpoint: Boolean, whether to keep the backup before the last too. True by default (Keras: false),
-            because one that was being written at the kill is lost.
+        double_checkpoint: Boolean, whether to keep the backup before the last too, for a disk that fails.
         delete_checkpoint: Boolean, whether to delete the backup when training is done.
 
     Raises:
-        ValueError: If an argument is outside its range; in `on_train_begin`, if the backup is another model's.
-        OSError: In `on_train_begin`, if the backup cannot be read.
+        TypeError: If an argument is of the wrong type.
+        ValueError: If one is outside its range; in `on_train_begin`, if the model is not built or has no optimizer, or
+            if the backup is another model's.
+        OSError: In `on_train_begin`, if the backup cannot be read, or the folder not be made.
         RuntimeError: In `on_train_begin`, if several workers find different backups.
     """
 
@@ -89,73 +107,163 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         double_checkpoint: bool = True,
         delete_checkpoint: bool = True,
     ) -> None:
-        super().__init__(str(_arguments.local_path("backup_dir", backup_dir)), save_freq, double_checkpoint)
+        self._folder = _arguments.local_path("backup_dir", backup_dir)
+        if save_freq != "epoch":
+            save_freq = _arguments.positive_integer("save_freq", save_freq)
+        super().__init__(str(self._folder), save_freq, double_checkpoint)
         self.delete_checkpoint = delete_checkpoint
         self._point = _ResumePoint()
+        # Keras' names, so that either callback reads what the other has written.
+        self._latest = self._folder / "latest.weights.h5", self._folder / "training_metadata.json"
+        self._previous = tuple(path.with_name(f"{path.name}.bkp") for path in self._latest)
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        strategy = self.model.distribute_strategy
-        if self._is_chief:  # first, because it may have to mend the files
-            self._restore(logs)
-        workers = _replicas.total(strategy, 1)
-        if not self._is_chief:
-            self._restore(logs)
-        epoch = self.model._initial_epoch or 0
-        if _replicas.total(strategy, epoch) != epoch * workers:
+        self._check()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._epochs = self._batches = self._batches_since_saving = 0
+        self.model._initial_epoch = None  # what an earlier training left; no public name sets it
+        self._restore()
+        strategy, epoch = self.model.distribute_strategy, self._epochs
+        # Equal for all if, and only if, the sum of squares is as small as it can be; so all workers raise or none does.
+        if _replicas.total(strategy, epoch**2) * _replicas.total(strategy, 1) != _replicas.total(strategy, epoch) ** 2:
             raise RuntimeError(
                 f"The workers would go on from different epochs, this one from {epoch}. `backup_dir` must be a folder "
                 f"that all of them see. Received: backup_dir={self.backup_dir!r}"
             )
 
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        self._point.epochs = epoch + 1
-        if self._is_chief:
-            self._note_random_states()
-            super().on_epoch_end(epoch, logs)
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        self._epochs, self._batches = epoch, 0
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        if self._is_chief and self.save_freq != "epoch":
-            self._note_random_states()
-            super().on_train_batch_end(batch, logs)
+        self._batches_since_saving += batch + 1 - self._batches
+        self._batches = batch + 1
+        if self.save_freq != "epoch" and self._batches_since_saving >= self.save_freq:
+            self._batches_since_saving = 0
+            self._save()
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self._epochs, self._batches = epoch + 1, 0
+        if self.save_freq == "epoch":
+            self._save()
 
     def on_train_end(self, logs: Logs = None) -> None:
-        if self._is_chief:
-            super().on_train_end(logs)
+        self.model._initial_epoch = None  # or the next training would start from it
+        if self.delete_checkpoint and _replicas.is_chief(self.model.distribute_strategy):
+            for path in (*self._previous, *reversed(self._latest)):  # a kill in between leaves the last one whole
+                path.unlink(missing_ok=True)
+            if not any(self._folder.iterdir()):
+                self._folder.rmdir()
 
-    @property
-    def _is_chief(self) -> bool:
-        return _replicas.is_chief(self.model.distribute_strategy)
+    def _check(self) -> None:
+        if not self.model.built:
+            raise ValueError("BackupAndRestore needs a model that is built: call it on a batch of data before `fit`.")
+        held = [*_guard.optimizers_in(vars(self.model))]
+        if self.model.optimizer is None and not held:
+            raise ValueError("BackupAndRestore needs a model with an optimizer.")
+        if any(not optimizer.built for optimizer in held if optimizer is not self.model.optimizer):
+            _warnings.warn(
+                "The model holds optimizers of its own that are not built, so a backup cannot restore them. Call their "
+                "`build(variables)` before `fit`."
+            )
+        holder = held[0] if self.model.optimizer is None else self.model.optimizer
+        holder.resume_point = self._point
 
-    def _restore(self, logs: Logs) -> None:
-        self.model.optimizer.resume_point = self._point
+    def _restore(self) -> None:
         self._point.epochs = 0
-        folder = Path(self.backup_dir)
-        if any(folder.glob("*.weights.h5")):  # without weights, what is beside them says nothing
-            self._load(folder, logs)
+        found = [(weights, metadata) for weights, metadata in (self._latest, self._previous) if weights.exists()]
+        errors = []
+        for weights, metadata in found:
+            try:
+                _read_through(weights)
+            except (OSError, RuntimeError, KeyError, ValueError) as error:  # HDF5 has no error of its own
+                errors.append(f"{weights.name}: {error}")
+                continue
+            self._load(weights)
+            self._epochs = self._point.epochs or _epochs_of_keras(metadata)
+            self.model._initial_epoch = self._epochs
+            return
+        if errors:
+            message = f"The backup cannot be read ({'; '.join(errors)}). Delete it to start from the beginning"
+            raise OSError(errno.EIO, message, str(self._folder))
+
+    def _load(self, weights: Path) -> None:
+        optimizer = self.model.optimizer
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        if weights.suffix == ".bkp":  # which Keras does not load by that name
+            logger.warning("%s cannot be read: going back to the backup before it.", self._latest[0])
+            named = self._folder / f"restoring-{os.getpid()}.weights.h5"
+            shutil.copyfile(weights, named)
+            try:
+                self.model.load_weights(named)
+            finally:
+                named.unlink()
+        else:
+            self.model.load_weights(weights)
         if self._point.epochs:
-            self.model._initial_epoch = self._point.epochs  # as Keras' own does: no public name sets it
-            for variable, state in zip(_random_states(self.model), self._point.random_states, strict=True):
-                variable.assign(state)
+            _set_random_states(self.model, self._point.random_states)
 
-    def _load(self, folder: Path, logs: Logs) -> None:
+    def _save(self) -> None:
+        if not _replicas.is_chief(self.model.distribute_strategy):
+            return
+        self._point.epochs, self._point.random_states = self._epochs, _random_states(self.model)
         try:
-            super().on_train_begin(logs)
-        except json.JSONDecodeError:
-            logger.info("The kill left no number of epochs in %s; the weights beside it have it.", folder)
+            if self.double_checkpoint:
+                for path, previous in zip(self._latest, self._previous, strict=True):
+                    _copy_whole(path, previous)
+            save_whole(self.model, self._latest[0])
+            _write_whole(self._latest[1], json.dumps({"epoch": self._epochs, "batch": self._batches}))
         except OSError as error:
-            if any(folder.glob("*.json")):
-                message = f"The backup cannot be read ({error}). Delete it to start from the beginning"
-                raise OSError(error.errno, message, str(folder)) from error
-            # Keras writes the JSON after the weights, so no backup was ever whole.
-            logger.warning("The kill left no whole backup in %s: training starts from the beginning.", folder)
-
-    def _note_random_states(self) -> None:
-        states = [variable.numpy() for variable in _random_states(self.model)]
-        self._point.random_states = np.array(states, np.int64).reshape(-1, 2)
+            _warnings.warn(
+                f"The backup of epoch {self._epochs} was not written ({error}). Training goes on; the last whole one "
+                "stays."
+            )
 
 
-def _random_states(model: keras.Model) -> list[keras.Variable]:
+def _read_through(weights: Path) -> None:
+    """Reads all of an HDF5 file, so that one that was cut short is found out before any of it is loaded."""
+    with h5py.File(weights) as file:
+        file.visititems(lambda name, item: item[()] if isinstance(item, h5py.Dataset) and item.size else None)
+
+
+def _epochs_of_keras(metadata: Path) -> int:
+    """Returns the number of epochs that Keras' own callback wrote beside the weights."""
+    try:
+        return int(json.loads(metadata.read_text())["epoch"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        message = f"The backup does not say how many epochs it has ({error}). Delete it to start from the beginning"
+        raise OSError(errno.EIO, message, str(metadata)) from error
+
+
+def _copy_whole(path: Path, to: Path) -> None:
+    if path.exists():
+        partial = to.with_name(f"partial-{to.name}")
+        shutil.copyfile(path, partial)
+        partial.replace(to)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_name(f"partial-{path.name}")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _random_variables(model: keras.Model) -> list[keras.Variable]:
     """Returns the variables that are no weights and belong to no metric: those of `keras.random.SeedGenerator`s."""
     others = [*model.weights, *(variable for metric in model.metrics for variable in metric.variables)]
     known = {id(variable) for variable in others}
     return [variable for variable in model.variables if id(variable) not in known]
+
+
+def _random_states(model: keras.Model) -> np.ndarray:
+    return np.array([variable.numpy() for variable in _random_variables(model)], np.int64).reshape(-1, 2)
+
+
+def _set_random_states(model: keras.Model, states: np.ndarray) -> None:
+    variables = _random_variables(model)
+    if len(variables) != len(states):
+        raise ValueError(
+            f"The backup is another model's: it has {len(states)} random generators, and this model {len(variables)}."
+        )
+    for variable, state in zip(variables, states, strict=True):
+        variable.assign(state)
