@@ -5,17 +5,18 @@ import datetime
 import importlib.util
 import itertools
 import logging
+import shutil
 import tempfile
-import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp import records
+from kmp import _warnings, records
 
 logger = logging.getLogger("kmp")
 
@@ -39,12 +40,18 @@ class LogWriter:
         self._first_step = first_step
         self._users = 0
         self._is_full = False
-        kept = _set_aside_later(folder, first_step)
-        self._lines = (folder / records.FILE_NAME).open("a", encoding="utf-8")
-        self._events = tf.summary.create_file_writer(str(folder), filename_suffix=_SUFFIX)
-        if self._lines.tell() == 0:
-            for line in (_header(), *kept):
-                self.write(line)
+        self._lines: IO[str] | None = None
+        self._events: Any = None
+        with self._while_there_is_room():
+            carried_over = _take_up(folder, first_step)
+            self._lines = (folder / records.FILE_NAME).open("a", encoding="utf-8")
+            self._events = tf.summary.create_file_writer(str(folder), filename_suffix=_SUFFIX)
+            if self._lines.tell() == 0:
+                self._lines.write(records.to_line(_header()))
+                self._lines.flush()
+            for row in carried_over:
+                self._write_events(row)
+            self._events.flush()
 
     @classmethod
     def check(cls, folder: Path) -> None:
@@ -90,33 +97,39 @@ class LogWriter:
         return writer
 
     def write(self, row: dict[str, Any]) -> None:
-        """Writes a reading; see `kmp.records` for its keys. A disk that is full ends the log, with a warning."""
+        """Writes a reading; see `kmp.records` for its keys. A disk that is full ends the log, with a warning.
+
+        Raises:
+            ValueError: If a later training has taken the folder over.
+        """
+        if self._is_full or self._lines is None:
+            return
         if self._lines.closed:
             raise ValueError(f"`log_dir` was taken over by a later training: {self._folder}")
-        if self._is_full:
-            return
+        with self._while_there_is_room():
+            self._lines.write(records.to_line(row))
+            self._lines.flush()
+            self._write_events(row)
+            self._events.flush()
+
+    @contextlib.contextmanager
+    def _while_there_is_room(self) -> Iterator[None]:
         try:
-            self._write(row)
+            yield
         except _FULL as error:
             self._is_full = True
             message = str(error).splitlines()[0]
-            warnings.warn(
+            _warnings.warn(
                 f"Logging to {str(self._folder)!r} stops: {message}. Training goes on, and the callbacks' `run` has "
-                "the readings.",
-                stacklevel=2,
+                "the readings."
             )
 
-    def _write(self, row: dict[str, Any]) -> None:
-        self._lines.write(records.to_line(row))
-        self._lines.flush()
-        if row.get("kind") == "header":
-            return
+    def _write_events(self, row: dict[str, Any]) -> None:
         with self._events.as_default(step=row["step"]):
             for key, value in records.scalars(row):
                 tf.summary.scalar(f"kmp/{key}", value)
             if "histogram" in row:
                 _write_histogram(records.ExponentHistogram.from_dict(row["histogram"]))
-        self._events.flush()
 
     def close(self) -> None:
         """Leaves the writer; the last one to leave closes the files."""
@@ -137,28 +150,42 @@ class LogWriter:
     def _end(self) -> None:
         if self._open.get(self._folder) is self:
             del self._open[self._folder]
-        if not self._lines.closed:
-            for file in (self._lines, self._events):
-                with contextlib.suppress(*_FULL):  # told when it was written
+        for file in (self._lines, self._events):
+            with contextlib.suppress(*_FULL):  # told when it was written
+                if file is not None:
                     file.close()
 
 
-def _set_aside_later(folder: Path, first_step: int) -> list[dict[str, Any]]:
-    """Moves a log that goes beyond `first_step` into a folder of its own; returns its readings up to that step."""
-    log = folder / records.FILE_NAME
+def _take_up(folder: Path, first_step: int) -> list[dict[str, Any]]:
+    """Leaves a log in the folder that ends at `first_step`, whole at every moment; what went beyond is set aside.
+
+    Returns:
+        The readings that TensorBoard's files have to be given again.
+    """
+    log = (folder / records.FILE_NAME).resolve()
     if not log.exists() or not log.stat().st_size:
         return []
     rows = records.Run.load(log, torn_end=True).rows
     kept = [row for row in rows if row["step"] <= first_step]
-    is_whole = log.read_bytes().endswith(b"\n")
-    if first_step > 0 and is_whole and len(kept) == len(rows):
+    if first_step > 0 and len(kept) == len(rows) and log.read_bytes().endswith(b"\n"):
         return []
+    partial = log.with_name(f"partial-{log.name}")
+    try:
+        partial.write_text("".join(records.to_line(line) for line in (_header(), *kept)), encoding="utf-8")
+        _set_aside(folder, log, first_step)
+        partial.replace(log)
+    finally:
+        partial.unlink(missing_ok=True)
+    return kept
+
+
+def _set_aside(folder: Path, log: Path, first_step: int) -> None:
     earlier = _unused(folder / "earlier")
     earlier.mkdir()
-    for path in (log, *folder.glob(f"events.out.tfevents.*{_SUFFIX}")):
-        path.rename(earlier / path.name)
+    shutil.copy2(log, earlier / log.name)
+    for events in folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
+        events.rename(earlier / events.name)
     logger.warning("Set aside in %s: an earlier log that goes beyond step %d.", earlier, first_step)
-    return kept
 
 
 def _unused(path: Path) -> Path:

@@ -11,6 +11,8 @@ reading with `"step"` (training steps done, skipped ones included) and whatever 
 - `nonfinite_loss_count`: integer, those in `overflow_count` whose loss was not finite before it was scaled.
 - `overflows_by_variable`: object, from a variable's path to the number of steps in which its gradient was not finite;
   zeros are left out.
+- `culprit`: string, in a reading with new overflows: path of the variable to blame for the last one (see `Snapshot`).
+- `last_loss`: float, the loss of that step before it was scaled, summed over replicas.
 - `grad_zeros`: float, the share of gradient elements that are exactly zero in the sampled step.
 - `histogram`: object with `step`; `loss_scale` (that step's); `zero`, `inf`, `nan` (element counts); and `exponents`
   (object, from floor(log2) of the loss-scaled magnitude to the element count; empty bins are left out).
@@ -126,7 +128,7 @@ class ExponentHistogram:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One reading of a `LossScaleOptimizer`; the fields are those of the module's list of keys.
+    """One reading of a `LossScaleOptimizer`.
 
     Args:
         step: Training steps done, skipped ones included.
@@ -138,8 +140,9 @@ class Snapshot:
         nonfinite_losses_in_a_row: Those among `overflows_in_a_row`.
         overflows_at_min_scale: Steps skipped that asked for a scale below the lowest one.
         culprit: Path of the variable to blame for the last skipped step: of those whose gradient was not finite, the
-            one nearest the loss, because an overflow spreads to all before it. `None` before the first one.
-        last_loss: The loss of the last step, before it was scaled. `None` before the first one.
+            one nearest the loss, because an overflow spreads to all before it. (The last in the model's order, which is
+            the network's for Sequential and functional models.) `None` before the first one.
+        last_loss: The loss of the last step before it was scaled, summed over replicas. `None` before the first one.
         overflows_by_variable: Variable path to the number of steps in which its gradient was not finite; zeros left
             out.
         histogram: The last sampled histogram, or `None` where none was asked for.
@@ -198,10 +201,15 @@ class Run:
         """
         file = Path(path)
         file = file / FILE_NAME if file.is_dir() else file
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        if torn_end and lines and not lines[-1].endswith("\n"):
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}: not a log of kmp ({error})") from error
+        if torn_end and lines and not lines[-1].endswith("\n") and (len(lines) > 1 or _is_torn_header(lines[0])):
             lines.pop()
         parsed = [_parse(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
+        if parsed and parsed[0].get("kind") != "header":
+            raise ValueError(f"{file}:1: a log of kmp begins with a header. Received: {sorted(parsed[0])}")
         return cls([row for row in parsed if row.get("kind") != "header"])
 
 
@@ -221,12 +229,26 @@ def scalars(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
 def _parse(line: str, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{place}: not a line of JSON ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"{place}: a reading is a JSON object. Received: {type(row).__name__}")
     if row.get("kind") == "header" and row.get("schema") != SCHEMA:
         raise ValueError(f"{place}: schema {row.get('schema')!r}; this version of kmp reads schema {SCHEMA}")
-    if row.get("kind") != "header" and not isinstance(row.get("step"), int):
+    if row.get("kind") != "header" and type(row.get("step")) is not int:
         raise ValueError(f"{place}: a reading has an integer `step`. Received: {sorted(row)}")
+    if "histogram" in row:
+        _check_histogram(row["histogram"], place)
     return row
+
+
+def _check_histogram(data: Any, place: str) -> None:
+    try:
+        ExponentHistogram.from_dict(data)
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        raise ValueError(f"{place}: not a histogram of kmp's ({error!r})") from error
+
+
+def _is_torn_header(line: str) -> bool:
+    begin = '{"schema":'
+    return line.startswith(begin) or begin.startswith(line)

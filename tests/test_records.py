@@ -71,7 +71,7 @@ def test_numbers_that_are_not_finite_become_null_and_come_back_as_nan(tmp_path):
     line = to_line({"step": 1, "loss": math.inf})
     assert json.loads(line) == {"step": 1, "loss": None}
     file = tmp_path / "log.jsonl"
-    file.write_text(line)
+    file.write_text(to_line({"schema": 1, "kind": "header"}) + line)
     assert math.isnan(Run.load(file).series("loss")[1][0])
 
 

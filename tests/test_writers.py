@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import subprocess
 
 import keras
@@ -8,6 +10,7 @@ from conftest import Interrupt, compiled_model, fit, small_data
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import kmp
+from kmp import _writers
 from kmp.callbacks import GradientHistogram, LossScaleLogger, OverflowCounter, defaults
 
 pytestmark = pytest.mark.usefixtures("enabled")
@@ -66,11 +69,77 @@ def test_resumed_run_goes_on_in_the_log_wherever_the_backup_callback_stands(tmp_
     assert [histogram.step for histogram in run.histograms] == [1, 10, 20, 21, 30, 40, 50, 60]
 
 
-def test_foreign_log_is_an_error_and_stays_as_it_was(tmp_path):
-    (tmp_path / "kmp.jsonl").write_text("something else\n")
-    with pytest.raises(ValueError, match=r"kmp.jsonl:1: not a line of JSON"):
+HEADER = '{"schema":1,"kind":"header"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"something else\n", r"kmp.jsonl:1: not a line of JSON"),
+        (b"something else, with no end of line", r"kmp.jsonl:1: not a line of JSON"),
+        (b"\xff\xfe\x00binary", r"kmp.jsonl: not a log of kmp \(.*decode"),
+        (
+            b'{"step": 1, "loss": 0.5}\n',
+            r"kmp.jsonl:1: a log of kmp begins with a header.",
+        ),
+        (b"[" * 100_000, r"kmp.jsonl:1: not a line of JSON"),
+        ((HEADER + '{"step": true}\n').encode(), r"kmp.jsonl:2: a reading has an integer `step`"),
+        ((HEADER + '{"step": 1, "histogram": 5}\n{"step": 2}\n').encode(), r"kmp.jsonl:2: not a histogram"),
+        ((HEADER + '{"step": 1}\n{"st\n{"step": 2}\n').encode(), r"kmp.jsonl:3: not a line of JSON"),
+    ],
+)
+def test_foreign_or_broken_log_is_an_error_and_stays_as_it_was(tmp_path, content, match):
+    (tmp_path / "kmp.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=match):
         fit(compiled_model(), defaults(tmp_path))
-    assert (tmp_path / "kmp.jsonl").read_text() == "something else\n"
+    assert (tmp_path / "kmp.jsonl").read_bytes() == content
+    assert [path.name for path in tmp_path.iterdir()] == ["kmp.jsonl"]
+
+
+@pytest.mark.parametrize("step_of_the_kill", ["_set_aside", "to_line"])
+def test_kill_while_a_log_is_taken_up_loses_nothing(tmp_path, monkeypatch, step_of_the_kill):
+    model = compiled_model()
+    fit(model, defaults(tmp_path, every_n_steps=2))
+    model.save(tmp_path / "model.keras")
+    fit(model, defaults(tmp_path, every_n_steps=2))
+
+    def resumed():
+        fit(keras.models.load_model(tmp_path / "model.keras"), defaults(tmp_path, every_n_steps=10))
+
+    with monkeypatch.context() as patched:
+        owner, calls = (_writers, []) if step_of_the_kill == "_set_aside" else (_writers.records, [])
+        original = getattr(owner, step_of_the_kill)
+
+        def killing(*arguments):
+            calls.append(1)
+            if len(calls) == (1 if step_of_the_kill == "_set_aside" else 5):
+                raise KeyboardInterrupt
+            return original(*arguments)
+
+        patched.setattr(owner, step_of_the_kill, killing)
+        with pytest.raises(KeyboardInterrupt):
+            resumed()
+    resumed()
+    steps = kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist()
+    assert steps == [1, *range(2, 21, 2), 21, 30, 40]
+    assert steps_in_tensorboard(tmp_path) == steps
+
+
+def test_disk_that_is_full_before_the_log_is_taken_up_leaves_the_old_one(tmp_path, monkeypatch):
+    model = compiled_model()
+    fit(model, defaults(tmp_path, every_n_steps=10))
+    before = (tmp_path / "kmp.jsonl").read_text()
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_writers, "_set_aside", full)
+        with pytest.warns(UserWarning, match="stops: .*No space left on device"):
+            fit(compiled_model(), defaults(tmp_path, every_n_steps=10))
+    assert (tmp_path / "kmp.jsonl").read_text() == before
+    fit(model, defaults(tmp_path, every_n_steps=10))
+    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
 
 
 def test_second_fit_goes_on_in_the_log_and_a_new_model_keeps_the_old_one(tmp_path):
