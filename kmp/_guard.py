@@ -22,9 +22,9 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
     For the step of a custom loop, around both the forward pass and `apply`; `fit` does it by itself. An optimizer
     alone cannot: a step that overflows has updated BatchNormalization's moving statistics before its gradients exist.
 
-    Restored are the float weights that are not trained, the states of stateful RNNs, and the kernel that
+    Restored are the float weights that are made not to be trained, the states of stateful RNNs, and the kernels that
     `keras.layers.SpectralNormalization` normalizes in place; of every replica, its own. Not restored: random seeds,
-    integers, the weights of frozen layers, and trained weights that a layer of your own assigns in its forward pass.
+    integers, and trained weights that a layer of your own assigns in its forward pass.
 
     Args:
         optimizer: The `kmp.LossScaleOptimizer` whose `apply` is called inside.
@@ -58,11 +58,15 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
 
 @contextlib.contextmanager
 def _leaving_no_trace(layers: Sequence[keras.Layer], optimizers: Sequence[LossScaleOptimizer]) -> Iterator[None]:
-    before = [ops.copy(optimizer.counters.overflows) for optimizer in optimizers]
-    with keeping_layers(layers) as kept:
+    counters = [optimizer.counters for optimizer in optimizers]
+    before = [(ops.copy(counter.steps), ops.copy(counter.overflows)) for counter in counters]
+    with keeping_layers(layers) as (states, kernels):
         yield
-    skipped = [o.counters.overflows.value > count for o, count in zip(optimizers, before, strict=True)]
-    kept.put_back(ops.any(ops.stack(skipped)))
+    taken = [counter.steps - steps for counter, (steps, _) in zip(counters, before, strict=True)]
+    skipped = [counter.overflows - overflows for counter, (_, overflows) in zip(counters, before, strict=True)]
+    any_skipped, any_applied = ops.sum(ops.stack(skipped)) > 0, ops.sum(ops.stack(taken) - ops.stack(skipped)) > 0
+    states.put_back(any_skipped)
+    kernels.put_back(ops.logical_and(any_skipped, ops.logical_not(any_applied)))
 
 
 def install(model: keras.Model) -> bool:
@@ -90,6 +94,8 @@ def mend_epoch(model: keras.Model, logs: dict[str, Any]) -> None:
     """
     if not _is_guarded(model) or math.isfinite(logs.get("loss", math.nan)):
         return
+    if _replicas.has_several_workers(model.distribute_strategy):
+        return  # reading a metric takes all of them, and this callback may be on one alone
     for metric in model.metrics:
         if metric.name == "loss" and any(np.any(variable.numpy()) for variable in metric.variables):
             logs["loss"] = float(metric.result())
@@ -101,11 +107,23 @@ def optimizers_of(model: keras.Model) -> list[LossScaleOptimizer]:
     return list({id(o): o for o in found if isinstance(o, LossScaleOptimizer)}.values())
 
 
-def optimizers_in(names: Mapping[str, Any]) -> Iterator[keras.optimizers.Optimizer]:
+def optimizers_in(names: Mapping[Any, Any]) -> Iterator[keras.optimizers.Optimizer]:
     """Yields the optimizers among the values of `names`, and in lists and dictionaries there."""
     for value in names.values():
-        nested = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-        yield from (item for item in nested if isinstance(item, keras.optimizers.Optimizer))
+        if isinstance(value, keras.optimizers.Optimizer):
+            yield value
+        elif isinstance(value, dict):
+            yield from optimizers_in(value)
+        elif isinstance(value, list | tuple):
+            yield from optimizers_in(dict(enumerate(value)))
+
+
+def _excuse_empty_batch(data: Any, optimizers: Sequence[LossScaleOptimizer]) -> None:
+    """Tells the optimizers of a replica that got no row of a last, smaller batch: its means over nothing are nan."""
+    tensors = [tensor for tensor in keras.tree.flatten(data) if isinstance(tensor, tf.Tensor) and tensor.shape.rank]
+    if tensors and tf.distribute.get_strategy().num_replicas_in_sync > 1:
+        for optimizer in optimizers:
+            optimizer.loss_watch.excuse(tf.shape(tensors[0])[0] == 0)
 
 
 def _is_guarded(model: keras.Model) -> bool:
@@ -135,12 +153,14 @@ class _GuardedTraining:
         if not optimizers:
             return self._step(data)
         self._forget_batch_that_did_not_count()
+        _excuse_empty_batch(data, optimizers)
         metrics = Kept(self._metrics_variables)
-        before = [ops.copy(optimizer.loss_watch.nonfinite_calls) for optimizer in optimizers]
+        # Each replica knows at once what it saw; what another one saw, the counters tell once the step is applied.
+        counts = [count for o in optimizers for count in (o.loss_watch.nonfinite_calls, o.counters.nonfinite_losses)]
+        before = [ops.copy(count) for count in counts]
         with _leaving_no_trace([self._model], optimizers):
             logs = self._step(data)
-        calls = [o.loss_watch.nonfinite_calls.value > count for o, count in zip(optimizers, before, strict=True)]
-        nonfinite = ops.any(ops.stack(calls))
+        nonfinite = ops.any(ops.stack([now.value > then for now, then in zip(counts, before, strict=True)]))
         self._restore(nonfinite, metrics)
         return self._show(logs, nonfinite)
 

@@ -8,10 +8,29 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from kmp._patch import definer
+
 
 def sublayers(layer: keras.Layer) -> Iterable[keras.Layer]:
     """Returns the layer and all layers below it, wrapped and nested ones included."""
     return layer._flatten_layers()  # Keras has no public walk that finds them all
+
+
+def children(layer: keras.Layer) -> Iterable[keras.Layer]:
+    """Returns the layers that a layer holds itself."""
+    return layer._flatten_layers(recursive=False, include_self=False)
+
+
+def compute_dtypes(layer: keras.Layer) -> set[str]:
+    """Returns the dtypes that the layer, and the layers below it, compute in."""
+    return {inner.compute_dtype for inner in sublayers(layer) if not _only_hands_on(inner)}
+
+
+def _only_hands_on(layer: keras.Layer) -> bool:
+    """Whether a layer computes nothing itself, as inputs and Sequential and functional models do not."""
+    if isinstance(layer, keras.layers.InputLayer):
+        return True
+    return isinstance(layer, keras.Model) and definer(type(layer), "call").__module__.startswith("keras.")
 
 
 class Kept:
@@ -42,11 +61,12 @@ class Kept:
 
 
 @contextlib.contextmanager
-def keeping_layers(layers: Iterable[keras.Layer]) -> Iterator[Kept]:
+def keeping_layers(layers: Iterable[keras.Layer]) -> Iterator[tuple[Kept, Kept]]:
     """Keeps the float variables that the forward pass of `layers`, which happens inside, may change.
 
-    Those are the weights that are not trained, such as moving statistics, of layers that are not frozen; the states of
-    stateful RNNs; and the kernel under a `SpectralNormalization`, which normalizes it in place.
+    Yields:
+        What is not trained, such as moving statistics and the states of stateful RNNs; and what is, the kernels under
+        `SpectralNormalization`, which normalizes them in place.
     """
     layers = tuple(layers)
     made: dict[int, tf.Tensor] = {}
@@ -62,27 +82,22 @@ def keeping_layers(layers: Iterable[keras.Layer]) -> Iterator[Kept]:
         made[id(variable)] = tf.identity(variable)
         return variable
 
-    kept = Kept(lambda: _changed_by_forward_pass(layers), initial)
+    kept = Kept(lambda: _states(layers), initial), Kept(lambda: _normalized_kernels(layers), initial)
     with tf.variable_creator_scope(note_initial) if tf.executing_eagerly() else contextlib.nullcontext():
         yield kept
 
 
-def _changed_by_forward_pass(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
+def _states(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
+    # Those declared as not trained: a layer's public lists change with `trainable`, and some layers learn while frozen.
     inner = [layer for outer in layers for layer in sublayers(outer)]
-    found = {id(v): v for layer in inner for v in layer.non_trainable_weights}
+    found = {id(variable): variable for layer in inner for variable in layer._non_trainable_variables}
     for layer in inner:
-        if not layer.trainable:
-            for variable in layer.weights:
-                found.pop(id(variable), None)
-        elif layer.built:
-            found |= {id(variable): variable for variable in _outside_its_weights(layer)}
+        if isinstance(layer, keras.layers.RNN) and layer.stateful and layer.built:
+            found |= {id(variable): variable for variable in keras.tree.flatten(layer.states)}
     return [variable for variable in found.values() if keras.backend.is_float_dtype(variable.dtype)]
 
 
-def _outside_its_weights(layer: keras.Layer) -> list[keras.Variable]:
-    """What a layer of Keras' changes in the forward pass beside its weights that are not trained."""
-    if isinstance(layer, keras.layers.SpectralNormalization):
-        return [layer.kernel]
-    if isinstance(layer, keras.layers.RNN) and layer.stateful:
-        return keras.tree.flatten(layer.states)
-    return []
+def _normalized_kernels(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
+    inner = [layer for outer in layers for layer in sublayers(outer)]
+    found = [layer for layer in inner if isinstance(layer, keras.layers.SpectralNormalization) and layer.built]
+    return list({id(layer.kernel): layer.kernel for layer in found}.values())
