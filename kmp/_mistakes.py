@@ -1,24 +1,21 @@
 """Mistakes that Keras trains on with in silence: one error or warning each, that says what to do."""
 
-import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import keras
 import tensorflow as tf
 
-from kmp._formats import FLOAT16
-from kmp._guard import optimizers_of
-from kmp._state import sublayers
+from kmp import _warnings
+from kmp._formats import FLOAT16, FLOAT32
+from kmp._guard import optimizers_in
+from kmp._state import children, compute_dtypes, sublayers
+from kmp.optimizer import LossScaleOptimizer
 
 _MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
-_warned: WeakSet[keras.Model] = WeakSet()
-
-
-def computes_in_float16(model: keras.Model) -> bool:
-    """Whether any layer of `model`, itself included, computes in float16."""
-    return any(layer.compute_dtype == FLOAT16.name for layer in sublayers(model))
+_SOFTMAXES = (keras.activations.softmax, keras.activations.log_softmax, keras.ops.softmax, tf.nn.softmax)
+_told: WeakKeyDictionary[keras.Model, set[str]] = WeakKeyDictionary()
 
 
 def refuse_what_replicas_cannot(model: keras.Model, arguments: dict[str, Any]) -> None:
@@ -31,81 +28,96 @@ def refuse_what_replicas_cannot(model: keras.Model, arguments: dict[str, Any]) -
     strategy = model.distribute_strategy
     if arguments["run_eagerly"]:
         return
-    name = f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas"
-    if strategy.num_replicas_in_sync > 1 and arguments["jit_compile"] is True:
-        raise ValueError(f"TensorFlow cannot compile a step with XLA under {name}. Leave out `jit_compile=True`.")
-    if strategy.num_replicas_in_sync > 1 and arguments["steps_per_execution"] > 1:
+    name, several = type(strategy).__name__, strategy.num_replicas_in_sync > 1
+    if several and arguments["jit_compile"] is True:
         raise ValueError(
-            f"TensorFlow fails on `steps_per_execution` above 1 under {name}. Leave it out. Received: "
-            f"steps_per_execution={arguments['steps_per_execution']!r}"
+            f"TensorFlow cannot compile a step of several replicas with XLA ({name}). Leave out `jit_compile=True`."
+        )
+    if several and arguments["steps_per_execution"] > 1:
+        raise ValueError(
+            f"TensorFlow fails on `steps_per_execution` above 1 with several replicas ({name}). Leave it out. "
+            f"Received: steps_per_execution={arguments['steps_per_execution']!r}"
         )
     optimizer = getattr(arguments["optimizer"], "inner_optimizer", arguments["optimizer"])
     for argument in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
         value = getattr(optimizer, argument, None)
         if value and isinstance(strategy, _MIRRORED):
             raise ValueError(
-                f"Keras' optimizers fail on `{argument}` under {name}. Leave it out, or compile with "
-                f"`run_eagerly=True`. Received: {argument}={value!r}"
+                f"Keras' optimizers fail on `{argument}` under a mirrored strategy ({name}). Leave it out, or compile "
+                f"with `run_eagerly=True`. Received: {argument}={value!r}"
             )
 
 
 def warn_of_compiled(model: keras.Model) -> None:
-    """Warns of what a model just compiled would do in float16, or fail to do in it."""
-    message = _not_float16(model) or _unscaled(model, "with auto_scale_loss=False")
-    if message:
-        _warn(model, message, stacklevel=4)
+    """Warns of softmax layers and losses that a model just compiled computes in float16."""
     in_float16 = [*_softmaxes_in_float16(model), *_losses_in_float16(model.loss)]
     if in_float16:
-        warnings.warn(_IN_FLOAT16.format(names=", ".join(in_float16)), stacklevel=3)
+        _tell(model, "in float16", _IN_FLOAT16.format(names=", ".join(in_float16)))
 
 
-def warn_of_training(model: keras.Model) -> None:
-    """Warns of a model about to train that was compiled before `enable`; one that was compiled since has been seen."""
-    message = _unscaled(model, "before kmp.enable()") or _not_float16(model)
-    if message and model not in _warned:
-        _warn(model, message, stacklevel=6)  # Keras has two frames of its own between here and `fit`
+def warn_of_training(model: keras.Model, was_compiled: bool) -> None:
+    """Warns of a built model that trains without float16, or in float16 without kmp's loss scale.
+
+    Args:
+        model: The model; what optimizers it holds is known by the time it trains.
+        was_compiled: Whether it was compiled under `enable`, and not before.
+    """
+    dtypes = compute_dtypes(model)
+    if dtypes == {FLOAT32.name}:
+        _tell(model, "not float16", _NOT_FLOAT16)
+    if FLOAT16.name in dtypes:
+        _warn_of_optimizers(model, was_compiled)
 
 
-def _warn(model: keras.Model, message: str, stacklevel: int) -> None:
-    _warned.add(model)
-    warnings.warn(f"{type(model).__name__} {model.name!r} {message}", stacklevel=stacklevel)
+def when_built(model: keras.Model, check: Callable[[], None]) -> None:
+    """Calls `check` now if the model is built, else after the first call of its train function, which builds it."""
+    if all(layer.built for layer in sublayers(model)):
+        check()
+        return
+    train_function, pending = model.train_function, [check]
+
+    def run(iterator: Any) -> Any:
+        logs = train_function(iterator)
+        if pending:
+            pending.pop()()
+        return logs
+
+    model.train_function = run
 
 
-def _not_float16(model: keras.Model) -> str | None:
-    if not model.weights or computes_in_float16(model):
-        return None
-    return (
-        "has no layer that computes in float16: it was built before kmp.enable(), or with dtype='float32'. It trains "
-        "without float16 and without a loss scale. Call kmp.enable() before the first layer is made."
-    )
+def _warn_of_optimizers(model: keras.Model, was_compiled: bool) -> None:
+    held = list(optimizers_in(vars(model)))
+    optimizers = [model.optimizer, *held] if model.optimizer is not None else held
+    unscaled = [optimizer for optimizer in optimizers if not isinstance(optimizer, LossScaleOptimizer)]
+    own = [optimizer for optimizer in unscaled if optimizer is not model.optimizer]
+    if not unscaled:
+        return
+    if own and type(model).train_step is not keras.Model.train_step:
+        _tell(model, "own optimizers", _OWN_OPTIMIZERS.format(kinds=", ".join(type(one).__name__ for one in own)))
+    elif len(unscaled) < len(optimizers):
+        return
+    elif isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+        _tell(model, "stock scaler", _STOCK_SCALER)
+    else:
+        compiled = "with auto_scale_loss=False" if was_compiled else "before kmp.enable()"
+        _tell(model, "unscaled", _UNSCALED.format(compiled=compiled))
 
 
-def _unscaled(model: keras.Model, compiled: str) -> str | None:
-    if model.optimizer is None or not computes_in_float16(model) or optimizers_of(model):
-        return None
-    if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
-        return (
-            "is compiled with Keras' own LossScaleOptimizer, which kmp leaves alone: it can be neither seen nor "
-            "configured. Call compile under kmp.enable(), with its inner optimizer."
-        )
-    return (
-        f"computes in float16 and was compiled {compiled}, so its loss is not scaled: gradients of 2^-25 and less "
-        "become zero. Call compile under kmp.enable(), or pass it kmp.LossScaleOptimizer(optimizer)."
-    )
+def _tell(model: keras.Model, mistake: str, message: str) -> None:
+    told = _told.setdefault(model, set())
+    if mistake not in told:
+        told.add(mistake)
+        _warnings.warn(f"{type(model).__name__} {model.name!r} {message}")
 
 
-def _softmaxes_in_float16(model: keras.Model) -> Iterable[str]:
-    for layer in _layers_of_models(model):
-        is_softmax = isinstance(layer, keras.layers.Softmax)
-        is_softmax = is_softmax or getattr(layer, "activation", None) is keras.activations.softmax
-        if is_softmax and layer.compute_dtype == FLOAT16.name:
-            yield f"the softmax of layer {layer.name!r}"
-
-
-def _layers_of_models(model: keras.Model) -> Iterable[keras.Layer]:
-    """Yields the layers that the user put into the model, and not those that a layer such as attention is made of."""
-    for layer in model.layers:
-        yield from _layers_of_models(layer) if isinstance(layer, keras.Model) else [layer]
+def _softmaxes_in_float16(layer: keras.Layer) -> Iterable[str]:
+    for child in children(layer):
+        is_softmax = isinstance(child, keras.layers.Softmax) or getattr(child, "activation", None) in _SOFTMAXES
+        if is_softmax and child.trainable and child.compute_dtype == FLOAT16.name:
+            yield f"the softmax of layer {child.name!r}"
+        is_made_by_keras = type(child).__module__.startswith("keras.") and not isinstance(child, keras.Model)
+        if not is_made_by_keras:  # what attention and its like are made of is Keras' business
+            yield from _softmaxes_in_float16(child)
 
 
 def _losses_in_float16(losses: Any) -> Iterable[str]:
@@ -115,6 +127,22 @@ def _losses_in_float16(losses: Any) -> Iterable[str]:
 
 
 _IN_FLOAT16 = (
-    "Computed in float16: {names}. float16 rounds to 11 bits and has no exp beyond 11.1. End the model with "
-    "kmp.layers.Softmax(), or give layer or loss dtype='float32'."
+    "computes in float16: {names}. float16 rounds to 11 bits, and exp(x) overflows in it above 11.09. Put "
+    "kmp.layers.Softmax() in its place, or give layer or loss dtype='float32'."
+)
+_NOT_FLOAT16 = (
+    "trains under kmp.enable() but has no layer that computes in float16: it was built before, or loaded or made with "
+    "dtype='float32'. It trains in float32, without a loss scale. Call kmp.enable() before the first layer is made."
+)
+_UNSCALED = (
+    "computes in float16 and was compiled {compiled}, so its loss is not scaled: gradients of 2^-25 and less become "
+    "zero. Call compile under kmp.enable(), or pass it kmp.LossScaleOptimizer(optimizer)."
+)
+_STOCK_SCALER = (
+    "is compiled with Keras' own LossScaleOptimizer, which kmp leaves alone: it can be neither seen nor configured. "
+    "Call compile under kmp.enable(), with its inner optimizer."
+)
+_OWN_OPTIMIZERS = (
+    "computes in float16 and trains with optimizers of its own that do not scale their loss: {kinds}. Wrap each with "
+    "kmp.wrap(optimizer), and in train_step call its scale_loss, then apply."
 )

@@ -2,23 +2,27 @@
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Unpack
+from weakref import WeakKeyDictionary
 
 import keras
 
 from kmp import _arguments, _guard, _hardware, _mistakes, _multiworker
 from kmp._formats import FLOAT16
 from kmp._patch import Replacement, definer
+from kmp._state import compute_dtypes
 from kmp.optimizer import LossScaleOptimizer
 from kmp.scaling import DynamicScale
 from kmp.settings import LossScaleSettings, make_rule, override
 
 POLICIES = ("mixed_float16", "mixed_bfloat16", "float32", "float16")
 
+_FLOAT16_POLICIES = ("mixed_float16", "float16")
+
 _active: list["Handle"] = []
+_compiled_under: WeakKeyDictionary[keras.Model, str] = WeakKeyDictionary()
 
 
 class Handle:
@@ -61,6 +65,10 @@ def enable(policy: str = "mixed_float16", **loss_scale_settings: Unpack[LossScal
     of the model computes in float16, unless it is called with `auto_scale_loss=False`. bfloat16 has float32's exponents
     and needs no loss scale, nor does float32.
 
+    A model that trains with kmp's optimizer is guarded: a skipped step leaves no trace in its layers and metrics.
+    `compile` raises an error for what would fail in the first step under a strategy, and mends `fit` on several
+    workers. Mistakes that Keras trains on with in silence are warned of, once a model.
+
     Calling it again replaces policy and settings. What the hardware means for the policy is logged once, under `"kmp"`.
 
     Args:
@@ -95,7 +103,7 @@ def enable(policy: str = "mixed_float16", **loss_scale_settings: Unpack[LossScal
 
 
 def disable() -> None:
-    """Restores what was there before the first `enable`: the policy and Keras' own `compile`.
+    """Restores what was there before the first `enable`: the policy, and Keras' own functions.
 
     Models that are compiled already keep their optimizer. Does nothing where kmp is not enabled.
     """
@@ -137,6 +145,7 @@ _hooks: list[Replacement] = []
 def _install_hooks() -> None:
     # A `compile` put on `keras.Model` itself would look like a user's own to `compile_from_config`, which then does not
     # compile a loaded model.
+    _multiworker.mend_if_needed()
     for name, make in (("compile", _hooked), ("make_train_function", _watched)):
         _hooks.append(Replacement(definer(keras.Model, name), name, make))
 
@@ -153,40 +162,47 @@ def _hooked(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
         call = signature.bind(self, *args, **kwargs)
-        is_chosen = "optimizer" in call.arguments
         call.apply_defaults()
         if _active:
-            _mistakes.refuse_what_replicas_cannot(self, call.arguments)
-            _multiworker.mend_if_needed(self)
-        if _active and call.arguments["auto_scale_loss"] and _mistakes.computes_in_float16(self):
-            if not is_chosen:
-                _say_if_unused(self, inspect.currentframe())
-            call.arguments["optimizer"] = _scaled(call.arguments["optimizer"])
-            call.arguments["auto_scale_loss"] = False
+            _prepare(self, call.arguments)
         original(*call.args, **call.kwargs)
         if isinstance(self.optimizer, LossScaleOptimizer):
             _guard.install(self)
+        if _active:
+            _compiled_under[self] = _active[-1].policy
         if _is_float16_on():
             _mistakes.warn_of_compiled(self)
 
     return compile
 
 
+def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
+    """Sees to it that the model can train as its arguments of `compile` say, with a scaled loss where it needs one."""
+    _mistakes.refuse_what_replicas_cannot(model, arguments)
+    _multiworker.mend_if_needed(model)
+    if arguments["auto_scale_loss"]:
+        if FLOAT16.name in (compute_dtypes(model) or {model.compute_dtype}):
+            arguments["optimizer"] = _scaled(arguments["optimizer"])
+        arguments["auto_scale_loss"] = False  # Keras would go by the model's own policy, whatever its layers do
+
+
 def _watched(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def make_train_function(self: keras.Model, force: bool = False) -> None:
-        if _is_float16_on():
-            _mistakes.warn_of_training(self)
         if _active and _guard.optimizers_of(self) and _guard.install(self):
             self.make_train_function(force=True)  # the guard's own, which comes here again
-        else:
-            original(self, force)
+            return
+        original(self, force)
+        compiled_under = _compiled_under.get(self)
+        if _is_float16_on() and compiled_under in (None, *_FLOAT16_POLICIES):
+            was_compiled = compiled_under is not None
+            _mistakes.when_built(self, lambda: _mistakes.warn_of_training(self, was_compiled))
 
     return make_train_function
 
 
 def _is_float16_on() -> bool:
-    return bool(_active) and keras.config.dtype_policy().compute_dtype == FLOAT16.name
+    return bool(_active) and _active[-1].policy in _FLOAT16_POLICIES
 
 
 def _scaled(optimizer: Any) -> Any:
@@ -206,24 +222,6 @@ def _in_place_of(stock: keras.optimizers.LossScaleOptimizer) -> LossScaleOptimiz
     if stock.dynamic_growth_steps != DynamicScale.growth_interval:
         settings["growth_interval"] = stock.dynamic_growth_steps
     return wrap(stock.inner_optimizer, **settings)
-
-
-def _say_if_unused(model: keras.Model, frame: FrameType | None) -> None:
-    """Warns where a model such as a GAN compiles without an optimizer because it trains with optimizers of its own."""
-    kind = type(model)
-    if kind.compile is keras.Model.compile or kind.train_step is keras.Model.train_step:
-        return
-    # The usual form sets them after super().compile(), so they are known by now as arguments of the caller alone.
-    caller = frame.f_back if frame else None
-    own = [*_guard.optimizers_in(vars(model)), *_guard.optimizers_in(caller.f_locals if caller else {})]
-    if own and all(isinstance(optimizer, LossScaleOptimizer) for optimizer in own):
-        return
-    warnings.warn(
-        f"{kind.__name__}.compile calls super().compile() without an optimizer, so kmp wraps one that the model's own "
-        "train_step does not use. Wrap each of those it does use with kmp.wrap(optimizer), and call its scale_loss and "
-        "apply.",
-        stacklevel=4,
-    )
 
 
 def _settings() -> LossScaleSettings:
