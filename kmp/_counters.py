@@ -1,22 +1,23 @@
 """What the loss scaler keeps on the device beside the scale itself."""
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import ops
 
-from kmp import _replicas, statistics
+from kmp import _replicas, _warnings, statistics
 from kmp._arguments import SAVED_AS
 from kmp._formats import FLOAT16
 from kmp.records import BIN_COUNT, ExponentHistogram
 from kmp.scaling import StepOutcome
 
-_IN_FLOAT16 = (
+_FIRST = "only_first_replica"  # all replicas hold the same
+_LOSS_IN_FLOAT16 = (
     "The loss was computed in float16, which rounds it to 11 bits and overflows beyond 65504. Compute it in float32: "
     "end the model with kmp.layers.Softmax() or a layer with dtype='float32', or cast its output."
 )
@@ -42,6 +43,9 @@ class Counters(keras.Layer):
         self.nonfinite_losses = self._counter("nonfinite_losses")
         self.nonfinite_losses_in_a_row = self._counter("nonfinite_losses_in_a_row")
         self.overflows_at_min_scale = self._counter("overflows_at_min_scale")
+        self._last_loss = self.add_weight(
+            shape=(), dtype="float32", initializer="zeros", name="last_loss", autocast=False, aggregation=_FIRST
+        )
         self._culprit = self._counter("culprit")  # its place among the variables, from 1; 0 before the first overflow
         self.overflows_by_variable: Any = None
 
@@ -49,7 +53,7 @@ class Counters(keras.Layer):
         """Creates the counter that has an entry for each variable."""
         self.overflows_by_variable = self._counter("overflows_by_variable", (variable_count,))
 
-    def count(self, step: StepOutcome, overflows_in_a_row: Any, is_at_min_scale: Any, flags: Any) -> None:
+    def count(self, step: StepOutcome, overflows_in_a_row: Any, is_at_min_scale: Any, flags: Any, loss: Any) -> None:
         """Counts one step.
 
         Args:
@@ -57,8 +61,9 @@ class Counters(keras.Layer):
             overflows_in_a_row: Scalar int64, from the scale's rule.
             is_at_min_scale: Scalar bool, the rule would back off but the scale is at its lowest.
             flags: Bool tensor of shape `(variables,)`, whose gradient was not finite, in the order of the network.
+            loss: Scalar float32, the loss before it was scaled, summed over replicas as their gradients are.
         """
-        nonfinite_loss = ops.cast(ops.logical_not(step.loss_was_finite), "int64")
+        nonfinite_loss = ops.cast(ops.logical_and(step.overflowed, ops.logical_not(step.loss_was_finite)), "int64")
         in_a_row = (self.nonfinite_losses_in_a_row + nonfinite_loss) * ops.cast(overflows_in_a_row > 0, "int64")
         flags = ops.cast(flags, "int64")
         # An overflow spreads to every variable before it, so the one to blame is the last: the nearest to the loss.
@@ -71,6 +76,7 @@ class Counters(keras.Layer):
         self.overflows_at_min_scale.assign_add(ops.cast(is_at_min_scale, "int64"))
         self._culprit.assign(ops.where(step.overflowed, last, self._culprit))
         self.overflows_by_variable.assign_add(flags)
+        self._last_loss.assign(loss)
 
     def read(self, variables: Sequence[Any]) -> dict[str, Any]:
         """Copies the counts to the host.
@@ -97,6 +103,10 @@ class Counters(keras.Layer):
             "overflows_by_variable": {p: int(n) for p, n in zip(paths, by_variable, strict=True) if n},
         }
 
+    def read_loss(self) -> float:
+        """Copies the last step's loss to the host."""
+        return float(self._last_loss.numpy())
+
     def save_own_variables(self, store: Any) -> None:
         """Saves by name, so that a counter of a later version keeps no file from loading."""
         for variable in self.weights:
@@ -122,7 +132,7 @@ class Counters(keras.Layer):
 
     def _counter(self, name: str, shape: tuple[int, ...] = ()) -> keras.Variable:
         return self.add_weight(
-            shape=shape, dtype="int64", initializer="zeros", name=name, autocast=False, aggregation="only_first_replica"
+            shape=shape, dtype="int64", initializer="zeros", name=name, autocast=False, aggregation=_FIRST
         )
 
 
@@ -135,32 +145,43 @@ class LossWatch:
     def __init__(self) -> None:
         self.nonfinite_calls = _replicas.variable("nonfinite_loss_calls", "int64")
         self.last_was_nonfinite = _replicas.variable("last_loss_was_nonfinite", "float32")
-        self._has_seen_one = self._has_warned = False
-        self._last_loss = _replicas.variable("last_loss", "float32")
+        self.any_was_nonfinite = _replicas.variable("any_loss_was_nonfinite", "float32")
+        self.has_seen_one = self._has_warned = False
+        self.last_loss = _replicas.variable("last_loss", "float32")
 
     def note(self, loss: Any) -> None:
-        """Remembers a loss until the next one, or until `forget`; warns if the first one is float16."""
-        if keras.backend.standardize_dtype(loss.dtype) == FLOAT16.name and not self._has_seen_one:
-            warnings.warn(_IN_FLOAT16, stacklevel=3)
-        self._has_seen_one = True
+        """Remembers a loss of a step, until `forget`; warns if the first one is float16."""
+        if keras.backend.standardize_dtype(loss.dtype) == FLOAT16.name and not self.has_seen_one:
+            _warnings.warn(_LOSS_IN_FLOAT16)
+        self.has_seen_one = True
         nonfinite = statistics.nonfinite(loss)
-        self._last_loss.assign(ops.cast(ops.mean(loss), "float32"))
+        self.last_loss.assign(ops.cast(ops.mean(loss), "float32"))
         self.nonfinite_calls.assign_add(ops.cast(nonfinite, "int64"))
         self.last_was_nonfinite.assign(nonfinite)
+        self.any_was_nonfinite.assign(ops.maximum(self.any_was_nonfinite, nonfinite))
+
+    def excuse(self, where: Any) -> None:
+        """Takes the blame from the loss scale for what this step's gradients will be, if the scalar bool is true."""
+        self.any_was_nonfinite.assign(ops.maximum(self.any_was_nonfinite, ops.cast(where, "float32")))
+
+    def seen(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Returns scalar float32: 1.0 if the step's last loss was not finite; the same of any of them; the last loss.
+
+        A loop may scale a loss and drop it, so only the last one can make a step count as skipped; but where a step has
+        several losses, any of them can be why its gradients are not finite.
+        """
+        return ops.copy(self.last_was_nonfinite), ops.copy(self.any_was_nonfinite), ops.copy(self.last_loss)
 
     def forget(self) -> None:
-        """Forgets the last loss; the count of calls goes on."""
-        self.last_was_nonfinite.assign(0.0)
-
-    def read(self) -> float | None:
-        """Returns the last loss, summed over this process' replicas; `None` if there was none yet."""
-        return float(_replicas.local_sum(self._last_loss)) if self._has_seen_one else None
+        """Forgets the losses of a step; the count of calls goes on."""
+        for variable in (self.last_was_nonfinite, self.any_was_nonfinite, self.last_loss):
+            variable.assign(0.0)
 
     def warn_if_it_saw_none(self) -> None:
         """Warns, once, that gradients are about to be unscaled which come from no scaled loss."""
-        if not self._has_seen_one and not self._has_warned:
+        if not self.has_seen_one and not self._has_warned:
             self._has_warned = True
-            warnings.warn(_WITHOUT_SCALE_LOSS, stacklevel=3)
+            _warnings.warn(_WITHOUT_SCALE_LOSS)
 
 
 class Sampler:

@@ -7,53 +7,58 @@ class StuckError(RuntimeError):
     """Raised by `kmp.callbacks.StuckDetector`: float16 training does not get on; the message says why."""
 
 
-def is_stuck(now: Snapshot, before: Snapshot, patience: int) -> bool:
-    """Whether a reading shows `patience` skipped steps in a row, or one, since the last reading, at the lowest scale.
-
-    Args:
-        now: The reading.
-        before: The last reading before it.
-        patience: In steps.
-    """
-    return now.overflows_in_a_row >= patience or now.overflows_at_min_scale > before.overflows_at_min_scale
+def is_at_lowest(now: Snapshot, before: Snapshot) -> bool:
+    """Whether a step between two readings asked for a scale below the lowest one."""
+    return now.overflows_at_min_scale > before.overflows_at_min_scale
 
 
-def describe(now: Snapshot, weights: str) -> str:
+def describe(now: Snapshot, before: Snapshot, is_fixed: bool, weights: str) -> str:
     """Returns what happened, the cause, the loss, the scale, the variable to blame, and what to try.
 
     Args:
         now: The reading that shows it.
+        before: The last reading before it.
+        is_fixed: Whether the scale never moves.
         weights: A sentence on where the weights are.
     """
-    return "\n".join([_happened(now), *_cause(now), weights])
+    at_lowest = is_at_lowest(now, before)
+    cause = _from_loss(now) if now.nonfinite_losses_in_a_row else _from_backward(now, at_lowest, is_fixed)
+    return "\n".join([_happened(now, at_lowest), *cause, weights])
 
 
-def _happened(now: Snapshot) -> str:
-    steps = now.overflows_in_a_row
-    skipped = f"the last {steps} steps were skipped" if steps != 1 else "the last step was skipped"
-    at_lowest = " at the lowest loss scale" if now.overflows_at_min_scale else ""
-    return f"Training is stuck: at step {now.step} {skipped}{at_lowest}. {_numbers(now)}"
-
-
-def _numbers(now: Snapshot) -> str:
+def _happened(now: Snapshot, at_lowest: bool) -> str:
+    count = now.overflows_in_a_row
+    skipped = {0: "a step since the last reading was skipped", 1: "the last step was skipped"}.get(
+        count, f"the last {count} steps were skipped"
+    )
     loss = "" if now.last_loss is None else f"Last loss: {now.last_loss:g}. "
-    return f"{loss}Loss scale: {now.loss_scale:g}."
+    lowest = " with the loss scale at its lowest" if at_lowest else ""
+    return f"Training is stuck: at step {now.step} {skipped}{lowest}. {loss}Loss scale: {now.loss_scale:g}."
 
 
-def _cause(now: Snapshot) -> list[str]:
-    from_loss, skipped = now.nonfinite_losses_in_a_row, now.overflows_in_a_row
-    share = "" if from_loss in (0, skipped) else f" in {from_loss} of these steps"
-    if from_loss:
-        return [
-            f"Cause: the loss was inf or nan before it was scaled{share}, so no loss scale helps.",
-            "Try: look for inf and nan in the data (np.isfinite(x).all()); normalize inputs, because float16 ends at "
-            "65504; wrap the layer whose output is the first to overflow in kmp.layers.Float32; lower the learning "
-            "rate, or set clipnorm on the inner optimizer, if the loss rose before it.",
-        ]
+def _from_loss(now: Snapshot) -> list[str]:
+    count = now.nonfinite_losses_in_a_row
+    share = "" if count == now.overflows_in_a_row else f" in {count} of these steps"
     return [
-        "Cause: the loss is finite, and a gradient overflows float16 in the backward pass at every scale tried.",
-        f"To blame: {now.culprit}, of the variables whose gradient is not finite the one nearest the loss; an overflow "
-        "spreads from there to all before it.",
+        f"Cause: the loss was inf or nan before it was scaled{share}, so no loss scale helps.",
+        "Try: look for inf and nan in the data (np.isfinite(x).all()); normalize inputs, because float16 ends at "
+        "65504; wrap the layer whose output is the first to overflow in kmp.layers.Float32; lower the learning rate, "
+        "or set clipnorm on the inner optimizer, if the loss rose before it.",
+    ]
+
+
+def _from_backward(now: Snapshot, at_lowest: bool, is_fixed: bool) -> list[str]:
+    loss = "the loss went through no scale_loss" if now.last_loss is None else "the loss was finite"
+    if is_fixed:
+        scale = "pass a lower loss_scale, or loss_scale='dynamic'"
+    elif at_lowest:
+        scale = "pass a lower min_scale"
+    else:
+        scale = "pass a lower initial_scale, or more patience, because the scale was still falling"
+    return [
+        f"Cause: {loss}, and a gradient overflowed float16 in the backward pass.",
+        f"To blame: {now.culprit}, of the variables whose gradient is not finite the nearest to the loss (the last in "
+        "the model's order); an overflow spreads from there to all before it.",
         "Try: wrap the layers between that variable and the loss in kmp.layers.Float32; take the mean of the loss, not "
-        "its sum; pass a lower min_scale; or train with kmp.enable('mixed_bfloat16').",
+        f"its sum; {scale}; or train with kmp.enable('mixed_bfloat16').",
     ]

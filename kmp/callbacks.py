@@ -1,24 +1,24 @@
-"""Callbacks that read the optimizer at a cadence and put what it knows into `logs`, files and TensorBoard.
+"""Callbacks for `fit`: what the loss scaler does, in `logs`, files and TensorBoard; stuck runs; resuming killed ones.
 
-They compute nothing: the compiled step counts on the device, and a reading copies a few numbers to the host. List them
-before callbacks that use their keys, such as `CSVLogger`; `History` and the progress bar always come after.
+Those that read compute nothing: the compiled step counts on the device, and a reading copies a few numbers to the host.
+List them before callbacks that use their keys, such as `CSVLogger`; `History` and the progress bar always come after.
 
 With a `log_dir`, readings go to `kmp.jsonl` there (see `kmp.records`) and to TensorBoard event files.
 """
 
-import warnings
 from typing import Any
 
 import keras
 
-from kmp import _arguments, _replicas
+from kmp import _arguments, _replicas, _warnings
 from kmp._backup import BackupAndRestore as BackupAndRestore
 from kmp._backup import save_whole
 from kmp._reader import Logs, PathLike, Reader
 from kmp._stuck import StuckError as StuckError
-from kmp._stuck import describe, is_stuck
+from kmp._stuck import describe, is_at_lowest
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot
+from kmp.scaling import FixedScale
 
 
 class LossScaleLogger(Reader):
@@ -78,6 +78,9 @@ class OverflowCounter(Reader):
             "overflows_in_a_row": snapshot.overflows_in_a_row,
             "overflows_by_variable": snapshot.overflows_by_variable,
         }
+        if new:
+            details["culprit"] = snapshot.culprit
+        details["last_loss"] = snapshot.last_loss
         return {"step": snapshot.step} | self._keys | details
 
 
@@ -131,12 +134,12 @@ class StuckDetector(Reader):
     """Tells when float16 cannot work for a model, and why, in place of skipping every step for good.
 
     Training counts as stuck after `patience` skipped steps in a row, and at an overflow while the scale is already at
-    `min_scale`. The message names the cause, the loss, the scale, the variable to blame and what to try. The weights
-    are those from before the streak, because skipped steps leave no trace.
+    `min_scale`; with `steps_per_execution`, as seen at the end of each execution. The message names the cause, the
+    loss, the scale, the variable to blame and what to try. The weights are those from before the streak.
 
     Args:
         patience: Integer, at least 1: skipped steps in a row.
-        on_stuck: `"raise"` a `kmp.callbacks.StuckError`, `"warn"` once for each streak, or `"ignore"`.
+        on_stuck: `"raise"` a `kmp.callbacks.StuckError`, `"warn"` once for each streak, or `"ignore"` it.
         checkpoint: A path that ends in `.keras` or `.weights.h5`, to save the model to when it is stuck; or `None`.
         optimizer: The `kmp.LossScaleOptimizer` to read, for a model that holds several; its own by default.
 
@@ -156,7 +159,7 @@ class StuckDetector(Reader):
         super().__init__(None, _arguments.positive_integer("patience", patience), optimizer)
         self.on_stuck = _arguments.one_of("on_stuck", on_stuck, ("raise", "warn", "ignore"))
         self.checkpoint = None if checkpoint is None else _arguments.model_path("checkpoint", checkpoint)
-        self._streak_told = 0
+        self._streak_told: int | None = None
 
     @property
     def patience(self) -> int:
@@ -168,18 +171,22 @@ class StuckDetector(Reader):
         to_lowest = self.optimizer.rule.steps_to_its_end(snapshot.loss_scale)
         return snapshot.step + max(1, int(min(self.patience - snapshot.overflows_in_a_row, to_lowest)))
 
-    def _row(self, snapshot: Snapshot) -> None:
-        streak = snapshot.step - snapshot.overflows_in_a_row + 1
-        if streak == self._streak_told or not is_stuck(snapshot, self._last, self.patience):
-            return
-        self._streak_told = streak
-        if self.on_stuck != "ignore":
-            self._tell(describe(snapshot, self._save()))
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._streak_told = None
+        super().on_train_begin(logs)
 
-    def _tell(self, message: str) -> None:
+    def _row(self, snapshot: Snapshot) -> None:
+        skipped, streak = snapshot.overflows_in_a_row, snapshot.step - snapshot.overflows_in_a_row
+        is_stuck = skipped >= self.patience or is_at_lowest(snapshot, self._last)
+        if not is_stuck or streak == self._streak_told:
+            return
+        self._streak_told = streak if skipped else None
+        is_fixed = isinstance(self.optimizer.rule, FixedScale)
+        message = describe(snapshot, self._last, is_fixed, self._save())
         if self.on_stuck == "raise":
             raise StuckError(message)
-        warnings.warn(message, stacklevel=2)
+        if self.on_stuck == "warn":
+            _warnings.warn(message)
 
     def _save(self) -> str:
         """Saves the model where asked; returns a sentence on where its weights are."""
@@ -190,7 +197,7 @@ class StuckDetector(Reader):
             return f"{intact}, saved by the chief."
         try:
             save_whole(self.model, self.checkpoint)
-        except OSError as error:
+        except Exception as error:  # Keras raises what it likes; none of it may hide why training is stuck
             return f"{intact}; saving them to {str(self.checkpoint)!r} failed: {error}"
         return f"{intact}, saved to {str(self.checkpoint)!r}."
 

@@ -132,8 +132,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.sampler:
             self.sampler.sample(grads, scale, self.counters.steps + 1)
         unscaled = [self._unscale(g, v, scale) for g, v in zip(grads, variables, strict=True)]
-        agreed = _replicas.agree(*self._measure(unscaled, variables))
-        _replicas.once(self._finish, (*agreed, scale), (unscaled, variables))
+        (agreed,) = _replicas.agree(self._measure(unscaled, variables))
+        _replicas.once(self._finish, (agreed, scale), (unscaled, variables))
 
     def snapshot(self) -> Snapshot:
         """Reads scale, counts and the last sampled histogram from the device.
@@ -144,7 +144,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return Snapshot(
             loss_scale=float(self._bounded_scale()),
             clean_steps=int(self.step_counter.numpy()) if self.built else 0,
-            last_loss=self.loss_watch.read(),
+            last_loss=self.counters.read_loss() if self.loss_watch.has_seen_one else None,
             histogram=self.sampler.read() if self.sampler else None,
             **self.counters.read(self._trainable_variables if self.built else ()),
         )
@@ -205,38 +205,43 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return tf.IndexedSlices(unscaled, grad.indices, grad.dense_shape)
         return unscaled
 
-    def _measure(self, unscaled: list[Any], variables: list[Any]) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns float32 flags: one for each variable the optimizer was built on, and one for the loss.
+    def _measure(self, unscaled: list[Any], variables: list[Any]) -> tf.Tensor:
+        """Returns a float32 vector: a flag for each variable the optimizer was built on, then what `LossWatch` saw.
 
-        Of unscaled gradients, because a scale below 1 can make a finite gradient infinite.
+        Flags are of unscaled gradients, because a scale below 1 can make a finite gradient infinite; times the number
+        of replicas, whose sum the update takes. They are 1.0 or 0.0, so that one sum over the replicas tells all of
+        them everything.
         """
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
         flags = [tf.zeros([])] * len(self._trainable_variables)
         for grad, variable in zip(unscaled, variables, strict=True):
             if grad is not None:
                 index = self._index(variable)
-                flags[index] = tf.maximum(flags[index], statistics.nonfinite(grad))
-        return tf.stack(flags), tf.convert_to_tensor(self.loss_watch.last_was_nonfinite.value)
+                values = statistics.values_of(grad)
+                flag = statistics.nonfinite(values * replicas if replicas > 1 else values)
+                flags[index] = tf.maximum(flags[index], flag)
+        return tf.stack([*flags, *self.loss_watch.seen()])
 
-    def _finish(
-        self, on_each: Any, flags: Any, nonfinite_losses: Any, scale: Any, unscaled: Any, variables: Any
-    ) -> None:
-        """The rest of the step, once all replicas have agreed on the flags."""
-        loss_was_finite = ops.equal(nonfinite_losses, 0.0)
-        overflowed = ops.logical_or(ops.any(flags > 0), ops.logical_not(loss_was_finite))
+    def _finish(self, on_each: Any, agreed: Any, scale: Any, unscaled: Any, variables: Any) -> None:
+        """The rest of the step, once all replicas have agreed on what was measured."""
+        count = len(self._trainable_variables)
+        flags, (last_was_nonfinite, any_was_nonfinite, loss) = agreed[:count] > 0, tf.unstack(agreed[count:], 3)
+        overflowed = ops.logical_or(ops.any(flags), last_was_nonfinite > 0)
         self._update_or_skip(overflowed, lambda: on_each(self.inner_optimizer.apply, unscaled, variables))
-        self._adapt_and_count(scale, scaling.StepOutcome(overflowed, loss_was_finite), flags > 0)
+        outcome = scaling.StepOutcome(overflowed, ops.equal(any_was_nonfinite, 0.0))
+        self._adapt_and_count(scale, outcome, flags, loss)
         self.loss_watch.forget()
 
     def _update_or_skip(self, overflowed: Any, update: Callable[[], None]) -> None:
         ops.cond(overflowed, lambda: None, update)
 
-    def _adapt_and_count(self, scale: Any, outcome: scaling.StepOutcome, flags: Any) -> None:
+    def _adapt_and_count(self, scale: Any, outcome: scaling.StepOutcome, flags: Any, loss: Any) -> None:
         in_a_row = ops.copy(self.counters.overflows_in_a_row)
         before = scaling.ScaleState(scale, ops.copy(self.step_counter), in_a_row)
         after = self.rule.update(before, outcome)
         self.dynamic_scale.assign(after.scale)
         self.step_counter.assign(after.clean_steps)
-        self.counters.count(outcome, after.overflows_in_a_row, self.rule.is_at_its_end(before, outcome), flags)
+        self.counters.count(outcome, after.overflows_in_a_row, self.rule.is_at_its_end(before, outcome), flags, loss)
 
     def _bounded_scale(self) -> Any:
         """The scale in use: what a file or a user wrote into the variable, brought within the rule's bounds."""

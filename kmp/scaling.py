@@ -33,7 +33,7 @@ class StepOutcome(NamedTuple):
 
     Attributes:
         overflowed: Scalar bool, the loss or a gradient was not finite, so the step was skipped.
-        loss_was_finite: Scalar bool, false when the loss was not finite before it was scaled.
+        loss_was_finite: Scalar bool, false when a loss of the step was not finite before it was scaled.
     """
 
     overflowed: Any

@@ -267,6 +267,24 @@ def test_float16_variables_take_every_option_of_the_inner_optimizer(run_step):
     np.testing.assert_array_equal(variable, [0.5, 1.0])
 
 
+@pytest.mark.parametrize("losses", [(np.nan, 1.0), (1.0, np.nan)])
+def test_any_loss_of_a_step_can_be_the_cause(losses, run_step):
+    optimizer, variable = kmp.LossScaleOptimizer("sgd"), keras.Variable([1.0])
+    optimizer.build([variable])
+
+    @run_step
+    def step(first, second):
+        with tf.GradientTape() as tape:
+            total = optimizer.scale_loss(first * variable.value[0]) + optimizer.scale_loss(second * variable.value[0])
+        optimizer.apply([tape.gradient(total, variable.value)], [variable])
+
+    step(*map(tf.constant, losses))
+    found = optimizer.snapshot()
+    assert (found.nonfinite_loss_count, found.loss_scale, found.overflow_count) == (1, 2.0**15, 1)
+    step(tf.constant(1.0), tf.constant(1.0))
+    assert optimizer.snapshot().overflow_count == 1
+
+
 def test_loss_that_a_loop_drops_does_not_spoil_the_next_step():
     variable = keras.Variable([1.0])
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)

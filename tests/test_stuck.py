@@ -5,6 +5,7 @@ import tensorflow as tf
 from conftest import compiled_model, small_data, small_model, values
 
 import kmp
+from kmp import _stuck
 from kmp.callbacks import StuckDetector, StuckError, defaults
 
 pytestmark = pytest.mark.usefixtures("enabled")
@@ -69,7 +70,7 @@ def test_overflow_at_the_lowest_scale_raises_and_names_the_variable_nearest_the_
     with pytest.raises(StuckError) as caught:
         fit(model, data(), [StuckDetector()])
     message = str(caught.value)
-    assert "at step 3 the last 3 steps were skipped at the lowest loss scale" in message
+    assert "at step 3 the last 3 steps were skipped with the loss scale at its lowest" in message
     assert "Loss scale: 2." in message
     assert "Last loss: 0." in message
     assert "To blame: " in message
@@ -89,6 +90,11 @@ def test_clean_step_in_between_starts_the_count_again():
     model = compiled_model("sgd")
     fit(model, (x, y), [StuckDetector()])
     assert model.optimizer.snapshot().overflow_count == 248
+
+
+def test_ignored_streak_is_saved_all_the_same(tmp_path):
+    fit(compiled_model(), data(slice(0, 250)), [StuckDetector(on_stuck="ignore", checkpoint=tmp_path / "a.keras")])
+    assert keras.models.load_model(tmp_path / "a.keras").optimizer.snapshot().overflow_count == 100
 
 
 @pytest.mark.parametrize("on_stuck", ["warn", "ignore"])
@@ -116,6 +122,64 @@ def test_checkpoint_has_the_weights_from_before_the_streak(tmp_path, name):
     for mine, its in zip(values(saved.weights), values(model.weights), strict=True):
         np.testing.assert_array_equal(mine, its)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_detector_serves_a_second_fit_and_a_second_model():
+    detector = StuckDetector(patience=5)
+    for model in (compiled_model(), compiled_model()):
+        for _ in range(2):
+            with pytest.raises(StuckError):
+                fit(model, data(slice(0, 250)), [detector])
+
+
+class Unserializable(keras.Model):
+    def __init__(self, something):
+        super().__init__()
+        self.net = small_model()
+
+    def call(self, x):
+        return self.net(x)
+
+
+def test_checkpoint_of_a_model_that_keras_cannot_save_does_not_hide_the_reason(tmp_path):
+    model = Unserializable(object())
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    with pytest.raises(StuckError, match="saving them to '.*' failed: .*non-serializable"):
+        fit(model, data(slice(0, 250)), [StuckDetector(checkpoint=tmp_path / "stuck.keras")])
+    assert list(tmp_path.iterdir()) == []
+
+
+def reading(**fields):
+    defaults = {"step": 9, "loss_scale": 8.0, "clean_steps": 0, "overflow_count": 9, "overflows_in_a_row": 9}
+    return kmp.records.Snapshot(
+        **defaults | {"nonfinite_loss_count": 0, "culprit": "a/kernel", "last_loss": 0.5} | fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_fixed", "expected"),
+    [
+        (
+            {"overflows_at_min_scale": 3},
+            False,
+            ["with the loss scale at its lowest.", "pass a lower min_scale"],
+        ),
+        ({"overflows_at_min_scale": 2}, False, ["9 steps were skipped. ", "lower initial_scale, or more patience"]),
+        ({}, True, ["a lower loss_scale, or loss_scale='dynamic'"]),
+        ({"overflows_in_a_row": 0, "overflows_at_min_scale": 3}, False, ["a step since the last reading was skipped"]),
+        ({"overflows_in_a_row": 1}, False, ["the last step was skipped. Last loss: 0.5. Loss scale: 8."]),
+        (
+            {"last_loss": None},
+            False,
+            ["skipped. Loss scale: 8.", "the loss went through no scale_loss, and"],
+        ),
+        ({"nonfinite_losses_in_a_row": 4, "last_loss": np.nan}, False, ["in 4 of these steps", "Last loss: nan."]),
+    ],
+)
+def test_message_says_what_the_readings_show(fields, is_fixed, expected):
+    message = _stuck.describe(reading(**fields), reading(overflows_at_min_scale=2), is_fixed, "Weights.")
+    assert [part for part in expected if part not in message] == []
+    assert ("a/kernel" in message) == ("nonfinite_losses_in_a_row" not in fields)
 
 
 def test_checkpoint_that_cannot_be_written_does_not_hide_the_reason(tmp_path):
