@@ -1,33 +1,47 @@
 """Mends `fit` under `MultiWorkerMirroredStrategy`, which fails in Keras 3.15.1 for any model.
 
 Two places in Keras' trainer are at fault: to build the model it reduces a whole batch, a tuple of values, over the
-workers as if it were one tensor; and it takes the mean of scalar logs along an axis 0 that they do not have. What is
-put in their place does as Keras does in every other case. Nothing is touched before a model is compiled under such a
-strategy.
+workers as if it were one tensor; and it takes the mean of logs along an axis 0, which scalars do not have and vectors
+should keep. What is put in their place does as Keras does in every other case. Nothing is touched where there is no
+TF_CONFIG, before a model is compiled to run on several workers.
 """
 
 import functools
+import importlib
+import logging
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras import tree
-from keras.src.backend.tensorflow import trainer as keras_trainer  # no public name; tests fail when what it holds moves
 
 from kmp import _replicas
 from kmp._patch import Replacement, definer
 
+logger = logging.getLogger("kmp")
+
 _replacements: list[Replacement] = []
 
 
-def mend_if_needed(model: keras.Model) -> None:
-    """Makes `fit`, `evaluate` and `predict` work on several workers, if the model is to run on them."""
-    if _replacements or not _replicas.has_several_workers(model.distribute_strategy):
+def mend_if_needed(model: keras.Model | None = None) -> None:
+    """Makes `fit`, `evaluate` and `predict` work on several workers, where there are several.
+
+    Args:
+        model: The model that will run, or `None` before there is one: then TF_CONFIG tells.
+    """
+    is_needed = "TF_CONFIG" in os.environ if model is None else _replicas.has_several_workers(model.distribute_strategy)
+    if _replacements or not is_needed:
         return
-    trainer = definer(keras.Model, "_maybe_symbolic_build")
-    _replacements.append(Replacement(trainer, "_maybe_symbolic_build", _building_from_local_batch))
-    _replacements.append(Replacement(keras_trainer, "reduce_per_replica", _reducing_scalars))
+    try:  # neither has a public name; tests fail when they move
+        trainer = importlib.import_module("keras.src.backend.tensorflow.trainer")
+        builder = definer(keras.Model, "_maybe_symbolic_build")
+        _replacements.append(Replacement(builder, "_maybe_symbolic_build", _building_from_local_batch))
+        _replacements.append(Replacement(trainer, "reduce_per_replica", _reducing_logs))
+    except (ImportError, KeyError, StopIteration):
+        unmend()
+        logger.warning("Keras %s is not the one whose `fit` kmp mends on several workers.", keras.__version__)
 
 
 def unmend() -> None:
@@ -48,15 +62,15 @@ def _building_from_local_batch(original: Callable[..., None]) -> Callable[..., N
     return _maybe_symbolic_build
 
 
-def _reducing_scalars(original: Callable[..., Any]) -> Callable[..., Any]:
+def _reducing_logs(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def reduce_per_replica(values: Any, strategy: tf.distribute.Strategy, reduction: str = "auto") -> Any:
         if reduction not in {"auto", "mean"} or not _replicas.has_several_workers(strategy):
             return original(values, strategy, reduction)
 
         def mean(value: Any) -> Any:
-            is_scalar = strategy.experimental_local_results(value)[0].shape.rank == 0
-            return strategy.reduce("MEAN", value, axis=None) if is_scalar else original(value, strategy, reduction)
+            is_tensor = isinstance(value, tf.Tensor | tf.distribute.DistributedValues)
+            return strategy.reduce("MEAN", value, axis=None) if is_tensor else value
 
         return tree.map_structure(mean, values)
 

@@ -2,15 +2,14 @@
 
 import abc
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
 import keras
 
-from kmp import _arguments, _guard, _replicas
+from kmp import _arguments, _guard, _replicas, _warnings
 from kmp._formats import FLOAT16
-from kmp._state import sublayers
+from kmp._state import compute_dtypes
 from kmp._writers import LogWriter
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Run, Snapshot
@@ -80,7 +79,7 @@ class Reader(keras.callbacks.Callback, abc.ABC):
 
     def on_train_end(self, logs: Logs = None) -> None:
         if self._has_trained and self._last.step == self._first_step:
-            warnings.warn(_UNUSED.format(callback=type(self).__name__), stacklevel=2)
+            _warnings.warn(_UNUSED.format(callback=type(self).__name__))
         self._stop()
 
     def _prepare(self, optimizer: LossScaleOptimizer) -> bool:
@@ -158,7 +157,7 @@ _UNUSED = (
 def _no_loss_scale(callback: str, model: keras.Model, optimizer: Any) -> str:
     kind = type(optimizer)
     found = f"{kind.__module__.split('.')[0]}'s {kind.__name__}" if optimizer is not None else "None"
-    dtypes = sorted({layer.compute_dtype for layer in sublayers(model)})
+    dtypes = sorted(compute_dtypes(model))
     advice = (
         "Compile the model after kmp.enable() and without auto_scale_loss=False, or with kmp.LossScaleOptimizer(opt)."
         if FLOAT16.name in dtypes

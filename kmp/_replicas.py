@@ -68,7 +68,7 @@ def is_chief(strategy: tf.distribute.Strategy) -> bool:
     if resolver is None or not resolver.task_type:
         return True
     has_chief = "chief" in resolver.cluster_spec().as_dict()
-    return resolver.task_type == "chief" or (not has_chief and resolver.task_id == 0)
+    return resolver.task_type == "chief" or (not has_chief and (resolver.task_type, resolver.task_id) == ("worker", 0))
 
 
 def total(strategy: tf.distribute.Strategy, number: float) -> float:

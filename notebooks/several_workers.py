@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="for the log, the backup and the model; shared by all workers")
     parser.add_argument("--epochs", type=int, default=5)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the workers end with the script that started them
     if "TF_CONFIG" in os.environ:
         train(arguments.folder, arguments.epochs)
     else:
@@ -49,7 +51,7 @@ def train(folder: Path, epochs: int) -> None:
 
     keras.utils.set_random_seed(0)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()  # before anything else is made
-    is_chief = strategy.cluster_resolver.task_id == 0
+    is_chief = strategy.cluster_resolver.task_id == 0  # in a cluster of workers alone, as here
     kmp.enable()
     with strategy.scope():
         model = keras.Sequential(

@@ -102,6 +102,13 @@ def by_element():
     return options
 
 
+class Reports(keras.Sequential):
+    """Reports a vector and a plain number with its step."""
+
+    def train_step(self, data):
+        return super().train_step(data) | {"vector": tf.constant([1.0, 3.0]), "number": 5}
+
+
 def fit():
     """`fit`, `evaluate` and `predict`, with the loggers on the chief alone: a reading must need no other worker."""
     kmp.enable()
@@ -111,12 +118,19 @@ def fit():
     callbacks = [kmp.callbacks.StuckDetector(patience=20)]
     if ME == 0:
         callbacks += kmp.callbacks.defaults(every_n_steps=2)[:2]
+    kmp.disable()
+    kmp.enable()
     history = model.fit(batches(), epochs=2, shuffle=False, verbose=0, callbacks=callbacks).history
     evaluated = model.evaluate(batches().skip(4), verbose=0)
     predicted = model.predict(batches().skip(4), verbose=0)
     found = model.optimizer.snapshot()
+    with STRATEGY.scope():
+        reports = Reports([*model.layers])
+        reports.compile("sgd", "mse")
+    reported = reports.fit(batches(), shuffle=False, verbose=0).history
     kmp.disable()
     return {
+        "reported": [np.asarray(reported["vector"][0]).tolist(), reported["number"]],
         "history": {key: history[key] for key in ("loss", "mae")},
         "evaluated": evaluated,
         "predicted": [list(predicted.shape), bool(np.isfinite(predicted).all())],

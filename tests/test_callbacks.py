@@ -212,7 +212,6 @@ class Gan(keras.Model):
         return {"loss": loss}
 
 
-@pytest.mark.filterwarnings("ignore:Gan.compile calls super")
 def test_each_optimizer_of_a_gan_is_logged_into_a_folder_of_its_own(tmp_path):
     gan = Gan()
     gan.compile()
@@ -224,7 +223,6 @@ def test_each_optimizer_of_a_gan_is_logged_into_a_folder_of_its_own(tmp_path):
         fit(gan, shared)
 
 
-@pytest.mark.filterwarnings("ignore:Gan.compile calls super")
 def test_callbacks_say_when_the_optimizer_they_read_takes_no_step():
     gan = Gan()
     gan.compile()

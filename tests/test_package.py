@@ -104,13 +104,14 @@ def test_unknown_name_is_an_attribute_error():
 
 def test_a_room_imports_only_from_the_floors_below():
     floors = [
-        ["_arguments", "_backend", "_formats", "_hardware", "_patch", "_replicas", "_state"],
+        ["_arguments", "_backend", "_formats", "_hardware", "_patch", "_replicas", "_warnings"],
+        ["_state"],
         ["records", "layers", "_multiworker"],
         ["scaling", "statistics"],
         ["_counters", "plots", "settings"],
         ["optimizer"],
-        ["_backup", "_guard", "_stuck", "_writers"],
-        ["_mistakes"],
+        ["_guard", "_stuck", "_writers"],
+        ["_backup", "_mistakes"],
         ["_reader", "policy"],
         ["callbacks"],
         ["_demo"],

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import small_data
+from keras import ops
 
 import kmp
 
@@ -181,6 +182,43 @@ def test_apply_and_guard_outside_a_replica_are_errors(strategy):
             kmp.guard(optimizer, keras.layers.Dense(1)),
         ):
             pass
+
+
+def test_sum_over_replicas_that_overflows_is_seen_before_it_is_applied(strategy):
+    kmp.enable("float16", initial_scale=1.0)
+    with strategy.scope():
+        kernel = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((1,)), kernel])
+        squares = lambda y, p: ops.mean(ops.square(ops.cast(p, "float32") - ops.cast(y, "float32")), -1)  # noqa: E731
+        model.compile("sgd", squares)
+    x = np.full((16, 1), 200.0, "float32")
+    fit(model, (x, x))
+    assert np.isfinite(model.get_weights()[0]).all()
+    assert model.optimizer.snapshot().overflow_count == 2
+
+
+def test_replica_without_a_row_of_the_last_batch_costs_a_step_and_not_the_scale(strategy):
+    x, y = small_data(8)
+    model = make_model(strategy)
+    fit(
+        model, (x[:57], y[:57]), kmp.callbacks.defaults(), epochs=3
+    )  # the last batch has one row, for the first replica
+    found = model.optimizer.snapshot()
+    assert (found.step, found.overflow_count, found.loss_scale) == (24, 3, 2.0**15)
+    assert all(np.isfinite(value).all() for value in model.get_weights())
+
+
+def test_batch_that_is_skipped_is_left_out_of_the_metrics_of_all_replicas(strategy):
+    model = make_model(strategy)
+    with strategy.scope():
+        model.compile("sgd", "sparse_categorical_crossentropy", metrics=[keras.metrics.MeanMetricWrapper(one, "rows")])
+    fit(model, batches(np.nan, (1,), 8))
+    (rows,) = [metric for outer in model.metrics for metric in getattr(outer, "metrics", []) if metric.name == "rows"]
+    assert float(rows.count.numpy()) == 7 * 8
+
+
+def one(y, prediction):
+    return ops.ones(ops.shape(y)[:1])
 
 
 def test_stuck_run_is_told_under_replicas(strategy):
