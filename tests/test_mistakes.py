@@ -28,16 +28,18 @@ def test_loop_without_scale_loss_is_told_once():
     optimizer.apply([tf.constant([1.0])], [variable])
 
 
-def test_loop_with_scale_loss_in_a_function_of_its_own_is_not_told():
+def test_loop_with_scale_loss_in_a_function_of_its_own_is_not_told(recwarn):
     optimizer, variable = kmp.LossScaleOptimizer("sgd"), keras.Variable([1.0])
     scale = tf.function(optimizer.scale_loss)
     step = tf.function(lambda gradient: optimizer.apply([gradient], [variable]))
     scale(tf.constant(1.0))
     step(tf.constant([1.0]))
+    assert not recwarn.list
 
 
-def test_scale_of_one_needs_no_scale_loss():
+def test_scale_of_one_needs_no_scale_loss(recwarn):
     kmp.LossScaleOptimizer("sgd", loss_scale=1.0).apply([tf.constant([1.0])], [keras.Variable([1.0])])
+    assert not recwarn.list
 
 
 def unbuilt():
@@ -86,7 +88,7 @@ def test_float32_model_that_is_loaded_or_cloned_under_enable_is_told_and_keeps_i
         train(loaded)
 
 
-def test_model_that_never_trains_or_was_compiled_for_float32_or_bfloat16_is_not_told():
+def test_model_that_never_trains_or_was_compiled_for_float32_or_bfloat16_is_not_told(recwarn):
     evaluated, bfloat16 = small_model(), None
     with kmp.enable("mixed_bfloat16"):
         bfloat16 = compiled_model()
@@ -97,6 +99,7 @@ def test_model_that_never_trains_or_was_compiled_for_float32_or_bfloat16_is_not_
             float32 = compiled_model()
         train(float32)
         train(bfloat16)
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("scales_itself", [True, False])
@@ -236,11 +239,12 @@ def test_softmax_in_float16_is_told_at_compile(enabled, head):
     model.compile("adam", "sparse_categorical_crossentropy")
 
 
-def test_softmax_in_float32_and_inside_attention_is_not_told(enabled):
+def test_softmax_in_float32_and_inside_attention_is_not_told(enabled, recwarn):
     inputs = keras.Input((3, 4))
     x = keras.layers.MultiHeadAttention(2, 4)(inputs, inputs)
     model = keras.Model(inputs, keras.layers.Dense(2, activation="softmax", dtype="float32")(x))
     model.compile("sgd", "sparse_categorical_crossentropy")
+    assert not recwarn.list
 
 
 def test_loss_in_float16_is_told_at_compile_and_in_a_loop(enabled):
@@ -263,11 +267,12 @@ def test_optimizer_wrapped_twice_is_an_error():
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_nothing_is_told_where_float16_is_not_asked_for(policy):
+def test_nothing_is_told_where_float16_is_not_asked_for(policy, recwarn):
     model = small_model()
     with kmp.enable(policy):
         model.compile("sgd", "sparse_categorical_crossentropy")
         train(model)
+    assert not recwarn.list
 
 
 def test_subclassed_model_is_not_taken_for_float32_before_it_is_built(enabled):
