@@ -29,7 +29,7 @@ def save_whole(model: keras.Model, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _refuse_full_disk(model, path.parent)
-    partial = path.with_name(f"partial-{path.name}")
+    partial = _partial(path)
     try:
         (model.save_weights if path.name.endswith(".weights.h5") else model.save)(partial)
         partial.replace(path)
@@ -53,22 +53,21 @@ class _ResumePoint(keras.Layer):
     """What a resumed run needs beside the weights, in their file: an attribute of the optimizer, which Keras saves.
 
     Attributes:
-        epochs: Integer, epochs done; 0 after loading from a file that does not say.
+        epochs: Integer, epochs done; `None` after loading from a file that does not say.
         random_states: Integer array of shape `(generators, 2)`: Keras saves no state of `Dropout` and its like.
     """
 
     def __init__(self) -> None:
         super().__init__(name="resume_point", dtype="float32", trainable=False)
-        self.epochs = 0
+        self.epochs: int | None = None
         self.random_states = np.zeros((0, 2), np.int64)
 
     def save_own_variables(self, store: Any) -> None:
         store["epochs"], store["random_states"] = np.array(self.epochs), self.random_states
 
     def load_own_variables(self, store: Any) -> None:
-        self.epochs = int(store["epochs"][()]) if "epochs" in store.keys() else 0  # noqa: SIM118  # no dictionary
-        if self.epochs:
-            self.random_states = np.array(store["random_states"])
+        if "epochs" in store.keys():  # noqa: SIM118  # no dictionary
+            self.epochs, self.random_states = int(store["epochs"][()]), np.array(store["random_states"])
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -150,8 +149,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self.model._initial_epoch = None  # or the next training would start from it
         if self.delete_checkpoint and _replicas.is_chief(self.model.distribute_strategy):
             for path in (*self._previous, *reversed(self._latest)):  # a kill in between leaves the last one whole
+                _partial(path).unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
-            if not any(self._folder.iterdir()):
+            if self._folder.exists() and not any(self._folder.iterdir()):
                 self._folder.rmdir()
 
     def _check(self) -> None:
@@ -169,7 +169,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         holder.resume_point = self._point
 
     def _restore(self) -> None:
-        self._point.epochs = 0
+        self._point.epochs = None
         found = [(weights, metadata) for weights, metadata in (self._latest, self._previous) if weights.exists()]
         errors = []
         for weights, metadata in found:
@@ -179,7 +179,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 errors.append(f"{weights.name}: {error}")
                 continue
             self._load(weights)
-            self._epochs = self._point.epochs or _epochs_of_keras(metadata)
+            self._epochs = _epochs_of_keras(metadata) if self._point.epochs is None else self._point.epochs
             self.model._initial_epoch = self._epochs
             return
         if errors:
@@ -200,7 +200,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 named.unlink()
         else:
             self.model.load_weights(weights)
-        if self._point.epochs:
+        if self._point.epochs is not None:
             _set_random_states(self.model, self._point.random_states)
 
     def _save(self) -> None:
@@ -237,15 +237,18 @@ def _epochs_of_keras(metadata: Path) -> int:
 
 def _copy_whole(path: Path, to: Path) -> None:
     if path.exists():
-        partial = to.with_name(f"partial-{to.name}")
-        shutil.copyfile(path, partial)
-        partial.replace(to)
+        shutil.copyfile(path, _partial(to))
+        _partial(to).replace(to)
 
 
 def _write_whole(path: Path, text: str) -> None:
-    partial = path.with_name(f"partial-{path.name}")
-    partial.write_text(text)
-    partial.replace(path)
+    _partial(path).write_text(text)
+    _partial(path).replace(path)
+
+
+def _partial(path: Path) -> Path:
+    """Where a file is written until it is whole; one that a kill left there is written over."""
+    return path.with_name(f"partial-{path.name}")
 
 
 def _random_variables(model: keras.Model) -> list[keras.Variable]:

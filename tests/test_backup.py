@@ -252,6 +252,18 @@ def test_backup_is_read_by_keras_callback_and_the_other_way_round(tmp_path, enab
         assert other.optimizer.snapshot().step == 20
 
 
+def test_kill_after_the_first_weights_of_mid_epoch_starts_the_epoch_again(tmp_path, enabled):
+    with pytest.raises(KeyboardInterrupt):
+        compiled_model("adam").fit(
+            *small_data(40), batch_size=8, verbose=0, callbacks=[BackupAndRestore(tmp_path, save_freq=4), Interrupt()]
+        )
+    (tmp_path / "training_metadata.json").unlink()
+    again = compiled_model("adam")
+    again.fit(*small_data(40), batch_size=8, verbose=0, callbacks=[BackupAndRestore(tmp_path)])
+    assert again.optimizer.snapshot().step == 4 + 40
+    assert not tmp_path.exists()
+
+
 def test_backups_of_mid_epoch_start_the_epoch_again(tmp_path, enabled):
     model = compiled_model("adam")
     backup = BackupAndRestore(tmp_path, save_freq=7)
