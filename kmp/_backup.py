@@ -33,6 +33,8 @@ def save_whole(model: keras.Model, path: Path) -> None:
     try:
         (model.save_weights if path.name.endswith(".weights.h5") else model.save)(partial)
         partial.replace(path)
+    except NotImplementedError:  # Keras cannot serialize the model
+        raise
     except RuntimeError as error:  # what HDF5 makes of errors of the disk
         raise OSError(errno.EIO, str(error), str(path)) from error
     finally:
@@ -155,7 +157,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 self._folder.rmdir()
 
     def _check(self) -> None:
-        if not self.model.built:
+        if not (self.model.built and self.model.weights):
             raise ValueError("BackupAndRestore needs a model that is built: call it on a batch of data before `fit`.")
         held = [*_guard.optimizers_in(vars(self.model))]
         if self.model.optimizer is None and not held:

@@ -86,7 +86,7 @@ def when_built(model: keras.Model, check: Callable[[], None]) -> None:
 
 
 def _warn_of_optimizers(model: keras.Model, was_compiled: bool) -> None:
-    held = list(optimizers_in(vars(model)))
+    held = list({id(one): one for one in optimizers_in(vars(model))}.values())
     optimizers = [model.optimizer, *held] if model.optimizer is not None else held
     unscaled = [optimizer for optimizer in optimizers if not isinstance(optimizer, LossScaleOptimizer)]
     own = [optimizer for optimizer in unscaled if optimizer is not model.optimizer]

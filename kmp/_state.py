@@ -72,18 +72,22 @@ def keeping_layers(layers: Iterable[keras.Layer]) -> Iterator[tuple[Kept, Kept]]
     made: dict[int, tf.Tensor] = {}
 
     def initial(variable: keras.Variable) -> Any:
-        if tf.executing_eagerly():
-            return made.get(id(variable.value), variable)
-        with tf.init_scope():  # the trace that made it has not run yet
+        if id(variable.value) in made:
+            return made[id(variable.value)]
+        with tf.init_scope():  # made outside the trace, which has not run yet
             return ops.copy(variable)
 
     def note_initial(create: Callable[..., tf.Variable], **arguments: Any) -> tf.Variable:
         variable = create(**arguments)
-        made[id(variable)] = tf.identity(variable)
+        if tf.executing_eagerly():
+            made[id(variable)] = tf.identity(variable)
+        else:  # it has no value before the trace runs
+            start = arguments["initial_value"]
+            made[id(variable)] = tf.cast(start() if callable(start) else start, variable.dtype)
         return variable
 
     kept = Kept(lambda: _states(layers), initial), Kept(lambda: _normalized_kernels(layers), initial)
-    with tf.variable_creator_scope(note_initial) if tf.executing_eagerly() else contextlib.nullcontext():
+    with tf.variable_creator_scope(note_initial):
         yield kept
 
 

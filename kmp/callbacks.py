@@ -6,6 +6,7 @@ List them before callbacks that use their keys, such as `CSVLogger`; `History` a
 With a `log_dir`, readings go to `kmp.jsonl` there (see `kmp.records`) and to TensorBoard event files.
 """
 
+import textwrap
 from typing import Any
 
 import keras
@@ -198,7 +199,8 @@ class StuckDetector(Reader):
         try:
             save_whole(self.model, self.checkpoint)
         except Exception as error:  # Keras raises what it likes; none of it may hide why training is stuck
-            return f"{intact}; saving them to {str(self.checkpoint)!r} failed: {error}"
+            reason = textwrap.shorten(str(error), 200, placeholder=" ...")
+            return f"{intact}; saving them to {str(self.checkpoint)!r} failed: {reason}"
         return f"{intact}, saved to {str(self.checkpoint)!r}."
 
 

@@ -300,10 +300,12 @@ def test_bad_arguments_are_refused(arguments, kind, match):
 
 
 def test_what_cannot_be_resumed_is_refused_before_it_trains(tmp_path, enabled):
-    unbuilt = keras.Sequential([keras.layers.Dense(2), kmp.layers.Softmax()])
-    unbuilt.compile("sgd", "sparse_categorical_crossentropy")
-    with pytest.raises(ValueError, match="needs a model that is built"):
-        fit(tmp_path, model=unbuilt)
+    unbuilt, without_weights = (keras.Sequential([keras.layers.Dense(2), kmp.layers.Softmax()]) for _ in range(2))
+    without_weights.built = True
+    for model in (unbuilt, without_weights):
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        with pytest.raises(ValueError, match="needs a model that is built"):
+            fit(tmp_path, model=model)
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
         fit(tmp_path / "file")

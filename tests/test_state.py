@@ -137,14 +137,27 @@ class Subclassed(keras.Model):
         return self.softmax(self.head(self.normalization(self.overflows(self.dense(x)), training=training)))
 
 
+def sequential():
+    layers = [keras.layers.Dense(4), OverflowsBackward(), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+    return keras.Sequential([*layers, kmp.layers.Softmax()])
+
+
+def nested_sequential():
+    return keras.Sequential([keras.layers.Dropout(0.0), sequential()])
+
+
+@pytest.mark.parametrize("make_unbuilt", [Subclassed, sequential, nested_sequential])
 @pytest.mark.parametrize("kind", SPOILT)
-def test_first_step_of_an_unbuilt_model_leaves_no_trace(kind, compile_mode):
-    model = Subclassed()
+def test_first_step_of_an_unbuilt_model_leaves_no_trace(kind, make_unbuilt, compile_mode):
+    model = make_unbuilt()
     model.compile("sgd", "sparse_categorical_crossentropy", **compile_mode)
     model.fit(*batch(SPOILT[kind]), verbose=0, batch_size=8)
     assert model.optimizer.snapshot().overflow_count == 1
-    np.testing.assert_array_equal(model.normalization.moving_mean, np.zeros(4))
-    np.testing.assert_array_equal(model.normalization.moving_variance, np.ones(4))
+    (layer,) = [one for one in _state.sublayers(model) if isinstance(one, keras.layers.BatchNormalization)]
+    np.testing.assert_array_equal(layer.moving_mean, np.zeros(4))
+    np.testing.assert_array_equal(layer.moving_variance, np.ones(4))
+    model.fit(*batch(), verbose=0, batch_size=8)
+    assert not np.array_equal(layer.moving_mean, np.zeros(4))
 
 
 class TwoOptimizers(keras.Model):
