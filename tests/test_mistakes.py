@@ -14,10 +14,15 @@ def train(model):
     model.fit(x, y, batch_size=8, verbose=0)
 
 
+def told(caught):
+    """The warnings that are kmp's: some versions of Keras cause NumPy's own."""
+    return [warning for warning in caught if warning.category is UserWarning]
+
+
 def the_one(caught):
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    return str(caught[0].message)
+    (warning,) = told(caught)
+    assert warning.filename == __file__
+    return str(warning.message)
 
 
 def test_loop_without_scale_loss_is_told_once():
@@ -34,12 +39,12 @@ def test_loop_with_scale_loss_in_a_function_of_its_own_is_not_told(recwarn):
     step = tf.function(lambda gradient: optimizer.apply([gradient], [variable]))
     scale(tf.constant(1.0))
     step(tf.constant([1.0]))
-    assert not recwarn.list
+    assert not told(recwarn)
 
 
 def test_scale_of_one_needs_no_scale_loss(recwarn):
     kmp.LossScaleOptimizer("sgd", loss_scale=1.0).apply([tf.constant([1.0])], [keras.Variable([1.0])])
-    assert not recwarn.list
+    assert not told(recwarn)
 
 
 def unbuilt():
@@ -99,7 +104,7 @@ def test_model_that_never_trains_or_was_compiled_for_float32_or_bfloat16_is_not_
             float32 = compiled_model()
         train(float32)
         train(bfloat16)
-    assert not recwarn.list
+    assert not told(recwarn)
 
 
 @pytest.mark.parametrize("scales_itself", [True, False])
@@ -244,7 +249,7 @@ def test_softmax_in_float32_and_inside_attention_is_not_told(enabled, recwarn):
     x = keras.layers.MultiHeadAttention(2, 4)(inputs, inputs)
     model = keras.Model(inputs, keras.layers.Dense(2, activation="softmax", dtype="float32")(x))
     model.compile("sgd", "sparse_categorical_crossentropy")
-    assert not recwarn.list
+    assert not told(recwarn)
 
 
 def test_loss_in_float16_is_told_at_compile_and_in_a_loop(enabled):
@@ -272,7 +277,7 @@ def test_nothing_is_told_where_float16_is_not_asked_for(policy, recwarn):
     with kmp.enable(policy):
         model.compile("sgd", "sparse_categorical_crossentropy")
         train(model)
-    assert not recwarn.list
+    assert not told(recwarn)
 
 
 def test_subclassed_model_is_not_taken_for_float32_before_it_is_built(enabled):
