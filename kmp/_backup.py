@@ -159,16 +159,15 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _check(self) -> None:
         if not (self.model.built and self.model.weights):
             raise ValueError("BackupAndRestore needs a model that is built: call it on a batch of data before `fit`.")
-        held = [*_guard.optimizers_in(vars(self.model))]
-        if self.model.optimizer is None and not held:
+        optimizers = _guard.all_optimizers_of(self.model)
+        if not optimizers:
             raise ValueError("BackupAndRestore needs a model with an optimizer.")
-        if any(not optimizer.built for optimizer in held if optimizer is not self.model.optimizer):
+        if any(not optimizer.built for optimizer in optimizers if optimizer is not self.model.optimizer):
             _warnings.warn(
                 "The model holds optimizers of its own that are not built, so a backup cannot restore them. Call their "
                 "`build(variables)` before `fit`."
             )
-        holder = held[0] if self.model.optimizer is None else self.model.optimizer
-        holder.resume_point = self._point
+        optimizers[0].resume_point = self._point
 
     def _restore(self) -> None:
         self._point.epochs = None

@@ -16,7 +16,6 @@ from kmp._formats import FLOAT16
 from kmp.records import BIN_COUNT, ExponentHistogram
 from kmp.scaling import StepOutcome
 
-_FIRST = "only_first_replica"  # all replicas hold the same
 _LOSS_IN_FLOAT16 = (
     "The loss was computed in float16, which rounds it to 11 bits and overflows beyond 65504. Compute it in float32: "
     "end the model with kmp.layers.Softmax() or a layer with dtype='float32', or cast its output."
@@ -43,9 +42,7 @@ class Counters(keras.Layer):
         self.nonfinite_losses = self._counter("nonfinite_losses")
         self.nonfinite_losses_in_a_row = self._counter("nonfinite_losses_in_a_row")
         self.overflows_at_min_scale = self._counter("overflows_at_min_scale")
-        self._last_loss = self.add_weight(
-            shape=(), dtype="float32", initializer="zeros", name="last_loss", autocast=False, aggregation=_FIRST
-        )
+        self._last_loss = self._counter("last_loss", dtype="float32")
         self._culprit = self._counter("culprit")  # its place among the variables, from 1; 0 before the first overflow
         self.overflows_by_variable: Any = None
 
@@ -130,10 +127,9 @@ class Counters(keras.Layer):
             if variable.name in found:
                 variable.assign(found[variable.name])
 
-    def _counter(self, name: str, shape: tuple[int, ...] = ()) -> keras.Variable:
-        return self.add_weight(
-            shape=shape, dtype="int64", initializer="zeros", name=name, autocast=False, aggregation=_FIRST
-        )
+    def _counter(self, name: str, shape: tuple[int, ...] = (), dtype: str = "int64") -> keras.Variable:
+        options = {"autocast": False, "aggregation": "only_first_replica"}  # all replicas hold the same
+        return self.add_weight(shape=shape, dtype=dtype, initializer="zeros", name=name, **options)
 
 
 class LossWatch:

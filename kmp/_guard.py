@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -102,20 +102,22 @@ def mend_epoch(model: keras.Model, logs: dict[str, Any]) -> None:
 
 
 def optimizers_of(model: keras.Model) -> list[LossScaleOptimizer]:
-    """Returns kmp's optimizers that a model trains with: the one it is compiled with, and those it holds."""
-    found = [model.optimizer, *optimizers_in(vars(model))]
-    return list({id(o): o for o in found if isinstance(o, LossScaleOptimizer)}.values())
+    """Returns kmp's among `all_optimizers_of` a model."""
+    return [optimizer for optimizer in all_optimizers_of(model) if isinstance(optimizer, LossScaleOptimizer)]
 
 
-def optimizers_in(names: Mapping[Any, Any]) -> Iterator[keras.optimizers.Optimizer]:
-    """Yields the optimizers among the values of `names`, and in lists and dictionaries there."""
-    for value in names.values():
+def all_optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Returns what a model may train with: the optimizer it is compiled with, and those it holds; each once."""
+    found = _optimizers_in([model.optimizer, *vars(model).values()])
+    return list({id(optimizer): optimizer for optimizer in found}.values())
+
+
+def _optimizers_in(values: Iterable[Any]) -> Iterator[keras.optimizers.Optimizer]:
+    for value in values:
         if isinstance(value, keras.optimizers.Optimizer):
             yield value
-        elif isinstance(value, dict):
-            yield from optimizers_in(value)
-        elif isinstance(value, list | tuple):
-            yield from optimizers_in(dict(enumerate(value)))
+        elif isinstance(value, dict | list | tuple):
+            yield from _optimizers_in(value.values() if isinstance(value, dict) else value)
 
 
 def _excuse_empty_batch(data: Any, optimizers: Sequence[LossScaleOptimizer]) -> None:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from kmp import _warnings
 from kmp._formats import FLOAT16, FLOAT32
-from kmp._guard import optimizers_in
+from kmp._guard import all_optimizers_of
 from kmp._state import children, compute_dtypes, sublayers
 from kmp.optimizer import LossScaleOptimizer
 
@@ -86,8 +86,7 @@ def when_built(model: keras.Model, check: Callable[[], None]) -> None:
 
 
 def _warn_of_optimizers(model: keras.Model, was_compiled: bool) -> None:
-    held = list({id(one): one for one in optimizers_in(vars(model))}.values())
-    optimizers = [model.optimizer, *held] if model.optimizer is not None else held
+    optimizers = all_optimizers_of(model)
     unscaled = [optimizer for optimizer in optimizers if not isinstance(optimizer, LossScaleOptimizer)]
     own = [optimizer for optimizer in unscaled if optimizer is not model.optimizer]
     if not unscaled:

@@ -8,8 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 
-def agree(*values: tf.Tensor) -> Sequence[tf.Tensor]:
-    """Returns the sums of `values` over all replicas and workers; they are float32, which every device can send.
+def agree(value: tf.Tensor) -> tf.Tensor:
+    """Returns the sum of `value` over all replicas and workers; it is float32, which every device can send.
 
     Raises:
         ValueError: Outside a replica context.
@@ -18,9 +18,9 @@ def agree(*values: tf.Tensor) -> Sequence[tf.Tensor]:
     if context is None:
         raise ValueError("`apply` must be called in a replica context, as in `strategy.run(step)`.")
     if context.num_replicas_in_sync == 1:
-        return values
+        return value
     # The sum goes to the device of what is sent; one that was read from a variable may name none, a copy of it does.
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, [tf.identity(value) for value in values])
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(value))
 
 
 def refuse_to_build_in_a_step() -> None:
@@ -44,7 +44,9 @@ def once(function: Callable[..., None], agreed: Sequence[tf.Tensor], per_replica
         agreed: Tensors that are the same on all replicas.
         per_replica: Arguments that each replica has of its own.
     """
-    if not updates_across_replicas():
+    # No public name: a strategy such as MirroredStrategy updates variables only from its cross-replica context, and a
+    # branch around that fails in a replica's own.
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():
         function(lambda f, *args: f(*args), *agreed, *per_replica)
         return
 
@@ -91,14 +93,6 @@ def local_sum(variable: keras.Variable) -> np.ndarray:
     strategy = getattr(value, "distribute_strategy", None)
     parts = strategy.experimental_local_results(value) if strategy else [value]
     return np.sum([part.numpy() for part in parts], axis=0)
-
-
-def updates_across_replicas() -> bool:
-    """Whether the strategy in scope updates variables from its cross-replica context alone, as `MirroredStrategy` does.
-
-    Then a branch around the update fails in a replica's own context.
-    """
-    return not tf.__internal__.distribute.strategy_supports_no_merge_call()  # no public name
 
 
 def variable(name: str, dtype: str, shape: tuple[int, ...] = (), aggregation: str = "sum") -> keras.Variable:

@@ -132,7 +132,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.sampler:
             self.sampler.sample(grads, scale, self.counters.steps + 1)
         unscaled = [self._unscale(g, v, scale) for g, v in zip(grads, variables, strict=True)]
-        (agreed,) = _replicas.agree(self._measure(unscaled, variables))
+        agreed = _replicas.agree(self._measure(unscaled, variables))
         _replicas.once(self._finish, (agreed, scale), (unscaled, variables))
 
     def snapshot(self) -> Snapshot:

@@ -143,9 +143,9 @@ _hooks: list[Replacement] = []
 
 
 def _install_hooks() -> None:
+    _multiworker.mend_if_needed()
     # A `compile` put on `keras.Model` itself would look like a user's own to `compile_from_config`, which then does not
     # compile a loaded model.
-    _multiworker.mend_if_needed()
     for name, make in (("compile", _hooked), ("make_train_function", _watched)):
         _hooks.append(Replacement(definer(keras.Model, name), name, make))
 

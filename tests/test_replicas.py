@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import small_data
+from conftest import OverflowsBackward, small_data
 from keras import ops
 
 import kmp
@@ -20,24 +20,12 @@ def strategy(two_replicas):
     return two_replicas
 
 
-@keras.saving.register_keras_serializable("tests")
-class OverflowsBackward(keras.Layer):
-    """Passes its input on; the gradient of what is large is inf."""
-
-    def call(self, x):
-        @tf.custom_gradient
-        def passing(x):
-            return tf.identity(x), lambda gradient: tf.where(tf.abs(x) > SPOILT / 2, np.inf, 1.0) * gradient
-
-        return passing(x)
-
-
 def make_model(strategy, optimizer="adam", **arguments):
     keras.utils.set_random_seed(0)
     with strategy.scope():
         inputs = keras.Input((4,))
         x = keras.layers.Dense(4, name="scaled", kernel_initializer="identity", use_bias=True)(inputs)
-        x = OverflowsBackward(dtype="float32")(x)
+        x = OverflowsBackward()(x)
         x = keras.layers.BatchNormalization(name="stock")(x)
         outputs = kmp.layers.Softmax()(keras.layers.Dense(2)(x))
         model = keras.Model(inputs, outputs)

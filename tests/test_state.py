@@ -6,25 +6,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import MODES, small_data, values
+from conftest import MODES, OverflowsBackward, small_data, values
 from keras import ops
 
 import kmp
 from kmp import _state
 
 pytestmark = pytest.mark.usefixtures("enabled")
-
-
-@keras.saving.register_keras_serializable("tests")
-class OverflowsBackward(keras.Layer):
-    """Passes its input on; the gradient is inf where the input is large."""
-
-    def call(self, x):
-        @tf.custom_gradient
-        def passing(x):
-            return tf.identity(x), lambda gradient: tf.where(tf.abs(x) > 32, np.inf, 1.0) * gradient
-
-        return passing(ops.cast(x, "float32"))
 
 
 @keras.saving.register_keras_serializable("tests")
