@@ -82,6 +82,36 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     return value
 
 
+def patterns(name: str, value: Any) -> tuple[str, ...] | None:
+    """Returns one string, or several, as a tuple; `None` as it is.
+
+    Raises:
+        TypeError: If `value` is neither a string nor a sequence of them.
+        ValueError: If there is none in it.
+    """
+    if value is None:
+        return None
+    expected = "a string or a list of strings"
+    found = (value,) if isinstance(value, str) else value
+    if not isinstance(found, list | tuple) or not all(isinstance(item, str) for item in found):
+        raise TypeError(_message(name, value, expected))
+    if not found:
+        raise ValueError(_message(name, value, f"{expected}, at least one"))
+    return tuple(found)
+
+
+def batch(name: str, value: Any) -> tuple[Any, ...]:
+    """Returns `(x, y)` or `(x, y, sample_weight)` as a tuple.
+
+    Raises:
+        TypeError: If `value` is not a tuple or list of two or three.
+    """
+    if not isinstance(value, tuple | list) or len(value) not in (2, 3):
+        kind = f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__
+        raise TypeError(f"`{name}` must be a batch (x, y) or (x, y, sample_weight). Received: a {kind}")
+    return tuple(value)
+
+
 def local_path(name: str, value: Any) -> Path:
     """Returns `value` as a path on this machine, with `~` expanded.
 

@@ -1,9 +1,7 @@
 """What the loss scaler keeps on the device beside the scale itself."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
@@ -13,7 +11,6 @@ from keras import ops
 from kmp import _replicas, _warnings, statistics
 from kmp._arguments import SAVED_AS
 from kmp._formats import FLOAT16
-from kmp.records import BIN_COUNT, ExponentHistogram
 from kmp.scaling import StepOutcome
 
 _LOSS_IN_FLOAT16 = (
@@ -43,53 +40,65 @@ class Counters(keras.Layer):
         self.nonfinite_losses_in_a_row = self._counter("nonfinite_losses_in_a_row")
         self.overflows_at_min_scale = self._counter("overflows_at_min_scale")
         self._last_loss = self._counter("last_loss", dtype="float32")
+        self._highest_loss = self._counter("highest_loss", dtype="float32")  # in magnitude, of those that were finite
         self._culprit = self._counter("culprit")  # its place among the variables, from 1; 0 before the first overflow
         self.overflows_by_variable: Any = None
+        self.culprits_by_variable: Any = None
 
     def build_for(self, variable_count: int) -> None:
-        """Creates the counter that has an entry for each variable."""
+        """Creates the counters that have an entry for each variable."""
         self.overflows_by_variable = self._counter("overflows_by_variable", (variable_count,))
+        self.culprits_by_variable = self._counter("culprits_by_variable", (variable_count,))
 
-    def count(self, step: StepOutcome, overflows_in_a_row: Any, is_at_min_scale: Any, flags: Any, loss: Any) -> None:
+    def count(
+        self,
+        step: StepOutcome,
+        overflows_in_a_row: Any,
+        is_at_min_scale: Any,
+        flags: Any,
+        order: Sequence[int],
+        loss: Any,
+    ) -> None:
         """Counts one step.
 
         Args:
             step: What the scale's rule learnt of it.
             overflows_in_a_row: Scalar int64, from the scale's rule.
             is_at_min_scale: Scalar bool, the rule would back off but the scale is at its lowest.
-            flags: Bool tensor of shape `(variables,)`, whose gradient was not finite, in the order of the network.
+            flags: Bool tensor of shape `(variables,)`, whose gradient was not finite.
+            order: The places of the variables, from the input to the loss.
             loss: Scalar float32, the loss before it was scaled, summed over replicas as their gradients are.
         """
         nonfinite_loss = ops.cast(ops.logical_and(step.overflowed, ops.logical_not(step.loss_was_finite)), "int64")
         in_a_row = (self.nonfinite_losses_in_a_row + nonfinite_loss) * ops.cast(overflows_in_a_row > 0, "int64")
         flags = ops.cast(flags, "int64")
-        # An overflow spreads to every variable before it, so the one to blame is the last: the nearest to the loss.
-        last = ops.max(flags * ops.arange(1, flags.shape[0] + 1, dtype="int64"))
+        culprit = ops.cast(step.overflowed, "int64") * _nearest_to_the_loss(flags, order)
         self.steps.assign_add(1)
         self.overflows.assign_add(ops.cast(step.overflowed, "int64"))
         self.overflows_in_a_row.assign(overflows_in_a_row)
         self.nonfinite_losses.assign_add(nonfinite_loss)
         self.nonfinite_losses_in_a_row.assign(in_a_row)
         self.overflows_at_min_scale.assign_add(ops.cast(is_at_min_scale, "int64"))
-        self._culprit.assign(ops.where(step.overflowed, last, self._culprit))
+        self._culprit.assign(ops.where(step.overflowed, ops.sum(culprit * _places(flags)), self._culprit))
         self.overflows_by_variable.assign_add(flags)
+        self.culprits_by_variable.assign_add(culprit)
         self._last_loss.assign(loss)
+        size = ops.where(ops.isfinite(loss), ops.abs(loss), 0.0)
+        self._highest_loss.assign(ops.maximum(self._highest_loss, size))
 
-    def read(self, variables: Sequence[Any]) -> dict[str, Any]:
+    def read(self, paths: Sequence[str], has_seen_a_loss: bool) -> dict[str, Any]:
         """Copies the counts to the host.
 
         Args:
-            variables: Those that the counters were built for.
+            paths: Those of the variables that the counters were built for.
+            has_seen_a_loss: Whether a loss was scaled; otherwise none is told.
 
         Returns:
             The fields of `kmp.records.Snapshot` that are counted here.
         """
-        paths = [getattr(variable, "path", variable.name) for variable in variables]
-        by_variable = np.zeros(len(paths), np.int64)
-        if self.overflows_by_variable is not None:
-            by_variable = np.asarray(self.overflows_by_variable.numpy())
         culprit = int(self._culprit.numpy())
-        return {
+        losses = {"last_loss": float(self._last_loss.numpy()), "highest_loss": float(self._highest_loss.numpy())}
+        return (losses if has_seen_a_loss else {}) | {
             "step": int(self.steps.numpy()),
             "overflow_count": int(self.overflows.numpy()),
             "overflows_in_a_row": int(self.overflows_in_a_row.numpy()),
@@ -97,12 +106,9 @@ class Counters(keras.Layer):
             "nonfinite_losses_in_a_row": int(self.nonfinite_losses_in_a_row.numpy()),
             "overflows_at_min_scale": int(self.overflows_at_min_scale.numpy()),
             "culprit": paths[culprit - 1] if culprit else None,
-            "overflows_by_variable": {p: int(n) for p, n in zip(paths, by_variable, strict=True) if n},
+            "overflows_by_variable": _read_each(self.overflows_by_variable, paths),
+            "culprits_by_variable": _read_each(self.culprits_by_variable, paths),
         }
-
-    def read_loss(self) -> float:
-        """Copies the last step's loss to the host."""
-        return float(self._last_loss.numpy())
 
     def save_own_variables(self, store: Any) -> None:
         """Saves by name, so that a counter of a later version keeps no file from loading."""
@@ -130,6 +136,23 @@ class Counters(keras.Layer):
     def _counter(self, name: str, shape: tuple[int, ...] = (), dtype: str = "int64") -> keras.Variable:
         options = {"autocast": False, "aggregation": "only_first_replica"}  # all replicas hold the same
         return self.add_weight(shape=shape, dtype=dtype, initializer="zeros", name=name, **options)
+
+
+def _nearest_to_the_loss(flags: Any, order: Sequence[int]) -> Any:
+    """Returns the flags with all but one cleared, the one to blame: an overflow spreads to every variable before it."""
+    ranks = np.zeros(len(order), np.int64)
+    ranks[list(order)] = np.arange(1, len(order) + 1)
+    ranked = flags * ranks
+    return flags * ops.cast(ops.equal(ranked, ops.max(ranked)), "int64")
+
+
+def _places(flags: Any) -> np.ndarray:
+    return np.arange(1, flags.shape[0] + 1)
+
+
+def _read_each(counter: Any, paths: Sequence[str]) -> dict[str, int]:
+    counts = [] if counter is None else counter.numpy()
+    return {path: int(count) for path, count in zip(paths, counts, strict=False) if count}
 
 
 class LossWatch:
@@ -178,46 +201,3 @@ class LossWatch:
         if not self.has_seen_one and not self._has_warned:
             self._has_warned = True
             _warnings.warn(_WITHOUT_SCALE_LOSS)
-
-
-class Sampler:
-    """The last sampled histogram, and when to sample the next: set by callbacks, read by the compiled step.
-
-    The cadence is a variable, so that changing or pausing it needs no new trace. Where several callbacks ask, it is the
-    greatest common divisor of theirs, so that each finds the samples it asked for.
-    """
-
-    def __init__(self) -> None:
-        self._asked: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._cadence = keras.Variable(0, dtype="int64", trainable=False, name="sample_every")
-        self._first = keras.Variable(0, dtype="int64", trainable=False, name="sample_first")
-        self._step = _replicas.variable("sample_step", "int64", aggregation="only_first_replica")
-        self._scale = _replicas.variable("sample_loss_scale", "float32", aggregation="only_first_replica")
-        self._counts = _replicas.variable("sample_counts", "int64", (BIN_COUNT,))
-
-    def start(self, owner: Any, every_n_steps: int, first: int) -> None:
-        """Samples step `first`, and from then on each step that `every_n_steps` divides."""
-        self._asked[owner] = every_n_steps
-        self._first.assign(first)
-        self._cadence.assign(math.gcd(*self._asked.values()))
-
-    def stop(self, owner: Any) -> None:
-        """Forgets what `owner` asked for."""
-        self._asked.pop(owner, None)
-        self._cadence.assign(math.gcd(*self._asked.values()))
-
-    def sample(self, gradients: list[Any], scale: Any, step: Any) -> None:
-        """Counts the exponents of `gradients` if `step` is one to sample; part of the compiled step."""
-        on_cadence = step % ops.maximum(self._cadence, 1) == 0
-        due = ops.logical_and(self._cadence > 0, ops.logical_or(on_cadence, ops.equal(step, self._first)))
-        ops.cond(due, lambda: self._record(gradients, scale, step), lambda: None)
-
-    def read(self) -> ExponentHistogram | None:
-        """Returns the last sample of this process' replicas, or `None` before the first one."""
-        step = int(self._step.numpy())
-        return ExponentHistogram(_replicas.local_sum(self._counts), step, float(self._scale.numpy())) if step else None
-
-    def _record(self, gradients: list[Any], scale: Any, step: Any) -> None:
-        self._counts.assign(statistics.exponent_counts(gradients))
-        self._step.assign(step)
-        self._scale.assign(scale)

@@ -87,6 +87,11 @@ def install(model: keras.Model) -> bool:
     return True
 
 
+def probe_with(model: keras.Model, probe: Any) -> None:
+    """Has a guarded model's forward passes watched by a `Probe`, or by none, from the next trace on."""
+    model.train_step.__self__.probe = probe
+
+
 def mend_epoch(model: keras.Model, logs: dict[str, Any]) -> None:
     """Puts the metrics' own loss into an epoch's `logs` that show the last step's.
 
@@ -136,6 +141,7 @@ class _GuardedTraining:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._own_step = vars(model).get("train_step")
+        self.probe: Any = None
         with model.distribute_strategy.scope():
             # 1.0 or 0.0: float32 has kernels on every device, and adds up over replicas.
             self._nonfinite_in_execution = _replicas.variable("nonfinite_in_execution", "float32")
@@ -193,6 +199,10 @@ class _GuardedTraining:
         return run
 
     def _step(self, data: Any) -> Any:
+        with self.probe.watching(data) if self.probe else contextlib.nullcontext():
+            return self._take_step(data)
+
+    def _take_step(self, data: Any) -> Any:
         return self._own_step(data) if self._own_step else type(self._model).train_step(self._model, data)
 
     def _metrics_variables(self) -> list[keras.Variable]:

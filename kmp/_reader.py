@@ -10,7 +10,7 @@ import keras
 from kmp import _arguments, _guard, _replicas, _warnings
 from kmp._formats import FLOAT16
 from kmp._state import compute_dtypes
-from kmp._writers import LogWriter
+from kmp._writers import LogWriter, header
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Run, Snapshot
 
@@ -53,6 +53,7 @@ class Reader(keras.callbacks.Callback, abc.ABC):
         if self._folder is not None:
             LogWriter.check(self._folder)
         self._stop()
+        self.run.header = header(self.model, optimizer)
         if self._prepare(optimizer):
             self.model.make_train_function(force=True)
         self._start()
@@ -138,10 +139,13 @@ class Reader(keras.callbacks.Callback, abc.ABC):
     def _record(self, snapshot: Snapshot) -> None:
         row = self._row(snapshot)
         if row:
-            self.run.append(row)
-            self._open()
-            if self._writer:
-                self._writer.write(row)
+            self._append(row)
+
+    def _append(self, row: dict[str, Any]) -> None:
+        self.run.append(row)
+        self._open()
+        if self._writer:
+            self._writer.write(row)
 
     @abc.abstractmethod
     def _row(self, snapshot: Snapshot) -> dict[str, Any] | None:

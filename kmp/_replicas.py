@@ -87,16 +87,16 @@ def total(strategy: tf.distribute.Strategy, number: float) -> float:
     return float(add())
 
 
-def local_sum(variable: keras.Variable) -> np.ndarray:
-    """Returns the sum of what this process' replicas hold: no other worker has to take part in the reading."""
+def local_values(variable: keras.Variable) -> list[np.ndarray]:
+    """Returns what each of this process' replicas holds: no other worker has to take part in the reading."""
     value = variable.value
     strategy = getattr(value, "distribute_strategy", None)
     parts = strategy.experimental_local_results(value) if strategy else [value]
-    return np.sum([part.numpy() for part in parts], axis=0)
+    return [part.numpy() for part in parts]
 
 
 def variable(name: str, dtype: str, shape: tuple[int, ...] = (), aggregation: str = "sum") -> keras.Variable:
-    """Returns a zero variable that each replica writes for itself; outside the step, see `local_sum`.
+    """Returns a zero variable that each replica writes for itself; outside the step, see `local_values`.
 
     Args:
         name: The variable's name.

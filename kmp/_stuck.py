@@ -39,12 +39,20 @@ def _happened(now: Snapshot, at_lowest: bool) -> str:
 def _from_loss(now: Snapshot) -> list[str]:
     count = now.nonfinite_losses_in_a_row
     share = "" if count == now.overflows_in_a_row else f" in {count} of these steps"
+    first = [] if now.nonfinite_activation is None else [f"The first to be inf or nan: {now.nonfinite_activation}."]
     return [
         f"Cause: the loss was inf or nan before it was scaled{share}, so no loss scale helps.",
+        *first,
         "Try: look for inf and nan in the data (np.isfinite(x).all()); normalize inputs, because float16 ends at "
         "65504; wrap the layer whose output is the first to overflow in kmp.layers.Float32; lower the learning rate, "
-        "or set clipnorm on the inner optimizer, if the loss rose before it.",
+        "or set clipnorm on the inner optimizer, if the loss rose before it."
+        + ("" if first else " kmp.callbacks.ForwardProbe() names the batch or the layer that is the first."),
     ]
+
+
+def _how_often(now: Snapshot) -> str:
+    count = now.culprits_by_variable.get(now.culprit or "", 0)
+    return f" ({count} times in {now.overflow_count} skipped steps)" if count else ""
 
 
 def _from_backward(now: Snapshot, at_lowest: bool, is_fixed: bool) -> list[str]:
@@ -57,8 +65,8 @@ def _from_backward(now: Snapshot, at_lowest: bool, is_fixed: bool) -> list[str]:
         scale = "pass a lower initial_scale, or more patience, because the scale was still falling"
     return [
         f"Cause: {loss}, and a gradient overflowed float16 in the backward pass.",
-        f"To blame: {now.culprit}, of the variables whose gradient is not finite the nearest to the loss (the last in "
-        "the model's order); an overflow spreads from there to all before it.",
+        f"To blame: {now.culprit}, of the variables whose gradient is not finite the nearest to the loss"
+        f"{_how_often(now)}; an overflow spreads from there to all before it.",
         "Try: wrap the layers between that variable and the loss in kmp.layers.Float32; take the mean of the loss, not "
         f"its sum; {scale}; or train with kmp.enable('mixed_bfloat16').",
     ]

@@ -1,6 +1,7 @@
 """Readings to disk: JSON Lines and TensorBoard event files in one folder, shared by the callbacks that write there."""
 
 import contextlib
+import dataclasses
 import datetime
 import importlib.util
 import itertools
@@ -17,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from kmp import _warnings, records
+from kmp._state import compute_dtypes
 
 logger = logging.getLogger("kmp")
 
@@ -43,11 +45,12 @@ class LogWriter:
         self._lines: IO[str] | None = None
         self._events: Any = None
         with self._while_there_is_room():
-            carried_over = _take_up(folder, first_step)
+            first_line = header(model, optimizer)
+            carried_over = _take_up(folder, first_step, first_line)
             self._lines = (folder / records.FILE_NAME).open("a", encoding="utf-8")
             self._events = tf.summary.create_file_writer(str(folder), filename_suffix=_SUFFIX)
             if self._lines.tell() == 0:
-                self._lines.write(records.to_line(_header()))
+                self._lines.write(records.to_line(first_line))
                 self._lines.flush()
             for row in carried_over:
                 self._write_events(row)
@@ -128,8 +131,8 @@ class LogWriter:
         with self._events.as_default(step=row["step"]):
             for key, value in records.scalars(row):
                 tf.summary.scalar(f"kmp/{key}", value)
-            if "histogram" in row:
-                _write_histogram(records.ExponentHistogram.from_dict(row["histogram"]))
+            if "sample" in row:
+                _write_histograms(row)
 
     def close(self) -> None:
         """Leaves the writer; the last one to leave closes the files."""
@@ -156,7 +159,7 @@ class LogWriter:
                     file.close()
 
 
-def _take_up(folder: Path, first_step: int) -> list[dict[str, Any]]:
+def _take_up(folder: Path, first_step: int, first_line: dict[str, Any]) -> list[dict[str, Any]]:
     """Leaves a log in the folder that ends at `first_step`, whole at every moment; what went beyond is set aside.
 
     Returns:
@@ -165,13 +168,15 @@ def _take_up(folder: Path, first_step: int) -> list[dict[str, Any]]:
     log = (folder / records.FILE_NAME).resolve()
     if not log.exists() or not log.stat().st_size:
         return []
-    rows = records.Run.load(log, torn_end=True).rows
+    earlier = records.Run.load(log, torn_end=True)
+    rows = earlier.rows
     kept = [row for row in rows if row["step"] <= first_step]
     if first_step > 0 and len(kept) == len(rows) and log.read_bytes().endswith(b"\n"):
         return []
     partial = log.with_name(f"partial-{log.name}")
+    begin = earlier.header if kept else first_line
     try:
-        partial.write_text("".join(records.to_line(line) for line in (_header(), *kept)), encoding="utf-8")
+        partial.write_text("".join(records.to_line(line) for line in (begin, *kept)), encoding="utf-8")
         _set_aside(folder, log, first_step)
         partial.replace(log)
     finally:
@@ -192,13 +197,31 @@ def _unused(path: Path) -> Path:
     return next(name for n in itertools.count(1) if not (name := path.with_name(f"{path.name}-{n}")).exists())
 
 
-def _header() -> dict[str, Any]:
+def header(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Returns a log's first line: when, with what, and how a model trains; see `kmp.records`."""
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     versions = {"keras": keras.__version__, "tensorflow": tf.__version__, "numpy": np.__version__}
-    return {"schema": records.SCHEMA, "kind": "header", "started": started, **versions}
+    settings = {"rule": type(optimizer.rule).__name__} | dataclasses.asdict(optimizer.rule)
+    settings |= {
+        "model": model.name,
+        "compute_dtypes": sorted(compute_dtypes(model)),
+        "optimizer": type(optimizer.inner_optimizer).__name__,
+        "replicas": model.distribute_strategy.num_replicas_in_sync,
+    }
+    if model.built:
+        settings["parameters"] = model.count_params()
+    return {"schema": records.SCHEMA, "kind": "header", "started": started, **versions, "settings": settings}
 
 
-def _write_histogram(histogram: records.ExponentHistogram) -> None:
+def _write_histograms(row: dict[str, Any]) -> None:
+    sample = records.Run([row]).samples[0]
+    _write_histogram("kmp/gradient_exponents", sample.histogram)
+    layers = sample.by_layer()
+    for name in layers:
+        _write_histogram(f"kmp_by_layer/{name}", layers[name])
+
+
+def _write_histogram(tag: str, histogram: records.ExponentHistogram) -> None:
     from tensorboard.plugins.histogram import metadata
 
     # TensorBoard's histograms are rows of left edge, right edge, count; here the edges are binary exponents.
@@ -207,4 +230,4 @@ def _write_histogram(histogram: records.ExponentHistogram) -> None:
     left = histogram.exponents[span].astype(np.float64)
     buckets = np.stack([left, left + 1, histogram.by_exponent[span]], axis=1)
     plugin = metadata.create_summary_metadata(display_name=None, description="log2 of loss-scaled gradient magnitudes")
-    tf.summary.write("kmp/gradient_exponents", buckets, metadata=plugin)
+    tf.summary.write(tag, buckets, metadata=plugin)

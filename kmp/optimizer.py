@@ -9,7 +9,10 @@ from keras import ops
 
 from kmp import _arguments, _replicas, scaling, statistics
 from kmp._arguments import SAVED_AS
-from kmp._counters import Counters, LossWatch, Sampler
+from kmp._counters import Counters, LossWatch
+from kmp._graph import network_order
+from kmp._sampler import Sampler, widened
+from kmp._samples import matching, unique
 from kmp.records import Snapshot
 from kmp.settings import LossScaleSettings, make_rule
 
@@ -93,11 +96,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.counters = Counters()
         self.loss_watch = LossWatch()
         self.sampler: Sampler | None = None
+        self.probe: Any = None
+        self._order: list[int] = []
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Creates the scale, the counters and the inner optimizer's variables."""
         super().build(var_list)
         self.counters.build_for(len(var_list))
+        self._order = list(range(len(var_list)))
+        if self.sampler:
+            self._build_sampler()
 
     def scale_loss(self, loss: Any) -> Any:
         """Returns the loss times the loss scale, to differentiate in place of the loss.
@@ -129,14 +137,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.rule.initial_scale != 1.0:
             self.loss_watch.warn_if_it_saw_none()
         scale = ops.copy(self._bounded_scale())
-        if self.sampler:
-            self.sampler.sample(grads, scale, self.counters.steps + 1)
         unscaled = [self._unscale(g, v, scale) for g, v in zip(grads, variables, strict=True)]
+        scaled = self._by_variable(grads, variables)
+        self._order = network_order(scaled)
+        if self.sampler:
+            self.sampler.sample(scaled, self._by_variable(unscaled, variables), scale, self.counters.steps + 1)
         agreed = _replicas.agree(self._measure(unscaled, variables))
         _replicas.once(self._finish, (agreed, scale), (unscaled, variables))
 
     def snapshot(self) -> Snapshot:
-        """Reads scale, counts and the last sampled histogram from the device.
+        """Reads scale, counts and the last sample of gradients from the device.
 
         Returns:
             A `kmp.records.Snapshot`. Before the first step it holds the initial scale and zeros.
@@ -144,33 +154,44 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return Snapshot(
             loss_scale=float(self._bounded_scale()),
             clean_steps=int(self.step_counter.numpy()) if self.built else 0,
-            last_loss=self.counters.read_loss() if self.loss_watch.has_seen_one else None,
-            histogram=self.sampler.read() if self.sampler else None,
-            **self.counters.read(self._trainable_variables if self.built else ()),
+            sample=self.sampler.read(self._order) if self.sampler else None,
+            nonfinite_activation=self.probe.read() if self.probe else None,
+            **self.counters.read(self.paths, self.loss_watch.has_seen_one),
         )
 
-    def prepare_sampling(self) -> bool:
-        """Makes the steps that are traced from now on able to sample gradient histograms.
+    def prepare_sampling(self, variables: str | Sequence[str] | None = None) -> bool:
+        """Makes the steps that are traced from now on able to sample gradients.
+
+        Args:
+            variables: Paths of the variables to measure, or patterns (`*` and `?` as in a shell); all by default.
 
         Returns:
-            Whether this is the first time: then what was traced before has to be traced anew. (Keras:
+            Whether what was traced before has to be traced anew, because it cannot sample these. (Keras:
             `model.make_train_function(force=True)`.)
+
+        Raises:
+            ValueError: If a pattern matches no variable; from an optimizer that is not built yet, in its first step.
         """
-        is_first = self.sampler is None
+        wanted, before = _arguments.patterns("variables", variables), self.sampler
+        if self.built and wanted is not None:
+            matching(wanted, self.paths)
         # Keras keeps the strategy that the optimizer was made under for itself; a sampler belongs to the same replicas.
         with self._distribution_strategy.scope():
-            self.sampler = self.sampler or Sampler()
-        return is_first
+            self.sampler = widened(before, wanted)
+        if self.built and self.sampler is not before:
+            self._build_sampler()
+        return self.sampler is not before
 
     def start_sampling(self, owner: Any, every_n_steps: int) -> None:
-        """Samples a histogram in the next step, and in each that `every_n_steps` divides, until `stop_sampling`.
+        """Samples gradients in the next step, and in each that `every_n_steps` divides, until `stop_sampling`.
 
         Args:
             owner: Who asks, any object that can be referenced weakly.
             every_n_steps: Integer, at least 1.
         """
         every_n_steps = _arguments.positive_integer("every_n_steps", every_n_steps)
-        self.prepare_sampling()
+        if self.sampler is None:
+            self.prepare_sampling()
         assert self.sampler is not None
         self.sampler.start(owner, every_n_steps, first=int(self.counters.steps.numpy()) + 1)
 
@@ -178,6 +199,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Samples no more for `owner`; nothing has to be traced anew."""
         if self.sampler:
             self.sampler.stop(owner)
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths of the variables that the optimizer was built on, in its order; a second one of a path has a number."""
+        variables = self._trainable_variables if self.built else []
+        return unique(getattr(variable, "path", variable.name) for variable in variables)
+
+    def variables_by_path(self) -> dict[str, Any]:
+        """Returns the trained variables, from the input to the loss; none before the optimizer is built."""
+        found = list(zip(self.paths, self._trainable_variables, strict=True)) if self.built else []
+        return dict(found[place] for place in self._order[: len(found)])
 
     def get_config(self) -> dict[str, Any]:
         """Returns Keras' four keys, and those of kmp's arguments that differ from their defaults."""
@@ -196,14 +228,21 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             raise ValueError(f"There must be a gradient for each variable. Received: {len(grads)} for {len(variables)}")
         return variables
 
+    def _build_sampler(self) -> None:
+        assert self.sampler is not None
+        with self._distribution_strategy.scope():
+            self.sampler.build(self.paths, self.rule.keeps_powers_of_two)
+
+    def _by_variable(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Returns a gradient or `None` for each variable that the optimizer was built on."""
+        found = {self._index(v): grad for grad, v in zip(grads, variables, strict=True)}
+        return [found.get(place) for place in range(len(self._trainable_variables))]
+
     def _unscale(self, grad: Any, variable: Any, scale: Any) -> Any:
         """Returns the gradient that the inner optimizer gets, in the variable's dtype."""
         if grad is None or getattr(variable, "overwrite_with_gradient", False):  # float8's scales are set, not scaled
             return grad
-        unscaled = ops.cast(ops.divide(statistics.values_of(grad), scale), variable.dtype)
-        if isinstance(grad, tf.IndexedSlices):
-            return tf.IndexedSlices(unscaled, grad.indices, grad.dense_shape)
-        return unscaled
+        return statistics.divided(grad, scale, variable.dtype)
 
     def _measure(self, unscaled: list[Any], variables: list[Any]) -> tf.Tensor:
         """Returns a float32 vector: a flag for each variable the optimizer was built on, then what `LossWatch` saw.
@@ -241,7 +280,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         after = self.rule.update(before, outcome)
         self.dynamic_scale.assign(after.scale)
         self.step_counter.assign(after.clean_steps)
-        self.counters.count(outcome, after.overflows_in_a_row, self.rule.is_at_its_end(before, outcome), flags, loss)
+        is_at_its_end = self.rule.is_at_its_end(before, outcome)
+        self.counters.count(outcome, after.overflows_in_a_row, is_at_its_end, flags, self._order, loss)
 
     def _bounded_scale(self) -> Any:
         """The scale in use: what a file or a user wrote into the variable, brought within the rule's bounds."""

@@ -1,7 +1,9 @@
 """What was observed: readings of a training run, kept in memory and as JSON Lines. Needs NumPy alone.
 
-A log is one JSON object a line. The first is a header, `{"schema": 1, "kind": "header", ...}`; each later one is a
-reading with `"step"` (training steps done, skipped ones included) and whatever was read then:
+A log is one JSON object a line. The first is a header, `{"schema": 2, "kind": "header", ...}`, with `started` (time, in
+UTC), the versions of `keras`, `tensorflow` and `numpy`, and `settings` (object: the loss scale's rule and its numbers,
+model, optimizer, dtypes; see `Run.settings`). Each later one is a reading with `"step"` (training steps done, skipped
+ones included) and whatever was read then:
 
 - `loss_scale`: float, the scale that the next step will use.
 - `clean_steps`: integer, steps without an overflow since the scale last changed.
@@ -11,11 +13,20 @@ reading with `"step"` (training steps done, skipped ones included) and whatever 
 - `nonfinite_loss_count`: integer, those in `overflow_count` whose loss was not finite before it was scaled.
 - `overflows_by_variable`: object, from a variable's path to the number of steps in which its gradient was not finite;
   zeros are left out.
+- `culprits_by_variable`: object, from a variable's path to the number of steps in which it was the one to blame.
 - `culprit`: string, in a reading with new overflows: path of the variable to blame for the last one (see `Snapshot`).
 - `last_loss`: float, the loss of that step before it was scaled, summed over replicas.
-- `grad_zeros`: float, the share of gradient elements that are exactly zero in the sampled step.
-- `histogram`: object with `step`; `loss_scale` (that step's); `zero`, `inf`, `nan` (element counts); and `exponents`
-  (object, from floor(log2) of the loss-scaled magnitude to the element count; empty bins are left out).
+- `highest_loss`: float, the highest magnitude of such a loss so far, of those that were finite.
+- `nonfinite_activation`: string, in a reading with a new non-finite loss, where a `kmp.callbacks.ForwardProbe` looked:
+  what was the first to be inf or nan in that step's forward pass.
+- `grad_zeros`: float, the share of gradient elements that are exactly zero in the sampled step, which is `step`.
+- `grad_norm`: float, the L2 norm of all gradients of that step, without the loss scale.
+- `sample`: object with `loss_scale`, that step's; and `variables`: object from a variable's path, in the order from the
+  input to the loss, to an object with `zero`, `inf`, `nan` (counts of elements of its loss-scaled gradient); `counts`
+  (list of the others by binary exponent, floor(log2) of the magnitude, from exponent `first` on); `amax`, `norm`,
+  `weight_norm`, `update_norm`, `updates`, `lost_updates` (see `GradientSample`; left out where not finite); and, where
+  the loss scale is no power of two, `unscaled`: `zero` to `counts` for the gradient without it.
+- `reference`: the same as `sample`, of a float32 pass over the batch that `kmp.callbacks.GradientHistogram` was given.
 
 A number that is not finite is written as null.
 """
@@ -30,100 +41,12 @@ from typing import Any
 
 import numpy as np
 
-from kmp._formats import FLOAT32
+from kmp._histograms import BIN_COUNT as BIN_COUNT
+from kmp._histograms import ExponentHistogram as ExponentHistogram
+from kmp._samples import GradientSample as GradientSample
 
-SCHEMA = 1
+SCHEMA = 2
 FILE_NAME = "kmp.jsonl"
-
-# One bin for zero, one for each binary exponent of a finite float32, one each for inf and nan.
-ZERO_BIN = 0
-FIRST_EXPONENT = FLOAT32.min_subnormal_exponent
-LAST_EXPONENT = FLOAT32.max_exponent
-INF_BIN = LAST_EXPONENT - FIRST_EXPONENT + 2
-NAN_BIN = INF_BIN + 1
-BIN_COUNT = NAN_BIN + 1
-
-
-@dataclass(frozen=True, eq=False)
-class ExponentHistogram:
-    """Gradient elements counted by binary exponent, from one training step.
-
-    Args:
-        counts: Integer array of shape `(280,)`: elements that are zero; one bin for each exponent, floor(log2|g|), from
-            -149 to 127; then inf; then nan. Of the loss-scaled gradient, as the backward pass made it.
-        step: The training step that was sampled, counted from 1.
-        loss_scale: The scale that the gradients carry.
-    """
-
-    counts: np.ndarray
-    step: int
-    loss_scale: float
-
-    def __post_init__(self) -> None:
-        counts = np.asarray(self.counts, np.int64)
-        if counts.shape != (BIN_COUNT,):
-            raise ValueError(f"`counts` must have shape ({BIN_COUNT},). Received: shape {counts.shape}")
-        object.__setattr__(self, "counts", counts)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ExponentHistogram) and self.to_dict() == other.to_dict()
-
-    def __repr__(self) -> str:
-        special = f"{self.zeros} zero, {self.infs} inf, {self.nans} nan"
-        return f"<ExponentHistogram step={self.step} loss_scale={self.loss_scale:g}: {self.total} elements, {special}>"
-
-    def __hash__(self) -> int:
-        return hash((self.step, self.loss_scale))
-
-    @property
-    def total(self) -> int:
-        """All elements counted."""
-        return int(self.counts.sum())
-
-    @property
-    def zeros(self) -> int:
-        """Elements that are exactly zero."""
-        return int(self.counts[ZERO_BIN])
-
-    @property
-    def infs(self) -> int:
-        """Elements that are inf or -inf."""
-        return int(self.counts[INF_BIN])
-
-    @property
-    def nans(self) -> int:
-        """Elements that are nan."""
-        return int(self.counts[NAN_BIN])
-
-    @property
-    def zero_fraction(self) -> float:
-        """Share of elements that are exactly zero: an upper bound on what float16 flushed."""
-        return self.zeros / self.total if self.total else math.nan
-
-    @property
-    def by_exponent(self) -> np.ndarray:
-        """Counts of the finite nonzero elements, shape `(277,)`, matching `exponents`."""
-        return self.counts[ZERO_BIN + 1 : INF_BIN]
-
-    @property
-    def exponents(self) -> np.ndarray:
-        """The binary exponents -149 to 127, shape `(277,)`."""
-        return np.arange(FIRST_EXPONENT, LAST_EXPONENT + 1)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the histogram as JSON has it; see the module's list of keys."""
-        filled = {str(e): int(n) for e, n in zip(self.exponents, self.by_exponent, strict=True) if n}
-        special = {"zero": self.zeros, "inf": self.infs, "nan": self.nans}
-        return {"step": self.step, "loss_scale": self.loss_scale, **special, "exponents": filled}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "ExponentHistogram":
-        """The reverse of `to_dict`."""
-        counts = np.zeros(BIN_COUNT, np.int64)
-        counts[[ZERO_BIN, INF_BIN, NAN_BIN]] = data["zero"], data["inf"], data["nan"]
-        for exponent, count in data["exponents"].items():
-            counts[int(exponent) - FIRST_EXPONENT + 1] = count
-        return cls(counts, int(data["step"]), float(data["loss_scale"]))
 
 
 @dataclass(frozen=True)
@@ -140,12 +63,18 @@ class Snapshot:
         nonfinite_losses_in_a_row: Those among `overflows_in_a_row`.
         overflows_at_min_scale: Steps skipped that asked for a scale below the lowest one.
         culprit: Path of the variable to blame for the last skipped step: of those whose gradient was not finite, the
-            one nearest the loss, because an overflow spreads to all before it. (The last in the model's order, which is
-            the network's for Sequential and functional models.) `None` before the first one.
+            one nearest the loss in the order of the graph, because an overflow spreads to all before it. (Of a step
+            that ran eagerly, the last in the model's order.) `None` before the first one.
         last_loss: The loss of the last step before it was scaled, summed over replicas. `None` before the first one.
+        highest_loss: The highest magnitude of such losses so far, of those that were finite. `None` before the first.
         overflows_by_variable: Variable path to the number of steps in which its gradient was not finite; zeros left
             out.
-        histogram: The last sampled histogram, or `None` where none was asked for.
+        culprits_by_variable: Variable path to the number of skipped steps in which it was the one to blame; zeros left
+            out.
+        nonfinite_activation: What was the first to be inf or nan in the last forward pass whose loss was not finite: a
+            layer's path, `"the batch's x"` and the like, or `"the loss function"`. `None` before one, and without a
+            `kmp.callbacks.ForwardProbe`.
+        sample: The last sample of gradients, or `None` where none was asked for.
     """
 
     step: int
@@ -158,8 +87,16 @@ class Snapshot:
     overflows_at_min_scale: int = 0
     culprit: str | None = None
     last_loss: float | None = None
+    highest_loss: float | None = None
     overflows_by_variable: dict[str, int] = field(default_factory=dict)
-    histogram: ExponentHistogram | None = None
+    culprits_by_variable: dict[str, int] = field(default_factory=dict)
+    nonfinite_activation: str | None = None
+    sample: GradientSample | None = None
+
+    @property
+    def histogram(self) -> ExponentHistogram | None:
+        """The last sampled histogram of all variables together."""
+        return self.sample.histogram if self.sample else None
 
 
 @dataclass
@@ -168,9 +105,11 @@ class Run:
 
     Args:
         rows: Readings as dictionaries with a `step`; see the module's list of keys.
+        header: What the log's first line says.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
+    header: dict[str, Any] = field(default_factory=dict)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a reading."""
@@ -182,10 +121,47 @@ class Run:
         values = [math.nan if value is None else value for _, value in pairs]
         return np.array([step for step, _ in pairs], np.int64), np.array(values)
 
+    def table(self) -> np.ndarray:
+        """Returns all numbers as an array with named fields: a row for each step that was read, in order.
+
+        Its fields are `step`, int64, and every key whose values are plain numbers, float64; nan where a step has none.
+        """
+        by_step: dict[int, dict[str, float]] = {}
+        for row in self.rows:
+            by_step.setdefault(row["step"], {}).update(scalars(row))
+        keys = dict.fromkeys(key for values in by_step.values() for key in values)
+        table = np.zeros(len(by_step), [("step", np.int64), *((key, np.float64) for key in keys)])
+        for place, (step, values) in enumerate(sorted(by_step.items())):
+            table[place] = (step, *(values.get(key, math.nan) for key in keys))
+        return table
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the run was made with.
+
+        `rule` (`"FixedScale"` or `"DynamicScale"`) and its arguments; `model`, `parameters`, `compute_dtypes`,
+        `optimizer`, `replicas`. Empty if the header tells none.
+        """
+        return dict(self.header.get("settings", {}))
+
+    @property
+    def samples(self) -> list[GradientSample]:
+        """The sampled gradients, oldest first."""
+        return [_sample(row["step"], row["sample"]) for row in self.rows if "sample" in row]
+
+    @property
+    def references(self) -> list[GradientSample]:
+        """The gradients of the float32 reference passes, oldest first."""
+        return [_sample(row["step"], row["reference"]) for row in self.rows if "reference" in row]
+
     @property
     def histograms(self) -> list[ExponentHistogram]:
-        """The sampled histograms, oldest first."""
-        return [ExponentHistogram.from_dict(row["histogram"]) for row in self.rows if "histogram" in row]
+        """The histograms of the samples, all variables together, oldest first."""
+        return [sample.histogram for sample in self.samples]
+
+    def last(self, key: str, default: Any = None) -> Any:
+        """Returns the newest reading of `key`."""
+        return next((row[key] for row in reversed(self.rows) if key in row), default)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, torn_end: bool = False) -> "Run":
@@ -210,7 +186,24 @@ class Run:
         parsed = [_parse(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
         if parsed and parsed[0].get("kind") != "header":
             raise ValueError(f"{file}:1: a log of kmp begins with a header. Received: {sorted(parsed[0])}")
-        return cls([row for row in parsed if row.get("kind") != "header"])
+        return cls([row for row in parsed if row.get("kind") != "header"], parsed[0] if parsed else {})
+
+
+def load_run(path: str | os.PathLike[str]) -> Run:
+    """Reads a log back, also that of a run which is going on or was killed.
+
+    Args:
+        path: The `.jsonl` file, or the `log_dir` that holds `kmp.jsonl`.
+
+    Returns:
+        A `kmp.records.Run`: `table()` has all numbers as an array with named fields, `samples` the sampled gradients,
+        `settings` what the run was made with.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If a line is not a reading of this schema.
+    """
+    return Run.load(path, torn_end=True)
 
 
 def to_line(row: Mapping[str, Any]) -> str:
@@ -237,16 +230,21 @@ def _parse(line: str, place: str) -> dict[str, Any]:
         raise ValueError(f"{place}: schema {row.get('schema')!r}; this version of kmp reads schema {SCHEMA}")
     if row.get("kind") != "header" and type(row.get("step")) is not int:
         raise ValueError(f"{place}: a reading has an integer `step`. Received: {sorted(row)}")
-    if "histogram" in row:
-        _check_histogram(row["histogram"], place)
+    for key in ("sample", "reference"):
+        if key in row:
+            _check_sample(row, key, place)
     return row
 
 
-def _check_histogram(data: Any, place: str) -> None:
+def _sample(step: int, data: Mapping[str, Any]) -> GradientSample:
+    return GradientSample.from_dict(step, float(data["loss_scale"]), data["variables"])
+
+
+def _check_sample(row: Mapping[str, Any], key: str, place: str) -> None:
     try:
-        ExponentHistogram.from_dict(data)
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
-        raise ValueError(f"{place}: not a histogram of kmp's ({error!r})") from error
+        _sample(row["step"], row[key])
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{place}: not a {key} of kmp's gradients ({error!r})") from error
 
 
 def _is_torn_header(line: str) -> bool:

@@ -61,6 +61,11 @@ class FixedScale:
         """Returns the fixed scale, whatever a file held."""
         return ops.full_like(scale, self.initial_scale)
 
+    @property
+    def keeps_powers_of_two(self) -> bool:
+        """Whether the scale is a power of two."""
+        return _is_power_of_two(self.initial_scale)
+
     def is_at_its_end(self, state: ScaleState, step: StepOutcome) -> Any:
         """Returns a scalar bool, false: a scale that never moves has no way down to come to the end of."""
         return ops.zeros_like(step.overflowed)
@@ -133,6 +138,12 @@ class DynamicScale:
         usable = ops.logical_and(ops.isfinite(scale), scale > 0)
         return ops.where(usable, ops.clip(scale, self.min_scale, self.max_scale), self.initial_scale)
 
+    @property
+    def keeps_powers_of_two(self) -> bool:
+        """Whether the scale starts as a power of two and stays one."""
+        factors = (self.initial_scale, self.growth_factor, self.backoff_factor, self.min_scale, self.max_scale)
+        return all(map(_is_power_of_two, factors))
+
     def is_at_its_end(self, state: ScaleState, step: StepOutcome) -> Any:
         """Returns a scalar bool: `step` asks for a scale below `min_scale`, so the next one will do no better."""
         return ops.logical_and(self._backs_off(state, step), state.scale <= self.min_scale)
@@ -164,6 +175,10 @@ def _count(state: ScaleState, step: StepOutcome) -> tuple[Any, Any]:
     in_a_row = ops.where(step.overflowed, state.overflows_in_a_row + 1, zero)
     after_overflow = ops.where(step.loss_was_finite, zero, state.clean_steps)
     return ops.where(step.overflowed, after_overflow, state.clean_steps + 1), in_a_row
+
+
+def _is_power_of_two(number: float) -> bool:
+    return math.frexp(number)[0] == 0.5
 
 
 def _scale(name: str, value: Any, or_else: str = "") -> float:

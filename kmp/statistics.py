@@ -1,21 +1,68 @@
 """Statistics of gradients as pure tensor operations; they run eagerly, in `tf.function` and under XLA."""
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 from keras import ops
 
-from kmp import records
-from kmp._formats import FLOAT32
+from kmp._formats import FLOAT16, FLOAT32
 
-# Gradients up to this many elements are joined before they are counted: many small counts make XLA slow to compile.
+# Gradients up to this many elements are joined and told apart by a number at each element: fewer, larger operations are
+# quicker to trace and to compile. Larger ones go one by one, because joining copies.
 _SMALL = 65536
+
+# On the elements only operations that TensorFlow has on a GPU: it adds, compares, joins and reduces int32 on the host.
+_MAGNITUDE = 0x7FFFFFFF
+_BIASED_EXPONENTS = 2**FLOAT32.exponent_bits
+_SUBNORMAL_EXPONENTS = FLOAT32.fraction_bits
+
+
+class GradientStatistics(NamedTuple):
+    """What is measured of each gradient; a row or entry for each variable.
+
+    Args:
+        counts: int32 of shape `(variables, 280)`: elements by exponent, as in `kmp.records.ExponentHistogram`.
+        amax: float32 of shape `(variables,)`, the largest magnitude; nan if there is one, 0 for no elements. One
+            that is subnormal in float32 may be told as 0.
+        square_sum: float64 of shape `(variables,)`, the sum of the squares of all elements.
+    """
+
+    counts: tf.Tensor
+    amax: tf.Tensor
+    square_sum: tf.Tensor
+
+
+class UpdateStatistics(NamedTuple):
+    """What is measured of each variable's update; float64 of shape `(variables,)`.
+
+    Args:
+        weight_square_sum: Sum of the squares of the variable before the update.
+        update_square_sum: Sum of the squares of what was added.
+        changed: Elements that changed.
+        lost: Elements that changed by less than 2^-11 of their magnitude: a float16 weight would not have moved.
+    """
+
+    weight_square_sum: tf.Tensor
+    update_square_sum: tf.Tensor
+    changed: tf.Tensor
+    lost: tf.Tensor
 
 
 def values_of(gradient: Any) -> tf.Tensor:
     """Returns the values of a gradient, dense or `tf.IndexedSlices`."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else ops.convert_to_tensor(gradient)
+
+
+def divided(gradient: Any, scale: Any, dtype: str) -> Any:
+    """Returns a gradient, dense or `tf.IndexedSlices`, divided by a scalar float32 and cast to `dtype`."""
+    values = ops.cast(ops.divide(values_of(gradient), scale), dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return values
 
 
 def nonfinite(tensor: Any) -> tf.Tensor:
@@ -27,55 +74,152 @@ def nonfinite(tensor: Any) -> tf.Tensor:
     return 1.0 - ops.cast(ops.all(ops.isfinite(values_of(tensor))), "float32")
 
 
-def exponent_bins(tensor: Any) -> tf.Tensor:
-    """Returns the bin of `records.ExponentHistogram` that each element falls into.
+def of_gradients(gradients: Sequence[Any]) -> GradientStatistics:
+    """Counts the elements of each gradient by binary exponent, and measures its size.
 
-    Works on the bits, because TensorFlow compares float32 subnormals as zero. A subnormal is its fraction times 2^-149,
-    and an integer below 2^24 converts to float32 exactly, so the converted fraction's exponent gives the subnormal's.
-
-    Args:
-        tensor: Float tensor of any shape; converted to float32.
-
-    Returns:
-        An int32 tensor of the same shape, with values from 0 to 279.
-    """
-    bits = tf.bitwise.bitwise_and(tf.bitcast(tf.cast(tensor, tf.float32), tf.int32), 0x7FFFFFFF)
-    biased = tf.bitwise.right_shift(bits, FLOAT32.fraction_bits)
-    fraction = tf.bitwise.bitwise_and(bits, 2**FLOAT32.fraction_bits - 1)
-    normal = biased - FLOAT32.max_exponent
-    subnormal = _exponent_of_integer(fraction) + FLOAT32.min_subnormal_exponent
-    bins = tf.where(biased == 0, subnormal, normal) - records.FIRST_EXPONENT + 1
-    special = tf.where(fraction == 0, records.INF_BIN, records.NAN_BIN)
-    bins = tf.where(biased == 2**FLOAT32.exponent_bits - 1, special, bins)
-    return tf.where(bits == 0, records.ZERO_BIN, bins)
-
-
-def exponent_counts(gradients: Sequence[Any]) -> tf.Tensor:
-    """Counts the elements of all gradients by binary exponent.
+    The counts are exact: they are of the bits, because TensorFlow compares float32 subnormals as zero.
 
     Args:
-        gradients: Tensors or `tf.IndexedSlices` of any float dtype; `None` entries are passed over.
-
-    Returns:
-        An int64 tensor of shape `(280,)`; see `records.ExponentHistogram`.
+        gradients: At least one; tensors or `tf.IndexedSlices` of any float dtype, converted to float32; `None` has no
+            elements. Each has fewer than 2^31 elements.
     """
-    counts = [_count_bins(group) for group in _groups(gradients)]
-    return tf.add_n(counts) if counts else tf.zeros([records.BIN_COUNT], tf.int64)
+    groups = _groups([_flat(gradient) for gradient in gradients])
+    by_exponent, amax, square_sum = _joined(_measure(group) for group in groups)
+    nothing = tf.zeros([len(gradients)], tf.int32)
+    lowest, highest = by_exponent[:, 0], by_exponent[:, -1]
+    zeros = tf.cond(tf.reduce_any(lowest > 0), lambda: _joined(map(_count_zeros, groups))[0], lambda: nothing)
+    subnormal, inf = tf.cond(
+        tf.reduce_any((lowest != zeros) | (highest > 0)),
+        lambda: _joined(map(_count_rare, groups)),
+        lambda: (tf.zeros([len(gradients), _SUBNORMAL_EXPONENTS], tf.int32), nothing),
+    )
+    nan = highest - inf
+    amax = tf.where(nan > 0, math.nan, tf.where(inf > 0, math.inf, amax))
+    columns = (zeros[:, None], subnormal, by_exponent[:, 1:-1], inf[:, None], nan[:, None])
+    return GradientStatistics(*(_in_order(rows, groups) for rows in (tf.concat(columns, 1), amax, square_sum)))
 
 
-def _exponent_of_integer(integer: tf.Tensor) -> tf.Tensor:
-    bits = tf.bitcast(tf.cast(integer, tf.float32), tf.int32)
-    return tf.bitwise.right_shift(bits, FLOAT32.fraction_bits) - FLOAT32.max_exponent
+def of_updates(before: Sequence[Any], after: Sequence[Any]) -> UpdateStatistics:
+    """Measures what an optimizer's step did to each variable.
+
+    Args:
+        before: At least one tensor: a copy of each variable, of any shape and float dtype.
+        after: The same after the step.
+    """
+    old_groups, new_groups = _groups([_flat(value) for value in before]), _groups([_flat(value) for value in after])
+    joined = _joined(_measure_update(old, new.values) for old, new in zip(old_groups, new_groups, strict=True))
+    return UpdateStatistics(*(_in_order(value, old_groups) for value in joined))
 
 
-def _groups(gradients: Sequence[Any]) -> list[tf.Tensor]:
-    flat = [tf.reshape(tf.cast(values_of(g), tf.float32), [-1]) for g in gradients if g is not None]
-    small = [g for g in flat if g.shape[0] is not None and g.shape[0] <= _SMALL]
-    large = [g for g in flat if g.shape[0] is None or g.shape[0] > _SMALL]
-    return large + ([tf.concat(small, 0)] if small else [])
+@dataclass(frozen=True)
+class _Group:
+    """Gradients that are counted together: their values as one float32 vector, and whose each is.
+
+    Args:
+        values: float32 of shape `(elements,)`.
+        members: The gradients' places in the list that was given.
+        owners: int32 of shape `(elements,)`, an index into `members`; `None` for a single one.
+    """
+
+    values: tf.Tensor
+    members: tuple[int, ...]
+    owners: tf.Tensor | None
 
 
-def _count_bins(flat: tf.Tensor) -> tf.Tensor:
-    ones = tf.ones_like(flat, tf.int32)
-    counts = tf.math.unsorted_segment_sum(ones, exponent_bins(flat), records.BIN_COUNT)
-    return tf.cast(counts, tf.int64)
+def _flat(gradient: Any) -> tf.Tensor:
+    if gradient is None:
+        return tf.zeros([0])
+    return tf.reshape(tf.cast(values_of(gradient), tf.float32), [-1])
+
+
+def _groups(flat: list[tf.Tensor]) -> list[_Group]:
+    small = [i for i, values in enumerate(flat) if values.shape[0] is not None and values.shape[0] <= _SMALL]
+    large = [i for i in range(len(flat)) if i not in set(small)]
+    groups = [_Group(flat[i], (i,), None) for i in large]
+    if small:
+        owners = tf.concat([tf.fill([flat[i].shape[0]], float(place)) for place, i in enumerate(small)], 0)
+        groups.append(_Group(tf.concat([flat[i] for i in small], 0), tuple(small), tf.cast(owners, tf.int32)))
+    return groups
+
+
+def _joined(of_groups: Iterable[tuple[tf.Tensor, ...]]) -> tuple[tf.Tensor, ...]:
+    return tuple(tf.concat(parts, 0) for parts in zip(*of_groups, strict=True))
+
+
+def _in_order(rows: tf.Tensor, groups: list[_Group]) -> tf.Tensor:
+    places = [member for group in groups for member in group.members]
+    return tf.gather(rows, sorted(range(len(places)), key=places.__getitem__))
+
+
+def _measure(group: _Group) -> tuple[tf.Tensor, ...]:
+    """Returns counts by biased exponent, 255 for inf and nan; the largest magnitude; the sum of squares."""
+    unsigned = tf.bitcast(group.values, tf.uint32)
+    signed_exponent = tf.bitwise.right_shift(unsigned, tf.constant(FLOAT32.fraction_bits, tf.uint32))
+    counts = _histograms(tf.bitcast(signed_exponent, tf.int32), 2 * _BIASED_EXPONENTS, group)
+    return counts[:, :_BIASED_EXPONENTS] + counts[:, _BIASED_EXPONENTS:], _amax(group), _square_sum(group)
+
+
+def _count_zeros(group: _Group) -> tuple[tf.Tensor]:
+    magnitude = tf.bitwise.bitwise_and(tf.bitcast(group.values, tf.int32), _MAGNITUDE)
+    return (_how_many(tf.logical_not(tf.cast(magnitude, tf.bool)), group),)
+
+
+def _count_rare(group: _Group) -> tuple[tf.Tensor, tf.Tensor]:
+    """Counts subnormals by exponent, and infs.
+
+    A subnormal is its fraction times 2^-149, and an integer below 2^24 converts to float32 exactly, so the converted
+    fraction's exponent, from 0 to 22, gives the subnormal's. Magnitudes of 2^23 and more have a higher one.
+    """
+    magnitude = tf.bitwise.bitwise_and(tf.bitcast(group.values, tf.int32), _MAGNITUDE)
+    bits = tf.bitcast(tf.cast(magnitude, tf.float32), tf.int32)
+    counts = _histograms(tf.bitwise.right_shift(bits, FLOAT32.fraction_bits), _BIASED_EXPONENTS, group)
+    first = FLOAT32.max_exponent  # the biased exponent of 1.0
+    return counts[:, first : first + _SUBNORMAL_EXPONENTS], _how_many(tf.math.is_inf(group.values), group)
+
+
+def _measure_update(old: _Group, new: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    update = dataclasses.replace(old, values=new - old.values)
+    changed = tf.not_equal(update.values, 0.0)
+    small = tf.abs(update.values) < 2.0 ** -(FLOAT16.fraction_bits + 1) * tf.abs(old.values)
+    counts = (tf.cast(_how_many(mask, old), tf.float64) for mask in (changed, tf.logical_and(changed, small)))
+    return _square_sum(old), _square_sum(update), *counts
+
+
+def _histograms(bins: tf.Tensor, size: int, group: _Group) -> tf.Tensor:
+    """Returns int32 counts of shape `(members, size)`; `size` is a power of two."""
+    if group.owners is None:
+        return _bincount(bins, size)[None]
+    places = tf.bitwise.left_shift(group.owners, size.bit_length() - 1)
+    counts = _bincount(tf.bitwise.bitwise_or(places, bins), size * len(group.members))
+    return tf.reshape(counts, [-1, size])
+
+
+def _how_many(mask: tf.Tensor, group: _Group) -> tf.Tensor:
+    """Returns int32 of shape `(members,)`."""
+    if group.owners is None:
+        return tf.cast(tf.reduce_sum(tf.cast(mask, tf.int64), keepdims=True), tf.int32)
+    # float32 counts exactly up to 2^24, and a member of a joined group is smaller.
+    return tf.cast(_bincount(group.owners, len(group.members), tf.cast(mask, tf.float32)), tf.int32)
+
+
+def _bincount(bins: tf.Tensor, size: int, weights: tf.Tensor | None = None) -> tf.Tensor:
+    # tf.math.bincount works out its size on the device, which XLA refuses.
+    weights = tf.zeros([0], tf.int32) if weights is None else weights
+    return tf.raw_ops.DenseBincount(input=bins, size=size, weights=weights, binary_output=False)
+
+
+def _amax(group: _Group) -> tf.Tensor:
+    """Returns float32 of shape `(members,)`; 0 for no elements."""
+    if group.owners is not None:
+        amax = tf.math.unsorted_segment_max(tf.abs(group.values), group.owners, len(group.members))
+    else:
+        amax = tf.maximum(tf.reduce_max(group.values, keepdims=True), -tf.reduce_min(group.values, keepdims=True))
+    return tf.maximum(amax, 0.0)
+
+
+def _square_sum(group: _Group) -> tf.Tensor:
+    """Returns float64 of shape `(members,)`: the square of a float32 may lie outside float32's range."""
+    values = tf.cast(group.values, tf.float64)
+    if group.owners is not None:
+        return tf.math.unsorted_segment_sum(tf.square(values), group.owners, len(group.members))
+    return tf.reshape(2.0 * tf.nn.l2_loss(values), [1])

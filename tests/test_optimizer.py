@@ -140,6 +140,7 @@ def test_step_is_the_same_eagerly_in_graph_and_under_xla(run_step):
         culprit=variables[1].path,
         nonfinite_loss_count=0,
         overflows_by_variable={variables[1].path: 2},
+        culprits_by_variable={variables[1].path: 2},
     )
     assert all(np.isfinite(value).all() for value in values(variables))
 

@@ -92,6 +92,7 @@ def test_public_surface_is_what_the_readme_documents():
     documented = set(re.findall(r"\bkmp\.([A-Za-z]\w*)", readme)) - {"jsonl"}
     assert documented == {
         *("LossScaleOptimizer", "disable", "enable", "guard", "hardware", "wrap"),
+        *("advise", "load_run", "what_if"),
         *("callbacks", "layers", "plots", "records"),
     }
     assert [name for name in documented if not hasattr(kmp, name)] == []
@@ -105,14 +106,16 @@ def test_unknown_name_is_an_attribute_error():
 def test_a_room_imports_only_from_the_floors_below():
     floors = [
         ["_arguments", "_backend", "_formats", "_hardware", "_patch", "_replicas", "_warnings"],
-        ["_state"],
-        ["records", "layers", "_multiworker"],
-        ["scaling", "statistics"],
-        ["_counters", "plots", "settings"],
-        ["optimizer"],
-        ["_guard", "_stuck", "_writers"],
-        ["_backup", "_mistakes"],
+        ["_histograms", "_state"],
+        ["_samples", "layers", "_multiworker", "statistics"],
+        ["records", "_graph"],
+        ["scaling", "_what_if", "_updates", "_reference"],
+        ["_counters", "_evidence", "_findings", "_sampler", "plots", "settings"],
+        ["_causes", "optimizer"],
+        ["_guard", "_probe", "_stuck", "_writers", "advice"],
+        ["_backup", "_mistakes", "report"],
         ["_reader", "policy"],
+        ["_histogram_callback", "_loggers", "_probe_callback", "_report_callback", "_stuck_detector"],
         ["callbacks"],
         ["_demo"],
         ["_demo_report"],

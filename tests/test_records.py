@@ -4,65 +4,33 @@ import math
 import numpy as np
 import pytest
 
-from kmp.records import BIN_COUNT, ExponentHistogram, Run, scalars, to_line
+from kmp import load_run
+from kmp.records import BIN_COUNT, GradientSample, Run, scalars, to_line
 
 
-def histogram(**counts):
-    array = np.zeros(BIN_COUNT, np.int64)
-    for exponent, count in counts.pop("exponents", {}).items():
-        array[exponent + 150] = count
-    array[[0, -2, -1]] = counts.get("zero", 0), counts.get("inf", 0), counts.get("nan", 0)
-    return ExponentHistogram(array, step=3, loss_scale=8.0)
-
-
-def test_histogram_names_its_bins():
-    made = histogram(zero=4, inf=2, nan=1, exponents={-24: 5, 15: 8})
-    assert (made.zeros, made.infs, made.nans, made.total) == (4, 2, 1, 20)
-    assert dict(zip(made.exponents[made.by_exponent > 0], made.by_exponent[made.by_exponent > 0], strict=True)) == {
-        -24: 5,
-        15: 8,
-    }
-    assert made.zero_fraction == 0.2
-
-
-def test_histogram_survives_json():
-    made = histogram(zero=4, nan=1, exponents={-149: 5, 127: 8})
-    back = ExponentHistogram.from_dict(json.loads(json.dumps(made.to_dict())))
-    np.testing.assert_array_equal(back.counts, made.counts)
-    assert (back.step, back.loss_scale) == (3, 8.0)
-
-
-def test_histograms_are_equal_when_their_contents_are():
-    assert histogram(zero=4) == histogram(zero=4)
-    assert histogram(zero=4) != histogram(zero=5)
-    assert len({histogram(zero=4), histogram(zero=4)}) == 1
-
-
-def test_histogram_shows_itself_in_one_line():
-    shown = repr(histogram(zero=4, nan=1))
-    assert shown == "<ExponentHistogram step=3 loss_scale=8: 5 elements, 4 zero, 0 inf, 1 nan>"
-
-
-def test_histogram_of_another_shape_is_an_error():
-    with pytest.raises(ValueError, match=r"\(280,\)"):
-        ExponentHistogram(np.zeros(4), 1, 1.0)
-
-
-def test_empty_histogram_has_no_share_of_zeros():
-    assert math.isnan(histogram().zero_fraction)
+def sample(*zeros):
+    counts = np.zeros((len(zeros), BIN_COUNT), np.int64)
+    counts[:, 0] = zeros
+    names, floats, whole = (
+        tuple(f"v{n}" for n in range(len(zeros))),
+        np.ones(len(zeros)),
+        np.zeros(len(zeros), np.int64),
+    )
+    return GradientSample(2, 8.0, names, counts, floats, floats, floats, floats, whole, whole)
 
 
 def test_run_reads_back_what_was_written(tmp_path):
     rows = [
         {"step": 1, "loss_scale": 4.0},
-        {"step": 2, "histogram": histogram(zero=1).to_dict()},
+        {"step": 2, "sample": sample(1, 3).to_dict()},
         {"step": 3, "loss": 0.5},
     ]
-    lines = [to_line({"schema": 1, "kind": "header"}), *map(to_line, rows)]
+    lines = [to_line({"schema": 2, "kind": "header"}), *map(to_line, rows)]
     (tmp_path / "kmp.jsonl").write_text("".join(lines))
     run = Run.load(tmp_path)
     assert run.rows == rows
-    assert [h.zeros for h in run.histograms] == [1]
+    assert [h.zeros for h in run.histograms] == [4]
+    assert run.samples[0]["v1"].zeros == 3
     steps, scales = run.series("loss_scale")
     assert (steps.tolist(), scales.tolist()) == ([1], [4.0])
 
@@ -71,7 +39,7 @@ def test_numbers_that_are_not_finite_become_null_and_come_back_as_nan(tmp_path):
     line = to_line({"step": 1, "loss": math.inf})
     assert json.loads(line) == {"step": 1, "loss": None}
     file = tmp_path / "log.jsonl"
-    file.write_text(to_line({"schema": 1, "kind": "header"}) + line)
+    file.write_text(to_line({"schema": 2, "kind": "header"}) + line)
     assert math.isnan(Run.load(file).series("loss")[1][0])
 
 
@@ -103,3 +71,46 @@ def test_foreign_or_torn_log_is_an_error_that_names_file_and_line(tmp_path, text
 def test_missing_log_is_a_file_not_found_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         Run.load(tmp_path)
+
+
+def test_table_has_a_row_for_each_step_and_a_field_for_each_number():
+    rows = [
+        {"step": 2, "overflow_count": 1},
+        {"step": 1, "loss_scale": 4.0, "culprit": "a"},
+        {"step": 2, "loss_scale": 2.0, "sample": sample(1).to_dict()},
+    ]
+    table = Run(rows).table()
+    assert table.dtype.names == ("step", "overflow_count", "loss_scale")
+    assert table["step"].tolist() == [1, 2]
+    assert table["loss_scale"].tolist() == [4.0, 2.0]
+    np.testing.assert_array_equal(table["overflow_count"], [math.nan, 1.0])
+
+
+def test_table_of_an_empty_run_has_no_rows():
+    assert Run().table().dtype.names == ("step",)
+    assert Run().table().size == 0
+
+
+def test_last_reading_of_a_key():
+    run = Run([{"step": 1, "a": 1}, {"step": 2, "a": 2}, {"step": 3}])
+    assert (run.last("a"), run.last("b"), run.last("b", 7)) == (2, None, 7)
+
+
+def test_run_knows_the_settings_its_header_tells(tmp_path):
+    header = {"schema": 2, "kind": "header", "settings": {"rule": "FixedScale"}}
+    (tmp_path / "kmp.jsonl").write_text(to_line(header) + to_line({"step": 1}))
+    assert load_run(tmp_path).settings == {"rule": "FixedScale"}
+    assert load_run(tmp_path).header == header
+    assert Run().settings == {}
+
+
+def test_load_run_passes_over_the_line_that_a_kill_tore(tmp_path):
+    (tmp_path / "kmp.jsonl").write_text(to_line({"schema": 2, "kind": "header"}) + to_line({"step": 1}) + '{"st')
+    assert load_run(tmp_path).rows == [{"step": 1}]
+
+
+def test_sample_that_is_none_is_an_error_that_names_the_line(tmp_path):
+    file = tmp_path / "kmp.jsonl"
+    file.write_text(to_line({"schema": 2, "kind": "header"}) + '{"step": 1, "sample": {"loss_scale": 1}}\n')
+    with pytest.raises(ValueError, match=r"kmp.jsonl:2: not a sample of kmp's gradients \(KeyError"):
+        load_run(file)

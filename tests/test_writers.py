@@ -23,7 +23,7 @@ def test_files_hold_what_the_callbacks_read(tmp_path):
     callbacks = defaults(tmp_path / "logs", every_n_steps=5)
     fit(compiled_model(), callbacks)
     lines = [json.loads(line) for line in (tmp_path / "logs" / "kmp.jsonl").read_text().splitlines()]
-    assert (lines[0]["kind"], lines[0]["schema"]) == ("header", 1)
+    assert (lines[0]["kind"], lines[0]["schema"]) == ("header", 2)
     assert lines[1:] == kmp.records.Run.load(tmp_path / "logs").rows
     assert lines[1:] == callbacks[0].run.rows
     events = EventAccumulator(str(tmp_path / "logs"), {"tensors": 0}).Reload()
@@ -69,7 +69,7 @@ def test_resumed_run_goes_on_in_the_log_wherever_the_backup_callback_stands(tmp_
     assert [histogram.step for histogram in run.histograms] == [1, 10, 20, 21, 30, 40, 50, 60]
 
 
-HEADER = '{"schema":1,"kind":"header"}\n'
+HEADER = '{"schema":2,"kind":"header"}\n'
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ HEADER = '{"schema":1,"kind":"header"}\n'
         ),
         (b"[" * 100_000, r"kmp.jsonl:1: not a line of JSON"),
         ((HEADER + '{"step": true}\n').encode(), r"kmp.jsonl:2: a reading has an integer `step`"),
-        ((HEADER + '{"step": 1, "histogram": 5}\n{"step": 2}\n').encode(), r"kmp.jsonl:2: not a histogram"),
+        ((HEADER + '{"step": 1, "sample": 5}\n{"step": 2}\n').encode(), r"kmp.jsonl:2: not a sample"),
         ((HEADER + '{"step": 1}\n{"st\n{"step": 2}\n').encode(), r"kmp.jsonl:3: not a line of JSON"),
     ],
 )

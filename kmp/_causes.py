@@ -1,0 +1,223 @@
+"""The causes that a run can suffer from: each a function from evidence to a finding, or to none. The gravest first."""
+
+import math
+from collections.abc import Callable
+
+from kmp._evidence import Evidence
+from kmp._findings import Finding
+
+# What counts as evidence. A dynamic scale skips steps to find its place, some at the start and one in 2000: no fault.
+_EXPLODING_UPDATE = 0.5  # of the weights' norm, in one step; 1e-3 is usual
+_EXPLODING_LOSS = 100.0  # times the first loss
+_SKIPPED_BY_EXPLOSION = 0.1
+_MANY_SUBNORMAL = 0.05
+_SPARE_BITS = 6.0
+_SKIPPED_BY_FIXED = 0.01
+_SKIPPED_BY_GROWTH = 0.02
+_EAGER_INTERVAL = 200
+_SEARCH_AT_START = 4
+_FUTILE_IN_A_ROW = 12
+
+
+def power(scale: float) -> str:
+    """Returns a scale as a power of two where it is one."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+
+
+def _exploding(evidence: Evidence) -> Finding | None:
+    step, ratio = evidence.update_ratio
+    grown = evidence.highest_loss / max(abs(evidence.first_loss), 1e-30)
+    by_update = ratio > _EXPLODING_UPDATE and evidence.overflows > _SKIPPED_BY_EXPLOSION * evidence.steps
+    by_loss = grown > _EXPLODING_LOSS
+    if not by_update and not by_loss:
+        return None
+    told = []
+    if ratio > _EXPLODING_UPDATE:
+        told.append(
+            f"in step {step} the update was {ratio:.2g} times as large as the weights (L2 norms; 0.001 is usual)"
+        )
+    if by_loss:
+        told.append(f"the loss went from {evidence.first_loss:.3g} to {evidence.highest_loss:.3g}")
+    if evidence.overflows:
+        told.append(f"then {evidence.overflows} of {evidence.steps} steps were skipped")
+    return Finding(
+        "exploding",
+        "Training explodes: the updates are too large, in any number format.",
+        "; ".join(told),
+        "keras.optimizers.Adam(learning_rate=...)  # a tenth of what it is; or clipnorm=1.0",
+    )
+
+
+def _data(evidence: Evidence) -> Finding | None:
+    if not evidence.nonfinite_losses or not evidence.is_in_data:
+        return None
+    return Finding(
+        "data",
+        "The data hold inf or nan, or numbers too large for float16.",
+        f"{_bad_losses(evidence)}, and the first to be so was {evidence.seen_first}",
+        "assert np.isfinite(x).all() and np.abs(x).max() < 65504  # and normalize what is larger",
+    )
+
+
+def _layer(evidence: Evidence) -> Finding | None:
+    if _exploding(evidence):
+        return None  # which layer is the first to overflow then says nothing
+    if evidence.nonfinite_losses and evidence.seen_first and not evidence.is_in_data:
+        return Finding(
+            "layer",
+            f"float16 breaks the forward pass at {evidence.seen_first}.",
+            f"{_bad_losses(evidence)}, and the first to be so was the output of {evidence.seen_first}, from a finite "
+            "batch: a number beyond 65504, or an epsilon below 2^-25, which is zero in float16",
+            f"layer = kmp.layers.Float32(layer)  # the layer {evidence.seen_first.rpartition('/')[2]!r}",
+        )
+    path, share = evidence.chief_culprit
+    if evidence.is_fixed or evidence.nonfinite_losses or evidence.in_a_row < _FUTILE_IN_A_ROW or not path:
+        return None
+    return Finding(
+        "layer",
+        f"No loss scale helps: the backward pass is inf or nan near {path}.",
+        f"the last {evidence.in_a_row} steps were skipped, down to a scale of {power(evidence.scale)}, with finite "
+        f"losses; {path} was to blame in {share:.0%} of the skipped steps",
+        f"layer = kmp.layers.Float32(layer)  # those between {path!r} and the loss; look for an epsilon below 2^-25",
+    )
+
+
+def _loss(evidence: Evidence) -> Finding | None:
+    if not evidence.nonfinite_losses or evidence.seen_first or _exploding(evidence):
+        return None
+    return Finding(
+        "loss",
+        "The loss is inf or nan before it is scaled, so no loss scale helps.",
+        f"{_bad_losses(evidence)}; "
+        + (
+            "the others are fine, as with corrupt examples"
+            if evidence.nonfinite_losses < evidence.steps / 2
+            else "most of them, as with a layer that float16 breaks"
+        ),
+        "callbacks=[..., kmp.callbacks.ForwardProbe()]  # names the batch or the layer that is the first",
+    )
+
+
+def _scale_too_large(evidence: Evidence) -> Finding | None:
+    if not evidence.is_fixed or evidence.in_backward <= _SKIPPED_BY_FIXED * evidence.steps:
+        return None
+    path, share = evidence.chief_culprit
+    blamed = f"; {path} was to blame in {share:.0%} of them" if path else ""
+    known = evidence.curve.recommended if evidence.curve else None
+    change = f"loss_scale={_literal(known[1])}, or " if known and 2.0 ** known[1] < evidence.scale else ""
+    return Finding(
+        "scale_too_large",
+        f"The fixed loss scale of {power(evidence.scale)} is too large.",
+        f"{_of_steps(evidence, evidence.in_backward)} overflowed in the backward pass, with a finite loss{blamed}",
+        f"kmp.enable({change}loss_scale='dynamic')",
+    )
+
+
+def _scale_too_small(evidence: Evidence) -> Finding | None:
+    curve = evidence.curve
+    if not evidence.is_float16 or curve is None or evidence.overflows > _SKIPPED_BY_FIXED * evidence.steps:
+        return None
+    measured = evidence.flushed
+    is_lossy = evidence.subnormal > _MANY_SUBNORMAL or (measured or 0.0) > _MANY_SUBNORMAL
+    if not is_lossy or evidence.headroom < _SPARE_BITS or not curve.recommended:
+        return None
+    told = [
+        f"{evidence.subnormal:.1%} of the sampled gradient elements that are not zero are subnormal in float16, at the "
+        f"scales in use (last {power(evidence.scale)}), with {evidence.headroom:.0f} bits to overflow to spare"
+    ]
+    if measured is not None:
+        told.append(f"{measured:.1%} of all elements are zero that are not zero in float32")
+    argument = "loss_scale" if evidence.is_fixed else "initial_scale"
+    return Finding(
+        "scale_too_small",
+        f"The loss scale of {power(evidence.scale)} is too small: gradients are lost to underflow.",
+        "; ".join(told),
+        f"kmp.enable({argument}={_literal(curve.recommended[1])})"
+        + (", or loss_scale='dynamic'" if evidence.is_fixed else ""),
+    )
+
+
+def _range(evidence: Evidence) -> Finding | None:
+    curve = evidence.curve
+    if not evidence.is_float16 or curve is None or curve.recommended:
+        return None
+    best = math.floor(curve.in_use + evidence.headroom) - 1
+    lost = curve.at(best)["underflow"]
+    if lost <= _MANY_SUBNORMAL:
+        return None
+    wide, smallest = _widest_apart(evidence)
+    return Finding(
+        "range",
+        "The gradients span more than float16 can hold, at any loss scale.",
+        f"at {power(2.0**best)}, the largest scale without an overflow, {lost:.1%} of the elements still underflow; "
+        f"the largest are those of {wide}, and {smallest} loses the most",
+        f"layer = kmp.layers.Float32(layer)  # around {wide!r}; or kmp.enable('mixed_bfloat16')",
+    )
+
+
+def _growth_too_eager(evidence: Evidence) -> Finding | None:
+    interval = evidence.setting("growth_interval", None)
+    after_start = evidence.in_backward - evidence.at_start[0]
+    if evidence.is_fixed or interval is None or interval > _EAGER_INTERVAL:
+        return None
+    if after_start <= _SKIPPED_BY_GROWTH * evidence.steps or evidence.in_a_row >= _FUTILE_IN_A_ROW:
+        return None
+    return Finding(
+        "growth_too_eager",
+        "The loss scale grows too eagerly: steps are skipped to no gain.",
+        f"{_of_steps(evidence, after_start)} overflowed after the scale had found its place, with growth every "
+        f"{interval} steps",
+        "kmp.enable(growth_interval=2000)",
+    )
+
+
+def _initial_scale(evidence: Evidence) -> Finding | None:
+    count, settled = evidence.at_start
+    first = evidence.setting("initial_scale", None)
+    if evidence.is_fixed or first is None or count < _SEARCH_AT_START or settled >= first:
+        return None
+    return Finding(
+        "initial_scale",
+        f"The initial loss scale of {power(first)} is too large.",
+        f"the first {count} steps were skipped until the scale had come down to {power(settled)}",
+        f"kmp.enable(initial_scale={_literal(math.floor(math.log2(settled)))})",
+    )
+
+
+CAUSES: tuple[Callable[[Evidence], Finding | None], ...] = (
+    _exploding,
+    _data,
+    _layer,
+    _loss,
+    _scale_too_large,
+    _scale_too_small,
+    _range,
+    _growth_too_eager,
+    _initial_scale,
+)
+
+
+def _of_steps(evidence: Evidence, count: int) -> str:
+    return f"{count} of {evidence.steps} steps ({count / max(1, evidence.steps):.1%})"
+
+
+def _bad_losses(evidence: Evidence) -> str:
+    return f"in {_of_steps(evidence, evidence.nonfinite_losses)} the loss was inf or nan before it was scaled"
+
+
+def _literal(exponent: int) -> str:
+    return f"2.0**{exponent}"
+
+
+def _widest_apart(evidence: Evidence) -> tuple[str, str]:
+    """Returns the variable with the largest gradient, and that with the largest share of small ones."""
+    sample = evidence.finite[-1]
+    largest = sample.names[int(sample.amax.argmax())]
+
+    def small(name: str) -> float:
+        zones = sample[name].zones
+        nonzero = max(1, sample[name].total - zones["zero"])
+        return (zones["subnormal"] + zones["below_subnormal"]) / nonzero
+
+    return largest, max(sample.names, key=small)

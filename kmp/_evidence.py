@@ -1,0 +1,145 @@
+"""The numbers of a run that say whether float16 costs it anything."""
+
+import math
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from kmp._formats import FLOAT16
+from kmp._what_if import WhatIf, what_if
+from kmp.records import GradientSample, Run
+
+_BATCH = "the batch's "
+
+
+class Evidence:
+    """What a run's readings amount to.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.samples = run.samples
+        self.settings = run.settings
+        self.steps = max((row["step"] for row in run.rows), default=0)
+        self.overflows = int(run.last("overflow_count", 0))
+        self.nonfinite_losses = int(run.last("nonfinite_loss_count", 0))
+        self.in_backward = self.overflows - self.nonfinite_losses
+        self.in_a_row = int(run.last("overflows_in_a_row", 0))
+        self.culprits: dict[str, int] = run.last("culprits_by_variable", {})
+        self.scale = float(run.last("loss_scale", self.samples[-1].loss_scale if self.samples else math.nan))
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the loss scale never moves."""
+        return bool(self.settings.get("rule") == "FixedScale")
+
+    @property
+    def dtypes(self) -> str:
+        """The dtypes the model computed in, in words."""
+        return " and ".join(self.settings.get("compute_dtypes", ["an unknown dtype"]))
+
+    @property
+    def is_float16(self) -> bool:
+        """Whether it computed in float16, as far as is known."""
+        return FLOAT16.name in self.settings.get("compute_dtypes", [FLOAT16.name])
+
+    def setting(self, name: str, default: Any) -> Any:
+        """Returns a setting of the loss scale's rule."""
+        return self.settings.get(name, default)
+
+    @cached_property
+    def curve(self) -> WhatIf | None:
+        """What other scales would do, or `None` without a finite sample."""
+        try:
+            return what_if(self.run)
+        except ValueError:
+            return None
+
+    @cached_property
+    def finite(self) -> list[GradientSample]:
+        """The samples without inf and nan."""
+        return [sample for sample in self.samples if sample.histogram.is_finite and sample.histogram.total]
+
+    @cached_property
+    def subnormal(self) -> float:
+        """The share of the nonzero gradient elements below float16's normal range, at the scales in use."""
+        zones = [sample.histogram.zones for sample in self.finite]
+        small = sum(zone["subnormal"] + zone["below_subnormal"] for zone in zones)
+        nonzero = sum(sample.histogram.total - sample.histogram.zeros for sample in self.finite)
+        return small / nonzero if nonzero else 0.0
+
+    @cached_property
+    def flushed(self) -> float | None:
+        """The share of elements that are zero beyond a float32 reference's, or `None` without one."""
+        references = self.run.references
+        if not references or not self.finite:
+            return None
+        return max(0.0, _zero_share(self.finite) - _zero_share(references))
+
+    @cached_property
+    def headroom(self) -> float:
+        """Bits between the largest sampled gradient, at its scale, and float16's end; nan without a sample."""
+        largest = max((float(np.max(sample.amax)) for sample in self.finite), default=0.0)
+        return math.log2(FLOAT16.max / largest) if largest else math.nan
+
+    @cached_property
+    def first_loss(self) -> float:
+        """The first loss that was read and finite; nan without one."""
+        return next((value for value in self._losses if math.isfinite(value)), math.nan)
+
+    @cached_property
+    def highest_loss(self) -> float:
+        """The highest loss in magnitude that was read and finite; nan without one."""
+        known = np.append(np.abs(self._losses), self.run.series("highest_loss")[1])
+        return max((float(value) for value in known if math.isfinite(value)), default=math.nan)
+
+    @cached_property
+    def update_ratio(self) -> tuple[int, float]:
+        """The sampled step whose update was the largest, by norm, as a part of all weights; and that part."""
+        ratios = [(sample.step, _update_ratio(sample)) for sample in self.samples]
+        return max((pair for pair in ratios if not math.isnan(pair[1])), key=lambda pair: pair[1], default=(0, 0.0))
+
+    @cached_property
+    def at_start(self) -> tuple[int, float]:
+        """Overflows until the first reading after a clean step, and the loss scale then."""
+        table = self.run.table()
+        if "overflows_in_a_row" not in (table.dtype.names or ()) or "loss_scale" not in (table.dtype.names or ()):
+            return 0, self.scale
+        known = table[~np.isnan(table["overflows_in_a_row"]) & ~np.isnan(table["loss_scale"])]
+        clean = known[known["overflows_in_a_row"] == 0]
+        return (int(clean["overflow_count"][0]), float(clean["loss_scale"][0])) if clean.size else (0, self.scale)
+
+    @property
+    def seen_first(self) -> str | None:
+        """What a forward probe found first, the last time."""
+        return self.run.last("nonfinite_activation")
+
+    @property
+    def is_in_data(self) -> bool:
+        """Whether a forward probe found the batch itself to be inf or nan."""
+        return (self.seen_first or "").startswith(_BATCH)
+
+    @property
+    def chief_culprit(self) -> tuple[str, float]:
+        """The variable most often to blame, and its share of the blame; `("", 0.0)` if none was."""
+        if not self.culprits:
+            return "", 0.0
+        path = max(self.culprits, key=self.culprits.__getitem__)
+        return path, self.culprits[path] / sum(self.culprits.values())
+
+    @property
+    def _losses(self) -> np.ndarray:
+        return self.run.series("last_loss")[1]
+
+
+def _zero_share(samples: list[GradientSample]) -> float:
+    return sum(s.histogram.zeros for s in samples) / max(1, sum(s.histogram.total for s in samples))
+
+
+def _update_ratio(sample: GradientSample) -> float:
+    weights, updates = np.nansum(sample.weight_norm**2), np.nansum(sample.update_norm**2)
+    return math.sqrt(updates / weights) if weights else math.nan

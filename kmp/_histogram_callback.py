@@ -1,0 +1,130 @@
+"""The callback that samples gradients."""
+
+from typing import Any
+
+from kmp import _arguments
+from kmp._reader import Logs, PathLike, Reader
+from kmp._reference import float32_sample
+from kmp._samples import matching
+from kmp._updates import UpdateWatch
+from kmp.optimizer import LossScaleOptimizer
+from kmp.records import Snapshot
+
+
+class GradientHistogram(Reader):
+    """Counts gradient elements by binary exponent, in the compiled step, at a cadence, for each variable.
+
+    In `logs`: `grad_zeros`, the share of elements that are exactly zero: an upper bound on what float16 flushed; and in
+    an epoch's logs `grad_norm`, the L2 norm of all gradients of the last sample, without the loss scale. The samples,
+    with the size of each gradient and of each update beside it, are in `run.samples`, in the log and in TensorBoard.
+    With `steps_per_execution` an update is that of the execution that holds the sampled step.
+
+    Args:
+        log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
+        every_n_steps: Integer, at least 1: sampled are the first step of a `fit`, each step that this divides, and the
+            first step of an epoch that would have no sample.
+        optimizer: The `kmp.LossScaleOptimizer` to read, for a model that holds several; its own by default.
+        variables: Which variables to sample: a path as in `variable.path`, a pattern (`*` and `?` as in a shell, such
+            as `"*/kernel"`), or a list of them; all by default.
+        reference: A batch `(x, y)` or `(x, y, sample_weight)`, to take through the model in float32, eagerly and
+            without leaving a trace, after the first step and at each epoch's end: it tells what float16 flushed to zero
+            from what is zero anyway. For models that train with the loss they were compiled with. None by default.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not kmp's, or a pattern
+            matches no variable (a model that is not built yet tells in its first step).
+        OSError: In `on_train_begin`, if `log_dir` cannot be written.
+    """
+
+    def __init__(
+        self,
+        log_dir: PathLike | None = None,
+        every_n_steps: int = 100,
+        optimizer: LossScaleOptimizer | None = None,
+        *,
+        variables: str | list[str] | None = None,
+        reference: tuple[Any, ...] | None = None,
+    ) -> None:
+        super().__init__(log_dir, every_n_steps, optimizer)
+        self.variables = _arguments.patterns("variables", variables)
+        self.reference = None if reference is None else _arguments.batch("reference", reference)
+        self._updates = UpdateWatch()
+
+    def _prepare(self, optimizer: LossScaleOptimizer) -> bool:
+        is_new = optimizer.prepare_sampling(self.variables)
+        return super()._prepare(optimizer) or is_new
+
+    def _start(self) -> None:
+        super()._start()
+        self._sampled = self._last.sample.step if self._last.sample else 0
+        self._is_first_due = True
+        self._is_reference_due = self.reference is not None
+        self.optimizer.start_sampling(self, self.every_n_steps)
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        at_end = self._last.step + self._steps_in_epoch
+        if at_end // self.every_n_steps == self._last.step // self.every_n_steps:
+            self._is_first_due = True  # or the epoch would have no sample
+            self.optimizer.start_sampling(self, self.every_n_steps)
+
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        if self._is_first_due or self._is_sampled_next:
+            self._updates.arm(self._chosen_variables())
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        self._is_first_due = False
+        super().on_train_batch_end(batch, logs)
+        if self._updates.is_armed:
+            self._read()
+            self._updates.disarm()
+        if self._is_reference_due:
+            self._measure_reference()
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        norm = self.run.last("grad_norm")
+        if logs is not None and norm is not None:
+            logs["grad_norm"] = norm
+        if self.reference is not None:
+            self._measure_reference()
+
+    def _stop(self) -> None:
+        self._updates.disarm()
+        self.optimizer.stop_sampling(self)
+        super()._stop()
+
+    @property
+    def _is_sampled_next(self) -> bool:
+        """Whether the coming execution is reckoned to take a step that is sampled."""
+        done = self._last.step + self._steps_per_batch * self._batches_since
+        coming = done + max(1.0, self._steps_per_batch * self.model.steps_per_execution)
+        return coming // self.every_n_steps > done // self.every_n_steps
+
+    def _chosen_variables(self) -> dict[str, Any]:
+        found = self.optimizer.variables_by_path()
+        if not found and self.optimizer is self.model.optimizer and self.model.built:  # it is built in its first step
+            found = {variable.path: variable for variable in self.model.trainable_variables}
+        if self.variables is None or not found:
+            return found
+        names = list(found)
+        return {names[place]: found[names[place]] for place in matching(self.variables, names)}
+
+    def _row(self, snapshot: Snapshot) -> dict[str, Any] | None:
+        sample = snapshot.sample
+        if sample is None or sample.step == self._sampled:
+            return None
+        self._sampled = sample.step
+        if self.variables is not None:
+            sample = sample.select(self.variables)
+        if self._updates.is_armed:
+            sample = self._updates.measure(sample)
+        self._keys = {"grad_zeros": sample.histogram.zero_fraction}
+        return {"step": sample.step} | self._keys | {"grad_norm": sample.total_norm, "sample": sample.to_dict()}
+
+    def _measure_reference(self) -> None:
+        self._is_reference_due = False
+        assert self.reference is not None
+        sample = float32_sample(self.model, self.reference, self._chosen_variables(), self._last.step)
+        self._append({"step": sample.step, "reference": sample.to_dict()})

@@ -1,0 +1,78 @@
+"""The callbacks that log the loss scale and what it did."""
+
+from typing import Any
+
+from kmp._reader import Logs, Reader
+from kmp.records import Snapshot
+
+
+class LossScaleLogger(Reader):
+    """Logs the loss scale, as `loss_scale` in `logs`.
+
+    Args:
+        log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
+        every_n_steps: Integer, at least 1: how often to read, by the optimizer's step counter.
+        optimizer: The `kmp.LossScaleOptimizer` to read, for a model that holds several; its own by default.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not kmp's.
+        OSError: In `on_train_begin`, if `log_dir` cannot be written.
+    """
+
+    def _row(self, snapshot: Snapshot) -> dict[str, Any] | None:
+        self._keys = {"loss_scale": snapshot.loss_scale}
+        return {"step": snapshot.step, "loss_scale": snapshot.loss_scale, "clean_steps": snapshot.clean_steps}
+
+
+class OverflowCounter(Reader):
+    """Counts the steps that were skipped because the loss or a gradient was not finite.
+
+    In `logs`: `overflow_count` (since training began) and `overflow_rate` (the share of the steps since the last
+    reading; in an epoch's logs, of the epoch's steps). In an epoch's logs also `nonfinite_loss_count`: those whose loss
+    was not finite before it was scaled, where no scale would have helped; and `overflow_culprit`: where the variable to
+    blame for the last overflow is in the optimizer's list, `model.trainable_variables`, or -1 before the first one. Its
+    path, and how often each variable overflowed and was to blame, are in `run` and in the log: Keras averages what is
+    in `logs`, and fails on strings.
+
+    Args:
+        log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
+        every_n_steps: Integer, at least 1: how often to read, by the optimizer's step counter.
+        optimizer: The `kmp.LossScaleOptimizer` to read, for a model that holds several; its own by default.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not kmp's.
+        OSError: In `on_train_begin`, if `log_dir` cannot be written.
+    """
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self._at_epoch_begin = self._last
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        steps = self._last.step - self._at_epoch_begin.step
+        if logs is not None and steps:
+            skipped = self._last.overflow_count - self._at_epoch_begin.overflow_count
+            logs["overflow_rate"] = skipped / steps
+            logs["nonfinite_loss_count"] = self._last.nonfinite_loss_count
+            logs["overflow_culprit"] = self._place_of(self._last.culprit)
+
+    def _place_of(self, culprit: str | None) -> int:
+        paths = self.optimizer.paths
+        return paths.index(culprit) if culprit in paths else -1
+
+    def _row(self, snapshot: Snapshot) -> dict[str, Any] | None:
+        new, steps = snapshot.overflow_count - self._last.overflow_count, snapshot.step - self._last.step
+        self._keys = {"overflow_count": snapshot.overflow_count, "overflow_rate": new / steps}
+        details = {
+            "nonfinite_loss_count": snapshot.nonfinite_loss_count,
+            "overflows_in_a_row": snapshot.overflows_in_a_row,
+            "overflows_by_variable": snapshot.overflows_by_variable,
+            "culprits_by_variable": snapshot.culprits_by_variable,
+        }
+        if new:
+            details["culprit"] = snapshot.culprit
+        details |= {"last_loss": snapshot.last_loss, "highest_loss": snapshot.highest_loss}
+        return {"step": snapshot.step} | self._keys | details

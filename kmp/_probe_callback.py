@@ -1,0 +1,52 @@
+"""The callback that finds where a forward pass goes wrong."""
+
+from typing import Any
+
+from kmp import _guard
+from kmp._probe import Probe
+from kmp._reader import Reader
+from kmp.optimizer import LossScaleOptimizer
+from kmp.records import Snapshot
+
+
+class ForwardProbe(Reader):
+    """Names what was the first to be inf or nan in the forward pass of a step whose loss was not finite.
+
+    That is a layer's path, `"the batch's x"` (or `y`, or `sample_weight`), or `"the loss function"`; under
+    `nonfinite_activation` in `run` and in the log, in `optimizer.snapshot()`, in the report, and in the error of a
+    stuck run. It looks at the outputs of the layers in the step itself; while losses are finite it computes nothing.
+    What a layer computes inside a loop, as an RNN does, is seen when it leaves the loop. On several replicas, those of
+    this process are looked at.
+
+    Args:
+        log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
+        every_n_steps: Integer, at least 1: how often to read, by the optimizer's step counter.
+        optimizer: The `kmp.LossScaleOptimizer` whose losses to watch, for a model that holds several; its own by
+            default.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not kmp's.
+        OSError: In `on_train_begin`, if `log_dir` cannot be written.
+    """
+
+    def _prepare(self, optimizer: LossScaleOptimizer) -> bool:
+        _guard.install(self.model)
+        optimizer.probe = Probe(self.model, [optimizer])
+        _guard.probe_with(self.model, optimizer.probe)
+        return True
+
+    def on_train_end(self, logs: Any = None) -> None:
+        super().on_train_end(logs)
+        _guard.probe_with(self.model, None)
+        self.model.make_train_function(force=True)
+
+    def _stop(self) -> None:
+        super()._stop()
+        if self.optimizer.probe:
+            self.optimizer.probe.remove()
+
+    def _row(self, snapshot: Snapshot) -> dict[str, Any] | None:
+        if snapshot.nonfinite_loss_count == self._last.nonfinite_loss_count:
+            return None
+        return {"step": snapshot.step, "nonfinite_activation": snapshot.nonfinite_activation}

@@ -1,0 +1,73 @@
+"""A float32 pass over one batch, to tell what float16 flushed to zero from what is zero anyway."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import ops
+
+from kmp import statistics
+from kmp._formats import FLOAT32
+from kmp._state import sublayers
+from kmp.records import GradientSample
+
+
+def float32_sample(model: keras.Model, batch: Sequence[Any], variables: Mapping[str, Any], step: int) -> GradientSample:
+    """Returns the gradients that a compiled model would have in float32, without a loss scale.
+
+    Runs eagerly, forward and backward once. Leaves the model as it was: policies, weights, moving statistics, seeds and
+    metrics.
+
+    Args:
+        model: A compiled model, built, whose variables are float32.
+        batch: `(x, y)` or `(x, y, sample_weight)`.
+        variables: The variables to measure, by path, from the input to the loss.
+        step: The training step that the sample is filed under.
+    """
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tuple(batch))
+    with _unchanged(model), _computing_in_float32(model), tf.GradientTape() as tape:
+        prediction = model(x, training=True)
+        loss = model.compute_loss(x=x, y=y, y_pred=prediction, sample_weight=sample_weight, training=True)
+    gradients = tape.gradient(loss, [getattr(variable, "value", variable) for variable in variables.values()])
+    measured = statistics.of_gradients(gradients)
+    unknown, nothing = np.full(len(variables), math.nan), np.zeros(len(variables), np.int64)
+    return GradientSample(
+        step,
+        1.0,
+        tuple(variables),
+        measured.counts.numpy().astype(np.int64),
+        amax=measured.amax.numpy().astype(np.float64),
+        norm=np.sqrt(measured.square_sum.numpy()),
+        weight_norm=unknown,
+        update_norm=unknown,
+        updates=nothing,
+        lost_updates=nothing,
+    )
+
+
+@contextlib.contextmanager
+def _computing_in_float32(model: keras.Model) -> Iterator[None]:
+    layers = [layer for layer in sublayers(model) if layer.compute_dtype != FLOAT32.name]
+    policies = [layer.dtype_policy for layer in layers]
+    try:
+        for layer in layers:
+            layer.dtype_policy = FLOAT32.name
+        yield
+    finally:
+        for layer, policy in zip(layers, policies, strict=True):
+            layer.dtype_policy = policy
+
+
+@contextlib.contextmanager
+def _unchanged(model: keras.Model) -> Iterator[None]:
+    variables = {id(v): v for v in (*model.variables, *(v for m in model.metrics for v in m.variables))}
+    before = {key: ops.copy(variable) for key, variable in variables.items()}
+    try:
+        yield
+    finally:
+        for key, variable in variables.items():
+            variable.assign(before[key])

@@ -1,0 +1,84 @@
+"""The callback that ends a training which cannot get on."""
+
+import textwrap
+
+from kmp import _arguments, _replicas, _warnings
+from kmp._backup import save_whole
+from kmp._reader import Logs, PathLike, Reader
+from kmp._stuck import StuckError, describe, is_at_lowest
+from kmp.optimizer import LossScaleOptimizer
+from kmp.records import Snapshot
+from kmp.scaling import FixedScale
+
+
+class StuckDetector(Reader):
+    """Tells when float16 cannot work for a model, and why, in place of skipping every step for good.
+
+    Training counts as stuck after `patience` skipped steps in a row, and at an overflow while the scale is already at
+    `min_scale`; with `steps_per_execution`, as seen at the end of each execution. The message names the cause, the
+    loss, the scale, the variable to blame and what to try. The weights are those from before the streak.
+
+    Args:
+        patience: Integer, at least 1: skipped steps in a row.
+        on_stuck: `"raise"` a `kmp.callbacks.StuckError`, `"warn"` once for each streak, or `"ignore"` it.
+        checkpoint: A path that ends in `.keras` or `.weights.h5`, to save the model to when it is stuck; or `None`.
+        optimizer: The `kmp.LossScaleOptimizer` to read, for a model that holds several; its own by default.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is outside its range; in `on_train_begin`, if the optimizer is not kmp's.
+        StuckError: In training, if it is stuck.
+    """
+
+    def __init__(
+        self,
+        patience: int = 100,
+        on_stuck: str = "raise",
+        checkpoint: PathLike | None = None,
+        optimizer: LossScaleOptimizer | None = None,
+    ) -> None:
+        super().__init__(None, _arguments.positive_integer("patience", patience), optimizer)
+        self.on_stuck = _arguments.one_of("on_stuck", on_stuck, ("raise", "warn", "ignore"))
+        self.checkpoint = None if checkpoint is None else _arguments.model_path("checkpoint", checkpoint)
+        self._streak_told: int | None = None
+
+    @property
+    def patience(self) -> int:
+        """Skipped steps in a row that count as stuck."""
+        return self.every_n_steps
+
+    def _next_due(self, snapshot: Snapshot) -> int:
+        """Returns the first step that training can be stuck at, so that no reading is made for nothing."""
+        to_lowest = self.optimizer.rule.steps_to_its_end(snapshot.loss_scale)
+        return snapshot.step + max(1, int(min(self.patience - snapshot.overflows_in_a_row, to_lowest)))
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._streak_told = None
+        super().on_train_begin(logs)
+
+    def _row(self, snapshot: Snapshot) -> None:
+        skipped, streak = snapshot.overflows_in_a_row, snapshot.step - snapshot.overflows_in_a_row
+        is_stuck = skipped >= self.patience or is_at_lowest(snapshot, self._last)
+        if not is_stuck or streak == self._streak_told:
+            return
+        self._streak_told = streak if skipped else None
+        is_fixed = isinstance(self.optimizer.rule, FixedScale)
+        message = describe(snapshot, self._last, is_fixed, self._save())
+        if self.on_stuck == "raise":
+            raise StuckError(message)
+        if self.on_stuck == "warn":
+            _warnings.warn(message)
+
+    def _save(self) -> str:
+        """Saves the model where asked; returns a sentence on where its weights are."""
+        intact = "The weights are those from before the skipped steps"
+        if self.checkpoint is None:
+            return f"{intact}."
+        if not _replicas.is_chief(self.model.distribute_strategy):
+            return f"{intact}, saved by the chief."
+        try:
+            save_whole(self.model, self.checkpoint)
+        except Exception as error:  # Keras raises what it likes; none of it may hide why training is stuck
+            reason = textwrap.shorten(str(error), 200, placeholder=" ...")
+            return f"{intact}; saving them to {str(self.checkpoint)!r} failed: {reason}"
+        return f"{intact}, saved to {str(self.checkpoint)!r}."

@@ -1,0 +1,46 @@
+"""From a recorded run to what to change, each finding with its evidence. Knows numbers, no Keras."""
+
+from kmp._causes import CAUSES, power
+from kmp._evidence import Evidence
+from kmp._findings import Advice as Advice
+from kmp._findings import Finding as Finding
+from kmp._what_if import WhatIf as WhatIf
+from kmp._what_if import what_if as what_if
+from kmp.records import Run
+
+
+def advise(run: Run) -> Advice:
+    """Tells what float16 costs a run, why, and what to change.
+
+    Args:
+        run: Readings of `kmp.callbacks.defaults()`; without samples of gradients only overflows are known.
+
+    Returns:
+        Ranked findings, and a verdict. What the run holds no evidence for is not found.
+
+    Example:
+    >>> advise(Run([{"step": 500, "overflow_count": 0, "loss_scale": 32768.0}])).verdict
+    'No step of 500 was skipped. No gradients were sampled, so underflow is not known.'
+    """
+    evidence = Evidence(run)
+    found = [finding for find in CAUSES if (finding := find(evidence))]
+    return Advice(tuple(found), _verdict(evidence, found))
+
+
+def _verdict(evidence: Evidence, found: list[Finding]) -> str:
+    if not evidence.steps:
+        return "The run is empty: nothing was read."
+    if found:
+        return found[0].title
+    skipped = "No step" if not evidence.overflows else f"{evidence.overflows} steps"
+    count = f"{skipped} of {evidence.steps} {'was' if evidence.overflows <= 1 else 'were'} skipped"
+    if evidence.curve is None:
+        return f"{count}. No gradients were sampled, so underflow is not known."
+    if not evidence.is_float16:
+        return f"{count}. The run computed in {evidence.dtypes}, where gradients need no loss scale."
+    lost = evidence.curve.at(evidence.curve.in_use)["underflow"]
+    return (
+        f"float16 costs nothing here: {count[0].lower()}{count[1:]}, and at the loss scale in use, "
+        f"{power(evidence.scale)}, {evidence.subnormal:.1%} of the gradient elements that are not zero are subnormal "
+        f"in float16 and {lost:.1%} too small for it."
+    )

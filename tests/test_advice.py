@@ -1,0 +1,153 @@
+"""Sick models, each planted with one cause, trained for real; and what is told of readings made by hand."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import kmp
+from kmp.records import Run
+
+
+class Normalize(keras.layers.Layer):
+    """Normalizes each row, with an epsilon that float16 rounds to zero."""
+
+    def call(self, x):
+        spread = ops.var(x, axis=-1, keepdims=True)
+        return (x - ops.mean(x, axis=-1, keepdims=True)) / ops.sqrt(spread + ops.cast(1e-8, x.dtype))
+
+
+def data(rows=640):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(rows, 16)).astype("float32")
+    return x, (x[:, :4].sum(1) > 0).astype("int32")
+
+
+def trained(optimizer=None, x=None, layers=list, every_n_steps=100, callbacks=list, **scale):
+    """Trains a small classifier for 60 steps, and returns what its callbacks read."""
+    inputs, labels = data()
+    with kmp.enable(**scale):
+        dense = keras.layers.Dense
+        model = keras.Sequential(
+            [keras.Input((16,)), *layers(), dense(64, "relu"), dense(64, "relu"), dense(2), kmp.layers.Softmax()]
+        )
+        model.compile(optimizer or keras.optimizers.Adam(1e-3), "sparse_categorical_crossentropy")
+        readers = [*kmp.callbacks.defaults(every_n_steps=every_n_steps, on_stuck="ignore"), *callbacks()]
+        for reader in readers:
+            reader.run = readers[0].run
+        model.fit(inputs if x is None else x, labels, batch_size=32, epochs=3, verbose=0, callbacks=readers)
+    return readers[0].run
+
+
+def probe():
+    return [kmp.callbacks.ForwardProbe()]
+
+
+def corrupt():
+    x = data()[0]
+    x[[70, 400]] = np.nan
+    return x
+
+
+def constant_rows():
+    x = data()[0]
+    x[::30] = 0.0
+    return x
+
+
+SICK = {
+    "too large a fixed scale": ({"loss_scale": 2.0**24}, "scale_too_large", "loss_scale="),
+    "too small a fixed scale": ({"loss_scale": 2.0**-10}, "scale_too_small", "loss_scale=2.0**"),
+    "too small an initial scale": ({"initial_scale": 2.0**-10}, "scale_too_small", "initial_scale=2.0**"),
+    "a corrupt batch": ({"x": corrupt(), "callbacks": probe}, "data", "np.isfinite(x)"),
+    "a corrupt batch, not probed": ({"x": corrupt()}, "loss", "kmp.callbacks.ForwardProbe()"),
+    "an epsilon that vanishes": (
+        {"x": constant_rows(), "layers": lambda: [Normalize(name="fragile")], "callbacks": probe},
+        "layer",
+        "kmp.layers.Float32(layer)  # the layer 'fragile'",
+    ),
+    "an exploding learning rate": ({"optimizer": keras.optimizers.SGD(1e4)}, "exploding", "learning_rate="),
+    "an exploding learning rate, probed": (
+        {"optimizer": keras.optimizers.Adam(30.0), "callbacks": probe},
+        "exploding",
+        "learning_rate=",
+    ),
+    "growth too eager": ({"growth_interval": 3, "initial_scale": 2.0**20}, "growth_too_eager", "growth_interval=2000"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SICK)
+def test_cause_of_a_sick_model_is_ranked_first(name):
+    arguments, cause, change = SICK[name]
+    advice = kmp.advise(trained(**arguments))
+    assert advice[0].cause == cause, str(advice)
+    assert change in advice[0].change
+    assert any(character.isdigit() for character in advice[0].evidence)
+    assert advice.verdict == advice[0].title
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every_n_steps", [5, 100])
+@pytest.mark.parametrize("optimizer", [{"class_name": "Adam", "config": {}}, {"class_name": "SGD", "config": {}}])
+def test_healthy_model_has_no_finding(every_n_steps, optimizer):
+    run = trained(keras.optimizers.get(optimizer), every_n_steps=every_n_steps, callbacks=probe)
+    advice = kmp.advise(run)
+    assert list(advice) == []
+    assert advice.verdict.startswith("float16 costs nothing here: no step of 60 was skipped")
+
+
+def run_of(*rows, **settings):
+    return Run([{"step": 1, "overflow_count": 0, "last_loss": 1.0}, *rows], {"settings": settings})
+
+
+DYNAMIC = {"rule": "DynamicScale", "initial_scale": 2.0**15, "growth_interval": 2000, "compute_dtypes": ["float16"]}
+
+
+def test_backward_pass_that_no_scale_helps_is_told_with_its_culprit():
+    row = {
+        "step": 40,
+        "overflow_count": 39,
+        "overflows_in_a_row": 39,
+        "nonfinite_loss_count": 0,
+        "loss_scale": 2.0**-14,
+        "culprits_by_variable": {"net/a/kernel": 38, "net/b/kernel": 1},
+    }
+    found = kmp.advise(run_of(row, **DYNAMIC))[0]
+    assert found.cause == "layer"
+    assert "net/a/kernel was to blame in 97%" in found.evidence
+    assert "down to a scale of 2^-14" in found.evidence
+
+
+def test_initial_scale_that_took_many_skips_to_come_down_is_told():
+    reading = {"overflow_count": 9, "overflows_in_a_row": 0, "loss_scale": 64.0, "nonfinite_loss_count": 0}
+    rows = [{"step": 100} | reading, {"step": 2000} | reading]
+    advice = kmp.advise(run_of(*rows, **DYNAMIC))
+    assert [finding.cause for finding in advice] == ["initial_scale"]
+    assert advice[0].change == "kmp.enable(initial_scale=2.0**6)"
+
+
+def test_loss_that_grew_a_hundredfold_is_an_explosion_without_any_sample():
+    advice = kmp.advise(run_of({"step": 50, "last_loss": 3e4, "highest_loss": 7e4, "overflow_count": 0}, **DYNAMIC))
+    assert advice[0].cause == "exploding"
+    assert "from 1 to 7e+04" in advice[0].evidence
+
+
+def test_a_few_skipped_steps_of_a_long_run_are_no_finding():
+    row = {"step": 20_000, "overflow_count": 9, "overflows_in_a_row": 0, "loss_scale": 2.0**18}
+    assert list(kmp.advise(run_of(row, **DYNAMIC))) == []
+
+
+def test_empty_run_has_no_finding_and_says_so():
+    assert list(kmp.advise(Run())) == []
+    assert kmp.advise(Run()).verdict == "The run is empty: nothing was read."
+
+
+def test_advice_is_printed_with_evidence_and_the_line_to_change():
+    shown = str(kmp.advise(run_of({"step": 50, "highest_loss": 7e4}, **DYNAMIC)))
+    assert shown.splitlines() == [
+        "Training explodes: the updates are too large, in any number format.",
+        "1. Training explodes: the updates are too large, in any number format.",
+        "  Evidence: the loss went from 1 to 7e+04",
+        "  Change: keras.optimizers.Adam(learning_rate=...)  # a tenth of what it is; or clipnorm=1.0",
+    ]

@@ -1,0 +1,119 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import MODES, compiled_model, fit, small_data
+
+import kmp
+
+
+class Owner:
+    pass
+
+
+def built(*shapes, **arguments):
+    optimizer = kmp.LossScaleOptimizer("sgd", **arguments)
+    variables = [keras.Variable(np.ones(shape, "float32"), name=f"v{n}") for n, shape in enumerate(shapes)]
+    optimizer.build(variables)
+    optimizer.scale_loss(1.0)
+    return optimizer, variables
+
+
+def one_step(optimizer, variables, gradients, run_step=lambda step: step):
+    owner = Owner()
+    optimizer.start_sampling(owner, every_n_steps=1)
+    run_step(lambda: optimizer.apply(gradients, variables))()
+    return optimizer.snapshot().sample
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
+def test_each_variable_has_its_counts_and_sizes(run_step):
+    optimizer, variables = built(2, 3, 4, loss_scale=4.0)
+    gradients = [tf.constant([8.0, -0.5]), None, tf.constant([0.0, 0.0, 3.0, 4.0])]
+    sample = one_step(optimizer, variables, gradients, run_step)
+    assert (sample.step, sample.loss_scale) == (1, 4.0)
+    by_name = dict(zip(sample.names, range(3), strict=True))
+    first, second, third = (by_name[variable.path] for variable in variables)
+    assert sample[variables[0].path].by_exponent[[148, 152]].tolist() == [1, 1]
+    assert [sample[variable.path].total for variable in variables] == [2, 0, 4]
+    assert sample[variables[2].path].zeros == 2
+    np.testing.assert_allclose(sample.amax[[first, second, third]], [8.0, 0.0, 4.0])
+    np.testing.assert_allclose(sample.norm[[first, second, third]], np.array([np.hypot(8, 0.5), 0.0, 5.0]) / 4)
+
+
+def test_sparse_gradients_are_counted_as_they_come(run_step):
+    optimizer, variables = built((5, 2), loss_scale=2.0)
+    sparse = tf.IndexedSlices(tf.constant([[1.0, 2.0], [4.0, 0.0]]), tf.constant([0, 3]), tf.constant([5, 2]))
+    sample = one_step(optimizer, variables, [sparse], run_step)
+    assert (sample.histogram.total, sample.histogram.zeros, sample.amax[0]) == (4, 1, 4.0)
+
+
+@pytest.mark.parametrize("scale", [1000.0, 2.0**10])
+def test_unscaled_histogram_is_exact_for_every_scale(scale, run_step):
+    optimizer, variables = built(200, loss_scale=scale)
+    gradient = np.exp2(np.random.default_rng(0).uniform(-30, 30, 200)).astype("float32")
+    sample = one_step(optimizer, variables, [tf.constant(gradient)], run_step)
+    unscaled = sample.histogram.unscaled
+    exponents = np.frexp(gradient / np.float32(scale))[1] - 1
+    expected = [np.sum(exponents == exponent) for exponent in unscaled.exponents]
+    np.testing.assert_array_equal(unscaled.by_exponent, expected)
+    assert (sample.unscaled_counts is None) == (scale == 2.0**10)
+
+
+def test_variables_are_chosen_by_pattern():
+    optimizer, variables = built(2, 3)
+    with pytest.raises(ValueError, match=f"No variable matches 'nosuch'. The names are: {variables[0].path}"):
+        optimizer.prepare_sampling("nosuch")
+    assert optimizer.sampler is None
+    assert optimizer.prepare_sampling(variables[0].path)
+    assert not optimizer.prepare_sampling([variables[0].path])
+    sample = one_step(optimizer, variables, [tf.ones(2), tf.ones(3)])
+    assert sample.names == (variables[0].path,)
+    assert optimizer.prepare_sampling("*1")
+    assert len(one_step(optimizer, variables, [tf.ones(2), tf.ones(3)])) == 2
+    assert optimizer.prepare_sampling()
+    assert not optimizer.prepare_sampling("*1")
+
+
+@pytest.mark.parametrize(("variables", "error"), [(5, TypeError), ([], ValueError), ([b"a"], TypeError)])
+def test_bad_patterns_are_an_error_that_names_the_argument(variables, error):
+    with pytest.raises(error, match="`variables` must be a string or a list of strings"):
+        kmp.callbacks.GradientHistogram(variables=variables)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_callback_samples_the_variables_it_was_told(mode, enabled):
+    model = compiled_model(**MODES[mode])
+    kernels = kmp.callbacks.GradientHistogram(every_n_steps=8, variables="*/kernel")
+    biases = kmp.callbacks.GradientHistogram(every_n_steps=4, variables="*/bias")
+    fit(model, [kernels, biases])
+    assert {name.rpartition("/")[2] for sample in kernels.run.samples for name in sample} == {"kernel"}
+    assert {name.rpartition("/")[2] for sample in biases.run.samples for name in sample} == {"bias"}
+    assert [sample.histogram.total for sample in biases.run.samples] == [10] * len(biases.run.samples)
+    # Within one execution of several steps the last sample is the one that is read; the last of all was asked for by
+    # the other callback, and lies in the epoch of both.
+    first = [1, 8] if model.steps_per_execution == 1 else [8]
+    assert [sample.step for sample in kernels.run.samples] == [*first, 16, 20]
+
+
+def test_pattern_that_matches_nothing_ends_the_fit_before_anything_changes(enabled):
+    model = compiled_model()
+    fit(model)
+    before = model.optimizer.snapshot()
+    with pytest.raises(ValueError, match=r"No variable matches 'conv\*'"):
+        fit(model, [kmp.callbacks.GradientHistogram(variables="conv*")])
+    assert model.optimizer.snapshot() == before
+    with pytest.raises(ValueError, match=r"No variable matches 'conv\*'"):
+        fit(compiled_model(), [kmp.callbacks.GradientHistogram(variables="conv*")])
+
+
+def test_norm_in_the_logs_is_that_of_the_gradients_without_the_scale(enabled):
+    model = compiled_model(keras.optimizers.SGD(0.0))
+    history = fit(model, [kmp.callbacks.GradientHistogram(every_n_steps=20)], batches=20)
+    x, y = small_data(20)
+    with tf.GradientTape() as tape:
+        loss = keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y[-8:], model(x[-8:], training=True)))
+    gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+    norm = np.sqrt(sum(np.sum(np.square(g)) for g in gradients))
+    # The batches of `fit` are shuffled; the norm of another batch is of the same order.
+    assert 0.2 < history["grad_norm"][0] / norm < 5

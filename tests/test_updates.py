@@ -1,0 +1,58 @@
+import keras
+import numpy as np
+import pytest
+from conftest import MODES, compiled_model, fit, values
+
+import kmp
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_update_of_the_sampled_step_is_measured(mode, enabled):
+    model = compiled_model(keras.optimizers.SGD(0.5), **MODES[mode])
+    seen = []
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(values(model.weights[:4])))
+    histogram = kmp.callbacks.GradientHistogram(every_n_steps=8)
+    start = values(model.weights[:4])
+    fit(model, [histogram, note], batches=16)
+    per_call = model.steps_per_execution
+    for sample in histogram.run.samples:
+        call = (sample.step - 1) // per_call
+        before, after = seen[call - 1] if call else start, seen[call]
+        for name, old, new in zip([v.path for v in model.trainable_variables], before, after, strict=True):
+            place = sample.names.index(name)
+            np.testing.assert_allclose(sample.weight_norm[place], np.linalg.norm(old), rtol=1e-5)
+            np.testing.assert_allclose(sample.update_norm[place], np.linalg.norm(new - old), rtol=1e-3, atol=1e-7)
+            assert sample.updates[place] == np.sum(new != old)
+            lost = (new != old) & (np.abs(new - old) < 2.0**-11 * np.abs(old))
+            assert sample.lost_updates[place] == np.sum(lost)
+    assert [sample.step for sample in histogram.run.samples] == ([1, 8, 16] if per_call == 1 else [8, 16])
+
+
+def test_skipped_step_has_updated_nothing(enabled):
+    model = compiled_model()
+    histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
+    model.fit(np.full((8, 4), np.nan, "float32"), np.zeros(8), verbose=0, callbacks=[histogram])
+    assert histogram.run.samples[0].updates.tolist() == [0, 0, 0, 0]
+    assert histogram.run.samples[0].update_norm.tolist() == [0.0, 0.0, 0.0, 0.0]
+
+
+def test_small_updates_count_as_lost_in_float16(enabled):
+    model = compiled_model(keras.optimizers.SGD(1e-6))
+    histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
+    fit(model, [histogram], batches=2)
+    sample = histogram.run.samples[-1]
+    assert 0 < sample.lost_updates.sum() <= sample.updates.sum()
+    assert float(np.nanmax(sample.select("*/kernel").update_ratio)) < 2.0**-11
+
+
+def test_update_is_that_of_one_replica(two_replicas):
+    with two_replicas.scope(), kmp.enable():
+        model = compiled_model(keras.optimizers.SGD(0.5))
+    before = values(model.trainable_variables)
+    histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
+    fit(model, [histogram], batches=1)
+    after = values(model.trainable_variables)
+    sample = histogram.run.samples[0]
+    norms = [np.linalg.norm(new - old) for new, old in zip(after, before, strict=True)]
+    found = dict(zip(sample.names, sample.update_norm, strict=True))
+    np.testing.assert_allclose([found[v.path] for v in model.trainable_variables], norms, rtol=1e-4, atol=1e-7)
