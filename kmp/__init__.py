@@ -31,7 +31,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """Imports `kmp.plots`, and with it matplotlib, when it is first used."""
-    if name == "plots":
-        return importlib.import_module("kmp.plots")
+    """Imports `kmp.plots` and `kmp.report`, and with them matplotlib and jinja2, when they are first used."""
+    if name in ("plots", "report"):
+        return importlib.import_module(f"kmp.{name}")
     raise AttributeError(f"module 'kmp' has no attribute {name!r}")

@@ -18,8 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         parsed.command(parsed, console)
-    except (OSError, ImportError) as error:
-        print(f"kmp: {error}", file=sys.stderr)
+    except (OSError, ImportError, _InputError) as error:
+        print(f"kmp: {_in_words(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("kmp: interrupted", file=sys.stderr)
@@ -37,12 +37,46 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=_steps, default=240, help="training steps of each run (default: %(default)s)")
     demo.add_argument("--out", type=Path, help="folder for logs and pictures (default: runs/<time>)")
     demo.set_defaults(command=_demo)
+    report = commands.add_parser("report", help="tell what float16 costs a recorded run, or compare several")
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a log_dir, or the .jsonl file in it")
+    report.add_argument(
+        "--out", type=Path, help="the HTML file (default: report.html in RUN; of several, in this folder)"
+    )
+    report.set_defaults(command=_report)
     return parser
 
 
 def _demo(parsed: argparse.Namespace, console: Console) -> None:
     out = parsed.out or Path("runs") / datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
     _demo_report.run(console, parsed.dataset, parsed.policy, parsed.steps, out)
+
+
+def _report(parsed: argparse.Namespace, console: Console) -> None:
+    from kmp import report
+
+    try:
+        runs = report.load(parsed.runs)
+    except ValueError as error:
+        raise _InputError(str(error)) from error
+    console.print(report.summary(runs))
+    path = report.write(runs, parsed.out or _beside(parsed.runs) / "report.html")
+    console.print(f"\nReport: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _beside(runs: Sequence[Path]) -> Path:
+    if len(runs) > 1:
+        return Path()
+    return runs[0] if runs[0].is_dir() else runs[0].parent
+
+
+class _InputError(Exception):
+    """A file that a command was given is not what it takes."""
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _steps(text: str) -> int:

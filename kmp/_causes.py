@@ -105,12 +105,12 @@ def _scale_too_large(evidence: Evidence) -> Finding | None:
     path, share = evidence.chief_culprit
     blamed = f"; {path} was to blame in {share:.0%} of them" if path else ""
     known = evidence.curve.recommended if evidence.curve else None
-    change = f"loss_scale={_literal(known[1])}, or " if known and 2.0 ** known[1] < evidence.scale else ""
+    instead = f"  # or loss_scale={_literal(known[1])}" if known and 2.0 ** known[1] < evidence.scale else ""
     return Finding(
         "scale_too_large",
         f"The fixed loss scale of {power(evidence.scale)} is too large.",
         f"{_of_steps(evidence, evidence.in_backward)} overflowed in the backward pass, with a finite loss{blamed}",
-        f"kmp.enable({change}loss_scale='dynamic')",
+        f"kmp.enable(loss_scale='dynamic'){instead}",
     )
 
 
@@ -134,13 +134,13 @@ def _scale_too_small(evidence: Evidence) -> Finding | None:
         f"The loss scale of {power(evidence.scale)} is too small: gradients are lost to underflow.",
         "; ".join(told),
         f"kmp.enable({argument}={_literal(curve.recommended[1])})"
-        + (", or loss_scale='dynamic'" if evidence.is_fixed else ""),
+        + ("  # or loss_scale='dynamic'" if evidence.is_fixed else ""),
     )
 
 
 def _range(evidence: Evidence) -> Finding | None:
     curve = evidence.curve
-    if not evidence.is_float16 or curve is None or curve.recommended:
+    if not evidence.is_float16 or curve is None or curve.recommended or math.isnan(evidence.headroom):
         return None
     best = math.floor(curve.in_use + evidence.headroom) - 1
     lost = curve.at(best)["underflow"]

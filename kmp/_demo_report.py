@@ -34,6 +34,7 @@ def run(console: Console, dataset: str, policy: str, steps: int, out: Path) -> R
         console.print(line, highlight=False)
     for path in pictures(results, out):
         _print_path(console, f"Picture: {path}")
+    _print_path(console, f"Report: {report_of(results, out)}")
     _print_path(console, f"Logs: {out}")
     _print_path(console, f"To see them: tensorboard --logdir {shlex.quote(str(out))}")
     return results
@@ -111,6 +112,13 @@ def pictures(results: Results, out: Path) -> list[Path]:
     for name, ax in drawn.items():
         plots.save(ax, out / name)
     return [out / name for name in drawn]
+
+
+def report_of(results: Results, out: Path) -> Path:
+    """Writes the report that compares the ways, of their first seeds; returns the file."""
+    from kmp import report
+
+    return report.write({way.name: trained[0].run for way, trained in results.items()}, out / "report.html")
 
 
 def _print_path(console: Console, line: str) -> None:

@@ -25,11 +25,11 @@ class Evidence:
         self.samples = run.samples
         self.settings = run.settings
         self.steps = max((row["step"] for row in run.rows), default=0)
-        self.overflows = int(run.last("overflow_count", 0))
-        self.nonfinite_losses = int(run.last("nonfinite_loss_count", 0))
+        self.overflows = int(run.last("overflow_count") or 0)
+        self.nonfinite_losses = int(run.last("nonfinite_loss_count") or 0)
         self.in_backward = self.overflows - self.nonfinite_losses
-        self.in_a_row = int(run.last("overflows_in_a_row", 0))
-        self.culprits: dict[str, int] = run.last("culprits_by_variable", {})
+        self.in_a_row = int(run.last("overflows_in_a_row") or 0)
+        self.culprits: dict[str, int] = run.last("culprits_by_variable") or {}
         self.scale = float(run.last("loss_scale", self.samples[-1].loss_scale if self.samples else math.nan))
 
     @property

@@ -77,7 +77,7 @@ class GradientHistogram(Reader):
         self._is_first_due = False
         super().on_train_batch_end(batch, logs)
         if self._updates.is_armed:
-            self._read()
+            self.read()
             self._updates.disarm()
         if self._is_reference_due:
             self._measure_reference()

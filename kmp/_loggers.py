@@ -74,5 +74,7 @@ class OverflowCounter(Reader):
         }
         if new:
             details["culprit"] = snapshot.culprit
+        if snapshot.nonfinite_loss_count > self._last.nonfinite_loss_count and snapshot.nonfinite_activation:
+            details["nonfinite_activation"] = snapshot.nonfinite_activation
         details |= {"last_loss": snapshot.last_loss, "highest_loss": snapshot.highest_loss}
         return {"step": snapshot.step} | self._keys | details

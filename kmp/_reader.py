@@ -68,12 +68,12 @@ class Reader(keras.callbacks.Callback, abc.ABC):
         self._has_trained = True
         self._count_batches(batch)
         if self._last.step + self._steps_per_batch * self._batches_since >= self._due:
-            self._read()
+            self.read()
         if logs is not None:
             logs.update(self._keys)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        self._read(is_epoch_end=True)
+        self.read(is_epoch_end=True)
         if logs is not None:
             _guard.mend_epoch(self.model, logs)
             logs.update(self._keys)
@@ -122,7 +122,12 @@ class Reader(keras.callbacks.Callback, abc.ABC):
         self._batches_since += done - self._batches_of_epoch
         self._batches_of_epoch = done
 
-    def _read(self, is_epoch_end: bool = False) -> None:
+    def read(self, is_epoch_end: bool = False) -> None:
+        """Reads the optimizer now, and records what is new.
+
+        Args:
+            is_epoch_end: Whether more steps may have been taken than the batches since the last reading tell.
+        """
         snapshot = self.optimizer.snapshot()
         steps = snapshot.step - self._last.step
         if not is_epoch_end:

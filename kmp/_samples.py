@@ -128,7 +128,8 @@ class GradientSample:
 
     def _grouped(self, groups: list[list[int]], names: tuple[str, ...] | None = None) -> "GradientSample":
         def each(values: np.ndarray, merge: Any) -> np.ndarray:
-            return np.array([merge(values[group], axis=0) for group in groups], values.dtype)
+            merged = [merge(values[group], axis=0) for group in groups]
+            return np.array(merged, values.dtype).reshape(len(groups), *values.shape[1:])
 
         def root_sum_square(values: np.ndarray, axis: int) -> np.ndarray:
             return np.sqrt(np.sum(values**2, axis=axis))

@@ -1,6 +1,7 @@
 """The callback that ends a training which cannot get on."""
 
 import textwrap
+from collections.abc import Callable
 
 from kmp import _arguments, _replicas, _warnings
 from kmp._backup import save_whole
@@ -41,6 +42,7 @@ class StuckDetector(Reader):
         self.on_stuck = _arguments.one_of("on_stuck", on_stuck, ("raise", "warn", "ignore"))
         self.checkpoint = None if checkpoint is None else _arguments.model_path("checkpoint", checkpoint)
         self._streak_told: int | None = None
+        self.before_telling: Callable[[], None] = lambda: None
 
     @property
     def patience(self) -> int:
@@ -64,6 +66,7 @@ class StuckDetector(Reader):
         self._streak_told = streak if skipped else None
         is_fixed = isinstance(self.optimizer.rule, FixedScale)
         message = describe(snapshot, self._last, is_fixed, self._save())
+        self.before_telling()
         if self.on_stuck == "raise":
             raise StuckError(message)
         if self.on_stuck == "warn":

@@ -32,7 +32,7 @@ def _verdict(evidence: Evidence, found: list[Finding]) -> str:
         return "The run is empty: nothing was read."
     if found:
         return found[0].title
-    skipped = "No step" if not evidence.overflows else f"{evidence.overflows} steps"
+    skipped = {0: "No step", 1: "One step"}.get(evidence.overflows, f"{evidence.overflows} steps")
     count = f"{skipped} of {evidence.steps} {'was' if evidence.overflows <= 1 else 'were'} skipped"
     if evidence.curve is None:
         return f"{count}. No gradients were sampled, so underflow is not known."

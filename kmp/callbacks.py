@@ -14,6 +14,7 @@ from kmp._loggers import LossScaleLogger as LossScaleLogger
 from kmp._loggers import OverflowCounter as OverflowCounter
 from kmp._probe_callback import ForwardProbe as ForwardProbe
 from kmp._reader import PathLike
+from kmp._report_callback import Report as Report
 from kmp._stuck import StuckError as StuckError
 from kmp._stuck_detector import StuckDetector as StuckDetector
 
@@ -24,17 +25,21 @@ def defaults(
     *,
     on_stuck: str = "raise",
     checkpoint: PathLike | None = None,
+    report: PathLike | None = None,
+    probe: bool = False,
 ) -> list[keras.callbacks.Callback]:
     """Returns the callbacks that a run should have.
 
     Those are `LossScaleLogger`, `OverflowCounter` and `GradientHistogram`, which share one `run`, a `kmp.records.Run`
-    that holds what all of them read; and `StuckDetector`.
+    that holds what all of them read; and `StuckDetector`. Where asked for, `ForwardProbe` and `Report` too.
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
         every_n_steps: Integer, at least 1: how often to read and sample, by the optimizer's step counter.
         on_stuck: As in `StuckDetector`: `"raise"`, `"warn"` or `"ignore"`.
         checkpoint: As in `StuckDetector`: where to save the model if it is stuck.
+        report: As in `Report`: an `.html` file to write.
+        probe: Whether to name what was the first to be inf or nan when a loss is: see `ForwardProbe`.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -47,4 +52,15 @@ def defaults(
     readers = [kind(log_dir, every_n_steps) for kind in (LossScaleLogger, OverflowCounter, GradientHistogram)]
     for reader in readers:
         reader.run = readers[0].run
-    return [*readers, StuckDetector(on_stuck=on_stuck, checkpoint=checkpoint)]
+    probes = [ForwardProbe(None, every_n_steps)] if probe else []
+    reports = [] if report is None else [Report(report, run=readers[0].run)]
+    detector = StuckDetector(on_stuck=on_stuck, checkpoint=checkpoint)
+
+    def read_and_report() -> None:
+        for callback in readers:
+            callback.read(is_epoch_end=True)
+        for callback in reports:
+            callback.write()
+
+    detector.before_telling = read_and_report  # an error ends `fit` without another chance
+    return [*readers, *probes, detector, *reports]

@@ -19,6 +19,7 @@ _SMALL = 65536
 _MAGNITUDE = 0x7FFFFFFF
 _BIASED_EXPONENTS = 2**FLOAT32.exponent_bits
 _SUBNORMAL_EXPONENTS = FLOAT32.fraction_bits
+_EXACT_IN_FLOAT32 = 2 ** (FLOAT32.fraction_bits + 1)
 
 
 class GradientStatistics(NamedTuple):
@@ -196,10 +197,13 @@ def _histograms(bins: tf.Tensor, size: int, group: _Group) -> tf.Tensor:
 
 def _how_many(mask: tf.Tensor, group: _Group) -> tf.Tensor:
     """Returns int32 of shape `(members,)`."""
-    if group.owners is None:
-        return tf.cast(tf.reduce_sum(tf.cast(mask, tf.int64), keepdims=True), tf.int32)
-    # float32 counts exactly up to 2^24, and a member of a joined group is smaller.
-    return tf.cast(_bincount(group.owners, len(group.members), tf.cast(mask, tf.float32)), tf.int32)
+    if group.owners is not None:
+        return tf.cast(_bincount(group.owners, len(group.members), tf.cast(mask, tf.float32)), tf.int32)
+    elements = mask.shape[0]
+    is_exact = elements is not None and elements <= _EXACT_IN_FLOAT32
+    # Half the bytes of int64, where float32 counts exactly; a member of a joined group is small enough too.
+    count = tf.reduce_sum(tf.cast(mask, tf.float32 if is_exact else tf.int64), keepdims=True)
+    return tf.cast(count, tf.int32)
 
 
 def _bincount(bins: tf.Tensor, size: int, weights: tf.Tensor | None = None) -> tf.Tensor:

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -5,6 +6,15 @@ from pathlib import Path
 import pytest
 
 from kmp.__main__ import main
+from kmp.records import to_line
+
+
+def a_run(folder, schema=2, **row):
+    folder.mkdir(parents=True, exist_ok=True)
+    header = {"schema": schema, "kind": "header", "settings": {"compute_dtypes": ["float16"], "model": folder.name}}
+    reading = {"step": 9, "loss_scale": 2.0**15, "overflow_count": 0, "overflow_rate": 0.0} | row
+    (folder / "kmp.jsonl").write_text(to_line(header) + to_line(reading))
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -16,6 +26,7 @@ from kmp.__main__ import main
         (["demo", "--steps", "many"], "an integer of at least 1, not 'many'"),
         (["demo", "--policy", "half"], "mixed_float16"),
         (["demo", "--dataset", "mnist"], "digits"),
+        (["report"], "RUN"),
     ],
     ids=str,
 )
@@ -33,6 +44,68 @@ def test_folder_that_cannot_be_written_is_one_line_and_status_1(tmp_path, capsys
     assert error.startswith("kmp: ")
     assert error.count("\n") == 1
     assert "file/out" in error
+
+
+def test_report_prints_the_verdict_and_writes_a_page_into_the_runs_folder(tmp_path, capsys):
+    run = a_run(tmp_path / "first")
+    assert main(["report", str(run)]) == 0
+    shown = capsys.readouterr()
+    assert "No step of 9 was skipped. No gradients were sampled" in shown.out
+    assert shown.out.splitlines()[-1] == f"Report: {run / 'report.html'}"
+    assert shown.err == ""
+    assert "No step of 9 was skipped." in (run / "report.html").read_text(encoding="utf-8")
+
+
+def test_report_of_a_log_lies_beside_it(tmp_path):
+    run = a_run(tmp_path / "first")
+    assert main(["report", str(run / "kmp.jsonl")]) == 0
+    assert "<title>kmp report: first</title>" in (run / "report.html").read_text(encoding="utf-8")
+
+
+def test_report_of_several_runs_lies_in_the_current_folder(tmp_path, capsys, monkeypatch):
+    runs = [a_run(tmp_path / name) for name in ("a", "b", "c")]
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *map(str, runs)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "Report: report.html"
+    assert "<title>kmp report: a, b, c</title>" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert not (runs[0] / "report.html").exists()
+
+
+def test_report_goes_where_it_is_told(tmp_path):
+    assert main(["report", str(a_run(tmp_path / "a")), "--out", str(tmp_path / "new" / "x.html")]) == 0
+    assert (tmp_path / "new" / "x.html").exists()
+
+
+def test_bad_runs_are_one_line_and_status_1(tmp_path, capsys):
+    older, foreign = a_run(tmp_path / "older", schema=1), a_run(tmp_path / "foreign")
+    (foreign / "kmp.jsonl").write_text("epoch,loss\n0,0.5\n")
+    (tmp_path / "none").mkdir()
+    cases = {
+        tmp_path / "missing": "missing: No such file or directory",
+        tmp_path / "none": "none/kmp.jsonl: No such file or directory",
+        older: "schema 1; this version of kmp reads schema 2",
+        foreign: "not a line of JSON",
+    }
+    for run, said in cases.items():
+        assert main(["report", str(run)]) == 1
+        shown = capsys.readouterr()
+        assert shown.err.startswith("kmp: ")
+        assert shown.err.count("\n") == 1
+        assert said in shown.err
+        assert shown.out == ""
+        assert not (run / "report.html").exists()
+
+
+def test_empty_run_is_told(tmp_path, capsys):
+    (tmp_path / "kmp.jsonl").write_text(json.dumps({"schema": 2, "kind": "header"}) + "\n")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "The run is empty: nothing was read." in capsys.readouterr().out
+
+
+def test_report_that_cannot_be_written_is_one_line_and_status_1(tmp_path, capsys):
+    assert main(["report", str(a_run(tmp_path / "a")), "--out", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error == f"kmp: {tmp_path}: the report cannot be written (Is a directory)\n"
 
 
 @pytest.mark.slow
