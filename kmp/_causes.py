@@ -3,14 +3,13 @@
 import math
 from collections.abc import Callable
 
-from kmp._evidence import Evidence
+from kmp._evidence import MANY_SUBNORMAL, Evidence
 from kmp._findings import Finding
 
 # What counts as evidence. A dynamic scale skips steps to find its place, some at the start and one in 2000: no fault.
 _EXPLODING_UPDATE = 0.5  # of the weights' norm, in one step; 1e-3 is usual
 _EXPLODING_LOSS = 100.0  # times the first loss
 _SKIPPED_BY_EXPLOSION = 0.1
-_MANY_SUBNORMAL = 0.05
 _SPARE_BITS = 6.0
 _SKIPPED_BY_FIXED = 0.01
 _SKIPPED_BY_GROWTH = 0.02
@@ -119,13 +118,16 @@ def _scale_too_small(evidence: Evidence) -> Finding | None:
     if not evidence.is_float16 or curve is None or evidence.overflows > _SKIPPED_BY_FIXED * evidence.steps:
         return None
     measured = evidence.flushed
-    is_lossy = evidence.subnormal > _MANY_SUBNORMAL or (measured or 0.0) > _MANY_SUBNORMAL
+    is_lossy = evidence.subnormal > MANY_SUBNORMAL or (measured or 0.0) > MANY_SUBNORMAL
     if not is_lossy or evidence.headroom < _SPARE_BITS or not curve.recommended:
         return None
     told = [
         f"{evidence.subnormal:.1%} of the sampled gradient elements that are not zero are subnormal in float16, at the "
         f"scales in use (last {power(evidence.scale)}), with {evidence.headroom:.0f} bits to overflow to spare"
     ]
+    if evidence.underflow_culprits:
+        path = max(evidence.underflow_culprits, key=evidence.underflow_culprits.__getitem__)
+        told.append(f"it begins at {path}, in {evidence.underflow_culprits[path]} of {len(evidence.finite)} samples")
     if measured is not None:
         told.append(f"{measured:.1%} of all elements are zero that are not zero in float32")
     argument = "loss_scale" if evidence.is_fixed else "initial_scale"
@@ -144,7 +146,7 @@ def _range(evidence: Evidence) -> Finding | None:
         return None
     best = math.floor(curve.in_use + evidence.headroom) - 1
     lost = curve.at(best)["underflow"]
-    if lost <= _MANY_SUBNORMAL:
+    if lost <= MANY_SUBNORMAL:
         return None
     wide, smallest = _widest_apart(evidence)
     return Finding(

@@ -1,6 +1,7 @@
 """The numbers of a run that say whether float16 costs it anything."""
 
 import math
+from collections import Counter
 from functools import cached_property
 from typing import Any
 
@@ -8,8 +9,9 @@ import numpy as np
 
 from kmp._formats import FLOAT16
 from kmp._what_if import WhatIf, what_if
-from kmp.records import GradientSample, Run
+from kmp.records import ExponentHistogram, GradientSample, Run
 
+MANY_SUBNORMAL = 0.05
 _BATCH = "the batch's "
 
 
@@ -73,6 +75,24 @@ class Evidence:
         return small / nonzero if nonzero else 0.0
 
     @cached_property
+    def underflows(self) -> dict[str, int]:
+        """In how many of the finite samples each variable underflowed; zeros left out.
+
+        That is: more than a twentieth of its gradient's nonzero elements were subnormal in float16 or smaller, or all
+        were zero.
+        """
+        return dict(Counter(name for names in self._underflown for name in names))
+
+    @cached_property
+    def underflow_culprits(self) -> dict[str, int]:
+        """In how many it was the one to blame: the nearest to the loss, because what is flushed there stays zero."""
+        return dict(Counter(names[-1] for names in self._underflown if names))
+
+    @cached_property
+    def _underflown(self) -> list[list[str]]:
+        return [[name for name in sample if _underflowed(sample[name])] for sample in self.finite]
+
+    @cached_property
     def flushed(self) -> float | None:
         """The share of elements that are zero beyond a float32 reference's, or `None` without one."""
         references = self.run.references
@@ -134,6 +154,11 @@ class Evidence:
     @property
     def _losses(self) -> np.ndarray:
         return self.run.series("last_loss")[1]
+
+
+def _underflowed(histogram: ExponentHistogram) -> bool:
+    zones, nonzero = histogram.zones, histogram.total - histogram.zeros
+    return histogram.total > 0 and zones["subnormal"] + zones["below_subnormal"] >= MANY_SUBNORMAL * nonzero
 
 
 def _zero_share(samples: list[GradientSample]) -> float:

@@ -10,14 +10,17 @@ from kmp._updates import UpdateWatch
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot
 
+_UPDATES_EVERY = 10  # samples: measuring an update takes several times as long as sampling
+
 
 class GradientHistogram(Reader):
     """Counts gradient elements by binary exponent, in the compiled step, at a cadence, for each variable.
 
     In `logs`: `grad_zeros`, the share of elements that are exactly zero: an upper bound on what float16 flushed; and in
     an epoch's logs `grad_norm`, the L2 norm of all gradients of the last sample, without the loss scale. The samples,
-    with the size of each gradient and of each update beside it, are in `run.samples`, in the log and in TensorBoard.
-    With `steps_per_execution` an update is that of the execution that holds the sampled step.
+    with the size of each gradient, are in `run.samples` and in the log; TensorBoard has the histograms, by layer and in
+    all. The first sample and every tenth after it also tell what the step did to the weights; with
+    `steps_per_execution`, what the execution did which holds the sampled step.
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
@@ -40,7 +43,7 @@ class GradientHistogram(Reader):
     def __init__(
         self,
         log_dir: PathLike | None = None,
-        every_n_steps: int = 100,
+        every_n_steps: int = 250,
         optimizer: LossScaleOptimizer | None = None,
         *,
         variables: str | list[str] | None = None,
@@ -59,6 +62,7 @@ class GradientHistogram(Reader):
         super()._start()
         self._sampled = self._last.sample.step if self._last.sample else 0
         self._is_first_due = True
+        self._samples_seen = 0
         self._is_reference_due = self.reference is not None
         self.optimizer.start_sampling(self, self.every_n_steps)
 
@@ -70,7 +74,7 @@ class GradientHistogram(Reader):
             self.optimizer.start_sampling(self, self.every_n_steps)
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        if self._is_first_due or self._is_sampled_next:
+        if (self._is_first_due or self._is_sampled_next) and self._samples_seen % _UPDATES_EVERY == 0:
             self._updates.arm(self._chosen_variables())
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
@@ -116,6 +120,7 @@ class GradientHistogram(Reader):
         if sample is None or sample.step == self._sampled:
             return None
         self._sampled = sample.step
+        self._samples_seen += 1
         if self.variables is not None:
             sample = sample.select(self.variables)
         if self._updates.is_armed:

@@ -24,7 +24,7 @@ class Reader(keras.callbacks.Callback, abc.ABC):
     def __init__(
         self,
         log_dir: PathLike | None = None,
-        every_n_steps: int = 100,
+        every_n_steps: int = 250,
         optimizer: LossScaleOptimizer | None = None,
     ) -> None:
         super().__init__()

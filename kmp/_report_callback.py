@@ -53,7 +53,7 @@ class Report(keras.callbacks.Callback):
         self,
         path: PathLike,
         run: Run | None = None,
-        every_n_steps: int = 100,
+        every_n_steps: int = 250,
         optimizer: LossScaleOptimizer | None = None,
     ) -> None:
         super().__init__()

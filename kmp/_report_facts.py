@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from kmp._causes import power
 from kmp._evidence import Evidence
 from kmp.advice import Advice, advise
-from kmp.records import ExponentHistogram, Run
+from kmp.records import ExponentHistogram, GradientSample, Run
 
 Pairs = tuple[tuple[str, str], ...]
 
@@ -107,11 +107,10 @@ class Facts:
         sample = self.evidence.samples[-1] if self.evidence.samples else None
         if sample is None or not len(sample):
             return Table((), (), _NOT_SAMPLED)
-        layers = sample.by_layer()
-        measured = zip(layers.amax, layers.norm, layers.update_ratio, layers.updates, layers.lost_updates, strict=True)
+        layers, updates = sample.by_layer(), self._updates
         rows = [
-            (name, *_zones(layers[name]), number(amax), number(norm), number(ratio), share(_part(lost, updates)))
-            for name, (amax, norm, ratio, updates, lost) in zip(layers.names, measured, strict=True)
+            (name, *_zones(layers[name]), number(amax), number(norm), *updates.get(name, ("", "")))
+            for name, amax, norm in zip(layers.names, layers.amax, layers.norm, strict=True)
         ]
         return Table(
             _GRADIENT_COLUMNS,
@@ -119,34 +118,51 @@ class Facts:
                 rows,
                 f"Step {sample.step}, loss scale {scale(sample.loss_scale)}. Of the loss-scaled gradient: subnormal in "
                 "float16 is below 2^-14, near overflow from 2^13 on, amax the largest magnitude. Norm: without the "
-                "scale. Updates lost: changes that a float16 weight would not hold.",
+                f"scale. Updates, {self._updates_step}: norm over that of the weights, and the share of changes that a "
+                "float16 weight would not hold.",
             ),
         )
 
     @cached_property
+    def _updates(self) -> dict[str, tuple[str, str]]:
+        """By layer, what the newest measured update was; the updates of most samples are not measured."""
+        measured = self._newest_update
+        if measured is None:
+            return {}
+        layers = measured.by_layer()
+        parts = zip(layers.names, layers.update_ratio, layers.lost_updates, layers.updates, strict=True)
+        return {name: (number(ratio), share(_part(lost, updates))) for name, ratio, lost, updates in parts}
+
+    @property
+    def _newest_update(self) -> GradientSample | None:
+        newest_first = reversed(self.evidence.samples)
+        return next((sample for sample in newest_first if not np.isnan(sample.update_norm).all()), None)
+
+    @property
+    def _updates_step(self) -> str:
+        return f"in step {self._newest_update.step}" if self._newest_update else "not measured"
+
+    @cached_property
     def blame(self) -> Table:
-        """The variables that overflowed, were to blame, or lose gradients to underflow."""
+        """The variables that overflowed or underflowed, and how often each was to blame."""
         overflowed = self.run.last("overflows_by_variable", {})
-        small = dict(self._small_shares())
-        names = list(dict.fromkeys([*overflowed, *self.evidence.culprits, *small]))
+        counts = (self.evidence.culprits, overflowed, self.evidence.underflow_culprits, self.evidence.underflows)
+        names = list(dict.fromkeys(name for each in counts for name in each))
 
         def weight(name: str) -> tuple[float, ...]:
-            return self.evidence.culprits.get(name, 0), overflowed.get(name, 0), small.get(name, 0.0)
+            return tuple(each.get(name, 0) for each in counts)
 
-        shown = sorted((name for name in names if any(weight(name))), key=weight, reverse=True)
-        if not shown:
+        if not names:
             counted = "No variable overflowed" if self._has("overflow_count") else "Overflows were not counted"
-            return Table((), (), f"{counted}, and no variable is known to have subnormal gradients.")
-        rows = [
-            (name, str(overflowed.get(name, 0)), str(self.evidence.culprits.get(name, 0)), share(small.get(name)))
-            for name in shown
-        ]
+            return Table((), (), f"{counted}, and none is known to underflow.")
+        shown = sorted(names, key=weight, reverse=True)
+        rows = [(name, *(str(each.get(name, 0)) for each in (*counts[1::-1], *counts[:1:-1]))) for name in shown]
         note = (
-            "Steps in which the variable's gradient was not finite, and in which it was the one to blame: the nearest "
-            "to the loss. Underflow: the share of its nonzero gradient elements that are subnormal in float16 or "
-            "smaller."
+            "Overflowed: steps in which its gradient was not finite. Underflowed: of "
+            f"{len(self.evidence.finite)} samples, those in which more than 5 % of its nonzero gradient elements were "
+            "subnormal in float16 or smaller, or all were zero. To blame: the nearest to the loss of those that did."
         )
-        return Table(("variable", "overflowed", "to blame", "underflow"), *_capped(rows, note))
+        return Table(("variable", "overflowed", "to blame", "underflowed", "to blame"), *_capped(rows, note))
 
     @cached_property
     def other_scales(self) -> Table:
@@ -175,15 +191,6 @@ class Facts:
             "float16 may have flushed make the higher figure."
         )
         return f"{advised} Shares of gradient elements, were they float16 at that scale. {source}"
-
-    def _small_shares(self) -> Iterator[tuple[str, float]]:
-        """Yields each sampled variable and the share of its nonzero elements that are subnormal or smaller."""
-        finite = self.evidence.finite
-        for name in finite[-1].names if finite else ():
-            counts = np.sum([sample[name].counts for sample in finite if name in sample.names], axis=0)
-            histogram = ExponentHistogram(counts, finite[-1].step, 1.0)
-            zones = histogram.zones
-            yield name, _part(zones["subnormal"] + zones["below_subnormal"], histogram.total - zones["zero"]) or 0.0
 
     def _loss(self, place: int) -> str:
         losses = self.run.series("last_loss")[1]

@@ -215,14 +215,19 @@ def header(model: Any, optimizer: Any) -> dict[str, Any]:
 
 def _write_histograms(row: dict[str, Any]) -> None:
     sample = records.Run([row]).samples[0]
-    _write_histogram("kmp/gradient_exponents", sample.histogram)
     layers = sample.by_layer()
-    for name in layers:
-        _write_histogram(f"kmp_by_layer/{name}", layers[name])
+    named = {"kmp/gradient_exponents": sample.histogram} | {f"kmp_by_layer/{name}": layers[name] for name in layers}
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    # One event for all: writing each with tf.summary.write takes ten times as long.
+    summary = Summary(value=[_value(tag, histogram) for tag, histogram in named.items()])
+    tf.summary.experimental.write_raw_pb(summary.SerializeToString(), step=row["step"])
 
 
-def _write_histogram(tag: str, histogram: records.ExponentHistogram) -> None:
+def _value(tag: str, histogram: records.ExponentHistogram) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.histogram import metadata
+    from tensorboard.util.tensor_util import make_tensor_proto
 
     # TensorBoard's histograms are rows of left edge, right edge, count; here the edges are binary exponents.
     filled = np.flatnonzero(histogram.by_exponent)
@@ -230,4 +235,4 @@ def _write_histogram(tag: str, histogram: records.ExponentHistogram) -> None:
     left = histogram.exponents[span].astype(np.float64)
     buckets = np.stack([left, left + 1, histogram.by_exponent[span]], axis=1)
     plugin = metadata.create_summary_metadata(display_name=None, description="log2 of loss-scaled gradient magnitudes")
-    tf.summary.write(tag, buckets, metadata=plugin)
+    return Summary.Value(tag=tag, tensor=make_tensor_proto(buckets), metadata=plugin)

@@ -21,7 +21,7 @@ from kmp._stuck_detector import StuckDetector as StuckDetector
 
 def defaults(
     log_dir: PathLike | None = None,
-    every_n_steps: int = 100,
+    every_n_steps: int = 250,
     *,
     on_stuck: str = "raise",
     checkpoint: PathLike | None = None,

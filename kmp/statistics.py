@@ -6,14 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 from keras import ops
 
 from kmp._formats import FLOAT16, FLOAT32
 
-# Gradients up to this many elements are joined and told apart by a number at each element: fewer, larger operations are
-# quicker to trace and to compile. Larger ones go one by one, because joining copies.
-_SMALL = 65536
+# Gradients up to this many elements are laid side by side in rows and measured together: fewer, larger operations are
+# quicker to trace and to compile. Larger ones go one by one, because laying them out copies them.
+_SMALL = 2**21
+_ROW = 8192
 
 # On the elements only operations that TensorFlow has on a GPU: it adds, compares, joins and reduces int32 on the host.
 _MAGNITUDE = 0x7FFFFFFF
@@ -84,7 +86,7 @@ def of_gradients(gradients: Sequence[Any]) -> GradientStatistics:
         gradients: At least one; tensors or `tf.IndexedSlices` of any float dtype, converted to float32; `None` has no
             elements. Each has fewer than 2^31 elements.
     """
-    groups = _groups([_flat(gradient) for gradient in gradients])
+    groups = _groups(gradients)
     by_exponent, amax, square_sum = _joined(_measure(group) for group in groups)
     nothing = tf.zeros([len(gradients)], tf.int32)
     lowest, highest = by_exponent[:, 0], by_exponent[:, -1]
@@ -107,40 +109,67 @@ def of_updates(before: Sequence[Any], after: Sequence[Any]) -> UpdateStatistics:
         before: At least one tensor: a copy of each variable, of any shape and float dtype.
         after: The same after the step.
     """
-    old_groups, new_groups = _groups([_flat(value) for value in before]), _groups([_flat(value) for value in after])
+    old_groups, new_groups = _groups(before), _groups(after)
     joined = _joined(_measure_update(old, new.values) for old, new in zip(old_groups, new_groups, strict=True))
     return UpdateStatistics(*(_in_order(value, old_groups) for value in joined))
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Gradients that are counted together: their values as one float32 vector, and whose each is.
+    """Gradients that are measured together.
 
     Args:
-        values: float32 of shape `(elements,)`.
+        values: float32 of shape `(elements,)` for one gradient; for several, of shape `(rows, _ROW)`, each padded with
+            zeros to whole rows.
         members: The gradients' places in the list that was given.
-        owners: int32 of shape `(elements,)`, an index into `members`; `None` for a single one.
+        rows: How many rows each has.
+        padding: How many zeros were added to each.
     """
 
     values: tf.Tensor
     members: tuple[int, ...]
-    owners: tf.Tensor | None
+    rows: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+
+    @property
+    def owners(self) -> np.ndarray:
+        """int32 of shape `(rows,)`, whose each row is."""
+        return np.repeat(np.arange(len(self.members), dtype=np.int32), self.rows)
+
+    def total(self, of_rows: tf.Tensor) -> tf.Tensor:
+        """Adds up the rows of each member."""
+        return tf.math.unsorted_segment_sum(of_rows, self.owners, len(self.members))
 
 
-def _flat(gradient: Any) -> tf.Tensor:
-    if gradient is None:
-        return tf.zeros([0])
-    return tf.reshape(tf.cast(values_of(gradient), tf.float32), [-1])
-
-
-def _groups(flat: list[tf.Tensor]) -> list[_Group]:
-    small = [i for i, values in enumerate(flat) if values.shape[0] is not None and values.shape[0] <= _SMALL]
-    large = [i for i in range(len(flat)) if i not in set(small)]
-    groups = [_Group(flat[i], (i,), None) for i in large]
+def _groups(gradients: Sequence[Any]) -> list[_Group]:
+    values = [tf.zeros([0]) if gradient is None else values_of(gradient) for gradient in gradients]
+    small: dict[Any, list[int]] = {}
+    for place, tensor in enumerate(values):
+        if tensor.shape.is_fully_defined() and tensor.shape.num_elements() <= _SMALL:
+            small.setdefault((tuple(tensor.shape), tensor.dtype), []).append(place)
+    joined = [place for places in small.values() for place in places]
+    alone = [place for place in range(len(values)) if place not in set(joined)]
+    groups = [_Group(tf.reshape(tf.cast(values[place], tf.float32), [-1]), (place,)) for place in alone]
     if small:
-        owners = tf.concat([tf.fill([flat[i].shape[0]], float(place)) for place, i in enumerate(small)], 0)
-        groups.append(_Group(tf.concat([flat[i] for i in small], 0), tuple(small), tf.cast(owners, tf.int32)))
+        alike = [[values[place] for place in places] for places in small.values()]
+        groups.append(_side_by_side(alike, joined))
     return groups
+
+
+def _side_by_side(alike: list[list[tf.Tensor]], members: list[int]) -> _Group:
+    """Lays out tensors, those of one shape and dtype together: one operation stacks all of them."""
+    parts, rows, padding = [], [], []
+    for tensors in alike:
+        count, size = len(tensors), tensors[0].shape.num_elements()
+        needed = max(1, math.ceil(size / _ROW))
+        missing = needed * _ROW - size
+        stacked = tf.reshape(tf.cast(tf.stack(tensors), tf.float32), [count, size])
+        if missing:
+            stacked = tf.pad(stacked, [[0, 0], [0, missing]])
+        parts.append(tf.reshape(stacked, [count * needed, _ROW]))
+        rows += [needed] * count
+        padding += [missing] * count
+    return _Group(tf.concat(parts, 0), tuple(members), tuple(rows), tuple(padding))
 
 
 def _joined(of_groups: Iterable[tuple[tf.Tensor, ...]]) -> tuple[tf.Tensor, ...]:
@@ -157,12 +186,15 @@ def _measure(group: _Group) -> tuple[tf.Tensor, ...]:
     unsigned = tf.bitcast(group.values, tf.uint32)
     signed_exponent = tf.bitwise.right_shift(unsigned, tf.constant(FLOAT32.fraction_bits, tf.uint32))
     counts = _histograms(tf.bitcast(signed_exponent, tf.int32), 2 * _BIASED_EXPONENTS, group)
+    if group.rows:
+        counts -= tf.one_hot([0], 2 * _BIASED_EXPONENTS, dtype=tf.int32) * np.array(group.padding, np.int32)[:, None]
     return counts[:, :_BIASED_EXPONENTS] + counts[:, _BIASED_EXPONENTS:], _amax(group), _square_sum(group)
 
 
 def _count_zeros(group: _Group) -> tuple[tf.Tensor]:
     magnitude = tf.bitwise.bitwise_and(tf.bitcast(group.values, tf.int32), _MAGNITUDE)
-    return (_how_many(tf.logical_not(tf.cast(magnitude, tf.bool)), group),)
+    zeros = _how_many(tf.logical_not(tf.cast(magnitude, tf.bool)), group)
+    return (zeros - np.array(group.padding, np.int32) if group.rows else zeros,)
 
 
 def _count_rare(group: _Group) -> tuple[tf.Tensor, tf.Tensor]:
@@ -188,42 +220,38 @@ def _measure_update(old: _Group, new: tf.Tensor) -> tuple[tf.Tensor, ...]:
 
 def _histograms(bins: tf.Tensor, size: int, group: _Group) -> tf.Tensor:
     """Returns int32 counts of shape `(members, size)`; `size` is a power of two."""
-    if group.owners is None:
-        return _bincount(bins, size)[None]
-    places = tf.bitwise.left_shift(group.owners, size.bit_length() - 1)
-    counts = _bincount(tf.bitwise.bitwise_or(places, bins), size * len(group.members))
+    if group.rows:
+        bins = tf.reshape(tf.bitwise.bitwise_or(group.owners[:, None] * size, bins), [-1])
+    weights = tf.zeros([0], tf.int32)
+    # tf.math.bincount works out its size on the device, which XLA refuses.
+    counts = tf.raw_ops.DenseBincount(input=bins, size=size * len(group.members), weights=weights, binary_output=False)
     return tf.reshape(counts, [-1, size])
 
 
 def _how_many(mask: tf.Tensor, group: _Group) -> tf.Tensor:
     """Returns int32 of shape `(members,)`."""
-    if group.owners is not None:
-        return tf.cast(_bincount(group.owners, len(group.members), tf.cast(mask, tf.float32)), tf.int32)
+    if group.rows:
+        return group.total(tf.cast(tf.reduce_sum(tf.cast(mask, tf.float32), 1), tf.int32))
     elements = mask.shape[0]
     is_exact = elements is not None and elements <= _EXACT_IN_FLOAT32
-    # Half the bytes of int64, where float32 counts exactly; a member of a joined group is small enough too.
+    # Half the bytes of int64, where float32 counts exactly.
     count = tf.reduce_sum(tf.cast(mask, tf.float32 if is_exact else tf.int64), keepdims=True)
     return tf.cast(count, tf.int32)
 
 
-def _bincount(bins: tf.Tensor, size: int, weights: tf.Tensor | None = None) -> tf.Tensor:
-    # tf.math.bincount works out its size on the device, which XLA refuses.
-    weights = tf.zeros([0], tf.int32) if weights is None else weights
-    return tf.raw_ops.DenseBincount(input=bins, size=size, weights=weights, binary_output=False)
-
-
 def _amax(group: _Group) -> tf.Tensor:
     """Returns float32 of shape `(members,)`; 0 for no elements."""
-    if group.owners is not None:
-        amax = tf.math.unsorted_segment_max(tf.abs(group.values), group.owners, len(group.members))
-    else:
-        amax = tf.maximum(tf.reduce_max(group.values, keepdims=True), -tf.reduce_min(group.values, keepdims=True))
+    axis = 1 if group.rows else None
+    highest = tf.reduce_max(group.values, axis, keepdims=not group.rows)
+    amax = tf.maximum(highest, -tf.reduce_min(group.values, axis, keepdims=not group.rows))
+    if group.rows:
+        amax = tf.math.unsorted_segment_max(amax, group.owners, len(group.members))
     return tf.maximum(amax, 0.0)
 
 
 def _square_sum(group: _Group) -> tf.Tensor:
     """Returns float64 of shape `(members,)`: the square of a float32 may lie outside float32's range."""
     values = tf.cast(group.values, tf.float64)
-    if group.owners is not None:
-        return tf.math.unsorted_segment_sum(tf.square(values), group.owners, len(group.members))
+    if group.rows:
+        return group.total(tf.reduce_sum(tf.square(values), 1))
     return tf.reshape(2.0 * tf.nn.l2_loss(values), [1])

@@ -14,18 +14,25 @@ def test_update_of_the_sampled_step_is_measured(mode, enabled):
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=8)
     start = values(model.weights[:4])
     fit(model, [histogram, note], batches=16)
-    per_call = model.steps_per_execution
-    for sample in histogram.run.samples:
-        call = (sample.step - 1) // per_call
-        before, after = seen[call - 1] if call else start, seen[call]
-        for name, old, new in zip([v.path for v in model.trainable_variables], before, after, strict=True):
-            place = sample.names.index(name)
-            np.testing.assert_allclose(sample.weight_norm[place], np.linalg.norm(old), rtol=1e-5)
-            np.testing.assert_allclose(sample.update_norm[place], np.linalg.norm(new - old), rtol=1e-3, atol=1e-7)
-            assert sample.updates[place] == np.sum(new != old)
-            lost = (new != old) & (np.abs(new - old) < 2.0**-11 * np.abs(old))
-            assert sample.lost_updates[place] == np.sum(lost)
-    assert [sample.step for sample in histogram.run.samples] == ([1, 8, 16] if per_call == 1 else [8, 16])
+    per_call, samples = model.steps_per_execution, histogram.run.samples
+    call = (samples[0].step - 1) // per_call
+    before, after = seen[call - 1] if call else start, seen[call]
+    for name, old, new in zip([v.path for v in model.trainable_variables], before, after, strict=True):
+        place = samples[0].names.index(name)
+        np.testing.assert_allclose(samples[0].weight_norm[place], np.linalg.norm(old), rtol=1e-5)
+        np.testing.assert_allclose(samples[0].update_norm[place], np.linalg.norm(new - old), rtol=1e-3, atol=1e-7)
+        assert samples[0].updates[place] == np.sum(new != old)
+        lost = (new != old) & (np.abs(new - old) < 2.0**-11 * np.abs(old))
+        assert samples[0].lost_updates[place] == np.sum(lost)
+    assert [sample.step for sample in samples] == ([1, 8, 16] if per_call == 1 else [8, 16])
+
+
+def test_every_tenth_sample_has_its_update_measured(enabled):
+    histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
+    fit(compiled_model(), [histogram], batches=23)
+    measured = [sample.step for sample in histogram.run.samples if np.isfinite(sample.update_norm).all()]
+    assert measured == [1, 11, 21]
+    assert len(histogram.run.samples) == 23
 
 
 def test_skipped_step_has_updated_nothing(enabled):
@@ -40,7 +47,7 @@ def test_small_updates_count_as_lost_in_float16(enabled):
     model = compiled_model(keras.optimizers.SGD(1e-6))
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
     fit(model, [histogram], batches=2)
-    sample = histogram.run.samples[-1]
+    sample = histogram.run.samples[0]
     assert 0 < sample.lost_updates.sum() <= sample.updates.sum()
     assert float(np.nanmax(sample.select("*/kernel").update_ratio)) < 2.0**-11
 

@@ -35,6 +35,13 @@ def test_files_hold_what_the_callbacks_read(tmp_path):
     first = callbacks[2].run.histograms[0]
     assert buckets[:, 2].sum() == first.by_exponent.sum()
     assert buckets[:, 1].tolist() == (buckets[:, 0] + 1).tolist()
+    layers = callbacks[2].run.samples[0].by_layer()
+    by_layer = {tag.removeprefix("kmp_by_layer/"): tag for tag in events.Tags()["tensors"] if "kmp_by_layer/" in tag}
+    assert set(by_layer) == set(layers)
+    for name, tag in by_layer.items():
+        buckets = tf.make_ndarray(events.Tensors(tag)[0].tensor_proto)
+        assert buckets[:, 2].sum() == layers[name].by_exponent.sum()
+        assert events.SummaryMetadata(tag).plugin_data.plugin_name == "histograms"
 
 
 def steps_in_tensorboard(folder):
@@ -224,7 +231,7 @@ def tiny_disk(tmp_path):
 def test_disk_that_fills_up_leaves_a_log_that_a_later_run_goes_on_in(tiny_disk):
     model, folder = compiled_model(), tiny_disk / "logs"
     with pytest.warns(UserWarning, match="stops.*Training goes on"):
-        fit(model, defaults(folder, every_n_steps=1), epochs=20)
+        fit(model, [LossScaleLogger(folder, 1), OverflowCounter(folder, 1)], epochs=20)
     assert model.optimizer.snapshot().step == 400
     for events in folder.glob("events.*"):
         events.unlink()
