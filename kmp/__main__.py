@@ -43,12 +43,20 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, help="the HTML file (default: report.html in RUN; of several, in this folder)"
     )
     report.set_defaults(command=_report)
+    bench = commands.add_parser("bench", help="measure what sampling gradients costs (some minutes)")
+    bench.set_defaults(command=_bench)
     return parser
 
 
 def _demo(parsed: argparse.Namespace, console: Console) -> None:
     out = parsed.out or Path("runs") / datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
     _demo_report.run(console, parsed.dataset, parsed.policy, parsed.steps, out)
+
+
+def _bench(parsed: argparse.Namespace, console: Console) -> None:
+    from kmp import _bench as bench
+
+    bench.run(console)
 
 
 def _report(parsed: argparse.Namespace, console: Console) -> None:

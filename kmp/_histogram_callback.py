@@ -10,8 +10,6 @@ from kmp._updates import UpdateWatch
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot
 
-_UPDATES_EVERY = 10  # samples: measuring an update takes several times as long as sampling
-
 
 class GradientHistogram(Reader):
     """Counts gradient elements by binary exponent, in the compiled step, at a cadence, for each variable.
@@ -39,6 +37,8 @@ class GradientHistogram(Reader):
             matches no variable (a model that is not built yet tells in its first step).
         OSError: In `on_train_begin`, if `log_dir` cannot be written.
     """
+
+    updates_every = 10  # samples: measuring an update takes several times as long as sampling
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class GradientHistogram(Reader):
             self.optimizer.start_sampling(self, self.every_n_steps)
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        if (self._is_first_due or self._is_sampled_next) and self._samples_seen % _UPDATES_EVERY == 0:
+        if (self._is_first_due or self._is_sampled_next) and self._samples_seen % self.updates_every == 0:
             self._updates.arm(self._chosen_variables())
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
