@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="tell what float16 costs a recorded run, or compare several")
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a log_dir, or the .jsonl file in it")
     report.add_argument(
-        "--out", type=Path, help="the HTML file (default: report.html in RUN; of several, in this folder)"
+        "--out", type=_html, help="the HTML file (default: report.html in RUN; of several, in this folder)"
     )
     report.set_defaults(command=_report)
     bench = commands.add_parser("bench", help="measure what sampling gradients costs (some minutes)")
@@ -85,6 +85,12 @@ def _in_words(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+def _html(text: str) -> Path:
+    if Path(text).suffix.lower() != ".html":
+        raise argparse.ArgumentTypeError(f"must end in .html, not {text!r}")
+    return Path(text)
 
 
 def _steps(text: str) -> int:

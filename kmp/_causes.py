@@ -3,19 +3,23 @@
 import math
 from collections.abc import Callable
 
-from kmp._evidence import MANY_SUBNORMAL, Evidence
+from kmp._evidence import FUTILE_IN_A_ROW, THE_LOSS, Evidence
 from kmp._findings import Finding
+from kmp._formats import FLOAT16
 
 # What counts as evidence. A dynamic scale skips steps to find its place, some at the start and one in 2000: no fault.
 _EXPLODING_UPDATE = 0.5  # of the weights' norm, in one step; 1e-3 is usual
 _EXPLODING_LOSS = 100.0  # times the first loss
+_SMALL_LOSS = 0.01
 _SKIPPED_BY_EXPLOSION = 0.1
+_MANY_SUBNORMAL = 0.25
+_MANY_LOST = 0.05
 _SPARE_BITS = 6.0
 _SKIPPED_BY_FIXED = 0.01
+_SKIPPED_IN_VAIN = 0.05
 _SKIPPED_BY_GROWTH = 0.02
 _EAGER_INTERVAL = 200
-_SEARCH_AT_START = 4
-_FUTILE_IN_A_ROW = 12
+_SEARCH_AT_START = 10
 
 
 def power(scale: float) -> str:
@@ -26,10 +30,12 @@ def power(scale: float) -> str:
 
 def _exploding(evidence: Evidence) -> Finding | None:
     step, ratio = evidence.update_ratio
-    grown = evidence.highest_loss / max(abs(evidence.first_loss), 1e-30)
+    base = max(abs(evidence.first_loss), _SMALL_LOSS)
     by_update = ratio > _EXPLODING_UPDATE and evidence.overflows > _SKIPPED_BY_EXPLOSION * evidence.steps
-    by_loss = grown > _EXPLODING_LOSS
-    if not by_update and not by_loss:
+    lasts = evidence.ends_nonfinite or evidence.last_loss > _EXPLODING_LOSS * base
+    by_loss = evidence.highest_loss > _EXPLODING_LOSS * base and lasts
+    by_end = evidence.ends_nonfinite and evidence.seen_first is not None and not evidence.is_in_data
+    if not (by_update or by_loss or by_end):
         return None
     told = []
     if ratio > _EXPLODING_UPDATE:
@@ -38,8 +44,10 @@ def _exploding(evidence: Evidence) -> Finding | None:
         )
     if by_loss:
         told.append(f"the loss went from {evidence.first_loss:.3g} to {evidence.highest_loss:.3g}")
+    if evidence.ends_nonfinite:
+        told.append(f"the last {evidence.in_a_row} steps had a loss that was inf or nan, after others that had not")
     if evidence.overflows:
-        told.append(f"then {evidence.overflows} of {evidence.steps} steps were skipped")
+        told.append(f"{_of_steps(evidence, evidence.overflows)} were skipped")
     return Finding(
         "exploding",
         "Training explodes: the updates are too large, in any number format.",
@@ -60,46 +68,68 @@ def _data(evidence: Evidence) -> Finding | None:
 
 
 def _layer(evidence: Evidence) -> Finding | None:
-    if _exploding(evidence):
-        return None  # which layer is the first to overflow then says nothing
-    if evidence.nonfinite_losses and evidence.seen_first and not evidence.is_in_data:
-        return Finding(
-            "layer",
-            f"float16 breaks the forward pass at {evidence.seen_first}.",
-            f"{_bad_losses(evidence)}, and the first to be so was the output of {evidence.seen_first}, from a finite "
-            "batch: a number beyond 65504, or an epsilon below 2^-25, which is zero in float16",
-            f"layer = kmp.layers.Float32(layer)  # the layer {evidence.seen_first.rpartition('/')[2]!r}",
-        )
+    seen = evidence.seen_first
+    if not evidence.nonfinite_losses or seen in (None, THE_LOSS) or evidence.is_in_data or _exploding(evidence):
+        return None  # which layer is the first in an explosion says nothing
+    assert seen is not None
+    return Finding(
+        "layer",
+        f"float16 breaks the forward pass at {seen}.",
+        f"{_bad_losses(evidence)}, and the first to be so was the output of {seen}, from a finite "
+        "batch: a number beyond 65504, or an epsilon below 2^-25, which is zero in float16",
+        f"layer = kmp.layers.Float32(layer)  # the layer {seen.rpartition('/')[2]!r}",
+    )
+
+
+def _backward(evidence: Evidence) -> Finding | None:
+    """Overflows of the backward pass that no loss scale avoids."""
     path, share = evidence.chief_culprit
-    if evidence.is_fixed or evidence.nonfinite_losses or evidence.in_a_row < _FUTILE_IN_A_ROW or not path:
+    often = evidence.in_backward > _SKIPPED_IN_VAIN * evidence.steps
+    if evidence.is_fixed:
+        in_vain = often and evidence.headroom >= _SPARE_BITS
+    else:
+        lowest = evidence.setting("min_scale", FLOAT16.smallest_normal)
+        ends_so = evidence.in_a_row >= FUTILE_IN_A_ROW and not evidence.ends_nonfinite
+        in_vain = ends_so or (often and evidence.scale <= lowest * 2.0**_SPARE_BITS)
+    if not in_vain or not path or evidence.nonfinite_losses >= evidence.in_backward:
         return None
     return Finding(
         "layer",
         f"No loss scale helps: the backward pass is inf or nan near {path}.",
-        f"the last {evidence.in_a_row} steps were skipped, down to a scale of {power(evidence.scale)}, with finite "
-        f"losses; {path} was to blame in {share:.0%} of the skipped steps",
+        f"{_of_steps(evidence, evidence.in_backward)} were skipped with a finite loss, down to a scale of "
+        f"{power(evidence.scale)}; {path} was to blame in {share:.0%} of the skipped steps",
         f"layer = kmp.layers.Float32(layer)  # those between {path!r} and the loss; look for an epsilon below 2^-25",
     )
 
 
 def _loss(evidence: Evidence) -> Finding | None:
-    if not evidence.nonfinite_losses or evidence.seen_first or _exploding(evidence):
+    if not evidence.nonfinite_losses or _exploding(evidence):
         return None
+    if evidence.seen_first == THE_LOSS:
+        return Finding(
+            "loss",
+            "The loss function gives inf or nan for outputs that are finite.",
+            f"{_bad_losses(evidence)}, and the outputs of all layers were finite",
+            "keras.losses.SparseCategoricalCrossentropy(from_logits=True)  # or clip what goes into a log",
+        )
+    if evidence.seen_first:
+        return None
+    if evidence.ends_nonfinite:
+        when = f"among them the last {evidence.in_a_row}: the weights, or all of the data from there on"
+    elif evidence.nonfinite_losses < evidence.steps / 2:
+        when = "the others are fine, as with corrupt examples"
+    else:
+        when = "most of them, as with a layer that float16 breaks"
     return Finding(
         "loss",
         "The loss is inf or nan before it is scaled, so no loss scale helps.",
-        f"{_bad_losses(evidence)}; "
-        + (
-            "the others are fine, as with corrupt examples"
-            if evidence.nonfinite_losses < evidence.steps / 2
-            else "most of them, as with a layer that float16 breaks"
-        ),
+        f"{_bad_losses(evidence)}; {when}",
         "callbacks=[..., kmp.callbacks.ForwardProbe()]  # names the batch or the layer that is the first",
     )
 
 
 def _scale_too_large(evidence: Evidence) -> Finding | None:
-    if not evidence.is_fixed or evidence.in_backward <= _SKIPPED_BY_FIXED * evidence.steps:
+    if not evidence.is_fixed or evidence.in_backward <= _SKIPPED_BY_FIXED * evidence.steps or _backward(evidence):
         return None
     path, share = evidence.chief_culprit
     blamed = f"; {path} was to blame in {share:.0%} of them" if path else ""
@@ -114,39 +144,52 @@ def _scale_too_large(evidence: Evidence) -> Finding | None:
 
 
 def _scale_too_small(evidence: Evidence) -> Finding | None:
+    if not evidence.is_float16 or not evidence.finite or evidence.overflows > _SKIPPED_BY_FIXED * evidence.steps:
+        return None
+    told = _underflow(evidence)
+    if not told or evidence.headroom < _SPARE_BITS:
+        return None
     curve = evidence.curve
-    if not evidence.is_float16 or curve is None or evidence.overflows > _SKIPPED_BY_FIXED * evidence.steps:
-        return None
-    measured = evidence.flushed
-    is_lossy = evidence.subnormal > MANY_SUBNORMAL or (measured or 0.0) > MANY_SUBNORMAL
-    if not is_lossy or evidence.headroom < _SPARE_BITS or not curve.recommended:
-        return None
-    told = [
-        f"{evidence.subnormal:.1%} of the sampled gradient elements that are not zero are subnormal in float16, at the "
-        f"scales in use (last {power(evidence.scale)}), with {evidence.headroom:.0f} bits to overflow to spare"
-    ]
-    if evidence.underflow_culprits:
-        path = max(evidence.underflow_culprits, key=evidence.underflow_culprits.__getitem__)
-        told.append(f"it begins at {path}, in {evidence.underflow_culprits[path]} of {len(evidence.finite)} samples")
-    if measured is not None:
-        told.append(f"{measured:.1%} of all elements are zero that are not zero in float32")
+    best = curve.recommended[1] if curve and curve.recommended else None
     argument = "loss_scale" if evidence.is_fixed else "initial_scale"
+    change = "loss_scale='dynamic'" if best is None else f"{argument}={_literal(best)}"
     return Finding(
         "scale_too_small",
         f"The loss scale of {power(evidence.scale)} is too small: gradients are lost to underflow.",
         "; ".join(told),
-        f"kmp.enable({argument}={_literal(curve.recommended[1])})"
-        + ("  # or loss_scale='dynamic'" if evidence.is_fixed else ""),
+        f"kmp.enable({change})" + ("  # or loss_scale='dynamic'" if evidence.is_fixed and best is not None else ""),
     )
+
+
+def _underflow(evidence: Evidence) -> list[str]:
+    """Returns what says that gradients underflow at the scales in use; nothing if nothing does."""
+    told, zero = [], evidence.zero_from_the_input_on
+    spare = "" if math.isinf(evidence.headroom) else f", with {evidence.headroom:.0f} bits to overflow to spare"
+    if evidence.subnormal > _MANY_SUBNORMAL:
+        told.append(
+            f"{evidence.subnormal:.1%} of the sampled gradient elements that are not zero are subnormal in float16, at "
+            f"the scales in use (last {power(evidence.scale)}){spare}"
+        )
+    if zero and evidence.headroom >= 2 * _SPARE_BITS and evidence.zero_share >= 0.5:
+        told.append(
+            f"{evidence.zero_share:.1%} of the elements are exactly zero, all those of {len(zero)} variables from the "
+            f"input on{spare}"
+        )
+    if (evidence.flushed or 0.0) > _MANY_LOST:
+        told.append(f"{evidence.flushed:.1%} of all elements are zero that are not zero in float32")
+    if told and evidence.underflow_culprits:
+        path = max(evidence.underflow_culprits, key=evidence.underflow_culprits.__getitem__)
+        told.append(f"it begins at {path}, in {evidence.underflow_culprits[path]} of {len(evidence.finite)} samples")
+    return told
 
 
 def _range(evidence: Evidence) -> Finding | None:
     curve = evidence.curve
-    if not evidence.is_float16 or curve is None or curve.recommended or math.isnan(evidence.headroom):
+    if not evidence.is_float16 or curve is None or curve.recommended or not math.isfinite(evidence.headroom):
         return None
-    best = math.floor(curve.in_use + evidence.headroom) - 1
+    best = math.floor(math.log2(evidence.scale) + evidence.headroom) - 1
     lost = curve.at(best)["underflow"]
-    if lost <= MANY_SUBNORMAL:
+    if lost <= _MANY_LOST:
         return None
     wide, smallest = _widest_apart(evidence)
     return Finding(
@@ -163,7 +206,7 @@ def _growth_too_eager(evidence: Evidence) -> Finding | None:
     after_start = evidence.in_backward - evidence.at_start[0]
     if evidence.is_fixed or interval is None or interval > _EAGER_INTERVAL:
         return None
-    if after_start <= _SKIPPED_BY_GROWTH * evidence.steps or evidence.in_a_row >= _FUTILE_IN_A_ROW:
+    if after_start <= _SKIPPED_BY_GROWTH * evidence.steps or evidence.in_a_row >= FUTILE_IN_A_ROW:
         return None
     return Finding(
         "growth_too_eager",
@@ -175,22 +218,26 @@ def _growth_too_eager(evidence: Evidence) -> Finding | None:
 
 
 def _initial_scale(evidence: Evidence) -> Finding | None:
-    count, settled = evidence.at_start
-    first = evidence.setting("initial_scale", None)
-    if evidence.is_fixed or first is None or count < _SEARCH_AT_START or settled >= first:
+    count, until, settled = evidence.at_start
+    first, factor = evidence.setting("initial_scale", None), evidence.setting("backoff_factor", 0.5)
+    if evidence.is_fixed or first is None or count <= max(_SEARCH_AT_START, _SKIPPED_BY_FIXED * evidence.steps):
+        return None
+    came_down_at_once = settled <= first * factor**count * evidence.setting("growth_factor", 2.0)
+    if not came_down_at_once or _backward(evidence):
         return None
     return Finding(
         "initial_scale",
         f"The initial loss scale of {power(first)} is too large.",
-        f"the first {count} steps were skipped until the scale had come down to {power(settled)}",
+        f"{count} of the first {until} steps were skipped until the scale had come down to {power(settled)}",
         f"kmp.enable(initial_scale={_literal(math.floor(math.log2(settled)))})",
     )
 
 
 CAUSES: tuple[Callable[[Evidence], Finding | None], ...] = (
-    _exploding,
     _data,
+    _exploding,
     _layer,
+    _backward,
     _loss,
     _scale_too_large,
     _scale_too_small,

@@ -1,5 +1,6 @@
 """The numbers of a run that say whether float16 costs it anything."""
 
+import itertools
 import math
 from collections import Counter
 from functools import cached_property
@@ -9,10 +10,12 @@ import numpy as np
 
 from kmp._formats import FLOAT16
 from kmp._what_if import WhatIf, what_if
-from kmp.records import ExponentHistogram, GradientSample, Run
+from kmp.records import GradientSample, Run
 
-MANY_SUBNORMAL = 0.05
+FUTILE_IN_A_ROW = 12
+_UNDERFLOWED = 0.05
 _BATCH = "the batch's "
+THE_LOSS = "the loss function"
 
 
 class Evidence:
@@ -32,7 +35,8 @@ class Evidence:
         self.in_backward = self.overflows - self.nonfinite_losses
         self.in_a_row = int(run.last("overflows_in_a_row") or 0)
         self.culprits: dict[str, int] = run.last("culprits_by_variable") or {}
-        self.scale = float(run.last("loss_scale", self.samples[-1].loss_scale if self.samples else math.nan))
+        scale = run.last("loss_scale", self.samples[-1].loss_scale if self.samples else None)
+        self.scale = math.nan if scale is None else float(scale)
 
     @property
     def is_fixed(self) -> bool:
@@ -78,8 +82,8 @@ class Evidence:
     def underflows(self) -> dict[str, int]:
         """In how many of the finite samples each variable underflowed; zeros left out.
 
-        That is: more than a twentieth of its gradient's nonzero elements were subnormal in float16 or smaller, or all
-        were zero.
+        That is: more than a twentieth of its gradient's nonzero elements were subnormal in float16 or smaller; or all
+        were zero, and a variable nearer the loss underflowed.
         """
         return dict(Counter(name for names in self._underflown for name in names))
 
@@ -90,7 +94,7 @@ class Evidence:
 
     @cached_property
     def _underflown(self) -> list[list[str]]:
-        return [[name for name in sample if _underflowed(sample[name])] for sample in self.finite]
+        return [_underflown_in(sample) for sample in self.finite]
 
     @cached_property
     def flushed(self) -> float | None:
@@ -101,10 +105,22 @@ class Evidence:
         return max(0.0, _zero_share(self.finite) - _zero_share(references))
 
     @cached_property
+    def zero_share(self) -> float:
+        """The share of sampled gradient elements that are exactly zero."""
+        return _zero_share(self.finite)
+
+    @cached_property
+    def zero_from_the_input_on(self) -> list[str]:
+        """The variables from the input on whose gradients were zero, all elements in all finite samples."""
+        zero = [{name for name in sample if not np.any(sample[name].counts[1:])} for sample in self.finite]
+        names = self.finite[-1].names if self.finite else ()
+        return list(itertools.takewhile(lambda name: all(name in each for each in zero), names))
+
+    @cached_property
     def headroom(self) -> float:
-        """Bits between the largest sampled gradient, at its scale, and float16's end; nan without a sample."""
-        largest = max((float(np.max(sample.amax)) for sample in self.finite), default=0.0)
-        return math.log2(FLOAT16.max / largest) if largest else math.nan
+        """Bits between the largest sampled gradient, at the scale in use, and float16's end; inf if all are zero."""
+        largest = max((float(np.max(sample.amax)) / sample.loss_scale for sample in self.finite), default=math.nan)
+        return math.inf if largest == 0 else math.log2(FLOAT16.max / largest / self.scale)
 
     @cached_property
     def first_loss(self) -> float:
@@ -113,9 +129,20 @@ class Evidence:
 
     @cached_property
     def highest_loss(self) -> float:
-        """The highest loss in magnitude that was read and finite; nan without one."""
-        known = np.append(np.abs(self._losses), self.run.series("highest_loss")[1])
-        return max((float(value) for value in known if math.isfinite(value)), default=math.nan)
+        """The highest loss in magnitude since the first reading, of those that were finite; nan without one."""
+        counted = self.run.series("highest_loss")[1]
+        grown = [float(value) for value in counted[counted > counted[0]]] if counted.size else []
+        return max((*grown, *(abs(value) for value in self._losses if math.isfinite(value))), default=math.nan)
+
+    @cached_property
+    def last_loss(self) -> float:
+        """The magnitude of the last loss that was finite; nan without one."""
+        return next((abs(value) for value in reversed(self._losses) if math.isfinite(value)), math.nan)
+
+    @property
+    def ends_nonfinite(self) -> bool:
+        """Whether the run ends in a streak of skipped steps with losses that were not finite, after others."""
+        return FUTILE_IN_A_ROW <= self.in_a_row <= self.nonfinite_losses and self.in_a_row < self.steps
 
     @cached_property
     def update_ratio(self) -> tuple[int, float]:
@@ -124,14 +151,18 @@ class Evidence:
         return max((pair for pair in ratios if not math.isnan(pair[1])), key=lambda pair: pair[1], default=(0, 0.0))
 
     @cached_property
-    def at_start(self) -> tuple[int, float]:
-        """Overflows until the first reading after a clean step, and the loss scale then."""
+    def at_start(self) -> tuple[int, int, float]:
+        """Overflows of the backward pass until the first reading after a clean step; its step; the loss scale then."""
         table = self.run.table()
-        if "overflows_in_a_row" not in (table.dtype.names or ()) or "loss_scale" not in (table.dtype.names or ()):
-            return 0, self.scale
+        fields = {"overflows_in_a_row", "loss_scale", "overflow_count"}
+        if not table.size or table["step"][0] > 1 or not fields <= set(table.dtype.names or ()):
+            return 0, 0, self.scale
         known = table[~np.isnan(table["overflows_in_a_row"]) & ~np.isnan(table["loss_scale"])]
         clean = known[known["overflows_in_a_row"] == 0]
-        return (int(clean["overflow_count"][0]), float(clean["loss_scale"][0])) if clean.size else (0, self.scale)
+        if not clean.size:
+            return 0, 0, self.scale
+        losses = clean["nonfinite_loss_count"][0] if "nonfinite_loss_count" in (table.dtype.names or ()) else 0
+        return int(clean["overflow_count"][0] - losses), int(clean["step"][0]), float(clean["loss_scale"][0])
 
     @property
     def seen_first(self) -> str | None:
@@ -156,9 +187,15 @@ class Evidence:
         return self.run.series("last_loss")[1]
 
 
-def _underflowed(histogram: ExponentHistogram) -> bool:
-    zones, nonzero = histogram.zones, histogram.total - histogram.zeros
-    return histogram.total > 0 and zones["subnormal"] + zones["below_subnormal"] >= MANY_SUBNORMAL * nonzero
+def _underflown_in(sample: GradientSample) -> list[str]:
+    found: list[str] = []
+    for name in reversed(sample.names):
+        histogram = sample[name]
+        zones, nonzero = histogram.zones, histogram.total - histogram.zeros
+        is_flushed = histogram.total > 0 and not nonzero and bool(found)
+        if is_flushed or zones["subnormal"] + zones["below_subnormal"] > _UNDERFLOWED * nonzero:
+            found.insert(0, name)
+    return found
 
 
 def _zero_share(samples: list[GradientSample]) -> float:

@@ -87,9 +87,9 @@ def install(model: keras.Model) -> bool:
     return True
 
 
-def probe_with(model: keras.Model, probe: Any) -> None:
-    """Has a guarded model's forward passes watched by a `Probe`, or by none, from the next trace on."""
-    model.train_step.__self__.probe = probe
+def probes_of(model: keras.Model) -> list[Any]:
+    """Returns the list of what watches a guarded model's forward passes, each a `Probe`, from the next trace on."""
+    return model.train_step.__self__.probes
 
 
 def mend_epoch(model: keras.Model, logs: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ class _GuardedTraining:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._own_step = vars(model).get("train_step")
-        self.probe: Any = None
+        self.probes: list[Any] = []
         with model.distribute_strategy.scope():
             # 1.0 or 0.0: float32 has kernels on every device, and adds up over replicas.
             self._nonfinite_in_execution = _replicas.variable("nonfinite_in_execution", "float32")
@@ -199,7 +199,9 @@ class _GuardedTraining:
         return run
 
     def _step(self, data: Any) -> Any:
-        with self.probe.watching(data) if self.probe else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            for probe in self.probes:
+                stack.enter_context(probe.watching(data))
             return self._take_step(data)
 
     def _take_step(self, data: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 from kmp import _arguments
 from kmp._reader import Logs, PathLike, Reader
 from kmp._reference import float32_sample
-from kmp._samples import matching
+from kmp._samples import matching, unique
 from kmp._updates import UpdateWatch
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot
@@ -55,6 +55,7 @@ class GradientHistogram(Reader):
         self._updates = UpdateWatch()
 
     def _prepare(self, optimizer: LossScaleOptimizer) -> bool:
+        self._chosen_variables()  # an error of a pattern comes before anything is prepared
         is_new = optimizer.prepare_sampling(self.variables)
         return super()._prepare(optimizer) or is_new
 
@@ -109,7 +110,8 @@ class GradientHistogram(Reader):
     def _chosen_variables(self) -> dict[str, Any]:
         found = self.optimizer.variables_by_path()
         if not found and self.optimizer is self.model.optimizer and self.model.built:  # it is built in its first step
-            found = {variable.path: variable for variable in self.model.trainable_variables}
+            variables = self.model.trainable_variables
+            found = dict(zip(unique(variable.path for variable in variables), variables, strict=True))
         if self.variables is None or not found:
             return found
         names = list(found)

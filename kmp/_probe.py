@@ -11,12 +11,12 @@ import tensorflow as tf
 from keras import ops
 
 from kmp import _replicas, statistics
+from kmp._evidence import THE_LOSS
+from kmp._formats import FLOAT16
 from kmp._state import sublayers
 from kmp.optimizer import LossScaleOptimizer
 
 Named = tuple[str, tf.Tensor]
-
-THE_LOSS = "the loss function"
 
 
 class Probe:
@@ -34,7 +34,7 @@ class Probe:
         self._model = model
         self._optimizers = list(optimizers)
         self._names: list[str] = []
-        self._wrapped: dict[int, keras.Layer] = {}
+        self._wrapped: dict[int, tuple[keras.Layer, Any, Any]] = {}  # a layer, our `call`, and the one it had before
         self._of_thread = threading.local()  # each replica traces in a thread of its own
         with model.distribute_strategy.scope():
             self._first = _replicas.variable("first_nonfinite", "int64")  # its place among the names, from 1
@@ -56,7 +56,7 @@ class Probe:
         finally:
             self._of_thread.outputs = None
         was_nonfinite = ops.any(ops.stack([now.value > then for now, then in zip(calls, before, strict=True)]))
-        self._look_at(_floats(data) + [named for named in outputs if _is_here(named[1])], was_nonfinite)
+        self._look_at(_floats(data), [named for named in outputs if _is_here(named[1])], was_nonfinite)
 
     def read(self) -> str | None:
         """Returns what was the first to be inf or nan in the last such step, or `None` before one."""
@@ -65,32 +65,37 @@ class Probe:
 
     def remove(self) -> None:
         """Unwraps the layers."""
-        for layer in self._wrapped.values():
-            vars(layer).pop("call", None)
+        for layer, ours, before in self._wrapped.values():
+            if vars(layer).get("call") is ours:
+                del vars(layer)["call"]
+                if before is not None:
+                    vars(layer)["call"] = before
         self._wrapped.clear()
 
-    def _look_at(self, found: list[Named], where: Any) -> None:
-        self._names = [*(name for name, _ in found), THE_LOSS]
+    def _look_at(self, batch: list[Named], outputs: list[Named], where: Any) -> None:
+        self._names = [*(name for name, _ in [*batch, *outputs]), THE_LOSS]
 
         def look() -> None:
-            flags = ops.stack([*(statistics.nonfinite(tensor) for _, tensor in found), ops.ones([])])
+            flags = [ops.maximum(statistics.nonfinite(tensor), _is_beyond_float16(tensor)) for _, tensor in batch]
+            flags = ops.stack([*flags, *(statistics.nonfinite(tensor) for _, tensor in outputs), ops.ones([])])
             self._first.assign(ops.cast(ops.argmax(flags), "int64") + 1)
 
         ops.cond(where, look, lambda: None)
 
     def _wrap_layers(self) -> None:
         for layer in sublayers(self._model):
-            is_new = id(layer) not in self._wrapped and "call" not in vars(layer)
-            if is_new and layer is not self._model and not isinstance(layer, keras.layers.InputLayer):
-                self._wrapped[id(layer)] = layer
-                vars(layer)["call"] = self._noting(layer, layer.call)
+            is_new = id(layer) not in self._wrapped and layer is not self._model
+            if is_new and not isinstance(layer, keras.layers.InputLayer):
+                ours = self._noting(layer, layer.call)
+                self._wrapped[id(layer)] = layer, ours, vars(layer).get("call")
+                vars(layer)["call"] = ours
 
     def _noting(self, layer: keras.Layer, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def noted(*args: Any, **kwargs: Any) -> Any:
             outputs = call(*args, **kwargs)
             if getattr(self._of_thread, "outputs", None) is not None:
-                self._of_thread.outputs += [(layer.path, tensor) for _, tensor in _floats(outputs)]
+                self._of_thread.outputs += [(layer.path or layer.name, tensor) for _, tensor in _floats(outputs)]
             return outputs
 
         return noted
@@ -104,6 +109,10 @@ def _floats(data: Any) -> list[Named]:
 
 
 _PARTS = ("the batch's x", "the batch's y", "the batch's sample_weight")
+
+
+def _is_beyond_float16(tensor: tf.Tensor) -> tf.Tensor:
+    return ops.cast(ops.any(ops.abs(ops.cast(tensor, "float32")) > FLOAT16.max), "float32")
 
 
 def _is_here(tensor: tf.Tensor) -> bool:

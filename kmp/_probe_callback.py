@@ -4,7 +4,7 @@ from typing import Any
 
 from kmp import _guard
 from kmp._probe import Probe
-from kmp._reader import Reader
+from kmp._reader import Logs, Reader
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot
 
@@ -13,10 +13,10 @@ class ForwardProbe(Reader):
     """Names what was the first to be inf or nan in the forward pass of a step whose loss was not finite.
 
     That is a layer's path, `"the batch's x"` (or `y`, or `sample_weight`), or `"the loss function"`; under
-    `nonfinite_activation` in `run` and in the log, in `optimizer.snapshot()`, in the report, and in the error of a
-    stuck run. It looks at the outputs of the layers in the step itself; while losses are finite it computes nothing.
-    What a layer computes inside a loop, as an RNN does, is seen when it leaves the loop. On several replicas, those of
-    this process are looked at.
+    `nonfinite_activation` in `run` and in the log, in the report, in the error of a stuck run, and while it trains in
+    `optimizer.snapshot()`. A number in the batch beyond float16's 65504 counts as inf. It looks at the outputs of the
+    layers in the step itself; while losses are finite it computes nothing. What a layer computes inside a loop, as an
+    RNN does, is seen when it leaves the loop. On several replicas, those of this process are looked at.
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
@@ -32,19 +32,22 @@ class ForwardProbe(Reader):
 
     def _prepare(self, optimizer: LossScaleOptimizer) -> bool:
         _guard.install(self.model)
+        self._remove()  # one that was left by a training which ended in an error
         optimizer.probe = Probe(self.model, [optimizer])
-        _guard.probe_with(self.model, optimizer.probe)
+        _guard.probes_of(self.model).append(optimizer.probe)
         return True
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         super().on_train_end(logs)
-        _guard.probe_with(self.model, None)
+        self._remove()
         self.model.make_train_function(force=True)
 
-    def _stop(self) -> None:
-        super()._stop()
-        if self.optimizer.probe:
-            self.optimizer.probe.remove()
+    def _remove(self) -> None:
+        probes, probe = _guard.probes_of(self.model), self.optimizer.probe
+        if probe in probes:
+            probes.remove(probe)
+            probe.remove()
+        self.optimizer.probe = None
 
     def _row(self, snapshot: Snapshot) -> dict[str, Any] | None:
         if snapshot.nonfinite_loss_count == self._last.nonfinite_loss_count:

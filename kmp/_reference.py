@@ -1,6 +1,7 @@
 """A float32 pass over one batch, to tell what float16 flushed to zero from what is zero anyway."""
 
 import contextlib
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ def float32_sample(model: keras.Model, batch: Sequence[Any], variables: Mapping[
     """Returns the gradients that a compiled model would have in float32, without a loss scale.
 
     Runs eagerly, forward and backward once. Leaves the model as it was: policies, weights, moving statistics, seeds and
-    metrics.
+    metrics. (Keras' global seed, which layers without a seed of their own draw from, goes on.)
 
     Args:
         model: A compiled model, built, whose variables are float32.
@@ -31,7 +32,9 @@ def float32_sample(model: keras.Model, batch: Sequence[Any], variables: Mapping[
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tuple(batch))
     with _unchanged(model), _computing_in_float32(model), tf.GradientTape() as tape:
         prediction = model(x, training=True)
-        loss = model.compute_loss(x=x, y=y, y_pred=prediction, sample_weight=sample_weight, training=True)
+        takes_training = "training" in inspect.signature(model.compute_loss).parameters  # Keras' does since 3.5
+        training = {"training": True} if takes_training else {}
+        loss = model.compute_loss(x=x, y=y, y_pred=prediction, sample_weight=sample_weight, **training)
     gradients = tape.gradient(loss, [getattr(variable, "value", variable) for variable in variables.values()])
     measured = statistics.of_gradients(gradients)
     unknown, nothing = np.full(len(variables), math.nan), np.zeros(len(variables), np.int64)

@@ -12,9 +12,14 @@ from keras import ops
 
 from kmp import _replicas, statistics
 from kmp._histograms import BIN_COUNT
-from kmp._samples import GradientSample, matching
+from kmp._samples import GradientSample, matching, unique
 
 Patterns = tuple[str, ...] | None
+
+
+def paths_of(variables: Sequence[Any]) -> list[str]:
+    """Returns the paths of variables; a second one of a path has a number."""
+    return unique(getattr(variable, "path", variable.name) for variable in variables)
 
 
 def widened(before: "Sampler | None", wanted: Patterns) -> "Sampler":
@@ -46,6 +51,16 @@ class Sampler:
         self._step = _replicas.variable("sample_step", "int64", aggregation="only_first_replica")
         self._scale = _replicas.variable("sample_loss_scale", "float32", aggregation="only_first_replica")
         self._chosen: list[int] | None = None
+
+    def check(self, paths: Sequence[str]) -> None:
+        """Makes sure that each pattern matches a variable, before anything is built.
+
+        Raises:
+            ValueError: If one does not. The patterns are forgotten then, so that a later training can have its own.
+        """
+        patterns, self.patterns = self.patterns, ()
+        matching(patterns or (), paths)
+        self.patterns = patterns
 
     def build(self, paths: Sequence[str], scale_is_power_of_two: bool) -> None:
         """Creates what holds a sample.

@@ -26,12 +26,14 @@ class GradientSample:
         loss_scale: The scale that the gradients carry.
         names: Paths of the variables, or layers; from the input to the loss.
         counts: int64 of shape `(n, 280)`, as in `ExponentHistogram`; loss-scaled. On several replicas, of those of this
-            process, added up.
+            process, added up. Of a sparse gradient, here and below, the rows as they come: those of an index that
+            occurs twice count one by one.
         amax: float64 of shape `(n,)`, the largest magnitude of the loss-scaled gradient; inf or nan where it has one.
         norm: float64 of shape `(n,)`, the L2 norm of the gradient without the loss scale. On several replicas, the root
             of their summed squares.
-        weight_norm: float64 of shape `(n,)`, the L2 norm of the variable before the step; nan if the step was skipped.
-        update_norm: float64 of shape `(n,)`, the L2 norm of what the step added to it; nan if the step was skipped.
+        weight_norm: float64 of shape `(n,)`, the L2 norm of the variable before the step; nan if not measured.
+        update_norm: float64 of shape `(n,)`, the L2 norm of what the step added to it, 0 if it was skipped; nan if not
+            measured.
         updates: int64 of shape `(n,)`, elements of the variable that the step changed.
         lost_updates: int64 of shape `(n,)`, those that it changed by less than 2^-11 of their magnitude: in a float16
             weight that update is lost, which is why master weights are float32.

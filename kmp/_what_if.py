@@ -27,7 +27,8 @@ class WhatIf:
 
     Args:
         log2_scales: int64, the exponents k of the scales 2^k.
-        underflow: float64, the share of elements that are not zero and would round to zero.
+        underflow: float64, the share of elements that are not zero and would round to zero. Below the scale in use, a
+            lower bound where they are subnormal already: exactly 2^-25 rounds to zero too, which counts do not tell.
         underflow_bound: float64, the same with those that were zero: what float16 flushed arrives as a zero, as a dead
             ReLU's gradient does, so the truth lies between the two. Equal to `underflow` where float32 was measured.
         overflow: float64, the share of the elements of finite samples that would be 2^16 or more. (From 65520 on they

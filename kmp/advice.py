@@ -8,6 +8,9 @@ from kmp._what_if import WhatIf as WhatIf
 from kmp._what_if import what_if as what_if
 from kmp.records import Run
 
+_MANY_ZEROS = 0.75
+_SKIPPED_UNDISTURBED = 0.05
+
 
 def advise(run: Run) -> Advice:
     """Tells what float16 costs a run, why, and what to change.
@@ -39,8 +42,13 @@ def _verdict(evidence: Evidence, found: list[Finding]) -> str:
     if not evidence.is_float16:
         return f"{count}. The run computed in {evidence.dtypes}, where gradients need no loss scale."
     lost = evidence.curve.at(evidence.curve.in_use)["underflow"]
+    is_doubtful = evidence.zero_share > _MANY_ZEROS and evidence.flushed is None
+    begin = "Nothing shows that float16 costs anything here" if is_doubtful else "float16 costs nothing here"
+    if evidence.overflows > _SKIPPED_UNDISTURBED * evidence.steps:
+        begin = "float16 costs little here beyond the skipped steps"
+    doubt = f" {evidence.zero_share:.0%} are exactly zero; only a float32 reference tells whether all would be."
     return (
-        f"float16 costs nothing here: {count[0].lower()}{count[1:]}, and at the loss scale in use, "
-        f"{power(evidence.scale)}, {evidence.subnormal:.1%} of the gradient elements that are not zero are subnormal "
-        f"in float16 and {lost:.1%} too small for it."
+        f"{begin}: {count[0].lower()}{count[1:]}, and at the loss scale in use, {power(evidence.scale)}, "
+        f"{evidence.subnormal:.1%} of the gradient elements that are not zero are subnormal in float16 and {lost:.1%} "
+        f"too small for it.{doubt * is_doubtful}"
     )

@@ -11,8 +11,8 @@ from kmp import _arguments, _replicas, scaling, statistics
 from kmp._arguments import SAVED_AS
 from kmp._counters import Counters, LossWatch
 from kmp._graph import network_order
-from kmp._sampler import Sampler, widened
-from kmp._samples import matching, unique
+from kmp._sampler import Sampler, paths_of, widened
+from kmp._samples import matching
 from kmp.records import Snapshot
 from kmp.settings import LossScaleSettings, make_rule
 
@@ -101,6 +101,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Creates the scale, the counters and the inner optimizer's variables."""
+        if self.sampler:
+            self.sampler.check(paths_of(var_list))
         super().build(var_list)
         self.counters.build_for(len(var_list))
         self._order = list(range(len(var_list)))
@@ -203,8 +205,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def paths(self) -> list[str]:
         """Paths of the variables that the optimizer was built on, in its order; a second one of a path has a number."""
-        variables = self._trainable_variables if self.built else []
-        return unique(getattr(variable, "path", variable.name) for variable in variables)
+        return paths_of(self._trainable_variables) if self.built else []
 
     def variables_by_path(self) -> dict[str, Any]:
         """Returns the trained variables, from the input to the loss; none before the optimizer is built."""

@@ -142,7 +142,8 @@ class Run:
         `rule` (`"FixedScale"` or `"DynamicScale"`) and its arguments; `model`, `parameters`, `compute_dtypes`,
         `optimizer`, `replicas`. Empty if the header tells none.
         """
-        return dict(self.header.get("settings", {}))
+        settings = self.header.get("settings")
+        return dict(settings) if isinstance(settings, Mapping) else {}
 
     @property
     def samples(self) -> list[GradientSample]:
@@ -177,6 +178,8 @@ class Run:
         """
         file = Path(path)
         file = file / FILE_NAME if file.is_dir() else file
+        if file.exists() and not file.is_file():
+            raise ValueError(f"{file}: not a log of kmp (no regular file)")
         try:
             lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         except UnicodeDecodeError as error:

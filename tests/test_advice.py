@@ -98,7 +98,7 @@ def test_healthy_model_has_no_finding(every_n_steps, optimizer):
 
 
 def run_of(*rows, **settings):
-    return Run([{"step": 1, "overflow_count": 0, "last_loss": 1.0}, *rows], {"settings": settings})
+    return Run([{"step": 1, "overflow_count": 0, "last_loss": 1.0, "highest_loss": 1.0}, *rows], {"settings": settings})
 
 
 DYNAMIC = {"rule": "DynamicScale", "initial_scale": 2.0**15, "growth_interval": 2000, "compute_dtypes": ["float16"]}
@@ -120,11 +120,12 @@ def test_backward_pass_that_no_scale_helps_is_told_with_its_culprit():
 
 
 def test_initial_scale_that_took_many_skips_to_come_down_is_told():
-    reading = {"overflow_count": 9, "overflows_in_a_row": 0, "loss_scale": 64.0, "nonfinite_loss_count": 0}
-    rows = [{"step": 100} | reading, {"step": 2000} | reading]
+    reading = {"overflow_count": 12, "overflows_in_a_row": 0, "loss_scale": 8.0, "nonfinite_loss_count": 0}
+    rows = [{"step": 100} | reading, {"step": 1000} | reading]
     advice = kmp.advise(run_of(*rows, **DYNAMIC))
     assert [finding.cause for finding in advice] == ["initial_scale"]
-    assert advice[0].change == "kmp.enable(initial_scale=2.0**6)"
+    assert advice[0].change == "kmp.enable(initial_scale=2.0**3)"
+    assert advice[0].evidence.startswith("12 of the first 100 steps were skipped")
 
 
 def test_loss_that_grew_a_hundredfold_is_an_explosion_without_any_sample():
@@ -144,7 +145,7 @@ def test_empty_run_has_no_finding_and_says_so():
 
 
 def test_advice_is_printed_with_evidence_and_the_line_to_change():
-    shown = str(kmp.advise(run_of({"step": 50, "highest_loss": 7e4}, **DYNAMIC)))
+    shown = str(kmp.advise(run_of({"step": 50, "last_loss": 7e4, "highest_loss": 7e4}, **DYNAMIC)))
     assert shown.splitlines() == [
         "Training explodes: the updates are too large, in any number format.",
         "1. Training explodes: the updates are too large, in any number format.",

@@ -103,9 +103,21 @@ def test_empty_run_is_told(tmp_path, capsys):
 
 
 def test_report_that_cannot_be_written_is_one_line_and_status_1(tmp_path, capsys):
-    assert main(["report", str(a_run(tmp_path / "a")), "--out", str(tmp_path)]) == 1
+    folder = tmp_path / "there.html"
+    folder.mkdir()
+    assert main(["report", str(a_run(tmp_path / "a")), "--out", str(folder)]) == 1
     error = capsys.readouterr().err
-    assert error == f"kmp: {tmp_path}: the report cannot be written (Is a directory)\n"
+    assert error == f"kmp: {folder}: the report cannot be written (Is a directory)\n"
+
+
+@pytest.mark.parametrize("out", ["kmp.jsonl", "report", ""])
+def test_report_goes_into_an_html_file_alone_so_that_no_log_is_overwritten(out, tmp_path, capsys):
+    log = a_run(tmp_path / "a")
+    before = (log / "kmp.jsonl").read_bytes()
+    with pytest.raises(SystemExit):
+        main(["report", str(log), "--out", out and str(log / out)])
+    assert "must end in .html" in capsys.readouterr().err
+    assert (log / "kmp.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow

@@ -40,7 +40,6 @@ def test_layer_that_breaks_is_named(mode):
     x[4:8] = 0
     model, run = trained(x, layers=lambda: [Breaks(name="breaks"), keras.layers.Dense(4, name="after")], **MODES[mode])
     assert model.optimizer.snapshot().nonfinite_loss_count == 1
-    assert model.optimizer.snapshot().nonfinite_activation == "net/breaks"
     assert run.last("nonfinite_activation") == "net/breaks"
 
 
@@ -83,7 +82,7 @@ def test_what_is_inside_a_loop_is_seen_when_it_leaves_it():
         kernel = model.layers[0].cell.kernel
         kernel.assign(ops.full_like(kernel, np.nan))
         model.fit(x, np.ones((8, 1)), verbose=0, batch_size=4, callbacks=[probe])
-    assert probe.run.last("nonfinite_activation").startswith("sequential/loop")
+    assert probe.run.last("nonfinite_activation").startswith(f"{model.name}/loop")
 
 
 def test_error_of_a_stuck_run_names_it():
@@ -106,3 +105,38 @@ def test_bad_batch_on_the_second_replica_is_found(two_replicas):
     probe = kmp.callbacks.ForwardProbe(every_n_steps=1)
     model.fit(x, np.zeros((16, 1)), batch_size=8, verbose=0, shuffle=False, callbacks=[probe])
     assert probe.run.last("nonfinite_activation") == "the batch's x"
+
+
+def test_finished_probe_leaves_no_answer_to_a_later_training():
+    x = data()
+    x[0] = np.inf
+    model, run = trained(x)
+    assert run.last("nonfinite_activation") == "the batch's x"
+    assert model.optimizer.probe is None
+    assert model.optimizer.snapshot().nonfinite_activation is None
+
+
+def test_layer_without_a_path_is_named_by_its_name():
+    with kmp.enable():
+        inputs = keras.Input((4,))
+        hidden = keras.layers.Activation("linear", name="later")(ops.divide(keras.layers.Dense(4)(inputs), 0.0))
+        model = keras.Model(inputs, keras.layers.Dense(1, dtype="float32")(hidden))
+        model.compile("sgd", "mse")
+    probe = kmp.callbacks.ForwardProbe(every_n_steps=1)
+    model.fit(data(), np.zeros((16, 1)), verbose=0, callbacks=[probe])
+    assert probe.run.last("nonfinite_activation") == "later"
+
+
+def test_two_probes_watch_one_model():
+    x = data()
+    x[0] = np.nan
+    probes = [kmp.callbacks.ForwardProbe(every_n_steps=1) for _ in range(2)]
+    model, _ = trained(x, callbacks=probes)
+    assert [probe.run.last("nonfinite_activation") for probe in probes] == ["the batch's x"] * 2
+    assert [layer for layer in model.layers if "call" in vars(layer)] == []
+
+
+def test_number_in_the_batch_beyond_float16_is_the_batchs_fault():
+    x = data()
+    x[0, 0] = 1e6
+    assert trained(x)[1].last("nonfinite_activation") == "the batch's x"

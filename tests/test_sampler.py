@@ -117,3 +117,34 @@ def test_norm_in_the_logs_is_that_of_the_gradients_without_the_scale(enabled):
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in gradients))
     # The batches of `fit` are shuffled; the norm of another batch is of the same order.
     assert 0.2 < history["grad_norm"][0] / norm < 5
+
+
+def test_mistyped_pattern_on_an_optimizer_not_built_yet_does_not_outlive_its_training(enabled):
+    model = compiled_model()
+    with pytest.raises(ValueError, match=r"No variable matches 'typo\*'"):
+        fit(model, [kmp.callbacks.GradientHistogram(variables="typo*")])
+    histogram = kmp.callbacks.GradientHistogram(variables="*/kernel")
+    fit(model, [histogram])
+    assert {name.rpartition("/")[2] for sample in histogram.run.samples for name in sample} == {"kernel"}
+
+
+def test_variables_that_share_a_path_are_measured_each_for_itself(enabled):
+    class Twins(keras.Model):
+        def __init__(self):
+            super().__init__(name="m")
+            self.first = keras.layers.Dense(4, name="out", use_bias=False, kernel_initializer="ones")
+            self.second = keras.layers.Dense(
+                4, name="out", use_bias=False, kernel_initializer=keras.initializers.Constant(100)
+            )
+
+        def call(self, inputs):
+            return self.second(self.first(inputs))
+
+    model = Twins()
+    model(np.ones((1, 4)))
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
+    model.fit(np.ones((4, 4)), np.ones((4, 4)), verbose=0, callbacks=[histogram])
+    sample = histogram.run.samples[0]
+    found = dict(zip(sample.names, sample.weight_norm, strict=True))
+    assert found == pytest.approx({"m/out/kernel": 4.0, "m/out/kernel#2": 400.0})
