@@ -92,7 +92,10 @@ def test_command_writes_logs_and_pictures_where_told(tmp_path, monkeypatch, caps
     assert "One model" in shown
     assert f"tensorboard --logdir '{out}'" in shown
     found = {path.name for path in out.iterdir()}
-    assert found == {"gradient_exponents.png", "loss_scale.png", "float32", "float16-no-loss-scale", "float16-with-kmp"}
+    ways = {"float32", "float16-no-loss-scale", "float16-with-kmp"}
+    assert found == {"gradient_exponents.png", "loss_scale.png", "report.html", *ways}
+    report = (out / "report.html").read_text()
+    assert all(way in report for way in ("float32", "float16, no loss scale", "float16 with kmp"))
     run = kmp.records.Run.load(out / "float16-with-kmp" / "seed-0")
     assert run.series("loss_scale")[0][-1] == 4
     assert keras.config.dtype_policy().name == "float32"
