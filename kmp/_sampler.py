@@ -120,7 +120,8 @@ class Sampler:
         step = self.last_step
         if not step or self._chosen is None:
             return None
-        rows = [self._chosen.index(place) for place in order if place in set(self._chosen)]
+        row_of = {place: row for row, place in enumerate(self._chosen)}
+        rows = [row_of[place] for place in order if place in row_of]
         counts, amax, square_sum = map(_replicas.local_values, (self._counts, self._amax, self._square_sum))
         nothing, unknown = np.zeros(len(rows), np.int64), np.full(len(rows), math.nan)
         return GradientSample(
