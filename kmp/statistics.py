@@ -1,6 +1,7 @@
 """Statistics of gradients as pure tensor operations; they run eagerly, in `tf.function` and under XLA."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from kmp._formats import FLOAT16, FLOAT32
 
 # Gradients up to this many elements are laid side by side in rows and measured together: fewer, larger operations are
 # quicker to trace and to compile. Larger ones go one by one, because laying them out copies them.
-_SMALL = 2**21
-_ROW = 8192
+_SMALL = 2**22
+_ROW = 512
 
 # On the elements only operations that TensorFlow has on a GPU: it adds, compares, joins and reduces int32 on the host.
 _MAGNITUDE = 0x7FFFFFFF
@@ -143,33 +144,24 @@ class _Group:
 
 def _groups(gradients: Sequence[Any]) -> list[_Group]:
     values = [tf.zeros([0]) if gradient is None else values_of(gradient) for gradient in gradients]
-    small: dict[Any, list[int]] = {}
-    for place, tensor in enumerate(values):
-        if tensor.shape.is_fully_defined() and tensor.shape.num_elements() <= _SMALL:
-            small.setdefault((tuple(tensor.shape), tensor.dtype), []).append(place)
-    joined = [place for places in small.values() for place in places]
-    alone = [place for place in range(len(values)) if place not in set(joined)]
-    groups = [_Group(tf.reshape(tf.cast(values[place], tf.float32), [-1]), (place,)) for place in alone]
-    if small:
-        alike = [[values[place] for place in places] for places in small.values()]
-        groups.append(_side_by_side(alike, joined))
-    return groups
+    flat = tf.constant([-1])
+    values = [tf.cast(tf.reshape(tensor, flat), tf.float32) for tensor in values]
+    small = [place for place, tensor in enumerate(values) if tensor.shape[0] is not None and tensor.shape[0] <= _SMALL]
+    alone = [place for place in range(len(values)) if place not in set(small)]
+    groups = [_Group(values[place], (place,)) for place in alone]
+    return [*groups, _side_by_side(values, small)] if small else groups
 
 
-def _side_by_side(alike: list[list[tf.Tensor]], members: list[int]) -> _Group:
-    """Lays out tensors, those of one shape and dtype together: one operation stacks all of them."""
+def _side_by_side(values: list[tf.Tensor], members: list[int]) -> _Group:
+    """Lays out flat float32 tensors in rows, by one operation that joins all of them and what fills their last rows."""
     parts, rows, padding = [], [], []
-    for tensors in alike:
-        count, size = len(tensors), tensors[0].shape.num_elements()
-        needed = max(1, math.ceil(size / _ROW))
-        missing = needed * _ROW - size
-        stacked = tf.reshape(tf.cast(tf.stack(tensors), tf.float32), [count, size])
-        if missing:
-            stacked = tf.pad(stacked, [[0, 0], [0, missing]])
-        parts.append(tf.reshape(stacked, [count * needed, _ROW]))
-        rows += [needed] * count
-        padding += [missing] * count
-    return _Group(tf.concat(parts, 0), tuple(members), tuple(rows), tuple(padding))
+    zeros = functools.cache(tf.zeros)
+    for place in members:
+        size = values[place].shape[0]
+        rows.append(math.ceil(size / _ROW))
+        padding.append(rows[-1] * _ROW - size)
+        parts += [values[place], zeros((padding[-1],))] if padding[-1] else [values[place]]
+    return _Group(tf.reshape(tf.concat(parts, 0), [-1, _ROW]), tuple(members), tuple(rows), tuple(padding))
 
 
 def _joined(of_groups: Iterable[tuple[tf.Tensor, ...]]) -> tuple[tf.Tensor, ...]:
