@@ -1,27 +1,26 @@
 """Statistics of gradients as pure tensor operations; they run eagerly, in `tf.function` and under XLA."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 from keras import ops
+from tensorflow.python.ops import control_flow_util
 
 from kmp._formats import FLOAT16, FLOAT32
+from kmp._histograms import BIN_COUNT, INF_BIN, NAN_BIN, ZERO_BIN
+from kmp._layout import Group, in_order, joined, laid_out
 
-# Gradients up to this many elements are laid side by side in rows and measured together: fewer, larger operations are
-# quicker to trace and to compile. Larger ones go one by one, because laying them out copies them.
-_SMALL = 2**22
-_ROW = 512
-
-# On the elements only operations that TensorFlow has on a GPU: it adds, compares, joins and reduces int32 on the host.
+# Outside XLA only operations on the elements that TensorFlow has on a GPU: it adds, compares, joins and reduces int32
+# on the host.
 _MAGNITUDE = 0x7FFFFFFF
 _BIASED_EXPONENTS = 2**FLOAT32.exponent_bits
 _SUBNORMAL_EXPONENTS = FLOAT32.fraction_bits
+_INF = 0x7F800000
+_BINS = 512  # the next power of two above BIN_COUNT
 _EXACT_IN_FLOAT32 = 2 ** (FLOAT32.fraction_bits + 1)
 
 
@@ -87,20 +86,12 @@ def of_gradients(gradients: Sequence[Any]) -> GradientStatistics:
         gradients: At least one; tensors or `tf.IndexedSlices` of any float dtype, converted to float32; `None` has no
             elements. Each has fewer than 2^31 elements.
     """
-    groups = _groups(gradients)
-    by_exponent, amax, square_sum = _joined(_measure(group) for group in groups)
-    nothing = tf.zeros([len(gradients)], tf.int32)
-    lowest, highest = by_exponent[:, 0], by_exponent[:, -1]
-    zeros = tf.cond(tf.reduce_any(lowest > 0), lambda: _joined(map(_count_zeros, groups))[0], lambda: nothing)
-    subnormal, inf = tf.cond(
-        tf.reduce_any((lowest != zeros) | (highest > 0)),
-        lambda: _joined(map(_count_rare, groups)),
-        lambda: (tf.zeros([len(gradients), _SUBNORMAL_EXPONENTS], tf.int32), nothing),
-    )
-    nan = highest - inf
-    amax = tf.where(nan > 0, math.nan, tf.where(inf > 0, math.inf, amax))
-    columns = (zeros[:, None], subnormal, by_exponent[:, 1:-1], inf[:, None], nan[:, None])
-    return GradientStatistics(*(_in_order(rows, groups) for rows in (tf.concat(columns, 1), amax, square_sum)))
+    groups = laid_out([tf.zeros([0]) if gradient is None else values_of(gradient) for gradient in gradients])
+    counts = (_count_at_once if _is_for_xla() else _count_in_turn)(groups)
+    amax, square_sum = joined((_amax(group), _square_sum(group)) for group in groups)
+    amax = tf.where(counts[:, INF_BIN] > 0, math.inf, amax)
+    amax = tf.where(counts[:, NAN_BIN] > 0, math.nan, amax)
+    return GradientStatistics(*(in_order(rows, groups) for rows in (counts, amax, square_sum)))
 
 
 def of_updates(before: Sequence[Any], after: Sequence[Any]) -> UpdateStatistics:
@@ -110,99 +101,81 @@ def of_updates(before: Sequence[Any], after: Sequence[Any]) -> UpdateStatistics:
         before: At least one tensor: a copy of each variable, of any shape and float dtype.
         after: The same after the step.
     """
-    old_groups, new_groups = _groups(before), _groups(after)
-    joined = _joined(_measure_update(old, new.values) for old, new in zip(old_groups, new_groups, strict=True))
-    return UpdateStatistics(*(_in_order(value, old_groups) for value in joined))
+    old_groups, new_groups = laid_out(before), laid_out(after)
+    pairs = zip(old_groups, new_groups, strict=True)
+    found = joined(_measure_update(old, new.values) for old, new in pairs)
+    return UpdateStatistics(*(in_order(value, old_groups) for value in found))
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Gradients that are measured together.
+def _is_for_xla() -> bool:
+    """Tells whether what is being traced is for XLA; nothing public does."""
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
-    Args:
-        values: float32 of shape `(elements,)` for one gradient; for several, of shape `(rows, _ROW)`, each padded with
-            zeros to whole rows.
-        members: The gradients' places in the list that was given.
-        rows: How many rows each has.
-        padding: How many zeros were added to each.
+
+def _count_at_once(groups: list[Group]) -> tf.Tensor:
+    """Returns the counts from one histogram: XLA works out every element's bin in the loop that counts."""
+    return joined((_histograms(_bins(group), _BINS, group)[:, :BIN_COUNT],) for group in groups)[0]
+
+
+def _bins(group: Group) -> tf.Tensor:
+    magnitude = _magnitude(group)
+    exponent = tf.bitwise.right_shift(magnitude, FLOAT32.fraction_bits)
+    subnormal = tf.maximum(_exponent_of_fraction(magnitude) - FLOAT32.max_exponent + 1, ZERO_BIN)
+    beyond = tf.where(tf.equal(magnitude, _INF), INF_BIN, NAN_BIN)
+    bins = tf.where(tf.equal(exponent, 0), subnormal, exponent + _SUBNORMAL_EXPONENTS)
+    return tf.where(magnitude < _INF, bins, beyond)
+
+
+def _count_in_turn(groups: list[Group]) -> tf.Tensor:
+    """Returns the counts from a histogram of the exponents' bits, and of what is rare only where there is some of it.
+
+    Each operation goes over the memory once more, so those that all elements need are as few as can be.
     """
-
-    values: tf.Tensor
-    members: tuple[int, ...]
-    rows: tuple[int, ...] = ()
-    padding: tuple[int, ...] = ()
-
-    @property
-    def owners(self) -> np.ndarray:
-        """int32 of shape `(rows,)`, whose each row is."""
-        return np.repeat(np.arange(len(self.members), dtype=np.int32), self.rows)
-
-    def total(self, of_rows: tf.Tensor) -> tf.Tensor:
-        """Adds up the rows of each member."""
-        return tf.math.unsorted_segment_sum(of_rows, self.owners, len(self.members))
+    by_exponent = joined((_count_exponents(group),) for group in groups)[0]
+    lowest, highest = by_exponent[:, 0], by_exponent[:, -1]
+    nothing = tf.zeros_like(lowest)
+    zeros = tf.cond(tf.reduce_any(lowest > 0), lambda: joined(map(_count_zeros, groups))[0], lambda: nothing)
+    subnormal, inf = tf.cond(
+        tf.reduce_any((lowest != zeros) | (highest > 0)),
+        lambda: joined(map(_count_rare, groups)),
+        lambda: (tf.zeros([lowest.shape[0], _SUBNORMAL_EXPONENTS], tf.int32), nothing),
+    )
+    return tf.concat((zeros[:, None], subnormal, by_exponent[:, 1:-1], inf[:, None], (highest - inf)[:, None]), 1)
 
 
-def _groups(gradients: Sequence[Any]) -> list[_Group]:
-    values = [tf.zeros([0]) if gradient is None else values_of(gradient) for gradient in gradients]
-    flat = tf.constant([-1])
-    values = [tf.cast(tf.reshape(tensor, flat), tf.float32) for tensor in values]
-    small = [place for place, tensor in enumerate(values) if tensor.shape[0] is not None and tensor.shape[0] <= _SMALL]
-    alone = [place for place in range(len(values)) if place not in set(small)]
-    groups = [_Group(values[place], (place,)) for place in alone]
-    return [*groups, _side_by_side(values, small)] if small else groups
-
-
-def _side_by_side(values: list[tf.Tensor], members: list[int]) -> _Group:
-    """Lays out flat float32 tensors in rows, by one operation that joins all of them and what fills their last rows."""
-    parts, rows, padding = [], [], []
-    zeros = functools.cache(tf.zeros)
-    for place in members:
-        size = values[place].shape[0]
-        rows.append(math.ceil(size / _ROW))
-        padding.append(rows[-1] * _ROW - size)
-        parts += [values[place], zeros((padding[-1],))] if padding[-1] else [values[place]]
-    return _Group(tf.reshape(tf.concat(parts, 0), [-1, _ROW]), tuple(members), tuple(rows), tuple(padding))
-
-
-def _joined(of_groups: Iterable[tuple[tf.Tensor, ...]]) -> tuple[tf.Tensor, ...]:
-    return tuple(tf.concat(parts, 0) for parts in zip(*of_groups, strict=True))
-
-
-def _in_order(rows: tf.Tensor, groups: list[_Group]) -> tf.Tensor:
-    places = [member for group in groups for member in group.members]
-    return tf.gather(rows, sorted(range(len(places)), key=places.__getitem__))
-
-
-def _measure(group: _Group) -> tuple[tf.Tensor, ...]:
-    """Returns counts by biased exponent, 255 for inf and nan; the largest magnitude; the sum of squares."""
+def _count_exponents(group: Group) -> tf.Tensor:
+    """Returns counts by biased exponent: 0 for zeros and subnormals, 255 for inf and nan."""
     unsigned = tf.bitcast(group.values, tf.uint32)
     signed_exponent = tf.bitwise.right_shift(unsigned, tf.constant(FLOAT32.fraction_bits, tf.uint32))
     counts = _histograms(tf.bitcast(signed_exponent, tf.int32), 2 * _BIASED_EXPONENTS, group)
-    if group.rows:
-        counts -= tf.one_hot([0], 2 * _BIASED_EXPONENTS, dtype=tf.int32) * np.array(group.padding, np.int32)[:, None]
-    return counts[:, :_BIASED_EXPONENTS] + counts[:, _BIASED_EXPONENTS:], _amax(group), _square_sum(group)
+    return counts[:, :_BIASED_EXPONENTS] + counts[:, _BIASED_EXPONENTS:]
 
 
-def _count_zeros(group: _Group) -> tuple[tf.Tensor]:
-    magnitude = tf.bitwise.bitwise_and(tf.bitcast(group.values, tf.int32), _MAGNITUDE)
-    zeros = _how_many(tf.logical_not(tf.cast(magnitude, tf.bool)), group)
-    return (zeros - np.array(group.padding, np.int32) if group.rows else zeros,)
+def _count_zeros(group: Group) -> tuple[tf.Tensor]:
+    return (group.sizes - _how_many(tf.cast(_magnitude(group), tf.bool), group),)
 
 
-def _count_rare(group: _Group) -> tuple[tf.Tensor, tf.Tensor]:
-    """Counts subnormals by exponent, and infs.
-
-    A subnormal is its fraction times 2^-149, and an integer below 2^24 converts to float32 exactly, so the converted
-    fraction's exponent, from 0 to 22, gives the subnormal's. Magnitudes of 2^23 and more have a higher one.
-    """
-    magnitude = tf.bitwise.bitwise_and(tf.bitcast(group.values, tf.int32), _MAGNITUDE)
-    bits = tf.bitcast(tf.cast(magnitude, tf.float32), tf.int32)
-    counts = _histograms(tf.bitwise.right_shift(bits, FLOAT32.fraction_bits), _BIASED_EXPONENTS, group)
+def _count_rare(group: Group) -> tuple[tf.Tensor, tf.Tensor]:
+    """Counts subnormals by exponent, and infs."""
+    counts = _histograms(_exponent_of_fraction(_magnitude(group)), _BIASED_EXPONENTS, group)
     first = FLOAT32.max_exponent  # the biased exponent of 1.0
     return counts[:, first : first + _SUBNORMAL_EXPONENTS], _how_many(tf.math.is_inf(group.values), group)
 
 
-def _measure_update(old: _Group, new: tf.Tensor) -> tuple[tf.Tensor, ...]:
+def _magnitude(group: Group) -> tf.Tensor:
+    return tf.bitwise.bitwise_and(tf.bitcast(group.values, tf.int32), _MAGNITUDE)
+
+
+def _exponent_of_fraction(magnitude: tf.Tensor) -> tf.Tensor:
+    """Returns the biased exponent of a magnitude's bits read as an integer.
+
+    A subnormal is its fraction times 2^-149, and an integer below 2^24 converts to float32 exactly, so the converted
+    fraction's exponent, from 0 to 22, gives the subnormal's. Magnitudes of 2^23 and more have a higher one, 0 has none.
+    """
+    return tf.bitwise.right_shift(tf.bitcast(tf.cast(magnitude, tf.float32), tf.int32), FLOAT32.fraction_bits)
+
+
+def _measure_update(old: Group, new: tf.Tensor) -> tuple[tf.Tensor, ...]:
     update = dataclasses.replace(old, values=new - old.values)
     changed = tf.not_equal(update.values, 0.0)
     small = tf.abs(update.values) < 2.0 ** -(FLOAT16.fraction_bits + 1) * tf.abs(old.values)
@@ -210,17 +183,20 @@ def _measure_update(old: _Group, new: tf.Tensor) -> tuple[tf.Tensor, ...]:
     return _square_sum(old), _square_sum(update), *counts
 
 
-def _histograms(bins: tf.Tensor, size: int, group: _Group) -> tf.Tensor:
-    """Returns int32 counts of shape `(members, size)`; `size` is a power of two."""
+def _histograms(bins: tf.Tensor, size: int, group: Group) -> tf.Tensor:
+    """Returns int32 counts of shape `(members, size)`; `size` is a power of two, and zeros are in bin 0."""
     if group.rows:
         bins = tf.reshape(tf.bitwise.bitwise_or(group.owners[:, None] * size, bins), [-1])
     weights = tf.zeros([0], tf.int32)
     # tf.math.bincount works out its size on the device, which XLA refuses.
     counts = tf.raw_ops.DenseBincount(input=bins, size=size * len(group.members), weights=weights, binary_output=False)
-    return tf.reshape(counts, [-1, size])
+    counts = tf.reshape(counts, [-1, size])
+    if group.rows:
+        counts -= tf.one_hot([0], size, dtype=tf.int32) * np.array(group.padding, np.int32)[:, None]
+    return counts
 
 
-def _how_many(mask: tf.Tensor, group: _Group) -> tf.Tensor:
+def _how_many(mask: tf.Tensor, group: Group) -> tf.Tensor:
     """Returns int32 of shape `(members,)`."""
     if group.rows:
         return group.total(tf.cast(tf.reduce_sum(tf.cast(mask, tf.float32), 1), tf.int32))
@@ -231,7 +207,7 @@ def _how_many(mask: tf.Tensor, group: _Group) -> tf.Tensor:
     return tf.cast(count, tf.int32)
 
 
-def _amax(group: _Group) -> tf.Tensor:
+def _amax(group: Group) -> tf.Tensor:
     """Returns float32 of shape `(members,)`; 0 for no elements."""
     axis = 1 if group.rows else None
     highest = tf.reduce_max(group.values, axis, keepdims=not group.rows)
@@ -241,7 +217,7 @@ def _amax(group: _Group) -> tf.Tensor:
     return tf.maximum(amax, 0.0)
 
 
-def _square_sum(group: _Group) -> tf.Tensor:
+def _square_sum(group: Group) -> tf.Tensor:
     """Returns float64 of shape `(members,)`: the square of a float32 may lie outside float32's range."""
     values = tf.cast(group.values, tf.float64)
     if group.rows:

@@ -108,7 +108,7 @@ def test_unknown_name_is_an_attribute_error():
 def test_a_room_imports_only_from_the_floors_below():
     floors = [
         ["_arguments", "_backend", "_formats", "_hardware", "_patch", "_replicas", "_warnings"],
-        ["_histograms", "_state"],
+        ["_histograms", "_layout", "_state"],
         ["_samples", "layers", "_multiworker", "statistics"],
         ["records", "_graph"],
         ["scaling", "_what_if", "_updates", "_reference"],

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kmp import _histograms, statistics
+from kmp._layout import laid_out
 
 
 def reference_counts(array):
@@ -36,6 +37,18 @@ def test_every_bit_length_of_subnormals_is_counted_right(run_step):
     bits = np.concatenate([2 ** np.arange(23), 2 ** np.arange(1, 24) - 1]).astype(np.uint32)
     array = np.concatenate([bits.view(np.float32), -bits.view(np.float32)])
     np.testing.assert_array_equal(counts_of(array, run_step), reference_counts(array))
+
+
+@pytest.mark.parametrize("count", [statistics._count_at_once, statistics._count_in_turn])
+def test_both_ways_to_count_are_right_on_any_bits(count, run_step):
+    bits = np.random.default_rng(1).integers(0, 2**32, 9000, dtype=np.uint64).astype(np.uint32)
+    bits[::3] &= 0x807FFFFF  # subnormals of either sign
+    bits[1::3] &= 0xFF80000F  # powers of two, infs
+    bits[::50] &= 0x80000000
+    with np.errstate(invalid="ignore"):
+        arrays = np.split(bits.view(np.float32), [1, 100, 3000])
+        found = run_step(lambda *tensors: count(laid_out(tensors)))(*map(tf.constant, arrays))
+        np.testing.assert_array_equal(found, [reference_counts(array) for array in arrays])
 
 
 def test_every_float16_is_counted_right(run_step):

@@ -1,0 +1,82 @@
+"""Many tensors laid out to be measured at once."""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+# Tensors of fewer elements are laid side by side in rows and measured together: fewer, larger operations are quicker
+# to trace and to compile. Larger ones go one by one, because laying them out copies them.
+_LARGE = 2**22
+_ROW = 512
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that are measured together.
+
+    Args:
+        values: float32 of shape `(elements,)` for one tensor; for several, of shape `(rows, _ROW)`, each padded with
+            zeros to whole rows.
+        members: The tensors' places in the list that was given.
+        rows: How many rows each has.
+        padding: How many zeros were added to each.
+    """
+
+    values: tf.Tensor
+    members: tuple[int, ...]
+    rows: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+
+    @property
+    def owners(self) -> np.ndarray:
+        """int32 of shape `(rows,)`, whose each row is."""
+        return np.repeat(np.arange(len(self.members), dtype=np.int32), self.rows)
+
+    @property
+    def sizes(self) -> Any:
+        """int32 of shape `(members,)`, how many elements each has."""
+        if self.rows:
+            return np.array(self.rows, np.int32) * _ROW - np.array(self.padding, np.int32)
+        return tf.reshape(tf.size(self.values), [1])
+
+    def total(self, of_rows: tf.Tensor) -> tf.Tensor:
+        """Adds up the rows of each member."""
+        return tf.math.unsorted_segment_sum(of_rows, self.owners, len(self.members))
+
+
+def laid_out(tensors: Sequence[tf.Tensor]) -> list[Group]:
+    """Returns tensors of any shape and float dtype as groups to measure; each tensor is in one of them."""
+    flat = tf.constant([-1])
+    values = [tf.cast(tf.reshape(tensor, flat), tf.float32) for tensor in tensors]
+    small = [place for place, tensor in enumerate(values) if tensor.shape[0] is not None and tensor.shape[0] < _LARGE]
+    together = small if len(small) > 1 else []
+    groups = [Group(tensor, (place,)) for place, tensor in enumerate(values) if place not in set(together)]
+    return [*groups, _side_by_side(values, together)] if together else groups
+
+
+def _side_by_side(values: list[tf.Tensor], members: list[int]) -> Group:
+    """Lays out flat float32 tensors in rows, by one operation that joins all of them and what fills their last rows."""
+    parts, rows, padding = [], [], []
+    zeros = functools.cache(tf.zeros)
+    for place in members:
+        size = values[place].shape[0]
+        rows.append(math.ceil(size / _ROW))
+        padding.append(rows[-1] * _ROW - size)
+        parts += [values[place], zeros((padding[-1],))] if padding[-1] else [values[place]]
+    return Group(tf.reshape(tf.concat(parts, 0), [-1, _ROW]), tuple(members), tuple(rows), tuple(padding))
+
+
+def joined(of_groups: Iterable[tuple[tf.Tensor, ...]]) -> tuple[tf.Tensor, ...]:
+    """Returns what was measured of each group, for all of them one after another."""
+    return tuple(tf.concat(parts, 0) for parts in zip(*of_groups, strict=True))
+
+
+def in_order(rows: tf.Tensor, groups: list[Group]) -> tf.Tensor:
+    """Returns the rows of all groups in the order in which the tensors were given."""
+    places = [member for group in groups for member in group.members]
+    return tf.gather(rows, sorted(range(len(places)), key=places.__getitem__))

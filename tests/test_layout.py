@@ -1,0 +1,57 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kmp import _layout, statistics
+
+
+@pytest.fixture
+def tensors():
+    random = np.random.default_rng(0)
+    return [
+        tf.constant(random.normal(size=shape), tf.float32) for shape in [(3, 5), (2000,), (), (512,), (0,), (40, 30)]
+    ]
+
+
+def sums_of(groups):
+    """The sum of each tensor, in the order given."""
+    sums = (
+        (group.total(tf.reduce_sum(group.values, 1)) if group.rows else tf.reduce_sum(group.values, keepdims=True),)
+        for group in groups
+    )
+    return _layout.in_order(_layout.joined(sums)[0], groups)
+
+
+@pytest.mark.parametrize("large", [1, 16, 1500, 10_000])
+def test_every_tensor_is_measured_as_itself_wherever_the_limit_is(large, tensors, monkeypatch):
+    monkeypatch.setattr(_layout, "_LARGE", large)
+    groups = _layout.laid_out(tensors)
+    assert sorted(member for group in groups for member in group.members) == list(range(len(tensors)))
+    np.testing.assert_allclose(sums_of(groups), [tf.reduce_sum(tensor) for tensor in tensors], rtol=1e-5)
+
+
+@pytest.mark.parametrize("large", [1, 16, 1500, 10_000])
+def test_the_fill_of_a_row_is_no_element(large, tensors, monkeypatch):
+    monkeypatch.setattr(_layout, "_LARGE", large)
+    groups = _layout.laid_out(tensors)
+    sizes = _layout.in_order(tf.concat([group.sizes for group in groups], 0), groups)
+    np.testing.assert_array_equal(sizes, [tf.size(tensor) for tensor in tensors])
+    counts = statistics.of_gradients(tensors).counts
+    np.testing.assert_array_equal(tf.reduce_sum(counts, 1), [tf.size(tensor) for tensor in tensors])
+
+
+def test_small_ones_share_a_group_and_large_ones_are_not_copied(tensors, monkeypatch):
+    monkeypatch.setattr(_layout, "_LARGE", 1500)
+    assert [group.members for group in _layout.laid_out(tensors)] == [(1,), (0, 2, 3, 4, 5)]
+
+
+def test_one_small_tensor_needs_no_rows(tensors):
+    (group,) = _layout.laid_out(tensors[:1])
+    assert group.values.shape == (15,)
+    assert group.rows == ()
+
+
+def test_tensors_without_elements_have_no_rows(tensors):
+    (group,) = _layout.laid_out([tensors[4], tensors[4]])
+    assert group.values.shape == (0, _layout._ROW)
+    np.testing.assert_array_equal(statistics.of_gradients([tensors[4], tensors[4]]).amax, [0.0, 0.0])
