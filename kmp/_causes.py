@@ -5,10 +5,11 @@ from collections.abc import Callable
 
 from kmp._evidence import FUTILE_IN_A_ROW, THE_LOSS, Evidence
 from kmp._findings import Finding
-from kmp._formats import FLOAT16
+from kmp._formats import FLOAT16, FLOAT32
 
 # What counts as evidence. A dynamic scale skips steps to find its place, some at the start and one in 2000: no fault.
 _EXPLODING_UPDATE = 0.5  # of the weights' norm, in one step; 1e-3 is usual
+_LARGE_UPDATE = 0.05
 _EXPLODING_LOSS = 100.0  # times the first loss
 _SMALL_LOSS = 0.01
 _SKIPPED_BY_EXPLOSION = 0.1
@@ -22,6 +23,13 @@ _EAGER_INTERVAL = 200
 _SEARCH_AT_START = 10
 
 
+_CHECKS = {
+    "the batch's x": "assert np.isfinite(x).all() and np.abs(x).max() < 65504  # and normalize what is larger",
+    "the batch's y": "assert np.isfinite(y).all()",
+    "the batch's sample_weight": "assert np.isfinite(sample_weight).all()",
+}
+
+
 def power(scale: float) -> str:
     """Returns a scale as a power of two where it is one."""
     mantissa, exponent = math.frexp(scale)
@@ -30,19 +38,19 @@ def power(scale: float) -> str:
 
 def _exploding(evidence: Evidence) -> Finding | None:
     step, ratio = evidence.update_ratio
-    base = max(abs(evidence.first_loss), _SMALL_LOSS)
-    by_update = ratio > _EXPLODING_UPDATE and evidence.overflows > _SKIPPED_BY_EXPLOSION * evidence.steps
-    lasts = evidence.ends_nonfinite or evidence.last_loss > _EXPLODING_LOSS * base
-    by_loss = evidence.highest_loss > _EXPLODING_LOSS * base and lasts
-    by_end = evidence.ends_nonfinite and evidence.seen_first is not None and not evidence.is_in_data
-    if not (by_update or by_loss or by_end):
+    limit = _EXPLODING_LOSS * max(abs(evidence.first_loss), _SMALL_LOSS)
+    leaps, grows = ratio > _EXPLODING_UPDATE, evidence.highest_loss > limit
+    many_skipped = evidence.overflows > _SKIPPED_BY_EXPLOSION * evidence.steps
+    # A loss that is high at the end is no explosion where the updates are known to be small: the batches differ.
+    stays_high = evidence.last_loss > limit and not 0.0 < ratio < _LARGE_UPDATE
+    if not (leaps and (many_skipped or grows)) and not (grows and (evidence.ends_nonfinite or stays_high)):
         return None
     told = []
-    if ratio > _EXPLODING_UPDATE:
+    if leaps:
         told.append(
             f"in step {step} the update was {ratio:.2g} times as large as the weights (L2 norms; 0.001 is usual)"
         )
-    if by_loss:
+    if grows:
         told.append(f"the loss went from {evidence.first_loss:.3g} to {evidence.highest_loss:.3g}")
     if evidence.ends_nonfinite:
         told.append(f"the last {evidence.in_a_row} steps had a loss that was inf or nan, after others that had not")
@@ -52,7 +60,8 @@ def _exploding(evidence: Evidence) -> Finding | None:
         "exploding",
         "Training explodes: the updates are too large, in any number format.",
         "; ".join(told),
-        "keras.optimizers.Adam(learning_rate=...)  # a tenth of what it is; or clipnorm=1.0",
+        f"{evidence.setting('optimizer', 'keras.optimizers.Adam')}(learning_rate=0.1 * learning_rate)  # a tenth of "
+        "what it is; or clipnorm=1.0",
     )
 
 
@@ -62,8 +71,8 @@ def _data(evidence: Evidence) -> Finding | None:
     return Finding(
         "data",
         "The data hold inf or nan, or numbers too large for float16.",
-        f"{_bad_losses(evidence)}, and the first to be so was {evidence.seen_first}",
-        "assert np.isfinite(x).all() and np.abs(x).max() < 65504  # and normalize what is larger",
+        f"{_bad_losses(evidence)}; in the last of them the first to be so was {evidence.seen_first}",
+        _CHECKS[evidence.seen_first or ""],
     )
 
 
@@ -74,9 +83,9 @@ def _layer(evidence: Evidence) -> Finding | None:
     assert seen is not None
     return Finding(
         "layer",
-        f"float16 breaks the forward pass at {seen}.",
-        f"{_bad_losses(evidence)}, and the first to be so was the output of {seen}, from a finite "
-        "batch: a number beyond 65504, or an epsilon below 2^-25, which is zero in float16",
+        f"The forward pass breaks at {seen}.",
+        f"{_bad_losses(evidence)}; in the last of them the first to be so was the output of {seen}, from a finite "
+        "batch: in float16 a number beyond 65504, or an epsilon below 2^-25, which is zero there",
         f"layer = kmp.layers.Float32(layer)  # the layer {seen.rpartition('/')[2]!r}",
     )
 
@@ -144,7 +153,7 @@ def _scale_too_large(evidence: Evidence) -> Finding | None:
 
 
 def _scale_too_small(evidence: Evidence) -> Finding | None:
-    if not evidence.is_float16 or not evidence.finite or evidence.overflows > _SKIPPED_BY_FIXED * evidence.steps:
+    if not evidence.is_float16 or not evidence.finite or evidence.in_backward > _SKIPPED_BY_FIXED * evidence.steps:
         return None
     told = _underflow(evidence)
     if not told or evidence.headroom < _SPARE_BITS:
@@ -153,6 +162,8 @@ def _scale_too_small(evidence: Evidence) -> Finding | None:
     best = curve.recommended[1] if curve and curve.recommended else None
     argument = "loss_scale" if evidence.is_fixed else "initial_scale"
     change = "loss_scale='dynamic'" if best is None else f"{argument}={_literal(best)}"
+    if best is not None and not evidence.is_fixed and evidence.setting("max_scale", math.inf) < 2.0**best:
+        change += f", max_scale={_literal(FLOAT32.max_exponent)}"
     return Finding(
         "scale_too_small",
         f"The loss scale of {power(evidence.scale)} is too small: gradients are lost to underflow.",

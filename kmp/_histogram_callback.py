@@ -23,7 +23,7 @@ class GradientHistogram(Reader):
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
         every_n_steps: Integer, at least 1: sampled are the first step of a `fit`, each step that this divides, and the
-            first step of an epoch that would have no sample.
+            first step of an epoch that would have no sample. An execution of several steps keeps its last sample.
         optimizer: The `kmp.LossScaleOptimizer` to read, for a model that holds several; its own by default.
         variables: Which variables to sample: a path as in `variable.path`, a pattern (`*` and `?` as in a shell, such
             as `"*/kernel"`), or a list of them; all by default.

@@ -53,10 +53,15 @@ def laid_out(tensors: Sequence[tf.Tensor]) -> list[Group]:
     """Returns tensors of any shape and float dtype as groups to measure; each tensor is in one of them."""
     flat = tf.constant([-1])
     values = [tf.cast(tf.reshape(tensor, flat), tf.float32) for tensor in tensors]
-    small = [place for place, tensor in enumerate(values) if tensor.shape[0] is not None and tensor.shape[0] < _LARGE]
-    together = small if len(small) > 1 else []
-    groups = [Group(tensor, (place,)) for place, tensor in enumerate(values) if place not in set(together)]
-    return [*groups, _side_by_side(values, together)] if together else groups
+    small = [place for place, tensor in enumerate(values) if _is_small(tensor)]
+    together = set(small) if len(small) > 1 else set()
+    groups = [Group(tensor, (place,)) for place, tensor in enumerate(values) if place not in together]
+    return [*groups, _side_by_side(values, small)] if together else groups
+
+
+def _is_small(tensor: tf.Tensor) -> bool:
+    """Whether a flat tensor is to be joined with others; one of unknown size is not."""
+    return tensor.shape[0] is not None and tensor.shape[0] < _LARGE
 
 
 def _side_by_side(values: list[tf.Tensor], members: list[int]) -> Group:

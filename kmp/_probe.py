@@ -76,8 +76,11 @@ class Probe:
         self._names = [*(name for name, _ in [*batch, *outputs]), THE_LOSS]
 
         def look() -> None:
-            flags = [ops.maximum(statistics.nonfinite(tensor), _is_beyond_float16(tensor)) for _, tensor in batch]
-            flags = ops.stack([*flags, *(statistics.nonfinite(tensor) for _, tensor in outputs), ops.ones([])])
+            flags = [statistics.nonfinite(tensor) for _, tensor in (*batch, *outputs)]
+            for place, (name, tensor) in enumerate(batch):
+                if name == _INPUT:  # the loss, which takes the others, is computed in float32
+                    flags[place] = ops.maximum(flags[place], _is_beyond_float16(tensor))
+            flags = ops.stack([*flags, ops.ones([])])
             self._first.assign(ops.cast(ops.argmax(flags), "int64") + 1)
 
         ops.cond(where, look, lambda: None)
@@ -108,7 +111,8 @@ def _floats(data: Any) -> list[Named]:
     return [(name, leaf) for name, leaf in named if isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating]
 
 
-_PARTS = ("the batch's x", "the batch's y", "the batch's sample_weight")
+_INPUT = "the batch's x"
+_PARTS = (_INPUT, "the batch's y", "the batch's sample_weight")
 
 
 def _is_beyond_float16(tensor: tf.Tensor) -> tf.Tensor:

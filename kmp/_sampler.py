@@ -124,9 +124,13 @@ class Sampler:
         rows = [row_of[place] for place in order if place in row_of]
         counts, amax, square_sum = map(_replicas.local_values, (self._counts, self._amax, self._square_sum))
         nothing, unknown = np.zeros(len(rows), np.int64), np.full(len(rows), math.nan)
+        scale = float(self._scale.numpy())
+        unscaled = None
+        if self._unscaled is not None:
+            unscaled = np.sum(_replicas.local_values(self._unscaled), axis=0)[rows]
         return GradientSample(
             step,
-            scale := float(self._scale.numpy()),
+            scale,
             tuple(self._paths[self._chosen[row]] for row in rows),
             np.sum(counts, axis=0)[rows],
             amax=np.max(amax, axis=0)[rows].astype(np.float64),
@@ -135,9 +139,7 @@ class Sampler:
             update_norm=unknown,
             updates=nothing,
             lost_updates=nothing,
-            unscaled_counts=None
-            if self._unscaled is None
-            else np.sum(_replicas.local_values(self._unscaled), axis=0)[rows],
+            unscaled_counts=unscaled,
         )
 
     def _record(self, gradients: list[Any], unscaled: list[Any], scale: Any, step: Any) -> None:

@@ -48,6 +48,12 @@ from kmp._samples import GradientSample as GradientSample
 SCHEMA = 2
 FILE_NAME = "kmp.jsonl"
 
+_BY_VARIABLE = {"overflows_by_variable", "culprits_by_variable"}
+_NUMBERS = {
+    *("loss_scale", "clean_steps", "overflow_count", "overflow_rate", "overflows_in_a_row", "nonfinite_loss_count"),
+    *("last_loss", "highest_loss", "grad_zeros", "grad_norm"),
+}
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -233,10 +239,29 @@ def _parse(line: str, place: str) -> dict[str, Any]:
         raise ValueError(f"{place}: schema {row.get('schema')!r}; this version of kmp reads schema {SCHEMA}")
     if row.get("kind") != "header" and type(row.get("step")) is not int:
         raise ValueError(f"{place}: a reading has an integer `step`. Received: {sorted(row)}")
+    _check_values(row, place)
     for key in ("sample", "reference"):
         if key in row:
             _check_sample(row, key, place)
     return row
+
+
+def _check_values(row: Mapping[str, Any], place: str) -> None:
+    settings = row.get("settings", {})
+    if not isinstance(settings, dict) or not isinstance(settings.get("compute_dtypes", []), list):
+        raise ValueError(f"{place}: settings is an object with a list of `compute_dtypes`. Received: {settings!r}")
+    for key in _NUMBERS & row.keys():
+        if row[key] is not None and type(row[key]) not in (int, float):
+            raise ValueError(f"{place}: {key} is a number. Received: {row[key]!r}")
+    for key in _BY_VARIABLE & row.keys():
+        if not isinstance(row[key], dict) or not all(type(count) is int for count in row[key].values()):
+            raise ValueError(f"{place}: {key} is an object of integers. Received: {row[key]!r}")
+    _check_scale(row.get("loss_scale"), place)
+
+
+def _check_scale(scale: float | None, place: str) -> None:
+    if scale is not None and not scale > 0:
+        raise ValueError(f"{place}: a loss scale is above 0. Received: {scale!r}")
 
 
 def _sample(step: int, data: Mapping[str, Any]) -> GradientSample:
@@ -246,8 +271,10 @@ def _sample(step: int, data: Mapping[str, Any]) -> GradientSample:
 def _check_sample(row: Mapping[str, Any], key: str, place: str) -> None:
     try:
         _sample(row["step"], row[key])
+        scale = float(row[key]["loss_scale"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ValueError(f"{place}: not a {key} of kmp's gradients ({error!r})") from error
+    _check_scale(scale, place)
 
 
 def _is_torn_header(line: str) -> bool:

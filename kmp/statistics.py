@@ -18,6 +18,7 @@ from kmp._layout import Group, in_order, joined, laid_out
 # on the host.
 _MAGNITUDE = 0x7FFFFFFF
 _BIASED_EXPONENTS = 2**FLOAT32.exponent_bits
+_BIAS = FLOAT32.max_exponent  # the biased exponent of 1.0
 _SUBNORMAL_EXPONENTS = FLOAT32.fraction_bits
 _INF = 0x7F800000
 _BINS = 512  # the next power of two above BIN_COUNT
@@ -83,8 +84,8 @@ def of_gradients(gradients: Sequence[Any]) -> GradientStatistics:
     The counts are exact: they are of the bits, because TensorFlow compares float32 subnormals as zero.
 
     Args:
-        gradients: At least one; tensors or `tf.IndexedSlices` of any float dtype, converted to float32; `None` has no
-            elements. Each has fewer than 2^31 elements.
+        gradients: At least one; tensors or `tf.IndexedSlices` of any float dtype, converted to float32, where float64
+            below its normal range becomes zero; `None` has no elements. Each has fewer than 2^31 elements.
     """
     groups = laid_out([tf.zeros([0]) if gradient is None else values_of(gradient) for gradient in gradients])
     counts = (_count_at_once if _is_for_xla() else _count_in_turn)(groups)
@@ -98,7 +99,8 @@ def of_updates(before: Sequence[Any], after: Sequence[Any]) -> UpdateStatistics:
     """Measures what an optimizer's step did to each variable.
 
     Args:
-        before: At least one tensor: a copy of each variable, of any shape and float dtype.
+        before: At least one tensor: a copy of each variable, of any shape and float dtype; converted to float32, so
+            that a change of less than float32 tells, or than its smallest normal number, is none.
         after: The same after the step.
     """
     old_groups, new_groups = laid_out(before), laid_out(after)
@@ -114,13 +116,13 @@ def _is_for_xla() -> bool:
 
 def _count_at_once(groups: list[Group]) -> tf.Tensor:
     """Returns the counts from one histogram: XLA works out every element's bin in the loop that counts."""
-    return joined((_histograms(_bins(group), _BINS, group)[:, :BIN_COUNT],) for group in groups)[0]
+    return tf.concat([_histograms(_bins(group), _BINS, group)[:, :BIN_COUNT] for group in groups], 0)
 
 
 def _bins(group: Group) -> tf.Tensor:
     magnitude = _magnitude(group)
     exponent = tf.bitwise.right_shift(magnitude, FLOAT32.fraction_bits)
-    subnormal = tf.maximum(_exponent_of_fraction(magnitude) - FLOAT32.max_exponent + 1, ZERO_BIN)
+    subnormal = tf.maximum(_exponent_of_integer(magnitude) - _BIAS + 1, ZERO_BIN)
     beyond = tf.where(tf.equal(magnitude, _INF), INF_BIN, NAN_BIN)
     bins = tf.where(tf.equal(exponent, 0), subnormal, exponent + _SUBNORMAL_EXPONENTS)
     return tf.where(magnitude < _INF, bins, beyond)
@@ -131,10 +133,10 @@ def _count_in_turn(groups: list[Group]) -> tf.Tensor:
 
     Each operation goes over the memory once more, so those that all elements need are as few as can be.
     """
-    by_exponent = joined((_count_exponents(group),) for group in groups)[0]
+    by_exponent = tf.concat(list(map(_count_exponents, groups)), 0)
     lowest, highest = by_exponent[:, 0], by_exponent[:, -1]
     nothing = tf.zeros_like(lowest)
-    zeros = tf.cond(tf.reduce_any(lowest > 0), lambda: joined(map(_count_zeros, groups))[0], lambda: nothing)
+    zeros = tf.cond(tf.reduce_any(lowest > 0), lambda: tf.concat(list(map(_count_zeros, groups)), 0), lambda: nothing)
     subnormal, inf = tf.cond(
         tf.reduce_any((lowest != zeros) | (highest > 0)),
         lambda: joined(map(_count_rare, groups)),
@@ -151,32 +153,32 @@ def _count_exponents(group: Group) -> tf.Tensor:
     return counts[:, :_BIASED_EXPONENTS] + counts[:, _BIASED_EXPONENTS:]
 
 
-def _count_zeros(group: Group) -> tuple[tf.Tensor]:
-    return (group.sizes - _how_many(tf.cast(_magnitude(group), tf.bool), group),)
+def _count_zeros(group: Group) -> tf.Tensor:
+    return group.sizes - _how_many(tf.cast(_magnitude(group), tf.bool), group)
 
 
 def _count_rare(group: Group) -> tuple[tf.Tensor, tf.Tensor]:
     """Counts subnormals by exponent, and infs."""
-    counts = _histograms(_exponent_of_fraction(_magnitude(group)), _BIASED_EXPONENTS, group)
-    first = FLOAT32.max_exponent  # the biased exponent of 1.0
-    return counts[:, first : first + _SUBNORMAL_EXPONENTS], _how_many(tf.math.is_inf(group.values), group)
+    counts = _histograms(_exponent_of_integer(_magnitude(group)), _BIASED_EXPONENTS, group)
+    return counts[:, _BIAS : _BIAS + _SUBNORMAL_EXPONENTS], _how_many(tf.math.is_inf(group.values), group)
 
 
 def _magnitude(group: Group) -> tf.Tensor:
     return tf.bitwise.bitwise_and(tf.bitcast(group.values, tf.int32), _MAGNITUDE)
 
 
-def _exponent_of_fraction(magnitude: tf.Tensor) -> tf.Tensor:
-    """Returns the biased exponent of a magnitude's bits read as an integer.
+def _exponent_of_integer(magnitude: tf.Tensor) -> tf.Tensor:
+    """Returns the biased exponent of a magnitude's bits read as an integer and converted to float32; 0 for 0.
 
-    A subnormal is its fraction times 2^-149, and an integer below 2^24 converts to float32 exactly, so the converted
-    fraction's exponent, from 0 to 22, gives the subnormal's. Magnitudes of 2^23 and more have a higher one, 0 has none.
+    A subnormal is that integer times 2^-149, and below 2^24 the conversion is exact. So subnormals have `_BIAS` to
+    `_BIAS` + 22, and normal numbers more.
     """
     return tf.bitwise.right_shift(tf.bitcast(tf.cast(magnitude, tf.float32), tf.int32), FLOAT32.fraction_bits)
 
 
 def _measure_update(old: Group, new: tf.Tensor) -> tuple[tf.Tensor, ...]:
-    update = dataclasses.replace(old, values=new - old.values)
+    unchanged = tf.equal(new, old.values) | (tf.math.is_nan(new) & tf.math.is_nan(old.values))  # inf - inf is nan
+    update = dataclasses.replace(old, values=tf.where(unchanged, 0.0, new - old.values))
     changed = tf.not_equal(update.values, 0.0)
     small = tf.abs(update.values) < 2.0 ** -(FLOAT16.fraction_bits + 1) * tf.abs(old.values)
     counts = (tf.cast(_how_many(mask, old), tf.float64) for mask in (changed, tf.logical_and(changed, small)))
@@ -184,7 +186,7 @@ def _measure_update(old: Group, new: tf.Tensor) -> tuple[tf.Tensor, ...]:
 
 
 def _histograms(bins: tf.Tensor, size: int, group: Group) -> tf.Tensor:
-    """Returns int32 counts of shape `(members, size)`; `size` is a power of two, and zeros are in bin 0."""
+    """Returns int32 counts of shape `(members, size)`; `size` is a power of two, and +0.0 is in bin 0."""
     if group.rows:
         bins = tf.reshape(tf.bitwise.bitwise_or(group.owners[:, None] * size, bins), [-1])
     weights = tf.zeros([0], tf.int32)

@@ -72,6 +72,12 @@ SICK = {
         "exploding",
         "learning_rate=",
     ),
+    "an explosion that ends at chance": ({"optimizer": keras.optimizers.SGD(30.0)}, "exploding", "SGD(learning_rate="),
+    "a scale that is capped too low": (
+        {"initial_scale": 2.0**-10, "max_scale": 2.0**-9},
+        "scale_too_small",
+        "max_scale=2.0**127",
+    ),
     "growth too eager": ({"growth_interval": 3, "initial_scale": 2.0**20}, "growth_too_eager", "growth_interval=2000"),
 }
 
@@ -134,6 +140,50 @@ def test_loss_that_grew_a_hundredfold_is_an_explosion_without_any_sample():
     assert "from 1 to 7e+04" in advice[0].evidence
 
 
+ALL_LOSSES_BAD = {"step": 60, "overflow_count": 59, "overflows_in_a_row": 59, "nonfinite_loss_count": 59}
+
+
+@pytest.mark.parametrize(("seen", "cause"), [("net/fragile", "layer"), ("the loss function", "loss")])
+def test_losses_that_stay_bad_are_no_explosion_without_growth(seen, cause):
+    advice = kmp.advise(run_of(ALL_LOSSES_BAD | {"nonfinite_activation": seen}, **DYNAMIC))
+    assert [finding.cause for finding in advice] == [cause]
+
+
+def test_losses_that_stay_bad_after_they_grew_are_an_explosion():
+    advice = kmp.advise(run_of(ALL_LOSSES_BAD | {"nonfinite_activation": "net/a", "highest_loss": 9e4}, **DYNAMIC))
+    assert [finding.cause for finding in advice] == ["exploding"]
+
+
+def sample_with_update(norm):
+    counts = {"zero": 0, "inf": 0, "nan": 0, "first": -3, "counts": [4]}
+    entry = counts | {
+        "amax": 0.2,
+        "norm": 0.4,
+        "weight_norm": 1.0,
+        "update_norm": norm,
+        "updates": 4,
+        "lost_updates": 0,
+    }
+    return {"step": 50, "sample": {"loss_scale": 1.0, "variables": {"net/kernel": entry}}}
+
+
+@pytest.mark.parametrize(("norm", "causes"), [(1e-5, []), (0.2, ["exploding"])])
+def test_batches_with_a_high_loss_are_no_explosion_where_updates_are_small(norm, causes):
+    row = {"step": 60, "last_loss": 3e4, "highest_loss": 7e4, "overflow_count": 0}
+    advice = kmp.advise(run_of(sample_with_update(norm), row, **DYNAMIC))
+    assert [finding.cause for finding in advice] == causes
+
+
+@pytest.mark.parametrize(
+    ("part", "change"), [("x", "np.isfinite(x)"), ("y", "np.isfinite(y)"), ("sample_weight", "np")]
+)
+def test_bad_data_are_checked_where_they_are(part, change):
+    bad = {"step": 40, "overflow_count": 2, "nonfinite_loss_count": 2, "nonfinite_activation": f"the batch's {part}"}
+    (found,) = kmp.advise(run_of(bad, **DYNAMIC))
+    assert found.cause == "data"
+    assert change in found.change
+
+
 def test_a_few_skipped_steps_of_a_long_run_are_no_finding():
     row = {"step": 20_000, "overflow_count": 9, "overflows_in_a_row": 0, "loss_scale": 2.0**18}
     assert list(kmp.advise(run_of(row, **DYNAMIC))) == []
@@ -150,5 +200,5 @@ def test_advice_is_printed_with_evidence_and_the_line_to_change():
         "Training explodes: the updates are too large, in any number format.",
         "1. Training explodes: the updates are too large, in any number format.",
         "  Evidence: the loss went from 1 to 7e+04",
-        "  Change: keras.optimizers.Adam(learning_rate=...)  # a tenth of what it is; or clipnorm=1.0",
+        "  Change: keras.optimizers.Adam(learning_rate=0.1 * learning_rate)  # a tenth of what it is; or clipnorm=1.0",
     ]

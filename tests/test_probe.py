@@ -43,6 +43,13 @@ def test_layer_that_breaks_is_named(mode):
     assert run.last("nonfinite_activation") == "net/breaks"
 
 
+def test_targets_beyond_float16_are_not_to_blame():
+    x = data()
+    x[4:8] = 0
+    y = np.full((len(x), 1), 1e5)
+    assert trained(x, y, layers=lambda: [Breaks(name="breaks")])[1].last("nonfinite_activation") == "net/breaks"
+
+
 def test_bad_data_are_told_from_a_bad_layer():
     x = data()
     x[5, 2] = np.nan

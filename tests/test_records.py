@@ -59,6 +59,11 @@ def test_scalars_leaves_out_the_step_and_what_is_no_number():
         ("[1]", "log.jsonl:1: a reading is a JSON object"),
         ('{"loss": 1}', "integer `step`"),
         ('{"kind": "header", "schema": 99}', "schema 99"),
+        ('{"step": 5, "overflow_count": "many"}', "jsonl:1: overflow_count is a number. Received: 'many'"),
+        ('{"step": 5, "culprits_by_variable": [1]}', "culprits_by_variable is an object of integers"),
+        ('{"step": 5, "loss_scale": 0.0}', "a loss scale is above 0"),
+        ('{"step": 5, "sample": {"loss_scale": 0, "variables": {}}}', "a loss scale is above 0"),
+        ('{"kind": "header", "schema": 2, "settings": {"compute_dtypes": null}}', "a list of `compute_dtypes`"),
     ],
 )
 def test_foreign_or_torn_log_is_an_error_that_names_file_and_line(tmp_path, text, match):

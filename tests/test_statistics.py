@@ -117,3 +117,16 @@ def test_one_bad_element_makes_the_flag_one(bad, dtype, run_step):
     flag = run_step(statistics.nonfinite)
     assert float(flag(tf.cast([0.0, bad, 1.0], dtype))) == 1.0
     assert float(flag(tf.cast([0.0, 2.0, 1.0], dtype))) == 0.0
+
+
+def test_a_weight_that_stays_inf_or_nan_has_no_update(run_step):
+    weights = tf.constant([math.inf, math.nan, 1.0])
+    found = run_step(lambda x: statistics.of_updates([x], [x]))(weights)
+    assert (float(found.update_square_sum[0]), float(found.changed[0])) == (0.0, 0.0)
+
+
+def test_a_weight_that_becomes_nan_was_changed(run_step):
+    measure = run_step(lambda x, y: statistics.of_updates([x], [y]))
+    found = measure(tf.constant([1.0, 1.0]), tf.constant([math.nan, 1.0]))
+    assert math.isnan(found.update_square_sum[0])
+    assert float(found.changed[0]) == 1.0
