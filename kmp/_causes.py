@@ -81,12 +81,15 @@ def _layer(evidence: Evidence) -> Finding | None:
     if not evidence.nonfinite_losses or seen in (None, THE_LOSS) or evidence.is_in_data or _exploding(evidence):
         return None  # which layer is the first in an explosion says nothing
     assert seen is not None
+    streak = f"; the last {evidence.in_a_row} all were, as weights that grew too large make it"
+    change = f"layer = kmp.layers.Float32(layer)  # the layer {seen.rpartition('/')[2]!r}"
     return Finding(
         "layer",
         f"The forward pass breaks at {seen}.",
         f"{_bad_losses(evidence)}; in the last of them the first to be so was the output of {seen}, from a finite "
-        "batch: in float16 a number beyond 65504, or an epsilon below 2^-25, which is zero there",
-        f"layer = kmp.layers.Float32(layer)  # the layer {seen.rpartition('/')[2]!r}",
+        "batch: in float16 a number beyond 65504, or an epsilon below 2^-25, which is zero there"
+        + (streak if evidence.ends_nonfinite else ""),
+        change + ("; or a smaller learning rate" if evidence.ends_nonfinite else ""),
     )
 
 
