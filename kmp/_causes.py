@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable
 
-from kmp._evidence import FUTILE_IN_A_ROW, THE_LOSS, Evidence
+from kmp._evidence import FUTILE_IN_A_ROW, THE_INPUT, THE_LOSS, THE_TARGET, THE_WEIGHTS, Evidence
 from kmp._findings import Finding
 from kmp._formats import FLOAT16, FLOAT32
 
 # What counts as evidence. A dynamic scale skips steps to find its place, some at the start and one in 2000: no fault.
 _EXPLODING_UPDATE = 0.5  # of the weights' norm, in one step; 1e-3 is usual
-_LARGE_UPDATE = 0.05
+_LARGE_UPDATE = 0.05  # one below it drives no loss up a hundredfold
 _EXPLODING_LOSS = 100.0  # times the first loss
 _SMALL_LOSS = 0.01
 _SKIPPED_BY_EXPLOSION = 0.1
@@ -22,11 +22,10 @@ _SKIPPED_BY_GROWTH = 0.02
 _EAGER_INTERVAL = 200
 _SEARCH_AT_START = 10
 
-
 _CHECKS = {
-    "the batch's x": "assert np.isfinite(x).all() and np.abs(x).max() < 65504  # and normalize what is larger",
-    "the batch's y": "assert np.isfinite(y).all()",
-    "the batch's sample_weight": "assert np.isfinite(sample_weight).all()",
+    THE_INPUT: "assert np.isfinite(x).all() and np.abs(x).max() < 65504  # and normalize what is larger",
+    THE_TARGET: "assert np.isfinite(y).all()",
+    THE_WEIGHTS: "assert np.isfinite(sample_weight).all()",
 }
 
 
@@ -66,13 +65,14 @@ def _exploding(evidence: Evidence) -> Finding | None:
 
 
 def _data(evidence: Evidence) -> Finding | None:
-    if not evidence.nonfinite_losses or not evidence.is_in_data:
+    seen = evidence.seen_first
+    if not evidence.nonfinite_losses or seen is None or not evidence.is_in_data:
         return None
     return Finding(
         "data",
         "The data hold inf or nan, or numbers too large for float16.",
-        f"{_bad_losses(evidence)}; in the last of them the first to be so was {evidence.seen_first}",
-        _CHECKS[evidence.seen_first or ""],
+        f"{_bad_losses(evidence)}; in the last of them the first to be so was {seen}",
+        _CHECKS[seen],
     )
 
 

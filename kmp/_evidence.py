@@ -14,7 +14,7 @@ from kmp.records import GradientSample, Run
 
 FUTILE_IN_A_ROW = 12
 _UNDERFLOWED = 0.05
-_BATCH = "the batch's "
+THE_INPUT, THE_TARGET, THE_WEIGHTS = BATCH = ("the batch's x", "the batch's y", "the batch's sample_weight")
 THE_LOSS = "the loss function"
 
 
@@ -172,7 +172,7 @@ class Evidence:
     @property
     def is_in_data(self) -> bool:
         """Whether a forward probe found the batch itself to be inf or nan."""
-        return (self.seen_first or "").startswith(_BATCH)
+        return self.seen_first in BATCH
 
     @property
     def chief_culprit(self) -> tuple[str, float]:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import ops
 
 from kmp import _replicas, statistics
-from kmp._evidence import THE_LOSS
+from kmp._evidence import BATCH, THE_INPUT, THE_LOSS
 from kmp._formats import FLOAT16
 from kmp._state import sublayers
 from kmp.optimizer import LossScaleOptimizer
@@ -76,11 +76,7 @@ class Probe:
         self._names = [*(name for name, _ in [*batch, *outputs]), THE_LOSS]
 
         def look() -> None:
-            flags = [statistics.nonfinite(tensor) for _, tensor in (*batch, *outputs)]
-            for place, (name, tensor) in enumerate(batch):
-                if name == _INPUT:  # the loss, which takes the others, is computed in float32
-                    flags[place] = ops.maximum(flags[place], _is_beyond_float16(tensor))
-            flags = ops.stack([*flags, ops.ones([])])
+            flags = ops.stack([*(_flag(*named) for named in (*batch, *outputs)), ops.ones([])])
             self._first.assign(ops.cast(ops.argmax(flags), "int64") + 1)
 
         ops.cond(where, look, lambda: None)
@@ -106,17 +102,17 @@ class Probe:
 
 def _floats(data: Any) -> list[Named]:
     """Returns the float tensors in a batch, or in a layer's outputs, with the name of their part."""
-    parts = data if isinstance(data, tuple) and len(data) <= len(_PARTS) else (data,)
-    named = [(name, leaf) for name, part in zip(_PARTS, parts, strict=False) for leaf in keras.tree.flatten(part)]
+    parts = data if isinstance(data, tuple) and len(data) <= len(BATCH) else (data,)
+    named = [(name, leaf) for name, part in zip(BATCH, parts, strict=False) for leaf in keras.tree.flatten(part)]
     return [(name, leaf) for name, leaf in named if isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating]
 
 
-_INPUT = "the batch's x"
-_PARTS = (_INPUT, "the batch's y", "the batch's sample_weight")
-
-
-def _is_beyond_float16(tensor: tf.Tensor) -> tf.Tensor:
-    return ops.cast(ops.any(ops.abs(ops.cast(tensor, "float32")) > FLOAT16.max), "float32")
+def _flag(name: str, tensor: tf.Tensor) -> tf.Tensor:
+    """Returns 1.0 if a tensor is to blame, else 0.0."""
+    if name != THE_INPUT:  # the rest of a batch goes to the loss, which is computed in float32
+        return statistics.nonfinite(tensor)
+    beyond = ops.any(ops.abs(ops.cast(tensor, "float32")) > FLOAT16.max)
+    return ops.maximum(statistics.nonfinite(tensor), ops.cast(beyond, "float32"))
 
 
 def _is_here(tensor: tf.Tensor) -> bool:
