@@ -43,7 +43,12 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=_html, help="the HTML file (default: report.html in RUN; of several, in this folder)"
     )
     report.set_defaults(command=_report)
-    bench = commands.add_parser("bench", help="measure what sampling gradients costs (some minutes)")
+    bench = commands.add_parser("bench", help="measure what loss scaling, callbacks and precisions cost and gain here")
+    bench.add_argument("--quick", action="store_true", help="small models and few turns: some 3 minutes, not 30")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a JSON file")
+    bench.add_argument(
+        "--picture", type=_picture, metavar="FILE", help="draw the ratios into a .png, .svg or .pdf file"
+    )
     bench.set_defaults(command=_bench)
     return parser
 
@@ -56,7 +61,10 @@ def _demo(parsed: argparse.Namespace, console: Console) -> None:
 def _bench(parsed: argparse.Namespace, console: Console) -> None:
     from kmp import _bench as bench
 
-    bench.run(console)
+    for path in filter(None, (parsed.json, parsed.picture)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()  # before the minutes that measuring takes, not after them
+    bench.run(console, bench.QUICK if parsed.quick else bench.FULL, parsed.json, parsed.picture)
 
 
 def _report(parsed: argparse.Namespace, console: Console) -> None:
@@ -90,6 +98,12 @@ def _in_words(error: Exception) -> str:
 def _html(text: str) -> Path:
     if Path(text).suffix.lower() != ".html":
         raise argparse.ArgumentTypeError(f"must end in .html, not {text!r}")
+    return Path(text)
+
+
+def _picture(text: str) -> Path:
+    if Path(text).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"must end in .png, .svg or .pdf, not {text!r}")
     return Path(text)
 
 

@@ -67,6 +67,17 @@ def number(name: str, value: Any, expected: str, accepts: Callable[[float], bool
     return result
 
 
+def boolean(name: str, value: Any) -> bool:
+    """Returns `value` if it is a `bool`.
+
+    Raises:
+        TypeError: If it is not.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(_message(name, value, "True or False"))
+    return value
+
+
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     """Returns `value` if it is one of the strings `allowed`.
 

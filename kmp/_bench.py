@@ -1,153 +1,177 @@
-"""What sampling gradients costs, as ratios within one run: anyone can measure it again."""
+"""`kmp bench`: what loss scaling, callbacks and lower precision cost and gain on this machine."""
 
-import statistics as averages
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from rich.console import Console
-from rich.table import Table
 
-from kmp import statistics
-from kmp._updates import UpdateWatch
-from kmp.callbacks import GradientHistogram
-from kmp.optimizer import LossScaleOptimizer
-from kmp.records import to_line
-
-_REPEATS = 7
-_FIRST_CALLS = 5
-_SIDE = 2048
-_TENSORS = 4
+import kmp
+from kmp import _bench_models, _bench_optimizers, _bench_report, _bench_sampling, _gate, _hardware
+from kmp._bench_clock import Measured, compared
+from kmp._bench_models import WITH_CALLBACKS
+from kmp._bench_optimizers import BARE, INNER, KERAS, MODES, OURS
 
 
-class Row(NamedTuple):
-    """One measurement: what it is, under graph mode and under XLA."""
+@dataclass(frozen=True)
+class Size:
+    """How much is measured.
 
-    name: str
-    graph: str
-    xla: str
+    Args:
+        sets: Names of `_bench_optimizers.SETS`, whose speed is measured.
+        inner: Names of `_bench_optimizers.INNER`.
+        memory_sets: Names of the sets whose memory is measured, each in processes of its own.
+        modes: Of what takes long: memory and training.
+        ways: Of `_bench_models.scaling`.
+        repeats: Turns of optimizer steps.
+        model_size: How wide the models are, from 1.
+        steps: Training steps in a turn; callbacks read once in 250.
+        turns: Turns of training.
+        has_model_memory: Whether the memory of each model in each precision is measured.
+        sampled: The set whose gradients are sampled.
+        side: See `_bench_sampling.cost`.
+        first_calls: See `_bench_sampling.cost`.
+    """
 
-
-class Training(NamedTuple):
-    """An optimizer, its compiled step, and how long the first call took."""
-
-    optimizer: LossScaleOptimizer
-    step: Callable[[], Any]
-    first_call: float
-
-
-def run(console: Console) -> list[Row]:
-    """Measures, and shows a table as it goes."""
-    table = Table(title="Sampling gradients: cost, medians within one run", title_justify="left")
-    table.add_column("what")
-    for name in ("graph mode", "XLA"):
-        table.add_column(name, justify="right")
-    rows = []
-    for row in _rows():
-        console.print(f"{row.name}: {row.graph} in graph mode, {row.xla} under XLA", highlight=False, soft_wrap=True)
-        rows.append(row)
-        table.add_row(*row)
-    console.print(table)
-    return rows
-
-
-def _rows() -> Iterator[Row]:
-    summary, by_mode = _per_element()
-    for name, place in (("histogram", 0), ("histogram, amax and norm", 1)):
-        cells = [f"{summary / times[place]:.0f} times" for times in by_mode]
-        yield Row(f"{name} of {_TENSORS} tensors of {_SIDE}x{_SIDE}: cheaper than tf.summary.histogram", *cells)
-    found = [_training_cost(jit_compile) for jit_compile in (False, True)]
-    yield Row("added to an Adam step of ResNet-50's variables, at the default cadence", *(f"{c:.2%}" for c, _ in found))
-    yield Row("added to its first call", *(f"{first:+.0%}" for _, first in found))
+    sets: tuple[str, ...]
+    inner: tuple[str, ...]
+    memory_sets: tuple[str, ...]
+    modes: tuple[str, ...]
+    ways: tuple[str, ...]
+    repeats: int
+    model_size: int
+    steps: int
+    turns: int
+    has_model_memory: bool
+    sampled: str
+    side: int
+    first_calls: int
 
 
-def _per_element() -> tuple[float, list[list[float]]]:
-    """Returns seconds of tf.summary.histogram; and in graph mode and under XLA those of one histogram, and of all."""
-    gradients = [_gradient((_SIDE, _SIDE)) for _ in range(_TENSORS)]
-    writer = tf.summary.create_file_writer(tempfile.mkdtemp())
-
-    def summarize() -> None:
-        with writer.as_default(step=0):
-            for gradient in gradients:
-                tf.summary.histogram("gradient", gradient)
-
-    ways: list[Callable[[], Any]] = [summarize]
-    for jit_compile in (False, True):
-        count = tf.function(lambda: statistics.of_gradients(gradients).counts, jit_compile=jit_compile)
-        measure = tf.function(lambda: tuple(statistics.of_gradients(gradients)), jit_compile=jit_compile)
-        ways += [_fetching(count), _fetching(measure)]
-    summary, *ours = _medians(ways)
-    writer.close()
-    return summary, [ours[:2], ours[2:]]
-
-
-def _training_cost(jit_compile: bool) -> tuple[float, float]:
-    """Returns what sampling adds to a step at the default cadence, and to the first call, as parts of each."""
-    shapes = [variable.shape for variable in keras.applications.ResNet50(weights=None).trainable_variables]
-    gradients = [_gradient(shape) for shape in shapes]
-    pairs = [[_training(gradients, jit_compile, sampled) for sampled in (False, True)] for _ in range(_FIRST_CALLS)]
-    first_calls = averages.median(sampled.first_call / plain.first_call for plain, sampled in pairs)
-    plain, sampled = pairs[-1]
-    owner = GradientHistogram()
-    every, updates_every = owner.every_n_steps, owner.updates_every
-    watch = UpdateWatch()
-
-    def sample() -> None:
-        sampled.optimizer.start_sampling(owner, every_n_steps=2**62)
-        sampled.step()
-
-    def read() -> None:
-        found = sampled.optimizer.snapshot().sample
-        assert found is not None
-        to_line({"step": found.step, "grad_norm": found.total_norm, "sample": found.to_dict()})
-
-    def update() -> None:
-        watch.arm(sampled.optimizer.variables_by_path())
-        found = sampled.optimizer.snapshot().sample
-        assert found is not None
-        watch.measure(found)
-
-    step, between, at_sample, reading, updating = _medians([plain.step, sampled.step, sample, read, update])
-    added = at_sample - between + reading + updating / updates_every
-    return added / every / step, first_calls - 1.0
+FULL = Size(
+    sets=("8 of 2048x2048", "ResNet-50", "600 small"),
+    inner=tuple(INNER),
+    memory_sets=("8 of 2048x2048", "ResNet-50"),
+    modes=tuple(MODES),
+    ways=(BARE, KERAS, OURS, WITH_CALLBACKS),
+    repeats=25,
+    model_size=2,
+    steps=250,
+    turns=5,
+    has_model_memory=True,
+    sampled="ResNet-50",
+    side=2048,
+    first_calls=5,
+)
+QUICK = Size(
+    sets=("8 of 512x512", "60 small"),
+    inner=("Adam",),
+    memory_sets=("8 of 2048x2048",),
+    modes=("XLA",),
+    ways=(BARE, KERAS, OURS),
+    repeats=9,
+    model_size=1,
+    steps=20,
+    turns=2,
+    has_model_memory=False,
+    sampled="8 of 512x512",
+    side=512,
+    first_calls=1,
+)
 
 
-def _training(gradients: list[tf.Tensor], jit_compile: bool, sampled: bool) -> Training:
-    variables = [keras.Variable(np.full(gradient.shape, 0.05, np.float32)) for gradient in gradients]
-    optimizer = LossScaleOptimizer(keras.optimizers.Adam())
-    optimizer.build(variables)
-    optimizer.scale_loss(1.0)
-    if sampled:
-        optimizer.prepare_sampling()
-    step = tf.function(lambda: optimizer.apply(gradients, variables), jit_compile=jit_compile, autograph=False)
-    begin = time.perf_counter()
-    step()
-    return Training(optimizer, step, time.perf_counter() - begin)
+def run(console: Console, size: Size, json_file: Path | None, picture_file: Path | None) -> list[Measured]:
+    """Measures, says how it goes, and shows tables.
+
+    Args:
+        console: Where to.
+        size: How much to measure.
+        json_file: Where the figures go as JSON, or `None`.
+        picture_file: Where they go as a picture, or `None`.
+    """
+    found_on = header()
+    _bench_report.show_header(console, found_on)
+    results: list[Measured] = []
+    for figures in measure(size):
+        console.print(_bench_report.in_words(figures), highlight=False, markup=False, soft_wrap=True)
+        results += figures
+    _bench_report.show(console, results)
+    if json_file:
+        content = found_on | {"results": [asdict(result) for result in results]}
+        json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if picture_file:
+        _bench_report.picture(results).savefig(picture_file, dpi=150)
+    return results
 
 
-def _gradient(shape: Any) -> tf.Tensor:
-    """Magnitudes over eight decades, a fifth of them zero, as a ReLU network has."""
-    random = np.random.default_rng(0)
-    values = random.normal(size=shape) * 10.0 ** random.uniform(-8, 0, size=shape) * (random.random(shape) > 0.2)
-    return tf.constant(values, tf.float32)
+def measure(size: Size) -> Iterator[list[Measured]]:
+    """Measures everything; yields figures as they come, those that were taken turn about together."""
+    yield from _bench_optimizers.speed(size.sets, size.inner, size.repeats)
+    for name in size.memory_sets:
+        for mode in size.modes:
+            ways = {
+                way: [_in_a_process(f"optimizers.memory_of({way!r}, 'Adam', {name!r}, {mode!r})")]
+                for way in _bench_optimizers.ways(mode)
+            }
+            yield compared("peak memory", f"Adam, {name}", mode, ways, "B")
+    yield from _bench_models.scaling(size.model_size, size.modes, size.ways, size.steps, size.turns)
+    yield from _bench_models.formats(size.model_size, "XLA", size.steps, size.turns)
+    if size.has_model_memory:
+        for name in _bench_models.TASKS:
+            policies = {
+                policy: [_in_a_process(f"models.memory_of({policy!r}, {name!r}, {size.model_size}, 'XLA')")]
+                for policy in _bench_models.POLICIES
+            }
+            yield compared("training memory", name, "XLA", policies, "B")
+    yield from _bench_sampling.cost(size.sampled, size.side, size.repeats, size.first_calls)
 
 
-def _fetching(function: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: tf.nest.map_structure(lambda tensor: tensor.numpy(), function())
+def _in_a_process(call: str) -> float:
+    """Returns the bytes that a function of the benchmark's tells in a process of its own."""
+    code = f"from kmp import _bench_models as models, _bench_optimizers as optimizers; print('peak', {call})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("peak ")]
+    if done.returncode or not lines:
+        raise RuntimeError(f"The measurement {call} failed:\n{done.stderr[-2000:]}")
+    return float(lines[-1].split()[1])
 
 
-def _medians(ways: list[Callable[[], Any]]) -> list[float]:
-    """Returns the median seconds of each way, all taking turns, so that a busy machine slows all alike."""
-    for way in ways:
-        way()
-    seconds: list[list[float]] = [[] for _ in ways]
-    for _ in range(_REPEATS):
-        for way, taken in zip(ways, seconds, strict=True):
-            begin = time.perf_counter()
-            way()
-            taken.append(time.perf_counter() - begin)
-    return [averages.median(taken) for taken in seconds]
+def header() -> dict[str, Any]:
+    """Returns what was measured on: versions and hardware."""
+    gpus = [gpu.name for gpu in _hardware.hardware().gpus]
+    return {
+        "kmp": kmp.__version__,
+        "keras": keras.__version__,
+        "tensorflow": tf.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": _processor(),
+        "gpus": gpus,
+        "under XLA, a step is skipped by": ways_to_skip(),
+    }
+
+
+def ways_to_skip() -> dict[str, str]:
+    """Returns how each of Keras' optimizers skips a step under XLA: by a gate or a branch."""
+    kinds = {name: kind for name, kind in vars(keras.optimizers).items() if isinstance(kind, type)}
+    found = {name: kind for name, kind in kinds.items() if issubclass(kind, keras.Optimizer)}
+    return {
+        name: "gate" if _gate.is_gateable(kind) else "branch"
+        for name, kind in found.items()
+        if name not in ("Optimizer", "LossScaleOptimizer")
+    }
+
+
+def _processor() -> str:
+    cores = os.cpu_count()
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    return f"{names[0].partition(':')[2].strip() if names else platform.processor()}, {cores} cores"

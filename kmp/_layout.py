@@ -12,7 +12,7 @@ import tensorflow as tf
 # Tensors of fewer elements are laid side by side in rows and measured together: fewer, larger operations are quicker
 # to trace and to compile. Larger ones go one by one, because laying them out copies them.
 _LARGE = 2**22
-_ROW = 512
+ROW = 512
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Group:
     """Tensors that are measured together.
 
     Args:
-        values: float32 of shape `(elements,)` for one tensor; for several, of shape `(rows, _ROW)`, each padded with
+        values: float32 of shape `(elements,)` for one tensor; for several, of shape `(rows, ROW)`, each padded with
             zeros to whole rows.
         members: The tensors' places in the list that was given.
         rows: How many rows each has.
@@ -41,7 +41,7 @@ class Group:
     def sizes(self) -> Any:
         """int32 of shape `(members,)`, how many elements each has."""
         if self.rows:
-            return np.array(self.rows, np.int32) * _ROW - np.array(self.padding, np.int32)
+            return np.array(self.rows, np.int32) * ROW - np.array(self.padding, np.int32)
         return tf.reshape(tf.size(self.values), [1])
 
     def total(self, of_rows: tf.Tensor) -> tf.Tensor:
@@ -49,19 +49,25 @@ class Group:
         return tf.math.unsorted_segment_sum(of_rows, self.owners, len(self.members))
 
 
-def laid_out(tensors: Sequence[tf.Tensor]) -> list[Group]:
-    """Returns tensors of any shape and float dtype as groups to measure; each tensor is in one of them."""
+def laid_out(tensors: Sequence[tf.Tensor], joined_below: int | None = None) -> list[Group]:
+    """Returns tensors as groups to measure; each tensor is in one of them.
+
+    Args:
+        tensors: Of any shape and float dtype.
+        joined_below: Those of fewer elements are joined; 2^22 by default.
+    """
+    limit = _LARGE if joined_below is None else joined_below
     flat = tf.constant([-1])
     values = [tf.cast(tf.reshape(tensor, flat), tf.float32) for tensor in tensors]
-    small = [place for place, tensor in enumerate(values) if _is_small(tensor)]
+    small = [place for place, tensor in enumerate(values) if _is_small(tensor, limit)]
     together = set(small) if len(small) > 1 else set()
     groups = [Group(tensor, (place,)) for place, tensor in enumerate(values) if place not in together]
     return [*groups, _side_by_side(values, small)] if together else groups
 
 
-def _is_small(tensor: tf.Tensor) -> bool:
+def _is_small(tensor: tf.Tensor, limit: int) -> bool:
     """Whether a flat tensor is to be joined with others; one of unknown size is not."""
-    return tensor.shape[0] is not None and tensor.shape[0] < _LARGE
+    return tensor.shape[0] is not None and tensor.shape[0] < limit
 
 
 def _side_by_side(values: list[tf.Tensor], members: list[int]) -> Group:
@@ -70,10 +76,10 @@ def _side_by_side(values: list[tf.Tensor], members: list[int]) -> Group:
     zeros = functools.cache(tf.zeros)
     for place in members:
         size = values[place].shape[0]
-        rows.append(math.ceil(size / _ROW))
-        padding.append(rows[-1] * _ROW - size)
+        rows.append(math.ceil(size / ROW))
+        padding.append(rows[-1] * ROW - size)
         parts += [values[place], zeros((padding[-1],))] if padding[-1] else [values[place]]
-    return Group(tf.reshape(tf.concat(parts, 0), [-1, _ROW]), tuple(members), tuple(rows), tuple(padding))
+    return Group(tf.reshape(tf.concat(parts, 0), [-1, ROW]), tuple(members), tuple(rows), tuple(padding))
 
 
 def joined(of_groups: Iterable[tuple[tf.Tensor, ...]]) -> tuple[tf.Tensor, ...]:

@@ -1,7 +1,7 @@
 """Sampling of gradients in the compiled step: when, of which variables, and what the last sample was."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -93,12 +93,12 @@ class Sampler:
         self._asked.pop(owner, None)
         self._cadence.assign(math.gcd(*self._asked.values()))
 
-    def sample(self, gradients: list[Any], unscaled: list[Any], scale: Any, step: Any) -> None:
+    def sample(self, gradients: list[Any], unscaled: Callable[[], list[Any]], scale: Any, step: Any) -> None:
         """Measures the gradients if `step` is one to sample; part of the compiled step.
 
         Args:
             gradients: One for each variable, loss-scaled.
-            unscaled: The same without the scale.
+            unscaled: Returns the same without the scale.
             scale: Scalar float32.
             step: Scalar int64, the step's number, from 1.
         """
@@ -142,7 +142,7 @@ class Sampler:
             unscaled_counts=unscaled,
         )
 
-    def _record(self, gradients: list[Any], unscaled: list[Any], scale: Any, step: Any) -> None:
+    def _record(self, gradients: list[Any], unscaled: Callable[[], list[Any]], scale: Any, step: Any) -> None:
         assert self._chosen is not None
         if not self._chosen:
             return
@@ -151,7 +151,8 @@ class Sampler:
         self._amax.assign(measured.amax)
         self._square_sum.assign(measured.square_sum)
         if self._unscaled is not None:
-            again = statistics.of_gradients([unscaled[place] for place in self._chosen])
+            without_scale = unscaled()
+            again = statistics.of_gradients([without_scale[place] for place in self._chosen])
             self._unscaled.assign(tf.cast(again.counts, tf.int64))
         self._step.assign(step)
         self._scale.assign(scale)

@@ -1,22 +1,29 @@
 """The loss scale optimizer: scale, measure, agree, apply or skip, adapt, count."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras import ops
 
-from kmp import _arguments, _replicas, scaling, statistics
+from kmp import _arguments, _replicas, _warnings, scaling
 from kmp._arguments import SAVED_AS
 from kmp._counters import Counters, LossWatch
 from kmp._graph import network_order
 from kmp._sampler import Sampler, paths_of, widened
 from kmp._samples import matching
+from kmp._step import Step
+from kmp._unscale import divisor
+from kmp._xla import Compiler
 from kmp.records import Snapshot
 from kmp.settings import LossScaleSettings, make_rule
 
 _DEFAULT = scaling.DynamicScale()
+_NO_ROOM_TO_COMPILE = (
+    "`jit_compile=True` does nothing under a distribution strategy. Compile the model with `jit_compile=True` instead, "
+    "where the strategy allows it."
+)
 
 
 @keras.saving.register_keras_serializable(package=SAVED_AS)
@@ -46,6 +53,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             float32.
         loss_scale: `"dynamic"`, the default, or 0 for the same; or a float from 2^-126 to 2^127, a scale that never
             moves.
+        jit_compile: Whether `apply` is compiled with XLA where the step around it is not, as in a model compiled with
+            `jit_compile=False`, or a loop run eagerly. A distribution strategy leaves no room for it. Defaults to
+            `False`.
         **kwargs: What `keras.optimizers.LossScaleOptimizer` accepts for the sake of old files.
 
     Raises:
@@ -74,6 +84,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         min_scale: float = _DEFAULT.min_scale,
         max_scale: float = _DEFAULT.max_scale,
         loss_scale: float | str = "dynamic",
+        jit_compile: bool = False,
         **kwargs: Any,
     ) -> None:
         settings: LossScaleSettings = {
@@ -97,6 +108,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.loss_watch = LossWatch()
         self.sampler: Sampler | None = None
         self.probe: Any = None
+        self.jit_compile = _arguments.boolean("jit_compile", jit_compile)
+        self._compiler = Compiler()
         self._order: list[int] = []
 
     def build(self, var_list: Sequence[Any]) -> None:
@@ -106,9 +119,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         super().build(var_list)
         self.counters.build_for(len(var_list))
         self._order = list(range(len(var_list)))
+        if self.jit_compile and not self._compiles():
+            _warnings.warn(_NO_ROOM_TO_COMPILE)
         if self.sampler:
             self._build_sampler()
 
+    @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: Any) -> Any:
         """Returns the loss times the loss scale, to differentiate in place of the loss.
 
@@ -121,8 +137,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         loss = ops.convert_to_tensor(loss)
         self.loss_watch.note(loss)
         loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
-        return ops.multiply(loss, ops.cast(self._bounded_scale(), loss.dtype))
+        return ops.multiply(loss, ops.cast(divisor(self._bounded_scale()), loss.dtype))
 
+    @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Applies loss-scaled gradients, or skips the step if the loss or one of them is not finite.
 
@@ -138,14 +155,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.build(variables)
         if self.rule.initial_scale != 1.0:
             self.loss_watch.warn_if_it_saw_none()
-        scale = ops.copy(self._bounded_scale())
-        unscaled = [self._unscale(g, v, scale) for g, v in zip(grads, variables, strict=True)]
-        scaled = self._by_variable(grads, variables)
-        self._order = network_order(scaled)
-        if self.sampler:
-            self.sampler.sample(scaled, self._by_variable(unscaled, variables), scale, self.counters.steps + 1)
-        agreed = _replicas.agree(self._measure(unscaled, variables))
-        _replicas.once(self._finish, (agreed, scale), (unscaled, variables))
+        places = [self._index(variable) for variable in variables]
+        by_place = dict(zip(places, grads, strict=True))
+        self._order = network_order([by_place.get(place) for place in range(len(self._trainable_variables))])
+        step = Step(self, self._trainable_variables, variables, places, self._order)
+        if self._compiles():
+            self._compiler.call(tuple(places), step.take, grads)
+        else:
+            step.take(grads)
 
     def snapshot(self) -> Snapshot:
         """Reads scale, counts and the last sample of gradients from the device.
@@ -180,8 +197,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # Keras keeps the strategy that the optimizer was made under for itself; a sampler belongs to the same replicas.
         with self._distribution_strategy.scope():
             self.sampler = widened(before, wanted)
-        if self.built and self.sampler is not before:
-            self._build_sampler()
+        if self.sampler is not before:
+            self._compiler.forget()
+            if self.built:
+                self._build_sampler()
         return self.sampler is not before
 
     def start_sampling(self, owner: Any, every_n_steps: int) -> None:
@@ -215,6 +234,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def get_config(self) -> dict[str, Any]:
         """Returns Keras' four keys, and those of kmp's arguments that differ from their defaults."""
         config = super().get_config() | {"initial_scale": self.rule.initial_scale}
+        if self.jit_compile:
+            config["jit_compile"] = True
         if isinstance(self.rule, scaling.FixedScale):
             return config | {"loss_scale": self.rule.initial_scale}
         config["dynamic_growth_steps"] = self.rule.growth_interval
@@ -234,55 +255,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         with self._distribution_strategy.scope():
             self.sampler.build(self.paths, self.rule.keeps_powers_of_two)
 
-    def _by_variable(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Returns a gradient or `None` for each variable that the optimizer was built on."""
-        found = {self._index(v): grad for grad, v in zip(grads, variables, strict=True)}
-        return [found.get(place) for place in range(len(self._trainable_variables))]
-
-    def _unscale(self, grad: Any, variable: Any, scale: Any) -> Any:
-        """Returns the gradient that the inner optimizer gets, in the variable's dtype."""
-        if grad is None or getattr(variable, "overwrite_with_gradient", False):  # float8's scales are set, not scaled
-            return grad
-        return statistics.divided(grad, scale, variable.dtype)
-
-    def _measure(self, unscaled: list[Any], variables: list[Any]) -> tf.Tensor:
-        """Returns a float32 vector: a flag for each variable the optimizer was built on, then what `LossWatch` saw.
-
-        Flags are of unscaled gradients, because a scale below 1 can make a finite gradient infinite; times the number
-        of replicas, whose sum the update takes. They are 1.0 or 0.0, so that one sum over the replicas tells all of
-        them everything.
-        """
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        flags = [tf.zeros([])] * len(self._trainable_variables)
-        for grad, variable in zip(unscaled, variables, strict=True):
-            if grad is not None:
-                index = self._index(variable)
-                values = statistics.values_of(grad)
-                flag = statistics.nonfinite(values * replicas if replicas > 1 else values)
-                flags[index] = tf.maximum(flags[index], flag)
-        return tf.stack([*flags, *self.loss_watch.seen()])
-
-    def _finish(self, on_each: Any, agreed: Any, scale: Any, unscaled: Any, variables: Any) -> None:
-        """The rest of the step, once all replicas have agreed on what was measured."""
-        count = len(self._trainable_variables)
-        flags, (last_was_nonfinite, any_was_nonfinite, loss) = agreed[:count] > 0, tf.unstack(agreed[count:], 3)
-        overflowed = ops.logical_or(ops.any(flags), last_was_nonfinite > 0)
-        self._update_or_skip(overflowed, lambda: on_each(self.inner_optimizer.apply, unscaled, variables))
-        outcome = scaling.StepOutcome(overflowed, ops.equal(any_was_nonfinite, 0.0))
-        self._adapt_and_count(scale, outcome, flags, loss)
-        self.loss_watch.forget()
-
-    def _update_or_skip(self, overflowed: Any, update: Callable[[], None]) -> None:
-        ops.cond(overflowed, lambda: None, update)
-
-    def _adapt_and_count(self, scale: Any, outcome: scaling.StepOutcome, flags: Any, loss: Any) -> None:
-        in_a_row = ops.copy(self.counters.overflows_in_a_row)
-        before = scaling.ScaleState(scale, ops.copy(self.step_counter), in_a_row)
-        after = self.rule.update(before, outcome)
-        self.dynamic_scale.assign(after.scale)
-        self.step_counter.assign(after.clean_steps)
-        is_at_its_end = self.rule.is_at_its_end(before, outcome)
-        self.counters.count(outcome, after.overflows_in_a_row, is_at_its_end, flags, self._order, loss)
+    def _compiles(self) -> bool:
+        """Whether it compiles its own step: replicas have to meet in the middle of one."""
+        return self.jit_compile and not tf.distribute.has_strategy()
 
     def _bounded_scale(self) -> Any:
         """The scale in use: what a file or a user wrote into the variable, brought within the rule's bounds."""

@@ -31,11 +31,13 @@ class Handle:
     Args:
         policy: The name of the global policy that was set.
         settings: The loss-scale arguments that `compile` and `wrap` use.
+        jit_compile: Whether the optimizers that they make compile their own step.
     """
 
-    def __init__(self, policy: str, settings: LossScaleSettings) -> None:
+    def __init__(self, policy: str, settings: LossScaleSettings, jit_compile: bool = False) -> None:
         self.policy = policy
         self.settings = settings
+        self.jit_compile = jit_compile
         self._previous = keras.config.dtype_policy()
 
     def disable(self) -> None:
@@ -54,11 +56,14 @@ class Handle:
         self.disable()
 
     def __repr__(self) -> str:
-        settings = "".join(f", {name}={value!r}" for name, value in self.settings.items())
+        shown = self.settings | ({"jit_compile": True} if self.jit_compile else {})
+        settings = "".join(f", {name}={value!r}" for name, value in shown.items())
         return f"<kmp.enable({self.policy!r}{settings}) {'in force' if self in _active else 'off'}>"
 
 
-def enable(policy: str = "mixed_float16", **loss_scale_settings: Unpack[LossScaleSettings]) -> Handle:
+def enable(
+    policy: str = "mixed_float16", *, jit_compile: bool = False, **loss_scale_settings: Unpack[LossScaleSettings]
+) -> Handle:
     """Sets the global dtype policy, and has `model.compile` wrap optimizers of float16 models with loss scaling.
 
     Layers built from here on use the policy. `compile` wraps the optimizer in `kmp.LossScaleOptimizer` when any layer
@@ -74,6 +79,8 @@ def enable(policy: str = "mixed_float16", **loss_scale_settings: Unpack[LossScal
     Args:
         policy: `"mixed_float16"` (the default: float32 weights, float16 computation), `"mixed_bfloat16"`, `"float32"`,
             or `"float16"` (weights in float16 too).
+        jit_compile: Whether the optimizer's step is compiled with XLA also where the model is not, as in
+            `kmp.LossScaleOptimizer`.
         **loss_scale_settings: `initial_scale`, `growth_interval`, `growth_factor`, `backoff_factor`, `hysteresis`,
             `min_scale`, `max_scale`, `loss_scale`: as in `kmp.LossScaleOptimizer`.
 
@@ -92,9 +99,10 @@ def enable(policy: str = "mixed_float16", **loss_scale_settings: Unpack[LossScal
     ('LossScaleOptimizer', 1024.0)
     """
     _arguments.one_of("policy", policy, POLICIES)
+    _arguments.boolean("jit_compile", jit_compile)
     make_rule(**loss_scale_settings)
     _hardware.say_once(policy)
-    handle = Handle(policy, loss_scale_settings)
+    handle = Handle(policy, loss_scale_settings, jit_compile)
     if not _active:
         _install_hooks()
     _active.append(handle)
@@ -112,13 +120,17 @@ def disable() -> None:
 
 
 def wrap(
-    optimizer: keras.optimizers.Optimizer | str, **loss_scale_settings: Unpack[LossScaleSettings]
+    optimizer: keras.optimizers.Optimizer | str,
+    *,
+    jit_compile: bool | None = None,
+    **loss_scale_settings: Unpack[LossScaleSettings],
 ) -> LossScaleOptimizer:
     """Wraps an optimizer that `compile` does not see: one of several that a model holds, or one of a custom loop.
 
     Args:
         optimizer: A `keras.optimizers.Optimizer`, or the name of one; one that kmp wrapped already is returned as it
             is.
+        jit_compile: As in `enable`, whose setting `None` stands for.
         **loss_scale_settings: As in `enable`, whose settings they are added to.
 
     Returns:
@@ -133,10 +145,12 @@ def wrap(
     >>> generator_optimizer.rule.growth_interval
     500
     """
-    if isinstance(optimizer, LossScaleOptimizer) and not loss_scale_settings:
+    if isinstance(optimizer, LossScaleOptimizer) and not loss_scale_settings and jit_compile is None:
         return optimizer
     optimizer = _arguments.optimizer("optimizer", optimizer)
-    return LossScaleOptimizer(optimizer, **override(_settings(), loss_scale_settings))
+    if jit_compile is None:
+        jit_compile = bool(_active) and _active[-1].jit_compile
+    return LossScaleOptimizer(optimizer, **override(_settings(), loss_scale_settings), jit_compile=jit_compile)
 
 
 _hooks: list[Replacement] = []

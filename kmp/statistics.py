@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 from keras import ops
-from tensorflow.python.ops import control_flow_util
 
+from kmp import _xla
 from kmp._formats import FLOAT16, FLOAT32
 from kmp._histograms import BIN_COUNT, INF_BIN, NAN_BIN, ZERO_BIN
 from kmp._layout import Group, in_order, joined, laid_out
@@ -61,9 +61,8 @@ def values_of(gradient: Any) -> tf.Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else ops.convert_to_tensor(gradient)
 
 
-def divided(gradient: Any, scale: Any, dtype: str) -> Any:
-    """Returns a gradient, dense or `tf.IndexedSlices`, divided by a scalar float32 and cast to `dtype`."""
-    values = ops.cast(ops.divide(values_of(gradient), scale), dtype)
+def with_values(gradient: Any, values: tf.Tensor) -> Any:
+    """Returns a gradient like one, dense or `tf.IndexedSlices`, with other values."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return values
@@ -88,7 +87,7 @@ def of_gradients(gradients: Sequence[Any]) -> GradientStatistics:
             below its normal range becomes zero; `None` has no elements. Each has fewer than 2^31 elements.
     """
     groups = laid_out([tf.zeros([0]) if gradient is None else values_of(gradient) for gradient in gradients])
-    counts = (_count_at_once if _is_for_xla() else _count_in_turn)(groups)
+    counts = (_count_at_once if _xla.is_tracing() else _count_in_turn)(groups)
     amax, square_sum = joined((_amax(group), _square_sum(group)) for group in groups)
     amax = tf.where(counts[:, INF_BIN] > 0, math.inf, amax)
     amax = tf.where(counts[:, NAN_BIN] > 0, math.nan, amax)
@@ -107,11 +106,6 @@ def of_updates(before: Sequence[Any], after: Sequence[Any]) -> UpdateStatistics:
     pairs = zip(old_groups, new_groups, strict=True)
     found = joined(_measure_update(old, new.values) for old, new in pairs)
     return UpdateStatistics(*(in_order(value, old_groups) for value in found))
-
-
-def _is_for_xla() -> bool:
-    """Tells whether what is being traced is for XLA; nothing public does."""
-    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def _count_at_once(groups: list[Group]) -> tf.Tensor:

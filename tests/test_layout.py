@@ -53,5 +53,5 @@ def test_one_small_tensor_needs_no_rows(tensors):
 
 def test_tensors_without_elements_have_no_rows(tensors):
     (group,) = _layout.laid_out([tensors[4], tensors[4]])
-    assert group.values.shape == (0, _layout._ROW)
+    assert group.values.shape == (0, _layout.ROW)
     np.testing.assert_array_equal(statistics.of_gradients([tensors[4], tensors[4]]).amax, [0.0, 0.0])

@@ -107,13 +107,14 @@ def test_unknown_name_is_an_attribute_error():
 
 def test_a_room_imports_only_from_the_floors_below():
     floors = [
-        ["_arguments", "_backend", "_formats", "_hardware", "_patch", "_replicas", "_warnings"],
-        ["_histograms", "_layout", "_state"],
+        ["_arguments", "_backend", "_formats", "_hardware", "_patch", "_replicas", "_warnings", "_xla"],
+        ["_gate", "_histograms", "_layout", "_state"],
         ["_samples", "layers", "_multiworker", "statistics"],
         ["records", "_graph"],
-        ["scaling", "_what_if", "_updates", "_reference"],
+        ["scaling", "_unscale", "_what_if", "_updates", "_reference"],
         ["_counters", "_evidence", "_findings", "_plot_style", "_sampler", "settings"],
-        ["_causes", "_plot_exponents", "_plot_scale", "_plot_variables", "optimizer"],
+        ["_causes", "_plot_exponents", "_plot_scale", "_plot_variables", "_step"],
+        ["optimizer"],
         ["_guard", "_stuck", "_writers", "advice", "plots"],
         ["_backup", "_mistakes", "_probe", "_report_facts"],
         ["_reader", "_report_pictures", "_report_text", "policy"],

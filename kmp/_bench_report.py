@@ -1,0 +1,100 @@
+"""A benchmark's figures as tables and as a picture."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from kmp import _plot_style as style
+from kmp._bench_clock import Measured
+
+_COLOURS = (style.MIDDLE, style.DARK, style.LIGHT)
+_MARKERS = ("X", "o", "s")
+_TIMES = "\N{MULTIPLICATION SIGN}"
+_PICTURED = ("optimizer step", "first call", "peak memory", "training step")
+
+
+def show_header(console: Console, header: dict[str, Any]) -> None:
+    """Prints what is measured on."""
+    for name, value in header.items():
+        text = ", ".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, dict) else value
+        console.print(f"{name}: {', '.join(text) or 'none' if isinstance(text, list) else text}", highlight=False)
+
+
+def show(console: Console, results: Sequence[Measured]) -> None:
+    """Prints a table for each section: a row for each case and mode, a column for each way."""
+    for section in _each(result.section for result in results):
+        found = [result for result in results if result.section == section]
+        ways = _each(result.way for result in found)
+        table = Table(title=section, title_justify="left")
+        for name in ("on", "mode"):
+            table.add_column(name)
+        for way in ways:
+            table.add_column(way, justify="right")
+        for case, mode in _each((result.case, result.mode) for result in found):
+            cells = {result.way: _cell(result) for result in found if (result.case, result.mode) == (case, mode)}
+            table.add_row(case, mode, *(cells.get(way, "") for way in ways))
+        console.print(table)
+
+
+def in_words(results: Sequence[Measured]) -> str:
+    """Returns one comparison as a line, for a benchmark that is still running."""
+    first = results[0]
+    return f"{first.section}, {first.case}, {first.mode}: " + "; ".join(f"{r.way} {_cell(r)}" for r in results)
+
+
+def picture(results: Sequence[Measured]) -> Figure:
+    """Draws the ratios to what runs without loss scaling, a panel for each section that has some."""
+    sections = [section for section in _PICTURED if any(result.section == section for result in results)]
+    rows = [len(_cases(results, section)) for section in sections]
+    size = (8, 1.2 + 0.28 * sum(rows) + 0.6 * len(rows))
+    figure, panels = plt.subplots(
+        len(sections), figsize=size, layout="constrained", squeeze=False, height_ratios=[row + 1 for row in rows]
+    )
+    for ax, section in zip(panels[:, 0], sections, strict=True):
+        _draw(ax, section, [result for result in results if result.section == section])
+    style.legend_above(panels[0, 0], columns=4)
+    return figure
+
+
+def _draw(ax: Axes, section: str, found: Sequence[Measured]) -> None:
+    cases = _cases(found, section)
+    for number, way in enumerate(_each(result.way for result in found if result.ratio is not None)):
+        points = {(r.case, r.mode): r.ratio for r in found if r.way == way and r.ratio is not None}
+        ratios = [points.get(case, np.nan) for case in cases]
+        options = {"color": _COLOURS[number % 3], "marker": _MARKERS[number % 3], "label": way}
+        ax.plot(ratios, np.arange(len(cases)), linestyle="none", markersize=6, **options)
+    ax.axvline(1.0, color=style.TEXT, linewidth=1)
+    style.label(ax, section, "ratio to the same without loss scaling (1: costs nothing)", "")
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter(lambda value, _: f"{_TIMES}{value:g}")
+    ax.set_yticks(range(len(cases)), [f"{case}, {mode}" for case, mode in cases])
+    ax.set_ylim(len(cases) - 0.5, -0.5)
+    ax.grid(axis="x", color="0.9")
+
+
+def _cases(results: Iterable[Measured], section: str) -> list[tuple[str, str]]:
+    return _each((result.case, result.mode) for result in results if result.section == section)
+
+
+def _cell(result: Measured) -> str:
+    ratio = "" if result.ratio is None else f" {_TIMES}{result.ratio:.2f}"
+    return f"{_amount(result.value, result.unit)}{ratio}"
+
+
+def _amount(value: float, unit: str) -> str:
+    if unit == "B":
+        return f"{value / 2**20:.0f} MiB"
+    if unit == "s":
+        return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
+    return f"{value:,.0f} {unit}"
+
+
+def _each(values: Iterable[Any]) -> list[Any]:
+    """Returns what differs, in the order in which it comes first."""
+    return list(dict.fromkeys(values))

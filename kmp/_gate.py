@@ -1,0 +1,106 @@
+"""Applying an update or skipping it: by a branch around it, or by a gate before each variable that it writes."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from kmp import _xla
+
+# Those that write their state by the methods of its variables; a test holds each of them to it, with all its options.
+_GATEABLE = (
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Muon", "Nadam"),
+    *("RMSprop", "SGD", "ScheduleFreeAdamW"),
+)
+_METHODS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update")
+
+
+def is_gateable(kind: type[keras.optimizers.Optimizer]) -> bool:
+    """Whether a gate holds all that optimizers of a class write; one of a user's own may write in other ways."""
+    return kind in {getattr(keras.optimizers, name, None) for name in _GATEABLE}
+
+
+def update_or_skip(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], skips: Any, update: Callable[[], None]
+) -> None:
+    """Updates variables, or leaves them and the optimizer's own exactly as they are.
+
+    In graph mode a branch is the cheaper one. XLA copies every variable that a branch writes, so there every write goes
+    through a gate, which costs nothing: the new value or the old one is chosen in the loop that computes it.
+
+    Args:
+        optimizer: The inner optimizer, built.
+        variables: Those that it trains.
+        skips: Scalar bool tensor.
+        update: Applies the gradients.
+    """
+    # A strategy's variable is several; its optimizer writes the parts.
+    if _xla.is_tracing() and is_gateable(type(optimizer)) and not tf.distribute.has_strategy():
+        with _gated([*variables, *_state_of(optimizer)], skips):
+            update()
+    else:
+        ops.cond(skips, lambda: None, update)
+
+
+def _state_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns what an optimizer keeps: within a loss scaler, Keras does not list what Nadam keeps of its own."""
+    unlisted = (value for value in vars(optimizer).values() if isinstance(value, keras.Variable))
+    return [*optimizer.variables, *unlisted]
+
+
+@contextlib.contextmanager
+def _gated(variables: Sequence[Any], skips: tf.Tensor) -> Iterator[None]:
+    """Lets no write through to the variables where `skips` is true, as long as this is open."""
+    bare = {id(v): v for v in (v.value if isinstance(v, keras.Variable) else v for v in variables)}.values()
+    gates = {dtype: _Gate(skips, dtype) for dtype in {variable.dtype for variable in bare}}
+    for variable in bare:
+        vars(variable).update(gates[variable.dtype].methods(variable))
+    try:
+        yield
+    finally:
+        for variable in bare:
+            for name in _METHODS:
+                del vars(variable)[name]
+
+
+class _Gate:
+    """What stands before the variables of one dtype.
+
+    Adding or subtracting a zero, of the sign that leaves zeros of either sign as they are, costs fewer operations than
+    choosing between the old value and the sum: tracing and compiling take less time.
+    """
+
+    def __init__(self, skips: tf.Tensor, dtype: tf.DType) -> None:
+        self._skips = skips
+        self._nothing_to_add = tf.constant(-0.0 if dtype.is_floating else 0, dtype)
+        self._nothing_to_subtract = tf.constant(0, dtype)
+
+    def methods(self, variable: tf.Variable) -> dict[str, Callable[..., Any]]:
+        """Returns what takes the place of the variable's methods."""
+        scatters = {name: self._scattering(getattr(variable, name)) for name in _METHODS if name.startswith("scatter")}
+        return scatters | {
+            "assign": self._writing(variable.assign, variable),
+            "assign_add": self._writing(variable.assign_add, self._nothing_to_add),
+            "assign_sub": self._writing(variable.assign_sub, self._nothing_to_subtract),
+        }
+
+    def _writing(self, write: Callable[..., Any], nothing: Any) -> Callable[..., Any]:
+        def gated(value: Any, *args: Any, **options: Any) -> Any:
+            return write(self._choose(tf.convert_to_tensor(nothing), value), *args, **options)
+
+        return gated
+
+    def _scattering(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        def gated(rows: tf.IndexedSlices, *args: Any, **options: Any) -> Any:
+            # XLA leaves out the rows whose index lies outside the variable.
+            indices = self._choose(tf.constant(-1, rows.indices.dtype), rows.indices)
+            return write(tf.IndexedSlices(rows.values, indices, rows.dense_shape), *args, **options)
+
+        return gated
+
+    def _choose(self, nothing: tf.Tensor, value: Any) -> tf.Tensor:
+        # tf.where is this with a Python layer, which takes most of a large model's tracing.
+        return tf.raw_ops.SelectV2(condition=self._skips, t=nothing, e=value)

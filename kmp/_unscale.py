@@ -1,0 +1,141 @@
+"""Dividing gradients by the loss scale, and telling which of them are not finite then."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from keras import ops
+
+from kmp import _xla, statistics
+from kmp._formats import FLOAT32
+from kmp._layout import ROW, laid_out
+from kmp.statistics import values_of, with_values
+
+# The reciprocal of a larger one is subnormal, which TensorFlow on a CPU takes for zero.
+LARGEST_DIVISOR = 2.0 ** (FLOAT32.max_exponent - 1)
+
+# Under XLA, fewer elements than this are joined with others: copying them costs less than compiling a loop for each.
+_SMALL = 2**16
+_LANE = 8  # elements whose finiteness XLA on a CPU finds in one vector operation
+_LANES_IN_ROW = ROW // _LANE
+
+_CURT_HEALTH = 2  # TensorFlow's name for the summary that is two numbers, of which the second tells of inf or nan
+
+
+def divisor(scale: Any) -> Any:
+    """Returns the loss scale that the loss is multiplied and gradients are divided by: at most 2^126."""
+    return ops.minimum(scale, LARGEST_DIVISOR)
+
+
+def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> list[Any]:
+    """Returns gradients divided by the loss scale, in the dtypes of their variables.
+
+    Args:
+        gradients: Loss-scaled gradients: tensors, `tf.IndexedSlices` or `None`.
+        variables: The variable of each. One that Keras overwrites with its gradient, as float8's scales, gets it as it
+            is.
+        scale: Scalar float32, from 2^-126 to `LARGEST_DIVISOR`.
+    """
+    # XLA works a product out within the loops that use it; a division would take longer than all else in them.
+    inverse = 1.0 / scale if _xla.is_tracing() else None
+    return [
+        _divided(gradient, variable, scale)
+        if inverse is None or not _is_plain(gradient, variable)
+        # tf.multiply is this with a Python layer; see `_gate`.
+        else with_values(gradient, tf.raw_ops.Mul(x=_as_float32(gradient), y=inverse))
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+
+
+def nonfinite(gradients: Sequence[Any], variables: Sequence[Any], scale: Any, replicas: int) -> tf.Tensor:
+    """Tells which gradients cannot be applied, because they hold inf or nan once unscaled and added up.
+
+    A scale below 1 can make a finite gradient infinite, and so can the sum over replicas.
+
+    Args:
+        gradients: Loss-scaled gradients: tensors, `tf.IndexedSlices` or `None`; at least one.
+        variables: The variable of each.
+        scale: Scalar float32, as `unscale` takes it.
+        replicas: How many replicas have such gradients.
+
+    Returns:
+        float32 of shape `(gradients,)`: 1.0 for each of those, else 0.0, so that flags add up across replicas.
+    """
+    pairs = list(zip(gradients, variables, strict=True))
+    plain = [place for place, pair in enumerate(pairs) if _is_plain(*pair)]
+    others = [place for place in range(len(pairs)) if place not in set(plain)]
+    flags = [_nonfinite_by_itself(*pairs[place], scale, replicas) for place in others]
+    if plain:
+        together = _nonfinite_in_rows if _xla.is_tracing() else _nonfinite_in_turn
+        flags.append(together([_as_float32(gradients[place]) for place in plain], scale, replicas))
+    return tf.gather(tf.concat(flags, 0), np.argsort(others + plain))
+
+
+def _is_plain(gradient: Any, variable: Any) -> bool:
+    """Whether a gradient is as finite in its variable's dtype as in float32, and has a known number of elements."""
+    if gradient is None or _is_overwritten(variable) or variable.dtype != FLOAT32.name:
+        return False
+    values = values_of(gradient)
+    return values.dtype.size <= tf.float32.size and values.shape.num_elements() is not None
+
+
+def _is_overwritten(variable: Any) -> bool:
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
+def _as_float32(gradient: Any) -> tf.Tensor:
+    return tf.cast(values_of(gradient), tf.float32)
+
+
+def _divided(gradient: Any, variable: Any, scale: Any) -> Any:
+    if gradient is None or _is_overwritten(variable):
+        return gradient
+    return with_values(gradient, ops.cast(ops.divide(values_of(gradient), scale), variable.dtype))
+
+
+def _nonfinite_by_itself(gradient: Any, variable: Any, scale: Any, replicas: int) -> tf.Tensor:
+    if gradient is None:
+        return tf.zeros([1])
+    return tf.reshape(statistics.nonfinite(values_of(_divided(gradient, variable, scale)) * replicas), [1])
+
+
+def _nonfinite_in_turn(tensors: Sequence[tf.Tensor], scale: Any, replicas: int) -> tf.Tensor:
+    """Returns the flags from one reading of each tensor; only where a scale is below 1 are they divided first."""
+    return ops.cond(
+        scale >= replicas,
+        lambda: _summaries(tensors),
+        lambda: _summaries([tensor / scale * replicas for tensor in tensors]),
+    )
+
+
+def _summaries(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    # One operation that writes nothing. It is made for TensorFlow's debugger, and XLA does not have it.
+    options = {"output_dtype": tf.float32, "tensor_debug_mode": _CURT_HEALTH, "tensor_id": 0}
+    found = [tf.raw_ops.DebugNumericSummaryV2(input=tensor, **options) for tensor in tensors]
+    return tf.reshape(tf.concat(found, 0), [len(tensors), 2])[:, 1]
+
+
+def _nonfinite_in_rows(tensors: Sequence[tf.Tensor], scale: Any, replicas: int) -> tf.Tensor:
+    """Returns the flags from one reduction for all tensors: compiling one for each takes XLA long."""
+    factor = replicas / scale
+    lanes: list[tf.Tensor] = []
+    owners: list[int] = []
+    for group in laid_out(tensors, joined_below=_SMALL):
+        found = _lanes(tf.reshape(group.values, [-1]), factor)
+        rows = math.ceil(sum(part.shape[0] for part in found) / _LANES_IN_ROW)
+        owners += list(np.repeat(group.members, group.rows or rows))
+        lanes += found
+    finite = tf.reduce_all(tf.reshape(tf.concat(lanes, 0), [-1, _LANES_IN_ROW]), 1)
+    count = tf.math.unsorted_segment_sum(1.0 - tf.cast(finite, tf.float32), np.array(owners, np.int32), len(tensors))
+    return tf.minimum(count, 1.0)
+
+
+def _lanes(values: tf.Tensor, factor: Any) -> list[tf.Tensor]:
+    """Returns bool vectors, together of whole rows: whether each lane of a flat tensor times a factor is finite."""
+    whole = values.shape[0] // _LANE * _LANE
+    rest = tf.math.is_finite(values[whole:] * factor)
+    found = tf.reduce_all(tf.math.is_finite(tf.reshape(values[:whole], [-1, _LANE]) * factor), 1)
+    fill = -(found.shape[0] + rest.shape[0]) % _LANES_IN_ROW
+    return [found, *(part for part in (rest, tf.ones([fill], tf.bool)) if part.shape[0])]
