@@ -45,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(command=_report)
     bench = commands.add_parser("bench", help="measure what loss scaling, callbacks and precisions cost and gain here")
     bench.add_argument("--quick", action="store_true", help="small models and few turns: some 3 minutes, not 30")
+    bench.add_argument(
+        "--only", nargs="+", default=[], metavar="PART", help="optimizer, memory, training, precision, sampling"
+    )
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a JSON file")
     bench.add_argument(
         "--picture", type=_picture, metavar="FILE", help="draw the ratios into a .png, .svg or .pdf file"
@@ -64,7 +67,10 @@ def _bench(parsed: argparse.Namespace, console: Console) -> None:
     for path in filter(None, (parsed.json, parsed.picture)):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # before the minutes that measuring takes, not after them
-    bench.run(console, bench.QUICK if parsed.quick else bench.FULL, parsed.json, parsed.picture)
+    unknown = [name for name in parsed.only if name not in bench.PARTS]
+    if unknown:
+        raise _InputError(f"there is no part {unknown[0]!r} of the benchmark; there are {', '.join(bench.PARTS)}")
+    bench.run(console, bench.QUICK if parsed.quick else bench.FULL, parsed.only, parsed.json, parsed.picture)
 
 
 def _report(parsed: argparse.Namespace, console: Console) -> None:

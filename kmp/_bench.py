@@ -5,7 +5,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,50 +88,78 @@ QUICK = Size(
 )
 
 
-def run(console: Console, size: Size, json_file: Path | None, picture_file: Path | None) -> list[Measured]:
+def run(
+    console: Console, size: Size, only: Sequence[str] = (), json_file: Path | None = None, picture: Path | None = None
+) -> list[Measured]:
     """Measures, says how it goes, and shows tables.
 
     Args:
         console: Where to.
         size: How much to measure.
+        only: Names of `PARTS`; all of them by default.
         json_file: Where the figures go as JSON, or `None`.
-        picture_file: Where they go as a picture, or `None`.
+        picture: Where they go as a picture, or `None`.
     """
     found_on = header()
     _bench_report.show_header(console, found_on)
     results: list[Measured] = []
-    for figures in measure(size):
-        console.print(_bench_report.in_words(figures), highlight=False, markup=False, soft_wrap=True)
-        results += figures
+    for name in only or PARTS:
+        for figures in PARTS[name](size):
+            console.print(_bench_report.in_words(figures), highlight=False, markup=False, soft_wrap=True)
+            results += figures
     _bench_report.show(console, results)
     if json_file:
         content = found_on | {"results": [asdict(result) for result in results]}
         json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    if picture_file:
-        _bench_report.picture(results).savefig(picture_file, dpi=150)
+    if picture:
+        _bench_report.picture(results).savefig(picture, dpi=150)
     return results
 
 
-def measure(size: Size) -> Iterator[list[Measured]]:
-    """Measures everything; yields figures as they come, those that were taken turn about together."""
+def _speed(size: Size) -> Iterator[list[Measured]]:
     yield from _bench_optimizers.speed(size.sets, size.inner, size.repeats)
+
+
+def _memory(size: Size) -> Iterator[list[Measured]]:
     for name in size.memory_sets:
         for mode in size.modes:
-            ways = {
-                way: [_in_a_process(f"optimizers.memory_of({way!r}, 'Adam', {name!r}, {mode!r})")]
+            calls = {
+                way: f"optimizers.memory_of({way!r}, 'Adam', {name!r}, {mode!r})"
                 for way in _bench_optimizers.ways(mode)
             }
-            yield compared("peak memory", f"Adam, {name}", mode, ways, "B")
+            yield _memory_of("peak memory", f"Adam, {name}", mode, calls)
+    for name in _bench_models.TASKS if size.has_model_memory else ():
+        calls = {
+            policy: f"models.memory_of({policy!r}, {name!r}, {size.model_size}, 'XLA')"
+            for policy in _bench_models.POLICIES
+        }
+        yield _memory_of("training memory", name, "XLA", calls)
+
+
+def _training(size: Size) -> Iterator[list[Measured]]:
     yield from _bench_models.scaling(size.model_size, size.modes, size.ways, size.steps, size.turns)
+
+
+def _precision(size: Size) -> Iterator[list[Measured]]:
     yield from _bench_models.formats(size.model_size, "XLA", size.steps, size.turns)
-    if size.has_model_memory:
-        for name in _bench_models.TASKS:
-            policies = {
-                policy: [_in_a_process(f"models.memory_of({policy!r}, {name!r}, {size.model_size}, 'XLA')")]
-                for policy in _bench_models.POLICIES
-            }
-            yield compared("training memory", name, "XLA", policies, "B")
+
+
+def _sampling(size: Size) -> Iterator[list[Measured]]:
     yield from _bench_sampling.cost(size.sampled, size.side, size.repeats, size.first_calls)
+
+
+# Each yields its figures as they come, those that were taken turn about together.
+PARTS: dict[str, Callable[[Size], Iterator[list[Measured]]]] = {
+    "optimizer": _speed,
+    "memory": _memory,
+    "training": _training,
+    "precision": _precision,
+    "sampling": _sampling,
+}
+
+
+def _memory_of(section: str, case: str, mode: str, calls: Mapping[str, str]) -> list[Measured]:
+    return compared(section, case, mode, {way: [_in_a_process(call)] for way, call in calls.items()}, "B")
 
 
 def _in_a_process(call: str) -> float:

@@ -16,6 +16,7 @@ from kmp._bench_clock import Measured
 _COLOURS = (style.MIDDLE, style.DARK, style.LIGHT)
 _MARKERS = ("X", "o", "s")
 _TIMES = "\N{MULTIPLICATION SIGN}"
+_TICKS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
 _PICTURED = ("optimizer step", "first call", "peak memory", "training step")
 
 
@@ -70,9 +71,14 @@ def _draw(ax: Axes, section: str, found: Sequence[Measured]) -> None:
         options = {"color": _COLOURS[number % 3], "marker": _MARKERS[number % 3], "label": way}
         ax.plot(ratios, np.arange(len(cases)), linestyle="none", markersize=6, **options)
     ax.axvline(1.0, color=style.TEXT, linewidth=1)
-    style.label(ax, section, "ratio to the same without loss scaling (1: costs nothing)", "")
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter(lambda value, _: f"{_TIMES}{value:g}")
+    style.label(ax, section, "ratio to the same without loss scaling", "")
+    ax.set_xscale("log")
+    ratios = [result.ratio for result in found if result.ratio is not None]
+    low, high = min([0.9, *ratios]) / 1.05, max([1.5, *ratios]) * 1.05
+    ticks = [tick for tick in _TICKS if low <= tick <= high]
+    ax.set_xticks(ticks, [f"{_TIMES}{tick:g}" for tick in ticks])
+    ax.minorticks_off()
+    ax.set_xlim(low, high)
     ax.set_yticks(range(len(cases)), [f"{case}, {mode}" for case, mode in cases])
     ax.set_ylim(len(cases) - 0.5, -0.5)
     ax.grid(axis="x", color="0.9")
