@@ -17,7 +17,6 @@ _COLOURS = (style.MIDDLE, style.DARK, style.LIGHT)
 _MARKERS = ("X", "o", "s")
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _TICKS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
-_PICTURED = ("optimizer step", "first call", "peak memory", "training step")
 
 
 def show_header(console: Console, header: dict[str, Any]) -> None:
@@ -50,8 +49,8 @@ def in_words(results: Sequence[Measured]) -> str:
 
 
 def picture(results: Sequence[Measured]) -> Figure:
-    """Draws the ratios to what runs without loss scaling, a panel for each section that has some."""
-    sections = [section for section in _PICTURED if any(result.section == section for result in results)]
+    """Draws the ratios, a panel for each section that has some."""
+    sections = _each(result.section for result in results if result.ratio is not None)
     rows = [len(_cases(results, section)) for section in sections]
     size = (8, 1.2 + 0.28 * sum(rows) + 0.6 * len(rows))
     figure, panels = plt.subplots(
@@ -59,7 +58,6 @@ def picture(results: Sequence[Measured]) -> Figure:
     )
     for ax, section in zip(panels[:, 0], sections, strict=True):
         _draw(ax, section, [result for result in results if result.section == section])
-    style.legend_above(panels[0, 0], columns=4)
     return figure
 
 
@@ -71,7 +69,7 @@ def _draw(ax: Axes, section: str, found: Sequence[Measured]) -> None:
         options = {"color": _COLOURS[number % 3], "marker": _MARKERS[number % 3], "label": way}
         ax.plot(ratios, np.arange(len(cases)), linestyle="none", markersize=6, **options)
     ax.axvline(1.0, color=style.TEXT, linewidth=1)
-    style.label(ax, section, "ratio to the same without loss scaling", "")
+    style.label(ax, section, f"ratio to {found[0].way}", "")
     ax.set_xscale("log")
     ratios = [result.ratio for result in found if result.ratio is not None]
     low, high = min([0.9, *ratios]) / 1.05, max([1.5, *ratios]) * 1.05
@@ -82,6 +80,7 @@ def _draw(ax: Axes, section: str, found: Sequence[Measured]) -> None:
     ax.set_yticks(range(len(cases)), [f"{case}, {mode}" for case, mode in cases])
     ax.set_ylim(len(cases) - 0.5, -0.5)
     ax.grid(axis="x", color="0.9")
+    style.legend_above(ax, columns=4)
 
 
 def _cases(results: Iterable[Measured], section: str) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 from keras import ops
@@ -11,23 +11,20 @@ from keras import ops
 from kmp import _gate, _replicas, scaling
 from kmp._unscale import divisor, nonfinite, unscale
 
-if TYPE_CHECKING:
-    from kmp.optimizer import LossScaleOptimizer
-
 
 @dataclass(frozen=True)
 class Step:
     """What a step is taken with.
 
     Args:
-        optimizer: Its owner, built.
+        optimizer: Its owner, a `kmp.LossScaleOptimizer` that is built.
         trained: The variables that it was built on.
         variables: Those that this step updates.
         places: The place of each of these among `trained`.
         order: The places of all of `trained`, from the input to the loss.
     """
 
-    optimizer: "LossScaleOptimizer"
+    optimizer: Any
     trained: Sequence[Any]
     variables: Sequence[Any]
     places: Sequence[int]
@@ -39,7 +36,7 @@ class Step:
         scale = ops.copy(divisor(optimizer.rule.bounded(optimizer.dynamic_scale)))
         if optimizer.sampler:
             by_place = self._by_place(gradients)
-            unscaled = lambda: unscale(by_place, self.trained, scale)  # noqa: E731
+            unscaled = functools.partial(unscale, by_place, self.trained, scale)
             optimizer.sampler.sample(by_place, unscaled, scale, optimizer.counters.steps + 1)
         flags = self._flags(nonfinite(gradients, self.variables, scale, replicas))
         # All in float32, which every device can send: one sum over the replicas tells each of them everything.

@@ -50,7 +50,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         min_scale: Float, the scale never falls below it. At least 2^-126. Defaults to 2^-14: below that, a loss of 1
             leaves float16's normal range.
         max_scale: Float, the scale never grows above it. At most 2^127, the default: the largest power of two in
-            float32.
+            float32. Beyond 2^126, whose reciprocal is the smallest normal one, losses and gradients get 2^126.
         loss_scale: `"dynamic"`, the default, or 0 for the same; or a float from 2^-126 to 2^127, a scale that never
             moves.
         jit_compile: Whether `apply` is compiled with XLA where the step around it is not, as in a model compiled with

@@ -1,37 +1,124 @@
+import dataclasses
 import io
+import json
 
+import keras
 import pytest
-import tensorflow as tf
+from conftest import values
 from rich.console import Console
 
-from kmp import _bench
+from kmp import _bench, _bench_models, _bench_optimizers, _bench_sampling
+from kmp._bench_models import WITH_CALLBACKS
+from kmp._bench_optimizers import BARE, COMPILED, KERAS, MODES, OURS
+from kmp.optimizer import LossScaleOptimizer
+
+# A short run of everything: it fails where the benchmark is broken, never on a timing.
+TINY = dataclasses.replace(
+    _bench.QUICK, sets=("tiny",), memory_sets=("tiny",), sampled="tiny", side=16, repeats=1, steps=2, turns=1
+)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(_bench_optimizers.SETS, "tiny", lambda: [(3, 4), (4,)])
+    return TINY
+
+
+def test_sets_are_what_they_are_called():
+    sizes = {name: shapes() for name, shapes in _bench_optimizers.SETS.items()}
+    assert [len(shapes) for shapes in sizes.values()] == [214, 600, 60, 8, 8]
+    assert len(set(sizes["8 of 2048x2048"])) == 1
+    assert sizes["8 of 2048x2048"][0] == (2048, 2048)
+
+
+@pytest.mark.parametrize("way", [BARE, KERAS, OURS, COMPILED])
+def test_each_way_takes_a_step_a_call(way):
+    step = _bench_optimizers.step_of(way, "Adam", [(3,)], "graph")
+    assert [int(step()) for _ in range(3)] == [1, 2, 3]
 
 
 @pytest.mark.slow
-def test_every_row_is_a_ratio_in_both_modes(monkeypatch):
-    monkeypatch.setattr(_bench, "_REPEATS", 1)
-    monkeypatch.setattr(_bench, "_FIRST_CALLS", 1)
-    monkeypatch.setattr(_bench, "_SIDE", 64)
-    small = [tf.zeros([3, 5]), tf.ones([7])]
-    monkeypatch.setattr(
-        _bench.keras.applications, "ResNet50", lambda weights: type("M", (), {"trainable_variables": small})
-    )
-    shown = io.StringIO()
-    rows = _bench.run(Console(file=shown, width=200))
-    assert len(rows) == 4
-    for row in rows[:2]:
-        assert float(row.graph.split()[0]) > 0
-        assert row.xla.endswith(" times")
-    for row in rows[2:]:
-        assert row.graph.endswith("%")
-        assert row.xla.endswith("%")
-    assert all(row.name in shown.getvalue() for row in rows)
+def test_optimizers_are_measured_in_both_modes_against_the_bare_one(tiny):
+    found = list(_bench_optimizers.speed(["tiny"], ["Adam", "SGD momentum"], 1))
+    assert [(figures[0].section, figures[0].case, figures[0].mode) for figures in found] == [
+        (section, f"{inner}, tiny", mode)
+        for inner in ("Adam", "SGD momentum")
+        for mode in MODES
+        for section in ("first call", "optimizer step")
+    ]
+    for figures in found:
+        ways = [BARE, KERAS, OURS] if figures[0].mode == "XLA" else [BARE, KERAS, OURS, COMPILED]
+        assert [figure.way for figure in figures] == ways
+        assert figures[0].ratio is None
+        assert all(figure.value > 0 for figure in figures)
+        assert all(figure.ratio > 0 for figure in figures[1:])
 
 
-def test_ways_take_turns_and_their_medians_are_told(monkeypatch):
-    calls = []
-    clock = iter(range(100))
-    monkeypatch.setattr(_bench.time, "perf_counter", lambda: next(clock))
-    found = _bench._medians([lambda: calls.append("a"), lambda: (calls.append("b"), next(clock))])
-    assert calls == ["a", "b"] * (1 + _bench._REPEATS)
-    assert found == [1, 2]
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _bench_models.TASKS)
+def test_each_model_trains_and_the_global_policy_stays(name):
+    task = _bench_models.TASKS[name](1)
+    model = task.build()
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    before = values(model.trainable_variables)
+    model.train_on_batch(task.x, task.y)
+    assert any((old != new).any() for old, new in zip(before, values(model.trainable_variables), strict=True))
+    assert task.units in (task.y.size, len(task.x))
+    assert _bench_models.trainer(task, "mixed_bfloat16", BARE, "graph", 2)() > 0
+    assert keras.config.dtype_policy().name == "float32"
+
+
+@pytest.mark.slow
+def test_training_is_measured_with_callbacks_too():
+    ways = (BARE, WITH_CALLBACKS)
+    found = list(_bench_models.scaling(1, ["graph"], ways, 2, 1))
+    assert [(figures[0].case, [figure.way for figure in figures]) for figures in found] == [
+        (name, list(ways)) for name in _bench_models.TASKS
+    ]
+
+
+@pytest.mark.slow
+def test_sampling_is_measured_against_what_is_not_sampled(tiny):
+    found = list(_bench_sampling.cost("tiny", 16, 1, 1))
+    assert [(figures[0].section, figures[0].mode) for figures in found] == [
+        ("sampling: statistics", "graph"),
+        ("sampling: statistics", "XLA"),
+        ("sampling: first call", "graph"),
+        ("sampling: step, on average", "graph"),
+        ("sampling: first call", "XLA"),
+        ("sampling: step, on average", "XLA"),
+    ]
+
+
+@pytest.mark.slow
+def test_memory_is_measured_in_a_process_of_its_own():
+    assert _bench._in_a_process("optimizers.memory_of('bare', 'Adam', '8 of 512x512', 'graph')") > 8 * 512**2 * 4 * 4
+    with pytest.raises(RuntimeError, match=r"(?s)failed.*KeyError: 'nosuch'"):
+        _bench._in_a_process("optimizers.SETS['nosuch']")
+
+
+@pytest.mark.slow
+def test_figures_are_shown_written_and_drawn(tiny, tmp_path):
+    text = io.StringIO()
+    files = {"json_file": tmp_path / "bench.json", "picture": tmp_path / "bench.png"}
+    results = _bench.run(Console(file=text, width=200), tiny, ["optimizer"], **files)
+    content = json.loads(files["json_file"].read_text())
+    assert content["results"] == [dataclasses.asdict(result) for result in results]
+    assert content["keras"] == keras.__version__
+    assert files["picture"].read_bytes().startswith(b"\x89PNG")
+    assert f"keras: {keras.__version__}" in text.getvalue()
+    assert all(result.case in text.getvalue() for result in results)
+
+
+def test_header_says_which_way_each_optimizer_skips_under_xla():
+    ways = _bench.header()["under XLA, a step is skipped by"]
+    assert (ways["Adam"], ways["AdamW"], ways["SGD"]) == ("gate", "gate", "gate")
+    assert ways.get("MultiOptimizer", "branch") == "branch"
+    assert LossScaleOptimizer.__name__ not in ways
+
+
+@pytest.mark.parametrize("size", [_bench.FULL, _bench.QUICK])
+def test_sizes_name_what_there_is(size):
+    assert {*size.sets, *size.memory_sets, size.sampled} <= set(_bench_optimizers.SETS)
+    assert set(size.inner) <= set(_bench_optimizers.INNER)
+    assert set(size.modes) <= set(MODES)

@@ -1,0 +1,46 @@
+import numpy as np
+import pytest
+
+from kmp import _bench_clock
+from kmp._bench_clock import Measured
+
+
+def test_ways_take_turns_after_one_that_does_not_count():
+    calls = []
+    seconds = {"a": iter([9.0, 1.0, 2.0]), "b": iter([9.0, 3.0, 4.0])}
+    ways = {name: (lambda name=name: calls.append(name)) for name in seconds}
+
+    def clock(way):
+        way()
+        return next(seconds[calls[-1]])
+
+    assert _bench_clock.take_turns(ways, 2, clock) == {"a": [1.0, 2.0], "b": [3.0, 4.0]}
+    assert calls == ["a", "b"] * 3
+
+
+def test_ratios_are_taken_turn_by_turn_to_the_first_way():
+    found = _bench_clock.compared("step", "Adam", "graph", {"bare": [1.0, 2.0, 4.0], "kmp": [2.0, 3.0, 4.0]})
+    assert found == [
+        Measured("step", "Adam", "graph", "bare", 2.0, "s", None),
+        Measured("step", "Adam", "graph", "kmp", 3.0, "s", 1.5),
+    ]
+
+
+def test_seconds_are_of_one_call(monkeypatch):
+    clock = iter([10.0, 16.0])
+    monkeypatch.setattr(_bench_clock.time, "perf_counter", lambda: next(clock))
+    calls = []
+    assert _bench_clock.seconds_of(lambda: calls.append(1), calls=3) == 2.0
+    assert len(calls) == 3
+
+
+def test_peak_memory_grows_with_what_is_held():
+    before = _bench_clock.peak_memory()
+    held = np.ones(max(2**24, before // 8))  # as much as ever was held, once more
+    assert _bench_clock.peak_memory() - before > held.nbytes // 4
+
+
+def test_peak_memory_is_known_where_there_is_no_proc(monkeypatch):
+    monkeypatch.setattr(_bench_clock.Path, "exists", lambda self: False)
+    assert _bench_clock.peak_memory() == pytest.approx(_bench_clock.peak_memory(), rel=0.01)
+    assert _bench_clock.peak_memory() > 2**24

@@ -1,0 +1,63 @@
+import io
+
+import matplotlib.pyplot as plt
+import numpy as np
+from rich.console import Console
+
+from kmp import _bench_report
+from kmp._bench_clock import Measured
+
+RESULTS = [
+    Measured("optimizer step", "Adam, 8 large", "graph", "bare", 0.0125, "s", None),
+    Measured("optimizer step", "Adam, 8 large", "graph", "kmp", 0.02, "s", 1.6),
+    Measured("optimizer step", "Adam, 8 large", "graph", "kmp, jit_compile", 0.005, "s", 0.4),
+    Measured("optimizer step", "Adam, 8 large", "XLA", "bare", 0.01, "s", None),
+    Measured("optimizer step", "Adam, 8 large", "XLA", "kmp", 0.011, "s", 1.1),
+    Measured("peak memory", "Adam, 8 large", "XLA", "bare", 100 * 2**20, "B", None),
+    Measured("peak memory", "Adam, 8 large", "XLA", "kmp", 105 * 2**20, "B", 1.05),
+    Measured("throughput", "MLP", "XLA", "float32", 12345.6, "images/s", None),
+]
+
+
+def printed(function, *arguments):
+    text = io.StringIO()
+    function(Console(file=text, width=160), *arguments)
+    return text.getvalue()
+
+
+def test_tables_have_a_row_for_each_case_and_a_column_for_each_way():
+    shown = printed(_bench_report.show, RESULTS)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
+    times = "\N{MULTIPLICATION SIGN}"
+    assert rows == [
+        ["Adam, 8 large", "graph", "12.50 ms", f"20.00 ms {times}1.60", f"5.00 ms {times}0.40"],
+        ["Adam, 8 large", "XLA", "10.00 ms", f"11.00 ms {times}1.10", ""],
+        ["Adam, 8 large", "XLA", "100 MiB", f"105 MiB {times}1.05"],
+        ["MLP", "XLA", "12,346 images/s"],
+    ]
+    assert [title for title in ("optimizer step", "peak memory", "throughput") if title not in shown] == []
+
+
+def test_a_running_benchmark_tells_each_comparison_in_a_line():
+    line = _bench_report.in_words(RESULTS[5:7])
+    assert line == "peak memory, Adam, 8 large, XLA: bare 100 MiB; kmp 105 MiB \N{MULTIPLICATION SIGN}1.05"
+
+
+def test_header_names_versions_and_hardware():
+    shown = printed(_bench_report.show_header, {"keras": "3.15", "gpus": [], "skipped by": {"Adam": "gate"}})
+    assert shown == "keras: 3.15\ngpus: none\nskipped by: Adam: gate\n"
+
+
+def test_picture_has_each_ratio_where_it_belongs():
+    figure = _bench_report.picture(RESULTS)
+    steps, memory = figure.axes
+    assert [ax.get_title(loc="left") for ax in figure.axes] == ["optimizer step", "peak memory"]
+    assert [label.get_text() for label in steps.get_yticklabels()] == ["Adam, 8 large, graph", "Adam, 8 large, XLA"]
+    drawn = {line.get_label(): list(line.get_xdata()) for line in steps.lines if not line.get_label().startswith("_")}
+    assert drawn["kmp"] == [1.6, 1.1]
+    assert drawn["kmp, jit_compile"][0] == 0.4
+    for ax in figure.axes:
+        low, high = ax.get_xlim()
+        assert all(low < x < high for line in ax.lines for x in line.get_xdata() if np.isfinite(x))
+    assert list(memory.lines[0].get_xdata()) == [1.05]
+    plt.close(figure)
