@@ -12,6 +12,12 @@ from kmp import _gate, _replicas, scaling
 from kmp._unscale import divisor, nonfinite, unscale
 
 
+def by_place(gradients: Sequence[Any], places: Sequence[int], count: int) -> list[Any]:
+    """Returns a gradient or `None` for each of so many variables."""
+    found = dict(zip(places, gradients, strict=True))
+    return [found.get(place) for place in range(count)]
+
+
 @dataclass(frozen=True)
 class Step:
     """What a step is taken with.
@@ -35,18 +41,13 @@ class Step:
         optimizer, replicas = self.optimizer, tf.distribute.get_strategy().num_replicas_in_sync
         scale = ops.copy(divisor(optimizer.rule.bounded(optimizer.dynamic_scale)))
         if optimizer.sampler:
-            by_place = self._by_place(gradients)
-            unscaled = functools.partial(unscale, by_place, self.trained, scale)
-            optimizer.sampler.sample(by_place, unscaled, scale, optimizer.counters.steps + 1)
+            placed = by_place(gradients, self.places, len(self.trained))
+            unscaled = functools.partial(unscale, placed, self.trained, scale)
+            optimizer.sampler.sample(placed, unscaled, scale, optimizer.counters.steps + 1)
         flags = self._flags(nonfinite(gradients, self.variables, scale, replicas))
         # All in float32, which every device can send: one sum over the replicas tells each of them everything.
         agreed = _replicas.agree(tf.concat([flags, tf.stack(optimizer.loss_watch.seen())], 0))
         _replicas.once(self._finish, [agreed, scale], [gradients])
-
-    def _by_place(self, gradients: Sequence[Any]) -> list[Any]:
-        """Returns a gradient or `None` for each of `trained`."""
-        found = dict(zip(self.places, gradients, strict=True))
-        return [found.get(place) for place in range(len(self.trained))]
 
     def _flags(self, of_gradients: tf.Tensor) -> tf.Tensor:
         """Returns a flag for each of `trained`."""

@@ -64,8 +64,9 @@ def nonfinite(gradients: Sequence[Any], variables: Sequence[Any], scale: Any, re
         float32 of shape `(gradients,)`: 1.0 for each of those, else 0.0, so that flags add up across replicas.
     """
     pairs = list(zip(gradients, variables, strict=True))
-    plain = [place for place, pair in enumerate(pairs) if _is_plain(*pair)]
-    others = [place for place in range(len(pairs)) if place not in set(plain)]
+    are_plain = [_is_plain(*pair) for pair in pairs]
+    plain = [place for place, is_plain in enumerate(are_plain) if is_plain]
+    others = [place for place, is_plain in enumerate(are_plain) if not is_plain]
     flags = [_nonfinite_by_itself(*pairs[place], scale, replicas) for place in others]
     if plain:
         together = _nonfinite_in_rows if _xla.is_tracing() else _nonfinite_in_turn

@@ -13,7 +13,7 @@ from kmp._counters import Counters, LossWatch
 from kmp._graph import network_order
 from kmp._sampler import Sampler, paths_of, widened
 from kmp._samples import matching
-from kmp._step import Step
+from kmp._step import Step, by_place
 from kmp._unscale import divisor
 from kmp._xla import Compiler
 from kmp.records import Snapshot
@@ -156,8 +156,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.rule.initial_scale != 1.0:
             self.loss_watch.warn_if_it_saw_none()
         places = [self._index(variable) for variable in variables]
-        by_place = dict(zip(places, grads, strict=True))
-        self._order = network_order([by_place.get(place) for place in range(len(self._trainable_variables))])
+        self._order = network_order(by_place(grads, places, len(self._trainable_variables)))
         step = Step(self, self._trainable_variables, variables, places, self._order)
         if self._compiles():
             self._compiler.call(tuple(places), step.take, grads)
