@@ -1,6 +1,7 @@
 """Applying an update or skipping it: by a branch around it, or by a gate before each variable that it writes."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,12 +16,19 @@ _GATEABLE = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Muon", "Nadam"),
     *("RMSprop", "SGD", "ScheduleFreeAdamW"),
 )
+# All that Keras' optimizers write by, directly or through `keras.Variable` and their own `assign`.
 _METHODS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update")
 
 
 def is_gateable(kind: type[keras.optimizers.Optimizer]) -> bool:
     """Whether a gate holds all that optimizers of a class write; one of a user's own may write in other ways."""
     return kind in {getattr(keras.optimizers, name, None) for name in _GATEABLE}
+
+
+def _calls_only_keras(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> bool:
+    """Whether constraints and learning rate are Keras' own; a user's may keep and write variables."""
+    parts = [optimizer._learning_rate, *(getattr(variable, "constraint", None) for variable in variables)]
+    return all(part is None or type(part).__module__.startswith("keras.") for part in parts)
 
 
 def update_or_skip(
@@ -37,31 +45,35 @@ def update_or_skip(
         skips: Scalar bool tensor.
         update: Applies the gradients.
     """
+    is_held = is_gateable(type(optimizer)) and _calls_only_keras(optimizer, variables)
     # A strategy's variable is several; its optimizer writes the parts.
-    if _xla.is_tracing() and is_gateable(type(optimizer)) and not tf.distribute.has_strategy():
+    if _xla.is_tracing() and is_held and not tf.distribute.has_strategy():
         with _gated([*variables, *_state_of(optimizer)], skips):
             update()
     else:
         ops.cond(skips, lambda: None, update)
 
 
-def _state_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Returns what an optimizer keeps: within a loss scaler, Keras does not list what Nadam keeps of its own."""
-    unlisted = (value for value in vars(optimizer).values() if isinstance(value, keras.Variable))
-    return [*optimizer.variables, *unlisted]
+def _state_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """Returns what an optimizer writes: its state, and weights, of which it may know more than a step updates.
+
+    Within a loss scaler, Keras does not list what Nadam keeps of its own.
+    """
+    untracked = (value for value in vars(optimizer).values() if isinstance(value, keras.Variable))
+    return [*optimizer._trainable_variables, *optimizer.variables, *untracked]
 
 
 @contextlib.contextmanager
 def _gated(variables: Sequence[Any], skips: tf.Tensor) -> Iterator[None]:
     """Lets no write through to the variables where `skips` is true, as long as this is open."""
-    bare = {id(v): v for v in (v.value if isinstance(v, keras.Variable) else v for v in variables)}.values()
-    gates = {dtype: _Gate(skips, dtype) for dtype in {variable.dtype for variable in bare}}
-    for variable in bare:
+    tf_variables = {id(v): v for v in (v.value if isinstance(v, keras.Variable) else v for v in variables)}.values()
+    gates = {dtype: _Gate(skips, dtype) for dtype in {variable.dtype for variable in tf_variables}}
+    for variable in tf_variables:
         vars(variable).update(gates[variable.dtype].methods(variable))
     try:
         yield
     finally:
-        for variable in bare:
+        for variable in tf_variables:
             for name in _METHODS:
                 del vars(variable)[name]
 
@@ -75,16 +87,19 @@ class _Gate:
 
     def __init__(self, skips: tf.Tensor, dtype: tf.DType) -> None:
         self._skips = skips
-        self._nothing_to_add = tf.constant(-0.0 if dtype.is_floating else 0, dtype)
-        self._nothing_to_subtract = tf.constant(0, dtype)
+        self._nothing_to_subtract = tf.zeros([], dtype)
+        self._nothing_to_add = -self._nothing_to_subtract  # TensorFlow may take a constant 0.0 for -0.0
 
     def methods(self, variable: tf.Variable) -> dict[str, Callable[..., Any]]:
         """Returns what takes the place of the variable's methods."""
-        scatters = {name: self._scattering(getattr(variable, name)) for name in _METHODS if name.startswith("scatter")}
-        return scatters | {
+        add, subtract = self._nothing_to_add, self._nothing_to_subtract
+        return {
             "assign": self._writing(variable.assign, variable),
-            "assign_add": self._writing(variable.assign_add, self._nothing_to_add),
-            "assign_sub": self._writing(variable.assign_sub, self._nothing_to_subtract),
+            "assign_add": self._writing(variable.assign_add, add),
+            "assign_sub": self._writing(variable.assign_sub, subtract),
+            "scatter_add": self._scattering(variable.scatter_add, lambda _: add),
+            "scatter_sub": self._scattering(variable.scatter_sub, lambda _: subtract),
+            "scatter_update": self._scattering(variable.scatter_update, functools.partial(tf.gather, variable)),
         }
 
     def _writing(self, write: Callable[..., Any], nothing: Any) -> Callable[..., Any]:
@@ -93,11 +108,10 @@ class _Gate:
 
         return gated
 
-    def _scattering(self, write: Callable[..., Any]) -> Callable[..., Any]:
+    def _scattering(self, write: Callable[..., Any], nothing_at: Callable[[Any], Any]) -> Callable[..., Any]:
         def gated(rows: tf.IndexedSlices, *args: Any, **options: Any) -> Any:
-            # XLA leaves out the rows whose index lies outside the variable.
-            indices = self._choose(tf.constant(-1, rows.indices.dtype), rows.indices)
-            return write(tf.IndexedSlices(rows.values, indices, rows.dense_shape), *args, **options)
+            values = self._choose(nothing_at(rows.indices), rows.values)
+            return write(tf.IndexedSlices(values, rows.indices, rows.dense_shape), *args, **options)
 
         return gated
 

@@ -21,8 +21,6 @@ _SMALL = 2**16
 _LANE = 8  # elements whose finiteness XLA on a CPU finds in one vector operation
 _LANES_IN_ROW = ROW // _LANE
 
-_CURT_HEALTH = 2  # TensorFlow's name for the summary that is two numbers, of which the second tells of inf or nan
-
 
 def divisor(scale: Any) -> Any:
     """Returns the loss scale that the loss is multiplied and gradients are divided by: at most 2^126."""
@@ -52,7 +50,8 @@ def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> l
 def nonfinite(gradients: Sequence[Any], variables: Sequence[Any], scale: Any, replicas: int) -> tf.Tensor:
     """Tells which gradients cannot be applied, because they hold inf or nan once unscaled and added up.
 
-    A scale below 1 can make a finite gradient infinite, and so can the sum over replicas.
+    A scale below 1 can make a finite gradient infinite, and so can the sum over replicas. Rows of a sparse gradient
+    that have the same index are looked at one by one, not their sum.
 
     Args:
         gradients: Loss-scaled gradients: tensors, `tf.IndexedSlices` or `None`; at least one.
@@ -69,7 +68,7 @@ def nonfinite(gradients: Sequence[Any], variables: Sequence[Any], scale: Any, re
     others = [place for place, is_plain in enumerate(are_plain) if not is_plain]
     flags = [_nonfinite_by_itself(*pairs[place], scale, replicas) for place in others]
     if plain:
-        together = _nonfinite_in_rows if _xla.is_tracing() else _nonfinite_in_turn
+        together = _nonfinite_in_rows if _xla.is_tracing() else _nonfinite_unless_sums_are_finite
         flags.append(together([_as_float32(gradients[place]) for place in plain], scale, replicas))
     return tf.gather(tf.concat(flags, 0), np.argsort(others + plain))
 
@@ -102,20 +101,18 @@ def _nonfinite_by_itself(gradient: Any, variable: Any, scale: Any, replicas: int
     return tf.reshape(statistics.nonfinite(values_of(_divided(gradient, variable, scale)) * replicas), [1])
 
 
-def _nonfinite_in_turn(tensors: Sequence[tf.Tensor], scale: Any, replicas: int) -> tf.Tensor:
-    """Returns the flags from one reading of each tensor; only where a scale is below 1 are they divided first."""
+def _nonfinite_unless_sums_are_finite(tensors: Sequence[tf.Tensor], scale: Any, replicas: int) -> tf.Tensor:
+    """Returns the flags from a branch: sums, which one reading gives, tell that all is finite, as in most steps it is.
+
+    Finite numbers may have an infinite sum, and a scale below 1 may make them infinite; then they are read again. All
+    of it can be compiled by XLA too, because a function traced here may be called from one that is.
+    """
+    is_finite = tf.math.is_finite(tf.add_n([tf.reduce_sum(tensor) for tensor in tensors]))
     return ops.cond(
-        scale >= replicas,
-        lambda: _summaries(tensors),
-        lambda: _summaries([tensor / scale * replicas for tensor in tensors]),
+        tf.logical_and(is_finite, scale >= replicas),
+        lambda: tf.zeros([len(tensors)]),
+        lambda: _nonfinite_in_rows(tensors, scale, replicas),
     )
-
-
-def _summaries(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    # One operation that writes nothing. It is made for TensorFlow's debugger, and XLA does not have it.
-    options = {"output_dtype": tf.float32, "tensor_debug_mode": _CURT_HEALTH, "tensor_id": 0}
-    found = [tf.raw_ops.DebugNumericSummaryV2(input=tensor, **options) for tensor in tensors]
-    return tf.reshape(tf.concat(found, 0), [len(tensors), 2])[:, 1]
 
 
 def _nonfinite_in_rows(tensors: Sequence[tf.Tensor], scale: Any, replicas: int) -> tf.Tensor:

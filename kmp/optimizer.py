@@ -54,8 +54,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         loss_scale: `"dynamic"`, the default, or 0 for the same; or a float from 2^-126 to 2^127, a scale that never
             moves.
         jit_compile: Whether `apply` is compiled with XLA where the step around it is not, as in a model compiled with
-            `jit_compile=False`, or a loop run eagerly. A distribution strategy leaves no room for it. Defaults to
-            `False`.
+            `jit_compile=False`, or a loop run eagerly. As in a `tf.function`, what is no tensor is read once, such as a
+            learning rate that is a callable, or what is set on the inner optimizer later; each new number of rows in a
+            sparse gradient is compiled anew. A distribution strategy leaves no room for it. Defaults to `False`.
         **kwargs: What `keras.optimizers.LossScaleOptimizer` accepts for the sake of old files.
 
     Raises:
@@ -159,7 +160,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._order = network_order(by_place(grads, places, len(self._trainable_variables)))
         step = Step(self, self._trainable_variables, variables, places, self._order)
         if self._compiles():
-            self._compiler.call(tuple(places), step.take, grads)
+            self._compiler.call((*places, id(self.inner_optimizer._learning_rate)), step.take, grads)
         else:
             step.take(grads)
 

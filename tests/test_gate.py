@@ -1,3 +1,4 @@
+import functools
 import inspect
 
 import keras
@@ -119,7 +120,7 @@ def test_gate_leaves_no_trace_on_the_variables_also_after_an_error():
 
 
 def test_rows_of_a_sparse_update_are_left_out():
-    table = keras.Variable(np.full((5, 3), 1e-40, "float32"))
+    table = keras.Variable(np.tile(np.array([0.5, -0.0, 0.0], "float32"), (5, 1)))
 
     @tf.function(jit_compile=True)
     def add(skips):
@@ -164,6 +165,64 @@ def test_what_may_write_in_ways_of_its_own_takes_the_branch():
     optimizer = kmp.LossScaleOptimizer(MyAdam())
     optimizer.build(variables)
     assert "If" in operations(tf.function(lambda: optimizer.apply(gradients(0), variables), jit_compile=True))
+
+
+class Counting(keras.constraints.Constraint):
+    """Keeps a variable of its own."""
+
+    def __init__(self):
+        self.calls = keras.Variable(0.0)
+
+    def __call__(self, value):
+        self.calls.assign_add(1.0)
+        return value
+
+
+def test_code_of_a_users_own_takes_the_branch():
+    variable, constraint = Constrained([1.0]), Counting()
+    variable.constraint = constraint
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(lambda: 0.1))
+    assert not _gate._calls_only_keras(optimizer.inner_optimizer, [])
+    optimizer = kmp.LossScaleOptimizer("sgd")
+    optimizer.build([variable])
+    step = tf.function(lambda x: optimizer.apply([x], [variable]), jit_compile=True, autograph=False)
+    for x, calls in ((np.nan, 0), (1.0, 1)):
+        step(tf.constant([x]))
+        assert float(constraint.calls) == calls
+
+
+def test_weights_that_only_the_inner_optimizer_knows_are_held_too():
+    inner = keras.optimizers.SGD(0.5, use_ema=True, ema_overwrite_frequency=1)
+    trained, frozen = keras.Variable([1.0, 1.0]), keras.Variable([7.0, 7.0])
+    inner.build([trained, frozen])
+    optimizer = kmp.LossScaleOptimizer(inner)
+    optimizer.build([trained])
+    step = tf.function(lambda x: optimizer.apply([x], [trained]), jit_compile=True, autograph=False)
+    step(tf.constant([np.nan, 1.0]))
+    np.testing.assert_array_equal(frozen, [7.0, 7.0])
+    np.testing.assert_array_equal(trained, [1.0, 1.0])
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_one_trace_serves_within_xla_and_outside(first, sparse):
+    table = keras.Variable(np.ones((4, 2), "float32"))
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=1.0)
+    optimizer.build([table])
+
+    @tf.function(autograph=False)
+    def step(x):
+        rows = tf.IndexedSlices(tf.reshape(x, [1, 2]), tf.constant([1]), tf.constant([4, 2]))
+        optimizer.apply([rows if sparse else tf.tile(tf.reshape(x, [1, 2]), [4, 1])], [table])
+
+    for jit_compile in (first, not first):
+        outer = tf.function(functools.partial(step), jit_compile=jit_compile, autograph=False)
+        before = table.numpy().copy()
+        outer(tf.constant([1.0, np.nan]))
+        np.testing.assert_array_equal(table, before)
+        outer(tf.constant([1.0, 1.0]))
+        np.testing.assert_array_equal(table[1], before[1] - 0.5)
+    assert optimizer.snapshot().overflow_count == 2
 
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras 3.12 has none")
