@@ -86,6 +86,10 @@ class Counters(keras.Layer):
         size = ops.where(ops.isfinite(loss), ops.abs(loss), 0.0)
         self._highest_loss.assign(ops.maximum(self._highest_loss, size))
 
+    def read_steps(self) -> int:
+        """Copies to the host how many steps were taken, and nothing else."""
+        return int(self.steps.numpy())
+
     def read(self, paths: Sequence[str], has_seen_a_loss: bool) -> dict[str, Any]:
         """Copies the counts to the host.
 
@@ -99,7 +103,7 @@ class Counters(keras.Layer):
         culprit = int(self._culprit.numpy())
         losses = {"last_loss": float(self._last_loss.numpy()), "highest_loss": float(self._highest_loss.numpy())}
         return (losses if has_seen_a_loss else {}) | {
-            "step": int(self.steps.numpy()),
+            "step": self.read_steps(),
             "overflow_count": int(self.overflows.numpy()),
             "overflows_in_a_row": int(self.overflows_in_a_row.numpy()),
             "nonfinite_loss_count": int(self.nonfinite_losses.numpy()),

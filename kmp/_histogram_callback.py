@@ -75,7 +75,7 @@ class GradientHistogram(Reader):
             self.optimizer.start_sampling(self, self.every_n_steps)
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        if (self._is_first_due or self._is_sampled_next) and self._samples_seen % self.updates_every == 0:
+        if self._samples_seen % self.updates_every == 0 and (self._is_first_due or self._is_sampled_next):
             self._updates.arm(self._chosen_variables())
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:

@@ -4,6 +4,7 @@ import abc
 import os
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
 
@@ -16,6 +17,8 @@ from kmp.records import Run, Snapshot
 
 PathLike = str | os.PathLike[str]
 Logs = dict[str, Any] | None
+
+_newest: WeakKeyDictionary[LossScaleOptimizer, Snapshot] = WeakKeyDictionary()  # the last reading that a callback made
 
 
 class Reader(keras.callbacks.Callback, abc.ABC):
@@ -88,7 +91,7 @@ class Reader(keras.callbacks.Callback, abc.ABC):
         return optimizer is self.model.optimizer and _guard.install(self.model)
 
     def _start(self) -> None:
-        self._last = self.optimizer.snapshot()
+        self._last = _newest[self.optimizer] = self.optimizer.snapshot()
         self._first_step = self._last.step
         self._due = self._first_step + 1
         # Between readings nothing is copied from the device: the step is reckoned from batches, at the rate last seen.
@@ -128,7 +131,7 @@ class Reader(keras.callbacks.Callback, abc.ABC):
         Args:
             is_epoch_end: Whether more steps may have been taken than the batches since the last reading tell.
         """
-        snapshot = self.optimizer.snapshot()
+        snapshot = self._look()
         steps = snapshot.step - self._last.step
         if not is_epoch_end:
             self._steps_per_batch = steps / self._batches_since if steps else self._steps_per_batch / 2
@@ -136,6 +139,14 @@ class Reader(keras.callbacks.Callback, abc.ABC):
             self._record(snapshot)
             self._last, self._batches_since = snapshot, 0
             self._due = self._next_due(snapshot)
+
+    def _look(self) -> Snapshot:
+        """Returns what the optimizer holds, from another callback's reading if it has taken no step since that one."""
+        optimizer = self.optimizer
+        known = _newest.get(optimizer)
+        if known is None or known.step != optimizer.counters.read_steps():
+            known = _newest[optimizer] = optimizer.snapshot()
+        return known
 
     def _next_due(self, snapshot: Snapshot) -> int:
         """Returns the step to read next."""

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 
 from kmp import _arguments, _replicas, _warnings
 from kmp._backup import save_whole
@@ -48,6 +49,18 @@ class StuckDetector(Reader):
     def patience(self) -> int:
         """Skipped steps in a row that count as stuck."""
         return self.every_n_steps
+
+    def _look(self) -> Snapshot:
+        """Reads all of the optimizer only where a step was skipped since the last time: training is not stuck else."""
+        counters = self.optimizer.counters
+        if int(counters.overflows.numpy()) != self._last.overflow_count:
+            return super()._look()
+        return replace(
+            self._last,
+            step=counters.read_steps(),
+            overflows_in_a_row=0,
+            loss_scale=float(self.optimizer.dynamic_scale.numpy()),
+        )
 
     def _next_due(self, snapshot: Snapshot) -> int:
         """Returns the first step that training can be stuck at, so that no reading is made for nothing."""

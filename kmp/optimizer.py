@@ -214,7 +214,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.sampler is None:
             self.prepare_sampling()
         assert self.sampler is not None
-        self.sampler.start(owner, every_n_steps, first=int(self.counters.steps.numpy()) + 1)
+        self.sampler.start(owner, every_n_steps, first=self.counters.read_steps() + 1)
 
     def stop_sampling(self, owner: Any) -> None:
         """Samples no more for `owner`; nothing has to be traced anew."""

@@ -84,6 +84,15 @@ def test_cadence_is_that_of_the_optimizer_where_a_step_takes_many_batches(monkey
     assert len(readings) < 15
 
 
+def test_callbacks_that_read_the_same_step_share_one_reading(monkeypatch):
+    model, callbacks, readings = compiled_model(), [kind(every_n_steps=5) for kind in KINDS], []
+    snapshot = model.optimizer.snapshot
+    monkeypatch.setattr(model.optimizer, "snapshot", lambda: readings.append(1) or snapshot())
+    fit(model, callbacks, batches=20)
+    assert len(readings) == 2 * len(KINDS) + 5  # the starts; then steps 1, 5, 10, 15, 20
+    assert [callback._last.step for callback in callbacks] == [20, 20, 20]
+
+
 def test_histogram_counts_every_gradient_element(compile_mode):
     model, callback = compiled_model(**compile_mode), GradientHistogram(every_n_steps=5)
     fit(model, [callback])
