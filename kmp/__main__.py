@@ -2,14 +2,20 @@
 
 import argparse
 import datetime
+import importlib
+import json
+import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+import keras
 from rich.console import Console
 
 import kmp
 from kmp import _demo_report, policy
+from kmp._plan import MIXED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,6 +49,14 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=_html, help="the HTML file (default: report.html in RUN; of several, in this folder)"
     )
     report.set_defaults(command=_report)
+    audit = commands.add_parser("audit", help="tell what float16 would mean for each layer of a saved model")
+    audit.add_argument("file", type=Path, metavar="FILE", help="a .keras file")
+    audit.add_argument("--policy", choices=MIXED, default=MIXED[0], help="default: %(default)s")
+    audit.add_argument(
+        "--import", action="append", default=[], dest="modules", metavar="MODULE", help="one with layers of your own"
+    )
+    audit.add_argument("--json", type=Path, metavar="FILE", help="write the audit to a JSON file")
+    audit.set_defaults(command=_audit)
     bench = commands.add_parser("bench", help="measure what loss scaling, callbacks and precisions cost and gain here")
     bench.add_argument("--quick", action="store_true", help="small models and few turns: some 3 minutes, not 30")
     bench.add_argument(
@@ -71,6 +85,27 @@ def _bench(parsed: argparse.Namespace, console: Console) -> None:
     if unknown:
         raise _InputError(f"there is no part {unknown[0]!r} of the benchmark; there are {', '.join(bench.PARTS)}")
     bench.run(console, bench.QUICK if parsed.quick else bench.FULL, parsed.only, parsed.json, parsed.picture)
+
+
+def _audit(parsed: argparse.Namespace, console: Console) -> None:
+    sys.path.insert(0, "")  # as `python -m` has it: modules of one's own lie here
+    try:
+        for name in parsed.modules:
+            importlib.import_module(name)
+    except ImportError as error:
+        raise _InputError(str(error)) from error
+    if not parsed.file.is_file():
+        raise _InputError(f"{parsed.file}: no such file")
+    try:
+        model = keras.models.load_model(parsed.file, compile=False)
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        cause = re.search("Could not locate .*", str(error))  # Keras puts it at the end of many lines
+        reason = textwrap.shorten(cause[0] if cause else str(error), 300, placeholder=" ...")
+        raise _InputError(f"{parsed.file} cannot be loaded: {reason}") from error
+    found = kmp.audit(model, policy=parsed.policy)
+    console.print(found)
+    if parsed.json:
+        parsed.json.write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")
 
 
 def _report(parsed: argparse.Namespace, console: Console) -> None:

@@ -23,10 +23,10 @@ def children(layer: keras.Layer) -> Iterable[keras.Layer]:
 
 def compute_dtypes(layer: keras.Layer) -> set[str]:
     """Returns the dtypes that the layer, and the layers below it, compute in."""
-    return {inner.compute_dtype for inner in sublayers(layer) if not _only_hands_on(inner)}
+    return {inner.compute_dtype for inner in sublayers(layer) if not only_hands_on(inner)}
 
 
-def _only_hands_on(layer: keras.Layer) -> bool:
+def only_hands_on(layer: keras.Layer) -> bool:
     """Whether a layer computes nothing itself, as inputs and Sequential and functional models do not."""
     if isinstance(layer, keras.layers.InputLayer):
         return True

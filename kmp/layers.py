@@ -61,7 +61,7 @@ class Float32(keras.Layer):
             kwargs["training"] = training
         # A tensor that is float32 already is handed on itself: a cast would lose the logits that Keras hangs on
         # softmax.
-        return keras.tree.map_structure(_to_float32, self.layer(inputs, *args, **kwargs))
+        return keras.tree.map_structure(to_float32, self.layer(inputs, *args, **kwargs))
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
         """The mask that the layer inside makes of `previous_mask`."""
@@ -185,6 +185,7 @@ def _takes_one_shape(layer: keras.Layer) -> bool:
     return build is not keras.Layer.build and len(inspect.signature(build).parameters) == 2
 
 
-def _to_float32(value: Any) -> Any:
+def to_float32(value: Any) -> Any:
+    """Returns a tensor of 16 bits in float32, and all else as it is."""
     is_half = keras.backend.standardize_dtype(value.dtype) in _HALF if hasattr(value, "dtype") else False
     return ops.cast(value, "float32") if is_half else value

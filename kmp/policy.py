@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import keras
 
-from kmp import _arguments, _guard, _hardware, _mistakes, _multiworker
+from kmp import _arguments, _graph_rewrite, _guard, _hardware, _mistakes, _multiworker
 from kmp._formats import FLOAT16
 from kmp._patch import Replacement, definer
 from kmp._state import compute_dtypes
@@ -46,8 +46,7 @@ class Handle:
             return
         keras.config.set_dtype_policy(self._previous)
         del _active[_active.index(self) :]
-        if not _active:
-            _remove_hooks()
+        _set_hooks()
 
     def __enter__(self) -> "Handle":
         return self
@@ -103,9 +102,8 @@ def enable(
     make_rule(**loss_scale_settings)
     _hardware.say_once(policy)
     handle = Handle(policy, loss_scale_settings, jit_compile)
-    if not _active:
-        _install_hooks()
     _active.append(handle)
+    _set_hooks()
     keras.config.set_dtype_policy(policy)
     return handle
 
@@ -117,6 +115,40 @@ def disable() -> None:
     """
     if _active:
         _active[0].disable()
+
+
+def graph_rewrite(enabled: bool = True, dtype: str | None = None) -> None:
+    """Has TensorFlow rewrite the graphs of float32 models to 16 bits, operation by operation: no layer changes.
+
+    For models that cannot be built anew; the others are better served by `enable` or `convert`, which work under XLA.
+    What tf.keras 2 had as `enable_mixed_precision_graph_rewrite`, and TensorFlow as the environment variable
+    `TF_ENABLE_AUTO_MIXED_PRECISION`. Models compiled from here on get a loss scale around their optimizer for float16,
+    unless with `auto_scale_loss=False`, and `jit_compile="auto"` becomes false: XLA compiles what is not rewritten yet.
+
+    Args:
+        enabled: Whether to; `False` sets TensorFlow's option to what it was. Compiled models keep their optimizer.
+        dtype: `"float16"`, whose pass needs a GPU; `"bfloat16"`, whose pass is for CPUs; or `None` for what the machine
+            has a pass for, with a warning where that is bfloat16.
+
+    Raises:
+        TypeError: If `enabled` is not a bool.
+        ValueError: If `dtype` is another; in `compile`, if `jit_compile` is true.
+
+    Example:
+    >>> import tensorflow as tf
+    >>> graph_rewrite(True, dtype="bfloat16")
+    >>> tf.config.optimizer.get_experimental_options()["auto_mixed_precision_onednn_bfloat16"]
+    True
+    >>> graph_rewrite(False)
+    """
+    _arguments.boolean("enabled", enabled)
+    if dtype is not None:
+        _arguments.one_of("dtype", dtype, tuple(_graph_rewrite.PASSES))
+    if enabled:
+        _graph_rewrite.switch(dtype)
+    else:
+        _graph_rewrite.switch_off()
+    _set_hooks()
 
 
 def wrap(
@@ -156,18 +188,20 @@ def wrap(
 _hooks: list[Replacement] = []
 
 
-def _install_hooks() -> None:
+def _set_hooks() -> None:
+    """Puts the hooks into Keras that what is in force needs, or takes them out."""
+    if bool(_hooks) == bool(_active or _graph_rewrite.dtype()):
+        return
+    if _hooks:
+        _multiworker.unmend()
+        while _hooks:
+            _hooks.pop().remove()
+        return
     _multiworker.mend_if_needed()
     # A `compile` put on `keras.Model` itself would look like a user's own to `compile_from_config`, which then does not
     # compile a loaded model.
     for name, make in (("compile", _hooked), ("make_train_function", _watched)):
         _hooks.append(Replacement(definer(keras.Model, name), name, make))
-
-
-def _remove_hooks() -> None:
-    _multiworker.unmend()
-    while _hooks:
-        _hooks.pop().remove()
 
 
 def _hooked(original: Callable[..., None]) -> Callable[..., None]:
@@ -177,6 +211,8 @@ def _hooked(original: Callable[..., None]) -> Callable[..., None]:
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
         call = signature.bind(self, *args, **kwargs)
         call.apply_defaults()
+        if _graph_rewrite.dtype():
+            _graph_rewrite.prepare(call.arguments, _scaled)
         if _active:
             _prepare(self, call.arguments)
         original(*call.args, **call.kwargs)

@@ -1,8 +1,10 @@
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import keras
 import pytest
 
 from kmp.__main__ import main
@@ -130,3 +132,40 @@ def test_console_script_and_module_are_the_same_command(command):
     shown = subprocess.run([*command, "demo", "--help"], capture_output=True, text=True, check=True).stdout
     assert "usage: kmp demo" in shown
     assert all(option in shown for option in ("--dataset", "--policy", "--steps", "--out"))
+
+
+def test_audit_prints_the_table_and_writes_json(tmp_path, capsys):
+    inputs = keras.Input((8,))
+    model = keras.Model(inputs, keras.layers.Dense(4, activation="softmax", name="probabilities")(inputs))
+    model.save(tmp_path / "model.keras")
+    assert main(["audit", str(tmp_path / "model.keras"), "--json", str(tmp_path / "audit.json")]) == 0
+    assert "probabilities" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "audit.json").read_text())["rows"]
+    assert [(row["path"], row["planned_dtype"]) for row in rows][1:] == [("probabilities", "float32")]
+
+
+def test_audit_imports_the_layers_of_ones_own_that_it_is_told_of(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_layers.py").write_text(
+        "import keras\n@keras.saving.register_keras_serializable('own')\nclass Own(keras.layers.Dense): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own_layers = importlib.import_module("own_layers")
+    keras.Sequential([keras.Input((4,)), own_layers.Own(2)]).save(tmp_path / "model.keras")
+    keras.saving.get_custom_objects().pop("own>Own")
+    path = str(tmp_path / "model.keras")
+    assert main(["audit", path]) == 1
+    assert "Could not locate class 'Own'" in capsys.readouterr().err
+    sys.modules.pop("own_layers")
+    assert main(["audit", path, "--import", "own_layers"]) == 0
+    keras.saving.get_custom_objects().pop("own>Own")
+    assert main(["audit", path, "--import", "nosuch"]) == 1
+
+
+@pytest.mark.parametrize("content", [None, b"no model"])
+def test_audit_of_what_is_no_model_is_one_clear_line(tmp_path, capsys, content):
+    if content:
+        (tmp_path / "model.keras").write_bytes(content)
+    assert main(["audit", str(tmp_path / "model.keras")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("kmp: ")
+    assert error.count("\n") == 1

@@ -95,6 +95,7 @@ def test_public_surface_is_what_the_readme_documents():
     assert documented == {
         *("LossScaleOptimizer", "disable", "enable", "guard", "hardware", "wrap"),
         *("advise", "load_run", "what_if"),
+        *("Plan", "audit", "convert", "graph_rewrite", "to_float32"),
         *("callbacks", "layers", "plots", "records"),
     }
     assert [name for name in documented if not hasattr(kmp, name)] == []
@@ -108,9 +109,12 @@ def test_unknown_name_is_an_attribute_error():
 def test_a_room_imports_only_from_the_floors_below():
     floors = [
         ["_arguments", "_backend", "_bench_clock", "_formats", "_hardware", "_patch", "_replicas", "_warnings", "_xla"],
-        ["_gate", "_histograms", "_layout", "_state"],
+        ["_audit_rows", "_gate", "_graph_rewrite", "_histograms", "_layout", "_state", "_tensor_cores"],
         ["_samples", "layers", "_multiworker", "statistics"],
-        ["records", "_graph"],
+        ["records", "_float32_operation", "_graph", "_structure"],
+        ["_kinds", "_rebuild", "_trace"],
+        ["_audit_table", "_plan"],
+        ["_by_plan"],
         ["scaling", "_unscale", "_what_if", "_updates", "_reference"],
         ["_counters", "_evidence", "_findings", "_plot_style", "_sampler", "settings"],
         ["_causes", "_plot_exponents", "_plot_scale", "_plot_variables", "_step"],
@@ -119,7 +123,9 @@ def test_a_room_imports_only_from_the_floors_below():
         ["_backup", "_mistakes", "_probe", "_report_facts"],
         ["_reader", "_report_pictures", "_report_text", "policy"],
         ["_histogram_callback", "_loggers", "_probe_callback", "_stuck_detector", "report"],
-        ["_report_callback"],
+        ["_carry_over", "_report_callback"],
+        ["conversion"],
+        ["auditing"],
         ["callbacks"],
         ["_bench_optimizers", "_bench_report", "_demo"],
         ["_bench_models", "_bench_sampling", "_demo_report"],

@@ -22,7 +22,7 @@ def rows_of(heading):
 
 def test_example_runs_as_it_stands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, loop = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    code, loop, conversion = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     random = np.random.default_rng(0)
     names = {"x": random.normal(size=(64, 64)).astype("float32"), "y": random.integers(0, 10, 64)}
     exec(code, names)
@@ -34,6 +34,12 @@ def test_example_runs_as_it_stands(tmp_path, monkeypatch):
     names["step"](names["x"], names["y"])
     assert names["optimizer"].snapshot().step == 1
     assert np.abs(names["model"].get_weights()[0] - before).max() > 0
+    kmp.disable()
+    exec(conversion, names)
+    images = random.uniform(0, 255, (2, 64, 64, 3))
+    np.testing.assert_array_equal(names["wide"](images), names["network"](images))
+    np.testing.assert_allclose(names["mixed"](images), names["network"](images), atol=1e-2)
+    assert {layer.compute_dtype for layer in names["mixed"].layers} == {"float16", "float32"}
 
 
 def test_table_of_loss_scale_arguments_is_the_signature():

@@ -1,0 +1,89 @@
+"""Building a model anew by a plan: each part with the dtype policy that the plan has for it."""
+
+from typing import Any
+
+import keras
+
+from kmp import layers
+from kmp._float32_operation import Float32Operation
+from kmp._formats import BFLOAT16, FLOAT16, FLOAT32
+from kmp._plan import Plan
+from kmp._rebuild import Config, rebuilt
+from kmp._structure import parts_of
+
+_STOCK = {layers.Softmax: keras.layers.Softmax, layers.BatchNormalization: keras.layers.BatchNormalization}
+_PURE = (FLOAT16.name, BFLOAT16.name)
+_OURS = {keras.layers.BatchNormalization: layers.BatchNormalization}
+
+
+def by_plan(model: keras.Model, plan: Plan) -> keras.Model:
+    """Returns a new model with the same weights, its parts as the plan says, its BatchNormalization kmp's."""
+    path_of = {id(part.operation): part.path for part in parts_of(model)}
+
+    def renew(old: keras.Operation, config: Config) -> keras.Operation:
+        path = path_of.get(id(old), "")
+        policy = plan.policy_of(path)
+        if isinstance(old, keras.layers.InputLayer):
+            return type(old).from_config(config)
+        if isinstance(old, keras.Layer):
+            ours = type(old) if policy in _PURE else _OURS.get(type(old), type(old))  # kmp's has float32 statistics
+            new = _made(old, config, ours, policy)
+            _tell_inside(old, new, path, plan)
+            return new
+        new = type(old).from_config(config)
+        return Float32Operation(new, name=old.name) if policy == FLOAT32.name else new
+
+    made = rebuilt(model, renew, plan.policy)
+    _tell_inside(model, made, "", plan)  # what layers made when they were built
+    return made
+
+
+def in_float32(model: keras.Model) -> keras.Model:
+    """Returns a new model with the same weights, all in float32, and made of Keras' own layers where kmp's stood."""
+
+    def renew(old: keras.Operation, config: Config) -> keras.Operation:
+        inside = "layer" if isinstance(old, layers.Float32) else "operation"
+        if isinstance(old, layers.Float32 | Float32Operation) and isinstance(getattr(old, inside), keras.Operation):
+            config[inside]["config"]["name"] = old.name
+            return keras.saving.deserialize_keras_object(config[inside])
+        if isinstance(old, keras.Layer) and not isinstance(old, keras.layers.InputLayer):
+            return _made(old, config, _STOCK.get(type(old), type(old)), FLOAT32.name)
+        return type(old).from_config(config)
+
+    made = rebuilt(model, renew, FLOAT32.name)
+    for part in parts_of(made):
+        if part.is_layer and part.operation.compute_dtype != FLOAT32.name:
+            part.operation.dtype_policy = FLOAT32.name
+    return made
+
+
+def _made(old: keras.Layer, config: Config, kind: type[keras.Layer], policy: str) -> keras.Layer:
+    if "dtype" in config and keras.backend.is_float_dtype(old.compute_dtype):
+        config["dtype"] = policy
+    if isinstance(old, keras.layers.Lambda):
+        config |= _functions_of(old)
+        return kind(**config)
+    for name in ("activation", "recurrent_activation"):
+        function = getattr(old, name, None)
+        if name in config and not isinstance(function, keras.Layer):
+            config[name] = function  # a lambda, or a function that nobody registered, stays the one it is
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        return kind.from_config(config)
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def _functions_of(old: keras.layers.Lambda) -> dict[str, Any]:
+    return {"function": old.function, "output_shape": old._output_shape, "mask": old.mask, "arguments": old.arguments}
+
+
+def _tell_inside(old: keras.Layer, new: keras.Layer, path: str, plan: Plan) -> None:
+    """Sets what a layer made itself and the plan wants in float32. It comes in the old order; its names may differ."""
+    if type(old).__module__.startswith("keras.") and not isinstance(old, keras.Model):
+        return
+    for part, made in zip(parts_of(old), parts_of(new), strict=False):
+        wanted = plan.policy_of(f"{path}/{part.path}" if path else part.path)
+        if made.is_layer and wanted == FLOAT32.name and made.operation.compute_dtype != FLOAT32.name:
+            made.operation.dtype_policy = FLOAT32.name

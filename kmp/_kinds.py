@@ -1,0 +1,177 @@
+"""What float16 does to a layer or an operation: the field's three kinds, each judgement with its reason and its source.
+
+Judged by what Keras' code does, not by names alone: layers that take their own arithmetic up to float32, as
+`BatchNormalization` does, are in no danger.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from kmp import layers
+from kmp._float32_operation import Float32Operation
+from kmp._formats import FLOAT16
+from kmp._structure import Part
+
+HALF = "float16"
+FOLLOWS = "follows its inputs"
+FLOAT32 = "float32"
+
+_TORCH = "torch.amp's op reference"
+_GRAPPLER = "TensorFlow's auto_mixed_precision_lists.h"
+_PAPER = "Micikevicius et al. 2018, section 3.3"
+_KERAS = "Keras' source"
+_GUIDE = "Keras' guide to mixed precision"
+_FORMAT = "IEEE 754 binary16"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What float16 means for one part of a model.
+
+    Args:
+        kind: `HALF` (made for it), `FOLLOWS` (safe wherever its inputs are), or `FLOAT32` (float16 endangers it).
+        reason: Why, in words; empty where there is nothing to say.
+        source: Where the rule comes from.
+    """
+
+    kind: str
+    reason: str = ""
+    source: str = ""
+
+
+_EXP = Judgement(FLOAT32, "exp of more than 11 is beyond 65504", f"{_TORCH}, {_GRAPPLER}")
+_LOG = Judgement(FLOAT32, "log of what float16 rounded to zero is -inf", _TORCH)
+_POWER = Judgement(FLOAT32, "powers leave float16's range: 256 squared is beyond 65504", f"{_TORCH}, {_GRAPPLER}")
+_SUM = Judgement(FLOAT32, "sums over many elements go beyond 65504, or lose the small ones", f"{_PAPER}, {_GRAPPLER}")
+_NORM = Judgement(FLOAT32, "sums of squares go beyond 65504", f"{_PAPER}, {_TORCH}")
+_VARIANCE = Judgement(FLOAT32, "the variance of values beyond 256 is beyond 65504", f"{_PAPER}, {_KERAS}")
+_SOFTMAX = Judgement(FLOAT32, "exp, sum, quotient: float16 rounds small probabilities to 0", f"{_PAPER}, {_TORCH}")
+_RECIPROCAL = Judgement(FLOAT32, "the reciprocal of less than 1.5e-5 is beyond 65504", _TORCH)
+_PENALTY = Judgement(FLOAT32, "the penalty sums over the output's elements, or their squares", _PAPER)
+_REWRITES = Judgement(FLOAT32, "it writes its kernel back as computed, which float16 rounds to 11 bits", _KERAS)
+_RAW = Judgement(FLOAT32, "data that comes in may lie beyond 65504 before this brings it into range", _GUIDE)
+_UNKNOWN = Judgement(FLOAT32, "a function of your own: what it computes is not known", "kmp")
+_OURS = Judgement(FLOAT32, "float32 by itself, whatever the policy", "kmp.layers")
+_MATRIX = Judgement(HALF, "", f"{_TORCH}, {_GRAPPLER}")
+_ATTENTION = Judgement(
+    HALF, "softmax of float16, added up in float32 by TensorFlow's GPU kernel", "TensorFlow's softmax_op_gpu.cu.cc"
+)
+_STATISTICS = Judgement(HALF, "Keras takes the statistics in float32", _KERAS)
+_LIFTED = Judgement(FOLLOWS, "Keras computes it in float32, whatever comes in", _KERAS)
+_OWN = Judgement(HALF)
+_ANY = Judgement(FOLLOWS)
+
+# The operations of `keras.ops`, by the name of their class.
+_OPERATIONS = {
+    _EXP: "Exp Exp2 Expm1 Sinh Cosh Logaddexp Logaddexp2 Logsumexp Softplus Erfinv I0",
+    _LOG: "Log Log10 Log1p Log2 LogSigmoid",
+    _POWER: "Power Square Vander Kron",
+    _SUM: "Sum Nansum Cumsum Nancumsum Prod Nanprod Cumprod Nancumprod SegmentReduction Trace Trapezoid CDist",
+    _VARIANCE: "Var Std Nanvar Nanstd Moments Corrcoef",
+    _NORM: "Norm Normalize Hypot Det Logdet Slogdet Inv Pinv Solve SolveTriangular Cholesky Qr SVD Eigh Lstsq",
+    _SOFTMAX: "Softmax LogSoftmax Sparsemax",
+    _RECIPROCAL: "Reciprocal Rsqrt Tan Arcsin Arccos",
+    _MATRIX: "Matmul Einsum Dot Tensordot Inner Vdot Conv ConvTranspose DepthwiseConv SeparableConv",
+    _ATTENTION: "DotProductAttention",
+    _LIFTED: "Mean Average Nanmean BatchNorm LayerNorm RMSNorm",
+}
+_OF_OPERATION = {name: judgement for judgement, names in _OPERATIONS.items() for name in names.split()}
+
+_OF_ACTIVATION = {
+    "softmax": _SOFTMAX,
+    "log_softmax": _SOFTMAX,
+    "sparsemax": _SOFTMAX,
+    "exponential": _EXP,
+    "log_sigmoid": _LOG,
+    "softplus": _EXP,
+}
+
+# The first that fits: subclasses of Keras' layers are judged as these are.
+_OF_LAYER = {
+    _OURS: "kmp.Softmax kmp.Float32",
+    _SOFTMAX: "Softmax",
+    _NORM: "UnitNormalization",
+    _PENALTY: "ActivityRegularization",
+    _REWRITES: "SpectralNormalization",
+    _RAW: "Normalization Rescaling Discretization MelSpectrogram STFTSpectrogram",
+    _UNKNOWN: "Lambda",
+    _STATISTICS: "BatchNormalization LayerNormalization GroupNormalization RMSNormalization",
+    _ATTENTION: "Attention AdditiveAttention MultiHeadAttention GroupQueryAttention",
+    _MATRIX: (
+        "Dense EinsumDense Embedding RNN "
+        "SimpleRNNCell LSTMCell GRUCell Conv1D Conv2D Conv3D Conv1DTranspose Conv2DTranspose Conv3DTranspose "
+        "DepthwiseConv1D DepthwiseConv2D SeparableConv1D SeparableConv2D"
+    ),
+}
+
+
+def _kinds_of_layers() -> Iterator[tuple[type, Judgement]]:
+    for judgement, names in _OF_LAYER.items():
+        for name in names.split():
+            home = layers if name.startswith("kmp.") else keras.layers
+            kind = getattr(home, name.removeprefix("kmp."), None)  # some came with later versions of Keras
+            if kind is not None:
+                yield kind, judgement
+
+
+_KINDS = tuple(_kinds_of_layers())
+
+
+def judge(part: Part) -> Judgement:
+    """Returns what float16 means for a part of a model, by what it is and how it is set."""
+    if isinstance(part.operation, Float32Operation):
+        return _OURS
+    if not part.is_layer:
+        return _beyond_range(_constants_of(part.operation)) or _OF_OPERATION.get(type(part.operation).__name__, _ANY)
+    return _of_settings(part.operation) or next(
+        (judgement for kind, judgement in _KINDS if isinstance(part.operation, kind)), _of_home(part.operation)
+    )
+
+
+def _of_settings(layer: keras.Layer) -> Judgement | None:
+    activation = getattr(getattr(layer, "activation", None), "__name__", "")
+    if activation in _OF_ACTIVATION:
+        return _OF_ACTIVATION[activation]
+    if getattr(layer, "activity_regularizer", None) is not None:
+        return _PENALTY
+    epsilon = getattr(layer, "epsilon", None)
+    if isinstance(epsilon, float) and not _is_keras(layer):
+        return _beyond_range([epsilon])
+    return None
+
+
+def _of_home(layer: keras.Layer) -> Judgement:
+    if not keras.backend.is_float_dtype(layer.compute_dtype):  # it looks words or numbers up
+        return _ANY
+    if _is_keras(layer) and ".layers.preprocessing." in type(layer).__module__:
+        return _RAW
+    return _OWN if layer.weights else _ANY
+
+
+def _is_keras(layer: keras.Layer) -> bool:
+    return type(layer).__module__.startswith("keras.")
+
+
+def _beyond_range(constants: Any) -> Judgement | None:
+    for constant in constants:
+        size = abs(constant)
+        if math.isfinite(size) and size > FLOAT16.max:
+            return Judgement(FLOAT32, f"the constant {constant:g} is beyond 65504, and inf in float16", _FORMAT)
+        if 0.0 < size <= 2.0**FLOAT16.flush_exponent:
+            return Judgement(FLOAT32, f"the constant {constant:g} is below 6e-8, and 0 in float16", _FORMAT)
+    return None
+
+
+def _constants_of(operation: keras.Operation) -> Iterator[float]:
+    """Yields the floating-point constants that an operation of a graph is called with."""
+    for node in operation._inbound_nodes:  # Keras has no public way from an operation to its calls
+        for value in keras.tree.flatten([node.arguments.args, node.arguments.kwargs]):
+            if isinstance(value, float | np.floating):
+                yield float(value)
+            elif isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.floating):
+                yield from (float(one) for one in np.unique(np.abs(value)) if one)

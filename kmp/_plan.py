@@ -1,0 +1,215 @@
+"""Which parts of a model stay float32, and why: data that can be saved, reviewed, edited and applied."""
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from kmp import _arguments
+from kmp._kinds import FLOAT32, FOLLOWS, Judgement, judge
+from kmp._structure import Part, parts_of
+
+Choice = str | type | Callable[[keras.Operation], bool]
+
+_WRAPPERS = (keras.layers.Wrapper, keras.layers.Bidirectional, keras.layers.RNN, keras.layers.StackedRNNCells)
+
+MIXED = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
+
+_OUTPUT = "the model's output: float16 rounds it to 11 bits"
+_BETWEEN = "all its inputs are float32"
+_INSIDE = "inside {path}"
+_AROUND = "around {path}"
+_ASKED = "asked for"
+_STATISTICS = "its statistics are weights, which 16 bits would round away"
+_NO_DTYPE = "its config has no dtype, so it cannot be told one"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a model's parts compute in.
+
+    Args:
+        policy: The dtype policy of all parts but those in `float32`.
+        float32: For each part that stays float32, by its path as `kmp.audit` shows it, the reason. May be edited.
+
+    Raises:
+        ValueError: If `policy` is not one of `MIXED`.
+
+    Example:
+    >>> plan = Plan("mixed_float16", {"softmax": "asked for"})
+    >>> plan.policy_of("dense"), plan.policy_of("softmax")
+    ('mixed_float16', 'float32')
+    """
+
+    policy: str
+    float32: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _arguments.one_of("policy", self.policy, MIXED)
+
+    @property
+    def compute_dtype(self) -> str:
+        """What all parts but those in `float32` compute in."""
+        return self.policy.removeprefix("mixed_")
+
+    def policy_of(self, path: str) -> str:
+        """Returns the dtype policy of the part at a path."""
+        return FLOAT32 if path in self.float32 else self.policy
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plan as JSON has it."""
+        return {"policy": self.policy, "float32": dict(self.float32)}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan to a JSON file.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Reads a plan that `save` wrote, or somebody edited.
+
+        Raises:
+            OSError: If the file cannot be read.
+            ValueError: If it holds no plan.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            policy, float32 = content["policy"], content["float32"]
+            if not all(isinstance(text, str) for pair in float32.items() for text in pair):
+                raise ValueError("`float32` must map paths to reasons")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{os.fspath(path)} holds no plan: {error}") from error
+        return cls(policy, float32)
+
+
+def planned(model: keras.Model, policy: str, keep_float32: Any = None, islands: bool = True) -> Plan:
+    """Returns the plan that kmp's rules make for a model.
+
+    Args:
+        model: A model that is built.
+        policy: See `Plan`.
+        keep_float32: What is to stay float32 beside what the rules say: a path or pattern, a class, a predicate on
+            layers and operations, or a list of these.
+        islands: Whether the rules apply; otherwise only `keep_float32` does.
+
+    Raises:
+        TypeError: If `keep_float32` holds something else.
+        ValueError: If a pattern or class in it matches no part of the model.
+    """
+    parts = told_parts(model)
+    float32 = dict.fromkeys(_chosen(parts, keep_float32), _ASKED)
+    float32 |= {part.path: _NO_DTYPE for part in parts if not takes_dtype(part.operation)}
+    if islands:
+        judgements = {part.path: judge(part) for part in parts}
+        if not policy.startswith("mixed_"):
+            statistics = keras.layers.BatchNormalization
+            float32 |= {part.path: _STATISTICS for part in parts if isinstance(part.operation, statistics)}
+        endangered = {path: judged.reason for path, judged in judgements.items() if judged.kind == FLOAT32}
+        at_end = {id(operation) for operation in _outputs(model)}
+        float32 = {part.path: _OUTPUT for part in parts if id(part.operation) in at_end} | endangered | float32
+        _spread(model, parts, judgements, float32)
+    _widen(parts, float32)
+    return Plan(policy, {part.path: float32[part.path] for part in parts if part.path in float32})
+
+
+def takes_dtype(operation: keras.Operation) -> bool:
+    """Whether an operation, made from its config, can be told a dtype. Those of graphs follow their inputs."""
+    if not isinstance(operation, keras.Layer) or isinstance(operation, keras.Model):
+        return True
+    return type(operation).__module__.startswith("keras.") or "dtype" in operation.get_config()
+
+
+def told_parts(model: keras.Model) -> list[Part]:
+    """Returns the parts whose dtypes can be chosen: those that Keras' own layers make inside take the layer's."""
+    made_inside: set[int] = set()
+    told = []
+    for part in parts_of(model):
+        if id(part.holder) in made_inside or _makes_its_own(part.holder):
+            made_inside.add(id(part.operation))
+        elif not isinstance(part.operation, keras.layers.InputLayer):
+            told.append(part)
+    return told
+
+
+def _makes_its_own(holder: keras.Layer) -> bool:
+    given = (keras.Model, *_WRAPPERS)
+    return type(holder).__module__.startswith("keras.") and not isinstance(holder, given)
+
+
+def _widen(parts: list[Part], float32: dict[str, str]) -> None:
+    """Adds wrappers of what is float32, and all that is inside of what is."""
+    for part in reversed(parts):
+        if part.path in float32 and isinstance(part.holder, _WRAPPERS):
+            float32.setdefault(part.path.rpartition("/")[0], _AROUND.format(path=part.path))
+    for part in parts:
+        around = part.path.rpartition("/")[0]
+        if around in float32:
+            float32.setdefault(part.path, _INSIDE.format(path=around))
+
+
+def _chosen(parts: list[Part], choices: Any) -> list[str]:
+    if choices is None:
+        return []
+    found: list[str] = []
+    for choice in choices if isinstance(choices, list | tuple | set) else [choices]:
+        fits = _fits(choice)
+        paths = [part.path for part in parts if fits(part)]
+        if not paths and isinstance(choice, str | type):
+            what = repr(choice) if isinstance(choice, str) else choice.__name__
+            known = ", ".join(part.path for part in parts)
+            raise ValueError(f"`keep_float32`: no layer matches {what}. The layers are: {known}")
+        found += paths
+    return found
+
+
+def _fits(choice: Choice) -> Callable[[Part], bool]:
+    if isinstance(choice, str):
+        return lambda part: fnmatchcase(part.path, choice) or part.operation.name == choice
+    if isinstance(choice, type):
+        return lambda part: isinstance(part.operation, choice)
+    if callable(choice):
+        return lambda part: bool(choice(part.operation))
+    raise TypeError(
+        "`keep_float32` must be a path or pattern, a class, a function of a layer, or a list of these. "
+        f"Received: {choice!r}"
+    )
+
+
+def _outputs(model: keras.Model) -> Iterable[keras.Operation]:
+    """Yields what makes the outputs of a model, as far as Keras knows it: of a subclassed model it does not."""
+    for tensor in keras.tree.flatten(getattr(model, "outputs", None) or []):
+        operation = tensor._keras_history.operation
+        nested = list(_outputs(operation)) if isinstance(operation, keras.Model) else []
+        yield from nested or [operation]
+
+
+def _spread(model: keras.Model, parts: list[Part], judgements: dict[str, Judgement], float32: dict[str, str]) -> None:
+    """Adds what only follows float32 parts, so that nothing is rounded between two of them, or before the first."""
+    tensors = keras.tree.flatten(getattr(model, "inputs", None) or [])
+    inputs = {id(tensor._keras_history.operation) for tensor in tensors}
+    wide = inputs | {id(part.operation) for part in parts if part.path in float32}
+
+    def is_wide(source: keras.Operation) -> bool:
+        ends = list(_outputs(source)) if isinstance(source, keras.Model) else []
+        return id(source) in wide or (bool(ends) and all(id(end) in wide for end in ends))
+
+    for part in parts:  # graphs are in their order, and nested ones come before what they feed
+        sources = _sources(part.operation)
+        if judgements[part.path].kind == FOLLOWS and sources and all(map(is_wide, sources)):
+            wide.add(id(part.operation))
+            if part.is_layer and keras.backend.is_float_dtype(part.operation.compute_dtype):  # others do by themselves
+                float32.setdefault(part.path, _BETWEEN)
+
+
+def _sources(operation: keras.Operation) -> list[keras.Operation]:
+    # Keras has no public way from an operation to what feeds it.
+    return [tensor._keras_history.operation for node in operation._inbound_nodes for tensor in node.input_tensors]

@@ -1,0 +1,149 @@
+"""What mixed precision would mean for a model, layer by layer and operation by operation."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+
+from kmp import _audit_table
+from kmp._audit_rows import Row
+from kmp._by_plan import by_plan, in_float32
+from kmp._kinds import FLOAT32, FOLLOWS, Judgement, judge
+from kmp._plan import Plan, planned, told_parts
+from kmp._state import only_hands_on
+from kmp._structure import Part, parts_of
+from kmp._tensor_cores import unaligned
+from kmp._trace import Seen, traced
+from kmp.conversion import by_old_path, check
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What `kmp.audit` found: shows itself as a table in terminals and notebooks.
+
+    Args:
+        model: The model's name.
+        rows: One for each layer and operation, in the order of the graph, holders before what they hold.
+        plan: What `kmp.convert(model)` would do; may be edited, saved, and given to it.
+    """
+
+    model: str
+    rows: tuple[Row, ...]
+    plan: Plan = field(repr=False)
+
+    @property
+    def endangered(self) -> tuple[Row, ...]:
+        """Those that float16 endangers: they stay float32."""
+        return tuple(row for row in self.rows if row.judgement == FLOAT32)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the audit as JSON has it."""
+        return {"model": self.model, "rows": [row.to_dict() for row in self.rows], "plan": self.plan.to_dict()}
+
+    def __rich__(self) -> Any:
+        return _audit_table.render(self.model, self.rows)
+
+    def __str__(self) -> str:
+        return _audit_table.as_text(self.model, self.rows)
+
+    def _repr_html_(self) -> str:
+        return _audit_table.as_html(self.model, self.rows)
+
+
+def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") -> Audit:
+    """Tells for each layer and operation of a model its dtypes, and what float16 endangers there, and why.
+
+    Args:
+        model: A `keras.Model` that is built: in float32, or in mixed precision already.
+        batch: What the model is called with, such as an array of its input, to run it in float32 and in the candidate:
+            what `kmp.convert(model, policy)` makes, or the model itself where it is not float32. Shows where values
+            leave float16's range, and where they drift.
+        policy: The policy of the candidate, as in `kmp.convert`.
+
+    Returns:
+        An `Audit`, which shows itself as a table; `to_dict()` has the data.
+
+    Raises:
+        TypeError: If `model` is no Keras model.
+        ValueError: If it is not built, or the batch does not fit it.
+
+    Example:
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(2, "softmax", name="p")])
+    >>> audit(model).plan.float32
+    {'p': 'exp, sum, quotient: float16 rounds small probabilities to 0'}
+    """
+    check(model)
+    plan = planned(model, policy)
+    seen = _compared(model, plan, batch) if batch is not None else {}
+    told = {part.path for part in told_parts(model)}
+    rows = (_row(part, plan, part.path in told, seen.get(part.path)) for part in parts_of(model))
+    return Audit(model.name, tuple(rows), plan)
+
+
+def _compared(model: keras.Model, plan: Plan, batch: Any) -> dict[str, tuple[Seen, Seen]]:
+    """Returns by path what was seen in float32 and in the candidate."""
+    is_mixed = any(
+        part.is_layer and part.operation.compute_dtype in ("float16", "bfloat16") for part in parts_of(model)
+    )
+    narrow, wide = (model, in_float32(model)) if is_mixed else (by_plan(model, plan), model)
+    reference, candidate = (by_old_path(traced(one, batch)[1], model, one) for one in (wide, narrow))
+    return {path: (reference[path], candidate[path]) for path in reference if path in candidate}
+
+
+def _row(part: Part, plan: Plan, is_told: bool, seen: tuple[Seen, Seen] | None) -> Row:
+    layer, output = part.operation, _output_dtype(part.operation)
+    judged, planned_dtype = judge(part), _planned_dtype(part, plan)
+    reason, source = judged.reason, judged.source
+    if not part.is_layer or only_hands_on(layer):
+        compute_dtype, variable_dtype = output or "", None
+    else:
+        compute_dtype, variable_dtype = layer.compute_dtype, layer.variable_dtype
+    if part.path in plan.float32 and plan.float32[part.path] != reason:
+        reason, source = plan.float32[part.path], ""
+    if not is_told and not isinstance(layer, keras.layers.InputLayer):
+        judged, reason, source = Judgement(FOLLOWS), f"has the dtype of {part.holder.name}, which made it", ""
+    return Row(
+        path=part.path,
+        kind=type(layer).__name__,
+        compute_dtype=compute_dtype,
+        variable_dtype=variable_dtype,
+        output_dtype=output,
+        judgement=judged.kind,
+        reason=reason,
+        source=source,
+        planned_dtype=planned_dtype,
+        tensor_cores=tuple(unaligned(layer)),
+        **_measured(*seen) if seen else {},
+    )
+
+
+def _measured(reference: Seen, candidate: Seen) -> dict[str, Any]:
+    return {
+        "amax": reference.amax,
+        "beyond": reference.beyond,
+        "below": reference.below,
+        "drift": candidate.drift(reference) if candidate.is_finite else math.nan,
+        "overflows": reference.is_finite and not candidate.is_finite,
+    }
+
+
+def _planned_dtype(part: Part, plan: Plan) -> str:
+    names = part.path.split("/")
+    if any("/".join(names[:count]) in plan.float32 for count in range(1, len(names) + 1)):
+        return FLOAT32
+    if isinstance(part.operation, keras.layers.InputLayer):
+        return part.operation.dtype
+    if not part.is_layer or only_hands_on(part.operation):
+        return FOLLOWS
+    is_float = keras.backend.is_float_dtype(part.operation.compute_dtype)
+    return plan.compute_dtype if is_float else part.operation.compute_dtype
+
+
+def _output_dtype(operation: keras.Operation) -> str | None:
+    try:
+        outputs = keras.tree.flatten(operation.output)
+    except (AttributeError, ValueError, RuntimeError):  # never called in a graph, or in several places
+        outputs = [tensor for node in operation._inbound_nodes for tensor in node.output_tensors]
+    dtypes = sorted({keras.backend.standardize_dtype(tensor.dtype) for tensor in outputs})
+    return ", ".join(dtypes) or None

@@ -1,0 +1,86 @@
+import keras
+import models
+import numpy as np
+import pytest
+
+import kmp
+
+
+def own_loss(y_true, y_pred):
+    return keras.ops.mean(keras.ops.abs(y_true - y_pred))
+
+
+class OwnMetric(keras.metrics.MeanSquaredError):
+    pass
+
+
+def trained(**arguments):
+    keras.utils.set_random_seed(0)
+    model, batch = models.autoencoder()
+    model.compile(**{"optimizer": keras.optimizers.Adam(0.01), "loss": "mse"} | arguments)
+    model.fit(batch, batch, verbose=0, epochs=2)
+    return model, batch
+
+
+def test_optimizer_goes_on_where_it_was_with_a_loss_scale_around_it():
+    model, batch = trained()
+    converted = kmp.convert(model)
+    assert isinstance(converted.optimizer, kmp.LossScaleOptimizer)
+    inner = converted.optimizer.inner_optimizer
+    assert inner is not model.optimizer
+    for mine, its in zip(inner.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(mine, its)
+    converted.fit(batch, batch, verbose=0)
+    assert (int(inner.iterations.numpy()), int(model.optimizer.iterations.numpy())) == (3, 2)
+
+
+def test_bfloat16_gets_no_loss_scale_and_the_way_back_takes_it_off():
+    model, _ = trained()
+    assert type(kmp.convert(model, "mixed_bfloat16").optimizer) is keras.optimizers.Adam
+    back = kmp.to_float32(kmp.convert(model))
+    assert type(back.optimizer) is keras.optimizers.Adam
+    assert int(back.optimizer.iterations.numpy()) == 2
+
+
+def test_settings_of_enable_are_those_of_the_loss_scale():
+    model, _ = trained()
+    with kmp.enable(initial_scale=1024.0):
+        assert kmp.convert(model).optimizer.rule.initial_scale == 1024.0
+
+
+def test_losses_and_metrics_that_nobody_registered_carry_over():
+    model, batch = trained(loss=own_loss, metrics=[OwnMetric(name="own"), own_loss])
+    converted = kmp.convert(model)
+    assert set(converted.fit(batch, batch, verbose=0).history) == {"loss", "own", "own_loss"}
+    assert converted.loss is own_loss
+
+
+def test_model_that_is_not_compiled_stays_so():
+    assert not kmp.convert(models.autoencoder()[0]).compiled
+
+
+def test_compile_of_ones_own_is_told():
+    model, _ = models.gan()
+    model.compile(generator=keras.optimizers.Adam(), discriminator=keras.optimizers.Adam())
+    with pytest.warns(UserWarning, match="Gan 'gan.*' is not compiled, compile it as before"):
+        converted = kmp.convert(model)
+    assert not converted.compiled
+
+
+def test_optimizer_that_was_built_on_other_variables_starts_anew():
+    model, _ = trained()
+    model.layers[1].trainable = False
+    with pytest.warns(UserWarning, match="starts anew"):
+        converted = kmp.convert(model)
+    assert int(converted.optimizer.inner_optimizer.iterations.numpy()) == 0
+
+
+def test_original_trains_on_as_if_nothing_had_happened():
+    alone, batch = trained()
+    model, _ = trained()
+    kmp.convert(model)
+    for one in (alone, model):
+        keras.utils.set_random_seed(1)
+        one.fit(batch, batch, verbose=0)
+    for mine, its in zip(model.weights, alone.weights, strict=True):
+        np.testing.assert_allclose(mine, its)

@@ -1,0 +1,128 @@
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import kmp
+from kmp._kinds import FLOAT32, FOLLOWS, HALF, judge
+from kmp._structure import Part, parts_of
+
+
+def judged(layer):
+    return judge(Part("", layer, layer))
+
+
+def judged_operation(function):
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, function(inputs))
+    return judge(parts_of(model)[-1])
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind"),
+    [
+        (layers.Softmax(), FLOAT32),
+        (layers.Dense(2, activation="softmax"), FLOAT32),
+        (layers.Activation("exponential"), FLOAT32),
+        (layers.Activation("log_softmax"), FLOAT32),
+        (layers.UnitNormalization(), FLOAT32),
+        (layers.ActivityRegularization(l2=0.1), FLOAT32),
+        (layers.Dense(2, activity_regularizer="l2"), FLOAT32),
+        (layers.SpectralNormalization(layers.Dense(2)), FLOAT32),
+        (layers.Normalization(), FLOAT32),
+        (layers.Rescaling(1 / 255), FLOAT32),
+        (layers.RandomFlip(), FLOAT32),
+        (layers.Lambda(lambda x: x), FLOAT32),
+        (kmp.layers.Softmax(), FLOAT32),
+        (kmp.layers.Float32(layers.Dense(2)), FLOAT32),
+        (layers.Dense(2), HALF),
+        (layers.Dense(2, activation="relu"), HALF),
+        (layers.Conv2D(2, 3), HALF),
+        (layers.LSTM(2), HALF),
+        (layers.MultiHeadAttention(2, 2), HALF),
+        (layers.BatchNormalization(), HALF),
+        (kmp.layers.BatchNormalization(), HALF),
+        (layers.LayerNormalization(), HALF),
+        (layers.GroupNormalization(), HALF),
+        (layers.ReLU(), FOLLOWS),
+        (layers.Add(), FOLLOWS),
+        (layers.Dropout(0.1), FOLLOWS),
+        (layers.MaxPooling2D(), FOLLOWS),
+        (layers.GlobalAveragePooling2D(), FOLLOWS),
+    ],
+    ids=lambda value: value.name if isinstance(value, keras.Layer) else value,
+)
+def test_layers_are_of_the_kind_that_their_source_says(layer, kind):
+    assert judged(layer).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (ops.exp, FLOAT32),
+        (ops.log, FLOAT32),
+        (lambda x: ops.power(x, 3), FLOAT32),
+        (ops.square, FLOAT32),
+        (lambda x: ops.sum(x, axis=-1), FLOAT32),
+        (lambda x: ops.std(x, axis=-1), FLOAT32),
+        (lambda x: ops.norm(x, axis=-1), FLOAT32),
+        (ops.softmax, FLOAT32),
+        (ops.reciprocal, FLOAT32),
+        (lambda x: x * 1e5, FLOAT32),
+        (lambda x: x + (-1e9), FLOAT32),
+        (lambda x: x + 1e-8, FLOAT32),
+        (lambda x: x * np.array([1.0, 2.0, 7e4, 1.0], "float32"), FLOAT32),
+        (lambda x: ops.matmul(x, ops.transpose(x)), HALF),
+        (lambda x: ops.mean(x, axis=-1), FOLLOWS),
+        (ops.relu, FOLLOWS),
+        (lambda x: x + 1.0, FOLLOWS),
+        (lambda x: x * 1e4, FOLLOWS),
+        (lambda x: x + 1e-6, FOLLOWS),
+        (lambda x: ops.where(x > 0, x, -np.inf), FOLLOWS),
+    ],
+)
+def test_operations_are_of_the_kind_that_their_source_says(function, kind):
+    assert judged_operation(function).kind == kind
+
+
+def test_constant_beyond_the_range_is_named():
+    assert judged_operation(lambda x: x * 1e5).reason == "the constant 100000 is beyond 65504, and inf in float16"
+    assert judged_operation(lambda x: x + 1e-8).reason == "the constant 1e-08 is below 6e-8, and 0 in float16"
+
+
+def test_epsilon_of_a_layer_of_ones_own_is_looked_at():
+    class Mine(keras.layers.Layer):
+        epsilon = 1e-12
+
+    assert judged(Mine()).reason == "the constant 1e-12 is below 6e-8, and 0 in float16"
+
+
+def test_subclass_is_judged_as_what_it_is_made_from():
+    class Mine(keras.layers.Dense):
+        pass
+
+    assert judged(Mine(2)).kind == HALF
+
+
+@pytest.mark.parametrize("name", ["mean", "var", "std"])
+def test_what_keras_does_with_float16_is_as_the_rules_say(name):
+    x = ops.convert_to_tensor(np.array([[300.0, -300.0] * 512]), "float16")
+    is_finite = bool(ops.all(ops.isfinite(getattr(ops, name)(x, axis=-1))))
+    assert is_finite == (name == "mean")
+
+
+@pytest.mark.parametrize(
+    "layer", [layers.BatchNormalization(), layers.LayerNormalization(), layers.GroupNormalization(1)]
+)
+def test_norms_that_may_be_float16_stand_values_whose_squares_overflow(layer):
+    layer = type(layer).from_config(layer.get_config() | {"dtype": "mixed_float16"})
+    x = ops.convert_to_tensor(np.random.default_rng(0).normal(size=(64, 64)) * 1e4, "float16")
+    outputs = np.asarray(layer(x, training=True), np.float64)
+    assert np.isfinite(outputs).all()
+    assert 0.9 < outputs.std() < 1.1
+
+
+def test_unit_normalization_does_not_stand_them():
+    x = ops.convert_to_tensor(np.full((1, 64), 1e3), "float16")
+    outputs = np.asarray(layers.UnitNormalization(dtype="mixed_float16")(x), np.float64)
+    assert not np.isclose(np.linalg.norm(outputs), 1.0, atol=0.1)
