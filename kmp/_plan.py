@@ -26,7 +26,7 @@ _INSIDE = "inside {path}"
 _AROUND = "around {path}"
 _ASKED = "asked for"
 _STATISTICS = "its statistics are weights, which 16 bits would round away"
-_NO_DTYPE = "its config has no dtype, so it cannot be told one"
+NO_DTYPE = "its config has no dtype, so it cannot be told one"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def planned(model: keras.Model, policy: str, keep_float32: Any = None, islands: 
     """
     parts = told_parts(model)
     float32 = dict.fromkeys(_chosen(parts, keep_float32), _ASKED)
-    float32 |= {part.path: _NO_DTYPE for part in parts if not takes_dtype(part.operation)}
+    float32 |= {part.path: NO_DTYPE for part in parts if not takes_dtype(part.operation)}
     if islands:
         judgements = {part.path: judge(part) for part in parts}
         if not policy.startswith("mixed_"):

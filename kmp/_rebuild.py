@@ -35,7 +35,7 @@ def rebuilt(model: keras.Model, renew: Renew, policy: str) -> keras.Model:
     stand_ins = {f"{_MARK}_{place}": _StandIn(old, renew) for place, old in enumerate(_all_of(model))}
     with _marked({name: stand_in.old for name, stand_in in stand_ins.items()}):
         config = _of(model)
-    with _policy(policy):
+    with _policy(policy), model.distribute_strategy.scope():
         new = keras.saving.deserialize_keras_object(
             _with_stand_ins(config, stand_ins), custom_objects=stand_ins, safe_mode=False
         )

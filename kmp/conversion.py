@@ -9,7 +9,7 @@ import keras
 from kmp._by_plan import by_plan, in_float32
 from kmp._carry_over import carry_over
 from kmp._formats import BFLOAT16, FLOAT16
-from kmp._plan import Plan, planned, told_parts
+from kmp._plan import NO_DTYPE, Plan, planned, told_parts
 from kmp._state import compute_dtypes, sublayers
 from kmp._structure import parts_of
 from kmp._trace import Seen, traced
@@ -68,6 +68,9 @@ def convert(
     plan = policy if isinstance(policy, Plan) else planned(model, policy, keep_float32, islands)
     if _is_settled(model):
         return model
+    for path, reason in plan.float32.items():
+        if reason == NO_DTYPE:
+            logger.warning("%s stays float32: %s.", path, reason)
     made, plan = _until_finite(model, plan, batch) if batch is not None else (by_plan(model, plan), plan)
     carry_over(model, made, scaled=plan.compute_dtype == FLOAT16.name)
     return made

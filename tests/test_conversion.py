@@ -147,6 +147,19 @@ def test_what_overflows_with_the_batch_stays_float32_and_is_told(caplog):
     assert (dtypes["small"], dtypes["big"], dtypes["later"]) == ("float16", "float32", "float16")
 
 
+def test_layer_that_cannot_be_told_a_dtype_is_told(caplog):
+    kmp.convert(models.custom_layers()[0])
+    assert "without stays float32: its config has no dtype, so it cannot be told one." in caplog.text
+
+
+def test_model_of_several_replicas_becomes_one(two_replicas):
+    with two_replicas.scope():
+        model, batch = models.classifier()
+    converted = kmp.convert(model)
+    assert type(converted.weights[0].value).__name__ == "MirroredVariable"
+    np.testing.assert_allclose(outputs_of(converted, batch)[0], outputs_of(model, batch)[0], atol=1e-2)
+
+
 def test_function_that_nobody_registered_survives():
     offset = 3.0
     model = keras.Sequential(
