@@ -88,8 +88,9 @@ def _bench(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _audit(parsed: argparse.Namespace, console: Console) -> None:
-    sys.path.insert(0, "")  # as `python -m` has it: modules of one's own lie here
     try:
+        if parsed.modules:
+            sys.path.insert(0, "")  # as `python -m` has it: modules of one's own lie here
         for name in parsed.modules:
             importlib.import_module(name)
     except ImportError as error:
@@ -102,7 +103,10 @@ def _audit(parsed: argparse.Namespace, console: Console) -> None:
         cause = re.search("Could not locate .*", str(error))  # Keras puts it at the end of many lines
         reason = textwrap.shorten(cause[0] if cause else str(error), 300, placeholder=" ...")
         raise _InputError(f"{parsed.file} cannot be loaded: {reason}") from error
-    found = kmp.audit(model, policy=parsed.policy)
+    try:
+        found = kmp.audit(model, policy=parsed.policy)
+    except ValueError as error:
+        raise _InputError(f"{parsed.file}: {error}") from error
     console.print(found)
     if parsed.json:
         parsed.json.write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")

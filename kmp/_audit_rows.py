@@ -17,13 +17,14 @@ class Row:
         judgement: The field's kind: `"float16"`, `"follows its inputs"` or `"float32"`.
         reason: Why, or why it would stay float32.
         source: Where the rule comes from.
-        planned_dtype: What it would compute in after `kmp.convert`.
-        tensor_cores: Dimensions that keep Tensor Cores idle, each with the padded number.
+        planned_dtype: What it would compute in after `kmp.convert`; of a model that computes in 16 bits already, what
+            it computes in.
+        tensor_cores: Dimensions that 8 does not divide, each with the padded number; none where it stays float32.
         amax: With a batch: the largest magnitude that it puts out in float32.
         beyond: With a batch: the share of its outputs beyond 65504 in float32, inf and nan included.
         below: With a batch: the share of its outputs that are not zero in float32, and zero in float16.
         drift: With a batch: the norm of the difference between its outputs in the candidate and in float32, over the
-            norm of those in float32; nan where the candidate's are not finite.
+            norm of those in float32; `None` where one of them is not finite.
         overflows: With a batch: whether the candidate's outputs have inf or nan, and those in float32 have not.
     """
 

@@ -1,7 +1,6 @@
 """An audit as a table, in a terminal and in a notebook."""
 
 import io
-import math
 from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -22,7 +21,14 @@ def render(model: str, rows: Sequence[Row]) -> RenderableType:
     idle = [f"  {row.path}: {', '.join(row.tensor_cores)}" for row in rows if row.tensor_cores]
     if idle:
         shown.append(
-            Text("\n".join(["Not a multiple of 8, which keeps Tensor Cores waiting; pad where you can:", *idle]))
+            Text(
+                "\n".join(
+                    [
+                        "Not a multiple of 8, which makes Tensor Cores slow or leaves them idle; pad where you can:",
+                        *idle,
+                    ]
+                )
+            )
         )
     return Group(*shown)
 
@@ -43,7 +49,7 @@ def as_html(model: str, rows: Sequence[Row]) -> str:
 
 def _table(model: str, rows: Sequence[Row], sources: list[str]) -> Table:
     has_batch = any(row.amax is not None for row in rows)
-    table = Table(title=f"{model}: now, and after kmp.convert", title_justify="left", box=None, pad_edge=False)
+    table = Table(title=f"{model}: now, and as kmp.convert leaves it", title_justify="left", box=None, pad_edge=False)
     table.add_column("layer", overflow="fold", min_width=12)
     table.add_column("class", overflow="fold")
     table.add_column("now", no_wrap=True)
@@ -80,13 +86,13 @@ def _largest(row: Row) -> str:
 def _drift(row: Row) -> str:
     if row.overflows:
         return "overflows"
-    return "" if row.drift is None or math.isnan(row.drift) else f"{row.drift:.1e}"
+    return "" if row.drift is None else f"{row.drift:.1e}"
 
 
 def _summary(rows: Sequence[Row]) -> str:
     computing = [row for row in rows if row.kind != "InputLayer"]
     count = sum(row.planned_dtype == FLOAT32 for row in computing)
-    told = f"{count} of {len(computing)} stay float32"
+    told = f"{count} of {len(computing)} are float32 then"
     overflowing = [row.path for row in rows if row.overflows]
     if overflowing:
         told += (

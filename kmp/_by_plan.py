@@ -7,11 +7,14 @@ import keras
 from kmp import layers
 from kmp._float32_operation import Float32Operation
 from kmp._formats import BFLOAT16, FLOAT16, FLOAT32
+from kmp._patch import is_keras
 from kmp._plan import Plan
-from kmp._rebuild import Config, rebuilt
+from kmp._rebuild import Config, global_policy, rebuilt
 from kmp._structure import parts_of
 
 _STOCK = {layers.Softmax: keras.layers.Softmax, layers.BatchNormalization: keras.layers.BatchNormalization}
+# Settings that hold no state: a lambda, or an object that nobody registered, stays the one it is.
+_STATELESS = ("activation", "initializer", "regularizer", "constraint")
 _PURE = (FLOAT16.name, BFLOAT16.name)
 _OURS = {keras.layers.BatchNormalization: layers.BatchNormalization}
 
@@ -24,7 +27,8 @@ def by_plan(model: keras.Model, plan: Plan) -> keras.Model:
         path = path_of.get(id(old), "")
         policy = plan.policy_of(path)
         if isinstance(old, keras.layers.InputLayer):
-            return type(old).from_config(config)
+            with global_policy(FLOAT32.name):
+                return type(old).from_config(config)
         if isinstance(old, keras.Layer):
             ours = type(old) if policy in _PURE else _OURS.get(type(old), type(old))  # kmp's has float32 statistics
             new = _made(old, config, ours, policy)
@@ -46,6 +50,8 @@ def in_float32(model: keras.Model) -> keras.Model:
         if isinstance(old, layers.Float32 | Float32Operation) and isinstance(getattr(old, inside), keras.Operation):
             config[inside]["config"]["name"] = old.name
             return keras.saving.deserialize_keras_object(config[inside])
+        if isinstance(old, layers.Float32):
+            return keras.layers.Lambda(old.layer, name=old.name, trainable=old.trainable, dtype=FLOAT32.name)
         if isinstance(old, keras.Layer) and not isinstance(old, keras.layers.InputLayer):
             return _made(old, config, _STOCK.get(type(old), type(old)), FLOAT32.name)
         return type(old).from_config(config)
@@ -61,29 +67,29 @@ def _made(old: keras.Layer, config: Config, kind: type[keras.Layer], policy: str
     if "dtype" in config and keras.backend.is_float_dtype(old.compute_dtype):
         config["dtype"] = policy
     if isinstance(old, keras.layers.Lambda):
-        config |= _functions_of(old)
-        return kind(**config)
-    for name in ("activation", "recurrent_activation"):
-        function = getattr(old, name, None)
-        if name in config and not isinstance(function, keras.Layer):
-            config[name] = function  # a lambda, or a function that nobody registered, stays the one it is
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(policy)
-    try:
+        return kind(**config | _functions_of(old))
+    if isinstance(old, layers.Float32) and not isinstance(old.layer, keras.Layer):
+        return kind(**config | {"layer": old.layer})
+    config |= {name: getattr(old, name) for name in config if name.endswith(_STATELESS) and _is_function(old, name)}
+    with global_policy(policy):
         return kind.from_config(config)
-    finally:
-        keras.config.set_dtype_policy(before)
+
+
+def _is_function(layer: keras.Layer, name: str) -> bool:
+    found = getattr(layer, name, None)
+    return callable(found) and not isinstance(found, keras.Layer)
 
 
 def _functions_of(old: keras.layers.Lambda) -> dict[str, Any]:
+    # Keras has no public name for the shape that it was given.
     return {"function": old.function, "output_shape": old._output_shape, "mask": old.mask, "arguments": old.arguments}
 
 
 def _tell_inside(old: keras.Layer, new: keras.Layer, path: str, plan: Plan) -> None:
     """Sets what a layer made itself and the plan wants in float32. It comes in the old order; its names may differ."""
-    if type(old).__module__.startswith("keras.") and not isinstance(old, keras.Model):
+    if is_keras(type(old)) and not isinstance(old, keras.Model):
         return
-    for part, made in zip(parts_of(old), parts_of(new), strict=False):
+    for part, made in zip(parts_of(old), parts_of(new), strict=False):  # some are made only when it is built
         wanted = plan.policy_of(f"{path}/{part.path}" if path else part.path)
         if made.is_layer and wanted == FLOAT32.name and made.operation.compute_dtype != FLOAT32.name:
             made.operation.dtype_policy = FLOAT32.name

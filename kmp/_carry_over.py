@@ -1,12 +1,11 @@
 """What a converted model takes over from training: how it was compiled, and what its optimizer has learnt."""
 
-import inspect
 from typing import Any
 
 import keras
 
 from kmp import _warnings
-from kmp._patch import definer
+from kmp._patch import definer, is_keras
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import wrap
 
@@ -22,13 +21,10 @@ def carry_over(old: keras.Model, new: keras.Model, scaled: bool) -> None:
     if not old.compiled:
         return
     try:
-        if _is_own(old, "compile"):
-            _compile_by_config(old, new)
-            return
         settings = _settings_of(old)
         settings["optimizer"] = _optimizer(settings.get("optimizer"), scaled)
         new.compile(**settings, auto_scale_loss=False)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
         _warnings.warn(f"{type(new).__name__} {new.name!r} is not compiled, compile it as before: {reason}")
         return
@@ -36,29 +32,35 @@ def carry_over(old: keras.Model, new: keras.Model, scaled: bool) -> None:
         _hand_on(_inner(old.optimizer), new)
 
 
-def _is_own(model: keras.Model, method: str) -> bool:
-    """Whether a method is the user's and not Keras'."""
-    return not definer(type(model), method).__module__.startswith("keras.")
-
-
-def _compile_by_config(old: keras.Model, new: keras.Model) -> None:
-    if not _is_own(old, "compile_from_config"):
-        raise ValueError(f"{type(old).__name__} has a `compile` of its own, and no `compile_from_config`")
-    new.compile_from_config(old.get_compile_config())
-
-
 def _settings_of(model: keras.Model) -> dict[str, Any]:
-    config = model.get_compile_config()
-    live = keras.tree.flatten(list(model._compile_config.config.values()))  # Keras hands out no more than their config
-    named: dict[str, Any] = {one.__name__: one for one in live if inspect.isfunction(one)}
-    named |= {type(one).__name__: type(one) for one in live if isinstance(one, keras.Loss | keras.Metric)}
-    return keras.saving.deserialize_keras_object(config, custom_objects=named)
+    if not is_keras(definer(type(model), "compile")):
+        raise ValueError("it has a `compile` of its own")
+    live = model._compile_config.config  # Keras hands out no more than their configs, which may not say all
+    again = {name: keras.tree.map_structure(_anew, live[name]) for name in ("metrics", "weighted_metrics")}
+    return live | again
 
 
-def _optimizer(optimizer: keras.optimizers.Optimizer | None, scaled: bool) -> keras.optimizers.Optimizer | None:
-    if optimizer is None or (scaled and isinstance(optimizer, LossScaleOptimizer)):
-        return optimizer
-    return wrap(_inner(optimizer)) if scaled else _inner(optimizer)
+def _anew(metric: Any) -> Any:
+    """Returns a metric like one that has a state of its own; names and functions as they are."""
+    return type(metric).from_config(metric.get_config()) if isinstance(metric, keras.Metric) else metric
+
+
+def _optimizer(old: keras.optimizers.Optimizer | None, scaled: bool) -> keras.optimizers.Optimizer | None:
+    if old is None:
+        return None
+    inner = _inner(old)
+    config = inner.get_config()
+    schedule = inner._learning_rate  # the number that Keras shows is what a schedule comes to now
+    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        config["learning_rate"] = schedule
+    made = type(inner).from_config(config)
+    if not scaled:
+        return made
+    if not isinstance(old, LossScaleOptimizer):
+        return wrap(made)
+    return LossScaleOptimizer(
+        made, **{name: value for name, value in old.get_config().items() if name != "inner_optimizer"}
+    )
 
 
 def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

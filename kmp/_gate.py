@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import ops
 
 from kmp import _xla
+from kmp._patch import is_keras
 
 # Those that write their state by the methods of its variables; a test holds each of them to it, with all its options.
 _GATEABLE = (
@@ -28,7 +29,7 @@ def is_gateable(kind: type[keras.optimizers.Optimizer]) -> bool:
 def _calls_only_keras(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> bool:
     """Whether constraints and learning rate are Keras' own; a user's may keep and write variables."""
     parts = [optimizer._learning_rate, *(getattr(variable, "constraint", None) for variable in variables)]
-    return all(part is None or type(part).__module__.startswith("keras.") for part in parts)
+    return all(part is None or is_keras(type(part)) for part in parts)
 
 
 def update_or_skip(

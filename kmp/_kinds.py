@@ -15,6 +15,7 @@ import numpy as np
 from kmp import layers
 from kmp._float32_operation import Float32Operation
 from kmp._formats import FLOAT16
+from kmp._patch import is_keras
 from kmp._structure import Part
 
 HALF = "float16"
@@ -44,14 +45,16 @@ class Judgement:
     source: str = ""
 
 
-_EXP = Judgement(FLOAT32, "exp of more than 11 is beyond 65504", f"{_TORCH}, {_GRAPPLER}")
-_LOG = Judgement(FLOAT32, "log of what float16 rounded to zero is -inf", _TORCH)
+_EXP = Judgement(FLOAT32, "exponentials leave float16's range: exp(12) is beyond 65504", f"{_TORCH}, {_GRAPPLER}")
+_LOG = Judgement(FLOAT32, "logarithms of what float16 rounded are off, and -inf at zero", _TORCH)
 _POWER = Judgement(FLOAT32, "powers leave float16's range: 256 squared is beyond 65504", f"{_TORCH}, {_GRAPPLER}")
-_SUM = Judgement(FLOAT32, "sums over many elements go beyond 65504, or lose the small ones", f"{_PAPER}, {_GRAPPLER}")
+_SUM = Judgement(FLOAT32, "sums of many elements go beyond 65504, or lose the small ones", f"{_PAPER}, {_GRAPPLER}")
 _NORM = Judgement(FLOAT32, "sums of squares go beyond 65504", f"{_PAPER}, {_TORCH}")
 _VARIANCE = Judgement(FLOAT32, "the variance of values beyond 256 is beyond 65504", f"{_PAPER}, {_KERAS}")
 _SOFTMAX = Judgement(FLOAT32, "exp, sum, quotient: float16 rounds small probabilities to 0", f"{_PAPER}, {_TORCH}")
 _RECIPROCAL = Judgement(FLOAT32, "the reciprocal of less than 1.5e-5 is beyond 65504", _TORCH)
+_STEEP = Judgement(FLOAT32, "steep: it magnifies what float16 rounds off its input", _TORCH)
+_NO_KERNEL = Judgement(FLOAT32, "TensorFlow has no kernel for float16", "TensorFlow's kernels")
 _PENALTY = Judgement(FLOAT32, "the penalty sums over the output's elements, or their squares", _PAPER)
 _REWRITES = Judgement(FLOAT32, "it writes its kernel back as computed, which float16 rounds to 11 bits", _KERAS)
 _RAW = Judgement(FLOAT32, "data that comes in may lie beyond 65504 before this brings it into range", _GUIDE)
@@ -68,17 +71,24 @@ _ANY = Judgement(FOLLOWS)
 
 # The operations of `keras.ops`, by the name of their class.
 _OPERATIONS = {
-    _EXP: "Exp Exp2 Expm1 Sinh Cosh Logaddexp Logaddexp2 Logsumexp Softplus Erfinv I0",
-    _LOG: "Log Log10 Log1p Log2 LogSigmoid",
-    _POWER: "Power Square Vander Kron",
-    _SUM: "Sum Nansum Cumsum Nancumsum Prod Nanprod Cumprod Nancumprod SegmentReduction Trace Trapezoid CDist",
-    _VARIANCE: "Var Std Nanvar Nanstd Moments Corrcoef",
-    _NORM: "Norm Normalize Hypot Det Logdet Slogdet Inv Pinv Solve SolveTriangular Cholesky Qr SVD Eigh Lstsq",
-    _SOFTMAX: "Softmax LogSoftmax Sparsemax",
-    _RECIPROCAL: "Reciprocal Rsqrt Tan Arcsin Arccos",
+    _EXP: "Exp Exp2 Expm1 Sinh Cosh I0",
+    _LOG: "Log Log10 Log1p Log2 BinaryCrossentropy CategoricalCrossentropy SparseCategoricalCrossentropy CTCLoss",
+    _POWER: "Power Square Squareplus Vander Kron",
+    _SUM: (
+        "Sum Nansum Nanmean Average Cumsum Nancumsum Prod Nanprod Cumprod Nancumprod SegmentReduction Trace Trapezoid"
+    ),
+    _VARIANCE: "Var Std Nanvar Nanstd Moments Corrcoef BatchNorm",
+    _NORM: "Norm Normalize Hypot CDist PSNR SSIM Correlate",
+    _NO_KERNEL: (
+        "FFT FFT2 IFFT2 RFFT IRFFT STFT ISTFT Eig Eigh LuFactor SVD Qr Cholesky CholeskyInverse Det Logdet Slogdet Inv "
+        "Pinv Solve SolveTriangular Lstsq MatrixRank"
+    ),
+    _SOFTMAX: "Softmax LogSoftmax Sparsemax Logsumexp",
+    _RECIPROCAL: "Reciprocal",
+    _STEEP: "Rsqrt Tan Arcsin Arccos Erfinv",
     _MATRIX: "Matmul Einsum Dot Tensordot Inner Vdot Conv ConvTranspose DepthwiseConv SeparableConv",
     _ATTENTION: "DotProductAttention",
-    _LIFTED: "Mean Average Nanmean BatchNorm LayerNorm RMSNorm",
+    _LIFTED: "Mean LayerNorm RMSNorm",
 }
 _OF_OPERATION = {name: judgement for judgement, names in _OPERATIONS.items() for name in names.split()}
 
@@ -87,8 +97,7 @@ _OF_ACTIVATION = {
     "log_softmax": _SOFTMAX,
     "sparsemax": _SOFTMAX,
     "exponential": _EXP,
-    "log_sigmoid": _LOG,
-    "softplus": _EXP,
+    "squareplus": _POWER,
 }
 
 # The first that fits: subclasses of Keras' layers are judged as these are.
@@ -100,10 +109,11 @@ _OF_LAYER = {
     _REWRITES: "SpectralNormalization",
     _RAW: "Normalization Rescaling Discretization MelSpectrogram STFTSpectrogram",
     _UNKNOWN: "Lambda",
+    _SUM: "GlobalAveragePooling1D",  # its mean is a sum where it has a mask
     _STATISTICS: "BatchNormalization LayerNormalization GroupNormalization RMSNormalization",
     _ATTENTION: "Attention AdditiveAttention MultiHeadAttention GroupQueryAttention",
     _MATRIX: (
-        "Dense EinsumDense Embedding RNN "
+        "Dense EinsumDense Dot Embedding RNN "
         "SimpleRNNCell LSTMCell GRUCell Conv1D Conv2D Conv3D Conv1DTranspose Conv2DTranspose Conv3DTranspose "
         "DepthwiseConv1D DepthwiseConv2D SeparableConv1D SeparableConv2D"
     ),
@@ -127,20 +137,35 @@ def judge(part: Part) -> Judgement:
     if isinstance(part.operation, Float32Operation):
         return _OURS
     if not part.is_layer:
-        return _beyond_range(_constants_of(part.operation)) or _OF_OPERATION.get(type(part.operation).__name__, _ANY)
+        return _of_operation(part.operation)
     return _of_settings(part.operation) or next(
         (judgement for kind, judgement in _KINDS if isinstance(part.operation, kind)), _of_home(part.operation)
     )
 
 
+def _of_operation(operation: keras.Operation) -> Judgement:
+    name = type(operation).__name__
+    for node in operation._inbound_nodes:  # Keras has no public way from an operation to its calls
+        first, second = [*node.arguments.args, None, None][:2]
+        if name in ("Divide", "TrueDivide") and not isinstance(first, keras.KerasTensor):
+            return _RECIPROCAL
+        if name == "Multiply" and first is second:
+            return _POWER
+    return _beyond_range(_constants_of(operation)) or _OF_OPERATION.get(name, _ANY)
+
+
 def _of_settings(layer: keras.Layer) -> Judgement | None:
-    activation = getattr(getattr(layer, "activation", None), "__name__", "")
-    if activation in _OF_ACTIVATION:
-        return _OF_ACTIVATION[activation]
+    for name in ("activation", "recurrent_activation"):
+        activation = getattr(layer, name, None)
+        if isinstance(activation, keras.layers.Softmax):
+            return _SOFTMAX
+        judged = _OF_ACTIVATION.get(getattr(activation, "__name__", ""))
+        if judged is not None:
+            return judged
     if getattr(layer, "activity_regularizer", None) is not None:
         return _PENALTY
     epsilon = getattr(layer, "epsilon", None)
-    if isinstance(epsilon, float) and not _is_keras(layer):
+    if isinstance(epsilon, float) and not is_keras(type(layer)):
         return _beyond_range([epsilon])
     return None
 
@@ -148,13 +173,9 @@ def _of_settings(layer: keras.Layer) -> Judgement | None:
 def _of_home(layer: keras.Layer) -> Judgement:
     if not keras.backend.is_float_dtype(layer.compute_dtype):  # it looks words or numbers up
         return _ANY
-    if _is_keras(layer) and ".layers.preprocessing." in type(layer).__module__:
+    if is_keras(type(layer)) and ".layers.preprocessing." in type(layer).__module__:
         return _RAW
     return _OWN if layer.weights else _ANY
-
-
-def _is_keras(layer: keras.Layer) -> bool:
-    return type(layer).__module__.startswith("keras.")
 
 
 def _beyond_range(constants: Any) -> Judgement | None:
@@ -168,10 +189,11 @@ def _beyond_range(constants: Any) -> Judgement | None:
 
 
 def _constants_of(operation: keras.Operation) -> Iterator[float]:
-    """Yields the floating-point constants that an operation of a graph is called with."""
-    for node in operation._inbound_nodes:  # Keras has no public way from an operation to its calls
+    """Yields the constants that an operation of a graph was made with and is called with."""
+    yield from (float(value) for value in vars(operation).values() if type(value) in (int, float))
+    for node in operation._inbound_nodes:
         for value in keras.tree.flatten([node.arguments.args, node.arguments.kwargs]):
-            if isinstance(value, float | np.floating):
+            if type(value) in (int, float) or isinstance(value, np.floating):
                 yield float(value)
             elif isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.floating):
                 yield from (float(one) for one in np.unique(np.abs(value)) if one)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from kmp import _warnings
 from kmp._formats import FLOAT16, FLOAT32
 from kmp._guard import all_optimizers_of
+from kmp._patch import is_keras
 from kmp._state import children, compute_dtypes, sublayers
 from kmp.optimizer import LossScaleOptimizer
 
@@ -114,7 +115,7 @@ def _softmaxes_in_float16(layer: keras.Layer) -> Iterable[str]:
         is_softmax = isinstance(child, keras.layers.Softmax) or getattr(child, "activation", None) in _SOFTMAXES
         if is_softmax and child.trainable and child.compute_dtype == FLOAT16.name:
             yield f"the softmax of layer {child.name!r}"
-        is_made_by_keras = type(child).__module__.startswith("keras.") and not isinstance(child, keras.Model)
+        is_made_by_keras = is_keras(type(child)) and not isinstance(child, keras.Model)
         if not is_made_by_keras:  # what attention and its like are made of is Keras' business
             yield from _softmaxes_in_float16(child)
 

@@ -1,6 +1,7 @@
 """Putting something in an attribute's place, and the original back."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -23,6 +24,31 @@ class Replacement:
         """Puts the original back, unless another library has put something around ours by now."""
         if vars(self._owner)[self._name] is self._ours:
             setattr(self._owner, self._name, self._original)
+
+
+@contextlib.contextmanager
+def in_place(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives an object an attribute of its own while this is open, past what its class does on setting one.
+
+    Args:
+        thing: The object.
+        name: The attribute's name.
+        value: What it is meanwhile; `None` for what the class has.
+    """
+    before = vars(thing).pop(name, None)
+    if value is not None:
+        vars(thing)[name] = value
+    try:
+        yield
+    finally:
+        vars(thing).pop(name, None)
+        if before is not None:
+            vars(thing)[name] = before
+
+
+def is_keras(kind: type) -> bool:
+    """Whether a class is one of Keras' own."""
+    return kind.__module__.startswith("keras.")
 
 
 def definer(cls: type, name: str) -> type:

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import keras
 
 from kmp import _arguments
 from kmp._kinds import FLOAT32, FOLLOWS, Judgement, judge
+from kmp._patch import is_keras
 from kmp._structure import Part, parts_of
 
 Choice = str | type | Callable[[keras.Operation], bool]
@@ -34,11 +35,14 @@ class Plan:
     """What a model's parts compute in.
 
     Args:
-        policy: The dtype policy of all parts but those in `float32`.
-        float32: For each part that stays float32, by its path as `kmp.audit` shows it, the reason. May be edited.
+        policy: The dtype policy of all parts but those in `float32`: `"mixed_float16"`, `"mixed_bfloat16"`,
+            `"float16"` or `"bfloat16"`.
+        float32: For each part that stays float32, with what is inside, its path as `kmp.audit` shows it, and the
+            reason. May be edited.
 
     Raises:
-        ValueError: If `policy` is not one of `MIXED`.
+        TypeError: If `policy` is not a string.
+        ValueError: If it is another.
 
     Example:
     >>> plan = Plan("mixed_float16", {"softmax": "asked for"})
@@ -51,6 +55,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         _arguments.one_of("policy", self.policy, MIXED)
+        if not isinstance(self.float32, dict):
+            raise TypeError(f"`float32` must map paths to reasons. Received: float32={self.float32!r}")
 
     @property
     def compute_dtype(self) -> str:
@@ -58,8 +64,10 @@ class Plan:
         return self.policy.removeprefix("mixed_")
 
     def policy_of(self, path: str) -> str:
-        """Returns the dtype policy of the part at a path."""
-        return FLOAT32 if path in self.float32 else self.policy
+        """Returns the dtype policy of the part at a path: float32 also inside of what is."""
+        names = path.split("/")
+        outward = ("/".join(names[:count]) for count in range(len(names), 0, -1))
+        return FLOAT32 if any(one in self.float32 for one in outward) else self.policy
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as JSON has it."""
@@ -83,12 +91,14 @@ class Plan:
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-            policy, float32 = content["policy"], content["float32"]
-            if not all(isinstance(text, str) for pair in float32.items() for text in pair):
+            if not isinstance(content, dict) or set(content) != {"policy", "float32"}:
+                raise ValueError("it must have the keys 'policy' and 'float32', and no other")
+            plan = cls(**content)
+            if not all(isinstance(reason, str) for reason in plan.float32.values()):
                 raise ValueError("`float32` must map paths to reasons")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(f"{os.fspath(path)} holds no plan: {error}") from error
-        return cls(policy, float32)
+        return plan
 
 
 def planned(model: keras.Model, policy: str, keep_float32: Any = None, islands: bool = True) -> Plan:
@@ -103,8 +113,9 @@ def planned(model: keras.Model, policy: str, keep_float32: Any = None, islands: 
 
     Raises:
         TypeError: If `keep_float32` holds something else.
-        ValueError: If a pattern or class in it matches no part of the model.
+        ValueError: If a pattern or class in it matches no part of the model, or `policy` is not one of `Plan`'s.
     """
+    plan = Plan(policy)
     parts = told_parts(model)
     float32 = dict.fromkeys(_chosen(parts, keep_float32), _ASKED)
     float32 |= {part.path: NO_DTYPE for part in parts if not takes_dtype(part.operation)}
@@ -118,14 +129,35 @@ def planned(model: keras.Model, policy: str, keep_float32: Any = None, islands: 
         float32 = {part.path: _OUTPUT for part in parts if id(part.operation) in at_end} | endangered | float32
         _spread(model, parts, judgements, float32)
     _widen(parts, float32)
-    return Plan(policy, {part.path: float32[part.path] for part in parts if part.path in float32})
+    return replace(plan, float32={part.path: float32[part.path] for part in parts if part.path in float32})
+
+
+def completed(plan: Plan, model: keras.Model) -> Plan:
+    """Returns a plan with the wrappers of what it names, and all that is inside, for a model that has it all.
+
+    Raises:
+        ValueError: If the model has no part at one of its paths.
+    """
+    parts = told_parts(model)
+    known = [part.path for part in parts]
+    unknown = sorted(set(plan.float32) - set(known))
+    if unknown:
+        raise ValueError(
+            f"The plan names {unknown[0]!r}, and there is no such layer. The layers are: {', '.join(known)}"
+        )
+    float32 = dict(plan.float32)
+    _widen(parts, float32)
+    return replace(plan, float32=float32)
 
 
 def takes_dtype(operation: keras.Operation) -> bool:
     """Whether an operation, made from its config, can be told a dtype. Those of graphs follow their inputs."""
     if not isinstance(operation, keras.Layer) or isinstance(operation, keras.Model):
         return True
-    return type(operation).__module__.startswith("keras.") or "dtype" in operation.get_config()
+    try:
+        return is_keras(type(operation)) or "dtype" in operation.get_config()
+    except Exception:  # it may raise what it likes, and is told of when the model is made anew
+        return True
 
 
 def told_parts(model: keras.Model) -> list[Part]:
@@ -142,7 +174,7 @@ def told_parts(model: keras.Model) -> list[Part]:
 
 def _makes_its_own(holder: keras.Layer) -> bool:
     given = (keras.Model, *_WRAPPERS)
-    return type(holder).__module__.startswith("keras.") and not isinstance(holder, given)
+    return is_keras(type(holder)) and not isinstance(holder, given)
 
 
 def _widen(parts: list[Part], float32: dict[str, str]) -> None:

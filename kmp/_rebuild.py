@@ -9,6 +9,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from kmp import layers
+from kmp._patch import in_place
 from kmp._structure import parts_of
 
 Config = dict[str, Any]
@@ -30,12 +32,12 @@ def rebuilt(model: keras.Model, renew: Renew, policy: str) -> keras.Model:
         policy: The global dtype policy meanwhile: what layers take that a layer makes without telling them a dtype.
 
     Raises:
-        ValueError: If the model, or a layer in it, cannot be made from its config.
+        ValueError: If the model, or a layer in it, cannot be made from its config; the message names it.
     """
     stand_ins = {f"{_MARK}_{place}": _StandIn(old, renew) for place, old in enumerate(_all_of(model))}
     with _marked({name: stand_in.old for name, stand_in in stand_ins.items()}):
         config = _of(model)
-    with _policy(policy), model.distribute_strategy.scope():
+    with global_policy(policy), model.distribute_strategy.scope():
         new = keras.saving.deserialize_keras_object(
             _with_stand_ins(config, stand_ins), custom_objects=stand_ins, safe_mode=False
         )
@@ -54,8 +56,26 @@ class _StandIn:
     def from_config(self, config: Config) -> keras.Operation:
         """Returns the new operation."""
         if self.new is None:
-            self.new = self._renew(self.old, config)
+            try:
+                self.new = self._renew(self.old, config)
+            except _CannotBeMadeError:
+                raise
+            except Exception as error:
+                raise _CannotBeMadeError(_cannot(self.old, error)) from error
         return self.new
+
+
+class _CannotBeMadeError(ValueError):
+    """Says which layer cannot be made from its config, and not again what holds it."""
+
+
+def _cannot(operation: keras.Operation, error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = lines[-1].removeprefix("Exception encountered: ") if lines else type(error).__name__  # Keras quotes first
+    return (
+        f"{type(operation).__name__} {operation.name!r} cannot be made anew from its config: {reason} "
+        "It needs a `get_config` that returns what its `__init__` takes."
+    )
 
 
 def _all_of(model: keras.Model) -> list[keras.Operation]:
@@ -63,50 +83,55 @@ def _all_of(model: keras.Model) -> list[keras.Operation]:
 
 
 def _of(model: keras.Model) -> Config:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what a file could not hold: this goes into none
-            return keras.saving.serialize_keras_object(model)
-    except NotImplementedError as error:
-        raise ValueError(
-            f"{type(model).__name__} {model.name!r} cannot be made anew: Keras does not know what it was made with. "
-            f"Give it, and each layer of yours in it, a `get_config` that returns what `__init__` takes. ({error})"
-        ) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what a file could not hold: this goes into none
+        return keras.saving.serialize_keras_object(model)
 
 
 @contextlib.contextmanager
 def _marked(named: dict[str, keras.Operation]) -> Iterator[None]:
     """Has the config of each operation say its name here, wherever that config goes: into a wrapper's, say."""
-    try:
+    with contextlib.ExitStack() as stack:
         for name, operation in named.items():
-            vars(operation)["get_config"] = _marking(operation, name)
+            stack.enter_context(in_place(operation, "get_config", _marking(operation, name)))
+            if isinstance(operation, keras.Model):  # nothing is compiled
+                stack.enter_context(in_place(operation, "get_compile_config", dict))
         yield
-    finally:
-        for operation in named.values():
-            vars(operation).pop("get_config", None)
 
 
 def _marking(operation: keras.Operation, name: str) -> Callable[[], Config]:
+    theirs = vars(operation).get("get_config")
+
     def get_config() -> Config:
-        ours = vars(operation).pop("get_config")  # Keras looks whether it is its own
+        with in_place(operation, "get_config", theirs):  # Keras looks whether it is its own
+            return marked()
+
+    def marked() -> Config:
         try:
-            # The functions of a Lambda layer go over as they are; a lambda in a config loses the names that it uses.
-            kind = keras.Layer if isinstance(operation, keras.layers.Lambda) else type(operation)
-            return kind.get_config(operation) | {_MARK: name}
-        finally:
-            vars(operation)["get_config"] = ours
+            # Functions go over as they are: a lambda in a config loses the names that it uses.
+            config = keras.Layer.get_config(operation) if _runs_a_function(operation) else operation.get_config()
+            return config | {_MARK: name}
+        except _CannotBeMadeError:
+            raise
+        except Exception as error:
+            raise _CannotBeMadeError(_cannot(operation, error)) from error
 
     return get_config
 
 
+def _runs_a_function(operation: keras.Operation) -> bool:
+    is_wrapped = isinstance(operation, layers.Float32) and not isinstance(operation.layer, keras.Layer)
+    return is_wrapped or isinstance(operation, keras.layers.Lambda)
+
+
 def _with_stand_ins(config: Any, stand_ins: Mapping[str, _StandIn]) -> Any:
-    """Returns a config in which each marked part is made by its stand-in, and nothing is compiled."""
+    """Returns a config in which each marked part is made by its stand-in."""
     if isinstance(config, list | tuple):
         return type(config)(_unmarked(_with_stand_ins(one, stand_ins))[0] for one in config)
     if not isinstance(config, dict):
         return config
     pairs = {key: _unmarked(_with_stand_ins(value, stand_ins)) for key, value in config.items()}
-    result = {key: value for key, (value, _) in pairs.items() if key != "compile_config"}
+    result = {key: value for key, (value, _) in pairs.items()}
     _, name = pairs.get("config", (None, None))
     if name and "class_name" in config:
         result |= {"module": None, "class_name": name, "registered_name": name}
@@ -120,7 +145,8 @@ def _unmarked(config: Any) -> tuple[Any, str | None]:
 
 
 @contextlib.contextmanager
-def _policy(policy: str) -> Iterator[None]:
+def global_policy(policy: str) -> Iterator[None]:
+    """Sets the global dtype policy while this is open."""
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)
     try:
@@ -140,10 +166,14 @@ def _take_over(old: keras.Model, new: keras.Model, made: list[Pair]) -> None:
             f"Made anew, {type(old).__name__} {old.name!r} has other variables: its config, or that of a layer in it, "
             "does not say all that it was made with."
         )
-    for source, target in zip(old.variables, new.variables, strict=True):
-        target.assign(source)
     for before, after in pairs:
         _take_over_the_rest(before, after)
+    for source, target in zip(
+        old.variables, new.variables, strict=True
+    ):  # last: what Keras loads may be merged weights
+        target.assign(source)
+        if target.trainable != source.trainable:
+            target.trainable = source.trainable
 
 
 def _with_what_they_made(made: list[Pair]) -> list[Pair]:

@@ -8,7 +8,8 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from kmp._patch import definer
+from kmp._formats import BFLOAT16, FLOAT16
+from kmp._patch import definer, is_keras
 
 
 def sublayers(layer: keras.Layer) -> Iterable[keras.Layer]:
@@ -30,7 +31,12 @@ def only_hands_on(layer: keras.Layer) -> bool:
     """Whether a layer computes nothing itself, as inputs and Sequential and functional models do not."""
     if isinstance(layer, keras.layers.InputLayer):
         return True
-    return isinstance(layer, keras.Model) and definer(type(layer), "call").__module__.startswith("keras.")
+    return isinstance(layer, keras.Model) and is_keras(definer(type(layer), "call"))
+
+
+def computes_in_half(model: keras.Model) -> bool:
+    """Whether any part of a model computes in 16 bits."""
+    return bool(compute_dtypes(model) & {FLOAT16.name, BFLOAT16.name})
 
 
 class Kept:

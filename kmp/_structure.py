@@ -1,11 +1,12 @@
 """What a model is made of: its layers, and the operations of its graphs that are no layers, each with a path."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import keras
 
 from kmp._samples import unique
-from kmp._state import children
+from kmp._state import children, sublayers
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,29 @@ def parts_of(model: keras.Model) -> list[Part]:
 
     walk(model, "")
     return list(found.values())
+
+
+def check_built(model: Any) -> None:
+    """Makes sure that a model can be looked at.
+
+    Raises:
+        TypeError: If it is no Keras model.
+        ValueError: If it, or a layer in it, is not built.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a keras.Model. Received: model={model!r}")
+    # Of layers, Keras leaves some that have no weights unbuilt.
+    unbuilt = [inner for inner in sublayers(model) if isinstance(inner, keras.Model) and not inner.built]
+    if unbuilt:
+        raise ValueError(
+            f"{type(unbuilt[0]).__name__} {unbuilt[0].name!r} is not built: call it on a batch first, or give it an "
+            "`Input`."
+        )
+
+
+def is_quantized(model: keras.Model) -> bool:
+    """Whether a layer of a model holds its weights in integers."""
+    return any(getattr(layer, "quantization_mode", None) for layer in sublayers(model))
 
 
 def is_graph(layer: keras.Operation) -> bool:

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from keras import ops
 
 from kmp._formats import FLOAT16
+from kmp._patch import in_place
 from kmp._structure import Part, parts_of
 
 
@@ -77,14 +78,22 @@ def traced(model: keras.Model, batch: Any) -> tuple[Any, dict[str, Seen]]:
             outputs = model(batch, training=False)
         except Exception as error:  # Keras and TensorFlow raise many kinds, with much of their own in the text
             reason = str(error).strip().splitlines()[0]
-            raise ValueError(f"`batch` does not fit {type(model).__name__} {model.name!r}: {reason}") from error
+            raise ValueError(
+                f"`batch` does not fit {type(model).__name__} {model.name!r}, which is called with it (no targets): "
+                f"{reason}"
+            ) from error
     return outputs, {path: Seen.of(tuple(values)) for path, values in noted.items() if values}
+
+
+def by_old_path(seen: Mapping[str, Seen], old: keras.Model, new: keras.Model) -> dict[str, Seen]:
+    """Names what was seen of a new model by the paths of the old one, where layers named what they made otherwise."""
+    old_path = {after.path: before.path for before, after in zip(parts_of(old), parts_of(new), strict=True)}
+    return {old_path[path]: one for path, one in seen.items()}
 
 
 @contextlib.contextmanager
 def _noting(part: Part, list_at: Callable[[str, list[np.ndarray]], list[np.ndarray]]) -> Iterator[None]:
-    operation = part.operation
-    before, call = vars(operation).get("call"), operation.call
+    call = part.operation.call
 
     @functools.wraps(call)
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -93,14 +102,8 @@ def _noting(part: Part, list_at: Callable[[str, list[np.ndarray]], list[np.ndarr
         values += [np.asarray(ops.cast(one, "float32")) for one in keras.tree.flatten(outputs) if _is_float(one)]
         return outputs
 
-    vars(operation)["call"] = noted
-    try:
+    with in_place(part.operation, "call", noted):
         yield
-    finally:
-        if before is None:
-            del vars(operation)["call"]
-        else:
-            vars(operation)["call"] = before
 
 
 def _is_float(value: Any) -> bool:

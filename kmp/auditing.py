@@ -1,7 +1,6 @@
 """What mixed precision would mean for a model, layer by layer and operation by operation."""
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
@@ -11,11 +10,10 @@ from kmp._audit_rows import Row
 from kmp._by_plan import by_plan, in_float32
 from kmp._kinds import FLOAT32, FOLLOWS, Judgement, judge
 from kmp._plan import Plan, planned, told_parts
-from kmp._state import only_hands_on
-from kmp._structure import Part, parts_of
+from kmp._state import computes_in_half, only_hands_on
+from kmp._structure import Part, check_built, is_quantized, parts_of
 from kmp._tensor_cores import unaligned
-from kmp._trace import Seen, traced
-from kmp.conversion import by_old_path, check
+from kmp._trace import Seen, by_old_path, traced
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Audit:
     Args:
         model: The model's name.
         rows: One for each layer and operation, in the order of the graph, holders before what they hold.
-        plan: What `kmp.convert(model)` would do; may be edited, saved, and given to it.
+        plan: What `kmp.convert` would do with it in float32; may be edited, saved, and given to `kmp.convert`.
     """
 
     model: str
@@ -34,7 +32,7 @@ class Audit:
 
     @property
     def endangered(self) -> tuple[Row, ...]:
-        """Those that float16 endangers: they stay float32."""
+        """Those that float16 endangers."""
         return tuple(row for row in self.rows if row.judgement == FLOAT32)
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,25 +57,31 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
         batch: What the model is called with, such as an array of its input, to run it in float32 and in the candidate:
             what `kmp.convert(model, policy)` makes, or the model itself where it is not float32. Shows where values
             leave float16's range, and where they drift.
-        policy: The policy of the candidate, as in `kmp.convert`.
+        policy: The policy of the candidate, as in `kmp.convert`. The reasons are float16's under each; bfloat16, which
+            has float32's range, rounds to 8 bits.
 
     Returns:
         An `Audit`, which shows itself as a table; `to_dict()` has the data.
 
     Raises:
         TypeError: If `model` is no Keras model.
-        ValueError: If it is not built, or the batch does not fit it.
+        ValueError: If it is not built, `policy` is another, or with a batch, if that does not fit, or the model is
+            quantized or cannot be made anew.
 
     Example:
     >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(2, "softmax", name="p")])
     >>> audit(model).plan.float32
     {'p': 'exp, sum, quotient: float16 rounds small probabilities to 0'}
     """
-    check(model)
+    check_built(model)
     plan = planned(model, policy)
+    if batch is not None and is_quantized(model):
+        raise ValueError(f"{model.name!r} is quantized and has no float32 to compare with: leave out `batch`.")
     seen = _compared(model, plan, batch) if batch is not None else {}
     told = {part.path for part in told_parts(model)}
-    rows = (_row(part, plan, part.path in told, seen.get(part.path)) for part in parts_of(model))
+    rows = [_row(part, plan, part.path in told, seen.get(part.path)) for part in parts_of(model)]
+    if computes_in_half(model):
+        rows = [replace(row, planned_dtype=row.compute_dtype) for row in rows]
     return Audit(model.name, tuple(rows), plan)
 
 
@@ -92,30 +96,27 @@ def _compared(model: keras.Model, plan: Plan, batch: Any) -> dict[str, tuple[See
 
 
 def _row(part: Part, plan: Plan, is_told: bool, seen: tuple[Seen, Seen] | None) -> Row:
-    layer, output = part.operation, _output_dtype(part.operation)
-    judged, planned_dtype = judge(part), _planned_dtype(part, plan)
-    reason, source = judged.reason, judged.source
-    if not part.is_layer or only_hands_on(layer):
-        compute_dtype, variable_dtype = output or "", None
-    else:
-        compute_dtype, variable_dtype = layer.compute_dtype, layer.variable_dtype
-    if part.path in plan.float32 and plan.float32[part.path] != reason:
-        reason, source = plan.float32[part.path], ""
-    if not is_told and not isinstance(layer, keras.layers.InputLayer):
-        judged, reason, source = Judgement(FOLLOWS), f"has the dtype of {part.holder.name}, which made it", ""
+    layer, output, planned_dtype = part.operation, _output_dtype(part.operation), _planned_dtype(part, plan)
+    judged = judge(part) if is_told or isinstance(layer, keras.layers.InputLayer) else _made_by(part.holder)
+    reason = plan.float32.get(part.path, judged.reason)
+    has_dtypes = part.is_layer and not only_hands_on(layer)
     return Row(
         path=part.path,
         kind=type(layer).__name__,
-        compute_dtype=compute_dtype,
-        variable_dtype=variable_dtype,
+        compute_dtype=layer.compute_dtype if has_dtypes else output or "",
+        variable_dtype=layer.variable_dtype if has_dtypes else None,
         output_dtype=output,
         judgement=judged.kind,
         reason=reason,
-        source=source,
+        source=judged.source if reason == judged.reason else "",
         planned_dtype=planned_dtype,
-        tensor_cores=tuple(unaligned(layer)),
+        tensor_cores=() if planned_dtype == FLOAT32 else tuple(unaligned(layer)),
         **_measured(*seen) if seen else {},
     )
+
+
+def _made_by(holder: keras.Layer) -> Judgement:
+    return Judgement(FOLLOWS, f"has the dtype of {holder.name}, which made it")
 
 
 def _measured(reference: Seen, candidate: Seen) -> dict[str, Any]:
@@ -123,14 +124,13 @@ def _measured(reference: Seen, candidate: Seen) -> dict[str, Any]:
         "amax": reference.amax,
         "beyond": reference.beyond,
         "below": reference.below,
-        "drift": candidate.drift(reference) if candidate.is_finite else math.nan,
+        "drift": candidate.drift(reference) if candidate.is_finite and reference.is_finite else None,
         "overflows": reference.is_finite and not candidate.is_finite,
     }
 
 
 def _planned_dtype(part: Part, plan: Plan) -> str:
-    names = part.path.split("/")
-    if any("/".join(names[:count]) in plan.float32 for count in range(1, len(names) + 1)):
+    if plan.policy_of(part.path) == FLOAT32:
         return FLOAT32
     if isinstance(part.operation, keras.layers.InputLayer):
         return part.operation.dtype

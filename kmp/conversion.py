@@ -5,18 +5,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
+import numpy as np
 
 from kmp._by_plan import by_plan, in_float32
 from kmp._carry_over import carry_over
-from kmp._formats import BFLOAT16, FLOAT16
-from kmp._plan import NO_DTYPE, Plan, planned, told_parts
-from kmp._state import compute_dtypes, sublayers
-from kmp._structure import parts_of
-from kmp._trace import Seen, traced
+from kmp._formats import FLOAT16
+from kmp._plan import NO_DTYPE, Plan, completed, planned, told_parts
+from kmp._state import compute_dtypes, computes_in_half
+from kmp._structure import check_built, is_quantized
+from kmp._trace import Seen, by_old_path, traced
 
 logger = logging.getLogger("kmp")
 
-_HALF = {FLOAT16.name, BFLOAT16.name}
 _OVERFLOWED = "overflowed with the batch: up to {amax:.3g} in float32"
 
 
@@ -35,8 +35,12 @@ def convert(
     16 bits).
 
     A compiled model comes back compiled, with kmp's loss scale around its optimizer for float16, and with the
-    optimizer's state. What does not carry over: the values of metrics, a `compile` method of the model's own, a
-    `train_function` that was put in place, callbacks' state.
+    optimizer's state. What does not carry over: the values of metrics, what `exclude_from_weight_decay` was told, and
+    how a model with a `compile` of its own, or a nested one, was compiled.
+
+    Of a subclassed model Keras does not know what makes the outputs: give its last layer to `keep_float32`, or cast
+    them. The rules look at layers and operations, not into functions of your own, save that a `Lambda` layer stays
+    float32. The softmax inside of attention layers follows them.
 
     Layers that make layers of their own get their policy, and those inside that float16 endangers get float32. But
     Keras does not write the policies of those inside to a file: load such a model under `kmp.enable(policy)`, and hand
@@ -45,8 +49,9 @@ def convert(
     Args:
         model: A `keras.Model` that is built: functional, Sequential, or subclassed with a `get_config`.
         policy: `"mixed_float16"`, `"mixed_bfloat16"`, `"float16"` or `"bfloat16"`; or a `kmp.Plan`.
-        keep_float32: What is to stay float32 beside that: a path or pattern as `kmp.audit` shows paths (`*` and `?` as
-            in a shell), a class, a function of a layer that returns whether it is to, or a list of these.
+        keep_float32: What is to stay float32 beside what kmp's rules say: a path or pattern as `kmp.audit` shows paths
+            (`*` and `?` as in a shell), a class, a function of a layer that returns whether it is to, or a list of
+            these.
         batch: What the model is called with, such as an array of its input. Layers whose output overflows with it, and
             does not in float32, stay float32 too, until none does; they are logged under `"kmp"`.
         islands: Whether kmp's rules apply. Otherwise only `keep_float32` stays float32.
@@ -56,16 +61,17 @@ def convert(
 
     Raises:
         TypeError: If `model` is no Keras model, or `keep_float32` is of another type.
-        ValueError: If `model` is not built or cannot be made anew, a pattern or class matches no layer, a value is
-            outside its range, or the batch does not fit. Nothing has changed then.
+        ValueError: If `model` is not built or cannot be made anew, a pattern, class or path of a plan matches no layer,
+            `policy` is another, there is a plan beside `keep_float32` or `islands`, or the batch does not fit. Nothing
+            has changed then.
 
     Example:
     >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(2, "softmax")])
     >>> [layer.compute_dtype for layer in convert(model).layers]
     ['float16', 'float32']
     """
-    check(model)
-    plan = policy if isinstance(policy, Plan) else planned(model, policy, keep_float32, islands)
+    check_built(model)
+    plan = _plan_of(model, policy, keep_float32, islands)
     if _is_settled(model):
         return model
     for path, reason in plan.float32.items():
@@ -85,6 +91,9 @@ def to_float32(model: keras.Model) -> keras.Model:
     Args:
         model: A `keras.Model` that is built.
 
+    Returns:
+        The new model; the one given where it is quantized, which is logged.
+
     Raises:
         TypeError: If `model` is no Keras model.
         ValueError: If it is not built, or cannot be made anew.
@@ -94,47 +103,52 @@ def to_float32(model: keras.Model) -> keras.Model:
     >>> sorted({layer.compute_dtype for layer in to_float32(convert(model)).layers})
     ['float32']
     """
-    check(model)
+    check_built(model)
+    if _is_quantized(model):
+        return model
     made = in_float32(model)
     carry_over(model, made, scaled=False)
     return made
 
 
-def check(model: Any) -> None:
-    """Makes sure that a model can be looked at.
+def _plan_of(model: keras.Model, policy: str | Plan, keep_float32: Any, islands: bool) -> Plan:
+    if not isinstance(policy, Plan):
+        return planned(model, policy, keep_float32, islands)
+    if keep_float32 is not None or not islands:
+        raise ValueError("`keep_float32` and `islands` make a plan; one that is given says all. Edit its `float32`.")
+    return completed(policy, model)
 
-    Raises:
-        TypeError: If it is no Keras model.
-        ValueError: If it, or a layer in it, is not built.
-    """
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"`model` must be a keras.Model. Received: model={model!r}")
-    unbuilt = [layer.name for layer in sublayers(model) if not layer.built]
-    if unbuilt:
-        raise ValueError(
-            f"{type(model).__name__} {model.name!r} is not built: call it on a batch first, or give it an `Input`. "
-            f"Without weights are: {', '.join(unbuilt)}"
-        )
+
+def _is_quantized(model: keras.Model) -> bool:
+    found = is_quantized(model)
+    if found:
+        logger.warning("%r is quantized, and left as it is.", model.name)
+    return found
 
 
 def _is_settled(model: keras.Model) -> bool:
     """Whether there is nothing to convert; says so."""
-    if any(getattr(layer, "quantization_mode", None) for layer in sublayers(model)):
-        logger.warning("%r is quantized, and left as it is.", model.name)
+    if _is_quantized(model):
         return True
-    dtypes = compute_dtypes(model)
-    if dtypes & _HALF:
-        logger.warning(
-            "%r computes in %s already, and is left as it is. To convert it anew, take kmp.to_float32(model) first.",
-            model.name,
-            " and ".join(sorted(dtypes)),
+    if "float64" in compute_dtypes(model):
+        raise ValueError(
+            f"{model.name!r} computes in float64, and kmp converts float32 models: its weights would change."
         )
-    return bool(dtypes & _HALF)
+    settled = computes_in_half(model)
+    if settled:
+        dtypes = " and ".join(sorted(compute_dtypes(model)))
+        message = (
+            "%r computes in %s already, and is left as it is. To convert it anew, take kmp.to_float32(model) first."
+        )
+        logger.warning(message, model.name, dtypes)
+    return settled
 
 
 def _until_finite(model: keras.Model, plan: Plan, batch: Any) -> tuple[keras.Model, Plan]:
     """Converts, and converts again with what overflows in float32, until nothing does that does not in float32."""
-    _, reference = traced(model, batch)
+    outputs, reference = traced(model, batch)
+    if not all(np.isfinite(np.asarray(one)).all() for one in keras.tree.flatten(outputs)):
+        logger.warning("With this batch the outputs of %r are inf or nan in float32 too.", model.name)
     told = [part.path for part in told_parts(model)]
     while True:
         made = by_plan(model, plan)
@@ -164,9 +178,3 @@ def _overflowing(
         if found:
             return found
     return {}
-
-
-def by_old_path(seen: Mapping[str, Seen], old: keras.Model, new: keras.Model) -> dict[str, Seen]:
-    """Names what was seen of a new model by the paths of the old one, where layers named what they made otherwise."""
-    old_path = {after.path: before.path for before, after in zip(parts_of(old), parts_of(new), strict=True)}
-    return {old_path[path]: one for path, one in seen.items()}

@@ -126,7 +126,8 @@ def graph_rewrite(enabled: bool = True, dtype: str | None = None) -> None:
     unless with `auto_scale_loss=False`, and `jit_compile="auto"` becomes false: XLA compiles what is not rewritten yet.
 
     Args:
-        enabled: Whether to; `False` sets TensorFlow's option to what it was. Compiled models keep their optimizer.
+        enabled: Whether to, in place of an earlier call's `dtype`; `False` sets TensorFlow's option to what it was.
+            Compiled models keep their optimizer.
         dtype: `"float16"`, whose pass needs a GPU; `"bfloat16"`, whose pass is for CPUs; or `None` for what the machine
             has a pass for, with a warning where that is bfloat16.
 

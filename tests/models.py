@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 
-@keras.saving.register_keras_serializable(package="tests")
+@keras.saving.register_keras_serializable(package="tests.models")
 class Block(keras.layers.Layer):
     """Makes layers of its own and hands its dtype on, as Keras asks for."""
 
@@ -30,7 +30,7 @@ class Block(keras.layers.Layer):
         return super().get_config() | {"units": self.units}
 
 
-@keras.saving.register_keras_serializable(package="tests")
+@keras.saving.register_keras_serializable(package="tests.models")
 class WithoutDtype(keras.layers.Layer):
     """Cannot be told a dtype."""
 
@@ -47,7 +47,7 @@ class WithoutDtype(keras.layers.Layer):
         return {"name": self.name}
 
 
-@keras.saving.register_keras_serializable(package="tests")
+@keras.saving.register_keras_serializable(package="tests.models")
 class Gan(keras.Model):
     """A subclassed model with two networks and a `train_step` of its own."""
 

@@ -4,15 +4,21 @@ import applications
 import pytest
 
 
+def is_within_tolerance(result):
+    """Whether logits drift no more than in Keras' own mixed_float16: untrained networks magnify what is rounded off."""
+    return result["drift"] < 1.5 * result["drift_of_stock"] + 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", applications.FAMILIES)
 def test_one_of_each_family_converts_trains_and_comes_back(name):
     result = applications.check(name)
     assert 0 < result["float32"] < result["layers_and_operations"]
-    assert result["largest_difference"] < 1e-2
+    assert is_within_tolerance(result)
+    assert result["skipped_steps"] == 0
 
 
-def test_results_of_all_are_committed():
+def test_results_of_each_family_are_committed():
     results = json.loads(applications.RESULTS.read_text())
-    assert sorted(results) == applications.names()
-    assert max(result["largest_difference"] for result in results.values()) < 1e-2
+    assert set(applications.FAMILIES) <= set(results) <= set(applications.names())
+    assert all(map(is_within_tolerance, results.values()))

@@ -34,7 +34,7 @@ def test_row_says_dtypes_kind_reason_and_source():
     exp = next(row for path, row in rows.items() if path.startswith("exp"))
     assert (exp.compute_dtype, exp.variable_dtype, exp.output_dtype) == ("float32", None, "float32")
     assert (exp.judgement, exp.planned_dtype) == ("float32", "float32")
-    assert exp.reason == "exp of more than 11 is beyond 65504"
+    assert exp.reason == "exponentials leave float16's range: exp(12) is beyond 65504"
     assert exp.source == "torch.amp's op reference, TensorFlow's auto_mixed_precision_lists.h"
     first = rows["first"]
     assert (first.variable_dtype, first.judgement, first.planned_dtype) == ("float32", "float16", "float16")
@@ -65,7 +65,7 @@ def test_batch_shows_where_values_leave_the_range_and_where_they_drift():
     assert rows["tiny"].drift == 1.0
     assert rows["tiny"].amax == pytest.approx(4e-9)
     assert (rows["huge"].beyond, rows["huge"].overflows) == (0.0, True)  # 1e12 itself is inf in float16
-    assert np.isnan(rows["huge"].drift)
+    assert rows["huge"].drift is None
 
 
 def test_batch_shows_a_mixed_model_against_itself_in_float32():
@@ -92,8 +92,7 @@ def test_table_shows_in_a_terminal_as_text_and_in_a_notebook():
     for text in (str(audit), console.export_text(), audit._repr_html_()):
         assert "probabilities" in text
         assert "Micikevicius et al. 2018" in text
-        assert "units 4 -&gt; 8" in text or "units 4 -> 8" in text
-    assert "1 of 4 stay float32" in str(audit)
+    assert "1 of 4 are float32 then" in str(audit)
 
 
 def test_endangered_are_those_of_the_float32_kind():

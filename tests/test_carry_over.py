@@ -55,6 +55,40 @@ def test_losses_and_metrics_that_nobody_registered_carry_over():
     assert converted.loss is own_loss
 
 
+def test_each_loss_and_metric_keeps_what_it_was_made_with():
+    def times(factor):
+        def loss(y_true, y_pred):
+            return factor * keras.ops.mean((y_true - y_pred) ** 2, axis=-1)
+
+        return loss
+
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, [keras.layers.Dense(2)(inputs), keras.layers.Dense(2)(inputs)])
+    model.compile("adam", loss=[times(1.0), times(1000.0)], metrics=[[times(3.0)], [times(5.0)]])
+    x, y = np.ones((4, 4), "float32"), [np.ones((4, 2), "float32")] * 2
+    np.testing.assert_allclose(kmp.convert(model).evaluate(x, y, verbose=0), model.evaluate(x, y, verbose=0), rtol=1e-2)
+
+
+def test_schedule_that_nobody_registered_carries_over():
+    class Own(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return 0.5
+
+        def get_config(self):
+            return {}
+
+    model, _ = trained(optimizer=keras.optimizers.SGD(Own()), loss=lambda y_true, y_pred: keras.ops.mean(y_pred))
+    converted = kmp.convert(model)
+    assert converted.compiled
+    assert float(converted.optimizer.inner_optimizer.learning_rate) == 0.5
+
+
+def test_loss_scale_of_a_float32_model_keeps_its_settings():
+    model, _ = trained(optimizer=kmp.LossScaleOptimizer("adam", initial_scale=256.0, growth_interval=7))
+    rule = kmp.convert(model).optimizer.rule
+    assert (rule.initial_scale, rule.growth_interval) == (256.0, 7)
+
+
 def test_model_that_is_not_compiled_stays_so():
     assert not kmp.convert(models.autoencoder()[0]).compiled
 

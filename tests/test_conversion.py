@@ -59,10 +59,12 @@ def test_converted_model_trains_and_comes_back_from_a_file_equal(make, tmp_path)
         converted.compile(generator=kmp.wrap("adam"), discriminator=kmp.wrap("adam"))
         history = converted.fit(batch, np.zeros((4, 6), "float32"), verbose=0).history
     else:
-        converted.compile(kmp.wrap("adam"), "mse", jit_compile=False)
+        converted.compile(kmp.wrap("adam", initial_scale=64.0), "mse", jit_compile=False)
         targets = keras.tree.map_structure(lambda one: np.zeros(one.shape, "float32"), converted(batch))
         history = converted.fit(batch, targets, verbose=0).history
     assert np.isfinite(history["loss"]).all()
+    pairs = zip(converted.trainable_variables, model.trainable_variables, strict=True)
+    assert any(np.any(np.asarray(mine) != np.asarray(its)) for mine, its in pairs)
     converted.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras", compile=False, safe_mode=False)
     assert list(dtypes_of(loaded).values()) == list(dtypes_of(converted).values())
@@ -225,6 +227,33 @@ def test_plan_can_be_saved_edited_and_applied(tmp_path):
     assert [layer.compute_dtype for layer in converted.layers] == ["float16", "float16", "float32", "float32"]
 
 
+def test_plan_that_names_a_holder_keeps_what_is_inside():
+    model, _ = models.autoencoder()
+    dtypes = dtypes_of(kmp.convert(model, kmp.Plan("mixed_float16", {"encoder": "why"})))
+    assert {path.split("/")[0]: dtype for path, dtype in dtypes.items()} == {"encoder": "float32", "decoder": "float16"}
+
+
+def test_plan_for_another_model_is_an_error():
+    with pytest.raises(ValueError, match="The plan names 'typo', and there is no such layer. The layers are: dense, "):
+        kmp.convert(models.classifier()[0], kmp.Plan("mixed_float16", {"typo": "why"}))
+
+
+@pytest.mark.parametrize("options", [{"keep_float32": "dense"}, {"islands": False}])
+def test_plan_beside_what_makes_one_is_an_error(options):
+    with pytest.raises(ValueError, match="one that is given says all"):
+        kmp.convert(models.classifier()[0], kmp.Plan("mixed_float16"), **options)
+
+
+def test_function_in_float32_goes_over_and_comes_back_without_kmp():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(4), kmp.layers.Float32(ops.exp), layers.Dense(2)])
+    batch = np.ones((2, 4), "float32")
+    converted = kmp.convert(model)
+    assert [layer.compute_dtype for layer in converted.layers] == ["float16", "float32", "float32"]
+    back = kmp.to_float32(converted)
+    assert {type(layer).__module__.split(".")[0] for layer in back.layers} == {"keras"}
+    np.testing.assert_array_equal(outputs_of(back, batch)[0], outputs_of(model, batch)[0])
+
+
 def test_model_in_float16_already_is_returned_and_told(caplog):
     converted = kmp.convert(models.classifier()[0])
     assert kmp.convert(converted) is converted
@@ -236,7 +265,11 @@ def test_quantized_model_is_left_alone_and_told(caplog):
     model, _ = models.classifier()
     model.quantize("int8")
     assert kmp.convert(model) is model
+    assert kmp.to_float32(model) is model
     assert "is quantized" in caplog.text
+    assert len(kmp.audit(model).rows) == 5
+    with pytest.raises(ValueError, match="is quantized and has no float32"):
+        kmp.audit(model, np.zeros((1, 8), "float32"))
 
 
 @pytest.mark.parametrize("function", [kmp.convert, kmp.to_float32, kmp.audit])
@@ -268,6 +301,87 @@ def test_policy_that_is_none_is_an_error(policy):
         kmp.convert(models.classifier()[0], policy)
 
 
+@pytest.mark.parametrize("policy", [None, keras.DTypePolicy("mixed_float16")])
+def test_policy_that_is_no_string_is_an_error(policy):
+    with pytest.raises(TypeError, match="`policy` must be one of"):
+        kmp.convert(models.classifier()[0], policy)
+
+
+def test_float64_model_is_an_error():
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(2, dtype="float64")])
+    with pytest.raises(ValueError, match="computes in float64"):
+        kmp.convert(model)
+
+
+def test_variable_that_is_frozen_by_itself_stays_frozen():
+    model, _ = models.classifier()
+    model.layers[0].kernel.trainable = False
+    assert not kmp.convert(model).layers[0].kernel.trainable
+
+
+def test_lora_goes_over_unmerged():
+    model, _ = models.autoencoder()
+    layer = model.get_layer("decoder").layers[0]
+    layer.enable_lora(2)
+    layer.lora_kernel_b.assign(np.ones((2, 16)))
+    converted = kmp.convert(model)
+    for mine, its in zip(converted.variables, model.variables, strict=True):
+        np.testing.assert_array_equal(mine, its)
+    assert len(converted.trainable_variables) == len(model.trainable_variables)
+
+
+def test_constraint_and_regularizer_that_nobody_registered_survive():
+    class Mine(keras.constraints.Constraint):
+        def __call__(self, weights):
+            return weights
+
+    dense = layers.Dense(2, kernel_constraint=Mine(), kernel_regularizer=lambda weights: 0.1 * ops.sum(weights))
+    converted = kmp.convert(keras.Sequential([keras.Input((2,)), layers.Dense(2), dense])).layers[1]
+    assert converted.kernel_constraint is dense.kernel_constraint
+    assert converted.kernel_regularizer is dense.kernel_regularizer
+
+
+def test_text_vectorization_goes_over():
+    words = layers.TextVectorization(output_sequence_length=4)
+    words.adapt(["a b c"])
+    embedded = [words, layers.Embedding(10, 8), layers.Flatten(), layers.Dense(2)]
+    model = keras.Sequential([keras.Input((), dtype="string"), *embedded])
+    converted = kmp.convert(model)
+    assert converted.layers[0].get_vocabulary() == words.get_vocabulary()
+    assert converted.layers[1].compute_dtype == "float16"
+
+
+def test_get_config_of_ones_own_on_a_layer_stays():
+    model, _ = models.classifier()
+    layer = model.layers[0]
+    config = layer.get_config()
+    layer.get_config = lambda: config | {"name": "renamed"}
+    assert kmp.convert(model).layers[0].name == "renamed"
+    assert layer.get_config()["name"] == "renamed"
+
+
+def test_layer_that_cannot_be_made_is_named():
+    class Needs(layers.Layer):
+        def __init__(self, needed, **kwargs):
+            super().__init__(**kwargs)
+
+        def call(self, inputs):
+            return inputs
+
+        def get_config(self):
+            return keras.layers.Layer.get_config(self)
+
+    inputs = keras.Input((2,))
+    with pytest.raises(ValueError, match="Needs 'needs.*' cannot be made anew from its config: .*missing.*'needed'"):
+        kmp.convert(keras.Model(inputs, Needs(object())(inputs)))
+
+
+def test_batch_that_overflows_in_float32_is_told(caplog):
+    model, _ = models.autoencoder()
+    kmp.convert(model, batch=np.full((1, 16), np.nan, "float32"))
+    assert "inf or nan in float32 too" in caplog.text
+
+
 @pytest.mark.parametrize("function", [lambda *a: kmp.convert(a[0], batch=a[1]), kmp.audit])
 def test_batch_of_the_wrong_shape_is_an_error(function):
     with pytest.raises(ValueError, match="`batch` does not fit Sequential"):
@@ -286,7 +400,7 @@ class WithoutConfig(keras.Model):
 def test_model_without_a_config_is_an_error_that_says_what_to_write():
     model = WithoutConfig(layers.Dense(2))
     model(np.zeros((1, 2), "float32"))
-    with pytest.raises(ValueError, match="`get_config` that returns what `__init__` takes"):
+    with pytest.raises(ValueError, match="WithoutConfig .* cannot be made anew.*`get_config` that returns what its"):
         kmp.convert(model)
     assert "get_config" not in vars(model)
     assert "get_config" not in vars(model.layer)

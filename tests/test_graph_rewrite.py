@@ -113,6 +113,10 @@ def test_it_goes_with_enable_and_each_goes_off_by_itself():
     made = model()
     made.compile("adam", "mse")
     assert made.jit_compile is False
+    with kmp.enable():
+        kmp.graph_rewrite(False)
+        assert keras.Model.compile is not compile_before
+    assert keras.Model.compile is compile_before
 
 
 @pytest.mark.parametrize(

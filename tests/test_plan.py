@@ -72,6 +72,14 @@ def test_file_without_a_plan_is_an_error(tmp_path, text):
         Plan.load(tmp_path / "plan.json")
 
 
+def test_what_is_inside_of_a_float32_part_is_float32():
+    plan = kmp.Plan("mixed_float16", {"encoder": "why"})
+    assert [plan.policy_of(path) for path in ("encoder", "encoder/dense", "encoders")] == [
+        *("float32", "float32"),
+        "mixed_float16",
+    ]
+
+
 def test_plan_comes_back_from_its_file(tmp_path):
     plan = kmp.Plan("mixed_bfloat16", {"a/b": "why"})
     plan.save(tmp_path / "plan.json")
