@@ -168,9 +168,8 @@ def _take_over(old: keras.Model, new: keras.Model, made: list[Pair]) -> None:
         )
     for before, after in pairs:
         _take_over_the_rest(before, after)
-    for source, target in zip(
-        old.variables, new.variables, strict=True
-    ):  # last: what Keras loads may be merged weights
+    # Last, because what Keras writes of a layer may be weights that LoRA's were merged into.
+    for source, target in zip(old.variables, new.variables, strict=True):
         target.assign(source)
         if target.trainable != source.trainable:
             target.trainable = source.trainable
