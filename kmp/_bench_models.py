@@ -13,6 +13,7 @@ import tensorflow as tf
 from kmp import _guard, callbacks, layers
 from kmp._bench_clock import Measured, compared, peak_memory, take_turns
 from kmp._bench_optimizers import BARE, KERAS, MODES, OURS
+from kmp._patch import global_policy
 from kmp.optimizer import LossScaleOptimizer
 
 WITH_CALLBACKS = "kmp + callbacks"
@@ -107,12 +108,8 @@ def trainer(task: Task, policy: str, way: str, mode: str, steps: int) -> Callabl
         mode: One of `MODES`.
         steps: How many steps count.
     """
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(policy)
-    try:
+    with global_policy(policy):
         model = task.build()
-    finally:
-        keras.config.set_dtype_policy(before)
     optimizer: keras.optimizers.Optimizer = keras.optimizers.Adam(1e-4)
     if way != BARE:
         optimizer = (keras.optimizers.LossScaleOptimizer if way == KERAS else LossScaleOptimizer)(optimizer)

@@ -7,9 +7,9 @@ import keras
 from kmp import layers
 from kmp._float32_operation import Float32Operation
 from kmp._formats import BFLOAT16, FLOAT16, FLOAT32
-from kmp._patch import is_keras
+from kmp._patch import global_policy, is_keras
 from kmp._plan import Plan
-from kmp._rebuild import Config, global_policy, rebuilt
+from kmp._rebuild import Config, rebuilt
 from kmp._structure import parts_of
 
 _STOCK = {layers.Softmax: keras.layers.Softmax, layers.BatchNormalization: keras.layers.BatchNormalization}

@@ -1,8 +1,10 @@
-"""Putting something in an attribute's place, and the original back."""
+"""Putting something of Keras' into another state for a while, and back."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import keras
 
 
 class Replacement:
@@ -44,6 +46,17 @@ def in_place(thing: Any, name: str, value: Any) -> Iterator[None]:
         vars(thing).pop(name, None)
         if before is not None:
             vars(thing)[name] = before
+
+
+@contextlib.contextmanager
+def global_policy(policy: str) -> Iterator[None]:
+    """Sets the global dtype policy while this is open."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
 
 
 def is_keras(kind: type) -> bool:

@@ -10,7 +10,7 @@ import keras
 from keras import ops
 
 from kmp import layers
-from kmp._patch import in_place
+from kmp._patch import global_policy, in_place
 from kmp._structure import parts_of
 
 Config = dict[str, Any]
@@ -142,17 +142,6 @@ def _with_stand_ins(config: Any, stand_ins: Mapping[str, _StandIn]) -> Any:
 
 def _unmarked(config: Any) -> tuple[Any, str | None]:
     return config, config.pop(_MARK, None) if isinstance(config, dict) else None
-
-
-@contextlib.contextmanager
-def global_policy(policy: str) -> Iterator[None]:
-    """Sets the global dtype policy while this is open."""
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(policy)
-    try:
-        yield
-    finally:
-        keras.config.set_dtype_policy(before)
 
 
 def _take_over(old: keras.Model, new: keras.Model, made: list[Pair]) -> None:
