@@ -4,6 +4,7 @@ Judged by what Keras' code does, not by names alone: layers that take their own 
 `BatchNormalization` does, are in no danger.
 """
 
+import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from kmp import layers
 from kmp._float32_operation import Float32Operation
 from kmp._formats import FLOAT16
 from kmp._patch import is_keras
+from kmp._state import children
 from kmp._structure import Part
 
 HALF = "float16"
@@ -56,6 +58,7 @@ _RECIPROCAL = Judgement(FLOAT32, "the reciprocal of less than 1.5e-5 is beyond 6
 _STEEP = Judgement(FLOAT32, "steep: it magnifies what float16 rounds off its input", _TORCH)
 _NO_KERNEL = Judgement(FLOAT32, "TensorFlow has no kernel for float16", "TensorFlow's kernels")
 _PENALTY = Judgement(FLOAT32, "the penalty sums over the output's elements, or their squares", _PAPER)
+_LOSS = Judgement(FLOAT32, "it calls add_loss: losses are float32, and sum over many elements", _GUIDE)
 _REWRITES = Judgement(FLOAT32, "it writes its kernel back as computed, which float16 rounds to 11 bits", _KERAS)
 _RAW = Judgement(FLOAT32, "data that comes in may lie beyond 65504 before this brings it into range", _GUIDE)
 _UNKNOWN = Judgement(FLOAT32, "a function of your own: what it computes is not known", "kmp")
@@ -164,10 +167,17 @@ def _of_settings(layer: keras.Layer) -> Judgement | None:
             return judged
     if getattr(layer, "activity_regularizer", None) is not None:
         return _PENALTY
+    if _adds_a_loss(layer) and not any(children(layer)):
+        return _LOSS
     epsilon = getattr(layer, "epsilon", None)
     if isinstance(epsilon, float) and not is_keras(type(layer)):
         return _beyond_range([epsilon])
     return None
+
+
+def _adds_a_loss(layer: keras.Layer) -> bool:
+    code = getattr(inspect.unwrap(type(layer).call), "__code__", None)
+    return code is not None and "add_loss" in code.co_names
 
 
 def _of_home(layer: keras.Layer) -> Judgement:

@@ -71,7 +71,8 @@ def enable(
 
     A model that trains with kmp's optimizer is guarded: a skipped step leaves no trace in its layers and metrics.
     `compile` raises an error for what would fail in the first step under a strategy, and mends `fit` on several
-    workers. Mistakes that Keras trains on with in silence are warned of, once a model.
+    workers, and with losses that layers add in 16 bits. Mistakes that Keras trains on with in silence are warned of,
+    once a model.
 
     Calling it again replaces policy and settings. What the hardware means for the policy is logged once, under `"kmp"`.
 
@@ -201,7 +202,7 @@ def _set_hooks() -> None:
     _multiworker.mend_if_needed()
     # A `compile` put on `keras.Model` itself would look like a user's own to `compile_from_config`, which then does not
     # compile a loaded model.
-    for name, make in (("compile", _hooked), ("make_train_function", _watched)):
+    for name, make in _HOOKS.items():
         _hooks.append(Replacement(definer(keras.Model, name), name, make))
 
 
@@ -250,6 +251,20 @@ def _watched(original: Callable[..., None]) -> Callable[..., None]:
             _mistakes.when_built(self, lambda: _mistakes.warn_of_training(self, was_compiled))
 
     return make_train_function
+
+
+def _widened(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keras adds what layers give to `add_loss`, and activity regularizers, to a float32 loss, and fails on 16 bits."""
+
+    @functools.wraps(original)
+    def _aggregate_additional_loss(self: keras.Model, loss: Any) -> Any:
+        return original(self, keras.ops.cast(loss, keras.config.floatx()))
+
+    return _aggregate_additional_loss
+
+
+# The last is private to Keras: what it does with its argument is decided nowhere public.
+_HOOKS = {"compile": _hooked, "make_train_function": _watched, "_aggregate_additional_loss": _widened}
 
 
 def _is_float16_on() -> bool:

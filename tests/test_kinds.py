@@ -18,6 +18,18 @@ def judged_operation(function):
     return judge(parts_of(model)[-1])
 
 
+class AddsLoss(layers.Layer):
+    def call(self, x):
+        self.add_loss(ops.mean(x))
+        return x
+
+
+class Holds(AddsLoss):
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.Dense(2)
+
+
 @pytest.mark.parametrize(
     ("layer", "kind"),
     [
@@ -28,6 +40,8 @@ def judged_operation(function):
         (layers.UnitNormalization(), FLOAT32),
         (layers.ActivityRegularization(l2=0.1), FLOAT32),
         (layers.Dense(2, activity_regularizer="l2"), FLOAT32),
+        (AddsLoss(), FLOAT32),
+        (Holds(), FOLLOWS),
         (layers.SpectralNormalization(layers.Dense(2)), FLOAT32),
         (layers.Normalization(), FLOAT32),
         (layers.Rescaling(1 / 255), FLOAT32),

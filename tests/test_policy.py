@@ -72,6 +72,27 @@ def test_policies_that_compute_in_float16_get_a_loss_scale_and_train(name):
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
 
+class AddsLoss(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(keras.ops.mean(x) * 3)
+        return x
+
+
+@pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16"])
+def test_losses_that_layers_add_in_16_bits_count_in_float32_and_stock_keras_fails_on_them(name):
+    def trained():
+        layers = [AddsLoss(), keras.layers.ActivityRegularization(l1=0.25)]
+        model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1, kernel_initializer="zeros")])
+        model.compile("sgd", "mse", jit_compile=False)
+        return model.fit(np.ones((8, 4)), np.zeros((8, 1)), verbose=0).history["loss"]
+
+    with kmp.enable(name):
+        assert trained() == [3 + 1]
+    keras.config.set_dtype_policy(name)
+    with pytest.raises(TypeError, match="Cannot convert a list"):
+        trained()
+
+
 def test_model_with_one_float16_layer_deep_inside_is_wrapped():
     kmp.enable("float32")
     inside = keras.Sequential([keras.layers.TimeDistributed(keras.layers.Dense(2, dtype="mixed_float16"))])
