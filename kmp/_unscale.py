@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from keras import ops
+from keras import backend, ops
 
 from kmp import _xla, statistics
 from kmp._formats import FLOAT32
@@ -45,6 +45,21 @@ def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> l
         else with_values(gradient, tf.raw_ops.Mul(x=_as_float32(gradient), y=inverse))
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
+
+
+def multiplied(gradients: Sequence[Any], factor: Any) -> list[Any]:
+    """Returns gradients times a factor, a power of two for all scales but a user's own, in float32 at least.
+
+    Args:
+        gradients: Tensors, `tf.IndexedSlices` or `None`.
+        factor: Scalar float32.
+    """
+
+    def times(values: Any) -> Any:
+        values = ops.cast(values, backend.result_type(values.dtype, FLOAT32.name))
+        return values * ops.cast(factor, values.dtype)
+
+    return [None if one is None else with_values(one, times(values_of(one))) for one in gradients]
 
 
 def nonfinite(gradients: Sequence[Any], variables: Sequence[Any], scale: Any, replicas: int) -> tf.Tensor:

@@ -14,7 +14,7 @@ from kmp._graph import network_order
 from kmp._sampler import Sampler, paths_of, widened
 from kmp._samples import matching
 from kmp._step import Step, by_place
-from kmp._unscale import divisor
+from kmp._unscale import divisor, multiplied
 from kmp._xla import Compiler
 from kmp.records import Snapshot
 from kmp.settings import LossScaleSettings, make_rule
@@ -34,8 +34,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     all of them; they are divided by it again before the update. A step whose loss or gradients are not finite is
     skipped: it leaves every weight and every variable of the inner optimizer as it was.
 
-    Used in `model.compile`, or in a custom loop with `scale_loss`, then `apply`. Sources: see
-    `kmp.scaling.DynamicScale`.
+    Used in `model.compile`, or in a custom loop with `scale_loss`, then `apply`; in between `unscale`, where gradients
+    are clipped by hand, or changed otherwise. Sources: see `kmp.scaling.DynamicScale`.
 
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, or the name of one. Clipping, weight decay, EMA and gradient
@@ -138,19 +138,41 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         loss = ops.convert_to_tensor(loss)
         self.loss_watch.note(loss)
         loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
-        return ops.multiply(loss, ops.cast(divisor(self._bounded_scale()), loss.dtype))
+        return ops.multiply(loss, ops.cast(self.loss_scale, loss.dtype))
+
+    @property
+    def loss_scale(self) -> Any:
+        """What `scale_loss` multiplies by: scalar float32 tensor on the device."""
+        return divisor(self._bounded_scale())
 
     @tf.autograph.experimental.do_not_convert
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+    def unscale(self, grads: Sequence[Any]) -> list[Any]:
+        """Returns gradients without the loss scale, to look at or to change before `apply(..., unscaled=True)`.
+
+        Args:
+            grads: Loss-scaled gradients: tensors, `tf.IndexedSlices` or `None`.
+
+        Returns:
+            The same in float32 at least; inf and nan stay, for `apply` to see.
+        """
+        return multiplied(grads, 1.0 / self.loss_scale)
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(
+        self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None, *, unscaled: bool = False
+    ) -> None:
         """Applies loss-scaled gradients, or skips the step if the loss or one of them is not finite.
 
         Args:
             grads: Loss-scaled gradients: tensors, `tf.IndexedSlices` or `None`, one for each variable.
             trainable_variables: The variables, unless the optimizer is built already.
+            unscaled: Whether the gradients come from `unscale`.
         """
         grads, variables = list(grads), self._variables_for(grads, trainable_variables)
         if not grads:
             return
+        if unscaled:
+            grads = multiplied(grads, self.loss_scale)
         if not self.built:
             _replicas.refuse_to_build_in_a_step()
             self.build(variables)

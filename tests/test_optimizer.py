@@ -163,6 +163,53 @@ def test_custom_loop_scales_and_unscales(run_step):
     np.testing.assert_array_equal(variable, [0.5, 1.0])
 
 
+def step_of_gradients(optimizer, variables, run_step, change):
+    """A step whose gradients are given, and changed between `unscale` and `apply`; as they are, without `change`."""
+
+    @run_step
+    def step(*gradients):
+        optimizer.scale_loss(0.5)
+        scaled = [gradient * optimizer.loss_scale for gradient in gradients]
+        if change is None:
+            return optimizer.apply(scaled, variables)
+        return optimizer.apply(change(optimizer.unscale(scaled)), variables, unscaled=True)
+
+    return step
+
+
+def test_gradients_can_be_clipped_by_hand_between_unscale_and_apply(run_step):
+    variables = [keras.Variable([0.0]), keras.Variable([0.0])]
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4096.0)
+    optimizer.build(variables)
+    step = step_of_gradients(optimizer, variables, run_step, lambda gradients: tf.clip_by_global_norm(gradients, 1)[0])
+    step(tf.constant([3.0]), tf.constant([4.0]))
+    np.testing.assert_allclose(np.concatenate(variables), [-0.6, -0.8], rtol=1e-6)
+    step(tf.constant([np.inf]), tf.constant([4.0]))
+    np.testing.assert_allclose(np.concatenate(variables), [-0.6, -0.8], rtol=1e-6)
+    assert (optimizer.snapshot().loss_scale, optimizer.snapshot().overflow_count) == (2048.0, 1)
+
+
+@pytest.mark.parametrize("change", [None, lambda gradients: gradients], ids=["scaled", "unscaled"])
+def test_unscaled_gradients_step_and_are_sampled_as_scaled_ones_are(change, run_step):
+    variables = [keras.Variable([1.0, 2.0]), keras.Variable([[3.0]])]
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=1024.0)
+    optimizer.build(variables)
+    optimizer.start_sampling(optimizer.counters, 1)
+    step_of_gradients(optimizer, variables, run_step, change)(tf.constant([2.0**-20, -3.0]), tf.constant([[5.0]]))
+    np.testing.assert_array_equal(variables[0], np.float32([1 - 2.0**-21, 3.5]))
+    np.testing.assert_array_equal(variables[1], [[0.5]])
+    assert list(optimizer.snapshot().sample.amax) == [3 * 1024.0, 5 * 1024.0]
+
+
+def test_unscale_keeps_sparse_and_missing_gradients_and_what_is_not_finite_and_takes_float16_up():
+    optimizer = kmp.LossScaleOptimizer("sgd", loss_scale=2.0**15)
+    sparse = tf.IndexedSlices(tf.constant([[2.0**15]]), tf.constant([1]), tf.constant([3, 1]))
+    found = optimizer.unscale([tf.constant([1.0, np.inf], tf.float16), None, sparse])
+    np.testing.assert_array_equal(found[0], np.float32([2.0**-15, np.inf]))
+    assert (found[0].dtype, found[1]) == (tf.float32, None)
+    np.testing.assert_array_equal(tf.convert_to_tensor(found[2]), [[0], [1], [0]])
+
+
 def test_nonfinite_loss_is_told_from_an_overflow_of_the_backward_pass(run_step):
     variable = keras.Variable([1.0])
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0)
