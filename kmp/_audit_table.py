@@ -35,14 +35,14 @@ def render(model: str, rows: Sequence[Row]) -> RenderableType:
 
 def as_text(model: str, rows: Sequence[Row]) -> str:
     """Returns it without colours."""
-    console = Console(file=io.StringIO(), width=_WIDTH, force_terminal=False)
+    console = Console(file=io.StringIO(), width=_WIDTH, force_terminal=False, force_jupyter=False)
     console.print(render(model, rows))
     return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
 
 def as_html(model: str, rows: Sequence[Row]) -> str:
     """Returns it as a notebook shows it."""
-    console = Console(file=io.StringIO(), width=_WIDTH, record=True)
+    console = Console(file=io.StringIO(), width=_WIDTH, record=True, force_jupyter=False)
     console.print(render(model, rows))
     return console.export_html(inline_styles=True, code_format="<pre style='line-height: 1.2'>{code}</pre>")
 
@@ -56,7 +56,7 @@ def _table(model: str, rows: Sequence[Row], sources: list[str]) -> Table:
     table.add_column("after", no_wrap=True)
     for name in ("largest", "drift") if has_batch else ():
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("why", overflow="fold", ratio=1)
+    table.add_column("why", overflow="fold", ratio=1, min_width=20)
     for row in rows:
         table.add_row(*_cells(row, has_batch, sources), style=_style(row))
     return table

@@ -65,7 +65,9 @@ _UNKNOWN = Judgement(FLOAT32, "a function of your own: what it computes is not k
 _OURS = Judgement(FLOAT32, "float32 by itself, whatever the policy", "kmp.layers")
 _MATRIX = Judgement(HALF, "", f"{_TORCH}, {_GRAPPLER}")
 _ATTENTION = Judgement(
-    HALF, "softmax of float16, added up in float32 by TensorFlow's GPU kernel", "TensorFlow's softmax_op_gpu.cu.cc"
+    HALF,
+    "its softmax is in float32 without dropout (ops.dot_product_attention), else in float16, added up in float32 on GPUs",
+    "Keras' source, TensorFlow's softmax_op_gpu.cu.cc",
 )
 _STATISTICS = Judgement(HALF, "Keras takes the statistics in float32", _KERAS)
 _LIFTED = Judgement(FOLLOWS, "Keras computes it in float32, whatever comes in", _KERAS)

@@ -107,8 +107,8 @@ def planned(model: keras.Model, policy: str, keep_float32: Any = None, islands: 
     Args:
         model: A model that is built.
         policy: See `Plan`.
-        keep_float32: What is to stay float32 beside what the rules say: a path or pattern, a class, a predicate on
-            layers and operations, or a list of these.
+        keep_float32: What is to stay float32 beside what the rules say: a path, pattern or name, a layer or operation,
+            a class, a predicate on layers, or a list of these.
         islands: Whether the rules apply; otherwise only `keep_float32` does.
 
     Raises:
@@ -143,7 +143,9 @@ def completed(plan: Plan, model: keras.Model) -> Plan:
     unknown = sorted(set(plan.float32) - set(known))
     if unknown:
         raise ValueError(
-            f"The plan names {unknown[0]!r}, and there is no such layer. The layers are: {', '.join(known)}"
+            f"The plan names {unknown[0]!r}, and there is no such layer. Keras numbers what has no name of its own; "
+            "keras.utils.clear_session() before a model is made anew has it count from the start. "
+            f"The layers are: {', '.join(known)}"
         )
     float32 = dict(plan.float32)
     _widen(parts, float32)
@@ -162,14 +164,30 @@ def takes_dtype(operation: keras.Operation) -> bool:
 
 def told_parts(model: keras.Model) -> list[Part]:
     """Returns the parts whose dtypes can be chosen: those that Keras' own layers make inside take the layer's."""
+    untold = {id(part.operation) for part in out_of_reach(model)}
     made_inside: set[int] = set()
     told = []
     for part in parts_of(model):
         if id(part.holder) in made_inside or _makes_its_own(part.holder):
             made_inside.add(id(part.operation))
-        elif not isinstance(part.operation, keras.layers.InputLayer):
+        elif not isinstance(part.operation, keras.layers.InputLayer) and id(part.operation) not in untold:
             told.append(part)
     return told
+
+
+def out_of_reach(model: keras.Model) -> list[Part]:
+    """Returns the operations of graphs that classes make in their own code: no config holds them."""
+    parts = [part for part in parts_of(model) if not part.is_layer]
+    holders = {id(part.holder): part.holder for part in parts}
+    in_code = {key for key, holder in holders.items() if not _has_its_graph_in_its_config(holder)}
+    return [part for part in parts if id(part.holder) in in_code]
+
+
+def _has_its_graph_in_its_config(holder: keras.Model) -> bool:
+    try:
+        return is_keras(type(holder)) or "layers" in holder.get_config()
+    except Exception:  # as above
+        return False
 
 
 def _makes_its_own(holder: keras.Layer) -> bool:
@@ -194,9 +212,11 @@ def _chosen(parts: list[Part], choices: Any) -> list[str]:
     found: list[str] = []
     for choice in choices if isinstance(choices, list | tuple | set) else [choices]:
         fits = _fits(choice)
-        paths = [part.path for part in parts if fits(part)]
-        if not paths and isinstance(choice, str | type):
-            what = repr(choice) if isinstance(choice, str) else choice.__name__
+        paths = [part.path for part in parts if fits(part)] or [
+            part.path for part in parts if isinstance(choice, str) and part.operation.name == choice
+        ]
+        if not paths and isinstance(choice, str | type | keras.Operation):
+            what = getattr(choice, "__name__", repr(choice))
             known = ", ".join(part.path for part in parts)
             raise ValueError(f"`keep_float32`: no layer matches {what}. The layers are: {known}")
         found += paths
@@ -205,13 +225,15 @@ def _chosen(parts: list[Part], choices: Any) -> list[str]:
 
 def _fits(choice: Choice) -> Callable[[Part], bool]:
     if isinstance(choice, str):
-        return lambda part: fnmatchcase(part.path, choice) or part.operation.name == choice
+        return lambda part: fnmatchcase(part.path, choice)
     if isinstance(choice, type):
         return lambda part: isinstance(part.operation, choice)
+    if isinstance(choice, keras.Operation):
+        return lambda part: part.operation is choice
     if callable(choice):
-        return lambda part: bool(choice(part.operation))
+        return lambda part: part.is_layer and bool(choice(part.operation))
     raise TypeError(
-        "`keep_float32` must be a path or pattern, a class, a function of a layer, or a list of these. "
+        "`keep_float32` must be a path or pattern, a layer, a class, a function of a layer, or a list of these. "
         f"Received: {choice!r}"
     )
 

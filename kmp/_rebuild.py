@@ -11,6 +11,7 @@ from keras import ops
 
 from kmp import layers
 from kmp._patch import global_policy, in_place
+from kmp._state import rnn_states
 from kmp._structure import parts_of
 
 Config = dict[str, Any]
@@ -70,10 +71,11 @@ class _CannotBeMadeError(ValueError):
 
 
 def _cannot(operation: keras.Operation, error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = lines[-1].removeprefix("Exception encountered: ") if lines else type(error).__name__  # Keras quotes first
+    said, _, _ = str(error).partition("\nExample:")  # code of Keras' own
+    *_, said = said.rpartition("Exception encountered:")  # Keras quotes first
+    reason = " ".join(said.split()) or type(error).__name__
     return (
-        f"{type(operation).__name__} {operation.name!r} cannot be made anew from its config: {reason} "
+        f"{type(operation).__name__} {operation.name!r} cannot be made anew from its config: {reason.rstrip('.')}. "
         "It needs a `get_config` that returns what its `__init__` takes."
     )
 
@@ -179,7 +181,9 @@ def _with_what_they_made(made: list[Pair]) -> list[Pair]:
 
 
 def _take_over_the_rest(old: keras.Layer, new: keras.Layer) -> None:
-    """Takes over what a layer keeps beside its variables, such as a vocabulary, as Keras writes it to a file."""
+    """Takes over what a layer keeps beside its variables: RNN states, and a vocabulary as Keras writes it to a file."""
+    for source, target in zip(rnn_states(old), rnn_states(new), strict=True):
+        target.assign(source)
     if type(old).load_own_variables is not keras.Layer.load_own_variables:
         store: dict[str, Any] = {}
         old.save_own_variables(store)

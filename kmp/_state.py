@@ -39,6 +39,24 @@ def computes_in_half(model: keras.Model) -> bool:
     return bool(compute_dtypes(model) & {FLOAT16.name, BFLOAT16.name})
 
 
+def rnn_states(layer: keras.Layer) -> list[keras.Variable]:
+    """Returns the states that a stateful RNN keeps from batch to batch, which Keras counts to no layer's variables."""
+    is_stateful = isinstance(layer, keras.layers.RNN) and layer.stateful and layer.built
+    return keras.tree.flatten(layer.states) if is_stateful else []
+
+
+@contextlib.contextmanager
+def unchanged(model: keras.Model) -> Iterator[None]:
+    """Puts everything back that a forward pass, run eagerly inside, may change: states, statistics, random seeds."""
+    states = [state for layer in sublayers(model) for state in rnn_states(layer)]
+    before = [(variable, ops.copy(variable)) for variable in (*model.non_trainable_variables, *states)]
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            variable.assign(value)
+
+
 class Kept:
     """What variables held when this was made; part of the compiled step, and of one replica.
 
@@ -100,10 +118,8 @@ def keeping_layers(layers: Iterable[keras.Layer]) -> Iterator[tuple[Kept, Kept]]
 def _states(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
     # Those declared as not trained: a layer's public lists change with `trainable`, and some layers learn while frozen.
     inner = [layer for outer in layers for layer in sublayers(outer)]
-    found = {id(variable): variable for layer in inner for variable in layer._non_trainable_variables}
-    for layer in inner:
-        if isinstance(layer, keras.layers.RNN) and layer.stateful and layer.built:
-            found |= {id(variable): variable for variable in keras.tree.flatten(layer.states)}
+    held = [variable for layer in inner for variable in (*layer._non_trainable_variables, *rnn_states(layer))]
+    found = {id(variable): variable for variable in held}
     return [variable for variable in found.values() if keras.backend.is_float_dtype(variable.dtype)]
 
 

@@ -57,16 +57,18 @@ def _how_often(now: Snapshot) -> str:
 
 def _from_backward(now: Snapshot, at_lowest: bool, is_fixed: bool) -> list[str]:
     loss = "the loss went through no scale_loss" if now.last_loss is None else "the loss was finite"
+    layers = "wrap the layers between that variable and the loss in kmp.layers.Float32"
+    loss_mean = "take the mean of the loss, not its sum"
     if is_fixed:
-        scale = "pass a lower loss_scale, or loss_scale='dynamic'"
+        ways = ["pass a lower loss_scale, or loss_scale='dynamic'", loss_mean, layers]
     elif at_lowest:
-        scale = "pass a lower min_scale"
+        ways = [layers, loss_mean, "pass a lower min_scale"]
     else:
-        scale = "pass a lower initial_scale, or more patience, because the scale was still falling"
+        still = "pass a lower initial_scale, or more patience, because the scale was still falling"
+        ways = [layers, loss_mean, still]
     return [
         f"Cause: {loss}, and a gradient overflowed float16 in the backward pass.",
         f"To blame: {now.culprit}, of the variables whose gradient is not finite the nearest to the loss"
         f"{_how_often(now)}; an overflow spreads from there to all before it.",
-        "Try: wrap the layers between that variable and the loss in kmp.layers.Float32; take the mean of the loss, not "
-        f"its sum; {scale}; or train with kmp.enable('mixed_bfloat16').",
+        f"Try: {'; '.join(ways)}; or train with kmp.enable('mixed_bfloat16').",
     ]

@@ -12,6 +12,7 @@ from keras import ops
 
 from kmp._formats import FLOAT16
 from kmp._patch import in_place
+from kmp._state import unchanged
 from kmp._structure import Part, parts_of
 
 
@@ -60,6 +61,8 @@ class Seen:
 def traced(model: keras.Model, batch: Any) -> tuple[Any, dict[str, Seen]]:
     """Runs a model on a batch, eagerly and as for inference, and looks at what each part puts out.
 
+    The model is as before then: the states of its RNNs and its random seeds too.
+
     Args:
         model: A model that is built.
         batch: What the model is called with.
@@ -72,6 +75,7 @@ def traced(model: keras.Model, batch: Any) -> tuple[Any, dict[str, Seen]]:
     """
     noted: dict[str, list[np.ndarray]] = {}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(unchanged(model))
         for part in parts_of(model):
             stack.enter_context(_noting(part, noted.setdefault))
         try:

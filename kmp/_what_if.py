@@ -56,7 +56,16 @@ class WhatIf:
         return ~np.full(self.log2_scales.shape, self.is_measured) & (self.log2_scales > self.in_use)
 
     def at(self, log2_scale: float) -> dict[str, float]:
-        """Returns the four shares at the scale nearest to 2^`log2_scale`."""
+        """Returns the four shares at the scale nearest to 2^`log2_scale`.
+
+        Raises:
+            ValueError: If that is beyond `log2_scales`.
+        """
+        lowest, highest = float(self.log2_scales[0]), float(self.log2_scales[-1])
+        if not lowest - 0.5 <= log2_scale <= highest + 0.5:
+            raise ValueError(
+                f"`log2_scale` must be from {lowest:g} to {highest:g}. Received: log2_scale={log2_scale!r}"
+            )
         place = int(np.argmin(np.abs(self.log2_scales - log2_scale)))
         names = ("underflow", "underflow_bound", "overflow", "skipped")
         return {name: float(getattr(self, name)[place]) for name in names}

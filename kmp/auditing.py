@@ -9,7 +9,7 @@ from kmp import _audit_table
 from kmp._audit_rows import Row
 from kmp._by_plan import by_plan, in_float32
 from kmp._kinds import FLOAT32, FOLLOWS, Judgement, judge
-from kmp._plan import Plan, planned, told_parts
+from kmp._plan import Plan, out_of_reach, planned, told_parts
 from kmp._state import computes_in_half, only_hands_on
 from kmp._structure import Part, check_built, is_quantized, parts_of
 from kmp._tensor_cores import unaligned
@@ -45,6 +45,9 @@ class Audit:
     def __str__(self) -> str:
         return _audit_table.as_text(self.model, self.rows)
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def _repr_html_(self) -> str:
         return _audit_table.as_html(self.model, self.rows)
 
@@ -78,7 +81,7 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     if batch is not None and is_quantized(model):
         raise ValueError(f"{model.name!r} is quantized and has no float32 to compare with: leave out `batch`.")
     seen = _compared(model, plan, batch) if batch is not None else {}
-    told = {part.path for part in told_parts(model)}
+    told = {part.path for part in (*told_parts(model), *out_of_reach(model))}
     rows = [_row(part, plan, part.path in told, seen.get(part.path)) for part in parts_of(model)]
     if computes_in_half(model):
         rows = [replace(row, planned_dtype=row.compute_dtype) for row in rows]

@@ -9,14 +9,16 @@ import numpy as np
 
 from kmp._by_plan import by_plan, in_float32
 from kmp._carry_over import carry_over
-from kmp._formats import FLOAT16
-from kmp._plan import NO_DTYPE, Plan, completed, planned, told_parts
+from kmp._formats import FLOAT16, FLOAT32
+from kmp._kinds import judge
+from kmp._plan import NO_DTYPE, Plan, completed, out_of_reach, planned, told_parts
 from kmp._state import compute_dtypes, computes_in_half
 from kmp._structure import check_built, is_quantized
 from kmp._trace import Seen, by_old_path, traced
 
 logger = logging.getLogger("kmp")
 
+_OUT_OF_REACH = "%s follows its inputs: %s makes it in its own code. Put kmp.layers.Float32(function) there (%s)."
 _OVERFLOWED = "overflowed with the batch: up to {amax:.3g} in float32"
 
 
@@ -38,20 +40,24 @@ def convert(
     optimizer's state. What does not carry over: the values of metrics, what `exclude_from_weight_decay` was told, and
     how a model with a `compile` of its own, or a nested one, was compiled.
 
+    To compile it anew, or after it was loaded, do so under `kmp.enable()`, or with `kmp.wrap(optimizer)`: elsewhere
+    Keras may give float16 no loss scale.
+
     Of a subclassed model Keras does not know what makes the outputs: give its last layer to `keep_float32`, or cast
     them. The rules look at layers and operations, not into functions of your own, save that a `Lambda` layer stays
     float32. The softmax inside of attention layers follows them.
 
-    Layers that make layers of their own get their policy, and those inside that float16 endangers get float32. But
-    Keras does not write the policies of those inside to a file: load such a model under `kmp.enable(policy)`, and hand
-    `dtype` on to the layers that you make.
+    Classes that make layers in their own code, models too, get their policy; of what they make, layers that float16
+    endangers get float32, and operations of a functional graph cannot, which is logged. `BatchNormalization` stays
+    Keras' there, and the dtypes of symbolic tensors are the policy's. Keras does not write the policies of what is
+    inside to a file: load such a model under `kmp.enable(policy)`, and hand `dtype` on to the layers that you make.
 
     Args:
         model: A `keras.Model` that is built: functional, Sequential, or subclassed with a `get_config`.
         policy: `"mixed_float16"`, `"mixed_bfloat16"`, `"float16"` or `"bfloat16"`; or a `kmp.Plan`.
         keep_float32: What is to stay float32 beside what kmp's rules say: a path or pattern as `kmp.audit` shows paths
-            (`*` and `?` as in a shell), a class, a function of a layer that returns whether it is to, or a list of
-            these.
+            (`*` and `?` as in a shell), a name where no path is the same, a layer, a class, a function of a layer that
+            returns whether it is to, or a list of these.
         batch: What the model is called with, such as an array of its input. Layers whose output overflows with it, and
             does not in float32, stay float32 too, until none does; they are logged under `"kmp"`.
         islands: Whether kmp's rules apply. Otherwise only `keep_float32` stays float32.
@@ -77,6 +83,8 @@ def convert(
     for path, reason in plan.float32.items():
         if reason == NO_DTYPE:
             logger.warning("%s stays float32: %s.", path, reason)
+    if islands:
+        _tell_what_is_out_of_reach(model)
     made, plan = _until_finite(model, plan, batch) if batch is not None else (by_plan(model, plan), plan)
     carry_over(model, made, scaled=plan.compute_dtype == FLOAT16.name)
     return made
@@ -96,7 +104,7 @@ def to_float32(model: keras.Model) -> keras.Model:
 
     Raises:
         TypeError: If `model` is no Keras model.
-        ValueError: If it is not built, or cannot be made anew.
+        ValueError: If it is not built, computes in float64, or cannot be made anew.
 
     Example:
     >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2, "softmax")])
@@ -106,9 +114,17 @@ def to_float32(model: keras.Model) -> keras.Model:
     check_built(model)
     if _is_quantized(model):
         return model
+    _refuse_float64(model)
     made = in_float32(model)
     carry_over(model, made, scaled=False)
     return made
+
+
+def _tell_what_is_out_of_reach(model: keras.Model) -> None:
+    for part in out_of_reach(model):
+        judged = judge(part)
+        if judged.kind == FLOAT32.name:
+            logger.warning(_OUT_OF_REACH, part.path, type(part.holder).__name__, judged.reason)
 
 
 def _plan_of(model: keras.Model, policy: str | Plan, keep_float32: Any, islands: bool) -> Plan:
@@ -130,10 +146,7 @@ def _is_settled(model: keras.Model) -> bool:
     """Whether there is nothing to convert; says so."""
     if _is_quantized(model):
         return True
-    if "float64" in compute_dtypes(model):
-        raise ValueError(
-            f"{model.name!r} computes in float64, and kmp converts float32 models: its weights would change."
-        )
+    _refuse_float64(model)
     settled = computes_in_half(model)
     if settled:
         dtypes = " and ".join(sorted(compute_dtypes(model)))
@@ -144,21 +157,33 @@ def _is_settled(model: keras.Model) -> bool:
     return settled
 
 
+def _refuse_float64(model: keras.Model) -> None:
+    if "float64" in compute_dtypes(model):
+        raise ValueError(f"{model.name!r} computes in float64: in float32 its weights would change.")
+
+
 def _until_finite(model: keras.Model, plan: Plan, batch: Any) -> tuple[keras.Model, Plan]:
     """Converts, and converts again with what overflows in float32, until nothing does that does not in float32."""
     outputs, reference = traced(model, batch)
-    if not all(np.isfinite(np.asarray(one)).all() for one in keras.tree.flatten(outputs)):
+    were_finite = _are_finite(outputs)
+    if not were_finite:
         logger.warning("With this batch the outputs of %r are inf or nan in float32 too.", model.name)
     told = [part.path for part in told_parts(model)]
     while True:
         made = by_plan(model, plan)
-        _, seen = traced(made, batch)
+        outputs, seen = traced(made, batch)
         found = _overflowing(by_old_path(seen, model, made), reference, plan, told)
         if not found:
+            if were_finite and not _are_finite(outputs):
+                logger.warning("With this batch the outputs of %r are inf or nan in %s.", model.name, plan.policy)
             return made, plan
         for path, reason in found.items():
             logger.warning("%s stays float32: it %s.", path, reason)
         plan = Plan(plan.policy, plan.float32 | found)
+
+
+def _are_finite(outputs: Any) -> bool:
+    return all(np.isfinite(np.asarray(one)).all() for one in keras.tree.flatten(outputs))
 
 
 def _overflowing(

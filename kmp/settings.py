@@ -42,9 +42,11 @@ def make_rule(**settings: Unpack[LossScaleSettings]) -> Rule:
     fixed = FixedScale(loss_scale)
     if rest.get("initial_scale") == fixed.initial_scale:
         del rest["initial_scale"]
-    if DynamicScale(**rest) != DynamicScale():
+    others = {name: value for name, value in rest.items() if value != getattr(DynamicScale(), name)}
+    if others:
+        DynamicScale(**others)  # is an error of its own for a value outside its range
         raise ValueError(
-            f"A fixed loss scale has no other settings. Received: loss_scale={loss_scale!r} with {rest!r}. "
+            f"A fixed loss scale has no other settings. Received: loss_scale={loss_scale!r} with {others!r}. "
             "Leave them out, or pass loss_scale='dynamic'."
         )
     return fixed

@@ -105,7 +105,8 @@ def start_workers(count: int) -> int:
     workers = []
     for index in range(count):
         config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-        environment = os.environ | {"TF_CONFIG": json.dumps(config), "TF_CPP_MIN_LOG_LEVEL": "2"}
+        settings = {"TF_CONFIG": json.dumps(config), "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+        environment = os.environ | settings  # on the CPU: two processes do not share a GPU
         workers.append(subprocess.Popen([sys.executable, *sys.argv], env=environment))
     try:
         while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):

@@ -18,8 +18,9 @@ import kmp
 
 RESULTS = Path(__file__).with_name("applications.json")
 
-# The smallest images that they take with a top of their own.
+# The smallest images that they take with a top of their own, others 32.
 SIDES = {"InceptionV3": 75, "InceptionResNetV2": 75, "Xception": 71}
+SIDE_OF_EFFICIENTNETS = 64  # with 32 their last layers have one pixel, whose statistics magnify what is rounded off
 
 # One of each family, the smallest.
 FAMILIES = (
@@ -38,19 +39,27 @@ def outputs_of(model, images):
 
 
 def learn_statistics(model, images):
-    """Has BatchNormalization take its moving statistics from a batch: without, values fade from layer to layer."""
-    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
-    momenta = [layer.momentum for layer in layers]
-    for layer in layers:
-        layer.momentum = 0.0
+    """Has BatchNormalization take its moving statistics from a batch: without, values fade from layer to layer.
+
+    Nothing is dropped meanwhile: statistics of other activations than those of inference let values grow with depth.
+    """
+    meanwhile = {keras.layers.BatchNormalization: "momentum", keras.layers.Dropout: "rate"}
+    before = [
+        (layer, name, getattr(layer, name))
+        for layer in model._flatten_layers()
+        for kind, name in meanwhile.items()
+        if isinstance(layer, kind)
+    ]
+    for layer, name, _ in before:
+        setattr(layer, name, 0.0)
     model(images, training=True)
-    for layer, momentum in zip(layers, momenta, strict=True):
-        layer.momentum = momentum
+    for layer, name, value in before:
+        setattr(layer, name, value)
 
 
 def build(name):
     """Returns an untrained model that ends with logits."""
-    side = SIDES.get(name, 32)
+    side = SIDE_OF_EFFICIENTNETS if name.startswith("EfficientNet") else SIDES.get(name, 32)
     options = {"weights": None, "input_shape": (side, side, 3), "classes": 10, "classifier_activation": None}
     return getattr(keras.applications, name)(**options)
 

@@ -1,4 +1,5 @@
 import logging
+import re
 
 import keras
 import models
@@ -119,6 +120,18 @@ def test_what_is_asked_for_stays_float32(choice):
     assert (dtypes["dense"], dtypes["middle"]) == ("float32", "float16")
 
 
+def test_layer_itself_and_a_path_that_is_whole_mean_that_layer_alone_and_a_name_all_that_have_it():
+    inner = keras.Sequential([keras.Input((4,)), layers.Dense(4, name="one"), layers.Dense(4, name="two")], name="in")
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, layers.ReLU()(layers.Dense(4, name="last")(inner(layers.Dense(4, name="one")(inputs)))))
+    for choice in ("one", model.get_layer("one")):
+        dtypes = dtypes_of(kmp.convert(model, keep_float32=choice))
+        assert (dtypes["one"], dtypes["in/one"]) == ("float32", "float16")
+    assert dtypes_of(kmp.convert(model, keep_float32="two"))["in/two"] == "float32"
+    with pytest.raises(ValueError, match="no layer matches <Dense"):
+        kmp.convert(model, keep_float32=layers.Dense(4))
+
+
 def test_holder_asked_for_keeps_what_is_inside_in_float32():
     model, batch = models.autoencoder()
     converted = kmp.convert(model, keep_float32="encoder")
@@ -234,7 +247,7 @@ def test_plan_that_names_a_holder_keeps_what_is_inside():
 
 
 def test_plan_for_another_model_is_an_error():
-    with pytest.raises(ValueError, match="The plan names 'typo', and there is no such layer. The layers are: dense, "):
+    with pytest.raises(ValueError, match="The plan names 'typo', and there is no such layer.*The layers are: dense, "):
         kmp.convert(models.classifier()[0], kmp.Plan("mixed_float16", {"typo": "why"}))
 
 
@@ -309,8 +322,9 @@ def test_policy_that_is_no_string_is_an_error(policy):
 
 def test_float64_model_is_an_error():
     model = keras.Sequential([keras.Input((2,)), layers.Dense(2, dtype="float64")])
-    with pytest.raises(ValueError, match="computes in float64"):
-        kmp.convert(model)
+    for function in (kmp.convert, kmp.to_float32):
+        with pytest.raises(ValueError, match="computes in float64"):
+            function(model)
 
 
 def test_variable_that_is_frozen_by_itself_stays_frozen():
@@ -374,6 +388,56 @@ def test_layer_that_cannot_be_made_is_named():
     inputs = keras.Input((2,))
     with pytest.raises(ValueError, match="Needs 'needs.*' cannot be made anew from its config: .*missing.*'needed'"):
         kmp.convert(keras.Model(inputs, Needs(object())(inputs)))
+
+
+def test_wrapper_without_a_config_is_told_without_keras_example():
+    class Around(layers.Layer):
+        def __init__(self, inside):
+            super().__init__()
+            self.inside = inside
+
+        def call(self, inputs):
+            return self.inside(inputs)
+
+    inputs = keras.Input((2,))
+    with pytest.raises(
+        ValueError,
+        match=r"config: Object Around .*Please implement `get_config\(\)`\. It needs a `get_config` that returns",
+    ):
+        kmp.convert(keras.Model(inputs, Around(layers.Dense(2))(inputs)))
+
+
+class MakesItsGraph(keras.Model):
+    def __init__(self, **kwargs):
+        inputs = keras.Input((8,))
+        hidden = ops.exp(layers.Dense(8, name="first", kernel_initializer="identity")(inputs))
+        super().__init__(inputs, layers.Dense(2, name="last", kernel_initializer="ones")(hidden), **kwargs)
+
+    def get_config(self):
+        return {"name": self.name}
+
+
+def test_operation_that_a_class_makes_in_its_own_code_is_told_and_so_is_what_comes_of_it(caplog):
+    model = MakesItsGraph(name="own")
+    batch = np.full((1, 8), 12.0, "float32")
+    converted = kmp.convert(model, batch=batch)
+    assert re.search(r"exp\S* follows its inputs: MakesItsGraph makes it in its own code", caplog.text)
+    assert "With this batch the outputs of 'own' are inf or nan in mixed_float16" in caplog.text
+    assert dtypes_of(converted) == {"first": "float16", "last": "float32"}
+    row = next(row for row in kmp.audit(model).rows if row.kind == "Exp")
+    assert (row.judgement, row.planned_dtype) == ("float32", "follows its inputs")
+
+
+def test_states_of_rnns_go_over_and_a_batch_does_not_move_them():
+    model = keras.Sequential([keras.Input((3, 4), batch_size=2), layers.LSTM(8, stateful=True), layers.Dense(2)])
+    batch = np.ones((2, 3, 4), "float32")
+    model(batch)
+    before = [np.array(state) for state in model.layers[0].states]
+    converted = kmp.convert(model, batch=batch)
+    for rnn in (model.layers[0], converted.layers[0]):
+        for state, was in zip(rnn.states, before, strict=True):
+            np.testing.assert_allclose(state, was, rtol=1e-3)
+    assert np.any(before[0] != 0)
 
 
 def test_batch_that_overflows_in_float32_is_told(caplog):
