@@ -66,7 +66,8 @@ _OURS = Judgement(FLOAT32, "float32 by itself, whatever the policy", "kmp.layers
 _MATRIX = Judgement(HALF, "", f"{_TORCH}, {_GRAPPLER}")
 _ATTENTION = Judgement(
     HALF,
-    "softmax in float32 where Keras takes ops.dot_product_attention, so without dropout; else float16, summed in float32",
+    "its softmax is in float32 without dropout, where Keras takes ops.dot_product_attention; else in float16, added up "
+    "in float32 on GPUs",
     "Keras' source, TensorFlow's softmax_op_gpu.cu.cc",
 )
 _STATISTICS = Judgement(HALF, "Keras takes the statistics in float32", _KERAS)
