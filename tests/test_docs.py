@@ -1,0 +1,70 @@
+import re
+import warnings
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import kmp
+
+DOCS = Path(__file__).parent.parent / "docs"
+COMING_FROM = (DOCS / "coming-from.md").read_text(encoding="utf-8")
+
+
+def lines_of_kmp():
+    """What stands between backticks in the last column of the tables, once each."""
+    rows = [line.strip("| ").split(" | ") for line in COMING_FROM.splitlines() if line.startswith("| `")]
+    rows += [line.strip("| ").split(" | ") for line in COMING_FROM.splitlines() if re.match(r"\| [^`\-]", line)]
+    cells = [row[-1] for row in rows if row[-1] != "kmp"]
+    return sorted({code for cell in cells for code in re.findall(r"`([^`]+)`", cell)} - {"fit", "unscale_"})
+
+
+@pytest.fixture
+def names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    )
+    optimizer, variables = kmp.wrap(keras.optimizers.SGD(0.1)), model.trainable_variables
+    optimizer.build(variables)
+    with tf.GradientTape() as tape:
+        loss = keras.ops.mean(model(np.random.default_rng(0).normal(size=(4, 8)), training=True) - 1)
+        scaled_loss = optimizer.scale_loss(loss)
+    gradients = tape.gradient(scaled_loss, variables)
+    yield {
+        **{"keras": keras, "kmp": kmp, "tf": tf, "model": model, "variables": variables, "optimizer": optimizer},
+        **{"loss": loss, "gradients": gradients},
+    }
+    kmp.graph_rewrite(False)
+
+
+def test_tables_have_lines_for_what_is_there():
+    found = lines_of_kmp()
+    assert len(found) > 40
+    assert {"kmp.enable()", "optimizer.apply(gradients, variables)", "kmp.enable(hysteresis=2)"} <= set(found)
+
+
+@pytest.mark.parametrize("code", lines_of_kmp())
+def test_each_line_of_the_tables_runs_as_it_is_written(code, names):
+    before = [np.array(variable) for variable in names["variables"]]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFlow sees no GPU")
+        exec(code, names)
+    if code.startswith("optimizer.apply"):
+        assert any(np.any(was != np.array(now)) for was, now in zip(before, names["variables"], strict=True))
+    if code.startswith("model = kmp.convert"):
+        assert "float16" in {layer.compute_dtype for layer in names["model"].layers}
+    if code.startswith("kmp.enable("):
+        assert keras.config.dtype_policy().compute_dtype in ("float16", "bfloat16")
+
+
+def test_loop_trains_and_options_are_parsed(names):
+    loop, options = re.findall(r"```python\n(.*?)```", COMING_FROM, re.DOTALL)
+    exec(loop, names)
+    x, y = np.random.default_rng(0).normal(size=(64, 64)).astype("float32"), np.arange(64) % 10
+    losses = [float(names["step"](x, y)) for _ in range(20)]
+    assert losses[-1] < losses[0]
+    exec(options, names)
+    assert kmp.wrap("sgd").rule.initial_scale == 128.0
