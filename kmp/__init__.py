@@ -14,25 +14,43 @@ from kmp import _backend
 
 _backend.require_tensorflow()
 
-from kmp import callbacks as callbacks  # noqa: E402  # only a check can come before TensorFlow is imported
-from kmp import layers as layers  # noqa: E402
-from kmp import records as records  # noqa: E402
-from kmp._guard import guard as guard  # noqa: E402
-from kmp._hardware import hardware as hardware  # noqa: E402
-from kmp._plan import Plan as Plan  # noqa: E402
-from kmp._what_if import what_if as what_if  # noqa: E402
-from kmp.advice import advise as advise  # noqa: E402
-from kmp.auditing import audit as audit  # noqa: E402
-from kmp.conversion import convert as convert  # noqa: E402
-from kmp.conversion import to_float32 as to_float32  # noqa: E402
-from kmp.optimizer import LossScaleOptimizer as LossScaleOptimizer  # noqa: E402
-from kmp.policy import disable as disable  # noqa: E402
-from kmp.policy import enable as enable  # noqa: E402
-from kmp.policy import graph_rewrite as graph_rewrite  # noqa: E402
-from kmp.policy import wrap as wrap  # noqa: E402
-from kmp.records import load_run as load_run  # noqa: E402
+from kmp import advice, callbacks, layers, records, scaling
+from kmp._guard import guard
+from kmp._hardware import hardware
+from kmp._plan import Plan
+from kmp._what_if import what_if
+from kmp.advice import advise
+from kmp.auditing import audit
+from kmp.conversion import convert, to_float32
+from kmp.optimizer import LossScaleOptimizer
+from kmp.policy import disable, enable, graph_rewrite, wrap
+from kmp.records import load_run
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "LossScaleOptimizer",
+    "Plan",
+    "advice",
+    "advise",
+    "audit",
+    "callbacks",
+    "convert",
+    "disable",
+    "enable",
+    "graph_rewrite",
+    "guard",
+    "hardware",
+    "layers",
+    "load_run",
+    "plots",
+    "records",
+    "report",
+    "scaling",
+    "to_float32",
+    "what_if",
+    "wrap",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -2,11 +2,17 @@
 
 from kmp._causes import CAUSES, power
 from kmp._evidence import Evidence
-from kmp._findings import Advice as Advice
-from kmp._findings import Finding as Finding
-from kmp._what_if import WhatIf as WhatIf
-from kmp._what_if import what_if as what_if
+from kmp._findings import Advice, Finding
+from kmp._what_if import WhatIf, what_if
 from kmp.records import Run
+
+__all__ = [
+    "Advice",
+    "Finding",
+    "WhatIf",
+    "advise",
+    "what_if",
+]
 
 _MANY_ZEROS = 0.75
 _SKIPPED_UNDISTURBED = 0.05

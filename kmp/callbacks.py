@@ -8,15 +8,26 @@ With a `log_dir`, readings go to `kmp.jsonl` there (see `kmp.records`) and to Te
 
 import keras
 
-from kmp._backup import BackupAndRestore as BackupAndRestore
-from kmp._histogram_callback import GradientHistogram as GradientHistogram
-from kmp._loggers import LossScaleLogger as LossScaleLogger
-from kmp._loggers import OverflowCounter as OverflowCounter
-from kmp._probe_callback import ForwardProbe as ForwardProbe
+from kmp._backup import BackupAndRestore
+from kmp._histogram_callback import GradientHistogram
+from kmp._loggers import LossScaleLogger, OverflowCounter
+from kmp._probe_callback import ForwardProbe
 from kmp._reader import PathLike
-from kmp._report_callback import Report as Report
-from kmp._stuck import StuckError as StuckError
-from kmp._stuck_detector import StuckDetector as StuckDetector
+from kmp._report_callback import Report
+from kmp._stuck import StuckError
+from kmp._stuck_detector import StuckDetector
+
+__all__ = [
+    "BackupAndRestore",
+    "ForwardProbe",
+    "GradientHistogram",
+    "LossScaleLogger",
+    "OverflowCounter",
+    "Report",
+    "StuckDetector",
+    "StuckError",
+    "defaults",
+]
 
 
 def defaults(

@@ -12,6 +12,8 @@ from kmp._arguments import SAVED_AS
 from kmp._formats import BFLOAT16, FLOAT16
 from kmp._state import Kept, sublayers
 
+__all__ = ["BatchNormalization", "Float32", "Softmax"]
+
 _HALF = (FLOAT16.name, BFLOAT16.name)
 
 

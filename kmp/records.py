@@ -41,9 +41,17 @@ from typing import Any
 
 import numpy as np
 
-from kmp._histograms import BIN_COUNT as BIN_COUNT
-from kmp._histograms import ExponentHistogram as ExponentHistogram
-from kmp._samples import GradientSample as GradientSample
+from kmp._histograms import BIN_COUNT, ExponentHistogram
+from kmp._samples import GradientSample
+
+__all__ = [
+    "BIN_COUNT",
+    "ExponentHistogram",
+    "GradientSample",
+    "Run",
+    "Snapshot",
+    "load_run",
+]
 
 SCHEMA = 2
 FILE_NAME = "kmp.jsonl"

@@ -1,4 +1,7 @@
+import inspect
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -58,6 +61,19 @@ def test_each_line_of_the_tables_runs_as_it_is_written(code, names):
         assert "float16" in {layer.compute_dtype for layer in names["model"].layers}
     if code.startswith("kmp.enable("):
         assert keras.config.dtype_policy().compute_dtype in ("float16", "bfloat16")
+
+
+@pytest.mark.slow
+def test_reference_is_made_of_every_public_name(tmp_path):
+    command = [sys.executable, "-m", "pdoc", "-d", "google", "-o", str(tmp_path), "kmp"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    modules = {name for name in kmp.__all__ if inspect.ismodule(getattr(kmp, name))}
+    assert {path.stem for path in (tmp_path / "kmp").glob("*.html")} == modules
+    for module in (kmp, *(getattr(kmp, name) for name in modules)):
+        page = (tmp_path / f"{module.__name__.replace('.', '/')}.html").read_text(encoding="utf-8")
+        names = set(getattr(module, "__all__", ())) - modules
+        assert [name for name in names if f'<section id="{name}">' not in page] == []
 
 
 def test_loop_trains_and_options_are_parsed(names):

@@ -12,11 +12,13 @@ from kmp import callbacks, settings
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+PAGES = ["README.md", "README.zh-CN.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
 
 
-def rows_of(heading):
+def rows_of(heading, text=GUIDE):
     """The cells of the first table after a heading or sentence, without its header."""
-    table = README.split(heading, 1)[1].split("\n|", 1)[1].split("\n\n", 1)[0]
+    table = text.split(heading, 1)[1].split("\n|", 1)[1].split("\n\n", 1)[0]
     return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[2:]]
 
 
@@ -35,6 +37,7 @@ def test_example_runs_as_it_stands(tmp_path, monkeypatch):
     assert names["optimizer"].snapshot().step == 1
     assert np.abs(names["model"].get_weights()[0] - before).max() > 0
     kmp.disable()
+    assert conversion in GUIDE
     exec(conversion, names)
     images = random.uniform(0, 255, (2, 64, 64, 3))
     np.testing.assert_array_equal(names["wide"](images), names["network"](images))
@@ -43,7 +46,7 @@ def test_example_runs_as_it_stands(tmp_path, monkeypatch):
 
 
 def test_table_of_loss_scale_arguments_is_the_signature():
-    documented = {cells[0].strip("`"): cells[1].strip("`") for cells in rows_of("### The loss scale")}
+    documented = {cells[0].strip("`"): cells[1].strip("`") for cells in rows_of("## The loss scale")}
     parameters = inspect.signature(kmp.LossScaleOptimizer).parameters
     ours = {*settings.LossScaleSettings.__annotations__, "jit_compile"} - {"dynamic_growth_steps"}
     assert set(documented) == ours
@@ -53,7 +56,7 @@ def test_table_of_loss_scale_arguments_is_the_signature():
 
 
 def test_table_of_callback_arguments_is_the_signature():
-    documented = {cells[0].strip("`") for cells in rows_of("### Callbacks")}
+    documented = {cells[0].strip("`") for cells in rows_of("## Callbacks")}
     assert documented == set(inspect.signature(callbacks.LossScaleLogger).parameters)
 
 
@@ -65,13 +68,13 @@ def test_table_of_log_keys_is_what_the_callbacks_log(enabled):
 
 
 def test_every_fault_in_the_table_is_a_test_that_exists():
-    for *_, name in rows_of("### What goes wrong"):
+    for *_, name in rows_of("## What goes wrong", README):
         file, test = name.strip("`").split("::")
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(), name
 
 
 def test_table_of_the_stuck_detectors_arguments_is_the_signature():
-    documented = {cells[0].strip("`"): cells[1].strip("`") for cells in rows_of("### When float16 cannot work")}
+    documented = {cells[0].strip("`"): cells[1].strip("`") for cells in rows_of("## When float16 cannot work")}
     parameters = inspect.signature(callbacks.StuckDetector).parameters
     assert set(documented) == set(parameters)
     assert documented["patience"] == str(parameters["patience"].default)
@@ -89,9 +92,25 @@ def test_every_public_name_is_documented():
         "BackupAndRestore",
         "kmp.callbacks.defaults(",
     ]
-    assert [name for name in names if name not in README] == []
+    assert [name for name in names if name not in GUIDE] == []
 
 
-@pytest.mark.parametrize("target", re.findall(r"\]\((?!http)([^)#]+)\)", README))
-def test_links_lead_somewhere(target):
-    assert (ROOT / target).exists()
+def links_of_pages():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!http)([^)]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+            yield pytest.param(page, target, id=f"{page}: {target}")
+
+
+def anchor(heading):
+    """What a heading is linked by: in lower case, with dashes for blanks and without punctuation."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize(("page", "target"), list(links_of_pages()))
+def test_links_lead_somewhere(page, target):
+    file, _, fragment = target.partition("#")
+    path = (ROOT / page).parent / file if file else ROOT / page
+    assert path.exists()
+    if fragment:
+        headings = re.findall(r"(?m)^#+ (.*)$", path.read_text(encoding="utf-8"))
+        assert fragment in map(anchor, headings)
