@@ -67,8 +67,9 @@ class Evidence:
 
     @cached_property
     def finite(self) -> list[GradientSample]:
-        """The samples without inf and nan."""
-        return [sample for sample in self.samples if sample.histogram.is_finite and sample.histogram.total]
+        """The samples without inf and nan, of the variables that float16 can take something from."""
+        narrow = self.run.narrow(self.samples)
+        return [sample for sample in narrow if sample.histogram.is_finite and sample.histogram.total]
 
     @cached_property
     def subnormal(self) -> float:
@@ -99,7 +100,7 @@ class Evidence:
     @cached_property
     def flushed(self) -> float | None:
         """The share of elements that are zero beyond a float32 reference's, or `None` without one."""
-        references = self.run.references
+        references = self.run.narrow(self.run.references)
         if not references or not self.finite:
             return None
         return max(0.0, _zero_share(self.finite) - _zero_share(references))

@@ -99,7 +99,8 @@ class Facts:
     def settings(self) -> Pairs:
         """What the run was made with, as the header of its log tells."""
         plain = {key: value for key, value in self.run.header.items() if key not in ("schema", "kind", "settings")}
-        return tuple((key, _setting(key, value)) for key, value in (plain | self.run.settings).items())
+        told = {key: value for key, value in (plain | self.run.settings).items() if key != "float32_variables"}
+        return tuple((key, _setting(key, value)) for key, value in told.items())
 
     @cached_property
     def gradients(self) -> Table:

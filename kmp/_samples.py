@@ -93,6 +93,11 @@ class GradientSample:
         """
         return self._grouped([[index] for index in matching(patterns, self.names)])
 
+    def without(self, names: Iterable[str]) -> "GradientSample":
+        """Returns the sample without some of its variables, those that it has."""
+        left_out = set(names)
+        return self._grouped([[index] for index, name in enumerate(self.names) if name not in left_out])
+
     def by_layer(self) -> "GradientSample":
         """Returns the sample with each layer's variables merged: those whose paths differ in the last name alone."""
         groups: dict[str, list[int]] = {}

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from kmp._formats import BFLOAT16, FLOAT16
+from kmp._formats import BFLOAT16, FLOAT16, FLOAT32
 from kmp._patch import definer, is_keras
 
 
@@ -25,6 +25,15 @@ def children(layer: keras.Layer) -> Iterable[keras.Layer]:
 def compute_dtypes(layer: keras.Layer) -> set[str]:
     """Returns the dtypes that the layer, and the layers below it, compute in."""
     return {inner.compute_dtype for inner in sublayers(layer) if not only_hands_on(inner)}
+
+
+def float32_variables(layer: keras.Layer) -> set[int]:
+    """Returns the identities of the variables that only layers which compute in float32 have as their own."""
+    owned = [
+        (inner.compute_dtype, id(variable)) for inner in sublayers(layer) for variable in inner._trainable_variables
+    ]
+    wide = {variable for dtype, variable in owned if dtype == FLOAT32.name}
+    return wide - {variable for dtype, variable in owned if dtype != FLOAT32.name}
 
 
 def only_hands_on(layer: keras.Layer) -> bool:

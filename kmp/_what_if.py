@@ -75,13 +75,14 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     """Works out from sampled gradients what float16 would lose at every loss scale 2^k.
 
     Args:
-        run: A run, or samples of one. Where it has float32 reference passes, these are taken.
+        run: A run, or samples of one. Where it has float32 reference passes, these are taken. Variables of layers that
+            compute in float32 do not count.
 
     Raises:
         ValueError: If there is no sample with finite gradients.
     """
-    samples = list(run.samples if isinstance(run, Run) else run)
-    references = run.references if isinstance(run, Run) else []
+    samples = run.narrow(run.samples) if isinstance(run, Run) else list(run)
+    references = run.narrow(run.references) if isinstance(run, Run) else []
     measured = [sample for sample in references or samples if sample.histogram.is_finite and sample.histogram.total]
     if not measured:
         raise ValueError(
@@ -93,7 +94,7 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     zeros = sum(sample.histogram.zeros for sample in measured)
     largest = np.array([np.max(sample.amax) / sample.loss_scale for sample in measured])
     recommended = _recommended(counts, float(largest.max()))
-    scales = _scales(in_use, recommended or ())
+    scales = _scales(in_use, largest.max(), recommended or ())
     total, flushed, infinite = counts.sum() + zeros, _below(counts, scales), _beyond(counts, scales)
     overflown = [sample for sample in samples if not sample.histogram.is_finite]
     return WhatIf(
@@ -108,9 +109,10 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     )
 
 
-def _scales(in_use: float, recommended: Sequence[int]) -> np.ndarray:
-    low = min([math.floor(in_use) - _REACH, *recommended])
-    high = max([math.ceil(in_use) + _REACH, *(bound + _BEYOND for bound in recommended)])
+def _scales(in_use: float, largest: float, recommended: Sequence[int]) -> np.ndarray:
+    ends = [math.floor(math.log2(FLOAT16.max / largest)) - 1] if largest > 0 else []  # overflows above it
+    low = min([math.floor(in_use) - _REACH, *ends, *recommended])
+    high = max([math.ceil(in_use) + _REACH, *ends, *(bound + _BEYOND for bound in recommended)])
     return np.arange(max(low, FLOAT32.min_exponent), min(high, FLOAT32.max_exponent) + 1)
 
 

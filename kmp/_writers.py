@@ -18,7 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from kmp import _warnings, records
-from kmp._state import compute_dtypes
+from kmp._sampler import paths_of
+from kmp._state import compute_dtypes, float32_variables
 
 logger = logging.getLogger("kmp")
 
@@ -208,6 +209,10 @@ def header(model: Any, optimizer: Any) -> dict[str, Any]:
         "optimizer": type(optimizer.inner_optimizer).__name__,
         "replicas": model.distribute_strategy.num_replicas_in_sync,
     }
+    variables = model.trainable_variables  # which `fit` will build the optimizer on
+    by_path = optimizer.variables_by_path() or dict(zip(paths_of(variables), variables, strict=True))
+    wide = float32_variables(model)
+    settings["float32_variables"] = [path for path, variable in by_path.items() if id(variable) in wide]
     if model.built:
         settings["parameters"] = model.count_params()
     return {"schema": records.SCHEMA, "kind": "header", "started": started, **versions, "settings": settings}

@@ -154,10 +154,15 @@ class Run:
         """What the run was made with.
 
         `rule` (`"FixedScale"` or `"DynamicScale"`) and its arguments; `model`, `parameters`, `compute_dtypes`,
-        `optimizer`, `replicas`. Empty if the header tells none.
+        `float32_variables` (paths of those whose layers compute in float32), `optimizer`, `replicas`. Empty if the
+        header tells none.
         """
         settings = self.header.get("settings")
         return dict(settings) if isinstance(settings, Mapping) else {}
+
+    def narrow(self, samples: Iterable[GradientSample]) -> list[GradientSample]:
+        """Returns samples without the variables whose layers compute in float32: float16 takes nothing from those."""
+        return [sample.without(self.settings.get("float32_variables") or ()) for sample in samples]
 
     @property
     def samples(self) -> list[GradientSample]:

@@ -125,6 +125,24 @@ def test_backward_pass_that_no_scale_helps_is_told_with_its_culprit():
     assert "down to a scale of 2^-14" in found.evidence
 
 
+def test_tiny_gradients_of_a_layer_in_float32_are_no_finding():
+    def verdicts(make_head):
+        with kmp.enable(loss_scale=1.0):
+            inputs = keras.Input((4,))
+            hidden = keras.layers.Dense(4)(inputs)
+            model = keras.Model(inputs, [keras.layers.Dense(1, dtype="float32")(hidden), make_head()(inputs)])
+            model.compile("sgd", ["mse", "mse"], loss_weights=[1.0, 1e-5])
+            callbacks = kmp.callbacks.defaults(every_n_steps=1)
+            model.fit(np.ones((64, 4)), [np.ones((64, 1)), np.ones((64, 8))], callbacks=callbacks, verbose=0)
+        return callbacks[0].run, [finding.cause for finding in kmp.advise(callbacks[0].run)]
+
+    run, causes = verdicts(lambda: keras.layers.Dense(8))
+    assert "scale_too_small" in causes
+    assert len(run.settings["float32_variables"]) == 2
+    run, causes = verdicts(lambda: kmp.layers.Float32(keras.layers.Dense(8)))
+    assert causes == []
+
+
 def test_initial_scale_that_took_many_skips_to_come_down_is_told():
     reading = {"overflow_count": 12, "overflows_in_a_row": 0, "loss_scale": 8.0, "nonfinite_loss_count": 0}
     rows = [{"step": 100} | reading, {"step": 1000} | reading]

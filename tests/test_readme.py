@@ -95,6 +95,25 @@ def test_every_public_name_is_documented():
     assert [name for name in names if name not in GUIDE] == []
 
 
+def test_chinese_page_has_the_same_code_tables_and_links():
+    def without_comments(text):
+        return [re.sub(r"\s*#.*", "", block) for block in re.findall(r"```(?:python|bash)\n.*?```", text, re.DOTALL)]
+
+    def shape(text):
+        return [line.count(" | ") for line in text.splitlines() if line.startswith("|")]
+
+    def numbers(text):
+        return [re.findall(r"\d[\d.%]*", line) for line in text.splitlines() if re.match(r"\| .*\d", line)]
+
+    chinese = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
+    assert without_comments(chinese) == without_comments(README)
+    assert shape(chinese) == shape(README)
+    assert numbers(chinese) == numbers(README)
+    assert chinese.count("\n## ") == README.count("\n## ")
+    links = [re.findall(r"\]\(([^)#]+)\)", text)[1:] for text in (chinese, README)]
+    assert sorted(links[0]) == sorted(links[1])
+
+
 def links_of_pages():
     for page in PAGES:
         for target in re.findall(r"\]\((?!http)([^)]+)\)", (ROOT / page).read_text(encoding="utf-8")):

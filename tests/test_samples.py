@@ -35,6 +35,11 @@ def test_sample_gives_the_histogram_of_a_variable_and_of_all():
     assert repr(made) == "<GradientSample step=5 loss_scale=4: 3 variables>"
 
 
+def test_sample_without_some_variables_holds_the_others():
+    assert list(sample().without(["net/first/bias", "elsewhere"])) == ["net/first/kernel", "net/last/kernel"]
+    assert sample().without(NAMES).histogram.total == 0
+
+
 def test_unknown_variable_is_an_error_that_lists_the_names():
     with pytest.raises(KeyError, match="net/last/kernel"):
         _ = sample()["nosuch"]

@@ -38,6 +38,14 @@ def test_zeros_are_an_upper_bound_and_above_the_scale_in_use_the_curve_is_an_ext
     assert curve.log2_scales[curve.is_extrapolated].tolist() == list(range(5, 29))
 
 
+def test_variables_of_float32_layers_do_not_count():
+    made = sample([2.0**-30, 1.0])
+    row = {"step": 1, "sample": made.to_dict()}
+    assert what_if(Run([row])).at(0)["underflow"] == 0.5
+    with pytest.raises(ValueError, match="no sample of finite gradients"):
+        what_if(Run([row], {"settings": {"float32_variables": ["v"]}}))
+
+
 def test_float32_reference_is_no_bound_and_no_extrapolation():
     rows = [
         {"step": 1, key: made.to_dict()}
