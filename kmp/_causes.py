@@ -14,6 +14,7 @@ _EXPLODING_LOSS = 100.0  # times the first loss
 _SMALL_LOSS = 0.01
 _SKIPPED_BY_EXPLOSION = 0.1
 _MANY_SUBNORMAL = 0.25
+_MOST_SUBNORMAL = 0.5
 _MANY_LOST = 0.05
 _SPARE_BITS = 6.0
 _SKIPPED_BY_FIXED = 0.01
@@ -199,18 +200,35 @@ def _underflow(evidence: Evidence) -> list[str]:
 
 def _range(evidence: Evidence) -> Finding | None:
     curve = evidence.curve
-    if not evidence.is_float16 or curve is None or curve.recommended or not math.isfinite(evidence.headroom):
+    if not evidence.is_float16 or curve is None or not math.isfinite(evidence.headroom):
+        return None
+    if evidence.subnormal > _MOST_SUBNORMAL and evidence.headroom < _SPARE_BITS:
+        return _held_down(evidence)
+    if curve.recommended:
         return None
     best = math.floor(math.log2(evidence.scale) + evidence.headroom) - 1
     lost = curve.at(best)["underflow"]
     if lost <= _MANY_LOST:
         return None
-    wide, smallest = _widest_apart(evidence)
+    wide, smallest = evidence.widest_apart
     return Finding(
         "range",
         "The gradients span more than float16 can hold, at any loss scale.",
         f"at {power(2.0**best)}, the largest scale without an overflow, {lost:.1%} of the elements still underflow; "
         f"the largest are those of {wide}, and {smallest} loses the most",
+        f"layer = kmp.layers.Float32(layer)  # around {wide!r}; or kmp.enable('mixed_bfloat16')",
+    )
+
+
+def _held_down(evidence: Evidence) -> Finding:
+    """What is flushed to zero already, the curve cannot know of."""
+    wide, smallest = evidence.widest_apart
+    return Finding(
+        "range",
+        f"The gradients of {wide} keep the loss scale too low for the others.",
+        f"{evidence.subnormal:.1%} of the sampled gradient elements that are not zero are subnormal in float16, at the "
+        f"scales in use (last {power(evidence.scale)}), with {max(evidence.headroom, 0.0):.0f} bits to overflow to "
+        f"spare; the largest are those of {wide}, and {smallest} loses the most",
         f"layer = kmp.layers.Float32(layer)  # around {wide!r}; or kmp.enable('mixed_bfloat16')",
     )
 
@@ -271,16 +289,3 @@ def _bad_losses(evidence: Evidence) -> str:
 
 def _literal(exponent: int) -> str:
     return f"2.0**{exponent}"
-
-
-def _widest_apart(evidence: Evidence) -> tuple[str, str]:
-    """Returns the variable with the largest gradient, and that with the largest share of small ones."""
-    sample = evidence.finite[-1]
-    largest = sample.names[int(sample.amax.argmax())]
-
-    def small(name: str) -> float:
-        zones = sample[name].zones
-        nonzero = max(1, sample[name].total - zones["zero"])
-        return (zones["subnormal"] + zones["below_subnormal"]) / nonzero
-
-    return largest, max(sample.names, key=small)

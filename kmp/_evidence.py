@@ -123,6 +123,19 @@ class Evidence:
         largest = max((float(np.max(sample.amax)) / sample.loss_scale for sample in self.finite), default=math.nan)
         return math.inf if largest == 0 else math.log2(FLOAT16.max / largest / self.scale)
 
+    @property
+    def widest_apart(self) -> tuple[str, str]:
+        """The variable with the largest gradient in the last finite sample, and that with the most small ones."""
+        sample = self.finite[-1]
+        largest = sample.names[int(sample.amax.argmax())]
+
+        def small(name: str) -> float:
+            zones = sample[name].zones
+            nonzero = max(1, sample[name].total - zones["zero"])
+            return (zones["subnormal"] + zones["below_subnormal"]) / nonzero
+
+        return largest, max(sample.names, key=small)
+
     @cached_property
     def first_loss(self) -> float:
         """The first loss that was read and finite; nan without one."""

@@ -143,6 +143,18 @@ def test_tiny_gradients_of_a_layer_in_float32_are_no_finding():
     assert causes == []
 
 
+def test_one_layer_that_keeps_the_scale_too_low_for_the_others_is_told():
+    with kmp.enable(initial_scale=16.0, growth_interval=1000):
+        inputs = keras.Input((4,))
+        outputs = [keras.layers.Dense(1, name="large")(inputs), keras.layers.Dense(32, name="small")(inputs)]
+        model = keras.Model(inputs, outputs)
+        model.compile(keras.optimizers.SGD(0.0), ["mse", "mse"], loss_weights=[1e3, 1e-6])
+        callbacks = kmp.callbacks.defaults(every_n_steps=1)
+        model.fit(np.ones((64, 4)), [np.ones((64, 1)), np.ones((64, 32))], callbacks=callbacks, verbose=0)
+    finding = kmp.advise(callbacks[0].run)[0]
+    assert (finding.cause, "large/" in finding.title, "'large/" in finding.change) == ("range", True, True)
+
+
 def test_initial_scale_that_took_many_skips_to_come_down_is_told():
     reading = {"overflow_count": 12, "overflows_in_a_row": 0, "loss_scale": 8.0, "nonfinite_loss_count": 0}
     rows = [{"step": 100} | reading, {"step": 1000} | reading]
