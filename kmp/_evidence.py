@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kmp._formats import FLOAT16
-from kmp._what_if import WhatIf, what_if
+from kmp._what_if import WhatIf, narrow, what_if
 from kmp.records import GradientSample, Run
 
 FUTILE_IN_A_ROW = 12
@@ -68,8 +68,8 @@ class Evidence:
     @cached_property
     def finite(self) -> list[GradientSample]:
         """The samples without inf and nan, of the variables that float16 can take something from."""
-        narrow = self.run.narrow(self.samples)
-        return [sample for sample in narrow if sample.histogram.is_finite and sample.histogram.total]
+        samples = narrow(self.run, self.samples)
+        return [sample for sample in samples if sample.histogram.is_finite and sample.histogram.total]
 
     @cached_property
     def subnormal(self) -> float:
@@ -100,7 +100,7 @@ class Evidence:
     @cached_property
     def flushed(self) -> float | None:
         """The share of elements that are zero beyond a float32 reference's, or `None` without one."""
-        references = self.run.narrow(self.run.references)
+        references = narrow(self.run, self.run.references)
         if not references or not self.finite:
             return None
         return max(0.0, _zero_share(self.finite) - _zero_share(references))

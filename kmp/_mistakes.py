@@ -132,7 +132,8 @@ _IN_FLOAT16 = (
 )
 _NOT_FLOAT16 = (
     "trains under kmp.enable() but has no layer that computes in float16: it was built before, or loaded or made with "
-    "dtype='float32'. It trains in float32, without a loss scale. Call kmp.enable() before the first layer is made."
+    "dtype='float32'. It trains in float32, without a loss scale. Call kmp.enable() before the first layer is "
+    "made, or take kmp.convert(model)."
 )
 _UNSCALED = (
     "computes in float16 and was compiled {compiled}, so its loss is not scaled: gradients of 2^-25 and less become "

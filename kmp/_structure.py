@@ -58,7 +58,9 @@ def check_built(model: Any) -> None:
         ValueError: If it, or a layer in it, is not built.
     """
     if not isinstance(model, keras.Model):
-        raise TypeError(f"`model` must be a keras.Model. Received: model={model!r}")
+        raise TypeError(
+            f"`model` must be a keras.Model, such as keras.models.load_model(file) returns. Received: model={model!r}"
+        )
     # Of layers, Keras leaves some that have no weights unbuilt.
     unbuilt = [inner for inner in sublayers(model) if isinstance(inner, keras.Model) and not inner.built]
     if unbuilt:

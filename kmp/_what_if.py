@@ -1,7 +1,7 @@
 """What another loss scale would do to the gradients that were sampled. Needs NumPy alone."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,6 +71,16 @@ class WhatIf:
         return {name: float(getattr(self, name)[place]) for name in names}
 
 
+def narrow(run: Run, samples: Iterable[GradientSample]) -> list[GradientSample]:
+    """Returns samples without the variables whose layers compute in float32: float16 takes nothing from those.
+
+    Where all do, all stay: the question is then what float16 would take.
+    """
+    wide = run.settings.get("float32_variables") or ()
+    pairs = [(sample, sample.without(wide)) for sample in samples]
+    return [kept if len(kept) else sample for sample, kept in pairs]
+
+
 def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     """Works out from sampled gradients what float16 would lose at every loss scale 2^k.
 
@@ -80,9 +90,19 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
 
     Raises:
         ValueError: If there is no sample with finite gradients.
+
+    Example:
+    >>> import keras, kmp
+    >>> with kmp.enable(initial_scale=2.0**10):
+    ...     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> callbacks = kmp.callbacks.defaults()
+    >>> _ = model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=callbacks, verbose=0)
+    >>> what_if(callbacks[0].run).in_use
+    10.0
     """
-    samples = run.narrow(run.samples) if isinstance(run, Run) else list(run)
-    references = run.narrow(run.references) if isinstance(run, Run) else []
+    samples = narrow(run, run.samples) if isinstance(run, Run) else list(run)
+    references = narrow(run, run.references) if isinstance(run, Run) else []
     measured = [sample for sample in references or samples if sample.histogram.is_finite and sample.histogram.total]
     if not measured:
         raise ValueError(

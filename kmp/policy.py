@@ -113,6 +113,12 @@ def disable() -> None:
     """Restores what was there before the first `enable`: the policy, and Keras' own functions.
 
     Models that are compiled already keep their optimizer. Does nothing where kmp is not enabled.
+
+    Example:
+    >>> handle = enable()
+    >>> disable()
+    >>> keras.config.dtype_policy().name
+    'float32'
     """
     if _active:
         _active[0].disable()

@@ -160,10 +160,6 @@ class Run:
         settings = self.header.get("settings")
         return dict(settings) if isinstance(settings, Mapping) else {}
 
-    def narrow(self, samples: Iterable[GradientSample]) -> list[GradientSample]:
-        """Returns samples without the variables whose layers compute in float32: float16 takes nothing from those."""
-        return [sample.without(self.settings.get("float32_variables") or ()) for sample in samples]
-
     @property
     def samples(self) -> list[GradientSample]:
         """The sampled gradients, oldest first."""
@@ -224,6 +220,13 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     Raises:
         FileNotFoundError: If there is none.
         ValueError: If a line is not a reading of this schema.
+
+    Example:
+    >>> import tempfile
+    >>> log = Path(tempfile.mkdtemp()) / "kmp.jsonl"
+    >>> _ = log.write_text(to_line({"schema": SCHEMA, "kind": "header"}) + to_line({"step": 1, "loss_scale": 8.0}))
+    >>> load_run(log).last("loss_scale")
+    8.0
     """
     return Run.load(path, torn_end=True)
 

@@ -58,7 +58,11 @@ def override(inherited: LossScaleSettings, own: LossScaleSettings) -> LossScaleS
     Args:
         inherited: Settings that are in force.
         own: Settings given on top of them.
+
+    Raises:
+        TypeError: If there is no such setting.
     """
+    _check_names(dict(own))
     kept: dict[str, Any] = dict(inherited)
     if own.keys() & {"growth_interval", "dynamic_growth_steps"}:
         kept = {k: v for k, v in kept.items() if k not in ("growth_interval", "dynamic_growth_steps")}
@@ -72,7 +76,7 @@ def _check_names(settings: dict[str, Any]) -> None:
     known = LossScaleSettings.__annotations__
     for name in settings:
         if name not in known:
-            raise TypeError(f"There is no loss-scale setting {name!r}. There are: {', '.join(known)}")
+            raise TypeError(f"There is no argument {name!r}. There are: {', '.join(known)}, jit_compile")
 
 
 def _join_intervals(settings: dict[str, Any]) -> None:

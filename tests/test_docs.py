@@ -1,5 +1,6 @@
 import inspect
 import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -11,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import kmp
+from kmp.__main__ import main
 
 DOCS = Path(__file__).parent.parent / "docs"
 COMING_FROM = (DOCS / "coming-from.md").read_text(encoding="utf-8")
@@ -61,6 +63,22 @@ def test_each_line_of_the_tables_runs_as_it_is_written(code, names):
         assert "float16" in {layer.compute_dtype for layer in names["model"].layers}
     if code.startswith("kmp.enable("):
         assert keras.config.dtype_policy().compute_dtype in ("float16", "bfloat16")
+
+
+def test_commands_of_the_guide_run_as_they_are_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(kmp.wrap("sgd"), "mse", jit_compile=False)
+    callbacks = kmp.callbacks.defaults(log_dir="runs/first")
+    model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=callbacks, verbose=0)
+    model.save("model.keras")
+    commands = re.findall(r"```bash\n(.*?)\n```", (DOCS / "guide.md").read_text(encoding="utf-8"))
+    ours = [command for command in commands if command.startswith("kmp ")]
+    assert ours == ["kmp audit model.keras", "kmp report runs/first"]
+    assert commands == [ours[0], ours[1], "python notebooks/several_workers.py runs/workers"]  # see test_multiworker
+    assert [main(shlex.split(command)[1:]) for command in ours] == [0, 0]
+    assert (tmp_path / "runs" / "first" / "report.html").exists()
+    assert "dense" in capsys.readouterr().out
 
 
 @pytest.mark.slow

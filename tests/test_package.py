@@ -85,6 +85,11 @@ def test_every_public_name_has_a_docstring(value):
     assert not value.__doc__.startswith(f"{value.__name__}(")  # what a dataclass or NamedTuple makes up
 
 
+@pytest.mark.parametrize("name", [name for name in kmp.__all__ if not inspect.ismodule(getattr(kmp, name))])
+def test_every_name_of_the_top_has_an_example(name):
+    assert ">>> " in getattr(kmp, name).__doc__
+
+
 def test_package_is_typed():
     assert (Path(kmp.__file__).parent / "py.typed").exists()
 

@@ -39,11 +39,14 @@ def test_zeros_are_an_upper_bound_and_above_the_scale_in_use_the_curve_is_an_ext
 
 
 def test_variables_of_float32_layers_do_not_count():
-    made = sample([2.0**-30, 1.0])
-    row = {"step": 1, "sample": made.to_dict()}
-    assert what_if(Run([row])).at(0)["underflow"] == 0.5
-    with pytest.raises(ValueError, match="no sample of finite gradients"):
-        what_if(Run([row], {"settings": {"float32_variables": ["v"]}}))
+    two = {name: sample(values).to_dict()["variables"]["v"] for name, values in {"a": [2.0**-30], "b": [1.0]}.items()}
+    row = {"step": 1, "sample": {"loss_scale": 1.0, "variables": two}}
+
+    def underflow(*wide):
+        return what_if(Run([row], {"settings": {"float32_variables": list(wide)}})).at(0)["underflow"]
+
+    assert (underflow(), underflow("a"), underflow("b")) == (0.5, 0.0, 1.0)
+    assert underflow("a", "b") == 0.5  # a float32 run: what would float16 take?
 
 
 def test_float32_reference_is_no_bound_and_no_extrapolation():
