@@ -206,7 +206,8 @@ def _range(evidence: Evidence) -> Finding | None:
         return _held_down(evidence)
     if curve.recommended:
         return None
-    best = math.floor(math.log2(evidence.scale) + evidence.headroom) - 1
+    lowest, highest = int(curve.log2_scales[0]), int(curve.log2_scales[-1])
+    best = max(lowest, min(highest, math.floor(math.log2(evidence.scale) + evidence.headroom) - 1))
     lost = curve.at(best)["underflow"]
     if lost <= _MANY_LOST:
         return None
