@@ -164,10 +164,11 @@ def takes_dtype(operation: keras.Operation) -> bool:
 
 def told_parts(model: keras.Model) -> list[Part]:
     """Returns the parts whose dtypes can be chosen: those that Keras' own layers make inside take the layer's."""
-    untold = {id(part.operation) for part in out_of_reach(model)}
+    parts = parts_of(model)
+    untold = {id(part.operation) for part in out_of_reach(parts)}
     made_inside: set[int] = set()
     told = []
-    for part in parts_of(model):
+    for part in parts:
         if id(part.holder) in made_inside or _makes_its_own(part.holder):
             made_inside.add(id(part.operation))
         elif not isinstance(part.operation, keras.layers.InputLayer) and id(part.operation) not in untold:
@@ -175,12 +176,12 @@ def told_parts(model: keras.Model) -> list[Part]:
     return told
 
 
-def out_of_reach(model: keras.Model) -> list[Part]:
+def out_of_reach(parts: list[Part]) -> list[Part]:
     """Returns the operations of graphs that classes make in their own code: no config holds them."""
-    parts = [part for part in parts_of(model) if not part.is_layer]
-    holders = {id(part.holder): part.holder for part in parts}
+    operations = [part for part in parts if not part.is_layer]
+    holders = {id(part.holder): part.holder for part in operations}
     in_code = {key for key, holder in holders.items() if not _has_its_graph_in_its_config(holder)}
-    return [part for part in parts if id(part.holder) in in_code]
+    return [part for part in operations if id(part.holder) in in_code]
 
 
 def _has_its_graph_in_its_config(holder: keras.Model) -> bool:

@@ -81,8 +81,9 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     if batch is not None and is_quantized(model):
         raise ValueError(f"{model.name!r} is quantized and has no float32 to compare with: leave out `batch`.")
     seen = _compared(model, plan, batch) if batch is not None else {}
-    told = {part.path for part in (*told_parts(model), *out_of_reach(model))}
-    rows = [_row(part, plan, part.path in told, seen.get(part.path)) for part in parts_of(model)]
+    parts = parts_of(model)
+    told = {part.path for part in (*told_parts(model), *out_of_reach(parts))}
+    rows = [_row(part, plan, part.path in told, seen.get(part.path)) for part in parts]
     if computes_in_half(model):
         rows = [replace(row, planned_dtype=row.compute_dtype) for row in rows]
     return Audit(model.name, tuple(rows), plan)

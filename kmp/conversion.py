@@ -13,7 +13,7 @@ from kmp._formats import FLOAT16, FLOAT32
 from kmp._kinds import judge
 from kmp._plan import NO_DTYPE, Plan, completed, out_of_reach, planned, told_parts
 from kmp._state import compute_dtypes, computes_in_half
-from kmp._structure import check_built, is_quantized
+from kmp._structure import check_built, is_quantized, parts_of
 from kmp._trace import Seen, by_old_path, traced
 
 logger = logging.getLogger("kmp")
@@ -121,7 +121,7 @@ def to_float32(model: keras.Model) -> keras.Model:
 
 
 def _tell_what_is_out_of_reach(model: keras.Model) -> None:
-    for part in out_of_reach(model):
+    for part in out_of_reach(parts_of(model)):
         judged = judge(part)
         if judged.kind == FLOAT32.name:
             logger.warning(_OUT_OF_REACH, part.path, type(part.holder).__name__, judged.reason)

@@ -351,15 +351,12 @@ def test_constraint_and_regularizer_that_nobody_registered_survive():
         def __call__(self, weights):
             return weights
 
-    class Penalty(keras.regularizers.Regularizer):
-        def __call__(self, weights):
-            return 0.1 * ops.sum(weights)
-
-        def get_config(self):
-            return {}
-
-    dense = layers.Dense(2, kernel_constraint=Mine(), kernel_regularizer=Penalty())
-    converted = kmp.convert(keras.Sequential([keras.Input((2,)), layers.Dense(2), dense])).layers[1]
+    dense = layers.Dense(2, kernel_constraint=Mine(), kernel_regularizer=lambda weights: 0.1 * ops.sum(weights))
+    try:
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(2), dense])
+    except ValueError:
+        pytest.skip("An earlier Keras takes no function for a regularizer.")
+    converted = kmp.convert(model).layers[1]
     assert converted.kernel_constraint is dense.kernel_constraint
     assert converted.kernel_regularizer is dense.kernel_regularizer
 

@@ -20,8 +20,8 @@ COMING_FROM = (DOCS / "coming-from.md").read_text(encoding="utf-8")
 
 def lines_of_kmp():
     """What stands between backticks in the last column of the tables, once each."""
-    rows = [line.strip("| ").split(" | ") for line in COMING_FROM.splitlines() if line.startswith("| `")]
-    rows += [line.strip("| ").split(" | ") for line in COMING_FROM.splitlines() if re.match(r"\| [^`\-]", line)]
+    lines = [line for line in COMING_FROM.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
+    rows = [line.strip("| ").split(" | ") for line in lines]
     cells = [row[-1] for row in rows if row[-1] != "kmp"]
     return sorted({code for cell in cells for code in re.findall(r"`([^`]+)`", cell)} - {"fit", "unscale_"})
 
