@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,14 +39,42 @@ class Group:
 
     @property
     def sizes(self) -> Any:
-        """int32 of shape `(members,)`, how many elements each has."""
+        """int64 of shape `(members,)`, how many elements each has."""
         if self.rows:
-            return np.array(self.rows, np.int32) * ROW - np.array(self.padding, np.int32)
-        return tf.reshape(tf.size(self.values), [1])
+            return np.array(self.rows, np.int64) * ROW - np.array(self.padding, np.int64)
+        return tf.reshape(tf.size(self.values, tf.int64), [1])
 
     def total(self, of_rows: tf.Tensor) -> tf.Tensor:
         """Adds up the rows of each member."""
         return tf.math.unsorted_segment_sum(of_rows, self.owners, len(self.members))
+
+
+def in_batches(
+    measure: Callable[..., tuple[tf.Tensor, ...]], *lists: Sequence[tf.Tensor], at_most: int
+) -> tuple[tf.Tensor, ...]:
+    """Measures a few tensors at a time, one batch after another, so that what that takes of memory has an end.
+
+    Args:
+        measure: Takes as many lists, the same part of each, and returns tensors with a row for each entry.
+        *lists: Lists of at least one tensor; those at the same place are of the same size.
+        at_most: Elements of a batch, unless it is a single tensor.
+    """
+    found: list[tuple[tf.Tensor, ...]] = []
+    for places in _batches(lists[0], at_most):
+        with tf.control_dependencies(found[-1] if found else []):
+            found.append(measure(*(tensors[places] for tensors in lists)))
+    return joined(found)
+
+
+def _batches(tensors: Sequence[tf.Tensor], at_most: int) -> Iterator[slice]:
+    begin = elements = 0
+    for place, tensor in enumerate(tensors):
+        size = tensor.shape.num_elements() or 0
+        if place > begin and elements + size > at_most:
+            yield slice(begin, place)
+            begin, elements = place, 0
+        elements += size
+    yield slice(begin, len(tensors))
 
 
 def laid_out(tensors: Sequence[tf.Tensor], joined_below: int | None = None) -> list[Group]:

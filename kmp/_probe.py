@@ -77,7 +77,7 @@ class Probe:
 
         def look() -> None:
             flags = ops.stack([*(_flag(*named) for named in (*batch, *outputs)), ops.ones([])])
-            self._first.assign(ops.cast(ops.argmax(flags), "int64") + 1)
+            self._first.assign(tf.argmax(flags) + 1)  # int64, which stays on a GPU
 
         ops.cond(where, look, lambda: None)
 

@@ -42,7 +42,7 @@ def float32_sample(model: keras.Model, batch: Sequence[Any], variables: Mapping[
         step,
         1.0,
         tuple(variables),
-        measured.counts.numpy().astype(np.int64),
+        measured.counts.numpy(),
         amax=measured.amax.numpy().astype(np.float64),
         norm=np.sqrt(measured.square_sum.numpy()),
         weight_norm=unknown,

@@ -7,7 +7,6 @@ from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import ops
 
 from kmp import _replicas, statistics
@@ -147,12 +146,12 @@ class Sampler:
         if not self._chosen:
             return
         measured = statistics.of_gradients([gradients[place] for place in self._chosen])
-        self._counts.assign(tf.cast(measured.counts, tf.int64))
+        self._counts.assign(measured.counts)
         self._amax.assign(measured.amax)
         self._square_sum.assign(measured.square_sum)
         if self._unscaled is not None:
             without_scale = unscaled()
             again = statistics.of_gradients([without_scale[place] for place in self._chosen])
-            self._unscaled.assign(tf.cast(again.counts, tf.int64))
+            self._unscaled.assign(again.counts)
         self._step.assign(step)
         self._scale.assign(scale)

@@ -12,16 +12,18 @@ from keras import ops
 from kmp import _xla
 from kmp._formats import FLOAT16, FLOAT32
 from kmp._histograms import BIN_COUNT, INF_BIN, NAN_BIN, ZERO_BIN
-from kmp._layout import Group, in_order, joined, laid_out
+from kmp._layout import Group, in_batches, in_order, joined, laid_out
 
-# Outside XLA only operations on the elements that TensorFlow has on a GPU: it adds, compares, joins and reduces int32
-# on the host.
+# Outside XLA only operations that TensorFlow has on a GPU: int32 it adds, compares, joins, reduces and even reshapes on
+# the host. So bins are laid out as uint32, and counts are int64.
 _MAGNITUDE = 0x7FFFFFFF
 _BIASED_EXPONENTS = 2**FLOAT32.exponent_bits
 _BIAS = FLOAT32.max_exponent  # the biased exponent of 1.0
 _SUBNORMAL_EXPONENTS = FLOAT32.fraction_bits
 _INF = 0x7F800000
 _BINS = 512  # the next power of two above BIN_COUNT
+# Elements that are measured at a time: that takes several times their memory; the fewer, the longer it takes to trace.
+_TRACED, _EAGER = 2**24, 2**22
 _EXACT_IN_FLOAT32 = 2 ** (FLOAT32.fraction_bits + 1)
 
 
@@ -29,7 +31,7 @@ class GradientStatistics(NamedTuple):
     """What is measured of each gradient; a row or entry for each variable.
 
     Args:
-        counts: int32 of shape `(variables, 280)`: elements by exponent, as in `kmp.records.ExponentHistogram`.
+        counts: int64 of shape `(variables, 280)`: elements by exponent, as in `kmp.records.ExponentHistogram`.
         amax: float32 of shape `(variables,)`, the largest magnitude; nan if there is one, 0 for no elements. One
             that is subnormal in float32 may be told as 0.
         square_sum: float64 of shape `(variables,)`, the sum of the squares of all elements.
@@ -86,12 +88,17 @@ def of_gradients(gradients: Sequence[Any]) -> GradientStatistics:
         gradients: At least one; tensors or `tf.IndexedSlices` of any float dtype, converted to float32, where float64
             below its normal range becomes zero; `None` has no elements. Each has fewer than 2^31 elements.
     """
-    groups = laid_out([tf.zeros([0]) if gradient is None else values_of(gradient) for gradient in gradients])
+    tensors = [tf.zeros([0]) if gradient is None else values_of(gradient) for gradient in gradients]
+    return GradientStatistics(*in_batches(_of_tensors, tensors, at_most=_TRACED))
+
+
+def _of_tensors(tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
+    groups = laid_out(tensors)
     counts = (_count_at_once if _xla.is_tracing() else _count_in_turn)(groups)
     amax, square_sum = joined((_amax(group), _square_sum(group)) for group in groups)
     amax = tf.where(counts[:, INF_BIN] > 0, math.inf, amax)
     amax = tf.where(counts[:, NAN_BIN] > 0, math.nan, amax)
-    return GradientStatistics(*(in_order(rows, groups) for rows in (counts, amax, square_sum)))
+    return tuple(in_order(rows, groups) for rows in (counts, amax, square_sum))
 
 
 def of_updates(before: Sequence[Any], after: Sequence[Any]) -> UpdateStatistics:
@@ -102,10 +109,14 @@ def of_updates(before: Sequence[Any], after: Sequence[Any]) -> UpdateStatistics:
             that a change of less than float32 tells, or than its smallest normal number, is none.
         after: The same after the step.
     """
+    return UpdateStatistics(*in_batches(_of_pairs, before, after, at_most=_EAGER))
+
+
+def _of_pairs(before: Sequence[Any], after: Sequence[Any]) -> tuple[tf.Tensor, ...]:
     old_groups, new_groups = laid_out(before), laid_out(after)
     pairs = zip(old_groups, new_groups, strict=True)
     found = joined(_measure_update(old, new.values) for old, new in pairs)
-    return UpdateStatistics(*(in_order(value, old_groups) for value in found))
+    return tuple(in_order(value, old_groups) for value in found)
 
 
 def _count_at_once(groups: list[Group]) -> tf.Tensor:
@@ -134,7 +145,7 @@ def _count_in_turn(groups: list[Group]) -> tf.Tensor:
     subnormal, inf = tf.cond(
         tf.reduce_any((lowest != zeros) | (highest > 0)),
         lambda: joined(map(_count_rare, groups)),
-        lambda: (tf.zeros([lowest.shape[0], _SUBNORMAL_EXPONENTS], tf.int32), nothing),
+        lambda: (tf.zeros([lowest.shape[0], _SUBNORMAL_EXPONENTS], tf.int64), nothing),
     )
     return tf.concat((zeros[:, None], subnormal, by_exponent[:, 1:-1], inf[:, None], (highest - inf)[:, None]), 1)
 
@@ -180,27 +191,28 @@ def _measure_update(old: Group, new: tf.Tensor) -> tuple[tf.Tensor, ...]:
 
 
 def _histograms(bins: tf.Tensor, size: int, group: Group) -> tf.Tensor:
-    """Returns int32 counts of shape `(members, size)`; `size` is a power of two, and +0.0 is in bin 0."""
+    """Returns int64 counts of shape `(members, size)`; `size` is a power of two, and +0.0 is in bin 0."""
     if group.rows:
-        bins = tf.reshape(tf.bitwise.bitwise_or(group.owners[:, None] * size, bins), [-1])
+        owned = tf.bitcast(tf.bitwise.bitwise_or(group.owners[:, None] * size, bins), tf.uint32)
+        bins = tf.bitcast(tf.reshape(owned, [-1]), tf.int32)
     weights = tf.zeros([0], tf.int32)
     # tf.math.bincount works out its size on the device, which XLA refuses.
     counts = tf.raw_ops.DenseBincount(input=bins, size=size * len(group.members), weights=weights, binary_output=False)
-    counts = tf.reshape(counts, [-1, size])
+    counts = tf.reshape(tf.cast(counts, tf.int64), [-1, size])
     if group.rows:
-        counts -= tf.one_hot([0], size, dtype=tf.int32) * np.array(group.padding, np.int32)[:, None]
+        counts -= tf.one_hot([0], size, dtype=tf.int64) * np.array(group.padding, np.int64)[:, None]
     return counts
 
 
 def _how_many(mask: tf.Tensor, group: Group) -> tf.Tensor:
-    """Returns int32 of shape `(members,)`."""
+    """Returns int64 of shape `(members,)`."""
     if group.rows:
-        return group.total(tf.cast(tf.reduce_sum(tf.cast(mask, tf.float32), 1), tf.int32))
+        return tf.cast(group.total(tf.cast(tf.reduce_sum(tf.cast(mask, tf.float32), 1), tf.int32)), tf.int64)
     elements = mask.shape[0]
     is_exact = elements is not None and elements <= _EXACT_IN_FLOAT32
     # Half the bytes of int64, where float32 counts exactly.
     count = tf.reduce_sum(tf.cast(mask, tf.float32 if is_exact else tf.int64), keepdims=True)
-    return tf.cast(count, tf.int32)
+    return tf.cast(count, tf.int64)
 
 
 def _amax(group: Group) -> tf.Tensor:

@@ -55,3 +55,37 @@ def test_tensors_without_elements_have_no_rows(tensors):
     (group,) = _layout.laid_out([tensors[4], tensors[4]])
     assert group.values.shape == (0, _layout.ROW)
     np.testing.assert_array_equal(statistics.of_gradients([tensors[4], tensors[4]]).amax, [0.0, 0.0])
+
+
+@pytest.mark.parametrize(("at_most", "sizes"), [(10**6, [6]), (2000, [1, 1, 4]), (1, [1] * 6)])
+def test_batches_hold_so_many_elements_or_one_tensor(at_most, sizes, tensors):
+    seen = []
+
+    def measure(first, second):
+        seen.append(len(first))
+        return tf.stack([tf.reduce_sum(tensor) for tensor in first]), tf.stack([tf.size(tensor) for tensor in second])
+
+    sums, counts = _layout.in_batches(measure, tensors, tensors, at_most=at_most)
+    assert seen == sizes
+    np.testing.assert_array_equal(sums, [tf.reduce_sum(tensor) for tensor in tensors])
+    np.testing.assert_array_equal(counts, [tf.size(tensor) for tensor in tensors])
+
+
+def test_batches_of_a_graph_wait_for_each_other(tensors):
+    def measure(some):
+        return (tf.stack([tf.reduce_sum(tensor) for tensor in some]),)
+
+    traced = tf.function(lambda: _layout.in_batches(measure, tensors, at_most=2000)).get_concrete_function()
+    waited_for = {before.name for one in traced.graph.get_operations() for before in one.control_inputs}
+    assert waited_for == {"stack", "stack_1"}
+
+
+@pytest.mark.parametrize("at_most", [1, 600, 2500])
+def test_batches_change_no_statistics(at_most, tensors, monkeypatch):
+    whole = statistics.of_gradients(tensors), statistics.of_updates(tensors, [2 * tensor for tensor in tensors])
+    monkeypatch.setattr(statistics, "_TRACED", at_most)
+    monkeypatch.setattr(statistics, "_EAGER", at_most)
+    parts = statistics.of_gradients(tensors), statistics.of_updates(tensors, [2 * tensor for tensor in tensors])
+    for expected, found in zip(whole, parts, strict=True):
+        for one, other in zip(expected, found, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12)
