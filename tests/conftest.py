@@ -2,6 +2,7 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("MPLBACKEND", "agg")
+os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # several processes test on one GPU
 
 import keras
 import numpy as np

@@ -9,8 +9,12 @@ from kmp._graph_rewrite import PASSES
 
 
 @pytest.fixture(autouse=True)
-def switched_off():
-    yield
+def without_a_gpu(monkeypatch):
+    """As on a machine that has none, also where there is one; what one does is in test_gpu.py."""
+    found = tf.config.list_physical_devices
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: [] if kind == "GPU" else found(kind))
+    with tf.device("CPU:0"):
+        yield
     kmp.graph_rewrite(False)
 
 

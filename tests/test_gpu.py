@@ -1,0 +1,231 @@
+"""What only a GPU can show; skipped where TensorFlow sees none."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import OverflowsBackward, compiled_model, fit, small_data, values
+
+import kmp
+from kmp import statistics
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not tf.config.list_physical_devices("GPU"), reason="TensorFlow sees no GPU."),
+]
+# What NVIDIA's libraries call kernels that run on Tensor Cores, from Volta to Blackwell.
+TENSOR_CORES = re.compile(r"884|1688|16816|hmma|gmma|tensor\d+x|tensorop|nvjet_h")
+
+
+@pytest.fixture(params=[False, True], ids=["graph", "XLA"])
+def jit_compile(request):
+    return request.param
+
+
+@pytest.fixture
+def on_gpu(tmp_path):
+    """Runs a function, and returns how often the GPU did what in it: a kernel, or a copy of so many bytes, by name."""
+    # Nothing public reads a profile.
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    def watch(function, *given):
+        with tf.profiler.experimental.Profile(str(tmp_path)):
+            tf.nest.map_structure(lambda tensor: tensor.numpy(), function(*given))
+        newest = max(tmp_path.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+        planes = xplane_pb2.XSpace.FromString(newest.read_bytes()).planes
+        found = Counter(event for plane in planes if plane.name.startswith("/device:GPU") for event in events(plane))
+        if not found:
+            pytest.skip("TensorFlow's profiler saw no GPU: CUPTI is missing, or may not be used.")
+        return found
+
+    return watch
+
+
+def events(plane):
+    """Yields names, and the bytes of copies."""
+    for event in (event for line in plane.lines for event in line.events):
+        texts = (stat.str_value or plane.stat_metadata[stat.ref_value].name for stat in event.stats)
+        size = re.search(r"size:(\d+)", " ".join(texts))
+        yield plane.event_metadata[event.metadata_id].name, int(size[1]) if size else 0
+
+
+class SelfAttention(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.attention = keras.layers.MultiHeadAttention(8, 64)
+
+    def call(self, x):
+        return self.attention(x, x)
+
+
+LAYERS = {
+    "matrix product": (lambda: keras.layers.Dense(1024, use_bias=False), (256, 1024)),
+    "convolution": (lambda: keras.layers.Conv2D(128, 3, use_bias=False), (16, 32, 32, 64)),
+    "attention": (SelfAttention, (16, 128, 512)),
+}
+
+
+def backward(layer, jit_compile=False):
+    @tf.function(jit_compile=jit_compile, autograph=False)
+    def run(x):
+        with tf.GradientTape() as tape:
+            loss = keras.ops.sum(keras.ops.cast(layer(x), "float32"))
+        return tape.gradient(loss, layer.trainable_variables)
+
+    return run
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_float16_runs_on_tensor_cores_and_float32_does_not(name, on_gpu):
+    make, shape = LAYERS[name]
+    x = tf.random.normal(shape)
+
+    def products():
+        """Returns the names of the kernels of cuBLAS and cuDNN that multiply."""
+        function = backward(make())
+        function(x)  # what is chosen, loaded and compiled once
+        names = {name for name, _ in on_gpu(function, x)}
+        return {name for name in names if re.search(r"gemm|xmma|cutlass|nvjet|fprop|dgrad|wgrad|conv", name)}
+
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        in_float32 = products()
+        with kmp.enable():
+            in_float16 = products()
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(True)
+    assert in_float32
+    assert in_float16
+    assert all(TENSOR_CORES.search(kernel) for kernel in in_float16)
+    assert not any(TENSOR_CORES.search(kernel) for kernel in in_float32)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_xla_multiplies_in_float16(name):
+    make, shape = LAYERS[name]
+    x = tf.random.normal(shape)
+    with kmp.enable():
+        layer = make()
+        layer(x)
+    text = backward(layer, jit_compile=True).experimental_get_compiler_ir(x)(stage="optimized_hlo")
+    found = re.findall(r"= \(?(\w+)\[[^=]*? (?:dot|convolution|custom-call)\([^\n]*", text)
+    assert found
+    assert "f16" in found
+
+
+def test_float32_layers_are_bitwise_those_of_a_float32_model(jit_compile):
+    x = tf.cast(tf.random.normal((64, 32)), tf.float16)
+    with kmp.enable():
+        ours = [kmp.layers.Softmax(), kmp.layers.BatchNormalization(), kmp.layers.Float32(keras.ops.log_softmax)]
+    theirs = [keras.layers.Softmax(), keras.layers.BatchNormalization(), keras.ops.log_softmax]
+    for mixed, reference in zip(ours, theirs, strict=True):
+        options = {"training": True} if isinstance(mixed, keras.layers.BatchNormalization) else {}
+        run = [
+            tf.function(lambda x, layer=layer, options=options: layer(x, **options), jit_compile=jit_compile)
+            for layer in (mixed, reference)
+        ]
+        found, expected = run[0](x), run[1](tf.cast(x, tf.float32))
+        np.testing.assert_array_equal(found, tf.cast(expected, found.dtype))
+    for mixed, reference in zip(values(ours[1].variables), values(theirs[1].variables), strict=True):
+        assert mixed.dtype == np.float32
+        np.testing.assert_array_equal(mixed, reference)
+
+
+def test_statistics_on_the_gpu_are_those_on_the_host(jit_compile):
+    random = np.random.default_rng(0)
+    shapes = [(7, 33), (2**22 + 5,), (512,)]
+    gradients = [np.exp2(random.uniform(-160, 127, shape)).astype("float32") for shape in shapes]
+    gradients[0][0, :4] = np.inf, np.nan, 0.0, -1e-45
+    measure = tf.function(lambda given: tuple(statistics.of_gradients(given)), jit_compile=jit_compile)
+    with tf.device("CPU:0"):
+        counts, amax, square_sum = statistics.of_gradients([tf.constant(gradient) for gradient in gradients])
+    found = measure([tf.constant(gradient) for gradient in gradients])
+    np.testing.assert_array_equal(found[0], counts)
+    np.testing.assert_array_equal(found[1], amax)
+    np.testing.assert_allclose(found[2], square_sum, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("enabled")
+def test_overflow_inside_a_compiled_fit_is_skipped_and_counted(jit_compile):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2), OverflowsBackward(), kmp.layers.Softmax()])
+    model.compile(
+        kmp.LossScaleOptimizer("adam", initial_scale=2.0**16),
+        "sparse_categorical_crossentropy",
+        jit_compile=jit_compile,
+    )
+    x, y = small_data(10)
+    fit_on = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    model.fit(x[:40], y[:40], **fit_on)
+    before = values(model.trainable_variables)
+    model.fit(np.full((8, 4), 1e4, "float32"), y[:8], **fit_on)
+    for old, new in zip(before, values(model.trainable_variables), strict=True):
+        np.testing.assert_array_equal(old, new)
+    snapshot = model.optimizer.snapshot()
+    assert (snapshot.step, snapshot.overflow_count, int(model.optimizer.iterations)) == (6, 1, 5)
+    assert snapshot.loss_scale == 2.0**15
+
+
+@pytest.mark.usefixtures("enabled")
+def test_scale_and_counters_live_on_the_gpu(jit_compile):
+    model = compiled_model("adam", jit_compile=jit_compile)
+    fit(model, kmp.callbacks.defaults())
+    kept = [*model.optimizer.variables, *model.optimizer.counters.weights, model.optimizer.dynamic_scale]
+    assert all("GPU:0" in variable.value.device for variable in kept)
+
+
+@pytest.mark.usefixtures("enabled")
+def test_between_readings_only_what_a_branch_is_taken_by_goes_to_the_host(jit_compile, on_gpu):
+    model = compiled_model("adam", jit_compile=jit_compile)
+    fit(model, kmp.callbacks.defaults())
+    x, y = (tf.constant(part[:8]) for part in small_data())
+    step = tf.function(lambda x, y: model.train_step((x, y)), jit_compile=jit_compile, autograph=False)
+    step(x, y)
+
+    def five():
+        for _ in range(5):
+            step(x, y)
+        return ()
+
+    sizes = [size for (name, size), _ in on_gpu(five).items() if "D2H" in name or "DtoH" in name]
+    assert max(sizes, default=0) <= 8
+
+
+@pytest.mark.usefixtures("enabled")
+def test_model_saved_on_the_gpu_loads_without_one(tmp_path):
+    model = compiled_model("adam")
+    fit(model)
+    x = small_data()[0]
+    model.save(tmp_path / "model.keras")
+    code = f"""
+        import keras, kmp, numpy as np, tensorflow as tf
+        assert not tf.config.list_physical_devices("GPU")
+        model = keras.models.load_model({str(tmp_path / "model.keras")!r})
+        print(int(model.optimizer.snapshot().step), float(model.optimizer.snapshot().loss_scale))
+        np.save({str(tmp_path / "predicted.npy")!r}, model.predict(np.load({str(tmp_path / "x.npy")!r}), verbose=0))
+        """
+    np.save(tmp_path / "x.npy", x)
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, check=True
+    )
+    snapshot = model.optimizer.snapshot()
+    assert done.stdout.split() == [str(snapshot.step), str(snapshot.loss_scale)]
+    np.testing.assert_allclose(np.load(tmp_path / "predicted.npy"), model.predict(x, verbose=0), atol=5e-3)
+
+
+def test_graph_rewrite_to_float16_trains():
+    kmp.graph_rewrite(True)
+    try:
+        model = compiled_model("adam")
+        losses = fit(model, epochs=3)["loss"]
+    finally:
+        kmp.graph_rewrite(False)
+    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
+    assert losses[-1] < losses[0]
