@@ -1,6 +1,7 @@
 """The command line: `kmp`, or `python -m kmp`."""
 
 import argparse
+import dataclasses
 import datetime
 import importlib
 import json
@@ -40,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="train one model in float32, float16 and float16 with kmp, and compare")
     demo.add_argument("--dataset", choices=("digits", "cifar10"), default="digits", help="cifar10 is downloaded")
     demo.add_argument("--policy", choices=policy.POLICIES, default="mixed_float16", help="default: %(default)s")
-    demo.add_argument("--steps", type=_steps, default=240, help="training steps of each run (default: %(default)s)")
+    demo.add_argument("--steps", type=_positive, default=240, help="training steps of each run (default: %(default)s)")
     demo.add_argument("--out", type=Path, help="folder for logs and pictures (default: runs/<time>)")
     demo.set_defaults(command=_demo)
     report = commands.add_parser("report", help="tell what float16 costs a recorded run, or compare several")
@@ -60,7 +61,15 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure what loss scaling, callbacks and precisions cost and gain here")
     bench.add_argument("--quick", action="store_true", help="small models and few turns: some 3 minutes, not 30")
     bench.add_argument(
-        "--only", nargs="+", default=[], metavar="PART", help="optimizer, memory, training, precision, sampling"
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="PART",
+        help="optimizer, memory, training, precision, sampling, resnet, bert (the last two by default only on a GPU)",
+    )
+    bench.add_argument("--mode", choices=("graph", "XLA"), help="of memory, training, resnet and bert: only this one")
+    bench.add_argument(
+        "--batch", type=_positive, metavar="N", help="of resnet and bert (default: what fills a quarter of the GPU)"
     )
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a JSON file")
     bench.add_argument(
@@ -84,7 +93,10 @@ def _bench(parsed: argparse.Namespace, console: Console) -> None:
     unknown = [name for name in parsed.only if name not in bench.PARTS]
     if unknown:
         raise _InputError(f"there is no part {unknown[0]!r} of the benchmark; there are {', '.join(bench.PARTS)}")
-    bench.run(console, bench.QUICK if parsed.quick else bench.FULL, parsed.only, parsed.json, parsed.picture)
+    size = dataclasses.replace(bench.QUICK if parsed.quick else bench.FULL, batch=parsed.batch)
+    if parsed.mode:
+        size = dataclasses.replace(size, modes=(parsed.mode,))
+    bench.run(console, size, parsed.only, parsed.json, parsed.picture)
 
 
 def _audit(parsed: argparse.Namespace, console: Console) -> None:
@@ -152,7 +164,7 @@ def _picture(text: str) -> Path:
     return Path(text)
 
 
-def _steps(text: str) -> int:
+def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text!r}")
     return int(text)

@@ -1,5 +1,6 @@
 """`kmp bench`: what loss scaling, callbacks and lower precision cost and gain on this machine."""
 
+import functools
 import json
 import os
 import platform
@@ -15,10 +16,10 @@ import tensorflow as tf
 from rich.console import Console
 
 import kmp
-from kmp import _bench_models, _bench_optimizers, _bench_report, _bench_sampling, _gate, _hardware
+from kmp import _bench_models, _bench_networks, _bench_optimizers, _bench_report, _bench_sampling, _gate, _hardware
 from kmp._bench_clock import Measured, compared
 from kmp._bench_models import WITH_CALLBACKS
-from kmp._bench_optimizers import BARE, INNER, KERAS, MODES, OURS
+from kmp._bench_optimizers import BARE, INNER, KERAS, MODES, OURS, SAMPLED
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Size:
         sets: Names of `_bench_optimizers.SETS`, whose speed is measured.
         inner: Names of `_bench_optimizers.INNER`.
         memory_sets: Names of the sets whose memory is measured, each in processes of its own.
-        modes: Of what takes long: memory and training.
+        modes: Of what takes long: memory, training and the two networks.
         ways: Of `_bench_models.scaling`.
         repeats: Turns of optimizer steps.
         model_size: How wide the models are, from 1.
@@ -39,6 +40,9 @@ class Size:
         sampled: The set whose gradients are sampled.
         side: See `_bench_sampling.cost`.
         first_calls: See `_bench_sampling.cost`.
+        network_steps: See `_bench_networks.compare`.
+        network_turns: See `_bench_networks.compare`.
+        batch: See `_bench_networks.compare`.
     """
 
     sets: tuple[str, ...]
@@ -54,6 +58,9 @@ class Size:
     sampled: str
     side: int
     first_calls: int
+    network_steps: int
+    network_turns: int
+    batch: int | None = None
 
 
 FULL = Size(
@@ -70,6 +77,8 @@ FULL = Size(
     sampled="ResNet-50",
     side=2048,
     first_calls=5,
+    network_steps=20,
+    network_turns=3,
 )
 QUICK = Size(
     sets=("8 of 512x512", "60 small"),
@@ -85,6 +94,8 @@ QUICK = Size(
     sampled="8 of 512x512",
     side=512,
     first_calls=1,
+    network_steps=2,
+    network_turns=1,
 )
 
 
@@ -96,14 +107,16 @@ def run(
     Args:
         console: Where to.
         size: How much to measure.
-        only: Names of `PARTS`; all of them by default.
+        only: Names of `PARTS`; by default all of them, ResNet-50 and BERT only on a GPU.
         json_file: Where the figures go as JSON, or `None`.
         picture: Where they go as a picture, or `None`.
     """
+    # Processes of the benchmark share a GPU, which TensorFlow would take whole for the first.
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     found_on = header()
     _bench_report.show_header(console, found_on)
     results: list[Measured] = []
-    for name in only or PARTS:
+    for name in only or _parts_by_default():
         for figures in PARTS[name](size):
             console.print(_bench_report.in_words(figures), highlight=False, markup=False, soft_wrap=True)
             results += figures
@@ -112,7 +125,7 @@ def run(
         content = found_on | {"results": [asdict(result) for result in results]}
         json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if picture:
-        _bench_report.picture(results).savefig(picture, dpi=150)
+        _bench_report.save_picture(results, picture)
     return results
 
 
@@ -125,7 +138,7 @@ def _memory(size: Size) -> Iterator[list[Measured]]:
         for mode in size.modes:
             calls = {
                 way: f"optimizers.memory_of({way!r}, 'Adam', {name!r}, {mode!r})"
-                for way in _bench_optimizers.ways(mode)
+                for way in [*_bench_optimizers.ways(mode), SAMPLED]
             }
             yield _memory_of("peak memory", f"Adam, {name}", mode, calls)
     for name in _bench_models.TASKS if size.has_model_memory else ():
@@ -148,6 +161,21 @@ def _sampling(size: Size) -> Iterator[list[Measured]]:
     yield from _bench_sampling.cost(size.sampled, size.side, size.repeats, size.first_calls)
 
 
+def _network(name: str, size: Size) -> Iterator[list[Measured]]:
+    for mode in size.modes:
+        yield from _bench_networks.compare(
+            name, mode, size.batch, size.network_steps, size.network_turns, _in_a_process
+        )
+
+
+def _parts_by_default() -> list[str]:
+    """Returns all parts, without a GPU only those that tell something there."""
+    has_gpu = bool(tf.config.list_physical_devices("GPU"))
+    return [name for name in PARTS if has_gpu or name not in _NETWORKS]
+
+
+_NETWORKS = ("resnet", "bert")
+
 # Each yields its figures as they come, those that were taken turn about together.
 PARTS: dict[str, Callable[[Size], Iterator[list[Measured]]]] = {
     "optimizer": _speed,
@@ -155,6 +183,8 @@ PARTS: dict[str, Callable[[Size], Iterator[list[Measured]]]] = {
     "training": _training,
     "precision": _precision,
     "sampling": _sampling,
+    "resnet": functools.partial(_network, "ResNet-50"),
+    "bert": functools.partial(_network, "BERT-base"),
 }
 
 
@@ -162,14 +192,15 @@ def _memory_of(section: str, case: str, mode: str, calls: Mapping[str, str]) -> 
     return compared(section, case, mode, {way: [_in_a_process(call)] for way, call in calls.items()}, "B")
 
 
-def _in_a_process(call: str) -> float:
-    """Returns the bytes that a function of the benchmark's tells in a process of its own."""
-    code = f"from kmp import _bench_models as models, _bench_optimizers as optimizers; print('peak', {call})"
+def _in_a_process(call: str) -> Any:
+    """Returns what a call of a function of the benchmark's gives in a process of its own: numbers, lists and dicts."""
+    modules = ", ".join(f"_bench_{name} as {name}" for name in ("models", "networks", "optimizers"))
+    code = f"import json; from kmp import {modules}; print('found', json.dumps({call}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("peak ")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("found ")]
     if done.returncode or not lines:
         raise RuntimeError(f"The measurement {call} failed:\n{done.stderr[-2000:]}")
-    return float(lines[-1].split()[1])
+    return json.loads(lines[-1].removeprefix("found "))
 
 
 def header() -> dict[str, Any]:

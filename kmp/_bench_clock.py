@@ -19,7 +19,8 @@ class Measured:
         way: Which of the ways that took turns.
         value: The median.
         unit: `"s"`, `"B"`, or what there is more of in a second: `"images/s"`, `"tokens/s"`.
-        ratio: The median ratio to the first of the ways, taken turn by turn; `None` for the first itself.
+        ratio: The median ratio to the first of the ways, taken turn by turn; `None` for the first itself, and where
+            that is 0, as memory is that does not rise above what the process once held.
     """
 
     section: str
@@ -79,7 +80,9 @@ def compared(
     ]
 
 
-def _ratio(values: Sequence[float], first: Sequence[float]) -> float:
+def _ratio(values: Sequence[float], first: Sequence[float]) -> float | None:
+    if not all(first):
+        return None
     return averages.median(value / reference for value, reference in zip(values, first, strict=True))
 
 

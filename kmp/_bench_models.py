@@ -98,15 +98,14 @@ class Clock(keras.callbacks.Callback):
         return self._last - self._begin
 
 
-def trainer(task: Task, policy: str, way: str, mode: str, steps: int) -> Callable[[], float]:
-    """Returns what trains a model by `fit` and returns the seconds of a step; it goes on where the last call left it.
+def compiled(task: Task, policy: str, way: str, mode: str) -> keras.Model:
+    """Returns a model to train.
 
     Args:
         task: What to train.
         policy: The dtype policy of its layers.
         way: How its optimizer is scaled: `BARE`, `KERAS`, `OURS` or `WITH_CALLBACKS`.
         mode: One of `MODES`.
-        steps: How many steps count.
     """
     with global_policy(policy):
         model = task.build()
@@ -117,15 +116,32 @@ def trainer(task: Task, policy: str, way: str, mode: str, steps: int) -> Callabl
     model.compile(optimizer, "sparse_categorical_crossentropy", **options)
     if isinstance(optimizer, LossScaleOptimizer):
         _guard.install(model)
+    return model
+
+
+def timed(model: keras.Model, task: Task, steps: int, used: Sequence[Any] = ()) -> Callable[[], float]:
+    """Returns what trains a model by `fit` and returns the seconds of a step; it goes on where the last call left it.
+
+    Args:
+        model: A compiled model of the task.
+        task: What to train it on.
+        steps: How many steps count.
+        used: Callbacks of the training.
+    """
     data = tf.data.Dataset.from_tensors((task.x, task.y)).cache().repeat()
     clock = Clock()
-    used = [*(callbacks.defaults(tempfile.mkdtemp()) if way == WITH_CALLBACKS else []), clock]
 
     def train() -> float:
-        model.fit(data, steps_per_epoch=steps + 1, shuffle=False, verbose=0, callbacks=used)
+        model.fit(data, steps_per_epoch=steps + 1, shuffle=False, verbose=0, callbacks=[*used, clock])
         return clock.seconds / steps
 
     return train
+
+
+def trainer(task: Task, policy: str, way: str, mode: str, steps: int) -> Callable[[], float]:
+    """Returns what `timed` does of a model that is `compiled`, with `defaults()` if the way is `WITH_CALLBACKS`."""
+    used = callbacks.defaults(tempfile.mkdtemp()) if way == WITH_CALLBACKS else []
+    return timed(compiled(task, policy, way, mode), task, steps, used)
 
 
 def scaling(size: int, modes: Sequence[str], ways: Sequence[str], steps: int, repeats: int) -> Iterator[list[Measured]]:

@@ -8,9 +8,11 @@ import numpy as np
 import tensorflow as tf
 
 from kmp._bench_clock import Measured, compared, peak_memory, seconds_of, take_turns
+from kmp._updates import UpdateWatch
 from kmp.optimizer import LossScaleOptimizer
 
 BARE, KERAS, OURS, COMPILED = "bare", "Keras", "kmp", "kmp, jit_compile"
+SAMPLED = "kmp, sampled"
 MODES = {"graph": False, "XLA": True}
 Shapes = Sequence[tuple[int, ...]]
 
@@ -63,6 +65,10 @@ def step_of(way: str, inner: str, shapes: Shapes, mode: str) -> Callable[[], Any
         shapes: Those of the variables.
         mode: One of `MODES`.
     """
+    return _step_and_optimizer(way, inner, shapes, mode)[0]
+
+
+def _step_and_optimizer(way: str, inner: str, shapes: Shapes, mode: str) -> tuple[Callable[[], Any], Any]:
     random = np.random.default_rng(0)
     variables = [keras.Variable(random.normal(size=shape).astype("float32")) for shape in shapes]
     gradients = [tf.constant(random.normal(size=shape), tf.float32) for shape in shapes]
@@ -75,7 +81,7 @@ def step_of(way: str, inner: str, shapes: Shapes, mode: str) -> Callable[[], Any
         optimizer.apply(gradients, variables)
         return tf.identity(optimizer.iterations.value)  # as a training step returns its logs
 
-    return lambda: step(gradients).numpy()
+    return lambda: step(gradients).numpy(), optimizer
 
 
 def speed(sets: Sequence[str], inner: Sequence[str], repeats: int) -> Iterator[list[Measured]]:
@@ -104,11 +110,30 @@ def _three_calls(step: Callable[[], Any]) -> float:
 
 
 def memory_of(way: str, inner: str, name: str, mode: str) -> int:
-    """Returns the bytes that variables, gradients and steps added to this process' peak; meant for a fresh process."""
+    """Returns the bytes that variables, gradients and steps added to this process' peak; meant for a fresh process.
+
+    A step that is `SAMPLED` has its update measured too, as `GradientHistogram` does with every tenth.
+    """
     shapes = SETS[name]()
     step_of(BARE, inner, [(2,)], mode)()
     before = peak_memory()
-    step = step_of(way, inner, shapes, mode)
+    step = sampled_step(inner, shapes, mode) if way == SAMPLED else step_of(way, inner, shapes, mode)
     for _ in range(4):
         step()
     return peak_memory() - before
+
+
+def sampled_step(inner: str, shapes: Shapes, mode: str) -> Callable[[], Any]:
+    """Returns a step as `step_of` does, whose gradients and update are measured."""
+    step, optimizer = _step_and_optimizer(OURS, inner, shapes, mode)
+    watch = UpdateWatch()
+    optimizer.start_sampling(watch, every_n_steps=1)
+
+    def sampled() -> Any:
+        watch.arm(optimizer.variables_by_path())
+        step()
+        found = optimizer.snapshot().sample
+        assert found is not None
+        return watch.measure(found)
+
+    return sampled

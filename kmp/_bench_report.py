@@ -1,6 +1,7 @@
 """A benchmark's figures as tables and as a picture."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -59,6 +60,13 @@ def picture(results: Sequence[Measured]) -> Figure:
     for ax, section in zip(panels[:, 0], sections, strict=True):
         _draw(ax, section, [result for result in results if result.section == section])
     return figure
+
+
+def save_picture(results: Sequence[Measured], file: Path) -> None:
+    """Writes the picture and forgets it."""
+    figure = picture(results)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
 
 
 def _draw(ax: Axes, section: str, found: Sequence[Measured]) -> None:

@@ -3,6 +3,7 @@ import io
 import json
 
 import keras
+import matplotlib.pyplot as plt
 import pytest
 from conftest import values
 from rich.console import Console
@@ -106,6 +107,7 @@ def test_figures_are_shown_written_and_drawn(tiny, tmp_path):
     assert content["results"] == [dataclasses.asdict(result) for result in results]
     assert content["keras"] == keras.__version__
     assert files["picture"].read_bytes().startswith(b"\x89PNG")
+    assert plt.get_fignums() == []
     assert f"keras: {keras.__version__}" in text.getvalue()
     assert all(result.case in text.getvalue() for result in results)
 

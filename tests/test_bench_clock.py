@@ -26,6 +26,11 @@ def test_ratios_are_taken_turn_by_turn_to_the_first_way():
     ]
 
 
+def test_there_is_no_ratio_to_nothing():
+    found = _bench_clock.compared("memory", "Adam", "graph", {"bare": [0, 2], "kmp": [3, 4]}, "B")
+    assert [(figure.value, figure.ratio) for figure in found] == [(1.0, None), (3.5, None)]
+
+
 def test_seconds_are_of_one_call(monkeypatch):
     clock = iter([10.0, 16.0])
     monkeypatch.setattr(_bench_clock.time, "perf_counter", lambda: next(clock))

@@ -7,6 +7,7 @@ from pathlib import Path
 import keras
 import pytest
 
+from kmp import _bench
 from kmp.__main__ import main
 from kmp.records import to_line
 
@@ -169,3 +170,20 @@ def test_audit_of_what_is_no_model_is_one_clear_line(tmp_path, capsys, content):
     error = capsys.readouterr().err
     assert error.startswith("kmp: ")
     assert error.count("\n") == 1
+
+
+def test_bench_takes_one_mode_and_a_batch_of_the_networks(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(_bench, "run", lambda console, size, *others: sizes.append((size, others[0])))
+    assert main(["bench", "--only", "bert", "--mode", "XLA", "--batch", "64"]) == 0
+    assert main(["bench", "--quick"]) == 0
+    (one, parts), (default, everything) = sizes
+    assert (one.modes, one.batch, parts) == (("XLA",), 64, ["bert"])
+    assert (default, everything) == (_bench.QUICK, [])
+
+
+@pytest.mark.parametrize("arguments", [["--batch", "0"], ["--mode", "eager"]])
+def test_bench_refuses_what_it_cannot_measure(arguments, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", *arguments])
+    assert arguments[0] in capsys.readouterr().err

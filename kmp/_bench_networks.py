@@ -1,0 +1,161 @@
+"""What is trained in a second, and in what memory, in each precision: ResNet-50 and an encoder of BERT's shape."""
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.client import device_lib  # nothing public tells how much memory a GPU has
+
+from kmp import callbacks
+from kmp._bench_clock import Measured, compared, peak_memory
+from kmp._bench_models import TASKS, WITH_CALLBACKS, Task, compiled, timed
+from kmp._bench_optimizers import BARE, KERAS, OURS
+
+CADENCES = (1, 10, 100)
+InProcess = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a network is trained.
+
+    Args:
+        policy: The dtype policy of its layers.
+        scaled: As in `_bench_models.compiled`.
+        tensor_float_32: Whether products of float32 may be computed in TF32, as TensorFlow does by default.
+        callbacks: Makes those of each training that is timed, by the name of its row; each with fewest steps to take.
+    """
+
+    policy: str
+    scaled: str = BARE
+    tensor_float_32: bool = True
+    callbacks: Mapping[str, tuple[Callable[[], list[Any]], int]] | None = None
+
+
+def _histogram(cadence: int) -> Callable[[], list[Any]]:
+    return lambda: [callbacks.GradientHistogram(every_n_steps=cadence)]
+
+
+# Throughput and memory are compared with the first, loss scaling with the first in float16.
+WAYS = {
+    "float32": Way("float32", tensor_float_32=False),
+    "float32 with TF32": Way("float32"),
+    "mixed_float16, unscaled": Way("mixed_float16"),
+    "mixed_float16, Keras": Way("mixed_float16", KERAS),
+    "mixed_float16, kmp": Way("mixed_float16", OURS),
+    "mixed_float16, kmp + callbacks": Way(
+        "mixed_float16",
+        WITH_CALLBACKS,
+        callbacks={"mixed_float16, kmp + callbacks": (lambda: callbacks.defaults(tempfile.mkdtemp()), 1)}
+        | {f"histogram every {n}": (_histogram(n), n) for n in CADENCES},
+    ),
+    "mixed_bfloat16": Way("mixed_bfloat16"),
+}
+
+
+def _resnet50(batch: int, is_small: bool) -> Task:
+    side = 64 if is_small else 224
+    random = np.random.default_rng(0)
+
+    def build() -> keras.Model:
+        images = keras.Input((side, side, 3))
+        scaled = keras.layers.Rescaling(1 / 127.5, offset=-1.0)(images)
+        logits = keras.applications.ResNet50(weights=None, input_tensor=scaled, classifier_activation=None).output
+        return keras.Model(images, keras.layers.Softmax(dtype="float32")(logits))
+
+    x = random.integers(0, 256, (batch, side, side, 3)).astype("uint8")
+    return Task(build, x, random.integers(0, 1000, batch), "images/s", batch)
+
+
+def _bert(batch: int, is_small: bool) -> Task:
+    """12 blocks of width 768 with 12 heads, and a classifier of the first token; without dropout."""
+    length, words, width = (32 if is_small else 128), 30522, 768
+    random = np.random.default_rng(0)
+
+    def block(hidden: Any) -> Any:
+        attended = keras.layers.MultiHeadAttention(12, width // 12)(hidden, hidden)
+        hidden = keras.layers.LayerNormalization(epsilon=1e-6)(hidden + attended)
+        wide = keras.layers.Dense(4 * width, activation="gelu")(hidden)
+        return keras.layers.LayerNormalization(epsilon=1e-6)(hidden + keras.layers.Dense(width)(wide))
+
+    def build() -> keras.Model:
+        tokens = keras.Input((length,), dtype="int32")
+        places = keras.ops.cumsum(keras.ops.ones_like(tokens), axis=1) - 1
+        hidden = keras.layers.Embedding(words, width)(tokens) + keras.layers.Embedding(length, width)(places)
+        hidden = keras.layers.LayerNormalization(epsilon=1e-6)(hidden)
+        for _ in range(12):
+            hidden = block(hidden)
+        pooled = keras.layers.Dense(width, activation="tanh")(hidden[:, 0])
+        return keras.Model(tokens, keras.layers.Softmax(dtype="float32")(keras.layers.Dense(2)(pooled)))
+
+    return Task(build, random.integers(0, words, (batch, length)), np.arange(batch) % 2, "tokens/s", batch * length)
+
+
+NETWORKS: dict[str, Callable[[int, bool], Task]] = {"ResNet-50": _resnet50, "BERT-base": _bert}
+
+
+def compare(
+    name: str, mode: str, batch: int | None, steps: int, turns: int, in_process: InProcess
+) -> Iterator[list[Measured]]:
+    """Trains a network each way, in a process of its own, and yields throughput, memory, and the time of a step.
+
+    Args:
+        name: One of `NETWORKS`; of small inputs where there is no GPU.
+        mode: One of `MODES`.
+        batch: Examples in a batch; by default as many as fill a quarter of the GPU in float32, or 8 without one.
+        steps: How many steps are timed together, at least.
+        turns: How often.
+        in_process: Evaluates a call of a function of this module in a process of its own.
+    """
+    has_gpu = bool(tf.config.list_physical_devices("GPU"))
+    batch = batch or (_batch_for_a_quarter(name, in_process) if has_gpu else 8)
+    ways = [way for way in WAYS if has_gpu or way != "float32 with TF32"]
+    task = NETWORKS[name](batch, not has_gpu)
+    case = f"{name}, {batch} of {'x'.join(map(str, task.x.shape[1:]))}"
+    rest = f"{name!r}, {mode!r}, {batch}, {steps}, {turns}"
+    found = {way: in_process(f"networks.measure({way!r}, {rest})") for way in ways}
+    seconds = {row: times for way in ways for row, times in found[way]["seconds"].items()}
+    rates = {way: [task.units / each for each in seconds[way]] for way in ways}
+    yield compared("throughput", case, mode, rates, task.unit)
+    yield compared("training memory", case, mode, {way: [found[way]["bytes"]] for way in ways}, "B")
+    in_float16 = [row for row in seconds if row.startswith(("mixed_float16", "histogram"))]
+    yield compared("training step in mixed_float16", case, mode, {row: seconds[row] for row in in_float16})
+
+
+def measure(way: str, name: str, mode: str, batch: int, steps: int, turns: int) -> dict[str, Any]:
+    """Returns the seconds of a step, turn by turn, for each row; and the bytes that training added to the peak.
+
+    Meant for a fresh process: memory is what that has held at most, and TF32 is set for all of it.
+    """
+    how = WAYS[way]
+    tf.config.experimental.enable_tensor_float_32_execution(how.tensor_float_32)
+    timed(compiled(TASKS["MLP"](1), "float32", BARE, mode), TASKS["MLP"](1), 1)()
+    before = peak_memory()
+    task = NETWORKS[name](batch, not tf.config.list_physical_devices("GPU"))
+    model = compiled(task, how.policy, how.scaled, mode)
+    seconds: dict[str, Sequence[float]] = {}
+    for row, (make, fewest) in (how.callbacks or {way: (list, 1)}).items():
+        train = timed(model, task, max(steps, fewest), make())
+        train()
+        seconds[row] = [train() for _ in range(turns)]
+    return {"seconds": seconds, "bytes": peak_memory() - before}
+
+
+def _batch_for_a_quarter(name: str, in_process: InProcess) -> int:
+    """Returns how many examples fill a quarter of the GPU in float32; each takes as much memory as any other."""
+    few, more = 16, 48
+    low, high = (
+        in_process(f"networks.measure('float32', {name!r}, 'graph', {batch}, 1, 1)")["bytes"] for batch in (few, more)
+    )
+    wanted = in_process("networks.memory_of_gpu()") / 4
+    return max(8, 8 * math.floor((few + (wanted - low) * (more - few) / (high - low)) / 8))
+
+
+def memory_of_gpu() -> int:
+    """Returns the bytes that TensorFlow may take of the first GPU."""
+    return next(device.memory_limit for device in device_lib.list_local_devices() if device.device_type == "GPU")
