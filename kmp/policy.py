@@ -208,8 +208,8 @@ def _set_hooks() -> None:
     _multiworker.mend_if_needed()
     # A `compile` put on `keras.Model` itself would look like a user's own to `compile_from_config`, which then does not
     # compile a loaded model.
-    for name, make in _HOOKS.items():
-        _hooks.append(Replacement(definer(keras.Model, name), name, make))
+    for name in (name for name in _HOOKS if hasattr(keras.Model, name)):
+        _hooks.append(Replacement(definer(keras.Model, name), name, _HOOKS[name]))
 
 
 def _hooked(original: Callable[..., None]) -> Callable[..., None]:
@@ -269,7 +269,7 @@ def _widened(original: Callable[..., Any]) -> Callable[..., Any]:
     return _aggregate_additional_loss
 
 
-# The last is private to Keras: what it does with its argument is decided nowhere public.
+# The last is private to Keras, so another Keras may lack it: what it does with its argument is decided nowhere public.
 _HOOKS = {"compile": _hooked, "make_train_function": _watched, "_aggregate_additional_loss": _widened}
 
 

@@ -7,6 +7,7 @@ from conftest import compiled_model, small_data, small_model
 
 import kmp
 from kmp import _hardware
+from kmp._patch import definer
 
 STOCK_COMPILE = keras.Model.compile
 
@@ -92,6 +93,16 @@ def test_losses_that_layers_add_in_16_bits_count_in_float32_and_stock_keras_fail
     keras.config.set_dtype_policy(name)
     with pytest.raises(TypeError, match="Cannot convert a list"):
         trained()
+
+
+def test_a_keras_without_the_private_function_that_adds_losses_can_be_enabled(monkeypatch):
+    name = "_aggregate_additional_loss"
+    while hasattr(keras.Model, name):
+        monkeypatch.delattr(definer(keras.Model, name), name)
+    with kmp.enable():
+        assert keras.Model.compile is not STOCK_COMPILE
+        assert not hasattr(keras.Model, name)
+    assert keras.Model.compile is STOCK_COMPILE
 
 
 def test_model_with_one_float16_layer_deep_inside_is_wrapped():
