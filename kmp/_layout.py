@@ -50,7 +50,7 @@ class Group:
 
 
 def in_batches(
-    measure: Callable[..., tuple[tf.Tensor, ...]], *lists: Sequence[tf.Tensor], at_most: int
+    measure: Callable[..., tuple[tf.Tensor, ...]], *lists: Sequence[tf.Tensor], at_most: int, at_least: int = 0
 ) -> tuple[tf.Tensor, ...]:
     """Measures a few tensors at a time, one batch after another, so that what that takes of memory has an end.
 
@@ -58,18 +58,19 @@ def in_batches(
         measure: Takes as many lists, the same part of each, and returns tensors with a row for each entry.
         *lists: Lists of at least one tensor; those at the same place are of the same size.
         at_most: Elements of a batch, unless it is a single tensor.
+        at_least: As many elements a smaller tensor counts for.
     """
     found: list[tuple[tf.Tensor, ...]] = []
-    for places in _batches(lists[0], at_most):
+    for places in _batches(lists[0], at_most, at_least):
         with tf.control_dependencies(found[-1] if found else []):
             found.append(measure(*(tensors[places] for tensors in lists)))
     return joined(found)
 
 
-def _batches(tensors: Sequence[tf.Tensor], at_most: int) -> Iterator[slice]:
+def _batches(tensors: Sequence[tf.Tensor], at_most: int, at_least: int) -> Iterator[slice]:
     begin = elements = 0
     for place, tensor in enumerate(tensors):
-        size = tensor.shape.num_elements() or 0
+        size = max(tensor.shape.num_elements() or 0, at_least)
         if place > begin and elements + size > at_most:
             yield slice(begin, place)
             begin, elements = place, 0

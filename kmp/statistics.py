@@ -24,6 +24,8 @@ _INF = 0x7F800000
 _BINS = 512  # the next power of two above BIN_COUNT
 # Elements that are measured at a time: that takes several times their memory; the fewer, the longer it takes to trace.
 _TRACED, _EAGER = 2**24, 2**22
+# What the bins of a small gradient count for: on a GPU each of some hundred blocks of threads has all bins for itself.
+_HISTOGRAM = 2**15
 _EXACT_IN_FLOAT32 = 2 ** (FLOAT32.fraction_bits + 1)
 
 
@@ -89,7 +91,7 @@ def of_gradients(gradients: Sequence[Any]) -> GradientStatistics:
             below its normal range becomes zero; `None` has no elements. Each has fewer than 2^31 elements.
     """
     tensors = [tf.zeros([0]) if gradient is None else values_of(gradient) for gradient in gradients]
-    return GradientStatistics(*in_batches(_of_tensors, tensors, at_most=_TRACED))
+    return GradientStatistics(*in_batches(_of_tensors, tensors, at_most=_TRACED, at_least=_HISTOGRAM))
 
 
 def _of_tensors(tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:

@@ -71,6 +71,21 @@ def test_batches_hold_so_many_elements_or_one_tensor(at_most, sizes, tensors):
     np.testing.assert_array_equal(counts, [tf.size(tensor) for tensor in tensors])
 
 
+def test_small_tensors_count_for_as_many_elements_as_is_said(tensors):
+    seen = []
+    _layout.in_batches(lambda some: (seen.append(len(some)) or tf.zeros([1]),), tensors, at_most=3000, at_least=1000)
+    assert seen == [2, 3, 1]
+
+
+def test_histograms_of_many_small_gradients_are_counted_in_batches():
+    gradients = [tf.fill([2], float(2**place)) for place in range(8)] * 75
+    traced = tf.function(lambda: statistics.of_gradients(gradients).counts, autograph=False).get_concrete_function()
+    sizes = [tf.get_static_value(one.inputs[1]) for one in traced.graph.get_operations() if one.type == "DenseBincount"]
+    assert sizes == [512 * 512, 512 * 88]
+    counts = traced().numpy()
+    assert all(counts[place, 150 + place % 8] == 2 for place in range(600))
+
+
 def test_batches_of_a_graph_wait_for_each_other(tensors):
     def measure(some):
         return (tf.stack([tf.reduce_sum(tensor) for tensor in some]),)
