@@ -42,7 +42,7 @@ class Size:
         first_calls: See `_bench_sampling.cost`.
         network_steps: See `_bench_networks.compare`.
         network_turns: See `_bench_networks.compare`.
-        batch: See `_bench_networks.compare`.
+        batch: See `_bench_networks.compare`; that of `_bench_networks.default_batch` by default.
     """
 
     sets: tuple[str, ...]
@@ -108,7 +108,8 @@ def run(
         console: Where to.
         size: How much to measure.
         only: Names of `PARTS`; by default all of them, ResNet-50 and BERT only on a GPU.
-        json_file: Where the figures go as JSON, or `None`.
+        json_file: Where the figures go as JSON, or `None`; written anew after each comparison, so that those of a
+            benchmark that breaks off are not lost.
         picture: Where they go as a picture, or `None`.
     """
     # Processes of the benchmark share a GPU, which TensorFlow would take whole for the first.
@@ -120,10 +121,10 @@ def run(
         for figures in PARTS[name](size):
             console.print(_bench_report.in_words(figures), highlight=False, markup=False, soft_wrap=True)
             results += figures
+            if json_file:
+                content = found_on | {"results": [asdict(result) for result in results]}
+                json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     _bench_report.show(console, results)
-    if json_file:
-        content = found_on | {"results": [asdict(result) for result in results]}
-        json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if picture:
         _bench_report.save_picture(results, picture)
     return results
@@ -162,10 +163,9 @@ def _sampling(size: Size) -> Iterator[list[Measured]]:
 
 
 def _network(name: str, size: Size) -> Iterator[list[Measured]]:
+    batch = size.batch or _bench_networks.default_batch(name, _in_a_process)
     for mode in size.modes:
-        yield from _bench_networks.compare(
-            name, mode, size.batch, size.network_steps, size.network_turns, _in_a_process
-        )
+        yield from _bench_networks.compare(name, mode, batch, size.network_steps, size.network_turns, _in_a_process)
 
 
 def _parts_by_default() -> list[str]:

@@ -86,6 +86,14 @@ def _ratio(values: Sequence[float], first: Sequence[float]) -> float | None:
     return averages.median(value / reference for value, reference in zip(values, first, strict=True))
 
 
+def forget_peak() -> None:
+    """Has `peak_memory` start from what is held now, on a GPU; what a process held on the host cannot be forgotten."""
+    import tensorflow as tf
+
+    if tf.config.list_physical_devices("GPU"):
+        tf.config.experimental.reset_memory_stats("GPU:0")
+
+
 def peak_memory() -> int:
     """Returns the bytes of memory that this process has held at most; on a GPU, those of the first GPU.
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.python.client import device_lib  # nothing public tells how much memory a GPU has
 
 from kmp import callbacks
-from kmp._bench_clock import Measured, compared, peak_memory
+from kmp._bench_clock import Measured, compared, forget_peak, peak_memory
 from kmp._bench_models import TASKS, WITH_CALLBACKS, Task, compiled, timed
 from kmp._bench_optimizers import BARE, KERAS, OURS
 
@@ -100,20 +100,19 @@ NETWORKS: dict[str, Callable[[int, bool], Task]] = {"ResNet-50": _resnet50, "BER
 
 
 def compare(
-    name: str, mode: str, batch: int | None, steps: int, turns: int, in_process: InProcess
+    name: str, mode: str, batch: int, steps: int, turns: int, in_process: InProcess
 ) -> Iterator[list[Measured]]:
     """Trains a network each way, in a process of its own, and yields throughput, memory, and the time of a step.
 
     Args:
         name: One of `NETWORKS`; of small inputs where there is no GPU.
         mode: One of `MODES`.
-        batch: Examples in a batch; by default as many as fill a quarter of the GPU in float32, or 8 without one.
+        batch: Examples in a batch.
         steps: How many steps are timed together, at least.
         turns: How often.
         in_process: Evaluates a call of a function of this module in a process of its own.
     """
     has_gpu = bool(tf.config.list_physical_devices("GPU"))
-    batch = batch or (_batch_for_a_quarter(name, in_process) if has_gpu else 8)
     ways = [way for way in WAYS if has_gpu or way != "float32 with TF32"]
     task = NETWORKS[name](batch, not has_gpu)
     case = f"{name}, {batch} of {'x'.join(map(str, task.x.shape[1:]))}"
@@ -128,30 +127,42 @@ def compare(
 
 
 def measure(way: str, name: str, mode: str, batch: int, steps: int, turns: int) -> dict[str, Any]:
-    """Returns the seconds of a step, turn by turn, for each row; and the bytes that training added to the peak.
+    """Returns the seconds of a step, turn by turn, for each row; and the bytes that training adds to what is held.
 
-    Meant for a fresh process: memory is what that has held at most, and TF32 is set for all of it.
+    Meant for a fresh process: TF32 is set for all of it, and on the host memory is what it has ever held. On a GPU it
+    is what steps hold after the first ones, in which algorithms are tried that need more.
     """
     how = WAYS[way]
     tf.config.experimental.enable_tensor_float_32_execution(how.tensor_float_32)
     timed(compiled(TASKS["MLP"](1), "float32", BARE, mode), TASKS["MLP"](1), 1)()
-    before = peak_memory()
+    forget_peak()
+    before = held = peak_memory()
     task = NETWORKS[name](batch, not tf.config.list_physical_devices("GPU"))
     model = compiled(task, how.policy, how.scaled, mode)
     seconds: dict[str, Sequence[float]] = {}
     for row, (make, fewest) in (how.callbacks or {way: (list, 1)}).items():
         train = timed(model, task, max(steps, fewest), make())
         train()
+        forget_peak()
         seconds[row] = [train() for _ in range(turns)]
-    return {"seconds": seconds, "bytes": peak_memory() - before}
+        held = max(held, peak_memory())
+    return {"seconds": seconds, "bytes": held - before}
 
 
-def _batch_for_a_quarter(name: str, in_process: InProcess) -> int:
-    """Returns how many examples fill a quarter of the GPU in float32; each takes as much memory as any other."""
+def default_batch(name: str, in_process: InProcess) -> int:
+    """Returns how many examples fill a quarter of the GPU in float32, in eights, or 8 without one.
+
+    Raises:
+        RuntimeError: If more examples take no more memory.
+    """
+    if not tf.config.list_physical_devices("GPU"):
+        return 8
     few, more = 16, 48
     low, high = (
         in_process(f"networks.measure('float32', {name!r}, 'graph', {batch}, 1, 1)")["bytes"] for batch in (few, more)
     )
+    if high <= low:
+        raise RuntimeError(f"{more} examples of {name} took no more memory than {few}. Choose with --batch.")
     wanted = in_process("networks.memory_of_gpu()") / 4
     return max(8, 8 * math.floor((few + (wanted - low) * (more - few) / (high - low)) / 8))
 

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context  # what a function was optimized to is told nowhere else
 
 import kmp
 
@@ -110,6 +111,19 @@ class OverflowsBackward(keras.Layer):
             return tf.identity(x), lambda gradient: tf.where(tf.abs(x) > 32, np.inf, 1.0) * gradient
 
         return passing(keras.ops.cast(x, "float32"))
+
+
+def casts_of_optimized(function, arguments, dtype):
+    """Returns the names of the casts to a dtype in what TensorFlow's grappler makes of a `tf.function`."""
+    context.enable_run_metadata()
+    try:
+        function(*arguments)
+        graphs = [found.post_optimization_graph for found in context.export_run_metadata().function_graphs]
+    finally:
+        context.disable_run_metadata()
+    nodes = [node for graph in graphs for node in graph.node]
+    nodes += [node for graph in graphs for function in graph.library.function for node in function.node_def]
+    return [node.name for node in nodes if node.op == "Cast" and node.attr["DstT"].type == dtype.as_datatype_enum]
 
 
 def values(variables):

@@ -9,6 +9,7 @@ from conftest import values
 from rich.console import Console
 
 from kmp import _bench, _bench_models, _bench_optimizers, _bench_sampling
+from kmp._bench_clock import Measured
 from kmp._bench_models import WITH_CALLBACKS
 from kmp._bench_optimizers import BARE, COMPILED, KERAS, MODES, OURS
 from kmp.optimizer import LossScaleOptimizer
@@ -96,6 +97,19 @@ def test_memory_is_measured_in_a_process_of_its_own():
     assert _bench._in_a_process("optimizers.memory_of('bare', 'Adam', '8 of 512x512', 'graph')") > 8 * 512**2 * 4 * 4
     with pytest.raises(RuntimeError, match=r"(?s)failed.*KeyError: 'nosuch'"):
         _bench._in_a_process("optimizers.SETS['nosuch']")
+
+
+def test_figures_of_a_benchmark_that_breaks_off_are_kept(monkeypatch, tmp_path):
+    figure = Measured("step", "Adam", "graph", BARE, 1.0, "s", None)
+
+    def breaks_off(size):
+        yield [figure]
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(_bench.PARTS, "optimizer", breaks_off)
+    with pytest.raises(KeyboardInterrupt):
+        _bench.run(Console(file=io.StringIO()), TINY, ["optimizer"], tmp_path / "bench.json")
+    assert json.loads((tmp_path / "bench.json").read_text())["results"] == [dataclasses.asdict(figure)]
 
 
 @pytest.mark.slow

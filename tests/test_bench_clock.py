@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from kmp import _bench_clock
 from kmp._bench_clock import Measured
@@ -37,6 +38,17 @@ def test_seconds_are_of_one_call(monkeypatch):
     calls = []
     assert _bench_clock.seconds_of(lambda: calls.append(1), calls=3) == 2.0
     assert len(calls) == 3
+
+
+def test_peak_is_forgotten_on_a_gpu_and_nowhere_else(monkeypatch):
+    gpus, reset = [], []
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+    monkeypatch.setattr(tf.config.experimental, "reset_memory_stats", reset.append)
+    _bench_clock.forget_peak()
+    assert reset == []
+    gpus.append("one")
+    _bench_clock.forget_peak()
+    assert reset == ["GPU:0"]
 
 
 def test_peak_memory_grows_with_what_is_held():

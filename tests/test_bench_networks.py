@@ -2,7 +2,7 @@ import pytest
 import tensorflow as tf
 
 from kmp import _bench, _bench_models, _bench_networks
-from kmp._bench_networks import NETWORKS, WAYS, compare, measure
+from kmp._bench_networks import NETWORKS, WAYS, compare, default_batch, measure
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def in_this_process(call):
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_each_way_is_compared_by_throughput_memory_and_time():
-    throughput, memory, steps = compare("tiny", "graph", None, 1, 1, in_this_process)
+    throughput, memory, steps = compare("tiny", "graph", 8, 1, 1, in_this_process)
     tf.config.experimental.enable_tensor_float_32_execution(True)
     ways = [figure.way for figure in throughput]
     assert ways == [way for way in WAYS if way != "float32 with TF32" or tf.config.list_physical_devices("GPU")]
@@ -42,18 +42,25 @@ def test_float32_is_measured_without_tf32():
         tf.config.experimental.enable_tensor_float_32_execution(True)
 
 
-def test_batch_fills_a_quarter_of_the_gpu():
-    bytes_of = {"memory_of_gpu": 4000 * 2**20}
+def test_batch_fills_a_quarter_of_the_gpu(monkeypatch):
+    gpus = []
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+    assert default_batch("any", None) == 8
+    gpus.append("one")
+    bytes_of = {"memory_of_gpu": 4000 * 2**20, "an example": 10}
 
     def in_process(call):
         if "memory_of_gpu" in call:
             return bytes_of["memory_of_gpu"]
         batch = int(call.split(",")[3])
-        return {"bytes": (100 + 10 * batch) * 2**20}
+        return {"bytes": (100 + bytes_of["an example"] * batch) * 2**20}
 
-    assert _bench_networks._batch_for_a_quarter("any", in_process) == 88  # 100 + 10 * 90 MiB, in eights
+    assert default_batch("any", in_process) == 88  # 100 + 10 * 90 MiB, in eights
     bytes_of["memory_of_gpu"] = 2**20
-    assert _bench_networks._batch_for_a_quarter("any", in_process) == 8
+    assert default_batch("any", in_process) == 8
+    bytes_of["an example"] = 0
+    with pytest.raises(RuntimeError, match="48 examples of any took no more memory than 16.*--batch"):
+        default_batch("any", in_process)
 
 
 @pytest.mark.slow

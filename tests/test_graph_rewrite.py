@@ -2,7 +2,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.eager import context  # what a function was optimized to is told nowhere else
+from conftest import casts_of_optimized
 
 import kmp
 from kmp._graph_rewrite import PASSES
@@ -26,21 +26,8 @@ def options():
     return tf.config.optimizer.get_experimental_options()
 
 
-def casts_to_bfloat16(function, *arguments):
-    context.enable_run_metadata()
-    try:
-        function(*arguments)
-        graphs = context.export_run_metadata().function_graphs
-    finally:
-        context.disable_run_metadata()
-    nodes = [node for graph in graphs for node in graph.post_optimization_graph.node]
-    nodes += [
-        node
-        for graph in graphs
-        for function in graph.post_optimization_graph.library.function
-        for node in function.node_def
-    ]
-    return [node.name for node in nodes if node.op == "Cast" and node.attr["DstT"].type == tf.bfloat16.as_datatype_enum]
+def casts(function, *arguments):
+    return casts_of_optimized(function, arguments, tf.bfloat16)
 
 
 def test_optimized_graph_has_casts_and_only_while_it_is_on():
@@ -49,11 +36,11 @@ def test_optimized_graph_has_casts_and_only_while_it_is_on():
     def fresh():
         return tf.function(made.call)
 
-    assert casts_to_bfloat16(fresh(), x) == []
+    assert casts(fresh(), x) == []
     kmp.graph_rewrite(True, dtype="bfloat16")
-    assert casts_to_bfloat16(fresh(), x) != []
+    assert casts(fresh(), x) != []
     kmp.graph_rewrite(False)
-    assert casts_to_bfloat16(fresh(), x) == []
+    assert casts(fresh(), x) == []
 
 
 def test_machine_without_a_gpu_gets_bfloat16_and_is_told():
