@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from kmp import _xla
+
 # Tensors of fewer elements are laid side by side in rows and measured together: fewer, larger operations are quicker
 # to trace and to compile. Larger ones go one by one, because laying them out copies them.
 _LARGE = 2**22
@@ -50,27 +52,52 @@ class Group:
 
 
 def in_batches(
-    measure: Callable[..., tuple[tf.Tensor, ...]], *lists: Sequence[tf.Tensor], at_most: int, at_least: int = 0
+    measure: Callable[..., tuple[tf.Tensor, ...]],
+    tensors: Sequence[tf.Tensor],
+    *lists: Sequence[Any],
+    at_most: int,
+    at_least: int = 0,
 ) -> tuple[tf.Tensor, ...]:
     """Measures a few tensors at a time, one batch after another, so that what that takes of memory has an end.
 
     Args:
-        measure: Takes as many lists, the same part of each, and returns tensors with a row for each entry.
-        *lists: Lists of at least one tensor; those at the same place are of the same size.
-        at_most: Elements of a batch, unless it is a single tensor.
+        measure: Takes as many lists, the same part of each, and returns tensors with a row for each entry; those of the
+            first hold no number below 0.
+        tensors: At least one.
+        *lists: As many of what goes with them.
+        at_most: Elements of a batch, unless it is a single tensor. One whose size is unknown is a batch of its own.
         at_least: As many elements a smaller tensor counts for.
     """
     found: list[tuple[tf.Tensor, ...]] = []
-    for places in _batches(lists[0], at_most, at_least):
+    for places in _batches(tensors, at_most, at_least):
         with tf.control_dependencies(found[-1] if found else []):
-            found.append(measure(*(tensors[places] for tensors in lists)))
+            batch = tensors[places]
+            if found and _xla.is_tracing():
+                batch = _known_after(found[-1][0], batch)
+            found.append(measure(batch, *(others[places] for others in lists)))
     return joined(found)
+
+
+def _known_after(measured: tf.Tensor, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the same tensors, as XLA can only know them once others were measured: it drops control dependencies.
+
+    Those that are laid out with others wait with the first of them.
+    """
+    is_negative = tf.reshape(measured, [-1])[0] < 0  # never, which XLA does not know
+    small = [place for place, tensor in enumerate(tensors) if (tensor.shape.num_elements() or _LARGE) < _LARGE]
+
+    def waiting(tensor: tf.Tensor) -> tf.Tensor:
+        bits = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}[tensor.dtype.size]
+        return tf.bitcast(tf.bitcast(tensor, bits) | tf.cast(is_negative, bits), tensor.dtype)
+
+    return [tensor if place in small[1:] else waiting(tensor) for place, tensor in enumerate(tensors)]
 
 
 def _batches(tensors: Sequence[tf.Tensor], at_most: int, at_least: int) -> Iterator[slice]:
     begin = elements = 0
     for place, tensor in enumerate(tensors):
-        size = max(tensor.shape.num_elements() or 0, at_least)
+        elements_of_it = tensor.shape.num_elements()
+        size = at_most if elements_of_it is None else max(elements_of_it, at_least)
         if place > begin and elements + size > at_most:
             yield slice(begin, place)
             begin, elements = place, 0

@@ -1,12 +1,13 @@
 """Sampling of gradients in the compiled step: when, of which variables, and what the last sample was."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import ops
 
 from kmp import _replicas, statistics
@@ -92,12 +93,12 @@ class Sampler:
         self._asked.pop(owner, None)
         self._cadence.assign(math.gcd(*self._asked.values()))
 
-    def sample(self, gradients: list[Any], unscaled: Callable[[], list[Any]], scale: Any, step: Any) -> None:
+    def sample(self, gradients: list[Any], unscaled: statistics.Prepare, scale: Any, step: Any) -> None:
         """Measures the gradients if `step` is one to sample; part of the compiled step.
 
         Args:
             gradients: One for each variable, loss-scaled.
-            unscaled: Returns the same without the scale.
+            unscaled: Takes some of them and their places, and returns them without the scale.
             scale: Scalar float32.
             step: Scalar int64, the step's number, from 1.
         """
@@ -141,17 +142,19 @@ class Sampler:
             unscaled_counts=unscaled,
         )
 
-    def _record(self, gradients: list[Any], unscaled: Callable[[], list[Any]], scale: Any, step: Any) -> None:
-        assert self._chosen is not None
-        if not self._chosen:
+    def _record(self, gradients: list[Any], unscaled: statistics.Prepare, scale: Any, step: Any) -> None:
+        chosen = self._chosen
+        assert chosen is not None
+        if not chosen:
             return
-        measured = statistics.of_gradients([gradients[place] for place in self._chosen])
+        given = [gradients[place] for place in chosen]
+        measured = statistics.of_gradients(given)
         self._counts.assign(measured.counts)
         self._amax.assign(measured.amax)
         self._square_sum.assign(measured.square_sum)
         if self._unscaled is not None:
-            without_scale = unscaled()
-            again = statistics.of_gradients([without_scale[place] for place in self._chosen])
+            with tf.control_dependencies([measured.counts]):  # so that both do not take memory at once
+                again = statistics.of_gradients(given, lambda some, rows: unscaled(some, [chosen[row] for row in rows]))
             self._unscaled.assign(again.counts)
         self._step.assign(step)
         self._scale.assign(scale)

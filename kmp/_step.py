@@ -42,7 +42,10 @@ class Step:
         scale = ops.copy(divisor(optimizer.rule.bounded(optimizer.dynamic_scale)))
         if optimizer.sampler:
             placed = by_place(gradients, self.places, len(self.trained))
-            unscaled = functools.partial(unscale, placed, self.trained, scale)
+
+            def unscaled(some: Sequence[Any], places: Sequence[int]) -> list[Any]:
+                return unscale(some, [self.trained[place] for place in places], scale)
+
             optimizer.sampler.sample(placed, unscaled, scale, optimizer.counters.steps + 1)
         flags = self._flags(nonfinite(gradients, self.variables, scale, replicas))
         # All in float32, which every device can send: one sum over the replicas tells each of them everything.

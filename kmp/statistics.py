@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,8 @@ _TRACED, _EAGER = 2**24, 2**22
 # What the bins of a small gradient count for: on a GPU each of some hundred blocks of threads has all bins for itself.
 _HISTOGRAM = 2**15
 _EXACT_IN_FLOAT32 = 2 ** (FLOAT32.fraction_bits + 1)
+
+Prepare = Callable[[Sequence[tf.Tensor], Sequence[int]], Sequence[tf.Tensor]]
 
 
 class GradientStatistics(NamedTuple):
@@ -81,7 +83,7 @@ def nonfinite(tensor: Any) -> tf.Tensor:
     return 1.0 - ops.cast(ops.all(ops.isfinite(values_of(tensor))), "float32")
 
 
-def of_gradients(gradients: Sequence[Any]) -> GradientStatistics:
+def of_gradients(gradients: Sequence[Any], prepare: Prepare | None = None) -> GradientStatistics:
     """Counts the elements of each gradient by binary exponent, and measures its size.
 
     The counts are exact: they are of the bits, because TensorFlow compares float32 subnormals as zero.
@@ -89,9 +91,15 @@ def of_gradients(gradients: Sequence[Any]) -> GradientStatistics:
     Args:
         gradients: At least one; tensors or `tf.IndexedSlices` of any float dtype, converted to float32, where float64
             below its normal range becomes zero; `None` has no elements. Each has fewer than 2^31 elements.
+        prepare: Takes the values of some of them and their places, and returns what is measured in their stead.
     """
     tensors = [tf.zeros([0]) if gradient is None else values_of(gradient) for gradient in gradients]
-    return GradientStatistics(*in_batches(_of_tensors, tensors, at_most=_TRACED, at_least=_HISTOGRAM))
+
+    def measure(some: Sequence[tf.Tensor], places: Sequence[int]) -> tuple[tf.Tensor, ...]:
+        return _of_tensors(prepare(some, places) if prepare else some)
+
+    places = range(len(tensors))
+    return GradientStatistics(*in_batches(measure, tensors, places, at_most=_TRACED, at_least=_HISTOGRAM))
 
 
 def _of_tensors(tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:

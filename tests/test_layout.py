@@ -71,6 +71,33 @@ def test_batches_hold_so_many_elements_or_one_tensor(at_most, sizes, tensors):
     np.testing.assert_array_equal(counts, [tf.size(tensor) for tensor in tensors])
 
 
+def test_tensor_of_unknown_size_is_a_batch_of_its_own():
+    seen = []
+
+    @tf.function(input_signature=[[tf.TensorSpec([size]) for size in (3, None, None, 4)]], autograph=False)
+    def measure(tensors):
+        return _layout.in_batches(lambda some: (seen.append(len(some)) or tf.zeros([len(some)]),), tensors, at_most=9)
+
+    measure.get_concrete_function()
+    assert seen == [1, 1, 1, 1]
+
+
+def test_batches_wait_for_each_other_under_xla_too():
+    def measure(some):
+        return (tf.stack([tf.reduce_sum(tf.cast(tensor, tf.float32)) for tensor in some]),)
+
+    tensors = [tf.ones([2], dtype) for dtype in (tf.float32, tf.float16, tf.float64, tf.bfloat16)]
+
+    @tf.function(jit_compile=True, autograph=False)
+    def run(tensors):
+        return _layout.in_batches(measure, tensors, at_most=1)[0]
+
+    np.testing.assert_array_equal(run(tensors), [2.0] * 4)
+    lowered = run.experimental_get_compiler_ir(tensors)(stage="optimized_hlo")
+    # What the second reads is known only once the first is: nothing else would make a comparison.
+    assert lowered.count("compare(") >= 3
+
+
 def test_small_tensors_count_for_as_many_elements_as_is_said(tensors):
     seen = []
     _layout.in_batches(lambda some: (seen.append(len(some)) or tf.zeros([1]),), tensors, at_most=3000, at_least=1000)
