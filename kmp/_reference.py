@@ -17,6 +17,18 @@ from kmp._state import sublayers
 from kmp.records import GradientSample
 
 
+@contextlib.contextmanager
+def _without_tensor_float_32() -> Iterator[None]:
+    """Has a GPU multiply float32 as it is, and not rounded to TF32's 11 bits, as TensorFlow has it do by default."""
+    before = tf.config.experimental.tensor_float_32_execution_enabled()
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        yield
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(before)
+
+
+@_without_tensor_float_32()
 def float32_sample(model: keras.Model, batch: Sequence[Any], variables: Mapping[str, Any], step: int) -> GradientSample:
     """Returns the gradients that a compiled model would have in float32, without a loss scale.
 

@@ -15,15 +15,16 @@ from kmp._histograms import BIN_COUNT, INF_BIN, NAN_BIN, ZERO_BIN
 from kmp._layout import Group, in_batches, in_order, joined, laid_out
 
 # Outside XLA only operations that TensorFlow has on a GPU: int32 it adds, compares, joins, reduces and even reshapes on
-# the host. So bins are laid out as uint32, and counts are int64.
+# the host (segments it does add up). So bins are laid out as uint32, and counts are int64.
 _MAGNITUDE = 0x7FFFFFFF
 _BIASED_EXPONENTS = 2**FLOAT32.exponent_bits
 _BIAS = FLOAT32.max_exponent  # the biased exponent of 1.0
 _SUBNORMAL_EXPONENTS = FLOAT32.fraction_bits
 _INF = 0x7F800000
 _BINS = 512  # the next power of two above BIN_COUNT
-# Elements that are measured at a time: that takes several times their memory; the fewer, the longer it takes to trace.
-_TRACED, _EAGER = 2**24, 2**22
+# Elements of gradients, and of pairs of weights, that are measured at a time: that takes several times their memory.
+# The fewer, the longer it takes to trace; pairs are measured eagerly.
+_AT_ONCE, _PAIRS_AT_ONCE = 2**24, 2**22
 # What the bins of a small gradient count for: on a GPU each of some hundred blocks of threads has all bins for itself.
 _HISTOGRAM = 2**15
 _EXACT_IN_FLOAT32 = 2 ** (FLOAT32.fraction_bits + 1)
@@ -99,7 +100,7 @@ def of_gradients(gradients: Sequence[Any], prepare: Prepare | None = None) -> Gr
         return _of_tensors(prepare(some, places) if prepare else some)
 
     places = range(len(tensors))
-    return GradientStatistics(*in_batches(measure, tensors, places, at_most=_TRACED, at_least=_HISTOGRAM))
+    return GradientStatistics(*in_batches(measure, tensors, places, at_most=_AT_ONCE, at_least=_HISTOGRAM))
 
 
 def _of_tensors(tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
@@ -119,7 +120,7 @@ def of_updates(before: Sequence[Any], after: Sequence[Any]) -> UpdateStatistics:
             that a change of less than float32 tells, or than its smallest normal number, is none.
         after: The same after the step.
     """
-    return UpdateStatistics(*in_batches(_of_pairs, before, after, at_most=_EAGER))
+    return UpdateStatistics(*in_batches(_of_pairs, before, after, at_most=_PAIRS_AT_ONCE))
 
 
 def _of_pairs(before: Sequence[Any], after: Sequence[Any]) -> tuple[tf.Tensor, ...]:
@@ -200,14 +201,25 @@ def _measure_update(old: Group, new: tf.Tensor) -> tuple[tf.Tensor, ...]:
     return _square_sum(old), _square_sum(update), *counts
 
 
+def _is_deterministic() -> bool:
+    """Tells whether TensorFlow has been told to be; nothing public does."""
+    from tensorflow.python.framework import config
+
+    return config.is_op_determinism_enabled()
+
+
 def _histograms(bins: tf.Tensor, size: int, group: Group) -> tf.Tensor:
     """Returns int64 counts of shape `(members, size)`; `size` is a power of two, and +0.0 is in bin 0."""
     if group.rows:
         owned = tf.bitcast(tf.bitwise.bitwise_or(group.owners[:, None] * size, bins), tf.uint32)
         bins = tf.bitcast(tf.reshape(owned, [-1]), tf.int32)
-    weights = tf.zeros([0], tf.int32)
-    # tf.math.bincount works out its size on the device, which XLA refuses.
-    counts = tf.raw_ops.DenseBincount(input=bins, size=size * len(group.members), weights=weights, binary_output=False)
+    of_all = size * len(group.members)
+    if _is_deterministic():  # a GPU's DenseBincount refuses then, though whole numbers add up alike in every order
+        counts = tf.math.unsorted_segment_sum(tf.ones_like(bins), bins, of_all)
+    else:
+        weights = tf.zeros([0], tf.int32)
+        # tf.math.bincount works out its size on the device, which XLA refuses.
+        counts = tf.raw_ops.DenseBincount(input=bins, size=of_all, weights=weights, binary_output=False)
     counts = tf.reshape(tf.cast(counts, tf.int64), [-1, size])
     if group.rows:
         counts -= tf.one_hot([0], size, dtype=tf.int64) * np.array(group.padding, np.int64)[:, None]

@@ -73,6 +73,15 @@ def test_xla_has_every_operation_of_a_step_on_a_gpu(option, prepare, xla_on_gpu)
         assert place(training_step(model, jit_compile=True), XLA_GPU).without_kernel == {}
 
 
+def test_deterministic_statistics_are_measured_on_the_device(monkeypatch):
+    monkeypatch.setattr(statistics, "_is_deterministic", lambda: True)
+    gradients = [tf.ones([3, 700]), tf.ones([2**22]), tf.ones([5])]
+    measure = tf.function(lambda given: tuple(statistics.of_gradients(given)), autograph=False)
+    found = place(measure.get_concrete_function(gradients))
+    assert {copy.operation for copy in found.copies} <= {"If", "StatelessIf"}
+    assert found.without_kernel == {}
+
+
 def test_updates_are_measured_on_the_device():
     before = [tf.ones([3, 700]), tf.ones([2**22]), tf.ones([5])]
     measure = tf.function(lambda after: tuple(statistics.of_updates(before, after)), autograph=False)
@@ -135,6 +144,12 @@ def test_what_has_to_go_through_the_host_is_found():
     found = place(through_the_host.get_concrete_function(tf.ones([4])))
     assert found.copies == {Copy("StatelessIf", "bool", ()): 1, Copy("Reshape", "int32", (4,)): 1}
     assert found.without_kernel == {}
+
+
+def test_calls_that_are_not_followed_are_refused():
+    branch = tf.function(lambda x: tf.switch_case(x, [lambda: 1.0, lambda: 2.0]), autograph=False)
+    with pytest.raises(NotImplementedError, match="Case calls is not followed"):
+        place(branch.get_concrete_function(tf.constant(1)))
 
 
 def test_what_no_gpu_can_do_is_found(xla_on_gpu):

@@ -1,6 +1,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import compiled_model, fit, small_data, values
 from keras import ops
 
@@ -18,6 +19,27 @@ class Flushes(keras.layers.Layer):
 
     def call(self, x):
         return x * ops.cast(1e-5, x.dtype)
+
+
+def test_reference_is_no_product_of_tf32():
+    seen = []
+
+    class Asks(keras.layers.Layer):
+        def call(self, x):
+            seen.append(tf.config.experimental.tensor_float_32_execution_enabled())
+            return x
+
+    tf.config.experimental.enable_tensor_float_32_execution(True)
+    with kmp.enable():
+        model = keras.Sequential([keras.Input((4,)), Asks(), keras.layers.Dense(2), kmp.layers.Softmax()])
+        model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+    histogram = kmp.callbacks.GradientHistogram(reference=batch())
+    histogram.set_model(model)
+    histogram.on_train_begin()
+    seen.clear()
+    histogram._measure_reference()
+    assert seen == [False]
+    assert tf.config.experimental.tensor_float_32_execution_enabled()
 
 
 def small_gradients():

@@ -6,6 +6,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from tensorflow.python.framework import config  # nothing public ends determinism
 
 from kmp import _histograms, statistics
 from kmp._layout import laid_out
@@ -40,7 +41,9 @@ def test_every_bit_length_of_subnormals_is_counted_right(run_step):
 
 
 @pytest.mark.parametrize("count", [statistics._count_at_once, statistics._count_in_turn])
-def test_both_ways_to_count_are_right_on_any_bits(count, run_step):
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_both_ways_to_count_are_right_on_any_bits(count, run_step, is_deterministic, monkeypatch):
+    monkeypatch.setattr(statistics, "_is_deterministic", lambda: is_deterministic)
     bits = np.random.default_rng(1).integers(0, 2**32, 9000, dtype=np.uint64).astype(np.uint32)
     bits[::3] &= 0x807FFFFF  # subnormals of either sign
     bits[1::3] &= 0xFF80000F  # powers of two, infs
@@ -49,6 +52,20 @@ def test_both_ways_to_count_are_right_on_any_bits(count, run_step):
         arrays = np.split(bits.view(np.float32), [1, 100, 3000])
         found = run_step(lambda *tensors: count(laid_out(tensors)))(*map(tf.constant, arrays))
         np.testing.assert_array_equal(found, [reference_counts(array) for array in arrays])
+
+
+def test_histograms_are_made_otherwise_where_tensorflow_has_to_be_deterministic():
+    def operations():
+        traced = tf.function(lambda: statistics.of_gradients([tf.ones([3])]).counts, autograph=False)
+        return {operation.type for operation in traced.get_concrete_function().graph.get_operations()}
+
+    assert "DenseBincount" in operations()
+    tf.config.experimental.enable_op_determinism()
+    try:
+        assert "DenseBincount" not in operations()
+    finally:
+        config.disable_op_determinism()
+    assert "DenseBincount" in operations()
 
 
 def test_every_float16_is_counted_right(run_step):
