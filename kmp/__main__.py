@@ -59,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_argument("--json", type=Path, metavar="FILE", help="write the audit to a JSON file")
     audit.set_defaults(command=_audit)
     bench = commands.add_parser("bench", help="measure what loss scaling, callbacks and precisions cost and gain here")
-    bench.add_argument("--quick", action="store_true", help="small models and few turns: some 3 minutes, not 30")
+    bench.add_argument(
+        "--quick", action="store_true", help="small models and few turns: some 3 minutes, not 30; no resnet, no bert"
+    )
     bench.add_argument(
         "--only",
         nargs="+",
@@ -86,17 +88,29 @@ def _demo(parsed: argparse.Namespace, console: Console) -> None:
 
 def _bench(parsed: argparse.Namespace, console: Console) -> None:
     from kmp import _bench as bench
+    from kmp._bench_clock import MeasurementError
 
-    for path in filter(None, (parsed.json, parsed.picture)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()  # before the minutes that measuring takes, not after them
     unknown = [name for name in parsed.only if name not in bench.PARTS]
     if unknown:
         raise _InputError(f"there is no part {unknown[0]!r} of the benchmark; there are {', '.join(bench.PARTS)}")
-    size = dataclasses.replace(bench.QUICK if parsed.quick else bench.FULL, batch=parsed.batch)
-    if parsed.mode:
-        size = dataclasses.replace(size, modes=(parsed.mode,))
-    bench.run(console, size, parsed.only, parsed.json, parsed.picture)
+    size = bench.QUICK if parsed.quick else bench.FULL
+    parts = list(dict.fromkeys(parsed.only)) or bench.parts_by_default(size)
+    for option, takers in (("mode", bench.WITH_MODE), ("batch", bench.NETWORKS)):
+        if getattr(parsed, option) and not set(takers) & set(parts):
+            raise _InputError(f"--{option} is of {', '.join(takers)}, and none of them is measured")
+    size = dataclasses.replace(size, batch=parsed.batch, modes=(parsed.mode,) if parsed.mode else size.modes)
+    files = [path for path in (parsed.json, parsed.picture) if path]
+    for path in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()  # before the minutes that measuring takes, not after them
+    try:
+        bench.run(console, size, parts, parsed.json, parsed.picture)
+    except MeasurementError as error:
+        raise _InputError(str(error)) from error
+    finally:
+        for path in files:
+            if path.exists() and not path.stat().st_size:
+                path.unlink()
 
 
 def _audit(parsed: argparse.Namespace, console: Console) -> None:
@@ -143,7 +157,7 @@ def _beside(runs: Sequence[Path]) -> Path:
 
 
 class _InputError(Exception):
-    """A file that a command was given is not what it takes."""
+    """A command cannot do what it was asked for."""
 
 
 def _in_words(error: Exception) -> str:

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from rich.console import Console
 
 import kmp
 from kmp import _bench_models, _bench_networks, _bench_optimizers, _bench_report, _bench_sampling, _gate, _hardware
-from kmp._bench_clock import Measured, compared
+from kmp._bench_clock import Measured, MeasurementError, compared
 from kmp._bench_models import WITH_CALLBACKS
 from kmp._bench_optimizers import BARE, INNER, KERAS, MODES, OURS, SAMPLED
 
@@ -40,6 +41,7 @@ class Size:
         sampled: The set whose gradients are sampled.
         side: See `_bench_sampling.cost`.
         first_calls: See `_bench_sampling.cost`.
+        has_networks: Whether ResNet-50 and BERT are trained on a GPU without being asked for.
         network_steps: See `_bench_networks.compare`.
         network_turns: See `_bench_networks.compare`.
         batch: See `_bench_networks.compare`; that of `_bench_networks.default_batch` by default.
@@ -58,6 +60,7 @@ class Size:
     sampled: str
     side: int
     first_calls: int
+    has_networks: bool
     network_steps: int
     network_turns: int
     batch: int | None = None
@@ -77,6 +80,7 @@ FULL = Size(
     sampled="ResNet-50",
     side=2048,
     first_calls=5,
+    has_networks=True,
     network_steps=20,
     network_turns=3,
 )
@@ -94,6 +98,7 @@ QUICK = Size(
     sampled="8 of 512x512",
     side=512,
     first_calls=1,
+    has_networks=False,
     network_steps=2,
     network_turns=1,
 )
@@ -107,26 +112,30 @@ def run(
     Args:
         console: Where to.
         size: How much to measure.
-        only: Names of `PARTS`; by default all of them, ResNet-50 and BERT only on a GPU.
-        json_file: Where the figures go as JSON, or `None`; written anew after each comparison, so that those of a
-            benchmark that breaks off are not lost.
-        picture: Where they go as a picture, or `None`.
+        only: Names of `PARTS`; by default `parts_by_default`.
+        json_file: Where the figures go as JSON, or `None`; written anew after each comparison.
+        picture: Where they go as a picture, or `None`; there is none where nothing was compared.
+
+    Raises:
+        MeasurementError: If something could not be measured; figures from before that are shown and written.
     """
     # Processes of the benchmark share a GPU, which TensorFlow would take whole for the first.
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     found_on = header()
     _bench_report.show_header(console, found_on)
     results: list[Measured] = []
-    for name in only or _parts_by_default():
-        for figures in PARTS[name](size):
-            console.print(_bench_report.in_words(figures), highlight=False, markup=False, soft_wrap=True)
-            results += figures
-            if json_file:
-                content = found_on | {"results": [asdict(result) for result in results]}
-                json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    _bench_report.show(console, results)
-    if picture:
-        _bench_report.save_picture(results, picture)
+    try:
+        for name in only or parts_by_default(size):
+            for figures in PARTS[name](size):
+                console.print(_bench_report.in_words(figures), highlight=False, markup=False, soft_wrap=True)
+                results += figures
+                if json_file:
+                    content = found_on | {"results": [asdict(result) for result in results]}
+                    json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    finally:
+        _bench_report.show(console, results)
+        if picture and any(result.ratio is not None for result in results):
+            _bench_report.save_picture(results, picture)
     return results
 
 
@@ -142,7 +151,7 @@ def _memory(size: Size) -> Iterator[list[Measured]]:
                 for way in [*_bench_optimizers.ways(mode), SAMPLED]
             }
             yield _memory_of("peak memory", f"Adam, {name}", mode, calls)
-    for name in _bench_models.TASKS if size.has_model_memory else ():
+    for name in _bench_models.TASKS if size.has_model_memory and "XLA" in size.modes else ():
         calls = {
             policy: f"models.memory_of({policy!r}, {name!r}, {size.model_size}, 'XLA')"
             for policy in _bench_models.POLICIES
@@ -168,15 +177,16 @@ def _network(name: str, size: Size) -> Iterator[list[Measured]]:
         yield from _bench_networks.compare(name, mode, batch, size.network_steps, size.network_turns, _in_a_process)
 
 
-def _parts_by_default() -> list[str]:
-    """Returns all parts, without a GPU only those that tell something there."""
-    has_gpu = bool(tf.config.list_physical_devices("GPU"))
-    return [name for name in PARTS if has_gpu or name not in _NETWORKS]
+def parts_by_default(size: Size) -> list[str]:
+    """Returns all parts; without a GPU, or in little time, all but the large networks."""
+    with_networks = size.has_networks and tf.config.list_physical_devices("GPU")
+    return [name for name in PARTS if with_networks or name not in NETWORKS]
 
 
-_NETWORKS = ("resnet", "bert")
+NETWORKS = ("resnet", "bert")
+WITH_MODE = ("memory", "training", *NETWORKS)
 
-# Each yields its figures as they come, those that were taken turn about together.
+# Each yields its figures as they come, those that are compared together.
 PARTS: dict[str, Callable[[Size], Iterator[list[Measured]]]] = {
     "optimizer": _speed,
     "memory": _memory,
@@ -199,7 +209,8 @@ def _in_a_process(call: str) -> Any:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("found ")]
     if done.returncode or not lines:
-        raise RuntimeError(f"The measurement {call} failed:\n{done.stderr[-2000:]}")
+        killed_by = f" ({signal.strsignal(-done.returncode)})" if done.returncode < 0 else ""
+        raise MeasurementError(f"The measurement {call} failed{killed_by}:\n{done.stderr[-2000:]}")
     return json.loads(lines[-1].removeprefix("found "))
 
 

@@ -1,4 +1,7 @@
-"""Measuring: ways to do the same thing take turns, so that a busy machine slows all of them alike."""
+"""Measuring: ways to do the same thing take turns, so that a busy machine slows all of them alike.
+
+What needs a process of its own does not take turns: memory, and large networks.
+"""
 
 import statistics as averages
 import time
@@ -6,6 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+
+class MeasurementError(RuntimeError):
+    """Something could not be measured."""
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.client import device_lib  # nothing public tells how much memory a GPU has
 
 from kmp import callbacks
-from kmp._bench_clock import Measured, compared, forget_peak, peak_memory
+from kmp._bench_clock import Measured, MeasurementError, compared, forget_peak, peak_memory
 from kmp._bench_models import TASKS, WITH_CALLBACKS, Task, compiled, timed
 from kmp._bench_optimizers import BARE, KERAS, OURS
 
@@ -51,7 +50,7 @@ WAYS = {
     "mixed_float16, kmp + callbacks": Way(
         "mixed_float16",
         WITH_CALLBACKS,
-        callbacks={"mixed_float16, kmp + callbacks": (lambda: callbacks.defaults(tempfile.mkdtemp()), 1)}
+        callbacks={"mixed_float16, kmp + callbacks": (lambda: callbacks.defaults(tempfile.mkdtemp()), 250)}
         | {f"histogram every {n}": (_histogram(n), n) for n in CADENCES},
     ),
     "mixed_bfloat16": Way("mixed_bfloat16"),
@@ -68,7 +67,7 @@ def _resnet50(batch: int, is_small: bool) -> Task:
         logits = keras.applications.ResNet50(weights=None, input_tensor=scaled, classifier_activation=None).output
         return keras.Model(images, keras.layers.Softmax(dtype="float32")(logits))
 
-    x = random.integers(0, 256, (batch, side, side, 3)).astype("uint8")
+    x = random.integers(0, 256, (batch, side, side, 3), dtype="uint8")
     return Task(build, x, random.integers(0, 1000, batch), "images/s", batch)
 
 
@@ -104,6 +103,8 @@ def compare(
 ) -> Iterator[list[Measured]]:
     """Trains a network each way, in a process of its own, and yields throughput, memory, and the time of a step.
 
+    The processes come one after another, so what else the machine does may slow one and not another.
+
     Args:
         name: One of `NETWORKS`; of small inputs where there is no GPU.
         mode: One of `MODES`.
@@ -127,7 +128,7 @@ def compare(
 
 
 def measure(way: str, name: str, mode: str, batch: int, steps: int, turns: int) -> dict[str, Any]:
-    """Returns the seconds of a step, turn by turn, for each row; and the bytes that training adds to what is held.
+    """Returns the seconds of a step, turn by turn, for each row; and the bytes that the first adds to what is held.
 
     Meant for a fresh process: TF32 is set for all of it, and on the host memory is what it has ever held. On a GPU it
     is what steps hold after the first ones, in which algorithms are tried that need more.
@@ -136,24 +137,25 @@ def measure(way: str, name: str, mode: str, batch: int, steps: int, turns: int) 
     tf.config.experimental.enable_tensor_float_32_execution(how.tensor_float_32)
     timed(compiled(TASKS["MLP"](1), "float32", BARE, mode), TASKS["MLP"](1), 1)()
     forget_peak()
-    before = held = peak_memory()
+    before = peak_memory()
     task = NETWORKS[name](batch, not tf.config.list_physical_devices("GPU"))
     model = compiled(task, how.policy, how.scaled, mode)
     seconds: dict[str, Sequence[float]] = {}
+    held: list[int] = []
     for row, (make, fewest) in (how.callbacks or {way: (list, 1)}).items():
         train = timed(model, task, max(steps, fewest), make())
         train()
         forget_peak()
         seconds[row] = [train() for _ in range(turns)]
-        held = max(held, peak_memory())
-    return {"seconds": seconds, "bytes": held - before}
+        held.append(peak_memory())
+    return {"seconds": seconds, "bytes": held[0] - before}
 
 
 def default_batch(name: str, in_process: InProcess) -> int:
     """Returns how many examples fill a quarter of the GPU in float32, in eights, or 8 without one.
 
     Raises:
-        RuntimeError: If more examples take no more memory.
+        MeasurementError: If more examples take no more memory.
     """
     if not tf.config.list_physical_devices("GPU"):
         return 8
@@ -162,11 +164,13 @@ def default_batch(name: str, in_process: InProcess) -> int:
         in_process(f"networks.measure('float32', {name!r}, 'graph', {batch}, 1, 1)")["bytes"] for batch in (few, more)
     )
     if high <= low:
-        raise RuntimeError(f"{more} examples of {name} took no more memory than {few}. Choose with --batch.")
+        raise MeasurementError(f"{more} examples of {name} took no more memory than {few}. Choose with --batch.")
     wanted = in_process("networks.memory_of_gpu()") / 4
     return max(8, 8 * math.floor((few + (wanted - low) * (more - few) / (high - low)) / 8))
 
 
 def memory_of_gpu() -> int:
-    """Returns the bytes that TensorFlow may take of the first GPU."""
+    """Returns the bytes that TensorFlow may take of the first GPU; nothing public tells."""
+    from tensorflow.python.client import device_lib
+
     return next(device.memory_limit for device in device_lib.list_local_devices() if device.device_type == "GPU")

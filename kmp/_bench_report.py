@@ -16,6 +16,7 @@ from kmp._bench_clock import Measured
 
 _COLOURS = (style.MIDDLE, style.DARK, style.LIGHT)
 _MARKERS = ("X", "o", "s")
+_MOST_COLUMNS = 4
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _TICKS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
 
@@ -28,19 +29,29 @@ def show_header(console: Console, header: dict[str, Any]) -> None:
 
 
 def show(console: Console, results: Sequence[Measured]) -> None:
-    """Prints a table for each section: a row for each case and mode, a column for each way."""
+    """Prints a table for each section: a row for each case and mode, a column for each way; many ways are the rows."""
     for section in _each(result.section for result in results):
-        found = [result for result in results if result.section == section]
-        ways = _each(result.way for result in found)
-        table = Table(title=section, title_justify="left")
-        for name in ("on", "mode"):
-            table.add_column(name)
+        console.print(_table(section, [result for result in results if result.section == section]))
+
+
+def _table(section: str, found: Sequence[Measured]) -> Table:
+    ways, cases = _each(result.way for result in found), _cases(found, section)
+    cells = {(result.case, result.mode, result.way): _cell(result) for result in found}
+    table = Table(title=section, title_justify="left")
+    if len(ways) > _MOST_COLUMNS:
+        table.add_column("")
+        for case, mode in cases:
+            table.add_column(f"{case}, {mode}", justify="right")
         for way in ways:
-            table.add_column(way, justify="right")
-        for case, mode in _each((result.case, result.mode) for result in found):
-            cells = {result.way: _cell(result) for result in found if (result.case, result.mode) == (case, mode)}
-            table.add_row(case, mode, *(cells.get(way, "") for way in ways))
-        console.print(table)
+            table.add_row(way, *(cells.get((case, mode, way), "") for case, mode in cases))
+        return table
+    for name in ("on", "mode"):
+        table.add_column(name)
+    for way in ways:
+        table.add_column(way, justify="right")
+    for case, mode in cases:
+        table.add_row(case, mode, *(cells.get((case, mode, way), "") for way in ways))
+    return table
 
 
 def in_words(results: Sequence[Measured]) -> str:
@@ -74,7 +85,8 @@ def _draw(ax: Axes, section: str, found: Sequence[Measured]) -> None:
     for number, way in enumerate(_each(result.way for result in found if result.ratio is not None)):
         points = {(r.case, r.mode): r.ratio for r in found if r.way == way and r.ratio is not None}
         ratios = [points.get(case, np.nan) for case in cases]
-        options = {"color": _COLOURS[number % 3], "marker": _MARKERS[number % 3], "label": way}
+        marker = _MARKERS[(number + number // 3) % 3]  # nine pairs with a colour
+        options = {"color": _COLOURS[number % 3], "marker": marker, "label": way}
         ax.plot(ratios, np.arange(len(cases)), linestyle="none", markersize=6, **options)
     ax.axvline(1.0, color=style.TEXT, linewidth=1)
     style.label(ax, section, f"ratio to {found[0].way}", "")

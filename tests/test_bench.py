@@ -107,8 +107,11 @@ def test_figures_of_a_benchmark_that_breaks_off_are_kept(monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setitem(_bench.PARTS, "optimizer", breaks_off)
+    text = io.StringIO()
     with pytest.raises(KeyboardInterrupt):
-        _bench.run(Console(file=io.StringIO()), TINY, ["optimizer"], tmp_path / "bench.json")
+        _bench.run(Console(file=text), TINY, ["optimizer"], tmp_path / "bench.json", tmp_path / "bench.png")
+    assert "1.00 s" in text.getvalue()
+    assert not (tmp_path / "bench.png").exists()  # one figure is compared with nothing
     assert json.loads((tmp_path / "bench.json").read_text())["results"] == [dataclasses.asdict(figure)]
 
 

@@ -2,6 +2,7 @@ import pytest
 import tensorflow as tf
 
 from kmp import _bench, _bench_models, _bench_networks
+from kmp._bench_clock import MeasurementError
 from kmp._bench_networks import NETWORKS, WAYS, compare, default_batch, measure
 
 
@@ -59,7 +60,7 @@ def test_batch_fills_a_quarter_of_the_gpu(monkeypatch):
     bytes_of["memory_of_gpu"] = 2**20
     assert default_batch("any", in_process) == 8
     bytes_of["an example"] = 0
-    with pytest.raises(RuntimeError, match="48 examples of any took no more memory than 16.*--batch"):
+    with pytest.raises(MeasurementError, match="48 examples of any took no more memory than 16.*--batch"):
         default_batch("any", in_process)
 
 
@@ -79,4 +80,5 @@ def test_networks_are_left_to_gpus_unless_asked_for(monkeypatch):
         monkeypatch.setattr(
             tf.config, "list_physical_devices", lambda kind=None, gpus=gpus: gpus if kind == "GPU" else found(kind)
         )
-        assert len(_bench._parts_by_default()) == expected
+        assert len(_bench.parts_by_default(_bench.FULL)) == expected
+        assert len(_bench.parts_by_default(_bench.QUICK)) == 5

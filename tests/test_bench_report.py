@@ -38,6 +38,27 @@ def test_tables_have_a_row_for_each_case_and_a_column_for_each_way():
     assert [title for title in ("optimizer step", "peak memory", "throughput") if title not in shown] == []
 
 
+def test_many_ways_are_the_rows_of_a_table():
+    ways = [
+        Measured("step", "MLP", mode, f"way {number}", 1.0, "s", None)
+        for mode in ("graph", "XLA")
+        for number in range(5)
+    ]
+    shown = printed(_bench_report.show, ways[:-1])
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
+    assert rows == [[f"way {number}", "1.00 s", "1.00 s" if number < 4 else ""] for number in range(5)]
+    assert "MLP, graph" in shown
+    assert "MLP, XLA" in shown
+
+
+def test_no_two_ways_are_drawn_alike():
+    ways = [Measured("step", "MLP", "graph", f"way {n}", 1.0, "s", n or None) for n in range(9)]
+    figure = _bench_report.picture(ways)
+    drawn = [line for line in figure.axes[0].lines if not line.get_label().startswith("_")]
+    assert len({(line.get_color(), line.get_marker()) for line in drawn}) == len(drawn) == 8
+    plt.close(figure)
+
+
 def test_a_running_benchmark_tells_each_comparison_in_a_line():
     line = _bench_report.in_words(RESULTS[5:7])
     assert line == "peak memory, Adam, 8 large, XLA: bare 100 MiB; kmp 105 MiB \N{MULTIPLICATION SIGN}1.05"

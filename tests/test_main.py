@@ -175,11 +175,44 @@ def test_audit_of_what_is_no_model_is_one_clear_line(tmp_path, capsys, content):
 def test_bench_takes_one_mode_and_a_batch_of_the_networks(monkeypatch):
     sizes = []
     monkeypatch.setattr(_bench, "run", lambda console, size, *others: sizes.append((size, others[0])))
-    assert main(["bench", "--only", "bert", "--mode", "XLA", "--batch", "64"]) == 0
+    assert main(["bench", "--only", "bert", "bert", "--mode", "XLA", "--batch", "64"]) == 0
     assert main(["bench", "--quick"]) == 0
     (one, parts), (default, everything) = sizes
     assert (one.modes, one.batch, parts) == (("XLA",), 64, ["bert"])
-    assert (default, everything) == (_bench.QUICK, [])
+    assert (default, everything) == (_bench.QUICK, [name for name in _bench.PARTS if name not in _bench.NETWORKS])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--only", "optimizer", "--mode", "graph"], "--mode is of memory, training, resnet, bert"),
+        (["--only", "memory", "--batch", "8"], "--batch is of resnet, bert"),
+        (["--only", "nonsense"], "no part 'nonsense'"),
+    ],
+)
+def test_bench_refuses_options_of_what_is_not_measured_before_it_makes_a_file(arguments, told, tmp_path, capsys):
+    assert main(["bench", *arguments, "--json", str(tmp_path / "made" / "bench.json")]) == 1
+    assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_that_fails_says_so_in_words_and_leaves_no_empty_file(monkeypatch, tmp_path, capsys):
+    def fails(size):
+        _bench._in_a_process("exec('import os; os.kill(os.getpid(), 9)')")
+
+    monkeypatch.setitem(_bench.PARTS, "memory", fails)
+    files = ["--json", str(tmp_path / "bench.json"), "--picture", str(tmp_path / "bench.png")]
+    assert main(["bench", "--only", "memory", *files]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("kmp: The measurement exec")
+    assert "failed (Killed)" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_does_not_measure_for_a_file_that_is_a_folder(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(_bench, "run", pytest.fail)
+    assert main(["bench", "--json", str(tmp_path)]) == 1
+    assert "directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--batch", "0"], ["--mode", "eager"]])
