@@ -3,6 +3,7 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # several processes test on one GPU
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # products that are bit for bit the same each time
 
 import keras
 import numpy as np
@@ -24,11 +25,18 @@ def two_replicas():
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
+@pytest.fixture(scope="session")
+def one_replica():
+    """A strategy of one replica, on the device that a step is on which names none."""
+    return tf.distribute.MirroredStrategy(["GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"])
+
+
 @pytest.fixture(autouse=True)
 def clean_state():
     """Every test starts from the float32 policy and leaves no trace in Keras."""
     keras.config.set_dtype_policy("float32")
     keras.utils.set_random_seed(0)
+    tf.config.experimental.enable_tensor_float_32_execution(False)  # float32 is float32, on a GPU too
     yield
     kmp.disable()
     keras.config.set_dtype_policy("float32")
@@ -42,9 +50,9 @@ def enabled():
 
 MODES = {
     "eager": {"run_eagerly": True},
-    "graph": {},
+    "graph": {"jit_compile": False},  # by default Keras takes XLA where there is a GPU
     "xla": {"jit_compile": True},
-    "steps_per_execution": {"steps_per_execution": 8},
+    "steps_per_execution": {"steps_per_execution": 8, "jit_compile": False},
 }
 
 

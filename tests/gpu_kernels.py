@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.framework import kernels
+from tensorflow.python.framework import kernels  # nothing public tells which are registered, nor a graph's functions
 
 # The attributes that name the functions which an operation calls; its own operands are theirs.
 CALLS = {
@@ -81,6 +81,8 @@ def _place(graph, inputs_on_host, found, devices):
             results = returned if operation.type in BRANCHES else returned[-1:]  # a loop gives what its body gives
             outputs = [all(each) for each in zip(*results, strict=True)]
         else:
+            if any("func" in attribute.type for attribute in operation.op_def.attr):
+                raise NotImplementedError(f"What {operation.type} calls is not followed.")
             needed, outputs = _memories(operation, devices)
             for tensor, is_needed in zip(operands, needed, strict=True):
                 if is_needed:

@@ -1,5 +1,6 @@
 import keras
 import numpy as np
+import pytest
 from keras import ops
 
 from kmp._float32_operation import Float32Operation
@@ -9,7 +10,7 @@ def test_number_beyond_float16_is_computed_with():
     squared = Float32Operation(ops.power(keras.Input((1,)), 2)._keras_history.operation, name="squared")
     outputs = squared(ops.full((1, 1), 300.0, "float16"), 2)
     assert outputs.dtype == "float32"
-    assert float(outputs[0, 0]) == 90000.0
+    assert float(outputs[0, 0]) == pytest.approx(90000.0, rel=2**-21)  # a GPU's power is a few last bits off
 
 
 def test_it_comes_back_from_a_file(tmp_path):

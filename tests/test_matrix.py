@@ -31,9 +31,8 @@ class States(keras.callbacks.Callback):
 
 
 @pytest.fixture(scope="module")
-def scopes(two_replicas):
-    one = tf.distribute.MirroredStrategy(["CPU:0"])
-    return dict(zip(STRATEGIES, (tf.distribute.get_strategy(), one, two_replicas), strict=True))
+def scopes(one_replica, two_replicas):
+    return dict(zip(STRATEGIES, (tf.distribute.get_strategy(), one_replica, two_replicas), strict=True))
 
 
 @pytest.mark.parametrize(("mode", "strategy", "option"), list(itertools.product(MODES, STRATEGIES, OPTIONS)))

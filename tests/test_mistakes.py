@@ -325,8 +325,8 @@ def test_what_replicas_cannot_is_an_error_at_compile(enabled, arguments, match, 
 
 
 @pytest.mark.parametrize("arguments", [{"jit_compile": True}, {"steps_per_execution": 4}])
-def test_one_replica_can(enabled, arguments):
-    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+def test_one_replica_can(enabled, arguments, one_replica):
+    with one_replica.scope():
         model = compiled_model(**arguments)
     train(model)
     assert model.optimizer.snapshot().step == 20

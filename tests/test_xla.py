@@ -78,7 +78,7 @@ def test_compiled_optimizer_steps_as_one_that_is_not(decorate, sparse):
             step(tf.constant(x))
         ends.append((values([*variables, *inner.variables]), optimizer.snapshot()))
     for plain, compiled in zip(ends[0][0], ends[1][0], strict=True):
-        np.testing.assert_allclose(compiled, plain, rtol=1e-6)
+        np.testing.assert_allclose(compiled, plain, rtol=1e-5)  # 1 - 0.999 is a hundred times as inexact as 0.999 is
     assert ends[0][1] == ends[1][1]
     assert ends[1][1].overflow_count == 2
 
