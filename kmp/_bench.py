@@ -205,7 +205,8 @@ def _memory_of(section: str, case: str, mode: str, calls: Mapping[str, str]) -> 
 def _in_a_process(call: str) -> Any:
     """Returns what a call of a function of the benchmark's gives in a process of its own: numbers, lists and dicts."""
     modules = ", ".join(f"_bench_{name} as {name}" for name in ("models", "networks", "optimizers"))
-    code = f"import json; from kmp import {modules}; print('found', json.dumps({call}))"
+    same_path = f"import sys; sys.path[:] = {sys.path}"  # not the folder that the benchmark was started in
+    code = f"{same_path}; import json; from kmp import {modules}; print('found', json.dumps({call}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("found ")]
     if done.returncode or not lines:

@@ -99,6 +99,13 @@ def test_memory_is_measured_in_a_process_of_its_own():
         _bench._in_a_process("optimizers.SETS['nosuch']")
 
 
+@pytest.mark.slow
+def test_a_measurement_imports_nothing_from_the_folder_it_is_started_in(monkeypatch, tmp_path):
+    (tmp_path / "json.py").write_text("raise ImportError('the folder of the user')")
+    monkeypatch.chdir(tmp_path)
+    assert _bench._in_a_process("len(optimizers.MODES)") == 2
+
+
 def test_figures_of_a_benchmark_that_breaks_off_are_kept(monkeypatch, tmp_path):
     figure = Measured("step", "Adam", "graph", BARE, 1.0, "s", None)
 
