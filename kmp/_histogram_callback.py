@@ -29,7 +29,8 @@ class GradientHistogram(Reader):
             as `"*/kernel"`), or a list of them; all by default.
         reference: A batch `(x, y)` or `(x, y, sample_weight)`, to take through the model in float32, eagerly and
             without leaving a trace, after the first step and at each epoch's end: it tells what float16 flushed to zero
-            from what is zero anyway. For models that train with the loss they were compiled with. None by default.
+            from what is zero anyway. Best as many examples as a training batch has: the mean over more of them has
+            fewer zeros. For models that train with the loss they were compiled with. None by default.
 
     Raises:
         TypeError: If an argument is of the wrong type.

@@ -6,13 +6,15 @@ List them before callbacks that use their keys, such as `CSVLogger`; `History` a
 With a `log_dir`, readings go to `kmp.jsonl` there (see `kmp.records`) and to TensorBoard event files.
 """
 
+from typing import Any
+
 import keras
 
 from kmp._backup import BackupAndRestore
 from kmp._histogram_callback import GradientHistogram
 from kmp._loggers import LossScaleLogger, OverflowCounter
 from kmp._probe_callback import ForwardProbe
-from kmp._reader import PathLike
+from kmp._reader import PathLike, Reader
 from kmp._report_callback import Report
 from kmp._stuck import StuckError
 from kmp._stuck_detector import StuckDetector
@@ -34,6 +36,8 @@ def defaults(
     log_dir: PathLike | None = None,
     every_n_steps: int = 250,
     *,
+    variables: str | list[str] | None = None,
+    reference: tuple[Any, ...] | None = None,
     on_stuck: str = "raise",
     checkpoint: PathLike | None = None,
     report: PathLike | None = None,
@@ -47,6 +51,8 @@ def defaults(
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
         every_n_steps: Integer, at least 1: how often to read and sample, by the optimizer's step counter.
+        variables: As in `GradientHistogram`: which to sample; all by default.
+        reference: As in `GradientHistogram`: a batch to take through the model in float32 too; none by default.
         on_stuck: As in `StuckDetector`: `"raise"`, `"warn"` or `"ignore"`.
         checkpoint: As in `StuckDetector`: where to save the model if it is stuck.
         report: As in `Report`: an `.html` file to write.
@@ -60,7 +66,8 @@ def defaults(
     >>> [type(callback).__name__ for callback in defaults(every_n_steps=50)]
     ['LossScaleLogger', 'OverflowCounter', 'GradientHistogram', 'StuckDetector']
     """
-    readers = [kind(log_dir, every_n_steps) for kind in (LossScaleLogger, OverflowCounter, GradientHistogram)]
+    readers: list[Reader] = [kind(log_dir, every_n_steps) for kind in (LossScaleLogger, OverflowCounter)]
+    readers.append(GradientHistogram(log_dir, every_n_steps, variables=variables, reference=reference))
     for reader in readers:
         reader.run = readers[0].run
     probes = [ForwardProbe(None, every_n_steps)] if probe else []

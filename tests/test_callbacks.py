@@ -26,6 +26,20 @@ def test_defaults_are_the_readers_and_the_stuck_detector():
     assert [type(callback) for callback in defaults()] == [*KINDS, kmp.callbacks.StuckDetector]
 
 
+def test_defaults_sample_the_variables_and_the_reference_that_they_are_given():
+    callbacks = defaults(variables="*/kernel", reference=small_data(batches=1))
+    fit(compiled_model(), callbacks)
+    run = callbacks[0].run
+    for samples in (run.samples, run.references):
+        assert {name.split("/")[-1] for sample in samples for name in sample.names} == {"kernel"}
+
+
+@pytest.mark.parametrize("argument", ["variables", "reference"])
+def test_defaults_refuse_what_the_histogram_refuses(argument):
+    with pytest.raises(TypeError, match=f"`{argument}` must be"):
+        defaults(**{argument: 3})
+
+
 def test_keys_are_in_logs_every_epoch_in_every_mode(compile_mode):
     history = fit(compiled_model(**compile_mode), defaults(every_n_steps=5), epochs=2)
     assert set(history) >= KEYS
