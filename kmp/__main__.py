@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import datetime
 import importlib
-import json
 import re
 import sys
 import textwrap
@@ -15,7 +14,7 @@ import keras
 from rich.console import Console
 
 import kmp
-from kmp import _demo_report, policy
+from kmp import _demo_report, _files, policy
 from kmp._plan import MIXED
 
 
@@ -135,7 +134,7 @@ def _audit(parsed: argparse.Namespace, console: Console) -> None:
         raise _InputError(f"{parsed.file}: {error}") from error
     console.print(found)
     if parsed.json:
-        parsed.json.write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")
+        _files.write_json(parsed.json, found.to_dict())
 
 
 def _report(parsed: argparse.Namespace, console: Console) -> None:

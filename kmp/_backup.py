@@ -12,7 +12,7 @@ import h5py
 import keras
 import numpy as np
 
-from kmp import _arguments, _guard, _replicas, _warnings
+from kmp import _arguments, _files, _guard, _replicas, _warnings
 
 logger = logging.getLogger("kmp")
 
@@ -29,16 +29,13 @@ def save_whole(model: keras.Model, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _refuse_full_disk(model, path.parent)
-    partial = _partial(path)
     try:
-        (model.save_weights if path.name.endswith(".weights.h5") else model.save)(partial)
-        partial.replace(path)
+        with _files.whole(path) as partial:
+            (model.save_weights if path.name.endswith(".weights.h5") else model.save)(partial)
     except NotImplementedError:  # Keras cannot serialize the model
         raise
     except RuntimeError as error:  # what HDF5 makes of errors of the disk
         raise OSError(errno.EIO, str(error), str(path)) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _refuse_full_disk(model: keras.Model, folder: Path) -> None:
@@ -99,6 +96,16 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             if the backup is another model's.
         OSError: In `on_train_begin`, if the backup cannot be read, or the folder not be made.
         RuntimeError: In `on_train_begin`, if several workers find different backups.
+
+    Example:
+    >>> import kmp, tempfile
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> x, y, folder = np.ones((8, 4)), np.ones((8, 1)), tempfile.mkdtemp()
+    >>> backup = kmp.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+    >>> _ = model.fit(x, y, epochs=2, verbose=0, callbacks=[backup])
+    >>> model.fit(x, y, epochs=3, verbose=0, callbacks=[backup]).epoch  # goes on from there
+    [2]
     """
 
     def __init__(
@@ -111,8 +118,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._folder = _arguments.local_path("backup_dir", backup_dir)
         if save_freq != "epoch":
             save_freq = _arguments.positive_integer("save_freq", save_freq)
-        super().__init__(str(self._folder), save_freq, double_checkpoint)
-        self.delete_checkpoint = delete_checkpoint
+        super().__init__(str(self._folder), save_freq, _arguments.boolean("double_checkpoint", double_checkpoint))
+        self.delete_checkpoint = _arguments.boolean("delete_checkpoint", delete_checkpoint)
         self._point = _ResumePoint()
         # Keras' names, so that either callback reads what the other has written.
         self._latest = self._folder / "latest.weights.h5", self._folder / "training_metadata.json"
@@ -151,7 +158,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self.model._initial_epoch = None  # or the next training would start from it
         if self.delete_checkpoint and _replicas.is_chief(self.model.distribute_strategy):
             for path in (*self._previous, *reversed(self._latest)):  # a kill in between leaves the last one whole
-                _partial(path).unlink(missing_ok=True)
+                _files.partial_of(path).unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
             if self._folder.exists() and not any(self._folder.iterdir()):
                 self._folder.rmdir()
@@ -211,9 +218,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         try:
             if self.double_checkpoint:
                 for path, previous in zip(self._latest, self._previous, strict=True):
-                    _copy_whole(path, previous)
+                    if path.exists():
+                        with _files.whole(previous) as partial:
+                            shutil.copyfile(path, partial)
             save_whole(self.model, self._latest[0])
-            _write_whole(self._latest[1], json.dumps({"epoch": self._epochs, "batch": self._batches}))
+            _files.write_json(self._latest[1], {"epoch": self._epochs, "batch": self._batches})
         except OSError as error:
             _warnings.warn(
                 f"The backup of epoch {self._epochs} was not written ({error}). Training goes on; the last whole one "
@@ -234,22 +243,6 @@ def _epochs_of_keras(metadata: Path) -> int:
     except (OSError, ValueError, KeyError, TypeError) as error:
         message = f"The backup does not say how many epochs it has ({error}). Delete it to start from the beginning"
         raise OSError(errno.EIO, message, str(metadata)) from error
-
-
-def _copy_whole(path: Path, to: Path) -> None:
-    if path.exists():
-        shutil.copyfile(path, _partial(to))
-        _partial(to).replace(to)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    _partial(path).write_text(text)
-    _partial(path).replace(path)
-
-
-def _partial(path: Path) -> Path:
-    """Where a file is written until it is whole; one that a kill left there is written over."""
-    return path.with_name(f"partial-{path.name}")
 
 
 def _random_variables(model: keras.Model) -> list[keras.Variable]:

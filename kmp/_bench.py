@@ -17,7 +17,16 @@ import tensorflow as tf
 from rich.console import Console
 
 import kmp
-from kmp import _bench_models, _bench_networks, _bench_optimizers, _bench_report, _bench_sampling, _gate, _hardware
+from kmp import (
+    _bench_models,
+    _bench_networks,
+    _bench_optimizers,
+    _bench_report,
+    _bench_sampling,
+    _files,
+    _gate,
+    _hardware,
+)
 from kmp._bench_clock import Measured, MeasurementError, compared
 from kmp._bench_models import WITH_CALLBACKS
 from kmp._bench_optimizers import BARE, INNER, KERAS, MODES, OURS, SAMPLED
@@ -130,8 +139,7 @@ def run(
                 console.print(_bench_report.in_words(figures), highlight=False, markup=False, soft_wrap=True)
                 results += figures
                 if json_file:
-                    content = found_on | {"results": [asdict(result) for result in results]}
-                    json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+                    _files.write_json(json_file, found_on | {"results": [asdict(result) for result in results]})
     finally:
         _bench_report.show(console, results)
         if picture and any(result.ratio is not None for result in results):

@@ -12,10 +12,10 @@ import tensorflow as tf
 from kmp import statistics
 from kmp._bench_clock import Measured, compared, seconds_of, take_turns
 from kmp._bench_optimizers import MODES, SETS
+from kmp._log_lines import to_line
 from kmp._updates import UpdateWatch
 from kmp.callbacks import GradientHistogram
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import to_line
 
 PLAIN, SAMPLED = "not sampled", "sampled"
 _TENSORS = 4

@@ -1,7 +1,6 @@
 """The callback that leaves a report of the training."""
 
 import errno
-import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import keras
 
-from kmp import _arguments, _replicas, _warnings
+from kmp import _arguments, _files, _replicas, _warnings
 from kmp._histogram_callback import GradientHistogram
 from kmp._loggers import LossScaleLogger, OverflowCounter
 from kmp._reader import Logs, PathLike, Reader
@@ -149,11 +148,9 @@ def _check(path: Path) -> None:
         OSError: If it cannot.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "Is a directory")
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        _files.check_writable(path.parent)
     except OSError as error:
         message = f"`path` cannot be written ({error.strerror or error})"
         raise OSError(error.errno, message, str(path)) from error

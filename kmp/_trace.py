@@ -10,6 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from kmp import _warnings
 from kmp._formats import FLOAT16
 from kmp._patch import in_place
 from kmp._state import unchanged
@@ -61,7 +62,7 @@ class Seen:
 def traced(model: keras.Model, batch: Any) -> tuple[Any, dict[str, Seen]]:
     """Runs a model on a batch, eagerly and as for inference, and looks at what each part puts out.
 
-    The model is as before then: the states of its RNNs and its random seeds too.
+    The model is as before then, in all that `unchanged` puts back.
 
     Args:
         model: A model that is built.
@@ -81,10 +82,9 @@ def traced(model: keras.Model, batch: Any) -> tuple[Any, dict[str, Seen]]:
         try:
             outputs = model(batch, training=False)
         except Exception as error:  # Keras and TensorFlow raise many kinds, with much of their own in the text
-            reason = str(error).strip().splitlines()[0]
             raise ValueError(
                 f"`batch` does not fit {type(model).__name__} {model.name!r}, which is called with it (no targets): "
-                f"{reason}"
+                f"{_warnings.first_line(error)}"
             ) from error
     return outputs, {path: Seen.of(tuple(values)) for path, values in noted.items() if values}
 

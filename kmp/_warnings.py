@@ -1,4 +1,4 @@
-"""Warnings that point at the user's own line, however deep in Keras and TensorFlow they arise."""
+"""Warnings that point at the user's own line, however deep in Keras and TensorFlow they arise; errors in a line."""
 
 import sys
 import warnings
@@ -14,6 +14,11 @@ def warn(message: str) -> None:
     while frame is not None and _is_a_librarys(frame):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level if frame else 2)
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of what an error says, or its type if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _is_a_librarys(frame: FrameType) -> bool:

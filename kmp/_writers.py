@@ -7,7 +7,6 @@ import importlib.util
 import itertools
 import logging
 import shutil
-import tempfile
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp import _warnings, records
+from kmp import _files, _warnings, records
+from kmp._log_lines import FILE_NAME, SCHEMA, to_line
 from kmp._sampler import paths_of
 from kmp._state import compute_dtypes, float32_variables
 
@@ -48,10 +48,10 @@ class LogWriter:
         with self._while_there_is_room():
             first_line = header(model, optimizer)
             carried_over = _take_up(folder, first_step, first_line)
-            self._lines = (folder / records.FILE_NAME).open("a", encoding="utf-8")
+            self._lines = (folder / FILE_NAME).open("a", encoding="utf-8")
             self._events = tf.summary.create_file_writer(str(folder), filename_suffix=_SUFFIX)
             if self._lines.tell() == 0:
-                self._lines.write(records.to_line(first_line))
+                self._lines.write(to_line(first_line))
                 self._lines.flush()
             for row in carried_over:
                 self._write_events(row)
@@ -68,8 +68,8 @@ class LogWriter:
         if importlib.util.find_spec("tensorboard") is None:  # tf.summary fails without naming it
             raise ImportError("Logging to `log_dir` needs TensorBoard: pip install tensorboard")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder), (folder / records.FILE_NAME).open("a"):
+            _files.check_writable(folder)
+            with (folder / FILE_NAME).open("a"):
                 pass
         except OSError as error:
             message = f"`log_dir` cannot be written ({error.strerror or error})"
@@ -111,7 +111,7 @@ class LogWriter:
         if self._lines.closed:
             raise ValueError(f"`log_dir` was taken over by a later training: {self._folder}")
         with self._while_there_is_room():
-            self._lines.write(records.to_line(row))
+            self._lines.write(to_line(row))
             self._lines.flush()
             self._write_events(row)
             self._events.flush()
@@ -122,10 +122,9 @@ class LogWriter:
             yield
         except _FULL as error:
             self._is_full = True
-            message = str(error).splitlines()[0]
             _warnings.warn(
-                f"Logging to {str(self._folder)!r} stops: {message}. Training goes on, and the callbacks' `run` has "
-                "the readings."
+                f"Logging to {str(self._folder)!r} stops: {_warnings.first_line(error)}. Training goes on, and the "
+                "callbacks' `run` has the readings."
             )
 
     def _write_events(self, row: dict[str, Any]) -> None:
@@ -166,32 +165,31 @@ def _take_up(folder: Path, first_step: int, first_line: dict[str, Any]) -> list[
     Returns:
         The readings that TensorBoard's files have to be given again.
     """
-    log = (folder / records.FILE_NAME).resolve()
+    log = (folder / FILE_NAME).resolve()
     if not log.exists() or not log.stat().st_size:
         return []
     earlier = records.Run.load(log, torn_end=True)
-    rows = earlier.rows
-    kept = [row for row in rows if row["step"] <= first_step]
-    if first_step > 0 and len(kept) == len(rows) and log.read_bytes().endswith(b"\n"):
+    if not earlier.rows:
+        log.unlink()
         return []
-    partial = log.with_name(f"partial-{log.name}")
+    kept = [row for row in earlier.rows if row["step"] <= first_step]
+    goes_beyond = len(kept) < len(earlier.rows)
+    if not goes_beyond and log.read_bytes().endswith(b"\n"):
+        return []
     begin = earlier.header if kept else first_line
-    try:
-        partial.write_text("".join(records.to_line(line) for line in (begin, *kept)), encoding="utf-8")
-        _set_aside(folder, log, first_step)
-        partial.replace(log)
-    finally:
-        partial.unlink(missing_ok=True)
+    with _files.whole(log) as partial:
+        partial.write_text("".join(to_line(line) for line in (begin, *kept)), encoding="utf-8")
+        _set_aside(folder, log, f"goes beyond step {first_step}" if goes_beyond else "ends in the middle of a line")
     return kept
 
 
-def _set_aside(folder: Path, log: Path, first_step: int) -> None:
+def _set_aside(folder: Path, log: Path, why: str) -> None:
     earlier = _unused(folder / "earlier")
     earlier.mkdir()
     shutil.copy2(log, earlier / log.name)
     for events in folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
         events.rename(earlier / events.name)
-    logger.warning("Set aside in %s: an earlier log that goes beyond step %d.", earlier, first_step)
+    logger.warning("Set aside in %s: an earlier log that %s.", earlier, why)
 
 
 def _unused(path: Path) -> Path:
@@ -215,7 +213,7 @@ def header(model: Any, optimizer: Any) -> dict[str, Any]:
     settings["float32_variables"] = [path for path, variable in by_path.items() if id(variable) in wide]
     if model.built:
         settings["parameters"] = model.count_params()
-    return {"schema": records.SCHEMA, "kind": "header", "started": started, **versions, "settings": settings}
+    return {"schema": SCHEMA, "kind": "header", "started": started, **versions, "settings": settings}
 
 
 def _write_histograms(row: dict[str, Any]) -> None:

@@ -6,7 +6,8 @@ model, optimizer, dtypes; see `Run.settings`). Each later one is a reading with 
 ones included) and whatever was read then:
 
 - `loss_scale`: float, the scale that the next step will use.
-- `clean_steps`: integer, steps without an overflow since the scale last changed.
+- `clean_steps`: integer, steps without an overflow since the scale last grew, or gradients of a finite loss last
+  overflowed.
 - `overflow_count`: integer, steps skipped since training began, because the loss or a gradient was not finite.
 - `overflow_rate`: float, the share of the steps since the last reading that were skipped.
 - `overflows_in_a_row`: integer, steps skipped since the last one that was applied.
@@ -31,7 +32,6 @@ ones included) and whatever was read then:
 A number that is not finite is written as null.
 """
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -42,6 +42,7 @@ from typing import Any
 import numpy as np
 
 from kmp._histograms import BIN_COUNT, ExponentHistogram
+from kmp._log_lines import FILE_NAME, is_torn_header, parse, sample_of
 from kmp._samples import GradientSample
 
 __all__ = [
@@ -53,14 +54,9 @@ __all__ = [
     "load_run",
 ]
 
-SCHEMA = 2
-FILE_NAME = "kmp.jsonl"
-
-_BY_VARIABLE = {"overflows_by_variable", "culprits_by_variable"}
-_NUMBERS = {
-    *("loss_scale", "clean_steps", "overflow_count", "overflow_rate", "overflows_in_a_row", "nonfinite_loss_count"),
-    *("last_loss", "highest_loss", "grad_zeros", "grad_norm"),
-}
+# What `nonfinite_activation` says where it is no layer's path.
+THE_INPUT, THE_TARGET, THE_WEIGHTS = BATCH = ("the batch's x", "the batch's y", "the batch's sample_weight")
+THE_LOSS = "the loss function"
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class Snapshot:
     Args:
         step: Training steps done, skipped ones included.
         loss_scale: The scale that the next step will use.
-        clean_steps: Steps without an overflow since the scale last changed.
+        clean_steps: Steps without an overflow since the scale last grew, or gradients of a finite loss last overflowed.
         overflow_count: Steps skipped since training began.
         overflows_in_a_row: Steps skipped since the last one that was applied.
         nonfinite_loss_count: Steps skipped whose loss was not finite before it was scaled.
@@ -89,6 +85,11 @@ class Snapshot:
             layer's path, `"the batch's x"` and the like, or `"the loss function"`. `None` before one, and without a
             `kmp.callbacks.ForwardProbe`.
         sample: The last sample of gradients, or `None` where none was asked for.
+
+    Example:
+    >>> import kmp
+    >>> kmp.LossScaleOptimizer("sgd", initial_scale=8.0).snapshot().loss_scale
+    8.0
     """
 
     step: int
@@ -120,6 +121,11 @@ class Run:
     Args:
         rows: Readings as dictionaries with a `step`; see the module's list of keys.
         header: What the log's first line says.
+
+    Example:
+    >>> run = Run([{"step": 1, "loss_scale": 8.0}, {"step": 2, "loss_scale": 16.0}])
+    >>> run.last("loss_scale"), run.series("loss_scale")[0].tolist()
+    (16.0, [1, 2])
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -163,12 +169,12 @@ class Run:
     @property
     def samples(self) -> list[GradientSample]:
         """The sampled gradients, oldest first."""
-        return [_sample(row["step"], row["sample"]) for row in self.rows if "sample" in row]
+        return [sample_of(row, "sample") for row in self.rows if "sample" in row]
 
     @property
     def references(self) -> list[GradientSample]:
         """The gradients of the float32 reference passes, oldest first."""
-        return [_sample(row["step"], row["reference"]) for row in self.rows if "reference" in row]
+        return [sample_of(row, "reference") for row in self.rows if "reference" in row]
 
     @property
     def histograms(self) -> list[ExponentHistogram]:
@@ -199,16 +205,16 @@ class Run:
             lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         except UnicodeDecodeError as error:
             raise ValueError(f"{file}: not a log of kmp ({error})") from error
-        if torn_end and lines and not lines[-1].endswith("\n") and (len(lines) > 1 or _is_torn_header(lines[0])):
+        if torn_end and lines and not lines[-1].endswith("\n") and (len(lines) > 1 or is_torn_header(lines[0])):
             lines.pop()
-        parsed = [_parse(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
+        parsed = [parse(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
         if parsed and parsed[0].get("kind") != "header":
             raise ValueError(f"{file}:1: a log of kmp begins with a header. Received: {sorted(parsed[0])}")
         return cls([row for row in parsed if row.get("kind") != "header"], parsed[0] if parsed else {})
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
-    """Reads a log back, also that of a run which is going on or was killed.
+    r"""Reads a log back, also that of a run which is going on or was killed.
 
     Args:
         path: The `.jsonl` file, or the `log_dir` that holds `kmp.jsonl`.
@@ -224,17 +230,11 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     Example:
     >>> import tempfile
     >>> log = Path(tempfile.mkdtemp()) / "kmp.jsonl"
-    >>> _ = log.write_text(to_line({"schema": SCHEMA, "kind": "header"}) + to_line({"step": 1, "loss_scale": 8.0}))
+    >>> _ = log.write_text('{"schema": 2, "kind": "header"}\n{"step": 1, "loss_scale": 8.0}\n')
     >>> load_run(log).last("loss_scale")
     8.0
     """
     return Run.load(path, torn_end=True)
-
-
-def to_line(row: Mapping[str, Any]) -> str:
-    """Returns a reading as one line of JSON; numbers that are not finite become null."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    return json.dumps(finite, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 def scalars(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
@@ -242,57 +242,3 @@ def scalars(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     for key, value in row.items():
         if key != "step" and isinstance(value, int | float):
             yield key, float(value)
-
-
-def _parse(line: str, place: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{place}: not a line of JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{place}: a reading is a JSON object. Received: {type(row).__name__}")
-    if row.get("kind") == "header" and row.get("schema") != SCHEMA:
-        raise ValueError(f"{place}: schema {row.get('schema')!r}; this version of kmp reads schema {SCHEMA}")
-    if row.get("kind") != "header" and type(row.get("step")) is not int:
-        raise ValueError(f"{place}: a reading has an integer `step`. Received: {sorted(row)}")
-    _check_values(row, place)
-    for key in ("sample", "reference"):
-        if key in row:
-            _check_sample(row, key, place)
-    return row
-
-
-def _check_values(row: Mapping[str, Any], place: str) -> None:
-    settings = row.get("settings", {})
-    if not isinstance(settings, dict) or not isinstance(settings.get("compute_dtypes", []), list):
-        raise ValueError(f"{place}: settings is an object with a list of `compute_dtypes`. Received: {settings!r}")
-    for key in _NUMBERS & row.keys():
-        if row[key] is not None and type(row[key]) not in (int, float):
-            raise ValueError(f"{place}: {key} is a number. Received: {row[key]!r}")
-    for key in _BY_VARIABLE & row.keys():
-        if not isinstance(row[key], dict) or not all(type(count) is int for count in row[key].values()):
-            raise ValueError(f"{place}: {key} is an object of integers. Received: {row[key]!r}")
-    _check_scale(row.get("loss_scale"), place)
-
-
-def _check_scale(scale: float | None, place: str) -> None:
-    if scale is not None and not scale > 0:
-        raise ValueError(f"{place}: a loss scale is above 0. Received: {scale!r}")
-
-
-def _sample(step: int, data: Mapping[str, Any]) -> GradientSample:
-    return GradientSample.from_dict(step, float(data["loss_scale"]), data["variables"])
-
-
-def _check_sample(row: Mapping[str, Any], key: str, place: str) -> None:
-    try:
-        _sample(row["step"], row[key])
-        scale = float(row[key]["loss_scale"])
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{place}: not a {key} of kmp's gradients ({error!r})") from error
-    _check_scale(scale, place)
-
-
-def _is_torn_header(line: str) -> bool:
-    begin = '{"schema":'
-    return line.startswith(begin) or begin.startswith(line)

@@ -11,10 +11,13 @@ from pathlib import Path
 import jinja2
 from rich.console import RenderableType
 
-from kmp import _report_pictures, _report_text
+from kmp import _files, _report_pictures, _report_text
+from kmp._log_lines import FILE_NAME
 from kmp._report_facts import Facts, code_lines, comparison
 from kmp._samples import unique
-from kmp.records import FILE_NAME, Run, load_run
+from kmp.records import Run, load_run
+
+__all__ = ["html", "load", "summary", "write"]
 
 PathLike = str | os.PathLike[str]
 
@@ -31,6 +34,15 @@ def load(paths: Sequence[PathLike]) -> dict[str, Run]:
     Raises:
         FileNotFoundError: If there is no log.
         ValueError: If a log is not one that this version of kmp reads.
+
+    Example:
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> for name in ("float16", "float32"):
+    ...     (folder / name).mkdir()
+    ...     _ = (folder / name / "kmp.jsonl").write_text('{"schema": 2, "kind": "header"}')
+    >>> list(load([folder / "float16", folder / "float32"]))
+    ['float16', 'float32']
     """
     runs = [load_run(path) for path in paths]
     return dict(zip(_names([Path(path).resolve() for path in paths]), runs, strict=True))
@@ -57,6 +69,10 @@ def html(runs: Mapping[str, Run]) -> str:
 
     Args:
         runs: Runs by name, at least one.
+
+    Example:
+    >>> "No step of 9 was skipped." in html({"first": Run([{"step": 9}])})
+    True
     """
     facts = _facts(runs)
     pictures = {each.name: _report_pictures.pictures(each) for each in facts}
@@ -86,17 +102,18 @@ def write(runs: Mapping[str, Run], path: PathLike) -> Path:
 
     Raises:
         OSError: If it cannot be written.
+
+    Example:
+    >>> import tempfile
+    >>> write({"first": Run([{"step": 9}])}, Path(tempfile.mkdtemp()) / "report.html").name
+    'report.html'
     """
     file = Path(path)
     page = html(runs)
-    partial = file.with_name(f"partial-{file.name}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with _files.whole(file) as partial:
             partial.write_text(page, encoding="utf-8")
-            partial.replace(file)
-        finally:
-            partial.unlink(missing_ok=True)
     except OSError as error:
         raise OSError(error.errno, f"the report cannot be written ({error.strerror or error})", str(file)) from error
     return file

@@ -292,6 +292,8 @@ def test_full_disk_keeps_the_last_backup_and_the_training(tmp_path, enabled, mon
         ({"backup_dir": 3}, TypeError, "`backup_dir` must be"),
         ({"backup_dir": "a", "save_freq": 0}, ValueError, "`save_freq` must be"),
         ({"backup_dir": "a", "save_freq": "batch"}, TypeError, "`save_freq` must be"),
+        ({"backup_dir": "a", "double_checkpoint": 1}, TypeError, "`double_checkpoint` must be True or False"),
+        ({"backup_dir": "a", "delete_checkpoint": "no"}, TypeError, "`delete_checkpoint` must be True or False"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, kind, match):

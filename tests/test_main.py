@@ -9,7 +9,7 @@ import pytest
 
 from kmp import _bench
 from kmp.__main__ import main
-from kmp.records import to_line
+from kmp._log_lines import to_line
 
 
 def a_run(folder, schema=2, **row):

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from kmp import load_run
-from kmp.records import BIN_COUNT, GradientSample, Run, scalars, to_line
+from kmp._log_lines import to_line
+from kmp.records import BIN_COUNT, GradientSample, Run, scalars
 
 
 def sample(*zeros):

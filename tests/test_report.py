@@ -17,10 +17,11 @@ from rich.console import Console
 
 import kmp
 from kmp import report
+from kmp._log_lines import to_line
 from kmp._report_callback import Report
 from kmp._report_facts import Facts, comparison, number, scale, share
 from kmp.callbacks import ForwardProbe, defaults
-from kmp.records import BIN_COUNT, GradientSample, Run, to_line
+from kmp.records import BIN_COUNT, GradientSample, Run
 
 GOLDEN = Path(__file__).parent / "golden"
 LONG = "encoder/" + "block_with_a_very_long_name_that_goes_on_" * 3 + "/kernel"

@@ -114,7 +114,7 @@ def test_kill_while_a_log_is_taken_up_loses_nothing(tmp_path, monkeypatch, step_
         fit(keras.models.load_model(tmp_path / "model.keras"), defaults(tmp_path, every_n_steps=10))
 
     with monkeypatch.context() as patched:
-        owner, calls = (_writers, []) if step_of_the_kill == "_set_aside" else (_writers.records, [])
+        owner, calls = _writers, []
         original = getattr(owner, step_of_the_kill)
 
         def killing(*arguments):
@@ -130,6 +130,35 @@ def test_kill_while_a_log_is_taken_up_loses_nothing(tmp_path, monkeypatch, step_
     steps = kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist()
     assert steps == [1, *range(2, 21, 2), 21, 30, 40]
     assert steps_in_tensorboard(tmp_path) == steps
+
+
+def logged_again(folder, model, caplog):
+    caplog.clear()
+    with caplog.at_level("WARNING", logger="kmp"):
+        fit(model, defaults(folder, every_n_steps=10))
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_what_a_log_is_set_aside_for_is_said(tmp_path, caplog):
+    model = compiled_model()
+    assert logged_again(tmp_path, model, caplog) == []
+    with (tmp_path / "kmp.jsonl").open("a") as log:
+        log.write('{"step": 2')
+    assert logged_again(tmp_path, model, caplog) == [
+        f"Set aside in {tmp_path}/earlier-1: an earlier log that ends in the middle of a line."
+    ]
+    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
+    assert logged_again(tmp_path, compiled_model(), caplog) == [
+        f"Set aside in {tmp_path}/earlier-2: an earlier log that goes beyond step 0."
+    ]
+
+
+@pytest.mark.parametrize("content", ['{"schema":2,"kind":"header"}\n', '{"schema":2,"ki'])
+def test_a_log_without_a_reading_gives_way_in_silence(tmp_path, caplog, content):
+    (tmp_path / "kmp.jsonl").write_text(content)
+    assert logged_again(tmp_path, compiled_model(), caplog) == []
+    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20]
+    assert kmp.records.Run.load(tmp_path).settings["optimizer"] == "SGD"
 
 
 def test_disk_that_is_full_before_the_log_is_taken_up_leaves_the_old_one(tmp_path, monkeypatch):
