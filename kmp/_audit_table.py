@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kmp._audit_rows import Row
-from kmp._kinds import FLOAT32
+from kmp._formats import FLOAT32
 
-_WIDTH = 120  # characters, where nobody looks
+_WIDTH = 120  # characters, where there is no terminal
 
 
 def render(model: str, rows: Sequence[Row]) -> RenderableType:
@@ -74,7 +74,7 @@ def _cells(row: Row, has_batch: bool, sources: list[str]) -> list[Text]:
 def _style(row: Row) -> str:
     if row.overflows:
         return "red"
-    return "yellow" if row.planned_dtype == FLOAT32 else ""
+    return "yellow" if row.planned_dtype == FLOAT32.name else ""
 
 
 def _largest(row: Row) -> str:
@@ -91,7 +91,7 @@ def _drift(row: Row) -> str:
 
 def _summary(rows: Sequence[Row]) -> str:
     computing = [row for row in rows if row.kind != "InputLayer"]
-    count = sum(row.planned_dtype == FLOAT32 for row in computing)
+    count = sum(row.planned_dtype == FLOAT32.name for row in computing)
     told = f"{count} of {len(computing)} are float32 then"
     overflowing = [row.path for row in rows if row.overflows]
     if overflowing:

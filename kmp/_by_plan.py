@@ -6,7 +6,7 @@ import keras
 
 from kmp import layers
 from kmp._float32_operation import Float32Operation
-from kmp._formats import BFLOAT16, FLOAT16, FLOAT32
+from kmp._formats import FLOAT32, HALF
 from kmp._patch import global_policy, is_keras
 from kmp._plan import Plan
 from kmp._rebuild import Config, rebuilt
@@ -15,7 +15,6 @@ from kmp._structure import parts_of
 _STOCK = {layers.Softmax: keras.layers.Softmax, layers.BatchNormalization: keras.layers.BatchNormalization}
 # Settings that hold no state: a lambda, or an object that nobody registered, stays the one it is.
 _STATELESS = ("activation", "initializer", "regularizer", "constraint")
-_PURE = (FLOAT16.name, BFLOAT16.name)
 _OURS = {keras.layers.BatchNormalization: layers.BatchNormalization}
 
 
@@ -30,7 +29,7 @@ def by_plan(model: keras.Model, plan: Plan) -> keras.Model:
             with global_policy(FLOAT32.name):
                 return type(old).from_config(config)
         if isinstance(old, keras.Layer):
-            ours = type(old) if policy in _PURE else _OURS.get(type(old), type(old))  # kmp's has float32 statistics
+            ours = type(old) if policy in HALF else _OURS.get(type(old), type(old))  # kmp's has float32 statistics
             new = _made(old, config, ours, policy)
             _tell_inside(old, new, path, plan)
             return new

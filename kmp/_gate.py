@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import ops
 
 from kmp import _xla
+from kmp._internals import learning_rate_of, variables_to_train
 from kmp._patch import is_keras
 
 # Those that write their state by the methods of its variables; a test holds each of them to it, with all its options.
@@ -28,7 +29,7 @@ def is_gateable(kind: type[keras.optimizers.Optimizer]) -> bool:
 
 def _calls_only_keras(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> bool:
     """Whether constraints and learning rate are Keras' own; a user's may keep and write variables."""
-    parts = [optimizer._learning_rate, *(getattr(variable, "constraint", None) for variable in variables)]
+    parts = [learning_rate_of(optimizer), *(getattr(variable, "constraint", None) for variable in variables)]
     return all(part is None or is_keras(type(part)) for part in parts)
 
 
@@ -61,7 +62,7 @@ def _state_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     Within a loss scaler, Keras does not list what Nadam keeps of its own.
     """
     untracked = (value for value in vars(optimizer).values() if isinstance(value, keras.Variable))
-    return [*optimizer._trainable_variables, *optimizer.variables, *untracked]
+    return [*variables_to_train(optimizer), *optimizer.variables, *untracked]
 
 
 @contextlib.contextmanager

@@ -5,7 +5,8 @@ from typing import Any
 from kmp import _arguments
 from kmp._reader import Logs, PathLike, Reader
 from kmp._reference import float32_sample
-from kmp._samples import matching, unique
+from kmp._sampler import paths_of
+from kmp._samples import matching
 from kmp._updates import UpdateWatch
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot
@@ -37,6 +38,16 @@ class GradientHistogram(Reader):
         ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not kmp's, or a pattern
             matches no variable (a model that is not built yet tells in its first step).
         OSError: In `on_train_begin`, if `log_dir` cannot be written.
+
+    Example:
+    >>> import keras, kmp, numpy as np
+    >>> with kmp.enable():
+    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> histogram = kmp.callbacks.GradientHistogram(variables="*/kernel")
+    >>> _ = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, callbacks=[histogram])
+    >>> histogram.run.samples[0]
+    <GradientSample step=1 loss_scale=32768: 1 variables>
     """
 
     updates_every = 10  # samples: measuring an update takes several times as long as sampling
@@ -112,7 +123,7 @@ class GradientHistogram(Reader):
         found = self.optimizer.variables_by_path()
         if not found and self.optimizer is self.model.optimizer and self.model.built:  # it is built in its first step
             variables = self.model.trainable_variables
-            found = dict(zip(unique(variable.path for variable in variables), variables, strict=True))
+            found = dict(zip(paths_of(variables), variables, strict=True))
         if self.variables is None or not found:
             return found
         names = list(found)

@@ -16,13 +16,14 @@ import numpy as np
 from kmp import layers
 from kmp._float32_operation import Float32Operation
 from kmp._formats import FLOAT16
+from kmp._internals import calls_of
 from kmp._patch import is_keras
 from kmp._state import children
 from kmp._structure import Part
 
-HALF = "float16"
+MADE_FOR_IT = "float16"
 FOLLOWS = "follows its inputs"
-FLOAT32 = "float32"
+ENDANGERED = "float32"
 
 _TORCH = "torch.amp's op reference"
 _GRAPPLER = "TensorFlow's auto_mixed_precision_lists.h"
@@ -37,7 +38,7 @@ class Judgement:
     """What float16 means for one part of a model.
 
     Args:
-        kind: `HALF` (made for it), `FOLLOWS` (safe wherever its inputs are), or `FLOAT32` (float16 endangers it).
+        kind: `MADE_FOR_IT`, `FOLLOWS` (safe wherever its inputs are) or `ENDANGERED`.
         reason: Why, in words; empty where there is nothing to say.
         source: Where the rule comes from.
     """
@@ -47,32 +48,32 @@ class Judgement:
     source: str = ""
 
 
-_EXP = Judgement(FLOAT32, "exponentials leave float16's range: exp(12) is beyond 65504", f"{_TORCH}, {_GRAPPLER}")
-_LOG = Judgement(FLOAT32, "logarithms of what float16 rounded are off, and -inf at zero", _TORCH)
-_POWER = Judgement(FLOAT32, "powers leave float16's range: 256 squared is beyond 65504", f"{_TORCH}, {_GRAPPLER}")
-_SUM = Judgement(FLOAT32, "sums of many elements go beyond 65504, or lose the small ones", f"{_PAPER}, {_GRAPPLER}")
-_NORM = Judgement(FLOAT32, "sums of squares go beyond 65504", f"{_PAPER}, {_TORCH}")
-_VARIANCE = Judgement(FLOAT32, "the variance of values beyond 256 is beyond 65504", f"{_PAPER}, {_KERAS}")
-_SOFTMAX = Judgement(FLOAT32, "exp, sum, quotient: float16 rounds small probabilities to 0", f"{_PAPER}, {_TORCH}")
-_RECIPROCAL = Judgement(FLOAT32, "the reciprocal of less than 1.5e-5 is beyond 65504", _TORCH)
-_STEEP = Judgement(FLOAT32, "steep: it magnifies what float16 rounds off its input", _TORCH)
-_NO_KERNEL = Judgement(FLOAT32, "TensorFlow has no kernel for float16", "TensorFlow's kernels")
-_PENALTY = Judgement(FLOAT32, "the penalty sums over the output's elements, or their squares", _PAPER)
-_LOSS = Judgement(FLOAT32, "it calls add_loss: losses are float32, and sum over many elements", _GUIDE)
-_REWRITES = Judgement(FLOAT32, "it writes its kernel back as computed, which float16 rounds to 11 bits", _KERAS)
-_RAW = Judgement(FLOAT32, "data that comes in may lie beyond 65504 before this brings it into range", _GUIDE)
-_UNKNOWN = Judgement(FLOAT32, "a function of your own: what it computes is not known", "kmp")
-_OURS = Judgement(FLOAT32, "float32 by itself, whatever the policy", "kmp.layers")
-_MATRIX = Judgement(HALF, "", f"{_TORCH}, {_GRAPPLER}")
+_EXP = Judgement(ENDANGERED, "exponentials leave float16's range: exp(12) is beyond 65504", f"{_TORCH}, {_GRAPPLER}")
+_LOG = Judgement(ENDANGERED, "logarithms of what float16 rounded are off, and -inf at zero", _TORCH)
+_POWER = Judgement(ENDANGERED, "powers leave float16's range: 256 squared is beyond 65504", f"{_TORCH}, {_GRAPPLER}")
+_SUM = Judgement(ENDANGERED, "sums of many elements go beyond 65504, or lose the small ones", f"{_PAPER}, {_GRAPPLER}")
+_NORM = Judgement(ENDANGERED, "sums of squares go beyond 65504", f"{_PAPER}, {_TORCH}")
+_VARIANCE = Judgement(ENDANGERED, "the variance of values beyond 256 is beyond 65504", f"{_PAPER}, {_KERAS}")
+_SOFTMAX = Judgement(ENDANGERED, "exp, sum, quotient: float16 rounds small probabilities to 0", f"{_PAPER}, {_TORCH}")
+_RECIPROCAL = Judgement(ENDANGERED, "the reciprocal of less than 1.5e-5 is beyond 65504", _TORCH)
+_STEEP = Judgement(ENDANGERED, "steep: it magnifies what float16 rounds off its input", _TORCH)
+_NO_KERNEL = Judgement(ENDANGERED, "TensorFlow has no kernel for float16", "TensorFlow's kernels")
+_PENALTY = Judgement(ENDANGERED, "the penalty sums over the output's elements, or their squares", _PAPER)
+_LOSS = Judgement(ENDANGERED, "it calls add_loss: losses are float32, and sum over many elements", _GUIDE)
+_REWRITES = Judgement(ENDANGERED, "it writes its kernel back as computed, which float16 rounds to 11 bits", _KERAS)
+_RAW = Judgement(ENDANGERED, "data that comes in may lie beyond 65504 before this brings it into range", _GUIDE)
+_UNKNOWN = Judgement(ENDANGERED, "a function of your own: what it computes is not known", "kmp")
+_OURS = Judgement(ENDANGERED, "float32 by itself, whatever the policy", "kmp.layers")
+_MATRIX = Judgement(MADE_FOR_IT, "", f"{_TORCH}, {_GRAPPLER}")
 _ATTENTION = Judgement(
-    HALF,
+    MADE_FOR_IT,
     "its softmax is in float32 without dropout, where Keras takes ops.dot_product_attention; else in float16, added up "
     "in float32 on GPUs",
     "Keras' source, TensorFlow's softmax_op_gpu.cu.cc",
 )
-_STATISTICS = Judgement(HALF, "Keras takes the statistics in float32", _KERAS)
+_STATISTICS = Judgement(MADE_FOR_IT, "Keras takes the statistics in float32", _KERAS)
 _LIFTED = Judgement(FOLLOWS, "Keras computes it in float32, whatever comes in", _KERAS)
-_OWN = Judgement(HALF)
+_OWN = Judgement(MADE_FOR_IT)
 _ANY = Judgement(FOLLOWS)
 
 # The operations of `keras.ops`, by the name of their class.
@@ -151,13 +152,19 @@ def judge(part: Part) -> Judgement:
 
 def _of_operation(operation: keras.Operation) -> Judgement:
     name = type(operation).__name__
-    for node in operation._inbound_nodes:  # Keras has no public way from an operation to its calls
+    for node in calls_of(operation):
         first, second = [*node.arguments.args, None, None][:2]
         if name in ("Divide", "TrueDivide") and not isinstance(first, keras.KerasTensor):
             return _RECIPROCAL
         if name == "Multiply" and first is second:
             return _POWER
-    return _beyond_range(_constants_of(operation)) or _OF_OPERATION.get(name, _ANY)
+    constants = _constants_of(operation) if _takes_floats(operation) else ()
+    return _beyond_range(constants) or _OF_OPERATION.get(name, _ANY)
+
+
+def _takes_floats(operation: keras.Operation) -> bool:
+    tensors = [tensor for call in calls_of(operation) for tensor in call.input_tensors]
+    return any(keras.backend.is_float_dtype(tensor.dtype) for tensor in tensors)
 
 
 def _of_settings(layer: keras.Layer) -> Judgement | None:
@@ -195,16 +202,16 @@ def _beyond_range(constants: Any) -> Judgement | None:
     for constant in constants:
         size = abs(constant)
         if math.isfinite(size) and size > FLOAT16.max:
-            return Judgement(FLOAT32, f"the constant {constant:g} is beyond 65504, and inf in float16", _FORMAT)
+            return Judgement(ENDANGERED, f"the constant {constant:g} is beyond 65504, and inf in float16", _FORMAT)
         if 0.0 < size <= 2.0**FLOAT16.flush_exponent:
-            return Judgement(FLOAT32, f"the constant {constant:g} is below 6e-8, and 0 in float16", _FORMAT)
+            return Judgement(ENDANGERED, f"the constant {constant:g} is below 6e-8, and 0 in float16", _FORMAT)
     return None
 
 
 def _constants_of(operation: keras.Operation) -> Iterator[float]:
     """Yields the constants that an operation of a graph was made with and is called with."""
     yield from (float(value) for value in vars(operation).values() if type(value) in (int, float))
-    for node in operation._inbound_nodes:
+    for node in calls_of(operation):
         for value in keras.tree.flatten([node.arguments.args, node.arguments.kwargs]):
             if type(value) in (int, float) or isinstance(value, np.floating):
                 yield float(value)

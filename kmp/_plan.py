@@ -10,8 +10,10 @@ from typing import Any
 
 import keras
 
-from kmp import _arguments
-from kmp._kinds import FLOAT32, FOLLOWS, Judgement, judge
+from kmp import _arguments, _files
+from kmp._formats import FLOAT32
+from kmp._internals import calls_of, maker_of
+from kmp._kinds import ENDANGERED, FOLLOWS, Judgement, judge
 from kmp._patch import is_keras
 from kmp._structure import Part, parts_of
 
@@ -67,7 +69,7 @@ class Plan:
         """Returns the dtype policy of the part at a path: float32 also inside of what is."""
         names = path.split("/")
         outward = ("/".join(names[:count]) for count in range(len(names), 0, -1))
-        return FLOAT32 if any(one in self.float32 for one in outward) else self.policy
+        return FLOAT32.name if any(one in self.float32 for one in outward) else self.policy
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as JSON has it."""
@@ -79,7 +81,7 @@ class Plan:
         Raises:
             OSError: If it cannot be written.
         """
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        _files.write_json(Path(path), self.to_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
@@ -124,7 +126,7 @@ def planned(model: keras.Model, policy: str, keep_float32: Any = None, islands: 
         if not policy.startswith("mixed_"):
             statistics = keras.layers.BatchNormalization
             float32 |= {part.path: _STATISTICS for part in parts if isinstance(part.operation, statistics)}
-        endangered = {path: judged.reason for path, judged in judgements.items() if judged.kind == FLOAT32}
+        endangered = {path: judged.reason for path, judged in judgements.items() if judged.kind == ENDANGERED}
         at_end = {id(operation) for operation in _outputs(model)}
         float32 = {part.path: _OUTPUT for part in parts if id(part.operation) in at_end} | endangered | float32
         _spread(model, parts, judgements, float32)
@@ -242,7 +244,7 @@ def _fits(choice: Choice) -> Callable[[Part], bool]:
 def _outputs(model: keras.Model) -> Iterable[keras.Operation]:
     """Yields what makes the outputs of a model, as far as Keras knows it: of a subclassed model it does not."""
     for tensor in keras.tree.flatten(getattr(model, "outputs", None) or []):
-        operation = tensor._keras_history.operation
+        operation = maker_of(tensor)
         nested = list(_outputs(operation)) if isinstance(operation, keras.Model) else []
         yield from nested or [operation]
 
@@ -250,7 +252,7 @@ def _outputs(model: keras.Model) -> Iterable[keras.Operation]:
 def _spread(model: keras.Model, parts: list[Part], judgements: dict[str, Judgement], float32: dict[str, str]) -> None:
     """Adds what only follows float32 parts, so that nothing is rounded between two of them, or before the first."""
     tensors = keras.tree.flatten(getattr(model, "inputs", None) or [])
-    inputs = {id(tensor._keras_history.operation) for tensor in tensors}
+    inputs = {id(maker_of(tensor)) for tensor in tensors}
     wide = inputs | {id(part.operation) for part in parts if part.path in float32}
 
     def is_wide(source: keras.Operation) -> bool:
@@ -266,5 +268,4 @@ def _spread(model: keras.Model, parts: list[Part], judgements: dict[str, Judgeme
 
 
 def _sources(operation: keras.Operation) -> list[keras.Operation]:
-    # Keras has no public way from an operation to what feeds it.
-    return [tensor._keras_history.operation for node in operation._inbound_nodes for tensor in node.input_tensors]
+    return [maker_of(tensor) for node in calls_of(operation) for tensor in node.input_tensors]

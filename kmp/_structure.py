@@ -28,11 +28,6 @@ class Part:
         """Whether it is a layer, and has dtypes of its own."""
         return isinstance(self.operation, keras.Layer)
 
-    @property
-    def holds_others(self) -> bool:
-        """Whether layers or operations are inside."""
-        return self.is_layer and bool(_held(self.operation))
-
 
 def parts_of(model: keras.Model) -> list[Part]:
     """Returns everything that a model is made of: graphs in their order, holders before what they hold, shared once."""

@@ -7,10 +7,11 @@ from typing import Any
 import keras
 import numpy as np
 
+from kmp import _arguments
 from kmp._by_plan import by_plan, in_float32
 from kmp._carry_over import carry_over
-from kmp._formats import FLOAT16, FLOAT32
-from kmp._kinds import judge
+from kmp._formats import FLOAT16
+from kmp._kinds import ENDANGERED, judge
 from kmp._plan import NO_DTYPE, Plan, completed, out_of_reach, planned, told_parts
 from kmp._state import compute_dtypes, computes_in_half
 from kmp._structure import check_built, is_quantized, parts_of
@@ -66,7 +67,7 @@ def convert(
         The new model; the one given where it computes in 16 bits already, or is quantized, which is logged.
 
     Raises:
-        TypeError: If `model` is no Keras model, or `keep_float32` is of another type.
+        TypeError: If `model` is no Keras model, or `keep_float32` or `islands` is of another type.
         ValueError: If `model` is not built or cannot be made anew, a pattern, class or path of a plan matches no layer,
             `policy` is another, there is a plan beside `keep_float32` or `islands`, or the batch does not fit. Nothing
             has changed then.
@@ -77,7 +78,7 @@ def convert(
     ['float16', 'float32']
     """
     check_built(model)
-    plan = _plan_of(model, policy, keep_float32, islands)
+    plan = _plan_of(model, policy, keep_float32, _arguments.boolean("islands", islands))
     if _is_settled(model):
         return model
     for path, reason in plan.float32.items():
@@ -123,7 +124,7 @@ def to_float32(model: keras.Model) -> keras.Model:
 def _tell_what_is_out_of_reach(model: keras.Model) -> None:
     for part in out_of_reach(parts_of(model)):
         judged = judge(part)
-        if judged.kind == FLOAT32.name:
+        if judged.kind == ENDANGERED:
             logger.warning(_OUT_OF_REACH, part.path, type(part.holder).__name__, judged.reason)
 
 

@@ -9,12 +9,10 @@ from keras import ops
 
 from kmp import _arguments
 from kmp._arguments import SAVED_AS
-from kmp._formats import BFLOAT16, FLOAT16
+from kmp._formats import HALF
 from kmp._state import Kept, sublayers
 
 __all__ = ["BatchNormalization", "Float32", "Softmax"]
-
-_HALF = (FLOAT16.name, BFLOAT16.name)
 
 
 @keras.saving.register_keras_serializable(package=SAVED_AS)
@@ -156,7 +154,7 @@ def _in_float32(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _with_float32_variables(dtype: Any) -> keras.DTypePolicy:
     policy = keras.dtype_policies.get(dtype) if dtype is not None else keras.config.dtype_policy()
-    if policy.variable_dtype in _HALF:
+    if policy.variable_dtype in HALF:
         return keras.DTypePolicy(f"mixed_{policy.compute_dtype}")
     return policy
 
@@ -167,7 +165,7 @@ def _set_float32(layer: keras.Layer) -> None:
 
 
 def _refuse_half_variables(layer: keras.Layer) -> None:
-    half = [variable.path for variable in layer.variables if variable.dtype in _HALF]
+    half = [variable.path for variable in layer.variables if variable.dtype in HALF]
     if half:
         raise ValueError(
             f"`layer` has variables in half precision already: {', '.join(half)}. "
@@ -189,5 +187,5 @@ def _takes_one_shape(layer: keras.Layer) -> bool:
 
 def to_float32(value: Any) -> Any:
     """Returns a tensor of 16 bits in float32, and all else as it is."""
-    is_half = keras.backend.standardize_dtype(value.dtype) in _HALF if hasattr(value, "dtype") else False
+    is_half = keras.backend.standardize_dtype(value.dtype) in HALF if hasattr(value, "dtype") else False
     return ops.cast(value, "float32") if is_half else value

@@ -11,6 +11,7 @@ from kmp import _arguments, _replicas, _warnings, scaling
 from kmp._arguments import SAVED_AS
 from kmp._counters import Counters, LossWatch
 from kmp._graph import network_order
+from kmp._internals import learning_rate_of
 from kmp._sampler import Sampler, paths_of, widened
 from kmp._samples import matching
 from kmp._step import Step, by_place
@@ -50,7 +51,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         min_scale: Float, the scale never falls below it. At least 2^-126. Defaults to 2^-14: below that, a loss of 1
             leaves float16's normal range.
         max_scale: Float, the scale never grows above it. At most 2^127, the default: the largest power of two in
-            float32. Beyond 2^126, whose reciprocal is the smallest normal one, losses and gradients get 2^126.
+            float32. A scale above 2^126 is applied as 2^126: the reciprocal of a larger one is subnormal.
         loss_scale: `"dynamic"`, the default, or 0 for the same; or a float from 2^-126 to 2^127, a scale that never
             moves.
         jit_compile: Whether `apply` is compiled with XLA where the step around it is not, as in a model compiled with
@@ -182,7 +183,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._order = network_order(by_place(grads, places, len(self._trainable_variables)))
         step = Step(self, self._trainable_variables, variables, places, self._order)
         if self._compiles():
-            self._compiler.call((*places, id(self.inner_optimizer._learning_rate)), step.take, grads)
+            self._compiler.call((*places, id(learning_rate_of(self.inner_optimizer))), step.take, grads)
         else:
             step.take(grads)
 
@@ -289,7 +290,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _index(self, variable: Any) -> int:
         try:
-            return self._get_variable_index(variable)
+            return self._get_variable_index(variable)  # Keras gives subclasses no other way to it
         except KeyError:
             raise ValueError(
                 f"Unknown variable: {variable}. The optimizer was built on other variables; "

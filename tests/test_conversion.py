@@ -306,6 +306,8 @@ def test_pattern_that_matches_no_layer_is_an_error(choice):
 
 
 def test_keep_float32_of_another_type_is_an_error():
+    with pytest.raises(TypeError, match="`islands` must be True or False"):
+        kmp.convert(models.operations()[0], islands="no")
     with pytest.raises(TypeError, match="`keep_float32` must be a path or pattern"):
         kmp.convert(models.classifier()[0], keep_float32=3)
 

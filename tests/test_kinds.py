@@ -4,7 +4,7 @@ import pytest
 from keras import layers, ops
 
 import kmp
-from kmp._kinds import FLOAT32, FOLLOWS, HALF, judge
+from kmp._kinds import ENDANGERED, FOLLOWS, MADE_FOR_IT, judge
 from kmp._structure import Part, parts_of
 
 
@@ -36,40 +36,40 @@ class Holds(AddsLoss):
 @pytest.mark.parametrize(
     ("layer", "kind"),
     [
-        (layers.Softmax(), FLOAT32),
-        (layers.Dense(2, activation="softmax"), FLOAT32),
-        (layers.Activation("exponential"), FLOAT32),
-        (layers.Activation("log_softmax"), FLOAT32),
-        (layers.UnitNormalization(), FLOAT32),
-        (layers.ActivityRegularization(l2=0.1), FLOAT32),
-        (layers.Dense(2, activity_regularizer="l2"), FLOAT32),
-        (AddsLoss(), FLOAT32),
+        (layers.Softmax(), ENDANGERED),
+        (layers.Dense(2, activation="softmax"), ENDANGERED),
+        (layers.Activation("exponential"), ENDANGERED),
+        (layers.Activation("log_softmax"), ENDANGERED),
+        (layers.UnitNormalization(), ENDANGERED),
+        (layers.ActivityRegularization(l2=0.1), ENDANGERED),
+        (layers.Dense(2, activity_regularizer="l2"), ENDANGERED),
+        (AddsLoss(), ENDANGERED),
         (Holds(), FOLLOWS),
-        (layers.SpectralNormalization(layers.Dense(2)), FLOAT32),
-        (layers.Normalization(), FLOAT32),
-        (layers.Rescaling(1 / 255), FLOAT32),
-        (layers.RandomFlip(), FLOAT32),
-        (layers.Lambda(lambda x: x), FLOAT32),
-        (kmp.layers.Softmax(), FLOAT32),
-        (kmp.layers.Float32(layers.Dense(2)), FLOAT32),
-        (layers.Dense(2), HALF),
-        (layers.Dense(2, activation="relu"), HALF),
-        (layers.Conv2D(2, 3), HALF),
-        (layers.LSTM(2), HALF),
-        (layers.MultiHeadAttention(2, 2), HALF),
-        (layers.BatchNormalization(), HALF),
-        (kmp.layers.BatchNormalization(), HALF),
-        (layers.LayerNormalization(), HALF),
-        (layers.GroupNormalization(), HALF),
+        (layers.SpectralNormalization(layers.Dense(2)), ENDANGERED),
+        (layers.Normalization(), ENDANGERED),
+        (layers.Rescaling(1 / 255), ENDANGERED),
+        (layers.RandomFlip(), ENDANGERED),
+        (layers.Lambda(lambda x: x), ENDANGERED),
+        (kmp.layers.Softmax(), ENDANGERED),
+        (kmp.layers.Float32(layers.Dense(2)), ENDANGERED),
+        (layers.Dense(2), MADE_FOR_IT),
+        (layers.Dense(2, activation="relu"), MADE_FOR_IT),
+        (layers.Conv2D(2, 3), MADE_FOR_IT),
+        (layers.LSTM(2), MADE_FOR_IT),
+        (layers.MultiHeadAttention(2, 2), MADE_FOR_IT),
+        (layers.BatchNormalization(), MADE_FOR_IT),
+        (kmp.layers.BatchNormalization(), MADE_FOR_IT),
+        (layers.LayerNormalization(), MADE_FOR_IT),
+        (layers.GroupNormalization(), MADE_FOR_IT),
         (layers.ReLU(), FOLLOWS),
         (layers.Add(), FOLLOWS),
         (layers.Dropout(0.1), FOLLOWS),
         (layers.MaxPooling2D(), FOLLOWS),
         (layers.GlobalAveragePooling2D(), FOLLOWS),
-        (layers.GlobalAveragePooling1D(), FLOAT32),
-        (layers.Dense(2, activation=layers.Softmax()), FLOAT32),
-        (layers.LSTM(2, recurrent_activation="softmax"), FLOAT32),
-        (layers.Dot(axes=1), HALF),
+        (layers.GlobalAveragePooling1D(), ENDANGERED),
+        (layers.Dense(2, activation=layers.Softmax()), ENDANGERED),
+        (layers.LSTM(2, recurrent_activation="softmax"), ENDANGERED),
+        (layers.Dot(axes=1), MADE_FOR_IT),
         (layers.StringLookup(), FOLLOWS),
     ],
     ids=lambda value: value.name if isinstance(value, keras.Layer) else value,
@@ -81,28 +81,28 @@ def test_layers_are_of_the_kind_that_their_source_says(layer, kind):
 @pytest.mark.parametrize(
     ("function", "kind"),
     [
-        (ops.exp, FLOAT32),
-        (ops.log, FLOAT32),
-        (lambda x: ops.power(x, 3), FLOAT32),
-        (ops.square, FLOAT32),
-        (lambda x: ops.sum(x, axis=-1), FLOAT32),
-        (lambda x: ops.std(x, axis=-1), FLOAT32),
-        (lambda x: ops.norm(x, axis=-1), FLOAT32),
-        (ops.softmax, FLOAT32),
-        (ops.reciprocal, FLOAT32),
-        (lambda x: x * 1e5, FLOAT32),
-        (lambda x: x * 100000, FLOAT32),
-        (lambda x: ops.clip(x, -1e9, 1e9), FLOAT32),
-        (lambda x: 1.0 / x, FLOAT32),
-        (lambda x: x * x, FLOAT32),
+        (ops.exp, ENDANGERED),
+        (ops.log, ENDANGERED),
+        (lambda x: ops.power(x, 3), ENDANGERED),
+        (ops.square, ENDANGERED),
+        (lambda x: ops.sum(x, axis=-1), ENDANGERED),
+        (lambda x: ops.std(x, axis=-1), ENDANGERED),
+        (lambda x: ops.norm(x, axis=-1), ENDANGERED),
+        (ops.softmax, ENDANGERED),
+        (ops.reciprocal, ENDANGERED),
+        (lambda x: x * 1e5, ENDANGERED),
+        (lambda x: x * 100000, ENDANGERED),
+        (lambda x: ops.clip(x, -1e9, 1e9), ENDANGERED),
+        (lambda x: 1.0 / x, ENDANGERED),
+        (lambda x: x * x, ENDANGERED),
         (lambda x: x / 2.0, FOLLOWS),
-        (ops.squareplus, FLOAT32),
+        (ops.squareplus, ENDANGERED),
         (ops.softplus, FOLLOWS),
-        (lambda x: x + (-1e9), FLOAT32),
-        (lambda x: x + 1e-8, FLOAT32),
-        (lambda x: x * np.array([1.0, 2.0, 7e4, 1.0], "float32"), FLOAT32),
-        (lambda x: ops.matmul(x, ops.transpose(x)), HALF),
-        pytest.param(lambda x: ops.nanmean(x, axis=-1), FLOAT32, marks=NANMEAN),
+        (lambda x: x + (-1e9), ENDANGERED),
+        (lambda x: x + 1e-8, ENDANGERED),
+        (lambda x: x * np.array([1.0, 2.0, 7e4, 1.0], "float32"), ENDANGERED),
+        (lambda x: ops.matmul(x, ops.transpose(x)), MADE_FOR_IT),
+        pytest.param(lambda x: ops.nanmean(x, axis=-1), ENDANGERED, marks=NANMEAN),
         (lambda x: ops.mean(x, axis=-1), FOLLOWS),
         (ops.relu, FOLLOWS),
         (lambda x: x + 1.0, FOLLOWS),
@@ -131,7 +131,7 @@ def test_subclass_is_judged_as_what_it_is_made_from():
     class Mine(keras.layers.Dense):
         pass
 
-    assert judged(Mine(2)).kind == HALF
+    assert judged(Mine(2)).kind == MADE_FOR_IT
 
 
 @pytest.mark.parametrize("name", ["mean", "var", "std", pytest.param("nanmean", marks=NANMEAN)])
@@ -156,3 +156,9 @@ def test_unit_normalization_does_not_stand_them():
     x = ops.convert_to_tensor(np.full((1, 64), 1e3), "float16")
     outputs = np.asarray(layers.UnitNormalization(dtype="mixed_float16")(x), np.float64)
     assert not np.isclose(np.linalg.norm(outputs), 1.0, atol=0.1)
+
+
+def test_integers_are_in_no_danger_of_float16s_range():
+    ids = keras.Input((4,), dtype="int32")
+    model = keras.Model(ids, ops.one_hot(ids % 1_000_003, 70_000))
+    assert {judge(part).kind for part in parts_of(model) if not part.is_layer} == {FOLLOWS}

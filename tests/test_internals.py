@@ -1,0 +1,49 @@
+import keras
+import numpy as np
+from keras import ops
+
+from kmp import _internals
+
+
+def shared_twice():
+    inputs = keras.Input((4,))
+    shared = keras.layers.Dense(4)
+    return inputs, shared, [shared(inputs), shared(ops.relu(inputs))]
+
+
+def test_calls_of_an_operation_are_all_known_where_keras_shows_one():
+    inputs, shared, outputs = shared_twice()
+    assert shared.output is outputs[0]
+    calls = _internals.calls_of(shared)
+    assert [call.output_tensors[0] for call in calls] == outputs
+    assert calls[0].input_tensors[0] is inputs
+
+
+def test_a_tensor_knows_its_maker():
+    inputs, shared, outputs = shared_twice()
+    assert [_internals.maker_of(output) for output in outputs] == [shared, shared]
+    assert isinstance(_internals.maker_of(inputs), keras.layers.InputLayer)
+
+
+def test_a_schedule_is_given_as_it_is_and_a_number_as_its_variable():
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+    assert _internals.learning_rate_of(keras.optimizers.SGD(schedule)) is schedule
+    variable = _internals.learning_rate_of(keras.optimizers.SGD(0.25))
+    assert isinstance(variable, keras.Variable)
+    assert float(variable.numpy()) == 0.25
+
+
+def test_an_optimizer_knows_what_it_was_built_on():
+    weight, optimizer = keras.Variable(np.zeros(2, "float32")), keras.optimizers.Adam()
+    optimizer.build([weight])
+    assert [id(one) for one in _internals.variables_to_train(optimizer)] == [id(weight)]
+    assert id(weight) not in map(id, optimizer.variables)
+
+
+def test_a_frozen_layer_still_says_what_it_declared():
+    layer = keras.layers.BatchNormalization()
+    layer.build((None, 3))
+    layer.trainable = False
+    assert not layer.trainable_variables
+    assert [one.name for one in _internals.declared_trainable(layer)] == ["gamma", "beta"]
+    assert [one.name for one in _internals.declared_not_trainable(layer)] == ["moving_mean", "moving_variance"]
