@@ -1,6 +1,6 @@
 """What mixed precision would mean for a model, layer by layer and operation by operation."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -8,7 +8,9 @@ import keras
 from kmp import _audit_table
 from kmp._audit_rows import Row
 from kmp._by_plan import by_plan, in_float32
-from kmp._kinds import FLOAT32, FOLLOWS, Judgement, judge
+from kmp._formats import FLOAT32
+from kmp._internals import calls_of
+from kmp._kinds import ENDANGERED, FOLLOWS, Judgement, judge
 from kmp._plan import Plan, out_of_reach, planned, told_parts
 from kmp._state import computes_in_half, only_hands_on
 from kmp._structure import Part, check_built, is_quantized, parts_of
@@ -33,7 +35,7 @@ class Audit:
     @property
     def endangered(self) -> tuple[Row, ...]:
         """Those that float16 endangers."""
-        return tuple(row for row in self.rows if row.judgement == FLOAT32)
+        return tuple(row for row in self.rows if row.judgement == ENDANGERED)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the audit as JSON has it."""
@@ -83,38 +85,36 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     seen = _compared(model, plan, batch) if batch is not None else {}
     parts = parts_of(model)
     told = {part.path for part in (*told_parts(model), *out_of_reach(parts))}
-    rows = [_row(part, plan, part.path in told, seen.get(part.path)) for part in parts]
-    if computes_in_half(model):
-        rows = [replace(row, planned_dtype=row.compute_dtype) for row in rows]
-    return Audit(model.name, tuple(rows), plan)
+    is_mixed = computes_in_half(model)
+    rows = tuple(_row(part, plan, is_mixed, part.path in told, seen.get(part.path)) for part in parts)
+    return Audit(model.name, rows, plan)
 
 
 def _compared(model: keras.Model, plan: Plan, batch: Any) -> dict[str, tuple[Seen, Seen]]:
     """Returns by path what was seen in float32 and in the candidate."""
-    is_mixed = any(
-        part.is_layer and part.operation.compute_dtype in ("float16", "bfloat16") for part in parts_of(model)
-    )
-    narrow, wide = (model, in_float32(model)) if is_mixed else (by_plan(model, plan), model)
+    narrow, wide = (model, in_float32(model)) if computes_in_half(model) else (by_plan(model, plan), model)
     reference, candidate = (by_old_path(traced(one, batch)[1], model, one) for one in (wide, narrow))
     return {path: (reference[path], candidate[path]) for path in reference if path in candidate}
 
 
-def _row(part: Part, plan: Plan, is_told: bool, seen: tuple[Seen, Seen] | None) -> Row:
-    layer, output, planned_dtype = part.operation, _output_dtype(part.operation), _planned_dtype(part, plan)
+def _row(part: Part, plan: Plan, is_mixed: bool, is_told: bool, seen: tuple[Seen, Seen] | None) -> Row:
+    layer, output = part.operation, _output_dtype(part.operation)
     judged = judge(part) if is_told or isinstance(layer, keras.layers.InputLayer) else _made_by(part.holder)
     reason = plan.float32.get(part.path, judged.reason)
     has_dtypes = part.is_layer and not only_hands_on(layer)
+    compute_dtype = layer.compute_dtype if has_dtypes else output or ""
+    planned_dtype = compute_dtype if is_mixed else _planned_dtype(part, plan)
     return Row(
         path=part.path,
         kind=type(layer).__name__,
-        compute_dtype=layer.compute_dtype if has_dtypes else output or "",
+        compute_dtype=compute_dtype,
         variable_dtype=layer.variable_dtype if has_dtypes else None,
         output_dtype=output,
         judgement=judged.kind,
         reason=reason,
         source=judged.source if reason == judged.reason else "",
         planned_dtype=planned_dtype,
-        tensor_cores=() if planned_dtype == FLOAT32 else tuple(unaligned(layer)),
+        tensor_cores=() if planned_dtype == FLOAT32.name else tuple(unaligned(layer)),
         **_measured(*seen) if seen else {},
     )
 
@@ -134,8 +134,8 @@ def _measured(reference: Seen, candidate: Seen) -> dict[str, Any]:
 
 
 def _planned_dtype(part: Part, plan: Plan) -> str:
-    if plan.policy_of(part.path) == FLOAT32:
-        return FLOAT32
+    if plan.policy_of(part.path) == FLOAT32.name:
+        return FLOAT32.name
     if isinstance(part.operation, keras.layers.InputLayer):
         return part.operation.dtype
     if not part.is_layer or only_hands_on(part.operation):
@@ -148,6 +148,6 @@ def _output_dtype(operation: keras.Operation) -> str | None:
     try:
         outputs = keras.tree.flatten(operation.output)
     except (AttributeError, ValueError, RuntimeError):  # never called in a graph, or in several places
-        outputs = [tensor for node in operation._inbound_nodes for tensor in node.output_tensors]
+        outputs = [tensor for node in calls_of(operation) for tensor in node.output_tensors]
     dtypes = sorted({keras.backend.standardize_dtype(tensor.dtype) for tensor in outputs})
     return ", ".join(dtypes) or None

@@ -75,6 +75,26 @@ def test_batch_shows_a_mixed_model_against_itself_in_float32():
     assert 0 < max(drifts) < 0.01
 
 
+def test_batch_compares_a_float32_model_with_the_candidate_whatever_policy_is_in_force():
+    with kmp.enable():
+        inputs = keras.Input((4,))  # its layer has the policy in force
+        hidden = layers.Dense(4, dtype="float32", name="hidden")(inputs)
+        model = keras.Model(inputs, layers.Dense(2, dtype="float32")(hidden))
+    rows = rows_of(model, np.random.default_rng(0).normal(size=(8, 4)).astype("float32"))
+    assert (rows["hidden"].compute_dtype, rows["hidden"].planned_dtype) == ("float32", "float16")
+    assert rows["hidden"].drift > 0.0
+
+
+def test_dimensions_to_pad_are_those_of_layers_that_are_in_16_bits_now():
+    with kmp.enable():
+        dense = layers.Dense(10, name="narrow"), layers.Dense(10, dtype="float32", name="wide"), layers.Dense(10)
+        model = keras.Sequential([keras.Input((16,)), *dense, kmp.layers.Softmax()])
+    rows = rows_of(model)
+    assert rows["narrow"].tensor_cores == ("units 10 -> 16",)
+    assert rows["wide"].tensor_cores == ()
+    assert rows[dense[2].name].tensor_cores == ("inputs 10 -> 16", "units 10 -> 16")
+
+
 def test_batch_leaves_the_model_as_it_is():
     model, batch = models.classifier()
     before = [np.array(variable) for variable in model.variables]
