@@ -9,11 +9,10 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import ops
 
 from kmp import statistics
 from kmp._formats import FLOAT32
-from kmp._state import sublayers
+from kmp._state import sublayers, unchanged
 from kmp.records import GradientSample
 
 
@@ -32,8 +31,8 @@ def _without_tensor_float_32() -> Iterator[None]:
 def float32_sample(model: keras.Model, batch: Sequence[Any], variables: Mapping[str, Any], step: int) -> GradientSample:
     """Returns the gradients that a compiled model would have in float32, without a loss scale.
 
-    Runs eagerly, forward and backward once. Leaves the model as it was: policies, weights, moving statistics, seeds and
-    metrics. (Keras' global seed, which layers without a seed of their own draw from, goes on.)
+    Runs eagerly, forward and backward once. Leaves the model as it was: policies, weights, moving statistics, RNN
+    states, seeds and metrics. (Keras' global seed, which layers without a seed of their own draw from, goes on.)
 
     Args:
         model: A compiled model, built, whose variables are float32.
@@ -42,7 +41,7 @@ def float32_sample(model: keras.Model, batch: Sequence[Any], variables: Mapping[
         step: The training step that the sample is filed under.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tuple(batch))
-    with _unchanged(model), _computing_in_float32(model), tf.GradientTape() as tape:
+    with unchanged(model), _computing_in_float32(model), tf.GradientTape() as tape:
         prediction = model(x, training=True)
         takes_training = "training" in inspect.signature(model.compute_loss).parameters  # Keras' does since 3.5
         training = {"training": True} if takes_training else {}
@@ -75,14 +74,3 @@ def _computing_in_float32(model: keras.Model) -> Iterator[None]:
     finally:
         for layer, policy in zip(layers, policies, strict=True):
             layer.dtype_policy = policy
-
-
-@contextlib.contextmanager
-def _unchanged(model: keras.Model) -> Iterator[None]:
-    variables = {id(v): v for v in (*model.variables, *(v for m in model.metrics for v in m.variables))}
-    before = {key: ops.copy(variable) for key, variable in variables.items()}
-    try:
-        yield
-    finally:
-        for key, variable in variables.items():
-            variable.assign(before[key])

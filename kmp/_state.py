@@ -8,7 +8,8 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from kmp._formats import BFLOAT16, FLOAT16, FLOAT32
+from kmp._formats import FLOAT32, HALF
+from kmp._internals import declared_not_trainable, declared_trainable
 from kmp._patch import definer, is_keras
 
 
@@ -19,7 +20,7 @@ def sublayers(layer: keras.Layer) -> Iterable[keras.Layer]:
 
 def children(layer: keras.Layer) -> Iterable[keras.Layer]:
     """Returns the layers that a layer holds itself."""
-    return layer._flatten_layers(recursive=False, include_self=False)
+    return layer._flatten_layers(recursive=False, include_self=False)  # as above
 
 
 def compute_dtypes(layer: keras.Layer) -> set[str]:
@@ -30,7 +31,7 @@ def compute_dtypes(layer: keras.Layer) -> set[str]:
 def float32_variables(layer: keras.Layer) -> set[int]:
     """Returns the identities of the variables that only layers which compute in float32 have as their own."""
     owned = [
-        (inner.compute_dtype, id(variable)) for inner in sublayers(layer) for variable in inner._trainable_variables
+        (inner.compute_dtype, id(variable)) for inner in sublayers(layer) for variable in declared_trainable(inner)
     ]
     wide = {variable for dtype, variable in owned if dtype == FLOAT32.name}
     return wide - {variable for dtype, variable in owned if dtype != FLOAT32.name}
@@ -45,7 +46,7 @@ def only_hands_on(layer: keras.Layer) -> bool:
 
 def computes_in_half(model: keras.Model) -> bool:
     """Whether any part of a model computes in 16 bits."""
-    return bool(compute_dtypes(model) & {FLOAT16.name, BFLOAT16.name})
+    return bool(compute_dtypes(model) & set(HALF))
 
 
 def rnn_states(layer: keras.Layer) -> list[keras.Variable]:
@@ -56,9 +57,11 @@ def rnn_states(layer: keras.Layer) -> list[keras.Variable]:
 
 @contextlib.contextmanager
 def unchanged(model: keras.Model) -> Iterator[None]:
-    """Puts everything back that a forward pass, run eagerly inside, may change: states, statistics, random seeds."""
+    """Puts everything back that a pass, run eagerly inside, may change: weights, statistics, states, seeds, metrics."""
     states = [state for layer in sublayers(model) for state in rnn_states(layer)]
-    before = [(variable, ops.copy(variable)) for variable in (*model.non_trainable_variables, *states)]
+    metrics = [variable for metric in model.metrics for variable in metric.variables]
+    variables = {id(variable): variable for variable in (*model.variables, *states, *metrics)}.values()
+    before = [(variable, ops.copy(variable)) for variable in variables]
     try:
         yield
     finally:
@@ -127,7 +130,7 @@ def keeping_layers(layers: Iterable[keras.Layer]) -> Iterator[tuple[Kept, Kept]]
 def _states(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
     # Those declared as not trained: a layer's public lists change with `trainable`, and some layers learn while frozen.
     inner = [layer for outer in layers for layer in sublayers(outer)]
-    held = [variable for layer in inner for variable in (*layer._non_trainable_variables, *rnn_states(layer))]
+    held = [variable for layer in inner for variable in (*declared_not_trainable(layer), *rnn_states(layer))]
     found = {id(variable): variable for variable in held}
     return [variable for variable in found.values() if keras.backend.is_float_dtype(variable.dtype)]
 

@@ -73,6 +73,21 @@ def test_reference_is_the_gradient_in_float32_and_leaves_no_trace():
     assert (sample.norm > 0).sum() >= 5
 
 
+def test_reference_leaves_the_states_of_stateful_rnns():
+    with kmp.enable():
+        rnn = keras.layers.LSTM(3, stateful=True)
+        model = keras.Sequential([keras.Input(batch_shape=(8, 5, 2)), rnn, keras.layers.Dense(2), kmp.layers.Softmax()])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    x, y = np.ones((8, 5, 2), "float32"), np.ones(8, "int32")
+    histogram = kmp.callbacks.GradientHistogram(reference=(x, y))
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[histogram])
+    before = [state.numpy() for state in rnn.states]
+    histogram._measure_reference()
+    for state, old in zip(rnn.states, before, strict=True):
+        np.testing.assert_array_equal(state, old)
+        assert np.any(old)
+
+
 def test_what_float16_flushed_is_told_from_what_is_zero_anyway():
     model = small_gradients()
     histogram = kmp.callbacks.GradientHistogram(reference=batch())
