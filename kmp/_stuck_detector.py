@@ -30,6 +30,18 @@ class StuckDetector(Reader):
         TypeError: If an argument is of the wrong type.
         ValueError: If an argument is outside its range; in `on_train_begin`, if the optimizer is not kmp's.
         StuckError: In training, if it is stuck.
+
+    Example:
+    >>> import keras, kmp, numpy as np
+    >>> with kmp.enable():
+    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> x, detector = np.full((80, 4), np.nan), kmp.callbacks.StuckDetector(patience=10)
+    >>> try:
+    ...     _ = model.fit(x, np.ones((80, 1)), batch_size=8, verbose=0, callbacks=[detector])
+    ... except kmp.callbacks.StuckError as error:
+    ...     print(str(error).splitlines()[0])
+    Training is stuck: at step 10 the last 10 steps were skipped. Last loss: nan. Loss scale: 32768.
     """
 
     def __init__(
@@ -53,7 +65,7 @@ class StuckDetector(Reader):
     def _look(self) -> Snapshot:
         """Reads all of the optimizer only where a step was skipped since the last time: training is not stuck else."""
         counters = self.optimizer.counters
-        if int(counters.overflows.numpy()) != self._last.overflow_count:
+        if not self.optimizer.built or int(counters.overflows.numpy()) != self._last.overflow_count:
             return super()._look()
         return replace(
             self._last,

@@ -1,6 +1,7 @@
 """Callbacks for `fit`: what the loss scaler does, in `logs`, files and TensorBoard; stuck runs; resuming killed ones.
 
-Those that read compute nothing: the compiled step counts on the device, and a reading copies a few numbers to the host.
+Those that read compute nothing of their own (but the float32 reference that `GradientHistogram` may be asked for): the
+compiled step counts on the device, and a reading copies a few numbers to the host.
 List them before callbacks that use their keys, such as `CSVLogger`; `History` and the progress bar always come after.
 
 With a `log_dir`, readings go to `kmp.jsonl` there (see `kmp.records`) and to TensorBoard event files.
@@ -10,6 +11,7 @@ from typing import Any
 
 import keras
 
+from kmp import _arguments
 from kmp._backup import BackupAndRestore
 from kmp._histogram_callback import GradientHistogram
 from kmp._loggers import LossScaleLogger, OverflowCounter
@@ -70,7 +72,7 @@ def defaults(
     readers.append(GradientHistogram(log_dir, every_n_steps, variables=variables, reference=reference))
     for reader in readers:
         reader.run = readers[0].run
-    probes = [ForwardProbe(None, every_n_steps)] if probe else []
+    probes = [ForwardProbe(None, every_n_steps)] if _arguments.boolean("probe", probe) else []
     reports = [] if report is None else [Report(report, run=readers[0].run)]
     detector = StuckDetector(on_stuck=on_stuck, checkpoint=checkpoint)
 

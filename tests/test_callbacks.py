@@ -34,8 +34,8 @@ def test_defaults_sample_the_variables_and_the_reference_that_they_are_given():
         assert {name.split("/")[-1] for sample in samples for name in sample.names} == {"kernel"}
 
 
-@pytest.mark.parametrize("argument", ["variables", "reference"])
-def test_defaults_refuse_what_the_histogram_refuses(argument):
+@pytest.mark.parametrize("argument", ["variables", "reference", "probe"])
+def test_defaults_refuse_what_is_of_another_type(argument):
     with pytest.raises(TypeError, match=f"`{argument}` must be"):
         defaults(**{argument: 3})
 
@@ -251,6 +251,14 @@ def test_callbacks_say_when_the_optimizer_they_read_takes_no_step():
     gan.compile()
     with pytest.warns(UserWarning, match="LossScaleLogger: the optimizer it reads took no step"):
         fit(gan, [LossScaleLogger()])
+
+
+@pytest.mark.filterwarnings("ignore:.*took no step")
+def test_defaults_train_a_model_whose_compiled_optimizer_takes_no_step():
+    gan = Gan()
+    gan.compile()
+    fit(gan, defaults(every_n_steps=2))
+    assert [int(optimizer.iterations.numpy()) for optimizer in gan.optimizers] == [20, 20]
 
 
 def test_interrupted_training_keeps_nothing_alive(tmp_path):
