@@ -5,9 +5,13 @@ from typing import Any
 import keras
 
 from kmp import _warnings
+from kmp._internals import learning_rate_of
 from kmp._patch import definer, is_keras
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import wrap
+from kmp.scaling import FixedScale
+
+_NO_SCALE = FixedScale(1.0)  # what a float32 model is recorded with, and float16 would underflow with
 
 
 def carry_over(old: keras.Model, new: keras.Model, scaled: bool) -> None:
@@ -25,7 +29,7 @@ def carry_over(old: keras.Model, new: keras.Model, scaled: bool) -> None:
         settings["optimizer"] = _optimizer(settings.get("optimizer"), scaled)
         new.compile(**settings, auto_scale_loss=False)
     except (TypeError, ValueError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = _warnings.first_line(error)
         _warnings.warn(f"{type(new).__name__} {new.name!r} is not compiled, compile it as before: {reason}")
         return
     if new.optimizer is not None and old.optimizer.built:
@@ -50,13 +54,13 @@ def _optimizer(old: keras.optimizers.Optimizer | None, scaled: bool) -> keras.op
         return None
     inner = _inner(old)
     config = inner.get_config()
-    schedule = inner._learning_rate  # the number that Keras shows is what a schedule comes to now
+    schedule = learning_rate_of(inner)
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         config["learning_rate"] = schedule
     made = type(inner).from_config(config)
     if not scaled:
         return made
-    if not isinstance(old, LossScaleOptimizer):
+    if not isinstance(old, LossScaleOptimizer) or old.rule == _NO_SCALE:
         return wrap(made)
     return LossScaleOptimizer(
         made, **{name: value for name, value in old.get_config().items() if name != "inner_optimizer"}

@@ -48,6 +48,23 @@ def test_settings_of_enable_are_those_of_the_loss_scale():
         assert kmp.convert(model).optimizer.rule.initial_scale == 1024.0
 
 
+def test_a_scale_that_only_recorded_a_float32_run_gives_way_to_one_that_moves():
+    model, _ = trained(optimizer=kmp.LossScaleOptimizer("adam", loss_scale=1.0))
+    assert kmp.convert(model).optimizer.rule == kmp.LossScaleOptimizer("adam").rule
+    model, _ = trained(optimizer=kmp.LossScaleOptimizer("adam", loss_scale=8.0))
+    assert kmp.convert(model).optimizer.rule.initial_scale == 8.0
+
+
+def test_an_error_without_a_text_is_named():
+    class Mute(keras.metrics.MeanSquaredError):
+        def get_config(self):
+            raise NotImplementedError
+
+    model, _ = trained(metrics=[Mute()])
+    with pytest.warns(UserWarning, match="compile it as before: NotImplementedError"):
+        kmp.convert(model)
+
+
 def test_losses_and_metrics_that_nobody_registered_carry_over():
     model, batch = trained(loss=own_loss, metrics=[OwnMetric(name="own"), own_loss])
     converted = kmp.convert(model)
