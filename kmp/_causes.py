@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable
 
-from kmp._evidence import FUTILE_IN_A_ROW, THE_INPUT, THE_LOSS, THE_TARGET, THE_WEIGHTS, Evidence
+from kmp._evidence import FUTILE_IN_A_ROW, Evidence
 from kmp._findings import Finding
-from kmp._formats import FLOAT16, FLOAT32
+from kmp._formats import FLOAT16, FLOAT32, as_power
+from kmp.records import THE_INPUT, THE_LOSS, THE_TARGET, THE_WEIGHTS
 
 # What counts as evidence. A dynamic scale skips steps to find its place, some at the start and one in 2000: no fault.
 _EXPLODING_UPDATE = 0.5  # of the weights' norm, in one step; 1e-3 is usual
@@ -28,12 +29,6 @@ _CHECKS = {
     THE_TARGET: "assert np.isfinite(y).all()",
     THE_WEIGHTS: "assert np.isfinite(sample_weight).all()",
 }
-
-
-def power(scale: float) -> str:
-    """Returns a scale as a power of two where it is one."""
-    mantissa, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
 
 
 def _exploding(evidence: Evidence) -> Finding | None:
@@ -110,7 +105,7 @@ def _backward(evidence: Evidence) -> Finding | None:
         "layer",
         f"No loss scale helps: the backward pass is inf or nan near {path}.",
         f"{_of_steps(evidence, evidence.in_backward)} were skipped with a finite loss, down to a scale of "
-        f"{power(evidence.scale)}; {path} was to blame in {share:.0%} of the skipped steps",
+        f"{as_power(evidence.scale)}; {path} was to blame in {share:.0%} of the skipped steps",
         f"layer = kmp.layers.Float32(layer)  # those between {path!r} and the loss; look for an epsilon below 2^-25",
     )
 
@@ -150,7 +145,7 @@ def _scale_too_large(evidence: Evidence) -> Finding | None:
     instead = f"  # or loss_scale={_literal(known[1])}" if known and 2.0 ** known[1] < evidence.scale else ""
     return Finding(
         "scale_too_large",
-        f"The fixed loss scale of {power(evidence.scale)} is too large.",
+        f"The fixed loss scale of {as_power(evidence.scale)} is too large.",
         f"{_of_steps(evidence, evidence.in_backward)} overflowed in the backward pass, with a finite loss{blamed}",
         f"kmp.enable(loss_scale='dynamic'){instead}",
     )
@@ -170,7 +165,7 @@ def _scale_too_small(evidence: Evidence) -> Finding | None:
         change += f", max_scale={_literal(FLOAT32.max_exponent)}"
     return Finding(
         "scale_too_small",
-        f"The loss scale of {power(evidence.scale)} is too small: gradients are lost to underflow.",
+        f"The loss scale of {as_power(evidence.scale)} is too small: gradients are lost to underflow.",
         "; ".join(told),
         f"kmp.enable({change})" + ("  # or loss_scale='dynamic'" if evidence.is_fixed and best is not None else ""),
     )
@@ -183,7 +178,7 @@ def _underflow(evidence: Evidence) -> list[str]:
     if evidence.subnormal > _MANY_SUBNORMAL:
         told.append(
             f"{evidence.subnormal:.1%} of the sampled gradient elements that are not zero are subnormal in float16, at "
-            f"the scales in use (last {power(evidence.scale)}){spare}"
+            f"the scales in use (last {as_power(evidence.scale)}){spare}"
         )
     if zero and evidence.headroom >= 2 * _SPARE_BITS and evidence.zero_share >= 0.5:
         told.append(
@@ -215,7 +210,7 @@ def _range(evidence: Evidence) -> Finding | None:
     return Finding(
         "range",
         "The gradients span more than float16 can hold, at any loss scale.",
-        f"at {power(2.0**best)}, the largest scale without an overflow, {lost:.1%} of the elements still underflow; "
+        f"at {as_power(2.0**best)}, the largest scale without an overflow, {lost:.1%} of the elements still underflow; "
         f"the largest are those of {wide}, and {smallest} loses the most",
         f"layer = kmp.layers.Float32(layer)  # around {wide!r}; or kmp.enable('mixed_bfloat16')",
     )
@@ -228,7 +223,7 @@ def _held_down(evidence: Evidence) -> Finding:
         "range",
         f"The gradients of {wide} keep the loss scale too low for the others.",
         f"{evidence.subnormal:.1%} of the sampled gradient elements that are not zero are subnormal in float16, at the "
-        f"scales in use (last {power(evidence.scale)}), with {max(evidence.headroom, 0.0):.0f} bits to overflow to "
+        f"scales in use (last {as_power(evidence.scale)}), with {max(evidence.headroom, 0.0):.0f} bits to overflow to "
         f"spare; the largest are those of {wide}, and {smallest} loses the most",
         f"layer = kmp.layers.Float32(layer)  # around {wide!r}; or kmp.enable('mixed_bfloat16')",
     )
@@ -260,8 +255,8 @@ def _initial_scale(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "initial_scale",
-        f"The initial loss scale of {power(first)} is too large.",
-        f"{count} of the first {until} steps were skipped until the scale had come down to {power(settled)}",
+        f"The initial loss scale of {as_power(first)} is too large.",
+        f"{count} of the first {until} steps were skipped until the scale had come down to {as_power(settled)}",
         f"kmp.enable(initial_scale={_literal(math.floor(math.log2(settled)))})",
     )
 

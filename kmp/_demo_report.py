@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kmp import _demo
 from kmp._demo import BATCH_SIZE, GROWTH_INTERVAL, LABEL_WEIGHT, SEEDS, Result, Way
-from kmp._formats import FLOAT16
+from kmp._formats import FLOAT16, as_power
 
 Results = dict[Way, list[Result]]
 
@@ -62,7 +62,7 @@ def table(results: Results) -> Table:
             f"{zeros:.1%}",
             "" if way.policy == "float32" else f"{max(0.0, zeros - baseline):.1%}",
             " ".join(str(result.snapshot.overflow_count) for result in trained),
-            "\n".join(sorted({_power(result.snapshot.loss_scale) for result in trained})) if way.scaled else "none",
+            "\n".join(sorted({as_power(result.snapshot.loss_scale) for result in trained})) if way.scaled else "none",
             f"{_mean(trained, lambda result: result.seconds):.1f}",
         )
     return shown
@@ -78,7 +78,7 @@ def reasons(results: Results) -> Iterator[str]:
     accuracies = {names[way]: [result.accuracy for result in trained] for way, trained in results.items()}
     spread = max(max(values) - min(values) for values in accuracies.values())
     means = {name: statistics.fmean(values) for name, values in accuracies.items()}
-    if max(means.values()) - min(means.values()) <= spread:
+    if len(means) > 1 and max(means.values()) - min(means.values()) <= spread:
         yield f"The ways differ by no more than the seeds do ({spread:.3f})."
     elif any(way.scaled for way in results):
         yield from _why(means)
@@ -136,8 +136,3 @@ def _mean(results: list[Result], of: Callable[[Result], float]) -> float:
 
 def _range(values: list[float]) -> str:
     return f"{statistics.fmean(values):.3f}\n{min(values):.3f}-{max(values):.3f}"
-
-
-def _power(scale: float) -> str:
-    mantissa, exponent = scale.hex().split("p")
-    return f"2^{int(exponent)}" if float.fromhex(mantissa) == 1.0 else f"{scale:g}"

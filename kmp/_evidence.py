@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 
 from kmp._formats import FLOAT16
-from kmp._what_if import WhatIf, narrow, what_if
-from kmp.records import GradientSample, Run
+from kmp._what_if import WhatIf, finite, narrow, what_if
+from kmp.records import BATCH, GradientSample, Run
 
 FUTILE_IN_A_ROW = 12
 _UNDERFLOWED = 0.05
-THE_INPUT, THE_TARGET, THE_WEIGHTS = BATCH = ("the batch's x", "the batch's y", "the batch's sample_weight")
-THE_LOSS = "the loss function"
 
 
 class Evidence:
@@ -68,8 +66,7 @@ class Evidence:
     @cached_property
     def finite(self) -> list[GradientSample]:
         """The samples without inf and nan, of the variables that float16 can take something from."""
-        samples = narrow(self.run, self.samples)
-        return [sample for sample in samples if sample.histogram.is_finite and sample.histogram.total]
+        return finite(narrow(self.run, self.samples))
 
     @cached_property
     def subnormal(self) -> float:

@@ -14,6 +14,12 @@ class Finding:
         title: What is wrong, as a sentence.
         evidence: What in the run says so, with numbers.
         change: A line of code to change.
+
+    Example:
+    >>> print(Finding("range", "The gradients span too much.", "what was counted", "kmp.enable('mixed_bfloat16')"))
+    The gradients span too much.
+      Evidence: what was counted
+      Change: kmp.enable('mixed_bfloat16')
     """
 
     cause: str
@@ -31,6 +37,10 @@ class Advice(tuple[Finding, ...]):
     Args:
         findings: The findings.
         verdict: What float16 costs this run, in a sentence.
+
+    Example:
+    >>> print(Advice([], "float16 costs nothing here."))
+    float16 costs nothing here.
     """
 
     verdict: str

@@ -4,6 +4,7 @@ The one source of numbers such as 65504 and 2^-24. Source: IEEE 754-2019, sectio
 fraction cut to 7 bits.
 """
 
+import math
 from dataclasses import dataclass
 
 
@@ -60,3 +61,23 @@ class Format:
 FLOAT16 = Format("float16", exponent_bits=5, fraction_bits=10)
 BFLOAT16 = Format("bfloat16", exponent_bits=8, fraction_bits=7)
 FLOAT32 = Format("float32", exponent_bits=8, fraction_bits=23)
+
+# The dtypes of mixed precision's computations.
+HALF = (FLOAT16.name, BFLOAT16.name)
+
+
+def is_power_of_two(number: float) -> bool:
+    """Whether a number is a power of two: floats multiplied by it are not rounded, while they stay in range."""
+    return math.frexp(number)[0] == 0.5
+
+
+def as_power(number: float) -> str:
+    """Returns a number in words, as a power of two where it is one.
+
+    Example:
+    >>> as_power(32768.0), as_power(1.0), as_power(1000.0)
+    ('2^15', '1', '1000')
+    """
+    if number == 1 or not is_power_of_two(number):
+        return f"{number:g}"
+    return f"2^{math.frexp(number)[1] - 1}"

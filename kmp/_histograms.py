@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kmp._formats import FLOAT16, FLOAT32
+from kmp._formats import FLOAT16, FLOAT32, is_power_of_two
 
 # One bin for zero, one for each binary exponent of a finite float32, one each for inf and nan.
 ZERO_BIN = 0
@@ -30,6 +30,15 @@ class ExponentHistogram:
         loss_scale: The scale that the gradients carry.
         unscaled_counts: The same of the gradient without the scale; needed only if the scale is no power of two,
             because otherwise it is `counts`, shifted.
+
+    Example:
+    >>> histogram = ExponentHistogram(np.bincount([0] * 9 + [140] * 5, minlength=280), step=1, loss_scale=1024.0)
+    >>> histogram.zeros, histogram.total, histogram.zones["normal"]
+    (9, 14, 5)
+    >>> histogram.exponents[histogram.by_exponent > 0].tolist()
+    [-10]
+    >>> histogram.exponents[histogram.unscaled.by_exponent > 0].tolist()
+    [-20]
     """
 
     counts: np.ndarray
@@ -105,10 +114,9 @@ class ExponentHistogram:
         """
         if self.unscaled_counts is not None:
             return ExponentHistogram(self.unscaled_counts, self.step, 1.0)
-        mantissa, exponent = math.frexp(self.loss_scale)
-        if mantissa != 0.5:
+        if not is_power_of_two(self.loss_scale):
             raise ValueError(f"No `unscaled_counts`, and the loss scale is no power of two: {self.loss_scale}")
-        return ExponentHistogram(shifted(self.counts, 1 - exponent), self.step, 1.0)
+        return ExponentHistogram(shifted(self.counts, 1 - math.frexp(self.loss_scale)[1]), self.step, 1.0)
 
     @property
     def zones(self) -> dict[str, int]:

@@ -18,6 +18,15 @@ class LossScaleLogger(Reader):
         TypeError: If an argument is of the wrong type.
         ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not kmp's.
         OSError: In `on_train_begin`, if `log_dir` cannot be written.
+
+    Example:
+    >>> import keras, kmp, numpy as np
+    >>> with kmp.enable(initial_scale=1024.0):
+    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, callbacks=[kmp.callbacks.LossScaleLogger()])
+    >>> history.history["loss_scale"]
+    [1024.0]
     """
 
     def _row(self, snapshot: Snapshot) -> dict[str, Any] | None:
@@ -44,6 +53,16 @@ class OverflowCounter(Reader):
         TypeError: If an argument is of the wrong type.
         ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not kmp's.
         OSError: In `on_train_begin`, if `log_dir` cannot be written.
+
+    Example:
+    >>> import keras, kmp, numpy as np
+    >>> with kmp.enable():
+    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> y = np.full((8, 1), 1e4)  # at the scale of 2^15, gradients beyond 65504
+    >>> history = model.fit(np.ones((8, 4)), y, verbose=0, callbacks=[kmp.callbacks.OverflowCounter()])
+    >>> history.history["overflow_count"], history.history["nonfinite_loss_count"]
+    ([1], [0])
     """
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:

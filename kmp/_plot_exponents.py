@@ -32,6 +32,11 @@ def gradient_exponents(histogram: ExponentHistogram, ax: Axes | None = None) -> 
 
     Returns:
         The axes: binary exponents along x, element counts along y, on a log axis.
+
+    Example:
+    >>> histogram = ExponentHistogram(np.bincount([0] * 9 + [140] * 5, minlength=280), step=1, loss_scale=1024.0)
+    >>> gradient_exponents(histogram).get_title(loc="left")
+    'Gradient magnitudes in training step 1'
     """
     title = f"Gradient magnitudes in training step {histogram.step}"
     ax = style.label(style.axes(ax), title, _EXPONENT, "gradient elements")
@@ -63,6 +68,12 @@ def exponents_over_steps(run: Run, ax: Axes | None = None) -> Axes:
 
     Returns:
         The axes: training steps along x, binary exponents along y, the share of elements as colour, on a log scale.
+
+    Example:
+    >>> gradient = {"zero": 3, "inf": 0, "nan": 0, "first": -20, "counts": [5, 8, 2], "amax": 2.0**-18, "norm": 1e-5}
+    >>> run = Run([{"step": 1, "sample": {"loss_scale": 1024.0, "variables": {"dense/kernel": gradient}}}])
+    >>> exponents_over_steps(run).get_xlabel()
+    'training step'
     """
     ax = style.label(style.axes(ax), "Exponents of the loss-scaled gradient", "training step", _EXPONENT)
     newest = {histogram.step: histogram for histogram in run.histograms if histogram.total}

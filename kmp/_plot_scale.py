@@ -21,6 +21,10 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
 
     Returns:
         The axes: training steps along x, the scale along y, on a log2 axis.
+
+    Example:
+    >>> loss_scale(Run([{"step": 1, "loss_scale": 8.0}, {"step": 2, "loss_scale": 16.0}])).get_title(loc="left")
+    'Loss scale'
     """
     ax = style.label(style.axes(ax), "Loss scale", "training step", "loss scale")
     steps, scales = style.by_step(run, "loss_scale")
@@ -47,6 +51,12 @@ def what_if(run_or_curve: Run | WhatIf, ax: Axes | None = None) -> Axes:
         The axes: loss scales along x, as powers of two; along y the share of gradient elements lost to underflow and
         overflow, and of the sampled steps that would be skipped. Zero has its place on the y axis: below the smallest
         share it is linear. What is extrapolated is dashed.
+
+    Example:
+    >>> gradient = {"zero": 3, "inf": 0, "nan": 0, "first": -20, "counts": [5, 8, 2], "amax": 2.0**-18, "norm": 1e-5}
+    >>> run = Run([{"step": 1, "sample": {"loss_scale": 1024.0, "variables": {"dense/kernel": gradient}}}])
+    >>> what_if(run).get_xlabel()
+    'loss scale'
     """
     title = "What another loss scale would lose"
     ax = style.label(style.axes(ax), title, "loss scale", "share of elements, or of steps")

@@ -32,6 +32,12 @@ def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Ax
     Raises:
         TypeError: If `top` is not an integer.
         ValueError: If it is not positive.
+
+    Example:
+    >>> counts = {"overflows_by_variable": {"dense/kernel": 4, "dense/bias": 4}}
+    >>> run = Run([{"step": 9, "culprits_by_variable": {"dense/bias": 4}} | counts])
+    >>> [label.get_text() for label in overflowing_variables(run).get_yticklabels()]
+    ['dense/bias', 'dense/kernel']
     """
     top = positive_integer("top", top)
     ax = style.label(style.axes(ax), "Variables that overflowed", "training steps", "variable")

@@ -11,10 +11,10 @@ import tensorflow as tf
 from keras import ops
 
 from kmp import _replicas, statistics
-from kmp._evidence import BATCH, THE_INPUT, THE_LOSS
 from kmp._formats import FLOAT16
 from kmp._state import sublayers
 from kmp.optimizer import LossScaleOptimizer
+from kmp.records import BATCH, THE_INPUT, THE_LOSS
 
 Named = tuple[str, tf.Tensor]
 

@@ -28,6 +28,16 @@ class ForwardProbe(Reader):
         TypeError: If an argument is of the wrong type.
         ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not kmp's.
         OSError: In `on_train_begin`, if `log_dir` cannot be written.
+
+    Example:
+    >>> import keras, kmp, numpy as np
+    >>> with kmp.enable():
+    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> probe = kmp.callbacks.ForwardProbe()
+    >>> _ = model.fit(np.full((8, 4), np.inf), np.ones((8, 1)), verbose=0, callbacks=[probe])
+    >>> probe.run.last("nonfinite_activation")
+    "the batch's x"
     """
 
     def _prepare(self, optimizer: LossScaleOptimizer) -> bool:

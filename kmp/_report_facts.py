@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kmp._causes import power
 from kmp._evidence import Evidence
+from kmp._formats import as_power
 from kmp.advice import Advice, advise
 from kmp.records import ExponentHistogram, GradientSample, Run
 
@@ -147,7 +147,9 @@ class Facts:
     def blame(self) -> Table:
         """The variables that overflowed or underflowed, and how often each was to blame."""
         overflowed = self.run.last("overflows_by_variable", {})
-        counts = (self.evidence.culprits, overflowed, self.evidence.underflow_culprits, self.evidence.underflows)
+        to_blame, underflow_to_blame = self.evidence.culprits, self.evidence.underflow_culprits
+        counts = (to_blame, overflowed, underflow_to_blame, self.evidence.underflows)
+        columns = (overflowed, to_blame, self.evidence.underflows, underflow_to_blame)
         names = list(dict.fromkeys(name for each in counts for name in each))
 
         def weight(name: str) -> tuple[float, ...]:
@@ -157,7 +159,7 @@ class Facts:
             counted = "No variable overflowed" if self._has("overflow_count") else "Overflows were not counted"
             return Table((), (), f"{counted}, and none is known to underflow.")
         shown = sorted(names, key=weight, reverse=True)
-        rows = [(name, *(str(each.get(name, 0)) for each in (*counts[1::-1], *counts[:1:-1]))) for name in shown]
+        rows = [(name, *(str(each.get(name, 0)) for each in columns)) for name in shown]
         note = (
             "Overflowed: steps in which its gradient was not finite. Underflowed: of "
             f"{len(self.evidence.finite)} samples, those in which more than 5 % of its nonzero gradient elements were "
@@ -233,7 +235,7 @@ def number(value: float | None) -> str:
 
 def scale(value: float) -> str:
     """Returns a loss scale as a power of two where it is one."""
-    return NOT_KNOWN if math.isnan(value) else "1" if value == 1 else power(value)
+    return NOT_KNOWN if math.isnan(value) else as_power(value)
 
 
 def _zones(histogram: ExponentHistogram) -> tuple[str, ...]:

@@ -40,6 +40,12 @@ class GradientSample:
         unscaled_counts: int64 of shape `(n, 280)`, where the scale is no power of two.
 
     Source of the last two: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.1.
+
+    Example:
+    >>> gradient = {"zero": 3, "inf": 0, "nan": 0, "first": -20, "counts": [5, 8, 2], "amax": 2.0**-18, "norm": 1e-5}
+    >>> sample = GradientSample.from_dict(1, 1024.0, {"dense/kernel": gradient, "dense/bias": gradient})
+    >>> sample["dense/kernel"].zones["subnormal"], sample.by_layer()["dense"].zeros
+    (15, 6)
     """
 
     step: int
@@ -76,7 +82,7 @@ class GradientSample:
 
     @property
     def update_ratio(self) -> np.ndarray:
-        """Norm of update over norm of weight, float64 of shape `(n,)`; nan for a skipped step or a weight of zeros."""
+        """Norm of update over norm of weight, float64 of shape `(n,)`: nan if not measured, or for weights of zeros."""
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(self.weight_norm > 0, self.update_norm / self.weight_norm, math.nan)
 

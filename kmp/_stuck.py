@@ -4,7 +4,15 @@ from kmp.records import Snapshot
 
 
 class StuckError(RuntimeError):
-    """Raised by `kmp.callbacks.StuckDetector`: float16 training does not get on; the message says why."""
+    """Raised by `kmp.callbacks.StuckDetector`: float16 training does not get on; the message says why.
+
+    Example:
+    >>> try:
+    ...     raise StuckError("Training is stuck: ...")  # as `fit` does
+    ... except StuckError as error:
+    ...     print("continue in bfloat16:", error)
+    continue in bfloat16: Training is stuck: ...
+    """
 
 
 def is_at_lowest(now: Snapshot, before: Snapshot) -> bool:
@@ -52,7 +60,8 @@ def _from_loss(now: Snapshot) -> list[str]:
 
 def _how_often(now: Snapshot) -> str:
     count = now.culprits_by_variable.get(now.culprit or "", 0)
-    return f" ({count} times in {now.overflow_count} skipped steps)" if count else ""
+    times, steps = "once" if count == 1 else f"{count} times", "step" if now.overflow_count == 1 else "steps"
+    return f" ({times} in {now.overflow_count} skipped {steps})" if count else ""
 
 
 def _from_backward(now: Snapshot, at_lowest: bool, is_fixed: bool) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kmp._formats import FLOAT16, FLOAT32
+from kmp._formats import FLOAT16, FLOAT32, is_power_of_two
 from kmp._histograms import FIRST_EXPONENT
 from kmp.records import GradientSample, Run
 
@@ -39,6 +39,12 @@ class WhatIf:
             extrapolation: what was flushed at the scale in use would come back there, by how much is not known.
         recommended: Lowest and highest k at which at most 0.1 % of the elements that are not zero underflow, and every
             sampled step keeps at least one bit to overflow; `None` if there is none.
+
+    Example:
+    >>> gradient = {"zero": 3, "inf": 0, "nan": 0, "first": -20, "counts": [5, 8, 2], "amax": 2.0**-17, "norm": 1e-5}
+    >>> curve = what_if(Run([{"step": 1, "sample": {"loss_scale": 1.0, "variables": {"dense/kernel": gradient}}}]))
+    >>> curve.recommended, round(float(curve.at(-6)["underflow"]), 2)
+    ((-5, 31), 0.28)
     """
 
     log2_scales: np.ndarray
@@ -102,8 +108,8 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     10.0
     """
     samples = narrow(run, run.samples) if isinstance(run, Run) else list(run)
-    references = narrow(run, run.references) if isinstance(run, Run) else []
-    measured = [sample for sample in references or samples if sample.histogram.is_finite and sample.histogram.total]
+    references = finite(narrow(run, run.references)) if isinstance(run, Run) else []
+    measured = references or finite(samples)
     if not measured:
         raise ValueError(
             "The run has no sample of finite gradients to work from. Attach kmp.callbacks.GradientHistogram, and see "
@@ -129,6 +135,11 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     )
 
 
+def finite(samples: Iterable[GradientSample]) -> list[GradientSample]:
+    """Returns the samples that hold elements, and neither inf nor nan."""
+    return [sample for sample in samples if sample.histogram.is_finite and sample.histogram.total]
+
+
 def _scales(in_use: float, largest: float, recommended: Sequence[int]) -> np.ndarray:
     ends = [math.floor(math.log2(FLOAT16.max / largest)) - 1] if largest > 0 else []  # overflows above it
     low = min([math.floor(in_use) - _REACH, *ends, *recommended])
@@ -137,10 +148,9 @@ def _scales(in_use: float, largest: float, recommended: Sequence[int]) -> np.nda
 
 
 def _unscaled_exponents(sample: GradientSample) -> np.ndarray:
-    """Counts by exponent of the gradient without its scale, from -300 to 300: wide enough for every scale."""
-    histogram, (mantissa, exponent) = sample.histogram, math.frexp(sample.loss_scale)
-    shift = exponent - 1
-    if mantissa != 0.5 and histogram.unscaled_counts is not None:
+    """Counts by exponent of the gradient without its scale, from -`_WIDE` to `_WIDE`: wide enough for every scale."""
+    histogram, shift = sample.histogram, math.frexp(sample.loss_scale)[1] - 1
+    if not is_power_of_two(sample.loss_scale) and histogram.unscaled_counts is not None:
         histogram, shift = histogram.unscaled, 0
     wide = np.zeros(2 * _WIDE + 1, np.int64)
     start = FIRST_EXPONENT - shift + _WIDE

@@ -1,8 +1,9 @@
 """From a recorded run to what to change, each finding with its evidence. Knows numbers, no Keras."""
 
-from kmp._causes import CAUSES, power
+from kmp._causes import CAUSES
 from kmp._evidence import Evidence
 from kmp._findings import Advice, Finding
+from kmp._formats import as_power
 from kmp._what_if import WhatIf, what_if
 from kmp.records import Run
 
@@ -44,7 +45,8 @@ def _verdict(evidence: Evidence, found: list[Finding]) -> str:
     skipped = {0: "No step", 1: "One step"}.get(evidence.overflows, f"{evidence.overflows} steps")
     count = f"{skipped} of {evidence.steps} {'was' if evidence.overflows <= 1 else 'were'} skipped"
     if evidence.curve is None:
-        return f"{count}. No gradients were sampled, so underflow is not known."
+        sampled = "No sampled step was finite" if evidence.samples else "No gradients were sampled"
+        return f"{count}. {sampled}, so underflow is not known."
     if not evidence.is_float16:
         return f"{count}. The run computed in {evidence.dtypes}, where gradients need no loss scale."
     lost = evidence.curve.at(evidence.curve.in_use)["underflow"]
@@ -54,7 +56,7 @@ def _verdict(evidence: Evidence, found: list[Finding]) -> str:
         begin = "float16 costs little here beyond the skipped steps"
     doubt = f" {evidence.zero_share:.0%} are exactly zero; only a float32 reference tells whether all would be."
     return (
-        f"{begin}: {count[0].lower()}{count[1:]}, and at the loss scale in use, {power(evidence.scale)}, "
+        f"{begin}: {count[0].lower()}{count[1:]}, and at the loss scale in use, {as_power(evidence.scale)}, "
         f"{evidence.subnormal:.1%} of the gradient elements that are not zero are subnormal in float16 and {lost:.1%} "
         f"too small for it.{doubt * is_doubtful}"
     )

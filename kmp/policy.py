@@ -57,7 +57,8 @@ class Handle:
     def __repr__(self) -> str:
         shown = self.settings | ({"jit_compile": True} if self.jit_compile else {})
         settings = "".join(f", {name}={value!r}" for name, value in shown.items())
-        return f"<kmp.enable({self.policy!r}{settings}) {'in force' if self in _active else 'off'}>"
+        state = "in force" if self in _active[-1:] else "replaced" if self in _active else "off"
+        return f"<kmp.enable({self.policy!r}{settings}) {state}>"
 
 
 def enable(
@@ -133,8 +134,8 @@ def graph_rewrite(enabled: bool = True, dtype: str | None = None) -> None:
     unless with `auto_scale_loss=False`, and `jit_compile="auto"` becomes false: XLA compiles what is not rewritten yet.
 
     Args:
-        enabled: Whether to, in place of an earlier call's `dtype`; `False` sets TensorFlow's option to what it was.
-            Compiled models keep their optimizer.
+        enabled: Whether to rewrite graphs; a second call replaces the first, and `False` sets TensorFlow's option to
+            what it was. Compiled models keep their optimizer.
         dtype: `"float16"`, whose pass needs a GPU; `"bfloat16"`, whose pass is for CPUs; or `None` for what the machine
             has a pass for, with a warning where that is bfloat16.
 

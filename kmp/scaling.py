@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from kmp import _arguments
-from kmp._formats import FLOAT16, FLOAT32
+from kmp._formats import FLOAT16, FLOAT32, is_power_of_two
+
+__all__ = ["DynamicScale", "FixedScale", "Rule", "ScaleState", "StepOutcome"]
 
 LARGEST_SCALE = 2.0**FLOAT32.max_exponent
 SMALLEST_SCALE = FLOAT32.smallest_normal
@@ -19,8 +21,15 @@ class ScaleState(NamedTuple):
 
     Attributes:
         scale: Scalar float32, the loss scale; always finite and above 0.
-        clean_steps: Scalar int64, steps without an overflow since the scale last changed.
+        clean_steps: Scalar int64, steps without an overflow since the scale last grew, or gradients of a finite loss
+            last overflowed.
         overflows_in_a_row: Scalar int64, steps skipped since the last one that was applied.
+
+    Example:
+    >>> start = ScaleState(ops.array(8.0), ops.array(0), ops.array(0))
+    >>> applied = StepOutcome(overflowed=ops.array(False), loss_was_finite=ops.array(True))
+    >>> int(DynamicScale().update(start, applied).clean_steps)
+    1
     """
 
     scale: Any
@@ -34,6 +43,11 @@ class StepOutcome(NamedTuple):
     Attributes:
         overflowed: Scalar bool, the loss or a gradient was not finite, so the step was skipped.
         loss_was_finite: Scalar bool, false when a loss of the step was not finite before it was scaled.
+
+    Example:
+    >>> state, bad = ScaleState(*map(ops.array, (8.0, 0, 0))), StepOutcome(ops.array(True), ops.array(False))
+    >>> float(DynamicScale().update(state, bad).scale)  # no scale would have helped
+    8.0
     """
 
     overflowed: Any
@@ -50,6 +64,10 @@ class FixedScale:
     Raises:
         TypeError: If it is not a number.
         ValueError: If it is outside that range.
+
+    Example:
+    >>> FixedScale(1024)
+    FixedScale(initial_scale=1024.0)
     """
 
     initial_scale: float
@@ -64,7 +82,7 @@ class FixedScale:
     @property
     def keeps_powers_of_two(self) -> bool:
         """Whether the scale is a power of two."""
-        return _is_power_of_two(self.initial_scale)
+        return is_power_of_two(self.initial_scale)
 
     def is_at_its_end(self, state: ScaleState, step: StepOutcome) -> Any:
         """Returns a scalar bool, false: a scale that never moves has no way down to come to the end of."""
@@ -102,6 +120,13 @@ class DynamicScale:
     Raises:
         TypeError: If an argument is not a number of its kind.
         ValueError: If an argument is outside its range.
+
+    Example:
+    >>> rule, state = DynamicScale(hysteresis=2), ScaleState(ops.array(1024.0), ops.array(0), ops.array(0))
+    >>> overflow = StepOutcome(overflowed=ops.array(True), loss_was_finite=ops.array(True))
+    >>> state = rule.update(state, overflow)
+    >>> float(state.scale), float(rule.update(state, overflow).scale)
+    (1024.0, 512.0)
     """
 
     initial_scale: float = 2.0**15
@@ -142,7 +167,7 @@ class DynamicScale:
     def keeps_powers_of_two(self) -> bool:
         """Whether the scale starts as a power of two and stays one."""
         factors = (self.initial_scale, self.growth_factor, self.backoff_factor, self.min_scale, self.max_scale)
-        return all(map(_is_power_of_two, factors))
+        return all(map(is_power_of_two, factors))
 
     def is_at_its_end(self, state: ScaleState, step: StepOutcome) -> Any:
         """Returns a scalar bool: `step` asks for a scale below `min_scale`, so the next one will do no better."""
@@ -175,10 +200,6 @@ def _count(state: ScaleState, step: StepOutcome) -> tuple[Any, Any]:
     in_a_row = ops.where(step.overflowed, state.overflows_in_a_row + 1, zero)
     after_overflow = ops.where(step.loss_was_finite, zero, state.clean_steps)
     return ops.where(step.overflowed, after_overflow, state.clean_steps + 1), in_a_row
-
-
-def _is_power_of_two(number: float) -> bool:
-    return math.frexp(number)[0] == 0.5
 
 
 def _scale(name: str, value: Any, or_else: str = "") -> float:

@@ -53,7 +53,10 @@ def make_rule(**settings: Unpack[LossScaleSettings]) -> Rule:
 
 
 def override(inherited: LossScaleSettings, own: LossScaleSettings) -> LossScaleSettings:
-    """Returns `own` settings over `inherited` ones; an inherited one that contradicts `own` gives way.
+    """Returns `own` settings over `inherited` ones.
+
+    An inherited growth interval under its other name, and a fixed scale beside settings of a dynamic one or the other
+    way round, give way.
 
     Args:
         inherited: Settings that are in force.

@@ -219,6 +219,20 @@ def test_a_few_skipped_steps_of_a_long_run_are_no_finding():
     assert list(kmp.advise(run_of(row, **DYNAMIC))) == []
 
 
+def test_samples_that_all_overflowed_are_not_called_none():
+    overflown = sample_with_update(0.0)
+    overflown["sample"]["variables"]["net/kernel"]["nan"] = 1
+    run = run_of(overflown, {"step": 60, "overflow_count": 1, "loss_scale": 2.0**15}, **DYNAMIC)
+    assert "No sampled step was finite" in kmp.advise(run).verdict
+    assert "No gradients were sampled" in kmp.advise(run_of({"step": 60, "overflow_count": 1}, **DYNAMIC)).verdict
+
+
+def test_a_scale_of_one_is_called_that():
+    run = trained(loss_scale=1.0, x=1e-4 * data()[0])
+    told = " ".join([kmp.advise(run).verdict, *(finding.title for finding in kmp.advise(run))])
+    assert "2^0" not in told
+
+
 def test_empty_run_has_no_finding_and_says_so():
     assert list(kmp.advise(Run())) == []
     assert kmp.advise(Run()).verdict == "The run is empty: nothing was read."

@@ -61,6 +61,11 @@ def test_reasons_are_given_only_for_what_was_seen(unscaled, said):
     assert said in " ".join(_demo_report.reasons(results))
 
 
+def test_one_way_alone_is_compared_with_nothing():
+    results = {way: [result(0.7), result(0.8)] for way in _demo.ways("float32")}
+    assert "differ" not in " ".join(_demo_report.reasons(results))
+
+
 @pytest.mark.slow
 def test_float16_without_a_loss_scale_loses_to_both_by_more_than_the_spread_of_seeds(tmp_path):
     console = Console(record=True, width=80, quiet=False)

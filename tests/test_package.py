@@ -85,9 +85,18 @@ def test_every_public_name_has_a_docstring(value):
     assert not value.__doc__.startswith(f"{value.__name__}(")  # what a dataclass or NamedTuple makes up
 
 
-@pytest.mark.parametrize("name", [name for name in kmp.__all__ if not inspect.ismodule(getattr(kmp, name))])
-def test_every_name_of_the_top_has_an_example(name):
-    assert ">>> " in getattr(kmp, name).__doc__
+def names_with_examples():
+    modules = [kmp, *(value for name in kmp.__all__ if inspect.ismodule(value := getattr(kmp, name)))]
+    for module in modules:
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isclass(value) or inspect.isfunction(value):
+                yield pytest.param(value, id=f"{module.__name__}.{name}")
+
+
+@pytest.mark.parametrize("value", list(names_with_examples()))
+def test_every_name_of_the_top_and_its_modules_has_an_example(value):
+    assert ">>> " in value.__doc__
 
 
 def test_package_is_typed():
@@ -114,9 +123,13 @@ def test_unknown_name_is_an_attribute_error():
 
 def test_a_room_imports_only_from_the_floors_below():
     floors = [
-        ["_arguments", "_backend", "_bench_clock", "_formats", "_hardware", "_patch", "_replicas", "_warnings", "_xla"],
+        [
+            *("_arguments", "_backend", "_bench_clock", "_files", "_formats", "_hardware", "_internals", "_patch"),
+            *("_replicas", "_warnings", "_xla"),
+        ],
         ["_audit_rows", "_gate", "_graph_rewrite", "_histograms", "_layout", "_state", "_tensor_cores"],
         ["_samples", "layers", "_multiworker", "statistics"],
+        ["_log_lines"],
         ["records", "_float32_operation", "_graph", "_structure"],
         ["_kinds", "_rebuild", "_trace"],
         ["_audit_table", "_plan"],

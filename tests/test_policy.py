@@ -38,9 +38,10 @@ def test_disable_restores_exactly_what_was_there():
 
 
 def test_handle_is_a_context_manager_that_nests_and_ends_after_an_exception():
-    with kmp.enable("mixed_bfloat16"):
+    with kmp.enable("mixed_bfloat16") as outer:
         inner = kmp.enable("mixed_float16", loss_scale=8.0)
         assert "in force" in repr(inner)
+        assert "replaced" in repr(outer)
         with pytest.raises(RuntimeError), inner:
             raise RuntimeError
         assert (policy(), "off" in repr(inner)) == ("mixed_bfloat16", True)

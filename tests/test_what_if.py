@@ -65,6 +65,13 @@ def test_float32_reference_is_no_bound_and_no_extrapolation():
     assert curve.at(16)["underflow"] == 0.0
 
 
+def test_references_that_overflowed_do_not_hide_the_samples():
+    rows = [{"step": 1, "sample": sample([1.0, 0.0]).to_dict()}, {"step": 2, "reference": sample([np.inf]).to_dict()}]
+    curve = what_if(Run(rows))
+    assert not curve.is_measured
+    assert curve.at(0)["underflow_bound"] == 0.5
+
+
 def test_recommended_range_reaches_from_underflow_to_a_bit_below_overflow():
     curve = what_if([sample([2.0**-30, 2.0**-10])])
     assert curve.recommended == (5, 24)  # 2^-30 times 2^5 is 2^-25 and above; 2^-10 times 2^24 is 2^14
