@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from kmp import _warnings
-from kmp._internals import learning_rate_of
+from kmp._internals import learning_rate_of, state_of
 from kmp._patch import definer, is_keras
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import wrap
@@ -74,8 +74,9 @@ def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
 def _hand_on(before: keras.optimizers.Optimizer, model: keras.Model) -> None:
     model.optimizer.build(model.trainable_variables)
     after = _inner(model.optimizer)
-    if [variable.shape for variable in before.variables] != [variable.shape for variable in after.variables]:
+    sources, targets = state_of(before), state_of(after)
+    if [variable.shape for variable in sources] != [variable.shape for variable in targets]:
         _warnings.warn(f"The optimizer of {model.name!r} starts anew: that of the other model was built on others.")
         return
-    for source, target in zip(before.variables, after.variables, strict=True):
+    for source, target in zip(sources, targets, strict=True):
         target.assign(source)

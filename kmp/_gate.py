@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import ops
 
 from kmp import _xla
-from kmp._internals import learning_rate_of, variables_to_train
+from kmp._internals import learning_rate_of, state_of, variables_to_train
 from kmp._patch import is_keras
 
 # Those that write their state by the methods of its variables; a test holds each of them to it, with all its options.
@@ -50,19 +50,15 @@ def update_or_skip(
     is_held = is_gateable(type(optimizer)) and _calls_only_keras(optimizer, variables)
     # A strategy's variable is several; its optimizer writes the parts.
     if _xla.is_tracing() and is_held and not tf.distribute.has_strategy():
-        with _gated([*variables, *_state_of(optimizer)], skips):
+        with _gated([*variables, *_written_by(optimizer)], skips):
             update()
     else:
         ops.cond(skips, lambda: None, update)
 
 
-def _state_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
-    """Returns what an optimizer writes: its state, and weights, of which it may know more than a step updates.
-
-    Within a loss scaler, Keras does not list what Nadam keeps of its own.
-    """
-    untracked = (value for value in vars(optimizer).values() if isinstance(value, keras.Variable))
-    return [*variables_to_train(optimizer), *optimizer.variables, *untracked]
+def _written_by(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """Returns what an optimizer writes: its state, and weights, of which it may know more than a step updates."""
+    return [*variables_to_train(optimizer), *state_of(optimizer)]
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from kmp import _arguments, _replicas, _warnings, scaling
 from kmp._arguments import SAVED_AS
 from kmp._counters import Counters, LossWatch
 from kmp._graph import network_order
+from kmp._inner_state import InnerState
 from kmp._internals import learning_rate_of
 from kmp._sampler import Sampler, paths_of, widened
 from kmp._samples import matching
@@ -107,6 +108,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         super().__init__(inner, rule.initial_scale, interval, name, **kwargs)
         self.rule = rule
         self.counters = Counters()
+        self.inner_state = InnerState(inner)
         self.loss_watch = LossWatch()
         self.sampler: Sampler | None = None
         self.probe: Any = None

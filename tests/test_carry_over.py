@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kmp
+from kmp._internals import state_of
 
 
 def own_loss(y_true, y_pred):
@@ -32,6 +33,20 @@ def test_optimizer_goes_on_where_it_was_with_a_loss_scale_around_it():
         np.testing.assert_array_equal(mine, its)
     converted.fit(batch, batch, verbose=0)
     assert (int(inner.iterations.numpy()), int(model.optimizer.iterations.numpy())) == (3, 2)
+
+
+@pytest.mark.parametrize("kind", [keras.optimizers.Nadam, keras.optimizers.Adafactor])
+def test_what_an_optimizer_keeps_beyond_its_variables_goes_along(kind):
+    model, batch = trained(optimizer=kind(0.01))
+    converted = kmp.convert(model)
+    back = kmp.to_float32(converted)
+    for optimizer in (converted.optimizer.inner_optimizer, back.optimizer):
+        for mine, its in zip(state_of(optimizer), state_of(model.optimizer), strict=True):
+            np.testing.assert_array_equal(mine, its)
+    model.fit(batch, batch, verbose=0)
+    back.fit(batch, batch, verbose=0)
+    for mine, its in zip(back.weights, model.weights, strict=True):
+        np.testing.assert_array_equal(mine, its)
 
 
 def test_bfloat16_gets_no_loss_scale_and_the_way_back_takes_it_off():

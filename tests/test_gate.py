@@ -101,10 +101,10 @@ def test_closed_gate_leaves_every_bit_and_an_open_one_changes_nothing(kind, opti
     everything = [*gated_weights, *state_of(gated)]
     for step in range(5):
         before = bits(everything)
-        with _gate._gated([*gated_weights, *_gate._state_of(gated)], tf.constant(True)):
+        with _gate._gated([*gated_weights, *_gate._written_by(gated)], tf.constant(True)):
             gated.apply(gradients(step, np.nan), gated_weights)
         assert bits(everything) == before
-        with _gate._gated([*gated_weights, *_gate._state_of(gated)], tf.constant(False)):
+        with _gate._gated([*gated_weights, *_gate._written_by(gated)], tf.constant(False)):
             gated.apply(gradients(step), gated_weights)
         bare.apply(gradients(step), bare_weights)
         assert state(gated, gated_weights) == state(bare, bare_weights)

@@ -1,5 +1,6 @@
 import keras
 import numpy as np
+import pytest
 from keras import ops
 
 from kmp import _internals
@@ -38,6 +39,20 @@ def test_an_optimizer_knows_what_it_was_built_on():
     optimizer.build([weight])
     assert [id(one) for one in _internals.variables_to_train(optimizer)] == [id(weight)]
     assert id(weight) not in map(id, optimizer.variables)
+
+
+@pytest.mark.parametrize("kind", [keras.optimizers.Adam, keras.optimizers.Nadam, keras.optimizers.Adafactor])
+@pytest.mark.parametrize("use_ema", [False, True])
+def test_the_state_of_an_optimizer_is_whole_and_in_one_order_within_a_loss_scaler_too(kind, use_ema):
+    weights = [keras.Variable(np.zeros(shape, "float32")) for shape in ((3, 2), (2,))]
+    alone, inner = kind(use_ema=use_ema), kind(use_ema=use_ema)
+    alone.build(weights)
+    keras.optimizers.LossScaleOptimizer(inner).build(weights)
+    state = _internals.state_of(inner)
+    assert [one.shape for one in state] == [one.shape for one in _internals.state_of(alone)]
+    assert set(map(id, state)) >= set(map(id, inner.variables))
+    assert len(state) == len(alone.variables)
+    assert not set(map(id, weights)) & set(map(id, state))
 
 
 def test_a_frozen_layer_still_says_what_it_declared():

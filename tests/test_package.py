@@ -127,7 +127,7 @@ def test_a_room_imports_only_from_the_floors_below():
             *("_arguments", "_backend", "_bench_clock", "_files", "_formats", "_hardware", "_internals", "_patch"),
             *("_replicas", "_warnings", "_xla"),
         ],
-        ["_audit_rows", "_gate", "_graph_rewrite", "_histograms", "_layout", "_state", "_tensor_cores"],
+        ["_audit_rows", "_gate", "_inner_state", "_graph_rewrite", "_histograms", "_layout", "_state", "_tensor_cores"],
         ["_samples", "layers", "_multiworker", "statistics"],
         ["_log_lines"],
         ["records", "_float32_operation", "_graph", "_structure"],

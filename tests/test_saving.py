@@ -11,6 +11,7 @@ from conftest import compiled_model, fit, small_data, small_model, values
 from keras import ops
 
 import kmp
+from kmp._internals import state_of
 
 
 def weights():
@@ -79,11 +80,11 @@ def test_scale_that_a_broken_checkpoint_restored_is_mended(bad):
 
 
 def mine(scale=2.0**12):
-    return kmp.LossScaleOptimizer(keras.optimizers.Adam(), initial_scale=scale)
+    return kmp.LossScaleOptimizer(keras.optimizers.Nadam(), initial_scale=scale)
 
 
 def stock(scale=2.0**12):
-    return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(), initial_scale=scale)
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.Nadam(), initial_scale=scale)
 
 
 def through_weights(trained, fresh, path):
@@ -112,6 +113,18 @@ def test_state_goes_over_to_keras_class_and_back_without_a_warning(tmp_path, mak
         old, new = (values(model.optimizer.counters.weights) for model in (trained, fresh))
         assert all(np.array_equal(one, other) for one, other in zip(old, new, strict=True))
     fit(fresh)
+
+
+@pytest.mark.parametrize("through", [through_weights, through_checkpoint])
+def test_what_the_inner_optimizer_keeps_beyond_its_variables_is_saved(tmp_path, enabled, through):
+    trained, fresh = (compiled_model(keras.optimizers.Nadam(0.01)) for _ in range(2))
+    fit(trained)
+    fresh.optimizer.build(fresh.trainable_variables)
+    through(trained, fresh, tmp_path)
+    old, new = (state_of(model.optimizer.inner_optimizer) for model in (trained, fresh))
+    for one, other in zip(old, new, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert float(trained.optimizer.inner_optimizer._u_product.numpy()) < 0.5
 
 
 def test_model_saved_with_keras_class_comes_back_with_kmps_under_enable(tmp_path):

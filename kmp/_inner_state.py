@@ -1,0 +1,40 @@
+"""What an inner optimizer keeps that Keras writes to no file."""
+
+import functools
+from typing import Any
+
+import keras
+
+from kmp._arguments import SAVED_AS
+from kmp._internals import state_of
+
+
+@keras.saving.register_keras_serializable(package=SAVED_AS)
+class InnerState(keras.Layer):
+    """A place in files for the state of an inner optimizer that is not among its `variables`.
+
+    A layer, as `Counters` is: the lists of variables, and what Keras' own class reads and writes, stay as they are.
+
+    Args:
+        optimizer: The inner optimizer.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
+        super().__init__(name="inner_state", dtype="float32", trainable=False)
+        self._list = functools.partial(_unlisted, optimizer)  # as an attribute, Keras would save the optimizer here
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves by place."""
+        for place, variable in enumerate(self._list()):
+            store[str(place)] = variable.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads what a file holds; one that Keras' own class wrote holds none."""
+        for place, variable in enumerate(self._list()):
+            if str(place) in store.keys():  # noqa: SIM118  # no dictionary
+                variable.assign(store[str(place)])
+
+
+def _unlisted(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    listed = set(map(id, optimizer.variables))
+    return [variable for variable in state_of(optimizer) if id(variable) not in listed]
