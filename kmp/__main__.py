@@ -99,6 +99,9 @@ def _bench(parsed: argparse.Namespace, console: Console) -> None:
             raise _InputError(f"--{option} is of {', '.join(takers)}, and none of them is measured")
     size = dataclasses.replace(size, batch=parsed.batch, modes=(parsed.mode,) if parsed.mode else size.modes)
     files = [path for path in (parsed.json, parsed.picture) if path]
+    if len({path.resolve() for path in files}) < len(files):
+        raise _InputError(f"--json and --picture are the same file, {parsed.json}")
+    new = [path for path in files if not path.exists()]
     for path in files:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()  # before the minutes that measuring takes, not after them
@@ -107,8 +110,8 @@ def _bench(parsed: argparse.Namespace, console: Console) -> None:
     except MeasurementError as error:
         raise _InputError(str(error)) from error
     finally:
-        for path in files:
-            if path.exists() and not path.stat().st_size:
+        for path in new:
+            if path.is_file() and not path.stat().st_size:
                 path.unlink()
 
 

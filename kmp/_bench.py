@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import os
 import platform
 import signal
@@ -130,6 +131,7 @@ def run(
     """
     # Processes of the benchmark share a GPU, which TensorFlow would take whole for the first.
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+    tf.get_logger().setLevel(logging.ERROR)  # it warns of functions that are traced often, which is what is measured
     found_on = header()
     _bench_report.show_header(console, found_on)
     results: list[Measured] = []
@@ -218,8 +220,9 @@ def _in_a_process(call: str) -> Any:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("found ")]
     if done.returncode or not lines:
-        killed_by = f" ({signal.strsignal(-done.returncode)})" if done.returncode < 0 else ""
-        raise MeasurementError(f"The measurement {call} failed{killed_by}:\n{done.stderr[-2000:]}")
+        if done.returncode < 0:  # what it wrote before says nothing of that
+            raise MeasurementError(f"The measurement {call} failed: {signal.strsignal(-done.returncode)}")
+        raise MeasurementError(f"The measurement {call} failed:\n{done.stderr[-2000:]}")
     return json.loads(lines[-1].removeprefix("found "))
 
 

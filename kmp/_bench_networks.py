@@ -121,10 +121,10 @@ def compare(
     found = {way: in_process(f"networks.measure({way!r}, {rest})") for way in ways}
     seconds = {row: times for way in ways for row, times in found[way]["seconds"].items()}
     rates = {way: [task.units / each for each in seconds[way]] for way in ways}
-    yield compared("throughput", case, mode, rates, task.unit)
-    yield compared("training memory", case, mode, {way: [found[way]["bytes"]] for way in ways}, "B")
+    yield compared("network throughput", case, mode, rates, task.unit)
+    yield compared("network memory", case, mode, {way: [found[way]["bytes"]] for way in ways}, "B")
     in_float16 = [row for row in seconds if row.startswith(("mixed_float16", "histogram"))]
-    yield compared("training step in mixed_float16", case, mode, {row: seconds[row] for row in in_float16})
+    yield compared("network step in mixed_float16", case, mode, {row: seconds[row] for row in in_float16})
 
 
 def measure(way: str, name: str, mode: str, batch: int, steps: int, turns: int) -> dict[str, Any]:

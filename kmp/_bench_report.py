@@ -1,5 +1,6 @@
 """A benchmark's figures as tables and as a picture."""
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ _COLOURS = (style.MIDDLE, style.DARK, style.LIGHT)
 _MARKERS = ("X", "o", "s")
 _MOST_COLUMNS = 4
 _TIMES = "\N{MULTIPLICATION SIGN}"
+_LEGEND_WIDTH, _MARKER_WIDTH = 84, 6  # in letters
 _TICKS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
 
 
@@ -29,28 +31,41 @@ def show_header(console: Console, header: dict[str, Any]) -> None:
 
 
 def show(console: Console, results: Sequence[Measured]) -> None:
-    """Prints a table for each section: a row for each case and mode, a column for each way; many ways are the rows."""
+    """Prints a table for each section: a row for each case and mode, a column for each way.
+
+    Many ways are the rows of a table for each case, with a column for each mode.
+    """
     for section in _each(result.section for result in results):
-        console.print(_table(section, [result for result in results if result.section == section]))
+        found = [result for result in results if result.section == section]
+        if len(_each(result.way for result in found)) <= _MOST_COLUMNS:
+            console.print(_table_of_cases(section, found))
+            continue
+        for case in _each(result.case for result in found):
+            console.print(_table_of_ways(f"{section}: {case}", [result for result in found if result.case == case]))
 
 
-def _table(section: str, found: Sequence[Measured]) -> Table:
-    ways, cases = _each(result.way for result in found), _cases(found, section)
-    cells = {(result.case, result.mode, result.way): _cell(result) for result in found}
-    table = Table(title=section, title_justify="left")
-    if len(ways) > _MOST_COLUMNS:
-        table.add_column("")
-        for case, mode in cases:
-            table.add_column(f"{case}, {mode}", justify="right")
-        for way in ways:
-            table.add_row(way, *(cells.get((case, mode, way), "") for case, mode in cases))
-        return table
-    for name in ("on", "mode"):
-        table.add_column(name)
-    for way in ways:
-        table.add_column(way, justify="right")
-    for case, mode in cases:
+def _table_of_cases(title: str, found: Sequence[Measured]) -> Table:
+    ways, cells = _each(result.way for result in found), {(r.case, r.mode, r.way): _cell(r) for r in found}
+    table = _table(title, ["on", "mode"], ways)
+    for case, mode in _cases(found):
         table.add_row(case, mode, *(cells.get((case, mode, way), "") for way in ways))
+    return table
+
+
+def _table_of_ways(title: str, found: Sequence[Measured]) -> Table:
+    modes, cells = _each(result.mode for result in found), {(r.mode, r.way): _cell(r) for r in found}
+    table = _table(title, [""], modes)
+    for way in _each(result.way for result in found):
+        table.add_row(way, *(cells.get((mode, way), "") for mode in modes))
+    return table
+
+
+def _table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    for name in figures:
+        table.add_column(name, justify="right", overflow="fold")
     return table
 
 
@@ -63,13 +78,15 @@ def in_words(results: Sequence[Measured]) -> str:
 def picture(results: Sequence[Measured]) -> Figure:
     """Draws the ratios, a panel for each section that has some."""
     sections = _each(result.section for result in results if result.ratio is not None)
-    rows = [len(_cases(results, section)) for section in sections]
-    size = (8, 1.2 + 0.28 * sum(rows) + 0.6 * len(rows))
+    found = [[result for result in results if result.section == section] for section in sections]
+    rows = [len(_cases(each)) for each in found]
+    legends = sum(math.ceil(len(_drawn(each)) / _columns(_drawn(each))) for each in found)
+    size = (8, 1.2 + 0.28 * sum(rows) + 0.4 * len(rows) + 0.2 * legends)
     figure, panels = plt.subplots(
         len(sections), figsize=size, layout="constrained", squeeze=False, height_ratios=[row + 1 for row in rows]
     )
-    for ax, section in zip(panels[:, 0], sections, strict=True):
-        _draw(ax, section, [result for result in results if result.section == section])
+    for ax, section, each in zip(panels[:, 0], sections, found, strict=True):
+        _draw(ax, section, each)
     return figure
 
 
@@ -81,12 +98,12 @@ def save_picture(results: Sequence[Measured], file: Path) -> None:
 
 
 def _draw(ax: Axes, section: str, found: Sequence[Measured]) -> None:
-    cases = _cases(found, section)
-    for number, way in enumerate(_each(result.way for result in found if result.ratio is not None)):
+    cases, ways = _cases(found), _drawn(found)
+    for number, way in enumerate(ways):
         points = {(r.case, r.mode): r.ratio for r in found if r.way == way and r.ratio is not None}
         ratios = [points.get(case, np.nan) for case in cases]
         marker = _MARKERS[(number + number // 3) % 3]  # nine pairs with a colour
-        options = {"color": _COLOURS[number % 3], "marker": marker, "label": way}
+        options: dict[str, Any] = {"color": _COLOURS[number % 3], "marker": marker, "label": way}
         ax.plot(ratios, np.arange(len(cases)), linestyle="none", markersize=6, **options)
     ax.axvline(1.0, color=style.TEXT, linewidth=1)
     style.label(ax, section, f"ratio to {found[0].way}", "")
@@ -100,11 +117,21 @@ def _draw(ax: Axes, section: str, found: Sequence[Measured]) -> None:
     ax.set_yticks(range(len(cases)), [f"{case}, {mode}" for case, mode in cases])
     ax.set_ylim(len(cases) - 0.5, -0.5)
     ax.grid(axis="x", color="0.9")
-    style.legend_above(ax, columns=4)
+    style.legend_above(ax, columns=_columns(ways))
 
 
-def _cases(results: Iterable[Measured], section: str) -> list[tuple[str, str]]:
-    return _each((result.case, result.mode) for result in results if result.section == section)
+def _drawn(found: Iterable[Measured]) -> list[str]:
+    """Returns the ways that are compared with the first."""
+    return _each(result.way for result in found if result.ratio is not None)
+
+
+def _columns(names: Iterable[str]) -> int:
+    """Returns how many columns of a legend fit beside each other."""
+    return max(1, min(4, _LEGEND_WIDTH // (max(map(len, names)) + _MARKER_WIDTH)))
+
+
+def _cases(results: Iterable[Measured]) -> list[tuple[str, str]]:
+    return _each((result.case, result.mode) for result in results)
 
 
 def _cell(result: Measured) -> str:

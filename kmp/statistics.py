@@ -39,7 +39,8 @@ class GradientStatistics(NamedTuple):
         counts: int64 of shape `(variables, 280)`: elements by exponent, as in `kmp.records.ExponentHistogram`.
         amax: float32 of shape `(variables,)`, the largest magnitude; nan if there is one, 0 for no elements. One
             that is subnormal in float32 may be told as 0.
-        square_sum: float64 of shape `(variables,)`, the sum of the squares of all elements.
+        square_sum: float64 of shape `(variables,)`, the sum of the squares of all elements; one that is subnormal in
+            float32 may count as 0.
     """
 
     counts: tf.Tensor

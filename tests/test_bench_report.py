@@ -6,6 +6,7 @@ from rich.console import Console
 
 from kmp import _bench_report
 from kmp._bench_clock import Measured
+from kmp._bench_networks import WAYS
 
 RESULTS = [
     Measured("optimizer step", "Adam, 8 large", "graph", "bare", 0.0125, "s", None),
@@ -47,8 +48,34 @@ def test_many_ways_are_the_rows_of_a_table():
     shown = printed(_bench_report.show, ways[:-1])
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
     assert rows == [[f"way {number}", "1.00 s", "1.00 s" if number < 4 else ""] for number in range(5)]
-    assert "MLP, graph" in shown
-    assert "MLP, XLA" in shown
+    assert "step: MLP" in shown
+    assert ["graph", "XLA"] in [line.replace("\u2503", " ").split() for line in shown.splitlines()]
+
+
+def network_figures():
+    for section in ("network throughput", "network memory"):
+        for mode in ("graph", "XLA"):
+            for number, way in enumerate(WAYS):
+                yield Measured(section, "BERT-base, 512 of 128", mode, way, 1e5, "tokens/s", number or None)
+
+
+def test_names_of_ways_are_whole_on_a_narrow_terminal():
+    text = io.StringIO()
+    _bench_report.show(Console(file=text, width=80), list(network_figures()))
+    names = [line.split("│")[1].strip() for line in text.getvalue().splitlines() if line.startswith("│")]
+    assert [name for name in names if name] == 2 * [*WAYS]
+
+
+def test_legends_lie_within_the_picture():
+    figure = _bench_report.picture(list(network_figures()))
+    figure.draw_without_rendering()
+    for ax in figure.axes:
+        legend, title = ax.get_legend().get_window_extent(), ax._left_title.get_window_extent()
+        assert legend.x0 >= 0
+        assert legend.x1 <= figure.bbox.x1
+        assert ax.bbox.y1 <= legend.y0
+        assert legend.y1 <= title.y0
+    plt.close(figure)
 
 
 def test_no_two_ways_are_drawn_alike():

@@ -9,6 +9,7 @@ import pytest
 
 from kmp import _bench
 from kmp.__main__ import main
+from kmp._bench_clock import Measured, MeasurementError
 from kmp._log_lines import to_line
 
 
@@ -205,8 +206,54 @@ def test_bench_that_fails_says_so_in_words_and_leaves_no_empty_file(monkeypatch,
     assert main(["bench", "--only", "memory", *files]) == 1
     error = capsys.readouterr().err
     assert error.startswith("kmp: The measurement exec")
-    assert "failed (Killed)" in error
+    assert error.endswith(" failed: Killed\n")
+    assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+FIGURES = [Measured("step", "Adam", "graph", way, 1.0, "s", ratio) for way, ratio in (("bare", None), ("kmp", 1.5))]
+
+
+def figures_of(arguments, monkeypatch, then_fails=False):
+    def part(size):
+        yield FIGURES
+        if then_fails:
+            raise MeasurementError("no more")
+
+    monkeypatch.setitem(_bench.PARTS, "memory", part)
+    return main(["bench", "--only", "memory", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("then_fails", [False, True])
+def test_bench_shows_writes_and_draws_what_it_measured(then_fails, monkeypatch, tmp_path, capsys):
+    json_file, picture = tmp_path / "new" / "bench.json", tmp_path / "new" / "bench.png"
+    assert figures_of(["--json", json_file, "--picture", picture], monkeypatch, then_fails) == int(then_fails)
+    assert [figure["way"] for figure in json.loads(json_file.read_text())["results"]] == ["bare", "kmp"]
+    assert picture.stat().st_size
+    assert "\u2503" in capsys.readouterr().out  # of a table
+
+
+@pytest.mark.parametrize("content", ["", "an earlier result"])
+def test_bench_that_fails_leaves_the_files_that_were_there(content, monkeypatch, tmp_path):
+    def fails(size):
+        raise MeasurementError("no more")
+
+    (tmp_path / "bench.json").write_text(content)
+    monkeypatch.setitem(_bench.PARTS, "memory", fails)
+    assert main(["bench", "--only", "memory", "--json", str(tmp_path / "bench.json")]) == 1
+    assert (tmp_path / "bench.json").read_text() == content
+
+
+def test_bench_writes_to_what_is_no_file_and_leaves_it(monkeypatch, tmp_path):
+    (tmp_path / "null").symlink_to("/dev/null")
+    assert figures_of(["--json", tmp_path / "null"], monkeypatch) == 0
+    assert (tmp_path / "null").is_symlink()
+    assert Path("/dev/null").is_char_device()
+
+
+def test_bench_refuses_one_file_for_figures_and_picture(tmp_path, capsys):
+    assert main(["bench", "--json", str(tmp_path / "a.svg"), "--picture", str(tmp_path / "a.svg")]) == 1
+    assert "are the same file" in capsys.readouterr().err
 
 
 def test_bench_does_not_measure_for_a_file_that_is_a_folder(monkeypatch, tmp_path, capsys):
