@@ -93,6 +93,22 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     return value
 
 
+def instance(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
+    """Makes sure that `value` is of a class.
+
+    Args:
+        name: The argument's name, for the message.
+        value: What the caller passed.
+        kind: The class, or several.
+        expected: What it is in words, for the message.
+
+    Raises:
+        TypeError: If it is not.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(_message(name, value, expected))
+
+
 def patterns(name: str, value: Any) -> tuple[str, ...] | None:
     """Returns one string, or several, as a tuple; `None` as it is.
 

@@ -17,8 +17,8 @@ class Row:
         judgement: The field's kind: `"float16"`, `"follows its inputs"` or `"float32"`.
         reason: Why, or why it would stay float32.
         source: Where the rule comes from.
-        planned_dtype: What it would compute in after `kmp.convert`; of a model that computes in 16 bits already, what
-            it computes in.
+        planned_dtype: What it would compute in after `kmp.convert`; of a model that computes in 16 bits already, or is
+            quantized, what it computes in.
         tensor_cores: Dimensions that 8 does not divide, each with the padded number; none where it stays float32.
         amax: With a batch: the largest magnitude that it puts out in float32.
         beyond: With a batch: the share of its outputs beyond 65504 in float32, inf and nan included.

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from kmp import _arguments
+from kmp import _arguments, _warnings
 from kmp._reader import Logs, PathLike, Reader
 from kmp._reference import float32_sample
 from kmp._sampler import paths_of
 from kmp._samples import matching
 from kmp._updates import UpdateWatch
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import Snapshot
+from kmp.records import GradientSample, Snapshot
 
 
 class GradientHistogram(Reader):
@@ -36,7 +36,7 @@ class GradientHistogram(Reader):
     Raises:
         TypeError: If an argument is of the wrong type.
         ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not kmp's, or a pattern
-            matches no variable (a model that is not built yet tells in its first step).
+            matches no variable, or `reference` does not fit (a model that is not built yet tells in its first step).
         OSError: In `on_train_begin`, if `log_dir` cannot be written.
 
     Example:
@@ -77,6 +77,8 @@ class GradientHistogram(Reader):
         self._is_first_due = True
         self._samples_seen = 0
         self._is_reference_due = self.reference is not None
+        if self.reference is not None and self.model.built:
+            self._float32_sample()  # an error of the batch comes before the first step
         self.optimizer.start_sampling(self, self.every_n_steps)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
@@ -144,6 +146,15 @@ class GradientHistogram(Reader):
 
     def _measure_reference(self) -> None:
         self._is_reference_due = False
-        assert self.reference is not None
-        sample = float32_sample(self.model, self.reference, self._chosen_variables(), self._last.step)
+        sample = self._float32_sample()
         self._append({"step": sample.step, "reference": sample.to_dict()})
+
+    def _float32_sample(self) -> GradientSample:
+        assert self.reference is not None
+        try:
+            return float32_sample(self.model, self.reference, self._chosen_variables(), self._last.step)
+        except Exception as error:  # Keras and TensorFlow raise many kinds, with much of their own in the text
+            raise ValueError(
+                f"`reference` does not fit {type(self.model).__name__} {self.model.name!r} and its loss: "
+                f"{_warnings.first_line(error)}"
+            ) from error

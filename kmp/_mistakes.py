@@ -131,9 +131,10 @@ _IN_FLOAT16 = (
     "kmp.layers.Softmax() in its place, or give layer or loss dtype='float32'."
 )
 _NOT_FLOAT16 = (
-    "trains under kmp.enable() but has no layer that computes in float16: it was built before, or loaded or made with "
-    "dtype='float32'. It trains in float32, without a loss scale. Call kmp.enable() before the first layer is "
-    "made, or take kmp.convert(model)."
+    "trains under kmp.enable() but has no layer that computes in float16: it was built before, or in another thread, "
+    "or after keras.backend.clear_session(), which resets Keras' policy; or loaded or made with dtype='float32'. It "
+    "trains in float32, without a loss scale. Call kmp.enable() there, before the first layer is made, or take "
+    "kmp.convert(model)."
 )
 _UNSCALED = (
     "computes in float16 and was compiled {compiled}, so its loss is not scaled: gradients of 2^-25 and less become "

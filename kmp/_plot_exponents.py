@@ -7,10 +7,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 
+from kmp import _arguments
 from kmp import _plot_style as style
 from kmp._formats import FLOAT16
 from kmp._histograms import NEAR_OVERFLOW_BITS, ExponentHistogram
-from kmp.records import Run
+from kmp.records import A_RUN, Run
 
 _FLUSHED, _SMALLEST = FLOAT16.flush_exponent, FLOAT16.min_subnormal_exponent
 _NORMAL, _OVERFLOW = FLOAT16.min_exponent, FLOAT16.max_exponent + 1
@@ -38,6 +39,7 @@ def gradient_exponents(histogram: ExponentHistogram, ax: Axes | None = None) -> 
     >>> gradient_exponents(histogram).get_title(loc="left")
     'Gradient magnitudes in training step 1'
     """
+    _arguments.instance("histogram", histogram, ExponentHistogram, "a kmp.records.ExponentHistogram of a run")
     title = f"Gradient magnitudes in training step {histogram.step}"
     ax = style.label(style.axes(ax), title, _EXPONENT, "gradient elements")
     if not histogram.total:
@@ -75,6 +77,7 @@ def exponents_over_steps(run: Run, ax: Axes | None = None) -> Axes:
     >>> exponents_over_steps(run).get_xlabel()
     'training step'
     """
+    _arguments.instance("run", run, Run, A_RUN)
     ax = style.label(style.axes(ax), "Exponents of the loss-scaled gradient", "training step", _EXPONENT)
     newest = {histogram.step: histogram for histogram in run.histograms if histogram.total}
     histograms = [newest[step] for step in sorted(newest)]

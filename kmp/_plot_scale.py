@@ -3,10 +3,11 @@
 import numpy as np
 from matplotlib.axes import Axes
 
+from kmp import _arguments
 from kmp import _plot_style as style
 from kmp._what_if import WhatIf
 from kmp._what_if import what_if as work_out
-from kmp.records import Run
+from kmp.records import A_RUN, Run
 
 _MANY_MARKS = 60
 _DASHES = (0.0, (2.0, 1.2))
@@ -26,6 +27,7 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
     >>> loss_scale(Run([{"step": 1, "loss_scale": 8.0}, {"step": 2, "loss_scale": 16.0}])).get_title(loc="left")
     'Loss scale'
     """
+    _arguments.instance("run", run, Run, A_RUN)
     ax = style.label(style.axes(ax), "Loss scale", "training step", "loss scale")
     steps, scales = style.by_step(run, "loss_scale")
     if not steps.size:
@@ -58,6 +60,7 @@ def what_if(run_or_curve: Run | WhatIf, ax: Axes | None = None) -> Axes:
     >>> what_if(run).get_xlabel()
     'loss scale'
     """
+    _arguments.instance("run_or_curve", run_or_curve, (Run, WhatIf), f"{A_RUN}, or a kmp.advice.WhatIf")
     title = "What another loss scale would lose"
     ax = style.label(style.axes(ax), title, "loss scale", "share of elements, or of steps")
     try:

@@ -7,10 +7,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from kmp import _arguments
 from kmp import _plot_style as style
-from kmp._arguments import positive_integer
 from kmp._samples import unique
-from kmp.records import Run
+from kmp.records import A_RUN, Run
 
 _NAME_LENGTH = 38
 _ELLIPSIS = "…"
@@ -30,7 +30,7 @@ def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Ax
         The axes: variables along y, the worst at the top; training steps since the beginning along x.
 
     Raises:
-        TypeError: If `top` is not an integer.
+        TypeError: If `run` is no `kmp.records.Run`, or `top` not an integer.
         ValueError: If it is not positive.
 
     Example:
@@ -39,7 +39,8 @@ def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Ax
     >>> [label.get_text() for label in overflowing_variables(run).get_yticklabels()]
     ['dense/bias', 'dense/kernel']
     """
-    top = positive_integer("top", top)
+    _arguments.instance("run", run, Run, A_RUN)
+    top = _arguments.positive_integer("top", top)
     ax = style.label(style.axes(ax), "Variables that overflowed", "training steps", "variable")
     overflows, culprits = (run.last(key) for key in ("overflows_by_variable", "culprits_by_variable"))
     if overflows is None and culprits is None:

@@ -16,7 +16,8 @@ class ForwardProbe(Reader):
     `nonfinite_activation` in `run` and in the log, in the report, in the error of a stuck run, and while it trains in
     `optimizer.snapshot()`. A number in the batch beyond float16's 65504 counts as inf. It looks at the outputs of the
     layers in the step itself; while losses are finite it computes nothing. What a layer computes inside a loop, as an
-    RNN does, is seen when it leaves the loop. On several replicas, those of this process are looked at.
+    RNN does, is seen when it leaves the loop. On several replicas, those of this process are looked at. Each `fit` with
+    it traces its training step anew.
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.

@@ -64,6 +64,7 @@ class Reader(keras.callbacks.Callback, abc.ABC):
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         if not self._has_trained:
             self._start()  # again: a callback listed later may have restored the optimizer
+            self.run.forget_after(self._first_step)
             self._open()
         self._batches_of_epoch = 0
 
@@ -182,7 +183,8 @@ def _no_loss_scale(callback: str, model: keras.Model, optimizer: Any) -> str:
         "Compile the model after kmp.enable() and without auto_scale_loss=False, or with kmp.LossScaleOptimizer(opt)."
         if FLOAT16.name in dtypes
         else "That needs no loss scale: leave kmp's callbacks out, or compile with kmp.LossScaleOptimizer(opt, "
-        "loss_scale=1.0) to see its gradients all the same. For float16 call kmp.enable() before building the model."
+        "loss_scale=1.0) to see its gradients all the same. For float16 call kmp.enable() before building the model; "
+        "again after keras.backend.clear_session(), and in each thread, which have the policy float32."
     )
     reads = f"{callback} reads kmp.LossScaleOptimizer, and the model's optimizer is {found}"
     return f"{reads}; the model computes in {' and '.join(dtypes)}. {advice}"

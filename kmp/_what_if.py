@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from kmp import _arguments
 from kmp._formats import FLOAT16, FLOAT32, is_power_of_two
 from kmp._histograms import FIRST_EXPONENT
-from kmp.records import GradientSample, Run
+from kmp.records import A_RUN, GradientSample, Run
 
 # Rounding to nearest, the smallest magnitude that becomes inf in float16: half a unit above the largest value.
 _BECOMES_INF = FLOAT16.max + 2.0 ** (FLOAT16.max_exponent - FLOAT16.fraction_bits - 1)
@@ -95,6 +97,7 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
             compute in float32 do not count.
 
     Raises:
+        TypeError: If it is neither.
         ValueError: If there is no sample with finite gradients.
 
     Example:
@@ -107,7 +110,7 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     >>> what_if(callbacks[0].run).in_use
     10.0
     """
-    samples = narrow(run, run.samples) if isinstance(run, Run) else list(run)
+    samples = narrow(run, run.samples) if isinstance(run, Run) else _samples_in(run)
     references = finite(narrow(run, run.references)) if isinstance(run, Run) else []
     measured = references or finite(samples)
     if not measured:
@@ -133,6 +136,13 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
         bool(references),
         recommended,
     )
+
+
+def _samples_in(run: Any) -> list[GradientSample]:
+    is_sequence = isinstance(run, Sequence) and all(isinstance(sample, GradientSample) for sample in run)
+    if not is_sequence:
+        _arguments.instance("run", run, Run, f"{A_RUN}, or samples of one")
+    return list(run)
 
 
 def finite(samples: Iterable[GradientSample]) -> list[GradientSample]:

@@ -1,11 +1,12 @@
 """From a recorded run to what to change, each finding with its evidence. Knows numbers, no Keras."""
 
+from kmp import _arguments
 from kmp._causes import CAUSES
 from kmp._evidence import Evidence
 from kmp._findings import Advice, Finding
 from kmp._formats import as_power
 from kmp._what_if import WhatIf, what_if
-from kmp.records import Run
+from kmp.records import A_RUN, Run
 
 __all__ = [
     "Advice",
@@ -28,10 +29,14 @@ def advise(run: Run) -> Advice:
     Returns:
         Ranked findings, and a verdict. What the run holds no evidence for is not found.
 
+    Raises:
+        TypeError: If `run` is no `kmp.records.Run`.
+
     Example:
     >>> advise(Run([{"step": 500, "overflow_count": 0, "loss_scale": 32768.0}])).verdict
     'No step of 500 was skipped. No gradients were sampled, so underflow is not known.'
     """
+    _arguments.instance("run", run, Run, A_RUN)
     evidence = Evidence(run)
     found = [finding for find in CAUSES if (finding := find(evidence))]
     return Advice(tuple(found), _verdict(evidence, found))

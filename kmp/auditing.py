@@ -85,8 +85,8 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     seen = _compared(model, plan, batch) if batch is not None else {}
     parts = parts_of(model)
     told = {part.path for part in (*told_parts(model), *out_of_reach(parts))}
-    is_mixed = computes_in_half(model)
-    rows = tuple(_row(part, plan, is_mixed, part.path in told, seen.get(part.path)) for part in parts)
+    stays = computes_in_half(model) or is_quantized(model)
+    rows = tuple(_row(part, plan, stays, part.path in told, seen.get(part.path)) for part in parts)
     return Audit(model.name, rows, plan)
 
 
@@ -97,13 +97,13 @@ def _compared(model: keras.Model, plan: Plan, batch: Any) -> dict[str, tuple[See
     return {path: (reference[path], candidate[path]) for path in reference if path in candidate}
 
 
-def _row(part: Part, plan: Plan, is_mixed: bool, is_told: bool, seen: tuple[Seen, Seen] | None) -> Row:
+def _row(part: Part, plan: Plan, stays: bool, is_told: bool, seen: tuple[Seen, Seen] | None) -> Row:
     layer, output = part.operation, _output_dtype(part.operation)
     judged = judge(part) if is_told or isinstance(layer, keras.layers.InputLayer) else _made_by(part.holder)
     reason = plan.float32.get(part.path, judged.reason)
     has_dtypes = part.is_layer and not only_hands_on(layer)
     compute_dtype = layer.compute_dtype if has_dtypes else output or ""
-    planned_dtype = compute_dtype if is_mixed else _planned_dtype(part, plan)
+    planned_dtype = compute_dtype if stays else _planned_dtype(part, plan)
     return Row(
         path=part.path,
         kind=type(layer).__name__,

@@ -57,8 +57,13 @@ class Handle:
     def __repr__(self) -> str:
         shown = self.settings | ({"jit_compile": True} if self.jit_compile else {})
         settings = "".join(f", {name}={value!r}" for name, value in shown.items())
-        state = "in force" if self in _active[-1:] else "replaced" if self in _active else "off"
-        return f"<kmp.enable({self.policy!r}{settings}) {state}>"
+        return f"<kmp.enable({self.policy!r}{settings}) {self._state()}>"
+
+    def _state(self) -> str:
+        if self not in _active[-1:]:
+            return "replaced" if self in _active else "off"
+        policy = keras.config.dtype_policy().name
+        return "in force" if policy == self.policy else f"in force, but Keras' policy is {policy!r} here"
 
 
 def enable(
@@ -75,7 +80,9 @@ def enable(
     workers, and with losses that layers add in 16 bits. Mistakes that Keras trains on with in silence are warned of,
     once a model.
 
-    Calling it again replaces policy and settings. What the hardware means for the policy is logged once, under `"kmp"`.
+    Calling it again replaces policy and settings. Keras has a policy for each thread, and
+    `keras.backend.clear_session()` resets it: call it again there. What the hardware means for the policy is logged
+    once, under `"kmp"`.
 
     Args:
         policy: `"mixed_float16"` (the default: float32 weights, float16 computation), `"mixed_bfloat16"`, `"float32"`,

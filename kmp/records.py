@@ -54,6 +54,8 @@ __all__ = [
     "load_run",
 ]
 
+A_RUN = "a kmp.records.Run, such as kmp.load_run(log_dir) returns"  # in messages
+
 # What `nonfinite_activation` says where it is no layer's path.
 THE_INPUT, THE_TARGET, THE_WEIGHTS = BATCH = ("the batch's x", "the batch's y", "the batch's sample_weight")
 THE_LOSS = "the loss function"
@@ -134,6 +136,10 @@ class Run:
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a reading."""
         self.rows.append(dict(row))
+
+    def forget_after(self, step: int) -> None:
+        """Drops the readings beyond a step, as of a training that another one takes the place of."""
+        self.rows[:] = [row for row in self.rows if row["step"] <= step]
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the steps at which `key` was read, and its values, as arrays of equal length."""

@@ -233,6 +233,12 @@ def test_a_scale_of_one_is_called_that():
     assert "2^0" not in told
 
 
+@pytest.mark.parametrize("function", [kmp.advise, kmp.what_if])
+def test_the_path_of_a_run_is_no_run(function):
+    with pytest.raises(TypeError, match=r"`run` must be a kmp.records.Run, such as kmp.load_run.*'runs/first'"):
+        function("runs/first")
+
+
 def test_empty_run_has_no_finding_and_says_so():
     assert list(kmp.advise(Run())) == []
     assert kmp.advise(Run()).verdict == "The run is empty: nothing was read."

@@ -85,6 +85,15 @@ def test_batch_compares_a_float32_model_with_the_candidate_whatever_policy_is_in
     assert rows["hidden"].drift > 0.0
 
 
+def test_a_quantized_model_is_shown_as_convert_leaves_it():
+    model = keras.Sequential([keras.Input((16,)), layers.Dense(8), layers.Dense(2)])
+    for layer in model.layers:
+        layer.quantize("int8")
+    assert kmp.convert(model) is model
+    dense = [row for row in kmp.audit(model).rows if row.kind == "Dense"]
+    assert [row.planned_dtype for row in dense] == [row.compute_dtype for row in dense]
+
+
 def test_dimensions_to_pad_are_those_of_layers_that_are_in_16_bits_now():
     with kmp.enable():
         dense = layers.Dense(10, name="narrow"), layers.Dense(10, dtype="float32", name="wide"), layers.Dense(10)

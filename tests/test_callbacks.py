@@ -258,7 +258,19 @@ def test_defaults_train_a_model_whose_compiled_optimizer_takes_no_step():
     gan = Gan()
     gan.compile()
     fit(gan, defaults(every_n_steps=2))
-    assert [int(optimizer.iterations.numpy()) for optimizer in gan.optimizers] == [20, 20]
+    assert [optimizer.snapshot().step for optimizer in gan.optimizers] == [20, 20]
+
+
+def test_callbacks_used_again_for_another_model_read_that_one_alone(tmp_path):
+    callbacks = defaults(tmp_path, every_n_steps=5)
+    fit(compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=64.0)), callbacks, epochs=2)
+    second = compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=128.0))
+    fit(second, callbacks)
+    for run in (callbacks[0].run, kmp.load_run(tmp_path)):
+        assert run.series("loss_scale")[0].tolist() == [1, 5, 10, 15, 20]
+        assert set(run.series("loss_scale")[1]) == {128.0}
+    fit(second, callbacks)
+    assert steps_of(callbacks[0]) == [1, 5, 10, 15, 20, 21, 25, 30, 35, 40]
 
 
 def test_interrupted_training_keeps_nothing_alive(tmp_path):

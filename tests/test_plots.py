@@ -444,3 +444,11 @@ def test_save_writes_a_png_and_closes_the_figure(tmp_path):
     plots.save(plots.gradient_exponents(histogram()), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert not plt.get_fignums()
+
+
+@pytest.mark.parametrize(
+    "name", ["exponents_over_steps", "gradient_exponents", "loss_scale", "overflowing_variables", "what_if"]
+)
+def test_the_path_of_a_run_is_an_error_that_says_what_is_drawn(name):
+    with pytest.raises(TypeError, match="must be a kmp.records"):
+        getattr(plots, name)("runs/first")

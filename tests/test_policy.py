@@ -42,6 +42,8 @@ def test_handle_is_a_context_manager_that_nests_and_ends_after_an_exception():
         inner = kmp.enable("mixed_float16", loss_scale=8.0)
         assert "in force" in repr(inner)
         assert "replaced" in repr(outer)
+        keras.config.set_dtype_policy("float32")  # as keras.backend.clear_session() does
+        assert "in force, but Keras' policy is 'float32' here" in repr(inner)
         with pytest.raises(RuntimeError), inner:
             raise RuntimeError
         assert (policy(), "off" in repr(inner)) == ("mixed_bfloat16", True)

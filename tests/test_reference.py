@@ -73,6 +73,15 @@ def test_reference_is_the_gradient_in_float32_and_leaves_no_trace():
     assert (sample.norm > 0).sum() >= 5
 
 
+def test_reference_that_does_not_fit_is_an_error_before_the_first_step(enabled):
+    model, (x, y) = compiled_model(), batch()
+    before = values(model.weights)
+    with pytest.raises(ValueError, match="`reference` does not fit Sequential .* and its loss: "):
+        fit(model, kmp.callbacks.defaults(reference=(x[:, :3], y)))
+    for old, new in zip(before, values(model.weights), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
 def test_reference_leaves_the_states_of_stateful_rnns():
     with kmp.enable():
         rnn = keras.layers.LSTM(3, stateful=True)
