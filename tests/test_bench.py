@@ -8,7 +8,7 @@ import pytest
 from conftest import values
 from rich.console import Console
 
-from kmp import _bench, _bench_models, _bench_optimizers, _bench_sampling
+from kmp import _bench, _bench_models, _bench_networks, _bench_optimizers, _bench_sampling
 from kmp._bench_clock import Measured
 from kmp._bench_models import WITH_CALLBACKS
 from kmp._bench_optimizers import BARE, COMPILED, KERAS, MODES, OURS
@@ -90,6 +90,18 @@ def test_sampling_is_measured_against_what_is_not_sampled(tiny):
         ("sampling: first call", "XLA"),
         ("sampling: step, on average", "XLA"),
     ]
+
+
+def test_modes_and_batch_are_those_asked_for(monkeypatch):
+    calls = []
+    monkeypatch.setattr(_bench, "_in_a_process", lambda call: calls.append(call) or 1.0)
+    size = dataclasses.replace(_bench.FULL, modes=("graph",), batch=24)
+    list(_bench.PARTS["memory"](size))
+    assert calls
+    assert [call for call in calls if not call.endswith("'graph')")] == []
+    monkeypatch.setattr(_bench_networks, "compare", lambda *arguments: calls.append(arguments) or iter(()))
+    list(_bench.PARTS["bert"](size))
+    assert calls[-1][:3] == ("BERT-base", "graph", 24)
 
 
 @pytest.mark.slow

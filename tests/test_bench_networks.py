@@ -43,6 +43,24 @@ def test_float32_is_measured_without_tf32():
         tf.config.experimental.enable_tensor_float_32_execution(True)
 
 
+@pytest.mark.usefixtures("tiny")
+def test_a_first_training_is_neither_timed_nor_held_against_its_memory(monkeypatch):
+    order, levels = [], iter([100, 300, 900, 900, 900])
+
+    def timed(model, task, steps, callbacks=()):
+        return lambda: order.append(steps) or 0.5
+
+    monkeypatch.setattr(_bench_networks, "timed", timed)
+    monkeypatch.setattr(_bench_networks, "compiled", lambda *arguments: None)
+    monkeypatch.setattr(_bench_networks, "forget_peak", lambda: order.append("forget"))
+    monkeypatch.setattr(_bench_networks, "peak_memory", lambda: order.append("peak") or next(levels))
+    found = measure("mixed_float16, kmp + callbacks", "tiny", "graph", 8, 20, 2)
+    rows = [[steps, "forget", steps, steps, "peak"] for steps in (250, 20, 20, 100)]
+    assert order == [1, "forget", "peak", *(one for row in rows for one in row)]
+    assert found["bytes"] == 200
+    assert set(map(tuple, found["seconds"].values())) == {(0.5, 0.5)}
+
+
 def test_batch_fills_a_quarter_of_the_gpu(monkeypatch):
     gpus = []
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)

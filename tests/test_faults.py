@@ -143,6 +143,21 @@ def test_model_that_float16_cannot_train(whose):
         np.testing.assert_array_equal(old, new)
 
 
+def test_nadam_saved_and_loaded(whose, tmp_path):
+    """Keras' loss scaler builds Nadam untracked, and its product of momenta is in no file."""
+    model = small_model()
+    model.compile(keras.optimizers.Nadam(0.01), "sparse_categorical_crossentropy")
+    fit(model, small_data(10))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    product, again = (one.optimizer.inner_optimizer._u_product.numpy() for one in (model, loaded))
+    assert (product < 0.5, again) == (True, product if whose == "kmp" else 1.0)
+    fit(model, small_data(10))
+    fit(loaded, small_data(10))
+    same = [np.array_equal(*pair) for pair in zip(model.get_weights(), loaded.get_weights(), strict=True)]
+    assert all(same) == (whose == "kmp")
+
+
 @pytest.mark.filterwarnings("ignore:.*before any loss went through")
 def test_loop_that_forgets_scale_loss(whose):
     """Gradients are divided by 2^15 all the same; kmp says so (see test_mistakes.py)."""
