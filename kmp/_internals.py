@@ -49,6 +49,8 @@ def state_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
 def _variables_in(value: Any) -> Iterator[keras.Variable]:
     if isinstance(value, keras.Variable):
         yield value
+    elif isinstance(value, keras.optimizers.Optimizer):  # one of those that a MultiOptimizer holds
+        yield from state_of(value)
     elif isinstance(value, list | tuple | dict):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _variables_in(inner)

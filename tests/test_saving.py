@@ -127,6 +127,26 @@ def test_what_the_inner_optimizer_keeps_beyond_its_variables_is_saved(tmp_path, 
     assert float(trained.optimizer.inner_optimizer._u_product.numpy()) < 0.5
 
 
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras 3.12 has none")
+def test_what_each_of_several_inner_optimizers_keeps_is_saved(tmp_path, enabled):
+    nadams = [keras.optimizers.Nadam(0.01) for _ in range(2)]
+
+    def model_with(nadam):
+        sgd = keras.optimizers.SGD(0.1)
+        several = keras.optimizers.MultiOptimizer(lambda variable: nadam if "kernel" in variable.path else sgd)
+        return compiled_model(several)
+
+    trained, fresh = map(model_with, nadams)
+    fit(trained)
+    fresh.optimizer.build(fresh.trainable_variables)
+    through_weights(trained, fresh, tmp_path)
+    old, new = (state_of(model.optimizer.inner_optimizer) for model in (trained, fresh))
+    for one, other in zip(old, new, strict=True):
+        np.testing.assert_array_equal(one, other)
+    products = [float(nadam._u_product.numpy()) for nadam in nadams]
+    assert products[0] == products[1] < 0.5
+
+
 def test_model_saved_with_keras_class_comes_back_with_kmps_under_enable(tmp_path):
     keras.config.set_dtype_policy("mixed_float16")
     trained = compiled_model(stock())
