@@ -32,7 +32,7 @@ def save_whole(model: keras.Model, path: Path) -> None:
     try:
         with _files.whole(path) as partial:
             (model.save_weights if path.name.endswith(".weights.h5") else model.save)(partial)
-    except NotImplementedError:  # Keras cannot serialize the model
+    except NotImplementedError:  # Keras cannot serialize the model; by its class a RuntimeError too, and not the disk's
         raise
     except RuntimeError as error:  # what HDF5 makes of errors of the disk
         raise OSError(errno.EIO, str(error), str(path)) from error

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from kmp import _arguments, _warnings
+from kmp import _arguments
 from kmp._reader import Logs, PathLike, Reader
-from kmp._reference import float32_sample
+from kmp._reference import check_batch, float32_sample
 from kmp._sampler import paths_of
 from kmp._samples import matching
 from kmp._updates import UpdateWatch
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import GradientSample, Snapshot
+from kmp.records import Snapshot
 
 
 class GradientHistogram(Reader):
@@ -67,7 +67,9 @@ class GradientHistogram(Reader):
         self._updates = UpdateWatch()
 
     def _prepare(self, optimizer: LossScaleOptimizer) -> bool:
-        self._chosen_variables()  # an error of a pattern comes before anything is prepared
+        self._chosen_variables()  # an error of a pattern, or of the batch, comes before anything is prepared
+        if self.reference is not None and self.model.built:
+            check_batch(self.model, self.reference)
         is_new = optimizer.prepare_sampling(self.variables)
         return super()._prepare(optimizer) or is_new
 
@@ -77,8 +79,6 @@ class GradientHistogram(Reader):
         self._is_first_due = True
         self._samples_seen = 0
         self._is_reference_due = self.reference is not None
-        if self.reference is not None and self.model.built:
-            self._float32_sample()  # an error of the batch comes before the first step
         self.optimizer.start_sampling(self, self.every_n_steps)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
@@ -146,15 +146,6 @@ class GradientHistogram(Reader):
 
     def _measure_reference(self) -> None:
         self._is_reference_due = False
-        sample = self._float32_sample()
-        self._append({"step": sample.step, "reference": sample.to_dict()})
-
-    def _float32_sample(self) -> GradientSample:
         assert self.reference is not None
-        try:
-            return float32_sample(self.model, self.reference, self._chosen_variables(), self._last.step)
-        except Exception as error:  # Keras and TensorFlow raise many kinds, with much of their own in the text
-            raise ValueError(
-                f"`reference` does not fit {type(self.model).__name__} {self.model.name!r} and its loss: "
-                f"{_warnings.first_line(error)}"
-            ) from error
+        sample = float32_sample(self.model, self.reference, self._chosen_variables(), self._last.step)
+        self._append({"step": sample.step, "reference": sample.to_dict()})

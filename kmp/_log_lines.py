@@ -75,11 +75,10 @@ def sample_of(row: Mapping[str, Any], key: str) -> GradientSample:
 
 def _check_sample(row: Mapping[str, Any], key: str, place: str) -> None:
     try:
-        sample_of(row, key)
-        scale = float(row[key]["loss_scale"])
+        sample = sample_of(row, key)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ValueError(f"{place}: not a {key} of kmp's gradients ({error!r})") from error
-    _check_scale(scale, place)
+    _check_scale(sample.loss_scale, place)
 
 
 def is_torn_header(line: str) -> bool:

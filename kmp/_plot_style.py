@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
+from kmp._formats import is_power_of_two
 from kmp.records import Run
 
 # Told apart by all colour-blind readers, and in greyscale. Source: Paul Tol, "Colour Schemes" (SRON/EPS/TN/09-002,
@@ -68,8 +69,7 @@ def power_of_two(exponent: float) -> str:
 
 def scale_name(scale: float) -> str:
     """Returns a loss scale as a power of two, or as the number it is."""
-    exponent = math.log2(scale)
-    return power_of_two(exponent) if exponent.is_integer() else f"{scale:,g}"
+    return power_of_two(math.log2(scale)) if is_power_of_two(scale) else f"{scale:,g}"
 
 
 def label_steps(ax: Axes, steps: np.ndarray) -> None:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp import statistics
+from kmp import _warnings, statistics
 from kmp._formats import FLOAT32
 from kmp._state import sublayers, unchanged
 from kmp.records import GradientSample
@@ -39,13 +39,12 @@ def float32_sample(model: keras.Model, batch: Sequence[Any], variables: Mapping[
         batch: `(x, y)` or `(x, y, sample_weight)`.
         variables: The variables to measure, by path, from the input to the loss.
         step: The training step that the sample is filed under.
+
+    Raises:
+        ValueError: If the batch does not fit the model and its loss.
     """
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tuple(batch))
-    with unchanged(model), _computing_in_float32(model), tf.GradientTape() as tape:
-        prediction = model(x, training=True)
-        takes_training = "training" in inspect.signature(model.compute_loss).parameters  # Keras' does since 3.5
-        training = {"training": True} if takes_training else {}
-        loss = model.compute_loss(x=x, y=y, y_pred=prediction, sample_weight=sample_weight, **training)
+    with _named(model), unchanged(model), _computing_in_float32(model), tf.GradientTape() as tape:
+        loss = _loss(model, batch)
     gradients = tape.gradient(loss, [getattr(variable, "value", variable) for variable in variables.values()])
     measured = statistics.of_gradients(gradients)
     unknown, nothing = np.full(len(variables), math.nan), np.zeros(len(variables), np.int64)
@@ -61,6 +60,28 @@ def float32_sample(model: keras.Model, batch: Sequence[Any], variables: Mapping[
         updates=nothing,
         lost_updates=nothing,
     )
+
+
+def check_batch(model: keras.Model, batch: Sequence[Any]) -> None:
+    """Makes sure that `float32_sample` can take a batch: the forward pass of it, which leaves the model as it was.
+
+    Raises:
+        ValueError: If the batch does not fit the model and its loss.
+    """
+    with _named(model), unchanged(model), _computing_in_float32(model):
+        _loss(model, batch)
+
+
+def _loss(model: keras.Model, batch: Sequence[Any]) -> Any:
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tuple(batch))
+    prediction = model(x, training=True)
+    takes_training = "training" in inspect.signature(model.compute_loss).parameters  # Keras' does since 3.5
+    training = {"training": True} if takes_training else {}
+    return model.compute_loss(x=x, y=y, y_pred=prediction, sample_weight=sample_weight, **training)
+
+
+def _named(model: keras.Model) -> contextlib.AbstractContextManager[None]:
+    return _warnings.naming_what_does_not_fit("reference", model, " and its loss")
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """The callback that leaves a report of the training."""
 
 import errno
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -130,8 +129,7 @@ class Report(keras.callbacks.Callback):
     def _tell(self, error: Exception) -> None:
         if not self._is_failure_told:
             self._is_failure_told = True
-            reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
-            _warnings.warn(f"No report in {str(self.path)!r}: {reason}. Training goes on.")
+            _warnings.warn(f"No report in {str(self.path)!r}: {_warnings.in_short(error)}. Training goes on.")
 
 
 def _html_path(value: Any) -> Path:

@@ -1,6 +1,5 @@
 """The callback that ends a training which cannot get on."""
 
-import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -107,6 +106,5 @@ class StuckDetector(Reader):
         try:
             save_whole(self.model, self.checkpoint)
         except Exception as error:  # Keras raises what it likes; none of it may hide why training is stuck
-            reason = textwrap.shorten(str(error), 200, placeholder=" ...")
-            return f"{intact}; saving them to {str(self.checkpoint)!r} failed: {reason}"
+            return f"{intact}; saving them to {str(self.checkpoint)!r} failed: {_warnings.in_short(error)}"
         return f"{intact}, saved to {str(self.checkpoint)!r}."

@@ -79,13 +79,8 @@ def traced(model: keras.Model, batch: Any) -> tuple[Any, dict[str, Seen]]:
         stack.enter_context(unchanged(model))
         for part in parts_of(model):
             stack.enter_context(_noting(part, noted.setdefault))
-        try:
+        with _warnings.naming_what_does_not_fit("batch", model, ", which is called with it (no targets)"):
             outputs = model(batch, training=False)
-        except Exception as error:  # Keras and TensorFlow raise many kinds, with much of their own in the text
-            raise ValueError(
-                f"`batch` does not fit {type(model).__name__} {model.name!r}, which is called with it (no targets): "
-                f"{_warnings.first_line(error)}"
-            ) from error
     return outputs, {path: Seen.of(tuple(values)) for path, values in noted.items() if values}
 
 

@@ -1,8 +1,13 @@
 """Warnings that point at the user's own line, however deep in Keras and TensorFlow they arise; errors in a line."""
 
+import contextlib
 import sys
+import textwrap
 import warnings
+from collections.abc import Iterator
 from types import FrameType
+
+import keras
 
 _LIBRARIES = ("kmp", "keras", "tensorflow", "contextlib")
 
@@ -19,6 +24,30 @@ def warn(message: str) -> None:
 def first_line(error: Exception) -> str:
     """Returns the first line of what an error says, or its type if it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def in_short(error: Exception) -> str:
+    """Returns what an error says on one line of at most 200 characters, or its type if it says nothing."""
+    return textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
+
+
+@contextlib.contextmanager
+def naming_what_does_not_fit(argument: str, model: keras.Model, how: str) -> Iterator[None]:
+    """Has an error that a model raises on a batch name the argument that the batch came by.
+
+    Args:
+        argument: Its name.
+        model: The model.
+        how: What is done with it there, to follow the model's name.
+
+    Raises:
+        ValueError: In place of any other error.
+    """
+    try:
+        yield
+    except Exception as error:  # Keras and TensorFlow raise many kinds, with much of their own in the text
+        named = f"{type(model).__name__} {model.name!r}"
+        raise ValueError(f"`{argument}` does not fit {named}{how}: {first_line(error)}") from error
 
 
 def _is_a_librarys(frame: FrameType) -> bool:

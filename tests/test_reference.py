@@ -6,6 +6,7 @@ from conftest import compiled_model, fit, small_data, values
 from keras import ops
 
 import kmp
+from kmp import _histogram_callback
 
 
 def batch():
@@ -80,6 +81,19 @@ def test_reference_that_does_not_fit_is_an_error_before_the_first_step(enabled):
         fit(model, kmp.callbacks.defaults(reference=(x[:, :3], y)))
     for old, new in zip(before, values(model.weights), strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+def test_reference_is_checked_once_and_measured_after_the_first_step_and_each_epoch(enabled, monkeypatch):
+    passes = []
+    for name in ("check_batch", "float32_sample"):
+        original = getattr(_histogram_callback, name)
+        monkeypatch.setattr(
+            _histogram_callback,
+            name,
+            lambda *given, name=name, original=original: passes.append(name) or original(*given),
+        )
+    fit(compiled_model(), [kmp.callbacks.GradientHistogram(reference=batch())], epochs=2)
+    assert passes == ["check_batch", *["float32_sample"] * 3]
 
 
 def test_reference_leaves_the_states_of_stateful_rnns():

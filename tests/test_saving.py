@@ -115,15 +115,19 @@ def test_state_goes_over_to_keras_class_and_back_without_a_warning(tmp_path, mak
     fit(fresh)
 
 
-@pytest.mark.parametrize("through", [through_weights, through_checkpoint])
-def test_what_the_inner_optimizer_keeps_beyond_its_variables_is_saved(tmp_path, enabled, through):
-    trained, fresh = (compiled_model(keras.optimizers.Nadam(0.01)) for _ in range(2))
+def assert_inner_state_goes_through(through, trained, fresh, path):
     fit(trained)
     fresh.optimizer.build(fresh.trainable_variables)
-    through(trained, fresh, tmp_path)
+    through(trained, fresh, path)
     old, new = (state_of(model.optimizer.inner_optimizer) for model in (trained, fresh))
     for one, other in zip(old, new, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("through", [through_weights, through_checkpoint])
+def test_what_the_inner_optimizer_keeps_beyond_its_variables_is_saved(tmp_path, enabled, through):
+    trained, fresh = (compiled_model(keras.optimizers.Nadam(0.01)) for _ in range(2))
+    assert_inner_state_goes_through(through, trained, fresh, tmp_path)
     assert float(trained.optimizer.inner_optimizer._u_product.numpy()) < 0.5
 
 
@@ -136,13 +140,7 @@ def test_what_each_of_several_inner_optimizers_keeps_is_saved(tmp_path, enabled)
         several = keras.optimizers.MultiOptimizer(lambda variable: nadam if "kernel" in variable.path else sgd)
         return compiled_model(several)
 
-    trained, fresh = map(model_with, nadams)
-    fit(trained)
-    fresh.optimizer.build(fresh.trainable_variables)
-    through_weights(trained, fresh, tmp_path)
-    old, new = (state_of(model.optimizer.inner_optimizer) for model in (trained, fresh))
-    for one, other in zip(old, new, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_inner_state_goes_through(through_weights, *map(model_with, nadams), tmp_path)
     products = [float(nadam._u_product.numpy()) for nadam in nadams]
     assert products[0] == products[1] < 0.5
 
