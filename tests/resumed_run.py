@@ -1,9 +1,12 @@
-"""A run to be killed at any moment and started again: `python resumed_run.py FOLDER [keras]`.
+"""A run to be killed at any moment and started again: `python resumed_run.py FOLDER kmp|keras [STEP]`.
 
 Leaves `result.npz` in the folder: every weight, the optimizer's whole state, and the counts.
+With `STEP` it kills itself after that many steps: `keras.callbacks.BackupAndRestore` writes its file in place,
+and does not survive a kill in the midst of it.
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -41,7 +44,18 @@ class Shuffled(keras.utils.PyDataset):
         return self.x[rows], self.y[rows]
 
 
-def main(folder, kind):
+class Kill(keras.callbacks.Callback):
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps -= 1
+        if not self.steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(folder, kind, steps=None):
     keras.utils.set_random_seed(0)
     tf.config.experimental.enable_op_determinism()
     kmp.enable(growth_interval=7)
@@ -64,6 +78,7 @@ def main(folder, kind):
         *kmp.callbacks.defaults(folder / "log", every_n_steps=25),
         backup(folder / "backup", double_checkpoint=True),
         keras.callbacks.LambdaCallback(on_epoch_begin=data.shuffle),
+        *([Kill(int(steps))] if steps else []),
     ]
     print("begins", flush=True)
     model.fit(data, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=callbacks)
@@ -75,4 +90,4 @@ def main(folder, kind):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "kmp")
+    main(Path(sys.argv[1]), *sys.argv[2:])
