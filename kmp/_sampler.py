@@ -156,5 +156,6 @@ class Sampler:
             with tf.control_dependencies([measured.counts]):  # so that both do not take memory at once
                 again = statistics.of_gradients(given, lambda some, rows: unscaled(some, [chosen[row] for row in rows]))
             self._unscaled.assign(again.counts)
-        self._step.assign(step)
-        self._scale.assign(scale)
+        with tf.control_dependencies([measured.counts]):  # a step that got no batch is no sample: see `Step._finish`
+            self._step.assign(step)
+            self._scale.assign(scale)

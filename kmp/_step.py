@@ -67,8 +67,11 @@ class Step:
         update = functools.partial(on_each, self._update, scale, gradients)
         _gate.update_or_skip(self.optimizer.inner_optimizer, self.trained, overflowed, update)
         outcome = scaling.StepOutcome(overflowed, ops.equal(any_was_nonfinite, 0.0))
-        self._adapt_and_count(outcome, flags, loss)
-        self.optimizer.loss_watch.forget()
+        # At the end of data whose length is not known, Keras starts a step that gets no batch and stops where it needs
+        # one: what does not wait for the gradients would count a step that never was.
+        with tf.control_dependencies([agreed]):
+            self._adapt_and_count(outcome, flags, loss)
+            self.optimizer.loss_watch.forget()
 
     def _update(self, scale: Any, gradients: Any) -> None:
         unscaled = unscale(gradients, self.variables, scale)  # here, where a skipped step does not pay for it

@@ -165,6 +165,15 @@ def test_epoch_without_a_good_batch_has_no_mean(compile_mode):
     assert np.isfinite(fit(model, good)["loss"]).all()
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+def test_epoch_without_a_good_batch_has_no_mean_where_its_length_is_not_known(compile_mode):
+    """The end of such data is a step that gets no batch, which made a mean of 0 of none."""
+    x, y = spoilt_data(*range(20))
+    batches = (part for part in zip(np.split(x, 20), np.split(y, 20), strict=True))
+    history = compiled_model("sgd", **compile_mode).fit(batches, shuffle=False, verbose=0).history
+    assert np.isnan(history["loss"]).all()
+
+
 def test_an_execution_tells_of_its_own_batches_alone():
     model = compiled_model(steps_per_execution=8)
     fit(model, spoilt_data(19))

@@ -148,3 +148,21 @@ def test_variables_that_share_a_path_are_measured_each_for_itself(enabled):
     sample = histogram.run.samples[0]
     found = dict(zip(sample.names, sample.weight_norm, strict=True))
     assert found == pytest.approx({"m/out/kernel": 4.0, "m/out/kernel#2": 400.0})
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("every_n_steps", [3, 5, 6])
+def test_data_of_unknown_length_end_in_no_step_of_their_own(mode, every_n_steps):
+    """Keras learns of the end by a step that gets no batch; some of what it computes waits for none."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.compile(kmp.wrap("sgd", loss_scale=1.0), lambda y, prediction: prediction, **MODES[mode])
+    batches = [np.full((2, 1), number, "float32") for number in range(1, 6)]
+    signature = (tf.TensorSpec((2, 1)), tf.TensorSpec((2, 1)))
+    data = tf.data.Dataset.from_generator(lambda: zip(batches, batches, strict=True), output_signature=signature)
+    histogram = kmp.callbacks.GradientHistogram(every_n_steps=every_n_steps)
+    model.fit(data, epochs=3, shuffle=False, verbose=0, callbacks=[histogram])
+    assert model.optimizer.snapshot().step == model.optimizer.iterations == 15
+    assert len(histogram.run.samples) >= 3
+    for sample in histogram.run.samples:
+        assert sample.total_norm == (sample.step - 1) % 5 + 1
