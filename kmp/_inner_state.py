@@ -24,17 +24,24 @@ class InnerState(keras.Layer):
         self._list = functools.partial(_unlisted, optimizer)  # as an attribute, Keras would save the optimizer here
 
     def save_own_variables(self, store: Any) -> None:
-        """Saves by place."""
-        for place, variable in enumerate(self._list()):
-            store[str(place)] = variable.numpy()
+        """Saves by name; see `_unlisted`."""
+        for name, variable in self._list().items():
+            store[name] = variable.numpy()
 
     def load_own_variables(self, store: Any) -> None:
-        """Loads what a file holds; one that Keras' own class wrote holds none."""
-        for place, variable in enumerate(self._list()):
-            if str(place) in store.keys():  # noqa: SIM118  # no dictionary
-                variable.assign(store[str(place)])
+        """Loads what a file holds of such an optimizer; one that Keras' own class wrote holds none."""
+        for name, variable in self._list().items():
+            if name in store.keys():  # noqa: SIM118  # no dictionary
+                variable.assign(store[name])
 
 
-def _unlisted(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+def _unlisted(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]:
+    """Returns the variables with names for a file.
+
+    They tell the kind of optimizer, and how much it keeps: where these differ, Keras skips the rest of its state, and
+    this goes with it.
+    """
     listed = set(map(id, optimizer.variables))
-    return [variable for variable in state_of(optimizer) if id(variable) not in listed]
+    found = [variable for variable in state_of(optimizer) if id(variable) not in listed]
+    whose = f"{type(optimizer).__name__}_{len(listed)}_{len(found)}"
+    return {f"{whose}_{place}": variable for place, variable in enumerate(found)}

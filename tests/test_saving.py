@@ -131,6 +131,16 @@ def test_what_the_inner_optimizer_keeps_beyond_its_variables_is_saved(tmp_path, 
     assert float(trained.optimizer.inner_optimizer._u_product.numpy()) < 0.5
 
 
+def test_what_another_kind_of_inner_optimizer_keeps_stays_in_the_file(tmp_path, enabled):
+    trained, fresh = compiled_model("adafactor"), compiled_model("nadam")
+    fit(trained)
+    store = {}
+    trained.optimizer.inner_state.save_own_variables(store)
+    fresh.optimizer.build(fresh.trainable_variables)
+    fresh.optimizer.inner_state.load_own_variables(store)
+    assert float(fresh.optimizer.inner_optimizer._u_product.numpy()) == 1.0
+
+
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras 3.12 has none")
 def test_what_each_of_several_inner_optimizers_keeps_is_saved(tmp_path, enabled):
     nadams = [keras.optimizers.Nadam(0.01) for _ in range(2)]
