@@ -1,7 +1,9 @@
 """Files that are written whole or not at all, and folders that can be written to."""
 
 import contextlib
+import errno
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,15 +14,19 @@ from typing import Any
 def whole(path: Path) -> Iterator[Path]:
     """Yields the path to write to, which takes the place of `path` in the end; if writing fails, `path` is as before.
 
-    What is no regular file, such as `/dev/stdout`, is written to as it is; of a link, the file that it leads to.
+    What is no regular file, or one only by way of `/dev/stdout` and the like, is written to as it is; of a link, the
+    file that it leads to. What was there keeps its permissions.
     """
-    if path.exists() and not path.is_file():
+    is_device = path.absolute().is_relative_to("/dev") or path.absolute().is_relative_to("/proc")
+    if is_device or (path.exists() and not path.is_file()):
         yield path
         return
     path = path.resolve()
     partial = partial_of(path)
     try:
         yield partial
+        if path.exists():
+            shutil.copymode(path, partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -32,9 +38,19 @@ def partial_of(path: Path) -> Path:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file whole, for people to read too."""
-    with whole(path) as partial:
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    """Writes a JSON file whole, for people to read too; in place where its folder allows no other way."""
+    text = json.dumps(content, indent=1) + "\n"
+    try:
+        with whole(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        if error.errno not in _NOT_TO_BE_REPLACED or not path.exists():
+            raise
+        path.write_text(text, encoding="utf-8")
+
+
+# A folder that is not writable, or a file that is mounted by itself, as containers have them.
+_NOT_TO_BE_REPLACED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 
 def check_writable(folder: Path) -> None:

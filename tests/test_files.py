@@ -1,6 +1,10 @@
+import errno
 import json
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +57,48 @@ def test_a_pipe_is_written_to_as_it_is(tmp_path):
     _files.write_json(pipe, [1])
     reader.join()
     assert json.loads(read[0]) == [1]
+
+
+def test_what_stands_for_the_open_output_is_written_to_in_place(tmp_path):
+    """`/dev/stdout` leads to a regular file where the output goes into one; what is printed later lands there too."""
+    write = "from pathlib import Path; from kmp import _files; _files.write_json(Path('/dev/stdout'), [1])"
+    with (tmp_path / "out").open("w") as out:
+        subprocess.run([sys.executable, "-c", f"{write}; print('later')"], stdout=out, check=True)
+    assert names_in(tmp_path) == ["out"]
+    assert "later" in (tmp_path / "out").read_text()
+
+
+def test_a_file_keeps_its_permissions(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    path.chmod(0o600)
+    _files.write_json(path, {})
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("reason", [errno.EACCES, errno.EBUSY])
+def test_a_file_that_cannot_be_replaced_is_written_in_place(tmp_path, monkeypatch, reason):
+    def refuse(*arguments):
+        raise OSError(reason, os.strerror(reason))
+
+    path = tmp_path / "file"
+    path.write_text("old")
+    monkeypatch.setattr(Path, "replace", refuse)
+    _files.write_json(path, [1])
+    assert json.loads(path.read_text()) == [1]
+    assert names_in(tmp_path) == ["file"]
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.ENOSPC, "full")
+
+    path = tmp_path / "file"
+    path.write_text("old")
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(OSError, match="full"):
+        _files.write_json(path, [1])
+    assert path.read_text() == "old"
 
 
 def test_a_folder_is_made_and_left_empty(tmp_path):
