@@ -60,8 +60,12 @@ def _optimizer(old: keras.optimizers.Optimizer | None, scaled: bool) -> keras.op
     made = type(inner).from_config(config)
     if not scaled:
         return made
-    if not isinstance(old, LossScaleOptimizer) or old.rule == _NO_SCALE:
+    if not isinstance(old, LossScaleOptimizer):
         return wrap(made)
+    if old.rule == _NO_SCALE:
+        wrapped = wrap(made, jit_compile=old.jit_compile or None)
+        wrapped.name = old.name
+        return wrapped
     return LossScaleOptimizer(
         made, **{name: value for name, value in old.get_config().items() if name != "inner_optimizer"}
     )

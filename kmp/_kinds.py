@@ -6,7 +6,7 @@ Judged by what Keras' code does, not by names alone: layers that take their own 
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,12 +158,24 @@ def _of_operation(operation: keras.Operation) -> Judgement:
             return _RECIPROCAL
         if name == "Multiply" and first is second:
             return _POWER
-    constants = _constants_of(operation) if _takes_floats(operation) else ()
-    return _beyond_range(constants) or _OF_OPERATION.get(name, _ANY)
+    return _beyond_range(_float_constants_of(operation)) or _OF_OPERATION.get(name, _ANY)
 
 
-def _takes_floats(operation: keras.Operation) -> bool:
-    tensors = [tensor for call in calls_of(operation) for tensor in call.input_tensors]
+def _float_constants_of(operation: keras.Operation) -> list[float]:
+    """Returns the constants that meet floats.
+
+    All of them where floats come in; the floats among them where only what comes out is one, as of
+    `where(mask, 0.0, -1e9)`; none where neither is.
+    """
+    calls, constants = calls_of(operation), list(_constants_of(operation))
+    if _any_float(tensor for call in calls for tensor in call.input_tensors):
+        return constants
+    if _any_float(tensor for call in calls for tensor in call.output_tensors):
+        return [constant for constant in constants if not isinstance(constant, int)]
+    return []
+
+
+def _any_float(tensors: Iterable[Any]) -> bool:
     return any(keras.backend.is_float_dtype(tensor.dtype) for tensor in tensors)
 
 
@@ -210,10 +222,10 @@ def _beyond_range(constants: Any) -> Judgement | None:
 
 def _constants_of(operation: keras.Operation) -> Iterator[float]:
     """Yields the constants that an operation of a graph was made with and is called with."""
-    yield from (float(value) for value in vars(operation).values() if type(value) in (int, float))
+    yield from (value for value in vars(operation).values() if type(value) in (int, float))
     for node in calls_of(operation):
         for value in keras.tree.flatten([node.arguments.args, node.arguments.kwargs]):
             if type(value) in (int, float) or isinstance(value, np.floating):
-                yield float(value)
+                yield value
             elif isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.floating):
                 yield from (float(one) for one in np.unique(np.abs(value)) if one)

@@ -59,7 +59,8 @@ def rnn_states(layer: keras.Layer) -> list[keras.Variable]:
 def unchanged(model: keras.Model) -> Iterator[None]:
     """Puts everything back that a pass, run eagerly inside, may change: weights, statistics, states, seeds, metrics."""
     states = [state for layer in sublayers(model) for state in rnn_states(layer)]
-    metrics = [variable for metric in model.metrics for variable in metric.variables]
+    # A `metrics` of the model's own may list what only its `compile` makes; those of layers are among the variables.
+    metrics = [variable for metric in (model.metrics if model.compiled else ()) for variable in metric.variables]
     variables = {id(variable): variable for variable in (*model.variables, *states, *metrics)}.values()
     before = [(variable, ops.copy(variable)) for variable in variables]
     try:

@@ -66,6 +66,8 @@ def test_settings_of_enable_are_those_of_the_loss_scale():
 def test_a_scale_that_only_recorded_a_float32_run_gives_way_to_one_that_moves():
     model, _ = trained(optimizer=kmp.LossScaleOptimizer("adam", loss_scale=1.0))
     assert kmp.convert(model).optimizer.rule == kmp.LossScaleOptimizer("adam").rule
+    model, _ = trained(optimizer=kmp.LossScaleOptimizer("adam", loss_scale=1.0, name="mine", jit_compile=True))
+    assert (kmp.convert(model).optimizer.name, kmp.convert(model).optimizer.jit_compile) == ("mine", True)
     model, _ = trained(optimizer=kmp.LossScaleOptimizer("adam", loss_scale=8.0))
     assert kmp.convert(model).optimizer.rule.initial_scale == 8.0
 

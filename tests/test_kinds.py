@@ -158,6 +158,13 @@ def test_unit_normalization_does_not_stand_them():
     assert not np.isclose(np.linalg.norm(outputs), 1.0, atol=0.1)
 
 
+def test_constants_that_a_mask_chooses_from_are_judged_as_floats():
+    mask = keras.Input((4,), dtype="bool")
+    model = keras.Model(mask, ops.where(mask, 0.0, -1e9))
+    (found,) = (judge(part) for part in parts_of(model) if not part.is_layer)
+    assert (found.kind, "-1e+09" in found.reason) == (ENDANGERED, True)
+
+
 def test_integers_are_in_no_danger_of_float16s_range():
     ids = keras.Input((4,), dtype="int32")
     model = keras.Model(ids, ops.one_hot(ids % 1_000_003, 70_000))

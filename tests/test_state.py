@@ -300,3 +300,33 @@ def test_stock_applications_predict_as_before_after_a_skipped_step(name):
 def test_bad_arguments_of_guard_are_refused(arguments, kind, match):
     with pytest.raises(kind, match=match), kmp.guard(*arguments):
         pass
+
+
+def test_metrics_of_a_models_own_that_only_compile_makes_are_no_hindrance():
+    class Gan(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def compile(self, optimizer):
+            super().compile()
+            self.own_optimizer, self.loss_metric = optimizer, keras.metrics.Mean(name="loss")
+
+        @property
+        def metrics(self):
+            return [self.loss_metric]
+
+        def call(self, x):
+            return self.dense(x)
+
+    fresh, compiled = Gan(), Gan()
+    compiled.compile("sgd")
+    for model in (fresh, compiled):
+        model(np.ones((2, 3)))
+        before = model.dense.kernel.numpy()
+        with _state.unchanged(model):
+            model.dense.kernel.assign(before + 1)
+            if model is compiled:
+                model.loss_metric.update_state(3.0)
+        np.testing.assert_array_equal(model.dense.kernel, before)
+    assert float(compiled.loss_metric.result()) == 0.0
