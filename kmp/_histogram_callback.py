@@ -18,8 +18,8 @@ class GradientHistogram(Reader):
     In `logs`: `grad_zeros`, the share of elements that are exactly zero: an upper bound on what float16 flushed; and in
     an epoch's logs `grad_norm`, the L2 norm of all gradients of the last sample, without the loss scale. The samples,
     with the size of each gradient, are in `run.samples` and in the log; TensorBoard has the histograms, by layer and in
-    all. The first sample and every tenth after it also tell what the step did to the weights; with
-    `steps_per_execution`, what the execution did which holds the sampled step.
+    all. The first sample (of a model that is not built yet, the second) and every tenth after it also tell what the
+    step did to the weights; with `steps_per_execution`, what the execution did which holds the sampled step.
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
@@ -77,7 +77,7 @@ class GradientHistogram(Reader):
         super()._start()
         self._sampled = self._last.sample.step if self._last.sample else 0
         self._is_first_due = True
-        self._samples_seen = 0
+        self._samples_to_update = 0
         self._is_reference_due = self.reference is not None
         self.optimizer.start_sampling(self, self.every_n_steps)
 
@@ -89,7 +89,8 @@ class GradientHistogram(Reader):
             self.optimizer.start_sampling(self, self.every_n_steps)
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        if self._samples_seen % self.updates_every == 0 and (self._is_first_due or self._is_sampled_next):
+        if self._samples_to_update <= 0 and (self._is_first_due or self._is_sampled_next):
+            self._armed_at = self.optimizer.counters.read_steps()
             self._updates.arm(self._chosen_variables())
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
@@ -136,11 +137,12 @@ class GradientHistogram(Reader):
         if sample is None or sample.step == self._sampled:
             return None
         self._sampled = sample.step
-        self._samples_seen += 1
+        self._samples_to_update -= 1
         if self.variables is not None:
             sample = sample.select(self.variables)
-        if self._updates.is_armed:
+        if self._updates.is_armed and sample.step > self._armed_at:
             sample = self._updates.measure(sample)
+            self._samples_to_update = self.updates_every - 1
         self._keys = {"grad_zeros": sample.histogram.zero_fraction}
         return {"step": sample.step} | self._keys | {"grad_norm": sample.total_norm, "sample": sample.to_dict()}
 

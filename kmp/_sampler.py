@@ -106,19 +106,15 @@ class Sampler:
         due = ops.logical_and(self._cadence > 0, ops.logical_or(on_cadence, ops.equal(step, self._first)))
         ops.cond(due, lambda: self._record(gradients, unscaled, scale, step), lambda: None)
 
-    @property
-    def last_step(self) -> int:
-        """The step that was sampled last; 0 before the first."""
-        return int(self._step.numpy())
-
-    def read(self, order: Sequence[int]) -> GradientSample | None:
+    def read(self, order: Sequence[int], steps: int) -> GradientSample | None:
         """Returns the last sample of this process' replicas, or `None` before the first one.
 
         Args:
             order: The places of all variables, from the input to the loss.
+            steps: How many were taken; a file may have set the optimizer back to before its last sample.
         """
-        step = self.last_step
-        if not step or self._chosen is None:
+        step = int(self._step.numpy())
+        if not 0 < step <= steps or self._chosen is None:
             return None
         row_of = {place: row for row, place in enumerate(self._chosen)}
         rows = [row_of[place] for place in order if place in row_of]

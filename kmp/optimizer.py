@@ -195,12 +195,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
             A `kmp.records.Snapshot`. Before the first step it holds the initial scale and zeros.
         """
+        counts = self.counters.read(self.paths, self.loss_watch.has_seen_one)
         return Snapshot(
             loss_scale=float(self._bounded_scale()),
             clean_steps=int(self.step_counter.numpy()) if self.built else 0,
-            sample=self.sampler.read(self._order) if self.sampler else None,
+            sample=self.sampler.read(self._order, counts["step"]) if self.sampler else None,
             nonfinite_activation=self.probe.read() if self.probe else None,
-            **self.counters.read(self.paths, self.loss_watch.has_seen_one),
+            **counts,
         )
 
     def prepare_sampling(self, variables: str | Sequence[str] | None = None) -> bool:

@@ -35,6 +35,27 @@ def test_every_tenth_sample_has_its_update_measured(enabled):
     assert len(histogram.run.samples) == 23
 
 
+def test_model_that_its_first_step_builds_has_the_update_of_the_second_sample_measured(enabled):
+    model = keras.Sequential([keras.layers.Dense(2), kmp.layers.Softmax()])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
+    fit(model, [histogram], batches=13)
+    measured = [sample.step for sample in histogram.run.samples if np.isfinite(sample.update_norm).all()]
+    assert measured == [2, 12]
+
+
+def test_training_after_the_optimizer_was_set_back_has_its_first_sample(tmp_path, enabled):
+    model = compiled_model("adam")
+    model.optimizer.build(model.trainable_variables)
+    model.save_weights(tmp_path / "start.weights.h5")
+    fit(model, [kmp.callbacks.GradientHistogram()], batches=8)
+    model.load_weights(tmp_path / "start.weights.h5")
+    assert model.optimizer.snapshot().sample is None
+    histogram = kmp.callbacks.GradientHistogram()
+    fit(model, [histogram], batches=8)
+    assert [sample.step for sample in histogram.run.samples] == [1]
+
+
 def test_skipped_step_has_updated_nothing(enabled):
     model = compiled_model()
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
