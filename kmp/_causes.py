@@ -105,7 +105,7 @@ def _backward(evidence: Evidence) -> Finding | None:
         "layer",
         f"No loss scale helps: the backward pass is inf or nan near {path}.",
         f"{_of_steps(evidence, evidence.in_backward)} were skipped with a finite loss, down to a scale of "
-        f"{as_power(evidence.scale)}; {path} was to blame in {share:.0%} of the skipped steps",
+        f"{as_power(evidence.scale)}; {path} was to blame in {share:.0%} of them",
         f"layer = kmp.layers.Float32(layer)  # those between {path!r} and the loss; look for an epsilon below 2^-25",
     )
 
@@ -172,13 +172,13 @@ def _scale_too_small(evidence: Evidence) -> Finding | None:
 
 
 def _underflow(evidence: Evidence) -> list[str]:
-    """Returns what says that gradients underflow at the scales in use; nothing if nothing does."""
+    """Returns what says that gradients underflow at the loss scale in use; nothing if nothing does."""
     told, zero = [], evidence.zero_from_the_input_on
     spare = "" if math.isinf(evidence.headroom) else f", with {evidence.headroom:.0f} bits to overflow to spare"
     if evidence.subnormal > _MANY_SUBNORMAL:
         told.append(
             f"{evidence.subnormal:.1%} of the sampled gradient elements that are not zero are subnormal in float16, at "
-            f"the scales in use (last {as_power(evidence.scale)}){spare}"
+            f"the loss scale in use{spare}"
         )
     if zero and evidence.headroom >= 2 * _SPARE_BITS and evidence.zero_share >= 0.5:
         told.append(
@@ -202,7 +202,7 @@ def _range(evidence: Evidence) -> Finding | None:
     if curve.recommended:
         return None
     lowest, highest = int(curve.log2_scales[0]), int(curve.log2_scales[-1])
-    best = max(lowest, min(highest, math.floor(math.log2(evidence.scale) + evidence.headroom) - 1))
+    best = max(lowest, min(highest, math.floor(math.log2(evidence.scale) + evidence.headroom)))
     lost = curve.at(best)["underflow"]
     if lost <= _MANY_LOST:
         return None
@@ -223,7 +223,7 @@ def _held_down(evidence: Evidence) -> Finding:
         "range",
         f"The gradients of {wide} keep the loss scale too low for the others.",
         f"{evidence.subnormal:.1%} of the sampled gradient elements that are not zero are subnormal in float16, at the "
-        f"scales in use (last {as_power(evidence.scale)}), with {max(evidence.headroom, 0.0):.0f} bits to overflow to "
+        f"loss scale in use, {as_power(evidence.scale)}, with {max(evidence.headroom, 0.0):.0f} bits to overflow to "
         f"spare; the largest are those of {wide}, and {smallest} loses the most",
         f"layer = kmp.layers.Float32(layer)  # around {wide!r}; or kmp.enable('mixed_bfloat16')",
     )

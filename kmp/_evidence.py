@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kmp._formats import FLOAT16
+from kmp._histograms import FIRST_EXPONENT
 from kmp._what_if import WhatIf, finite, narrow, what_if
 from kmp.records import BATCH, GradientSample, Run
 
@@ -32,6 +33,7 @@ class Evidence:
         self.nonfinite_losses = int(run.last("nonfinite_loss_count") or 0)
         self.in_backward = self.overflows - self.nonfinite_losses
         self.in_a_row = int(run.last("overflows_in_a_row") or 0)
+        self.losses_in_a_row = int(run.last("nonfinite_losses_in_a_row") or 0)
         self.culprits: dict[str, int] = run.last("culprits_by_variable") or {}
         scale = run.last("loss_scale", self.samples[-1].loss_scale if self.samples else None)
         self.scale = math.nan if scale is None else float(scale)
@@ -69,12 +71,22 @@ class Evidence:
         return finite(narrow(self.run, self.samples))
 
     @cached_property
+    def telling(self) -> list[GradientSample]:
+        """The finite samples that tell of the loss scale in use: lower ones flushed to zero what it would keep."""
+        return [sample for sample in self.finite if sample.loss_scale >= self.finite[-1].loss_scale]
+
+    @cached_property
     def subnormal(self) -> float:
-        """The share of the nonzero gradient elements below float16's normal range, at the scales in use."""
-        zones = [sample.histogram.zones for sample in self.finite]
-        small = sum(zone["subnormal"] + zone["below_subnormal"] for zone in zones)
-        nonzero = sum(sample.histogram.total - sample.histogram.zeros for sample in self.finite)
-        return small / nonzero if nonzero else 0.0
+        """The share of the nonzero gradient elements below float16's normal range, at the loss scale in use."""
+        nonzero = sum(int(sample.histogram.by_exponent.sum()) for sample in self.telling)
+        return sum(_subnormal_at(self.scale, sample) for sample in self.telling) / nonzero if nonzero else 0.0
+
+    @cached_property
+    def too_small(self) -> float:
+        """The share of all gradient elements that are not zero and would round to zero at the loss scale in use."""
+        assert self.curve is not None
+        scales = self.curve.log2_scales
+        return self.curve.at(min(max(math.log2(self.scale), scales[0]), scales[-1]))["underflow"]
 
     @cached_property
     def underflows(self) -> dict[str, int]:
@@ -97,22 +109,28 @@ class Evidence:
     @cached_property
     def flushed(self) -> float | None:
         """The share of elements that are zero beyond a float32 reference's, or `None` without one."""
-        references = narrow(self.run, self.run.references)
+        references = finite(narrow(self.run, self.run.references))
         if not references or not self.finite:
             return None
-        return max(0.0, _zero_share(self.finite) - _zero_share(references))
+        return max(0.0, _zero_share(self.telling) - _zero_share(references))
 
     @cached_property
     def zero_share(self) -> float:
-        """The share of sampled gradient elements that are exactly zero."""
-        return _zero_share(self.finite)
+        """The share of sampled gradient elements that are exactly zero, at the loss scale in use."""
+        return _zero_share(self.telling)
+
+    @cached_property
+    def all_zero(self) -> list[str]:
+        """The variables whose gradients were zero at the loss scale in use, all elements in all samples."""
+        names = self.telling[-1].names if self.telling else ()
+        return [name for name in names if all(_is_zero(sample, name) for sample in self.telling)]
 
     @cached_property
     def zero_from_the_input_on(self) -> list[str]:
-        """The variables from the input on whose gradients were zero, all elements in all finite samples."""
-        zero = [{name for name in sample if not np.any(sample[name].counts[1:])} for sample in self.finite]
-        names = self.finite[-1].names if self.finite else ()
-        return list(itertools.takewhile(lambda name: all(name in each for each in zero), names))
+        """Those from the input on until the first that is not; what got no gradient is passed by."""
+        names = self.telling[-1].names if self.telling else ()
+        known = [name for name in names if any(name in sample and sample[name].total for sample in self.telling)]
+        return list(itertools.takewhile(lambda name: name in self.all_zero, known))
 
     @cached_property
     def headroom(self) -> float:
@@ -153,7 +171,7 @@ class Evidence:
     @property
     def ends_nonfinite(self) -> bool:
         """Whether the run ends in a streak of skipped steps with losses that were not finite, after others."""
-        return FUTILE_IN_A_ROW <= self.in_a_row <= self.nonfinite_losses and self.in_a_row < self.steps
+        return FUTILE_IN_A_ROW <= self.in_a_row <= self.losses_in_a_row and self.in_a_row < self.steps
 
     @cached_property
     def update_ratio(self) -> tuple[int, float]:
@@ -187,7 +205,7 @@ class Evidence:
 
     @property
     def chief_culprit(self) -> tuple[str, float]:
-        """The variable most often to blame, and its share of the blame; `("", 0.0)` if none was."""
+        """The variable most often to blame where the loss was finite, and its share; `("", 0.0)` if none was."""
         if not self.culprits:
             return "", 0.0
         path = max(self.culprits, key=self.culprits.__getitem__)
@@ -207,6 +225,15 @@ def _underflown_in(sample: GradientSample) -> list[str]:
         if is_flushed or zones["subnormal"] + zones["below_subnormal"] > _UNDERFLOWED * nonzero:
             found.insert(0, name)
     return found
+
+
+def _subnormal_at(scale: float, sample: GradientSample) -> int:
+    until = FLOAT16.min_exponent - math.floor(math.log2(scale / sample.loss_scale)) - FIRST_EXPONENT
+    return int(sample.histogram.by_exponent[: max(0, until)].sum())
+
+
+def _is_zero(sample: GradientSample, name: str) -> bool:
+    return name in sample and sample[name].total > 0 and sample[name].zeros == sample[name].total
 
 
 def _zero_share(samples: list[GradientSample]) -> float:

@@ -13,7 +13,7 @@ FILE_NAME = "kmp.jsonl"
 _BY_VARIABLE = {"overflows_by_variable", "culprits_by_variable"}
 _NUMBERS = {
     *("loss_scale", "clean_steps", "overflow_count", "overflow_rate", "overflows_in_a_row", "nonfinite_loss_count"),
-    *("last_loss", "highest_loss", "grad_zeros", "grad_norm"),
+    *("nonfinite_losses_in_a_row", "last_loss", "highest_loss", "grad_zeros", "grad_norm"),
 }
 
 

@@ -40,9 +40,9 @@ class OverflowCounter(Reader):
     In `logs`: `overflow_count` (since training began) and `overflow_rate` (the share of the steps since the last
     reading; in an epoch's logs, of the epoch's steps). In an epoch's logs also `nonfinite_loss_count`: those whose loss
     was not finite before it was scaled, where no scale would have helped; and `overflow_culprit`: where the variable to
-    blame for the last overflow is in the optimizer's list, `model.trainable_variables`, or -1 before the first one. Its
-    path, and how often each variable overflowed and was to blame, are in `run` and in the log: Keras averages what is
-    in `logs`, and fails on strings.
+    blame for the last overflow with a finite loss is in the optimizer's list, `model.trainable_variables`, or -1 before
+    the first one. Its path, and how often each variable overflowed and was to blame, are in `run` and in the log: Keras
+    averages what is in `logs`, and fails on strings.
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
@@ -88,12 +88,14 @@ class OverflowCounter(Reader):
         details = {
             "nonfinite_loss_count": snapshot.nonfinite_loss_count,
             "overflows_in_a_row": snapshot.overflows_in_a_row,
+            "nonfinite_losses_in_a_row": snapshot.nonfinite_losses_in_a_row,
             "overflows_by_variable": snapshot.overflows_by_variable,
             "culprits_by_variable": snapshot.culprits_by_variable,
         }
-        if new:
+        nonfinite = snapshot.nonfinite_loss_count - self._last.nonfinite_loss_count
+        if new > nonfinite:
             details["culprit"] = snapshot.culprit
-        if snapshot.nonfinite_loss_count > self._last.nonfinite_loss_count and snapshot.nonfinite_activation:
+        if nonfinite and snapshot.nonfinite_activation:
             details["nonfinite_activation"] = snapshot.nonfinite_activation
         details |= {"last_loss": snapshot.last_loss, "highest_loss": snapshot.highest_loss}
         return {"step": snapshot.step} | self._keys | details

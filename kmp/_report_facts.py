@@ -119,8 +119,8 @@ class Facts:
                 rows,
                 f"Step {sample.step}, loss scale {scale(sample.loss_scale)}. Of the loss-scaled gradient: subnormal in "
                 "float16 is below 2^-14, near overflow from 2^13 on, amax the largest magnitude. Norm: without the "
-                f"scale. Updates, {self._updates_step}: norm over that of the weights, and the share of changes that a "
-                "float16 weight would not hold.",
+                f"scale. Updates, {self._updates_step}: norm over that of the weights, and the share of changes below "
+                "2^-11 of their weight, most of which a float16 weight would not hold.",
             ),
         )
 
@@ -163,7 +163,8 @@ class Facts:
         note = (
             "Overflowed: steps in which its gradient was not finite. Underflowed: of "
             f"{len(self.evidence.finite)} samples, those in which more than 5 % of its nonzero gradient elements were "
-            "subnormal in float16 or smaller, or all were zero. To blame: the nearest to the loss of those that did."
+            "subnormal in float16 or smaller, or all were zero. To blame: the nearest to the loss of those that did; "
+            "of overflows, where the loss was finite."
         )
         return Table(("variable", "overflowed", "to blame", "underflowed", "to blame"), *_capped(rows, note))
 

@@ -102,7 +102,7 @@ def _alt_of_overflows(facts: Facts) -> str:
     path, part = facts.evidence.chief_culprit
     if not path:
         return "Empty: no variable is known to have overflowed."
-    return f"Skipped steps by variable; {path} was to blame in {share(part)} of them."
+    return f"Skipped steps by variable; {path} was to blame in {share(part)} of those with a finite loss."
 
 
 _ALTS: dict[str, Callable[[Facts], str]] = {

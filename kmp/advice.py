@@ -49,19 +49,20 @@ def _verdict(evidence: Evidence, found: list[Finding]) -> str:
         return found[0].title
     skipped = {0: "No step", 1: "One step"}.get(evidence.overflows, f"{evidence.overflows} steps")
     count = f"{skipped} of {evidence.steps} {'was' if evidence.overflows <= 1 else 'were'} skipped"
-    if evidence.curve is None:
+    if evidence.curve is None or not evidence.finite:
         sampled = "No sampled step was finite" if evidence.samples else "No gradients were sampled"
         return f"{count}. {sampled}, so underflow is not known."
     if not evidence.is_float16:
         return f"{count}. The run computed in {evidence.dtypes}, where gradients need no loss scale."
-    lost = evidence.curve.at(evidence.curve.in_use)["underflow"]
-    is_doubtful = evidence.zero_share > _MANY_ZEROS and evidence.flushed is None
+    zero = evidence.all_zero
+    is_doubtful = evidence.flushed is None and (evidence.zero_share > _MANY_ZEROS or bool(zero))
     begin = "Nothing shows that float16 costs anything here" if is_doubtful else "float16 costs nothing here"
     if evidence.overflows > _SKIPPED_UNDISTURBED * evidence.steps:
         begin = "float16 costs little here beyond the skipped steps"
-    doubt = f" {evidence.zero_share:.0%} are exactly zero; only a float32 reference tells whether all would be."
+    among = f", all those of {zero[-1]} among them" if zero else ""
+    doubt = f" {evidence.zero_share:.1%} are exactly zero{among}; only a float32 reference tells whether all would be."
     return (
         f"{begin}: {count[0].lower()}{count[1:]}, and at the loss scale in use, {as_power(evidence.scale)}, "
-        f"{evidence.subnormal:.1%} of the gradient elements that are not zero are subnormal in float16 and {lost:.1%} "
-        f"too small for it.{doubt * is_doubtful}"
+        f"{evidence.subnormal:.1%} of the gradient elements that are not zero are subnormal in float16 and "
+        f"{evidence.too_small:.1%} too small for it.{doubt * is_doubtful}"
     )

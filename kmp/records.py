@@ -6,16 +6,18 @@ model, optimizer, dtypes; see `Run.settings`). Each later one is a reading with 
 ones included) and whatever was read then:
 
 - `loss_scale`: float, the scale that the next step will use.
-- `clean_steps`: integer, steps without an overflow since the scale last grew, or gradients of a finite loss last
-  overflowed.
+- `clean_steps`: integer, steps without an overflow since the scale last grew (at its highest: would have), or
+  gradients of a finite loss last overflowed.
 - `overflow_count`: integer, steps skipped since training began, because the loss or a gradient was not finite.
 - `overflow_rate`: float, the share of the steps since the last reading that were skipped.
 - `overflows_in_a_row`: integer, steps skipped since the last one that was applied.
 - `nonfinite_loss_count`: integer, those in `overflow_count` whose loss was not finite before it was scaled.
+- `nonfinite_losses_in_a_row`: integer, those in `overflows_in_a_row`.
 - `overflows_by_variable`: object, from a variable's path to the number of steps in which its gradient was not finite;
   zeros are left out.
-- `culprits_by_variable`: object, from a variable's path to the number of steps in which it was the one to blame.
-- `culprit`: string, in a reading with new overflows: path of the variable to blame for the last one (see `Snapshot`).
+- `culprits_by_variable`: object, from a variable's path to the number of skipped steps with a finite loss in which it
+  was the one to blame.
+- `culprit`: string, in a reading with new ones of these: path of the variable to blame for the last (see `Snapshot`).
 - `last_loss`: float, the loss of that step before it was scaled, summed over replicas.
 - `highest_loss`: float, the highest magnitude of such a loss so far, of those that were finite.
 - `nonfinite_activation`: string, in a reading with a new non-finite loss, where a `kmp.callbacks.ForwardProbe` looked:
@@ -68,20 +70,21 @@ class Snapshot:
     Args:
         step: Training steps done, skipped ones included.
         loss_scale: The scale that the next step will use.
-        clean_steps: Steps without an overflow since the scale last grew, or gradients of a finite loss last overflowed.
+        clean_steps: Steps without an overflow since the scale last grew (at its highest: would have), or gradients of a
+            finite loss last overflowed.
         overflow_count: Steps skipped since training began.
         overflows_in_a_row: Steps skipped since the last one that was applied.
         nonfinite_loss_count: Steps skipped whose loss was not finite before it was scaled.
-        nonfinite_losses_in_a_row: Those among `overflows_in_a_row`.
+        nonfinite_losses_in_a_row: Those of them among `overflows_in_a_row`.
         overflows_at_min_scale: Steps skipped that asked for a scale below the lowest one.
-        culprit: Path of the variable to blame for the last skipped step: of those whose gradient was not finite, the
-            one nearest the loss in the order of the graph, because an overflow spreads to all before it. (Of a step
-            that ran eagerly, the last in the model's order.) `None` before the first one.
+        culprit: Path of the variable to blame for the last step that was skipped with a finite loss: of those whose
+            gradient was not finite, the one nearest the loss in the order of the graph, because an overflow spreads to
+            all before it. (Of a step that ran eagerly, the last in the model's order.) `None` before the first one.
         last_loss: The loss of the last step before it was scaled, summed over replicas. `None` before the first one.
         highest_loss: The highest magnitude of such losses so far, of those that were finite. `None` before the first.
         overflows_by_variable: Variable path to the number of steps in which its gradient was not finite; zeros left
             out.
-        culprits_by_variable: Variable path to the number of skipped steps in which it was the one to blame; zeros left
+        culprits_by_variable: Variable path to the number of such steps in which it was the one to blame; zeros left
             out.
         nonfinite_activation: What was the first to be inf or nan in the last forward pass whose loss was not finite: a
             layer's path, `"the batch's x"` and the like, or `"the loss function"`. `None` before one, and without a

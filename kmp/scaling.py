@@ -175,7 +175,8 @@ class DynamicScale:
 
     def steps_to_its_end(self, scale: float) -> float:
         """Returns how many steps `is_at_its_end` takes to be true at the earliest, from a scale on the host."""
-        return 1 + max(0, math.ceil(math.log(self.min_scale / scale, self.backoff_factor)))
+        falls = math.log(self.min_scale / scale, self.backoff_factor)
+        return 1 + max(0, math.ceil(falls - 1e-6))  # a whole number but for rounding, where it falls to `min_scale`
 
     def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
         """Returns the state after `step`."""

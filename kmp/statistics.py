@@ -55,7 +55,7 @@ class UpdateStatistics(NamedTuple):
         weight_square_sum: Sum of the squares of the variable before the update.
         update_square_sum: Sum of the squares of what was added.
         changed: Elements that changed.
-        lost: Elements that changed by less than 2^-11 of their magnitude: a float16 weight would not have moved.
+        lost: Elements that changed by less than 2^-11 of their magnitude: most float16 weights would not have moved.
     """
 
     weight_square_sum: tf.Tensor

@@ -170,7 +170,10 @@ def test_loss_that_grew_a_hundredfold_is_an_explosion_without_any_sample():
     assert "from 1 to 7e+04" in advice[0].evidence
 
 
-ALL_LOSSES_BAD = {"step": 60, "overflow_count": 59, "overflows_in_a_row": 59, "nonfinite_loss_count": 59}
+ALL_LOSSES_BAD = {
+    **{"step": 60, "overflow_count": 59, "overflows_in_a_row": 59},
+    **{"nonfinite_loss_count": 59, "nonfinite_losses_in_a_row": 59},
+}
 
 
 @pytest.mark.parametrize(("seen", "cause"), [("net/fragile", "layer"), ("the loss function", "loss")])
@@ -182,6 +185,51 @@ def test_losses_that_stay_bad_are_no_explosion_without_growth(seen, cause):
 def test_losses_that_stay_bad_after_they_grew_are_an_explosion():
     advice = kmp.advise(run_of(ALL_LOSSES_BAD | {"nonfinite_activation": "net/a", "highest_loss": 9e4}, **DYNAMIC))
     assert [finding.cause for finding in advice] == ["exploding"]
+
+
+def test_overflows_of_the_backward_pass_after_scattered_bad_losses_are_not_called_bad_losses():
+    bad = {"overflow_count": 30, "overflows_in_a_row": 15, "nonfinite_loss_count": 15, "nonfinite_losses_in_a_row": 0}
+    advice = kmp.advise(run_of({"step": 60, "highest_loss": 9e4} | bad, **DYNAMIC))
+    assert "the last 15" not in str(advice)
+    assert "exploding" not in [finding.cause for finding in advice]
+
+
+def row_of(step, scale, exponent, zeros=0, **others):
+    counts = {"zero": zeros, "inf": 0, "nan": 0, "first": exponent, "counts": [100], "amax": 2.0**exponent, "norm": 1.0}
+    variables = {"net/kernel": counts} | others
+    return {"step": step, "loss_scale": scale, "sample": {"loss_scale": scale, "variables": variables}}
+
+
+ALL_ZERO = {"zero": 100, "inf": 0, "nan": 0, "first": 0, "counts": [], "amax": 0.0, "norm": 0.0}
+
+
+def test_what_a_lower_scale_lost_is_not_told_of_the_scale_in_use():
+    rows = [row_of(2, 2.0**-2, -20, zeros=300), row_of(3, 2.0**-2, -20, zeros=300), row_of(50, 2.0**12, -6)]
+    advice = kmp.advise(run_of(*rows, **DYNAMIC))
+    assert list(advice) == []
+    assert "at the loss scale in use, 2^12, 0.0% of the gradient elements" in advice.verdict
+    finding = kmp.advise(run_of(*rows[:2], **DYNAMIC))[0]
+    assert finding.cause == "scale_too_small"
+    assert finding.evidence.startswith("100.0% of the sampled gradient elements")
+
+
+def test_variable_whose_gradient_was_all_zero_leaves_the_verdict_open():
+    verdict = kmp.advise(run_of(row_of(50, 2.0**12, -6, **{"net/bias": ALL_ZERO}), **DYNAMIC)).verdict
+    assert verdict.startswith("Nothing shows that float16 costs anything here")
+    assert "50.0% are exactly zero, all those of net/bias among them" in verdict
+
+
+def test_reference_that_is_not_finite_is_no_evidence():
+    broken = {"net/kernel": ALL_ZERO | {"zero": 0, "nan": 100}}
+    reference = {"step": 50, "reference": {"loss_scale": 1.0, "variables": broken}}
+    assert list(kmp.advise(run_of(row_of(50, 2.0**12, -6, zeros=150), reference, **DYNAMIC))) == []
+
+
+def test_reference_alone_is_no_sample_of_the_scale_in_use():
+    overflown = row_of(50, 2.0**12, -6)
+    overflown["sample"]["variables"] = {"net/kernel": ALL_ZERO | {"inf": 100}}
+    reference = {"step": 50, "reference": {"loss_scale": 1.0, "variables": row_of(0, 1.0, -6)["sample"]["variables"]}}
+    assert "No sampled step was finite" in kmp.advise(run_of(overflown, reference, **DYNAMIC)).verdict
 
 
 def sample_with_update(norm):

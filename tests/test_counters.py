@@ -45,6 +45,21 @@ def test_culprit_is_the_nearest_to_the_loss_in_the_order_of_the_calls(options):
     assert model.trainable_variables[place].path == found.culprit
 
 
+def test_no_variable_is_to_blame_for_a_loss_that_is_not_finite():
+    x = np.ones((24, 4), "float32")
+    x[4:8], x[12:20] = 200, np.nan
+    model, run, history = trained(x)
+    found = model.optimizer.snapshot()
+    assert (found.overflow_count, found.nonfinite_loss_count, found.nonfinite_losses_in_a_row) == (3, 2, 0)
+    assert found.culprit.split("/")[-2] == "b"
+    assert found.culprits_by_variable == {found.culprit: 1}
+    assert max(found.overflows_by_variable.values()) == 3
+    rows = [row for row in run.rows if "overflow_count" in row]
+    assert [row["nonfinite_losses_in_a_row"] for row in rows] == [0, 0, 1, 0]
+    assert ["culprit" in row for row in rows] == [False, True, False, False]
+    assert model.trainable_variables[history["overflow_culprit"][-1]].path == found.culprit
+
+
 def test_place_of_the_culprit_is_minus_one_before_the_first_overflow():
     assert trained(np.ones((8, 4), "float32"))[2]["overflow_culprit"] == [-1]
 

@@ -199,7 +199,7 @@ def test_pictures_say_what_they_show():
     assert "step 300" in alts[1]
     assert alts[2] == "The gradients' binary exponents in 6 samples, from step 50 to 300."
     assert "Recommended: 2^" in alts[3]
-    assert alts[4] == "Skipped steps by variable; m/last/kernel was to blame in 100% of them."
+    assert alts[4] == "Skipped steps by variable; m/last/kernel was to blame in 100% of those with a finite loss."
 
 
 def test_same_run_gives_the_same_page():
