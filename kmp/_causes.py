@@ -210,8 +210,8 @@ def _range(evidence: Evidence) -> Finding | None:
     return Finding(
         "range",
         "The gradients span more than float16 can hold, at any loss scale.",
-        f"at {as_power(2.0**best)}, the largest scale without an overflow, {lost:.1%} of the elements still underflow; "
-        f"the largest are those of {wide}, and {smallest} loses the most",
+        f"at {as_power(2.0**best)}, the largest scale at which no finite sample overflows, {lost:.1%} of the elements "
+        f"still underflow; the largest are those of {wide}, and {smallest} loses the most",
         f"layer = kmp.layers.Float32(layer)  # around {wide!r}; or kmp.enable('mixed_bfloat16')",
     )
 

@@ -33,10 +33,11 @@ class Evidence:
         self.nonfinite_losses = int(run.last("nonfinite_loss_count") or 0)
         self.in_backward = self.overflows - self.nonfinite_losses
         self.in_a_row = int(run.last("overflows_in_a_row") or 0)
-        self.losses_in_a_row = int(run.last("nonfinite_losses_in_a_row") or 0)
+        # Older logs lack it: then all of them may have been the last.
+        self.losses_in_a_row = int(run.last("nonfinite_losses_in_a_row", self.nonfinite_losses) or 0)
         self.culprits: dict[str, int] = run.last("culprits_by_variable") or {}
-        scale = run.last("loss_scale", self.samples[-1].loss_scale if self.samples else None)
-        self.scale = math.nan if scale is None else float(scale)
+        known = [*(sample.loss_scale for sample in self.samples[-1:]), *run.series("loss_scale")[1]]
+        self.scale = float(next((scale for scale in reversed(known) if math.isfinite(scale)), math.nan))
 
     @property
     def is_fixed(self) -> bool:
@@ -72,7 +73,7 @@ class Evidence:
 
     @cached_property
     def telling(self) -> list[GradientSample]:
-        """The finite samples that tell of the loss scale in use: lower ones flushed to zero what it would keep."""
+        """The finite samples at the scale of the last one or above: lower scales flushed to zero what it keeps."""
         return [sample for sample in self.finite if sample.loss_scale >= self.finite[-1].loss_scale]
 
     @cached_property
@@ -127,7 +128,7 @@ class Evidence:
 
     @cached_property
     def zero_from_the_input_on(self) -> list[str]:
-        """Those from the input on until the first that is not; what got no gradient is passed by."""
+        """Those of `all_zero` that come before any other, from the input on; what got no gradient is passed by."""
         names = self.telling[-1].names if self.telling else ()
         known = [name for name in names if any(name in sample and sample[name].total for sample in self.telling)]
         return list(itertools.takewhile(lambda name: name in self.all_zero, known))
@@ -228,7 +229,7 @@ def _underflown_in(sample: GradientSample) -> list[str]:
 
 
 def _subnormal_at(scale: float, sample: GradientSample) -> int:
-    until = FLOAT16.min_exponent - math.floor(math.log2(scale / sample.loss_scale)) - FIRST_EXPONENT
+    until = FLOAT16.min_exponent - round(math.log2(scale / sample.loss_scale)) - FIRST_EXPONENT
     return int(sample.histogram.by_exponent[: max(0, until)].sum())
 
 

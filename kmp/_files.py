@@ -14,11 +14,10 @@ from typing import Any
 def whole(path: Path) -> Iterator[Path]:
     """Yields the path to write to, which takes the place of `path` in the end; if writing fails, `path` is as before.
 
-    What is no regular file, or one only by way of `/dev/stdout` and the like, is written to as it is; of a link, the
-    file that it leads to. What was there keeps its permissions.
+    Of a link, the file that it leads to. A file that takes another's place has its permissions. Written to in place are
+    what is no regular file, and an open one that is named as `/dev/stdout` names it.
     """
-    is_device = path.absolute().is_relative_to("/dev") or path.absolute().is_relative_to("/proc")
-    if is_device or (path.exists() and not path.is_file()):
+    if (path.exists() and not path.is_file()) or _leads_to_an_open_file(path):
         yield path
         return
     path = path.resolve()
@@ -30,6 +29,21 @@ def whole(path: Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _leads_to_an_open_file(path: Path) -> bool:
+    """Whether a path goes by a process' open files, where to replace the file is to leave the open one behind."""
+    for _ in range(_MOST_LINKS):
+        path = path.parent.resolve() / path.name
+        if path.is_relative_to("/proc"):
+            return True
+        if not path.is_symlink():
+            return False
+        path = path.parent / path.readlink()
+    return False
+
+
+_MOST_LINKS = 40  # as Linux follows
 
 
 def partial_of(path: Path) -> Path:

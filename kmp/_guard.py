@@ -164,7 +164,8 @@ class _GuardedTraining:
         optimizers = optimizers_of(self._model)
         if not optimizers:
             return self._step(data)
-        with tf.control_dependencies(_tensors_in(data)):  # a step that gets no batch forgets nothing: see `Step`
+        parts = tf.nest.flatten(data, expand_composites=True)
+        with tf.control_dependencies(_tensors_in(parts)):  # a step that gets no batch forgets nothing: see `Step`
             self._forget_batch_that_did_not_count()
         _excuse_empty_batch(data, optimizers)
         metrics = Kept(self._metrics_variables)

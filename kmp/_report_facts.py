@@ -163,8 +163,8 @@ class Facts:
         note = (
             "Overflowed: steps in which its gradient was not finite. Underflowed: of "
             f"{len(self.evidence.finite)} samples, those in which more than 5 % of its nonzero gradient elements were "
-            "subnormal in float16 or smaller, or all were zero. To blame: the nearest to the loss of those that did; "
-            "of overflows, where the loss was finite."
+            "subnormal in float16 or smaller, or all were zero. To blame: of these, the nearest to the "
+            "loss. A step whose loss itself was not finite blames none."
         )
         return Table(("variable", "overflowed", "to blame", "underflowed", "to blame"), *_capped(rows, note))
 

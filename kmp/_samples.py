@@ -36,7 +36,7 @@ class GradientSample:
             measured.
         updates: int64 of shape `(n,)`, elements of the variable that the step changed.
         lost_updates: int64 of shape `(n,)`, those that it changed by less than 2^-11 of their magnitude: in a float16
-            weight most such updates are lost (all below 2^-12), which is why master weights are float32.
+            weight most such updates are lost, those below 2^-12 all, which is why master weights are float32.
         unscaled_counts: int64 of shape `(n, 280)`, where the scale is no power of two.
 
     Source of the last two: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.1.

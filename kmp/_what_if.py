@@ -35,15 +35,13 @@ class WhatIf:
             ReLU's gradient does, so the truth lies between the two. Equal to `underflow` where float32 was measured.
         overflow: float64, the share of the elements of finite samples that would be 2^16 or more. (From 65520 on they
             are inf; counts by exponent do not tell these apart, `skipped` does.)
-        skipped: float64, the share of the sampled steps that would be skipped. Those that overflowed count from their
-            scale on, below it nothing is known of them; those that were nan throughout, as a loss of nan leaves them,
-            at every scale.
+        skipped: float64, the share of the sampled steps that would be skipped. One whose gradients were inf or nan
+            counts from its scale on; what it would have been below, it does not tell.
         in_use: log2 of the scale of the newest sample.
         is_measured: Whether the counts are of a float32 reference pass. If not, what lies above `in_use` is an
             extrapolation: what was flushed at the scale in use would come back there, by how much is not known.
-        recommended: Lowest and highest k at which at most 0.1 % of the elements that are not zero underflow, every
-            finite sample keeps at least one bit to overflow, and the others are at least one bit below the scale at
-            which they overflowed; `None` if there is none.
+        recommended: Lowest and highest k at which at most 0.1 % of the elements that are not zero underflow, and every
+            finite sample keeps at least one bit to overflow; `None` if there is none.
 
     Example:
     >>> gradient = {"zero": 3, "inf": 0, "nan": 0, "first": -20, "counts": [5, 8, 2], "amax": 2.0**-17, "norm": 1e-5}
@@ -125,17 +123,16 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     counts = np.sum([_unscaled_exponents(sample) for sample in measured], axis=0)
     zeros = sum(sample.histogram.zeros for sample in measured)
     largest = np.array([np.max(sample.amax) / sample.loss_scale for sample in measured])
-    not_finite = [sample for sample in samples if not sample.histogram.is_finite]
-    overflown = [sample.loss_scale for sample in not_finite if not _is_nan(sample)]
-    recommended = _recommended(counts, float(largest.max()), min(overflown, default=math.inf))
+    recommended = _recommended(counts, float(largest.max()))
     scales = _scales(in_use, largest.max(), recommended or ())
     total, flushed, infinite = counts.sum() + zeros, _below(counts, scales), _beyond(counts, scales)
+    overflown = [sample for sample in samples if not sample.histogram.is_finite]
     return WhatIf(
         scales,
         flushed / total,
         (flushed + (0 if references else zeros)) / total,
         infinite / total,
-        _skipped(scales, largest, overflown, len(not_finite) - len(overflown)),
+        _skipped(scales, largest, overflown),
         in_use,
         bool(references),
         recommended,
@@ -186,29 +183,17 @@ def _beyond(counts: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return until[-1] - until[np.clip(FLOAT16.max_exponent + 1 - scales + _WIDE, 0, counts.size)]
 
 
-def _is_nan(sample: GradientSample) -> bool:
-    """Whether a sample is nan throughout, as a loss of nan leaves it: an overflow begins at some variable."""
-    return sample.histogram.nans == sample.histogram.total
+def _skipped(scales: np.ndarray, largest: np.ndarray, overflown: Sequence[GradientSample]) -> np.ndarray:
+    """Samples that would overflow; of those that did, nothing is known below their scale."""
+    skipped = (largest[:, None] * np.exp2(scales.astype(np.float64)) >= _BECOMES_INF).sum(0)
+    known = np.array([scales >= math.log2(sample.loss_scale) for sample in overflown]).reshape(-1, scales.size).sum(0)
+    return (skipped + known) / (len(largest) + known)
 
 
-def _skipped(scales: np.ndarray, largest: np.ndarray, overflown: Sequence[float], lost: int) -> np.ndarray:
-    """The share of samples that would be skipped at each scale.
-
-    Args:
-        scales: Exponents of the scales.
-        largest: The largest magnitude of each finite sample, without its scale.
-        overflown: The scales of those that overflowed; nothing is known of them below.
-        lost: How many no scale would save.
-    """
-    skipped = (largest[:, None] * np.exp2(scales.astype(np.float64)) >= _BECOMES_INF).sum(0) + lost
-    known = np.array([scales >= math.log2(scale) for scale in overflown]).reshape(-1, scales.size).sum(0)
-    return (skipped + known) / (len(largest) + lost + known)
-
-
-def _recommended(counts: np.ndarray, largest: float, overflown: float) -> tuple[int, int] | None:
+def _recommended(counts: np.ndarray, largest: float) -> tuple[int, int] | None:
     if not counts.any():
         return None
-    high = math.floor(min(math.log2(FLOAT16.max / largest), math.log2(overflown))) - _MARGIN_BITS
+    high = math.floor(math.log2(FLOAT16.max / largest)) - _MARGIN_BITS
     candidates = np.arange(-FLOAT32.max_exponent, FLOAT32.max_exponent + 1)
     enough = candidates[_below(counts, candidates) <= _TOLERATED * counts.sum()]
     low = int(enough[0]) if enough.size else high + 1

@@ -59,7 +59,8 @@ def _verdict(evidence: Evidence, found: list[Finding]) -> str:
     begin = "Nothing shows that float16 costs anything here" if is_doubtful else "float16 costs nothing here"
     if evidence.overflows > _SKIPPED_UNDISTURBED * evidence.steps:
         begin = "float16 costs little here beyond the skipped steps"
-    among = f", all those of {zero[-1]} among them" if zero else ""
+    whose = zero[0] if len(zero) == 1 else f"{len(zero)} variables"
+    among = f", all those of {whose} among them" if zero else ""
     doubt = f" {evidence.zero_share:.1%} are exactly zero{among}; only a float32 reference tells whether all would be."
     return (
         f"{begin}: {count[0].lower()}{count[1:]}, and at the loss scale in use, {as_power(evidence.scale)}, "

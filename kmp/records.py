@@ -6,8 +6,8 @@ model, optimizer, dtypes; see `Run.settings`). Each later one is a reading with 
 ones included) and whatever was read then:
 
 - `loss_scale`: float, the scale that the next step will use.
-- `clean_steps`: integer, steps without an overflow since the scale last grew (at its highest: would have), or
-  gradients of a finite loss last overflowed.
+- `clean_steps`: integer, steps without an overflow since the scale last grew (or, at its highest, would have grown),
+  or gradients of a finite loss last overflowed.
 - `overflow_count`: integer, steps skipped since training began, because the loss or a gradient was not finite.
 - `overflow_rate`: float, the share of the steps since the last reading that were skipped.
 - `overflows_in_a_row`: integer, steps skipped since the last one that was applied.
@@ -17,7 +17,7 @@ ones included) and whatever was read then:
   zeros are left out.
 - `culprits_by_variable`: object, from a variable's path to the number of skipped steps with a finite loss in which it
   was the one to blame.
-- `culprit`: string, in a reading with new ones of these: path of the variable to blame for the last (see `Snapshot`).
+- `culprit`: string, in a reading with new such steps: path of the variable to blame for the last one (see `Snapshot`).
 - `last_loss`: float, the loss of that step before it was scaled, summed over replicas.
 - `highest_loss`: float, the highest magnitude of such a loss so far, of those that were finite.
 - `nonfinite_activation`: string, in a reading with a new non-finite loss, where a `kmp.callbacks.ForwardProbe` looked:
@@ -70,8 +70,8 @@ class Snapshot:
     Args:
         step: Training steps done, skipped ones included.
         loss_scale: The scale that the next step will use.
-        clean_steps: Steps without an overflow since the scale last grew (at its highest: would have), or gradients of a
-            finite loss last overflowed.
+        clean_steps: Steps without an overflow since the scale last grew (or, at its highest, would have grown), or
+            gradients of a finite loss last overflowed.
         overflow_count: Steps skipped since training began.
         overflows_in_a_row: Steps skipped since the last one that was applied.
         nonfinite_loss_count: Steps skipped whose loss was not finite before it was scaled.
@@ -84,8 +84,8 @@ class Snapshot:
         highest_loss: The highest magnitude of such losses so far, of those that were finite. `None` before the first.
         overflows_by_variable: Variable path to the number of steps in which its gradient was not finite; zeros left
             out.
-        culprits_by_variable: Variable path to the number of such steps in which it was the one to blame; zeros left
-            out.
+        culprits_by_variable: Variable path to the number of steps, skipped with a finite loss, in which it was the one
+            to blame; zeros left out.
         nonfinite_activation: What was the first to be inf or nan in the last forward pass whose loss was not finite: a
             layer's path, `"the batch's x"` and the like, or `"the loss function"`. `None` before one, and without a
             `kmp.callbacks.ForwardProbe`.

@@ -213,6 +213,17 @@ def test_what_a_lower_scale_lost_is_not_told_of_the_scale_in_use():
     assert finding.evidence.startswith("100.0% of the sampled gradient elements")
 
 
+def test_log_whose_last_scale_is_not_known_has_advice():
+    verdict = kmp.advise(run_of(row_of(50, 2.0**12, -6), {"step": 60, "loss_scale": None}, **DYNAMIC)).verdict
+    assert "at the loss scale in use, 2^12" in verdict
+
+
+def test_streak_of_a_log_that_does_not_tell_its_losses_apart_is_one_of_bad_losses():
+    bad = {"overflow_count": 45, "overflows_in_a_row": 20, "nonfinite_loss_count": 20, "loss_scale": 2.0**-14}
+    finding = kmp.advise(run_of({"step": 60} | bad, **DYNAMIC))[0]
+    assert (finding.cause, "among them the last 20" in finding.evidence) == ("loss", True)
+
+
 def test_variable_whose_gradient_was_all_zero_leaves_the_verdict_open():
     verdict = kmp.advise(run_of(row_of(50, 2.0**12, -6, **{"net/bias": ALL_ZERO}), **DYNAMIC)).verdict
     assert verdict.startswith("Nothing shows that float16 costs anything here")

@@ -59,13 +59,22 @@ def test_a_pipe_is_written_to_as_it_is(tmp_path):
     assert json.loads(read[0]) == [1]
 
 
-def test_what_stands_for_the_open_output_is_written_to_in_place(tmp_path):
-    """`/dev/stdout` leads to a regular file where the output goes into one; what is printed later lands there too."""
-    write = "from pathlib import Path; from kmp import _files; _files.write_json(Path('/dev/stdout'), [1])"
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "link"])
+def test_what_stands_for_the_open_output_is_written_to_in_place(tmp_path, name):
+    """It leads to a regular file where the output goes into one; what is printed later lands there too."""
+    (tmp_path / "link").symlink_to("/dev/stdout")
+    # The module's text alone: to import kmp would take seconds.
+    code = Path(_files.__file__).read_text() + f"\nwrite_json(Path({name!r}), [1]); print('later')"
     with (tmp_path / "out").open("w") as out:
-        subprocess.run([sys.executable, "-c", f"{write}; print('later')"], stdout=out, check=True)
-    assert names_in(tmp_path) == ["out"]
+        subprocess.run([sys.executable, "-c", code], stdout=out, check=True, cwd=tmp_path)
+    assert sorted(names_in(tmp_path)) == ["link", "out"]
     assert "later" in (tmp_path / "out").read_text()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="There is no file system under /dev here.")
+def test_a_file_in_shared_memory_is_a_file(tmp_path):
+    assert not _files._leads_to_an_open_file(Path("/dev/shm/file"))
+    assert not _files._leads_to_an_open_file(tmp_path / "file")
 
 
 def test_a_file_keeps_its_permissions(tmp_path):

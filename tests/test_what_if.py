@@ -88,18 +88,6 @@ def test_sample_that_overflowed_is_known_to_overflow_from_its_scale_on():
     assert [curve.at(k)["skipped"] for k in (7, 8)] == [0.0, 1 / 3]
 
 
-def test_recommended_scales_are_below_those_that_overflowed():
-    samples = [sample([2.0**-10]), sample([math.inf, math.nan], scale=2.0**10), sample([math.inf], scale=2.0**12)]
-    assert what_if(samples).recommended == (-15, 9)
-    assert what_if(samples[:1]).recommended == (-15, 24)
-
-
-def test_sample_that_is_nan_throughout_is_skipped_at_every_scale():
-    curve = what_if([sample([1.0], scale=2.0**4), sample([math.nan, math.nan], scale=2.0**8)])
-    assert set(curve.skipped[curve.log2_scales < 12]) == {0.5}
-    assert curve.recommended == (-21, 18)
-
-
 @pytest.mark.parametrize("samples", [[], [sample([])], [sample([math.nan, 1.0])]])
 def test_no_finite_gradient_is_an_error_that_says_so(samples):
     with pytest.raises(ValueError, match="no sample of finite gradients"):
