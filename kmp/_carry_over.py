@@ -28,7 +28,7 @@ def carry_over(old: keras.Model, new: keras.Model, scaled: bool) -> None:
         settings = _settings_of(old)
         settings["optimizer"] = _optimizer(settings.get("optimizer"), scaled)
         new.compile(**settings, auto_scale_loss=False)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (TypeError, ValueError, NotImplementedError) as error:  # the last is Keras', of what has no `get_config`
         reason = _warnings.first_line(error)
         _warnings.warn(f"{type(new).__name__} {new.name!r} is not compiled, compile it as before: {reason}")
         return

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kmp._formats import FLOAT16
-from kmp._histograms import FIRST_EXPONENT
+from kmp._histograms import FIRST_EXPONENT, ExponentHistogram
 from kmp._what_if import WhatIf, finite, narrow, what_if
 from kmp.records import BATCH, GradientSample, Run
 
@@ -80,14 +80,15 @@ class Evidence:
     def subnormal(self) -> float:
         """The share of the nonzero gradient elements below float16's normal range, at the loss scale in use."""
         nonzero = sum(int(sample.histogram.by_exponent.sum()) for sample in self.telling)
-        return sum(_subnormal_at(self.scale, sample) for sample in self.telling) / nonzero if nonzero else 0.0
+        small = sum(_small(each.histogram, round(math.log2(self.scale / each.loss_scale))) for each in self.telling)
+        return small / nonzero if nonzero else 0.0
 
     @cached_property
     def too_small(self) -> float:
         """The share of all gradient elements that are not zero and would round to zero at the loss scale in use."""
         assert self.curve is not None
         scales = self.curve.log2_scales
-        return self.curve.at(min(max(math.log2(self.scale), scales[0]), scales[-1]))["underflow"]
+        return self.curve.at(float(np.clip(math.log2(self.scale), scales[0], scales[-1])))["underflow"]
 
     @cached_property
     def underflows(self) -> dict[str, int]:
@@ -146,9 +147,7 @@ class Evidence:
         largest = sample.names[int(sample.amax.argmax())]
 
         def small(name: str) -> float:
-            zones = sample[name].zones
-            nonzero = max(1, sample[name].total - zones["zero"])
-            return (zones["subnormal"] + zones["below_subnormal"]) / nonzero
+            return _small(sample[name]) / max(1, sample[name].total - sample[name].zeros)
 
         return largest, max(sample.names, key=small)
 
@@ -221,16 +220,17 @@ def _underflown_in(sample: GradientSample) -> list[str]:
     found: list[str] = []
     for name in reversed(sample.names):
         histogram = sample[name]
-        zones, nonzero = histogram.zones, histogram.total - histogram.zeros
+        nonzero = histogram.total - histogram.zeros
         is_flushed = histogram.total > 0 and not nonzero and bool(found)
-        if is_flushed or zones["subnormal"] + zones["below_subnormal"] > _UNDERFLOWED * nonzero:
+        if is_flushed or _small(histogram) > _UNDERFLOWED * nonzero:
             found.insert(0, name)
     return found
 
 
-def _subnormal_at(scale: float, sample: GradientSample) -> int:
-    until = FLOAT16.min_exponent - round(math.log2(scale / sample.loss_scale)) - FIRST_EXPONENT
-    return int(sample.histogram.by_exponent[: max(0, until)].sum())
+def _small(histogram: ExponentHistogram, bits: int = 0) -> int:
+    """Returns how many elements, were they 2^`bits` times as large, are not zero and below float16's normal range."""
+    until = FLOAT16.min_exponent - bits - FIRST_EXPONENT
+    return int(histogram.by_exponent[: max(0, until)].sum())
 
 
 def _is_zero(sample: GradientSample, name: str) -> bool:

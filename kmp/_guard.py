@@ -127,14 +127,10 @@ def _optimizers_in(values: Iterable[Any]) -> Iterator[keras.optimizers.Optimizer
 
 def _excuse_empty_batch(data: Any, optimizers: Sequence[LossScaleOptimizer]) -> None:
     """Tells the optimizers of a replica that got no row of a last, smaller batch: its means over nothing are nan."""
-    tensors = [tensor for tensor in _tensors_in(data) if tensor.shape.rank]
+    tensors = [tensor for tensor in keras.tree.flatten(data) if isinstance(tensor, tf.Tensor) and tensor.shape.rank]
     if tensors and tf.distribute.get_strategy().num_replicas_in_sync > 1:
         for optimizer in optimizers:
             optimizer.loss_watch.excuse(tf.shape(tensors[0])[0] == 0)
-
-
-def _tensors_in(data: Any) -> list[tf.Tensor]:
-    return [part for part in keras.tree.flatten(data) if isinstance(part, tf.Tensor)]
 
 
 def _is_guarded(model: keras.Model) -> bool:
@@ -164,8 +160,8 @@ class _GuardedTraining:
         optimizers = optimizers_of(self._model)
         if not optimizers:
             return self._step(data)
-        parts = tf.nest.flatten(data, expand_composites=True)
-        with tf.control_dependencies(_tensors_in(parts)):  # a step that gets no batch forgets nothing: see `Step`
+        batch = [part for part in tf.nest.flatten(data, expand_composites=True) if isinstance(part, tf.Tensor)]
+        with tf.control_dependencies(batch):  # a step that gets none forgets nothing: see `Step._finish`
             self._forget_batch_that_did_not_count()
         _excuse_empty_batch(data, optimizers)
         metrics = Kept(self._metrics_variables)
