@@ -1,8 +1,8 @@
-"""kmp: mixed-precision training for Keras 3 on TensorFlow that is safe and visible.
+"""kmp: safe, visible mixed-precision training for Keras 3 on TensorFlow.
 
 Example:
 >>> import kmp
->>> handle = kmp.enable()          # mixed_float16 for every layer built from here on
+>>> handle = kmp.enable()  # mixed_float16 for every layer built from here on
 >>> handle.policy
 'mixed_float16'
 >>> kmp.disable()
@@ -10,23 +10,18 @@ Example:
 
 import importlib
 
-from kmp import _backend
+from kmp.utils import require_tensorflow
 
-_backend.require_tensorflow()
+require_tensorflow()
 
-from kmp import advice, callbacks, layers, records, scaling
-from kmp._guard import guard
-from kmp._hardware import hardware
-from kmp._plan import Plan
-from kmp._what_if import what_if
-from kmp.advice import advise
-from kmp.auditing import audit
-from kmp.conversion import convert, to_float32
+from kmp import advice, callbacks, layers, optimizer, records, scaling
+from kmp.advice import advise, what_if
+from kmp.backend import hardware
+from kmp.conversion import Plan, audit, convert, to_float32
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import disable, enable, graph_rewrite, wrap
+from kmp.policy import disable, enable, graph_rewrite, guard, wrap
 from kmp.records import load_run
-
-__version__ = "0.1.0"
+from kmp.utils import __version__ as __version__
 
 __all__ = [
     "LossScaleOptimizer",
@@ -43,6 +38,7 @@ __all__ = [
     "hardware",
     "layers",
     "load_run",
+    "optimizer",
     "plots",
     "records",
     "report",
@@ -54,7 +50,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Imports `kmp.plots` and `kmp.report`, and with them matplotlib and jinja2, when they are first used."""
+    """Imports `kmp.plots` and `kmp.report`, and with them matplotlib and jinja2, at their first use."""
     if name in ("plots", "report"):
         return importlib.import_module(f"kmp.{name}")
     raise AttributeError(f"module 'kmp' has no attribute {name!r}")

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 import kmp
-from kmp import _bench
+from kmp.bench import runner
 
 RESULTS = Path(__file__).with_name("accuracy.json")
 TEST_IMAGES = 1000
@@ -101,7 +101,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=10)
     options = parser.parse_args()
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    header = {name: _bench.header()[name] for name in ("kmp", "keras", "tensorflow", "python", "processor", "gpus")}
+    header = {name: runner.header()[name] for name in ("kmp", "keras", "tensorflow", "python", "processor", "gpus")}
     trained = {way: [] for way in WAYS}
     for seed in range(options.seeds):
         for way, runs in trained.items():

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import kmp
-from kmp.__main__ import main
+from kmp_cli import main
 
 DOCS = Path(__file__).parent.parent / "docs"
 COMING_FROM = (DOCS / "coming-from.md").read_text(encoding="utf-8")

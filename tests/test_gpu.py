@@ -14,7 +14,7 @@ import tensorflow as tf
 from conftest import OverflowsBackward, casts_of_optimized, compiled_model, fit, small_data, values
 
 import kmp
-from kmp import statistics
+from kmp.gradients import tensor_statistics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -154,9 +154,9 @@ def test_statistics_on_the_gpu_are_those_on_the_host(jit_compile):
     shapes = [(7, 33), (2**22 + 5,), (512,)]
     gradients = [np.exp2(random.uniform(-160, 127, shape)).astype("float32") for shape in shapes]
     gradients[0][0, :4] = np.inf, np.nan, 0.0, -1e-45
-    measure = tf.function(lambda given: tuple(statistics.of_gradients(given)), jit_compile=jit_compile)
+    measure = tf.function(lambda given: tuple(tensor_statistics.of_gradients(given)), jit_compile=jit_compile)
     with tf.device("CPU:0"):
-        counts, amax, square_sum = statistics.of_gradients([tf.constant(gradient) for gradient in gradients])
+        counts, amax, square_sum = tensor_statistics.of_gradients([tf.constant(gradient) for gradient in gradients])
     found = measure([tf.constant(gradient) for gradient in gradients])
     np.testing.assert_array_equal(found[0], counts)
     np.testing.assert_array_equal(found[1], amax)

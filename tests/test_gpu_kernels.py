@@ -7,7 +7,7 @@ import tensorflow as tf
 from gpu_kernels import GPU, Copy, place
 
 import kmp
-from kmp import statistics
+from kmp.gradients import tensor_statistics
 
 pytestmark = pytest.mark.skipif(
     not tf.test.is_built_with_cuda(), reason="TensorFlow's CUDA build knows what runs on a GPU; this is another build."
@@ -76,7 +76,7 @@ def test_xla_has_every_operation_of_a_step_on_a_gpu(option, prepare, xla_on_gpu)
 def test_deterministic_statistics_are_measured_on_the_device(monkeypatch):
     monkeypatch.setattr(statistics, "_is_deterministic", lambda: True)
     gradients = [tf.ones([3, 700]), tf.ones([2**22]), tf.ones([5])]
-    measure = tf.function(lambda given: tuple(statistics.of_gradients(given)), autograph=False)
+    measure = tf.function(lambda given: tuple(tensor_statistics.of_gradients(given)), autograph=False)
     found = place(measure.get_concrete_function(gradients))
     assert {copy.operation for copy in found.copies} <= {"If", "StatelessIf"}
     assert found.without_kernel == {}
@@ -84,7 +84,7 @@ def test_deterministic_statistics_are_measured_on_the_device(monkeypatch):
 
 def test_updates_are_measured_on_the_device():
     before = [tf.ones([3, 700]), tf.ones([2**22]), tf.ones([5])]
-    measure = tf.function(lambda after: tuple(statistics.of_updates(before, after)), autograph=False)
+    measure = tf.function(lambda after: tuple(tensor_statistics.of_updates(before, after)), autograph=False)
     assert place(measure.get_concrete_function(before)).copies == {}
 
 
@@ -96,7 +96,7 @@ def test_no_variable_of_a_step_is_int32():
 
 
 def test_statistics_lower_for_a_gpu():
-    text = lowered(lambda given: tuple(statistics.of_gradients(given)), [tf.ones([3, 700]), tf.ones([2**22])])
+    text = lowered(lambda given: tuple(tensor_statistics.of_gradients(given)), [tf.ones([3, 700]), tf.ones([2**22])])
     assert "->(s64[2,280]{1,0}, f32[2]{0}, f64[2]{0})" in text
 
 

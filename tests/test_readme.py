@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 import kmp
-from kmp import callbacks, settings
+from kmp import callbacks
+from kmp.scaling import settings
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

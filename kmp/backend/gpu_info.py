@@ -1,0 +1,112 @@
+"""What the machine's GPUs mean for mixed precision."""
+
+import logging
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+logger = logging.getLogger("kmp")
+
+# Compute capabilities from which on NVIDIA GPUs have the feature. Source: CUDA C++ Programming Guide, "Compute
+# Capabilities": Tensor Cores for float16 since Volta (7.0), bfloat16 since Ampere (8.0).
+_TENSOR_CORES = (7, 0)
+_BFLOAT16 = (8, 0)
+
+_said: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that TensorFlow sees.
+
+    Args:
+        name: The device's name, such as `"NVIDIA H200"`.
+        compute_capability: Major and minor number, or `None` where TensorFlow does not tell.
+    """
+
+    name: str
+    compute_capability: tuple[int, int] | None
+
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether matrix products and convolutions in float16 run on Tensor Cores."""
+        return self._at_least(_TENSOR_CORES)
+
+    @property
+    def bfloat16(self) -> bool:
+        """Whether bfloat16 runs in hardware."""
+        return self._at_least(_BFLOAT16)
+
+    def _at_least(self, capability: tuple[int, int]) -> bool:
+        return self.compute_capability is not None and self.compute_capability >= capability
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The GPUs that training would use.
+
+    Args:
+        gpus: One entry for each; empty on a machine without one.
+    """
+
+    gpus: tuple[Gpu, ...]
+
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether there are GPUs and all have Tensor Cores."""
+        return bool(self.gpus) and all(gpu.tensor_cores for gpu in self.gpus)
+
+    @property
+    def bfloat16(self) -> bool:
+        """Whether there are GPUs and all run bfloat16 in hardware."""
+        return bool(self.gpus) and all(gpu.bfloat16 for gpu in self.gpus)
+
+    def advice(self, policy: str) -> tuple[int, str] | None:
+        """Returns a `logging` level and a sentence for the user of `policy`, or `None` if there is nothing to say."""
+        if policy == "float32":
+            return None
+        dtype = policy.removeprefix("mixed_")
+        if not self.gpus:
+            return logging.WARNING, f"TensorFlow sees no GPU: {dtype} will be slow here, slower than float32."
+        if dtype == "bfloat16":
+            return None if self.bfloat16 else (logging.WARNING, _below(self.gpus, _BFLOAT16, "bfloat16 in hardware"))
+        if not self.tensor_cores:
+            return logging.WARNING, _below(self.gpus, _TENSOR_CORES, "Tensor Cores, so float16 saves memory, not time")
+        if self.bfloat16:
+            return logging.INFO, "This GPU runs bfloat16 too: enable('mixed_bfloat16') needs no loss scale."
+        return None
+
+
+def hardware() -> Hardware:
+    """Returns what TensorFlow tells of this machine's GPUs.
+
+    Returns:
+        A `Hardware` with `gpus`, `tensor_cores` and `bfloat16`.
+
+    Example:
+    >>> all(gpu.tensor_cores for gpu in hardware().gpus) or not hardware().tensor_cores
+    True
+    """
+    return Hardware(tuple(_describe(device) for device in tf.config.list_physical_devices("GPU")))
+
+
+def log_once(policy: str) -> None:
+    """Logs what the hardware means for `policy`; each sentence once in a process."""
+    advice = hardware().advice(policy)
+    if advice and advice[1] not in _said:
+        _said.add(advice[1])
+        logger.log(*advice)
+
+
+def _describe(device: tf.config.PhysicalDevice) -> Gpu:
+    details = tf.config.experimental.get_device_details(device)
+    return Gpu(details.get("device_name", device.name), details.get("compute_capability"))
+
+
+def _below(gpus: tuple[Gpu, ...], capability: tuple[int, int], feature: str) -> str:
+    named = ", ".join(f"{gpu.name} ({_text(gpu.compute_capability)})" for gpu in gpus)
+    return f"Compute capability below {_text(capability)}: no {feature}. GPUs: {named}."
+
+
+def _text(capability: tuple[int, int] | None) -> str:
+    return ".".join(map(str, capability)) if capability else "unknown"

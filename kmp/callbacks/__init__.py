@@ -1,0 +1,30 @@
+"""Callbacks for `fit`: log the loss scaler in `logs`, files and TensorBoard; stop stuck runs; resume killed ones.
+
+The callbacks that read the optimizer compute nothing themselves (except the float32 reference that `GradientHistogram`
+may be asked for): the compiled step counts on the device, and a snapshot copies a few numbers to the host.
+List them before callbacks that use their keys, such as `CSVLogger`; `History` and the progress bar always come after.
+
+With a `log_dir`, records go to `kmp.jsonl` there (see `kmp.records`) and to TensorBoard event files.
+"""
+
+from kmp.callbacks.backup_and_restore import BackupAndRestore
+from kmp.callbacks.default_callbacks import defaults
+from kmp.callbacks.forward_probe import ForwardProbe
+from kmp.callbacks.gradient_histogram import GradientHistogram
+from kmp.callbacks.loss_scale_logger import LossScaleLogger
+from kmp.callbacks.overflow_counter import OverflowCounter
+from kmp.callbacks.report_callback import Report
+from kmp.callbacks.stuck_detector import StuckDetector
+from kmp.callbacks.stuck_message import StuckError
+
+__all__ = [
+    "BackupAndRestore",
+    "ForwardProbe",
+    "GradientHistogram",
+    "LossScaleLogger",
+    "OverflowCounter",
+    "Report",
+    "StuckDetector",
+    "StuckError",
+    "defaults",
+]

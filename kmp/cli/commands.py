@@ -1,0 +1,131 @@
+"""What the sub-commands of `kmp` do, and how their errors are shown."""
+
+import argparse
+import dataclasses
+import datetime
+import importlib
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import keras
+from rich.console import Console
+
+from kmp import conversion
+from kmp.utils import atomic_files
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Runs a sub-command and returns the exit status.
+
+    Args:
+        parsed: The arguments; `command` is the name of the sub-command.
+    """
+    try:
+        _COMMANDS[parsed.command](parsed, Console())
+    except (OSError, ImportError, InputError) as error:
+        print(f"kmp: {_message(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("kmp: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _demo(parsed: argparse.Namespace, console: Console) -> None:
+    from kmp import demo
+
+    out = parsed.out or Path("runs") / datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    demo.run(console, parsed.dataset, parsed.policy, parsed.steps, out)
+
+
+def _bench(parsed: argparse.Namespace, console: Console) -> None:
+    from kmp import bench
+
+    unknown = [name for name in parsed.only if name not in bench.PARTS]
+    if unknown:
+        raise InputError(f"there is no part {unknown[0]!r} of the benchmark; there are {', '.join(bench.PARTS)}")
+    size = bench.QUICK if parsed.quick else bench.FULL
+    parts = list(dict.fromkeys(parsed.only)) or bench.parts_by_default(size)
+    for option, takers in (("mode", bench.WITH_MODE), ("batch", bench.NETWORKS)):
+        if getattr(parsed, option) and not set(takers) & set(parts):
+            raise InputError(f"--{option} is of {', '.join(takers)}, and none of them is measured")
+    size = dataclasses.replace(size, batch=parsed.batch, modes=(parsed.mode,) if parsed.mode else size.modes)
+    files = [path for path in (parsed.json, parsed.figure) if path]
+    if len({path.resolve() for path in files}) < len(files):
+        raise InputError(f"--json and --figure are the same file, {parsed.json}")
+    new = [path for path in files if not path.exists()]
+    for path in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()  # before the minutes that measuring takes, not after them
+    try:
+        bench.run(console, size, parts, parsed.json, parsed.figure)
+    except bench.MeasurementError as error:
+        raise InputError(str(error)) from error
+    finally:
+        for path in new:
+            if path.is_file() and not path.stat().st_size:
+                path.unlink()
+
+
+def _audit(parsed: argparse.Namespace, console: Console) -> None:
+    try:
+        if parsed.modules:
+            sys.path.insert(0, "")  # as `python -m` has it: modules of one's own lie here
+        for name in parsed.modules:
+            importlib.import_module(name)
+    except ImportError as error:
+        raise InputError(str(error)) from error
+    if not parsed.file.is_file():
+        raise InputError(f"{parsed.file}: no such file")
+    try:
+        model = keras.models.load_model(parsed.file, compile=False)
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        cause = re.search("Could not locate .*", str(error))  # Keras puts it at the end of many lines
+        reason = textwrap.shorten(cause[0] if cause else str(error), 300, placeholder=" ...")
+        raise InputError(f"{parsed.file} cannot be loaded: {reason}") from error
+    try:
+        found = conversion.audit(model, policy=parsed.policy)
+    except ValueError as error:
+        raise InputError(f"{parsed.file}: {error}") from error
+    console.print(found)
+    if parsed.json:
+        atomic_files.write_json(parsed.json, found.to_dict())
+
+
+def _report(parsed: argparse.Namespace, console: Console) -> None:
+    from kmp import report
+
+    try:
+        runs = report.load(parsed.runs)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    console.print(report.summary(runs))
+    path = report.write(runs, parsed.out or _beside(parsed.runs) / "report.html")
+    console.print(f"\nReport: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _beside(runs: Sequence[Path]) -> Path:
+    if len(runs) > 1:
+        return Path()
+    return runs[0] if runs[0].is_dir() else runs[0].parent
+
+
+class InputError(Exception):
+    """A command cannot do what it was asked for."""
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace, Console], None]] = {
+    "demo": _demo,
+    "bench": _bench,
+    "audit": _audit,
+    "report": _report,
+}

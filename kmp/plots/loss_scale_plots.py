@@ -1,0 +1,141 @@
+"""Pictures of the loss scale: what it was over the steps, and what another one would do."""
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from kmp.advice import WhatIf
+from kmp.advice import what_if as work_out
+from kmp.plots import style
+from kmp.records import RUN_EXPECTED, Run
+from kmp.utils import validation
+
+_MANY_MARKS = 60
+_DASHES = (0.0, (2.0, 1.2))
+
+
+def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
+    """Draws the loss scale over the steps, with a mark where steps were skipped.
+
+    Args:
+        run: Readings with `loss_scale` and, for the marks, `overflow_rate` and `overflow_count`.
+        ax: Axes to draw on; new ones by default.
+
+    Returns:
+        The axes: training steps along x, the scale along y, on a log2 axis.
+
+    Example:
+    >>> loss_scale(Run([{"step": 1, "loss_scale": 8.0}, {"step": 2, "loss_scale": 16.0}])).get_title(loc="left")
+    'Loss scale'
+    """
+    validation.instance("run", run, Run, RUN_EXPECTED)
+    ax = style.label(style.axes(ax), "Loss scale", "training step", "loss scale")
+    steps, scales = style.by_step(run, "loss_scale")
+    if not steps.size:
+        return style.empty(ax, "No loss scale was read.")
+    marker = "o" if steps.size == 1 else ""
+    ax.plot(steps, scales, drawstyle="steps-post", marker=marker, color=style.DARK, label=_scale_name(scales))
+    _mark_overflows(ax, run, steps, scales)
+    # Two bits to spare: a flat line, too, lies on an axis of some powers of two.
+    style.scale_in_powers_of_two(ax, scales.min() / 4, scales.max() * 4)
+    style.label_steps(ax, steps)
+    style.legend_above(ax)
+    return ax
+
+
+def what_if(run_or_curve: Run | WhatIf, ax: Axes | None = None) -> Axes:
+    """Draws what float16 would lose at every loss scale, from gradients that were sampled.
+
+    Args:
+        run_or_curve: A run with samples, or what `kmp.what_if` made of one.
+        ax: Axes to draw on; new ones by default.
+
+    Returns:
+        The axes: loss scales along x, as powers of two; along y the share of gradient elements lost to underflow and
+        overflow, and of the sampled steps that would be skipped. Zero has its place on the y axis: below the smallest
+        share it is linear. What is extrapolated is dashed.
+
+    Example:
+    >>> gradient = {"zero": 3, "inf": 0, "nan": 0, "first": -20, "counts": [5, 8, 2], "amax": 2.0**-18, "norm": 1e-5}
+    >>> run = Run([{"step": 1, "sample": {"loss_scale": 1024.0, "variables": {"dense/kernel": gradient}}}])
+    >>> what_if(run).get_xlabel()
+    'loss scale'
+    """
+    validation.instance("run_or_curve", run_or_curve, (Run, WhatIf), f"{RUN_EXPECTED}, or a kmp.advice.WhatIf")
+    title = "What another loss scale would lose"
+    ax = style.label(style.axes(ax), title, "loss scale", "share of elements, or of steps")
+    try:
+        curve = work_out(run_or_curve) if isinstance(run_or_curve, Run) else run_or_curve
+    except ValueError:
+        return style.empty(ax, "No finite gradients were sampled.")
+    _draw_underflow(ax, curve)
+    _draw_curve(ax, curve, curve.overflow, style.MIDDLE, 1.5, "overflow: share of elements")
+    _draw_curve(ax, curve, curve.skipped, style.LIGHT, 3.0, "skipped: share of sampled steps")
+    in_use = f"in use: {style.scale_name(2.0**curve.in_use)}"
+    ax.axvline(curve.in_use, color="black", linewidth=1, linestyle=":", label=in_use)
+    _shade_recommended(ax, curve)
+    _name_extrapolation(ax, curve)
+    _set_share_axis(ax, curve)
+    ax.set_xlim(curve.log2_scales[0], curve.log2_scales[-1])
+    style.label_exponents(ax)
+    style.legend_above(ax, columns=2)
+    return ax
+
+
+def _scale_name(scales: np.ndarray) -> str:
+    is_flat = scales.size > 1 and np.ptp(scales) == 0
+    return f"loss scale, {style.scale_name(scales[0])} throughout" if is_flat else "loss scale"
+
+
+def _mark_overflows(ax: Axes, run: Run, scale_steps: np.ndarray, scales: np.ndarray) -> None:
+    steps, rates = style.by_step(run, "overflow_rate")
+    new = steps[rates > 0]
+    if new.size:
+        at = np.clip(np.searchsorted(scale_steps, new, side="right") - 1, 0, None)
+        count = run.last("overflow_count")
+        name = "readings with skipped steps" + ("" if count is None else f" ({count:,} steps in all)")
+        size = 6 if new.size <= _MANY_MARKS else 3
+        ax.plot(new, scales[at], "x", color=style.MIDDLE, markersize=size, label=name, zorder=3)
+
+
+def _shade_recommended(ax: Axes, curve: WhatIf) -> None:
+    if curve.recommended is None:
+        ax.plot([], [], " ", label="no scale is recommended")
+        return
+    low, high = curve.recommended
+    name = f"recommended: {style.power_of_two(low)}" + (f" to {style.power_of_two(high)}" if high > low else "")
+    # A single scale is a line; half a bit to either side lets it be seen.
+    margin = 0.0 if high > low else 0.5
+    span = ax.axvspan(low - margin, high + margin, label=name, zorder=0)
+    span.set(facecolor="0.9", edgecolor="0.7", hatch="..", linewidth=0)
+
+
+def _draw_underflow(ax: Axes, curve: WhatIf) -> None:
+    _draw_curve(ax, curve, curve.underflow, style.DARK, 1.8, "underflow: share of elements")
+    if not np.array_equal(curve.underflow, curve.underflow_bound):
+        name = "underflow if all zeros were flushed"
+        band = ax.fill_between(curve.log2_scales, curve.underflow, curve.underflow_bound, label=name, zorder=1)
+        band.set(facecolor="#CCDAE7", edgecolor=style.DARK, linewidth=0.5, alpha=0.7)
+
+
+def _draw_curve(ax: Axes, curve: WhatIf, shares: np.ndarray, color: str, width: float, name: str) -> None:
+    scales, known = curve.log2_scales, ~curve.is_extrapolated
+    # Where all are zero, the thinner lie on the thicker, and none is hidden.
+    order = 3 - width / 4
+    ax.plot(scales[known], shares[known], color=color, linewidth=width, label=name, zorder=order)
+    # From the last known point on, so that no gap is left.
+    rest = slice(max(int(known.sum()) - 1, 0), None)
+    if not known.all():
+        ax.plot(scales[rest], shares[rest], color=color, linewidth=width, linestyle=_DASHES, zorder=order)
+
+
+def _name_extrapolation(ax: Axes, curve: WhatIf) -> None:
+    if curve.is_extrapolated.any():
+        ax.plot([], [], color="0.3", linestyle=_DASHES, label="dashed: extrapolation")
+
+
+def _set_share_axis(ax: Axes, curve: WhatIf) -> None:
+    shares = np.concatenate([curve.underflow, curve.underflow_bound, curve.overflow, curve.skipped])
+    smallest = shares[shares > 0].min(initial=1e-2)
+    threshold = 10.0 ** np.clip(np.floor(np.log10(smallest)), -8, -2)
+    ax.set_yscale("symlog", linthresh=threshold, linscale=0.4)
+    ax.set_ylim(-0.1 * threshold, 1.6)

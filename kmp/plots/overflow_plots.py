@@ -1,0 +1,110 @@
+"""The picture of the variables whose gradients overflowed most."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from kmp.plots import style
+from kmp.records import RUN_EXPECTED, Run
+from kmp.utils import unique, validation
+
+_NAME_LENGTH = 38
+_ELLIPSIS = "…"
+
+
+def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Axes:
+    """Draws how often the variables' gradients were not finite, and how often each was the one to blame.
+
+    An overflow spreads to all variables nearer the input; the one to blame is where it began.
+
+    Args:
+        run: Readings with `overflows_by_variable` and `overflow_origins_by_variable`; the newest are drawn.
+        ax: Axes to draw on; new ones by default.
+        top: How many variables to draw: those most often to blame, and of these the most often not finite.
+
+    Returns:
+        The axes: variables along y, the worst at the top; training steps since the beginning along x.
+
+    Raises:
+        TypeError: If `run` is no `kmp.records.Run`, or `top` not an integer.
+        ValueError: If it is not positive.
+
+    Example:
+    >>> counts = {"overflows_by_variable": {"dense/kernel": 4, "dense/bias": 4}}
+    >>> run = Run([{"step": 9, "overflow_origins_by_variable": {"dense/bias": 4}} | counts])
+    >>> [label.get_text() for label in overflowing_variables(run).get_yticklabels()]
+    ['dense/bias', 'dense/kernel']
+    """
+    validation.instance("run", run, Run, RUN_EXPECTED)
+    top = validation.positive_integer("top", top)
+    ax = style.label(style.axes(ax), "Variables that overflowed", "training steps", "variable")
+    overflows, overflow_origins = (run.last(key) for key in ("overflows_by_variable", "overflow_origins_by_variable"))
+    if overflows is None and overflow_origins is None:
+        return style.empty(ax, "Overflows were not counted by variable.")
+    paths = _worst_first(overflows or {}, overflow_origins or {})
+    if not paths:
+        return style.empty(ax, "No overflow.")
+    if len(paths) > top:
+        ax.set_ylabel(f"variable (the worst {top} of {len(paths)})")
+    _draw_bars(ax, paths[:top], overflows or {}, overflow_origins or {})
+    style.legend_above(ax)
+    return ax
+
+
+def _worst_first(overflows: Mapping[str, int], overflow_origins: Mapping[str, int]) -> list[str]:
+    paths = [
+        path for path in {**overflows, **overflow_origins} if overflows.get(path, 0) or overflow_origins.get(path, 0)
+    ]
+    return sorted(paths, key=lambda path: (-overflow_origins.get(path, 0), -overflows.get(path, 0)))
+
+
+def _draw_bars(
+    ax: Axes, paths: Sequence[str], overflows: Mapping[str, int], overflow_origins: Mapping[str, int]
+) -> None:
+    places, height = np.arange(len(paths)), 0.7 * min(1, len(paths) / 4)
+    not_finite = [max(overflows.get(path, 0), overflow_origins.get(path, 0)) for path in paths]
+    blamed = [overflow_origins.get(path, 0) for path in paths]
+    ax.barh(places, not_finite, height, color="0.85", edgecolor="0.4", linewidth=0.8, label="gradient not finite")
+    ax.barh(places, blamed, height, color=style.DARK, edgecolor="white", hatch="//", linewidth=0, label="to blame")
+    ax.set_yticks(places, shortened(paths, _NAME_LENGTH))
+    ax.set_ylim(len(paths) - 0.4, -0.6)
+    ax.set_xlim(0, max(not_finite) * 1.05)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+
+
+def shortened(paths: Sequence[str], length: int) -> list[str]:
+    """Returns the paths with an ellipsis in their middle where they are longer than `length`; all different.
+
+    Those that would look alike get up to ten letters more; if that does not tell them apart, a number.
+    """
+    lengths = dict.fromkeys(paths, length)
+    for _ in range(10):
+        counts = Counter(_shorten(path, lengths[path]) for path in paths)
+        for path in paths:
+            lengths[path] += counts[_shorten(path, lengths[path])] > 1
+    return unique(_shorten(path, lengths[path]) for path in paths)
+
+
+def _shorten(path: str, length: int) -> str:
+    """The first name of a path and as many of its last as fit whole; if not even two do, the longest are cut."""
+    first, *rest = path.split("/")
+    shorter = ["/".join([first, _ELLIPSIS, *rest[place:]]) for place in range(1, len(rest) - 1)]
+    whole = next((name for name in [path, *shorter] if len(name) <= length), None)
+    if whole is not None:
+        return whole
+    parts = [first, _ELLIPSIS, *rest[-3:]] if len(rest) > 3 else [first, *rest]
+    widths = [len(part) for part in parts]
+    while sum(widths) + len(parts) - 1 > length:
+        widths[widths.index(max(widths))] -= 1
+    return "/".join(_cut(part, width) for part, width in zip(parts, widths, strict=True))
+
+
+def _cut(name: str, width: int) -> str:
+    """Leaves letters out of the middle: layers often differ in a number at the end."""
+    if len(name) <= width:
+        return name
+    tail = width // 2
+    return name[: width - 1 - tail] + _ELLIPSIS + name[len(name) - tail :]

@@ -1,0 +1,108 @@
+"""What all pictures share: axes, colours, titles, legends, labels for powers of two."""
+
+import math
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+
+from kmp.records import Run
+from kmp.utils import is_power_of_two
+
+# Told apart by all colour-blind readers, and in greyscale. Source: Paul Tol, "Colour Schemes" (SRON/EPS/TN/09-002,
+# 2021), "high-contrast"; the last is the third, darkened, for lines on a grey ground.
+DARK, MIDDLE, LIGHT, DARK_LIGHT = "#004488", "#BB5566", "#DDAA33", "#8A6500"
+TEXT = "0.25"
+_LINE_HEIGHT = 1.35  # of a legend's row, in its font size
+SMALL = 8.0
+
+
+def axes(ax: Axes | None) -> Axes:
+    """Returns `ax`, or new axes that fit a notebook."""
+    return plt.subplots(figsize=(8, 4.2), layout="constrained")[1] if ax is None else ax
+
+
+def label(ax: Axes, title: str, x: str, y: str) -> Axes:
+    """Names the picture and its axes."""
+    ax.set_title(title, loc="left", fontsize="medium")
+    ax.set_xlabel(x, fontsize="small")
+    ax.set_ylabel(y, fontsize="small")
+    ax.tick_params(labelsize=SMALL)
+    return ax
+
+
+def empty(ax: Axes, sentence: str) -> Axes:
+    """Says why there is nothing to see; ticks would claim a range that nobody measured."""
+    ax.set_xticks([])
+    ax.set_yticks([])
+    ax.text(0.5, 0.5, sentence, transform=ax.transAxes, ha="center", va="center", color=TEXT)
+    return ax
+
+
+def legend_above(ax: Axes, columns: int = 1) -> None:
+    """Puts the legend between title and axes, where it hides no data."""
+    handles, labels = ax.get_legend_handles_labels()
+    rows = math.ceil(len(handles) / columns)
+    legend = ax.legend(
+        handles,
+        labels,
+        ncols=columns,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        borderaxespad=0.2,
+        borderpad=0.2,
+        labelspacing=0.25,
+        columnspacing=1.2,
+        fontsize=SMALL,
+        frameon=False,
+    )
+    # The title's pad keeps the room. A legend wider than the axes would make constrained layout shrink them.
+    legend.set_in_layout(False)
+    ax.set_title(ax.get_title(loc="left"), loc="left", fontsize="medium", pad=6 + rows * _LINE_HEIGHT * SMALL)
+
+
+def power_of_two(exponent: float) -> str:
+    """Returns 2^`exponent` as matplotlib's mathtext."""
+    return f"$2^{{{exponent:g}}}$"
+
+
+def scale_name(scale: float) -> str:
+    """Returns a loss scale as a power of two, or as the number it is."""
+    return power_of_two(math.log2(scale)) if is_power_of_two(scale) else f"{scale:,g}"
+
+
+def label_steps(ax: Axes, steps: np.ndarray) -> None:
+    """Gives an x axis of training steps ticks at whole steps alone."""
+    if steps.size == 1:
+        ax.set_xlim(steps[0] - 0.5, steps[0] + 0.5)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
+
+
+def label_exponents(ax: Axes) -> None:
+    """Labels an x axis of binary exponents k with 2^k."""
+    ax.xaxis.set_major_locator(_whole_exponents(12))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda k, _: power_of_two(k)))
+
+
+def scale_in_powers_of_two(ax: Axes, low: float, high: float) -> None:
+    """Makes y a log2 axis from `low` to `high`, with ticks at whole powers alone."""
+    ax.set_yscale("log", base=2)
+    ax.set_yticks(np.exp2(_whole_exponents(8).tick_values(math.log2(low), math.log2(high))))
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.set_ylim(low, high)
+
+
+def _whole_exponents(at_most: int) -> MaxNLocator:
+    return MaxNLocator(nbins=at_most, integer=True, steps=[1, 2, 4, 5, 10])
+
+
+def by_step(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the finite readings of `key` and their steps, in order; of a step read twice, the newer.
+
+    A run that went on from a checkpoint has taken some steps twice.
+    """
+    steps, values = run.series(key)
+    newest = dict(sorted(zip(steps.tolist(), values.tolist(), strict=True), key=lambda pair: pair[0]))
+    finite = {step: value for step, value in newest.items() if math.isfinite(value)}
+    return np.array(list(finite), np.int64), np.array(list(finite.values()), np.float64)

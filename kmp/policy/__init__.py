@@ -1,0 +1,19 @@
+"""`enable`, `disable`, `wrap`, `guard`: the only package that changes Keras' global state or patches its trainer."""
+
+from kmp.policy import skipped_step_rollback
+from kmp.policy.enabling import POLICIES, Handle, disable, enable, graph_rewrite
+from kmp.policy.model_optimizers import all_optimizers_of
+from kmp.policy.optimizer_wrapping import wrap
+from kmp.policy.skipped_step_rollback import guard
+
+__all__ = [
+    "POLICIES",
+    "Handle",
+    "all_optimizers_of",
+    "disable",
+    "enable",
+    "graph_rewrite",
+    "guard",
+    "skipped_step_rollback",
+    "wrap",
+]

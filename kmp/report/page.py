@@ -1,0 +1,138 @@
+"""The HTML report, and loading the runs that it shows."""
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jinja2
+from rich.console import RenderableType
+
+from kmp.records import FILE_NAME, Run, load_run
+from kmp.report import figures, terminal
+from kmp.report.run_summary import RunSummary, code_lines, comparison
+from kmp.utils import atomic_files, unique
+
+PathLike = str | os.PathLike[str]
+
+
+def load(paths: Sequence[PathLike]) -> dict[str, Run]:
+    """Reads logs and names each run by its folder, with the folder above it where two share a name.
+
+    Args:
+        paths: Each a `.jsonl` file, or a `log_dir` that holds `kmp.jsonl`.
+
+    Returns:
+        The runs by name, in the order of `paths`.
+
+    Raises:
+        FileNotFoundError: If there is no log.
+        ValueError: If a log is not one that this version of kmp reads.
+
+    Example:
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> for name in ("float16", "float32"):
+    ...     (folder / name).mkdir()
+    ...     _ = (folder / name / "kmp.jsonl").write_text('{"schema": 3, "kind": "header"}')
+    >>> list(load([folder / "float16", folder / "float32"]))
+    ['float16', 'float32']
+    """
+    runs = [load_run(path) for path in paths]
+    return dict(zip(_names([Path(path).resolve() for path in paths]), runs, strict=True))
+
+
+def summary(runs: Mapping[str, Run]) -> RenderableType:
+    """Returns what to print with `rich`: verdict, findings and counts; of several runs, a comparison.
+
+    Args:
+        runs: Runs by name, at least one.
+
+    Example:
+    >>> import rich
+    >>> rich.print(summary({"first": Run([{"step": 9}])}))  # doctest: +ELLIPSIS
+    first: 9 steps
+    No step of 9 was skipped. No gradients were sampled, so underflow is not known.
+    ...
+    """
+    return terminal.render(_facts(runs))
+
+
+def html(runs: Mapping[str, Run]) -> str:
+    """Returns a page that holds all it shows: verdict, findings, pictures, tables and settings.
+
+    Args:
+        runs: Runs by name, at least one.
+
+    Example:
+    >>> "No step of 9 was skipped." in html({"first": Run([{"step": 9}])})
+    True
+    """
+    facts = _facts(runs)
+    pictures = {each.name: figures.pictures(each) for each in facts}
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    compared = figures.COMPARED if len(facts) > 1 else ()
+    page = environment.get_template("report.html.jinja").render(
+        runs=facts, pictures=pictures, compared=compared, comparison=comparison(facts), code_lines=code_lines
+    )
+    return page.strip() + "\n"
+
+
+def write(runs: Mapping[str, Run], path: PathLike) -> Path:
+    """Writes the page, whole or not at all; makes the folder if there is none.
+
+    Args:
+        runs: Runs by name, at least one.
+        path: The file.
+
+    Returns:
+        `path`, as a `Path`.
+
+    Raises:
+        OSError: If it cannot be written.
+
+    Example:
+    >>> import tempfile
+    >>> write({"first": Run([{"step": 9}])}, Path(tempfile.mkdtemp()) / "report.html").name
+    'report.html'
+    """
+    file = Path(path)
+    page = html(runs)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_files.whole(file) as partial:
+            partial.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise OSError(error.errno, f"the report cannot be written ({error.strerror or error})", str(file)) from error
+    return file
+
+
+def _facts(runs: Mapping[str, Run]) -> list[RunSummary]:
+    if not runs:
+        raise ValueError("`runs` must hold at least one run.")
+    return [RunSummary(name, run) for name, run in runs.items()]
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Returns each run's shortest name that no other has; a run that is there twice is numbered."""
+    parts = [_parts(path) for path in paths]
+    names = [part[-1] for part in parts]
+    for length in range(2, max(map(len, parts), default=0) + 1):
+        taken = Counter(name for name, _ in set(zip(names, parts, strict=True)))
+        names = ["/".join(part[-length:]) if taken[name] > 1 else name for name, part in zip(names, parts, strict=True)]
+    return unique(names)
+
+
+def _parts(path: Path) -> tuple[str, ...]:
+    """Returns the path's parts without what every log has: the file's usual name, or its suffix."""
+    if path.name == FILE_NAME:
+        path = path.parent
+    elif path.is_file():
+        path = path.with_suffix("")
+    return path.parts[1:] or path.parts

@@ -1,0 +1,11 @@
+"""The rules of the loss scale: pure functions from one step's state and outcome to the next step's state."""
+
+from kmp.scaling.dynamic_scale import DynamicScale
+from kmp.scaling.fixed_scale import FixedScale
+from kmp.scaling.scale_state import ScaleState, StepOutcome
+from kmp.scaling.settings import LossScaleSettings as LossScaleSettings
+from kmp.scaling.settings import Rule
+from kmp.scaling.settings import make_rule as make_rule
+from kmp.scaling.settings import override as override
+
+__all__ = ["DynamicScale", "FixedScale", "Rule", "ScaleState", "StepOutcome"]

@@ -1,0 +1,53 @@
+"""The loss scale that never changes."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from keras import ops
+
+from kmp.scaling.scale_state import ScaleState, StepOutcome, count_step, valid_scale
+from kmp.utils import is_power_of_two
+
+
+@dataclass(frozen=True)
+class FixedScale:
+    """The loss scale that never moves; steps that overflow are skipped all the same.
+
+    Args:
+        initial_scale: Float from 2^-126 to 2^127 (float32's normal range).
+
+    Raises:
+        TypeError: If it is not a number.
+        ValueError: If it is outside that range.
+
+    Example:
+    >>> FixedScale(1024)
+    FixedScale(initial_scale=1024.0)
+    """
+
+    initial_scale: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "initial_scale", valid_scale("loss_scale", self.initial_scale, "'dynamic', 0, or "))
+
+    def bounded(self, scale: Any) -> Any:
+        """Returns the fixed scale, whatever a file held."""
+        return ops.full_like(scale, self.initial_scale)
+
+    @property
+    def keeps_powers_of_two(self) -> bool:
+        """Whether the scale is a power of two."""
+        return is_power_of_two(self.initial_scale)
+
+    def is_at_min_scale(self, state: ScaleState, step: StepOutcome) -> Any:
+        """Returns a scalar bool, false: a scale that never moves has no way down to come to the end of."""
+        return ops.zeros_like(step.overflowed)
+
+    def steps_to_min_scale(self, scale: float) -> float:
+        """Returns infinity: see `is_at_min_scale`."""
+        return math.inf
+
+    def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
+        """Returns the state after `step`: the same scale, the steps counted."""
+        return ScaleState(state.scale, *count_step(state, step))

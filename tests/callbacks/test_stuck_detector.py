@@ -1,0 +1,230 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import compiled_model, small_data, small_model, values
+
+import kmp
+from kmp.callbacks import StuckDetector, StuckError, defaults, stuck_message
+
+pytestmark = pytest.mark.usefixtures("enabled")
+
+
+def data(bad=slice(0, 0), batches=250):
+    x, y = small_data(batches)
+    x[bad.start * 8 : bad.stop * 8] = np.nan
+    return x, y
+
+
+def fit(model, data, callbacks=(), **arguments):
+    return model.fit(*data, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks, **arguments).history
+
+
+@tf.custom_gradient
+def overflowing_backward(x):
+    return tf.identity(x), lambda gradient: gradient * np.inf
+
+
+def overflowing_model(**settings):
+    """A model whose gradients overflow between `overflow_origin` and the loss at every scale."""
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(8, activation="relu"),
+            keras.layers.Dense(8, name="overflow_origin"),
+            keras.layers.Lambda(overflowing_backward),
+            keras.layers.Dense(2),
+            kmp.layers.Softmax(),
+        ]
+    )
+    model.compile(kmp.LossScaleOptimizer("sgd", **settings), "sparse_categorical_crossentropy")
+    return model
+
+
+def test_streak_of_corrupt_batches_raises_at_patience_with_the_weights_from_before_it(compile_mode):
+    untouched = compiled_model("adam")
+    fit(untouched, data(batches=10))
+    keras.utils.set_random_seed(0)
+    model = compiled_model("adam", **compile_mode)
+    model.set_weights(keras.models.clone_model(untouched).get_weights())
+    before = model.get_weights()
+    with pytest.raises(StuckError, match="was inf or nan before it was scaled, so no loss scale helps"):
+        fit(model, data(slice(0, 250)), defaults())
+    per_call = compile_mode.get("steps_per_execution", 1)
+    assert model.optimizer.snapshot().step == -(-100 // per_call) * per_call
+    for mine, its in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(mine, its)
+    assert model.optimizer.snapshot().loss_scale == 2.0**15
+
+
+def test_streak_is_found_at_the_very_step_wherever_it_begins():
+    for begins in (1, 37, 99, 101):
+        model = compiled_model("sgd")
+        with pytest.raises(StuckError, match=f"at step {begins + 100} the last 100 steps were skipped. Last loss: nan"):
+            fit(model, data(slice(begins, 250)), [StuckDetector()])
+
+
+def test_overflow_at_the_lowest_scale_raises_and_names_the_variable_nearest_the_loss():
+    model = overflowing_model(initial_scale=8.0, min_scale=2.0)
+    with pytest.raises(StuckError) as caught:
+        fit(model, data(), [StuckDetector()])
+    message = str(caught.value)
+    assert "at step 3 the last 3 steps were skipped with the loss scale at its lowest" in message
+    assert "Loss scale: 2." in message
+    assert "Last loss: 0." in message
+    assert "To blame: " in message
+    assert "/culprit/bias, " in message
+    assert "The weights are those from before the skipped steps." in message
+
+
+def test_patience_holds_for_a_scale_that_never_moves():
+    model = overflowing_model(loss_scale=8.0)
+    with pytest.raises(StuckError, match="at step 20 the last 20 steps"):
+        fit(model, data(), [StuckDetector(patience=20)])
+
+
+def test_clean_step_in_between_starts_the_count_again():
+    x, y = data(slice(0, 250))
+    x[90 * 8 : 91 * 8], x[180 * 8 : 181 * 8] = 0.5, 0.5
+    model = compiled_model("sgd")
+    fit(model, (x, y), [StuckDetector()])
+    assert model.optimizer.snapshot().overflow_count == 248
+
+
+def test_ignored_streak_is_saved_all_the_same(tmp_path):
+    fit(compiled_model(), data(slice(0, 250)), [StuckDetector(on_stuck="ignore", checkpoint=tmp_path / "a.keras")])
+    assert keras.models.load_model(tmp_path / "a.keras").optimizer.snapshot().overflow_count == 100
+
+
+@pytest.mark.parametrize("on_stuck", ["warn", "ignore"])
+def test_training_goes_on_where_it_may_and_learns_afterwards(on_stuck, recwarn):
+    x, y = data(slice(0, 200))
+    model = compiled_model("adam", metrics=["accuracy"])
+    for _ in range(10):
+        history = fit(model, (x, y), [StuckDetector(on_stuck=on_stuck)])
+    told = [str(warning.message) for warning in recwarn if "Training is stuck" in str(warning.message)]
+    assert len(told) == (10 if on_stuck == "warn" else 0)
+    assert history["accuracy"][0] > 0.9
+
+
+@pytest.mark.parametrize("name", ["stuck.keras", "folder/stuck.weights.h5"])
+def test_checkpoint_has_the_weights_from_before_the_streak(tmp_path, name):
+    path = tmp_path / name
+    model = compiled_model("adam")
+    fit(model, data(batches=10))
+    with pytest.raises(StuckError, match=f"saved to '{path}'"):
+        fit(model, data(slice(0, 250)), defaults(checkpoint=path))
+    saved = keras.models.load_model(path) if name.endswith(".keras") else compiled_model("adam")
+    if name.endswith(".h5"):
+        saved.optimizer.build(saved.trainable_variables)
+        saved.load_weights(path)
+    for mine, its in zip(values(saved.weights), values(model.weights), strict=True):
+        np.testing.assert_array_equal(mine, its)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_detector_serves_a_second_fit_and_a_second_model():
+    detector = StuckDetector(patience=5)
+    for model in (compiled_model(), compiled_model()):
+        for _ in range(2):
+            with pytest.raises(StuckError):
+                fit(model, data(slice(0, 250)), [detector])
+
+
+class Unserializable(keras.Model):
+    def __init__(self, something):
+        super().__init__()
+        self.net = small_model()
+
+    def call(self, x):
+        return self.net(x)
+
+
+def test_checkpoint_of_a_model_that_keras_cannot_save_does_not_hide_the_reason(tmp_path):
+    model = Unserializable(object())
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    with pytest.raises(StuckError, match="saving them to '.*' failed: .*non-serializable"):
+        fit(model, data(slice(0, 250)), [StuckDetector(checkpoint=tmp_path / "stuck.keras")])
+    assert list(tmp_path.iterdir()) == []
+
+
+def reading(**fields):
+    defaults = {"step": 9, "loss_scale": 8.0, "clean_steps": 0, "overflow_count": 9, "overflows_in_a_row": 9}
+    return kmp.records.Snapshot(
+        **defaults | {"nonfinite_loss_count": 0, "overflow_origin": "a/kernel", "last_loss": 0.5} | fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_fixed", "expected"),
+    [
+        (
+            {"overflows_at_min_scale": 3},
+            False,
+            ["with the loss scale at its lowest.", "pass a lower min_scale"],
+        ),
+        ({"overflows_at_min_scale": 2}, False, ["9 steps were skipped. ", "lower initial_scale, or more patience"]),
+        ({}, True, ["a lower loss_scale, or loss_scale='dynamic'"]),
+        ({"overflows_in_a_row": 0, "overflows_at_min_scale": 3}, False, ["a step since the last reading was skipped"]),
+        ({"overflows_in_a_row": 1}, False, ["the last step was skipped. Last loss: 0.5. Loss scale: 8."]),
+        (
+            {"last_loss": None},
+            False,
+            ["skipped. Loss scale: 8.", "the loss went through no scale_loss, and"],
+        ),
+        ({"nonfinite_losses_in_a_row": 4, "last_loss": np.nan}, False, ["in 4 of these steps", "Last loss: nan."]),
+    ],
+)
+def test_message_says_what_the_readings_show(fields, is_fixed, expected):
+    message = stuck_message.describe(reading(**fields), reading(overflows_at_min_scale=2), is_fixed, "Weights.")
+    assert [part for part in expected if part not in message] == []
+    assert ("a/kernel" in message) == ("nonfinite_losses_in_a_row" not in fields)
+
+
+def test_checkpoint_that_cannot_be_written_does_not_hide_the_reason(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StuckError, match="saving them to '.*' failed: .*"):
+        fit(compiled_model(), data(slice(0, 250)), [StuckDetector(checkpoint=tmp_path / "file" / "stuck.keras")])
+
+
+def test_mixture_of_causes_is_told_as_one():
+    x, y = data(slice(0, 5))
+    model = overflowing_model()
+    with pytest.raises(StuckError, match="before it was scaled in 5 of these steps"):
+        fit(model, (x, y), [StuckDetector(patience=8)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "match"),
+    [
+        ({"patience": 0}, ValueError, "`patience` must be.*patience=0"),
+        ({"patience": 2.5}, TypeError, "`patience` must be"),
+        ({"on_stuck": "stop"}, ValueError, "`on_stuck` must be one of 'raise', 'warn', 'ignore'.*'stop'"),
+        ({"checkpoint": "model.h5"}, ValueError, r"`checkpoint` must be a path that ends in .keras or .weights.h5"),
+        ({"checkpoint": 3}, TypeError, "`checkpoint` must be"),
+        ({"optimizer": "adam"}, TypeError, "`optimizer` must be a kmp.LossScaleOptimizer"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, kind, match):
+    with pytest.raises(kind, match=match):
+        StuckDetector(**arguments)
+
+
+def test_readings_are_few_while_all_is_well(monkeypatch):
+    model, readings, looks, detector = compiled_model("sgd"), [], [], StuckDetector()
+    snapshot, look = model.optimizer.snapshot, detector._look
+    monkeypatch.setattr(model.optimizer, "snapshot", lambda: readings.append(1) or snapshot())
+    monkeypatch.setattr(detector, "_look", lambda: looks.append(1) or look())
+    fit(model, data(), [detector])
+    assert len(readings) == 2  # both before the first step
+    # One at the end, and one for each stretch that the scale would need to fall to its lowest.
+    assert len(looks) <= 1 + 1 + 250 // 28
+
+
+def test_float32_model_is_told_that_it_needs_none_of_it():
+    kmp.disable()
+    keras.config.set_dtype_policy("float32")
+    model = small_model()
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    with pytest.raises(ValueError, match="StuckDetector reads kmp.LossScaleOptimizer"):
+        fit(model, data(), [StuckDetector()])

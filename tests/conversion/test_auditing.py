@@ -1,0 +1,130 @@
+import io
+import json
+
+import keras
+import models
+import numpy as np
+import pytest
+from keras import layers
+from rich.console import Console
+
+import kmp
+from kmp.conversion.model_parts import parts_of
+from kmp.conversion.precision_rules import FOLLOWS_INPUTS
+
+
+def rows_of(model, *arguments, **options):
+    return {row.path: row for row in kmp.audit(model, *arguments, **options).rows}
+
+
+@pytest.mark.parametrize("make", models.ALL, ids=lambda make: make.__name__)
+def test_every_layer_and_operation_has_a_row_with_what_convert_makes_of_it(make):
+    model, _ = make()
+    audit, converted = kmp.audit(model), kmp.convert(model)
+    assert [row.path for row in audit.rows] == [part.path for part in parts_of(model)]
+    for row, part in zip(audit.rows, parts_of(converted), strict=True):
+        if part.is_layer and row.planned_dtype != FOLLOWS_INPUTS and not isinstance(part.operation, layers.InputLayer):
+            assert part.operation.compute_dtype == row.planned_dtype, row.path
+    assert json.loads(json.dumps(audit.to_dict()))["plan"] == audit.plan.to_dict()
+
+
+def test_row_says_dtypes_kind_reason_and_source():
+    model, _ = models.operations()
+    rows = rows_of(model)
+    exp = next(row for path, row in rows.items() if path.startswith("exp"))
+    assert (exp.compute_dtype, exp.variable_dtype, exp.output_dtype) == ("float32", None, "float32")
+    assert (exp.category, exp.planned_dtype) == ("float32", "float32")
+    assert exp.reason == "exponentials leave float16's range: exp(12) is beyond 65504"
+    assert exp.source == "torch.amp's op reference, TensorFlow's auto_mixed_precision_lists.h"
+    first = rows["first"]
+    assert (first.variable_dtype, first.category, first.planned_dtype) == ("float32", "float16", "float16")
+    assert first.tensor_cores == ("channels 3 -> 8",)
+    assert rows["logits"].reason == "the model's output: float16 rounds it to 11 bits"
+
+
+def test_mixed_model_shows_the_dtypes_it_has():
+    rows = rows_of(kmp.convert(models.operations()[0]))
+    assert (rows["first"].compute_dtype, rows["first"].variable_dtype, rows["first"].output_dtype) == (
+        *("float16", "float32"),
+        "float16",
+    )
+
+
+def test_batch_shows_where_values_leave_the_range_and_where_they_drift():
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(4, kernel_initializer=keras.initializers.Constant(1e-9), name="tiny"),
+            layers.Dense(4, kernel_initializer=keras.initializers.Constant(1e12), name="huge"),
+            layers.Dense(4, kernel_initializer="identity", name="after"),
+            layers.Dense(2, name="end"),
+        ]
+    )
+    rows = rows_of(model, np.ones((2, 4), np.float32))
+    assert rows["tiny"].below == 1.0
+    assert rows["tiny"].drift == 1.0
+    assert rows["tiny"].amax == pytest.approx(4e-9)
+    assert (rows["huge"].beyond, rows["huge"].overflows) == (0.0, True)  # 1e12 itself is inf in float16
+    assert rows["huge"].drift is None
+
+
+def test_batch_shows_a_mixed_model_against_itself_in_float32():
+    model, batch = models.u_net()
+    rows = rows_of(kmp.convert(model), batch)
+    drifts = [row.drift for row in rows.values() if row.drift is not None]
+    assert 0 < max(drifts) < 0.01
+
+
+def test_batch_compares_a_float32_model_with_the_candidate_whatever_policy_is_in_force():
+    with kmp.enable():
+        inputs = keras.Input((4,))  # its layer has the policy in force
+        hidden = layers.Dense(4, dtype="float32", name="hidden")(inputs)
+        model = keras.Model(inputs, layers.Dense(2, dtype="float32")(hidden))
+    rows = rows_of(model, np.random.default_rng(0).normal(size=(8, 4)).astype("float32"))
+    assert (rows["hidden"].compute_dtype, rows["hidden"].planned_dtype) == ("float32", "float16")
+    assert rows["hidden"].drift > 0.0
+
+
+def test_a_quantized_model_is_shown_as_convert_leaves_it():
+    model = keras.Sequential([keras.Input((16,)), layers.Dense(8), layers.Dense(2)])
+    for layer in model.layers:
+        layer.quantize("int8")
+    assert kmp.convert(model) is model
+    dense = [row for row in kmp.audit(model).rows if row.class_name == "Dense"]
+    assert [row.planned_dtype for row in dense] == [row.compute_dtype for row in dense]
+
+
+def test_dimensions_to_pad_are_those_of_layers_that_are_in_16_bits_now():
+    with kmp.enable():
+        dense = layers.Dense(10, name="narrow"), layers.Dense(10, dtype="float32", name="wide"), layers.Dense(10)
+        model = keras.Sequential([keras.Input((16,)), *dense, kmp.layers.Softmax()])
+    rows = rows_of(model)
+    assert rows["narrow"].tensor_cores == ("units 10 -> 16",)
+    assert rows["wide"].tensor_cores == ()
+    assert rows[dense[2].name].tensor_cores == ("inputs 10 -> 16", "units 10 -> 16")
+
+
+def test_batch_leaves_the_model_as_it_is():
+    model, batch = models.classifier()
+    before = [np.array(variable) for variable in model.variables]
+    kmp.audit(model, batch)
+    for variable, was in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable, was)
+    assert any(variable.path.endswith("seed_generator_state") for variable in model.variables)
+    assert all("call" not in vars(layer) for layer in model.layers)
+
+
+def test_table_shows_in_a_terminal_as_text_and_in_a_notebook():
+    model, batch = models.classifier()
+    audit = kmp.audit(model, batch)
+    console = Console(record=True, width=100, file=io.StringIO())
+    console.print(audit)
+    for text in (str(audit), console.export_text(), audit._repr_html_()):
+        assert "probabilities" in text
+        assert "Micikevicius et al. 2018" in text
+    assert "1 of 4 are float32 then" in str(audit)
+
+
+def test_endangered_are_those_of_the_float32_kind():
+    model, _ = models.classifier()
+    assert [row.path for row in kmp.audit(model).endangered] == ["probabilities"]

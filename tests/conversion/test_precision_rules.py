@@ -1,0 +1,171 @@
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import kmp
+from kmp.conversion.model_parts import Part, parts_of
+from kmp.conversion.precision_rules import FOLLOWS_INPUTS, NEEDS_FLOAT32, RUNS_IN_FLOAT16, rule_for
+
+
+def judged(layer):
+    return rule_for(Part("", layer, layer))
+
+
+def judged_operation(function):
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, function(inputs))
+    return rule_for(parts_of(model)[-1])
+
+
+NANMEAN = pytest.mark.skipif(not hasattr(ops, "nanmean"), reason="of a later Keras")
+
+
+class AddsLoss(layers.Layer):
+    def call(self, x):
+        self.add_loss(ops.mean(x))
+        return x
+
+
+class Holds(AddsLoss):
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.Dense(2)
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind"),
+    [
+        (layers.Softmax(), NEEDS_FLOAT32),
+        (layers.Dense(2, activation="softmax"), NEEDS_FLOAT32),
+        (layers.Activation("exponential"), NEEDS_FLOAT32),
+        (layers.Activation("log_softmax"), NEEDS_FLOAT32),
+        (layers.UnitNormalization(), NEEDS_FLOAT32),
+        (layers.ActivityRegularization(l2=0.1), NEEDS_FLOAT32),
+        (layers.Dense(2, activity_regularizer="l2"), NEEDS_FLOAT32),
+        (AddsLoss(), NEEDS_FLOAT32),
+        (Holds(), FOLLOWS_INPUTS),
+        (layers.SpectralNormalization(layers.Dense(2)), NEEDS_FLOAT32),
+        (layers.Normalization(), NEEDS_FLOAT32),
+        (layers.Rescaling(1 / 255), NEEDS_FLOAT32),
+        (layers.RandomFlip(), NEEDS_FLOAT32),
+        (layers.Lambda(lambda x: x), NEEDS_FLOAT32),
+        (kmp.layers.Softmax(), NEEDS_FLOAT32),
+        (kmp.layers.Float32(layers.Dense(2)), NEEDS_FLOAT32),
+        (layers.Dense(2), RUNS_IN_FLOAT16),
+        (layers.Dense(2, activation="relu"), RUNS_IN_FLOAT16),
+        (layers.Conv2D(2, 3), RUNS_IN_FLOAT16),
+        (layers.LSTM(2), RUNS_IN_FLOAT16),
+        (layers.MultiHeadAttention(2, 2), RUNS_IN_FLOAT16),
+        (layers.BatchNormalization(), RUNS_IN_FLOAT16),
+        (kmp.layers.BatchNormalization(), RUNS_IN_FLOAT16),
+        (layers.LayerNormalization(), RUNS_IN_FLOAT16),
+        (layers.GroupNormalization(), RUNS_IN_FLOAT16),
+        (layers.ReLU(), FOLLOWS_INPUTS),
+        (layers.Add(), FOLLOWS_INPUTS),
+        (layers.Dropout(0.1), FOLLOWS_INPUTS),
+        (layers.MaxPooling2D(), FOLLOWS_INPUTS),
+        (layers.GlobalAveragePooling2D(), FOLLOWS_INPUTS),
+        (layers.GlobalAveragePooling1D(), NEEDS_FLOAT32),
+        (layers.Dense(2, activation=layers.Softmax()), NEEDS_FLOAT32),
+        (layers.LSTM(2, recurrent_activation="softmax"), NEEDS_FLOAT32),
+        (layers.Dot(axes=1), RUNS_IN_FLOAT16),
+        (layers.StringLookup(), FOLLOWS_INPUTS),
+    ],
+    ids=lambda value: value.name if isinstance(value, keras.Layer) else value,
+)
+def test_layers_are_of_the_kind_that_their_source_says(layer, kind):
+    assert judged(layer).category == kind
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (ops.exp, NEEDS_FLOAT32),
+        (ops.log, NEEDS_FLOAT32),
+        (lambda x: ops.power(x, 3), NEEDS_FLOAT32),
+        (ops.square, NEEDS_FLOAT32),
+        (lambda x: ops.sum(x, axis=-1), NEEDS_FLOAT32),
+        (lambda x: ops.std(x, axis=-1), NEEDS_FLOAT32),
+        (lambda x: ops.norm(x, axis=-1), NEEDS_FLOAT32),
+        (ops.softmax, NEEDS_FLOAT32),
+        (ops.reciprocal, NEEDS_FLOAT32),
+        (lambda x: x * 1e5, NEEDS_FLOAT32),
+        (lambda x: x * 100000, NEEDS_FLOAT32),
+        (lambda x: ops.clip(x, -1e9, 1e9), NEEDS_FLOAT32),
+        (lambda x: 1.0 / x, NEEDS_FLOAT32),
+        (lambda x: x * x, NEEDS_FLOAT32),
+        (lambda x: x / 2.0, FOLLOWS_INPUTS),
+        (ops.squareplus, NEEDS_FLOAT32),
+        (ops.softplus, FOLLOWS_INPUTS),
+        (lambda x: x + (-1e9), NEEDS_FLOAT32),
+        (lambda x: x + 1e-8, NEEDS_FLOAT32),
+        (lambda x: x * np.array([1.0, 2.0, 7e4, 1.0], "float32"), NEEDS_FLOAT32),
+        (lambda x: ops.matmul(x, ops.transpose(x)), RUNS_IN_FLOAT16),
+        pytest.param(lambda x: ops.nanmean(x, axis=-1), NEEDS_FLOAT32, marks=NANMEAN),
+        (lambda x: ops.mean(x, axis=-1), FOLLOWS_INPUTS),
+        (ops.relu, FOLLOWS_INPUTS),
+        (lambda x: x + 1.0, FOLLOWS_INPUTS),
+        (lambda x: x * 1e4, FOLLOWS_INPUTS),
+        (lambda x: x + 1e-6, FOLLOWS_INPUTS),
+        (lambda x: ops.where(x > 0, x, -np.inf), FOLLOWS_INPUTS),
+    ],
+)
+def test_operations_are_of_the_kind_that_their_source_says(function, kind):
+    assert judged_operation(function).category == kind
+
+
+def test_constant_beyond_the_range_is_named():
+    assert judged_operation(lambda x: x * 1e5).reason == "the constant 100000 is beyond 65504, and inf in float16"
+    assert judged_operation(lambda x: x + 1e-8).reason == "the constant 1e-08 is below 6e-8, and 0 in float16"
+
+
+def test_epsilon_of_a_layer_of_ones_own_is_looked_at():
+    class Mine(keras.layers.Layer):
+        epsilon = 1e-12
+
+    assert judged(Mine()).reason == "the constant 1e-12 is below 6e-8, and 0 in float16"
+
+
+def test_subclass_is_judged_as_what_it_is_made_from():
+    class Mine(keras.layers.Dense):
+        pass
+
+    assert judged(Mine(2)).category == RUNS_IN_FLOAT16
+
+
+@pytest.mark.parametrize("name", ["mean", "var", "std", pytest.param("nanmean", marks=NANMEAN)])
+def test_what_keras_does_with_float16_is_as_the_rules_say(name):
+    x = ops.convert_to_tensor(np.array([[300.0, -299.0] * 256 + [300.0] * 512]), "float16")
+    is_finite = bool(ops.all(ops.isfinite(getattr(ops, name)(x, axis=-1))))
+    assert is_finite == (name == "mean")
+
+
+@pytest.mark.parametrize(
+    "layer", [layers.BatchNormalization(), layers.LayerNormalization(), layers.GroupNormalization(1)]
+)
+def test_norms_that_may_be_float16_stand_values_whose_squares_overflow(layer):
+    layer = type(layer).from_config(layer.get_config() | {"dtype": "mixed_float16"})
+    x = ops.convert_to_tensor(np.random.default_rng(0).normal(size=(64, 64)) * 1e4, "float16")
+    outputs = np.asarray(layer(x, training=True), np.float64)
+    assert np.isfinite(outputs).all()
+    assert 0.9 < outputs.std() < 1.1
+
+
+def test_unit_normalization_does_not_stand_them():
+    x = ops.convert_to_tensor(np.full((1, 64), 1e3), "float16")
+    outputs = np.asarray(layers.UnitNormalization(dtype="mixed_float16")(x), np.float64)
+    assert not np.isclose(np.linalg.norm(outputs), 1.0, atol=0.1)
+
+
+def test_constants_that_a_mask_chooses_from_are_judged_as_floats():
+    mask = keras.Input((4,), dtype="bool")
+    model = keras.Model(mask, ops.where(mask, 0.0, -1e9))
+    (found,) = (rule_for(part) for part in parts_of(model) if not part.is_layer)
+    assert (found.category, "-1e+09" in found.reason) == (NEEDS_FLOAT32, True)
+
+
+def test_integers_are_in_no_danger_of_float16s_range():
+    ids = keras.Input((4,), dtype="int32")
+    model = keras.Model(ids, ops.one_hot(ids % 1_000_003, 70_000))
+    assert {rule_for(part).category for part in parts_of(model) if not part.is_layer} == {FOLLOWS_INPUTS}

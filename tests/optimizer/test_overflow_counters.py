@@ -1,0 +1,95 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import OverflowsBackward
+
+import kmp
+
+
+class Backwards(keras.Model):
+    """Makes its layers from the loss to the input; the gradient overflows between the second and the third."""
+
+    def __init__(self):
+        super().__init__()
+        self.fourth, self.third, self.second, self.first = (keras.layers.Dense(4, name=name) for name in "dcba")
+        self.overflow, self.other = OverflowsBackward(), keras.layers.Dense(1, name="e", dtype="float32")
+
+    def call(self, inputs):
+        return self.other(self.fourth(self.third(self.overflow(self.second(self.first(inputs))))))
+
+
+def trained(x, **arguments):
+    with kmp.enable(initial_scale=1.0):
+        model = Backwards()
+        model.compile("sgd", "mse", **arguments)
+        callbacks = kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore")
+        history = model.fit(x, np.zeros((len(x), 1)), batch_size=4, verbose=0, shuffle=False, callbacks=callbacks)
+    return model, callbacks[0].run, history.history
+
+
+@pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"steps_per_execution": 2}])
+def test_culprit_is_the_nearest_to_the_loss_in_the_order_of_the_calls(options):
+    x = np.ones((24, 4), "float32")
+    x[4:8] = x[16:20] = 200
+    model, run, history = trained(x, **options)
+    found = model.optimizer.snapshot()
+    assert found.overflow_count == 2
+    assert set(found.overflows_by_variable.values()) == {2}
+    assert {path.split("/")[-2] for path in found.overflows_by_variable} == {"a", "b"}
+    assert found.overflow_origin.split("/")[-2] == "b"
+    assert found.overflow_origins_by_variable == {found.overflow_origin: 2}
+    assert run.last("overflow_origins_by_variable") == found.overflow_origins_by_variable
+    assert run.last("overflow_origin") == found.overflow_origin
+    place = history["overflow_origin"][-1]
+    assert model.trainable_variables[place].path == found.overflow_origin
+
+
+def test_no_variable_is_to_blame_for_a_loss_that_is_not_finite():
+    x = np.ones((24, 4), "float32")
+    x[4:8], x[12:20] = 200, np.nan
+    model, run, history = trained(x)
+    found = model.optimizer.snapshot()
+    assert (found.overflow_count, found.nonfinite_loss_count, found.nonfinite_losses_in_a_row) == (3, 2, 0)
+    assert found.overflow_origin.split("/")[-2] == "b"
+    assert found.overflow_origins_by_variable == {found.overflow_origin: 1}
+    assert max(found.overflows_by_variable.values()) == 3
+    rows = [row for row in run.rows if "overflow_count" in row]
+    assert [row["nonfinite_losses_in_a_row"] for row in rows] == [0, 0, 1, 0]
+    assert ["overflow_origin" in row for row in rows] == [False, True, False, False]
+    assert model.trainable_variables[history["overflow_origin"][-1]].path == found.overflow_origin
+
+
+def test_place_of_the_culprit_is_minus_one_before_the_first_overflow():
+    assert trained(np.ones((8, 4), "float32"))[2]["overflow_origin"] == [-1]
+
+
+def test_counts_of_culprits_are_kept_in_a_file(tmp_path):
+    x = np.full((8, 4), 200, "float32")
+    model, _, _ = trained(x)
+    model.save_weights(tmp_path / "model.weights.h5")
+    before = model.optimizer.snapshot()
+    with kmp.enable():
+        again = Backwards()
+        again.compile("sgd", "mse")
+        again.fit(x[:4] * 0, np.zeros((4, 1)), verbose=0)
+    again.load_weights(tmp_path / "model.weights.h5")
+    found = again.optimizer.snapshot()
+    assert list(found.overflow_origins_by_variable.values()) == list(before.overflow_origins_by_variable.values())
+    assert sum(before.overflow_origins_by_variable.values()) == 2
+    assert found.highest_loss == before.highest_loss
+
+
+def test_highest_loss_is_the_largest_finite_one(run_step):
+    optimizer, variable = kmp.LossScaleOptimizer("sgd"), keras.Variable([1.0])
+    optimizer.build([variable])
+
+    def step(loss):
+        optimizer.scale_loss(loss)
+        optimizer.apply([tf.zeros([1])], [variable])
+
+    compiled = run_step(step)
+    for loss in (2.0, -50.0, np.inf, np.nan, 3.0):
+        compiled(tf.constant(loss))
+    assert optimizer.snapshot().highest_loss == 50.0
+    assert optimizer.snapshot().last_loss == 3.0

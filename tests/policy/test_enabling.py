@@ -1,0 +1,258 @@
+import logging
+
+import keras
+import numpy as np
+import pytest
+from conftest import compiled_model, small_data, small_model
+
+import kmp
+from kmp.backend import gpu_info
+from kmp.backend.monkeypatch import defining_class
+
+STOCK_COMPILE = keras.Model.compile
+
+
+def policy():
+    return keras.config.dtype_policy().name
+
+
+def test_enable_sets_the_policy_and_compile_wraps_with_the_settings():
+    kmp.enable(initial_scale=64.0, growth_interval=7, hysteresis=2)
+    assert policy() == "mixed_float16"
+    optimizer = compiled_model("adam").optimizer
+    assert type(optimizer) is kmp.LossScaleOptimizer
+    assert (optimizer.initial_scale, optimizer.rule.growth_interval, optimizer.rule.hysteresis) == (64.0, 7, 2)
+    assert isinstance(optimizer.inner_optimizer, keras.optimizers.Adam)
+
+
+def test_disable_restores_exactly_what_was_there():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    kmp.enable()
+    kmp.enable("float32")
+    assert keras.Model.compile is not STOCK_COMPILE
+    kmp.disable()
+    assert policy() == "mixed_bfloat16"
+    assert keras.Model.compile is STOCK_COMPILE
+    kmp.disable()
+    assert policy() == "mixed_bfloat16"
+
+
+def test_handle_is_a_context_manager_that_nests_and_ends_after_an_exception():
+    with kmp.enable("mixed_bfloat16") as outer:
+        inner = kmp.enable("mixed_float16", loss_scale=8.0)
+        assert "in force" in repr(inner)
+        assert "replaced" in repr(outer)
+        keras.config.set_dtype_policy("float32")  # as keras.backend.clear_session() does
+        assert "in force, but Keras' policy is 'float32' here" in repr(inner)
+        with pytest.raises(RuntimeError), inner:
+            raise RuntimeError
+        assert (policy(), "off" in repr(inner)) == ("mixed_bfloat16", True)
+        inner.disable()
+        assert policy() == "mixed_bfloat16"
+    assert policy() == "float32"
+    assert keras.Model.compile is STOCK_COMPILE
+
+
+def test_enabling_again_replaces_the_settings():
+    kmp.enable(initial_scale=64.0)
+    kmp.enable(growth_interval=5)
+    rule = kmp.wrap("sgd").rule
+    assert (rule.initial_scale, rule.growth_interval) == (2.0**15, 5)
+
+
+@pytest.mark.parametrize("name", ["mixed_bfloat16", "float32"])
+def test_policies_with_float32s_exponents_get_no_loss_scale(name):
+    kmp.enable(name)
+    assert not isinstance(compiled_model().optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+@pytest.mark.parametrize("name", ["mixed_float16", "float16"])
+def test_policies_that_compute_in_float16_get_a_loss_scale_and_train(name):
+    kmp.enable(name)
+    model = compiled_model()
+    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
+    model.fit(*small_data(), verbose=0)
+    assert model.layers[0].kernel.dtype == ("float16" if name == "float16" else "float32")
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+
+
+class AddsLoss(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(keras.ops.mean(x) * 3)
+        return x
+
+
+@pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16"])
+def test_losses_that_layers_add_in_16_bits_count_in_float32_and_stock_keras_fails_on_them(name):
+    def trained():
+        layers = [AddsLoss(), keras.layers.ActivityRegularization(l1=0.25)]
+        model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1, kernel_initializer="zeros")])
+        model.compile("sgd", "mse", jit_compile=False)
+        return model.fit(np.ones((8, 4)), np.zeros((8, 1)), verbose=0).history["loss"]
+
+    in_float32 = trained()
+    with kmp.enable(name):
+        assert trained() == in_float32
+    keras.config.set_dtype_policy(name)
+    with pytest.raises(TypeError, match="Cannot convert a list"):
+        trained()
+
+
+def test_a_keras_without_the_private_function_that_adds_losses_can_be_enabled(monkeypatch):
+    name = "_aggregate_additional_loss"
+    while hasattr(keras.Model, name):
+        monkeypatch.delattr(defining_class(keras.Model, name), name)
+    with kmp.enable():
+        assert keras.Model.compile is not STOCK_COMPILE
+        assert not hasattr(keras.Model, name)
+    assert keras.Model.compile is STOCK_COMPILE
+
+
+def test_model_with_one_float16_layer_deep_inside_is_wrapped():
+    kmp.enable("float32")
+    inside = keras.Sequential([keras.layers.TimeDistributed(keras.layers.Dense(2, dtype="mixed_float16"))])
+    model = keras.Sequential([keras.Input((3, 4)), inside])
+    model.compile("sgd", "mse")
+    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
+
+
+def test_compile_respects_auto_scale_loss_and_an_optimizer_that_scales_already(enabled):
+    assert type(compiled_model("sgd", auto_scale_loss=False).optimizer) is keras.optimizers.SGD
+    mine = kmp.LossScaleOptimizer("sgd", loss_scale=2.0)
+    assert compiled_model(mine).optimizer is mine
+    model = small_model()
+    model.compile(None, "mse")
+    assert model.optimizer is None
+
+
+def test_compile_takes_its_arguments_by_position(enabled):
+    model = small_model()
+    model.compile("sgd", "sparse_categorical_crossentropy", None, ["accuracy"])
+    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
+    assert model.loss == "sparse_categorical_crossentropy"
+
+
+def test_compile_takes_keras_own_loss_scaler_over_with_its_settings(enabled):
+    stock = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0, dynamic_growth_steps=3)
+    optimizer = compiled_model(stock).optimizer
+    assert type(optimizer) is kmp.LossScaleOptimizer
+    assert optimizer.inner_optimizer is stock.inner_optimizer
+    assert (optimizer.rule.initial_scale, optimizer.rule.growth_interval) == (8.0, 3)
+
+
+def test_compile_leaves_a_loss_scaler_of_keras_that_has_trained_and_says_so(enabled):
+    stock, model = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), small_model()
+    stock.build(model.trainable_variables)
+    model.compile(stock, "sparse_categorical_crossentropy")
+    assert model.optimizer is stock
+    with pytest.warns(UserWarning, match="Keras' own LossScaleOptimizer, which kmp leaves alone") as caught:
+        model.fit(*small_data(), verbose=0)
+    assert [warning.filename for warning in caught if warning.category is UserWarning] == [__file__]
+
+
+class PassesOn(keras.Sequential):
+    def compile(self, *arguments, **named):
+        super().compile(*arguments, **named)
+
+
+def test_compile_that_passes_its_arguments_on_is_no_gan(enabled):
+    model = PassesOn([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(loss="mse")
+    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
+
+
+def test_wrap_uses_the_settings_in_force_and_its_own():
+    kmp.enable(initial_scale=64.0)
+    made = kmp.wrap("adam", growth_interval=3)
+    assert (made.initial_scale, made.rule.growth_interval) == (64.0, 3)
+    assert kmp.wrap(made) is made
+    with pytest.raises(TypeError, match="scaled twice"):
+        kmp.wrap(made, growth_interval=4)
+    with pytest.raises(ValueError, match="`optimizer` must be the name of an optimizer.*nosuch"):
+        kmp.wrap("nosuch")
+
+
+def test_settings_given_to_wrap_win_over_those_in_force():
+    kmp.enable(growth_interval=500)
+    assert kmp.wrap("sgd", loss_scale=1024.0).rule == kmp.scaling.FixedScale(1024.0)
+    assert kmp.wrap("sgd", dynamic_growth_steps=7).rule.growth_interval == 7
+    assert kmp.wrap("sgd", loss_scale="dynamic").rule.growth_interval == 500
+    kmp.enable(loss_scale=64.0)
+    assert kmp.wrap("sgd").rule == kmp.scaling.FixedScale(64.0)
+    assert kmp.wrap("sgd", initial_scale=8.0).rule.initial_scale == 8.0
+
+
+@pytest.mark.parametrize("where", ["owner", "model"])
+def test_what_another_library_put_around_compile_meanwhile_stays(monkeypatch, where):
+    owner = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
+    place = owner if where == "owner" else keras.Model
+    monkeypatch.setattr(owner, "compile", owner.compile)
+    kmp.enable()
+    ours, calls = place.compile, []
+
+    def theirs(self, *args, **kwargs):
+        calls.append(self)
+        ours(self, *args, **kwargs)
+
+    monkeypatch.setattr(place, "compile", theirs, raising=False)
+    kmp.disable()
+    assert place.compile is theirs
+    keras.config.set_dtype_policy("mixed_float16")
+    model = small_model()
+    model.compile("sgd", "mse")
+    assert calls == [model]
+    assert type(model.optimizer) is keras.optimizers.LossScaleOptimizer
+
+
+def test_load_model_compiles_the_model_under_enable(enabled, tmp_path):
+    model = compiled_model("adam", metrics=["accuracy"])
+    model.fit(*small_data(), verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert loaded.compiled
+    assert type(loaded.optimizer) is kmp.LossScaleOptimizer
+    loaded.fit(*small_data(), verbose=0)
+
+
+def test_compiled_models_stay_as_they_are_after_disable():
+    with kmp.enable():
+        model = compiled_model()
+    x, y = small_data()
+    x[0] = np.nan
+    history = model.fit(x, y, batch_size=8, verbose=0).history
+    assert model.optimizer.snapshot().overflow_count == 1
+    assert np.isfinite(history["loss"][0])
+
+
+@pytest.mark.parametrize("value", ["half", "", None, 16, "mixed_float8"])
+def test_unknown_policy_is_an_error_before_anything_changed(value):
+    with pytest.raises((ValueError, TypeError), match="`policy` must be one of 'mixed_float16'"):
+        kmp.enable(value)
+    assert policy() == "float32"
+    assert keras.Model.compile is STOCK_COMPILE
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"initial_scale": -1}, {"growth_interval": 0}, {"loss_scale": float("nan")}, {"scale": 2}, {"hysteresis": "1"}],
+    ids=str,
+)
+def test_bad_setting_is_an_error_before_anything_changed(settings):
+    name = next(iter(settings))
+    with pytest.raises((ValueError, TypeError), match=name):
+        kmp.enable(**settings)
+    with pytest.raises((ValueError, TypeError), match=name):
+        kmp.wrap("sgd", **settings)
+    assert policy() == "float32"
+    assert keras.Model.compile is STOCK_COMPILE
+
+
+def test_enable_says_what_the_hardware_means_once(monkeypatch, caplog):
+    monkeypatch.setattr(gpu_info, "_said", set())
+    monkeypatch.setattr(gpu_info, "hardware", lambda: gpu_info.Hardware(()))
+    with caplog.at_level(logging.INFO, "kmp"):
+        kmp.enable()
+        kmp.enable()
+        kmp.enable("float32")
+    assert [record.name for record in caplog.records] == ["kmp"]
+    assert "no GPU" in caplog.text

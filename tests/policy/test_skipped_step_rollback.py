@@ -1,0 +1,254 @@
+import keras
+import numpy as np
+import pytest
+from conftest import compiled_model, small_data, small_model
+from keras import ops
+
+import kmp
+
+pytestmark = pytest.mark.usefixtures("enabled")
+
+
+def spoilt_data(*bad_batches, batches=20):
+    x, y = small_data(batches)
+    for batch in bad_batches:
+        x[batch * 8 + 3] = np.nan
+    return x, y
+
+
+def fit(model, data, **arguments):
+    return model.fit(*data, batch_size=8, shuffle=False, verbose=0, **arguments).history
+
+
+def test_epochs_metrics_are_those_of_the_batches_with_a_finite_loss(compile_mode):
+    x, y = spoilt_data(0, 5, 19)
+    keep = np.repeat([batch not in (0, 5, 19) for batch in range(20)], 8)
+    histories = []
+    for data in ((x, y), (x[keep], y[keep])):
+        keras.utils.set_random_seed(0)
+        metrics = ["accuracy", keras.metrics.SparseCategoricalCrossentropy(name="crossentropy")]
+        histories.append(fit(compiled_model("sgd", metrics=metrics, **compile_mode), data))
+    for key in ("loss", "accuracy", "crossentropy"):
+        np.testing.assert_allclose(histories[0][key], histories[1][key], rtol=1e-5)
+
+
+def test_losses_of_several_outputs_are_guarded_too():
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, [keras.layers.Dense(1, name="a")(inputs), keras.layers.Dense(1, name="b")(inputs)])
+    model.compile("sgd", ["mse", "mse"])
+    x, _ = spoilt_data(4)
+    y = np.ones((len(x), 1), "float32")
+    history = model.fit(x, [y, y], batch_size=8, epochs=2, verbose=0).history
+    assert all(np.isfinite(values).all() for values in history.values())
+    assert {"loss", "a_loss", "b_loss"} <= set(history)
+
+
+class ActivationStatistics(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.losses.append(logs["loss"])
+
+
+def test_the_batchs_own_logs_show_it_and_the_next_ones_do_not(compile_mode):
+    seen = ActivationStatistics()
+    fit(compiled_model(**compile_mode), spoilt_data(2, 17), callbacks=[seen])
+    per_call = compile_mode.get("steps_per_execution", 1)
+    calls = np.arange(len(seen.losses))
+    expected = {2 // per_call, 17 // per_call}
+    assert set(calls[np.isnan(seen.losses)]) == expected
+
+
+@pytest.mark.parametrize("kmp_first", [True, False])
+def test_terminate_on_nan_stops_the_run(compile_mode, kmp_first):
+    model, stop = compiled_model(**compile_mode), keras.callbacks.TerminateOnNaN()
+    callbacks = [*kmp.callbacks.defaults(), stop] if kmp_first else [stop, *kmp.callbacks.defaults()]
+    fit(model, spoilt_data(5), epochs=3, callbacks=callbacks)
+    assert model.optimizer.snapshot().step == (8 if "steps_per_execution" in compile_mode else 6)
+
+
+def test_overflow_of_the_backward_pass_alone_does_not_stop_the_run(compile_mode):
+    model = compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28), **compile_mode)
+    history = fit(model, spoilt_data(), callbacks=[keras.callbacks.TerminateOnNaN()])
+    assert (model.optimizer.snapshot().step, model.optimizer.snapshot().overflow_count > 0) == (20, True)
+    assert np.isfinite(history["loss"][0])
+
+
+def test_evaluation_shows_a_nonfinite_loss_as_it_is():
+    model = compiled_model()
+    history = fit(model, spoilt_data(), validation_data=spoilt_data(1))
+    assert np.isfinite(history["loss"][0])
+    assert np.isnan(history["val_loss"][0])
+
+
+def test_train_on_batch_tells_of_a_nonfinite_loss_once():
+    model = compiled_model()
+    x, y = spoilt_data(1)
+    losses = [float(model.train_on_batch(x[i : i + 8], y[i : i + 8])) for i in (0, 8, 16)]
+    assert np.isnan(losses).tolist() == [False, True, False]
+
+
+class Stepper(keras.Model):
+    """A model with a training step of its own, which scales by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = small_model()
+
+    def call(self, x):
+        return self.net(x)
+
+    def train_step(self, data):
+        import tensorflow as tf
+
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x))
+            scaled = self.optimizer.scale_loss(loss)
+        self.optimizer.apply(tape.gradient(scaled, self.trainable_weights), self.trainable_weights)
+        self._loss_tracker.update_state(loss)
+        return {"loss": self._loss_tracker.result()}
+
+
+def test_training_steps_of_a_models_own_are_guarded():
+    model = Stepper()
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    history = fit(model, spoilt_data(3))
+    assert np.isfinite(history["loss"][0])
+    assert model.optimizer.snapshot().nonfinite_loss_count == 1
+
+
+def test_model_compiled_anew_without_kmp_behaves_as_in_keras():
+    model = compiled_model()
+    kmp.disable()
+    model.compile("sgd", "sparse_categorical_crossentropy", auto_scale_loss=False)
+    assert np.isnan(fit(model, spoilt_data(3))["loss"][0])
+
+
+def test_callbacks_guard_a_model_compiled_without_enable():
+    kmp.disable()
+    keras.config.set_dtype_policy("mixed_float16")
+    model = small_model()
+    model.compile(kmp.LossScaleOptimizer("sgd"), "sparse_categorical_crossentropy")
+    history = fit(model, spoilt_data(3), callbacks=kmp.callbacks.defaults())
+    assert np.isfinite(history["loss"][0])
+    assert history["nonfinite_loss_count"] == [1]
+
+
+def test_model_compiled_before_enable_with_kmps_optimizer_is_guarded_when_it_trains():
+    kmp.disable()
+    keras.config.set_dtype_policy("mixed_float16")
+    model = small_model()
+    model.compile(kmp.LossScaleOptimizer("sgd"), "sparse_categorical_crossentropy", steps_per_execution=4)
+    assert np.isnan(fit(model, spoilt_data(3))["loss"][0])
+    kmp.enable()
+    assert np.isfinite(fit(model, spoilt_data(3))["loss"][0])
+
+
+def test_guarded_model_saves_loads_and_clones(tmp_path):
+    model = compiled_model()
+    fit(model, spoilt_data(3))
+    model.save(tmp_path / "model.keras")
+    x, _ = small_data()
+    for other in (keras.models.load_model(tmp_path / "model.keras"), keras.models.clone_model(model)):
+        other.set_weights(model.get_weights())
+        np.testing.assert_array_equal(other(x), model(x))
+    assert ops.shape(model(x)) == (160, 2)
+
+
+def test_epoch_without_a_good_batch_has_no_mean(compile_mode):
+    model = compiled_model("sgd", metrics=["accuracy"], **compile_mode)
+    all_bad, good = spoilt_data(*range(20)), spoilt_data()
+    assert np.isnan(fit(model, all_bad)["loss"]).all()
+    assert np.isfinite(fit(model, good)["loss"]).all()
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+def test_epoch_without_a_good_batch_has_no_mean_where_its_length_is_not_known(compile_mode):
+    """The end of such data is a step that gets no batch, which made a mean of 0 of none."""
+    x, y = spoilt_data(*range(20))
+    batches = (part for part in zip(np.split(x, 20), np.split(y, 20), strict=True))
+    history = compiled_model("sgd", **compile_mode).fit(batches, shuffle=False, verbose=0).history
+    assert np.isnan(history["loss"]).all()
+
+
+def test_an_execution_tells_of_its_own_batches_alone():
+    model = compiled_model(steps_per_execution=8)
+    fit(model, spoilt_data(19))
+    stop = keras.callbacks.TerminateOnNaN()
+    assert len(fit(model, spoilt_data(batches=4), epochs=3, callbacks=[stop])["loss"]) == 3
+    x, y = spoilt_data(0)
+    assert np.isnan(float(model.train_on_batch(x[:8], y[:8])))
+    assert np.isfinite([float(model.train_on_batch(x[8:16], y[8:16])) for _ in range(3)]).all()
+
+
+@pytest.mark.parametrize("set_first", [True, False])
+def test_training_step_set_on_the_model_is_kept(set_first):
+    calls = []
+
+    def step(data):
+        calls.append(1)
+        return keras.Sequential.train_step(model, data)
+
+    model = small_model()
+    if set_first:
+        model.train_step = step
+    model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+    if not set_first:
+        model.train_step = step
+    history = fit(model, spoilt_data(2), callbacks=kmp.callbacks.defaults())
+    assert len(calls) == 20
+    assert np.isfinite(history["loss"][0])
+
+
+class Reports(keras.Sequential):
+    def train_step(self, data):
+        return super().train_step(data) | {"rate": self.optimizer.learning_rate}
+
+
+def test_keys_of_a_training_steps_own_do_not_bring_the_nan_back():
+    model = Reports(small_model().layers)
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    history = fit(model, spoilt_data(19), callbacks=kmp.callbacks.defaults())
+    assert np.isfinite(history["loss"][0])
+    assert "rate" in history
+
+
+class Accumulates(Stepper):
+    """Applies gradients in every other call."""
+
+    calls = 0
+
+    def train_step(self, data):
+        apply = self.optimizer.apply
+        self.calls += 1
+        if self.calls % 2:
+            self.optimizer.apply = lambda *arguments: None
+        try:
+            return super().train_step(data)
+        finally:
+            self.optimizer.apply = apply
+
+
+def test_batches_are_judged_one_by_one_where_gradients_are_accumulated_by_hand():
+    model = Accumulates()
+    model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+    assert np.isfinite(fit(model, spoilt_data(2, 7))["loss"][0])
+
+
+class OwnLosses(Stepper):
+    """Reports a loss that no metric of the model has seen."""
+
+    def train_step(self, data):
+        super().train_step(data)
+        self._loss_tracker.reset_state()
+        return {"loss": float("nan"), "other_loss": float("nan")}
+
+
+def test_nan_that_a_training_step_reports_by_itself_stays():
+    model = OwnLosses()
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    history = fit(model, spoilt_data(), callbacks=kmp.callbacks.defaults())
+    assert np.isnan(history["loss"][0])

@@ -1,0 +1,95 @@
+import json
+import math
+
+import numpy as np
+import pytest
+
+from kmp.records import BIN_COUNT, GradientSample
+from kmp.utils.names import unique
+
+NAMES = ("net/first/kernel", "net/first/bias", "net/last/kernel")
+
+
+def sample(**changed):
+    counts = np.zeros((3, BIN_COUNT), np.int64)
+    counts[:, 140:143] = [[1, 2, 3], [0, 4, 0], [5, 0, 6]]
+    counts[:, 0] = 7, 8, 9
+    arrays = {
+        "amax": np.array([2.0, 8.0, 4.0]),
+        "norm": np.array([3.0, 4.0, 12.0]),
+        "weight_norm": np.array([6.0, 8.0, 0.0]),
+        "update_norm": np.array([0.3, 0.4, 1.0]),
+        "updates": np.array([6, 4, 11]),
+        "lost_updates": np.array([1, 0, 2]),
+    }
+    return GradientSample(5, 4.0, NAMES, **({"counts": counts} | arrays | changed))
+
+
+def test_sample_gives_the_histogram_of_a_variable_and_of_all():
+    made = sample()
+    assert (made["net/first/bias"].total, made["net/first/bias"].zeros) == (12, 8)
+    assert (made.histogram.total, made.histogram.zeros) == (45, 24)
+    assert (made.histogram.step, made.histogram.loss_scale) == (5, 4.0)
+    assert list(made) == list(NAMES)
+    assert len(made) == 3
+    assert repr(made) == "<GradientSample step=5 loss_scale=4: 3 variables>"
+
+
+def test_sample_without_some_variables_holds_the_others():
+    assert list(sample().without(["net/first/bias", "elsewhere"])) == ["net/first/kernel", "net/last/kernel"]
+    assert sample().without(NAMES).histogram.total == 0
+
+
+def test_unknown_variable_is_an_error_that_lists_the_names():
+    with pytest.raises(KeyError, match="net/last/kernel"):
+        _ = sample()["nosuch"]
+
+
+def test_update_ratio_is_that_of_the_norms_and_unknown_for_a_zero_weight():
+    np.testing.assert_allclose(sample().update_ratio, [0.05, 0.05, math.nan])
+    assert sample().total_norm == 13.0
+
+
+def test_layer_merges_its_variables():
+    layers = sample().by_layer()
+    assert layers.names == ("net/first", "net/last")
+    assert layers["net/first"].total == 18 + 7
+    np.testing.assert_allclose(layers.amax, [8.0, 4.0])
+    np.testing.assert_allclose(layers.norm, [5.0, 12.0])
+    np.testing.assert_allclose(layers.weight_norm, [10.0, 0.0])
+    np.testing.assert_array_equal(layers.lost_updates, [1, 2])
+    assert layers.histogram == sample().histogram
+
+
+@pytest.mark.parametrize(
+    ("patterns", "names"),
+    [
+        ("*/kernel", ("net/first/kernel", "net/last/kernel")),
+        (["net/last/*", "net/first/bias"], ("net/first/bias", "net/last/kernel")),
+        ("net/first/kernel", ("net/first/kernel",)),
+    ],
+)
+def test_variables_are_selected_by_path_or_pattern(patterns, names):
+    assert sample().select(patterns).names == names
+
+
+def test_pattern_that_matches_none_is_an_error_that_lists_the_names():
+    with pytest.raises(ValueError, match=r"'dense\*'.*net/first/kernel, net/first/bias, net/last/kernel"):
+        sample().select(["*/kernel", "dense*"])
+
+
+def test_sample_survives_json_with_inf_and_nan():
+    counts = sample().counts
+    counts[1, -2], counts[2, -1] = 1, 1
+    made = sample(counts=counts, amax=np.array([2.0, math.inf, math.nan]), norm=np.array([3.0, math.inf, math.nan]))
+    data = json.loads(json.dumps(made.to_dict(), allow_nan=False))
+    back = GradientSample.from_dict(5, data["loss_scale"], data["variables"])
+    assert back.names == NAMES
+    np.testing.assert_array_equal(back.counts, counts)
+    np.testing.assert_array_equal(back.amax, made.amax)
+    np.testing.assert_array_equal(back.norm, [3.0, math.nan, math.nan])
+    np.testing.assert_array_equal(back.updates, made.updates)
+
+
+def test_second_variable_of_a_path_gets_a_number():
+    assert unique(["a", "b", "a", "a"]) == ["a", "b", "a#2", "a#3"]

@@ -1,0 +1,58 @@
+import math
+
+import numpy as np
+import pytest
+
+from kmp.scaling import DynamicScale, FixedScale
+from kmp.scaling.settings import make_rule
+
+
+@pytest.mark.parametrize("dynamic", ["dynamic", 0, 0.0])
+def test_loss_scale_dynamic_and_zero_mean_the_dynamic_rule(dynamic):
+    assert make_rule(loss_scale=dynamic, initial_scale=8.0) == DynamicScale(initial_scale=8.0)
+
+
+def test_keras_name_for_the_growth_interval_is_accepted():
+    assert make_rule(dynamic_growth_steps=7) == DynamicScale(growth_interval=7)
+    with pytest.raises(ValueError, match="same thing"):
+        make_rule(dynamic_growth_steps=7, growth_interval=8)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1, "static", None, [1], True, 2.0**128, 2.0**-127])
+def test_bad_loss_scale_is_an_error_that_names_it(value):
+    with pytest.raises((ValueError, TypeError), match="`loss_scale` must be"):
+        make_rule(loss_scale=value)
+
+
+@pytest.mark.parametrize(
+    ("settings_", "match"),
+    [
+        ({"growth_interval": 1.5}, "growth_interval=1.5"),
+        ({"growth_factor": 1.0}, "above 1"),
+        ({"backoff_factor": 1.0}, "between 0 and 1"),
+        ({"max_scale": 2.0**128}, "2\\^127"),
+        ({"initial_scale": 2.0**-20}, "between `min_scale` and `max_scale`"),
+        ({"min_scale": 2.0, "max_scale": 1.0}, "`min_scale` must be at most.*min_scale=2.0, max_scale=1.0"),
+        ({"growth_interval": 2**63}, "growth_interval=9223372036854775808"),
+        ({"initial_scale": 10**400}, "`initial_scale` must be"),
+        ({"growth_factor": 1 + 1e-9}, "`growth_factor` must be"),
+        ({"backoff_factor": 1 - 1e-9}, "`backoff_factor` must be"),
+        ({"dynamic_growth_steps": 0}, "`dynamic_growth_steps` must be"),
+        ({"loss_scale": np.array([1.0, 2.0])}, "`loss_scale` must be 'dynamic', 0, or"),
+        ({"loss_scale": np.bool_(False)}, "`loss_scale` must be"),
+        ({"loss_scale": 2.0, "growth_interval": 5}, "no other settings"),
+        ({"loss_scale": 2.0, "initial_scale": 4.0}, "no other settings"),
+    ],
+)
+def test_values_out_of_range_or_in_contradiction_are_errors(settings_, match):
+    with pytest.raises((ValueError, TypeError), match=match):
+        make_rule(**settings_)
+
+
+def test_unknown_setting_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(TypeError, match=r"'growth'.*growth_interval"):
+        make_rule(growth=2)
+
+
+def test_fixed_scale_may_lie_outside_the_dynamic_bounds():
+    assert make_rule(loss_scale=2.0**-20, initial_scale=2.0**-20) == FixedScale(2.0**-20)
