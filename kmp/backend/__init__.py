@@ -1,8 +1,7 @@
-"""What kmp needs of Keras and TensorFlow beyond their public names; each private name once, with its reason."""
+"""Everything kmp uses of Keras' and TensorFlow's private APIs, each once and with its reason."""
 
 from kmp.backend import distribution, keras_internals, tensorflow_internals, trainer_fixes, xla
 from kmp.backend.gpu_info import hardware, log_once
-from kmp.backend.inner_optimizers import inner_optimizer
 from kmp.backend.layer_traversal import (
     compute_dtypes,
     computes_in_16_bits,
@@ -13,6 +12,7 @@ from kmp.backend.layer_traversal import (
     sublayers,
 )
 from kmp.backend.monkeypatch import Replacement, defining_class, global_policy, instance_attribute, is_keras_class
+from kmp.backend.optimizer_resolution import resolve_optimizer
 from kmp.backend.serialization import register
 from kmp.backend.state_rollback import SavedState, saved_layer_state, state_restored
 
@@ -27,13 +27,13 @@ __all__ = [
     "float32_variables",
     "global_policy",
     "hardware",
-    "inner_optimizer",
     "instance_attribute",
     "is_keras_class",
     "is_passthrough",
     "keras_internals",
     "log_once",
     "register",
+    "resolve_optimizer",
     "rnn_states",
     "saved_layer_state",
     "state_restored",

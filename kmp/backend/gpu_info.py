@@ -1,4 +1,4 @@
-"""What the machine's GPUs mean for mixed precision."""
+"""The GPUs' support for mixed precision."""
 
 import logging
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ import tensorflow as tf
 
 logger = logging.getLogger("kmp")
 
-# Compute capabilities from which on NVIDIA GPUs have the feature. Source: CUDA C++ Programming Guide, "Compute
-# Capabilities": Tensor Cores for float16 since Volta (7.0), bfloat16 since Ampere (8.0).
+# The lowest compute capability with the feature. Source: CUDA C++ Programming Guide, "Compute Capabilities": Tensor
+# Cores for float16 since Volta (7.0), bfloat16 since Ampere (8.0).
 _TENSOR_CORES = (7, 0)
 _BFLOAT16 = (8, 0)
 
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU that TensorFlow sees.
+    """A GPU that TensorFlow detects.
 
     Args:
         name: The device's name, such as `"NVIDIA H200"`.
-        compute_capability: Major and minor number, or `None` where TensorFlow does not tell.
+        compute_capability: Major and minor version, or `None` if TensorFlow does not report it.
     """
 
     name: str
@@ -29,12 +29,12 @@ class Gpu:
 
     @property
     def tensor_cores(self) -> bool:
-        """Whether matrix products and convolutions in float16 run on Tensor Cores."""
+        """Whether float16 matrix products and convolutions run on Tensor Cores."""
         return self._at_least(_TENSOR_CORES)
 
     @property
     def bfloat16(self) -> bool:
-        """Whether bfloat16 runs in hardware."""
+        """Whether the GPU supports bfloat16 in hardware."""
         return self._at_least(_BFLOAT16)
 
     def _at_least(self, capability: tuple[int, int]) -> bool:
@@ -43,26 +43,26 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The GPUs that training would use.
+    """The GPUs of this machine.
 
     Args:
-        gpus: One entry for each; empty on a machine without one.
+        gpus: The GPUs that TensorFlow detects; empty if there are none.
     """
 
     gpus: tuple[Gpu, ...]
 
     @property
     def tensor_cores(self) -> bool:
-        """Whether there are GPUs and all have Tensor Cores."""
+        """Whether there is a GPU and every GPU has Tensor Cores."""
         return bool(self.gpus) and all(gpu.tensor_cores for gpu in self.gpus)
 
     @property
     def bfloat16(self) -> bool:
-        """Whether there are GPUs and all run bfloat16 in hardware."""
+        """Whether there is a GPU and every GPU supports bfloat16 in hardware."""
         return bool(self.gpus) and all(gpu.bfloat16 for gpu in self.gpus)
 
     def advice(self, policy: str) -> tuple[int, str] | None:
-        """Returns a `logging` level and a sentence for the user of `policy`, or `None` if there is nothing to say."""
+        """Returns a `logging` level and a message about `policy` on these GPUs, or `None` if there is no advice."""
         if policy == "float32":
             return None
         dtype = policy.removeprefix("mixed_")
@@ -78,7 +78,7 @@ class Hardware:
 
 
 def hardware() -> Hardware:
-    """Returns what TensorFlow tells of this machine's GPUs.
+    """Returns the GPUs of this machine, as TensorFlow reports them.
 
     Returns:
         A `Hardware` with `gpus`, `tensor_cores` and `bfloat16`.
@@ -91,10 +91,10 @@ def hardware() -> Hardware:
 
 
 def log_once(policy: str) -> None:
-    """Logs what the hardware means for `policy`; each sentence once in a process."""
+    """Logs advice about `policy` on this machine's GPUs, each message once per process."""
     advice = hardware().advice(policy)
-    if advice and advice[1] not in _said:
-        _said.add(advice[1])
+    if advice and advice[1] not in _logged:
+        _logged.add(advice[1])
         logger.log(*advice)
 
 
@@ -104,8 +104,8 @@ def _describe(device: tf.config.PhysicalDevice) -> Gpu:
 
 
 def _below(gpus: tuple[Gpu, ...], capability: tuple[int, int], feature: str) -> str:
-    named = ", ".join(f"{gpu.name} ({_text(gpu.compute_capability)})" for gpu in gpus)
-    return f"Compute capability below {_text(capability)}: no {feature}. GPUs: {named}."
+    gpu_names = ", ".join(f"{gpu.name} ({_text(gpu.compute_capability)})" for gpu in gpus)
+    return f"Compute capability below {_text(capability)}: no {feature}. GPUs: {gpu_names}."
 
 
 def _text(capability: tuple[int, int] | None) -> str:

@@ -1,4 +1,4 @@
-"""What kmp reads and sets of Keras' private attributes; each with what the public names lack."""
+"""Keras' private attributes that kmp reads or sets, each with the reason why the public API is not enough."""
 
 import re
 from collections.abc import Iterator
@@ -8,52 +8,53 @@ import keras
 
 
 def calls_of(operation: keras.Operation) -> list[Any]:
-    """Returns a node for each call of an operation in a graph: `arguments`, `input_tensors`, `output_tensors`.
+    """Returns one node per call of an operation in a graph, with `arguments`, `input_tensors` and `output_tensors`.
 
-    Keras shows the `input` and `output` of the first one.
+    The public `input` and `output` are those of the first call only.
     """
     return list(operation._inbound_nodes)
 
 
 def producer_of(tensor: keras.KerasTensor) -> keras.Operation:
-    """Returns the operation that a tensor of a graph comes from. A tensor has no public name for it."""
+    """Returns the operation that produces a tensor of a graph. No public attribute holds it."""
     return tensor._keras_history.operation
 
 
 def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Returns an optimizer's schedule, or the variable that holds its rate.
+    """Returns an optimizer's learning rate schedule, or the variable that holds its learning rate.
 
-    The public `learning_rate` is the number that a schedule comes to now.
+    The public `learning_rate` is the current value of the schedule.
     """
     return optimizer._learning_rate
 
 
 def variables_to_train(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Returns the variables that an optimizer was built on; the public `variables` are its own state."""
+    """Returns the variables that an optimizer was built with. The public `variables` are its state."""
     return list(optimizer._trainable_variables)
 
 
 def optimizer_state(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Returns all that an optimizer keeps, attribute by attribute.
+    """Returns all state variables of an optimizer, in the order of its attributes.
 
-    Its public `variables` are those that Keras tracks. A loss scaler builds its inner optimizer untracked, and what
-    that makes as plain attributes is in no list: Nadam's product of momenta, Adafactor's placeholders.
+    The public `variables` lists only the variables that Keras tracks. Keras builds an inner optimizer of a
+    `LossScaleOptimizer` without tracking, so variables in plain attributes are missing: Nadam's momentum product and
+    Adafactor's placeholders.
     """
-    is_list = re.compile("_variables|_trainable_variables|_self_.*").fullmatch  # Keras' lists, TensorFlow's
-    attributes = {name: value for name, value in vars(optimizer).items() if not is_list(name)}
-    trained = set(map(id, variables_to_train(optimizer)))
-    found = {id(variable): variable for variable in (*_variables_in(attributes), *optimizer.variables)}
-    return [variable for key, variable in found.items() if key not in trained]
+    is_tracking_list = re.compile("_variables|_trainable_variables|_self_.*").fullmatch  # of Keras and TensorFlow
+    attributes = {name: value for name, value in vars(optimizer).items() if not is_tracking_list(name)}
+    trained_ids = set(map(id, variables_to_train(optimizer)))
+    variables = {id(variable): variable for variable in (*_variables_in(attributes), *optimizer.variables)}
+    return [variable for key, variable in variables.items() if key not in trained_ids]
 
 
 def _variables_in(value: Any) -> Iterator[keras.Variable]:
     if isinstance(value, keras.Variable):
         yield value
-    elif isinstance(value, keras.optimizers.Optimizer):  # one of those that a MultiOptimizer holds
+    elif isinstance(value, keras.optimizers.Optimizer):  # such as those in a MultiOptimizer
         yield from optimizer_state(value)
     elif isinstance(value, list | tuple | dict):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _variables_in(inner)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _variables_in(item)
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
@@ -62,20 +63,26 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
 
 
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Sets the epoch that `fit` starts with; `None` for its argument. Keras' own `BackupAndRestore` does the same."""
+    """Sets the epoch that `fit` starts at, as Keras' `BackupAndRestore` does. `None` means `initial_epoch` of `fit`."""
     model._initial_epoch = epoch
 
 
 def lambda_output_shape(layer: keras.layers.Lambda) -> Any:
-    """Returns the output shape that a `Lambda` layer was given. No public attribute holds it."""
+    """Returns the `output_shape` argument of a `Lambda` layer. No public attribute holds it."""
     return layer._output_shape
 
 
 def declared_trainable(layer: keras.Layer) -> list[keras.Variable]:
-    """Returns what a layer itself declared as trained. The public list has the layers below, and is empty if frozen."""
+    """Returns the trainable variables that a layer itself created.
+
+    The public list also has those of sublayers, and is empty if the layer is frozen.
+    """
     return list(layer._trainable_variables)
 
 
 def declared_not_trainable(layer: keras.Layer) -> list[keras.Variable]:
-    """Returns what a layer itself declared as not trained. The public list has all weights of a frozen layer."""
+    """Returns the non-trainable variables that a layer itself created.
+
+    The public list also has those of sublayers, and all weights if the layer is frozen.
+    """
     return list(layer._non_trainable_variables)

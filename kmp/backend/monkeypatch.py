@@ -1,4 +1,4 @@
-"""Putting something of Keras' into another state for a while, and back."""
+"""Replacing attributes and settings of Keras temporarily, and restoring them."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,62 +8,62 @@ import keras
 
 
 class Replacement:
-    """A function in place of one that Keras has, on the class or module that defines it.
+    """Replaces a function of Keras on the class or module that defines it.
 
     Args:
         owner: The class or module.
-        name: The attribute's name.
-        make: Takes the original, returns what stands in its place.
+        name: The function's name.
+        make: Takes the original function and returns its replacement.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._owner, self._name = owner, name
         self._original = vars(owner)[name]
-        self._ours = make(self._original)
-        setattr(owner, name, self._ours)
+        self._replacement = make(self._original)
+        setattr(owner, name, self._replacement)
 
     def remove(self) -> None:
-        """Puts the original back, unless another library has put something around ours by now."""
-        if vars(self._owner)[self._name] is self._ours:
+        """Restores the original function, unless another library has replaced or wrapped the replacement since."""
+        if vars(self._owner)[self._name] is self._replacement:
             setattr(self._owner, self._name, self._original)
 
 
 @contextlib.contextmanager
-def instance_attribute(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives an object an attribute of its own while this is open, past what its class does on setting one.
+def instance_attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an instance attribute in the context, bypassing the class' `__setattr__`.
 
     Args:
-        thing: The object.
+        instance: The object.
         name: The attribute's name.
-        value: What it is meanwhile; `None` for what the class has.
+        value: The attribute's value in the context; `None` removes it, so that the class attribute is used.
     """
-    before = vars(thing).pop(name, None)
+    previous = vars(instance).pop(name, None)
     if value is not None:
-        vars(thing)[name] = value
+        vars(instance)[name] = value
     try:
         yield
     finally:
-        vars(thing).pop(name, None)
-        if before is not None:
-            vars(thing)[name] = before
+        vars(instance).pop(name, None)
+        if previous is not None:
+            vars(instance)[name] = previous
 
 
 @contextlib.contextmanager
 def global_policy(policy: str) -> Iterator[None]:
-    """Sets the global dtype policy while this is open."""
-    before = keras.config.dtype_policy()
+    """Sets Keras' global dtype policy in the context."""
+    previous = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)
     try:
         yield
     finally:
-        keras.config.set_dtype_policy(before)
+        keras.config.set_dtype_policy(previous)
 
 
-def is_keras_class(kind: type) -> bool:
-    """Whether a class is one of Keras' own."""
-    return kind.__module__.startswith("keras.")
+def is_keras_class(cls: type) -> bool:
+    """Whether a class is defined in Keras."""
+    return cls.__module__.startswith("keras.")
 
 
 def defining_class(cls: type, name: str) -> type:
-    """Returns the class in `cls`'s line that defines `name`: a replacement there looks to Keras like Keras' own."""
+    """Returns the class in the MRO of `cls` that defines `name`: Keras treats a replacement there as its own method."""
     return next(base for base in cls.__mro__ if name in vars(base))

@@ -1,4 +1,4 @@
-"""How kmp's classes are named in saved files."""
+"""Registration of kmp's classes with Keras, for saving and loading."""
 
 from typing import TypeVar
 
@@ -8,6 +8,6 @@ Class = TypeVar("Class", bound=type)
 
 
 def register(cls: Class) -> Class:
-    """Registers a class with Keras as `kmp>Name`, and as `import kmp>Name`, its name in older files."""
+    """Registers a class with Keras as `kmp>Name`, and as `import kmp>Name`, the name in older files."""
     keras.saving.get_custom_objects()[f"import kmp>{cls.__name__}"] = cls
     return keras.saving.register_keras_serializable(package="kmp")(cls)

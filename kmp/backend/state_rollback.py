@@ -1,4 +1,4 @@
-"""A model's layers and the state they hold: what it was before a step, to put back if the step does not count."""
+"""Saving a model's state before a step or pass, and restoring it."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -14,25 +14,25 @@ from kmp.backend.layer_traversal import rnn_states, sublayers
 
 @contextlib.contextmanager
 def state_restored(model: keras.Model) -> Iterator[None]:
-    """Puts everything back that a pass, run eagerly inside, may change: weights, statistics, states, seeds, metrics."""
+    """Restores a model's weights, statistics, RNN states, seeds and metrics on exit. For eager execution only."""
     states = [state for layer in sublayers(model) for state in rnn_states(layer)]
-    # A `metrics` of the model's own may list what only its `compile` makes; those of layers are among the variables.
+    # A custom `metrics` property may need attributes that only `compile` sets. Metrics of layers are in `variables`.
     metrics = [variable for metric in (model.metrics if model.compiled else ()) for variable in metric.variables]
     variables = {id(variable): variable for variable in (*model.variables, *states, *metrics)}.values()
-    before = [(variable, ops.copy(variable)) for variable in variables]
+    saved = [(variable, ops.copy(variable)) for variable in variables]
     try:
         yield
     finally:
-        for variable, value in before:
+        for variable, value in saved:
             variable.assign(value)
 
 
 class SavedState:
-    """What variables held when this was made; part of the compiled step, and of one replica.
+    """A copy of variables' values, made on construction. Works in graphs, and on each replica separately.
 
     Args:
-        list_variables: Returns the variables; asked again when they are put back, because a first step makes some.
-        initial: Returns the value that a variable made in between started from.
+        list_variables: Returns the variables. Called again by `restore`, because a first step may create variables.
+        initial: Returns the initial value of a variable that was created after the copy.
     """
 
     def __init__(
@@ -40,60 +40,62 @@ class SavedState:
     ) -> None:
         self._list_variables = list_variables
         self._initial = initial
-        self._before = {id(variable): ops.copy(variable) for variable in list_variables()}
+        self._saved = {id(variable): ops.copy(variable) for variable in list_variables()}
 
     @property
     def values(self) -> list[Any]:
-        """The tensors that were kept."""
-        return list(self._before.values())
+        """The saved tensors."""
+        return list(self._saved.values())
 
     def restore(self, where: Any) -> None:
-        """Gives the variables their old values if the scalar bool `where` is true."""
+        """Restores the saved values if the scalar bool `where` is true."""
         for variable in self._list_variables():
-            old = self._before.get(id(variable))
-            variable.assign(ops.where(where, self._initial(variable) if old is None else old, variable))
+            value = self._saved.get(id(variable))
+            variable.assign(ops.where(where, self._initial(variable) if value is None else value, variable))
 
 
 @contextlib.contextmanager
 def saved_layer_state(layers: Iterable[keras.Layer]) -> Iterator[tuple[SavedState, SavedState]]:
-    """Keeps the float variables that the forward pass of `layers`, which happens inside, may change.
+    """Saves the float variables of `layers` that the forward pass in the context may change.
 
     Yields:
-        What is not trained, such as moving statistics and the states of stateful RNNs; and what is, the kernels under
-        `SpectralNormalization`, which normalizes them in place.
+        Two saved states: of non-trainable variables, such as moving statistics and the states of stateful RNNs; and of
+        the kernels under `SpectralNormalization`, which the layer normalizes in place.
     """
     layers = tuple(layers)
-    made: dict[int, tf.Tensor] = {}
+    initial_values: dict[int, tf.Tensor] = {}
 
     def initial(variable: keras.Variable) -> Any:
-        if id(variable.value) in made:
-            return made[id(variable.value)]
-        with tf.init_scope():  # made outside the trace, which has not run yet
+        if id(variable.value) in initial_values:
+            return initial_values[id(variable.value)]
+        with tf.init_scope():  # created outside the graph, which has not run yet: the current value is the initial one
             return ops.copy(variable)
 
-    def note_initial(create: Callable[..., tf.Variable], **arguments: Any) -> tf.Variable:
+    def record_initial(create: Callable[..., tf.Variable], **arguments: Any) -> tf.Variable:
         variable = create(**arguments)
         if tf.executing_eagerly():
-            made[id(variable)] = tf.identity(variable)
-        else:  # it has no value before the trace runs
-            start = arguments["initial_value"]
-            made[id(variable)] = tf.cast(start() if callable(start) else start, variable.dtype)
+            initial_values[id(variable)] = tf.identity(variable)
+        else:  # the variable has no value until the graph runs
+            value = arguments["initial_value"]
+            initial_values[id(variable)] = tf.cast(value() if callable(value) else value, variable.dtype)
         return variable
 
-    kept = SavedState(lambda: _states(layers), initial), SavedState(lambda: _normalized_kernels(layers), initial)
-    with tf.variable_creator_scope(note_initial):
-        yield kept
+    saved = SavedState(lambda: _states(layers), initial), SavedState(lambda: _normalized_kernels(layers), initial)
+    with tf.variable_creator_scope(record_initial):
+        yield saved
 
 
 def _states(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
-    # Those declared as not trained: a layer's public lists change with `trainable`, and some layers learn while frozen.
-    inner = [layer for outer in layers for layer in sublayers(outer)]
-    held = [variable for layer in inner for variable in (*declared_not_trainable(layer), *rnn_states(layer))]
-    found = {id(variable): variable for variable in held}
-    return [variable for variable in found.values() if keras.backend.is_float_dtype(variable.dtype)]
+    # The public lists change with `trainable`, and some layers update their state even if they are frozen.
+    all_layers = [sublayer for layer in layers for sublayer in sublayers(layer)]
+    states = [variable for layer in all_layers for variable in (*declared_not_trainable(layer), *rnn_states(layer))]
+    unique = {id(variable): variable for variable in states}
+    return [variable for variable in unique.values() if keras.backend.is_float_dtype(variable.dtype)]
 
 
 def _normalized_kernels(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
-    inner = [layer for outer in layers for layer in sublayers(outer)]
-    found = [layer for layer in inner if isinstance(layer, keras.layers.SpectralNormalization) and layer.built]
-    return list({id(layer.kernel): layer.kernel for layer in found}.values())
+    all_layers = [sublayer for layer in layers for sublayer in sublayers(layer)]
+    normalizing = [
+        layer for layer in all_layers if isinstance(layer, keras.layers.SpectralNormalization) and layer.built
+    ]
+    return list({id(layer.kernel): layer.kernel for layer in normalizing}.values())

@@ -1,11 +1,11 @@
-"""Fixes of Keras' trainer.
+"""Fixes for bugs in Keras' trainer.
 
-Under `MultiWorkerMirroredStrategy`, `fit` fails in Keras 3.15.1 for any model, for two reasons: to build the model it
-reduces a whole batch, a tuple of values, over the workers as if it were one tensor; and it takes the mean of logs along
-an axis 0, which scalars do not have and vectors should keep. The fixed functions behave as Keras' own in every other
-case. They are applied only where TF_CONFIG is set, or a model is compiled to run on several workers.
+Under `MultiWorkerMirroredStrategy`, `fit` of Keras 3.15.1 fails for any model, for two reasons. To build the model, it
+reduces a batch, which is a tuple of tensors, over the workers as if it were one tensor. And it averages logs along axis
+0, which scalars do not have and vectors must keep. In all other cases the fixed functions behave like Keras'. They are
+applied only if TF_CONFIG is set, or a model is compiled to run on several workers.
 
-`fit` also fails on losses that layers add in 16 bits, because it adds them to a float32 loss.
+`fit` also fails if layers add 16-bit losses, because it adds them to a float32 loss.
 """
 
 import functools
@@ -24,14 +24,12 @@ from kmp.backend.monkeypatch import Replacement, defining_class
 
 logger = logging.getLogger("kmp")
 
-# Private to Keras, so another version may lack it: nothing public decides how added losses are summed.
+# Private to Keras, so other versions may lack it. No public API controls how added losses are summed.
 ADD_LOSSES = "_aggregate_additional_loss"
-
-_replacements: list[Replacement] = []
 
 
 def adding_losses_in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replacement of `ADD_LOSSES` that casts a loss of `add_loss` or of an activity regularizer to float32."""
+    """Returns a replacement of `ADD_LOSSES` that casts losses of `add_loss` and activity regularizers to float32."""
 
     @functools.wraps(original)
     def _aggregate_additional_loss(self: keras.Model, loss: Any) -> Any:
@@ -40,31 +38,32 @@ def adding_losses_in_float32(original: Callable[..., Any]) -> Callable[..., Any]
     return _aggregate_additional_loss
 
 
-def fix_if_needed(model: keras.Model | None = None) -> None:
-    """Makes `fit`, `evaluate` and `predict` work on several workers, where there are several.
+def needs_multi_worker_fixes(model: keras.Model | None = None) -> bool:
+    """Whether training runs on several workers.
 
     Args:
-        model: The model that will run, or `None` before there is one: then TF_CONFIG tells.
+        model: The model that will run, or `None` to check TF_CONFIG.
     """
-    is_needed = (
-        "TF_CONFIG" in os.environ if model is None else distribution.has_several_workers(model.distribute_strategy)
-    )
-    if _replacements or not is_needed:
-        return
-    try:  # neither has a public name; tests fail when they move
+    return "TF_CONFIG" in os.environ if model is None else distribution.has_several_workers(model.distribute_strategy)
+
+
+def apply_multi_worker_fixes() -> list[Replacement]:
+    """Fixes `fit`, `evaluate` and `predict` for several workers; logs a warning if Keras lacks what they replace.
+
+    Returns:
+        The replacements, to remove them; empty if they do not apply to this version of Keras.
+    """
+    replacements: list[Replacement] = []
+    try:  # both are private; tests fail if Keras moves them
         trainer = importlib.import_module("keras.src.backend.tensorflow.trainer")
         builder = defining_class(keras.Model, "_maybe_symbolic_build")
-        _replacements.append(Replacement(builder, "_maybe_symbolic_build", _building_from_local_batch))
-        _replacements.append(Replacement(trainer, "reduce_per_replica", _reducing_logs))
+        replacements.append(Replacement(builder, "_maybe_symbolic_build", _building_from_local_batch))
+        replacements.append(Replacement(trainer, "reduce_per_replica", _reducing_logs))
     except (ImportError, KeyError, StopIteration):
-        remove_fixes()
-        logger.warning("Keras %s is not the one whose `fit` kmp fixes on several workers.", keras.__version__)
-
-
-def remove_fixes() -> None:
-    """Restores Keras' own functions."""
-    while _replacements:
-        _replacements.pop().remove()
+        logger.warning("kmp's fixes of `fit` for several workers do not apply to Keras %s.", keras.__version__)
+        while replacements:
+            replacements.pop().remove()
+    return replacements
 
 
 def _building_from_local_batch(original: Callable[..., None]) -> Callable[..., None]:
@@ -72,7 +71,7 @@ def _building_from_local_batch(original: Callable[..., None]) -> Callable[..., N
     def _maybe_symbolic_build(self: keras.Model, iterator: Any = None, data_batch: Any = None) -> None:
         strategy = self.distribute_strategy
         if iterator is not None and distribution.has_several_workers(strategy):
-            # Given a batch in place of the iterator, Keras builds from the batch. Its shape and dtype are all it needs.
+            # Keras builds the model from a batch if it gets one. It uses only shapes and dtypes.
             data_batch, iterator = _first_local_batch(strategy, iterator), None
         original(self, iterator, data_batch)
 

@@ -1,4 +1,4 @@
-"""What XLA compiles."""
+"""Compilation with XLA."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -8,24 +8,24 @@ from tensorflow.python.ops import control_flow_util
 
 
 def is_tracing() -> bool:
-    """Tells whether what is being traced is for XLA; nothing public does."""
+    """Whether the current graph is traced for XLA. No public function returns it."""
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 class Compiler:
-    """Compiles functions with XLA where what calls them is not compiled itself."""
+    """Compiles functions with XLA if their caller is not compiled."""
 
     def __init__(self) -> None:
         self._eager: dict[Hashable, Callable[..., Any]] = {}
 
     def call(self, key: Hashable, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls `function(*args)`, compiled.
+        """Calls `function(*args)` compiled with XLA.
 
         Args:
-            key: What tells it from the others that are given to this object. Called eagerly, the one that had the same
-                key first is kept and called again; a graph gets what it is given.
-            function: Takes tensors, or lists of them.
-            *args: Its arguments.
+            key: Identifies the function. Eager calls reuse the first function with the same key; in a graph,
+                `function` is compiled in every call.
+            function: A function of tensors, or lists of tensors.
+            *args: The function's arguments.
         """
         if is_tracing():
             return function(*args)
@@ -35,5 +35,5 @@ class Compiler:
         return compiled(*args)
 
     def forget(self) -> None:
-        """Compiles anew what is called from now on."""
+        """Clears the compiled functions: the next eager calls compile again."""
         self._eager.clear()

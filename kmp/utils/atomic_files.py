@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and folders that can be written to."""
+"""Atomic file writes, and a check that a folder is writable."""
 
 import contextlib
 import errno
@@ -11,13 +11,14 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Yields the path to write to, which takes the place of `path` in the end; if writing fails, `path` is as before.
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yields a temporary path that replaces `path` on exit; if writing fails, `path` is unchanged.
 
-    Of a link, the file that it leads to. A file that takes another's place has its permissions. Written to in place are
-    what is no regular file, and an open one that is named as `/dev/stdout` names it.
+    A symbolic link is followed and its target is replaced. A replaced file keeps its permissions. A path that is not a
+    regular file, such as a pipe, and a path to an open file, such as `/dev/stdout`, are yielded themselves and written
+    in place.
     """
-    if (path.exists() and not path.is_file()) or _leads_to_an_open_file(path):
+    if (path.exists() and not path.is_file()) or _points_to_open_file(path):
         yield path
         return
     path = path.resolve()
@@ -31,9 +32,9 @@ def whole(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def _leads_to_an_open_file(path: Path) -> bool:
-    """Whether a path goes by a process' open files, where to replace the file is to leave the open one behind."""
-    for _ in range(_MOST_LINKS):
+def _points_to_open_file(path: Path) -> bool:
+    """Whether a path leads through a process' open files in `/proc`: replacing it would detach the open file."""
+    for _ in range(_MAX_SYMLINKS):
         path = path.parent.resolve() / path.name
         if path.is_relative_to("/proc"):
             return True
@@ -43,35 +44,35 @@ def _leads_to_an_open_file(path: Path) -> bool:
     return False
 
 
-_MOST_LINKS = 40  # as Linux follows
+_MAX_SYMLINKS = 40  # Linux' limit
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file is written until it is whole; one that a kill left there is written over."""
+    """Returns the temporary path of an atomic write. A file that a killed process left there is overwritten."""
     return path.with_name(f"partial-{path.name}")
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file whole, for people to read too; in place where its folder allows no other way."""
+    """Writes an indented JSON file atomically, or in place where the file cannot be replaced."""
     text = json.dumps(content, indent=1) + "\n"
     try:
-        with whole(path) as partial:
+        with atomic_write(path) as partial:
             partial.write_text(text, encoding="utf-8")
     except OSError as error:
-        if error.errno not in _NOT_TO_BE_REPLACED or not path.exists():
+        if error.errno not in _CANNOT_REPLACE or not path.exists():
             raise
         path.write_text(text, encoding="utf-8")
 
 
-# A folder that is not writable, or a file that is mounted by itself, as containers have them.
-_NOT_TO_BE_REPLACED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
+# The folder is read-only, or the file is a mount point, as is common in containers.
+_CANNOT_REPLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 
 def check_writable(folder: Path) -> None:
-    """Makes a folder, and makes sure that files can be made in it.
+    """Creates a folder if needed, and checks that files can be created in it.
 
     Raises:
-        OSError: If it cannot.
+        OSError: If the folder or a file in it cannot be created.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):

@@ -1,4 +1,4 @@
-"""The floating-point formats of mixed precision: the one source of numbers such as 65504 and 2^-24."""
+"""The floating-point formats of mixed precision, and their limits, such as 65504 and 2^-24."""
 
 import math
 from functools import cached_property
@@ -8,7 +8,7 @@ import ml_dtypes
 
 
 class FloatFormat:
-    """A binary floating-point format, as `ml_dtypes.finfo` describes it.
+    """A binary floating-point format. Its limits come from `ml_dtypes.finfo`.
 
     Args:
         name: The dtype's name in NumPy, TensorFlow and Keras.
@@ -23,17 +23,17 @@ class FloatFormat:
 
     @property
     def exponent_bits(self) -> int:
-        """Width of the biased exponent."""
+        """Number of bits of the biased exponent."""
         return int(self._info.nexp)
 
     @property
     def fraction_bits(self) -> int:
-        """Width of the fraction, without the implicit leading one."""
+        """Number of bits of the fraction, without the implicit leading bit."""
         return int(self._info.nmant)
 
     @property
     def max_exponent(self) -> int:
-        """Binary exponent of the largest finite value; also the bias."""
+        """Binary exponent of the largest finite value, equal to the exponent bias."""
         return int(self._info.maxexp) - 1
 
     @property
@@ -43,12 +43,12 @@ class FloatFormat:
 
     @property
     def min_subnormal_exponent(self) -> int:
-        """Binary exponent of the smallest value above zero."""
+        """Binary exponent of the smallest positive subnormal value."""
         return self.min_exponent - self.fraction_bits
 
     @property
     def flush_exponent(self) -> int:
-        """Binary exponent of the largest power of two that rounds to zero: half the smallest value, a tie to even."""
+        """Exponent of the largest power of two that rounds to zero: half the smallest subnormal (tie to even)."""
         return self.min_subnormal_exponent - 1
 
     @property
@@ -58,12 +58,12 @@ class FloatFormat:
 
     @property
     def smallest_normal(self) -> float:
-        """The smallest value with a full-precision fraction."""
+        """The smallest positive normal value."""
         return float(self._info.smallest_normal)
 
     @property
     def smallest_subnormal(self) -> float:
-        """The smallest value above zero."""
+        """The smallest positive subnormal value."""
         return 2.0**self.min_subnormal_exponent
 
 
@@ -71,16 +71,16 @@ FLOAT16 = FloatFormat("float16")
 BFLOAT16 = FloatFormat("bfloat16")
 FLOAT32 = FloatFormat("float32")
 
-HALF = (FLOAT16.name, BFLOAT16.name)  # the 16-bit dtypes of mixed precision
+DTYPES_16_BIT = (FLOAT16.name, BFLOAT16.name)  # the 16-bit dtypes of mixed precision
 
 
 def is_power_of_two(number: float) -> bool:
-    """Whether a number is a power of two: floats multiplied by it are not rounded, while they stay in range."""
+    """Whether a number is a power of two: multiplying by it is exact, unless the product leaves the normal range."""
     return math.frexp(number)[0] == 0.5
 
 
 def as_power(number: float) -> str:
-    """Returns a number as text, as a power of two where it is one.
+    """Formats a number; a power of two other than 1 is written as `2^k`.
 
     Example:
     >>> as_power(32768.0), as_power(1.0), as_power(1000.0)

@@ -1,15 +1,19 @@
-"""Names of variables and runs: choosing by pattern, making them unique."""
+"""Names of variables and runs: selecting names by pattern, making names unique."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 
-def matching(patterns: str | Sequence[str], names: Sequence[str]) -> list[int]:
-    """Returns the places in `names` of those that are, or match, one of the patterns, in order.
+def matching_indices(patterns: str | Sequence[str], names: Sequence[str]) -> list[int]:
+    """Returns the indices of the names that equal or match at least one pattern, in order.
+
+    Args:
+        patterns: A name or shell-style pattern (`*`, `?`, `[...]`, case-sensitive), or several.
+        names: The names to select from.
 
     Raises:
-        ValueError: If a pattern matches none; the message lists the names.
+        ValueError: If a pattern matches no name. The message lists the names.
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     for pattern in patterns:
@@ -18,13 +22,13 @@ def matching(patterns: str | Sequence[str], names: Sequence[str]) -> list[int]:
     return [index for index, name in enumerate(names) if any(_matches(name, pattern) for pattern in patterns)]
 
 
-def unique(names: Iterable[str]) -> list[str]:
-    """Returns the names; one that was there before gets a number."""
-    seen: Counter[str] = Counter()
+def unique_names(names: Iterable[str]) -> list[str]:
+    """Returns the names, with `#2`, `#3`, ... appended to repeated ones."""
+    counts: Counter[str] = Counter()
     result = []
     for name in names:
-        seen[name] += 1
-        result.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+        counts[name] += 1
+        result.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
     return result
 
 

@@ -1,4 +1,4 @@
-"""Checks of public arguments: each names the argument, what was received and what would work."""
+"""Validation of public arguments. Each error names the argument, what was received and what is expected."""
 
 import math
 import numbers
@@ -10,14 +10,19 @@ from typing import Any
 
 MODEL_SUFFIXES = (".keras", ".weights.h5")
 
-_LARGEST = 2**63 - 1
+_INT64_MAX = 2**63 - 1
 
 
 def integer(name: str, value: Any, expected: str = "an integer") -> int:
     """Returns `value` as an `int`.
 
+    Args:
+        name: The argument's name, for the message.
+        value: The received value.
+        expected: The accepted values in words, for the message.
+
     Raises:
-        TypeError: If `value` is not an integer (a `bool` is not one).
+        TypeError: If `value` is not an integer. A `bool` is not accepted.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(message(name, value, expected))
@@ -25,15 +30,15 @@ def integer(name: str, value: Any, expected: str = "an integer") -> int:
 
 
 def positive_integer(name: str, value: Any) -> int:
-    """Returns `value` as an `int` that is at least 1 and fits into int64.
+    """Returns `value` as an `int` from 1 to 2^63 - 1, the largest int64.
 
     Raises:
-        TypeError: If `value` is not an integer (a `bool` is not one).
-        ValueError: If it is outside that range.
+        TypeError: If `value` is not an integer. A `bool` is not accepted.
+        ValueError: If `value` is outside that range.
     """
     expected = "an integer from 1 to 2^63 - 1"
     result = integer(name, value, expected)
-    if not 1 <= result <= _LARGEST:
+    if not 1 <= result <= _INT64_MAX:
         raise ValueError(message(name, value, expected))
     return result
 
@@ -43,13 +48,13 @@ def number(name: str, value: Any, expected: str, accepts: Callable[[float], bool
 
     Args:
         name: The argument's name, for the message.
-        value: What the caller passed.
+        value: The received value.
         expected: The accepted range in words, for the message.
-        accepts: Tells whether a finite float lies in that range.
+        accepts: Returns whether a finite float lies in that range.
 
     Raises:
-        TypeError: If `value` is not a real number (a `bool` is not one).
-        ValueError: If it is not finite or not accepted.
+        TypeError: If `value` is not a real number. A `bool` is not accepted.
+        ValueError: If `value` is not finite, or outside that range.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(message(name, value, expected))
@@ -66,7 +71,7 @@ def boolean(name: str, value: Any) -> bool:
     """Returns `value` if it is a `bool`.
 
     Raises:
-        TypeError: If it is not.
+        TypeError: If `value` is not a `bool`.
     """
     if not isinstance(value, bool):
         raise TypeError(message(name, value, "True or False"))
@@ -74,11 +79,11 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """Returns `value` if it is one of the strings `allowed`.
+    """Returns `value` if it is one of the `allowed` strings.
 
     Raises:
         TypeError: If `value` is not a string.
-        ValueError: If it is another string.
+        ValueError: If `value` is not in `allowed`.
     """
     expected = "one of " + ", ".join(repr(item) for item in allowed)
     if not isinstance(value, str):
@@ -88,49 +93,51 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def instance(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
-    """Makes sure that `value` is of a class.
+def instance(name: str, value: Any, classes: type | tuple[type, ...], expected: str) -> None:
+    """Checks that `value` is an instance of a class.
 
     Args:
         name: The argument's name, for the message.
-        value: What the caller passed.
-        kind: The class, or several.
-        expected: What it is in words, for the message.
+        value: The received value.
+        classes: One class, or a tuple of classes.
+        expected: The classes in words, for the message.
 
     Raises:
-        TypeError: If it is not.
+        TypeError: If `value` is not an instance of one of the classes.
     """
-    if not isinstance(value, kind):
+    if not isinstance(value, classes):
         raise TypeError(message(name, value, expected))
 
 
 def patterns(name: str, value: Any) -> tuple[str, ...] | None:
-    """Returns one string, or several, as a tuple; `None` as it is.
+    """Returns a string, or a list or tuple of strings, as a tuple; `None` stays `None`.
 
     Raises:
-        TypeError: If `value` is neither a string nor a sequence of them.
-        ValueError: If there is none in it.
+        TypeError: If `value` is neither a string nor a list or tuple of strings.
+        ValueError: If the list or tuple is empty.
     """
     if value is None:
         return None
     expected = "a string or a list of strings"
-    found = (value,) if isinstance(value, str) else value
-    if not isinstance(found, list | tuple) or not all(isinstance(item, str) for item in found):
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, list | tuple) or not all(isinstance(item, str) for item in strings):
         raise TypeError(message(name, value, expected))
-    if not found:
+    if not strings:
         raise ValueError(message(name, value, f"{expected}, at least one"))
-    return tuple(found)
+    return tuple(strings)
 
 
 def batch(name: str, value: Any) -> tuple[Any, ...]:
     """Returns `(x, y)` or `(x, y, sample_weight)` as a tuple.
 
     Raises:
-        TypeError: If `value` is not a tuple or list of two or three.
+        TypeError: If `value` is not a tuple or list of two or three elements.
     """
     if not isinstance(value, tuple | list) or len(value) not in (2, 3):
-        kind = f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__
-        raise TypeError(f"`{name}` must be a batch (x, y) or (x, y, sample_weight). Received: a {kind}")
+        length = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+        raise TypeError(
+            f"`{name}` must be a batch (x, y) or (x, y, sample_weight). Received: a {type(value).__name__}{length}"
+        )
     return tuple(value)
 
 
@@ -139,7 +146,7 @@ def local_path(name: str, value: Any) -> Path:
 
     Raises:
         TypeError: If `value` is not a string or path.
-        ValueError: If it is empty, or an address of another kind.
+        ValueError: If `value` is empty, a URL, or not a text path.
     """
     expected = "the path of a local folder"
     if not isinstance(value, str | os.PathLike):
@@ -151,11 +158,11 @@ def local_path(name: str, value: Any) -> Path:
 
 
 def model_path(name: str, value: Any) -> Path:
-    """Returns `value` as a path that Keras saves a whole model or its weights to.
+    """Returns `value` as a path to which Keras saves a model or its weights.
 
     Raises:
         TypeError: If `value` is not a string or path.
-        ValueError: If its name does not end in `.keras` or `.weights.h5`, or it is no local path.
+        ValueError: If `value` does not end in `.keras` or `.weights.h5`, or is not a local path.
     """
     path = local_path(name, value)
     if not path.name.endswith(MODEL_SUFFIXES):

@@ -10,9 +10,11 @@ from kmp.backend.gpu_info import Gpu, Hardware
 H200, T4, P100 = Gpu("H200", (9, 0)), Gpu("T4", (7, 5)), Gpu("P100", (6, 0))
 
 
-def test_hardware_is_what_tensorflow_sees(monkeypatch):
+def test_hardware_is_what_tensorflow_reports(monkeypatch):
     device = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [device] if kind == "GPU" else [])
+    monkeypatch.setattr(
+        tf.config, "list_physical_devices", lambda device_type: [device] if device_type == "GPU" else []
+    )
     details = {"device_name": "NVIDIA H200", "compute_capability": (9, 0)}
     monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda device: details)
     assert kmp.hardware() == Hardware((Gpu("NVIDIA H200", (9, 0)),))
@@ -29,9 +31,9 @@ def test_hardware_is_what_tensorflow_sees(monkeypatch):
     ],
     ids=str,
 )
-def test_features_need_every_gpu_to_have_them(gpus, tensor_cores, bfloat16):
-    found = Hardware(gpus)
-    assert (found.tensor_cores, found.bfloat16) == (tensor_cores, bfloat16)
+def test_hardware_has_the_features_of_every_gpu(gpus, tensor_cores, bfloat16):
+    hardware = Hardware(gpus)
+    assert (hardware.tensor_cores, hardware.bfloat16) == (tensor_cores, bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -45,12 +47,12 @@ def test_features_need_every_gpu_to_have_them(gpus, tensor_cores, bfloat16):
     ],
     ids=str,
 )
-def test_advice_says_what_the_hardware_means(gpus, policy, level, text):
-    found_level, found = Hardware(gpus).advice(policy)
-    assert found_level == level
-    assert re.search(text, found)
+def test_advice_names_the_missing_or_available_feature(gpus, policy, level, text):
+    actual_level, actual_text = Hardware(gpus).advice(policy)
+    assert actual_level == level
+    assert re.search(text, actual_text)
 
 
 @pytest.mark.parametrize(("gpus", "policy"), [((T4,), "mixed_float16"), ((H200,), "mixed_bfloat16"), ((), "float32")])
-def test_no_advice_where_there_is_nothing_to_say(gpus, policy):
+def test_no_advice_if_the_policy_suits_the_gpus(gpus, policy):
     assert Hardware(gpus).advice(policy) is None

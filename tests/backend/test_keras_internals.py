@@ -6,27 +6,27 @@ from keras import ops
 from kmp.backend import keras_internals
 
 
-def shared_twice():
+def layer_called_twice():
     inputs = keras.Input((4,))
     shared = keras.layers.Dense(4)
     return inputs, shared, [shared(inputs), shared(ops.relu(inputs))]
 
 
-def test_calls_of_an_operation_are_all_known_where_keras_shows_one():
-    inputs, shared, outputs = shared_twice()
+def test_calls_of_returns_every_call():
+    inputs, shared, outputs = layer_called_twice()
     assert shared.output is outputs[0]
     calls = keras_internals.calls_of(shared)
     assert [call.output_tensors[0] for call in calls] == outputs
     assert calls[0].input_tensors[0] is inputs
 
 
-def test_a_tensor_knows_its_maker():
-    inputs, shared, outputs = shared_twice()
+def test_producer_of_returns_the_operation_of_a_tensor():
+    inputs, shared, outputs = layer_called_twice()
     assert [keras_internals.producer_of(output) for output in outputs] == [shared, shared]
     assert isinstance(keras_internals.producer_of(inputs), keras.layers.InputLayer)
 
 
-def test_a_schedule_is_given_as_it_is_and_a_number_as_its_variable():
+def test_learning_rate_of_returns_the_schedule_or_the_variable():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
     assert keras_internals.learning_rate_of(keras.optimizers.SGD(schedule)) is schedule
     variable = keras_internals.learning_rate_of(keras.optimizers.SGD(0.25))
@@ -34,31 +34,56 @@ def test_a_schedule_is_given_as_it_is_and_a_number_as_its_variable():
     assert float(variable.numpy()) == 0.25
 
 
-def test_an_optimizer_knows_what_it_was_built_on():
+def test_variables_to_train_are_those_the_optimizer_was_built_with():
     weight, optimizer = keras.Variable(np.zeros(2, "float32")), keras.optimizers.Adam()
     optimizer.build([weight])
-    assert [id(one) for one in keras_internals.variables_to_train(optimizer)] == [id(weight)]
+    assert [id(variable) for variable in keras_internals.variables_to_train(optimizer)] == [id(weight)]
     assert id(weight) not in map(id, optimizer.variables)
 
 
-@pytest.mark.parametrize("kind", [keras.optimizers.Adam, keras.optimizers.Nadam, keras.optimizers.Adafactor])
+@pytest.mark.parametrize("optimizer_class", [keras.optimizers.Adam, keras.optimizers.Nadam, keras.optimizers.Adafactor])
 @pytest.mark.parametrize("use_ema", [False, True])
-def test_the_state_of_an_optimizer_is_whole_and_in_one_order_within_a_loss_scaler_too(kind, use_ema):
+def test_optimizer_state_is_complete_and_ordered_also_in_a_loss_scale_optimizer(optimizer_class, use_ema):
     weights = [keras.Variable(np.zeros(shape, "float32")) for shape in ((3, 2), (2,))]
-    alone, inner = kind(use_ema=use_ema), kind(use_ema=use_ema)
-    alone.build(weights)
+    plain, inner = optimizer_class(use_ema=use_ema), optimizer_class(use_ema=use_ema)
+    plain.build(weights)
     keras.optimizers.LossScaleOptimizer(inner).build(weights)
     state = keras_internals.optimizer_state(inner)
-    assert [one.shape for one in state] == [one.shape for one in keras_internals.optimizer_state(alone)]
+    assert [variable.shape for variable in state] == [v.shape for v in keras_internals.optimizer_state(plain)]
     assert set(map(id, state)) >= set(map(id, inner.variables))
-    assert len(state) == len(alone.variables)
+    assert len(state) == len(plain.variables)
     assert not set(map(id, weights)) & set(map(id, state))
 
 
-def test_a_frozen_layer_still_says_what_it_declared():
+def test_declared_variables_of_a_frozen_layer():
     layer = keras.layers.BatchNormalization()
     layer.build((None, 3))
     layer.trainable = False
     assert not layer.trainable_variables
-    assert [one.name for one in keras_internals.declared_trainable(layer)] == ["gamma", "beta"]
-    assert [one.name for one in keras_internals.declared_not_trainable(layer)] == ["moving_mean", "moving_variance"]
+    assert [v.name for v in keras_internals.declared_trainable(layer)] == ["gamma", "beta"]
+    assert [v.name for v in keras_internals.declared_not_trainable(layer)] == ["moving_mean", "moving_variance"]
+
+
+def test_compile_arguments_are_the_objects_that_compile_got():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    optimizer, loss = keras.optimizers.SGD(), keras.losses.MeanSquaredError()
+    model.compile(optimizer, loss, run_eagerly=True)
+    arguments = keras_internals.compile_arguments(model)
+    assert arguments["optimizer"] is optimizer
+    assert arguments["loss"] is loss
+    assert arguments["run_eagerly"] is True
+
+
+def test_fit_starts_with_the_epoch_that_was_set():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    data = np.ones((4, 2)), np.ones((4, 1))
+    keras_internals.set_initial_epoch(model, 2)
+    assert model.fit(*data, epochs=4, verbose=0).epoch == [2, 3]
+    keras_internals.set_initial_epoch(model, None)
+    assert model.fit(*data, epochs=1, verbose=0).epoch == [0]
+
+
+def test_lambda_output_shape_is_the_one_that_was_given():
+    assert keras_internals.lambda_output_shape(keras.layers.Lambda(ops.abs, output_shape=(3,))) == (3,)
+    assert keras_internals.lambda_output_shape(keras.layers.Lambda(ops.abs)) is None

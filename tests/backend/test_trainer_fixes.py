@@ -1,4 +1,4 @@
-"""Two workers on this machine. None of these may hang: each run is ended after a bounded time."""
+"""Two workers on this machine. Every run has a timeout, so that no test hangs."""
 
 import contextlib
 import importlib
@@ -20,64 +20,64 @@ from conftest import compiled_model
 import kmp
 from kmp.backend import trainer_fixes
 
-HERE = Path(__file__).parent.parent
-EXAMPLE = HERE.parent / "notebooks" / "several_workers.py"
-SECONDS = 180
+TESTS = Path(__file__).parent.parent
+EXAMPLE = TESTS.parent / "notebooks" / "several_workers.py"
+TIMEOUT = 180  # seconds
 
 
 def free_addresses(count):
     sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    for one in sockets:
-        one.close()
+    for sock in sockets:
+        sock.bind(("127.0.0.1", 0))
+    addresses = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
+    for sock in sockets:
+        sock.close()
     return addresses
 
 
-def both_workers(mode):
-    """What each of two workers saw; an error if one fails or takes too long."""
+def run_two_workers(mode):
+    """Returns the results of two workers; raises if one fails or exceeds the timeout."""
     addresses = free_addresses(2)
     workers = []
     for index in (0, 1):
         config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
         environment = os.environ | {"TF_CONFIG": json.dumps(config)}
-        command = [sys.executable, HERE / "one_worker.py", mode]
+        command = [sys.executable, TESTS / "one_worker.py", mode]
         workers.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
     try:
-        outputs = [worker.communicate(timeout=SECONDS) for worker in workers]
+        outputs = [worker.communicate(timeout=TIMEOUT) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    seen = [re.search(r"^saw: (.*)$", out, re.MULTILINE) for out, _ in outputs]
-    assert all(seen), outputs
-    return [json.loads(match.group(1)) for match in seen]
+    results = [re.search(r"^saw: (.*)$", out, re.MULTILINE) for out, _ in outputs]
+    assert all(results), outputs
+    return [json.loads(match.group(1)) for match in results]
 
 
 @pytest.mark.slow
-def test_overflow_on_any_worker_skips_the_step_on_all_and_leaves_no_trace():
-    first, second = both_workers("loop")
+def test_overflow_on_any_worker_skips_the_step_on_all_workers():
+    first, second = run_two_workers("loop")
     assert [step["shared"] for step in first] == [step["shared"] for step in second]
     for steps in (first, second):
         changed = [a["shared"][:4] != b["shared"][:4] for a, b in itertools.pairwise(steps)]
         assert changed == [False, False, False, True, False, False, True]
-        moved = [a["own"] != b["own"] for a, b in itertools.pairwise(steps)]
-        assert moved == changed
+        statistics_changed = [a["own"] != b["own"] for a, b in itertools.pairwise(steps)]
+        assert statistics_changed == changed
         assert [step["overflows"] for step in steps] == [0, 1, 2, 3, 3, 4, 5, 5]
         assert [step["from the loss"] for step in steps] == [0, 0, 0, 0, 0, 1, 2, 2]
         assert [step["scale"] for step in steps] == [2.0**k for k in (15, 14, 13, 12, 12, 12, 12, 12)]
         assert {name.split("/")[-2] for name in steps[3]["by variable"]} == {"before"}
-    assert first[0]["own"] != second[0]["own"]  # stock BatchNormalization keeps statistics of each worker's own
+    assert first[0]["own"] != second[0]["own"]  # Keras' BatchNormalization has separate statistics on each worker
 
 
 @pytest.mark.slow
-def test_fit_evaluate_and_predict_work_and_readings_need_no_other_worker():
-    first, second = both_workers("fit")
+def test_fit_evaluate_and_predict_work_and_snapshots_need_no_other_worker():
+    first, second = run_two_workers("fit")
     assert first == second
-    steps, _, from_the_loss = first["counts"]
-    assert (steps, from_the_loss) == (16, 2)
+    steps, _, nonfinite_losses = first["counts"]
+    assert (steps, nonfinite_losses) == (16, 2)
     assert first["finite"]
     assert first["reported"] == [[1.0, 3.0], [5]]
     assert first["predicted"] == [[32, 1], True]
@@ -86,41 +86,41 @@ def test_fit_evaluate_and_predict_work_and_readings_need_no_other_worker():
 
 
 @pytest.mark.slow
-def test_options_of_the_inner_optimizer_train_alike_on_all_workers_or_are_refused():
-    first, second = both_workers("options")
+def test_inner_optimizer_options_train_equally_on_all_workers_or_raise():
+    first, second = run_two_workers("options")
     assert first == second
     assert len(first) == 16
-    for cell, seen in first.items():
-        if cell in ("ema, eager=False", "accumulation, eager=False"):
-            assert "Leave it out, or compile with `run_eagerly=True`" in seen
+    for options, result in first.items():
+        if options in ("ema, eager=False", "accumulation, eager=False"):
+            assert "Leave it out, or compile with `run_eagerly=True`" in result
         else:
-            assert seen[:4] == [6, 2, 1024.0, True], cell
+            assert result[:4] == [6, 2, 1024.0, True], options
 
 
 @pytest.mark.slow
-def test_keras_still_fails_in_fit_on_several_workers():
-    """When this fails, Keras has mended `fit`: take kmp/trainer_fixes.py out."""
-    assert all("PerReplica" in error for error in both_workers("stock"))
+def test_fit_of_keras_still_fails_on_several_workers():
+    """If this test fails, Keras has fixed `fit`: remove the fixes from kmp/backend/trainer_fixes.py."""
+    assert all("PerReplica" in error for error in run_two_workers("stock"))
 
 
 @pytest.mark.slow
-def test_what_workers_cannot_is_an_error_at_compile():
-    for xla, several_steps in both_workers("refused"):
+def test_unsupported_compile_options_raise_at_compile():
+    for xla, several_steps in run_two_workers("refused"):
         assert "TensorFlow cannot compile a step of several replicas with XLA" in xla
         assert "TensorFlow fails on `steps_per_execution` above 1 with several replicas" in several_steps
 
 
-def example(folder, kill_in_epoch=None):
-    """Runs the example; returns what its workers print at the end, or nothing if it is killed."""
+def run_example(folder, kill_in_epoch=None):
+    """Runs the example; returns the last lines of its workers' output, or an empty list if it is killed."""
     process = subprocess.Popen(
         [sys.executable, EXAMPLE, folder], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
-    ends, lines = time.monotonic() + SECONDS, []
+    deadline, lines = time.monotonic() + TIMEOUT, []
     try:
         for line in process.stdout:
             lines.append(line)
-            assert time.monotonic() < ends, lines
+            assert time.monotonic() < deadline, lines
             if kill_in_epoch and line.startswith(f"Epoch {kill_in_epoch}/"):
                 return []
         assert process.wait() == 0, lines
@@ -133,25 +133,25 @@ def example(folder, kill_in_epoch=None):
 
 
 @pytest.mark.slow
-def test_example_that_is_killed_goes_on_as_the_run_that_was_never_killed(tmp_path):
-    expected = example(tmp_path / "never")
+def test_killed_example_resumes_as_if_never_killed(tmp_path):
+    expected = run_example(tmp_path / "never")
     assert [line.split(":")[0] for line in expected] == ["worker 0", "worker 1"]
     assert len({line.split(":")[1] for line in expected}) == 1
-    assert example(tmp_path / "killed", kill_in_epoch=4) == []
-    assert example(tmp_path / "killed") == expected
+    assert run_example(tmp_path / "killed", kill_in_epoch=4) == []
+    assert run_example(tmp_path / "killed") == expected
     steps = kmp.records.Run.load(tmp_path / "killed" / "log").series("loss_scale")[0].tolist()
     assert steps == sorted(set(steps))
     assert steps[-1] == 120
     assert keras.models.load_model(tmp_path / "killed" / "model.keras").optimizer.snapshot().step == 120
 
 
-def test_keras_is_touched_for_several_workers_alone(enabled, monkeypatch, two_replicas):
+def test_trainer_is_fixed_only_for_several_workers(enabled, monkeypatch, two_replicas):
     trainer = importlib.import_module("keras.src.backend.tensorflow.trainer")
     original = trainer.reduce_per_replica
     with two_replicas.scope():
         compiled_model()
     assert trainer.reduce_per_replica is original
-    monkeypatch.setattr(trainer_fixes._replicas, "has_several_workers", lambda strategy: True)
+    monkeypatch.setattr(trainer_fixes.distribution, "has_several_workers", lambda strategy: True)
     compiled_model()
     compiled_model()
     assert trainer.reduce_per_replica is not original

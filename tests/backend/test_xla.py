@@ -10,22 +10,24 @@ import kmp
 from kmp.backend import xla
 
 
-def test_what_is_traced_for_xla_is_told():
-    seen = {}
+def test_is_tracing_is_true_only_in_graphs_for_xla():
+    recorded = {}
 
-    def look(name):
-        seen[name] = xla.is_tracing()
+    def record(name):
+        recorded[name] = xla.is_tracing()
         return tf.constant(0)
 
-    look("eager")
-    tf.function(look)("graph")
-    tf.function(look, jit_compile=True)("xla")
-    tf.function(lambda: tf.cond(tf.random.uniform([]) > 2, lambda: look("in a branch"), lambda: 0), jit_compile=True)()
-    tf.function(lambda: tf.function(look, jit_compile=True)("xla within graph"))()
-    assert seen == {"eager": False, "graph": False, "xla": True, "in a branch": True, "xla within graph": True}
+    record("eager")
+    tf.function(record)("graph")
+    tf.function(record, jit_compile=True)("xla")
+    tf.function(
+        lambda: tf.cond(tf.random.uniform([]) > 2, lambda: record("in a branch"), lambda: 0), jit_compile=True
+    )()
+    tf.function(lambda: tf.function(record, jit_compile=True)("xla within graph"))()
+    assert recorded == {"eager": False, "graph": False, "xla": True, "in a branch": True, "xla within graph": True}
 
 
-def test_compiler_keeps_what_is_called_eagerly_and_traces_anew_in_each_graph():
+def test_compiler_reuses_eager_functions_and_retraces_in_each_graph():
     traces, compiler = [], xla.Compiler()
 
     def double(x):
@@ -43,7 +45,7 @@ def test_compiler_keeps_what_is_called_eagerly_and_traces_anew_in_each_graph():
     assert traces == [True] * 4
 
 
-def test_compiler_calls_what_is_compiled_anyway_as_it_is():
+def test_compiler_does_not_compile_again_in_a_compiled_function():
     compiler = xla.Compiler()
     step = tf.function(lambda x: compiler.call("double", lambda x: 2 * x, x), jit_compile=True)
     graph = step.get_concrete_function(tf.constant(1.0)).graph
@@ -62,30 +64,31 @@ def sparse_step(optimizer, variables, x):
 STEPS = [1.0, np.inf, 1.0, np.nan, 1.0]
 
 
-@pytest.mark.parametrize("decorate", [lambda step: step, tf.function, tf.function(jit_compile=True)])
+@pytest.mark.parametrize("compile_step", [lambda step: step, tf.function, tf.function(jit_compile=True)])
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.filterwarnings("ignore:.*before any loss went through")
-def test_compiled_optimizer_steps_as_one_that_is_not(decorate, sparse):
-    ends = []
+def test_compiled_optimizer_matches_the_uncompiled_one(compile_step, sparse):
+    results = []
     for jit_compile in (False, True):
         variables = [keras.Variable(np.ones((4, 2), "float32"), name="a"), keras.Variable([3.0], name="b")]
         inner = keras.optimizers.Adam(0.1, weight_decay=0.01)
         optimizer = kmp.LossScaleOptimizer(inner, initial_scale=8.0, jit_compile=jit_compile)
         optimizer.build(variables)
 
-        step = decorate(functools.partial(sparse_step if sparse else dense_step, optimizer, variables))
+        step = compile_step(functools.partial(sparse_step if sparse else dense_step, optimizer, variables))
         for x in STEPS:
             step(tf.constant(x))
-        ends.append((values([*variables, *inner.variables]), optimizer.snapshot()))
-    for plain, compiled in zip(ends[0][0], ends[1][0], strict=True):
-        np.testing.assert_allclose(compiled, plain, rtol=1e-5)  # 1 - 0.999 is a hundred times as inexact as 0.999 is
-    assert ends[0][1] == ends[1][1]
-    assert ends[1][1].overflow_count == 2
+        results.append((values([*variables, *inner.variables]), optimizer.snapshot()))
+    for plain, compiled in zip(results[0][0], results[1][0], strict=True):
+        # The rounding error of 1 - 0.999 is a hundred times that of 0.999, relatively.
+        np.testing.assert_allclose(compiled, plain, rtol=1e-5)
+    assert results[0][1] == results[1][1]
+    assert results[1][1].overflow_count == 2
 
 
 @pytest.mark.slow
-def test_enabled_for_every_optimizer_it_trains_and_is_sampled_as_without(tmp_path):
-    ends = []
+def test_jit_compile_of_enable_trains_and_samples_as_without(tmp_path):
+    results = []
     for jit_compile in (False, True):
         keras.utils.set_random_seed(0)
         with kmp.enable(initial_scale=1024.0, jit_compile=jit_compile):
@@ -93,16 +96,16 @@ def test_enabled_for_every_optimizer_it_trains_and_is_sampled_as_without(tmp_pat
             assert model.optimizer.jit_compile == jit_compile
             fit(model, callbacks=kmp.callbacks.defaults(str(tmp_path / str(jit_compile)), every_n_steps=5))
         run = kmp.load_run(tmp_path / str(jit_compile))
-        ends.append((values(model.weights), run.series("overflow_count"), run.samples))
-    for plain, compiled in zip(ends[0][0], ends[1][0], strict=True):
+        results.append((values(model.weights), run.series("overflow_count"), run.samples))
+    for plain, compiled in zip(results[0][0], results[1][0], strict=True):
         np.testing.assert_allclose(compiled, plain, rtol=1e-2, atol=1e-4)
-    np.testing.assert_array_equal(ends[0][1], ends[1][1])
-    sampled = [[(sample.step, sample.counts.sum()) for sample in samples] for _, _, samples in ends]
-    assert sampled[0] == sampled[1]
-    assert len(sampled[1]) > 2
+    np.testing.assert_array_equal(results[0][1], results[1][1])
+    totals = [[(sample.step, sample.counts.sum()) for sample in samples] for _, _, samples in results]
+    assert totals[0] == totals[1]
+    assert len(totals[1]) > 2
 
 
-def test_option_is_part_of_the_configuration_and_checked():
+def test_jit_compile_is_part_of_the_config_and_validated():
     optimizer = kmp.LossScaleOptimizer("sgd", jit_compile=True)
     assert kmp.LossScaleOptimizer.from_config(optimizer.get_config()).jit_compile
     assert "jit_compile" not in kmp.LossScaleOptimizer("sgd").get_config()
@@ -111,7 +114,7 @@ def test_option_is_part_of_the_configuration_and_checked():
             call()
 
 
-def test_wrap_takes_the_option_of_enable_unless_it_is_given():
+def test_wrap_uses_jit_compile_of_enable_unless_given():
     assert not kmp.wrap("sgd").jit_compile
     with kmp.enable(jit_compile=True) as handle:
         assert "jit_compile=True" in repr(handle)
@@ -119,7 +122,7 @@ def test_wrap_takes_the_option_of_enable_unless_it_is_given():
         assert not kmp.wrap("sgd", jit_compile=False).jit_compile
 
 
-def test_strategy_is_told_that_it_leaves_no_room_for_it(two_replicas):
+def test_jit_compile_under_a_strategy_warns(two_replicas):
     with two_replicas.scope():
         optimizer = kmp.LossScaleOptimizer("sgd", jit_compile=True)
         with pytest.warns(UserWarning, match="`jit_compile=True` does nothing under a distribution strategy"):

@@ -15,55 +15,55 @@ def names_in(folder):
     return [path.name for path in folder.iterdir()]
 
 
-def test_a_file_takes_the_old_ones_place_when_it_is_whole(tmp_path):
+def test_atomic_write_replaces_the_file_on_exit(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
-    with atomic_files.whole(path) as partial:
+    with atomic_files.atomic_write(path) as partial:
         partial.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new"
     assert names_in(tmp_path) == ["file"]
 
 
-def test_what_fails_in_between_leaves_the_old_file_and_nothing_else(tmp_path):
+def test_interrupted_write_leaves_only_the_old_file(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
 
-    def killed():
-        with atomic_files.whole(path) as partial:
+    def interrupted_write():
+        with atomic_files.atomic_write(path) as partial:
             partial.write_text("ne")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        killed()
+        interrupted_write()
     assert path.read_text() == "old"
     assert names_in(tmp_path) == ["file"]
 
 
-def test_a_link_stays_a_link_to_the_new_content(tmp_path):
-    (tmp_path / "there").mkdir()
+def test_symlink_is_followed_and_its_target_is_replaced(tmp_path):
+    (tmp_path / "folder").mkdir()
     link = tmp_path / "link"
-    link.symlink_to(tmp_path / "there" / "file")
+    link.symlink_to(tmp_path / "folder" / "file")
     atomic_files.write_json(link, {"a": 1})
     assert link.is_symlink()
-    assert json.loads((tmp_path / "there" / "file").read_text()) == {"a": 1}
+    assert json.loads((tmp_path / "folder" / "file").read_text()) == {"a": 1}
 
 
-def test_a_pipe_is_written_to_as_it_is(tmp_path):
-    pipe, read = tmp_path / "pipe", []
+def test_pipe_is_written_in_place(tmp_path):
+    pipe, contents = tmp_path / "pipe", []
     os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader = threading.Thread(target=lambda: contents.append(pipe.read_text()))
     reader.start()
     atomic_files.write_json(pipe, [1])
     reader.join()
-    assert json.loads(read[0]) == [1]
+    assert json.loads(contents[0]) == [1]
 
 
 @pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "link"])
-def test_what_stands_for_the_open_output_is_written_to_in_place(tmp_path, name):
-    """It leads to a regular file where the output goes into one; what is printed later lands there too."""
+def test_path_to_open_stdout_is_written_in_place(tmp_path, name):
+    """Even if stdout is redirected to a regular file, so that later output goes to the same file."""
     (tmp_path / "link").symlink_to("/dev/stdout")
-    # The module's text alone: to import kmp would take seconds.
+    # Runs the module's source, because importing kmp takes seconds.
     code = Path(atomic_files.__file__).read_text() + f"\nwrite_json(Path({name!r}), [1]); print('later')"
     with (tmp_path / "out").open("w") as out:
         subprocess.run([sys.executable, "-c", code], stdout=out, check=True, cwd=tmp_path)
@@ -71,13 +71,13 @@ def test_what_stands_for_the_open_output_is_written_to_in_place(tmp_path, name):
     assert "later" in (tmp_path / "out").read_text()
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="There is no file system under /dev here.")
-def test_a_file_in_shared_memory_is_a_file(tmp_path):
-    assert not atomic_files._leads_to_an_open_file(Path("/dev/shm/file"))
-    assert not atomic_files._leads_to_an_open_file(tmp_path / "file")
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="This machine has no /dev/shm.")
+def test_regular_files_are_not_open_files(tmp_path):
+    assert not atomic_files._points_to_open_file(Path("/dev/shm/file"))
+    assert not atomic_files._points_to_open_file(tmp_path / "file")
 
 
-def test_a_file_keeps_its_permissions(tmp_path):
+def test_replaced_file_keeps_its_permissions(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
     path.chmod(0o600)
@@ -85,37 +85,37 @@ def test_a_file_keeps_its_permissions(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("reason", [errno.EACCES, errno.EBUSY])
-def test_a_file_that_cannot_be_replaced_is_written_in_place(tmp_path, monkeypatch, reason):
-    def refuse(*arguments):
-        raise OSError(reason, os.strerror(reason))
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EBUSY])
+def test_file_that_cannot_be_replaced_is_written_in_place(tmp_path, monkeypatch, code):
+    def fail(*arguments):
+        raise OSError(code, os.strerror(code))
 
     path = tmp_path / "file"
     path.write_text("old")
-    monkeypatch.setattr(Path, "replace", refuse)
+    monkeypatch.setattr(Path, "replace", fail)
     atomic_files.write_json(path, [1])
     assert json.loads(path.read_text()) == [1]
     assert names_in(tmp_path) == ["file"]
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
-    def refuse(*arguments):
+def test_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
+    def fail(*arguments):
         raise OSError(errno.ENOSPC, "full")
 
     path = tmp_path / "file"
     path.write_text("old")
-    monkeypatch.setattr(Path, "replace", refuse)
+    monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="full"):
         atomic_files.write_json(path, [1])
     assert path.read_text() == "old"
 
 
-def test_a_folder_is_made_and_left_empty(tmp_path):
-    atomic_files.check_writable(tmp_path / "new" / "inside")
-    assert names_in(tmp_path / "new" / "inside") == []
+def test_check_writable_creates_the_folder_and_leaves_it_empty(tmp_path):
+    atomic_files.check_writable(tmp_path / "new" / "nested")
+    assert names_in(tmp_path / "new" / "nested") == []
 
 
-def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
+def test_folder_that_cannot_be_created_raises(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        atomic_files.check_writable(tmp_path / "file" / "inside")
+        atomic_files.check_writable(tmp_path / "file" / "nested")

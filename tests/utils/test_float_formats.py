@@ -5,13 +5,13 @@ import tensorflow as tf
 from kmp.utils.float_formats import BFLOAT16, FLOAT16, FLOAT32
 
 
-@pytest.mark.parametrize("form", [FLOAT16, FLOAT32], ids=lambda form: form.name)
-def test_limits_are_those_that_numpy_reports(form):
-    info = np.finfo(form.name)
-    assert form.max == float(info.max)
-    assert form.smallest_normal == float(info.smallest_normal)
-    assert form.smallest_subnormal == float(info.smallest_subnormal)
-    assert (form.min_exponent, form.max_exponent) == (info.minexp, info.maxexp - 1)
+@pytest.mark.parametrize("float_format", [FLOAT16, FLOAT32], ids=lambda float_format: float_format.name)
+def test_limits_are_those_of_numpy(float_format):
+    info = np.finfo(float_format.name)
+    assert float_format.max == float(info.max)
+    assert float_format.smallest_normal == float(info.smallest_normal)
+    assert float_format.smallest_subnormal == float(info.smallest_subnormal)
+    assert (float_format.min_exponent, float_format.max_exponent) == (info.minexp, info.maxexp - 1)
 
 
 def test_bfloat16_limits_are_those_of_tensorflow():
@@ -19,11 +19,11 @@ def test_bfloat16_limits_are_those_of_tensorflow():
     assert BFLOAT16.smallest_normal == FLOAT32.smallest_normal
 
 
-def test_float16_rounds_to_zero_from_the_flush_exponent_down():
+def test_flush_exponent_is_the_largest_that_float16_rounds_to_zero():
     assert np.float16(2.0**FLOAT16.flush_exponent) == 0
     assert np.float16(np.nextafter(2.0**FLOAT16.flush_exponent, 1)) > 0
 
 
-def test_float16_has_the_numbers_everyone_quotes():
+def test_float16_limits_are_the_well_known_numbers():
     assert FLOAT16.max == 65504
     assert FLOAT16.min_subnormal_exponent == -24
