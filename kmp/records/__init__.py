@@ -1,37 +1,38 @@
-"""What was observed: readings of a training run, kept in memory and as JSON Lines. Needs NumPy alone.
+"""Records of a training run, in memory and as JSON Lines. Needs no Keras.
 
-A log is one JSON object a line. The first is a header, `{"schema": 3, "kind": "header", ...}`, with `started` (time, in
-UTC), the versions of `keras`, `tensorflow` and `numpy`, and `settings` (object: the loss scale's rule and its numbers,
-model, optimizer, dtypes; see `Run.settings`). Each later one is a reading with `"step"` (training steps done, skipped
-ones included) and whatever was read then:
+A log has one JSON object per line. The first line is a header, `{"schema": 3, "kind": "header", ...}`, with `started`
+(time, UTC), the versions of `keras`, `tensorflow` and `numpy`, and `settings` (object: the loss scale rule and its
+arguments, model, optimizer, dtypes; see `Run.settings`). Every other line is a record with `"step"` (training steps
+done, including skipped ones) and some of these keys:
 
-- `loss_scale`: float, the scale that the next step will use.
-- `clean_steps`: integer, steps without an overflow since the scale last grew (or, at its highest, would have grown),
-  or gradients of a finite loss last overflowed.
-- `overflow_count`: integer, steps skipped since training began, because the loss or a gradient was not finite.
-- `overflow_rate`: float, the share of the steps since the last reading that were skipped.
-- `overflows_in_a_row`: integer, steps skipped since the last one that was applied.
-- `nonfinite_loss_count`: integer, those in `overflow_count` whose loss was not finite before it was scaled.
-- `nonfinite_losses_in_a_row`: integer, those in `overflows_in_a_row`.
-- `overflows_by_variable`: object, from a variable's path to the number of steps in which its gradient was not finite;
-  zeros are left out.
-- `overflow_origins_by_variable`: object, from a variable's path to the number of skipped steps with a finite loss in which it
-  was the one to blame.
-- `overflow_origin`: string, in a reading with new such steps: path of the variable to blame for the last one (see `Snapshot`).
-- `last_loss`: float, the loss of that step before it was scaled, summed over replicas.
-- `highest_loss`: float, the highest magnitude of such a loss so far, of those that were finite.
-- `nonfinite_activation`: string, in a reading with a new non-finite loss, where a `kmp.callbacks.ForwardProbe` looked:
-  what was the first to be inf or nan in that step's forward pass.
-- `grad_zeros`: float, the share of gradient elements that are exactly zero in the sampled step, which is `step`.
+- `loss_scale`: float, the scale of the next step.
+- `clean_steps`: integer, steps without an overflow since the scale last grew (or would have grown, if it is at its
+  maximum) or the gradients of a finite loss last overflowed.
+- `overflow_count`: integer, steps skipped since training began because the loss or a gradient was non-finite.
+- `overflow_rate`: float, the fraction of steps skipped since the previous record.
+- `overflows_in_a_row`: integer, steps skipped since the last applied step.
+- `nonfinite_loss_count`: integer, the steps in `overflow_count` whose loss was non-finite before scaling.
+- `nonfinite_losses_in_a_row`: integer, the steps in `overflows_in_a_row` whose loss was non-finite before scaling.
+- `overflows_by_variable`: object, from a variable's path to the number of steps in which its gradient was non-finite;
+  zeros are omitted.
+- `overflow_origins_by_variable`: object, from a variable's path to the number of skipped steps with a finite loss in
+  which the variable was the overflow origin; zeros are omitted.
+- `overflow_origin`: string, in records after new such steps: the path of the last step's overflow origin (see
+  `Snapshot`).
+- `last_loss`: float, the loss of the last step before scaling, summed over replicas.
+- `highest_loss`: float, the largest magnitude of a finite loss so far, before scaling and summed over replicas.
+- `nonfinite_activation`: string, in records after a new non-finite loss, if a `kmp.callbacks.ForwardProbe` was active:
+  the origin of the first NaN or Inf in that step's forward pass.
+- `grad_zeros`: float, the fraction of gradient elements that are exactly zero in the sampled step, which is `step`.
 - `grad_norm`: float, the L2 norm of all gradients of that step, without the loss scale.
-- `sample`: object with `loss_scale`, that step's; and `variables`: object from a variable's path, in the order from the
-  input to the loss, to an object with `zero`, `inf`, `nan` (counts of elements of its loss-scaled gradient); `counts`
-  (list of the others by binary exponent, floor(log2) of the magnitude, from exponent `first` on); `amax`, `norm`,
-  `weight_norm`, `update_norm`, `updates`, `lost_updates` (see `GradientSample`; left out where not finite); and, where
-  the loss scale is no power of two, `unscaled`: `zero` to `counts` for the gradient without it.
-- `reference`: the same as `sample`, of a float32 pass over the batch that `kmp.callbacks.GradientHistogram` was given.
+- `sample`: object with `loss_scale`, the scale of that step, and `variables`: object from a variable's path, in the
+  order from the input to the loss, to an object with `zero`, `inf`, `nan` (element counts of its loss-scaled gradient);
+  `counts` (list of counts of the other elements by binary exponent, floor(log2|g|), starting with exponent `first`);
+  `amax`, `norm`, `weight_norm`, `update_norm`, `updates`, `lost_updates` (see `GradientSample`; omitted if non-finite);
+  and, if the loss scale is not a power of two, `unscaled`: `zero` to `counts` of the gradient without the loss scale.
+- `reference`: same as `sample`, of a float32 pass over the batch passed to `kmp.callbacks.GradientHistogram`.
 
-A number that is not finite is written as null.
+Non-finite numbers are written as null.
 """
 
 from kmp.records.batch_parts import BATCH_PARTS as BATCH_PARTS

@@ -1,4 +1,4 @@
-"""How records name the parts of a batch and the loss, where `nonfinite_activation` is no layer's path."""
+"""Values of `nonfinite_activation` that are not layer paths: the parts of a batch, and the loss function."""
 
 BATCH_X, BATCH_Y, BATCH_WEIGHTS = BATCH_PARTS = ("the batch's x", "the batch's y", "the batch's sample_weight")
 LOSS_FUNCTION = "the loss function"

@@ -1,4 +1,4 @@
-"""Gradient elements counted by binary exponent. Needs NumPy alone."""
+"""Histograms of gradient elements by binary exponent. Needs no Keras."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import numpy as np
 
 from kmp.utils import FLOAT16, FLOAT32, is_power_of_two
 
-# One bin for zero, one for each binary exponent of a finite float32, one each for inf and nan.
+# Bins: zero, one per binary exponent of the finite float32 values, Inf, NaN.
 ZERO_BIN = 0
 FIRST_EXPONENT = FLOAT32.min_subnormal_exponent
 LAST_EXPONENT = FLOAT32.max_exponent
@@ -21,15 +21,15 @@ NEAR_OVERFLOW_BITS = 3
 
 @dataclass(frozen=True, eq=False)
 class ExponentHistogram:
-    """Gradient elements counted by binary exponent, from one training step.
+    """Counts of gradient elements by binary exponent, from one training step.
 
     Args:
-        counts: Integer array of shape `(280,)`: elements that are zero; one bin for each exponent, floor(log2|g|), from
-            -149 to 127; then inf; then nan. Of the loss-scaled gradient, as the backward pass made it.
-        step: The training step that was sampled, counted from 1.
-        loss_scale: The scale that the gradients carry.
-        unscaled_counts: The same of the gradient without the scale; needed only if the scale is no power of two,
-            because otherwise it is `counts`, shifted.
+        counts: Integer array of shape `(280,)`, element counts of the loss-scaled gradient that the backward pass
+            computed: zeros; one bin per exponent, floor(log2|g|), from -149 to 127; Inf; NaN.
+        step: The sampled training step, counted from 1.
+        loss_scale: The loss scale of the gradients.
+        unscaled_counts: Same as `counts`, of the gradient without the loss scale. Needed only if the scale is not a
+            power of two; otherwise it equals `counts`, shifted.
 
     Example:
     >>> histogram = ExponentHistogram(np.bincount([0] * 9 + [140] * 5, minlength=280), step=1, loss_scale=1024.0)
@@ -59,40 +59,40 @@ class ExponentHistogram:
         return isinstance(other, ExponentHistogram) and self.to_dict() == other.to_dict()
 
     def __repr__(self) -> str:
-        special = f"{self.zeros} zero, {self.infs} inf, {self.nans} nan"
-        return f"<ExponentHistogram step={self.step} loss_scale={self.loss_scale:g}: {self.total} elements, {special}>"
+        details = f"{self.zeros} zero, {self.infs} inf, {self.nans} nan"
+        return f"<ExponentHistogram step={self.step} loss_scale={self.loss_scale:g}: {self.total} elements, {details}>"
 
     def __hash__(self) -> int:
         return hash((self.step, self.loss_scale))
 
     @property
     def total(self) -> int:
-        """All elements counted."""
+        """Number of elements."""
         return int(self.counts.sum())
 
     @property
     def zeros(self) -> int:
-        """Elements that are exactly zero."""
+        """Number of elements that are exactly zero."""
         return int(self.counts[ZERO_BIN])
 
     @property
     def infs(self) -> int:
-        """Elements that are inf or -inf."""
+        """Number of elements that are Inf or -Inf."""
         return int(self.counts[INF_BIN])
 
     @property
     def nans(self) -> int:
-        """Elements that are nan."""
+        """Number of elements that are NaN."""
         return int(self.counts[NAN_BIN])
 
     @property
     def is_finite(self) -> bool:
-        """Whether there is neither inf nor nan."""
+        """Whether no element is Inf or NaN."""
         return not self.infs and not self.nans
 
     @property
     def zero_fraction(self) -> float:
-        """Share of elements that are exactly zero: an upper bound on what float16 flushed."""
+        """Fraction of elements that are exactly zero: an upper bound of the fraction flushed to zero."""
         return self.zeros / self.total if self.total else math.nan
 
     @property
@@ -107,24 +107,27 @@ class ExponentHistogram:
 
     @property
     def unscaled(self) -> "ExponentHistogram":
-        """The histogram of the gradient without the loss scale, as the inner optimizer gets it.
+        """The histogram of the gradient without the loss scale, which the inner optimizer receives.
 
         Raises:
-            ValueError: If the scale is no power of two, and `unscaled_counts` were not counted.
+            ValueError: If the scale is not a power of two and `unscaled_counts` is `None`.
         """
         if self.unscaled_counts is not None:
             return ExponentHistogram(self.unscaled_counts, self.step, 1.0)
         if not is_power_of_two(self.loss_scale):
-            raise ValueError(f"No `unscaled_counts`, and the loss scale is no power of two: {self.loss_scale}")
+            raise ValueError(
+                "`unscaled_counts` is required if the loss scale is not a power of two. Received: "
+                f"loss_scale={self.loss_scale!r}"
+            )
         return ExponentHistogram(shifted(self.counts, 1 - math.frexp(self.loss_scale)[1]), self.step, 1.0)
 
     @property
     def zones(self) -> dict[str, int]:
-        """Element counts by what float16 makes of such a magnitude.
+        """Element counts by the range of float16 that the magnitude lies in.
 
-        `zero`; `below_subnormal` (above zero, below 2^-24; only gradients computed in float32 have it); `subnormal`
-        (below 2^-14: fewer than 11 bits); `normal`; `near_overflow` (2^13 and more: within 3 bits of it); `beyond`
-        (2^16 and more, in float32); `inf`; `nan`.
+        `zero`; `below_subnormal` (above zero and below 2^-24; float32 only); `subnormal` (below 2^-14: fewer than 11
+        bits of precision); `normal`; `near_overflow` (from 2^13: within 3 bits of overflow); `beyond` (from 2^16;
+        float32 only); `inf`; `nan`.
         """
         edges = (
             FLOAT16.min_subnormal_exponent,
@@ -132,46 +135,46 @@ class ExponentHistogram:
             FLOAT16.max_exponent + 1 - NEAR_OVERFLOW_BITS,
             FLOAT16.max_exponent + 1,
         )
-        parts = np.split(self.by_exponent, np.array(edges) - FIRST_EXPONENT)
+        zone_counts = np.split(self.by_exponent, np.array(edges) - FIRST_EXPONENT)
         names = ("below_subnormal", "subnormal", "normal", "near_overflow", "beyond")
-        finite = {name: int(part.sum()) for name, part in zip(names, parts, strict=True)}
+        finite = {name: int(counts.sum()) for name, counts in zip(names, zone_counts, strict=True)}
         return {"zero": self.zeros, **finite, "inf": self.infs, "nan": self.nans}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the histogram as JSON has it; see `kmp.records` for the keys."""
+        """Returns the histogram as a JSON-serializable dictionary; see `kmp.records` for the keys."""
         data = {"step": self.step, "loss_scale": self.loss_scale, **pack(self.counts)}
         return data if self.unscaled_counts is None else data | {"unscaled": pack(self.unscaled_counts)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "ExponentHistogram":
-        """The reverse of `to_dict`."""
+        """Returns the histogram for a dictionary from `to_dict`."""
         unscaled = unpack(data["unscaled"]) if "unscaled" in data else None
         return cls(unpack(data), int(data["step"]), float(data["loss_scale"]), unscaled)
 
 
-def shifted(counts: np.ndarray, by: int) -> np.ndarray:
-    """Returns the counts of gradients times 2^`by`; what leaves float32's range is counted as zero, or as inf."""
+def shifted(counts: np.ndarray, exponent: int) -> np.ndarray:
+    """Returns the counts of the gradients times 2^`exponent`; float32 underflow counts as zero, overflow as Inf."""
     result = np.zeros_like(counts)
     result[[ZERO_BIN, INF_BIN, NAN_BIN]] = counts[[ZERO_BIN, INF_BIN, NAN_BIN]]
-    moved = np.arange(ZERO_BIN + 1, INF_BIN) + by
-    np.add.at(result, np.clip(moved, ZERO_BIN, INF_BIN), counts[ZERO_BIN + 1 : INF_BIN])
+    bins = np.arange(ZERO_BIN + 1, INF_BIN) + exponent
+    np.add.at(result, np.clip(bins, ZERO_BIN, INF_BIN), counts[ZERO_BIN + 1 : INF_BIN])
     return result
 
 
 def pack(counts: np.ndarray) -> dict[str, Any]:
-    """Returns 280 counts as JSON has them: `zero`, `inf`, `nan`, and those from exponent `first` on."""
-    filled = np.flatnonzero(counts[ZERO_BIN + 1 : INF_BIN])
-    first, last = (int(filled[0]), int(filled[-1])) if filled.size else (0, -1)
-    span = counts[ZERO_BIN + 1 + first : ZERO_BIN + 2 + last]
-    special = {"zero": int(counts[ZERO_BIN]), "inf": int(counts[INF_BIN]), "nan": int(counts[NAN_BIN])}
-    return special | {"first": first + FIRST_EXPONENT, "counts": [int(n) for n in span]}
+    """Returns 280 counts as JSON keys `zero`, `inf`, `nan`, and `counts`, which start with exponent `first`."""
+    nonempty = np.flatnonzero(counts[ZERO_BIN + 1 : INF_BIN])
+    first, last = (int(nonempty[0]), int(nonempty[-1])) if nonempty.size else (0, -1)
+    nonempty_range = counts[ZERO_BIN + 1 + first : ZERO_BIN + 2 + last]
+    zeros_and_nonfinite = {"zero": int(counts[ZERO_BIN]), "inf": int(counts[INF_BIN]), "nan": int(counts[NAN_BIN])}
+    return zeros_and_nonfinite | {"first": first + FIRST_EXPONENT, "counts": [int(count) for count in nonempty_range]}
 
 
 def unpack(data: Mapping[str, Any]) -> np.ndarray:
-    """The reverse of `pack`.
+    """Returns the 280 counts for a dictionary from `pack`.
 
     Raises:
-        ValueError: If an exponent lies outside float32's.
+        ValueError: If an exponent is outside float32's range.
     """
     counts = np.zeros(BIN_COUNT, np.int64)
     counts[[ZERO_BIN, INF_BIN, NAN_BIN]] = data["zero"], data["inf"], data["nan"]

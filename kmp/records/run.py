@@ -1,4 +1,4 @@
-"""A training run as records, and reading it back from its log. Needs NumPy alone."""
+"""The records of a training run, and loading them from a log. Needs no Keras."""
 
 import math
 import os
@@ -18,11 +18,11 @@ RUN_EXPECTED = "a kmp.records.Run, such as kmp.load_run(log_dir) returns"  # in 
 
 @dataclass
 class Run:
-    """A training run as a list of readings, oldest first.
+    """The records of a training run, oldest first.
 
     Args:
-        rows: Readings as dictionaries with a `step`; see the module's list of keys.
-        header: What the log's first line says.
+        rows: Records, dictionaries with a `step`; see `kmp.records` for the keys.
+        header: The log's header, its first line.
 
     Example:
     >>> run = Run([{"step": 1, "loss_scale": 8.0}, {"step": 2, "loss_scale": 16.0}])
@@ -34,40 +34,39 @@ class Run:
     header: dict[str, Any] = field(default_factory=dict)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Adds a reading."""
+        """Adds a record."""
         self.rows.append(dict(row))
 
-    def forget_after(self, step: int) -> None:
-        """Drops the readings beyond a step, as of a training that another one takes the place of."""
+    def drop_after(self, step: int) -> None:
+        """Removes the records after a step, for training that resumes from that step."""
         self.rows[:] = [row for row in self.rows if row["step"] <= step]
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the steps at which `key` was read, and its values, as arrays of equal length."""
-        pairs = [(row["step"], row[key]) for row in self.rows if key in row]
-        values = [math.nan if value is None else value for _, value in pairs]
-        return np.array([step for step, _ in pairs], np.int64), np.array(values)
+        """Returns the steps that have a value of `key`, and the values, as arrays of equal length."""
+        steps_and_values = [(row["step"], row[key]) for row in self.rows if key in row]
+        values = [math.nan if value is None else value for _, value in steps_and_values]
+        return np.array([step for step, _ in steps_and_values], np.int64), np.array(values)
 
     def table(self) -> np.ndarray:
-        """Returns all numbers as an array with named fields: a row for each step that was read, in order.
+        """Returns all numbers as a structured array, with one row per recorded step, in order.
 
-        Its fields are `step`, int64, and every key whose values are plain numbers, float64; nan where a step has none.
+        The fields are `step` (int64) and every key with plain numbers as values (float64; NaN if a step has none).
         """
         by_step: dict[int, dict[str, float]] = {}
         for row in self.rows:
             by_step.setdefault(row["step"], {}).update(scalars(row))
         keys = dict.fromkeys(key for values in by_step.values() for key in values)
         table = np.zeros(len(by_step), [("step", np.int64), *((key, np.float64) for key in keys)])
-        for place, (step, values) in enumerate(sorted(by_step.items())):
-            table[place] = (step, *(values.get(key, math.nan) for key in keys))
+        for index, (step, values) in enumerate(sorted(by_step.items())):
+            table[index] = (step, *(values.get(key, math.nan) for key in keys))
         return table
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the run was made with.
+        """The settings of the run; empty if the header has none.
 
         `rule` (`"FixedScale"` or `"DynamicScale"`) and its arguments; `model`, `parameters`, `compute_dtypes`,
-        `float32_variables` (paths of those whose layers compute in float32), `optimizer`, `replicas`. Empty if the
-        header tells none.
+        `float32_variables` (paths of the variables of float32 layers), `optimizer`, `replicas`.
         """
         settings = self.header.get("settings")
         return dict(settings) if isinstance(settings, Mapping) else {}
@@ -84,29 +83,29 @@ class Run:
 
     @property
     def histograms(self) -> list[ExponentHistogram]:
-        """The histograms of the samples, all variables together, oldest first."""
+        """The histograms of all variables together, one per sample, oldest first."""
         return [sample.histogram for sample in self.samples]
 
     def last(self, key: str, default: Any = None) -> Any:
-        """Returns the newest reading of `key`."""
+        """Returns the newest value of `key`, or `default` if there is none."""
         return next((row[key] for row in reversed(self.rows) if key in row), default)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, allow_truncated: bool = False) -> "Run":
-        """Reads a log.
+        """Loads a log.
 
         Args:
             path: The `.jsonl` file, or the `log_dir` that holds `kmp.jsonl`.
-            allow_truncated: Whether to pass over a last line that was cut short, as a killed process leaves it.
+            allow_truncated: Whether to ignore a truncated last line, which a killed process may leave.
 
         Raises:
-            FileNotFoundError: If there is none.
-            ValueError: If a line is not a reading of this schema.
+            FileNotFoundError: If there is no log.
+            ValueError: If a line does not conform to a supported schema.
         """
         file = Path(path)
         file = file / FILE_NAME if file.is_dir() else file
         if file.exists() and not file.is_file():
-            raise ValueError(f"{file}: not a log of kmp (no regular file)")
+            raise ValueError(f"{file}: not a log of kmp (not a regular file)")
         try:
             lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         except UnicodeDecodeError as error:
@@ -120,25 +119,25 @@ class Run:
             lines.pop()
         parsed = [parse(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
         if parsed and parsed[0].get("kind") != "header":
-            raise ValueError(f"{file}:1: a log of kmp begins with a header. Received: {sorted(parsed[0])}")
+            raise ValueError(f"{file}:1: a log of kmp begins with a header. Received keys: {sorted(parsed[0])}")
         header = parsed[0] if parsed else {}
         rows = [row for row in parsed if row.get("kind") != "header"]
         return cls(rows if header.get("schema") == SCHEMA else list(map(upgraded, rows)), header)
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
-    r"""Reads a log back, also that of a run which is going on or was killed.
+    r"""Loads the log of a training run, even if the run is still in progress or was killed.
 
     Args:
         path: The `.jsonl` file, or the `log_dir` that holds `kmp.jsonl`.
 
     Returns:
-        A `kmp.records.Run`: `table()` has all numbers as an array with named fields, `samples` the sampled gradients,
-        `settings` what the run was made with.
+        A `kmp.records.Run`: `table()` returns all numbers as a structured array; `samples` are the sampled gradients,
+        `settings` the settings of the run.
 
     Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If a line is not a reading of this schema.
+        FileNotFoundError: If there is no log.
+        ValueError: If a line does not conform to a supported schema.
 
     Example:
     >>> import tempfile
@@ -151,7 +150,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
 
 def scalars(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    """Yields the plain numbers of a reading, its `step` left out."""
+    """Yields the keys and values of a record that are plain numbers, except `step`."""
     for key, value in row.items():
         if key != "step" and isinstance(value, int | float):
             yield key, float(value)

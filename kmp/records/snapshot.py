@@ -1,4 +1,4 @@
-"""What a `LossScaleOptimizer` holds at one moment. Needs NumPy alone."""
+"""A snapshot of a `LossScaleOptimizer`. Needs no Keras."""
 
 from dataclasses import dataclass, field
 
@@ -8,31 +8,32 @@ from kmp.records.gradient_sample import GradientSample
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One reading of a `LossScaleOptimizer`.
+    """The counters and the state of a `LossScaleOptimizer`.
 
     Args:
-        step: Training steps done, skipped ones included.
-        loss_scale: The scale that the next step will use.
-        clean_steps: Steps without an overflow since the scale last grew (or, at its highest, would have grown), or
-            gradients of a finite loss last overflowed.
+        step: Training steps done, including skipped ones.
+        loss_scale: The scale of the next step.
+        clean_steps: Steps without an overflow since the scale last grew (or would have grown, if it is at its maximum)
+            or the gradients of a finite loss last overflowed.
         overflow_count: Steps skipped since training began.
-        overflows_in_a_row: Steps skipped since the last one that was applied.
-        nonfinite_loss_count: Steps skipped whose loss was not finite before it was scaled.
-        nonfinite_losses_in_a_row: Those of them among `overflows_in_a_row`.
-        overflows_at_min_scale: Steps skipped that asked for a scale below the lowest one.
-        overflow_origin: Path of the variable to blame for the last step that was skipped with a finite loss: of those whose
-            gradient was not finite, the one nearest the loss in the order of the graph, because an overflow spreads to
-            all before it. (Of a step that ran eagerly, the last in the model's order.) `None` before the first one.
-        last_loss: The loss of the last step before it was scaled, summed over replicas. `None` before the first one.
-        highest_loss: The highest magnitude of such losses so far, of those that were finite. `None` before the first.
-        overflows_by_variable: Variable path to the number of steps in which its gradient was not finite; zeros left
-            out.
-        overflow_origins_by_variable: Variable path to the number of steps, skipped with a finite loss, in which it was the one
-            to blame; zeros left out.
-        nonfinite_activation: What was the first to be inf or nan in the last forward pass whose loss was not finite: a
-            layer's path, `"the batch's x"` and the like, or `"the loss function"`. `None` before one, and without a
-            `kmp.callbacks.ForwardProbe`.
-        sample: The last sample of gradients, or `None` where none was asked for.
+        overflows_in_a_row: Steps skipped since the last applied step.
+        nonfinite_loss_count: Skipped steps whose loss was non-finite before scaling.
+        nonfinite_losses_in_a_row: The steps in `overflows_in_a_row` whose loss was non-finite before scaling.
+        overflows_at_min_scale: Skipped steps in which the rule backed off while the scale was at its minimum.
+        overflow_origin: Path of the variable where the overflow of the last skipped step with a finite loss originated:
+            of the variables with a non-finite gradient, the one nearest to the loss, because an overflow spreads from
+            there to the layers before it. In graph mode, "nearest" follows the graph; in eager mode, the order of the
+            model's variables. `None` before the first such step.
+        last_loss: The loss of the last step before scaling, summed over replicas. `None` before the first step.
+        highest_loss: The largest magnitude of a finite `last_loss` so far. `None` before the first step.
+        overflows_by_variable: Number of steps in which a variable's gradient was non-finite, by variable path; zeros
+            are omitted.
+        overflow_origins_by_variable: Number of skipped steps with a finite loss in which a variable was the overflow
+            origin, by variable path; zeros are omitted.
+        nonfinite_activation: Origin of the first NaN or Inf in the last forward pass with a non-finite loss: a layer's
+            path, a part of the batch, such as `"the batch's x"`, or `"the loss function"`. `None` before the first such
+            pass, and without a `kmp.callbacks.ForwardProbe`.
+        sample: The last sample of gradients, or `None` if none was requested.
 
     Example:
     >>> import kmp
@@ -58,5 +59,5 @@ class Snapshot:
 
     @property
     def histogram(self) -> ExponentHistogram | None:
-        """The last sampled histogram of all variables together."""
+        """The histogram of all variables together in the last sample, or `None` without a sample."""
         return self.sample.histogram if self.sample else None

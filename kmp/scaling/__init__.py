@@ -1,4 +1,4 @@
-"""The rules of the loss scale: pure functions from one step's state and outcome to the next step's state."""
+"""The rules that update the loss scale: pure functions of the current state and the outcome of a step."""
 
 from kmp.scaling.dynamic_scale import DynamicScale
 from kmp.scaling.fixed_scale import FixedScale

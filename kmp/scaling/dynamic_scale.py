@@ -1,4 +1,4 @@
-"""The loss scale that backs off at an overflow and grows after an interval without one."""
+"""The dynamic loss scale: it backs off after an overflow, and grows after an interval without overflows."""
 
 import math
 from dataclasses import dataclass
@@ -9,31 +9,32 @@ from keras import ops
 from kmp.scaling.scale_state import LARGEST_SCALE, ScaleState, StepOutcome, count_step, valid_scale
 from kmp.utils import FLOAT16, FLOAT32, is_power_of_two, validation
 
-_ULP = 2.0**-FLOAT32.fraction_bits
+_FLOAT32_EPSILON = 2.0**-FLOAT32.fraction_bits
 
 
 @dataclass(frozen=True)
 class DynamicScale:
-    """The loss scale that follows the gradients.
+    """A loss scale that backs off after overflows and grows without them.
 
-    A step that overflows in the backward pass, and is at least the `hysteresis`-th skipped one in a row, multiplies the
-    scale by `backoff_factor`, down to `min_scale`. `growth_interval` steps without an overflow multiply it by
-    `growth_factor`, up to `max_scale`. A step whose loss was already non-finite moves nothing: no loss scale would have
-    helped. Source: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.2, and NVIDIA's guide "Train
-    With Mixed Precision"; hysteresis as apex' `update_scale_hysteresis` has it.
+    An overflow in the backward pass multiplies the scale by `backoff_factor`, down to `min_scale`, if at least
+    `hysteresis` consecutive steps were skipped, including this one. `growth_interval` steps without an overflow
+    multiply it by `growth_factor`, up to `max_scale`. A loss that is non-finite before scaling changes neither the
+    scale nor the count of clean steps: no loss scale prevents it. Source: Micikevicius et al., "Mixed Precision
+    Training" (ICLR 2018), section 3.2, and NVIDIA's guide "Train With Mixed Precision"; hysteresis as in apex's
+    `update_scale_hysteresis`.
 
     Args:
-        initial_scale: Float, the scale of the first step, from `min_scale` to `max_scale`.
-        growth_interval: Integer, at least 1; in steps.
+        initial_scale: Float from `min_scale` to `max_scale`, the scale of the first step.
+        growth_interval: Integer, at least 1: steps without an overflow after which the scale grows.
         growth_factor: Float above 1.
         backoff_factor: Float between 0 and 1, both excluded.
-        hysteresis: Integer, at least 1; in steps.
-        min_scale: Float, at least 2^-126 (float32's smallest normal value). Below 2^-14, the default, a loss of 1
-            leaves float16's normal range.
-        max_scale: Float, at most 2^127 (the largest power of two in float32).
+        hysteresis: Integer, at least 1: consecutive skipped steps after which the scale backs off.
+        min_scale: Float, at least 2^-126 (float32's smallest normal value). Defaults to 2^-14, below which a loss of 1
+            times the scale is subnormal in float16.
+        max_scale: Float, at most 2^127 (the default, float32's largest power of two).
 
     Raises:
-        TypeError: If an argument is not a number of its kind.
+        TypeError: If an argument is not a number, or not an integer where one is required.
         ValueError: If an argument is outside its range.
 
     Example:
@@ -76,45 +77,46 @@ class DynamicScale:
             )
 
     def bounded(self, scale: Any) -> Any:
-        """Returns a scale that a file held, brought within bounds; the initial one if it was not finite or above 0."""
-        usable = ops.logical_and(ops.isfinite(scale), scale > 0)
-        return ops.where(usable, ops.clip(scale, self.min_scale, self.max_scale), self.initial_scale)
+        """Returns a scale loaded from a file, clipped to the bounds; the initial one if it is NaN, Inf, 0 or below."""
+        is_valid = ops.logical_and(ops.isfinite(scale), scale > 0)
+        return ops.where(is_valid, ops.clip(scale, self.min_scale, self.max_scale), self.initial_scale)
 
     @property
     def keeps_powers_of_two(self) -> bool:
-        """Whether the scale starts as a power of two and stays one."""
+        """Whether the scale is a power of two in every step."""
         factors = (self.initial_scale, self.growth_factor, self.backoff_factor, self.min_scale, self.max_scale)
         return all(map(is_power_of_two, factors))
 
-    def is_at_min_scale(self, state: ScaleState, step: StepOutcome) -> Any:
-        """Returns a scalar bool: `step` asks for a scale below `min_scale`, so the next one will do no better."""
+    def overflowed_at_min_scale(self, state: ScaleState, step: StepOutcome) -> Any:
+        """Returns a scalar bool, whether `step` backs off while the scale is already at `min_scale`."""
         return ops.logical_and(self._backs_off(state, step), state.scale <= self.min_scale)
 
     def steps_to_min_scale(self, scale: float) -> float:
-        """Returns how many steps `is_at_min_scale` takes to be true at the earliest, from a scale on the host."""
-        falls = math.log(self.min_scale / scale, self.backoff_factor)
-        return 1 + max(0, math.ceil(falls - 1e-6))  # a whole number but for rounding, where it falls to `min_scale`
+        """Returns after how many consecutive overflows, starting from `scale`, one can be at `min_scale`."""
+        backoffs = math.log(self.min_scale / scale, self.backoff_factor)
+        return 1 + max(0, math.ceil(backoffs - 1e-6))  # the logarithm of an exact power may be 3.0000001
 
     def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
         """Returns the state after `step`."""
-        clean, in_a_row = count_step(state, step)
+        clean_steps, overflows_in_a_row = count_step(state, step)
         backs_off = self._backs_off(state, step)
-        grows = ops.logical_and(ops.logical_not(step.overflowed), clean >= self.growth_interval)
-        lower = ops.maximum(state.scale * self.backoff_factor, self.min_scale)
-        higher = ops.minimum(state.scale * self.growth_factor, self.max_scale)
-        scale = ops.where(backs_off, lower, ops.where(grows, higher, state.scale))
-        return ScaleState(scale, ops.where(grows, ops.zeros_like(clean), clean), in_a_row)
+        grows = ops.logical_and(ops.logical_not(step.overflowed), clean_steps >= self.growth_interval)
+        reduced_scale = ops.maximum(state.scale * self.backoff_factor, self.min_scale)
+        increased_scale = ops.minimum(state.scale * self.growth_factor, self.max_scale)
+        scale = ops.where(backs_off, reduced_scale, ops.where(grows, increased_scale, state.scale))
+        clean_steps = ops.where(grows, ops.zeros_like(clean_steps), clean_steps)
+        return ScaleState(scale, clean_steps, overflows_in_a_row)
 
     def _backs_off(self, state: ScaleState, step: StepOutcome) -> Any:
-        in_backward = ops.logical_and(step.overflowed, step.loss_was_finite)
-        return ops.logical_and(in_backward, state.overflows_in_a_row + 1 >= self.hysteresis)
+        overflowed_in_backward = ops.logical_and(step.overflowed, step.loss_was_finite)
+        return ops.logical_and(overflowed_in_backward, state.overflows_in_a_row + 1 >= self.hysteresis)
 
 
 def _growth_factor(value: Any) -> float:
-    expected = "a finite number above 1 (in float32), at most 2^127"
-    return validation.number("growth_factor", value, expected, lambda v: 1.0 + _ULP <= v <= LARGEST_SCALE)
+    expected = "a finite number above 1 after rounding to float32, at most 2^127"
+    return validation.number("growth_factor", value, expected, lambda v: 1.0 + _FLOAT32_EPSILON <= v <= LARGEST_SCALE)
 
 
 def _backoff_factor(value: Any) -> float:
-    expected = "a number between 0 and 1, both excluded (in float32)"
-    return validation.number("backoff_factor", value, expected, lambda v: 0.0 < v <= 1.0 - _ULP / 2)
+    expected = "a number between 0 and 1, both excluded after rounding to float32"
+    return validation.number("backoff_factor", value, expected, lambda v: 0.0 < v <= 1.0 - _FLOAT32_EPSILON / 2)

@@ -1,4 +1,4 @@
-"""The loss scale that never changes."""
+"""The fixed loss scale."""
 
 import math
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from kmp.utils import is_power_of_two
 
 @dataclass(frozen=True)
 class FixedScale:
-    """The loss scale that never moves; steps that overflow are skipped all the same.
+    """A constant loss scale. Steps that overflow are still skipped.
 
     Args:
         initial_scale: Float from 2^-126 to 2^127 (float32's normal range).
 
     Raises:
-        TypeError: If it is not a number.
-        ValueError: If it is outside that range.
+        TypeError: If `initial_scale` is not a number.
+        ValueError: If `initial_scale` is outside that range.
 
     Example:
     >>> FixedScale(1024)
@@ -32,7 +32,7 @@ class FixedScale:
         object.__setattr__(self, "initial_scale", valid_scale("loss_scale", self.initial_scale, "'dynamic', 0, or "))
 
     def bounded(self, scale: Any) -> Any:
-        """Returns the fixed scale, whatever a file held."""
+        """Returns the fixed scale in place of `scale`, as loaded from a file."""
         return ops.full_like(scale, self.initial_scale)
 
     @property
@@ -40,14 +40,14 @@ class FixedScale:
         """Whether the scale is a power of two."""
         return is_power_of_two(self.initial_scale)
 
-    def is_at_min_scale(self, state: ScaleState, step: StepOutcome) -> Any:
-        """Returns a scalar bool, false: a scale that never moves has no way down to come to the end of."""
+    def overflowed_at_min_scale(self, state: ScaleState, step: StepOutcome) -> Any:
+        """Returns a scalar bool, always false: a fixed scale has no minimum to back off to."""
         return ops.zeros_like(step.overflowed)
 
     def steps_to_min_scale(self, scale: float) -> float:
-        """Returns infinity: see `is_at_min_scale`."""
+        """Returns infinity: `overflowed_at_min_scale` is never true."""
         return math.inf
 
     def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
-        """Returns the state after `step`: the same scale, the steps counted."""
+        """Returns the state after `step`: the same scale, and the updated step counts."""
         return ScaleState(state.scale, *count_step(state, step))

@@ -1,4 +1,4 @@
-"""What a rule of the loss scale works on: the state it keeps, and the outcome of a step."""
+"""The inputs of a loss scale rule: its state, and the outcome of a training step."""
 
 from typing import Any, NamedTuple
 
@@ -11,13 +11,13 @@ SMALLEST_SCALE = FLOAT32.smallest_normal
 
 
 class ScaleState(NamedTuple):
-    """What a rule remembers from step to step.
+    """The state of a loss scale rule.
 
     Attributes:
         scale: Scalar float32, the loss scale; always finite and above 0.
-        clean_steps: Scalar int64, steps without an overflow since the scale last grew, or gradients of a finite loss
-            last overflowed.
-        overflows_in_a_row: Scalar int64, steps skipped since the last one that was applied.
+        clean_steps: Scalar int64, the number of steps without an overflow since the scale last grew or the gradients of
+            a finite loss last overflowed.
+        overflows_in_a_row: Scalar int64, the number of steps skipped since the last applied step.
 
     Example:
     >>> from kmp.scaling import DynamicScale
@@ -33,16 +33,16 @@ class ScaleState(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """What a rule learns of one step.
+    """The outcome of a training step.
 
     Attributes:
-        overflowed: Scalar bool, the loss or a gradient was not finite, so the step was skipped.
-        loss_was_finite: Scalar bool, false when a loss of the step was not finite before it was scaled.
+        overflowed: Scalar bool, whether the loss or a gradient was non-finite, so that the step was skipped.
+        loss_was_finite: Scalar bool, false if a loss of the step was non-finite before scaling.
 
     Example:
     >>> from kmp.scaling import DynamicScale
-    >>> state, bad = ScaleState(*map(ops.array, (8.0, 0, 0))), StepOutcome(ops.array(True), ops.array(False))
-    >>> float(DynamicScale().update(state, bad).scale)  # no scale would have helped
+    >>> state, outcome = ScaleState(*map(ops.array, (8.0, 0, 0))), StepOutcome(ops.array(True), ops.array(False))
+    >>> float(DynamicScale().update(state, outcome).scale)  # the loss itself is NaN or Inf: no scale prevents that
     8.0
     """
 
@@ -58,7 +58,17 @@ def count_step(state: ScaleState, step: StepOutcome) -> tuple[Any, Any]:
     return ops.where(step.overflowed, after_overflow, state.clean_steps + 1), in_a_row
 
 
-def valid_scale(name: str, value: Any, or_else: str = "") -> float:
-    """Returns a loss scale as a `float`; raises a `TypeError` or `ValueError` for an invalid one."""
-    expected = f"{or_else}a finite number from 2^-126 to 2^127 (float32's normal range)"
+def valid_scale(name: str, value: Any, alternatives: str = "") -> float:
+    """Returns a loss scale as a `float`.
+
+    Args:
+        name: The argument's name, for the message.
+        value: The received value.
+        alternatives: Other accepted values, as the beginning of the expected values in the message.
+
+    Raises:
+        TypeError: If `value` is not a number.
+        ValueError: If `value` is outside float32's normal range.
+    """
+    expected = f"{alternatives}a finite number from 2^-126 to 2^127 (float32's normal range)"
     return validation.number(name, value, expected, lambda v: SMALLEST_SCALE <= v <= LARGEST_SCALE)

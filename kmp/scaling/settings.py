@@ -1,5 +1,6 @@
-"""The public arguments that choose a rule of the loss scale."""
+"""The public arguments that define the loss scale rule."""
 
+import difflib
 import numbers
 from typing import Any, TypedDict, Unpack
 
@@ -11,7 +12,7 @@ Rule = FixedScale | DynamicScale
 
 
 class LossScaleSettings(TypedDict, total=False):
-    """The public arguments that choose a rule; their meaning and ranges are those of `DynamicScale`."""
+    """The public loss scale arguments, with the meaning and ranges of `DynamicScale` and `make_rule`."""
 
     loss_scale: float | str
     initial_scale: float
@@ -25,29 +26,29 @@ class LossScaleSettings(TypedDict, total=False):
 
 
 def make_rule(**settings: Unpack[LossScaleSettings]) -> Rule:
-    """Returns the rule that the public arguments describe.
+    """Returns the rule for the public arguments.
 
     Args:
         **settings: Arguments of `DynamicScale`; `dynamic_growth_steps`, Keras' name for `growth_interval`; and
-            `loss_scale`: `"dynamic"`, or 0 as apex and DeepSpeed write it, or the fixed scale, a float from 2^-126 to
-            2^127.
+            `loss_scale`: `"dynamic"`, or 0 as in apex and DeepSpeed, for a dynamic loss scale; or a float from 2^-126
+            to 2^127, a fixed loss scale.
 
     Raises:
-        TypeError: If an argument is of the wrong type or unknown.
-        ValueError: If an argument is outside its range, or contradicts another.
+        TypeError: If an argument has the wrong type or is unknown.
+        ValueError: If an argument is outside its range or contradicts another.
     """
-    rest: dict[str, Any] = dict(settings)
-    _check_names(rest)
-    loss_scale = rest.pop("loss_scale", "dynamic")
-    _join_intervals(rest)
+    arguments: dict[str, Any] = dict(settings)
+    _check_names(arguments)
+    loss_scale = arguments.pop("loss_scale", "dynamic")
+    _merge_growth_intervals(arguments)
     if _is_dynamic(loss_scale):
-        return DynamicScale(**rest)
+        return DynamicScale(**arguments)
     fixed = FixedScale(loss_scale)
-    if rest.get("initial_scale") == fixed.initial_scale:
-        del rest["initial_scale"]
-    others = {name: value for name, value in rest.items() if value != getattr(DynamicScale(), name)}
+    if arguments.get("initial_scale") == fixed.initial_scale:
+        del arguments["initial_scale"]
+    others = {name: value for name, value in arguments.items() if value != getattr(DynamicScale(), name)}
     if others:
-        DynamicScale(**others)  # is an error of its own for a value outside its range
+        DynamicScale(**others)  # a value outside its range raises its own error
         raise ValueError(
             f"A fixed loss scale has no other settings. Received: loss_scale={loss_scale!r} with {others!r}. "
             "Leave them out, or pass loss_scale='dynamic'."
@@ -56,17 +57,17 @@ def make_rule(**settings: Unpack[LossScaleSettings]) -> Rule:
 
 
 def override(inherited: LossScaleSettings, own: LossScaleSettings) -> LossScaleSettings:
-    """Returns `own` settings over `inherited` ones.
+    """Returns the `inherited` settings, overridden by the `own` ones.
 
-    An inherited growth interval under its other name, and a fixed scale beside settings of a dynamic one or the other
-    way round, give way.
+    Inherited settings that contradict `own` are dropped: the growth interval under both of its names, and, if `own` is
+    not empty and one of the loss scales is fixed, all of them.
 
     Args:
-        inherited: Settings that are in force.
-        own: Settings given on top of them.
+        inherited: Settings of `kmp.enable`.
+        own: Settings that override them.
 
     Raises:
-        TypeError: If there is no such setting.
+        TypeError: If `own` has an unknown setting.
     """
     _check_names(dict(own))
     kept: dict[str, Any] = dict(inherited)
@@ -79,29 +80,31 @@ def override(inherited: LossScaleSettings, own: LossScaleSettings) -> LossScaleS
 
 
 def _check_names(settings: dict[str, Any]) -> None:
-    known = LossScaleSettings.__annotations__
+    known = (*LossScaleSettings.__annotations__, "jit_compile")  # the callers handle `jit_compile`
     for name in settings:
-        if name not in known:
-            raise TypeError(f"There is no argument {name!r}. There are: {', '.join(known)}, jit_compile")
+        if name not in LossScaleSettings.__annotations__:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean `{close[0]}`?" if close else f"The arguments are: {', '.join(known)}."
+            raise TypeError(f"`{name}` is not an argument of the loss scale. {hint}")
 
 
-def _join_intervals(settings: dict[str, Any]) -> None:
-    """Renames `dynamic_growth_steps` to `growth_interval`; where both are given, the default gives way."""
+def _merge_growth_intervals(settings: dict[str, Any]) -> None:
+    """Renames `dynamic_growth_steps` to `growth_interval`; if both are given, ignores a default one."""
     if "dynamic_growth_steps" not in settings:
         return
-    keras_name = validation.positive_integer("dynamic_growth_steps", settings.pop("dynamic_growth_steps"))
-    ours = settings.setdefault("growth_interval", keras_name)
-    if ours == DynamicScale.growth_interval:
-        settings["growth_interval"] = keras_name
-    elif ours != keras_name:
+    growth_steps = validation.positive_integer("dynamic_growth_steps", settings.pop("dynamic_growth_steps"))
+    growth_interval = settings.setdefault("growth_interval", growth_steps)
+    if growth_interval == DynamicScale.growth_interval:
+        settings["growth_interval"] = growth_steps
+    elif growth_interval != growth_steps:
         raise ValueError(
-            "`growth_interval` and `dynamic_growth_steps` are the same thing; give one of them. Received: "
-            f"growth_interval={ours!r}, dynamic_growth_steps={keras_name!r}"
+            "`growth_interval` and `dynamic_growth_steps` are the same setting; pass only one of them. Received: "
+            f"growth_interval={growth_interval!r}, dynamic_growth_steps={growth_steps!r}"
         )
 
 
 def _is_dynamic(loss_scale: Any) -> bool:
-    """Whether the public argument `loss_scale` asks for the dynamic rule."""
+    """Whether the public argument `loss_scale` selects the dynamic rule."""
     if isinstance(loss_scale, str) and loss_scale == "dynamic":
         return True
     return isinstance(loss_scale, numbers.Real) and not isinstance(loss_scale, bool) and loss_scale == 0

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from kmp.records import BIN_COUNT, GradientSample
-from kmp.utils.names import unique
+from kmp.utils.names import unique_names
 
 NAMES = ("net/first/kernel", "net/first/bias", "net/last/kernel")
 
 
-def sample(**changed):
+def sample(**overrides):
     counts = np.zeros((3, BIN_COUNT), np.int64)
     counts[:, 140:143] = [[1, 2, 3], [0, 4, 0], [5, 0, 6]]
     counts[:, 0] = 7, 8, 9
@@ -22,35 +22,35 @@ def sample(**changed):
         "updates": np.array([6, 4, 11]),
         "lost_updates": np.array([1, 0, 2]),
     }
-    return GradientSample(5, 4.0, NAMES, **({"counts": counts} | arrays | changed))
+    return GradientSample(5, 4.0, NAMES, **({"counts": counts} | arrays | overrides))
 
 
-def test_sample_gives_the_histogram_of_a_variable_and_of_all():
-    made = sample()
-    assert (made["net/first/bias"].total, made["net/first/bias"].zeros) == (12, 8)
-    assert (made.histogram.total, made.histogram.zeros) == (45, 24)
-    assert (made.histogram.step, made.histogram.loss_scale) == (5, 4.0)
-    assert list(made) == list(NAMES)
-    assert len(made) == 3
-    assert repr(made) == "<GradientSample step=5 loss_scale=4: 3 variables>"
+def test_sample_has_a_histogram_per_variable_and_of_all():
+    result = sample()
+    assert (result["net/first/bias"].total, result["net/first/bias"].zeros) == (12, 8)
+    assert (result.histogram.total, result.histogram.zeros) == (45, 24)
+    assert (result.histogram.step, result.histogram.loss_scale) == (5, 4.0)
+    assert list(result) == list(NAMES)
+    assert len(result) == 3
+    assert repr(result) == "<GradientSample step=5 loss_scale=4: 3 variables>"
 
 
-def test_sample_without_some_variables_holds_the_others():
-    assert list(sample().without(["net/first/bias", "elsewhere"])) == ["net/first/kernel", "net/last/kernel"]
+def test_without_removes_the_named_variables():
+    assert list(sample().without(["net/first/bias", "unknown"])) == ["net/first/kernel", "net/last/kernel"]
     assert sample().without(NAMES).histogram.total == 0
 
 
-def test_unknown_variable_is_an_error_that_lists_the_names():
+def test_unknown_variable_raises_with_the_known_names():
     with pytest.raises(KeyError, match="net/last/kernel"):
-        _ = sample()["nosuch"]
+        _ = sample()["unknown"]
 
 
-def test_update_ratio_is_that_of_the_norms_and_unknown_for_a_zero_weight():
+def test_update_ratio_is_the_ratio_of_the_norms_and_nan_for_a_zero_weight():
     np.testing.assert_allclose(sample().update_ratio, [0.05, 0.05, math.nan])
     assert sample().total_norm == 13.0
 
 
-def test_layer_merges_its_variables():
+def test_by_layer_merges_the_variables_of_a_layer():
     layers = sample().by_layer()
     assert layers.names == ("net/first", "net/last")
     assert layers["net/first"].total == 18 + 7
@@ -73,23 +73,23 @@ def test_variables_are_selected_by_path_or_pattern(patterns, names):
     assert sample().select(patterns).names == names
 
 
-def test_pattern_that_matches_none_is_an_error_that_lists_the_names():
+def test_pattern_without_a_match_raises_with_the_known_names():
     with pytest.raises(ValueError, match=r"'dense\*'.*net/first/kernel, net/first/bias, net/last/kernel"):
         sample().select(["*/kernel", "dense*"])
 
 
-def test_sample_survives_json_with_inf_and_nan():
+def test_sample_with_inf_and_nan_round_trips_through_json():
     counts = sample().counts
     counts[1, -2], counts[2, -1] = 1, 1
-    made = sample(counts=counts, amax=np.array([2.0, math.inf, math.nan]), norm=np.array([3.0, math.inf, math.nan]))
-    data = json.loads(json.dumps(made.to_dict(), allow_nan=False))
-    back = GradientSample.from_dict(5, data["loss_scale"], data["variables"])
-    assert back.names == NAMES
-    np.testing.assert_array_equal(back.counts, counts)
-    np.testing.assert_array_equal(back.amax, made.amax)
-    np.testing.assert_array_equal(back.norm, [3.0, math.nan, math.nan])
-    np.testing.assert_array_equal(back.updates, made.updates)
+    original = sample(counts=counts, amax=np.array([2.0, math.inf, math.nan]), norm=np.array([3.0, math.inf, math.nan]))
+    data = json.loads(json.dumps(original.to_dict(), allow_nan=False))
+    loaded = GradientSample.from_dict(5, data["loss_scale"], data["variables"])
+    assert loaded.names == NAMES
+    np.testing.assert_array_equal(loaded.counts, counts)
+    np.testing.assert_array_equal(loaded.amax, original.amax)
+    np.testing.assert_array_equal(loaded.norm, [3.0, math.nan, math.nan])
+    np.testing.assert_array_equal(loaded.updates, original.updates)
 
 
-def test_second_variable_of_a_path_gets_a_number():
-    assert unique(["a", "b", "a", "a"]) == ["a", "b", "a#2", "a#3"]
+def test_repeated_names_get_a_number():
+    assert unique_names(["a", "b", "a", "a"]) == ["a", "b", "a#2", "a#3"]

@@ -13,44 +13,41 @@ from kmp.records.run import scalars
 def sample(*zeros):
     counts = np.zeros((len(zeros), BIN_COUNT), np.int64)
     counts[:, 0] = zeros
-    names, floats, whole = (
-        tuple(f"v{n}" for n in range(len(zeros))),
-        np.ones(len(zeros)),
-        np.zeros(len(zeros), np.int64),
-    )
-    return GradientSample(2, 8.0, names, counts, floats, floats, floats, floats, whole, whole)
+    names = tuple(f"v{index}" for index in range(len(zeros)))
+    floats, integers = np.ones(len(zeros)), np.zeros(len(zeros), np.int64)
+    return GradientSample(2, 8.0, names, counts, floats, floats, floats, floats, integers, integers)
 
 
-def test_run_reads_back_what_was_written(tmp_path):
+def test_run_round_trips_through_a_log(tmp_path):
     rows = [
         {"step": 1, "loss_scale": 4.0},
         {"step": 2, "sample": sample(1, 3).to_dict()},
         {"step": 3, "loss": 0.5},
     ]
-    lines = [to_line({"schema": 2, "kind": "header"}), *map(to_line, rows)]
+    lines = [to_line({"schema": 3, "kind": "header"}), *map(to_line, rows)]
     (tmp_path / "kmp.jsonl").write_text("".join(lines))
     run = Run.load(tmp_path)
     assert run.rows == rows
-    assert [h.zeros for h in run.histograms] == [4]
+    assert [histogram.zeros for histogram in run.histograms] == [4]
     assert run.samples[0]["v1"].zeros == 3
     steps, scales = run.series("loss_scale")
     assert (steps.tolist(), scales.tolist()) == ([1], [4.0])
 
 
-def test_numbers_that_are_not_finite_become_null_and_come_back_as_nan(tmp_path):
+def test_nonfinite_numbers_become_null_and_load_as_nan(tmp_path):
     line = to_line({"step": 1, "loss": math.inf})
     assert json.loads(line) == {"step": 1, "loss": None}
     file = tmp_path / "log.jsonl"
-    file.write_text(to_line({"schema": 2, "kind": "header"}) + line)
+    file.write_text(to_line({"schema": 3, "kind": "header"}) + line)
     assert math.isnan(Run.load(file).series("loss")[1][0])
 
 
 def test_series_of_an_unknown_key_is_empty():
-    steps, found = Run([{"step": 1}]).series("loss_scale")
-    assert steps.size == found.size == 0
+    steps, values = Run([{"step": 1}]).series("loss_scale")
+    assert steps.size == values.size == 0
 
 
-def test_scalars_leaves_out_the_step_and_what_is_no_number():
+def test_scalars_are_the_numbers_except_the_step():
     assert dict(scalars({"step": 1, "a": 2, "b": 0.5, "c": {}, "d": None})) == {"a": 2.0, "b": 0.5}
 
 
@@ -58,29 +55,35 @@ def test_scalars_leaves_out_the_step_and_what_is_no_number():
     ("text", "match"),
     [
         ('{"step": 1}\n{"st', r"log.jsonl:2: not a line of JSON"),
-        ("[1]", "log.jsonl:1: a reading is a JSON object"),
+        ("[1]", "log.jsonl:1: a record must be a JSON object"),
         ('{"loss": 1}', "integer `step`"),
         ('{"kind": "header", "schema": 99}', "schema 99"),
-        ('{"step": 5, "overflow_count": "many"}', "jsonl:1: overflow_count is a number. Received: 'many'"),
-        ('{"step": 5, "overflow_origins_by_variable": [1]}', "overflow_origins_by_variable is an object of integers"),
-        ('{"step": 5, "loss_scale": 0.0}', "a loss scale is above 0"),
-        ('{"step": 5, "sample": {"loss_scale": 0, "variables": {}}}', "a loss scale is above 0"),
-        ('{"kind": "header", "schema": 2, "settings": {"compute_dtypes": null}}', "a list of `compute_dtypes`"),
+        ('{"step": 5, "overflow_count": "many"}', "jsonl:1: `overflow_count` must be a number. Received: 'many'"),
+        (
+            '{"step": 5, "overflow_origins_by_variable": [1]}',
+            "`overflow_origins_by_variable` must be an object of integers",
+        ),
+        ('{"step": 5, "loss_scale": 0.0}', "`loss_scale` must be above 0"),
+        ('{"step": 5, "sample": {"loss_scale": 0, "variables": {}}}', "`loss_scale` must be above 0"),
+        (
+            '{"kind": "header", "schema": 3, "settings": {"compute_dtypes": null}}',
+            "`settings` must be an object, and its `compute_dtypes` a list",
+        ),
     ],
 )
-def test_foreign_or_torn_log_is_an_error_that_names_file_and_line(tmp_path, text, match):
+def test_foreign_or_truncated_log_raises_with_file_and_line(tmp_path, text, match):
     file = tmp_path / "log.jsonl"
     file.write_text(text)
     with pytest.raises(ValueError, match=match):
         Run.load(file)
 
 
-def test_missing_log_is_a_file_not_found_error(tmp_path):
+def test_missing_log_raises_file_not_found_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         Run.load(tmp_path)
 
 
-def test_table_has_a_row_for_each_step_and_a_field_for_each_number():
+def test_table_has_a_row_per_step_and_a_field_per_number():
     rows = [
         {"step": 2, "overflow_count": 1},
         {"step": 1, "loss_scale": 4.0, "overflow_origin": "a"},
@@ -98,26 +101,26 @@ def test_table_of_an_empty_run_has_no_rows():
     assert Run().table().size == 0
 
 
-def test_last_reading_of_a_key():
+def test_last_returns_the_newest_value_of_a_key():
     run = Run([{"step": 1, "a": 1}, {"step": 2, "a": 2}, {"step": 3}])
     assert (run.last("a"), run.last("b"), run.last("b", 7)) == (2, None, 7)
 
 
-def test_run_knows_the_settings_its_header_tells(tmp_path):
-    header = {"schema": 2, "kind": "header", "settings": {"rule": "FixedScale"}}
+def test_settings_are_those_of_the_header(tmp_path):
+    header = {"schema": 3, "kind": "header", "settings": {"rule": "FixedScale"}}
     (tmp_path / "kmp.jsonl").write_text(to_line(header) + to_line({"step": 1}))
     assert load_run(tmp_path).settings == {"rule": "FixedScale"}
     assert load_run(tmp_path).header == header
     assert Run().settings == {}
 
 
-def test_load_run_passes_over_the_line_that_a_kill_tore(tmp_path):
-    (tmp_path / "kmp.jsonl").write_text(to_line({"schema": 2, "kind": "header"}) + to_line({"step": 1}) + '{"st')
+def test_load_run_ignores_a_truncated_last_line(tmp_path):
+    (tmp_path / "kmp.jsonl").write_text(to_line({"schema": 3, "kind": "header"}) + to_line({"step": 1}) + '{"st')
     assert load_run(tmp_path).rows == [{"step": 1}]
 
 
-def test_sample_that_is_none_is_an_error_that_names_the_line(tmp_path):
+def test_invalid_sample_raises_with_the_line(tmp_path):
     file = tmp_path / "kmp.jsonl"
-    file.write_text(to_line({"schema": 2, "kind": "header"}) + '{"step": 1, "sample": {"loss_scale": 1}}\n')
-    with pytest.raises(ValueError, match=r"kmp.jsonl:2: not a sample of kmp's gradients \(KeyError"):
+    file.write_text(to_line({"schema": 3, "kind": "header"}) + '{"step": 1, "sample": {"loss_scale": 1}}\n')
+    with pytest.raises(ValueError, match=r"kmp.jsonl:2: not a valid `sample` \(KeyError"):
         load_run(file)

@@ -7,25 +7,25 @@ from kmp.scaling import DynamicScale, FixedScale
 from kmp.scaling.settings import make_rule
 
 
-@pytest.mark.parametrize("dynamic", ["dynamic", 0, 0.0])
-def test_loss_scale_dynamic_and_zero_mean_the_dynamic_rule(dynamic):
-    assert make_rule(loss_scale=dynamic, initial_scale=8.0) == DynamicScale(initial_scale=8.0)
+@pytest.mark.parametrize("loss_scale", ["dynamic", 0, 0.0])
+def test_loss_scale_dynamic_or_zero_selects_the_dynamic_rule(loss_scale):
+    assert make_rule(loss_scale=loss_scale, initial_scale=8.0) == DynamicScale(initial_scale=8.0)
 
 
-def test_keras_name_for_the_growth_interval_is_accepted():
+def test_keras_name_of_the_growth_interval_is_accepted():
     assert make_rule(dynamic_growth_steps=7) == DynamicScale(growth_interval=7)
-    with pytest.raises(ValueError, match="same thing"):
+    with pytest.raises(ValueError, match="are the same setting"):
         make_rule(dynamic_growth_steps=7, growth_interval=8)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1, "static", None, [1], True, 2.0**128, 2.0**-127])
-def test_bad_loss_scale_is_an_error_that_names_it(value):
+def test_invalid_loss_scale_raises_with_the_argument(value):
     with pytest.raises((ValueError, TypeError), match="`loss_scale` must be"):
         make_rule(loss_scale=value)
 
 
 @pytest.mark.parametrize(
-    ("settings_", "match"),
+    ("arguments", "match"),
     [
         ({"growth_interval": 1.5}, "growth_interval=1.5"),
         ({"growth_factor": 1.0}, "above 1"),
@@ -44,15 +44,24 @@ def test_bad_loss_scale_is_an_error_that_names_it(value):
         ({"loss_scale": 2.0, "initial_scale": 4.0}, "no other settings"),
     ],
 )
-def test_values_out_of_range_or_in_contradiction_are_errors(settings_, match):
+def test_invalid_or_contradictory_values_raise(arguments, match):
     with pytest.raises((ValueError, TypeError), match=match):
-        make_rule(**settings_)
+        make_rule(**arguments)
 
 
-def test_unknown_setting_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(TypeError, match=r"'growth'.*growth_interval"):
-        make_rule(growth=2)
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("init_scale", r"^`init_scale` is not an argument of the loss scale. Did you mean `initial_scale`\?$"),
+        ("growth_steps", r"`growth_steps` is not an argument .* Did you mean `dynamic_growth_steps`\?$"),
+        ("jit_compiled", r"Did you mean `jit_compile`\?$"),
+        ("enabled", r"`enabled` is not an argument .* The arguments are: loss_scale, .*growth_interval, .*jit_compile"),
+    ],
+)
+def test_unknown_argument_raises_with_the_closest_or_all_arguments(name, match):
+    with pytest.raises(TypeError, match=match):
+        make_rule(**{name: 2})
 
 
-def test_fixed_scale_may_lie_outside_the_dynamic_bounds():
+def test_fixed_scale_may_be_outside_the_dynamic_bounds():
     assert make_rule(loss_scale=2.0**-20, initial_scale=2.0**-20) == FixedScale(2.0**-20)
