@@ -1,14 +1,14 @@
-"""Statistics of gradients, computed on the device: exponents, norms, what an update changed, a float32 reference."""
+"""Gradient statistics computed on the device: exponents, norms, effects of updates, and a float32 reference."""
 
 from kmp.gradients import tensor_statistics
 from kmp.gradients.float32_reference import check_batch, float32_sample
 from kmp.gradients.gradient_sampler import GradientSampler, extended_sampler, paths_of
-from kmp.gradients.tensor_packing import ROW, pack_tensors
+from kmp.gradients.tensor_packing import ROW_SIZE, pack_tensors
 from kmp.gradients.tensor_statistics import values_of, with_values
 from kmp.gradients.update_statistics import UpdateWatch
 
 __all__ = [
-    "ROW",
+    "ROW_SIZE",
     "GradientSampler",
     "UpdateWatch",
     "check_batch",

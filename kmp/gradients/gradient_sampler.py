@@ -1,4 +1,4 @@
-"""Sampling of gradients in the compiled step: when, of which variables, and what the last sample was."""
+"""Samples gradients in the compiled step: decides when and for which variables, and stores the last sample."""
 
 import math
 from collections.abc import Sequence
@@ -13,18 +13,23 @@ from keras import ops
 from kmp.backend import distribution
 from kmp.gradients import tensor_statistics
 from kmp.records import BIN_COUNT, GradientSample
-from kmp.utils import matching, unique
+from kmp.utils import matching_indices, unique_names
 
 Patterns = tuple[str, ...] | None
 
 
 def paths_of(variables: Sequence[Any]) -> list[str]:
-    """Returns the paths of variables; a second one of a path has a number."""
-    return unique(getattr(variable, "path", variable.name) for variable in variables)
+    """Returns the paths of variables; a repeated path gets a number."""
+    return unique_names(getattr(variable, "path", variable.name) for variable in variables)
 
 
 def extended_sampler(before: "GradientSampler | None", wanted: Patterns) -> "GradientSampler":
-    """Returns a sampler of what `wanted` asks for, and of what the one before it was for; that one, if it does both."""
+    """Returns a sampler for the variables of an existing sampler and for those that match more patterns.
+
+    Args:
+        before: The existing sampler, or `None`. It is returned itself if it already covers `wanted`.
+        wanted: Patterns of variable paths; `None` for all variables.
+    """
     if before is None:
         return GradientSampler(wanted)
     if before.patterns is None or (wanted is not None and set(wanted) <= set(before.patterns)):
@@ -33,49 +38,51 @@ def extended_sampler(before: "GradientSampler | None", wanted: Patterns) -> "Gra
 
 
 class GradientSampler:
-    """The last sample, and when to take the next: set by callbacks, read by the compiled step.
+    """Stores the last gradient sample and the sampling interval, which callbacks set and the compiled step reads.
 
-    The cadence is a variable, so that changing or pausing it needs no new trace. Where several callbacks ask, it is the
-    greatest common divisor of theirs, so that each finds the samples it asked for.
+    The interval is a variable, so changing it or pausing does not retrace the step. With several callbacks it is the
+    greatest common divisor of their intervals, so that each callback gets the samples it requested.
 
     Args:
-        patterns: Which variables to measure, by path; `None` for all.
-        before: A sampler whose place this one takes, at the same cadence.
+        patterns: Patterns of the variable paths to measure; `None` for all variables.
+        before: A sampler to replace; its sampling intervals are kept.
     """
 
     def __init__(self, patterns: Patterns = None, before: "GradientSampler | None" = None) -> None:
         self.patterns = patterns
-        self._asked: WeakKeyDictionary[Any, int] = before._asked if before else WeakKeyDictionary()
-        asked = math.gcd(*self._asked.values())
-        self._cadence = keras.Variable(asked, dtype="int64", trainable=False, name="sample_every")
-        self._first = keras.Variable(0, dtype="int64", trainable=False, name="sample_first")
+        self._intervals: WeakKeyDictionary[Any, int] = before._intervals if before else WeakKeyDictionary()
+        common_interval = math.gcd(*self._intervals.values())
+        self._interval = keras.Variable(common_interval, dtype="int64", trainable=False, name="sample_every")
+        self._first_step = keras.Variable(0, dtype="int64", trainable=False, name="sample_first")
         self._step = distribution.variable("sample_step", "int64", aggregation="only_first_replica")
         self._scale = distribution.variable("sample_loss_scale", "float32", aggregation="only_first_replica")
-        self._chosen: list[int] | None = None
+        self._indices: list[int] | None = None
 
-    def check(self, paths: Sequence[str]) -> None:
-        """Makes sure that each pattern matches a variable, before anything is built.
+    def check_patterns(self, paths: Sequence[str]) -> None:
+        """Checks that each pattern matches a variable, before anything is built.
 
         Raises:
-            ValueError: If one does not. The patterns are forgotten then, so that a later training can have its own.
+            ValueError: If a pattern matches no variable. All patterns are dropped then, so that they do not affect a
+                later training run.
         """
         patterns, self.patterns = self.patterns, ()
-        matching(patterns or (), paths)
+        matching_indices(patterns or (), paths)
         self.patterns = patterns
 
     def build(self, paths: Sequence[str], scale_is_power_of_two: bool) -> None:
-        """Creates what holds a sample.
+        """Creates the variables that store a sample.
 
         Args:
-            paths: Those of all variables.
-            scale_is_power_of_two: Whether it always is; then the gradients without the scale need no count of theirs.
+            paths: Paths of all trained variables.
+            scale_is_power_of_two: Whether the loss scale is always a power of two. Otherwise the unscaled gradients are
+                counted separately.
 
         Raises:
             ValueError: If a pattern matches no variable.
         """
-        self._chosen = list(range(len(paths))) if self.patterns is None else matching(self.patterns, paths)
+        self._indices = list(range(len(paths))) if self.patterns is None else matching_indices(self.patterns, paths)
         self._paths = list(paths)
-        rows = len(self._chosen)
+        rows = len(self._indices)
         self._counts = distribution.variable("sample_counts", "int64", (rows, BIN_COUNT))
         self._amax = distribution.variable("sample_amax", "float32", (rows,))
         self._square_sum = distribution.variable("sample_square_sum", "float64", (rows,))
@@ -84,43 +91,43 @@ class GradientSampler:
             self._unscaled = distribution.variable("sample_unscaled_counts", "int64", (rows, BIN_COUNT))
 
     def start(self, owner: Any, every_n_steps: int, first: int) -> None:
-        """Samples step `first`, and from then on each step that `every_n_steps` divides."""
-        self._asked[owner] = every_n_steps
-        self._first.assign(first)
-        self._cadence.assign(math.gcd(*self._asked.values()))
+        """Starts sampling for `owner`: at step `first`, and at each step divisible by `every_n_steps`."""
+        self._intervals[owner] = every_n_steps
+        self._first_step.assign(first)
+        self._interval.assign(math.gcd(*self._intervals.values()))
 
     def stop(self, owner: Any) -> None:
-        """Forgets what `owner` asked for."""
-        self._asked.pop(owner, None)
-        self._cadence.assign(math.gcd(*self._asked.values()))
+        """Stops sampling for `owner`."""
+        self._intervals.pop(owner, None)
+        self._interval.assign(math.gcd(*self._intervals.values()))
 
-    def sample(self, gradients: list[Any], unscaled: tensor_statistics.Prepare, scale: Any, step: Any) -> None:
-        """Measures the gradients if `step` is one to sample; part of the compiled step.
+    def sample(self, gradients: list[Any], unscaled: tensor_statistics.Transform, scale: Any, step: Any) -> None:
+        """Measures the gradients if `step` is due; part of the compiled step.
 
         Args:
-            gradients: One for each variable, loss-scaled.
-            unscaled: Takes some of them and their places, and returns them without the scale.
-            scale: Scalar float32.
-            step: Scalar int64, the step's number, from 1.
+            gradients: The loss-scaled gradient of each variable.
+            unscaled: A function that takes some gradients and their indices and returns them unscaled.
+            scale: The loss scale, scalar float32.
+            step: The number of the step, scalar int64, counted from 1.
         """
-        on_cadence = step % ops.maximum(self._cadence, 1) == 0
-        due = ops.logical_and(self._cadence > 0, ops.logical_or(on_cadence, ops.equal(step, self._first)))
-        ops.cond(due, lambda: self._record(gradients, unscaled, scale, step), lambda: None)
+        is_on_interval = step % ops.maximum(self._interval, 1) == 0
+        is_due = ops.logical_and(self._interval > 0, ops.logical_or(is_on_interval, ops.equal(step, self._first_step)))
+        ops.cond(is_due, lambda: self._record(gradients, unscaled, scale, step), lambda: None)
 
     def read(self, order: Sequence[int], steps: int) -> GradientSample | None:
-        """Returns the last sample of this process' replicas, or `None` before the first one.
+        """Returns the last sample of this process' replicas, or `None` if there is none.
 
         Args:
-            order: The places of all variables, from the input to the loss.
-            steps: How many were taken; a file may have set the optimizer back to before its last sample.
+            order: Indices of all variables, ordered from the input to the loss.
+            steps: The number of steps taken. Loading a checkpoint may reset it; a sample of a later step is ignored.
         """
         step = int(self._step.numpy())
-        if not 0 < step <= steps or self._chosen is None:
+        if not 0 < step <= steps or self._indices is None:
             return None
-        row_of = {place: row for row, place in enumerate(self._chosen)}
-        rows = [row_of[place] for place in order if place in row_of]
+        row_of = {index: row for row, index in enumerate(self._indices)}
+        rows = [row_of[index] for index in order if index in row_of]
         counts, amax, square_sum = map(distribution.local_values, (self._counts, self._amax, self._square_sum))
-        nothing, unknown = np.zeros(len(rows), np.int64), np.full(len(rows), math.nan)
+        no_updates, not_measured = np.zeros(len(rows), np.int64), np.full(len(rows), math.nan)
         scale = float(self._scale.numpy())
         unscaled = None
         if self._unscaled is not None:
@@ -128,33 +135,34 @@ class GradientSampler:
         return GradientSample(
             step,
             scale,
-            tuple(self._paths[self._chosen[row]] for row in rows),
+            tuple(self._paths[self._indices[row]] for row in rows),
             np.sum(counts, axis=0)[rows],
             amax=np.max(amax, axis=0)[rows].astype(np.float64),
             norm=np.sqrt(np.sum(square_sum, axis=0))[rows] / scale,
-            weight_norm=unknown,
-            update_norm=unknown,
-            updates=nothing,
-            lost_updates=nothing,
+            weight_norm=not_measured,
+            update_norm=not_measured,
+            updates=no_updates,
+            lost_updates=no_updates,
             unscaled_counts=unscaled,
         )
 
-    def _record(self, gradients: list[Any], unscaled: tensor_statistics.Prepare, scale: Any, step: Any) -> None:
-        chosen = self._chosen
-        assert chosen is not None
-        if not chosen:
+    def _record(self, gradients: list[Any], unscaled: tensor_statistics.Transform, scale: Any, step: Any) -> None:
+        indices = self._indices
+        assert indices is not None
+        if not indices:
             return
-        given = [gradients[place] for place in chosen]
-        measured = tensor_statistics.of_gradients(given)
-        self._counts.assign(measured.counts)
-        self._amax.assign(measured.amax)
-        self._square_sum.assign(measured.square_sum)
+        sampled = [gradients[index] for index in indices]
+        statistics = tensor_statistics.gradient_statistics(sampled)
+        self._counts.assign(statistics.counts)
+        self._amax.assign(statistics.amax)
+        self._square_sum.assign(statistics.square_sum)
         if self._unscaled is not None:
-            with tf.control_dependencies([measured.counts]):  # so that both do not take memory at once
-                again = tensor_statistics.of_gradients(
-                    given, lambda some, rows: unscaled(some, [chosen[row] for row in rows])
+            with tf.control_dependencies([statistics.counts]):  # one after the other lowers the peak memory
+                unscaled_statistics = tensor_statistics.gradient_statistics(
+                    sampled, lambda batch, rows: unscaled(batch, [indices[row] for row in rows])
                 )
-            self._unscaled.assign(again.counts)
-        with tf.control_dependencies([measured.counts]):  # a step that got no batch is no sample: see `Step._finish`
+            self._unscaled.assign(unscaled_statistics.counts)
+        # At the end of a dataset of unknown length, Keras starts a step that gets no batch; it must not be recorded.
+        with tf.control_dependencies([statistics.counts]):
             self._step.assign(step)
             self._scale.assign(scale)

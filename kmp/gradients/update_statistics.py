@@ -1,4 +1,4 @@
-"""What a step did to the weights, measured around it."""
+"""Measures how a training step changed the weights, from outside the compiled step."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,9 +12,9 @@ from kmp.records import GradientSample
 
 
 class UpdateWatch:
-    """Copies weights before a step, and measures on the device what the step added to them.
+    """Copies weights before a step and measures on the device how the step changed them.
 
-    Around the compiled step and not in it: there a copy would have to be taken in every step, or the optimizer traced
+    This runs outside the compiled step. Inside, every step would copy the weights, or the optimizer would be traced
     twice.
     """
 
@@ -24,33 +24,36 @@ class UpdateWatch:
 
     @property
     def is_armed(self) -> bool:
-        """Whether weights were copied and not measured yet."""
+        """Whether weights have been copied but not measured yet."""
         return bool(self._before)
 
     def arm(self, variables: Mapping[str, Any]) -> None:
-        """Copies the variables, by path, before a step."""
+        """Copies variables, given by path, before a step."""
         self._variables = variables
         self._before = {path: _copy(variable) for path, variable in variables.items()}
 
     def disarm(self) -> None:
-        """Forgets the copies."""
+        """Drops the copies."""
         self._before = {}
 
     def measure(self, sample: GradientSample) -> GradientSample:
-        """Returns the sample of the step that has happened since, with its updates; the copies are dropped."""
+        """Returns the sample with the updates since `arm` added, and drops the copies.
+
+        A sample with a variable that was not copied is returned unchanged.
+        """
         names = [name for name in sample.names if name in self._before]
         if len(names) < len(sample.names) or not names:
             self.disarm()
             return sample
         after = [_copy(self._variables[name]) for name in names]
-        found = tensor_statistics.of_updates([self._before[name] for name in names], after)
+        statistics = tensor_statistics.update_statistics([self._before[name] for name in names], after)
         self.disarm()
         return replace(
             sample,
-            weight_norm=np.sqrt(found.weight_square_sum.numpy()),
-            update_norm=np.sqrt(found.update_square_sum.numpy()),
-            updates=found.changed.numpy().astype(np.int64),
-            lost_updates=found.lost.numpy().astype(np.int64),
+            weight_norm=np.sqrt(statistics.weight_square_sum.numpy()),
+            update_norm=np.sqrt(statistics.update_square_sum.numpy()),
+            updates=statistics.changed.numpy().astype(np.int64),
+            lost_updates=statistics.lost.numpy().astype(np.int64),
         )
 
 

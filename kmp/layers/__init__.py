@@ -1,4 +1,4 @@
-"""Layers that compute in float32 where float16 loses precision or overflows; they stay float32 after save and load."""
+"""Layers that compute in float32 where float16 is too imprecise or overflows, also after saving and loading."""
 
 from kmp.layers.batch_normalization import BatchNormalization
 from kmp.layers.float32 import Float32

@@ -1,4 +1,4 @@
-"""Layers that force float32 where float16 loses: they serialize, and stay float32 after save and load."""
+"""Batch normalization with float32 statistics that ignores non-finite batches."""
 
 from typing import Any
 
@@ -6,26 +6,26 @@ import keras
 from keras import ops
 
 from kmp.backend import SavedState, register
-from kmp.utils import HALF, validation
+from kmp.utils import DTYPES_16_BIT, validation
 
 
 @register
 class BatchNormalization(keras.layers.BatchNormalization):
-    """Batch normalization whose statistics are float32 and never learn from a batch with a non-finite value.
+    """Batch normalization with float32 statistics that are not updated by a batch with non-finite values.
 
-    The batch's mean and variance are taken in float32, and the moving ones kept in it, under every policy; the output
-    has the policy's compute dtype. A batch that would make a moving statistic inf or nan leaves all of them as they
-    were: stock Keras keeps it, and `predict` is nan for good.
+    Under every policy, the batch's mean and variance are computed in float32 and the moving statistics are stored in
+    float32; the output has the policy's compute dtype. If a batch would make any moving statistic Inf or NaN, none of
+    them is updated. Keras' own layer does update them, and `predict` then returns NaN permanently.
 
     Args:
-        axis: Integer, the axis of the features.
-        momentum: Float from 0 to 1, the share of the old moving statistics that stays.
+        axis: Integer, the feature axis.
+        momentum: Float from 0 to 1, the weight of the old value in the moving statistics.
         epsilon: Float above 0, added to the variance.
-        **kwargs: As in `keras.layers.BatchNormalization`.
+        **kwargs: Other arguments of `keras.layers.BatchNormalization`.
 
     Raises:
-        TypeError: If one of the three is not a number of its kind.
-        ValueError: If one of them is outside its range.
+        TypeError: If `axis`, `momentum` or `epsilon` has the wrong type.
+        ValueError: If `momentum` or `epsilon` is out of range.
 
     Example:
     >>> layer = BatchNormalization(dtype="mixed_float16")
@@ -53,6 +53,6 @@ class BatchNormalization(keras.layers.BatchNormalization):
 
 def _with_float32_variables(dtype: Any) -> keras.DTypePolicy:
     policy = keras.dtype_policies.get(dtype) if dtype is not None else keras.config.dtype_policy()
-    if policy.variable_dtype in HALF:
+    if policy.variable_dtype in DTYPES_16_BIT:
         return keras.DTypePolicy(f"mixed_{policy.compute_dtype}")
     return policy

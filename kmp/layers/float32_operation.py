@@ -1,4 +1,4 @@
-"""An operation of a functional graph, such as that of `keras.ops.exp(x)`, run in float32 whatever comes in."""
+"""Runs an operation of a functional graph, such as `keras.ops.exp(x)`, in float32."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from kmp.layers.casting import to_float32
 
 @register
 class Float32Operation(keras.Operation):
-    """Runs an operation in float32: tensors up to float32, computation and output in it.
+    """Runs an operation in float32: casts 16-bit tensors to float32, and computes and returns float32.
 
-    An operation itself and no layer, because a layer takes nothing but tensors where `keras.ops.power(x, 2)` takes a
-    number.
+    This is an operation rather than a layer, because a layer accepts only tensors as positional arguments, but
+    `keras.ops.power(x, 2)` takes a number.
 
     Args:
-        operation: The operation, which holds the arguments that are no tensors, such as an axis.
-        name: String, its name in the graph.
+        operation: The operation to run, which stores arguments that are not tensors, such as an axis.
+        name: String, the name of the operation in the graph.
     """
 
     def __init__(self, operation: keras.Operation, name: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Layers that force float32 where float16 loses: they serialize, and stay float32 after save and load."""
+"""A softmax layer that computes in float32, also after saving and loading."""
 
 from typing import Any
 
@@ -11,24 +11,25 @@ from kmp.utils import validation
 
 @register
 class Softmax(keras.layers.Softmax):
-    """Softmax whose input, computation and output are float32: what a classifier ends with.
+    """Softmax with float32 input, computation and output, for the output of a classifier.
 
-    Cross-entropy on its output has the value and gradient of cross-entropy with `from_logits=True`.
+    Cross-entropy on its output has the same value and gradient as cross-entropy with `from_logits=True`.
 
     Args:
-        axis: Integer, or list of integers, over which the probabilities sum to 1.
-        **kwargs: `name`, and whatever else `keras.Layer` takes. A `dtype` other than float32 is an error.
+        axis: Integer or list of integers, the axis or axes along which the probabilities sum to 1.
+        **kwargs: Other arguments of `keras.Layer`, such as `name`. `dtype` must be float32 if given.
 
     Raises:
-        TypeError: If `axis` is not made of integers.
+        TypeError: If `axis` is not an integer or a list of integers.
         ValueError: If `dtype` is not float32.
 
     Example:
+    >>> from keras import ops
     >>> Softmax()(ops.zeros((1, 4), dtype="float16")).dtype.name
     'float32'
     """
 
     def __init__(self, axis: int | list[int] = -1, **kwargs: Any) -> None:
-        for one in axis if isinstance(axis, list | tuple) else [axis]:
-            validation.integer("axis", one)
+        for single_axis in axis if isinstance(axis, list | tuple) else [axis]:
+            validation.integer("axis", single_axis)
         super().__init__(axis=axis, **with_float32_dtype(kwargs))

@@ -15,43 +15,45 @@ def batch():
 
 
 @keras.saving.register_keras_serializable("tests")
-class Flushes(keras.layers.Layer):
-    """Makes activations and gradients so small that float16 flushes them to zero."""
+class ScalesDown(keras.layers.Layer):
+    """Scales activations and gradients down so far that float16 flushes them to zero."""
 
     def call(self, x):
         return x * ops.cast(1e-5, x.dtype)
 
 
-def test_reference_is_no_product_of_tf32():
-    seen = []
+def test_reference_disables_tf32():
+    enabled_in_call = []
 
-    class Asks(keras.layers.Layer):
+    class RecordsTf32(keras.layers.Layer):
         def call(self, x):
-            seen.append(tf.config.experimental.tensor_float_32_execution_enabled())
+            enabled_in_call.append(tf.config.experimental.tensor_float_32_execution_enabled())
             return x
 
     tf.config.experimental.enable_tensor_float_32_execution(True)
     with kmp.enable():
-        model = keras.Sequential([keras.Input((4,)), Asks(), keras.layers.Dense(2), kmp.layers.Softmax()])
+        model = keras.Sequential([keras.Input((4,)), RecordsTf32(), keras.layers.Dense(2), kmp.layers.Softmax()])
         model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     histogram = kmp.callbacks.GradientHistogram(reference=batch())
     histogram.set_model(model)
     histogram.on_train_begin()
-    seen.clear()
+    enabled_in_call.clear()
     histogram._measure_reference()
-    assert seen == [False]
+    assert enabled_in_call == [False]
     assert tf.config.experimental.tensor_float_32_execution_enabled()
 
 
-def small_gradients():
+def model_with_tiny_gradients():
     dense = keras.layers.Dense
     with kmp.enable(loss_scale=1.0):
-        model = keras.Sequential([keras.Input((4,)), dense(8), Flushes(), dense(8), Flushes(), dense(2), Flushes()])
+        model = keras.Sequential(
+            [keras.Input((4,)), dense(8), ScalesDown(), dense(8), ScalesDown(), dense(2), ScalesDown()]
+        )
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
 
-def test_reference_is_the_gradient_in_float32_and_leaves_no_trace():
+def test_reference_measures_float32_gradients_and_restores_the_model():
     keras.utils.set_random_seed(1)
     dense = keras.layers.Dense
     with kmp.enable():
@@ -74,7 +76,7 @@ def test_reference_is_the_gradient_in_float32_and_leaves_no_trace():
     assert (sample.norm > 0).sum() >= 5
 
 
-def test_reference_that_does_not_fit_is_an_error_before_the_first_step(enabled):
+def test_mismatched_reference_raises_before_the_first_step(enabled):
     model, (x, y) = compiled_model(), batch()
     before = values(model.weights)
     with pytest.raises(ValueError, match="`reference` does not fit Sequential .* and its loss: "):
@@ -84,19 +86,19 @@ def test_reference_that_does_not_fit_is_an_error_before_the_first_step(enabled):
 
 
 def test_reference_is_checked_once_and_measured_after_the_first_step_and_each_epoch(enabled, monkeypatch):
-    passes = []
+    calls = []
     for name in ("check_batch", "float32_sample"):
         original = getattr(gradient_histogram, name)
         monkeypatch.setattr(
             gradient_histogram,
             name,
-            lambda *given, name=name, original=original: passes.append(name) or original(*given),
+            lambda *args, name=name, original=original: calls.append(name) or original(*args),
         )
     fit(compiled_model(), [kmp.callbacks.GradientHistogram(reference=batch())], epochs=2)
-    assert passes == ["check_batch", *["float32_sample"] * 3]
+    assert calls == ["check_batch", *["float32_sample"] * 3]
 
 
-def test_reference_leaves_the_states_of_stateful_rnns():
+def test_reference_restores_the_states_of_stateful_rnns():
     with kmp.enable():
         rnn = keras.layers.LSTM(3, stateful=True)
         model = keras.Sequential([keras.Input(batch_shape=(8, 5, 2)), rnn, keras.layers.Dense(2), kmp.layers.Softmax()])
@@ -111,8 +113,8 @@ def test_reference_leaves_the_states_of_stateful_rnns():
         assert np.any(old)
 
 
-def test_what_float16_flushed_is_told_from_what_is_zero_anyway():
-    model = small_gradients()
+def test_reference_distinguishes_flushed_values_from_true_zeros():
+    model = model_with_tiny_gradients()
     histogram = kmp.callbacks.GradientHistogram(reference=batch())
     fit(model, [histogram])
     flushed, reference = histogram.run.samples[0].histogram, histogram.run.references[0].histogram
@@ -140,6 +142,6 @@ def test_reference_uses_the_sample_weights(enabled):
 
 
 @pytest.mark.parametrize("reference", [np.ones(3), (1,), (1, 2, 3, 4), "batch"])
-def test_reference_that_is_no_batch_is_an_error(reference):
+def test_reference_that_is_not_a_batch_raises(reference):
     with pytest.raises(TypeError, match=r"`reference` must be a batch \(x, y\)"):
         kmp.callbacks.GradientHistogram(reference=reference)

@@ -11,9 +11,9 @@ class Owner:
     pass
 
 
-def built(*shapes, **arguments):
+def built_optimizer(*shapes, **arguments):
     optimizer = kmp.LossScaleOptimizer("sgd", **arguments)
-    variables = [keras.Variable(np.ones(shape, "float32"), name=f"v{n}") for n, shape in enumerate(shapes)]
+    variables = [keras.Variable(np.ones(shape, "float32"), name=f"v{index}") for index, shape in enumerate(shapes)]
     optimizer.build(variables)
     optimizer.scale_loss(1.0)
     return optimizer, variables
@@ -27,13 +27,13 @@ def one_step(optimizer, variables, gradients, run_step=lambda step: step):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
-def test_each_variable_has_its_counts_and_sizes(run_step):
-    optimizer, variables = built(2, 3, 4, loss_scale=4.0)
+def test_sample_holds_counts_amax_and_norm_of_each_variable(run_step):
+    optimizer, variables = built_optimizer(2, 3, 4, loss_scale=4.0)
     gradients = [tf.constant([8.0, -0.5]), None, tf.constant([0.0, 0.0, 3.0, 4.0])]
     sample = one_step(optimizer, variables, gradients, run_step)
     assert (sample.step, sample.loss_scale) == (1, 4.0)
-    by_name = dict(zip(sample.names, range(3), strict=True))
-    first, second, third = (by_name[variable.path] for variable in variables)
+    row_of = dict(zip(sample.names, range(3), strict=True))
+    first, second, third = (row_of[variable.path] for variable in variables)
     assert sample[variables[0].path].by_exponent[[148, 152]].tolist() == [1, 1]
     assert [sample[variable.path].total for variable in variables] == [2, 0, 4]
     assert sample[variables[2].path].zeros == 2
@@ -41,16 +41,16 @@ def test_each_variable_has_its_counts_and_sizes(run_step):
     np.testing.assert_allclose(sample.norm[[first, second, third]], np.array([np.hypot(8, 0.5), 0.0, 5.0]) / 4)
 
 
-def test_sparse_gradients_are_counted_as_they_come(run_step):
-    optimizer, variables = built((5, 2), loss_scale=2.0)
+def test_sparse_gradients_are_counted_by_stored_rows(run_step):
+    optimizer, variables = built_optimizer((5, 2), loss_scale=2.0)
     sparse = tf.IndexedSlices(tf.constant([[1.0, 2.0], [4.0, 0.0]]), tf.constant([0, 3]), tf.constant([5, 2]))
     sample = one_step(optimizer, variables, [sparse], run_step)
     assert (sample.histogram.total, sample.histogram.zeros, sample.amax[0]) == (4, 1, 4.0)
 
 
 @pytest.mark.parametrize("scale", [1000.0, 2.0**10])
-def test_unscaled_histogram_is_exact_for_every_scale(scale, run_step):
-    optimizer, variables = built(200, loss_scale=scale)
+def test_unscaled_histogram_is_exact_for_any_scale(scale, run_step):
+    optimizer, variables = built_optimizer(200, loss_scale=scale)
     gradient = np.exp2(np.random.default_rng(0).uniform(-30, 30, 200)).astype("float32")
     sample = one_step(optimizer, variables, [tf.constant(gradient)], run_step)
     unscaled = sample.histogram.unscaled
@@ -60,8 +60,8 @@ def test_unscaled_histogram_is_exact_for_every_scale(scale, run_step):
     assert (sample.unscaled_counts is None) == (scale == 2.0**10)
 
 
-def test_variables_are_chosen_by_pattern():
-    optimizer, variables = built(2, 3)
+def test_patterns_select_the_sampled_variables():
+    optimizer, variables = built_optimizer(2, 3)
     with pytest.raises(ValueError, match=f"No variable matches 'nosuch'. The names are: {variables[0].path}"):
         optimizer.prepare_sampling("nosuch")
     assert optimizer.sampler is None
@@ -76,13 +76,13 @@ def test_variables_are_chosen_by_pattern():
 
 
 @pytest.mark.parametrize(("variables", "error"), [(5, TypeError), ([], ValueError), ([b"a"], TypeError)])
-def test_bad_patterns_are_an_error_that_names_the_argument(variables, error):
+def test_invalid_patterns_raise_an_error_that_names_the_argument(variables, error):
     with pytest.raises(error, match="`variables` must be a string or a list of strings"):
         kmp.callbacks.GradientHistogram(variables=variables)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_callback_samples_the_variables_it_was_told(mode, enabled):
+def test_callback_samples_only_its_own_variables(mode, enabled):
     model = compiled_model(**MODES[mode])
     kernels = kmp.callbacks.GradientHistogram(every_n_steps=8, variables="*/kernel")
     biases = kmp.callbacks.GradientHistogram(every_n_steps=4, variables="*/bias")
@@ -90,13 +90,13 @@ def test_callback_samples_the_variables_it_was_told(mode, enabled):
     assert {name.rpartition("/")[2] for sample in kernels.run.samples for name in sample} == {"kernel"}
     assert {name.rpartition("/")[2] for sample in biases.run.samples for name in sample} == {"bias"}
     assert [sample.histogram.total for sample in biases.run.samples] == [10] * len(biases.run.samples)
-    # Within one execution of several steps the last sample is the one that is read; the last of all was asked for by
-    # the other callback, and lies in the epoch of both.
+    # Only the last sample within an execution of several steps is read. Step 20 was requested by the other callback,
+    # but it is also the last sample of this callback's epoch.
     first = [1, 8] if model.steps_per_execution == 1 else [8]
     assert [sample.step for sample in kernels.run.samples] == [*first, 16, 20]
 
 
-def test_pattern_that_matches_nothing_ends_the_fit_before_anything_changes(enabled):
+def test_unmatched_pattern_raises_before_the_optimizer_changes(enabled):
     model = compiled_model()
     fit(model)
     before = model.optimizer.snapshot()
@@ -107,19 +107,19 @@ def test_pattern_that_matches_nothing_ends_the_fit_before_anything_changes(enabl
         fit(compiled_model(), [kmp.callbacks.GradientHistogram(variables="conv*")])
 
 
-def test_norm_in_the_logs_is_that_of_the_gradients_without_the_scale(enabled):
+def test_logged_norm_is_that_of_the_unscaled_gradients(enabled):
     model = compiled_model(keras.optimizers.SGD(0.0))
     history = fit(model, [kmp.callbacks.GradientHistogram(every_n_steps=20)], batches=20)
     x, y = small_data(20)
     with tf.GradientTape() as tape:
         loss = keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y[-8:], model(x[-8:], training=True)))
     gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
-    norm = np.sqrt(sum(np.sum(np.square(g)) for g in gradients))
-    # The batches of `fit` are shuffled; the norm of another batch is of the same order.
+    norm = np.sqrt(sum(np.sum(np.square(gradient)) for gradient in gradients))
+    # `fit` shuffles the batches, so the norm is that of another batch, of the same order of magnitude.
     assert 0.2 < history["grad_norm"][0] / norm < 5
 
 
-def test_mistyped_pattern_on_an_optimizer_not_built_yet_does_not_outlive_its_training(enabled):
+def test_unmatched_pattern_on_an_unbuilt_optimizer_does_not_affect_the_next_fit(enabled):
     model = compiled_model()
     with pytest.raises(ValueError, match=r"No variable matches 'typo\*'"):
         fit(model, [kmp.callbacks.GradientHistogram(variables="typo*")])
@@ -128,7 +128,7 @@ def test_mistyped_pattern_on_an_optimizer_not_built_yet_does_not_outlive_its_tra
     assert {name.rpartition("/")[2] for sample in histogram.run.samples for name in sample} == {"kernel"}
 
 
-def test_variables_that_share_a_path_are_measured_each_for_itself(enabled):
+def test_variables_with_the_same_path_are_measured_separately(enabled):
     class Twins(keras.Model):
         def __init__(self):
             super().__init__(name="m")
@@ -146,15 +146,15 @@ def test_variables_that_share_a_path_are_measured_each_for_itself(enabled):
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
     model.fit(np.ones((4, 4)), np.ones((4, 4)), verbose=0, callbacks=[histogram])
     sample = histogram.run.samples[0]
-    found = dict(zip(sample.names, sample.weight_norm, strict=True))
-    assert found == pytest.approx({"m/out/kernel": 4.0, "m/out/kernel#2": 400.0})
+    weight_norms = dict(zip(sample.names, sample.weight_norm, strict=True))
+    assert weight_norms == pytest.approx({"m/out/kernel": 4.0, "m/out/kernel#2": 400.0})
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("every_n_steps", [3, 5, 6])
-def test_data_of_unknown_length_end_in_no_step_of_their_own(mode, every_n_steps):
-    """Keras learns of the end by a step that gets no batch; some of what it computes waits for none."""
+def test_end_of_a_dataset_of_unknown_length_counts_no_extra_step(mode, every_n_steps):
+    """Keras detects the end by starting a step without a batch, which may run operations that need no batch."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
     model.compile(kmp.wrap("sgd", loss_scale=1.0), lambda y, prediction: prediction, **MODES[mode])
     batches = [np.full((2, 1), number, "float32") for number in range(1, 6)]

@@ -9,25 +9,27 @@ import kmp
 @pytest.mark.parametrize("mode", MODES)
 def test_update_of_the_sampled_step_is_measured(mode, enabled):
     model = compiled_model(keras.optimizers.SGD(0.5), **MODES[mode])
-    seen = []
-    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(values(model.weights[:4])))
+    weights = []
+    recorder = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: weights.append(values(model.weights[:4]))
+    )
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=8)
     start = values(model.weights[:4])
-    fit(model, [histogram, note], batches=16)
-    per_call, samples = model.steps_per_execution, histogram.run.samples
-    call = (samples[0].step - 1) // per_call
-    before, after = seen[call - 1] if call else start, seen[call]
+    fit(model, [histogram, recorder], batches=16)
+    steps_per_call, samples = model.steps_per_execution, histogram.run.samples
+    call = (samples[0].step - 1) // steps_per_call
+    before, after = weights[call - 1] if call else start, weights[call]
     for name, old, new in zip([v.path for v in model.trainable_variables], before, after, strict=True):
-        place = samples[0].names.index(name)
-        np.testing.assert_allclose(samples[0].weight_norm[place], np.linalg.norm(old), rtol=1e-5)
-        np.testing.assert_allclose(samples[0].update_norm[place], np.linalg.norm(new - old), rtol=1e-3, atol=1e-7)
-        assert samples[0].updates[place] == np.sum(new != old)
+        index = samples[0].names.index(name)
+        np.testing.assert_allclose(samples[0].weight_norm[index], np.linalg.norm(old), rtol=1e-5)
+        np.testing.assert_allclose(samples[0].update_norm[index], np.linalg.norm(new - old), rtol=1e-3, atol=1e-7)
+        assert samples[0].updates[index] == np.sum(new != old)
         lost = (new != old) & (np.abs(new - old) < 2.0**-11 * np.abs(old))
-        assert samples[0].lost_updates[place] == np.sum(lost)
-    assert [sample.step for sample in samples] == ([1, 8, 16] if per_call == 1 else [8, 16])
+        assert samples[0].lost_updates[index] == np.sum(lost)
+    assert [sample.step for sample in samples] == ([1, 8, 16] if steps_per_call == 1 else [8, 16])
 
 
-def test_every_tenth_sample_has_its_update_measured(enabled):
+def test_updates_are_measured_for_every_tenth_sample(enabled):
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
     fit(compiled_model(), [histogram], batches=23)
     measured = [sample.step for sample in histogram.run.samples if np.isfinite(sample.update_norm).all()]
@@ -35,7 +37,7 @@ def test_every_tenth_sample_has_its_update_measured(enabled):
     assert len(histogram.run.samples) == 23
 
 
-def test_model_that_its_first_step_builds_has_the_update_of_the_second_sample_measured(enabled):
+def test_model_built_by_its_first_step_has_updates_measured_from_the_second_sample(enabled):
     model = keras.Sequential([keras.layers.Dense(2), kmp.layers.Softmax()])
     model.compile("sgd", "sparse_categorical_crossentropy")
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
@@ -44,7 +46,7 @@ def test_model_that_its_first_step_builds_has_the_update_of_the_second_sample_me
     assert measured == [2, 12]
 
 
-def test_training_after_the_optimizer_was_set_back_has_its_first_sample(tmp_path, enabled):
+def test_training_with_a_reloaded_optimizer_samples_its_first_step(tmp_path, enabled):
     model = compiled_model("adam")
     model.optimizer.build(model.trainable_variables)
     model.save_weights(tmp_path / "start.weights.h5")
@@ -56,7 +58,7 @@ def test_training_after_the_optimizer_was_set_back_has_its_first_sample(tmp_path
     assert [sample.step for sample in histogram.run.samples] == [1]
 
 
-def test_skipped_step_has_updated_nothing(enabled):
+def test_skipped_step_has_no_updates(enabled):
     model = compiled_model()
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
     model.fit(np.full((8, 4), np.nan, "float32"), np.zeros(8), verbose=0, callbacks=[histogram])
@@ -64,7 +66,7 @@ def test_skipped_step_has_updated_nothing(enabled):
     assert histogram.run.samples[0].update_norm.tolist() == [0.0, 0.0, 0.0, 0.0]
 
 
-def test_small_updates_count_as_lost_in_float16(enabled):
+def test_small_updates_are_counted_as_lost(enabled):
     model = compiled_model(keras.optimizers.SGD(1e-6))
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
     fit(model, [histogram], batches=2)
@@ -73,7 +75,7 @@ def test_small_updates_count_as_lost_in_float16(enabled):
     assert float(np.nanmax(sample.select("*/kernel").update_ratio)) < 2.0**-11
 
 
-def test_update_is_that_of_one_replica(two_replicas):
+def test_update_norm_is_not_summed_over_replicas(two_replicas):
     with two_replicas.scope(), kmp.enable():
         model = compiled_model(keras.optimizers.SGD(0.5))
     before = values(model.trainable_variables)
@@ -82,5 +84,5 @@ def test_update_is_that_of_one_replica(two_replicas):
     after = values(model.trainable_variables)
     sample = histogram.run.samples[0]
     norms = [np.linalg.norm(new - old) for new, old in zip(after, before, strict=True)]
-    found = dict(zip(sample.names, sample.update_norm, strict=True))
-    np.testing.assert_allclose([found[v.path] for v in model.trainable_variables], norms, rtol=1e-4, atol=1e-7)
+    measured = dict(zip(sample.names, sample.update_norm, strict=True))
+    np.testing.assert_allclose([measured[v.path] for v in model.trainable_variables], norms, rtol=1e-4, atol=1e-7)

@@ -8,9 +8,9 @@ from keras import ops
 import kmp
 from kmp.layers import BatchNormalization, Float32, Softmax
 
-# Keras 3.12 has no renorm.
+# Keras 3.12 does not support `renorm`.
 OPTIONS = [{}, {"renorm": True}] if hasattr(keras.layers.BatchNormalization(), "renorm") else [{}]
-HALF = ["mixed_float16", "float16", "mixed_bfloat16"]
+DTYPES_16_BIT = ["mixed_float16", "float16", "mixed_bfloat16"]
 
 
 @keras.saving.register_keras_serializable(package="kmp_tests")
@@ -31,22 +31,22 @@ WRAPPED = {
 def wrapped_model(name):
     inputs = keras.Input((5, 4))
     hidden = keras.layers.Dense(4)(inputs)
-    layer = Float32(WRAPPED[name](), name="island")
+    layer = Float32(WRAPPED[name](), name="wrapper")
     outputs = layer(hidden, hidden) if name == "attention" else layer(hidden)
     return keras.Model(inputs, outputs)
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_float32_is_bit_for_bit_the_layer_in_float32(enabled, name):
+def test_float32_output_is_bitwise_that_of_the_float32_layer(enabled, name):
     model = wrapped_model(name)
     x = np.random.default_rng(0).normal(size=(2, 5, 4)).astype("float32")
     hidden = ops.cast(model.layers[1](x), "float32")
-    island = model.get_layer("island").layer
-    expected = island(hidden, hidden) if name == "attention" else island(hidden)
+    wrapped = model.get_layer("wrapper").layer
+    expected = wrapped(hidden, hidden) if name == "attention" else wrapped(hidden)
     assert model.output.dtype == "float32"
     np.testing.assert_array_equal(model(x), expected)
-    if isinstance(island, keras.layers.Layer):
-        assert {layer.compute_dtype for layer in island._flatten_layers()} == {"float32"}
+    if isinstance(wrapped, keras.layers.Layer):
+        assert {layer.compute_dtype for layer in wrapped._flatten_layers()} == {"float32"}
 
 
 @pytest.mark.parametrize("name", WRAPPED)
@@ -55,25 +55,25 @@ def test_float32_stays_float32_after_save_and_load(enabled, tmp_path, name):
     x = np.random.default_rng(0).normal(size=(2, 5, 4)).astype("float32")
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert loaded.get_layer("island").compute_dtype == "float32"
+    assert loaded.get_layer("wrapper").compute_dtype == "float32"
     assert loaded.layers[1].compute_dtype == "float16"
     np.testing.assert_array_equal(loaded(x), model(x))
 
 
-def test_float32_saves_where_float16_overflows(enabled):
+def test_float32_is_finite_where_float16_overflows(enabled):
     x = ops.full((1, 4096), 8.0, dtype="float16")
     assert not np.isfinite(float(root_of_sum_of_squares(x)[0, 0]))
     assert float(Float32(root_of_sum_of_squares)(x)[0, 0]) == 512.0
 
 
-def test_float32_passes_on_training(enabled):
+def test_float32_passes_training_to_the_layer(enabled):
     dropout = Float32(keras.layers.Dropout(0.5))
     x = ops.ones((4, 64), dtype="float16")
     assert float(ops.min(dropout(x, training=True))) == 0.0
     np.testing.assert_array_equal(dropout(x, training=False), np.ones((4, 64)))
 
 
-def test_float32_passes_on_masks(enabled):
+def test_float32_passes_masks_to_the_layer(enabled):
     x = np.random.default_rng(0).normal(size=(1, 6, 2)).astype("float32")
     x[:, 4:] = 0
     outputs = []
@@ -85,31 +85,31 @@ def test_float32_passes_on_masks(enabled):
     assert wrapped.compute_mask(ops.convert_to_tensor(x)).numpy().tolist() == [[True] * 4 + [False] * 2]
 
 
-def test_float32_leaves_integers_alone(enabled):
-    found = Float32(lambda x: ops.argmax(x, axis=-1))(ops.ones((2, 3), dtype="float16"))
-    assert keras.backend.standardize_dtype(found.dtype) == "int32"
+def test_float32_does_not_cast_integers(enabled):
+    indices = Float32(lambda x: ops.argmax(x, axis=-1))(ops.ones((2, 3), dtype="float16"))
+    assert keras.backend.standardize_dtype(indices.dtype) == "int32"
 
 
 @pytest.mark.parametrize("make", [lambda dtype: Float32(ops.exp, dtype=dtype), lambda dtype: Softmax(dtype=dtype)])
-def test_float32_layers_refuse_another_dtype(make):
-    with pytest.raises(ValueError, match=r"`dtype` must be float32.*float16"):
+def test_float32_layers_reject_another_dtype(make):
+    with pytest.raises(ValueError, match=r"`dtype` must be float32 or omitted.*float16"):
         make("mixed_float16")
 
 
 @pytest.mark.parametrize("layer", [3, None, keras.layers.Dense])
-def test_float32_refuses_what_is_no_layer_or_function(layer):
-    with pytest.raises(TypeError, match="`layer` must be"):
+def test_float32_requires_a_layer_or_function(layer):
+    with pytest.raises(TypeError, match="`layer` must be a layer instance or a function"):
         Float32(layer)
 
 
-def test_float32_refuses_a_layer_that_has_half_precision_variables():
+def test_float32_rejects_a_layer_with_half_precision_variables():
     with kmp.enable("float16"):
         built = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-        with pytest.raises(ValueError, match="half precision already: .*kernel"):
+        with pytest.raises(ValueError, match="already has variables in half precision: .*kernel"):
             Float32(built)
 
 
-def test_float32_tells_a_function_whether_it_is_training():
+def test_float32_passes_training_to_a_function():
     layer = Float32(lambda x, training=None: x * 0 if training else x)
     ones = np.ones((1, 2), "float32")
     assert float(ops.max(keras.Sequential([layer])(ones, training=True))) == 0.0
@@ -128,7 +128,7 @@ def test_float32_tells_a_function_whether_it_is_training():
         (lambda: BatchNormalization(epsilon=np.inf), "epsilon=inf"),
     ],
 )
-def test_bad_argument_of_a_layer_is_an_error_that_names_it(make, match):
+def test_invalid_layer_argument_raises_an_error_that_names_it(make, match):
     with pytest.raises((ValueError, TypeError), match=match):
         make()
 
@@ -141,33 +141,35 @@ def loss_and_gradient(logits, labels, loss, outputs_of):
 
 
 @pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "one-hot"])
-def test_cross_entropy_on_softmax_is_that_of_logits(enabled, run_step, sparse):
+def test_cross_entropy_on_softmax_equals_cross_entropy_on_logits(enabled, run_step, sparse):
     logits = tf.constant([[30.0, -30.0, 0.0], [-30.0, 30.0, 30.0], [0.5, -0.25, 2.0]], tf.float16)
     labels = tf.constant([1, 0, 2]) if sparse else tf.one_hot([1, 0, 2], 3)
-    kind = keras.losses.SparseCategoricalCrossentropy if sparse else keras.losses.CategoricalCrossentropy
+    loss_class = keras.losses.SparseCategoricalCrossentropy if sparse else keras.losses.CategoricalCrossentropy
     softmax = Softmax()
-    mine = run_step(lambda x: loss_and_gradient(x, labels, kind(), softmax))(logits)
-    ideal = run_step(lambda x: loss_and_gradient(tf.cast(x, tf.float32), labels, kind(from_logits=True), ops.copy))(
-        logits
-    )
-    np.testing.assert_allclose(mine[0], ideal[0], rtol=1e-6)
-    np.testing.assert_allclose(mine[1], tf.cast(ideal[1], tf.float16), rtol=1e-3)
-    assert float(tf.reduce_min(tf.abs(mine[1][0, :2]))) > 0.3
+
+    def on_logits(x):
+        return loss_and_gradient(tf.cast(x, tf.float32), labels, loss_class(from_logits=True), ops.copy)
+
+    loss, gradient = run_step(lambda x: loss_and_gradient(x, labels, loss_class(), softmax))(logits)
+    expected_loss, expected_gradient = run_step(on_logits)(logits)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    np.testing.assert_allclose(gradient, tf.cast(expected_gradient, tf.float16), rtol=1e-3)
+    assert float(tf.reduce_min(tf.abs(gradient[0, :2]))) > 0.3
 
 
-def test_gradient_through_softmax_and_loss_in_fit_is_that_of_logits(enabled, compile_mode):
+def test_gradient_through_softmax_and_loss_in_fit_equals_that_of_logits(enabled, compile_mode):
     x, labels = np.array([[30.0, -30.0], [-30.0, 30.0]], "float32"), np.array([1, 0])
 
-    def trained(*last, **loss):
-        scaler = keras.layers.Dense(2, use_bias=False, kernel_initializer="identity")
-        model = keras.Sequential([keras.Input((2,)), scaler, *last])
+    def trained_kernel(*output_layers, **loss_arguments):
+        dense = keras.layers.Dense(2, use_bias=False, kernel_initializer="identity")
+        model = keras.Sequential([keras.Input((2,)), dense, *output_layers])
         optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1e-3), initial_scale=256.0)
-        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(**loss), **compile_mode)
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(**loss_arguments), **compile_mode)
         model.fit(x, labels, batch_size=2, verbose=0)
         return model.get_weights()[0]
 
     to_float32 = keras.layers.Activation("linear", dtype="float32")
-    with_softmax, with_logits = trained(Softmax()), trained(to_float32, from_logits=True)
+    with_softmax, with_logits = trained_kernel(Softmax()), trained_kernel(to_float32, from_logits=True)
     np.testing.assert_allclose(with_softmax, with_logits, rtol=1e-6)
     assert np.abs(with_softmax - np.eye(2)).min() > 0.01
 
@@ -185,42 +187,43 @@ def test_float32_around_softmax_keeps_the_logits(enabled, wrap):
     np.testing.assert_allclose((loss, gradient[0, 0]), (180.0, 1.0))
 
 
-@pytest.mark.parametrize("policy", HALF)
-def test_batch_normalization_has_float32_statistics_and_the_policys_output(policy):
+@pytest.mark.parametrize("policy", DTYPES_16_BIT)
+def test_batch_normalization_has_float32_weights_and_output_in_the_compute_dtype(policy):
     with kmp.enable(policy):
         layer = BatchNormalization()
-    out = layer(ops.ones((4, 3)), training=True)
+    output = layer(ops.ones((4, 3)), training=True)
     assert {keras.backend.standardize_dtype(v.dtype) for v in layer.weights} == {"float32"}
-    assert keras.backend.standardize_dtype(out.dtype) == policy.removeprefix("mixed_")
+    assert keras.backend.standardize_dtype(output.dtype) == policy.removeprefix("mixed_")
 
 
 @pytest.mark.parametrize("options", [*OPTIONS, {"scale": False, "center": False}], ids=str)
-def test_batch_normalization_learns_as_keras_does_from_finite_batches(enabled, options, run_step):
-    mine, stock = BatchNormalization(**options), keras.layers.BatchNormalization(**options)
+def test_batch_normalization_matches_keras_for_finite_batches(enabled, options, run_step):
+    layer, keras_layer = BatchNormalization(**options), keras.layers.BatchNormalization(**options)
     x = tf.constant(np.random.default_rng(0).normal(size=(8, 3)), tf.float16)
-    mine(x), stock(x)
-    a, b = run_step(lambda x: mine(x, training=True))(x), run_step(lambda x: stock(x, training=True))(x)
-    np.testing.assert_array_equal(a, b)
-    for found, expected in zip(values(mine.weights), values(stock.weights), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    layer(x), keras_layer(x)
+    output = run_step(lambda x: layer(x, training=True))(x)
+    expected_output = run_step(lambda x: keras_layer(x, training=True))(x)
+    np.testing.assert_array_equal(output, expected_output)
+    for weight, expected in zip(values(layer.weights), values(keras_layer.weights), strict=True):
+        np.testing.assert_array_equal(weight, expected)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_batch_normalization_does_not_learn_from_a_nonfinite_batch(enabled, options, bad, run_step):
+@pytest.mark.parametrize("nonfinite", [np.nan, np.inf])
+def test_batch_normalization_ignores_a_nonfinite_batch(enabled, options, nonfinite, run_step):
     layer = BatchNormalization(**options)
     x = np.random.default_rng(0).normal(size=(8, 3)).astype("float16")
     layer(tf.constant(x))
     step = run_step(lambda x: layer(x, training=True))
     step(tf.constant(x))
     before = values(layer.non_trainable_variables)
-    x[2, 1] = bad
+    x[2, 1] = nonfinite
     step(tf.constant(x))
     for old, new in zip(before, values(layer.non_trainable_variables), strict=True):
         np.testing.assert_array_equal(old, new)
 
 
-def test_predict_is_finite_after_an_outlier_overflows_before_batch_normalization(enabled):
+def test_predict_is_finite_after_a_batch_overflowed_before_batch_normalization(enabled):
     layers = [keras.layers.Dense(32), BatchNormalization(), keras.layers.ReLU(), keras.layers.Dense(1, dtype="float32")]
     model = keras.Sequential([keras.Input((16,)), *layers])
     model.compile("adam", "mse")
@@ -232,7 +235,7 @@ def test_predict_is_finite_after_an_outlier_overflows_before_batch_normalization
     assert np.isfinite(model.predict(x[:8], verbose=0)).all()
 
 
-def test_batch_normalization_and_softmax_stay_as_they_are_after_save_and_load(enabled, tmp_path):
+def test_batch_normalization_and_softmax_keep_their_dtypes_after_save_and_load(enabled, tmp_path):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), BatchNormalization(), Softmax()])
     model.save(tmp_path / "model.keras")
     kmp.disable()

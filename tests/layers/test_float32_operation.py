@@ -6,14 +6,14 @@ from keras import ops
 from kmp.layers.float32_operation import Float32Operation
 
 
-def test_number_beyond_float16_is_computed_with():
+def test_result_beyond_the_float16_range_is_finite():
     squared = Float32Operation(ops.power(keras.Input((1,)), 2)._keras_history.operation, name="squared")
     outputs = squared(ops.full((1, 1), 300.0, "float16"), 2)
     assert outputs.dtype == "float32"
-    assert float(outputs[0, 0]) == pytest.approx(90000.0, rel=2**-21)  # a GPU's power is a few last bits off
+    assert float(outputs[0, 0]) == pytest.approx(90000.0, rel=2**-21)  # on a GPU the last few bits of `power` differ
 
 
-def test_it_comes_back_from_a_file(tmp_path):
+def test_operation_is_restored_from_a_saved_model(tmp_path):
     inputs = keras.Input((4,), dtype="float16")
     total = ops.sum(inputs, axis=-1, keepdims=True)._keras_history.operation
     model = keras.Model(inputs, Float32Operation(total, name="total")(inputs))
@@ -22,7 +22,7 @@ def test_it_comes_back_from_a_file(tmp_path):
     np.testing.assert_array_equal(loaded(np.full((2, 4), 3e4, "float16")), np.full((2, 1), 120000.0, "float32"))
 
 
-def test_tensors_that_are_no_floats_stay_as_they_are():
+def test_integer_tensors_are_not_cast():
     inputs = keras.Input((4,), dtype="int32")
-    chosen = Float32Operation(ops.where(inputs > 0, inputs, inputs)._keras_history.operation)
-    assert chosen(*[ops.ones((1, 4), "int32")] * 3).dtype == "int32"
+    operation = Float32Operation(ops.where(inputs > 0, inputs, inputs)._keras_history.operation)
+    assert operation(*[ops.ones((1, 4), "int32")] * 3).dtype == "int32"
