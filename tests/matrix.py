@@ -1,4 +1,4 @@
-"""The model, data and options that every mode and strategy is tried with; imports no test."""
+"""The model, data and options that are tested in every mode and under every strategy; imports no test."""
 
 import keras
 import numpy as np
@@ -15,7 +15,7 @@ OPTIONS = {
     "accumulation": {"gradient_accumulation_steps": 2},
     "fixed scale": {"loss_scale": 1024.0},
 }
-BATCHES, SPOILT = 6, (2, 3)
+BATCHES, CORRUPT_BATCHES = 6, (2, 3)
 
 
 def data():
@@ -23,13 +23,13 @@ def data():
     x = random.normal(size=(BATCHES * 8, 4)).astype("float32")
     y = (x.sum(1) > 0).astype("int32")
     words = random.integers(0, 20, len(x)).astype("int32")
-    for batch in SPOILT:
+    for batch in CORRUPT_BATCHES:
         x[batch * 8 + 5] = np.nan
     return {"x": x, "words": words}, y
 
 
 def make_model(option, **mode):
-    """With an Embedding, so that some gradients are sparse, and stock BatchNormalization."""
+    """Returns a compiled model with an Embedding, whose gradients are sparse, and Keras' BatchNormalization."""
     x, words = keras.Input((4,), name="x"), keras.Input((), dtype="int32", name="words")
     joined = keras.layers.Concatenate()([keras.layers.Dense(4)(x), keras.layers.Embedding(20, 4)(words)])
     hidden = keras.layers.BatchNormalization()(joined)

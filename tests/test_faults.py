@@ -1,4 +1,4 @@
-"""The README's table of faults: what Keras' own loss scaler does, and what kmp does, each seen in a run of either."""
+"""The README's table of faults: each is run with Keras' LossScaleOptimizer and with kmp's."""
 
 import keras
 import numpy as np
@@ -9,20 +9,20 @@ from keras import ops
 
 import kmp
 
-SCALERS = {"keras": keras.optimizers.LossScaleOptimizer, "kmp": kmp.LossScaleOptimizer}
+OPTIMIZERS = {"keras": keras.optimizers.LossScaleOptimizer, "kmp": kmp.LossScaleOptimizer}
 
 
-@pytest.fixture(params=SCALERS)
-def whose(request):
-    """The loss scaler: Keras' own, as `compile` takes it without `enable`, or kmp's."""
+@pytest.fixture(params=OPTIMIZERS)
+def library(request):
+    """The library of the loss scale optimizer: `"keras"`, which `compile` uses without `enable`, or `"kmp"`."""
     keras.config.set_dtype_policy("mixed_float16")
     if request.param == "kmp":
         kmp.enable()
     return request.param
 
 
-def scaler(whose, inner, **arguments):
-    return SCALERS[whose](inner, **arguments)
+def make_optimizer(library, inner, **arguments):
+    return OPTIMIZERS[library](inner, **arguments)
 
 
 def fit(model, data, callbacks=(), **arguments):
@@ -39,17 +39,17 @@ def compiled(layers=None, **arguments):
     return model
 
 
-def corrupt_data(batches=400, bad=slice(100, 300)):
+def corrupt_data(batches=400, corrupt=slice(100, 300)):
     x, y = small_data(batches)
-    x[bad.start * 8 : bad.stop * 8] = np.nan
+    x[corrupt.start * 8 : corrupt.stop * 8] = np.nan
     return x, y
 
 
-def test_200_corrupt_batches_in_a_row(whose):
+def test_200_corrupt_batches_in_a_row(library):
     model = compiled(metrics=["accuracy"])
     fit(model, corrupt_data())
-    assert is_finite(model.weights) == (whose == "kmp")
-    if whose == "kmp":
+    assert is_finite(model.weights) == (library == "kmp")
+    if library == "kmp":
         for _ in range(3):
             fit(model, corrupt_data())
         assert model.evaluate(*small_data(), verbose=0)[1] > 0.9
@@ -67,64 +67,64 @@ def test_200_corrupt_batches_in_a_row_with_the_callback():
         np.testing.assert_array_equal(old, new)
 
 
-def test_outlier_that_overflows_before_batch_normalization(whose):
+def test_outlier_that_overflows_before_batch_normalization(library):
     layers = [keras.layers.Dense(32), keras.layers.BatchNormalization(), keras.layers.ReLU(), keras.layers.Dense(2)]
     model = compiled([*layers, kmp.layers.Softmax()])
     x, y = small_data(10)
-    x[40] = 6e4  # finite in float16; what Dense makes of it is not
+    x[40] = 6e4  # finite in float16, but Dense overflows on it
     fit(model, (x, y))
     assert is_finite(model.trainable_variables)
-    assert is_finite(model.non_trainable_variables) == (whose == "kmp")
-    assert np.isfinite(model.predict(x[:8], verbose=0)).all() == (whose == "kmp")
+    assert is_finite(model.non_trainable_variables) == (library == "kmp")
+    assert np.isfinite(model.predict(x[:8], verbose=0)).all() == (library == "kmp")
 
 
-def test_scale_driven_to_its_ceiling(whose):
+def test_scale_driven_to_its_ceiling(library):
     variable = keras.Variable(np.ones(4, "float32"))
-    optimizer = scaler(whose, keras.optimizers.SGD(0.1), initial_scale=2.0**120, dynamic_growth_steps=1)
+    optimizer = make_optimizer(library, keras.optimizers.SGD(0.1), initial_scale=2.0**120, dynamic_growth_steps=1)
     optimizer.build([variable])
     optimizer.scale_loss(1.0)
     for _ in range(12):
         optimizer.apply([tf.zeros(4)], [variable])
-    assert float(optimizer.dynamic_scale) == (2.0**127 if whose == "kmp" else np.inf)
+    assert float(optimizer.dynamic_scale) == (2.0**127 if library == "kmp" else np.inf)
     for _ in range(5):
         optimizer.apply([tf.fill([4], np.inf)], [variable])
-    assert float(optimizer.dynamic_scale) == (2.0**122 if whose == "kmp" else np.inf)
+    assert float(optimizer.dynamic_scale) == (2.0**122 if library == "kmp" else np.inf)
     assert is_finite([variable])
 
 
-def test_scale_driven_to_its_floor(whose):
+def test_scale_driven_to_its_floor(library):
     variable = keras.Variable(np.ones(4, "float32"))
-    optimizer = scaler(whose, keras.optimizers.SGD(0.1))
+    optimizer = make_optimizer(library, keras.optimizers.SGD(0.1))
     optimizer.build([variable])
     for _ in range(170):
         optimizer.scale_loss(1.0)
         optimizer.apply([tf.fill([4], np.inf)], [variable])
-    assert float(optimizer.dynamic_scale) == (2.0**-14 if whose == "kmp" else 0.0)
+    assert float(optimizer.dynamic_scale) == (2.0**-14 if library == "kmp" else 0.0)
     optimizer.apply([tf.zeros(4)], [variable])
-    assert is_finite([variable]) == (whose == "kmp")
+    assert is_finite([variable]) == (library == "kmp")
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-def test_overflow_on_one_replica(whose, replica, two_replicas):
+def test_overflow_on_one_replica(library, replica, two_replicas):
     strategy = two_replicas
     with strategy.scope():
         options = {"use_bias": False, "kernel_initializer": "ones", "dtype": "float32"}
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, **options), keras.layers.Identity()])
-        model.compile(scaler(whose, keras.optimizers.SGD(0.01), initial_scale=4.0), "mse")
+        model.compile(make_optimizer(library, keras.optimizers.SGD(0.01), initial_scale=4.0), "mse")
     x, _ = small_data(1)
     y = x.sum(1, keepdims=True) * 0.5
     x[6 if replica else 2] = np.inf
     fit(model, (x, y))
     kernels = [part.numpy() for part in strategy.experimental_local_results(model.layers[0].kernel.value)]
     for kernel in kernels:
-        if whose == "kmp" or replica == 0:  # Keras asks the first replica alone
+        if library == "kmp" or replica == 0:  # Keras checks only the first replica
             np.testing.assert_array_equal(kernel, np.ones((4, 1)))
         else:
             assert not np.isfinite(kernel).any()
 
 
-def test_model_that_float16_cannot_train(whose):
-    """Keras skips every step in silence, for good."""
+def test_model_that_float16_cannot_train(library):
+    """Keras silently skips every step."""
 
     @tf.custom_gradient
     def overflows(x):
@@ -134,7 +134,7 @@ def test_model_that_float16_cannot_train(whose):
         [keras.layers.Dense(8), keras.layers.Lambda(overflows), keras.layers.Dense(2), kmp.layers.Softmax()]
     )
     before = model.get_weights()
-    if whose == "keras":
+    if library == "keras":
         fit(model, small_data(100))
     else:
         with pytest.raises(kmp.callbacks.StuckError, match="at step 30 the last 30 steps .* lowest"):
@@ -143,33 +143,33 @@ def test_model_that_float16_cannot_train(whose):
         np.testing.assert_array_equal(old, new)
 
 
-def test_nadam_saved_and_loaded(whose, tmp_path):
-    """Keras' loss scaler builds Nadam untracked, and its product of momenta is in no file."""
+def test_nadam_saved_and_loaded(library, tmp_path):
+    """Keras' LossScaleOptimizer does not track Nadam's product of momenta, so it is not saved."""
     model = small_model()
     model.compile(keras.optimizers.Nadam(0.01), "sparse_categorical_crossentropy")
     fit(model, small_data(10))
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    product, again = (one.optimizer.inner_optimizer._u_product.numpy() for one in (model, loaded))
-    assert (product < 0.5, again) == (True, product if whose == "kmp" else 1.0)
+    saved, restored = (source.optimizer.inner_optimizer._u_product.numpy() for source in (model, loaded))
+    assert (saved < 0.5, restored) == (True, saved if library == "kmp" else 1.0)
     fit(model, small_data(10))
     fit(loaded, small_data(10))
-    same = [np.array_equal(*pair) for pair in zip(model.get_weights(), loaded.get_weights(), strict=True)]
-    assert all(same) == (whose == "kmp")
+    are_equal = [np.array_equal(*pair) for pair in zip(model.get_weights(), loaded.get_weights(), strict=True)]
+    assert all(are_equal) == (library == "kmp")
 
 
 @pytest.mark.filterwarnings("ignore:.*before any loss went through")
-def test_loop_that_forgets_scale_loss(whose):
-    """Gradients are divided by 2^15 all the same; kmp says so (see test_mistakes.py)."""
-    variable, optimizer = keras.Variable([1.0]), scaler(whose, keras.optimizers.SGD(1.0))
+def test_loop_that_forgets_scale_loss(library):
+    """Both divide the gradients by 2^15; kmp also warns (see `policy/test_misuse_warnings.py`)."""
+    variable, optimizer = keras.Variable([1.0]), make_optimizer(library, keras.optimizers.SGD(1.0))
     optimizer.apply([ops.array([1.0])], [variable])
     np.testing.assert_array_equal(variable, [1.0 - 2.0**-15])
 
 
 @pytest.mark.parametrize("value", [-1.0, 0.0, np.nan, np.inf])
-def test_bad_initial_scale(whose, value):
-    if whose == "keras":
-        scaler(whose, keras.optimizers.SGD(), initial_scale=value)
+def test_bad_initial_scale(library, value):
+    if library == "keras":
+        make_optimizer(library, keras.optimizers.SGD(), initial_scale=value)
     else:
         with pytest.raises(ValueError, match="`initial_scale` must be"):
-            scaler(whose, keras.optimizers.SGD(), initial_scale=value)
+            make_optimizer(library, keras.optimizers.SGD(), initial_scale=value)

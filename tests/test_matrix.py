@@ -1,4 +1,4 @@
-"""What DESIGN calls "works alike": every mode, strategy and option of the inner optimizer trains, or is refused."""
+"""Training works in every mode, under every strategy and with every optimizer option, or `compile` raises."""
 
 import itertools
 
@@ -14,20 +14,20 @@ import kmp
 pytestmark = [pytest.mark.usefixtures("enabled"), pytest.mark.slow]
 
 STRATEGIES = ["none", "one replica", "two replicas"]
-REFUSED = {("xla", "two replicas"), ("steps_per_execution", "two replicas")}
-REFUSED_UNLESS_EAGER = {"ema", "accumulation"}
+UNSUPPORTED = {("xla", "two replicas"), ("steps_per_execution", "two replicas")}
+EAGER_ONLY = {"ema", "accumulation"}
 
 
-class States(keras.callbacks.Callback):
-    """Keeps all state after each call of the train function."""
+class StateRecorder(keras.callbacks.Callback):
+    """Records all state after each call of the train function."""
 
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.states = []
 
     def on_train_batch_end(self, batch, logs=None):
         optimizer = self.model.optimizer.inner_optimizer
-        self.seen.append(values([*self.model.weights, *optimizer.variables]))
+        self.states.append(values([*self.model.weights, *optimizer.variables]))
 
 
 @pytest.fixture(scope="module")
@@ -36,22 +36,23 @@ def scopes(one_replica, two_replicas):
 
 
 @pytest.mark.parametrize(("mode", "strategy", "option"), list(itertools.product(MODES, STRATEGIES, OPTIONS)))
-def test_training_skips_what_is_spoilt_and_nothing_else(mode, strategy, option, scopes):
+def test_training_skips_exactly_the_corrupt_batches(mode, strategy, option, scopes):
     arguments = MODES[mode] | ({"steps_per_execution": 2} if mode == "steps_per_execution" else {})
-    in_a_branch = option in REFUSED_UNLESS_EAGER and mode != "eager" and strategy != "none"
+    needs_eager = option in EAGER_ONLY and mode != "eager" and strategy != "none"
     with scopes[strategy].scope():
-        if (mode, strategy) in REFUSED or in_a_branch:
+        if (mode, strategy) in UNSUPPORTED or needs_eager:
             with pytest.raises(ValueError, match="TensorFlow cannot compile|TensorFlow fails|Keras' optimizers fail"):
                 make_model(option, **arguments)
             return
         model = make_model(option, **arguments)
-    states, per_call = States(), arguments.get("steps_per_execution", 1)
-    model.fit(*data(), batch_size=8, shuffle=False, verbose=0, callbacks=[states, *kmp.callbacks.defaults()])
-    before, after, last = states.seen[2 // per_call - 1], states.seen[4 // per_call - 1], states.seen[-1]
+    recorder, per_call = StateRecorder(), arguments.get("steps_per_execution", 1)
+    model.fit(*data(), batch_size=8, shuffle=False, verbose=0, callbacks=[recorder, *kmp.callbacks.defaults()])
+    states = recorder.states
+    before, after, last = states[2 // per_call - 1], states[4 // per_call - 1], states[-1]
     for old, new in zip(before, after, strict=True):
         np.testing.assert_array_equal(old, new)
     assert not all(np.array_equal(old, new) for old, new in zip(after, last, strict=True))
     assert all(np.isfinite(value).all() for value in last)
-    found = model.optimizer.snapshot()
-    assert (found.step, found.overflow_count, found.nonfinite_loss_count) == (BATCHES, 2, 2)
-    assert found.loss_scale == 1024.0
+    snapshot = model.optimizer.snapshot()
+    assert (snapshot.step, snapshot.overflow_count, snapshot.nonfinite_loss_count) == (BATCHES, 2, 2)
+    assert snapshot.loss_scale == 1024.0

@@ -1,6 +1,6 @@
-"""`LossScaleOptimizer`: scales the loss, measures the gradients, updates or skips, adapts the scale, counts."""
+"""`LossScaleOptimizer`: scales the loss, measures gradients, updates or skips, adapts the loss scale, and counts."""
 
-from kmp.optimizer.conditional_update import has_predicable_writes as has_predicable_writes
+from kmp.optimizer.conditional_update import supports_predicated_writes as supports_predicated_writes
 from kmp.optimizer.loss_scale_optimizer import LossScaleOptimizer
 
 __all__ = ["LossScaleOptimizer"]

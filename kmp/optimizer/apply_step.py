@@ -1,4 +1,4 @@
-"""How a step goes: unscale and measure, agree across replicas, update or skip, adapt the scale, count."""
+"""One step of the optimizer: measure, agree across replicas, update or skip, adapt the loss scale, count."""
 
 import functools
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from kmp.gradients import GradientSampler
 from kmp.optimizer import conditional_update
 from kmp.optimizer.loss_monitor import LossMonitor
 from kmp.optimizer.overflow_counters import OverflowCounters
-from kmp.optimizer.unscaling import divisor, nonfinite, unscale
+from kmp.optimizer.unscaling import applied_scale, nonfinite_flags, unscale
 
 
-def by_index(gradients: Sequence[Any], places: Sequence[int], count: int) -> list[Any]:
-    """Returns a gradient or `None` for each of so many variables."""
-    found = dict(zip(places, gradients, strict=True))
-    return [found.get(place) for place in range(count)]
+def by_index(gradients: Sequence[Any], indices: Sequence[int], count: int) -> list[Any]:
+    """Returns a list of length `count` with each gradient at its index and `None` elsewhere."""
+    gradient_at = dict(zip(indices, gradients, strict=True))
+    return [gradient_at.get(index) for index in range(count)]
 
 
 class LossScaler(Protocol):
-    """What a step uses of its `kmp.LossScaleOptimizer`."""
+    """The attributes of `kmp.LossScaleOptimizer` that a step uses."""
 
     inner_optimizer: keras.optimizers.Optimizer
     rule: scaling.Rule
@@ -38,69 +38,79 @@ class LossScaler(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """What a step is taken with.
+    """One training step of a `kmp.LossScaleOptimizer`.
 
     Args:
-        optimizer: Its owner, a `kmp.LossScaleOptimizer` that is built.
-        trained: The variables that it was built on.
-        variables: Those that this step updates.
-        places: The place of each of these among `trained`.
-        order: The places of all of `trained`, from the input to the loss.
+        optimizer: The optimizer, built.
+        trainable_variables: The variables that the optimizer was built on.
+        variables: The variables that this step updates.
+        indices: The index of each of `variables` in `trainable_variables`.
+        order: The indices of all `trainable_variables`, from the input to the loss.
     """
 
     optimizer: LossScaler
-    trained: Sequence[Any]
+    trainable_variables: Sequence[Any]
     variables: Sequence[Any]
-    places: Sequence[int]
+    indices: Sequence[int]
     order: Sequence[int]
 
     def take(self, gradients: Sequence[Any]) -> None:
-        """Applies loss-scaled gradients to `variables`, or skips the step, and learns from it."""
+        """Applies loss-scaled gradients to `variables` or skips the step, then adapts the loss scale and counts."""
+        scale = ops.copy(applied_scale(self.optimizer.rule.bounded(self.optimizer.dynamic_scale)))
+        agreed = self._agree(self._measure(gradients, scale))
+        distribution.run_across_replicas(self._update_adapt_count, [agreed, scale], [gradients])
+
+    def _measure(self, gradients: Sequence[Any], scale: Any) -> tf.Tensor:
+        """Samples the gradients if this step is sampled; returns a non-finite flag for each trainable variable."""
         optimizer, replicas = self.optimizer, tf.distribute.get_strategy().num_replicas_in_sync
-        scale = ops.copy(divisor(optimizer.rule.bounded(optimizer.dynamic_scale)))
         if optimizer.sampler:
-            placed = by_index(gradients, self.places, len(self.trained))
+            gradient_or_none = by_index(gradients, self.indices, len(self.trainable_variables))
 
-            def unscaled(some: Sequence[Any], places: Sequence[int]) -> list[Any]:
-                return unscale(some, [self.trained[place] for place in places], scale)
+            def unscale_subset(subset: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+                return unscale(subset, [self.trainable_variables[index] for index in indices], scale)
 
-            optimizer.sampler.sample(placed, unscaled, scale, optimizer.counters.steps + 1)
-        flags = self._flags(nonfinite(gradients, self.variables, scale, replicas))
-        # All in float32, which every device can send: one sum over the replicas tells each of them everything.
-        agreed = distribution.agree(tf.concat([flags, tf.stack(optimizer.loss_monitor.seen())], 0))
-        distribution.once(self._finish, [agreed, scale], [gradients])
+            optimizer.sampler.sample(gradient_or_none, unscale_subset, scale, optimizer.counters.steps + 1)
+        return self._by_trainable_variable(nonfinite_flags(gradients, self.variables, scale, replicas))
 
-    def _flags(self, of_gradients: tf.Tensor) -> tf.Tensor:
-        """Returns a flag for each of `trained`."""
-        count = len(self.trained)
-        if list(self.places) == list(range(count)):
-            return of_gradients
-        return tf.maximum(tf.math.unsorted_segment_max(of_gradients, list(self.places), count), 0.0)
+    def _by_trainable_variable(self, flags: tf.Tensor) -> tf.Tensor:
+        """Returns the flags of `variables` as flags of `trainable_variables`; a variable without gradient has 0.0."""
+        count = len(self.trainable_variables)
+        if list(self.indices) == list(range(count)):
+            return flags
+        return tf.maximum(tf.math.unsorted_segment_max(flags, list(self.indices), count), 0.0)
 
-    def _finish(self, on_each: Any, agreed: Any, scale: Any, gradients: Any) -> None:
-        """The rest of the step, once all replicas have agreed on what was measured."""
-        count = len(self.trained)
+    def _agree(self, flags: tf.Tensor) -> tf.Tensor:
+        """Returns the flags and the three values of the loss monitor, summed over replicas and workers."""
+        # All values are float32, which every device can send, so one all-reduce is enough.
+        return distribution.sum_over_replicas(tf.concat([flags, tf.stack(self.optimizer.loss_monitor.read())], 0))
+
+    def _update_adapt_count(self, on_each: Any, agreed: Any, scale: Any, gradients: Any) -> None:
+        """Takes the stages after the agreement; `on_each(f, *args)` calls `f` on each replica."""
+        count = len(self.trainable_variables)
         flags, (last_was_nonfinite, any_was_nonfinite, loss) = agreed[:count] > 0, tf.unstack(agreed[count:], 3)
         overflowed = ops.logical_or(ops.any(flags), last_was_nonfinite > 0)
         update = functools.partial(on_each, self._update, scale, gradients)
-        conditional_update.update_or_skip(self.optimizer.inner_optimizer, self.trained, overflowed, update)
+        conditional_update.update_or_skip(self.optimizer.inner_optimizer, self.trainable_variables, overflowed, update)
         outcome = scaling.StepOutcome(overflowed, ops.equal(any_was_nonfinite, 0.0))
-        # At the end of data whose length is not known, Keras starts a step that gets no batch and stops where it needs
-        # one: what does not wait for the gradients would count a step that never was.
+        # At the end of a dataset of unknown length, Keras starts a step that gets no batch. It stops at the first
+        # operation that needs one. Without this dependency, the counters would not wait for the gradients and would
+        # count that step.
         with tf.control_dependencies([agreed]):
-            self._adapt_and_count(outcome, flags, loss)
-            self.optimizer.loss_monitor.forget()
+            overflows_in_a_row, overflowed_at_min_scale = self._adapt(outcome)
+            self.optimizer.counters.count(outcome, overflows_in_a_row, overflowed_at_min_scale, flags, self.order, loss)
+            self.optimizer.loss_monitor.reset()
 
     def _update(self, scale: Any, gradients: Any) -> None:
-        unscaled = unscale(gradients, self.variables, scale)  # here, where a skipped step does not pay for it
+        unscaled = unscale(gradients, self.variables, scale)  # inside the branch, so that a skipped step does not pay
         self.optimizer.inner_optimizer.apply(unscaled, list(self.variables))
 
-    def _adapt_and_count(self, outcome: scaling.StepOutcome, flags: Any, loss: Any) -> None:
-        optimizer, counters = self.optimizer, self.optimizer.counters
+    def _adapt(self, outcome: scaling.StepOutcome) -> tuple[Any, Any]:
+        """Applies the rule of the loss scale; returns its `overflows_in_a_row` and `overflowed_at_min_scale`."""
+        optimizer = self.optimizer
         scale = ops.copy(optimizer.rule.bounded(optimizer.dynamic_scale))
-        before = scaling.ScaleState(scale, ops.copy(optimizer.step_counter), ops.copy(counters.overflows_in_a_row))
+        clean_steps, in_a_row = ops.copy(optimizer.step_counter), ops.copy(optimizer.counters.overflows_in_a_row)
+        before = scaling.ScaleState(scale, clean_steps, in_a_row)
         after = optimizer.rule.update(before, outcome)
         optimizer.dynamic_scale.assign(after.scale)
         optimizer.step_counter.assign(after.clean_steps)
-        is_at_min_scale = optimizer.rule.is_at_min_scale(before, outcome)
-        counters.count(outcome, after.overflows_in_a_row, is_at_min_scale, flags, self.order, loss)
+        return after.overflows_in_a_row, optimizer.rule.overflowed_at_min_scale(before, outcome)

@@ -1,4 +1,4 @@
-"""What an inner optimizer keeps that Keras writes to no file."""
+"""The state of an inner optimizer that Keras does not save."""
 
 import functools
 from typing import Any
@@ -10,9 +10,10 @@ from kmp.backend import keras_internals, register
 
 @register
 class InnerState(keras.Layer):
-    """A place in files for the state of an inner optimizer that is not among its `variables`.
+    """Saves and loads the state of an inner optimizer that is not in its `variables`.
 
-    A layer, as `OverflowCounters` is: the lists of variables, and what Keras' own class reads and writes, stay as they are.
+    A layer for the same reason as `OverflowCounters`: the lists of variables, and the data that Keras' own class saves
+    and loads, do not change.
 
     Args:
         optimizer: The inner optimizer.
@@ -20,27 +21,28 @@ class InnerState(keras.Layer):
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         super().__init__(name="inner_state", dtype="float32", trainable=False)
-        self._list = functools.partial(_unlisted, optimizer)  # as an attribute, Keras would save the optimizer here
+        # Keras would save an optimizer that is an attribute of this layer.
+        self._unlisted_variables = functools.partial(_unlisted_variables, optimizer)
 
     def save_own_variables(self, store: Any) -> None:
-        """Saves by name; see `_unlisted`."""
-        for name, variable in self._list().items():
+        """Saves each variable under its name from `_unlisted_variables`."""
+        for name, variable in self._unlisted_variables().items():
             store[name] = variable.numpy()
 
     def load_own_variables(self, store: Any) -> None:
-        """Loads what a file holds of such an optimizer; one that Keras' own class wrote holds none."""
-        for name, variable in self._list().items():
-            if name in store.keys():  # noqa: SIM118  # no dictionary
+        """Loads the variables that the file has for such an optimizer; files of Keras' own class have none."""
+        for name, variable in self._unlisted_variables().items():
+            if name in store.keys():  # noqa: SIM118  # not a dictionary
                 variable.assign(store[name])
 
 
-def _unlisted(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]:
-    """Returns the variables with names for a file.
+def _unlisted_variables(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]:
+    """Returns the variables that are not in `optimizer.variables`, by their name in a file.
 
-    They tell the kind of optimizer, and how much it keeps: where these differ, Keras skips the rest of its state, and
-    this goes with it.
+    The names contain the optimizer's class and its numbers of variables. If these differ from those of the file, Keras
+    skips the rest of the optimizer's state, and this part is skipped too.
     """
     listed = set(map(id, optimizer.variables))
-    found = [variable for variable in keras_internals.optimizer_state(optimizer) if id(variable) not in listed]
-    whose = f"{type(optimizer).__name__}_{len(listed)}_{len(found)}"
-    return {f"{whose}_{place}": variable for place, variable in enumerate(found)}
+    unlisted = [variable for variable in keras_internals.optimizer_state(optimizer) if id(variable) not in listed]
+    prefix = f"{type(optimizer).__name__}_{len(listed)}_{len(unlisted)}"
+    return {f"{prefix}_{index}": variable for index, variable in enumerate(unlisted)}

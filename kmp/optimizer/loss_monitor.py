@@ -1,4 +1,4 @@
-"""Whether the losses of a step were finite before they were scaled."""
+"""Records whether the losses of a step were finite before they were scaled."""
 
 from typing import Any
 
@@ -15,15 +15,15 @@ _LOSS_IN_FLOAT16 = (
     "end the model with kmp.layers.Softmax() or a layer with dtype='float32', or cast its output."
 )
 _WITHOUT_SCALE_LOSS = (
-    "`apply` got gradients before any loss went through `scale_loss`, and divides them by the loss scale all the same. "
+    "`apply` received gradients before any loss went through `scale_loss`. It divides them by the loss scale anyway. "
     "Differentiate the scaled loss: scaled_loss = optimizer.scale_loss(loss), inside the tape."
 )
 
 
 class LossMonitor:
-    """Whether losses were finite before they were scaled, as each replica saw it in its own forward passes.
+    """Records on each replica whether the losses of its forward passes were finite before they were scaled.
 
-    Variables, because `scale_loss` and `apply` may be traced into functions of their own.
+    The records are variables because `scale_loss` and `apply` may be traced into separate functions.
     """
 
     def __init__(self) -> None:
@@ -33,36 +33,36 @@ class LossMonitor:
         self.has_recorded = self._has_warned = False
         self.last_loss = distribution.variable("last_loss", "float32")
 
-    def note(self, loss: Any) -> None:
-        """Remembers a loss of a step, until `forget`; warns if the first one is float16."""
+    def record(self, loss: Any) -> None:
+        """Records a loss of the current step until `reset`; warns if the first recorded loss is float16."""
         if keras.backend.standardize_dtype(loss.dtype) == FLOAT16.name and not self.has_recorded:
             user_messages.warn(_LOSS_IN_FLOAT16)
         self.has_recorded = True
-        nonfinite = tensor_statistics.nonfinite(loss)
+        nonfinite = tensor_statistics.nonfinite_flag(loss)
         self.last_loss.assign(ops.cast(ops.mean(loss), "float32"))
         self.nonfinite_calls.assign_add(ops.cast(nonfinite, "int64"))
         self.last_was_nonfinite.assign(nonfinite)
         self.any_was_nonfinite.assign(ops.maximum(self.any_was_nonfinite, nonfinite))
 
     def ignore_where(self, where: Any) -> None:
-        """Takes the blame from the loss scale for what this step's gradients will be, if the scalar bool is true."""
+        """Prevents a backoff in this step if the scalar bool is true, as a non-finite loss does."""
         self.any_was_nonfinite.assign(ops.maximum(self.any_was_nonfinite, ops.cast(where, "float32")))
 
-    def seen(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Returns scalar float32: 1.0 if the step's last loss was not finite; the same of any of them; the last loss.
+    def read(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Returns three float32 scalars: flag of a non-finite last loss, flag of any non-finite loss, last loss.
 
-        A loop may scale a loss and drop it, so only the last one can make a step count as skipped; but where a step has
-        several losses, any of them can be why its gradients are not finite.
+        A flag is 1.0 or 0.0. A custom loop may scale a loss and discard it, so only the last loss can skip the step.
+        But in a step with several losses, each of them can be the cause of non-finite gradients.
         """
         return ops.copy(self.last_was_nonfinite), ops.copy(self.any_was_nonfinite), ops.copy(self.last_loss)
 
-    def forget(self) -> None:
-        """Forgets the losses of a step; the count of calls goes on."""
+    def reset(self) -> None:
+        """Clears the losses of the step, but not `nonfinite_calls`."""
         for variable in (self.last_was_nonfinite, self.any_was_nonfinite, self.last_loss):
             variable.assign(0.0)
 
     def warn_without_scale_loss(self) -> None:
-        """Warns, once, that gradients are about to be unscaled which come from no scaled loss."""
+        """Warns once if no loss was scaled before gradients are unscaled."""
         if not self.has_recorded and not self._has_warned:
             self._has_warned = True
             user_messages.warn(_WITHOUT_SCALE_LOSS)

@@ -1,4 +1,4 @@
-"""Where an overflow originated: the flagged variable nearest to the loss, in the order of the step's graph."""
+"""Finds where an overflow originated: at the flagged variable that is nearest to the loss in the step's graph."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,35 +11,44 @@ from kmp.gradients import tensor_statistics
 
 
 def nearest_to_loss(flags: Any, order: Sequence[int]) -> Any:
-    """Returns the flags with all but one cleared, the one to blame: an overflow spreads to every variable before it."""
+    """Returns the flags with only the overflow origin set.
+
+    The backward pass spreads an overflow to every variable before its origin, so the origin is the flagged variable
+    nearest to the loss.
+
+    Args:
+        flags: int64 tensor of shape `(variables,)`, 1 for a variable with a non-finite gradient, else 0.
+        order: The indices of the variables, from the input to the loss.
+    """
     ranks = np.zeros(len(order), np.int64)
     ranks[list(order)] = np.arange(1, len(order) + 1)
-    ranked = flags * ranks
-    return flags * ops.cast(ops.equal(ranked, ops.max(ranked)), "int64")
+    flagged_ranks = flags * ranks
+    return flags * ops.cast(ops.equal(flagged_ranks, ops.max(flagged_ranks)), "int64")
 
 
 def network_order(gradients: Sequence[Any]) -> list[int]:
-    """Returns the places of the gradients in the order of their variables, from the input to the loss.
+    """Returns the indices of the gradients in the order of their variables, from the input to the loss.
 
-    The nearer a variable is to the loss, the shorter is the longest path that leads to its gradient through forward
-    pass, loss and backward pass. A variable that is used twice is where its use farthest from the loss is.
+    The nearer a variable is to the loss, the shorter is the longest path to its gradient through forward pass, loss and
+    backward pass. A variable that is used more than once has the position of its use farthest from the loss.
 
     Args:
-        gradients: Tensors, `tf.IndexedSlices` or `None`. Where paths are equally long, or there are none, because the
-            gradients were made eagerly or outside this graph, the order is that of the list.
+        gradients: Tensors, `tf.IndexedSlices` or `None`. Gradients with paths of equal length, and gradients without a
+            path (computed eagerly or outside this graph), keep the order of the list.
     """
     lengths = [0] * len(gradients)
-    found = {i: tensor_statistics.values_of(gradient) for i, gradient in enumerate(gradients) if gradient is not None}
-    symbolic = {i: tensor for i, tensor in found.items() if tf.is_symbolic_tensor(tensor)}
+    values = {i: tensor_statistics.values_of(gradient) for i, gradient in enumerate(gradients) if gradient is not None}
+    symbolic = {i: tensor for i, tensor in values.items() if tf.is_symbolic_tensor(tensor)}
     if symbolic:
-        paths = _longest_paths(next(iter(symbolic.values())).graph)
+        length_of = _longest_paths(next(iter(symbolic.values())).graph)
         for i, tensor in symbolic.items():
-            lengths[i] = paths.get(tensor.op, 0)
+            lengths[i] = length_of.get(tensor.op, 0)
     return sorted(range(len(gradients)), key=lambda i: (-lengths[i], i))
 
 
 def _longest_paths(graph: tf.Graph) -> dict[tf.Operation, int]:
+    """Returns the length of the longest path to each operation."""
     lengths: dict[tf.Operation, int] = {}
-    for op in graph.get_operations():  # in the order they were made, so after their inputs
+    for op in graph.get_operations():  # in the order of creation, so every operation comes after its inputs
         lengths[op] = 1 + max((lengths.get(tensor.op, 0) for tensor in op.inputs), default=0)
     return lengths

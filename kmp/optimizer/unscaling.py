@@ -1,4 +1,4 @@
-"""Dividing gradients by the loss scale, and telling which of them are not finite then."""
+"""Divides gradients by the loss scale, and flags those that are not finite after the division."""
 
 import math
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ import tensorflow as tf
 from keras import backend, ops
 
 from kmp.backend import xla
-from kmp.gradients import ROW, pack_tensors, tensor_statistics, values_of, with_values
+from kmp.gradients import ROW_SIZE, pack_tensors, tensor_statistics, values_of, with_values
 from kmp.utils import FLOAT32
 
-# The reciprocal of a larger one is subnormal, which TensorFlow on a CPU takes for zero.
-LARGEST_DIVISOR = 2.0 ** (FLOAT32.max_exponent - 1)
+# The reciprocal of a larger scale is subnormal, and TensorFlow on a CPU flushes it to zero.
+LARGEST_APPLIED_SCALE = 2.0 ** (FLOAT32.max_exponent - 1)
 
-# Under XLA, fewer elements than this are joined with others: copying them costs less than compiling a loop for each.
+# Under XLA, tensors with fewer elements are concatenated: copying them takes less time than compiling a loop for each.
 _SMALL = 2**16
-_LANE = 8  # elements whose finiteness XLA on a CPU finds in one vector operation
-_LANES_IN_ROW = ROW // _LANE
+_LANE = 8  # elements that XLA on a CPU checks in one vector operation
+_LANES_IN_ROW = ROW_SIZE // _LANE
 
 
-def divisor(scale: Any) -> Any:
-    """Returns the loss scale that the loss is multiplied and gradients are divided by: at most 2^126."""
-    return ops.minimum(scale, LARGEST_DIVISOR)
+def applied_scale(scale: Any) -> Any:
+    """Returns the loss scale as it is applied to losses and gradients: at most 2^126."""
+    return ops.minimum(scale, LARGEST_APPLIED_SCALE)
 
 
 def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> list[Any]:
@@ -31,64 +31,66 @@ def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> l
 
     Args:
         gradients: Loss-scaled gradients: tensors, `tf.IndexedSlices` or `None`.
-        variables: The variable of each. One that Keras overwrites with its gradient, as float8's scales, gets it as it
-            is.
-        scale: Scalar float32, from 2^-126 to `LARGEST_DIVISOR`.
+        variables: The variable of each gradient. The gradient of a variable that Keras overwrites with it, such as a
+            float8 scale, is returned unchanged.
+        scale: Scalar float32, from 2^-126 to `LARGEST_APPLIED_SCALE`.
     """
-    # XLA works a product out within the loops that use it; a division would take longer than all else in them.
+    # XLA fuses a multiplication into the loops that use it. A division there would take longer than the rest of them.
     inverse = 1.0 / scale if xla.is_tracing() else None
     return [
         _divided(gradient, variable, scale)
         if inverse is None or not _is_plain(gradient, variable)
-        # tf.multiply is this with a Python layer; see `_gate`.
+        # tf.multiply adds Python overhead; see `_PredicatedWrites._select`.
         else with_values(gradient, tf.raw_ops.Mul(x=_as_float32(gradient), y=inverse))
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
 
 
-def multiplied(gradients: Sequence[Any], factor: Any) -> list[Any]:
-    """Returns gradients times a factor, a power of two for all scales but a user's own, in float32 at least.
+def multiply_gradients(gradients: Sequence[Any], factor: Any) -> list[Any]:
+    """Returns gradients times a factor, in float32 or, for float64 gradients, in float64.
 
     Args:
         gradients: Tensors, `tf.IndexedSlices` or `None`.
-        factor: Scalar float32.
+        factor: Scalar float32, a loss scale or its reciprocal. The product is exact if it is a power of two.
     """
 
-    def times(values: Any) -> Any:
+    def multiply(values: Any) -> Any:
         values = ops.cast(values, backend.result_type(values.dtype, FLOAT32.name))
         return values * ops.cast(factor, values.dtype)
 
-    return [None if one is None else with_values(one, times(values_of(one))) for one in gradients]
+    return [
+        None if gradient is None else with_values(gradient, multiply(values_of(gradient))) for gradient in gradients
+    ]
 
 
-def nonfinite(gradients: Sequence[Any], variables: Sequence[Any], scale: Any, replicas: int) -> tf.Tensor:
-    """Tells which gradients cannot be applied, because they hold inf or nan once unscaled and added up.
+def nonfinite_flags(gradients: Sequence[Any], variables: Sequence[Any], scale: Any, replicas: int) -> tf.Tensor:
+    """Flags the gradients that contain NaN or Inf after unscaling and summing over replicas.
 
     A scale below 1 can make a finite gradient infinite, and so can the sum over replicas. Rows of a sparse gradient
-    that have the same index are looked at one by one, not their sum.
+    with the same index are checked separately, not as their sum.
 
     Args:
         gradients: Loss-scaled gradients: tensors, `tf.IndexedSlices` or `None`; at least one.
-        variables: The variable of each.
-        scale: Scalar float32, as `unscale` takes it.
-        replicas: How many replicas have such gradients.
+        variables: The variable of each gradient.
+        scale: Scalar float32, from 2^-126 to `LARGEST_APPLIED_SCALE`.
+        replicas: Number of replicas that compute such gradients.
 
     Returns:
-        float32 of shape `(gradients,)`: 1.0 for each of those, else 0.0, so that flags add up across replicas.
+        float32 tensor of shape `(gradients,)`: 1.0 for a non-finite gradient, else 0.0. Flags add up over replicas.
     """
     pairs = list(zip(gradients, variables, strict=True))
     are_plain = [_is_plain(*pair) for pair in pairs]
-    plain = [place for place, is_plain in enumerate(are_plain) if is_plain]
-    others = [place for place, is_plain in enumerate(are_plain) if not is_plain]
-    flags = [_nonfinite_by_itself(*pairs[place], scale, replicas) for place in others]
+    plain = [index for index, is_plain in enumerate(are_plain) if is_plain]
+    others = [index for index, is_plain in enumerate(are_plain) if not is_plain]
+    flags = [_separate_flag(*pairs[index], scale, replicas) for index in others]
     if plain:
-        together = _nonfinite_in_rows if xla.is_tracing() else _nonfinite_unless_sums_are_finite
-        flags.append(together([_as_float32(gradients[place]) for place in plain], scale, replicas))
+        joint_flags = _flags_of_rows if xla.is_tracing() else _flags_unless_sum_is_finite
+        flags.append(joint_flags([_as_float32(gradients[index]) for index in plain], scale, replicas))
     return tf.gather(tf.concat(flags, 0), np.argsort(others + plain))
 
 
 def _is_plain(gradient: Any, variable: Any) -> bool:
-    """Whether a gradient is as finite in its variable's dtype as in float32, and has a known number of elements."""
+    """Whether a gradient is finite in its variable's dtype exactly if it is in float32, and has a static size."""
     if gradient is None or _is_overwritten(variable) or variable.dtype != FLOAT32.name:
         return False
     values = values_of(gradient)
@@ -109,45 +111,47 @@ def _divided(gradient: Any, variable: Any, scale: Any) -> Any:
     return with_values(gradient, ops.cast(ops.divide(values_of(gradient), scale), variable.dtype))
 
 
-def _nonfinite_by_itself(gradient: Any, variable: Any, scale: Any, replicas: int) -> tf.Tensor:
+def _separate_flag(gradient: Any, variable: Any, scale: Any, replicas: int) -> tf.Tensor:
     if gradient is None:
         return tf.zeros([1])
-    return tf.reshape(tensor_statistics.nonfinite(values_of(_divided(gradient, variable, scale)) * replicas), [1])
+    return tf.reshape(tensor_statistics.nonfinite_flag(values_of(_divided(gradient, variable, scale)) * replicas), [1])
 
 
-def _nonfinite_unless_sums_are_finite(tensors: Sequence[tf.Tensor], scale: Any, replicas: int) -> tf.Tensor:
-    """Returns the flags from a branch: sums, which one reading gives, tell that all is finite, as in most steps it is.
+def _flags_unless_sum_is_finite(tensors: Sequence[tf.Tensor], scale: Any, replicas: int) -> tf.Tensor:
+    """Returns the flags; if the sum of all elements is finite, as in most steps, one pass over them is enough.
 
-    Finite numbers may have an infinite sum, and a scale below 1 may make them infinite; then they are read again. All
-    of it can be compiled by XLA too, because a function traced here may be called from one that is.
+    Finite numbers can have an infinite sum, and a scale below 1 can make them infinite. Then the elements are checked
+    again. XLA can compile both branches, because a compiled function may call a function that is traced here.
     """
     is_finite = tf.math.is_finite(tf.add_n([tf.reduce_sum(tensor) for tensor in tensors]))
     return ops.cond(
         tf.logical_and(is_finite, scale >= replicas),
         lambda: tf.zeros([len(tensors)]),
-        lambda: _nonfinite_in_rows(tensors, scale, replicas),
+        lambda: _flags_of_rows(tensors, scale, replicas),
     )
 
 
-def _nonfinite_in_rows(tensors: Sequence[tf.Tensor], scale: Any, replicas: int) -> tf.Tensor:
-    """Returns the flags from one reduction for all tensors: compiling one for each takes XLA long."""
+def _flags_of_rows(tensors: Sequence[tf.Tensor], scale: Any, replicas: int) -> tf.Tensor:
+    """Returns the flags from a single reduction, because XLA takes long to compile one for each tensor."""
     factor = replicas / scale
     lanes: list[tf.Tensor] = []
-    owners: list[int] = []
+    row_owners: list[int] = []
     for group in pack_tensors(tensors, joined_below=_SMALL):
-        found = _lanes(tf.reshape(group.values, [-1]), factor)
-        rows = math.ceil(sum(part.shape[0] for part in found) / _LANES_IN_ROW)
-        owners += list(np.repeat(group.members, group.rows or rows))
-        lanes += found
-    finite = tf.reduce_all(tf.reshape(tf.concat(lanes, 0), [-1, _LANES_IN_ROW]), 1)
-    count = tf.math.unsorted_segment_sum(1.0 - tf.cast(finite, tf.float32), np.array(owners, np.int32), len(tensors))
-    return tf.minimum(count, 1.0)
+        group_lanes = _finite_lanes(tf.reshape(group.values, [-1]), factor)
+        row_count = math.ceil(sum(part.shape[0] for part in group_lanes) / _LANES_IN_ROW)
+        row_owners += list(np.repeat(group.members, group.rows or row_count))
+        lanes += group_lanes
+    is_finite = tf.reduce_all(tf.reshape(tf.concat(lanes, 0), [-1, _LANES_IN_ROW]), 1)
+    nonfinite_rows = tf.math.unsorted_segment_sum(
+        1.0 - tf.cast(is_finite, tf.float32), np.array(row_owners, np.int32), len(tensors)
+    )
+    return tf.minimum(nonfinite_rows, 1.0)
 
 
-def _lanes(values: tf.Tensor, factor: Any) -> list[tf.Tensor]:
-    """Returns bool vectors, together of whole rows: whether each lane of a flat tensor times a factor is finite."""
-    whole = values.shape[0] // _LANE * _LANE
-    rest = tf.math.is_finite(values[whole:] * factor)
-    found = tf.reduce_all(tf.math.is_finite(tf.reshape(values[:whole], [-1, _LANE]) * factor), 1)
-    fill = -(found.shape[0] + rest.shape[0]) % _LANES_IN_ROW
-    return [found, *(part for part in (rest, tf.ones([fill], tf.bool)) if part.shape[0])]
+def _finite_lanes(values: tf.Tensor, factor: Any) -> list[tf.Tensor]:
+    """Returns bool vectors, padded to full rows: whether each lane of a flat tensor times a factor is finite."""
+    full = values.shape[0] // _LANE * _LANE
+    rest = tf.math.is_finite(values[full:] * factor)
+    lanes = tf.reduce_all(tf.math.is_finite(tf.reshape(values[:full], [-1, _LANE]) * factor), 1)
+    padding = -(lanes.shape[0] + rest.shape[0]) % _LANES_IN_ROW
+    return [lanes, *(part for part in (rest, tf.ones([padding], tf.bool)) if part.shape[0])]

@@ -12,14 +12,14 @@ from kmp.optimizer import conditional_update
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*before any loss went through")
 
-NOT_GATED = {"Optimizer", "LossScaleOptimizer", "MultiOptimizer"}
-KINDS = {
-    name: kind
-    for name, kind in vars(keras.optimizers).items()
-    if isinstance(kind, type) and issubclass(kind, keras.Optimizer) and name not in NOT_GATED
+NOT_CONCRETE = {"Optimizer", "LossScaleOptimizer", "MultiOptimizer"}
+OPTIMIZERS = {
+    name: optimizer_class
+    for name, optimizer_class in vars(keras.optimizers).items()
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, keras.Optimizer) and name not in NOT_CONCRETE
 }
-if not hasattr(keras.optimizers, "MultiOptimizer"):  # Keras 3.12, whose Muon fails on TensorFlow by itself
-    del KINDS["Muon"]
+if not hasattr(keras.optimizers, "MultiOptimizer"):  # Keras 3.12, whose Muon fails on TensorFlow
+    del OPTIMIZERS["Muon"]
 VALUES = {
     "momentum": 0.9,
     "weight_decay": 0.01,
@@ -38,16 +38,16 @@ VALUES = {
 
 
 def cases():
-    """Each optimizer as it is, and with each of its options that has another value to try."""
-    for name, kind in KINDS.items():
-        yield pytest.param(kind, {}, id=name)
-        for option, parameter in inspect.signature(kind).parameters.items():
+    """Each optimizer with its defaults, and with one option changed at a time."""
+    for name, optimizer_class in OPTIMIZERS.items():
+        yield pytest.param(optimizer_class, {}, id=name)
+        for option, parameter in inspect.signature(optimizer_class).parameters.items():
             if isinstance(parameter.default, bool):
-                yield pytest.param(kind, {option: not parameter.default}, id=f"{name}-{option}")
+                yield pytest.param(optimizer_class, {option: not parameter.default}, id=f"{name}-{option}")
             elif option in VALUES:
                 more = {"use_ema": True} if option == "ema_overwrite_frequency" else {}
-                yield pytest.param(kind, {option: VALUES[option]} | more, id=f"{name}-{option}")
-        yield pytest.param(kind, {"learning_rate": schedule()}, id=f"{name}-schedule")
+                yield pytest.param(optimizer_class, {option: VALUES[option]} | more, id=f"{name}-{option}")
+        yield pytest.param(optimizer_class, {"learning_rate": schedule()}, id=f"{name}-schedule")
 
 
 def schedule():
@@ -55,7 +55,7 @@ def schedule():
 
 
 def weights(smallest=0.0):
-    """Zeros of both signs among them, and a subnormal number if asked for: what a careless gate changes."""
+    """Weights with zeros of both signs and, optionally, a subnormal: an incorrect predicated write changes these."""
     first = np.array([[0.5, -0.0, smallest], [0.0, -3.0, 1.0]], "float32")
     return [keras.Variable(first, name="a"), Constrained([1.0, -2.0, 3.0])]
 
@@ -66,10 +66,10 @@ class Constrained(keras.Variable):
         self.constraint = keras.constraints.NonNeg()
 
 
-def gradients(step, bad=None):
+def gradients(step, nonfinite=None):
     first = np.linspace(-1, 1, 6, dtype="float32").reshape(2, 3) * (step + 1)
     second = np.array([0.5, -0.25, 0.125], "float32")
-    second[1] = second[1] if bad is None else bad
+    second[1] = second[1] if nonfinite is None else nonfinite
     return [tf.constant(first), tf.constant(second)]
 
 
@@ -78,14 +78,14 @@ def bits(variables):
 
 
 def optimizer_state(optimizer):
-    """All that an optimizer keeps by name; Keras' own list leaves out some of it, depending on who builds it."""
-    kept = {name: value for name, value in vars(optimizer).items() if name != "_variables"}
-    return tf.nest.flatten([plain(value) for _, value in sorted(kept.items())])
+    """All variables in an optimizer's attributes; Keras' own list may lack some, depending on who builds it."""
+    attributes = {name: value for name, value in vars(optimizer).items() if name != "_variables"}
+    return tf.nest.flatten([variables_in(value) for _, value in sorted(attributes.items())])
 
 
-def plain(value):
+def variables_in(value):
     if isinstance(value, list | tuple):
-        return [found for item in value if (found := plain(item))]
+        return [variables for item in value if (variables := variables_in(item))]
     return [value] if isinstance(value, keras.Variable) else []
 
 
@@ -93,56 +93,59 @@ def state(optimizer, variables):
     return bits([*variables, *optimizer_state(optimizer)])
 
 
-@pytest.mark.parametrize(("kind", "options"), list(cases()))
-def test_closed_gate_leaves_every_bit_and_an_open_one_changes_nothing(kind, options):
-    gated, gated_weights, bare, bare_weights = kind(**options), weights(), kind(**options), weights()
-    gated.build(gated_weights)
+@pytest.mark.parametrize(("optimizer_class", "options"), list(cases()))
+def test_skipped_writes_change_no_bit_and_applied_writes_equal_plain_ones(optimizer_class, options):
+    predicated, predicated_weights = optimizer_class(**options), weights()
+    bare, bare_weights = optimizer_class(**options), weights()
+    predicated.build(predicated_weights)
     bare.build(bare_weights)
-    everything = [*gated_weights, *optimizer_state(gated)]
+    all_variables = [*predicated_weights, *optimizer_state(predicated)]
     for step in range(5):
-        before = bits(everything)
-        with conditional_update._gated([*gated_weights, *conditional_update._written_by(gated)], tf.constant(True)):
-            gated.apply(gradients(step, np.nan), gated_weights)
-        assert bits(everything) == before
-        with conditional_update._gated([*gated_weights, *conditional_update._written_by(gated)], tf.constant(False)):
-            gated.apply(gradients(step), gated_weights)
+        before = bits(all_variables)
+        written = [*predicated_weights, *conditional_update._written_by(predicated)]
+        with conditional_update._predicated_writes(written, tf.constant(True)):
+            predicated.apply(gradients(step, np.nan), predicated_weights)
+        assert bits(all_variables) == before
+        written = [*predicated_weights, *conditional_update._written_by(predicated)]
+        with conditional_update._predicated_writes(written, tf.constant(False)):
+            predicated.apply(gradients(step), predicated_weights)
         bare.apply(gradients(step), bare_weights)
-        assert state(gated, gated_weights) == state(bare, bare_weights)
-    assert bits(everything) != before
+        assert state(predicated, predicated_weights) == state(bare, bare_weights)
+    assert bits(all_variables) != before
 
 
-def test_gate_leaves_no_trace_on_the_variables_also_after_an_error():
+def test_variables_have_their_own_methods_again_after_an_error():
     variable = tf.Variable([1.0])
     before = dict(vars(variable))
-    with pytest.raises(KeyError), conditional_update._gated([variable], tf.constant(True)):
+    with pytest.raises(KeyError), conditional_update._predicated_writes([variable], tf.constant(True)):
         raise KeyError
     assert vars(variable) == before
 
 
-def test_rows_of_a_sparse_update_are_left_out():
+def test_skipped_sparse_updates_change_no_row():
     table = keras.Variable(np.tile(np.array([0.5, -0.0, 0.0], "float32"), (5, 1)))
 
     @tf.function(jit_compile=True)
-    def add(skips):
+    def write(skip):
         rows = tf.IndexedSlices(tf.fill([3, 3], np.nan), tf.constant([0, 4, 0]), tf.constant([5, 3]))
-        with conditional_update._gated([table], skips):
+        with conditional_update._predicated_writes([table], skip):
             table.value.scatter_add(rows)
             table.value.scatter_sub(rows)
             table.value.scatter_update(rows)
 
     before = bits([table])
-    add(tf.constant(True))
+    write(tf.constant(True))
     assert bits([table]) == before
-    add(tf.constant(False))
+    write(tf.constant(False))
     np.testing.assert_array_equal(np.isnan(table.numpy()).any(1), [True, False, False, False, True])
 
 
-def operations(function):
+def operation_types(function):
     return {op.type for op in function.get_concrete_function().graph.get_operations()}
 
 
 @pytest.mark.parametrize("inner", [keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD])
-def test_xla_gets_a_gate_and_graph_mode_a_branch(inner):
+def test_xla_predicates_writes_and_graph_mode_branches(inner):
     variables = weights()
     optimizer = kmp.LossScaleOptimizer(inner(), min_scale=1.0)
     optimizer.build(variables)
@@ -151,24 +154,26 @@ def test_xla_gets_a_gate_and_graph_mode_a_branch(inner):
         optimizer.apply(gradients(0), variables)
 
     branches = {"If", "StatelessIf"}
-    assert not branches & operations(tf.function(step, jit_compile=True))
-    assert "If" in operations(tf.function(step))
+    assert not branches & operation_types(tf.function(step, jit_compile=True))
+    assert "If" in operation_types(tf.function(step))
 
 
-def test_what_may_write_in_ways_of_its_own_takes_the_branch():
+def test_custom_optimizer_class_uses_the_branch():
     class MyAdam(keras.optimizers.Adam):
         pass
 
-    assert all(conditional_update.has_predicable_writes(kind) for kind in KINDS.values())
-    assert not conditional_update.has_predicable_writes(MyAdam)
+    assert all(
+        conditional_update.supports_predicated_writes(optimizer_class) for optimizer_class in OPTIMIZERS.values()
+    )
+    assert not conditional_update.supports_predicated_writes(MyAdam)
     variables = weights()
     optimizer = kmp.LossScaleOptimizer(MyAdam())
     optimizer.build(variables)
-    assert "If" in operations(tf.function(lambda: optimizer.apply(gradients(0), variables), jit_compile=True))
+    assert "If" in operation_types(tf.function(lambda: optimizer.apply(gradients(0), variables), jit_compile=True))
 
 
 class Counting(keras.constraints.Constraint):
-    """Keeps a variable of its own."""
+    """Writes a variable that it owns."""
 
     def __init__(self):
         self.calls = keras.Variable(0.0)
@@ -178,7 +183,7 @@ class Counting(keras.constraints.Constraint):
         return value
 
 
-def test_code_of_a_users_own_takes_the_branch():
+def test_custom_constraint_or_learning_rate_uses_the_branch():
     variable, constraint = Constrained([1.0]), Counting()
     variable.constraint = constraint
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(lambda: 0.1))
@@ -191,7 +196,7 @@ def test_code_of_a_users_own_takes_the_branch():
         assert float(constraint.calls) == calls
 
 
-def test_weights_that_only_the_inner_optimizer_knows_are_held_too():
+def test_skipped_step_keeps_weights_that_only_the_inner_optimizer_was_built_on():
     inner = keras.optimizers.SGD(0.5, use_ema=True, ema_overwrite_frequency=1)
     trained, frozen = keras.Variable([1.0, 1.0]), keras.Variable([7.0, 7.0])
     inner.build([trained, frozen])
@@ -204,8 +209,8 @@ def test_weights_that_only_the_inner_optimizer_knows_are_held_too():
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("first", [False, True])
-def test_one_trace_serves_within_xla_and_outside(first, sparse):
+@pytest.mark.parametrize("first_is_compiled", [False, True])
+def test_one_trace_works_with_and_without_xla(first_is_compiled, sparse):
     table = keras.Variable(np.ones((4, 2), "float32"))
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=1.0)
     optimizer.build([table])
@@ -215,7 +220,7 @@ def test_one_trace_serves_within_xla_and_outside(first, sparse):
         rows = tf.IndexedSlices(tf.reshape(x, [1, 2]), tf.constant([1]), tf.constant([4, 2]))
         optimizer.apply([rows if sparse else tf.tile(tf.reshape(x, [1, 2]), [4, 1])], [table])
 
-    for jit_compile in (first, not first):
+    for jit_compile in (first_is_compiled, not first_is_compiled):
         outer = tf.function(functools.partial(step), jit_compile=jit_compile, autograph=False)
         before = table.numpy().copy()
         outer(tf.constant([1.0, np.nan]))
@@ -226,14 +231,14 @@ def test_one_trace_serves_within_xla_and_outside(first, sparse):
 
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras 3.12 has none")
-def test_several_optimizers_in_one_take_the_branch():
-    assert not conditional_update.has_predicable_writes(keras.optimizers.MultiOptimizer)
+def test_multi_optimizer_uses_the_branch():
+    assert not conditional_update.supports_predicated_writes(keras.optimizers.MultiOptimizer)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
-def test_compiled_step_skips_without_a_trace_and_else_steps_as_without_loss_scale(name):
-    scaled, bare = KINDS[name](0.1), KINDS[name](0.1)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_compiled_step_is_skipped_unchanged_or_equals_the_unscaled_step(name):
+    scaled, bare = OPTIMIZERS[name](0.1), OPTIMIZERS[name](0.1)
     scaled_weights, bare_weights = weights(1e-40), weights(1e-40)
     optimizer = kmp.LossScaleOptimizer(scaled, initial_scale=1024.0)
     optimizer.build(scaled_weights)
@@ -248,24 +253,24 @@ def test_compiled_step_skips_without_a_trace_and_else_steps_as_without_loss_scal
     def bare_step(first, second):
         bare.apply([first, second], bare_weights)
 
-    for number, bad in enumerate((None, np.inf, None, np.nan, -np.inf, None)):
+    for number, nonfinite in enumerate((None, np.inf, None, np.nan, -np.inf, None)):
         before = state(scaled, scaled_weights)
-        step(*gradients(number, bad))
-        if bad is None:
+        step(*gradients(number, nonfinite))
+        if nonfinite is None:
             bare_step(*gradients(number))
         else:
             assert state(scaled, scaled_weights) == before
-    for expected, found in zip(
+    for expected, actual in zip(
         [*bare_weights, *optimizer_state(bare)], [*scaled_weights, *optimizer_state(scaled)], strict=True
     ):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
     assert optimizer.snapshot().overflow_count == 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("inner", [keras.optimizers.Adam, keras.optimizers.SGD])
 @pytest.mark.parametrize("option", [{}, {"gradient_accumulation_steps": 2}])
-def test_compiled_sparse_step_skips_without_a_trace(inner, option):
+def test_skipped_compiled_sparse_step_changes_nothing(inner, option):
     table = keras.Variable(np.ones((6, 2), "float32"))
     optimizer = kmp.LossScaleOptimizer(inner(0.1, **option), initial_scale=1.0)
     optimizer.build([table])
@@ -274,9 +279,9 @@ def test_compiled_sparse_step_skips_without_a_trace(inner, option):
     def step(values):
         optimizer.apply([tf.IndexedSlices(values, tf.constant([1, 4]), tf.constant([6, 2]))], [table])
 
-    for bad in (1.0, np.nan, 1.0, np.inf):
+    for element in (1.0, np.nan, 1.0, np.inf):
         before = state(optimizer.inner_optimizer, [table])
-        step(tf.constant([[1.0, 1.0], [1.0, bad]]))
-        assert (state(optimizer.inner_optimizer, [table]) == before) == (not np.isfinite(bad))
+        step(tf.constant([[1.0, 1.0], [1.0, element]]))
+        assert (state(optimizer.inner_optimizer, [table]) == before) == (not np.isfinite(element))
     assert np.isfinite(table.numpy()).all()
     assert ops.all(table[0] == 1.0) or inner is keras.optimizers.Adam

@@ -10,23 +10,23 @@ from reference import ReferenceRule
 
 import kmp
 
-# Most tests here hand `apply` gradients that no loss was differentiated for.
+# Most tests here pass gradients to `apply` without calling `scale_loss`.
 pytestmark = pytest.mark.filterwarnings("ignore:.*before any loss went through")
 
 ABSTRACT = {"Optimizer", "LossScaleOptimizer", "MultiOptimizer"}
 STOCK = [
-    kind
-    for name, kind in vars(keras.optimizers).items()
-    if isinstance(kind, type) and issubclass(kind, keras.Optimizer) and name not in ABSTRACT
+    optimizer_class
+    for name, optimizer_class in vars(keras.optimizers).items()
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, keras.Optimizer) and name not in ABSTRACT
 ]
 
 
 def multi_optimizer():
-    one_for_each = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {"a": keras.optimizers.Adam(0.1)})
-    return keras.optimizers.MultiOptimizer(one_for_each)
+    optimizer_map = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {"a": keras.optimizers.Adam(0.1)})
+    return keras.optimizers.MultiOptimizer(optimizer_map)
 
 
-INNER = {kind.__name__: (lambda kind=kind: kind(0.1)) for kind in STOCK} | {
+INNER = {stock.__name__: (lambda stock=stock: stock(0.1)) for stock in STOCK} | {
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
     "centered": lambda: keras.optimizers.RMSprop(0.1, centered=True, momentum=0.5),
     "amsgrad": lambda: keras.optimizers.Adam(0.1, amsgrad=True),
@@ -40,7 +40,7 @@ INNER = {kind.__name__: (lambda kind=kind: kind(0.1)) for kind in STOCK} | {
 }
 if hasattr(keras.optimizers, "MultiOptimizer"):
     INNER["multi"] = multi_optimizer
-else:  # Keras 3.12 has none, and its Muon fails on TensorFlow by itself
+else:  # Keras 3.12, which has none, and whose Muon fails on TensorFlow
     del INNER["Muon"]
 GOOD, OVERFLOW, NAN = 1.0, np.inf, np.nan
 
@@ -52,12 +52,12 @@ def weights():
     ]
 
 
-def gradients(kind, scale):
-    return [ops.full((2, 3), 0.5 * scale), ops.array([0.25 * scale, kind if kind != GOOD else 0.125 * scale])]
+def gradients(outcome, scale):
+    return [ops.full((2, 3), 0.5 * scale), ops.array([0.25 * scale, outcome if outcome != GOOD else 0.125 * scale])]
 
 
 @pytest.mark.parametrize("name", INNER)
-def test_every_optimizer_steps_as_without_loss_scale_and_skips_without_a_trace(name):
+def test_step_of_every_optimizer_equals_the_unscaled_step_and_a_skipped_step_changes_nothing(name):
     bare, bare_weights = INNER[name](), weights()
     scaled, scaled_weights = kmp.LossScaleOptimizer(INNER[name](), initial_scale=1024.0), weights()
     scaled.build(scaled_weights)
@@ -66,17 +66,17 @@ def test_every_optimizer_steps_as_without_loss_scale_and_skips_without_a_trace(n
     def step(first, second):
         scaled.apply([first, second], scaled_weights)
 
-    for kind in (GOOD, OVERFLOW, GOOD, NAN, NAN, GOOD):
+    for outcome in (GOOD, OVERFLOW, GOOD, NAN, NAN, GOOD):
         before = values(scaled_weights), values(scaled.inner_optimizer.variables)
-        step(*gradients(kind, scaled.snapshot().loss_scale))
-        if kind == GOOD:
+        step(*gradients(outcome, scaled.snapshot().loss_scale))
+        if outcome == GOOD:
             bare.apply(gradients(GOOD, 1.0), bare_weights)
         else:
             after = values(scaled_weights), values(scaled.inner_optimizer.variables)
             for old, new in zip(before[0] + before[1], after[0] + after[1], strict=True):
                 np.testing.assert_array_equal(old, new)
-    for expected, found in zip(values(bare_weights), values(scaled_weights), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for expected, actual in zip(values(bare_weights), values(scaled_weights), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
     assert scaled.snapshot().overflow_count == 3
     assert int(scaled.iterations) == int(bare.iterations)
 
@@ -84,16 +84,16 @@ def test_every_optimizer_steps_as_without_loss_scale_and_skips_without_a_trace(n
 @pytest.mark.parametrize("name", INNER)
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([GOOD, OVERFLOW, NAN]), st.sampled_from([1.0, NAN])), max_size=12))
-def test_scale_stays_within_its_bounds_and_skipped_steps_change_nothing_on_any_sequence(name, steps):
+def test_on_any_sequence_the_scale_stays_within_its_bounds_and_skipped_steps_change_nothing(name, steps):
     bounds = {"initial_scale": 8.0, "min_scale": 2.0, "max_scale": 16.0, "growth_interval": 2}
     optimizer, variables = kmp.LossScaleOptimizer(INNER[name](), **bounds), weights()
     optimizer.build(variables)
-    for kind, loss in steps:
+    for outcome, loss in steps:
         before = values([*variables, *optimizer.inner_optimizer.variables])
         optimizer.scale_loss(loss)
-        optimizer.apply(gradients(kind, optimizer.snapshot().loss_scale), variables)
+        optimizer.apply(gradients(outcome, optimizer.snapshot().loss_scale), variables)
         is_skipped = optimizer.snapshot().overflows_in_a_row > 0
-        assert is_skipped == (kind != GOOD or not np.isfinite(loss))
+        assert is_skipped == (outcome != GOOD or not np.isfinite(loss))
         assert 2.0 <= float(optimizer.dynamic_scale) <= 16.0
         after = values([*variables, *optimizer.inner_optimizer.variables])
         assert all(np.isfinite(value).all() for value in after)
@@ -103,34 +103,34 @@ def test_scale_stays_within_its_bounds_and_skipped_steps_change_nothing_on_any_s
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.sampled_from([GOOD, OVERFLOW, NAN]), max_size=25), st.integers(1, 3), st.integers(1, 2))
-def test_optimizer_follows_the_reference_rule_on_any_sequence(kinds, growth_interval, hysteresis):
+def test_optimizer_follows_the_reference_rule_on_any_sequence(outcomes, growth_interval, hysteresis):
     arguments = {"initial_scale": 8.0, "min_scale": 2.0, "max_scale": 32.0}
     arguments |= {"growth_interval": growth_interval, "hysteresis": hysteresis}
     optimizer, variables = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.1), **arguments), weights()
     optimizer.build(variables)
     reference = ReferenceRule(**arguments)
-    for kind in kinds:
-        optimizer.apply(gradients(kind, 1.0), variables)
-        reference.step(kind != GOOD)
-    found = optimizer.snapshot()
-    assert (found.loss_scale, found.clean_steps, found.overflows_in_a_row) == (
+    for outcome in outcomes:
+        optimizer.apply(gradients(outcome, 1.0), variables)
+        reference.step(outcome != GOOD)
+    snapshot = optimizer.snapshot()
+    assert (snapshot.loss_scale, snapshot.clean_steps, snapshot.overflows_in_a_row) == (
         reference.scale,
         reference.clean,
         reference.in_a_row,
     )
-    assert (found.step, found.overflow_count) == (len(kinds), sum(kind != GOOD for kind in kinds))
+    assert (snapshot.step, snapshot.overflow_count) == (len(outcomes), sum(outcome != GOOD for outcome in outcomes))
 
 
-def test_step_is_the_same_eagerly_in_graph_and_under_xla(run_step):
+def test_step_is_the_same_in_eager_graph_and_xla_mode(run_step):
     optimizer, variables = kmp.LossScaleOptimizer(keras.optimizers.Adam(0.1), growth_interval=2), weights()
     optimizer.build(variables)
 
     @run_step
-    def step(kind):
-        optimizer.apply([ops.full((2, 3), 0.5) * optimizer.dynamic_scale, ops.stack([kind, 0.0])], variables)
+    def step(element):
+        optimizer.apply([ops.full((2, 3), 0.5) * optimizer.dynamic_scale, ops.stack([element, 0.0])], variables)
 
-    for kind in (GOOD, OVERFLOW, GOOD, GOOD, NAN):
-        step(tf.constant(kind, tf.float32))
+    for element in (GOOD, OVERFLOW, GOOD, GOOD, NAN):
+        step(tf.constant(element, tf.float32))
     assert optimizer.snapshot() == kmp.records.Snapshot(
         step=5,
         loss_scale=2.0**14,
@@ -163,8 +163,8 @@ def test_custom_loop_scales_and_unscales(run_step):
     np.testing.assert_array_equal(variable, [0.5, 1.0])
 
 
-def step_of_gradients(optimizer, variables, run_step, change):
-    """A step whose gradients are given, and changed between `unscale` and `apply`; as they are, without `change`."""
+def step_with_gradients(optimizer, variables, run_step, change):
+    """Returns a step that applies the given gradients: through `unscale` and `change`, or scaled if that is `None`."""
 
     @run_step
     def step(*gradients):
@@ -177,11 +177,13 @@ def step_of_gradients(optimizer, variables, run_step, change):
     return step
 
 
-def test_gradients_can_be_clipped_by_hand_between_unscale_and_apply(run_step):
+def test_gradients_can_be_clipped_between_unscale_and_apply(run_step):
     variables = [keras.Variable([0.0]), keras.Variable([0.0])]
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4096.0)
     optimizer.build(variables)
-    step = step_of_gradients(optimizer, variables, run_step, lambda gradients: tf.clip_by_global_norm(gradients, 1)[0])
+    step = step_with_gradients(
+        optimizer, variables, run_step, lambda gradients: tf.clip_by_global_norm(gradients, 1)[0]
+    )
     step(tf.constant([3.0]), tf.constant([4.0]))
     np.testing.assert_allclose(np.concatenate(variables), [-0.6, -0.8], rtol=1e-6)
     step(tf.constant([np.inf]), tf.constant([4.0]))
@@ -190,27 +192,27 @@ def test_gradients_can_be_clipped_by_hand_between_unscale_and_apply(run_step):
 
 
 @pytest.mark.parametrize("change", [None, lambda gradients: gradients], ids=["scaled", "unscaled"])
-def test_unscaled_gradients_step_and_are_sampled_as_scaled_ones_are(change, run_step):
+def test_unscaled_gradients_are_applied_and_sampled_like_scaled_ones(change, run_step):
     variables = [keras.Variable([1.0, 2.0]), keras.Variable([[3.0]])]
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=1024.0)
     optimizer.build(variables)
     optimizer.start_sampling(optimizer.counters, 1)
-    step_of_gradients(optimizer, variables, run_step, change)(tf.constant([2.0**-20, -3.0]), tf.constant([[5.0]]))
+    step_with_gradients(optimizer, variables, run_step, change)(tf.constant([2.0**-20, -3.0]), tf.constant([[5.0]]))
     np.testing.assert_array_equal(variables[0], np.float32([1 - 2.0**-21, 3.5]))
     np.testing.assert_array_equal(variables[1], [[0.5]])
     assert list(optimizer.snapshot().sample.amax) == [3 * 1024.0, 5 * 1024.0]
 
 
-def test_unscale_keeps_sparse_and_missing_gradients_and_what_is_not_finite_and_takes_float16_up():
+def test_unscale_keeps_sparse_missing_and_nonfinite_gradients_and_casts_float16_to_float32():
     optimizer = kmp.LossScaleOptimizer("sgd", loss_scale=2.0**15)
     sparse = tf.IndexedSlices(tf.constant([[2.0**15]]), tf.constant([1]), tf.constant([3, 1]))
-    found = optimizer.unscale([tf.constant([1.0, np.inf], tf.float16), None, sparse])
-    np.testing.assert_array_equal(found[0], np.float32([2.0**-15, np.inf]))
-    assert (found[0].dtype, found[1]) == (tf.float32, None)
-    np.testing.assert_array_equal(tf.convert_to_tensor(found[2]), [[0], [1], [0]])
+    unscaled = optimizer.unscale([tf.constant([1.0, np.inf], tf.float16), None, sparse])
+    np.testing.assert_array_equal(unscaled[0], np.float32([2.0**-15, np.inf]))
+    assert (unscaled[0].dtype, unscaled[1]) == (tf.float32, None)
+    np.testing.assert_array_equal(tf.convert_to_tensor(unscaled[2]), [[0], [1], [0]])
 
 
-def test_nonfinite_loss_is_told_from_an_overflow_of_the_backward_pass(run_step):
+def test_nonfinite_loss_is_distinguished_from_an_overflow_in_the_backward_pass(run_step):
     variable = keras.Variable([1.0])
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0)
     optimizer.build([variable])
@@ -223,7 +225,7 @@ def test_nonfinite_loss_is_told_from_an_overflow_of_the_backward_pass(run_step):
     assert (second.loss_scale, second.overflow_count, second.nonfinite_loss_count) == (4.0, 2, 1)
 
 
-def test_nonfinite_loss_is_known_when_scale_loss_and_apply_are_functions_of_their_own():
+def test_nonfinite_loss_is_counted_when_scale_loss_and_apply_are_traced_separately():
     variable = keras.Variable([1.0])
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0)
     optimizer.build([variable])
@@ -233,14 +235,14 @@ def test_nonfinite_loss_is_known_when_scale_loss_and_apply_are_functions_of_thei
     assert optimizer.snapshot().nonfinite_loss_count == 1
 
 
-def test_scale_loss_takes_float16_up_to_float32():
+def test_scale_loss_casts_float16_to_float32_and_warns():
     optimizer = kmp.LossScaleOptimizer("sgd")
     with pytest.warns(UserWarning, match="loss was computed in float16"):
         scaled = optimizer.scale_loss(tf.constant(3.0, tf.float16))
     assert (scaled.dtype, float(scaled)) == (tf.float32, 3 * 2.0**15)
 
 
-def test_fixed_scale_stays_and_still_skips():
+def test_fixed_scale_never_changes_and_overflows_are_still_skipped():
     variable = keras.Variable([1.0])
     optimizer = kmp.LossScaleOptimizer("sgd", loss_scale=256.0)
     optimizer.apply([ops.array([np.inf])], [variable])
@@ -258,7 +260,7 @@ def test_sparse_gradients_are_unscaled_and_checked():
     assert optimizer.snapshot().overflow_count == 1
 
 
-def test_missing_gradients_are_left_to_the_inner_optimizer():
+def test_missing_gradients_are_passed_to_the_inner_optimizer():
     variables = weights()
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=2.0)
     with pytest.warns(UserWarning, match="Gradients do not exist"):
@@ -266,29 +268,29 @@ def test_missing_gradients_are_left_to_the_inner_optimizer():
     np.testing.assert_array_equal(variables[1], [0.0, -3.0])
 
 
-def test_variables_the_optimizer_does_not_know_are_an_error():
+def test_unknown_missing_or_miscounted_variables_raise():
     optimizer = kmp.LossScaleOptimizer("sgd")
     optimizer.build(weights())
     with pytest.raises(ValueError, match="Unknown variable"):
         optimizer.apply([ops.array([1.0])], [keras.Variable([1.0])])
-    with pytest.raises(ValueError, match="a gradient for each variable"):
+    with pytest.raises(ValueError, match="one gradient for each variable. Received: 1 gradients, 2 variables"):
         optimizer.apply([ops.array([1.0])])
     with pytest.raises(ValueError, match="not built"):
         kmp.LossScaleOptimizer("sgd").apply([ops.array([1.0])])
 
 
-def test_config_has_keras_keys_and_ours_only_where_they_differ():
+def test_config_has_keras_keys_and_only_changed_arguments_of_kmp():
     default = kmp.LossScaleOptimizer("sgd")
     assert set(default.get_config()) == {"name", "inner_optimizer", "initial_scale", "dynamic_growth_steps"}
-    own = {"growth_factor": 4.0, "backoff_factor": 0.25, "hysteresis": 2, "min_scale": 1.0, "max_scale": 2.0**20}
-    made = kmp.LossScaleOptimizer("sgd", initial_scale=8.0, growth_interval=5, **own)
-    assert made.get_config().items() >= own.items()
-    assert kmp.LossScaleOptimizer.from_config(made.get_config()).rule == made.rule
+    changed = {"growth_factor": 4.0, "backoff_factor": 0.25, "hysteresis": 2, "min_scale": 1.0, "max_scale": 2.0**20}
+    dynamic = kmp.LossScaleOptimizer("sgd", initial_scale=8.0, growth_interval=5, **changed)
+    assert dynamic.get_config().items() >= changed.items()
+    assert kmp.LossScaleOptimizer.from_config(dynamic.get_config()).rule == dynamic.rule
     fixed = kmp.LossScaleOptimizer("sgd", loss_scale=2.0**-20)
     assert kmp.LossScaleOptimizer.from_config(fixed.get_config()).rule == fixed.rule
 
 
-def test_any_bad_gradient_of_a_variable_that_is_listed_twice_skips_the_step():
+def test_any_nonfinite_gradient_of_a_variable_listed_twice_skips_the_step():
     variable = keras.Variable([1.0])
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     optimizer.build([variable])
@@ -297,7 +299,7 @@ def test_any_bad_gradient_of_a_variable_that_is_listed_twice_skips_the_step():
 
 
 @pytest.mark.parametrize(("dtype", "gradient", "scale"), [("float16", 6e4, 0.25), ("float32", 1e35, 2.0**-14)])
-def test_gradient_that_overflows_when_it_is_unscaled_skips_the_step(dtype, gradient, scale):
+def test_gradient_that_overflows_when_unscaled_skips_the_step(dtype, gradient, scale):
     variable = keras.Variable([1.0], dtype=dtype)
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1e-4), loss_scale=scale)
     optimizer.apply([ops.array([gradient], dtype=dtype)], [variable])
@@ -305,7 +307,7 @@ def test_gradient_that_overflows_when_it_is_unscaled_skips_the_step(dtype, gradi
     assert optimizer.snapshot().overflow_count == 1
 
 
-def test_float16_variables_take_every_option_of_the_inner_optimizer(run_step):
+def test_float16_variables_work_with_gradient_accumulation(run_step):
     variable = keras.Variable([1.0, 2.0], dtype="float16")
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5, gradient_accumulation_steps=2), initial_scale=4.0)
     optimizer.build([variable])
@@ -316,7 +318,7 @@ def test_float16_variables_take_every_option_of_the_inner_optimizer(run_step):
 
 
 @pytest.mark.parametrize("losses", [(np.nan, 1.0), (1.0, np.nan)])
-def test_any_loss_of_a_step_can_be_the_cause(losses, run_step):
+def test_any_nonfinite_loss_of_a_step_is_counted_as_the_cause(losses, run_step):
     optimizer, variable = kmp.LossScaleOptimizer("sgd"), keras.Variable([1.0])
     optimizer.build([variable])
 
@@ -327,13 +329,13 @@ def test_any_loss_of_a_step_can_be_the_cause(losses, run_step):
         optimizer.apply([tape.gradient(total, variable.value)], [variable])
 
     step(*map(tf.constant, losses))
-    found = optimizer.snapshot()
-    assert (found.nonfinite_loss_count, found.loss_scale, found.overflow_count) == (1, 2.0**15, 1)
+    snapshot = optimizer.snapshot()
+    assert (snapshot.nonfinite_loss_count, snapshot.loss_scale, snapshot.overflow_count) == (1, 2.0**15, 1)
     step(tf.constant(1.0), tf.constant(1.0))
     assert optimizer.snapshot().overflow_count == 1
 
 
-def test_loss_that_a_loop_drops_does_not_spoil_the_next_step():
+def test_discarded_nonfinite_loss_does_not_skip_the_next_step():
     variable = keras.Variable([1.0])
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
     optimizer.build([variable])
@@ -343,30 +345,30 @@ def test_loss_that_a_loop_drops_does_not_spoil_the_next_step():
     np.testing.assert_array_equal(variable, [0.5])
 
 
-@pytest.mark.parametrize("every", [0, -1, 2.5, "a", None, True])
-def test_bad_cadence_of_sampling_is_an_error_that_names_it(every):
+@pytest.mark.parametrize("every_n_steps", [0, -1, 2.5, "a", None, True])
+def test_invalid_sampling_interval_raises_and_is_named(every_n_steps):
     with pytest.raises((ValueError, TypeError), match="`every_n_steps` must be"):
-        kmp.LossScaleOptimizer("sgd").start_sampling(Owner(), every)
+        kmp.LossScaleOptimizer("sgd").start_sampling(Owner(), every_n_steps)
 
 
-def test_inner_optimizer_may_be_a_name_and_not_a_loss_scaler():
+def test_inner_optimizer_can_be_a_name_but_not_a_loss_scale_optimizer():
     assert isinstance(kmp.LossScaleOptimizer("adam").inner_optimizer, keras.optimizers.Adam)
-    for bad in (kmp.LossScaleOptimizer("sgd"), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())):
+    for invalid in (kmp.LossScaleOptimizer("sgd"), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())):
         with pytest.raises(TypeError, match="scaled twice"):
-            kmp.LossScaleOptimizer(bad)
-    for bad in (None, 3, keras.layers.Dense(1)):
+            kmp.LossScaleOptimizer(invalid)
+    for invalid in (None, 3, keras.layers.Dense(1)):
         with pytest.raises(TypeError, match="`inner_optimizer` must be"):
-            kmp.LossScaleOptimizer(bad)
+            kmp.LossScaleOptimizer(invalid)
 
 
-def test_bad_argument_is_refused_before_anything_is_made():
+def test_invalid_argument_raises_before_anything_changes():
     inner = keras.optimizers.SGD(0.1, loss_scale_factor=2.0)
     with pytest.raises(ValueError, match="initial_scale=-1"):
         kmp.LossScaleOptimizer(inner, initial_scale=-1)
     assert inner.loss_scale_factor == 2.0
 
 
-def test_scale_grows_to_its_ceiling_and_comes_back_from_it():
+def test_scale_grows_to_its_maximum_and_backs_off_again():
     variable = keras.Variable(np.ones(4, "float32"))
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**120, growth_interval=1)
     optimizer.build([variable])
@@ -379,7 +381,7 @@ def test_scale_grows_to_its_ceiling_and_comes_back_from_it():
     np.testing.assert_array_equal(variable, np.ones(4))
 
 
-def test_float8_variables_are_overwritten_with_their_gradient_as_it_is():
+def test_float8_variables_are_overwritten_with_their_unchanged_gradient():
     variable = keras.Variable([1.0])
     variable.overwrite_with_gradient = True
     optimizer = kmp.LossScaleOptimizer("sgd", initial_scale=8.0)
@@ -387,26 +389,26 @@ def test_float8_variables_are_overwritten_with_their_gradient_as_it_is():
     np.testing.assert_array_equal(variable, [3.0])
 
 
-def test_170_corrupt_batches_leave_a_model_that_goes_on_learning(enabled, compile_mode):
+def test_model_still_trains_after_170_corrupt_batches(enabled, compile_mode):
     x, y = small_data(batches=240)
     x[20 * 8 : 190 * 8] = np.nan
     model = compiled_model("adam", **compile_mode)
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    found = model.optimizer.snapshot()
-    assert (found.overflow_count, found.nonfinite_loss_count, found.loss_scale) == (170, 170, 2.0**15)
+    snapshot = model.optimizer.snapshot()
+    assert (snapshot.overflow_count, snapshot.nonfinite_loss_count, snapshot.loss_scale) == (170, 170, 2.0**15)
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
     assert np.isfinite(model.predict(x[:8], verbose=0)).all()
     assert int(model.optimizer.iterations) == 70
 
 
-def test_overflow_of_the_backward_pass_backs_off_in_fit(enabled, compile_mode):
+def test_overflow_in_the_backward_pass_backs_off_in_fit(enabled, compile_mode):
     x, y = small_data()
     model = compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28), **compile_mode)
     model.fit(x, y, batch_size=8, verbose=0)
-    found = model.optimizer.snapshot()
-    assert 2.0**12 < found.loss_scale < 2.0**28
-    assert 0 < found.overflow_count < 20
-    assert found.nonfinite_loss_count == 0
+    snapshot = model.optimizer.snapshot()
+    assert 2.0**12 < snapshot.loss_scale < 2.0**28
+    assert 0 < snapshot.overflow_count < 20
+    assert snapshot.nonfinite_loss_count == 0
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
 
@@ -414,7 +416,7 @@ class Owner:
     pass
 
 
-def test_sampling_counts_the_scaled_gradients_of_the_steps_asked_for(run_step):
+def test_sampling_counts_the_scaled_gradients_of_the_requested_steps(run_step):
     optimizer, variables = kmp.LossScaleOptimizer("sgd", loss_scale=4.0), [keras.Variable(np.zeros(5, "float32"))]
     optimizer.build(variables)
     assert optimizer.snapshot().histogram is None
@@ -422,13 +424,15 @@ def test_sampling_counts_the_scaled_gradients_of_the_steps_asked_for(run_step):
     assert optimizer.prepare_sampling()
     optimizer.start_sampling(owner, every_n_steps=3)
     step = run_step(lambda g: optimizer.apply([g], variables))
-    seen = []
+    histograms = []
     for n in range(1, 8):
         step(tf.constant([0.0, 1.0, 3.0, np.inf if n == 3 else 2.0**n, 0.5]))
-        seen.append(optimizer.snapshot().histogram)
-    assert [h.step for h in seen] == [1, 1, 3, 3, 3, 6, 6]
-    assert (seen[2].zeros, seen[2].infs, seen[2].total, seen[2].loss_scale) == (1, 1, 5, 4.0)
-    assert dict(zip(seen[5].exponents.tolist(), seen[5].by_exponent.tolist(), strict=True))[6] == 1
+        histograms.append(optimizer.snapshot().histogram)
+    assert [histogram.step for histogram in histograms] == [1, 1, 3, 3, 3, 6, 6]
+    third = histograms[2]
+    assert (third.zeros, third.infs, third.total, third.loss_scale) == (1, 1, 5, 4.0)
+    sixth = histograms[5]
+    assert dict(zip(sixth.exponents.tolist(), sixth.by_exponent.tolist(), strict=True))[6] == 1
     assert not optimizer.prepare_sampling()
     optimizer.stop_sampling(owner)
     step(tf.constant([0.0] * 5))

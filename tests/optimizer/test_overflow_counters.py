@@ -8,7 +8,7 @@ import kmp
 
 
 class Backwards(keras.Model):
-    """Makes its layers from the loss to the input; the gradient overflows between the second and the third."""
+    """Creates its layers from the loss to the input; the gradient overflows between the second and the third."""
 
     def __init__(self):
         super().__init__()
@@ -29,55 +29,55 @@ def trained(x, **arguments):
 
 
 @pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"steps_per_execution": 2}])
-def test_culprit_is_the_nearest_to_the_loss_in_the_order_of_the_calls(options):
+def test_overflow_origin_is_nearest_to_the_loss_in_call_order(options):
     x = np.ones((24, 4), "float32")
     x[4:8] = x[16:20] = 200
     model, run, history = trained(x, **options)
-    found = model.optimizer.snapshot()
-    assert found.overflow_count == 2
-    assert set(found.overflows_by_variable.values()) == {2}
-    assert {path.split("/")[-2] for path in found.overflows_by_variable} == {"a", "b"}
-    assert found.overflow_origin.split("/")[-2] == "b"
-    assert found.overflow_origins_by_variable == {found.overflow_origin: 2}
-    assert run.last("overflow_origins_by_variable") == found.overflow_origins_by_variable
-    assert run.last("overflow_origin") == found.overflow_origin
-    place = history["overflow_origin"][-1]
-    assert model.trainable_variables[place].path == found.overflow_origin
+    snapshot = model.optimizer.snapshot()
+    assert snapshot.overflow_count == 2
+    assert set(snapshot.overflows_by_variable.values()) == {2}
+    assert {path.split("/")[-2] for path in snapshot.overflows_by_variable} == {"a", "b"}
+    assert snapshot.overflow_origin.split("/")[-2] == "b"
+    assert snapshot.overflow_origins_by_variable == {snapshot.overflow_origin: 2}
+    assert run.last("overflow_origins_by_variable") == snapshot.overflow_origins_by_variable
+    assert run.last("overflow_origin") == snapshot.overflow_origin
+    index = history["overflow_origin"][-1]
+    assert model.trainable_variables[index].path == snapshot.overflow_origin
 
 
-def test_no_variable_is_to_blame_for_a_loss_that_is_not_finite():
+def test_nonfinite_loss_has_no_overflow_origin():
     x = np.ones((24, 4), "float32")
     x[4:8], x[12:20] = 200, np.nan
     model, run, history = trained(x)
-    found = model.optimizer.snapshot()
-    assert (found.overflow_count, found.nonfinite_loss_count, found.nonfinite_losses_in_a_row) == (3, 2, 0)
-    assert found.overflow_origin.split("/")[-2] == "b"
-    assert found.overflow_origins_by_variable == {found.overflow_origin: 1}
-    assert max(found.overflows_by_variable.values()) == 3
+    snapshot = model.optimizer.snapshot()
+    assert (snapshot.overflow_count, snapshot.nonfinite_loss_count, snapshot.nonfinite_losses_in_a_row) == (3, 2, 0)
+    assert snapshot.overflow_origin.split("/")[-2] == "b"
+    assert snapshot.overflow_origins_by_variable == {snapshot.overflow_origin: 1}
+    assert max(snapshot.overflows_by_variable.values()) == 3
     rows = [row for row in run.rows if "overflow_count" in row]
     assert [row["nonfinite_losses_in_a_row"] for row in rows] == [0, 0, 1, 0]
     assert ["overflow_origin" in row for row in rows] == [False, True, False, False]
-    assert model.trainable_variables[history["overflow_origin"][-1]].path == found.overflow_origin
+    assert model.trainable_variables[history["overflow_origin"][-1]].path == snapshot.overflow_origin
 
 
-def test_place_of_the_culprit_is_minus_one_before_the_first_overflow():
+def test_logged_overflow_origin_is_minus_one_before_the_first_overflow():
     assert trained(np.ones((8, 4), "float32"))[2]["overflow_origin"] == [-1]
 
 
-def test_counts_of_culprits_are_kept_in_a_file(tmp_path):
+def test_counts_of_overflow_origins_are_saved_and_loaded(tmp_path):
     x = np.full((8, 4), 200, "float32")
     model, _, _ = trained(x)
     model.save_weights(tmp_path / "model.weights.h5")
     before = model.optimizer.snapshot()
     with kmp.enable():
-        again = Backwards()
-        again.compile("sgd", "mse")
-        again.fit(x[:4] * 0, np.zeros((4, 1)), verbose=0)
-    again.load_weights(tmp_path / "model.weights.h5")
-    found = again.optimizer.snapshot()
-    assert list(found.overflow_origins_by_variable.values()) == list(before.overflow_origins_by_variable.values())
+        loaded = Backwards()
+        loaded.compile("sgd", "mse")
+        loaded.fit(x[:4] * 0, np.zeros((4, 1)), verbose=0)
+    loaded.load_weights(tmp_path / "model.weights.h5")
+    after = loaded.optimizer.snapshot()
+    assert list(after.overflow_origins_by_variable.values()) == list(before.overflow_origins_by_variable.values())
     assert sum(before.overflow_origins_by_variable.values()) == 2
-    assert found.highest_loss == before.highest_loss
+    assert after.highest_loss == before.highest_loss
 
 
 def test_highest_loss_is_the_largest_finite_one(run_step):

@@ -7,7 +7,7 @@ from kmp.optimizer.overflow_origin import network_order
 
 
 def chain(weights, x):
-    """A network of one weight a layer, in the order given."""
+    """A network with one weight in each layer."""
     for weight in weights:
         x = tf.nn.tanh(x * weight)
     return tf.reduce_sum(x)
@@ -15,51 +15,51 @@ def chain(weights, x):
 
 def order_in_graph(loss, count, change=lambda gradients: gradients, **options):
     weights = [tf.Variable(0.5) for _ in range(count)]
-    seen = []
+    order = []
 
     @tf.function(**options)
     def step():
         with tf.GradientTape() as tape:
             value = loss(weights)
-        seen[:] = network_order(change(tape.gradient(value, weights)))
+        order[:] = network_order(change(tape.gradient(value, weights)))
 
     step.get_concrete_function()
-    return seen
+    return order
 
 
-@pytest.mark.parametrize("places", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
+@pytest.mark.parametrize("indices", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
 @pytest.mark.parametrize("jit_compile", [False, True])
-def test_order_is_that_of_the_network_however_the_variables_were_made(places, jit_compile):
-    loss = lambda weights: chain([weights[place] for place in places], tf.constant([0.3]))  # noqa: E731
-    assert order_in_graph(loss, 4, jit_compile=jit_compile) == places
+def test_order_is_that_of_the_network_for_any_order_of_creation(indices, jit_compile):
+    loss = lambda weights: chain([weights[index] for index in indices], tf.constant([0.3]))  # noqa: E731
+    assert order_in_graph(loss, 4, jit_compile=jit_compile) == indices
 
 
-def test_gradients_changed_one_by_one_keep_their_order():
+def test_individually_changed_gradients_keep_their_order():
     loss = lambda weights: chain([weights[2], weights[0], weights[1]], tf.constant([0.3]))  # noqa: E731
     clipped = lambda gradients: [tf.clip_by_norm(g * 2.0, 1.0) for g in gradients]  # noqa: E731
     assert order_in_graph(loss, 3, clipped) == [2, 0, 1]
 
 
-def test_variable_used_twice_is_where_its_first_use_is():
+def test_variable_used_twice_has_the_position_of_its_first_use():
     loss = lambda w: chain([w[1], w[0], w[2], w[1]], tf.constant([0.3]))  # noqa: E731
     assert order_in_graph(loss, 3) == [1, 0, 2]
 
 
-def test_missing_gradients_and_those_of_another_function_leave_the_order_of_the_list():
+def test_missing_gradients_and_gradients_of_another_function_keep_the_order_of_the_list():
     assert network_order([None, tf.constant(1.0), None]) == [0, 1, 2]
-    seen = []
+    order = []
 
     @tf.function
     def apply(first, second):
-        seen[:] = network_order([first, second])
+        order[:] = network_order([first, second])
 
     apply.get_concrete_function(tf.TensorSpec([2]), tf.TensorSpec([2]))
-    assert seen == [0, 1]
+    assert order == [0, 1]
 
 
-def test_sparse_gradients_have_their_place():
+def test_sparse_gradients_are_ordered():
     table, head = tf.Variable(tf.ones([5, 2])), tf.Variable(tf.ones([2, 1]))
-    seen = []
+    order = []
 
     @tf.function
     def step():
@@ -67,14 +67,14 @@ def test_sparse_gradients_have_their_place():
             loss = tf.reduce_sum(tf.matmul(tf.gather(table, [1, 2]), head) ** 2)
         gradients = tape.gradient(loss, [head, table])
         assert isinstance(gradients[1], tf.IndexedSlices)
-        seen[:] = network_order(gradients)
+        order[:] = network_order(gradients)
 
     step.get_concrete_function()
-    assert seen == [1, 0]
+    assert order == [1, 0]
 
 
 class Reversed(keras.Model):
-    """A model that makes its layers from the loss to the input, and calls them the other way round."""
+    """A model that creates its layers from the loss to the input, and calls them in the opposite order."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ class Reversed(keras.Model):
         return self.third(self.second(self.first(inputs)))
 
 
-def test_model_that_makes_its_layers_backwards_has_the_order_of_its_calls(run_step):
+def test_variables_by_path_has_call_order_in_a_graph_and_creation_order_eagerly(run_step):
     import kmp
 
     model = Reversed()
@@ -101,5 +101,5 @@ def test_model_that_makes_its_layers_backwards_has_the_order_of_its_calls(run_st
     compiled = run_step(step)
     compiled()
     names = [path.split("/")[-2] for path in optimizer.variables_by_path()]
-    eagerly = compiled is step
-    assert names == (["c", "c", "b", "b", "a", "a"] if eagerly else ["a", "a", "b", "b", "c", "c"])
+    is_eager = compiled is step
+    assert names == (["c", "c", "b", "b", "a", "a"] if is_eager else ["a", "a", "b", "b", "c", "c"])

@@ -1,4 +1,4 @@
-"""What files carry: between kmp's optimizer and Keras', and to a process that lacks kmp."""
+"""Saving and loading: with kmp's optimizer and Keras', and in a process that does not import kmp."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ def weights():
     return [keras.Variable(ops.ones((2, 3)), name="a"), keras.Variable(ops.ones((2,)), name="b")]
 
 
-def test_saved_model_comes_back_with_scale_counts_and_moments(tmp_path, enabled):
+def test_loaded_model_has_the_scale_counters_and_moments(tmp_path, enabled):
     x, y = small_data()
     x[10] = np.nan
     model = compiled_model("adam", jit_compile=False)
@@ -34,21 +34,23 @@ def test_saved_model_comes_back_with_scale_counts_and_moments(tmp_path, enabled)
         np.testing.assert_array_equal(old, new)
 
 
-def test_own_list_of_variables_is_that_of_keras_class():
-    mine = kmp.LossScaleOptimizer(keras.optimizers.Adam())
+def test_list_of_variables_equals_that_of_keras_class():
+    ours = kmp.LossScaleOptimizer(keras.optimizers.Adam())
     stock = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
     variables = weights()
-    for optimizer in (mine, stock):
+    for optimizer in (ours, stock):
         optimizer.build(variables)
-    assert [v.name for v in mine.variables] == [v.name for v in stock.variables]
+    assert [v.name for v in ours.variables] == [v.name for v in stock.variables]
 
 
-def test_models_compiled_and_not_yet_trained_save_load_and_copy(tmp_path, enabled):
+def test_compiled_but_untrained_models_save_and_load(tmp_path, enabled):
     trained, fresh = compiled_model("adam"), compiled_model("adam")
     trained.fit(*small_data(), verbose=0)
     trained.save_weights(tmp_path / "trained.weights.h5")
     fresh.save(tmp_path / "fresh.keras")
-    with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):  # Keras' own, of its own variables
+    with pytest.warns(
+        UserWarning, match="Skipping variable loading for optimizer"
+    ):  # Keras warns about its own variables
         fresh.load_weights(tmp_path / "trained.weights.h5")
     with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):
         keras.models.load_model(tmp_path / "fresh.keras")
@@ -56,82 +58,87 @@ def test_models_compiled_and_not_yet_trained_save_load_and_copy(tmp_path, enable
     assert fresh.optimizer.snapshot().step == trained.optimizer.snapshot().step
 
 
-def test_counts_of_another_model_are_an_error_that_changes_nothing(enabled):
+def test_loading_counters_of_another_model_raises_and_changes_nothing(enabled):
     model = compiled_model("adam")
     model.fit(*small_data(), verbose=0)
     store = {}
     model.optimizer.counters.save_own_variables(store)
     other = kmp.LossScaleOptimizer("adam")
     other.build([keras.Variable([1.0])])
-    with pytest.raises(ValueError, match=r"'overflows_by_variable' has shape \(4,\), .*\(1,\): .*another model"):
+    with pytest.raises(
+        ValueError, match=r"'overflows_by_variable' has shape \(4,\) in the file, .*\(1,\): .*another model"
+    ):
         other.counters.load_own_variables(store)
     assert other.snapshot().step == 0
 
 
-@pytest.mark.parametrize("bad", [np.inf, 0.0, np.nan])
-def test_scale_that_a_broken_checkpoint_restored_is_mended(bad):
+@pytest.mark.parametrize("invalid_scale", [np.inf, 0.0, np.nan])
+def test_invalid_scale_from_a_checkpoint_is_replaced_by_the_initial_scale(invalid_scale):
     optimizer, variable = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0), keras.Variable([1.0])
     optimizer.build([variable])
-    optimizer.dynamic_scale.assign(bad)
+    optimizer.dynamic_scale.assign(invalid_scale)
     assert optimizer.snapshot().loss_scale == 8.0
     optimizer.apply([ops.reshape(optimizer.scale_loss(1.0), [1])], [variable])
     np.testing.assert_array_equal(variable, [0.5])
     assert float(optimizer.dynamic_scale) == 8.0
 
 
-def mine(scale=2.0**12):
+def kmp_optimizer(scale=2.0**12):
     return kmp.LossScaleOptimizer(keras.optimizers.Nadam(), initial_scale=scale)
 
 
-def stock(scale=2.0**12):
+def keras_optimizer(scale=2.0**12):
     return keras.optimizers.LossScaleOptimizer(keras.optimizers.Nadam(), initial_scale=scale)
 
 
-def through_weights(trained, fresh, path):
+def transfer_by_weights(trained, fresh, path):
     trained.save_weights(path / "x.weights.h5")
     fresh.load_weights(path / "x.weights.h5")
 
 
-def through_checkpoint(trained, fresh, path):
+def transfer_by_checkpoint(trained, fresh, path):
     written = tf.train.Checkpoint(model=trained, optimizer=trained.optimizer).write(str(path / "x"))
     tf.train.Checkpoint(model=fresh, optimizer=fresh.optimizer).read(written).expect_partial()
 
 
-@pytest.mark.parametrize("through", [through_weights, through_checkpoint])
-@pytest.mark.parametrize(("make", "make_other"), [(stock, mine), (mine, stock), (mine, mine)])
-def test_state_goes_over_to_keras_class_and_back_without_a_warning(tmp_path, make, make_other, through):
+@pytest.mark.parametrize("transfer", [transfer_by_weights, transfer_by_checkpoint])
+@pytest.mark.parametrize(
+    ("make", "make_other"),
+    [(keras_optimizer, kmp_optimizer), (kmp_optimizer, keras_optimizer), (kmp_optimizer, kmp_optimizer)],
+)
+def test_state_transfers_to_keras_class_and_back_without_a_warning(tmp_path, make, make_other, transfer):
     keras.config.set_dtype_policy("mixed_float16")
     trained, fresh = compiled_model(make()), compiled_model(make_other(2.0**3))
     fit(trained)
     fresh.optimizer.build(fresh.trainable_variables)
-    through(trained, fresh, tmp_path)
+    transfer(trained, fresh, tmp_path)
     for old, new in zip(values(trained.optimizer.variables), values(fresh.optimizer.variables), strict=True):
         np.testing.assert_array_equal(old, new)
     assert float(fresh.optimizer.dynamic_scale) == 2.0**12
     assert int(fresh.optimizer.step_counter) == 20
     if make is make_other:
         old, new = (values(model.optimizer.counters.weights) for model in (trained, fresh))
-        assert all(np.array_equal(one, other) for one, other in zip(old, new, strict=True))
+        assert all(np.array_equal(*pair) for pair in zip(old, new, strict=True))
     fit(fresh)
 
 
-def assert_inner_state_goes_through(through, trained, fresh, path):
+def assert_inner_state_is_transferred(transfer, trained, fresh, path):
     fit(trained)
     fresh.optimizer.build(fresh.trainable_variables)
-    through(trained, fresh, path)
+    transfer(trained, fresh, path)
     old, new = (optimizer_state(model.optimizer.inner_optimizer) for model in (trained, fresh))
-    for one, other in zip(old, new, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for pair in zip(old, new, strict=True):
+        np.testing.assert_array_equal(*pair)
 
 
-@pytest.mark.parametrize("through", [through_weights, through_checkpoint])
-def test_what_the_inner_optimizer_keeps_beyond_its_variables_is_saved(tmp_path, enabled, through):
+@pytest.mark.parametrize("transfer", [transfer_by_weights, transfer_by_checkpoint])
+def test_unlisted_state_of_the_inner_optimizer_is_saved(tmp_path, enabled, transfer):
     trained, fresh = (compiled_model(keras.optimizers.Nadam(0.01)) for _ in range(2))
-    assert_inner_state_goes_through(through, trained, fresh, tmp_path)
+    assert_inner_state_is_transferred(transfer, trained, fresh, tmp_path)
     assert float(trained.optimizer.inner_optimizer._u_product.numpy()) < 0.5
 
 
-def test_what_another_kind_of_inner_optimizer_keeps_stays_in_the_file(tmp_path, enabled):
+def test_unlisted_state_of_another_optimizer_class_is_not_loaded(tmp_path, enabled):
     trained, fresh = compiled_model("adafactor"), compiled_model("nadam")
     fit(trained)
     store = {}
@@ -142,22 +149,22 @@ def test_what_another_kind_of_inner_optimizer_keeps_stays_in_the_file(tmp_path, 
 
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras 3.12 has none")
-def test_what_each_of_several_inner_optimizers_keeps_is_saved(tmp_path, enabled):
+def test_unlisted_state_inside_a_multi_optimizer_is_saved(tmp_path, enabled):
     nadams = [keras.optimizers.Nadam(0.01) for _ in range(2)]
 
     def model_with(nadam):
         sgd = keras.optimizers.SGD(0.1)
-        several = keras.optimizers.MultiOptimizer(lambda variable: nadam if "kernel" in variable.path else sgd)
-        return compiled_model(several)
+        multi = keras.optimizers.MultiOptimizer(lambda variable: nadam if "kernel" in variable.path else sgd)
+        return compiled_model(multi)
 
-    assert_inner_state_goes_through(through_weights, *map(model_with, nadams), tmp_path)
+    assert_inner_state_is_transferred(transfer_by_weights, *map(model_with, nadams), tmp_path)
     products = [float(nadam._u_product.numpy()) for nadam in nadams]
     assert products[0] == products[1] < 0.5
 
 
-def test_model_saved_with_keras_class_comes_back_with_kmps_under_enable(tmp_path):
+def test_model_saved_with_keras_class_loads_with_kmp_class_under_enable(tmp_path):
     keras.config.set_dtype_policy("mixed_float16")
-    trained = compiled_model(stock())
+    trained = compiled_model(keras_optimizer())
     fit(trained)
     trained.save(tmp_path / "stock.keras")
     assert type(keras.models.load_model(tmp_path / "stock.keras").optimizer) is keras.optimizers.LossScaleOptimizer
@@ -170,16 +177,16 @@ def test_model_saved_with_keras_class_comes_back_with_kmps_under_enable(tmp_path
     assert loaded.optimizer.snapshot().step == 20
 
 
-def test_loading_without_kmp_is_an_error_that_says_to_import_it(tmp_path, enabled):
+def test_error_of_loading_without_kmp_names_the_import(tmp_path, enabled):
     model = compiled_model()
     model.save(tmp_path / "model.keras")
     code = f"import keras; keras.models.load_model({str(tmp_path / 'model.keras')!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "Could not locate class 'Softmax'" in done.stderr
-    assert "'registered_name': 'import kmp>Softmax'" in done.stderr
-    done = subprocess.run([sys.executable, "-c", f"import kmp, {code[7:]}"], check=False)
-    assert done.returncode == 0
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert "Could not locate class 'Softmax'" in process.stderr
+    assert "'registered_name': 'kmp>Softmax'" in process.stderr
+    process = subprocess.run([sys.executable, "-c", f"import kmp, {code[7:]}"], check=False)
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("name", ["x.keras", "x.weights.h5"])
@@ -188,17 +195,17 @@ def test_truncated_file_is_an_error_and_stays_as_it_was(tmp_path, enabled, name,
     model, path = compiled_model("adam"), tmp_path / name
     fit(model)
     (model.save if name == "x.keras" else model.save_weights)(path)
-    cut = path.read_bytes()[:length]
-    path.write_bytes(cut)
+    truncated = path.read_bytes()[:length]
+    path.write_bytes(truncated)
     before = values(model.weights)
     with pytest.raises((OSError, ValueError), match=f"{path}|truncated file|file signature not found"):
         keras.models.load_model(path) if name == "x.keras" else model.load_weights(path)
-    assert path.read_bytes() == cut
+    assert path.read_bytes() == truncated
     for old, new in zip(before, values(model.weights), strict=True):
         np.testing.assert_array_equal(old, new)
 
 
-def test_clones_and_copies_keep_the_settings(enabled):
+def test_deserialized_optimizer_keeps_the_settings(enabled):
     optimizer = kmp.LossScaleOptimizer("adam", initial_scale=64.0, hysteresis=3)
     copy = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
     assert type(copy) is kmp.LossScaleOptimizer

@@ -16,31 +16,31 @@ def variables_like(gradients, dtype="float32"):
 
 
 def flags(gradients, variables, scale, decorate, replicas=1):
-    step = decorate(lambda *g: unscaling.nonfinite(g, variables, tf.constant(scale), replicas))
+    step = decorate(lambda *g: unscaling.nonfinite_flags(g, variables, tf.constant(scale), replicas))
     return step(*gradients).numpy().tolist()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_each_gradient_is_told_by_itself_wherever_the_bad_element_is(bad, run_step):
-    for place, shape in enumerate(SHAPES):
+@pytest.mark.parametrize("nonfinite", [np.nan, np.inf, -np.inf])
+def test_only_the_gradient_with_a_nonfinite_element_is_flagged(nonfinite, run_step):
+    for index, shape in enumerate(SHAPES):
         for element in {0, int(np.prod(shape)) - 1} if np.prod(shape) else set():
             gradients = [np.full(shape, LARGEST, "float32") for shape in SHAPES]
-            gradients[place].flat[element] = bad
-            found = flags([tf.constant(g) for g in gradients], variables_like(gradients), 1.0, run_step)
-            assert found == [float(i == place) for i in range(len(SHAPES))]
+            gradients[index].flat[element] = nonfinite
+            flagged = flags([tf.constant(g) for g in gradients], variables_like(gradients), 1.0, run_step)
+            assert flagged == [float(i == index) for i in range(len(SHAPES))]
 
 
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2000), st.booleans()), min_size=1, max_size=8), st.randoms(use_true_random=False)
 )
-def test_any_sizes_under_xla(tensors, random):
+def test_gradients_of_any_sizes_are_flagged_under_xla(tensors, random):
     gradients = [np.ones(size, "float32") for size, _ in tensors]
-    for gradient, (size, is_bad) in zip(gradients, tensors, strict=True):
-        if size and is_bad:
+    for gradient, (size, is_nonfinite) in zip(gradients, tensors, strict=True):
+        if size and is_nonfinite:
             gradient[random.randrange(size)] = np.nan
-    found = flags([tf.constant(g) for g in gradients], variables_like(gradients), 1.0, tf.function(jit_compile=True))
-    assert found == [float(bool(size and is_bad)) for size, is_bad in tensors]
+    flagged = flags([tf.constant(g) for g in gradients], variables_like(gradients), 1.0, tf.function(jit_compile=True))
+    assert flagged == [float(bool(size and is_nonfinite)) for size, is_nonfinite in tensors]
 
 
 def test_scale_below_1_and_replicas_can_make_a_finite_gradient_infinite(run_step):
@@ -52,52 +52,52 @@ def test_scale_below_1_and_replicas_can_make_a_finite_gradient_infinite(run_step
     assert flags(gradients, variables, 2.0, run_step, replicas=2) == [0.0, 0.0]
 
 
-def test_none_sparse_and_overwritten_gradients_keep_their_places(run_step):
+def test_missing_sparse_and_overwritten_gradients_keep_their_indices(run_step):
     sparse = tf.IndexedSlices(tf.constant([[1.0, np.nan]]), tf.constant([2]), tf.constant([4, 2]))
     overwritten = keras.Variable([0.0])
     overwritten.overwrite_with_gradient = True
     gradients = [None, sparse, tf.constant([LARGEST]), tf.constant([8.0])]
     variables = [keras.Variable([0.0]), keras.Variable(np.zeros((4, 2))), overwritten, keras.Variable([0.0])]
     scale = tf.constant(0.5)
-    found = run_step(lambda: unscaling.nonfinite(gradients, variables, scale, 1))()
-    assert found.numpy().tolist() == [0.0, 1.0, 0.0, 0.0]
+    flagged = run_step(lambda: unscaling.nonfinite_flags(gradients, variables, scale, 1))()
+    assert flagged.numpy().tolist() == [0.0, 1.0, 0.0, 0.0]
 
     @run_step
     def unscaled():
-        _, rows, as_it_is, dense = unscaling.unscale(gradients, variables, scale)
-        return rows.values, rows.indices, as_it_is, dense
+        _, rows, unchanged, dense = unscaling.unscale(gradients, variables, scale)
+        return rows.values, rows.indices, unchanged, dense
 
-    values, indices, as_it_is, dense = unscaled()
+    values, indices, unchanged, dense = unscaled()
     np.testing.assert_array_equal(values, [[2.0, np.nan]])
-    assert (indices.numpy().tolist(), as_it_is.numpy().tolist(), dense.numpy().tolist()) == ([2], [LARGEST], [16.0])
+    assert (indices.numpy().tolist(), unchanged.numpy().tolist(), dense.numpy().tolist()) == ([2], [LARGEST], [16.0])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("of", ["float16", "float32", "float64"])
-def test_gradient_comes_in_its_variables_dtype_and_is_flagged_in_it(dtype, of, run_step):
-    gradient = tf.constant([3.0, 4e4], of)
+@pytest.mark.parametrize("gradient_dtype", ["float16", "float32", "float64"])
+def test_gradient_is_unscaled_and_flagged_in_its_variables_dtype(dtype, gradient_dtype, run_step):
+    gradient = tf.constant([3.0, 4e4], gradient_dtype)
     variable = keras.Variable([0.0, 0.0], dtype=dtype)
     scale = tf.constant(0.25)
-    found, flag = run_step(
+    unscaled, flag = run_step(
         lambda: (
             unscaling.unscale([gradient], [variable], scale)[0],
-            unscaling.nonfinite([gradient], [variable], scale, 1),
+            unscaling.nonfinite_flags([gradient], [variable], scale, 1),
         )
     )()
-    assert found.dtype == dtype
-    assert float(found[0]) == 12.0
+    assert unscaled.dtype == dtype
+    assert float(unscaled[0]) == 12.0
     assert flag.numpy().tolist() == [float(dtype == "float16")]
 
 
 @pytest.mark.parametrize("exponent", [-126, -14, 0, 15, 100, 126])
-def test_any_scale_in_use_divides_exactly(exponent, run_step):
+def test_division_by_any_applied_scale_is_exact(exponent, run_step):
     gradient = tf.constant([2.0 ** min(127, max(-120, exponent)), 0.0])
     scale = tf.constant(2.0**exponent)
     variables = variables_like([gradient])
-    found = run_step(lambda g: unscaling.unscale([g], variables, scale)[0])
-    np.testing.assert_array_equal(found(gradient), gradient / scale)
+    unscale = run_step(lambda g: unscaling.unscale([g], variables, scale)[0])
+    np.testing.assert_array_equal(unscale(gradient), gradient / scale)
 
 
-def test_scale_whose_reciprocal_is_subnormal_is_not_used():
-    assert float(unscaling.divisor(tf.constant(2.0**127))) == 2.0**126
-    assert float(unscaling.divisor(tf.constant(3.0))) == 3.0
+def test_scale_with_a_subnormal_reciprocal_is_not_applied():
+    assert float(unscaling.applied_scale(tf.constant(2.0**127))) == 2.0**126
+    assert float(unscaling.applied_scale(tf.constant(3.0))) == 3.0

@@ -1,0 +1,223 @@
+"""Two replicas on virtual devices skip a step together if either of them overflows."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import OverflowsBackward, small_data
+from keras import ops
+
+import kmp
+
+pytestmark = pytest.mark.usefixtures("enabled")
+
+OVERFLOWS_BACKWARD = 64.0  # the input that makes `OverflowsBackward` overflow
+CORRUPT_REPLICAS = {"neither": (), "first": (0,), "second": (1,), "both": (0, 1)}
+
+
+@pytest.fixture
+def strategy(two_replicas):
+    return two_replicas
+
+
+def make_model(strategy, optimizer="adam", **arguments):
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        inputs = keras.Input((4,))
+        x = keras.layers.Dense(4, name="scaled", kernel_initializer="identity", use_bias=True)(inputs)
+        x = OverflowsBackward()(x)
+        x = keras.layers.BatchNormalization(name="stock")(x)
+        outputs = kmp.layers.Softmax()(keras.layers.Dense(2)(x))
+        model = keras.Model(inputs, outputs)
+        model.compile(
+            optimizer, "sparse_categorical_crossentropy", **({"run_eagerly": True} if "eager" in arguments else {})
+        )
+    return model
+
+
+def batches(corruption, replicas, batches=3):
+    """Batches of 8 rows, 4 per replica; the second batch is corrupt on `replicas`."""
+    x, y = small_data(batches)
+    for replica in replicas:
+        x[8 + 4 * replica] = OVERFLOWS_BACKWARD if corruption == "backward" else corruption
+    return x, y
+
+
+def fit(model, data, callbacks=(), **arguments):
+    return model.fit(*data, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks, **arguments).history
+
+
+def values_per_replica(strategy, variables):
+    """Returns a list of the variables' values for each replica."""
+    local = [strategy.experimental_local_results(variable.value) for variable in variables]
+    return [[value.numpy() for value in values] for values in zip(*local, strict=True)]
+
+
+def shared_state(model):
+    optimizer = model.optimizer
+    return [*model.trainable_variables, *optimizer.variables, *optimizer.counters.weights]
+
+
+class WeightRecorder(keras.callbacks.Callback):
+    """Records the weights of each replica after each batch."""
+
+    def __init__(self, strategy):
+        super().__init__()
+        self.strategy, self.recorded = strategy, []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.recorded.append(
+            values_per_replica(self.strategy, self.model.weights + self.model.optimizer.inner_optimizer.variables)
+        )
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("corruption", ["backward", np.nan, np.inf], ids=str)
+@pytest.mark.parametrize("corrupt_replicas", CORRUPT_REPLICAS)
+def test_overflow_on_any_replica_skips_the_step_on_all_replicas(strategy, corrupt_replicas, corruption, mode):
+    model, recorder = make_model(strategy, **{mode: True}), WeightRecorder(strategy)
+    fit(model, batches(corruption, CORRUPT_REPLICAS[corrupt_replicas]), [recorder, *kmp.callbacks.defaults()])
+    first, second, third = recorder.recorded
+    for replica in (0, 1):
+        unchanged = [np.array_equal(a, b) for a, b in zip(first[replica], second[replica], strict=True)]
+        assert all(unchanged) if CORRUPT_REPLICAS[corrupt_replicas] else not any(unchanged[:2])
+        assert not np.array_equal(second[replica][0], third[replica][0])
+        assert all(np.isfinite(value).all() for value in third[replica])
+    for first_value, second_value in zip(*values_per_replica(strategy, shared_state(model)), strict=True):
+        np.testing.assert_array_equal(first_value, second_value)
+    snapshot, skipped = model.optimizer.snapshot(), bool(CORRUPT_REPLICAS[corrupt_replicas])
+    assert (snapshot.step, snapshot.overflow_count) == (3, int(skipped))
+    assert snapshot.nonfinite_loss_count == (corruption != "backward" and skipped)
+    assert snapshot.loss_scale == 2.0 ** (14 if corruption == "backward" and skipped else 15)
+    assert snapshot.overflow_origin == (
+        "scaled/bias" if corruption == "backward" and skipped else snapshot.overflow_origin
+    )
+    assert np.isfinite(model.predict(small_data(1)[0], verbose=0)).all()
+
+
+def test_histogram_counts_the_gradients_of_both_replicas(strategy):
+    model, callbacks = make_model(strategy), kmp.callbacks.defaults(every_n_steps=2)
+    fit(model, batches("backward", ()), callbacks)
+    elements = sum(variable.numpy().size for variable in model.trainable_variables)
+    assert [histogram.total for histogram in callbacks[0].run.histograms] == [2 * elements, 2 * elements]
+
+
+@pytest.mark.parametrize("corruption", ["backward", np.nan], ids=str)
+@pytest.mark.parametrize("corrupt_replicas", CORRUPT_REPLICAS)
+def test_custom_loop_skips_the_step_on_all_replicas_and_guard_restores_each(strategy, corrupt_replicas, corruption):
+    model = make_model(strategy)
+    optimizer, loss_function = model.optimizer, keras.losses.SparseCategoricalCrossentropy(reduction="sum")
+    with strategy.scope():
+        optimizer.build(model.trainable_variables)
+
+    def forward_and_apply(x, y):
+        with kmp.guard(optimizer, model):
+            with tf.GradientTape() as tape:
+                scaled = optimizer.scale_loss(loss_function(y, model(x, training=True)) / 8)
+            optimizer.apply(tape.gradient(scaled, model.trainable_variables), model.trainable_variables)
+
+    step = tf.function(lambda x, y: strategy.run(forward_and_apply, args=(x, y)))
+    data = tf.data.Dataset.from_tensor_slices(batches(corruption, CORRUPT_REPLICAS[corrupt_replicas])).batch(
+        8, drop_remainder=True
+    )
+    recorded = []
+    for x, y in strategy.experimental_distribute_dataset(data):
+        step(x, y)
+        recorded.append(values_per_replica(strategy, model.weights))
+    for replica in (0, 1):
+        unchanged = [np.array_equal(a, b) for a, b in zip(recorded[0][replica], recorded[1][replica], strict=True)]
+        assert all(unchanged) if CORRUPT_REPLICAS[corrupt_replicas] else not any(unchanged[:2])
+        assert all(np.isfinite(value).all() for value in recorded[2][replica])
+    for first_value, second_value in zip(*values_per_replica(strategy, shared_state(model)), strict=True):
+        np.testing.assert_array_equal(first_value, second_value)
+    assert optimizer.snapshot().overflow_count == bool(CORRUPT_REPLICAS[corrupt_replicas])
+
+
+def test_nonfinite_loss_is_remembered_between_separate_functions(strategy):
+    with strategy.scope():
+        weight = keras.Variable([1.0], name="weight")
+        optimizer = kmp.LossScaleOptimizer("sgd")
+        optimizer.build([weight])
+
+    scale = tf.function(lambda loss: strategy.run(optimizer.scale_loss, args=(loss,)))
+    step = tf.function(lambda gradient: strategy.run(lambda g: optimizer.apply([g], [weight]), args=(gradient,)))
+
+    def per_replica(*values):
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(values[context.replica_id_in_sync_group])
+        )
+
+    scale(per_replica(1.0, np.inf))
+    step(per_replica([1.0], [1.0]))
+    scale(per_replica(1.0, 1.0))
+    step(per_replica([np.inf], [1.0]))
+    snapshot = optimizer.snapshot()
+    assert (snapshot.overflow_count, snapshot.nonfinite_loss_count, snapshot.loss_scale) == (2, 1, 2.0**14)
+
+
+def test_building_the_optimizer_in_a_step_raises(strategy):
+    model = make_model(strategy)
+    gradients = [tf.ones_like(variable.value) for variable in model.trainable_variables]
+    step = tf.function(lambda: strategy.run(lambda: model.optimizer.apply(gradients, model.trainable_variables)))
+    with pytest.raises(ValueError, match=r"call `optimizer.build\(model.trainable_variables\)` under `strategy.scope"):
+        step()
+
+
+def test_apply_and_guard_outside_a_replica_context_raise(strategy):
+    with strategy.scope():
+        weight = keras.Variable([1.0])
+        optimizer = kmp.LossScaleOptimizer("sgd")
+        optimizer.build([weight])
+        optimizer.scale_loss(1.0)
+        with pytest.raises(ValueError, match=r"`apply` must be called in a replica context, as in `strategy.run"):
+            optimizer.apply([tf.constant([1.0])], [weight])
+        with (
+            pytest.raises(ValueError, match="`guard` must be used in a replica context"),
+            kmp.guard(optimizer, keras.layers.Dense(1)),
+        ):
+            pass
+
+
+def test_overflow_of_the_sum_over_replicas_skips_the_step(strategy):
+    kmp.enable("float16", initial_scale=1.0)
+    with strategy.scope():
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((1,)), layer])
+        loss = lambda y, p: ops.mean(ops.square(ops.cast(p, "float32") - ops.cast(y, "float32")), -1)  # noqa: E731
+        model.compile("sgd", loss)
+    x = np.full((16, 1), 200.0, "float32")
+    fit(model, (x, x))
+    assert np.isfinite(model.get_weights()[0]).all()
+    assert model.optimizer.snapshot().overflow_count == 2
+
+
+def test_empty_replica_batch_skips_the_step_and_keeps_the_scale(strategy):
+    x, y = small_data(8)
+    model = make_model(strategy)
+    # The last batch has one row, so the second replica gets none.
+    fit(model, (x[:57], y[:57]), kmp.callbacks.defaults(), epochs=3)
+    snapshot = model.optimizer.snapshot()
+    assert (snapshot.step, snapshot.overflow_count, snapshot.loss_scale) == (24, 3, 2.0**15)
+    assert all(np.isfinite(value).all() for value in model.get_weights())
+
+
+def test_skipped_batch_is_excluded_from_the_metrics_of_all_replicas(strategy):
+    model = make_model(strategy)
+    with strategy.scope():
+        model.compile("sgd", "sparse_categorical_crossentropy", metrics=[keras.metrics.MeanMetricWrapper(ones, "rows")])
+    fit(model, batches(np.nan, (1,), 8))
+    (rows,) = [
+        metric for container in model.metrics for metric in getattr(container, "metrics", []) if metric.name == "rows"
+    ]
+    assert float(rows.count.numpy()) == 7 * 8
+
+
+def ones(y, prediction):
+    return ops.ones(ops.shape(y)[:1])
+
+
+def test_stuck_detector_raises_with_replicas(strategy):
+    x, y = small_data(30)
+    x[:] = np.nan
+    with pytest.raises(kmp.callbacks.StuckError, match="the last 12 steps"):
+        fit(make_model(strategy), (x, y), [kmp.callbacks.StuckDetector(patience=12)])
