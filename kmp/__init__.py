@@ -1,8 +1,8 @@
-"""kmp: safe, visible mixed-precision training for Keras 3 on TensorFlow.
+"""kmp: mixed-precision training for Keras 3 on TensorFlow, with loss scaling and monitoring.
 
 Example:
 >>> import kmp
->>> handle = kmp.enable()  # mixed_float16 for every layer built from here on
+>>> handle = kmp.enable()  # layers created from now on use mixed_float16
 >>> handle.policy
 'mixed_float16'
 >>> kmp.disable()
@@ -50,7 +50,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Imports `kmp.plots` and `kmp.report`, and with them matplotlib and jinja2, at their first use."""
+    """Imports `kmp.plots` and `kmp.report` on first access, because they import matplotlib and jinja2."""
     if name in ("plots", "report"):
         return importlib.import_module(f"kmp.{name}")
     raise AttributeError(f"module 'kmp' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""One of several workers, as TF_CONFIG says: `python one_worker.py MODE`; prints what it saw as JSON."""
+"""One worker of a multi-worker job, configured by TF_CONFIG: `python one_worker.py MODE`; prints results as JSON."""
 
 import itertools
 import json
@@ -16,14 +16,14 @@ import tensorflow as tf
 import kmp
 
 STRATEGY = tf.distribute.MultiWorkerMirroredStrategy()
-ME = STRATEGY.cluster_resolver.task_id
-# Who is spoilt in which step, and how: by an overflow of the backward pass alone, or by the data.
-STEPS = [(), (0,), (1,), (0, 1), (), ("nan", 0), ("nan", 1), ()]
+WORKER = STRATEGY.cluster_resolver.task_id
+# The workers with corrupt data in each step. "nan" puts NaN in the data; without it, only the backward pass overflows.
+CORRUPTION_BY_STEP = [(), (0,), (1,), (0, 1), (), ("nan", 0), ("nan", 1), ()]
 
 
-def spoilt(x, who, kind):
-    if ME in who:
-        x[0] = np.nan if kind == "nan" else 64.0
+def corrupt(x, corruption):
+    if WORKER in corruption:
+        x[0] = np.nan if "nan" in corruption else 64.0
     return x
 
 
@@ -32,11 +32,11 @@ def overflows_backward(x):
     return tf.identity(x), lambda gradient: tf.where(tf.abs(x) > 32.0, np.inf, 1.0) * gradient
 
 
-def local(variable):
-    return next(part.numpy() for part in STRATEGY.experimental_local_results(variable.value))
+def local_value(variable):
+    return next(value.numpy() for value in STRATEGY.experimental_local_results(variable.value))
 
 
-def listed(values):
+def as_lists(values):
     return [np.asarray(value).tolist() for value in values]
 
 
@@ -55,7 +55,7 @@ def make_model():
 
 
 def loop():
-    """A loop of one's own; its step leaves no trace where it is skipped."""
+    """Trains in a guarded custom loop; returns the state after each step."""
     kmp.enable()
     model = make_model()
     with STRATEGY.scope():
@@ -65,27 +65,27 @@ def loop():
     def forward_and_apply(x, y):
         with kmp.guard(optimizer, model):
             with tf.GradientTape() as tape:
-                scaled = optimizer.scale_loss(tf.reduce_mean((model(x, training=True) - y) ** 2) / 2)
-            optimizer.apply(tape.gradient(scaled, model.trainable_variables), model.trainable_variables)
+                scaled_loss = optimizer.scale_loss(tf.reduce_mean((model(x, training=True) - y) ** 2) / 2)
+            optimizer.apply(tape.gradient(scaled_loss, model.trainable_variables), model.trainable_variables)
 
     step = tf.function(lambda x, y: STRATEGY.run(forward_and_apply, args=(x, y)))
-    random, seen = np.random.default_rng(ME), []
-    for who in STEPS:
+    random, states = np.random.default_rng(WORKER), []
+    for corruption in CORRUPTION_BY_STEP:
         x = random.normal(size=(4, 4)).astype("float32")
         y = x.sum(1, keepdims=True)
-        step(tf.constant(spoilt(x, who, who[0] if "nan" in who else "")), tf.constant(y))
-        found = optimizer.snapshot()
-        seen.append(
+        step(tf.constant(corrupt(x, corruption)), tf.constant(y))
+        snapshot = optimizer.snapshot()
+        states.append(
             {
-                "shared": listed(map(local, [*model.trainable_variables, *optimizer.variables])),
-                "own": listed(map(local, model.non_trainable_variables)),
-                "scale": found.loss_scale,
-                "overflows": found.overflow_count,
-                "from the loss": found.nonfinite_loss_count,
-                "by variable": found.overflows_by_variable,
+                "shared": as_lists(map(local_value, [*model.trainable_variables, *optimizer.variables])),
+                "own": as_lists(map(local_value, model.non_trainable_variables)),
+                "scale": snapshot.loss_scale,
+                "overflows": snapshot.overflow_count,
+                "from the loss": snapshot.nonfinite_loss_count,
+                "by variable": snapshot.overflows_by_variable,
             }
         )
-    return seen
+    return states
 
 
 def batches(count=8):
@@ -93,77 +93,77 @@ def batches(count=8):
     x = random.normal(size=(count * 8, 4)).astype("float32")
     y = x.sum(1, keepdims=True)
     x[8 * 3] = np.nan  # on one worker
-    return tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(by_element())
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(shard_by_element())
 
 
-def by_element():
+def shard_by_element():
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     return options
 
 
-class Reports(keras.Sequential):
-    """Reports a vector and a plain number with its step."""
+class ExtraLogs(keras.Sequential):
+    """Adds a vector and a Python number to the logs of each step."""
 
     def train_step(self, data):
         return super().train_step(data) | {"vector": tf.constant([1.0, 3.0]), "number": 5}
 
 
 def fit():
-    """`fit`, `evaluate` and `predict`, with the loggers on the chief alone: a reading must need no other worker."""
+    """Runs `fit`, `evaluate` and `predict`. Only the chief has loggers: a snapshot must not need the other workers."""
     kmp.enable()
     model = make_model()
     with STRATEGY.scope():
         model.compile("adam", "mse", metrics=["mae"])
     callbacks = [kmp.callbacks.StuckDetector(patience=20)]
-    if ME == 0:
+    if WORKER == 0:
         callbacks += kmp.callbacks.defaults(every_n_steps=2)[:2]
     kmp.disable()
     kmp.enable()
     history = model.fit(batches(), epochs=2, shuffle=False, verbose=0, callbacks=callbacks).history
     evaluated = model.evaluate(batches().skip(4), verbose=0)
     predicted = model.predict(batches().skip(4), verbose=0)
-    found = model.optimizer.snapshot()
+    snapshot = model.optimizer.snapshot()
     with STRATEGY.scope():
-        reports = Reports([*model.layers])
-        reports.compile("sgd", "mse")
-    reported = reports.fit(batches(), shuffle=False, verbose=0).history
+        extra_logs_model = ExtraLogs([*model.layers])
+        extra_logs_model.compile("sgd", "mse")
+    extra_history = extra_logs_model.fit(batches(), shuffle=False, verbose=0).history
     kmp.disable()
     return {
-        "reported": [np.asarray(reported["vector"][0]).tolist(), reported["number"]],
+        "reported": [np.asarray(extra_history["vector"][0]).tolist(), extra_history["number"]],
         "history": {key: history[key] for key in ("loss", "mae")},
         "evaluated": evaluated,
         "predicted": [list(predicted.shape), bool(np.isfinite(predicted).all())],
-        "shared": listed(map(local, [*model.trainable_variables, *model.optimizer.variables])),
-        "finite": all(np.isfinite(local(variable)).all() for variable in model.weights),
-        "counts": [found.step, found.overflow_count, found.nonfinite_loss_count],
+        "shared": as_lists(map(local_value, [*model.trainable_variables, *model.optimizer.variables])),
+        "finite": all(np.isfinite(local_value(variable)).all() for variable in model.weights),
+        "counts": [snapshot.step, snapshot.overflow_count, snapshot.nonfinite_loss_count],
         "keras is as it was": keras.Model._maybe_symbolic_build.__module__.startswith("keras."),
     }
 
 
 def options():
-    """The options of the inner optimizer, in graph mode and eagerly; the error where one is refused."""
+    """Trains with each option of the inner optimizer, in graph mode and eagerly; returns results or error messages."""
     kmp.enable()
-    seen = {}
+    results = {}
     for option, eager in itertools.product(matrix.OPTIONS, (False, True)):
         with STRATEGY.scope():
             try:
                 model = matrix.make_model(option, run_eagerly=eager)
             except ValueError as error:
-                seen[f"{option}, {eager=}"] = str(error)
+                results[f"{option}, {eager=}"] = str(error)
                 continue
         x, y = matrix.data()
-        dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(by_element())
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(shard_by_element())
         model.fit(dataset, shuffle=False, verbose=0)
-        found = model.optimizer.snapshot()
-        state = listed(map(local, [*model.trainable_variables, *model.optimizer.variables]))
-        finite = all(np.isfinite(local(variable)).all() for variable in model.weights)
-        seen[f"{option}, {eager=}"] = [found.step, found.overflow_count, found.loss_scale, finite, state]
-    return seen
+        snapshot = model.optimizer.snapshot()
+        state = as_lists(map(local_value, [*model.trainable_variables, *model.optimizer.variables]))
+        finite = all(np.isfinite(local_value(variable)).all() for variable in model.weights)
+        results[f"{option}, {eager=}"] = [snapshot.step, snapshot.overflow_count, snapshot.loss_scale, finite, state]
+    return results
 
 
 def stock():
-    """`fit` as Keras has it; returns the error."""
+    """Runs `fit` of stock Keras; returns the error message."""
     model = make_model()
     with STRATEGY.scope():
         model.compile("adam", "mse")
@@ -175,7 +175,7 @@ def stock():
 
 
 def refused():
-    """What is an error at compile on several workers."""
+    """Returns the error messages for arguments of `compile` that do not work on several workers."""
     kmp.enable()
     errors = []
     for arguments in ({"jit_compile": True}, {"steps_per_execution": 2}):
@@ -190,4 +190,4 @@ def refused():
 if __name__ == "__main__":
     modes = {"loop": loop, "fit": fit, "options": options, "stock": stock, "refused": refused}
     print("saw:", json.dumps(modes[sys.argv[1]]()), flush=True)
-    os._exit(0)  # TensorFlow's own goodbye between workers takes seconds
+    os._exit(0)  # TensorFlow's shutdown of the worker cluster takes seconds

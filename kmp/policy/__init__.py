@@ -1,4 +1,4 @@
-"""`enable`, `disable`, `wrap`, `guard`: the only package that changes Keras' global state or patches its trainer."""
+"""`enable`, `disable`, `wrap` and `guard`. Only this package changes Keras' global state and patches its trainer."""
 
 from kmp.policy import skipped_step_rollback
 from kmp.policy.enabling import POLICIES, Handle, disable, enable, graph_rewrite

@@ -1,4 +1,4 @@
-"""What `enable` has set: the innermost call's policy and loss-scale arguments."""
+"""The dtype policy and the loss-scale settings of each active call of `enable`."""
 
 import keras
 
@@ -8,12 +8,12 @@ FLOAT16_POLICIES = ("mixed_float16", "float16")
 
 
 class ActiveSettings:
-    """What one call of `enable` sets.
+    """The settings of one call of `enable`.
 
     Args:
-        policy: The name of the global dtype policy.
-        settings: The loss-scale arguments that `compile` and `wrap` use.
-        jit_compile: Whether the optimizers that they make compile their own step.
+        policy: Name of the global dtype policy.
+        settings: Loss-scale arguments for the optimizers that `compile` and `wrap` create.
+        jit_compile: Whether these optimizers compile their update step with XLA.
     """
 
     def __init__(self, policy: str, settings: LossScaleSettings, jit_compile: bool = False) -> None:
@@ -23,9 +23,9 @@ class ActiveSettings:
         self.previous_policy = keras.config.dtype_policy()
 
 
-active: list[ActiveSettings] = []  # the last one is in force
+active: list[ActiveSettings] = []  # the last call applies
 
 
 def is_float16_enabled() -> bool:
-    """Whether the policy in force computes in float16."""
+    """Whether the active policy computes in float16."""
     return bool(active) and active[-1].policy in FLOAT16_POLICIES

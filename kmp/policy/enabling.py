@@ -1,4 +1,4 @@
-"""Switching mixed precision on and off: Keras' global policy, and the settings of `compile` and `wrap`."""
+"""Enables and disables mixed precision: Keras' global policy, and the settings of `compile` and `wrap`."""
 
 from types import TracebackType
 from typing import Unpack
@@ -16,26 +16,31 @@ POLICIES = ("mixed_float16", "mixed_bfloat16", "float32", "float16")
 
 
 class Handle(ActiveSettings):
-    """What `enable` returns: what is in force, and the way back; also a context manager.
+    """One call of `enable`, which `disable` or the end of a `with` block undoes.
 
-    Its attributes are `policy`, `settings` and `jit_compile`, the arguments of `enable`.
+    Its attributes `policy`, `settings` and `jit_compile` are the arguments of `enable`.
     """
 
     def disable(self) -> None:
-        """Restores the policy and settings that were in force before this handle; does nothing the second time."""
+        """Restores the policy and settings from before this call of `enable`; does nothing if already disabled."""
         if self in active:
             _restore(self)
 
     def __enter__(self) -> "Handle":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.disable()
 
     def __repr__(self) -> str:
-        shown = self.settings | ({"jit_compile": True} if self.jit_compile else {})
-        settings = "".join(f", {name}={value!r}" for name, value in shown.items())
-        return f"<kmp.enable({self.policy!r}{settings}) {self._state()}>"
+        arguments = self.settings | ({"jit_compile": True} if self.jit_compile else {})
+        listed = "".join(f", {name}={value!r}" for name, value in arguments.items())
+        return f"<kmp.enable({self.policy!r}{listed}) {self._state()}>"
 
     def _state(self) -> str:
         if self not in active[-1:]:
@@ -47,35 +52,35 @@ class Handle(ActiveSettings):
 def enable(
     policy: str = "mixed_float16", *, jit_compile: bool = False, **loss_scale_settings: Unpack[LossScaleSettings]
 ) -> Handle:
-    """Sets the global dtype policy, and has `model.compile` wrap optimizers of float16 models with loss scaling.
+    """Sets the global dtype policy, and makes `model.compile` wrap the optimizers of float16 models with loss scaling.
 
-    Layers built from here on use the policy. `compile` wraps the optimizer in `kmp.LossScaleOptimizer` when any layer
-    of the model computes in float16, unless it is called with `auto_scale_loss=False`. bfloat16 has float32's exponents
-    and needs no loss scale, nor does float32.
+    Layers created after this call use the policy. If any layer of a model computes in float16, `compile` wraps its
+    optimizer in `kmp.LossScaleOptimizer`; `compile(auto_scale_loss=False)` does not. bfloat16 and float32 need no loss
+    scale: bfloat16 has the exponent range of float32.
 
-    A model that trains with kmp's optimizer is guarded: a skipped step leaves no trace in its layers and metrics.
-    `compile` raises an error for what would fail in the first step under a strategy, and mends `fit` on several
-    workers, and with losses that layers add in 16 bits. Mistakes that Keras trains on with in silence are warned of,
-    once a model.
+    If a model with kmp's optimizer skips a step, the state of its layers is restored. Batches with a non-finite loss
+    are excluded from its metrics. `compile` raises an error for arguments with which the first step would fail under a
+    distribution strategy. `fit` is fixed for several workers, and for losses that layers add in 16 bits. kmp warns once
+    per model about mistakes that Keras does not report.
 
-    Calling it again replaces policy and settings. Keras has a policy for each thread, and
-    `keras.backend.clear_session()` resets it: call it again there. What the hardware means for the policy is logged
-    once, under `"kmp"`.
+    Calling it again replaces the policy and the settings. Keras' policy is thread-local, and
+    `keras.backend.clear_session()` resets it: call `enable` again in each thread and after `clear_session`. The logger
+    `"kmp"` reports once how well the hardware supports the policy.
 
     Args:
-        policy: `"mixed_float16"` (the default: float32 weights, float16 computation), `"mixed_bfloat16"`, `"float32"`,
-            or `"float16"` (weights in float16 too).
-        jit_compile: Whether the optimizer's step is compiled with XLA also where the model is not, as in
+        policy: `"mixed_float16"` (default; float32 variables, float16 computation), `"mixed_bfloat16"`, `"float32"`,
+            or `"float16"` (float16 variables and computation).
+        jit_compile: Whether to compile the optimizer's step with XLA even if the model is not compiled with XLA, as in
             `kmp.LossScaleOptimizer`.
         **loss_scale_settings: `initial_scale`, `growth_interval`, `growth_factor`, `backoff_factor`, `hysteresis`,
             `min_scale`, `max_scale`, `loss_scale`: as in `kmp.LossScaleOptimizer`.
 
     Returns:
-        A `Handle`, usable as a context manager: at its end, also after an exception, what was there before is back.
+        A `Handle`. As a context manager it restores the previous policy and settings on exit, also after an exception.
 
     Raises:
-        TypeError: If an argument is of the wrong type or unknown.
-        ValueError: If a value is outside its range. Nothing has changed then.
+        TypeError: If an argument is unknown or of the wrong type.
+        ValueError: If a value is out of range. Nothing is changed in this case.
 
     Example:
     >>> with enable("mixed_float16", initial_scale=1024.0):
@@ -96,9 +101,9 @@ def enable(
 
 
 def disable() -> None:
-    """Restores what was there before the first `enable`: the policy, and Keras' own functions.
+    """Restores the policy from before the first `enable`, and removes kmp's patches of Keras.
 
-    Models that are compiled already keep their optimizer. Does nothing where kmp is not enabled.
+    Compiled models keep their optimizer. Does nothing if kmp is not enabled.
 
     Example:
     >>> handle = enable()
@@ -110,29 +115,30 @@ def disable() -> None:
         _restore(active[0])
 
 
-def _restore(first: ActiveSettings) -> None:
-    keras.config.set_dtype_policy(first.previous_policy)
-    del active[active.index(first) :]
+def _restore(handle: ActiveSettings) -> None:
+    keras.config.set_dtype_policy(handle.previous_policy)
+    del active[active.index(handle) :]
     update_patches()
 
 
 def graph_rewrite(enabled: bool = True, dtype: str | None = None) -> None:
-    """Has TensorFlow rewrite the graphs of float32 models to 16 bits, operation by operation: no layer changes.
+    """Makes TensorFlow rewrite the graphs of float32 models to 16 bits, operation by operation; layers do not change.
 
-    For models that cannot be built anew; the others are better served by `enable` or `convert`, which work under XLA.
-    What tf.keras 2 had as `enable_mixed_precision_graph_rewrite`, and TensorFlow as the environment variable
-    `TF_ENABLE_AUTO_MIXED_PRECISION`. Models compiled from here on get a loss scale around their optimizer for float16,
-    unless with `auto_scale_loss=False`, and `jit_compile="auto"` becomes false: XLA compiles what is not rewritten yet.
+    Use it for models that cannot be rebuilt. For other models prefer `enable` or `convert`, which also work under XLA.
+    It corresponds to `enable_mixed_precision_graph_rewrite` of tf.keras 2 and to TensorFlow's environment variable
+    `TF_ENABLE_AUTO_MIXED_PRECISION`. In later calls of `compile`, `jit_compile="auto"` becomes `False`, because XLA
+    compiles the graph before it is rewritten. For float16, `compile` also wraps the optimizer with loss scaling, unless
+    called with `auto_scale_loss=False`.
 
     Args:
-        enabled: Whether to rewrite graphs; a second call replaces the first, and `False` sets TensorFlow's option to
-            what it was. Compiled models keep their optimizer.
-        dtype: `"float16"`, whose pass needs a GPU; `"bfloat16"`, whose pass is for CPUs; or `None` for what the machine
-            has a pass for, with a warning where that is bfloat16.
+        enabled: Whether to rewrite graphs. A second call replaces the first. `False` restores TensorFlow's option;
+            compiled models keep their optimizer.
+        dtype: `"float16"`, whose pass needs a GPU; `"bfloat16"`, whose pass is for CPUs; or `None` for float16 with a
+            GPU, and bfloat16 and a warning without one.
 
     Raises:
         TypeError: If `enabled` is not a bool.
-        ValueError: If `dtype` is another; in `compile`, if `jit_compile` is true.
+        ValueError: If `dtype` is not one of these; in `compile`, if `jit_compile` is true.
 
     Example:
     >>> import tensorflow as tf
@@ -145,7 +151,7 @@ def graph_rewrite(enabled: bool = True, dtype: str | None = None) -> None:
     if dtype is not None:
         validation.one_of("dtype", dtype, tuple(grappler_rewrite.PASSES))
     if enabled:
-        grappler_rewrite.switch(dtype)
+        grappler_rewrite.turn_on(dtype)
     else:
-        grappler_rewrite.switch_off()
+        grappler_rewrite.turn_off()
     update_patches()

@@ -1,4 +1,4 @@
-"""TensorFlow's own rewrite of graphs to 16 bits: its switch, and what `compile` has to see to while it is on."""
+"""TensorFlow's automatic mixed-precision graph rewrite: turns it on and off, and adapts the arguments of `compile`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,51 +8,51 @@ import tensorflow as tf
 
 from kmp.utils import BFLOAT16, FLOAT16, user_messages
 
-# Passes of grappler, the first for GPUs, the second for CPUs.
+# Options of grappler, TensorFlow's graph optimizer. The first pass needs a GPU, the second is for CPUs.
 PASSES = {FLOAT16.name: "auto_mixed_precision", BFLOAT16.name: "auto_mixed_precision_onednn_bfloat16"}
 
-_NO_GPU = (
-    "TensorFlow sees no GPU, and its pass for float16 does nothing without one: the graph is rewritten to bfloat16."
+_BFLOAT16_FALLBACK = "TensorFlow sees no GPU, and its float16 pass needs one: graphs are rewritten to bfloat16."
+_FLOAT16_WITHOUT_GPU = (
+    "TensorFlow's float16 pass does nothing without a GPU, and TensorFlow sees none. Leave out `dtype` to use bfloat16."
 )
-_NOTHING = "TensorFlow's pass for float16 does nothing here: it sees no GPU. Leave out `dtype`."
 _EAGER = "With `run_eagerly=True` there is no graph to rewrite: the model trains in float32."
 
-_on: dict[str, bool] = {}  # what each pass was set to before it was switched on
+_previous_values: dict[str, bool] = {}  # of the options that are turned on
 
 
 def dtype() -> str | None:
-    """Returns what graphs are rewritten to, `None` while they are not."""
-    return next((name for name, option in PASSES.items() if option in _on), None)
+    """Returns the 16-bit dtype that graphs are rewritten to, or `None` while the rewrite is off."""
+    return next((name for name, option in PASSES.items() if option in _previous_values), None)
 
 
-def switch(asked: str | None) -> None:
-    """Switches the rewrite on.
+def turn_on(requested_dtype: str | None) -> None:
+    """Turns the rewrite on.
 
     Args:
-        asked: `"float16"`, `"bfloat16"`, or `None` for what the machine has a pass for.
+        requested_dtype: `"float16"`, `"bfloat16"`, or `None` for float16 with a GPU and bfloat16 without one.
     """
     has_gpu = bool(tf.config.list_physical_devices("GPU"))
-    if not has_gpu and asked != BFLOAT16.name:
-        user_messages.warn(_NOTHING if asked else _NO_GPU)
-    chosen = asked or (FLOAT16.name if has_gpu else BFLOAT16.name)
-    switch_off()
-    option = PASSES[chosen]
-    _on[option] = bool(tf.config.optimizer.get_experimental_options().get(option))
+    if not has_gpu and requested_dtype != BFLOAT16.name:
+        user_messages.warn(_FLOAT16_WITHOUT_GPU if requested_dtype else _BFLOAT16_FALLBACK)
+    rewrite_dtype = requested_dtype or (FLOAT16.name if has_gpu else BFLOAT16.name)
+    turn_off()
+    option = PASSES[rewrite_dtype]
+    _previous_values[option] = bool(tf.config.optimizer.get_experimental_options().get(option))
     tf.config.optimizer.set_experimental_options({option: True})
 
 
-def switch_off() -> None:
-    """Sets the passes to what they were."""
-    tf.config.optimizer.set_experimental_options(dict(_on))
-    _on.clear()
+def turn_off() -> None:
+    """Restores the previous values of TensorFlow's options."""
+    tf.config.optimizer.set_experimental_options(dict(_previous_values))
+    _previous_values.clear()
 
 
-def prepare(arguments: dict[str, Any], scaled: Callable[[Any], keras.optimizers.Optimizer | None]) -> None:
-    """Changes arguments of `compile` to what the rewrite can work with.
+def prepare(arguments: dict[str, Any], wrap_optimizer: Callable[[Any], keras.optimizers.Optimizer | None]) -> None:
+    """Adapts the arguments of `compile` to the rewrite, in place.
 
     Args:
-        arguments: Those of `keras.Model.compile`, by name.
-        scaled: Puts the loss scale around an optimizer.
+        arguments: Arguments of `keras.Model.compile`, by name.
+        wrap_optimizer: Wraps an optimizer with loss scaling.
 
     Raises:
         ValueError: If `jit_compile` is true.
@@ -60,11 +60,11 @@ def prepare(arguments: dict[str, Any], scaled: Callable[[Any], keras.optimizers.
     if arguments["jit_compile"] is True:
         raise ValueError(
             "kmp.graph_rewrite cannot work under XLA, which compiles the graph before it is rewritten. Leave out "
-            "`jit_compile=True`, or call kmp.graph_rewrite(False) and take kmp.convert(model)."
+            "`jit_compile=True`, or call kmp.graph_rewrite(False) and use kmp.convert(model)."
         )
     arguments["jit_compile"] = False
     if arguments["run_eagerly"]:
         user_messages.warn(_EAGER)
     if dtype() == FLOAT16.name and arguments["auto_scale_loss"]:
-        arguments["optimizer"] = scaled(arguments["optimizer"])
+        arguments["optimizer"] = wrap_optimizer(arguments["optimizer"])
         arguments["auto_scale_loss"] = False

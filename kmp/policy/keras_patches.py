@@ -1,4 +1,8 @@
-"""The methods of `keras.Model` that kmp patches while it is enabled: `compile`, `make_train_function`, added losses."""
+"""What kmp patches in Keras while it is enabled.
+
+Of `keras.Model`: `compile`, `make_train_function`, and the sum of added losses. For several workers, two more functions
+of the trainer: see `kmp.backend.trainer_fixes`. `skipped_step_rollback` wraps `train_step` of single models.
+"""
 
 import functools
 import inspect
@@ -13,27 +17,33 @@ from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import grappler_rewrite, misuse_warnings, skipped_step_rollback
 from kmp.policy.active_settings import FLOAT16_POLICIES, active, is_float16_enabled
 from kmp.policy.model_optimizers import optimizers_of
-from kmp.policy.optimizer_wrapping import scaled
+from kmp.policy.optimizer_wrapping import wrap_for_compile
 from kmp.utils import FLOAT16
 
 _patches: list[Replacement] = []
-_compiled_under: WeakKeyDictionary[keras.Model, str] = WeakKeyDictionary()
+_multi_worker_patches: list[Replacement] = []
+_policy_at_compile: WeakKeyDictionary[keras.Model, str] = WeakKeyDictionary()
 
 
 def update_patches() -> None:
-    """Puts the hooks into Keras that what is in force needs, or takes them out."""
+    """Applies the patches if `enable` or the graph rewrite is active, and removes them otherwise."""
     if bool(_patches) == bool(active or grappler_rewrite.dtype()):
         return
     if _patches:
-        trainer_fixes.remove_fixes()
-        while _patches:
-            _patches.pop().remove()
+        for patches in (_multi_worker_patches, _patches):
+            while patches:
+                patches.pop().remove()
         return
-    trainer_fixes.fix_if_needed()
-    # A `compile` put on `keras.Model` itself would look like a user's own to `compile_from_config`, which then does not
-    # compile a loaded model.
+    _patch_for_several_workers()
+    # Patch the class that defines each method, not `keras.Model`: `compile_from_config` takes a `compile` defined there
+    # for a user's override and then does not compile a loaded model.
     for name in (name for name in _PATCHES if hasattr(keras.Model, name)):
         _patches.append(Replacement(defining_class(keras.Model, name), name, _PATCHES[name]))
+
+
+def _patch_for_several_workers(model: keras.Model | None = None) -> None:
+    if not _multi_worker_patches and trainer_fixes.needs_multi_worker_fixes(model):
+        _multi_worker_patches.extend(trainer_fixes.apply_multi_worker_fixes())
 
 
 def _compile_patch(original: Callable[..., None]) -> Callable[..., None]:
@@ -44,41 +54,41 @@ def _compile_patch(original: Callable[..., None]) -> Callable[..., None]:
         call = signature.bind(self, *args, **kwargs)
         call.apply_defaults()
         if grappler_rewrite.dtype():
-            grappler_rewrite.prepare(call.arguments, scaled)
+            grappler_rewrite.prepare(call.arguments, wrap_for_compile)
         if active:
             _prepare(self, call.arguments)
         original(*call.args, **call.kwargs)
         if isinstance(self.optimizer, LossScaleOptimizer):
             skipped_step_rollback.install(self)
         if active:
-            _compiled_under[self] = active[-1].policy
+            _policy_at_compile[self] = active[-1].policy
         if is_float16_enabled():
-            misuse_warnings.warn_of_compiled(self)
+            misuse_warnings.warn_after_compile(self)
 
     return compile
 
 
 def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
-    """Sees to it that the model can train as its arguments of `compile` say, with a scaled loss where it needs one."""
-    misuse_warnings.refuse_what_replicas_cannot(model, arguments)
-    trainer_fixes.fix_if_needed(model)
+    """Checks the arguments of `compile`, and wraps the optimizer in place if the model needs a loss scale."""
+    misuse_warnings.check_distribution_arguments(model, arguments)
+    _patch_for_several_workers(model)
     if arguments["auto_scale_loss"]:
         if FLOAT16.name in (compute_dtypes(model) or {model.compute_dtype}):
-            arguments["optimizer"] = scaled(arguments["optimizer"])
-        arguments["auto_scale_loss"] = False  # Keras would go by the model's own policy, whatever its layers do
+            arguments["optimizer"] = wrap_for_compile(arguments["optimizer"])
+        arguments["auto_scale_loss"] = False  # Keras checks only the model's own policy, not those of its layers
 
 
 def _make_train_function_patch(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def make_train_function(self: keras.Model, force: bool = False) -> None:
         if active and optimizers_of(self) and skipped_step_rollback.install(self):
-            self.make_train_function(force=True)  # the guard's own, which comes here again
+            self.make_train_function(force=True)  # the guard's method, which calls this one again
             return
         original(self, force)
-        compiled_under = _compiled_under.get(self)
-        if is_float16_enabled() and compiled_under in (None, *FLOAT16_POLICIES):
-            was_compiled = compiled_under is not None
-            misuse_warnings.when_built(self, lambda: misuse_warnings.warn_of_training(self, was_compiled))
+        policy_at_compile = _policy_at_compile.get(self)
+        if is_float16_enabled() and policy_at_compile in (None, *FLOAT16_POLICIES):
+            was_compiled = policy_at_compile is not None
+            misuse_warnings.call_when_built(self, lambda: misuse_warnings.warn_before_training(self, was_compiled))
 
     return make_train_function
 

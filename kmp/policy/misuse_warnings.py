@@ -1,4 +1,4 @@
-"""Mistakes that Keras trains on with in silence: one error or warning each, that says what to do."""
+"""Errors and warnings for mistakes that Keras does not report; each message says how to fix the mistake."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,25 +14,30 @@ from kmp.utils import FLOAT16, FLOAT32, user_messages
 
 _MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _SOFTMAXES = (keras.activations.softmax, keras.activations.log_softmax, keras.ops.softmax, tf.nn.softmax)
-_told: WeakKeyDictionary[keras.Model, set[str]] = WeakKeyDictionary()
+_issued_warnings: WeakKeyDictionary[keras.Model, set[str]] = WeakKeyDictionary()
 
 
-def refuse_what_replicas_cannot(model: keras.Model, arguments: dict[str, Any]) -> None:
-    """Raises an error for arguments of `compile` that TensorFlow or Keras fail on in the first step under a strategy.
+def check_distribution_arguments(model: keras.Model, arguments: dict[str, Any]) -> None:
+    """Checks the arguments of `compile` against the model's distribution strategy.
+
+    Args:
+        model: The model being compiled.
+        arguments: Arguments of `keras.Model.compile`, by name.
 
     Raises:
-        ValueError: If there are several replicas, and `jit_compile` is true or `steps_per_execution` above 1; or if
-            variables are mirrored, and the optimizer updates some in a branch of its own.
+        ValueError: For arguments with which the first step would fail: with several replicas, `jit_compile=True` or
+            `steps_per_execution` above 1; with mirrored variables, an optimizer with `gradient_accumulation_steps` or
+            `ema_overwrite_frequency`, which updates variables in a branch.
     """
     strategy = model.distribute_strategy
     if arguments["run_eagerly"]:
         return
-    name, several = type(strategy).__name__, strategy.num_replicas_in_sync > 1
-    if several and arguments["jit_compile"] is True:
+    name, has_several_replicas = type(strategy).__name__, strategy.num_replicas_in_sync > 1
+    if has_several_replicas and arguments["jit_compile"] is True:
         raise ValueError(
             f"TensorFlow cannot compile a step of several replicas with XLA ({name}). Leave out `jit_compile=True`."
         )
-    if several and arguments["steps_per_execution"] > 1:
+    if has_several_replicas and arguments["steps_per_execution"] > 1:
         raise ValueError(
             f"TensorFlow fails on `steps_per_execution` above 1 with several replicas ({name}). Leave it out. "
             f"Received: steps_per_execution={arguments['steps_per_execution']!r}"
@@ -47,64 +52,65 @@ def refuse_what_replicas_cannot(model: keras.Model, arguments: dict[str, Any]) -
             )
 
 
-def warn_of_compiled(model: keras.Model) -> None:
-    """Warns of softmax layers and losses that a model just compiled computes in float16."""
-    in_float16 = [*_softmaxes_in_float16(model), *_losses_in_float16(model.loss)]
-    if in_float16:
-        _tell(model, "in float16", _IN_FLOAT16.format(names=", ".join(in_float16)))
+def warn_after_compile(model: keras.Model) -> None:
+    """Warns if a softmax layer or a loss of the compiled model computes in float16."""
+    float16_names = [*_softmaxes_in_float16(model), *_losses_in_float16(model.loss)]
+    if float16_names:
+        _warn_once(model, "in float16", _IN_FLOAT16.format(names=", ".join(float16_names)))
 
 
-def warn_of_training(model: keras.Model, was_compiled: bool) -> None:
-    """Warns of a built model that trains without float16, or in float16 without kmp's loss scale.
+def warn_before_training(model: keras.Model, was_compiled: bool) -> None:
+    """Warns if a built model trains without float16, or in float16 without kmp's loss scale.
 
     Args:
-        model: The model; what optimizers it holds is known by the time it trains.
-        was_compiled: Whether it was compiled under `enable`, and not before.
+        model: The model. Its own optimizers, if any, must exist already.
+        was_compiled: Whether the model was compiled under `enable`.
     """
     dtypes = compute_dtypes(model)
     if dtypes == {FLOAT32.name}:
-        _tell(model, "not float16", _NOT_FLOAT16)
+        _warn_once(model, "not float16", _NOT_FLOAT16)
     if FLOAT16.name in dtypes:
-        _warn_of_optimizers(model, was_compiled)
+        _warn_if_unscaled(model, was_compiled)
 
 
-def when_built(model: keras.Model, check: Callable[[], None]) -> None:
+def call_when_built(model: keras.Model, check: Callable[[], None]) -> None:
     """Calls `check` now if the model is built, else after the first call of its train function, which builds it."""
     if all(layer.built for layer in sublayers(model)):
         check()
         return
-    train_function, pending = model.train_function, [check]
+    train_function, pending_checks = model.train_function, [check]
 
     def run(iterator: Any) -> Any:
         logs = train_function(iterator)
-        if pending:
-            pending.pop()()
+        if pending_checks:
+            pending_checks.pop()()
         return logs
 
     model.train_function = run
 
 
-def _warn_of_optimizers(model: keras.Model, was_compiled: bool) -> None:
+def _warn_if_unscaled(model: keras.Model, was_compiled: bool) -> None:
     optimizers = all_optimizers_of(model)
     unscaled = [optimizer for optimizer in optimizers if not isinstance(optimizer, LossScaleOptimizer)]
-    own = [optimizer for optimizer in unscaled if optimizer is not model.optimizer]
+    own_unscaled = [optimizer for optimizer in unscaled if optimizer is not model.optimizer]
     if not unscaled:
         return
-    if own and type(model).train_step is not keras.Model.train_step:
-        _tell(model, "own optimizers", _OWN_OPTIMIZERS.format(kinds=", ".join(type(one).__name__ for one in own)))
+    if own_unscaled and type(model).train_step is not keras.Model.train_step:
+        class_names = ", ".join(type(optimizer).__name__ for optimizer in own_unscaled)
+        _warn_once(model, "own optimizers", _OWN_OPTIMIZERS.format(class_names=class_names))
     elif len(unscaled) < len(optimizers):
         return
     elif isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
-        _tell(model, "stock scaler", _STOCK_SCALER)
+        _warn_once(model, "stock scaler", _STOCK_SCALER)
     else:
         compiled = "with auto_scale_loss=False" if was_compiled else "before kmp.enable()"
-        _tell(model, "unscaled", _UNSCALED.format(compiled=compiled))
+        _warn_once(model, "unscaled", _UNSCALED.format(compiled=compiled))
 
 
-def _tell(model: keras.Model, mistake: str, message: str) -> None:
-    told = _told.setdefault(model, set())
-    if mistake not in told:
-        told.add(mistake)
+def _warn_once(model: keras.Model, mistake: str, message: str) -> None:
+    issued = _issued_warnings.setdefault(model, set())
+    if mistake not in issued:
+        issued.add(mistake)
         user_messages.warn(f"{type(model).__name__} {model.name!r} {message}")
 
 
@@ -113,8 +119,8 @@ def _softmaxes_in_float16(layer: keras.Layer) -> Iterable[str]:
         is_softmax = isinstance(child, keras.layers.Softmax) or getattr(child, "activation", None) in _SOFTMAXES
         if is_softmax and child.trainable and child.compute_dtype == FLOAT16.name:
             yield f"the softmax of layer {child.name!r}"
-        is_made_by_keras = is_keras_class(type(child)) and not isinstance(child, keras.Model)
-        if not is_made_by_keras:  # what attention and its like are made of is Keras' business
+        is_keras_layer = is_keras_class(type(child)) and not isinstance(child, keras.Model)
+        if not is_keras_layer:  # users do not control the softmax inside a layer of Keras, as in attention
             yield from _softmaxes_in_float16(child)
 
 
@@ -125,24 +131,24 @@ def _losses_in_float16(losses: Any) -> Iterable[str]:
 
 
 _IN_FLOAT16 = (
-    "computes in float16: {names}. float16 rounds to 11 bits, and exp(x) overflows in it above 11.09. Put "
-    "kmp.layers.Softmax() in its place, or give layer or loss dtype='float32'."
+    "computes in float16: {names}. float16 has 11 significant bits, and exp(x) overflows in float16 for x > 11.09. Use "
+    "kmp.layers.Softmax() instead, or pass dtype='float32' to the layer or loss."
 )
 _NOT_FLOAT16 = (
-    "trains under kmp.enable() but has no layer that computes in float16: it was built before, or in another thread, "
-    "or after keras.backend.clear_session(), which resets Keras' policy; or loaded or made with dtype='float32'. It "
-    "trains in float32, without a loss scale. Call kmp.enable() there, before the first layer is made, or take "
-    "kmp.convert(model)."
+    "trains under kmp.enable() but has no layer that computes in float16. Its layers were created before kmp.enable(), "
+    "in another thread, or after keras.backend.clear_session(), which resets Keras' policy; or they were loaded or "
+    "created with dtype='float32'. The model trains in float32 without a loss scale. Call kmp.enable() in the same "
+    "thread before the first layer is created, or use kmp.convert(model)."
 )
 _UNSCALED = (
-    "computes in float16 and was compiled {compiled}, so its loss is not scaled: gradients of 2^-25 and less become "
-    "zero. Call compile under kmp.enable(), or pass it kmp.LossScaleOptimizer(optimizer)."
+    "computes in float16 and was compiled {compiled}, so its loss is not scaled: gradients of magnitude 2^-25 or less "
+    "underflow to zero. Call compile under kmp.enable(), or pass it kmp.LossScaleOptimizer(optimizer)."
 )
 _STOCK_SCALER = (
-    "is compiled with Keras' own LossScaleOptimizer, which kmp leaves alone: it can be neither seen nor configured. "
-    "Call compile under kmp.enable(), with its inner optimizer."
+    "is compiled with Keras' own LossScaleOptimizer, which kmp does not replace and cannot monitor or configure. Call "
+    "compile under kmp.enable() with its inner optimizer."
 )
 _OWN_OPTIMIZERS = (
-    "computes in float16 and trains with optimizers of its own that do not scale their loss: {kinds}. Wrap each with "
-    "kmp.wrap(optimizer), and in train_step call its scale_loss, then apply."
+    "computes in float16 and trains with its own optimizers, which do not scale their loss: {class_names}. Wrap each "
+    "with kmp.wrap(optimizer), and in train_step call its scale_loss, then its apply."
 )

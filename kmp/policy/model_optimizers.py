@@ -1,4 +1,4 @@
-"""The optimizers that a model trains with."""
+"""Finds the optimizers of a model."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,14 +9,14 @@ from kmp.optimizer import LossScaleOptimizer
 
 
 def optimizers_of(model: keras.Model) -> list[LossScaleOptimizer]:
-    """Returns kmp's among `all_optimizers_of` a model."""
+    """Returns the `LossScaleOptimizer`s among `all_optimizers_of(model)`."""
     return [optimizer for optimizer in all_optimizers_of(model) if isinstance(optimizer, LossScaleOptimizer)]
 
 
 def all_optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Returns what a model may train with: the optimizer it is compiled with, and those it holds; each once."""
-    found = _optimizers_in([model.optimizer, *vars(model).values()])
-    return list({id(optimizer): optimizer for optimizer in found}.values())
+    """Returns the optimizer a model is compiled with and the optimizers in its attributes, without duplicates."""
+    optimizers = _optimizers_in([model.optimizer, *vars(model).values()])
+    return list({id(optimizer): optimizer for optimizer in optimizers}.values())
 
 
 def _optimizers_in(values: Iterable[Any]) -> Iterator[keras.optimizers.Optimizer]:

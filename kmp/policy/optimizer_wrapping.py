@@ -1,10 +1,10 @@
-"""Wrapping optimizers in `LossScaleOptimizer`: by the user, and in `compile`."""
+"""Wraps optimizers in `LossScaleOptimizer`, for `wrap` and for `compile`."""
 
 from typing import Any, Unpack
 
 import keras
 
-from kmp.backend import inner_optimizer
+from kmp.backend import resolve_optimizer
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy.active_settings import active
 from kmp.scaling import DynamicScale, LossScaleSettings, override
@@ -16,20 +16,20 @@ def wrap(
     jit_compile: bool | None = None,
     **loss_scale_settings: Unpack[LossScaleSettings],
 ) -> LossScaleOptimizer:
-    """Wraps an optimizer that `compile` does not see: one of several that a model holds, or one of a custom loop.
+    """Wraps an optimizer that is not passed to `compile`, as in a GAN or a custom training loop.
 
     Args:
-        optimizer: A `keras.optimizers.Optimizer`, or the name of one; one that kmp wrapped already is returned as it
-            is.
-        jit_compile: As in `enable`, whose setting `None` stands for.
-        **loss_scale_settings: As in `enable`, whose settings they are added to.
+        optimizer: A `keras.optimizers.Optimizer` or the name of one. A `kmp.LossScaleOptimizer` is returned unchanged
+            if no other argument is given.
+        jit_compile: As in `enable`. `None` uses the setting of the active `enable`.
+        **loss_scale_settings: As in `enable`. They override the settings of the active `enable`.
 
     Returns:
-        A `kmp.LossScaleOptimizer`. Use it with `scale_loss` and `apply`.
+        A `kmp.LossScaleOptimizer`. Call its `scale_loss` on the loss and its `apply` on the gradients.
 
     Raises:
-        TypeError: If `optimizer` is no optimizer, or one that scales the loss already.
-        ValueError: If it is not the name of one, or a setting is outside its range.
+        TypeError: If `optimizer` is not an optimizer, or already scales the loss.
+        ValueError: If `optimizer` is an unknown name, or a setting is out of range.
 
     Example:
     >>> generator_optimizer = wrap(keras.optimizers.Adam(1e-4), growth_interval=500)
@@ -38,25 +38,29 @@ def wrap(
     """
     if isinstance(optimizer, LossScaleOptimizer) and not loss_scale_settings and jit_compile is None:
         return optimizer
-    optimizer = inner_optimizer("optimizer", optimizer)
+    optimizer = resolve_optimizer("optimizer", optimizer)
     if jit_compile is None:
         jit_compile = bool(active) and active[-1].jit_compile
     inherited = active[-1].settings if active else LossScaleSettings()
     return LossScaleOptimizer(optimizer, **override(inherited, loss_scale_settings), jit_compile=jit_compile)
 
 
-def scaled(optimizer: Any) -> keras.optimizers.Optimizer | None:
-    """Returns the optimizer that `compile` gets in place of its argument; `None` for none."""
-    found = keras.optimizers.get(optimizer)
-    if found is None or isinstance(found, LossScaleOptimizer):
-        return found
-    if isinstance(found, keras.optimizers.LossScaleOptimizer):
-        return found if found.built else _replacing(found)
-    return wrap(found)
+def wrap_for_compile(identifier: Any) -> keras.optimizers.Optimizer | None:
+    """Returns the optimizer that replaces the `optimizer` argument of `compile`, or `None` if it is `None`.
+
+    Args:
+        identifier: The `optimizer` argument: an optimizer, a name, a config, or `None`.
+    """
+    optimizer = keras.optimizers.get(identifier)
+    if optimizer is None or isinstance(optimizer, LossScaleOptimizer):
+        return optimizer
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return optimizer if optimizer.built else _from_keras_optimizer(optimizer)
+    return wrap(optimizer)
 
 
-def _replacing(stock: keras.optimizers.LossScaleOptimizer) -> LossScaleOptimizer:
-    """Returns kmp's optimizer for one of Keras' that has not trained yet, such as one that `load_model` is making."""
+def _from_keras_optimizer(stock: keras.optimizers.LossScaleOptimizer) -> LossScaleOptimizer:
+    """Converts Keras' `LossScaleOptimizer` before it is built, for example while `load_model` compiles a model."""
     settings: LossScaleSettings = {}
     if stock.initial_scale != DynamicScale.initial_scale:
         settings["initial_scale"] = stock.initial_scale

@@ -25,7 +25,7 @@ def test_enable_sets_the_policy_and_compile_wraps_with_the_settings():
     assert isinstance(optimizer.inner_optimizer, keras.optimizers.Adam)
 
 
-def test_disable_restores_exactly_what_was_there():
+def test_disable_restores_the_policy_and_keras_methods():
     keras.config.set_dtype_policy("mixed_bfloat16")
     kmp.enable()
     kmp.enable("float32")
@@ -37,7 +37,7 @@ def test_disable_restores_exactly_what_was_there():
     assert policy() == "mixed_bfloat16"
 
 
-def test_handle_is_a_context_manager_that_nests_and_ends_after_an_exception():
+def test_handle_is_a_context_manager_that_nests_and_exits_on_an_exception():
     with kmp.enable("mixed_bfloat16") as outer:
         inner = kmp.enable("mixed_float16", loss_scale=8.0)
         assert "in force" in repr(inner)
@@ -61,7 +61,7 @@ def test_enabling_again_replaces_the_settings():
 
 
 @pytest.mark.parametrize("name", ["mixed_bfloat16", "float32"])
-def test_policies_with_float32s_exponents_get_no_loss_scale(name):
+def test_policies_with_the_exponent_range_of_float32_get_no_loss_scale(name):
     kmp.enable(name)
     assert not isinstance(compiled_model().optimizer, keras.optimizers.LossScaleOptimizer)
 
@@ -83,22 +83,22 @@ class AddsLoss(keras.layers.Layer):
 
 
 @pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16"])
-def test_losses_that_layers_add_in_16_bits_count_in_float32_and_stock_keras_fails_on_them(name):
-    def trained():
+def test_losses_added_in_16_bits_are_cast_to_float32_where_stock_keras_fails(name):
+    def loss_history():
         layers = [AddsLoss(), keras.layers.ActivityRegularization(l1=0.25)]
         model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1, kernel_initializer="zeros")])
         model.compile("sgd", "mse", jit_compile=False)
         return model.fit(np.ones((8, 4)), np.zeros((8, 1)), verbose=0).history["loss"]
 
-    in_float32 = trained()
+    float32_history = loss_history()
     with kmp.enable(name):
-        assert trained() == in_float32
+        assert loss_history() == float32_history
     keras.config.set_dtype_policy(name)
     with pytest.raises(TypeError, match="Cannot convert a list"):
-        trained()
+        loss_history()
 
 
-def test_a_keras_without_the_private_function_that_adds_losses_can_be_enabled(monkeypatch):
+def test_enable_works_if_keras_lacks_the_private_method_that_adds_losses(monkeypatch):
     name = "_aggregate_additional_loss"
     while hasattr(keras.Model, name):
         monkeypatch.delattr(defining_class(keras.Model, name), name)
@@ -108,31 +108,31 @@ def test_a_keras_without_the_private_function_that_adds_losses_can_be_enabled(mo
     assert keras.Model.compile is STOCK_COMPILE
 
 
-def test_model_with_one_float16_layer_deep_inside_is_wrapped():
+def test_optimizer_of_a_model_with_one_nested_float16_layer_is_wrapped():
     kmp.enable("float32")
-    inside = keras.Sequential([keras.layers.TimeDistributed(keras.layers.Dense(2, dtype="mixed_float16"))])
-    model = keras.Sequential([keras.Input((3, 4)), inside])
+    nested = keras.Sequential([keras.layers.TimeDistributed(keras.layers.Dense(2, dtype="mixed_float16"))])
+    model = keras.Sequential([keras.Input((3, 4)), nested])
     model.compile("sgd", "mse")
     assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
 
 
-def test_compile_respects_auto_scale_loss_and_an_optimizer_that_scales_already(enabled):
+def test_compile_does_not_wrap_without_auto_scale_loss_or_an_already_wrapped_optimizer(enabled):
     assert type(compiled_model("sgd", auto_scale_loss=False).optimizer) is keras.optimizers.SGD
-    mine = kmp.LossScaleOptimizer("sgd", loss_scale=2.0)
-    assert compiled_model(mine).optimizer is mine
+    wrapped = kmp.LossScaleOptimizer("sgd", loss_scale=2.0)
+    assert compiled_model(wrapped).optimizer is wrapped
     model = small_model()
     model.compile(None, "mse")
     assert model.optimizer is None
 
 
-def test_compile_takes_its_arguments_by_position(enabled):
+def test_compile_accepts_positional_arguments(enabled):
     model = small_model()
     model.compile("sgd", "sparse_categorical_crossentropy", None, ["accuracy"])
     assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
     assert model.loss == "sparse_categorical_crossentropy"
 
 
-def test_compile_takes_keras_own_loss_scaler_over_with_its_settings(enabled):
+def test_compile_replaces_keras_loss_scale_optimizer_and_keeps_its_settings(enabled):
     stock = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0, dynamic_growth_steps=3)
     optimizer = compiled_model(stock).optimizer
     assert type(optimizer) is kmp.LossScaleOptimizer
@@ -140,39 +140,39 @@ def test_compile_takes_keras_own_loss_scaler_over_with_its_settings(enabled):
     assert (optimizer.rule.initial_scale, optimizer.rule.growth_interval) == (8.0, 3)
 
 
-def test_compile_leaves_a_loss_scaler_of_keras_that_has_trained_and_says_so(enabled):
+def test_compile_keeps_a_built_keras_loss_scale_optimizer_and_training_warns(enabled):
     stock, model = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), small_model()
     stock.build(model.trainable_variables)
     model.compile(stock, "sparse_categorical_crossentropy")
     assert model.optimizer is stock
-    with pytest.warns(UserWarning, match="Keras' own LossScaleOptimizer, which kmp leaves alone") as caught:
+    with pytest.warns(UserWarning, match="Keras' own LossScaleOptimizer, which kmp does not replace") as caught:
         model.fit(*small_data(), verbose=0)
     assert [warning.filename for warning in caught if warning.category is UserWarning] == [__file__]
 
 
-class PassesOn(keras.Sequential):
-    def compile(self, *arguments, **named):
-        super().compile(*arguments, **named)
+class ForwardsCompileArguments(keras.Sequential):
+    def compile(self, *args, **kwargs):
+        super().compile(*args, **kwargs)
 
 
-def test_compile_that_passes_its_arguments_on_is_no_gan(enabled):
-    model = PassesOn([keras.Input((2,)), keras.layers.Dense(1)])
+def test_overridden_compile_that_forwards_its_arguments_wraps_the_default_optimizer(enabled):
+    model = ForwardsCompileArguments([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile(loss="mse")
     assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
 
 
-def test_wrap_uses_the_settings_in_force_and_its_own():
+def test_wrap_combines_the_active_settings_with_its_own():
     kmp.enable(initial_scale=64.0)
-    made = kmp.wrap("adam", growth_interval=3)
-    assert (made.initial_scale, made.rule.growth_interval) == (64.0, 3)
-    assert kmp.wrap(made) is made
+    optimizer = kmp.wrap("adam", growth_interval=3)
+    assert (optimizer.initial_scale, optimizer.rule.growth_interval) == (64.0, 3)
+    assert kmp.wrap(optimizer) is optimizer
     with pytest.raises(TypeError, match="scaled twice"):
-        kmp.wrap(made, growth_interval=4)
+        kmp.wrap(optimizer, growth_interval=4)
     with pytest.raises(ValueError, match="`optimizer` must be the name of an optimizer.*nosuch"):
         kmp.wrap("nosuch")
 
 
-def test_settings_given_to_wrap_win_over_those_in_force():
+def test_settings_of_wrap_override_the_active_ones():
     kmp.enable(growth_interval=500)
     assert kmp.wrap("sgd", loss_scale=1024.0).rule == kmp.scaling.FixedScale(1024.0)
     assert kmp.wrap("sgd", dynamic_growth_steps=7).rule.growth_interval == 7
@@ -182,21 +182,21 @@ def test_settings_given_to_wrap_win_over_those_in_force():
     assert kmp.wrap("sgd", initial_scale=8.0).rule.initial_scale == 8.0
 
 
-@pytest.mark.parametrize("where", ["owner", "model"])
-def test_what_another_library_put_around_compile_meanwhile_stays(monkeypatch, where):
-    owner = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
-    place = owner if where == "owner" else keras.Model
-    monkeypatch.setattr(owner, "compile", owner.compile)
+@pytest.mark.parametrize("patch_target", ["defining class", "model"])
+def test_disable_keeps_a_later_patch_of_compile_by_another_library(monkeypatch, patch_target):
+    compile_class = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
+    patched_class = compile_class if patch_target == "defining class" else keras.Model
+    monkeypatch.setattr(compile_class, "compile", compile_class.compile)
     kmp.enable()
-    ours, calls = place.compile, []
+    kmp_compile, calls = patched_class.compile, []
 
-    def theirs(self, *args, **kwargs):
+    def other_compile(self, *args, **kwargs):
         calls.append(self)
-        ours(self, *args, **kwargs)
+        kmp_compile(self, *args, **kwargs)
 
-    monkeypatch.setattr(place, "compile", theirs, raising=False)
+    monkeypatch.setattr(patched_class, "compile", other_compile, raising=False)
     kmp.disable()
-    assert place.compile is theirs
+    assert patched_class.compile is other_compile
     keras.config.set_dtype_policy("mixed_float16")
     model = small_model()
     model.compile("sgd", "mse")
@@ -214,7 +214,7 @@ def test_load_model_compiles_the_model_under_enable(enabled, tmp_path):
     loaded.fit(*small_data(), verbose=0)
 
 
-def test_compiled_models_stay_as_they_are_after_disable():
+def test_compiled_models_keep_loss_scaling_and_guard_after_disable():
     with kmp.enable():
         model = compiled_model()
     x, y = small_data()
@@ -225,7 +225,7 @@ def test_compiled_models_stay_as_they_are_after_disable():
 
 
 @pytest.mark.parametrize("value", ["half", "", None, 16, "mixed_float8"])
-def test_unknown_policy_is_an_error_before_anything_changed(value):
+def test_unknown_policy_raises_and_changes_nothing(value):
     with pytest.raises((ValueError, TypeError), match="`policy` must be one of 'mixed_float16'"):
         kmp.enable(value)
     assert policy() == "float32"
@@ -237,7 +237,7 @@ def test_unknown_policy_is_an_error_before_anything_changed(value):
     [{"initial_scale": -1}, {"growth_interval": 0}, {"loss_scale": float("nan")}, {"scale": 2}, {"hysteresis": "1"}],
     ids=str,
 )
-def test_bad_setting_is_an_error_before_anything_changed(settings):
+def test_invalid_setting_raises_and_changes_nothing(settings):
     name = next(iter(settings))
     with pytest.raises((ValueError, TypeError), match=name):
         kmp.enable(**settings)
@@ -247,8 +247,8 @@ def test_bad_setting_is_an_error_before_anything_changed(settings):
     assert keras.Model.compile is STOCK_COMPILE
 
 
-def test_enable_says_what_the_hardware_means_once(monkeypatch, caplog):
-    monkeypatch.setattr(gpu_info, "_said", set())
+def test_enable_logs_the_hardware_support_once(monkeypatch, caplog):
+    monkeypatch.setattr(gpu_info, "_logged", set())
     monkeypatch.setattr(gpu_info, "hardware", lambda: gpu_info.Hardware(()))
     with caplog.at_level(logging.INFO, "kmp"):
         kmp.enable()

@@ -14,74 +14,74 @@ def train(model):
     model.fit(x, y, batch_size=8, verbose=0)
 
 
-def told(caught):
-    """The warnings that are kmp's: some versions of Keras cause NumPy's own."""
+def kmp_warnings(caught):
+    """Returns kmp's warnings; some versions of Keras cause other categories from NumPy."""
     return [warning for warning in caught if warning.category is UserWarning]
 
 
-def the_one(caught):
-    (warning,) = told(caught)
+def only_message(caught):
+    (warning,) = kmp_warnings(caught)
     assert warning.filename == __file__
     return str(warning.message)
 
 
-def test_loop_without_scale_loss_is_told_once():
+def test_loop_without_scale_loss_warns_once():
     optimizer, variable = kmp.LossScaleOptimizer("sgd"), keras.Variable([1.0])
     with pytest.warns(UserWarning, match="before any loss went through `scale_loss`") as caught:
         optimizer.apply([tf.constant([1.0])], [variable])
-    the_one(caught)
+    only_message(caught)
     optimizer.apply([tf.constant([1.0])], [variable])
 
 
-def test_loop_with_scale_loss_in_a_function_of_its_own_is_not_told(recwarn):
+def test_loop_with_scale_loss_in_a_separate_function_does_not_warn(recwarn):
     optimizer, variable = kmp.LossScaleOptimizer("sgd"), keras.Variable([1.0])
     scale = tf.function(optimizer.scale_loss)
     step = tf.function(lambda gradient: optimizer.apply([gradient], [variable]))
     scale(tf.constant(1.0))
     step(tf.constant([1.0]))
-    assert not told(recwarn)
+    assert not kmp_warnings(recwarn)
 
 
-def test_scale_of_one_needs_no_scale_loss(recwarn):
+def test_loop_without_scale_loss_does_not_warn_at_loss_scale_one(recwarn):
     kmp.LossScaleOptimizer("sgd", loss_scale=1.0).apply([tf.constant([1.0])], [keras.Variable([1.0])])
-    assert not told(recwarn)
+    assert not kmp_warnings(recwarn)
 
 
-def unbuilt():
+def unbuilt_model():
     return keras.Sequential([keras.layers.Dense(2), kmp.layers.Softmax()])
 
 
-def nested():
+def nested_model():
     return keras.Sequential([keras.Input((4,)), small_model()])
 
 
-@pytest.mark.parametrize("make", [small_model, unbuilt, nested])
+@pytest.mark.parametrize("make_model", [small_model, unbuilt_model, nested_model])
 @pytest.mark.parametrize("compiled_before", [True, False])
-def test_model_built_before_enable_is_told_when_it_trains(make, compiled_before):
-    model = make()
+def test_model_built_before_enable_warns_when_it_trains(make_model, compiled_before):
+    model = make_model()
     if compiled_before:
         model.compile("sgd", "sparse_categorical_crossentropy")
     kmp.enable()
     if not compiled_before:
         model.compile("sgd", "sparse_categorical_crossentropy")
     with pytest.warns(
-        UserWarning, match="'sequential.*no layer that computes in float16: it was built before"
+        UserWarning, match="'sequential.*no layer that computes in float16. Its layers were created before"
     ) as caught:
         train(model)
-    the_one(caught)
+    only_message(caught)
     train(model)
 
 
-def test_model_built_and_compiled_before_enable_is_told_when_it_trains():
+def test_train_on_batch_of_a_model_compiled_before_enable_warns():
     model = compiled_model()
     kmp.enable()
-    with pytest.warns(UserWarning, match="it was built before") as caught:
+    with pytest.warns(UserWarning, match="Its layers were created before") as caught:
         model.train_on_batch(*small_data(1))
-    the_one(caught)
+    only_message(caught)
     train(model)
 
 
-def test_float32_model_that_is_loaded_or_cloned_under_enable_is_told_and_keeps_its_optimizer(tmp_path):
+def test_float32_model_loaded_under_enable_warns_and_keeps_its_optimizer(tmp_path):
     model = compiled_model("adam")
     train(model)
     model.save(tmp_path / "model.keras")
@@ -89,11 +89,13 @@ def test_float32_model_that_is_loaded_or_cloned_under_enable_is_told_and_keeps_i
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert type(loaded.optimizer) is keras.optimizers.Adam
     assert int(loaded.optimizer.iterations) == 20
-    with pytest.warns(UserWarning, match="no layer that computes in float16: .* loaded or made with dtype='float32'"):
+    with pytest.warns(
+        UserWarning, match="no layer that computes in float16. .* loaded or created with dtype='float32'"
+    ):
         train(loaded)
 
 
-def test_model_that_never_trains_or_was_compiled_for_float32_or_bfloat16_is_not_told(recwarn):
+def test_model_that_never_trains_or_was_compiled_for_float32_or_bfloat16_does_not_warn(recwarn):
     evaluated, bfloat16 = small_model(), None
     with kmp.enable("mixed_bfloat16"):
         bfloat16 = compiled_model()
@@ -104,34 +106,34 @@ def test_model_that_never_trains_or_was_compiled_for_float32_or_bfloat16_is_not_
             float32 = compiled_model()
         train(float32)
         train(bfloat16)
-    assert not told(recwarn)
+    assert not kmp_warnings(recwarn)
 
 
-@pytest.mark.parametrize("scales_itself", [True, False])
-def test_float16_model_compiled_before_enable_is_told_when_it_trains(scales_itself):
+@pytest.mark.parametrize("auto_scale_loss", [True, False])
+def test_float16_model_compiled_before_enable_warns_when_it_trains(auto_scale_loss):
     keras.config.set_dtype_policy("mixed_float16")
-    model = compiled_model(auto_scale_loss=scales_itself)
+    model = compiled_model(auto_scale_loss=auto_scale_loss)
     kmp.enable()
-    match = "Keras' own LossScaleOptimizer" if scales_itself else "compiled before kmp.enable.*its loss is not scaled"
+    match = "Keras' own LossScaleOptimizer" if auto_scale_loss else "compiled before kmp.enable.*its loss is not scaled"
     with pytest.warns(UserWarning, match=match) as caught:
         train(model)
-    the_one(caught)
+    only_message(caught)
     model.compile("sgd", "sparse_categorical_crossentropy")
     train(model)
     assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
 
 
-def test_float16_model_without_loss_scale_is_told_once_however_often_it_is_compiled(enabled):
+def test_float16_model_without_loss_scale_warns_once_even_if_recompiled(enabled):
     model = compiled_model(auto_scale_loss=False)
     with pytest.warns(UserWarning, match="compiled with auto_scale_loss=False, so its loss is not scaled") as caught:
         train(model)
-    the_one(caught)
+    only_message(caught)
     model.compile("sgd", "sparse_categorical_crossentropy", auto_scale_loss=False)
     train(model)
 
 
-class BuildsLate(keras.Model):
-    """Made before `enable`; its layers are made in its first step."""
+class BuildsInFirstStep(keras.Model):
+    """A model whose layers are created in its first step."""
 
     def build(self, shape):
         self.net = small_model()
@@ -140,17 +142,19 @@ class BuildsLate(keras.Model):
         return self.net(x)
 
 
-def test_layers_made_in_the_first_step_are_told_of_after_it():
-    model = BuildsLate()
+def test_layers_built_in_the_first_step_warn_after_it():
+    model = BuildsInFirstStep()
     kmp.enable()
     model.compile("sgd", "sparse_categorical_crossentropy")
-    with pytest.warns(UserWarning, match="'builds_late' computes in float16 .* its loss is not scaled") as caught:
+    with pytest.warns(
+        UserWarning, match="'builds_in_first_step' computes in float16 .* its loss is not scaled"
+    ) as caught:
         train(model)
-    the_one(caught)
+    only_message(caught)
 
 
 class Gan(keras.Model):
-    """Holds optimizers of its own, and compiles in the form that Keras' examples have."""
+    """A model with its own optimizers and a `compile` like that of Keras' GAN examples."""
 
     def __init__(self):
         super().__init__()
@@ -170,26 +174,26 @@ class Gan(keras.Model):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"optimizer": None}, {"auto_scale_loss": False}])
-def test_model_that_holds_optimizers_of_its_own_is_told_of_those_that_do_not_scale(enabled, arguments):
+def test_model_with_its_own_optimizers_warns_of_those_that_do_not_scale(enabled, arguments):
     model = Gan()
     model.compile(keras.optimizers.Adam(), kmp.wrap("sgd"), **arguments)
     with pytest.warns(
-        UserWarning, match=r"'gan.*optimizers of its own that do not scale their loss: Adam.*kmp.wrap"
+        UserWarning, match=r"'gan.*its own optimizers, which do not scale their loss: Adam.*kmp.wrap"
     ) as caught:
         train(model)
-    the_one(caught)
+    only_message(caught)
     train(model)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"optimizer": None}, {"auto_scale_loss": False}])
-def test_model_whose_own_optimizers_all_scale_is_not_told(enabled, arguments):
+def test_model_whose_own_optimizers_all_scale_does_not_warn(enabled, arguments):
     model = Gan()
     model.compile(kmp.wrap("adam"), kmp.wrap("sgd"), **arguments)
     train(model)
     assert [optimizer.snapshot().step for optimizer in model.own] == [20, 20]
 
 
-def test_traced_loop_is_told_at_the_line_that_calls_it():
+def test_warning_of_a_traced_loop_points_to_the_line_that_calls_it():
     optimizer, variable = kmp.LossScaleOptimizer("sgd"), keras.Variable([1.0])
     optimizer.build([variable])
 
@@ -200,7 +204,7 @@ def test_traced_loop_is_told_at_the_line_that_calls_it():
 
     with pytest.warns(UserWarning, match="before any loss went through") as caught:
         step(tf.constant([1.0]))
-    the_one(caught)
+    only_message(caught)
 
 
 def softmax_layer():
@@ -225,46 +229,46 @@ class Block(keras.Layer):
         return self.dense(x)
 
 
-def softmax_in_a_layer_of_ones_own():
+def softmax_in_custom_layer():
     return [Block()]
 
 
-def logarithm():
+def log_softmax_activation():
     return [keras.layers.Dense(2, activation="log_softmax")]
 
 
 @pytest.mark.parametrize(
-    "head", [softmax_layer, softmax_activation, nested_softmax, softmax_in_a_layer_of_ones_own, logarithm]
+    "make_head", [softmax_layer, softmax_activation, nested_softmax, softmax_in_custom_layer, log_softmax_activation]
 )
-def test_softmax_in_float16_is_told_at_compile(enabled, head):
-    model = keras.Sequential([keras.Input((4,)), *head()])
+def test_softmax_in_float16_warns_at_compile(enabled, make_head):
+    model = keras.Sequential([keras.Input((4,)), *make_head()])
     with pytest.warns(UserWarning, match="computes in float16: the softmax of layer '") as caught:
         model.compile("sgd", "sparse_categorical_crossentropy")
-    assert "kmp.layers.Softmax()" in the_one(caught)
+    assert "kmp.layers.Softmax()" in only_message(caught)
     model.compile("adam", "sparse_categorical_crossentropy")
 
 
-def test_softmax_in_float32_and_inside_attention_is_not_told(enabled, recwarn):
+def test_softmax_in_float32_or_inside_attention_does_not_warn(enabled, recwarn):
     inputs = keras.Input((3, 4))
     x = keras.layers.MultiHeadAttention(2, 4)(inputs, inputs)
     model = keras.Model(inputs, keras.layers.Dense(2, activation="softmax", dtype="float32")(x))
     model.compile("sgd", "sparse_categorical_crossentropy")
-    assert not told(recwarn)
+    assert not kmp_warnings(recwarn)
 
 
-def test_loss_in_float16_is_told_at_compile_and_in_a_loop(enabled):
+def test_loss_in_float16_warns_at_compile_and_in_a_loop(enabled):
     model = small_model()
     with pytest.warns(UserWarning, match="computes in float16: the loss 'mean_squared_error'") as caught:
         model.compile("sgd", keras.losses.MeanSquaredError(dtype="float16"))
-    the_one(caught)
+    only_message(caught)
     optimizer = kmp.wrap("sgd")
     with pytest.warns(UserWarning, match="The loss was computed in float16") as caught:
         optimizer.scale_loss(tf.constant(1.0, tf.float16))
-    the_one(caught)
+    only_message(caught)
     optimizer.scale_loss(tf.constant(1.0, tf.float16))
 
 
-def test_optimizer_wrapped_twice_is_an_error():
+def test_wrapping_an_optimizer_twice_raises():
     with pytest.raises(TypeError, match="would be scaled twice"):
         kmp.LossScaleOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
     with pytest.raises(TypeError, match="would be scaled twice"):
@@ -272,34 +276,34 @@ def test_optimizer_wrapped_twice_is_an_error():
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_nothing_is_told_where_float16_is_not_asked_for(policy, recwarn):
+def test_float32_and_bfloat16_policies_do_not_warn(policy, recwarn):
     model = small_model()
     with kmp.enable(policy):
         model.compile("sgd", "sparse_categorical_crossentropy")
         train(model)
-    assert not told(recwarn)
+    assert not kmp_warnings(recwarn)
 
 
-def test_subclassed_model_is_not_taken_for_float32_before_it_is_built(enabled):
-    class Own(keras.Model):
+def test_subclassed_model_is_not_mistaken_for_float32_before_it_is_built(enabled):
+    class Subclassed(keras.Model):
         def build(self, shape):
             self.net = small_model()
 
         def call(self, x):
             return self.net(x)
 
-    model = Own()
+    model = Subclassed()
     model.compile("sgd", "sparse_categorical_crossentropy")
     train(model)
     assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
     assert model.optimizer.snapshot().step == 20
 
 
-def accumulating():
+def gradient_accumulation():
     return keras.optimizers.SGD(gradient_accumulation_steps=2)
 
 
-def averaging():
+def weight_averaging():
     return kmp.LossScaleOptimizer(keras.optimizers.SGD(use_ema=True, ema_overwrite_frequency=5))
 
 
@@ -311,11 +315,17 @@ def averaging():
             {"steps_per_execution": 4},
             "`steps_per_execution` above 1 with several replicas.*steps_per_execution=4",
         ),
-        ({"optimizer": accumulating}, "fail on `gradient_accumulation_steps` under a mirrored.*`run_eagerly=True`"),
-        ({"optimizer": averaging}, "fail on `ema_overwrite_frequency` under a mirrored.*ema_overwrite_frequency=5"),
+        (
+            {"optimizer": gradient_accumulation},
+            "fail on `gradient_accumulation_steps` under a mirrored.*`run_eagerly=True`",
+        ),
+        (
+            {"optimizer": weight_averaging},
+            "fail on `ema_overwrite_frequency` under a mirrored.*ema_overwrite_frequency=5",
+        ),
     ],
 )
-def test_what_replicas_cannot_is_an_error_at_compile(enabled, arguments, match, two_replicas):
+def test_arguments_that_fail_on_replicas_raise_at_compile(enabled, arguments, match, two_replicas):
     with two_replicas.scope():
         model = small_model()
         arguments = {"optimizer": arguments.pop("optimizer", lambda: "sgd")()} | arguments
@@ -325,7 +335,7 @@ def test_what_replicas_cannot_is_an_error_at_compile(enabled, arguments, match, 
 
 
 @pytest.mark.parametrize("arguments", [{"jit_compile": True}, {"steps_per_execution": 4}])
-def test_one_replica_can(enabled, arguments, one_replica):
+def test_arguments_that_fail_on_replicas_work_on_one_replica(enabled, arguments, one_replica):
     with one_replica.scope():
         model = compiled_model(**arguments)
     train(model)
@@ -338,10 +348,10 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"], os.environ["CUDA_VISIBLE_DEVICES"] = "3", ""
 import keras, numpy as np, tensorflow as tf
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-of_compile, of_optimizer = eval(sys.argv[1])
+compile_arguments, optimizer_arguments = eval(sys.argv[1])
 with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(**of_optimizer), "mse", **of_compile)
+    model.compile(keras.optimizers.SGD(**optimizer_arguments), "mse", **compile_arguments)
 try:
     model.fit(np.ones((32, 4)), np.ones((32, 1)), batch_size=8, verbose=0)
 except (tf.errors.InvalidArgumentError, RuntimeError):
@@ -360,6 +370,6 @@ except (tf.errors.InvalidArgumentError, RuntimeError):
     ],
     ids=str,
 )
-def test_tensorflow_and_keras_still_fail_on_what_is_refused(arguments):
-    """When this fails, they have mended it: take the refusal out. In processes of their own, which they break."""
+def test_tensorflow_and_keras_still_fail_on_arguments_that_kmp_rejects(arguments):
+    """If this fails, remove kmp's error. Uses a subprocess, because these failures break the process."""
     assert subprocess.run([sys.executable, "-c", STOCK, repr(arguments)], check=False).returncode == 3

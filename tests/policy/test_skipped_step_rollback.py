@@ -9,9 +9,9 @@ import kmp
 pytestmark = pytest.mark.usefixtures("enabled")
 
 
-def spoilt_data(*bad_batches, batches=20):
+def data_with_nan(*nan_batches, batches=20):
     x, y = small_data(batches)
-    for batch in bad_batches:
+    for batch in nan_batches:
         x[batch * 8 + 3] = np.nan
     return x, y
 
@@ -20,8 +20,8 @@ def fit(model, data, **arguments):
     return model.fit(*data, batch_size=8, shuffle=False, verbose=0, **arguments).history
 
 
-def test_epochs_metrics_are_those_of_the_batches_with_a_finite_loss(compile_mode):
-    x, y = spoilt_data(0, 5, 19)
+def test_epoch_metrics_include_only_batches_with_a_finite_loss(compile_mode):
+    x, y = data_with_nan(0, 5, 19)
     keep = np.repeat([batch not in (0, 5, 19) for batch in range(20)], 8)
     histories = []
     for data in ((x, y), (x[keep], y[keep])):
@@ -32,18 +32,18 @@ def test_epochs_metrics_are_those_of_the_batches_with_a_finite_loss(compile_mode
         np.testing.assert_allclose(histories[0][key], histories[1][key], rtol=1e-5)
 
 
-def test_losses_of_several_outputs_are_guarded_too():
+def test_losses_of_several_outputs_are_guarded():
     inputs = keras.Input((4,))
     model = keras.Model(inputs, [keras.layers.Dense(1, name="a")(inputs), keras.layers.Dense(1, name="b")(inputs)])
     model.compile("sgd", ["mse", "mse"])
-    x, _ = spoilt_data(4)
+    x, _ = data_with_nan(4)
     y = np.ones((len(x), 1), "float32")
     history = model.fit(x, [y, y], batch_size=8, epochs=2, verbose=0).history
     assert all(np.isfinite(values).all() for values in history.values())
     assert {"loss", "a_loss", "b_loss"} <= set(history)
 
 
-class ActivationStatistics(keras.callbacks.Callback):
+class RecordLosses(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()
         self.losses = []
@@ -52,46 +52,46 @@ class ActivationStatistics(keras.callbacks.Callback):
         self.losses.append(logs["loss"])
 
 
-def test_the_batchs_own_logs_show_it_and_the_next_ones_do_not(compile_mode):
-    seen = ActivationStatistics()
-    fit(compiled_model(**compile_mode), spoilt_data(2, 17), callbacks=[seen])
+def test_nan_loss_is_in_the_logs_of_its_own_batch_only(compile_mode):
+    recorder = RecordLosses()
+    fit(compiled_model(**compile_mode), data_with_nan(2, 17), callbacks=[recorder])
     per_call = compile_mode.get("steps_per_execution", 1)
-    calls = np.arange(len(seen.losses))
-    expected = {2 // per_call, 17 // per_call}
-    assert set(calls[np.isnan(seen.losses)]) == expected
+    calls = np.arange(len(recorder.losses))
+    nan_calls = {2 // per_call, 17 // per_call}
+    assert set(calls[np.isnan(recorder.losses)]) == nan_calls
 
 
 @pytest.mark.parametrize("kmp_first", [True, False])
-def test_terminate_on_nan_stops_the_run(compile_mode, kmp_first):
+def test_terminate_on_nan_stops_training(compile_mode, kmp_first):
     model, stop = compiled_model(**compile_mode), keras.callbacks.TerminateOnNaN()
     callbacks = [*kmp.callbacks.defaults(), stop] if kmp_first else [stop, *kmp.callbacks.defaults()]
-    fit(model, spoilt_data(5), epochs=3, callbacks=callbacks)
+    fit(model, data_with_nan(5), epochs=3, callbacks=callbacks)
     assert model.optimizer.snapshot().step == (8 if "steps_per_execution" in compile_mode else 6)
 
 
-def test_overflow_of_the_backward_pass_alone_does_not_stop_the_run(compile_mode):
+def test_terminate_on_nan_ignores_an_overflow_of_the_gradients_alone(compile_mode):
     model = compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28), **compile_mode)
-    history = fit(model, spoilt_data(), callbacks=[keras.callbacks.TerminateOnNaN()])
+    history = fit(model, data_with_nan(), callbacks=[keras.callbacks.TerminateOnNaN()])
     assert (model.optimizer.snapshot().step, model.optimizer.snapshot().overflow_count > 0) == (20, True)
     assert np.isfinite(history["loss"][0])
 
 
-def test_evaluation_shows_a_nonfinite_loss_as_it_is():
+def test_evaluation_reports_a_nonfinite_loss():
     model = compiled_model()
-    history = fit(model, spoilt_data(), validation_data=spoilt_data(1))
+    history = fit(model, data_with_nan(), validation_data=data_with_nan(1))
     assert np.isfinite(history["loss"][0])
     assert np.isnan(history["val_loss"][0])
 
 
-def test_train_on_batch_tells_of_a_nonfinite_loss_once():
+def test_train_on_batch_reports_a_nonfinite_loss_once():
     model = compiled_model()
-    x, y = spoilt_data(1)
+    x, y = data_with_nan(1)
     losses = [float(model.train_on_batch(x[i : i + 8], y[i : i + 8])) for i in (0, 8, 16)]
     assert np.isnan(losses).tolist() == [False, True, False]
 
 
-class Stepper(keras.Model):
-    """A model with a training step of its own, which scales by hand."""
+class CustomTrainStep(keras.Model):
+    """A model with a custom training step that calls `scale_loss` and `apply`."""
 
     def __init__(self):
         super().__init__()
@@ -112,19 +112,19 @@ class Stepper(keras.Model):
         return {"loss": self._loss_tracker.result()}
 
 
-def test_training_steps_of_a_models_own_are_guarded():
-    model = Stepper()
+def test_custom_training_step_is_guarded():
+    model = CustomTrainStep()
     model.compile("sgd", "sparse_categorical_crossentropy")
-    history = fit(model, spoilt_data(3))
+    history = fit(model, data_with_nan(3))
     assert np.isfinite(history["loss"][0])
     assert model.optimizer.snapshot().nonfinite_loss_count == 1
 
 
-def test_model_compiled_anew_without_kmp_behaves_as_in_keras():
+def test_model_recompiled_without_kmp_behaves_as_in_keras():
     model = compiled_model()
     kmp.disable()
     model.compile("sgd", "sparse_categorical_crossentropy", auto_scale_loss=False)
-    assert np.isnan(fit(model, spoilt_data(3))["loss"][0])
+    assert np.isnan(fit(model, data_with_nan(3))["loss"][0])
 
 
 def test_callbacks_guard_a_model_compiled_without_enable():
@@ -132,7 +132,7 @@ def test_callbacks_guard_a_model_compiled_without_enable():
     keras.config.set_dtype_policy("mixed_float16")
     model = small_model()
     model.compile(kmp.LossScaleOptimizer("sgd"), "sparse_categorical_crossentropy")
-    history = fit(model, spoilt_data(3), callbacks=kmp.callbacks.defaults())
+    history = fit(model, data_with_nan(3), callbacks=kmp.callbacks.defaults())
     assert np.isfinite(history["loss"][0])
     assert history["nonfinite_loss_count"] == [1]
 
@@ -142,14 +142,14 @@ def test_model_compiled_before_enable_with_kmps_optimizer_is_guarded_when_it_tra
     keras.config.set_dtype_policy("mixed_float16")
     model = small_model()
     model.compile(kmp.LossScaleOptimizer("sgd"), "sparse_categorical_crossentropy", steps_per_execution=4)
-    assert np.isnan(fit(model, spoilt_data(3))["loss"][0])
+    assert np.isnan(fit(model, data_with_nan(3))["loss"][0])
     kmp.enable()
-    assert np.isfinite(fit(model, spoilt_data(3))["loss"][0])
+    assert np.isfinite(fit(model, data_with_nan(3))["loss"][0])
 
 
-def test_guarded_model_saves_loads_and_clones(tmp_path):
+def test_guarded_model_can_be_saved_loaded_and_cloned(tmp_path):
     model = compiled_model()
-    fit(model, spoilt_data(3))
+    fit(model, data_with_nan(3))
     model.save(tmp_path / "model.keras")
     x, _ = small_data()
     for other in (keras.models.load_model(tmp_path / "model.keras"), keras.models.clone_model(model)):
@@ -158,34 +158,34 @@ def test_guarded_model_saves_loads_and_clones(tmp_path):
     assert ops.shape(model(x)) == (160, 2)
 
 
-def test_epoch_without_a_good_batch_has_no_mean(compile_mode):
+def test_epoch_without_a_finite_batch_has_a_nan_loss(compile_mode):
     model = compiled_model("sgd", metrics=["accuracy"], **compile_mode)
-    all_bad, good = spoilt_data(*range(20)), spoilt_data()
-    assert np.isnan(fit(model, all_bad)["loss"]).all()
-    assert np.isfinite(fit(model, good)["loss"]).all()
+    all_nan, finite = data_with_nan(*range(20)), data_with_nan()
+    assert np.isnan(fit(model, all_nan)["loss"]).all()
+    assert np.isfinite(fit(model, finite)["loss"]).all()
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
-def test_epoch_without_a_good_batch_has_no_mean_where_its_length_is_not_known(compile_mode):
-    """The end of such data is a step that gets no batch, which made a mean of 0 of none."""
-    x, y = spoilt_data(*range(20))
+def test_epoch_without_a_finite_batch_has_a_nan_loss_if_its_length_is_unknown(compile_mode):
+    """Such data ends with a step that gets no batch; if it reset the metrics, the mean would be 0."""
+    x, y = data_with_nan(*range(20))
     batches = (part for part in zip(np.split(x, 20), np.split(y, 20), strict=True))
     history = compiled_model("sgd", **compile_mode).fit(batches, shuffle=False, verbose=0).history
     assert np.isnan(history["loss"]).all()
 
 
-def test_an_execution_tells_of_its_own_batches_alone():
+def test_execution_reports_only_its_own_batches():
     model = compiled_model(steps_per_execution=8)
-    fit(model, spoilt_data(19))
+    fit(model, data_with_nan(19))
     stop = keras.callbacks.TerminateOnNaN()
-    assert len(fit(model, spoilt_data(batches=4), epochs=3, callbacks=[stop])["loss"]) == 3
-    x, y = spoilt_data(0)
+    assert len(fit(model, data_with_nan(batches=4), epochs=3, callbacks=[stop])["loss"]) == 3
+    x, y = data_with_nan(0)
     assert np.isnan(float(model.train_on_batch(x[:8], y[:8])))
     assert np.isfinite([float(model.train_on_batch(x[8:16], y[8:16])) for _ in range(3)]).all()
 
 
 @pytest.mark.parametrize("set_first", [True, False])
-def test_training_step_set_on_the_model_is_kept(set_first):
+def test_training_step_set_on_the_instance_is_kept(set_first):
     calls = []
 
     def step(data):
@@ -198,26 +198,26 @@ def test_training_step_set_on_the_model_is_kept(set_first):
     model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     if not set_first:
         model.train_step = step
-    history = fit(model, spoilt_data(2), callbacks=kmp.callbacks.defaults())
+    history = fit(model, data_with_nan(2), callbacks=kmp.callbacks.defaults())
     assert len(calls) == 20
     assert np.isfinite(history["loss"][0])
 
 
-class Reports(keras.Sequential):
+class ExtraLogKey(keras.Sequential):
     def train_step(self, data):
         return super().train_step(data) | {"rate": self.optimizer.learning_rate}
 
 
-def test_keys_of_a_training_steps_own_do_not_bring_the_nan_back():
-    model = Reports(small_model().layers)
+def test_extra_log_keys_of_a_training_step_keep_the_epoch_loss_finite():
+    model = ExtraLogKey(small_model().layers)
     model.compile("sgd", "sparse_categorical_crossentropy")
-    history = fit(model, spoilt_data(19), callbacks=kmp.callbacks.defaults())
+    history = fit(model, data_with_nan(19), callbacks=kmp.callbacks.defaults())
     assert np.isfinite(history["loss"][0])
     assert "rate" in history
 
 
-class Accumulates(Stepper):
-    """Applies gradients in every other call."""
+class AppliesEverySecondStep(CustomTrainStep):
+    """Applies gradients in every second call."""
 
     calls = 0
 
@@ -232,14 +232,14 @@ class Accumulates(Stepper):
             self.optimizer.apply = apply
 
 
-def test_batches_are_judged_one_by_one_where_gradients_are_accumulated_by_hand():
-    model = Accumulates()
+def test_each_batch_is_checked_if_gradients_are_accumulated_manually():
+    model = AppliesEverySecondStep()
     model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
-    assert np.isfinite(fit(model, spoilt_data(2, 7))["loss"][0])
+    assert np.isfinite(fit(model, data_with_nan(2, 7))["loss"][0])
 
 
-class OwnLosses(Stepper):
-    """Reports a loss that no metric of the model has seen."""
+class CustomLossLog(CustomTrainStep):
+    """Logs losses that are not in any metric of the model."""
 
     def train_step(self, data):
         super().train_step(data)
@@ -247,8 +247,8 @@ class OwnLosses(Stepper):
         return {"loss": float("nan"), "other_loss": float("nan")}
 
 
-def test_nan_that_a_training_step_reports_by_itself_stays():
-    model = OwnLosses()
+def test_nan_loss_logged_by_a_custom_training_step_is_kept():
+    model = CustomLossLog()
     model.compile("sgd", "sparse_categorical_crossentropy")
-    history = fit(model, spoilt_data(), callbacks=kmp.callbacks.defaults())
+    history = fit(model, data_with_nan(), callbacks=kmp.callbacks.defaults())
     assert np.isnan(history["loss"][0])
