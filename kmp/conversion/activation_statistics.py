@@ -1,8 +1,8 @@
-"""What the parts of a model put out for one batch, and how far float16 is from float32 there."""
+"""Activation statistics of a model's layers and operations on one batch, compared with float16's range."""
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,97 +17,104 @@ from kmp.utils import FLOAT16, user_messages
 
 @dataclass(frozen=True)
 class ActivationStatistics:
-    """What one part put out, of all its float outputs and all its calls in one batch.
+    """Statistics over all float outputs of one layer or operation, from all its calls on one batch.
 
     Args:
         amax: Float, the largest magnitude of the finite elements.
-        beyond: Float, the share of elements beyond 65504, inf and nan included.
-        below: Float, the share of elements that are not zero, and zero in float16.
-        is_finite: Whether no element is inf or nan.
-        values: Float32 arrays, the outputs.
+        overflow_share: Float, the share of elements that exceed 65504 or are NaN or Inf.
+        underflow_share: Float, the share of nonzero elements that float16 flushes to zero.
+        is_finite: Whether no element is NaN or Inf.
+        values: The outputs as float32 arrays.
     """
 
     amax: float
-    beyond: float
-    below: float
+    overflow_share: float
+    underflow_share: float
     is_finite: bool
     values: tuple[np.ndarray, ...]
 
     @classmethod
     def of(cls, values: tuple[np.ndarray, ...]) -> "ActivationStatistics":
-        """Looks at float32 arrays."""
-        sizes = np.abs(np.concatenate([value.ravel() for value in values]))
-        finite = np.isfinite(sizes)
-        small = (sizes > 0) & (sizes <= 2.0**FLOAT16.flush_exponent)
-        count = max(sizes.size, 1)
+        """Returns the statistics of float32 arrays."""
+        magnitudes = np.abs(np.concatenate([value.ravel() for value in values]))
+        finite = np.isfinite(magnitudes)
+        flushed = (magnitudes > 0) & (magnitudes <= 2.0**FLOAT16.flush_exponent)
+        count = max(magnitudes.size, 1)
         return cls(
-            float(sizes[finite].max(initial=0.0)),
-            float((~finite | (sizes > FLOAT16.max)).sum() / count),
-            float(small.sum() / count),
+            float(magnitudes[finite].max(initial=0.0)),
+            float((~finite | (magnitudes > FLOAT16.max)).sum() / count),
+            float(flushed.sum() / count),
             bool(finite.all()),
             values,
         )
 
-    def drift(self, reference: "ActivationStatistics") -> float:
-        """Returns how far it is from a reference: the norm of the difference over the reference's norm."""
+    def relative_error(self, reference: "ActivationStatistics") -> float:
+        """Returns the L2 norm of the difference from a reference, divided by the reference's norm.
+
+        NaN if the shapes differ.
+        """
         if [value.shape for value in self.values] != [value.shape for value in reference.values]:
             return float("nan")
-        difference = sum(_square_sum(a - b) for a, b in zip(self.values, reference.values, strict=True))
-        size = sum(map(_square_sum, reference.values))
-        return float(np.sqrt(difference / size)) if size else float(difference > 0)
+        squared_error = sum(_square_sum(a - b) for a, b in zip(self.values, reference.values, strict=True))
+        squared_norm = sum(map(_square_sum, reference.values))
+        return float(np.sqrt(squared_error / squared_norm)) if squared_norm else float(squared_error > 0)
 
 
 def measure_activations(model: keras.Model, batch: Any) -> tuple[Any, dict[str, ActivationStatistics]]:
-    """Runs a model on a batch, eagerly and as for inference, and looks at what each part puts out.
+    """Runs a model eagerly on a batch, in inference mode, and measures the output of each layer and operation.
 
-    The model is as before then, in all that `unchanged` puts back.
+    `state_restored` restores the model's state afterwards.
 
     Args:
-        model: A model that is built.
-        batch: What the model is called with.
+        model: A built model.
+        batch: The input that the model is called with.
 
     Returns:
-        Its outputs, and by path what the parts put out, in the order in which they came to an end.
+        The model's outputs, and a dict that maps paths to statistics in the order in which the calls finished.
 
     Raises:
         ValueError: If the batch does not fit the model.
     """
-    noted: dict[str, list[np.ndarray]] = {}
+    recorded: dict[str, list[np.ndarray]] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(state_restored(model))
         for part in parts_of(model):
-            stack.enter_context(_noting(part, noted.setdefault))
+            stack.enter_context(_recording(part, recorded))
         with user_messages.naming_argument(
-            "batch", f"{type(model).__name__} {model.name!r}, which is called with it (no targets)"
+            "batch", f"{type(model).__name__} {model.name!r} (pass only the model's inputs, no targets)"
         ):
             outputs = model(batch, training=False)
-    return outputs, {path: ActivationStatistics.of(tuple(values)) for path, values in noted.items() if values}
+    return outputs, {path: ActivationStatistics.of(tuple(values)) for path, values in recorded.items() if values}
 
 
-def by_old_path(
-    seen: Mapping[str, ActivationStatistics], old: keras.Model, new: keras.Model
+def by_original_path(
+    statistics: Mapping[str, ActivationStatistics], original: keras.Model, converted: keras.Model
 ) -> dict[str, ActivationStatistics]:
-    """Names what was seen of a new model by the paths of the old one, where layers named what they made otherwise."""
-    old_path = {after.path: before.path for before, after in zip(parts_of(old), parts_of(new), strict=True)}
-    return {old_path[path]: one for path, one in seen.items()}
+    """Replaces the paths of a converted model by those of the original, where sublayers may have other names."""
+    original_paths = {
+        after.path: before.path for before, after in zip(parts_of(original), parts_of(converted), strict=True)
+    }
+    return {original_paths[path]: value for path, value in statistics.items()}
 
 
 @contextlib.contextmanager
-def _noting(part: Part, list_at: Callable[[str, list[np.ndarray]], list[np.ndarray]]) -> Iterator[None]:
-    call = part.operation.call
+def _recording(part: Part, recorded: dict[str, list[np.ndarray]]) -> Iterator[None]:
+    original_call = part.operation.call
 
-    @functools.wraps(call)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        outputs = call(*args, **kwargs)
-        values = list_at(part.path, [])
-        values += [np.asarray(ops.cast(one, "float32")) for one in keras.tree.flatten(outputs) if _is_float(one)]
+    @functools.wraps(original_call)
+    def recording_call(*args: Any, **kwargs: Any) -> Any:
+        outputs = original_call(*args, **kwargs)
+        values = recorded.setdefault(part.path, [])
+        values += [
+            np.asarray(ops.cast(output, "float32")) for output in keras.tree.flatten(outputs) if _is_eager_float(output)
+        ]
         return outputs
 
-    with instance_attribute(part.operation, "call", noted):
+    with instance_attribute(part.operation, "call", recording_call):
         yield
 
 
-def _is_float(value: Any) -> bool:
+def _is_eager_float(value: Any) -> bool:
     return ops.is_tensor(value) and keras.backend.is_float_dtype(value.dtype) and hasattr(value, "numpy")
 
 

@@ -1,4 +1,4 @@
-"""What an audit found of one layer or operation."""
+"""The audit result for one layer or operation."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -6,26 +6,26 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """One layer, or one operation of a functional graph.
+    """The audit result for one layer, or for one operation of a functional graph.
 
     Args:
-        path: Its name, behind the names of what holds it, joined by `/`.
+        path: Its name, prefixed with the names of its parents, joined by `/`.
         class_name: The name of its class.
-        compute_dtype: What it computes in now; of an operation, what it puts out.
-        variable_dtype: What its weights are in now; `None` for an operation.
-        output_dtype: What it puts out now, `None` where Keras does not know.
-        category: The field's kind: `"float16"`, `"follows its inputs"` or `"float32"`.
-        reason: Why, or why it would stay float32.
-        source: Where the rule comes from.
-        planned_dtype: What it would compute in after `kmp.convert`; of a model that computes in 16 bits already, or is
-            quantized, what it computes in.
-        tensor_cores: Dimensions that 8 does not divide, each with the padded number; none where it stays float32.
-        amax: With a batch: the largest magnitude that it puts out in float32.
-        beyond: With a batch: the share of its outputs beyond 65504 in float32, inf and nan included.
-        below: With a batch: the share of its outputs that are not zero in float32, and zero in float16.
-        drift: With a batch: the norm of the difference between its outputs in the candidate and in float32, over the
-            norm of those in float32; `None` where one of them is not finite.
-        overflows: With a batch: whether the candidate's outputs have inf or nan, and those in float32 have not.
+        compute_dtype: Its current compute dtype; the output dtype of an operation.
+        variable_dtype: The current dtype of its weights; `None` for an operation.
+        output_dtype: Its current output dtype; `None` if Keras does not know it.
+        category: `"float16"`, `"follows its inputs"` or `"float32"`.
+        reason: Why it is in this category, or why it would stay float32.
+        source: The source of the rule.
+        planned_dtype: Its compute dtype after `kmp.convert`; the current one if the model already computes in 16 bits
+            or is quantized.
+        tensor_cores: Dimensions not divisible by 8, each with the padded size; empty if it stays float32.
+        amax: With a batch: the largest magnitude of its finite outputs in float32.
+        overflow_share: With a batch: the share of its float32 outputs that exceed 65504 or are NaN or Inf.
+        underflow_share: With a batch: the share of its nonzero float32 outputs that float16 flushes to zero.
+        relative_error: With a batch: the L2 norm of the difference between its outputs in the candidate and in float32,
+            divided by the norm of the float32 outputs; `None` if either has NaN or Inf.
+        overflows: With a batch: whether the candidate's outputs have NaN or Inf while the float32 outputs are finite.
     """
 
     path: str
@@ -39,11 +39,11 @@ class Row:
     planned_dtype: str
     tensor_cores: tuple[str, ...] = ()
     amax: float | None = None
-    beyond: float | None = None
-    below: float | None = None
-    drift: float | None = None
+    overflow_share: float | None = None
+    underflow_share: float | None = None
+    relative_error: float | None = None
     overflows: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the row as JSON has it: without what is not known."""
+        """Returns the row as a dict for JSON, without the fields that are `None`."""
         return {key: value for key, value in asdict(self).items() if value is not None}

@@ -1,4 +1,4 @@
-"""What mixed precision would mean for a model, layer by layer and operation by operation."""
+"""Audits a model for mixed precision, layer by layer and operation by operation."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,11 +7,11 @@ import keras
 
 from kmp.backend import computes_in_16_bits, is_passthrough, keras_internals
 from kmp.conversion import audit_table
-from kmp.conversion.activation_statistics import ActivationStatistics, by_old_path, measure_activations
+from kmp.conversion.activation_statistics import ActivationStatistics, by_original_path, measure_activations
 from kmp.conversion.audit_row import Row
 from kmp.conversion.model_parts import Part, check_built, is_quantized, parts_of
 from kmp.conversion.plan_application import apply_plan, convert_to_float32
-from kmp.conversion.precision_plan import Plan, configurable_parts, planned, unreachable_operations
+from kmp.conversion.precision_plan import Plan, configurable_parts, make_plan, unreachable_operations
 from kmp.conversion.precision_rules import FOLLOWS_INPUTS, NEEDS_FLOAT32, OpRule, rule_for
 from kmp.conversion.tensor_core_alignment import unaligned
 from kmp.utils import FLOAT32
@@ -19,12 +19,13 @@ from kmp.utils import FLOAT32
 
 @dataclass(frozen=True)
 class Audit:
-    """What `kmp.audit` found: shows itself as a table in terminals and notebooks.
+    """The result of `kmp.audit`. Displays as a table in terminals and notebooks.
 
     Args:
         model: The model's name.
-        rows: One for each layer and operation, in the order of the graph, holders before what they hold.
-        plan: What `kmp.convert` would do with it in float32; may be edited, saved, and given to `kmp.convert`.
+        rows: One row for each layer and operation, in graph order, parents before children.
+        plan: The plan that `kmp.convert` would use for the float32 model. It can be edited, saved, and passed to
+            `kmp.convert`.
     """
 
     model: str
@@ -32,12 +33,12 @@ class Audit:
     plan: Plan = field(repr=False)
 
     @property
-    def endangered(self) -> tuple[Row, ...]:
-        """Those that float16 endangers."""
+    def needs_float32(self) -> tuple[Row, ...]:
+        """The rows of layers and operations that float16 makes inaccurate or lets overflow."""
         return tuple(row for row in self.rows if row.category == NEEDS_FLOAT32)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the audit as JSON has it."""
+        """Returns the audit as a dict for JSON."""
         return {"model": self.model, "rows": [row.to_dict() for row in self.rows], "plan": self.plan.to_dict()}
 
     def __rich__(self) -> Any:
@@ -54,86 +55,96 @@ class Audit:
 
 
 def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") -> Audit:
-    """Tells for each layer and operation of a model its dtypes, and what float16 endangers there, and why.
+    """Returns the dtypes of each layer and operation of a model, and whether it needs float32 and why.
+
+    With a batch, runs the model in float32 and as a mixed-precision candidate, and reports overflow, underflow and the
+    relative error of each layer's output. The candidate of a float32 model is `kmp.convert(model, policy)`; a model
+    that already computes in 16 bits is its own candidate.
 
     Args:
-        model: A `keras.Model` that is built: in float32, or in mixed precision already.
-        batch: What the model is called with, such as an array of its input, to run it in float32 and in the candidate:
-            what `kmp.convert(model, policy)` makes, or the model itself where it is not float32. Shows where values
-            leave float16's range, and where they drift.
-        policy: The policy of the candidate, as in `kmp.convert`. The reasons are float16's under each; bfloat16, which
-            has float32's range, rounds to 8 bits.
+        model: A built `keras.Model`, in float32 or mixed precision.
+        batch: An input of the model, such as an array, without targets.
+        policy: The policy of the candidate, as in `kmp.convert`. The reasons are always those for float16; bfloat16 has
+            float32's range but only 8 significant bits.
 
     Returns:
-        An `Audit`, which shows itself as a table; `to_dict()` has the data.
+        An `Audit`, which displays as a table. `to_dict()` returns the data.
 
     Raises:
-        TypeError: If `model` is no Keras model.
-        ValueError: If it is not built, `policy` is another, or with a batch, if that does not fit, or the model is
-            quantized or cannot be made anew.
+        TypeError: If `model` is not a Keras model, or `policy` is not a string.
+        ValueError: If `model` is not built, or `policy` is another string. With a batch: if it does not fit the model,
+            or the model is quantized or cannot be rebuilt from its config.
 
     Example:
     >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(2, "softmax", name="p")])
     >>> audit(model).plan.float32
-    {'p': 'exp, sum, quotient: float16 rounds small probabilities to 0'}
+    {'p': 'exp, sum and division: float16 flushes small probabilities to zero'}
     """
     check_built(model)
-    plan = planned(model, policy)
+    plan = make_plan(model, policy)
     if batch is not None and is_quantized(model):
-        raise ValueError(f"{model.name!r} is quantized and has no float32 to compare with: leave out `batch`.")
-    seen = _compared(model, plan, batch) if batch is not None else {}
+        raise ValueError(f"{model.name!r} is quantized and has no float32 version to compare with: omit `batch`.")
+    statistics = _compare(model, plan, batch) if batch is not None else {}
     parts = parts_of(model)
-    told = {part.path for part in (*configurable_parts(model), *unreachable_operations(parts))}
-    stays = computes_in_16_bits(model) or is_quantized(model)
-    rows = tuple(_row(part, plan, stays, part.path in told, seen.get(part.path)) for part in parts)
+    has_own_rule = {part.path for part in (*configurable_parts(model), *unreachable_operations(parts))}
+    keeps_dtypes = computes_in_16_bits(model) or is_quantized(model)
+    rows = tuple(_row(part, plan, keeps_dtypes, part.path in has_own_rule, statistics.get(part.path)) for part in parts)
     return Audit(model.name, rows, plan)
 
 
-def _compared(
+def _compare(
     model: keras.Model, plan: Plan, batch: Any
 ) -> dict[str, tuple[ActivationStatistics, ActivationStatistics]]:
-    """Returns by path what was seen in float32 and in the candidate."""
-    narrow, wide = (
+    """Returns a dict that maps paths to the statistics in float32 and in the candidate."""
+    candidate, reference = (
         (model, convert_to_float32(model)) if computes_in_16_bits(model) else (apply_plan(model, plan), model)
     )
-    reference, candidate = (by_old_path(measure_activations(one, batch)[1], model, one) for one in (wide, narrow))
-    return {path: (reference[path], candidate[path]) for path in reference if path in candidate}
+    in_float32, in_candidate = (
+        by_original_path(measure_activations(variant, batch)[1], model, variant) for variant in (reference, candidate)
+    )
+    return {path: (in_float32[path], in_candidate[path]) for path in in_float32 if path in in_candidate}
 
 
 def _row(
-    part: Part, plan: Plan, stays: bool, is_told: bool, seen: tuple[ActivationStatistics, ActivationStatistics] | None
+    part: Part,
+    plan: Plan,
+    keeps_dtypes: bool,
+    has_own_rule: bool,
+    statistics: tuple[ActivationStatistics, ActivationStatistics] | None,
 ) -> Row:
-    layer, output = part.operation, _output_dtype(part.operation)
-    rule = rule_for(part) if is_told or isinstance(layer, keras.layers.InputLayer) else _made_by(part.holder)
+    layer, output_dtype = part.operation, _output_dtype(part.operation)
+    is_input = isinstance(layer, keras.layers.InputLayer)
+    rule = rule_for(part) if has_own_rule or is_input else _inherited_rule(part.parent)
     reason = plan.float32.get(part.path, rule.reason)
     has_dtypes = part.is_layer and not is_passthrough(layer)
-    compute_dtype = layer.compute_dtype if has_dtypes else output or ""
-    planned_dtype = compute_dtype if stays else _planned_dtype(part, plan)
+    compute_dtype = layer.compute_dtype if has_dtypes else output_dtype or ""
+    planned_dtype = compute_dtype if keeps_dtypes else _planned_dtype(part, plan)
     return Row(
         path=part.path,
         class_name=type(layer).__name__,
         compute_dtype=compute_dtype,
         variable_dtype=layer.variable_dtype if has_dtypes else None,
-        output_dtype=output,
+        output_dtype=output_dtype,
         category=rule.category,
         reason=reason,
         source=rule.source if reason == rule.reason else "",
         planned_dtype=planned_dtype,
         tensor_cores=() if planned_dtype == FLOAT32.name else tuple(unaligned(layer)),
-        **_measured(*seen) if seen else {},
+        **_measured_fields(*statistics) if statistics else {},
     )
 
 
-def _made_by(holder: keras.Layer) -> OpRule:
-    return OpRule(FOLLOWS_INPUTS, f"has the dtype of {holder.name}, which made it")
+def _inherited_rule(parent: keras.Layer) -> OpRule:
+    return OpRule(FOLLOWS_INPUTS, f"uses the dtype of {parent.name}, which creates it")
 
 
-def _measured(reference: ActivationStatistics, candidate: ActivationStatistics) -> dict[str, Any]:
+def _measured_fields(reference: ActivationStatistics, candidate: ActivationStatistics) -> dict[str, Any]:
+    are_finite = candidate.is_finite and reference.is_finite
     return {
         "amax": reference.amax,
-        "beyond": reference.beyond,
-        "below": reference.below,
-        "drift": candidate.drift(reference) if candidate.is_finite and reference.is_finite else None,
+        "overflow_share": reference.overflow_share,
+        "underflow_share": reference.underflow_share,
+        "relative_error": candidate.relative_error(reference) if are_finite else None,
         "overflows": reference.is_finite and not candidate.is_finite,
     }
 
@@ -152,7 +163,7 @@ def _planned_dtype(part: Part, plan: Plan) -> str:
 def _output_dtype(operation: keras.Operation) -> str | None:
     try:
         outputs = keras.tree.flatten(operation.output)
-    except (AttributeError, ValueError, RuntimeError):  # never called in a graph, or in several places
+    except (AttributeError, ValueError, RuntimeError):  # never called in a graph, or called several times
         outputs = [tensor for node in keras_internals.calls_of(operation) for tensor in node.output_tensors]
     dtypes = sorted({keras.backend.standardize_dtype(tensor.dtype) for tensor in outputs})
     return ", ".join(dtypes) or None

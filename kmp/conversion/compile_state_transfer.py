@@ -1,4 +1,4 @@
-"""What a converted model takes over from training: how it was compiled, and what its optimizer has learnt."""
+"""Transfers the compile arguments and the optimizer state of a model to its converted copy."""
 
 from typing import Any
 
@@ -10,76 +10,87 @@ from kmp.policy import wrap
 from kmp.scaling import FixedScale
 from kmp.utils import user_messages
 
-_NO_SCALE = FixedScale(1.0)  # what a float32 model is recorded with, and float16 would underflow with
+_UNIT_SCALE = FixedScale(1.0)  # records a float32 model's gradients; float16 gradients would underflow with it
 
 
-def transfer_compile_state(old: keras.Model, new: keras.Model, scaled: bool) -> None:
-    """Compiles a model as another is, and gives its optimizer the state of the other's.
+def transfer_compile_state(original: keras.Model, converted: keras.Model, scale_loss: bool) -> None:
+    """Compiles a converted model like the original, and copies the optimizer state.
+
+    Warns if the model cannot be compiled or the optimizer state does not fit.
 
     Args:
-        old: A model. Where it is not compiled, nothing happens.
-        new: One of the same variables.
-        scaled: Whether the optimizer of `new` has to scale the loss. One that need not scale it does not.
+        original: The model to copy from. Nothing happens if it is not compiled.
+        converted: A model with the same variables.
+        scale_loss: Whether the optimizer of `converted` needs loss scaling. If not, a loss scale is removed.
     """
-    if not old.compiled:
+    if not original.compiled:
         return
     try:
-        settings = _settings_of(old)
-        settings["optimizer"] = _optimizer(settings.get("optimizer"), scaled)
-        new.compile(**settings, auto_scale_loss=False)
-    except (TypeError, ValueError, NotImplementedError) as error:  # the last is Keras', of what has no `get_config`
+        arguments = _compile_arguments(original)
+        arguments["optimizer"] = _clone_optimizer(arguments.get("optimizer"), scale_loss)
+        converted.compile(**arguments, auto_scale_loss=False)
+    except (TypeError, ValueError, NotImplementedError) as error:  # Keras raises the last without a `get_config`
         reason = user_messages.first_line(error)
-        user_messages.warn(f"{type(new).__name__} {new.name!r} is not compiled, compile it as before: {reason}")
+        user_messages.warn(
+            f"{type(converted).__name__} {converted.name!r} is not compiled. Call its `compile` yourself: {reason}"
+        )
         return
-    if new.optimizer is not None and old.optimizer.built:
-        _hand_on(_inner(old.optimizer), new)
+    if converted.optimizer is not None and original.optimizer.built:
+        _copy_optimizer_state(_unwrapped(original.optimizer), converted)
 
 
-def _settings_of(model: keras.Model) -> dict[str, Any]:
+def _compile_arguments(model: keras.Model) -> dict[str, Any]:
     if not is_keras_class(defining_class(type(model), "compile")):
-        raise ValueError("it has a `compile` of its own")
-    live = keras_internals.compile_arguments(model)
-    again = {name: keras.tree.map_structure(_anew, live[name]) for name in ("metrics", "weighted_metrics")}
-    return live | again
+        raise ValueError("its class overrides `compile`")
+    arguments = keras_internals.compile_arguments(model)
+    metrics = {
+        name: keras.tree.map_structure(_clone_metric, arguments[name]) for name in ("metrics", "weighted_metrics")
+    }
+    return arguments | metrics
 
 
-def _anew(metric: Any) -> Any:
-    """Returns a metric like one that has a state of its own; names and functions as they are."""
+def _clone_metric(metric: Any) -> Any:
+    """Returns a copy of a metric with its own state. Names and functions are returned unchanged."""
     return type(metric).from_config(metric.get_config()) if isinstance(metric, keras.Metric) else metric
 
 
-def _optimizer(old: keras.optimizers.Optimizer | None, scaled: bool) -> keras.optimizers.Optimizer | None:
-    if old is None:
+def _clone_optimizer(
+    original: keras.optimizers.Optimizer | None, scale_loss: bool
+) -> keras.optimizers.Optimizer | None:
+    if original is None:
         return None
-    inner = _inner(old)
+    inner = _unwrapped(original)
     config = inner.get_config()
     schedule = keras_internals.learning_rate_of(inner)
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         config["learning_rate"] = schedule
-    made = type(inner).from_config(config)
-    if not scaled:
-        return made
-    if not isinstance(old, LossScaleOptimizer):
-        return wrap(made)
-    if old.rule == _NO_SCALE:
-        wrapped = wrap(made, jit_compile=old.jit_compile or None)
-        wrapped.name = old.name
+    clone = type(inner).from_config(config)
+    if not scale_loss:
+        return clone
+    if not isinstance(original, LossScaleOptimizer):
+        return wrap(clone)
+    if original.rule == _UNIT_SCALE:
+        wrapped = wrap(clone, jit_compile=original.jit_compile or None)
+        wrapped.name = original.name
         return wrapped
     return LossScaleOptimizer(
-        made, **{name: value for name, value in old.get_config().items() if name != "inner_optimizer"}
+        clone, **{name: value for name, value in original.get_config().items() if name != "inner_optimizer"}
     )
 
 
-def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+def _unwrapped(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def _hand_on(before: keras.optimizers.Optimizer, model: keras.Model) -> None:
+def _copy_optimizer_state(original: keras.optimizers.Optimizer, model: keras.Model) -> None:
     model.optimizer.build(model.trainable_variables)
-    after = _inner(model.optimizer)
-    sources, targets = keras_internals.optimizer_state(before), keras_internals.optimizer_state(after)
+    clone = _unwrapped(model.optimizer)
+    sources, targets = keras_internals.optimizer_state(original), keras_internals.optimizer_state(clone)
     if [variable.shape for variable in sources] != [variable.shape for variable in targets]:
-        user_messages.warn(f"The optimizer of {model.name!r} starts anew: that of the other model was built on others.")
+        user_messages.warn(
+            f"The optimizer of {model.name!r} starts with fresh state: the original optimizer was built on different "
+            "variables."
+        )
         return
     for source, target in zip(sources, targets, strict=True):
         target.assign(source)

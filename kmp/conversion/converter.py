@@ -1,4 +1,4 @@
-"""From float32 to mixed precision, and back: a new model of the same architecture and weights."""
+"""Converts a float32 model to mixed precision and back, as a new model with the same architecture and weights."""
 
 import logging
 from collections.abc import Mapping
@@ -8,18 +8,29 @@ import keras
 import numpy as np
 
 from kmp.backend import compute_dtypes, computes_in_16_bits
-from kmp.conversion.activation_statistics import ActivationStatistics, by_old_path, measure_activations
+from kmp.conversion.activation_statistics import ActivationStatistics, by_original_path, measure_activations
 from kmp.conversion.compile_state_transfer import transfer_compile_state
 from kmp.conversion.model_parts import check_built, is_quantized, parts_of
 from kmp.conversion.plan_application import apply_plan, convert_to_float32
-from kmp.conversion.precision_plan import NO_DTYPE, Plan, completed, configurable_parts, planned, unreachable_operations
+from kmp.conversion.precision_plan import (
+    NO_DTYPE,
+    Plan,
+    complete_plan,
+    configurable_parts,
+    make_plan,
+    takes_dtype,
+    unreachable_operations,
+)
 from kmp.conversion.precision_rules import NEEDS_FLOAT32, rule_for
 from kmp.utils import FLOAT16, validation
 
 logger = logging.getLogger("kmp")
 
-_OUT_OF_REACH = "%s follows its inputs: %s makes it in its own code. Put kmp.layers.Float32(function) there (%s)."
-_OVERFLOWED = "overflowed with the batch: up to {amax:.3g} in float32"
+_UNREACHABLE = (
+    "%s needs float32 but follows its inputs, because the code of %s creates it: %s. Use kmp.layers.Float32(function) "
+    "there."
+)
+_OVERFLOWED = "overflowed with the batch: amax {amax:.3g} in float32"
 
 
 def convert(
@@ -30,46 +41,46 @@ def convert(
     *,
     float32_layers: bool = True,
 ) -> keras.Model:
-    """Returns a mixed-precision model with the architecture and the weights of a float32 one, which stays as it is.
+    """Returns a mixed-precision model with the architecture and weights of a float32 model, which is not changed.
 
-    What float16 endangers stays float32, as `kmp.audit` shows it, and so does what makes the model's outputs; stock
-    `BatchNormalization` becomes kmp's. Weights are the same bit for bit (rounded, with the policies that keep them in
-    16 bits).
+    Layers and operations that need float32 (see `kmp.audit`) and the output layers stay float32.
+    `keras.layers.BatchNormalization` becomes `kmp.layers.BatchNormalization`. The weights are bitwise equal, or rounded
+    if the policy keeps weights in 16 bits.
 
-    A compiled model comes back compiled, with kmp's loss scale around its optimizer for float16, and with the
-    optimizer's state. What does not carry over: the values of metrics, what `exclude_from_weight_decay` was told, and
-    how a model with a `compile` of its own, or a nested one, was compiled.
+    A compiled model is compiled again, with the state of its optimizer, and for float16 with a loss scale. Not
+    transferred: the values of metrics, `exclude_from_weight_decay` settings, and the compile state of nested models and
+    of classes that override `compile`. To compile the model yourself, or after loading it, use `kmp.enable()` or
+    `kmp.wrap(optimizer)`; otherwise Keras may train float16 without a loss scale.
 
-    To compile it anew, or after it was loaded, do so under `kmp.enable()`, or with `kmp.wrap(optimizer)`: elsewhere
-    Keras may give float16 no loss scale.
+    Limitations:
 
-    Of a subclassed model Keras does not know what makes the outputs: give its last layer to `keep_float32`, or cast
-    them. The rules look at layers and operations, not into functions of your own, save that a `Lambda` layer stays
-    float32. The softmax inside of attention layers follows them.
-
-    Classes that make layers in their own code, models too, get their policy; of what they make, layers that float16
-    endangers get float32, and operations of a functional graph cannot, which is logged. `BatchNormalization` stays
-    Keras' there, and the dtypes of symbolic tensors are the policy's. Keras does not write the policies of what is
-    inside to a file: load such a model under `kmp.enable(policy)`, and hand `dtype` on to the layers that you make.
+    - Keras does not know the output layers of a subclassed model: pass them to `keep_float32`, or cast the outputs.
+    - The rules do not inspect custom functions. `Lambda` layers stay float32; the softmax inside attention layers uses
+      the dtype of the layer.
+    - Custom layers and models that create sublayers in code get the policy, and sublayers that need float32 get
+      float32. Operations in such a functional graph cannot be changed, which is logged. `BatchNormalization` remains
+      Keras' own there, and symbolic tensors have the dtypes of the policy.
+    - Keras does not save the policies of sublayers created in code: load such a model under `kmp.enable(policy)`, and
+      pass `dtype` to the sublayers that you create.
 
     Args:
-        model: A `keras.Model` that is built: functional, Sequential, or subclassed with a `get_config`.
+        model: A built `keras.Model`: functional, Sequential, or subclassed with a `get_config`.
         policy: `"mixed_float16"`, `"mixed_bfloat16"`, `"float16"` or `"bfloat16"`; or a `kmp.Plan`.
-        keep_float32: What is to stay float32 beside what kmp's rules say: a path or pattern as `kmp.audit` shows paths
-            (`*` and `?` as in a shell), a name where no path is the same, a layer, a class, a function of a layer that
-            returns whether it is to, or a list of these.
-        batch: What the model is called with, such as an array of its input. Layers whose output overflows with it, and
-            does not in float32, stay float32 too, until none does; they are logged under `"kmp"`.
-        float32_layers: Whether kmp's rules apply. Otherwise only `keep_float32` stays float32.
+        keep_float32: What stays float32 in addition to kmp's rules: a path as `kmp.audit` shows it, a pattern of paths
+            with `*` and `?`, a name if no path matches, a layer, a class, a function that takes a layer and returns
+            whether it stays float32, or a list of these.
+        batch: An input of the model, such as an array. Layers whose output overflows with it in 16 bits but not in
+            float32 stay float32 too, until no output overflows; they are logged under `"kmp"`.
+        float32_layers: Whether kmp's rules for float32 layers apply, in addition to `keep_float32`.
 
     Returns:
-        The new model; the one given where it computes in 16 bits already, or is quantized, which is logged.
+        The new model; `model` itself if it already computes in 16 bits or is quantized, which is logged.
 
     Raises:
-        TypeError: If `model` is no Keras model, or `keep_float32` or `float32_layers` is of another type.
-        ValueError: If `model` is not built or cannot be made anew, a pattern, class or path of a plan matches no layer,
-            `policy` is another, there is a plan beside `keep_float32` or `float32_layers`, or the batch does not fit. Nothing
-            has changed then.
+        TypeError: If `model` is not a Keras model, or `policy`, `keep_float32` or `float32_layers` has another type.
+        ValueError: If `model` is not built, computes in float64 or cannot be rebuilt from its config; if a pattern,
+            class, layer or path of a plan matches no layer; if `policy` is another string; if `keep_float32` or
+            `float32_layers` is used with a plan; or if the batch does not fit.
 
     Example:
     >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(2, "softmax")])
@@ -77,34 +88,36 @@ def convert(
     ['float16', 'float32']
     """
     check_built(model)
-    plan = _plan_of(model, policy, keep_float32, validation.boolean("float32_layers", float32_layers))
-    if _is_settled(model):
+    plan = _resolve_plan(model, policy, keep_float32, validation.boolean("float32_layers", float32_layers))
+    if _is_already_converted(model):
         return model
-    for path, reason in plan.float32.items():
-        if reason == NO_DTYPE:
-            logger.warning("%s stays float32: %s.", path, reason)
+    for part in configurable_parts(model):
+        if part.path in plan.float32 and not takes_dtype(part.operation):
+            logger.warning("%s stays float32: %s.", part.path, NO_DTYPE)
     if float32_layers:
-        _tell_what_is_out_of_reach(model)
-    made, plan = _until_finite(model, plan, batch) if batch is not None else (apply_plan(model, plan), plan)
-    transfer_compile_state(model, made, scaled=plan.compute_dtype == FLOAT16.name)
-    return made
+        _warn_unreachable(model)
+    converted, plan = (
+        _convert_until_finite(model, plan, batch) if batch is not None else (apply_plan(model, plan), plan)
+    )
+    transfer_compile_state(model, converted, scale_loss=plan.compute_dtype == FLOAT16.name)
+    return converted
 
 
 def to_float32(model: keras.Model) -> keras.Model:
-    """Returns a float32 model with the architecture and the weights of a mixed-precision one, which stays as it is.
+    """Returns a float32 model with the architecture and weights of a mixed-precision model, which is not changed.
 
-    The way back from `convert`, for export: made of Keras' own layers where kmp's stood, so that whoever loads it needs
-    no kmp. A compiled model comes back compiled, with its optimizer's state, and without a loss scale.
+    The inverse of `convert`, for export: kmp's layers are replaced by Keras' own, so loading the model does not require
+    kmp. A compiled model is compiled again, with the state of its optimizer and without a loss scale.
 
     Args:
-        model: A `keras.Model` that is built.
+        model: A built `keras.Model`.
 
     Returns:
-        The new model; the one given where it is quantized, which is logged.
+        The new model; `model` itself if it is quantized, which is logged.
 
     Raises:
-        TypeError: If `model` is no Keras model.
-        ValueError: If it is not built, computes in float64, or cannot be made anew.
+        TypeError: If `model` is not a Keras model.
+        ValueError: If it is not built, computes in float64, or cannot be rebuilt from its config.
 
     Example:
     >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2, "softmax")])
@@ -114,94 +127,107 @@ def to_float32(model: keras.Model) -> keras.Model:
     check_built(model)
     if _is_quantized(model):
         return model
-    _refuse_float64(model)
-    made = convert_to_float32(model)
-    transfer_compile_state(model, made, scaled=False)
-    return made
+    _check_not_float64(model)
+    converted = convert_to_float32(model)
+    transfer_compile_state(model, converted, scale_loss=False)
+    return converted
 
 
-def _tell_what_is_out_of_reach(model: keras.Model) -> None:
+def _warn_unreachable(model: keras.Model) -> None:
     for part in unreachable_operations(parts_of(model)):
         rule = rule_for(part)
         if rule.category == NEEDS_FLOAT32:
-            logger.warning(_OUT_OF_REACH, part.path, type(part.holder).__name__, rule.reason)
+            logger.warning(_UNREACHABLE, part.path, type(part.parent).__name__, rule.reason)
 
 
-def _plan_of(model: keras.Model, policy: str | Plan, keep_float32: Any, float32_layers: bool) -> Plan:
+def _resolve_plan(model: keras.Model, policy: str | Plan, keep_float32: Any, float32_layers: bool) -> Plan:
     if not isinstance(policy, Plan):
-        return planned(model, policy, keep_float32, float32_layers)
+        return make_plan(model, policy, keep_float32, float32_layers)
     if keep_float32 is not None or not float32_layers:
         raise ValueError(
-            "`keep_float32` and `float32_layers` make a plan; one that is given says all. Edit its `float32`."
+            "`keep_float32` and `float32_layers` cannot be used with a `kmp.Plan`. Edit the plan's `float32` instead."
         )
-    return completed(policy, model)
+    return complete_plan(policy, model)
 
 
 def _is_quantized(model: keras.Model) -> bool:
-    found = is_quantized(model)
-    if found:
-        logger.warning("%r is quantized, and left as it is.", model.name)
-    return found
+    quantized = is_quantized(model)
+    if quantized:
+        logger.warning("%r is quantized and is returned unchanged.", model.name)
+    return quantized
 
 
-def _is_settled(model: keras.Model) -> bool:
-    """Whether there is nothing to convert; says so."""
+def _is_already_converted(model: keras.Model) -> bool:
+    """Returns whether the model is quantized or computes in 16 bits, and logs it."""
     if _is_quantized(model):
         return True
-    _refuse_float64(model)
-    settled = computes_in_16_bits(model)
-    if settled:
+    _check_not_float64(model)
+    is_converted = computes_in_16_bits(model)
+    if is_converted:
         dtypes = " and ".join(sorted(compute_dtypes(model)))
         message = (
-            "%r computes in %s already, and is left as it is. To convert it anew, take kmp.to_float32(model) first."
+            "%r already computes in %s and is returned unchanged. To convert it, call kmp.to_float32(model) first."
         )
         logger.warning(message, model.name, dtypes)
-    return settled
+    return is_converted
 
 
-def _refuse_float64(model: keras.Model) -> None:
+def _check_not_float64(model: keras.Model) -> None:
     if "float64" in compute_dtypes(model):
-        raise ValueError(f"{model.name!r} computes in float64: in float32 its weights would change.")
+        raise ValueError(f"{model.name!r} computes in float64: conversion would round its weights to float32.")
 
 
-def _until_finite(model: keras.Model, plan: Plan, batch: Any) -> tuple[keras.Model, Plan]:
-    """Converts, and converts again with what overflows in float32, until nothing does that does not in float32."""
+def _convert_until_finite(model: keras.Model, plan: Plan, batch: Any) -> tuple[keras.Model, Plan]:
+    """Converts repeatedly, each time with the overflowing layers in float32, until none overflows only in 16 bits."""
     outputs, reference = measure_activations(model, batch)
-    were_finite = _are_finite(outputs)
-    if not were_finite:
-        logger.warning("With this batch the outputs of %r are inf or nan in float32 too.", model.name)
-    told = [part.path for part in configurable_parts(model)]
+    finite_in_float32 = _all_finite(outputs)
+    if not finite_in_float32:
+        logger.warning("With this batch the outputs of %r have NaN or Inf in float32 too.", model.name)
+    paths = [part.path for part in configurable_parts(model)]
     while True:
-        made = apply_plan(model, plan)
-        outputs, seen = measure_activations(made, batch)
-        found = _overflowing(by_old_path(seen, model, made), reference, plan, told)
-        if not found:
-            if were_finite and not _are_finite(outputs):
-                logger.warning("With this batch the outputs of %r are inf or nan in %s.", model.name, plan.policy)
-            return made, plan
-        for path, reason in found.items():
+        converted = apply_plan(model, plan)
+        outputs, statistics = measure_activations(converted, batch)
+        additions = _overflowing_layers(by_original_path(statistics, model, converted), reference, plan, paths)
+        if not additions:
+            if finite_in_float32 and not _all_finite(outputs):
+                logger.warning("With this batch the outputs of %r have NaN or Inf in %s.", model.name, plan.policy)
+            return converted, plan
+        for path, reason in additions.items():
             logger.warning("%s stays float32: it %s.", path, reason)
-        plan = Plan(plan.policy, plan.float32 | found)
+        plan = Plan(plan.policy, plan.float32 | additions)
 
 
-def _are_finite(outputs: Any) -> bool:
-    return all(np.isfinite(np.asarray(one)).all() for one in keras.tree.flatten(outputs))
+def _all_finite(outputs: Any) -> bool:
+    return all(np.isfinite(np.asarray(output)).all() for output in keras.tree.flatten(outputs))
 
 
-def _overflowing(
-    seen: Mapping[str, ActivationStatistics], reference: Mapping[str, ActivationStatistics], plan: Plan, told: list[str]
+def _overflowing_layers(
+    statistics: Mapping[str, ActivationStatistics],
+    reference: Mapping[str, ActivationStatistics],
+    plan: Plan,
+    configurable_paths: list[str],
 ) -> dict[str, str]:
-    """Returns what to keep in float32 with its reason: what float32 has beyond float16's range, or came first."""
-    spoilt = [
-        path for path, one in seen.items() if not one.is_finite and path in reference and reference[path].is_finite
+    """Returns the paths to add to the plan, with reasons.
+
+    All whose float32 output exceeds float16's range; if there are none, the first whose output is non-finite only in
+    16 bits.
+    """
+    nonfinite = [
+        path
+        for path, measured in statistics.items()
+        if not measured.is_finite and path in reference and reference[path].is_finite
     ]
-    beyond = [path for path in spoilt if reference[path].amax > FLOAT16.max]
-    for paths in (beyond, *([path] for path in spoilt)):
-        found = {}
-        for path in paths:
-            at = next((one for one in reversed(told) if path == one or path.startswith(f"{one}/")), None)
-            if at is not None and at not in plan.float32:
-                found[at] = _OVERFLOWED.format(amax=reference[path].amax)
-        if found:
-            return found
+    out_of_range = [path for path in nonfinite if reference[path].amax > FLOAT16.max]
+    for candidates in (out_of_range, *([path] for path in nonfinite)):
+        additions = {}
+        for path in candidates:
+            # A path without its own policy is kept float32 through its closest configurable parent.
+            configurable = next(
+                (prefix for prefix in reversed(configurable_paths) if path == prefix or path.startswith(f"{prefix}/")),
+                None,
+            )
+            if configurable is not None and configurable not in plan.float32:
+                additions[configurable] = _OVERFLOWED.format(amax=reference[path].amax)
+        if additions:
+            return additions
     return {}

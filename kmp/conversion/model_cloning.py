@@ -1,4 +1,4 @@
-"""Building a model anew from its config, each layer and operation made by a function, with the same weights."""
+"""Clones a model from its config: a function creates each layer and operation, then the weights are copied."""
 
 import contextlib
 import tempfile
@@ -14,162 +14,167 @@ from kmp.backend import global_policy, instance_attribute, rnn_states
 from kmp.conversion.model_parts import parts_of
 
 Config = dict[str, Any]
-Pair = tuple[keras.Layer, keras.Layer]
-Renew = Callable[[keras.Operation, Config], keras.Operation]
+LayerPair = tuple[keras.Layer, keras.Layer]
+CloneFunction = Callable[[keras.Operation, Config], keras.Operation]
 
-_MARK = "kmp_rebuild"
+_TAG = "kmp_rebuild"
 
 
-def clone_model(model: keras.Model, renew: Renew, policy: str) -> keras.Model:
-    """Returns a new model of the same structure and weights; the one given is left as it is.
+def clone_model(model: keras.Model, clone_function: CloneFunction, policy: str) -> keras.Model:
+    """Returns a new model with the same structure and weights. The given model is not changed.
 
-    Keras' own way through a file is taken, save that what makes each part is `renew`, which has the old one at hand: no
-    class has to be registered, and a part that stands in several places is made once.
+    Serializes and deserializes the model as Keras does for files, except that `clone_function`, which also gets the
+    original, creates each layer and operation. So no class has to be registered, and shared layers stay shared.
 
     Args:
-        model: A model that is built.
-        renew: Gets an old layer or operation and its config, and returns the new one.
-        policy: The global dtype policy meanwhile: what layers take that a layer makes without telling them a dtype.
+        model: A built model.
+        clone_function: Gets an original layer or operation and its config, and returns the clone.
+        policy: The global dtype policy during cloning. Sublayers that a layer creates without a `dtype` use it.
 
     Raises:
-        ValueError: If the model, or a layer in it, cannot be made from its config; the message names it.
+        ValueError: If the model or one of its layers cannot be rebuilt from its config. The message names it.
     """
-    stand_ins = {f"{_MARK}_{place}": _StandIn(old, renew) for place, old in enumerate(_all_of(model))}
-    with _marked({name: stand_in.old for name, stand_in in stand_ins.items()}):
-        config = _of(model)
+    factories = {
+        f"{_TAG}_{index}": _CloneFactory(original, clone_function)
+        for index, original in enumerate(_all_operations(model))
+    }
+    with _tagged_configs({name: factory.original for name, factory in factories.items()}):
+        config = _serialize(model)
     with global_policy(policy), model.distribute_strategy.scope():
-        new = keras.saving.deserialize_keras_object(
-            _with_stand_ins(config, stand_ins), custom_objects=stand_ins, safe_mode=False
+        clone = keras.saving.deserialize_keras_object(
+            _with_factories(config, factories), custom_objects=factories, safe_mode=False
         )
-    _take_over(model, new, [(one.old, one.new) for one in stand_ins.values() if one.new is not None])
-    return new
+    pairs = [(factory.original, factory.clone) for factory in factories.values() if factory.clone is not None]
+    _copy_state(model, clone, pairs)
+    return clone
 
 
-class _StandIn:
-    """What Keras finds in the place of a class: it makes one operation, once."""
+class _CloneFactory:
+    """Passed to Keras in place of a class: creates the clone of one layer or operation, only once."""
 
-    def __init__(self, old: keras.Operation, renew: Renew) -> None:
-        self.old = old
-        self.new: keras.Operation | None = None
-        self._renew = renew
+    def __init__(self, original: keras.Operation, clone_function: CloneFunction) -> None:
+        self.original = original
+        self.clone: keras.Operation | None = None
+        self._clone_function = clone_function
 
     def from_config(self, config: Config) -> keras.Operation:
-        """Returns the new operation."""
-        if self.new is None:
+        """Returns the clone."""
+        if self.clone is None:
             try:
-                self.new = self._renew(self.old, config)
-            except _CannotBeMadeError:
+                self.clone = self._clone_function(self.original, config)
+            except _CloneError:
                 raise
             except Exception as error:
-                raise _CannotBeMadeError(_cannot(self.old, error)) from error
-        return self.new
+                raise _CloneError(_clone_error_message(self.original, error)) from error
+        return self.clone
 
 
-class _CannotBeMadeError(ValueError):
-    """Says which layer cannot be made from its config, and not again what holds it."""
+class _CloneError(ValueError):
+    """Names the layer that cannot be rebuilt. Its parents re-raise it unchanged."""
 
 
-def _cannot(operation: keras.Operation, error: Exception) -> str:
-    said, _, _ = str(error).partition("\nExample:")  # code of Keras' own
-    *_, said = said.rpartition("Exception encountered:")  # Keras quotes first
-    reason = " ".join(said.split()) or type(error).__name__
+def _clone_error_message(operation: keras.Operation, error: Exception) -> str:
+    text, _, _ = str(error).partition("\nExample:")  # drops Keras' code example
+    *_, text = text.rpartition("Exception encountered:")  # drops the config that Keras quotes first
+    reason = " ".join(text.split()) or type(error).__name__
     return (
-        f"{type(operation).__name__} {operation.name!r} cannot be made anew from its config: {reason.rstrip('.')}. "
-        "It needs a `get_config` that returns what its `__init__` takes."
+        f"{type(operation).__name__} {operation.name!r} cannot be rebuilt from its config: {reason.rstrip('.')}. "
+        "It needs a `get_config` that returns the arguments of its `__init__`."
     )
 
 
-def _all_of(model: keras.Model) -> list[keras.Operation]:
+def _all_operations(model: keras.Model) -> list[keras.Operation]:
     return [model, *(part.operation for part in parts_of(model))]
 
 
-def _of(model: keras.Model) -> Config:
+def _serialize(model: keras.Model) -> Config:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what a file could not hold: this goes into none
+        warnings.simplefilter("ignore")  # about objects that a file cannot store; no file is written here
         return keras.saving.serialize_keras_object(model)
 
 
 @contextlib.contextmanager
-def _marked(named: dict[str, keras.Operation]) -> Iterator[None]:
-    """Has the config of each operation say its name here, wherever that config goes: into a wrapper's, say."""
+def _tagged_configs(operations: dict[str, keras.Operation]) -> Iterator[None]:
+    """Adds a tag with the given name to the config of each operation, also where a wrapper's config includes it."""
     with contextlib.ExitStack() as stack:
-        for name, operation in named.items():
-            stack.enter_context(instance_attribute(operation, "get_config", _marking(operation, name)))
-            if isinstance(operation, keras.Model):  # nothing is compiled
+        for name, operation in operations.items():
+            stack.enter_context(instance_attribute(operation, "get_config", _tagged_get_config(operation, name)))
+            if isinstance(operation, keras.Model):  # clones are not compiled
                 stack.enter_context(instance_attribute(operation, "get_compile_config", dict))
         yield
 
 
-def _marking(operation: keras.Operation, name: str) -> Callable[[], Config]:
-    theirs = vars(operation).get("get_config")
+def _tagged_get_config(operation: keras.Operation, name: str) -> Callable[[], Config]:
+    instance_get_config = vars(operation).get("get_config")
 
     def get_config() -> Config:
-        with instance_attribute(operation, "get_config", theirs):  # Keras looks whether it is its own
-            return marked()
+        # Keras checks whether `get_config` is overridden, so the original must be visible during the call.
+        with instance_attribute(operation, "get_config", instance_get_config):
+            return tagged_config()
 
-    def marked() -> Config:
+    def tagged_config() -> Config:
         try:
-            # Functions go over as they are: a lambda in a config loses the names that it uses.
-            config = keras.Layer.get_config(operation) if _runs_a_function(operation) else operation.get_config()
-            return config | {_MARK: name}
-        except _CannotBeMadeError:
+            # Functions are copied directly: a lambda loses its closure and globals in a config.
+            config = keras.Layer.get_config(operation) if _wraps_function(operation) else operation.get_config()
+            return config | {_TAG: name}
+        except _CloneError:
             raise
         except Exception as error:
-            raise _CannotBeMadeError(_cannot(operation, error)) from error
+            raise _CloneError(_clone_error_message(operation, error)) from error
 
     return get_config
 
 
-def _runs_a_function(operation: keras.Operation) -> bool:
-    is_wrapped = isinstance(operation, layers.Float32) and not isinstance(operation.layer, keras.Layer)
-    return is_wrapped or isinstance(operation, keras.layers.Lambda)
+def _wraps_function(operation: keras.Operation) -> bool:
+    is_float32_function = isinstance(operation, layers.Float32) and not isinstance(operation.layer, keras.Layer)
+    return is_float32_function or isinstance(operation, keras.layers.Lambda)
 
 
-def _with_stand_ins(config: Any, stand_ins: Mapping[str, _StandIn]) -> Any:
-    """Returns a config in which each marked part is made by its stand-in."""
+def _with_factories(config: Any, factories: Mapping[str, _CloneFactory]) -> Any:
+    """Returns a config in which the class of each tagged layer or operation is replaced by its factory."""
     if isinstance(config, list | tuple):
-        return type(config)(_unmarked(_with_stand_ins(one, stand_ins))[0] for one in config)
+        return type(config)(_pop_tag(_with_factories(item, factories))[0] for item in config)
     if not isinstance(config, dict):
         return config
-    pairs = {key: _unmarked(_with_stand_ins(value, stand_ins)) for key, value in config.items()}
+    pairs = {key: _pop_tag(_with_factories(value, factories)) for key, value in config.items()}
     result = {key: value for key, (value, _) in pairs.items()}
     _, name = pairs.get("config", (None, None))
     if name and "class_name" in config:
         result |= {"module": None, "class_name": name, "registered_name": name}
-        if not isinstance(stand_ins[name].old, keras.Model):
-            result.pop("build_config", None)  # it is built where it is called
+        if not isinstance(factories[name].original, keras.Model):
+            result.pop("build_config", None)  # layers are built when they are called
     return result
 
 
-def _unmarked(config: Any) -> tuple[Any, str | None]:
-    return config, config.pop(_MARK, None) if isinstance(config, dict) else None
+def _pop_tag(config: Any) -> tuple[Any, str | None]:
+    return config, config.pop(_TAG, None) if isinstance(config, dict) else None
 
 
-def _take_over(old: keras.Model, new: keras.Model, made: list[Pair]) -> None:
-    """Gives a new model what its config does not hold: what each part may learn, and its state."""
-    pairs = _with_what_they_made(made)
+def _copy_state(original: keras.Model, clone: keras.Model, pairs: list[LayerPair]) -> None:
+    """Copies what the config does not contain: `trainable` of each layer and variable, weights, and other state."""
+    pairs = _with_created_sublayers(pairs)
     for before, after in pairs:
         if before.trainable != after.trainable:
             after.trainable = before.trainable
-    if [variable.shape for variable in old.variables] != [variable.shape for variable in new.variables]:
+    if [variable.shape for variable in original.variables] != [variable.shape for variable in clone.variables]:
         raise ValueError(
-            f"Made anew, {type(old).__name__} {old.name!r} has other variables: its config, or that of a layer in it, "
-            "does not say all that it was made with."
+            f"{type(original).__name__} {original.name!r} rebuilt from its config has different variables: its "
+            "`get_config`, or that of one of its layers, does not return all arguments of its `__init__`."
         )
     for before, after in pairs:
-        _take_over_the_rest(before, after)
-    # Last, because what Keras writes of a layer may be weights that LoRA's were merged into.
-    for source, target in zip(old.variables, new.variables, strict=True):
+        _copy_other_state(before, after)
+    # Last: `save_own_variables` may return weights with LoRA's merged into them, and these must be overwritten.
+    for source, target in zip(original.variables, clone.variables, strict=True):
         target.assign(source)
         if target.trainable != source.trainable:
             target.trainable = source.trainable
 
 
-def _with_what_they_made(made: list[Pair]) -> list[Pair]:
-    """Adds the layers that layers made themselves, whose names Keras counts on; holders come first."""
-    pairs = {id(old): (old, new) for old, new in made if isinstance(old, keras.Layer)}
-    for old, new in list(pairs.values()):
-        inside = [[part.operation for part in parts_of(holder)] for holder in (old, new)]
+def _with_created_sublayers(layer_pairs: list[LayerPair]) -> list[LayerPair]:
+    """Adds the pairs of sublayers that layers create themselves, whose names may differ; parents come first."""
+    pairs = {id(original): (original, clone) for original, clone in layer_pairs if isinstance(original, keras.Layer)}
+    for original, clone in list(pairs.values()):
+        inside = [[part.operation for part in parts_of(parent)] for parent in (original, clone)]
         if len(inside[0]) == len(inside[1]):
             pairs |= {
                 id(before): (before, after)
@@ -179,15 +184,15 @@ def _with_what_they_made(made: list[Pair]) -> list[Pair]:
     return list(pairs.values())
 
 
-def _take_over_the_rest(old: keras.Layer, new: keras.Layer) -> None:
-    """Takes over what a layer keeps beside its variables: RNN states, and a vocabulary as Keras writes it to a file."""
-    for source, target in zip(rnn_states(old), rnn_states(new), strict=True):
+def _copy_other_state(original: keras.Layer, clone: keras.Layer) -> None:
+    """Copies the state that is not in `variables`: RNN states, and assets such as a vocabulary."""
+    for source, target in zip(rnn_states(original), rnn_states(clone), strict=True):
         target.assign(source)
-    if type(old).load_own_variables is not keras.Layer.load_own_variables:
+    if type(original).load_own_variables is not keras.Layer.load_own_variables:
         store: dict[str, Any] = {}
-        old.save_own_variables(store)
-        new.load_own_variables({key: ops.convert_to_numpy(value) for key, value in store.items()})
-    if hasattr(old, "load_assets"):
+        original.save_own_variables(store)
+        clone.load_own_variables({key: ops.convert_to_numpy(value) for key, value in store.items()})
+    if hasattr(original, "load_assets"):
         with tempfile.TemporaryDirectory() as folder:
-            old.save_assets(folder)
-            new.load_assets(folder)
+            original.save_assets(folder)
+            clone.load_assets(folder)

@@ -1,4 +1,4 @@
-"""What a model is made of: its layers, and the operations of its graphs that are no layers, each with a path."""
+"""Lists the layers of a model, and the operations of its functional graphs, each with a path."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from kmp.backend import direct_sublayers, sublayers
-from kmp.utils import unique
+from kmp.utils import unique_names
 
 
 @dataclass(frozen=True)
@@ -14,49 +14,49 @@ class Part:
     """One layer or operation of a model.
 
     Args:
-        path: Its name, behind the names of the layers and models that hold it, joined by `/`.
+        path: Its name, prefixed with the names of the layers and models that contain it, joined by `/`.
         operation: The layer, or the operation of a functional graph, such as that of `keras.ops.exp(x)`.
-        holder: What holds it: the model, a nested model, a wrapper, or a layer that has layers of its own.
+        parent: The model, nested model, wrapper or layer that directly contains it.
     """
 
     path: str
     operation: keras.Operation
-    holder: keras.Layer
+    parent: keras.Layer
 
     @property
     def is_layer(self) -> bool:
-        """Whether it is a layer, and has dtypes of its own."""
+        """Whether it is a layer, which has its own dtype policy."""
         return isinstance(self.operation, keras.Layer)
 
 
 def parts_of(model: keras.Model) -> list[Part]:
-    """Returns everything that a model is made of: graphs in their order, holders before what they hold, shared once."""
-    found: dict[int, Part] = {}
+    """Returns all layers and operations of a model: in graph order, parents before children, shared ones once."""
+    parts: dict[int, Part] = {}
 
-    def walk(holder: keras.Layer, prefix: str) -> None:
-        held = _held(holder)
-        for name, operation in zip(unique(one.name for one in held), held, strict=True):
-            if id(operation) not in found:
-                found[id(operation)] = Part(prefix + name, operation, holder)
+    def walk(parent: keras.Layer, prefix: str) -> None:
+        children = _children(parent)
+        for name, operation in zip(unique_names(child.name for child in children), children, strict=True):
+            if id(operation) not in parts:
+                parts[id(operation)] = Part(prefix + name, operation, parent)
                 if isinstance(operation, keras.Layer):
                     walk(operation, f"{prefix}{name}/")
 
     walk(model, "")
-    return list(found.values())
+    return list(parts.values())
 
 
 def check_built(model: Any) -> None:
-    """Makes sure that a model can be looked at.
+    """Checks that `model` is a built Keras model.
 
     Raises:
-        TypeError: If it is no Keras model.
-        ValueError: If it, or a layer in it, is not built.
+        TypeError: If it is not a Keras model.
+        ValueError: If the model, or a model nested in it, is not built.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"`model` must be a keras.Model, such as keras.models.load_model(file) returns. Received: model={model!r}"
         )
-    # Of layers, Keras leaves some that have no weights unbuilt.
+    # Only models are checked: Keras leaves some layers without weights unbuilt.
     unbuilt = [inner for inner in sublayers(model) if isinstance(inner, keras.Model) and not inner.built]
     if unbuilt:
         raise ValueError(
@@ -66,15 +66,15 @@ def check_built(model: Any) -> None:
 
 
 def is_quantized(model: keras.Model) -> bool:
-    """Whether a layer of a model holds its weights in integers."""
+    """Whether any layer of a model is quantized."""
     return any(getattr(layer, "quantization_mode", None) for layer in sublayers(model))
 
 
 def is_graph(layer: keras.Operation) -> bool:
-    """Whether a layer is a functional model, which has its operations and how they feed each other."""
+    """Whether a layer is a functional model, whose operations and their connections are known."""
     return isinstance(layer, keras.Model) and hasattr(layer, "operations")
 
 
-def _held(holder: keras.Layer) -> list[keras.Operation]:
-    graph = holder.operations if is_graph(holder) else []
-    return list({id(held): held for held in (*graph, *direct_sublayers(holder))}.values())
+def _children(parent: keras.Layer) -> list[keras.Operation]:
+    operations = parent.operations if is_graph(parent) else []
+    return list({id(child): child for child in (*operations, *direct_sublayers(parent))}.values())

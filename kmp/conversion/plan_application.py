@@ -1,4 +1,4 @@
-"""Building a model anew by a plan: each part with the dtype policy that the plan has for it."""
+"""Rebuilds a model with the dtype policies of a plan, or in float32."""
 
 from typing import Any
 
@@ -10,89 +10,103 @@ from kmp.conversion.model_cloning import Config, clone_model
 from kmp.conversion.model_parts import parts_of
 from kmp.conversion.precision_plan import Plan
 from kmp.layers import Float32Operation
-from kmp.utils import FLOAT32, HALF
+from kmp.utils import DTYPES_16_BIT, FLOAT32
 
-_STOCK = {layers.Softmax: keras.layers.Softmax, layers.BatchNormalization: keras.layers.BatchNormalization}
-# Settings that hold no state: a lambda, or an object that nobody registered, stays the one it is.
+_KERAS_CLASSES = {layers.Softmax: keras.layers.Softmax, layers.BatchNormalization: keras.layers.BatchNormalization}
+_KMP_CLASSES = {keras.layers.BatchNormalization: layers.BatchNormalization}
+# Suffixes of settings without state. Their functions are shared: a lambda or an unregistered object does not survive
+# serialization.
 _STATELESS = ("activation", "initializer", "regularizer", "constraint")
-_OURS = {keras.layers.BatchNormalization: layers.BatchNormalization}
 
 
 def apply_plan(model: keras.Model, plan: Plan) -> keras.Model:
-    """Returns a new model with the same weights, its parts as the plan says, its BatchNormalization kmp's."""
-    path_of = {id(part.operation): part.path for part in parts_of(model)}
+    """Returns a new model with the same weights and the plan's dtype policies.
 
-    def renew(old: keras.Operation, config: Config) -> keras.Operation:
-        path = path_of.get(id(old), "")
+    Replaces `keras.layers.BatchNormalization` by kmp's, except where the policy keeps weights in 16 bits.
+    """
+    paths = {id(part.operation): part.path for part in parts_of(model)}
+
+    def clone_function(original: keras.Operation, config: Config) -> keras.Operation:
+        path = paths.get(id(original), "")
         policy = plan.policy_of(path)
-        if isinstance(old, keras.layers.InputLayer):
+        if isinstance(original, keras.layers.InputLayer):
             with global_policy(FLOAT32.name):
-                return type(old).from_config(config)
-        if isinstance(old, keras.Layer):
-            ours = type(old) if policy in HALF else _OURS.get(type(old), type(old))  # kmp's has float32 statistics
-            new = _made(old, config, ours, policy)
-            _tell_inside(old, new, path, plan)
-            return new
-        new = type(old).from_config(config)
-        return Float32Operation(new, name=old.name) if policy == FLOAT32.name else new
+                return type(original).from_config(config)
+        if isinstance(original, keras.Layer):
+            # kmp's BatchNormalization has float32 statistics; "float16" and "bfloat16" keep all weights in 16 bits.
+            new_class = type(original) if policy in DTYPES_16_BIT else _KMP_CLASSES.get(type(original), type(original))
+            clone = _clone_layer(original, config, new_class, policy)
+            _set_sublayer_policies(original, clone, path, plan)
+            return clone
+        clone = type(original).from_config(config)
+        return Float32Operation(clone, name=original.name) if policy == FLOAT32.name else clone
 
-    made = clone_model(model, renew, plan.policy)
-    _tell_inside(model, made, "", plan)  # what layers made when they were built
-    return made
+    converted = clone_model(model, clone_function, plan.policy)
+    _set_sublayer_policies(model, converted, "", plan)  # for sublayers created in `build`
+    return converted
 
 
 def convert_to_float32(model: keras.Model) -> keras.Model:
-    """Returns a new model with the same weights, all in float32, and made of Keras' own layers where kmp's stood."""
+    """Returns a new model with the same weights, all in float32, with Keras' own layers in place of kmp's."""
 
-    def renew(old: keras.Operation, config: Config) -> keras.Operation:
-        inside = "layer" if isinstance(old, layers.Float32) else "operation"
-        if isinstance(old, layers.Float32 | Float32Operation) and isinstance(getattr(old, inside), keras.Operation):
-            config[inside]["config"]["name"] = old.name
-            return keras.saving.deserialize_keras_object(config[inside])
-        if isinstance(old, layers.Float32):
-            return keras.layers.Lambda(old.layer, name=old.name, trainable=old.trainable, dtype=FLOAT32.name)
-        if isinstance(old, keras.Layer) and not isinstance(old, keras.layers.InputLayer):
-            return _made(old, config, _STOCK.get(type(old), type(old)), FLOAT32.name)
-        return type(old).from_config(config)
+    def clone_function(original: keras.Operation, config: Config) -> keras.Operation:
+        wrapped = "layer" if isinstance(original, layers.Float32) else "operation"
+        is_wrapper = isinstance(original, layers.Float32 | Float32Operation)
+        if is_wrapper and isinstance(getattr(original, wrapped), keras.Operation):
+            config[wrapped]["config"]["name"] = original.name
+            return keras.saving.deserialize_keras_object(config[wrapped])
+        if isinstance(original, layers.Float32):
+            return keras.layers.Lambda(
+                original.layer, name=original.name, trainable=original.trainable, dtype=FLOAT32.name
+            )
+        if isinstance(original, keras.Layer) and not isinstance(original, keras.layers.InputLayer):
+            new_class = _KERAS_CLASSES.get(type(original), type(original))
+            return _clone_layer(original, config, new_class, FLOAT32.name)
+        return type(original).from_config(config)
 
-    made = clone_model(model, renew, FLOAT32.name)
-    for part in parts_of(made):
+    converted = clone_model(model, clone_function, FLOAT32.name)
+    for part in parts_of(converted):
         if part.is_layer and part.operation.compute_dtype != FLOAT32.name:
             part.operation.dtype_policy = FLOAT32.name
-    return made
+    return converted
 
 
-def _made(old: keras.Layer, config: Config, kind: type[keras.Layer], policy: str) -> keras.Layer:
-    if "dtype" in config and keras.backend.is_float_dtype(old.compute_dtype):
+def _clone_layer(original: keras.Layer, config: Config, new_class: type[keras.Layer], policy: str) -> keras.Layer:
+    if "dtype" in config and keras.backend.is_float_dtype(original.compute_dtype):
         config["dtype"] = policy
-    if isinstance(old, keras.layers.Lambda):
-        return kind(**config | _functions_of(old))
-    if isinstance(old, layers.Float32) and not isinstance(old.layer, keras.Layer):
-        return kind(**config | {"layer": old.layer})
-    config |= {name: getattr(old, name) for name in config if name.endswith(_STATELESS) and _is_function(old, name)}
+    if isinstance(original, keras.layers.Lambda):
+        return new_class(**config | _lambda_arguments(original))
+    if isinstance(original, layers.Float32) and not isinstance(original.layer, keras.Layer):
+        return new_class(**config | {"layer": original.layer})
+    config |= {
+        name: getattr(original, name) for name in config if name.endswith(_STATELESS) and _is_function(original, name)
+    }
     with global_policy(policy):
-        return kind.from_config(config)
+        return new_class.from_config(config)
 
 
 def _is_function(layer: keras.Layer, name: str) -> bool:
-    found = getattr(layer, name, None)
-    return callable(found) and not isinstance(found, keras.Layer)
+    value = getattr(layer, name, None)
+    return callable(value) and not isinstance(value, keras.Layer)
 
 
-def _functions_of(old: keras.layers.Lambda) -> dict[str, Any]:
+def _lambda_arguments(layer: keras.layers.Lambda) -> dict[str, Any]:
     return {
-        "function": old.function,
-        "output_shape": keras_internals.lambda_output_shape(old),
-        "mask": old.mask,
-        "arguments": old.arguments,
+        "function": layer.function,
+        "output_shape": keras_internals.lambda_output_shape(layer),
+        "mask": layer.mask,
+        "arguments": layer.arguments,
     }
 
 
-def _tell_inside(old: keras.Layer, new: keras.Layer, path: str, plan: Plan) -> None:
-    """Sets what a layer made itself and the plan wants in float32. It comes in the old order; its names may differ."""
-    if is_keras_class(type(old)) and not isinstance(old, keras.Model):
+def _set_sublayer_policies(original: keras.Layer, clone: keras.Layer, path: str, plan: Plan) -> None:
+    """Sets float32 on the sublayers that a custom layer creates itself and the plan keeps in float32.
+
+    Matches sublayers by order, because their names may differ.
+    """
+    if is_keras_class(type(original)) and not isinstance(original, keras.Model):
         return
-    for part, made in zip(parts_of(old), parts_of(new), strict=False):  # some are made only when it is built
-        wanted = plan.policy_of(f"{path}/{part.path}" if path else part.path)
-        if made.is_layer and wanted == FLOAT32.name and made.operation.compute_dtype != FLOAT32.name:
-            made.operation.dtype_policy = FLOAT32.name
+    for before, after in zip(parts_of(original), parts_of(clone), strict=False):  # `build` creates some only later
+        policy = plan.policy_of(f"{path}/{before.path}" if path else before.path)
+        if after.is_layer and policy == FLOAT32.name and after.operation.compute_dtype != FLOAT32.name:
+            after.operation.dtype_policy = FLOAT32.name

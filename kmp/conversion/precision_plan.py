@@ -1,4 +1,4 @@
-"""Which parts of a model stay float32, and why: data that can be saved, reviewed, edited and applied."""
+"""Plans which layers and operations stay float32, and why. A plan can be saved, reviewed, edited and applied."""
 
 import json
 import os
@@ -15,37 +15,37 @@ from kmp.conversion.model_parts import Part, parts_of
 from kmp.conversion.precision_rules import FOLLOWS_INPUTS, NEEDS_FLOAT32, OpRule, rule_for
 from kmp.utils import FLOAT32, atomic_files, validation
 
-Choice = str | type | Callable[[keras.Operation], bool]
+Selector = str | type | Callable[[keras.Operation], bool]
 
 _WRAPPERS = (keras.layers.Wrapper, keras.layers.Bidirectional, keras.layers.RNN, keras.layers.StackedRNNCells)
 
-MIXED = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
+CONVERSION_POLICIES = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
 
-_OUTPUT = "the model's output: float16 rounds it to 11 bits"
+_OUTPUT = "model output: float16 would round it to 11 bits"
 _BETWEEN = "all its inputs are float32"
 _INSIDE = "inside {path}"
-_AROUND = "around {path}"
-_ASKED = "asked for"
-_STATISTICS = "its statistics are weights, which 16 bits would round away"
-NO_DTYPE = "its config has no dtype, so it cannot be told one"
+_AROUND = "wraps {path}"
+_REQUESTED = "selected by keep_float32"
+_STATISTICS = "its statistics are weights, and 16 bits would round their updates away"
+NO_DTYPE = "its config has no `dtype`, so its policy cannot be set"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a model's parts compute in.
+    """The dtype policies of a model's layers and operations.
 
     Args:
-        policy: The dtype policy of all parts but those in `float32`: `"mixed_float16"`, `"mixed_bfloat16"`,
+        policy: The dtype policy of everything that is not in `float32`: `"mixed_float16"`, `"mixed_bfloat16"`,
             `"float16"` or `"bfloat16"`.
-        float32: For each part that stays float32, with what is inside, its path as `kmp.audit` shows it, and the
-            reason. May be edited.
+        float32: Maps the path of each layer or operation that stays float32, as `kmp.audit` shows it, to the reason.
+            Its sublayers stay float32 too. May be edited.
 
     Raises:
-        TypeError: If `policy` is not a string.
-        ValueError: If it is another.
+        TypeError: If `policy` is not a string, or `float32` is not a dict.
+        ValueError: If `policy` is not one of these strings.
 
     Example:
-    >>> plan = Plan("mixed_float16", {"softmax": "asked for"})
+    >>> plan = Plan("mixed_float16", {"softmax": "selected by keep_float32"})
     >>> plan.policy_of("dense"), plan.policy_of("softmax")
     ('mixed_float16', 'float32')
     """
@@ -54,214 +54,222 @@ class Plan:
     float32: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        validation.one_of("policy", self.policy, MIXED)
+        validation.one_of("policy", self.policy, CONVERSION_POLICIES)
         if not isinstance(self.float32, dict):
             raise TypeError(f"`float32` must map paths to reasons. Received: float32={self.float32!r}")
 
     @property
     def compute_dtype(self) -> str:
-        """What all parts but those in `float32` compute in."""
+        """The compute dtype of everything that is not in `float32`."""
         return self.policy.removeprefix("mixed_")
 
     def policy_of(self, path: str) -> str:
-        """Returns the dtype policy of the part at a path: float32 also inside of what is."""
+        """Returns the dtype policy at a path: float32 if the path or one of its parents is in `float32`."""
         names = path.split("/")
-        outward = ("/".join(names[:count]) for count in range(len(names), 0, -1))
-        return FLOAT32.name if any(one in self.float32 for one in outward) else self.policy
+        path_and_parents = ("/".join(names[:count]) for count in range(len(names), 0, -1))
+        return FLOAT32.name if any(prefix in self.float32 for prefix in path_and_parents) else self.policy
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the plan as JSON has it."""
+        """Returns the plan as a dict for JSON."""
         return {"policy": self.policy, "float32": dict(self.float32)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to a JSON file.
 
         Raises:
-            OSError: If it cannot be written.
+            OSError: If the file cannot be written.
         """
         atomic_files.write_json(Path(path), self.to_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Reads a plan that `save` wrote, or somebody edited.
+        """Reads a plan from a JSON file that `save` wrote, edited or not.
 
         Raises:
             OSError: If the file cannot be read.
-            ValueError: If it holds no plan.
+            ValueError: If the file is not a valid plan.
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(content, dict) or set(content) != {"policy", "float32"}:
-                raise ValueError("it must have the keys 'policy' and 'float32', and no other")
+                raise ValueError("it must have exactly the keys 'policy' and 'float32'")
             plan = cls(**content)
             if not all(isinstance(reason, str) for reason in plan.float32.values()):
                 raise ValueError("`float32` must map paths to reasons")
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{os.fspath(path)} holds no plan: {error}") from error
+            raise ValueError(f"{os.fspath(path)} is not a valid plan: {error}") from error
         return plan
 
 
-def planned(model: keras.Model, policy: str, keep_float32: Any = None, float32_layers: bool = True) -> Plan:
-    """Returns the plan that kmp's rules make for a model.
+def make_plan(model: keras.Model, policy: str, keep_float32: Any = None, float32_layers: bool = True) -> Plan:
+    """Returns the plan for a model according to kmp's precision rules.
 
     Args:
-        model: A model that is built.
+        model: A built model.
         policy: See `Plan`.
-        keep_float32: What is to stay float32 beside what the rules say: a path, pattern or name, a layer or operation,
-            a class, a predicate on layers, or a list of these.
-        float32_layers: Whether the rules apply; otherwise only `keep_float32` does.
+        keep_float32: What stays float32 in addition to the rules: a path, pattern or name, a layer or operation, a
+            class, a predicate on layers, or a list of these.
+        float32_layers: Whether kmp's rules for float32 layers apply, in addition to `keep_float32`.
 
     Raises:
-        TypeError: If `keep_float32` holds something else.
-        ValueError: If a pattern or class in it matches no part of the model, or `policy` is not one of `Plan`'s.
+        TypeError: If `keep_float32` has another type.
+        ValueError: If a pattern, class or layer in it matches no layer of the model, or `policy` is invalid.
     """
     plan = Plan(policy)
     parts = configurable_parts(model)
-    float32 = dict.fromkeys(_chosen(parts, keep_float32), _ASKED)
+    float32 = dict.fromkeys(_selected_paths(parts, keep_float32), _REQUESTED)
     float32 |= {part.path: NO_DTYPE for part in parts if not takes_dtype(part.operation)}
     if float32_layers:
         rules = {part.path: rule_for(part) for part in parts}
         if not policy.startswith("mixed_"):
             statistics = keras.layers.BatchNormalization
             float32 |= {part.path: _STATISTICS for part in parts if isinstance(part.operation, statistics)}
-        endangered = {path: rule.reason for path, rule in rules.items() if rule.category == NEEDS_FLOAT32}
-        at_end = {id(operation) for operation in _outputs(model)}
-        float32 = {part.path: _OUTPUT for part in parts if id(part.operation) in at_end} | endangered | float32
-        _spread(model, parts, rules, float32)
-    _widen(parts, float32)
+        needs_float32 = {path: rule.reason for path, rule in rules.items() if rule.category == NEEDS_FLOAT32}
+        outputs = {id(operation) for operation in _output_operations(model)}
+        # The rightmost reason of a path applies.
+        float32 = {part.path: _OUTPUT for part in parts if id(part.operation) in outputs} | needs_float32 | float32
+        _add_followers(model, parts, rules, float32)
+    _add_wrappers_and_sublayers(parts, float32)
     return replace(plan, float32={part.path: float32[part.path] for part in parts if part.path in float32})
 
 
-def completed(plan: Plan, model: keras.Model) -> Plan:
-    """Returns a plan with the wrappers of what it names, and all that is inside, for a model that has it all.
+def complete_plan(plan: Plan, model: keras.Model) -> Plan:
+    """Adds the wrappers and sublayers of a plan's float32 layers, for a given model.
 
     Raises:
-        ValueError: If the model has no part at one of its paths.
+        ValueError: If the model has no layer or operation at one of the plan's paths.
     """
     parts = configurable_parts(model)
-    known = [part.path for part in parts]
-    unknown = sorted(set(plan.float32) - set(known))
-    if unknown:
+    known_paths = [part.path for part in parts]
+    unknown_paths = sorted(set(plan.float32) - set(known_paths))
+    if unknown_paths:
         raise ValueError(
-            f"The plan names {unknown[0]!r}, and there is no such layer. Keras numbers what has no name of its own; "
-            "keras.utils.clear_session() before a model is made anew has it count from the start. "
-            f"The layers are: {', '.join(known)}"
+            f"The plan contains {unknown_paths[0]!r}, but the model has no such layer. Keras numbers unnamed layers "
+            "across all models: call keras.utils.clear_session() before you rebuild a model to restart the numbers. "
+            f"The layers are: {', '.join(known_paths)}"
         )
     float32 = dict(plan.float32)
-    _widen(parts, float32)
+    _add_wrappers_and_sublayers(parts, float32)
     return replace(plan, float32=float32)
 
 
 def takes_dtype(operation: keras.Operation) -> bool:
-    """Whether an operation, made from its config, can be told a dtype. Those of graphs follow their inputs."""
+    """Whether the dtype of an operation can be set when it is rebuilt from its config. True for graph operations."""
     if not isinstance(operation, keras.Layer) or isinstance(operation, keras.Model):
         return True
     try:
         return is_keras_class(type(operation)) or "dtype" in operation.get_config()
-    except Exception:  # it may raise what it likes, and is told of when the model is made anew
+    except Exception:  # custom code may raise anything; cloning the model reports it
         return True
 
 
 def configurable_parts(model: keras.Model) -> list[Part]:
-    """Returns the parts whose dtypes can be chosen: those that Keras' own layers make inside take the layer's."""
+    """Returns the layers and operations whose dtypes can be set.
+
+    Excludes input layers, operations created in custom code, and sublayers that Keras' own layers create: these use
+    their parent's policy.
+    """
     parts = parts_of(model)
-    untold = {id(part.operation) for part in unreachable_operations(parts)}
-    made_inside: set[int] = set()
-    told = []
+    unreachable = {id(part.operation) for part in unreachable_operations(parts)}
+    internal: set[int] = set()
+    configurable = []
     for part in parts:
-        if id(part.holder) in made_inside or _makes_its_own(part.holder):
-            made_inside.add(id(part.operation))
-        elif not isinstance(part.operation, keras.layers.InputLayer) and id(part.operation) not in untold:
-            told.append(part)
-    return told
+        if id(part.parent) in internal or _creates_its_sublayers(part.parent):
+            internal.add(id(part.operation))
+        elif not isinstance(part.operation, keras.layers.InputLayer) and id(part.operation) not in unreachable:
+            configurable.append(part)
+    return configurable
 
 
 def unreachable_operations(parts: list[Part]) -> list[Part]:
-    """Returns the operations of graphs that classes make in their own code: no config holds them."""
+    """Returns the graph operations that custom classes create in code: no config contains them."""
     operations = [part for part in parts if not part.is_layer]
-    holders = {id(part.holder): part.holder for part in operations}
-    in_code = {key for key, holder in holders.items() if not _has_its_graph_in_its_config(holder)}
-    return [part for part in operations if id(part.holder) in in_code]
+    parents = {id(part.parent): part.parent for part in operations}
+    built_in_code = {key for key, parent in parents.items() if not _config_contains_graph(parent)}
+    return [part for part in operations if id(part.parent) in built_in_code]
 
 
-def _has_its_graph_in_its_config(holder: keras.Model) -> bool:
+def _config_contains_graph(model: keras.Model) -> bool:
     try:
-        return is_keras_class(type(holder)) or "layers" in holder.get_config()
-    except Exception:  # as above
+        return is_keras_class(type(model)) or "layers" in model.get_config()
+    except Exception:  # custom code may raise anything; cloning the model reports it
         return False
 
 
-def _makes_its_own(holder: keras.Layer) -> bool:
-    given = (keras.Model, *_WRAPPERS)
-    return is_keras_class(type(holder)) and not isinstance(holder, given)
+def _creates_its_sublayers(layer: keras.Layer) -> bool:
+    takes_sublayers = (keras.Model, *_WRAPPERS)
+    return is_keras_class(type(layer)) and not isinstance(layer, takes_sublayers)
 
 
-def _widen(parts: list[Part], float32: dict[str, str]) -> None:
-    """Adds wrappers of what is float32, and all that is inside of what is."""
+def _add_wrappers_and_sublayers(parts: list[Part], float32: dict[str, str]) -> None:
     for part in reversed(parts):
-        if part.path in float32 and isinstance(part.holder, _WRAPPERS):
+        if part.path in float32 and isinstance(part.parent, _WRAPPERS):
             float32.setdefault(part.path.rpartition("/")[0], _AROUND.format(path=part.path))
     for part in parts:
-        around = part.path.rpartition("/")[0]
-        if around in float32:
-            float32.setdefault(part.path, _INSIDE.format(path=around))
+        parent_path = part.path.rpartition("/")[0]
+        if parent_path in float32:
+            float32.setdefault(part.path, _INSIDE.format(path=parent_path))
 
 
-def _chosen(parts: list[Part], choices: Any) -> list[str]:
-    if choices is None:
+def _selected_paths(parts: list[Part], selectors: Any) -> list[str]:
+    if selectors is None:
         return []
-    found: list[str] = []
-    for choice in choices if isinstance(choices, list | tuple | set) else [choices]:
-        fits = _fits(choice)
-        paths = [part.path for part in parts if fits(part)] or [
-            part.path for part in parts if isinstance(choice, str) and part.operation.name == choice
+    selected: list[str] = []
+    for selector in selectors if isinstance(selectors, list | tuple | set) else [selectors]:
+        matches = _predicate_of(selector)
+        paths = [part.path for part in parts if matches(part)] or [
+            part.path for part in parts if isinstance(selector, str) and part.operation.name == selector
         ]
-        if not paths and isinstance(choice, str | type | keras.Operation):
-            what = getattr(choice, "__name__", repr(choice))
-            known = ", ".join(part.path for part in parts)
-            raise ValueError(f"`keep_float32`: no layer matches {what}. The layers are: {known}")
-        found += paths
-    return found
+        if not paths and isinstance(selector, str | type | keras.Operation):
+            selector_name = getattr(selector, "__name__", repr(selector))
+            known_paths = ", ".join(part.path for part in parts)
+            raise ValueError(f"`keep_float32`: no layer matches {selector_name}. The layers are: {known_paths}")
+        selected += paths
+    return selected
 
 
-def _fits(choice: Choice) -> Callable[[Part], bool]:
-    if isinstance(choice, str):
-        return lambda part: fnmatchcase(part.path, choice)
-    if isinstance(choice, type):
-        return lambda part: isinstance(part.operation, choice)
-    if isinstance(choice, keras.Operation):
-        return lambda part: part.operation is choice
-    if callable(choice):
-        return lambda part: part.is_layer and bool(choice(part.operation))
+def _predicate_of(selector: Selector) -> Callable[[Part], bool]:
+    if isinstance(selector, str):
+        return lambda part: fnmatchcase(part.path, selector)
+    if isinstance(selector, type):
+        return lambda part: isinstance(part.operation, selector)
+    if isinstance(selector, keras.Operation):
+        return lambda part: part.operation is selector
+    if callable(selector):
+        return lambda part: part.is_layer and bool(selector(part.operation))
     raise TypeError(
-        "`keep_float32` must be a path or pattern, a layer, a class, a function of a layer, or a list of these. "
-        f"Received: {choice!r}"
+        "`keep_float32` must be a path, pattern, layer, class, function that takes a layer, or a list of these. "
+        f"Received: {selector!r}"
     )
 
 
-def _outputs(model: keras.Model) -> Iterable[keras.Operation]:
-    """Yields what makes the outputs of a model, as far as Keras knows it: of a subclassed model it does not."""
+def _output_operations(model: keras.Model) -> Iterable[keras.Operation]:
+    """Yields the operations that produce a model's outputs; none for a subclassed model, which Keras does not trace."""
     for tensor in keras.tree.flatten(getattr(model, "outputs", None) or []):
         operation = keras_internals.producer_of(tensor)
-        nested = list(_outputs(operation)) if isinstance(operation, keras.Model) else []
+        nested = list(_output_operations(operation)) if isinstance(operation, keras.Model) else []
         yield from nested or [operation]
 
 
-def _spread(model: keras.Model, parts: list[Part], rules: dict[str, OpRule], float32: dict[str, str]) -> None:
-    """Adds what only follows float32 parts, so that nothing is rounded between two of them, or before the first."""
+def _add_followers(model: keras.Model, parts: list[Part], rules: dict[str, OpRule], float32: dict[str, str]) -> None:
+    """Adds layers that follow their inputs if these are all float32.
+
+    So nothing is rounded to float16 between two float32 layers, or before the first one.
+    """
     tensors = keras.tree.flatten(getattr(model, "inputs", None) or [])
     inputs = {id(keras_internals.producer_of(tensor)) for tensor in tensors}
-    wide = inputs | {id(part.operation) for part in parts if part.path in float32}
+    float32_ids = inputs | {id(part.operation) for part in parts if part.path in float32}
 
-    def is_wide(source: keras.Operation) -> bool:
-        ends = list(_outputs(source)) if isinstance(source, keras.Model) else []
-        return id(source) in wide or (bool(ends) and all(id(end) in wide for end in ends))
+    def is_float32(source: keras.Operation) -> bool:
+        outputs = list(_output_operations(source)) if isinstance(source, keras.Model) else []
+        return id(source) in float32_ids or (bool(outputs) and all(id(output) in float32_ids for output in outputs))
 
-    for part in parts:  # graphs are in their order, and nested ones come before what they feed
+    for part in parts:  # in graph order, nested models before the layers that they feed
         sources = _sources(part.operation)
-        if rules[part.path].category == FOLLOWS_INPUTS and sources and all(map(is_wide, sources)):
-            wide.add(id(part.operation))
-            if part.is_layer and keras.backend.is_float_dtype(part.operation.compute_dtype):  # others do by themselves
+        if rules[part.path].category == FOLLOWS_INPUTS and sources and all(map(is_float32, sources)):
+            float32_ids.add(id(part.operation))
+            # Operations, and layers with integer or string dtypes, need no entry in the plan.
+            if part.is_layer and keras.backend.is_float_dtype(part.operation.compute_dtype):
                 float32.setdefault(part.path, _BETWEEN)
 
 

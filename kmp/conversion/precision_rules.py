@@ -1,7 +1,9 @@
-"""What float16 does to a layer or an operation: the field's three kinds, each category with its reason and its source.
+"""Precision rules: which layers and operations need float32 under a float16 policy, why, and by which source.
 
-Judged by what Keras' code does, not by names alone: layers that take their own arithmetic up to float32, as
-`BatchNormalization` does, are in no danger.
+`precision_plan.make_plan` applies them to a model.
+
+The rules follow what Keras' code computes. Layers that compute critical steps in float32 themselves, such as
+`BatchNormalization`, may run in float16.
 """
 
 import inspect
@@ -33,12 +35,12 @@ _FORMAT = "IEEE 754 binary16"
 
 @dataclass(frozen=True)
 class OpRule:
-    """What float16 means for one part of a model.
+    """The precision rule for one layer or operation.
 
     Args:
-        kind: `RUNS_IN_FLOAT16`, `FOLLOWS_INPUTS` (safe wherever its inputs are) or `NEEDS_FLOAT32`.
-        reason: Why, in words; empty where there is nothing to say.
-        source: Where the rule comes from.
+        category: `RUNS_IN_FLOAT16`, `FOLLOWS_INPUTS` (safe in the dtype of its inputs) or `NEEDS_FLOAT32`.
+        reason: Why, as shown to users; may be empty.
+        source: The source of the rule.
     """
 
     category: str
@@ -46,36 +48,38 @@ class OpRule:
     source: str = ""
 
 
-_EXP = OpRule(NEEDS_FLOAT32, "exponentials leave float16's range: exp(12) is beyond 65504", f"{_TORCH}, {_GRAPPLER}")
-_LOG = OpRule(NEEDS_FLOAT32, "logarithms of what float16 rounded are off, and -inf at zero", _TORCH)
-_POWER = OpRule(NEEDS_FLOAT32, "powers leave float16's range: 256 squared is beyond 65504", f"{_TORCH}, {_GRAPPLER}")
-_SUM = OpRule(NEEDS_FLOAT32, "sums of many elements go beyond 65504, or lose the small ones", f"{_PAPER}, {_GRAPPLER}")
-_NORM = OpRule(NEEDS_FLOAT32, "sums of squares go beyond 65504", f"{_PAPER}, {_TORCH}")
-_VARIANCE = OpRule(NEEDS_FLOAT32, "the variance of values beyond 256 is beyond 65504", f"{_PAPER}, {_KERAS}")
-_SOFTMAX = OpRule(NEEDS_FLOAT32, "exp, sum, quotient: float16 rounds small probabilities to 0", f"{_PAPER}, {_TORCH}")
-_RECIPROCAL = OpRule(NEEDS_FLOAT32, "the reciprocal of less than 1.5e-5 is beyond 65504", _TORCH)
-_STEEP = OpRule(NEEDS_FLOAT32, "steep: it magnifies what float16 rounds off its input", _TORCH)
-_NO_KERNEL = OpRule(NEEDS_FLOAT32, "TensorFlow has no kernel for float16", "TensorFlow's kernels")
-_PENALTY = OpRule(NEEDS_FLOAT32, "the penalty sums over the output's elements, or their squares", _PAPER)
-_LOSS = OpRule(NEEDS_FLOAT32, "it calls add_loss: losses are float32, and sum over many elements", _GUIDE)
-_REWRITES = OpRule(NEEDS_FLOAT32, "it writes its kernel back as computed, which float16 rounds to 11 bits", _KERAS)
-_RAW = OpRule(NEEDS_FLOAT32, "data that comes in may lie beyond 65504 before this brings it into range", _GUIDE)
-_UNKNOWN = OpRule(NEEDS_FLOAT32, "a function of your own: what it computes is not known", "kmp")
-_OURS = OpRule(NEEDS_FLOAT32, "float32 by itself, whatever the policy", "kmp.layers")
+_EXP = OpRule(NEEDS_FLOAT32, "exponentials overflow float16: exp(12) > 65504", f"{_TORCH}, {_GRAPPLER}")
+_LOG = OpRule(NEEDS_FLOAT32, "logarithms amplify float16 rounding errors; values flushed to zero become -Inf", _TORCH)
+_POWER = OpRule(NEEDS_FLOAT32, "powers overflow float16: 256 squared > 65504", f"{_TORCH}, {_GRAPPLER}")
+_SUM = OpRule(NEEDS_FLOAT32, "long sums overflow float16 or lose small elements", f"{_PAPER}, {_GRAPPLER}")
+_SUM_OF_SQUARES = OpRule(NEEDS_FLOAT32, "sums of squares overflow float16", f"{_PAPER}, {_TORCH}")
+_VARIANCE = OpRule(NEEDS_FLOAT32, "the variance of values above 256 overflows float16", f"{_PAPER}, {_KERAS}")
+_SOFTMAX = OpRule(
+    NEEDS_FLOAT32, "exp, sum and division: float16 flushes small probabilities to zero", f"{_PAPER}, {_TORCH}"
+)
+_RECIPROCAL = OpRule(NEEDS_FLOAT32, "reciprocals of values below 1.5e-5 overflow float16", _TORCH)
+_ILL_CONDITIONED = OpRule(NEEDS_FLOAT32, "amplifies the float16 rounding errors of its input", _TORCH)
+_NO_KERNEL = OpRule(NEEDS_FLOAT32, "TensorFlow has no float16 kernel", "TensorFlow's kernels")
+_PENALTY = OpRule(NEEDS_FLOAT32, "the regularization penalty sums all outputs or their squares", _PAPER)
+_ADDS_LOSS = OpRule(NEEDS_FLOAT32, "calls add_loss: losses sum many elements and must be float32", _GUIDE)
+_WRITES_KERNEL = OpRule(NEEDS_FLOAT32, "assigns a computed kernel, which float16 would round to 11 bits", _KERAS)
+_RAW_INPUT = OpRule(NEEDS_FLOAT32, "raw input data may exceed 65504, float16's maximum", _GUIDE)
+_CUSTOM_FUNCTION = OpRule(NEEDS_FLOAT32, "a custom function, which kmp does not inspect", "kmp")
+_ALWAYS_FLOAT32 = OpRule(NEEDS_FLOAT32, "always computes in float32, whatever the policy", "kmp.layers")
 _MATRIX = OpRule(RUNS_IN_FLOAT16, "", f"{_TORCH}, {_GRAPPLER}")
 _ATTENTION = OpRule(
     RUNS_IN_FLOAT16,
-    "its softmax is in float32 without dropout, where Keras takes ops.dot_product_attention; else in float16, added up "
-    "in float32 on GPUs",
+    "without dropout, if Keras uses ops.dot_product_attention, its softmax runs in float32; otherwise in float16, with "
+    "float32 accumulation on GPUs",
     "Keras' source, TensorFlow's softmax_op_gpu.cu.cc",
 )
-_STATISTICS = OpRule(RUNS_IN_FLOAT16, "Keras takes the statistics in float32", _KERAS)
-_LIFTED = OpRule(FOLLOWS_INPUTS, "Keras computes it in float32, whatever comes in", _KERAS)
-_OWN = OpRule(RUNS_IN_FLOAT16)
-_ANY = OpRule(FOLLOWS_INPUTS)
+_STATISTICS = OpRule(RUNS_IN_FLOAT16, "Keras computes the statistics in float32", _KERAS)
+_UPCAST = OpRule(FOLLOWS_INPUTS, "Keras computes it in float32 for every input dtype", _KERAS)
+_LAYER_WITH_WEIGHTS = OpRule(RUNS_IN_FLOAT16)
+_DEFAULT = OpRule(FOLLOWS_INPUTS)
 
-# The operations of `keras.ops`, by the name of their class.
-_OPERATIONS = {
+# Class names of the operations in `keras.ops`.
+_OPERATION_NAMES = {
     _EXP: "Exp Exp2 Expm1 Sinh Cosh I0",
     _LOG: "Log Log10 Log1p Log2 BinaryCrossentropy CategoricalCrossentropy SparseCategoricalCrossentropy CTCLoss",
     _POWER: "Power Square Squareplus Vander Kron",
@@ -83,21 +87,21 @@ _OPERATIONS = {
         "Sum Nansum Nanmean Average Cumsum Nancumsum Prod Nanprod Cumprod Nancumprod SegmentReduction Trace Trapezoid"
     ),
     _VARIANCE: "Var Std Nanvar Nanstd Moments Corrcoef BatchNorm",
-    _NORM: "Norm Normalize Hypot CDist PSNR SSIM Correlate",
+    _SUM_OF_SQUARES: "Norm Normalize Hypot CDist PSNR SSIM Correlate",
     _NO_KERNEL: (
         "FFT FFT2 IFFT2 RFFT IRFFT STFT ISTFT Eig Eigh LuFactor SVD Qr Cholesky CholeskyInverse Det Logdet Slogdet Inv "
         "Pinv Solve SolveTriangular Lstsq MatrixRank"
     ),
     _SOFTMAX: "Softmax LogSoftmax Sparsemax Logsumexp",
     _RECIPROCAL: "Reciprocal",
-    _STEEP: "Rsqrt Tan Arcsin Arccos Erfinv",
+    _ILL_CONDITIONED: "Rsqrt Tan Arcsin Arccos Erfinv",
     _MATRIX: "Matmul Einsum Dot Tensordot Inner Vdot Conv ConvTranspose DepthwiseConv SeparableConv",
     _ATTENTION: "DotProductAttention",
-    _LIFTED: "Mean LayerNorm RMSNorm",
+    _UPCAST: "Mean LayerNorm RMSNorm",
 }
-_OF_OPERATION = {name: category for category, names in _OPERATIONS.items() for name in names.split()}
+_RULE_OF_OPERATION = {name: rule for rule, names in _OPERATION_NAMES.items() for name in names.split()}
 
-_OF_ACTIVATION = {
+_RULE_OF_ACTIVATION = {
     "softmax": _SOFTMAX,
     "log_softmax": _SOFTMAX,
     "sparsemax": _SOFTMAX,
@@ -105,16 +109,16 @@ _OF_ACTIVATION = {
     "squareplus": _POWER,
 }
 
-# The first that fits: subclasses of Keras' layers are judged as these are.
-_OF_LAYER = {
-    _OURS: "kmp.Softmax kmp.Float32",
+# The first class that matches applies, also to subclasses.
+_LAYER_NAMES = {
+    _ALWAYS_FLOAT32: "kmp.Softmax kmp.Float32",
     _SOFTMAX: "Softmax",
-    _NORM: "UnitNormalization",
+    _SUM_OF_SQUARES: "UnitNormalization",
     _PENALTY: "ActivityRegularization",
-    _REWRITES: "SpectralNormalization",
-    _RAW: "Normalization Rescaling Discretization MelSpectrogram STFTSpectrogram",
-    _UNKNOWN: "Lambda",
-    _SUM: "GlobalAveragePooling1D",  # its mean is a sum where it has a mask
+    _WRITES_KERNEL: "SpectralNormalization",
+    _RAW_INPUT: "Normalization Rescaling Discretization MelSpectrogram STFTSpectrogram",
+    _CUSTOM_FUNCTION: "Lambda",
+    _SUM: "GlobalAveragePooling1D",  # with a mask it computes a sum
     _STATISTICS: "BatchNormalization LayerNormalization GroupNormalization RMSNormalization",
     _ATTENTION: "Attention AdditiveAttention MultiHeadAttention GroupQueryAttention",
     _MATRIX: (
@@ -125,30 +129,31 @@ _OF_LAYER = {
 }
 
 
-def _kinds_of_layers() -> Iterator[tuple[type, OpRule]]:
-    for category, names in _OF_LAYER.items():
+def _rules_of_layer_classes() -> Iterator[tuple[type, OpRule]]:
+    for rule, names in _LAYER_NAMES.items():
         for name in names.split():
-            home = layers if name.startswith("kmp.") else keras.layers
-            kind = getattr(home, name.removeprefix("kmp."), None)  # some came with later versions of Keras
-            if kind is not None:
-                yield kind, category
+            module = layers if name.startswith("kmp.") else keras.layers
+            layer_class = getattr(module, name.removeprefix("kmp."), None)  # some exist only in later Keras versions
+            if layer_class is not None:
+                yield layer_class, rule
 
 
-_KINDS = tuple(_kinds_of_layers())
+_RULES_OF_LAYER_CLASSES = tuple(_rules_of_layer_classes())
 
 
 def rule_for(part: Part) -> OpRule:
-    """Returns what float16 means for a part of a model, by what it is and how it is set."""
+    """Returns the precision rule for a layer or operation, by its class and its configuration."""
     if isinstance(part.operation, Float32Operation):
-        return _OURS
+        return _ALWAYS_FLOAT32
     if not part.is_layer:
-        return _of_operation(part.operation)
-    return _of_settings(part.operation) or next(
-        (category for kind, category in _KINDS if isinstance(part.operation, kind)), _of_home(part.operation)
+        return _rule_of_operation(part.operation)
+    return _rule_of_configuration(part.operation) or next(
+        (rule for layer_class, rule in _RULES_OF_LAYER_CLASSES if isinstance(part.operation, layer_class)),
+        _fallback_rule(part.operation),
     )
 
 
-def _of_operation(operation: keras.Operation) -> OpRule:
+def _rule_of_operation(operation: keras.Operation) -> OpRule:
     name = type(operation).__name__
     for node in keras_internals.calls_of(operation):
         first, second = [*node.arguments.args, None, None][:2]
@@ -156,14 +161,14 @@ def _of_operation(operation: keras.Operation) -> OpRule:
             return _RECIPROCAL
         if name == "Multiply" and first is second:
             return _POWER
-    return _beyond_range(_float_constants_of(operation)) or _OF_OPERATION.get(name, _ANY)
+    return _out_of_range_rule(_float_constants_of(operation)) or _RULE_OF_OPERATION.get(name, _DEFAULT)
 
 
 def _float_constants_of(operation: keras.Operation) -> list[float]:
-    """Returns the constants that meet floats.
+    """Returns the constants that the operation uses as floats.
 
-    All of them where floats come in; the floats among them where only what comes out is one, as of
-    `where(mask, 0.0, -1e9)`; none where neither is.
+    All constants if any input is a float; only the float constants if only an output is, as in
+    `where(mask, 0.0, -1e9)`; none otherwise.
     """
     calls, constants = keras_internals.calls_of(operation), list(_constants_of(operation))
     if _any_float(tensor for call in calls for tensor in call.input_tensors):
@@ -177,53 +182,53 @@ def _any_float(tensors: Iterable[Any]) -> bool:
     return any(keras.backend.is_float_dtype(tensor.dtype) for tensor in tensors)
 
 
-def _of_settings(layer: keras.Layer) -> OpRule | None:
+def _rule_of_configuration(layer: keras.Layer) -> OpRule | None:
     for name in ("activation", "recurrent_activation"):
         activation = getattr(layer, name, None)
         if isinstance(activation, keras.layers.Softmax):
             return _SOFTMAX
-        judged = _OF_ACTIVATION.get(getattr(activation, "__name__", ""))
-        if judged is not None:
-            return judged
+        rule = _RULE_OF_ACTIVATION.get(getattr(activation, "__name__", ""))
+        if rule is not None:
+            return rule
     if getattr(layer, "activity_regularizer", None) is not None:
         return _PENALTY
-    if _adds_a_loss(layer) and not any(direct_sublayers(layer)):
-        return _LOSS
+    if _calls_add_loss(layer) and not any(direct_sublayers(layer)):
+        return _ADDS_LOSS
     epsilon = getattr(layer, "epsilon", None)
     if isinstance(epsilon, float) and not is_keras_class(type(layer)):
-        return _beyond_range([epsilon])
+        return _out_of_range_rule([epsilon])
     return None
 
 
-def _adds_a_loss(layer: keras.Layer) -> bool:
+def _calls_add_loss(layer: keras.Layer) -> bool:
     code = getattr(inspect.unwrap(type(layer).call), "__code__", None)
     return code is not None and "add_loss" in code.co_names
 
 
-def _of_home(layer: keras.Layer) -> OpRule:
-    if not keras.backend.is_float_dtype(layer.compute_dtype):  # it looks words or numbers up
-        return _ANY
+def _fallback_rule(layer: keras.Layer) -> OpRule:
+    if not keras.backend.is_float_dtype(layer.compute_dtype):  # a lookup of strings or integers
+        return _DEFAULT
     if is_keras_class(type(layer)) and ".layers.preprocessing." in type(layer).__module__:
-        return _RAW
-    return _OWN if layer.weights else _ANY
+        return _RAW_INPUT
+    return _LAYER_WITH_WEIGHTS if layer.weights else _DEFAULT
 
 
-def _beyond_range(constants: Any) -> OpRule | None:
+def _out_of_range_rule(constants: Iterable[float]) -> OpRule | None:
     for constant in constants:
-        size = abs(constant)
-        if math.isfinite(size) and size > FLOAT16.max:
-            return OpRule(NEEDS_FLOAT32, f"the constant {constant:g} is beyond 65504, and inf in float16", _FORMAT)
-        if 0.0 < size <= 2.0**FLOAT16.flush_exponent:
-            return OpRule(NEEDS_FLOAT32, f"the constant {constant:g} is below 6e-8, and 0 in float16", _FORMAT)
+        magnitude = abs(constant)
+        if math.isfinite(magnitude) and magnitude > FLOAT16.max:
+            return OpRule(NEEDS_FLOAT32, f"the constant {constant:g} exceeds 65504 and overflows in float16", _FORMAT)
+        if 0.0 < magnitude <= 2.0**FLOAT16.flush_exponent:
+            return OpRule(NEEDS_FLOAT32, f"the constant {constant:g} is below 6e-8 and is zero in float16", _FORMAT)
     return None
 
 
 def _constants_of(operation: keras.Operation) -> Iterator[float]:
-    """Yields the constants that an operation of a graph was made with and is called with."""
+    """Yields the numeric constants among an operation's attributes and call arguments."""
     yield from (value for value in vars(operation).values() if type(value) in (int, float))
     for node in keras_internals.calls_of(operation):
         for value in keras.tree.flatten([node.arguments.args, node.arguments.kwargs]):
             if type(value) in (int, float) or isinstance(value, np.floating):
                 yield value
             elif isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.floating):
-                yield from (float(one) for one in np.unique(np.abs(value)) if one)
+                yield from (float(magnitude) for magnitude in np.unique(np.abs(value)) if magnitude)

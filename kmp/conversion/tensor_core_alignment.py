@@ -1,4 +1,4 @@
-"""Dimensions that keep Tensor Cores idle, and what to pad them to."""
+"""Finds the dimensions that prevent the use of Tensor Cores, and their padded sizes."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _MULTIPLE = 8
 
 
 def unaligned(layer: keras.Operation) -> list[str]:
-    """Returns the dimensions of a layer's matrix products that 8 does not divide, each with the padded number.
+    """Returns the dimensions of a layer's matrix products that are not divisible by 8, each with the padded size.
 
     Example:
     >>> layer = keras.layers.Dense(10)
@@ -21,8 +21,8 @@ def unaligned(layer: keras.Operation) -> list[str]:
     ['units 10 -> 16']
     """
     sizes = _sizes(layer) if getattr(layer, "built", False) else ()
-    padded = ((name, size, math.ceil(size / _MULTIPLE) * _MULTIPLE) for name, size in sizes)
-    return [f"{name} {size} -> {to}" for name, size, to in padded if size != to]
+    padded_sizes = ((name, size, math.ceil(size / _MULTIPLE) * _MULTIPLE) for name, size in sizes)
+    return [f"{name} {size} -> {padded}" for name, size, padded in padded_sizes if size != padded]
 
 
 def _sizes(layer: Any) -> Iterator[tuple[str, int]]:
@@ -30,7 +30,7 @@ def _sizes(layer: Any) -> Iterator[tuple[str, int]]:
         case keras.layers.Dense():
             yield from zip(("inputs", "units"), layer.kernel.shape, strict=True)
         case keras.layers.EinsumDense():
-            yield from _of_equation(layer.equation, layer.kernel.shape)
+            yield from _einsum_sizes(layer.equation, layer.kernel.shape)
         case keras.layers.MultiHeadAttention():
             yield "key_dim", layer.key_dim
             yield "value_dim", layer.value_dim
@@ -49,10 +49,10 @@ def _sizes(layer: Any) -> Iterator[tuple[str, int]]:
             yield "units", layer.units
 
 
-def _of_equation(equation: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int]]:
-    """Yields the size that a product sums over and the one that it makes, each of them maybe of several axes."""
+def _einsum_sizes(equation: str, kernel_shape: tuple[int, ...]) -> Iterator[tuple[str, int]]:
+    """Yields the sizes of the contracted and the output dimension of an einsum; each may span several kernel axes."""
     operands, outputs = equation.replace("...", "").split("->")
     _, kernel = operands.split(",")
-    sizes = dict(zip(kernel, shape, strict=True))
+    sizes = dict(zip(kernel, kernel_shape, strict=True))
     yield "inputs", math.prod(size for axis, size in sizes.items() if axis not in outputs)
     yield "units", math.prod(size for axis, size in sizes.items() if axis in outputs)

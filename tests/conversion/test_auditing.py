@@ -18,7 +18,7 @@ def rows_of(model, *arguments, **options):
 
 
 @pytest.mark.parametrize("make", models.ALL, ids=lambda make: make.__name__)
-def test_every_layer_and_operation_has_a_row_with_what_convert_makes_of_it(make):
+def test_every_layer_and_operation_has_a_row_with_the_dtype_that_convert_gives_it(make):
     model, _ = make()
     audit, converted = kmp.audit(model), kmp.convert(model)
     assert [row.path for row in audit.rows] == [part.path for part in parts_of(model)]
@@ -28,21 +28,21 @@ def test_every_layer_and_operation_has_a_row_with_what_convert_makes_of_it(make)
     assert json.loads(json.dumps(audit.to_dict()))["plan"] == audit.plan.to_dict()
 
 
-def test_row_says_dtypes_kind_reason_and_source():
+def test_row_has_dtypes_category_reason_and_source():
     model, _ = models.operations()
     rows = rows_of(model)
     exp = next(row for path, row in rows.items() if path.startswith("exp"))
     assert (exp.compute_dtype, exp.variable_dtype, exp.output_dtype) == ("float32", None, "float32")
     assert (exp.category, exp.planned_dtype) == ("float32", "float32")
-    assert exp.reason == "exponentials leave float16's range: exp(12) is beyond 65504"
+    assert exp.reason == "exponentials overflow float16: exp(12) > 65504"
     assert exp.source == "torch.amp's op reference, TensorFlow's auto_mixed_precision_lists.h"
     first = rows["first"]
     assert (first.variable_dtype, first.category, first.planned_dtype) == ("float32", "float16", "float16")
     assert first.tensor_cores == ("channels 3 -> 8",)
-    assert rows["logits"].reason == "the model's output: float16 rounds it to 11 bits"
+    assert rows["logits"].reason == "model output: float16 would round it to 11 bits"
 
 
-def test_mixed_model_shows_the_dtypes_it_has():
+def test_rows_of_a_mixed_precision_model_have_its_current_dtypes():
     rows = rows_of(kmp.convert(models.operations()[0]))
     assert (rows["first"].compute_dtype, rows["first"].variable_dtype, rows["first"].output_dtype) == (
         *("float16", "float32"),
@@ -50,7 +50,7 @@ def test_mixed_model_shows_the_dtypes_it_has():
     )
 
 
-def test_batch_shows_where_values_leave_the_range_and_where_they_drift():
+def test_batch_adds_overflow_underflow_and_relative_error():
     model = keras.Sequential(
         [
             keras.Input((4,)),
@@ -61,31 +61,31 @@ def test_batch_shows_where_values_leave_the_range_and_where_they_drift():
         ]
     )
     rows = rows_of(model, np.ones((2, 4), np.float32))
-    assert rows["tiny"].below == 1.0
-    assert rows["tiny"].drift == 1.0
+    assert rows["tiny"].underflow_share == 1.0
+    assert rows["tiny"].relative_error == 1.0
     assert rows["tiny"].amax == pytest.approx(4e-9)
-    assert (rows["huge"].beyond, rows["huge"].overflows) == (0.0, True)  # 1e12 itself is inf in float16
-    assert rows["huge"].drift is None
+    assert (rows["huge"].overflow_share, rows["huge"].overflows) == (0.0, True)  # its 1e12 kernel is Inf in float16
+    assert rows["huge"].relative_error is None
 
 
-def test_batch_shows_a_mixed_model_against_itself_in_float32():
+def test_batch_compares_a_mixed_precision_model_with_its_float32_version():
     model, batch = models.u_net()
     rows = rows_of(kmp.convert(model), batch)
-    drifts = [row.drift for row in rows.values() if row.drift is not None]
-    assert 0 < max(drifts) < 0.01
+    relative_errors = [row.relative_error for row in rows.values() if row.relative_error is not None]
+    assert 0 < max(relative_errors) < 0.01
 
 
-def test_batch_compares_a_float32_model_with_the_candidate_whatever_policy_is_in_force():
+def test_batch_compares_a_float32_model_with_the_candidate_under_any_global_policy():
     with kmp.enable():
-        inputs = keras.Input((4,))  # its layer has the policy in force
+        inputs = keras.Input((4,))  # its layer has the global policy
         hidden = layers.Dense(4, dtype="float32", name="hidden")(inputs)
         model = keras.Model(inputs, layers.Dense(2, dtype="float32")(hidden))
     rows = rows_of(model, np.random.default_rng(0).normal(size=(8, 4)).astype("float32"))
     assert (rows["hidden"].compute_dtype, rows["hidden"].planned_dtype) == ("float32", "float16")
-    assert rows["hidden"].drift > 0.0
+    assert rows["hidden"].relative_error > 0.0
 
 
-def test_a_quantized_model_is_shown_as_convert_leaves_it():
+def test_quantized_model_keeps_its_dtypes_in_the_audit_as_in_convert():
     model = keras.Sequential([keras.Input((16,)), layers.Dense(8), layers.Dense(2)])
     for layer in model.layers:
         layer.quantize("int8")
@@ -94,27 +94,27 @@ def test_a_quantized_model_is_shown_as_convert_leaves_it():
     assert [row.planned_dtype for row in dense] == [row.compute_dtype for row in dense]
 
 
-def test_dimensions_to_pad_are_those_of_layers_that_are_in_16_bits_now():
+def test_dimensions_to_pad_are_listed_only_for_16_bit_layers_of_a_mixed_precision_model():
     with kmp.enable():
-        dense = layers.Dense(10, name="narrow"), layers.Dense(10, dtype="float32", name="wide"), layers.Dense(10)
+        dense = layers.Dense(10, name="half"), layers.Dense(10, dtype="float32", name="single"), layers.Dense(10)
         model = keras.Sequential([keras.Input((16,)), *dense, kmp.layers.Softmax()])
     rows = rows_of(model)
-    assert rows["narrow"].tensor_cores == ("units 10 -> 16",)
-    assert rows["wide"].tensor_cores == ()
+    assert rows["half"].tensor_cores == ("units 10 -> 16",)
+    assert rows["single"].tensor_cores == ()
     assert rows[dense[2].name].tensor_cores == ("inputs 10 -> 16", "units 10 -> 16")
 
 
-def test_batch_leaves_the_model_as_it_is():
+def test_audit_with_a_batch_leaves_the_model_unchanged():
     model, batch = models.classifier()
-    before = [np.array(variable) for variable in model.variables]
+    values_before = [np.array(variable) for variable in model.variables]
     kmp.audit(model, batch)
-    for variable, was in zip(model.variables, before, strict=True):
-        np.testing.assert_array_equal(variable, was)
+    for variable, value_before in zip(model.variables, values_before, strict=True):
+        np.testing.assert_array_equal(variable, value_before)
     assert any(variable.path.endswith("seed_generator_state") for variable in model.variables)
     assert all("call" not in vars(layer) for layer in model.layers)
 
 
-def test_table_shows_in_a_terminal_as_text_and_in_a_notebook():
+def test_audit_displays_as_a_table_in_text_terminals_and_notebooks():
     model, batch = models.classifier()
     audit = kmp.audit(model, batch)
     console = Console(record=True, width=100, file=io.StringIO())
@@ -122,9 +122,9 @@ def test_table_shows_in_a_terminal_as_text_and_in_a_notebook():
     for text in (str(audit), console.export_text(), audit._repr_html_()):
         assert "probabilities" in text
         assert "Micikevicius et al. 2018" in text
-    assert "1 of 4 are float32 then" in str(audit)
+    assert "1 of 4 layers and operations are float32 after kmp.convert" in str(audit)
 
 
-def test_endangered_are_those_of_the_float32_kind():
+def test_needs_float32_returns_the_rows_of_the_float32_category():
     model, _ = models.classifier()
-    assert [row.path for row in kmp.audit(model).endangered] == ["probabilities"]
+    assert [row.path for row in kmp.audit(model).needs_float32] == ["probabilities"]

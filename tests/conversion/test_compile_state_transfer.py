@@ -7,11 +7,11 @@ import kmp
 from kmp.backend.keras_internals import optimizer_state
 
 
-def own_loss(y_true, y_pred):
+def custom_loss(y_true, y_pred):
     return keras.ops.mean(keras.ops.abs(y_true - y_pred))
 
 
-class OwnMetric(keras.metrics.MeanSquaredError):
+class CustomMetric(keras.metrics.MeanSquaredError):
     pass
 
 
@@ -23,47 +23,47 @@ def trained(**arguments):
     return model, batch
 
 
-def test_optimizer_goes_on_where_it_was_with_a_loss_scale_around_it():
+def test_optimizer_state_is_copied_and_wrapped_in_a_loss_scale_optimizer():
     model, batch = trained()
     converted = kmp.convert(model)
     assert isinstance(converted.optimizer, kmp.LossScaleOptimizer)
     inner = converted.optimizer.inner_optimizer
     assert inner is not model.optimizer
-    for mine, its in zip(inner.variables, model.optimizer.variables, strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for copy, original in zip(inner.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(copy, original)
     converted.fit(batch, batch, verbose=0)
     assert (int(inner.iterations.numpy()), int(model.optimizer.iterations.numpy())) == (3, 2)
 
 
-@pytest.mark.parametrize("kind", [keras.optimizers.Nadam, keras.optimizers.Adafactor])
-def test_what_an_optimizer_keeps_beyond_its_variables_goes_along(kind):
-    model, batch = trained(optimizer=kind(0.01))
+@pytest.mark.parametrize("optimizer_class", [keras.optimizers.Nadam, keras.optimizers.Adafactor])
+def test_optimizer_state_outside_its_variables_is_copied(optimizer_class):
+    model, batch = trained(optimizer=optimizer_class(0.01))
     converted = kmp.convert(model)
-    back = kmp.to_float32(converted)
-    for optimizer in (converted.optimizer.inner_optimizer, back.optimizer):
-        for mine, its in zip(optimizer_state(optimizer), optimizer_state(model.optimizer), strict=True):
-            np.testing.assert_array_equal(mine, its)
+    restored = kmp.to_float32(converted)
+    for optimizer in (converted.optimizer.inner_optimizer, restored.optimizer):
+        for copy, original in zip(optimizer_state(optimizer), optimizer_state(model.optimizer), strict=True):
+            np.testing.assert_array_equal(copy, original)
     model.fit(batch, batch, verbose=0)
-    back.fit(batch, batch, verbose=0)
-    for mine, its in zip(back.weights, model.weights, strict=True):
-        np.testing.assert_array_equal(mine, its)
+    restored.fit(batch, batch, verbose=0)
+    for copy, original in zip(restored.weights, model.weights, strict=True):
+        np.testing.assert_array_equal(copy, original)
 
 
-def test_bfloat16_gets_no_loss_scale_and_the_way_back_takes_it_off():
+def test_bfloat16_adds_no_loss_scale_and_to_float32_removes_it():
     model, _ = trained()
     assert type(kmp.convert(model, "mixed_bfloat16").optimizer) is keras.optimizers.Adam
-    back = kmp.to_float32(kmp.convert(model))
-    assert type(back.optimizer) is keras.optimizers.Adam
-    assert int(back.optimizer.iterations.numpy()) == 2
+    restored = kmp.to_float32(kmp.convert(model))
+    assert type(restored.optimizer) is keras.optimizers.Adam
+    assert int(restored.optimizer.iterations.numpy()) == 2
 
 
-def test_settings_of_enable_are_those_of_the_loss_scale():
+def test_loss_scale_uses_the_settings_of_enable():
     model, _ = trained()
     with kmp.enable(initial_scale=1024.0):
         assert kmp.convert(model).optimizer.rule.initial_scale == 1024.0
 
 
-def test_a_scale_that_only_recorded_a_float32_run_gives_way_to_one_that_moves():
+def test_fixed_scale_of_1_that_recorded_a_float32_run_becomes_a_dynamic_scale():
     model, _ = trained(optimizer=kmp.LossScaleOptimizer("adam", loss_scale=1.0))
     assert kmp.convert(model).optimizer.rule == kmp.LossScaleOptimizer("adam").rule
     model, _ = trained(optimizer=kmp.LossScaleOptimizer("adam", loss_scale=1.0, name="mine", jit_compile=True))
@@ -72,24 +72,24 @@ def test_a_scale_that_only_recorded_a_float32_run_gives_way_to_one_that_moves():
     assert kmp.convert(model).optimizer.rule.initial_scale == 8.0
 
 
-def test_an_error_without_a_text_is_named():
+def test_warning_names_the_class_of_an_error_without_a_message():
     class Mute(keras.metrics.MeanSquaredError):
         def get_config(self):
             raise NotImplementedError
 
     model, _ = trained(metrics=[Mute()])
-    with pytest.warns(UserWarning, match="compile it as before: NotImplementedError"):
+    with pytest.warns(UserWarning, match="Call its `compile` yourself: NotImplementedError"):
         kmp.convert(model)
 
 
-def test_losses_and_metrics_that_nobody_registered_carry_over():
-    model, batch = trained(loss=own_loss, metrics=[OwnMetric(name="own"), own_loss])
+def test_unregistered_losses_and_metrics_are_kept():
+    model, batch = trained(loss=custom_loss, metrics=[CustomMetric(name="custom"), custom_loss])
     converted = kmp.convert(model)
-    assert set(converted.fit(batch, batch, verbose=0).history) == {"loss", "own", "own_loss"}
-    assert converted.loss is own_loss
+    assert set(converted.fit(batch, batch, verbose=0).history) == {"loss", "custom", "custom_loss"}
+    assert converted.loss is custom_loss
 
 
-def test_each_loss_and_metric_keeps_what_it_was_made_with():
+def test_losses_and_metrics_with_the_same_name_keep_their_closures():
     def times(factor):
         def loss(y_true, y_pred):
             return factor * keras.ops.mean((y_true - y_pred) ** 2, axis=-1)
@@ -103,15 +103,16 @@ def test_each_loss_and_metric_keeps_what_it_was_made_with():
     np.testing.assert_allclose(kmp.convert(model).evaluate(x, y, verbose=0), model.evaluate(x, y, verbose=0), rtol=1e-2)
 
 
-def test_schedule_that_nobody_registered_carries_over():
-    class Own(keras.optimizers.schedules.LearningRateSchedule):
+def test_unregistered_learning_rate_schedule_is_kept():
+    class ConstantSchedule(keras.optimizers.schedules.LearningRateSchedule):
         def __call__(self, step):
             return 0.5
 
         def get_config(self):
             return {}
 
-    model, _ = trained(optimizer=keras.optimizers.SGD(Own()), loss=lambda y_true, y_pred: keras.ops.mean(y_pred))
+    optimizer = keras.optimizers.SGD(ConstantSchedule())
+    model, _ = trained(optimizer=optimizer, loss=lambda y_true, y_pred: keras.ops.mean(y_pred))
     converted = kmp.convert(model)
     assert converted.compiled
     assert float(converted.optimizer.inner_optimizer.learning_rate) == 0.5
@@ -123,32 +124,32 @@ def test_loss_scale_of_a_float32_model_keeps_its_settings():
     assert (rule.initial_scale, rule.growth_interval) == (256.0, 7)
 
 
-def test_model_that_is_not_compiled_stays_so():
+def test_uncompiled_model_stays_uncompiled():
     assert not kmp.convert(models.autoencoder()[0]).compiled
 
 
-def test_compile_of_ones_own_is_told():
+def test_overridden_compile_raises_a_warning():
     model, _ = models.gan()
     model.compile(generator=keras.optimizers.Adam(), discriminator=keras.optimizers.Adam())
-    with pytest.warns(UserWarning, match="Gan 'gan.*' is not compiled, compile it as before"):
+    with pytest.warns(UserWarning, match="Gan 'gan.*' is not compiled. Call its `compile` yourself"):
         converted = kmp.convert(model)
     assert not converted.compiled
 
 
-def test_optimizer_that_was_built_on_other_variables_starts_anew():
+def test_optimizer_built_on_different_variables_starts_with_fresh_state():
     model, _ = trained()
     model.layers[1].trainable = False
-    with pytest.warns(UserWarning, match="starts anew"):
+    with pytest.warns(UserWarning, match="starts with fresh state"):
         converted = kmp.convert(model)
     assert int(converted.optimizer.inner_optimizer.iterations.numpy()) == 0
 
 
-def test_original_trains_on_as_if_nothing_had_happened():
-    alone, batch = trained()
+def test_conversion_does_not_affect_further_training_of_the_original():
+    reference, batch = trained()
     model, _ = trained()
     kmp.convert(model)
-    for one in (alone, model):
+    for trainee in (reference, model):
         keras.utils.set_random_seed(1)
-        one.fit(batch, batch, verbose=0)
-    for mine, its in zip(model.weights, alone.weights, strict=True):
-        np.testing.assert_allclose(mine, its)
+        trainee.fit(batch, batch, verbose=0)
+    for weight, expected in zip(model.weights, reference.weights, strict=True):
+        np.testing.assert_allclose(weight, expected)

@@ -8,40 +8,40 @@ from kmp.conversion.model_cloning import clone_model
 from kmp.conversion.model_parts import parts_of
 
 
-def same(old, config):
-    return type(old).from_config(config)
+def from_same_config(original, config):
+    return type(original).from_config(config)
 
 
 @pytest.mark.parametrize(
     "make", [make for make in models.ALL if make is not models.siamese], ids=lambda make: make.__name__
 )
-def test_model_made_anew_computes_the_same_and_shares_nothing(make):
+def test_clone_has_the_same_outputs_and_shares_no_layer(make):
     model, batch = make()
-    new = clone_model(model, same, "float32")
-    for mine, its in zip(*(keras.tree.flatten(one(batch)) for one in (new, model)), strict=True):
-        np.testing.assert_array_equal(mine, its)
-    assert not {id(part.operation) for part in parts_of(new)} & {id(part.operation) for part in parts_of(model)}
-    assert type(new) is type(model)
-    assert new.name == model.name
+    clone = clone_model(model, from_same_config, "float32")
+    for output, expected in zip(*(keras.tree.flatten(variant(batch)) for variant in (clone, model)), strict=True):
+        np.testing.assert_array_equal(output, expected)
+    assert not {id(part.operation) for part in parts_of(clone)} & {id(part.operation) for part in parts_of(model)}
+    assert type(clone) is type(model)
+    assert clone.name == model.name
 
 
-def test_config_functions_of_the_old_layers_are_keras_own_again():
+def test_get_config_of_the_original_layers_is_restored():
     model, _ = models.classifier()
-    clone_model(model, same, "float32")
+    clone_model(model, from_same_config, "float32")
     assert all("get_config" not in vars(layer) for layer in (model, *model.layers))
 
 
-def test_global_policy_is_as_before_also_after_an_error():
-    def fails(old, config):
+def test_global_policy_is_restored_after_an_error():
+    def fail(original, config):
         raise RuntimeError("no")
 
-    with pytest.raises(ValueError, match="cannot be made anew from its config: no\\. It "):
-        clone_model(models.classifier()[0], fails, "mixed_float16")
+    with pytest.raises(ValueError, match="cannot be rebuilt from its config: no\\. It "):
+        clone_model(models.classifier()[0], fail, "mixed_float16")
     assert keras.config.dtype_policy().name == "float32"
 
 
-def test_config_that_does_not_say_all_is_an_error():
-    class Grows(layers.Layer):
+def test_config_with_missing_arguments_is_an_error():
+    class MissingUnits(layers.Layer):
         def __init__(self, units=2, **kwargs):
             super().__init__(**kwargs)
             self.units = units
@@ -54,15 +54,15 @@ def test_config_that_does_not_say_all_is_an_error():
             return super().get_config()  # without `units`
 
     inputs = keras.Input((4,))
-    with pytest.raises(ValueError, match="has other variables: its config"):
-        clone_model(keras.Model(inputs, Grows(3)(inputs)), same, "float32")
+    with pytest.raises(ValueError, match="has different variables: its `get_config`"):
+        clone_model(keras.Model(inputs, MissingUnits(3)(inputs)), from_same_config, "float32")
 
 
-def test_vocabulary_and_adapted_statistics_come_along():
+def test_vocabulary_and_adapted_statistics_are_copied():
     model, batch = models.preprocessing()
-    new = clone_model(model, same, "float32")
-    old_lookup, new_lookup = (
-        next(layer for layer in one.layers if isinstance(layer, layers.StringLookup)) for one in (model, new)
+    clone = clone_model(model, from_same_config, "float32")
+    original_lookup, cloned_lookup = (
+        next(layer for layer in variant.layers if isinstance(layer, layers.StringLookup)) for variant in (model, clone)
     )
-    assert new_lookup.get_vocabulary() == old_lookup.get_vocabulary()
-    np.testing.assert_array_equal(new(batch), model(batch))
+    assert cloned_lookup.get_vocabulary() == original_lookup.get_vocabulary()
+    np.testing.assert_array_equal(clone(batch), model(batch))

@@ -4,75 +4,75 @@ import pytest
 from keras import layers
 
 import kmp
-from kmp.conversion.precision_plan import Plan, planned
+from kmp.conversion.precision_plan import Plan, make_plan
 
 
 def float32_in(model, **options):
-    return planned(model, "mixed_float16", **options).float32
+    return make_plan(model, "mixed_float16", **options).float32
 
 
-def test_each_float32_part_has_its_reason():
+def test_each_float32_layer_has_a_reason():
     model = keras.Sequential(
         [keras.Input((4,)), layers.Dense(4), layers.Softmax(name="inner"), layers.Dense(2, name="end")]
     )
     assert float32_in(model, keep_float32="dense*") == {
-        model.layers[0].name: "asked for",
-        "inner": "exp, sum, quotient: float16 rounds small probabilities to 0",
-        "end": "the model's output: float16 rounds it to 11 bits",
+        model.layers[0].name: "selected by keep_float32",
+        "inner": "exp, sum and division: float16 flushes small probabilities to zero",
+        "end": "model output: float16 would round it to 11 bits",
     }
 
 
-def test_what_lies_between_float32_layers_is_float32_and_what_joins_float16_is_not():
+def test_layer_between_float32_layers_is_float32_unless_an_input_is_float16():
     inputs = keras.Input((4,))
     start = layers.Flatten(name="start")(inputs)
     half = layers.Dense(4, name="half")(start)
-    wide = layers.Dropout(0.1, name="between")(layers.Softmax(name="wide")(half))
-    joined = layers.Add(name="joined")([wide, half])
+    single = layers.Dropout(0.1, name="between")(layers.Softmax(name="softmax")(half))
+    joined = layers.Add(name="joined")([single, half])
     model = keras.Model(inputs, layers.Dense(2, name="end")(joined))
-    assert set(float32_in(model)) == {"start", "wide", "between", "end"}
+    assert set(float32_in(model)) == {"start", "softmax", "between", "end"}
 
 
-def test_output_of_a_nested_model_is_one_only_of_the_model_that_ends_with_it():
+def test_output_layer_of_a_nested_model_is_float32_only_if_it_is_the_models_output():
     model, _ = models.autoencoder()
     assert [path.split("/")[0] for path in float32_in(model)] == ["decoder"]
 
 
 def test_wrapper_of_a_float32_layer_is_float32():
     model, _ = models.lstm_text()
-    found = float32_in(model)
-    assert [path.split("/")[0].rstrip("_0123456789") for path in found] == ["time_distributed"] * 2
+    paths = float32_in(model)
+    assert [path.split("/")[0].rstrip("_0123456789") for path in paths] == ["time_distributed"] * 2
 
 
-def test_layers_that_keras_layers_make_inside_are_not_told():
+def test_sublayers_that_keras_layers_create_are_not_in_the_plan():
     inputs = keras.Input((3, 8))
     attended = layers.MultiHeadAttention(2, 8, name="attention")(inputs, inputs)
     model = keras.Model(inputs, layers.Dense(2, name="end")(attended))
     assert set(float32_in(model)) == {"end"}
 
 
-def test_layer_without_dtype_in_its_config_stays_float32_with_what_is_inside():
+def test_layer_without_a_dtype_in_its_config_stays_float32():
     model, _ = models.custom_layers()
-    assert float32_in(model)["without"] == "its config has no dtype, so it cannot be told one"
+    assert float32_in(model)["without"] == "its config has no `dtype`, so its policy cannot be set"
 
 
-def test_policies_without_float32_weights_keep_batch_normalization():
+def test_policies_without_float32_weights_keep_batch_normalization_float32():
     model, _ = models.classifier()
     name = next(layer.name for layer in model.layers if isinstance(layer, layers.BatchNormalization))
-    assert name in planned(model, "float16").float32
-    assert name not in planned(model, "mixed_float16").float32
+    assert name in make_plan(model, "float16").float32
+    assert name not in make_plan(model, "mixed_float16").float32
 
 
 @pytest.mark.parametrize(
     "text",
     ["", "[]", '{"policy": "mixed_float16"}', '{"policy": "mixed_float16", "float32": {"a": 1}}', '{"float32": {}}'],
 )
-def test_file_without_a_plan_is_an_error(tmp_path, text):
+def test_invalid_plan_file_is_an_error(tmp_path, text):
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(ValueError, match="plan.json holds no plan"):
+    with pytest.raises(ValueError, match="plan.json is not a valid plan"):
         Plan.load(tmp_path / "plan.json")
 
 
-def test_what_is_inside_of_a_float32_part_is_float32():
+def test_sublayers_of_a_float32_layer_are_float32():
     plan = kmp.Plan("mixed_float16", {"encoder": "why"})
     assert [plan.policy_of(path) for path in ("encoder", "encoder/dense", "encoders")] == [
         *("float32", "float32"),
@@ -80,7 +80,7 @@ def test_what_is_inside_of_a_float32_part_is_float32():
     ]
 
 
-def test_plan_comes_back_from_its_file(tmp_path):
+def test_plan_round_trips_through_its_file(tmp_path):
     plan = kmp.Plan("mixed_bfloat16", {"a/b": "why"})
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan

@@ -8,17 +8,17 @@ from kmp.conversion.model_parts import Part, parts_of
 from kmp.conversion.precision_rules import FOLLOWS_INPUTS, NEEDS_FLOAT32, RUNS_IN_FLOAT16, rule_for
 
 
-def judged(layer):
+def rule_for_layer(layer):
     return rule_for(Part("", layer, layer))
 
 
-def judged_operation(function):
+def rule_for_operation(function):
     inputs = keras.Input((4,))
     model = keras.Model(inputs, function(inputs))
     return rule_for(parts_of(model)[-1])
 
 
-NANMEAN = pytest.mark.skipif(not hasattr(ops, "nanmean"), reason="of a later Keras")
+NANMEAN = pytest.mark.skipif(not hasattr(ops, "nanmean"), reason="requires a later Keras")
 
 
 class AddsLoss(layers.Layer):
@@ -27,14 +27,14 @@ class AddsLoss(layers.Layer):
         return x
 
 
-class Holds(AddsLoss):
+class AddsLossWithSublayer(AddsLoss):
     def __init__(self):
         super().__init__()
         self.inner = layers.Dense(2)
 
 
 @pytest.mark.parametrize(
-    ("layer", "kind"),
+    ("layer", "category"),
     [
         (layers.Softmax(), NEEDS_FLOAT32),
         (layers.Dense(2, activation="softmax"), NEEDS_FLOAT32),
@@ -44,7 +44,7 @@ class Holds(AddsLoss):
         (layers.ActivityRegularization(l2=0.1), NEEDS_FLOAT32),
         (layers.Dense(2, activity_regularizer="l2"), NEEDS_FLOAT32),
         (AddsLoss(), NEEDS_FLOAT32),
-        (Holds(), FOLLOWS_INPUTS),
+        (AddsLossWithSublayer(), FOLLOWS_INPUTS),
         (layers.SpectralNormalization(layers.Dense(2)), NEEDS_FLOAT32),
         (layers.Normalization(), NEEDS_FLOAT32),
         (layers.Rescaling(1 / 255), NEEDS_FLOAT32),
@@ -74,12 +74,12 @@ class Holds(AddsLoss):
     ],
     ids=lambda value: value.name if isinstance(value, keras.Layer) else value,
 )
-def test_layers_are_of_the_kind_that_their_source_says(layer, kind):
-    assert judged(layer).category == kind
+def test_layers_have_the_category_of_their_source(layer, category):
+    assert rule_for_layer(layer).category == category
 
 
 @pytest.mark.parametrize(
-    ("function", "kind"),
+    ("function", "category"),
     [
         (ops.exp, NEEDS_FLOAT32),
         (ops.log, NEEDS_FLOAT32),
@@ -111,31 +111,31 @@ def test_layers_are_of_the_kind_that_their_source_says(layer, kind):
         (lambda x: ops.where(x > 0, x, -np.inf), FOLLOWS_INPUTS),
     ],
 )
-def test_operations_are_of_the_kind_that_their_source_says(function, kind):
-    assert judged_operation(function).category == kind
+def test_operations_have_the_category_of_their_source(function, category):
+    assert rule_for_operation(function).category == category
 
 
-def test_constant_beyond_the_range_is_named():
-    assert judged_operation(lambda x: x * 1e5).reason == "the constant 100000 is beyond 65504, and inf in float16"
-    assert judged_operation(lambda x: x + 1e-8).reason == "the constant 1e-08 is below 6e-8, and 0 in float16"
+def test_reason_contains_a_constant_outside_float16s_range():
+    assert rule_for_operation(lambda x: x * 1e5).reason == "the constant 100000 exceeds 65504 and overflows in float16"
+    assert rule_for_operation(lambda x: x + 1e-8).reason == "the constant 1e-08 is below 6e-8 and is zero in float16"
 
 
-def test_epsilon_of_a_layer_of_ones_own_is_looked_at():
-    class Mine(keras.layers.Layer):
+def test_epsilon_of_a_custom_layer_is_checked():
+    class CustomLayer(keras.layers.Layer):
         epsilon = 1e-12
 
-    assert judged(Mine()).reason == "the constant 1e-12 is below 6e-8, and 0 in float16"
+    assert rule_for_layer(CustomLayer()).reason == "the constant 1e-12 is below 6e-8 and is zero in float16"
 
 
-def test_subclass_is_judged_as_what_it_is_made_from():
-    class Mine(keras.layers.Dense):
+def test_subclass_has_the_rule_of_its_base_class():
+    class CustomDense(keras.layers.Dense):
         pass
 
-    assert judged(Mine(2)).category == RUNS_IN_FLOAT16
+    assert rule_for_layer(CustomDense(2)).category == RUNS_IN_FLOAT16
 
 
 @pytest.mark.parametrize("name", ["mean", "var", "std", pytest.param("nanmean", marks=NANMEAN)])
-def test_what_keras_does_with_float16_is_as_the_rules_say(name):
+def test_only_mean_is_finite_in_float16_as_the_rules_say(name):
     x = ops.convert_to_tensor(np.array([[300.0, -299.0] * 256 + [300.0] * 512]), "float16")
     is_finite = bool(ops.all(ops.isfinite(getattr(ops, name)(x, axis=-1))))
     assert is_finite == (name == "mean")
@@ -144,7 +144,7 @@ def test_what_keras_does_with_float16_is_as_the_rules_say(name):
 @pytest.mark.parametrize(
     "layer", [layers.BatchNormalization(), layers.LayerNormalization(), layers.GroupNormalization(1)]
 )
-def test_norms_that_may_be_float16_stand_values_whose_squares_overflow(layer):
+def test_float16_normalization_layers_accept_values_whose_squares_overflow(layer):
     layer = type(layer).from_config(layer.get_config() | {"dtype": "mixed_float16"})
     x = ops.convert_to_tensor(np.random.default_rng(0).normal(size=(64, 64)) * 1e4, "float16")
     outputs = np.asarray(layer(x, training=True), np.float64)
@@ -152,20 +152,20 @@ def test_norms_that_may_be_float16_stand_values_whose_squares_overflow(layer):
     assert 0.9 < outputs.std() < 1.1
 
 
-def test_unit_normalization_does_not_stand_them():
+def test_unit_normalization_is_wrong_for_values_whose_squares_overflow():
     x = ops.convert_to_tensor(np.full((1, 64), 1e3), "float16")
     outputs = np.asarray(layers.UnitNormalization(dtype="mixed_float16")(x), np.float64)
     assert not np.isclose(np.linalg.norm(outputs), 1.0, atol=0.1)
 
 
-def test_constants_that_a_mask_chooses_from_are_judged_as_floats():
+def test_float_constants_of_a_where_with_a_boolean_mask_are_checked():
     mask = keras.Input((4,), dtype="bool")
     model = keras.Model(mask, ops.where(mask, 0.0, -1e9))
-    (found,) = (rule_for(part) for part in parts_of(model) if not part.is_layer)
-    assert (found.category, "-1e+09" in found.reason) == (NEEDS_FLOAT32, True)
+    (rule,) = (rule_for(part) for part in parts_of(model) if not part.is_layer)
+    assert (rule.category, "-1e+09" in rule.reason) == (NEEDS_FLOAT32, True)
 
 
-def test_integers_are_in_no_danger_of_float16s_range():
+def test_integer_constants_are_not_checked():
     ids = keras.Input((4,), dtype="int32")
     model = keras.Model(ids, ops.one_hot(ids % 1_000_003, 70_000))
     assert {rule_for(part).category for part in parts_of(model) if not part.is_layer} == {FOLLOWS_INPUTS}

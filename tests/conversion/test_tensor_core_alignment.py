@@ -22,16 +22,16 @@ from kmp.conversion.tensor_core_alignment import unaligned
     ],
     ids=lambda value: value.name if isinstance(value, keras.Layer) else "",
 )
-def test_dimensions_that_8_does_not_divide_are_told_with_the_next_that_it_does(layer, shape, expected):
+def test_dimensions_not_divisible_by_8_are_returned_with_the_padded_size(layer, shape, expected):
     layer(np.zeros((1, *shape), "float32"))
     assert unaligned(layer) == expected
 
 
-def test_attention_is_told_by_its_heads():
+def test_attention_uses_the_dimensions_of_its_heads():
     layer = layers.MultiHeadAttention(2, 12, value_dim=8)
     layer(*[np.zeros((1, 3, 16), "float32")] * 2)
     assert unaligned(layer) == ["key_dim 12 -> 16"]
 
 
-def test_layer_that_is_not_built_has_no_dimensions_yet():
+def test_unbuilt_layer_has_no_dimensions():
     assert unaligned(layers.Dense(10)) == []
