@@ -1,4 +1,7 @@
-"""From a recorded run to ranked findings, each with its evidence and a change. Knows numbers, no Keras."""
+"""Diagnoses a recorded run: ranked findings, each with its evidence and a suggested change.
+
+Needs no Keras.
+"""
 
 from kmp.advice.diagnose import advise
 from kmp.advice.finding import Advice, Finding

@@ -1,4 +1,4 @@
-"""What is told of a run: findings with their evidence, and a verdict."""
+"""The result of a diagnosis: findings with their evidence, and a verdict."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that costs the run something.
+    """One problem of a run.
 
     Args:
-        cause: What it is, as a short name: `"exploding"`, `"data"`, `"layer"`, `"loss"`, `"scale_too_large"`,
+        cause: Short name of the cause: `"exploding"`, `"data"`, `"layer"`, `"loss"`, `"scale_too_large"`,
             `"scale_too_small"`, `"range"`, `"growth_interval_too_small"` or `"initial_scale"`.
-        title: What is wrong, as a sentence.
-        evidence: What in the run says so, with numbers.
+        title: The problem, as a sentence.
+        evidence: The records that show it, with numbers.
         change: A line of code to change.
 
     Example:
     >>> print(Finding("range", "The gradients span too much.", "what was counted", "kmp.enable('mixed_bfloat16')"))
     The gradients span too much.
-      RunMetrics: what was counted
+      Evidence: what was counted
       Change: kmp.enable('mixed_bfloat16')
     """
 
@@ -28,19 +28,19 @@ class Finding:
     change: str
 
     def __str__(self) -> str:
-        return f"{self.title}\n  RunMetrics: {self.evidence}\n  Change: {self.change}"
+        return f"{self.title}\n  Evidence: {self.evidence}\n  Change: {self.change}"
 
 
 class Advice(tuple[Finding, ...]):
-    """Findings, the most important first; none for a healthy run.
+    """A tuple of findings, most important first. Empty for a healthy run.
 
     Args:
         findings: The findings.
-        verdict: What float16 costs this run, in a sentence.
+        verdict: The effect of float16 on this run, in a sentence.
 
     Example:
-    >>> print(Advice([], "float16 costs nothing here."))
-    float16 costs nothing here.
+    >>> print(Advice([], "float16 does not hurt this run."))
+    float16 does not hurt this run.
     """
 
     verdict: str

@@ -1,4 +1,4 @@
-"""What another loss scale would do to the gradients that were sampled. Needs NumPy alone."""
+"""Computes the underflow and overflow of sampled gradients at every loss scale."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,36 +10,37 @@ import numpy as np
 from kmp.records import FIRST_EXPONENT, RUN_EXPECTED, GradientSample, Run
 from kmp.utils import FLOAT16, FLOAT32, is_power_of_two, validation
 
-# Rounding to nearest, the smallest magnitude that becomes inf in float16: half a unit above the largest value.
-_BECOMES_INF = FLOAT16.max + 2.0 ** (FLOAT16.max_exponent - FLOAT16.fraction_bits - 1)
-_REACH = 24  # bits to either side of the scale in use
-_BEYOND = 4  # and above the recommended ones, so that the curve shows why they end
-_TOLERATED = 1e-3
+# Smallest magnitude that rounds to Inf in float16, with rounding to nearest: the maximum plus half a unit.
+_ROUNDS_TO_INF = FLOAT16.max + 2.0 ** (FLOAT16.max_exponent - FLOAT16.fraction_bits - 1)
+_RANGE_BITS = 24  # on either side of the scale in use
+_EXTRA_BITS = 4  # above the recommended scales, so that the curve shows why they end
+_TOLERATED_UNDERFLOW = 1e-3
 _MARGIN_BITS = 1
 
 
 @dataclass(frozen=True, eq=False)
 class WhatIf:
-    """The share of gradient elements that float16 loses, for every power of two as the loss scale.
+    """Shares of gradient elements that float16 loses, with every power of two as the loss scale.
 
-    All arrays have the shape `(scales,)`. They are of weight gradients, which are what was sampled: gradients of
-    activations may overflow at a lower scale.
+    All arrays have shape `(scales,)`. Only weight gradients are sampled: gradients of activations may overflow at a
+    lower scale.
 
     Args:
         log2_scales: int64, the exponents k of the scales 2^k.
-        underflow: float64, the share of elements that are not zero and would round to zero. A lower bound where many
-            are powers of two: exactly 2^-25 rounds to zero too, which counts do not tell.
-        underflow_bound: float64, the same with those that were zero: what float16 flushed arrives as a zero, as a dead
-            ReLU's gradient does, so the truth lies between the two. Equal to `underflow` where float32 was measured.
-        overflow: float64, the share of the elements of finite samples that would be 2^16 or more. (From 65520 on they
-            are inf; counts by exponent do not tell these apart, `skipped` does.)
-        skipped: float64, the share of the sampled steps that would be skipped. One whose gradients were inf or nan
-            counts from its scale on; what it would have been below, it does not tell.
-        in_use: log2 of the scale of the newest sample.
-        is_measured: Whether the counts are of a float32 reference pass. If not, what lies above `in_use` is an
-            extrapolation: what was flushed at the scale in use would come back there, by how much is not known.
-        recommended: Lowest and highest k at which at most 0.1 % of the elements that are not zero underflow, and every
-            finite sample keeps at least one bit to overflow; `None` if there is none.
+        underflow: float64, share of elements that are nonzero and would round to zero. A lower bound if many elements
+            are powers of two: exactly 2^-25 rounds to zero too, which counts by exponent do not show.
+        underflow_bound: float64, the same plus the elements that were sampled as zero: flushed by float16 or truly
+            zero, as with dead ReLUs. The true share lies between the two. Equal to `underflow` with a float32
+            reference.
+        overflow: float64, share of the elements of finite samples that would be 2^16 or more. (Values from 65520 to
+            2^16 also round to Inf. Counts by exponent do not show them, but `skipped` includes them.)
+        skipped: float64, share of the sampled steps that would be skipped. A sample with NaN or Inf counts at its own
+            loss scale and above; whether it overflows below is unknown.
+        in_use: log2 of the newest sample's loss scale.
+        is_measured: Whether the counts are of a float32 reference pass. If not, values above `in_use` are an
+            extrapolation: an unknown number of flushed elements would become nonzero there.
+        recommended: Lowest and highest k at which at most 0.1 % of the nonzero elements underflow and every finite
+            sample has at least one bit of headroom. `None` if there is none.
 
     Example:
     >>> gradient = {"zero": 3, "inf": 0, "nan": 0, "first": -20, "counts": [5, 8, 2], "amax": 2.0**-17, "norm": 1e-5}
@@ -59,45 +60,45 @@ class WhatIf:
 
     @property
     def is_extrapolated(self) -> np.ndarray:
-        """For which scales the curve is an extrapolation; bool."""
+        """Whether the curve is an extrapolation at each scale; bool of shape `(scales,)`."""
         return ~np.full(self.log2_scales.shape, self.is_measured) & (self.log2_scales > self.in_use)
 
     def at(self, log2_scale: float) -> dict[str, float]:
         """Returns the four shares at the scale nearest to 2^`log2_scale`.
 
         Raises:
-            ValueError: If that is beyond `log2_scales`.
+            ValueError: If it is outside `log2_scales`.
         """
         lowest, highest = float(self.log2_scales[0]), float(self.log2_scales[-1])
         if not lowest - 0.5 <= log2_scale <= highest + 0.5:
             raise ValueError(
                 f"`log2_scale` must be from {lowest:g} to {highest:g}. Received: log2_scale={log2_scale!r}"
             )
-        place = int(np.argmin(np.abs(self.log2_scales - log2_scale)))
+        index = int(np.argmin(np.abs(self.log2_scales - log2_scale)))
         names = ("underflow", "underflow_bound", "overflow", "skipped")
-        return {name: float(getattr(self, name)[place]) for name in names}
+        return {name: float(getattr(self, name)[index]) for name in names}
 
 
-def narrow(run: Run, samples: Iterable[GradientSample]) -> list[GradientSample]:
-    """Returns samples without the variables whose layers compute in float32: float16 takes nothing from those.
+def without_float32_variables(run: Run, samples: Iterable[GradientSample]) -> list[GradientSample]:
+    """Returns the samples without the variables of layers that compute in float32, which float16 does not affect.
 
-    Where all do, all stay: the question is then what float16 would take.
+    If all layers do, all variables are kept: the result then shows what float16 would lose.
     """
-    wide = run.settings.get("float32_variables") or ()
-    pairs = [(sample, sample.without(wide)) for sample in samples]
-    return [kept if len(kept) else sample for sample, kept in pairs]
+    float32_variables = run.settings.get("float32_variables") or ()
+    pairs = [(sample, sample.without(float32_variables)) for sample in samples]
+    return [reduced if len(reduced) else sample for sample, reduced in pairs]
 
 
 def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
-    """Works out from sampled gradients what float16 would lose at every loss scale 2^k.
+    """Computes from sampled gradients what float16 would lose at every loss scale 2^k.
 
     Args:
-        run: A run, or samples of one. Where it has float32 reference passes, these are taken. Variables of layers that
-            compute in float32 do not count.
+        run: A run, or a sequence of its samples. Uses the float32 reference passes of a run if it has any, and ignores
+            variables of layers that compute in float32.
 
     Raises:
-        TypeError: If it is neither.
-        ValueError: If there is no sample with finite gradients.
+        TypeError: If `run` is neither.
+        ValueError: If no sample has finite gradients.
 
     Example:
     >>> import keras, kmp
@@ -109,13 +110,13 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     >>> what_if(callbacks[0].run).in_use
     10.0
     """
-    samples = narrow(run, run.samples) if isinstance(run, Run) else _samples_in(run)
-    references = finite(narrow(run, run.references)) if isinstance(run, Run) else []
+    samples = without_float32_variables(run, run.samples) if isinstance(run, Run) else _samples_in(run)
+    references = finite(without_float32_variables(run, run.references)) if isinstance(run, Run) else []
     measured = references or finite(samples)
     if not measured:
         raise ValueError(
-            "The run has no sample of finite gradients to work from. Attach kmp.callbacks.GradientHistogram, and see "
-            "kmp.advise(run) on why every sampled step overflowed."
+            "The run has no sample of finite gradients. Attach kmp.callbacks.GradientHistogram to sample gradients. If "
+            "every sampled step overflowed, kmp.advise(run) reports the cause."
         )
     in_use = math.log2((samples or measured)[-1].loss_scale)
     counts = np.sum([_unscaled_exponents(sample) for sample in measured], axis=0)
@@ -123,14 +124,15 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     largest = np.array([np.max(sample.amax) / sample.loss_scale for sample in measured])
     recommended = _recommended(counts, float(largest.max()))
     scales = _scales(in_use, largest.max(), recommended or ())
-    total, flushed, infinite = counts.sum() + zeros, _below(counts, scales), _beyond(counts, scales)
-    overflown = [sample for sample in samples if not sample.histogram.is_finite]
+    total = counts.sum() + zeros
+    flushed, overflowing = _count_flushed(counts, scales), _count_overflowing(counts, scales)
+    nonfinite = [sample for sample in samples if not sample.histogram.is_finite]
     return WhatIf(
         scales,
         flushed / total,
         (flushed + (0 if references else zeros)) / total,
-        infinite / total,
-        _skipped(scales, largest, overflown),
+        overflowing / total,
+        _skipped(scales, largest, nonfinite),
         in_use,
         bool(references),
         recommended,
@@ -140,52 +142,52 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
 def _samples_in(run: Any) -> list[GradientSample]:
     is_sequence = isinstance(run, Sequence) and all(isinstance(sample, GradientSample) for sample in run)
     if not is_sequence:
-        validation.instance("run", run, Run, f"{RUN_EXPECTED}, or samples of one")
+        validation.instance("run", run, Run, f"{RUN_EXPECTED}, or a sequence of its samples")
     return list(run)
 
 
 def finite(samples: Iterable[GradientSample]) -> list[GradientSample]:
-    """Returns the samples that hold elements, and neither inf nor nan."""
+    """Returns the samples that have elements and no NaN or Inf."""
     return [sample for sample in samples if sample.histogram.is_finite and sample.histogram.total]
 
 
 def _scales(in_use: float, largest: float, recommended: Sequence[int]) -> np.ndarray:
-    ends = [math.floor(math.log2(FLOAT16.max / largest)) - 1] if largest > 0 else []  # overflows above it
-    low = min([math.floor(in_use) - _REACH, *ends, *recommended])
-    high = max([math.ceil(in_use) + _REACH, *ends, *(bound + _BEYOND for bound in recommended)])
+    limits = [math.floor(math.log2(FLOAT16.max / largest)) - 1] if largest > 0 else []
+    low = min([math.floor(in_use) - _RANGE_BITS, *limits, *recommended])
+    high = max([math.ceil(in_use) + _RANGE_BITS, *limits, *(bound + _EXTRA_BITS for bound in recommended)])
     return np.arange(max(low, FLOAT32.min_exponent), min(high, FLOAT32.max_exponent) + 1)
 
 
 def _unscaled_exponents(sample: GradientSample) -> np.ndarray:
-    """Counts by exponent of the gradient without its scale, from -`_WIDE` to `_WIDE`: wide enough for every scale."""
+    """Counts elements of the unscaled gradient by exponent, from -`_MAX_EXPONENT` to `_MAX_EXPONENT`."""
     histogram, shift = sample.histogram, math.frexp(sample.loss_scale)[1] - 1
     if not is_power_of_two(sample.loss_scale) and histogram.unscaled_counts is not None:
         histogram, shift = histogram.unscaled, 0
-    wide = np.zeros(2 * _WIDE + 1, np.int64)
-    start = FIRST_EXPONENT - shift + _WIDE
-    wide[start : start + histogram.by_exponent.size] = histogram.by_exponent
-    return wide
+    counts = np.zeros(2 * _MAX_EXPONENT + 1, np.int64)
+    start = FIRST_EXPONENT - shift + _MAX_EXPONENT
+    counts[start : start + histogram.by_exponent.size] = histogram.by_exponent
+    return counts
 
 
-_WIDE = 2 * (FLOAT32.max_exponent - FIRST_EXPONENT)
+_MAX_EXPONENT = 2 * (FLOAT32.max_exponent - FIRST_EXPONENT)  # large enough for every loss scale
 
 
-def _below(counts: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Elements that round to zero: below 2^-25, half the smallest float16."""
-    until = np.cumsum(np.append(0, counts))
-    return until[np.clip(FLOAT16.flush_exponent - scales + _WIDE, 0, counts.size)]
+def _count_flushed(counts: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Counts the elements below 2^-25, half of float16's smallest subnormal: they round to zero."""
+    cumulative = np.cumsum(np.append(0, counts))
+    return cumulative[np.clip(FLOAT16.flush_exponent - scales + _MAX_EXPONENT, 0, counts.size)]
 
 
-def _beyond(counts: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    until = np.cumsum(np.append(0, counts))
-    return until[-1] - until[np.clip(FLOAT16.max_exponent + 1 - scales + _WIDE, 0, counts.size)]
+def _count_overflowing(counts: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    cumulative = np.cumsum(np.append(0, counts))
+    return cumulative[-1] - cumulative[np.clip(FLOAT16.max_exponent + 1 - scales + _MAX_EXPONENT, 0, counts.size)]
 
 
-def _skipped(scales: np.ndarray, largest: np.ndarray, overflown: Sequence[GradientSample]) -> np.ndarray:
-    """Samples that would overflow; of those that did, nothing is known below their scale."""
-    skipped = (largest[:, None] * np.exp2(scales.astype(np.float64)) >= _BECOMES_INF).sum(0)
-    known = np.array([scales >= math.log2(sample.loss_scale) for sample in overflown]).reshape(-1, scales.size).sum(0)
-    return (skipped + known) / (len(largest) + known)
+def _skipped(scales: np.ndarray, largest: np.ndarray, nonfinite: Sequence[GradientSample]) -> np.ndarray:
+    """Returns the share of skipped steps. Non-finite samples count only at their own loss scale and above."""
+    overflows = (largest[:, None] * np.exp2(scales.astype(np.float64)) >= _ROUNDS_TO_INF).sum(0)
+    known = np.array([scales >= math.log2(sample.loss_scale) for sample in nonfinite]).reshape(-1, scales.size).sum(0)
+    return (overflows + known) / (len(largest) + known)
 
 
 def _recommended(counts: np.ndarray, largest: float) -> tuple[int, int] | None:
@@ -193,7 +195,7 @@ def _recommended(counts: np.ndarray, largest: float) -> tuple[int, int] | None:
         return None
     high = math.floor(math.log2(FLOAT16.max / largest)) - _MARGIN_BITS
     candidates = np.arange(-FLOAT32.max_exponent, FLOAT32.max_exponent + 1)
-    enough = candidates[_below(counts, candidates) <= _TOLERATED * counts.sum()]
-    low = int(enough[0]) if enough.size else high + 1
+    sufficient = candidates[_count_flushed(counts, candidates) <= _TOLERATED_UNDERFLOW * counts.sum()]
+    low = int(sufficient[0]) if sufficient.size else high + 1
     high = min(high, FLOAT32.max_exponent)
     return (low, high) if low <= high else None

@@ -1,10 +1,10 @@
-"""Pictures of the loss scale: what it was over the steps, and what another one would do."""
+"""Plots of the loss scale over the steps, and of underflow and overflow at other loss scales."""
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from kmp.advice import WhatIf
-from kmp.advice import what_if as work_out
+from kmp.advice import what_if as compute_what_if
 from kmp.plots import style
 from kmp.records import RUN_EXPECTED, Run
 from kmp.utils import validation
@@ -17,11 +17,11 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
     """Draws the loss scale over the steps, with a mark where steps were skipped.
 
     Args:
-        run: Readings with `loss_scale` and, for the marks, `overflow_rate` and `overflow_count`.
+        run: A run with `loss_scale` and, for the marks, `overflow_rate` and `overflow_count`.
         ax: Axes to draw on; new ones by default.
 
     Returns:
-        The axes: training steps along x, the scale along y, on a log2 axis.
+        The axes: training steps along x, the loss scale along y on a log2 axis.
 
     Example:
     >>> loss_scale(Run([{"step": 1, "loss_scale": 8.0}, {"step": 2, "loss_scale": 16.0}])).get_title(loc="left")
@@ -31,11 +31,11 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
     ax = style.label(style.axes(ax), "Loss scale", "training step", "loss scale")
     steps, scales = style.by_step(run, "loss_scale")
     if not steps.size:
-        return style.empty(ax, "No loss scale was read.")
+        return style.empty(ax, "No loss scale was recorded.")
     marker = "o" if steps.size == 1 else ""
-    ax.plot(steps, scales, drawstyle="steps-post", marker=marker, color=style.DARK, label=_scale_name(scales))
+    ax.plot(steps, scales, drawstyle="steps-post", marker=marker, color=style.DARK, label=_scale_label(scales))
     _mark_overflows(ax, run, steps, scales)
-    # Two bits to spare: a flat line, too, lies on an axis of some powers of two.
+    # A margin of two bits gives the axis several ticks even if the line is flat.
     style.scale_in_powers_of_two(ax, scales.min() / 4, scales.max() * 4)
     style.label_steps(ax, steps)
     style.legend_above(ax)
@@ -43,16 +43,16 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
 
 
 def what_if(run_or_curve: Run | WhatIf, ax: Axes | None = None) -> Axes:
-    """Draws what float16 would lose at every loss scale, from gradients that were sampled.
+    """Draws what float16 would lose at every loss scale, computed from sampled gradients.
 
     Args:
-        run_or_curve: A run with samples, or what `kmp.what_if` made of one.
+        run_or_curve: A run with samples, or the result of `kmp.what_if`.
         ax: Axes to draw on; new ones by default.
 
     Returns:
         The axes: loss scales along x, as powers of two; along y the share of gradient elements lost to underflow and
-        overflow, and of the sampled steps that would be skipped. Zero has its place on the y axis: below the smallest
-        share it is linear. What is extrapolated is dashed.
+        overflow, and the share of sampled steps that would be skipped. The y axis is linear below the smallest share,
+        so that it includes zero. Extrapolated values are dashed.
 
     Example:
     >>> gradient = {"zero": 3, "inf": 0, "nan": 0, "first": -20, "counts": [5, 8, 2], "amax": 2.0**-18, "norm": 1e-5}
@@ -61,10 +61,10 @@ def what_if(run_or_curve: Run | WhatIf, ax: Axes | None = None) -> Axes:
     'loss scale'
     """
     validation.instance("run_or_curve", run_or_curve, (Run, WhatIf), f"{RUN_EXPECTED}, or a kmp.advice.WhatIf")
-    title = "What another loss scale would lose"
+    title = "Underflow and overflow at other loss scales"
     ax = style.label(style.axes(ax), title, "loss scale", "share of elements, or of steps")
     try:
-        curve = work_out(run_or_curve) if isinstance(run_or_curve, Run) else run_or_curve
+        curve = compute_what_if(run_or_curve) if isinstance(run_or_curve, Run) else run_or_curve
     except ValueError:
         return style.empty(ax, "No finite gradients were sampled.")
     _draw_underflow(ax, curve)
@@ -73,7 +73,7 @@ def what_if(run_or_curve: Run | WhatIf, ax: Axes | None = None) -> Axes:
     in_use = f"in use: {style.scale_name(2.0**curve.in_use)}"
     ax.axvline(curve.in_use, color="black", linewidth=1, linestyle=":", label=in_use)
     _shade_recommended(ax, curve)
-    _name_extrapolation(ax, curve)
+    _label_extrapolation(ax, curve)
     _set_share_axis(ax, curve)
     ax.set_xlim(curve.log2_scales[0], curve.log2_scales[-1])
     style.label_exponents(ax)
@@ -81,20 +81,20 @@ def what_if(run_or_curve: Run | WhatIf, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _scale_name(scales: np.ndarray) -> str:
+def _scale_label(scales: np.ndarray) -> str:
     is_flat = scales.size > 1 and np.ptp(scales) == 0
     return f"loss scale, {style.scale_name(scales[0])} throughout" if is_flat else "loss scale"
 
 
 def _mark_overflows(ax: Axes, run: Run, scale_steps: np.ndarray, scales: np.ndarray) -> None:
     steps, rates = style.by_step(run, "overflow_rate")
-    new = steps[rates > 0]
-    if new.size:
-        at = np.clip(np.searchsorted(scale_steps, new, side="right") - 1, 0, None)
+    overflow_steps = steps[rates > 0]
+    if overflow_steps.size:
+        indices = np.clip(np.searchsorted(scale_steps, overflow_steps, side="right") - 1, 0, None)
         count = run.last("overflow_count")
-        name = "readings with skipped steps" + ("" if count is None else f" ({count:,} steps in all)")
-        size = 6 if new.size <= _MANY_MARKS else 3
-        ax.plot(new, scales[at], "x", color=style.MIDDLE, markersize=size, label=name, zorder=3)
+        label = "records with skipped steps" + ("" if count is None else f" ({count:,} steps in total)")
+        size = 6 if overflow_steps.size <= _MANY_MARKS else 3
+        ax.plot(overflow_steps, scales[indices], "x", color=style.MIDDLE, markersize=size, label=label, zorder=3)
 
 
 def _shade_recommended(ax: Axes, curve: WhatIf) -> None:
@@ -102,33 +102,35 @@ def _shade_recommended(ax: Axes, curve: WhatIf) -> None:
         ax.plot([], [], " ", label="no scale is recommended")
         return
     low, high = curve.recommended
-    name = f"recommended: {style.power_of_two(low)}" + (f" to {style.power_of_two(high)}" if high > low else "")
-    # A single scale is a line; half a bit to either side lets it be seen.
+    label = f"recommended: {style.power_of_two(low)}" + (f" to {style.power_of_two(high)}" if high > low else "")
+    # A single scale has no width: half a bit on either side makes it visible.
     margin = 0.0 if high > low else 0.5
-    span = ax.axvspan(low - margin, high + margin, label=name, zorder=0)
+    span = ax.axvspan(low - margin, high + margin, label=label, zorder=0)
     span.set(facecolor="0.9", edgecolor="0.7", hatch="..", linewidth=0)
 
 
 def _draw_underflow(ax: Axes, curve: WhatIf) -> None:
     _draw_curve(ax, curve, curve.underflow, style.DARK, 1.8, "underflow: share of elements")
     if not np.array_equal(curve.underflow, curve.underflow_bound):
-        name = "underflow if all zeros were flushed"
-        band = ax.fill_between(curve.log2_scales, curve.underflow, curve.underflow_bound, label=name, zorder=1)
+        label = "underflow if all zeros were flushed"
+        band = ax.fill_between(curve.log2_scales, curve.underflow, curve.underflow_bound, label=label, zorder=1)
         band.set(facecolor="#CCDAE7", edgecolor=style.DARK, linewidth=0.5, alpha=0.7)
 
 
-def _draw_curve(ax: Axes, curve: WhatIf, shares: np.ndarray, color: str, width: float, name: str) -> None:
-    scales, known = curve.log2_scales, ~curve.is_extrapolated
-    # Where all are zero, the thinner lie on the thicker, and none is hidden.
-    order = 3 - width / 4
-    ax.plot(scales[known], shares[known], color=color, linewidth=width, label=name, zorder=order)
-    # From the last known point on, so that no gap is left.
-    rest = slice(max(int(known.sum()) - 1, 0), None)
-    if not known.all():
-        ax.plot(scales[rest], shares[rest], color=color, linewidth=width, linestyle=_DASHES, zorder=order)
+def _draw_curve(ax: Axes, curve: WhatIf, shares: np.ndarray, color: str, width: float, label: str) -> None:
+    scales, is_observed = curve.log2_scales, ~curve.is_extrapolated
+    # Thinner lines lie on top of thicker ones, so that none is hidden where all are zero.
+    zorder = 3 - width / 4
+    ax.plot(scales[is_observed], shares[is_observed], color=color, linewidth=width, label=label, zorder=zorder)
+    # Starts at the last observed point, so that there is no gap.
+    extrapolated = slice(max(int(is_observed.sum()) - 1, 0), None)
+    if not is_observed.all():
+        ax.plot(
+            scales[extrapolated], shares[extrapolated], color=color, linewidth=width, linestyle=_DASHES, zorder=zorder
+        )
 
 
-def _name_extrapolation(ax: Axes, curve: WhatIf) -> None:
+def _label_extrapolation(ax: Axes, curve: WhatIf) -> None:
     if curve.is_extrapolated.any():
         ax.plot([], [], color="0.3", linestyle=_DASHES, label="dashed: extrapolation")
 

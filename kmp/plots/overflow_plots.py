@@ -1,4 +1,4 @@
-"""The picture of the variables whose gradients overflowed most."""
+"""A plot of the variables whose gradients overflowed most."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,28 +9,29 @@ from matplotlib.ticker import MaxNLocator
 
 from kmp.plots import style
 from kmp.records import RUN_EXPECTED, Run
-from kmp.utils import unique, validation
+from kmp.utils import unique_names, validation
 
 _NAME_LENGTH = 38
 _ELLIPSIS = "…"
 
 
 def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Axes:
-    """Draws how often the variables' gradients were not finite, and how often each was the one to blame.
+    """Draws how often each variable's gradient was not finite, and how often it was the overflow origin.
 
-    An overflow spreads to all variables nearer the input; the one to blame is where it began.
+    An overflow spreads to all variables nearer the input. Its origin is the variable where it began.
 
     Args:
-        run: Readings with `overflows_by_variable` and `overflow_origins_by_variable`; the newest are drawn.
+        run: A run with `overflows_by_variable` and `overflow_origins_by_variable`. The newest records are drawn.
         ax: Axes to draw on; new ones by default.
-        top: How many variables to draw: those most often to blame, and of these the most often not finite.
+        top: Number of variables to draw. They are ordered by how often they were the overflow origin, then by how
+            often their gradient was not finite.
 
     Returns:
-        The axes: variables along y, the worst at the top; training steps since the beginning along x.
+        The axes: variables along y, with the worst at the top; number of training steps since the start along x.
 
     Raises:
-        TypeError: If `run` is no `kmp.records.Run`, or `top` not an integer.
-        ValueError: If it is not positive.
+        TypeError: If `run` is not a `kmp.records.Run`, or `top` is not an integer.
+        ValueError: If `top` is not positive.
 
     Example:
     >>> counts = {"overflows_by_variable": {"dense/kernel": 4, "dense/bias": 4}}
@@ -64,37 +65,46 @@ def _worst_first(overflows: Mapping[str, int], overflow_origins: Mapping[str, in
 def _draw_bars(
     ax: Axes, paths: Sequence[str], overflows: Mapping[str, int], overflow_origins: Mapping[str, int]
 ) -> None:
-    places, height = np.arange(len(paths)), 0.7 * min(1, len(paths) / 4)
-    not_finite = [max(overflows.get(path, 0), overflow_origins.get(path, 0)) for path in paths]
-    blamed = [overflow_origins.get(path, 0) for path in paths]
-    ax.barh(places, not_finite, height, color="0.85", edgecolor="0.4", linewidth=0.8, label="gradient not finite")
-    ax.barh(places, blamed, height, color=style.DARK, edgecolor="white", hatch="//", linewidth=0, label="to blame")
-    ax.set_yticks(places, shortened(paths, _NAME_LENGTH))
+    positions, height = np.arange(len(paths)), 0.7 * min(1, len(paths) / 4)
+    nonfinite = [max(overflows.get(path, 0), overflow_origins.get(path, 0)) for path in paths]
+    origins = [overflow_origins.get(path, 0) for path in paths]
+    ax.barh(positions, nonfinite, height, color="0.85", edgecolor="0.4", linewidth=0.8, label="gradient not finite")
+    ax.barh(
+        positions,
+        origins,
+        height,
+        color=style.DARK,
+        edgecolor="white",
+        hatch="//",
+        linewidth=0,
+        label="overflow origin",
+    )
+    ax.set_yticks(positions, shortened(paths, _NAME_LENGTH))
     ax.set_ylim(len(paths) - 0.4, -0.6)
-    ax.set_xlim(0, max(not_finite) * 1.05)
+    ax.set_xlim(0, max(nonfinite) * 1.05)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
 
 
 def shortened(paths: Sequence[str], length: int) -> list[str]:
-    """Returns the paths with an ellipsis in their middle where they are longer than `length`; all different.
+    """Returns unique paths, with an ellipsis in the middle of those longer than `length`.
 
-    Those that would look alike get up to ten letters more; if that does not tell them apart, a number.
+    Paths that would become equal keep up to ten more characters. If they are still equal, they are numbered.
     """
     lengths = dict.fromkeys(paths, length)
     for _ in range(10):
         counts = Counter(_shorten(path, lengths[path]) for path in paths)
         for path in paths:
             lengths[path] += counts[_shorten(path, lengths[path])] > 1
-    return unique(_shorten(path, lengths[path]) for path in paths)
+    return unique_names(_shorten(path, lengths[path]) for path in paths)
 
 
 def _shorten(path: str, length: int) -> str:
-    """The first name of a path and as many of its last as fit whole; if not even two do, the longest are cut."""
+    """Keeps the first name and as many of the last names as fit. If fewer than two fit, cuts the longest names."""
     first, *rest = path.split("/")
-    shorter = ["/".join([first, _ELLIPSIS, *rest[place:]]) for place in range(1, len(rest) - 1)]
-    whole = next((name for name in [path, *shorter] if len(name) <= length), None)
-    if whole is not None:
-        return whole
+    shorter = ["/".join([first, _ELLIPSIS, *rest[index:]]) for index in range(1, len(rest) - 1)]
+    fitting = next((name for name in [path, *shorter] if len(name) <= length), None)
+    if fitting is not None:
+        return fitting
     parts = [first, _ELLIPSIS, *rest[-3:]] if len(rest) > 3 else [first, *rest]
     widths = [len(part) for part in parts]
     while sum(widths) + len(parts) - 1 > length:
@@ -103,7 +113,7 @@ def _shorten(path: str, length: int) -> str:
 
 
 def _cut(name: str, width: int) -> str:
-    """Leaves letters out of the middle: layers often differ in a number at the end."""
+    """Removes characters from the middle: layer names often differ in a number at the end."""
     if len(name) <= width:
         return name
     tail = width // 2

@@ -1,4 +1,4 @@
-"""Writing a figure to a file."""
+"""Saves a figure to a file."""
 
 from pathlib import Path
 
@@ -8,21 +8,22 @@ from matplotlib.figure import Figure
 
 
 def save(ax: Axes, path: Path) -> None:
-    """Writes the figure that `ax` is on to a PNG file, and closes it.
+    """Saves the figure of `ax` as a PNG file and closes it.
 
     Args:
-        ax: What one of these functions returned.
+        ax: The axes that a function of `kmp.plots` returned.
         path: The file.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If the file cannot be written.
 
     Example:
     >>> import tempfile
+    >>> from kmp.plots import loss_scale
     >>> from kmp.records import Run
-    >>> picture = Path(tempfile.mkdtemp()) / "loss_scale.png"
-    >>> save(loss_scale(Run([{"step": 1, "loss_scale": 8.0}])), picture)
-    >>> picture.exists()
+    >>> file = Path(tempfile.mkdtemp()) / "loss_scale.png"
+    >>> save(loss_scale(Run([{"step": 1, "loss_scale": 8.0}])), file)
+    >>> file.exists()
     True
     """
     figure = ax.get_figure(root=True)

@@ -1,4 +1,4 @@
-"""What all pictures share: axes, colours, titles, legends, labels for powers of two."""
+"""Shared style of all plots: axes, colours, titles, legends, labels of powers of two."""
 
 import math
 
@@ -10,21 +10,21 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from kmp.records import Run
 from kmp.utils import is_power_of_two
 
-# Told apart by all colour-blind readers, and in greyscale. Source: Paul Tol, "Colour Schemes" (SRON/EPS/TN/09-002,
-# 2021), "high-contrast"; the last is the third, darkened, for lines on a grey ground.
+# Distinguishable with colour blindness and in greyscale. Source: Paul Tol, "Colour Schemes" (SRON/EPS/TN/09-002, 2021),
+# "high-contrast". DARK_LIGHT is LIGHT, darkened for lines on a grey background.
 DARK, MIDDLE, LIGHT, DARK_LIGHT = "#004488", "#BB5566", "#DDAA33", "#8A6500"
 TEXT = "0.25"
-_LINE_HEIGHT = 1.35  # of a legend's row, in its font size
+_LINE_HEIGHT = 1.35  # of a legend row, in font sizes
 SMALL = 8.0
 
 
 def axes(ax: Axes | None) -> Axes:
-    """Returns `ax`, or new axes that fit a notebook."""
+    """Returns `ax`, or new axes in a size that fits a notebook."""
     return plt.subplots(figsize=(8, 4.2), layout="constrained")[1] if ax is None else ax
 
 
 def label(ax: Axes, title: str, x: str, y: str) -> Axes:
-    """Names the picture and its axes."""
+    """Sets the title and the axis labels."""
     ax.set_title(title, loc="left", fontsize="medium")
     ax.set_xlabel(x, fontsize="small")
     ax.set_ylabel(y, fontsize="small")
@@ -32,16 +32,16 @@ def label(ax: Axes, title: str, x: str, y: str) -> Axes:
     return ax
 
 
-def empty(ax: Axes, sentence: str) -> Axes:
-    """Says why there is nothing to see; ticks would claim a range that nobody measured."""
+def empty(ax: Axes, reason: str) -> Axes:
+    """Writes the reason why the plot is empty, and removes the ticks: there is no measured range."""
     ax.set_xticks([])
     ax.set_yticks([])
-    ax.text(0.5, 0.5, sentence, transform=ax.transAxes, ha="center", va="center", color=TEXT)
+    ax.text(0.5, 0.5, reason, transform=ax.transAxes, ha="center", va="center", color=TEXT)
     return ax
 
 
 def legend_above(ax: Axes, columns: int = 1) -> None:
-    """Puts the legend between title and axes, where it hides no data."""
+    """Puts the legend between title and axes, so that it does not cover data."""
     handles, labels = ax.get_legend_handles_labels()
     rows = math.ceil(len(handles) / columns)
     legend = ax.legend(
@@ -57,7 +57,7 @@ def legend_above(ax: Axes, columns: int = 1) -> None:
         fontsize=SMALL,
         frameon=False,
     )
-    # The title's pad keeps the room. A legend wider than the axes would make constrained layout shrink them.
+    # The title's pad reserves the space. Constrained layout would shrink the axes for a legend wider than them.
     legend.set_in_layout(False)
     ax.set_title(ax.get_title(loc="left"), loc="left", fontsize="medium", pad=6 + rows * _LINE_HEIGHT * SMALL)
 
@@ -68,12 +68,12 @@ def power_of_two(exponent: float) -> str:
 
 
 def scale_name(scale: float) -> str:
-    """Returns a loss scale as a power of two, or as the number it is."""
+    """Returns a loss scale as a power of two if it is one, else as a plain number."""
     return power_of_two(math.log2(scale)) if is_power_of_two(scale) else f"{scale:,g}"
 
 
 def label_steps(ax: Axes, steps: np.ndarray) -> None:
-    """Gives an x axis of training steps ticks at whole steps alone."""
+    """Sets ticks at whole steps on an x axis of training steps."""
     if steps.size == 1:
         ax.set_xlim(steps[0] - 0.5, steps[0] + 0.5)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
@@ -81,26 +81,26 @@ def label_steps(ax: Axes, steps: np.ndarray) -> None:
 
 def label_exponents(ax: Axes) -> None:
     """Labels an x axis of binary exponents k with 2^k."""
-    ax.xaxis.set_major_locator(_whole_exponents(12))
+    ax.xaxis.set_major_locator(_integer_locator(12))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda k, _: power_of_two(k)))
 
 
 def scale_in_powers_of_two(ax: Axes, low: float, high: float) -> None:
-    """Makes y a log2 axis from `low` to `high`, with ticks at whole powers alone."""
+    """Makes y a log2 axis from `low` to `high`, with ticks at integer powers of two."""
     ax.set_yscale("log", base=2)
-    ax.set_yticks(np.exp2(_whole_exponents(8).tick_values(math.log2(low), math.log2(high))))
+    ax.set_yticks(np.exp2(_integer_locator(8).tick_values(math.log2(low), math.log2(high))))
     ax.yaxis.set_minor_locator(NullLocator())
     ax.set_ylim(low, high)
 
 
-def _whole_exponents(at_most: int) -> MaxNLocator:
-    return MaxNLocator(nbins=at_most, integer=True, steps=[1, 2, 4, 5, 10])
+def _integer_locator(max_bins: int) -> MaxNLocator:
+    return MaxNLocator(nbins=max_bins, integer=True, steps=[1, 2, 4, 5, 10])
 
 
 def by_step(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the finite readings of `key` and their steps, in order; of a step read twice, the newer.
+    """Returns the steps and the finite values of `key`, ordered by step, with the newest value of each step.
 
-    A run that went on from a checkpoint has taken some steps twice.
+    A run that was resumed from a checkpoint contains some steps twice.
     """
     steps, values = run.series(key)
     newest = dict(sorted(zip(steps.tolist(), values.tolist(), strict=True), key=lambda pair: pair[0]))

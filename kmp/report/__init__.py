@@ -1,6 +1,6 @@
-"""A run, or several side by side, as a summary for the terminal and as one self-contained HTML file.
+"""Reports of one or more runs: a terminal summary, and a self-contained HTML file.
 
-Imports rich and jinja2, and matplotlib for the figures, so `import kmp` leaves it out.
+Imports rich, jinja2 and, for the figures, matplotlib. `import kmp` therefore does not import it.
 """
 
 from kmp.report.page import html, load, summary, write

@@ -1,4 +1,4 @@
-"""The pictures of a report, as addresses that hold the whole picture."""
+"""The figures of a report, embedded as `data:` URLs."""
 
 import base64
 import io
@@ -9,82 +9,82 @@ from kmp.report.run_summary import RunSummary, scale, share
 
 _INCHES = (5.2, 3.6)
 
-# Those that are put side by side where several runs are compared; the others stand with their run.
+# A comparison of runs shows these side by side, and the others with their run.
 COMPARED = ("loss_scale", "gradient_exponents", "what_if")
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture with its words.
+class ReportFigure:
+    """A figure with its texts.
 
     Args:
-        kind: What it shows: the name of a function of `kmp.plots`.
-        alt: What there is to see, for who cannot see it.
-        caption: How to read it, or why there is none.
-        source: A `data:` address of an SVG picture; `None` if there is nothing to draw.
+        name: Name of the function in `kmp.plots` that draws it.
+        alt: Text alternative for screen readers.
+        caption: How to read the figure, or why there is none.
+        source: A `data:` URL of an SVG image; `None` if there is nothing to draw.
     """
 
-    kind: str
+    name: str
     alt: str
     caption: str
     source: str | None
 
 
-def pictures(facts: RunSummary) -> dict[str, Picture]:
-    """Returns all pictures of a run by kind."""
-    return {make.kind: make for make in (_picture(kind, facts) for kind in _CAPTIONS)}
+def figures(summary: RunSummary) -> dict[str, ReportFigure]:
+    """Returns all figures of a run by name."""
+    return {name: _figure(name, summary) for name in _CAPTIONS}
 
 
-def _picture(kind: str, facts: RunSummary) -> Picture:
-    if kind == "gradient_exponents" and not facts.evidence.samples:
-        return Picture(kind, "", "No picture of gradient magnitudes: no gradients were sampled.", None)
-    return Picture(kind, _ALTS[kind](facts), _CAPTIONS[kind], _draw(kind, facts))
+def _figure(name: str, summary: RunSummary) -> ReportFigure:
+    if name == "gradient_exponents" and not summary.metrics.samples:
+        return ReportFigure(name, "", "No figure of gradient magnitudes: no gradients were sampled.", None)
+    return ReportFigure(name, _ALTS[name](summary), _CAPTIONS[name], _draw(name, summary))
 
 
-def _draw(kind: str, facts: RunSummary) -> str:
+def _draw(name: str, summary: RunSummary) -> str:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     from kmp import plots
 
-    figure = Figure(figsize=_INCHES, layout="constrained")  # not pyplot's, which keeps figures and chooses a backend
-    shown = facts.evidence.samples[-1].histogram if kind == "gradient_exponents" else facts.run
-    getattr(plots, kind)(shown, ax=figure.subplots())
+    figure = Figure(figsize=_INCHES, layout="constrained")  # pyplot would keep the figure and choose a backend
+    data = summary.metrics.samples[-1].histogram if name == "gradient_exponents" else summary.run
+    getattr(plots, name)(data, ax=figure.subplots())
     buffer = io.BytesIO()
-    with mpl.rc_context({"svg.hashsalt": "kmp"}):  # the same run gives the same file
+    with mpl.rc_context({"svg.hashsalt": "kmp"}):  # makes the file reproducible
         figure.savefig(buffer, format="svg", dpi=200, metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 _CAPTIONS = {
     "loss_scale": "The loss scale, with a mark where steps were skipped.",
-    "gradient_exponents": "The newest sample: left of float16's normal range bits are lost, right of it is inf.",
-    "exponents_over_steps": "How the gradients' magnitudes moved in training.",
+    "gradient_exponents": "The newest sample. Below float16's normal range precision is lost; above it is overflow.",
+    "exponents_over_steps": "The gradients' magnitudes during training.",
     "what_if": "What float16 would lose at every other loss scale.",
-    "overflowing_variables": "Which variables overflowed, and which were to blame.",
+    "overflowing_variables": "The variables that overflowed, and the overflow origins.",
 }
 
 
-def _alt_of_scale(facts: RunSummary) -> str:
-    evidence = facts.evidence
+def _alt_of_loss_scale(summary: RunSummary) -> str:
+    metrics = summary.metrics
     return (
-        f"The loss scale over {evidence.steps} training steps, {scale(evidence.scale)} at the end; "
-        f"{evidence.overflows} steps were skipped."
+        f"The loss scale over {metrics.steps} training steps, {scale(metrics.scale)} at the end; "
+        f"{metrics.overflows} steps were skipped."
     )
 
 
-def _alt_of_exponents(facts: RunSummary) -> str:
-    histogram = facts.evidence.samples[-1].histogram
+def _alt_of_gradient_exponents(summary: RunSummary) -> str:
+    histogram = summary.metrics.samples[-1].histogram
     zones, total = histogram.zones, max(1, histogram.total)
     return (
         f"Histogram of the gradients' binary exponents in step {histogram.step}: {share(zones['zero'] / total)} zero, "
         f"{share((zones['subnormal'] + zones['below_subnormal']) / total)} below float16's normal range, "
-        f"{share((zones['near_overflow'] + zones['beyond']) / total)} near its end or beyond."
+        f"{share((zones['near_overflow'] + zones['beyond']) / total)} near overflow or above."
     )
 
 
-def _alt_of_steps(facts: RunSummary) -> str:
-    samples = facts.evidence.samples
+def _alt_of_exponents_over_steps(summary: RunSummary) -> str:
+    samples = summary.metrics.samples
     if not samples:
         return "Empty: no gradients were sampled."
     return (
@@ -92,23 +92,23 @@ def _alt_of_steps(facts: RunSummary) -> str:
     )
 
 
-def _alt_of_what_if(facts: RunSummary) -> str:
-    if facts.evidence.curve is None:
+def _alt_of_what_if(summary: RunSummary) -> str:
+    if summary.metrics.curve is None:
         return "Empty: there is no sample of finite gradients."
-    return f"The share of gradient elements lost at every loss scale. {facts.other_scales.note}"
+    return f"The share of gradient elements lost at every loss scale. {summary.other_scales.note}"
 
 
-def _alt_of_overflows(facts: RunSummary) -> str:
-    path, part = facts.evidence.main_overflow_origin
+def _alt_of_overflowing_variables(summary: RunSummary) -> str:
+    path, part = summary.metrics.main_overflow_origin
     if not path:
-        return "Empty: no variable is known to have overflowed."
-    return f"Skipped steps by variable; {path} was to blame in {share(part)} of those with a finite loss."
+        return "Empty: no overflow of a variable was recorded."
+    return f"Skipped steps by variable; {path} was the overflow origin in {share(part)} of those with a finite loss."
 
 
 _ALTS: dict[str, Callable[[RunSummary], str]] = {
-    "loss_scale": _alt_of_scale,
-    "gradient_exponents": _alt_of_exponents,
-    "exponents_over_steps": _alt_of_steps,
+    "loss_scale": _alt_of_loss_scale,
+    "gradient_exponents": _alt_of_gradient_exponents,
+    "exponents_over_steps": _alt_of_exponents_over_steps,
     "what_if": _alt_of_what_if,
-    "overflowing_variables": _alt_of_overflows,
+    "overflowing_variables": _alt_of_overflowing_variables,
 }

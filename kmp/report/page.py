@@ -1,4 +1,4 @@
-"""The HTML report, and loading the runs that it shows."""
+"""Loads runs and writes them as an HTML report."""
 
 import os
 from collections import Counter
@@ -11,23 +11,23 @@ from rich.console import RenderableType
 from kmp.records import FILE_NAME, Run, load_run
 from kmp.report import figures, terminal
 from kmp.report.run_summary import RunSummary, code_lines, comparison
-from kmp.utils import atomic_files, unique
+from kmp.utils import atomic_files, unique_names
 
 PathLike = str | os.PathLike[str]
 
 
 def load(paths: Sequence[PathLike]) -> dict[str, Run]:
-    """Reads logs and names each run by its folder, with the folder above it where two share a name.
+    """Reads logs and names each run after its folder, with parent folders if two runs share a name.
 
     Args:
-        paths: Each a `.jsonl` file, or a `log_dir` that holds `kmp.jsonl`.
+        paths: Each a `.jsonl` file, or a `log_dir` that contains `kmp.jsonl`.
 
     Returns:
         The runs by name, in the order of `paths`.
 
     Raises:
         FileNotFoundError: If there is no log.
-        ValueError: If a log is not one that this version of kmp reads.
+        ValueError: If this version of kmp cannot read a log.
 
     Example:
     >>> import tempfile
@@ -43,33 +43,36 @@ def load(paths: Sequence[PathLike]) -> dict[str, Run]:
 
 
 def summary(runs: Mapping[str, Run]) -> RenderableType:
-    """Returns what to print with `rich`: verdict, findings and counts; of several runs, a comparison.
+    """Returns a summary to print with `rich`: verdict, findings and counts, or a comparison of several runs.
 
     Args:
         runs: Runs by name, at least one.
+
+    Returns:
+        A renderable for `rich.print`.
 
     Example:
     >>> import rich
     >>> rich.print(summary({"first": Run([{"step": 9}])}))  # doctest: +ELLIPSIS
     first: 9 steps
-    No step of 9 was skipped. No gradients were sampled, so underflow is not known.
+    0 of 9 steps were skipped. No gradients were sampled, so underflow is unknown.
     ...
     """
-    return terminal.render(_facts(runs))
+    return terminal.render(_summaries(runs))
 
 
 def html(runs: Mapping[str, Run]) -> str:
-    """Returns a page that holds all it shows: verdict, findings, pictures, tables and settings.
+    """Returns a self-contained HTML page: verdict, findings, figures, tables and settings.
 
     Args:
         runs: Runs by name, at least one.
 
     Example:
-    >>> "No step of 9 was skipped." in html({"first": Run([{"step": 9}])})
+    >>> "0 of 9 steps were skipped." in html({"first": Run([{"step": 9}])})
     True
     """
-    facts = _facts(runs)
-    pictures = {each.name: figures.pictures(each) for each in facts}
+    summaries = _summaries(runs)
+    figures_by_run = {run.name: figures.figures(run) for run in summaries}
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -77,15 +80,19 @@ def html(runs: Mapping[str, Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    compared = figures.COMPARED if len(facts) > 1 else ()
+    compared = figures.COMPARED if len(summaries) > 1 else ()
     page = environment.get_template("report.html.jinja").render(
-        runs=facts, pictures=pictures, compared=compared, comparison=comparison(facts), code_lines=code_lines
+        runs=summaries,
+        figures=figures_by_run,
+        compared=compared,
+        comparison=comparison(summaries),
+        code_lines=code_lines,
     )
     return page.strip() + "\n"
 
 
 def write(runs: Mapping[str, Run], path: PathLike) -> Path:
-    """Writes the page, whole or not at all; makes the folder if there is none.
+    """Writes the page atomically, and creates its folder if needed.
 
     Args:
         runs: Runs by name, at least one.
@@ -95,7 +102,7 @@ def write(runs: Mapping[str, Run], path: PathLike) -> Path:
         `path`, as a `Path`.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If the file cannot be written.
 
     Example:
     >>> import tempfile
@@ -106,31 +113,33 @@ def write(runs: Mapping[str, Run], path: PathLike) -> Path:
     page = html(runs)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_files.whole(file) as partial:
-            partial.write_text(page, encoding="utf-8")
+        with atomic_files.atomic_write(file) as temporary:
+            temporary.write_text(page, encoding="utf-8")
     except OSError as error:
         raise OSError(error.errno, f"the report cannot be written ({error.strerror or error})", str(file)) from error
     return file
 
 
-def _facts(runs: Mapping[str, Run]) -> list[RunSummary]:
+def _summaries(runs: Mapping[str, Run]) -> list[RunSummary]:
     if not runs:
         raise ValueError("`runs` must hold at least one run.")
     return [RunSummary(name, run) for name, run in runs.items()]
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Returns each run's shortest name that no other has; a run that is there twice is numbered."""
+    """Returns the shortest unique name of each run, and numbers duplicates."""
     parts = [_parts(path) for path in paths]
     names = [part[-1] for part in parts]
     for length in range(2, max(map(len, parts), default=0) + 1):
-        taken = Counter(name for name, _ in set(zip(names, parts, strict=True)))
-        names = ["/".join(part[-length:]) if taken[name] > 1 else name for name, part in zip(names, parts, strict=True)]
-    return unique(names)
+        counts = Counter(name for name, _ in set(zip(names, parts, strict=True)))
+        names = [
+            "/".join(part[-length:]) if counts[name] > 1 else name for name, part in zip(names, parts, strict=True)
+        ]
+    return unique_names(names)
 
 
 def _parts(path: Path) -> tuple[str, ...]:
-    """Returns the path's parts without what every log has: the file's usual name, or its suffix."""
+    """Returns the path's parts without the default file name, or without the file's suffix."""
     if path.name == FILE_NAME:
         path = path.parent
     elif path.is_file():

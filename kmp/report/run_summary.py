@@ -1,4 +1,4 @@
-"""What a report says of a run, in words: the numbers of its terminal summary and of its HTML file alike."""
+"""The contents of a report, as text: shared by the terminal summary and the HTML file."""
 
 import json
 import math
@@ -15,23 +15,23 @@ from kmp.utils import as_power
 
 Pairs = tuple[tuple[str, str], ...]
 
-UNKNOWN, NOT_KNOWN = "-", "not known"
-_MOST_ROWS = 40
+MISSING, UNKNOWN = "-", "unknown"
+_MAX_ROWS = 40
 _GRADIENT_COLUMNS = (
-    *("layer", "elements", "zero", "subnormal", "near overflow", "inf, nan"),
+    *("layer", "elements", "zero", "subnormal", "near overflow", "NaN, Inf"),
     *("amax", "norm", "update / weight", "updates lost"),
 )
-_NOT_SAMPLED = "No gradients were sampled; kmp.callbacks.GradientHistogram does that."
+_NOT_SAMPLED = "No gradients were sampled. Attach kmp.callbacks.GradientHistogram to sample them."
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table in words.
+    """A table of text cells.
 
     Args:
-        columns: What the columns are; the first names the rows.
+        columns: The column headings. The first column names the rows.
         rows: The rows.
-        note: How to read it, or why it is empty.
+        note: How to read the table, or why it is empty.
     """
 
     columns: tuple[str, ...]
@@ -40,7 +40,7 @@ class Table:
 
 
 class RunSummary:
-    """What there is to say of a run.
+    """Summarizes a run as texts and tables.
 
     Args:
         name: The run's name.
@@ -50,7 +50,7 @@ class RunSummary:
     def __init__(self, name: str, run: Run) -> None:
         self.name = name
         self.run = run
-        self.evidence = RunMetrics(run)
+        self.metrics = RunMetrics(run)
 
     @cached_property
     def advice(self) -> Advice:
@@ -59,55 +59,55 @@ class RunSummary:
 
     @property
     def is_known(self) -> bool:
-        """Whether the run can be judged: a finding was made, or gradients were sampled."""
-        return bool(self.advice) or self.evidence.curve is not None
+        """Whether the run can be diagnosed: it has a finding, or samples of finite gradients."""
+        return bool(self.advice) or self.metrics.curve is not None
 
     @property
-    def findings_in_words(self) -> str:
-        """How many findings there are."""
+    def findings_count(self) -> str:
+        """The number of findings, as text."""
         count = len(self.advice)
-        return f"{count} finding{'s' * (count > 1)}" if count else "no finding" if self.is_known else NOT_KNOWN
+        return f"{count} finding{'s' * (count > 1)}" if count else "no finding" if self.is_known else UNKNOWN
 
     @property
     def subtitle(self) -> str:
-        """What was trained, in a line."""
-        settings = self.evidence.settings
-        told = [settings.get("model"), settings.get("optimizer")]
-        told += [f"computed in {self.evidence.dtypes}" if "compute_dtypes" in settings else None]
-        return ", ".join([*(str(word) for word in told if word), f"{self.evidence.steps} steps"])
+        """Model, optimizer, compute dtypes and steps, in one line."""
+        settings = self.metrics.settings
+        parts = [settings.get("model"), settings.get("optimizer")]
+        parts += [f"computed in {self.metrics.dtypes}" if "compute_dtypes" in settings else None]
+        return ", ".join([*(str(part) for part in parts if part), f"{self.metrics.steps} steps"])
 
     @cached_property
     def counts(self) -> Pairs:
-        """The run in numbers, each with its name."""
-        evidence, last = self.evidence, self.run.last
+        """Named numbers of the run."""
+        metrics, last = self.metrics, self.run.last
         return (
-            ("computed in", evidence.dtypes if self.run.settings else NOT_KNOWN),
-            ("steps", str(evidence.steps)),
-            ("skipped steps", _of(evidence.overflows, evidence.steps) if self._has("overflow_count") else NOT_KNOWN),
-            ("of these with a non-finite loss", str(last("nonfinite_loss_count", NOT_KNOWN))),
+            ("computed in", metrics.dtypes if self.run.settings else UNKNOWN),
+            ("steps", str(metrics.steps)),
+            ("skipped steps", _count_of(metrics.overflows, metrics.steps) if self._has("overflow_count") else UNKNOWN),
+            ("of these with a non-finite loss", str(last("nonfinite_loss_count", UNKNOWN))),
             (
-                "last to blame",
-                str(last("overflow_origin", None) or ("none" if self._has("overflow_count") else NOT_KNOWN)),
+                "last overflow origin",
+                str(last("overflow_origin", None) or ("none" if self._has("overflow_count") else UNKNOWN)),
             ),
-            ("loss scale now", scale(evidence.scale)),
+            ("current loss scale", scale(metrics.scale)),
             ("first loss", self._loss(0)),
             ("last loss", self._loss(-1)),
-            ("gradient elements that are zero", _known(share(last("grad_zeros")))),
-            ("gradient norm", _known(number(last("grad_norm")))),
-            ("sampled steps", str(len(evidence.samples))),
+            ("gradient elements that are zero", _or_unknown(share(last("grad_zeros")))),
+            ("gradient norm", _or_unknown(number(last("grad_norm")))),
+            ("sampled steps", str(len(metrics.samples))),
         )
 
     @cached_property
     def settings(self) -> Pairs:
-        """What the run was made with, as the header of its log tells."""
-        plain = {key: value for key, value in self.run.header.items() if key not in ("schema", "kind", "settings")}
-        told = {key: value for key, value in (plain | self.run.settings).items() if key != "float32_variables"}
-        return tuple((key, _setting(key, value)) for key, value in told.items())
+        """The settings of the run, from the header of its log."""
+        header = {key: value for key, value in self.run.header.items() if key not in ("schema", "kind", "settings")}
+        settings = {key: value for key, value in (header | self.run.settings).items() if key != "float32_variables"}
+        return tuple((key, _setting(key, value)) for key, value in settings.items())
 
     @cached_property
     def gradients(self) -> Table:
-        """The newest sample, layer by layer."""
-        sample = self.evidence.samples[-1] if self.evidence.samples else None
+        """The newest sample by layer."""
+        sample = self.metrics.samples[-1] if self.metrics.samples else None
         if sample is None or not len(sample):
             return Table((), (), _NOT_SAMPLED)
         layers, updates = sample.by_layer(), self._updates
@@ -117,28 +117,28 @@ class RunSummary:
         ]
         return Table(
             _GRADIENT_COLUMNS,
-            *_capped(
+            *_truncated(
                 rows,
-                f"Step {sample.step}, loss scale {scale(sample.loss_scale)}. Of the loss-scaled gradient: subnormal in "
-                "float16 is below 2^-14, near overflow from 2^13 on, amax the largest magnitude. Norm: without the "
-                f"scale. Updates, {self._updates_step}: norm over that of the weights, and the share of changes below "
-                "2^-11 of their weight, most of which a float16 weight would not hold.",
+                f"Step {sample.step}, loss scale {scale(sample.loss_scale)}. Of the loss-scaled gradient: subnormal is "
+                "below 2^-14, near overflow is 2^13 and above, and amax is the largest magnitude. The norm is of the "
+                f"unscaled gradient. Updates ({self._updates_step}): their norm over that of the weights, and the "
+                "share of updates below 2^-11 of their weight, most of which a float16 weight would lose.",
             ),
         )
 
     @cached_property
     def _updates(self) -> dict[str, tuple[str, str]]:
-        """By layer, what the newest measured update was; the updates of most samples are not measured."""
+        """Norm ratio and lost share of the newest measured update, by layer. Most samples do not measure updates."""
         measured = self._newest_update
         if measured is None:
             return {}
         layers = measured.by_layer()
         parts = zip(layers.names, layers.update_ratio, layers.lost_updates, layers.updates, strict=True)
-        return {name: (number(ratio), share(_part(lost, updates))) for name, ratio, lost, updates in parts}
+        return {name: (number(ratio), share(_fraction(lost, updates))) for name, ratio, lost, updates in parts}
 
     @property
     def _newest_update(self) -> GradientSample | None:
-        newest_first = reversed(self.evidence.samples)
+        newest_first = reversed(self.metrics.samples)
         return next((sample for sample in newest_first if not np.isnan(sample.update_norm).all()), None)
 
     @property
@@ -146,99 +146,102 @@ class RunSummary:
         return f"in step {self._newest_update.step}" if self._newest_update else "not measured"
 
     @cached_property
-    def blame(self) -> Table:
-        """The variables that overflowed or underflowed, and how often each was to blame."""
-        overflowed = self.run.last("overflows_by_variable", {})
-        to_blame, underflow_to_blame = self.evidence.overflow_origins, self.evidence.underflow_origins
-        counts = (to_blame, overflowed, underflow_to_blame, self.evidence.underflows)
-        columns = (overflowed, to_blame, self.evidence.underflows, underflow_to_blame)
-        names = list(dict.fromkeys(name for each in counts for name in each))
+    def overflow_and_underflow(self) -> Table:
+        """How often each variable overflowed or underflowed, and how often it was the origin."""
+        overflows, underflows = self.run.last("overflows_by_variable", {}), self.metrics.underflows
+        overflow_origins, underflow_origins = self.metrics.overflow_origins, self.metrics.underflow_origins
+        by_priority = (overflow_origins, overflows, underflow_origins, underflows)
+        columns = (overflows, overflow_origins, underflows, underflow_origins)
+        names = list(dict.fromkeys(name for counts in by_priority for name in counts))
 
-        def weight(name: str) -> tuple[float, ...]:
-            return tuple(each.get(name, 0) for each in counts)
+        def priority(name: str) -> tuple[float, ...]:
+            return tuple(counts.get(name, 0) for counts in by_priority)
 
         if not names:
-            counted = "No variable overflowed" if self._has("overflow_count") else "Overflows were not counted"
-            return Table((), (), f"{counted}, and none is known to underflow.")
-        shown = sorted(names, key=weight, reverse=True)
-        rows = [(name, *(str(each.get(name, 0)) for each in columns)) for name in shown]
+            overflow = "No variable overflowed" if self._has("overflow_count") else "Overflows were not counted"
+            return Table((), (), f"{overflow}, and no underflow was detected.")
+        names = sorted(names, key=priority, reverse=True)
+        rows = [(name, *(str(counts.get(name, 0)) for counts in columns)) for name in names]
         note = (
-            "Overflowed: steps in which its gradient was not finite. Underflowed: of "
-            f"{len(self.evidence.finite)} samples, those in which more than 5 % of its nonzero gradient elements were "
-            "subnormal in float16 or smaller, or all were zero. To blame: of these, the nearest to the "
-            "loss. A step whose loss itself was not finite blames none."
+            "Overflowed: steps in which the variable's gradient was not finite. Underflowed: of "
+            f"{len(self.metrics.finite_samples)} samples, those in which more than 5 % of its nonzero gradient "
+            "elements were subnormal in float16 or smaller, or all were zero. Origin: of these, those in which it was "
+            "the variable nearest the loss. A step with a non-finite loss has no overflow origin."
         )
-        return Table(("variable", "overflowed", "to blame", "underflowed", "to blame"), *_capped(rows, note))
+        headings = ("variable", "overflowed", "overflow origin", "underflowed", "underflow origin")
+        return Table(headings, *_truncated(rows, note))
 
     @cached_property
     def other_scales(self) -> Table:
-        """What other loss scales would do, in short."""
-        curve = self.evidence.curve
+        """Underflow, overflow and skipped steps at a few other loss scales."""
+        curve = self.metrics.curve
         if curve is None:
-            return Table((), (), f"No sample of finite gradients to work from. {_NOT_SAMPLED * (not self.run.samples)}")
-        ends = zip(("lowest recommended", "highest recommended"), curve.recommended or (), strict=False)
+            return Table((), (), f"No sample has finite gradients. {_NOT_SAMPLED * (not self.run.samples)}")
+        bounds = zip(("lowest recommended", "highest recommended"), curve.recommended or (), strict=False)
         rows = []
-        for name, exponent in (("in use", curve.in_use), *ends, ("none", 0.0)):
+        for name, exponent in (("in use", curve.in_use), *bounds, ("none", 0.0)):
             if curve.log2_scales[0] <= exponent <= curve.log2_scales[-1]:
-                at = curve.at(exponent)
-                lost = " to ".join(dict.fromkeys([share(at["underflow"]), share(at["underflow_bound"])]))
-                rows.append((f"{name}: {scale(2.0**exponent)}", lost, share(at["overflow"]), share(at["skipped"])))
+                shares = {key: share(value) for key, value in curve.at(exponent).items()}
+                underflow = " to ".join(dict.fromkeys([shares["underflow"], shares["underflow_bound"]]))
+                rows.append((f"{name}: {scale(2.0**exponent)}", underflow, shares["overflow"], shares["skipped"]))
         return Table(("loss scale", "underflow", "overflow", "steps skipped"), tuple(rows), self._what_if_note())
 
     def _what_if_note(self) -> str:
-        curve = self.evidence.curve
+        curve = self.metrics.curve
         assert curve is not None
-        ends = curve.recommended
-        advised = f"Recommended: {scale(2.0 ** ends[0])} to {scale(2.0 ** ends[1])}." if ends else "No scale fits all."
+        advice = "No scale is recommended."
+        if curve.recommended:
+            low, high = curve.recommended
+            advice = f"Recommended: {scale(2.0**low)} to {scale(2.0**high)}."
         source = (
             "Measured with a float32 reference pass."
             if curve.is_measured
-            else "Worked out from the sampled gradients: above the scale in use it is an extrapolation, and zeros that "
-            "float16 may have flushed make the higher figure."
+            else "Computed from the sampled gradients: values above the scale in use are extrapolated, and the upper "
+            "bound of a range counts all zeros as flushed by float16."
         )
-        return f"{advised} Shares of gradient elements, were they float16 at that scale. {source}"
+        return f"{advice} Shares of gradient elements if they were float16 at that scale. {source}"
 
-    def _loss(self, place: int) -> str:
+    def _loss(self, index: int) -> str:
         losses = self.run.series("last_loss")[1]
         if not losses.size:
-            return NOT_KNOWN
-        return number(losses[place]) if math.isfinite(losses[place]) else "inf or nan"
+            return UNKNOWN
+        return number(losses[index]) if math.isfinite(losses[index]) else "NaN or Inf"
 
     def _has(self, key: str) -> bool:
         return self.run.last(key) is not None
 
 
 def comparison(runs: Sequence[RunSummary]) -> Table:
-    """Returns the counts of several runs side by side, a column each."""
+    """Returns the counts of several runs, one column per run."""
     names = [name for name, _ in runs[0].counts]
-    rows = [(name, *(dict(facts.counts)[name] for facts in runs)) for name in names]
-    rows.append(("findings", *(facts.findings_in_words for facts in runs)))
-    return Table(("", *(facts.name for facts in runs)), tuple(rows), "")
+    rows = [(name, *(dict(summary.counts)[name] for summary in runs)) for name in names]
+    rows.append(("findings", *(summary.findings_count for summary in runs)))
+    return Table(("", *(summary.name for summary in runs)), tuple(rows), "")
 
 
 def code_lines(change: str) -> tuple[str, ...]:
-    """Returns a line of code, and its comment on a line of its own: together they are too wide for a screen."""
+    """Returns a line of code and its trailing comment as separate lines, so that they fit a narrow screen."""
     code, _, comment = change.partition("  # ")
     return (code, f"# {comment}") if comment else (code,)
 
 
 def share(value: float | None) -> str:
-    """Returns a share in percent; one that is not quite nothing or all is not rounded to it."""
+    """Returns a share in percent. Small and large shares are not rounded to 0 % or 100 %."""
     if value is None or math.isnan(value):
-        return UNKNOWN
+        return MISSING
     if 0 < value < 0.0005:
         return "<0.1%"
     return ">99.9%" if 0.9995 <= value < 1 else f"{value:.1%}".replace(".0%", "%")
 
 
 def number(value: float | None) -> str:
-    """Returns a number with three digits."""
-    return UNKNOWN if value is None else f"{value:.3g}"
+    """Returns a number with three significant digits."""
+    return MISSING if value is None else f"{value:.3g}"
 
 
 def scale(value: float) -> str:
-    """Returns a loss scale as a power of two where it is one."""
-    return NOT_KNOWN if math.isnan(value) else as_power(value)
+    """Returns a loss scale, as a power of two if it is one."""
+    return UNKNOWN if math.isnan(value) else as_power(value)
 
 
 def _zones(histogram: ExponentHistogram) -> tuple[str, ...]:
@@ -249,25 +252,25 @@ def _zones(histogram: ExponentHistogram) -> tuple[str, ...]:
         ("near_overflow", "beyond"),
         ("inf", "nan"),
     )
-    return (f"{total:,}", *(share(_part(sum(zones[name] for name in group), total)) for group in groups))
+    return (f"{total:,}", *(share(_fraction(sum(zones[name] for name in group), total)) for group in groups))
 
 
-def _part(count: float, total: float) -> float | None:
+def _fraction(count: float, total: float) -> float | None:
     return count / total if total else None
 
 
-def _known(text: str) -> str:
-    return NOT_KNOWN if text == UNKNOWN else text
+def _or_unknown(text: str) -> str:
+    return UNKNOWN if text == MISSING else text
 
 
-def _of(count: int, total: int) -> str:
-    return f"{count} ({share(_part(count, total))})" if count else "0"
+def _count_of(count: int, total: int) -> str:
+    return f"{count} ({share(_fraction(count, total))})" if count else "0"
 
 
-def _capped(rows: Sequence[tuple[str, ...]], note: str) -> tuple[tuple[tuple[str, ...], ...], str]:
-    """Returns the first rows, and the note with how many were left out."""
-    left = len(rows) - _MOST_ROWS
-    return tuple(rows[:_MOST_ROWS]), f"{note} {left} more are not shown." if left > 0 else note
+def _truncated(rows: Sequence[tuple[str, ...]], note: str) -> tuple[tuple[tuple[str, ...], ...], str]:
+    """Returns the first rows, and the note with the number of omitted rows."""
+    omitted = len(rows) - _MAX_ROWS
+    return tuple(rows[:_MAX_ROWS]), f"{note} {omitted} more are not shown." if omitted > 0 else note
 
 
 def _setting(key: str, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""A report in the terminal."""
+"""Renders a report for the terminal."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,52 +10,52 @@ from rich.text import Text
 from kmp.advice import Finding
 from kmp.report.run_summary import RunSummary, Table, code_lines, comparison
 
-_SIDE_BY_SIDE = 3  # columns of runs that 80 characters hold
+_RUNS_PER_TABLE = 3  # columns that fit into 80 characters
 
 
 def render(runs: Sequence[RunSummary]) -> RenderableType:
-    """Returns one run's verdict, findings and counts, or those of several, compared."""
-    return Group(*(_several(runs) if len(runs) > 1 else _one(runs[0])))
+    """Returns the verdict, findings and counts of one run, or a comparison of several."""
+    return Group(*(_comparison(runs) if len(runs) > 1 else _single_run(runs[0])))
 
 
-def _one(facts: RunSummary) -> Iterator[RenderableType]:
-    yield Text.assemble((facts.name, "bold cyan"), f": {facts.subtitle}")
-    yield Text(facts.advice.verdict, "bold")
-    yield from _findings(facts)
+def _single_run(summary: RunSummary) -> Iterator[RenderableType]:
+    yield Text.assemble((summary.name, "bold cyan"), f": {summary.subtitle}")
+    yield Text(summary.advice.verdict, "bold")
+    yield from _findings(summary)
     yield Text()
-    yield _table(Table(("", ""), facts.counts, ""))
-    if facts.other_scales.rows:
+    yield _table(Table(("", ""), summary.counts, ""))
+    if summary.other_scales.rows:
         yield Text()
-        yield _table(facts.other_scales)
-    yield Text(facts.other_scales.note)
+        yield _table(summary.other_scales)
+    yield Text(summary.other_scales.note)
 
 
-def _several(runs: Sequence[RunSummary]) -> Iterator[RenderableType]:
-    for facts in runs:
-        yield Text.assemble((facts.name, "bold cyan"), f": {facts.subtitle}")
-        yield Padding(Text(facts.advice.verdict, "bold"), (0, 0, 0, 2))
-    for start in range(0, len(runs), _SIDE_BY_SIDE):
+def _comparison(runs: Sequence[RunSummary]) -> Iterator[RenderableType]:
+    for summary in runs:
+        yield Text.assemble((summary.name, "bold cyan"), f": {summary.subtitle}")
+        yield Padding(Text(summary.advice.verdict, "bold"), (0, 0, 0, 2))
+    for start in range(0, len(runs), _RUNS_PER_TABLE):
         yield Text()
-        yield _table(comparison(runs[start : start + _SIDE_BY_SIDE]))
-    for facts in runs:
-        if facts.advice:
+        yield _table(comparison(runs[start : start + _RUNS_PER_TABLE]))
+    for summary in runs:
+        if summary.advice:
             yield Text()
-            yield Text(f"What was found in {facts.name}", "bold cyan")
-            yield from _findings(facts)
+            yield Text(f"Findings in {summary.name}", "bold cyan")
+            yield from _findings(summary)
 
 
-def _findings(facts: RunSummary) -> Iterator[RenderableType]:
-    for place, finding in enumerate(facts.advice, 1):
+def _findings(summary: RunSummary) -> Iterator[RenderableType]:
+    for number, finding in enumerate(summary.advice, 1):
         yield Text()
-        yield from _finding(place, finding)
+        yield from _finding(number, finding)
 
 
-def _finding(place: int, finding: Finding) -> Iterator[RenderableType]:
+def _finding(number: int, finding: Finding) -> Iterator[RenderableType]:
     grid = RichTable.grid(padding=(0, 1))
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(overflow="fold")
-    grid.add_row(f"{place}.", Text(finding.title, "bold"))
-    grid.add_row("", Text(f"RunMetrics: {finding.evidence}"))
+    grid.add_row(f"{number}.", Text(finding.title, "bold"))
+    grid.add_row("", Text(f"Evidence: {finding.evidence}"))
     grid.add_row("", "Change:")
     for line in code_lines(finding.change):
         grid.add_row("", Padding(Text(line, "green"), (0, 0, 0, 2)))
@@ -63,9 +63,11 @@ def _finding(place: int, finding: Finding) -> Iterator[RenderableType]:
 
 
 def _table(table: Table) -> RichTable:
-    shown = RichTable(box=None, padding=(0, 2, 0, 0), show_header=any(table.columns), pad_edge=False)
-    for place, name in enumerate(table.columns):
-        shown.add_column(Text(name), overflow="fold", justify="right" if place and len(table.columns) > 2 else "left")
+    rendered = RichTable(box=None, padding=(0, 2, 0, 0), show_header=any(table.columns), pad_edge=False)
+    for index, name in enumerate(table.columns):
+        rendered.add_column(
+            Text(name), overflow="fold", justify="right" if index and len(table.columns) > 2 else "left"
+        )
     for row in table.rows:
-        shown.add_row(*map(Text, row))
-    return shown
+        rendered.add_row(*map(Text, row))
+    return rendered

@@ -1,4 +1,4 @@
-"""Sick models, each planted with one cause, trained for real; and what is told of readings made by hand."""
+"""Trains models that each have one defect and diagnoses them; diagnoses hand-written records."""
 
 import keras
 import numpy as np
@@ -24,7 +24,7 @@ def data(rows=640):
 
 
 def trained(optimizer=None, x=None, layers=list, every_n_steps=100, callbacks=list, **scale):
-    """Trains a small classifier for 60 steps, and returns what its callbacks read."""
+    """Trains a small classifier for 60 steps and returns the run."""
     inputs, labels = data()
     with kmp.enable(**scale):
         dense = keras.layers.Dense
@@ -32,53 +32,57 @@ def trained(optimizer=None, x=None, layers=list, every_n_steps=100, callbacks=li
             [keras.Input((16,)), *layers(), dense(64, "relu"), dense(64, "relu"), dense(2), kmp.layers.Softmax()]
         )
         model.compile(optimizer or keras.optimizers.Adam(1e-3), "sparse_categorical_crossentropy")
-        readers = [*kmp.callbacks.defaults(every_n_steps=every_n_steps, on_stuck="ignore"), *callbacks()]
-        for reader in readers:
-            reader.run = readers[0].run
-        model.fit(inputs if x is None else x, labels, batch_size=32, epochs=3, verbose=0, callbacks=readers)
-    return readers[0].run
+        recorders = [*kmp.callbacks.defaults(every_n_steps=every_n_steps, on_stuck="ignore"), *callbacks()]
+        for recorder in recorders:
+            recorder.monitor = recorders[0].monitor
+        model.fit(inputs if x is None else x, labels, batch_size=32, epochs=3, verbose=0, callbacks=recorders)
+    return recorders[0].run
 
 
-def probe():
+def forward_probe():
     return [kmp.callbacks.ForwardProbe()]
 
 
-def corrupt():
+def x_with_nan():
     x = data()[0]
     x[[70, 400]] = np.nan
     return x
 
 
-def constant_rows():
+def x_with_constant_rows():
     x = data()[0]
     x[::30] = 0.0
     return x
 
 
-SICK = {
+DEFECTS = {
     "too large a fixed scale": ({"loss_scale": 2.0**24}, "scale_too_large", "loss_scale="),
     "too small a fixed scale": ({"loss_scale": 2.0**-10}, "scale_too_small", "loss_scale=2.0**"),
     "too small an initial scale": ({"initial_scale": 2.0**-10}, "scale_too_small", "initial_scale=2.0**"),
-    "a corrupt batch": ({"x": corrupt(), "callbacks": probe}, "data", "np.isfinite(x)"),
-    "a corrupt batch, not probed": ({"x": corrupt()}, "loss", "kmp.callbacks.ForwardProbe()"),
-    "an epsilon that vanishes": (
-        {"x": constant_rows(), "layers": lambda: [Normalize(name="fragile")], "callbacks": probe},
+    "a corrupt batch": ({"x": x_with_nan(), "callbacks": forward_probe}, "data", "np.isfinite(x)"),
+    "a corrupt batch, not probed": ({"x": x_with_nan()}, "loss", "kmp.callbacks.ForwardProbe()"),
+    "an epsilon that rounds to zero": (
+        {"x": x_with_constant_rows(), "layers": lambda: [Normalize(name="normalize")], "callbacks": forward_probe},
         "layer",
-        "kmp.layers.Float32(layer)  # the layer 'fragile'",
+        "kmp.layers.Float32(layer)  # the layer 'normalize'",
     ),
     "an exploding learning rate": ({"optimizer": keras.optimizers.SGD(1e4)}, "exploding", "learning_rate="),
     "an exploding learning rate, probed": (
-        {"optimizer": keras.optimizers.Adam(30.0), "callbacks": probe},
+        {"optimizer": keras.optimizers.Adam(30.0), "callbacks": forward_probe},
         "exploding",
         "learning_rate=",
     ),
-    "an explosion that ends at chance": ({"optimizer": keras.optimizers.SGD(30.0)}, "exploding", "SGD(learning_rate="),
-    "a scale that is capped too low": (
+    "a divergence that ends at chance level": (
+        {"optimizer": keras.optimizers.SGD(30.0)},
+        "exploding",
+        "SGD(learning_rate=",
+    ),
+    "too small a maximum scale": (
         {"initial_scale": 2.0**-10, "max_scale": 2.0**-9},
         "scale_too_small",
         "max_scale=2.0**127",
     ),
-    "growth too eager": (
+    "too small a growth interval": (
         {"growth_interval": 3, "initial_scale": 2.0**20},
         "growth_interval_too_small",
         "growth_interval=2000",
@@ -87,9 +91,9 @@ SICK = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SICK)
-def test_cause_of_a_sick_model_is_ranked_first(name):
-    arguments, cause, change = SICK[name]
+@pytest.mark.parametrize("name", DEFECTS)
+def test_cause_of_a_defect_is_ranked_first(name):
+    arguments, cause, change = DEFECTS[name]
     advice = kmp.advise(trained(**arguments))
     assert advice[0].cause == cause, str(advice)
     assert change in advice[0].change
@@ -101,10 +105,10 @@ def test_cause_of_a_sick_model_is_ranked_first(name):
 @pytest.mark.parametrize("every_n_steps", [5, 100])
 @pytest.mark.parametrize("optimizer", [{"class_name": "Adam", "config": {}}, {"class_name": "SGD", "config": {}}])
 def test_healthy_model_has_no_finding(every_n_steps, optimizer):
-    run = trained(keras.optimizers.get(optimizer), every_n_steps=every_n_steps, callbacks=probe)
+    run = trained(keras.optimizers.get(optimizer), every_n_steps=every_n_steps, callbacks=forward_probe)
     advice = kmp.advise(run)
     assert list(advice) == []
-    assert advice.verdict.startswith("float16 costs nothing here: no step of 60 was skipped")
+    assert advice.verdict.startswith("float16 does not hurt this run: 0 of 60 steps were skipped")
 
 
 def run_of(*rows, **settings):
@@ -114,7 +118,7 @@ def run_of(*rows, **settings):
 DYNAMIC = {"rule": "DynamicScale", "initial_scale": 2.0**15, "growth_interval": 2000, "compute_dtypes": ["float16"]}
 
 
-def test_backward_pass_that_no_scale_helps_is_told_with_its_culprit():
+def test_overflows_at_every_loss_scale_are_reported_with_their_origin():
     row = {
         "step": 40,
         "overflow_count": 39,
@@ -123,14 +127,15 @@ def test_backward_pass_that_no_scale_helps_is_told_with_its_culprit():
         "loss_scale": 2.0**-14,
         "overflow_origins_by_variable": {"net/a/kernel": 38, "net/b/kernel": 1},
     }
-    found = kmp.advise(run_of(row, **DYNAMIC))[0]
-    assert found.cause == "layer"
-    assert "net/a/kernel was to blame in 97%" in found.evidence
-    assert "down to a scale of 2^-14" in found.evidence
+    finding = kmp.advise(run_of(row, **DYNAMIC))[0]
+    assert finding.cause == "layer"
+    assert finding.title == "Gradients near net/a/kernel overflow at every loss scale."
+    assert "net/a/kernel was the overflow origin in 97%" in finding.evidence
+    assert "down to a loss scale of 2^-14" in finding.evidence
 
 
-def test_tiny_gradients_of_a_layer_in_float32_are_no_finding():
-    def verdicts(make_head):
+def test_tiny_gradients_of_a_float32_layer_are_not_reported():
+    def run_and_causes(make_head):
         with kmp.enable(loss_scale=1.0):
             inputs = keras.Input((4,))
             hidden = keras.layers.Dense(4)(inputs)
@@ -140,14 +145,14 @@ def test_tiny_gradients_of_a_layer_in_float32_are_no_finding():
             model.fit(np.ones((64, 4)), [np.ones((64, 1)), np.ones((64, 8))], callbacks=callbacks, verbose=0)
         return callbacks[0].run, [finding.cause for finding in kmp.advise(callbacks[0].run)]
 
-    run, causes = verdicts(lambda: keras.layers.Dense(8))
+    run, causes = run_and_causes(lambda: keras.layers.Dense(8))
     assert "scale_too_small" in causes
     assert len(run.settings["float32_variables"]) == 2
-    run, causes = verdicts(lambda: kmp.layers.Float32(keras.layers.Dense(8)))
+    run, causes = run_and_causes(lambda: kmp.layers.Float32(keras.layers.Dense(8)))
     assert causes == []
 
 
-def test_one_layer_that_keeps_the_scale_too_low_for_the_others_is_told():
+def test_layer_that_keeps_the_scale_too_low_for_the_others_is_reported():
     with kmp.enable(initial_scale=16.0, growth_interval=1000):
         inputs = keras.Input((4,))
         outputs = [keras.layers.Dense(1, name="large")(inputs), keras.layers.Dense(32, name="small")(inputs)]
@@ -159,41 +164,48 @@ def test_one_layer_that_keeps_the_scale_too_low_for_the_others_is_told():
     assert (finding.cause, "large/" in finding.title, "'large/" in finding.change) == ("range", True, True)
 
 
-def test_initial_scale_that_took_many_skips_to_come_down_is_told():
-    reading = {"overflow_count": 12, "overflows_in_a_row": 0, "loss_scale": 8.0, "nonfinite_loss_count": 0}
-    rows = [{"step": 100} | reading, {"step": 1000} | reading]
+def test_initial_scale_that_skipped_many_steps_is_reported():
+    record = {"overflow_count": 12, "overflows_in_a_row": 0, "loss_scale": 8.0, "nonfinite_loss_count": 0}
+    rows = [{"step": 100} | record, {"step": 1000} | record]
     advice = kmp.advise(run_of(*rows, **DYNAMIC))
     assert [finding.cause for finding in advice] == ["initial_scale"]
     assert advice[0].change == "kmp.enable(initial_scale=2.0**3)"
     assert advice[0].evidence.startswith("12 of the first 100 steps were skipped")
 
 
-def test_loss_that_grew_a_hundredfold_is_an_explosion_without_any_sample():
+def test_loss_that_rose_a_hundredfold_is_an_explosion_without_samples():
     advice = kmp.advise(run_of({"step": 50, "last_loss": 3e4, "highest_loss": 7e4, "overflow_count": 0}, **DYNAMIC))
     assert advice[0].cause == "exploding"
     assert "from 1 to 7e+04" in advice[0].evidence
 
 
-ALL_LOSSES_BAD = {
+ALL_LOSSES_NONFINITE = {
     **{"step": 60, "overflow_count": 59, "overflows_in_a_row": 59},
     **{"nonfinite_loss_count": 59, "nonfinite_losses_in_a_row": 59},
 }
 
 
-@pytest.mark.parametrize(("seen", "cause"), [("net/fragile", "layer"), ("the loss function", "loss")])
-def test_losses_that_stay_bad_are_no_explosion_without_growth(seen, cause):
-    advice = kmp.advise(run_of(ALL_LOSSES_BAD | {"nonfinite_activation": seen}, **DYNAMIC))
+@pytest.mark.parametrize(("tensor", "cause"), [("net/normalize", "layer"), ("the loss function", "loss")])
+def test_nonfinite_losses_without_a_rise_are_not_an_explosion(tensor, cause):
+    advice = kmp.advise(run_of(ALL_LOSSES_NONFINITE | {"nonfinite_activation": tensor}, **DYNAMIC))
     assert [finding.cause for finding in advice] == [cause]
 
 
-def test_losses_that_stay_bad_after_they_grew_are_an_explosion():
-    advice = kmp.advise(run_of(ALL_LOSSES_BAD | {"nonfinite_activation": "net/a", "highest_loss": 9e4}, **DYNAMIC))
+def test_nonfinite_losses_after_a_rise_are_an_explosion():
+    advice = kmp.advise(
+        run_of(ALL_LOSSES_NONFINITE | {"nonfinite_activation": "net/a", "highest_loss": 9e4}, **DYNAMIC)
+    )
     assert [finding.cause for finding in advice] == ["exploding"]
 
 
-def test_overflows_of_the_backward_pass_after_scattered_bad_losses_are_not_called_bad_losses():
-    bad = {"overflow_count": 30, "overflows_in_a_row": 15, "nonfinite_loss_count": 15, "nonfinite_losses_in_a_row": 0}
-    advice = kmp.advise(run_of({"step": 60, "highest_loss": 9e4} | bad, **DYNAMIC))
+def test_gradient_overflows_after_scattered_nonfinite_losses_are_not_counted_as_nonfinite_losses():
+    record = {
+        "overflow_count": 30,
+        "overflows_in_a_row": 15,
+        "nonfinite_loss_count": 15,
+        "nonfinite_losses_in_a_row": 0,
+    }
+    advice = kmp.advise(run_of({"step": 60, "highest_loss": 9e4} | record, **DYNAMIC))
     assert "the last 15" not in str(advice)
     assert "exploding" not in [finding.cause for finding in advice]
 
@@ -207,44 +219,44 @@ def row_of(step, scale, exponent, zeros=0, **others):
 ALL_ZERO = {"zero": 100, "inf": 0, "nan": 0, "first": 0, "counts": [], "amax": 0.0, "norm": 0.0}
 
 
-def test_what_a_lower_scale_lost_is_not_told_of_the_scale_in_use():
+def test_underflow_at_a_lower_scale_is_not_attributed_to_the_scale_in_use():
     rows = [row_of(2, 2.0**-2, -20, zeros=300), row_of(3, 2.0**-2, -20, zeros=300), row_of(50, 2.0**12, -6)]
     advice = kmp.advise(run_of(*rows, **DYNAMIC))
     assert list(advice) == []
-    assert "at the loss scale in use, 2^12, 0.0% of the gradient elements" in advice.verdict
+    assert "at the loss scale in use, 2^12, 0.0% of the nonzero gradient elements" in advice.verdict
     finding = kmp.advise(run_of(*rows[:2], **DYNAMIC))[0]
     assert finding.cause == "scale_too_small"
-    assert finding.evidence.startswith("100.0% of the sampled gradient elements")
+    assert finding.evidence.startswith("100.0% of the nonzero sampled gradient elements")
 
 
-def test_log_whose_last_scale_is_not_known_has_advice():
+def test_log_with_an_unknown_last_scale_is_diagnosed():
     verdict = kmp.advise(run_of(row_of(50, 2.0**12, -6), {"step": 60, "loss_scale": None}, **DYNAMIC)).verdict
     assert "at the loss scale in use, 2^12" in verdict
 
 
-def test_streak_of_a_log_that_does_not_tell_its_losses_apart_is_one_of_bad_losses():
-    bad = {"overflow_count": 45, "overflows_in_a_row": 20, "nonfinite_loss_count": 20, "loss_scale": 2.0**-14}
-    finding = kmp.advise(run_of({"step": 60} | bad, **DYNAMIC))[0]
+def test_streak_in_an_older_log_is_of_nonfinite_losses():
+    record = {"overflow_count": 45, "overflows_in_a_row": 20, "nonfinite_loss_count": 20, "loss_scale": 2.0**-14}
+    finding = kmp.advise(run_of({"step": 60} | record, **DYNAMIC))[0]
     assert (finding.cause, "among them the last 20" in finding.evidence) == ("loss", True)
 
 
-def test_variable_whose_gradient_was_all_zero_leaves_the_verdict_open():
+def test_all_zero_gradient_makes_the_verdict_ambiguous():
     verdict = kmp.advise(run_of(row_of(50, 2.0**12, -6, **{"net/bias": ALL_ZERO}), **DYNAMIC)).verdict
-    assert verdict.startswith("Nothing shows that float16 costs anything here")
-    assert "50.0% are exactly zero, all those of net/bias among them" in verdict
+    assert verdict.startswith("No sign that float16 hurts this run")
+    assert "50.0% are exactly zero, including all of net/bias" in verdict
 
 
-def test_reference_that_is_not_finite_is_no_evidence():
-    broken = {"net/kernel": ALL_ZERO | {"zero": 0, "nan": 100}}
-    reference = {"step": 50, "reference": {"loss_scale": 1.0, "variables": broken}}
+def test_nonfinite_reference_is_ignored():
+    nonfinite = {"net/kernel": ALL_ZERO | {"zero": 0, "nan": 100}}
+    reference = {"step": 50, "reference": {"loss_scale": 1.0, "variables": nonfinite}}
     assert list(kmp.advise(run_of(row_of(50, 2.0**12, -6, zeros=150), reference, **DYNAMIC))) == []
 
 
-def test_reference_alone_is_no_sample_of_the_scale_in_use():
-    overflown = row_of(50, 2.0**12, -6)
-    overflown["sample"]["variables"] = {"net/kernel": ALL_ZERO | {"inf": 100}}
+def test_reference_is_not_used_as_a_sample_at_the_scale_in_use():
+    overflowed = row_of(50, 2.0**12, -6)
+    overflowed["sample"]["variables"] = {"net/kernel": ALL_ZERO | {"inf": 100}}
     reference = {"step": 50, "reference": {"loss_scale": 1.0, "variables": row_of(0, 1.0, -6)["sample"]["variables"]}}
-    assert "No sampled step was finite" in kmp.advise(run_of(overflown, reference, **DYNAMIC)).verdict
+    assert "No sampled step was finite" in kmp.advise(run_of(overflowed, reference, **DYNAMIC)).verdict
 
 
 def sample_with_update(norm):
@@ -261,7 +273,7 @@ def sample_with_update(norm):
 
 
 @pytest.mark.parametrize(("norm", "causes"), [(1e-5, []), (0.2, ["exploding"])])
-def test_batches_with_a_high_loss_are_no_explosion_where_updates_are_small(norm, causes):
+def test_high_loss_with_small_updates_is_not_an_explosion(norm, causes):
     row = {"step": 60, "last_loss": 3e4, "highest_loss": 7e4, "overflow_count": 0}
     advice = kmp.advise(run_of(sample_with_update(norm), row, **DYNAMIC))
     assert [finding.cause for finding in advice] == causes
@@ -270,48 +282,48 @@ def test_batches_with_a_high_loss_are_no_explosion_where_updates_are_small(norm,
 @pytest.mark.parametrize(
     ("part", "change"), [("x", "np.isfinite(x)"), ("y", "np.isfinite(y)"), ("sample_weight", "np")]
 )
-def test_bad_data_are_checked_where_they_are(part, change):
-    bad = {"step": 40, "overflow_count": 2, "nonfinite_loss_count": 2, "nonfinite_activation": f"the batch's {part}"}
-    (found,) = kmp.advise(run_of(bad, **DYNAMIC))
-    assert found.cause == "data"
-    assert change in found.change
+def test_nonfinite_data_are_reported_with_a_check_of_that_part(part, change):
+    record = {"step": 40, "overflow_count": 2, "nonfinite_loss_count": 2, "nonfinite_activation": f"the batch's {part}"}
+    (finding,) = kmp.advise(run_of(record, **DYNAMIC))
+    assert finding.cause == "data"
+    assert change in finding.change
 
 
-def test_a_few_skipped_steps_of_a_long_run_are_no_finding():
+def test_a_few_skipped_steps_of_a_long_run_are_not_reported():
     row = {"step": 20_000, "overflow_count": 9, "overflows_in_a_row": 0, "loss_scale": 2.0**18}
     assert list(kmp.advise(run_of(row, **DYNAMIC))) == []
 
 
-def test_samples_that_all_overflowed_are_not_called_none():
-    overflown = sample_with_update(0.0)
-    overflown["sample"]["variables"]["net/kernel"]["nan"] = 1
-    run = run_of(overflown, {"step": 60, "overflow_count": 1, "loss_scale": 2.0**15}, **DYNAMIC)
+def test_overflowed_samples_are_distinguished_from_no_samples():
+    overflowed = sample_with_update(0.0)
+    overflowed["sample"]["variables"]["net/kernel"]["nan"] = 1
+    run = run_of(overflowed, {"step": 60, "overflow_count": 1, "loss_scale": 2.0**15}, **DYNAMIC)
     assert "No sampled step was finite" in kmp.advise(run).verdict
     assert "No gradients were sampled" in kmp.advise(run_of({"step": 60, "overflow_count": 1}, **DYNAMIC)).verdict
 
 
-def test_a_scale_of_one_is_called_that():
+def test_scale_of_one_is_not_written_as_a_power():
     run = trained(loss_scale=1.0, x=1e-4 * data()[0])
-    told = " ".join([kmp.advise(run).verdict, *(finding.title for finding in kmp.advise(run))])
-    assert "2^0" not in told
+    texts = " ".join([kmp.advise(run).verdict, *(finding.title for finding in kmp.advise(run))])
+    assert "2^0" not in texts
 
 
 @pytest.mark.parametrize("function", [kmp.advise, kmp.what_if])
-def test_the_path_of_a_run_is_no_run(function):
+def test_path_of_a_run_is_an_error(function):
     with pytest.raises(TypeError, match=r"`run` must be a kmp.records.Run, such as kmp.load_run.*'runs/first'"):
         function("runs/first")
 
 
-def test_empty_run_has_no_finding_and_says_so():
+def test_empty_run_has_a_verdict_and_no_finding():
     assert list(kmp.advise(Run())) == []
-    assert kmp.advise(Run()).verdict == "The run is empty: nothing was read."
+    assert kmp.advise(Run()).verdict == "The run is empty: nothing was recorded."
 
 
 def test_advice_is_printed_with_evidence_and_the_line_to_change():
-    shown = str(kmp.advise(run_of({"step": 50, "last_loss": 7e4, "highest_loss": 7e4}, **DYNAMIC)))
-    assert shown.splitlines() == [
-        "Training explodes: the updates are too large, in any number format.",
-        "1. Training explodes: the updates are too large, in any number format.",
-        "  RunMetrics: the loss went from 1 to 7e+04",
-        "  Change: keras.optimizers.Adam(learning_rate=0.1 * learning_rate)  # a tenth of what it is; or clipnorm=1.0",
+    text = str(kmp.advise(run_of({"step": 50, "last_loss": 7e4, "highest_loss": 7e4}, **DYNAMIC)))
+    assert text.splitlines() == [
+        "Training diverges: the updates are too large in any number format.",
+        "1. Training diverges: the updates are too large in any number format.",
+        "  Evidence: the loss rose from 1 to 7e+04",
+        "  Change: keras.optimizers.Adam(learning_rate=0.1 * learning_rate)  # or clipnorm=1.0",
     ]

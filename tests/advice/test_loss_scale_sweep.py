@@ -14,44 +14,44 @@ def sample(values, scale=1.0, step=1):
     finite = np.abs(values[np.isfinite(values) & (values != 0)])
     np.add.at(counts, np.frexp(finite)[1] - 1 + 150, 1)
     amax = np.array([np.abs(values).max(initial=0)])
-    one, none = np.ones(1), np.zeros(1, np.int64)
-    return GradientSample(step, scale, ("v",), counts[None], amax, one, one, one, none, none)
+    ones, zeros = np.ones(1), np.zeros(1, np.int64)
+    return GradientSample(step, scale, ("v",), counts[None], amax, ones, ones, ones, zeros, zeros)
 
 
-def test_shares_are_those_of_casting_the_gradient_at_every_scale():
+def test_shares_match_casting_the_gradient_at_every_scale():
     gradient = np.exp2(np.random.default_rng(0).uniform(-60, 10, 5000)).astype(np.float32)
     curve = what_if([sample(gradient * np.float32(2.0**6), scale=2.0**6)])
     for k in range(-18, 31):
         with np.errstate(over="ignore"):
             cast = (gradient.astype(np.float64) * 2.0**k).astype(np.float16)
         assert curve.at(k)["underflow"] == np.mean(cast == 0)
-        # The bin of 2^15 holds what rounds to 65504 and what rounds to inf.
+        # The bin of 2^15 contains values that round to 65504 and values that round to Inf.
         assert abs(curve.at(k)["overflow"] - np.mean(np.isinf(cast))) <= 0.002
         assert curve.at(k)["skipped"] == np.isinf(cast).any()
 
 
-def test_zeros_are_an_upper_bound_and_above_the_scale_in_use_the_curve_is_an_extrapolation():
+def test_zeros_are_in_the_upper_bound_and_scales_above_the_one_in_use_are_extrapolated():
     curve = what_if([sample([0, 0, 0, 1.0], scale=2.0**4)])
     assert curve.at(4) == {"underflow": 0.0, "underflow_bound": 0.75, "overflow": 0.0, "skipped": 0.0}
     assert not curve.is_measured
     assert curve.log2_scales[curve.is_extrapolated].tolist() == list(range(5, 29))
 
 
-def test_variables_of_float32_layers_do_not_count():
+def test_variables_of_float32_layers_are_ignored():
     two = {name: sample(values).to_dict()["variables"]["v"] for name, values in {"a": [2.0**-30], "b": [1.0]}.items()}
     row = {"step": 1, "sample": {"loss_scale": 1.0, "variables": two}}
 
-    def underflow(*wide):
-        return what_if(Run([row], {"settings": {"float32_variables": list(wide)}})).at(0)["underflow"]
+    def underflow(*float32_variables):
+        return what_if(Run([row], {"settings": {"float32_variables": list(float32_variables)}})).at(0)["underflow"]
 
     assert (underflow(), underflow("a"), underflow("b")) == (0.5, 0.0, 1.0)
-    assert underflow("a", "b") == 0.5  # a float32 run: what would float16 take?
+    assert underflow("a", "b") == 0.5  # in a float32 run all variables count
 
 
-def test_float32_reference_is_no_bound_and_no_extrapolation():
+def test_float32_reference_makes_the_curve_exact():
     rows = [
-        {"step": 1, key: made.to_dict()}
-        for key, made in (
+        {"step": 1, key: taken.to_dict()}
+        for key, taken in (
             ("sample", sample([0, 0, 0, 1.0], scale=2.0**4)),
             ("reference", sample([0, 0, 2.0**-40, 2.0**-4])),
         )
@@ -64,41 +64,41 @@ def test_float32_reference_is_no_bound_and_no_extrapolation():
     assert curve.at(16)["underflow"] == 0.0
 
 
-def test_references_that_overflowed_do_not_hide_the_samples():
+def test_overflowed_references_are_ignored():
     rows = [{"step": 1, "sample": sample([1.0, 0.0]).to_dict()}, {"step": 2, "reference": sample([np.inf]).to_dict()}]
     curve = what_if(Run(rows))
     assert not curve.is_measured
     assert curve.at(0)["underflow_bound"] == 0.5
 
 
-def test_recommended_range_reaches_from_underflow_to_a_bit_below_overflow():
+def test_recommended_range_extends_from_underflow_to_one_bit_below_overflow():
     curve = what_if([sample([2.0**-30, 2.0**-10])])
-    assert curve.recommended == (5, 24)  # 2^-30 times 2^5 is 2^-25 and above; 2^-10 times 2^24 is 2^14
+    assert curve.recommended == (5, 24)  # 2^-30 times 2^5 is 2^-25; 2^-10 times 2^24 is 2^14
     assert curve.at(4)["underflow"] == 0.5
     assert curve.at(26)["skipped"] == 1.0
 
 
-def test_gradients_that_span_too_much_have_no_recommended_scale():
+def test_gradients_with_too_wide_a_range_have_no_recommended_scale():
     assert what_if([sample([2.0**-60, 2.0**-10])]).recommended is None
 
 
-def test_sample_that_overflowed_is_known_to_overflow_from_its_scale_on():
+def test_overflowed_sample_counts_as_skipped_at_its_scale_and_above():
     curve = what_if([sample([1.0], scale=2.0**4), sample([math.inf], scale=2.0**8), sample([1.0], scale=2.0**4)])
     assert [curve.at(k)["skipped"] for k in (7, 8)] == [0.0, 1 / 3]
 
 
 @pytest.mark.parametrize("samples", [[], [sample([])], [sample([math.nan, 1.0])]])
-def test_no_finite_gradient_is_an_error_that_says_so(samples):
+def test_samples_without_finite_gradients_are_an_error(samples):
     with pytest.raises(ValueError, match="no sample of finite gradients"):
         what_if(samples)
 
 
-def test_gradients_that_are_all_zero_have_a_curve_and_no_recommendation():
+def test_all_zero_gradients_have_a_curve_and_no_recommended_scale():
     curve = what_if([sample([0.0, 0.0])])
     assert curve.at(0) == {"underflow": 0.0, "underflow_bound": 1.0, "overflow": 0.0, "skipped": 0.0}
     assert curve.recommended is None
 
 
-def test_smallest_and_largest_scales_stay_within_float32():
+def test_scales_stay_within_the_range_of_float32():
     assert what_if([sample([1.0], scale=2.0**127)]).log2_scales[-1] == 127
     assert what_if([sample([1.0], scale=2.0**-126)]).log2_scales[0] == -126

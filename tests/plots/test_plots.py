@@ -21,11 +21,11 @@ def close_figures():
 
 
 def counted(**bins):
-    """Counts from `e<exponent>` (a minus is an `m`), `zero`, `inf` and `nan`."""
-    places = {"zero": 0, "inf": INF_BIN, "nan": NAN_BIN}
+    """Returns counts by bin. The keywords are `e<exponent>` (`m` for a minus sign), `zero`, `inf` and `nan`."""
+    indices = {"zero": 0, "inf": INF_BIN, "nan": NAN_BIN}
     counts = np.zeros(BIN_COUNT, np.int64)
     for name, count in bins.items():
-        counts[places[name] if name in places else 150 + int(name[1:].replace("m", "-"))] = count
+        counts[indices[name] if name in indices else 150 + int(name[1:].replace("m", "-"))] = count
     return counts
 
 
@@ -35,19 +35,21 @@ def histogram(scale=2.0**10, unscaled=None, **bins):
 
 
 def sample(step, scale=8.0, amax=8.0, **bins):
-    ones, none = np.ones(1), np.zeros(1, np.int64)
+    ones, zeros = np.ones(1), np.zeros(1, np.int64)
     counts = counted(**(bins or {"zero": 20, "em20": 60, "e3": 20}))[None]
-    data = GradientSample(step, scale, ("m/kernel",), counts, np.array([amax]), ones, ones, ones, none, none).to_dict()
+    data = GradientSample(
+        step, scale, ("m/kernel",), counts, np.array([amax]), ones, ones, ones, zeros, zeros
+    ).to_dict()
     return {"step": step, "sample": data}
 
 
-def extent(ax, label):
+def nonempty_exponents(ax, label):
     patch = next(p for p in ax.patches if p.get_label().startswith(label))
-    filled = patch.get_data().values > 0
-    return patch.get_data().edges[:-1][filled].tolist()
+    is_nonempty = patch.get_data().values > 0
+    return patch.get_data().edges[:-1][is_nonempty].tolist()
 
 
-def legend(ax):
+def legend_labels(ax):
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
@@ -55,76 +57,76 @@ def line(ax, label):
     return next(line for line in ax.lines if line.get_label().startswith(label))
 
 
-def sentences(ax):
+def texts_in(ax):
     return [text.get_text() for text in ax.texts]
 
 
-def test_gradient_exponents_draws_the_counts_at_their_exponents_with_and_without_scale():
+def test_gradient_exponents_draws_counts_with_and_without_the_loss_scale():
     ax = plots.gradient_exponents(histogram())
-    assert extent(ax, "gradient times loss scale $2^{10}$") == [-20, 3]
-    assert extent(ax, "gradient without the loss scale") == [-30, -7]
-    assert "25.0% are zero" in legend(ax)[1]
+    assert nonempty_exponents(ax, "gradient times loss scale $2^{10}$") == [-20, 3]
+    assert nonempty_exponents(ax, "gradient without the loss scale") == [-30, -7]
+    assert "25.0% are zero" in legend_labels(ax)[1]
     assert "log2 |g|" in ax.get_xlabel()
     assert ax.get_ylabel() == "gradient elements"
     assert "step 7" in ax.get_title(loc="left")
     assert ax.get_yscale() == "log"
 
 
-def test_gradient_exponents_shades_where_float16_ends():
+def test_gradient_exponents_shades_the_limits_of_float16():
     ax = plots.gradient_exponents(histogram())
     low, high = ax.get_xlim()
     assert low < -30
     assert high > 16
     zones = {"zero (below $2^{-25}$)", "subnormal", "float16's normal range", "within 3 bits of overflow", "overflow"}
-    assert set(sentences(ax)) == zones
+    assert set(texts_in(ax)) == zones
     shaded = [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in ax.patches if hasattr(patch, "get_x")]
     assert shaded == [(low, -25), (-25, -14), (13, 16), (16, high)]
 
 
-def test_names_of_zones_stand_upright_where_they_do_not_fit():
+def test_zone_labels_are_vertical_where_they_do_not_fit():
     rotations = {text.get_text(): text.get_rotation() for text in plots.gradient_exponents(histogram()).texts}
     assert rotations["float16's normal range"] == 0
     assert rotations["within 3 bits of overflow"] == 90
 
 
-def test_a_scale_of_one_is_drawn_once():
+def test_gradient_with_a_scale_of_one_is_drawn_once():
     ax = plots.gradient_exponents(histogram(scale=1.0))
-    assert extent(ax, "gradient (loss scale 1)") == [-20, 3]
-    assert len(legend(ax)) == 1
+    assert nonempty_exponents(ax, "gradient (loss scale 1)") == [-20, 3]
+    assert len(legend_labels(ax)) == 1
 
 
-def test_without_unscaled_counts_a_scale_that_is_no_power_of_two_is_drawn_with_the_scale_only():
+def test_unscaled_gradient_is_omitted_if_it_is_unknown():
     ax = plots.gradient_exponents(histogram(scale=20000.0))
-    assert legend(ax) == ["gradient times loss scale 20,000; 25.0% are zero"]
+    assert legend_labels(ax) == ["gradient times loss scale 20,000; 25.0% are zero"]
 
 
-def test_unscaled_counts_are_drawn_as_they_were_counted():
+def test_recorded_unscaled_counts_are_drawn():
     ax = plots.gradient_exponents(histogram(scale=20000.0, unscaled=counted(em34=75, em11=25)))
-    assert extent(ax, "gradient without the loss scale") == [-34, -11]
+    assert nonempty_exponents(ax, "gradient without the loss scale") == [-34, -11]
 
 
-def test_legend_counts_inf_and_nan():
+def test_legend_counts_nonfinite_elements():
     ax = plots.gradient_exponents(histogram(e3=1, inf=1200, nan=4))
-    assert legend(ax)[1].endswith("0.0% are zero; 1,200 inf; 4 nan")
+    assert legend_labels(ax)[1].endswith("0.0% are zero; 1,200 Inf; 4 NaN")
 
 
-def test_histogram_without_a_finite_element_says_so_and_keeps_the_zones():
+def test_histogram_without_finite_elements_is_labelled_and_has_zones():
     ax = plots.gradient_exponents(histogram(nan=4))
-    assert "No element is finite and not zero." in sentences(ax)
-    assert "subnormal" in sentences(ax)
-    assert legend(ax)[1].endswith("4 nan")
+    assert "No element is finite and nonzero." in texts_in(ax)
+    assert "subnormal" in texts_in(ax)
+    assert legend_labels(ax)[1].endswith("4 NaN")
 
 
-def test_histogram_of_no_elements_is_an_empty_picture():
+def test_histogram_without_elements_is_an_empty_figure():
     ax = plots.gradient_exponents(ExponentHistogram(np.zeros(BIN_COUNT, np.int64), 1, 2.0))
-    assert sentences(ax) == ["No gradients were sampled."]
+    assert texts_in(ax) == ["No gradients were sampled."]
 
 
 def mesh(ax):
     return next(child for child in ax.collections if isinstance(child, QuadMesh))
 
 
-def test_heat_map_puts_each_share_at_its_step_and_exponent():
+def test_heat_map_draws_each_share_at_its_step_and_exponent():
     ax = plots.exponents_over_steps(Run([sample(10), sample(20, e3=1), sample(100)]))
     corners = mesh(ax).get_coordinates()
     assert corners[0, :, 0].tolist() == [5, 15, 60, 140]
@@ -135,44 +137,44 @@ def test_heat_map_puts_each_share_at_its_step_and_exponent():
     assert np.count_nonzero(shares) == 5
 
 
-def test_heat_map_has_labels_with_units_and_a_labelled_colour_bar():
+def test_heat_map_has_axis_labels_and_a_labelled_colour_bar():
     ax = plots.exponents_over_steps(Run([sample(10), sample(20)]))
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("training step", "binary exponent, floor(log2 |g|)")
-    (bar,) = [other for other in ax.figure.axes if other is not ax]
-    assert bar.get_ylabel() == "share of gradient elements, log scale"
+    (colour_bar,) = [other for other in ax.figure.axes if other is not ax]
+    assert colour_bar.get_ylabel() == "share of gradient elements, log scale"
     assert "loss-scaled" in ax.get_title(loc="left")
 
 
-def test_heat_map_names_the_edges_of_float16():
+def test_heat_map_labels_the_limits_of_float16():
     ax = plots.exponents_over_steps(Run([sample(10), sample(20)]))
-    assert sentences(ax) == ["overflow from $2^{16}$", "subnormal below $2^{-14}$", "float16's smallest, $2^{-24}$"]
+    assert texts_in(ax) == ["overflow from $2^{16}$", "subnormal below $2^{-14}$", "smallest subnormal, $2^{-24}$"]
     assert {drawn.get_ydata()[0] for drawn in ax.lines} == {16, -14, -24}
     low, high = ax.get_ylim()
     assert -30 < low < -24
     assert 16 < high < 20
 
 
-def test_heat_map_reaches_to_exponents_outside_float16():
+def test_heat_map_includes_exponents_outside_float16():
     low, high = plots.exponents_over_steps(Run([sample(10, em60=1, e40=1)])).get_ylim()
     assert low == -60
     assert high > 41
 
 
-def test_heat_map_marks_the_samples_that_overflowed():
+def test_heat_map_marks_nonfinite_samples():
     ax = plots.exponents_over_steps(Run([sample(10), sample(20, e3=1, inf=1), sample(30), sample(45, nan=3)]))
-    marks = line(ax, "sample with inf or nan")
+    marks = line(ax, "sample with NaN or Inf")
     assert marks.get_xdata().tolist() == [20, 45]
-    assert legend(ax) == ["sample with inf or nan (2 of 4)"]
+    assert legend_labels(ax) == ["sample with NaN or Inf (2 of 4)"]
 
 
-def test_heat_map_of_samples_without_a_finite_element_has_marks_alone():
+def test_heat_map_of_nonfinite_samples_has_only_marks():
     ax = plots.exponents_over_steps(Run([sample(10, nan=3), sample(20, nan=3)]))
-    assert line(ax, "sample with inf or nan").get_xdata().tolist() == [10, 20]
+    assert line(ax, "sample with NaN or Inf").get_xdata().tolist() == [10, 20]
     assert not ax.collections
     assert ax.get_xlim() == (5, 25)
 
 
-def test_heat_map_draws_the_newer_of_two_samples_of_a_step_in_the_order_of_steps():
+def test_heat_map_is_ordered_by_step_and_uses_the_newest_sample_of_a_step():
     ax = plots.exponents_over_steps(Run([sample(20), sample(10), sample(10, e3=1)]))
     assert mesh(ax).get_array().filled(0).max(0).tolist() == [1.0, 0.6]
 
@@ -182,7 +184,7 @@ def test_heat_map_of_one_sample_has_a_tick_at_its_step():
     assert [tick for tick in ax.get_xticks() if ax.get_xlim()[0] <= tick <= ax.get_xlim()[1]] == [10]
 
 
-def test_loss_scale_marks_the_readings_that_saw_overflows():
+def test_loss_scale_marks_records_with_overflows():
     rows = [
         {"step": step, "loss_scale": scale, "overflow_count": count, "overflow_rate": rate}
         for step, scale, count, rate in [(101, 8.0, 5, 0.0), (110, 4.0, 6, 0.1), (120, 4.0, 6, 0.0), (130, 2.0, 8, 0.2)]
@@ -191,41 +193,41 @@ def test_loss_scale_marks_the_readings_that_saw_overflows():
     drawn, marks = ax.lines
     assert drawn.get_xydata().tolist() == [[101, 8], [110, 4], [120, 4], [130, 2]]
     assert marks.get_xydata().tolist() == [[110, 4], [130, 2]]
-    assert marks.get_label() == "readings with skipped steps (8 steps in all)"
+    assert marks.get_label() == "records with skipped steps (8 steps in total)"
     assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_yscale()) == ("training step", "loss scale", "log")
 
 
-def test_marks_get_smaller_where_they_are_many():
+def test_many_marks_are_smaller():
     def marks(count):
         rows = [{"step": step, "loss_scale": 8.0, "overflow_rate": 0.5} for step in range(1, count + 1)]
-        return line(plots.loss_scale(Run(rows)), "readings")
+        return line(plots.loss_scale(Run(rows)), "records")
 
     assert marks(10).get_markersize() > marks(100).get_markersize()
-    assert marks(100).get_label() == "readings with skipped steps"
+    assert marks(100).get_label() == "records with skipped steps"
 
 
-def test_a_fixed_scale_is_a_flat_line_amid_powers_of_two():
+def test_fixed_scale_is_a_flat_line_between_powers_of_two():
     ax = plots.loss_scale(Run([{"step": step, "loss_scale": 1000.0} for step in (1, 50, 100)]))
-    assert legend(ax) == ["loss scale, 1,000 throughout"]
+    assert legend_labels(ax) == ["loss scale, 1,000 throughout"]
     low, high = ax.get_ylim()
     ticks = [tick for tick in ax.get_yticks() if low <= tick <= high]
     assert ticks == [256, 512, 1024, 2048]
     assert ax.yaxis.get_major_formatter()(512) == r"$\mathdefault{2^{9}}$"
 
 
-def test_a_single_reading_is_a_point():
+def test_single_record_is_a_point():
     ax = plots.loss_scale(Run([{"step": 1, "loss_scale": 8.0}]))
     (drawn,) = ax.lines
     assert drawn.get_marker() == "o"
     assert [tick for tick in ax.get_xticks() if ax.get_xlim()[0] <= tick <= ax.get_xlim()[1]] == [1]
 
 
-def test_a_scale_that_was_not_finite_is_left_out():
+def test_nonfinite_scale_is_omitted():
     ax = plots.loss_scale(Run([{"step": 1, "loss_scale": 8.0}, {"step": 2, "loss_scale": None}]))
     assert ax.lines[0].get_xydata().tolist() == [[1, 8]]
 
 
-def test_steps_that_were_taken_twice_are_drawn_once_as_they_were_read_last():
+def test_repeated_steps_are_drawn_once_with_their_newest_value():
     rows = [
         {"step": step, "loss_scale": scale} for step, scale in [(10, 8.0), (20, 4.0), (30, 2.0), (20, 16.0), (30, 32.0)]
     ]
@@ -240,25 +242,25 @@ def curve(is_measured=False, recommended=(9, 11), in_use=10.0):
 
 
 def joined(ax, label):
-    """The solid line and the dashed one of the same colour, as one; and where the dashed one begins."""
+    """Returns the joined points of the lines in a colour, the x at which dashed lines begin, and the lines."""
     solid = line(ax, label)
-    same = [drawn for drawn in ax.lines if drawn.get_color() == solid.get_color()]
-    parts = [drawn.get_xydata() for drawn in same]
-    return np.concatenate([parts[0], *(part[1:] for part in parts[1:])]), [part[0, 0] for part in parts[1:]], same
+    lines = [drawn for drawn in ax.lines if drawn.get_color() == solid.get_color()]
+    parts = [drawn.get_xydata() for drawn in lines]
+    return np.concatenate([parts[0], *(part[1:] for part in parts[1:])]), [part[0, 0] for part in parts[1:]], lines
 
 
 @pytest.mark.parametrize("name", ["underflow", "overflow", "skipped"])
-def test_what_if_draws_the_curve_and_dashes_the_extrapolation(name):
-    wanted = curve()
-    data, dashed_from, lines = joined(plots.what_if(wanted), f"{name}: share of")
-    np.testing.assert_array_equal(data, np.column_stack([wanted.log2_scales, getattr(wanted, name)]))
+def test_what_if_draws_the_curve_with_a_dashed_extrapolation(name):
+    expected = curve()
+    data, dashed_from, lines = joined(plots.what_if(expected), f"{name}: share of")
+    np.testing.assert_array_equal(data, np.column_stack([expected.log2_scales, getattr(expected, name)]))
     assert dashed_from == [10]
     assert [drawn.is_dashed() for drawn in lines] == [False, True]
 
 
 def test_what_if_of_a_measured_curve_is_solid_and_has_no_band():
     ax = plots.what_if(curve(is_measured=True))
-    assert legend(ax) == [
+    assert legend_labels(ax) == [
         *("underflow: share of elements", "overflow: share of elements", "skipped: share of sampled steps"),
         *("in use: $2^{10}$", "recommended: $2^{9}$ to $2^{11}$"),
     ]
@@ -268,8 +270,8 @@ def test_what_if_of_a_measured_curve_is_solid_and_has_no_band():
 
 def test_what_if_fills_between_underflow_and_its_bound():
     ax = plots.what_if(curve())
-    assert "underflow if all zeros were flushed" in legend(ax)
-    assert "dashed: extrapolation" in legend(ax)
+    assert "underflow if all zeros were flushed" in legend_labels(ax)
+    assert "dashed: extrapolation" in legend_labels(ax)
     (band,) = ax.collections
     corners = {tuple(corner) for corner in band.get_paths()[0].vertices.tolist()}
     assert {(6, 0.5), (6, 0.6), (13, 0), (13, 0.1)} <= corners
@@ -278,27 +280,27 @@ def test_what_if_fills_between_underflow_and_its_bound():
 def test_what_if_marks_the_scale_in_use_and_the_recommended_ones():
     ax = plots.what_if(curve())
     assert line(ax, "in use").get_xdata() == [10, 10]
-    (shade,) = ax.patches
-    assert (shade.get_x(), shade.get_width()) == (9, 2)
+    (span,) = ax.patches
+    assert (span.get_x(), span.get_width()) == (9, 2)
 
 
 def test_what_if_shades_half_a_bit_around_a_single_recommended_scale():
     ax = plots.what_if(curve(recommended=(9, 9)))
     assert (ax.patches[0].get_x(), ax.patches[0].get_width()) == (8.5, 1)
-    assert "recommended: $2^{9}$" in legend(ax)
+    assert "recommended: $2^{9}$" in legend_labels(ax)
 
 
-def test_what_if_says_that_no_scale_is_recommended():
+def test_what_if_without_a_recommended_scale_has_a_legend_entry():
     ax = plots.what_if(curve(recommended=None))
-    assert "no scale is recommended" in legend(ax)
+    assert "no scale is recommended" in legend_labels(ax)
     assert not ax.patches
 
 
-def test_what_if_names_a_scale_in_use_that_is_no_power_of_two():
-    assert "in use: 20,000" in legend(plots.what_if(curve(in_use=math.log2(20000))))
+def test_what_if_labels_a_scale_in_use_that_is_not_a_power_of_two():
+    assert "in use: 20,000" in legend_labels(plots.what_if(curve(in_use=math.log2(20000))))
 
 
-def test_what_if_has_labels_with_units_powers_of_two_and_a_place_for_zero():
+def test_what_if_has_axis_labels_and_includes_zero():
     ax = plots.what_if(curve())
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("loss scale", "share of elements, or of steps")
     assert ax.xaxis.get_major_formatter()(8) == "$2^{8}$"
@@ -308,55 +310,55 @@ def test_what_if_has_labels_with_units_powers_of_two_and_a_place_for_zero():
     assert 0 in ax.get_yticks()
 
 
-def test_what_if_of_a_run_draws_what_kmp_what_if_works_out():
+def test_what_if_of_a_run_draws_the_result_of_kmp_what_if():
     run = Run([sample(10), sample(20)])
     data, _, _ = joined(plots.what_if(run), "underflow")
     np.testing.assert_array_equal(data[:, 1], what_if(run).underflow)
 
 
-def overflown(overflows, overflow_origins, **rest):
+def run_with_overflows(overflows, overflow_origins, **rest):
     return Run(
         [{"step": 1, "overflows_by_variable": overflows, "overflow_origins_by_variable": overflow_origins, **rest}]
     )
 
 
-def widths(ax, label):
+def bar_widths(ax, label):
     container = next(bars for bars in ax.containers if bars.get_label() == label)
     return [bar.get_width() for bar in container]
 
 
-def test_bars_tell_how_often_a_gradient_was_not_finite_and_how_often_it_was_to_blame():
-    ax = plots.overflowing_variables(overflown({"a": 7, "b": 9, "c": 5, "d": 0}, {"c": 4, "a": 3}))
+def test_bars_show_nonfinite_gradients_and_overflow_origins():
+    ax = plots.overflowing_variables(run_with_overflows({"a": 7, "b": 9, "c": 5, "d": 0}, {"c": 4, "a": 3}))
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["c", "a", "b"]
-    assert widths(ax, "gradient not finite") == [5, 7, 9]
-    assert widths(ax, "to blame") == [4, 3, 0]
+    assert bar_widths(ax, "gradient not finite") == [5, 7, 9]
+    assert bar_widths(ax, "overflow origin") == [4, 3, 0]
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("training steps", "variable")
     assert ax.get_ylim()[0] > ax.get_ylim()[1]
 
 
-def test_the_two_kinds_of_bars_differ_without_colour():
-    ax = plots.overflowing_variables(overflown({"a": 7}, {"a": 3}))
+def test_bars_are_distinguishable_without_colour():
+    ax = plots.overflowing_variables(run_with_overflows({"a": 7}, {"a": 3}))
     light, dark = (bars[0] for bars in ax.containers)
     assert dark.get_hatch()
     assert not light.get_hatch()
     assert np.mean(light.get_facecolor()[:3]) > np.mean(dark.get_facecolor()[:3]) + 0.4
 
 
-def test_bars_are_of_the_newest_reading():
-    run = overflown({"a": 1}, {"a": 1})
+def test_bars_are_of_the_newest_record():
+    run = run_with_overflows({"a": 1}, {"a": 1})
     run.append({"step": 2, "overflows_by_variable": {"a": 6}, "overflow_origins_by_variable": {"a": 2}})
-    assert widths(plots.overflowing_variables(run), "gradient not finite") == [6]
+    assert bar_widths(plots.overflowing_variables(run), "gradient not finite") == [6]
 
 
-def test_only_the_worst_are_drawn_and_the_picture_says_so():
+def test_only_the_worst_variables_are_drawn_and_the_label_has_their_number():
     counts = {f"v{number}": number for number in range(1, 13)}
-    ax = plots.overflowing_variables(overflown(counts, {"v3": 1}), top=3)
+    ax = plots.overflowing_variables(run_with_overflows(counts, {"v3": 1}), top=3)
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["v3", "v12", "v11"]
     assert ax.get_ylabel() == "variable (the worst 3 of 12)"
 
 
-def test_ticks_of_the_bars_are_whole_steps():
-    ticks = plots.overflowing_variables(overflown({"a": 2}, {"a": 1})).get_xticks()
+def test_ticks_of_the_bars_are_integers():
+    ticks = plots.overflowing_variables(run_with_overflows({"a": 2}, {"a": 1})).get_xticks()
     assert ticks.tolist() == np.round(ticks).tolist()
 
 
@@ -366,41 +368,41 @@ def test_top_must_be_positive(top):
         plots.overflowing_variables(Run(), top=top)
 
 
-def test_no_overflow_is_told_from_nothing_counted():
-    assert sentences(plots.overflowing_variables(overflown({}, {}))) == ["No overflow."]
-    assert sentences(plots.overflowing_variables(Run())) == ["Overflows were not counted by variable."]
+def test_no_overflow_is_distinguished_from_no_counts():
+    assert texts_in(plots.overflowing_variables(run_with_overflows({}, {}))) == ["No overflow."]
+    assert texts_in(plots.overflowing_variables(Run())) == ["Overflows were not counted by variable."]
 
 
-def test_long_paths_keep_their_ends():
+def test_long_paths_keep_both_ends():
     path = "resnet50/conv5_block3_out/conv5_block3_3_conv/kernel"
     assert shortened([path, "dense/bias"], 38) == ["resnet50/…/conv5_block3_3_conv/kernel", "dense/bias"]
     assert shortened(["a_long_layer_name_of_a_model_1/kernel"], 20) == ["a_long…odel_1/kernel"]
 
 
-def test_shortened_paths_that_would_look_alike_get_more_letters():
+def test_shortened_paths_that_would_be_equal_are_longer():
     paths = [f"m/block_{block}/conv_layer/kernel" for block in (1, 2)]
     assert shortened([paths[0], "dense/bias"], 22) == ["m/…/conv_layer/kernel", "dense/bias"]
     assert shortened(paths, 22) == paths
 
 
-def test_shortened_paths_that_more_letters_do_not_tell_apart_are_numbered():
+def test_shortened_paths_that_remain_equal_are_numbered():
     names = shortened(["x" * 90 + middle + "x" * 90 for middle in "ab"], 20)
     assert names[1] == f"{names[0]}#2"
 
 
 EMPTY = [
     (plots.exponents_over_steps, "No gradients were sampled."),
-    (plots.loss_scale, "No loss scale was read."),
+    (plots.loss_scale, "No loss scale was recorded."),
     (plots.what_if, "No finite gradients were sampled."),
     (plots.overflowing_variables, "Overflows were not counted by variable."),
 ]
 
 
-@pytest.mark.parametrize(("draw", "sentence"), EMPTY)
+@pytest.mark.parametrize(("draw", "reason"), EMPTY)
 @pytest.mark.parametrize("rows", [[], [{"step": 1, "last_loss": 0.5}]], ids=["empty", "other"])
-def test_run_without_readings_is_an_empty_picture_that_says_why(draw, sentence, rows):
+def test_run_without_records_is_an_empty_figure_with_a_reason(draw, reason, rows):
     ax = draw(Run(rows))
-    assert sentences(ax) == [sentence]
+    assert texts_in(ax) == [reason]
     assert not ax.lines
     assert not ax.patches
     assert ax.get_xticks().size == ax.get_yticks().size == 0
@@ -408,8 +410,8 @@ def test_run_without_readings_is_an_empty_picture_that_says_why(draw, sentence, 
     assert ax.get_ylabel()
 
 
-def test_what_if_of_a_run_whose_every_sample_overflowed_is_an_empty_picture():
-    assert sentences(plots.what_if(Run([sample(10, nan=4)]))) == ["No finite gradients were sampled."]
+def test_what_if_of_overflowed_samples_is_an_empty_figure():
+    assert texts_in(plots.what_if(Run([sample(10, nan=4)]))) == ["No finite gradients were sampled."]
 
 
 FULL = Run([sample(10), sample(20), {"step": 20, "loss_scale": 8.0, "overflow_rate": 0.1, "overflow_count": 2}])
@@ -420,7 +422,7 @@ FULL.append({"step": 20, "overflows_by_variable": {"m/kernel": 2}, "overflow_ori
     "draw", [draw for draw, _ in EMPTY] + [lambda run, ax: plots.gradient_exponents(run.histograms[0], ax)]
 )
 @pytest.mark.parametrize("run", [FULL, Run([sample(10), *FULL.rows[2:]])], ids=["two", "one"])
-def test_each_draws_on_the_axes_it_is_given_and_fits_a_small_figure(draw, run):
+def test_plots_use_the_given_axes_and_fit_a_small_figure(draw, run):
     figure, ax = plt.subplots(figsize=(5.2, 3.6), layout="constrained")
     assert draw(run, ax=ax) is ax
     figure.canvas.draw()
@@ -435,7 +437,7 @@ def test_each_draws_on_the_axes_it_is_given_and_fits_a_small_figure(draw, run):
     assert figure.axes[0].get_window_extent().width > 0.4 * figure.bbox.width
 
 
-def test_a_legend_wider_than_the_axes_takes_no_room_from_them():
+def test_legend_wider_than_the_axes_does_not_shrink_them():
     figure, axes = plt.subplots(1, 2, figsize=(5.2, 3.6), layout="constrained")
     plots.gradient_exponents(histogram(zero=1, inf=10**9, nan=10**9), axes[0])
     figure.canvas.draw()
@@ -443,14 +445,14 @@ def test_a_legend_wider_than_the_axes_takes_no_room_from_them():
 
 
 def test_save_writes_a_png_and_closes_the_figure(tmp_path):
-    plots.save(plots.gradient_exponents(histogram()), tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    plots.save(plots.gradient_exponents(histogram()), tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert not plt.get_fignums()
 
 
 @pytest.mark.parametrize(
     "name", ["exponents_over_steps", "gradient_exponents", "loss_scale", "overflowing_variables", "what_if"]
 )
-def test_the_path_of_a_run_is_an_error_that_says_what_is_drawn(name):
+def test_path_of_a_run_is_an_error(name):
     with pytest.raises(TypeError, match="must be a kmp.records"):
         getattr(plots, name)("runs/first")
