@@ -1,8 +1,8 @@
-"""A run to be killed at any moment and started again: `python resumed_run.py FOLDER kmp|keras [STEP]`.
+"""A training run that can be killed and resumed: `python resumed_run.py FOLDER kmp|keras [STEP]`.
 
-Leaves `result.npz` in the folder: every weight, the optimizer's whole state, and the counts.
-With `STEP` it kills itself after that many steps: `keras.callbacks.BackupAndRestore` writes its file in place,
-and does not survive a kill in the midst of it.
+Writes all weights, the state of the optimizer and its counters to `FOLDER/result.npz`. With `STEP`, the process kills
+itself after that many steps: a kill at a random time can corrupt the file of `keras.callbacks.BackupAndRestore`, which
+overwrites it in place.
 """
 
 import os
@@ -19,16 +19,16 @@ import tensorflow as tf
 
 import kmp
 
-EPOCHS, BATCHES, BATCH = 12, 40, 8
+EPOCHS, BATCHES, BATCH_SIZE = 12, 40, 8
 
 
-class Shuffled(keras.utils.PyDataset):
-    """Batches whose order is a function of the epoch alone, so that a resumed run sees the same ones."""
+class ShuffledBatches(keras.utils.PyDataset):
+    """Batches whose order depends only on the epoch, so that a resumed run gets the same ones."""
 
     def __init__(self):
         super().__init__()
         random = np.random.default_rng(0)
-        self.x = random.normal(size=(BATCHES * BATCH, 4)).astype("float32")
+        self.x = random.normal(size=(BATCHES * BATCH_SIZE, 4)).astype("float32")
         self.y = (self.x.sum(1) > 0).astype("int32")
         self.x[5] = np.nan
         self.x[100] = 6e4
@@ -40,22 +40,22 @@ class Shuffled(keras.utils.PyDataset):
         return BATCHES
 
     def __getitem__(self, index):
-        rows = self.order[index * BATCH :][:BATCH]
+        rows = self.order[index * BATCH_SIZE :][:BATCH_SIZE]
         return self.x[rows], self.y[rows]
 
 
-class Kill(keras.callbacks.Callback):
+class KillAfterSteps(keras.callbacks.Callback):
     def __init__(self, steps):
         super().__init__()
-        self.steps = steps
+        self.remaining_steps = steps
 
     def on_train_batch_end(self, batch, logs=None):
-        self.steps -= 1
-        if not self.steps:
+        self.remaining_steps -= 1
+        if not self.remaining_steps:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(folder, kind, steps=None):
+def main(folder, backup_callback, steps=None):
     keras.utils.set_random_seed(0)
     tf.config.experimental.enable_op_determinism()
     kmp.enable(growth_interval=7)
@@ -65,20 +65,20 @@ def main(folder, kind, steps=None):
             keras.layers.Dense(8),
             keras.layers.BatchNormalization(),
             keras.layers.Activation("relu"),
-            *([keras.layers.Dropout(0.1)] if kind == "kmp" else []),
+            *([keras.layers.Dropout(0.1)] if backup_callback == "kmp" else []),
             keras.layers.Dense(2),
             kmp.layers.Softmax(),
         ]
     )
     model.compile("adam", "sparse_categorical_crossentropy")
-    data = Shuffled()
+    data = ShuffledBatches()
     data.shuffle(0)
-    backup = keras.callbacks.BackupAndRestore if kind == "keras" else kmp.callbacks.BackupAndRestore
+    backup_class = keras.callbacks.BackupAndRestore if backup_callback == "keras" else kmp.callbacks.BackupAndRestore
     callbacks = [
         *kmp.callbacks.defaults(folder / "log", every_n_steps=25),
-        backup(folder / "backup", double_checkpoint=True),
+        backup_class(folder / "backup", double_checkpoint=True),
         keras.callbacks.LambdaCallback(on_epoch_begin=data.shuffle),
-        *([Kill(int(steps))] if steps else []),
+        *([KillAfterSteps(int(steps))] if steps else []),
     ]
     print("begins", flush=True)
     model.fit(data, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=callbacks)

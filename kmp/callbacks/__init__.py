@@ -1,8 +1,8 @@
-"""Callbacks for `fit`: log the loss scaler in `logs`, files and TensorBoard; stop stuck runs; resume killed ones.
+"""Callbacks for `fit`: log the loss scaler in `logs`, files and TensorBoard; stop stuck runs; resume killed runs.
 
-The callbacks that read the optimizer compute nothing themselves (except the float32 reference that `GradientHistogram`
-may be asked for): the compiled step counts on the device, and a snapshot copies a few numbers to the host.
-List them before callbacks that use their keys, such as `CSVLogger`; `History` and the progress bar always come after.
+The compiled step counts on the device, and the callbacks copy a few numbers to the host. They compute nothing
+themselves, except the float32 reference and the weight updates of `GradientHistogram`.
+List them before callbacks that use their keys, such as `CSVLogger`. `History` and the progress bar always come last.
 
 With a `log_dir`, records go to `kmp.jsonl` there (see `kmp.records`) and to TensorBoard event files.
 """

@@ -1,4 +1,4 @@
-"""Resuming a killed run, on one worker or on several; and saving a model so that no kill and no full disk spoils it."""
+"""The callback that resumes a killed run, on one worker or several."""
 
 import errno
 import json
@@ -23,11 +23,12 @@ Logs = dict[str, Any] | None
 
 
 class _ResumePoint(keras.Layer):
-    """What a resumed run needs beside the weights, in their file: an attribute of the optimizer, which Keras saves.
+    """What a resumed run needs besides the weights. Keras saves it with them, as an attribute of the optimizer.
 
     Attributes:
-        epochs: Integer, epochs done; `None` after loading from a file that does not say.
-        random_states: Integer array of shape `(generators, 2)`: Keras saves no state of `Dropout` and its like.
+        epochs: Integer, completed epochs; `None` after loading a file without this number.
+        random_states: Integer array of shape `(generators, 2)`: the states of layers such as `Dropout`, which Keras
+            does not save.
     """
 
     def __init__(self) -> None:
@@ -39,37 +40,37 @@ class _ResumePoint(keras.Layer):
         store["epochs"], store["random_states"] = np.array(self.epochs), self.random_states
 
     def load_own_variables(self, store: Any) -> None:
-        if "epochs" in store.keys():  # noqa: SIM118  # no dictionary
+        if "epochs" in store.keys():  # noqa: SIM118  # not a dict
             self.epochs, self.random_states = int(store["epochs"][()]), np.array(store["random_states"])
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
-    """Keras' callback, safe against a kill at any moment, exact with `Dropout`, and for several workers.
+    """Keras' callback with atomic backups, exact resumption with `Dropout`, and support for several workers.
 
-    Keras writes over the last backup, and then the number of epochs into a file beside it. A run that is killed in
-    between repeats an epoch when it is started again; one that is killed earlier in the save may not start again. Here
-    a backup takes the last one's place when it is whole, and holds everything: with the weights and the optimizer the
-    number of epochs, and the state of random layers. So the resumed run is the run that was never killed, bit for bit,
-    if its data come in an order that depends on the epoch alone. Of several workers the chief writes and all read:
-    `backup_dir` is a folder that all of them see. A disk that is full keeps the last backup, and is warned of.
+    Keras overwrites the last backup, and then writes the number of epochs to a second file. A run that is killed
+    between the two writes repeats an epoch after the restart. A run that is killed while the weights are written may
+    not restart at all. Here a complete backup replaces the last one atomically, in one file: weights, optimizer, number
+    of epochs, and the states of random layers. A resumed run is therefore bit-for-bit identical to an uninterrupted
+    one, provided that the order of its data depends only on the epoch. With several workers, the chief writes and all
+    read, so all of them need access to `backup_dir`. If the disk is full, the callback warns and keeps the last backup.
 
-    What it cannot do, as Keras' cannot: go on in mid-epoch. With an integer `save_freq`, the weights are those of
-    mid-epoch, and the epoch starts again from its first batch. Nor does it keep what other callbacks count, such as the
-    patience of `EarlyStopping`, or the state of random operations that have no `keras.random.SeedGenerator` in a layer.
-    List it last, so that what other callbacks do at an epoch's end is in the backup.
+    As with Keras' callback, training does not resume within an epoch: with an integer `save_freq`, the weights are from
+    within the epoch, and the epoch starts again from its first batch. The state of other callbacks is not saved, such
+    as the patience of `EarlyStopping`; nor is the state of random operations without a `keras.random.SeedGenerator` in
+    a layer. List this callback last, so that the backup includes what other callbacks do at the end of an epoch.
 
     Args:
         backup_dir: Folder for the backup.
         save_freq: `"epoch"`, or an integer number of batches.
-        double_checkpoint: Boolean, whether to keep the backup before the last too, for a disk that fails.
-        delete_checkpoint: Boolean, whether to delete the backup when training is done.
+        double_checkpoint: Boolean, whether to keep the previous backup too, in case the last one becomes corrupt.
+        delete_checkpoint: Boolean, whether to delete the backup at the end of training.
 
     Raises:
-        TypeError: If an argument is of the wrong type.
-        ValueError: If one is outside its range; in `on_train_begin`, if the model is not built or has no optimizer, or
-            if the backup is another model's.
-        OSError: In `on_train_begin`, if the backup cannot be read, or the folder not be made.
-        RuntimeError: In `on_train_begin`, if several workers find different backups.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is outside its range; in `on_train_begin`, if the model is not built or has no
+            optimizer, or if the backup is from another model.
+        OSError: In `on_train_begin`, if the backup cannot be read, or the folder cannot be created.
+        RuntimeError: In `on_train_begin`, if workers find different backups.
 
     Example:
     >>> import kmp, tempfile
@@ -78,7 +79,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     >>> x, y, folder = np.ones((8, 4)), np.ones((8, 1)), tempfile.mkdtemp()
     >>> backup = kmp.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
     >>> _ = model.fit(x, y, epochs=2, verbose=0, callbacks=[backup])
-    >>> model.fit(x, y, epochs=3, verbose=0, callbacks=[backup]).epoch  # goes on from there
+    >>> model.fit(x, y, epochs=3, verbose=0, callbacks=[backup]).epoch  # resumes after epoch 2
     [2]
     """
 
@@ -94,26 +95,26 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             save_freq = validation.positive_integer("save_freq", save_freq)
         super().__init__(str(self._folder), save_freq, validation.boolean("double_checkpoint", double_checkpoint))
         self.delete_checkpoint = validation.boolean("delete_checkpoint", delete_checkpoint)
-        self._point = _ResumePoint()
-        # Keras' names, so that either callback reads what the other has written.
+        self._resume_point = _ResumePoint()
+        # Keras' file names, so that each callback can read the backups of the other.
         self._latest = self._folder / "latest.weights.h5", self._folder / "training_metadata.json"
         self._previous = tuple(path.with_name(f"{path.name}.bkp") for path in self._latest)
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        self._check()
+        self._check_model()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._epochs = self._batches = self._batches_since_saving = 0
-        keras_internals.set_initial_epoch(self.model, None)  # what an earlier training left
+        keras_internals.set_initial_epoch(self.model, None)  # an earlier training may have set it
         self._restore()
         strategy, epoch = self.model.distribute_strategy, self._epochs
-        # Equal for all if, and only if, the sum of squares is as small as it can be; so all workers raise or none does.
+        # The epochs are equal if and only if n * sum(epoch**2) == sum(epoch)**2, so either all workers raise or none.
         if (
-            distribution.total(strategy, epoch**2) * distribution.total(strategy, 1)
-            != distribution.total(strategy, epoch) ** 2
+            distribution.sum_over_workers(strategy, epoch**2) * distribution.sum_over_workers(strategy, 1)
+            != distribution.sum_over_workers(strategy, epoch) ** 2
         ):
             raise RuntimeError(
-                f"The workers would go on from different epochs, this one from {epoch}. `backup_dir` must be a folder "
-                f"that all of them see. Received: backup_dir={self.backup_dir!r}"
+                f"The workers would resume after different numbers of epochs, this one after {epoch}. `backup_dir` "
+                f"must be a folder that all workers share. Received: backup_dir={self.backup_dir!r}"
             )
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
@@ -132,39 +133,40 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._save()
 
     def on_train_end(self, logs: Logs = None) -> None:
-        keras_internals.set_initial_epoch(self.model, None)  # or the next training would start from it
+        keras_internals.set_initial_epoch(self.model, None)  # otherwise the next training starts from it
         if self.delete_checkpoint and distribution.is_chief(self.model.distribute_strategy):
-            for path in (*self._previous, *reversed(self._latest)):  # a kill in between leaves the last one whole
+            for path in (*self._previous, *reversed(self._latest)):  # a kill in between leaves the last backup complete
                 atomic_files.partial_path(path).unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
             if self._folder.exists() and not any(self._folder.iterdir()):
                 self._folder.rmdir()
 
-    def _check(self) -> None:
+    def _check_model(self) -> None:
         if not (self.model.built and self.model.weights):
-            raise ValueError("BackupAndRestore needs a model that is built: call it on a batch of data before `fit`.")
+            raise ValueError("BackupAndRestore needs a built model: call the model on a batch of data before `fit`.")
         optimizers = all_optimizers_of(self.model)
         if not optimizers:
             raise ValueError("BackupAndRestore needs a model with an optimizer.")
         if any(not optimizer.built for optimizer in optimizers if optimizer is not self.model.optimizer):
             user_messages.warn(
-                "The model holds optimizers of its own that are not built, so a backup cannot restore them. Call their "
-                "`build(variables)` before `fit`."
+                "The model has optimizers besides `model.optimizer` that are not built, so a backup cannot restore "
+                "them. Call `build(variables)` on each before `fit`."
             )
-        optimizers[0].resume_point = self._point
+        optimizers[0].resume_point = self._resume_point
 
     def _restore(self) -> None:
-        self._point.epochs = None
-        found = [(weights, metadata) for weights, metadata in (self._latest, self._previous) if weights.exists()]
+        self._resume_point.epochs = None
+        backups = [(weights, metadata) for weights, metadata in (self._latest, self._previous) if weights.exists()]
         errors = []
-        for weights, metadata in found:
+        for weights, metadata in backups:
             try:
-                _read_through(weights)
-            except (OSError, RuntimeError, KeyError, ValueError) as error:  # HDF5 has no error of its own
+                _check_readable(weights)
+            except (OSError, RuntimeError, KeyError, ValueError) as error:  # h5py has no error class of its own
                 errors.append(f"{weights.name}: {error}")
                 continue
             self._load(weights)
-            self._epochs = _epochs_of_keras(metadata) if self._point.epochs is None else self._point.epochs
+            epochs = self._resume_point.epochs
+            self._epochs = _epochs_from_metadata(metadata) if epochs is None else epochs
             keras_internals.set_initial_epoch(self.model, self._epochs)
             return
         if errors:
@@ -175,55 +177,55 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         optimizer = self.model.optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
-        if weights.suffix == ".bkp":  # which Keras does not load by that name
-            logger.warning("%s cannot be read: going back to the backup before it.", self._latest[0])
-            named = self._folder / f"restoring-{os.getpid()}.weights.h5"
-            shutil.copyfile(weights, named)
+        if weights.suffix == ".bkp":  # Keras does not load a file with this suffix
+            logger.warning("%s cannot be read: restoring the previous backup.", self._latest[0])
+            renamed = self._folder / f"restoring-{os.getpid()}.weights.h5"
+            shutil.copyfile(weights, renamed)
             try:
-                self.model.load_weights(named)
+                self.model.load_weights(renamed)
             finally:
-                named.unlink()
+                renamed.unlink()
         else:
             self.model.load_weights(weights)
-        if self._point.epochs is not None:
-            _set_random_states(self.model, self._point.random_states)
+        if self._resume_point.epochs is not None:
+            _set_random_states(self.model, self._resume_point.random_states)
 
     def _save(self) -> None:
         if not distribution.is_chief(self.model.distribute_strategy):
             return
-        self._point.epochs, self._point.random_states = self._epochs, _random_states(self.model)
+        self._resume_point.epochs, self._resume_point.random_states = self._epochs, _random_states(self.model)
         try:
             if self.double_checkpoint:
                 for path, previous in zip(self._latest, self._previous, strict=True):
                     if path.exists():
-                        with atomic_files.whole(previous) as partial:
+                        with atomic_files.atomic_write(previous) as partial:
                             shutil.copyfile(path, partial)
             save_atomically(self.model, self._latest[0])
             atomic_files.write_json(self._latest[1], {"epoch": self._epochs, "batch": self._batches})
         except OSError as error:
             user_messages.warn(
-                f"The backup of epoch {self._epochs} was not written ({error}). Training goes on; the last whole one "
-                "stays."
+                f"The backup of epoch {self._epochs} was not written ({error}). Training continues, and the last "
+                "complete backup is kept."
             )
 
 
-def _read_through(weights: Path) -> None:
-    """Reads all of an HDF5 file, so that one that was cut short is found out before any of it is loaded."""
+def _check_readable(weights: Path) -> None:
+    """Reads an HDF5 file completely, to detect a truncated or corrupt file before any of it is loaded."""
     with h5py.File(weights) as file:
         file.visititems(lambda name, item: item[()] if isinstance(item, h5py.Dataset) and item.size else None)
 
 
-def _epochs_of_keras(metadata: Path) -> int:
-    """Returns the number of epochs that Keras' own callback wrote beside the weights."""
+def _epochs_from_metadata(metadata: Path) -> int:
+    """Returns the number of epochs in the second file of Keras' callback."""
     try:
         return int(json.loads(metadata.read_text())["epoch"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        message = f"The backup does not say how many epochs it has ({error}). Delete it to start from the beginning"
+        message = f"The backup has no number of epochs ({error}). Delete it to start from the beginning"
         raise OSError(errno.EIO, message, str(metadata)) from error
 
 
 def _random_variables(model: keras.Model) -> list[keras.Variable]:
-    """Returns the variables that are no weights and belong to no metric: those of `keras.random.SeedGenerator`s."""
+    """Returns the variables of each `keras.random.SeedGenerator`: those that are neither weights nor a metric's."""
     others = [*model.weights, *(variable for metric in model.metrics for variable in metric.variables)]
     known = {id(variable) for variable in others}
     return [variable for variable in model.variables if id(variable) not in known]
@@ -237,7 +239,8 @@ def _set_random_states(model: keras.Model, states: np.ndarray) -> None:
     variables = _random_variables(model)
     if len(variables) != len(states):
         raise ValueError(
-            f"The backup is another model's: it has {len(states)} random generators, and this model {len(variables)}."
+            f"The backup is from another model: it has {len(states)} random generators, and this model has "
+            f"{len(variables)}."
         )
     for variable, state in zip(variables, states, strict=True):
         variable.assign(state)

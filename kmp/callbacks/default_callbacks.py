@@ -1,4 +1,4 @@
-"""The callbacks that a run should have, sharing one run."""
+"""The recommended callbacks for a run, which share one list of records."""
 
 from typing import Any
 
@@ -25,23 +25,23 @@ def defaults(
     report: PathLike | None = None,
     probe: bool = False,
 ) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks that a run should have.
+    """Returns the recommended callbacks for a run.
 
-    Those are `LossScaleLogger`, `OverflowCounter` and `GradientHistogram`, which share one `run`, a `kmp.records.Run`
-    that holds what all of them read; and `StuckDetector`. Where asked for, `ForwardProbe` and `Report` too.
+    These are `LossScaleLogger`, `OverflowCounter`, `GradientHistogram` and `StuckDetector`. They share one `run`, a
+    `kmp.records.Run` with the records of all of them. `ForwardProbe` and `Report` are added on request.
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
-        every_n_steps: Integer, at least 1: how often to read and sample, by the optimizer's step counter.
-        variables: As in `GradientHistogram`: which to sample; all by default.
-        reference: As in `GradientHistogram`: a batch to take through the model in float32 too; none by default.
+        every_n_steps: Integer, at least 1: how often to read and sample, in optimizer steps.
+        variables: The variables to sample, as in `GradientHistogram`. Defaults to all.
+        reference: A batch for a float32 reference pass, as in `GradientHistogram`. Defaults to none.
         on_stuck: As in `StuckDetector`: `"raise"`, `"warn"` or `"ignore"`.
-        checkpoint: As in `StuckDetector`: where to save the model if it is stuck.
-        report: As in `Report`: an `.html` file to write.
-        probe: Whether to name what was the first to be inf or nan when a loss is: see `ForwardProbe`.
+        checkpoint: Where to save the model if training is stuck, as in `StuckDetector`.
+        report: An `.html` file to write, as in `Report`.
+        probe: Whether to find the first NaN or Inf when a loss is non-finite: see `ForwardProbe`.
 
     Raises:
-        TypeError: If an argument is of the wrong type.
+        TypeError: If an argument has the wrong type.
         ValueError: If an argument is outside its range.
 
     Example:
@@ -49,18 +49,18 @@ def defaults(
     ['LossScaleLogger', 'OverflowCounter', 'GradientHistogram', 'StuckDetector']
     """
     histogram = GradientHistogram(log_dir, every_n_steps, variables=variables, reference=reference)
-    readers = [LossScaleLogger(log_dir, every_n_steps), OverflowCounter(log_dir, every_n_steps), histogram]
+    loggers = [LossScaleLogger(log_dir, every_n_steps), OverflowCounter(log_dir, every_n_steps), histogram]
     detector = StuckDetector(on_stuck=on_stuck, checkpoint=checkpoint)
-    for callback in (*readers, detector):
+    for callback in (*loggers, detector):
         callback.monitor = histogram.monitor
     probes = [ForwardProbe(None, every_n_steps)] if validation.boolean("probe", probe) else []
     reports = [] if report is None else [Report(report, run=histogram.run)]
 
     def read_and_report() -> None:
-        for callback in readers:
+        for callback in loggers:
             callback.read(is_epoch_end=True)
         for callback in reports:
             callback.write()
 
-    detector.before_stuck = read_and_report  # an error ends `fit` without another chance
-    return [*readers, *probes, detector, *reports]
+    detector.before_stuck = read_and_report  # after the error, `fit` calls no callback
+    return [*loggers, *probes, detector, *reports]

@@ -1,4 +1,4 @@
-"""The callback that finds where a forward pass goes wrong."""
+"""The callback that finds the first NaN or Inf of a forward pass."""
 
 from typing import Any
 
@@ -10,24 +10,27 @@ from kmp.records import Snapshot
 
 
 class ForwardProbe(OptimizerCallback):
-    """Names what was the first to be inf or nan in the forward pass of a step whose loss was not finite.
+    """Finds the first NaN or Inf in the forward pass of each step whose loss is non-finite.
 
-    That is a layer's path, `"the batch's x"` (or `y`, or `sample_weight`), or `"the loss function"`; under
-    `nonfinite_activation` in `run` and in the log, in the report, in the error of a stuck run, and while it trains in
-    `optimizer.snapshot()`. A number in the batch beyond float16's 65504 counts as inf. It looks at the outputs of the
-    layers in the step itself; while losses are finite it computes nothing. What a layer computes inside a loop, as an
-    RNN does, is seen when it leaves the loop. On several replicas, those of this process are looked at. Each `fit` with
-    it traces its training step anew.
+    The result is a layer's path, `"the batch's x"` (or `y`, or `sample_weight`), or `"the loss function"`. It is
+    recorded as `nonfinite_activation` in `run` and the log, and shown in the report and in the message of a
+    `StuckError`. During training it is also in `optimizer.snapshot()`. An input `x` beyond float16's 65504 counts as
+    Inf.
+
+    The probe checks the layer outputs of the step itself. It computes nothing while losses are finite. Values that a
+    layer computes inside a loop, as an RNN does, are checked only at the layer's output. With several replicas, those
+    of this process are checked. Each `fit` with this callback traces the training step again.
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
-        every_n_steps: Integer, at least 1: how often to read, by the optimizer's step counter.
-        optimizer: The `kmp.LossScaleOptimizer` whose losses to watch, for a model that holds several; its own by
-            default.
+        every_n_steps: Integer, at least 1: how often to read the optimizer, in optimizer steps.
+        optimizer: The `kmp.LossScaleOptimizer` whose losses to check, for a model with several. Defaults to the
+            model's.
 
     Raises:
-        TypeError: If an argument is of the wrong type.
-        ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not kmp's.
+        TypeError: If an argument has the wrong type.
+        ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not a
+            `kmp.LossScaleOptimizer`.
         OSError: In `on_train_begin`, if `log_dir` cannot be written.
 
     Example:
@@ -41,9 +44,9 @@ class ForwardProbe(OptimizerCallback):
     "the batch's x"
     """
 
-    def _prepare(self, optimizer: LossScaleOptimizer) -> bool:
+    def _prepare_train_step(self, optimizer: LossScaleOptimizer) -> bool:
         skipped_step_rollback.install(self.model)
-        self._remove()  # one that was left by a training which ended in an error
+        self._remove_probe()  # a training that ended with an error leaves its probe installed
         probe = NonfiniteActivationProbe(self.model, [optimizer])
         optimizer.probe = probe
         skipped_step_rollback.probes_of(self.model).append(probe)
@@ -51,17 +54,17 @@ class ForwardProbe(OptimizerCallback):
 
     def on_train_end(self, logs: Logs = None) -> None:
         super().on_train_end(logs)
-        self._remove()
+        self._remove_probe()
         self.model.make_train_function(force=True)
 
-    def _remove(self) -> None:
+    def _remove_probe(self) -> None:
         probes, probe = skipped_step_rollback.probes_of(self.model), self.optimizer.probe
         if isinstance(probe, NonfiniteActivationProbe) and probe in probes:
             probes.remove(probe)
             probe.remove()
         self.optimizer.probe = None
 
-    def _row(self, snapshot: Snapshot) -> dict[str, Any] | None:
-        if snapshot.nonfinite_loss_count == self._last.nonfinite_loss_count:
+    def _record_of(self, snapshot: Snapshot) -> dict[str, Any] | None:
+        if snapshot.nonfinite_loss_count == self._last_snapshot.nonfinite_loss_count:
             return None
         return {"step": snapshot.step, "nonfinite_activation": snapshot.nonfinite_activation}

@@ -6,34 +6,41 @@ from kmp.callbacks.optimizer_callback import Logs, OptimizerCallback, PathLike
 from kmp.gradients import UpdateWatch, check_batch, float32_sample, paths_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot
-from kmp.utils import matching, validation
+from kmp.utils import matching_indices, validation
 
 
 class GradientHistogram(OptimizerCallback):
-    """Counts gradient elements by binary exponent, in the compiled step, at a cadence, for each variable.
+    """Samples gradients at regular steps: a histogram of binary exponents for each variable.
 
-    In `logs`: `grad_zeros`, the share of elements that are exactly zero: an upper bound on what float16 flushed; and in
-    an epoch's logs `grad_norm`, the L2 norm of all gradients of the last sample, without the loss scale. The samples,
-    with the size of each gradient, are in `run.samples` and in the log; TensorBoard has the histograms, by layer and in
-    all. The first sample (of a model that is not built yet, the second) and every tenth after it also tell what the
-    step did to the weights; with `steps_per_execution`, what the execution did which holds the sampled step.
+    The compiled step counts the elements on the device. In `logs`:
+
+    - `grad_zeros`: the fraction of gradient elements that are exactly zero, an upper bound on the fraction that float16
+      flushed to zero.
+    - `grad_norm`, in an epoch's logs: the L2 norm of all gradients of the last sample, without the loss scale.
+
+    `run.samples` and the log have the samples, with the norm and amax of each gradient. TensorBoard has the histograms,
+    per layer and for all layers. The first sample and every tenth after it also measure the weight update of the step;
+    for a model that is not built, the second sample is the first that does. With `steps_per_execution`, the update is
+    that of the whole execution.
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
-        every_n_steps: Integer, at least 1: sampled are the first step of a `fit`, each step that this divides, and the
-            first step of an epoch that would have no sample. An execution of several steps keeps its last sample.
-        optimizer: The `kmp.LossScaleOptimizer` to read, for a model that holds several; its own by default.
-        variables: Which variables to sample: a path as in `variable.path`, a pattern (`*` and `?` as in a shell, such
-            as `"*/kernel"`), or a list of them; all by default.
-        reference: A batch `(x, y)` or `(x, y, sample_weight)`, to take through the model in float32, eagerly and
-            without leaving a trace, after the first step and at each epoch's end: it tells what float16 flushed to zero
-            from what is zero anyway. Best as many examples as a training batch has: the mean over more of them has
-            fewer zeros. For models that train with the loss they were compiled with. None by default.
+        every_n_steps: Integer, at least 1. Samples the first step of `fit`, each step divisible by this number, and the
+            first step of an epoch without such a step. An execution of several steps keeps its last sample.
+        optimizer: The `kmp.LossScaleOptimizer` to read, for a model with several. Defaults to the model's.
+        variables: The variables to sample: a path as in `variable.path`, a pattern with `*` and `?` as in a shell, such
+            as `"*/kernel"`, or a list of these. Defaults to all.
+        reference: A batch `(x, y)` or `(x, y, sample_weight)`. After the first step and at the end of each epoch, its
+            gradients are computed eagerly in float32, with the model's state unchanged. They distinguish elements that
+            float16 flushed to zero from elements that are zero in float32 too. Use as many examples as in a training
+            batch, because a mean over more examples has fewer zeros. The model must train with its compiled loss.
+            Defaults to none.
 
     Raises:
-        TypeError: If an argument is of the wrong type.
-        ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not kmp's, or a pattern
-            matches no variable, or `reference` does not fit (a model that is not built yet tells in its first step).
+        TypeError: If an argument has the wrong type.
+        ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not a
+            `kmp.LossScaleOptimizer`, if a pattern matches no variable, or if `reference` does not fit the model (for a
+            model that is not built, after the first step).
         OSError: In `on_train_begin`, if `log_dir` cannot be written.
 
     Example:
@@ -47,7 +54,7 @@ class GradientHistogram(OptimizerCallback):
     <GradientSample step=1 loss_scale=32768: 1 variables>
     """
 
-    updates_every = 10  # samples: measuring an update takes several times as long as sampling
+    updates_every = 10  # in samples; measuring an update takes several times as long as sampling
 
     def __init__(
         self,
@@ -61,41 +68,42 @@ class GradientHistogram(OptimizerCallback):
         super().__init__(log_dir, every_n_steps, optimizer)
         self.variables = validation.patterns("variables", variables)
         self.reference = None if reference is None else validation.batch("reference", reference)
-        self._updates = UpdateWatch()
+        self._update_watch = UpdateWatch()
 
-    def _prepare(self, optimizer: LossScaleOptimizer) -> bool:
-        self._chosen_variables()  # an error of a pattern, or of the batch, comes before anything is prepared
+    def _prepare_train_step(self, optimizer: LossScaleOptimizer) -> bool:
+        self._selected_variables()  # raises for a bad pattern before anything is prepared
         if self.reference is not None and self.model.built:
             check_batch(self.model, self.reference)
         is_new = optimizer.prepare_sampling(self.variables)
-        return super()._prepare(optimizer) or is_new
+        return super()._prepare_train_step(optimizer) or is_new
 
-    def _start(self) -> None:
-        super()._start()
-        self._sampled = self._last.sample.step if self._last.sample else 0
-        self._is_first_due = True
-        self._samples_to_update = 0
+    def _begin_training(self) -> None:
+        super()._begin_training()
+        sample = self._last_snapshot.sample
+        self._last_sampled_step = sample.step if sample else 0
+        self._samples_next_step = True
+        self._samples_until_update = 0
         self._is_reference_due = self.reference is not None
         self.optimizer.start_sampling(self, self.every_n_steps)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         super().on_epoch_begin(epoch, logs)
-        at_end = self._last.step + self._steps_in_epoch
-        if at_end // self.every_n_steps == self._last.step // self.every_n_steps:
-            self._is_first_due = True  # or the epoch would have no sample
+        step = self._last_snapshot.step
+        if (step + self._batches_per_epoch) // self.every_n_steps == step // self.every_n_steps:
+            self._samples_next_step = True  # otherwise the epoch has no sample
             self.optimizer.start_sampling(self, self.every_n_steps)
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        if self._samples_to_update <= 0 and (self._is_first_due or self._is_sampled_next):
+        if self._samples_until_update <= 0 and (self._samples_next_step or self._is_sampled_next):
             self._armed_at = self.optimizer.counters.read_steps()
-            self._updates.arm(self._chosen_variables())
+            self._update_watch.arm(self._selected_variables())
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        self._is_first_due = False
+        self._samples_next_step = False
         super().on_train_batch_end(batch, logs)
-        if self._updates.is_armed:
+        if self._update_watch.is_armed:
             self.read()
-            self._updates.disarm()
+            self._update_watch.disarm()
         if self._is_reference_due:
             self._measure_reference()
 
@@ -107,44 +115,46 @@ class GradientHistogram(OptimizerCallback):
         if self.reference is not None:
             self._measure_reference()
 
-    def _stop(self) -> None:
-        self._updates.disarm()
+    def _end_training(self) -> None:
+        self._update_watch.disarm()
         self.optimizer.stop_sampling(self)
-        super()._stop()
+        super()._end_training()
 
     @property
     def _is_sampled_next(self) -> bool:
-        """Whether the coming execution is reckoned to take a step that is sampled."""
-        done = self._last.step + self._steps_per_batch * self._batches_since
-        coming = done + max(1.0, self._steps_per_batch * self.model.steps_per_execution)
-        return coming // self.every_n_steps > done // self.every_n_steps
+        """Whether the next execution, by the estimated step, takes a step divisible by `every_n_steps`."""
+        before = self._last_snapshot.step + self._steps_per_batch * self._batches_since_read
+        after = before + max(1.0, self._steps_per_batch * self.model.steps_per_execution)
+        return after // self.every_n_steps > before // self.every_n_steps
 
-    def _chosen_variables(self) -> dict[str, Any]:
-        found = self.optimizer.variables_by_path()
-        if not found and self.optimizer is self.model.optimizer and self.model.built:  # it is built in its first step
-            variables = self.model.trainable_variables
-            found = dict(zip(paths_of(variables), variables, strict=True))
-        if self.variables is None or not found:
-            return found
-        names = list(found)
-        return {names[place]: found[names[place]] for place in matching(self.variables, names)}
+    def _selected_variables(self) -> dict[str, Any]:
+        by_path = self.optimizer.variables_by_path()
+        if not by_path and self.optimizer is self.model.optimizer and self.model.built:
+            variables = self.model.trainable_variables  # the first step builds the optimizer on these
+            by_path = dict(zip(paths_of(variables), variables, strict=True))
+        if self.variables is None or not by_path:
+            return by_path
+        paths = list(by_path)
+        return {paths[index]: by_path[paths[index]] for index in matching_indices(self.variables, paths)}
 
-    def _row(self, snapshot: Snapshot) -> dict[str, Any] | None:
+    def _record_of(self, snapshot: Snapshot) -> dict[str, Any] | None:
         sample = snapshot.sample
-        if sample is None or sample.step == self._sampled:
+        if sample is None or sample.step == self._last_sampled_step:
             return None
-        self._sampled = sample.step
-        self._samples_to_update -= 1
+        self._last_sampled_step = sample.step
+        self._samples_until_update -= 1
         if self.variables is not None:
             sample = sample.select(self.variables)
-        if self._updates.is_armed and sample.step > self._armed_at:
-            sample = self._updates.measure(sample)
-            self._samples_to_update = self.updates_every - 1
-        self._keys = {"grad_zeros": sample.histogram.zero_fraction}
-        return {"step": sample.step} | self._keys | {"grad_norm": sample.total_norm, "sample": sample.to_dict()}
+        if self._update_watch.is_armed and sample.step > self._armed_at:
+            sample = self._update_watch.measure(sample)
+            self._samples_until_update = self.updates_every - 1
+        self._logged_values = {"grad_zeros": sample.histogram.zero_fraction}
+        return (
+            {"step": sample.step} | self._logged_values | {"grad_norm": sample.total_norm, "sample": sample.to_dict()}
+        )
 
     def _measure_reference(self) -> None:
         self._is_reference_due = False
         assert self.reference is not None
-        sample = float32_sample(self.model, self.reference, self._chosen_variables(), self._last.step)
-        self._append({"step": sample.step, "reference": sample.to_dict()})
+        sample = float32_sample(self.model, self.reference, self._selected_variables(), self._last_snapshot.step)
+        self._append_record({"step": sample.step, "reference": sample.to_dict()})

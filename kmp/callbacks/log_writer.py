@@ -1,4 +1,4 @@
-"""Readings to disk: JSON Lines and TensorBoard event files in one folder, shared by the callbacks that write there."""
+"""Writes records to disk: JSON Lines and TensorBoard event files in one folder."""
 
 import contextlib
 import dataclasses
@@ -26,14 +26,14 @@ from kmp.utils import atomic_files, user_messages
 logger = logging.getLogger("kmp")
 
 _SUFFIX = ".kmp"
-_FULL = (OSError, tf.errors.OpError)
+_WRITE_ERRORS = (OSError, tf.errors.OpError)
 
 
 class LogWriter:
-    """Writes readings into `log_dir`: `kmp.jsonl`, and event files for TensorBoard.
+    """Writes records into `log_dir`: to `kmp.jsonl`, and to event files for TensorBoard.
 
-    Use `LogWriter.open`: callbacks that log into the same folder share one writer, because TensorBoard follows one
-    event file in a folder, and one log per run is what a reader wants.
+    Use `LogWriter.open`. Callbacks that log into the same folder share one writer: TensorBoard reads one event file in
+    a folder, and a run has one log.
     """
 
     _open: ClassVar[dict[Path, "LogWriter"]] = {}
@@ -43,30 +43,31 @@ class LogWriter:
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
         self._first_step = first_step
-        self._is_full = False
+        self._has_failed = False
+        self.is_closed = False  # by `close`, and not by a later training
         self._lines: IO[str] | None = None
         self._events: Any = None
-        with self._while_there_is_room():
+        with self._stopping_on_write_error():
             first_line = header(model, optimizer)
-            carried_over = _take_up(folder, first_step, first_line)
+            carried_over = _continue_log(folder, first_step, first_line)
             self._lines = (folder / FILE_NAME).open("a", encoding="utf-8")
             self._events = tf.summary.create_file_writer(str(folder), filename_suffix=_SUFFIX)
             if self._lines.tell() == 0:
                 self._lines.write(to_line(first_line))
                 self._lines.flush()
-            for row in carried_over:
-                self._write_events(row)
+            for record in carried_over:
+                self._write_events(record)
             self._events.flush()
 
     @classmethod
     def check(cls, folder: Path) -> None:
-        """Makes the folder, and makes sure that it can be written to.
+        """Creates the folder and checks that it is writable.
 
         Raises:
-            OSError: If it cannot.
-            ImportError: If TensorBoard is missing.
+            OSError: If it is not.
+            ImportError: If TensorBoard is not installed.
         """
-        if importlib.util.find_spec("tensorboard") is None:  # tf.summary fails without naming it
+        if importlib.util.find_spec("tensorboard") is None:  # the error of tf.summary does not name it
             raise ImportError("Logging to `log_dir` needs TensorBoard: pip install tensorboard")
         try:
             atomic_files.check_writable(folder)
@@ -78,90 +79,98 @@ class LogWriter:
 
     @classmethod
     def open(cls, folder: Path, model: keras.Model, optimizer: LossScaleOptimizer, first_step: int) -> "LogWriter":
-        """Opens the folder's writer, or joins the one that is open for the same training.
+        """Returns the folder's writer: the one that is open for the same training, or a new one.
 
         Args:
             folder: The folder, which exists.
             model: The model in training.
-            optimizer: Whose readings they are.
-            first_step: The step that training goes on from. A log that goes beyond it is set aside, and what it holds
-                up to that step is carried over.
+            optimizer: The optimizer whose records are written.
+            first_step: The step that training continues after. If the folder has a log with later records, that log is
+                archived and its records up to this step are carried over.
 
         Raises:
-            ValueError: If the folder holds a log that is not kmp's, or another optimizer's of the same training.
+            ValueError: If the folder has a log that is not kmp's, or that of another optimizer in the same training.
         """
         folder = folder.absolute()
-        for left in [writer for writer in cls._open.values() if writer._optimizer() is None]:
-            left._end()
+        for stale in [writer for writer in cls._open.values() if writer._optimizer() is None]:
+            stale._close_files()
         writer = cls._open.get(folder)
-        if writer is None or not writer._belongs_to(optimizer, first_step):
+        if writer is None or not writer._is_for(optimizer, first_step):
             if writer:
-                writer._give_way_to(model)
+                writer._close_if_stale(model)
             writer = cls._open[folder] = cls(folder, model, optimizer, first_step)
         return writer
 
-    def write(self, row: dict[str, Any]) -> None:
-        """Writes a reading; see `kmp.records` for its keys. A disk that is full ends the log, with a warning.
+    def write(self, record: dict[str, Any]) -> None:
+        """Writes a record; see `kmp.records` for its keys. Stops the log with a warning if the disk is full.
 
         Raises:
-            ValueError: If a later training has taken the folder over.
+            ValueError: If a later training uses the folder.
         """
-        if self._is_full or self._lines is None:
+        if self._has_failed or self._lines is None:
             return
         if self._lines.closed:
-            raise ValueError(f"`log_dir` was taken over by a later training: {self._folder}")
-        with self._while_there_is_room():
-            self._lines.write(to_line(row))
+            raise ValueError(f"`log_dir` is in use by a later training. Received: log_dir={str(self._folder)!r}")
+        with self._stopping_on_write_error():
+            self._lines.write(to_line(record))
             self._lines.flush()
-            self._write_events(row)
+            self._write_events(record)
             self._events.flush()
 
     @contextlib.contextmanager
-    def _while_there_is_room(self) -> Iterator[None]:
+    def _stopping_on_write_error(self) -> Iterator[None]:
         try:
             yield
-        except _FULL as error:
-            self._is_full = True
+        except _WRITE_ERRORS as error:
+            self._has_failed = True
             user_messages.warn(
-                f"Logging to {str(self._folder)!r} stops: {user_messages.first_line(error)}. Training goes on, and the "
-                "callbacks' `run` has the readings."
+                f"Logging to {str(self._folder)!r} stops: {user_messages.first_line(error)}. Training continues, and "
+                "the callbacks' `run` still gets all records."
             )
 
-    def _write_events(self, row: dict[str, Any]) -> None:
-        with self._events.as_default(step=row["step"]):
-            for key, value in records.scalars(row):
+    def _write_events(self, record: dict[str, Any]) -> None:
+        with self._events.as_default(step=record["step"]):
+            for key, value in records.scalars(record):
                 tf.summary.scalar(f"kmp/{key}", value)
-            if "sample" in row:
-                _write_histograms(row)
+            if "sample" in record:
+                _write_histograms(record)
 
     def close(self) -> None:
-        """Closes the files, for all that share the writer: callbacks write nothing once training has ended."""
-        self._end()
+        """Closes the files, for all callbacks that share the writer."""
+        self.is_closed = True
+        self._close_files()
 
-    def _belongs_to(self, optimizer: LossScaleOptimizer, first_step: int) -> bool:
+    def _is_for(self, optimizer: LossScaleOptimizer, first_step: int) -> bool:
         return self._optimizer() is optimizer and self._first_step == first_step
 
-    def _give_way_to(self, model: keras.Model) -> None:
-        """Ends a writer that a training left open when it was interrupted."""
+    def _close_if_stale(self, model: keras.Model) -> None:
+        """Closes the files if an interrupted training left them open.
+
+        Raises:
+            ValueError: If they belong to another optimizer in the same training.
+        """
         optimizer = self._optimizer()
         if optimizer and self._model() is model and optimizer.snapshot().step == self._first_step:
-            raise ValueError(f"`log_dir` is another optimizer's; give each its own. Received: {str(self._folder)!r}")
-        self._end()
+            raise ValueError(
+                "`log_dir` is in use for another optimizer; give each optimizer its own folder. "
+                f"Received: log_dir={str(self._folder)!r}"
+            )
+        self._close_files()
 
-    def _end(self) -> None:
+    def _close_files(self) -> None:
         if self._open.get(self._folder) is self:
             del self._open[self._folder]
         for file in (self._lines, self._events):
-            with contextlib.suppress(*_FULL):  # told when it was written
+            with contextlib.suppress(*_WRITE_ERRORS):  # the failed write already warned
                 if file is not None:
                     file.close()
 
 
-def _take_up(folder: Path, first_step: int, first_line: dict[str, Any]) -> list[dict[str, Any]]:
-    """Leaves a log in the folder that ends at `first_step`, whole at every moment; what went beyond is set aside.
+def _continue_log(folder: Path, first_step: int, first_line: dict[str, Any]) -> list[dict[str, Any]]:
+    """Makes an existing log end at `first_step`, by an atomic write, and archives it if that drops or changes a line.
 
     Returns:
-        The readings that TensorBoard's files have to be given again.
+        The records to write to TensorBoard's files again.
     """
     log = (folder / FILE_NAME).resolve()
     if not log.exists() or not log.stat().st_size:
@@ -170,37 +179,38 @@ def _take_up(folder: Path, first_step: int, first_line: dict[str, Any]) -> list[
     if not earlier.rows:
         log.unlink()
         return []
-    kept = [row for row in earlier.rows if row["step"] <= first_step]
+    kept = [record for record in earlier.rows if record["step"] <= first_step]
     goes_beyond = len(kept) < len(earlier.rows)
     is_older = earlier.header["schema"] != SCHEMA
     if not goes_beyond and not is_older and log.read_bytes().endswith(b"\n"):
         return []
-    begin = earlier.header | {"schema": SCHEMA} if kept else first_line
-    with atomic_files.whole(log) as partial:
-        partial.write_text("".join(to_line(line) for line in (begin, *kept)), encoding="utf-8")
+    new_header = earlier.header | {"schema": SCHEMA} if kept else first_line
+    with atomic_files.atomic_write(log) as partial:
+        partial.write_text("".join(to_line(line) for line in (new_header, *kept)), encoding="utf-8")
         if goes_beyond:
-            why = f"goes beyond step {first_step}"
+            reason = f"goes beyond step {first_step}"
         else:
-            why = f"has schema {earlier.header['schema']}" if is_older else "ends in the middle of a line"
-        _set_aside(folder, log, why)
+            reason = f"has schema {earlier.header['schema']}" if is_older else "ends in the middle of a line"
+        _archive(folder, log, reason)
     return kept
 
 
-def _set_aside(folder: Path, log: Path, why: str) -> None:
-    earlier = _unused(folder / "earlier")
-    earlier.mkdir()
-    shutil.copy2(log, earlier / log.name)
+def _archive(folder: Path, log: Path, reason: str) -> None:
+    archive = _unused_path(folder / "earlier")
+    archive.mkdir()
+    shutil.copy2(log, archive / log.name)
     for events in folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
-        events.rename(earlier / events.name)
-    logger.warning("Set aside in %s: an earlier log that %s.", earlier, why)
+        events.rename(archive / events.name)
+    logger.warning("Moved an earlier log to %s: it %s.", archive, reason)
 
 
-def _unused(path: Path) -> Path:
-    return next(name for n in itertools.count(1) if not (name := path.with_name(f"{path.name}-{n}")).exists())
+def _unused_path(path: Path) -> Path:
+    numbered = (path.with_name(f"{path.name}-{n}") for n in itertools.count(1))
+    return next(candidate for candidate in numbered if not candidate.exists())
 
 
 def header(model: keras.Model, optimizer: LossScaleOptimizer) -> dict[str, Any]:
-    """Returns a log's first line: when, with what, and how a model trains; see `kmp.records`."""
+    """Returns the first line of a log: the start time, the versions and the settings; see `kmp.records`."""
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     versions = {"keras": keras.__version__, "tensorflow": tf.__version__, "numpy": np.__version__}
     settings = {"rule": type(optimizer.rule).__name__} | dataclasses.asdict(optimizer.rule)
@@ -210,32 +220,32 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer) -> dict[str, Any]:
         "optimizer": type(optimizer.inner_optimizer).__name__,
         "replicas": model.distribute_strategy.num_replicas_in_sync,
     }
-    variables = model.trainable_variables  # which `fit` will build the optimizer on
+    variables = model.trainable_variables  # `fit` builds the optimizer on these
     by_path = optimizer.variables_by_path() or dict(zip(paths_of(variables), variables, strict=True))
-    wide = float32_variables(model)
-    settings["float32_variables"] = [path for path, variable in by_path.items() if id(variable) in wide]
+    float32_ids = float32_variables(model)
+    settings["float32_variables"] = [path for path, variable in by_path.items() if id(variable) in float32_ids]
     if model.built:
         settings["parameters"] = model.count_params()
     return {"schema": SCHEMA, "kind": "header", "started": started, **versions, "settings": settings}
 
 
-def _write_histograms(row: dict[str, Any]) -> None:
-    sample = records.Run([row]).samples[0]
+def _write_histograms(record: dict[str, Any]) -> None:
+    sample = records.Run([record]).samples[0]
     layers = sample.by_layer()
-    named = {"kmp/gradient_exponents": sample.histogram} | {f"kmp_by_layer/{name}": layers[name] for name in layers}
+    by_tag = {"kmp/gradient_exponents": sample.histogram} | {f"kmp_by_layer/{name}": layers[name] for name in layers}
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    # One event for all: writing each with tf.summary.write takes ten times as long.
-    summary = Summary(value=[_value(tag, histogram) for tag, histogram in named.items()])
-    tf.summary.experimental.write_raw_pb(summary.SerializeToString(), step=row["step"])
+    # One event for all histograms: one tf.summary.write call for each takes ten times as long.
+    summary = Summary(value=[_histogram_value(tag, histogram) for tag, histogram in by_tag.items()])
+    tf.summary.experimental.write_raw_pb(summary.SerializeToString(), step=record["step"])
 
 
-def _value(tag: str, histogram: records.ExponentHistogram) -> Any:
+def _histogram_value(tag: str, histogram: records.ExponentHistogram) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.histogram import metadata
     from tensorboard.util.tensor_util import make_tensor_proto
 
-    # TensorBoard's histograms are rows of left edge, right edge, count; here the edges are binary exponents.
+    # A row of TensorBoard's histogram is left edge, right edge, count. The edges here are binary exponents.
     filled = np.flatnonzero(histogram.by_exponent)
     span = slice(filled[0], filled[-1] + 1) if filled.size else slice(0, 0)
     left = histogram.exponents[span].astype(np.float64)

@@ -1,4 +1,4 @@
-"""The callbacks that log the loss scale and what it did."""
+"""The callback that logs the loss scale."""
 
 from typing import Any
 
@@ -11,12 +11,13 @@ class LossScaleLogger(OptimizerCallback):
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
-        every_n_steps: Integer, at least 1: how often to read, by the optimizer's step counter.
-        optimizer: The `kmp.LossScaleOptimizer` to read, for a model that holds several; its own by default.
+        every_n_steps: Integer, at least 1: how often to read the optimizer, in optimizer steps.
+        optimizer: The `kmp.LossScaleOptimizer` to read, for a model with several. Defaults to the model's.
 
     Raises:
-        TypeError: If an argument is of the wrong type.
-        ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not kmp's.
+        TypeError: If an argument has the wrong type.
+        ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not a
+            `kmp.LossScaleOptimizer`.
         OSError: In `on_train_begin`, if `log_dir` cannot be written.
 
     Example:
@@ -29,6 +30,6 @@ class LossScaleLogger(OptimizerCallback):
     [1024.0]
     """
 
-    def _row(self, snapshot: Snapshot) -> dict[str, Any] | None:
-        self._keys = {"loss_scale": snapshot.loss_scale}
+    def _record_of(self, snapshot: Snapshot) -> dict[str, Any] | None:
+        self._logged_values = {"loss_scale": snapshot.loss_scale}
         return {"step": snapshot.step, "loss_scale": snapshot.loss_scale, "clean_steps": snapshot.clean_steps}

@@ -1,4 +1,4 @@
-"""Resuming a killed run, on one worker or on several; and saving a model so that no kill and no full disk spoils it."""
+"""Saves a model atomically: a kill or a full disk leaves the previous file unchanged."""
 
 import errno
 import os
@@ -10,28 +10,28 @@ import numpy as np
 
 from kmp.utils import atomic_files
 
-_HDF5_OVERHEAD = 2**14  # bytes for each variable: generous
+_HDF5_OVERHEAD = 2**14  # bytes per variable, an upper bound
 
 
 def save_atomically(model: keras.Model, path: Path) -> None:
-    """Saves a model, or its weights where `path` ends in `.weights.h5`; what is there already stays until it is done.
+    """Saves a model, or only its weights if `path` ends in `.weights.h5`. Replaces an existing file atomically.
 
     Raises:
-        OSError: If it cannot be written. Nothing has changed then.
+        OSError: If it cannot be written. An existing file is unchanged then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _refuse_full_disk(model, path.parent)
+    _check_disk_space(model, path.parent)
     try:
-        with atomic_files.whole(path) as partial:
+        with atomic_files.atomic_write(path) as partial:
             (model.save_weights if path.name.endswith(".weights.h5") else model.save)(partial)
-    except NotImplementedError:  # Keras cannot serialize the model; by its class a RuntimeError too, and not the disk's
+    except NotImplementedError:  # Keras cannot serialize the model; this class is a RuntimeError, but no disk error
         raise
-    except RuntimeError as error:  # what HDF5 makes of errors of the disk
+    except RuntimeError as error:  # h5py raises disk errors as this class
         raise OSError(errno.EIO, str(error), str(path)) from error
 
 
-def _refuse_full_disk(model: keras.Model, folder: Path) -> None:
-    """Raises an error where HDF5 would run into the end of the disk, on which it can crash the process."""
+def _check_disk_space(model: keras.Model, folder: Path) -> None:
+    """Raises an `OSError` if the model may not fit on the disk: HDF5 can crash the process when the disk is full."""
     variables = [*model.variables, *(getattr(model.optimizer, "variables", None) or ())]
     sizes = [np.prod(v.shape) * np.dtype(keras.backend.standardize_dtype(v.dtype)).itemsize for v in variables]
     needed, free = int(sum(sizes)) + _HDF5_OVERHEAD * (len(sizes) + 4), shutil.disk_usage(folder).free

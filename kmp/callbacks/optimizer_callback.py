@@ -1,4 +1,4 @@
-"""The base class of the callbacks that read an optimizer: when they read."""
+"""The base class of the callbacks that read an optimizer every n steps."""
 
 import abc
 import os
@@ -18,7 +18,7 @@ Logs = dict[str, Any] | None
 
 
 class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
-    """Reads the optimizer at its first step, at steps that `every_n_steps` divides, and at each epoch's end."""
+    """Reads the optimizer at its first step, at each multiple of `every_n_steps`, and at the end of each epoch."""
 
     def __init__(
         self,
@@ -35,125 +35,127 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
 
     @property
     def run(self) -> Run:
-        """What was recorded, a `kmp.records.Run`."""
+        """The records so far, a `kmp.records.Run`."""
         return self.monitor.run
 
     @property
     def log_dir(self) -> Path | None:
-        """Where the log is written."""
+        """The folder of the log."""
         return self.monitor.log_dir
 
     @property
     def optimizer(self) -> LossScaleOptimizer:
-        """The optimizer that is read: the one given, else the model's own.
+        """The optimizer to read: the one passed to the constructor, or else the model's.
 
         Raises:
-            ValueError: If it is not kmp's.
+            ValueError: If it is not a `kmp.LossScaleOptimizer`.
         """
         return self.monitor.optimizer_of(self.model, type(self).__name__)
 
     def on_train_begin(self, logs: Logs = None) -> None:
         optimizer = self.optimizer
-        self._stop()
-        self.monitor.prepare(self.model, optimizer)
-        if self._prepare(optimizer):
+        self.monitor.check(self.model)
+        self._end_training()
+        self.monitor.describe(self.model, optimizer)
+        if self._prepare_train_step(optimizer):
             self.model.make_train_function(force=True)
-        self._start()
+        self._begin_training()
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         if not self._has_trained:
-            self._start()  # again: a callback listed later may have restored the optimizer
-            self.run.forget_after(self._first_step)
+            self._begin_training()  # again: a later callback's `on_train_begin` may have loaded the optimizer
+            self.run.drop_after(self._start_step)
             self._open_log()
         self._batches_of_epoch = 0
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         self._has_trained = True
         self._count_batches(batch)
-        if self._last.step + self._steps_per_batch * self._batches_since >= self._due:
+        if self._last_snapshot.step + self._steps_per_batch * self._batches_since_read >= self._next_read:
             self.read()
         if logs is not None:
-            logs.update(self._keys)
+            logs.update(self._logged_values)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         self.read(is_epoch_end=True)
         if logs is not None:
             skipped_step_rollback.fix_epoch_loss(self.model, logs)
-            logs.update(self._keys)
+            logs.update(self._logged_values)
 
     def on_train_end(self, logs: Logs = None) -> None:
-        if self._has_trained and self._last.step == self._first_step:
-            user_messages.warn(_UNUSED.format(callback=type(self).__name__))
-        self._stop()
+        if self._has_trained and self._last_snapshot.step == self._start_step:
+            user_messages.warn(_NO_STEP.format(callback=type(self).__name__))
+        self._end_training()
 
-    def _prepare(self, optimizer: LossScaleOptimizer) -> bool:
-        """Arranges what the compiled step must be able to do; returns whether it has to be traced anew."""
+    def _prepare_train_step(self, optimizer: LossScaleOptimizer) -> bool:
+        """Adds this callback's work to the train step. Returns whether the step must be traced again."""
         return optimizer is self.model.optimizer and skipped_step_rollback.install(self.model)
 
-    def _start(self) -> None:
-        self._last = self.monitor.start(self.optimizer)
-        self._first_step = self._last.step
-        self._due = self._first_step + 1
-        # Between readings nothing is copied from the device: the step is reckoned from batches, at the rate last seen.
+    def _begin_training(self) -> None:
+        self._last_snapshot = self.monitor.start(self.optimizer)
+        self._start_step = self._last_snapshot.step
+        self._next_read = self._start_step + 1
+        # Nothing is copied from the device between snapshots: the step is estimated from the number of batches and the
+        # steps per batch between the last two snapshots.
         self._steps_per_batch = 1.0
-        self._batches_since = self._batches_of_epoch = 0
-        self._keys: dict[str, float] = {}
+        self._batches_since_read = self._batches_of_epoch = 0
+        self._logged_values: dict[str, float] = {}
         self._has_trained = False
 
-    def _stop(self) -> None:
+    def _end_training(self) -> None:
         self.monitor.close()
 
     def _open_log(self) -> None:
-        self.monitor.open(self.model, self.optimizer, self._first_step)
+        self.monitor.open(self.model, self.optimizer, self._last_snapshot.step)
 
     @property
-    def _steps_in_epoch(self) -> int:
-        """Batches in an epoch, 0 while Keras does not know."""
+    def _batches_per_epoch(self) -> int:
+        """Batches in an epoch, or 0 while Keras does not know the number."""
         return (self.params or {}).get("steps") or 0
 
     def _count_batches(self, batch: int) -> None:
-        # With steps_per_execution the index of an epoch's last call may lie beyond its last batch.
-        done = min(batch + 1, self._steps_in_epoch or batch + 1)
-        self._batches_since += done - self._batches_of_epoch
+        # With steps_per_execution, the index in the last call of an epoch can exceed the last batch.
+        done = min(batch + 1, self._batches_per_epoch or batch + 1)
+        self._batches_since_read += done - self._batches_of_epoch
         self._batches_of_epoch = done
 
     def read(self, is_epoch_end: bool = False) -> None:
-        """Reads the optimizer now, and records what is new.
+        """Reads the optimizer now and records the new state.
 
         Args:
-            is_epoch_end: Whether more steps may have been taken than the batches since the last reading tell.
+            is_epoch_end: Whether the optimizer may have taken steps that no counted batch accounts for.
         """
-        snapshot = self._look()
-        steps = snapshot.step - self._last.step
+        snapshot = self._read_snapshot()
+        steps = snapshot.step - self._last_snapshot.step
         if not is_epoch_end:
-            self._steps_per_batch = steps / self._batches_since if steps else self._steps_per_batch / 2
+            self._steps_per_batch = steps / self._batches_since_read if steps else self._steps_per_batch / 2
         if steps:
-            self._record(snapshot)
-            self._last, self._batches_since = snapshot, 0
-            self._due = self._next_due(snapshot)
+            self._record_snapshot(snapshot)
+            self._last_snapshot, self._batches_since_read = snapshot, 0
+            self._next_read = self._next_step_to_read(snapshot)
 
-    def _look(self) -> Snapshot:
+    def _read_snapshot(self) -> Snapshot:
         return self.monitor.snapshot(self.optimizer)
 
-    def _next_due(self, snapshot: Snapshot) -> int:
-        """Returns the step to read next."""
+    def _next_step_to_read(self, snapshot: Snapshot) -> int:
         return (snapshot.step // self.every_n_steps + 1) * self.every_n_steps
 
-    def _record(self, snapshot: Snapshot) -> None:
-        row = self._row(snapshot)
-        if row:
-            self._append(row)
+    def _record_snapshot(self, snapshot: Snapshot) -> None:
+        record = self._record_of(snapshot)
+        if record:
+            self._append_record(record)
 
-    def _append(self, row: dict[str, Any]) -> None:
+    def _append_record(self, record: dict[str, Any]) -> None:
+        self.monitor.run.append(record)
         self._open_log()
-        self.monitor.record(row)
+        self.monitor.write(record)
 
     @abc.abstractmethod
-    def _row(self, snapshot: Snapshot) -> dict[str, Any] | None:
-        """Sets `self._keys` from the reading and returns what to record of it, or `None` for nothing."""
+    def _record_of(self, snapshot: Snapshot) -> dict[str, Any] | None:
+        """Sets `self._logged_values` from a snapshot. Returns its record, or `None` to record nothing."""
 
 
-_UNUSED = (
-    "{callback}: the optimizer it reads took no step. A model that trains with optimizers of its own has to have them "
-    "wrapped with kmp.wrap, and the callback has to be told which one to read: {callback}(optimizer=...)."
+_NO_STEP = (
+    "{callback}: the optimizer it reads took no step. If the model trains with optimizers other than "
+    "`model.optimizer`, wrap each with kmp.wrap and pass the one to read: {callback}(optimizer=...)."
 )

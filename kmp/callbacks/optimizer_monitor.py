@@ -1,4 +1,4 @@
-"""Reading one optimizer for the callbacks of a run, and recording what they read."""
+"""Reads one optimizer for the callbacks of a run and stores their records."""
 
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from kmp.utils import FLOAT16
 
 
 class OptimizerMonitor:
-    """The run that callbacks record into, its log, and the newest snapshot of the optimizer that they read.
+    """Holds the records of a run, its log file, and the newest snapshot of the optimizer.
 
-    Callbacks that share a monitor share all three: after a step, the first that reads copies the snapshot to the host.
+    Callbacks that share a monitor share all three. After a step, only the first callback that reads copies a snapshot
+    to the host.
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
-        optimizer: The optimizer to read, or `None` for the model's own.
+        optimizer: The optimizer to read, or `None` for the model's.
     """
 
     def __init__(self, log_dir: Path | None = None, optimizer: LossScaleOptimizer | None = None) -> None:
@@ -30,54 +31,56 @@ class OptimizerMonitor:
         self._writer: LogWriter | None = None
 
     def optimizer_of(self, model: keras.Model, callback: str) -> LossScaleOptimizer:
-        """Returns the optimizer that is read.
+        """Returns the optimizer to read.
 
         Args:
             model: The model in training.
-            callback: The name of the callback that reads, for the message.
+            callback: The name of the callback that reads it, for the error message.
 
         Raises:
-            ValueError: If it is not kmp's.
+            ValueError: If it is not a `kmp.LossScaleOptimizer`.
         """
         optimizer = self._optimizer or getattr(model, "optimizer", None)
         if not isinstance(optimizer, LossScaleOptimizer):
-            raise ValueError(_no_loss_scale(callback, model, optimizer))
+            raise ValueError(_wrong_optimizer_message(callback, model, optimizer))
         return optimizer
 
-    def prepare(self, model: keras.Model, optimizer: LossScaleOptimizer) -> None:
-        """Ends what an interrupted training left open, and describes the new one in the run's header.
+    def check(self, model: keras.Model) -> None:
+        """Checks that `log_dir` is writable.
 
         Raises:
-            OSError: If `log_dir` cannot be written.
+            OSError: If it is not.
+            ImportError: If TensorBoard is not installed.
         """
-        folder = self._folder(model)
+        folder = self._writable_folder(model)
         if folder is not None:
             LogWriter.check(folder)
-        self.close()
+
+    def describe(self, model: keras.Model, optimizer: LossScaleOptimizer) -> None:
+        """Sets the run's header: the versions and the settings of a new training."""
         self.run.header = header(model, optimizer)
 
     def start(self, optimizer: LossScaleOptimizer) -> Snapshot:
-        """Returns a new snapshot, also where no step was taken since the last one: a file may have been loaded."""
+        """Returns a new snapshot, even if no step was taken since the last one: weights may have been loaded."""
         self._newest = optimizer.snapshot()
         return self._newest
 
     def snapshot(self, optimizer: LossScaleOptimizer) -> Snapshot:
-        """Returns the newest snapshot, read again if the optimizer has taken a step since."""
+        """Returns the newest snapshot. Takes a new one if the optimizer has taken a step since."""
         if self._newest is None or self._newest.step != optimizer.counters.read_steps():
             self._newest = optimizer.snapshot()
         return self._newest
 
     def open(self, model: keras.Model, optimizer: LossScaleOptimizer, first_step: int) -> None:
-        """Opens the log, of a training that starts after `first_step`, if it is not open."""
-        folder = self._folder(model)
-        if folder is not None and self._writer is None:
+        """Opens the log of a training that continues after `first_step`, unless it is open."""
+        folder = self._writable_folder(model)
+        if folder is not None and (self._writer is None or self._writer.is_closed):
             self._writer = LogWriter.open(folder, model, optimizer, first_step)
 
-    def record(self, row: dict[str, Any]) -> None:
-        """Adds a record to the run, and writes it to the log if that is open."""
-        self.run.append(row)
+    def write(self, record: dict[str, Any]) -> None:
+        """Writes a record to the log if it is open."""
         if self._writer:
-            self._writer.write(row)
+            self._writer.write(record)
 
     def close(self) -> None:
         """Closes the log."""
@@ -85,21 +88,24 @@ class OptimizerMonitor:
             self._writer.close()
             self._writer = None
 
-    def _folder(self, model: keras.Model) -> Path | None:
-        """Returns where this process writes; of several workers, only the chief does."""
+    def _writable_folder(self, model: keras.Model) -> Path | None:
+        """Returns the folder that this process writes to: of several workers, only the chief writes."""
         return self.log_dir if distribution.is_chief(model.distribute_strategy) else None
 
 
-def _no_loss_scale(callback: str, model: keras.Model, optimizer: Any) -> str:
-    kind = type(optimizer)
-    found = f"{kind.__module__.split('.')[0]}'s {kind.__name__}" if optimizer is not None else "None"
+def _wrong_optimizer_message(callback: str, model: keras.Model, optimizer: Any) -> str:
+    optimizer_class = type(optimizer)
+    package = optimizer_class.__module__.split(".")[0]
+    received = f"{package}'s {optimizer_class.__name__}" if optimizer is not None else "None"
     dtypes = sorted(compute_dtypes(model))
     advice = (
         "Compile the model after kmp.enable() and without auto_scale_loss=False, or with kmp.LossScaleOptimizer(opt)."
         if FLOAT16.name in dtypes
-        else "That needs no loss scale: leave kmp's callbacks out, or compile with kmp.LossScaleOptimizer(opt, "
-        "loss_scale=1.0) to see its gradients all the same. For float16 call kmp.enable() before building the model; "
-        "again after keras.backend.clear_session(), and in each thread, which have the policy float32."
+        else "It needs no loss scale: remove kmp's callbacks, or compile with kmp.LossScaleOptimizer(opt, "
+        "loss_scale=1.0) to record its gradients. For float16, call kmp.enable() before building the model. "
+        "keras.backend.clear_session() and new threads reset the policy to float32: call kmp.enable() again there."
     )
-    reads = f"{callback} reads kmp.LossScaleOptimizer, and the model's optimizer is {found}"
-    return f"{reads}; the model computes in {' and '.join(dtypes)}. {advice}"
+    return (
+        f"{callback} needs a kmp.LossScaleOptimizer, but the model's optimizer is {received}. "
+        f"The model computes in {' and '.join(dtypes)}. {advice}"
+    )

@@ -1,4 +1,4 @@
-"""The callback that leaves a report of the training."""
+"""The callback that writes a report of the training."""
 
 import errno
 import time
@@ -17,36 +17,35 @@ from kmp.records import Run
 from kmp.utils import atomic_files, user_messages, validation
 
 _SUFFIX = ".html"
-_MOST_OF_TIME = 0.05
+_MAX_TIME_FRACTION = 0.05
 
 
 class Report(keras.callbacks.Callback):
-    """Writes what `kmp report` shows: one HTML file with verdict, findings, pictures, tables and settings.
+    """Writes the report of `kmp report`: one HTML file with verdict, findings, figures, tables and settings.
 
-    It is written at the end of training, and at epochs' ends while that takes no more than a twentieth of the time, so
-    that a killed run has one too; of several workers, the chief writes. A report that cannot be written in the course
-    of a training is a warning. On its own it reads what `LossScaleLogger`, `OverflowCounter` and `GradientHistogram`
-    read, and puts their keys in `logs`.
+    The report is written at the end of training. It is also written at epoch ends, so that a killed run has one, as
+    long as that takes at most a twentieth of the time. Of several workers, only the chief writes. A failure to write
+    during training is a warning. Without `run`, the callback records what `LossScaleLogger`, `OverflowCounter` and
+    `GradientHistogram` record, and adds their keys to `logs`.
 
     Args:
-        path: The file, whose name ends in `.html`.
-        run: A `kmp.records.Run` that other callbacks of the same `fit` read into, as `defaults(...)[0].run`; then
-            nothing is read twice. By default the callback reads by itself.
-        every_n_steps: Integer, at least 1: how often to read and sample, by the optimizer's step counter, without
-            `run`.
-        optimizer: The `kmp.LossScaleOptimizer` to read without `run`, for a model that holds several; its own by
-            default.
+        path: The file. Its name ends in `.html`.
+        run: The `kmp.records.Run` of other callbacks in the same `fit`, such as `defaults(...)[0].run`. Defaults to a
+            run that the callback records itself.
+        every_n_steps: Integer, at least 1: how often to read and sample without `run`, in optimizer steps.
+        optimizer: The `kmp.LossScaleOptimizer` to read without `run`, for a model with several. Defaults to the
+            model's.
 
     Raises:
-        TypeError: If an argument is of the wrong type.
+        TypeError: If an argument has the wrong type.
         ValueError: If `path` does not end in `.html`, or `every_n_steps` is below 1; in `on_train_begin`, if the
-            optimizer is not kmp's.
+            optimizer is not a `kmp.LossScaleOptimizer`.
         OSError: In `on_train_begin`, if `path` cannot be written.
 
     Example:
     >>> from kmp import callbacks
-    >>> readers = callbacks.defaults()
-    >>> attached = [*readers, callbacks.Report("report.html", run=readers[0].run)]
+    >>> loggers = callbacks.defaults()
+    >>> attached = [*loggers, callbacks.Report("report.html", run=loggers[0].run)]
     """
 
     def __init__(
@@ -60,55 +59,55 @@ class Report(keras.callbacks.Callback):
         self.path = _html_path(path)
         if run is not None and not isinstance(run, Run):
             raise TypeError(f"`run` must be a kmp.records.Run or None. Received: run={run!r}")
-        # No keras.callbacks.CallbackList: it gives callbacks a copy of `logs`, and what they add to it would be lost.
-        self._readers = _readers(every_n_steps, optimizer) if run is None else []
-        self.run = self._readers[0].run if run is None else run
-        self._is_failure_told = False
+        # Not a keras.callbacks.CallbackList: it passes callbacks a copy of `logs`, so the keys they add would be lost.
+        self._loggers = _loggers(every_n_steps, optimizer) if run is None else []
+        self.run = self._loggers[0].run if run is None else run
+        self._has_warned = False
 
     def set_params(self, params: dict[str, Any]) -> None:
         super().set_params(params)
-        for reader in self._readers:
-            reader.set_params(params)
+        for logger in self._loggers:
+            logger.set_params(params)
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        for reader in self._readers:
-            reader.set_model(model)
+        for logger in self._loggers:
+            logger.set_model(model)
 
     def on_train_begin(self, logs: Logs = None) -> None:
         if self._is_chief:
-            _check(self.path)
-        for reader in self._readers:
-            reader.on_train_begin(logs)
-        self._rows_written = -1
-        self._free_from = 0.0
+            _check_writable(self.path)
+        for logger in self._loggers:
+            logger.on_train_begin(logs)
+        self._records_written = -1
+        self._earliest_next_write = 0.0
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        for reader in self._readers:
-            reader.on_epoch_begin(epoch, logs)
+        for logger in self._loggers:
+            logger.on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        for reader in self._readers:
-            reader.on_train_batch_begin(batch, logs)
+        for logger in self._loggers:
+            logger.on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        for reader in self._readers:
-            reader.on_train_batch_end(batch, logs)
+        for logger in self._loggers:
+            logger.on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        for reader in self._readers:
-            reader.on_epoch_end(epoch, logs)
-        if time.monotonic() >= self._free_from:
+        for logger in self._loggers:
+            logger.on_epoch_end(epoch, logs)
+        if time.monotonic() >= self._earliest_next_write:
             self.write()
 
     def on_train_end(self, logs: Logs = None) -> None:
-        for reader in self._readers:
-            reader.on_train_end(logs)
-        if len(self.run.rows) != self._rows_written:
+        for logger in self._loggers:
+            logger.on_train_end(logs)
+        if len(self.run.rows) != self._records_written:
             self.write()
 
     def write(self) -> None:
-        """Writes the report of what was read so far."""
+        """Writes the report of the records so far."""
         if not self._is_chief:
             return
         from kmp import report
@@ -116,29 +115,30 @@ class Report(keras.callbacks.Callback):
         begin = time.monotonic()
         try:
             report.write({self.model.name: self.run}, self.path)
-        except Exception as error:  # whatever matplotlib or the disk has against it, training is worth more
-            self._tell(error)
-        self._rows_written = len(self.run.rows)
+        except Exception as error:  # no error of matplotlib or of the disk may end training
+            self._warn(error)
+        self._records_written = len(self.run.rows)
         end = time.monotonic()
-        self._free_from = end + (end - begin) / _MOST_OF_TIME
+        self._earliest_next_write = end + (end - begin) / _MAX_TIME_FRACTION
 
     @property
     def _is_chief(self) -> bool:
         return distribution.is_chief(self.model.distribute_strategy)
 
-    def _tell(self, error: Exception) -> None:
-        if not self._is_failure_told:
-            self._is_failure_told = True
-            user_messages.warn(f"No report in {str(self.path)!r}: {user_messages.in_short(error)}. Training goes on.")
+    def _warn(self, error: Exception) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            message = user_messages.one_line(error)
+            user_messages.warn(f"The report {str(self.path)!r} was not written: {message}. Training continues.")
 
 
-def _readers(every_n_steps: int, optimizer: LossScaleOptimizer | None) -> list[OptimizerCallback]:
-    """Returns the callbacks that record what a report shows, sharing one monitor."""
+def _loggers(every_n_steps: int, optimizer: LossScaleOptimizer | None) -> list[OptimizerCallback]:
+    """Returns the callbacks that record the data of a report. They share one monitor."""
     classes = (LossScaleLogger, OverflowCounter, GradientHistogram)
-    readers: list[OptimizerCallback] = [cls(None, every_n_steps, optimizer) for cls in classes]
-    for reader in readers:
-        reader.monitor = readers[0].monitor
-    return readers
+    loggers: list[OptimizerCallback] = [cls(None, every_n_steps, optimizer) for cls in classes]
+    for logger in loggers:
+        logger.monitor = loggers[0].monitor
+    return loggers
 
 
 def _html_path(value: Any) -> Path:
@@ -148,8 +148,8 @@ def _html_path(value: Any) -> Path:
     return path
 
 
-def _check(path: Path) -> None:
-    """Makes the folder, and makes sure that the file can be written there.
+def _check_writable(path: Path) -> None:
+    """Creates the folder and checks that the file can be written.
 
     Raises:
         OSError: If it cannot.

@@ -1,4 +1,4 @@
-"""The callback that ends a training which cannot get on."""
+"""The callback that stops a training in which every step is skipped."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 from kmp.backend import distribution
 from kmp.callbacks.model_saving import save_atomically
 from kmp.callbacks.optimizer_callback import Logs, OptimizerCallback, PathLike
-from kmp.callbacks.stuck_message import StuckError, describe, is_at_lowest
+from kmp.callbacks.stuck_message import StuckError, format_message, is_at_min_scale
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot
 from kmp.scaling import FixedScale
@@ -14,22 +14,24 @@ from kmp.utils import user_messages, validation
 
 
 class StuckDetector(OptimizerCallback):
-    """Tells when float16 cannot work for a model, and why, in place of skipping every step for good.
+    """Stops training, with the cause, if the optimizer keeps skipping steps.
 
-    Training counts as stuck after `patience` skipped steps in a row, and at an overflow while the scale is already at
-    `min_scale`; with `steps_per_execution`, as seen at the end of each execution. The message names the cause, the
-    loss, the scale, the variable to blame and what to try. The weights are those from before the streak.
+    Training is stuck after `patience` consecutive skipped steps, or if a step overflows while the loss scale is
+    already at `min_scale`. With `steps_per_execution`, both are checked at the end of each execution. The message names
+    the cause, the loss, the loss scale, the origin of the overflow and what to try. The model keeps the weights from
+    before the skipped steps.
 
     Args:
-        patience: Integer, at least 1: skipped steps in a row.
-        on_stuck: `"raise"` a `kmp.callbacks.StuckError`, `"warn"` once for each streak, or `"ignore"` it.
-        checkpoint: A path that ends in `.keras` or `.weights.h5`, to save the model to when it is stuck; or `None`.
-        optimizer: The `kmp.LossScaleOptimizer` to read, for a model that holds several; its own by default.
+        patience: Integer, at least 1: consecutive skipped steps.
+        on_stuck: `"raise"` a `kmp.callbacks.StuckError`, `"warn"` once for each streak of skipped steps, or `"ignore"`.
+        checkpoint: A path that ends in `.keras` or `.weights.h5`, to save the model to if it is stuck; or `None`.
+        optimizer: The `kmp.LossScaleOptimizer` to read, for a model with several. Defaults to the model's.
 
     Raises:
-        TypeError: If an argument is of the wrong type.
-        ValueError: If an argument is outside its range; in `on_train_begin`, if the optimizer is not kmp's.
-        StuckError: In training, if it is stuck.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is outside its range; in `on_train_begin`, if the optimizer is not a
+            `kmp.LossScaleOptimizer`.
+        StuckError: During training, if it is stuck.
 
     Example:
     >>> import keras, kmp, numpy as np
@@ -54,51 +56,51 @@ class StuckDetector(OptimizerCallback):
         super().__init__(None, validation.positive_integer("patience", patience), optimizer)
         self.on_stuck = validation.one_of("on_stuck", on_stuck, ("raise", "warn", "ignore"))
         self.checkpoint = None if checkpoint is None else validation.model_path("checkpoint", checkpoint)
-        self._streak_told: int | None = None
+        self._reported_streak_start: int | None = None
         self.before_stuck: Callable[[], None] = lambda: None
 
     @property
     def patience(self) -> int:
-        """Skipped steps in a row that count as stuck."""
+        """Consecutive skipped steps after which training is stuck."""
         return self.every_n_steps
 
-    def _look(self) -> Snapshot:
-        """Reads all of the optimizer only where a step was skipped since the last time: training is not stuck else."""
+    def _read_snapshot(self) -> Snapshot:
+        """Returns a full snapshot only if a step was skipped since the last one: otherwise training is not stuck."""
         counters = self.optimizer.counters
-        if not self.optimizer.built or int(counters.overflows.numpy()) != self._last.overflow_count:
-            return super()._look()
+        if not self.optimizer.built or int(counters.overflows.numpy()) != self._last_snapshot.overflow_count:
+            return super()._read_snapshot()
         return replace(
-            self._last,
+            self._last_snapshot,
             step=counters.read_steps(),
             overflows_in_a_row=0,
             loss_scale=float(self.optimizer.dynamic_scale.numpy()),
         )
 
-    def _next_due(self, snapshot: Snapshot) -> int:
-        """Returns the first step that training can be stuck at, so that no reading is made for nothing."""
-        to_lowest = self.optimizer.rule.steps_to_min_scale(snapshot.loss_scale)
-        return snapshot.step + max(1, int(min(self.patience - snapshot.overflows_in_a_row, to_lowest)))
+    def _next_step_to_read(self, snapshot: Snapshot) -> int:
+        """Returns the first step at which training can be stuck."""
+        to_min_scale = self.optimizer.rule.steps_to_min_scale(snapshot.loss_scale)
+        return snapshot.step + max(1, int(min(self.patience - snapshot.overflows_in_a_row, to_min_scale)))
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        self._streak_told = None
+        self._reported_streak_start = None
         super().on_train_begin(logs)
 
-    def _row(self, snapshot: Snapshot) -> None:
-        skipped, streak = snapshot.overflows_in_a_row, snapshot.step - snapshot.overflows_in_a_row
-        is_stuck = skipped >= self.patience or is_at_lowest(snapshot, self._last)
-        if not is_stuck or streak == self._streak_told:
+    def _record_of(self, snapshot: Snapshot) -> None:
+        skipped, streak_start = snapshot.overflows_in_a_row, snapshot.step - snapshot.overflows_in_a_row
+        is_stuck = skipped >= self.patience or is_at_min_scale(snapshot, self._last_snapshot)
+        if not is_stuck or streak_start == self._reported_streak_start:
             return
-        self._streak_told = streak if skipped else None
+        self._reported_streak_start = streak_start if skipped else None
         is_fixed = isinstance(self.optimizer.rule, FixedScale)
-        message = describe(snapshot, self._last, is_fixed, self._save())
+        message = format_message(snapshot, self._last_snapshot, is_fixed, self._save_checkpoint())
         self.before_stuck()
         if self.on_stuck == "raise":
             raise StuckError(message)
         if self.on_stuck == "warn":
             user_messages.warn(message)
 
-    def _save(self) -> str:
-        """Saves the model where asked; returns a sentence on where its weights are."""
+    def _save_checkpoint(self) -> str:
+        """Saves the model to `checkpoint`, if given. Returns a sentence about the model's weights."""
         intact = "The weights are those from before the skipped steps"
         if self.checkpoint is None:
             return f"{intact}."
@@ -106,6 +108,6 @@ class StuckDetector(OptimizerCallback):
             return f"{intact}, saved by the chief."
         try:
             save_atomically(self.model, self.checkpoint)
-        except Exception as error:  # Keras raises what it likes; none of it may hide why training is stuck
-            return f"{intact}; saving them to {str(self.checkpoint)!r} failed: {user_messages.in_short(error)}"
+        except Exception as error:  # Keras raises many classes; none may hide why training is stuck
+            return f"{intact}; saving them to {str(self.checkpoint)!r} failed: {user_messages.one_line(error)}"
         return f"{intact}, saved to {str(self.checkpoint)!r}."

@@ -22,8 +22,8 @@ SCRIPT = Path(__file__).parent.parent / "resumed_run.py"
 SECONDS = 120
 
 
-class Moment(keras.callbacks.Callback):
-    """Ends a training at a moment that the process does not survive, as far as the files are concerned."""
+class KillAtEpoch(keras.callbacks.Callback):
+    """Ends training at the beginning of an epoch. The backup files are as after a kill of the process."""
 
     def __init__(self, epoch):
         super().__init__()
@@ -34,76 +34,79 @@ class Moment(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-def begin(folder, kind="kmp", *steps):
+def start_run(folder, package="kmp", *steps):
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, SCRIPT, folder, kind, *steps]
+    command = [sys.executable, SCRIPT, folder, package, *steps]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for("begins\n", process)
     return process
 
 
-def wait_for(awaited, process):
-    told = ""
+def wait_for(expected_line, process):
+    output = ""
     for line in process.stdout:
-        if line == awaited:
+        if line == expected_line:
             return
-        told += line
+        output += line
     process.communicate()
-    raise AssertionError(told)
+    raise AssertionError(output)
 
 
-def to_the_end(folder, kind="kmp"):
-    """Runs, or goes on with, a training; returns its state and the seconds it spent in `fit`."""
-    process, began = begin(folder, kind), time.monotonic()
+def finish_run(folder, package="kmp"):
+    """Runs or resumes a training to its end. Returns its final state and the seconds spent in `fit`."""
+    process, start = start_run(folder, package), time.monotonic()
     wait_for("ends\n", process)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start
     process.communicate(timeout=SECONDS)
     assert process.returncode == 0
     with np.load(folder / "result.npz") as file:
         return [file[name] for name in file.files], seconds
 
 
-def killed_and_resumed(folder, seconds):
-    process = begin(folder)
+def kill_and_resume(folder, seconds):
+    process = start_run(folder)
     time.sleep(seconds)
     process.kill()
     process.communicate()
-    return to_the_end(folder)[0]
+    return finish_run(folder)[0]
 
 
-def assert_log_tells_each_step_once(folder):
-    rows = kmp.records.Run.load(folder / "log").rows
-    told = [(key, row["step"]) for row in rows for key in ("loss_scale", "overflow_count", "histogram") if key in row]
-    assert len(set(told)) == len(told)
-    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
-    assert rows[-1]["step"] == 480
+def assert_log_has_each_step_once(folder):
+    records = kmp.records.Run.load(folder / "log").rows
+    steps = [record["step"] for record in records]
+    keys = ("loss_scale", "overflow_count", "histogram")
+    logged = [(key, record["step"]) for record in records for key in keys if key in record]
+    assert len(set(logged)) == len(logged)
+    assert steps == sorted(steps)
+    assert steps[-1] == 480
 
 
 @pytest.mark.slow
-def test_run_killed_at_any_moment_ends_as_the_one_that_was_never_killed(tmp_path):
+def test_run_killed_at_any_time_ends_as_an_uninterrupted_run(tmp_path):
     seed = secrets.randbits(32)
     print("seed:", seed)
     folders = [tmp_path / str(i) for i in range(10)]
     with ThreadPoolExecutor(2) as pool:
-        (expected, seconds), (same, _) = pool.map(to_the_end, [tmp_path / "never", tmp_path / "never again"])
-        moments = [random.Random(f"{seed} {i}").uniform(0, seconds) for i in range(10)]
-        results = list(pool.map(killed_and_resumed, folders, moments))
-    assert all(np.array_equal(one, other) for one, other in zip(expected, same, strict=True))
-    for result, moment, folder in zip(results, moments, folders, strict=True):
-        for mine, its in zip(result, expected, strict=True):
-            np.testing.assert_array_equal(mine, its, err_msg=f"killed after {moment:.2f} of {seconds:.2f} s, {seed=}")
-        assert_log_tells_each_step_once(folder)
+        (expected, seconds), (repeated, _) = pool.map(finish_run, [tmp_path / "first", tmp_path / "second"])
+        kill_times = [random.Random(f"{seed} {i}").uniform(0, seconds) for i in range(10)]
+        results = list(pool.map(kill_and_resume, folders, kill_times))
+    assert all(np.array_equal(first, second) for first, second in zip(expected, repeated, strict=True))
+    for result, kill_time, folder in zip(results, kill_times, folders, strict=True):
+        message = f"killed after {kill_time:.2f} of {seconds:.2f} s, {seed=}"
+        for array, expected_array in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(array, expected_array, err_msg=message)
+        assert_log_has_each_step_once(folder)
 
 
 @pytest.mark.slow
-def test_keras_own_callback_resumes_in_mid_epoch_too(tmp_path):
-    expected, _ = to_the_end(tmp_path / "never", "keras")
-    process = begin(tmp_path / "killed", "keras", "220")
+def test_keras_callback_resumes_within_an_epoch(tmp_path):
+    expected, _ = finish_run(tmp_path / "uninterrupted", "keras")
+    process = start_run(tmp_path / "killed", "keras", "220")
     process.communicate(timeout=SECONDS)
     assert process.returncode == -signal.SIGKILL
-    result, _ = to_the_end(tmp_path / "killed", "keras")
-    for mine, its in zip(result, expected, strict=True):
-        np.testing.assert_array_equal(mine, its)
+    result, _ = finish_run(tmp_path / "killed", "keras")
+    for array, expected_array in zip(result, expected, strict=True):
+        np.testing.assert_array_equal(array, expected_array)
 
 
 def fit(folder, callbacks=(), epochs=4, model=None):
@@ -113,9 +116,9 @@ def fit(folder, callbacks=(), epochs=4, model=None):
     return values([*model.weights, *model.optimizer.variables, *model.optimizer.counters.weights])
 
 
-def interrupted(folder, epoch=2):
+def interrupt_fit(folder, epoch=2):
     with pytest.raises(KeyboardInterrupt):
-        fit(folder, [Moment(epoch)])
+        fit(folder, [KillAtEpoch(epoch)])
     return folder / "latest.weights.h5", folder / "training_metadata.json"
 
 
@@ -127,70 +130,70 @@ def before_the_metadata(weights, metadata):
     metadata.unlink()
 
 
-def in_the_partial_file(weights, metadata):
+def during_the_write(weights, metadata):
     weights.with_name(f"partial-{weights.name}").write_bytes(weights.read_bytes()[:1000])
 
 
-def at_the_first_one(weights, metadata):
-    whole = weights.read_bytes()
+def during_the_first_write(weights, metadata):
+    content = weights.read_bytes()
     for path in weights.parent.iterdir():
         path.unlink()
-    weights.with_name(f"partial-{weights.name}").write_bytes(whole[:1000])
+    weights.with_name(f"partial-{weights.name}").write_bytes(content[:1000])
 
 
-def in_the_deletion(weights, metadata):
+def during_the_deletion(weights, metadata):
     weights.unlink()
     for path in weights.parent.glob("*.bkp"):
         path.unlink()
 
 
 @pytest.mark.parametrize(
-    "moment",
-    [between_weights_and_metadata, before_the_metadata, in_the_partial_file, at_the_first_one, in_the_deletion],
+    "simulate_kill",
+    [between_weights_and_metadata, before_the_metadata, during_the_write, during_the_first_write, during_the_deletion],
 )
-def test_kill_inside_a_save_loses_nothing(tmp_path, enabled, moment):
-    expected = fit(tmp_path / "never")
-    moment(*interrupted(tmp_path / "killed"))
-    for mine, its in zip(fit(tmp_path / "killed"), expected, strict=True):
-        np.testing.assert_array_equal(mine, its)
+def test_kill_during_a_save_loses_nothing(tmp_path, enabled, simulate_kill):
+    expected = fit(tmp_path / "uninterrupted")
+    simulate_kill(*interrupt_fit(tmp_path / "killed"))
+    for value, expected_value in zip(fit(tmp_path / "killed"), expected, strict=True):
+        np.testing.assert_array_equal(value, expected_value)
 
 
-def zeroed(path, at, length=2048):
+def zero_bytes(path, offset, length=2048):
     content = bytearray(path.read_bytes())
-    content[at : at + length] = bytes(length)
+    content[offset : offset + length] = bytes(length)
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("at", [0, 6144])
-def test_backup_that_the_disk_spoilt_gives_way_to_the_one_before_it(tmp_path, enabled, at, caplog):
-    expected = fit(tmp_path / "never")
-    weights, _ = interrupted(tmp_path / "spoilt")
-    zeroed(weights, at)
-    for mine, its in zip(fit(tmp_path / "spoilt"), expected, strict=True):
-        np.testing.assert_array_equal(mine, its)
-    assert "going back to the backup before it" in caplog.text
+@pytest.mark.parametrize("offset", [0, 6144])
+def test_corrupt_backup_is_replaced_by_the_previous_one(tmp_path, enabled, offset, caplog):
+    expected = fit(tmp_path / "uninterrupted")
+    weights, _ = interrupt_fit(tmp_path / "corrupt")
+    zero_bytes(weights, offset)
+    for value, expected_value in zip(fit(tmp_path / "corrupt"), expected, strict=True):
+        np.testing.assert_array_equal(value, expected_value)
+    assert "restoring the previous backup" in caplog.text
 
 
-def test_keras_own_callback_repeats_an_epoch_where_the_kill_came_between_its_two_files(tmp_path, enabled):
-    """Why kmp has one: when this fails, Keras has mended it."""
-    between_weights_and_metadata(*interrupted(tmp_path))
+def test_keras_callback_repeats_an_epoch_after_a_kill_between_its_two_files(tmp_path, enabled):
+    """The reason for kmp's callback. If this fails, Keras has fixed the bug."""
+    between_weights_and_metadata(*interrupt_fit(tmp_path))
     model = compiled_model("adam")
     model.fit(*small_data(), verbose=0, epochs=4, callbacks=[keras.callbacks.BackupAndRestore(tmp_path)])
     assert model.optimizer.snapshot().step == 25
 
 
-def test_backup_that_cannot_be_read_is_an_error_that_leaves_it(tmp_path, enabled):
-    weights, _ = interrupted(tmp_path)
+def test_unreadable_backup_raises_and_is_unchanged(tmp_path, enabled):
+    weights, _ = interrupt_fit(tmp_path)
     (tmp_path / "latest.weights.h5.bkp").unlink()
-    zeroed(weights, 0)
+    zero_bytes(weights, 0)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(OSError, match=r"The backup cannot be read \(latest.weights.h5: .*Delete it to start"):
         fit(tmp_path)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_backup_of_another_model_is_an_error_that_leaves_it(tmp_path, enabled):
-    interrupted(tmp_path)
+def test_backup_of_another_model_raises_and_is_unchanged(tmp_path, enabled):
+    interrupt_fit(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(3), kmp.layers.Softmax()])
     other.compile("adam", "sparse_categorical_crossentropy")
@@ -199,17 +202,17 @@ def test_backup_of_another_model_is_an_error_that_leaves_it(tmp_path, enabled):
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_models_without_kmps_optimizer_are_backed_up_as_by_keras(tmp_path):
+def test_model_without_a_loss_scale_optimizer_is_backed_up_too(tmp_path):
     model = compiled_model("adam")
     with pytest.raises(KeyboardInterrupt):
-        model.fit(*small_data(), verbose=0, epochs=4, callbacks=[BackupAndRestore(tmp_path), Moment(2)])
-    again = compiled_model("adam")
-    again.fit(*small_data(), verbose=0, epochs=4, callbacks=[BackupAndRestore(tmp_path)])
-    assert int(again.optimizer.iterations) == 20
+        model.fit(*small_data(), verbose=0, epochs=4, callbacks=[BackupAndRestore(tmp_path), KillAtEpoch(2)])
+    resumed = compiled_model("adam")
+    resumed.fit(*small_data(), verbose=0, epochs=4, callbacks=[BackupAndRestore(tmp_path)])
+    assert int(resumed.optimizer.iterations) == 20
     assert not tmp_path.exists()
 
 
-class OwnOptimizer(keras.Model):
+class CustomTrainStep(keras.Model):
     def __init__(self):
         super().__init__()
         self.net, self.own = small_model(), kmp.wrap("adam", growth_interval=3)
@@ -226,10 +229,10 @@ class OwnOptimizer(keras.Model):
         return {"loss": loss}
 
 
-def test_optimizers_of_a_models_own_resume_where_they_are_built_before(tmp_path, enabled):
-    def trained(folder, callbacks=(), build=True):
+def test_optimizers_besides_the_compiled_one_resume_if_they_are_built(tmp_path, enabled):
+    def train(folder, callbacks=(), build=True):
         keras.utils.set_random_seed(0)
-        model = OwnOptimizer()
+        model = CustomTrainStep()
         model(small_data(1)[0])
         if build:
             model.own.build(model.net.trainable_variables)
@@ -237,16 +240,18 @@ def test_optimizers_of_a_models_own_resume_where_they_are_built_before(tmp_path,
         model.fit(*small_data(), shuffle=False, verbose=0, epochs=4, callbacks=[BackupAndRestore(folder), *callbacks])
         return values([*model.weights, *model.own.variables])
 
-    with pytest.warns(UserWarning, match=r"optimizers of its own that are not built.*`build\(variables\)`"):
-        expected = trained(tmp_path / "never", build=False)
+    with pytest.warns(
+        UserWarning, match=r"optimizers besides `model.optimizer` that are not built.*`build\(variables\)`"
+    ):
+        expected = train(tmp_path / "uninterrupted", build=False)
     with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "killed", [Moment(2)])
-    for mine, its in zip(trained(tmp_path / "killed"), expected, strict=True):
-        np.testing.assert_array_equal(mine, its)
+        train(tmp_path / "killed", [KillAtEpoch(2)])
+    for value, expected_value in zip(train(tmp_path / "killed"), expected, strict=True):
+        np.testing.assert_array_equal(value, expected_value)
 
 
-def test_training_after_a_resumed_one_has_all_its_epochs(tmp_path, enabled):
-    interrupted(tmp_path)
+def test_fit_after_a_resumed_fit_trains_all_its_epochs(tmp_path, enabled):
+    interrupt_fit(tmp_path)
     model = compiled_model("adam")
     fit(tmp_path, model=model)
     assert model.optimizer.snapshot().step == 20
@@ -254,51 +259,51 @@ def test_training_after_a_resumed_one_has_all_its_epochs(tmp_path, enabled):
     assert model.optimizer.snapshot().step == 30
 
 
-def test_backup_is_read_by_keras_callback_and_the_other_way_round(tmp_path, enabled):
+def test_keras_callback_and_kmps_callback_read_each_others_backup(tmp_path, enabled):
     pair = (BackupAndRestore, keras.callbacks.BackupAndRestore)
     for writer, reader in (pair, pair[::-1]):
-        one, other = compiled_model("adam"), compiled_model("adam")
+        first, second = compiled_model("adam"), compiled_model("adam")
         with pytest.raises(KeyboardInterrupt):
-            one.fit(*small_data(), verbose=0, epochs=4, callbacks=[writer(tmp_path), Moment(2)])
-        other.fit(*small_data(), verbose=0, epochs=4, callbacks=[reader(tmp_path)])
-        assert other.optimizer.snapshot().step == 20
+            first.fit(*small_data(), verbose=0, epochs=4, callbacks=[writer(tmp_path), KillAtEpoch(2)])
+        second.fit(*small_data(), verbose=0, epochs=4, callbacks=[reader(tmp_path)])
+        assert second.optimizer.snapshot().step == 20
 
 
-def test_kill_after_the_first_weights_of_mid_epoch_starts_the_epoch_again(tmp_path, enabled):
+def test_kill_after_the_first_save_within_an_epoch_restarts_the_epoch(tmp_path, enabled):
     with pytest.raises(KeyboardInterrupt):
         compiled_model("adam").fit(
             *small_data(40), batch_size=8, verbose=0, callbacks=[BackupAndRestore(tmp_path, save_freq=4), Interrupt()]
         )
     (tmp_path / "training_metadata.json").unlink()
-    again = compiled_model("adam")
-    again.fit(*small_data(40), batch_size=8, verbose=0, callbacks=[BackupAndRestore(tmp_path)])
-    assert again.optimizer.snapshot().step == 4 + 40
+    resumed = compiled_model("adam")
+    resumed.fit(*small_data(40), batch_size=8, verbose=0, callbacks=[BackupAndRestore(tmp_path)])
+    assert resumed.optimizer.snapshot().step == 4 + 40
     assert not tmp_path.exists()
 
 
-def test_backups_of_mid_epoch_start_the_epoch_again(tmp_path, enabled):
+def test_backup_within_an_epoch_restarts_the_epoch(tmp_path, enabled):
     model = compiled_model("adam")
     backup = BackupAndRestore(tmp_path, save_freq=7)
     with pytest.raises(KeyboardInterrupt):
         model.fit(*small_data(40), batch_size=8, verbose=0, epochs=2, callbacks=[backup, Interrupt(epoch=1)])
-    again = compiled_model("adam")
-    again.fit(*small_data(40), batch_size=8, verbose=0, epochs=2, callbacks=[BackupAndRestore(tmp_path, save_freq=7)])
-    assert again.optimizer.snapshot().step == 42 + 40
+    resumed = compiled_model("adam")
+    resumed.fit(*small_data(40), batch_size=8, verbose=0, epochs=2, callbacks=[BackupAndRestore(tmp_path, save_freq=7)])
+    assert resumed.optimizer.snapshot().step == 42 + 40
 
 
-def test_full_disk_keeps_the_last_backup_and_the_training(tmp_path, enabled, monkeypatch):
+def test_full_disk_keeps_the_last_backup_and_training_continues(tmp_path, enabled, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     model = compiled_model("adam")
-    fit(tmp_path / "whole", [keras.callbacks.LambdaCallback()], epochs=1, model=model)
+    fit(tmp_path / "enough space", [keras.callbacks.LambdaCallback()], epochs=1, model=model)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.warns(UserWarning, match="was not written .*No space left on device.*Training goes on") as caught:
+    with pytest.warns(UserWarning, match="was not written .*No space left on device.*Training continues") as caught:
         fit(tmp_path / "full", epochs=2, model=model)
     assert len(caught) == 2
     assert model.optimizer.snapshot().step == 15
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "match"),
+    ("arguments", "error_class", "match"),
     [
         ({"backup_dir": ""}, ValueError, "`backup_dir` must be"),
         ({"backup_dir": 3}, TypeError, "`backup_dir` must be"),
@@ -308,24 +313,24 @@ def test_full_disk_keeps_the_last_backup_and_the_training(tmp_path, enabled, mon
         ({"backup_dir": "a", "delete_checkpoint": "no"}, TypeError, "`delete_checkpoint` must be True or False"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, kind, match):
-    with pytest.raises(kind, match=match):
+def test_invalid_argument_raises(arguments, error_class, match):
+    with pytest.raises(error_class, match=match):
         BackupAndRestore(**arguments)
 
 
-def test_what_cannot_be_resumed_is_refused_before_it_trains(tmp_path, enabled):
+def test_model_or_folder_that_cannot_be_backed_up_raises_before_training(tmp_path, enabled):
     unbuilt, without_weights = (keras.Sequential([keras.layers.Dense(2), kmp.layers.Softmax()]) for _ in range(2))
     without_weights.built = True
     for model in (unbuilt, without_weights):
         model.compile("sgd", "sparse_categorical_crossentropy")
-        with pytest.raises(ValueError, match="needs a model that is built"):
+        with pytest.raises(ValueError, match="needs a built model"):
             fit(tmp_path, model=model)
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
         fit(tmp_path / "file")
 
 
-def test_second_training_in_one_process_starts_from_its_own_backup(tmp_path, enabled):
+def test_second_fit_in_one_process_uses_its_own_backup_folder(tmp_path, enabled):
     model = compiled_model("adam")
     model.fit(*small_data(), verbose=0, epochs=2, callbacks=[BackupAndRestore(tmp_path / "a")])
     model.fit(*small_data(), verbose=0, epochs=2, callbacks=[BackupAndRestore(tmp_path / "b")])

@@ -8,15 +8,15 @@ import kmp
 
 
 @keras.saving.register_keras_serializable("tests")
-class Breaks(keras.layers.Layer):
-    """Divides by a float16 epsilon, which is zero, where its input is constant."""
+class DividesByZero(keras.layers.Layer):
+    """Divides by an epsilon that is zero in float16 if its input is constant."""
 
     def call(self, x):
-        spread = ops.var(x, axis=-1, keepdims=True)
-        return x / ops.sqrt(spread + ops.cast(1e-8, x.dtype))
+        variance = ops.var(x, axis=-1, keepdims=True)
+        return x / ops.sqrt(variance + ops.cast(1e-8, x.dtype))
 
 
-def trained(x, y=None, layers=list, loss="mse", callbacks=None, fits=1, **arguments):
+def fit_with_probe(x, y=None, layers=list, loss="mse", callbacks=None, fits=1, **arguments):
     with kmp.enable():
         head = keras.layers.Dense(1, dtype="float32", name="head")
         model = keras.Sequential(
@@ -35,52 +35,57 @@ def data():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_layer_that_breaks_is_named(mode):
+def test_layer_with_the_first_nonfinite_output_is_named(mode):
     x = data()
     x[4:8] = 0
-    model, run = trained(x, layers=lambda: [Breaks(name="breaks"), keras.layers.Dense(4, name="after")], **MODES[mode])
+    model, run = fit_with_probe(
+        x, layers=lambda: [DividesByZero(name="divides"), keras.layers.Dense(4, name="after")], **MODES[mode]
+    )
     assert model.optimizer.snapshot().nonfinite_loss_count == 1
-    assert run.last("nonfinite_activation") == "net/breaks"
+    assert run.last("nonfinite_activation") == "net/divides"
 
 
-def test_targets_beyond_float16_are_not_to_blame():
+def test_targets_beyond_float16_are_not_reported():
     x = data()
     x[4:8] = 0
     y = np.full((len(x), 1), 1e5)
-    assert trained(x, y, layers=lambda: [Breaks(name="breaks")])[1].last("nonfinite_activation") == "net/breaks"
+    assert (
+        fit_with_probe(x, y, layers=lambda: [DividesByZero(name="divides")])[1].last("nonfinite_activation")
+        == "net/divides"
+    )
 
 
-def test_bad_data_are_told_from_a_bad_layer():
+def test_nonfinite_data_are_distinguished_from_a_layer():
     x = data()
     x[5, 2] = np.nan
-    assert trained(x)[1].last("nonfinite_activation") == "the batch's x"
+    assert fit_with_probe(x)[1].last("nonfinite_activation") == "the batch's x"
     y = np.zeros((16, 1))
     y[3] = np.inf
-    assert trained(data(), y)[1].last("nonfinite_activation") == "the batch's y"
+    assert fit_with_probe(data(), y)[1].last("nonfinite_activation") == "the batch's y"
 
 
-def test_loss_function_is_named_where_all_outputs_are_finite():
+def test_loss_function_is_named_if_all_outputs_are_finite():
     def loss(y_true, y_pred):
         return y_pred / ops.zeros_like(y_pred)
 
-    assert trained(data(), loss=loss)[1].last("nonfinite_activation") == "the loss function"
+    assert fit_with_probe(data(), loss=loss)[1].last("nonfinite_activation") == "the loss function"
 
 
-def test_overflow_of_float16_in_the_forward_pass_is_named_by_its_layer():
+def test_layer_that_overflows_float16_is_named():
     x = data()
     x[0] = 60000
-    run = trained(x, layers=lambda: [keras.layers.Dense(4, kernel_initializer="ones", name="wide")])[1]
-    assert run.last("nonfinite_activation") in ("net/first", "net/wide")
+    run = fit_with_probe(x, layers=lambda: [keras.layers.Dense(4, kernel_initializer="ones", name="overflows")])[1]
+    assert run.last("nonfinite_activation") in ("net/first", "net/overflows")
 
 
-def test_finite_run_names_nothing_and_the_layers_are_as_before():
-    model, run = trained(data(), fits=2)
+def test_finite_run_records_nothing_and_restores_the_layers():
+    model, run = fit_with_probe(data(), fits=2)
     assert run.rows == []
     assert model.optimizer.snapshot().nonfinite_activation is None
     assert [layer for layer in model.layers if "call" in vars(layer)] == []
 
 
-def test_what_is_inside_a_loop_is_seen_when_it_leaves_it():
+def test_nonfinite_value_inside_a_loop_is_detected_at_the_layers_output():
     x = np.ones((8, 3, 4), "float32")
     with kmp.enable():
         model = keras.Sequential([keras.Input((3, 4)), keras.layers.LSTM(2, name="loop"), keras.layers.Dense(1)])
@@ -92,18 +97,18 @@ def test_what_is_inside_a_loop_is_seen_when_it_leaves_it():
     assert probe.run.last("nonfinite_activation").startswith(f"{model.name}/loop")
 
 
-def test_error_of_a_stuck_run_names_it():
+def test_error_of_a_stuck_run_names_the_first_nonfinite_tensor():
     x = data()
     x[:, 0] = np.inf
     with kmp.enable():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(1, dtype="float32")])
         model.compile("sgd", "mse")
         callbacks = [kmp.callbacks.ForwardProbe(), kmp.callbacks.StuckDetector(patience=3)]
-        with pytest.raises(kmp.callbacks.StuckError, match="The first to be inf or nan: the batch's x"):
+        with pytest.raises(kmp.callbacks.StuckError, match="First NaN or Inf in: the batch's x"):
             model.fit(x, np.zeros((16, 1)), batch_size=4, verbose=0, callbacks=callbacks)
 
 
-def test_bad_batch_on_the_second_replica_is_found(two_replicas):
+def test_nonfinite_batch_on_the_second_replica_is_detected(two_replicas):
     x = data()
     x[6] = np.nan
     with two_replicas.scope(), kmp.enable():
@@ -114,10 +119,10 @@ def test_bad_batch_on_the_second_replica_is_found(two_replicas):
     assert probe.run.last("nonfinite_activation") == "the batch's x"
 
 
-def test_finished_probe_leaves_no_answer_to_a_later_training():
+def test_finished_probe_is_removed_from_the_optimizer():
     x = data()
     x[0] = np.inf
-    model, run = trained(x)
+    model, run = fit_with_probe(x)
     assert run.last("nonfinite_activation") == "the batch's x"
     assert model.optimizer.probe is None
     assert model.optimizer.snapshot().nonfinite_activation is None
@@ -134,16 +139,16 @@ def test_layer_without_a_path_is_named_by_its_name():
     assert probe.run.last("nonfinite_activation") == "later"
 
 
-def test_two_probes_watch_one_model():
+def test_two_probes_can_check_one_model():
     x = data()
     x[0] = np.nan
     probes = [kmp.callbacks.ForwardProbe(every_n_steps=1) for _ in range(2)]
-    model, _ = trained(x, callbacks=probes)
+    model, _ = fit_with_probe(x, callbacks=probes)
     assert [probe.run.last("nonfinite_activation") for probe in probes] == ["the batch's x"] * 2
     assert [layer for layer in model.layers if "call" in vars(layer)] == []
 
 
-def test_number_in_the_batch_beyond_float16_is_the_batchs_fault():
+def test_input_beyond_float16_is_reported_as_the_batchs_x():
     x = data()
     x[0, 0] = 1e6
-    assert trained(x)[1].last("nonfinite_activation") == "the batch's x"
+    assert fit_with_probe(x)[1].last("nonfinite_activation") == "the batch's x"

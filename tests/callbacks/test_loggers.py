@@ -14,7 +14,7 @@ from kmp.callbacks import GradientHistogram, LossScaleLogger, OverflowCounter, d
 pytestmark = pytest.mark.usefixtures("enabled")
 
 KEYS = {"loss_scale", "overflow_count", "overflow_rate", "nonfinite_loss_count", "grad_zeros"}
-KINDS = [LossScaleLogger, OverflowCounter, GradientHistogram]
+LOGGERS = [LossScaleLogger, OverflowCounter, GradientHistogram]
 
 
 def steps_of(callback):
@@ -22,11 +22,11 @@ def steps_of(callback):
     return callback.run.series(key)[0].tolist()
 
 
-def test_defaults_are_the_readers_and_the_stuck_detector():
-    assert [type(callback) for callback in defaults()] == [*KINDS, kmp.callbacks.StuckDetector]
+def test_defaults_are_the_loggers_and_the_stuck_detector():
+    assert [type(callback) for callback in defaults()] == [*LOGGERS, kmp.callbacks.StuckDetector]
 
 
-def test_defaults_sample_the_variables_and_the_reference_that_they_are_given():
+def test_defaults_pass_variables_and_reference_to_the_histogram():
     callbacks = defaults(variables="*/kernel", reference=small_data(batches=1))
     fit(compiled_model(), callbacks)
     run = callbacks[0].run
@@ -35,12 +35,12 @@ def test_defaults_sample_the_variables_and_the_reference_that_they_are_given():
 
 
 @pytest.mark.parametrize("argument", ["variables", "reference", "probe"])
-def test_defaults_refuse_what_is_of_another_type(argument):
+def test_defaults_raise_for_an_argument_of_the_wrong_type(argument):
     with pytest.raises(TypeError, match=f"`{argument}` must be"):
         defaults(**{argument: 3})
 
 
-def test_keys_are_in_logs_every_epoch_in_every_mode(compile_mode):
+def test_logs_of_every_epoch_have_the_keys(compile_mode):
     history = fit(compiled_model(**compile_mode), defaults(every_n_steps=5), epochs=2)
     assert set(history) >= KEYS
     assert all(len(history[key]) == 2 for key in KEYS)
@@ -48,7 +48,7 @@ def test_keys_are_in_logs_every_epoch_in_every_mode(compile_mode):
     assert 0 <= history["grad_zeros"][0] <= 1
 
 
-def test_readings_follow_the_optimizers_step_counter(compile_mode):
+def test_records_follow_the_optimizers_step_counter(compile_mode):
     per_call = compile_mode.get("steps_per_execution", 1)
     callbacks = defaults(every_n_steps=10)
     fit(compiled_model(**compile_mode), callbacks, batches=21, epochs=2)
@@ -57,8 +57,8 @@ def test_readings_follow_the_optimizers_step_counter(compile_mode):
     assert [histogram.step for histogram in callbacks[2].run.histograms] == [1, 10, 20, 30, 40]
 
 
-class Critic(keras.Sequential):
-    """Takes several optimizer steps a batch."""
+class SeveralStepsPerBatch(keras.Sequential):
+    """Takes several optimizer steps per batch."""
 
     steps = 5
 
@@ -68,15 +68,15 @@ class Critic(keras.Sequential):
         return logs
 
 
-def test_cadence_is_that_of_the_optimizer_where_a_batch_takes_many_steps():
-    model, callback = Critic(compiled_model().layers), LossScaleLogger(every_n_steps=20)
+def test_every_n_steps_counts_optimizer_steps_if_a_batch_takes_several():
+    model, callback = SeveralStepsPerBatch(compiled_model().layers), LossScaleLogger(every_n_steps=20)
     model.compile("sgd", "sparse_categorical_crossentropy")
     fit(model, [callback])
     assert steps_of(callback) == [5, 20, 40, 60, 80, 100]
 
 
-class Accumulates(keras.Sequential):
-    """Takes one optimizer step in four batches."""
+class SeveralBatchesPerStep(keras.Sequential):
+    """Takes one optimizer step every four batches."""
 
     batches = 0
 
@@ -87,24 +87,24 @@ class Accumulates(keras.Sequential):
         return {"loss": 0.0}
 
 
-def test_cadence_is_that_of_the_optimizer_where_a_step_takes_many_batches(monkeypatch):
-    model, callback = Accumulates(compiled_model().layers), LossScaleLogger(every_n_steps=10)
+def test_every_n_steps_counts_optimizer_steps_if_a_step_takes_several_batches(monkeypatch):
+    model, callback = SeveralBatchesPerStep(compiled_model().layers), LossScaleLogger(every_n_steps=10)
     model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
-    readings = []
+    snapshots = []
     snapshot = model.optimizer.snapshot
-    monkeypatch.setattr(model.optimizer, "snapshot", lambda: readings.append(1) or snapshot())
+    monkeypatch.setattr(model.optimizer, "snapshot", lambda: snapshots.append(1) or snapshot())
     fit(model, [callback], batches=160)
     assert steps_of(callback) == [1, 10, 20, 30, 40]
-    assert len(readings) < 15
+    assert len(snapshots) < 15
 
 
-def test_callbacks_that_read_the_same_step_share_one_reading(monkeypatch):
-    model, callbacks, readings = compiled_model(), [kind(every_n_steps=5) for kind in KINDS], []
+def test_callbacks_that_read_the_same_step_share_one_snapshot(monkeypatch):
+    model, callbacks, snapshots = compiled_model(), defaults(every_n_steps=5)[: len(LOGGERS)], []
     snapshot = model.optimizer.snapshot
-    monkeypatch.setattr(model.optimizer, "snapshot", lambda: readings.append(1) or snapshot())
+    monkeypatch.setattr(model.optimizer, "snapshot", lambda: snapshots.append(1) or snapshot())
     fit(model, callbacks, batches=20)
-    assert len(readings) == 2 * len(KINDS) + 5  # the starts; then steps 1, 5, 10, 15, 20
-    assert [callback._last.step for callback in callbacks] == [20, 20, 20]
+    assert len(snapshots) == 2 * len(LOGGERS) + 5  # two at the start for each; then steps 1, 5, 10, 15, 20
+    assert [callback._last_snapshot.step for callback in callbacks] == [20, 20, 20]
 
 
 def test_histogram_counts_every_gradient_element(compile_mode):
@@ -115,16 +115,16 @@ def test_histogram_counts_every_gradient_element(compile_mode):
     assert {histogram.loss_scale for histogram in callback.run.histograms} == {2.0**15}
 
 
-def test_histogram_is_that_of_the_gradients_numpy_sees():
+def test_histogram_equals_that_of_numpy():
     model, callback = compiled_model(run_eagerly=True), GradientHistogram(every_n_steps=1)
-    seen = []
+    batches = []
     apply = model.optimizer.apply
     model.optimizer.apply = lambda grads, variables: (
-        seen.append([np.array(g) for g in grads]),
+        batches.append([np.array(gradient) for gradient in grads]),
         apply(grads, variables),
     )
     fit(model, [callback], batches=3)
-    for histogram, gradients in zip(callback.run.histograms, seen, strict=True):
+    for histogram, gradients in zip(callback.run.histograms, batches, strict=True):
         flat = np.concatenate([gradient.ravel() for gradient in gradients])
         exponents = np.frexp(flat[flat != 0])[1] - 1
         counts = np.array([np.sum(exponents == exponent) for exponent in histogram.exponents])
@@ -132,35 +132,35 @@ def test_histogram_is_that_of_the_gradients_numpy_sees():
         assert histogram.zeros == np.sum(flat == 0)
 
 
-def test_overflows_are_counted_and_their_rate_is_since_the_last_reading():
+def test_overflows_are_counted_and_the_rate_is_since_the_last_record():
     model = compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28))
     callback = OverflowCounter(every_n_steps=10)
     history = fit(model, [callback], epochs=2)
     total = model.optimizer.snapshot().overflow_count
     assert 5 < total < 20
     assert history["overflow_count"][-1] == total
-    rows = callback.run.rows
-    assert [row["step"] for row in rows] == [1, 10, 20, 30, 40]
-    assert rows[1]["overflow_rate"] == (rows[1]["overflow_count"] - 1) / 9
+    records = callback.run.rows
+    assert [record["step"] for record in records] == [1, 10, 20, 30, 40]
+    assert records[1]["overflow_rate"] == (records[1]["overflow_count"] - 1) / 9
     assert history["overflow_rate"] == [history["overflow_count"][0] / 20, (total - history["overflow_count"][0]) / 20]
-    assert max(rows[-1]["overflows_by_variable"].values()) == total
+    assert max(records[-1]["overflows_by_variable"].values()) == total
 
 
-def test_every_epoch_has_a_histogram_of_its_own():
+def test_every_epoch_has_a_histogram():
     callbacks = defaults(every_n_steps=50)
     history = fit(compiled_model(), callbacks, epochs=4)
     assert [histogram.step for histogram in callbacks[0].run.histograms] == [1, 21, 50, 61]
     assert history["grad_zeros"] == [histogram.zero_fraction for histogram in callbacks[0].run.histograms]
 
 
-def test_keys_of_the_last_reading_are_in_every_batchs_logs():
-    seen = []
-    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(set(logs)))
-    fit(compiled_model(), [*defaults(every_n_steps=7), look])
-    assert seen == [{"loss"} | KEYS - {"nonfinite_loss_count"}] * 20
+def test_logs_of_every_batch_have_the_keys_of_the_last_record():
+    keys = []
+    recorder = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: keys.append(set(logs)))
+    fit(compiled_model(), [*defaults(every_n_steps=7), recorder])
+    assert keys == [{"loss"} | KEYS - {"nonfinite_loss_count"}] * 20
 
 
-def test_attaching_a_histogram_to_a_later_fit_works(compile_mode):
+def test_histogram_can_be_added_to_a_later_fit(compile_mode):
     model, callback = compiled_model(**compile_mode), GradientHistogram(every_n_steps=100)
     fit(model, [LossScaleLogger()])
     history = fit(model, [callback])
@@ -178,10 +178,10 @@ def generator():
         yield x[:8], y[:8]
 
 
-@pytest.mark.parametrize("kind", ["generator", "dataset"])
-def test_generators_and_datasets_work(kind):
+@pytest.mark.parametrize("source", ["generator", "dataset"])
+def test_generators_and_datasets_work(source):
     x, y = small_data()
-    data = generator() if kind == "generator" else tf.data.Dataset.from_tensor_slices((x, y)).batch(8).repeat()
+    data = generator() if source == "generator" else tf.data.Dataset.from_tensor_slices((x, y)).batch(8).repeat()
     callbacks = defaults(every_n_steps=5)
     history = compiled_model().fit(
         data, steps_per_epoch=12, epochs=2, shuffle=False, validation_data=(x, y), callbacks=callbacks, verbose=0
@@ -191,29 +191,29 @@ def test_generators_and_datasets_work(kind):
 
 
 def test_train_on_batch_works_with_a_callback_list():
-    model, mine = compiled_model(), defaults(every_n_steps=2)
+    model, loggers = compiled_model(), defaults(every_n_steps=2)
     x, y = small_data()
-    callbacks = keras.callbacks.CallbackList(mine, model=model)
+    callbacks = keras.callbacks.CallbackList(loggers, model=model)
     callbacks.on_train_begin()
     for batch in range(5):
         logs = model.train_on_batch(x[:8], y[:8], return_dict=True)
         callbacks.on_train_batch_end(batch, logs)
     callbacks.on_train_end()
-    assert steps_of(mine[0]) == [1, 2, 4]
-    assert [h.step for h in mine[2].run.histograms] == [1, 2, 4]
+    assert steps_of(loggers[0]) == [1, 2, 4]
+    assert [histogram.step for histogram in loggers[2].run.histograms] == [1, 2, 4]
 
 
-def test_keys_reach_callbacks_listed_after(tmp_path):
+def test_callbacks_listed_later_get_the_keys(tmp_path):
     fit(compiled_model(), [*defaults(), keras.callbacks.CSVLogger(tmp_path / "log.csv")])
     with (tmp_path / "log.csv").open() as file:
         assert set(next(csv.DictReader(file))) >= KEYS
 
 
-def test_histograms_with_two_cadences_each_have_the_samples_they_asked_for():
-    often, seldom = GradientHistogram(every_n_steps=4), GradientHistogram(every_n_steps=6)
-    fit(compiled_model(), [often, seldom])
-    assert [histogram.step for histogram in often.run.histograms] == [1, 4, 8, 12, 16, 20]
-    assert [histogram.step for histogram in seldom.run.histograms][:4] == [1, 6, 12, 18]
+def test_two_histograms_with_different_every_n_steps_each_have_their_samples():
+    frequent, rare = GradientHistogram(every_n_steps=4), GradientHistogram(every_n_steps=6)
+    fit(compiled_model(), [frequent, rare])
+    assert [histogram.step for histogram in frequent.run.histograms] == [1, 4, 8, 12, 16, 20]
+    assert [histogram.step for histogram in rare.run.histograms][:4] == [1, 6, 12, 18]
 
 
 class Gan(keras.Model):
@@ -235,18 +235,18 @@ class Gan(keras.Model):
         return {"loss": loss}
 
 
-def test_each_optimizer_of_a_gan_is_logged_into_a_folder_of_its_own(tmp_path):
+def test_each_optimizer_of_a_gan_is_logged_into_its_own_folder(tmp_path):
     gan = Gan()
     gan.compile()
     callbacks = [LossScaleLogger(tmp_path / o.inner_optimizer.name, 10, optimizer=o) for o in gan.optimizers]
     fit(gan, callbacks)
     assert [steps_of(callback) for callback in callbacks] == [[1, 10, 20]] * 2
     shared = [LossScaleLogger(tmp_path / "one", optimizer=optimizer) for optimizer in gan.optimizers]
-    with pytest.raises(ValueError, match="`log_dir` is another optimizer's"):
+    with pytest.raises(ValueError, match="`log_dir` is in use for another optimizer"):
         fit(gan, shared)
 
 
-def test_callbacks_say_when_the_optimizer_they_read_takes_no_step():
+def test_callbacks_warn_if_their_optimizer_takes_no_step():
     gan = Gan()
     gan.compile()
     with pytest.warns(UserWarning, match="LossScaleLogger: the optimizer it reads took no step"):
@@ -261,7 +261,7 @@ def test_defaults_train_a_model_whose_compiled_optimizer_takes_no_step():
     assert [optimizer.snapshot().step for optimizer in gan.optimizers] == [20, 20]
 
 
-def test_callbacks_used_again_for_another_model_read_that_one_alone(tmp_path):
+def test_callbacks_reused_for_another_model_read_only_that_model(tmp_path):
     callbacks = defaults(tmp_path, every_n_steps=5)
     fit(compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=64.0)), callbacks, epochs=2)
     second = compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=128.0))
@@ -273,7 +273,7 @@ def test_callbacks_used_again_for_another_model_read_that_one_alone(tmp_path):
     assert steps_of(callbacks[0]) == [1, 5, 10, 15, 20, 21, 25, 30, 35, 40]
 
 
-def test_interrupted_training_keeps_nothing_alive(tmp_path):
+def test_interrupted_training_keeps_no_reference_to_the_optimizer(tmp_path):
     model = compiled_model()
     with pytest.raises(KeyboardInterrupt):
         fit(model, [*defaults(tmp_path, every_n_steps=2), Interrupt()])
@@ -284,27 +284,27 @@ def test_interrupted_training_keeps_nothing_alive(tmp_path):
     assert optimizer() is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("logger", LOGGERS)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_model_without_kmps_optimizer_is_one_clear_error(kind, policy):
+def test_model_without_a_loss_scale_optimizer_raises(logger, policy):
     kmp.enable(policy)
-    with pytest.raises(ValueError, match=rf"{kind.__name__} reads kmp.* is keras's SGD.*needs no loss scale"):
-        fit(compiled_model(), [kind()])
+    with pytest.raises(ValueError, match=rf"{logger.__name__} needs a kmp.* is keras's SGD.*needs no loss scale"):
+        fit(compiled_model(), [logger()])
 
 
 @pytest.mark.filterwarnings("ignore:.*so its loss is not scaled")
-def test_float16_model_without_kmps_optimizer_is_told_how_to_get_it():
+def test_error_for_a_float16_model_says_how_to_add_a_loss_scale_optimizer():
     model = compiled_model(auto_scale_loss=False)
     with pytest.raises(ValueError, match=r"computes in float16 and float32\. Compile the model after kmp.enable\(\)"):
         fit(model, defaults())
 
 
-def test_optimizer_to_read_can_be_given():
+def test_optimizer_argument_is_the_optimizer_to_read():
     other = kmp.LossScaleOptimizer("sgd", loss_scale=4.0)
     assert LossScaleLogger(optimizer=other).optimizer is other
 
 
-@pytest.mark.parametrize("make", [*KINDS, defaults])
+@pytest.mark.parametrize("make", [*LOGGERS, defaults])
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -322,22 +322,22 @@ def test_optimizer_to_read_can_be_given():
     ],
     ids=str,
 )
-def test_bad_argument_is_an_error_that_names_it(make, arguments, match):
+def test_invalid_argument_raises_an_error_that_names_it(make, arguments, match):
     with pytest.raises((ValueError, TypeError), match=match):
         make(**arguments)
 
 
-def test_bad_optimizer_is_an_error_that_names_it():
+def test_invalid_optimizer_raises_an_error_that_names_it():
     with pytest.raises(TypeError, match="`optimizer` must be"):
         LossScaleLogger(optimizer=keras.optimizers.SGD())
 
 
-def test_callbacks_change_nothing_in_what_is_learnt(compile_mode):
+def test_callbacks_do_not_change_the_trained_weights(compile_mode):
     weights = []
     for callbacks in ([], defaults(every_n_steps=3)):
         keras.utils.set_random_seed(0)
         model = compiled_model("adam", **compile_mode)
         fit(model, callbacks)
         weights.append(model.get_weights())
-    for without, with_callbacks in zip(*weights, strict=True):
-        np.testing.assert_array_equal(without, with_callbacks)
+    for expected, with_callbacks in zip(*weights, strict=True):
+        np.testing.assert_array_equal(expected, with_callbacks)

@@ -10,9 +10,9 @@ from kmp.callbacks import StuckDetector, StuckError, defaults, stuck_message
 pytestmark = pytest.mark.usefixtures("enabled")
 
 
-def data(bad=slice(0, 0), batches=250):
+def data(corrupt=slice(0, 0), batches=250):
     x, y = small_data(batches)
-    x[bad.start * 8 : bad.stop * 8] = np.nan
+    x[corrupt.start * 8 : corrupt.stop * 8] = np.nan
     return x, y
 
 
@@ -26,7 +26,7 @@ def overflowing_backward(x):
 
 
 def overflowing_model(**settings):
-    """A model whose gradients overflow between `overflow_origin` and the loss at every scale."""
+    """Returns a model whose gradients overflow between `overflow_origin` and the loss at every loss scale."""
     model = keras.Sequential(
         [
             keras.Input((4,)),
@@ -41,49 +41,49 @@ def overflowing_model(**settings):
     return model
 
 
-def test_streak_of_corrupt_batches_raises_at_patience_with_the_weights_from_before_it(compile_mode):
-    untouched = compiled_model("adam")
-    fit(untouched, data(batches=10))
+def test_streak_of_corrupt_batches_raises_at_patience_and_keeps_the_weights_from_before(compile_mode):
+    reference = compiled_model("adam")
+    fit(reference, data(batches=10))
     keras.utils.set_random_seed(0)
     model = compiled_model("adam", **compile_mode)
-    model.set_weights(keras.models.clone_model(untouched).get_weights())
+    model.set_weights(keras.models.clone_model(reference).get_weights())
     before = model.get_weights()
-    with pytest.raises(StuckError, match="was inf or nan before it was scaled, so no loss scale helps"):
+    with pytest.raises(StuckError, match="was NaN or Inf before it was scaled, so no loss scale helps"):
         fit(model, data(slice(0, 250)), defaults())
     per_call = compile_mode.get("steps_per_execution", 1)
     assert model.optimizer.snapshot().step == -(-100 // per_call) * per_call
-    for mine, its in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for weight, expected in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(weight, expected)
     assert model.optimizer.snapshot().loss_scale == 2.0**15
 
 
-def test_streak_is_found_at_the_very_step_wherever_it_begins():
-    for begins in (1, 37, 99, 101):
+def test_streak_is_detected_at_the_exact_step_for_any_start():
+    for start in (1, 37, 99, 101):
         model = compiled_model("sgd")
-        with pytest.raises(StuckError, match=f"at step {begins + 100} the last 100 steps were skipped. Last loss: nan"):
-            fit(model, data(slice(begins, 250)), [StuckDetector()])
+        with pytest.raises(StuckError, match=f"at step {start + 100} the last 100 steps were skipped. Last loss: nan"):
+            fit(model, data(slice(start, 250)), [StuckDetector()])
 
 
-def test_overflow_at_the_lowest_scale_raises_and_names_the_variable_nearest_the_loss():
+def test_overflow_at_the_min_scale_raises_and_names_the_variable_nearest_the_loss():
     model = overflowing_model(initial_scale=8.0, min_scale=2.0)
     with pytest.raises(StuckError) as caught:
         fit(model, data(), [StuckDetector()])
     message = str(caught.value)
-    assert "at step 3 the last 3 steps were skipped with the loss scale at its lowest" in message
+    assert "at step 3 the last 3 steps were skipped with the loss scale at its lowest value" in message
     assert "Loss scale: 2." in message
     assert "Last loss: 0." in message
-    assert "To blame: " in message
-    assert "/culprit/bias, " in message
+    assert "Overflow origin: " in message
+    assert "/overflow_origin/bias (" in message
     assert "The weights are those from before the skipped steps." in message
 
 
-def test_patience_holds_for_a_scale_that_never_moves():
+def test_patience_applies_to_a_fixed_scale():
     model = overflowing_model(loss_scale=8.0)
     with pytest.raises(StuckError, match="at step 20 the last 20 steps"):
         fit(model, data(), [StuckDetector(patience=20)])
 
 
-def test_clean_step_in_between_starts_the_count_again():
+def test_clean_step_resets_the_count():
     x, y = data(slice(0, 250))
     x[90 * 8 : 91 * 8], x[180 * 8 : 181 * 8] = 0.5, 0.5
     model = compiled_model("sgd")
@@ -91,19 +91,19 @@ def test_clean_step_in_between_starts_the_count_again():
     assert model.optimizer.snapshot().overflow_count == 248
 
 
-def test_ignored_streak_is_saved_all_the_same(tmp_path):
+def test_ignored_streak_still_saves_the_checkpoint(tmp_path):
     fit(compiled_model(), data(slice(0, 250)), [StuckDetector(on_stuck="ignore", checkpoint=tmp_path / "a.keras")])
     assert keras.models.load_model(tmp_path / "a.keras").optimizer.snapshot().overflow_count == 100
 
 
 @pytest.mark.parametrize("on_stuck", ["warn", "ignore"])
-def test_training_goes_on_where_it_may_and_learns_afterwards(on_stuck, recwarn):
+def test_training_continues_and_converges_if_on_stuck_does_not_raise(on_stuck, recwarn):
     x, y = data(slice(0, 200))
     model = compiled_model("adam", metrics=["accuracy"])
     for _ in range(10):
         history = fit(model, (x, y), [StuckDetector(on_stuck=on_stuck)])
-    told = [str(warning.message) for warning in recwarn if "Training is stuck" in str(warning.message)]
-    assert len(told) == (10 if on_stuck == "warn" else 0)
+    messages = [str(warning.message) for warning in recwarn if "Training is stuck" in str(warning.message)]
+    assert len(messages) == (10 if on_stuck == "warn" else 0)
     assert history["accuracy"][0] > 0.9
 
 
@@ -118,12 +118,12 @@ def test_checkpoint_has_the_weights_from_before_the_streak(tmp_path, name):
     if name.endswith(".h5"):
         saved.optimizer.build(saved.trainable_variables)
         saved.load_weights(path)
-    for mine, its in zip(values(saved.weights), values(model.weights), strict=True):
-        np.testing.assert_array_equal(mine, its)
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    for weight, expected in zip(values(saved.weights), values(model.weights), strict=True):
+        np.testing.assert_array_equal(weight, expected)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-def test_detector_serves_a_second_fit_and_a_second_model():
+def test_detector_works_in_a_second_fit_and_for_a_second_model():
     detector = StuckDetector(patience=5)
     for model in (compiled_model(), compiled_model()):
         for _ in range(2):
@@ -132,7 +132,7 @@ def test_detector_serves_a_second_fit_and_a_second_model():
 
 
 class Unserializable(keras.Model):
-    def __init__(self, something):
+    def __init__(self, argument):
         super().__init__()
         self.net = small_model()
 
@@ -140,7 +140,7 @@ class Unserializable(keras.Model):
         return self.net(x)
 
 
-def test_checkpoint_of_a_model_that_keras_cannot_save_does_not_hide_the_reason(tmp_path):
+def test_model_that_keras_cannot_save_does_not_hide_why_training_is_stuck(tmp_path):
     model = Unserializable(object())
     model.compile("sgd", "sparse_categorical_crossentropy")
     with pytest.raises(StuckError, match="saving them to '.*' failed: .*non-serializable"):
@@ -148,7 +148,7 @@ def test_checkpoint_of_a_model_that_keras_cannot_save_does_not_hide_the_reason(t
     assert list(tmp_path.iterdir()) == []
 
 
-def reading(**fields):
+def snapshot(**fields):
     defaults = {"step": 9, "loss_scale": 8.0, "clean_steps": 0, "overflow_count": 9, "overflows_in_a_row": 9}
     return kmp.records.Snapshot(
         **defaults | {"nonfinite_loss_count": 0, "overflow_origin": "a/kernel", "last_loss": 0.5} | fields
@@ -161,33 +161,33 @@ def reading(**fields):
         (
             {"overflows_at_min_scale": 3},
             False,
-            ["with the loss scale at its lowest.", "pass a lower min_scale"],
+            ["with the loss scale at its lowest value.", "pass a lower min_scale"],
         ),
-        ({"overflows_at_min_scale": 2}, False, ["9 steps were skipped. ", "lower initial_scale, or more patience"]),
+        ({"overflows_at_min_scale": 2}, False, ["9 steps were skipped. ", "lower initial_scale or a higher patience"]),
         ({}, True, ["a lower loss_scale, or loss_scale='dynamic'"]),
-        ({"overflows_in_a_row": 0, "overflows_at_min_scale": 3}, False, ["a step since the last reading was skipped"]),
+        ({"overflows_in_a_row": 0, "overflows_at_min_scale": 3}, False, ["a step since the last check was skipped"]),
         ({"overflows_in_a_row": 1}, False, ["the last step was skipped. Last loss: 0.5. Loss scale: 8."]),
         (
             {"last_loss": None},
             False,
-            ["skipped. Loss scale: 8.", "the loss went through no scale_loss, and"],
+            ["skipped. Loss scale: 8.", "no loss was passed to scale_loss, and"],
         ),
         ({"nonfinite_losses_in_a_row": 4, "last_loss": np.nan}, False, ["in 4 of these steps", "Last loss: nan."]),
     ],
 )
-def test_message_says_what_the_readings_show(fields, is_fixed, expected):
-    message = stuck_message.describe(reading(**fields), reading(overflows_at_min_scale=2), is_fixed, "Weights.")
+def test_message_describes_the_snapshots(fields, is_fixed, expected):
+    message = stuck_message.format_message(snapshot(**fields), snapshot(overflows_at_min_scale=2), is_fixed, "Weights.")
     assert [part for part in expected if part not in message] == []
     assert ("a/kernel" in message) == ("nonfinite_losses_in_a_row" not in fields)
 
 
-def test_checkpoint_that_cannot_be_written_does_not_hide_the_reason(tmp_path):
+def test_checkpoint_that_cannot_be_written_does_not_hide_why_training_is_stuck(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StuckError, match="saving them to '.*' failed: .*"):
         fit(compiled_model(), data(slice(0, 250)), [StuckDetector(checkpoint=tmp_path / "file" / "stuck.keras")])
 
 
-def test_mixture_of_causes_is_told_as_one():
+def test_message_counts_the_nonfinite_losses_in_a_mixed_streak():
     x, y = data(slice(0, 5))
     model = overflowing_model()
     with pytest.raises(StuckError, match="before it was scaled in 5 of these steps"):
@@ -195,7 +195,7 @@ def test_mixture_of_causes_is_told_as_one():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "match"),
+    ("arguments", "error_class", "match"),
     [
         ({"patience": 0}, ValueError, "`patience` must be.*patience=0"),
         ({"patience": 2.5}, TypeError, "`patience` must be"),
@@ -205,26 +205,26 @@ def test_mixture_of_causes_is_told_as_one():
         ({"optimizer": "adam"}, TypeError, "`optimizer` must be a kmp.LossScaleOptimizer"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, kind, match):
-    with pytest.raises(kind, match=match):
+def test_invalid_argument_raises(arguments, error_class, match):
+    with pytest.raises(error_class, match=match):
         StuckDetector(**arguments)
 
 
-def test_readings_are_few_while_all_is_well(monkeypatch):
-    model, readings, looks, detector = compiled_model("sgd"), [], [], StuckDetector()
-    snapshot, look = model.optimizer.snapshot, detector._look
-    monkeypatch.setattr(model.optimizer, "snapshot", lambda: readings.append(1) or snapshot())
-    monkeypatch.setattr(detector, "_look", lambda: looks.append(1) or look())
+def test_detector_rarely_reads_the_optimizer_without_overflows(monkeypatch):
+    model, snapshots, reads, detector = compiled_model("sgd"), [], [], StuckDetector()
+    take_snapshot, read_snapshot = model.optimizer.snapshot, detector._read_snapshot
+    monkeypatch.setattr(model.optimizer, "snapshot", lambda: snapshots.append(1) or take_snapshot())
+    monkeypatch.setattr(detector, "_read_snapshot", lambda: reads.append(1) or read_snapshot())
     fit(model, data(), [detector])
-    assert len(readings) == 2  # both before the first step
-    # One at the end, and one for each stretch that the scale would need to fall to its lowest.
-    assert len(looks) <= 1 + 1 + 250 // 28
+    assert len(snapshots) == 2  # both before the first step
+    # One at the end, and one each time the scale could have fallen to min_scale.
+    assert len(reads) <= 1 + 1 + 250 // 28
 
 
-def test_float32_model_is_told_that_it_needs_none_of_it():
+def test_float32_model_raises_an_error_that_names_the_needed_optimizer():
     kmp.disable()
     keras.config.set_dtype_policy("float32")
     model = small_model()
     model.compile("sgd", "sparse_categorical_crossentropy")
-    with pytest.raises(ValueError, match="StuckDetector reads kmp.LossScaleOptimizer"):
+    with pytest.raises(ValueError, match="StuckDetector needs a kmp.LossScaleOptimizer"):
         fit(model, data(), [StuckDetector()])
