@@ -1,4 +1,4 @@
-"""The `kmp` command, beside the package: its arguments are parsed before anything imports Keras and TensorFlow."""
+"""The `kmp` command. Outside the package, so that parsing the arguments does not import Keras and TensorFlow."""
 
 import argparse
 import importlib.metadata
@@ -7,21 +7,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 POLICIES = ("mixed_float16", "mixed_bfloat16", "float32", "float16")  # as in `kmp.enable`
-MIXED = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")  # as in `kmp.convert`
+CONVERSION_POLICIES = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")  # as in `kmp.convert`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status."""
+    """Runs `kmp` and returns its exit status.
+
+    Args:
+        arguments: Command-line arguments without the program name; `sys.argv[1:]` if `None`.
+    """
     parsed = _parser().parse_args(arguments)
     try:
-        from kmp import cli
+        from kmp import commands
     except ImportError as error:  # TensorFlow is missing, or Keras is set to another backend
         print(f"kmp: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("kmp: interrupted", file=sys.stderr)
         return 130
-    return cli.run(parsed)
+    return commands.run(parsed)
 
 
 def _version() -> str:
@@ -35,42 +39,62 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kmp", description="Mixed-precision training for Keras 3 on TensorFlow.")
     parser.add_argument("--version", action="version", version=f"kmp {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    demo = commands.add_parser("demo", help="train one model in float32, float16 and float16 with kmp, and compare")
-    demo.add_argument("--dataset", choices=("digits", "cifar10"), default="digits", help="cifar10 is downloaded")
+    demo = commands.add_parser("demo", help="compare float32, float16, and float16 with kmp on one model")
+    demo.add_argument(
+        "--dataset", choices=("digits", "cifar10"), default="digits", help="default: %(default)s; cifar10 is downloaded"
+    )
     demo.add_argument("--policy", choices=POLICIES, default="mixed_float16", help="default: %(default)s")
     demo.add_argument("--steps", type=_positive, default=240, help="training steps of each run (default: %(default)s)")
-    demo.add_argument("--out", type=Path, help="folder for logs and pictures (default: runs/<time>)")
+    demo.add_argument("--out", type=Path, help="folder for logs, figures and the report (default: runs/<time>)")
     demo.set_defaults(command="demo")
-    report = commands.add_parser("report", help="tell what float16 costs a recorded run, or compare several")
-    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a log_dir, or the .jsonl file in it")
+    report = commands.add_parser(
+        "report", help="show the overflows and flushed gradients of a recorded run, or compare runs"
+    )
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="log_dir of a run, or the .jsonl file in it")
     report.add_argument(
-        "--out", type=_html, help="the HTML file (default: report.html in RUN; of several, in this folder)"
+        "--out", type=_html, help="HTML file (default: report.html in RUN, or in the current folder for several runs)"
     )
     report.set_defaults(command="report")
-    audit = commands.add_parser("audit", help="tell what float16 would mean for each layer of a saved model")
+    audit = commands.add_parser("audit", help="show the dtypes and the float16 risks of each layer of a saved model")
     audit.add_argument("file", type=Path, metavar="FILE", help="a .keras file")
-    audit.add_argument("--policy", choices=MIXED, default=MIXED[0], help="default: %(default)s")
     audit.add_argument(
-        "--import", action="append", default=[], dest="modules", metavar="MODULE", help="one with layers of your own"
+        "--policy", choices=CONVERSION_POLICIES, default=CONVERSION_POLICIES[0], help="default: %(default)s"
     )
-    audit.add_argument("--json", type=Path, metavar="FILE", help="write the audit to a JSON file")
+    audit.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="modules",
+        metavar="MODULE",
+        help="module that defines custom layers of the model (repeatable)",
+    )
+    audit.add_argument("--json", type=Path, metavar="FILE", help="also write the audit to a JSON file")
     audit.set_defaults(command="audit")
-    bench = commands.add_parser("bench", help="measure what loss scaling, callbacks and precisions cost and gain here")
+    bench = commands.add_parser(
+        "bench", help="measure the cost of loss scaling and the speed of each precision on this machine"
+    )
     bench.add_argument(
-        "--quick", action="store_true", help="small models and few turns: some 3 minutes, not 30; no resnet, no bert"
+        "--quick",
+        action="store_true",
+        help="smaller models, fewer rounds, resnet and bert only with --only: about 3 minutes instead of 30",
     )
     bench.add_argument(
         "--only",
         nargs="+",
         default=[],
         metavar="PART",
-        help="optimizer, memory, training, precision, sampling, resnet, bert (the last two by default only on a GPU)",
+        help="optimizer, memory, training, precision, sampling, resnet, bert; by default all (the last two on a GPU)",
     )
-    bench.add_argument("--mode", choices=("graph", "XLA"), help="of memory, training, resnet and bert: only this one")
     bench.add_argument(
-        "--batch", type=_positive, metavar="N", help="of resnet and bert (default: what fills a quarter of the GPU)"
+        "--mode", choices=("graph", "XLA"), help="run memory, training, resnet and bert in this mode only"
     )
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a JSON file")
+    bench.add_argument(
+        "--batch",
+        type=_positive,
+        metavar="N",
+        help="batch size of resnet and bert (default: fills a quarter of the GPU)",
+    )
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the results to a JSON file")
     bench.add_argument("--figure", type=_figure, metavar="FILE", help="draw the ratios into a .png, .svg or .pdf file")
     bench.set_defaults(command="bench")
     return parser
@@ -78,19 +102,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def _html(text: str) -> Path:
     if Path(text).suffix.lower() != ".html":
-        raise argparse.ArgumentTypeError(f"must end in .html, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must end in .html, received {text!r}")
     return Path(text)
 
 
 def _figure(text: str) -> Path:
     if Path(text).suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"must end in .png, .svg or .pdf, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must end in .png, .svg or .pdf, received {text!r}")
     return Path(text)
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, received {text!r}")
     return int(text)
 
 

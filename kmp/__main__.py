@@ -1,4 +1,4 @@
-"""`python -m kmp`, the same as `kmp`."""
+"""Entry point of `python -m kmp`, equivalent to the command `kmp`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`kmp bench`: measures what loss scaling, callbacks and lower precision cost and gain on this machine."""
+"""`kmp bench`: measures the cost of loss scaling and callbacks, and the gain of 16-bit training, on this machine."""
 
 from kmp.bench.runner import FULL, NETWORKS, PARTS, QUICK, WITH_MODE, Size, parts_by_default, run
 from kmp.bench.timing import MeasurementError

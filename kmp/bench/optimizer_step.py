@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.bench.timing import Measured, compared, peak_memory, seconds_of, take_turns
+from kmp.bench.timing import Measurement, comparison, measure_alternately, peak_memory, seconds_per_call
 from kmp.gradients import UpdateWatch
 from kmp.optimizer import LossScaleOptimizer
 
@@ -18,17 +18,17 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 def resnet50() -> Shapes:
-    """The 214 trained variables of ResNet-50."""
+    """Returns the shapes of ResNet-50's 214 trainable variables."""
     return [tuple(variable.shape) for variable in keras.applications.ResNet50(weights=None).trainable_variables]
 
 
 def many_small(count: int) -> Shapes:
-    """So many variables, of 4096 and 64 elements in turn."""
+    """Returns `count` shapes, alternately of 4096 and of 64 elements."""
     return [(64, 64), (64,)] * (count // 2)
 
 
 def few_large(side: int) -> Shapes:
-    """8 square matrices."""
+    """Returns the shapes of 8 square matrices."""
     return [(side, side)] * 8
 
 
@@ -43,7 +43,7 @@ INNER: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "Adam": lambda: keras.optimizers.Adam(1e-4),
     "SGD momentum": lambda: keras.optimizers.SGD(1e-4, momentum=0.9),
 }
-_WRAPPED: dict[str, Callable[[keras.optimizers.Optimizer], keras.optimizers.Optimizer]] = {
+_WRAPPERS: dict[str, Callable[[keras.optimizers.Optimizer], keras.optimizers.Optimizer]] = {
     BARE: lambda inner: inner,
     KERAS: keras.optimizers.LossScaleOptimizer,
     OURS: LossScaleOptimizer,
@@ -51,28 +51,28 @@ _WRAPPED: dict[str, Callable[[keras.optimizers.Optimizer], keras.optimizers.Opti
 }
 
 
-def ways(mode: str) -> list[str]:
-    """Returns the ways to compare; under XLA everything is compiled as it is."""
+def variants(mode: str) -> list[str]:
+    """Returns the variants to compare. Without `COMPILED` under XLA, which compiles every variant."""
     return [BARE, KERAS, OURS] if MODES[mode] else [BARE, KERAS, OURS, COMPILED]
 
 
-def step_of(way: str, inner: str, shapes: Shapes, mode: str) -> Callable[[], Any]:
-    """Returns an optimizer's step on variables of its own; the first call of it traces and compiles.
+def make_step(variant: str, inner: str, shapes: Shapes, mode: str) -> Callable[[], Any]:
+    """Returns an optimizer step on new variables. Its first call traces and compiles.
 
     Args:
-        way: One of `ways`.
-        inner: One of `INNER`.
-        shapes: Those of the variables.
+        variant: One of `variants`.
+        inner: A name in `INNER`.
+        shapes: Shapes of the variables.
         mode: One of `MODES`.
     """
-    return _step_and_optimizer(way, inner, shapes, mode)[0]
+    return _step_and_optimizer(variant, inner, shapes, mode)[0]
 
 
-def _step_and_optimizer(way: str, inner: str, shapes: Shapes, mode: str) -> tuple[Callable[[], Any], Any]:
+def _step_and_optimizer(variant: str, inner: str, shapes: Shapes, mode: str) -> tuple[Callable[[], Any], Any]:
     random = np.random.default_rng(0)
     variables = [keras.Variable(random.normal(size=shape).astype("float32")) for shape in shapes]
     gradients = [tf.constant(random.normal(size=shape), tf.float32) for shape in shapes]
-    optimizer = _WRAPPED[way](INNER[inner]())
+    optimizer = _WRAPPERS[variant](INNER[inner]())
     optimizer.build(variables)
     optimizer.scale_loss(1.0)
 
@@ -84,47 +84,48 @@ def _step_and_optimizer(way: str, inner: str, shapes: Shapes, mode: str) -> tupl
     return lambda: step(gradients).numpy(), optimizer
 
 
-def speed(sets: Sequence[str], inner: Sequence[str], repeats: int) -> Iterator[list[Measured]]:
-    """Measures step and first call; yields them as they come.
+def measure_speed(sets: Sequence[str], inner: Sequence[str], repeats: int) -> Iterator[list[Measurement]]:
+    """Measures the first call and the step, and yields each comparison when it is done.
 
     Args:
-        sets: Names of `SETS`.
-        inner: Names of `INNER`.
-        repeats: Turns that each way gets.
+        sets: Names in `SETS`.
+        inner: Names in `INNER`.
+        repeats: Rounds of steps.
     """
     for name in sets:
         shapes = SETS[name]()
         for optimizer in inner:
             for mode in MODES:
                 case = f"{optimizer}, {name}"
-                for way in ways(mode):
-                    step_of(way, optimizer, shapes[:2], mode)()  # what is done once in a process
-                steps = {way: step_of(way, optimizer, shapes, mode) for way in ways(mode)}
-                first = {way: [seconds_of(step)] for way, step in steps.items()}
-                yield compared("first call", case, mode, first)
-                yield compared("optimizer step", case, mode, take_turns(steps, repeats, _three_calls))
+                for variant in variants(mode):
+                    make_step(variant, optimizer, shapes[:2], mode)()  # excludes what happens once per process
+                steps = {variant: make_step(variant, optimizer, shapes, mode) for variant in variants(mode)}
+                first_calls = {variant: [seconds_per_call(step)] for variant, step in steps.items()}
+                yield comparison("first call", case, mode, first_calls)
+                yield comparison("optimizer step", case, mode, measure_alternately(steps, repeats, _three_calls))
 
 
 def _three_calls(step: Callable[[], Any]) -> float:
-    return seconds_of(step, calls=3)
+    return seconds_per_call(step, calls=3)
 
 
-def memory_of(way: str, inner: str, name: str, mode: str) -> int:
-    """Returns the bytes that variables, gradients and steps added to this process' peak; meant for a fresh process.
+def memory_of(variant: str, inner: str, name: str, mode: str) -> int:
+    """Returns the bytes that variables, gradients and steps add to the peak memory of this process.
 
-    A step that is `SAMPLED` has its update measured too, as `GradientHistogram` does with every tenth.
+    Call it in a new process. `SAMPLED` also measures the update of every step; `GradientHistogram` does so with every
+    tenth sample.
     """
     shapes = SETS[name]()
-    step_of(BARE, inner, [(2,)], mode)()
+    make_step(BARE, inner, [(2,)], mode)()
     before = peak_memory()
-    step = sampled_step(inner, shapes, mode) if way == SAMPLED else step_of(way, inner, shapes, mode)
+    step = sampled_step(inner, shapes, mode) if variant == SAMPLED else make_step(variant, inner, shapes, mode)
     for _ in range(4):
         step()
     return peak_memory() - before
 
 
 def sampled_step(inner: str, shapes: Shapes, mode: str) -> Callable[[], Any]:
-    """Returns a step as `step_of` does, whose gradients and update are measured."""
+    """Returns a step as `make_step` does, with its gradients sampled and its update measured."""
     step, optimizer = _step_and_optimizer(OURS, inner, shapes, mode)
     watch = UpdateWatch()
     optimizer.start_sampling(watch, every_n_steps=1)
@@ -132,8 +133,8 @@ def sampled_step(inner: str, shapes: Shapes, mode: str) -> Callable[[], Any]:
     def sampled() -> Any:
         watch.arm(optimizer.variables_by_path())
         step()
-        found = optimizer.snapshot().sample
-        assert found is not None
-        return watch.measure(found)
+        sample = optimizer.snapshot().sample
+        assert sample is not None
+        return watch.measure(sample)
 
     return sampled

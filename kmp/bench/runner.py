@@ -1,4 +1,4 @@
-"""`kmp bench`: what loss scaling, callbacks and lower precision cost and gain on this machine."""
+"""Runs the parts of `kmp bench`, and prints and writes their results."""
 
 import functools
 import json
@@ -21,40 +21,40 @@ from kmp.backend import hardware
 from kmp.bench import optimizer_step, resnet_bert, sampling_cost, small_models, tables_and_plots
 from kmp.bench.optimizer_step import BARE, INNER, KERAS, MODES, OURS, SAMPLED
 from kmp.bench.small_models import WITH_CALLBACKS
-from kmp.bench.timing import Measured, MeasurementError, compared
-from kmp.optimizer import has_predicable_writes
+from kmp.bench.timing import Measurement, MeasurementError, comparison
+from kmp.optimizer import supports_predicated_writes
 from kmp.utils import __version__, atomic_files
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured.
+    """What to measure, and how often.
 
     Args:
-        sets: Names of `_bench_optimizers.SETS`, whose speed is measured.
-        inner: Names of `_bench_optimizers.INNER`.
-        memory_sets: Names of the sets whose memory is measured, each in processes of its own.
-        modes: Of what takes long: memory, training and the two networks.
-        ways: Of `_bench_models.scaling`.
-        repeats: Turns of optimizer steps.
-        model_size: How wide the models are, from 1.
-        steps: Training steps in a turn; callbacks read once in 250.
-        turns: Turns of training.
-        has_model_memory: Whether the memory of each model in each precision is measured.
-        sampled: The set whose gradients are sampled.
-        side: See `_bench_sampling.cost`.
-        first_calls: See `_bench_sampling.cost`.
-        has_networks: Whether ResNet-50 and BERT are trained on a GPU without being asked for.
-        network_steps: See `_bench_networks.compare`.
-        network_turns: See `_bench_networks.compare`.
-        batch: See `_bench_networks.compare`; that of `_bench_networks.default_batch` by default.
+        sets: Names in `optimizer_step.SETS`: the sets of variables whose step is timed.
+        inner: Names in `optimizer_step.INNER`: the inner optimizers whose step is timed.
+        memory_sets: Names in `optimizer_step.SETS`: the sets whose memory is measured, each variant in its own process.
+        modes: Modes of the slow parts: memory, training and the two networks.
+        variants: As in `small_models.measure_scaling`.
+        repeats: Rounds of optimizer steps.
+        model_size: Factor for the width of the small models, at least 1.
+        steps: Training steps per round. The callbacks of `WITH_CALLBACKS` read once in 250 steps.
+        turns: Rounds of training.
+        has_model_memory: Whether to measure the memory of each small model in each precision.
+        sampled: A name in `optimizer_step.SETS`: the set whose gradients are sampled.
+        side: As in `sampling_cost.measure_cost`.
+        first_calls: As in `sampling_cost.measure_cost`.
+        has_networks: Whether ResNet-50 and BERT are among the default parts on a GPU.
+        network_steps: `steps` of `resnet_bert.compare`.
+        network_turns: `turns` of `resnet_bert.compare`.
+        batch: `batch` of `resnet_bert.compare`; `resnet_bert.default_batch` if `None`.
     """
 
     sets: tuple[str, ...]
     inner: tuple[str, ...]
     memory_sets: tuple[str, ...]
     modes: tuple[str, ...]
-    ways: tuple[str, ...]
+    variants: tuple[str, ...]
     repeats: int
     model_size: int
     steps: int
@@ -74,7 +74,7 @@ FULL = Size(
     inner=tuple(INNER),
     memory_sets=("8 of 2048x2048", "ResNet-50"),
     modes=tuple(MODES),
-    ways=(BARE, KERAS, OURS, WITH_CALLBACKS),
+    variants=(BARE, KERAS, OURS, WITH_CALLBACKS),
     repeats=25,
     model_size=2,
     steps=250,
@@ -92,7 +92,7 @@ QUICK = Size(
     inner=("Adam",),
     memory_sets=("8 of 2048x2048",),
     modes=("XLA",),
-    ways=(BARE, KERAS, OURS),
+    variants=(BARE, KERAS, OURS),
     repeats=9,
     model_size=1,
     steps=20,
@@ -108,80 +108,83 @@ QUICK = Size(
 
 
 def run(
-    console: Console, size: Size, only: Sequence[str] = (), json_file: Path | None = None, picture: Path | None = None
-) -> list[Measured]:
-    """Measures, says how it goes, and shows tables.
+    console: Console, size: Size, only: Sequence[str] = (), json_file: Path | None = None, figure: Path | None = None
+) -> list[Measurement]:
+    """Runs the benchmark, prints each comparison when it is done, and prints tables at the end.
 
     Args:
-        console: Where to.
-        size: How much to measure.
-        only: Names of `PARTS`; by default `parts_by_default`.
-        json_file: Where the figures go as JSON, or `None`; written anew after each comparison.
-        picture: Where they go as a picture, or `None`; there is none where nothing was compared.
+        console: Where to print.
+        size: What to measure, and how often.
+        only: Names in `PARTS`; `parts_by_default` if empty.
+        json_file: JSON file of the results, written again after each comparison. `None` for no file.
+        figure: File to draw the ratios into, unless there are none. `None` for no file.
+
+    Returns:
+        All results.
 
     Raises:
-        MeasurementError: If something could not be measured; figures from before that are shown and written.
+        MeasurementError: If a measurement fails. Earlier results are still printed and written.
     """
-    # Processes of the benchmark share a GPU, which TensorFlow would take whole for the first.
+    # Subprocesses share the GPU with this process. By default TensorFlow reserves all of its memory for one process.
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
-    tf.get_logger().setLevel(logging.ERROR)  # it warns of functions that are traced often, which is what is measured
-    found_on = header()
-    tables_and_plots.show_header(console, found_on)
-    results: list[Measured] = []
+    tf.get_logger().setLevel(logging.ERROR)  # it warns about frequent retracing, which the benchmark does on purpose
+    machine = header()
+    tables_and_plots.show_header(console, machine)
+    results: list[Measurement] = []
     try:
         for name in only or parts_by_default(size):
-            for figures in PARTS[name](size):
-                console.print(tables_and_plots.in_words(figures), highlight=False, markup=False, soft_wrap=True)
-                results += figures
+            for compared in PARTS[name](size):
+                console.print(tables_and_plots.in_words(compared), highlight=False, markup=False, soft_wrap=True)
+                results += compared
                 if json_file:
-                    atomic_files.write_json(json_file, found_on | {"results": [asdict(result) for result in results]})
+                    atomic_files.write_json(json_file, machine | {"results": [asdict(result) for result in results]})
     finally:
         tables_and_plots.show(console, results)
-        if picture and any(result.ratio is not None for result in results):
-            tables_and_plots.save_picture(results, picture)
+        if figure and any(result.ratio is not None for result in results):
+            tables_and_plots.save_figure(results, figure)
     return results
 
 
-def _speed(size: Size) -> Iterator[list[Measured]]:
-    yield from optimizer_step.speed(size.sets, size.inner, size.repeats)
+def _speed(size: Size) -> Iterator[list[Measurement]]:
+    yield from optimizer_step.measure_speed(size.sets, size.inner, size.repeats)
 
 
-def _memory(size: Size) -> Iterator[list[Measured]]:
+def _memory(size: Size) -> Iterator[list[Measurement]]:
     for name in size.memory_sets:
         for mode in size.modes:
             calls = {
-                way: f"optimizer_step.memory_of({way!r}, 'Adam', {name!r}, {mode!r})"
-                for way in [*optimizer_step.ways(mode), SAMPLED]
+                variant: f"optimizer_step.memory_of({variant!r}, 'Adam', {name!r}, {mode!r})"
+                for variant in [*optimizer_step.variants(mode), SAMPLED]
             }
-            yield _memory_of("peak memory", f"Adam, {name}", mode, calls)
+            yield _memory_comparison("peak memory", f"Adam, {name}", mode, calls)
     for name in small_models.TASKS if size.has_model_memory and "XLA" in size.modes else ():
         calls = {
             policy: f"small_models.memory_of({policy!r}, {name!r}, {size.model_size}, 'XLA')"
             for policy in small_models.POLICIES
         }
-        yield _memory_of("training memory", name, "XLA", calls)
+        yield _memory_comparison("training memory", name, "XLA", calls)
 
 
-def _training(size: Size) -> Iterator[list[Measured]]:
-    yield from small_models.scaling(size.model_size, size.modes, size.ways, size.steps, size.turns)
+def _training(size: Size) -> Iterator[list[Measurement]]:
+    yield from small_models.measure_scaling(size.model_size, size.modes, size.variants, size.steps, size.turns)
 
 
-def _precision(size: Size) -> Iterator[list[Measured]]:
-    yield from small_models.formats(size.model_size, "XLA", size.steps, size.turns)
+def _precision(size: Size) -> Iterator[list[Measurement]]:
+    yield from small_models.measure_precisions(size.model_size, "XLA", size.steps, size.turns)
 
 
-def _sampling(size: Size) -> Iterator[list[Measured]]:
-    yield from sampling_cost.cost(size.sampled, size.side, size.repeats, size.first_calls)
+def _sampling(size: Size) -> Iterator[list[Measurement]]:
+    yield from sampling_cost.measure_cost(size.sampled, size.side, size.repeats, size.first_calls)
 
 
-def _network(name: str, size: Size) -> Iterator[list[Measured]]:
-    batch = size.batch or resnet_bert.default_batch(name, _in_a_process)
+def _network(name: str, size: Size) -> Iterator[list[Measurement]]:
+    batch = size.batch or resnet_bert.default_batch(name, _run_in_subprocess)
     for mode in size.modes:
-        yield from resnet_bert.compare(name, mode, batch, size.network_steps, size.network_turns, _in_a_process)
+        yield from resnet_bert.compare(name, mode, batch, size.network_steps, size.network_turns, _run_in_subprocess)
 
 
 def parts_by_default(size: Size) -> list[str]:
-    """Returns all parts; without a GPU, or in little time, all but the large networks."""
+    """Returns the names in `PARTS`; without the large networks if there is no GPU, or if the size excludes them."""
     with_networks = size.has_networks and tf.config.list_physical_devices("GPU")
     return [name for name in PARTS if with_networks or name not in NETWORKS]
 
@@ -189,8 +192,8 @@ def parts_by_default(size: Size) -> list[str]:
 NETWORKS = ("resnet", "bert")
 WITH_MODE = ("memory", "training", *NETWORKS)
 
-# Each yields its figures as they come, those that are compared together.
-PARTS: dict[str, Callable[[Size], Iterator[list[Measured]]]] = {
+# Each yields the results of one comparison at a time.
+PARTS: dict[str, Callable[[Size], Iterator[list[Measurement]]]] = {
     "optimizer": _speed,
     "memory": _memory,
     "training": _training,
@@ -201,30 +204,41 @@ PARTS: dict[str, Callable[[Size], Iterator[list[Measured]]]] = {
 }
 
 
-def _memory_of(section: str, case: str, mode: str, calls: Mapping[str, str]) -> list[Measured]:
-    return compared(section, case, mode, {way: [_in_a_process(call)] for way, call in calls.items()}, "B")
+def _memory_comparison(section: str, case: str, mode: str, calls: Mapping[str, str]) -> list[Measurement]:
+    peaks = {variant: [_run_in_subprocess(call)] for variant, call in calls.items()}
+    return comparison(section, case, mode, peaks, "B")
 
 
-_MODULES = (
+_IMPORTS = (
     "from kmp.backend import tensorflow_internals; from kmp.bench import optimizer_step, resnet_bert, small_models"
 )
 
 
-def _in_a_process(call: str) -> Any:
-    """Returns what a call of a function of the benchmark's gives in a process of its own: numbers, lists and dicts."""
-    same_path = f"import sys; sys.path[:] = {sys.path}"  # not the folder that the benchmark was started in
-    code = f"{same_path}; import json; {_MODULES}; print('found', json.dumps({call}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("found ")]
-    if done.returncode or not lines:
-        if done.returncode < 0:  # what it wrote before says nothing of that
-            raise MeasurementError(f"The measurement {call} failed: {signal.strsignal(-done.returncode)}")
-        raise MeasurementError(f"The measurement {call} failed:\n{done.stderr[-2000:]}")
-    return json.loads(lines[-1].removeprefix("found "))
+def _run_in_subprocess(call: str) -> Any:
+    """Evaluates a call of one of the imported functions in a new process.
+
+    Args:
+        call: A Python expression. Its value must be serializable as JSON.
+
+    Returns:
+        The value.
+
+    Raises:
+        MeasurementError: If the process fails.
+    """
+    same_path = f"import sys; sys.path[:] = {sys.path}"  # `-c` alone would import from the current folder
+    code = f"{same_path}; import json; {_IMPORTS}; print('result', json.dumps({call}))"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    lines = [line for line in process.stdout.splitlines() if line.startswith("result ")]
+    if process.returncode or not lines:
+        if process.returncode < 0:  # a killed process does not print the reason
+            raise MeasurementError(f"The measurement {call} failed: {signal.strsignal(-process.returncode)}")
+        raise MeasurementError(f"The measurement {call} failed:\n{process.stderr[-2000:]}")
+    return json.loads(lines[-1].removeprefix("result "))
 
 
 def header() -> dict[str, Any]:
-    """Returns what was measured on: versions and hardware."""
+    """Returns the versions and the hardware that the results belong to."""
     gpus = [gpu.name for gpu in hardware().gpus]
     return {
         "kmp": __version__,
@@ -234,18 +248,17 @@ def header() -> dict[str, Any]:
         "system": platform.platform(),
         "processor": _processor(),
         "gpus": gpus,
-        "under XLA, a step is skipped by": ways_to_skip(),
+        "under XLA, a step is skipped by": skip_methods(),
     }
 
 
-def ways_to_skip() -> dict[str, str]:
-    """Returns how each of Keras' optimizers skips a step under XLA: by a gate or a branch."""
-    kinds = {name: kind for name, kind in vars(keras.optimizers).items() if isinstance(kind, type)}
-    found = {name: kind for name, kind in kinds.items() if issubclass(kind, keras.Optimizer)}
+def skip_methods() -> dict[str, str]:
+    """Returns how a step of each of Keras' optimizers is skipped under XLA: `"predicated write"` or `"branch"`."""
+    classes = {name: value for name, value in vars(keras.optimizers).items() if isinstance(value, type)}
     return {
-        name: "gate" if has_predicable_writes(kind) else "branch"
-        for name, kind in found.items()
-        if name not in ("Optimizer", "LossScaleOptimizer")
+        name: "predicated write" if supports_predicated_writes(optimizer_class) else "branch"
+        for name, optimizer_class in classes.items()
+        if issubclass(optimizer_class, keras.Optimizer) and name not in ("Optimizer", "LossScaleOptimizer")
     }
 
 

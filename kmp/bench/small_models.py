@@ -1,4 +1,4 @@
-"""What loss scaling and callbacks add to a training step, and what a lower precision gives: three kinds of model."""
+"""What loss scaling and callbacks add to a training step, and what 16-bit training gains, on three small models."""
 
 import tempfile
 import time
@@ -13,7 +13,7 @@ import tensorflow as tf
 from kmp import callbacks, layers
 from kmp.backend import global_policy
 from kmp.bench.optimizer_step import BARE, KERAS, MODES, OURS
-from kmp.bench.timing import Measured, compared, peak_memory, take_turns
+from kmp.bench.timing import Measurement, comparison, measure_alternately, peak_memory
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import skipped_step_rollback
 
@@ -23,14 +23,14 @@ POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 
 @dataclass(frozen=True)
 class Task:
-    """A model to train, and what it is trained on.
+    """A model and the batch that it is trained on.
 
     Args:
-        build: Makes the model, not compiled.
+        build: Returns the model, not compiled.
         x: A batch of inputs.
-        y: Their labels.
-        unit: What an example is: `"images/s"` or `"tokens/s"`.
-        units: How many of those a batch holds.
+        y: Integer labels.
+        unit: Unit of the throughput: `"images/s"` or `"tokens/s"`.
+        units: Images or tokens per batch.
     """
 
     build: Callable[[], keras.Model]
@@ -67,17 +67,17 @@ def _convolutional(size: int) -> Task:
 
 
 def _transformer(size: int) -> Task:
-    width, batch, length, words = 64 * size, 8, 64, 1000
-    x = np.random.default_rng(0).integers(0, words, (batch, length))
+    width, batch, length, vocabulary = 64 * size, 8, 64, 1000
+    x = np.random.default_rng(0).integers(0, vocabulary, (batch, length))
 
     def build() -> keras.Model:
         tokens = keras.Input((length,), dtype="int32")
-        hidden = keras.layers.Embedding(words, width)(tokens)
+        hidden = keras.layers.Embedding(vocabulary, width)(tokens)
         normed = keras.layers.LayerNormalization()(hidden)
         hidden = hidden + keras.layers.MultiHeadAttention(4, width // 4)(normed, normed, use_causal_mask=True)
-        wide = keras.layers.Dense(4 * width, activation="gelu")(keras.layers.LayerNormalization()(hidden))
-        hidden = hidden + keras.layers.Dense(width)(wide)
-        return keras.Model(tokens, layers.Softmax()(keras.layers.Dense(words)(hidden)))
+        expanded = keras.layers.Dense(4 * width, activation="gelu")(keras.layers.LayerNormalization()(hidden))
+        hidden = hidden + keras.layers.Dense(width)(expanded)
+        return keras.Model(tokens, layers.Softmax()(keras.layers.Dense(vocabulary)(hidden)))
 
     return Task(build, x, np.roll(x, -1, axis=1), "tokens/s", batch * length)
 
@@ -85,8 +85,8 @@ def _transformer(size: int) -> Task:
 TASKS: dict[str, Callable[[int], Task]] = {"MLP": _mlp, "conv net": _convolutional, "transformer block": _transformer}
 
 
-class Clock(keras.callbacks.Callback):
-    """Takes the time of the steps after the first, in which a `fit` has more to do than in others."""
+class StepTimer(keras.callbacks.Callback):
+    """Measures the time of all steps but the first, which includes the start of `fit`."""
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._last = time.perf_counter()
@@ -95,24 +95,24 @@ class Clock(keras.callbacks.Callback):
 
     @property
     def seconds(self) -> float:
-        """What the steps of the last `fit` took together."""
+        """Total time of these steps in the last `fit`."""
         return self._last - self._begin
 
 
-def compiled(task: Task, policy: str, way: str, mode: str) -> keras.Model:
-    """Returns a model to train.
+def compiled_model(task: Task, policy: str, variant: str, mode: str) -> keras.Model:
+    """Returns a new compiled model of a task.
 
     Args:
-        task: What to train.
-        policy: The dtype policy of its layers.
-        way: How its optimizer is scaled: `BARE`, `KERAS`, `OURS` or `WITH_CALLBACKS`.
+        task: The task.
+        policy: The dtype policy of the layers.
+        variant: Whether and how the loss is scaled: `BARE`, `KERAS`, `OURS` or `WITH_CALLBACKS`.
         mode: One of `MODES`.
     """
     with global_policy(policy):
         model = task.build()
     optimizer: keras.optimizers.Optimizer = keras.optimizers.Adam(1e-4)
-    if way != BARE:
-        optimizer = (keras.optimizers.LossScaleOptimizer if way == KERAS else LossScaleOptimizer)(optimizer)
+    if variant != BARE:
+        optimizer = (keras.optimizers.LossScaleOptimizer if variant == KERAS else LossScaleOptimizer)(optimizer)
     options = {"jit_compile": MODES[mode], "auto_scale_loss": False}
     model.compile(optimizer, "sparse_categorical_crossentropy", **options)
     if isinstance(optimizer, LossScaleOptimizer):
@@ -120,62 +120,67 @@ def compiled(task: Task, policy: str, way: str, mode: str) -> keras.Model:
     return model
 
 
-def timed(model: keras.Model, task: Task, steps: int, used: Sequence[Any] = ()) -> Callable[[], float]:
-    """Returns what trains a model by `fit` and returns the seconds of a step; it goes on where the last call left it.
+def timed_training(
+    model: keras.Model, task: Task, steps: int, extra_callbacks: Sequence[Any] = ()
+) -> Callable[[], float]:
+    """Returns a function that continues the training with `fit` and returns the mean seconds of a step.
 
     Args:
         model: A compiled model of the task.
-        task: What to train it on.
-        steps: How many steps count.
-        used: Callbacks of the training.
+        task: The task.
+        steps: Number of steps to time in each call.
+        extra_callbacks: Callbacks of the training.
     """
     data = tf.data.Dataset.from_tensors((task.x, task.y)).cache().repeat()
-    clock = Clock()
+    timer = StepTimer()
 
     def train() -> float:
-        model.fit(data, steps_per_epoch=steps + 1, shuffle=False, verbose=0, callbacks=[*used, clock])
-        return clock.seconds / steps
+        model.fit(data, steps_per_epoch=steps + 1, shuffle=False, verbose=0, callbacks=[*extra_callbacks, timer])
+        return timer.seconds / steps
 
     return train
 
 
-def trainer(task: Task, policy: str, way: str, mode: str, steps: int) -> Callable[[], float]:
-    """Returns what `timed` does of a model that is `compiled`, with `defaults()` if the way is `WITH_CALLBACKS`."""
-    used = callbacks.defaults(tempfile.mkdtemp()) if way == WITH_CALLBACKS else []
-    return timed(compiled(task, policy, way, mode), task, steps, used)
+def trainer(task: Task, policy: str, variant: str, mode: str, steps: int) -> Callable[[], float]:
+    """Returns `timed_training` of a `compiled_model`, with `callbacks.defaults` for `WITH_CALLBACKS`."""
+    extra_callbacks = callbacks.defaults(tempfile.mkdtemp()) if variant == WITH_CALLBACKS else []
+    return timed_training(compiled_model(task, policy, variant, mode), task, steps, extra_callbacks)
 
 
-def scaling(size: int, modes: Sequence[str], ways: Sequence[str], steps: int, repeats: int) -> Iterator[list[Measured]]:
-    """Measures what scaling and callbacks add to the training of a float32 model, where nothing else differs."""
-    for name, make in TASKS.items():
+def measure_scaling(
+    size: int, modes: Sequence[str], variants: Sequence[str], steps: int, repeats: int
+) -> Iterator[list[Measurement]]:
+    """Measures what loss scaling and callbacks add to float32 training, where the variants differ in nothing else."""
+    for name, make_task in TASKS.items():
         for mode in modes:
-            found = take_turns({way: trainer(make(size), "float32", way, mode, steps) for way in ways}, repeats, _read)
-            yield compared("training step", name, mode, found)
+            trainers = {variant: trainer(make_task(size), "float32", variant, mode, steps) for variant in variants}
+            seconds = measure_alternately(trainers, repeats, _reported_seconds)
+            yield comparison("training step", name, mode, seconds)
 
 
-def formats(size: int, mode: str, steps: int, repeats: int) -> Iterator[list[Measured]]:
-    """Measures how much is trained in a second in each precision, float16 with kmp's loss scale."""
-    for name, make in TASKS.items():
-        task = make(size)
-        every = {policy: trainer(task, policy, _scaled_for(policy), mode, steps) for policy in POLICIES}
-        found = {
+def measure_precisions(size: int, mode: str, steps: int, repeats: int) -> Iterator[list[Measurement]]:
+    """Measures the training throughput in each precision, with kmp's loss scaling in float16."""
+    for name, make_task in TASKS.items():
+        task = make_task(size)
+        trainers = {policy: trainer(task, policy, _variant_for(policy), mode, steps) for policy in POLICIES}
+        rates = {
             policy: [task.units / seconds for seconds in turns]
-            for policy, turns in take_turns(every, repeats, _read).items()
+            for policy, turns in measure_alternately(trainers, repeats, _reported_seconds).items()
         }
-        yield compared("throughput", name, mode, found, task.unit)
+        yield comparison("throughput", name, mode, rates, task.unit)
 
 
 def memory_of(policy: str, name: str, size: int, mode: str) -> int:
-    """Returns the bytes that a model's training added to this process' peak; meant for a fresh process."""
+    """Returns the bytes that training a model adds to the peak memory of this process. Call it in a new process."""
     trainer(_mlp(1), "float32", BARE, mode, 1)()
     before = peak_memory()
-    trainer(TASKS[name](size), policy, _scaled_for(policy), mode, 2)()
+    trainer(TASKS[name](size), policy, _variant_for(policy), mode, 2)()
     return peak_memory() - before
 
 
-def _read(train: Callable[[], float]) -> float:
+def _reported_seconds(train: Callable[[], float]) -> float:
     return train()
 
 
-def _scaled_for(policy: str) -> str:
+def _variant_for(policy: str) -> str:
     return OURS if policy == "mixed_float16" else BARE

@@ -1,6 +1,6 @@
-"""Measuring: ways to do the same thing take turns, so that a busy machine slows all of them alike.
+"""Time and memory measurements. The variants of a comparison run alternately, so that other load slows all of them.
 
-What needs a process of its own does not take turns: memory, and large networks.
+Memory and large networks are measured in a separate process for each variant, one after another.
 """
 
 import statistics as averages
@@ -12,78 +12,80 @@ from typing import Any
 
 
 class MeasurementError(RuntimeError):
-    """Something could not be measured."""
+    """A measurement failed."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One figure of a benchmark.
+class Measurement:
+    """One result of a benchmark.
 
     Args:
         section: What was measured, such as `"optimizer step"`.
-        case: What it was measured on.
+        case: The model or variables that it was measured on.
         mode: `"graph"` or `"XLA"`.
-        way: Which of the ways that took turns.
+        variant: Which of the compared variants.
         value: The median.
-        unit: `"s"`, `"B"`, or what there is more of in a second: `"images/s"`, `"tokens/s"`.
-        ratio: The median ratio to the first of the ways, taken turn by turn; `None` for the first itself, and where
-            that is 0, as memory is that does not rise above what the process once held.
+        unit: `"s"`, `"B"`, or a rate: `"images/s"`, `"tokens/s"`.
+        ratio: The median over the rounds of the ratio to the first variant. `None` for the first variant itself, and
+            where a value of the first variant is 0: memory is, if the process has held more before.
     """
 
     section: str
     case: str
     mode: str
-    way: str
+    variant: str
     value: float
     unit: str
     ratio: float | None
 
 
-def seconds_of(function: Callable[[], Any], calls: int = 1) -> float:
-    """Returns how long a call takes, on average of so many."""
+def seconds_per_call(function: Callable[[], Any], calls: int = 1) -> float:
+    """Returns the mean seconds of a call."""
     begin = time.perf_counter()
     for _ in range(calls):
         function()
     return (time.perf_counter() - begin) / calls
 
 
-def take_turns(
-    ways: Mapping[str, Callable[[], Any]], repeats: int, clock: Callable[[Callable[[], Any]], float] = seconds_of
+def measure_alternately(
+    variants: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    clock: Callable[[Callable[[], Any]], float] = seconds_per_call,
 ) -> dict[str, list[float]]:
-    """Returns the seconds of each way in each turn.
+    """Returns the seconds of each variant in each round. A round runs every variant once.
 
     Args:
-        ways: What to measure, by name.
-        repeats: How many turns each way gets, after one that does not count.
-        clock: Takes a way, returns its seconds.
+        variants: The functions to measure, by name.
+        repeats: Number of rounds, without the warm-up round.
+        clock: Runs one of the functions and returns its seconds.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(repeats + 1):
-        for name, way in ways.items():
-            taken = clock(way)
+        for name, function in variants.items():
+            elapsed = clock(function)
             if turn:
-                seconds[name].append(taken)
+                seconds[name].append(elapsed)
     return seconds
 
 
-def compared(
-    section: str, case: str, mode: str, found: Mapping[str, Sequence[float]], unit: str = "s"
-) -> list[Measured]:
-    """Returns medians, and ratios to the first way.
+def comparison(
+    section: str, case: str, mode: str, values: Mapping[str, Sequence[float]], unit: str = "s"
+) -> list[Measurement]:
+    """Returns the medians, and the ratios to the first variant.
 
     Args:
-        section: As in `Measured`.
-        case: As in `Measured`.
-        mode: As in `Measured`.
-        found: Figures of each way, turn by turn; the first way is what the others are compared with.
-        unit: As in `Measured`.
+        section: As in `Measurement`.
+        case: As in `Measurement`.
+        mode: As in `Measurement`.
+        values: The values of each variant, one per round. The others are compared with the first variant.
+        unit: As in `Measurement`.
     """
-    first = next(iter(found.values()))
+    first = next(iter(values.values()))
     return [
-        Measured(
-            section, case, mode, way, averages.median(values), unit, None if values is first else _ratio(values, first)
+        Measurement(
+            section, case, mode, variant, averages.median(own), unit, None if own is first else _ratio(own, first)
         )
-        for way, values in found.items()
+        for variant, own in values.items()
     ]
 
 
@@ -93,8 +95,8 @@ def _ratio(values: Sequence[float], first: Sequence[float]) -> float | None:
     return averages.median(value / reference for value, reference in zip(values, first, strict=True))
 
 
-def forget_peak() -> None:
-    """Has `peak_memory` start from what is held now, on a GPU; what a process held on the host cannot be forgotten."""
+def reset_peak_memory() -> None:
+    """Resets the peak of GPU memory to what is in use now. The peak of host memory cannot be reset."""
     import tensorflow as tf
 
     if tf.config.list_physical_devices("GPU"):
@@ -102,9 +104,9 @@ def forget_peak() -> None:
 
 
 def peak_memory() -> int:
-    """Returns the bytes of memory that this process has held at most; on a GPU, those of the first GPU.
+    """Returns the peak memory of this process in bytes: on the first GPU, or on the host if there is none.
 
-    Linux' own count of a process tells it from the one that started it, which `ru_maxrss` does not.
+    On Linux it is `VmHWM` of `/proc/self/status`: `ru_maxrss` also covers the process that started this one.
     """
     import tensorflow as tf
 

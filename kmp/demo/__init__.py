@@ -1,4 +1,4 @@
-"""`kmp demo`: one model on embedded data, trained in float32, float16, and float16 with kmp, and compared."""
+"""`kmp demo`: trains one model in float32, in float16, and in float16 with kmp, and compares the results."""
 
 from kmp.demo.presentation import run
 

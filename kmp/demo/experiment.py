@@ -1,7 +1,8 @@
-"""The main job on real data: one model trained in float32, in float16 as it is, and in float16 with kmp.
+"""The demo's experiment: one model on real data, in float32, in float16 without loss scaling, and in float16 with kmp.
 
-The model denoises an image and names the digit on it, with one trunk for both tasks. The digit's loss has a small
-weight, as auxiliary losses do, so its gradients are small: float16 flushes many of them to zero, and the digits suffer.
+The model denoises scikit-learn's digits and also classifies them, with one trunk for both tasks. The classification
+loss has a small weight, as auxiliary losses do, so its gradients are small: float16 flushes many of them to zero, and
+the accuracy drops.
 """
 
 import statistics
@@ -29,7 +30,13 @@ _TEST_SHARE = 0.2
 
 @dataclass(frozen=True)
 class Data:
-    """Noisy images, clean ones and labels; images are flat, float32, with pixels from 0 to 1 before the noise."""
+    """Images with noise, the same images without, and their labels.
+
+    Args:
+        noisy: Float32 array of shape `(images, pixels)`: `clean` plus Gaussian noise.
+        clean: Float32 array of shape `(images, pixels)`, from 0 to 1.
+        labels: Integer array of shape `(images,)`.
+    """
 
     noisy: np.ndarray
     clean: np.ndarray
@@ -37,13 +44,19 @@ class Data:
 
     @property
     def targets(self) -> dict[str, np.ndarray]:
-        """What the model is to make of `noisy`, by output."""
+        """Targets of the model by output name."""
         return {"image": self.clean, "label": self.labels}
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to train: its name, the policy, and whether kmp scales the loss."""
+class Variant:
+    """How the model is trained.
+
+    Args:
+        name: Name in the table, the report, and the names of folders.
+        policy: The dtype policy.
+        scaled: Whether kmp scales the loss.
+    """
 
     name: str
     policy: str
@@ -52,7 +65,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one training: validation accuracy, seconds, the last reading and all readings."""
+    """The result of one training.
+
+    Args:
+        accuracy: Validation accuracy, from 0 to 1.
+        seconds: Training time.
+        snapshot: State of the optimizer after training.
+        run: All records of the training.
+    """
 
     accuracy: float
     seconds: float
@@ -61,18 +81,19 @@ class Result:
 
     @property
     def zeros(self) -> float:
-        """Share of gradient elements that were exactly zero, the median over the sampled steps."""
+        """Share of gradient elements that are exactly zero: the median over the sampled steps."""
         return statistics.median(histogram.zero_fraction for histogram in self.run.histograms)
 
 
 def load(name: str) -> tuple[Data, Data]:
-    """Loads a data set and returns its training and validation part.
+    """Returns the training part and the validation part of a data set.
 
     Args:
-        name: `"digits"`, which scikit-learn ships, or `"cifar10"`, which Keras downloads.
+        name: `"digits"`, which is part of scikit-learn, or `"cifar10"`, which Keras downloads.
 
     Raises:
-        ImportError: If scikit-learn is missing.
+        ImportError: If scikit-learn is not installed.
+        ConnectionError: If CIFAR-10 cannot be downloaded.
     """
     images, labels = {"digits": _digits, "cifar10": _cifar10}[name]()
     random = np.random.default_rng(0)
@@ -85,30 +106,30 @@ def load(name: str) -> tuple[Data, Data]:
     return train, test
 
 
-def ways(mixed_policy: str) -> list[Way]:
-    """Returns the ways to compare: float32, the policy without a loss scale, and float16 with kmp's."""
+def variants(mixed_policy: str) -> list[Variant]:
+    """Returns the variants to compare: float32, the policy without loss scaling, and, for float16, with kmp's."""
     dtype = mixed_policy.removeprefix("mixed_")
-    found = [Way("float32", "float32", scaled=False)]
+    compared = [Variant("float32", "float32", scaled=False)]
     if dtype != "float32":
-        found.append(Way(f"{dtype}, no loss scale", mixed_policy, scaled=False))
+        compared.append(Variant(f"{dtype}, no loss scale", mixed_policy, scaled=False))
     if dtype == "float16":
-        found.append(Way(f"{dtype} with kmp", mixed_policy, scaled=True))
-    return found
+        compared.append(Variant(f"{dtype} with kmp", mixed_policy, scaled=True))
+    return compared
 
 
 def train(
-    way: Way, seed: int, steps: int, parts: tuple[Data, Data], log_dir: Path, on_step: Callable[[], None]
+    variant: Variant, seed: int, steps: int, parts: tuple[Data, Data], log_dir: Path, on_step: Callable[[], None]
 ) -> Result:
-    """Trains the model in one way with one seed, logging into `log_dir`, and scores it on the validation part."""
+    """Trains one variant with one seed, writes its log to `log_dir`, and evaluates it on the validation part."""
     keras.utils.set_random_seed(seed)
-    with enable(way.policy, growth_interval=GROWTH_INTERVAL):
+    with enable(variant.policy, growth_interval=GROWTH_INTERVAL):
         model = _model(parts[0].clean.shape[1], classes=int(parts[0].labels.max()) + 1)
-        _compile(model, way.scaled)
-        readers = callbacks.defaults(log_dir, every_n_steps=max(1, steps // 60))
-        tick = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: on_step())
+        _compile(model, variant.scaled)
+        loggers = callbacks.defaults(log_dir, every_n_steps=max(1, steps // 60))
+        progress = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: on_step())
         started = time.perf_counter()
         batches = _batches(parts[0], seed)
-        model.fit(batches, steps_per_epoch=steps, callbacks=[*readers, tick], shuffle=False, verbose=0)
+        model.fit(batches, steps_per_epoch=steps, callbacks=[*loggers, progress], shuffle=False, verbose=0)
         seconds = time.perf_counter() - started
         scores = model.evaluate(parts[1].noisy, parts[1].targets, batch_size=BATCH_SIZE, return_dict=True, verbose=0)
     return Result(scores["label_accuracy"], seconds, model.optimizer.snapshot(), Run.load(log_dir))
@@ -125,7 +146,7 @@ def _model(pixels: int, classes: int) -> keras.Model:
 
 def _compile(model: keras.Model, scaled: bool) -> None:
     adam = keras.optimizers.Adam(2e-3)
-    # A fixed scale of 1 is no scale: it is there for the counters, so that all ways are measured alike.
+    # A fixed scale of 1 does not scale the loss. It provides the counters, so that all variants are measured alike.
     optimizer = wrap(adam) if scaled else LossScaleOptimizer(adam, loss_scale=1.0)
     model.compile(
         optimizer,
@@ -147,7 +168,7 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError("The demo's data come with scikit-learn: pip install 'kmp[demo]'") from error
+        raise ImportError("The demo's data set is part of scikit-learn: pip install 'kmp[demo]'") from error
     digits = load_digits()
     return digits.images / 16.0, digits.target
 
@@ -155,7 +176,7 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 def _cifar10() -> tuple[np.ndarray, np.ndarray]:
     try:
         (train_images, train_labels), (test_images, test_labels) = keras.datasets.cifar10.load_data()
-    except Exception as error:  # Keras raises no kind of its own
+    except Exception as error:  # Keras raises a plain Exception
         raise ConnectionError(f"CIFAR-10 could not be downloaded: {error}") from error
     images, labels = np.concatenate([train_images, test_images]), np.concatenate([train_labels, test_labels])
     return images / 255.0, labels.ravel()

@@ -1,4 +1,4 @@
-"""What the demo shows: a progress bar, a table with the reason for what it says, and two pictures."""
+"""What the demo shows: a progress bar, a table with an explanation, two figures, and a report."""
 
 import shlex
 import statistics
@@ -10,40 +10,52 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kmp.demo import experiment
-from kmp.demo.experiment import BATCH_SIZE, GROWTH_INTERVAL, LABEL_WEIGHT, SEEDS, Result, Way
+from kmp.demo.experiment import BATCH_SIZE, GROWTH_INTERVAL, LABEL_WEIGHT, SEEDS, Result, Variant
 from kmp.utils import FLOAT16, as_power
 
-Results = dict[Way, list[Result]]
+Results = dict[Variant, list[Result]]
 
 
 def run(console: Console, dataset: str, policy: str, steps: int, out: Path) -> Results:
-    """Trains in every way with every seed, shows what came of it, and leaves logs and pictures in `out`."""
+    """Trains each variant with each seed, prints a comparison, and writes logs, figures and a report.
+
+    Args:
+        console: Where to print.
+        dataset: As `name` of `experiment.load`.
+        policy: As `mixed_policy` of `experiment.variants`.
+        steps: Training steps of each run.
+        out: Folder to write to.
+
+    Returns:
+        The results of each variant, one per seed.
+    """
     out.mkdir(parents=True, exist_ok=True)
     parts = experiment.load(dataset)
-    ways = experiment.ways(policy)
+    variants = experiment.variants(policy)
     with _progress(console) as progress:
-        task = progress.add_task("", total=len(ways) * len(SEEDS) * steps)
-        results: Results = {way: [] for way in ways}
+        task = progress.add_task("", total=len(variants) * len(SEEDS) * steps)
+        results: Results = {variant: [] for variant in variants}
         for seed in SEEDS:
-            for way in ways:
-                progress.update(task, description=f"{way.name}, seed {seed}")
-                folder = out / way.name.replace(",", "").replace(" ", "-") / f"seed-{seed}"
-                results[way].append(experiment.train(way, seed, steps, parts, folder, lambda: progress.advance(task)))
+            for variant in variants:
+                progress.update(task, description=f"{variant.name}, seed {seed}")
+                log_dir = out / variant.name.replace(",", "").replace(" ", "-") / f"seed-{seed}"
+                result = experiment.train(variant, seed, steps, parts, log_dir, lambda: progress.advance(task))
+                results[variant].append(result)
     console.print(table(results))
-    for line in reasons(results):
+    for line in explanation(results):
         console.print(line, highlight=False)
-    for path in pictures(results, out):
-        _print_path(console, f"Picture: {path}")
-    _print_path(console, f"Report: {report_of(results, out)}")
+    for path in save_figures(results, out):
+        _print_path(console, f"Figure: {path}")
+    _print_path(console, f"Report: {write_report(results, out)}")
     _print_path(console, f"Logs: {out}")
-    _print_path(console, f"To see them: tensorboard --logdir {shlex.quote(str(out))}")
+    _print_path(console, f"To view the logs: tensorboard --logdir {shlex.quote(str(out))}")
     return results
 
 
 def table(results: Results) -> Table:
-    """Returns the table of all ways, means over the seeds with the range below."""
-    shown = Table(title=f"One model, {len(SEEDS)} seeds each: mean and range", title_justify="left")
-    shown.add_column("trained in")
+    """Returns a table of all variants: means over the seeds, and the range of the accuracy."""
+    rows = Table(title=f"One model, {len(SEEDS)} seeds each: mean and range", title_justify="left")
+    rows.add_column("trained in")
     for name in (
         "validation\naccuracy",
         "zero\ngradients",
@@ -52,73 +64,75 @@ def table(results: Results) -> Table:
         "final\nscale",
         "seconds",
     ):
-        shown.add_column(name, justify="right", min_width=len("0.000-0.000") if "accuracy" in name else None)
+        rows.add_column(name, justify="right", min_width=len("0.000-0.000") if "accuracy" in name else None)
     baseline = _mean(results[next(iter(results))], lambda result: result.zeros)
-    for way, trained in results.items():
+    for variant, trained in results.items():
         zeros = _mean(trained, lambda result: result.zeros)
-        shown.add_row(
-            way.name.replace(", ", ",\n"),
+        scales = sorted({as_power(result.snapshot.loss_scale) for result in trained})
+        rows.add_row(
+            variant.name.replace(", ", ",\n"),
             _range([result.accuracy for result in trained]),
             f"{zeros:.1%}",
-            "" if way.policy == "float32" else f"{max(0.0, zeros - baseline):.1%}",
+            "" if variant.policy == "float32" else f"{max(0.0, zeros - baseline):.1%}",
             " ".join(str(result.snapshot.overflow_count) for result in trained),
-            "\n".join(sorted({as_power(result.snapshot.loss_scale) for result in trained})) if way.scaled else "none",
+            "\n".join(scales) if variant.scaled else "none",
             f"{_mean(trained, lambda result: result.seconds):.1f}",
         )
-    return shown
+    return rows
 
 
-def reasons(results: Results) -> Iterator[str]:
-    """Yields the sentences that say what was trained, what came of it, and why."""
+def explanation(results: Results) -> Iterator[str]:
+    """Yields paragraphs: the task, the accuracies, and why they differ, if they differ by more than the seeds do."""
     yield (
-        f"The model denoises an image and names what is on it, with one trunk for both; the naming loss has the small "
-        f"weight {LABEL_WEIGHT:g}, as side tasks do. Accuracy is that of the names."
+        f"The model denoises images and also classifies them, with one trunk for both tasks. The classification loss "
+        f"has the small weight {LABEL_WEIGHT:g}, as auxiliary losses do. Accuracy is that of the classification."
     )
-    names = {way: way.name.replace(", ", " with ") for way in results}
-    accuracies = {names[way]: [result.accuracy for result in trained] for way, trained in results.items()}
+    names = {variant: variant.name.replace(", no loss scale", " without loss scaling") for variant in results}
+    accuracies = {names[variant]: [result.accuracy for result in trained] for variant, trained in results.items()}
     spread = max(max(values) - min(values) for values in accuracies.values())
     means = {name: statistics.fmean(values) for name, values in accuracies.items()}
     if len(means) > 1 and max(means.values()) - min(means.values()) <= spread:
-        yield f"The ways differ by no more than the seeds do ({spread:.3f})."
-    elif any(way.scaled for way in results):
-        yield from _why(means)
+        yield f"The mean accuracies differ by no more than the seeds do ({spread:.3f})."
+    elif any(variant.scaled for variant in results):
+        yield from _reasons(means)
 
 
-def _why(means: dict[str, float]) -> Iterator[str]:
+def _reasons(means: dict[str, float]) -> Iterator[str]:
     outcome = ", ".join(f"{accuracy:.2f} in {name}" for name, accuracy in means.items())
     gradient = LABEL_WEIGHT / BATCH_SIZE
     yield (
-        f"It reached {outcome}. Why: the mean over a batch of {BATCH_SIZE} divides that weight once more, so a "
-        f"gradient at the naming output is at most {gradient:.1e}. float16 rounds to zero what is below half of its "
-        f"smallest number, 2^-24 = {FLOAT16.smallest_subnormal:.1e}: unless a probability is wrong by more than "
-        f"{2.0**FLOAT16.flush_exponent / gradient:.2f}, nothing is learnt from it."
+        f"The accuracy is {outcome}. The reason: the loss is a mean over a batch of {BATCH_SIZE}, so a gradient at the "
+        f"classification output is at most {LABEL_WEIGHT:g} / {BATCH_SIZE} = {gradient:.1e}. float16 flushes to zero "
+        f"what is below half of its smallest subnormal, 2^-24 = {FLOAT16.smallest_subnormal:.1e}: a predicted "
+        f"probability whose error is below {2.0**FLOAT16.flush_exponent / gradient:.2f} gets a zero gradient."
     )
     yield (
-        "'Flushed' is the share that is zero beyond float32's own, where ReLU switched units off. The loss scale lifts "
-        "all gradients into float16's range; it grows until one overflows, and that step is skipped. (Here every "
-        f"{GROWTH_INTERVAL} steps, so that it shows in a short run; the default is 2000.)"
+        "'Flushed to zero' is the share of zeros beyond that in float32, where inactive ReLU units cause zeros. The "
+        "loss scale moves all gradients up into float16's range. It grows until a gradient overflows; that step is "
+        f"skipped. (The growth interval is {GROWTH_INTERVAL} steps here, to show this in a short run; the default is "
+        "2000.)"
     )
 
 
-def pictures(results: Results, out: Path) -> list[Path]:
-    """Draws the last way's first training: gradient exponents, and the loss scale; returns the two files."""
+def save_figures(results: Results, out: Path) -> list[Path]:
+    """Draws gradient exponents and loss scale of the last variant with the first seed. Returns the paths."""
     from kmp import plots
 
-    shown = list(results.values())[-1][0].run
-    drawn = {
-        "gradient_exponents.png": plots.gradient_exponents(shown.histograms[len(shown.histograms) // 2]),
-        "loss_scale.png": plots.loss_scale(shown),
+    run = list(results.values())[-1][0].run
+    figures = {
+        "gradient_exponents.png": plots.gradient_exponents(run.histograms[len(run.histograms) // 2]),
+        "loss_scale.png": plots.loss_scale(run),
     }
-    for name, ax in drawn.items():
+    for name, ax in figures.items():
         plots.save(ax, out / name)
-    return [out / name for name in drawn]
+    return [out / name for name in figures]
 
 
-def report_of(results: Results, out: Path) -> Path:
-    """Writes the report that compares the ways, of their first seeds; returns the file."""
+def write_report(results: Results, out: Path) -> Path:
+    """Writes a report that compares the variants with the first seed. Returns its path."""
     from kmp import report
 
-    return report.write({way.name: trained[0].run for way, trained in results.items()}, out / "report.html")
+    return report.write({variant.name: trained[0].run for variant, trained in results.items()}, out / "report.html")
 
 
 def _print_path(console: Console, line: str) -> None:
@@ -130,8 +144,8 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, TimeRemainingColumn(), console=console)
 
 
-def _mean(results: list[Result], of: Callable[[Result], float]) -> float:
-    return statistics.fmean(map(of, results))
+def _mean(results: list[Result], value_of: Callable[[Result], float]) -> float:
+    return statistics.fmean(map(value_of, results))
 
 
 def _range(values: list[float]) -> str:

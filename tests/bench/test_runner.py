@@ -11,10 +11,10 @@ from rich.console import Console
 from kmp.bench import optimizer_step, resnet_bert, runner, sampling_cost, small_models
 from kmp.bench.optimizer_step import BARE, COMPILED, KERAS, MODES, OURS
 from kmp.bench.small_models import WITH_CALLBACKS
-from kmp.bench.timing import Measured
+from kmp.bench.timing import Measurement
 from kmp.optimizer import LossScaleOptimizer
 
-# A short run of everything: it fails where the benchmark is broken, never on a timing.
+# A short run of all parts. It fails if the benchmark is broken, never because of a timing.
 TINY = dataclasses.replace(
     runner.QUICK, sets=("tiny",), memory_sets=("tiny",), sampled="tiny", side=16, repeats=1, steps=2, turns=1
 )
@@ -26,39 +26,39 @@ def tiny(monkeypatch):
     return TINY
 
 
-def test_sets_are_what_they_are_called():
+def test_sets_have_the_shapes_that_their_names_say():
     sizes = {name: shapes() for name, shapes in optimizer_step.SETS.items()}
     assert [len(shapes) for shapes in sizes.values()] == [214, 600, 60, 8, 8]
     assert len(set(sizes["8 of 2048x2048"])) == 1
     assert sizes["8 of 2048x2048"][0] == (2048, 2048)
 
 
-@pytest.mark.parametrize("way", [BARE, KERAS, OURS, COMPILED])
-def test_each_way_takes_a_step_a_call(way):
-    step = optimizer_step.step_of(way, "Adam", [(3,)], "graph")
+@pytest.mark.parametrize("variant", [BARE, KERAS, OURS, COMPILED])
+def test_each_variant_takes_one_step_per_call(variant):
+    step = optimizer_step.make_step(variant, "Adam", [(3,)], "graph")
     assert [int(step()) for _ in range(3)] == [1, 2, 3]
 
 
 @pytest.mark.slow
-def test_optimizers_are_measured_in_both_modes_against_the_bare_one(tiny):
-    found = list(optimizer_step.speed(["tiny"], ["Adam", "SGD momentum"], 1))
-    assert [(figures[0].section, figures[0].case, figures[0].mode) for figures in found] == [
+def test_optimizers_are_measured_in_both_modes_relative_to_the_unwrapped_one(tiny):
+    comparisons = list(optimizer_step.measure_speed(["tiny"], ["Adam", "SGD momentum"], 1))
+    assert [(results[0].section, results[0].case, results[0].mode) for results in comparisons] == [
         (section, f"{inner}, tiny", mode)
         for inner in ("Adam", "SGD momentum")
         for mode in MODES
         for section in ("first call", "optimizer step")
     ]
-    for figures in found:
-        ways = [BARE, KERAS, OURS] if figures[0].mode == "XLA" else [BARE, KERAS, OURS, COMPILED]
-        assert [figure.way for figure in figures] == ways
-        assert figures[0].ratio is None
-        assert all(figure.value > 0 for figure in figures)
-        assert all(figure.ratio > 0 for figure in figures[1:])
+    for results in comparisons:
+        variants = [BARE, KERAS, OURS] if results[0].mode == "XLA" else [BARE, KERAS, OURS, COMPILED]
+        assert [result.variant for result in results] == variants
+        assert results[0].ratio is None
+        assert all(result.value > 0 for result in results)
+        assert all(result.ratio > 0 for result in results[1:])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", small_models.TASKS)
-def test_each_model_trains_and_the_global_policy_stays(name):
+def test_models_train_and_the_global_policy_is_unchanged(name):
     task = small_models.TASKS[name](1)
     model = task.build()
     model.compile("sgd", "sparse_categorical_crossentropy")
@@ -71,18 +71,18 @@ def test_each_model_trains_and_the_global_policy_stays(name):
 
 
 @pytest.mark.slow
-def test_training_is_measured_with_callbacks_too():
-    ways = (BARE, WITH_CALLBACKS)
-    found = list(small_models.scaling(1, ["graph"], ways, 2, 1))
-    assert [(figures[0].case, [figure.way for figure in figures]) for figures in found] == [
-        (name, list(ways)) for name in small_models.TASKS
+def test_training_is_also_measured_with_callbacks():
+    variants = (BARE, WITH_CALLBACKS)
+    comparisons = list(small_models.measure_scaling(1, ["graph"], variants, 2, 1))
+    assert [(results[0].case, [result.variant for result in results]) for results in comparisons] == [
+        (name, list(variants)) for name in small_models.TASKS
     ]
 
 
 @pytest.mark.slow
-def test_sampling_is_measured_against_what_is_not_sampled(tiny):
-    found = list(sampling_cost.cost("tiny", 16, 1, 1))
-    assert [(figures[0].section, figures[0].mode) for figures in found] == [
+def test_sampling_is_measured_relative_to_steps_without_sampling(tiny):
+    comparisons = list(sampling_cost.measure_cost("tiny", 16, 1, 1))
+    assert [(results[0].section, results[0].mode) for results in comparisons] == [
         ("sampling: statistics", "graph"),
         ("sampling: statistics", "XLA"),
         ("sampling: first call", "graph"),
@@ -92,9 +92,9 @@ def test_sampling_is_measured_against_what_is_not_sampled(tiny):
     ]
 
 
-def test_modes_and_batch_are_those_asked_for(monkeypatch):
+def test_modes_and_batch_of_the_size_are_used(monkeypatch):
     calls = []
-    monkeypatch.setattr(runner, "_in_a_process", lambda call: calls.append(call) or 1.0)
+    monkeypatch.setattr(runner, "_run_in_subprocess", lambda call: calls.append(call) or 1.0)
     size = dataclasses.replace(runner.FULL, modes=("graph",), batch=24)
     list(runner.PARTS["memory"](size))
     assert calls
@@ -105,58 +105,61 @@ def test_modes_and_batch_are_those_asked_for(monkeypatch):
 
 
 @pytest.mark.slow
-def test_memory_is_measured_in_a_process_of_its_own():
-    assert runner._in_a_process("optimizers.memory_of('bare', 'Adam', '8 of 512x512', 'graph')") > 8 * 512**2 * 4 * 4
+def test_memory_is_measured_in_a_subprocess():
+    assert (
+        runner._run_in_subprocess("optimizer_step.memory_of('bare', 'Adam', '8 of 512x512', 'graph')")
+        > 8 * 512**2 * 4 * 4
+    )
     with pytest.raises(RuntimeError, match=r"(?s)failed.*KeyError: 'nosuch'"):
-        runner._in_a_process("optimizers.SETS['nosuch']")
+        runner._run_in_subprocess("optimizer_step.SETS['nosuch']")
 
 
 @pytest.mark.slow
-def test_a_measurement_imports_nothing_from_the_folder_it_is_started_in(monkeypatch, tmp_path):
-    (tmp_path / "json.py").write_text("raise ImportError('the folder of the user')")
+def test_subprocess_imports_nothing_from_the_current_folder(monkeypatch, tmp_path):
+    (tmp_path / "json.py").write_text("raise ImportError('imported from the current folder')")
     monkeypatch.chdir(tmp_path)
-    assert runner._in_a_process("len(optimizers.MODES)") == 2
+    assert runner._run_in_subprocess("len(optimizer_step.MODES)") == 2
 
 
-def test_figures_of_a_benchmark_that_breaks_off_are_kept(monkeypatch, tmp_path):
-    figure = Measured("step", "Adam", "graph", BARE, 1.0, "s", None)
+def test_results_of_an_interrupted_benchmark_are_kept(monkeypatch, tmp_path):
+    result = Measurement("step", "Adam", "graph", BARE, 1.0, "s", None)
 
-    def breaks_off(size):
-        yield [figure]
+    def interrupted_part(size):
+        yield [result]
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(runner.PARTS, "optimizer", breaks_off)
+    monkeypatch.setitem(runner.PARTS, "optimizer", interrupted_part)
     text = io.StringIO()
     with pytest.raises(KeyboardInterrupt):
         runner.run(Console(file=text), TINY, ["optimizer"], tmp_path / "bench.json", tmp_path / "bench.png")
     assert "1.00 s" in text.getvalue()
-    assert not (tmp_path / "bench.png").exists()  # one figure is compared with nothing
-    assert json.loads((tmp_path / "bench.json").read_text())["results"] == [dataclasses.asdict(figure)]
+    assert not (tmp_path / "bench.png").exists()  # there is no ratio to draw
+    assert json.loads((tmp_path / "bench.json").read_text())["results"] == [dataclasses.asdict(result)]
 
 
 @pytest.mark.slow
-def test_figures_are_shown_written_and_drawn(tiny, tmp_path):
+def test_results_are_printed_written_and_drawn(tiny, tmp_path):
     text = io.StringIO()
-    files = {"json_file": tmp_path / "bench.json", "picture": tmp_path / "bench.png"}
+    files = {"json_file": tmp_path / "bench.json", "figure": tmp_path / "bench.png"}
     results = runner.run(Console(file=text, width=200), tiny, ["optimizer"], **files)
     content = json.loads(files["json_file"].read_text())
     assert content["results"] == [dataclasses.asdict(result) for result in results]
     assert content["keras"] == keras.__version__
-    assert files["picture"].read_bytes().startswith(b"\x89PNG")
+    assert files["figure"].read_bytes().startswith(b"\x89PNG")
     assert plt.get_fignums() == []
     assert f"keras: {keras.__version__}" in text.getvalue()
     assert all(result.case in text.getvalue() for result in results)
 
 
-def test_header_says_which_way_each_optimizer_skips_under_xla():
-    ways = runner.header()["under XLA, a step is skipped by"]
-    assert (ways["Adam"], ways["AdamW"], ways["SGD"]) == ("gate", "gate", "gate")
-    assert ways.get("MultiOptimizer", "branch") == "branch"
-    assert LossScaleOptimizer.__name__ not in ways
+def test_header_has_the_skip_method_of_each_optimizer_under_xla():
+    methods = runner.header()["under XLA, a step is skipped by"]
+    assert (methods["Adam"], methods["AdamW"], methods["SGD"]) == ("predicated write",) * 3
+    assert methods.get("MultiOptimizer", "branch") == "branch"
+    assert LossScaleOptimizer.__name__ not in methods
 
 
 @pytest.mark.parametrize("size", [runner.FULL, runner.QUICK])
-def test_sizes_name_what_there_is(size):
+def test_sizes_name_existing_sets_optimizers_and_modes(size):
     assert {*size.sets, *size.memory_sets, size.sampled} <= set(optimizer_step.SETS)
     assert set(size.inner) <= set(optimizer_step.INNER)
     assert set(size.modes) <= set(MODES)

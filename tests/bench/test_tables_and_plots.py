@@ -5,18 +5,18 @@ import numpy as np
 from rich.console import Console
 
 from kmp.bench import tables_and_plots
-from kmp.bench.resnet_bert import WAYS
-from kmp.bench.timing import Measured
+from kmp.bench.resnet_bert import VARIANTS
+from kmp.bench.timing import Measurement
 
 RESULTS = [
-    Measured("optimizer step", "Adam, 8 large", "graph", "bare", 0.0125, "s", None),
-    Measured("optimizer step", "Adam, 8 large", "graph", "kmp", 0.02, "s", 1.6),
-    Measured("optimizer step", "Adam, 8 large", "graph", "kmp, jit_compile", 0.005, "s", 0.4),
-    Measured("optimizer step", "Adam, 8 large", "XLA", "bare", 0.01, "s", None),
-    Measured("optimizer step", "Adam, 8 large", "XLA", "kmp", 0.011, "s", 1.1),
-    Measured("peak memory", "Adam, 8 large", "XLA", "bare", 100 * 2**20, "B", None),
-    Measured("peak memory", "Adam, 8 large", "XLA", "kmp", 105 * 2**20, "B", 1.05),
-    Measured("throughput", "MLP", "XLA", "float32", 12345.6, "images/s", None),
+    Measurement("optimizer step", "Adam, 8 large", "graph", "bare", 0.0125, "s", None),
+    Measurement("optimizer step", "Adam, 8 large", "graph", "kmp", 0.02, "s", 1.6),
+    Measurement("optimizer step", "Adam, 8 large", "graph", "kmp, jit_compile", 0.005, "s", 0.4),
+    Measurement("optimizer step", "Adam, 8 large", "XLA", "bare", 0.01, "s", None),
+    Measurement("optimizer step", "Adam, 8 large", "XLA", "kmp", 0.011, "s", 1.1),
+    Measurement("peak memory", "Adam, 8 large", "XLA", "bare", 100 * 2**20, "B", None),
+    Measurement("peak memory", "Adam, 8 large", "XLA", "kmp", 105 * 2**20, "B", 1.05),
+    Measurement("throughput", "MLP", "XLA", "float32", 12345.6, "images/s", None),
 ]
 
 
@@ -26,7 +26,7 @@ def printed(function, *arguments):
     return text.getvalue()
 
 
-def test_tables_have_a_row_for_each_case_and_a_column_for_each_way():
+def test_tables_have_a_row_for_each_case_and_a_column_for_each_variant():
     shown = printed(tables_and_plots.show, RESULTS)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
     times = "\N{MULTIPLICATION SIGN}"
@@ -39,35 +39,35 @@ def test_tables_have_a_row_for_each_case_and_a_column_for_each_way():
     assert [title for title in ("optimizer step", "peak memory", "throughput") if title not in shown] == []
 
 
-def test_many_ways_are_the_rows_of_a_table():
-    ways = [
-        Measured("step", "MLP", mode, f"way {number}", 1.0, "s", None)
+def test_many_variants_are_the_rows_of_a_table():
+    variants = [
+        Measurement("step", "MLP", mode, f"variant {number}", 1.0, "s", None)
         for mode in ("graph", "XLA")
         for number in range(5)
     ]
-    shown = printed(tables_and_plots.show, ways[:-1])
+    shown = printed(tables_and_plots.show, variants[:-1])
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
-    assert rows == [[f"way {number}", "1.00 s", "1.00 s" if number < 4 else ""] for number in range(5)]
+    assert rows == [[f"variant {number}", "1.00 s", "1.00 s" if number < 4 else ""] for number in range(5)]
     assert "step: MLP" in shown
     assert ["graph", "XLA"] in [line.replace("\u2503", " ").split() for line in shown.splitlines()]
 
 
-def network_figures():
+def network_results():
     for section in ("network throughput", "network memory"):
         for mode in ("graph", "XLA"):
-            for number, way in enumerate(WAYS):
-                yield Measured(section, "BERT-base, 512 of 128", mode, way, 1e5, "tokens/s", number or None)
+            for number, variant in enumerate(VARIANTS):
+                yield Measurement(section, "BERT-base, 512 of 128", mode, variant, 1e5, "tokens/s", number or None)
 
 
-def test_names_of_ways_are_whole_on_a_narrow_terminal():
+def test_names_of_variants_are_not_cut_on_a_narrow_terminal():
     text = io.StringIO()
-    tables_and_plots.show(Console(file=text, width=80), list(network_figures()))
+    tables_and_plots.show(Console(file=text, width=80), list(network_results()))
     names = [line.split("│")[1].strip() for line in text.getvalue().splitlines() if line.startswith("│")]
-    assert [name for name in names if name] == 2 * [*WAYS]
+    assert [name for name in names if name] == 2 * [*VARIANTS]
 
 
-def test_legends_lie_within_the_picture():
-    figure = tables_and_plots.picture(list(network_figures()))
+def test_legends_are_within_the_figure():
+    figure = tables_and_plots.ratio_figure(list(network_results()))
     figure.draw_without_rendering()
     for ax in figure.axes:
         legend, title = ax.get_legend().get_window_extent(), ax._left_title.get_window_extent()
@@ -78,26 +78,26 @@ def test_legends_lie_within_the_picture():
     plt.close(figure)
 
 
-def test_no_two_ways_are_drawn_alike():
-    ways = [Measured("step", "MLP", "graph", f"way {n}", 1.0, "s", n or None) for n in range(9)]
-    figure = tables_and_plots.picture(ways)
+def test_variants_differ_in_colour_or_marker():
+    variants = [Measurement("step", "MLP", "graph", f"variant {n}", 1.0, "s", n or None) for n in range(9)]
+    figure = tables_and_plots.ratio_figure(variants)
     drawn = [line for line in figure.axes[0].lines if not line.get_label().startswith("_")]
     assert len({(line.get_color(), line.get_marker()) for line in drawn}) == len(drawn) == 8
     plt.close(figure)
 
 
-def test_a_running_benchmark_tells_each_comparison_in_a_line():
+def test_comparison_is_one_line_of_text():
     line = tables_and_plots.in_words(RESULTS[5:7])
     assert line == "peak memory, Adam, 8 large, XLA: bare 100 MiB; kmp 105 MiB \N{MULTIPLICATION SIGN}1.05"
 
 
 def test_header_names_versions_and_hardware():
-    shown = printed(tables_and_plots.show_header, {"keras": "3.15", "gpus": [], "skipped by": {"Adam": "gate"}})
-    assert shown == "keras: 3.15\ngpus: none\nskipped by: Adam: gate\n"
+    shown = printed(tables_and_plots.show_header, {"keras": "3.15", "gpus": [], "skipped by": {"Adam": "branch"}})
+    assert shown == "keras: 3.15\ngpus: none\nskipped by: Adam: branch\n"
 
 
-def test_picture_has_each_ratio_where_it_belongs():
-    figure = tables_and_plots.picture(RESULTS)
+def test_figure_has_each_ratio_in_the_row_of_its_case():
+    figure = tables_and_plots.ratio_figure(RESULTS)
     steps, memory = figure.axes
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["optimizer step", "peak memory"]
     assert [label.get_text() for label in steps.get_yticklabels()] == ["Adam, 8 large, graph", "Adam, 8 large, XLA"]

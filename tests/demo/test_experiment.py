@@ -8,7 +8,7 @@ from kmp.demo import experiment, presentation
 from kmp_cli import main
 
 
-def test_digits_are_split_without_overlap_and_noise_is_on_the_input_alone():
+def test_digits_are_split_without_overlap_and_only_inputs_have_noise():
     train, test = experiment.load("digits")
     assert len(train.labels) + len(test.labels) == 1797
     assert train.clean.min() == 0.0
@@ -17,7 +17,7 @@ def test_digits_are_split_without_overlap_and_noise_is_on_the_input_alone():
     assert train.noisy.dtype == np.float32
 
 
-def test_cifar10_goes_through_keras_datasets(monkeypatch):
+def test_cifar10_is_loaded_by_keras_datasets(monkeypatch):
     random = np.random.default_rng(0)
     part = random.integers(0, 256, (10, 32, 32, 3), np.uint8), random.integers(0, 10, (10, 1))
     monkeypatch.setattr(keras.datasets.cifar10, "load_data", lambda: (part, part))
@@ -26,7 +26,7 @@ def test_cifar10_goes_through_keras_datasets(monkeypatch):
     assert train.clean.max() <= 1.0
 
 
-def test_dead_network_and_interruption_are_one_line_each(monkeypatch, capsys, tmp_path):
+def test_download_failure_and_interrupt_are_one_line_each(monkeypatch, capsys, tmp_path):
     def fail():
         raise Exception("URL fetch failure")
 
@@ -38,8 +38,8 @@ def test_dead_network_and_interruption_are_one_line_each(monkeypatch, capsys, tm
     assert capsys.readouterr().err == "kmp: interrupted\n"
 
 
-def test_ways_follow_the_policy():
-    names = {policy: [way.name for way in experiment.ways(policy)] for policy in kmp.policy.POLICIES}
+def test_variants_depend_on_the_policy():
+    names = {policy: [variant.name for variant in experiment.variants(policy)] for policy in kmp.policy.POLICIES}
     assert names == {
         "mixed_float16": ["float32", "float16, no loss scale", "float16 with kmp"],
         "float16": ["float32", "float16, no loss scale", "float16 with kmp"],
@@ -53,23 +53,25 @@ def result(accuracy):
 
 
 @pytest.mark.parametrize(
-    ("unscaled", "said"), [((0.2, 0.3), "Why: the mean"), ((0.7, 0.8), "no more than the seeds do")]
+    ("unscaled", "sentence"),
+    [((0.2, 0.3), "The reason: the loss is a mean"), ((0.7, 0.8), "no more than the seeds do")],
 )
-def test_reasons_are_given_only_for_what_was_seen(unscaled, said):
+def test_explanation_has_reasons_only_if_the_variants_differ_by_more_than_the_seeds(unscaled, sentence):
     accuracies = [(0.7, 0.8), unscaled, (0.75, 0.8)]
     results = {
-        way: list(map(result, two)) for way, two in zip(experiment.ways("mixed_float16"), accuracies, strict=True)
+        variant: list(map(result, pair))
+        for variant, pair in zip(experiment.variants("mixed_float16"), accuracies, strict=True)
     }
-    assert said in " ".join(presentation.reasons(results))
+    assert sentence in " ".join(presentation.explanation(results))
 
 
-def test_one_way_alone_is_compared_with_nothing():
-    results = {way: [result(0.7), result(0.8)] for way in experiment.ways("float32")}
-    assert "differ" not in " ".join(presentation.reasons(results))
+def test_explanation_of_one_variant_compares_nothing():
+    results = {variant: [result(0.7), result(0.8)] for variant in experiment.variants("float32")}
+    assert "differ" not in " ".join(presentation.explanation(results))
 
 
 @pytest.mark.slow
-def test_float16_without_a_loss_scale_loses_to_both_by_more_than_the_spread_of_seeds(tmp_path):
+def test_float16_without_loss_scaling_is_less_accurate_by_more_than_the_spread_of_the_seeds(tmp_path):
     console = Console(record=True, width=80, quiet=False)
     results = presentation.run(console, "digits", "mixed_float16", 240, tmp_path)
     float32, unscaled, with_kmp = ([result.accuracy for result in trained] for trained in results.values())
@@ -80,29 +82,29 @@ def test_float16_without_a_loss_scale_loses_to_both_by_more_than_the_spread_of_s
     zeros = [np.mean([result.zeros for result in trained]) for trained in results.values()]
     assert zeros[1] > zeros[0] + 0.1
     assert abs(zeros[2] - zeros[0]) < 0.02
-    shown = console.export_text()
-    assert "float16 with kmp" in shown
-    assert "It reached 0." in shown
-    assert "float16 rounds to zero" in " ".join(shown.split())
-    assert max(len(line) for line in shown.splitlines() if str(tmp_path) not in line) <= 80
-    assert "\u2026" not in shown  # nothing is cut short
-    rows = [line for line in shown.splitlines() if line.startswith("\u2502")]
+    printed = console.export_text()
+    assert "float16 with kmp" in printed
+    assert "The accuracy is 0." in printed
+    assert "float16 flushes to zero" in " ".join(printed.split())
+    assert max(len(line) for line in printed.splitlines() if str(tmp_path) not in line) <= 80
+    assert "\u2026" not in printed  # no cell is truncated
+    rows = [line for line in printed.splitlines() if line.startswith("\u2502")]
     assert rows
     assert all(line.rstrip().endswith("\u2502") for line in rows)
 
 
-def test_command_writes_logs_and_pictures_where_told(tmp_path, monkeypatch, capsys):
+def test_command_writes_logs_figures_and_report_to_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(presentation, "SEEDS", (0,))
     out = tmp_path / "a folder with [red]brackets"
     assert main(["demo", "--steps", "4", "--out", str(out)]) == 0
-    shown = capsys.readouterr().out
-    assert "One model" in shown
-    assert f"tensorboard --logdir '{out}'" in shown
-    found = {path.name for path in out.iterdir()}
-    ways = {"float32", "float16-no-loss-scale", "float16-with-kmp"}
-    assert found == {"gradient_exponents.png", "loss_scale.png", "report.html", *ways}
+    printed = capsys.readouterr().out
+    assert "One model" in printed
+    assert f"tensorboard --logdir '{out}'" in printed
+    names = {path.name for path in out.iterdir()}
+    variants = {"float32", "float16-no-loss-scale", "float16-with-kmp"}
+    assert names == {"gradient_exponents.png", "loss_scale.png", "report.html", *variants}
     report = (out / "report.html").read_text()
-    assert all(way in report for way in ("float32", "float16, no loss scale", "float16 with kmp"))
+    assert all(variant in report for variant in ("float32", "float16, no loss scale", "float16 with kmp"))
     run = kmp.records.Run.load(out / "float16-with-kmp" / "seed-0")
     assert run.series("loss_scale")[0][-1] == 4
     assert keras.config.dtype_policy().name == "float32"
@@ -111,6 +113,6 @@ def test_command_writes_logs_and_pictures_where_told(tmp_path, monkeypatch, caps
 def test_bfloat16_demo_runs_without_a_loss_scale(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(presentation, "SEEDS", (0,))
     assert main(["demo", "--steps", "2", "--policy", "mixed_bfloat16", "--out", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "bfloat16" in shown
-    assert "float16 rounds to zero" not in shown
+    printed = capsys.readouterr().out
+    assert "bfloat16" in printed
+    assert "float16 flushes to zero" not in printed

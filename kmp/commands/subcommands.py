@@ -1,4 +1,4 @@
-"""What the sub-commands of `kmp` do, and how their errors are shown."""
+"""Runs the sub-commands of `kmp` and prints their errors."""
 
 import argparse
 import dataclasses
@@ -17,11 +17,18 @@ from kmp import conversion
 from kmp.utils import atomic_files
 
 
+class InputError(Exception):
+    """A sub-command cannot do what its arguments ask for."""
+
+
 def run(parsed: argparse.Namespace) -> int:
-    """Runs a sub-command and returns the exit status.
+    """Runs a sub-command and returns its exit status.
 
     Args:
-        parsed: The arguments; `command` is the name of the sub-command.
+        parsed: The parsed arguments. `command` is the name of the sub-command.
+
+    Returns:
+        0; 1 after an error, which is printed in one line; 130 after a keyboard interrupt.
     """
     try:
         _COMMANDS[parsed.command](parsed, Console())
@@ -46,20 +53,22 @@ def _bench(parsed: argparse.Namespace, console: Console) -> None:
 
     unknown = [name for name in parsed.only if name not in bench.PARTS]
     if unknown:
-        raise InputError(f"there is no part {unknown[0]!r} of the benchmark; there are {', '.join(bench.PARTS)}")
+        raise InputError(f"--only: unknown part {unknown[0]!r}; choose from {', '.join(bench.PARTS)}")
     size = bench.QUICK if parsed.quick else bench.FULL
     parts = list(dict.fromkeys(parsed.only)) or bench.parts_by_default(size)
-    for option, takers in (("mode", bench.WITH_MODE), ("batch", bench.NETWORKS)):
-        if getattr(parsed, option) and not set(takers) & set(parts):
-            raise InputError(f"--{option} is of {', '.join(takers)}, and none of them is measured")
+    for option, supported in (("mode", bench.WITH_MODE), ("batch", bench.NETWORKS)):
+        if getattr(parsed, option) and not set(supported) & set(parts):
+            raise InputError(
+                f"--{option} applies only to {', '.join(supported)}; the parts to run are {', '.join(parts)}"
+            )
     size = dataclasses.replace(size, batch=parsed.batch, modes=(parsed.mode,) if parsed.mode else size.modes)
     files = [path for path in (parsed.json, parsed.figure) if path]
     if len({path.resolve() for path in files}) < len(files):
-        raise InputError(f"--json and --figure are the same file, {parsed.json}")
+        raise InputError(f"--json and --figure are the same file: {parsed.json}")
     new = [path for path in files if not path.exists()]
     for path in files:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()  # before the minutes that measuring takes, not after them
+        path.open("a").close()  # a file that cannot be written fails now, not after minutes of measuring
     try:
         bench.run(console, size, parts, parsed.json, parsed.figure)
     except bench.MeasurementError as error:
@@ -73,7 +82,7 @@ def _bench(parsed: argparse.Namespace, console: Console) -> None:
 def _audit(parsed: argparse.Namespace, console: Console) -> None:
     try:
         if parsed.modules:
-            sys.path.insert(0, "")  # as `python -m` has it: modules of one's own lie here
+            sys.path.insert(0, "")  # as `python -m` does: a console script cannot import from the current folder
         for name in parsed.modules:
             importlib.import_module(name)
     except ImportError as error:
@@ -83,16 +92,16 @@ def _audit(parsed: argparse.Namespace, console: Console) -> None:
     try:
         model = keras.models.load_model(parsed.file, compile=False)
     except (ValueError, TypeError, KeyError, OSError) as error:
-        cause = re.search("Could not locate .*", str(error))  # Keras puts it at the end of many lines
+        cause = re.search("Could not locate .*", str(error))  # Keras writes it at the end of a message of many lines
         reason = textwrap.shorten(cause[0] if cause else str(error), 300, placeholder=" ...")
         raise InputError(f"{parsed.file} cannot be loaded: {reason}") from error
     try:
-        found = conversion.audit(model, policy=parsed.policy)
+        audit = conversion.audit(model, policy=parsed.policy)
     except ValueError as error:
         raise InputError(f"{parsed.file}: {error}") from error
-    console.print(found)
+    console.print(audit)
     if parsed.json:
-        atomic_files.write_json(parsed.json, found.to_dict())
+        atomic_files.write_json(parsed.json, audit.to_dict())
 
 
 def _report(parsed: argparse.Namespace, console: Console) -> None:
@@ -103,18 +112,14 @@ def _report(parsed: argparse.Namespace, console: Console) -> None:
     except ValueError as error:
         raise InputError(str(error)) from error
     console.print(report.summary(runs))
-    path = report.write(runs, parsed.out or _beside(parsed.runs) / "report.html")
+    path = report.write(runs, parsed.out or _default_folder(parsed.runs) / "report.html")
     console.print(f"\nReport: {path}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _beside(runs: Sequence[Path]) -> Path:
+def _default_folder(runs: Sequence[Path]) -> Path:
     if len(runs) > 1:
         return Path()
     return runs[0] if runs[0].is_dir() else runs[0].parent
-
-
-class InputError(Exception):
-    """A command cannot do what it was asked for."""
 
 
 def _message(error: Exception) -> str:

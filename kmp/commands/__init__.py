@@ -1,0 +1,5 @@
+"""The sub-commands of `kmp`. `kmp_cli.py` parses the arguments before it imports this package."""
+
+from kmp.commands.subcommands import run
+
+__all__ = ["run"]

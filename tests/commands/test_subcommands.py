@@ -1,0 +1,276 @@
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+
+from kmp import bench
+from kmp.bench import runner
+from kmp.bench.timing import Measurement, MeasurementError
+from kmp.records.jsonl import to_line
+from kmp_cli import main
+
+
+def write_run(folder, schema=2, **row):
+    folder.mkdir(parents=True, exist_ok=True)
+    header = {"schema": schema, "kind": "header", "settings": {"compute_dtypes": ["float16"], "model": folder.name}}
+    record = {"step": 9, "loss_scale": 2.0**15, "overflow_count": 0, "overflow_rate": 0.0} | row
+    (folder / "kmp.jsonl").write_text(to_line(header) + to_line(record))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND"),
+        (["train"], "invalid choice: 'train'"),
+        (["demo", "--steps", "0"], "an integer of at least 1, received '0'"),
+        (["demo", "--steps", "many"], "an integer of at least 1, received 'many'"),
+        (["demo", "--policy", "half"], "mixed_float16"),
+        (["demo", "--dataset", "mnist"], "digits"),
+        (["report"], "RUN"),
+    ],
+    ids=str,
+)
+def test_bad_command_line_is_one_message_and_status_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_output_folder_that_cannot_be_created_is_one_line_and_status_1(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["demo", "--steps", "1", "--out", str(tmp_path / "file" / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("kmp: ")
+    assert error.count("\n") == 1
+    assert "file/out" in error
+
+
+def test_report_prints_the_verdict_and_writes_a_page_to_the_folder_of_the_run(tmp_path, capsys):
+    run = write_run(tmp_path / "first")
+    assert main(["report", str(run)]) == 0
+    printed = capsys.readouterr()
+    assert "0 of 9 steps were skipped. No gradients were sampled" in printed.out
+    assert printed.out.splitlines()[-1] == f"Report: {run / 'report.html'}"
+    assert printed.err == ""
+    assert "0 of 9 steps were skipped." in (run / "report.html").read_text(encoding="utf-8")
+
+
+def test_report_of_a_log_file_is_written_to_its_folder(tmp_path):
+    run = write_run(tmp_path / "first")
+    assert main(["report", str(run / "kmp.jsonl")]) == 0
+    assert "<title>kmp report: first</title>" in (run / "report.html").read_text(encoding="utf-8")
+
+
+def test_report_of_several_runs_is_written_to_the_current_folder(tmp_path, capsys, monkeypatch):
+    runs = [write_run(tmp_path / name) for name in ("a", "b", "c")]
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *map(str, runs)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "Report: report.html"
+    assert "<title>kmp report: a, b, c</title>" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert not (runs[0] / "report.html").exists()
+
+
+def test_report_is_written_to_out(tmp_path):
+    assert main(["report", str(write_run(tmp_path / "a")), "--out", str(tmp_path / "new" / "x.html")]) == 0
+    assert (tmp_path / "new" / "x.html").exists()
+
+
+def test_bad_runs_are_one_line_and_status_1(tmp_path, capsys):
+    older, foreign = write_run(tmp_path / "older", schema=1), write_run(tmp_path / "foreign")
+    (foreign / "kmp.jsonl").write_text("epoch,loss\n0,0.5\n")
+    (tmp_path / "none").mkdir()
+    cases = {
+        tmp_path / "missing": "missing: No such file or directory",
+        tmp_path / "none": "none/kmp.jsonl: No such file or directory",
+        older: "schema 1; this version of kmp reads schemas 2 and 3",
+        foreign: "not a line of JSON",
+    }
+    for run, message in cases.items():
+        assert main(["report", str(run)]) == 1
+        printed = capsys.readouterr()
+        assert printed.err.startswith("kmp: ")
+        assert printed.err.count("\n") == 1
+        assert message in printed.err
+        assert printed.out == ""
+        assert not (run / "report.html").exists()
+
+
+def test_empty_run_is_reported_as_empty(tmp_path, capsys):
+    (tmp_path / "kmp.jsonl").write_text(json.dumps({"schema": 3, "kind": "header"}) + "\n")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "The run is empty: nothing was recorded." in capsys.readouterr().out
+
+
+def test_report_that_cannot_be_written_is_one_line_and_status_1(tmp_path, capsys):
+    folder = tmp_path / "existing.html"
+    folder.mkdir()
+    assert main(["report", str(write_run(tmp_path / "a")), "--out", str(folder)]) == 1
+    error = capsys.readouterr().err
+    assert error == f"kmp: {folder}: the report cannot be written (Is a directory)\n"
+
+
+@pytest.mark.parametrize("out", ["kmp.jsonl", "report", ""])
+def test_report_is_written_only_to_html_files_so_that_no_log_is_overwritten(out, tmp_path, capsys):
+    log = write_run(tmp_path / "a")
+    before = (log / "kmp.jsonl").read_bytes()
+    with pytest.raises(SystemExit):
+        main(["report", str(log), "--out", out and str(log / out)])
+    assert "must end in .html" in capsys.readouterr().err
+    assert (log / "kmp.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [[str(Path(sys.executable).with_name("kmp"))], [sys.executable, "-m", "kmp"]],
+    ids=["kmp", "python -m kmp"],
+)
+def test_console_script_and_module_are_the_same_command(command):
+    printed = subprocess.run([*command, "demo", "--help"], capture_output=True, text=True, check=True).stdout
+    assert "usage: kmp demo" in printed
+    assert all(option in printed for option in ("--dataset", "--policy", "--steps", "--out"))
+
+
+def test_audit_prints_the_table_and_writes_json(tmp_path, capsys):
+    inputs = keras.Input((8,))
+    model = keras.Model(inputs, keras.layers.Dense(4, activation="softmax", name="probabilities")(inputs))
+    model.save(tmp_path / "model.keras")
+    assert main(["audit", str(tmp_path / "model.keras"), "--json", str(tmp_path / "audit.json")]) == 0
+    assert "probabilities" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "audit.json").read_text())["rows"]
+    assert [(row["path"], row["planned_dtype"]) for row in rows][1:] == [("probabilities", "float32")]
+
+
+def test_audit_imports_modules_with_custom_layers(tmp_path, monkeypatch, capsys):
+    (tmp_path / "custom_layers.py").write_text(
+        "import keras\n@keras.saving.register_keras_serializable('custom')\nclass Custom(keras.layers.Dense): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    custom_layers = importlib.import_module("custom_layers")
+    keras.Sequential([keras.Input((4,)), custom_layers.Custom(2)]).save(tmp_path / "model.keras")
+    keras.saving.get_custom_objects().pop("custom>Custom")
+    path = str(tmp_path / "model.keras")
+    assert main(["audit", path]) == 1
+    assert "Could not locate class 'Custom'" in capsys.readouterr().err
+    sys.modules.pop("custom_layers")
+    assert main(["audit", path, "--import", "custom_layers"]) == 0
+    keras.saving.get_custom_objects().pop("custom>Custom")
+    assert main(["audit", path, "--import", "nosuch"]) == 1
+
+
+@pytest.mark.parametrize("content", [None, b"not a model"])
+def test_audit_of_a_missing_or_invalid_model_file_is_one_line(tmp_path, capsys, content):
+    if content:
+        (tmp_path / "model.keras").write_bytes(content)
+    assert main(["audit", str(tmp_path / "model.keras")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("kmp: ")
+    assert error.count("\n") == 1
+
+
+def test_bench_passes_mode_batch_and_parts_on(monkeypatch):
+    calls = []
+    monkeypatch.setattr(bench, "run", lambda console, size, parts, *files: calls.append((size, parts)))
+    assert main(["bench", "--only", "bert", "bert", "--mode", "XLA", "--batch", "64"]) == 0
+    assert main(["bench", "--quick"]) == 0
+    (size, parts), (default_size, default_parts) = calls
+    assert (size.modes, size.batch, parts) == (("XLA",), 64, ["bert"])
+    assert default_size == bench.QUICK
+    assert default_parts == [name for name in bench.PARTS if name not in bench.NETWORKS]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--only", "optimizer", "--mode", "graph"],
+            "--mode applies only to memory, training, resnet, bert; the parts to run are optimizer",
+        ),
+        (["--only", "memory", "--batch", "8"], "--batch applies only to resnet, bert; the parts to run are memory"),
+        (["--only", "nonsense"], "--only: unknown part 'nonsense'"),
+    ],
+)
+def test_bench_rejects_options_of_other_parts_before_it_creates_a_file(arguments, message, tmp_path, capsys):
+    assert main(["bench", *arguments, "--json", str(tmp_path / "new" / "bench.json")]) == 1
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failed_bench_prints_the_reason_and_leaves_no_empty_file(monkeypatch, tmp_path, capsys):
+    def failing_part(size):
+        runner._run_in_subprocess("exec('import os; os.kill(os.getpid(), 9)')")
+
+    monkeypatch.setitem(bench.PARTS, "memory", failing_part)
+    files = ["--json", str(tmp_path / "bench.json"), "--figure", str(tmp_path / "bench.png")]
+    assert main(["bench", "--only", "memory", *files]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("kmp: The measurement exec")
+    assert error.endswith(" failed: Killed\n")
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+RESULTS = [
+    Measurement("step", "Adam", "graph", variant, 1.0, "s", ratio) for variant, ratio in (("bare", None), ("kmp", 1.5))
+]
+
+
+def bench_with_results(arguments, monkeypatch, then_fails=False):
+    def part(size):
+        yield RESULTS
+        if then_fails:
+            raise MeasurementError("no more")
+
+    monkeypatch.setitem(bench.PARTS, "memory", part)
+    return main(["bench", "--only", "memory", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("then_fails", [False, True])
+def test_bench_prints_writes_and_draws_its_results(then_fails, monkeypatch, tmp_path, capsys):
+    json_file, figure = tmp_path / "new" / "bench.json", tmp_path / "new" / "bench.png"
+    assert bench_with_results(["--json", json_file, "--figure", figure], monkeypatch, then_fails) == int(then_fails)
+    assert [result["variant"] for result in json.loads(json_file.read_text())["results"]] == ["bare", "kmp"]
+    assert figure.stat().st_size
+    assert "\u2503" in capsys.readouterr().out  # the border of a table
+
+
+@pytest.mark.parametrize("content", ["", "an earlier result"])
+def test_failed_bench_leaves_existing_files_unchanged(content, monkeypatch, tmp_path):
+    def failing_part(size):
+        raise MeasurementError("no more")
+
+    (tmp_path / "bench.json").write_text(content)
+    monkeypatch.setitem(bench.PARTS, "memory", failing_part)
+    assert main(["bench", "--only", "memory", "--json", str(tmp_path / "bench.json")]) == 1
+    assert (tmp_path / "bench.json").read_text() == content
+
+
+def test_bench_writes_to_devices_and_does_not_replace_them(monkeypatch, tmp_path):
+    (tmp_path / "null").symlink_to("/dev/null")
+    assert bench_with_results(["--json", tmp_path / "null"], monkeypatch) == 0
+    assert (tmp_path / "null").is_symlink()
+    assert Path("/dev/null").is_char_device()
+
+
+def test_bench_rejects_the_same_file_for_results_and_figure(tmp_path, capsys):
+    assert main(["bench", "--json", str(tmp_path / "a.svg"), "--figure", str(tmp_path / "a.svg")]) == 1
+    assert "are the same file" in capsys.readouterr().err
+
+
+def test_bench_does_not_measure_if_its_file_is_a_folder(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench, "run", pytest.fail)
+    assert main(["bench", "--json", str(tmp_path)]) == 1
+    assert "directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--batch", "0"], ["--mode", "eager"]])
+def test_bench_rejects_invalid_values(arguments, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", *arguments])
+    assert arguments[0] in capsys.readouterr().err
