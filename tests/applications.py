@@ -1,8 +1,9 @@
-"""Converts the models of `keras.applications`, and says how each came out.
+"""Converts the models of `keras.applications` and records the result for each.
 
     python tests/applications.py [NAME ...]
 
-writes a line for each into tests/applications.json, all of them by default. The tests take one of each family.
+By default this converts all models. Results are written to tests/applications.json. The tests convert one model of each
+family.
 """
 
 import json
@@ -18,19 +19,19 @@ import kmp
 
 RESULTS = Path(__file__).with_name("applications.json")
 
-# The smallest images that they take with a top of their own, others 32.
+# The smallest image size that these models accept with a classifier on top; it is 32 for the others.
 SIDES = {"InceptionV3": 75, "InceptionResNetV2": 75, "Xception": 71}
-SIDE_OF_EFFICIENTNETS = 64  # with 32 their last layers have one pixel, whose statistics magnify what is rounded off
+SIDE_OF_EFFICIENTNETS = 64  # at 32 their last layers have one pixel, and its statistics amplify rounding errors
 
-# One of each family, the smallest.
+# The smallest model of each family.
 FAMILIES = (
     *("ConvNeXtTiny", "DenseNet121", "EfficientNetB0", "EfficientNetV2B0", "InceptionResNetV2", "InceptionV3"),
     *("MobileNet", "MobileNetV2", "MobileNetV3Small", "NASNetMobile", "ResNet50", "ResNet50V2", "VGG16", "Xception"),
 )
 
 
-def names():
-    """The classes of `keras.applications`, by name."""
+def model_names():
+    """Returns the names of the model classes in `keras.applications`."""
     return [name for name in sorted(vars(keras.applications)) if name[0].isupper()]
 
 
@@ -38,17 +39,17 @@ def outputs_of(model, images):
     return np.asarray(model(images, training=False))
 
 
-def learn_statistics(model, images):
-    """Has BatchNormalization take its moving statistics from a batch: without, values fade from layer to layer.
+def adapt_statistics(model, images):
+    """Sets BatchNormalization's moving statistics to those of a batch; with the initial ones, activations vanish.
 
-    Nothing is dropped meanwhile: statistics of other activations than those of inference let values grow with depth.
+    Dropout is disabled meanwhile: statistics that differ from those at inference make activations grow with depth.
     """
-    meanwhile = {keras.layers.BatchNormalization: "momentum", keras.layers.Dropout: "rate"}
+    zeroed_attributes = {keras.layers.BatchNormalization: "momentum", keras.layers.Dropout: "rate"}
     before = [
         (layer, name, getattr(layer, name))
         for layer in model._flatten_layers()
-        for kind, name in meanwhile.items()
-        if isinstance(layer, kind)
+        for layer_class, name in zeroed_attributes.items()
+        if isinstance(layer, layer_class)
     ]
     for layer, name, _ in before:
         setattr(layer, name, 0.0)
@@ -58,71 +59,71 @@ def learn_statistics(model, images):
 
 
 def build(name):
-    """Returns an untrained model that ends with logits."""
+    """Returns an untrained model that outputs logits."""
     side = SIDE_OF_EFFICIENTNETS if name.startswith("EfficientNet") else SIDES.get(name, 32)
     options = {"weights": None, "input_shape": (side, side, 3), "classes": 10, "classifier_activation": None}
     return getattr(keras.applications, name)(**options)
 
 
-def drift(found, wanted):
-    """Returns the norm of the difference over the norm of what was wanted."""
-    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+def relative_error(actual, expected):
+    """Returns the norm of the difference divided by the norm of the expected values."""
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
-def drift_of_stock(name, model, images, wanted):
-    """Returns how far Keras' own mixed_float16 drifts with the same weights: what float16 does to this model."""
+def stock_relative_error(name, model, images, expected):
+    """Returns the relative error of Keras' own mixed_float16 with the same weights, as a baseline for this model."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
         stock = build(name)
     finally:
         keras.config.set_dtype_policy("float32")
     stock.set_weights(model.get_weights())
-    return drift(np.float32(outputs_of(stock, images)), wanted)
+    return relative_error(np.float32(outputs_of(stock, images)), expected)
 
 
 def check(name):
-    """Returns what became of one model: how much of it stays float32, how far its logits drift, and a step's loss."""
+    """Converts one model; returns how much of it stays float32, the relative error of its logits and a step's loss."""
     keras.utils.set_random_seed(0)
     model = build(name)
     side = model.input_shape[1]
-    coarse = np.random.default_rng(0).uniform(0, 255, (16, 4, 4, 3)).astype("float32")
-    images = np.asarray(keras.ops.image.resize(coarse, (side, side)))
-    learn_statistics(model, images)
-    wanted = outputs_of(model, images)
+    low_resolution = np.random.default_rng(0).uniform(0, 255, (16, 4, 4, 3)).astype("float32")
+    images = np.asarray(keras.ops.image.resize(low_resolution, (side, side)))
+    adapt_statistics(model, images)
+    expected = outputs_of(model, images)
     audit = kmp.audit(model)
     converted = kmp.convert(model)
-    for mine, its in zip(converted.variables, model.variables, strict=True):
-        np.testing.assert_array_equal(mine, its)
-    found = outputs_of(converted, images)
-    np.testing.assert_array_equal(outputs_of(kmp.to_float32(converted), images), wanted)
+    for variable, original in zip(converted.variables, model.variables, strict=True):
+        np.testing.assert_array_equal(variable, original)
+    outputs = outputs_of(converted, images)
+    np.testing.assert_array_equal(outputs_of(kmp.to_float32(converted), images), expected)
     with tempfile.TemporaryDirectory() as folder:
         converted.save(Path(folder) / "model.keras")
         loaded = keras.models.load_model(Path(folder) / "model.keras", compile=False)
-    np.testing.assert_array_equal(outputs_of(loaded, images), found)
+    np.testing.assert_array_equal(outputs_of(loaded, images), outputs)
     optimizer = kmp.wrap(keras.optimizers.SGD(1e-3), initial_scale=64.0)
     converted.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), run_eagerly=True)
-    for _ in range(20):  # untrained networks may overflow until the loss scale has come down
+    for _ in range(20):  # untrained networks may overflow until the loss scale is low enough
         loss = converted.train_on_batch(images, np.arange(16) % 10)
         assert np.isfinite(loss), loss
         if optimizer.snapshot().overflow_count < optimizer.snapshot().step:
             break
     assert all(np.isfinite(np.asarray(variable)).all() for variable in converted.weights)
-    last, its = converted.trainable_variables[-1], model.trainable_variables[-1]
-    assert np.any(np.asarray(last) != np.asarray(its))
+    trained, untrained = converted.trainable_variables[-1], model.trainable_variables[-1]
+    assert np.any(np.asarray(trained) != np.asarray(untrained))
     return {
         "layers_and_operations": len(audit.rows),
         "float32": len(audit.plan.float32),
-        "drift": drift(found, wanted),
-        "drift_of_stock": drift_of_stock(name, model, images, wanted),
+        "drift": relative_error(outputs, expected),
+        "drift_of_stock": stock_relative_error(name, model, images, expected),
         "loss": float(loss),
         "skipped_steps": optimizer.snapshot().overflow_count,
     }
 
 
-def main(chosen):
-    """Checks models one after another and writes what came of each."""
+def main(selected):
+    """Checks the selected models, or all of them, and writes the results."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name in chosen or names():
+    for name in selected or model_names():
         start = time.perf_counter()
         results[name] = check(name)
         print(f"{name}: {results[name]}, {time.perf_counter() - start:.0f} s", flush=True)

@@ -2,18 +2,18 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("MPLBACKEND", "agg")
-os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # several processes test on one GPU
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # products that are bit for bit the same each time
+os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # several test processes share one GPU
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes matrix products deterministic
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.eager import context  # what a function was optimized to is told nowhere else
+from tensorflow.python.eager import context  # no public API returns the optimized graph
 
 import kmp
 
-# Two devices, so that MirroredStrategy has two replicas; must come before TensorFlow makes its devices.
+# MirroredStrategy needs two devices for two replicas. This must run before TensorFlow initializes its devices.
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
 )
@@ -21,22 +21,22 @@ tf.config.set_logical_device_configuration(
 
 @pytest.fixture(scope="session")
 def two_replicas():
-    """The one strategy of two replicas: TensorFlow mixes up the collectives of a second one in the same process."""
+    """A strategy with two replicas. All tests share it: TensorFlow mixes up the collectives of two such strategies."""
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
 @pytest.fixture(scope="session")
 def one_replica():
-    """A strategy of one replica, on the device that a step is on which names none."""
+    """A strategy with one replica, on the default device."""
     return tf.distribute.MirroredStrategy(["GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"])
 
 
 @pytest.fixture(autouse=True)
 def clean_state():
-    """Every test starts from the float32 policy and leaves no trace in Keras."""
+    """Starts every test with the float32 policy and a fixed seed, and restores Keras' global state."""
     keras.config.set_dtype_policy("float32")
     keras.utils.set_random_seed(0)
-    tf.config.experimental.enable_tensor_float_32_execution(False)  # float32 is float32, on a GPU too
+    tf.config.experimental.enable_tensor_float_32_execution(False)  # a GPU would use TF32 by default
     yield
     kmp.disable()
     keras.config.set_dtype_policy("float32")
@@ -50,7 +50,7 @@ def enabled():
 
 MODES = {
     "eager": {"run_eagerly": True},
-    "graph": {"jit_compile": False},  # by default Keras takes XLA where there is a GPU
+    "graph": {"jit_compile": False},  # Keras uses XLA by default on a GPU
     "xla": {"jit_compile": True},
     "steps_per_execution": {"steps_per_execution": 8, "jit_compile": False},
 }
@@ -58,13 +58,13 @@ MODES = {
 
 @pytest.fixture(params=MODES)
 def compile_mode(request):
-    """Arguments of `compile` for each way that Keras runs a training step."""
+    """Arguments of `compile` for each execution mode of a Keras training step."""
     return MODES[request.param]
 
 
 @pytest.fixture(params=["eager", "graph", "xla"])
 def run_step(request):
-    """Decorates a step function for each way that TensorFlow runs it."""
+    """Decorates a step function for each execution mode of TensorFlow."""
     if request.param == "eager":
         return lambda step: step
     return tf.function(jit_compile=request.param == "xla")
@@ -95,38 +95,38 @@ def fit(model, callbacks=(), batches=20, epochs=1, **arguments):
 
 
 class Interrupt(keras.callbacks.Callback):
-    """Stops a training within an epoch, as a user does."""
+    """Interrupts training within an epoch, as Ctrl+C does."""
 
     def __init__(self, epoch=0):
         super().__init__()
-        self.epoch = self.at = epoch
+        self.epoch = self.current_epoch = epoch
 
     def on_epoch_begin(self, epoch, logs=None):
-        self.at = epoch
+        self.current_epoch = epoch
 
     def on_train_batch_end(self, batch, logs=None):
-        if (self.at, batch) == (self.epoch, 5):
+        if (self.current_epoch, batch) == (self.epoch, 5):
             raise KeyboardInterrupt
 
 
 @keras.saving.register_keras_serializable("tests")
 class OverflowsBackward(keras.Layer):
-    """Passes its input on; the gradient is inf where the input is large."""
+    """Returns its input; the gradient is Inf where the input is large."""
 
     def call(self, x):
         @tf.custom_gradient
-        def passing(x):
+        def identity(x):
             return tf.identity(x), lambda gradient: tf.where(tf.abs(x) > 32, np.inf, 1.0) * gradient
 
-        return passing(keras.ops.cast(x, "float32"))
+        return identity(keras.ops.cast(x, "float32"))
 
 
 def casts_of_optimized(function, arguments, dtype):
-    """Returns the names of the casts to a dtype in what TensorFlow's grappler makes of a `tf.function`."""
+    """Returns the names of the casts to a dtype in the graph of a `tf.function` that Grappler optimized."""
     context.enable_run_metadata()
     try:
         function(*arguments)
-        graphs = [found.post_optimization_graph for found in context.export_run_metadata().function_graphs]
+        graphs = [metadata.post_optimization_graph for metadata in context.export_run_metadata().function_graphs]
     finally:
         context.disable_run_metadata()
     nodes = [node for graph in graphs for node in graph.node]

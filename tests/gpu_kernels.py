@@ -1,4 +1,4 @@
-"""What a GPU would do with a traced function, told without one by the kernels of TensorFlow's CUDA build."""
+"""Predicts without a GPU where a traced function would run, from the kernels in TensorFlow's CUDA build."""
 
 import functools
 from collections import Counter
@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.framework import kernels  # nothing public tells which are registered, nor a graph's functions
+from tensorflow.python.framework import kernels  # no public API lists registered kernels or the functions of a graph
 
-# The attributes that name the functions which an operation calls; its own operands are theirs.
+# The attributes that name the functions an operation calls. These functions take the operands of the operation.
 CALLS = {
     "PartitionedCall": ("f",),
     "StatefulPartitionedCall": ("f",),
@@ -18,17 +18,17 @@ CALLS = {
     "StatelessWhile": ("cond", "body"),
 }
 BRANCHES = ("If", "StatelessIf")
-HANDLES = (tf.resource, tf.variant, tf.string)  # they stay on the host, and say where the values are
-GPU = ("GPU", "DEFAULT")  # the second: kernels that any device has
+HANDLES = (tf.resource, tf.variant, tf.string)  # they stay on the host; resources and variants only refer to values
+GPU = ("GPU", "DEFAULT")  # "DEFAULT" kernels run on any device
 
 
 class Copy(NamedTuple):
-    """A tensor on the device that the host has to wait for.
+    """A copy of a tensor from the device to the host, which has to wait for it.
 
     Args:
-        operation: The type of the operation that needs it.
-        dtype: The tensor's.
-        shape: Its shape, or `None` where the trace does not tell.
+        operation: The type of the operation that reads the tensor on the host.
+        dtype: The dtype of the tensor.
+        shape: The shape of the tensor, or `None` if the trace does not contain it.
     """
 
     operation: str
@@ -37,12 +37,12 @@ class Copy(NamedTuple):
 
 
 @dataclass
-class Placed:
-    """What was found.
+class Placement:
+    """The copies to the host and the unsupported operations of a function.
 
     Args:
-        copies: How often each copy is made, at most.
-        without_kernel: Types of the operations that the device lacks, with the dtypes of their operands.
+        copies: Maximum number of times each copy is made.
+        without_kernel: Number of operations without a kernel for the device, by type and dtypes of the operands.
     """
 
     copies: Counter = field(default_factory=Counter)
@@ -50,24 +50,24 @@ class Placed:
 
 
 def place(function, devices=GPU):
-    """Follows every tensor of a concrete function through the memories that the kernels demand.
+    """Tracks whether each tensor of a concrete function is in host or device memory, as the kernels require.
 
-    TensorFlow puts an operation on the GPU if it has a kernel there, and many of those take or give int32 in the
-    host's memory. Constant folding, which may do some of the work beforehand, is not taken into account.
+    TensorFlow places an operation on the GPU if it has a kernel there. Many GPU kernels take or return int32 in host
+    memory. Constant folding, which may remove some operations, is not taken into account.
     """
-    found = Placed()
-    _place(function.graph, [tensor.dtype == tf.int32 for tensor in function.graph.inputs], found, devices)
-    return found
+    placement = Placement()
+    _place(function.graph, [tensor.dtype == tf.int32 for tensor in function.graph.inputs], placement, devices)
+    return placement
 
 
-def _place(graph, inputs_on_host, found, devices):
-    """Returns for each output whether it lies on the host."""
-    on_host = {tensor.ref(): here for tensor, here in zip(graph.inputs, inputs_on_host, strict=True)}
+def _place(graph, inputs_on_host, placement, devices):
+    """Returns for each output whether it is in host memory."""
+    on_host = {tensor.ref(): is_on_host for tensor, is_on_host in zip(graph.inputs, inputs_on_host, strict=True)}
 
-    def demand(operation, tensor):
+    def read_on_host(operation, tensor):
         if not on_host[tensor.ref()] and tensor.dtype not in HANDLES:
             shape = None if tensor.shape.rank is None else tuple(tensor.shape)
-            found.copies[Copy(operation.type, tensor.dtype.name, shape)] += 1
+            placement.copies[Copy(operation.type, tensor.dtype.name, shape)] += 1
 
     for operation in graph.get_operations():
         operands = list(operation.inputs)
@@ -75,31 +75,31 @@ def _place(graph, inputs_on_host, found, devices):
             continue
         if operation.type in CALLS:
             if operation.type in BRANCHES:
-                demand(operation, operands.pop(0))
-            given = [on_host[tensor.ref()] for tensor in operands]
-            returned = [_place(inner, given, found, devices) for inner in _called(operation)]
-            results = returned if operation.type in BRANCHES else returned[-1:]  # a loop gives what its body gives
-            outputs = [all(each) for each in zip(*results, strict=True)]
+                read_on_host(operation, operands.pop(0))
+            arguments = [on_host[tensor.ref()] for tensor in operands]
+            returned = [_place(called, arguments, placement, devices) for called in _called_graphs(operation)]
+            results = returned if operation.type in BRANCHES else returned[-1:]  # a loop returns its body's outputs
+            outputs = [all(flags) for flags in zip(*results, strict=True)]
         else:
             if any("func" in attribute.type for attribute in operation.op_def.attr):
-                raise NotImplementedError(f"What {operation.type} calls is not followed.")
-            needed, outputs = _memories(operation, devices)
-            for tensor, is_needed in zip(operands, needed, strict=True):
-                if is_needed:
-                    demand(operation, tensor)
+                raise NotImplementedError(f"Functions called by {operation.type} are not supported.")
+            inputs, outputs = _host_memory_flags(operation, devices)
+            for tensor, is_on_host in zip(operands, inputs, strict=True):
+                if is_on_host:
+                    read_on_host(operation, tensor)
             if _kernel(operation, devices) is None and operation.type != "NoOp":
-                found.without_kernel[operation.type, tuple(tensor.dtype.name for tensor in operands)] += 1
-        on_host |= {tensor.ref(): here for tensor, here in zip(operation.outputs, outputs, strict=True)}
+                placement.without_kernel[operation.type, tuple(tensor.dtype.name for tensor in operands)] += 1
+        on_host |= {tensor.ref(): is_on_host for tensor, is_on_host in zip(operation.outputs, outputs, strict=True)}
     return [on_host[tensor.ref()] for tensor in graph.outputs]
 
 
-def _called(operation):
+def _called_graphs(operation):
     names = [operation.get_attr(name).name for name in CALLS[operation.type]]
     return [operation.graph._get_function(name).graph for name in names]
 
 
-def _memories(operation, devices):
-    """Returns for each operand, and for each output, whether it is on the host."""
+def _host_memory_flags(operation, devices):
+    """Returns for each operand, and for each output, whether the kernel has it in host memory."""
     kernel = _kernel(operation, devices)
     definition = operation.op_def
 

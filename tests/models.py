@@ -1,4 +1,4 @@
-"""Float32 models as people have them, small: each a function that builds one, with a batch for it."""
+"""Small float32 models of typical architectures; each function returns a model and a batch for it."""
 
 import keras
 import numpy as np
@@ -8,7 +8,7 @@ from keras import layers, ops
 
 @keras.saving.register_keras_serializable(package="tests.models")
 class Block(keras.layers.Layer):
-    """Makes layers of its own and hands its dtype on, as Keras asks for."""
+    """Creates its own sublayers and passes its dtype policy to them, as Keras recommends."""
 
     def __init__(self, units, **kwargs):
         super().__init__(**kwargs)
@@ -32,7 +32,7 @@ class Block(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable(package="tests.models")
 class WithoutDtype(keras.layers.Layer):
-    """Cannot be told a dtype."""
+    """A layer whose constructor has no `dtype` argument."""
 
     def __init__(self, name=None):
         super().__init__(name=name)
@@ -49,7 +49,7 @@ class WithoutDtype(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable(package="tests.models")
 class Gan(keras.Model):
-    """A subclassed model with two networks and a `train_step` of its own."""
+    """A subclassed model with two networks and a custom `train_step`."""
 
     def __init__(self, width=8, **kwargs):
         super().__init__(**kwargs)
@@ -76,7 +76,10 @@ class Gan(keras.Model):
 
     def train_step(self, data):
         noise, _ = data
-        loss = {"generator": lambda: -ops.mean(ops.cast(self(noise), "float32")), "discriminator": self.contrast(*data)}
+        loss = {
+            "generator": lambda: -ops.mean(ops.cast(self(noise), "float32")),
+            "discriminator": self.score_difference(*data),
+        }
         for name, optimizer in self.optimizers.items():
             variables = getattr(self, name).trainable_variables
             with tf.GradientTape() as tape:
@@ -84,7 +87,7 @@ class Gan(keras.Model):
             optimizer.apply(tape.gradient(scaled, [v.value for v in variables]), variables)
         return {"loss": loss["generator"]()}
 
-    def contrast(self, noise, real):
+    def score_difference(self, noise, real):
         return lambda: ops.mean(ops.cast(self(noise) - self.discriminator(real), "float32"))
 
     def get_config(self):
@@ -102,13 +105,13 @@ def classifier():
 
 
 def operations():
-    """A functional graph with operations that are no layers, and two outputs."""
+    """A functional graph with two outputs and with operations that are not layers."""
     inputs = keras.Input((8, 8, 3))
     x = layers.Conv2D(8, 3, padding="same", name="first")(layers.Rescaling(1 / 255.0)(inputs))
     x = layers.Conv2D(8, 3, padding="same", name="second")(ops.relu(layers.BatchNormalization()(x))) + x
     energy = ops.sum(ops.exp(-ops.power(x, 2)), axis=(1, 2))
-    both = layers.Concatenate()([layers.GlobalAveragePooling2D()(x), energy])
-    logits = layers.Dense(5, name="logits")(both)
+    features = layers.Concatenate()([layers.GlobalAveragePooling2D()(x), energy])
+    logits = layers.Dense(5, name="logits")(features)
     return keras.Model(inputs, {"logits": logits, "probabilities": ops.softmax(logits)}), _normal(2, 8, 8, 3)
 
 
@@ -129,10 +132,10 @@ def transformer_text():
 
 def u_net():
     inputs = keras.Input((16, 16, 3))
-    across = layers.Conv2D(8, 3, padding="same", activation="relu")(inputs)
-    x = layers.Conv2D(16, 3, padding="same", activation="relu")(layers.MaxPooling2D()(across))
+    skip = layers.Conv2D(8, 3, padding="same", activation="relu")(inputs)
+    x = layers.Conv2D(16, 3, padding="same", activation="relu")(layers.MaxPooling2D()(skip))
     x = layers.Conv2DTranspose(8, 3, strides=2, padding="same")(x)
-    x = layers.Concatenate()([across, x])
+    x = layers.Concatenate()([skip, x])
     return keras.Model(inputs, layers.Conv2D(1, 1, activation="sigmoid")(x)), _normal(2, 16, 16, 3)
 
 
@@ -144,11 +147,11 @@ def autoencoder():
 
 
 def siamese():
-    """Two inputs that share a trunk, compared by a Lambda layer."""
+    """Two inputs with a shared trunk, compared by a Lambda layer."""
     trunk = keras.Sequential([keras.Input((8,)), layers.Dense(8, activation="tanh"), layers.Dense(4)], name="trunk")
     left, right = keras.Input((8,), name="left"), keras.Input((8,), name="right")
-    apart = layers.Lambda(lambda pair: abs(pair[0] - pair[1]), output_shape=(4,))([trunk(left), trunk(right)])
-    return keras.Model([left, right], layers.Dense(1, activation="sigmoid")(apart)), [_normal(4, 8), _normal(4, 8)]
+    distance = layers.Lambda(lambda pair: abs(pair[0] - pair[1]), output_shape=(4,))([trunk(left), trunk(right)])
+    return keras.Model([left, right], layers.Dense(1, activation="sigmoid")(distance)), [_normal(4, 8), _normal(4, 8)]
 
 
 def preprocessing():
@@ -157,9 +160,9 @@ def preprocessing():
     lookup = layers.StringLookup(output_mode="multi_hot")
     lookup.adapt(np.array(["a", "b", "c"]))
     numbers, words = keras.Input((4,), name="numbers"), keras.Input((1,), dtype="string", name="words")
-    both = layers.Concatenate()([normalization(numbers), lookup(words)])
+    features = layers.Concatenate()([normalization(numbers), lookup(words)])
     batch = {"numbers": tf.constant(1e5 * _normal(3, 4)), "words": tf.constant([["a"], ["c"], ["?"]])}
-    return keras.Model({"numbers": numbers, "words": words}, layers.Dense(2)(layers.Dense(8)(both))), batch
+    return keras.Model({"numbers": numbers, "words": words}, layers.Dense(2)(layers.Dense(8)(features))), batch
 
 
 def custom_layers():

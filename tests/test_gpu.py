@@ -1,4 +1,4 @@
-"""What only a GPU can show; skipped where TensorFlow sees none."""
+"""Tests that need a GPU; they are skipped if TensorFlow detects none."""
 
 import os
 import re
@@ -18,9 +18,9 @@ from kmp.gradients import tensor_statistics
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not tf.config.list_physical_devices("GPU"), reason="TensorFlow sees no GPU."),
+    pytest.mark.skipif(not tf.config.list_physical_devices("GPU"), reason="TensorFlow detects no GPU."),
 ]
-# What NVIDIA's libraries call kernels that run on Tensor Cores, from Volta to Blackwell; and some that do without.
+# Patterns in the names of NVIDIA's Tensor Core kernels, from Volta to Blackwell, and of kernels without Tensor Cores.
 TENSOR_CORES = re.compile(r"884|1688|16816|hmma|gmma|tensor\d+x|tensorop|warpgroup|nvjet_(?:sm\d+_)?h")
 CUDA_CORES = re.compile(r"sgemm|scudnn|ffma|simt")
 
@@ -31,26 +31,26 @@ def jit_compile(request):
 
 
 @pytest.fixture
-def on_gpu(tmp_path):
-    """Runs a function, and returns how often the GPU did what in it: a kernel, or a copy of so many bytes, by name."""
-    # Nothing public reads a profile.
+def profile_on_gpu(tmp_path):
+    """Returns a function that runs another and counts its GPU events: kernels and copies, by name and size in bytes."""
+    # No public API reads a profile.
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-    def watch(function, *given):
+    def profile(function, *arguments):
         with tf.profiler.experimental.Profile(str(tmp_path)):
-            tf.nest.map_structure(lambda tensor: tensor.numpy(), function(*given))
+            tf.nest.map_structure(lambda tensor: tensor.numpy(), function(*arguments))
         newest = max(tmp_path.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
         planes = xplane_pb2.XSpace.FromString(newest.read_bytes()).planes
-        found = Counter(event for plane in planes if plane.name.startswith("/device:GPU") for event in events(plane))
-        if not found:
-            pytest.fail("TensorFlow's profiler saw no GPU: CUPTI is missing, or may not be used.")
-        return found
+        counts = Counter(event for plane in planes if plane.name.startswith("/device:GPU") for event in events(plane))
+        if not counts:
+            pytest.fail("TensorFlow's profiler recorded no GPU events: CUPTI is missing or not permitted.")
+        return counts
 
-    return watch
+    return profile
 
 
 def events(plane):
-    """Yields names, and the bytes of copies."""
+    """Yields the name of each event and its size in bytes, which is 0 if it is not a copy."""
     for event in (event for line in plane.lines for event in line.events):
         texts = (stat.str_value or plane.stat_metadata[stat.ref_value].name for stat in event.stats)
         size = re.search(r"size:(\d+)", " ".join(texts))
@@ -73,8 +73,8 @@ LAYERS = {
 }
 
 
-def both_ways(layer, jit_compile=False):
-    """Returns what computes the gradients of a loss that needs the outputs, of the inputs and of the weights."""
+def gradient_function(layer, jit_compile=False):
+    """Returns a function that computes the gradients of a loss with respect to the inputs and the weights."""
 
     @tf.function(jit_compile=jit_compile, autograph=False)
     def run(x):
@@ -87,80 +87,86 @@ def both_ways(layer, jit_compile=False):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_float16_runs_on_tensor_cores_and_float32_does_not(name, on_gpu):
-    make, shape = LAYERS[name]
+def test_float16_runs_on_tensor_cores_and_float32_does_not(name, profile_on_gpu):
+    make_layer, shape = LAYERS[name]
     x = tf.random.normal(shape)
 
     def kernels():
-        """Returns the names of all kernels that were run, and of copies."""
-        function = both_ways(make())
-        function(x)  # what is chosen, loaded and compiled once
-        return sorted({name for name, _ in on_gpu(function, x)})
+        """Returns the names of all kernels and copies in one call."""
+        function = gradient_function(make_layer())
+        function(x)  # traces the function, and selects and loads its kernels
+        return sorted({name for name, _ in profile_on_gpu(function, x)})
 
     tf.config.experimental.enable_tensor_float_32_execution(False)
     try:
-        in_float32 = kernels()
+        float32_kernels = kernels()
         with kmp.enable():
-            in_float16 = kernels()
+            float16_kernels = kernels()
     finally:
         tf.config.experimental.enable_tensor_float_32_execution(True)
-    assert not list(filter(TENSOR_CORES.search, in_float32)), in_float32
-    assert list(filter(TENSOR_CORES.search, in_float16)), in_float16
-    assert not list(filter(CUDA_CORES.search, in_float16)), in_float16
+    assert not list(filter(TENSOR_CORES.search, float32_kernels)), float32_kernels
+    assert list(filter(TENSOR_CORES.search, float16_kernels)), float16_kernels
+    assert not list(filter(CUDA_CORES.search, float16_kernels)), float16_kernels
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_xla_multiplies_in_float16(name):
-    make, shape = LAYERS[name]
+    make_layer, shape = LAYERS[name]
     x = tf.random.normal(shape)
     with kmp.enable():
-        layer = make()
+        layer = make_layer()
         layer(x)
-    text = both_ways(layer, jit_compile=True).experimental_get_compiler_ir(x)(stage="optimized_hlo")
-    found = re.findall(r"= \(?(\w+)\[[^=]*? (?:dot|convolution|custom-call)\([^\n]*", text)
-    assert len(found) >= 3
-    assert "f16" in found
+    hlo = gradient_function(layer, jit_compile=True).experimental_get_compiler_ir(x)(stage="optimized_hlo")
+    dtypes = re.findall(r"= \(?(\w+)\[[^=]*? (?:dot|convolution|custom-call)\([^\n]*", hlo)
+    assert len(dtypes) >= 3
+    assert "f16" in dtypes
 
 
-def test_float32_layers_are_bitwise_those_of_a_float32_model(jit_compile):
+def test_float32_layers_are_bitwise_equal_to_a_float32_model(jit_compile):
     x = tf.cast(tf.random.normal((64, 32)), tf.float16)
     with kmp.enable():
-        ours = [kmp.layers.Softmax(), kmp.layers.BatchNormalization(), kmp.layers.Float32(keras.ops.log_softmax)]
-    theirs = [keras.layers.Softmax(), keras.layers.BatchNormalization(), keras.ops.log_softmax]
+        mixed_layers = [
+            kmp.layers.Softmax(),
+            kmp.layers.BatchNormalization(),
+            kmp.layers.Float32(keras.ops.log_softmax),
+        ]
+    keras_layers = [keras.layers.Softmax(), keras.layers.BatchNormalization(), keras.ops.log_softmax]
 
-    def outputs(layer, given_as, returned_as):
+    def outputs(layer, input_dtype, output_dtype):
         options = {"training": True} if isinstance(layer, keras.layers.BatchNormalization) else {}
 
-        # Casts are in both programs, so that XLA makes the same reductions of both: sums in another order differ.
+        # Both programs contain the casts, so that XLA sums in the same order in both; otherwise results would differ.
         @tf.function(jit_compile=jit_compile, autograph=False)
         def run(x):
-            return tf.cast(layer(tf.cast(x, given_as), **options), returned_as)
+            return tf.cast(layer(tf.cast(x, input_dtype), **options), output_dtype)
 
         return run(x)
 
-    for mixed, reference in zip(ours, theirs, strict=True):
-        found, expected = (
+    for mixed, reference in zip(mixed_layers, keras_layers, strict=True):
+        actual, expected = (
             outputs(mixed, "float16", mixed.compute_dtype),
             outputs(reference, "float32", mixed.compute_dtype),
         )
-        np.testing.assert_array_equal(found, expected)
-    for mixed, reference in zip(values(ours[1].variables), values(theirs[1].variables), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    for mixed, reference in zip(values(mixed_layers[1].variables), values(keras_layers[1].variables), strict=True):
         assert mixed.dtype == np.float32
         np.testing.assert_array_equal(mixed, reference)
 
 
-def test_statistics_on_the_gpu_are_those_on_the_host(jit_compile):
+def test_statistics_on_the_gpu_equal_those_on_the_cpu(jit_compile):
     random = np.random.default_rng(0)
     shapes = [(7, 33), (2**22 + 5,), (512,)]
     gradients = [np.exp2(random.uniform(-160, 127, shape)).astype("float32") for shape in shapes]
     gradients[0][0, :4] = np.inf, np.nan, 0.0, -1e-45
-    measure = tf.function(lambda given: tuple(tensor_statistics.of_gradients(given)), jit_compile=jit_compile)
+    measure = tf.function(
+        lambda gradients: tuple(tensor_statistics.gradient_statistics(gradients)), jit_compile=jit_compile
+    )
     with tf.device("CPU:0"):
-        counts, amax, square_sum = tensor_statistics.of_gradients([tf.constant(gradient) for gradient in gradients])
-    found = measure([tf.constant(gradient) for gradient in gradients])
-    np.testing.assert_array_equal(found[0], counts)
-    np.testing.assert_array_equal(found[1], amax)
-    np.testing.assert_allclose(found[2], square_sum, rtol=1e-6)
+        expected = tensor_statistics.gradient_statistics([tf.constant(gradient) for gradient in gradients])
+    counts, amax, square_sum = measure([tf.constant(gradient) for gradient in gradients])
+    np.testing.assert_array_equal(counts, expected.counts)
+    np.testing.assert_array_equal(amax, expected.amax)
+    np.testing.assert_allclose(square_sum, expected.square_sum, rtol=1e-6)
 
 
 @pytest.mark.usefixtures("enabled")
@@ -172,10 +178,10 @@ def test_overflow_inside_a_compiled_fit_is_skipped_and_counted(jit_compile):
         jit_compile=jit_compile,
     )
     x, y = small_data(10)
-    fit_on = {"batch_size": 8, "shuffle": False, "verbose": 0}
-    model.fit(x[:40], y[:40], **fit_on)
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    model.fit(x[:40], y[:40], **options)
     before = values(model.trainable_variables)
-    model.fit(np.full((8, 4), 1e4, "float32"), y[:8], **fit_on)
+    model.fit(np.full((8, 4), 1e4, "float32"), y[:8], **options)
     for old, new in zip(before, values(model.trainable_variables), strict=True):
         np.testing.assert_array_equal(old, new)
     snapshot = model.optimizer.snapshot()
@@ -184,26 +190,26 @@ def test_overflow_inside_a_compiled_fit_is_skipped_and_counted(jit_compile):
 
 
 @pytest.mark.usefixtures("enabled")
-def test_scale_and_counters_live_on_the_gpu(jit_compile):
+def test_scale_and_counters_are_stored_on_the_gpu(jit_compile):
     model = compiled_model("adam", jit_compile=jit_compile)
     fit(model, kmp.callbacks.defaults())
-    kept = [*model.optimizer.variables, *model.optimizer.counters.weights, model.optimizer.dynamic_scale]
-    assert all("GPU:0" in variable.value.device for variable in kept)
+    variables = [*model.optimizer.variables, *model.optimizer.counters.weights, model.optimizer.dynamic_scale]
+    assert all("GPU:0" in variable.value.device for variable in variables)
 
 
 @pytest.mark.usefixtures("enabled")
-def test_between_readings_only_what_a_branch_is_taken_by_goes_to_the_host(jit_compile, on_gpu):
+def test_steps_copy_only_branch_conditions_to_the_host(jit_compile, profile_on_gpu):
     model = compiled_model("adam", jit_compile=jit_compile)
     fit(model, kmp.callbacks.defaults())
     x, y = (tf.constant(part[:8]) for part in small_data())
     step = tf.function(lambda x, y: model.train_step((x, y)), jit_compile=jit_compile, autograph=False)
     step(x, y)
 
-    def five():
+    def five_steps():
         return [step(x, y) for _ in range(5)][-1]["loss"]
 
-    # That of the loss, which `on_gpu` asks for, is seen at least.
-    sizes = [size for (name, size), _ in on_gpu(five).items() if "D2H" in name or "DtoH" in name]
+    # There is at least the copy of the loss, which `profile_on_gpu` reads.
+    sizes = [size for (name, size), _ in profile_on_gpu(five_steps).items() if "D2H" in name or "DtoH" in name]
     assert 0 < max(sizes, default=0) <= 8
 
 
@@ -222,11 +228,11 @@ def test_model_saved_on_the_gpu_loads_without_one(tmp_path):
         """
     np.save(tmp_path / "x.npy", x)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, check=True
     )
     snapshot = model.optimizer.snapshot()
-    assert done.stdout.split() == [str(snapshot.step), str(snapshot.loss_scale)]
+    assert process.stdout.split() == [str(snapshot.step), str(snapshot.loss_scale)]
     np.testing.assert_allclose(np.load(tmp_path / "predicted.npy"), model.predict(x, verbose=0), atol=5e-3)
 
 

