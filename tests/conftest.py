@@ -6,6 +6,7 @@ os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # several test proce
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes matrix products deterministic
 
 import keras
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -40,6 +41,7 @@ def clean_state():
     yield
     kmp.disable()
     keras.config.set_dtype_policy("float32")
+    plt.close("all")
 
 
 @pytest.fixture

@@ -35,14 +35,15 @@ def free_addresses(count):
     return addresses
 
 
-def run_two_workers(mode):
-    """Returns the results of two workers; raises if one fails or exceeds the timeout."""
+@pytest.fixture(scope="module")
+def results():
+    """What two workers saw: a list of two values by the name of each check in `one_worker.py`."""
     addresses = free_addresses(2)
     workers = []
     for index in (0, 1):
         config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
         environment = os.environ | {"TF_CONFIG": json.dumps(config)}
-        command = [sys.executable, TESTS / "one_worker.py", mode]
+        command = [sys.executable, TESTS / "one_worker.py"]
         workers.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
@@ -51,14 +52,15 @@ def run_two_workers(mode):
     finally:
         for worker in workers:
             worker.kill()
-    results = [re.search(r"^saw: (.*)$", out, re.MULTILINE) for out, _ in outputs]
-    assert all(results), outputs
-    return [json.loads(match.group(1)) for match in results]
+    matches = [re.search(r"^saw: (.*)$", out, re.MULTILINE) for out, _ in outputs]
+    assert all(matches), outputs
+    first, second = (json.loads(match.group(1)) for match in matches)
+    return {name: (first[name], second[name]) for name in first}
 
 
 @pytest.mark.slow
-def test_overflow_on_any_worker_skips_the_step_on_all_workers():
-    first, second = run_two_workers("loop")
+def test_overflow_on_any_worker_skips_the_step_on_all_workers(results):
+    first, second = results["loop"]
     assert [step["shared"] for step in first] == [step["shared"] for step in second]
     for steps in (first, second):
         changed = [a["shared"][:4] != b["shared"][:4] for a, b in itertools.pairwise(steps)]
@@ -73,8 +75,8 @@ def test_overflow_on_any_worker_skips_the_step_on_all_workers():
 
 
 @pytest.mark.slow
-def test_fit_evaluate_and_predict_work_and_snapshots_need_no_other_worker():
-    first, second = run_two_workers("fit")
+def test_fit_evaluate_and_predict_work_and_snapshots_need_no_other_worker(results):
+    first, second = results["fit"]
     assert first == second
     steps, _, nonfinite_losses = first["counts"]
     assert (steps, nonfinite_losses) == (16, 2)
@@ -86,8 +88,8 @@ def test_fit_evaluate_and_predict_work_and_snapshots_need_no_other_worker():
 
 
 @pytest.mark.slow
-def test_inner_optimizer_options_train_equally_on_all_workers_or_raise():
-    first, second = run_two_workers("options")
+def test_inner_optimizer_options_train_equally_on_all_workers_or_raise(results):
+    first, second = results["options"]
     assert first == second
     assert len(first) == 16
     for options, result in first.items():
@@ -98,14 +100,14 @@ def test_inner_optimizer_options_train_equally_on_all_workers_or_raise():
 
 
 @pytest.mark.slow
-def test_fit_of_keras_still_fails_on_several_workers():
+def test_fit_of_keras_still_fails_on_several_workers(results):
     """If this test fails, Keras has fixed `fit`: remove the fixes from kmp/backend/trainer_fixes.py."""
-    assert all("PerReplica" in error for error in run_two_workers("stock"))
+    assert all("PerReplica" in error for error in results["stock"])
 
 
 @pytest.mark.slow
-def test_unsupported_compile_options_raise_at_compile():
-    for xla, several_steps in run_two_workers("refused"):
+def test_unsupported_compile_options_raise_at_compile(results):
+    for xla, several_steps in results["refused"]:
         assert "TensorFlow cannot compile a step of several replicas with XLA" in xla
         assert "TensorFlow fails on `steps_per_execution` above 1 with several replicas" in several_steps
 

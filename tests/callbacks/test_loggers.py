@@ -40,21 +40,27 @@ def test_defaults_raise_for_an_argument_of_the_wrong_type(argument):
         defaults(**{argument: 3})
 
 
-def test_logs_of_every_epoch_have_the_keys(compile_mode):
-    history = fit(compiled_model(**compile_mode), defaults(every_n_steps=5), epochs=2)
+def test_training_in_every_mode_is_recorded_and_unchanged(compile_mode):
+    trained, callbacks = [], defaults(every_n_steps=10)
+    for used in ([], callbacks):
+        keras.utils.set_random_seed(0)
+        model = compiled_model("adam", **compile_mode)
+        history = fit(model, used, batches=21, epochs=2)
+        trained.append(model.get_weights())
+    for expected, with_callbacks in zip(*trained, strict=True):
+        np.testing.assert_array_equal(expected, with_callbacks)
     assert set(history) >= KEYS
     assert all(len(history[key]) == 2 for key in KEYS)
     assert history["loss_scale"] == [2.0**15] * 2
     assert 0 <= history["grad_zeros"][0] <= 1
-
-
-def test_records_follow_the_optimizers_step_counter(compile_mode):
+    # Records follow the optimizer's step counter.
     per_call = compile_mode.get("steps_per_execution", 1)
-    callbacks = defaults(every_n_steps=10)
-    fit(compiled_model(**compile_mode), callbacks, batches=21, epochs=2)
     expected = {1: [1, 10, 20, 21, 30, 40, 42], 8: [8, 16, 21, 37, 42]}[per_call]
     assert steps_of(callbacks[0]) == steps_of(callbacks[1]) == expected
-    assert [histogram.step for histogram in callbacks[2].run.histograms] == [1, 10, 20, 30, 40]
+    histograms = callbacks[2].run.histograms
+    assert [histogram.step for histogram in histograms] == [1, 10, 20, 30, 40]
+    sizes = sum(int(np.prod(variable.shape)) for variable in model.trainable_variables)
+    assert {(histogram.total, histogram.loss_scale) for histogram in histograms} == {(sizes, 2.0**15)}
 
 
 class SeveralStepsPerBatch(keras.Sequential):
@@ -105,14 +111,6 @@ def test_callbacks_that_read_the_same_step_share_one_snapshot(monkeypatch):
     fit(model, callbacks, batches=20)
     assert len(snapshots) == 2 * len(LOGGERS) + 5  # two at the start for each; then steps 1, 5, 10, 15, 20
     assert [callback._last_snapshot.step for callback in callbacks] == [20, 20, 20]
-
-
-def test_histogram_counts_every_gradient_element(compile_mode):
-    model, callback = compiled_model(**compile_mode), GradientHistogram(every_n_steps=5)
-    fit(model, [callback])
-    sizes = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
-    assert {histogram.total for histogram in callback.run.histograms} == {sizes}
-    assert {histogram.loss_scale for histogram in callback.run.histograms} == {2.0**15}
 
 
 def test_histogram_equals_that_of_numpy():
@@ -330,14 +328,3 @@ def test_invalid_argument_raises_an_error_that_names_it(make, arguments, match):
 def test_invalid_optimizer_raises_an_error_that_names_it():
     with pytest.raises(TypeError, match="`optimizer` must be"):
         LossScaleLogger(optimizer=keras.optimizers.SGD())
-
-
-def test_callbacks_do_not_change_the_trained_weights(compile_mode):
-    weights = []
-    for callbacks in ([], defaults(every_n_steps=3)):
-        keras.utils.set_random_seed(0)
-        model = compiled_model("adam", **compile_mode)
-        fit(model, callbacks)
-        weights.append(model.get_weights())
-    for expected, with_callbacks in zip(*weights, strict=True):
-        np.testing.assert_array_equal(expected, with_callbacks)

@@ -2,7 +2,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import MODES, compiled_model, fit, small_data
+from conftest import compiled_model, fit, small_data
 
 import kmp
 
@@ -81,9 +81,8 @@ def test_invalid_patterns_raise_an_error_that_names_the_argument(variables, erro
         kmp.callbacks.GradientHistogram(variables=variables)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_callback_samples_only_its_own_variables(mode, enabled):
-    model = compiled_model(**MODES[mode])
+def test_callback_samples_only_its_own_variables(compile_mode, enabled):
+    model = compiled_model(**compile_mode)
     kernels = kmp.callbacks.GradientHistogram(every_n_steps=8, variables="*/kernel")
     biases = kmp.callbacks.GradientHistogram(every_n_steps=4, variables="*/bias")
     fit(model, [kernels, biases])
@@ -151,18 +150,17 @@ def test_variables_with_the_same_path_are_measured_separately(enabled):
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("every_n_steps", [3, 5, 6])
-def test_end_of_a_dataset_of_unknown_length_counts_no_extra_step(mode, every_n_steps):
+def test_end_of_a_dataset_of_unknown_length_counts_no_extra_step(compile_mode):
     """Keras detects the end by starting a step without a batch, which may run operations that need no batch."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
-    model.compile(kmp.wrap("sgd", loss_scale=1.0), lambda y, prediction: prediction, **MODES[mode])
+    model.compile(kmp.wrap("sgd", loss_scale=1.0), lambda y, prediction: prediction, **compile_mode)
     batches = [np.full((2, 1), number, "float32") for number in range(1, 6)]
     signature = (tf.TensorSpec((2, 1)), tf.TensorSpec((2, 1)))
     data = tf.data.Dataset.from_generator(lambda: zip(batches, batches, strict=True), output_signature=signature)
-    histogram = kmp.callbacks.GradientHistogram(every_n_steps=every_n_steps)
-    model.fit(data, epochs=3, shuffle=False, verbose=0, callbacks=[histogram])
-    assert model.optimizer.snapshot().step == model.optimizer.iterations == 15
-    assert len(histogram.run.samples) >= 3
-    for sample in histogram.run.samples:
-        assert sample.total_norm == (sample.step - 1) % 5 + 1
+    for fits, every_n_steps in enumerate((3, 5, 6), start=1):
+        histogram = kmp.callbacks.GradientHistogram(every_n_steps=every_n_steps)
+        model.fit(data, epochs=3, shuffle=False, verbose=0, callbacks=[histogram])
+        assert model.optimizer.snapshot().step == model.optimizer.iterations == 15 * fits
+        assert len(histogram.run.samples) >= 3
+        for sample in histogram.run.samples:
+            assert sample.total_norm == (sample.step - 1) % 5 + 1

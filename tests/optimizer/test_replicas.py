@@ -1,5 +1,7 @@
 """Two replicas on virtual devices skip a step together if either of them overflows."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ import kmp
 pytestmark = pytest.mark.usefixtures("enabled")
 
 OVERFLOWS_BACKWARD = 64.0  # the input that makes `OverflowsBackward` overflow
-CORRUPT_REPLICAS = {"neither": (), "first": (0,), "second": (1,), "both": (0, 1)}
+# The corrupt value of each batch and the replicas that get it, with a clean batch between any two.
+CORRUPT_BATCHES = itertools.product([OVERFLOWS_BACKWARD, np.nan, np.inf], [(0,), (1,), (0, 1)])
+CORRUPTION_BY_STEP = [(0.0, ()), *itertools.chain(*((corrupt, (0.0, ())) for corrupt in CORRUPT_BATCHES))]
 
 
 @pytest.fixture
@@ -35,11 +39,12 @@ def make_model(strategy, optimizer="adam", **arguments):
     return model
 
 
-def batches(corruption, replicas, batches=3):
-    """Batches of 8 rows, 4 per replica; the second batch is corrupt on `replicas`."""
-    x, y = small_data(batches)
-    for replica in replicas:
-        x[8 + 4 * replica] = OVERFLOWS_BACKWARD if corruption == "backward" else corruption
+def batches(corruption_by_step):
+    """Batches of 8 rows, 4 per replica, each with a corrupt row on some of the replicas."""
+    x, y = small_data(len(corruption_by_step))
+    for step, (corrupt_value, replicas) in enumerate(corruption_by_step):
+        for replica in replicas:
+            x[8 * step + 4 * replica] = corrupt_value
     return x, y
 
 
@@ -58,53 +63,56 @@ def shared_state(model):
     return [*model.trainable_variables, *optimizer.variables, *optimizer.counters.weights]
 
 
-class WeightRecorder(keras.callbacks.Callback):
-    """Records the weights of each replica after each batch."""
+class StateRecorder(keras.callbacks.Callback):
+    """Records the weights and moments of each replica, and a snapshot of the optimizer, after each batch."""
 
     def __init__(self, strategy):
         super().__init__()
         self.strategy, self.recorded = strategy, []
 
     def on_train_batch_end(self, batch, logs=None):
-        self.recorded.append(
-            values_per_replica(self.strategy, self.model.weights + self.model.optimizer.inner_optimizer.variables)
-        )
+        variables = self.model.weights + self.model.optimizer.inner_optimizer.variables
+        self.recorded.append((values_per_replica(self.strategy, variables), self.model.optimizer.snapshot()))
+
+
+def assert_each_overflow_skips_its_step_on_both_replicas(recorded):
+    steps = zip(itertools.pairwise(recorded), CORRUPTION_BY_STEP[1:], strict=True)
+    for (before, after), (corrupt_value, replicas) in steps:
+        for old_values, new_values in zip(before[0], after[0], strict=True):
+            unchanged = [np.array_equal(old, new) for old, new in zip(old_values, new_values, strict=True)]
+            assert all(unchanged) if replicas else not any(unchanged[:2])
+            assert all(np.isfinite(value).all() for value in new_values)
+        is_backward = corrupt_value == OVERFLOWS_BACKWARD
+        old, new = before[1], after[1]
+        assert new.step == old.step + 1
+        assert new.overflow_count == old.overflow_count + bool(replicas)
+        assert new.nonfinite_loss_count == old.nonfinite_loss_count + bool(replicas and not is_backward)
+        assert new.loss_scale == old.loss_scale * (0.5 if is_backward else 1.0)
+        assert new.overflow_origin == ("scaled/bias" if is_backward else old.overflow_origin)
+
+
+def assert_shared_state_is_equal(strategy, model):
+    for first_value, second_value in zip(*values_per_replica(strategy, shared_state(model)), strict=True):
+        np.testing.assert_array_equal(first_value, second_value)
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
-@pytest.mark.parametrize("corruption", ["backward", np.nan, np.inf], ids=str)
-@pytest.mark.parametrize("corrupt_replicas", CORRUPT_REPLICAS)
-def test_overflow_on_any_replica_skips_the_step_on_all_replicas(strategy, corrupt_replicas, corruption, mode):
-    model, recorder = make_model(strategy, **{mode: True}), WeightRecorder(strategy)
-    fit(model, batches(corruption, CORRUPT_REPLICAS[corrupt_replicas]), [recorder, *kmp.callbacks.defaults()])
-    first, second, third = recorder.recorded
-    for replica in (0, 1):
-        unchanged = [np.array_equal(a, b) for a, b in zip(first[replica], second[replica], strict=True)]
-        assert all(unchanged) if CORRUPT_REPLICAS[corrupt_replicas] else not any(unchanged[:2])
-        assert not np.array_equal(second[replica][0], third[replica][0])
-        assert all(np.isfinite(value).all() for value in third[replica])
-    for first_value, second_value in zip(*values_per_replica(strategy, shared_state(model)), strict=True):
-        np.testing.assert_array_equal(first_value, second_value)
-    snapshot, skipped = model.optimizer.snapshot(), bool(CORRUPT_REPLICAS[corrupt_replicas])
-    assert (snapshot.step, snapshot.overflow_count) == (3, int(skipped))
-    assert snapshot.nonfinite_loss_count == (corruption != "backward" and skipped)
-    assert snapshot.loss_scale == 2.0 ** (14 if corruption == "backward" and skipped else 15)
-    assert snapshot.overflow_origin == (
-        "scaled/bias" if corruption == "backward" and skipped else snapshot.overflow_origin
-    )
+def test_overflow_on_any_replica_skips_the_step_on_all_replicas(strategy, mode):
+    model, recorder = make_model(strategy, **{mode: True}), StateRecorder(strategy)
+    fit(model, batches(CORRUPTION_BY_STEP), [recorder, *kmp.callbacks.defaults()])
+    assert_each_overflow_skips_its_step_on_both_replicas(recorder.recorded)
+    assert_shared_state_is_equal(strategy, model)
     assert np.isfinite(model.predict(small_data(1)[0], verbose=0)).all()
 
 
 def test_histogram_counts_the_gradients_of_both_replicas(strategy):
     model, callbacks = make_model(strategy), kmp.callbacks.defaults(every_n_steps=2)
-    fit(model, batches("backward", ()), callbacks)
+    fit(model, small_data(3), callbacks)
     elements = sum(variable.numpy().size for variable in model.trainable_variables)
     assert [histogram.total for histogram in callbacks[0].run.histograms] == [2 * elements, 2 * elements]
 
 
-@pytest.mark.parametrize("corruption", ["backward", np.nan], ids=str)
-@pytest.mark.parametrize("corrupt_replicas", CORRUPT_REPLICAS)
-def test_custom_loop_skips_the_step_on_all_replicas_and_guard_restores_each(strategy, corrupt_replicas, corruption):
+def test_custom_loop_skips_the_step_on_all_replicas_and_guard_restores_each(strategy):
     model = make_model(strategy)
     optimizer, loss_function = model.optimizer, keras.losses.SparseCategoricalCrossentropy(reduction="sum")
     with strategy.scope():
@@ -117,20 +125,13 @@ def test_custom_loop_skips_the_step_on_all_replicas_and_guard_restores_each(stra
             optimizer.apply(tape.gradient(scaled, model.trainable_variables), model.trainable_variables)
 
     step = tf.function(lambda x, y: strategy.run(forward_and_apply, args=(x, y)))
-    data = tf.data.Dataset.from_tensor_slices(batches(corruption, CORRUPT_REPLICAS[corrupt_replicas])).batch(
-        8, drop_remainder=True
-    )
+    data = tf.data.Dataset.from_tensor_slices(batches(CORRUPTION_BY_STEP)).batch(8, drop_remainder=True)
     recorded = []
     for x, y in strategy.experimental_distribute_dataset(data):
         step(x, y)
-        recorded.append(values_per_replica(strategy, model.weights))
-    for replica in (0, 1):
-        unchanged = [np.array_equal(a, b) for a, b in zip(recorded[0][replica], recorded[1][replica], strict=True)]
-        assert all(unchanged) if CORRUPT_REPLICAS[corrupt_replicas] else not any(unchanged[:2])
-        assert all(np.isfinite(value).all() for value in recorded[2][replica])
-    for first_value, second_value in zip(*values_per_replica(strategy, shared_state(model)), strict=True):
-        np.testing.assert_array_equal(first_value, second_value)
-    assert optimizer.snapshot().overflow_count == bool(CORRUPT_REPLICAS[corrupt_replicas])
+        recorded.append((values_per_replica(strategy, model.weights), optimizer.snapshot()))
+    assert_each_overflow_skips_its_step_on_both_replicas(recorded)
+    assert_shared_state_is_equal(strategy, model)
 
 
 def test_nonfinite_loss_is_remembered_between_separate_functions(strategy):
@@ -205,7 +206,7 @@ def test_skipped_batch_is_excluded_from_the_metrics_of_all_replicas(strategy):
     model = make_model(strategy)
     with strategy.scope():
         model.compile("sgd", "sparse_categorical_crossentropy", metrics=[keras.metrics.MeanMetricWrapper(ones, "rows")])
-    fit(model, batches(np.nan, (1,), 8))
+    fit(model, batches([(0.0, ()), (np.nan, (1,)), *[(0.0, ())] * 6]))
     (rows,) = [
         metric for container in model.metrics for metric in getattr(container, "metrics", []) if metric.name == "rows"
     ]

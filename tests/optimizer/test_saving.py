@@ -177,6 +177,7 @@ def test_model_saved_with_keras_class_loads_with_kmp_class_under_enable(tmp_path
     assert loaded.optimizer.snapshot().step == 20
 
 
+@pytest.mark.slow
 def test_error_of_loading_without_kmp_names_the_import(tmp_path, enabled):
     model = compiled_model()
     model.save(tmp_path / "model.keras")

@@ -445,9 +445,10 @@ def test_legend_wider_than_the_axes_does_not_shrink_them():
 
 
 def test_save_writes_a_png_and_closes_the_figure(tmp_path):
+    open_figures = plt.get_fignums()
     plots.save(plots.gradient_exponents(histogram()), tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert not plt.get_fignums()
+    assert plt.get_fignums() == open_figures
 
 
 @pytest.mark.parametrize(

@@ -342,34 +342,46 @@ def test_arguments_that_fail_on_replicas_work_on_one_replica(enabled, arguments,
     assert model.optimizer.snapshot().step == 20
 
 
+@pytest.mark.parametrize("optimizer", [gradient_accumulation, weight_averaging])
+@pytest.mark.parametrize("mode", [{}, {"jit_compile": True}, {"steps_per_execution": 2}], ids=str)
+def test_optimizer_options_that_fail_under_a_strategy_raise_on_one_replica_too(enabled, optimizer, mode, one_replica):
+    with one_replica.scope(), pytest.raises(ValueError, match=r"Keras' optimizers fail on.*`run_eagerly=True`"):
+        compiled_model(optimizer(), **mode)
+
+
 STOCK = """
 import os, sys
 os.environ["TF_CPP_MIN_LOG_LEVEL"], os.environ["CUDA_VISIBLE_DEVICES"] = "3", ""
 import keras, numpy as np, tensorflow as tf
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-compile_arguments, optimizer_arguments = eval(sys.argv[1])
-with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(**optimizer_arguments), "mse", **compile_arguments)
-try:
-    model.fit(np.ones((32, 4)), np.ones((32, 1)), batch_size=8, verbose=0)
-except (tf.errors.InvalidArgumentError, RuntimeError):
-    sys.exit(3)
+
+def fit(compile_arguments, optimizer_arguments):
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(**optimizer_arguments), "mse", **compile_arguments)
+    try:
+        model.fit(np.ones((32, 4)), np.ones((32, 1)), batch_size=8, verbose=0)
+    except (tf.errors.InvalidArgumentError, RuntimeError):
+        os._exit(3)
+
+for arguments in eval(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        fit(*arguments)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_tensorflow_and_keras_still_fail_on_arguments_that_kmp_rejects():
+    """If this fails, remove kmp's error. Uses a process for each, because these failures break it."""
+    arguments = [
         ({"jit_compile": True}, {}),
         ({"steps_per_execution": 4}, {}),
         ({}, {"gradient_accumulation_steps": 2}),
         ({}, {"use_ema": True, "ema_overwrite_frequency": 2}),
-    ],
-    ids=str,
-)
-def test_tensorflow_and_keras_still_fail_on_arguments_that_kmp_rejects(arguments):
-    """If this fails, remove kmp's error. Uses a subprocess, because these failures break the process."""
-    assert subprocess.run([sys.executable, "-c", STOCK, repr(arguments)], check=False).returncode == 3
+    ]
+    done = subprocess.run([sys.executable, "-c", STOCK, repr(arguments)], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["3"] * len(arguments), done.stderr

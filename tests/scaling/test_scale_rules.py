@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -11,26 +12,39 @@ from kmp.scaling import DynamicScale, FixedScale, ScaleState, StepOutcome
 from kmp.scaling.settings import make_rule
 
 powers = st.integers(-14, 20).map(lambda exponent: 2.0**exponent)
+OUTCOMES = [(False, True), (True, True), (True, False)]  # pairs (overflowed, loss_was_finite)
 
 
-def initial_state(rule):
-    return tf.constant(rule.initial_scale), tf.constant(0, tf.int64), tf.constant(0, tf.int64)
+def run_rule(rule, outcomes, compile_step=lambda step: step):
+    """Applies the rule to steps of pairs (overflowed, loss_was_finite); returns the states as Python numbers."""
+    states = run_rule_on_sequences(rule, [outcomes], compile_step)
+    return [tuple(values[0].item() for values in state) for state in states]
 
 
-def step_function(rule, compile_step=lambda step: step):
-    return compile_step(
+def run_rule_on_sequences(rule, sequences, compile_step=lambda step: step):
+    """As `run_rule` for several sequences of equal length at once; returns for each step the states as three arrays."""
+    step = compile_step(
         lambda state, overflowed, finite: rule.update(ScaleState(*state), StepOutcome(overflowed, finite))
     )
-
-
-def run_rule(rule, outcomes, step=None):
-    """Applies the rule to pairs (overflowed, loss_was_finite); returns the states as Python numbers."""
-    step = step or step_function(rule)
-    state, states = initial_state(rule), []
-    for overflowed, loss_was_finite in outcomes:
-        state = step(tuple(state), tf.constant(overflowed), tf.constant(loss_was_finite))
-        states.append(tuple(t.numpy().item() for t in state))
+    count = len(sequences)
+    state, states = (tf.fill([count], rule.initial_scale), *[tf.zeros([count], tf.int64)] * 2), []
+    for outcomes in zip(*sequences, strict=True):
+        state = step(tuple(state), *(tf.constant(flags) for flags in zip(*outcomes, strict=True)))
+        states.append([tensor.numpy() for tensor in state])
     return states
+
+
+def assert_equals_reference(arguments, length, compile_step=lambda step: step):
+    """Compares the rule with the reference after each step of every sequence of outcomes of a length."""
+    sequences = list(itertools.product(OUTCOMES, repeat=length))
+    references = [ReferenceRule(**{"initial_scale": 2.0**15} | arguments) for _ in sequences]
+    states = run_rule_on_sequences(DynamicScale(**arguments), sequences, compile_step)
+    for number, state in enumerate(states):
+        expected = [
+            reference.step(*outcomes[number]) for reference, outcomes in zip(references, sequences, strict=True)
+        ]
+        for actual, values in zip(state, zip(*expected, strict=True), strict=True):
+            np.testing.assert_array_equal(actual, values)
 
 
 ARGUMENTS = [
@@ -40,31 +54,19 @@ ARGUMENTS = [
     {"growth_interval": 3, "hysteresis": 3, "growth_factor": 1.5, "backoff_factor": 0.9, "min_scale": 2.0**-20},
 ]
 COMPILERS = {"eager": lambda step: step, "graph": tf.function, "xla": tf.function(jit_compile=True)}
-STEPS = {
-    (mode, index): step_function(DynamicScale(**arguments), compile_step)
-    for mode, compile_step in COMPILERS.items()
-    for index, arguments in enumerate(ARGUMENTS)
-}
-outcomes_of_steps = st.lists(st.sampled_from([(False, True), (True, True), (True, False)]), max_size=30)
 
 
 @pytest.mark.parametrize("mode", COMPILERS)
-@settings(max_examples=40, deadline=None)
-@given(outcomes=outcomes_of_steps, index=st.integers(0, len(ARGUMENTS) - 1))
-def test_rule_matches_the_reference_for_any_outcomes(mode, outcomes, index):
-    reference = ReferenceRule(**{"initial_scale": 2.0**15} | ARGUMENTS[index])
-    expected = [reference.step(overflowed, loss_was_finite) for overflowed, loss_was_finite in outcomes]
-    assert run_rule(DynamicScale(**ARGUMENTS[index]), outcomes, STEPS[mode, index]) == expected
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+def test_rule_equals_the_reference_on_every_sequence_of_eight_outcomes(arguments, mode):
+    assert_equals_reference(arguments, 8, COMPILERS[mode])
 
 
 @settings(max_examples=40, deadline=None)
-@given(outcomes_of_steps, st.integers(1, 4), st.integers(1, 3), st.tuples(powers, powers, powers).map(sorted))
-def test_rule_matches_the_reference_for_any_settings(outcomes, interval, hysteresis, bounds):
+@given(st.integers(1, 4), st.integers(1, 3), st.tuples(powers, powers, powers).map(sorted))
+def test_rule_equals_the_reference_for_any_settings(interval, hysteresis, bounds):
     names = ("min_scale", "initial_scale", "max_scale", "growth_interval", "hysteresis")
-    arguments = dict(zip(names, (*bounds, interval, hysteresis), strict=True))
-    reference = ReferenceRule(**arguments)
-    expected = [reference.step(overflowed, loss_was_finite) for overflowed, loss_was_finite in outcomes]
-    assert run_rule(DynamicScale(**arguments), outcomes) == expected
+    assert_equals_reference(dict(zip(names, (*bounds, interval, hysteresis), strict=True)), 6)
 
 
 def test_scale_stays_within_its_bounds():
