@@ -1,7 +1,7 @@
 """Runs the quick tests on the versions of Keras and TensorFlow that kmp supports.
 
-    nox                        # all three sessions
-    nox -s nightly -- -x -k adam    # one of them; what stands after `--` goes to pytest
+nox                        # all three sessions
+nox -s nightly -- -x -k adam    # one of them; what stands after `--` goes to pytest
 """
 
 import nox

@@ -1,3 +1,4 @@
+import gc
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -11,8 +12,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context  # no public API returns the optimized graph
+from tensorflow.python.framework import ops as tensorflow_ops
 
 import kmp
+
+gc.freeze()  # garbage collections skip what is imported here
 
 # MirroredStrategy needs two devices for two replicas. This must run before TensorFlow initializes its devices.
 tf.config.set_logical_device_configuration(
@@ -42,6 +46,11 @@ def clean_state():
     kmp.disable()
     keras.config.set_dtype_policy("float32")
     plt.close("all")
+    # TensorFlow never removes the gradient of a `tf.custom_gradient` in a graph, and with it keeps the whole graph:
+    # two thousand tests would take gigabytes, and each garbage collection seconds.
+    registry = tensorflow_ops.gradient_registry._registry
+    for name in [name for name in registry if name.startswith("CustomGradient-")]:
+        del registry[name]
 
 
 @pytest.fixture

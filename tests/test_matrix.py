@@ -1,4 +1,4 @@
-"""Training works for every pair of a mode, a strategy and an optimizer option.
+"""Training works for every pair of a mode, a strategy, an optimizer option, and with or without callbacks.
 
 `policy/test_misuse_warnings.py` has the combinations that `compile` refuses.
 """
@@ -17,6 +17,7 @@ import kmp
 pytestmark = pytest.mark.usefixtures("enabled")
 
 STRATEGIES = ["none", "one replica", "two replicas"]
+CALLBACKS = {"no callbacks": list, "default callbacks": kmp.callbacks.defaults}
 UNSUPPORTED = {("xla", "two replicas"), ("steps_per_execution", "two replicas")}
 EAGER_ONLY = {"ema", "accumulation"}
 
@@ -38,14 +39,14 @@ def scopes(one_replica, two_replicas):
     return dict(zip(STRATEGIES, (tf.distribute.get_strategy(), one_replica, two_replicas), strict=True))
 
 
-def is_supported(mode, strategy, option):
+def is_supported(mode, strategy, option, callbacks):
     needs_eager = option in EAGER_ONLY and strategy != "none"
     return (mode, strategy) not in UNSUPPORTED and (mode == "eager" or not needs_eager)
 
 
 def pairwise():
     """Returns the fewest supported combinations that have each supported pair of two values, by greedy choice."""
-    supported = [case for case in itertools.product(MODES, STRATEGIES, OPTIONS) if is_supported(*case)][::-1]
+    supported = [case for case in itertools.product(MODES, STRATEGIES, OPTIONS, CALLBACKS) if is_supported(*case)][::-1]
     uncovered, chosen = set().union(*map(pairs_of, supported)), []
     while uncovered:
         chosen.append(max(supported, key=lambda case: len(pairs_of(case) & uncovered)))
@@ -57,13 +58,13 @@ def pairs_of(case):
     return set(itertools.combinations(enumerate(case), 2))
 
 
-@pytest.mark.parametrize(("mode", "strategy", "option"), pairwise())
-def test_training_skips_exactly_the_corrupt_batches(mode, strategy, option, scopes):
+@pytest.mark.parametrize(("mode", "strategy", "option", "callbacks"), pairwise())
+def test_training_skips_exactly_the_corrupt_batches(mode, strategy, option, callbacks, scopes):
     arguments = MODES[mode] | ({"steps_per_execution": 2} if mode == "steps_per_execution" else {})
     with scopes[strategy].scope():
         model = make_model(option, **arguments)
     recorder, per_call = StateRecorder(), arguments.get("steps_per_execution", 1)
-    model.fit(*data(), batch_size=8, shuffle=False, verbose=0, callbacks=[recorder, *kmp.callbacks.defaults()])
+    model.fit(*data(), batch_size=8, shuffle=False, verbose=0, callbacks=[recorder, *CALLBACKS[callbacks]()])
     states = recorder.states
     before, after, last = states[2 // per_call - 1], states[4 // per_call - 1], states[-1]
     for old, new in zip(before, after, strict=True):

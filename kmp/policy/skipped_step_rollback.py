@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import SavedState, distribution, saved_layer_state
+from kmp.backend import SavedState, defining_class, distribution, is_keras_class, saved_layer_state
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy.model_optimizers import optimizers_of
 
@@ -151,11 +151,24 @@ class _GuardedTrainStep:
 
     def make_train_function(self, force: bool = False) -> None:
         """Creates the train function; each call of it resets the flag for non-finite losses of an execution."""
+        self._build_optimizer()
         previous_function = self._model.train_function
         type(self._model).make_train_function(self._model, force)
         train_function = self._model.train_function
         if train_function is not previous_function and self._model.steps_per_execution > 1:
             self._model.train_function = self._with_flag_reset(train_function)
+
+    def _build_optimizer(self) -> None:
+        """Builds the optimizer of a built model that trains with Keras' own step.
+
+        TensorFlow traces a step twice if the first trace creates variables. The variables that a custom step trains are
+        known only in it.
+        """
+        model, optimizer = self._model, self._model.optimizer
+        is_custom = self._instance_train_step or not is_keras_class(defining_class(type(model), "train_step"))
+        if isinstance(optimizer, LossScaleOptimizer) and not (optimizer.built or is_custom) and model.built:
+            with model.distribute_strategy.scope():
+                optimizer.build(model.trainable_variables)
 
     def train_step(self, data: Any) -> Any:
         """Runs the model's training step; restores layers if it is skipped, and metrics if its loss is not finite."""

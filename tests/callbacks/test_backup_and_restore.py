@@ -114,6 +114,13 @@ def fit(folder, callbacks=(), epochs=4, model=None):
     return values([*model.weights, *model.optimizer.variables, *model.optimizer.counters.weights])
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The state after `fit` that nothing interrupts."""
+    with kmp.enable():
+        return fit(tmp_path_factory.mktemp("uninterrupted"))
+
+
 def interrupt_fit(folder, epoch=2):
     with pytest.raises(KeyboardInterrupt):
         fit(folder, [KillAtEpoch(epoch)])
@@ -149,8 +156,7 @@ def during_the_deletion(weights, metadata):
     "simulate_kill",
     [between_weights_and_metadata, before_the_metadata, during_the_write, during_the_first_write, during_the_deletion],
 )
-def test_kill_during_a_save_loses_nothing(tmp_path, enabled, simulate_kill):
-    expected = fit(tmp_path / "uninterrupted")
+def test_kill_during_a_save_loses_nothing(tmp_path, enabled, simulate_kill, expected):
     simulate_kill(*interrupt_fit(tmp_path / "killed"))
     for value, expected_value in zip(fit(tmp_path / "killed"), expected, strict=True):
         np.testing.assert_array_equal(value, expected_value)
@@ -163,8 +169,7 @@ def zero_bytes(path, offset, length=2048):
 
 
 @pytest.mark.parametrize("offset", [0, 6144])
-def test_corrupt_backup_is_replaced_by_the_previous_one(tmp_path, enabled, offset, caplog):
-    expected = fit(tmp_path / "uninterrupted")
+def test_corrupt_backup_is_replaced_by_the_previous_one(tmp_path, enabled, offset, caplog, expected):
     weights, _ = interrupt_fit(tmp_path / "corrupt")
     zero_bytes(weights, offset)
     for value, expected_value in zip(fit(tmp_path / "corrupt"), expected, strict=True):

@@ -42,16 +42,13 @@ def overflowing_model(**settings):
 
 
 def test_streak_of_corrupt_batches_raises_at_patience_and_keeps_the_weights_from_before(compile_mode):
-    reference = compiled_model("adam")
-    fit(reference, data(batches=10))
-    keras.utils.set_random_seed(0)
     model = compiled_model("adam", **compile_mode)
-    model.set_weights(keras.models.clone_model(reference).get_weights())
+    fit(model, data(batches=16))
     before = model.get_weights()
     with pytest.raises(StuckError, match="was NaN or Inf before it was scaled, so no loss scale helps"):
-        fit(model, data(slice(0, 250)), defaults())
+        fit(model, data(slice(0, 250)), [StuckDetector()])
     per_call = compile_mode.get("steps_per_execution", 1)
-    assert model.optimizer.snapshot().step == -(-100 // per_call) * per_call
+    assert model.optimizer.snapshot().step == 16 + -(-100 // per_call) * per_call
     for weight, expected in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(weight, expected)
     assert model.optimizer.snapshot().loss_scale == 2.0**15

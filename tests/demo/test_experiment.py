@@ -93,6 +93,7 @@ def test_float16_without_loss_scaling_is_less_accurate_by_more_than_the_spread_o
     assert all(line.rstrip().endswith("\u2502") for line in rows)
 
 
+@pytest.mark.slow
 def test_command_writes_logs_figures_and_report_to_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(presentation, "SEEDS", (0,))
     out = tmp_path / "a folder with [red]brackets"
@@ -110,6 +111,7 @@ def test_command_writes_logs_figures_and_report_to_out(tmp_path, monkeypatch, ca
     assert keras.config.dtype_policy().name == "float32"
 
 
+@pytest.mark.slow
 def test_bfloat16_demo_runs_without_a_loss_scale(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(presentation, "SEEDS", (0,))
     assert main(["demo", "--steps", "2", "--policy", "mixed_bfloat16", "--out", str(tmp_path)]) == 0

@@ -92,6 +92,18 @@ def test_gradient_is_unscaled_and_flagged_in_its_variables_dtype(dtype, gradient
     assert flag.numpy().tolist() == [float(dtype == "float16")]
 
 
+def test_float64_gradient_beyond_float32_is_finite_if_it_is_after_unscaling(run_step):
+    gradient, variable, scale = tf.constant([2e38 * 1024.0], tf.float64), keras.Variable([0.0]), tf.constant(1024.0)
+    unscaled, flag = run_step(
+        lambda: (
+            unscaling.unscale([gradient], [variable], scale)[0],
+            unscaling.nonfinite_flags([gradient], [variable], scale, 1),
+        )
+    )()
+    np.testing.assert_allclose(unscaled, [2e38])
+    assert flag.numpy().tolist() == [0.0]
+
+
 @pytest.mark.parametrize("exponent", [-126, -14, 0, 15, 100, 126])
 def test_division_by_any_applied_scale_is_exact(exponent, run_step):
     gradient = tf.constant([2.0 ** min(127, max(-120, exponent)), 0.0])

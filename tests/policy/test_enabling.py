@@ -39,6 +39,7 @@ def test_disable_restores_the_policy_and_keras_methods():
 
 def test_handle_is_a_context_manager_that_nests_and_exits_on_an_exception():
     with kmp.enable("mixed_bfloat16") as outer:
+        assert "in force" in repr(outer)
         inner = kmp.enable("mixed_float16", loss_scale=8.0)
         assert "in force" in repr(inner)
         assert "replaced" in repr(outer)

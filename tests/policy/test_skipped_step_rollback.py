@@ -61,12 +61,13 @@ def test_nan_loss_is_in_the_logs_of_its_own_batch_only(compile_mode):
     assert set(calls[np.isnan(recorder.losses)]) == nan_calls
 
 
-@pytest.mark.parametrize("kmp_first", [True, False])
-def test_terminate_on_nan_stops_training(compile_mode, kmp_first):
-    model, stop = compiled_model(**compile_mode), keras.callbacks.TerminateOnNaN()
-    callbacks = [*kmp.callbacks.defaults(), stop] if kmp_first else [stop, *kmp.callbacks.defaults()]
-    fit(model, data_with_nan(5), epochs=3, callbacks=callbacks)
-    assert model.optimizer.snapshot().step == (8 if "steps_per_execution" in compile_mode else 6)
+def test_terminate_on_nan_stops_training_before_and_after_kmps_callbacks(compile_mode):
+    model, stop, callbacks = compiled_model(**compile_mode), keras.callbacks.TerminateOnNaN(), kmp.callbacks.defaults()
+    steps = 8 if "steps_per_execution" in compile_mode else 6
+    fit(model, data_with_nan(5), epochs=3, callbacks=[*callbacks, stop])
+    assert model.optimizer.snapshot().step == steps
+    fit(model, data_with_nan(5), epochs=3, callbacks=[stop, *callbacks])
+    assert model.optimizer.snapshot().step == 2 * steps
 
 
 def test_terminate_on_nan_ignores_an_overflow_of_the_gradients_alone(compile_mode):

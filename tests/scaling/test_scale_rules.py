@@ -124,5 +124,16 @@ def test_loaded_scale_is_clipped_to_the_bounds(loaded, bounded):
     assert float(FixedScale(16.0).bounded(tf.constant(loaded))) == 16.0
 
 
-def test_numpy_numbers_are_accepted():
-    assert make_rule(initial_scale=np.float32(8), growth_interval=np.int64(3)) == DynamicScale(8.0, 3)
+def test_numpy_numbers_become_python_numbers():
+    rule = make_rule(initial_scale=np.float32(8), growth_interval=np.int64(3))
+    assert rule == DynamicScale(8.0, 3)
+    assert (type(rule.initial_scale), type(rule.growth_interval)) == (float, int)
+
+
+def test_factors_are_limited_to_what_float32_distinguishes_from_1():
+    smallest_growth, largest_backoff = 1 + 2.0**-23, 1 - 2.0**-24
+    assert DynamicScale(growth_factor=smallest_growth, backoff_factor=largest_backoff).growth_factor == smallest_growth
+    with pytest.raises(ValueError, match="`growth_factor` must be"):
+        DynamicScale(growth_factor=1 + 2.0**-24)
+    with pytest.raises(ValueError, match="`backoff_factor` must be"):
+        DynamicScale(backoff_factor=1 - 2.0**-25)
