@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Command-line arguments without the program name; `sys.argv[1:]` if `None`.
     """
     parsed = _parser().parse_args(arguments)
+    if parsed.command == "demo":  # oneDNN, on by default on newer CPUs, is many times slower in float16
+        os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     try:
         from kmp import commands
     except ImportError as error:  # TensorFlow is missing, or Keras is set to another backend
