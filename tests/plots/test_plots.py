@@ -14,12 +14,6 @@ from kmp.records import BIN_COUNT, ExponentHistogram, GradientSample, Run
 INF_BIN, NAN_BIN = BIN_COUNT - 2, BIN_COUNT - 1
 
 
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
-
-
 def counted(**bins):
     """Returns counts by bin. The keywords are `e<exponent>` (`m` for a minus sign), `zero`, `inf` and `nan`."""
     indices = {"zero": 0, "inf": INF_BIN, "nan": NAN_BIN}
