@@ -3,7 +3,7 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("MPLBACKEND", "agg")
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # on by default on newer CPUs, where its float16 is 50 times slower
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # its float16 is many times slower on newer CPUs
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # several test processes share one GPU
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes matrix products deterministic
 
@@ -39,7 +39,7 @@ def one_replica():
 
 @pytest.fixture(autouse=True)
 def clean_state():
-    """Starts every test with the float32 policy and a fixed seed, and restores Keras' global state."""
+    """Starts each test with the float32 policy and a fixed seed. Removes patches, figures and graphs after it."""
     keras.config.set_dtype_policy("float32")
     keras.utils.set_random_seed(0)
     tf.config.experimental.enable_tensor_float_32_execution(False)  # a GPU would use TF32 by default
@@ -47,8 +47,8 @@ def clean_state():
     kmp.disable()
     keras.config.set_dtype_policy("float32")
     plt.close("all")
-    # TensorFlow never removes the gradient of a `tf.custom_gradient` in a graph, and with it keeps the whole graph:
-    # two thousand tests would take gigabytes, and each garbage collection seconds.
+    # TensorFlow never removes the gradient of a `tf.custom_gradient` in a graph, and with it keeps the whole graph.
+    # With two thousand tests, memory grows by gigabytes and each garbage collection takes seconds.
     registry = tensorflow_ops.gradient_registry._registry
     for name in [name for name in registry if name.startswith("CustomGradient-")]:
         del registry[name]

@@ -1,12 +1,14 @@
-"""Do the tests notice when the code is wrong? Runs them on 60 faulty copies of kmp, and prints who noticed.
+"""Mutation testing: runs the tests on 60 mutants of kmp, and prints which test fails on each.
 
-    python tests/mutation.py record [-m "not slow"]     # once: which tests run which line; as long as the tests take
-    python tests/mutation.py run [--only ID ...]        # about an hour; needs the extra `dev`
-    python tests/mutation.py sample                     # draws the faults anew
+    python tests/mutation.py record [-m "not slow"]     # once: which test runs which line
+    python tests/mutation.py run [ID ...]               # needs the extra `dev`
+    python tests/mutation.py sample                     # draws the mutants again; overwrites tests/mutants.json
 
-A fault, a "mutant", changes one expression or deletes one statement. `tests/mutants.json` fixes which: they stay the
-same while the tests change. Each is found by its own lines, so it survives edits elsewhere in its file. A mutant gets
-the tests that run its lines, the fastest first, then the other tests of those files, until one fails.
+A mutant changes one expression or deletes one statement. `tests/mutants.json` holds those drawn from commit 63cdcde, so
+that they stay the same while the tests change. Each is found by its own lines, so it survives edits elsewhere in its
+file. A mutant gets the recorded tests that run its lines, the fastest first, then the other tests of those files, until
+one fails; that test then runs alone, because a test that depends on those before it detects nothing. `run` takes the
+files from git's index: `git add` first.
 """
 
 import argparse
@@ -28,31 +30,33 @@ ROOT = Path(__file__).parent.parent
 MUTANTS = ROOT / "tests" / "mutants.json"
 RECORDED = ROOT / ".mutation"  # ignored by git
 PACKAGES, PER_PACKAGE, SEED = ("scaling", "optimizer", "gradients", "policy", "callbacks"), 12, 20
-SECONDS = 420  # of tests for one mutant
-SWAPPED = {
-    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
-    **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And},
-    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
-    **{ast.Pow: ast.Mult, ast.Mod: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd},
-}
+TIME_LIMIT = 420  # seconds of tests for one mutant
+SWAPS = [
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)),
+    *((ast.And, ast.Or), (ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.BitAnd, ast.BitOr)),
+]
+SWAPPED = {old: new for pair in SWAPS for old, new in (pair, pair[::-1])}
+SWAPPED |= dict.fromkeys((ast.FloorDiv, ast.Pow, ast.Mod), ast.Mult)
 
 
-def mutations_of(node):
-    """Yields the faulty versions of one syntax node."""
+def mutated(node):
+    """Returns the faulty version of a syntax node, or `None` if it has none."""
+    faulty = None
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        yield changed(node, ops=[SWAPPED[type(node.ops[0])]()])
+        faulty = changed(node, ops=[SWAPPED[type(node.ops[0])]()])
     elif isinstance(node, ast.BoolOp | ast.BinOp) and type(node.op) in SWAPPED:
-        yield changed(node, op=SWAPPED[type(node.op)]())
+        faulty = changed(node, op=SWAPPED[type(node.op)]())
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
-        yield node.operand
+        faulty = node.operand
     elif isinstance(node, ast.IfExp):
-        yield changed(node, body=node.orelse, orelse=node.body)
+        faulty = changed(node, body=node.orelse, orelse=node.body)
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
-        yield changed(node, value=not node.value)
+        faulty = changed(node, value=not node.value)
     elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        yield changed(node, value=node.value + 1)
+        faulty = changed(node, value=node.value + 1)
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        yield ast.Pass()
+        faulty = ast.Pass()
+    return faulty
 
 
 def changed(node, **fields):
@@ -78,15 +82,17 @@ def mutants_of(path):
     source = (ROOT / path).read_text(encoding="utf-8")
     lines = source.splitlines(keepends=True)
     for node in without_annotations(ast.parse(source)):
-        for mutated in mutations_of(node):
-            first, last = node.lineno - 1, node.end_lineno
-            before = lines[first].encode()[: node.col_offset].decode()
-            after = lines[last - 1].encode()[node.end_col_offset :].decode()
-            text = ast.unparse(ast.fix_missing_locations(mutated))
-            text = text if isinstance(node, ast.stmt | ast.Constant) else f"({text})"
-            original = "".join(lines[first:last])
-            if before + text + after != original:
-                yield {"file": path, "line": first + 1, "original": original, "mutated": before + text + after}
+        faulty = mutated(node)
+        if faulty is None:
+            continue
+        first, last = node.lineno - 1, node.end_lineno
+        before = lines[first].encode()[: node.col_offset].decode()
+        after = lines[last - 1].encode()[node.end_col_offset :].decode()
+        text = ast.unparse(ast.fix_missing_locations(faulty))
+        text = text if isinstance(node, ast.stmt | ast.Constant) else f"({text})"
+        original = "".join(lines[first:last])
+        if before + text + after != original:
+            yield {"file": path, "line": first + 1, "original": original, "mutated": before + text + after}
 
 
 def sample():
@@ -96,9 +102,10 @@ def sample():
         paths = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kmp" / package).glob("*.py"))
         candidates = [mutant for path in paths for mutant in mutants_of(path)]
         randomizer.shuffle(candidates)
-        by_line = {(mutant["file"], mutant["line"]): mutant for mutant in reversed(candidates)}
-        order = {id(mutant): number for number, mutant in enumerate(candidates)}
-        chosen = sorted(by_line.values(), key=lambda mutant: order[id(mutant)])[:PER_PACKAGE]
+        by_line = {}
+        for mutant in candidates:
+            by_line.setdefault((mutant["file"], mutant["line"]), mutant)
+        chosen = list(by_line.values())[:PER_PACKAGE]
         drawn += sorted(chosen, key=lambda mutant: (mutant["file"], mutant["line"]))
     return [{"id": f"{mutant['file'].split('/')[1]}-{i % PER_PACKAGE}", **mutant} for i, mutant in enumerate(drawn)]
 
@@ -116,30 +123,38 @@ def lines_of(mutant, source):
 
 def pytest_runtest_logreport(report):
     """Writes each test's result for `record` and `run`, which name this module to pytest as a plugin."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # the controller gets the report too
     error = report.longrepr.reprcrash.message.partition("\n")[0] if hasattr(report.longrepr, "reprcrash") else ""
     with Path(os.environ["MUTATION_RESULTS"]).open("a", encoding="utf-8") as file:
         result = {"test": report.nodeid, "seconds": report.duration, "failed": report.failed, "error": error}
         file.write(json.dumps(result) + "\n")
 
 
-def run_pytest(folder, results, arguments, seconds=None):
-    """Runs the tests of a copy of the repository. Returns a dict per phase of each test, and whether time ran out."""
+def run_pytest(folder, results, arguments, time_limit=None):
+    """Runs tests of a copy of the repository. Returns a dict for each phase of each test, and whether time ran out."""
     results.unlink(missing_ok=True)
-    path = os.pathsep.join([str(folder), str(folder / "tests")])  # goes before kmp as it is installed
+    path = os.pathsep.join([str(folder), str(folder / "tests")])  # precedes the installed kmp
     environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "MUTATION_RESULTS": str(results)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-q", "-p", "mutation", "-p", "no:cacheprovider", *arguments],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return read(results), True
+    output = results.with_suffix(".out")
+    with output.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-q", "-p", "mutation", "-p", "no:cacheprovider", *arguments],
+            cwd=folder,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(time_limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return read(results), True
+    if process.returncode not in (0, 1) and not results.exists():
+        lines = [line for line in output.read_text(encoding="utf-8").splitlines() if line]
+        return [{"test": "", "seconds": 0.0, "failed": True, "error": lines[-1]}], False  # kmp cannot be imported
     return read(results), False
 
 
@@ -147,14 +162,16 @@ def read(results):
     return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()] if results.exists() else []
 
 
-def record(marker):
-    """Runs the tests with a marker on the unchanged code, and records which of them run which line."""
+def record(markers):
+    """Runs the tests with some markers on the unchanged code, and records which of them run which line."""
     RECORDED.mkdir(exist_ok=True)
     settings = RECORDED / "coverage.ini"
     settings.write_text(f"[run]\nrelative_files = True\nsource = kmp\ndata_file = {RECORDED / 'coverage'}\n")
-    arguments = ["-n", "2", "--dist", "worksteal", "-m", marker, "-o", "filterwarnings=default"]
+    arguments = ["-n", "2", "-m", markers, "-o", "filterwarnings=default"]  # coverage itself may warn
     arguments += ["--cov", f"--cov-config={settings}", "--cov-context=test", "--cov-report="]
-    run_pytest(ROOT, RECORDED / "results.jsonl", arguments)
+    results, _ = run_pytest(ROOT, RECORDED / "results.jsonl", arguments)
+    failed = [result["test"] or result["error"] for result in results if result["failed"]]
+    print(f"recorded {len({result['test'] for result in results})} tests, of which {len(failed)} failed: {failed}")
 
 
 def recorded():
@@ -174,10 +191,9 @@ def recorded():
     return seconds, tests
 
 
-def tests_for(mutant, source, seconds, tests_by_line):
+def tests_for(mutant, lines, seconds, tests_by_line):
     """Returns the tests for a mutant in the order to run them."""
-    lines = {(mutant["file"], line) for line in lines_of(mutant, source)}
-    first = set().union(*(tests_by_line.get(line, ()) for line in lines))
+    first = set().union(*(tests_by_line.get((mutant["file"], line), ()) for line in lines))
     if not first:  # a line that runs when kmp is imported
         first = set().union(*(tests for (path, _), tests in tests_by_line.items() if path == mutant["file"]))
     files = {test.partition("::")[0] for test in first}
@@ -185,53 +201,66 @@ def tests_for(mutant, source, seconds, tests_by_line):
     return sorted(first, key=seconds.get) + sorted(others, key=seconds.get)
 
 
-def run(mutant, seconds, tests_by_line):
-    """Runs the tests on a copy of the repository with one mutant. Returns the mutant with the test that failed."""
+def run(mutant, lines, tests):
+    """Runs tests on a copy of the repository with one mutant. Returns which of them failed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "kmp")
         subprocess.run(["git", "checkout-index", "--all", f"--prefix={folder}/"], cwd=ROOT, check=True)
         path = folder / mutant["file"]
-        source = path.read_text(encoding="utf-8")
-        lines = lines_of(mutant, source)
-        tests = tests_for(mutant, source, seconds, tests_by_line)
-        text = source.splitlines(keepends=True)
+        text = path.read_text(encoding="utf-8").splitlines(keepends=True)
         text[lines[0] - 1 : lines[-1]] = [mutant["mutated"]]
         path.write_text("".join(text), encoding="utf-8")
         selection = Path(name, "tests.txt")
         selection.write_text("\n".join(tests), encoding="utf-8")
-        arguments = ["-x", "-p", "no:xdist", "-p", "no:randomly", f"@{selection}"]
-        results, out_of_time = run_pytest(folder, Path(name, "results.jsonl"), arguments, SECONDS)
-    failed = next((result for result in results if result["failed"]), None)
-    if failed is None:
-        outcome = {"outcome": "time ran out" if out_of_time else "survived" if results else "not imported"}
-    else:
-        outcome = {"outcome": "killed", "by": failed["test"], "error": failed["error"]}
+        one_process = ["-n", "0", "--dist", "no", "-m", ""]  # the recorded slow tests too
+        results, is_out_of_time = run_pytest(
+            folder, Path(name, "results.jsonl"), [*one_process, "-x", f"@{selection}"], TIME_LIMIT
+        )
+        failed = next((result for result in results if result["failed"]), None)
+        outcome = {"outcome": "time ran out" if is_out_of_time else "survived"}
+        if failed:
+            alone = results
+            if failed["test"]:
+                alone, _ = run_pytest(folder, Path(name, "alone.jsonl"), [*one_process, failed["test"]], TIME_LIMIT)
+            is_killed = any(result["failed"] for result in alone)
+            outcome = {"outcome": "killed" if is_killed else "fails only after other tests", "by": failed["test"]}
+            outcome["error"] = failed["error"]
     done = {"id": mutant["id"], **outcome, "tests": len({result["test"] for result in results}), "of": len(tests)}
     print(json.dumps(done), flush=True)
     return done
 
 
+def run_all(ids, jobs):
+    """Runs the tests on the mutants with some IDs, by default all."""
+    mutants = json.loads(MUTANTS.read_text(encoding="utf-8"))
+    if unknown := set(ids) - {mutant["id"] for mutant in mutants}:
+        raise SystemExit(f"Unknown mutants: {', '.join(sorted(unknown))}")
+    seconds, tests_by_line = recorded()
+    prepared = []
+    for mutant in mutants:
+        if not ids or mutant["id"] in ids:
+            lines = lines_of(mutant, (ROOT / mutant["file"]).read_text(encoding="utf-8"))
+            prepared.append((mutant, lines, tests_for(mutant, lines, seconds, tests_by_line)))
+    with ThreadPoolExecutor(jobs) as pool:
+        done = list(pool.map(lambda arguments: run(*arguments), prepared))
+    print(f"{sum(each['outcome'] == 'killed' for each in done)} of {len(done)} mutants are killed")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["record", "run", "sample"])
-    parser.add_argument("-m", default="", metavar="MARKERS", help="the tests to record, as for pytest")
-    parser.add_argument("--only", nargs="*", metavar="ID", help="the mutants to run; by default all")
-    parser.add_argument("--jobs", type=int, default=2, help="how many mutants run at once")
+    commands = parser.add_subparsers(required=True, dest="command")
+    commands.add_parser("sample")
+    commands.add_parser("record").add_argument("-m", default="", metavar="MARKERS", help="as for pytest")
+    runs = commands.add_parser("run")
+    runs.add_argument("ids", nargs="*", metavar="ID", help="the mutants to run; by default all")
+    runs.add_argument("--jobs", type=int, default=2, help="how many mutants run at once")
     arguments = parser.parse_args()
     if arguments.command == "sample":
         MUTANTS.write_text(json.dumps(sample(), indent=1) + "\n", encoding="utf-8")
     elif arguments.command == "record":
         record(arguments.m)
     else:
-        mutants = [
-            mutant
-            for mutant in json.loads(MUTANTS.read_text(encoding="utf-8"))
-            if arguments.only is None or mutant["id"] in arguments.only
-        ]
-        seconds, tests_by_line = recorded()
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            done = list(pool.map(lambda mutant: run(mutant, seconds, tests_by_line), mutants))
-        print(f"{sum(each['outcome'] == 'killed' for each in done)} of {len(done)} mutants are killed")
+        run_all(arguments.ids, arguments.jobs)
 
 
 if __name__ == "__main__":

@@ -13,3 +13,10 @@ def memory_limit_of_gpu() -> int:
     from tensorflow.python.client import device_lib
 
     return next(device.memory_limit for device in device_lib.list_local_devices() if device.device_type == "GPU")
+
+
+def is_onednn_enabled() -> bool:
+    """Whether TensorFlow computes with oneDNN on the CPU. No public function returns it."""
+    from tensorflow.python.util import _pywrap_util_port
+
+    return bool(_pywrap_util_port.IsMklEnabled())

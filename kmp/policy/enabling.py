@@ -133,8 +133,8 @@ def graph_rewrite(enabled: bool = True, dtype: str | None = None) -> None:
     Args:
         enabled: Whether to rewrite graphs. A second call replaces the first. `False` restores TensorFlow's option;
             compiled models keep their optimizer.
-        dtype: `"float16"`, whose pass needs a GPU; `"bfloat16"`, whose pass is for CPUs; or `None` for float16 with a
-            GPU, and bfloat16 and a warning without one.
+        dtype: `"float16"`, whose pass needs a GPU; `"bfloat16"`, whose pass is for CPUs and needs oneDNN; or `None` for
+            float16 with a GPU, and bfloat16 and a warning without one.
 
     Raises:
         TypeError: If `enabled` is not a bool.

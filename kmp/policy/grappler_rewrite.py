@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmp.backend import tensorflow_internals
 from kmp.utils import BFLOAT16, FLOAT16, user_messages
 
 # Options of grappler, TensorFlow's graph optimizer. The first pass needs a GPU, the second is for CPUs.
@@ -14,6 +15,10 @@ PASSES = {FLOAT16.name: "auto_mixed_precision", BFLOAT16.name: "auto_mixed_preci
 _BFLOAT16_FALLBACK = "TensorFlow sees no GPU, and its float16 pass needs one: graphs are rewritten to bfloat16."
 _FLOAT16_WITHOUT_GPU = (
     "TensorFlow's float16 pass does nothing without a GPU, and TensorFlow sees none. Leave out `dtype` to use bfloat16."
+)
+_BFLOAT16_WITHOUT_ONEDNN = (
+    "TensorFlow's bfloat16 pass does nothing without oneDNN, which is off here. Set the environment variable "
+    "TF_ENABLE_ONEDNN_OPTS=1 before TensorFlow is imported."
 )
 _EAGER = "With `run_eagerly=True` there is no graph to rewrite: the model trains in float32."
 
@@ -35,6 +40,8 @@ def turn_on(requested_dtype: str | None) -> None:
     if not has_gpu and requested_dtype != BFLOAT16.name:
         user_messages.warn(_FLOAT16_WITHOUT_GPU if requested_dtype else _BFLOAT16_FALLBACK)
     rewrite_dtype = requested_dtype or (FLOAT16.name if has_gpu else BFLOAT16.name)
+    if rewrite_dtype == BFLOAT16.name and not tensorflow_internals.is_onednn_enabled():
+        user_messages.warn(_BFLOAT16_WITHOUT_ONEDNN)
     turn_off()
     option = PASSES[rewrite_dtype]
     _previous_values[option] = bool(tf.config.optimizer.get_experimental_options().get(option))

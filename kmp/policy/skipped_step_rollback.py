@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import SavedState, defining_class, distribution, is_keras_class, saved_layer_state
+from kmp.backend import SavedState, distribution, saved_layer_state, sublayers
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy.model_optimizers import optimizers_of
 
@@ -150,25 +150,38 @@ class _GuardedTrainStep:
             self._only_nonfinite_batches = distribution.variable("nothing_counted", "float32")
 
     def make_train_function(self, force: bool = False) -> None:
-        """Creates the train function; each call of it resets the flag for non-finite losses of an execution."""
-        self._build_optimizer()
+        """Creates the train function.
+
+        Each call of it resets the flag for non-finite losses of an execution, and the first one builds the optimizer.
+        """
         previous_function = self._model.train_function
         type(self._model).make_train_function(self._model, force)
-        train_function = self._model.train_function
-        if train_function is not previous_function and self._model.steps_per_execution > 1:
-            self._model.train_function = self._with_flag_reset(train_function)
+        if self._model.train_function is not previous_function:
+            self._model.train_function = self._prepared(self._model.train_function)
+
+    def _prepared(self, train_function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(iterator: Any) -> Any:
+            self._build_optimizer()
+            if self._model.steps_per_execution > 1:
+                self._nonfinite_in_execution.assign(0.0)
+            return train_function(iterator)
+
+        return run
 
     def _build_optimizer(self) -> None:
-        """Builds the optimizer of a built model that trains with Keras' own step.
+        """Builds the optimizer before the first step, if it is known which variables that step trains.
 
-        TensorFlow traces a step twice if the first trace creates variables. The variables that a custom step trains are
-        known only in it.
+        TensorFlow traces a step twice if the first trace creates variables. The step has to be Keras' own, and all
+        layers built; otherwise the step builds the optimizer.
         """
         model, optimizer = self._model, self._model.optimizer
-        is_custom = self._instance_train_step or not is_keras_class(defining_class(type(model), "train_step"))
-        if isinstance(optimizer, LossScaleOptimizer) and not (optimizer.built or is_custom) and model.built:
+        if not isinstance(optimizer, LossScaleOptimizer) or optimizer.built:
+            return
+        has_keras_step = self._instance_train_step is None and model.train_step == self.train_step
+        has_keras_step = has_keras_step and type(model).train_step.__module__.startswith("keras.")
+        if has_keras_step and model.trainable_weights and all(layer.built for layer in sublayers(model)):
             with model.distribute_strategy.scope():
-                optimizer.build(model.trainable_variables)
+                optimizer.build(model.trainable_weights)
 
     def train_step(self, data: Any) -> Any:
         """Runs the model's training step; restores layers if it is skipped, and metrics if its loss is not finite."""
@@ -208,13 +221,6 @@ class _GuardedTrainStep:
             return logs
         self._nonfinite_in_execution.assign(ops.maximum(self._nonfinite_in_execution, ops.cast(nonfinite, "float32")))
         return logs | {"loss": ops.where(self._nonfinite_in_execution > 0, math.nan, logs["loss"])}
-
-    def _with_flag_reset(self, train_function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(iterator: Any) -> Any:
-            self._nonfinite_in_execution.assign(0.0)
-            return train_function(iterator)
-
-        return run
 
     def _watched_step(self, data: Any) -> Any:
         with contextlib.ExitStack() as stack:

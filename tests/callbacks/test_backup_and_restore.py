@@ -83,12 +83,13 @@ def assert_log_has_each_step_once(folder):
 
 @pytest.mark.slow
 def test_run_killed_at_any_time_ends_as_an_uninterrupted_run(tmp_path):
-    expected, seconds = finish_run(tmp_path / "uninterrupted")
     randomizer, quarters = random.Random(SEED), 4
-    kill_times = [seconds * (quarter + randomizer.random()) / quarters for quarter in range(quarters)]
     folders = [tmp_path / str(quarter) for quarter in range(quarters)]
     with ThreadPoolExecutor(2) as pool:
+        (expected, seconds), (repeated, _) = pool.map(finish_run, [tmp_path / "first", tmp_path / "second"])
+        kill_times = [seconds * (quarter + randomizer.random()) / quarters for quarter in range(quarters)]
         results = list(pool.map(kill_and_resume, folders, kill_times))
+    assert all(np.array_equal(first, second) for first, second in zip(expected, repeated, strict=True))
     for result, kill_time, folder in zip(results, kill_times, folders, strict=True):
         message = f"killed after {kill_time:.2f} of {seconds:.2f} s, seed {SEED}"
         for array, expected_array in zip(result, expected, strict=True):

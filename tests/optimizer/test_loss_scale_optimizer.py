@@ -60,7 +60,7 @@ def steps_with_every_pair():
     """Returns steps (element of the gradient, loss) in which each kind of step follows each kind."""
     kinds = [(element, loss) for loss in (1.0, NAN) for element in (GOOD, OVERFLOW, NAN)]
     steps = [kind for i, first in enumerate(kinds) for second in kinds[i + 1 :] for kind in (first, second)]
-    return [*steps, *(kind for kind in kinds for _ in range(2)), *[(GOOD, 1.0)] * 5]
+    return [*steps, *(kind for kind in kinds for _ in range(2)), *[(GOOD, 1.0)] * 9]
 
 
 @pytest.mark.parametrize("name", INNER)
@@ -76,7 +76,7 @@ def test_clean_steps_equal_unscaled_ones_and_skipped_steps_change_nothing(name):
         first, second = gradients(GOOD, scaled.loss_scale)
         scaled.apply([first, tf.stack([second[0], second[1] * element])], scaled_weights)
 
-    skipped = 0
+    skipped, scales = 0, set()
     for element, loss in steps_with_every_pair():
         before = values([*scaled_weights, *scaled.inner_optimizer.variables])
         step(tf.constant(loss), tf.constant(element))
@@ -90,10 +90,24 @@ def test_clean_steps_equal_unscaled_ones_and_skipped_steps_change_nothing(name):
                 np.testing.assert_array_equal(old, new)
         snapshot = scaled.snapshot()
         assert (snapshot.overflow_count, snapshot.overflows_in_a_row > 0) == (skipped, (element, loss) != (GOOD, 1.0))
-        assert 2.0 <= snapshot.loss_scale <= 16.0
+        scales.add(snapshot.loss_scale)
+    assert scales == {2.0, 4.0, 8.0, 16.0}
     for expected, actual in zip(values(bare_weights), values(scaled_weights), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
     assert int(scaled.iterations) == int(bare.iterations)
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_skipped_eager_step_changes_nothing(name):
+    optimizer, variables = kmp.LossScaleOptimizer(INNER[name](), initial_scale=8.0), weights()
+    optimizer.build(variables)
+    for element, loss in [(GOOD, 1.0), (OVERFLOW, 1.0), (GOOD, NAN), (GOOD, 1.0)]:
+        before = values([*variables, *optimizer.inner_optimizer.variables])
+        optimizer.scale_loss(loss)
+        optimizer.apply(gradients(element, optimizer.snapshot().loss_scale), variables)
+        after = values([*variables, *optimizer.inner_optimizer.variables])
+        is_unchanged = all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))
+        assert is_unchanged == ((element, loss) != (GOOD, 1.0))
 
 
 @settings(max_examples=25, deadline=None)

@@ -71,11 +71,14 @@ class StateRecorder(keras.callbacks.Callback):
         self.strategy, self.recorded = strategy, []
 
     def on_train_batch_end(self, batch, logs=None):
+        assert_shared_state_is_equal(self.strategy, self.model)
         variables = self.model.weights + self.model.optimizer.inner_optimizer.variables
         self.recorded.append((values_per_replica(self.strategy, variables), self.model.optimizer.snapshot()))
 
 
 def assert_each_overflow_skips_its_step_on_both_replicas(recorded):
+    first = recorded[0][1]
+    assert (first.step, first.overflow_count, first.nonfinite_loss_count, first.loss_scale) == (1, 0, 0, 2.0**15)
     steps = zip(itertools.pairwise(recorded), CORRUPTION_BY_STEP[1:], strict=True)
     for (before, after), (corrupt_value, replicas) in steps:
         for old_values, new_values in zip(before[0], after[0], strict=True):
@@ -101,7 +104,6 @@ def test_overflow_on_any_replica_skips_the_step_on_all_replicas(strategy, mode):
     model, recorder = make_model(strategy, **{mode: True}), StateRecorder(strategy)
     fit(model, batches(CORRUPTION_BY_STEP), [recorder, *kmp.callbacks.defaults()])
     assert_each_overflow_skips_its_step_on_both_replicas(recorder.recorded)
-    assert_shared_state_is_equal(strategy, model)
     assert np.isfinite(model.predict(small_data(1)[0], verbose=0)).all()
 
 
@@ -129,9 +131,9 @@ def test_custom_loop_skips_the_step_on_all_replicas_and_guard_restores_each(stra
     recorded = []
     for x, y in strategy.experimental_distribute_dataset(data):
         step(x, y)
+        assert_shared_state_is_equal(strategy, model)
         recorded.append((values_per_replica(strategy, model.weights), optimizer.snapshot()))
     assert_each_overflow_skips_its_step_on_both_replicas(recorded)
-    assert_shared_state_is_equal(strategy, model)
 
 
 def test_nonfinite_loss_is_remembered_between_separate_functions(strategy):

@@ -9,9 +9,12 @@ import pytest
 import tensorflow as tf
 
 import kmp
+from kmp.backend import tensorflow_internals
 from kmp.policy.grappler_rewrite import PASSES
 
 TESTS = Path(__file__).parent.parent
+WITHOUT_ONEDNN = "TensorFlow's bfloat16 pass does nothing without oneDNN"  # which the tests turn off
+pytestmark = pytest.mark.filterwarnings(f"ignore:{WITHOUT_ONEDNN}")
 
 
 @pytest.fixture(autouse=True)
@@ -37,19 +40,21 @@ def options():
 
 
 def test_pass_is_on_only_while_the_rewrite_is():
+    tf.config.optimizer.set_experimental_options({"remapping": True})
     before = options()
     kmp.graph_rewrite(True, dtype="bfloat16")
     assert options()[PASSES["bfloat16"]]
     kmp.graph_rewrite(False)
     assert not options().get(PASSES["bfloat16"])
-    assert options().items() >= before.items()
+    assert options().items() >= before.items() > {}.items()
 
 
 @pytest.mark.slow
 def test_optimized_graph_has_casts_only_while_the_rewrite_is_on():
     """In a process of its own: TensorFlow's pass for CPUs needs oneDNN, which the tests turn off."""
     code = """if True:
-        import sys
+        import sys, warnings
+        warnings.simplefilter("error", UserWarning)
         sys.path.insert(0, sys.argv[1])
         import keras, tensorflow as tf
         from conftest import casts_of_optimized
@@ -60,7 +65,7 @@ def test_optimized_graph_has_casts_only_while_the_rewrite_is_on():
                 kmp.graph_rewrite(rewrite, dtype="bfloat16")
             print(len(casts_of_optimized(tf.function(model.call), [x], tf.bfloat16)))
     """
-    environment = os.environ | {"TF_ENABLE_ONEDNN_OPTS": "1"}
+    environment = os.environ | {"TF_ENABLE_ONEDNN_OPTS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-c", code, TESTS], env=environment, capture_output=True, text=True, check=True
     )
@@ -72,6 +77,12 @@ def test_without_a_gpu_the_default_is_bfloat16_with_a_warning():
     with pytest.warns(UserWarning, match="no GPU.*rewritten to bfloat16"):
         kmp.graph_rewrite(True)
     assert options()[PASSES["bfloat16"]]
+
+
+def test_bfloat16_without_onednn_warns_that_the_pass_does_nothing(monkeypatch):
+    monkeypatch.setattr(tensorflow_internals, "is_onednn_enabled", lambda: False)
+    with pytest.warns(UserWarning, match=f"{WITHOUT_ONEDNN}.*TF_ENABLE_ONEDNN_OPTS=1"):
+        kmp.graph_rewrite(True, dtype="bfloat16")
 
 
 def test_float16_without_a_gpu_warns_that_the_pass_does_nothing():

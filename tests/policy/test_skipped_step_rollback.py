@@ -1,6 +1,10 @@
+import contextlib
+import warnings
+
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import compiled_model, small_data, small_model
 from keras import ops
 
@@ -102,8 +106,6 @@ class CustomTrainStep(keras.Model):
         return self.net(x)
 
     def train_step(self, data):
-        import tensorflow as tf
-
         x, y = data
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x=x, y=y, y_pred=self(x))
@@ -253,3 +255,82 @@ def test_nan_loss_logged_by_a_custom_training_step_is_kept():
     model.compile("sgd", "sparse_categorical_crossentropy")
     history = fit(model, data_with_nan(), callbacks=kmp.callbacks.defaults())
     assert np.isnan(history["loss"][0])
+
+
+class CountsTraces(keras.losses.SparseCategoricalCrossentropy):
+    traces = 0
+
+    def call(self, y, prediction):
+        self.traces += 1
+        return super().call(y, prediction)
+
+
+@pytest.mark.parametrize("callbacks", [list, kmp.callbacks.defaults])
+def test_step_is_traced_once(callbacks):
+    model, loss = small_model(), CountsTraces()
+    model.compile("adam", loss)
+    fit(model, data_with_nan(), callbacks=callbacks())
+    assert loss.traces == 1
+
+
+class AuxiliaryHead(keras.Model):
+    """Has a layer that runs only in training, so a call for inference builds the model without it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.auxiliary = small_model(), keras.layers.Dense(2)
+
+    def build(self, shape):
+        self.net.build(shape)
+
+    def call(self, x, training=None):
+        outputs = self.net(x)
+        return outputs + 0.1 * ops.softmax(ops.cast(self.auxiliary(x), "float32")) if training else outputs
+
+
+def test_layer_that_runs_only_in_training_is_trained():
+    model = AuxiliaryHead()
+    model(small_data(1)[0])
+    model.compile("adam", "sparse_categorical_crossentropy")
+    fit(model, data_with_nan())
+    assert len(model.optimizer.counters.overflows_by_variable) == 6
+
+
+@pytest.mark.parametrize("hook", ["on_train_begin", "on_epoch_begin"])
+def test_layers_that_a_callback_unfreezes_are_trained(hook):
+    model = small_model()
+    model.layers[0].trainable = False
+    model.compile("adam", "sparse_categorical_crossentropy")
+    before = model.get_weights()
+
+    def unfreeze(*arguments):
+        model.layers[0].trainable = True
+
+    fit(model, data_with_nan(), callbacks=[keras.callbacks.LambdaCallback(**{hook: unfreeze})])
+    assert not any(np.array_equal(old, new) for old, new in zip(before, model.get_weights(), strict=True))
+
+
+def test_training_step_that_is_set_after_compile_trains_its_own_variables():
+    model, other = small_model(), keras.Variable([1.0])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+
+    def step(data):
+        with tf.GradientTape() as tape:
+            loss = ops.sum(other * 2.0)
+            scaled = model.optimizer.scale_loss(loss)
+        model.optimizer.apply(tape.gradient(scaled, [other.value]), [other])
+        return {"loss": loss}
+
+    model.train_step = step
+    fit(model, data_with_nan())
+    assert float(other[0]) < 1.0
+
+
+def test_frozen_model_leaves_the_optimizer_unbuilt():
+    model = small_model()
+    model.trainable = False
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    with contextlib.suppress(ValueError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(model, data_with_nan())
+    assert model.optimizer.counters.overflows_by_variable is None

@@ -62,6 +62,17 @@ def test_rule_equals_the_reference_on_every_sequence_of_eight_outcomes(arguments
     assert_equals_reference(arguments, 8, COMPILERS[mode])
 
 
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+def test_rule_equals_the_reference_on_a_long_sequence_of_scalars(arguments):
+    rule, reference = DynamicScale(**arguments), ReferenceRule(**{"initial_scale": 2.0**15} | arguments)
+    state = ScaleState(tf.constant(rule.initial_scale), *[tf.constant(0, tf.int64)] * 2)
+    for number in range(60):  # backs off to the lowest scale, grows several times, and takes mixed outcomes
+        outcome = OUTCOMES[1] if number < 32 else OUTCOMES[0] if number < 45 else OUTCOMES[number * number % 3]
+        state = rule.update(state, StepOutcome(*map(tf.constant, outcome)))
+        assert [tensor.shape for tensor in state] == [()] * 3
+        assert tuple(tensor.numpy().item() for tensor in state) == reference.step(*outcome)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.tuples(powers, powers, powers).map(sorted))
 def test_rule_equals_the_reference_for_any_settings(interval, hysteresis, bounds):
