@@ -281,7 +281,7 @@ class AuxiliaryHead(keras.Model):
         self.net, self.auxiliary = small_model(), keras.layers.Dense(2)
 
     def build(self, shape):
-        self.net.build(shape)
+        self.built = True
 
     def call(self, x, training=None):
         outputs = self.net(x)
@@ -293,7 +293,7 @@ def test_layer_that_runs_only_in_training_is_trained():
     model(small_data(1)[0])
     model.compile("adam", "sparse_categorical_crossentropy")
     fit(model, data_with_nan())
-    assert len(model.optimizer.counters.overflows_by_variable) == 6
+    assert model.optimizer.counters.overflows_by_variable.shape == (6,)
 
 
 @pytest.mark.parametrize("hook", ["on_train_begin", "on_epoch_begin"])
