@@ -165,7 +165,7 @@ def read(results):
 def record(markers):
     """Runs the tests with some markers on the unchanged code, and records which of them run which line."""
     RECORDED.mkdir(exist_ok=True)
-    settings = RECORDED / "coverage.ini"
+    settings = RECORDED / "settings.ini"  # coverage erases all files that begin as its data file does
     settings.write_text(f"[run]\nrelative_files = True\nsource = kmp\ndata_file = {RECORDED / 'coverage'}\n")
     arguments = ["-n", "2", "-m", markers, "-o", "filterwarnings=default"]  # coverage itself may warn
     arguments += ["--cov", f"--cov-config={settings}", "--cov-context=test", "--cov-report="]
@@ -236,6 +236,8 @@ def run_all(ids, jobs):
     if unknown := set(ids) - {mutant["id"] for mutant in mutants}:
         raise SystemExit(f"Unknown mutants: {', '.join(sorted(unknown))}")
     seconds, tests_by_line = recorded()
+    if not seconds:
+        raise SystemExit("No test is recorded: see `record`.")
     prepared = []
     for mutant in mutants:
         if not ids or mutant["id"] in ids:
