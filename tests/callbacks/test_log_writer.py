@@ -149,7 +149,8 @@ def fit_and_get_warnings(folder, model, caplog):
     caplog.clear()
     with caplog.at_level("WARNING", logger="kmp"):
         fit(model, defaults(folder, every_n_steps=10))
-    return [record.getMessage() for record in caplog.records]
+    # TensorFlow warns of frequent retracing, depending on the tests before.
+    return [record.getMessage() for record in caplog.records if record.name == "kmp"]
 
 
 def test_warning_gives_the_reason_why_a_log_is_archived(tmp_path, caplog):
