@@ -13,6 +13,7 @@ from kmp.backend.layer_traversal import (
 )
 from kmp.backend.monkeypatch import Replacement, defining_class, global_policy, instance_attribute, is_keras_class
 from kmp.backend.optimizer_resolution import resolve_optimizer
+from kmp.backend.process_policy import replace_policy_state
 from kmp.backend.serialization import register
 from kmp.backend.state_rollback import SavedState, saved_layer_state, state_restored
 
@@ -33,6 +34,7 @@ __all__ = [
     "keras_internals",
     "log_once",
     "register",
+    "replace_policy_state",
     "resolve_optimizer",
     "rnn_states",
     "saved_layer_state",

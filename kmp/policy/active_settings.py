@@ -1,10 +1,15 @@
 """The dtype policy and the loss-scale settings of each active call of `enable`."""
 
+import itertools
+import threading
+
 import keras
 
 from kmp.scaling import LossScaleSettings
 
 FLOAT16_POLICIES = ("mixed_float16", "float16")
+
+_numbers = itertools.count(1)
 
 
 class ActiveSettings:
@@ -20,10 +25,17 @@ class ActiveSettings:
         self.policy = policy
         self.settings = settings
         self.jit_compile = jit_compile
-        self.previous_policy = keras.config.dtype_policy()
+        self.dtype_policy = keras.DTypePolicy(policy)
+        self.state_name = f"dtype_policy_since_kmp_enable_{next(_numbers)}"
+        self.thread = threading.get_ident()
 
 
 active: list[ActiveSettings] = []  # the last call applies
+
+
+def current_settings() -> ActiveSettings | None:
+    """Returns the settings of the last active call, or `None` if kmp is not enabled."""
+    return active[-1] if active else None
 
 
 def is_float16_enabled() -> bool:

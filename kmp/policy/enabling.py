@@ -22,9 +22,14 @@ class Handle(ActiveSettings):
     """
 
     def disable(self) -> None:
-        """Restores the policy and settings from before this call of `enable`; does nothing if already disabled."""
+        """Restores the policy and settings from before this call of `enable`; does nothing if already disabled.
+
+        Later calls in the same thread are undone too.
+        """
         if self in active:
-            _restore(self)
+            since = active.index(self)
+            active[since:] = [later for later in active[since:] if later.thread != self.thread]
+            update_patches()
 
     def __enter__(self) -> "Handle":
         return self
@@ -63,9 +68,10 @@ def enable(
     distribution strategy. `fit` is fixed for several workers, and for losses that layers add in 16 bits. kmp warns once
     per model about mistakes that Keras does not report.
 
-    Calling it again replaces the policy and the settings. Keras' policy is thread-local, and
-    `keras.backend.clear_session()` resets it: call `enable` again in each thread and after `clear_session`. The logger
-    `"kmp"` reports once how well the hardware supports the policy.
+    The policy applies to all threads, and after `keras.backend.clear_session()`, until `disable`. A policy that is set
+    on a layer, or later with `keras.config.set_dtype_policy` in a thread, takes precedence there. Calling `enable`
+    again replaces the policy and the settings. The logger `"kmp"` reports once how well the hardware supports the
+    policy.
 
     Args:
         policy: `"mixed_float16"` (default; float32 variables, float16 computation), `"mixed_bfloat16"`, `"float32"`,
@@ -77,10 +83,12 @@ def enable(
 
     Returns:
         A `Handle`. As a context manager it restores the previous policy and settings on exit, also after an exception.
+        Calls of `enable` in other threads stay active.
 
     Raises:
         TypeError: If an argument is unknown or of the wrong type.
         ValueError: If a value is out of range. Nothing is changed in this case.
+        RuntimeError: If this version of Keras is not supported.
 
     Example:
     >>> with enable("mixed_float16", initial_scale=1024.0):
@@ -95,13 +103,16 @@ def enable(
     log_once(policy)
     handle = Handle(policy, loss_scale_settings, jit_compile)
     active.append(handle)
-    update_patches()
-    keras.config.set_dtype_policy(policy)
+    try:
+        update_patches()
+    except RuntimeError:  # nothing may stay enabled without its patches
+        active.remove(handle)
+        raise
     return handle
 
 
 def disable() -> None:
-    """Restores the policy from before the first `enable`, and removes kmp's patches of Keras.
+    """Restores the policy of each thread from before the first `enable`, and removes kmp's patches of Keras.
 
     Compiled models keep their optimizer. Does nothing if kmp is not enabled.
 
@@ -111,13 +122,7 @@ def disable() -> None:
     >>> keras.config.dtype_policy().name
     'float32'
     """
-    if active:
-        _restore(active[0])
-
-
-def _restore(handle: ActiveSettings) -> None:
-    keras.config.set_dtype_policy(handle.previous_policy)
-    del active[active.index(handle) :]
+    active.clear()
     update_patches()
 
 

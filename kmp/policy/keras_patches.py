@@ -1,6 +1,7 @@
 """What kmp patches in Keras while it is enabled.
 
-Of `keras.Model`: `compile`, `make_train_function`, and the sum of added losses. For several workers, two more functions
+Of `keras.Model`: `compile`, `make_train_function`, and the sum of added losses. The state that stores the global dtype
+policy: see `kmp.backend.process_policy`. For several workers, two more functions
 of the trainer: see `kmp.backend.trainer_fixes`. `skipped_step_rollback` wraps `train_step` of single models.
 """
 
@@ -12,10 +13,10 @@ from weakref import WeakKeyDictionary
 
 import keras
 
-from kmp.backend import Replacement, compute_dtypes, defining_class, trainer_fixes
+from kmp.backend import Replacement, compute_dtypes, defining_class, replace_policy_state, trainer_fixes
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import grappler_rewrite, misuse_warnings, skipped_step_rollback
-from kmp.policy.active_settings import FLOAT16_POLICIES, active, is_float16_enabled
+from kmp.policy.active_settings import FLOAT16_POLICIES, active, current_settings, is_float16_enabled
 from kmp.policy.model_optimizers import optimizers_of
 from kmp.policy.optimizer_wrapping import wrap_for_compile
 from kmp.utils import FLOAT16
@@ -34,6 +35,7 @@ def update_patches() -> None:
             while patches:
                 patches.pop().remove()
         return
+    _patches.extend(replace_policy_state(current_settings))
     _patch_for_several_workers()
     # Patch the class that defines each method, not `keras.Model`: `compile_from_config` takes a `compile` defined there
     # for a user's override and then does not compile a loaded model.

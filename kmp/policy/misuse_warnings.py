@@ -135,10 +135,10 @@ _IN_FLOAT16 = (
     "kmp.layers.Softmax() instead, or pass dtype='float32' to the layer or loss."
 )
 _NOT_FLOAT16 = (
-    "trains under kmp.enable() but has no layer that computes in float16. Its layers were created before kmp.enable(), "
-    "in another thread, or after keras.backend.clear_session(), which resets Keras' policy; or they were loaded or "
-    "created with dtype='float32'. The model trains in float32 without a loss scale. Call kmp.enable() in the same "
-    "thread before the first layer is created, or use kmp.convert(model)."
+    "trains under kmp.enable() but has no layer that computes in float16. Its layers were created before kmp.enable() "
+    "or under another policy set with keras.config.set_dtype_policy, or they were loaded or created with "
+    "dtype='float32'. The model trains in float32 without a loss scale. Call kmp.enable() before the first layer is "
+    "created, or use kmp.convert(model)."
 )
 _UNSCALED = (
     "computes in float16 and was compiled {compiled}, so its loss is not scaled: gradients of magnitude 2^-25 or less "

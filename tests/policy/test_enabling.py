@@ -1,4 +1,5 @@
 import logging
+import threading
 
 import keras
 import numpy as np
@@ -52,6 +53,64 @@ def test_handle_is_a_context_manager_that_nests_and_exits_on_an_exception():
         assert policy() == "mixed_bfloat16"
     assert policy() == "float32"
     assert keras.Model.compile is STOCK_COMPILE
+
+
+def in_new_thread(function):
+    """Returns the result of a function that runs in a thread of its own."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_policy_survives_clear_session(enabled):
+    keras.backend.clear_session()
+    assert keras.layers.Dense(1).compute_dtype == "float16"
+    keras.config.set_dtype_policy("float32")
+    assert keras.layers.Dense(1).compute_dtype == "float32"
+    keras.backend.clear_session()
+    assert (policy(), keras.layers.Dense(1).compute_dtype) == ("mixed_float16", "float16")
+    enabled.disable()
+    assert (policy(), keras.layers.Dense(1).compute_dtype) == ("float32", "float32")
+
+
+def test_policy_applies_to_threads_that_had_another_one_before_and_yields_to_one_set_later():
+    may_go_on, is_ready = threading.Event(), threading.Event()
+
+    def policies():
+        names = [policy()]
+        is_ready.set()
+        may_go_on.wait(60)
+        names += [policy(), keras.layers.Dense(1, dtype="mixed_bfloat16").dtype_policy.name]
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        return [*names, policy(), in_new_thread(policy)]
+
+    results = []
+    thread = threading.Thread(target=lambda: results.append(policies()))
+    thread.start()
+    is_ready.wait(60)
+    with kmp.enable():
+        may_go_on.set()
+        thread.join()
+        assert results == [["float32", "mixed_float16", "mixed_bfloat16", "mixed_bfloat16", "mixed_float16"]]
+        assert policy() == "mixed_float16"
+    assert (policy(), in_new_thread(policy)) == ("float32", "float32")
+
+
+def test_context_in_a_thread_ends_there_and_leaves_later_calls_of_other_threads_active():
+    handle = in_new_thread(kmp.enable)
+    assert (policy(), keras.Model.compile is STOCK_COMPILE) == ("mixed_float16", False)
+    with kmp.enable("mixed_bfloat16"):
+        handle.disable()
+        assert (policy(), in_new_thread(policy)) == ("mixed_bfloat16", "mixed_bfloat16")
+    assert (policy(), keras.Model.compile is STOCK_COMPILE) == ("float32", True)
+
+
+def test_keras_without_the_state_of_the_policy_is_not_supported(monkeypatch):
+    monkeypatch.delattr("keras.src.backend.common.global_state.get_global_attribute")
+    with pytest.raises(RuntimeError, match=f"does not support Keras {keras.__version__}: update kmp"):
+        kmp.enable()
 
 
 def test_enabling_again_replaces_the_settings():
