@@ -8,15 +8,15 @@ import keras
 
 
 class Replacement:
-    """Replaces a function of Keras on the class or module that defines it.
+    """Replaces a function or property of Keras on the class or module that defines it.
 
     Args:
         owner: The class or module.
-        name: The function's name.
-        make: Takes the original function and returns its replacement.
+        name: The name of the function or property.
+        make: Takes the original and returns its replacement.
     """
 
-    def __init__(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         self._owner, self._name = owner, name
         self._original = vars(owner)[name]
         self._replacement = make(self._original)

@@ -5,7 +5,7 @@ reduces a batch, which is a tuple of tensors, over the workers as if it were one
 0, which scalars do not have and vectors must keep. In all other cases the fixed functions behave like Keras'. They are
 applied only if TF_CONFIG is set, or a model is compiled to run on several workers.
 
-`fit` also fails if layers add 16-bit losses, because it adds them to a float32 loss.
+`fit` also fails if layers add 16-bit losses, because it adds them to a float32 loss; so does a custom training loop.
 """
 
 import functools
@@ -21,21 +21,26 @@ from keras import tree
 
 from kmp.backend import distribution
 from kmp.backend.monkeypatch import Replacement, defining_class
+from kmp.utils import DTYPES_16_BIT, FLOAT32
 
 logger = logging.getLogger("kmp")
 
-# Private to Keras, so other versions may lack it. No public API controls how added losses are summed.
-ADD_LOSSES = "_aggregate_additional_loss"
+
+def losses_in_float32(original: property) -> property:
+    """Returns a replacement of `keras.Layer.losses` that casts 16-bit losses to float32."""
+    assert original.fget is not None
+    read = original.fget
+
+    @functools.wraps(read)
+    def losses(self: keras.Layer) -> list[Any]:
+        return [_as_float32(loss) for loss in read(self)]
+
+    return property(losses, doc=original.__doc__)
 
 
-def adding_losses_in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replacement of `ADD_LOSSES` that casts losses of `add_loss` and activity regularizers to float32."""
-
-    @functools.wraps(original)
-    def _aggregate_additional_loss(self: keras.Model, loss: Any) -> Any:
-        return original(self, keras.ops.cast(loss, keras.config.floatx()))
-
-    return _aggregate_additional_loss
+def _as_float32(loss: Any) -> Any:
+    is_16_bit = keras.backend.standardize_dtype(loss.dtype) in DTYPES_16_BIT
+    return keras.ops.cast(loss, FLOAT32.name) if is_16_bit else loss
 
 
 def needs_multi_worker_fixes(model: keras.Model | None = None) -> bool:

@@ -1,6 +1,6 @@
 """What kmp patches in Keras while it is enabled.
 
-Of `keras.Model`: `compile`, `make_train_function`, and the sum of added losses. The state that stores the global dtype
+Of `keras.Model`: `compile`, `make_train_function` and `losses`. The state that stores the global dtype
 policy: see `kmp.backend.process_policy`. For several workers, two more functions
 of the trainer: see `kmp.backend.trainer_fixes`. `skipped_step_rollback` wraps `train_step` of single models.
 """
@@ -39,7 +39,7 @@ def update_patches() -> None:
     _patch_for_several_workers()
     # Patch the class that defines each method, not `keras.Model`: `compile_from_config` takes a `compile` defined there
     # for a user's override and then does not compile a loaded model.
-    for name in (name for name in _PATCHES if hasattr(keras.Model, name)):
+    for name in _PATCHES:
         _patches.append(Replacement(defining_class(keras.Model, name), name, _PATCHES[name]))
 
 
@@ -98,5 +98,5 @@ def _make_train_function_patch(original: Callable[..., None]) -> Callable[..., N
 _PATCHES = {
     "compile": _compile_patch,
     "make_train_function": _make_train_function_patch,
-    trainer_fixes.ADD_LOSSES: trainer_fixes.adding_losses_in_float32,
+    "losses": trainer_fixes.losses_in_float32,
 }

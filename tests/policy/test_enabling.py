@@ -8,7 +8,6 @@ from conftest import compiled_model, small_data, small_model
 
 import kmp
 from kmp.backend import gpu_info
-from kmp.backend.monkeypatch import defining_class
 
 STOCK_COMPILE = keras.Model.compile
 
@@ -158,14 +157,21 @@ def test_losses_added_in_16_bits_are_cast_to_float32_where_stock_keras_fails(nam
         loss_history()
 
 
-def test_enable_works_if_keras_lacks_the_private_method_that_adds_losses(monkeypatch):
-    name = "_aggregate_additional_loss"
-    while hasattr(keras.Model, name):
-        monkeypatch.delattr(defining_class(keras.Model, name), name)
-    with kmp.enable():
-        assert keras.Model.compile is not STOCK_COMPILE
-        assert not hasattr(keras.Model, name)
-    assert keras.Model.compile is STOCK_COMPILE
+@pytest.mark.parametrize("name", ["mixed_float16", "float16"])
+def test_added_losses_are_float32_in_a_custom_loop_and_float16_when_disabled(name, run_step):
+    with kmp.enable(name):
+        dense = keras.layers.Dense(4, kernel_regularizer="l2", activity_regularizer="l2")
+        model = keras.Sequential([keras.Input((4,)), AddsLoss(), dense])
+
+        @run_step
+        def losses(x):
+            model(x)
+            return model.losses
+
+        in_loop = losses(keras.ops.ones((2, 4)))
+    assert [loss.dtype.name for loss in in_loop] == ["float32"] * 3
+    model(keras.ops.ones((2, 4)))
+    assert "float16" in {loss.dtype.name for loss in model.losses}
 
 
 def test_optimizer_of_a_model_with_one_nested_float16_layer_is_wrapped():
