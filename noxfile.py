@@ -44,7 +44,7 @@ def nightly(session: nox.Session) -> None:
     """The newest TensorFlow with the latest keras-nightly."""
     session.install("-e", PACKAGE, "tensorflow-cpu==2.21.0")
     # Both packages install the folder `keras`, so uninstall `keras` and install the nightly last.
-    session.run("python", "-m", "pip", "uninstall", "--yes", "keras")
+    session.run_install("python", "-m", "pip", "uninstall", "--yes", "keras")
     session.install("--pre", "--no-deps", "keras-nightly")
     session.run("python", "-c", "import keras; assert 'dev' in keras.__version__, keras.__version__")
     run_tests(session)

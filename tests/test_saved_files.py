@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from packaging.version import Version
 
 import kmp
 from kmp.layers import Float32Operation
@@ -15,12 +16,15 @@ from kmp.records import SCHEMA
 
 FILES = Path(__file__).parent / "saved_files"
 EXPECTED = json.loads((FILES / "expected.json").read_text())
+# Later versions of Keras add arguments to the configs of layers, which earlier ones refuse.
+pytestmark = pytest.mark.skipif(Version(keras.__version__) < Version("3.15"), reason="Keras 3.15.1 saved these files.")
 RENAMED = {"culprit": "overflow_origin", "culprits_by_variable": "overflow_origins_by_variable"}
 ORIGINS = {"hidden/kernel": 2, "norm/beta": 2}
 
 
 def assert_counters_are_as_saved(optimizer):
     counters = {variable.name: np.asarray(variable.value).tolist() for variable in optimizer.counters.weights}
+    assert counters.pop("unscaled_steps") == 0  # a later counter
     assert counters == {RENAMED.get(name, name): value for name, value in EXPECTED["counters"].items()}
     snapshot = optimizer.snapshot()
     assert (snapshot.overflow_origin, snapshot.overflow_origins_by_variable) == ("hidden/kernel", ORIGINS)

@@ -92,10 +92,14 @@ def sum_over_workers(strategy: tf.distribute.Strategy, number: float) -> float:
 
 def local_values(variable: keras.Variable) -> list[np.ndarray]:
     """Returns a variable's value on each replica of this process, without communication with other workers."""
-    value = variable.value
+    return [component.numpy() for component in local_components(variable)]
+
+
+def local_components(variable: keras.Variable) -> list[tf.Variable]:
+    """Returns the TensorFlow variables that hold a variable's value on each replica of this process."""
+    value = getattr(variable, "value", variable)
     strategy = getattr(value, "distribute_strategy", None)
-    replica_values = strategy.experimental_local_results(value) if strategy else [value]
-    return [replica_value.numpy() for replica_value in replica_values]
+    return list(strategy.experimental_local_results(value)) if strategy else [value]
 
 
 def variable(name: str, dtype: str, shape: tuple[int, ...] = (), aggregation: str = "sum") -> keras.Variable:

@@ -16,14 +16,16 @@ class Compiler:
     """Compiles functions with XLA if their caller is not compiled."""
 
     def __init__(self) -> None:
-        self._eager: dict[Hashable, Callable[..., Any]] = {}
+        # With the object that each function uses: while it exists, no other one has its `id`.
+        self._eager: dict[Hashable, tuple[Any, Callable[..., Any]]] = {}
 
-    def call(self, key: Hashable, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, key: Hashable, used: Any, function: Callable[..., Any], *args: Any) -> Any:
         """Calls `function(*args)` compiled with XLA.
 
         Args:
-            key: Identifies the function. Eager calls reuse the first function with the same key; in a graph,
-                `function` is compiled in every call.
+            key: Identifies the function. Eager calls reuse the first function with the same key and the same `used`; in
+                a graph, `function` is compiled in every call.
+            used: An object that the function uses, which another one may replace.
             function: A function of tensors, or lists of tensors.
             *args: The function's arguments.
         """
@@ -31,7 +33,7 @@ class Compiler:
             return function(*args)
         compiled = tf.function(function, jit_compile=True, autograph=False)
         if tf.executing_eagerly():
-            compiled = self._eager.setdefault(key, compiled)
+            _, compiled = self._eager.setdefault((key, id(used)), (used, compiled))
         return compiled(*args)
 
     def forget(self) -> None:

@@ -73,7 +73,7 @@ class StuckDetector(OptimizerCallback):
             self._last_snapshot,
             step=counters.read_steps(),
             overflows_in_a_row=0,
-            loss_scale=float(self.optimizer.dynamic_scale.numpy()),
+            loss_scale=float(self.optimizer.scale_variable.numpy()),
         )
 
     def _next_step_to_read(self, snapshot: Snapshot) -> int:

@@ -24,12 +24,15 @@ def by_index(gradients: Sequence[Any], indices: Sequence[int], count: int) -> li
     return [gradient_at.get(index) for index in range(count)]
 
 
+_NO_SCALE = scaling.FixedScale(1.0)
+
+
 class LossScaler(Protocol):
     """The attributes of `kmp.LossScaleOptimizer` that a step uses."""
 
     inner_optimizer: keras.optimizers.Optimizer
     rule: scaling.Rule
-    dynamic_scale: keras.Variable
+    scale_variable: keras.Variable
     step_counter: keras.Variable
     counters: OverflowCounters
     loss_monitor: LossMonitor
@@ -46,6 +49,7 @@ class Step:
         variables: The variables that this step updates.
         indices: The index of each of `variables` in `trainable_variables`.
         order: The indices of all `trainable_variables`, from the input to the loss.
+        is_scaled: Whether the gradients are multiplied by the loss scale. If not, the step leaves the scale unchanged.
     """
 
     optimizer: LossScaler
@@ -53,10 +57,15 @@ class Step:
     variables: Sequence[Any]
     indices: Sequence[int]
     order: Sequence[int]
+    is_scaled: bool
+
+    @property
+    def _rule(self) -> scaling.Rule:
+        return self.optimizer.rule if self.is_scaled else _NO_SCALE
 
     def take(self, gradients: Sequence[Any]) -> None:
-        """Applies loss-scaled gradients to `variables` or skips the step, then adapts the loss scale and counts."""
-        scale = ops.copy(applied_scale(self.optimizer.rule.bounded(self.optimizer.dynamic_scale)))
+        """Applies gradients to `variables` or skips the step, then adapts the loss scale and counts."""
+        scale = ops.copy(applied_scale(self._rule.bounded(self.optimizer.scale_variable)))
         agreed = self._agree(self._measure(gradients, scale))
         distribution.run_across_replicas(self._update_adapt_count, [agreed, scale], [gradients])
 
@@ -98,6 +107,8 @@ class Step:
         with tf.control_dependencies([agreed]):
             overflows_in_a_row, overflowed_at_min_scale = self._adapt(outcome)
             self.optimizer.counters.count(outcome, overflows_in_a_row, overflowed_at_min_scale, flags, self.order, loss)
+            if not self.is_scaled:
+                self.optimizer.counters.unscaled_steps.assign_add(1)
             self.optimizer.loss_monitor.reset()
 
     def _update(self, scale: Any, gradients: Any) -> None:
@@ -107,10 +118,11 @@ class Step:
     def _adapt(self, outcome: scaling.StepOutcome) -> tuple[Any, Any]:
         """Applies the rule of the loss scale; returns its `overflows_in_a_row` and `overflowed_at_min_scale`."""
         optimizer = self.optimizer
-        scale = ops.copy(optimizer.rule.bounded(optimizer.dynamic_scale))
+        scale = ops.copy(self._rule.bounded(optimizer.scale_variable))
         clean_steps, in_a_row = ops.copy(optimizer.step_counter), ops.copy(optimizer.counters.overflows_in_a_row)
         before = scaling.ScaleState(scale, clean_steps, in_a_row)
-        after = optimizer.rule.update(before, outcome)
-        optimizer.dynamic_scale.assign(after.scale)
-        optimizer.step_counter.assign(after.clean_steps)
-        return after.overflows_in_a_row, optimizer.rule.overflowed_at_min_scale(before, outcome)
+        after = self._rule.update(before, outcome)
+        if self.is_scaled:
+            optimizer.scale_variable.assign(after.scale)
+            optimizer.step_counter.assign(after.clean_steps)
+        return after.overflows_in_a_row, self._rule.overflowed_at_min_scale(before, outcome)

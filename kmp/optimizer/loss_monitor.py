@@ -14,10 +14,6 @@ _LOSS_IN_FLOAT16 = (
     "The loss was computed in float16, which rounds it to 11 bits and overflows beyond 65504. Compute it in float32: "
     "end the model with kmp.layers.Softmax() or a layer with dtype='float32', or cast its output."
 )
-_WITHOUT_SCALE_LOSS = (
-    "`apply` received gradients before any loss went through `scale_loss`. It divides them by the loss scale anyway. "
-    "Differentiate the scaled loss: scaled_loss = optimizer.scale_loss(loss), inside the tape."
-)
 
 
 class LossMonitor:
@@ -30,7 +26,7 @@ class LossMonitor:
         self.nonfinite_calls = distribution.variable("nonfinite_loss_calls", "int64")
         self.last_was_nonfinite = distribution.variable("last_loss_was_nonfinite", "float32")
         self.any_was_nonfinite = distribution.variable("any_loss_was_nonfinite", "float32")
-        self.has_recorded = self._has_warned = False
+        self.has_recorded = False
         self.last_loss = distribution.variable("last_loss", "float32")
 
     def record(self, loss: Any) -> None:
@@ -60,9 +56,3 @@ class LossMonitor:
         """Clears the losses of the step, but not `nonfinite_calls`."""
         for variable in (self.last_was_nonfinite, self.any_was_nonfinite, self.last_loss):
             variable.assign(0.0)
-
-    def warn_without_scale_loss(self) -> None:
-        """Warns once if no loss was scaled before gradients are unscaled."""
-        if not self.has_recorded and not self._has_warned:
-            self._has_warned = True
-            user_messages.warn(_WITHOUT_SCALE_LOSS)

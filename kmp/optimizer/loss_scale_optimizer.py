@@ -9,8 +9,10 @@ from keras import ops
 
 from kmp import scaling
 from kmp.backend import distribution, keras_internals, register, resolve_optimizer, xla
-from kmp.gradients import GradientSampler, extended_sampler, paths_of
+from kmp.gradients import GradientSampler, extended_sampler, paths_of, values_of, with_values
+from kmp.optimizer.apply_arguments import check_gradients, check_no_pairs
 from kmp.optimizer.apply_step import Step, by_index
+from kmp.optimizer.gradient_scaling import GradientScaling, Scaling, mark_scale, mark_unscaled
 from kmp.optimizer.inner_optimizer_state import InnerState
 from kmp.optimizer.loss_monitor import LossMonitor
 from kmp.optimizer.overflow_counters import OverflowCounters
@@ -118,6 +120,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.counters = OverflowCounters()
         self.inner_state = InnerState(inner)
         self.loss_monitor = LossMonitor()
+        self._gradient_scaling = GradientScaling(self.loss_monitor)
         self.sampler: GradientSampler | None = None
         self.probe: ActivationProbe | None = None
         self.jit_compile = validation.boolean("jit_compile", jit_compile)
@@ -128,7 +131,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Creates the loss scale, the counters and the inner optimizer's variables."""
         if self.sampler:
             self.sampler.check_patterns(paths_of(var_list))
+        was_scale_read = self._gradient_scaling.was_scale_read
         super().build(var_list)
+        self._gradient_scaling.build(self.scale_variable)
+        self._gradient_scaling.was_scale_read = was_scale_read  # not by Keras' own code
         self.counters.build_for(len(var_list))
         self._order = list(range(len(var_list)))
         if self.jit_compile and not self._compiles_step():
@@ -146,15 +152,28 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
             A tensor of the same shape, in float64 for a float64 loss, else in float32.
         """
+        if loss is None:
+            raise TypeError(validation.message("loss", loss, "a tensor or number"))
         loss = ops.convert_to_tensor(loss)
         self.loss_monitor.record(loss)
         loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
-        return ops.multiply(loss, ops.cast(self.loss_scale, loss.dtype))
+        return ops.multiply(loss, ops.cast(self._applied_scale(), loss.dtype))
 
     @property
     def loss_scale(self) -> Any:
         """The loss scale that `scale_loss` multiplies by: scalar float32 tensor on the device."""
-        return applied_scale(self._bounded_scale())
+        self._gradient_scaling.was_scale_read = True
+        return self._applied_scale()
+
+    @property
+    def dynamic_scale(self) -> keras.Variable:
+        """The variable that holds the loss scale, once the optimizer is built."""
+        self._gradient_scaling.was_scale_read = True
+        return self.scale_variable
+
+    @dynamic_scale.setter
+    def dynamic_scale(self, variable: keras.Variable) -> None:  # in Keras' `build`
+        self.scale_variable = variable
 
     @tf.autograph.experimental.do_not_convert
     def unscale(self, grads: Sequence[Any]) -> list[Any]:
@@ -165,43 +184,58 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Returns:
             The unscaled gradients, in float64 for float64 gradients, else in float32. NaN and Inf are kept, so that
-            `apply` can detect them.
+            `apply` can detect them. Gradients of a loss that did not go through `scale_loss` keep their values.
         """
-        return multiply_gradients(grads, 1.0 / self.loss_scale)
+        grads = list(grads)
+        is_scaled = self._scaling_of(grads, self._trainable_variables if self.built else ()) is not Scaling.NEVER_SCALED
+        unscaled = multiply_gradients(grads, 1.0 / self._applied_scale() if is_scaled else 1.0)
+        unscaled = [None if g is None else with_values(g, mark_unscaled(values_of(g))) for g in unscaled]
+        self._gradient_scaling.record_unscaled(grads, unscaled)
+        return unscaled
 
     @tf.autograph.experimental.do_not_convert
     def apply(
-        self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None, *, unscaled: bool = False
+        self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None, *, unscaled: bool | None = None
     ) -> None:
         """Applies loss-scaled gradients, or skips the step if the loss or one of them is not finite.
+
+        Gradients of a loss that did not go through `scale_loss` are applied with the scale 1, and kmp warns once. In a
+        graph this is decided by what the gradients are computed from. Eager gradients have no such record: they are
+        taken as not scaled if no `scale_loss` was ever called and the loss scale was never read.
 
         Args:
             grads: Loss-scaled gradients: tensors, `tf.IndexedSlices` or `None`, one for each variable.
             trainable_variables: The variables of `grads`. Optional once the optimizer is built; defaults to the
                 variables that it was built on.
-            unscaled: Whether the gradients were divided by the loss scale with `unscale`.
+            unscaled: Whether the gradients were divided by the loss scale with `unscale`. By default this is
+                determined, also after they were clipped.
 
         Raises:
             ValueError: If the optimizer is not built and `trainable_variables` is `None`, if the number of gradients
-                differs from that of variables, or if the optimizer was not built on one of the variables.
+                differs from that of variables, if a gradient does not have the shape of its variable, if the optimizer
+                was not built on one of the variables, or if `unscaled` is needed but cannot be determined.
         """
-        grads, variables = list(grads), self._variables_for(grads, trainable_variables)
+        grads = list(grads)
+        variables = self._variables_for(grads, trainable_variables)
         if not grads:
             return
-        if unscaled:
-            grads = multiply_gradients(grads, self.loss_scale)
+        indices = [self._index(variable) for variable in variables] if self.built else list(range(len(variables)))
         if not self.built:
             distribution.check_built_before_step()
+        if unscaled is None:
+            self._gradient_scaling.check_known(grads)
+        scaling_of_grads = self._scaling_of(grads, self._trainable_variables if self.built else variables, unscaled)
+        if not self.built:
             self.build(variables)
-        if self.rule.initial_scale != 1.0:
-            self.loss_monitor.warn_without_scale_loss()
-        indices = [self._index(variable) for variable in variables]
+        if scaling_of_grads is Scaling.UNSCALED:
+            grads = multiply_gradients(grads, self._applied_scale())
+        self._gradient_scaling.end_step()
         self._order = network_order(by_index(grads, indices, len(self._trainable_variables)))
-        step = Step(self, self._trainable_variables, variables, indices, self._order)
+        is_scaled = scaling_of_grads is not Scaling.NEVER_SCALED
+        step = Step(self, self._trainable_variables, variables, indices, self._order, is_scaled)
         if self._compiles_step():
-            self._compiler.call(
-                (*indices, id(keras_internals.learning_rate_of(self.inner_optimizer))), step.take, grads
-            )
+            learning_rate = keras_internals.learning_rate_of(self.inner_optimizer)
+            self._compiler.call((*indices, is_scaled), learning_rate, step.take, grads)
         else:
             step.take(grads)
 
@@ -287,15 +321,22 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         ours = ("growth_factor", "backoff_factor", "hysteresis", "min_scale", "max_scale")
         return config | {k: v for k in ours if (v := getattr(self.rule, k)) != getattr(_DEFAULT, k)}
 
+    def _applied_scale(self) -> Any:
+        return mark_scale(applied_scale(self._bounded_scale()))
+
+    def _scaling_of(self, grads: Sequence[Any], variables: Sequence[Any], unscaled: bool | None = None) -> Scaling:
+        if unscaled is not None:
+            return Scaling.UNSCALED if validation.boolean("unscaled", unscaled) else Scaling.SCALED
+        if self.rule == scaling.FixedScale(1.0):
+            return Scaling.SCALED
+        return self._gradient_scaling.of(grads, variables)
+
     def _variables_for(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> list[Any]:
+        check_no_pairs(grads)
         if not self.built and trainable_variables is None:
             raise ValueError("The optimizer is not built. Pass `trainable_variables`, or call `build` first.")
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        if len(grads) != len(variables):
-            raise ValueError(
-                "`grads` must have one gradient for each variable. "
-                f"Received: {len(grads)} gradients, {len(variables)} variables"
-            )
+        check_gradients(grads, variables)
         return variables
 
     def _build_sampler(self) -> None:
@@ -311,7 +352,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Returns the scale within the rule's bounds; a file or the user may have written any value to the variable."""
         if not self.built:
             return ops.convert_to_tensor(self.rule.initial_scale)
-        return self.rule.bounded(self.dynamic_scale)
+        return self.rule.bounded(self.scale_variable)
 
     def _index(self, variable: Any) -> int:
         try:

@@ -35,19 +35,32 @@ def test_compiler_reuses_eager_functions_and_retraces_in_each_graph():
         return 2 * x
 
     for _ in range(3):
-        assert float(compiler.call("double", double, tf.constant(2.0))) == 4.0
+        assert float(compiler.call("double", None, double, tf.constant(2.0))) == 4.0
     assert traces == [True]
     for _ in range(2):
-        assert float(tf.function(lambda x: compiler.call("double", double, x))(tf.constant(3.0))) == 6.0
+        assert float(tf.function(lambda x: compiler.call("double", None, double, x))(tf.constant(3.0))) == 6.0
     assert traces == [True] * 3
     compiler.forget()
-    compiler.call("double", double, tf.constant(2.0))
+    compiler.call("double", None, double, tf.constant(2.0))
     assert traces == [True] * 4
+
+
+def test_compiler_keeps_the_object_that_a_function_uses_so_that_its_id_is_not_used_again():
+    compiler = xla.Compiler()
+
+    class Factor:
+        def __init__(self, value):
+            self.value = value
+
+    def times(factor):
+        return float(compiler.call("times", factor, lambda x: x * factor.value, tf.constant(2.0)))
+
+    assert [times(Factor(float(value))) for value in range(5)] == [0.0, 2.0, 4.0, 6.0, 8.0]
 
 
 def test_compiler_does_not_compile_again_in_a_compiled_function():
     compiler = xla.Compiler()
-    step = tf.function(lambda x: compiler.call("double", lambda x: 2 * x, x), jit_compile=True)
+    step = tf.function(lambda x: compiler.call("double", None, lambda x: 2 * x, x), jit_compile=True)
     graph = step.get_concrete_function(tf.constant(1.0)).graph
     assert not any("PartitionedCall" in op.type for op in graph.get_operations())
 

@@ -215,6 +215,7 @@ def test_unscaled_gradients_are_applied_and_sampled_like_scaled_ones(change, run
 def test_unscale_keeps_sparse_missing_and_nonfinite_gradients_and_casts_float16_to_float32():
     optimizer = kmp.LossScaleOptimizer("sgd", loss_scale=2.0**15)
     sparse = tf.IndexedSlices(tf.constant([[2.0**15]]), tf.constant([1]), tf.constant([3, 1]))
+    optimizer.scale_loss(1.0)
     unscaled = optimizer.unscale([tf.constant([1.0, np.inf], tf.float16), None, sparse])
     np.testing.assert_array_equal(unscaled[0], np.float32([2.0**-15, np.inf]))
     assert (unscaled[0].dtype, unscaled[1]) == (tf.float32, None)
@@ -254,7 +255,7 @@ def test_scale_loss_casts_float16_to_float32_and_warns():
 def test_fixed_scale_never_changes_and_overflows_are_still_skipped():
     variable = keras.Variable([1.0])
     optimizer = kmp.LossScaleOptimizer("sgd", loss_scale=256.0)
-    optimizer.apply([ops.array([np.inf])], [variable])
+    optimizer.apply([ops.array([np.inf])], [variable], unscaled=False)
     assert (optimizer.snapshot().loss_scale, optimizer.snapshot().overflow_count) == (256.0, 1)
     np.testing.assert_array_equal(variable, [1.0])
 
@@ -262,6 +263,7 @@ def test_fixed_scale_never_changes_and_overflows_are_still_skipped():
 def test_sparse_gradients_are_unscaled_and_checked():
     table = keras.Variable(np.zeros((3, 2), "float32"))
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
+    optimizer.scale_loss(1.0)
     optimizer.apply([tf.IndexedSlices(tf.constant([[4.0, 8.0]]), tf.constant([1]), tf.constant([3, 2]))], [table])
     np.testing.assert_array_equal(table, [[0, 0], [-1, -2], [0, 0]])
     optimizer.apply([tf.IndexedSlices(tf.constant([[np.inf, 8.0]]), tf.constant([1]), tf.constant([3, 2]))], [table])
@@ -273,7 +275,7 @@ def test_missing_gradients_are_passed_to_the_inner_optimizer():
     variables = weights()
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=2.0)
     with pytest.warns(UserWarning, match="Gradients do not exist"):
-        optimizer.apply([None, ops.array([2.0, 2.0])], variables)
+        optimizer.apply([None, ops.array([2.0, 2.0])], variables, unscaled=False)
     np.testing.assert_array_equal(variables[1], [0.0, -3.0])
 
 
@@ -311,7 +313,7 @@ def test_any_nonfinite_gradient_of_a_variable_listed_twice_skips_the_step():
 def test_gradient_that_overflows_when_unscaled_skips_the_step(dtype, gradient, scale):
     variable = keras.Variable([1.0], dtype=dtype)
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1e-4), loss_scale=scale)
-    optimizer.apply([ops.array([gradient], dtype=dtype)], [variable])
+    optimizer.apply([ops.array([gradient], dtype=dtype)], [variable], unscaled=False)
     np.testing.assert_array_equal(variable, [1.0])
     assert optimizer.snapshot().overflow_count == 1
 
@@ -394,7 +396,7 @@ def test_float8_variables_are_overwritten_with_their_unchanged_gradient():
     variable = keras.Variable([1.0])
     variable.overwrite_with_gradient = True
     optimizer = kmp.LossScaleOptimizer("sgd", initial_scale=8.0)
-    optimizer.apply([ops.array([3.0])], [variable])
+    optimizer.apply([ops.array([3.0])], [variable], unscaled=False)
     np.testing.assert_array_equal(variable, [3.0])
 
 

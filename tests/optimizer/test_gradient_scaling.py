@@ -1,0 +1,294 @@
+import warnings
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import small_data, small_model
+from keras import ops
+
+import kmp
+from kmp.optimizer.gradient_scaling import GradientScaling
+
+NEVER_SCALED = "a loss that was not multiplied by the loss scale"
+DIVIDED_ANYWAY = "before any loss went through `scale_loss`"
+
+
+@pytest.fixture(autouse=True)
+def no_other_optimizer(monkeypatch):
+    """Hides the optimizers of earlier tests, of which some still exist."""
+    monkeypatch.setattr(GradientScaling, "_instances", weakref.WeakSet())
+
+
+@pytest.fixture
+def weight():
+    return keras.Variable([1.0, 2.0])
+
+
+def optimizer_for(weight, **arguments):
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), **arguments)
+    optimizer.build([weight])
+    return optimizer
+
+
+def gradient_of(weight, scale_loss, factor=1.0):
+    """Returns the gradient of half the square of the weight, which is the weight."""
+    with tf.GradientTape() as tape:
+        loss = scale_loss(factor * tf.reduce_sum(tf.square(weight.value)) / 2)
+    return tape.gradient(loss, weight.value)
+
+
+def unscaled_loss(loss):
+    return loss
+
+
+def test_loop_without_scale_loss_trains_as_with_the_scale_1_and_warns_once(weight, run_step):
+    optimizer = optimizer_for(weight)
+
+    @run_step
+    def step():
+        optimizer.apply([gradient_of(weight, unscaled_loss, 0.5)], [weight])
+
+    with pytest.warns(UserWarning, match=NEVER_SCALED):
+        step()
+    _ = optimizer.dynamic_scale  # as saving does
+    step()
+    np.testing.assert_array_equal(weight, [0.25, 0.5])
+    snapshot = optimizer.snapshot()
+    assert (snapshot.step, snapshot.unscaled_steps, snapshot.loss_scale, snapshot.clean_steps) == (2, 2, 2.0**15, 0)
+
+
+def test_overflow_without_scale_loss_skips_the_step_and_keeps_the_scale(weight, run_step):
+    optimizer = optimizer_for(weight)
+
+    @run_step
+    def step(factor):
+        optimizer.apply([gradient_of(weight, unscaled_loss, factor)], [weight])
+
+    with pytest.warns(UserWarning, match=NEVER_SCALED):
+        step(tf.constant(np.inf))
+    np.testing.assert_array_equal(weight, [1.0, 2.0])
+    assert (optimizer.snapshot().overflow_count, optimizer.snapshot().loss_scale) == (1, 2.0**15)
+
+
+def clipped(gradients):
+    return tf.clip_by_global_norm(gradients, 1.0)[0]
+
+
+def test_unscaled_gradients_are_recognised(weight, run_step):
+    optimizer = optimizer_for(weight, initial_scale=8.0)
+
+    @run_step
+    def step():
+        unscaled = optimizer.unscale([gradient_of(weight, optimizer.scale_loss)])
+        optimizer.apply(unscaled, [weight])
+
+    step()
+    np.testing.assert_array_equal(weight, [0.0, 0.0])
+
+
+def test_clipped_unscaled_gradients_are_recognised_in_a_graph_and_refused_in_eager_mode(weight, run_step):
+    optimizer = optimizer_for(weight, initial_scale=8.0)
+
+    @run_step
+    def step(unscaled):
+        gradients = clipped(optimizer.unscale([gradient_of(weight, optimizer.scale_loss)]))
+        optimizer.apply(gradients, [weight], unscaled=unscaled)
+
+    if run_step(tf.executing_eagerly)() is True:
+        with pytest.raises(ValueError, match="Pass unscaled=True"):
+            step(None)
+        np.testing.assert_array_equal(weight, [1.0, 2.0])
+        step(True)
+    else:
+        step(None)
+    expected = np.float32([1.0, 2.0]) * (1 - 1 / np.sqrt(np.float32(5)))
+    np.testing.assert_allclose(weight, expected, rtol=1e-6)
+
+
+def test_gradients_that_are_only_inspected_or_clipped_by_their_unscaled_norm_are_divided(weight, run_step):
+    optimizer = optimizer_for(weight, initial_scale=8.0)
+
+    @run_step
+    def step():
+        gradient = gradient_of(weight, optimizer.scale_loss)
+        norm = tf.norm(optimizer.unscale([gradient])[0])
+        if tf.executing_eagerly():
+            optimizer.apply([gradient], [weight])
+        else:
+            optimizer.apply([gradient / norm], [weight])
+        return norm
+
+    norm = step()
+    factor = 0.0 if run_step(tf.executing_eagerly)() is True else 1 - 1 / norm
+    np.testing.assert_allclose(weight, np.float32([1.0, 2.0]) * factor, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["loss_scale", "dynamic_scale"])
+def test_loss_scaled_by_hand_is_divided_and_warns(weight, run_step, name):
+    optimizer = optimizer_for(weight, initial_scale=8.0)
+
+    @run_step
+    def step():
+        optimizer.apply([gradient_of(weight, lambda loss: loss * getattr(optimizer, name))], [weight])
+
+    with pytest.warns(UserWarning, match=DIVIDED_ANYWAY):
+        step()
+    np.testing.assert_array_equal(weight, [0.0, 0.0])
+    assert optimizer.snapshot().unscaled_steps == 0
+
+
+def test_scale_loss_of_another_optimizer_is_divided_and_warns(weight, run_step):
+    other = optimizer_for(keras.Variable([1.0]), initial_scale=8.0)
+    optimizer = optimizer_for(weight, initial_scale=8.0)
+
+    @run_step
+    def step():
+        optimizer.apply([gradient_of(weight, other.scale_loss)], [weight])
+
+    with pytest.warns(UserWarning, match=DIVIDED_ANYWAY):
+        step()
+    np.testing.assert_array_equal(weight, [0.0, 0.0])
+
+
+def test_first_step_with_zero_gradients_neither_warns_nor_decides_for_later_steps(weight, run_step):
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
+    run_step(lambda: optimizer.apply([tf.zeros([2])], [weight]))()
+
+    @run_step
+    def step():
+        optimizer.apply([gradient_of(weight, optimizer.scale_loss)], [weight])
+
+    step()
+    np.testing.assert_array_equal(weight, [0.0, 0.0])
+    assert optimizer.snapshot().unscaled_steps == 0
+
+
+def test_two_updates_with_the_gradients_of_one_loss_are_both_divided(run_step):
+    first, second = keras.Variable([1.0]), keras.Variable([2.0])
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
+    optimizer.build([first, second])
+
+    @run_step
+    def step():
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_sum(first.value * second.value))
+        gradients = tape.gradient(loss, [first.value, second.value])
+        optimizer.apply(gradients[:1], [first])
+        optimizer.apply(gradients[1:], [second])
+
+    step()
+    assert (float(first[0]), float(second[0])) == (-1.0, 1.0)
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_gradient_of_an_inner_function_or_loop_is_recognised(weight, scales):
+    optimizer = optimizer_for(weight, loss_scale=8.0)
+    scale_loss = optimizer.scale_loss if scales else unscaled_loss
+    inner = tf.function(lambda: gradient_of(weight, scale_loss))
+
+    @tf.function
+    def step():
+        optimizer.apply([inner()], [weight])
+        for _ in tf.range(1):
+            optimizer.apply([inner() + 1.0], [weight])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if scales else "ignore")
+        step()
+    np.testing.assert_array_equal(weight, [-0.125, -0.125] if scales else [-1.0, -1.0])
+    assert optimizer.snapshot().unscaled_steps == (0 if scales else 2)
+
+
+def test_gradients_that_are_arguments_are_divided_also_without_a_recorded_loss(weight):
+    optimizer = optimizer_for(weight, initial_scale=8.0)
+    apply = tf.function(lambda gradient: optimizer.apply([gradient], [weight]))
+    with pytest.warns(UserWarning, match=DIVIDED_ANYWAY):
+        apply(tf.constant([8.0, 8.0]))
+    np.testing.assert_array_equal(weight, [0.0, 1.0])
+
+
+@pytest.mark.parametrize("arguments", [{}, {"jit_compile": True}, {"steps_per_execution": 4}, {"run_eagerly": True}])
+def test_train_step_without_scale_loss_trains_and_warns(enabled, arguments):
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = small_model()
+
+        def call(self, x):
+            return self.inner(x)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"own_loss": loss}
+
+    model = Model()
+    model.compile(keras.optimizers.SGD(0.5), "sparse_categorical_crossentropy", **{"jit_compile": False} | arguments)
+    with pytest.warns(UserWarning, match=NEVER_SCALED):
+        history = model.fit(*small_data(), epochs=3, verbose=0).history["own_loss"]
+    assert history[-1] < 0.7 * history[0]
+    snapshot = model.optimizer.snapshot()
+    assert (snapshot.step, snapshot.unscaled_steps) == (15, 15)
+
+
+def test_replicas_recognise_scaled_unscaled_and_never_scaled_gradients(two_replicas):
+    with two_replicas.scope():
+        weight = keras.Variable([1.0, 2.0])
+        optimizer = optimizer_for(weight, initial_scale=8.0)
+
+    def run(gradient):
+        two_replicas.run(tf.function(lambda: optimizer.apply(gradient(), [weight])))
+        return np.asarray(weight.value).tolist()
+
+    assert run(lambda: [gradient_of(weight, optimizer.scale_loss, 0.25)]) == [0.5, 1.0]
+    assert run(lambda: optimizer.unscale([gradient_of(weight, optimizer.scale_loss, 0.25)])) == [0.25, 0.5]
+    with pytest.warns(UserWarning, match=NEVER_SCALED):
+        assert run(lambda: [gradient_of(weight, unscaled_loss, 0.25)]) == [0.125, 0.25]
+
+
+def test_restored_optimizer_needs_no_loss_before_its_first_step(weight, tmp_path):
+    optimizer = optimizer_for(weight, initial_scale=8.0)
+    optimizer.apply([gradient_of(weight, optimizer.scale_loss, 0.5)], [weight])
+    path = tf.train.Checkpoint(optimizer=optimizer).save(tmp_path / "state")
+    restored = optimizer_for(weight, initial_scale=4.0)
+    tf.train.Checkpoint(optimizer=restored).restore(path).assert_existing_objects_matched()
+    tf.function(lambda: restored.apply([gradient_of(weight, restored.scale_loss)], [weight]))()
+    np.testing.assert_array_equal(weight, [0.0, 0.0])
+    assert restored.snapshot().loss_scale == 8.0
+
+
+@pytest.mark.parametrize(
+    ("gradients", "message"),
+    [
+        ([ops.ones([3])], r"The gradient of 'weight' must have the variable's shape \(2,\). Received: shape \(3,\)"),
+        (
+            [tf.IndexedSlices(tf.ones([1, 3]), tf.constant([0]))],
+            r"variable's shape \(2,\). Received: rows of shape \(3,\)",
+        ),
+        ([(ops.ones([2]), 1)], r"two lists: apply\(gradients, variables\). For pairs, call apply_gradients"),
+        ([], "Received: 0 gradients, 1 variables"),
+    ],
+)
+def test_gradients_that_do_not_fit_raise_before_anything_changes(gradients, message):
+    weight = keras.Variable([1.0, 2.0], name="weight")
+    optimizer = optimizer_for(weight)
+    with pytest.raises(ValueError, match=message):
+        optimizer.apply(gradients)
+    assert optimizer.snapshot().step == 0
+
+
+def test_zip_of_gradients_and_variables_is_explained_before_the_optimizer_is_built(weight):
+    optimizer = kmp.LossScaleOptimizer("sgd")
+    with pytest.raises(ValueError, match="two lists"):
+        optimizer.apply(zip([ops.ones([2])], [weight], strict=True))
+    optimizer.apply_gradients(zip([ops.zeros([2])], [weight], strict=True))
+
+
+def test_loss_that_is_none_raises(weight):
+    with pytest.raises(TypeError, match="`loss` must be a tensor or number. Received: loss=None"):
+        optimizer_for(weight).scale_loss(None)
