@@ -1,7 +1,7 @@
 """A global dtype policy for all threads, which `keras.backend.clear_session` does not reset.
 
-Keras stores its global policy by thread, and `clear_session` deletes it: layers are float32 again. The replacements here
-read and write the policy elsewhere while one is in force for the process. No public API of Keras reaches that state.
+Keras stores its global policy by thread, and `clear_session` deletes it: layers are float32 again. The replacements
+here read and write it elsewhere while a policy is in force for the process. No public API of Keras reaches that state.
 """
 
 import functools

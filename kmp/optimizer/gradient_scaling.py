@@ -9,7 +9,7 @@ import re
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -63,7 +63,7 @@ class GradientScaling:
         loss_monitor: The monitor of the optimizer's losses.
     """
 
-    _instances: "weakref.WeakSet[GradientScaling]" = weakref.WeakSet()
+    _instances: ClassVar["weakref.WeakSet[GradientScaling]"] = weakref.WeakSet()
 
     def __init__(self, loss_monitor: LossMonitor) -> None:
         self.was_scale_read = False  # by the user, who may multiply by it

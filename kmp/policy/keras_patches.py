@@ -39,8 +39,8 @@ def update_patches() -> None:
     _patch_for_several_workers()
     # Patch the class that defines each method, not `keras.Model`: `compile_from_config` takes a `compile` defined there
     # for a user's override and then does not compile a loaded model.
-    for name in _PATCHES:
-        _patches.append(Replacement(defining_class(keras.Model, name), name, _PATCHES[name]))
+    for name, make in _PATCHES.items():
+        _patches.append(Replacement(defining_class(keras.Model, name), name, make))
 
 
 def _patch_for_several_workers(model: keras.Model | None = None) -> None:
@@ -95,7 +95,7 @@ def _make_train_function_patch(original: Callable[..., None]) -> Callable[..., N
     return make_train_function
 
 
-_PATCHES = {
+_PATCHES: dict[str, Callable[[Any], Any]] = {
     "compile": _compile_patch,
     "make_train_function": _make_train_function_patch,
     "losses": trainer_fixes.losses_in_float32,
