@@ -76,6 +76,8 @@ def _clone_layer(original: keras.Layer, config: Config, new_class: type[keras.La
         config["dtype"] = policy
     if isinstance(original, keras.layers.Lambda):
         return new_class(**config | _lambda_arguments(original))
+    if isinstance(original, keras.layers.TFSMLayer):  # safe mode refuses its config, even that of a layer in use
+        return new_class(**config)
     if isinstance(original, layers.Float32) and not isinstance(original.layer, keras.Layer):
         return new_class(**config | {"layer": original.layer})
     config |= {
