@@ -6,6 +6,7 @@ import keras
 
 from kmp import layers
 from kmp.backend import global_policy, is_keras_class, keras_internals
+from kmp.conversion.constructor_arguments import from_config
 from kmp.conversion.model_cloning import Config, clone_model
 from kmp.conversion.model_parts import parts_of
 from kmp.conversion.precision_plan import Plan
@@ -84,7 +85,7 @@ def _clone_layer(original: keras.Layer, config: Config, new_class: type[keras.La
         name: getattr(original, name) for name in config if name.endswith(_STATELESS) and _is_function(original, name)
     }
     with global_policy(policy):
-        return new_class.from_config(config)
+        return from_config(original, new_class, config)
 
 
 def _is_function(layer: keras.Layer, name: str) -> bool:

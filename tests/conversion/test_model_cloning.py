@@ -155,6 +155,7 @@ def test_code_in_a_file_that_was_loaded_in_safe_mode_is_not_deserialized(tmp_pat
     for function in (kmp.convert, kmp.to_float32):
         with pytest.raises(ValueError, match="'renamed' cannot be rebuilt.* deserialization of a Python lambda"):
             function(model)
+    assert "deserialization of a Python lambda" in kmp.audit(model).conversion_error
 
 
 def test_config_with_the_tag_of_a_clone_is_left_unchanged(tmp_path):
