@@ -33,6 +33,7 @@ def update_patches() -> None:
         for patches in (_multi_worker_patches, _patches):
             while patches:
                 patches.pop().remove()
+        misuse_warnings.forget_issued_messages()
         return
     _patch_for_several_workers()
     # Patch the class that defines each method, not `keras.Model`: `compile_from_config` takes a `compile` defined there
