@@ -1,11 +1,14 @@
 """The `kmp` command. Outside the package, so that parsing the arguments does not import Keras and TensorFlow."""
 
 import argparse
+import difflib
 import importlib.metadata
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 POLICIES = ("mixed_float16", "mixed_bfloat16", "float32", "float16")  # as in `kmp.enable`
 CONVERSION_POLICIES = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")  # as in `kmp.convert`
@@ -17,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Command-line arguments without the program name; `sys.argv[1:]` if `None`.
     """
-    parsed = _parser().parse_args(arguments)
+    parsed = parse(arguments)
     if parsed.command == "demo":  # oneDNN, on by default on newer CPUs, is many times slower in float16
         os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     try:
@@ -31,6 +34,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return commands.run(parsed)
 
 
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the parsed arguments. Exits for `--help` and `--version`, and with a message if they are invalid.
+
+    Args:
+        arguments: As in `main`.
+    """
+    return _parser().parse_args(arguments)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Suggests the closest command, option or choice for a mistyped one."""
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+        parsed, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown:  # reported by the parser of the sub-command, which knows its options
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)", message)
+        option = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+        known = re.findall(r"[\w-]+", choice[2]) if choice else re.findall(r"--[\w-]+", self.format_usage())
+        mistyped = choice or option
+        closest = difflib.get_close_matches(mistyped[1], known, 1) if mistyped else []
+        super().error(message + "".join(f". Did you mean {name!r}?" for name in closest))
+
+
 def _version() -> str:
     try:
         return importlib.metadata.version("kmp")
@@ -39,7 +69,7 @@ def _version() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kmp", description="Mixed-precision training for Keras 3 on TensorFlow.")
+    parser = _Parser(prog="kmp", description="Mixed-precision training for Keras 3 on TensorFlow.")
     parser.add_argument("--version", action="version", version=f"kmp {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="compare float32, float16, and float16 with kmp on one model")
@@ -69,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         dest="modules",
         metavar="MODULE",
-        help="module that defines custom layers of the model (repeatable)",
+        help="module that defines custom layers of the model; it is imported, which runs its code (repeatable)",
     )
     audit.add_argument("--json", type=Path, metavar="FILE", help="also write the audit to a JSON file")
     audit.set_defaults(command="audit")

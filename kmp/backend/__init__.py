@@ -1,6 +1,7 @@
 """Everything kmp uses of Keras' and TensorFlow's private APIs, each once and with its reason."""
 
 from kmp.backend import distribution, keras_internals, tensorflow_internals, trainer_fixes, xla
+from kmp.backend.function_references import functions_by_reference, with_named_lambda
 from kmp.backend.gpu_info import hardware, log_once
 from kmp.backend.layer_traversal import (
     compute_dtypes,
@@ -26,6 +27,7 @@ __all__ = [
     "direct_sublayers",
     "distribution",
     "float32_variables",
+    "functions_by_reference",
     "global_policy",
     "hardware",
     "instance_attribute",
@@ -42,5 +44,6 @@ __all__ = [
     "sublayers",
     "tensorflow_internals",
     "trainer_fixes",
+    "with_named_lambda",
     "xla",
 ]

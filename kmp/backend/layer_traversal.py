@@ -20,8 +20,9 @@ def direct_sublayers(layer: keras.Layer) -> Iterable[keras.Layer]:
 
 
 def compute_dtypes(layer: keras.Layer) -> set[str]:
-    """Returns the compute dtypes of a layer and its sublayers."""
-    return {sublayer.compute_dtype for sublayer in sublayers(layer) if not is_passthrough(sublayer)}
+    """Returns the float dtypes that a layer and its sublayers compute in, without those of lookups, such as string."""
+    dtypes = {sublayer.compute_dtype for sublayer in sublayers(layer) if not is_passthrough(sublayer)}
+    return set(filter(keras.backend.is_float_dtype, dtypes))
 
 
 def float32_variables(layer: keras.Layer) -> set[int]:

@@ -4,9 +4,12 @@ import argparse
 import dataclasses
 import datetime
 import importlib
+import json
 import re
 import sys
 import textwrap
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -66,10 +69,10 @@ def _bench(parsed: argparse.Namespace, console: Console) -> None:
     if len({path.resolve() for path in files}) < len(files):
         raise InputError(f"--json and --figure are the same file: {parsed.json}")
     new = [path for path in files if not path.exists()]
-    for path in files:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()  # a file that cannot be written fails now, not after minutes of measuring
     try:
+        for path in files:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()  # a file that cannot be written fails now, not after minutes of measuring
         bench.run(console, size, parts, parsed.json, parsed.figure)
     except bench.MeasurementError as error:
         raise InputError(str(error)) from error
@@ -89,9 +92,10 @@ def _audit(parsed: argparse.Namespace, console: Console) -> None:
         raise InputError(str(error)) from error
     if not parsed.file.is_file():
         raise InputError(f"{parsed.file}: no such file")
+    _check_format(parsed.file)
     try:
         model = keras.models.load_model(parsed.file, compile=False)
-    except (ValueError, TypeError, KeyError, OSError) as error:
+    except Exception as error:  # a corrupt archive may raise anything
         cause = re.search("Could not locate .*", str(error))  # Keras writes it at the end of a message of many lines
         reason = textwrap.shorten(cause[0] if cause else str(error), 300, placeholder=" ...")
         raise InputError(f"{parsed.file} cannot be loaded: {reason}") from error
@@ -102,6 +106,21 @@ def _audit(parsed: argparse.Namespace, console: Console) -> None:
     console.print(audit)
     if parsed.json:
         atomic_files.write_json(parsed.json, audit.to_dict())
+
+
+def _check_format(path: Path) -> None:
+    """Checks that a `.keras` file is an archive with a config: Keras reports another file as not found."""
+    if path.suffix != ".keras":
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            json.loads(archive.read("config.json"))
+    except KeyError as error:
+        raise InputError(f"{path} is not a valid .keras file: it has no config.json") from error
+    except ValueError as error:
+        raise InputError(f"{path} is not a valid .keras file: its config.json is not JSON") from error
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+        raise InputError(f"{path} is not a valid .keras file: it is not a zip archive, or a corrupt one") from error
 
 
 def _report(parsed: argparse.Namespace, console: Console) -> None:

@@ -18,7 +18,7 @@ class Row:
         reason: Why it is in this category, or why it would stay float32.
         source: The source of the rule.
         planned_dtype: Its compute dtype after `kmp.convert`; the current one if the model already computes in 16 bits
-            or is quantized.
+            or is quantized, or if `kmp.convert` raises an error for it.
         tensor_cores: Dimensions not divisible by 8, each with the padded size; empty if it stays float32.
         amax: With a batch: the largest magnitude of its finite outputs in float32.
         overflow_share: With a batch: the share of its float32 outputs that exceed 65504 or are NaN or Inf.

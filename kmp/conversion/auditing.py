@@ -1,20 +1,27 @@
 """Audits a model for mixed precision, layer by layer and operation by operation."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 
-from kmp.backend import computes_in_16_bits, is_passthrough, keras_internals
+from kmp.backend import computes_in_16_bits, is_keras_class, is_passthrough, keras_internals
 from kmp.conversion import audit_table
 from kmp.conversion.activation_statistics import ActivationStatistics, by_original_path, measure_activations
 from kmp.conversion.audit_row import Row
-from kmp.conversion.model_parts import Part, check_built, is_quantized, parts_of
+from kmp.conversion.model_parts import Part, check_built, check_not_float64, is_quantized, parts_of
 from kmp.conversion.plan_application import apply_plan, convert_to_float32
-from kmp.conversion.precision_plan import Plan, configurable_parts, make_plan, unreachable_operations
+from kmp.conversion.precision_plan import (
+    Plan,
+    configurable_parts,
+    make_plan,
+    output_operations,
+    unreachable_operations,
+)
 from kmp.conversion.precision_rules import FOLLOWS_INPUTS, NEEDS_FLOAT32, OpRule, rule_for
 from kmp.conversion.tensor_core_alignment import unaligned
-from kmp.utils import FLOAT32
+from kmp.utils import DTYPES_16_BIT, FLOAT32
 
 
 @dataclass(frozen=True)
@@ -26,11 +33,16 @@ class Audit:
         rows: One row for each layer and operation, in graph order, parents before children.
         plan: The plan that `kmp.convert` would use for the float32 model. It can be edited, saved, and passed to
             `kmp.convert`.
+        conversion_error: The message of the `ValueError` that `kmp.convert` raises for this model; empty if it does
+            not.
+        notes: One sentence for each output of the model that is in 16 bits.
     """
 
     model: str
     rows: tuple[Row, ...]
     plan: Plan = field(repr=False)
+    conversion_error: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def needs_float32(self) -> tuple[Row, ...]:
@@ -39,19 +51,25 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the audit as a dict for JSON."""
-        return {"model": self.model, "rows": [row.to_dict() for row in self.rows], "plan": self.plan.to_dict()}
+        return {
+            "model": self.model,
+            "rows": [row.to_dict() for row in self.rows],
+            "plan": self.plan.to_dict(),
+            "conversion_error": self.conversion_error,
+            "notes": list(self.notes),
+        }
 
     def __rich__(self) -> Any:
-        return audit_table.render(self.model, self.rows)
+        return audit_table.render(self.model, self.rows, self.conversion_error, self.notes)
 
     def __str__(self) -> str:
-        return audit_table.as_text(self.model, self.rows)
+        return audit_table.as_text(self.__rich__())
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return audit_table.as_html(self.model, self.rows)
+        return audit_table.as_html(self.__rich__())
 
 
 def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") -> Audit:
@@ -60,6 +78,9 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     With a batch, runs the model in float32 and as a mixed-precision candidate, and reports overflow, underflow and the
     relative error of each layer's output. The candidate of a float32 model is `kmp.convert(model, policy)`; a model
     that already computes in 16 bits is its own candidate.
+
+    A float32 model with custom classes is rebuilt, even without a batch, to find out whether `kmp.convert` can do so.
+    This takes the time and memory of a conversion.
 
     Args:
         model: A built `keras.Model`, in float32 or mixed precision.
@@ -73,7 +94,7 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     Raises:
         TypeError: If `model` is not a Keras model, or `policy` is not a string.
         ValueError: If `model` is not built, or `policy` is another string. With a batch: if it does not fit the model,
-            or the model is quantized or cannot be rebuilt from its config.
+            the model is quantized, or `kmp.convert` raises an error for it.
 
     Example:
     >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(2, "softmax", name="p")])
@@ -84,18 +105,47 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     plan = make_plan(model, policy)
     if batch is not None and is_quantized(model):
         raise ValueError(f"{model.name!r} is quantized and has no float32 version to compare with: omit `batch`.")
+    conversion_error = "" if is_quantized(model) or batch is not None else _conversion_error(model, plan)
+    keeps_dtypes = computes_in_16_bits(model) or is_quantized(model) or bool(conversion_error)
     statistics = _compare(model, plan, batch) if batch is not None else {}
     parts = parts_of(model)
     has_own_rule = {part.path for part in (*configurable_parts(model), *unreachable_operations(parts))}
-    keeps_dtypes = computes_in_16_bits(model) or is_quantized(model)
     rows = tuple(_row(part, plan, keeps_dtypes, part.path in has_own_rule, statistics.get(part.path)) for part in parts)
-    return Audit(model.name, rows, plan)
+    return Audit(model.name, rows, plan, conversion_error, tuple(_notes_on_outputs(model)))
+
+
+def _conversion_error(model: keras.Model, plan: Plan) -> str:
+    """Returns the message of the error that `kmp.convert` raises for a model; empty if it does not.
+
+    Rebuilds models with custom classes: nothing else shows whether their configs suffice.
+    """
+    classes = {type(model), *(type(part.operation) for part in parts_of(model))}
+    try:
+        check_not_float64(model)
+        if not computes_in_16_bits(model) and not all(map(_is_known_class, classes)):
+            apply_plan(model, plan)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _is_known_class(cls: type) -> bool:
+    return is_keras_class(cls) or cls.__module__.startswith("kmp.")
+
+
+def _notes_on_outputs(model: keras.Model) -> Iterator[str]:
+    for operation in dict.fromkeys(output_operations(model)):
+        dtype, is_layer = _output_dtype(operation), isinstance(operation, keras.Layer)
+        if dtype in DTYPES_16_BIT and not (is_layer and operation.compute_dtype != dtype):
+            remedy = "create the layer with dtype='float32'" if is_layer else "use keras.ops.cast(x, 'float32')"
+            yield f"The output of {operation.name!r} is {dtype}, as is what `predict` returns. For float32, {remedy}."
 
 
 def _compare(
     model: keras.Model, plan: Plan, batch: Any
 ) -> dict[str, tuple[ActivationStatistics, ActivationStatistics]]:
     """Returns a dict that maps paths to the statistics in float32 and in the candidate."""
+    check_not_float64(model)
     candidate, reference = (
         (model, convert_to_float32(model)) if computes_in_16_bits(model) else (apply_plan(model, plan), model)
     )

@@ -10,15 +10,14 @@ import numpy as np
 from kmp.backend import compute_dtypes, computes_in_16_bits
 from kmp.conversion.activation_statistics import ActivationStatistics, by_original_path, measure_activations
 from kmp.conversion.compile_state_transfer import transfer_compile_state
-from kmp.conversion.model_parts import check_built, is_quantized, parts_of
+from kmp.conversion.constructor_arguments import obstacles_to_dtypes
+from kmp.conversion.model_parts import check_built, check_not_float64, is_quantized, parts_of
 from kmp.conversion.plan_application import apply_plan, convert_to_float32
 from kmp.conversion.precision_plan import (
-    NO_DTYPE,
     Plan,
     complete_plan,
     configurable_parts,
     make_plan,
-    takes_dtype,
     unreachable_operations,
 )
 from kmp.conversion.precision_rules import NEEDS_FLOAT32, rule_for
@@ -91,9 +90,9 @@ def convert(
     plan = _resolve_plan(model, policy, keep_float32, validation.boolean("float32_layers", float32_layers))
     if _is_already_converted(model):
         return model
-    for part in configurable_parts(model):
-        if part.path in plan.float32 and not takes_dtype(part.operation):
-            logger.warning("%s stays float32: %s.", part.path, NO_DTYPE)
+    for path, obstacle in obstacles_to_dtypes(configurable_parts(model)).items():
+        if path in plan.float32:
+            logger.warning("%s stays float32: %s.", path, obstacle)
     if float32_layers:
         _warn_unreachable(model)
     converted, plan = (
@@ -127,7 +126,7 @@ def to_float32(model: keras.Model) -> keras.Model:
     check_built(model)
     if _is_quantized(model):
         return model
-    _check_not_float64(model)
+    check_not_float64(model)
     converted = convert_to_float32(model)
     transfer_compile_state(model, converted, scale_loss=False)
     return converted
@@ -161,7 +160,7 @@ def _is_already_converted(model: keras.Model) -> bool:
     """Returns whether the model is quantized or computes in 16 bits, and logs it."""
     if _is_quantized(model):
         return True
-    _check_not_float64(model)
+    check_not_float64(model)
     is_converted = computes_in_16_bits(model)
     if is_converted:
         dtypes = " and ".join(sorted(compute_dtypes(model)))
@@ -170,11 +169,6 @@ def _is_already_converted(model: keras.Model) -> bool:
         )
         logger.warning(message, model.name, dtypes)
     return is_converted
-
-
-def _check_not_float64(model: keras.Model) -> None:
-    if "float64" in compute_dtypes(model):
-        raise ValueError(f"{model.name!r} computes in float64: conversion would round its weights to float32.")
 
 
 def _convert_until_finite(model: keras.Model, plan: Plan, batch: Any) -> tuple[keras.Model, Plan]:

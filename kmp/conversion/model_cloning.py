@@ -1,6 +1,8 @@
 """Clones a model from its config: a function creates each layer and operation, then the weights are copied."""
 
 import contextlib
+import random
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +12,7 @@ import keras
 from keras import ops
 
 from kmp import layers
-from kmp.backend import global_policy, instance_attribute, rnn_states
+from kmp.backend import functions_by_reference, global_policy, instance_attribute, rnn_states, with_named_lambda
 from kmp.conversion.model_parts import parts_of
 
 Config = dict[str, Any]
@@ -25,6 +27,8 @@ def clone_model(model: keras.Model, clone_function: CloneFunction, policy: str) 
 
     Serializes and deserializes the model as Keras does for files, except that `clone_function`, which also gets the
     original, creates each layer and operation. So no class has to be registered, and shared layers stay shared.
+    Functions are those of the original. Everything else is deserialized in safe mode: a config that came from a file
+    must not run code that `keras.models.load_model` has not run.
 
     Args:
         model: A built model.
@@ -38,12 +42,14 @@ def clone_model(model: keras.Model, clone_function: CloneFunction, policy: str) 
         f"{_TAG}_{index}": _CloneFactory(original, clone_function)
         for index, original in enumerate(_all_operations(model))
     }
-    with _tagged_configs({name: factory.original for name, factory in factories.items()}):
-        config = _serialize(model)
-    with global_policy(policy), model.distribute_strategy.scope():
-        clone = keras.saving.deserialize_keras_object(
-            _with_factories(config, factories), custom_objects=factories, safe_mode=False
-        )
+    try:
+        originals = {name: factory.original for name, factory in factories.items()}
+        with _tagged_configs(originals), functions_by_reference() as functions:
+            config = _with_factories(_serialize(model), factories)
+        with global_policy(policy), model.distribute_strategy.scope(), _random_state_restored():
+            clone = keras.saving.deserialize_keras_object(config, custom_objects=factories | functions, safe_mode=True)
+    except _CloneError as error:
+        raise ValueError(str(error)) from error.__cause__
     pairs = [(factory.original, factory.clone) for factory in factories.values() if factory.clone is not None]
     _copy_state(model, clone, pairs)
     return clone
@@ -76,6 +82,7 @@ class _CloneError(ValueError):
 def _clone_error_message(operation: keras.Operation, error: Exception) -> str:
     text, _, _ = str(error).partition("\nExample:")  # drops Keras' code example
     *_, text = text.rpartition("Exception encountered:")  # drops the config that Keras quotes first
+    text = re.sub(r"\x1b\[\d*m", "", text)  # drops the codes for bold text in Keras' messages
     reason = " ".join(text.split()) or type(error).__name__
     return (
         f"{type(operation).__name__} {operation.name!r} cannot be rebuilt from its config: {reason.rstrip('.')}. "
@@ -85,6 +92,16 @@ def _clone_error_message(operation: keras.Operation, error: Exception) -> str:
 
 def _all_operations(model: keras.Model) -> list[keras.Operation]:
     return [model, *(part.operation for part in parts_of(model))]
+
+
+@contextlib.contextmanager
+def _random_state_restored() -> Iterator[None]:
+    """Restores the generator that Keras draws seeds from: the initial values of a clone are overwritten."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 def _serialize(model: keras.Model) -> Config:
@@ -136,10 +153,11 @@ def _with_factories(config: Any, factories: Mapping[str, _CloneFactory]) -> Any:
         return type(config)(_pop_tag(_with_factories(item, factories))[0] for item in config)
     if not isinstance(config, dict):
         return config
+    config = with_named_lambda(config)
     pairs = {key: _pop_tag(_with_factories(value, factories)) for key, value in config.items()}
     result = {key: value for key, (value, _) in pairs.items()}
     _, name = pairs.get("config", (None, None))
-    if name and "class_name" in config:
+    if isinstance(name, str) and name in factories and "class_name" in config:
         result |= {"module": None, "class_name": name, "registered_name": name}
         if not isinstance(factories[name].original, keras.Model):
             result.pop("build_config", None)  # layers are built when they are called

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from kmp.backend import direct_sublayers, sublayers
+from kmp.backend import compute_dtypes, direct_sublayers, is_keras_class, sublayers
 from kmp.utils import unique_names
 
 
@@ -73,6 +73,24 @@ def is_quantized(model: keras.Model) -> bool:
 def is_graph(layer: keras.Operation) -> bool:
     """Whether a layer is a functional model, whose operations and their connections are known."""
     return isinstance(layer, keras.Model) and hasattr(layer, "operations")
+
+
+def config_contains_sublayers(layer: keras.Layer) -> bool:
+    """Whether the config of a layer contains those of its sublayers, which are not created in custom code then."""
+    try:
+        return is_keras_class(type(layer)) or "layers" in layer.get_config()
+    except Exception:  # custom code may raise anything; cloning the model reports it
+        return False
+
+
+def check_not_float64(model: keras.Model) -> None:
+    """Checks that no layer of a model computes in float64.
+
+    Raises:
+        ValueError: If one does.
+    """
+    if "float64" in compute_dtypes(model):
+        raise ValueError(f"{model.name!r} computes in float64: conversion would round its weights to float32.")
 
 
 def _children(parent: keras.Layer) -> list[keras.Operation]:

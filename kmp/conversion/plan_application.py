@@ -6,6 +6,7 @@ import keras
 
 from kmp import layers
 from kmp.backend import global_policy, is_keras_class, keras_internals
+from kmp.conversion.constructor_arguments import from_config
 from kmp.conversion.model_cloning import Config, clone_model
 from kmp.conversion.model_parts import parts_of
 from kmp.conversion.precision_plan import Plan
@@ -76,13 +77,15 @@ def _clone_layer(original: keras.Layer, config: Config, new_class: type[keras.La
         config["dtype"] = policy
     if isinstance(original, keras.layers.Lambda):
         return new_class(**config | _lambda_arguments(original))
+    if isinstance(original, keras.layers.TFSMLayer):  # safe mode refuses its config, even that of a layer in use
+        return new_class(**config)
     if isinstance(original, layers.Float32) and not isinstance(original.layer, keras.Layer):
         return new_class(**config | {"layer": original.layer})
     config |= {
         name: getattr(original, name) for name in config if name.endswith(_STATELESS) and _is_function(original, name)
     }
     with global_policy(policy):
-        return new_class.from_config(config)
+        return from_config(original, new_class, config)
 
 
 def _is_function(layer: keras.Layer, name: str) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 import keras
 
 from kmp.backend import is_keras_class, keras_internals
-from kmp.conversion.model_parts import Part, parts_of
+from kmp.conversion.constructor_arguments import obstacles_to_dtypes
+from kmp.conversion.model_parts import Part, config_contains_sublayers, parts_of
 from kmp.conversion.precision_rules import FOLLOWS_INPUTS, NEEDS_FLOAT32, OpRule, rule_for
 from kmp.utils import FLOAT32, atomic_files, validation
 
@@ -27,7 +28,6 @@ _INSIDE = "inside {path}"
 _AROUND = "wraps {path}"
 _REQUESTED = "selected by keep_float32"
 _STATISTICS = "its statistics are weights, and 16 bits would round their updates away"
-NO_DTYPE = "its config has no `dtype`, so its policy cannot be set"
 
 
 @dataclass(frozen=True)
@@ -118,14 +118,14 @@ def make_plan(model: keras.Model, policy: str, keep_float32: Any = None, float32
     plan = Plan(policy)
     parts = configurable_parts(model)
     float32 = dict.fromkeys(_selected_paths(parts, keep_float32), _REQUESTED)
-    float32 |= {part.path: NO_DTYPE for part in parts if not takes_dtype(part.operation)}
+    float32 |= obstacles_to_dtypes(parts)
     if float32_layers:
         rules = {part.path: rule_for(part) for part in parts}
         if not policy.startswith("mixed_"):
             statistics = keras.layers.BatchNormalization
             float32 |= {part.path: _STATISTICS for part in parts if isinstance(part.operation, statistics)}
         needs_float32 = {path: rule.reason for path, rule in rules.items() if rule.category == NEEDS_FLOAT32}
-        outputs = {id(operation) for operation in _output_operations(model)}
+        outputs = {id(operation) for operation in output_operations(model)}
         # The rightmost reason of a path applies.
         float32 = {part.path: _OUTPUT for part in parts if id(part.operation) in outputs} | needs_float32 | float32
         _add_followers(model, parts, rules, float32)
@@ -153,16 +153,6 @@ def complete_plan(plan: Plan, model: keras.Model) -> Plan:
     return replace(plan, float32=float32)
 
 
-def takes_dtype(operation: keras.Operation) -> bool:
-    """Whether the dtype of an operation can be set when it is rebuilt from its config. True for graph operations."""
-    if not isinstance(operation, keras.Layer) or isinstance(operation, keras.Model):
-        return True
-    try:
-        return is_keras_class(type(operation)) or "dtype" in operation.get_config()
-    except Exception:  # custom code may raise anything; cloning the model reports it
-        return True
-
-
 def configurable_parts(model: keras.Model) -> list[Part]:
     """Returns the layers and operations whose dtypes can be set.
 
@@ -185,15 +175,8 @@ def unreachable_operations(parts: list[Part]) -> list[Part]:
     """Returns the graph operations that custom classes create in code: no config contains them."""
     operations = [part for part in parts if not part.is_layer]
     parents = {id(part.parent): part.parent for part in operations}
-    built_in_code = {key for key, parent in parents.items() if not _config_contains_graph(parent)}
+    built_in_code = {key for key, parent in parents.items() if not config_contains_sublayers(parent)}
     return [part for part in operations if id(part.parent) in built_in_code]
-
-
-def _config_contains_graph(model: keras.Model) -> bool:
-    try:
-        return is_keras_class(type(model)) or "layers" in model.get_config()
-    except Exception:  # custom code may raise anything; cloning the model reports it
-        return False
 
 
 def _creates_its_sublayers(layer: keras.Layer) -> bool:
@@ -243,11 +226,11 @@ def _predicate_of(selector: Selector) -> Callable[[Part], bool]:
     )
 
 
-def _output_operations(model: keras.Model) -> Iterable[keras.Operation]:
+def output_operations(model: keras.Model) -> Iterable[keras.Operation]:
     """Yields the operations that produce a model's outputs; none for a subclassed model, which Keras does not trace."""
     for tensor in keras.tree.flatten(getattr(model, "outputs", None) or []):
         operation = keras_internals.producer_of(tensor)
-        nested = list(_output_operations(operation)) if isinstance(operation, keras.Model) else []
+        nested = list(output_operations(operation)) if isinstance(operation, keras.Model) else []
         yield from nested or [operation]
 
 
@@ -261,7 +244,7 @@ def _add_followers(model: keras.Model, parts: list[Part], rules: dict[str, OpRul
     float32_ids = inputs | {id(part.operation) for part in parts if part.path in float32}
 
     def is_float32(source: keras.Operation) -> bool:
-        outputs = list(_output_operations(source)) if isinstance(source, keras.Model) else []
+        outputs = list(output_operations(source)) if isinstance(source, keras.Model) else []
         return id(source) in float32_ids or (bool(outputs) and all(id(output) in float32_ids for output in outputs))
 
     for part in parts:  # in graph order, nested models before the layers that they feed

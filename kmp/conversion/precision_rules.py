@@ -117,7 +117,7 @@ _LAYER_NAMES = {
     _PENALTY: "ActivityRegularization",
     _WRITES_KERNEL: "SpectralNormalization",
     _RAW_INPUT: "Normalization Rescaling Discretization MelSpectrogram STFTSpectrogram",
-    _CUSTOM_FUNCTION: "Lambda",
+    _CUSTOM_FUNCTION: "Lambda TFSMLayer",
     _SUM: "GlobalAveragePooling1D",  # with a mask it computes a sum
     _STATISTICS: "BatchNormalization LayerNormalization GroupNormalization RMSNormalization",
     _ATTENTION: "Attention AdditiveAttention MultiHeadAttention GroupQueryAttention",

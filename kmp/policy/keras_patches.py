@@ -34,6 +34,7 @@ def update_patches() -> None:
         for patches in (_multi_worker_patches, _patches):
             while patches:
                 patches.pop().remove()
+        misuse_warnings.forget_issued_messages()
         return
     _patches.extend(replace_policy_state(current_settings))
     _patch_for_several_workers()

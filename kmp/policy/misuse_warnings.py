@@ -1,8 +1,9 @@
 """Errors and warnings for mistakes that Keras does not report; each message says how to fix the mistake."""
 
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import keras
 import tensorflow as tf
@@ -14,7 +15,7 @@ from kmp.utils import FLOAT16, FLOAT32, user_messages
 
 _MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _SOFTMAXES = (keras.activations.softmax, keras.activations.log_softmax, keras.ops.softmax, tf.nn.softmax)
-_issued_warnings: WeakKeyDictionary[keras.Model, set[str]] = WeakKeyDictionary()
+_issued_messages: set[str] = set()  # by message rather than by model: a model that is loaded again does not warn again
 
 
 def check_distribution_arguments(model: keras.Model, arguments: dict[str, Any]) -> None:
@@ -54,9 +55,9 @@ def check_distribution_arguments(model: keras.Model, arguments: dict[str, Any]) 
 
 def warn_after_compile(model: keras.Model) -> None:
     """Warns if a softmax layer or a loss of the compiled model computes in float16."""
-    float16_names = [*_softmaxes_in_float16(model), *_losses_in_float16(model.loss)]
-    if float16_names:
-        _warn_once(model, "in float16", _IN_FLOAT16.format(names=", ".join(float16_names)))
+    found = dict([*_softmaxes_in_float16(model), *_losses_in_float16(model.loss)])
+    if found:
+        _warn_once(model, _IN_FLOAT16.format(names=", ".join(found), remedies=", ".join(found.values())))
 
 
 def warn_before_training(model: keras.Model, was_compiled: bool) -> None:
@@ -68,7 +69,7 @@ def warn_before_training(model: keras.Model, was_compiled: bool) -> None:
     """
     dtypes = compute_dtypes(model)
     if dtypes == {FLOAT32.name}:
-        _warn_once(model, "not float16", _NOT_FLOAT16)
+        _warn_once(model, _NOT_FLOAT16)
     if FLOAT16.name in dtypes:
         _warn_if_unscaled(model, was_compiled)
 
@@ -97,42 +98,65 @@ def _warn_if_unscaled(model: keras.Model, was_compiled: bool) -> None:
         return
     if own_unscaled and type(model).train_step is not keras.Model.train_step:
         class_names = ", ".join(type(optimizer).__name__ for optimizer in own_unscaled)
-        _warn_once(model, "own optimizers", _OWN_OPTIMIZERS.format(class_names=class_names))
+        _warn_once(model, _OWN_OPTIMIZERS.format(class_names=class_names))
     elif len(unscaled) < len(optimizers):
         return
     elif isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
-        _warn_once(model, "stock scaler", _STOCK_SCALER)
+        _warn_once(model, _STOCK_SCALER)
     else:
         compiled = "with auto_scale_loss=False" if was_compiled else "before kmp.enable()"
-        _warn_once(model, "unscaled", _UNSCALED.format(compiled=compiled))
+        _warn_once(model, _UNSCALED.format(compiled=compiled))
 
 
-def _warn_once(model: keras.Model, mistake: str, message: str) -> None:
-    issued = _issued_warnings.setdefault(model, set())
-    if mistake not in issued:
-        issued.add(mistake)
-        user_messages.warn(f"{type(model).__name__} {model.name!r} {message}")
+def forget_issued_messages() -> None:
+    """Makes every warning be issued again."""
+    _issued_messages.clear()
 
 
-def _softmaxes_in_float16(layer: keras.Layer) -> Iterable[str]:
+def _warn_once(model: keras.Model, mistake: str) -> None:
+    message = f"{type(model).__name__} {model.name!r} {mistake}"
+    if message not in _issued_messages:
+        _issued_messages.add(message)
+        user_messages.warn(message)
+
+
+def _softmaxes_in_float16(layer: keras.Layer) -> Iterable[tuple[str, str]]:
+    """Yields the softmaxes that the user can change, each with the code to replace it."""
+    if not _user_created_sublayers(layer):
+        return
     for child in direct_sublayers(layer):
+        is_layer = isinstance(child, keras.layers.Softmax | keras.layers.Activation)
         is_softmax = isinstance(child, keras.layers.Softmax) or getattr(child, "activation", None) in _SOFTMAXES
         if is_softmax and child.trainable and child.compute_dtype == FLOAT16.name:
-            yield f"the softmax of layer {child.name!r}"
-        is_keras_layer = is_keras_class(type(child)) and not isinstance(child, keras.Model)
-        if not is_keras_layer:  # users do not control the softmax inside a layer of Keras, as in attention
-            yield from _softmaxes_in_float16(child)
+            remedy = "kmp.layers.Softmax()" if is_layer else f"{type(child).__name__}(..., dtype='float32')"
+            yield f"the softmax of layer {child.name!r}", remedy
+        yield from _softmaxes_in_float16(child)
 
 
-def _losses_in_float16(losses: Any) -> Iterable[str]:
+def _user_created_sublayers(layer: keras.Layer) -> bool:
+    """Whether user code created the sublayers of a layer, and can change them.
+
+    True for functional and Sequential models, and for classes outside installed packages that derive from `keras.Layer`
+    or `keras.Model` directly. Other base classes create sublayers themselves, such as the softmax inside attention.
+    """
+    installed = next(cls for cls in type(layer).__mro__ if issubclass(cls, keras.Layer) and _is_installed(cls))
+    return installed is keras.Layer or (is_keras_class(installed) and issubclass(installed, keras.Model))
+
+
+def _is_installed(cls: type) -> bool:
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
+    return is_keras_class(cls) or bool({"site-packages", "dist-packages"} & set(Path(file).parts))
+
+
+def _losses_in_float16(losses: Any) -> Iterable[tuple[str, str]]:
     for loss in keras.tree.flatten(losses):
         if isinstance(loss, keras.losses.Loss) and loss.dtype == FLOAT16.name:
-            yield f"the loss {loss.name!r}"
+            yield f"the loss {loss.name!r}", f"{type(loss).__name__}(..., dtype='float32')"
 
 
 _IN_FLOAT16 = (
-    "computes in float16: {names}. float16 has 11 significant bits, and exp(x) overflows in float16 for x > 11.09. Use "
-    "kmp.layers.Softmax() instead, or pass dtype='float32' to the layer or loss."
+    "computes in float16: {names}. float16 has 11 significant bits, and exp(x) overflows in float16 for x > 11.09. "
+    "Write {remedies} instead. kmp.layers.Softmax() computes in float32 under every policy."
 )
 _NOT_FLOAT16 = (
     "trains under kmp.enable() but has no layer that computes in float16. Its layers were created before kmp.enable() "

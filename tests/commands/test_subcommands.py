@@ -1,9 +1,12 @@
 import importlib
+import io
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
+import h5py
 import keras
 import pytest
 
@@ -26,7 +29,12 @@ def write_run(folder, schema=2, **row):
     ("arguments", "message"),
     [
         ([], "COMMAND"),
-        (["train"], "invalid choice: 'train'"),
+        (["train"], "invalid choice: 'train' (choose from 'demo', 'report', 'audit', 'bench')\n"),
+        (["reprot"], "(choose from 'demo', 'report', 'audit', 'bench'). Did you mean 'report'?"),
+        (["bench", "--quik"], "kmp bench: error: unrecognized arguments: --quik. Did you mean '--quick'?"),
+        (["audit", "a.keras", "--jsn=b"], "unrecognized arguments: --jsn=b. Did you mean '--json'?"),
+        (["audit", "a.keras", "--verbatim"], "unrecognized arguments: --verbatim\n"),
+        (["demo", "--policy", "mixed_flaot16"], "Did you mean 'mixed_float16'?"),
         (["demo", "--steps", "0"], "an integer of at least 1, received '0'"),
         (["demo", "--steps", "many"], "an integer of at least 1, received 'many'"),
         (["demo", "--policy", "half"], "mixed_float16"),
@@ -164,13 +172,51 @@ def test_audit_imports_modules_with_custom_layers(tmp_path, monkeypatch, capsys)
     assert main(["audit", path, "--import", "nosuch"]) == 1
 
 
-@pytest.mark.parametrize("content", [None, b"not a model"])
-def test_audit_of_a_missing_or_invalid_model_file_is_one_line(tmp_path, capsys, content):
+def archive(**files):
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as opened:
+        for name, text in files.items():
+            opened.writestr(name.replace("_", "."), text)
+    return content.getvalue()
+
+
+def hdf5_file():
+    content = io.BytesIO()
+    with h5py.File(content, "w"):
+        pass
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "it is not a zip archive"),
+        (b"not a model", "it is not a zip archive"),
+        (archive(config_json="{}")[:-9], "it is not a zip archive"),
+        (hdf5_file(), "it is not a zip archive"),
+        (archive(metadata_json="{}"), "it has no config.json"),
+        (archive(config_json="{"), "its config.json is not JSON"),
+        (archive(config_json=b"\xff"), "its config.json is not JSON"),
+    ],
+    ids=["empty", "text", "truncated", "HDF5", "no config", "truncated config", "binary config"],
+)
+def test_audit_of_a_file_that_is_no_keras_file_is_one_line(tmp_path, capsys, content, reason):
+    path = tmp_path / "model.keras"
+    path.write_bytes(content)
+    assert main(["audit", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"kmp: {path} is not a valid .keras file: {reason}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", [None, archive(config_json="[]"), archive(config_json="{}")])
+def test_audit_of_a_file_that_is_missing_or_cannot_be_loaded_is_one_line(tmp_path, capsys, content):
     if content:
         (tmp_path / "model.keras").write_bytes(content)
     assert main(["audit", str(tmp_path / "model.keras")]) == 1
     error = capsys.readouterr().err
     assert error.startswith("kmp: ")
+    assert ("no such file" if content is None else "cannot be loaded") in error
     assert error.count("\n") == 1
 
 
@@ -261,6 +307,15 @@ def test_bench_writes_to_devices_and_does_not_replace_them(monkeypatch, tmp_path
 def test_bench_rejects_the_same_file_for_results_and_figure(tmp_path, capsys):
     assert main(["bench", "--json", str(tmp_path / "a.svg"), "--figure", str(tmp_path / "a.svg")]) == 1
     assert "are the same file" in capsys.readouterr().err
+
+
+def test_bench_leaves_no_empty_file_if_another_cannot_be_written(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench, "run", pytest.fail)
+    (tmp_path / "file").write_text("")
+    files = ["--json", str(tmp_path / "bench.json"), "--figure", str(tmp_path / "file" / "bench.png")]
+    assert main(["bench", *files]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_bench_does_not_measure_if_its_file_is_a_folder(monkeypatch, tmp_path, capsys):

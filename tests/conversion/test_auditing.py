@@ -128,3 +128,37 @@ def test_audit_displays_as_a_table_in_text_terminals_and_notebooks():
 def test_needs_float32_returns_the_rows_of_the_float32_category():
     model, _ = models.classifier()
     assert [row.path for row in kmp.audit(model).needs_float32] == ["probabilities"]
+
+
+def test_output_in_16_bits_is_noted_with_the_change_that_makes_it_float32():
+    with kmp.enable():
+        inputs = keras.Input((8,))
+        hidden = layers.Dense(8)(inputs)
+        outputs = [layers.Dense(1, name="value")(hidden), hidden + 1.0, layers.Dense(1, dtype="float32")(hidden)]
+        model = keras.Model(inputs, outputs)
+    audit = kmp.audit(model)
+    add = next(row.path for row in audit.rows if row.class_name == "Add")
+    assert audit.notes == (
+        "The output of 'value' is float16, as is what `predict` returns. For float32, create the layer with "
+        "dtype='float32'.",
+        f"The output of '{add}' is float16, as is what `predict` returns. For float32, use "
+        "keras.ops.cast(x, 'float32').",
+    )
+    assert audit.to_dict()["notes"] == list(audit.notes)
+    assert "The output of 'value' is float16" in str(audit)
+    assert "is float16, as is what `predict` returns" in audit._repr_html_()
+
+
+def test_float32_or_converted_model_has_no_note_on_its_outputs():
+    model, _ = models.classifier()
+    assert kmp.audit(model).notes == ()
+    assert kmp.audit(kmp.convert(model)).notes == ()
+
+
+def test_audit_of_a_model_with_custom_layers_draws_no_seeds():
+    model, _ = models.custom_layers()
+    keras.utils.set_random_seed(0)
+    expected = keras.initializers.GlorotUniform().seed
+    keras.utils.set_random_seed(0)
+    kmp.audit(model)
+    assert keras.initializers.GlorotUniform().seed == expected

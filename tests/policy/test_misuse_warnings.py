@@ -1,3 +1,5 @@
+import importlib
+import re
 import subprocess
 import sys
 
@@ -254,6 +256,68 @@ def test_softmax_in_float32_or_inside_attention_does_not_warn(enabled, recwarn):
     model = keras.Model(inputs, keras.layers.Dense(2, activation="softmax", dtype="float32")(x))
     model.compile("sgd", "sparse_categorical_crossentropy")
     assert not kmp_warnings(recwarn)
+
+
+@pytest.mark.parametrize(
+    ("make_head", "remedy"),
+    [(softmax_layer, "Write kmp.layers.Softmax() instead"), (softmax_activation, "Write Dense(..., dtype='float32')")],
+)
+def test_warning_of_a_softmax_says_what_to_write(enabled, make_head, remedy):
+    with pytest.warns(UserWarning, match=re.escape(remedy)):
+        keras.Sequential([keras.Input((4,)), *make_head()]).compile("sgd", "mse")
+
+
+ATTENTION = """
+import keras
+
+class Attention(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.softmax = keras.layers.Softmax()
+
+    def call(self, x):
+        return self.softmax(x)
+"""
+
+
+@pytest.mark.parametrize(("folder", "warns"), [("site-packages", False), ("project", True)])
+def test_softmax_that_the_code_of_an_installed_package_creates_does_not_warn(
+    enabled, folder, warns, tmp_path, monkeypatch, recwarn
+):
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / f"attention_in_{folder[:4]}.py").write_text(ATTENTION)
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    attention = importlib.import_module(f"attention_in_{folder[:4]}").Attention()
+    keras.Sequential([keras.Input((4,)), attention]).compile("sgd", "mse")
+    assert bool(kmp_warnings(recwarn)) == warns
+
+
+class OwnAttention(keras.layers.MultiHeadAttention):
+    """A custom class whose base class creates the softmax."""
+
+
+def test_softmax_that_a_base_class_of_keras_creates_does_not_warn(enabled, recwarn):
+    inputs = keras.Input((3, 4))
+    keras.Model(inputs, OwnAttention(2, 4)(inputs, inputs)).compile("sgd", "mse")
+    assert not kmp_warnings(recwarn)
+
+
+def test_softmax_in_float16_does_not_warn_again_when_the_model_is_loaded(enabled, tmp_path, recwarn):
+    model = keras.Sequential([keras.Input((4,)), *softmax_activation()])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    assert "computes in float16" in str(recwarn.pop(UserWarning).message)
+    model.save(tmp_path / "model.keras")
+    assert keras.models.load_model(tmp_path / "model.keras").compiled
+    assert not [warning for warning in recwarn if "computes in float16" in str(warning.message)]
+
+
+def test_softmax_in_float16_warns_again_after_disable():
+    for _ in range(2):
+        with kmp.enable():
+            head = keras.layers.Dense(2, activation="softmax", name="head")
+            model = keras.Sequential([keras.Input((4,)), head], name="same")
+            with pytest.warns(UserWarning, match="'same' computes in float16: the softmax of layer 'head'"):
+                model.compile("sgd", "mse")
 
 
 def test_loss_in_float16_warns_at_compile_and_in_a_loop(enabled):

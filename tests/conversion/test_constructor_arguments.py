@@ -1,0 +1,192 @@
+"""`audit`, `audit` with a batch and `convert` agree for layers whose config and `__init__` do not match."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import kmp
+
+BATCH = np.ones((2, 4), "float32")
+
+
+class WithoutKwargs(layers.Layer):
+    def __init__(self, scale=2.0):
+        super().__init__()
+        self.scale = scale
+
+    def call(self, inputs):
+        return inputs * self.scale
+
+    def get_config(self):
+        return super().get_config() | {"scale": self.scale}
+
+
+class WithoutConfig(layers.Layer):
+    def __init__(self, scale=2.0):
+        super().__init__()
+        self.scale = scale
+
+    def call(self, inputs):
+        return inputs * self.scale
+
+
+class NameOnly(WithoutConfig):
+    def __init__(self, scale=2.0, name=None):
+        layers.Layer.__init__(self, name=name)
+        self.scale = scale
+
+
+class DtypeOnly(WithoutKwargs):
+    def __init__(self, scale=2.0, dtype=None):
+        layers.Layer.__init__(self, dtype=dtype)
+        self.scale = scale
+
+
+class OwnFromConfig(WithoutKwargs):
+    @classmethod
+    def from_config(cls, config):
+        return cls(config["scale"])
+
+
+class ExtraKey(WithoutKwargs):
+    def get_config(self):
+        return super().get_config() | {"factor": self.scale}
+
+
+class MissingKey(layers.Layer):
+    def __init__(self, scale, **kwargs):
+        super().__init__(**kwargs)
+        self.scale = scale
+
+    def call(self, inputs):
+        return inputs * self.scale
+
+    def get_config(self):
+        return super().get_config()
+
+
+class Sublayer(layers.Layer):
+    def __init__(self, layer, **kwargs):
+        super().__init__(**kwargs)
+        self.layer = layer
+
+    def call(self, inputs):
+        return self.layer(inputs)
+
+
+class SerializedSublayer(Sublayer):
+    """Its `from_config` is missing, so its `__init__` gets a config in place of the layer."""
+
+    def get_config(self):
+        return super().get_config() | {"layer": keras.saving.serialize_keras_object(self.layer)}
+
+
+class DeserializedSublayer(SerializedSublayer):
+    @classmethod
+    def from_config(cls, config):
+        return cls(**config | {"layer": keras.saving.deserialize_keras_object(config["layer"])})
+
+
+class MissingUnits(layers.Layer):
+    def __init__(self, units=2, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(units)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def get_config(self):
+        return super().get_config()
+
+
+class FailingConfig(WithoutKwargs):
+    def get_config(self):
+        raise RuntimeError("no config")
+
+
+def model_with(layer):
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, layers.Dense(2, name="end")(layer(layers.Dense(4, name="start")(inputs))))
+
+
+def planned_dtypes(audit):
+    return {row.path: row.planned_dtype for row in audit.rows}
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (lambda: WithoutKwargs(3.0), "float32"),
+        (lambda: WithoutConfig(3.0), "float32"),
+        (lambda: NameOnly(3.0), "float32"),
+        (lambda: DtypeOnly(3.0), "float16"),
+        (lambda: OwnFromConfig(3.0), "float16"),
+        (lambda: DeserializedSublayer(layers.Dense(4)), "float16"),
+    ],
+    ids=["no kwargs", "no get_config", "name", "dtype", "own from_config", "sublayer"],
+)
+def test_layer_is_converted_to_the_dtype_that_audit_shows(make, dtype):
+    layer = make()
+    model = model_with(layer)
+    converted = kmp.convert(model)
+    assert converted.layers[2].compute_dtype == dtype
+    assert planned_dtypes(kmp.audit(model))[layer.name] == dtype
+    assert planned_dtypes(kmp.audit(model, BATCH))[layer.name] == dtype
+    assert kmp.audit(model).conversion_error == ""
+    np.testing.assert_allclose(converted(BATCH), model(BATCH), rtol=1e-2, atol=1e-2)
+
+
+def test_layer_whose_constructor_takes_no_dtype_stays_float32_under_its_name_and_is_logged(caplog):
+    layer = WithoutKwargs()
+    layer.trainable = False
+    model = model_with(layer)
+    row = next(row for row in kmp.audit(model).rows if row.path == layer.name)
+    assert row.reason == "its `__init__` takes no `dtype`, so its policy cannot be set"
+    clone = kmp.convert(model).layers[2]
+    assert (clone.name, clone.trainable) == (layer.name, False)
+    assert f"{layer.name} stays float32: its `__init__` takes no `dtype`" in caplog.text
+
+
+class Parent(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inside = WithoutKwargs()
+
+    def call(self, inputs):
+        return self.inside(inputs)
+
+
+def test_layer_that_custom_code_creates_needs_no_dtype_argument():
+    model = model_with(Parent(name="parent"))
+    assert planned_dtypes(kmp.audit(model))[f"parent/{model.layers[2].inside.name}"] == "float16"
+    assert kmp.convert(model).layers[2].inside.compute_dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (ExtraKey, "unexpected keyword argument 'factor'"),
+        (lambda: MissingKey(2.0), "missing 1 required positional argument: 'scale'"),
+        (lambda: Sublayer(layers.Dense(4)), "non-serializable argument values"),
+        (lambda: SerializedSublayer(layers.Dense(4)), "calling SerializedSublayer.call"),
+        (lambda: MissingUnits(3), "has different variables"),
+        (FailingConfig, "no config"),
+        (lambda: layers.Dense(4, dtype="float64"), "computes in float64"),
+    ],
+    ids=["extra key", "missing key", "sublayer", "serialized sublayer", "missing units", "failing config", "float64"],
+)
+def test_layer_that_convert_refuses_is_an_error_in_audit_too(make, message):
+    layer = make()
+    model = model_with(layer)
+    with pytest.raises(ValueError, match=message) as caught:
+        kmp.convert(model)
+    assert caught.type is ValueError
+    assert "\x1b" not in str(caught.value)
+    with pytest.raises(ValueError, match=message):
+        kmp.audit(model, BATCH)
+    audit = kmp.audit(model)
+    assert message in audit.conversion_error
+    assert audit.to_dict()["conversion_error"] == audit.conversion_error
+    assert "kmp.convert cannot convert this model" in str(audit)
+    assert planned_dtypes(audit)[layer.name] == layer.compute_dtype
