@@ -219,7 +219,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         variables = self._variables_for(grads, trainable_variables)
         if not grads:
             return
-        indices = [self._index(variable) for variable in variables] if self.built else list(range(len(variables)))
         if not self.built:
             distribution.check_built_before_step()
         if unscaled is None:
@@ -227,6 +226,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         scaling_of_grads = self._scaling_of(grads, self._trainable_variables if self.built else variables, unscaled)
         if not self.built:
             self.build(variables)
+        indices = [self._index(variable) for variable in variables]
         if scaling_of_grads is Scaling.UNSCALED:
             grads = multiply_gradients(grads, self._applied_scale())
         self._gradient_scaling.end_step()
