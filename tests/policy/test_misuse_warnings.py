@@ -29,7 +29,7 @@ def only_message(caught):
 
 def test_loop_without_scale_loss_warns_once():
     optimizer, variable = kmp.LossScaleOptimizer("sgd"), keras.Variable([1.0])
-    with pytest.warns(UserWarning, match="before any loss went through `scale_loss`") as caught:
+    with pytest.warns(UserWarning, match="scaled_loss = optimizer.scale_loss") as caught:
         optimizer.apply([tf.constant([1.0])], [variable])
     only_message(caught)
     optimizer.apply([tf.constant([1.0])], [variable])
