@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Command-line arguments without the program name; `sys.argv[1:]` if `None`.
     """
-    parsed = parse(arguments)
+    parsed = _parser().parse_args(arguments)
     if parsed.command == "demo":  # oneDNN, on by default on newer CPUs, is many times slower in float16
         os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     try:
@@ -32,15 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("kmp: interrupted", file=sys.stderr)
         return 130
     return commands.run(parsed)
-
-
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the parsed arguments. Exits for `--help` and `--version`, and with a message if they are invalid.
-
-    Args:
-        arguments: As in `main`.
-    """
-    return _parser().parse_args(arguments)
 
 
 class _Parser(argparse.ArgumentParser):

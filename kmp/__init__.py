@@ -9,12 +9,6 @@ Example:
 """
 
 import importlib
-import sys
-
-# `python -m kmp` imports this package before `kmp.__main__`. So `--help` and mistakes are answered here, before
-# TensorFlow is imported. `sys.argv[0]` is "-m" until the module runs, and `sys.orig_argv` has its name in that place.
-if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv) :][:1] == ["kmp"]:
-    importlib.import_module("kmp_cli").parse(sys.argv[1:])
 
 from kmp.utils import require_tensorflow
 

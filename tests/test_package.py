@@ -76,14 +76,6 @@ def test_missing_tensorflow_is_an_error_that_names_the_extras(tmp_path):
     assert "kmp[cpu]" in error
 
 
-@pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["reprot"], 2)])
-def test_module_as_a_command_answers_before_keras_and_tensorflow_are_imported(arguments, status):
-    command = [sys.executable, "-X", "importtime", "-m", "kmp", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == status
-    assert not re.search(r"\| +(kmp\.\w+|keras|tensorflow|numpy)$", done.stderr, re.MULTILINE)
-
-
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["audit", "--help"], ["nosuch"], ["report"]])
 def test_command_line_answers_before_keras_and_tensorflow_are_imported(arguments):
     status, output = python(

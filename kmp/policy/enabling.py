@@ -65,8 +65,8 @@ def enable(
 
     If a model with kmp's optimizer skips a step, the state of its layers is restored. Batches with a non-finite loss
     are excluded from its metrics. `compile` raises an error for arguments with which the first step would fail under a
-    distribution strategy. `fit` is fixed for several workers, and for losses that layers add in 16 bits. kmp warns once
-    per model about mistakes that Keras does not report.
+    distribution strategy. `fit` is fixed for several workers, and for losses that layers add in 16 bits. kmp warns
+    about mistakes that Keras does not report, once until `disable`.
 
     The policy applies to all threads, and after `keras.backend.clear_session()`, until `disable`. A policy that is set
     on a layer, or later with `keras.config.set_dtype_policy` in a thread, takes precedence there. Calling `enable`
