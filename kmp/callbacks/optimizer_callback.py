@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from kmp.callbacks.optimizer_monitor import OptimizerMonitor
+from kmp.callbacks.packed_sample import packed
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import skipped_step_rollback
 from kmp.records import Run, Snapshot
@@ -180,7 +181,7 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
             self._append_record(record)
 
     def _append_record(self, record: dict[str, Any]) -> None:
-        self.monitor.run.append(record)
+        self.monitor.run.append(packed(record))
         self._open_log()
         self.monitor.write(record)
 

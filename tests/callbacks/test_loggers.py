@@ -2,6 +2,7 @@ import copy
 import csv
 import gc
 import pickle
+import sys
 import weakref
 
 import keras
@@ -244,6 +245,24 @@ def test_callbacks_listed_later_get_the_keys(tmp_path):
     fit(compiled_model(), [*defaults(), keras.callbacks.CSVLogger(tmp_path / "log.csv")])
     with (tmp_path / "log.csv").open() as file:
         assert set(next(csv.DictReader(file))) >= KEYS
+
+
+def test_samples_in_memory_are_those_of_the_log_in_a_tenth_of_the_memory(tmp_path):
+    callbacks = defaults(tmp_path, every_n_steps=5, reference=small_data(batches=1))
+    fit(compiled_model(), callbacks)
+    run, logged = callbacks[0].run, kmp.load_run(tmp_path)
+    assert run.rows == logged.rows
+    assert repr(run.rows) == repr(logged.rows)
+    assert len(run.samples) == 5
+    assert len(run.references) == 2
+    for row, from_file in zip(run.rows, logged.rows, strict=True):
+        if "sample" in row:
+            assert 8 * len(pickle.dumps(row["sample"])) < bytes_in_memory(from_file["sample"])
+
+
+def bytes_in_memory(value):
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sys.getsizeof(value) + sum(map(bytes_in_memory, parts))
 
 
 def test_two_histograms_with_different_every_n_steps_each_have_their_samples():
