@@ -3,8 +3,6 @@
 import math
 from typing import Any
 
-from keras import ops
-
 from kmp.callbacks.optimizer_callback import LOGS, MAIN, Logs, OptimizerCallback, PathLike
 from kmp.gradients import UpdateWatch, check_batch, float32_sample, paths_of
 from kmp.optimizer import LossScaleOptimizer
@@ -144,7 +142,7 @@ class GradientHistogram(OptimizerCallback):
     @property
     def _applied_updates(self) -> int:
         """The updates of the weights so far; a step that is skipped or accumulates gradients adds none."""
-        return int(ops.convert_to_numpy(self.optimizer.iterations))
+        return int(self.optimizer.iterations.numpy())
 
     def _initial_values(self, snapshot: Snapshot) -> dict[str, float]:
         return {"grad_zeros": math.nan, "grad_norm": math.nan}
