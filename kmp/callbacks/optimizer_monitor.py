@@ -116,7 +116,7 @@ class OptimizerMonitor:
 
 
 def _described(optimizer: Any) -> str:
-    return f"{type(optimizer).__module__.split('.')[0]}'s {type(optimizer).__name__}"
+    return "None" if optimizer is None else f"{type(optimizer).__module__.split('.')[0]}'s {type(optimizer).__name__}"
 
 
 _UNSCALED = (
