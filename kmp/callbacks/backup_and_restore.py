@@ -83,6 +83,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     [2]
     """
 
+    @validation.suggests_arguments
     def __init__(
         self,
         backup_dir: str | os.PathLike[str],

@@ -19,7 +19,8 @@ class ForwardProbe(OptimizerCallback):
 
     The probe checks the layer outputs of the step itself. It computes nothing while losses are finite. Values that a
     layer computes inside a loop, as an RNN does, are checked only at the layer's output. With several replicas, those
-    of this process are checked. Each `fit` with this callback traces the training step again.
+    of this process are checked. Each `fit` with this callback traces the training step again. It adds nothing to
+    `logs`, and does nothing for a model that needs no loss scale and is compiled without `kmp.LossScaleOptimizer`.
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
@@ -29,7 +30,7 @@ class ForwardProbe(OptimizerCallback):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not a
+        ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if a float16 model has no
             `kmp.LossScaleOptimizer`.
         OSError: In `on_train_begin`, if `log_dir` cannot be written.
 
@@ -54,8 +55,9 @@ class ForwardProbe(OptimizerCallback):
 
     def on_train_end(self, logs: Logs = None) -> None:
         super().on_train_end(logs)
-        self._remove_probe()
-        self.model.make_train_function(force=True)
+        if self._is_active:
+            self._remove_probe()
+            self.model.make_train_function(force=True)
 
     def _remove_probe(self) -> None:
         probes, probe = skipped_step_rollback.probes_of(self.model), self.optimizer.probe

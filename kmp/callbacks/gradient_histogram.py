@@ -1,8 +1,9 @@
 """The callback that samples gradients."""
 
+import math
 from typing import Any
 
-from kmp.callbacks.optimizer_callback import Logs, OptimizerCallback, PathLike
+from kmp.callbacks.optimizer_callback import LOGS, MAIN, Logs, OptimizerCallback, PathLike
 from kmp.gradients import UpdateWatch, check_batch, float32_sample, paths_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot
@@ -14,14 +15,21 @@ class GradientHistogram(OptimizerCallback):
 
     The compiled step counts the elements on the device. In `logs`:
 
+    - `grad_norm`: the L2 norm of all gradients, without the loss scale, of the last sample in which it is finite; NaN
+      before the first.
+
+    In `logs` with `logs="all"`:
+
     - `grad_zeros`: the fraction of gradient elements that are exactly zero, an upper bound on the fraction that float16
       flushed to zero.
-    - `grad_norm`, in an epoch's logs: the L2 norm of all gradients of the last sample, without the loss scale.
 
     `run.samples` and the log have the samples, with the norm and amax of each gradient. TensorBoard has the histograms,
     per layer and for all layers. The first sample and every tenth after it also measure the weight update of the step;
-    for a model that is not built, the second sample is the first that does. With `steps_per_execution`, the update is
-    that of the whole execution.
+    for a model that is not built, the second sample is the first that does. A step that updates no weights, because it
+    was skipped or accumulates gradients, has no update to measure, so the next sample measures it. With
+    `steps_per_execution`, the update is that of the whole execution.
+
+    Does nothing for a model that needs no loss scale and is compiled without `kmp.LossScaleOptimizer`.
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
@@ -35,10 +43,11 @@ class GradientHistogram(OptimizerCallback):
             float16 flushed to zero from elements that are zero in float32 too. Use as many examples as in a training
             batch, because a mean over more examples has fewer zeros. The model must train with its compiled loss.
             Defaults to none.
+        logs: `"main"` for `grad_norm` alone in `logs`, or `"all"`. The log has them all.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not a
+        ValueError: If an argument is outside its range; in `on_train_begin`, if a float16 model has no
             `kmp.LossScaleOptimizer`, if a pattern matches no variable, or if `reference` does not fit the model (for a
             model that is not built, after the first step).
         OSError: In `on_train_begin`, if `log_dir` cannot be written.
@@ -56,6 +65,7 @@ class GradientHistogram(OptimizerCallback):
 
     updates_every = 10  # in samples; measuring an update takes several times as long as sampling
 
+    @validation.suggests_arguments
     def __init__(
         self,
         log_dir: PathLike | None = None,
@@ -64,8 +74,10 @@ class GradientHistogram(OptimizerCallback):
         *,
         variables: str | list[str] | None = None,
         reference: tuple[Any, ...] | None = None,
+        logs: str = MAIN,
     ) -> None:
         super().__init__(log_dir, every_n_steps, optimizer)
+        self.logs = validation.one_of("logs", logs, LOGS)
         self.variables = validation.patterns("variables", variables)
         self.reference = None if reference is None else validation.batch("reference", reference)
         self._update_watch = UpdateWatch()
@@ -86,32 +98,32 @@ class GradientHistogram(OptimizerCallback):
         self._is_reference_due = self.reference is not None
         self.optimizer.start_sampling(self, self.every_n_steps)
 
-    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        super().on_epoch_begin(epoch, logs)
+    def _begin_epoch(self) -> None:
+        super()._begin_epoch()
         step = self._last_snapshot.step
         if (step + self._batches_per_epoch) // self.every_n_steps == step // self.every_n_steps:
             self._samples_next_step = True  # otherwise the epoch has no sample
             self.optimizer.start_sampling(self, self.every_n_steps)
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        if self._samples_until_update <= 0 and (self._samples_next_step or self._is_sampled_next):
+        if not self._is_active or self._samples_until_update > 0:
+            return
+        if self._samples_next_step or self._is_sampled_next:
             self._armed_at = self.optimizer.counters.read_steps()
+            self._updates_before = self._applied_updates
             self._update_watch.arm(self._selected_variables())
 
-    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+    def _end_batch(self, batch: int) -> None:
         self._samples_next_step = False
-        super().on_train_batch_end(batch, logs)
+        super()._end_batch(batch)
         if self._update_watch.is_armed:
             self.read()
             self._update_watch.disarm()
         if self._is_reference_due:
             self._measure_reference()
 
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        super().on_epoch_end(epoch, logs)
-        norm = self.run.last("grad_norm")
-        if logs is not None and norm is not None:
-            logs["grad_norm"] = norm
+    def _end_epoch(self) -> None:
+        super()._end_epoch()
         if self.reference is not None:
             self._measure_reference()
 
@@ -126,6 +138,14 @@ class GradientHistogram(OptimizerCallback):
         before = self._last_snapshot.step + self._steps_per_batch * self._batches_since_read
         after = before + max(1.0, self._steps_per_batch * self.model.steps_per_execution)
         return after // self.every_n_steps > before // self.every_n_steps
+
+    @property
+    def _applied_updates(self) -> int:
+        """The updates of the weights so far; a step that is skipped or accumulates gradients adds none."""
+        return int(self.optimizer.iterations.numpy())
+
+    def _initial_values(self, snapshot: Snapshot) -> dict[str, float]:
+        return {"grad_zeros": math.nan, "grad_norm": math.nan}
 
     def _selected_variables(self) -> dict[str, Any]:
         by_path = self.optimizer.variables_by_path()
@@ -145,13 +165,13 @@ class GradientHistogram(OptimizerCallback):
         self._samples_until_update -= 1
         if self.variables is not None:
             sample = sample.select(self.variables)
-        if self._update_watch.is_armed and sample.step > self._armed_at:
+        is_of_armed_execution = self._update_watch.is_armed and sample.step > self._armed_at
+        if is_of_armed_execution and self._applied_updates > self._updates_before:
             sample = self._update_watch.measure(sample)
             self._samples_until_update = self.updates_every - 1
-        self._logged_values = {"grad_zeros": sample.histogram.zero_fraction}
-        return (
-            {"step": sample.step} | self._logged_values | {"grad_norm": sample.total_norm, "sample": sample.to_dict()}
-        )
+        values = {"grad_zeros": sample.histogram.zero_fraction, "grad_norm": sample.total_norm}
+        self._logged_values |= {key: value for key, value in values.items() if math.isfinite(value)}
+        return {"step": sample.step} | values | {"sample": sample.to_dict()}
 
     def _measure_reference(self) -> None:
         self._is_reference_due = False

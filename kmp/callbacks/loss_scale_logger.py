@@ -9,6 +9,8 @@ from kmp.records import Snapshot
 class LossScaleLogger(OptimizerCallback):
     """Logs the loss scale, as `loss_scale` in `logs`.
 
+    Does nothing for a model that needs no loss scale and is compiled without `kmp.LossScaleOptimizer`.
+
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
         every_n_steps: Integer, at least 1: how often to read the optimizer, in optimizer steps.
@@ -16,7 +18,7 @@ class LossScaleLogger(OptimizerCallback):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not a
+        ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if a float16 model has no
             `kmp.LossScaleOptimizer`.
         OSError: In `on_train_begin`, if `log_dir` cannot be written.
 
@@ -30,6 +32,9 @@ class LossScaleLogger(OptimizerCallback):
     [1024.0]
     """
 
+    def _initial_values(self, snapshot: Snapshot) -> dict[str, float]:
+        return {"loss_scale": snapshot.loss_scale}
+
     def _record_of(self, snapshot: Snapshot) -> dict[str, Any] | None:
-        self._logged_values = {"loss_scale": snapshot.loss_scale}
+        self._logged_values = self._initial_values(snapshot)
         return {"step": snapshot.step, "loss_scale": snapshot.loss_scale, "clean_steps": snapshot.clean_steps}

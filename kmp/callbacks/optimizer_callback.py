@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from kmp.callbacks.optimizer_monitor import OptimizerMonitor
+from kmp.callbacks.packed_sample import packed
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import skipped_step_rollback
 from kmp.records import Run, Snapshot
@@ -16,10 +17,19 @@ from kmp.utils import user_messages, validation
 PathLike = str | os.PathLike[str]
 Logs = dict[str, Any] | None
 
+MAIN, ALL = LOGS = ("main", "all")
+MAIN_KEYS = ("loss_scale", "overflow_count", "grad_norm")
+
 
 class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
-    """Reads the optimizer at its first step, at each multiple of `every_n_steps`, and at the end of each epoch."""
+    """Reads the optimizer at its first step, at each multiple of `every_n_steps`, and at the end of each epoch.
 
+    Does nothing in the training of a model that has no `kmp.LossScaleOptimizer` and needs none.
+    """
+
+    logs = MAIN
+
+    @validation.suggests_arguments
     def __init__(
         self,
         log_dir: PathLike | None = None,
@@ -32,6 +42,7 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
         folder = None if log_dir is None else validation.local_path("log_dir", log_dir)
         self.every_n_steps = validation.positive_integer("every_n_steps", every_n_steps)
         self.monitor = OptimizerMonitor(folder, optimizer)
+        self._is_active = False
 
     @property
     def run(self) -> Run:
@@ -45,14 +56,39 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
 
     @property
     def optimizer(self) -> LossScaleOptimizer:
-        """The optimizer to read: the one passed to the constructor, or else the model's.
-
-        Raises:
-            ValueError: If it is not a `kmp.LossScaleOptimizer`.
-        """
-        return self.monitor.optimizer_of(self.model, type(self).__name__)
+        """The optimizer to read: the one passed to the constructor, or else the model's."""
+        return self.monitor.optimizer_of(self.model)
 
     def on_train_begin(self, logs: Logs = None) -> None:
+        self._is_active = self.monitor.has_optimizer(self.model, type(self).__name__)
+        if self._is_active:
+            self._prepare_training()
+        else:
+            self.monitor.clear()
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        if self._is_active:
+            self._begin_epoch()
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if self._is_active:
+            self._end_batch(batch)
+            self._add_to(logs, self._logged_values)
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        if self._is_active:
+            self._end_epoch()
+            if logs is not None:
+                skipped_step_rollback.fix_epoch_loss(self.model, logs)
+            self._add_to(logs, self._epoch_values())
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        if self._is_active:
+            if self._has_trained and self._last_snapshot.step == self._start_step:
+                user_messages.warn(_NO_STEP.format(callback=type(self).__name__))
+            self._end_training()
+
+    def _prepare_training(self) -> None:
         optimizer = self.optimizer
         self.monitor.check(self.model)
         self._end_training()
@@ -61,31 +97,29 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
             self.model.make_train_function(force=True)
         self._begin_training()
 
-    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+    def _begin_epoch(self) -> None:
         if not self._has_trained:
             self._begin_training()  # again: a later callback's `on_train_begin` may have loaded the optimizer
             self.run.drop_after(self._start_step)
             self._open_log()
         self._batches_of_epoch = 0
 
-    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+    def _end_batch(self, batch: int) -> None:
         self._has_trained = True
         self._count_batches(batch)
         if self._last_snapshot.step + self._steps_per_batch * self._batches_since_read >= self._next_read:
             self.read()
-        if logs is not None:
-            logs.update(self._logged_values)
 
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+    def _end_epoch(self) -> None:
         self.read(is_epoch_end=True)
-        if logs is not None:
-            skipped_step_rollback.fix_epoch_loss(self.model, logs)
-            logs.update(self._logged_values)
 
-    def on_train_end(self, logs: Logs = None) -> None:
-        if self._has_trained and self._last_snapshot.step == self._start_step:
-            user_messages.warn(_NO_STEP.format(callback=type(self).__name__))
-        self._end_training()
+    def _add_to(self, logs: Logs, values: dict[str, float]) -> None:
+        if logs is not None:
+            logs.update((key, value) for key, value in values.items() if self.logs == ALL or key in MAIN_KEYS)
+
+    def _epoch_values(self) -> dict[str, float]:
+        """Returns the values for an epoch's `logs`."""
+        return self._logged_values
 
     def _prepare_train_step(self, optimizer: LossScaleOptimizer) -> bool:
         """Adds this callback's work to the train step. Returns whether the step must be traced again."""
@@ -99,7 +133,8 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
         # steps per batch between the last two snapshots.
         self._steps_per_batch = 1.0
         self._batches_since_read = self._batches_of_epoch = 0
-        self._logged_values: dict[str, float] = {}
+        # `History` and `CSVLogger` take the keys of the first epoch, so all keys exist from the start.
+        self._logged_values = self._initial_values(self._last_snapshot)
         self._has_trained = False
 
     def _end_training(self) -> None:
@@ -146,9 +181,13 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
             self._append_record(record)
 
     def _append_record(self, record: dict[str, Any]) -> None:
-        self.monitor.run.append(record)
+        self.monitor.run.append(packed(record))
         self._open_log()
         self.monitor.write(record)
+
+    def _initial_values(self, snapshot: Snapshot) -> dict[str, float]:
+        """Returns the values for `logs` before the first record."""
+        return {}
 
     @abc.abstractmethod
     def _record_of(self, snapshot: Snapshot) -> dict[str, Any] | None:

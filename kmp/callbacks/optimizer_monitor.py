@@ -1,7 +1,9 @@
 """Reads one optimizer for the callbacks of a run and stores their records."""
 
+import logging
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import keras
 
@@ -10,6 +12,10 @@ from kmp.callbacks.log_writer import LogWriter, header
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Run, Snapshot
 from kmp.utils import FLOAT16
+
+logger = logging.getLogger("kmp")
+
+_logged_models: WeakSet[keras.Model] = WeakSet()
 
 
 class OptimizerMonitor:
@@ -30,20 +36,36 @@ class OptimizerMonitor:
         self._newest: Snapshot | None = None
         self._writer: LogWriter | None = None
 
-    def optimizer_of(self, model: keras.Model, callback: str) -> LossScaleOptimizer:
-        """Returns the optimizer to read.
+    def has_optimizer(self, model: keras.Model, callback: str) -> bool:
+        """Returns whether there is an optimizer to read. If not, logs once per model what gives records.
 
         Args:
             model: The model in training.
             callback: The name of the callback that reads it, for the error message.
 
         Raises:
-            ValueError: If it is not a `kmp.LossScaleOptimizer`.
+            ValueError: If the model computes in float16 and its optimizer is not a `kmp.LossScaleOptimizer`.
         """
-        optimizer = self._optimizer or getattr(model, "optimizer", None)
-        if not isinstance(optimizer, LossScaleOptimizer):
-            raise ValueError(_wrong_optimizer_message(callback, model, optimizer))
-        return optimizer
+        optimizer = self.optimizer_of(model)
+        if isinstance(optimizer, LossScaleOptimizer):
+            return True
+        dtypes = compute_dtypes(model)
+        facts = {"callback": callback, "optimizer": _described(optimizer), "dtypes": " and ".join(sorted(dtypes))}
+        if FLOAT16.name in dtypes:
+            raise ValueError(_UNSCALED.format(**facts))
+        if model not in _logged_models:
+            _logged_models.add(model)
+            logger.warning(_NOTHING_TO_READ.format(**facts))
+        return False
+
+    def optimizer_of(self, model: keras.Model) -> LossScaleOptimizer:
+        """Returns the optimizer to read, if `has_optimizer`."""
+        return self._optimizer or model.optimizer
+
+    def clear(self) -> None:
+        """Removes the records of an earlier training."""
+        self.run.rows.clear()
+        self.run.header = {}
 
     def check(self, model: keras.Model) -> None:
         """Checks that `log_dir` is writable.
@@ -93,19 +115,16 @@ class OptimizerMonitor:
         return self.log_dir if distribution.is_chief(model.distribute_strategy) else None
 
 
-def _wrong_optimizer_message(callback: str, model: keras.Model, optimizer: Any) -> str:
-    optimizer_class = type(optimizer)
-    package = optimizer_class.__module__.split(".")[0]
-    received = f"{package}'s {optimizer_class.__name__}" if optimizer is not None else "None"
-    dtypes = sorted(compute_dtypes(model))
-    advice = (
-        "Compile the model after kmp.enable() and without auto_scale_loss=False, or with kmp.LossScaleOptimizer(opt)."
-        if FLOAT16.name in dtypes
-        else "It needs no loss scale: remove kmp's callbacks, or compile with kmp.LossScaleOptimizer(opt, "
-        "loss_scale=1.0) to record its gradients. For float16, call kmp.enable() before building the model. "
-        "keras.backend.clear_session() and new threads reset the policy to float32: call kmp.enable() again there."
-    )
-    return (
-        f"{callback} needs a kmp.LossScaleOptimizer, but the model's optimizer is {received}. "
-        f"The model computes in {' and '.join(dtypes)}. {advice}"
-    )
+def _described(optimizer: Any) -> str:
+    return "None" if optimizer is None else f"{type(optimizer).__module__.split('.')[0]}'s {type(optimizer).__name__}"
+
+
+_UNSCALED = (
+    "{callback} needs a kmp.LossScaleOptimizer, but the model's optimizer is {optimizer}. The model computes in "
+    "{dtypes}. Compile the model after kmp.enable() and without auto_scale_loss=False, or with "
+    "kmp.LossScaleOptimizer(opt)."
+)
+_NOTHING_TO_READ = (
+    "kmp's callbacks have nothing to read: the model's optimizer is {optimizer}. The model computes in {dtypes}, which "
+    "needs no loss scale. To record its gradients, compile it with kmp.wrap(optimizer, loss_scale=1.0)."
+)

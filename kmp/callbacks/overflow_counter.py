@@ -2,8 +2,10 @@
 
 from typing import Any
 
-from kmp.callbacks.optimizer_callback import Logs, OptimizerCallback
+from kmp.callbacks.optimizer_callback import LOGS, MAIN, OptimizerCallback, PathLike
+from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot
+from kmp.utils import validation
 
 
 class OverflowCounter(OptimizerCallback):
@@ -12,6 +14,9 @@ class OverflowCounter(OptimizerCallback):
     In `logs`:
 
     - `overflow_count`: skipped steps since training began.
+
+    In `logs` with `logs="all"`:
+
     - `overflow_rate`: skipped steps as a fraction of the steps since the last record; in an epoch's logs, of the
       epoch's steps.
     - `nonfinite_loss_count`, in an epoch's logs: skipped steps since training began whose loss was non-finite before
@@ -22,14 +27,17 @@ class OverflowCounter(OptimizerCallback):
     `run` and the log have the path of that variable, and for each variable the number of steps in which it overflowed
     and in which the overflow originated there. Paths are not in `logs`: Keras averages its values and fails on strings.
 
+    Does nothing for a model that needs no loss scale and is compiled without `kmp.LossScaleOptimizer`.
+
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
         every_n_steps: Integer, at least 1: how often to read the optimizer, in optimizer steps.
         optimizer: The `kmp.LossScaleOptimizer` to read, for a model with several. Defaults to the model's.
+        logs: `"main"` for `overflow_count` alone in `logs`, or `"all"`. The log has them all.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `every_n_steps` is below 1; in `on_train_begin`, if the optimizer is not a
+        ValueError: If an argument is outside its range; in `on_train_begin`, if a float16 model has no
             `kmp.LossScaleOptimizer`.
         OSError: In `on_train_begin`, if `log_dir` cannot be written.
 
@@ -39,23 +47,39 @@ class OverflowCounter(OptimizerCallback):
     ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     ...     model.compile("sgd", "mse")
     >>> y = np.full((8, 1), 1e4)  # at the loss scale 2^15, gradients exceed 65504
-    >>> history = model.fit(np.ones((8, 4)), y, verbose=0, callbacks=[kmp.callbacks.OverflowCounter()])
+    >>> counter = kmp.callbacks.OverflowCounter(logs="all")
+    >>> history = model.fit(np.ones((8, 4)), y, verbose=0, callbacks=[counter])
     >>> history.history["overflow_count"], history.history["nonfinite_loss_count"]
     ([1], [0])
     """
 
-    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        super().on_epoch_begin(epoch, logs)
+    @validation.suggests_arguments
+    def __init__(
+        self,
+        log_dir: PathLike | None = None,
+        every_n_steps: int = 250,
+        optimizer: LossScaleOptimizer | None = None,
+        *,
+        logs: str = MAIN,
+    ) -> None:
+        super().__init__(log_dir, every_n_steps, optimizer)
+        self.logs = validation.one_of("logs", logs, LOGS)
+
+    def _begin_epoch(self) -> None:
+        super()._begin_epoch()
         self._at_epoch_begin = self._last_snapshot
 
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        super().on_epoch_end(epoch, logs)
-        newest = self._last_snapshot
-        steps = newest.step - self._at_epoch_begin.step
-        if logs is not None and steps:
-            logs["overflow_rate"] = (newest.overflow_count - self._at_epoch_begin.overflow_count) / steps
-            logs["nonfinite_loss_count"] = newest.nonfinite_loss_count
-            logs["overflow_origin"] = self._index_of(newest.overflow_origin)
+    def _initial_values(self, snapshot: Snapshot) -> dict[str, float]:
+        return {"overflow_count": snapshot.overflow_count, "overflow_rate": 0.0}
+
+    def _epoch_values(self) -> dict[str, float]:
+        newest, before = self._last_snapshot, self._at_epoch_begin
+        skipped, steps = newest.overflow_count - before.overflow_count, newest.step - before.step
+        return self._logged_values | {
+            "overflow_rate": skipped / max(1, steps),
+            "nonfinite_loss_count": newest.nonfinite_loss_count,
+            "overflow_origin": self._index_of(newest.overflow_origin),
+        }
 
     def _index_of(self, path: str | None) -> int:
         paths = self.optimizer.paths

@@ -25,8 +25,9 @@ class Report(keras.callbacks.Callback):
 
     The report is written at the end of training. It is also written at epoch ends, so that a killed run has one, as
     long as that takes at most a twentieth of the time. Of several workers, only the chief writes. A failure to write
-    during training is a warning. Without `run`, the callback records what `LossScaleLogger`, `OverflowCounter` and
-    `GradientHistogram` record, and adds their keys to `logs`.
+    during training is a warning. Without records there is no report. Without `run`, the callback records what
+    `LossScaleLogger`, `OverflowCounter` and `GradientHistogram` record, and adds `loss_scale`, `overflow_count` and
+    `grad_norm` to `logs`, as they do.
 
     Args:
         path: The file. Its name ends in `.html`.
@@ -38,8 +39,8 @@ class Report(keras.callbacks.Callback):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `path` does not end in `.html`, or `every_n_steps` is below 1; in `on_train_begin`, if the
-            optimizer is not a `kmp.LossScaleOptimizer`.
+        ValueError: If `path` does not end in `.html`, or `every_n_steps` is below 1; in `on_train_begin`, if a
+            float16 model has no `kmp.LossScaleOptimizer`.
         OSError: In `on_train_begin`, if `path` cannot be written.
 
     Example:
@@ -48,6 +49,7 @@ class Report(keras.callbacks.Callback):
     >>> attached = [*loggers, callbacks.Report("report.html", run=loggers[0].run)]
     """
 
+    @validation.suggests_arguments
     def __init__(
         self,
         path: PathLike,
@@ -56,7 +58,7 @@ class Report(keras.callbacks.Callback):
         optimizer: LossScaleOptimizer | None = None,
     ) -> None:
         super().__init__()
-        self.path = _html_path(path)
+        self.path = html_path("path", path)
         if run is not None and not isinstance(run, Run):
             raise TypeError(f"`run` must be a kmp.records.Run or None. Received: run={run!r}")
         # Not a keras.callbacks.CallbackList: it passes callbacks a copy of `logs`, so the keys they add would be lost.
@@ -108,7 +110,7 @@ class Report(keras.callbacks.Callback):
 
     def write(self) -> None:
         """Writes the report of the records so far."""
-        if not self._is_chief:
+        if not self._is_chief or not self.run.rows:
             return
         from kmp import report
 
@@ -141,10 +143,18 @@ def _loggers(every_n_steps: int, optimizer: LossScaleOptimizer | None) -> list[O
     return loggers
 
 
-def _html_path(value: Any) -> Path:
-    path = validation.local_path("path", value)
+def html_path(name: str, value: Any) -> Path:
+    """Returns `value` as the path of an `.html` file on this machine.
+
+    Raises:
+        TypeError: If `value` is not a string or path.
+        ValueError: If `value` does not end in `.html`, or is not a local path.
+    """
+    path = validation.local_path(name, value)
     if path.suffix.lower() != _SUFFIX:
-        raise ValueError(f"`path` must be the path of a local file that ends in {_SUFFIX}. Received: path={value!r}")
+        raise ValueError(
+            f"`{name}` must be the path of a local file that ends in {_SUFFIX}. Received: {name}={value!r}"
+        )
     return path
 
 
@@ -159,5 +169,5 @@ def _check_writable(path: Path) -> None:
             raise IsADirectoryError(errno.EISDIR, "Is a directory")
         atomic_files.check_writable(path.parent)
     except OSError as error:
-        message = f"`path` cannot be written ({error.strerror or error})"
+        message = f"the report cannot be written ({error.strerror or error})"
         raise OSError(error.errno, message, str(path)) from error

@@ -1,11 +1,11 @@
 """The callback that stops a training in which every step is skipped."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kmp.backend import distribution
 from kmp.callbacks.model_saving import save_atomically
-from kmp.callbacks.optimizer_callback import Logs, OptimizerCallback, PathLike
+from kmp.callbacks.optimizer_callback import OptimizerCallback, PathLike
 from kmp.callbacks.stuck_message import StuckError, format_message, is_at_min_scale
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot
@@ -19,7 +19,9 @@ class StuckDetector(OptimizerCallback):
     Training is stuck after `patience` consecutive skipped steps, or if a step overflows while the loss scale is
     already at `min_scale`. With `steps_per_execution`, both are checked at the end of each execution. The message names
     the cause, the loss, the loss scale, the origin of the overflow and what to try. The model keeps the weights from
-    before the skipped steps.
+    before the skipped steps. Adds nothing to `logs`.
+
+    Does nothing for a model that needs no loss scale and is compiled without `kmp.LossScaleOptimizer`.
 
     Args:
         patience: Integer, at least 1: consecutive skipped steps.
@@ -29,7 +31,7 @@ class StuckDetector(OptimizerCallback):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument is outside its range; in `on_train_begin`, if the optimizer is not a
+        ValueError: If an argument is outside its range; in `on_train_begin`, if a float16 model has no
             `kmp.LossScaleOptimizer`.
         StuckError: During training, if it is stuck.
 
@@ -46,6 +48,7 @@ class StuckDetector(OptimizerCallback):
     Training is stuck: at step 10 the last 10 steps were skipped. Last loss: nan. Loss scale: 32768.
     """
 
+    @validation.suggests_arguments
     def __init__(
         self,
         patience: int = 100,
@@ -57,7 +60,7 @@ class StuckDetector(OptimizerCallback):
         self.on_stuck = validation.one_of("on_stuck", on_stuck, ("raise", "warn", "ignore"))
         self.checkpoint = None if checkpoint is None else validation.model_path("checkpoint", checkpoint)
         self._reported_streak_start: int | None = None
-        self.before_stuck: Callable[[], None] = lambda: None
+        self.before_stuck: Sequence[Callable[[], None]] = ()
 
     @property
     def patience(self) -> int:
@@ -81,9 +84,9 @@ class StuckDetector(OptimizerCallback):
         to_min_scale = self.optimizer.rule.steps_to_min_scale(snapshot.loss_scale)
         return snapshot.step + max(1, int(min(self.patience - snapshot.overflows_in_a_row, to_min_scale)))
 
-    def on_train_begin(self, logs: Logs = None) -> None:
+    def _begin_training(self) -> None:
+        super()._begin_training()
         self._reported_streak_start = None
-        super().on_train_begin(logs)
 
     def _record_of(self, snapshot: Snapshot) -> None:
         skipped, streak_start = snapshot.overflows_in_a_row, snapshot.step - snapshot.overflows_in_a_row
@@ -93,7 +96,8 @@ class StuckDetector(OptimizerCallback):
         self._reported_streak_start = streak_start if skipped else None
         is_fixed = isinstance(self.optimizer.rule, FixedScale)
         message = format_message(snapshot, self._last_snapshot, is_fixed, self._save_checkpoint())
-        self.before_stuck()
+        for function in self.before_stuck:
+            function()
         if self.on_stuck == "raise":
             raise StuckError(message)
         if self.on_stuck == "warn":

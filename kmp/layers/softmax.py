@@ -30,6 +30,8 @@ class Softmax(keras.layers.Softmax):
     """
 
     def __init__(self, axis: int | list[int] = -1, **kwargs: Any) -> None:
-        for single_axis in axis if isinstance(axis, list | tuple) else [axis]:
-            validation.integer("axis", single_axis)
+        if isinstance(axis, list | tuple):
+            axis = [validation.integer("axis", single_axis) for single_axis in axis]
+        else:
+            axis = validation.integer("axis", axis)
         super().__init__(axis=axis, **with_float32_dtype(kwargs))

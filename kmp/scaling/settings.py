@@ -1,6 +1,5 @@
 """The public arguments that define the loss scale rule."""
 
-import difflib
 import numbers
 from typing import Any, TypedDict, Unpack
 
@@ -44,9 +43,9 @@ def make_rule(**settings: Unpack[LossScaleSettings]) -> Rule:
     if _is_dynamic(loss_scale):
         return DynamicScale(**arguments)
     fixed = FixedScale(loss_scale)
-    if arguments.get("initial_scale") == fixed.initial_scale:
+    if _equals(arguments.get("initial_scale"), fixed.initial_scale):
         del arguments["initial_scale"]
-    others = {name: value for name, value in arguments.items() if value != getattr(DynamicScale(), name)}
+    others = {name: value for name, value in arguments.items() if not _equals(value, getattr(DynamicScale, name))}
     if others:
         DynamicScale(**others)  # a value outside its range raises its own error
         raise ValueError(
@@ -81,11 +80,7 @@ def override(inherited: LossScaleSettings, own: LossScaleSettings) -> LossScaleS
 
 def _check_names(settings: dict[str, Any]) -> None:
     known = (*LossScaleSettings.__annotations__, "jit_compile")  # the callers handle `jit_compile`
-    for name in settings:
-        if name not in LossScaleSettings.__annotations__:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean `{close[0]}`?" if close else f"The arguments are: {', '.join(known)}."
-            raise TypeError(f"`{name}` is not an argument of the loss scale. {hint}")
+    validation.check_argument_names(settings, known, "the loss scale")
 
 
 def _merge_growth_intervals(settings: dict[str, Any]) -> None:
@@ -93,7 +88,8 @@ def _merge_growth_intervals(settings: dict[str, Any]) -> None:
     if "dynamic_growth_steps" not in settings:
         return
     growth_steps = validation.positive_integer("dynamic_growth_steps", settings.pop("dynamic_growth_steps"))
-    growth_interval = settings.setdefault("growth_interval", growth_steps)
+    growth_interval = validation.positive_integer("growth_interval", settings.get("growth_interval", growth_steps))
+    settings["growth_interval"] = growth_interval
     if growth_interval == DynamicScale.growth_interval:
         settings["growth_interval"] = growth_steps
     elif growth_interval != growth_steps:
@@ -105,6 +101,10 @@ def _merge_growth_intervals(settings: dict[str, Any]) -> None:
 
 def _is_dynamic(loss_scale: Any) -> bool:
     """Whether the public argument `loss_scale` selects the dynamic rule."""
-    if isinstance(loss_scale, str) and loss_scale == "dynamic":
-        return True
-    return isinstance(loss_scale, numbers.Real) and not isinstance(loss_scale, bool) and loss_scale == 0
+    return (isinstance(loss_scale, str) and loss_scale == "dynamic") or _equals(loss_scale, 0)
+
+
+def _equals(value: Any, number: float) -> bool:
+    """Whether an argument that is not validated yet is this number."""
+    scalar = validation.python_scalar(value)
+    return isinstance(scalar, numbers.Real) and not isinstance(scalar, bool) and scalar == number

@@ -1,16 +1,35 @@
 """Validation of public arguments. Each error names the argument, what was received and what is expected."""
 
+import difflib
+import functools
+import inspect
 import math
 import numbers
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 MODEL_SUFFIXES = (".keras", ".weights.h5")
 
 _INT64_MAX = 2**63 - 1
+
+
+def python_scalar(value: Any) -> Any:
+    """Returns the element of a NumPy scalar, 0-d array or eager tensor as Python's type, and other values unchanged."""
+    has_one_element = isinstance(value, np.generic) or getattr(value, "shape", None) == ()
+    if not has_one_element:
+        return value
+    try:
+        return np.asarray(value.numpy() if hasattr(value, "numpy") else value).item()
+    except Exception:  # a symbolic tensor has no value; Keras and TensorFlow raise different classes
+        return value
 
 
 def integer(name: str, value: Any, expected: str = "an integer") -> int:
@@ -18,15 +37,19 @@ def integer(name: str, value: Any, expected: str = "an integer") -> int:
 
     Args:
         name: The argument's name, for the message.
-        value: The received value.
+        value: The received value: an integer or a float without a fraction, also as a NumPy scalar, 0-d array or eager
+            tensor.
         expected: The accepted values in words, for the message.
 
     Raises:
         TypeError: If `value` is not an integer. A `bool` is not accepted.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    scalar = python_scalar(value)
+    if isinstance(scalar, float) and scalar.is_integer():
+        scalar = int(scalar)
+    if isinstance(scalar, bool) or not isinstance(scalar, numbers.Integral):
         raise TypeError(message(name, value, expected))
-    return operator.index(value)
+    return operator.index(scalar)
 
 
 def positive_integer(name: str, value: Any) -> int:
@@ -48,7 +71,7 @@ def number(name: str, value: Any, expected: str, accepts: Callable[[float], bool
 
     Args:
         name: The argument's name, for the message.
-        value: The received value.
+        value: The received value: a real number, also as a NumPy scalar, 0-d array or eager tensor.
         expected: The accepted range in words, for the message.
         accepts: Returns whether a finite float lies in that range.
 
@@ -56,10 +79,11 @@ def number(name: str, value: Any, expected: str, accepts: Callable[[float], bool
         TypeError: If `value` is not a real number. A `bool` is not accepted.
         ValueError: If `value` is not finite, or outside that range.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    scalar = python_scalar(value)
+    if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real):
         raise TypeError(message(name, value, expected))
     try:
-        result = float(value)
+        result = float(scalar)
     except OverflowError:
         result = math.inf
     if not math.isfinite(result) or not accepts(result):
@@ -68,29 +92,66 @@ def number(name: str, value: Any, expected: str, accepts: Callable[[float], bool
 
 
 def boolean(name: str, value: Any) -> bool:
-    """Returns `value` if it is a `bool`.
+    """Returns `value` as a `bool`; it may be a NumPy scalar, 0-d array or eager tensor.
 
     Raises:
         TypeError: If `value` is not a `bool`.
     """
-    if not isinstance(value, bool):
+    scalar = python_scalar(value)
+    if not isinstance(scalar, bool):
         raise TypeError(message(name, value, "True or False"))
-    return value
+    return scalar
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """Returns `value` if it is one of the `allowed` strings.
+    """Returns `value`, or its `name` if it is a dtype policy or a dtype, if that is one of the `allowed` strings.
 
     Raises:
-        TypeError: If `value` is not a string.
-        ValueError: If `value` is not in `allowed`.
+        TypeError: If `value` is neither a string nor has a name.
+        ValueError: If the string is not in `allowed`. The message suggests the closest one.
     """
     expected = "one of " + ", ".join(repr(item) for item in allowed)
-    if not isinstance(value, str):
+    chosen = value if isinstance(value, str) else getattr(value, "name", None)
+    if not isinstance(chosen, str):
         raise TypeError(message(name, value, expected))
-    if value not in allowed:
-        raise ValueError(message(name, value, expected))
-    return value
+    if chosen not in allowed:
+        raise ValueError(message(name, value, expected) + _suggestion(chosen, allowed, quote="'"))
+    return chosen
+
+
+def check_argument_names(received: Iterable[str], known: Iterable[str], owner: str) -> None:
+    """Checks the names of keyword arguments.
+
+    Args:
+        received: The received names.
+        known: The names of all arguments.
+        owner: What they are arguments of, for the message.
+
+    Raises:
+        TypeError: If a name is unknown. The message has the closest known one, or all of them.
+    """
+    known = list(known)
+    for name in received:
+        if name not in known:
+            suggestion = _suggestion(name, known, quote="`") or f". The arguments are: {', '.join(known)}."
+            raise TypeError(f"`{name}` is not an argument of {owner}{suggestion}")
+
+
+def suggests_arguments(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorates a function or `__init__`, so that the error for an unknown argument has the closest known name.
+
+    Python's own error has it only since 3.13.
+    """
+    names = list(inspect.signature(function).parameters)
+    is_method = names[:1] == ["self"]
+
+    @functools.wraps(function)
+    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        owner = type(args[0]).__name__ if is_method else function.__name__
+        check_argument_names(kwargs, names[is_method:], f"`{owner}`")
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def instance(name: str, value: Any, classes: type | tuple[type, ...], expected: str) -> None:
@@ -168,6 +229,11 @@ def model_path(name: str, value: Any) -> Path:
     if not path.name.endswith(MODEL_SUFFIXES):
         raise ValueError(message(name, value, f"a path that ends in {' or '.join(MODEL_SUFFIXES)}"))
     return path
+
+
+def _suggestion(received: str, known: Iterable[str], quote: str) -> str:
+    closest = difflib.get_close_matches(received, known, n=1)
+    return f". Did you mean {quote}{closest[0]}{quote}?" if closest else ""
 
 
 def message(name: str, value: Any, expected: str) -> str:

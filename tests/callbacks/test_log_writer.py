@@ -14,7 +14,7 @@ from kmp.callbacks import GradientHistogram, LossScaleLogger, OverflowCounter, d
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
-KEYS = {"loss_scale", "overflow_count", "grad_zeros"}
+KEYS = {"loss_scale", "overflow_count", "grad_norm"}
 LOGGERS = [LossScaleLogger, OverflowCounter, GradientHistogram]
 
 

@@ -1,5 +1,8 @@
+import copy
 import csv
 import gc
+import pickle
+import sys
 import weakref
 
 import keras
@@ -9,11 +12,23 @@ import tensorflow as tf
 from conftest import Interrupt, compiled_model, fit, small_data
 
 import kmp
-from kmp.callbacks import GradientHistogram, LossScaleLogger, OverflowCounter, defaults
+from kmp.callbacks import (
+    BackupAndRestore,
+    ForwardProbe,
+    GradientHistogram,
+    LossScaleLogger,
+    OverflowCounter,
+    Report,
+    StuckDetector,
+    StuckError,
+    defaults,
+)
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
-KEYS = {"loss_scale", "overflow_count", "overflow_rate", "nonfinite_loss_count", "grad_zeros"}
+KEYS = {"loss_scale", "overflow_count", "grad_norm"}
+BATCH_KEYS = KEYS | {"overflow_rate", "grad_zeros"}
+ALL_KEYS = BATCH_KEYS | {"nonfinite_loss_count", "overflow_origin"}
 LOGGERS = [LossScaleLogger, OverflowCounter, GradientHistogram]
 
 
@@ -23,7 +38,7 @@ def steps_of(callback):
 
 
 def test_defaults_are_the_loggers_and_the_stuck_detector():
-    assert [type(callback) for callback in defaults()] == [*LOGGERS, kmp.callbacks.StuckDetector]
+    assert [type(callback) for callback in defaults()] == [*LOGGERS, StuckDetector]
 
 
 def test_defaults_pass_variables_and_reference_to_the_histogram():
@@ -41,7 +56,7 @@ def test_defaults_raise_for_an_argument_of_the_wrong_type(argument):
 
 
 def test_training_in_every_mode_is_recorded_and_unchanged(compile_mode):
-    trained, callbacks = [], defaults(every_n_steps=10)
+    trained, callbacks = [], defaults(every_n_steps=10, logs="all")
     for used in ([], callbacks):
         keras.utils.set_random_seed(0)
         model = compiled_model("adam", **compile_mode)
@@ -49,8 +64,8 @@ def test_training_in_every_mode_is_recorded_and_unchanged(compile_mode):
         trained.append(model.get_weights())
     for expected, with_callbacks in zip(*trained, strict=True):
         np.testing.assert_array_equal(expected, with_callbacks)
-    assert set(history) >= KEYS
-    assert all(len(history[key]) == 2 for key in KEYS)
+    assert set(history) == {"loss"} | ALL_KEYS
+    assert all(len(history[key]) == 2 for key in ALL_KEYS)
     assert history["loss_scale"] == [2.0**15] * 2
     assert 0 <= history["grad_zeros"][0] <= 1
     # Records follow the optimizer's step counter.
@@ -81,6 +96,18 @@ def test_every_n_steps_counts_optimizer_steps_if_a_batch_takes_several():
     assert steps_of(callback) == [5, 20, 40, 60, 80, 100]
 
 
+def test_logged_norm_is_the_last_finite_one():
+    x, y = small_data(batches=5)
+    x[3 * 8 :] = np.nan
+    callback, model = GradientHistogram(every_n_steps=1), compiled_model()
+    history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[callback]).history
+    norms = callback.run.series("grad_norm")[1]
+    assert np.isfinite(norms).tolist() == [True, True, True, False, False]
+    assert history["grad_norm"] == [norms[2]]
+    history = model.fit(x[-8:], y[-8:], verbose=0, callbacks=[callback]).history
+    assert np.isnan(history["grad_norm"]).tolist() == [True]  # this training has no finite one
+
+
 class SeveralBatchesPerStep(keras.Sequential):
     """Takes one optimizer step every four batches."""
 
@@ -102,6 +129,15 @@ def test_every_n_steps_counts_optimizer_steps_if_a_step_takes_several_batches(mo
     fit(model, [callback], batches=160)
     assert steps_of(callback) == [1, 10, 20, 30, 40]
     assert len(snapshots) < 15
+
+
+def test_logs_of_an_epoch_without_a_step_have_all_keys():
+    model = SeveralBatchesPerStep(compiled_model().layers)
+    model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+    history = fit(model, defaults(logs="all"), batches=3, epochs=2)
+    assert {key: len(values) for key, values in history.items()} == dict.fromkeys({"loss"} | ALL_KEYS, 2)
+    assert np.isnan(history["grad_norm"]).tolist() == [True, False]
+    assert history["overflow_rate"] == [0.0, 0.0]
 
 
 def test_callbacks_that_read_the_same_step_share_one_snapshot(monkeypatch):
@@ -132,7 +168,7 @@ def test_histogram_equals_that_of_numpy():
 
 def test_overflows_are_counted_and_the_rate_is_since_the_last_record():
     model = compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28))
-    callback = OverflowCounter(every_n_steps=10)
+    callback = OverflowCounter(every_n_steps=10, logs="all")
     history = fit(model, [callback], epochs=2)
     total = model.optimizer.snapshot().overflow_count
     assert 5 < total < 20
@@ -145,21 +181,25 @@ def test_overflows_are_counted_and_the_rate_is_since_the_last_record():
 
 
 def test_every_epoch_has_a_histogram():
-    callbacks = defaults(every_n_steps=50)
+    callbacks = defaults(every_n_steps=50, logs="all")
     history = fit(compiled_model(), callbacks, epochs=4)
     assert [histogram.step for histogram in callbacks[0].run.histograms] == [1, 21, 50, 61]
     assert history["grad_zeros"] == [histogram.zero_fraction for histogram in callbacks[0].run.histograms]
 
 
-def test_logs_of_every_batch_have_the_keys_of_the_last_record():
+@pytest.mark.parametrize(("logs", "batch_keys", "epoch_keys"), [("main", KEYS, KEYS), ("all", BATCH_KEYS, ALL_KEYS)])
+def test_logs_of_every_batch_and_epoch_have_the_chosen_keys(logs, batch_keys, epoch_keys):
     keys = []
-    recorder = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: keys.append(set(logs)))
-    fit(compiled_model(), [*defaults(every_n_steps=7), recorder])
-    assert keys == [{"loss"} | KEYS - {"nonfinite_loss_count"}] * 20
+    recorder = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: keys.append(set(logs)),
+        on_epoch_end=lambda epoch, logs: keys.append(set(logs)),
+    )
+    fit(compiled_model(), [*defaults(every_n_steps=7, logs=logs), recorder], batches=10)
+    assert keys == [{"loss"} | batch_keys] * 10 + [{"loss"} | epoch_keys]
 
 
 def test_histogram_can_be_added_to_a_later_fit(compile_mode):
-    model, callback = compiled_model(**compile_mode), GradientHistogram(every_n_steps=100)
+    model, callback = compiled_model(**compile_mode), GradientHistogram(every_n_steps=100, logs="all")
     fit(model, [LossScaleLogger()])
     history = fit(model, [callback])
     assert [histogram.step for histogram in callback.run.histograms] == [21]
@@ -205,6 +245,24 @@ def test_callbacks_listed_later_get_the_keys(tmp_path):
     fit(compiled_model(), [*defaults(), keras.callbacks.CSVLogger(tmp_path / "log.csv")])
     with (tmp_path / "log.csv").open() as file:
         assert set(next(csv.DictReader(file))) >= KEYS
+
+
+def test_samples_in_memory_are_those_of_the_log_in_a_tenth_of_the_memory(tmp_path):
+    callbacks = defaults(tmp_path, every_n_steps=5, reference=small_data(batches=1))
+    fit(compiled_model(), callbacks)
+    run, logged = callbacks[0].run, kmp.load_run(tmp_path)
+    assert run.rows == logged.rows
+    assert repr(run.rows) == repr(logged.rows)
+    assert len(run.samples) == 5
+    assert len(run.references) == 2
+    for row, from_file in zip(run.rows, logged.rows, strict=True):
+        if "sample" in row:
+            assert 8 * len(pickle.dumps(row["sample"])) < bytes_in_memory(from_file["sample"])
+
+
+def bytes_in_memory(value):
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sys.getsizeof(value) + sum(map(bytes_in_memory, parts))
 
 
 def test_two_histograms_with_different_every_n_steps_each_have_their_samples():
@@ -282,12 +340,37 @@ def test_interrupted_training_keeps_no_reference_to_the_optimizer(tmp_path):
     assert optimizer() is None
 
 
-@pytest.mark.parametrize("logger", LOGGERS)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_model_without_a_loss_scale_optimizer_raises(logger, policy):
+def test_model_that_needs_no_loss_scale_trains_without_records_and_this_is_logged_once(policy, tmp_path, caplog):
     kmp.enable(policy)
-    with pytest.raises(ValueError, match=rf"{logger.__name__} needs a kmp.* is keras's SGD.*needs no loss scale"):
-        fit(compiled_model(), [logger()])
+    model = compiled_model()
+    shared = defaults(tmp_path, report=tmp_path / "r.html", probe=True, reference=small_data(batches=1), logs="all")
+    single = [callback() for callback in (*LOGGERS, ForwardProbe, StuckDetector)]
+    for callbacks in (shared, [*single, Report(tmp_path / "single.html")]):
+        assert set(fit(model, callbacks, batches=2)) == {"loss"}
+        assert callbacks[0].run.rows == []
+    messages = [record.getMessage() for record in caplog.records if "nothing to read" in record.getMessage()]
+    assert len(messages) == 1
+    assert f"is keras's SGD. The model computes in {'bfloat16' if policy != 'float32' else policy}" in messages[0]
+    assert "kmp.wrap(optimizer, loss_scale=1.0)" in messages[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_model_that_needs_no_loss_scale_has_records_with_a_wrapped_optimizer():
+    kmp.enable("float32")
+    callbacks = defaults()
+    history = fit(compiled_model(kmp.wrap("sgd", loss_scale=1.0)), callbacks)
+    assert history["loss_scale"] == [1.0]
+    assert [sample.step for sample in callbacks[0].run.samples] == [1]
+
+
+def test_callbacks_reused_for_a_model_without_records_drop_those_of_the_first_model():
+    callbacks = defaults()
+    fit(compiled_model(), callbacks, batches=2)
+    assert callbacks[0].run.rows
+    kmp.enable("float32")
+    fit(compiled_model(), callbacks, batches=2)
+    assert (callbacks[0].run.rows, callbacks[0].run.header) == ([], {})
 
 
 @pytest.mark.filterwarnings("ignore:.*so its loss is not scaled")
@@ -328,3 +411,45 @@ def test_invalid_argument_raises_an_error_that_names_it(make, arguments, match):
 def test_invalid_optimizer_raises_an_error_that_names_it():
     with pytest.raises(TypeError, match="`optimizer` must be"):
         LossScaleLogger(optimizer=keras.optimizers.SGD())
+
+
+def test_invalid_report_or_logs_is_an_error_of_defaults():
+    for report in (3, "report.pdf"):
+        with pytest.raises((TypeError, ValueError), match="`report` must be"):
+            defaults(report=report)
+    with pytest.raises(ValueError, match="`logs` must be one of 'main', 'all'"):
+        defaults(logs="few")
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "match"),
+    [
+        *((make, {"every_n_step": 5}, "Did you mean `every_n_steps`") for make in (defaults, *LOGGERS, ForwardProbe)),
+        (StuckDetector, {"pacience": 5}, "`pacience` is not an argument of `StuckDetector`. Did you mean `patience`"),
+        (Report, {"path": "r.html", "runs": None}, "Did you mean `run`"),
+        (BackupAndRestore, {"backup_dri": "b"}, "Did you mean `backup_dir`"),
+        (
+            defaults,
+            {"hysteresis": 2},
+            "`hysteresis` is not an argument of `defaults`. The arguments are: log_dir, every",
+        ),
+    ],
+)
+def test_misspelt_argument_is_an_error_with_the_closest_one(make, arguments, match):
+    with pytest.raises(TypeError, match=match):
+        make(**arguments)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda callbacks: pickle.loads(pickle.dumps(callbacks))])
+def test_copied_or_unpickled_callbacks_work_together(copied, monkeypatch):
+    written = []
+    monkeypatch.setattr(kmp.report, "write", lambda runs, path: written.extend(runs.values()))
+    originals = defaults(every_n_steps=1000, report="r.html")
+    callbacks = copied(originals)
+    x, y = small_data(batches=110)
+    with pytest.raises(StuckError):
+        compiled_model().fit(x * np.nan, y, batch_size=8, verbose=0, callbacks=callbacks)
+    assert len({id(run) for run in (*(callback.run for callback in callbacks), *written)}) == 1
+    assert len(written) == 1
+    assert written[0].last("overflows_in_a_row") == 100  # the loggers read once more before the error
+    assert originals[0].run.rows == []

@@ -216,12 +216,3 @@ def test_detector_rarely_reads_the_optimizer_without_overflows(monkeypatch):
     assert len(snapshots) == 2  # both before the first step
     # One at the end, and one each time the scale could have fallen to min_scale.
     assert len(reads) <= 1 + 1 + 250 // 28
-
-
-def test_float32_model_raises_an_error_that_names_the_needed_optimizer():
-    kmp.disable()
-    keras.config.set_dtype_policy("float32")
-    model = small_model()
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    with pytest.raises(ValueError, match="StuckDetector needs a kmp.LossScaleOptimizer"):
-        fit(model, data(), [StuckDetector()])

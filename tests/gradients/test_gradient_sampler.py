@@ -133,7 +133,7 @@ def test_variables_with_the_same_path_are_measured_separately(enabled):
             super().__init__(name="m")
             self.first = keras.layers.Dense(4, name="out", use_bias=False, kernel_initializer="ones")
             self.second = keras.layers.Dense(
-                4, name="out", use_bias=False, kernel_initializer=keras.initializers.Constant(100)
+                4, name="out", use_bias=False, kernel_initializer=keras.initializers.Constant(10)
             )
 
         def call(self, inputs):
@@ -141,12 +141,12 @@ def test_variables_with_the_same_path_are_measured_separately(enabled):
 
     model = Twins()
     model(np.ones((1, 4)))
-    model.compile(keras.optimizers.SGD(0.0), "mse")
+    model.compile(kmp.wrap(keras.optimizers.SGD(0.0), loss_scale=1.0), "mse")
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
     model.fit(np.ones((4, 4)), np.ones((4, 4)), verbose=0, callbacks=[histogram])
     sample = histogram.run.samples[0]
     weight_norms = dict(zip(sample.names, sample.weight_norm, strict=True))
-    assert weight_norms == pytest.approx({"m/out/kernel": 4.0, "m/out/kernel#2": 400.0})
+    assert weight_norms == pytest.approx({"m/out/kernel": 4.0, "m/out/kernel#2": 40.0})
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")

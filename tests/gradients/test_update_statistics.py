@@ -1,7 +1,7 @@
 import keras
 import numpy as np
 import pytest
-from conftest import MODES, compiled_model, fit, values
+from conftest import MODES, compiled_model, fit, small_data, values
 
 import kmp
 
@@ -58,12 +58,26 @@ def test_training_with_a_reloaded_optimizer_samples_its_first_step(tmp_path, ena
     assert [sample.step for sample in histogram.run.samples] == [1]
 
 
-def test_skipped_step_has_no_updates(enabled):
-    model = compiled_model()
+@pytest.mark.parametrize(
+    ("corrupt", "options", "inner_options", "expected"),
+    [
+        (2, {}, {}, [3, 13]),
+        (5, {"steps_per_execution": 4}, {}, [8]),  # the first execution is skipped, and one step of the second
+        (0, {}, {"gradient_accumulation_steps": 4}, [4, 16]),
+    ],
+)
+def test_step_that_updates_no_weights_is_not_measured_and_the_next_sample_is(
+    corrupt, options, inner_options, expected, enabled
+):
+    model = compiled_model(keras.optimizers.SGD(0.5, **inner_options), jit_compile=False, **options)
+    x, y = small_data(16)
+    x[: 8 * corrupt] = np.nan
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
-    model.fit(np.full((8, 4), np.nan, "float32"), np.zeros(8), verbose=0, callbacks=[histogram])
-    assert histogram.run.samples[0].updates.tolist() == [0, 0, 0, 0]
-    assert histogram.run.samples[0].update_norm.tolist() == [0.0, 0.0, 0.0, 0.0]
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[histogram])
+    samples = histogram.run.samples
+    assert [sample.step for sample in samples if np.isfinite(sample.update_norm).all()] == expected
+    assert [sample.step for sample in samples if sample.updates.any()] == expected
+    assert [sample.step for sample in samples if np.isfinite(sample.weight_norm).any()] == expected
 
 
 def test_small_updates_are_counted_as_lost(enabled):

@@ -23,7 +23,7 @@ def trained(x, **arguments):
     with kmp.enable(initial_scale=1.0):
         model = Backwards()
         model.compile("sgd", "mse", **arguments)
-        callbacks = kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore")
+        callbacks = kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore", logs="all")
         history = model.fit(x, np.zeros((len(x), 1)), batch_size=4, verbose=0, shuffle=False, callbacks=callbacks)
     return model, callbacks[0].run, history.history
 

@@ -2,14 +2,25 @@ import math
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from kmp.scaling import DynamicScale, FixedScale
 from kmp.scaling.settings import make_rule
 
 
-@pytest.mark.parametrize("loss_scale", ["dynamic", 0, 0.0])
+@pytest.mark.parametrize("loss_scale", ["dynamic", 0, 0.0, np.array(0), tf.constant(0.0)])
 def test_loss_scale_dynamic_or_zero_selects_the_dynamic_rule(loss_scale):
     assert make_rule(loss_scale=loss_scale, initial_scale=8.0) == DynamicScale(initial_scale=8.0)
+
+
+def test_scalars_of_every_library_are_accepted():
+    settings = {"initial_scale": np.float32(8), "growth_interval": tf.constant(7), "max_scale": np.array(16)}
+    rule = make_rule(**settings)
+    assert rule == DynamicScale(initial_scale=8.0, growth_interval=7, max_scale=16.0)
+    assert [type(value) for value in (rule.initial_scale, rule.growth_interval, rule.max_scale)] == [float, int, float]
+    assert make_rule(loss_scale=tf.constant(8.0), **settings | {"growth_interval": 2000.0, "max_scale": 2.0**127}) == (
+        FixedScale(8.0)
+    )
 
 
 def test_keras_name_of_the_growth_interval_is_accepted():
@@ -40,6 +51,8 @@ def test_invalid_loss_scale_raises_with_the_argument(value):
         ({"dynamic_growth_steps": 0}, "`dynamic_growth_steps` must be"),
         ({"loss_scale": np.array([1.0, 2.0])}, "`loss_scale` must be 'dynamic', 0, or"),
         ({"loss_scale": np.bool_(False)}, "`loss_scale` must be"),
+        ({"loss_scale": 2.0, "growth_interval": np.array([1, 2])}, "`growth_interval` must be"),
+        ({"dynamic_growth_steps": 5, "growth_interval": np.array([1, 2])}, "`growth_interval` must be"),
         ({"loss_scale": 2.0, "growth_interval": 5}, "no other settings"),
         ({"loss_scale": 2.0, "initial_scale": 4.0}, "no other settings"),
     ],

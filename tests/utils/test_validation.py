@@ -1,0 +1,126 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kmp.utils import validation
+
+
+def number(value):
+    return validation.number("argument", value, "a number", lambda v: True)
+
+
+def integer(value):
+    return validation.integer("argument", value)
+
+
+def boolean(value):
+    return validation.boolean("argument", value)
+
+
+def positive_integer(value):
+    return validation.positive_integer("argument", value)
+
+
+MAKERS = [np.array, tf.constant, tf.Variable, keras.ops.convert_to_tensor, lambda value: value]
+
+
+@pytest.mark.parametrize("made", MAKERS)
+@pytest.mark.parametrize(
+    ("validated", "value", "expected_type"),
+    [(number, 2.5, float), (number, 3, float), (integer, -7, int), (integer, 100.0, int), (boolean, True, bool)],
+)
+def test_scalars_of_every_library_are_accepted(validated, made, value, expected_type):
+    result = validated(made(value))
+    assert (result, type(result)) == (value, expected_type)
+
+
+@pytest.mark.parametrize(
+    ("validated", "value", "expected"),
+    [
+        (number, np.float16(0.5), 0.5),
+        (number, keras.Variable(1.5), 1.5),
+        (number, tf.constant(1.5, "bfloat16"), 1.5),
+        (integer, np.int8(3), 3),
+        (integer, np.float32(100), 100),
+        (integer, tf.constant(5, "int64"), 5),
+        (boolean, np.bool_(False), False),
+    ],
+)
+def test_scalars_of_other_dtypes_are_accepted(validated, value, expected):
+    result = validated(value)
+    assert (result, type(result)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize("validated", [number, integer, positive_integer, boolean])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(np.array([1.0, 2.0]), np.array([True]), tf.constant([1]), keras.KerasTensor(()), 1j, np.complex64(1)),
+        *("1", np.array("1"), None, np.array(None), [1]),
+    ],
+)
+def test_other_values_raise_with_the_argument(validated, value):
+    with pytest.raises(TypeError, match="`argument` must be .* Received: argument="):
+        validated(value)
+
+
+@pytest.mark.parametrize(
+    ("validated", "value"),
+    [
+        *((integer, value) for value in (1.5, float("nan"), float("inf"), True, np.bool_(True), tf.constant(True))),
+        *((number, value) for value in (True, np.array(False))),
+        *((boolean, value) for value in (1, 0.0, np.array(1))),
+    ],
+)
+def test_bool_is_no_number_and_a_fraction_no_integer(validated, value):
+    with pytest.raises(TypeError, match="`argument` must be"):
+        validated(value)
+
+
+def test_integer_beyond_int64_is_out_of_range():
+    with pytest.raises(ValueError, match=r"from 1 to 2\^63 - 1. Received: argument=1e\+300"):
+        positive_integer(1e300)
+
+
+def test_symbolic_tensor_raises_with_the_argument():
+    @tf.function
+    def step(value):
+        with pytest.raises(TypeError, match="`argument` must be a number"):
+            number(value)
+
+    step(tf.constant(1.0))
+
+
+@pytest.mark.parametrize("value", ["mixed_float16", keras.DTypePolicy("mixed_float16")])
+def test_dtype_policy_is_accepted_for_its_name(value):
+    assert validation.one_of("policy", value, ("mixed_float16", "float32")) == "mixed_float16"
+
+
+@pytest.mark.parametrize(
+    ("value", "error_class", "match"),
+    [
+        ("mixed_flot16", ValueError, r"policy='mixed_flot16' \(of type str\). Did you mean 'mixed_float16'\?$"),
+        (keras.DTypePolicy("bfloat16"), ValueError, "`policy` must be one of 'mixed_float16', 'float32'"),
+        ("int8", ValueError, r"\(of type str\)$"),
+        (16, TypeError, "`policy` must be one of"),
+    ],
+)
+def test_other_choices_raise_and_the_closest_is_suggested(value, error_class, match):
+    with pytest.raises(error_class, match=match):
+        validation.one_of("policy", value, ("mixed_float16", "float32"))
+
+
+def test_decorated_function_keeps_its_signature_and_suggests_arguments():
+    @validation.suggests_arguments
+    def train(steps, *, loss_scale=1.0):
+        return steps * loss_scale
+
+    assert train(2, loss_scale=3.0) == 6.0
+    assert train.__name__ == "train"
+    with pytest.raises(TypeError, match=r"^`los_scale` is not an argument of `train`. Did you mean `loss_scale`\?$"):
+        train(2, los_scale=3.0)
+    with pytest.raises(TypeError, match=r"^`x` is not an argument of `train`. The arguments are: steps, loss_scale.$"):
+        train(2, x=3.0)
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        train()
