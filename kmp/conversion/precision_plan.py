@@ -54,7 +54,7 @@ class Plan:
     float32: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        validation.one_of("policy", self.policy, CONVERSION_POLICIES)
+        object.__setattr__(self, "policy", validation.one_of("policy", self.policy, CONVERSION_POLICIES))
         if not isinstance(self.float32, dict):
             raise TypeError(f"`float32` must map paths to reasons. Received: float32={self.float32!r}")
 
@@ -121,7 +121,7 @@ def make_plan(model: keras.Model, policy: str, keep_float32: Any = None, float32
     float32 |= obstacles_to_dtypes(parts)
     if float32_layers:
         rules = {part.path: rule_for(part) for part in parts}
-        if not policy.startswith("mixed_"):
+        if not plan.policy.startswith("mixed_"):
             statistics = keras.layers.BatchNormalization
             float32 |= {part.path: _STATISTICS for part in parts if isinstance(part.operation, statistics)}
         needs_float32 = {path: rule.reason for path, rule in rules.items() if rule.category == NEEDS_FLOAT32}

@@ -1,5 +1,6 @@
 """The optimizer that scales the loss: scale, measure, agree, update or skip, adapt, count."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -23,6 +24,11 @@ from kmp.scaling import LossScaleSettings, make_rule
 from kmp.utils import matching_indices, user_messages, validation
 
 _DEFAULT = scaling.DynamicScale()
+# Those of kmp, and those of inner optimizers, for which Keras' class has its own error.
+_ARGUMENTS = (
+    *("inner_optimizer", "jit_compile", "dynamic", *LossScaleSettings.__annotations__),
+    *inspect.signature(keras.optimizers.SGD).parameters,
+)
 _JIT_COMPILE_IGNORED = (
     "`jit_compile=True` does nothing under a distribution strategy. Pass it to `model.compile` instead, if the "
     "strategy supports it."
@@ -110,6 +116,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             "min_scale": min_scale,
             "max_scale": max_scale,
         }
+        validation.check_argument_names(kwargs, _ARGUMENTS, "kmp.LossScaleOptimizer")
         if "dynamic_growth_steps" in kwargs:
             settings["dynamic_growth_steps"] = kwargs.pop("dynamic_growth_steps")
         rule = make_rule(**settings)

@@ -75,7 +75,7 @@ def enable(
 
     Args:
         policy: `"mixed_float16"` (default; float32 variables, float16 computation), `"mixed_bfloat16"`, `"float32"`,
-            or `"float16"` (float16 variables and computation).
+            or `"float16"` (float16 variables and computation); or a `keras.DTypePolicy` with such a name.
         jit_compile: Whether to compile the optimizer's step with XLA even if the model is not compiled with XLA, as in
             `kmp.LossScaleOptimizer`.
         **loss_scale_settings: `initial_scale`, `growth_interval`, `growth_factor`, `backoff_factor`, `hysteresis`,
@@ -97,8 +97,8 @@ def enable(
     >>> type(model.optimizer).__name__, model.optimizer.initial_scale
     ('LossScaleOptimizer', 1024.0)
     """
-    validation.one_of("policy", policy, POLICIES)
-    validation.boolean("jit_compile", jit_compile)
+    policy = validation.one_of("policy", policy, POLICIES)
+    jit_compile = validation.boolean("jit_compile", jit_compile)
     make_rule(**loss_scale_settings)
     log_once(policy)
     handle = Handle(policy, loss_scale_settings, jit_compile)
@@ -152,9 +152,9 @@ def graph_rewrite(enabled: bool = True, dtype: str | None = None) -> None:
     True
     >>> graph_rewrite(False)
     """
-    validation.boolean("enabled", enabled)
+    enabled = validation.boolean("enabled", enabled)
     if dtype is not None:
-        validation.one_of("dtype", dtype, tuple(grappler_rewrite.PASSES))
+        dtype = validation.one_of("dtype", dtype, tuple(grappler_rewrite.PASSES))
     if enabled:
         grappler_rewrite.turn_on(dtype)
     else:

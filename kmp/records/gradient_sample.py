@@ -32,8 +32,8 @@ class GradientSample:
         norm: float64 of shape `(n,)`, the L2 norm of the gradient without the loss scale. With several replicas, the
             square root of the sum of squares over replicas.
         weight_norm: float64 of shape `(n,)`, the L2 norm of the variable before the step; NaN if not measured.
-        update_norm: float64 of shape `(n,)`, the L2 norm of the variable's change in the step, 0 if the step was
-            skipped; NaN if not measured.
+        update_norm: float64 of shape `(n,)`, the L2 norm of the variable's change in the step; NaN if not measured, as
+            in a step that updates no weights.
         updates: int64 of shape `(n,)`, the number of elements of the variable that the step changed.
         lost_updates: int64 of shape `(n,)`, the number of elements that changed by less than 2^-11 of their magnitude.
             A float16 weight loses most such updates, and all below 2^-12, which is why master weights are float32.

@@ -448,3 +448,15 @@ def test_sampling_counts_the_scaled_gradients_of_the_requested_steps(run_step):
     optimizer.stop_sampling(owner)
     step(tf.constant([0.0] * 5))
     assert optimizer.snapshot().histogram.step == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"hysteresys": 2}, TypeError, "`hysteresys` is not an argument of kmp.LossScaleOptimizer. Did you mean"),
+        ({"clipnorm": 1.0}, ValueError, "set `clipnorm` on the `inner_optimizer`"),
+    ],
+)
+def test_unknown_argument_gets_the_closest_name_and_one_of_the_inner_optimizer_the_place(arguments, error, message):
+    with pytest.raises(error, match=message):
+        kmp.LossScaleOptimizer("sgd", **arguments)

@@ -112,6 +112,12 @@ def test_keras_without_the_state_of_the_policy_is_not_supported(monkeypatch):
         kmp.enable()
 
 
+def test_dtype_policy_and_numpy_scalars_are_accepted_as_arguments():
+    with kmp.enable(keras.DTypePolicy("mixed_float16"), growth_interval=100.0, jit_compile=np.bool_(True)) as handle:
+        assert repr(handle).startswith("<kmp.enable('mixed_float16', growth_interval=100.0, jit_compile=True)")
+        assert compiled_model().optimizer.rule.growth_interval == 100
+
+
 def test_enabling_again_replaces_the_settings():
     kmp.enable(initial_scale=64.0)
     kmp.enable(growth_interval=5)
