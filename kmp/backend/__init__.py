@@ -1,6 +1,6 @@
 """Everything kmp uses of Keras' and TensorFlow's private APIs, each once and with its reason."""
 
-from kmp.backend import distribution, keras_internals, tensorflow_internals, trainer_fixes, xla
+from kmp.backend import distribution, index_uses, keras_internals, tensorflow_internals, trainer_fixes, xla
 from kmp.backend.gpu_info import hardware, log_once
 from kmp.backend.layer_traversal import (
     compute_dtypes,
@@ -27,6 +27,7 @@ __all__ = [
     "float32_variables",
     "global_policy",
     "hardware",
+    "index_uses",
     "instance_attribute",
     "is_keras_class",
     "is_passthrough",

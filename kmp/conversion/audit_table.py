@@ -13,10 +13,10 @@ from kmp.utils import FLOAT32
 _WIDTH = 120  # characters, outside a terminal
 
 
-def render(model_name: str, rows: Sequence[Row]) -> RenderableType:
-    """Returns the table of layers and operations, a summary, the sources, and the dimensions to pad."""
+def render(model_name: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> RenderableType:
+    """Returns the table of layers and operations, a summary, the notes, the sources, and the dimensions to pad."""
     sources = list(dict.fromkeys(row.source for row in rows if row.reason and row.source))
-    renderables: list[RenderableType] = [_table(model_name, rows, sources), Text(_summary(rows))]
+    renderables: list[RenderableType] = [_table(model_name, rows, sources), Text(_summary(rows)), *map(Text, notes)]
     renderables += [Text(f"[{number}] {source}") for number, source in enumerate(sources, 1)]
     unaligned = [f"  {row.path}: {', '.join(row.tensor_cores)}" for row in rows if row.tensor_cores]
     if unaligned:
@@ -33,17 +33,17 @@ def render(model_name: str, rows: Sequence[Row]) -> RenderableType:
     return Group(*renderables)
 
 
-def as_text(model_name: str, rows: Sequence[Row]) -> str:
+def as_text(model_name: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
     """Returns the table as plain text."""
     console = Console(file=io.StringIO(), width=_WIDTH, force_terminal=False, force_jupyter=False)
-    console.print(render(model_name, rows))
+    console.print(render(model_name, rows, notes))
     return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
 
-def as_html(model_name: str, rows: Sequence[Row]) -> str:
+def as_html(model_name: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
     """Returns the table as HTML, for notebooks."""
     console = Console(file=io.StringIO(), width=_WIDTH, record=True, force_jupyter=False)
-    console.print(render(model_name, rows))
+    console.print(render(model_name, rows, notes))
     return console.export_html(inline_styles=True, code_format="<pre style='line-height: 1.2'>{code}</pre>")
 
 

@@ -1,14 +1,15 @@
 """Audits a model for mixed precision, layer by layer and operation by operation."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
 
 from kmp.backend import computes_in_16_bits, is_passthrough, keras_internals
-from kmp.conversion import audit_table
+from kmp.conversion import audit_table, integer_inputs
 from kmp.conversion.activation_statistics import ActivationStatistics, by_original_path, measure_activations
 from kmp.conversion.audit_row import Row
+from kmp.conversion.integer_inputs import INTEGER_DTYPE
 from kmp.conversion.model_parts import Part, check_built, is_quantized, parts_of
 from kmp.conversion.plan_application import apply_plan, convert_to_float32
 from kmp.conversion.precision_plan import Plan, configurable_parts, make_plan, unreachable_operations
@@ -26,11 +27,13 @@ class Audit:
         rows: One row for each layer and operation, in graph order, parents before children.
         plan: The plan that `kmp.convert` would use for the float32 model. It can be edited, saved, and passed to
             `kmp.convert`.
+        notes: Inputs that hold indices which 16 bits round, and what `kmp.convert` does about them.
     """
 
     model: str
     rows: tuple[Row, ...]
     plan: Plan = field(repr=False)
+    notes: tuple[str, ...] = ()
 
     @property
     def needs_float32(self) -> tuple[Row, ...]:
@@ -39,27 +42,31 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the audit as a dict for JSON."""
-        return {"model": self.model, "rows": [row.to_dict() for row in self.rows], "plan": self.plan.to_dict()}
+        rows = [row.to_dict() for row in self.rows]
+        return {"model": self.model, "rows": rows, "plan": self.plan.to_dict(), "notes": list(self.notes)}
 
     def __rich__(self) -> Any:
-        return audit_table.render(self.model, self.rows)
+        return audit_table.render(self.model, self.rows, self.notes)
 
     def __str__(self) -> str:
-        return audit_table.as_text(self.model, self.rows)
+        return audit_table.as_text(self.model, self.rows, self.notes)
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return audit_table.as_html(self.model, self.rows)
+        return audit_table.as_html(self.model, self.rows, self.notes)
 
 
 def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") -> Audit:
     """Returns the dtypes of each layer and operation of a model, and whether it needs float32 and why.
 
+    Its notes list the inputs that hold indices, such as those of an `Embedding`, which a 16-bit dtype rounds. It finds
+    them by tracing the model; not found are those in control flow, and without a batch those of a subclassed model.
+
     With a batch, runs the model in float32 and as a mixed-precision candidate, and reports overflow, underflow and the
-    relative error of each layer's output. The candidate of a float32 model is `kmp.convert(model, policy)`; a model
-    that already computes in 16 bits is its own candidate.
+    relative error of each layer's output, and the indices that differ. The candidate of a float32 model is
+    `kmp.convert(model, policy)`; a model that already computes in 16 bits is its own candidate.
 
     Args:
         model: A built `keras.Model`, in float32 or mixed precision.
@@ -84,21 +91,36 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     plan = make_plan(model, policy)
     if batch is not None and is_quantized(model):
         raise ValueError(f"{model.name!r} is quantized and has no float32 version to compare with: omit `batch`.")
-    statistics = _compare(model, plan, batch) if batch is not None else {}
+    reference, candidate = _variants(model, plan, batch)
+    statistics = _compare(model, reference, candidate, batch) if batch is not None else {}
     parts = parts_of(model)
     has_own_rule = {part.path for part in (*configurable_parts(model), *unreachable_operations(parts))}
     keeps_dtypes = computes_in_16_bits(model) or is_quantized(model)
-    rows = tuple(_row(part, plan, keeps_dtypes, part.path in has_own_rule, statistics.get(part.path)) for part in parts)
-    return Audit(model.name, rows, plan)
+    rows = [_row(part, plan, keeps_dtypes, part.path in has_own_rule, statistics.get(part.path)) for part in parts]
+    declared = integer_inputs.describe_changes(reference, candidate, plan.compute_dtype)
+    rows = [replace(row, planned_dtype=INTEGER_DTYPE) if row.path in declared else row for row in rows]
+    rounded = integer_inputs.describe_rounding(model, reference, candidate, batch)
+    return Audit(model.name, tuple(rows), plan, (*declared.values(), *rounded))
+
+
+def _variants(model: keras.Model, plan: Plan, batch: Any) -> tuple[keras.Model, keras.Model]:
+    """Returns the float32 reference and the candidate; the model itself for those that are not needed."""
+    if is_quantized(model) or computes_in_16_bits(model):
+        return (model if batch is None else convert_to_float32(model)), model
+    if batch is not None:
+        return model, apply_plan(model, plan)
+    if not integer_inputs.may_round(model, plan.compute_dtype):
+        return model, model
+    try:
+        return model, apply_plan(model, plan)
+    except Exception:  # custom code may raise anything; `kmp.convert` reports it
+        return model, model
 
 
 def _compare(
-    model: keras.Model, plan: Plan, batch: Any
+    model: keras.Model, reference: keras.Model, candidate: keras.Model, batch: Any
 ) -> dict[str, tuple[ActivationStatistics, ActivationStatistics]]:
     """Returns a dict that maps paths to the statistics in float32 and in the candidate."""
-    candidate, reference = (
-        (model, convert_to_float32(model)) if computes_in_16_bits(model) else (apply_plan(model, plan), model)
-    )
     in_float32, in_candidate = (
         by_original_path(measure_activations(variant, batch)[1], model, variant) for variant in (reference, candidate)
     )

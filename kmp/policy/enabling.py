@@ -61,7 +61,9 @@ def enable(
     If a model with kmp's optimizer skips a step, the state of its layers is restored. Batches with a non-finite loss
     are excluded from its metrics. `compile` raises an error for arguments with which the first step would fail under a
     distribution strategy. `fit` is fixed for several workers, and for losses that layers add in 16 bits. kmp warns once
-    per model about mistakes that Keras does not report.
+    per model about mistakes that Keras does not report; among these are indices, such as those of an `Embedding` inside
+    a custom layer, that Keras casts to 16 bits because their `Input` is float32: float16 has every integer only up to
+    2048, bfloat16 up to 256, float32 up to 2^24.
 
     Calling it again replaces the policy and the settings. Keras' policy is thread-local, and
     `keras.backend.clear_session()` resets it: call `enable` again in each thread and after `clear_session`. The logger
