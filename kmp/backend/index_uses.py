@@ -209,8 +209,8 @@ def _rows(operation: tf.Operation) -> float:
         return _static_value(argument)
     if operation.type == "GatherV2" and table.rank:
         return table[_static_value(operation.inputs[2])] or 0
-    if operation.type == "GatherNd" and table.rank:
-        return max(size or 0 for size in table[: argument.shape[-1]])
+    if operation.type == "GatherNd" and table.rank and argument.shape.rank:
+        return max((size or 0 for size in table[: argument.shape[-1]]), default=0)
     return 0
 
 

@@ -141,3 +141,12 @@ def test_model_that_cannot_be_traced_has_no_known_uses():
     layer(np.ones((1, 4)))
     assert index_uses.traced_uses(layer, np.ones((1, 4))) is None
     assert index_uses.index_values(layer, np.ones((1, 4))) == []
+
+
+def test_rows_are_unknown_where_shapes_are_unknown():
+    @tf.function(input_signature=[tf.TensorSpec(None, "int32"), tf.TensorSpec((6000, 2), "float32")])
+    def gather(indices, table):
+        return tf.gather_nd(table, indices), tf.one_hot(indices, tf.size(indices))
+
+    (indices, _) = gather.get_concrete_function().inputs
+    assert [use.rows for use in index_uses.uses_of(indices).indices] == [0, 0]
