@@ -1,6 +1,6 @@
 """Everything kmp uses of Keras' and TensorFlow's private APIs, each once and with its reason."""
 
-from kmp.backend import distribution, keras_internals, tensorflow_internals, trainer_fixes, xla
+from kmp.backend import distribution, index_uses, keras_internals, tensorflow_internals, trainer_fixes, xla
 from kmp.backend.function_references import functions_by_reference, with_named_lambda
 from kmp.backend.gpu_info import hardware, log_once
 from kmp.backend.layer_traversal import (
@@ -30,6 +30,7 @@ __all__ = [
     "functions_by_reference",
     "global_policy",
     "hardware",
+    "index_uses",
     "instance_attribute",
     "is_keras_class",
     "is_passthrough",

@@ -1,15 +1,16 @@
 """Audits a model for mixed precision, layer by layer and operation by operation."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
 
 from kmp.backend import computes_in_16_bits, is_keras_class, is_passthrough, keras_internals
-from kmp.conversion import audit_table
+from kmp.conversion import audit_table, integer_inputs
 from kmp.conversion.activation_statistics import ActivationStatistics, by_original_path, measure_activations
 from kmp.conversion.audit_row import Row
+from kmp.conversion.integer_inputs import INTEGER_DTYPE
 from kmp.conversion.model_parts import Part, check_built, check_not_float64, is_quantized, parts_of
 from kmp.conversion.plan_application import apply_plan, convert_to_float32
 from kmp.conversion.precision_plan import (
@@ -35,7 +36,8 @@ class Audit:
             `kmp.convert`.
         conversion_error: The message of the `ValueError` that `kmp.convert` raises for this model; empty if it does
             not.
-        notes: One sentence for each output of the model that is in 16 bits.
+        notes: One sentence for each output of the model that is in 16 bits, and for each input that holds indices which
+            16 bits round.
     """
 
     model: str
@@ -75,9 +77,12 @@ class Audit:
 def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") -> Audit:
     """Returns the dtypes of each layer and operation of a model, and whether it needs float32 and why.
 
+    Its notes list the inputs that hold indices, such as those of an `Embedding`, which a 16-bit dtype rounds. It finds
+    them by tracing the model; not found are those in control flow, and without a batch those of a subclassed model.
+
     With a batch, runs the model in float32 and as a mixed-precision candidate, and reports overflow, underflow and the
-    relative error of each layer's output. The candidate of a float32 model is `kmp.convert(model, policy)`; a model
-    that already computes in 16 bits is its own candidate.
+    relative error of each layer's output, and the indices that differ. The candidate of a float32 model is
+    `kmp.convert(model, policy)`; a model that already computes in 16 bits is its own candidate.
 
     A float32 model with custom classes is rebuilt, even without a batch, to find out whether `kmp.convert` can do so.
     This takes the time and memory of a conversion.
@@ -105,28 +110,40 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     plan = make_plan(model, policy)
     if batch is not None and is_quantized(model):
         raise ValueError(f"{model.name!r} is quantized and has no float32 version to compare with: omit `batch`.")
-    conversion_error = "" if is_quantized(model) or batch is not None else _conversion_error(model, plan)
+    reference, candidate, conversion_error = _variants(model, plan, batch)
     keeps_dtypes = computes_in_16_bits(model) or is_quantized(model) or bool(conversion_error)
-    statistics = _compare(model, plan, batch) if batch is not None else {}
+    statistics = _compare(model, reference, candidate, batch) if batch is not None else {}
     parts = parts_of(model)
     has_own_rule = {part.path for part in (*configurable_parts(model), *unreachable_operations(parts))}
-    rows = tuple(_row(part, plan, keeps_dtypes, part.path in has_own_rule, statistics.get(part.path)) for part in parts)
-    return Audit(model.name, rows, plan, conversion_error, tuple(_notes_on_outputs(model)))
+    rows = [_row(part, plan, keeps_dtypes, part.path in has_own_rule, statistics.get(part.path)) for part in parts]
+    declared = integer_inputs.describe_changes(reference, candidate, plan.compute_dtype)
+    rows = [replace(row, planned_dtype=INTEGER_DTYPE) if row.path in declared else row for row in rows]
+    rounded = integer_inputs.describe_rounding(model, reference, candidate, batch)
+    notes = (*_notes_on_outputs(model), *declared.values(), *rounded)
+    return Audit(model.name, tuple(rows), plan, conversion_error, notes)
 
 
-def _conversion_error(model: keras.Model, plan: Plan) -> str:
-    """Returns the message of the error that `kmp.convert` raises for a model; empty if it does not.
+def _variants(model: keras.Model, plan: Plan, batch: Any) -> tuple[keras.Model, keras.Model, str]:
+    """Returns the float32 reference, the candidate, and the message of the error that `kmp.convert` raises, if any.
 
-    Rebuilds models with custom classes: nothing else shows whether their configs suffice.
+    The model itself stands for a variant that is not needed. A model with custom classes is rebuilt even without a
+    batch: nothing else shows whether their configs suffice.
     """
-    classes = {type(model), *(type(part.operation) for part in parts_of(model))}
+    if is_quantized(model):
+        return model, model, ""
     try:
         check_not_float64(model)
-        if not computes_in_16_bits(model) and not all(map(_is_known_class, classes)):
-            apply_plan(model, plan)
+        if computes_in_16_bits(model):
+            return (model if batch is None else convert_to_float32(model)), model, ""
+        classes = {type(model), *(type(part.operation) for part in parts_of(model))}
+        has_custom_classes = not all(map(_is_known_class, classes))
+        if batch is not None or has_custom_classes or integer_inputs.may_round(model, plan.compute_dtype):
+            return model, apply_plan(model, plan), ""
     except ValueError as error:
-        return str(error)
-    return ""
+        if batch is not None:
+            raise
+        return model, model, str(error)
+    return model, model, ""
 
 
 def _is_known_class(cls: type) -> bool:
@@ -142,13 +159,9 @@ def _notes_on_outputs(model: keras.Model) -> Iterator[str]:
 
 
 def _compare(
-    model: keras.Model, plan: Plan, batch: Any
+    model: keras.Model, reference: keras.Model, candidate: keras.Model, batch: Any
 ) -> dict[str, tuple[ActivationStatistics, ActivationStatistics]]:
     """Returns a dict that maps paths to the statistics in float32 and in the candidate."""
-    check_not_float64(model)
-    candidate, reference = (
-        (model, convert_to_float32(model)) if computes_in_16_bits(model) else (apply_plan(model, plan), model)
-    )
     in_float32, in_candidate = (
         by_original_path(measure_activations(variant, batch)[1], model, variant) for variant in (reference, candidate)
     )

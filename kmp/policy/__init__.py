@@ -1,6 +1,6 @@
 """`enable`, `disable`, `wrap` and `guard`. Only this package changes Keras' global state and patches its trainer."""
 
-from kmp.policy import skipped_step_rollback
+from kmp.policy import rounded_indices, skipped_step_rollback
 from kmp.policy.enabling import POLICIES, Handle, disable, enable, graph_rewrite
 from kmp.policy.model_optimizers import all_optimizers_of
 from kmp.policy.optimizer_wrapping import wrap
@@ -14,6 +14,7 @@ __all__ = [
     "enable",
     "graph_rewrite",
     "guard",
+    "rounded_indices",
     "skipped_step_rollback",
     "wrap",
 ]

@@ -66,7 +66,9 @@ def enable(
     If a model with kmp's optimizer skips a step, the state of its layers is restored. Batches with a non-finite loss
     are excluded from its metrics. `compile` raises an error for arguments with which the first step would fail under a
     distribution strategy. `fit` is fixed for several workers, and for losses that layers add in 16 bits. kmp warns
-    about mistakes that Keras does not report, once until `disable`.
+    about mistakes that Keras does not report, once until `disable`. Among these are indices, such as those of an
+    `Embedding` inside a custom layer, that Keras casts to 16 bits because their `Input` is float32: float16 has every
+    integer only up to 2048, bfloat16 up to 256, float32 up to 2^24.
 
     The policy applies to all threads, and after `keras.backend.clear_session()`, until `disable`. A policy that is set
     on a layer, or later with `keras.config.set_dtype_policy` in a thread, takes precedence there. Calling `enable`

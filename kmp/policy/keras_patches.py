@@ -87,7 +87,8 @@ def _make_train_function_patch(original: Callable[..., None]) -> Callable[..., N
         if active and optimizers_of(self) and skipped_step_rollback.install(self):
             self.make_train_function(force=True)  # the guard's method, which calls this one again
             return
-        original(self, force)
+        with misuse_warnings.first_step_checked(self):
+            original(self, force)
         policy_at_compile = _policy_at_compile.get(self)
         if is_float16_enabled() and policy_at_compile in (None, *FLOAT16_POLICIES):
             was_compiled = policy_at_compile is not None

@@ -1,16 +1,18 @@
 """Errors and warnings for mistakes that Keras does not report; each message says how to fix the mistake."""
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kmp.backend import compute_dtypes, direct_sublayers, is_keras_class, sublayers
+from kmp.backend import compute_dtypes, direct_sublayers, instance_attribute, is_keras_class, sublayers
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy.model_optimizers import all_optimizers_of
+from kmp.policy.rounded_indices import rounding_in_step
 from kmp.utils import FLOAT16, FLOAT32, user_messages
 
 _MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
@@ -88,6 +90,22 @@ def call_when_built(model: keras.Model, check: Callable[[], None]) -> None:
         return logs
 
     model.train_function = run
+
+
+@contextlib.contextmanager
+def first_step_checked(model: keras.Model) -> Iterator[None]:
+    """Makes a train function that is created in the context warn in its first step if the step rounds indices."""
+    step, pending_checks = model.train_step, [rounding_in_step]
+
+    def checked_step(data: Any) -> Any:
+        logs = step(data)
+        rounding = pending_checks.pop()(model, data) if pending_checks else ""
+        if rounding:
+            _warn_once(model, f"rounds indices. {rounding}")
+        return logs
+
+    with instance_attribute(model, "train_step", checked_step):
+        yield
 
 
 def _warn_if_unscaled(model: keras.Model, was_compiled: bool) -> None:

@@ -52,6 +52,11 @@ class FloatFormat:
         return self.min_subnormal_exponent - 1
 
     @property
+    def max_exact_integer(self) -> int:
+        """The largest n for which the format has every integer from 0 to n: 2048 in float16, 256 in bfloat16."""
+        return int(2 ** (self.fraction_bits + 1))
+
+    @property
     def max(self) -> float:
         """The largest finite value."""
         return float(self._info.max)
