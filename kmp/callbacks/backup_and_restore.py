@@ -106,15 +106,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._epochs = self._batches = self._batches_since_saving = 0
         keras_internals.set_initial_epoch(self.model, None)  # an earlier training may have set it
         self._restore()
-        strategy, epoch = self.model.distribute_strategy, self._epochs
-        # The epochs are equal if and only if n * sum(epoch**2) == sum(epoch)**2, so either all workers raise or none.
-        if (
-            distribution.sum_over_workers(strategy, epoch**2) * distribution.sum_over_workers(strategy, 1)
-            != distribution.sum_over_workers(strategy, epoch) ** 2
-        ):
+        epochs = distribution.gather_from_replicas(self.model.distribute_strategy, self._epochs)
+        if len(set(epochs)) > 1:
             raise RuntimeError(
-                f"The workers would resume after different numbers of epochs, this one after {epoch}. `backup_dir` "
-                f"must be a folder that all workers share. Received: backup_dir={self.backup_dir!r}"
+                f"The workers would resume after different numbers of epochs, this one after {self._epochs}. "
+                f"`backup_dir` must be a folder that all workers share. Received: backup_dir={self.backup_dir!r}"
             )
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
