@@ -91,7 +91,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         delete_checkpoint: bool = True,
     ) -> None:
         self._folder = validation.local_path("backup_dir", backup_dir)
-        if save_freq != "epoch":
+        if not (isinstance(save_freq, str) and save_freq == "epoch"):
             save_freq = validation.positive_integer("save_freq", save_freq)
         super().__init__(str(self._folder), save_freq, validation.boolean("double_checkpoint", double_checkpoint))
         self.delete_checkpoint = validation.boolean("delete_checkpoint", delete_checkpoint)
