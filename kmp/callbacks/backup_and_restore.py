@@ -15,7 +15,7 @@ import numpy as np
 from kmp.backend import distribution, keras_internals
 from kmp.callbacks.model_saving import save_atomically
 from kmp.policy import all_optimizers_of
-from kmp.utils import atomic_files, user_messages, validation
+from kmp.utils import FolderLock, atomic_files, user_messages, validation
 
 logger = logging.getLogger("kmp")
 
@@ -69,7 +69,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is outside its range; in `on_train_begin`, if the model is not built or has no
             optimizer, or if the backup is from another model.
-        OSError: In `on_train_begin`, if the backup cannot be read, or the folder cannot be created.
+        OSError: In `on_train_begin`, if the backup cannot be read, the folder cannot be created, or another process
+            trains with it.
         RuntimeError: In `on_train_begin`, if workers find different backups.
 
     Example:
@@ -102,6 +103,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._check_model()
+        self._folder_lock: FolderLock | None = None
         self._folder.mkdir(parents=True, exist_ok=True)
         self._epochs = self._batches = self._batches_since_saving = 0
         keras_internals.set_initial_epoch(self.model, None)  # an earlier training may have set it
@@ -109,6 +111,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         epochs = distribution.gather_from_replicas(self.model.distribute_strategy, self._epochs)
         if len(set(epochs)) > 1:
             raise RuntimeError(
+        if distribution.is_chief(self.model.distribute_strategy):
+            self._folder_lock = FolderLock.acquire("backup_dir", self._folder)
                 f"The workers would resume after different numbers of epochs, this one after {self._epochs}. "
                 f"`backup_dir` must be a folder that all workers share. Received: backup_dir={self.backup_dir!r}"
             )
@@ -142,6 +146,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             raise ValueError("BackupAndRestore needs a built model: call the model on a batch of data before `fit`.")
         optimizers = all_optimizers_of(self.model)
         if not optimizers:
+        self._folder_lock = None
             raise ValueError("BackupAndRestore needs a model with an optimizer.")
         if any(not optimizer.built for optimizer in optimizers if optimizer is not self.model.optimizer):
             user_messages.warn(
