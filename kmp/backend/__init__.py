@@ -1,6 +1,6 @@
 """Everything kmp uses of Keras' and TensorFlow's private APIs, each once and with its reason."""
 
-from kmp.backend import distribution, keras_internals, tensorflow_internals, trainer_fixes, xla
+from kmp.backend import distribution, keras_internals, model_files, tensorflow_internals, trainer_fixes, xla
 from kmp.backend.gpu_info import hardware, log_once
 from kmp.backend.layer_traversal import (
     compute_dtypes,
@@ -32,6 +32,7 @@ __all__ = [
     "is_passthrough",
     "keras_internals",
     "log_once",
+    "model_files",
     "register",
     "resolve_optimizer",
     "rnn_states",

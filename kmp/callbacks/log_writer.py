@@ -189,8 +189,9 @@ def _continue_log(folder: Path, first_step: int, first_line: dict[str, Any]) -> 
     if not goes_beyond and not is_older and log.read_bytes().endswith(b"\n"):
         return []
     new_header = earlier.header | {"schema": SCHEMA} if kept else first_line
-    with atomic_files.atomic_write(log) as partial:
-        partial.write_text("".join(to_line(line) for line in (new_header, *kept)), encoding="utf-8")
+    with atomic_files.atomic_write(log) as file:
+        file.write("".join(to_line(line) for line in (new_header, *kept)).encode())
+        file.flush()  # on a full disk, raises before the log is archived
         if goes_beyond:
             reason = f"goes beyond step {first_step}"
         else:
