@@ -1,5 +1,10 @@
+import contextlib
 import gc
 import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("MPLBACKEND", "agg")
@@ -16,6 +21,7 @@ from tensorflow.python.eager import context  # no public API returns the optimiz
 from tensorflow.python.framework import ops as tensorflow_ops
 
 import kmp
+from kmp.utils import file_locks
 
 gc.freeze()  # garbage collections skip what is imported here
 
@@ -144,6 +150,59 @@ def casts_of_optimized(function, arguments, dtype):
     nodes = [node for graph in graphs for node in graph.node]
     nodes += [node for graph in graphs for function in graph.library.function for node in function.node_def]
     return [node.name for node in nodes if node.op == "Cast" and node.attr["DstT"].type == dtype.as_datatype_enum]
+
+
+# Code that lets another process import `kmp.utils` without Keras, whose import takes seconds.
+UTILS_ONLY = f"""
+import sys, types
+kmp = sys.modules["kmp"] = types.ModuleType("kmp")
+kmp.__path__ = [{str(Path(kmp.__file__).parent)!r}]
+"""
+
+
+@contextlib.contextmanager
+def python_process(code, *arguments):
+    """Runs code in another process that has `kmp.utils`. Yields the process after it has written its first line."""
+    command = [sys.executable, "-c", UTILS_ONLY + code, *map(str, arguments)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
+
+
+LOCK_FOLDER = """
+from pathlib import Path
+from kmp.utils import FolderLock
+lock = FolderLock.acquire("folder", Path(sys.argv[1]))
+print("locked", flush=True)
+"""
+
+
+def is_locked(folder):
+    """Whether the folder is locked, by this process or another."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        return file_locks.try_lock(descriptor) is False
+    finally:
+        os.close(descriptor)
+
+
+def folder_locked_by_another_process(folder):
+    """A context in which another process uses a folder, as in training."""
+    return python_process(f"{LOCK_FOLDER}\nsys.stdin.read()", folder)
+
+
+@contextlib.contextmanager
+def file_size_limit(size):
+    """Limits the size of the files that this process writes, as a quota does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def values(variables):

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import kmp
+from kmp.backend import distribution
 
 STRATEGY = tf.distribute.MultiWorkerMirroredStrategy()
 WORKER = STRATEGY.cluster_resolver.task_id
@@ -161,6 +162,10 @@ def options():
     return results
 
 
+def gathered():
+    return {number: distribution.gather_from_replicas(STRATEGY, number + WORKER) for number in (0, 4096, 2**62)}
+
+
 def stock():
     """Runs `fit` of stock Keras; returns the error message."""
     model = make_model()
@@ -188,7 +193,7 @@ def refused():
 
 if __name__ == "__main__":
     results = {}
-    for check in (loop, fit, options, refused, stock):
+    for check in (gathered, loop, fit, options, refused, stock):
         kmp.disable()
         keras.config.set_dtype_policy("float32")
         results[check.__name__] = check()

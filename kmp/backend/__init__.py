@@ -1,6 +1,14 @@
 """Everything kmp uses of Keras' and TensorFlow's private APIs, each once and with its reason."""
 
-from kmp.backend import distribution, index_uses, keras_internals, tensorflow_internals, trainer_fixes, xla
+from kmp.backend import (
+    distribution,
+    index_uses,
+    keras_internals,
+    model_files,
+    tensorflow_internals,
+    trainer_fixes,
+    xla,
+)
 from kmp.backend.function_references import functions_by_reference, with_named_lambda
 from kmp.backend.gpu_info import hardware, log_once
 from kmp.backend.layer_traversal import (
@@ -36,6 +44,7 @@ __all__ = [
     "is_passthrough",
     "keras_internals",
     "log_once",
+    "model_files",
     "register",
     "replace_policy_state",
     "resolve_optimizer",

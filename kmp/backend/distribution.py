@@ -76,18 +76,19 @@ def is_chief(strategy: tf.distribute.Strategy) -> bool:
     return resolver.task_type == "chief" or (not has_chief and (resolver.task_type, resolver.task_id) == ("worker", 0))
 
 
-def sum_over_workers(strategy: tf.distribute.Strategy, number: float) -> float:
-    """Returns the sum of a number over all workers. Blocks until all workers have called it."""
+def gather_from_replicas(strategy: tf.distribute.Strategy, number: int) -> list[int]:
+    """Returns each replica's number, the same list on all workers. Blocks until all workers have called it.
+
+    Args:
+        strategy: The strategy.
+        number: This worker's number, an int64.
+    """
     if not has_several_workers(strategy):
-        return number
-    local_replicas = len(strategy.extended.worker_devices)
-
-    @tf.function
-    def add() -> Any:
-        share = tf.constant(number / local_replicas)
-        return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(lambda: tf.identity(share)), axis=None)
-
-    return float(add())
+        return [number]
+    # Not every device can exchange integers, but each can exchange float32, which represents 16-bit integers exactly.
+    digits = np.array([number], np.int64).view(np.uint16).astype(np.float32)
+    gathered = strategy.gather(strategy.run(lambda: tf.constant(digits[None])), axis=0)
+    return gathered.numpy().astype(np.uint16).view(np.int64)[:, 0].tolist()
 
 
 def local_values(variable: keras.Variable) -> list[np.ndarray]:

@@ -12,10 +12,10 @@ import h5py
 import keras
 import numpy as np
 
-from kmp.backend import distribution, keras_internals
+from kmp.backend import distribution, keras_internals, model_files
 from kmp.callbacks.model_saving import save_atomically
 from kmp.policy import all_optimizers_of
-from kmp.utils import atomic_files, user_messages, validation
+from kmp.utils import FolderLock, atomic_files, user_messages, validation
 
 logger = logging.getLogger("kmp")
 
@@ -52,7 +52,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     not restart at all. Here a complete backup replaces the last one atomically, in one file: weights, optimizer, number
     of epochs, and the states of random layers. A resumed run is therefore bit-for-bit identical to an uninterrupted
     one, provided that the order of its data depends only on the epoch. With several workers, the chief writes and all
-    read, so all of them need access to `backup_dir`. If the disk is full, the callback warns and keeps the last backup.
+    read, so all of them need access to `backup_dir`. If a backup cannot be written, as on a full disk or at a quota,
+    the callback warns and keeps the last backup, and training continues.
+
+    A backup is created in host memory before it is written: that takes as many bytes as the file, which are those of
+    the weights and the optimizer's variables, plus some kilobytes per layer. During training, the kernel locks
+    `backup_dir` for the process, so that an independent training cannot replace its files. Some network file systems
+    have no such locks; there, give each training its own folder.
 
     As with Keras' callback, training does not resume within an epoch: with an integer `save_freq`, the weights are from
     within the epoch, and the epoch starts again from its first batch. The state of other callbacks is not saved, such
@@ -69,7 +75,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is outside its range; in `on_train_begin`, if the model is not built or has no
             optimizer, or if the backup is from another model.
-        OSError: In `on_train_begin`, if the backup cannot be read, or the folder cannot be created.
+        OSError: In `on_train_begin`, if the backup cannot be read, the folder cannot be created, or another process
+            trains with it.
         RuntimeError: In `on_train_begin`, if workers find different backups.
 
     Example:
@@ -92,11 +99,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         delete_checkpoint: bool = True,
     ) -> None:
         self._folder = validation.local_path("backup_dir", backup_dir)
-        if save_freq != "epoch":
+        if not (isinstance(save_freq, str) and save_freq == "epoch"):
             save_freq = validation.positive_integer("save_freq", save_freq)
         super().__init__(str(self._folder), save_freq, validation.boolean("double_checkpoint", double_checkpoint))
         self.delete_checkpoint = validation.boolean("delete_checkpoint", delete_checkpoint)
         self._resume_point = _ResumePoint()
+        self._folder_lock: FolderLock | None = None
         # Keras' file names, so that each callback can read the backups of the other.
         self._latest = self._folder / "latest.weights.h5", self._folder / "training_metadata.json"
         self._previous = tuple(path.with_name(f"{path.name}.bkp") for path in self._latest)
@@ -104,18 +112,16 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def on_train_begin(self, logs: Logs = None) -> None:
         self._check_model()
         self._folder.mkdir(parents=True, exist_ok=True)
+        if distribution.is_chief(self.model.distribute_strategy):
+            self._folder_lock = FolderLock.acquire("backup_dir", self._folder)
         self._epochs = self._batches = self._batches_since_saving = 0
         keras_internals.set_initial_epoch(self.model, None)  # an earlier training may have set it
         self._restore()
-        strategy, epoch = self.model.distribute_strategy, self._epochs
-        # The epochs are equal if and only if n * sum(epoch**2) == sum(epoch)**2, so either all workers raise or none.
-        if (
-            distribution.sum_over_workers(strategy, epoch**2) * distribution.sum_over_workers(strategy, 1)
-            != distribution.sum_over_workers(strategy, epoch) ** 2
-        ):
+        epochs = distribution.gather_from_replicas(self.model.distribute_strategy, self._epochs)
+        if len(set(epochs)) > 1:
             raise RuntimeError(
-                f"The workers would resume after different numbers of epochs, this one after {epoch}. `backup_dir` "
-                f"must be a folder that all workers share. Received: backup_dir={self.backup_dir!r}"
+                f"The workers would resume after different numbers of epochs, this one after {self._epochs}. "
+                f"`backup_dir` must be a folder that all workers share. Received: backup_dir={self.backup_dir!r}"
             )
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
@@ -137,10 +143,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         keras_internals.set_initial_epoch(self.model, None)  # otherwise the next training starts from it
         if self.delete_checkpoint and distribution.is_chief(self.model.distribute_strategy):
             for path in (*self._previous, *reversed(self._latest)):  # a kill in between leaves the last backup complete
-                atomic_files.partial_path(path).unlink(missing_ok=True)
+                atomic_files.remove_leftovers(path)
                 path.unlink(missing_ok=True)
             if self._folder.exists() and not any(self._folder.iterdir()):
                 self._folder.rmdir()
+        self._folder_lock = None
 
     def _check_model(self) -> None:
         if not (self.model.built and self.model.weights):
@@ -180,12 +187,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             optimizer.build(self.model.trainable_variables)
         if weights.suffix == ".bkp":  # Keras does not load a file with this suffix
             logger.warning("%s cannot be read: restoring the previous backup.", self._latest[0])
-            renamed = self._folder / f"restoring-{os.getpid()}.weights.h5"
-            shutil.copyfile(weights, renamed)
-            try:
-                self.model.load_weights(renamed)
-            finally:
-                renamed.unlink()
+            model_files.load_weights(self.model, weights)
         else:
             self.model.load_weights(weights)
         if self._resume_point.epochs is not None:
@@ -199,14 +201,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             if self.double_checkpoint:
                 for path, previous in zip(self._latest, self._previous, strict=True):
                     if path.exists():
-                        with atomic_files.atomic_write(previous) as partial:
-                            shutil.copyfile(path, partial)
+                        with path.open("rb") as file, atomic_files.atomic_write(previous) as copy:
+                            shutil.copyfileobj(file, copy)
             save_atomically(self.model, self._latest[0])
             atomic_files.write_json(self._latest[1], {"epoch": self._epochs, "batch": self._batches})
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             user_messages.warn(
-                f"The backup of epoch {self._epochs} was not written ({error}). Training continues, and the last "
-                "complete backup is kept."
+                f"The backup of epoch {self._epochs} was not written ({user_messages.first_line(error)}). "
+                "Training continues, and the last complete backup is kept."
             )
 
 

@@ -21,7 +21,7 @@ from kmp.backend import compute_dtypes, float32_variables
 from kmp.gradients import paths_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import FILE_NAME, SCHEMA, to_line
-from kmp.utils import atomic_files, user_messages
+from kmp.utils import FolderLock, atomic_files, user_messages
 
 logger = logging.getLogger("kmp")
 
@@ -60,11 +60,14 @@ class LogWriter:
             self._events.flush()
 
     @classmethod
-    def check(cls, folder: Path) -> None:
-        """Creates the folder and checks that it is writable.
+    def check(cls, folder: Path) -> FolderLock | None:
+        """Creates the folder, checks that it is writable, and locks it for this process.
+
+        Returns:
+            The lock, which lasts as long as the object; `None` where folders cannot be locked.
 
         Raises:
-            OSError: If it is not.
+            OSError: If the folder is not writable, or another process has locked it.
             ImportError: If TensorBoard is not installed.
         """
         if importlib.util.find_spec("tensorboard") is None:  # the error of tf.summary does not name it
@@ -76,6 +79,7 @@ class LogWriter:
         except OSError as error:
             message = f"`log_dir` cannot be written ({error.strerror or error})"
             raise OSError(error.errno, message, str(folder)) from error
+        return FolderLock.acquire("log_dir", folder)
 
     @classmethod
     def open(cls, folder: Path, model: keras.Model, optimizer: LossScaleOptimizer, first_step: int) -> "LogWriter":
@@ -185,8 +189,9 @@ def _continue_log(folder: Path, first_step: int, first_line: dict[str, Any]) -> 
     if not goes_beyond and not is_older and log.read_bytes().endswith(b"\n"):
         return []
     new_header = earlier.header | {"schema": SCHEMA} if kept else first_line
-    with atomic_files.atomic_write(log) as partial:
-        partial.write_text("".join(to_line(line) for line in (new_header, *kept)), encoding="utf-8")
+    with atomic_files.atomic_write(log) as file:
+        file.write("".join(to_line(line) for line in (new_header, *kept)).encode())
+        file.flush()  # on a full disk, raises before the log is archived
         if goes_beyond:
             reason = f"goes beyond step {first_step}"
         else:

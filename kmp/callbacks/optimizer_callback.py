@@ -12,7 +12,7 @@ from kmp.callbacks.packed_sample import packed
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import skipped_step_rollback
 from kmp.records import Run, Snapshot
-from kmp.utils import user_messages, validation
+from kmp.utils import FolderLock, user_messages, validation
 
 PathLike = str | os.PathLike[str]
 Logs = dict[str, Any] | None
@@ -43,6 +43,7 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
         self.every_n_steps = validation.positive_integer("every_n_steps", every_n_steps)
         self.monitor = OptimizerMonitor(folder, optimizer)
         self._is_active = False
+        self._folder_lock: FolderLock | None = None
 
     @property
     def run(self) -> Run:
@@ -87,10 +88,11 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
             if self._has_trained and self._last_snapshot.step == self._start_step:
                 user_messages.warn(_NO_STEP.format(callback=type(self).__name__))
             self._end_training()
+            self._folder_lock = None
 
     def _prepare_training(self) -> None:
         optimizer = self.optimizer
-        self.monitor.check(self.model)
+        self._folder_lock = self.monitor.check(self.model)
         self._end_training()
         self.monitor.describe(self.model, optimizer)
         if self._prepare_train_step(optimizer):

@@ -11,7 +11,7 @@ from kmp.backend import compute_dtypes, distribution
 from kmp.callbacks.log_writer import LogWriter, header
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Run, Snapshot
-from kmp.utils import FLOAT16
+from kmp.utils import FLOAT16, FolderLock
 
 logger = logging.getLogger("kmp")
 
@@ -67,16 +67,18 @@ class OptimizerMonitor:
         self.run.rows.clear()
         self.run.header = {}
 
-    def check(self, model: keras.Model) -> None:
-        """Checks that `log_dir` is writable.
+    def check(self, model: keras.Model) -> FolderLock | None:
+        """Checks that `log_dir` is writable, and locks it for this process.
+
+        Returns:
+            The lock, or `None`; see `LogWriter.check`.
 
         Raises:
-            OSError: If it is not.
+            OSError: If it is not writable, or another process has locked it.
             ImportError: If TensorBoard is not installed.
         """
         folder = self._writable_folder(model)
-        if folder is not None:
-            LogWriter.check(folder)
+        return None if folder is None else LogWriter.check(folder)
 
     def describe(self, model: keras.Model, optimizer: LossScaleOptimizer) -> None:
         """Sets the run's header: the versions and the settings of a new training."""

@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -77,27 +76,31 @@ class Plan:
         """Writes the plan to a JSON file.
 
         Raises:
+            TypeError: If `path` is not a string or path.
+            ValueError: If `path` is empty or a URL.
             OSError: If the file cannot be written.
         """
-        atomic_files.write_json(Path(path), self.to_dict())
+        atomic_files.write_json(validation.local_path("path", path), self.to_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
         """Reads a plan from a JSON file that `save` wrote, edited or not.
 
         Raises:
+            TypeError: If `path` is not a string or path.
             OSError: If the file cannot be read.
-            ValueError: If the file is not a valid plan.
+            ValueError: If the file is not a valid plan, or `path` is empty or a URL.
         """
+        file = validation.local_path("path", path)
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8"))
             if not isinstance(content, dict) or set(content) != {"policy", "float32"}:
                 raise ValueError("it must have exactly the keys 'policy' and 'float32'")
             plan = cls(**content)
             if not all(isinstance(reason, str) for reason in plan.float32.values()):
                 raise ValueError("`float32` must map paths to reasons")
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{os.fspath(path)} is not a valid plan: {error}") from error
+            raise ValueError(f"{file} is not a valid plan: {error}") from error
         return plan
 
 

@@ -114,7 +114,7 @@ def write(runs: Mapping[str, Run], path: PathLike) -> Path:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_files.atomic_write(file) as temporary:
-            temporary.write_text(page, encoding="utf-8")
+            temporary.write(page.encode())
     except OSError as error:
         raise OSError(error.errno, f"the report cannot be written ({error.strerror or error})", str(file)) from error
     return file

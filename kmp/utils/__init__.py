@@ -2,6 +2,7 @@
 
 from kmp.utils import atomic_files, user_messages, validation
 from kmp.utils.backend_check import require_tensorflow
+from kmp.utils.file_locks import FolderLock
 from kmp.utils.float_formats import BFLOAT16, DTYPES_16_BIT, FLOAT16, FLOAT32, FloatFormat, as_power, is_power_of_two
 from kmp.utils.names import matching_indices, unique_names
 from kmp.utils.version import __version__
@@ -12,6 +13,7 @@ __all__ = [
     "FLOAT16",
     "FLOAT32",
     "FloatFormat",
+    "FolderLock",
     "__version__",
     "as_power",
     "atomic_files",

@@ -23,13 +23,19 @@ def matching_indices(patterns: str | Sequence[str], names: Sequence[str]) -> lis
 
 
 def unique_names(names: Iterable[str]) -> list[str]:
-    """Returns the names, with `#2`, `#3`, ... appended to repeated ones."""
+    """Returns the names, with `#2`, `#3`, ... appended to each that equals an earlier result.
+
+    A result depends only on the names before it.
+    """
     counts: Counter[str] = Counter()
-    result = []
+    results: dict[str, None] = {}  # ordered
     for name in names:
-        counts[name] += 1
-        result.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
-    return result
+        unique = name
+        while unique in results:
+            counts[name] += 1
+            unique = f"{name}#{counts[name] + 1}"
+        results[unique] = None
+    return list(results)
 
 
 def _matches(name: str, pattern: str) -> bool:

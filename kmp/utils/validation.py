@@ -209,7 +209,7 @@ def local_path(name: str, value: Any) -> Path:
         TypeError: If `value` is not a string or path.
         ValueError: If `value` is empty, a URL, or not a text path.
     """
-    expected = "the path of a local folder"
+    expected = "the path of a local folder or file"
     if not isinstance(value, str | os.PathLike):
         raise TypeError(message(name, value, expected))
     text = os.fspath(value)

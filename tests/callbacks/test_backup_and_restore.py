@@ -1,6 +1,7 @@
+import contextlib
+import gc
 import json
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +13,19 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import Interrupt, compiled_model, small_data, small_model, values
+from conftest import (
+    Interrupt,
+    compiled_model,
+    file_size_limit,
+    folder_locked_by_another_process,
+    is_locked,
+    small_data,
+    small_model,
+    values,
+)
 
 import kmp
+from kmp.backend import distribution, model_files
 from kmp.callbacks import BackupAndRestore
 
 SCRIPT = Path(__file__).parent.parent / "resumed_run.py"
@@ -122,9 +133,9 @@ def expected(tmp_path_factory):
         return fit(tmp_path_factory.mktemp("uninterrupted"))
 
 
-def interrupt_fit(folder, epoch=2):
+def interrupt_fit(folder, epoch=2, callbacks=()):
     with pytest.raises(KeyboardInterrupt):
-        fit(folder, [KillAtEpoch(epoch)])
+        fit(folder, [*callbacks, KillAtEpoch(epoch)])
     return folder / "latest.weights.h5", folder / "training_metadata.json"
 
 
@@ -136,15 +147,19 @@ def before_the_metadata(weights, metadata):
     metadata.unlink()
 
 
+def leftover_of(weights):
+    return weights.with_name(f".{weights.name}.0123456789abcdef.partial")
+
+
 def during_the_write(weights, metadata):
-    weights.with_name(f"partial-{weights.name}").write_bytes(weights.read_bytes()[:1000])
+    leftover_of(weights).write_bytes(weights.read_bytes()[:1000])
 
 
 def during_the_first_write(weights, metadata):
     content = weights.read_bytes()
     for path in weights.parent.iterdir():
         path.unlink()
-    weights.with_name(f"partial-{weights.name}").write_bytes(content[:1000])
+    leftover_of(weights).write_bytes(content[:1000])
 
 
 def during_the_deletion(weights, metadata):
@@ -161,6 +176,14 @@ def test_kill_during_a_save_loses_nothing(tmp_path, enabled, simulate_kill, expe
     simulate_kill(*interrupt_fit(tmp_path / "killed"))
     for value, expected_value in zip(fit(tmp_path / "killed"), expected, strict=True):
         np.testing.assert_array_equal(value, expected_value)
+    assert not (tmp_path / "killed").exists()
+
+
+def test_end_of_training_removes_what_a_killed_process_left(tmp_path, enabled):
+    weights, _ = interrupt_fit(tmp_path / "killed")
+    leftover_of(weights).write_bytes(b"")
+    fit(tmp_path / "killed", epochs=2)  # no epoch is left to save
+    assert not (tmp_path / "killed").exists()
 
 
 def zero_bytes(path, offset, length=2048):
@@ -176,6 +199,7 @@ def test_corrupt_backup_is_replaced_by_the_previous_one(tmp_path, enabled, offse
     for value, expected_value in zip(fit(tmp_path / "corrupt"), expected, strict=True):
         np.testing.assert_array_equal(value, expected_value)
     assert "restoring the previous backup" in caplog.text
+    assert not (tmp_path / "corrupt").exists()
 
 
 def test_keras_callback_repeats_an_epoch_after_a_kill_between_its_two_files(tmp_path, enabled):
@@ -295,15 +319,87 @@ def test_backup_within_an_epoch_restarts_the_epoch(tmp_path, enabled):
     assert resumed.optimizer.snapshot().step == 42 + 40
 
 
-def test_full_disk_keeps_the_last_backup_and_training_continues(tmp_path, enabled, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)
+class LimitFileSize(keras.callbacks.Callback):
+    """Limits the size of files from an epoch through the end of training."""
+
+    def __init__(self, first_epoch):
+        super().__init__()
+        self.first_epoch, self.limit = first_epoch, contextlib.ExitStack()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self.first_epoch:
+            self.limit.enter_context(file_size_limit(3000))
+
+
+def test_write_that_fails_keeps_the_last_backup_and_training_continues(tmp_path, enabled, expected):
+    """At a file size limit, where HDF5 would end the process."""
+    limit = LimitFileSize(first_epoch=1)
+    with limit.limit, pytest.warns(UserWarning, match="File too large.*Training continues") as caught:
+        interrupt_fit(tmp_path / "limited", epoch=3, callbacks=[limit])
+    warnings = [str(warning.message) for warning in caught if "backup" in str(warning.message)]
+    assert [message.split(" was ")[0] for message in warnings] == ["The backup of epoch 2", "The backup of epoch 3"]
+    assert json.loads((tmp_path / "limited" / "training_metadata.json").read_text())["epoch"] == 1
+    assert not list((tmp_path / "limited").glob(".*"))
+    for value, expected_value in zip(fit(tmp_path / "limited"), expected, strict=True):
+        np.testing.assert_array_equal(value, expected_value)
+
+
+def test_lack_of_memory_keeps_the_last_backup_and_training_continues(tmp_path, enabled, monkeypatch):
+    def fail(*arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(model_files, "write_weights", fail)
     model = compiled_model("adam")
-    fit(tmp_path / "enough space", [keras.callbacks.LambdaCallback()], epochs=1, model=model)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.warns(UserWarning, match="was not written .*No space left on device.*Training continues") as caught:
-        fit(tmp_path / "full", epochs=2, model=model)
-    assert len(caught) == 2
-    assert model.optimizer.snapshot().step == 15
+    with pytest.warns(UserWarning, match=r"was not written \(MemoryError\). Training continues"):
+        fit(tmp_path, model=model, epochs=1)
+    assert model.optimizer.snapshot().step == 5
+
+
+def test_folder_that_another_process_uses_raises_and_is_unchanged(tmp_path, enabled):
+    interrupt_fit(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    model = compiled_model("adam")
+    weights = values(model.weights)
+    gc.collect()  # the interrupted training's lock
+    with folder_locked_by_another_process(tmp_path):
+        with pytest.raises(OSError, match="`backup_dir` is in use by another process.*Wait until.*another folder"):
+            fit(tmp_path, model=model)
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+        for value, expected_value in zip(values(model.weights), weights, strict=True):
+            np.testing.assert_array_equal(value, expected_value)
+    backup = BackupAndRestore(tmp_path, delete_checkpoint=False)
+    model.fit(*small_data(), verbose=0, epochs=4, callbacks=[backup])
+    assert model.optimizer.snapshot().step == 20
+    assert not is_locked(tmp_path)
+
+
+def test_worker_that_is_not_the_chief_uses_the_folder_that_the_chief_locks(tmp_path, enabled, monkeypatch):
+    monkeypatch.setattr(distribution, "is_chief", lambda strategy: False)
+    model = compiled_model("adam")
+    with folder_locked_by_another_process(tmp_path):
+        fit(tmp_path, epochs=1, model=model)
+    assert model.optimizer.snapshot().step == 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_callbacks_of_one_process_share_a_folder_also_after_an_interrupt(tmp_path, enabled):
+    model = compiled_model("adam")
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        fit(tmp_path, [*kmp.callbacks.defaults(tmp_path), KillAtEpoch(1)], model=model)
+    fit(tmp_path, kmp.callbacks.defaults(tmp_path), model=model)
+    assert model.optimizer.snapshot().step == 20
+    del interrupt  # as in a notebook, its traceback kept the callbacks of the interrupted training
+    gc.collect()
+    with folder_locked_by_another_process(tmp_path) as process:
+        assert process.poll() is None
+
+
+@pytest.mark.parametrize(("epochs", "raises"), [([4096, 4097], True), ([4097, 4097], False)])
+def test_workers_that_would_resume_after_different_epochs_raise(tmp_path, enabled, monkeypatch, epochs, raises):
+    monkeypatch.setattr(distribution, "gather_from_replicas", lambda strategy, number: epochs)
+    expected = pytest.raises(RuntimeError, match="different numbers of epochs, this one after 0. `backup_dir`")
+    with expected if raises else contextlib.nullcontext():
+        fit(tmp_path, epochs=1)
 
 
 @pytest.mark.parametrize(
@@ -313,6 +409,11 @@ def test_full_disk_keeps_the_last_backup_and_training_continues(tmp_path, enable
         ({"backup_dir": 3}, TypeError, "`backup_dir` must be"),
         ({"backup_dir": "a", "save_freq": 0}, ValueError, "`save_freq` must be"),
         ({"backup_dir": "a", "save_freq": "batch"}, TypeError, "`save_freq` must be"),
+        (
+            {"backup_dir": "a", "save_freq": np.array([1.0, 2.0])},
+            TypeError,
+            r"`save_freq` must be.*array\(\[1., 2.\]\)",
+        ),
         ({"backup_dir": "a", "double_checkpoint": 1}, TypeError, "`double_checkpoint` must be True or False"),
         ({"backup_dir": "a", "delete_checkpoint": "no"}, TypeError, "`delete_checkpoint` must be True or False"),
     ],

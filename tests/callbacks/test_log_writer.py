@@ -6,7 +6,15 @@ import subprocess
 import keras
 import pytest
 import tensorflow as tf
-from conftest import Interrupt, compiled_model, fit, small_data
+from conftest import (
+    Interrupt,
+    compiled_model,
+    file_size_limit,
+    fit,
+    folder_locked_by_another_process,
+    is_locked,
+    small_data,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import kmp
@@ -192,6 +200,14 @@ def test_disk_that_is_full_before_the_log_is_archived_leaves_it_unchanged(tmp_pa
     assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
 
 
+def test_write_that_fails_before_the_log_is_archived_leaves_it_unchanged(tmp_path):
+    fit(compiled_model(), defaults(tmp_path, every_n_steps=10))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with file_size_limit(100), pytest.warns(UserWarning, match="stops: .*File too large"):
+        fit(compiled_model(), defaults(tmp_path, every_n_steps=10))
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_second_fit_continues_the_log_and_a_new_model_archives_it(tmp_path):
     model = compiled_model()
     for _ in range(2):
@@ -245,6 +261,26 @@ def test_log_dir_that_cannot_be_written_raises_before_training(tmp_path, logger)
         fit(model, [logger(tmp_path / "file" / "logs")])
     assert model.optimizer.snapshot().step == 20
     assert set(fit(model, [logger(tmp_path / "logs")])) & KEYS
+
+
+def test_log_dir_that_another_process_uses_raises_and_is_unchanged(tmp_path):
+    model = compiled_model()
+    fit(model, defaults(tmp_path, every_n_steps=10))
+    before = (tmp_path / "kmp.jsonl").read_bytes()
+    with folder_locked_by_another_process(tmp_path):
+        with pytest.raises(OSError, match="`log_dir` is in use by another process.*Wait until.*another folder"):
+            fit(compiled_model(), defaults(tmp_path, every_n_steps=10))
+        fit(compiled_model(), defaults(tmp_path / "other", every_n_steps=10))
+    assert (tmp_path / "kmp.jsonl").read_bytes() == before
+    fit(model, defaults(tmp_path, every_n_steps=10))
+    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
+
+
+def test_log_dir_is_locked_until_the_last_callback_ends(tmp_path):
+    locked = []
+    between = keras.callbacks.LambdaCallback(on_train_end=lambda logs: locked.append(is_locked(tmp_path)))
+    fit(compiled_model(), [between, *defaults(tmp_path), between])
+    assert locked == [True, False]
 
 
 def test_full_disk_stops_the_log_and_not_the_training(tmp_path):

@@ -72,6 +72,12 @@ def test_invalid_plan_file_is_an_error(tmp_path, text):
         Plan.load(tmp_path / "plan.json")
 
 
+def test_path_of_the_wrong_type_raises():
+    for call in (kmp.Plan("float16").save, Plan.load):
+        with pytest.raises(TypeError, match="`path` must be the path of a local .*file. Received: path=3"):
+            call(3)
+
+
 def test_sublayers_of_a_float32_layer_are_float32():
     plan = kmp.Plan("mixed_float16", {"encoder": "why"})
     assert [plan.policy_of(path) for path in ("encoder", "encoder/dense", "encoders")] == [

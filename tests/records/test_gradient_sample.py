@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from kmp.records import BIN_COUNT, GradientSample
-from kmp.utils.names import unique_names
 
 NAMES = ("net/first/kernel", "net/first/bias", "net/last/kernel")
 
@@ -89,7 +88,3 @@ def test_sample_with_inf_and_nan_round_trips_through_json():
     np.testing.assert_array_equal(loaded.amax, original.amax)
     np.testing.assert_array_equal(loaded.norm, [3.0, math.nan, math.nan])
     np.testing.assert_array_equal(loaded.updates, original.updates)
-
-
-def test_repeated_names_get_a_number():
-    assert unique_names(["a", "b", "a", "a"]) == ["a", "b", "a#2", "a#3"]

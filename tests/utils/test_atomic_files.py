@@ -1,14 +1,18 @@
 import errno
 import json
 import os
+import secrets
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+from conftest import UTILS_ONLY, python_process
 
-from kmp.utils import atomic_files
+from kmp.utils import atomic_files, file_locks
+
+IMPORTS = "from pathlib import Path; from kmp.utils import atomic_files"
 
 
 def names_in(folder):
@@ -18,8 +22,8 @@ def names_in(folder):
 def test_atomic_write_replaces_the_file_on_exit(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
-    with atomic_files.atomic_write(path) as partial:
-        partial.write_text("new")
+    with atomic_files.atomic_write(path) as file:
+        file.write(b"new")
         assert path.read_text() == "old"
     assert path.read_text() == "new"
     assert names_in(tmp_path) == ["file"]
@@ -30,8 +34,8 @@ def test_interrupted_write_leaves_only_the_old_file(tmp_path):
     path.write_text("old")
 
     def interrupted_write():
-        with atomic_files.atomic_write(path) as partial:
-            partial.write_text("ne")
+        with atomic_files.atomic_write(path) as file:
+            file.write(b"ne")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -63,10 +67,11 @@ def test_pipe_is_written_in_place(tmp_path):
 def test_path_to_open_stdout_is_written_in_place(tmp_path, name):
     """Even if stdout is redirected to a regular file, so that later output goes to the same file."""
     (tmp_path / "link").symlink_to("/dev/stdout")
-    # Runs the module's source, because importing kmp takes seconds.
-    code = Path(atomic_files.__file__).read_text() + f"\nwrite_json(Path({name!r}), [1]); print('later')"
+    write = f"atomic_files.write_json(Path({name!r}), [1]); print('later')"
     with (tmp_path / "out").open("w") as out:
-        subprocess.run([sys.executable, "-c", code], stdout=out, check=True, cwd=tmp_path)
+        subprocess.run(
+            [sys.executable, "-c", f"{UTILS_ONLY}\n{IMPORTS}\n{write}"], stdout=out, check=True, cwd=tmp_path
+        )
     assert sorted(names_in(tmp_path)) == ["link", "out"]
     assert "later" in (tmp_path / "out").read_text()
 
@@ -83,6 +88,115 @@ def test_replaced_file_keeps_its_permissions(tmp_path):
     path.chmod(0o600)
     atomic_files.write_json(path, {})
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_new_file_has_the_permissions_that_the_umask_gives(tmp_path):
+    umask = os.umask(0o027)
+    try:
+        atomic_files.write_json(tmp_path / "file", {})
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+
+
+def test_new_content_is_never_more_readable_than_the_file_it_replaces(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    path.chmod(0o600)
+    with atomic_files.atomic_write(path) as file:
+        assert os.fstat(file.fileno()).st_mode & 0o777 == 0o600
+
+
+def test_content_and_folder_are_on_the_disk_before_the_write_returns(tmp_path, monkeypatch):
+    calls, replace = [], Path.replace
+
+    def record_replace(partial, path):
+        calls.append("replace")
+        replace(partial, path)
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append(os.fstat(descriptor).st_ino))
+    monkeypatch.setattr(Path, "replace", record_replace)
+    atomic_files.write_json(tmp_path / "file", [1])
+    assert calls == [(tmp_path / "file").stat().st_ino, "replace", tmp_path.stat().st_ino]
+
+
+def test_temporary_files_have_different_names_and_an_existing_one_is_not_followed(tmp_path, monkeypatch):
+    path, victim = tmp_path / "file", tmp_path / "victim"
+    with atomic_files.atomic_write(path), atomic_files.atomic_write(path):
+        assert len(names_in(tmp_path)) == 2
+    victim.write_text("unchanged")
+    monkeypatch.setattr(secrets, "token_hex", lambda size: "0" * 2 * size)
+    (tmp_path / f".file.{'0' * 16}.partial").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        atomic_files.write_json(path, [1])
+    assert victim.read_text() == "unchanged"
+
+
+def leftover_of_killed_process(folder):
+    """Kills a process while it writes to `file`, and returns its temporary file."""
+    code = "with atomic_files.atomic_write(Path('file')) as file: print(flush=True); sys.stdin.read()"
+    with python_process(f"{IMPORTS}; import os; os.chdir(sys.argv[1])\n{code}", folder):
+        atomic_files.write_json(folder / "file", [1])
+        (alive,) = folder.glob(".file.*.partial")  # it is not removed: the process is alive
+    return alive
+
+
+def test_next_write_removes_what_a_killed_process_left(tmp_path):
+    leftover = leftover_of_killed_process(tmp_path)
+    assert leftover.exists()
+    atomic_files.write_json(tmp_path / "file", [2])
+    assert names_in(tmp_path) == ["file"]
+
+
+def test_write_removes_no_file_but_its_own_leftovers(tmp_path):
+    of_others = [
+        "partial-file",
+        ".file.0123456789abcdeg.partial",
+        ".file.0123456789abcdef0.partial",
+        ".other.0123456789abcdef.partial",
+        "file.0123456789abcdef.partial",
+        ".file.0123456789abcdef.partial.txt",
+    ]
+    for name in of_others:
+        (tmp_path / name).write_text("")
+    (tmp_path / ".file.0000000000000001.partial").symlink_to(tmp_path / of_others[0])
+    os.mkfifo(tmp_path / ".file.0000000000000002.partial")
+    (tmp_path / ".file.0000000000000003.partial").mkdir()
+    before = set(names_in(tmp_path))
+    atomic_files.write_json(tmp_path / "file", [1])
+    assert set(names_in(tmp_path)) == before | {"file"}
+
+
+def test_leftover_stays_where_files_cannot_be_locked(tmp_path, monkeypatch):
+    leftover = tmp_path / ".file.0123456789abcdef.partial"
+    leftover.write_text("")
+    monkeypatch.setattr(file_locks, "fcntl", None)
+    atomic_files.write_json(tmp_path / "file", [1])
+    assert sorted(names_in(tmp_path)) == [leftover.name, "file"]
+
+
+def test_temporary_file_that_is_removed_before_it_is_locked_is_created_again(tmp_path, monkeypatch):
+    try_lock = file_locks.try_lock
+    removed = []
+
+    def remove_first(descriptor, shared=False):
+        if not removed:
+            (partial,) = tmp_path.iterdir()
+            partial.unlink()
+            removed.append(partial)
+        return try_lock(descriptor, shared)
+
+    monkeypatch.setattr(file_locks, "try_lock", remove_first)
+    atomic_files.write_json(tmp_path / "file", [1])
+    assert removed
+    assert names_in(tmp_path) == ["file"]
+
+
+def test_temporary_file_that_another_process_always_locks_raises(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_locks, "try_lock", lambda *arguments, **options: False)
+    with pytest.raises(OSError, match=r"locks each temporary file.*path.txt"):
+        atomic_files.write_json(tmp_path / "path.txt", [1])
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EBUSY])

@@ -1,0 +1,72 @@
+import errno
+
+import keras
+import numpy as np
+import pytest
+from conftest import compiled_model, file_size_limit, values
+
+from kmp.backend import model_files
+
+WRITERS = {".weights.h5": model_files.write_weights, ".keras": model_files.write_model}
+
+
+def built_model():
+    model = compiled_model("adam")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+@pytest.fixture
+def model(enabled):
+    return built_model()
+
+
+def assert_equal_state(model, other):
+    for value, expected in zip(*(values([*m.weights, *m.optimizer.variables]) for m in (model, other)), strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+def write(writer, model, path):
+    with path.open("wb") as file:
+        writer(model, file)
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_keras_loads_the_written_file(tmp_path, model, suffix):
+    path = tmp_path / f"file{suffix}"
+    write(WRITERS[suffix], model, path)
+    if suffix == ".keras":
+        other = keras.models.load_model(path)
+    else:
+        other = built_model()
+        other.load_weights(path)
+    assert_equal_state(other, model)
+
+
+def test_weights_file_has_the_size_of_the_file_of_keras(tmp_path, model):
+    write(model_files.write_weights, model, tmp_path / "file")
+    model.save_weights(tmp_path / "keras.weights.h5")
+    assert abs((tmp_path / "file").stat().st_size - (tmp_path / "keras.weights.h5").stat().st_size) < 8192
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+@pytest.mark.parametrize("size", [0, 3000, 12000])
+def test_write_beyond_the_file_size_limit_raises(tmp_path, model, suffix, size):
+    """HDF5 would end the process."""
+    with file_size_limit(size), pytest.raises(OSError, match="too large") as caught:
+        write(WRITERS[suffix], model, tmp_path / "file")
+    assert caught.value.errno == errno.EFBIG
+
+
+def test_model_larger_than_free_memory_is_not_written_through_a_second_file(tmp_path, model, monkeypatch):
+    """Keras would let HDF5 write to that file."""
+    monkeypatch.setattr("keras.src.saving.saving_lib.is_memory_sufficient", lambda model: False)
+    with file_size_limit(3000), pytest.raises(OSError, match="too large"):
+        write(model_files.write_model, model, tmp_path / "file")
+
+
+def test_weights_load_from_a_file_of_any_name(tmp_path, model):
+    write(model_files.write_weights, model, tmp_path / "file.bkp")
+    other = built_model()
+    model_files.load_weights(other, tmp_path / "file.bkp")
+    assert_equal_state(other, model)
