@@ -1,6 +1,6 @@
 """Communication between replicas and workers, and per-replica variables."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -101,6 +101,11 @@ def local_components(variable: keras.Variable) -> list[tf.Variable]:
     value = getattr(variable, "value", variable)
     strategy = getattr(value, "distribute_strategy", None)
     return list(strategy.experimental_local_results(value)) if strategy else [value]
+
+
+def handles_of(variables: Iterable[Any]) -> list[int]:
+    """Returns the `id`s of the resource handles of variables, on all replicas of this process."""
+    return [id(component.handle) for variable in variables for component in local_components(variable)]
 
 
 def variable(name: str, dtype: str, shape: tuple[int, ...] = (), aggregation: str = "sum") -> keras.Variable:

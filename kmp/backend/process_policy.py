@@ -29,7 +29,7 @@ class ProcessPolicy(Protocol):
 
 
 def replace_policy_state(current: Callable[[], ProcessPolicy | None]) -> list[Replacement]:
-    """Makes `current()`, unless it is `None`, the global policy. A policy that a thread sets later wins in that thread.
+    """Makes `current()` the global policy while it is not `None`, except in threads that set another policy later.
 
     Returns:
         The replacements, to remove them. Each thread then has the policy from before.

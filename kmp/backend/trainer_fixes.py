@@ -21,13 +21,13 @@ from keras import tree
 
 from kmp.backend import distribution
 from kmp.backend.monkeypatch import Replacement, defining_class
-from kmp.utils import DTYPES_16_BIT, FLOAT32
+from kmp.utils import FLOAT32
 
 logger = logging.getLogger("kmp")
 
 
 def losses_in_float32(original: property) -> property:
-    """Returns a replacement of `keras.Layer.losses` that casts 16-bit losses to float32."""
+    """Returns a replacement of `keras.Layer.losses` that casts the losses to float32."""
     assert original.fget is not None
     read = original.fget
 
@@ -39,8 +39,8 @@ def losses_in_float32(original: property) -> property:
 
 
 def _as_float32(loss: Any) -> Any:
-    is_16_bit = keras.backend.standardize_dtype(loss.dtype) in DTYPES_16_BIT
-    return keras.ops.cast(loss, FLOAT32.name) if is_16_bit else loss
+    """Returns a loss in float32; a number, which a regularizer may return, unchanged."""
+    return keras.ops.cast(loss, FLOAT32.name) if hasattr(loss, "dtype") else loss
 
 
 def needs_multi_worker_fixes(model: keras.Model | None = None) -> bool:

@@ -16,16 +16,16 @@ class Compiler:
     """Compiles functions with XLA if their caller is not compiled."""
 
     def __init__(self) -> None:
-        # With the object that each function uses: while it exists, no other one has its `id`.
+        # Each entry keeps its dependency alive, so that the `id` in its key is not reused.
         self._eager: dict[Hashable, tuple[Any, Callable[..., Any]]] = {}
 
-    def call(self, key: Hashable, used: Any, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, key: Hashable, dependency: Any, function: Callable[..., Any], *args: Any) -> Any:
         """Calls `function(*args)` compiled with XLA.
 
         Args:
-            key: Identifies the function. Eager calls reuse the first function with the same key and the same `used`; in
-                a graph, `function` is compiled in every call.
-            used: An object that the function uses, which another one may replace.
+            key: Identifies the function. Eager calls reuse the first function with the same key and dependency; in a
+                graph, `function` is compiled in every call.
+            dependency: An object that the function uses, and that can be replaced by another one.
             function: A function of tensors, or lists of tensors.
             *args: The function's arguments.
         """
@@ -33,7 +33,7 @@ class Compiler:
             return function(*args)
         compiled = tf.function(function, jit_compile=True, autograph=False)
         if tf.executing_eagerly():
-            _, compiled = self._eager.setdefault((key, id(used)), (used, compiled))
+            _, compiled = self._eager.setdefault((key, id(dependency)), (dependency, compiled))
         return compiled(*args)
 
     def forget(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 
@@ -23,10 +24,10 @@ def check_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         )
     for gradient, variable in zip(gradients, variables, strict=True):
         if gradient is not None and not _fits(gradient, tf.TensorShape(variable.shape)):
-            path, rows = getattr(variable, "path", variable.name), isinstance(gradient, tf.IndexedSlices)
+            path, has_rows = getattr(variable, "path", variable.name), isinstance(gradient, tf.IndexedSlices)
             raise ValueError(
-                f"The gradient of {path!r} must have the variable's shape {tuple(variable.shape)}. "
-                f"Received: {f'rows of shape {gradient.values.shape[1:]}' if rows else f'shape {gradient.shape}'}"
+                f"The gradient of {path!r} must have the variable's shape {tuple(variable.shape)}. Received: "
+                + (f"rows of shape {gradient.values.shape[1:]}" if has_rows else f"shape {_shape_of(gradient)}")
             )
 
 
@@ -46,4 +47,8 @@ def check_no_pairs(gradients: Sequence[Any]) -> None:
 def _fits(gradient: Any, shape: tf.TensorShape) -> bool:
     if isinstance(gradient, tf.IndexedSlices):
         return shape[1:].is_compatible_with(gradient.values.shape[1:])
-    return shape.is_compatible_with(gradient.shape)
+    return shape.is_compatible_with(_shape_of(gradient))
+
+
+def _shape_of(gradient: Any) -> tf.TensorShape:
+    return tf.TensorShape(gradient.shape if hasattr(gradient, "shape") else np.shape(gradient))

@@ -13,18 +13,18 @@ from kmp import scaling
 from kmp.backend import distribution
 from kmp.gradients import GradientSampler
 from kmp.optimizer import conditional_update
+from kmp.optimizer.gradient_scaling import GradientScaling
 from kmp.optimizer.loss_monitor import LossMonitor
 from kmp.optimizer.overflow_counters import OverflowCounters
 from kmp.optimizer.unscaling import applied_scale, nonfinite_flags, unscale
+
+_NO_SCALE = scaling.FixedScale(1.0)
 
 
 def by_index(gradients: Sequence[Any], indices: Sequence[int], count: int) -> list[Any]:
     """Returns a list of length `count` with each gradient at its index and `None` elsewhere."""
     gradient_at = dict(zip(indices, gradients, strict=True))
     return [gradient_at.get(index) for index in range(count)]
-
-
-_NO_SCALE = scaling.FixedScale(1.0)
 
 
 class LossScaler(Protocol):
@@ -36,6 +36,7 @@ class LossScaler(Protocol):
     step_counter: keras.Variable
     counters: OverflowCounters
     loss_monitor: LossMonitor
+    gradient_scaling: GradientScaling
     sampler: GradientSampler | None
 
 
@@ -108,7 +109,7 @@ class Step:
             overflows_in_a_row, overflowed_at_min_scale = self._adapt(outcome)
             self.optimizer.counters.count(outcome, overflows_in_a_row, overflowed_at_min_scale, flags, self.order, loss)
             if not self.is_scaled:
-                self.optimizer.counters.unscaled_steps.assign_add(1)
+                self.optimizer.gradient_scaling.unscaled_steps.assign_add(1)
             self.optimizer.loss_monitor.reset()
 
     def _update(self, scale: Any, gradients: Any) -> None:

@@ -13,7 +13,8 @@ from kmp.backend import distribution, keras_internals, register, resolve_optimiz
 from kmp.gradients import GradientSampler, extended_sampler, paths_of, values_of, with_values
 from kmp.optimizer.apply_arguments import check_gradients, check_no_pairs
 from kmp.optimizer.apply_step import Step, by_index
-from kmp.optimizer.gradient_scaling import GradientScaling, Scaling, mark_scale, mark_unscaled
+from kmp.optimizer.gradient_ancestry import mark_scale, mark_unscaled
+from kmp.optimizer.gradient_scaling import GradientScaling, Scaling
 from kmp.optimizer.inner_optimizer_state import InnerState
 from kmp.optimizer.loss_monitor import LossMonitor
 from kmp.optimizer.overflow_counters import OverflowCounters
@@ -127,7 +128,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.counters = OverflowCounters()
         self.inner_state = InnerState(inner)
         self.loss_monitor = LossMonitor()
-        self._gradient_scaling = GradientScaling(self.loss_monitor)
+        self.gradient_scaling = GradientScaling(self.loss_monitor, isinstance(rule, scaling.DynamicScale))
         self.sampler: GradientSampler | None = None
         self.probe: ActivationProbe | None = None
         self.jit_compile = validation.boolean("jit_compile", jit_compile)
@@ -138,10 +139,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Creates the loss scale, the counters and the inner optimizer's variables."""
         if self.sampler:
             self.sampler.check_patterns(paths_of(var_list))
-        was_scale_read = self._gradient_scaling.was_scale_read
         super().build(var_list)
-        self._gradient_scaling.build(self.scale_variable)
-        self._gradient_scaling.was_scale_read = was_scale_read  # not by Keras' own code
+        self.gradient_scaling.build(self.scale_variable)
         self.counters.build_for(len(var_list))
         self._order = list(range(len(var_list)))
         if self.jit_compile and not self._compiles_step():
@@ -163,19 +162,21 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             raise TypeError(validation.message("loss", loss, "a tensor or number"))
         loss = ops.convert_to_tensor(loss)
         self.loss_monitor.record(loss)
+        self.gradient_scaling.record_scale_loss()
         loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
         return ops.multiply(loss, ops.cast(self._applied_scale(), loss.dtype))
 
     @property
     def loss_scale(self) -> Any:
         """The loss scale that `scale_loss` multiplies by: scalar float32 tensor on the device."""
-        self._gradient_scaling.was_scale_read = True
+        self.gradient_scaling.record_scale_read()
         return self._applied_scale()
 
     @property
     def dynamic_scale(self) -> keras.Variable:
         """The variable that holds the loss scale, once the optimizer is built."""
-        self._gradient_scaling.was_scale_read = True
+        if not user_messages.is_called_by_library():  # as it does to save the optimizer
+            self.gradient_scaling.record_scale_read()
         return self.scale_variable
 
     @dynamic_scale.setter
@@ -194,10 +195,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             `apply` can detect them. Gradients of a loss that did not go through `scale_loss` keep their values.
         """
         grads = list(grads)
-        is_scaled = self._scaling_of(grads, self._trainable_variables if self.built else ()) is not Scaling.NEVER_SCALED
-        unscaled = multiply_gradients(grads, 1.0 / self._applied_scale() if is_scaled else 1.0)
+        found = self.gradient_scaling.before_unscale(grads, self._trainable_variables if self.built else ())
+        if found in (Scaling.NEVER_SCALED, Scaling.UNSCALED):
+            return multiply_gradients(grads, 1.0)
+        unscaled = multiply_gradients(grads, 1.0 / applied_scale(self._bounded_scale()))
         unscaled = [None if g is None else with_values(g, mark_unscaled(values_of(g))) for g in unscaled]
-        self._gradient_scaling.record_unscaled(grads, unscaled)
+        self.gradient_scaling.record_unscaled(grads, unscaled)
         return unscaled
 
     @tf.autograph.experimental.do_not_convert
@@ -228,15 +231,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return
         if not self.built:
             distribution.check_built_before_step()
-        if unscaled is None:
-            self._gradient_scaling.check_known(grads)
         scaling_of_grads = self._scaling_of(grads, self._trainable_variables if self.built else variables, unscaled)
         if not self.built:
             self.build(variables)
         indices = [self._index(variable) for variable in variables]
         if scaling_of_grads is Scaling.UNSCALED:
             grads = multiply_gradients(grads, self._applied_scale())
-        self._gradient_scaling.end_step()
         self._order = network_order(by_index(grads, indices, len(self._trainable_variables)))
         is_scaled = scaling_of_grads is not Scaling.NEVER_SCALED
         step = Step(self, self._trainable_variables, variables, indices, self._order, is_scaled)
@@ -256,6 +256,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return Snapshot(
             loss_scale=float(self._bounded_scale()),
             clean_steps=int(self.step_counter.numpy()) if self.built else 0,
+            unscaled_steps=int(self.gradient_scaling.unscaled_steps.numpy()),
             sample=self.sampler.read(self._order, counts["step"]) if self.sampler else None,
             nonfinite_activation=self.probe.read() if self.probe else None,
             **counts,
@@ -336,7 +337,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return Scaling.UNSCALED if validation.boolean("unscaled", unscaled) else Scaling.SCALED
         if self.rule == scaling.FixedScale(1.0):
             return Scaling.SCALED
-        return self._gradient_scaling.of(grads, variables)
+        return self.gradient_scaling.in_apply(grads, variables)
 
     def _variables_for(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> list[Any]:
         check_no_pairs(grads)

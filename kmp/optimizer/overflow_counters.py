@@ -31,7 +31,6 @@ class OverflowCounters(keras.Layer):
         self.nonfinite_losses = self._counter("nonfinite_losses")
         self.nonfinite_losses_in_a_row = self._counter("nonfinite_losses_in_a_row")
         self.overflows_at_min_scale = self._counter("overflows_at_min_scale")
-        self.unscaled_steps = self._counter("unscaled_steps")
         self._last_loss = self._counter("last_loss", dtype="float32")
         self._highest_loss = self._counter("highest_loss", dtype="float32")  # the magnitude of a finite loss
         # The index of the variable plus 1, or 0 before the first overflow.
@@ -108,7 +107,6 @@ class OverflowCounters(keras.Layer):
             "nonfinite_loss_count": int(self.nonfinite_losses.numpy()),
             "nonfinite_losses_in_a_row": int(self.nonfinite_losses_in_a_row.numpy()),
             "overflows_at_min_scale": int(self.overflows_at_min_scale.numpy()),
-            "unscaled_steps": int(self.unscaled_steps.numpy()),
             "overflow_origin": paths[overflow_origin - 1] if overflow_origin else None,
             "overflows_by_variable": _nonzero_counts(self.overflows_by_variable, paths),
             "overflow_origins_by_variable": _nonzero_counts(self.overflow_origins_by_variable, paths),

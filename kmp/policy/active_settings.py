@@ -27,17 +27,22 @@ class ActiveSettings:
         self.jit_compile = jit_compile
         self.dtype_policy = keras.DTypePolicy(policy)
         self.state_name = f"dtype_policy_since_kmp_enable_{next(_numbers)}"
-        self.thread = threading.get_ident()
+        self.thread = threading.current_thread()
 
 
-active: list[ActiveSettings] = []  # the last call applies
+active: list[ActiveSettings] = []  # in the order of the calls
 
 
 def current_settings() -> ActiveSettings | None:
-    """Returns the settings of the last active call, or `None` if kmp is not enabled."""
-    return active[-1] if active else None
+    """Returns the settings that apply to this thread; `None` if kmp is not enabled.
+
+    Those of the thread's own last call or, without any, those of the last call in another thread.
+    """
+    own = [settings for settings in active if settings.thread is threading.current_thread()]
+    return next(reversed(own or active), None)
 
 
 def is_float16_enabled() -> bool:
-    """Whether the active policy computes in float16."""
-    return bool(active) and active[-1].policy in FLOAT16_POLICIES
+    """Whether the current policy computes in float16."""
+    settings = current_settings()
+    return settings is not None and settings.policy in FLOAT16_POLICIES

@@ -7,7 +7,7 @@ import keras
 
 from kmp.backend import log_once
 from kmp.policy import grappler_rewrite
-from kmp.policy.active_settings import ActiveSettings, active
+from kmp.policy.active_settings import ActiveSettings, active, current_settings
 from kmp.policy.keras_patches import update_patches
 from kmp.scaling import LossScaleSettings, make_rule
 from kmp.utils import validation
@@ -48,7 +48,7 @@ class Handle(ActiveSettings):
         return f"<kmp.enable({self.policy!r}{listed}) {self._state()}>"
 
     def _state(self) -> str:
-        if self not in active[-1:]:
+        if self is not current_settings():
             return "replaced" if self in active else "off"
         policy = keras.config.dtype_policy().name
         return "in force" if policy == self.policy else f"in force, but Keras' policy is {policy!r} here"
@@ -71,9 +71,9 @@ def enable(
     integer only up to 2048, bfloat16 up to 256, float32 up to 2^24.
 
     The policy applies to all threads, and after `keras.backend.clear_session()`, until `disable`. A policy that is set
-    on a layer, or later with `keras.config.set_dtype_policy` in a thread, takes precedence there. Calling `enable`
-    again replaces the policy and the settings. The logger `"kmp"` reports once how well the hardware supports the
-    policy.
+    on a layer, or later in a thread, with `keras.config.set_dtype_policy` or `enable`, takes precedence there. Calling
+    `enable` again replaces the policy and the settings. The logger `"kmp"` reports once how well the hardware supports
+    the policy.
 
     Args:
         policy: `"mixed_float16"` (default; float32 variables, float16 computation), `"mixed_bfloat16"`, `"float32"`,

@@ -1,8 +1,8 @@
 """What kmp patches in Keras while it is enabled.
 
-Of `keras.Model`: `compile`, `make_train_function` and `losses`. The state that stores the global dtype
-policy: see `kmp.backend.process_policy`. For several workers, two more functions
-of the trainer: see `kmp.backend.trainer_fixes`. `skipped_step_rollback` wraps `train_step` of single models.
+It patches `compile`, `make_train_function` and `losses` of `keras.Model`, the state that stores the global dtype policy
+(see `kmp.backend.process_policy`), and for several workers two more functions of the trainer (see
+`kmp.backend.trainer_fixes`). `skipped_step_rollback` wraps `train_step` of single models.
 """
 
 import functools
@@ -63,8 +63,9 @@ def _compile_patch(original: Callable[..., None]) -> Callable[..., None]:
         original(*call.args, **call.kwargs)
         if isinstance(self.optimizer, LossScaleOptimizer):
             skipped_step_rollback.install(self)
-        if active:
-            _policy_at_compile[self] = active[-1].policy
+        settings = current_settings()
+        if settings:
+            _policy_at_compile[self] = settings.policy
         if is_float16_enabled():
             misuse_warnings.warn_after_compile(self)
 

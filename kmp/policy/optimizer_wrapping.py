@@ -6,7 +6,7 @@ import keras
 
 from kmp.backend import resolve_optimizer
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy.active_settings import active
+from kmp.policy.active_settings import current_settings
 from kmp.scaling import DynamicScale, LossScaleSettings, override
 
 
@@ -39,9 +39,10 @@ def wrap(
     if isinstance(optimizer, LossScaleOptimizer) and not loss_scale_settings and jit_compile is None:
         return optimizer
     optimizer = resolve_optimizer("optimizer", optimizer)
+    enabled = current_settings()
     if jit_compile is None:
-        jit_compile = bool(active) and active[-1].jit_compile
-    inherited = active[-1].settings if active else LossScaleSettings()
+        jit_compile = enabled is not None and enabled.jit_compile
+    inherited = enabled.settings if enabled else LossScaleSettings()
     return LossScaleOptimizer(optimizer, **override(inherited, loss_scale_settings), jit_compile=jit_compile)
 
 

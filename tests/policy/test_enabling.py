@@ -106,6 +106,26 @@ def test_context_in_a_thread_ends_there_and_leaves_later_calls_of_other_threads_
     assert (policy(), keras.Model.compile is STOCK_COMPILE) == ("float32", True)
 
 
+def test_contexts_in_two_threads_each_have_their_own_policy(enabled):
+    may_go_on, is_ready = threading.Event(), threading.Event()
+
+    def policies():
+        with kmp.enable("mixed_bfloat16", growth_interval=7):
+            is_ready.set()
+            may_go_on.wait(60)
+            return policy(), kmp.wrap("sgd").rule.growth_interval
+
+    results = []
+    thread = threading.Thread(target=lambda: results.append(policies()))
+    thread.start()
+    is_ready.wait(60)
+    assert (policy(), kmp.wrap("sgd").rule.growth_interval) == ("mixed_float16", 2000)
+    with kmp.enable("float32"):
+        may_go_on.set()
+        thread.join()
+    assert results == [("mixed_bfloat16", 7)]
+
+
 def test_keras_without_the_state_of_the_policy_is_not_supported(monkeypatch):
     monkeypatch.delattr("keras.src.backend.common.global_state.get_global_attribute")
     with pytest.raises(RuntimeError, match=f"does not support Keras {keras.__version__}: update kmp"):
