@@ -386,7 +386,7 @@ def test_missing_counts_are_distinguished_from_zero():
 
 
 def test_report_of_no_runs_is_an_error():
-    with pytest.raises(ValueError, match="`runs` must hold at least one run"):
+    with pytest.raises(ValueError, match="`runs` must be a dictionary of runs by name, at least one"):
         report.html({})
 
 
