@@ -36,7 +36,8 @@ class RunMetrics:
         self.consecutive_overflows = int(run.last("overflows_in_a_row") or 0)
         # Older logs lack the key. All non-finite losses may then have been consecutive.
         self.consecutive_nonfinite_losses = int(run.last("nonfinite_losses_in_a_row", self.nonfinite_losses) or 0)
-        self.overflow_origins: dict[str, int] = run.last("overflow_origins_by_variable") or {}
+        origins = run.last("overflow_origins_by_variable") or {}
+        self.overflow_origins: dict[str, int] = {path: count for path, count in origins.items() if count}
         scales = [*(sample.loss_scale for sample in self.samples[-1:]), *run.series("loss_scale")[1]]
         self.scale = float(next((scale for scale in reversed(scales) if math.isfinite(scale)), math.nan))
 

@@ -27,6 +27,8 @@ from kmp.utils import printable
 SCHEMA = READABLE_SCHEMAS[-1]
 FILE_NAME = "kmp.jsonl"
 
+_LONGEST_UNKNOWN_KEY = 100
+
 # Keys of schema 2 and their names in this schema.
 _RENAMED_KEYS = {"culprit": "overflow_origin", "culprits_by_variable": "overflow_origins_by_variable"}
 
@@ -53,7 +55,7 @@ class LogParser:
     """
 
     def __init__(self, file: Path) -> None:
-        self._file = printable(str(file))
+        self._file = file
         self._unknown_keys: set[str] = set()
 
     def parse(self, line: bytes, number: int) -> dict[str, Any]:
@@ -72,8 +74,8 @@ class LogParser:
             if number == 1 and not is_header:
                 raise InvalidValueError(f"a log of kmp begins with a header. Received keys: {reprlib.repr([*values])}")
             return self._header(line, values) if is_header else self._record(line, values)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self._file}:{number}: {explanation(error, line)}") from error
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise ValueError(printable(f"{self._file}:{number}: {explanation(error, line)}")) from error
 
     def _record(self, line: bytes, values: _Values) -> dict[str, Any]:
         record: dict[str, Any] = _RECORD.decode(line)
@@ -95,10 +97,10 @@ class LogParser:
     def _unknown(self, values: _Values, known: Any, decoder: Any) -> dict[str, Any]:
         """Returns the values of unknown keys that the rest of kmp can take, without the others."""
         kept = {}
-        for key in values.keys() - known.__annotations__.keys():
-            with contextlib.suppress(ValueError, RecursionError):
-                if key.isidentifier():
-                    kept[key] = decoder.decode(values[key])
+        for key, value in values.items():
+            if key not in known.__annotations__ and key.isidentifier() and len(key) <= _LONGEST_UNKNOWN_KEY:
+                with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                    kept[key] = decoder.decode(value)
         self._unknown_keys.update(kept)
         if len(self._unknown_keys) > MOST_UNKNOWN_KEYS:
             problem = f"a log may have {MOST_UNKNOWN_KEYS} keys that this version of kmp does not know"
@@ -132,16 +134,18 @@ def _check_sample(key: str, sample: Mapping[str, Any]) -> None:
     if len({"unscaled" in entry for entry in variables.values()}) > 1:
         raise InvalidValueError(f"`{key}.variables` must all have `unscaled`, or none")
     for name, entry in variables.items():
-        _check_bins(entry, f"{key}.variables[{name!r}]")
-        if "unscaled" in entry:
-            _check_bins(entry["unscaled"], f"{key}.variables[{name!r}].unscaled")
-            if _element_count(entry["unscaled"]) != _element_count(entry):
-                raise InvalidValueError(f"`{key}.variables[{name!r}].unscaled` must count as many elements as `counts`")
+        if max(map(_last_exponent, (entry, entry.get("unscaled", entry)))) > LAST_EXPONENT:
+            raise InvalidValueError(f"`{_path(key, name)}.counts` must end at exponent {LAST_EXPONENT} or below")
+        if "unscaled" in entry and _element_count(entry["unscaled"]) != _element_count(entry):
+            raise InvalidValueError(f"`{_path(key, name)}.unscaled` must count as many elements as the scaled gradient")
 
 
-def _check_bins(bins: Mapping[str, Any], key: str) -> None:
-    if bins["first"] + len(bins["counts"]) > LAST_EXPONENT + 1:
-        raise InvalidValueError(f"`{key}.counts` must end at exponent {LAST_EXPONENT} or below")
+def _path(key: str, name: str) -> str:
+    return f"{key}.variables[{reprlib.repr(name)}]"
+
+
+def _last_exponent(bins: Mapping[str, Any]) -> int:
+    return bins["first"] + len(bins["counts"]) - 1
 
 
 def _element_count(bins: Mapping[str, Any]) -> int:

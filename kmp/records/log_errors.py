@@ -3,6 +3,7 @@
 import contextlib
 import re
 import reprlib
+import textwrap
 from typing import Any
 
 import msgspec
@@ -41,17 +42,22 @@ def _of_invalid_value(message: str, line: bytes) -> str:
     key = path.replace("$.", "").replace("`key` in", "a name in").strip("`").replace("$", "")
     expected, _, found = problem.removeprefix("Expected ").partition(", got ")
     received = _received(path, line)
-    found = f" Received: {reprlib.repr(received)}" if received is not _MISSING else f" Received: {found}" * bool(found)
+    found = _short(received) if received is not _MISSING else found
+    found = f" Received: {found}" if found else ""
     if not problem.startswith("Expected "):
         return f"{f'`{key}`: ' * bool(key)}{problem}.{found}"
     return f"{f'`{key}`' if key else 'a record'} must be {expected}.{found}"
+
+
+def _short(value: Any) -> str:
+    return textwrap.shorten(reprlib.repr(value), 120, placeholder=" ...")
 
 
 def _received(path: str, line: bytes) -> Any:
     """Returns the value at a path of msgspec's, such as `$.settings.compute_dtypes[0]`, if it names one value."""
     if not path.startswith("`$.") or "[...]" in path:
         return _MISSING
-    with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
+    with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError):
         value = msgspec.json.decode(line)
         for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
             value = value[key] if key else value[int(index)]

@@ -58,7 +58,7 @@ class Sample(TypedDict):
 
 
 class Record(TypedDict, total=False):
-    """A line of a log after the header. The `culprit` keys are those of schema 2."""
+    """A line of a log after the header, with the keys of both schemas."""
 
     step: Required[Count]
     loss_scale: LossScale | None

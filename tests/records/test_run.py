@@ -90,3 +90,48 @@ def test_settings_are_those_of_the_header(tmp_path):
 def test_load_run_ignores_a_truncated_last_line(tmp_path):
     (tmp_path / "kmp.jsonl").write_text(to_line({"schema": 3, "kind": "header"}) + to_line({"step": 1}) + '{"st')
     assert load_run(tmp_path).rows == [{"step": 1}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        ("runs/first", TypeError, "`rows` must be a list of records. Received: rows='runs/first'"),
+        ([3], TypeError, "`rows` must be records, dictionaries with a `step`. Received: rows=3"),
+        ([{"no": "step"}], ValueError, "`rows` must hold records with an integer `step`. Received: {'no': 'step'}"),
+        ([{"step": "1"}], ValueError, "Received: {'step': '1'}"),
+    ],
+)
+def test_rows_that_are_not_records_are_an_error(rows, error, message):
+    with pytest.raises(error, match=message):
+        Run(rows)
+
+
+def test_appended_record_without_a_step_is_an_error():
+    with pytest.raises(ValueError, match="`row` must hold records with an integer `step`"):
+        Run().append({"loss": 1.0})
+
+
+def test_log_that_is_no_path_is_an_error():
+    with pytest.raises(TypeError, match=r"`path` must be the path of a log, or of its `log_dir`. Received: path=3"):
+        load_run(3)
+
+
+def test_bytes_read_are_reported(tmp_path):
+    lines = [to_line({"schema": 3, "kind": "header"}), to_line({"step": 1}), to_line({"step": 2})]
+    (tmp_path / "kmp.jsonl").write_text("".join(lines))
+    read = []
+    Run.load(tmp_path, on_read=read.append)
+    assert read == list(map(len, lines))
+
+
+@pytest.mark.parametrize("path", ["folder", "missing/kmp.jsonl"])
+def test_folder_without_a_log_raises_file_not_found_error(tmp_path, path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FileNotFoundError, match="kmp.jsonl"):
+        load_run(tmp_path / path)
+
+
+def test_log_that_is_a_folder_raises(tmp_path):
+    (tmp_path / "kmp.jsonl").mkdir()
+    with pytest.raises(ValueError, match="kmp.jsonl: not a log of kmp .not a regular file"):
+        load_run(tmp_path)

@@ -66,6 +66,12 @@ VALUES = st.sampled_from(
         *(BINS, VARIABLE, VARIABLES, SETTINGS, VARIABLE | {"inf": 3}, VARIABLE | {"counts": []}),
     ]
 )
+INTEGERS = st.sampled_from([0, 1, 2, 5, 14, 40, 277, 2**31, 2**36 - 1, 2**48 - 1])
+FLOATS = st.sampled_from([0.0, 1e-320, 2.0**-149, 2.0**-14, 0.3, 1.0, 7e4, 1e10, 3e38, 1e100])
+STRINGS = st.sampled_from(
+    ["", "\x1b[2J", "\u202e", "$x_{$", "a/kernel", "the batch's x", "the loss function", "FixedScale"]
+)
+SAME_TYPE = {int: INTEGERS, float: FLOATS, str: STRINGS}
 KEYS = st.sampled_from(["\x1b]0;", "later", "", "$", "sample", "loss_scale", "unscaled", "\u202e", "x" * 5000, "step"])
 
 
@@ -80,12 +86,14 @@ def containers(value):
 @st.composite
 def changed_logs(draw):
     """Draws the bytes of a log with some values, keys or bytes replaced, removed or inserted."""
-    log = copy.deepcopy(LOG)
-    for _ in range(draw(st.integers(0, 3))):
-        container = draw(st.sampled_from(list(containers(log))))
+    log = [copy.deepcopy(line) for line in (LOG[0], *draw(st.lists(st.sampled_from(LOG[1:]), max_size=8)))]
+    for _ in range(draw(st.integers(0, 4))):
+        container = draw(st.sampled_from([*containers(log)] or [LOG.copy()]))
         key = draw(st.sampled_from(sorted(container) if isinstance(container, dict) else range(len(container))))
-        change = draw(st.sampled_from(["replace", "remove", "insert"]))
-        if change == "remove":
+        change = draw(st.sampled_from(["vary", "vary", "vary", "vary", "remove", "replace", "insert"]))
+        if change == "vary":
+            container[key] = draw(SAME_TYPE.get(type(container[key]), st.just(container[key])))
+        elif change == "remove":
             del container[key]
         elif change == "replace":
             container[key] = copy.deepcopy(draw(VALUES))
@@ -94,7 +102,7 @@ def changed_logs(draw):
         else:
             container.insert(key, copy.deepcopy(draw(VALUES)))
     data = b"".join(json.dumps(line).encode() + b"\n" for line in log)
-    for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2]))):
+    for _ in range(draw(st.sampled_from([0] * 9 + [1, 2]))):
         start = draw(st.integers(0, len(data)))
         data = data[:start] + draw(st.binary(max_size=3)) + data[start + draw(st.integers(0, 3)) :]
     return data
