@@ -367,3 +367,8 @@ def test_variable_is_all_zero_if_it_is_in_every_usable_sample():
     metrics = RunMetrics(Run(rows))
     assert metrics.all_zero_variables == ["a", "c"]
     assert metrics.leading_all_zero_variables == ["a", "c"]
+
+
+def test_texts_of_findings_are_printable():
+    advice = kmp.advice.Advice([kmp.advice.Finding("range", "a\x1bb", "c\u202ed", "e\nf")], "g\u200bh")
+    assert str(advice) == "g\\u200bh\n1. a\\x1bb\n  Evidence: c\\u202ed\n  Change: e\\nf"

@@ -461,15 +461,15 @@ class Name(str):
 def uses_of_names(variables):
     names = tuple(Name(f"m/layer_{index}/kernel") for index in range(variables))
     entry = sample(1).to_dict()["variables"]["m/first/kernel"]
-    rows = [
-        {"step": step, "sample": {"loss_scale": 16.0, "variables": dict.fromkeys(names, entry)}} for step in (1, 2, 3)
-    ]
+    zero = entry | {"zero": 9, "counts": [], "amax": 0.0}
+    entries = {name: zero if index < 0.9 * variables else entry for index, name in enumerate(names)}
+    rows = [{"step": step, "sample": {"loss_scale": 16.0, "variables": entries}} for step in (1, 2, 3)]
     counts = dict.fromkeys(names, 1)
     rows.append(
-        {"step": 3, "overflow_count": 1, "overflows_by_variable": counts, "overflow_origins_by_variable": counts}
+        {"step": 3, "overflow_count": 0, "overflows_by_variable": counts, "overflow_origins_by_variable": counts}
     )
     Name.uses = 0
-    report.html({"first": Run(rows, header(float32_variables=list(names[: variables // 2])))})
+    report.html({"first": Run(rows, header(float32_variables=list(names[: variables // 3])))})
     return Name.uses
 
 
