@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -52,15 +53,16 @@ def exponents_over_steps(run: Run, ax: Axes | None = None) -> Axes:
 
 def _exponent_range(histograms: Sequence[ExponentHistogram]) -> tuple[int, int]:
     """Returns the range of exponents that covers all counts and float16's range."""
-    filled = np.flatnonzero(np.any([histogram.by_exponent > 0 for histogram in histograms], axis=0))
+    filled = np.flatnonzero(np.logical_or.reduce([histogram.by_exponent > 0 for histogram in histograms]))
     exponents = histograms[0].exponents[filled]
     return min([SMALLEST_EXPONENT - 4, *exponents[:1]]), max([OVERFLOW_EXPONENT, *(exponents[-1:] + 1)])
 
 
 def _draw_shares(ax: Axes, histograms: Sequence[ExponentHistogram], low: int, high: int) -> None:
     starts = np.arange(0, len(histograms), math.ceil(len(histograms) / _MOST_CELLS))
-    counts = np.add.reduceat([histogram.by_exponent.astype(np.float64) for histogram in histograms], starts)
-    totals = np.add.reduceat([float(histogram.total) for histogram in histograms], starts)
+    cells = [histograms[start:stop] for start, stop in pairwise([*starts, None])]
+    counts = np.array([np.sum([one.by_exponent for one in cell], axis=0, dtype=np.float64) for cell in cells])
+    totals = np.array([sum(one.total for one in cell) for cell in cells], np.float64)
     is_visible = (histograms[0].exponents >= low) & (histograms[0].exponents < high)
     shares = (counts / totals[:, None])[:, is_visible].T
     edges = _cell_edges(np.array([histogram.step for histogram in histograms], np.float64))
