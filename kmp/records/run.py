@@ -46,6 +46,9 @@ class Run:
         for row in self.rows:
             _check_record("rows", row)
 
+    def __repr__(self) -> str:
+        return f"<Run: {len(self.rows)} records>"
+
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a record.
 

@@ -135,3 +135,7 @@ def test_log_that_is_a_folder_raises(tmp_path):
     (tmp_path / "kmp.jsonl").mkdir()
     with pytest.raises(ValueError, match="kmp.jsonl: not a log of kmp .not a regular file"):
         load_run(tmp_path)
+
+
+def test_repr_does_not_list_the_records():
+    assert repr(Run([{"step": 1}, {"step": 2}])) == "<Run: 2 records>"
