@@ -27,8 +27,12 @@ def advise(run: Run) -> Advice:
     '0 of 500 steps were skipped. No gradients were sampled, so underflow is unknown.'
     """
     validation.instance("run", run, Run, RUN_EXPECTED)
-    metrics = RunMetrics(run)
-    findings = [finding for diagnose in CAUSES if (finding := diagnose(metrics))]
+    return diagnosis_of(RunMetrics(run))
+
+
+def diagnosis_of(metrics: RunMetrics) -> Advice:
+    """Returns the findings and the verdict for the metrics of a run."""
+    findings = [finding for rule in CAUSES if (finding := rule(metrics))]
     return Advice(tuple(findings), _verdict(metrics, findings))
 
 

@@ -42,6 +42,8 @@ def _exploding(metrics: RunMetrics) -> Finding | None:
         is_loss_rising and (metrics.ends_nonfinite or stays_high)
     ):
         return None
+    optimizer = metrics.setting("optimizer", "")
+    optimizer = optimizer if optimizer.isidentifier() else "keras.optimizers.Adam"  # the change is a line of code
     evidence = []
     if is_large_update:
         evidence.append(
@@ -59,8 +61,7 @@ def _exploding(metrics: RunMetrics) -> Finding | None:
         "exploding",
         "Training diverges: the updates are too large in any number format.",
         "; ".join(evidence),
-        f"{metrics.setting('optimizer', 'keras.optimizers.Adam')}(learning_rate=0.1 * learning_rate)  # or "
-        "clipnorm=1.0",
+        f"{optimizer}(learning_rate=0.1 * learning_rate)  # or clipnorm=1.0",
     )
 
 

@@ -1,12 +1,14 @@
 """The result of a diagnosis: findings with their evidence, and a verdict."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from kmp.utils import printable
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem of a run.
+    """One problem of a run. Control characters, direction marks and the like in its texts are escaped.
 
     Args:
         cause: Short name of the cause: `"exploding"`, `"data"`, `"layer"`, `"loss"`, `"scale_too_large"`,
@@ -26,6 +28,10 @@ class Finding:
     title: str
     evidence: str
     change: str
+
+    def __post_init__(self) -> None:
+        for text in fields(self):
+            object.__setattr__(self, text.name, printable(getattr(self, text.name)))
 
     def __str__(self) -> str:
         return f"{self.title}\n  Evidence: {self.evidence}\n  Change: {self.change}"
@@ -47,7 +53,7 @@ class Advice(tuple[Finding, ...]):
 
     def __new__(cls, findings: Iterable[Finding], verdict: str) -> "Advice":
         advice = super().__new__(cls, tuple(findings))
-        advice.verdict = verdict
+        advice.verdict = printable(verdict)
         return advice
 
     def __str__(self) -> str:

@@ -1,12 +1,13 @@
 """Computes the underflow and overflow of sampled gradients at every loss scale."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kmp.advice.sample_statistics import SampleStatistics, statistics, statistics_of, usable
 from kmp.records import FIRST_EXPONENT, RUN_EXPECTED, GradientSample, Run
 from kmp.utils import FLOAT16, FLOAT32, is_power_of_two, validation
 
@@ -79,16 +80,6 @@ class WhatIf:
         return {name: float(getattr(self, name)[index]) for name in names}
 
 
-def without_float32_variables(run: Run, samples: Iterable[GradientSample]) -> list[GradientSample]:
-    """Returns the samples without the variables of layers that compute in float32, which float16 does not affect.
-
-    If all layers do, all variables are kept: the result then shows what float16 would lose.
-    """
-    float32_variables = run.settings.get("float32_variables") or ()
-    pairs = [(sample, sample.without(float32_variables)) for sample in samples]
-    return [reduced if len(reduced) else sample for sample, reduced in pairs]
-
-
 def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     """Computes from sampled gradients what float16 would lose at every loss scale 2^k.
 
@@ -110,31 +101,48 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     >>> what_if(callbacks[0].run).in_use
     10.0
     """
-    samples = without_float32_variables(run, run.samples) if isinstance(run, Run) else _samples_in(run)
-    references = finite(without_float32_variables(run, run.references)) if isinstance(run, Run) else []
-    measured = references or finite(samples)
-    if not measured:
+    if isinstance(run, Run):
+        curve = sweep(statistics(run), statistics(run, "reference"))
+    else:
+        curve = sweep(list(map(statistics_of, _samples_in(run))), [])
+    if curve is None:
         raise ValueError(
             "The run has no sample of finite gradients. Attach kmp.callbacks.GradientHistogram to sample gradients. If "
             "every sampled step overflowed, kmp.advise(run) reports the cause."
         )
+    return curve
+
+
+def sweep(samples: Sequence[SampleStatistics], references: Sequence[SampleStatistics]) -> WhatIf | None:
+    """Computes what float16 would lose at every loss scale.
+
+    Args:
+        samples: Statistics of the samples.
+        references: Statistics of the float32 reference passes, which are used in place of the samples if there are any.
+
+    Returns:
+        The shares of lost elements; `None` if no sample has finite gradients.
+    """
+    measured = usable(references) or usable(samples)
+    if not measured:
+        return None
     in_use = math.log2((samples or measured)[-1].loss_scale)
-    counts = np.sum([_unscaled_exponents(sample) for sample in measured], axis=0)
+    counts = sum(map(_unscaled_exponents, measured), np.zeros(2 * _MAX_EXPONENT + 1))
     zeros = sum(sample.histogram.zeros for sample in measured)
-    largest = np.array([np.max(sample.amax) / sample.loss_scale for sample in measured])
+    largest = np.array([sample.largest / sample.loss_scale for sample in measured])
     recommended = _recommended(counts, float(largest.max()))
-    scales = _scales(in_use, largest.max(), recommended or ())
-    total = counts.sum() + zeros
+    scales = _scales(in_use, float(largest.max()), recommended or ())
+    total = max(1, counts.sum() + zeros)
     flushed, overflowing = _count_flushed(counts, scales), _count_overflowing(counts, scales)
-    nonfinite = [sample for sample in samples if not sample.histogram.is_finite]
+    is_measured = bool(usable(references))
     return WhatIf(
         scales,
         flushed / total,
-        (flushed + (0 if references else zeros)) / total,
+        (flushed + (0 if is_measured else zeros)) / total,
         overflowing / total,
-        _skipped(scales, largest, nonfinite),
+        _skipped(scales, largest, [sample.loss_scale for sample in samples if not sample.histogram.is_finite]),
         in_use,
-        bool(references),
+        is_measured,
         recommended,
     )
 
@@ -146,11 +154,6 @@ def _samples_in(run: Any) -> list[GradientSample]:
     return list(run)
 
 
-def finite(samples: Iterable[GradientSample]) -> list[GradientSample]:
-    """Returns the samples that have elements and no NaN or Inf."""
-    return [sample for sample in samples if sample.histogram.is_finite and sample.histogram.total]
-
-
 def _scales(in_use: float, largest: float, recommended: Sequence[int]) -> np.ndarray:
     limits = [math.floor(math.log2(FLOAT16.max / largest)) - 1] if largest > 0 else []
     low = min([math.floor(in_use) - _RANGE_BITS, *limits, *recommended])
@@ -158,12 +161,12 @@ def _scales(in_use: float, largest: float, recommended: Sequence[int]) -> np.nda
     return np.arange(max(low, FLOAT32.min_exponent), min(high, FLOAT32.max_exponent) + 1)
 
 
-def _unscaled_exponents(sample: GradientSample) -> np.ndarray:
+def _unscaled_exponents(sample: SampleStatistics) -> np.ndarray:
     """Counts elements of the unscaled gradient by exponent, from -`_MAX_EXPONENT` to `_MAX_EXPONENT`."""
     histogram, shift = sample.histogram, math.frexp(sample.loss_scale)[1] - 1
     if not is_power_of_two(sample.loss_scale) and histogram.unscaled_counts is not None:
         histogram, shift = histogram.unscaled, 0
-    counts = np.zeros(2 * _MAX_EXPONENT + 1, np.int64)
+    counts = np.zeros(2 * _MAX_EXPONENT + 1)  # float64: the sum over a run's samples may exceed int64
     start = FIRST_EXPONENT - shift + _MAX_EXPONENT
     counts[start : start + histogram.by_exponent.size] = histogram.by_exponent
     return counts
@@ -183,15 +186,16 @@ def _count_overflowing(counts: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return cumulative[-1] - cumulative[np.clip(FLOAT16.max_exponent + 1 - scales + _MAX_EXPONENT, 0, counts.size)]
 
 
-def _skipped(scales: np.ndarray, largest: np.ndarray, nonfinite: Sequence[GradientSample]) -> np.ndarray:
+def _skipped(scales: np.ndarray, largest: np.ndarray, nonfinite: Sequence[float]) -> np.ndarray:
     """Returns the share of skipped steps. Non-finite samples count only at their own loss scale and above."""
-    overflows = (largest[:, None] * np.exp2(scales.astype(np.float64)) >= _ROUNDS_TO_INF).sum(0)
-    known = np.array([scales >= math.log2(sample.loss_scale) for sample in nonfinite]).reshape(-1, scales.size).sum(0)
-    return (overflows + known) / (len(largest) + known)
+    limits = _ROUNDS_TO_INF * np.exp2(-scales.astype(np.float64))
+    overflows = largest.size - np.searchsorted(np.sort(largest), limits)
+    known = np.searchsorted(np.sort(np.log2(nonfinite)), scales, side="right")
+    return (overflows + known) / (largest.size + known)
 
 
 def _recommended(counts: np.ndarray, largest: float) -> tuple[int, int] | None:
-    if not counts.any():
+    if not counts.any() or not largest:
         return None
     high = math.floor(math.log2(FLOAT16.max / largest)) - _MARGIN_BITS
     candidates = np.arange(-FLOAT32.max_exponent, FLOAT32.max_exponent + 1)

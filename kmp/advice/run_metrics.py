@@ -4,16 +4,17 @@ import itertools
 import math
 from collections import Counter
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from kmp.advice.loss_scale_sweep import WhatIf, finite, what_if, without_float32_variables
-from kmp.records import BATCH_PARTS, FIRST_EXPONENT, ExponentHistogram, GradientSample, Run
+from kmp.advice.loss_scale_sweep import WhatIf, sweep
+from kmp.advice.sample_statistics import SampleStatistics, statistics, usable
+from kmp.records import BATCH_PARTS, FIRST_EXPONENT, ExponentHistogram, Run
 from kmp.utils import FLOAT16
 
 STUCK_AFTER = 12  # consecutive skipped steps
-_UNDERFLOWED = 0.05
 
 
 class RunMetrics:
@@ -25,7 +26,8 @@ class RunMetrics:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.samples = run.samples
+        self.samples = statistics(run)
+        self.references = statistics(run, "reference")
         self.settings = run.settings
         self.steps = max((row["step"] for row in run.rows), default=0)
         self.overflows = int(run.last("overflow_count") or 0)
@@ -34,7 +36,8 @@ class RunMetrics:
         self.consecutive_overflows = int(run.last("overflows_in_a_row") or 0)
         # Older logs lack the key. All non-finite losses may then have been consecutive.
         self.consecutive_nonfinite_losses = int(run.last("nonfinite_losses_in_a_row", self.nonfinite_losses) or 0)
-        self.overflow_origins: dict[str, int] = run.last("overflow_origins_by_variable") or {}
+        origins = run.last("overflow_origins_by_variable") or {}
+        self.overflow_origins: dict[str, int] = {path: count for path, count in origins.items() if count}
         scales = [*(sample.loss_scale for sample in self.samples[-1:]), *run.series("loss_scale")[1]]
         self.scale = float(next((scale for scale in reversed(scales) if math.isfinite(scale)), math.nan))
 
@@ -60,18 +63,15 @@ class RunMetrics:
     @cached_property
     def curve(self) -> WhatIf | None:
         """Underflow and overflow at other loss scales, or `None` without a finite sample."""
-        try:
-            return what_if(self.run)
-        except ValueError:
-            return None
+        return sweep(self.samples, self.references)
 
     @cached_property
-    def finite_samples(self) -> list[GradientSample]:
+    def finite_samples(self) -> list[SampleStatistics]:
         """The samples without NaN and Inf, restricted to variables whose layers compute in 16 bits."""
-        return finite(without_float32_variables(self.run, self.samples))
+        return usable(self.samples)
 
     @cached_property
-    def usable_samples(self) -> list[GradientSample]:
+    def usable_samples(self) -> list[SampleStatistics]:
         """The finite samples taken at the newest one's loss scale or above.
 
         Lower scales flushed elements to zero that the newest scale preserves.
@@ -114,12 +114,12 @@ class RunMetrics:
 
     @cached_property
     def _underflowed(self) -> list[list[str]]:
-        return [_underflowed_variables(sample) for sample in self.finite_samples]
+        return [sample.underflowed for sample in self.finite_samples]
 
     @cached_property
     def excess_zeros(self) -> float | None:
         """Share of zeros in addition to those of the float32 reference, or `None` without a reference."""
-        references = finite(without_float32_variables(self.run, self.run.references))
+        references = usable(self.references)
         if not references or not self.finite_samples:
             return None
         return max(0.0, _zero_share(self.usable_samples) - _zero_share(references))
@@ -132,8 +132,11 @@ class RunMetrics:
     @cached_property
     def all_zero_variables(self) -> list[str]:
         """The variables whose gradient was all zero in every usable sample."""
-        names = self.usable_samples[-1].names if self.usable_samples else ()
-        return [name for name in names if all(_is_zero(sample, name) for sample in self.usable_samples)]
+        if not self.usable_samples:
+            return []
+        newest = self.usable_samples[-1]
+        counts = Counter(name for sample in self.usable_samples for name in sample.named(sample.is_all_zero))
+        return [name for name in newest.names if counts[name] == len(self.usable_samples)]
 
     @cached_property
     def leading_all_zero_variables(self) -> list[str]:
@@ -142,15 +145,14 @@ class RunMetrics:
         Variables without a gradient are ignored.
         """
         names = self.usable_samples[-1].names if self.usable_samples else ()
-        counted = [
-            name for name in names if any(name in sample and sample[name].total for sample in self.usable_samples)
-        ]
-        return list(itertools.takewhile(lambda name: name in self.all_zero_variables, counted))
+        with_gradient = {name for sample in self.usable_samples for name in sample.named(sample.totals > 0)}
+        all_zero = set(self.all_zero_variables)
+        return list(itertools.takewhile(all_zero.__contains__, (name for name in names if name in with_gradient)))
 
     @cached_property
     def headroom(self) -> float:
         """Bits between the largest sampled gradient at the scale in use and float16's maximum; inf if all are zero."""
-        maxima = (float(np.max(sample.amax)) / sample.loss_scale for sample in self.finite_samples)
+        maxima = (sample.largest / sample.loss_scale for sample in self.finite_samples)
         largest = max(maxima, default=math.nan)
         return math.inf if largest == 0 else math.log2(FLOAT16.max / largest / self.scale)
 
@@ -161,12 +163,7 @@ class RunMetrics:
         Both are of the last finite sample.
         """
         sample = self.finite_samples[-1]
-        largest = sample.names[int(sample.amax.argmax())]
-
-        def below_normal_share(name: str) -> float:
-            return _below_normal(sample[name]) / max(1, sample[name].total - sample[name].zeros)
-
-        return largest, max(sample.names, key=below_normal_share)
+        return sample.names[int(sample.amax.argmax())], sample.names[int(sample.below_normal_shares.argmax())]
 
     @cached_property
     def first_loss(self) -> float:
@@ -194,22 +191,21 @@ class RunMetrics:
     @cached_property
     def update_ratio(self) -> tuple[int, float]:
         """The sampled step with the largest ratio of update norm to weight norm, and that ratio."""
-        ratios = [(sample.step, _update_ratio(sample)) for sample in self.samples]
+        ratios = [(sample.step, sample.update_ratio) for sample in self.samples]
         return max((pair for pair in ratios if not math.isnan(pair[1])), key=lambda pair: pair[1], default=(0, 0.0))
 
     @cached_property
     def startup_overflows(self) -> tuple[int, int, float]:
         """Gradient overflows until the first record after an applied step; that record's step and loss scale."""
-        table = self.run.table()
-        fields = {"overflows_in_a_row", "loss_scale", "overflow_count"}
-        if not table.size or table["step"][0] > 1 or not fields <= set(table.dtype.names or ()):
+        rows = sorted(self.run.rows, key=itemgetter("step"))
+        if not rows or rows[0]["step"] > 1:
             return 0, 0, self.scale
-        complete = table[~np.isnan(table["overflows_in_a_row"]) & ~np.isnan(table["loss_scale"])]
-        clean = complete[complete["overflows_in_a_row"] == 0]
-        if not clean.size:
-            return 0, 0, self.scale
-        losses = clean["nonfinite_loss_count"][0] if "nonfinite_loss_count" in (table.dtype.names or ()) else 0
-        return int(clean["overflow_count"][0] - losses), int(clean["step"][0]), float(clean["loss_scale"][0])
+        for step, records in itertools.groupby(rows, key=itemgetter("step")):
+            merged = {key: value for record in records for key, value in record.items() if value is not None}
+            if merged.get("overflows_in_a_row") == 0 and {"loss_scale", "overflow_count"} <= merged.keys():
+                overflows = merged["overflow_count"] - merged.get("nonfinite_loss_count", 0)
+                return int(overflows), step, float(merged["loss_scale"])
+        return 0, 0, self.scale
 
     @property
     def nonfinite_tensor(self) -> str | None:
@@ -234,32 +230,12 @@ class RunMetrics:
         return self.run.series("last_loss")[1]
 
 
-def _underflowed_variables(sample: GradientSample) -> list[str]:
-    underflowed: list[str] = []
-    for name in reversed(sample.names):
-        histogram = sample[name]
-        nonzero = histogram.total - histogram.zeros
-        is_flushed = histogram.total > 0 and not nonzero and bool(underflowed)
-        if is_flushed or _below_normal(histogram) > _UNDERFLOWED * nonzero:
-            underflowed.insert(0, name)
-    return underflowed
-
-
-def _below_normal(histogram: ExponentHistogram, shift: int = 0) -> int:
+def _below_normal(histogram: ExponentHistogram, shift: int) -> int:
     """Returns the number of nonzero elements below float16's normal range after multiplying by 2^`shift`."""
     stop = FLOAT16.min_exponent - shift - FIRST_EXPONENT
     return int(histogram.by_exponent[: max(0, stop)].sum())
 
 
-def _is_zero(sample: GradientSample, name: str) -> bool:
-    return name in sample and sample[name].total > 0 and sample[name].zeros == sample[name].total
-
-
-def _zero_share(samples: list[GradientSample]) -> float:
+def _zero_share(samples: list[SampleStatistics]) -> float:
     zeros = sum(sample.histogram.zeros for sample in samples)
     return zeros / max(1, sum(sample.histogram.total for sample in samples))
-
-
-def _update_ratio(sample: GradientSample) -> float:
-    weights, updates = np.nansum(sample.weight_norm**2), np.nansum(sample.update_norm**2)
-    return math.sqrt(updates / weights) if weights else math.nan

@@ -17,7 +17,7 @@ import keras
 from rich.console import Console
 
 from kmp import conversion
-from kmp.utils import atomic_files
+from kmp.utils import atomic_files, printable
 
 
 class InputError(Exception):
@@ -132,7 +132,7 @@ def _report(parsed: argparse.Namespace, console: Console) -> None:
         raise InputError(str(error)) from error
     console.print(report.summary(runs))
     path = report.write(runs, parsed.out or _default_folder(parsed.runs) / "report.html")
-    console.print(f"\nReport: {path}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\nReport: {printable(str(path))}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _default_folder(runs: Sequence[Path]) -> Path:

@@ -229,12 +229,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         variables = self._variables_for(grads, trainable_variables)
         if not grads:
             return
-        if not self.built:
+        if self.built:
+            indices = [self._index(variable) for variable in variables]
+        else:
             distribution.check_built_before_step()
         scaling_of_grads = self._scaling_of(grads, self._trainable_variables if self.built else variables, unscaled)
         if not self.built:
             self.build(variables)
-        indices = [self._index(variable) for variable in variables]
+            indices = [self._index(variable) for variable in variables]
         if scaling_of_grads is Scaling.UNSCALED:
             grads = multiply_gradients(grads, self._applied_scale())
         self._order = network_order(by_index(grads, indices, len(self._trainable_variables)))

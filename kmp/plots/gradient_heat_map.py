@@ -1,6 +1,8 @@
 """A heat map of gradient exponents over the training steps."""
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,12 +13,14 @@ from kmp.plots.exponent_axis import EXPONENT_LABEL, NORMAL_EXPONENT, OVERFLOW_EX
 from kmp.records import RUN_EXPECTED, ExponentHistogram, Run
 from kmp.utils import validation
 
+_MOST_CELLS = 1000  # along the steps; a figure has fewer pixels
+
 
 def exponents_over_steps(run: Run, ax: Axes | None = None) -> Axes:
     """Draws the exponents of the loss-scaled gradient over the steps, as a heat map.
 
-    A cell extends halfway to the samples before and after it. Shares are of all elements, but zeros, NaN and Inf have
-    no exponent and therefore no cell.
+    A cell extends halfway to the samples before and after it; of more than 1,000 samples, neighbours share a cell.
+    Shares are of all elements, but zeros, NaN and Inf have no exponent and therefore no cell.
 
     Args:
         run: A run with samples.
@@ -49,17 +53,20 @@ def exponents_over_steps(run: Run, ax: Axes | None = None) -> Axes:
 
 def _exponent_range(histograms: Sequence[ExponentHistogram]) -> tuple[int, int]:
     """Returns the range of exponents that covers all counts and float16's range."""
-    filled = np.flatnonzero(np.sum([histogram.by_exponent for histogram in histograms], axis=0))
+    filled = np.flatnonzero(np.logical_or.reduce([histogram.by_exponent > 0 for histogram in histograms]))
     exponents = histograms[0].exponents[filled]
     return min([SMALLEST_EXPONENT - 4, *exponents[:1]]), max([OVERFLOW_EXPONENT, *(exponents[-1:] + 1)])
 
 
 def _draw_shares(ax: Axes, histograms: Sequence[ExponentHistogram], low: int, high: int) -> None:
-    counts = np.array([histogram.by_exponent for histogram in histograms], np.float64)
-    totals = np.array([histogram.total for histogram in histograms], np.float64)
+    starts = np.arange(0, len(histograms), math.ceil(len(histograms) / _MOST_CELLS))
+    cells = [histograms[start:stop] for start, stop in pairwise([*starts, None])]
+    counts = np.array([np.sum([one.by_exponent for one in cell], axis=0, dtype=np.float64) for cell in cells])
+    totals = np.array([sum(one.total for one in cell) for cell in cells], np.float64)
     is_visible = (histograms[0].exponents >= low) & (histograms[0].exponents < high)
     shares = (counts / totals[:, None])[:, is_visible].T
     edges = _cell_edges(np.array([histogram.step for histogram in histograms], np.float64))
+    edges = np.append(edges[starts], edges[-1])
     if not shares.any():
         ax.set_xlim(edges[0], edges[-1])
         return
@@ -85,7 +92,8 @@ def _mark_nonfinite(ax: Axes, histograms: Sequence[ExponentHistogram], height: f
     steps = [histogram.step for histogram in histograms if not histogram.is_finite]
     if steps:
         label = f"sample with NaN or Inf ({len(steps)} of {len(histograms)})"
-        ax.plot(steps, [height] * len(steps), "x", color=style.MIDDLE, markersize=5, label=label)
+        drawn = steps[:: len(steps) // _MOST_CELLS + 1]
+        ax.plot(drawn, [height] * len(drawn), "x", color=style.MIDDLE, markersize=5, label=label)
 
 
 def _draw_float16_limits(ax: Axes) -> None:

@@ -10,6 +10,7 @@ from kmp.records import RUN_EXPECTED, Run
 from kmp.utils import validation
 
 _MANY_MARKS = 60
+_MOST_MARKS = 2000
 _DASHES = (0.0, (2.0, 1.2))
 
 
@@ -89,6 +90,7 @@ def _scale_label(scales: np.ndarray) -> str:
 def _mark_overflows(ax: Axes, run: Run, scale_steps: np.ndarray, scales: np.ndarray) -> None:
     steps, rates = style.by_step(run, "overflow_rate")
     overflow_steps = steps[rates > 0]
+    overflow_steps = overflow_steps[:: overflow_steps.size // _MOST_MARKS + 1]  # more would cover each other
     if overflow_steps.size:
         indices = np.clip(np.searchsorted(scale_steps, overflow_steps, side="right") - 1, 0, None)
         count = run.last("overflow_count")

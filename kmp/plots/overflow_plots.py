@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from kmp.plots import style
 from kmp.records import RUN_EXPECTED, Run
-from kmp.utils import unique_names, validation
+from kmp.utils import printable, unique_names, validation
 
 _NAME_LENGTH = 38
 _ELLIPSIS = "…"
@@ -79,7 +79,8 @@ def _draw_bars(
         linewidth=0,
         label="overflow origin",
     )
-    ax.set_yticks(positions, shortened(paths, _NAME_LENGTH))
+    names = shortened([printable(path) for path in paths], _NAME_LENGTH)
+    ax.set_yticks(positions, names, parse_math=False)  # a name may contain dollar signs
     ax.set_ylim(len(paths) - 0.4, -0.6)
     ax.set_xlim(0, max(nonfinite) * 1.05)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))

@@ -1,10 +1,13 @@
 """Saves a figure to a file."""
 
+import os
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from kmp.utils import validation
 
 
 def save(ax: Axes, path: Path) -> None:
@@ -16,6 +19,7 @@ def save(ax: Axes, path: Path) -> None:
 
     Raises:
         OSError: If the file cannot be written.
+        TypeError: If an argument has the wrong type.
 
     Example:
     >>> import tempfile
@@ -26,6 +30,8 @@ def save(ax: Axes, path: Path) -> None:
     >>> file.exists()
     True
     """
+    validation.instance("ax", ax, Axes, "axes of matplotlib, as the functions of kmp.plots return them")
+    validation.instance("path", path, (str, os.PathLike), "the path of the PNG file")
     figure = ax.get_figure(root=True)
     assert isinstance(figure, Figure)
     figure.savefig(path, dpi=120)

@@ -1,6 +1,7 @@
 """Shared style of all plots: axes, colours, titles, legends, labels of powers of two."""
 
 import math
+from types import NoneType
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -8,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from kmp.records import Run
-from kmp.utils import is_power_of_two
+from kmp.utils import is_power_of_two, validation
 
 # Distinguishable with colour blindness and in greyscale. Source: Paul Tol, "Colour Schemes" (SRON/EPS/TN/09-002, 2021),
 # "high-contrast". DARK_LIGHT is LIGHT, darkened for lines on a grey background.
@@ -19,7 +20,12 @@ SMALL = 8.0
 
 
 def axes(ax: Axes | None) -> Axes:
-    """Returns `ax`, or new axes in a size that fits a notebook."""
+    """Returns `ax`, or new axes in a size that fits a notebook.
+
+    Raises:
+        TypeError: If `ax` is neither axes of matplotlib nor `None`.
+    """
+    validation.instance("ax", ax, (Axes, NoneType), "axes of matplotlib, or None for new ones")
     return plt.subplots(figsize=(8, 4.2), layout="constrained")[1] if ax is None else ax
 
 
@@ -103,6 +109,8 @@ def by_step(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
     A run that was resumed from a checkpoint contains some steps twice.
     """
     steps, values = run.series(key)
-    newest = dict(sorted(zip(steps.tolist(), values.tolist(), strict=True), key=lambda pair: pair[0]))
-    finite = {step: value for step, value in newest.items() if math.isfinite(value)}
-    return np.array(list(finite), np.int64), np.array(list(finite.values()), np.float64)
+    order = np.argsort(steps, kind="stable")
+    steps, values = steps[order], values[order].astype(np.float64)
+    is_newest = np.append(steps[1:] != steps[:-1], np.ones(min(1, steps.size), bool))
+    kept = is_newest & np.isfinite(values)
+    return steps[kept], values[kept]

@@ -33,6 +33,12 @@ done, including skipped ones) and some of these keys:
 - `reference`: same as `sample`, of a float32 pass over the batch passed to `kmp.callbacks.GradientHistogram`.
 
 Non-finite numbers are written as null.
+
+A log is validated when it is loaded: the types of all values, their ranges (steps and counts are below 2^48, element
+counts below 2^36, loss scales positive float32 numbers, other numbers at most 1e100), the lengths of strings (4,096
+characters), and the number of variables (262,144). Keys that this version does not know, which a later one may write,
+are kept if the key is an identifier and its value a number or null (in the header and its settings, also a string or a
+list of strings); their other values are dropped. A log may have 100 of them.
 """
 
 from kmp.records.batch_parts import BATCH_PARTS as BATCH_PARTS
@@ -47,11 +53,14 @@ from kmp.records.exponent_histogram import NAN_BIN as NAN_BIN
 from kmp.records.exponent_histogram import NEAR_OVERFLOW_BITS as NEAR_OVERFLOW_BITS
 from kmp.records.exponent_histogram import ZERO_BIN as ZERO_BIN
 from kmp.records.gradient_sample import GradientSample
+from kmp.records.gradient_sample import layer_of as layer_of
 from kmp.records.jsonl import FILE_NAME as FILE_NAME
 from kmp.records.jsonl import SCHEMA as SCHEMA
 from kmp.records.jsonl import to_line as to_line
 from kmp.records.run import RUN_EXPECTED as RUN_EXPECTED
 from kmp.records.run import Run, load_run
+from kmp.records.run import iterate_samples as iterate_samples
+from kmp.records.run import log_file as log_file
 from kmp.records.run import scalars as scalars
 from kmp.records.snapshot import Snapshot
 

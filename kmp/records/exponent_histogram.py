@@ -1,7 +1,7 @@
 """Histograms of gradient elements by binary exponent. Needs no Keras."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,10 +176,23 @@ def unpack(data: Mapping[str, Any]) -> np.ndarray:
     Raises:
         ValueError: If an exponent is outside float32's range.
     """
-    counts = np.zeros(BIN_COUNT, np.int64)
-    counts[[ZERO_BIN, INF_BIN, NAN_BIN]] = data["zero"], data["inf"], data["nan"]
-    first = int(data["first"]) - FIRST_EXPONENT
-    if first < 0 or first + len(data["counts"]) > LAST_EXPONENT - FIRST_EXPONENT + 1:
-        raise ValueError(f"exponents must lie between {FIRST_EXPONENT} and {LAST_EXPONENT}")
-    counts[ZERO_BIN + 1 + first : ZERO_BIN + 1 + first + len(data["counts"])] = data["counts"]
+    return unpack_all([data])[0]
+
+
+def unpack_all(entries: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """Returns the counts for several dictionaries from `pack`, int64 of shape `(n, 280)`.
+
+    Raises:
+        ValueError: If an exponent is outside float32's range.
+    """
+    # Most exponents have no count: in column order, the operating system does not allocate their pages.
+    counts = np.zeros((len(entries), BIN_COUNT), np.int64, order="F")
+    for bin_index, key in ((ZERO_BIN, "zero"), (INF_BIN, "inf"), (NAN_BIN, "nan")):
+        counts[:, bin_index] = [entry[key] for entry in entries]
+    for row, entry in zip(counts, entries, strict=True):
+        first = ZERO_BIN + 1 + int(entry["first"]) - FIRST_EXPONENT
+        stop = first + len(entry["counts"])
+        if first <= ZERO_BIN or stop > INF_BIN:
+            raise ValueError(f"exponents must lie between {FIRST_EXPONENT} and {LAST_EXPONENT}")
+        row[first:stop] = entry["counts"]
     return counts

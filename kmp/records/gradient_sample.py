@@ -1,16 +1,18 @@
 """Gradient statistics of one training step, per variable. Needs no Keras."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from kmp.records.exponent_histogram import BIN_COUNT, INF_BIN, NAN_BIN, ExponentHistogram, pack, unpack
-from kmp.utils import matching_indices
+from kmp.records.exponent_histogram import INF_BIN, NAN_BIN, ExponentHistogram, pack, unpack_all
+from kmp.utils import listed, matching_indices, validation
 
-_STATISTICS = ("amax", "norm", "weight_norm", "update_norm")
+_NORMS = ("norm", "weight_norm", "update_norm")
+_STATISTICS = ("amax", *_NORMS)
 _COUNTS = ("updates", "lost_updates")
 
 
@@ -70,21 +72,29 @@ class GradientSample:
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._indices
+
     def __getitem__(self, name: str) -> ExponentHistogram:
         """Returns the histogram of one variable or layer."""
-        if name not in self.names:
-            raise KeyError(f"{name!r} is not among {', '.join(map(repr, self.names))}")
-        return self._histogram([self.names.index(name)])
+        if name not in self._indices:
+            raise KeyError(f"{name!r} is not among {listed(self.names)}")
+        index = self._indices[name]
+        return self._histogram(slice(index, index + 1))
+
+    @cached_property
+    def _indices(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.names)}
 
     @property
     def histogram(self) -> ExponentHistogram:
         """The histogram of all variables together."""
-        return self._histogram(range(len(self)))
+        return self._histogram(slice(None))
 
     @property
     def update_ratio(self) -> np.ndarray:
         """`update_norm / weight_norm`, float64 of shape `(n,)`; NaN if not measured or if the weight norm is zero."""
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             return np.where(self.weight_norm > 0, self.update_norm / self.weight_norm, math.nan)
 
     @property
@@ -96,21 +106,34 @@ class GradientSample:
         """Returns the sample of the variables whose name equals or matches a pattern (`*` and `?` as in a shell).
 
         Raises:
+            TypeError: If `patterns` is neither a string nor several.
             ValueError: If a pattern matches no name.
         """
-        return self._grouped([[index] for index in matching_indices(patterns, self.names)])
+        several = [patterns] if isinstance(patterns, str) else patterns
+        if not isinstance(several, Iterable) or not all(isinstance(pattern, str) for pattern in several):
+            raise TypeError(validation.message("patterns", patterns, "a string or a list of strings"))
+        return self._at(matching_indices(several, self.names))
 
     def without(self, names: Iterable[str]) -> "GradientSample":
         """Returns the sample without the named variables. Unknown names are ignored."""
-        excluded = set(names)
-        return self._grouped([[index] for index, name in enumerate(self.names) if name not in excluded])
+        excluded = names if isinstance(names, Set) else set(names)
+        kept = [index for index, name in enumerate(self.names) if name not in excluded]
+        return self if len(kept) == len(self) else self._at(kept)
 
     def by_layer(self) -> "GradientSample":
         """Returns the sample with the variables of each layer merged: their paths differ only in the last component."""
-        groups: dict[str, list[int]] = {}
-        for index, name in enumerate(self.names):
-            groups.setdefault(name.rpartition("/")[0] or name, []).append(index)
-        return self._grouped(list(groups.values()), tuple(groups))
+        numbers: dict[str, int] = {}
+        layers = np.array([numbers.setdefault(layer_of(name), len(numbers)) for name in self.names], np.int64)
+        order = np.argsort(layers, kind="stable")
+        starts = np.flatnonzero(np.diff(layers[order], prepend=-1))
+
+        def merge(key: str, values: np.ndarray) -> np.ndarray:
+            if key in _NORMS:
+                return np.sqrt(np.add.reduceat(values[order] ** 2, starts))
+            return (np.maximum if key == "amax" else np.add).reduceat(values[order], starts, axis=0)
+
+        merged: dict[str, Any] = {key: merge(key, values) for key, values in self._arrays.items()}
+        return replace(self, names=tuple(numbers), **merged)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the sample as a JSON-serializable dictionary; see `kmp.records` for the keys."""
@@ -121,17 +144,18 @@ class GradientSample:
     def from_dict(cls, step: int, loss_scale: float, data: Mapping[str, Mapping[str, Any]]) -> "GradientSample":
         """Returns the sample for the `variables` of a dictionary from `to_dict`."""
         entries = list(data.values())
-        counts = _stack([unpack(entry) for entry in entries])
+        counts = unpack_all(entries)
         arrays = {key: np.array([_number(entry, key) for entry in entries], np.float64) for key in _STATISTICS}
         integers = {key: np.array([int(entry.get(key, 0)) for entry in entries], np.int64) for key in _COUNTS}
-        arrays["amax"] = np.where(counts[:, INF_BIN] > 0, math.inf, arrays["amax"])
-        arrays["amax"] = np.where(counts[:, NAN_BIN] > 0, math.nan, arrays["amax"])
-        unscaled = _stack([unpack(e["unscaled"]) for e in entries]) if any("unscaled" in e for e in entries) else None
+        arrays["amax"][counts[:, INF_BIN] > 0] = math.inf
+        arrays["amax"][counts[:, NAN_BIN] > 0] = math.nan
+        has_unscaled = any("unscaled" in entry for entry in entries)
+        unscaled = unpack_all([entry["unscaled"] for entry in entries]) if has_unscaled else None
         return cls(step, loss_scale, tuple(data), counts, unscaled_counts=unscaled, **arrays, **integers)
 
-    def _histogram(self, rows: Sequence[int]) -> ExponentHistogram:
-        unscaled = None if self.unscaled_counts is None else self.unscaled_counts[list(rows)].sum(0)
-        return ExponentHistogram(self.counts[list(rows)].sum(0), self.step, self.loss_scale, unscaled)
+    def _histogram(self, rows: slice) -> ExponentHistogram:
+        unscaled = None if self.unscaled_counts is None else self.unscaled_counts[rows].sum(0)
+        return ExponentHistogram(self.counts[rows].sum(0), self.step, self.loss_scale, unscaled)
 
     def _entry(self, index: int) -> dict[str, Any]:
         values = {key: float(getattr(self, key)[index]) for key in _STATISTICS}
@@ -140,27 +164,21 @@ class GradientSample:
         finite = {key: value for key, value in values.items() if math.isfinite(value)}
         return pack(self.counts[index]) | finite | integers | unscaled
 
-    def _grouped(self, groups: list[list[int]], names: tuple[str, ...] | None = None) -> "GradientSample":
-        def merge_groups(values: np.ndarray, merge: Any) -> np.ndarray:
-            merged = [merge(values[group], axis=0) for group in groups]
-            return np.array(merged, values.dtype).reshape(len(groups), *values.shape[1:])
+    @property
+    def _arrays(self) -> dict[str, np.ndarray]:
+        unscaled = {} if self.unscaled_counts is None else {"unscaled_counts": self.unscaled_counts}
+        return {key: getattr(self, key) for key in ("counts", *_STATISTICS, *_COUNTS)} | unscaled
 
-        def root_sum_square(values: np.ndarray, axis: int) -> np.ndarray:
-            return np.sqrt(np.sum(values**2, axis=axis))
+    def _at(self, indices: Sequence[int]) -> "GradientSample":
+        rows = np.array(indices, np.int64)
+        selected: dict[str, Any] = {key: values[rows] for key, values in self._arrays.items()}
+        return replace(self, names=tuple(self.names[index] for index in indices), **selected)
 
-        merge_functions = {"counts": np.sum, "amax": np.max, **dict.fromkeys(_STATISTICS[1:], root_sum_square)}
-        merge_functions |= dict.fromkeys(_COUNTS, np.sum)
-        if self.unscaled_counts is not None:
-            merge_functions["unscaled_counts"] = np.sum
-        arrays: dict[str, Any] = {
-            key: merge_groups(getattr(self, key), merge) for key, merge in merge_functions.items()
-        }
-        return replace(self, names=names or tuple(self.names[group[0]] for group in groups), **arrays)
+
+def layer_of(name: str) -> str:
+    """Returns the path of a variable's layer: the path without its last component."""
+    return name.rpartition("/")[0] or name
 
 
 def _number(entry: Mapping[str, Any], key: str) -> float:
     return float(entry.get(key, math.nan))
-
-
-def _stack(rows: list[np.ndarray]) -> np.ndarray:
-    return np.stack(rows) if rows else np.zeros((0, BIN_COUNT), np.int64)

@@ -1,24 +1,44 @@
 """Writing and parsing of log lines; `kmp.records` documents the format. Needs no Keras."""
 
+import contextlib
 import json
 import math
+import reprlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from kmp.records.gradient_sample import GradientSample
+import msgspec
 
-SCHEMA = 3
-READABLE_SCHEMAS = (2, SCHEMA)
+from kmp.records.exponent_histogram import LAST_EXPONENT
+from kmp.records.gradient_sample import GradientSample
+from kmp.records.log_errors import InvalidValueError, explanation
+from kmp.records.log_schema import (
+    MOST_UNKNOWN_KEYS,
+    READABLE_SCHEMAS,
+    Header,
+    Record,
+    Settings,
+    UnknownNumber,
+    UnknownSetting,
+)
+from kmp.utils import printable
+
+SCHEMA = READABLE_SCHEMAS[-1]
 FILE_NAME = "kmp.jsonl"
+
+_LONGEST_UNKNOWN_KEY = 100
 
 # Keys of schema 2 and their names in this schema.
 _RENAMED_KEYS = {"culprit": "overflow_origin", "culprits_by_variable": "overflow_origins_by_variable"}
 
-_COUNTS_BY_VARIABLE = {"overflows_by_variable", "overflow_origins_by_variable", "culprits_by_variable"}
-_NUMBER_KEYS = {
-    *("loss_scale", "clean_steps", "overflow_count", "overflow_rate", "overflows_in_a_row", "nonfinite_loss_count"),
-    *("nonfinite_losses_in_a_row", "last_loss", "highest_loss", "grad_zeros", "grad_norm"),
-}
+_Values = dict[str, msgspec.Raw]
+_VALUES = msgspec.json.Decoder(_Values)
+_HEADER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Header)
+_RECORD: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Record)
+_UNKNOWN_NUMBER = msgspec.json.Decoder(UnknownNumber)
+_UNKNOWN_SETTING = msgspec.json.Decoder(UnknownSetting)
+_ANY = msgspec.json.Decoder()
 
 
 def to_line(row: Mapping[str, Any]) -> str:
@@ -27,32 +47,65 @@ def to_line(row: Mapping[str, Any]) -> str:
     return json.dumps(finite, allow_nan=False, separators=(",", ":")) + "\n"
 
 
-def parse(line: str, location: str) -> dict[str, Any]:
-    """Parses a line of a log, the header or a record.
+class LogParser:
+    """Parses and validates the lines of one log.
 
     Args:
-        line: The line.
-        location: File and line number, for messages.
-
-    Raises:
-        ValueError: If the line does not conform to a supported schema.
+        file: The log, for messages.
     """
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{location}: not a line of JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{location}: a record must be a JSON object. Received: {type(row).__name__}")
-    if row.get("kind") == "header" and row.get("schema") not in READABLE_SCHEMAS:
-        known = " and ".join(map(str, READABLE_SCHEMAS))
-        raise ValueError(f"{location}: schema {row.get('schema')!r}; this version of kmp reads schemas {known}")
-    if row.get("kind") != "header" and type(row.get("step")) is not int:
-        raise ValueError(f"{location}: a record must have an integer `step`. Received keys: {sorted(row)}")
-    _check_values(row, location)
-    for key in ("sample", "reference"):
-        if key in row:
-            _check_sample(row, key, location)
-    return row
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._unknown_keys: set[str] = set()
+
+    def parse(self, line: bytes, number: int) -> dict[str, Any]:
+        """Returns a line of the log: the header, which has the `kind` `"header"`, or a record.
+
+        Args:
+            line: The line.
+            number: Its number, from 1.
+
+        Raises:
+            ValueError: If the line does not conform to a supported schema. The message names file, line and key.
+        """
+        try:
+            values = _VALUES.decode(line)
+            is_header = "kind" in values and _ANY.decode(values["kind"]) == "header"
+            if number == 1 and not is_header:
+                raise InvalidValueError(f"a log of kmp begins with a header. Received keys: {reprlib.repr([*values])}")
+            return self._header(line, values) if is_header else self._record(line, values)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise ValueError(printable(f"{self._file}:{number}: {explanation(error, line)}")) from error
+
+    def _record(self, line: bytes, values: _Values) -> dict[str, Any]:
+        record: dict[str, Any] = _RECORD.decode(line)
+        for key in ("sample", "reference"):
+            if key in record:
+                _check_sample(key, record[key])
+        return record | self._unknown(values, Record, _UNKNOWN_NUMBER)
+
+    def _header(self, line: bytes, values: _Values) -> dict[str, Any]:
+        schema = _ANY.decode(values["schema"]) if "schema" in values else None
+        if schema not in READABLE_SCHEMAS:
+            known = " and ".join(map(str, READABLE_SCHEMAS))
+            raise InvalidValueError(f"schema {reprlib.repr(schema)}; this version of kmp reads schemas {known}")
+        header: dict[str, Any] = _HEADER.decode(line)
+        if "settings" in header:
+            header["settings"] |= self._unknown(_VALUES.decode(values["settings"]), Settings, _UNKNOWN_SETTING)
+        return header | self._unknown(values, Header, _UNKNOWN_SETTING)
+
+    def _unknown(self, values: _Values, known: Any, decoder: Any) -> dict[str, Any]:
+        """Returns the values of unknown keys that the rest of kmp can take, without the others."""
+        kept = {}
+        for key, value in values.items():
+            if key not in known.__annotations__ and key.isidentifier() and len(key) <= _LONGEST_UNKNOWN_KEY:
+                with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                    kept[key] = decoder.decode(value)
+        self._unknown_keys.update(kept)
+        if len(self._unknown_keys) > MOST_UNKNOWN_KEYS:
+            problem = f"a log may have {MOST_UNKNOWN_KEYS} keys that this version of kmp does not know"
+            raise InvalidValueError(f"`{max(kept)}`: {problem}")
+        return kept
 
 
 def upgraded(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,40 +113,40 @@ def upgraded(row: Mapping[str, Any]) -> dict[str, Any]:
     return {_RENAMED_KEYS.get(key, key): value for key, value in row.items()}
 
 
-def _check_values(row: Mapping[str, Any], location: str) -> None:
-    settings = row.get("settings", {})
-    if not isinstance(settings, dict) or not isinstance(settings.get("compute_dtypes", []), list):
-        raise ValueError(
-            f"{location}: `settings` must be an object, and its `compute_dtypes` a list. Received: {settings!r}"
-        )
-    for key in _NUMBER_KEYS & row.keys():
-        if row[key] is not None and type(row[key]) not in (int, float):
-            raise ValueError(f"{location}: `{key}` must be a number. Received: {row[key]!r}")
-    for key in _COUNTS_BY_VARIABLE & row.keys():
-        if not isinstance(row[key], dict) or not all(type(count) is int for count in row[key].values()):
-            raise ValueError(f"{location}: `{key}` must be an object of integers. Received: {row[key]!r}")
-    _check_scale(row.get("loss_scale"), location)
-
-
-def _check_scale(scale: float | None, location: str) -> None:
-    if scale is not None and not scale > 0:
-        raise ValueError(f"{location}: `loss_scale` must be above 0. Received: {scale!r}")
-
-
 def sample_of(row: Mapping[str, Any], key: str) -> GradientSample:
     """Returns the `sample` or `reference` of a record."""
     return GradientSample.from_dict(row["step"], float(row[key]["loss_scale"]), row[key]["variables"])
 
 
-def _check_sample(row: Mapping[str, Any], key: str, location: str) -> None:
-    try:
-        sample = sample_of(row, key)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{location}: not a valid `{key}` ({error!r})") from error
-    _check_scale(sample.loss_scale, location)
-
-
-def is_truncated_header(line: str) -> bool:
+def is_truncated_header(line: bytes) -> bool:
     """Whether a line is a truncated header."""
-    prefix = '{"schema":'
+    prefix = b'{"schema":'
     return line.startswith(prefix) or prefix.startswith(line)
+
+
+def _check_sample(key: str, sample: Mapping[str, Any]) -> None:
+    """Checks what a schema does not express.
+
+    Raises:
+        ValueError: If counts go beyond float32's exponents, or differ in sum with and without the loss scale.
+    """
+    variables = sample["variables"]
+    if len({"unscaled" in entry for entry in variables.values()}) > 1:
+        raise InvalidValueError(f"`{key}.variables` must all have `unscaled`, or none")
+    for name, entry in variables.items():
+        if max(map(_last_exponent, (entry, entry.get("unscaled", entry)))) > LAST_EXPONENT:
+            raise InvalidValueError(f"`{_path(key, name)}.counts` must end at exponent {LAST_EXPONENT} or below")
+        if "unscaled" in entry and _element_count(entry["unscaled"]) != _element_count(entry):
+            raise InvalidValueError(f"`{_path(key, name)}.unscaled` must count as many elements as the scaled gradient")
+
+
+def _path(key: str, name: str) -> str:
+    return f"{key}.variables[{reprlib.repr(name)}]"
+
+
+def _last_exponent(bins: Mapping[str, Any]) -> int:
+    return bins["first"] + len(bins["counts"]) - 1
+
+
+def _element_count(bins: Mapping[str, Any]) -> int:
+    return sum(bins["counts"], bins["zero"] + bins["inf"] + bins["nan"])

@@ -1,8 +1,10 @@
 """The records of a training run, and loading them from a log. Needs no Keras."""
 
 import math
+import numbers
 import os
-from collections.abc import Iterable, Mapping
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ import numpy as np
 
 from kmp.records.exponent_histogram import ExponentHistogram
 from kmp.records.gradient_sample import GradientSample
-from kmp.records.jsonl import FILE_NAME, SCHEMA, is_truncated_header, parse, sample_of, upgraded
+from kmp.records.jsonl import FILE_NAME, SCHEMA, LogParser, is_truncated_header, sample_of, upgraded
+from kmp.utils import printable, validation
 
 RUN_EXPECTED = "a kmp.records.Run, such as kmp.load_run(log_dir) returns"  # in messages
 
@@ -24,6 +27,10 @@ class Run:
         rows: Records, dictionaries with a `step`; see `kmp.records` for the keys.
         header: The log's header, its first line.
 
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a record has no integer `step`.
+
     Example:
     >>> run = Run([{"step": 1, "loss_scale": 8.0}, {"step": 2, "loss_scale": 16.0}])
     >>> run.last("loss_scale"), run.series("loss_scale")[0].tolist()
@@ -33,8 +40,23 @@ class Run:
     rows: list[dict[str, Any]] = field(default_factory=list)
     header: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        validation.instance("rows", self.rows, list, "a list of records")
+        validation.instance("header", self.header, Mapping, "a dictionary, the first line of a log")
+        for row in self.rows:
+            _check_record("rows", row)
+
+    def __repr__(self) -> str:
+        return f"<Run: {len(self.rows)} records>"
+
     def append(self, row: Mapping[str, Any]) -> None:
-        """Adds a record."""
+        """Adds a record.
+
+        Raises:
+            TypeError: If `row` is not a dictionary.
+            ValueError: If it has no integer `step`.
+        """
+        _check_record("row", row)
         self.rows.append(dict(row))
 
     def drop_after(self, step: int) -> None:
@@ -52,13 +74,17 @@ class Run:
 
         The fields are `step` (int64) and every key with plain numbers as values (float64; NaN if a step has none).
         """
-        by_step: dict[int, dict[str, float]] = {}
+        steps = sorted({row["step"] for row in self.rows})
+        index_of = {step: index for index, step in enumerate(steps)}
+        columns: dict[str, np.ndarray] = {}
         for row in self.rows:
-            by_step.setdefault(row["step"], {}).update(scalars(row))
-        keys = dict.fromkeys(key for values in by_step.values() for key in values)
-        table = np.zeros(len(by_step), [("step", np.int64), *((key, np.float64) for key in keys)])
-        for index, (step, values) in enumerate(sorted(by_step.items())):
-            table[index] = (step, *(values.get(key, math.nan) for key in keys))
+            for key, value in scalars(row):
+                if key not in columns:
+                    columns[key] = np.full(len(steps), math.nan)
+                columns[key][index_of[row["step"]]] = value
+        table = np.empty(len(steps), [("step", np.int64), *((key, np.float64) for key in columns)])
+        for key, values in {"step": steps, **columns}.items():
+            table[key] = values
         return table
 
     @property
@@ -74,55 +100,70 @@ class Run:
     @property
     def samples(self) -> list[GradientSample]:
         """The sampled gradients, oldest first."""
-        return [sample_of(row, "sample") for row in self.rows if "sample" in row]
+        return list(iterate_samples(self.rows))
 
     @property
     def references(self) -> list[GradientSample]:
         """The gradients of the float32 reference passes, oldest first."""
-        return [sample_of(row, "reference") for row in self.rows if "reference" in row]
+        return list(iterate_samples(self.rows, "reference"))
 
     @property
     def histograms(self) -> list[ExponentHistogram]:
         """The histograms of all variables together, one per sample, oldest first."""
-        return [sample.histogram for sample in self.samples]
+        return [sample.histogram for sample in iterate_samples(self.rows)]
 
     def last(self, key: str, default: Any = None) -> Any:
         """Returns the newest value of `key`, or `default` if there is none."""
         return next((row[key] for row in reversed(self.rows) if key in row), default)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, allow_truncated: bool = False) -> "Run":
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        allow_truncated: bool = False,
+        on_read: Callable[[int], object] | None = None,
+    ) -> "Run":
         """Loads a log.
 
         Args:
             path: The `.jsonl` file, or the `log_dir` that holds `kmp.jsonl`.
             allow_truncated: Whether to ignore a truncated last line, which a killed process may leave.
+            on_read: Called after each line with its number of bytes, such as by a progress bar.
 
         Raises:
             FileNotFoundError: If there is no log.
+            TypeError: If `path` is not a path.
             ValueError: If a line does not conform to a supported schema.
         """
-        file = Path(path)
-        file = file / FILE_NAME if file.is_dir() else file
+        file = log_file(path)
         if file.exists() and not file.is_file():
-            raise ValueError(f"{file}: not a log of kmp (not a regular file)")
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file}: not a log of kmp ({error})") from error
-        if (
-            allow_truncated
-            and lines
-            and not lines[-1].endswith("\n")
-            and (len(lines) > 1 or is_truncated_header(lines[0]))
-        ):
-            lines.pop()
-        parsed = [parse(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
-        if parsed and parsed[0].get("kind") != "header":
-            raise ValueError(f"{file}:1: a log of kmp begins with a header. Received keys: {sorted(parsed[0])}")
-        header = parsed[0] if parsed else {}
-        rows = [row for row in parsed if row.get("kind") != "header"]
+            raise ValueError(f"{printable(str(file))}: not a log of kmp (not a regular file)")
+        parser = LogParser(file)
+        rows: list[dict[str, Any]] = []
+        header: dict[str, Any] = {}
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if allow_truncated and not line.endswith(b"\n") and (number > 1 or is_truncated_header(line)):
+                    break
+                row = parser.parse(line, number)
+                if row.get("kind") != "header":
+                    rows.append(row)
+                header = header or row
+                if on_read:
+                    on_read(len(line))
         return cls(rows if header.get("schema") == SCHEMA else list(map(upgraded, rows)), header)
+
+
+def log_file(path: str | os.PathLike[str]) -> Path:
+    """Returns the log in a `log_dir`, or `path` itself.
+
+    Raises:
+        TypeError: If `path` is not a path.
+    """
+    validation.instance("path", path, (str, os.PathLike), "the path of a log, or of its `log_dir`")
+    file = Path(path)
+    return file / FILE_NAME if file.is_dir() else file
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
@@ -137,7 +178,8 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
     Raises:
         FileNotFoundError: If there is no log.
-        ValueError: If a line does not conform to a supported schema.
+        TypeError: If `path` is not a path.
+        ValueError: If a line does not conform to a supported schema. The message names file, line and key.
 
     Example:
     >>> import tempfile
@@ -154,3 +196,14 @@ def scalars(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     for key, value in row.items():
         if key != "step" and isinstance(value, int | float):
             yield key, float(value)
+
+
+def iterate_samples(rows: Iterable[Mapping[str, Any]], key: str = "sample") -> Iterator[GradientSample]:
+    """Yields the samples of records, or their references, so that one at a time is in memory."""
+    return (sample_of(row, key) for row in rows if key in row)
+
+
+def _check_record(name: str, row: Any) -> None:
+    validation.instance(name, row, Mapping, "records, dictionaries with a `step`")
+    if not isinstance(row.get("step"), numbers.Integral):
+        raise ValueError(f"`{name}` must hold records with an integer `step`. Received: {reprlib.repr(row)}")

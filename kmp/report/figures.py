@@ -5,6 +5,8 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kmp.advice import WhatIf
+from kmp.records import ExponentHistogram, Run
 from kmp.report.run_summary import RunSummary, scale, share
 
 _INCHES = (5.2, 3.6)
@@ -36,7 +38,7 @@ def figures(summary: RunSummary) -> dict[str, ReportFigure]:
 
 
 def _figure(name: str, summary: RunSummary) -> ReportFigure:
-    if name == "gradient_exponents" and not summary.metrics.samples:
+    if name == "gradient_exponents" and not summary.newest_sample:
         return ReportFigure(name, "", "No figure of gradient magnitudes: no gradients were sampled.", None)
     return ReportFigure(name, _ALTS[name](summary), _CAPTIONS[name], _draw(name, summary))
 
@@ -48,12 +50,19 @@ def _draw(name: str, summary: RunSummary) -> str:
     from kmp import plots
 
     figure = Figure(figsize=_INCHES, layout="constrained")  # pyplot would keep the figure and choose a backend
-    data = summary.metrics.samples[-1].histogram if name == "gradient_exponents" else summary.run
-    getattr(plots, name)(data, ax=figure.subplots())
+    getattr(plots, name)(_data_of(name, summary), ax=figure.subplots())
     buffer = io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": "kmp"}):  # makes the file reproducible
         figure.savefig(buffer, format="svg", dpi=200, metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _data_of(name: str, summary: RunSummary) -> Run | ExponentHistogram | WhatIf:
+    if name == "gradient_exponents" and summary.newest_sample is not None:
+        return summary.newest_sample.histogram
+    if name == "what_if" and summary.metrics.curve is not None:
+        return summary.metrics.curve  # computed already
+    return summary.run
 
 
 _CAPTIONS = {
@@ -74,7 +83,8 @@ def _alt_of_loss_scale(summary: RunSummary) -> str:
 
 
 def _alt_of_gradient_exponents(summary: RunSummary) -> str:
-    histogram = summary.metrics.samples[-1].histogram
+    assert summary.newest_sample is not None
+    histogram = summary.newest_sample.histogram
     zones, total = histogram.zones, max(1, histogram.total)
     return (
         f"Histogram of the gradients' binary exponents in step {histogram.step}: {share(zones['zero'] / total)} zero, "

@@ -6,18 +6,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jinja2
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from kmp.records import FILE_NAME, Run, load_run
+from kmp.records import FILE_NAME, RUN_EXPECTED, Run, log_file
 from kmp.report import figures, terminal
 from kmp.report.run_summary import RunSummary, code_lines, comparison
-from kmp.utils import atomic_files, unique_names
+from kmp.utils import atomic_files, printable, unique_names, validation
 
 PathLike = str | os.PathLike[str]
 
 
 def load(paths: Sequence[PathLike]) -> dict[str, Run]:
     """Reads logs and names each run after its folder, with parent folders if two runs share a name.
+
+    Draws a progress bar on standard error, if that is a terminal.
 
     Args:
         paths: Each a `.jsonl` file, or a `log_dir` that contains `kmp.jsonl`.
@@ -27,7 +30,8 @@ def load(paths: Sequence[PathLike]) -> dict[str, Run]:
 
     Raises:
         FileNotFoundError: If there is no log.
-        ValueError: If this version of kmp cannot read a log.
+        TypeError: If `paths` is not a list of paths.
+        ValueError: If this version of kmp cannot read a log. The message names file, line and key.
 
     Example:
     >>> import tempfile
@@ -38,7 +42,10 @@ def load(paths: Sequence[PathLike]) -> dict[str, Run]:
     >>> list(load([folder / "float16", folder / "float32"]))
     ['float16', 'float32']
     """
-    runs = [load_run(path) for path in paths]
+    is_list = isinstance(paths, Sequence) and not isinstance(paths, str)
+    if not is_list or not all(isinstance(path, str | os.PathLike) for path in paths):
+        raise TypeError(validation.message("paths", paths, "a list of paths"))
+    runs = _load_with_progress(paths)
     return dict(zip(_names([Path(path).resolve() for path in paths]), runs, strict=True))
 
 
@@ -50,6 +57,10 @@ def summary(runs: Mapping[str, Run]) -> RenderableType:
 
     Returns:
         A renderable for `rich.print`.
+
+    Raises:
+        TypeError: If `runs` is not a dictionary of runs.
+        ValueError: If `runs` is empty.
 
     Example:
     >>> import rich
@@ -67,6 +78,10 @@ def html(runs: Mapping[str, Run]) -> str:
     Args:
         runs: Runs by name, at least one.
 
+    Raises:
+        TypeError: If `runs` is not a dictionary of runs.
+        ValueError: If `runs` is empty.
+
     Example:
     >>> "0 of 9 steps were skipped." in html({"first": Run([{"step": 9}])})
     True
@@ -76,6 +91,7 @@ def html(runs: Mapping[str, Run]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
+        finalize=_shown,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -103,12 +119,15 @@ def write(runs: Mapping[str, Run], path: PathLike) -> Path:
 
     Raises:
         OSError: If the file cannot be written.
+        TypeError: If an argument has the wrong type.
+        ValueError: If `runs` is empty.
 
     Example:
     >>> import tempfile
     >>> write({"first": Run([{"step": 9}])}, Path(tempfile.mkdtemp()) / "report.html").name
     'report.html'
     """
+    validation.instance("path", path, (str, os.PathLike), "the path of the HTML file")
     file = Path(path)
     page = html(runs)
     try:
@@ -121,9 +140,32 @@ def write(runs: Mapping[str, Run], path: PathLike) -> Path:
 
 
 def _summaries(runs: Mapping[str, Run]) -> list[RunSummary]:
+    expected = "a dictionary of runs by name, at least one"
+    validation.instance("runs", runs, Mapping, expected)
     if not runs:
-        raise ValueError("`runs` must hold at least one run.")
+        raise ValueError(validation.message("runs", runs, expected))
+    for name, run in runs.items():
+        validation.instance("runs", name, str, "a dictionary with strings as keys")
+        validation.instance(f"runs[{name!r}]", run, Run, RUN_EXPECTED)
     return [RunSummary(name, run) for name, run in runs.items()]
+
+
+def _load_with_progress(paths: Sequence[PathLike]) -> list[Run]:
+    console = Console(stderr=True)
+    columns = (TextColumn("Loading"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        files = [log_file(path) for path in paths]
+        progress.add_task("", total=sum(file.stat().st_size for file in files if file.is_file()))
+        task = progress.tasks[0]
+
+        def advance(size: int) -> None:
+            task.completed += size  # the bar is drawn by a timer: `progress.advance` would take longer than the loading
+
+        return [Run.load(file, allow_truncated=True, on_read=advance) for file in files]
+
+
+def _shown(value: object) -> object:
+    return printable(value) if type(value) is str else value  # Markup, a subclass, is the page itself
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -1,16 +1,15 @@
 """The contents of a report, as text: shared by the terminal summary and the HTML file."""
 
+import heapq
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
-from kmp.advice import Advice, RunMetrics, advise
-from kmp.records import ExponentHistogram, GradientSample, Run
+from kmp.advice import Advice, RunMetrics, diagnosis_of
+from kmp.records import ExponentHistogram, GradientSample, Run, iterate_samples, layer_of
 from kmp.utils import as_power
 
 Pairs = tuple[tuple[str, str], ...]
@@ -55,7 +54,7 @@ class RunSummary:
     @cached_property
     def advice(self) -> Advice:
         """The findings and the verdict."""
-        return advise(self.run)
+        return diagnosis_of(self.metrics)
 
     @property
     def is_known(self) -> bool:
@@ -107,39 +106,42 @@ class RunSummary:
     @cached_property
     def gradients(self) -> Table:
         """The newest sample by layer."""
-        sample = self.metrics.samples[-1] if self.metrics.samples else None
+        sample = self.newest_sample
         if sample is None or not len(sample):
             return Table((), (), _NOT_SAMPLED)
-        layers, updates = sample.by_layer(), self._updates
+        names = list(dict.fromkeys(map(layer_of, sample.names)))
+        shown = names[:_MAX_ROWS]
+        layers, updates = _layers(sample, shown), self._updates(shown)
         rows = [
             (name, *_zones(layers[name]), number(amax), number(norm), *updates.get(name, ("", "")))
             for name, amax, norm in zip(layers.names, layers.amax, layers.norm, strict=True)
         ]
-        return Table(
-            _GRADIENT_COLUMNS,
-            *_truncated(
-                rows,
-                f"Step {sample.step}, loss scale {scale(sample.loss_scale)}. Of the loss-scaled gradient: subnormal is "
-                "below 2^-14, near overflow is 2^13 and above, and amax is the largest magnitude. The norm is of the "
-                f"unscaled gradient. Updates ({self._updates_step}): their norm over that of the weights, and the "
-                "share of updates below 2^-11 of their weight, most of which a float16 weight would lose.",
-            ),
+        note = (
+            f"Step {sample.step}, loss scale {scale(sample.loss_scale)}. Of the loss-scaled gradient: subnormal is "
+            "below 2^-14, near overflow is 2^13 and above, and amax is the largest magnitude. The norm is of the "
+            f"unscaled gradient. Updates ({self._updates_step}): their norm over that of the weights, and the "
+            "share of updates below 2^-11 of their weight, most of which a float16 weight would lose."
         )
+        return Table(_GRADIENT_COLUMNS, tuple(rows), _with_omitted(note, len(names)))
 
     @cached_property
-    def _updates(self) -> dict[str, tuple[str, str]]:
+    def newest_sample(self) -> GradientSample | None:
+        """The newest sample, of all variables."""
+        return next(iterate_samples(reversed(self.run.rows)), None)
+
+    def _updates(self, shown: Collection[str]) -> dict[str, tuple[str, str]]:
         """Norm ratio and lost share of the newest measured update, by layer. Most samples do not measure updates."""
         measured = self._newest_update
         if measured is None:
             return {}
-        layers = measured.by_layer()
+        layers = _layers(measured, shown)
         parts = zip(layers.names, layers.update_ratio, layers.lost_updates, layers.updates, strict=True)
         return {name: (number(ratio), share(_fraction(lost, updates))) for name, ratio, lost, updates in parts}
 
-    @property
+    @cached_property
     def _newest_update(self) -> GradientSample | None:
-        newest_first = reversed(self.metrics.samples)
-        return next((sample for sample in newest_first if not np.isnan(sample.update_norm).all()), None)
+        measured = (row for row in reversed(self.run.rows) if "sample" in row and _has_update(row["sample"]))
+        return next(iterate_samples(measured), None)
 
     @property
     def _updates_step(self) -> str:
@@ -160,8 +162,8 @@ class RunSummary:
         if not names:
             overflow = "No variable overflowed" if self._has("overflow_count") else "Overflows were not counted"
             return Table((), (), f"{overflow}, and no underflow was detected.")
-        names = sorted(names, key=priority, reverse=True)
-        rows = [(name, *(str(counts.get(name, 0)) for counts in columns)) for name in names]
+        shown = heapq.nlargest(_MAX_ROWS, names, key=priority)
+        rows = [(name, *(str(counts.get(name, 0)) for counts in columns)) for name in shown]
         note = (
             "Overflowed: steps in which the variable's gradient was not finite. Underflowed: of "
             f"{len(self.metrics.finite_samples)} samples, those in which more than 5 % of its nonzero gradient "
@@ -169,14 +171,14 @@ class RunSummary:
             "the variable nearest the loss. A step with a non-finite loss has no overflow origin."
         )
         headings = ("variable", "overflowed", "overflow origin", "underflowed", "underflow origin")
-        return Table(headings, *_truncated(rows, note))
+        return Table(headings, tuple(rows), _with_omitted(note, len(names)))
 
     @cached_property
     def other_scales(self) -> Table:
         """Underflow, overflow and skipped steps at a few other loss scales."""
         curve = self.metrics.curve
         if curve is None:
-            return Table((), (), f"No sample has finite gradients. {_NOT_SAMPLED * (not self.run.samples)}")
+            return Table((), (), f"No sample has finite gradients. {_NOT_SAMPLED * (not self.metrics.samples)}")
         bounds = zip(("lowest recommended", "highest recommended"), curve.recommended or (), strict=False)
         rows = []
         for name, exponent in (("in use", curve.in_use), *bounds, ("none", 0.0)):
@@ -267,10 +269,19 @@ def _count_of(count: int, total: int) -> str:
     return f"{count} ({share(_fraction(count, total))})" if count else "0"
 
 
-def _truncated(rows: Sequence[tuple[str, ...]], note: str) -> tuple[tuple[tuple[str, ...], ...], str]:
-    """Returns the first rows, and the note with the number of omitted rows."""
-    omitted = len(rows) - _MAX_ROWS
-    return tuple(rows[:_MAX_ROWS]), f"{note} {omitted} more are not shown." if omitted > 0 else note
+def _with_omitted(note: str, count: int) -> str:
+    """Returns the note of a table with the number of omitted rows."""
+    return f"{note} {count - _MAX_ROWS} more are not shown." if count > _MAX_ROWS else note
+
+
+def _layers(sample: GradientSample, shown: Collection[str]) -> GradientSample:
+    """Returns the sample of some layers."""
+    kept = set(shown)
+    return sample.without(name for name in sample if layer_of(name) not in kept).by_layer()
+
+
+def _has_update(sample: Mapping[str, Any]) -> bool:
+    return any("update_norm" in entry for entry in sample["variables"].values())
 
 
 def _setting(key: str, value: Any) -> str:

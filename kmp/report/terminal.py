@@ -9,6 +9,7 @@ from rich.text import Text
 
 from kmp.advice import Finding
 from kmp.report.run_summary import RunSummary, Table, code_lines, comparison
+from kmp.utils import printable
 
 _RUNS_PER_TABLE = 3  # columns that fit into 80 characters
 
@@ -19,28 +20,28 @@ def render(runs: Sequence[RunSummary]) -> RenderableType:
 
 
 def _single_run(summary: RunSummary) -> Iterator[RenderableType]:
-    yield Text.assemble((summary.name, "bold cyan"), f": {summary.subtitle}")
-    yield Text(summary.advice.verdict, "bold")
+    yield _heading(summary)
+    yield _text(summary.advice.verdict, "bold")
     yield from _findings(summary)
     yield Text()
     yield _table(Table(("", ""), summary.counts, ""))
     if summary.other_scales.rows:
         yield Text()
         yield _table(summary.other_scales)
-    yield Text(summary.other_scales.note)
+    yield _text(summary.other_scales.note)
 
 
 def _comparison(runs: Sequence[RunSummary]) -> Iterator[RenderableType]:
     for summary in runs:
-        yield Text.assemble((summary.name, "bold cyan"), f": {summary.subtitle}")
-        yield Padding(Text(summary.advice.verdict, "bold"), (0, 0, 0, 2))
+        yield _heading(summary)
+        yield Padding(_text(summary.advice.verdict, "bold"), (0, 0, 0, 2))
     for start in range(0, len(runs), _RUNS_PER_TABLE):
         yield Text()
         yield _table(comparison(runs[start : start + _RUNS_PER_TABLE]))
     for summary in runs:
         if summary.advice:
             yield Text()
-            yield Text(f"Findings in {summary.name}", "bold cyan")
+            yield _text(f"Findings in {summary.name}", "bold cyan")
             yield from _findings(summary)
 
 
@@ -54,11 +55,11 @@ def _finding(number: int, finding: Finding) -> Iterator[RenderableType]:
     grid = RichTable.grid(padding=(0, 1))
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(overflow="fold")
-    grid.add_row(f"{number}.", Text(finding.title, "bold"))
-    grid.add_row("", Text(f"Evidence: {finding.evidence}"))
+    grid.add_row(f"{number}.", _text(finding.title, "bold"))
+    grid.add_row("", _text(f"Evidence: {finding.evidence}"))
     grid.add_row("", "Change:")
     for line in code_lines(finding.change):
-        grid.add_row("", Padding(Text(line, "green"), (0, 0, 0, 2)))
+        grid.add_row("", Padding(_text(line, "green"), (0, 0, 0, 2)))
     yield grid
 
 
@@ -66,8 +67,16 @@ def _table(table: Table) -> RichTable:
     rendered = RichTable(box=None, padding=(0, 2, 0, 0), show_header=any(table.columns), pad_edge=False)
     for index, name in enumerate(table.columns):
         rendered.add_column(
-            Text(name), overflow="fold", justify="right" if index and len(table.columns) > 2 else "left"
+            _text(name), overflow="fold", justify="right" if index and len(table.columns) > 2 else "left"
         )
     for row in table.rows:
-        rendered.add_row(*map(Text, row))
+        rendered.add_row(*map(_text, row))
     return rendered
+
+
+def _heading(summary: RunSummary) -> Text:
+    return Text.assemble(_text(summary.name, "bold cyan"), _text(f": {summary.subtitle}"))
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text(printable(text), style)

@@ -2,9 +2,10 @@
 
 from kmp.utils import atomic_files, user_messages, validation
 from kmp.utils.backend_check import require_tensorflow
+from kmp.utils.escaping import printable
 from kmp.utils.file_locks import FolderLock
 from kmp.utils.float_formats import BFLOAT16, DTYPES_16_BIT, FLOAT16, FLOAT32, FloatFormat, as_power, is_power_of_two
-from kmp.utils.names import matching_indices, unique_names
+from kmp.utils.names import listed, matching_indices, unique_names
 from kmp.utils.version import __version__
 
 __all__ = [
@@ -18,7 +19,9 @@ __all__ = [
     "as_power",
     "atomic_files",
     "is_power_of_two",
+    "listed",
     "matching_indices",
+    "printable",
     "require_tensorflow",
     "unique_names",
     "user_messages",

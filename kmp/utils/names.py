@@ -4,6 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
+from kmp.utils.escaping import printable
+
+_MOST_LISTED = 20
+
 
 def matching_indices(patterns: str | Sequence[str], names: Sequence[str]) -> list[int]:
     """Returns the indices of the names that equal or match at least one pattern, in order.
@@ -16,10 +20,22 @@ def matching_indices(patterns: str | Sequence[str], names: Sequence[str]) -> lis
         ValueError: If a pattern matches no name. The message lists the names.
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    exact, known, wildcards = set(patterns), set(names), [pattern for pattern in patterns if _is_wildcard(pattern)]
     for pattern in patterns:
-        if not any(_matches(name, pattern) for name in names):
-            raise ValueError(f"No variable matches {pattern!r}. The names are: {', '.join(names) or '(none)'}")
-    return [index for index, name in enumerate(names) if any(_matches(name, pattern) for pattern in patterns)]
+        if pattern not in known and not (_is_wildcard(pattern) and any(fnmatchcase(name, pattern) for name in names)):
+            raise ValueError(f"No variable matches {pattern!r}. The names are: {listed(names)}")
+    return [
+        index
+        for index, name in enumerate(names)
+        if name in exact or any(fnmatchcase(name, pattern) for pattern in wildcards)
+    ]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns names as a list for a message. Of many names, only the first are listed."""
+    shown = ", ".join(printable(name) for name in names[:_MOST_LISTED]) or "(none)"
+    omitted = len(names) - _MOST_LISTED
+    return f"{shown} and {omitted} more" if omitted > 0 else shown
 
 
 def unique_names(names: Iterable[str]) -> list[str]:
@@ -38,5 +54,5 @@ def unique_names(names: Iterable[str]) -> list[str]:
     return list(results)
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return name == pattern or fnmatchcase(name, pattern)
+def _is_wildcard(pattern: str) -> bool:
+    return any(character in pattern for character in "*?[")

@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 import kmp
+from kmp.advice import RunMetrics
 from kmp.records import Run
 
 
@@ -327,3 +328,47 @@ def test_advice_is_printed_with_evidence_and_the_line_to_change():
         "  Evidence: the loss rose from 1 to 7e+04",
         "  Change: keras.optimizers.Adam(learning_rate=0.1 * learning_rate)  # or clipnorm=1.0",
     ]
+
+
+def test_optimizer_that_is_no_name_is_not_part_of_the_change():
+    rows = {"step": 50, "overflow_count": 40, "highest_loss": 1e9, "last_loss": 1e9}
+    changes = [
+        next(
+            finding.change for finding in kmp.advise(run_of(rows, optimizer=optimizer)) if finding.cause == "exploding"
+        )
+        for optimizer in ("Lion", "exec('x') or Adam")
+    ]
+    assert [change.partition("(")[0] for change in changes] == ["Lion", "keras.optimizers.Adam"]
+
+
+def test_overflow_origins_that_are_zero_are_ignored():
+    row = {"step": 50, "overflow_count": 40, "overflows_in_a_row": 20, "overflow_origins_by_variable": {"a/kernel": 0}}
+    assert [finding.cause for finding in kmp.advise(run_of(row, **DYNAMIC))] == []
+
+
+def test_first_applied_step_without_an_overflow_count_is_skipped():
+    rows = [{"step": 1, "overflows_in_a_row": 0, "loss_scale": 8.0}, {"step": 30, **dict.fromkeys(FIELDS, 0)}]
+    rows[1] |= {"overflow_count": 20, "nonfinite_loss_count": 4, "loss_scale": 2.0}
+    assert RunMetrics(Run(rows)).startup_overflows == (16, 30, 2.0)
+
+
+FIELDS = ("overflows_in_a_row", "overflow_count", "nonfinite_loss_count")
+
+
+def test_variable_is_all_zero_if_it_is_in_every_usable_sample():
+    zero, nonzero, none = (
+        {"zero": z, "inf": 0, "nan": 0, "first": 0, "counts": c} for z, c in ((4, []), (3, [1]), (0, []))
+    )
+    samples = [
+        {"a": zero, "b": none, "c": zero, "d": nonzero, "e": zero},
+        {"a": zero, "c": zero, "d": nonzero, "e": nonzero},
+    ]
+    rows = [{"step": step, "sample": {"loss_scale": 8.0, "variables": data}} for step, data in enumerate(samples, 1)]
+    metrics = RunMetrics(Run(rows))
+    assert metrics.all_zero_variables == ["a", "c"]
+    assert metrics.leading_all_zero_variables == ["a", "c"]
+
+
+def test_texts_of_findings_are_printable():
+    advice = kmp.advice.Advice([kmp.advice.Finding("range", "a\x1bb", "c\u202ed", "e\nf")], "g\u200bh")
+    assert str(advice) == "g\\u200bh\n1. a\\x1bb\n  Evidence: c\\u202ed\n  Change: e\\nf"

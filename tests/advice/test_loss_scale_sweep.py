@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -102,3 +103,18 @@ def test_all_zero_gradients_have_a_curve_and_no_recommended_scale():
 def test_scales_stay_within_the_range_of_float32():
     assert what_if([sample([1.0], scale=2.0**127)]).log2_scales[-1] == 127
     assert what_if([sample([1.0], scale=2.0**-126)]).log2_scales[0] == -126
+
+
+@pytest.mark.parametrize("amax", [0.0, 1e-30, 1e30, math.nan])
+def test_amax_that_contradicts_the_counts_is_replaced_by_their_largest_exponent(amax):
+    right = sample([1.0, 2.0**-10])
+    curve, expected = what_if([replace(right, amax=np.array([amax]))]), what_if([right])
+    assert abs(curve.recommended[1] - expected.recommended[1]) <= 1
+    np.testing.assert_allclose(curve.underflow, expected.underflow)
+
+
+@pytest.mark.parametrize(("scaled", "unscaled"), [([2.0**-149], [0.0]), ([0.0], [2.0**-149])])
+def test_gradient_that_is_zero_either_with_or_without_the_loss_scale_has_no_recommendation(scaled, unscaled):
+    curve = what_if([replace(sample(scaled, scale=3.0), unscaled_counts=sample(unscaled).counts)])
+    assert curve.recommended is None
+    assert np.isfinite(curve.underflow).all()

@@ -66,12 +66,12 @@ def test_compiler_does_not_compile_again_in_a_compiled_function():
 
 
 def dense_step(optimizer, variables, x):
-    optimizer.apply([tf.fill([4, 2], x), tf.constant([8.0])], variables)
+    optimizer.apply([tf.fill([4, 2], x), tf.constant([8.0])], variables, unscaled=False)
 
 
 def sparse_step(optimizer, variables, x):
     rows = tf.IndexedSlices(tf.stack([[x, 2.0]]), tf.constant([2]), tf.constant([4, 2]))
-    optimizer.apply([rows, tf.constant([8.0])], variables)
+    optimizer.apply([rows, tf.constant([8.0])], variables, unscaled=False)
 
 
 STEPS = [1.0, np.inf, 1.0, np.nan, 1.0]

@@ -105,14 +105,14 @@ HEADER = '{"schema":3,"kind":"header"}\n'
     [
         (b"something else\n", r"kmp.jsonl:1: not a line of JSON"),
         (b"something else, with no end of line", r"kmp.jsonl:1: not a line of JSON"),
-        (b"\xff\xfe\x00binary", r"kmp.jsonl: not a log of kmp \(.*decode"),
+        (b"\xff\xfe\x00binary", r"kmp.jsonl:1: not a line of JSON"),
         (
             b'{"step": 1, "loss": 0.5}\n',
             r"kmp.jsonl:1: a log of kmp begins with a header.",
         ),
-        (b"[" * 100_000, r"kmp.jsonl:1: not a line of JSON"),
-        ((HEADER + '{"step": true}\n').encode(), r"kmp.jsonl:2: a record must have an integer `step`"),
-        ((HEADER + '{"step": 1, "sample": 5}\n{"step": 2}\n').encode(), r"kmp.jsonl:2: not a valid `sample`"),
+        (b"[" * 100_000, r"kmp.jsonl:1: a record must be `object`"),
+        ((HEADER + '{"step": true}\n').encode(), r"kmp.jsonl:2: `step` must be `int`"),
+        ((HEADER + '{"step": 1, "sample": 5}\n{"step": 2}\n').encode(), r"kmp.jsonl:2: `sample` must be `object`"),
         ((HEADER + '{"step": 1}\n{"st\n{"step": 2}\n').encode(), r"kmp.jsonl:3: not a line of JSON"),
     ],
 )

@@ -119,7 +119,7 @@ def test_optimizer_follows_the_reference_rule_on_any_sequence(outcomes, growth_i
     optimizer.build(variables)
     reference = ReferenceRule(**arguments)
     for outcome in outcomes:
-        optimizer.apply(gradients(outcome, 1.0), variables)
+        optimizer.apply(gradients(outcome, 1.0), variables, unscaled=False)
         reference.step(outcome != GOOD)
     snapshot = optimizer.snapshot()
     assert (snapshot.loss_scale, snapshot.clean_steps, snapshot.overflows_in_a_row) == (
@@ -305,7 +305,7 @@ def test_any_nonfinite_gradient_of_a_variable_listed_twice_skips_the_step():
     variable = keras.Variable([1.0])
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     optimizer.build([variable])
-    optimizer.apply([ops.array([np.inf]), ops.array([1.0])], [variable, variable])
+    optimizer.apply([ops.array([np.inf]), ops.array([1.0])], [variable, variable], unscaled=False)
     np.testing.assert_array_equal(variable, [1.0])
 
 
@@ -322,7 +322,7 @@ def test_float16_variables_work_with_gradient_accumulation(run_step):
     variable = keras.Variable([1.0, 2.0], dtype="float16")
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5, gradient_accumulation_steps=2), initial_scale=4.0)
     optimizer.build([variable])
-    step = run_step(lambda g: optimizer.apply([g], [variable]))
+    step = run_step(lambda g: optimizer.apply([g], [variable], unscaled=False))
     for _ in range(2):
         step(tf.constant([4.0, 8.0], tf.float16))
     np.testing.assert_array_equal(variable, [0.5, 1.0])
@@ -384,10 +384,10 @@ def test_scale_grows_to_its_maximum_and_backs_off_again():
     optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**120, growth_interval=1)
     optimizer.build([variable])
     for _ in range(12):
-        optimizer.apply([ops.zeros((4,))], [variable])
+        optimizer.apply([ops.zeros((4,))], [variable], unscaled=False)
     assert optimizer.snapshot().loss_scale == 2.0**127
     for _ in range(5):
-        optimizer.apply([ops.full((4,), np.inf)], [variable])
+        optimizer.apply([ops.full((4,), np.inf)], [variable], unscaled=False)
     assert optimizer.snapshot().loss_scale == 2.0**122
     np.testing.assert_array_equal(variable, np.ones(4))
 

@@ -451,3 +451,43 @@ def test_save_writes_a_png_and_closes_the_figure(tmp_path):
 def test_path_of_a_run_is_an_error(name):
     with pytest.raises(TypeError, match="must be a kmp.records"):
         getattr(plots, name)("runs/first")
+
+
+@pytest.mark.parametrize(
+    "name", ["exponents_over_steps", "gradient_exponents", "loss_scale", "overflowing_variables", "what_if"]
+)
+def test_axes_of_another_type_are_an_error(name):
+    data = histogram() if name == "gradient_exponents" else FULL
+    with pytest.raises(TypeError, match=r"`ax` must be axes of matplotlib, or None for new ones. Received: ax=3"):
+        getattr(plots, name)(data, ax=3)
+
+
+def test_wrong_arguments_of_save_are_errors(tmp_path):
+    with pytest.raises(TypeError, match="`ax` must be axes of matplotlib.*Received: ax=3"):
+        plots.save(3, tmp_path / "figure.png")
+    with pytest.raises(TypeError, match="`path` must be the path of the PNG file. Received: path=3"):
+        plots.save(plots.gradient_exponents(histogram()), 3)
+
+
+def test_names_are_drawn_literally():
+    counts = {"$x_{$/kernel": 3, "a\x1b[2J\u202e": 2}
+    ax = plots.overflowing_variables(run_with_overflows(counts, {}))
+    ax.figure.canvas.draw()  # mathtext would raise
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["$x_{$/kernel", r"a\x1b[2J\u202e"]
+
+
+def test_figures_of_many_records_have_a_bounded_number_of_marks_and_cells():
+    rows = [{"step": step, "loss_scale": 8.0, "overflow_rate": 0.5} for step in range(1, 5001)]
+    ax = plots.loss_scale(Run(rows))
+    assert 1000 <= line(ax, "records with skipped steps").get_xdata().size <= 2000
+    drawn = plots.exponents_over_steps(Run([sample(step, nan=4, e0=4) for step in range(1, 2502)]))
+    assert mesh(drawn).get_array().shape[1] == 834
+    assert drawn.get_xlim() == (0.5, 2501.5)
+    assert np.unique(mesh(drawn).get_array().compressed()).tolist() == [0.5]
+    assert line(drawn, "sample with NaN or Inf (2501 of 2501)").get_xdata().size <= 1000
+
+
+def test_newest_record_of_a_repeated_step_is_drawn():
+    rows = [{"step": step, "loss_scale": scale} for step, scale in ((1, 2.0), (9, 4.0), (3, 8.0), (9, 16.0), (3, None))]
+    drawn = line(plots.loss_scale(Run(rows)), "loss scale")
+    assert (drawn.get_xdata().tolist(), drawn.get_ydata().tolist()) == ([1, 9], [2.0, 16.0])

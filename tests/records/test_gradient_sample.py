@@ -1,10 +1,12 @@
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kmp.records import BIN_COUNT, GradientSample
+from kmp.utils.names import matching_indices
 
 NAMES = ("net/first/kernel", "net/first/bias", "net/last/kernel")
 
@@ -88,3 +90,46 @@ def test_sample_with_inf_and_nan_round_trips_through_json():
     np.testing.assert_array_equal(loaded.amax, original.amax)
     np.testing.assert_array_equal(loaded.norm, [3.0, math.nan, math.nan])
     np.testing.assert_array_equal(loaded.updates, original.updates)
+
+
+def test_names_are_looked_up_in_a_dictionary():
+    assert "net/first/bias" in sample()
+    assert "net/first" not in sample()
+    assert "net/first" in sample().by_layer()
+    assert sample().select("net/last/*")["net/last/kernel"].total == 20
+
+
+def test_layers_whose_variables_are_apart_are_merged():
+    apart = replace(sample(), names=("net/first/kernel", "net/last/kernel", "net/first/bias"))
+    layers = apart.by_layer()
+    assert layers.names == ("net/first", "net/last")
+    np.testing.assert_allclose(layers.amax, [4.0, 8.0])
+    np.testing.assert_allclose(layers.norm, [math.hypot(3.0, 12.0), 4.0])
+    np.testing.assert_array_equal(layers.updates, [17, 4])
+    assert layers["net/first"].total == 13 + 20
+
+
+def test_sample_of_no_variable_has_no_layers():
+    empty = sample().select([])
+    assert (len(empty), len(empty.by_layer()), empty.histogram.total) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("patterns", [3, None, [3]])
+def test_patterns_that_are_no_strings_are_an_error(patterns):
+    with pytest.raises(TypeError, match=r"`patterns` must be a string or a list of strings. Received: patterns="):
+        sample().select(patterns)
+
+
+def test_messages_list_the_first_names_only():
+    names = [f"v{index}" for index in range(100)]
+    with pytest.raises(ValueError, match="The names are: v0, v1, .* v19 and 80 more$"):
+        matching_indices("dense", names)
+
+
+def test_names_in_messages_are_printable():
+    with pytest.raises(ValueError, match=r"The names are: a\\x1b\[2J"):
+        matching_indices("dense", ["a\x1b[2J"])
+
+
+def test_name_with_brackets_is_selected_as_it_is_and_as_a_pattern():
+    assert matching_indices("a[0]", ["a[0]", "a0", "a1"]) == [0, 1]

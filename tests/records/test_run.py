@@ -51,33 +51,6 @@ def test_scalars_are_the_numbers_except_the_step():
     assert dict(scalars({"step": 1, "a": 2, "b": 0.5, "c": {}, "d": None})) == {"a": 2.0, "b": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        ('{"step": 1}\n{"st', r"log.jsonl:2: not a line of JSON"),
-        ("[1]", "log.jsonl:1: a record must be a JSON object"),
-        ('{"loss": 1}', "integer `step`"),
-        ('{"kind": "header", "schema": 99}', "schema 99"),
-        ('{"step": 5, "overflow_count": "many"}', "jsonl:1: `overflow_count` must be a number. Received: 'many'"),
-        (
-            '{"step": 5, "overflow_origins_by_variable": [1]}',
-            "`overflow_origins_by_variable` must be an object of integers",
-        ),
-        ('{"step": 5, "loss_scale": 0.0}', "`loss_scale` must be above 0"),
-        ('{"step": 5, "sample": {"loss_scale": 0, "variables": {}}}', "`loss_scale` must be above 0"),
-        (
-            '{"kind": "header", "schema": 3, "settings": {"compute_dtypes": null}}',
-            "`settings` must be an object, and its `compute_dtypes` a list",
-        ),
-    ],
-)
-def test_foreign_or_truncated_log_raises_with_file_and_line(tmp_path, text, match):
-    file = tmp_path / "log.jsonl"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=match):
-        Run.load(file)
-
-
 def test_missing_log_raises_file_not_found_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         Run.load(tmp_path)
@@ -119,8 +92,50 @@ def test_load_run_ignores_a_truncated_last_line(tmp_path):
     assert load_run(tmp_path).rows == [{"step": 1}]
 
 
-def test_invalid_sample_raises_with_the_line(tmp_path):
-    file = tmp_path / "kmp.jsonl"
-    file.write_text(to_line({"schema": 3, "kind": "header"}) + '{"step": 1, "sample": {"loss_scale": 1}}\n')
-    with pytest.raises(ValueError, match=r"kmp.jsonl:2: not a valid `sample` \(KeyError"):
-        load_run(file)
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        ("runs/first", TypeError, "`rows` must be a list of records. Received: rows='runs/first'"),
+        ([3], TypeError, "`rows` must be records, dictionaries with a `step`. Received: rows=3"),
+        ([{"no": "step"}], ValueError, "`rows` must hold records with an integer `step`. Received: {'no': 'step'}"),
+        ([{"step": "1"}], ValueError, "Received: {'step': '1'}"),
+    ],
+)
+def test_rows_that_are_not_records_are_an_error(rows, error, message):
+    with pytest.raises(error, match=message):
+        Run(rows)
+
+
+def test_appended_record_without_a_step_is_an_error():
+    with pytest.raises(ValueError, match="`row` must hold records with an integer `step`"):
+        Run().append({"loss": 1.0})
+
+
+def test_log_that_is_no_path_is_an_error():
+    with pytest.raises(TypeError, match=r"`path` must be the path of a log, or of its `log_dir`. Received: path=3"):
+        load_run(3)
+
+
+def test_bytes_read_are_reported(tmp_path):
+    lines = [to_line({"schema": 3, "kind": "header"}), to_line({"step": 1}), to_line({"step": 2})]
+    (tmp_path / "kmp.jsonl").write_text("".join(lines))
+    read = []
+    Run.load(tmp_path, on_read=read.append)
+    assert read == list(map(len, lines))
+
+
+@pytest.mark.parametrize("path", ["folder", "missing/kmp.jsonl"])
+def test_folder_without_a_log_raises_file_not_found_error(tmp_path, path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FileNotFoundError, match="kmp.jsonl"):
+        load_run(tmp_path / path)
+
+
+def test_log_that_is_a_folder_raises(tmp_path):
+    (tmp_path / "kmp.jsonl").mkdir()
+    with pytest.raises(ValueError, match="kmp.jsonl: not a log of kmp .not a regular file"):
+        load_run(tmp_path)
+
+
+def test_repr_does_not_list_the_records():
+    assert repr(Run([{"step": 1}, {"step": 2}])) == "<Run: 2 records>"

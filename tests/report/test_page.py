@@ -1,4 +1,5 @@
 import functools
+import io
 import json
 import math
 import os
@@ -386,8 +387,96 @@ def test_missing_counts_are_distinguished_from_zero():
 
 
 def test_report_of_no_runs_is_an_error():
-    with pytest.raises(ValueError, match="`runs` must hold at least one run"):
+    with pytest.raises(ValueError, match="`runs` must be a dictionary of runs by name, at least one"):
         report.html({})
+
+
+@pytest.mark.parametrize("function", [report.html, report.summary, lambda runs: report.write(runs, "r.html")])
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        (3, "`runs` must be a dictionary of runs by name, at least one. Received: runs=3"),
+        ({1: Run()}, "`runs` must be a dictionary with strings as keys. Received: runs=1"),
+        ({"a": "runs/a"}, r"`runs\['a'\]` must be a kmp.records.Run, .* Received: runs\['a'\]='runs/a'"),
+    ],
+)
+def test_wrong_types_of_runs_are_errors(function, runs, message):
+    with pytest.raises(TypeError, match=message):
+        function(runs)
+
+
+@pytest.mark.parametrize("paths", ["runs/first", 3, [3]])
+def test_wrong_types_of_paths_are_errors(paths):
+    with pytest.raises(TypeError, match="`paths` must be a list of paths. Received: paths="):
+        report.load(paths)
+    with pytest.raises(TypeError, match="`path` must be the path of the HTML file. Received: path=3"):
+        report.write({"first": Run()}, 3)
+
+
+def test_control_characters_and_direction_marks_are_escaped_everywhere():
+    hostile, escaped = "m/\x1b[2J\u202e\u200b\n/kernel", r"m/\x1b[2J\u202e\u200b\n/kernel"
+    run = make_run(names=(hostile, "m/b/kernel"), skipped=200, model=hostile, compute_dtypes=["float16", hostile])
+    run.rows[-2] |= {"overflow_origin": hostile, "overflow_origins_by_variable": {hostile: 200}}
+    page = report.html({hostile: run, "other": run})
+    for text in (printed({hostile: run}), printed({hostile: run, "other": run}), str(kmp.advise(run)), page):
+        assert escaped.replace("/kernel", "") in text
+        assert all(line.isprintable() for line in text.splitlines())
+    assert "\u2028" not in page
+
+
+def test_loading_draws_a_progress_bar_on_a_terminal_only(tmp_path, capsys, monkeypatch):
+    paths = [write_log(tmp_path / name, make_run()) for name in ("a", "b")]
+    report.load(paths)
+    assert capsys.readouterr() == ("", "")
+    terminal = io.StringIO()
+    monkeypatch.setattr("kmp.report.page.Console", lambda stderr: Console(file=terminal, force_terminal=True))
+    report.load(paths)
+    size = sum((path / "kmp.jsonl").stat().st_size for path in paths) / 1000
+    assert "Loading" in terminal.getvalue()
+    assert f"{size:.1f}/{size:.1f} kB" in terminal.getvalue()
+
+
+def test_each_sample_is_parsed_once_for_the_advice_and_once_for_a_figure(monkeypatch):
+    run, parse, parsed = make_run(), GradientSample.from_dict, []
+    monkeypatch.setattr(GradientSample, "from_dict", lambda step, *args: parsed.append(step) or parse(step, *args))
+    report.html({"first": run})
+    newest = 2  # for the table, as the newest sample and as the newest that measured an update
+    assert sorted(parsed) == sorted([*range(50, 301, 50)] * 2 + [300] * newest)
+
+
+class Name(str):
+    """A name that counts how often it is compared or looked up."""
+
+    uses = 0
+
+    def __eq__(self, other):
+        Name.uses += 1
+        return str.__eq__(self, other)
+
+    def __hash__(self):
+        Name.uses += 1
+        return str.__hash__(self)
+
+
+def uses_of_names(variables):
+    names = tuple(Name(f"m/layer_{index}/kernel") for index in range(variables))
+    entry = sample(1).to_dict()["variables"]["m/first/kernel"]
+    zero = entry | {"zero": 9, "counts": [], "amax": 0.0}
+    entries = {name: zero if index < 0.9 * variables else entry for index, name in enumerate(names)}
+    rows = [{"step": step, "sample": {"loss_scale": 16.0, "variables": entries}} for step in (1, 2, 3)]
+    counts = dict.fromkeys(names, 1)
+    rows.append(
+        {"step": 3, "overflow_count": 0, "overflows_by_variable": counts, "overflow_origins_by_variable": counts}
+    )
+    Name.uses = 0
+    report.html({"first": Run(rows, header(float32_variables=list(names[: variables // 3])))})
+    return Name.uses
+
+
+def test_look_ups_of_names_grow_linearly(monkeypatch):
+    monkeypatch.setattr("kmp.report.figures._draw", lambda name, summary: "data:,")
+    few, many = uses_of_names(100), uses_of_names(1000)
+    assert 100 < few < many <= 11 * few
 
 
 def test_runs_are_named_after_their_folders(tmp_path):

@@ -1,0 +1,119 @@
+"""The types, ranges and sizes of the values in a log; `kmp.records` documents the keys."""
+
+from typing import Annotated, Literal, Required, TypedDict
+
+from msgspec import Meta
+
+from kmp.records.exponent_histogram import FIRST_EXPONENT, LAST_EXPONENT
+from kmp.utils import FLOAT32
+
+READABLE_SCHEMAS = (2, 3)
+EXPONENT_COUNT = LAST_EXPONENT - FIRST_EXPONENT + 1
+MOST_UNKNOWN_KEYS = 100  # in one log
+
+# Steps on the axis of a plot are float64, which has half steps below 2^52; matplotlib needs four bits more.
+Count = Annotated[int, Meta(ge=0, lt=2**48)]
+PositiveInteger = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+# The number of elements in 280 bins of 2^18 variables then fits int64.
+ElementCount = Annotated[int, Meta(ge=0, lt=2**36)]
+_MOST_VARIABLES = Meta(max_length=2**18)
+
+# Squares and ratios of these do not overflow float64, and no float32 computation exceeds them.
+Number = Annotated[float, Meta(ge=-1e100, le=1e100)]
+Norm = Annotated[float, Meta(ge=0, le=1e100)]
+Magnitude = Annotated[float, Meta(ge=0, le=FLOAT32.max)]
+LossScale = Annotated[float, Meta(ge=FLOAT32.smallest_subnormal, le=FLOAT32.max)]
+Text = Annotated[str, Meta(max_length=4096)]
+Texts = Annotated[list[Text], Meta(max_length=100)]
+CountByVariable = Annotated[dict[Text, Count], _MOST_VARIABLES]
+
+
+class BinCounts(TypedDict):
+    """Element counts by binary exponent, see `kmp.records.exponent_histogram.pack`."""
+
+    zero: ElementCount
+    inf: ElementCount
+    nan: ElementCount
+    first: Annotated[int, Meta(ge=FIRST_EXPONENT, le=LAST_EXPONENT)]
+    counts: Annotated[list[ElementCount], Meta(max_length=EXPONENT_COUNT)]
+
+
+class VariableStatistics(BinCounts, total=False):
+    """The gradient statistics of one variable."""
+
+    amax: Magnitude
+    norm: Norm
+    weight_norm: Norm
+    update_norm: Norm
+    updates: ElementCount
+    lost_updates: ElementCount
+    unscaled: BinCounts
+
+
+class Sample(TypedDict):
+    """The gradient statistics of one step."""
+
+    loss_scale: LossScale
+    variables: Annotated[dict[Text, VariableStatistics], _MOST_VARIABLES]
+
+
+class Record(TypedDict, total=False):
+    """A line of a log after the header, with the keys of both schemas."""
+
+    step: Required[Count]
+    loss_scale: LossScale | None
+    clean_steps: Count
+    overflow_count: Count
+    overflow_rate: Number | None
+    overflows_in_a_row: Count
+    nonfinite_loss_count: Count
+    nonfinite_losses_in_a_row: Count
+    overflows_by_variable: CountByVariable
+    overflow_origins_by_variable: CountByVariable
+    culprits_by_variable: CountByVariable
+    overflow_origin: Text | None
+    culprit: Text | None
+    last_loss: Number | None
+    highest_loss: Number | None
+    nonfinite_activation: Text | None
+    grad_zeros: Number | None
+    grad_norm: Norm | None
+    sample: Sample
+    reference: Sample
+
+
+class Settings(TypedDict, total=False):
+    """The settings of a run."""
+
+    rule: Text
+    loss_scale: LossScale
+    initial_scale: LossScale
+    min_scale: LossScale
+    max_scale: LossScale
+    growth_interval: PositiveInteger
+    growth_factor: Annotated[float, Meta(gt=1, le=FLOAT32.max)]
+    backoff_factor: Annotated[float, Meta(gt=0, lt=1)]
+    hysteresis: PositiveInteger
+    model: Text
+    optimizer: Text
+    compute_dtypes: Texts
+    float32_variables: Annotated[list[Text], _MOST_VARIABLES]
+    replicas: PositiveInteger
+    parameters: Count
+
+
+class Header(TypedDict, total=False):
+    """The first line of a log."""
+
+    schema: Required[Literal[2, 3]]
+    kind: Required[Literal["header"]]
+    started: Text
+    keras: Text
+    tensorflow: Text
+    numpy: Text
+    settings: Settings
+
+
+# The values of unknown keys that are kept: a later version may write them.
+UnknownNumber = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | float | None
+UnknownSetting = UnknownNumber | bool | Text | Texts
