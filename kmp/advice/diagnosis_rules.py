@@ -146,6 +146,18 @@ def _loss(metrics: RunMetrics) -> Finding | None:
     )
 
 
+def _not_scaled(metrics: RunMetrics) -> Finding | None:
+    if not metrics.is_unscaled or not metrics.is_float16:
+        return None
+    return Finding(
+        "not_scaled",
+        "The loss is not scaled: the training loop does not call `scale_loss`.",
+        f"in {_of_steps(metrics, metrics.unscaled_steps)} the loss was not multiplied by the loss scale: gradients of "
+        "magnitude 2^-25 or less underflow to zero",
+        "scaled_loss = optimizer.scale_loss(loss)  # inside the tape; differentiate scaled_loss",
+    )
+
+
 def _scale_too_large(metrics: RunMetrics) -> Finding | None:
     if not metrics.is_fixed or metrics.gradient_overflows <= _SKIPPED_BY_FIXED * metrics.steps or _backward(metrics):
         return None
@@ -164,7 +176,7 @@ def _scale_too_large(metrics: RunMetrics) -> Finding | None:
 
 
 def _scale_too_small(metrics: RunMetrics) -> Finding | None:
-    if not metrics.is_float16 or not metrics.finite_samples:
+    if not metrics.is_float16 or metrics.is_unscaled or not metrics.finite_samples:
         return None
     if metrics.gradient_overflows > _SKIPPED_BY_FIXED * metrics.steps:
         return None
@@ -210,7 +222,7 @@ def _underflow_evidence(metrics: RunMetrics) -> list[str]:
 
 def _range(metrics: RunMetrics) -> Finding | None:
     curve = metrics.curve
-    if not metrics.is_float16 or curve is None or not math.isfinite(metrics.headroom):
+    if not metrics.is_float16 or metrics.is_unscaled or curve is None or not math.isfinite(metrics.headroom):
         return None
     if metrics.subnormal_share > _MOST_SUBNORMAL and metrics.headroom < _SPARE_BITS:
         return _range_at_scale_in_use(metrics)
@@ -282,6 +294,7 @@ CAUSES: tuple[Callable[[RunMetrics], Finding | None], ...] = (
     _layer,
     _backward,
     _loss,
+    _not_scaled,
     _scale_too_large,
     _scale_too_small,
     _range,

@@ -11,8 +11,8 @@ class Finding:
     """One problem of a run. Control characters, direction marks and the like in its texts are escaped.
 
     Args:
-        cause: Short name of the cause: `"exploding"`, `"data"`, `"layer"`, `"loss"`, `"scale_too_large"`,
-            `"scale_too_small"`, `"range"`, `"growth_interval_too_small"` or `"initial_scale"`.
+        cause: Short name of the cause: `"exploding"`, `"data"`, `"layer"`, `"loss"`, `"not_scaled"`,
+            `"scale_too_large"`, `"scale_too_small"`, `"range"`, `"growth_interval_too_small"` or `"initial_scale"`.
         title: The problem, as a sentence.
         evidence: The records that show it, with numbers.
         change: A line of code to change.

@@ -7,7 +7,7 @@ from kmp.records import Snapshot
 
 
 class LossScaleLogger(OptimizerCallback):
-    """Logs the loss scale, as `loss_scale` in `logs`.
+    """Logs the loss scale, as `loss_scale` in `logs`; 1 if the training loop does not scale its loss.
 
     Does nothing for a model that needs no loss scale and is compiled without `kmp.LossScaleOptimizer`.
 
@@ -36,5 +36,6 @@ class LossScaleLogger(OptimizerCallback):
         return {"loss_scale": snapshot.loss_scale}
 
     def _record_of(self, snapshot: Snapshot) -> dict[str, Any] | None:
-        self._logged_values = self._initial_values(snapshot)
-        return {"step": snapshot.step, "loss_scale": snapshot.loss_scale, "clean_steps": snapshot.clean_steps}
+        is_unscaled = snapshot.unscaled_steps > self._last_snapshot.unscaled_steps
+        self._logged_values = {"loss_scale": 1.0 if is_unscaled else snapshot.loss_scale}
+        return {"step": snapshot.step} | self._logged_values | {"clean_steps": snapshot.clean_steps}

@@ -96,6 +96,8 @@ class OverflowCounter(OptimizerCallback):
             "overflows_by_variable": snapshot.overflows_by_variable,
             "overflow_origins_by_variable": snapshot.overflow_origins_by_variable,
         }
+        if snapshot.unscaled_steps:
+            details["unscaled_steps"] = snapshot.unscaled_steps
         nonfinite_losses = snapshot.nonfinite_loss_count - last.nonfinite_loss_count
         if skipped > nonfinite_losses:
             details["overflow_origin"] = snapshot.overflow_origin

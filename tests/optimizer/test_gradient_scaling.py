@@ -391,9 +391,14 @@ def test_train_step_without_scale_loss_trains_and_warns(enabled, arguments):
 
     model = Model()
     model.compile(keras.optimizers.SGD(0.5), "sparse_categorical_crossentropy", **{"jit_compile": False} | arguments)
+    callbacks = kmp.callbacks.defaults(every_n_steps=4)
     with pytest.warns(UserWarning, match=NEVER_SCALED):
-        history = model.fit(*small_data(), epochs=3, verbose=0).history["own_loss"]
-    assert history[-1] < 0.7 * history[0]
+        history = model.fit(*small_data(), epochs=3, verbose=0, callbacks=callbacks).history
+    assert history["own_loss"][-1] < 0.7 * history["own_loss"][0]
+    assert history["loss_scale"] == [1.0] * 3
+    run = callbacks[0].run
+    assert (run.last("unscaled_steps"), run.samples[-1].loss_scale) == (15, 1.0)
+    assert [finding.cause for finding in kmp.advise(run)] == ["not_scaled"]
     snapshot = model.optimizer.snapshot()
     assert (snapshot.step, snapshot.unscaled_steps) == (15, 15)
 
