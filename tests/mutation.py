@@ -6,9 +6,9 @@
 
 A mutant changes one expression or deletes one statement. `tests/mutants.json` holds those drawn from commit 63cdcde, so
 that they stay the same while the tests change. Each is found by its own lines, so it survives edits elsewhere in its
-file. A mutant gets the recorded tests that run its lines, the fastest first, then the other tests of those files, until
-one fails; that test then runs alone, because a test that depends on those before it detects nothing. `run` takes the
-files from git's index: `git add` first.
+file; those whose lines have changed since are listed, and `sample` draws new ones. A mutant gets the recorded tests
+that run its lines, the fastest first, then the other tests of those files, until one fails; that test then runs alone,
+because a test that depends on those before it detects nothing. `run` takes the files from git's index: `git add` first.
 """
 
 import argparse
@@ -111,12 +111,15 @@ def sample():
 
 
 def lines_of(mutant, source):
-    """Returns the numbers of the lines in a file that a mutant changes: the occurrence nearest to where it was."""
+    """Returns the numbers of the lines in a file that a mutant changes: the occurrence nearest to where it was.
+
+    `None` if the file has them no more.
+    """
     count = len(mutant["original"].splitlines())
     lines = source.splitlines(keepends=True)
     starts = [i for i in range(len(lines)) if "".join(lines[i : i + count]) == mutant["original"]]
     if not starts:
-        raise ValueError(f"{mutant['id']} is no longer in {mutant['file']}:\n{mutant['original']}")
+        return None
     start = min(starts, key=lambda i: abs(i + 1 - mutant["line"]))
     return range(start + 1, start + 1 + count)
 
@@ -241,8 +244,12 @@ def run_all(ids, jobs):
     prepared = []
     for mutant in mutants:
         if not ids or mutant["id"] in ids:
-            lines = lines_of(mutant, (ROOT / mutant["file"]).read_text(encoding="utf-8"))
-            prepared.append((mutant, lines, tests_for(mutant, lines, seconds, tests_by_line)))
+            path = ROOT / mutant["file"]
+            lines = lines_of(mutant, path.read_text(encoding="utf-8")) if path.exists() else None
+            if lines is None:
+                print(json.dumps({"id": mutant["id"], "outcome": "no longer in the code"}), flush=True)
+            else:
+                prepared.append((mutant, lines, tests_for(mutant, lines, seconds, tests_by_line)))
     with ThreadPoolExecutor(jobs) as pool:
         done = list(pool.map(lambda arguments: run(*arguments), prepared))
     print(f"{sum(each['outcome'] == 'killed' for each in done)} of {len(done)} mutants are killed")
