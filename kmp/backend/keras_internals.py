@@ -1,6 +1,7 @@
 """Keras' private attributes that kmp reads or sets, each with the reason why the public API is not enough."""
 
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +61,16 @@ def _variables_in(value: Any) -> Iterator[keras.Variable]:
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
     """Returns the arguments that a model was compiled with. The public `get_compile_config` has only their configs."""
     return model._compile_config.config
+
+
+def is_read_by_keras() -> bool:
+    """Whether Keras or TensorFlow reads the attribute whose getter calls this, to save, track or configure its object.
+
+    To save an object, Keras reads all attributes.
+    """
+    reader = sys._getframe(2).f_globals.get("__name__", "")
+    prefixes = ("tensorflow.", "keras.src.saving.", "keras.src.backend.", "keras.src.utils.")
+    return reader.startswith(prefixes) or reader == "keras.src.optimizers.loss_scale_optimizer"
 
 
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:

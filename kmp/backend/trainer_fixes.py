@@ -33,14 +33,9 @@ def losses_in_float32(original: property) -> property:
 
     @functools.wraps(read)
     def losses(self: keras.Layer) -> list[Any]:
-        return [_as_float32(loss) for loss in read(self)]
+        return [keras.ops.cast(loss, FLOAT32.name) for loss in read(self)]
 
     return property(losses, doc=original.__doc__)
-
-
-def _as_float32(loss: Any) -> Any:
-    """Returns a loss in float32; a number, which a regularizer may return, unchanged."""
-    return keras.ops.cast(loss, FLOAT32.name) if hasattr(loss, "dtype") else loss
 
 
 def needs_multi_worker_fixes(model: keras.Model | None = None) -> bool:

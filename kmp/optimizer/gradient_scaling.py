@@ -5,7 +5,6 @@ and where `unscale` divides by it. Eager tensors have no history: for them, the 
 """
 
 import enum
-import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
@@ -50,6 +49,8 @@ _AMBIGUOUS = (
 )
 _MIXED = "`apply` received some gradients that `unscale` returned and others. Pass all through `unscale`, or none."
 
+_calls_of_scale_loss = [0]  # of all optimizers
+
 
 class GradientScaling:
     """Decides for one optimizer how the gradients of a step are scaled. Issues each warning once.
@@ -61,8 +62,6 @@ class GradientScaling:
     """
 
     _instances: ClassVar["weakref.WeakSet[GradientScaling]"] = weakref.WeakSet()
-    _calls: ClassVar["itertools.count[int]"] = itertools.count(1)
-    _last_call: ClassVar[int] = 0  # of any optimizer's `scale_loss`
 
     def __init__(self, loss_monitor: LossMonitor, can_be_missing: bool) -> None:
         options = {"trainable": False, "autocast": False, "aggregation": "only_first_replica"}
@@ -75,7 +74,7 @@ class GradientScaling:
         self._returned: weakref.WeakValueDictionary[int, tf.Tensor] = weakref.WeakValueDictionary()
         self._is_unscaled_pending = self._has_traced_unscale = False
         self._graphs_without_scale: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
-        self._known_call = self._last_call
+        self._known_calls = _calls_of_scale_loss[0]
         self._instances.add(self)
 
     def build(self, scale_variable: Any) -> None:
@@ -84,7 +83,8 @@ class GradientScaling:
 
     def record_scale_loss(self) -> None:
         """Records that a loss is scaled: gradients from now on are those of a new loss."""
-        GradientScaling._last_call = self._known_call = next(self._calls)
+        _calls_of_scale_loss[0] += 1
+        self._known_calls = _calls_of_scale_loss[0]
         self._is_unscaled_pending = False
 
     def record_scale_read(self) -> None:
@@ -158,7 +158,9 @@ class GradientScaling:
             return Scaling.UNSCALED
         if self._loss_monitor.has_recorded:
             return Scaling.SCALED
-        if self._last_call != self._known_call:  # another optimizer has scaled a loss since this one was created
+        if (
+            _calls_of_scale_loss[0] != self._known_calls
+        ):  # another optimizer has scaled a loss since this one was created
             self._may_be_scaled = True
         is_missing = self._can_be_missing and not self._may_be_scaled
         return Scaling.NEVER_SCALED if is_missing else Scaling.UNKNOWN

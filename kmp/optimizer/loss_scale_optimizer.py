@@ -117,7 +117,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             "min_scale": min_scale,
             "max_scale": max_scale,
         }
-        validation.check_argument_names(kwargs, _ARGUMENTS, "kmp.LossScaleOptimizer")
+        misspelt = [name for name in kwargs if validation.suggestion(name, _ARGUMENTS)]  # Keras refuses others
+        validation.check_argument_names(misspelt, _ARGUMENTS, "kmp.LossScaleOptimizer")
         if "dynamic_growth_steps" in kwargs:
             settings["dynamic_growth_steps"] = kwargs.pop("dynamic_growth_steps")
         rule = make_rule(**settings)
@@ -169,13 +170,25 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def loss_scale(self) -> Any:
         """The loss scale that `scale_loss` multiplies by: scalar float32 tensor on the device."""
-        self.gradient_scaling.record_scale_read()
+        if not keras_internals.is_read_by_keras():
+            self.gradient_scaling.record_scale_read()
         return self._applied_scale()
+
+    @property
+    def initial_scale(self) -> float:
+        """The loss scale of the first step."""
+        if not keras_internals.is_read_by_keras():
+            self.gradient_scaling.record_scale_read()
+        return self._initial_scale
+
+    @initial_scale.setter
+    def initial_scale(self, value: float) -> None:  # in Keras' `__init__`
+        self._initial_scale = value
 
     @property
     def dynamic_scale(self) -> keras.Variable:
         """The variable that holds the loss scale, once the optimizer is built."""
-        if not user_messages.is_called_by_library():  # as it does to save the optimizer
+        if not keras_internals.is_read_by_keras():
             self.gradient_scaling.record_scale_read()
         return self.scale_variable
 

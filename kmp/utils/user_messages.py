@@ -29,11 +29,6 @@ def one_line(error: Exception) -> str:
     return textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
 
 
-def is_called_by_library() -> bool:
-    """Whether the function that calls this one is called by code of kmp, Keras or TensorFlow."""
-    return _is_library_frame(sys._getframe(2))
-
-
 @contextlib.contextmanager
 def naming_argument(argument: str, subject: str) -> Iterator[None]:
     """Converts any error raised in the context into a `ValueError` that names the argument.

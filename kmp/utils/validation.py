@@ -115,7 +115,7 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     if not isinstance(chosen, str):
         raise TypeError(message(name, value, expected))
     if chosen not in allowed:
-        raise ValueError(message(name, value, expected) + _suggestion(chosen, allowed, quote="'"))
+        raise ValueError(message(name, value, expected) + suggestion(chosen, allowed, quote="'"))
     return chosen
 
 
@@ -133,8 +133,8 @@ def check_argument_names(received: Iterable[str], known: Iterable[str], owner: s
     known = list(known)
     for name in received:
         if name not in known:
-            suggestion = _suggestion(name, known, quote="`") or f". The arguments are: {', '.join(known)}."
-            raise TypeError(f"`{name}` is not an argument of {owner}{suggestion}")
+            hint = suggestion(name, known) or f". The arguments are: {', '.join(known)}."
+            raise TypeError(f"`{name}` is not an argument of {owner}{hint}")
 
 
 def suggests_arguments(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -231,7 +231,8 @@ def model_path(name: str, value: Any) -> Path:
     return path
 
 
-def _suggestion(received: str, known: Iterable[str], quote: str) -> str:
+def suggestion(received: str, known: Iterable[str], quote: str = "`") -> str:
+    """Returns the end of a message that suggests the closest known name; empty if none is close."""
     closest = difflib.get_close_matches(received, known, n=1)
     return f". Did you mean {quote}{closest[0]}{quote}?" if closest else ""
 
