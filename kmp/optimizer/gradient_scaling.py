@@ -158,10 +158,8 @@ class GradientScaling:
             return Scaling.UNSCALED
         if self._loss_monitor.has_recorded:
             return Scaling.SCALED
-        if (
-            _calls_of_scale_loss[0] != self._known_calls
-        ):  # another optimizer has scaled a loss since this one was created
-            self._may_be_scaled = True
+        # Another optimizer may have scaled the loss, if it scaled any since this one was created.
+        self._may_be_scaled |= _calls_of_scale_loss[0] != self._known_calls
         is_missing = self._can_be_missing and not self._may_be_scaled
         return Scaling.NEVER_SCALED if is_missing else Scaling.UNKNOWN
 
