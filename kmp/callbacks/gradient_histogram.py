@@ -116,9 +116,9 @@ class GradientHistogram(OptimizerCallback):
     def _end_batch(self, batch: int) -> None:
         self._samples_next_step = False
         super()._end_batch(batch)
-        if self._update_watch.is_armed:
+        if self._update_watch.is_armed and self._batches_since_read:  # not read above, because the step was estimated
             self.read()
-            self._update_watch.disarm()
+        self._update_watch.disarm()
         if self._is_reference_due:
             self._measure_reference()
 

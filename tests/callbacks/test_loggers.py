@@ -453,3 +453,13 @@ def test_copied_or_unpickled_callbacks_work_together(copied, monkeypatch):
     assert len(written) == 1
     assert written[0].last("overflows_in_a_row") == 100  # the loggers read once more before the error
     assert originals[0].run.rows == []
+
+
+def test_records_are_in_order_after_a_skipped_first_step(enabled):
+    x, y = small_data()
+    x[0] = np.nan
+    callbacks = kmp.callbacks.defaults(every_n_steps=5)
+    compiled_model().fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
+    run = callbacks[0].run
+    assert [row["step"] for row in run.rows] == [step for step in (1, 5, 10, 15, 20) for _ in range(3)]
+    assert [bool(np.isnan(sample.update_norm).all()) for sample in run.samples] == [True, False, True, True, True]
