@@ -45,6 +45,6 @@ def nightly(session: nox.Session) -> None:
     session.install("-e", PACKAGE, "tensorflow-cpu==2.21.0")
     # Both packages install the folder `keras`, so uninstall `keras` and install the nightly last.
     session.run_install("python", "-m", "pip", "uninstall", "--yes", "keras")
-    session.install("--pre", "--no-deps", "keras-nightly")
+    session.install("--pre", "--no-deps", "--force-reinstall", "keras-nightly")
     session.run("python", "-c", "import keras; assert 'dev' in keras.__version__, keras.__version__")
     run_tests(session)
