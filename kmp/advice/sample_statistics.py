@@ -1,5 +1,6 @@
 """Statistics of sampled gradients, without the 280 counts of each variable: a run may have thousands of samples."""
 
+import itertools
 import math
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
@@ -96,17 +97,18 @@ def statistics_of(sample: GradientSample, float32_variables: AbstractSet[str] = 
     float16 does not affect these. If all layers compute in float32, all variables are kept: the result then shows what
     float16 would lose.
     """
-    without_float32 = sample.without(float32_variables)
-    kept = without_float32 if len(without_float32) else sample
+    kept = np.array([name not in float32_variables for name in sample.names], bool)
+    kept = kept if kept.any() else ~kept
+    unscaled = None if sample.unscaled_counts is None else kept @ sample.unscaled_counts
     return SampleStatistics(
         sample.step,
         sample.loss_scale,
-        kept.names,
-        kept.histogram,
-        kept.amax,
-        kept.counts.sum(1),
-        kept.counts[:, ZERO_BIN].copy(),  # a view would keep all counts in memory
-        kept.counts[:, ZERO_BIN + 1 : _FIRST_NORMAL_BIN].sum(1),
+        tuple(itertools.compress(sample.names, kept)),
+        ExponentHistogram(kept @ sample.counts, sample.step, sample.loss_scale, unscaled),
+        sample.amax[kept],
+        sample.counts.sum(1)[kept],
+        sample.counts[:, ZERO_BIN][kept],
+        sample.counts[:, ZERO_BIN + 1 : _FIRST_NORMAL_BIN].sum(1)[kept],
         _update_ratio(sample),
     )
 

@@ -40,7 +40,7 @@ def functions_by_reference() -> Iterator[dict[str, Function]]:
         def get_registered_name(value: Any) -> str:
             name = original(value)
             is_unregistered = isinstance(value, FunctionType) and name == value.__name__
-            return reference(value) if is_unregistered and not value.__module__.startswith("keras.") else name
+            return reference(value) if is_unregistered and not (value.__module__ or "").startswith("keras.") else name
 
         return get_registered_name
 

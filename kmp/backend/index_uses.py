@@ -6,7 +6,7 @@ of the operations are those that Keras and TensorFlow create for `Embedding`, `t
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kmp.backend import tensorflow_internals
 from kmp.backend.layer_traversal import direct_sublayers
 from kmp.utils import BFLOAT16, FLOAT16, FloatFormat
 
@@ -94,8 +95,13 @@ class _Value:
         return _Value(tensor, narrowest, self.was_integer or tensor.dtype.is_integer)
 
 
-def uses_of(tensor: tf.Tensor) -> InputUses:
-    """Returns the uses of a tensor in its graph. Does not follow it into control flow and called functions."""
+def uses_of(tensor: tf.Tensor, outputs: Sequence[tf.Tensor] = ()) -> InputUses:
+    """Returns the uses of a tensor in its graph. Does not follow it into control flow and called functions.
+
+    Args:
+        tensor: The tensor.
+        outputs: Tensors whose floats are used outside the graph.
+    """
     indices: dict[str, IndexUse] = {}
     float_operations: dict[str, None] = {}
     pending, seen = [replace(_Value(tensor).moved_to(tensor), was_integer=False)], set()
@@ -105,6 +111,8 @@ def uses_of(tensor: tf.Tensor) -> InputUses:
         if key in seen:
             continue
         seen.add(key)
+        if not value.was_integer and any(value.tensor is output for output in outputs):
+            float_operations[value.tensor.name] = None
         for operation in value.tensor.consumers():
             if _is_index(operation, value.tensor):
                 use = IndexUse(operation.name, value.tensor, _rows(operation), value.rounded_to)
@@ -121,16 +129,17 @@ def traced_uses(layer: keras.Layer, inputs: Any) -> list[InputUses] | None:
     """Returns the uses of each input of a built layer or model, in the order of `keras.tree.flatten`.
 
     Args:
-        layer: The layer, which is traced in inference mode. Its state does not change.
+        layer: The layer, which is traced in inference and training mode. Its state does not change.
         inputs: A structure of tensors, arrays or symbolic tensors, of which only shapes and dtypes are used.
 
     Returns:
         The uses; `None` if the layer cannot be traced.
     """
     try:
-        return _trace(layer, inputs)[0]
+        inference, training = (_trace(layer, inputs, mode)[0] for mode in (False, True))
     except Exception:  # custom code may raise anything
         return None
+    return [_with_float_uses(*uses) for uses in zip(inference, training, strict=True)]
 
 
 def index_values(layer: keras.Layer, inputs: Any) -> list[tuple[str, np.ndarray]]:
@@ -140,7 +149,7 @@ def index_values(layer: keras.Layer, inputs: Any) -> list[tuple[str, np.ndarray]
     """
     try:
         tensors = keras.tree.map_structure(tf.convert_to_tensor, inputs)
-        found, index_function = _trace(layer, tensors)
+        found, index_function = _trace(layer, tensors, training=False)
         values = index_function(tensors)
     except Exception:  # custom code may raise anything
         return []
@@ -150,7 +159,7 @@ def index_values(layer: keras.Layer, inputs: Any) -> list[tuple[str, np.ndarray]
 def layer_path(model: keras.Layer, operation: str) -> str:
     """Returns the path, below the model, of the layer that creates an operation; empty for the model itself.
 
-    Keras opens a name scope named after the layer in `__call__`. It is the second one, which TensorFlow numbers.
+    Keras opens a name scope named after the layer in `__call__`. TensorFlow appends a number to a repeated one.
     """
     names, layer = [], model
     for scope in operation.split("/")[:-1]:
@@ -162,19 +171,23 @@ def layer_path(model: keras.Layer, operation: str) -> str:
     return "/".join(names)
 
 
-def _trace(layer: keras.Layer, inputs: Any) -> tuple[list[InputUses], Any]:
+def _trace(layer: keras.Layer, inputs: Any, training: bool) -> tuple[list[InputUses], Any]:
     """Returns the uses of each input, and a concrete function that returns the indices for a batch."""
     found: list[InputUses] = []
 
     @tf.function(autograph=False)
     def indices_of(inputs: Any) -> list[tf.Tensor]:
         with keras.StatelessScope():  # no updates of variables, no added losses
-            layer(inputs, training=False)
-        found[:] = map(uses_of, keras.tree.flatten(inputs))
+            outputs = layer(inputs, training=training)
+        found[:] = [uses_of(tensor, keras.tree.flatten(outputs)) for tensor in keras.tree.flatten(inputs)]
         return [use.indices for use in _index_uses(found)]
 
     specs = keras.tree.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), inputs)
     return found, indices_of.get_concrete_function(specs)
+
+
+def _with_float_uses(uses: InputUses, others: InputUses) -> InputUses:
+    return replace(uses, float_operations=(*uses.float_operations, *others.float_operations))
 
 
 def _index_uses(found: list[InputUses]) -> list[IndexUse]:
@@ -204,9 +217,12 @@ def _is_index(operation: tf.Operation, tensor: tf.Tensor) -> bool:
 def _rows(operation: tf.Operation) -> float:
     if operation.type in _INTEGER_FUNCTIONS:
         return math.inf
-    table, argument = operation.inputs[0].shape, operation.inputs[1]
+    handle_shapes = tensorflow_internals.shapes_held_by(operation.inputs[0])
+    table, argument = next(iter(handle_shapes), operation.inputs[0].shape), operation.inputs[1]
     if operation.type in ("OneHot", "DenseBincount"):
         return _static_value(argument)
+    if operation.type == "ResourceGather" and table.rank:
+        return table[0] or 0
     if operation.type == "GatherV2" and table.rank:
         return table[_static_value(operation.inputs[2])] or 0
     if operation.type == "GatherNd" and table.rank and argument.shape.rank:
@@ -215,6 +231,7 @@ def _rows(operation: tf.Operation) -> float:
 
 
 def _static_value(tensor: tf.Tensor) -> int:
-    """Returns a constant, or the constant that an operation like `Minimum` limits a scalar to; 0 if there is none."""
-    constants = [tf.get_static_value(candidate) for candidate in (tensor, *tensor.op.inputs)]
-    return next((int(constant) for constant in constants if constant is not None), 0)
+    """Returns an integer constant, or the one that bounds a scalar; 0 if there is none."""
+    bounds = tensor.op.inputs if tensor.op.type in ("Minimum", "Maximum") else ()
+    constants = [tf.get_static_value(candidate) for candidate in (tensor, *bounds)]
+    return next((int(value) for value in constants if value is not None and value.ndim == 0), 0)

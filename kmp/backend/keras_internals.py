@@ -1,5 +1,7 @@
 """Keras' private attributes that kmp reads or sets, each with the reason why the public API is not enough."""
 
+import contextlib
+import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,15 @@ def calls_of(operation: keras.Operation) -> list[Any]:
     The public `input` and `output` are those of the first call only.
     """
     return list(operation._inbound_nodes)
+
+
+def graph_tensors(model: keras.Model, name: str) -> list[keras.KerasTensor]:
+    """Returns the `"inputs"` or `"outputs"` of a functional or Sequential model, in order; none for other models.
+
+    A subclassed model has no such attributes, or its own with other values.
+    """
+    tensors = keras.tree.flatten(getattr(model, name, None) or [])
+    return tensors if all(isinstance(tensor, keras.KerasTensor) for tensor in tensors) else []
 
 
 def producer_of(tensor: keras.KerasTensor) -> keras.Operation:
@@ -71,6 +82,21 @@ def is_read_by_keras() -> bool:
     reader = sys._getframe(2).f_globals.get("__name__", "")
     prefixes = ("tensorflow.", "keras.src.saving.", "keras.src.backend.", "keras.src.utils.")
     return reader.startswith(prefixes) or reader == "keras.src.optimizers.loss_scale_optimizer"
+
+
+@contextlib.contextmanager
+def layer_names_restored() -> Iterator[None]:
+    """Restores the numbers that Keras gives to unnamed layers. No public function reads them."""
+    state = importlib.import_module("keras.src.backend.common.global_state")
+    numbers = state.get_global_attribute("object_name_uids")
+    before = dict(numbers or {})
+    try:
+        yield
+    finally:
+        numbers = state.get_global_attribute("object_name_uids")
+        if numbers is not None:
+            numbers.clear()
+            numbers.update(before)
 
 
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:

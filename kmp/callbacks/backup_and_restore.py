@@ -4,7 +4,6 @@ import errno
 import json
 import logging
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +55,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     the callback warns and keeps the last backup, and training continues.
 
     A backup is created in host memory before it is written: that takes as many bytes as the file, which are those of
-    the weights and the optimizer's variables, plus some kilobytes per layer. During training, the kernel locks
-    `backup_dir` for the process, so that an independent training cannot replace its files. Some network file systems
-    have no such locks; there, give each training its own folder.
+    the weights and the optimizer's variables, plus some kilobytes per layer. During training, the operating system
+    locks `backup_dir` for the process, so that an independent training cannot replace its files. Some network file
+    systems have no such locks; there, give each training its own folder.
 
     As with Keras' callback, training does not resume within an epoch: with an integer `save_freq`, the weights are from
     within the epoch, and the epoch starts again from its first batch. The state of other callbacks is not saved, such
@@ -201,8 +200,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             if self.double_checkpoint:
                 for path, previous in zip(self._latest, self._previous, strict=True):
                     if path.exists():
-                        with path.open("rb") as file, atomic_files.atomic_write(previous) as copy:
-                            shutil.copyfileobj(file, copy)
+                        atomic_files.atomic_copy(path, previous)
             save_atomically(self.model, self._latest[0])
             atomic_files.write_json(self._latest[1], {"epoch": self._epochs, "batch": self._batches})
         except (OSError, MemoryError) as error:

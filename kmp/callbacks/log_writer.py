@@ -95,7 +95,7 @@ class LogWriter:
         Raises:
             ValueError: If the folder has a log that is not kmp's, or that of another optimizer in the same training.
         """
-        folder = folder.absolute()
+        folder = folder.resolve()  # two paths to one folder have one writer
         for stale in [writer for writer in cls._open.values() if writer._optimizer() is None]:
             stale._close_files()
         writer = cls._open.get(folder)

@@ -61,6 +61,8 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
         return self.monitor.optimizer_of(self.model)
 
     def on_train_begin(self, logs: Logs = None) -> None:
+        self.monitor.close()  # an interrupted training leaves the log open and its folder locked
+        self._folder_lock = None
         self._is_active = self.monitor.has_optimizer(self.model, type(self).__name__)
         if self._is_active:
             self._prepare_training()

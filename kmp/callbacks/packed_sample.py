@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 from typing import Any
 
 
@@ -24,6 +24,9 @@ class PackedSample(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._unpacked())
+
+    def items(self) -> ItemsView[str, Any]:
+        return self._unpacked().items()
 
     def __repr__(self) -> str:
         return repr(self._unpacked())

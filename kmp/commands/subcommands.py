@@ -17,7 +17,7 @@ import keras
 from rich.console import Console
 
 from kmp import conversion
-from kmp.utils import atomic_files, printable
+from kmp.utils import atomic_files, printable, user_messages
 
 
 class InputError(Exception):
@@ -36,7 +36,7 @@ def run(parsed: argparse.Namespace) -> int:
     try:
         _COMMANDS[parsed.command](parsed, Console())
     except (OSError, ImportError, InputError) as error:
-        print(f"kmp: {_message(error)}", file=sys.stderr)
+        print(f"kmp: {printable(_message(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("kmp: interrupted", file=sys.stderr)
@@ -87,7 +87,7 @@ def _audit(parsed: argparse.Namespace, console: Console) -> None:
         if parsed.modules:
             sys.path.insert(0, "")  # as `python -m` does: a console script cannot import from the current folder
         for name in parsed.modules:
-            importlib.import_module(name)
+            _import_module(name)
     except ImportError as error:
         raise InputError(str(error)) from error
     if not parsed.file.is_file():
@@ -108,6 +108,17 @@ def _audit(parsed: argparse.Namespace, console: Console) -> None:
         atomic_files.write_json(parsed.json, audit.to_dict())
 
 
+def _import_module(name: str) -> None:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise InputError(f"--import: must be the name of a module, such as `my_layers`, received {name!r}")
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        raise
+    except Exception as error:  # the module's code may raise anything
+        raise InputError(f"--import {name}: {type(error).__name__}: {user_messages.one_line(error)}") from error
+
+
 def _check_format(path: Path) -> None:
     """Checks that a `.keras` file is an archive with a config: Keras reports another file as not found."""
     if path.suffix != ".keras":
@@ -119,7 +130,7 @@ def _check_format(path: Path) -> None:
         raise InputError(f"{path} is not a valid .keras file: it has no config.json") from error
     except ValueError as error:
         raise InputError(f"{path} is not a valid .keras file: its config.json is not JSON") from error
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:
         raise InputError(f"{path} is not a valid .keras file: it is not a zip archive, or a corrupt one") from error
 
 

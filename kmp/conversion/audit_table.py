@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kmp.conversion.audit_row import Row
-from kmp.utils import FLOAT32
+from kmp.utils import FLOAT32, printable
 
 _WIDTH = 120  # characters, outside a terminal
 
@@ -17,13 +17,13 @@ def render(model_name: str, rows: Sequence[Row], conversion_error: str, notes: S
     """Returns the table of layers and operations, a summary, notes, the sources, and the dimensions to pad."""
     sources = list(dict.fromkeys(row.source for row in rows if row.reason and row.source))
     summary = (
-        Text(f"kmp.convert cannot convert this model. {conversion_error}", "red")
+        _text(f"kmp.convert cannot convert this model. {conversion_error}", "red")
         if conversion_error
-        else Text(_summary(rows))
+        else _text(_summary(rows))
     )
-    renderables: list[RenderableType] = [_table(model_name, rows, sources), summary, *map(Text, notes)]
+    renderables: list[RenderableType] = [_table(model_name, rows, sources), summary, *map(_text, notes)]
     renderables += [Text(f"[{number}] {source}") for number, source in enumerate(sources, 1)]
-    unaligned = [f"  {row.path}: {', '.join(row.tensor_cores)}" for row in rows if row.tensor_cores]
+    unaligned = [f"  {printable(row.path)}: {', '.join(row.tensor_cores)}" for row in rows if row.tensor_cores]
     if unaligned:
         renderables.append(
             Text(
@@ -54,7 +54,9 @@ def as_html(audit: RenderableType) -> str:
 
 def _table(model_name: str, rows: Sequence[Row], sources: list[str]) -> Table:
     has_batch = any(row.amax is not None for row in rows)
-    table = Table(title=f"{model_name}: now and after kmp.convert", title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        title=_text(f"{model_name}: now and after kmp.convert"), title_justify="left", box=None, pad_edge=False
+    )
     table.add_column("layer", overflow="fold", min_width=12)
     table.add_column("class", overflow="fold")
     table.add_column("now", no_wrap=True)
@@ -73,7 +75,11 @@ def _cells(row: Row, has_batch: bool, sources: list[str]) -> list[Text]:
     cells = [row.path, row.class_name, "/".join(dtypes), row.planned_dtype]
     if has_batch:
         cells += [_amax(row), _relative_error(row)]
-    return [Text(cell) for cell in (*cells, reason)]
+    return [_text(cell) for cell in (*cells, reason)]
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text(printable(text), style)  # a model from a file may have any names
 
 
 def _style(row: Row) -> str:

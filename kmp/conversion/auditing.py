@@ -110,7 +110,8 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     plan = make_plan(model, policy)
     if batch is not None and is_quantized(model):
         raise ValueError(f"{model.name!r} is quantized and has no float32 version to compare with: omit `batch`.")
-    reference, candidate, conversion_error = _variants(model, plan, batch)
+    with keras_internals.layer_names_restored():
+        reference, candidate, conversion_error = _variants(model, plan, batch)
     keeps_dtypes = computes_in_16_bits(model) or is_quantized(model) or bool(conversion_error)
     statistics = _compare(model, reference, candidate, batch) if batch is not None else {}
     parts = parts_of(model)

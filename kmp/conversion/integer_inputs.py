@@ -140,7 +140,8 @@ def _graphs(model: keras.Model) -> list[keras.Model]:
     """Returns the model and the models inside it that have known inputs, if they may use these as an index."""
     if not rounded_indices.may_use_indices(model):
         return []
-    return [layer for layer in sublayers(model) if isinstance(layer, keras.Model) and getattr(layer, "inputs", None)]
+    models = [layer for layer in sublayers(model) if isinstance(layer, keras.Model)]
+    return [inner for inner in models if keras_internals.graph_tensors(inner, "inputs")]
 
 
 def _input_uses(graph: keras.Model) -> list[tuple[keras.Layer, index_uses.InputUses]]:

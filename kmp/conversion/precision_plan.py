@@ -231,7 +231,7 @@ def _predicate_of(selector: Selector) -> Callable[[Part], bool]:
 
 def output_operations(model: keras.Model) -> Iterable[keras.Operation]:
     """Yields the operations that produce a model's outputs; none for a subclassed model, which Keras does not trace."""
-    for tensor in keras.tree.flatten(getattr(model, "outputs", None) or []):
+    for tensor in keras_internals.graph_tensors(model, "outputs"):
         operation = keras_internals.producer_of(tensor)
         nested = list(output_operations(operation)) if isinstance(operation, keras.Model) else []
         yield from nested or [operation]
@@ -242,8 +242,7 @@ def _add_followers(model: keras.Model, parts: list[Part], rules: dict[str, OpRul
 
     So nothing is rounded to float16 between two float32 layers, or before the first one.
     """
-    tensors = keras.tree.flatten(getattr(model, "inputs", None) or [])
-    inputs = {id(keras_internals.producer_of(tensor)) for tensor in tensors}
+    inputs = {id(keras_internals.producer_of(tensor)) for tensor in keras_internals.graph_tensors(model, "inputs")}
     float32_ids = inputs | {id(part.operation) for part in parts if part.path in float32}
 
     def is_float32(source: keras.Operation) -> bool:

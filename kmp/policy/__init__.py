@@ -1,4 +1,4 @@
-"""`enable`, `disable`, `wrap` and `guard`. Only this package changes Keras' global state and patches its trainer."""
+"""`enable`, `disable`, `wrap` and `guard`. Only this package keeps patches of Keras in place."""
 
 from kmp.policy import rounded_indices, skipped_step_rollback
 from kmp.policy.enabling import POLICIES, Handle, disable, enable, graph_rewrite

@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from kmp.backend import computes_in_16_bits, index_uses, is_keras_class, keras_internals, sublayers
+from kmp.utils import DTYPES_16_BIT
 
 _INDEXING = (
     keras.layers.CategoryEncoding,
@@ -35,8 +36,20 @@ _DECLARE_INNER_INPUT = "Declare each keras.Input that it passes through with dty
 
 
 def may_use_indices(model: keras.Model) -> bool:
-    """Whether a model has custom code, or a layer of Keras that uses its input as an index."""
-    return any(not is_keras_class(type(layer)) or isinstance(layer, _INDEXING) for layer in sublayers(model))
+    """Whether a model may round indices: it has custom code, or layers between an input and a layer that indexes."""
+    return any(
+        not is_keras_class(type(layer)) or (isinstance(layer, _INDEXING) and not _reads_float32_inputs(layer))
+        for layer in sublayers(model)
+    )
+
+
+def _reads_float32_inputs(layer: keras.Layer) -> bool:
+    """Whether all arguments of a layer are inputs of the model that are not in 16 bits, which Keras does not cast."""
+    producers = [
+        keras_internals.producer_of(tensor) for call in keras_internals.calls_of(layer) for tensor in call.input_tensors
+    ]
+    are_inputs = [isinstance(each, keras.layers.InputLayer) and each.dtype not in DTYPES_16_BIT for each in producers]
+    return bool(are_inputs) and all(are_inputs)
 
 
 def rounding_in_step(model: keras.Model, data: Any) -> str:
@@ -50,9 +63,19 @@ def rounding_in_step(model: keras.Model, data: Any) -> str:
     if not (computes_in_16_bits(model) and may_use_indices(model)):
         return ""
     try:
+        return _rounding(model, data)
+    except Exception:  # custom code may hold anything, and a hint must not end the training
+        return ""
+
+
+def _rounding(model: keras.Model, data: Any) -> str:
+    try:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     except ValueError:  # the batch of a custom `train_step`
         x = data
+    names = [keras_internals.producer_of(tensor).name for tensor in keras_internals.graph_tensors(model, "inputs")]
+    if isinstance(x, dict) and set(names) <= set(x):  # Keras selects by name
+        x = [x[name] for name in names] if not tf.executing_eagerly() else {name: x[name] for name in names}
     if tf.executing_eagerly():
         uses = index_uses.traced_uses(model, x) or []
     else:
@@ -70,7 +93,7 @@ def describe(
         uses: The uses of each of its inputs.
         path_of: Takes the path of a layer below the model, and returns the path to show.
     """
-    inputs = getattr(model, "inputs", None) or []  # none for a subclassed model
+    inputs = keras_internals.graph_tensors(model, "inputs")
     inputs = inputs if len(inputs) == len(uses) else [None] * len(uses)
     return [
         _description(model, tensor, used, places_of(model, used.rounded, path_of))

@@ -34,13 +34,14 @@ done, including skipped ones) and some of these keys:
   and, if the loss scale is not a power of two, `unscaled`: `zero` to `counts` of the gradient without the loss scale.
 - `reference`: same as `sample`, of a float32 pass over the batch passed to `kmp.callbacks.GradientHistogram`.
 
-Non-finite numbers are written as null.
+Non-finite numbers are written as null. While a training holds its records in memory, `sample` and `reference` are
+compressed mappings: `dict(row["sample"].items())` is the object.
 
 A log is validated when it is loaded: the types of all values, their ranges (steps and counts are below 2^48, element
 counts below 2^36, loss scales positive float32 numbers, other numbers at most 1e100), the lengths of strings (4,096
 characters), and the number of variables (262,144). Keys that this version does not know, which a later one may write,
 are kept if the key is an identifier and its value a number or null (in the header and its settings, also a string or a
-list of strings); their other values are dropped. A log may have 100 of them.
+list of strings); their other values are dropped. A log may have 100 such keys.
 """
 
 from kmp.records.batch_parts import BATCH_PARTS as BATCH_PARTS

@@ -109,8 +109,9 @@ class GradientSample:
             TypeError: If `patterns` is neither a string nor several.
             ValueError: If a pattern matches no name.
         """
-        several = [patterns] if isinstance(patterns, str) else patterns
-        if not isinstance(several, Iterable) or not all(isinstance(pattern, str) for pattern in several):
+        is_several = isinstance(patterns, Iterable) and not isinstance(patterns, str)
+        several: list[Any] = list(patterns) if is_several else [patterns]
+        if not all(isinstance(pattern, str) for pattern in several):
             raise TypeError(validation.message("patterns", patterns, "a string or a list of strings"))
         return self._at(matching_indices(several, self.names))
 

@@ -115,7 +115,8 @@ def upgraded(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def sample_of(row: Mapping[str, Any], key: str) -> GradientSample:
     """Returns the `sample` or `reference` of a record."""
-    return GradientSample.from_dict(row["step"], float(row[key]["loss_scale"]), row[key]["variables"])
+    sample = dict(row[key].items())  # one look-up: a training in progress holds its samples compressed
+    return GradientSample.from_dict(row["step"], float(sample["loss_scale"]), sample["variables"])
 
 
 def is_truncated_header(line: bytes) -> bool:

@@ -39,7 +39,9 @@ def explanation(error: Exception, line: bytes) -> str:
 def _of_invalid_value(message: str, line: bytes) -> str:
     """Rewrites a message of msgspec, such as "Expected `int`, got `str` - at `$.step`"."""
     problem, _, path = message.partition(" - at ")
-    key = path.replace("$.", "").replace("`key` in", "a name in").strip("`").replace("$", "")
+    if path.startswith("`key` in "):
+        return f"a name in {path.removeprefix('`key` in ').replace('$.', '')}: {problem}"
+    key = path.replace("$.", "").strip("`").replace("$", "")
     expected, _, found = problem.removeprefix("Expected ").partition(", got ")
     received = _received(path, line)
     found = _short(received) if received is not _MISSING else found

@@ -39,18 +39,41 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            if os.name == "nt":  # it cannot replace a file by an open one
-                file.close()
-            partial.replace(path)  # before the file is closed and its lock released
+            try:
+                partial.replace(path)  # before the file is closed and its lock released
+            except OSError as error:
+                if error.errno not in _IN_USE:
+                    raise
+                file.close()  # Windows and some shared folders do not rename an open file
+                partial.replace(path)
         _sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 
 
+def atomic_copy(source: Path, path: Path) -> None:
+    """Makes `path` a copy of a file that is only replaced as a whole, never changed. Replaces `path` atomically.
+
+    Both are the same file on the disk where the file system supports that, so nothing is written.
+    """
+    partial = _partial_path(path)
+    try:
+        partial.hardlink_to(source)
+    except OSError:
+        with source.open("rb") as file, atomic_write(path) as copy:
+            shutil.copyfileobj(file, copy)
+        return
+    try:
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # still there if both were the same file before
+    _sync_folder(path.parent)
+
+
 def remove_leftovers(path: Path) -> None:
     """Removes the temporary files of atomic writes to `path` that killed processes did not finish."""
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.partial")
-    with contextlib.suppress(OSError):  # what cannot be read or removed is not this process' to remove
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.partial")
+    with contextlib.suppress(OSError):  # another user's file
         for candidate in [entry for entry in path.parent.iterdir() if pattern.fullmatch(entry.name)]:
             _remove_unlocked(candidate)
 
@@ -58,13 +81,17 @@ def remove_leftovers(path: Path) -> None:
 def _create_partial(path: Path) -> tuple[BinaryIO, Path]:
     """Creates a temporary file for `path`, locked so that no other process takes it for a leftover."""
     for _ in range(_MAX_ATTEMPTS):
-        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+        partial = _partial_path(path)
         file = partial.open("xb")
         if file_locks.try_lock(file.fileno()) is not False and partial.exists():
             return file, partial
         file.close()  # another process removes it, as it was not locked yet
         partial.unlink(missing_ok=True)
-    raise OSError(errno.EAGAIN, "Another process locks each temporary file of this path", str(path))
+    raise OSError(errno.EAGAIN, "Other processes removed all temporary files of this path", str(path))
+
+
+def _partial_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
 
 
 def _remove_unlocked(partial: Path) -> None:
@@ -79,6 +106,7 @@ def _remove_unlocked(partial: Path) -> None:
 
 
 _MAX_ATTEMPTS = 100
+_IN_USE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.ETXTBSY)
 
 # Neither follow a link nor wait for the writer of a pipe. Windows has neither.
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)

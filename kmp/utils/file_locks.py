@@ -35,7 +35,7 @@ def try_lock(descriptor: int, shared: bool = False) -> bool | None:
 
 
 class FolderLock:
-    """Keeps other processes from writing to a folder, for as long as the object exists.
+    """Prevents trainings in other processes from using a folder, for as long as the object exists.
 
     All users of a folder in one process share one lock. It leaves no file behind. Use `FolderLock.acquire`.
     """

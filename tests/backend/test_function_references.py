@@ -1,6 +1,7 @@
 import keras
 import pytest
 
+import kmp
 from kmp.backend import functions_by_reference, with_named_lambda
 
 
@@ -39,3 +40,10 @@ def test_code_of_a_lambda_is_serialized_again_after_an_error_in_the_context():
     with pytest.raises(ValueError, match="deserialization of a Python lambda"):
         keras.saving.deserialize_keras_object(config)
     assert keras.saving.serialize_keras_object(double)["config"] == "double"
+
+
+def test_function_without_a_module_is_a_reference():
+    names = {}
+    exec("def double(x):\n    return 2 * x", names)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, activation=names["double"])])
+    assert kmp.convert(model).layers[0].activation is names["double"]

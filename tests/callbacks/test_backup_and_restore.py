@@ -148,7 +148,7 @@ def before_the_metadata(weights, metadata):
 
 
 def leftover_of(weights):
-    return weights.with_name(f".{weights.name}.0123456789abcdef.partial")
+    return weights.with_name(f".{weights.name}.01234567.partial")
 
 
 def during_the_write(weights, metadata):

@@ -321,3 +321,15 @@ def test_later_run_continues_the_log_that_a_full_disk_stopped(tiny_disk):
     assert len(steps) > 20
     fit(model, defaults(folder, every_n_steps=10))
     assert kmp.records.Run.load(folder).series("loss_scale")[0].tolist() == [*steps, 401, 410, 420]
+
+
+def test_two_paths_to_one_folder_have_one_log(tmp_path, enabled):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    callbacks = [
+        kmp.callbacks.OverflowCounter(tmp_path / "folder", 10),
+        kmp.callbacks.LossScaleLogger(tmp_path / "link", 10),
+    ]
+    fit(compiled_model(), callbacks)
+    run = kmp.load_run(tmp_path / "folder")
+    assert run.series("overflow_count")[0].tolist() == run.series("loss_scale")[0].tolist() == [1, 10, 20]

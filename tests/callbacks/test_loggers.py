@@ -463,3 +463,11 @@ def test_records_are_in_order_after_a_skipped_first_step(enabled):
     run = callbacks[0].run
     assert [row["step"] for row in run.rows] == [step for step in (1, 5, 10, 15, 20) for _ in range(3)]
     assert [bool(np.isnan(sample.update_norm).all()) for sample in run.samples] == [True, False, True, True, True]
+
+
+def test_callbacks_of_an_interrupted_training_release_their_log_in_a_training_without_float16(tmp_path):
+    callbacks = kmp.callbacks.defaults(tmp_path, every_n_steps=5)
+    with kmp.enable(), pytest.raises(KeyboardInterrupt):
+        fit(compiled_model(), [*callbacks, Interrupt()])
+    fit(compiled_model(), callbacks)
+    assert all(callback._folder_lock is None and callback.monitor._writer is None for callback in callbacks)

@@ -329,3 +329,27 @@ def test_bench_rejects_invalid_values(arguments, capsys):
     with pytest.raises(SystemExit):
         main(["bench", *arguments])
     assert arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "message"), [("./layers.py", "must be the name of a module"), ("", "must be the")])
+def test_audit_explains_a_module_that_is_a_path(tmp_path, capsys, name, message):
+    assert main(["audit", str(tmp_path / "model.keras"), "--import", name]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_audit_names_a_module_whose_code_fails(tmp_path, capsys, monkeypatch):
+    (tmp_path / "failing.py").write_text("raise KeyError('reason')")
+    monkeypatch.chdir(tmp_path)
+    assert main(["audit", "model.keras", "--import", "failing"]) == 1
+    assert capsys.readouterr().err == "kmp: --import failing: KeyError: 'reason'\n"
+
+
+def test_names_of_a_model_file_reach_the_terminal_escaped(tmp_path, capsys):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="a\x1b[31m")], name="[bold]m\x1b]0;t")
+    model.save(tmp_path / "model.keras")
+    assert main(["audit", str(tmp_path / "model.keras")]) == 0
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert "[bold]m" in output
+    assert main(["report", str(tmp_path / "\x1b[2Jrun")]) == 1
+    assert "\x1b" not in capsys.readouterr().err

@@ -207,3 +207,30 @@ def test_to_float32_makes_the_input_that_keras_gives_a_sequential_float32():
     _, rounding, difference = kmp.audit(model, IDS).notes
     assert "Make keras.Input(..., dtype='int32') the first layer" in rounding
     assert "2 of 3 indices differ" in difference
+
+
+@keras.saving.register_keras_serializable("tests")
+class Noisy(Tokens):
+    def call(self, ids, training=False):
+        if training:
+            ids = ids + keras.random.normal(keras.ops.shape(ids), dtype=ids.dtype)
+        return super().call(ids)
+
+
+def test_input_that_only_training_uses_as_a_float_stays_float32():
+    converted = kmp.convert(model_of(Noisy()))
+    assert input_dtypes(converted) == {"ids": "float32"}
+    assert np.isfinite(converted(IDS.astype("float32"), training=True)).all()
+
+
+def test_input_that_is_an_output_too_keeps_its_dtype():
+    ids = keras.Input((3,))
+    model = keras.Model(ids, [layers.Dense(1)(Tokens()(ids)), layers.Reshape((3, 1))(ids)])
+    assert [output.dtype for output in kmp.convert(model).outputs] == ["float32", "float32"]
+
+
+def test_audit_does_not_change_the_names_of_later_layers():
+    model, before = model_of(Tokens()), layers.Dense(1).name
+    kmp.audit(model)
+    number = int(before.rpartition("_")[2]) if "_" in before else 0
+    assert layers.Dense(1).name == f"dense_{number + 1}"

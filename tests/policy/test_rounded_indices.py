@@ -115,3 +115,31 @@ def test_custom_train_step_with_four_inputs_is_checked(enabled, recwarn):
     ids = IDS.astype("float32")
     model.fit(tf.data.Dataset.from_tensors((ids, ids, ids, np.zeros((2, 3, 1)))), verbose=0)
     assert [warning for warning in recwarn if "rounds indices" in str(warning.message)]
+
+
+class DynamicDepth(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(keras.ops.sum(tf.one_hot(x, tf.shape(x)[-1]), -1, keepdims=True))
+
+
+class OwnInputs(Subclassed):
+    def __init__(self, inputs):
+        super().__init__()
+        self.inputs = inputs
+
+
+@pytest.mark.parametrize("make", [DynamicDepth, lambda: OwnInputs(["a"]), lambda: OwnInputs(layers.InputLayer((3,)))])
+def test_code_that_the_check_cannot_analyze_trains(enabled, recwarn, make):
+    assert not [message for message in messages_of_training(make(), recwarn) if "rounds indices" in message]
+
+
+def test_warning_of_a_dict_names_the_input_by_its_key(enabled, recwarn):
+    ids, feature = keras.Input((3,), name="z_ids"), keras.Input((3,), name="a_feature")
+    parts = [layers.Flatten()(Tokens()(ids)), feature]
+    model = keras.Model([ids, feature], layers.Dense(1)(layers.Concatenate()(parts)))
+    (message,) = messages_of_training(model, recwarn, {"z_ids": IDS.astype("float32"), "a_feature": np.ones((2, 3))})
+    assert "keras.Input(..., name='z_ids', dtype='int32')" in message

@@ -133,3 +133,7 @@ def test_names_in_messages_are_printable():
 
 def test_name_with_brackets_is_selected_as_it_is_and_as_a_pattern():
     assert matching_indices("a[0]", ["a[0]", "a0", "a1"]) == [0, 1]
+
+
+def test_patterns_may_be_an_iterator():
+    assert sample().select(name for name in ["net/first/*"]).names == NAMES[:2]

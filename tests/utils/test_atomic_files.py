@@ -126,7 +126,7 @@ def test_temporary_files_have_different_names_and_an_existing_one_is_not_followe
         assert len(names_in(tmp_path)) == 2
     victim.write_text("unchanged")
     monkeypatch.setattr(secrets, "token_hex", lambda size: "0" * 2 * size)
-    (tmp_path / f".file.{'0' * 16}.partial").symlink_to(victim)
+    (tmp_path / f".file.{'0' * 8}.partial").symlink_to(victim)
     with pytest.raises(FileExistsError):
         atomic_files.write_json(path, [1])
     assert victim.read_text() == "unchanged"
@@ -152,10 +152,10 @@ def test_write_removes_no_file_but_its_own_leftovers(tmp_path):
     of_others = [
         "partial-file",
         ".file.0123456789abcdeg.partial",
-        ".file.0123456789abcdef0.partial",
-        ".other.0123456789abcdef.partial",
-        "file.0123456789abcdef.partial",
-        ".file.0123456789abcdef.partial.txt",
+        ".file.012345670.partial",
+        ".other.01234567.partial",
+        "file.01234567.partial",
+        ".file.01234567.partial.txt",
     ]
     for name in of_others:
         (tmp_path / name).write_text("")
@@ -168,7 +168,7 @@ def test_write_removes_no_file_but_its_own_leftovers(tmp_path):
 
 
 def test_leftover_stays_where_files_cannot_be_locked(tmp_path, monkeypatch):
-    leftover = tmp_path / ".file.0123456789abcdef.partial"
+    leftover = tmp_path / ".file.01234567.partial"
     leftover.write_text("")
     monkeypatch.setattr(file_locks, "fcntl", None)
     atomic_files.write_json(tmp_path / "file", [1])
@@ -194,7 +194,7 @@ def test_temporary_file_that_is_removed_before_it_is_locked_is_created_again(tmp
 
 def test_temporary_file_that_another_process_always_locks_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(file_locks, "try_lock", lambda *arguments, **options: False)
-    with pytest.raises(OSError, match=r"locks each temporary file.*path.txt"):
+    with pytest.raises(OSError, match=r"removed all temporary files.*path.txt"):
         atomic_files.write_json(tmp_path / "path.txt", [1])
     assert names_in(tmp_path) == []
 
@@ -233,3 +233,36 @@ def test_folder_that_cannot_be_created_raises(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         atomic_files.check_writable(tmp_path / "file" / "nested")
+
+
+def test_file_that_cannot_be_renamed_while_it_is_open_is_closed_first(tmp_path, monkeypatch):
+    replace, errors = Path.replace, [OSError(errno.ETXTBSY, os.strerror(errno.ETXTBSY))]
+
+    def replace_unless_busy(path, target):
+        if errors:
+            raise errors.pop()
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", replace_unless_busy)
+    with atomic_files.atomic_write(tmp_path / "file") as file:
+        file.write(b"new")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"new")]
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_copy_replaces_atomically_and_keeps_its_content_if_the_source_is_replaced(tmp_path, monkeypatch, has_links):
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.write_bytes(b"first")
+    copy.write_bytes(b"older")
+    if not has_links:
+        monkeypatch.setattr(os, "link", raise_not_supported)
+    for _ in range(2):
+        atomic_files.atomic_copy(source, copy)
+    with atomic_files.atomic_write(source) as file:
+        file.write(b"second")
+    assert copy.read_bytes() == b"first"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "source"]
+
+
+def raise_not_supported(*arguments, **options):
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
