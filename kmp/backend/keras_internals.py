@@ -75,11 +75,11 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
 
 
 def is_read_by_keras() -> bool:
-    """Whether Keras or TensorFlow reads the attribute whose getter calls this, to save, track or configure its object.
+    """Whether Keras or TensorFlow reads a property, to save, track or configure its object.
 
-    To save an object, Keras reads all attributes.
+    Call this in a function that the property's getter calls. To save an object, Keras reads all attributes.
     """
-    reader = sys._getframe(2).f_globals.get("__name__", "")
+    reader = sys._getframe(3).f_globals.get("__name__", "")
     prefixes = ("tensorflow.", "keras.src.saving.", "keras.src.backend.", "keras.src.utils.")
     return reader.startswith(prefixes) or reader == "keras.src.optimizers.loss_scale_optimizer"
 

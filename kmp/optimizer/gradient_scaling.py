@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import keras
 import tensorflow as tf
 
-from kmp.backend import distribution
+from kmp.backend import distribution, keras_internals
 from kmp.gradients import tensor_statistics
 from kmp.optimizer import gradient_ancestry
 from kmp.optimizer.gradient_ancestry import Origin
@@ -88,8 +88,11 @@ class GradientScaling:
         self._is_unscaled_pending = False
 
     def record_scale_read(self) -> None:
-        """Records that user code read the loss scale eagerly, and may multiply a loss by it."""
-        self._may_be_scaled |= tf.executing_eagerly()
+        """Records that user code reads the loss scale eagerly, through the property that calls this.
+
+        It may multiply a loss by the scale. Does nothing if Keras reads the property.
+        """
+        self._may_be_scaled |= tf.executing_eagerly() and not keras_internals.is_read_by_keras()
 
     def record_unscaled(self, received: Iterable[Any], returned: Iterable[Any]) -> None:
         """Records the gradients that `unscale` received and returned."""

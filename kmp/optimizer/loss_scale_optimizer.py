@@ -170,15 +170,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def loss_scale(self) -> Any:
         """The loss scale that `scale_loss` multiplies by: scalar float32 tensor on the device."""
-        if not keras_internals.is_read_by_keras():
-            self.gradient_scaling.record_scale_read()
+        self.gradient_scaling.record_scale_read()
         return self._applied_scale()
 
     @property
     def initial_scale(self) -> float:
         """The loss scale of the first step."""
-        if not keras_internals.is_read_by_keras():
-            self.gradient_scaling.record_scale_read()
+        self.gradient_scaling.record_scale_read()
         return self._initial_scale
 
     @initial_scale.setter
@@ -188,8 +186,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def dynamic_scale(self) -> keras.Variable:
         """The variable that holds the loss scale, once the optimizer is built."""
-        if not keras_internals.is_read_by_keras():
-            self.gradient_scaling.record_scale_read()
+        self.gradient_scaling.record_scale_read()
         return self.scale_variable
 
     @dynamic_scale.setter
