@@ -18,7 +18,7 @@ import tensorflow as tf
 from rich.console import Console
 
 from kmp.backend import hardware
-from kmp.bench import optimizer_step, resnet_bert, sampling_cost, small_models, tables_and_plots
+from kmp.bench import optimizer_step, resnet_bert, sampling_cost, small_models, step_operations, tables_and_plots
 from kmp.bench.optimizer_step import BARE, INNER, KERAS, MODES, OURS, SAMPLED
 from kmp.bench.small_models import WITH_CALLBACKS
 from kmp.bench.timing import Measurement, MeasurementError, comparison
@@ -173,6 +173,10 @@ def _precision(size: Size) -> Iterator[list[Measurement]]:
     yield from small_models.measure_precisions(size.model_size, "XLA", size.steps, size.turns)
 
 
+def _operations(size: Size) -> Iterator[list[Measurement]]:
+    yield from step_operations.measure()
+
+
 def _sampling(size: Size) -> Iterator[list[Measurement]]:
     yield from sampling_cost.measure_cost(size.sampled, size.side, size.repeats, size.first_calls)
 
@@ -197,6 +201,7 @@ PARTS: dict[str, Callable[[Size], Iterator[list[Measurement]]]] = {
     "optimizer": _speed,
     "memory": _memory,
     "training": _training,
+    "operations": _operations,
     "precision": _precision,
     "sampling": _sampling,
     "resnet": functools.partial(_network, "ResNet-50"),
