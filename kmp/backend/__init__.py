@@ -10,6 +10,7 @@ from kmp.backend import (
     trainer_fixes,
     xla,
 )
+from kmp.backend.branches import call_if
 from kmp.backend.function_references import functions_by_reference, with_named_lambda
 from kmp.backend.gpu_info import hardware, log_once
 from kmp.backend.layer_traversal import (
@@ -23,13 +24,16 @@ from kmp.backend.layer_traversal import (
 )
 from kmp.backend.monkeypatch import Replacement, defining_class, global_policy, instance_attribute, is_keras_class
 from kmp.backend.optimizer_resolution import resolve_optimizer
+from kmp.backend.packed_variable import PackedVariable
 from kmp.backend.process_policy import replace_policy_state
 from kmp.backend.serialization import register
 from kmp.backend.state_rollback import SavedState, saved_layer_state, state_restored
 
 __all__ = [
+    "PackedVariable",
     "Replacement",
     "SavedState",
+    "call_if",
     "compute_dtypes",
     "computes_in_16_bits",
     "defining_class",

@@ -8,11 +8,11 @@ import numpy as np
 import tensorflow as tf
 
 
-def sum_over_replicas(value: tf.Tensor) -> tf.Tensor:
-    """Returns the sum of a tensor over all replicas and workers.
+def sum_over_replicas(*values: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    """Returns the sums of tensors over all replicas and workers, which take one all-reduce together.
 
     Args:
-        value: float32, a dtype that every device can all-reduce.
+        *values: float32 scalars and vectors of static size. float32 is a dtype that every device can all-reduce.
 
     Raises:
         ValueError: If called outside a replica context.
@@ -21,9 +21,11 @@ def sum_over_replicas(value: tf.Tensor) -> tf.Tensor:
     if context is None:
         raise ValueError("`apply` must be called in a replica context, as in `strategy.run(step)`.")
     if context.num_replicas_in_sync == 1:
-        return value
-    # The sum is placed on its input's device. A tensor read from a variable may have none; a copy of it has one.
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(value))
+        return values
+    # The sum is placed on its input's device. A tensor read from a variable may have none; a concatenation has one.
+    joined = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
+    sums = tf.split(context.all_reduce(tf.distribute.ReduceOp.SUM, joined), [tf.size(value) for value in values])
+    return tuple(tf.reshape(part, value.shape) for part, value in zip(sums, values, strict=True))
 
 
 def check_built_before_step() -> None:

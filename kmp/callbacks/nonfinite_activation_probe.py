@@ -48,15 +48,15 @@ class NonfiniteActivationProbe:
             data: The batch, as passed to `train_step`.
         """
         self._wrap_layers()
-        counts = [optimizer.loss_monitor.nonfinite_calls for optimizer in self._optimizers]
-        before = [ops.copy(count) for count in counts]
+        monitors = [optimizer.loss_monitor for optimizer in self._optimizers]
+        before = [monitor.nonfinite_losses() for monitor in monitors]
         outputs: list[Named] = []
         self._thread_state.outputs = outputs
         try:
             yield
         finally:
             self._thread_state.outputs = None
-        increases = [count.value > previous for count, previous in zip(counts, before, strict=True)]
+        increases = [monitor.nonfinite_losses() > count for monitor, count in zip(monitors, before, strict=True)]
         readable = [(name, tensor) for name, tensor in outputs if _is_readable(tensor)]
         self._find_first(_float_tensors(data), readable, ops.any(ops.stack(increases)))
 

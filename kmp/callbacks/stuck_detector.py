@@ -69,12 +69,12 @@ class StuckDetector(OptimizerCallback):
 
     def _read_snapshot(self) -> Snapshot:
         """Returns a full snapshot only if a step was skipped since the last one: otherwise training is not stuck."""
-        counters = self.optimizer.counters
-        if not self.optimizer.built or int(counters.overflows.numpy()) != self._last_snapshot.overflow_count:
+        counts = self.optimizer.counters.read_counts()
+        if not self.optimizer.built or counts["overflows"] != self._last_snapshot.overflow_count:
             return super()._read_snapshot()
         return replace(
             self._last_snapshot,
-            step=counters.read_steps(),
+            step=counts["steps"],
             overflows_in_a_row=0,
             loss_scale=float(self.optimizer.scale_variable.numpy()),
         )

@@ -16,6 +16,7 @@ from kmp.records import BIN_COUNT, GradientSample
 from kmp.utils import matching_indices, unique_names
 
 Patterns = tuple[str, ...] | None
+_NEVER = 2**62  # an interval that no step is divisible by
 
 
 def paths_of(variables: Sequence[Any]) -> list[str]:
@@ -51,8 +52,7 @@ class GradientSampler:
     def __init__(self, patterns: Patterns = None, before: "GradientSampler | None" = None) -> None:
         self.patterns = patterns
         self._intervals: WeakKeyDictionary[Any, int] = before._intervals if before else WeakKeyDictionary()
-        common_interval = math.gcd(*self._intervals.values())
-        self._interval = keras.Variable(common_interval, dtype="int64", trainable=False, name="sample_every")
+        self._interval = keras.Variable(self._common_interval, dtype="int64", trainable=False, name="sample_every")
         self._first_step = keras.Variable(0, dtype="int64", trainable=False, name="sample_first")
         self._step = distribution.variable("sample_step", "int64", aggregation="only_first_replica")
         self._scale = distribution.variable("sample_loss_scale", "float32", aggregation="only_first_replica")
@@ -94,12 +94,14 @@ class GradientSampler:
         """Starts sampling for `owner`: at step `first`, and at each step divisible by `every_n_steps`."""
         self._intervals[owner] = every_n_steps
         self._first_step.assign(first)
-        self._interval.assign(math.gcd(*self._intervals.values()))
+        self._interval.assign(self._common_interval)
 
     def stop(self, owner: Any) -> None:
         """Stops sampling for `owner`."""
         self._intervals.pop(owner, None)
-        self._interval.assign(math.gcd(*self._intervals.values()))
+        self._interval.assign(self._common_interval)
+        if not self._intervals:
+            self._first_step.assign(0)
 
     def sample(self, gradients: list[Any], unscaled: tensor_statistics.Transform, scale: Any, step: Any) -> None:
         """Measures the gradients if `step` is due; part of the compiled step.
@@ -110,8 +112,7 @@ class GradientSampler:
             scale: The loss scale, scalar float32.
             step: The number of the step, scalar int64, counted from 1.
         """
-        is_on_interval = step % ops.maximum(self._interval, 1) == 0
-        is_due = ops.logical_and(self._interval > 0, ops.logical_or(is_on_interval, ops.equal(step, self._first_step)))
+        is_due = ops.logical_or(ops.equal(step % self._interval, 0), ops.equal(step, self._first_step))
         ops.cond(is_due, lambda: self._record(gradients, unscaled, scale, step), lambda: None)
 
     def read(self, order: Sequence[int], steps: int) -> GradientSample | None:
@@ -145,6 +146,10 @@ class GradientSampler:
             lost_updates=no_updates,
             unscaled_counts=unscaled,
         )
+
+    @property
+    def _common_interval(self) -> int:
+        return math.gcd(*self._intervals.values()) or _NEVER
 
     def _record(self, gradients: list[Any], unscaled: tensor_statistics.Transform, scale: Any, step: Any) -> None:
         indices = self._indices

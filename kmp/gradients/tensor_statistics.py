@@ -85,7 +85,7 @@ def nonfinite_flag(tensor: Any) -> tf.Tensor:
     Args:
         tensor: A gradient or loss, of any shape and float dtype.
     """
-    return 1.0 - ops.cast(ops.all(ops.isfinite(values_of(tensor))), "float32")
+    return ops.where(ops.all(ops.isfinite(values_of(tensor))), 0.0, 1.0)
 
 
 def gradient_statistics(gradients: Sequence[Any], prepare: Transform | None = None) -> GradientStatistics:

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from kmp.backend import SavedState, register
+from kmp.backend import SavedState, call_if, register
 from kmp.utils import DTYPES_16_BIT, validation
 
 
@@ -47,7 +47,8 @@ class BatchNormalization(keras.layers.BatchNormalization):
         before = SavedState(lambda: self.non_trainable_variables)
         outputs = super().call(inputs, training=training, mask=mask)
         finite = [ops.all(ops.isfinite(variable)) for variable in self.non_trainable_variables]
-        before.restore(ops.logical_not(ops.all(ops.stack(finite))))
+        is_nonfinite = ops.logical_not(ops.all(ops.stack(finite)))
+        call_if(is_nonfinite, lambda: before.restore(is_nonfinite))
         return outputs
 
 

@@ -13,10 +13,11 @@ from kmp import scaling
 from kmp.backend import distribution
 from kmp.gradients import GradientSampler
 from kmp.optimizer import conditional_update
-from kmp.optimizer.gradient_scaling import GradientScaling
-from kmp.optimizer.loss_monitor import LossMonitor
+from kmp.optimizer.counter_values import CounterValues, Overflow, after_overflow, after_update
+from kmp.optimizer.loss_monitor import LossMonitor, StepLosses
 from kmp.optimizer.overflow_counters import OverflowCounters
-from kmp.optimizer.unscaling import applied_scale, nonfinite_flags, unscale
+from kmp.optimizer.overflow_origin import origin_flags
+from kmp.optimizer.unscaling import LARGEST_APPLIED_SCALE, nonfinite_flags, unscale
 
 _NO_SCALE = scaling.FixedScale(1.0)
 
@@ -36,7 +37,6 @@ class LossScaler(Protocol):
     step_counter: keras.Variable
     counters: OverflowCounters
     loss_monitor: LossMonitor
-    gradient_scaling: GradientScaling
     sampler: GradientSampler | None
 
 
@@ -66,9 +66,11 @@ class Step:
 
     def take(self, gradients: Sequence[Any]) -> None:
         """Applies gradients to `variables` or skips the step, then adapts the loss scale and counts."""
-        scale = ops.copy(applied_scale(self._rule.bounded(self.optimizer.scale_variable)))
-        agreed = self._agree(self._measure(gradients, scale))
-        distribution.run_across_replicas(self._update_adapt_count, [agreed, scale], [gradients])
+        scale = self._rule.bounded(self.optimizer.scale_variable)
+        applied = ops.minimum(scale, LARGEST_APPLIED_SCALE)
+        flags = self._measure(gradients, applied)
+        agreed = distribution.sum_over_replicas(flags, *self.optimizer.loss_monitor.end_step())
+        distribution.run_across_replicas(self._update_or_skip, [scale, applied, *agreed], [gradients])
 
     def _measure(self, gradients: Sequence[Any], scale: Any) -> tf.Tensor:
         """Samples the gradients if this step is sampled; returns a non-finite flag for each trainable variable."""
@@ -79,7 +81,7 @@ class Step:
             def unscale_subset(subset: Sequence[Any], indices: Sequence[int]) -> list[Any]:
                 return unscale(subset, [self.trainable_variables[index] for index in indices], scale)
 
-            optimizer.sampler.sample(gradient_or_none, unscale_subset, scale, optimizer.counters.steps + 1)
+            optimizer.sampler.sample(gradient_or_none, unscale_subset, scale, optimizer.counters.values().steps + 1)
         return self._by_trainable_variable(nonfinite_flags(gradients, self.variables, scale, replicas))
 
     def _by_trainable_variable(self, flags: tf.Tensor) -> tf.Tensor:
@@ -89,41 +91,58 @@ class Step:
             return flags
         return tf.maximum(tf.math.unsorted_segment_max(flags, list(self.indices), count), 0.0)
 
-    def _agree(self, flags: tf.Tensor) -> tf.Tensor:
-        """Returns the flags and the three values of the loss monitor, summed over replicas and workers."""
-        # All values are float32, which every device can send, so one all-reduce is enough.
-        return distribution.sum_over_replicas(tf.concat([flags, tf.stack(self.optimizer.loss_monitor.read())], 0))
-
-    def _update_adapt_count(self, on_each: Any, agreed: Any, scale: Any, gradients: Any) -> None:
+    def _update_or_skip(
+        self,
+        on_each: Any,
+        scale: Any,
+        applied: Any,
+        flags: Any,
+        nonfinite_losses: Any,
+        loss: Any,
+        gradients: Sequence[Any],
+    ) -> None:
         """Takes the stages after the agreement; `on_each(f, *args)` calls `f` on each replica."""
-        count = len(self.trainable_variables)
-        flags, (last_was_nonfinite, any_was_nonfinite, loss) = agreed[:count] > 0, tf.unstack(agreed[count:], 3)
-        overflowed = ops.logical_or(ops.any(flags), last_was_nonfinite > 0)
-        update = functools.partial(on_each, self._update, scale, gradients)
-        conditional_update.update_or_skip(self.optimizer.inner_optimizer, self.trainable_variables, overflowed, update)
-        outcome = scaling.StepOutcome(overflowed, ops.equal(any_was_nonfinite, 0.0))
+        losses, are_nonfinite = StepLosses(nonfinite_losses, loss), flags > 0
+        overflowed = ops.logical_or(ops.any(are_nonfinite), ops.logical_not(ops.isfinite(loss)))
         # At the end of a dataset of unknown length, Keras starts a step that gets no batch. It stops at the first
         # operation that needs one. Without this dependency, the counters would not wait for the gradients and would
         # count that step.
-        with tf.control_dependencies([agreed]):
-            overflows_in_a_row, overflowed_at_min_scale = self._adapt(outcome)
-            self.optimizer.counters.count(outcome, overflows_in_a_row, overflowed_at_min_scale, flags, self.order, loss)
-            if not self.is_scaled:
-                self.optimizer.gradient_scaling.unscaled_steps.assign_add(1)
-            self.optimizer.loss_monitor.reset()
+        with tf.control_dependencies([overflowed]):
+            conditional_update.update_or_skip(
+                self.optimizer.inner_optimizer,
+                self.trainable_variables,
+                overflowed,
+                update=functools.partial(on_each, self._update, applied, gradients),
+                finish=functools.partial(self._adapt_and_count, scale, are_nonfinite, losses),
+            )
 
     def _update(self, scale: Any, gradients: Any) -> None:
-        unscaled = unscale(gradients, self.variables, scale)  # inside the branch, so that a skipped step does not pay
+        # Unscaled inside the branch, so that a skipped step does not pay for it.
+        unscaled = unscale(gradients, self.variables, scale)
         self.optimizer.inner_optimizer.apply(unscaled, list(self.variables))
 
-    def _adapt(self, outcome: scaling.StepOutcome) -> tuple[Any, Any]:
-        """Applies the rule of the loss scale; returns its `overflows_in_a_row` and `overflowed_at_min_scale`."""
-        optimizer = self.optimizer
-        scale = ops.copy(self._rule.bounded(optimizer.scale_variable))
-        clean_steps, in_a_row = ops.copy(optimizer.step_counter), ops.copy(optimizer.counters.overflows_in_a_row)
-        before = scaling.ScaleState(scale, clean_steps, in_a_row)
-        after = self._rule.update(before, outcome)
+    def _adapt_and_count(self, scale: Any, flags: Any, losses: StepLosses, overflowed: Any) -> None:
+        """Adapts the loss scale and counts the step; `overflowed` is a bool where only one outcome is possible."""
+        optimizer, counters = self.optimizer, self.optimizer.counters.values()
+        state = scaling.ScaleState(scale, ops.copy(optimizer.step_counter), counters.overflows_in_a_row)
+        origin = origin_flags(flags, self.order, losses.were_finite)
+        after, counters = conditional_update.select(
+            overflowed,
+            if_skipped=lambda: self._after_overflow(state, counters, losses, origin),
+            if_updated=lambda: (self._rule.after_update(state), after_update(counters, losses, self.is_scaled)),
+        )
         if self.is_scaled:
             optimizer.scale_variable.assign(after.scale)
             optimizer.step_counter.assign(after.clean_steps)
-        return after.overflows_in_a_row, self._rule.overflowed_at_min_scale(before, outcome)
+        optimizer.counters.assign(counters)
+        if overflowed is not False:
+            optimizer.counters.count_by_variable(flags, origin)
+
+    def _after_overflow(
+        self, state: scaling.ScaleState, counters: CounterValues, losses: StepLosses, origin: Any
+    ) -> tuple[scaling.ScaleState, CounterValues]:
+        outcome = scaling.StepOutcome(ops.ones([], "bool"), losses.were_finite)
+        after = self._rule.after_overflow(state, losses.were_finite)
+        is_at_min_scale = self._rule.overflowed_at_min_scale(state, outcome)
+        overflow = Overflow(losses, origin, after.overflows_in_a_row, is_at_min_scale)
+        return after, after_overflow(counters, overflow, self.is_scaled)

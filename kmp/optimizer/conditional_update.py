@@ -3,13 +3,15 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
 from keras import ops
 
 from kmp.backend import is_keras_class, keras_internals, xla
+
+T = TypeVar("T")
 
 # Optimizers that write only through `_WRITE_METHODS`; a test checks each of them with all its options.
 _PREDICABLE_OPTIMIZERS = (
@@ -35,9 +37,13 @@ def _calls_only_keras(optimizer: keras.optimizers.Optimizer, variables: Sequence
 
 
 def update_or_skip(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], skip: Any, update: Callable[[], None]
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[Any],
+    skip: Any,
+    update: Callable[[], None],
+    finish: Callable[[Any], None],
 ) -> None:
-    """Updates variables, or leaves them and the optimizer's state bitwise unchanged.
+    """Updates variables, or leaves them and the optimizer's state bitwise unchanged; then calls `finish`.
 
     In graph mode a branch is cheaper. XLA copies every variable that a branch writes, so under XLA each write is
     predicated instead: the loop that computes the new value selects the new or the old one, at no extra cost.
@@ -47,14 +53,34 @@ def update_or_skip(
         variables: The variables that it trains.
         skip: Scalar bool tensor, whether to skip the update.
         update: Applies the gradients.
+        finish: Gets `True` or `False` if it is called in a branch, else `skip`; see `select`.
     """
+
+    def update_and_finish() -> None:
+        update()
+        finish(False)
+
     is_predicable = supports_predicated_writes(type(optimizer)) and _calls_only_keras(optimizer, variables)
     # Under a strategy a variable has one component per replica, and the optimizer writes the components.
     if xla.is_tracing() and is_predicable and not tf.distribute.has_strategy():
         with _predicated_writes([*variables, *_written_by(optimizer)], skip):
             update()
+        finish(skip)
     else:
-        ops.cond(skip, lambda: None, update)
+        ops.cond(skip, lambda: finish(True), update_and_finish)
+
+
+def select(skip: Any, if_skipped: Callable[[], T], if_updated: Callable[[], T]) -> T:
+    """Returns the tensors of one of two functions, of which both are called only if it depends on a tensor.
+
+    Args:
+        skip: Bool, or scalar bool tensor.
+        if_skipped: Returns a structure of tensors.
+        if_updated: Returns a structure of the same kind.
+    """
+    if isinstance(skip, bool):
+        return if_skipped() if skip else if_updated()
+    return tf.nest.map_structure(functools.partial(ops.where, skip), if_skipped(), if_updated())
 
 
 def _written_by(optimizer: keras.optimizers.Optimizer) -> list[Any]:

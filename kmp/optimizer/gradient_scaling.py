@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-import keras
 import tensorflow as tf
 
 from kmp.backend import distribution, keras_internals
@@ -64,8 +63,6 @@ class GradientScaling:
     _instances: ClassVar["weakref.WeakSet[GradientScaling]"] = weakref.WeakSet()
 
     def __init__(self, loss_monitor: LossMonitor, can_be_missing: bool) -> None:
-        options = {"trainable": False, "autocast": False, "aggregation": "only_first_replica"}
-        self.unscaled_steps = keras.Variable("zeros", shape=(), dtype="int64", name="unscaled_steps", **options)
         self._loss_monitor, self._can_be_missing = loss_monitor, can_be_missing
         self._may_be_scaled = False  # by hand or by another optimizer, as far as the graph does not show it
         self._issued: set[str] = set()

@@ -1,6 +1,6 @@
 """Records whether the losses of a step were finite before they were scaled."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -16,43 +16,56 @@ _LOSS_IN_FLOAT16 = (
 )
 
 
+class StepLosses(NamedTuple):
+    """The losses that went through `scale_loss` in a step.
+
+    Attributes:
+        nonfinite: Scalar float32, how many of them were non-finite. A custom loop may scale a loss and discard it, so
+            these need not skip the step. But each of them can be the cause of non-finite gradients.
+        last: Scalar float32, the mean of the last one; 0 if there was none.
+    """
+
+    nonfinite: Any
+    last: Any
+
+    @property
+    def were_finite(self) -> Any:
+        """Scalar bool, whether all of them were finite."""
+        return ops.equal(self.nonfinite, 0.0)
+
+
 class LossMonitor:
     """Records on each replica whether the losses of its forward passes were finite before they were scaled.
 
-    The records are variables because `scale_loss` and `apply` may be traced into separate functions.
+    The record is a variable because `scale_loss` and `apply` may be traced into separate functions. It has three
+    elements: those of `StepLosses`, and the number of non-finite losses in all steps. They are float32, which every
+    device can sum over replicas. That number stays at 2^24 once it is reached.
     """
 
     def __init__(self) -> None:
-        self.nonfinite_calls = distribution.variable("nonfinite_loss_calls", "int64")
-        self.last_was_nonfinite = distribution.variable("last_loss_was_nonfinite", "float32")
-        self.any_was_nonfinite = distribution.variable("any_loss_was_nonfinite", "float32")
+        self._record = distribution.variable("losses_of_step", "float32", (3,))
         self.has_recorded = False
-        self.last_loss = distribution.variable("last_loss", "float32")
 
     def record(self, loss: Any) -> None:
-        """Records a loss of the current step until `reset`; warns if the first recorded loss is float16."""
+        """Records a loss of the current step; warns if the first recorded loss is float16."""
         if keras.backend.standardize_dtype(loss.dtype) == FLOAT16.name and not self.has_recorded:
             user_messages.warn(_LOSS_IN_FLOAT16)
         self.has_recorded = True
-        nonfinite = tensor_statistics.nonfinite_flag(loss)
-        self.last_loss.assign(ops.cast(ops.mean(loss), "float32"))
-        self.nonfinite_calls.assign_add(ops.cast(nonfinite, "int64"))
-        self.last_was_nonfinite.assign(nonfinite)
-        self.any_was_nonfinite.assign(ops.maximum(self.any_was_nonfinite, nonfinite))
+        flag = tensor_statistics.nonfinite_flag(loss)
+        nonfinite, _, in_all_steps = tf.unstack(self._record)
+        self._record.assign(tf.stack([nonfinite + flag, ops.cast(ops.mean(loss), "float32"), in_all_steps + flag]))
 
     def ignore_where(self, where: Any) -> None:
         """Prevents a backoff in this step if the scalar bool is true, as a non-finite loss does."""
-        self.any_was_nonfinite.assign(ops.maximum(self.any_was_nonfinite, ops.cast(where, "float32")))
+        nonfinite, last, in_all_steps = tf.unstack(self._record)
+        self._record.assign(tf.stack([nonfinite + ops.cast(where, "float32"), last, in_all_steps]))
 
-    def read(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Returns three float32 scalars: flag of a non-finite last loss, flag of any non-finite loss, last loss.
+    def nonfinite_losses(self) -> tf.Tensor:
+        """Returns the number of non-finite losses in all steps, scalar float32."""
+        return self._record.value[2]
 
-        A flag is 1.0 or 0.0. A custom loop may scale a loss and discard it, so only the last loss can skip the step.
-        But in a step with several losses, each of them can be the cause of non-finite gradients.
-        """
-        return ops.copy(self.last_was_nonfinite), ops.copy(self.any_was_nonfinite), ops.copy(self.last_loss)
-
-    def reset(self) -> None:
-        """Clears the losses of the step, but not `nonfinite_calls`."""
-        for variable in (self.last_was_nonfinite, self.any_was_nonfinite, self.last_loss):
-            variable.assign(0.0)
+    def end_step(self) -> StepLosses:
+        """Returns the losses of the step, and begins the next one."""
+        nonfinite, last, in_all_steps = tf.unstack(self._record)
+        self._record.assign(tf.stack([0.0, 0.0, in_all_steps]))
+        return StepLosses(nonfinite, last)

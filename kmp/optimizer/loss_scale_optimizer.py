@@ -19,7 +19,7 @@ from kmp.optimizer.inner_optimizer_state import InnerState
 from kmp.optimizer.loss_monitor import LossMonitor
 from kmp.optimizer.overflow_counters import OverflowCounters
 from kmp.optimizer.overflow_origin import network_order
-from kmp.optimizer.unscaling import applied_scale, multiply_gradients
+from kmp.optimizer.unscaling import LARGEST_APPLIED_SCALE, multiply_gradients
 from kmp.records import Snapshot
 from kmp.scaling import LossScaleSettings, make_rule
 from kmp.utils import matching_indices, user_messages, validation
@@ -208,7 +208,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         found = self.gradient_scaling.before_unscale(grads, self._trainable_variables if self.built else ())
         if found in (Scaling.NEVER_SCALED, Scaling.UNSCALED):
             return multiply_gradients(grads, 1.0)
-        unscaled = multiply_gradients(grads, 1.0 / applied_scale(self._bounded_scale()))
+        unscaled = multiply_gradients(grads, 1.0 / self._bounded_scale(LARGEST_APPLIED_SCALE))
         unscaled = [None if g is None else with_values(g, mark_unscaled(values_of(g))) for g in unscaled]
         self.gradient_scaling.record_unscaled(grads, unscaled)
         return unscaled
@@ -268,7 +268,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return Snapshot(
             loss_scale=float(self._bounded_scale()),
             clean_steps=int(self.step_counter.numpy()) if self.built else 0,
-            unscaled_steps=int(self.gradient_scaling.unscaled_steps.numpy()),
             sample=self.sampler.read(self._order, counts["step"]) if self.sampler else None,
             nonfinite_activation=self.probe.read() if self.probe else None,
             **counts,
@@ -313,7 +312,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.sampler is None:
             self.prepare_sampling()
         assert self.sampler is not None
-        self.sampler.start(owner, every_n_steps, first=self.counters.read_steps() + 1)
+        self.sampler.start(owner, every_n_steps, first=self.counters.read_counts()["steps"] + 1)
 
     def stop_sampling(self, owner: Any) -> None:
         """Ends the sampling that `owner` requested; no function needs to be retraced."""
@@ -342,7 +341,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return config | {k: v for k in ours if (v := getattr(self.rule, k)) != getattr(_DEFAULT, k)}
 
     def _applied_scale(self) -> Any:
-        return mark_scale(applied_scale(self._bounded_scale()))
+        return mark_scale(self._bounded_scale(LARGEST_APPLIED_SCALE))
 
     def _scaling_of(self, grads: Sequence[Any], variables: Sequence[Any], unscaled: bool | None = None) -> Scaling:
         if unscaled is not None:
@@ -368,11 +367,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Whether the optimizer compiles its step. Under a strategy it cannot: replicas synchronize inside the step."""
         return self.jit_compile and not tf.distribute.has_strategy()
 
-    def _bounded_scale(self) -> Any:
+    def _bounded_scale(self, highest: float = scaling.LARGEST_SCALE) -> Any:
         """Returns the scale within the rule's bounds; a file or the user may have written any value to the variable."""
         if not self.built:
-            return ops.convert_to_tensor(self.rule.initial_scale)
-        return self.rule.bounded(self.scale_variable)
+            return ops.convert_to_tensor(min(self.rule.initial_scale, highest))
+        return self.rule.bounded(self.scale_variable, highest)
 
     def _index(self, variable: Any) -> int:
         try:

@@ -10,16 +10,21 @@ from keras import ops
 from kmp.gradients import tensor_statistics
 
 
-def nearest_to_loss(flags: Any, order: Sequence[int]) -> Any:
-    """Returns the flags with only the overflow origin set.
+def origin_flags(flags: Any, order: Sequence[int], loss_was_finite: Any) -> Any:
+    """Returns the flags with only the overflow origin set; none is set after a non-finite loss, which flags all.
 
     The backward pass spreads an overflow to every variable before its origin, so the origin is the flagged variable
     nearest to the loss.
 
     Args:
-        flags: int64 tensor of shape `(variables,)`, 1 for a variable with a non-finite gradient, else 0.
+        flags: Bool tensor of shape `(variables,)`, whether each variable's gradient is non-finite.
         order: The indices of the variables, from the input to the loss.
+        loss_was_finite: Scalar bool.
+
+    Returns:
+        int64 tensor of shape `(variables,)`: 1 for the origin, else 0.
     """
+    flags = ops.cast(ops.logical_and(flags, loss_was_finite), "int64")
     ranks = np.zeros(len(order), np.int64)
     ranks[list(order)] = np.arange(1, len(order) + 1)
     flagged_ranks = flags * ranks

@@ -12,18 +12,13 @@ from kmp.backend import xla
 from kmp.gradients import ROW_SIZE, pack_tensors, tensor_statistics, values_of, with_values
 from kmp.utils import FLOAT32
 
-# The reciprocal of a larger scale is subnormal, and TensorFlow on a CPU flushes it to zero.
+# A larger loss scale is applied as this one: its reciprocal is subnormal, and TensorFlow on a CPU flushes it to zero.
 LARGEST_APPLIED_SCALE = 2.0 ** (FLOAT32.max_exponent - 1)
 
 # Under XLA, tensors with fewer elements are concatenated: copying them takes less time than compiling a loop for each.
 _SMALL = 2**16
 _LANE = 8  # elements that XLA on a CPU checks in one vector operation
 _LANES_IN_ROW = ROW_SIZE // _LANE
-
-
-def applied_scale(scale: Any) -> Any:
-    """Returns the loss scale as it is applied to losses and gradients: at most 2^126."""
-    return ops.minimum(scale, LARGEST_APPLIED_SCALE)
 
 
 def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> list[Any]:
@@ -86,7 +81,8 @@ def nonfinite_flags(gradients: Sequence[Any], variables: Sequence[Any], scale: A
     if plain:
         joint_flags = _flags_of_rows if xla.is_tracing() else _flags_unless_sum_is_finite
         flags.append(joint_flags([_as_float32(gradients[index]) for index in plain], scale, replicas))
-    return tf.gather(tf.concat(flags, 0), np.argsort(others + plain))
+    joined = tf.concat(flags, 0)
+    return tf.gather(joined, np.argsort(others + plain)) if others else joined
 
 
 def _is_plain(gradient: Any, variable: Any) -> bool:

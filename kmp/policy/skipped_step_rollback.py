@@ -1,6 +1,7 @@
 """Restores a model's layers after a skipped step, and its metrics after a non-finite loss."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import SavedState, distribution, saved_layer_state, sublayers
+from kmp.backend import SavedState, call_if, distribution, saved_layer_state, sublayers
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy.model_optimizers import optimizers_of
 
@@ -67,16 +68,56 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
 @contextlib.contextmanager
 def _layers_restored_if_skipped(
     layers: Sequence[keras.Layer], optimizers: Sequence[LossScaleOptimizer]
-) -> Iterator[None]:
-    counters = [optimizer.counters for optimizer in optimizers]
-    before = [(ops.copy(counter.steps), ops.copy(counter.overflows)) for counter in counters]
+) -> Iterator["_Outcome"]:
+    outcome = _Outcome(optimizers)
     with saved_layer_state(layers) as (states, kernels):
-        yield
-    taken = [counter.steps - steps for counter, (steps, _) in zip(counters, before, strict=True)]
-    skipped = [counter.overflows - overflows for counter, (_, overflows) in zip(counters, before, strict=True)]
-    any_skipped, any_applied = ops.sum(ops.stack(skipped)) > 0, ops.sum(ops.stack(taken) - ops.stack(skipped)) > 0
-    states.restore(any_skipped)
-    kernels.restore(ops.logical_and(any_skipped, ops.logical_not(any_applied)))
+        yield outcome
+    outcome.end()
+
+    def restore() -> None:
+        states.restore(outcome.any_skipped)
+        kernels.restore(ops.logical_and(outcome.any_skipped, ops.logical_not(outcome.any_applied)))
+
+    call_if(outcome.any_skipped, restore)
+
+
+class _Outcome:
+    """What optimizers do in a training step, from the creation of this object until `end`.
+
+    Args:
+        optimizers: The optimizers.
+    """
+
+    def __init__(self, optimizers: Sequence[LossScaleOptimizer]) -> None:
+        self._optimizers = optimizers
+        self._before = self._read()
+
+    def end(self) -> None:
+        """Reads what the optimizers have done."""
+        pairs = list(zip(self._read(), self._before, strict=True))
+        self._counters = [(now, then) for (now, _), (then, _) in pairs]
+        self.any_skipped = _any([now.overflows > then.overflows for now, then in self._counters])
+        # The loss monitor counts this replica's losses at once, the counters those of all replicas after the update.
+        self._has_recorded_nonfinite_loss = _any([now > then for (_, now), (_, then) in pairs])
+        self.may_have_nonfinite_loss = ops.logical_or(self.any_skipped, self._has_recorded_nonfinite_loss)
+
+    @property
+    def any_applied(self) -> Any:
+        """Scalar bool."""
+        return _any([now.steps - then.steps > now.overflows - then.overflows for now, then in self._counters])
+
+    @property
+    def has_nonfinite_loss(self) -> Any:
+        """Scalar bool, whether a loss of this replica, or of a skipped step, was non-finite before scaling."""
+        counted = [now.nonfinite_losses > then.nonfinite_losses for now, then in self._counters]
+        return ops.logical_or(self._has_recorded_nonfinite_loss, _any(counted))
+
+    def _read(self) -> list[tuple[Any, Any]]:
+        return [(o.counters.values(), o.loss_monitor.nonfinite_losses()) for o in self._optimizers]
+
+
+def _any(conditions: Sequence[Any]) -> Any:
+    return functools.reduce(ops.logical_or, conditions)
 
 
 def install(model: keras.Model) -> bool:
@@ -193,20 +234,20 @@ class _GuardedTrainStep:
             self._reset_metrics_without_finite_batch()
         _ignore_empty_batch(data, optimizers)
         metrics = SavedState(self._metric_variables)
-        # The loss monitor counts this replica's losses at once, the counters those of all replicas after the update.
-        counts = [count for o in optimizers for count in (o.loss_monitor.nonfinite_calls, o.counters.nonfinite_losses)]
-        previous_counts = [ops.copy(count) for count in counts]
-        with _layers_restored_if_skipped([self._model], optimizers):
+        with _layers_restored_if_skipped([self._model], optimizers) as outcome:
             logs = self._watched_step(data)
-        increased = [count.value > previous for count, previous in zip(counts, previous_counts, strict=True)]
-        nonfinite = ops.any(ops.stack(increased))
-        self._restore_metrics(nonfinite, metrics)
-        return self._report_nonfinite_loss(logs, nonfinite)
+        call_if(outcome.may_have_nonfinite_loss, lambda: self._restore_metrics(outcome.has_nonfinite_loss, metrics))
+        return self._report_nonfinite_loss(logs, outcome)
 
     def _reset_metrics_without_finite_batch(self) -> None:
         should_reset = ops.copy(self._only_nonfinite_batches) > 0
-        for variable in self._metric_variables():
-            variable.assign(ops.where(should_reset, ops.zeros_like(variable), variable))
+
+        def reset() -> None:
+            for variable in self._metric_variables():
+                variable.assign(ops.where(should_reset, ops.zeros_like(variable), variable))
+            self._only_nonfinite_batches.assign(0.0)
+
+        call_if(should_reset, reset)
 
     def _restore_metrics(self, nonfinite: Any, metrics: SavedState) -> None:
         """Restores the metrics if `nonfinite`, unless they are still zero: a mean over no batch is NaN, not 0."""
@@ -215,11 +256,12 @@ class _GuardedTrainStep:
         metrics.restore(ops.logical_and(nonfinite, ops.logical_not(was_empty)))
         self._only_nonfinite_batches.assign(ops.cast(ops.logical_and(nonfinite, was_empty), "float32"))
 
-    def _report_nonfinite_loss(self, logs: Any, nonfinite: Any) -> Any:
+    def _report_nonfinite_loss(self, logs: Any, outcome: _Outcome) -> Any:
         """Returns `logs` with a NaN loss if any step of this execution had a non-finite loss, not only the last."""
         if self._model.steps_per_execution == 1 or not isinstance(logs, dict) or "loss" not in logs:
             return logs
-        self._nonfinite_in_execution.assign(ops.maximum(self._nonfinite_in_execution, ops.cast(nonfinite, "float32")))
+        nonfinite = ops.cast(outcome.has_nonfinite_loss, "float32")
+        self._nonfinite_in_execution.assign(ops.maximum(self._nonfinite_in_execution, nonfinite))
         return logs | {"loss": ops.where(self._nonfinite_in_execution > 0, math.nan, logs["loss"])}
 
     def _watched_step(self, data: Any) -> Any:

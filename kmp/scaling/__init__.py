@@ -2,6 +2,7 @@
 
 from kmp.scaling.dynamic_scale import DynamicScale
 from kmp.scaling.fixed_scale import FixedScale
+from kmp.scaling.scale_state import LARGEST_SCALE as LARGEST_SCALE
 from kmp.scaling.scale_state import ScaleState, StepOutcome
 from kmp.scaling.settings import LossScaleSettings as LossScaleSettings
 from kmp.scaling.settings import Rule

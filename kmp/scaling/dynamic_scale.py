@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import tensorflow as tf
 from keras import ops
 
-from kmp.scaling.scale_state import LARGEST_SCALE, ScaleState, StepOutcome, count_step, valid_scale
+from kmp.scaling.scale_state import LARGEST_SCALE, ScaleState, StepOutcome, count_overflow, updated, valid_scale
 from kmp.utils import FLOAT16, FLOAT32, is_power_of_two, validation
 
 _FLOAT32_EPSILON = 2.0**-FLOAT32.fraction_bits
@@ -76,10 +77,17 @@ class DynamicScale:
                 f"initial_scale={self.initial_scale!r}, min_scale={self.min_scale!r}, max_scale={self.max_scale!r}"
             )
 
-    def bounded(self, scale: Any) -> Any:
-        """Returns a scale loaded from a file, clipped to the bounds; the initial one if it is NaN, Inf, 0 or below."""
-        is_valid = ops.logical_and(ops.isfinite(scale), scale > 0)
-        return ops.where(is_valid, ops.clip(scale, self.min_scale, self.max_scale), self.initial_scale)
+    def bounded(self, scale: Any, highest: float = LARGEST_SCALE) -> Any:
+        """Returns a scale loaded from a file, clipped to the bounds; the initial one if it is NaN, Inf, 0 or below.
+
+        Args:
+            scale: Scalar float32.
+            highest: A further upper bound.
+        """
+        is_valid = ops.isfinite(ops.log(scale))  # the logarithm of 0 is -Inf, and of a negative number NaN
+        lower, upper = min(self.min_scale, highest), min(self.max_scale, highest)
+        clipped = tf.raw_ops.ClipByValue(t=scale, clip_value_min=lower, clip_value_max=upper)  # `ops.clip` is two
+        return ops.where(is_valid, clipped, min(self.initial_scale, highest))
 
     @property
     def keeps_powers_of_two(self) -> bool:
@@ -89,7 +97,8 @@ class DynamicScale:
 
     def overflowed_at_min_scale(self, state: ScaleState, step: StepOutcome) -> Any:
         """Returns a scalar bool, whether `step` backs off while the scale is already at `min_scale`."""
-        return ops.logical_and(self._backs_off(state, step), state.scale <= self.min_scale)
+        backs_off = ops.logical_and(step.overflowed, self._backs_off(state, step.loss_was_finite))
+        return ops.logical_and(backs_off, state.scale <= self.min_scale)
 
     def steps_to_min_scale(self, scale: float) -> float:
         """Returns after how many consecutive overflows, starting from `scale`, one can be at `min_scale`."""
@@ -98,18 +107,26 @@ class DynamicScale:
 
     def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
         """Returns the state after `step`."""
-        clean_steps, overflows_in_a_row = count_step(state, step)
-        backs_off = self._backs_off(state, step)
-        grows = ops.logical_and(ops.logical_not(step.overflowed), clean_steps >= self.growth_interval)
-        reduced_scale = ops.maximum(state.scale * self.backoff_factor, self.min_scale)
-        increased_scale = ops.minimum(state.scale * self.growth_factor, self.max_scale)
-        scale = ops.where(backs_off, reduced_scale, ops.where(grows, increased_scale, state.scale))
-        clean_steps = ops.where(grows, ops.zeros_like(clean_steps), clean_steps)
-        return ScaleState(scale, clean_steps, overflows_in_a_row)
+        return updated(self, state, step)
 
-    def _backs_off(self, state: ScaleState, step: StepOutcome) -> Any:
-        overflowed_in_backward = ops.logical_and(step.overflowed, step.loss_was_finite)
-        return ops.logical_and(overflowed_in_backward, state.overflows_in_a_row + 1 >= self.hysteresis)
+    def after_update(self, state: ScaleState) -> ScaleState:
+        """Returns the state after a step that updated the weights."""
+        clean_steps = state.clean_steps + 1
+        grows = clean_steps >= self.growth_interval
+        increased_scale = ops.minimum(state.scale * self.growth_factor, self.max_scale)
+        zero = ops.zeros_like(clean_steps)
+        return ScaleState(
+            ops.where(grows, increased_scale, state.scale), ops.where(grows, zero, clean_steps), overflows_in_a_row=zero
+        )
+
+    def after_overflow(self, state: ScaleState, loss_was_finite: Any) -> ScaleState:
+        """Returns the state after a skipped step."""
+        backs_off = self._backs_off(state, loss_was_finite)
+        reduced_scale = ops.maximum(state.scale * self.backoff_factor, self.min_scale)
+        return ScaleState(ops.where(backs_off, reduced_scale, state.scale), *count_overflow(state, loss_was_finite))
+
+    def _backs_off(self, state: ScaleState, loss_was_finite: Any) -> Any:
+        return ops.logical_and(loss_was_finite, state.overflows_in_a_row + 1 >= self.hysteresis)
 
 
 def _growth_factor(value: Any) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 from keras import ops
 
-from kmp.scaling.scale_state import ScaleState, StepOutcome, count_step, valid_scale
+from kmp.scaling.scale_state import LARGEST_SCALE, ScaleState, StepOutcome, count_overflow, updated, valid_scale
 from kmp.utils import is_power_of_two
 
 
@@ -31,9 +31,9 @@ class FixedScale:
     def __post_init__(self) -> None:
         object.__setattr__(self, "initial_scale", valid_scale("loss_scale", self.initial_scale, "'dynamic', 0, or "))
 
-    def bounded(self, scale: Any) -> Any:
-        """Returns the fixed scale in place of `scale`, as loaded from a file."""
-        return ops.full_like(scale, self.initial_scale)
+    def bounded(self, scale: Any, highest: float = LARGEST_SCALE) -> Any:
+        """Returns the fixed scale in place of `scale`, as loaded from a file, or `highest` if that is lower."""
+        return ops.full_like(scale, min(self.initial_scale, highest))
 
     @property
     def keeps_powers_of_two(self) -> bool:
@@ -50,4 +50,12 @@ class FixedScale:
 
     def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
         """Returns the state after `step`: the same scale, and the updated step counts."""
-        return ScaleState(state.scale, *count_step(state, step))
+        return updated(self, state, step)
+
+    def after_update(self, state: ScaleState) -> ScaleState:
+        """Returns the state after a step that updated the weights."""
+        return ScaleState(state.scale, state.clean_steps + 1, ops.zeros_like(state.overflows_in_a_row))
+
+    def after_overflow(self, state: ScaleState, loss_was_finite: Any) -> ScaleState:
+        """Returns the state after a skipped step."""
+        return ScaleState(state.scale, *count_overflow(state, loss_was_finite))

@@ -1,6 +1,6 @@
 """The inputs of a loss scale rule: its state, and the outcome of a training step."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from keras import ops
 
@@ -50,12 +50,26 @@ class StepOutcome(NamedTuple):
     loss_was_finite: Any
 
 
-def count_step(state: ScaleState, step: StepOutcome) -> tuple[Any, Any]:
-    """Returns `clean_steps` and `overflows_in_a_row` after a step."""
-    zero = ops.zeros_like(state.clean_steps)
-    in_a_row = ops.where(step.overflowed, state.overflows_in_a_row + 1, zero)
-    after_overflow = ops.where(step.loss_was_finite, zero, state.clean_steps)
-    return ops.where(step.overflowed, after_overflow, state.clean_steps + 1), in_a_row
+class Adapting(Protocol):
+    """A loss scale rule, by the two outcomes of a step."""
+
+    def after_update(self, state: ScaleState) -> ScaleState:
+        """Returns the state after a step that updated the weights."""
+
+    def after_overflow(self, state: ScaleState, loss_was_finite: Any) -> ScaleState:
+        """Returns the state after a skipped step."""
+
+
+def updated(rule: Adapting, state: ScaleState, step: StepOutcome) -> ScaleState:
+    """Returns the state of a rule after a step."""
+    either = zip(rule.after_overflow(state, step.loss_was_finite), rule.after_update(state), strict=True)
+    return ScaleState(*(ops.where(step.overflowed, skipped, applied) for skipped, applied in either))
+
+
+def count_overflow(state: ScaleState, loss_was_finite: Any) -> tuple[Any, Any]:
+    """Returns `clean_steps` and `overflows_in_a_row` after a skipped step."""
+    clean_steps = ops.where(loss_was_finite, ops.zeros_like(state.clean_steps), state.clean_steps)
+    return clean_steps, state.overflows_in_a_row + 1
 
 
 def valid_scale(name: str, value: Any, alternatives: str = "") -> float:

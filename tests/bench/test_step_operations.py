@@ -31,6 +31,13 @@ def test_parts_add_up_to_what_is_added(counts):
         assert added.fixed + shape.norms * added.per_norm + 2 * shape.dense * added.per_variable == total
 
 
+def test_kmp_with_callbacks_adds_at_most_these_operations(counts):
+    added = step_operations.added(counts[WITH_CALLBACKS], counts[BARE])
+    assert added.fixed <= 60
+    assert added.per_norm <= 6
+    assert added.per_variable <= 2
+
+
 def test_added_operations_are_those_of_the_variant():
     bare = {shape: Operations(100 * shape.dense, 0) for shape in SHAPES}
     variant = {shape: Operations(103 * shape.dense + 7 * shape.norms + 40, 5) for shape in SHAPES}

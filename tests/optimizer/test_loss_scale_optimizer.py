@@ -460,3 +460,12 @@ def test_sampling_counts_the_scaled_gradients_of_the_requested_steps(run_step):
 def test_unknown_argument_gets_the_closest_name_and_one_of_the_inner_optimizer_the_place(arguments, error, message):
     with pytest.raises(error, match=message):
         kmp.LossScaleOptimizer("sgd", **arguments)
+
+
+@pytest.mark.parametrize(("scale", "applied"), [(2.0**127, 2.0**126), (3.0, 3.0)])
+@pytest.mark.parametrize("setting", ["initial_scale", "loss_scale"])
+def test_scale_with_a_subnormal_reciprocal_is_not_applied(setting, scale, applied):
+    optimizer, variable = kmp.LossScaleOptimizer("sgd", **{setting: scale}), keras.Variable([1.0])
+    optimizer.build([variable])
+    assert float(optimizer.loss_scale) == applied
+    assert optimizer.snapshot().loss_scale == scale

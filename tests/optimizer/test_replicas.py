@@ -204,6 +204,30 @@ def test_empty_replica_batch_skips_the_step_and_keeps_the_scale(strategy):
     assert all(np.isfinite(value).all() for value in model.get_weights())
 
 
+class AveragedInput(keras.layers.Layer):
+    """Keeps the mean of its inputs, as the mean over replicas."""
+
+    def build(self, shape):
+        self.average = self.add_weight(shape=(), trainable=False, aggregation="mean")
+
+    def call(self, inputs):
+        self.average.assign(ops.mean(ops.cast(inputs, "float32")))
+        return inputs
+
+
+def test_weight_that_is_averaged_over_replicas_is_restored_after_a_skipped_step(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), AveragedInput(), OverflowsBackward(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    averages = []
+    record = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: averages.append(float(model.layers[0].average.numpy()))
+    )
+    x = np.repeat([0.5, OVERFLOWS_BACKWARD, 0.25], 8)[:, None]
+    fit(model, (x, x), [record])
+    assert averages == [0.5, 0.5, 0.25]
+
+
 def test_skipped_batch_is_excluded_from_the_metrics_of_all_replicas(strategy):
     model = make_model(strategy)
     with strategy.scope():
