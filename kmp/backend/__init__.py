@@ -10,7 +10,7 @@ from kmp.backend import (
     trainer_fixes,
     xla,
 )
-from kmp.backend.branches import call_if
+from kmp.backend.branches import call_if, outlined
 from kmp.backend.function_references import functions_by_reference, with_named_lambda
 from kmp.backend.gpu_info import hardware, log_once
 from kmp.backend.layer_traversal import (
@@ -51,6 +51,7 @@ __all__ = [
     "log_once",
     "model_files",
     "operation_trace",
+    "outlined",
     "register",
     "replace_policy_state",
     "resolve_optimizer",

@@ -1,5 +1,6 @@
 """Branches that write variables, where the graph supports them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,4 +23,23 @@ def call_if(condition: Any, function: Callable[[], None]) -> None:
     if xla.is_tracing() or tf.distribute.has_strategy():
         function()
     else:
-        ops.cond(condition, function, lambda: None)
+        ops.cond(condition, outlined(function), lambda: None)
+
+
+def outlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that a graph calls as one operation, for a branch that is rarely taken.
+
+    TensorFlow visits each operation of a branch in every step, also of one that is not taken, and optimizes each before
+    the first step. Those of a function in a branch it optimizes and visits once the branch is taken.
+
+    Args:
+        function: A function of tensors.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if tf.executing_eagerly() or xla.is_tracing() or tf.distribute.has_strategy():
+            return function(*args)
+        return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})(*args)
+
+    return call

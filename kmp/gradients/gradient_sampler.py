@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import distribution
+from kmp.backend import distribution, outlined
 from kmp.gradients import tensor_statistics
 from kmp.records import BIN_COUNT, GradientSample
 from kmp.utils import matching_indices, unique_names
@@ -113,7 +113,7 @@ class GradientSampler:
             step: The number of the step, scalar int64, counted from 1.
         """
         is_due = ops.logical_or(ops.equal(step % self._interval, 0), ops.equal(step, self._first_step))
-        ops.cond(is_due, lambda: self._record(gradients, unscaled, scale, step), lambda: None)
+        ops.cond(is_due, outlined(lambda: self._record(gradients, unscaled, scale, step)), lambda: None)
 
     def read(self, order: Sequence[int], steps: int) -> GradientSample | None:
         """Returns the last sample of this process' replicas, or `None` if there is none.

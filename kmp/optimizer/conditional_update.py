@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import is_keras_class, keras_internals, xla
+from kmp.backend import is_keras_class, keras_internals, outlined, xla
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ def update_or_skip(
             update()
         finish(skip)
     else:
-        ops.cond(skip, lambda: finish(True), update_and_finish)
+        ops.cond(skip, outlined(functools.partial(finish, True)), update_and_finish)
 
 
 def select(skip: Any, if_skipped: Callable[[], T], if_updated: Callable[[], T]) -> T:

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from keras import backend, ops
 
-from kmp.backend import xla
+from kmp.backend import outlined, xla
 from kmp.gradients import ROW_SIZE, pack_tensors, tensor_statistics, values_of, with_values
 from kmp.utils import FLOAT32
 
@@ -123,7 +123,7 @@ def _flags_unless_sum_is_finite(tensors: Sequence[tf.Tensor], scale: Any, replic
     return ops.cond(
         tf.logical_and(is_finite, scale >= replicas),
         lambda: tf.zeros([len(tensors)]),
-        lambda: _flags_of_rows(tensors, scale, replicas),
+        outlined(lambda: _flags_of_rows(tensors, scale, replicas)),
     )
 
 
