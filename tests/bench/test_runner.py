@@ -143,7 +143,7 @@ def test_results_are_printed_written_and_drawn(tiny, tmp_path):
     files = {"json_file": tmp_path / "bench.json", "figure": tmp_path / "bench.png"}
     results = runner.run(Console(file=text, width=200), tiny, ["optimizer"], **files)
     content = json.loads(files["json_file"].read_text())
-    assert content["results"] == [dataclasses.asdict(result) for result in results]
+    assert content["results"] == json.loads(json.dumps([dataclasses.asdict(result) for result in results]))
     assert content["keras"] == keras.__version__
     assert files["figure"].read_bytes().startswith(b"\x89PNG")
     assert plt.get_fignums() == []
