@@ -107,11 +107,9 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="PART",
-        help="optimizer, memory, training, precision, sampling, resnet, bert; by default all (the last two on a GPU)",
+        help="optimizer, memory, fit, precision, sampling, resnet, bert (default: all; the last two on a GPU)",
     )
-    bench.add_argument(
-        "--mode", choices=("graph", "XLA"), help="run memory, training, resnet and bert in this mode only"
-    )
+    bench.add_argument("--mode", choices=("graph", "XLA"), help="run memory, fit, resnet and bert in this mode only")
     bench.add_argument(
         "--batch",
         type=_positive,
