@@ -21,7 +21,7 @@ from kmp.backend import hardware
 from kmp.bench import fit_time, optimizer_step, resnet_bert, sampling_cost, small_models, tables_and_plots
 from kmp.bench.optimizer_step import SAMPLED
 from kmp.bench.sizes import Size
-from kmp.bench.timing import Measurement, MeasurementError, comparison
+from kmp.bench.timing import Measurement, MeasurementError, comparison, over_processes
 from kmp.optimizer import supports_predicated_writes
 from kmp.utils import __version__, atomic_files
 
@@ -65,7 +65,16 @@ def run(
 
 
 def _speed(size: Size) -> Iterator[list[Measurement]]:
-    yield from optimizer_step.measure_speed(size.sets, size.inner, size.repeats)
+    if size.processes == 1:
+        yield from optimizer_step.measure_speed(size.sets, size.inner, size.repeats)
+        return
+    rounds = max(1, size.repeats // size.processes)
+    for name in size.sets:
+        measure = f"optimizer_step.measure_speed([{name!r}], {size.inner}, {rounds})"
+        call = f"[[asdict(result) for result in compared] for compared in {measure}]"
+        processes = [_run_in_subprocess(call) for _ in range(size.processes)]
+        for same in zip(*processes, strict=True):
+            yield over_processes([[Measurement(**result) for result in compared] for compared in same])
 
 
 def _memory(size: Size) -> Iterator[list[Measurement]]:
@@ -129,7 +138,7 @@ def _memory_comparison(section: str, case: str, mode: str, calls: Mapping[str, s
 
 
 _IMPORTS = (
-    "from kmp.backend import tensorflow_internals; "
+    "from dataclasses import asdict; from kmp.backend import tensorflow_internals; "
     "from kmp.bench import fit_time, optimizer_step, resnet_bert, small_models"
 )
 

@@ -15,7 +15,8 @@ class Size:
         inner: Names in `optimizer_step.INNER`: the inner optimizers whose step is timed.
         memory_sets: Names in `optimizer_step.SETS`: the sets whose memory is measured, each variant in its own process.
         modes: Modes of the slow parts: memory, fit and the two networks.
-        repeats: Rounds of optimizer steps.
+        processes: Number of new processes in which the optimizer step is timed. With 1 it is timed in this process.
+        repeats: Rounds of optimizer steps, which the processes share.
         fit_tasks: Names in `fit_time.TASKS`: the models whose epochs are timed.
         fit_steps: Steps of these epochs. The callbacks read once in 250 steps.
         model_size: Factor for the width of the models that are trained in each precision, at least 1.
@@ -35,6 +36,7 @@ class Size:
     inner: tuple[str, ...]
     memory_sets: tuple[str, ...]
     modes: tuple[str, ...]
+    processes: int
     repeats: int
     fit_tasks: tuple[str, ...]
     fit_steps: int
@@ -56,6 +58,7 @@ FULL = Size(
     inner=tuple(INNER),
     memory_sets=("8 of 2048x2048", "ResNet-50"),
     modes=tuple(MODES),
+    processes=5,
     repeats=25,
     fit_tasks=tuple(fit_time.TASKS),
     fit_steps=250,
@@ -75,6 +78,7 @@ QUICK = Size(
     inner=("Adam",),
     memory_sets=("8 of 2048x2048",),
     modes=("XLA",),
+    processes=1,
     repeats=9,
     fit_tasks=("MLP of width 128",),
     fit_steps=250,

@@ -71,6 +71,27 @@ def test_models_train_and_the_global_policy_is_unchanged(name):
 
 
 @pytest.mark.slow
+def test_optimizers_are_measured_in_several_processes():
+    size = dataclasses.replace(TINY, sets=("60 small",), processes=2, repeats=2)
+    comparisons = list(runner.PARTS["optimizer"](size))
+    assert [(results[0].section, results[0].mode) for results in comparisons] == [
+        (section, mode) for mode in MODES for section in ("first call", "optimizer step")
+    ]
+    for result in (result for results in comparisons for result in results):
+        low, high = result.value_range
+        assert 0 < low < result.value < high
+        assert (result.ratio_range is None) == (result.variant == BARE)
+
+
+def test_processes_share_the_rounds(monkeypatch):
+    calls = []
+    monkeypatch.setattr(runner, "_run_in_subprocess", lambda call: calls.append(call) or [])
+    list(runner.PARTS["optimizer"](dataclasses.replace(FULL, sets=("60 small",), inner=("Adam",))))
+    measure = "optimizer_step.measure_speed(['60 small'], ('Adam',), 5)"
+    assert calls == [f"[[asdict(result) for result in compared] for compared in {measure}]"] * 5
+
+
+@pytest.mark.slow
 def test_sampling_is_measured_relative_to_steps_without_sampling(tiny):
     comparisons = list(sampling_cost.measure_cost("tiny", 16, 1, 1))
     assert [(results[0].section, results[0].mode) for results in comparisons] == [
