@@ -18,7 +18,7 @@ import tensorflow as tf
 from rich.console import Console
 
 from kmp.backend import hardware
-from kmp.bench import fit_time, optimizer_step, resnet_bert, sampling_cost, small_models, tables_and_plots
+from kmp.bench import fit_time, growth, optimizer_step, resnet_bert, sampling_cost, small_models, tables_and_plots
 from kmp.bench.optimizer_step import SAMPLED
 from kmp.bench.sizes import Size
 from kmp.bench.timing import Measurement, MeasurementError, comparison, over_processes
@@ -105,6 +105,11 @@ def _sampling(size: Size) -> Iterator[list[Measurement]]:
     yield from sampling_cost.measure_cost(size.sampled, size.side, size.repeats, size.first_calls)
 
 
+def _growth(size: Size) -> Iterator[list[Measurement]]:
+    yield from growth.measure_variables(size.counts, size.repeats, size.turns)
+    yield from growth.measure_replicas(size.replicas, size.repeats, _run_in_subprocess)
+
+
 def _network(name: str, size: Size) -> Iterator[list[Measurement]]:
     batch = size.batch or resnet_bert.default_batch(name, _run_in_subprocess)
     for mode in size.modes:
@@ -127,6 +132,7 @@ PARTS: dict[str, Callable[[Size], Iterator[list[Measurement]]]] = {
     "fit": _fit,
     "precision": _precision,
     "sampling": _sampling,
+    "growth": _growth,
     "resnet": functools.partial(_network, "ResNet-50"),
     "bert": functools.partial(_network, "BERT-base"),
 }
@@ -139,7 +145,7 @@ def _memory_comparison(section: str, case: str, mode: str, calls: Mapping[str, s
 
 _IMPORTS = (
     "from dataclasses import asdict; from kmp.backend import tensorflow_internals; "
-    "from kmp.bench import fit_time, optimizer_step, resnet_bert, small_models"
+    "from kmp.bench import fit_time, growth, optimizer_step, resnet_bert, small_models"
 )
 
 

@@ -26,6 +26,8 @@ class Size:
         sampled: A name in `optimizer_step.SETS`: the set whose gradients are sampled.
         side: As in `sampling_cost.measure_cost`.
         first_calls: As in `sampling_cost.measure_cost`.
+        counts: `counts` of `growth.measure_variables`.
+        replicas: `replicas` of `growth.measure_replicas`.
         has_networks: Whether ResNet-50 and BERT are among the default parts on a GPU.
         network_steps: `steps` of `resnet_bert.compare`.
         network_turns: `turns` of `resnet_bert.compare`.
@@ -47,6 +49,8 @@ class Size:
     sampled: str
     side: int
     first_calls: int
+    counts: tuple[int, ...]
+    replicas: tuple[int, ...]
     has_networks: bool
     network_steps: int
     network_turns: int
@@ -69,6 +73,8 @@ FULL = Size(
     sampled="ResNet-50",
     side=2048,
     first_calls=5,
+    counts=(50, 500, 2000, 5000),
+    replicas=(1, 2, 4),
     has_networks=True,
     network_steps=20,
     network_turns=3,
@@ -89,6 +95,8 @@ QUICK = Size(
     sampled="8 of 512x512",
     side=512,
     first_calls=1,
+    counts=(10, 40),
+    replicas=(1, 2),
     has_networks=False,
     network_steps=2,
     network_turns=1,
