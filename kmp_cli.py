@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--quick",
         action="store_true",
-        help="smaller models, fewer rounds, resnet and bert only with --only: about 3 minutes instead of 30",
+        help="smaller models, fewer rounds, resnet and bert only with --only: about 3 minutes instead of hours",
     )
     bench.add_argument(
         "--only",
