@@ -100,18 +100,16 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--quick",
         action="store_true",
-        help="smaller models, fewer rounds, resnet and bert only with --only: about 3 minutes instead of 30",
+        help="smaller models, fewer rounds, resnet and bert only with --only: about 3 minutes instead of hours",
     )
     bench.add_argument(
         "--only",
         nargs="+",
         default=[],
         metavar="PART",
-        help="optimizer, memory, training, precision, sampling, resnet, bert; by default all (the last two on a GPU)",
+        help="optimizer, memory, fit, precision, sampling, growth, resnet, bert (default: all; the last two on a GPU)",
     )
-    bench.add_argument(
-        "--mode", choices=("graph", "XLA"), help="run memory, training, resnet and bert in this mode only"
-    )
+    bench.add_argument("--mode", choices=("graph", "XLA"), help="run memory, fit, resnet and bert in this mode only")
     bench.add_argument(
         "--batch",
         type=_positive,

@@ -56,7 +56,13 @@ def variants(mode: str) -> list[str]:
     return [BARE, KERAS, OURS] if MODES[mode] else [BARE, KERAS, OURS, COMPILED]
 
 
-def make_step(variant: str, inner: str, shapes: Shapes, mode: str) -> Callable[[], Any]:
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return function(*arguments)
+
+
+def make_step(
+    variant: str, inner: str, shapes: Shapes, mode: str, run: Callable[..., Any] = _call
+) -> Callable[[], Any]:
     """Returns an optimizer step on new variables. Its first call traces and compiles.
 
     Args:
@@ -64,11 +70,14 @@ def make_step(variant: str, inner: str, shapes: Shapes, mode: str) -> Callable[[
         inner: A name in `INNER`.
         shapes: Shapes of the variables.
         mode: One of `MODES`.
+        run: Calls a function with a tuple of arguments, such as the `run` of a distribution strategy.
     """
-    return _step_and_optimizer(variant, inner, shapes, mode)[0]
+    return _step_and_optimizer(variant, inner, shapes, mode, run)[0]
 
 
-def _step_and_optimizer(variant: str, inner: str, shapes: Shapes, mode: str) -> tuple[Callable[[], Any], Any]:
+def _step_and_optimizer(
+    variant: str, inner: str, shapes: Shapes, mode: str, run: Callable[..., Any] = _call
+) -> tuple[Callable[[], Any], Any]:
     random = np.random.default_rng(0)
     variables = [keras.Variable(random.normal(size=shape).astype("float32")) for shape in shapes]
     gradients = [tf.constant(random.normal(size=shape), tf.float32) for shape in shapes]
@@ -78,7 +87,7 @@ def _step_and_optimizer(variant: str, inner: str, shapes: Shapes, mode: str) -> 
 
     @tf.function(jit_compile=MODES[mode], autograph=False)
     def step(gradients: Sequence[tf.Tensor]) -> tf.Tensor:
-        optimizer.apply(gradients, variables)
+        run(lambda *values: optimizer.apply(list(values), variables), tuple(gradients))
         return tf.identity(optimizer.iterations.value)  # as a training step returns its logs
 
     return lambda: step(gradients).numpy(), optimizer

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,93 +18,21 @@ import tensorflow as tf
 from rich.console import Console
 
 from kmp.backend import hardware
-from kmp.bench import optimizer_step, resnet_bert, sampling_cost, small_models, step_operations, tables_and_plots
-from kmp.bench.optimizer_step import BARE, INNER, KERAS, MODES, OURS, SAMPLED
-from kmp.bench.small_models import WITH_CALLBACKS
-from kmp.bench.timing import Measurement, MeasurementError, comparison
+from kmp.bench import (
+    fit_time,
+    growth,
+    optimizer_step,
+    resnet_bert,
+    sampling_cost,
+    small_models,
+    step_operations,
+    tables_and_plots,
+)
+from kmp.bench.optimizer_step import SAMPLED
+from kmp.bench.sizes import Size
+from kmp.bench.timing import Measurement, MeasurementError, comparison, over_processes
 from kmp.optimizer import supports_predicated_writes
 from kmp.utils import __version__, atomic_files
-
-
-@dataclass(frozen=True)
-class Size:
-    """What to measure, and how often.
-
-    Args:
-        sets: Names in `optimizer_step.SETS`: the sets of variables whose step is timed.
-        inner: Names in `optimizer_step.INNER`: the inner optimizers whose step is timed.
-        memory_sets: Names in `optimizer_step.SETS`: the sets whose memory is measured, each variant in its own process.
-        modes: Modes of the slow parts: memory, training and the two networks.
-        variants: As in `small_models.measure_scaling`.
-        repeats: Rounds of optimizer steps.
-        model_size: Factor for the width of the small models, at least 1.
-        steps: Training steps per round. The callbacks of `WITH_CALLBACKS` read once in 250 steps.
-        turns: Rounds of training.
-        has_model_memory: Whether to measure the memory of each small model in each precision.
-        sampled: A name in `optimizer_step.SETS`: the set whose gradients are sampled.
-        side: As in `sampling_cost.measure_cost`.
-        first_calls: As in `sampling_cost.measure_cost`.
-        has_networks: Whether ResNet-50 and BERT are among the default parts on a GPU.
-        network_steps: `steps` of `resnet_bert.compare`.
-        network_turns: `turns` of `resnet_bert.compare`.
-        batch: `batch` of `resnet_bert.compare`; `resnet_bert.default_batch` if `None`.
-    """
-
-    sets: tuple[str, ...]
-    inner: tuple[str, ...]
-    memory_sets: tuple[str, ...]
-    modes: tuple[str, ...]
-    variants: tuple[str, ...]
-    repeats: int
-    model_size: int
-    steps: int
-    turns: int
-    has_model_memory: bool
-    sampled: str
-    side: int
-    first_calls: int
-    has_networks: bool
-    network_steps: int
-    network_turns: int
-    batch: int | None = None
-
-
-FULL = Size(
-    sets=("8 of 2048x2048", "ResNet-50", "600 small"),
-    inner=tuple(INNER),
-    memory_sets=("8 of 2048x2048", "ResNet-50"),
-    modes=tuple(MODES),
-    variants=(BARE, KERAS, OURS, WITH_CALLBACKS),
-    repeats=25,
-    model_size=2,
-    steps=250,
-    turns=5,
-    has_model_memory=True,
-    sampled="ResNet-50",
-    side=2048,
-    first_calls=5,
-    has_networks=True,
-    network_steps=20,
-    network_turns=3,
-)
-QUICK = Size(
-    sets=("8 of 512x512", "60 small"),
-    inner=("Adam",),
-    memory_sets=("8 of 2048x2048",),
-    modes=("XLA",),
-    variants=(BARE, KERAS, OURS),
-    repeats=9,
-    model_size=1,
-    steps=20,
-    turns=2,
-    has_model_memory=False,
-    sampled="8 of 512x512",
-    side=512,
-    first_calls=1,
-    has_networks=False,
-    network_steps=2,
-    network_turns=1,
-)
 
 
 def run(
@@ -146,7 +74,16 @@ def run(
 
 
 def _speed(size: Size) -> Iterator[list[Measurement]]:
-    yield from optimizer_step.measure_speed(size.sets, size.inner, size.repeats)
+    if size.processes == 1:
+        yield from optimizer_step.measure_speed(size.sets, size.inner, size.repeats)
+        return
+    rounds = max(1, size.repeats // size.processes)
+    for name in size.sets:
+        measure = f"optimizer_step.measure_speed([{name!r}], {size.inner}, {rounds})"
+        call = f"[[asdict(result) for result in compared] for compared in {measure}]"
+        processes = [_run_in_subprocess(call) for _ in range(size.processes)]
+        for same in zip(*processes, strict=True):
+            yield over_processes([[Measurement(**result) for result in compared] for compared in same])
 
 
 def _memory(size: Size) -> Iterator[list[Measurement]]:
@@ -165,8 +102,8 @@ def _memory(size: Size) -> Iterator[list[Measurement]]:
         yield _memory_comparison("training memory", name, "XLA", calls)
 
 
-def _training(size: Size) -> Iterator[list[Measurement]]:
-    yield from small_models.measure_scaling(size.model_size, size.modes, size.variants, size.steps, size.turns)
+def _fit(size: Size) -> Iterator[list[Measurement]]:
+    yield from fit_time.measure(size.fit_tasks, size.modes, size.fit_steps, size.turns, _run_in_subprocess)
 
 
 def _precision(size: Size) -> Iterator[list[Measurement]]:
@@ -179,6 +116,11 @@ def _operations(size: Size) -> Iterator[list[Measurement]]:
 
 def _sampling(size: Size) -> Iterator[list[Measurement]]:
     yield from sampling_cost.measure_cost(size.sampled, size.side, size.repeats, size.first_calls)
+
+
+def _growth(size: Size) -> Iterator[list[Measurement]]:
+    yield from growth.measure_variables(size.counts, size.repeats, size.turns)
+    yield from growth.measure_replicas(size.replicas, size.repeats, _run_in_subprocess)
 
 
 def _network(name: str, size: Size) -> Iterator[list[Measurement]]:
@@ -194,16 +136,17 @@ def parts_by_default(size: Size) -> list[str]:
 
 
 NETWORKS = ("resnet", "bert")
-WITH_MODE = ("memory", "training", *NETWORKS)
+WITH_MODE = ("memory", "fit", *NETWORKS)
 
 # Each yields the results of one comparison at a time.
 PARTS: dict[str, Callable[[Size], Iterator[list[Measurement]]]] = {
     "optimizer": _speed,
     "memory": _memory,
-    "training": _training,
+    "fit": _fit,
     "operations": _operations,
     "precision": _precision,
     "sampling": _sampling,
+    "growth": _growth,
     "resnet": functools.partial(_network, "ResNet-50"),
     "bert": functools.partial(_network, "BERT-base"),
 }
@@ -215,7 +158,8 @@ def _memory_comparison(section: str, case: str, mode: str, calls: Mapping[str, s
 
 
 _IMPORTS = (
-    "from kmp.backend import tensorflow_internals; from kmp.bench import optimizer_step, resnet_bert, small_models"
+    "from dataclasses import asdict; from kmp.backend import tensorflow_internals; "
+    "from kmp.bench import fit_time, growth, optimizer_step, resnet_bert, small_models"
 )
 
 

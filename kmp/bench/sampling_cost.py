@@ -9,12 +9,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.bench.optimizer_step import MODES, SETS
+from kmp.bench.optimizer_step import MODES, SETS, Shapes
 from kmp.bench.timing import Measurement, comparison, measure_alternately, seconds_per_call
 from kmp.callbacks import GradientHistogram
 from kmp.gradients import UpdateWatch, tensor_statistics
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import to_line
+from kmp.records import GradientSample, to_line
 
 NOT_SAMPLED, SAMPLED = "not sampled", "sampled"
 _TENSORS = 4
@@ -28,6 +28,44 @@ class Training(NamedTuple):
     first_call: float
 
 
+class SampledTraining:
+    """What a training that samples does, in parts that can be timed.
+
+    Args:
+        training: A training that is prepared for sampling.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._optimizer, self.step = training.optimizer, training.step
+        self._owner, self._watch = GradientHistogram(), UpdateWatch()
+        self.updates_every, self.every_n_steps = self._owner.updates_every, self._owner.every_n_steps
+
+    def sampled_step(self) -> None:
+        """Runs a step that is sampled."""
+        self._optimizer.start_sampling(self._owner, every_n_steps=2**62)
+        self.step()
+
+    def record(self) -> str:
+        """Returns the line of the log for the last sample."""
+        return record_of(self.last_sample())
+
+    def measure_update(self) -> GradientSample:
+        """Returns the last sample with the update of the weights, as if it had been taken since."""
+        self._watch.arm(self._optimizer.variables_by_path())
+        return self._watch.measure(self.last_sample())
+
+    def last_sample(self) -> GradientSample:
+        """Reads the last sample from the device."""
+        sample = self._optimizer.snapshot().sample
+        assert sample is not None
+        return sample
+
+
+def record_of(sample: GradientSample) -> str:
+    """Returns the line of the log for a sample."""
+    return to_line({"step": sample.step, "grad_norm": sample.total_norm, "sample": sample.to_dict()})
+
+
 def measure_cost(name: str, side: int, repeats: int, first_calls: int) -> Iterator[list[Measurement]]:
     """Measures what sampling adds at its default cadence, and yields each comparison when it is done.
 
@@ -39,7 +77,9 @@ def measure_cost(name: str, side: int, repeats: int, first_calls: int) -> Iterat
     """
     yield from _histograms(side, repeats)
     for mode in MODES:
-        pairs = [[_training(name, mode, is_sampled) for is_sampled in (False, True)] for _ in range(first_calls)]
+        pairs = [
+            [start_training(SETS[name](), mode, is_sampled) for is_sampled in (False, True)] for _ in range(first_calls)
+        ]
         seconds = {
             variant: [pair[index].first_call for pair in pairs] for index, variant in enumerate((NOT_SAMPLED, SAMPLED))
         }
@@ -67,31 +107,28 @@ def _histograms(side: int, repeats: int) -> Iterator[list[Measurement]]:
 
 def _steps(pair: Sequence[Training], repeats: int) -> dict[str, Sequence[float]]:
     """Returns the seconds of a step: the median without sampling, and plus what sampling adds per step on average."""
-    (plain, sampled), owner, watch = pair, GradientHistogram(), UpdateWatch()
-
-    def sample() -> None:
-        sampled.optimizer.start_sampling(owner, every_n_steps=2**62)
-        sampled.step()
-
-    def read() -> None:
-        last = sampled.optimizer.snapshot().sample
-        assert last is not None
-        to_line({"step": last.step, "grad_norm": last.total_norm, "sample": last.to_dict()})
-
-    def update() -> None:
-        watch.arm(sampled.optimizer.variables_by_path())
-        last = sampled.optimizer.snapshot().sample
-        assert last is not None
-        watch.measure(last)
-
-    parts = {"step": plain.step, "between": sampled.step, "sample": sample, "read": read, "update": update}
+    plain, sampled = pair[0], SampledTraining(pair[1])
+    parts: dict[str, Callable[[], Any]] = {
+        "step": plain.step,
+        "between": sampled.step,
+        "sample": sampled.sampled_step,
+        "read": sampled.record,
+        "update": sampled.measure_update,
+    }
     median = {part: averages.median(seconds) for part, seconds in measure_alternately(parts, repeats).items()}
-    added = median["sample"] - median["between"] + median["read"] + median["update"] / owner.updates_every
-    return {NOT_SAMPLED: [median["step"]], SAMPLED: [median["step"] + added / owner.every_n_steps]}
+    added = median["sample"] - median["between"] + median["read"] + median["update"] / sampled.updates_every
+    return {NOT_SAMPLED: [median["step"]], SAMPLED: [median["step"] + added / sampled.every_n_steps]}
 
 
-def _training(name: str, mode: str, is_sampled: bool) -> Training:
-    gradients = [_gradient(shape) for shape in SETS[name]()]
+def start_training(shapes: Shapes, mode: str, is_sampled: bool) -> Training:
+    """Returns an Adam training of new variables, after its first step.
+
+    Args:
+        shapes: Shapes of the variables.
+        mode: One of `MODES`.
+        is_sampled: Whether to prepare the training for sampling.
+    """
+    gradients = [_gradient(shape) for shape in shapes]
     variables = [keras.Variable(np.full(gradient.shape, 0.05, np.float32)) for gradient in gradients]
     optimizer = LossScaleOptimizer(keras.optimizers.Adam())
     optimizer.build(variables)

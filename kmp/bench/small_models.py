@@ -1,6 +1,5 @@
-"""What loss scaling and callbacks add to a training step, and what 16-bit training gains, on three small models."""
+"""Small models to train, and what 16-bit training gains on them."""
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,10 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp import callbacks, layers
+from kmp import layers
 from kmp.backend import global_policy
 from kmp.bench.optimizer_step import BARE, KERAS, MODES, OURS
-from kmp.bench.timing import Measurement, comparison, measure_alternately, peak_memory
+from kmp.bench.timing import Measurement, alternate, comparison, peak_memory
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import skipped_step_rollback
 
@@ -40,8 +39,9 @@ class Task:
     units: int
 
 
-def _mlp(size: int) -> Task:
-    width, batch = 256 * size, 128
+def mlp(width: int) -> Task:
+    """Returns a task for four dense layers of a width."""
+    batch = 128
     x = np.random.default_rng(0).normal(size=(batch, width)).astype("float32")
 
     def build() -> keras.Model:
@@ -51,8 +51,9 @@ def _mlp(size: int) -> Task:
     return Task(build, x, np.arange(batch) % 10, "images/s", batch)
 
 
-def _convolutional(size: int) -> Task:
-    channels, batch = 16 * size, 32
+def convolutional(channels: int) -> Task:
+    """Returns a task for three convolutions with BatchNormalization, the first with a number of channels."""
+    batch = 32
     x = np.random.default_rng(0).normal(size=(batch, 32, 32, 3)).astype("float32")
 
     def build() -> keras.Model:
@@ -82,7 +83,11 @@ def _transformer(size: int) -> Task:
     return Task(build, x, np.roll(x, -1, axis=1), "tokens/s", batch * length)
 
 
-TASKS: dict[str, Callable[[int], Task]] = {"MLP": _mlp, "conv net": _convolutional, "transformer block": _transformer}
+TASKS: dict[str, Callable[[int], Task]] = {
+    "MLP": lambda size: mlp(256 * size),
+    "conv net": lambda size: convolutional(16 * size),
+    "transformer block": _transformer,
+}
 
 
 class StepTimer(keras.callbacks.Callback):
@@ -120,6 +125,11 @@ def compiled_model(task: Task, policy: str, variant: str, mode: str) -> keras.Mo
     return model
 
 
+def batches(task: Task) -> tf.data.Dataset:
+    """Returns a data set that repeats the batch of a task without end."""
+    return tf.data.Dataset.from_tensors((task.x, task.y)).cache().repeat()
+
+
 def timed_training(
     model: keras.Model, task: Task, steps: int, extra_callbacks: Sequence[Any] = ()
 ) -> Callable[[], float]:
@@ -131,7 +141,7 @@ def timed_training(
         steps: Number of steps to time in each call.
         extra_callbacks: Callbacks of the training.
     """
-    data = tf.data.Dataset.from_tensors((task.x, task.y)).cache().repeat()
+    data = batches(task)
     timer = StepTimer()
 
     def train() -> float:
@@ -142,20 +152,8 @@ def timed_training(
 
 
 def trainer(task: Task, policy: str, variant: str, mode: str, steps: int) -> Callable[[], float]:
-    """Returns `timed_training` of a `compiled_model`, with `callbacks.defaults` for `WITH_CALLBACKS`."""
-    extra_callbacks = callbacks.defaults(tempfile.mkdtemp()) if variant == WITH_CALLBACKS else []
-    return timed_training(compiled_model(task, policy, variant, mode), task, steps, extra_callbacks)
-
-
-def measure_scaling(
-    size: int, modes: Sequence[str], variants: Sequence[str], steps: int, repeats: int
-) -> Iterator[list[Measurement]]:
-    """Measures what loss scaling and callbacks add to float32 training, where the variants differ in nothing else."""
-    for name, make_task in TASKS.items():
-        for mode in modes:
-            trainers = {variant: trainer(make_task(size), "float32", variant, mode, steps) for variant in variants}
-            seconds = measure_alternately(trainers, repeats, _reported_seconds)
-            yield comparison("training step", name, mode, seconds)
+    """Returns `timed_training` of a `compiled_model`."""
+    return timed_training(compiled_model(task, policy, variant, mode), task, steps)
 
 
 def measure_precisions(size: int, mode: str, steps: int, repeats: int) -> Iterator[list[Measurement]]:
@@ -165,21 +163,17 @@ def measure_precisions(size: int, mode: str, steps: int, repeats: int) -> Iterat
         trainers = {policy: trainer(task, policy, _variant_for(policy), mode, steps) for policy in POLICIES}
         rates = {
             policy: [task.units / seconds for seconds in turns]
-            for policy, turns in measure_alternately(trainers, repeats, _reported_seconds).items()
+            for policy, turns in alternate(trainers, repeats).items()
         }
         yield comparison("throughput", name, mode, rates, task.unit)
 
 
 def memory_of(policy: str, name: str, size: int, mode: str) -> int:
     """Returns the bytes that training a model adds to the peak memory of this process. Call it in a new process."""
-    trainer(_mlp(1), "float32", BARE, mode, 1)()
+    trainer(mlp(256), "float32", BARE, mode, 1)()
     before = peak_memory()
     trainer(TASKS[name](size), policy, _variant_for(policy), mode, 2)()
     return peak_memory() - before
-
-
-def _reported_seconds(train: Callable[[], float]) -> float:
-    return train()
 
 
 def _variant_for(policy: str) -> str:

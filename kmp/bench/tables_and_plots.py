@@ -21,6 +21,7 @@ _MAX_COLUMNS = 4
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _LEGEND_WIDTH, _MARKER_WIDTH = 84, 6  # in characters
 _TICKS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
+_COARSE_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 def show_header(console: Console, header: dict[str, Any]) -> None:
@@ -77,7 +78,7 @@ def in_words(results: Sequence[Measurement]) -> str:
     """Returns one comparison as a line of text, to print while the benchmark runs."""
     first = results[0]
     values = "; ".join(f"{result.variant} {_cell(result)}" for result in results)
-    return f"{first.section}, {first.case}, {first.mode}: {values}"
+    return f"{_joined(first.section, first.case, first.mode)}: {values}"
 
 
 def ratio_figure(results: Sequence[Measurement]) -> Figure:
@@ -106,24 +107,38 @@ def save_figure(results: Sequence[Measurement], file: Path) -> None:
 def _draw(ax: Axes, section: str, results: Sequence[Measurement]) -> None:
     cases, variants = _cases(results), _variants_with_ratio(results)
     for index, variant in enumerate(variants):
-        points = {(r.case, r.mode): r.ratio for r in results if r.variant == variant and r.ratio is not None}
-        ratios = [points.get(case, np.nan) for case in cases]
-        marker = _MARKERS[(index + index // 3) % 3]  # with the colour: nine different pairs
-        options: dict[str, Any] = {"color": _COLOURS[index % 3], "marker": marker, "label": variant}
-        ax.plot(ratios, np.arange(len(cases)), linestyle="none", markersize=6, **options)
+        of_variant = {(result.case, result.mode): result for result in results if result.variant == variant}
+        _draw_variant(ax, index, variant, [of_variant.get(case) for case in cases])
     ax.axvline(1.0, color=style.TEXT, linewidth=1)
     style.label(ax, section, f"ratio to {results[0].variant}", "")
     ax.set_xscale("log")
-    ratios = [result.ratio for result in results if result.ratio is not None]
+    ratios = [ratio for result in results for ratio in (result.ratio, *(result.ratio_range or ())) if ratio]
+    ratios = [ratio for ratio in ratios if ratio > 0]  # noise may make a difference of two times negative
     low, high = min([0.9, *ratios]) / 1.05, max([1.5, *ratios]) * 1.05
-    ticks = [tick for tick in _TICKS if low <= tick <= high]
+    ticks = [tick for tick in (_TICKS if high < 6 * low else _COARSE_TICKS) if low <= tick <= high]
     ax.set_xticks(ticks, [f"{_TIMES}{tick:g}" for tick in ticks])
     ax.minorticks_off()
     ax.set_xlim(low, high)
-    ax.set_yticks(range(len(cases)), [f"{case}, {mode}" for case, mode in cases])
+    ax.set_yticks(range(len(cases)), [_joined(case, mode) for case, mode in cases])
     ax.set_ylim(len(cases) - 0.5, -0.5)
     ax.grid(axis="x", color="0.9")
     style.legend_above(ax, columns=_legend_columns(variants))
+
+
+def _draw_variant(ax: Axes, index: int, variant: str, rows: Sequence[Measurement | None]) -> None:
+    """Draws the ratios of a variant, and their ranges as lines.
+
+    Args:
+        ax: The panel.
+        index: The number of the variant.
+        variant: Its name, for the legend.
+        rows: The result in each row of the panel; `None` if the variant has none there.
+    """
+    ratios = [np.nan if result is None or result.ratio is None else result.ratio for result in rows]
+    ranges = [(row, *result.ratio_range) for row, result in enumerate(rows) if result and result.ratio_range]
+    colour, marker = _COLOURS[index % 3], _MARKERS[(index + index // 3) % 3]  # nine different pairs
+    ax.hlines(*np.reshape(ranges, (-1, 3)).T, color=colour, linewidth=1, alpha=0.6)
+    ax.plot(ratios, np.arange(len(rows)), linestyle="none", markersize=6, color=colour, marker=marker, label=variant)
 
 
 def _variants_with_ratio(results: Iterable[Measurement]) -> list[str]:
@@ -140,13 +155,19 @@ def _cases(results: Iterable[Measurement]) -> list[tuple[str, str]]:
 
 
 def _cell(result: Measurement) -> str:
+    """Returns the value, and the ratio with its range, such as "20.00 ms x1.60 (1.55-1.71)"."""
     ratio = "" if result.ratio is None else f" {_TIMES}{result.ratio:.2f}"
-    return f"{_amount(result.value, result.unit)}{ratio}"
+    spread = "" if result.ratio_range is None else f" ({result.ratio_range[0]:.2f}-{result.ratio_range[1]:.2f})"
+    return f"{_amount(result.value, result.unit)}{ratio}{spread}"
+
+
+def _joined(*names: str) -> str:
+    return ", ".join(name for name in names if name)
 
 
 def _amount(value: float, unit: str) -> str:
     if unit == "B":
-        return f"{value / 2**20:.0f} MiB"
+        return f"{value / 2**20:.0f} MiB" if value >= 2**20 or not value else f"{value / 2**10:.1f} KiB"
     if unit == "s":
         return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
     return f"{value:,.0f} {unit}"

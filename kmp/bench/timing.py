@@ -3,12 +3,17 @@
 Memory and large networks are measured in a separate process for each variant, one after another.
 """
 
+import functools
 import statistics as averages
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+_Name = TypeVar("_Name")
+_Result = TypeVar("_Result")
+Range = tuple[float, float]
 
 
 class MeasurementError(RuntimeError):
@@ -22,12 +27,14 @@ class Measurement:
     Args:
         section: What was measured, such as `"optimizer step"`.
         case: The model or variables that it was measured on.
-        mode: `"graph"` or `"XLA"`.
+        mode: `"graph"` or `"XLA"`; empty for what runs outside TensorFlow.
         variant: Which of the compared variants.
-        value: The median.
+        value: The median over the rounds, or over the processes.
         unit: `"s"`, `"B"`, or a rate: `"images/s"`, `"tokens/s"`.
         ratio: The median over the rounds of the ratio to the first variant. `None` for the first variant itself, and
             where a value of the first variant is 0: memory is, if the process has held more before.
+        value_range: The smallest and the largest value. `None` if there is only one.
+        ratio_range: The smallest and the largest ratio. `None` if there is at most one.
     """
 
     section: str
@@ -37,6 +44,8 @@ class Measurement:
     value: float
     unit: str
     ratio: float | None
+    value_range: Range | None = None
+    ratio_range: Range | None = None
 
 
 def seconds_per_call(function: Callable[[], Any], calls: int = 1) -> float:
@@ -47,25 +56,30 @@ def seconds_per_call(function: Callable[[], Any], calls: int = 1) -> float:
     return (time.perf_counter() - begin) / calls
 
 
+def alternate(functions: Mapping[_Name, Callable[[], _Result]], repeats: int) -> dict[_Name, list[_Result]]:
+    """Returns what each function returned in each round. A round calls every function once.
+
+    Args:
+        functions: The functions, by the name of the variant.
+        repeats: Number of rounds, without the warm-up round.
+    """
+    rounds = [{name: function() for name, function in functions.items()} for _ in range(repeats + 1)][1:]
+    return {name: [results[name] for results in rounds] for name in functions}
+
+
 def measure_alternately(
     variants: Mapping[str, Callable[[], Any]],
     repeats: int,
     clock: Callable[[Callable[[], Any]], float] = seconds_per_call,
 ) -> dict[str, list[float]]:
-    """Returns the seconds of each variant in each round. A round runs every variant once.
+    """Returns the seconds of each variant in each round.
 
     Args:
         variants: The functions to measure, by name.
-        repeats: Number of rounds, without the warm-up round.
+        repeats: As in `alternate`.
         clock: Runs one of the functions and returns its seconds.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(repeats + 1):
-        for name, function in variants.items():
-            elapsed = clock(function)
-            if turn:
-                seconds[name].append(elapsed)
-    return seconds
+    return alternate({name: functools.partial(clock, function) for name, function in variants.items()}, repeats)
 
 
 def comparison(
@@ -82,17 +96,38 @@ def comparison(
     """
     first = next(iter(values.values()))
     return [
-        Measurement(
-            section, case, mode, variant, averages.median(own), unit, None if own is first else _ratio(own, first)
-        )
+        _median(section, case, mode, variant, own, unit, [] if own is first else _ratios(own, first))
         for variant, own in values.items()
     ]
 
 
-def _ratio(values: Sequence[float], first: Sequence[float]) -> float | None:
+def over_processes(processes: Sequence[Sequence[Measurement]]) -> list[Measurement]:
+    """Returns the medians and ranges, over several processes, of the results that each measured of one comparison."""
+    return [_over_processes(same) for same in zip(*processes, strict=True)]
+
+
+def _over_processes(same: Sequence[Measurement]) -> Measurement:
+    one = same[0]
+    ratios = [result.ratio for result in same if result.ratio is not None]
+    return _median(one.section, one.case, one.mode, one.variant, [result.value for result in same], one.unit, ratios)
+
+
+def _median(
+    section: str, case: str, mode: str, variant: str, values: Sequence[float], unit: str, ratios: Sequence[float]
+) -> Measurement:
+    ratio = averages.median(ratios) if ratios else None
+    value = averages.median(values)
+    return Measurement(section, case, mode, variant, value, unit, ratio, _range(values), _range(ratios))
+
+
+def _ratios(values: Sequence[float], first: Sequence[float]) -> list[float]:
     if not all(first):
-        return None
-    return averages.median(value / reference for value, reference in zip(values, first, strict=True))
+        return []
+    return [value / reference for value, reference in zip(values, first, strict=True)]
+
+
+def _range(values: Sequence[float]) -> Range | None:
+    return (min(values), max(values)) if len(values) > 1 else None
 
 
 def reset_peak_memory() -> None:

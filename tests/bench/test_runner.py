@@ -8,15 +8,15 @@ import pytest
 from conftest import values
 from rich.console import Console
 
-from kmp.bench import optimizer_step, resnet_bert, runner, sampling_cost, small_models
+from kmp.bench import fit_time, optimizer_step, resnet_bert, runner, sampling_cost, small_models
 from kmp.bench.optimizer_step import BARE, COMPILED, KERAS, MODES, OURS
-from kmp.bench.small_models import WITH_CALLBACKS
+from kmp.bench.sizes import FULL, QUICK
 from kmp.bench.timing import Measurement
 from kmp.optimizer import LossScaleOptimizer
 
 # A short run of all parts. It fails if the benchmark is broken, never because of a timing.
 TINY = dataclasses.replace(
-    runner.QUICK, sets=("tiny",), memory_sets=("tiny",), sampled="tiny", side=16, repeats=1, steps=2, turns=1
+    QUICK, sets=("tiny",), memory_sets=("tiny",), sampled="tiny", side=16, repeats=1, steps=2, turns=1
 )
 
 
@@ -71,12 +71,24 @@ def test_models_train_and_the_global_policy_is_unchanged(name):
 
 
 @pytest.mark.slow
-def test_training_is_also_measured_with_callbacks():
-    variants = (BARE, WITH_CALLBACKS)
-    comparisons = list(small_models.measure_scaling(1, ["graph"], variants, 2, 1))
-    assert [(results[0].case, [result.variant for result in results]) for results in comparisons] == [
-        (name, list(variants)) for name in small_models.TASKS
+def test_optimizers_are_measured_in_several_processes():
+    size = dataclasses.replace(TINY, sets=("60 small",), processes=2, repeats=2)
+    comparisons = list(runner.PARTS["optimizer"](size))
+    assert [(results[0].section, results[0].mode) for results in comparisons] == [
+        (section, mode) for mode in MODES for section in ("first call", "optimizer step")
     ]
+    for result in (result for results in comparisons for result in results):
+        low, high = result.value_range
+        assert 0 < low < result.value < high
+        assert (result.ratio_range is None) == (result.variant == BARE)
+
+
+def test_processes_share_the_rounds(monkeypatch):
+    calls = []
+    monkeypatch.setattr(runner, "_run_in_subprocess", lambda call: calls.append(call) or [])
+    list(runner.PARTS["optimizer"](dataclasses.replace(FULL, sets=("60 small",), inner=("Adam",))))
+    measure = "optimizer_step.measure_speed(['60 small'], ('Adam',), 5)"
+    assert calls == [f"[[asdict(result) for result in compared] for compared in {measure}]"] * 5
 
 
 @pytest.mark.slow
@@ -95,7 +107,7 @@ def test_sampling_is_measured_relative_to_steps_without_sampling(tiny):
 def test_modes_and_batch_of_the_size_are_used(monkeypatch):
     calls = []
     monkeypatch.setattr(runner, "_run_in_subprocess", lambda call: calls.append(call) or 1.0)
-    size = dataclasses.replace(runner.FULL, modes=("graph",), batch=24)
+    size = dataclasses.replace(FULL, modes=("graph",), batch=24)
     list(runner.PARTS["memory"](size))
     assert calls
     assert [call for call in calls if not call.endswith("'graph')")] == []
@@ -143,7 +155,7 @@ def test_results_are_printed_written_and_drawn(tiny, tmp_path):
     files = {"json_file": tmp_path / "bench.json", "figure": tmp_path / "bench.png"}
     results = runner.run(Console(file=text, width=200), tiny, ["optimizer"], **files)
     content = json.loads(files["json_file"].read_text())
-    assert content["results"] == [dataclasses.asdict(result) for result in results]
+    assert content["results"] == json.loads(json.dumps([dataclasses.asdict(result) for result in results]))
     assert content["keras"] == keras.__version__
     assert files["figure"].read_bytes().startswith(b"\x89PNG")
     assert plt.get_fignums() == []
@@ -158,8 +170,9 @@ def test_header_has_the_skip_method_of_each_optimizer_under_xla():
     assert LossScaleOptimizer.__name__ not in methods
 
 
-@pytest.mark.parametrize("size", [runner.FULL, runner.QUICK])
+@pytest.mark.parametrize("size", [FULL, QUICK])
 def test_sizes_name_existing_sets_optimizers_and_modes(size):
     assert {*size.sets, *size.memory_sets, size.sampled} <= set(optimizer_step.SETS)
     assert set(size.inner) <= set(optimizer_step.INNER)
     assert set(size.modes) <= set(MODES)
+    assert set(size.fit_tasks) <= set(fit_time.TASKS)

@@ -10,7 +10,7 @@ from kmp.bench.timing import Measurement
 
 RESULTS = [
     Measurement("optimizer step", "Adam, 8 large", "graph", "bare", 0.0125, "s", None),
-    Measurement("optimizer step", "Adam, 8 large", "graph", "kmp", 0.02, "s", 1.6),
+    Measurement("optimizer step", "Adam, 8 large", "graph", "kmp", 0.02, "s", 1.6, (0.019, 0.024), (1.55, 1.9)),
     Measurement("optimizer step", "Adam, 8 large", "graph", "kmp, jit_compile", 0.005, "s", 0.4),
     Measurement("optimizer step", "Adam, 8 large", "XLA", "bare", 0.01, "s", None),
     Measurement("optimizer step", "Adam, 8 large", "XLA", "kmp", 0.011, "s", 1.1),
@@ -31,7 +31,7 @@ def test_tables_have_a_row_for_each_case_and_a_column_for_each_variant():
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
     times = "\N{MULTIPLICATION SIGN}"
     assert rows == [
-        ["Adam, 8 large", "graph", "12.50 ms", f"20.00 ms {times}1.60", f"5.00 ms {times}0.40"],
+        ["Adam, 8 large", "graph", "12.50 ms", f"20.00 ms {times}1.60 (1.55-1.90)", f"5.00 ms {times}0.40"],
         ["Adam, 8 large", "XLA", "10.00 ms", f"11.00 ms {times}1.10", ""],
         ["Adam, 8 large", "XLA", "100 MiB", f"105 MiB {times}1.05"],
         ["MLP", "XLA", "12,346 images/s"],
@@ -91,6 +91,14 @@ def test_comparison_is_one_line_of_text():
     assert line == "peak memory, Adam, 8 large, XLA: bare 100 MiB; kmp 105 MiB \N{MULTIPLICATION SIGN}1.05"
 
 
+def test_what_runs_outside_tensorflow_has_no_mode():
+    results = [Measurement("growth", "load_run", "", f"{n} variables", 1536.0, "B", n - 1 or None) for n in (1, 2)]
+    assert tables_and_plots.in_words(results).startswith("growth, load_run: 1 variables 1.5 KiB; ")
+    figure = tables_and_plots.ratio_figure(results)
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["load_run"]
+    plt.close(figure)
+
+
 def test_header_names_versions_and_hardware():
     shown = printed(tables_and_plots.show_header, {"keras": "3.15", "gpus": [], "skipped by": {"Adam": "branch"}})
     assert shown == "keras: 3.15\ngpus: none\nskipped by: Adam: branch\n"
@@ -104,8 +112,11 @@ def test_figure_has_each_ratio_in_the_row_of_its_case():
     drawn = {line.get_label(): list(line.get_xdata()) for line in steps.lines if not line.get_label().startswith("_")}
     assert drawn["kmp"] == [1.6, 1.1]
     assert drawn["kmp, jit_compile"][0] == 0.4
+    ranges = {collection: collection.get_segments() for collection in steps.collections}
+    assert [np.array(segments).tolist() for segments in ranges.values() if segments] == [[[[1.55, 0], [1.9, 0]]]]
     for ax in figure.axes:
         low, high = ax.get_xlim()
         assert all(low < x < high for line in ax.lines for x in line.get_xdata() if np.isfinite(x))
+    assert steps.get_xlim()[1] > 1.9
     assert list(memory.lines[0].get_xdata()) == [1.05]
     plt.close(figure)

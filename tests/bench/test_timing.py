@@ -22,8 +22,24 @@ def test_variants_run_alternately_after_a_warmup_round():
 def test_ratio_is_the_median_of_the_ratios_of_each_round():
     results = timing.comparison("step", "Adam", "graph", {"bare": [1.0, 2.0, 4.0], "kmp": [2.0, 3.0, 4.0]})
     assert results == [
-        Measurement("step", "Adam", "graph", "bare", 2.0, "s", None),
-        Measurement("step", "Adam", "graph", "kmp", 3.0, "s", 1.5),
+        Measurement("step", "Adam", "graph", "bare", 2.0, "s", None, (1.0, 4.0)),
+        Measurement("step", "Adam", "graph", "kmp", 3.0, "s", 1.5, (2.0, 4.0), (1.0, 2.0)),
+    ]
+
+
+def test_one_round_has_no_range():
+    results = timing.comparison("step", "Adam", "graph", {"bare": [1.0], "kmp": [2.0]})
+    assert [(result.value_range, result.ratio_range) for result in results] == [(None, None)] * 2
+
+
+def test_results_of_several_processes_are_their_medians_and_ranges():
+    processes = [
+        timing.comparison("step", "Adam", "graph", {"bare": [1.0, 1.0], "kmp": [seconds, seconds]})
+        for seconds in (4.0, 2.0, 3.0)
+    ]
+    assert timing.over_processes(processes) == [
+        Measurement("step", "Adam", "graph", "bare", 1.0, "s", None, (1.0, 1.0)),
+        Measurement("step", "Adam", "graph", "kmp", 3.0, "s", 3.0, (2.0, 4.0), (2.0, 4.0)),
     ]
 
 

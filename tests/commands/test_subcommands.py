@@ -236,7 +236,7 @@ def test_bench_passes_mode_batch_and_parts_on(monkeypatch):
     [
         (
             ["--only", "optimizer", "--mode", "graph"],
-            "--mode applies only to memory, training, resnet, bert; the parts to run are optimizer",
+            "--mode applies only to memory, fit, resnet, bert; the parts to run are optimizer",
         ),
         (["--only", "memory", "--batch", "8"], "--batch applies only to resnet, bert; the parts to run are memory"),
         (["--only", "nonsense"], "--only: unknown part 'nonsense'"),
