@@ -14,7 +14,7 @@ from kmp.bench.timing import Measurement, comparison, measure_alternately, secon
 from kmp.callbacks import GradientHistogram
 from kmp.gradients import UpdateWatch, tensor_statistics
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import to_line
+from kmp.records import compact, to_line
 
 NOT_SAMPLED, SAMPLED = "not sampled", "sampled"
 _TENSORS = 4
@@ -76,7 +76,7 @@ def _steps(pair: Sequence[Training], repeats: int) -> dict[str, Sequence[float]]
     def read() -> None:
         last = sampled.optimizer.snapshot().sample
         assert last is not None
-        to_line({"step": last.step, "grad_norm": last.total_norm, "sample": last.to_dict()})
+        to_line({"step": last.step, "grad_norm": last.total_norm, "sample": compact(last)})
 
     def update() -> None:
         watch.arm(sampled.optimizer.variables_by_path())
