@@ -166,7 +166,9 @@ class GradientHistogram(OptimizerCallback):
         return min(self.every_n_steps * self.monitor.samples.stride, _LONGEST_INTERVAL)
 
     def _is_due(self, step: int) -> bool:
-        """Whether a sample is due for this callback; the optimizer may have taken it for another one."""
+        """Whether to record a sample: in a long run, not one that the optimizer took for another callback."""
+        if self._interval == self.every_n_steps:
+            return step != self._last_sampled_step
         is_on_interval = step // self._interval > self._last_sampled_step // self._interval
         return is_on_interval or self._last_sampled_step < self._requested_step <= step
 
