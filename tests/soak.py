@@ -5,6 +5,8 @@
 Each of the two runs in a process of its own. kmp's run has `kmp.callbacks.defaults(log_dir)` with a record every 50
 steps; the other is Keras' `mixed_float16`, which records nothing. Growth is counted from step 1,000 on, when all graphs
 are traced and all buffers allocated. Reads `/proc`, so it needs Linux.
+
+A longer run takes fewer samples, see `kmp.callbacks.GradientHistogram`.
 """
 
 import argparse

@@ -81,17 +81,26 @@ def test_checkpoint_of_tensorflow_is_restored():
     assert_counters_are_as_saved(model.optimizer)
 
 
-def test_log_is_read():
-    run = kmp.load_run(FILES / "log")
+@pytest.fixture(params=["log", "log_of_schema_3"])
+def log(request):
+    """A log of an older schema."""
+    return FILES / request.param
+
+
+def test_log_is_read(log):
+    run = kmp.load_run(log)
     assert run.last("overflow_origins_by_variable") == ORIGINS
     assert run.last("overflow_origin") == "hidden/kernel"
     assert not {key for row in run.rows for key in row} & set(RENAMED)
     assert len(run.samples) > 1
+    norms = [sample.total_norm for sample in run.samples]
+    np.testing.assert_allclose(norms, run.series("grad_norm")[1], rtol=1e-9)
+    assert {histogram.total for histogram in run.histograms} == {43}
     assert kmp.advise(run).verdict
 
 
-def test_log_that_a_training_continues_is_rewritten_and_the_earlier_one_kept(tmp_path, caplog):
-    shutil.copytree(FILES / "log", tmp_path / "log")
+def test_log_that_a_training_continues_is_rewritten_and_the_earlier_one_kept(log, tmp_path, caplog):
+    shutil.copytree(log, tmp_path / "log")
     earlier = kmp.load_run(tmp_path / "log")
     model = keras.models.load_model(FILES / "model.keras")
     x, y = np.ones((8, 4), "float32"), np.zeros(8)
@@ -101,12 +110,12 @@ def test_log_that_a_training_continues_is_rewritten_and_the_earlier_one_kept(tmp
     assert run.rows[: len(earlier.rows)] == earlier.rows
     assert len(run.rows) > len(earlier.rows)
     assert '"culprit' not in (tmp_path / "log" / "kmp.jsonl").read_text()
-    assert (tmp_path / "log" / "earlier-1" / "kmp.jsonl").read_bytes() == (FILES / "log" / "kmp.jsonl").read_bytes()
-    assert "schema 2" in caplog.text
+    assert (tmp_path / "log" / "earlier-1" / "kmp.jsonl").read_bytes() == (log / "kmp.jsonl").read_bytes()
+    assert f"schema {earlier.header['schema']}" in caplog.text
 
 
-@pytest.mark.parametrize("schema", [1, 4, None])
+@pytest.mark.parametrize("schema", [1, 5, None])
 def test_log_of_another_schema_is_refused(tmp_path, schema):
     (tmp_path / "kmp.jsonl").write_text(json.dumps({"schema": schema, "kind": "header"}) + "\n")
-    with pytest.raises(ValueError, match=rf"kmp.jsonl:1: schema {schema}; .* reads schemas 2 and 3"):
+    with pytest.raises(ValueError, match=rf"kmp.jsonl:1: schema {schema}; .* reads schemas 2, 3 and 4"):
         kmp.load_run(tmp_path)

@@ -99,12 +99,11 @@ def statistics_of(sample: GradientSample, float32_variables: AbstractSet[str] = 
     """
     kept = np.array([name not in float32_variables for name in sample.names], bool)
     kept = kept if kept.any() else ~kept
-    unscaled = None if sample.unscaled_counts is None else kept @ sample.unscaled_counts
     return SampleStatistics(
         sample.step,
         sample.loss_scale,
         tuple(itertools.compress(sample.names, kept)),
-        ExponentHistogram(kept @ sample.counts, sample.step, sample.loss_scale, unscaled),
+        sample.histogram_of(kept),
         sample.amax[kept],
         sample.counts.sum(1)[kept],
         sample.counts[:, ZERO_BIN][kept],

@@ -6,8 +6,10 @@ from typing import Any
 from kmp.callbacks.optimizer_callback import LOGS, MAIN, Logs, OptimizerCallback, PathLike
 from kmp.gradients import UpdateWatch, check_batch, float32_sample, paths_of
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import Snapshot
+from kmp.records import Snapshot, compact
 from kmp.utils import matching_indices, validation
+
+_LONGEST_INTERVAL = 2**62
 
 
 class GradientHistogram(OptimizerCallback):
@@ -29,12 +31,18 @@ class GradientHistogram(OptimizerCallback):
     was skipped or accumulates gradients, has no update to measure, so the next sample measures it. With
     `steps_per_execution`, the update is that of the whole execution.
 
+    Samples are compressed in memory and in the log; `kmp.records` says what is rounded. A long run takes fewer of them:
+    each time its samples, or those of the log that it continues, have grown by 3 MB, their interval doubles. The first
+    steps of epochs and the references are thinned in the same way. So the log of a million steps stays below 50 MB,
+    also for a model with thousands of variables.
+
     Does nothing for a model that needs no loss scale and is compiled without `kmp.LossScaleOptimizer`.
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
         every_n_steps: Integer, at least 1. Samples the first step of `fit`, each step divisible by this number, and the
-            first step of an epoch without such a step. An execution of several steps keeps its last sample.
+            first step of an epoch without such a step; fewer in a long run, see above. An execution of several steps
+            keeps its last sample.
         optimizer: The `kmp.LossScaleOptimizer` to read, for a model with several. Defaults to the model's.
         variables: The variables to sample: a path as in `variable.path`, a pattern with `*` and `?` as in a shell, such
             as `"*/kernel"`, or a list of these. Defaults to all.
@@ -81,6 +89,7 @@ class GradientHistogram(OptimizerCallback):
         self.variables = validation.patterns("variables", variables)
         self.reference = None if reference is None else validation.batch("reference", reference)
         self._update_watch = UpdateWatch()
+        self._interval = self.every_n_steps
 
     def _prepare_train_step(self, optimizer: LossScaleOptimizer) -> bool:
         self._selected_variables()  # raises for a bad pattern before anything is prepared
@@ -96,14 +105,18 @@ class GradientHistogram(OptimizerCallback):
         self._samples_next_step = True
         self._samples_until_update = 0
         self._is_reference_due = self.reference is not None
-        self.optimizer.start_sampling(self, self.every_n_steps)
+        self._epochs_without_sample = self._epochs_with_reference = 0
+        self._sample_next_step()
 
     def _begin_epoch(self) -> None:
         super()._begin_epoch()
+        self._update_interval()
         step = self._last_snapshot.step
         if (step + self._batches_per_epoch) // self.every_n_steps == step // self.every_n_steps:
-            self._samples_next_step = True  # otherwise the epoch has no sample
-            self.optimizer.start_sampling(self, self.every_n_steps)
+            self._epochs_without_sample += 1
+            if self._epochs_without_sample % self.monitor.samples.stride == 0:
+                self._samples_next_step = True
+                self._sample_next_step()
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         if not self._is_active or self._samples_until_update > 0:
@@ -124,7 +137,8 @@ class GradientHistogram(OptimizerCallback):
 
     def _end_epoch(self) -> None:
         super()._end_epoch()
-        if self.reference is not None:
+        self._epochs_with_reference += 1
+        if self.reference is not None and self._epochs_with_reference % self.monitor.samples.stride == 0:
             self._measure_reference()
 
     def _end_training(self) -> None:
@@ -132,12 +146,38 @@ class GradientHistogram(OptimizerCallback):
         self.optimizer.stop_sampling(self)
         super()._end_training()
 
+    def _append_record(self, record: dict[str, Any]) -> None:
+        super()._append_record(record)
+        self._update_interval()
+
+    def _update_interval(self) -> None:
+        if self._interval != self._thinned_interval:
+            self._interval = self._thinned_interval
+            self.optimizer.start_sampling(self, self._interval, next_step=False)
+
+    def _sample_next_step(self) -> None:
+        self._interval = self._thinned_interval
+        self._requested_step = self._last_snapshot.step + 1
+        self.optimizer.start_sampling(self, self._interval)
+
+    @property
+    def _thinned_interval(self) -> int:
+        """The number of steps from sample to sample: `every_n_steps`, and more in a long run."""
+        return min(self.every_n_steps * self.monitor.samples.stride, _LONGEST_INTERVAL)
+
+    def _is_due(self, step: int) -> bool:
+        """Whether to record a sample: in a long run, not one that the optimizer took for another callback."""
+        if self._interval == self.every_n_steps:
+            return step != self._last_sampled_step
+        is_on_interval = step // self._interval > self._last_sampled_step // self._interval
+        return is_on_interval or self._last_sampled_step < self._requested_step <= step
+
     @property
     def _is_sampled_next(self) -> bool:
-        """Whether the next execution, by the estimated step, takes a step divisible by `every_n_steps`."""
+        """Whether the next execution, by the estimated step, takes a step that is divisible by the interval."""
         before = self._last_snapshot.step + self._steps_per_batch * self._batches_since_read
         after = before + max(1.0, self._steps_per_batch * self.model.steps_per_execution)
-        return after // self.every_n_steps > before // self.every_n_steps
+        return after // self._interval > before // self._interval
 
     @property
     def _applied_updates(self) -> int:
@@ -159,7 +199,7 @@ class GradientHistogram(OptimizerCallback):
 
     def _record_of(self, snapshot: Snapshot) -> dict[str, Any] | None:
         sample = snapshot.sample
-        if sample is None or sample.step == self._last_sampled_step:
+        if sample is None or not self._is_due(sample.step):
             return None
         self._last_sampled_step = sample.step
         self._samples_until_update -= 1
@@ -171,10 +211,10 @@ class GradientHistogram(OptimizerCallback):
             self._samples_until_update = self.updates_every - 1
         values = {"grad_zeros": sample.histogram.zero_fraction, "grad_norm": sample.total_norm}
         self._logged_values |= {key: value for key, value in values.items() if math.isfinite(value)}
-        return {"step": sample.step} | values | {"sample": sample.to_dict()}
+        return {"step": sample.step} | values | {"sample": compact(sample)}
 
     def _measure_reference(self) -> None:
         self._is_reference_due = False
         assert self.reference is not None
         sample = float32_sample(self.model, self.reference, self._selected_variables(), self._last_snapshot.step)
-        self._append_record({"step": sample.step, "reference": sample.to_dict()})
+        self._append_record({"step": sample.step, "reference": compact(sample)})

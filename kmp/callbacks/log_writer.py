@@ -18,9 +18,11 @@ import tensorflow as tf
 
 from kmp import records
 from kmp.backend import compute_dtypes, float32_variables
+from kmp.callbacks.tensorboard_histograms import write_histograms
+from kmp.callbacks.thinning import Thinning, counts_size, sample_size
 from kmp.gradients import paths_of
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import FILE_NAME, SCHEMA, to_line
+from kmp.records import FILE_NAME, SCHEMA, RepeatedNames, to_line
 from kmp.utils import FolderLock, atomic_files, user_messages
 
 logger = logging.getLogger("kmp")
@@ -36,6 +38,7 @@ class LogWriter:
     a folder, and a run has one log.
     """
 
+    layer_budget = 1_000_000  # bytes of TensorBoard's histograms by layer, after which half as many are written
     _open: ClassVar[dict[Path, "LogWriter"]] = {}
 
     def __init__(self, folder: Path, model: keras.Model, optimizer: LossScaleOptimizer, first_step: int) -> None:
@@ -44,18 +47,23 @@ class LogWriter:
         self._optimizer = weakref.ref(optimizer)
         self._first_step = first_step
         self._has_failed = False
+        self._names = RepeatedNames()
+        self._by_layer = Thinning(self.layer_budget)
+        self.sample_size = self.counts_size = 0  # bytes in the log, see `kmp.callbacks.thinning`
         self.is_closed = False  # by `close`, and not by a later training
         self._lines: IO[str] | None = None
         self._events: Any = None
         with self._stopping_on_write_error():
             first_line = header(model, optimizer)
-            carried_over = _continue_log(folder, first_step, first_line)
+            kept, is_rewritten = _continue_log(folder, first_step, first_line)
+            self.sample_size, self.counts_size = (sum(map(size, kept)) for size in (sample_size, counts_size))
+            self._by_layer.size = sum(file.stat().st_size for file in _event_files(folder))
             self._lines = (folder / FILE_NAME).open("a", encoding="utf-8")
             self._events = tf.summary.create_file_writer(str(folder), filename_suffix=_SUFFIX)
             if self._lines.tell() == 0:
                 self._lines.write(to_line(first_line))
                 self._lines.flush()
-            for record in carried_over:
+            for record in kept if is_rewritten else ():
                 self._write_events(record)
             self._events.flush()
 
@@ -116,8 +124,10 @@ class LogWriter:
         if self._lines.closed:
             raise ValueError(f"`log_dir` is in use by a later training. Received: log_dir={str(self._folder)!r}")
         with self._stopping_on_write_error():
-            self._lines.write(to_line(record))
+            self._lines.write(to_line(self._names.removed(record)))
             self._lines.flush()
+            self.sample_size += sample_size(record)
+            self.counts_size += counts_size(record)
             self._write_events(record)
             self._events.flush()
 
@@ -137,7 +147,16 @@ class LogWriter:
             for key, value in records.scalars(record):
                 tf.summary.scalar(f"kmp/{key}", value)
             if "sample" in record:
-                _write_histograms(record)
+                self._write_histograms(record)
+
+    def _write_histograms(self, record: dict[str, Any]) -> None:
+        sample = records.Run([record]).samples[0]
+        by_tag = {"kmp/gradient_exponents": sample.histogram}
+        if self._by_layer.stores_next():
+            layers = sample.by_layer()
+            by_tag |= {f"kmp_by_layer/{name}": layers[name] for name in layers}
+        size = write_histograms(record["step"], by_tag)
+        self._by_layer.size += size if len(by_tag) > 1 else 0
 
     def close(self) -> None:
         """Closes the files, for all callbacks that share the writer."""
@@ -170,43 +189,48 @@ class LogWriter:
                     file.close()
 
 
-def _continue_log(folder: Path, first_step: int, first_line: dict[str, Any]) -> list[dict[str, Any]]:
+def _continue_log(folder: Path, first_step: int, first_line: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
     """Makes an existing log end at `first_step`, by an atomic write, and archives it if that drops or changes a line.
 
     Returns:
-        The records to write to TensorBoard's files again.
+        The records in the log, and whether it was archived, so that TensorBoard's files need these records again.
     """
     log = (folder / FILE_NAME).resolve()
     if not log.exists() or not log.stat().st_size:
-        return []
+        return [], False
     earlier = records.Run.load(log, allow_truncated=True)
     if not earlier.rows:
         log.unlink()
-        return []
+        return [], False
     kept = [record for record in earlier.rows if record["step"] <= first_step]
     goes_beyond = len(kept) < len(earlier.rows)
     is_older = earlier.header["schema"] != SCHEMA
     if not goes_beyond and not is_older and log.read_bytes().endswith(b"\n"):
-        return []
+        return kept, False
     new_header = earlier.header | {"schema": SCHEMA} if kept else first_line
+    names = RepeatedNames()
     with atomic_files.atomic_write(log) as file:
-        file.write("".join(to_line(line) for line in (new_header, *kept)).encode())
+        file.write("".join(to_line(names.removed(line)) for line in (new_header, *kept)).encode())
         file.flush()  # on a full disk, raises before the log is archived
         if goes_beyond:
             reason = f"goes beyond step {first_step}"
         else:
             reason = f"has schema {earlier.header['schema']}" if is_older else "ends in the middle of a line"
         _archive(folder, log, reason)
-    return kept
+    return kept, True
 
 
 def _archive(folder: Path, log: Path, reason: str) -> None:
     archive = _unused_path(folder / "earlier")
     archive.mkdir()
     shutil.copy2(log, archive / log.name)
-    for events in folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
+    for events in _event_files(folder):
         events.rename(archive / events.name)
     logger.warning("Moved an earlier log to %s: it %s.", archive, reason)
+
+
+def _event_files(folder: Path) -> list[Path]:
+    return list(folder.glob(f"events.out.tfevents.*{_SUFFIX}"))
 
 
 def _unused_path(path: Path) -> Path:
@@ -232,28 +256,3 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer) -> dict[str, Any]:
     if model.built:
         settings["parameters"] = model.count_params()
     return {"schema": SCHEMA, "kind": "header", "started": started, **versions, "settings": settings}
-
-
-def _write_histograms(record: dict[str, Any]) -> None:
-    sample = records.Run([record]).samples[0]
-    layers = sample.by_layer()
-    by_tag = {"kmp/gradient_exponents": sample.histogram} | {f"kmp_by_layer/{name}": layers[name] for name in layers}
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    # One event for all histograms: one tf.summary.write call for each takes ten times as long.
-    summary = Summary(value=[_histogram_value(tag, histogram) for tag, histogram in by_tag.items()])
-    tf.summary.experimental.write_raw_pb(summary.SerializeToString(), step=record["step"])
-
-
-def _histogram_value(tag: str, histogram: records.ExponentHistogram) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.histogram import metadata
-    from tensorboard.util.tensor_util import make_tensor_proto
-
-    # A row of TensorBoard's histogram is left edge, right edge, count. The edges here are binary exponents.
-    filled = np.flatnonzero(histogram.by_exponent)
-    span = slice(filled[0], filled[-1] + 1) if filled.size else slice(0, 0)
-    left = histogram.exponents[span].astype(np.float64)
-    buckets = np.stack([left, left + 1, histogram.by_exponent[span]], axis=1)
-    plugin = metadata.create_summary_metadata(display_name=None, description="log2 of loss-scaled gradient magnitudes")
-    return Summary.Value(tag=tag, tensor=make_tensor_proto(buckets), metadata=plugin)

@@ -8,7 +8,6 @@ from typing import Any
 import keras
 
 from kmp.callbacks.optimizer_monitor import OptimizerMonitor
-from kmp.callbacks.packed_sample import packed
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import skipped_step_rollback
 from kmp.records import Run, Snapshot
@@ -104,7 +103,7 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
     def _begin_epoch(self) -> None:
         if not self._has_trained:
             self._begin_training()  # again: a later callback's `on_train_begin` may have loaded the optimizer
-            self.run.drop_after(self._start_step)
+            self.monitor.drop_after(self._start_step)
             self._open_log()
         self._batches_of_epoch = 0
 
@@ -185,9 +184,8 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
             self._append_record(record)
 
     def _append_record(self, record: dict[str, Any]) -> None:
-        self.monitor.run.append(packed(record))
         self._open_log()
-        self.monitor.write(record)
+        self.monitor.append(record)
 
     def _initial_values(self, snapshot: Snapshot) -> dict[str, float]:
         """Returns the values for `logs` before the first record."""

@@ -9,8 +9,9 @@ import keras
 
 from kmp.backend import compute_dtypes, distribution
 from kmp.callbacks.log_writer import LogWriter, header
+from kmp.callbacks.thinning import Thinning, counts_size, sample_size
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import Run, Snapshot
+from kmp.records import SAMPLE_KEYS, Run, Snapshot
 from kmp.utils import FLOAT16, FolderLock
 
 logger = logging.getLogger("kmp")
@@ -29,9 +30,14 @@ class OptimizerMonitor:
         optimizer: The optimizer to read, or `None` for the model's.
     """
 
+    sample_budget = 3_000_000  # bytes of samples, in memory or in the log, after which half as many are taken
+    counts_budget = 500_000  # bytes of overflow counts by variable, after which half as many records have them
+
     def __init__(self, log_dir: Path | None = None, optimizer: LossScaleOptimizer | None = None) -> None:
         self.log_dir = log_dir
         self.run = Run()
+        self.samples = Thinning(self.sample_budget)
+        self.overflow_counts = Thinning(self.counts_budget)
         self._optimizer = optimizer
         self._newest: Snapshot | None = None
         self._writer: LogWriter | None = None
@@ -87,6 +93,7 @@ class OptimizerMonitor:
     def start(self, optimizer: LossScaleOptimizer) -> Snapshot:
         """Returns a new snapshot, even if no step was taken since the last one: weights may have been loaded."""
         self._newest = optimizer.snapshot()
+        self._measure_size()
         return self._newest
 
     def snapshot(self, optimizer: LossScaleOptimizer) -> Snapshot:
@@ -100,9 +107,19 @@ class OptimizerMonitor:
         folder = self._writable_folder(model)
         if folder is not None and (self._writer is None or self._writer.is_closed):
             self._writer = LogWriter.open(folder, model, optimizer, first_step)
+            self._measure_size()
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Writes a record to the log if it is open."""
+    def drop_after(self, step: int) -> None:
+        """Removes the run's records after a step, for training that continues after it."""
+        self.run.drop_after(step)
+        self._measure_size()
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Adds a record to the run, and to the log if it is open."""
+        samples = {key: self._with_shared_names(record[key]) for key in SAMPLE_KEYS if key in record}
+        self.run.append(record | samples)
+        self.samples.size += sample_size(record)
+        self.overflow_counts.size += counts_size(record)
         if self._writer:
             self._writer.write(record)
 
@@ -111,6 +128,19 @@ class OptimizerMonitor:
         if self._writer:
             self._writer.close()
             self._writer = None
+
+    def _measure_size(self) -> None:
+        """Sets the sizes of what is stored to those of the run or, if that has more, of the log that it continues."""
+        samples, counts = (self._writer.sample_size, self._writer.counts_size) if self._writer else (0, 0)
+        self.samples.size = max(samples, sum(map(sample_size, self.run.rows)))
+        self.overflow_counts.size = max(counts, sum(map(counts_size, self.run.rows)))
+
+    def _with_shared_names(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """Returns a sample with the list of names of the last one, if they are equal: the list may be long."""
+        last = self.run.last("sample") or self.run.last("reference") or {}
+        return (
+            sample | {"names": last["names"]} if "names" in sample and sample["names"] == last.get("names") else sample
+        )
 
     def _writable_folder(self, model: keras.Model) -> Path | None:
         """Returns the folder that this process writes to: of several workers, only the chief writes."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kmp.callbacks.optimizer_callback import LOGS, MAIN, OptimizerCallback, PathLike
+from kmp.callbacks.optimizer_callback import LOGS, MAIN, Logs, OptimizerCallback, PathLike
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot
 from kmp.utils import validation
@@ -26,6 +26,8 @@ class OverflowCounter(OptimizerCallback):
 
     `run` and the log have the path of that variable, and for each variable the number of steps in which it overflowed
     and in which the overflow originated there. Paths are not in `logs`: Keras averages its values and fails on strings.
+    Records have the numbers by variable when these have changed. After 0.5 MB of them, every second such record has
+    them, after another 0.5 MB every fourth, and so on; the end of `fit` records the last ones.
 
     Does nothing for a model that needs no loss scale and is compiled without `kmp.LossScaleOptimizer`.
 
@@ -65,6 +67,16 @@ class OverflowCounter(OptimizerCallback):
         super().__init__(log_dir, every_n_steps, optimizer)
         self.logs = validation.one_of("logs", logs, LOGS)
 
+    def _begin_training(self) -> None:
+        super()._begin_training()
+        self._last_counts: dict[str, dict[str, int]] = {}
+        self._not_recorded: dict[str, dict[str, int]] = {}
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        if self._is_active and self._not_recorded:
+            self._append_record({"step": self._last_snapshot.step} | self._not_recorded)
+        super().on_train_end(logs)
+
     def _begin_epoch(self) -> None:
         super()._begin_epoch()
         self._at_epoch_begin = self._last_snapshot
@@ -89,13 +101,11 @@ class OverflowCounter(OptimizerCallback):
         last = self._last_snapshot
         skipped, steps = snapshot.overflow_count - last.overflow_count, snapshot.step - last.step
         self._logged_values = {"overflow_count": snapshot.overflow_count, "overflow_rate": skipped / steps}
-        details = {
+        details: dict[str, Any] = {
             "nonfinite_loss_count": snapshot.nonfinite_loss_count,
             "overflows_in_a_row": snapshot.overflows_in_a_row,
             "nonfinite_losses_in_a_row": snapshot.nonfinite_losses_in_a_row,
-            "overflows_by_variable": snapshot.overflows_by_variable,
-            "overflow_origins_by_variable": snapshot.overflow_origins_by_variable,
-        }
+        } | self._changed_counts(snapshot)
         if snapshot.unscaled_steps:
             details["unscaled_steps"] = snapshot.unscaled_steps
         nonfinite_losses = snapshot.nonfinite_loss_count - last.nonfinite_loss_count
@@ -105,3 +115,16 @@ class OverflowCounter(OptimizerCallback):
             details["nonfinite_activation"] = snapshot.nonfinite_activation
         details |= {"last_loss": snapshot.last_loss, "highest_loss": snapshot.highest_loss}
         return {"step": snapshot.step} | self._logged_values | details
+
+    def _changed_counts(self, snapshot: Snapshot) -> dict[str, dict[str, int]]:
+        """Returns the counts by variable if they have changed since the last record, and are to be recorded."""
+        counts = {
+            "overflows_by_variable": snapshot.overflows_by_variable,
+            "overflow_origins_by_variable": snapshot.overflow_origins_by_variable,
+        }
+        if counts == self._last_counts:
+            return {}
+        self._last_counts = counts
+        stores = self.monitor.overflow_counts.stores_next()
+        self._not_recorded = {} if stores else counts
+        return counts if stores else {}

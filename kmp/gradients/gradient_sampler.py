@@ -91,9 +91,10 @@ class GradientSampler:
             self._unscaled = distribution.variable("sample_unscaled_counts", "int64", (rows, BIN_COUNT))
 
     def start(self, owner: Any, every_n_steps: int, first: int) -> None:
-        """Starts sampling for `owner`: at step `first`, and at each step divisible by `every_n_steps`."""
+        """Starts sampling for `owner`: at step `first`, if not 0, and at each step divisible by `every_n_steps`."""
         self._intervals[owner] = every_n_steps
-        self._first_step.assign(first)
+        if first:
+            self._first_step.assign(first)
         self._interval.assign(self._common_interval)
 
     def stop(self, owner: Any) -> None:

@@ -299,20 +299,22 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 self._build_sampler()
         return self.sampler is not previous
 
-    def start_sampling(self, owner: Any, every_n_steps: int) -> None:
+    def start_sampling(self, owner: Any, every_n_steps: int, next_step: bool = True) -> None:
         """Samples gradients in the next step, and in every step whose number is a multiple of `every_n_steps`.
 
-        Sampling ends with `stop_sampling`.
+        Sampling ends with `stop_sampling`. A second call for the same owner replaces its interval.
 
         Args:
             owner: The object that requests the samples. It must support weak references.
             every_n_steps: Integer, at least 1; in steps.
+            next_step: Boolean, whether to sample the next step too, even if it is not a multiple.
         """
         every_n_steps = validation.positive_integer("every_n_steps", every_n_steps)
         if self.sampler is None:
             self.prepare_sampling()
         assert self.sampler is not None
-        self.sampler.start(owner, every_n_steps, first=self.counters.read_counts()["steps"] + 1)
+        first = self.counters.read_counts()["steps"] + 1 if next_step else 0
+        self.sampler.start(owner, every_n_steps, first)
 
     def stop_sampling(self, owner: Any) -> None:
         """Ends the sampling that `owner` requested; no function needs to be retraced."""

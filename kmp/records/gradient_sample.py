@@ -41,6 +41,9 @@ class GradientSample:
             A float16 weight loses most such updates, and all below 2^-12, which is why master weights are float32.
         unscaled_counts: int64 of shape `(n, 280)`, element counts without the loss scale, or `None` if the scale is a
             power of two.
+        correction: int64 of shape `(280,)` or `None`. If the counts of each variable are rounded, as in a log, the
+            exact counts of all variables together, minus the sum of the rounded ones.
+        unscaled_correction: Same as `correction`, for `unscaled_counts`.
 
     Source of `lost_updates`: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.1.
 
@@ -62,6 +65,8 @@ class GradientSample:
     updates: np.ndarray
     lost_updates: np.ndarray
     unscaled_counts: np.ndarray | None = None
+    correction: np.ndarray | None = None
+    unscaled_correction: np.ndarray | None = None
 
     def __repr__(self) -> str:
         return f"<GradientSample step={self.step} loss_scale={self.loss_scale:g}: {len(self.names)} variables>"
@@ -80,7 +85,8 @@ class GradientSample:
         if name not in self._indices:
             raise KeyError(f"{name!r} is not among {listed(self.names)}")
         index = self._indices[name]
-        return self._histogram(slice(index, index + 1))
+        unscaled = None if self.unscaled_counts is None else self.unscaled_counts[index]
+        return ExponentHistogram(self.counts[index], self.step, self.loss_scale, unscaled)
 
     @cached_property
     def _indices(self) -> dict[str, int]:
@@ -88,8 +94,16 @@ class GradientSample:
 
     @property
     def histogram(self) -> ExponentHistogram:
-        """The histogram of all variables together."""
-        return self._histogram(slice(None))
+        """The histogram of all variables together; exact, even if the counts of each are rounded."""
+        return self.histogram_of(np.ones(len(self), bool))
+
+    def histogram_of(self, is_selected: np.ndarray) -> ExponentHistogram:
+        """Returns the histogram of the variables for which a bool array is true, together."""
+        unscaled = None
+        if self.unscaled_counts is not None:
+            unscaled = _sum(self.unscaled_counts, is_selected, self.unscaled_correction)
+        counts = _sum(self.counts, is_selected, self.correction)
+        return ExponentHistogram(counts, self.step, self.loss_scale, unscaled)
 
     @property
     def update_ratio(self) -> np.ndarray:
@@ -113,7 +127,8 @@ class GradientSample:
         several: list[Any] = list(patterns) if is_several else [patterns]
         if not all(isinstance(pattern, str) for pattern in several):
             raise TypeError(validation.message("patterns", patterns, "a string or a list of strings"))
-        return self._at(matching_indices(several, self.names))
+        selected = self._at(matching_indices(several, self.names))
+        return replace(selected, correction=None, unscaled_correction=None)
 
     def without(self, names: Iterable[str]) -> "GradientSample":
         """Returns the sample without the named variables. Unknown names are ignored."""
@@ -154,10 +169,6 @@ class GradientSample:
         unscaled = unpack_all([entry["unscaled"] for entry in entries]) if has_unscaled else None
         return cls(step, loss_scale, tuple(data), counts, unscaled_counts=unscaled, **arrays, **integers)
 
-    def _histogram(self, rows: slice) -> ExponentHistogram:
-        unscaled = None if self.unscaled_counts is None else self.unscaled_counts[rows].sum(0)
-        return ExponentHistogram(self.counts[rows].sum(0), self.step, self.loss_scale, unscaled)
-
     def _entry(self, index: int) -> dict[str, Any]:
         values = {key: float(getattr(self, key)[index]) for key in _STATISTICS}
         integers = {key: int(getattr(self, key)[index]) for key in _COUNTS}
@@ -179,6 +190,18 @@ class GradientSample:
 def layer_of(name: str) -> str:
     """Returns the path of a variable's layer: the path without its last component."""
     return name.rpartition("/")[0] or name
+
+
+def _sum(counts: np.ndarray, is_selected: np.ndarray, correction: np.ndarray | None) -> np.ndarray:
+    """Returns the counts of the selected variables together.
+
+    The correction is that of all variables: with it, the result has the rounding errors of the variables that are not
+    selected. It is left out if these have most of the elements, or if it exceeds a count.
+    """
+    rounded = np.asarray(is_selected @ counts)
+    if correction is None or 2 * rounded.sum() < counts.sum() or (rounded + correction < 0).any():
+        return rounded
+    return rounded + correction
 
 
 def _number(entry: Mapping[str, Any], key: str) -> float:

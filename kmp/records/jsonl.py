@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from kmp.records.compact_sample import expanded
 from kmp.records.exponent_histogram import LAST_EXPONENT
 from kmp.records.gradient_sample import GradientSample
 from kmp.records.log_errors import InvalidValueError, explanation
@@ -26,6 +27,7 @@ from kmp.utils import printable
 
 SCHEMA = READABLE_SCHEMAS[-1]
 FILE_NAME = "kmp.jsonl"
+SAMPLE_KEYS = ("sample", "reference")
 
 _LONGEST_UNKNOWN_KEY = 100
 
@@ -47,6 +49,23 @@ def to_line(row: Mapping[str, Any]) -> str:
     return json.dumps(finite, allow_nan=False, separators=(",", ":")) + "\n"
 
 
+class RepeatedNames:
+    """Removes the names of variables from the samples of a log where they equal those of the sample before."""
+
+    def __init__(self) -> None:
+        self._names: list[str] | None = None
+
+    def removed(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the next record of the log without names that a reader knows from the records before it."""
+        result = dict(row)
+        for key in SAMPLE_KEYS:
+            names = row[key].get("names") if key in row else None
+            if names is not None and names == self._names:
+                result[key] = {name: value for name, value in row[key].items() if name != "names"}
+            self._names = self._names if names is None else names
+        return result
+
+
 class LogParser:
     """Parses and validates the lines of one log.
 
@@ -57,6 +76,7 @@ class LogParser:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._unknown_keys: set[str] = set()
+        self._names: list[str] | None = None  # of the last sample; the samples of a run share the list
 
     def parse(self, line: bytes, number: int) -> dict[str, Any]:
         """Returns a line of the log: the header, which has the `kind` `"header"`, or a record.
@@ -79,15 +99,24 @@ class LogParser:
 
     def _record(self, line: bytes, values: _Values) -> dict[str, Any]:
         record: dict[str, Any] = _RECORD.decode(line)
-        for key in ("sample", "reference"):
-            if key in record:
-                _check_sample(key, record[key])
+        for key in SAMPLE_KEYS:
+            if "variables" in record.get(key, ()):
+                _check_variables(key, record[key])
+            elif key in record:
+                self._fill_in_names(key, record[key])
+                expanded(record["step"], record[key], key)  # raises for values that are not valid
         return record | self._unknown(values, Record, _UNKNOWN_NUMBER)
+
+    def _fill_in_names(self, key: str, sample: dict[str, Any]) -> None:
+        names = sample.get("names", self._names)
+        if names is None:
+            raise InvalidValueError(f"`{key}` has no `names`, and no sample before it has any")
+        self._names = sample["names"] = self._names if names == self._names else names
 
     def _header(self, line: bytes, values: _Values) -> dict[str, Any]:
         schema = _ANY.decode(values["schema"]) if "schema" in values else None
         if schema not in READABLE_SCHEMAS:
-            known = " and ".join(map(str, READABLE_SCHEMAS))
+            known = f"{', '.join(map(str, READABLE_SCHEMAS[:-1]))} and {SCHEMA}"
             raise InvalidValueError(f"schema {reprlib.repr(schema)}; this version of kmp reads schemas {known}")
         header: dict[str, Any] = _HEADER.decode(line)
         if "settings" in header:
@@ -109,14 +138,21 @@ class LogParser:
 
 
 def upgraded(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a record of schema 2 with the keys of the current schema."""
+    """Returns a record of an older schema with the keys of the current schema."""
     return {_RENAMED_KEYS.get(key, key): value for key, value in row.items()}
 
 
 def sample_of(row: Mapping[str, Any], key: str) -> GradientSample:
     """Returns the `sample` or `reference` of a record."""
-    sample = dict(row[key].items())  # one look-up: a training in progress holds its samples compressed
-    return GradientSample.from_dict(row["step"], float(sample["loss_scale"]), sample["variables"])
+    sample = row[key]
+    if "variables" in sample:
+        return GradientSample.from_dict(row["step"], float(sample["loss_scale"]), sample["variables"])
+    return expanded(row["step"], sample, key)
+
+
+def has_update(sample: Mapping[str, Any]) -> bool:
+    """Whether a `sample` of a record measured the update of the weights."""
+    return "update_norm" in sample or any("update_norm" in entry for entry in sample.get("variables", {}).values())
 
 
 def is_truncated_header(line: bytes) -> bool:
@@ -125,8 +161,8 @@ def is_truncated_header(line: bytes) -> bool:
     return line.startswith(prefix) or prefix.startswith(line)
 
 
-def _check_sample(key: str, sample: Mapping[str, Any]) -> None:
-    """Checks what a schema does not express.
+def _check_variables(key: str, sample: Mapping[str, Any]) -> None:
+    """Checks what a schema does not express, of a sample with `variables`.
 
     Raises:
         ValueError: If counts go beyond float32's exponents, or differ in sum with and without the loss scale.

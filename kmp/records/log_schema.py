@@ -7,7 +7,7 @@ from msgspec import Meta
 from kmp.records.exponent_histogram import FIRST_EXPONENT, LAST_EXPONENT
 from kmp.utils import FLOAT32
 
-READABLE_SCHEMAS = (2, 3)
+READABLE_SCHEMAS = (2, 3, 4)
 EXPONENT_COUNT = LAST_EXPONENT - FIRST_EXPONENT + 1
 MOST_UNKNOWN_KEYS = 100  # in one log
 
@@ -15,12 +15,14 @@ MOST_UNKNOWN_KEYS = 100  # in one log
 Count = Annotated[int, Meta(ge=0, lt=2**48)]
 PositiveInteger = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 # The number of elements in 280 bins of 2^18 variables then fits int64.
-ElementCount = Annotated[int, Meta(ge=0, lt=2**36)]
+MOST_ELEMENTS = 2**36
+ElementCount = Annotated[int, Meta(ge=0, lt=MOST_ELEMENTS)]
 _MOST_VARIABLES = Meta(max_length=2**18)
 
 # Squares and ratios of these do not overflow float64, and no float32 computation exceeds them.
 Number = Annotated[float, Meta(ge=-1e100, le=1e100)]
-Norm = Annotated[float, Meta(ge=0, le=1e100)]
+HIGHEST_NORM = 1e100
+Norm = Annotated[float, Meta(ge=0, le=HIGHEST_NORM)]
 Magnitude = Annotated[float, Meta(ge=0, le=FLOAT32.max)]
 LossScale = Annotated[float, Meta(ge=FLOAT32.smallest_subnormal, le=FLOAT32.max)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -50,15 +52,34 @@ class VariableStatistics(BinCounts, total=False):
     unscaled: BinCounts
 
 
-class Sample(TypedDict):
-    """The gradient statistics of one step."""
+class CompactBins(TypedDict, total=False):
+    """The counts of a sample in compact form; `kmp.records.compact_sample` checks what the texts contain."""
 
-    loss_scale: LossScale
+    total: BinCounts
+    zero: str
+    inf: str
+    nan: str
+    counts: str
+
+
+class Sample(CompactBins, total=False):
+    """The gradient statistics of one step, in compact form or with `variables`."""
+
+    loss_scale: Required[LossScale]
     variables: Annotated[dict[Text, VariableStatistics], _MOST_VARIABLES]
+    elements: str
+    amax: str
+    norm: str
+    weight_norm: str
+    update_norm: str
+    updates: str
+    lost_updates: str
+    unscaled: CompactBins
+    names: Annotated[list[Text], _MOST_VARIABLES]
 
 
 class Record(TypedDict, total=False):
-    """A line of a log after the header, with the keys of both schemas."""
+    """A line of a log after the header, with the keys of all schemas."""
 
     step: Required[Count]
     loss_scale: LossScale | None
@@ -106,7 +127,7 @@ class Settings(TypedDict, total=False):
 class Header(TypedDict, total=False):
     """The first line of a log."""
 
-    schema: Required[Literal[2, 3]]
+    schema: Required[Literal[2, 3, 4]]
     kind: Required[Literal["header"]]
     started: Text
     keras: Text

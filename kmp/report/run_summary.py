@@ -3,13 +3,13 @@
 import heapq
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from kmp.advice import Advice, RunMetrics, diagnosis_of
-from kmp.records import ExponentHistogram, GradientSample, Run, iterate_samples, layer_of
+from kmp.records import ExponentHistogram, GradientSample, Run, has_update, iterate_samples, layer_of
 from kmp.utils import as_power
 
 Pairs = tuple[tuple[str, str], ...]
@@ -140,7 +140,7 @@ class RunSummary:
 
     @cached_property
     def _newest_update(self) -> GradientSample | None:
-        measured = (row for row in reversed(self.run.rows) if "sample" in row and _has_update(row["sample"]))
+        measured = (row for row in reversed(self.run.rows) if "sample" in row and has_update(row["sample"]))
         return next(iterate_samples(measured), None)
 
     @property
@@ -278,10 +278,6 @@ def _layers(sample: GradientSample, shown: Collection[str]) -> GradientSample:
     """Returns the sample of some layers."""
     kept = set(shown)
     return sample.without(name for name in sample if layer_of(name) not in kept).by_layer()
-
-
-def _has_update(sample: Mapping[str, Any]) -> bool:
-    return any("update_norm" in entry for entry in sample["variables"].values())
 
 
 def _setting(key: str, value: Any) -> str:

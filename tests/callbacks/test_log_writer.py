@@ -1,4 +1,5 @@
 import errno
+import itertools
 import json
 import os
 import subprocess
@@ -19,6 +20,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import kmp
 from kmp.callbacks import GradientHistogram, LossScaleLogger, OverflowCounter, defaults, log_writer
+from kmp.callbacks.log_writer import LogWriter
+from kmp.callbacks.optimizer_monitor import OptimizerMonitor
+from kmp.records import SCHEMA, RepeatedNames
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
@@ -30,9 +34,12 @@ def test_files_have_the_records_of_the_callbacks(tmp_path):
     callbacks = defaults(tmp_path / "logs", every_n_steps=5)
     fit(compiled_model(), callbacks)
     lines = [json.loads(line) for line in (tmp_path / "logs" / "kmp.jsonl").read_text().splitlines()]
-    assert (lines[0]["kind"], lines[0]["schema"]) == ("header", 3)
-    assert lines[1:] == kmp.records.Run.load(tmp_path / "logs").rows
-    assert lines[1:] == callbacks[0].run.rows
+    assert (lines[0]["kind"], lines[0]["schema"]) == ("header", SCHEMA)
+    rows = callbacks[0].run.rows
+    assert rows == kmp.records.Run.load(tmp_path / "logs").rows
+    names = RepeatedNames()
+    assert lines[1:] == [names.removed(row) for row in rows]
+    assert ["names" in line["sample"] for line in lines[1:] if "sample" in line] == [True, False, False, False, False]
     events = EventAccumulator(str(tmp_path / "logs"), {"tensors": 0}).Reload()
     assert {"kmp/loss_scale", "kmp/overflow_count", "kmp/grad_zeros", "kmp/gradient_exponents"} <= set(
         events.Tags()["tensors"]
@@ -82,6 +89,10 @@ def test_resuming_from_an_older_checkpoint_archives_the_log_and_keeps_records_up
     assert kmp.records.Run.load(tmp_path / "logs" / "earlier-1").series("loss_scale")[0].size == 6
 
 
+def sampled_steps(folder):
+    return [histogram.step for histogram in kmp.load_run(folder).histograms]
+
+
 @pytest.mark.parametrize("kmp_first", [True, False])
 def test_resumed_run_continues_the_log_for_any_position_of_the_backup_callback(tmp_path, kmp_first):
     for stop in (Interrupt(epoch=1), None):
@@ -97,7 +108,7 @@ def test_resumed_run_continues_the_log_for_any_position_of_the_backup_callback(t
     assert [histogram.step for histogram in run.histograms] == [1, 10, 20, 21, 30, 40, 50, 60]
 
 
-HEADER = '{"schema":3,"kind":"header"}\n'
+HEADER = f'{{"schema":{SCHEMA},"kind":"header"}}\n'
 
 
 @pytest.mark.parametrize(
@@ -175,7 +186,7 @@ def test_warning_gives_the_reason_why_a_log_is_archived(tmp_path, caplog):
     ]
 
 
-@pytest.mark.parametrize("content", ['{"schema":3,"kind":"header"}\n', '{"schema":3,"ki'])
+@pytest.mark.parametrize("content", [HEADER, HEADER[:15]])
 def test_log_without_records_is_replaced_without_a_warning(tmp_path, caplog, content):
     (tmp_path / "kmp.jsonl").write_text(content)
     assert fit_and_get_warnings(tmp_path, compiled_model(), caplog) == []
@@ -333,3 +344,88 @@ def test_two_paths_to_one_folder_have_one_log(tmp_path, enabled):
     fit(compiled_model(), callbacks)
     run = kmp.load_run(tmp_path / "folder")
     assert run.series("overflow_count")[0].tolist() == run.series("loss_scale")[0].tolist() == [1, 10, 20]
+
+
+@pytest.fixture
+def small_budgets(monkeypatch):
+    """Budgets that a few samples, and a few records of overflow counts, exceed."""
+    monkeypatch.setattr(OptimizerMonitor, "sample_budget", 600)
+    monkeypatch.setattr(OptimizerMonitor, "counts_budget", 500)
+
+
+def test_samples_of_a_long_run_are_thinned_in_the_log_and_in_memory(tmp_path, small_budgets):
+    callbacks = defaults(tmp_path, every_n_steps=1)
+    fit(compiled_model(), callbacks, batches=200)
+    run, steps = callbacks[0].run, sampled_steps(tmp_path)
+    assert [sample.step for sample in run.samples] == steps
+    gaps = [later - earlier for earlier, later in itertools.pairwise(steps)]
+    assert gaps == sorted(gaps)
+    assert {*gaps[1:-1]} <= {2**doublings for doublings in range(8)}
+    assert len(steps) < 30
+    assert run.series("loss_scale")[0].tolist() == list(range(1, 201))
+    samples = [row["sample"].values() for row in run.rows if "sample" in row]
+    assert sum(len(text) for values in samples for text in values if isinstance(text, str)) < 600 * 9
+    assert (tmp_path / "kmp.jsonl").stat().st_size < 200 * 400
+
+
+def test_resumed_run_goes_on_with_the_stride_of_its_log(tmp_path, small_budgets):
+    model = compiled_model()
+    fit(model, defaults(tmp_path, every_n_steps=1), batches=60)
+    before = sampled_steps(tmp_path)
+    stride = before[-1] - before[-2]
+    assert stride >= 8
+    callbacks = defaults(tmp_path, every_n_steps=1)
+    fit(model, callbacks, batches=60)
+    after = sampled_steps(tmp_path)[len(before) :]
+    assert after[0] == 61
+    assert all(step % stride == 0 for step in after[1:])
+    assert [sample.step for sample in callbacks[0].run.samples] == after
+
+
+def test_run_without_a_log_is_thinned_too_and_a_new_one_starts_in_full(small_budgets):
+    for reused in ([GradientHistogram(every_n_steps=1)], defaults(every_n_steps=1)):
+        for _ in range(2):
+            fit(compiled_model(), reused, batches=60)
+            steps = [sample.step for sample in reused[0].run.samples]
+            assert steps[:2] == [1, 2]
+            assert len(steps) < 25
+
+
+def test_epochs_without_a_due_step_are_thinned_with_their_references(tmp_path, small_budgets):
+    callbacks = defaults(tmp_path, every_n_steps=1000, reference=small_data(batches=1))
+    fit(compiled_model(), callbacks, batches=2, epochs=40)
+    run = callbacks[0].run
+    assert [sample.step for sample in run.samples] == sampled_steps(tmp_path)
+    assert 2 < len(run.samples) < 15
+    assert 2 < len(run.references) < 15
+    assert len(run.series("overflow_count")[0]) == 41
+
+
+def test_overflow_counts_are_recorded_when_they_change_and_thinned(tmp_path, small_budgets):
+    optimizer = kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28, growth_interval=2)
+    model, callbacks = compiled_model(optimizer), defaults(tmp_path, every_n_steps=1, on_stuck="ignore")
+    fit(model, callbacks, batches=80)
+    rows = kmp.load_run(tmp_path).rows
+    with_counts = [row for row in rows if "overflows_by_variable" in row]
+    assert with_counts == [row for row in rows if "overflow_origins_by_variable" in row]
+    *with_counts, last = with_counts
+    snapshot = optimizer.snapshot()
+    assert last["overflows_by_variable"] == snapshot.overflows_by_variable
+    assert last["overflow_origins_by_variable"] == snapshot.overflow_origins_by_variable
+    overflows = [row["overflow_count"] for row in with_counts]
+    assert overflows == sorted(set(overflows))
+    gaps = [later - earlier for earlier, later in itertools.pairwise(overflows)]
+    assert gaps[0] == 1
+    assert gaps[-1] > 1
+    assert snapshot.overflow_count > 2 * len(overflows)
+    origins = with_counts[-1]["overflow_origins_by_variable"]
+    assert sum(origins.values()) == overflows[-1] - with_counts[-1]["nonfinite_loss_count"]
+
+
+def test_histograms_by_layer_of_a_long_run_are_thinned_in_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.setattr(LogWriter, "layer_budget", 2_000)
+    fit(compiled_model(), defaults(tmp_path, every_n_steps=1), batches=60)
+    events = EventAccumulator(str(tmp_path), {"tensors": 0}).Reload()
+    layer = next(tag for tag in events.Tags()["tensors"] if "kmp_by_layer/" in tag)
+    assert len(events.Tensors("kmp/gradient_exponents")) == 60
+    assert 2 < len(events.Tensors(layer)) < 30

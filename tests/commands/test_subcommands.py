@@ -96,7 +96,7 @@ def test_bad_runs_are_one_line_and_status_1(tmp_path, capsys):
     cases = {
         tmp_path / "missing": "missing: No such file or directory",
         tmp_path / "none": "none/kmp.jsonl: No such file or directory",
-        older: "schema 1; this version of kmp reads schemas 2 and 3",
+        older: "schema 1; this version of kmp reads schemas 2, 3 and 4",
         foreign: "not a line of JSON",
     }
     for run, message in cases.items():

@@ -14,6 +14,7 @@ from rich.console import Console
 import kmp
 from kmp import plots, report
 from kmp.__main__ import main
+from kmp.records import SCHEMA, GradientSample, compact
 from kmp.records.jsonl import to_line
 
 EXAMPLES = int(os.environ.get("KMP_FUZZ_EXAMPLES", "200"))
@@ -35,8 +36,12 @@ COUNTERS = {
 }
 VARIABLES = {"a/kernel": VARIABLE, "b/kernel": VARIABLE | {"first": -30, "amax": 2.0**-27}, "c/bias": VARIABLE}
 WITH_UNSCALED = {name: VARIABLE | {"unscaled": BINS | {"first": -30}} for name in ("a/kernel", "c/bias")}
+COMPACT, COMPACT_WITH_UNSCALED = (
+    compact(GradientSample.from_dict(1, scale, variables))
+    for scale, variables in ((1024.0, VARIABLES), (1000.0, WITH_UNSCALED))
+)
 LOG = [
-    {"schema": 3, "kind": "header", "started": "2026-11-01", "keras": "3.15.1", "settings": SETTINGS},
+    {"schema": SCHEMA, "kind": "header", "started": "2026-11-01", "keras": "3.15.1", "settings": SETTINGS},
     {"step": 1, "loss_scale": 1024.0, "clean_steps": 1},
     {"step": 1, **COUNTERS, "nonfinite_activation": "a"},
     {"step": 1, "grad_zeros": 0.2, "grad_norm": None, "sample": {"loss_scale": 1024.0, "variables": VARIABLES}},
@@ -44,6 +49,9 @@ LOG = [
     {"step": 20, **COUNTERS, "overflow_count": 18, "overflows_in_a_row": 15},
     {"step": 20, "loss_scale": 1000.0, "later_key": 5},
     {"step": 20, "sample": {"loss_scale": 1000.0, "variables": WITH_UNSCALED}},
+    {"step": 21, "sample": COMPACT},
+    {"step": 21, "reference": {key: value for key, value in COMPACT.items() if key != "names"}},
+    {"step": 22, "sample": COMPACT_WITH_UNSCALED},
 ]
 
 VALUES = st.sampled_from(
@@ -64,6 +72,7 @@ VALUES = st.sampled_from(
             "FixedScale",
         ),
         *(BINS, VARIABLE, VARIABLES, SETTINGS, VARIABLE | {"inf": 3}, VARIABLE | {"counts": []}),
+        *(COMPACT, COMPACT["total"], COMPACT["counts"], COMPACT["norm"], COMPACT["elements"], "AAAA"),
     ]
 )
 INTEGERS = st.sampled_from([0, 1, 2, 5, 14, 40, 277, 2**31, 2**36 - 1, 2**48 - 1])
@@ -168,11 +177,12 @@ def test_changed_log_is_refused_with_its_line_or_drawn(tmp_path, data):
 def test_unchanged_log_loads(tmp_path):
     file = tmp_path / "kmp.jsonl"
     file.write_text("".join(map(to_line, LOG)))
-    assert [json.loads(to_line(row)) for row in kmp.load_run(file).rows] == LOG[1:]
+    loaded = [json.loads(to_line(row)) for row in kmp.load_run(file).rows]
+    assert loaded == [*LOG[1:-2], {"step": 21, "reference": COMPACT}, LOG[-1]]
     check(file, file.read_bytes(), draws=True)
 
 
-HEADER = '{"schema": 3, "kind": "header"}\n'
+HEADER = f'{{"schema": {SCHEMA}, "kind": "header"}}\n'
 NO_BINS = BINS | {"zero": 0, "counts": []}
 
 
@@ -187,7 +197,7 @@ def sample_line(**variables):
         ("", None),
         ("\n", r":1: not a line of JSON"),
         ('{"step": 1}', r":1: a log of kmp begins with a header. Received keys: \['step'\]"),
-        ('{"kind": "header", "schema": 99}', ":1: schema 99; this version of kmp reads schemas 2 and 3"),
+        ('{"kind": "header", "schema": 99}', ":1: schema 99; this version of kmp reads schemas 2, 3 and 4"),
         (HEADER + '{"loss": 1}', ":2: Object missing required field `step`"),
         (HEADER + '{"st', ":2: not a line of JSON"),
         (HEADER + '{"step": 1, "last_loss": NaN}', r":2: not a line of JSON .*, after the key `last_loss`"),
@@ -204,7 +214,7 @@ def sample_line(**variables):
         (HEADER + '{"step": 5, "overflow_origin": "\udcff"}', ":2: not a line of JSON"),
         (
             HEADER + '{"step": 5, "sample": {"loss_scale": 1}}',
-            ":2: `sample`: Object missing required field `variables`",
+            ":2: `sample` has no `names`, and no sample before it has any",
         ),
         (sample_line(a=BINS | {"first": 126}), r":2: `sample.variables\['a'\].counts` must end at exponent 127"),
         (sample_line(a=BINS, b=BINS | {"unscaled": BINS}), ":2: `sample.variables` must all have `unscaled`"),

@@ -2,6 +2,8 @@
 
 They must stay as that commit wrote them: `test_saved_files.py` loads them with today's code. To see how they were made:
 `git worktree add /tmp/older 4c0321a && PYTHONPATH=/tmp/older python tests/saved_files/make.py FOLDER`.
+
+`log_of_schema_3` is the log that commit c3e3eb3 writes in the same way: one of the last with schema 3.
 """
 
 import json

@@ -1,0 +1,227 @@
+import base64
+import json
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kmp import load_run, records
+from kmp.records import BIN_COUNT, FIRST_EXPONENT, INF_BIN, NAN_BIN, ZERO_BIN, GradientSample
+from kmp.records.compact_sample import EXACT, LEVELS, MOST_COUNTS, compact, expanded
+from kmp.records.jsonl import RepeatedNames, to_line
+
+SPECIAL = [ZERO_BIN, INF_BIN, NAN_BIN]
+HEADER = {"schema": records.SCHEMA, "kind": "header"}
+
+
+def sample_of(counts, loss_scale=1024.0, unscaled_counts=None, **overrides):
+    """Returns a sample with a largest magnitude in the middle of its bin, without updates."""
+    counts = np.asarray(counts, np.int64)
+    highest = [np.flatnonzero(row[1:INF_BIN])[-1:] + FIRST_EXPONENT for row in counts]
+    amax = np.array([1.5 * 2.0 ** int(exponent[0]) if exponent.size else 0.0 for exponent in highest])
+    amax[counts[:, INF_BIN] > 0], amax[counts[:, NAN_BIN] > 0] = np.inf, np.nan
+    size = len(counts)
+    not_measured, no_updates = np.full(size, np.nan), np.zeros(size, np.int64)
+    arrays = {"amax": amax, "norm": np.arange(size) / 7, "weight_norm": not_measured, "update_norm": not_measured}
+    arrays |= {"updates": no_updates, "lost_updates": no_updates, "unscaled_counts": unscaled_counts}
+    names = tuple(f"layer_{index}/kernel" for index in range(size))
+    return GradientSample(7, loss_scale, names, counts, **(arrays | overrides))
+
+
+def normal_counts(variables=20, elements=4096):
+    """Counts of normally distributed gradients, whose scales differ from variable to variable."""
+    random = np.random.default_rng(0)
+    values = random.normal(size=(variables, elements)) * 10.0 ** random.uniform(-6, 0, (variables, 1))
+    bins = np.frexp(values)[1] - FIRST_EXPONENT
+    return np.stack([np.bincount(row, minlength=BIN_COUNT) for row in bins])
+
+
+def round_trip(sample):
+    return expanded(sample.step, json.loads(to_line(compact(sample))))
+
+
+COUNTS = st.integers(0, 9) | st.integers(0, 2**20) | st.integers(0, 2**27)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.dictionaries(st.integers(0, BIN_COUNT - 1), COUNTS, max_size=20), max_size=5))
+def test_any_sample_round_trips_with_its_sums_zeros_and_small_counts_exact(variables):
+    counts = np.zeros((len(variables), BIN_COUNT), np.int64)
+    for row, nonempty in zip(counts, variables, strict=True):
+        row[list(nonempty)] = list(nonempty.values())
+    unscaled = np.roll(counts, 1, axis=1)
+    before = sample_of(counts, 1000.0, unscaled)
+    after = round_trip(before)
+    assert (after.step, after.loss_scale, after.names) == (before.step, before.loss_scale, before.names)
+    assert after.histogram == before.histogram
+    for rounded, exact in ((after.counts, counts), (after.unscaled_counts, unscaled)):
+        np.testing.assert_array_equal(rounded.sum(1), exact.sum(1))
+        np.testing.assert_array_equal(rounded[:, SPECIAL], exact[:, SPECIAL])
+        np.testing.assert_array_equal(rounded > 0, exact > 0)
+        np.testing.assert_array_equal(np.minimum(rounded, EXACT), np.minimum(exact, EXACT))
+        assert (rounded <= 1.6 * exact + 1).all()
+        assert (rounded >= exact / 1.6 - 1).all()
+    np.testing.assert_array_equal(after.amax, before.amax)
+    np.testing.assert_allclose(after.norm, before.norm, rtol=2**-8)
+
+
+def test_counts_of_real_shape_are_rounded_by_eight_percent():
+    counts = normal_counts()
+    relative = np.abs(round_trip(sample_of(counts)).counts - counts)[counts > 20] / counts[counts > 20]
+    assert np.median(relative) < 0.1
+    assert relative.max() < 0.4
+
+
+def test_updates_round_trip_and_columns_without_values_are_omitted():
+    before = sample_of(
+        normal_counts(2),
+        **{"weight_norm": np.array([2.0, 3e-9]), "update_norm": np.array([0.125, np.nan])},
+        **{"updates": np.array([4096, 0]), "lost_updates": np.array([77, 0])},
+    )
+    after = round_trip(before)
+    np.testing.assert_allclose(after.weight_norm, before.weight_norm, rtol=2**-8)
+    np.testing.assert_array_equal(after.update_norm, before.update_norm)
+    np.testing.assert_array_equal(after.updates, before.updates)
+    np.testing.assert_array_equal(after.lost_updates, before.lost_updates)
+    assert records.has_update(compact(before))
+    without = compact(sample_of(normal_counts(2)))
+    assert not records.has_update(without)
+    assert list(without) == ["loss_scale", "total", "counts", "elements", "amax", "norm", "names"]
+
+
+@pytest.mark.parametrize("amax", [1.0, 1.999, 1.5 + 2**-8, 2.0**-149, 3.3e38])
+def test_largest_magnitude_stays_in_its_power_of_two(amax):
+    counts = np.zeros((1, BIN_COUNT), np.int64)
+    counts[0, np.frexp(amax)[1] - FIRST_EXPONENT] = 1
+    after = round_trip(sample_of(counts, amax=np.array([amax])))
+    assert np.frexp(after.amax[0])[1] == np.frexp(amax)[1]
+    np.testing.assert_allclose(after.amax, [amax], rtol=2**-6)
+
+
+def test_histogram_of_most_variables_is_corrected_and_that_of_a_few_is_not():
+    counts = normal_counts(50)
+    exact, rounded = sample_of(counts), round_trip(sample_of(counts))
+    name = exact.names[0]
+
+    def error(select):
+        return np.abs(select(rounded).histogram.counts - select(exact).histogram.counts).sum()
+
+    assert error(lambda sample: sample.without([name])) <= np.abs(rounded.counts[0] - counts[0]).sum()
+    assert (rounded.select(name).histogram.counts == rounded.counts[0]).all()
+    assert (rounded.without(exact.names[1:]).histogram.counts == rounded.counts[0]).all()
+    assert rounded.by_layer().histogram == exact.histogram
+
+
+def test_documented_lines_read_a_sample():
+    text = records.__doc__.split("    def column")[1].split("\n\nNorms are")[0]
+    code = "".join(line[4:] for line in ("    def column" + text).splitlines(keepends=True) if line.strip())
+    before = sample_of(normal_counts())
+    names = {"np": np, "zlib": zlib, "base64": base64, "sample": json.loads(to_line(compact(before)))}
+    exec(code, names)
+    np.testing.assert_array_equal(names["levels"], LEVELS)
+    np.testing.assert_allclose(names["norms"], before.norm, rtol=2**-8)
+    expected = before.counts[:, names["exponents"] - FIRST_EXPONENT + 1]
+    np.testing.assert_allclose(names["counts"], expected, rtol=0.25)
+
+
+def test_sample_of_600_variables_takes_less_than_10_kb():
+    counts = np.concatenate([normal_counts(300), normal_counts(300, elements=64)])
+    squares = 4.0 ** np.arange(FIRST_EXPONENT, FIRST_EXPONENT + INF_BIN - 1)
+    norms = np.sqrt(counts[:, ZERO_BIN + 1 : INF_BIN] @ squares)
+    line = to_line(compact(sample_of(counts, norm=norms)) | {"names": []})
+    assert 5_000 < len(line) < 10_000
+
+
+def test_sample_of_too_many_counts_is_not_compact():
+    counts = np.zeros((MOST_COUNTS // 277 + 1, BIN_COUNT), np.int8)
+    counts[0, 1:INF_BIN] = 1
+    assert "variables" in compact(sample_of(counts))
+
+
+def log_of(tmp_path, *rows):
+    names = RepeatedNames()
+    (tmp_path / "kmp.jsonl").write_text(to_line(HEADER) + "".join(to_line(names.removed(row)) for row in rows))
+    return (tmp_path / "kmp.jsonl").read_text()
+
+
+def test_names_are_written_when_they_change_and_shared_when_loaded(tmp_path):
+    few, many = (compact(sample_of(normal_counts(size))) for size in (2, 3))
+    rows = [{"step": 1, "sample": many}, {"step": 2, "reference": many}, {"step": 3, "sample": few}]
+    rows += [{"step": 4, "loss_scale": 2.0}, {"step": 5, "sample": few}, {"step": 6, "sample": many}]
+    text = log_of(tmp_path, *rows)
+    assert [("names" in line, "layer_2" in line) for line in text.splitlines()[1:]] == [
+        *[(True, True), (False, False), (True, False), (False, False), (False, False), (True, True)]
+    ]
+    run = load_run(tmp_path)
+    assert run.rows == rows
+    assert run.rows[0]["sample"]["names"] is run.rows[1]["reference"]["names"]
+
+
+VALID = compact(sample_of(normal_counts(3), 1000.0, normal_counts(3)))
+SHORT, LONG = (base64.b64encode(zlib.compress(bytes(size))).decode() for size in (23, 10**8))
+TRUNCATED = base64.b64encode(zlib.compress(bytes(24))[:-2]).decode()
+FOLLOWED = base64.b64encode(zlib.compress(bytes(24)) + b"more").decode()
+
+
+def column(values, dtype="<i8"):
+    planes = np.asarray(values, dtype).view(np.uint8).reshape(len(values), -1).T.tobytes()
+    return base64.b64encode(zlib.compress(planes)).decode()
+
+
+def with_total(**values):
+    return {"total": VALID["total"] | values}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"names": None}, "`sample` has no `names`, and no sample before it has any"),
+        ({"names": ["a", "a", "b"]}, "`sample.names` must not repeat a name"),
+        ({"names": ["a"]}, "`sample.elements` must expand to 8 bytes. Received: more"),
+        ({"elements": None}, "`sample` has no `elements`"),
+        ({"total": None}, "`sample` has no `total`"),
+        ({"counts": None}, "`sample` has no `counts`"),
+        ({"norm": "???"}, r"`sample.norm` is not zlib data in base64 \("),
+        ({"norm": "é"}, r"`sample.norm` is not zlib data in base64 \("),
+        ({"norm": "AAAA"}, r"`sample.norm` is not zlib data in base64 \("),
+        ({"counts": "AAAA"}, r"`sample.counts` is not zlib data in base64 \("),
+        ({"norm": SHORT}, "`sample.norm` must expand to 24 bytes. Received: 23"),
+        ({"norm": LONG}, "`sample.norm` must expand to 24 bytes. Received: more"),
+        ({"norm": TRUNCATED}, "`sample.norm` must expand to 24 bytes. Received: truncated data"),
+        ({"norm": FOLLOWED}, "`sample.norm` must expand to 24 bytes. Received: 24 and more"),
+        ({"counts": LONG}, "`sample.counts` must expand to .* bytes. Received: more"),
+        ({"norm": column([-1.0, 0.0, 0.0], "<f8")}, "`sample.norm` must be NaN, or between 0 and 1e.100"),
+        ({"updates": column([0, 0, -1])}, "`sample.updates` must be at least 0 and below 68719476736"),
+        ({"zero": column([2**36, 0, 0])}, "`sample.zero` must be at least 0 and below 68719476736"),
+        ({"zero": column([5000, 0, 0])}, "`sample.counts` must agree with `elements`, `zero`, `inf` and `nan`"),
+        ({"elements": column([4096, 4096, 4095])}, "`sample.total` must be the sum of the counts of all variables"),
+        (with_total(zero=1), "`sample.total` must be the sum of the counts of all variables"),
+        (with_total(first=127), "`sample.total.counts` must end at exponent 127 or below"),
+        ({"unscaled": VALID["unscaled"] | {"counts": None}}, "`sample.unscaled.counts` must be `str`"),
+        ({"unscaled": {}}, "`sample.unscaled` has no `total`"),
+        ({"unscaled": VALID["unscaled"] | {"zero": column([5000, 0, 0])}}, "`sample.unscaled.counts` must agree with"),
+    ],
+)
+def test_invalid_sample_of_a_log_is_refused_with_line_and_key(tmp_path, change, message):
+    sample = {key: value for key, value in (VALID | change).items() if value is not None}
+    log_of(tmp_path, {"step": 1}, {"step": 2, "sample": sample})
+    with pytest.raises(ValueError, match=rf"kmp.jsonl:3: {message}"):
+        load_run(tmp_path)
+
+
+def test_codes_beyond_the_levels_are_refused(tmp_path):
+    codes = np.full(3 * len(VALID["total"]["counts"]), 255, np.uint8)
+    sample = VALID | {"counts": base64.b64encode(zlib.compress(codes.T.tobytes())).decode()}
+    log_of(tmp_path, {"step": 1, "sample": sample})
+    with pytest.raises(ValueError, match=rf":2: `sample.counts` must be below {len(LEVELS)}. Received: 255"):
+        load_run(tmp_path)
+
+
+def test_log_that_asks_for_too_much_memory_is_refused(tmp_path):
+    sample = VALID | {"names": [str(index) for index in range(2**18)]} | with_total(first=-149, counts=[1] * 277)
+    sample |= {"elements": column(np.zeros(2**18)), "norm": column(np.zeros(2**18), "<f8")}
+    log_of(tmp_path, {"step": 1, "sample": sample})
+    with pytest.raises(ValueError, match=r":2: `sample` must have at most 16777216 counts. Received: 262144 x 277"):
+        load_run(tmp_path)
