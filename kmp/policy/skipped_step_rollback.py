@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import ops
 
 from kmp.backend import SavedState, call_if, distribution, saved_layer_state, sublayers
-from kmp.optimizer import LossScaleOptimizer
+from kmp.optimizer import CounterValues, LossScaleOptimizer
 from kmp.policy.model_optimizers import optimizers_of
 
 
@@ -61,17 +61,14 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
         raise ValueError("`layers` must hold the models or layers that the forward pass runs through. Received: none")
     if tf.distribute.in_cross_replica_context():
         raise ValueError("`guard` must be used in a replica context, as in `strategy.run(step)`.")
-    with _layers_restored_if_skipped(layers, [optimizer]):
+    with _layers_restored_if_skipped(layers, _Outcome([optimizer])):
         yield
 
 
 @contextlib.contextmanager
-def _layers_restored_if_skipped(
-    layers: Sequence[keras.Layer], optimizers: Sequence[LossScaleOptimizer]
-) -> Iterator["_Outcome"]:
-    outcome = _Outcome(optimizers)
+def _layers_restored_if_skipped(layers: Sequence[keras.Layer], outcome: "_Outcome") -> Iterator[None]:
     with saved_layer_state(layers) as (states, kernels):
-        yield outcome
+        yield
     outcome.end()
 
     def restore() -> None:
@@ -81,39 +78,60 @@ def _layers_restored_if_skipped(
     call_if(outcome.any_skipped, restore)
 
 
+class _Counts(NamedTuple):
+    """What an optimizer has counted.
+
+    Attributes:
+        counters: The counters of all replicas, which change with the update.
+        nonfinite_losses: Scalar float32, the non-finite losses that this replica has scaled.
+    """
+
+    counters: CounterValues
+    nonfinite_losses: Any
+
+
 class _Outcome:
     """What optimizers do in a training step, from the creation of this object until `end`.
 
     Args:
         optimizers: The optimizers.
+        is_one_update: Whether the step scales one loss and calls `apply` once. Then fewer operations are enough.
     """
 
-    def __init__(self, optimizers: Sequence[LossScaleOptimizer]) -> None:
-        self._optimizers = optimizers
+    def __init__(self, optimizers: Sequence[LossScaleOptimizer], is_one_update: bool = False) -> None:
+        self._optimizers, self._is_one_update = optimizers, is_one_update
         self._before = self._read()
 
     def end(self) -> None:
-        """Reads what the optimizers have done."""
-        pairs = list(zip(self._read(), self._before, strict=True))
-        self._counters = [(now, then) for (now, _), (then, _) in pairs]
-        self.any_skipped = _any([now.overflows > then.overflows for now, then in self._counters])
-        # The loss monitor counts this replica's losses at once, the counters those of all replicas after the update.
-        self._has_recorded_nonfinite_loss = _any([now > then for (_, now), (_, then) in pairs])
-        self.may_have_nonfinite_loss = ops.logical_or(self.any_skipped, self._has_recorded_nonfinite_loss)
+        """Reads what the optimizers have done. The attributes that it sets are scalar bools."""
+        self._after = self._read()
+        if self._is_one_update:
+            self.any_skipped = _any([counts.counters.overflows_in_a_row > 0 for counts in self._after])
+            self.may_have_nonfinite_loss = self.any_skipped
+        else:
+            self.any_skipped = self._any_increased(lambda counts: counts.counters.overflows)
+            self.may_have_nonfinite_loss = ops.logical_or(self.any_skipped, self._any_recorded)
 
     @property
     def any_applied(self) -> Any:
         """Scalar bool."""
-        return _any([now.steps - then.steps > now.overflows - then.overflows for now, then in self._counters])
+        return self._any_increased(lambda counts: counts.counters.steps - counts.counters.overflows)
 
     @property
     def has_nonfinite_loss(self) -> Any:
         """Scalar bool, whether a loss of this replica, or of a skipped step, was non-finite before scaling."""
-        counted = [now.nonfinite_losses > then.nonfinite_losses for now, then in self._counters]
-        return ops.logical_or(self._has_recorded_nonfinite_loss, _any(counted))
+        counted = self._any_increased(lambda counts: counts.counters.nonfinite_losses)
+        return counted if self._is_one_update else ops.logical_or(counted, self._any_recorded)
 
-    def _read(self) -> list[tuple[Any, Any]]:
-        return [(o.counters.values(), o.loss_monitor.nonfinite_losses()) for o in self._optimizers]
+    @property
+    def _any_recorded(self) -> Any:
+        return self._any_increased(lambda counts: counts.nonfinite_losses)
+
+    def _any_increased(self, count: Callable[[_Counts], Any]) -> Any:
+        return _any([count(now) > count(then) for now, then in zip(self._after, self._before, strict=True)])
+
+    def _read(self) -> list[_Counts]:
+        return [_Counts(o.counters.values(), o.loss_monitor.nonfinite_losses()) for o in self._optimizers]
 
 
 def _any(conditions: Sequence[Any]) -> Any:
@@ -218,11 +236,14 @@ class _GuardedTrainStep:
         model, optimizer = self._model, self._model.optimizer
         if not isinstance(optimizer, LossScaleOptimizer) or optimizer.built:
             return
-        has_keras_step = self._instance_train_step is None and model.train_step == self.train_step
-        has_keras_step = has_keras_step and type(model).train_step.__module__.startswith("keras.")
-        if has_keras_step and model.trainable_weights and all(layer.built for layer in sublayers(model)):
+        if self._has_keras_step and model.trainable_weights and all(layer.built for layer in sublayers(model)):
             with model.distribute_strategy.scope():
                 optimizer.build(model.trainable_weights)
+
+    @property
+    def _has_keras_step(self) -> bool:
+        has_own = self._instance_train_step is None and self._model.train_step == self.train_step
+        return has_own and type(self._model).train_step.__module__.startswith("keras.")
 
     def train_step(self, data: Any) -> Any:
         """Runs the model's training step; restores layers if it is skipped, and metrics if its loss is not finite."""
@@ -234,7 +255,8 @@ class _GuardedTrainStep:
             self._reset_metrics_without_finite_batch()
         _ignore_empty_batch(data, optimizers)
         metrics = SavedState(self._metric_variables)
-        with _layers_restored_if_skipped([self._model], optimizers) as outcome:
+        outcome = _Outcome(optimizers, is_one_update=self._has_keras_step and bool(self._model.trainable_weights))
+        with _layers_restored_if_skipped([self._model], outcome):
             logs = self._watched_step(data)
         call_if(outcome.may_have_nonfinite_loss, lambda: self._restore_metrics(outcome.has_nonfinite_loss, metrics))
         return self._report_nonfinite_loss(logs, outcome)
