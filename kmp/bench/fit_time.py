@@ -41,8 +41,7 @@ def measure(
 ) -> Iterator[list[Measurement]]:
     """Measures epochs of float32 training, where the variants differ in nothing else, and yields each comparison.
 
-    An epoch is a call of `fit`, its start and end included: the callbacks sample its first step besides those at their
-    cadence.
+    A first epoch is a call of `fit`, its start and end included. A later one is the second epoch of a call.
 
     Args:
         names: Names in `TASKS`.
@@ -75,8 +74,32 @@ def first_epochs(name: str, mode: str, steps: int) -> dict[str, tuple[float, ...
 def _later_epochs(task: Task, mode: str, steps: int, turns: int) -> dict[str, list[Usage]]:
     with tempfile.TemporaryDirectory() as folder:
         models = {variant: compiled_model(task, "float32", variant, mode) for variant in VARIANTS}
-        epochs = {variant: epoch(model, task, steps, _callbacks(variant, folder)) for variant, model in models.items()}
+        epochs = {
+            variant: _later_epoch(model, task, steps, _callbacks(variant, folder)) for variant, model in models.items()
+        }
         return alternate(epochs, turns)
+
+
+def _later_epoch(model: keras.Model, task: Task, steps: int, extra_callbacks: Sequence[Any]) -> Callable[[], Usage]:
+    """Returns a function that continues the training for two epochs and returns what the second one took."""
+    timer = EpochTimer()
+    train = epoch(model, task, steps, [*extra_callbacks, timer], epochs=2)
+
+    def timed() -> Usage:
+        train()
+        return timer.usage
+
+    return timed
+
+
+class EpochTimer(keras.callbacks.Callback):
+    """Measures the last epoch of a training; to be the last callback."""
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._begin = _now()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.usage = _since(self._begin)
 
 
 def first_epoch(task: Task, variant: str, mode: str, steps: int) -> Usage:
@@ -89,23 +112,35 @@ def first_epoch(task: Task, variant: str, mode: str, steps: int) -> Usage:
     return usage
 
 
-def epoch(model: keras.Model, task: Task, steps: int, extra_callbacks: Sequence[Any] = ()) -> Callable[[], Usage]:
-    """Returns a function that continues the training for an epoch and returns what `fit` took.
+def epoch(
+    model: keras.Model, task: Task, steps: int, extra_callbacks: Sequence[Any] = (), epochs: int = 1
+) -> Callable[[], Usage]:
+    """Returns a function that continues the training and returns what `fit` took.
 
     Args:
         model: A compiled model of the task.
         task: The task.
-        steps: Steps of the epoch.
+        steps: Steps of an epoch.
         extra_callbacks: Callbacks of the training.
+        epochs: Number of epochs.
     """
-    data = batches(task)
+    data, options = batches(task), {"shuffle": False, "verbose": 0, "callbacks": list(extra_callbacks)}
 
     def train() -> Usage:
-        cpu, wall = time.process_time(), time.perf_counter()
-        model.fit(data, steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=list(extra_callbacks))
-        return Usage(time.process_time() - cpu, time.perf_counter() - wall)
+        begin = _now()
+        model.fit(data, epochs=epochs, steps_per_epoch=steps, **options)
+        return _since(begin)
 
     return train
+
+
+def _now() -> Usage:
+    return Usage(time.process_time(), time.perf_counter())
+
+
+def _since(begin: Usage) -> Usage:
+    now = _now()
+    return Usage(now.cpu - begin.cpu, now.wall - begin.wall)
 
 
 def _callbacks(variant: str, folder: str) -> list[Any]:

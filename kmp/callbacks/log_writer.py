@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from kmp import records
 from kmp.backend import compute_dtypes, float32_variables
-from kmp.callbacks.tensorboard_histograms import write_histograms
+from kmp.callbacks.tensorboard_events import write_histograms, write_scalars
 from kmp.callbacks.thinning import Thinning, counts_size, sample_size
 from kmp.gradients import paths_of
 from kmp.optimizer import LossScaleOptimizer
@@ -144,8 +144,7 @@ class LogWriter:
 
     def _write_events(self, record: dict[str, Any]) -> None:
         with self._events.as_default(step=record["step"]):
-            for key, value in records.scalars(record):
-                tf.summary.scalar(f"kmp/{key}", value)
+            write_scalars(record["step"], {f"kmp/{key}": value for key, value in records.scalars(record)})
             if "sample" in record:
                 self._write_histograms(record)
 
