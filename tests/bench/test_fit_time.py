@@ -19,7 +19,7 @@ def test_first_epochs_take_seconds_and_later_ones_seconds_per_step_relative_to_k
     trained = []
     seconds = {KERAS: 1.0, OURS: 1.5, WITH_CALLBACKS: 2.0, BARE: 0.5}
 
-    def epoch(model, task, steps, callbacks):
+    def later_epoch(model, task, steps, callbacks):
         name = WITH_CALLBACKS if callbacks else model
         return lambda: trained.append(name) or Usage(seconds[name] * steps, 2 * seconds[name] * steps)
 
@@ -27,7 +27,7 @@ def test_first_epochs_take_seconds_and_later_ones_seconds_per_step_relative_to_k
         assert call == "fit_time.first_epochs('tiny', 'graph', 10)"
         return {name: [10 * own, 20 * own] for name, own in seconds.items()}
 
-    monkeypatch.setattr(fit_time, "epoch", epoch)
+    monkeypatch.setattr(fit_time, "_later_epoch", later_epoch)
     monkeypatch.setattr(fit_time, "compiled_model", lambda task, policy, variant, mode: variant)
     comparisons = list(fit_time.measure(["tiny"], ["graph"], 10, 2, run_in_subprocess))
     assert {
@@ -99,3 +99,12 @@ def test_model_and_log_of_a_first_epoch_are_freed(monkeypatch):
     fit_time.first_epoch(small_models.mlp(4), WITH_CALLBACKS, "graph", 2)
     assert [model() for model in models] == [None]
     assert [Path(folder).exists() for folder in folders] == [False]
+
+
+def test_later_epoch_is_the_second_of_its_training(monkeypatch):
+    task, clock = small_models.mlp(4), iter(range(100))
+    monkeypatch.setattr(fit_time, "_now", lambda: Usage(*[float(next(clock))] * 2))
+    model = small_models.compiled_model(task, "float32", BARE, "graph")
+    usage = fit_time._later_epoch(model, task, 3, [])()
+    assert int(model.optimizer.iterations.numpy()) == 6
+    assert usage == Usage(1.0, 1.0)  # two readings of the clock in a row, those of the second epoch
