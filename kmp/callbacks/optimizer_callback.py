@@ -9,7 +9,7 @@ import keras
 
 from kmp.callbacks.optimizer_monitor import OptimizerMonitor
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import skipped_step_rollback
+from kmp.policy import guarded_training
 from kmp.records import Run, Snapshot
 from kmp.utils import FolderLock, user_messages, validation
 
@@ -81,7 +81,7 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
         if self._is_active:
             self._end_epoch()
             if logs is not None:
-                skipped_step_rollback.fix_epoch_loss(self.model, logs)
+                guarded_training.fix_epoch_loss(self.model, logs)
             self._add_to(logs, self._epoch_values())
 
     def on_train_end(self, logs: Logs = None) -> None:
@@ -126,7 +126,7 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
 
     def _prepare_train_step(self, optimizer: LossScaleOptimizer) -> bool:
         """Adds this callback's work to the train step. Returns whether the step must be traced again."""
-        return optimizer is self.model.optimizer and skipped_step_rollback.install(self.model)
+        return optimizer is self.model.optimizer and guarded_training.install(self.model)
 
     def _begin_training(self) -> None:
         self._last_snapshot = self.monitor.start(self.optimizer)

@@ -1,10 +1,10 @@
 """`enable`, `disable`, `wrap` and `guard`. Only this package keeps patches of Keras in place."""
 
-from kmp.policy import rounded_indices, skipped_step_rollback
+from kmp.policy import guarded_training, rounded_indices
 from kmp.policy.enabling import POLICIES, Handle, disable, enable, graph_rewrite
+from kmp.policy.layer_rollback import guard
 from kmp.policy.model_optimizers import all_optimizers_of
 from kmp.policy.optimizer_wrapping import wrap
-from kmp.policy.skipped_step_rollback import guard
 
 __all__ = [
     "POLICIES",
@@ -14,7 +14,7 @@ __all__ = [
     "enable",
     "graph_rewrite",
     "guard",
+    "guarded_training",
     "rounded_indices",
-    "skipped_step_rollback",
     "wrap",
 ]

@@ -2,7 +2,7 @@
 
 It patches `compile`, `make_train_function` and `losses` of `keras.Model`, the state that stores the global dtype policy
 (see `kmp.backend.process_policy`), and for several workers two more functions of the trainer (see
-`kmp.backend.trainer_fixes`). `skipped_step_rollback` wraps `train_step` of single models.
+`kmp.backend.trainer_fixes`). `guarded_training` wraps `train_step` of single models.
 """
 
 import functools
@@ -15,7 +15,7 @@ import keras
 
 from kmp.backend import Replacement, compute_dtypes, defining_class, replace_policy_state, trainer_fixes
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import grappler_rewrite, misuse_warnings, skipped_step_rollback
+from kmp.policy import grappler_rewrite, guarded_training, misuse_warnings
 from kmp.policy.active_settings import FLOAT16_POLICIES, active, current_settings, is_float16_enabled
 from kmp.policy.model_optimizers import optimizers_of
 from kmp.policy.optimizer_wrapping import wrap_for_compile
@@ -62,7 +62,7 @@ def _compile_patch(original: Callable[..., None]) -> Callable[..., None]:
             _prepare(self, call.arguments)
         original(*call.args, **call.kwargs)
         if isinstance(self.optimizer, LossScaleOptimizer):
-            skipped_step_rollback.install(self)
+            guarded_training.install(self)
         settings = current_settings()
         if settings:
             _policy_at_compile[self] = settings.policy
@@ -85,7 +85,7 @@ def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
 def _make_train_function_patch(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def make_train_function(self: keras.Model, force: bool = False) -> None:
-        if active and optimizers_of(self) and skipped_step_rollback.install(self):
+        if active and optimizers_of(self) and guarded_training.install(self):
             self.make_train_function(force=True)  # the guard's method, which calls this one again
             return
         with misuse_warnings.first_step_checked(self):
