@@ -24,12 +24,13 @@ from kmp.backend.layer_traversal import (
 )
 from kmp.backend.monkeypatch import Replacement, defining_class, global_policy, instance_attribute, is_keras_class
 from kmp.backend.optimizer_resolution import resolve_optimizer
-from kmp.backend.packed_variable import PackedVariable
+from kmp.backend.packed_variable import PackedElement, PackedVariable
 from kmp.backend.process_policy import replace_policy_state
 from kmp.backend.serialization import register
 from kmp.backend.state_rollback import SavedState, saved_layer_state, state_restored
 
 __all__ = [
+    "PackedElement",
     "PackedVariable",
     "Replacement",
     "SavedState",

@@ -123,3 +123,10 @@ def declared_not_trainable(layer: keras.Layer) -> list[keras.Variable]:
     The public list also has those of sublayers, and all weights if the layer is frozen.
     """
     return list(layer._non_trainable_variables)
+
+
+def is_stateless() -> bool:
+    """Whether a `keras.StatelessScope` is open, in which variables keep their values. No public function returns it."""
+    from keras.src.backend.common.stateless_scope import in_stateless_scope
+
+    return bool(in_stateless_scope())

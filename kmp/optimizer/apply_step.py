@@ -92,18 +92,20 @@ class Step:
         return tf.maximum(tf.math.unsorted_segment_max(flags, list(self.indices), count), 0.0)
 
     def _update_or_skip(
-        self,
-        on_each: Any,
-        scale: Any,
-        applied: Any,
-        flags: Any,
-        nonfinite_losses: Any,
-        loss: Any,
-        gradients: Sequence[Any],
+        self, on_each: Any, scale: Any, applied_scale: Any, flags: Any, *losses_and_gradients: Any
     ) -> None:
-        """Takes the stages after the agreement; `on_each(f, *args)` calls `f` on each replica."""
-        losses, are_nonfinite = StepLosses(nonfinite_losses, loss), flags > 0
-        overflowed = ops.logical_or(ops.any(are_nonfinite), ops.logical_not(ops.isfinite(loss)))
+        """Takes the stages after the agreement.
+
+        Args:
+            on_each: `on_each(f, *args)` calls `f` on each replica.
+            scale: Scalar float32, the loss scale.
+            applied_scale: The same, at most `LARGEST_APPLIED_SCALE`.
+            flags: As returned by `_measure`, summed over replicas.
+            *losses_and_gradients: The elements of `StepLosses`, summed over replicas; and each replica's gradients.
+        """
+        *of_step, gradients = losses_and_gradients
+        losses, are_nonfinite = StepLosses(*of_step), flags > 0
+        overflowed = ops.logical_or(ops.any(are_nonfinite), losses.last_nonfinite > 0)
         # At the end of a dataset of unknown length, Keras starts a step that gets no batch. It stops at the first
         # operation that needs one. Without this dependency, the counters would not wait for the gradients and would
         # count that step.
@@ -112,30 +114,30 @@ class Step:
                 self.optimizer.inner_optimizer,
                 self.trainable_variables,
                 overflowed,
-                update=functools.partial(on_each, self._update, applied, gradients),
+                update=functools.partial(on_each, self._update, applied_scale, gradients),
                 finish=functools.partial(self._adapt_and_count, scale, are_nonfinite, losses),
             )
 
-    def _update(self, scale: Any, gradients: Any) -> None:
+    def _update(self, applied_scale: Any, gradients: Any) -> None:
         # Unscaled inside the branch, so that a skipped step does not pay for it.
-        unscaled = unscale(gradients, self.variables, scale)
+        unscaled = unscale(gradients, self.variables, applied_scale)
         self.optimizer.inner_optimizer.apply(unscaled, list(self.variables))
 
     def _adapt_and_count(self, scale: Any, flags: Any, losses: StepLosses, overflowed: Any) -> None:
         """Adapts the loss scale and counts the step; `overflowed` is a bool where only one outcome is possible."""
-        optimizer, counters = self.optimizer, self.optimizer.counters.values()
-        state = scaling.ScaleState(scale, ops.copy(optimizer.step_counter), counters.overflows_in_a_row)
-        origin = origin_flags(flags, self.order, losses.were_finite)
+        optimizer, before = self.optimizer, self.optimizer.counters.values()
+        state = scaling.ScaleState(scale, ops.copy(optimizer.step_counter), before.overflows_in_a_row)
+        origin = None if overflowed is False else origin_flags(flags, self.order, losses.were_finite)
         after, counters = conditional_update.select(
             overflowed,
-            if_skipped=lambda: self._after_overflow(state, counters, losses, origin),
-            if_updated=lambda: (self._rule.after_update(state), after_update(counters, losses, self.is_scaled)),
+            if_skipped=lambda: self._after_overflow(state, before, losses, origin),
+            if_updated=lambda: (self._rule.after_update(state), after_update(before, losses, self.is_scaled)),
         )
         if self.is_scaled:
             optimizer.scale_variable.assign(after.scale)
             optimizer.step_counter.assign(after.clean_steps)
         optimizer.counters.assign(counters)
-        if overflowed is not False:
+        if origin is not None:
             optimizer.counters.count_by_variable(flags, origin)
 
     def _after_overflow(

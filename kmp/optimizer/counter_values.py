@@ -75,8 +75,7 @@ def after_update(before: CounterValues, losses: StepLosses, is_scaled: bool) -> 
         is_scaled: Whether the gradients were multiplied by the loss scale.
     """
     kept = np.array([name not in _RESET_BY_UPDATE for name in COUNTS], np.int64)
-    highest = ops.maximum(before.losses[1], ops.abs(losses.last))
-    return CounterValues(before.counts * kept + _increments(is_scaled), tf.stack([losses.last, highest]))
+    return CounterValues(before.counts * kept + _increments(is_scaled), _updated_losses(before, losses))
 
 
 def after_overflow(before: CounterValues, overflow: Overflow, is_scaled: bool) -> CounterValues:
@@ -90,9 +89,13 @@ def after_overflow(before: CounterValues, overflow: Overflow, is_scaled: bool) -
         at_min_scale + ops.cast(overflow.is_at_min_scale, "int64"),
         *(ops.where(loss_was_finite, last_origin, origin), unscaled),
     ]
-    last = overflow.losses.last
-    highest = ops.maximum(before.losses[1], ops.where(ops.isfinite(last), ops.abs(last), 0.0))
-    return CounterValues(tf.stack(counts) + _increments(is_scaled), tf.stack([last, highest]))
+    return CounterValues(tf.stack(counts) + _increments(is_scaled), _updated_losses(before, overflow.losses))
+
+
+def _updated_losses(before: CounterValues, losses: StepLosses) -> Any:
+    magnitude = ops.where(ops.isfinite(losses.last), ops.abs(losses.last), 0.0)
+    highest = before.losses[LOSSES.index("highest_loss")]
+    return tf.stack([losses.last, ops.maximum(highest, magnitude)])
 
 
 def _increments(is_scaled: bool) -> np.ndarray:

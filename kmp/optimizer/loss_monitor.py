@@ -21,11 +21,13 @@ class StepLosses(NamedTuple):
 
     Attributes:
         nonfinite: Scalar float32, how many of them were non-finite. A custom loop may scale a loss and discard it, so
-            these need not skip the step. But each of them can be the cause of non-finite gradients.
+            only the last one can skip the step. But each of them can be the cause of non-finite gradients.
+        last_nonfinite: Scalar float32, 1 if the last one was non-finite, else 0.
         last: Scalar float32, the mean of the last one; 0 if there was none.
     """
 
     nonfinite: Any
+    last_nonfinite: Any
     last: Any
 
     @property
@@ -37,13 +39,13 @@ class StepLosses(NamedTuple):
 class LossMonitor:
     """Records on each replica whether the losses of its forward passes were finite before they were scaled.
 
-    The record is a variable because `scale_loss` and `apply` may be traced into separate functions. It has three
+    The record is a variable because `scale_loss` and `apply` may be traced into separate functions. It has four
     elements: those of `StepLosses`, and the number of non-finite losses in all steps. They are float32, which every
     device can sum over replicas. That number stays at 2^24 once it is reached.
     """
 
     def __init__(self) -> None:
-        self._record = distribution.variable("losses_of_step", "float32", (3,))
+        self._record = distribution.variable("losses_of_step", "float32", (4,))
         self.has_recorded = False
 
     def record(self, loss: Any) -> None:
@@ -52,20 +54,21 @@ class LossMonitor:
             user_messages.warn(_LOSS_IN_FLOAT16)
         self.has_recorded = True
         flag = tensor_statistics.nonfinite_flag(loss)
-        nonfinite, _, in_all_steps = tf.unstack(self._record)
-        self._record.assign(tf.stack([nonfinite + flag, ops.cast(ops.mean(loss), "float32"), in_all_steps + flag]))
+        nonfinite, _, _, in_all_steps = tf.unstack(self._record)
+        mean = ops.cast(ops.mean(loss), "float32")
+        self._record.assign(tf.stack([nonfinite + flag, flag, mean, in_all_steps + flag]))
 
     def ignore_where(self, where: Any) -> None:
         """Prevents a backoff in this step if the scalar bool is true, as a non-finite loss does."""
-        nonfinite, last, in_all_steps = tf.unstack(self._record)
-        self._record.assign(tf.stack([nonfinite + ops.cast(where, "float32"), last, in_all_steps]))
+        nonfinite, *others = tf.unstack(self._record)
+        self._record.assign(tf.stack([nonfinite + ops.cast(where, "float32"), *others]))
 
     def nonfinite_losses(self) -> tf.Tensor:
         """Returns the number of non-finite losses in all steps, scalar float32."""
-        return self._record.value[2]
+        return self._record.value[3]
 
     def end_step(self) -> StepLosses:
         """Returns the losses of the step, and begins the next one."""
-        nonfinite, last, in_all_steps = tf.unstack(self._record)
-        self._record.assign(tf.stack([0.0, 0.0, in_all_steps]))
-        return StepLosses(nonfinite, last)
+        *of_step, in_all_steps = tf.unstack(self._record)
+        self._record.assign(tf.stack([0.0, 0.0, 0.0, in_all_steps]))
+        return StepLosses(*of_step)

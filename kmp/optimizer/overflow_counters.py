@@ -7,7 +7,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from kmp.backend import PackedVariable, register
+from kmp.backend import PackedElement, PackedVariable, register
 from kmp.optimizer.counter_values import COUNTS, LOSSES, CounterValues
 
 _NOT_SAVED = "unscaled_steps"
@@ -33,10 +33,8 @@ class OverflowCounters(keras.Layer):
     def __init__(self) -> None:
         super().__init__(name="loss_scale_counters", dtype="float32", trainable=False)
         self._counts = PackedVariable(self._counter("counts", (len(COUNTS),)), COUNTS)
-        self._losses = PackedVariable(self._counter("losses", (len(LOSSES),), "float32"), LOSSES)
-        self._elements = {**self._counts.elements, **self._losses.elements}
-        del self._elements[_NOT_SAVED]
-        for name, element in self._elements.items():
+        self._loss_values = PackedVariable(self._counter("losses", (len(LOSSES),), "float32"), LOSSES)
+        for name, element in self._elements().items():
             for attribute in _ATTRIBUTES.get(name, (name,)):
                 setattr(self, attribute, element)
         self.overflows_by_variable: Any = None
@@ -50,12 +48,12 @@ class OverflowCounters(keras.Layer):
 
     def values(self) -> CounterValues:
         """Returns the counters of all variables together, tensors on the device."""
-        return CounterValues(ops.copy(self._counts.variable), ops.copy(self._losses.variable))
+        return CounterValues(ops.copy(self._counts.variable), ops.copy(self._loss_values.variable))
 
     def assign(self, values: CounterValues) -> None:
         """Writes the counters of all variables together."""
         self._counts.variable.assign(values.counts)
-        self._losses.variable.assign(values.losses)
+        self._loss_values.variable.assign(values.losses)
 
     def count_by_variable(self, flags: Any, origin: Any) -> None:
         """Counts a skipped step for the variables whose gradients were non-finite.
@@ -83,7 +81,7 @@ class OverflowCounters(keras.Layer):
         """
         counts = self.read_counts()
         overflow_origin = counts["overflow_origin"]
-        return (self._losses.read() if has_recorded_loss else {}) | {
+        return (self._loss_values.read() if has_recorded_loss else {}) | {
             "step": counts["steps"],
             "overflow_count": counts["overflows"],
             "overflows_in_a_row": counts["overflows_in_a_row"],
@@ -123,7 +121,18 @@ class OverflowCounters(keras.Layer):
     def _saved(self) -> dict[str, Any]:
         """Returns the counters to save, by name."""
         by_variable = (self.overflows_by_variable, self.overflow_origins_by_variable)
-        return self._elements | {counter.name: counter for counter in by_variable if counter is not None}
+        return self._elements() | {counter.name: counter for counter in by_variable if counter is not None}
+
+    def _elements(self) -> dict[str, PackedElement]:
+        elements = {**self._counts.elements, **self._loss_values.elements}
+        return {name: element for name, element in elements.items() if name != _NOT_SAVED}
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        """Returns what TensorFlow saves: in a SavedModel not the elements, which only a checkpoint can write."""
+        children = super()._trackable_children(save_type, **kwargs)
+        if save_type != "savedmodel":
+            return children
+        return {name: child for name, child in children.items() if not isinstance(child, PackedElement)}
 
     def _counter(self, name: str, shape: tuple[int, ...], dtype: str = "int64") -> keras.Variable:
         options = {"autocast": False, "aggregation": "only_first_replica"}  # the value is the same on all replicas

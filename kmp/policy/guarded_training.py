@@ -15,6 +15,8 @@ from kmp.optimizer import LossScaleOptimizer
 from kmp.policy.layer_rollback import Outcome, layers_restored_if_skipped
 from kmp.policy.model_optimizers import optimizers_of
 
+_METHODS_OF_STEP = ("scale_loss", "apply_gradients", "apply")  # that Keras' own training step calls
+
 
 class ForwardWatcher(Protocol):
     """Watches the forward passes of a training step, as the probe of `kmp.callbacks.ForwardProbe` does."""
@@ -140,13 +142,18 @@ class _GuardedTrainStep:
             self._reset_metrics_without_finite_batch()
         _ignore_empty_batch(data, optimizers)
         metrics = SavedState(self._metric_variables)
-        has_one_optimizer = len(optimizers) == 1 and optimizers[0] is self._model.optimizer
-        updates_once = self._has_keras_step and has_one_optimizer and bool(self._model.trainable_weights)
-        outcome = Outcome(optimizers, updates_once)
+        outcome = Outcome(optimizers, self._updates_once(optimizers))
         with layers_restored_if_skipped([self._model], outcome):
             logs = self._watched_step(data)
         call_if(outcome.may_have_nonfinite_loss, lambda: self._restore_metrics(outcome.has_nonfinite_loss, metrics))
         return self._report_nonfinite_loss(logs, outcome)
+
+    def _updates_once(self, optimizers: Sequence[LossScaleOptimizer]) -> bool:
+        """Whether the step is known to scale one loss and to call kmp's `apply` once."""
+        is_models = len(optimizers) == 1 and optimizers[0] is self._model.optimizer
+        methods = [getattr(optimizers[0], name) for name in _METHODS_OF_STEP]
+        are_own = all(getattr(m, "__func__", None) is getattr(LossScaleOptimizer, m.__name__) for m in methods)
+        return self._has_keras_step and is_models and are_own and bool(self._model.trainable_weights)
 
     def _reset_metrics_without_finite_batch(self) -> None:
         should_reset = ops.copy(self._only_nonfinite_batches) > 0

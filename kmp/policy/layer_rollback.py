@@ -86,7 +86,12 @@ class Outcome:
 
     Args:
         optimizers: The optimizers.
-        updates_once: Whether the step scales one loss and calls `apply` once. Then fewer operations are enough.
+        updates_once: Whether it is known that the step scales exactly one loss and calls kmp's `apply` exactly once.
+            Then fewer operations are enough.
+
+    Attributes:
+        any_skipped: Scalar bool, whether an optimizer skipped an update. Set by `end`.
+        may_have_nonfinite_loss: Scalar bool, true if `has_nonfinite_loss` is. Set by `end`.
     """
 
     def __init__(self, optimizers: Sequence[LossScaleOptimizer], updates_once: bool = False) -> None:
@@ -94,7 +99,7 @@ class Outcome:
         self._before = self._read()
 
     def end(self) -> None:
-        """Reads what the optimizers have done. The attributes that it sets are scalar bools."""
+        """Reads what the optimizers have done."""
         self._after = self._read()
         if self._updates_once:
             self.any_skipped = _any([counts.counters.overflows_in_a_row > 0 for counts in self._after])
@@ -105,7 +110,7 @@ class Outcome:
 
     @property
     def any_applied(self) -> Any:
-        """Scalar bool."""
+        """Scalar bool, whether an optimizer updated its variables."""
         return self._any_increased(lambda counts: counts.counters.steps - counts.counters.overflows)
 
     @property

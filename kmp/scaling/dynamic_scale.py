@@ -114,9 +114,10 @@ class DynamicScale:
         clean_steps = state.clean_steps + 1
         grows = clean_steps >= self.growth_interval
         increased_scale = ops.minimum(state.scale * self.growth_factor, self.max_scale)
-        zero = ops.zeros_like(clean_steps)
         return ScaleState(
-            ops.where(grows, increased_scale, state.scale), ops.where(grows, zero, clean_steps), overflows_in_a_row=zero
+            ops.where(grows, increased_scale, state.scale),
+            ops.where(grows, ops.zeros_like(clean_steps), clean_steps),
+            ops.zeros_like(state.overflows_in_a_row),
         )
 
     def after_overflow(self, state: ScaleState, loss_was_finite: Any) -> ScaleState:

@@ -223,6 +223,20 @@ def test_batch_normalization_ignores_a_nonfinite_batch(enabled, options, nonfini
         np.testing.assert_array_equal(old, new)
 
 
+def test_batch_normalization_is_called_without_state():
+    layer, x = BatchNormalization(), tf.constant([[1.0], [3.0]])
+    layer.build(x.shape)
+    states = (
+        [variable.value for variable in layer.trainable_variables],
+        [v.value for v in layer.non_trainable_variables],
+    )
+    call = tf.function(lambda x: layer.stateless_call(*states, x, training=True))
+    for batch, expected in ((x, 0.02), (x * np.inf, 0.0)):
+        _, (moving_mean, *_) = call(batch)
+        np.testing.assert_allclose(moving_mean, [expected], rtol=1e-5)
+    np.testing.assert_array_equal(layer.moving_mean, [0.0])
+
+
 def test_predict_is_finite_after_a_batch_overflowed_before_batch_normalization(enabled):
     layers = [keras.layers.Dense(32), BatchNormalization(), keras.layers.ReLU(), keras.layers.Dense(1, dtype="float32")]
     model = keras.Sequential([keras.Input((16,)), *layers])

@@ -93,3 +93,33 @@ def test_highest_loss_is_the_largest_finite_one(run_step):
         compiled(tf.constant(loss))
     assert optimizer.snapshot().highest_loss == 50.0
     assert optimizer.snapshot().last_loss == 3.0
+
+
+def test_counters_are_a_layer_without_losses():
+    counters = kmp.LossScaleOptimizer("sgd").counters
+    assert counters.losses == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "arguments"),
+    [
+        (tf.zeros([0]), {}),
+        (tf.constant(1e39, tf.float64), {}),
+        (tf.constant([3e38, 3e38]), {"loss_scale": 2.0**-14}),
+    ],
+)
+def test_finite_loss_whose_mean_is_not_finite_updates(loss, arguments, run_step):
+    optimizer, variable = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), **arguments), keras.Variable([1.0])
+    optimizer.build([variable])
+    scale = float(optimizer.loss_scale)
+
+    def step(gradient):
+        optimizer.scale_loss(loss)
+        optimizer.apply([gradient * scale], [variable])
+
+    compiled = run_step(step)
+    for expected in (0.5, 0.0):
+        compiled(tf.constant([0.5]))
+        np.testing.assert_array_equal(variable, [expected])
+    snapshot = optimizer.snapshot()
+    assert (snapshot.overflow_count, snapshot.loss_scale, snapshot.highest_loss) == (0, scale, 0.0)

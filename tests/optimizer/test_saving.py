@@ -58,6 +58,15 @@ def test_compiled_but_untrained_models_save_and_load(tmp_path, enabled):
     assert fresh.optimizer.snapshot().step == trained.optimizer.snapshot().step
 
 
+def test_saved_model_of_a_trained_model_is_saved(tmp_path, enabled):
+    model = compiled_model("adam")
+    fit(model)
+    tf.saved_model.save(model, str(tmp_path / "model"))
+    loaded, x = tf.saved_model.load(str(tmp_path / "model")), small_data(1)[0].astype("float32")
+    (output,) = loaded.signatures["serving_default"](tf.constant(x)).values()
+    np.testing.assert_allclose(output, model(x), rtol=1e-3)
+
+
 def test_loading_counters_of_another_model_raises_and_changes_nothing(enabled):
     model = compiled_model("adam")
     model.fit(*small_data(), verbose=0)

@@ -334,3 +334,26 @@ def test_frozen_model_leaves_the_optimizer_unbuilt():
         warnings.simplefilter("ignore")
         fit(model, data_with_nan())
     assert model.optimizer.counters.overflows_by_variable is None
+
+
+class AppliesEverySecondTime(kmp.LossScaleOptimizer):
+    """Drops the gradients of every other step."""
+
+    calls = 0
+
+    def apply(self, grads, trainable_variables=None, **arguments):
+        self.calls += 1
+        if self.calls % 2:
+            super().apply(grads, trainable_variables, **arguments)
+
+
+def test_step_that_does_not_apply_keeps_the_statistics_of_its_own_batch():
+    layers = [keras.layers.BatchNormalization(), keras.layers.Dense(2, dtype="float32"), kmp.layers.Softmax()]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    model.compile(AppliesEverySecondTime("sgd"), "sparse_categorical_crossentropy", run_eagerly=True)
+    x, y = data_with_nan(0, batches=2)
+    moving_mean = next(variable for variable in model.non_trainable_variables if "moving_mean" in variable.path)
+    model.train_on_batch(x[:8], y[:8])
+    np.testing.assert_array_equal(moving_mean, 0.0)
+    model.train_on_batch(x[8:], y[8:])
+    assert np.any(np.asarray(moving_mean.value))
