@@ -33,9 +33,7 @@ def test_costs_are_measured_for_each_number_of_variables(monkeypatch):
     for (case, mode), results in comparisons.items():
         assert [result.variant for result in results] == ["2 variables", "6 variables"][: 1 if mode == "XLA" else 2]
         assert case == "sample" or all(result.value > 0 for result in results)
-    assert comparisons["sample in the log", ""][1].ratio == pytest.approx(
-        1, rel=0.3
-    )  # not all gradients have the same exponents
+    assert comparisons["sample in the log", ""][1].ratio < 1  # names and columns have a constant part
 
 
 def test_log_has_samples_and_updates_that_advice_uses(tmp_path):
