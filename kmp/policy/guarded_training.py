@@ -151,8 +151,8 @@ class _GuardedTrainStep:
     def _updates_once(self, optimizers: Sequence[LossScaleOptimizer]) -> bool:
         """Whether the step is known to scale one loss and to call kmp's `apply` once."""
         is_models = len(optimizers) == 1 and optimizers[0] is self._model.optimizer
-        methods = [getattr(optimizers[0], name) for name in _METHODS_OF_STEP]
-        are_own = all(getattr(m, "__func__", None) is getattr(LossScaleOptimizer, m.__name__) for m in methods)
+        methods = {name: getattr(optimizers[0], name) for name in _METHODS_OF_STEP}
+        are_own = all(getattr(m, "__func__", None) is getattr(LossScaleOptimizer, name) for name, m in methods.items())
         return self._has_keras_step and is_models and are_own and bool(self._model.trainable_weights)
 
     def _reset_metrics_without_finite_batch(self) -> None:
