@@ -12,7 +12,7 @@ import tensorflow as tf
 from kmp.bench.optimizer_step import MODES, SETS, Shapes
 from kmp.bench.timing import Measurement, comparison, measure_alternately, seconds_per_call
 from kmp.callbacks import GradientHistogram
-from kmp.gradients import UpdateWatch, tensor_statistics
+from kmp.gradients import NEVER, UpdateWatch, tensor_statistics
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import GradientSample, compact, to_line
 
@@ -42,7 +42,7 @@ class SampledTraining:
 
     def sampled_step(self) -> None:
         """Runs a step that is sampled."""
-        self._optimizer.start_sampling(self._owner, every_n_steps=2**62)
+        self._optimizer.start_sampling(self._owner, every_n_steps=NEVER)
         self.step()
 
     def record(self) -> str:

@@ -4,12 +4,10 @@ import math
 from typing import Any
 
 from kmp.callbacks.optimizer_callback import LOGS, MAIN, Logs, OptimizerCallback, PathLike
-from kmp.gradients import UpdateWatch, check_batch, float32_sample, paths_of
+from kmp.gradients import NEVER, UpdateWatch, check_batch, float32_sample, paths_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot, compact
 from kmp.utils import matching_indices, validation
-
-_LONGEST_INTERVAL = 2**62
 
 
 class GradientHistogram(OptimizerCallback):
@@ -163,7 +161,7 @@ class GradientHistogram(OptimizerCallback):
     @property
     def _thinned_interval(self) -> int:
         """The number of steps from sample to sample: `every_n_steps`, and more in a long run."""
-        return min(self.every_n_steps * self.monitor.samples.stride, _LONGEST_INTERVAL)
+        return min(self.every_n_steps * self.monitor.samples.stride, NEVER)
 
     def _is_due(self, step: int) -> bool:
         """Whether to record a sample: in a long run, not one that the optimizer took for another callback."""

@@ -2,12 +2,13 @@
 
 from kmp.gradients import tensor_statistics
 from kmp.gradients.float32_reference import check_batch, float32_sample
-from kmp.gradients.gradient_sampler import GradientSampler, extended_sampler, paths_of
+from kmp.gradients.gradient_sampler import NEVER, GradientSampler, extended_sampler, paths_of
 from kmp.gradients.tensor_packing import ROW_SIZE, pack_tensors
 from kmp.gradients.tensor_statistics import values_of, with_values
 from kmp.gradients.update_statistics import UpdateWatch
 
 __all__ = [
+    "NEVER",
     "ROW_SIZE",
     "GradientSampler",
     "UpdateWatch",

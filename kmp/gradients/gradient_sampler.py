@@ -16,7 +16,7 @@ from kmp.records import BIN_COUNT, GradientSample
 from kmp.utils import matching_indices, unique_names
 
 Patterns = tuple[str, ...] | None
-_NEVER = 2**62  # an interval that no step is divisible by
+NEVER = 2**62  # an interval that no step is divisible by
 
 
 def paths_of(variables: Sequence[Any]) -> list[str]:
@@ -150,7 +150,7 @@ class GradientSampler:
 
     @property
     def _common_interval(self) -> int:
-        return math.gcd(*self._intervals.values()) or _NEVER
+        return math.gcd(*self._intervals.values()) or NEVER
 
     def _record(self, gradients: list[Any], unscaled: tensor_statistics.Transform, scale: Any, step: Any) -> None:
         indices = self._indices

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 from keras import ops
 
-from kmp.scaling.scale_state import LARGEST_SCALE, ScaleState, StepOutcome, count_overflow, updated, valid_scale
+from kmp.scaling.scale_state import LARGEST_SCALE, ScaleState, StepOutcome, count_overflow, either, valid_scale
 from kmp.utils import FLOAT16, FLOAT32, is_power_of_two, validation
 
 _FLOAT32_EPSILON = 2.0**-FLOAT32.fraction_bits
@@ -107,7 +107,7 @@ class DynamicScale:
 
     def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
         """Returns the state after `step`."""
-        return updated(self, state, step)
+        return either(step.overflowed, self.after_overflow(state, step.loss_was_finite), self.after_update(state))
 
     def after_update(self, state: ScaleState) -> ScaleState:
         """Returns the state after a step that updated the weights."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from keras import ops
 
-from kmp.scaling.scale_state import LARGEST_SCALE, ScaleState, StepOutcome, count_overflow, updated, valid_scale
+from kmp.scaling.scale_state import LARGEST_SCALE, ScaleState, StepOutcome, count_overflow, either, valid_scale
 from kmp.utils import is_power_of_two
 
 
@@ -50,7 +50,7 @@ class FixedScale:
 
     def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
         """Returns the state after `step`: the same scale, and the updated step counts."""
-        return updated(self, state, step)
+        return either(step.overflowed, self.after_overflow(state, step.loss_was_finite), self.after_update(state))
 
     def after_update(self, state: ScaleState) -> ScaleState:
         """Returns the state after a step that updated the weights."""

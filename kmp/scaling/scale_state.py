@@ -1,6 +1,6 @@
 """The inputs of a loss scale rule: its state, and the outcome of a training step."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from keras import ops
 
@@ -50,20 +50,9 @@ class StepOutcome(NamedTuple):
     loss_was_finite: Any
 
 
-class Adapting(Protocol):
-    """A loss scale rule, by the two outcomes of a step."""
-
-    def after_update(self, state: ScaleState) -> ScaleState:
-        """Returns the state after a step that updated the weights."""
-
-    def after_overflow(self, state: ScaleState, loss_was_finite: Any) -> ScaleState:
-        """Returns the state after a skipped step."""
-
-
-def updated(rule: Adapting, state: ScaleState, step: StepOutcome) -> ScaleState:
-    """Returns the state of a rule after a step."""
-    either = zip(rule.after_overflow(state, step.loss_was_finite), rule.after_update(state), strict=True)
-    return ScaleState(*(ops.where(step.overflowed, skipped, applied) for skipped, applied in either))
+def either(overflowed: Any, skipped: ScaleState, applied: ScaleState) -> ScaleState:
+    """Returns the state `skipped` where the scalar bool `overflowed` is true, else `applied`."""
+    return ScaleState(*(ops.where(overflowed, *pair) for pair in zip(skipped, applied, strict=True)))
 
 
 def count_overflow(state: ScaleState, loss_was_finite: Any) -> tuple[Any, Any]:
