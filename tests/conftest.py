@@ -17,10 +17,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.eager import context  # no public API returns the optimized graph
 from tensorflow.python.framework import ops as tensorflow_ops
 
 import kmp
+from kmp.backend import operation_trace
 from kmp.utils import file_locks
 
 gc.freeze()  # garbage collections skip what is imported here
@@ -141,12 +141,8 @@ class OverflowsBackward(keras.Layer):
 
 def casts_of_optimized(function, arguments, dtype):
     """Returns the names of the casts to a dtype in the graph of a `tf.function` that Grappler optimized."""
-    context.enable_run_metadata()
-    try:
+    with operation_trace.optimized_graphs() as graphs:
         function(*arguments)
-        graphs = [metadata.post_optimization_graph for metadata in context.export_run_metadata().function_graphs]
-    finally:
-        context.disable_run_metadata()
     nodes = [node for graph in graphs for node in graph.node]
     nodes += [node for graph in graphs for function in graph.library.function for node in function.node_def]
     return [node.name for node in nodes if node.op == "Cast" and node.attr["DstT"].type == dtype.as_datatype_enum]

@@ -40,23 +40,22 @@ def executed_operations(function: Callable[[], Any], calls: int) -> list[Counter
 
 
 @contextlib.contextmanager
-def optimized_graphs() -> Iterator[list[Counter[str]]]:
-    """Yields a list that gets the number of operations of each type in each graph, when the context is left.
+def optimized_graphs() -> Iterator[list[Any]]:
+    """Yields a list that gets the graphs, as `GraphDef`, when the context is left.
 
-    The graphs are those of the functions that are called for the first time in the context, as TensorFlow runs them:
-    with branches as `Switch` and `Merge`, and with operations of branches that are not taken.
+    They are those of the functions that are called for the first time in the context, as TensorFlow runs them: with
+    branches as `Switch` and `Merge`, and with operations of branches that are not taken.
     """
     from tensorflow.python.eager import context
 
-    graphs: list[Counter[str]] = []
+    graphs: list[Any] = []
     context.enable_graph_collection()
     try:
         yield graphs
         metadata = context.export_run_metadata()
     finally:
         context.disable_graph_collection()
-    for function in metadata.function_graphs:
-        graphs.append(Counter(node.op for node in function.post_optimization_graph.node))
+    graphs += [function.post_optimization_graph for function in metadata.function_graphs]
 
 
 def _events(file: Path) -> Iterator[tuple[str, int, int]]:

@@ -102,7 +102,7 @@ def operations(variant: str, shape: Shape) -> Operations:
         model.fit(task.x, task.y, batch_size=len(task.x), verbose=0, callbacks=extra_callbacks)
     iterator = iter(tf.data.Dataset.from_tensors((task.x, task.y)).repeat())
     model.train_function(iterator)
-    step = max(graphs, key=Counter.total)
+    step = max((Counter(node.op for node in graph.node) for graph in graphs), key=Counter.total)
     return Operations(_computing(_executed(lambda: model.train_function(iterator))), _bookkeeping(step))
 
 
