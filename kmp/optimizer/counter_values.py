@@ -1,5 +1,7 @@
 """The counters of all variables together, as values: pure functions of a step's outcome."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +16,7 @@ COUNTS = (
 )
 LOSSES = ("last_loss", "highest_loss")
 _RESET_BY_UPDATE = ("overflows_in_a_row", "nonfinite_losses_in_a_row")
+_REPLACED_BY_OVERFLOW = ("overflows_in_a_row", "overflow_origin")
 
 
 class CounterValues(NamedTuple):
@@ -49,6 +52,11 @@ class CounterValues(NamedTuple):
         """Scalar int64, the number of skipped steps whose loss was non-finite."""
         return self.counts[COUNTS.index("nonfinite_losses")]
 
+    @property
+    def overflow_origin(self) -> Any:
+        """Scalar int64, the index of the variable where the last overflow started plus 1, or 0."""
+        return self.counts[COUNTS.index("overflow_origin")]
+
 
 class Overflow(NamedTuple):
     """A skipped step.
@@ -74,22 +82,30 @@ def after_update(before: CounterValues, losses: StepLosses, is_scaled: bool) -> 
         losses: The losses of the step, summed over replicas.
         is_scaled: Whether the gradients were multiplied by the loss scale.
     """
-    kept = np.array([name not in _RESET_BY_UPDATE for name in COUNTS], np.int64)
-    return CounterValues(before.counts * kept + _increments(is_scaled), _updated_losses(before, losses))
+    counts = _without(_RESET_BY_UPDATE, before) + _increments(is_scaled)
+    return CounterValues(counts, _updated_losses(before, losses))
 
 
 def after_overflow(before: CounterValues, overflow: Overflow, is_scaled: bool) -> CounterValues:
     """Returns the counters after a skipped step."""
     loss_was_finite = overflow.losses.were_finite
     nonfinite_loss = 1 - ops.cast(loss_was_finite, "int64")
-    steps, overflows, _, nonfinite_losses, in_a_row, at_min_scale, origin, unscaled = tf.unstack(before.counts)
     last_origin = ops.sum(overflow.origin * np.arange(1, overflow.origin.shape[0] + 1))
-    counts = [
-        *(steps, overflows + 1, overflow.in_a_row, nonfinite_losses + nonfinite_loss, in_a_row + nonfinite_loss),
-        at_min_scale + ops.cast(overflow.is_at_min_scale, "int64"),
-        *(ops.where(loss_was_finite, last_origin, origin), unscaled),
-    ]
-    return CounterValues(tf.stack(counts) + _increments(is_scaled), _updated_losses(before, overflow.losses))
+    added = {
+        "overflows": 1,
+        "overflows_in_a_row": overflow.in_a_row,
+        "nonfinite_losses": nonfinite_loss,
+        "nonfinite_losses_in_a_row": nonfinite_loss,
+        "overflows_at_min_scale": ops.cast(overflow.is_at_min_scale, "int64"),
+        "overflow_origin": ops.where(loss_was_finite, last_origin, before.overflow_origin),
+    }
+    counts = _without(_REPLACED_BY_OVERFLOW, before) + _increments(is_scaled, added)
+    return CounterValues(counts, _updated_losses(before, overflow.losses))
+
+
+def _without(names: tuple[str, ...], values: CounterValues) -> Any:
+    """Returns the counts with zeros for the names."""
+    return values.counts * np.array([name not in names for name in COUNTS], np.int64)
 
 
 def _updated_losses(before: CounterValues, losses: StepLosses) -> Any:
@@ -98,7 +114,7 @@ def _updated_losses(before: CounterValues, losses: StepLosses) -> Any:
     return tf.stack([losses.last, ops.maximum(highest, magnitude)])
 
 
-def _increments(is_scaled: bool) -> np.ndarray:
-    """Returns what every step adds to the counts."""
-    added = {"steps": 1, "unscaled_steps": int(not is_scaled)}
-    return np.array([added.get(name, 0) for name in COUNTS], np.int64)
+def _increments(is_scaled: bool, added: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Returns what a step adds to the counts: what every step adds, and the given values by name."""
+    added = {"steps": 1, "unscaled_steps": int(not is_scaled), **added}
+    return tf.stack([tf.cast(added.get(name, 0), tf.int64) for name in COUNTS])
