@@ -104,8 +104,9 @@ class Step:
             *losses_and_gradients: The elements of `StepLosses`, summed over replicas; and each replica's gradients.
         """
         *of_step, gradients = losses_and_gradients
-        losses, are_nonfinite = StepLosses(*of_step), flags > 0
-        overflowed = ops.logical_or(ops.any(are_nonfinite), losses.last_nonfinite > 0)
+        losses = StepLosses(*of_step)
+        # The reduction comes last because XLA computes anything cheaper again in each loop that uses it.
+        overflowed = ops.any(ops.maximum(flags, losses.last_nonfinite) > 0)
         # At the end of a dataset of unknown length, Keras starts a step that gets no batch. It stops at the first
         # operation that needs one. Without this dependency, the counters would not wait for the gradients and would
         # count that step.
@@ -115,7 +116,7 @@ class Step:
                 self.trainable_variables,
                 overflowed,
                 update=functools.partial(on_each, self._update, applied_scale, gradients),
-                finish=functools.partial(self._adapt_and_count, scale, are_nonfinite, losses),
+                finish=functools.partial(self._adapt_and_count, scale, flags, losses),
             )
 
     def _update(self, applied_scale: Any, gradients: Any) -> None:
@@ -127,7 +128,8 @@ class Step:
         """Adapts the loss scale and counts the step; `overflowed` is a bool where only one outcome is possible."""
         optimizer, before = self.optimizer, self.optimizer.counters.values()
         state = scaling.ScaleState(scale, ops.copy(optimizer.step_counter), before.overflows_in_a_row)
-        origin = None if overflowed is False else origin_flags(flags, self.order, losses.were_finite)
+        are_nonfinite = flags > 0
+        origin = None if overflowed is False else origin_flags(are_nonfinite, self.order, losses.were_finite)
         after, counters = conditional_update.select(
             overflowed,
             if_skipped=lambda: self._after_overflow(state, before, losses, origin),
@@ -138,7 +140,7 @@ class Step:
             optimizer.step_counter.assign(after.clean_steps)
         optimizer.counters.assign(counters)
         if origin is not None:
-            optimizer.counters.count_by_variable(flags, origin)
+            optimizer.counters.count_by_variable(are_nonfinite, origin)
 
     def _after_overflow(
         self, state: scaling.ScaleState, counters: CounterValues, losses: StepLosses, origin: Any

@@ -133,7 +133,8 @@ def _flags_of_rows(tensors: Sequence[tf.Tensor], scale: Any, replicas: int) -> t
     lanes: list[tf.Tensor] = []
     row_owners: list[int] = []
     for group in pack_tensors(tensors, joined_below=_SMALL):
-        group_lanes = _finite_lanes(tf.reshape(group.values, [-1]), factor)
+        values = tf.reshape(group.values, [-1]) if group.rows else group.values
+        group_lanes = _finite_lanes(values, factor)
         row_count = math.ceil(sum(part.shape[0] for part in group_lanes) / _LANES_IN_ROW)
         row_owners += list(np.repeat(group.members, group.rows or row_count))
         lanes += group_lanes
@@ -146,8 +147,10 @@ def _flags_of_rows(tensors: Sequence[tf.Tensor], scale: Any, replicas: int) -> t
 
 def _finite_lanes(values: tf.Tensor, factor: Any) -> list[tf.Tensor]:
     """Returns bool vectors, padded to full rows: whether each lane of a flat tensor times a factor is finite."""
-    full = values.shape[0] // _LANE * _LANE
-    rest = tf.math.is_finite(values[full:] * factor)
-    lanes = tf.reduce_all(tf.math.is_finite(tf.reshape(values[:full], [-1, _LANE]) * factor), 1)
-    padding = -(lanes.shape[0] + rest.shape[0]) % _LANES_IN_ROW
-    return [lanes, *(part for part in (rest, tf.ones([padding], tf.bool)) if part.shape[0])]
+    rest = values.shape[0] % _LANE
+    in_lanes = tf.reshape(values[:-rest] if rest else values, [-1, _LANE])
+    lanes = [tf.reduce_all(tf.math.is_finite(in_lanes * factor), 1)]
+    if rest:
+        lanes.append(tf.math.is_finite(values[-rest:] * factor))
+    padding = -sum(part.shape[0] for part in lanes) % _LANES_IN_ROW
+    return [*lanes, tf.ones([padding], tf.bool)] if padding else lanes
