@@ -16,7 +16,7 @@ LEVELS = [
     ["records", "scaling", "backend"],
     ["gradients", "layers"],
     ["optimizer"],
-    ["policy", "advice"],
+    ["policy", "advice", "replay"],
     ["plots", "conversion"],
     ["report"],
     ["callbacks"],

@@ -1,13 +1,35 @@
 """Diagnoses a run and sums up the findings in a verdict."""
 
-from kmp.advice.diagnosis_rules import CAUSES
-from kmp.advice.finding import Advice, Finding
-from kmp.advice.run_metrics import RunMetrics
-from kmp.records import RUN_EXPECTED, Run
-from kmp.utils import as_power, validation
+from collections.abc import Callable
 
-_MANY_ZEROS = 0.75
-_MANY_SKIPPED = 0.05
+from kmp.advice import nonfinite_rules, scale_rules, underflow_rules
+from kmp.advice.finding import INFO, SEVERITIES, Advice, Finding
+from kmp.advice.run_metrics import RunMetrics
+from kmp.advice.verdict import verdict
+from kmp.records import RUN_EXPECTED, Run
+from kmp.utils import validation
+
+Rule = Callable[[RunMetrics], Finding | None]
+
+# The most specific first. Of those of one group, only the first that applies is reported: the others are consequences.
+GROUPS: tuple[tuple[Rule, ...], ...] = (
+    (
+        nonfinite_rules.data,
+        nonfinite_rules.targets,
+        nonfinite_rules.optimizer_state,
+        nonfinite_rules.exploding,
+        nonfinite_rules.forward,
+        nonfinite_rules.backward,
+        scale_rules.scale_too_large,
+        underflow_rules.not_scaled,
+        underflow_rules.lost_updates,
+        underflow_rules.branch,
+        underflow_rules.scale_too_small,
+        underflow_rules.wide_range,
+    ),
+    (scale_rules.growth_interval_too_small, scale_rules.initial_scale),
+    (underflow_rules.dead,),
+)
 
 
 def advise(run: Run) -> Advice:
@@ -32,34 +54,7 @@ def advise(run: Run) -> Advice:
 
 def diagnosis_of(metrics: RunMetrics) -> Advice:
     """Returns the findings and the verdict for the metrics of a run."""
-    findings = [finding for rule in CAUSES if (finding := rule(metrics))]
-    return Advice(tuple(findings), _verdict(metrics, findings))
-
-
-def _verdict(metrics: RunMetrics, findings: list[Finding]) -> str:
-    if not metrics.steps:
-        return "The run is empty: nothing was recorded."
-    if findings:
-        return findings[0].title
-    skipped = f"{metrics.overflows} of {metrics.steps} steps {'was' if metrics.overflows == 1 else 'were'} skipped"
-    if metrics.curve is None or not metrics.finite_samples:
-        reason = "No sampled step was finite" if metrics.samples else "No gradients were sampled"
-        return f"{skipped}. {reason}, so underflow is unknown."
-    if not metrics.is_float16:
-        return f"{skipped}. The run computed in {metrics.dtypes}, where gradients need no loss scale."
-    all_zero = metrics.all_zero_variables
-    is_ambiguous = metrics.excess_zeros is None and (metrics.zero_share > _MANY_ZEROS or bool(all_zero))
-    effect = "No sign that float16 hurts this run" if is_ambiguous else "float16 does not hurt this run"
-    if metrics.overflows > _MANY_SKIPPED * metrics.steps:
-        effect = "Apart from the skipped steps, float16 has little effect on this run"
-    variables = all_zero[0] if len(all_zero) == 1 else f"{len(all_zero)} variables"
-    including = f", including all of {variables}" if all_zero else ""
-    caveat = (
-        f" {metrics.zero_share:.1%} are exactly zero{including}; only a float32 reference shows whether float16 "
-        "flushed them."
-    )
-    return (
-        f"{effect}: {skipped}, and at the loss scale in use, {as_power(metrics.scale)}, {metrics.subnormal_share:.1%} "
-        f"of the nonzero gradient elements are subnormal in float16 and {metrics.underflow_share:.1%} are too small "
-        f"for float16.{caveat * is_ambiguous}"
-    )
+    first_of_each = (next((found for rule in group if (found := rule(metrics))), None) for group in GROUPS)
+    findings = [finding for finding in first_of_each if finding]
+    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+    return Advice(tuple(findings), verdict(metrics, [finding for finding in findings if finding.severity != INFO]))

@@ -1,9 +1,12 @@
 """The result of a diagnosis: findings with their evidence, and a verdict."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from kmp.advice.edits import Edit
 from kmp.utils import printable
+
+ERROR, WARNING, INFO = SEVERITIES = ("error", "warning", "info")
 
 
 @dataclass(frozen=True)
@@ -11,30 +14,46 @@ class Finding:
     """One problem of a run. Control characters, direction marks and the like in its texts are escaped.
 
     Args:
-        cause: Short name of the cause: `"exploding"`, `"data"`, `"layer"`, `"loss"`, `"not_scaled"`,
-            `"scale_too_large"`, `"scale_too_small"`, `"range"`, `"growth_interval_too_small"` or `"initial_scale"`.
+        cause: Short name of the cause. Of skipped steps: `"data"`, `"targets"`, `"optimizer_state"`, `"exploding"`,
+            `"constant"`, `"forward_overflow"`, `"forward_underflow"`, `"loss_overflow"`, `"nonfinite_layer"`, `"loss"`,
+            `"backward_overflow"` or `"scale_too_large"`. Of what float16 loses: `"not_scaled"`, `"lost_updates"`,
+            `"branch_underflow"`, `"scale_too_small"` or `"range"`. Of settings: `"growth_interval_too_small"` or
+            `"initial_scale"`. Or `"dead"`.
+        severity: `"error"` if the run is broken, `"warning"` if it loses accuracy or time, or `"info"`.
         title: The problem, as a sentence.
         evidence: The records that show it, with numbers.
-        change: A line of code to change.
+        edits: What to change in the program, all of it.
+        note: What else to know about the change, or an alternative.
 
     Example:
-    >>> print(Finding("range", "The gradients span too much.", "what was counted", "kmp.enable('mixed_bfloat16')"))
+    >>> from kmp.advice.edits import SetArguments
+    >>> change = SetArguments("kmp.enable", {"policy": "'mixed_bfloat16'"})
+    >>> print(Finding("range", "warning", "The gradients span too much.", "what was counted", [change]))
     The gradients span too much.
       Evidence: what was counted
-      Change: kmp.enable('mixed_bfloat16')
+      Change: kmp.enable(policy='mixed_bfloat16')
     """
 
     cause: str
+    severity: str
     title: str
     evidence: str
-    change: str
+    edits: tuple[Edit, ...] = ()
+    note: str = ""
 
     def __post_init__(self) -> None:
-        for text in fields(self):
-            object.__setattr__(self, text.name, printable(getattr(self, text.name)))
+        for name in ("cause", "severity", "title", "evidence", "note"):
+            object.__setattr__(self, name, printable(getattr(self, name)))
+        object.__setattr__(self, "edits", tuple(self.edits))
+
+    @property
+    def change(self) -> str:
+        """The lines of code to change; empty if there are none."""
+        return "\n".join(map(str, self.edits))
 
     def __str__(self) -> str:
-        return f"{self.title}\n  Evidence: {self.evidence}\n  Change: {self.change}"
+        parts = {"Evidence": self.evidence, "Change": self.change.replace("\n", "\n          "), "Note": self.note}
+        return "\n".join([self.title, *(f"  {name}: {text}" for name, text in parts.items() if text)])
 
 
 class Advice(tuple[Finding, ...]):
@@ -55,6 +74,11 @@ class Advice(tuple[Finding, ...]):
         advice = super().__new__(cls, tuple(findings))
         advice.verdict = printable(verdict)
         return advice
+
+    @property
+    def problems(self) -> tuple[Finding, ...]:
+        """The findings that are errors or warnings."""
+        return tuple(finding for finding in self if finding.severity != INFO)
 
     def __str__(self) -> str:
         return "\n".join([self.verdict, *(f"{number}. {finding}" for number, finding in enumerate(self, 1))])

@@ -17,14 +17,15 @@ _RANGE_BITS = 24  # on either side of the scale in use
 _EXTRA_BITS = 4  # above the recommended scales, so that the curve shows why they end
 _TOLERATED_UNDERFLOW = 1e-3
 _MARGIN_BITS = 1
+_MANY_ZEROS = 0.1
 
 
 @dataclass(frozen=True, eq=False)
 class WhatIf:
     """Shares of gradient elements that float16 loses, with every power of two as the loss scale.
 
-    All arrays have shape `(scales,)`. Only weight gradients are sampled: gradients of activations may overflow at a
-    lower scale.
+    All arrays have shape `(scales,)`, and are of weight gradients. Gradients of activations may overflow at a lower
+    scale; `recommended` includes those that a replay of a batch measured.
 
     Args:
         log2_scales: int64, the exponents k of the scales 2^k.
@@ -40,8 +41,8 @@ class WhatIf:
         in_use: log2 of the newest sample's loss scale.
         is_measured: Whether the counts are of a float32 reference pass. If not, values above `in_use` are an
             extrapolation: an unknown number of flushed elements would become nonzero there.
-        recommended: Lowest and highest k at which at most 0.1 % of the nonzero elements underflow and every finite
-            sample has at least one bit of headroom. `None` if there is none.
+        recommended: Lowest and highest k at which at most 0.1 % of the nonzero elements underflow, every finite sample
+            has at least one bit of headroom, and no activation gradient of a replay overflows. `None` if there is none.
 
     Example:
     >>> gradient = {"zero": 3, "inf": 0, "nan": 0, "first": -20, "counts": [5, 8, 2], "amax": 2.0**-17, "norm": 1e-5}
@@ -58,6 +59,15 @@ class WhatIf:
     in_use: float
     is_measured: bool
     recommended: tuple[int, int] | None
+
+    @property
+    def is_lowest_known(self) -> bool:
+        """Whether the lowest recommended scale is known.
+
+        It is not if many elements were sampled as zero, without a float32 reference: those that float16 flushed may
+        need a larger scale.
+        """
+        return bool(self.underflow_bound[0] - self.underflow[0] <= _MANY_ZEROS)
 
     @property
     def is_extrapolated(self) -> np.ndarray:
@@ -102,7 +112,7 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     10.0
     """
     if isinstance(run, Run):
-        curve = sweep(statistics(run), statistics(run, "reference"))
+        curve = sweep(statistics(run), statistics(run, "reference"), largest_usable_scale(run))
     else:
         curve = sweep(list(map(statistics_of, _samples_in(run))), [])
     if curve is None:
@@ -113,12 +123,20 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     return curve
 
 
-def sweep(samples: Sequence[SampleStatistics], references: Sequence[SampleStatistics]) -> WhatIf | None:
+def largest_usable_scale(run: Run) -> float:
+    """Returns the largest loss scale at which no activation gradient of a replay overflows; inf without a replay."""
+    return min((replay.usable_scale or math.inf for _, replay in run.replays), default=math.inf)
+
+
+def sweep(
+    samples: Sequence[SampleStatistics], references: Sequence[SampleStatistics], usable_scale: float = math.inf
+) -> WhatIf | None:
     """Computes what float16 would lose at every loss scale.
 
     Args:
         samples: Statistics of the samples.
         references: Statistics of the float32 reference passes, which are used in place of the samples if there are any.
+        usable_scale: The largest scale to recommend.
 
     Returns:
         The shares of lost elements; `None` if no sample has finite gradients.
@@ -129,8 +147,8 @@ def sweep(samples: Sequence[SampleStatistics], references: Sequence[SampleStatis
     in_use = math.log2((samples or measured)[-1].loss_scale)
     counts = sum(map(_unscaled_exponents, measured), np.zeros(2 * _MAX_EXPONENT + 1))
     zeros = sum(sample.histogram.zeros for sample in measured)
-    largest = np.array([sample.largest / sample.loss_scale for sample in measured])
-    recommended = _recommended(counts, float(largest.max()))
+    largest = np.array([sample.largest / sample.loss_scale for sample in usable(samples) or measured])
+    recommended = _recommended(counts, float(largest.max()), usable_scale)
     scales = _scales(in_use, float(largest.max()), recommended or ())
     total = max(1, counts.sum() + zeros)
     flushed, overflowing = _count_flushed(counts, scales), _count_overflowing(counts, scales)
@@ -194,10 +212,10 @@ def _skipped(scales: np.ndarray, largest: np.ndarray, nonfinite: Sequence[float]
     return (overflows + known) / (largest.size + known)
 
 
-def _recommended(counts: np.ndarray, largest: float) -> tuple[int, int] | None:
+def _recommended(counts: np.ndarray, largest: float, usable_scale: float) -> tuple[int, int] | None:
     if not counts.any() or not largest:
         return None
-    high = math.floor(math.log2(FLOAT16.max / largest)) - _MARGIN_BITS
+    high = math.floor(math.log2(min(FLOAT16.max / largest / 2**_MARGIN_BITS, usable_scale)))
     candidates = np.arange(-FLOAT32.max_exponent, FLOAT32.max_exponent + 1)
     sufficient = candidates[_count_flushed(counts, candidates) <= _TOLERATED_UNDERFLOW * counts.sum()]
     low = int(sufficient[0]) if sufficient.size else high + 1

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from kmp.advice.loss_scale_sweep import WhatIf, sweep
+from kmp.advice.loss_scale_sweep import WhatIf, largest_usable_scale, sweep
 from kmp.advice.sample_statistics import SampleStatistics, statistics, usable
-from kmp.records import BATCH_PARTS, FIRST_EXPONENT, ExponentHistogram, Run
+from kmp.records import BATCH_PARTS, FIRST_EXPONENT, ZERO_BIN, ExponentHistogram, Replay, Run, iterate_samples, layer_of
 from kmp.utils import FLOAT16
 
 STUCK_AFTER = 12  # consecutive skipped steps
@@ -28,6 +28,7 @@ class RunMetrics:
         self.run = run
         self.samples = statistics(run)
         self.references = statistics(run, "reference")
+        self.replays = [replay for _, replay in run.replays]
         self.settings = run.settings
         self.steps = max((row["step"] for row in run.rows), default=0)
         self.overflows = int(run.last("overflow_count") or 0)
@@ -66,10 +67,64 @@ class RunMetrics:
         """Returns a setting of the run, such as `"growth_interval"`."""
         return self.settings.get(name, default)
 
+    def class_of(self, layer: str) -> str:
+        """Returns the class of the layer with this path; `""` if it is unknown."""
+        return self.settings.get("layers", {}).get(layer, "")
+
+    def layer_of(self, variable: str) -> str:
+        """Returns the path of the layer with this variable that a program creates: an RNN, not its cell."""
+        layers, path = self.settings.get("layers", {}), layer_of(variable)
+        parents = itertools.accumulate(path.split("/"), lambda parent, name: f"{parent}/{name}")
+        return next((parent for parent in reversed(list(parents)) if parent in layers), path)
+
+    @property
+    def forward_replay(self) -> Replay | None:
+        """The last replay whose loss was not finite in the precision of the model."""
+        return next((replay for replay in reversed(self.replays) if replay.loss is None), None)
+
+    @property
+    def backward_replay(self) -> Replay | None:
+        """The last replay whose loss was finite in the precision of the model, and whose gradients were not."""
+        failed = (replay for replay in reversed(self.replays) if not replay.is_finite)
+        return next((replay for replay in failed if replay.loss is not None), None)
+
+    @property
+    def clean_replay(self) -> Replay | None:
+        """The last replay whose loss and gradients were finite."""
+        return next((replay for replay in reversed(self.replays) if replay.is_finite), None)
+
+    @property
+    def flushed(self) -> dict[str, float]:
+        """The largest share of a variable's gradient that float16 flushed to zero in a replay, by path."""
+        shares: dict[str, float] = {}
+        for replay in self.replays:
+            if replay.is_finite:
+                shares |= {path: max(share, shares.get(path, 0.0)) for path, share in replay.flushed.items()}
+        return shares
+
+    @cached_property
+    def lost_updates(self) -> tuple[float, list[str]]:
+        """Share of the weights with a nonzero gradient that an update did not change, and the variables that lost most.
+
+        Of the samples that measured an update; variables that lost more than half come with the largest first.
+        """
+        nonzero: Counter[str] = Counter()
+        unchanged: Counter[str] = Counter()
+        for sample in iterate_samples(self.run.rows):
+            if np.isnan(sample.update_norm).all() or not sample.histogram.is_finite:
+                continue
+            count = sample.counts.sum(1) - sample.counts[:, ZERO_BIN]
+            nonzero.update(dict(zip(sample.names, count.tolist(), strict=True)))
+            lost = np.maximum(count - sample.updates, 0)
+            unchanged.update(dict(zip(sample.names, lost.tolist(), strict=True)))
+        shares = {name: unchanged[name] / count for name, count in nonzero.items() if count}
+        most = sorted((name for name, share in shares.items() if share > 0.5), key=shares.__getitem__, reverse=True)
+        return sum(unchanged.values()) / max(1, sum(nonzero.values())), most
+
     @cached_property
     def curve(self) -> WhatIf | None:
         """Underflow and overflow at other loss scales, or `None` without a finite sample."""
-        return sweep(self.samples, self.references)
+        return sweep(self.samples, self.references, largest_usable_scale(self.run))
 
     @cached_property
     def finite_samples(self) -> list[SampleStatistics]:
@@ -143,6 +198,17 @@ class RunMetrics:
         newest = self.usable_samples[-1]
         counts = Counter(name for sample in self.usable_samples for name in sample.named(sample.is_all_zero))
         return [name for name in newest.names if counts[name] == len(self.usable_samples)]
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether gradients in float32 distinguish flushed elements from those that are truly zero."""
+        return self.clean_replay is not None or self.excess_zeros is not None
+
+    @property
+    def unexplained_zero_variables(self) -> list[str]:
+        """The `all_zero_variables` that no replay showed to be zero in float32 too."""
+        explained = {name for replay in self.replays for name in replay.zero}
+        return [name for name in self.all_zero_variables if name not in explained]
 
     @cached_property
     def leading_all_zero_variables(self) -> list[str]:

@@ -11,6 +11,7 @@ from kmp.backend import (
     xla,
 )
 from kmp.backend.branches import call_if, outlined
+from kmp.backend.eager_operations import watching_operations
 from kmp.backend.function_references import functions_by_reference, with_named_lambda
 from kmp.backend.gpu_info import hardware, log_once
 from kmp.backend.layer_traversal import (
@@ -19,6 +20,8 @@ from kmp.backend.layer_traversal import (
     direct_sublayers,
     float32_variables,
     is_passthrough,
+    layers_by_path,
+    output_layers,
     rnn_states,
     sublayers,
 )
@@ -49,10 +52,12 @@ __all__ = [
     "is_keras_class",
     "is_passthrough",
     "keras_internals",
+    "layers_by_path",
     "log_once",
     "model_files",
     "operation_trace",
     "outlined",
+    "output_layers",
     "register",
     "replace_policy_state",
     "resolve_optimizer",
@@ -62,6 +67,7 @@ __all__ = [
     "sublayers",
     "tensorflow_internals",
     "trainer_fixes",
+    "watching_operations",
     "with_named_lambda",
     "xla",
 ]

@@ -99,6 +99,21 @@ def layer_names_restored() -> Iterator[None]:
             numbers.update(before)
 
 
+@contextlib.contextmanager
+def global_seed_restored() -> Iterator[None]:
+    """Restores the state of the generator that layers without their own seed use. No public function returns it."""
+    state = importlib.import_module("keras.src.backend.common.global_state")
+    name = importlib.import_module("keras.src.random.seed_generator").GLOBAL_SEED_GENERATOR
+    generator = state.get_global_attribute(name)
+    before = None if generator is None else keras.ops.copy(generator.state)
+    try:
+        yield
+    finally:
+        if generator is not None:
+            generator.state.assign(before)
+        state.set_global_attribute(name, generator)
+
+
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     """Sets the epoch that `fit` starts at, as Keras' `BackupAndRestore` does. `None` means `initial_epoch` of `fit`."""
     model._initial_epoch = epoch

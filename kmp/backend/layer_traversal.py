@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import keras
 
-from kmp.backend.keras_internals import declared_trainable
+from kmp.backend.keras_internals import declared_trainable, graph_tensors, producer_of
 from kmp.backend.monkeypatch import defining_class, is_keras_class
 from kmp.utils import DTYPES_16_BIT, FLOAT32
 
@@ -17,6 +17,26 @@ def sublayers(layer: keras.Layer) -> Iterable[keras.Layer]:
 def direct_sublayers(layer: keras.Layer) -> Iterable[keras.Layer]:
     """Returns the sublayers of a layer, without their own sublayers."""
     return layer._flatten_layers(recursive=False, include_self=False)  # as above
+
+
+def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:
+    """Returns the layers of a model that a program creates, by path, with nested models and their layers.
+
+    The parts of Keras' own layers are left out, such as the cell of an RNN.
+    """
+    found: dict[str, keras.Layer] = {}
+    for layer in direct_sublayers(model):
+        if not isinstance(layer, keras.layers.InputLayer):
+            found[layer.path or layer.name] = layer
+            if isinstance(layer, keras.Model) or not is_keras_class(type(layer)):
+                found |= layers_by_path(layer)
+    return found
+
+
+def output_layers(model: keras.Model) -> list[keras.Layer]:
+    """Returns the layers that produce a model's outputs, in order; the last layer of a subclassed model."""
+    producers = [producer_of(tensor) for tensor in graph_tensors(model, "outputs")] or model.layers[-1:]
+    return [producer for producer in producers if isinstance(producer, keras.Layer)]
 
 
 def compute_dtypes(layer: keras.Layer) -> set[str]:

@@ -1,30 +1,47 @@
 """Saving a model's state before a step or pass, and restoring it."""
 
 import contextlib
+import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import ops
 
+from kmp.backend import keras_internals
 from kmp.backend.keras_internals import declared_not_trainable
 from kmp.backend.layer_traversal import rnn_states, sublayers
 
 
 @contextlib.contextmanager
 def state_restored(model: keras.Model) -> Iterator[None]:
-    """Restores a model's weights, statistics, RNN states, seeds and metrics on exit. For eager execution only."""
+    """Restores a model's weights, statistics, RNN states, seeds and metrics on exit. For eager execution only.
+
+    The global seeds of Keras, NumPy and Python are restored too.
+    """
     states = [state for layer in sublayers(model) for state in rnn_states(layer)]
     # A custom `metrics` property may need attributes that only `compile` sets. Metrics of layers are in `variables`.
     metrics = [variable for metric in (model.metrics if model.compiled else ()) for variable in metric.variables]
     variables = {id(variable): variable for variable in (*model.variables, *states, *metrics)}.values()
     saved = [(variable, ops.copy(variable)) for variable in variables]
+    with keras_internals.global_seed_restored(), _random_states_restored():
+        try:
+            yield
+        finally:
+            for variable, value in saved:
+                variable.assign(value)
+
+
+@contextlib.contextmanager
+def _random_states_restored() -> Iterator[None]:
+    python, arrays = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
-        for variable, value in saved:
-            variable.assign(value)
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
 class SavedState:

@@ -1,7 +1,7 @@
 """Callbacks for `fit`: log the loss scaler in `logs`, files and TensorBoard; stop stuck runs; resume killed runs.
 
 The compiled step counts on the device, and the callbacks copy a few numbers to the host. They compute nothing
-themselves, except the float32 reference and the weight updates of `GradientHistogram`.
+themselves, except the weight updates and the float32 passes of `GradientHistogram`.
 List them before callbacks that use their keys, such as `CSVLogger`. `History` and the progress bar always come last.
 
 With a `log_dir`, records go to `kmp.jsonl` there (see `kmp.records`) and to TensorBoard event files.

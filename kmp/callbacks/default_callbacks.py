@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from kmp.callbacks.forward_probe import ForwardProbe
-from kmp.callbacks.gradient_histogram import GradientHistogram
+from kmp.callbacks.gradient_histogram import AUTO, GradientHistogram
 from kmp.callbacks.loss_scale_logger import LossScaleLogger
 from kmp.callbacks.optimizer_callback import MAIN, PathLike
 from kmp.callbacks.overflow_counter import OverflowCounter
@@ -21,7 +21,7 @@ def defaults(
     every_n_steps: int = 250,
     *,
     variables: str | list[str] | None = None,
-    reference: tuple[Any, ...] | None = None,
+    reference: tuple[Any, ...] | str | None = AUTO,
     on_stuck: str = "raise",
     checkpoint: PathLike | None = None,
     report: PathLike | None = None,
@@ -46,7 +46,7 @@ def defaults(
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
         every_n_steps: Integer, at least 1: how often to read and sample, in optimizer steps.
         variables: The variables to sample, as in `GradientHistogram`. Defaults to all.
-        reference: A batch for a float32 reference pass, as in `GradientHistogram`. Defaults to none.
+        reference: `"auto"`, a batch or `None`, as in `GradientHistogram`: how to find out what float16 loses.
         on_stuck: As in `StuckDetector`: `"raise"`, `"warn"` or `"ignore"`.
         checkpoint: Where to save the model if training is stuck, as in `StuckDetector`.
         report: An `.html` file to write, as in `Report`.

@@ -3,11 +3,15 @@
 import math
 from typing import Any
 
+from kmp.callbacks.batch_replayer import BatchReplayer
 from kmp.callbacks.optimizer_callback import LOGS, MAIN, Logs, OptimizerCallback, PathLike
-from kmp.gradients import NEVER, UpdateWatch, check_batch, float32_sample, paths_of
+from kmp.gradients import NEVER, UpdateWatch, paths_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot, compact
+from kmp.replay import check_batch, float32_sample
 from kmp.utils import matching_indices, validation
+
+AUTO = "auto"
 
 
 class GradientHistogram(OptimizerCallback):
@@ -44,11 +48,14 @@ class GradientHistogram(OptimizerCallback):
         optimizer: The `kmp.LossScaleOptimizer` to read, for a model with several. Defaults to the model's.
         variables: The variables to sample: a path as in `variable.path`, a pattern with `*` and `?` as in a shell, such
             as `"*/kernel"`, or a list of these. Defaults to all.
-        reference: A batch `(x, y)` or `(x, y, sample_weight)`. After the first step and at the end of each epoch, its
-            gradients are computed eagerly in float32, with the model's state unchanged. They distinguish elements that
-            float16 flushed to zero from elements that are zero in float32 too. Use as many examples as in a training
-            batch, because a mean over more examples has fewer zeros. The model must train with its compiled loss.
-            Defaults to none.
+        reference: `"auto"` replays at most 32 examples of a batch of the training, eagerly, in the precision of the
+            model and in float32, when many gradients are zero or steps are skipped, at most three times in a run. This
+            finds what float16 flushed to zero, the operation that first returned NaN or Inf, and the layers that have
+            to compute in float32; `kmp.advise` reports it. Model and seeds stay unchanged. Not for a `train_step` of
+            the user's own, and not with several replicas. Or a batch `(x, y)` or `(x, y, sample_weight)`: after the
+            first step and at the end of each epoch, its gradients are computed eagerly in float32. Use as many
+            examples as in a training batch, because a mean over more examples has fewer zeros. The model must train
+            with its compiled loss. Or `None` for neither.
         logs: `"main"` for `grad_norm` alone in `logs`, or `"all"`. The log has them all.
 
     Raises:
@@ -79,22 +86,28 @@ class GradientHistogram(OptimizerCallback):
         optimizer: LossScaleOptimizer | None = None,
         *,
         variables: str | list[str] | None = None,
-        reference: tuple[Any, ...] | None = None,
+        reference: tuple[Any, ...] | str | None = AUTO,
         logs: str = MAIN,
     ) -> None:
         super().__init__(log_dir, every_n_steps, optimizer)
         self.logs = validation.one_of("logs", logs, LOGS)
         self.variables = validation.patterns("variables", variables)
-        self.reference = None if reference is None else validation.batch("reference", reference)
+        is_batch = reference is not None and not (isinstance(reference, str) and reference == AUTO)
+        self.reference = validation.batch("reference", reference) if is_batch else reference
+        self._batch = self.reference if is_batch else None
+        self._replayer = BatchReplayer() if self.reference == AUTO else None
         self._update_watch = UpdateWatch()
         self._interval = self.every_n_steps
 
     def _prepare_train_step(self, optimizer: LossScaleOptimizer) -> bool:
         self._selected_variables()  # raises for a bad pattern before anything is prepared
-        if self.reference is not None and self.model.built:
-            check_batch(self.model, self.reference)
+        if self._batch is not None and self.model.built:
+            check_batch(self.model, self._batch)
         is_new = optimizer.prepare_sampling(self.variables)
-        return super()._prepare_train_step(optimizer) or is_new
+        is_new = super()._prepare_train_step(optimizer) or is_new
+        if self._replayer and optimizer is self.model.optimizer:
+            is_new = self._replayer.install(self.model, optimizer) or is_new
+        return is_new
 
     def _begin_training(self) -> None:
         super()._begin_training()
@@ -102,9 +115,16 @@ class GradientHistogram(OptimizerCallback):
         self._last_sampled_step = sample.step if sample else 0
         self._samples_next_step = True
         self._samples_until_update = 0
-        self._is_reference_due = self.reference is not None
+        self._is_reference_due = self._batch is not None
         self._epochs_without_sample = self._epochs_with_reference = 0
         self._sample_next_step()
+        if self._replayer:
+            self._replayer.begin()
+
+    def read(self, is_epoch_end: bool = False) -> None:
+        super().read(is_epoch_end)
+        if self._replayer:
+            self._replay()
 
     def _begin_epoch(self) -> None:
         super()._begin_epoch()
@@ -136,12 +156,14 @@ class GradientHistogram(OptimizerCallback):
     def _end_epoch(self) -> None:
         super()._end_epoch()
         self._epochs_with_reference += 1
-        if self.reference is not None and self._epochs_with_reference % self.monitor.samples.stride == 0:
+        if self._batch is not None and self._epochs_with_reference % self.monitor.samples.stride == 0:
             self._measure_reference()
 
     def _end_training(self) -> None:
         self._update_watch.disarm()
         self.optimizer.stop_sampling(self)
+        if self._replayer:
+            self._replayer.end()
         super()._end_training()
 
     def _append_record(self, record: dict[str, Any]) -> None:
@@ -213,6 +235,15 @@ class GradientHistogram(OptimizerCallback):
 
     def _measure_reference(self) -> None:
         self._is_reference_due = False
-        assert self.reference is not None
-        sample = float32_sample(self.model, self.reference, self._selected_variables(), self._last_snapshot.step)
+        assert self._batch is not None
+        sample = float32_sample(self.model, self._batch, self._selected_variables(), self._last_snapshot.step)
         self._append_record({"step": sample.step, "reference": compact(sample)})
+
+    def _replay(self) -> None:
+        assert self._replayer is not None
+        snapshot = self._last_snapshot
+        replayed = self._replayer.replay_if_due(self.model, snapshot, self._selected_variables())
+        if replayed:
+            result, reference = replayed
+            gradients = {"reference": compact(reference)} if reference else {}
+            self._append_record({"step": snapshot.step, "replay": result, **gradients})

@@ -17,11 +17,12 @@ import numpy as np
 import tensorflow as tf
 
 from kmp import records
-from kmp.backend import compute_dtypes, float32_variables
+from kmp.backend import compute_dtypes, float32_variables, is_keras_class, layers_by_path, output_layers
 from kmp.callbacks.tensorboard_events import write_histograms, write_scalars
 from kmp.callbacks.thinning import Thinning, counts_size, sample_size
 from kmp.gradients import paths_of
 from kmp.optimizer import LossScaleOptimizer
+from kmp.policy import guarded_training
 from kmp.records import FILE_NAME, SCHEMA, RepeatedNames, to_line
 from kmp.utils import FolderLock, atomic_files, user_messages
 
@@ -246,12 +247,25 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer) -> dict[str, Any]:
         "model": model.name,
         "compute_dtypes": sorted(compute_dtypes(model)),
         "optimizer": type(optimizer.inner_optimizer).__name__,
+        "is_keras_optimizer": is_keras_class(type(optimizer.inner_optimizer)),
+        "train_step": "keras" if guarded_training.has_keras_step(model) else "custom",
         "replicas": model.distribute_strategy.num_replicas_in_sync,
     }
+    numbers = {name: _number(getattr(optimizer.inner_optimizer, name, None)) for name in ("learning_rate", "epsilon")}
+    settings |= {name: value for name, value in numbers.items() if value is not None}
     variables = model.trainable_variables  # `fit` builds the optimizer on these
     by_path = optimizer.variables_by_path() or dict(zip(paths_of(variables), variables, strict=True))
+    settings["variable_dtypes"] = sorted({variable.dtype for variable in variables})
     float32_ids = float32_variables(model)
     settings["float32_variables"] = [path for path, variable in by_path.items() if id(variable) in float32_ids]
     if model.built:
         settings["parameters"] = model.count_params()
+        settings["layers"] = {path: type(layer).__name__ for path, layer in layers_by_path(model).items()}
+        settings["output_layers"] = [layer.path or layer.name for layer in output_layers(model)]
     return {"schema": SCHEMA, "kind": "header", "started": started, **versions, "settings": settings}
+
+
+def _number(value: Any) -> float | None:
+    """Returns a hyperparameter as a float; `None` if it is no number."""
+    value = value.numpy() if hasattr(value, "numpy") else value
+    return float(value) if isinstance(value, int | float | np.number) and np.isfinite(value) else None

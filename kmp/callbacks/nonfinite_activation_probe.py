@@ -40,6 +40,9 @@ class NonfiniteActivationProbe:
         with model.distribute_strategy.scope():
             self._first_index = distribution.variable("first_nonfinite", "int64")  # in `_names`, from 1; 0 is none
 
+    def prepare(self, batch_spec: Any, is_xla: bool) -> None:
+        """Does nothing: the variable does not depend on the batch."""
+
     @contextlib.contextmanager
     def watch(self, data: Any) -> Iterator[None]:
         """Checks the forward pass that runs inside this context, which is part of the compiled step.

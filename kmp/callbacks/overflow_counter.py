@@ -108,6 +108,8 @@ class OverflowCounter(OptimizerCallback):
         } | self._changed_counts(snapshot)
         if snapshot.unscaled_steps:
             details["unscaled_steps"] = snapshot.unscaled_steps
+        if snapshot.loss_dtype != last.loss_dtype:
+            details["loss_dtype"] = snapshot.loss_dtype
         nonfinite_losses = snapshot.nonfinite_loss_count - last.nonfinite_loss_count
         if skipped > nonfinite_losses:
             details["overflow_origin"] = snapshot.overflow_origin

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from kmp.advice import advise
 from kmp.backend import distribution
 from kmp.callbacks.model_saving import save_atomically
 from kmp.callbacks.optimizer_callback import OptimizerCallback, PathLike
@@ -95,9 +96,10 @@ class StuckDetector(OptimizerCallback):
             return
         self._reported_streak_start = streak_start if skipped else None
         is_fixed = isinstance(self.optimizer.rule, FixedScale)
-        message = format_message(snapshot, self._last_snapshot, is_fixed, self._save_checkpoint())
         for function in self.before_stuck:
             function()
+        finding = next(iter(advise(self.run).problems), None)
+        message = format_message(snapshot, self._last_snapshot, is_fixed, self._save_checkpoint(), finding)
         if self.on_stuck == "raise":
             raise StuckError(message)
         if self.on_stuck == "warn":

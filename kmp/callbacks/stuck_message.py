@@ -1,5 +1,6 @@
 """The error message of a stuck training, written from two snapshots of the optimizer."""
 
+from kmp.advice import Finding
 from kmp.records import Snapshot
 
 
@@ -20,7 +21,9 @@ def is_at_min_scale(now: Snapshot, before: Snapshot) -> bool:
     return now.overflows_at_min_scale > before.overflows_at_min_scale
 
 
-def format_message(now: Snapshot, before: Snapshot, is_fixed: bool, weights: str) -> str:
+def format_message(
+    now: Snapshot, before: Snapshot, is_fixed: bool, weights: str, finding: Finding | None = None
+) -> str:
     """Returns a message with the cause, the loss, the loss scale, the origin of the overflow, and what to try.
 
     Args:
@@ -28,8 +31,12 @@ def format_message(now: Snapshot, before: Snapshot, is_fixed: bool, weights: str
         before: The previous snapshot.
         is_fixed: Whether the loss scale is fixed.
         weights: A sentence that says which weights the model has and where they are saved.
+        finding: The finding in the records of the run, if there is one.
     """
     at_min_scale = is_at_min_scale(now, before)
+    if finding:
+        cause = [f"Cause: {finding.title}", *str(finding).splitlines()[1:]]
+        return "\n".join([_summary(now, at_min_scale), *cause, weights])
     cause = _nonfinite_loss(now) if now.nonfinite_losses_in_a_row else _gradient_overflow(now, at_min_scale, is_fixed)
     return "\n".join([_summary(now, at_min_scale), *cause, weights])
 

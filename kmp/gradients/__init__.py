@@ -1,7 +1,6 @@
 """Gradient statistics computed on the device: exponents, norms, effects of updates, and a float32 reference."""
 
 from kmp.gradients import tensor_statistics
-from kmp.gradients.float32_reference import check_batch, float32_sample
 from kmp.gradients.gradient_sampler import NEVER, GradientSampler, extended_sampler, paths_of
 from kmp.gradients.tensor_packing import ROW_SIZE, pack_tensors
 from kmp.gradients.tensor_statistics import values_of, with_values
@@ -12,9 +11,7 @@ __all__ = [
     "ROW_SIZE",
     "GradientSampler",
     "UpdateWatch",
-    "check_batch",
     "extended_sampler",
-    "float32_sample",
     "pack_tensors",
     "paths_of",
     "tensor_statistics",

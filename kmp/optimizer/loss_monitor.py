@@ -47,10 +47,12 @@ class LossMonitor:
     def __init__(self) -> None:
         self._record = distribution.variable("losses_of_step", "float32", (4,))
         self.has_recorded = False
+        self.loss_dtype: str | None = None
 
     def record(self, loss: Any) -> None:
         """Records a loss of the current step; warns if the first recorded loss is float16."""
-        if keras.backend.standardize_dtype(loss.dtype) == FLOAT16.name and not self.has_recorded:
+        self.loss_dtype = keras.backend.standardize_dtype(loss.dtype)
+        if self.loss_dtype == FLOAT16.name and not self.has_recorded:
             user_messages.warn(_LOSS_IN_FLOAT16)
         self.has_recorded = True
         flag = tensor_statistics.nonfinite_flag(loss)

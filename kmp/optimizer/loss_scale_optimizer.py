@@ -270,6 +270,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             clean_steps=int(self.step_counter.numpy()) if self.built else 0,
             sample=self.sampler.read(self._order, counts["step"]) if self.sampler else None,
             nonfinite_activation=self.probe.read() if self.probe else None,
+            loss_dtype=self.loss_monitor.loss_dtype,
             **counts,
         )
 

@@ -104,7 +104,8 @@ def _shade_recommended(ax: Axes, curve: WhatIf) -> None:
         ax.plot([], [], " ", label="no scale is recommended")
         return
     low, high = curve.recommended
-    label = f"recommended: {style.power_of_two(low)}" + (f" to {style.power_of_two(high)}" if high > low else "")
+    scales = [style.power_of_two(exponent) for exponent in (low, high)[high == low :]]
+    label = f"recommended: {' to '.join(scales) if curve.is_lowest_known else f'at most {scales[-1]}'}"
     # A single scale has no width: half a bit on either side makes it visible.
     margin = 0.0 if high > low else 0.5
     span = ax.axvspan(low - margin, high + margin, label=label, zorder=0)

@@ -21,6 +21,12 @@ _METHODS_OF_STEP = ("scale_loss", "apply_gradients", "apply")  # that Keras' own
 class ForwardWatcher(Protocol):
     """Watches the forward passes of a training step, as the probe of `kmp.callbacks.ForwardProbe` does."""
 
+    def prepare(self, batch_spec: Any, is_xla: bool) -> None:
+        """Creates the variables for batches of this structure, before the training step is traced for the first time.
+
+        TensorFlow traces a step twice if the first trace creates variables.
+        """
+
     def watch(self, data: Any) -> contextlib.AbstractContextManager[None]:
         """Returns the context in which the training step on the batch `data` runs."""
 
@@ -50,6 +56,13 @@ def probes_of(model: keras.Model) -> list[ForwardWatcher]:
     return model.train_step.__self__.probes
 
 
+def has_keras_step(model: keras.Model) -> bool:
+    """Whether a model trains with the training step of Keras, not with one of its own."""
+    if _is_guarded(model):
+        return bool(model.train_step.__self__.has_keras_step)
+    return "train_step" not in vars(model) and _is_of_keras(type(model))
+
+
 def fix_epoch_loss(model: keras.Model, logs: dict[str, Any]) -> None:
     """Replaces a non-finite `loss` in an epoch's `logs` with the result of the model's loss metric, in place.
 
@@ -73,6 +86,10 @@ def _ignore_empty_batch(data: Any, optimizers: Sequence[LossScaleOptimizer]) -> 
     if tensors and tf.distribute.get_strategy().num_replicas_in_sync > 1:
         for optimizer in optimizers:
             optimizer.loss_monitor.ignore_where(tf.shape(tensors[0])[0] == 0)
+
+
+def _is_of_keras(model_class: type[keras.Model]) -> bool:
+    return model_class.train_step.__module__.startswith("keras.")
 
 
 def _is_guarded(model: keras.Model) -> bool:
@@ -106,8 +123,15 @@ class _GuardedTrainStep:
             self._model.train_function = self._prepared(self._model.train_function)
 
     def _prepared(self, train_function: Callable[..., Any]) -> Callable[..., Any]:
+        is_traced = False
+
         def run(iterator: Any) -> Any:
+            nonlocal is_traced
             self._build_optimizer()
+            if not is_traced and hasattr(iterator, "element_spec"):
+                for probe in self.probes:
+                    probe.prepare(iterator.element_spec, self._model.jit_compile)
+            is_traced = True
             if self._model.steps_per_execution > 1:
                 self._nonfinite_in_execution.assign(0.0)
             return train_function(iterator)
@@ -123,14 +147,15 @@ class _GuardedTrainStep:
         model, optimizer = self._model, self._model.optimizer
         if not isinstance(optimizer, LossScaleOptimizer) or optimizer.built:
             return
-        if self._has_keras_step and model.trainable_weights and all(layer.built for layer in sublayers(model)):
+        if self.has_keras_step and model.trainable_weights and all(layer.built for layer in sublayers(model)):
             with model.distribute_strategy.scope():
                 optimizer.build(model.trainable_weights)
 
     @property
-    def _has_keras_step(self) -> bool:
+    def has_keras_step(self) -> bool:
+        """Whether the model trains with the training step of Keras, not with one of its own."""
         has_own = self._instance_train_step is None and self._model.train_step == self.train_step
-        return has_own and type(self._model).train_step.__module__.startswith("keras.")
+        return has_own and _is_of_keras(type(self._model))
 
     def train_step(self, data: Any) -> Any:
         """Runs the model's training step; restores layers if it is skipped, and metrics if its loss is not finite."""
@@ -153,7 +178,7 @@ class _GuardedTrainStep:
         is_models = len(optimizers) == 1 and optimizers[0] is self._model.optimizer
         methods = {name: getattr(optimizers[0], name) for name in _METHODS_OF_STEP}
         are_own = all(getattr(m, "__func__", None) is getattr(LossScaleOptimizer, name) for name, m in methods.items())
-        return self._has_keras_step and is_models and are_own and bool(self._model.trainable_weights)
+        return self.has_keras_step and is_models and are_own and bool(self._model.trainable_weights)
 
     def _reset_metrics_without_finite_batch(self) -> None:
         should_reset = ops.copy(self._only_nonfinite_batches) > 0

@@ -28,7 +28,10 @@ done, including skipped ones) and some of these keys:
 - `grad_zeros`: float, the fraction of gradient elements that are exactly zero in the sampled step, which is `step`.
 - `grad_norm`: float, the L2 norm of all gradients of that step, without the loss scale.
 - `sample`: object with the gradient statistics of that step, see below.
-- `reference`: same as `sample`, of a float32 pass over the batch passed to `kmp.callbacks.GradientHistogram`.
+- `reference`: same as `sample`, of a float32 pass over a batch, see `reference` of `kmp.callbacks.GradientHistogram`.
+- `replay`: object, what two passes over a batch of the training showed, one in the precision of the model and one in
+  float32; see `Replay`.
+- `loss_dtype`: string, the dtype of the loss that `scale_loss` got, in the first record and where it changed.
 
 Non-finite numbers are written as null.
 
@@ -106,6 +109,9 @@ from kmp.records.jsonl import SCHEMA as SCHEMA
 from kmp.records.jsonl import RepeatedNames as RepeatedNames
 from kmp.records.jsonl import has_update as has_update
 from kmp.records.jsonl import to_line as to_line
+from kmp.records.replay import InvalidTargets as InvalidTargets
+from kmp.records.replay import NonfiniteOperation as NonfiniteOperation
+from kmp.records.replay import Replay as Replay
 from kmp.records.run import RUN_EXPECTED as RUN_EXPECTED
 from kmp.records.run import Run, load_run
 from kmp.records.run import iterate_samples as iterate_samples

@@ -10,7 +10,7 @@ import numpy as np
 from kmp.records.exponent_histogram import BIN_COUNT, FIRST_EXPONENT, INF_BIN, NAN_BIN, ZERO_BIN, pack, unpack
 from kmp.records.gradient_sample import GradientSample
 from kmp.records.log_errors import InvalidValueError
-from kmp.records.log_schema import HIGHEST_NORM, MOST_ELEMENTS
+from kmp.records.value_types import HIGHEST_NORM, MOST_ELEMENTS
 
 MOST_COUNTS = 2**24  # in one sample, variables times exponents: bounds the memory that a log can ask for
 EXACT = 4  # counts through this one are exact

@@ -1,6 +1,7 @@
 """Writing and parsing of log lines; `kmp.records` documents the format. Needs no Keras."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import reprlib
@@ -46,7 +47,7 @@ _ANY = msgspec.json.Decoder()
 def to_line(row: Mapping[str, Any]) -> str:
     """Returns a record as one line of JSON; non-finite numbers become null."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    return json.dumps(finite, allow_nan=False, separators=(",", ":")) + "\n"
+    return json.dumps(finite, allow_nan=False, separators=(",", ":"), default=dataclasses.asdict) + "\n"
 
 
 class RepeatedNames:

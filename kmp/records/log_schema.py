@@ -1,33 +1,29 @@
-"""The types, ranges and sizes of the values in a log; `kmp.records` documents the keys."""
+"""The structure of a log; `kmp.records` documents the keys."""
 
 from typing import Annotated, Literal, Required, TypedDict
 
 from msgspec import Meta
 
 from kmp.records.exponent_histogram import FIRST_EXPONENT, LAST_EXPONENT
+from kmp.records.replay import Replay
+from kmp.records.value_types import (
+    MOST_VARIABLES,
+    Count,
+    CountByVariable,
+    ElementCount,
+    LossScale,
+    Magnitude,
+    Norm,
+    Number,
+    PositiveInteger,
+    Text,
+    Texts,
+)
 from kmp.utils import FLOAT32
 
 READABLE_SCHEMAS = (2, 3, 4)
 EXPONENT_COUNT = LAST_EXPONENT - FIRST_EXPONENT + 1
 MOST_UNKNOWN_KEYS = 100  # in one log
-
-# Steps on the axis of a plot are float64, which has half steps below 2^52; matplotlib needs four bits more.
-Count = Annotated[int, Meta(ge=0, lt=2**48)]
-PositiveInteger = Annotated[int, Meta(ge=1, le=2**63 - 1)]
-# The number of elements in 280 bins of 2^18 variables then fits int64.
-MOST_ELEMENTS = 2**36
-ElementCount = Annotated[int, Meta(ge=0, lt=MOST_ELEMENTS)]
-_MOST_VARIABLES = Meta(max_length=2**18)
-
-# Squares and ratios of these do not overflow float64, and no float32 computation exceeds them.
-Number = Annotated[float, Meta(ge=-1e100, le=1e100)]
-HIGHEST_NORM = 1e100
-Norm = Annotated[float, Meta(ge=0, le=HIGHEST_NORM)]
-Magnitude = Annotated[float, Meta(ge=0, le=FLOAT32.max)]
-LossScale = Annotated[float, Meta(ge=FLOAT32.smallest_subnormal, le=FLOAT32.max)]
-Text = Annotated[str, Meta(max_length=4096)]
-Texts = Annotated[list[Text], Meta(max_length=100)]
-CountByVariable = Annotated[dict[Text, Count], _MOST_VARIABLES]
 
 
 class BinCounts(TypedDict):
@@ -66,7 +62,7 @@ class Sample(CompactBins, total=False):
     """The gradient statistics of one step, in compact form or with `variables`."""
 
     loss_scale: Required[LossScale]
-    variables: Annotated[dict[Text, VariableStatistics], _MOST_VARIABLES]
+    variables: Annotated[dict[Text, VariableStatistics], MOST_VARIABLES]
     elements: str
     amax: str
     norm: str
@@ -75,7 +71,7 @@ class Sample(CompactBins, total=False):
     updates: str
     lost_updates: str
     unscaled: CompactBins
-    names: Annotated[list[Text], _MOST_VARIABLES]
+    names: Annotated[list[Text], MOST_VARIABLES]
 
 
 class Record(TypedDict, total=False):
@@ -98,10 +94,12 @@ class Record(TypedDict, total=False):
     last_loss: Number | None
     highest_loss: Number | None
     nonfinite_activation: Text | None
+    loss_dtype: Text | None
     grad_zeros: Number | None
     grad_norm: Norm | None
     sample: Sample
     reference: Sample
+    replay: Replay
 
 
 class Settings(TypedDict, total=False):
@@ -118,8 +116,15 @@ class Settings(TypedDict, total=False):
     hysteresis: PositiveInteger
     model: Text
     optimizer: Text
+    is_keras_optimizer: bool
+    learning_rate: Number
+    epsilon: Number
+    train_step: Text
+    layers: Annotated[dict[Text, Text], MOST_VARIABLES]
+    output_layers: Texts
     compute_dtypes: Texts
-    float32_variables: Annotated[list[Text], _MOST_VARIABLES]
+    variable_dtypes: Texts
+    float32_variables: Annotated[list[Text], MOST_VARIABLES]
     replicas: PositiveInteger
     parameters: Count
 

@@ -14,6 +14,7 @@ import numpy as np
 from kmp.records.exponent_histogram import ExponentHistogram
 from kmp.records.gradient_sample import GradientSample
 from kmp.records.jsonl import FILE_NAME, SCHEMA, LogParser, is_truncated_header, sample_of, upgraded
+from kmp.records.replay import Replay
 from kmp.utils import printable, validation
 
 RUN_EXPECTED = "a kmp.records.Run, such as kmp.load_run(log_dir) returns"  # in messages
@@ -92,7 +93,9 @@ class Run:
         """The settings of the run; empty if the header has none.
 
         `rule` (`"FixedScale"` or `"DynamicScale"`) and its arguments; `model`, `parameters`, `compute_dtypes`,
-        `float32_variables` (paths of the variables of float32 layers), `optimizer`, `replicas`.
+        `variable_dtypes`, `float32_variables` (paths of the variables of float32 layers), `layers` (their classes, by
+        path), `output_layers` (paths), `train_step` (`"keras"` or `"custom"`), `optimizer`,
+        `is_keras_optimizer`, `learning_rate`, `epsilon`, `replicas`.
         """
         settings = self.header.get("settings")
         return dict(settings) if isinstance(settings, Mapping) else {}
@@ -106,6 +109,11 @@ class Run:
     def references(self) -> list[GradientSample]:
         """The gradients of the float32 reference passes, oldest first."""
         return list(iterate_samples(self.rows, "reference"))
+
+    @property
+    def replays(self) -> list[tuple[int, Replay]]:
+        """The replays of training batches, each with its step, oldest first."""
+        return [(row["step"], row["replay"]) for row in self.rows if "replay" in row]
 
     @property
     def histograms(self) -> list[ExponentHistogram]:

@@ -179,7 +179,8 @@ class RunSummary:
         curve = self.metrics.curve
         if curve is None:
             return Table((), (), f"No sample has finite gradients. {_NOT_SAMPLED * (not self.metrics.samples)}")
-        bounds = zip(("lowest recommended", "highest recommended"), curve.recommended or (), strict=False)
+        names = ("lowest recommended", "highest recommended")
+        bounds = list(zip(names, curve.recommended or (), strict=False))[not curve.is_lowest_known :]
         rows = []
         for name, exponent in (("in use", curve.in_use), *bounds, ("none", 0.0)):
             if curve.log2_scales[0] <= exponent <= curve.log2_scales[-1]:
@@ -194,7 +195,8 @@ class RunSummary:
         advice = "No scale is recommended."
         if curve.recommended:
             low, high = curve.recommended
-            advice = f"Recommended: {scale(2.0**low)} to {scale(2.0**high)}."
+            lowest = f"{scale(2.0**low)} to" if curve.is_lowest_known else "at most"
+            advice = f"Recommended: {lowest} {scale(2.0**high)}."
         source = (
             "Measured with a float32 reference pass."
             if curve.is_measured
@@ -222,9 +224,8 @@ def comparison(runs: Sequence[RunSummary]) -> Table:
 
 
 def code_lines(change: str) -> tuple[str, ...]:
-    """Returns a line of code and its trailing comment as separate lines, so that they fit a narrow screen."""
-    code, _, comment = change.partition("  # ")
-    return (code, f"# {comment}") if comment else (code,)
+    """Returns lines of code, with a trailing comment as a line of its own, so that they fit a narrow screen."""
+    return tuple(change.replace("  # ", "\n# ").splitlines())
 
 
 def share(value: float | None) -> str:

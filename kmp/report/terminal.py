@@ -57,9 +57,12 @@ def _finding(number: int, finding: Finding) -> Iterator[RenderableType]:
     grid.add_column(overflow="fold")
     grid.add_row(f"{number}.", _text(finding.title, "bold"))
     grid.add_row("", _text(f"Evidence: {finding.evidence}"))
-    grid.add_row("", "Change:")
+    if finding.change:
+        grid.add_row("", "Change:")
     for line in code_lines(finding.change):
         grid.add_row("", Padding(_text(line, "green"), (0, 0, 0, 2)))
+    if finding.note:
+        grid.add_row("", _text(f"Note: {finding.note}"))
     yield grid
 
 

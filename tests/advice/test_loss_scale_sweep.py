@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kmp import what_if
-from kmp.records import GradientSample, Run
+from kmp.records import GradientSample, Replay, Run
 
 
 def sample(values, scale=1.0, step=1):
@@ -118,3 +118,20 @@ def test_gradient_that_is_zero_either_with_or_without_the_loss_scale_has_no_reco
     curve = what_if([replace(sample(scaled, scale=3.0), unscaled_counts=sample(unscaled).counts)])
     assert curve.recommended is None
     assert np.isfinite(curve.underflow).all()
+
+
+def test_lowest_scale_is_unknown_if_many_sampled_elements_are_zero():
+    assert what_if([sample([1.0, 2.0, 0.0])]).is_lowest_known is False
+    rows = [{"step": 1, "sample": sample([1.0, 0.0]).to_dict()}, {"step": 1, "reference": sample([1.0]).to_dict()}]
+    assert what_if(Run(rows)).is_lowest_known is True
+
+
+def test_recommended_scales_do_not_exceed_that_of_activation_gradients():
+    replay = Replay(8, 1.0, 1.0, 1.0, True, True, usable_scale=2.0**9)
+    rows = [{"step": 1, "sample": sample([2.0**-30, 2.0**-10]).to_dict(), "replay": replay}]
+    assert what_if(Run(rows)).recommended == (5, 9)
+
+
+def test_recommended_scales_suit_the_samples_as_well_as_the_reference():
+    rows = [{"step": 1, "sample": sample([2.0**4]).to_dict()}, {"step": 1, "reference": sample([2.0**-10]).to_dict()}]
+    assert what_if(Run(rows)).recommended[1] == 10

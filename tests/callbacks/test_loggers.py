@@ -455,7 +455,9 @@ def test_records_are_in_order_after_a_skipped_first_step(enabled):
     callbacks = kmp.callbacks.defaults(every_n_steps=5)
     compiled_model().fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
     run = callbacks[0].run
-    assert [row["step"] for row in run.rows] == [step for step in (1, 5, 10, 15, 20) for _ in range(3)]
+    steps = [row["step"] for row in run.rows if "replay" not in row]
+    assert steps == [step for step in (1, 5, 10, 15, 20) for _ in range(3)]
+    assert steps == sorted(steps)
     assert [bool(np.isnan(sample.update_norm).all()) for sample in run.samples] == [True, False, True, True, True]
 
 

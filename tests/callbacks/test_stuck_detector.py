@@ -45,7 +45,7 @@ def test_streak_of_corrupt_batches_raises_at_patience_and_keeps_the_weights_from
     model = compiled_model("adam", **compile_mode)
     fit(model, data(batches=16))
     before = model.get_weights()
-    with pytest.raises(StuckError, match="was NaN or Inf before it was scaled, so no loss scale helps"):
+    with pytest.raises(StuckError, match="The batch's x contains NaN or Inf"):
         fit(model, data(slice(0, 250)), defaults())
     per_call = compile_mode.get("steps_per_execution", 1)
     assert model.optimizer.snapshot().step == 16 + -(-100 // per_call) * per_call

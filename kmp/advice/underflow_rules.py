@@ -1,0 +1,199 @@
+"""Rules about what float16 flushes to zero or rounds away."""
+
+import math
+
+from kmp.advice.edits import ScaleLoss, SetArguments
+from kmp.advice.finding import ERROR, INFO, WARNING, Finding
+from kmp.advice.run_metrics import RunMetrics
+from kmp.advice.wording import in_float32, name_of, of_steps, power
+from kmp.utils import FLOAT32, as_power
+
+_MANY_SUBNORMAL = 0.25
+_MOST_SUBNORMAL = 0.5
+_MANY_FLUSHED = 0.05
+_MANY_IN_REFERENCE = 0.3
+_MOST_FLUSHED = 0.5
+_SPARE_BITS = 6.0
+_SKIPPED_BY_FIXED = 0.01
+_MANY_LOST = 0.2
+
+
+def not_scaled(metrics: RunMetrics) -> Finding | None:
+    """Reports a training loop that does not scale its loss."""
+    if not metrics.is_unscaled or not metrics.is_float16:
+        return None
+    return Finding(
+        "not_scaled",
+        ERROR,
+        "The loss is not scaled: the training loop does not call `scale_loss`.",
+        f"in {of_steps(metrics, metrics.unscaled_steps)} the loss was not multiplied by the loss scale: gradients of "
+        "magnitude 2^-25 or less underflow to zero",
+        (ScaleLoss(),),
+    )
+
+
+def lost_updates(metrics: RunMetrics) -> Finding | None:
+    """Reports weights in float16 that are too coarse for their updates."""
+    if not {"float16", "bfloat16"} & set(metrics.setting("variable_dtypes", [])):
+        return None
+    share, variables = metrics.lost_updates
+    if share <= _MANY_LOST:
+        return None
+    named = f", most of {variables[0]}" if variables else ""
+    return Finding(
+        "lost_updates",
+        ERROR,
+        "Updates are lost: the weights are in float16, and most steps are too small to change them.",
+        f"{share:.0%} of the weights with a nonzero gradient stayed as they were in the sampled updates{named}: a "
+        "float16 weight does not change by less than 2^-12 of its magnitude",
+        (SetArguments("kmp.enable", {"policy": "'mixed_float16'"}),),
+        "keeps the weights in float32",
+    )
+
+
+def branch(metrics: RunMetrics) -> Finding | None:
+    """Reports a part of the model whose gradients are all flushed, while those of the rest are not."""
+    flushed = {path for path, share in metrics.flushed.items() if share > _MOST_FLUSHED}
+    replay = metrics.clean_replay
+    if not metrics.is_float16 or metrics.is_unscaled or replay is None or not flushed or not metrics.finite_samples:
+        return None
+    names = [name for name in metrics.finite_samples[-1].names if name not in replay.zero]
+    alive = [name for name in names if metrics.flushed.get(name, 0.0) <= _MANY_FLUSHED]
+    alive_layers = {metrics.layer_of(name) for name in names if name not in flushed}
+    flushed_layers = [layer for layer in dict.fromkeys(map(metrics.layer_of, names)) if layer not in alive_layers]
+    if not alive or len(flushed) + len(alive) < len(names) / 2 or metrics.headroom < _SPARE_BITS or not flushed_layers:
+        return None
+    if names.index(alive[0]) > max(names.index(name) for name in flushed):
+        return None  # the layers nearest the input: gradients underflow on their way there
+    layers = [name_of(layer) for layer in flushed_layers]
+    shown = ", ".join(repr(layer) for layer in layers[:5])
+    return Finding(
+        "branch_underflow",
+        ERROR,
+        f"The gradients of {shown} are zero in float16, while those of other layers are not.",
+        f"replayed at the loss scale {as_power(replay.loss_scale)}, {len(flushed)} variables have gradients of which "
+        f"float16 flushes more than half to zero and float32 none; {len(alive)} variables lose less than 5 %",
+        _larger_scale(metrics),
+        "or a larger loss weight, if this is the loss of one of several outputs",
+    )
+
+
+def scale_too_small(metrics: RunMetrics) -> Finding | None:
+    """Reports a loss scale at which gradients underflow, although a larger one would not overflow."""
+    if not metrics.is_float16 or metrics.is_unscaled or not metrics.finite_samples or branch(metrics):
+        return None
+    if metrics.gradient_overflows > _SKIPPED_BY_FIXED * metrics.steps:
+        return None
+    evidence = _underflow_evidence(metrics)
+    if not evidence or metrics.headroom < _SPARE_BITS:
+        return None
+    return Finding(
+        "scale_too_small",
+        ERROR,
+        f"The loss scale of {as_power(metrics.scale)} is too small: gradients are lost to underflow.",
+        "; ".join(evidence),
+        _larger_scale(metrics),
+    )
+
+
+def wide_range(metrics: RunMetrics) -> Finding | None:
+    """Reports gradients that span more than float16's range."""
+    curve = metrics.curve
+    if not metrics.is_float16 or metrics.is_unscaled or curve is None or not math.isfinite(metrics.headroom):
+        return None
+    largest, smallest = metrics.extremes
+    edits = in_float32(metrics, [metrics.layer_of(largest)])
+    note = "or kmp.enable(policy='mixed_bfloat16')"
+    if metrics.subnormal_share > _MOST_SUBNORMAL and metrics.headroom < _SPARE_BITS:
+        evidence = (
+            f"{metrics.subnormal_share:.1%} of the nonzero sampled gradient elements are subnormal in float16 at the "
+            f"loss scale in use, {as_power(metrics.scale)}, with {max(metrics.headroom, 0.0):.0f} bits of headroom "
+            f"before overflow; {largest} has the largest gradients, and {smallest} underflows most"
+        )
+        title = f"The gradients of {largest} keep the loss scale too low for the others."
+        return Finding("range", WARNING, title, evidence, edits, note)
+    if curve.recommended:
+        return None
+    lowest, highest = int(curve.log2_scales[0]), int(curve.log2_scales[-1])
+    best = max(lowest, min(highest, math.floor(math.log2(metrics.scale) + metrics.headroom)))
+    underflow = curve.at(best)["underflow"]
+    # A reference also has the elements that float16 flushes at any scale. Most of them are too small to matter.
+    if underflow <= (_MANY_IN_REFERENCE if curve.is_measured else _MANY_FLUSHED):
+        return None
+    return Finding(
+        "range",
+        WARNING,
+        "The gradients span too wide a range for float16 at any loss scale.",
+        f"at {as_power(2.0**best)}, the largest scale at which no finite sample overflows, {underflow:.1%} of the "
+        f"elements still underflow; {largest} has the largest gradients, and {smallest} underflows most",
+        edits,
+        note,
+    )
+
+
+def dead(metrics: RunMetrics) -> Finding | None:
+    """Reports variables whose gradient is zero in float32 too."""
+    replay = metrics.clean_replay
+    zero = [name for name in (replay.zero if replay else ()) if name in metrics.all_zero_variables]
+    if not zero or replay is None:
+        return None
+    shown = ", ".join(zero[:3]) + (f" and {len(zero) - 3} more" if len(zero) > 3 else "")
+    variables = (
+        "1 variable has a gradient that is" if len(zero) == 1 else f"{len(zero)} variables have gradients that are"
+    )
+    return Finding(
+        "dead",
+        INFO,
+        f"The gradient of {shown} is zero, in float32 too.",
+        f"{variables} all zero in {len(metrics.usable_samples)} samples, and on {replay.examples} examples in float32",
+        (),
+        "not underflow: units that are never active, or weights that the loss does not depend on",
+    )
+
+
+def _larger_scale(metrics: RunMetrics) -> tuple[SetArguments, ...]:
+    """Returns the scale that the samples and the float32 reference recommend, or a dynamic one."""
+    curve = metrics.curve
+    best = curve.recommended[1] if curve and curve.recommended else None
+    if best is None:
+        return (SetArguments("kmp.enable", {"loss_scale": "'dynamic'"}),)
+    arguments = {"loss_scale": "'dynamic'"} if metrics.is_fixed else {}
+    arguments["initial_scale"] = power(best)
+    if not metrics.is_fixed and metrics.setting("max_scale", math.inf) < 2.0**best:
+        arguments["max_scale"] = power(FLOAT32.max_exponent)
+    return (SetArguments("kmp.enable", arguments),)
+
+
+def _underflow_evidence(metrics: RunMetrics) -> list[str]:
+    """Returns the evidence that gradients underflow at the loss scale in use; empty without any."""
+    evidence, all_zero = [], metrics.leading_all_zero_variables
+    headroom = "" if math.isinf(metrics.headroom) else f", with {metrics.headroom:.0f} bits of headroom before overflow"
+    if metrics.subnormal_share > _MANY_SUBNORMAL:
+        evidence.append(
+            f"{metrics.subnormal_share:.1%} of the nonzero sampled gradient elements are subnormal in float16 at the "
+            f"loss scale in use{headroom}"
+        )
+    is_explained = bool(metrics.replays) and set(all_zero) <= {
+        name for replay in metrics.replays for name in replay.zero
+    }
+    if all_zero and not is_explained and metrics.headroom >= 2 * _SPARE_BITS and metrics.zero_share >= 0.5:
+        evidence.append(
+            f"{metrics.zero_share:.1%} of the elements are exactly zero, including all elements of the "
+            f"{len(all_zero)} variables nearest the input{headroom}"
+        )
+    flushed = _mean_flushed(metrics)
+    if flushed > _MANY_FLUSHED:
+        evidence.append(f"replayed, {flushed:.1%} of the elements of a gradient are zero in float16 but not in float32")
+    elif not metrics.replays and (metrics.excess_zeros or 0.0) > _MANY_FLUSHED:
+        evidence.append(f"{metrics.excess_zeros:.1%} of all elements are zero in float16 but not in float32")
+    if evidence and metrics.underflow_origins:
+        path = max(metrics.underflow_origins, key=metrics.underflow_origins.__getitem__)
+        samples = f"{metrics.underflow_origins[path]} of {len(metrics.finite_samples)} samples"
+        evidence.append(f"the underflow origin is {path} in {samples}")
+    return evidence
+
+
+def _mean_flushed(metrics: RunMetrics) -> float:
+    """Returns the share of flushed elements, the mean over the variables."""
+    names = metrics.finite_samples[-1].names if metrics.finite_samples else ()
+    return sum(metrics.flushed.get(name, 0.0) for name in names) / max(1, len(names))

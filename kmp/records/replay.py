@@ -1,0 +1,109 @@
+"""What a replay of one training batch showed. Needs no Keras."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from kmp.records.value_types import MOST_VARIABLES, Count, LossScale, Magnitude, Number, Text, Texts
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class NonfiniteOperation:
+    """An operation that returned NaN or Inf for finite inputs, or NaN for inputs without NaN.
+
+    Args:
+        place: Path of the layer, or `"the loss function"`.
+        operation: TensorFlow's type of the operation, such as `"Exp"`.
+        dtype: The dtype of its result.
+        value: `"inf"` or `"nan"`.
+        largest_input: The largest finite magnitude among its inputs.
+        smallest_input: The smallest magnitude among its inputs.
+        constant: The value of a scalar input, or `None` without a finite one.
+        is_backward: Whether it was in the backward pass.
+        has_infinite_constant: Whether a scalar input is infinite.
+    """
+
+    place: Text
+    operation: Text
+    dtype: Text
+    value: Literal["inf", "nan"]
+    largest_input: Magnitude
+    smallest_input: Magnitude
+    constant: Number | None
+    is_backward: bool
+    has_infinite_constant: bool = False
+
+
+@dataclass(frozen=True)
+class InvalidTargets:
+    """Targets of a classification that are not all indices of classes.
+
+    Args:
+        smallest: The smallest target.
+        largest: The largest target.
+        classes: The number of classes of the output.
+        output: The index of the output among those of the model.
+        key: The index of the targets in `y`, as Python source, if it has several, such as `"['label']"`.
+    """
+
+    smallest: int
+    largest: int
+    classes: Count
+    output: Count = 0
+    key: Text = ""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A batch that the training saw, in the precision of the model and in float32.
+
+    Args:
+        examples: How many examples of the batch were replayed.
+        loss_scale: The loss scale in use.
+        loss: The loss in the precision of the model; `None` if it is not finite.
+        float32_loss: The loss in float32; `None` if it is not finite.
+        is_finite: Whether the loss and all gradients were finite in the precision of the model.
+        is_finite_in_float32: Whether they were in float32.
+        usable_scale: The largest loss scale, a power of two, at which no gradient comes near float16's maximum; `None`
+            if the gradients in float32 are not finite or all zero.
+        nonfinite: The first operations that returned NaN or Inf in the precision of the model; if loss or gradients are
+            not finite in float32 either, those in float32.
+        lost_constants: For each place of `nonfinite`, the scalars among its operands that are zero or infinite in
+            float16.
+        nonfinite_outputs: The layers whose outputs were not finite in that pass, in the order of their calls.
+        nonfinite_variables: The variables with NaN or Inf.
+        nonfinite_part: The part of the batch with NaN or Inf, or with an input beyond float16's maximum; or `None`.
+        nonfinite_key: The index of that tensor in a part with several, as Python source, such as `"['label']"`.
+        is_part_finite: Whether that tensor has no NaN and no Inf, but values beyond float16's maximum.
+        invalid_targets: The targets of the first output for which a target is not the index of a class; or `None`.
+        float32_layers: The layers that have to compute in float32 for a finite loss and finite gradients; `None` if no
+            set of layers was found.
+        largest_activation_gradient: The layer whose outputs have the largest gradient in float32, and its magnitude
+            without the loss scale.
+        flushed: Share of the elements of each gradient that are zero at the loss scale in use and not in float32, by
+            variable path; zeros are omitted.
+        zero: The variables whose gradient is zero in float32 too.
+    """
+
+    examples: Count
+    loss_scale: LossScale
+    loss: Number | None
+    float32_loss: Number | None
+    is_finite: bool
+    is_finite_in_float32: bool
+    usable_scale: LossScale | None = None
+    nonfinite: Annotated[list[NonfiniteOperation], Meta(max_length=100)] = field(default_factory=list)
+    lost_constants: Annotated[dict[Text, list[Number]], Meta(max_length=100)] = field(default_factory=dict)
+    nonfinite_outputs: Texts = field(default_factory=list)
+    nonfinite_variables: Texts = field(default_factory=list)
+    nonfinite_part: Text | None = None
+    nonfinite_key: Text = ""
+    is_part_finite: bool = False
+    invalid_targets: InvalidTargets | None = None
+    float32_layers: Texts | None = None
+    largest_activation_gradient: tuple[Text, Magnitude] | None = None
+    flushed: Annotated[dict[Text, Share], MOST_VARIABLES] = field(default_factory=dict)
+    zero: Annotated[list[Text], MOST_VARIABLES] = field(default_factory=list)

@@ -1,0 +1,154 @@
+"""Keeps a slice of a training batch, to replay it."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from kmp.backend import outlined, xla
+from kmp.optimizer import LossScaleOptimizer
+from kmp.utils import FLOAT16
+
+MOST_EXAMPLES = 32
+
+
+class CapturedBatch(NamedTuple):
+    """A slice of a training batch.
+
+    Attributes:
+        batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`, tensors with up to `MOST_EXAMPLES` examples.
+        batch_size: The number of examples in the training batch.
+        step: The number of the optimizer step that the batch was trained in.
+        loss_scale: The loss scale of that step.
+    """
+
+    batch: tuple[Any, ...]
+    batch_size: int
+    step: int
+    loss_scale: float
+
+
+class BatchCapture:
+    """Copies examples of a batch into variables, in a branch of the compiled step.
+
+    Those with NaN, Inf, values that overflow float16 or negative integers come first.
+
+    The branch is taken in the steps that are skipped, and in the first one after `request`.
+
+    Args:
+        optimizer: The optimizer whose skipped steps to capture.
+    """
+
+    def __init__(self, optimizer: LossScaleOptimizer) -> None:
+        self.optimizer = optimizer
+        self._is_requested = _counter("capture_requested")
+        self._step, self._batch_size = _counter("captured_step"), _counter("captured_batch_size")
+        self._loss_scale = keras.Variable(
+            "zeros", (), "float32", trainable=False, autocast=False, name="captured_scale"
+        )
+        self._structure: Any = None
+        self._variables: list[tf.Variable] = []
+
+    def request(self) -> None:
+        """Captures the batch of the next step."""
+        self._is_requested.assign(1)
+
+    def prepare(self, batch_spec: Any, is_xla: bool) -> None:
+        """Creates the variables for batches of this structure, which may be `tf.TensorSpec`s or tensors."""
+        specs = keras.tree.flatten(batch_spec)
+        if all(_is_capturable(spec, is_xla) for spec in specs):
+            self._create_variables(specs, is_xla)
+
+    @contextlib.contextmanager
+    def watch(self, data: Any) -> Iterator[None]:
+        """Adds the branch after the training step that runs in this context.
+
+        Args:
+            data: The batch, as passed to `train_step`.
+        """
+        loss_scale = ops.copy(self.optimizer.scale_variable) if self.optimizer.built else None
+        yield
+        parts = data if isinstance(data, tuple) else (data,)
+        tensors = keras.tree.flatten(parts)
+        is_xla = xla.is_tracing()
+        if not all(_is_capturable(tensor, is_xla) for tensor in tensors):
+            return
+        with tf.init_scope():
+            self._create_variables(tensors, is_xla)
+        self._structure = parts
+        counters = self.optimizer.counters.values()
+        ops.cond(
+            self._is_requested.value + counters.overflows_in_a_row > 0,
+            outlined(lambda: self._capture(tensors, loss_scale)),
+            lambda: None,
+        )
+
+    def read(self) -> CapturedBatch | None:
+        """Returns the batch that was captured last, or `None` without one since `forget`."""
+        step, batch_size = int(self._step.numpy()), int(self._batch_size.numpy())
+        if not step:
+            return None
+        count = min(batch_size, MOST_EXAMPLES)
+        tensors = [tf.identity(variable[:count]) for variable in self._variables]
+        batch = keras.tree.pack_sequence_as(self._structure, tensors)
+        return CapturedBatch(batch, batch_size, step, float(self._loss_scale.numpy()))
+
+    def forget(self) -> None:
+        """Forgets the batch, and frees its memory where variables may change their shape."""
+        self._step.assign(0)
+        self._is_requested.assign(0)
+        for variable in self._variables:
+            if variable.shape.rank and variable.shape[0] is None:
+                variable.assign(tf.zeros([0, *(size or 0 for size in variable.shape[1:])], variable.dtype))
+
+    def _create_variables(self, tensors: Sequence[tf.Tensor | tf.TensorSpec], is_xla: bool) -> None:
+        size = MOST_EXAMPLES if is_xla else None  # XLA needs static shapes: there a smaller batch is padded
+        specs = [(tensor.dtype, tf.TensorShape([size, *tensor.shape[1:]])) for tensor in tensors]
+        if specs != [(variable.dtype, variable.shape) for variable in self._variables]:
+            self._variables = [
+                tf.Variable(tf.zeros([rows or 0 for rows in shape], dtype), trainable=False, shape=shape)
+                for dtype, shape in specs
+            ]
+
+    def _capture(self, tensors: list[tf.Tensor], loss_scale: tf.Tensor | None) -> None:
+        chosen = tf.argsort(_suspicion(tensors), direction="DESCENDING", stable=True)[:MOST_EXAMPLES]
+        for variable, tensor in zip(self._variables, tensors, strict=True):
+            rows = tf.gather(tensor, chosen)
+            if variable.shape[0] is not None:
+                missing = MOST_EXAMPLES - tf.shape(rows)[0]
+                rows = tf.pad(rows, [[0, missing], *[[0, 0]] * (len(rows.shape) - 1)])
+                rows = tf.ensure_shape(rows, variable.shape)
+            variable.assign(rows)
+        self._batch_size.assign(tf.shape(tensors[0], tf.int64)[0])
+        self._loss_scale.assign(self.optimizer.scale_variable if loss_scale is None else loss_scale)
+        self._step.assign(self.optimizer.counters.values().steps)
+        self._is_requested.assign(0)
+
+
+def _suspicion(tensors: list[tf.Tensor]) -> tf.Tensor:
+    """Returns for each example how many elements are NaN, infinite, beyond float16's maximum or negative integers."""
+
+    def count(tensor: tf.Tensor) -> tf.Tensor:
+        if tensor.dtype.is_floating:
+            # TensorFlow optimizes the negation of a comparison as if no number were NaN.
+            is_large = tf.abs(tensor) > tf.cast(FLOAT16.max, tensor.dtype)
+            is_suspicious = tf.logical_or(is_large, tf.math.is_nan(tensor))
+        else:
+            is_suspicious = tensor < 0
+        return tf.math.count_nonzero(is_suspicious, list(range(1, len(tensor.shape))), dtype=tf.float32)
+
+    return tf.add_n([count(tensor) for tensor in tensors])
+
+
+def _is_capturable(tensor: Any, is_xla: bool) -> bool:
+    if not isinstance(tensor, tf.Tensor | tf.TensorSpec) or not tensor.shape.rank:
+        return False
+    is_static = None not in tensor.shape[1:]
+    return (is_static or not is_xla) and (tensor.dtype.is_floating or tensor.dtype.is_integer)
+
+
+def _counter(name: str) -> keras.Variable:
+    return keras.Variable("zeros", shape=(), dtype="int64", trainable=False, autocast=False, name=name)

@@ -1,0 +1,211 @@
+"""Replays one training batch in the precision of the model and in float32, to find what float16 loses."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kmp.backend import layers_by_path, state_restored
+from kmp.records import BATCH_PARTS, BATCH_X, GradientSample, InvalidTargets, Replay
+from kmp.replay.eager_pass import PassResult, as_array, run_pass
+from kmp.utils import FLOAT16, FLOAT32
+
+_MOST_LAYERS = 12  # to compute in float32
+_MOST_NAMED = 100
+_SPARE_BITS = 2  # below an overflow in the backward pass
+
+
+def replay(
+    model: keras.Model,
+    batch: Sequence[Any],
+    variables: Mapping[str, Any],
+    *,
+    step: int,
+    loss_scale: float,
+    batch_size: int | None = None,
+) -> tuple[Replay, GradientSample | None]:
+    """Replays a batch, and restores the model.
+
+    Args:
+        model: A compiled and built model.
+        batch: `(x, y)` or `(x, y, sample_weight)`.
+        variables: The variables to measure, by path, ordered from the input to the loss.
+        step: The training step of the batch.
+        loss_scale: The loss scale in use.
+        batch_size: The number of examples in a training batch, if `batch` has only some of them: the gradients of a
+            mean over fewer examples are larger.
+
+    Returns:
+        What the passes showed, and the gradients in float32, or `None` if invalid targets make the loss fail.
+    """
+    examples = len(keras.tree.flatten(batch[0])[0])
+    part = examples / (batch_size or examples)
+    tensors = list(variables.values())
+
+    def run(**options: Any) -> PassResult:
+        return run_pass(model, batch, tensors, **{"factor": loss_scale * part, **options})
+
+    nonfinite_part, nonfinite_key, is_part_finite = _nonfinite_part(batch)
+    invalid = invalid_targets(model, batch)
+    exact = None
+    try:
+        exact = run(factor=1.0, float32_layers=[model])
+    except tf.errors.InvalidArgumentError:
+        if invalid is None:
+            raise
+    if exact is None or (invalid and not exact.is_finite and nonfinite_part is None):
+        return Replay(examples, loss_scale, None, None, False, False, invalid_targets=invalid), None
+    own = run()
+    watched = own
+    lost_constants: dict[str, list[float]] = {}
+    if not own.is_finite:
+        watched = watched_exact = run(factor=1.0, float32_layers=[model], watch=True)
+        if exact.is_finite:
+            watched = run(watch=True)
+        places = {found.place for found in watched.nonfinite.found}
+        constants = watched_exact.nonfinite.lost_constants
+        lost_constants = {place: constants[place] for place in constants if place in places}
+    gradients = list(zip(variables, own.gradients, exact.gradients, strict=True))
+    flushed = {path: _flushed_share(half, single) for path, half, single in gradients}
+    usable = _usable_scale(exact)
+    float32_layers: list[str] | None = []
+    if exact.is_finite and not own.is_finite:
+        factor = max(1.0, min(usable or 1.0, loss_scale)) * part
+        float32_layers = _Float32Layers(model, lambda **options: run(factor=factor, **options)).find()
+    result = Replay(
+        examples=examples,
+        loss_scale=loss_scale,
+        loss=_finite(own.loss),
+        float32_loss=_finite(exact.loss),
+        is_finite=own.is_finite,
+        is_finite_in_float32=exact.is_finite,
+        usable_scale=None if usable is None else usable / part,
+        nonfinite=list(watched.nonfinite.found),
+        lost_constants=lost_constants,
+        nonfinite_outputs=list(watched.marks.nonfinite)[:_MOST_NAMED],
+        nonfinite_variables=[path for path, variable in variables.items() if not np.isfinite(variable).all()][
+            :_MOST_NAMED
+        ],
+        nonfinite_part=nonfinite_part,
+        nonfinite_key=nonfinite_key,
+        is_part_finite=is_part_finite,
+        float32_layers=float32_layers,
+        largest_activation_gradient=_largest(exact.marks.activation_gradients, except_for=model.name),
+        flushed={path: share for path, share in flushed.items() if share},
+        zero=[path for path, _, single in gradients if single is None or not as_array(single).any()],
+    )
+    return result, exact.sample(variables, step)
+
+
+def _finite(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None
+
+
+def _largest(gradients: Mapping[str, float], except_for: str) -> tuple[str, float] | None:
+    finite = {path: value for path, value in gradients.items() if math.isfinite(value) and path != except_for}
+    return max(finite.items(), key=itemgetter(1)) if finite else None
+
+
+def _usable_scale(exact: PassResult) -> float | None:
+    """Returns the largest power of two times which no gradient comes near float16's maximum."""
+    magnitudes = [float(np.max(np.abs(array), initial=0.0)) for array in exact.arrays()]
+    largest = max((*magnitudes, *exact.marks.activation_gradients.values()), default=0.0)
+    if not largest or not math.isfinite(largest):
+        return None
+    return 2.0 ** (math.floor(math.log2(FLOAT16.max / largest)) - _SPARE_BITS)
+
+
+class _Float32Layers:
+    """Searches the layers that have to compute in float32.
+
+    Args:
+        model: The model.
+        run: Runs a pass with the options of `run_pass`.
+    """
+
+    def __init__(self, model: keras.Model, run: Callable[..., PassResult]) -> None:
+        self._model, self._run_pass = model, run
+        self._layers = layers_by_path(model)
+
+    def find(self) -> list[str] | None:
+        """Returns layers with which loss and gradients are finite, none of them needless; `None` if none were found."""
+        chosen: list[str] = []
+        while not (result := self._run(chosen, watch=True)).is_finite:
+            new = next((path for path in self._candidates(result) if path not in chosen), None)
+            if new is None or len(chosen) == _MOST_LAYERS:
+                return None
+            chosen.append(new)
+        for path in tuple(chosen):
+            rest = [other for other in chosen if other != path]
+            if self._run(rest).is_finite:
+                chosen = rest
+        return chosen
+
+    def _run(self, paths: Sequence[str], watch: bool = False) -> PassResult:
+        return self._run_pass(float32_layers=[self._layers[path] for path in paths], watch=watch)
+
+    def _candidates(self, result: PassResult) -> Iterator[str]:
+        """Yields the layers that may have to compute in float32 against the NaN and Inf of a pass.
+
+        A cast between two layers belongs to neither: in the forward pass it is of the layer that is called next, in the
+        backward pass of the one that was called before.
+        """
+        paths = [path for path in result.marks.called if path in self._layers]
+        index_of = {path: index for index, path in enumerate(paths)}
+        for found, done in zip(result.nonfinite.found, result.nonfinite.layers_done, strict=True):
+            index = index_of.get(found.place, len(paths))
+            neighbor = index - 1 if found.is_backward else min(done, len(paths) - 1)
+            yield from (paths[at] for at in (index, neighbor) if 0 <= at < len(paths))
+
+
+def _flushed_share(own: Any, exact: Any) -> float:
+    """Returns the share of elements that are zero in the model's precision only."""
+    if own is None or exact is None:
+        return 0.0
+    flushed = (as_array(own) == 0) & (as_array(exact) != 0)
+    return float(flushed.mean()) if flushed.size else 0.0
+
+
+def _nonfinite_part(batch: Sequence[Any]) -> tuple[str | None, str, bool]:
+    """Returns the part of a batch, and the key in it, with NaN or Inf, or with inputs that overflow float16.
+
+    And whether it has only the latter.
+    """
+    for name, part in zip(BATCH_PARTS, batch, strict=False):
+        largest = FLOAT16.max if name == BATCH_X else FLOAT32.max
+        for key, tensors in _by_key(part):
+            for values in map(np.asarray, keras.tree.flatten(tensors)):
+                if values.dtype.kind == "f" and not (np.abs(values) <= largest).all():
+                    return name, key, bool(np.isfinite(values).all())
+    return None, "", False
+
+
+def _by_key(part: Any) -> list[tuple[str, Any]]:
+    """Returns the values of a dictionary or sequence of tensors, each with its index as Python source."""
+    if isinstance(part, Mapping):
+        return [(f"[{key!r}]", part[key]) for key in sorted(part)]
+    if isinstance(part, list | tuple):
+        return [(f"[{index}]", value) for index, value in enumerate(part)]
+    return [("", part)]
+
+
+def invalid_targets(model: keras.Model, batch: Sequence[Any]) -> InvalidTargets | None:
+    """Returns the targets of the first output for which they are not all indices of a class."""
+    if len(batch) < 2:
+        return None
+    with state_restored(model):
+        outputs = dict(_by_key(model(batch[0], training=False)))
+    targets = _by_key(batch[1])
+    for index, (key, output) in enumerate(outputs.items()):
+        target = dict(targets).get(key, targets[index][1] if index < len(targets) else None)
+        values, shape = np.asarray(target), tuple(getattr(output, "shape", ()))
+        if len(shape) < 2 or shape[-1] == 1 or values.dtype.kind not in "iuf" or values.size != math.prod(shape[:-1]):
+            continue
+        low, high = float(np.min(values, initial=0.0)), float(np.max(values, initial=0.0))
+        if np.all(values == np.floor(values)) and (low < 0 or high >= shape[-1]):
+            return InvalidTargets(int(np.min(values)), int(np.max(values)), shape[-1], index, key * (len(targets) > 1))
+    return None

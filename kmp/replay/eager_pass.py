@@ -1,0 +1,152 @@
+"""One eager forward and backward pass over a batch, after which the model is as it was."""
+
+import contextlib
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kmp.backend import state_restored, sublayers, watching_operations
+from kmp.gradients import tensor_statistics
+from kmp.records import GradientSample
+from kmp.replay.layer_marks import LayerMarks
+from kmp.replay.nonfinite_operations import NonfiniteOperations
+from kmp.utils import FLOAT32
+
+
+class PassResult(NamedTuple):
+    """The result of `run_pass`.
+
+    Attributes:
+        loss: The loss, not multiplied by `factor`.
+        outputs: The outputs of the model.
+        gradients: The gradient of each variable, a tensor, `tf.IndexedSlices` or `None`.
+        marks: The layers of the pass and the gradients of their outputs.
+        nonfinite: The operations that returned NaN or Inf, if they were watched.
+    """
+
+    loss: float
+    outputs: Any
+    gradients: list[Any]
+    marks: LayerMarks
+    nonfinite: NonfiniteOperations
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and all gradients are finite."""
+        return bool(np.isfinite(self.loss)) and all(np.isfinite(array).all() for array in self.arrays())
+
+    def arrays(self) -> Iterator[np.ndarray]:
+        """Returns the gradients that are not `None` as float32 arrays, those of embeddings dense."""
+        return (as_array(gradient) for gradient in self.gradients if gradient is not None)
+
+    def sample(self, names: Iterable[str], step: int, loss_scale: float = 1.0) -> GradientSample:
+        """Returns the statistics of the gradients, without those of updates."""
+        names = tuple(names)
+        statistics = tensor_statistics.gradient_statistics(self.gradients)
+        not_measured, no_updates = np.full(len(names), np.nan), np.zeros(len(names), np.int64)
+        return GradientSample(
+            step,
+            loss_scale,
+            names,
+            statistics.counts.numpy(),
+            amax=statistics.amax.numpy().astype(np.float64),
+            norm=np.sqrt(statistics.square_sum.numpy()),
+            weight_norm=not_measured,
+            update_norm=not_measured,
+            updates=no_updates,
+            lost_updates=no_updates,
+        )
+
+
+def run_pass(
+    model: keras.Model,
+    batch: Sequence[Any],
+    variables: Iterable[Any],
+    *,
+    factor: float = 1.0,
+    float32_layers: Iterable[keras.Layer] = (),
+    watch: bool = False,
+) -> PassResult:
+    """Runs a forward pass with the compiled loss, and the backward pass.
+
+    Restores the model's policies, weights, moving statistics, RNN states, seeds and metrics.
+
+    Args:
+        model: A compiled and built model.
+        batch: `(x, y)` or `(x, y, sample_weight)`.
+        variables: The variables of the gradients.
+        factor: What the loss is multiplied by before the backward pass, in float32.
+        float32_layers: The layers that compute in float32, with their sublayers.
+        watch: Whether to look for the operations that return NaN or Inf, which takes a few times as long.
+    """
+    marks = LayerMarks()
+    found = NonfiniteOperations(marks)
+    tensors = [getattr(variable, "value", variable) for variable in variables]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(state_restored(model))
+        stack.enter_context(_computing_in_float32(float32_layers))
+        stack.enter_context(_without_tensor_float_32())
+        stack.enter_context(marks.on(model))
+        if watch:
+            stack.enter_context(watching_operations(found.observe))
+        with tf.GradientTape() as tape:
+            outputs, loss = forward_pass(model, batch)
+            scaled = tf.cast(loss, tf.float32) * factor
+        found.is_backward = True
+        gradients = tape.gradient(scaled, tensors)
+    return PassResult(float(loss), outputs, gradients, marks, found)
+
+
+def forward_pass(model: keras.Model, batch: Sequence[Any]) -> tuple[Any, Any]:
+    """Returns the outputs of a compiled model, and its loss."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tuple(batch))
+    outputs = model(x, training=True)
+    takes_training = "training" in inspect.signature(model.compute_loss).parameters  # since Keras 3.5
+    training = {"training": True} if takes_training else {}
+    return outputs, model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, **training)
+
+
+def as_array(gradient: Any) -> np.ndarray:
+    """Returns a gradient as a float32 array, that of an embedding dense."""
+    return np.asarray(tf.convert_to_tensor(gradient)).astype(np.float32)
+
+
+@contextlib.contextmanager
+def _without_tensor_float_32() -> Iterator[None]:
+    """Disables TF32, TensorFlow's default on a GPU, which rounds the operands of products to 11 significant bits."""
+    was_enabled = tf.config.experimental.tensor_float_32_execution_enabled()
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        yield
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(was_enabled)
+
+
+class _ComputeInFloat32(keras.DTypePolicy):
+    """Computes in float32 with variables of any dtype, which Keras casts if the two differ."""
+
+    def __init__(self, variable_dtype: str) -> None:
+        super().__init__(FLOAT32.name)
+        self._own_variable_dtype = variable_dtype
+
+    @property
+    def variable_dtype(self) -> str:
+        return self._own_variable_dtype
+
+
+@contextlib.contextmanager
+def _computing_in_float32(layers: Iterable[keras.Layer]) -> Iterator[None]:
+    every = {id(inner): inner for layer in layers for inner in sublayers(layer)}.values()
+    changed = [layer for layer in every if layer.compute_dtype != FLOAT32.name]
+    policies = [layer.dtype_policy for layer in changed]
+    try:
+        for layer in changed:
+            layer.dtype_policy = _ComputeInFloat32(layer.variable_dtype)
+        yield
+    finally:
+        for layer, policy in zip(changed, policies, strict=True):
+            layer.dtype_policy = policy

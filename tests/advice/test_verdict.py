@@ -1,0 +1,65 @@
+"""Verdicts of hand-written records: what they exclude, and what they leave unknown."""
+
+import pytest
+
+import kmp
+from kmp.advice.verdict import EXCLUSIONS
+from kmp.records import Replay, Run
+
+GOOD = "float16 does not hurt the gradients and updates of this run: "
+DOUBT = "No sign that float16 hurts this run: "
+SETTINGS = {"rule": "DynamicScale", "initial_scale": 2.0**15, "growth_interval": 2000, "compute_dtypes": ["float16"]}
+
+
+def row(step, zeros=0, **values):
+    counts = {"zero": zeros, "inf": 0, "nan": 0, "first": -6, "counts": [100], "amax": 2.0**-6, "norm": 1.0}
+    sample = {"loss_scale": 2.0**15, "variables": {"net/kernel": counts}}
+    return {"step": step, "loss_scale": 2.0**15, "overflow_count": 0, "last_loss": 1.0, "sample": sample} | values
+
+
+def verdict_of(*rows, **settings):
+    return kmp.advise(Run(list(rows), {"settings": SETTINGS | settings})).verdict
+
+
+def test_verdict_is_good_if_everything_is_excluded():
+    verdict = verdict_of(row(1), row(50), row(100))
+    assert verdict.startswith(GOOD)
+    assert verdict.endswith("in 3 samples. Rounding in the forward pass is not measured.")
+
+
+@pytest.mark.parametrize("steps", [(1, 100), (1, 2, 3)])
+def test_few_or_early_samples_are_not_enough(steps):
+    verdict = verdict_of(*map(row, steps), {"step": 200, "overflow_count": 0, "last_loss": 1.0})
+    assert verdict.startswith(DOUBT)
+    assert "Unknown: the gradients of the whole run" in verdict
+    assert "to find out: a smaller every_n_steps in kmp.callbacks.defaults()." in verdict
+
+
+def test_zeros_without_a_reference_are_unknown():
+    verdict = verdict_of(*(row(step, zeros=100) for step in (1, 50, 100)))
+    assert verdict.startswith(DOUBT)
+    assert "50.0% are exactly zero" in verdict
+    assert "Unknown: whether float16 flushed the gradient elements that are exactly zero; to find out: " in verdict
+    assert "no batch was replayed, as always with a custom training step" in verdict
+
+
+def test_zeros_that_are_zero_in_float32_too_are_known():
+    replay = Replay(32, 2.0**15, 1.0, 1.0, True, True, zero=["net/kernel"])
+    reference = {"loss_scale": 1.0, "variables": row(1, zeros=100)["sample"]["variables"]}
+    first = row(1, zeros=100) | {"replay": replay, "reference": reference}
+    assert verdict_of(first, row(50, zeros=100), row(100, zeros=100)).startswith(GOOD)
+
+
+def test_weights_in_float16_need_a_measured_update():
+    verdict = verdict_of(row(1), row(50), row(100), variable_dtypes=["float16"])
+    assert "Unknown: whether updates change weights in float16" in verdict
+
+
+def test_skipped_steps_after_the_first_ones_leave_their_reason_unknown():
+    rows = [row(1, overflows_in_a_row=0), row(50), row(100, overflow_count=9)]
+    assert "Unknown: why steps overflow" in verdict_of(*rows)
+
+
+def test_exclusions_name_causes_of_findings():
+    causes = {cause for exclusion in EXCLUSIONS for cause in exclusion.causes}
+    assert all(f'`"{cause}"`' in kmp.advice.Finding.__doc__ for cause in causes)

@@ -1,0 +1,119 @@
+import keras
+import numpy as np
+import pytest
+from conftest import compiled_model, fit, values
+from keras import ops
+
+import kmp
+
+
+class Cube(keras.layers.Layer):
+    def call(self, x):
+        return x * x * x
+
+
+def overflowing_model(**options):
+    with kmp.enable():
+        layers = [keras.layers.Dense(4, kernel_initializer="ones"), Cube(name="cube")]
+        model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1, dtype="float32")])
+        model.compile("sgd", "mse", **options)
+    return model
+
+
+def train(model, callbacks, x=12.0, epochs=3):
+    inputs = np.full((32, 4), x, "float32")
+    return model.fit(inputs, np.zeros((32, 1)), batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks)
+
+
+def test_skipped_steps_are_replayed_and_logged(tmp_path):
+    callbacks = kmp.callbacks.defaults(tmp_path, every_n_steps=2, on_stuck="ignore")
+    train(overflowing_model(), callbacks)
+    for run in (callbacks[0].run, kmp.load_run(tmp_path)):
+        step, replay = run.replays[-1]
+        assert 1 <= step <= 12
+        assert (replay.is_finite, replay.is_finite_in_float32, replay.examples) == (False, True, 8)
+        assert "cube" in replay.nonfinite[0].place
+        assert "cube" in kmp.advise(run)[0].change
+    assert kmp.load_run(tmp_path).replays == callbacks[0].run.replays
+
+
+def test_reason_of_a_stuck_training_is_that_of_the_advice():
+    callbacks = kmp.callbacks.defaults(every_n_steps=100)
+    callbacks[-1].every_n_steps = 6
+    with pytest.raises(kmp.callbacks.StuckError, match="Cause: The output of layer 'cube' overflows") as error:
+        train(overflowing_model(), callbacks)
+    assert str(kmp.advise(callbacks[0].run)[0]).splitlines()[-1] in str(error.value)
+
+
+def test_healthy_training_has_at_most_one_replay_and_the_same_weights(enabled):
+    weights = []
+    for reference in (None, "auto"):
+        keras.utils.set_random_seed(0)
+        model = compiled_model()
+        callbacks = kmp.callbacks.defaults(every_n_steps=2, reference=reference)
+        fit(model, callbacks, epochs=3)
+        assert len(callbacks[0].run.replays) <= (reference is not None)
+        weights.append([*values(model.weights), keras.random.normal((2,))])
+    for without, with_replay in zip(*weights, strict=True):
+        np.testing.assert_array_equal(without, with_replay)
+
+
+def test_zero_gradients_are_replayed_in_float32():
+    with kmp.enable(loss_scale=2.0**-10):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, kernel_initializer="ones"), Mean()])
+        model.compile("sgd", "mse")
+    callbacks = kmp.callbacks.defaults()
+    train(model, callbacks, x=0.01)
+    (step, replay), *_ = callbacks[0].run.replays
+    assert step == 1
+    assert set(replay.flushed.values()) == {1.0}
+    assert kmp.advise(callbacks[0].run)[0].cause == "scale_too_small"
+
+
+class Mean(keras.layers.Layer):
+    def call(self, x):
+        return ops.mean(x, -1, keepdims=True) * ops.cast(1e-3, x.dtype)
+
+
+def test_own_training_step_is_not_replayed():
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return super().train_step(data)
+
+    with kmp.enable():
+        model = Own([keras.Input((4,)), Cube(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    callbacks = kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore")
+    train(model, callbacks, x=100.0)
+    assert callbacks[0].run.replays == []
+    assert callbacks[0].run.settings["train_step"] == "custom"
+
+
+def test_replay_that_fails_does_not_stop_the_training(caplog):
+    class OnlyInGraphs(keras.layers.Layer):
+        def call(self, x):
+            assert not hasattr(x, "numpy"), "not eagerly"
+            return x * x * x
+
+    with kmp.enable():
+        model = keras.Sequential([keras.Input((4,)), OnlyInGraphs(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=False)
+    callbacks = kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore")
+    with caplog.at_level("INFO", "kmp"):
+        train(model, callbacks, x=100.0)
+    assert "could not replay a batch" in caplog.text
+    assert callbacks[0].run.replays == []
+
+
+def test_second_fit_does_not_trace_again(enabled):
+    model, callbacks = compiled_model(), kmp.callbacks.defaults()
+    fit(model, callbacks)
+    traced = model.train_function
+    fit(model, callbacks)
+    assert model.train_function is traced
+
+
+@pytest.mark.parametrize("reference", [1, "batch", (1,)])
+def test_reference_of_another_kind_is_an_error(reference):
+    with pytest.raises(TypeError, match="`reference` must be"):
+        kmp.callbacks.defaults(reference=reference)

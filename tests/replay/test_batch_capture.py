@@ -1,0 +1,83 @@
+import keras
+import numpy as np
+import pytest
+from conftest import MODES
+
+import kmp
+from kmp.policy import guarded_training
+from kmp.replay import BatchCapture
+
+
+def captured_model(mode, **options):
+    with kmp.enable(**options):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", **MODES[mode])
+    guarded_training.install(model)
+    capture = BatchCapture(model.optimizer)
+    guarded_training.probes_of(model).append(capture)
+    return model, capture
+
+
+def fit(model, x, **options):
+    model.fit(x, np.zeros((len(x), 1)), verbose=0, shuffle=False, **{"batch_size": 8} | options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_requested_batch_and_skipped_batches_are_captured(mode):
+    model, capture = captured_model(mode)
+    x = np.linspace(-1, 1, 60, dtype="float32").reshape(20, 3)
+    assert capture.read() is None
+    capture.request()
+    fit(model, x)
+    first = capture.read()
+    np.testing.assert_array_equal(first.batch[0], x[:8])
+    assert (first.batch_size, first.step, len(first.batch)) == (8, 1, 2)
+    x[18, 1] = np.nan
+    fit(model, x)
+    skipped = capture.read()
+    assert (skipped.batch_size, skipped.step) == (4, 6)
+    np.testing.assert_array_equal(skipped.batch[0], x[[18, 16, 17, 19]])  # the suspicious example comes first
+    capture.forget()
+    assert capture.read() is None
+
+
+def test_first_examples_of_a_large_batch_are_captured():
+    model, capture = captured_model("graph")
+    x = np.arange(300, dtype="float32").reshape(100, 3)
+    x[77] = np.inf
+    fit(model, x, batch_size=100)
+    batch = capture.read()
+    assert (batch.batch[0].shape, batch.batch_size) == ((32, 3), 100)
+    assert np.isinf(batch.batch[0][0]).all()
+
+
+def test_batch_of_several_arrays_is_captured():
+    with kmp.enable():
+        inputs = {"a": keras.Input((3,), name="a"), "b": keras.Input((), dtype="int32", name="b")}
+        outputs = keras.layers.Dense(1, dtype="float32")(inputs["a"])
+        model = keras.Model(inputs, [outputs, keras.layers.Embedding(5, 1)(inputs["b"])])
+        model.compile("sgd", ["mse", "mse"])
+    guarded_training.install(model)
+    capture = BatchCapture(model.optimizer)
+    guarded_training.probes_of(model).append(capture)
+    capture.request()
+    x, y = {"a": np.ones((4, 3)), "b": np.arange(4)}, [np.ones((4, 1)), np.zeros((4, 1))]
+    model.fit(x, y, sample_weight=np.ones(4), verbose=0)
+    batch = capture.read().batch
+    assert {name: tuple(tensor.shape) for name, tensor in batch[0].items()} == {"a": (4, 3), "b": (4,)}
+    assert len(batch) == 3
+
+
+def test_model_is_trained_as_without_the_capture():
+    weights = []
+    for is_captured in (False, True):
+        keras.utils.set_random_seed(0)
+        model, capture = captured_model("graph")
+        if is_captured:
+            capture.request()
+        else:
+            guarded_training.probes_of(model).clear()
+        fit(model, np.linspace(-1, 1, 60, dtype="float32").reshape(20, 3))
+        weights.append(model.get_weights())
+    for without, with_capture in zip(*weights, strict=True):
+        np.testing.assert_array_equal(without, with_capture)

@@ -1,0 +1,207 @@
+import keras
+import numpy as np
+import pytest
+from conftest import values
+from keras import ops
+
+import kmp
+from kmp.records import LOSS_FUNCTION, InvalidTargets
+from kmp.replay import replay
+
+pytestmark = pytest.mark.usefixtures("enabled")
+ROWS = 8
+
+
+class Mask(keras.layers.Layer):
+    """Masks half of its inputs with a constant that is infinite in float16."""
+
+    def call(self, x):
+        kept = ops.cast(ops.arange(x.shape[-1]) < 2, x.dtype)
+        return ops.softmax(x + (1.0 - kept) * ops.cast(-1e9, x.dtype))
+
+
+class InfiniteMask(Mask):
+    def call(self, x):
+        kept = ops.cast(ops.arange(x.shape[-1]) < 2, x.dtype)
+        return ops.softmax(x + (1.0 - kept) * ops.convert_to_tensor(-np.inf, x.dtype))
+
+
+class Normalize(keras.layers.Layer):
+    def call(self, x):
+        return x * ops.rsqrt(ops.mean(ops.square(x), -1, keepdims=True) + 1e-12)
+
+
+class Cube(keras.layers.Layer):
+    def call(self, x):
+        return x * x * x
+
+
+class Penalty(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(ops.sum(ops.square(x * 30)))
+        return x
+
+
+class LogOfSoftmax(keras.layers.Layer):
+    def call(self, x):
+        return ops.log(ops.softmax(x * ops.cast(ops.arange(4) * 5, x.dtype)))
+
+
+def model_of(*layers, loss="mse", outputs=1, **options):
+    with kmp.enable():
+        dense = keras.layers.Dense(4, kernel_initializer="ones", name="first")
+        head = keras.layers.Dense(outputs, kernel_initializer="ones", dtype="float32", name="head")
+        model = keras.Sequential([keras.Input((4,)), dense, *layers, head])
+        model.compile("sgd", loss, loss_weights=[1e-9], **options)
+    return model
+
+
+def replayed(model, x=None, y=None, loss_scale=8.0, **options):
+    x = np.linspace(0, 1, 4 * ROWS, dtype="float32").reshape(ROWS, 4) if x is None else x
+    y = np.zeros((len(x), 1), "float32") if y is None else y
+    variables = {variable.path: variable for variable in model.trainable_variables}
+    return replay(model, (x, y), variables, step=1, loss_scale=loss_scale, **options)[0]
+
+
+def named(paths):
+    return [path.rpartition("/")[2] for path in paths]
+
+
+def test_finite_batch_has_finite_passes():
+    result = replayed(model_of())
+    assert (result.is_finite, result.is_finite_in_float32, result.nonfinite, result.float32_layers) == (
+        *(True, True, [], []),
+    )
+    assert result.loss == pytest.approx(result.float32_loss, rel=1e-2)
+    assert (result.examples, result.flushed, result.zero) == (ROWS, {}, [])
+
+
+@pytest.mark.parametrize(
+    ("layer", "x", "operation", "layers"),
+    [
+        (Mask, None, "Cast", ["mask"]),
+        (Normalize, np.zeros((ROWS, 4), "float32"), "Rsqrt", ["normalize"]),
+        (Cube, np.full((ROWS, 4), 15.0, "float32"), "Mul", ["cube"]),
+        (LogOfSoftmax, None, "Log", ["log_of_softmax"]),
+    ],
+)
+def test_first_operation_with_nan_or_inf_and_the_layers_that_need_float32_are_found(layer, x, operation, layers):
+    keras.utils.clear_session()
+    result = replayed(model_of(layer()), x)
+    assert (result.is_finite, result.is_finite_in_float32) == (False, True)
+    assert result.nonfinite[0].operation == operation
+    assert named([result.nonfinite[0].place]) == layers
+    assert named(result.float32_layers) == layers
+    assert result.loss is None
+    assert np.isfinite(result.float32_loss)
+
+
+def test_infinite_constant_is_told_from_an_overflow():
+    assert replayed(model_of(InfiniteMask())).nonfinite[0].has_infinite_constant
+    overflow = replayed(model_of(Cube()), np.full((ROWS, 4), 15.0, "float32"))
+    assert (overflow.nonfinite[0].has_infinite_constant, overflow.lost_constants) == (False, {})
+
+
+@pytest.mark.parametrize(("layer", "value"), [(Mask, -1e9), (Normalize, 1e-12)])
+def test_constants_that_float16_loses_are_found_with_their_values(layer, value):
+    result = replayed(model_of(layer(name="lossy")), np.zeros((ROWS, 4), "float32"))
+    (constants,) = result.lost_constants.values()
+    assert (named(result.lost_constants), constants) == (["lossy"], [pytest.approx(value)])
+
+
+def test_added_loss_is_told_from_an_output():
+    result = replayed(model_of(Penalty(name="penalty")))
+    assert named([result.nonfinite[0].place]) == ["penalty"]
+    assert named(result.nonfinite_outputs) == []
+    assert named(result.float32_layers) == ["penalty"]
+
+
+def test_loss_that_is_computed_in_float16_is_found():
+    class OwnLoss(keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+            return ops.sum(ops.square(ops.cast(y_pred, "float16") * 300))
+
+    with kmp.enable():
+        model = OwnLoss([keras.Input((4,)), keras.layers.Dense(2, name="only", kernel_initializer="ones")])
+        model.compile("sgd")
+    result = replayed(model)
+    assert result.nonfinite[0].place == LOSS_FUNCTION
+    assert result.nonfinite[0].dtype == "float16"
+
+
+def test_chain_of_layers_that_overflow_is_found_as_a_whole():
+    dense = keras.layers.Dense
+    layers = [dense(4, kernel_initializer=keras.initializers.Constant(30.0), name=name) for name in "bcde"]
+    model = model_of(*layers)
+    model.compile("sgd", "mse", loss_weights=[1e-15])
+    assert named(replayed(model, np.ones((ROWS, 4), "float32")).float32_layers) == ["d", "e"]
+
+
+def test_flushed_gradients_are_told_from_zeros():
+    with kmp.enable():
+        inputs = keras.Input((4,))
+        alive = keras.layers.Dense(1, dtype="float32", name="alive")(inputs)
+        dead = keras.layers.Dense(4, activation="relu", kernel_initializer=keras.initializers.Constant(-1), name="dead")
+        small = keras.layers.Dense(1, name="small", kernel_initializer="ones")(dead(inputs))
+        tiny = keras.layers.Dense(1, name="tiny", kernel_initializer="ones")(inputs)
+        model = keras.Model(inputs, [alive, small, tiny])
+        model.compile("sgd", ["mse"] * 3, loss_weights=[1.0, 1.0, 1e-9])
+    x = np.ones((ROWS, 4), "float32")
+    y = [np.ones((ROWS, 1), "float32") for _ in range(3)]
+    result = replayed(model, x, y, loss_scale=1.0)
+    assert result.flushed == {"tiny/kernel": 1.0, "tiny/bias": 1.0}
+    assert result.zero == ["dead/kernel", "dead/bias", "small/kernel"]
+
+
+def test_invalid_targets_are_found_without_a_pass():
+    model = model_of(outputs=3, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    assert replayed(model, y=np.arange(ROWS) % 3).invalid_targets is None
+    assert replayed(model, y=np.arange(ROWS) % 4).invalid_targets == InvalidTargets(0, 3, 3)
+    assert replayed(model, y=np.arange(ROWS) % 3 - 1).invalid_targets == InvalidTargets(-1, 1, 3)
+
+
+@pytest.mark.parametrize(("value", "part"), [(np.nan, "the batch's x"), (7e4, "the batch's x"), (1.0, None)])
+def test_batch_with_nan_or_too_large_inputs_is_named(value, part):
+    x = np.ones((ROWS, 4), "float32")
+    x[3, 2] = value
+    assert replayed(model_of(), x).nonfinite_part == part
+
+
+def test_nan_in_a_variable_is_named():
+    model = model_of()
+    model.layers[0].bias.assign([0.0, np.nan, 0.0, 0.0])
+    result = replayed(model)
+    assert result.nonfinite_variables == [model.layers[0].bias.path]
+    assert not result.is_finite_in_float32
+
+
+def test_usable_scale_takes_the_size_of_the_training_batch_into_account():
+    whole, part = replayed(model_of()), replayed(model_of(), batch_size=4 * ROWS)
+    assert part.usable_scale == 4 * whole.usable_scale
+
+
+def test_model_with_float16_variables_is_replayed():
+    with kmp.enable("float16"):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    assert replayed(model).is_finite_in_float32
+
+
+def test_replay_restores_model_and_seeds():
+    class Noise(keras.layers.Layer):
+        def call(self, x):
+            return x + keras.random.normal(ops.shape(x), dtype=x.dtype)
+
+    keras.utils.set_random_seed(3)
+    model = model_of(keras.layers.Dropout(0.5), keras.layers.BatchNormalization(), Noise(), metrics=["mae"])
+    model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0)
+    before, policies = values(model.variables), [layer.dtype_policy for layer in model.layers]
+    keras.utils.set_random_seed(5)
+    expected = [keras.random.normal((3,)), np.random.rand()]
+    keras.utils.set_random_seed(5)
+    replayed(model)
+    np.testing.assert_array_equal(keras.random.normal((3,)), expected[0])
+    assert np.random.rand() == expected[1]
+    for old, new in zip(before, values(model.variables), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert [layer.dtype_policy for layer in model.layers] == policies
