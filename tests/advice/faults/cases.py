@@ -1,0 +1,79 @@
+"""The scripts with a planted fault, and what a diagnosis of each must say."""
+
+from typing import NamedTuple
+
+
+class Case(NamedTuple):
+    """What is wrong with a script.
+
+    Attributes:
+        cause: The category of the fault.
+        at: The name of the layer, output or argument, or the part of the batch, that a good diagnosis names; empty if
+            there is none.
+        sound: The lowest score of the script once the fault is fixed. The script as it stands scores clearly less, or
+            ends in a `StuckError`.
+    """
+
+    cause: str
+    at: str
+    sound: float
+
+
+CASES: dict[str, Case] = {
+    "fault_lost_updates_wide_dense": Case("lost_updates", "", 0.85),
+    "fault_lost_updates_embedding": Case("lost_updates", "", 0.85),
+    "fault_lost_updates_gru": Case("lost_updates", "", 0.85),
+    "fault_not_scaled_loop": Case("not_scaled", "scale_loss", 0.85),
+    "fault_not_scaled_train_step": Case("not_scaled", "scale_loss", 0.88),
+    "fault_optimizer_state_adam": Case("optimizer_state", "epsilon", 0.95),
+    "fault_optimizer_state_rmsprop": Case("optimizer_state", "epsilon", -0.03),
+    "fault_loss_overflow_activity": Case("loss_overflow", "activity_penalty", 0.86),
+    "fault_loss_overflow_compute_loss": Case("loss_overflow", "", 0.94),
+    "fault_loss_overflow_autoencoder": Case("loss_overflow", "reconstruction_loss", 0.95),
+    "fault_loss_overflow_prices": Case("loss_overflow", "", 0.94),
+    "fault_targets_unknown": Case("targets", "", 0.93),
+    "fault_targets_one_based": Case("targets", "", 0.95),
+    "fault_targets_missing": Case("targets", "humidity", -0.1),
+    "fault_branch_underflow_churn": Case("branch_underflow", "churn", 0.87),
+    "fault_backward_overflow_height": Case("backward_overflow", "relative_height", 0.93),
+    "fault_branch_underflow_sentiment": Case("branch_underflow", "sentiment", 0.88),
+    "fault_scale_too_small_autoencoder": Case("scale_too_small", "loss_scale", 0.95),
+    "fault_scale_too_small_lstm": Case("scale_too_small", "loss_scale", 0.93),
+    "fault_scale_too_large_conv": Case("scale_too_large", "loss_scale", 0.93),
+    "fault_scale_too_large_regression": Case("scale_too_large", "loss_scale", 0.93),
+    "fault_exploding_sgd": Case("exploding", "learning_rate", 0.9),
+    "fault_exploding_gru": Case("exploding", "learning_rate", 0.9),
+    "fault_exploding_attention": Case("exploding", "learning_rate", 0.9),
+    "fault_data_missing": Case("data", "batch's x", 0.9),
+    "fault_data_raw_units": Case("data", "batch's x", 0.93),
+    "fault_constant_mask": Case("constant", "masked_attention", 0.93),
+    "fault_constant_normalize": Case("constant", "standardize", 0.95),
+    "fault_constant_average": Case("constant", "masked_average", 0.9),
+    "fault_forward_overflow_cube": Case("forward_overflow", "polynomial", 0.94),
+    "fault_forward_overflow_depth": Case("forward_overflow", "project_3", 0.95),
+    "fault_forward_overflow_attention": Case("forward_overflow", "dot_attention", 0.93),
+    "fault_forward_underflow_softmax": Case("forward_underflow", "log_probabilities", 0.86),
+    "fault_backward_overflow_rms": Case("backward_overflow", "loudness", 0.95),
+}
+
+GOOD = "float16 does not hurt the gradients and updates of this run: "
+
+# The scripts without a fault, and how their verdicts start.
+HEALTHY: dict[str, str] = {
+    "healthy_autoencoder": GOOD,
+    "healthy_bfloat16": "0 of 256 steps were skipped. The run computed in bfloat16",
+    "healthy_clipped_lstm": GOOD,
+    "healthy_custom_loop": GOOD,
+    "healthy_dead_relu": GOOD,
+    "healthy_dropout_gru": GOOD,
+    "healthy_float32_attention": "0 of 192 steps were skipped. The run computed in float32",
+    "healthy_frozen_backbone": GOOD,
+    "healthy_label_smoothing": GOOD,
+    "healthy_large_initial_scale": GOOD,
+    "healthy_masked_attention": GOOD,
+    "healthy_small_learning_rate": GOOD,
+    "healthy_sparse_inputs": GOOD,
+    "healthy_train_step": GOOD,
+    "healthy_unused_head": GOOD,
+    "healthy_unused_rows": GOOD,
+}

@@ -1,0 +1,29 @@
+"""Diagnoses each script of the folder, and applies the change that is advised."""
+
+import pytest
+from cases import CASES, HEALTHY
+from programs import SCRIPTS, is_cured, is_named, outcome_of
+
+# A script with a fault may get a warning of it.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fault_is_diagnosed_and_cured(name, tmp_path):
+    case, outcome = CASES[name], outcome_of(name, tmp_path)
+    assert not is_cured(outcome.score, case.sound), "the script has no fault"
+    finding = outcome.advice.problems[0]
+    assert finding.cause == case.cause, str(outcome.advice)
+    assert is_named(case.at, finding), str(outcome.advice)
+    assert is_cured(outcome.cured_score, case.sound), f"{outcome.cured_score} with {finding.change}"
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_program_has_no_problem(name, tmp_path):
+    advice = outcome_of(name, tmp_path).advice
+    assert advice.problems == (), str(advice)
+    assert advice.verdict.startswith(HEALTHY[name]), advice.verdict
+
+
+def test_every_script_is_listed():
+    assert {path.stem for path in SCRIPTS.glob("*.py")} == {*CASES, *HEALTHY}
