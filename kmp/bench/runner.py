@@ -22,6 +22,7 @@ from kmp.bench import (
     fit_time,
     growth,
     optimizer_step,
+    replay_cost,
     resnet_bert,
     sampling_cost,
     small_models,
@@ -118,6 +119,10 @@ def _sampling(size: Size) -> Iterator[list[Measurement]]:
     yield from sampling_cost.measure_cost(size.sampled, size.side, size.repeats, size.first_calls)
 
 
+def _replay(size: Size) -> Iterator[list[Measurement]]:
+    yield from replay_cost.measure(size.model_size, size.turns, _run_in_subprocess)
+
+
 def _growth(size: Size) -> Iterator[list[Measurement]]:
     yield from growth.measure_variables(size.counts, size.repeats, size.turns)
     yield from growth.measure_replicas(size.replicas, size.repeats, _run_in_subprocess)
@@ -146,6 +151,7 @@ PARTS: dict[str, Callable[[Size], Iterator[list[Measurement]]]] = {
     "operations": _operations,
     "precision": _precision,
     "sampling": _sampling,
+    "replay": _replay,
     "growth": _growth,
     "resnet": functools.partial(_network, "ResNet-50"),
     "bert": functools.partial(_network, "BERT-base"),
@@ -159,7 +165,7 @@ def _memory_comparison(section: str, case: str, mode: str, calls: Mapping[str, s
 
 _IMPORTS = (
     "from dataclasses import asdict; from kmp.backend import tensorflow_internals; "
-    "from kmp.bench import fit_time, growth, optimizer_step, resnet_bert, small_models"
+    "from kmp.bench import fit_time, growth, optimizer_step, replay_cost, resnet_bert, small_models"
 )
 
 

@@ -8,7 +8,7 @@ import pytest
 from conftest import values
 from rich.console import Console
 
-from kmp.bench import fit_time, optimizer_step, resnet_bert, runner, sampling_cost, small_models
+from kmp.bench import fit_time, optimizer_step, replay_cost, resnet_bert, runner, sampling_cost, small_models
 from kmp.bench.optimizer_step import BARE, COMPILED, KERAS, MODES, OURS
 from kmp.bench.sizes import FULL, QUICK
 from kmp.bench.timing import Measurement
@@ -102,6 +102,15 @@ def test_sampling_is_measured_relative_to_steps_without_sampling(tiny):
         ("sampling: first call", "XLA"),
         ("sampling: step, on average", "XLA"),
     ]
+
+
+@pytest.mark.slow
+def test_replays_are_measured_relative_to_a_training_step(monkeypatch):
+    monkeypatch.setattr(replay_cost, "TASKS", {"MLP": small_models.TASKS["MLP"]})
+    time, memory = replay_cost.measure(1, 1, lambda call: 2.0 * eval(call))
+    assert [result.variant for result in time] == ["training step", "replay", "replay of an overflow"]
+    assert time[1].ratio > 1
+    assert [result.unit for result in memory] == ["B", "B"]
 
 
 def test_modes_and_batch_of_the_size_are_used(monkeypatch):
