@@ -102,3 +102,22 @@ def test_loop_trains_and_options_are_parsed(names):
     assert losses[-1] < losses[0]
     exec(options, names)
     assert kmp.wrap("sgd").rule.initial_scale == 128.0
+
+
+def test_loop_of_the_guide_logs_its_gradients(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    guide = (DOCS / "guide.md").read_text(encoding="utf-8")
+    (loop,) = (code for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "CallbackList" in code)
+    with kmp.enable():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="float32")])
+
+    def train_step(x, y):
+        with tf.GradientTape() as tape:
+            scaled_loss = model.optimizer.scale_loss(tf.reduce_mean(tf.square(model(x) - y)))
+        gradients = tape.gradient(scaled_loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    batches = [(np.ones((4, 2), "float32"), np.ones((4, 1), "float32"))] * 3
+    exec(loop, {"keras": keras, "kmp": kmp, "model": model, "epochs": 2, "batches": batches, "train_step": train_step})
+    run = kmp.load_run("run")
+    assert [sample.step for sample in run.samples] == [1, 4]
