@@ -100,11 +100,11 @@ def test_networks_have_the_parameters_of_resnet50_and_bert_base():
 
 def test_networks_are_default_parts_on_gpus_only(monkeypatch):
     list_devices = tf.config.list_physical_devices
-    for gpus, expected in (([], 7), (["GPU:0"], 9)):
+    for gpus, expected in (([], 8), (["GPU:0"], 10)):
         monkeypatch.setattr(
             tf.config,
             "list_physical_devices",
             lambda device_type=None, gpus=gpus: gpus if device_type == "GPU" else list_devices(device_type),
         )
         assert len(runner.parts_by_default(sizes.FULL)) == expected
-        assert len(runner.parts_by_default(sizes.QUICK)) == 7
+        assert len(runner.parts_by_default(sizes.QUICK)) == 8
