@@ -145,7 +145,7 @@ def forward(metrics: RunMetrics) -> Finding | None:
     if replay is None:
         return _not_replayed(metrics)
     if not replay.is_finite_in_float32:
-        return _nonfinitein_float32(metrics, replay)
+        return _nonfinite_in_float32(metrics, replay)
     first = _first_cause(replay)
     if first is None:
         return _not_replayed(metrics)
@@ -243,7 +243,7 @@ def _described(found: NonfiniteOperation, replay: Replay) -> tuple[str, str, str
     return "forward_overflow", f"The output of {where} overflows float16's maximum of 65504.", largest
 
 
-def _nonfinitein_float32(metrics: RunMetrics, replay: Replay) -> Finding:
+def _nonfinite_in_float32(metrics: RunMetrics, replay: Replay) -> Finding:
     if replay.nonfinite_variables:
         return Finding(
             "loss",

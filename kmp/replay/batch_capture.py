@@ -51,6 +51,7 @@ class BatchCapture:
         )
         self._structure: Any = None
         self._variables: list[tf.Variable] = []
+        self._dtypes: list[tf.DType] = []
 
     def request(self) -> None:
         """Captures the batch of the next step."""
@@ -59,7 +60,7 @@ class BatchCapture:
     def prepare(self, batch_spec: Any, is_xla: bool) -> None:
         """Creates the variables for batches of this structure, which may be `tf.TensorSpec`s or tensors."""
         specs = keras.tree.flatten(batch_spec)
-        if all(_is_capturable(spec, is_xla) for spec in specs):
+        if _are_capturable(specs, is_xla):
             self._create_variables(specs, is_xla)
 
     @contextlib.contextmanager
@@ -74,7 +75,7 @@ class BatchCapture:
         parts = data if isinstance(data, tuple) else (data,)
         tensors = keras.tree.flatten(parts)
         is_xla = xla.is_tracing()
-        if not all(_is_capturable(tensor, is_xla) for tensor in tensors):
+        if not _are_capturable(tensors, is_xla):
             return
         with tf.init_scope():
             self._create_variables(tensors, is_xla)
@@ -92,7 +93,9 @@ class BatchCapture:
         if not step:
             return None
         count = min(batch_size, MOST_EXAMPLES)
-        tensors = [tf.identity(variable[:count]) for variable in self._variables]
+        tensors = [
+            tf.cast(variable[:count], dtype) for variable, dtype in zip(self._variables, self._dtypes, strict=True)
+        ]
         batch = keras.tree.pack_sequence_as(self._structure, tensors)
         return CapturedBatch(batch, batch_size, step, float(self._loss_scale.numpy()))
 
@@ -106,7 +109,8 @@ class BatchCapture:
 
     def _create_variables(self, tensors: Sequence[tf.Tensor | tf.TensorSpec], is_xla: bool) -> None:
         size = MOST_EXAMPLES if is_xla else None  # XLA needs static shapes: there a smaller batch is padded
-        specs = [(tensor.dtype, tf.TensorShape([size, *tensor.shape[1:]])) for tensor in tensors]
+        self._dtypes = [tensor.dtype for tensor in tensors]
+        specs = [(_stored(tensor.dtype), tf.TensorShape([size, *tensor.shape[1:]])) for tensor in tensors]
         if specs != [(variable.dtype, variable.shape) for variable in self._variables]:
             self._variables = [
                 tf.Variable(tf.zeros([rows or 0 for rows in shape], dtype), trainable=False, shape=shape)
@@ -114,6 +118,9 @@ class BatchCapture:
             ]
 
     def _capture(self, tensors: list[tf.Tensor], loss_scale: tf.Tensor | None) -> None:
+        if len(tensors) > 1 and tensors[0].shape[0] is None:  # a batch of graphs has more edges than nodes
+            rows_of_all = tf.reduce_min(tf.stack([tf.shape(tensor)[0] for tensor in tensors]))
+            tensors = [tensor[:rows_of_all] for tensor in tensors]
         chosen = tf.argsort(_suspicion(tensors), direction="DESCENDING", stable=True)[:MOST_EXAMPLES]
         for variable, tensor in zip(self._variables, tensors, strict=True):
             rows = tf.gather(tensor, chosen)
@@ -121,7 +128,7 @@ class BatchCapture:
                 missing = MOST_EXAMPLES - tf.shape(rows)[0]
                 rows = tf.pad(rows, [[0, missing], *[[0, 0]] * (len(rows.shape) - 1)])
                 rows = tf.ensure_shape(rows, variable.shape)
-            variable.assign(rows)
+            variable.assign(tf.cast(rows, variable.dtype))
         self._batch_size.assign(tf.shape(tensors[0], tf.int64)[0])
         self._loss_scale.assign(self.optimizer.scale_variable if loss_scale is None else loss_scale)
         self._step.assign(self.optimizer.counters.values().steps)
@@ -141,6 +148,18 @@ def _suspicion(tensors: list[tf.Tensor]) -> tf.Tensor:
         return tf.math.count_nonzero(is_suspicious, list(range(1, len(tensor.shape))), dtype=tf.float32)
 
     return tf.add_n([count(tensor) for tensor in tensors])
+
+
+def _stored(dtype: tf.DType) -> tf.DType:
+    """Returns the dtype of the variable for a tensor: TensorFlow keeps int32 off the GPU, where XLA cannot read it."""
+    return tf.int64 if dtype == tf.int32 else dtype
+
+
+def _are_capturable(tensors: Sequence[Any], is_xla: bool) -> bool:
+    """Whether tensors can be captured, and are known to have the same number of examples."""
+    if not tensors or not all(_is_capturable(tensor, is_xla) for tensor in tensors):
+        return False
+    return len({tensor.shape[0] for tensor in tensors}) == 1
 
 
 def _is_capturable(tensor: Any, is_xla: bool) -> bool:

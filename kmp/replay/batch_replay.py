@@ -83,7 +83,7 @@ def replay(
         float32_loss=_finite(exact.loss),
         is_finite=own.is_finite,
         is_finite_in_float32=exact.is_finite,
-        usable_scale=None if usable is None else usable / part,
+        usable_scale=None if usable is None else min(usable / part, 2.0**FLOAT32.max_exponent),
         nonfinite=list(watched.nonfinite.found),
         lost_constants=lost_constants,
         nonfinite_outputs=list(watched.marks.nonfinite)[:_MOST_NAMED],

@@ -1,6 +1,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import MODES
 
 import kmp
@@ -81,3 +82,39 @@ def test_model_is_trained_as_without_the_capture():
         weights.append(model.get_weights())
     for without, with_capture in zip(*weights, strict=True):
         np.testing.assert_array_equal(without, with_capture)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_integers_are_captured_with_their_dtype(mode):
+    with kmp.enable():
+        head = keras.layers.Dense(1, dtype="float32")
+        model = keras.Sequential([keras.Input((), dtype="int32"), keras.layers.Embedding(5, 2), head])
+        model.compile("sgd", "mse", **MODES[mode])
+    guarded_training.install(model)
+    capture = BatchCapture(model.optimizer)
+    guarded_training.probes_of(model).append(capture)
+    capture.request()
+    fit(model, np.arange(8, dtype="int32") % 5)
+    batch = capture.read().batch
+    assert batch[0].dtype == "int32"
+    np.testing.assert_array_equal(batch[0], np.arange(8) % 5)
+
+
+def test_batch_whose_tensors_have_different_lengths_is_trained_and_not_captured():
+    class Graph(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1, dtype="float32")
+
+        def call(self, inputs):
+            return self.dense(inputs["nodes"]) + keras.ops.cast(keras.ops.mean(inputs["edges"]), "float32")
+
+    with kmp.enable():
+        model = Graph()
+        model.compile("sgd", "mse")
+    batch = ({"nodes": np.ones((4, 3), "float32"), "edges": np.ones((9, 2), "float32")}, np.ones((4, 1), "float32"))
+    data = tf.data.Dataset.from_tensors(batch).repeat(4)
+    callbacks = kmp.callbacks.defaults(every_n_steps=2)
+    model.fit(data, shuffle=False, verbose=0, callbacks=callbacks)
+    assert callbacks[0].run.last("step") == 4
+    assert callbacks[0].run.replays == []
