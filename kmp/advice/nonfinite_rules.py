@@ -34,6 +34,8 @@ def data(metrics: RunMetrics) -> Finding | None:
     part = replay.nonfinite_part if replay else tensor if metrics.is_batch_nonfinite else None
     if not metrics.nonfinite_losses or part is None:
         return None
+    if replay and replay.is_finite_in_float32 and part != BATCH_X:
+        return None  # the loss ignores these targets
     part += replay.nonfinite_key if replay else ""
     is_too_large = replay is not None and replay.is_part_finite
     name = part.partition("'s ")[2]
@@ -107,7 +109,9 @@ def exploding(metrics: RunMetrics) -> Finding | None:
     # With small updates, a high loss at the end comes from a different batch, not from an explosion.
     stays_high = metrics.last_loss > limit and not 0.0 < ratio < _LARGE_UPDATE
     first, highest, last = abs(metrics.first_loss), metrics.highest_loss, metrics.last_loss
-    has_not_learned = ratio > _RISING_UPDATE and highest > _RISING_LOSS * first and last > first / 2
+    has_not_learned = (
+        metrics.first_loss > 0 and ratio > _RISING_UPDATE and highest > _RISING_LOSS * first and last > first / 2
+    )
     if (
         not has_not_learned
         and not (is_large_update and (are_many_skipped or is_loss_rising))

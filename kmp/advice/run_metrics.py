@@ -98,7 +98,7 @@ class RunMetrics:
         """The largest share of a variable's gradient that float16 flushed to zero in a replay, by path."""
         shares: dict[str, float] = {}
         for replay in self.replays:
-            if replay.is_finite:
+            if replay.is_finite and not replay.loss_scale < self.scale:
                 shares |= {path: max(share, shares.get(path, 0.0)) for path, share in replay.flushed.items()}
         return shares
 
