@@ -1,9 +1,9 @@
 """Diagnoses a run and sums up the findings in a verdict."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
-from kmp.advice import nonfinite_rules, scale_rules, underflow_rules
-from kmp.advice.finding import INFO, SEVERITIES, Advice, Finding
+from kmp.advice import batch_rules, forward_rules, scale_rules, underflow_rules, update_rules
+from kmp.advice.finding import ERROR, INFO, SEVERITIES, Advice, Finding
 from kmp.advice.run_metrics import RunMetrics
 from kmp.advice.verdict import verdict
 from kmp.records import RUN_EXPECTED, Run
@@ -11,24 +11,26 @@ from kmp.utils import validation
 
 Rule = Callable[[RunMetrics], Finding | None]
 
-# The most specific first. Of those of one group, only the first that applies is reported: the others are consequences.
+# The most specific first. Of those of one group, the findings up to the first error are reported: the others are its
+# consequences.
 GROUPS: tuple[tuple[Rule, ...], ...] = (
     (
-        nonfinite_rules.data,
-        nonfinite_rules.targets,
-        nonfinite_rules.optimizer_state,
-        nonfinite_rules.exploding,
-        nonfinite_rules.forward,
-        nonfinite_rules.backward,
+        batch_rules.data,
+        batch_rules.targets,
+        update_rules.optimizer_state,
+        update_rules.exploding,
+        forward_rules.forward,
+        scale_rules.backward,
         scale_rules.scale_too_large,
         underflow_rules.not_scaled,
-        underflow_rules.lost_updates,
+        update_rules.lost_updates,
         underflow_rules.branch,
         underflow_rules.scale_too_small,
         underflow_rules.wide_range,
     ),
-    (scale_rules.growth_interval_too_small, scale_rules.initial_scale),
+    (scale_rules.initial_scale, scale_rules.growth_interval_too_small),
     (underflow_rules.dead,),
+    (underflow_rules.unused,),
 )
 
 
@@ -54,7 +56,15 @@ def advise(run: Run) -> Advice:
 
 def diagnosis_of(metrics: RunMetrics) -> Advice:
     """Returns the findings and the verdict for the metrics of a run."""
-    first_of_each = (next((found for rule in group if (found := rule(metrics))), None) for group in GROUPS)
-    findings = [finding for finding in first_of_each if finding]
+    findings = [finding for group in GROUPS for finding in _up_to_first_error(group, metrics)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return Advice(tuple(findings), verdict(metrics, [finding for finding in findings if finding.severity != INFO]))
+
+
+def _up_to_first_error(rules: Iterable[Rule], metrics: RunMetrics) -> Iterator[Finding]:
+    for rule in rules:
+        finding = rule(metrics)
+        if finding:
+            yield finding
+            if finding.severity == ERROR:
+                return

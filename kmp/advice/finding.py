@@ -15,15 +15,17 @@ class Finding:
 
     Args:
         cause: Short name of the cause. Of skipped steps: `"data"`, `"targets"`, `"optimizer_state"`, `"exploding"`,
-            `"constant"`, `"forward_overflow"`, `"forward_underflow"`, `"loss_overflow"`, `"nonfinite_layer"`, `"loss"`,
-            `"backward_overflow"` or `"scale_too_large"`. Of what float16 loses: `"not_scaled"`, `"lost_updates"`,
-            `"branch_underflow"`, `"scale_too_small"` or `"range"`. Of settings: `"growth_interval_too_small"` or
-            `"initial_scale"`. Or `"dead"`.
+            `"constant"`, `"forward_overflow"`, `"forward_underflow"`, `"rounding"`, `"loss_overflow"`,
+            `"nonfinite_layer"`, `"loss"`, `"backward_overflow"` or `"scale_too_large"`. Of what float16 loses:
+            `"not_scaled"`, `"lost_updates"`, `"branch_underflow"`, `"scale_too_small"` or `"range"`. Of settings:
+            `"growth_interval_too_small"` or `"initial_scale"`. Or `"dead"` or `"unused"`.
         severity: `"error"` if the run is broken, `"warning"` if it loses accuracy or time, or `"info"`.
         title: The problem, as a sentence.
         evidence: The records that show it, with numbers.
         edits: What to change in the program, all of it.
         note: What else to know about the change, or an alternative.
+        location: The path of the layer or variable, the part of the batch, `"the loss function"` or the argument that
+            it is about; empty if it is about all of the model.
 
     Example:
     >>> from kmp.advice.edits import SetArguments
@@ -40,9 +42,10 @@ class Finding:
     evidence: str
     edits: tuple[Edit, ...] = ()
     note: str = ""
+    location: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("cause", "severity", "title", "evidence", "note"):
+        for name in ("cause", "severity", "title", "evidence", "note", "location"):
             object.__setattr__(self, name, printable(getattr(self, name)))
         object.__setattr__(self, "edits", tuple(self.edits))
 

@@ -39,8 +39,8 @@ class WhatIf:
         skipped: float64, share of the sampled steps that would be skipped. A sample with NaN or Inf counts at its own
             loss scale and above; whether it overflows below is unknown.
         in_use: log2 of the newest sample's loss scale.
-        is_measured: Whether the counts are of a float32 reference pass. If not, values above `in_use` are an
-            extrapolation: an unknown number of flushed elements would become nonzero there.
+        is_measured: Whether a float32 pass showed which of the sampled zeros were flushed. If not, values above
+            `in_use` are an extrapolation: an unknown number of flushed elements would become nonzero there.
         recommended: Lowest and highest k at which at most 0.1 % of the nonzero elements underflow, every finite sample
             has at least one bit of headroom, and no activation gradient of a replay overflows. `None` if there is none.
 
@@ -94,8 +94,9 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     """Computes from sampled gradients what float16 would lose at every loss scale 2^k.
 
     Args:
-        run: A run, or a sequence of its samples. Uses the float32 reference passes of a run if it has any, and ignores
-            variables of layers that compute in float32.
+        run: A run, or a sequence of its samples. Ignores variables of layers that compute in float32. If the run has
+            float32 passes, the share of nonzero elements is theirs: the smallest of these elements take the place of
+            those that were sampled as zero.
 
     Raises:
         TypeError: If `run` is neither.
@@ -135,24 +136,25 @@ def sweep(
 
     Args:
         samples: Statistics of the samples.
-        references: Statistics of the float32 reference passes, which are used in place of the samples if there are any.
+        references: Statistics of float32 passes, which show what was flushed to zero in the samples.
         usable_scale: The largest scale to recommend.
 
     Returns:
         The shares of lost elements; `None` if no sample has finite gradients.
     """
-    measured = usable(references) or usable(samples)
+    measured, exact = usable(samples) or usable(references), usable(references)
     if not measured:
         return None
     in_use = math.log2((samples or measured)[-1].loss_scale)
-    counts = sum(map(_unscaled_exponents, measured), np.zeros(2 * _MAX_EXPONENT + 1))
-    zeros = sum(sample.histogram.zeros for sample in measured)
+    counts, zeros = _counts_and_zeros(measured)
+    if exact:
+        counts, zeros = _with_flushed(counts, zeros, *_counts_and_zeros(exact))
     largest = np.array([sample.largest / sample.loss_scale for sample in usable(samples) or measured])
     recommended = _recommended(counts, float(largest.max()), usable_scale)
     scales = _scales(in_use, float(largest.max()), recommended or ())
     total = max(1, counts.sum() + zeros)
     flushed, overflowing = _count_flushed(counts, scales), _count_overflowing(counts, scales)
-    is_measured = bool(usable(references))
+    is_measured = bool(exact)
     return WhatIf(
         scales,
         flushed / total,
@@ -177,6 +179,24 @@ def _scales(in_use: float, largest: float, recommended: Sequence[int]) -> np.nda
     low = min([math.floor(in_use) - _RANGE_BITS, *limits, *recommended])
     high = max([math.ceil(in_use) + _RANGE_BITS, *limits, *(bound + _EXTRA_BITS for bound in recommended)])
     return np.arange(max(low, FLOAT32.min_exponent), min(high, FLOAT32.max_exponent) + 1)
+
+
+def _counts_and_zeros(samples: Sequence[SampleStatistics]) -> tuple[np.ndarray, float]:
+    counts = sum(map(_unscaled_exponents, samples), np.zeros(2 * _MAX_EXPONENT + 1))
+    return counts, float(sum(sample.histogram.zeros for sample in samples))
+
+
+def _with_flushed(
+    counts: np.ndarray, zeros: float, exact_counts: np.ndarray, exact_zeros: float
+) -> tuple[np.ndarray, float]:
+    """Returns the counts with flushed elements, and the number of zeros without them.
+
+    A float32 pass has more nonzero elements; its smallest ones are those that were flushed.
+    """
+    scaled = exact_counts * ((counts.sum() + zeros) / (exact_counts.sum() + exact_zeros))
+    missing = float(np.clip(scaled.sum() - counts.sum(), 0.0, zeros))
+    flushed = np.diff(np.minimum(np.cumsum(scaled), missing), prepend=0.0)
+    return counts + flushed, zeros - missing
 
 
 def _unscaled_exponents(sample: SampleStatistics) -> np.ndarray:

@@ -15,6 +15,8 @@ from kmp.records import BATCH_PARTS, FIRST_EXPONENT, ZERO_BIN, ExponentHistogram
 from kmp.utils import FLOAT16
 
 STUCK_AFTER = 12  # consecutive skipped steps
+_MOST_FLUSHED = 0.5
+_LAST_LOSSES = 5
 
 
 class RunMetrics:
@@ -95,12 +97,24 @@ class RunMetrics:
 
     @property
     def flushed(self) -> dict[str, float]:
-        """The largest share of a variable's gradient that float16 flushed to zero in a replay, by path."""
-        shares: dict[str, float] = {}
-        for replay in self.replays:
-            if replay.is_finite and not replay.loss_scale < self.scale:
-                shares |= {path: max(share, shares.get(path, 0.0)) for path, share in replay.flushed.items()}
-        return shares
+        """The share of a variable's gradient that float16 flushed to zero in the last clean replay, by path.
+
+        Empty if the loss scale has grown since, because then it flushes less.
+        """
+        replay = self.clean_replay
+        return {} if replay is None or replay.loss_scale < self.scale else replay.flushed
+
+    @cached_property
+    def flushed_layers(self) -> list[str]:
+        """The layers of which each variable's gradient was flushed to zero for the most part, in the last clean replay.
+
+        Variables whose gradient is zero in float32 too are ignored.
+        """
+        if self.clean_replay is None or not self.finite_samples:
+            return []
+        names = [name for name in self.finite_samples[-1].names if name not in self.clean_replay.zero]
+        alive = {self.layer_of(name) for name in names if self.flushed.get(name, 0.0) <= _MOST_FLUSHED}
+        return [layer for layer in dict.fromkeys(map(self.layer_of, names)) if layer not in alive]
 
     @cached_property
     def lost_updates(self) -> tuple[float, list[str]]:
@@ -206,9 +220,15 @@ class RunMetrics:
 
     @property
     def unexplained_zero_variables(self) -> list[str]:
-        """The `all_zero_variables` that no replay showed to be zero in float32 too."""
-        explained = {name for replay in self.replays for name in replay.zero}
+        """The `all_zero_variables` that the last clean replay did not show to be zero in float32 too."""
+        explained = self.clean_replay.zero if self.clean_replay else ()
         return [name for name in self.all_zero_variables if name not in explained]
+
+    @property
+    def variables_without_gradient(self) -> list[str]:
+        """The variables that the loss does not depend on."""
+        sample = self.finite_samples[-1] if self.finite_samples else None
+        return sample.named(sample.totals == 0) if sample else []
 
     @cached_property
     def leading_all_zero_variables(self) -> list[str]:
@@ -251,8 +271,9 @@ class RunMetrics:
 
     @cached_property
     def last_loss(self) -> float:
-        """The magnitude of the last finite loss; NaN if there is none."""
-        return next((abs(value) for value in reversed(self._losses) if math.isfinite(value)), math.nan)
+        """The median of the last finite losses, because that of one batch may be noisy; NaN if there is none."""
+        losses = [value for value in self._losses if math.isfinite(value)]
+        return float(np.median(losses[-_LAST_LOSSES:])) if losses else math.nan
 
     @property
     def ends_nonfinite(self) -> bool:

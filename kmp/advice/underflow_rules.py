@@ -12,10 +12,8 @@ _MANY_SUBNORMAL = 0.25
 _MOST_SUBNORMAL = 0.5
 _MANY_FLUSHED = 0.05
 _MANY_IN_REFERENCE = 0.3
-_MOST_FLUSHED = 0.5
 _SPARE_BITS = 6.0
 _SKIPPED_BY_FIXED = 0.01
-_MANY_LOST = 0.2
 
 
 def not_scaled(metrics: RunMetrics) -> Finding | None:
@@ -29,52 +27,34 @@ def not_scaled(metrics: RunMetrics) -> Finding | None:
         f"in {of_steps(metrics, metrics.unscaled_steps)} the loss was not multiplied by the loss scale: gradients of "
         "magnitude 2^-25 or less underflow to zero",
         (ScaleLoss(),),
-    )
-
-
-def lost_updates(metrics: RunMetrics) -> Finding | None:
-    """Reports weights in float16 that are too coarse for their updates."""
-    if not {"float16", "bfloat16"} & set(metrics.setting("variable_dtypes", [])):
-        return None
-    share, variables = metrics.lost_updates
-    if share <= _MANY_LOST:
-        return None
-    named = f", most of {variables[0]}" if variables else ""
-    return Finding(
-        "lost_updates",
-        ERROR,
-        "Updates are lost: the weights are in float16, and most steps are too small to change them.",
-        f"{share:.0%} of the weights with a nonzero gradient stayed as they were in the sampled updates{named}: a "
-        "float16 weight does not change by less than 2^-12 of its magnitude",
-        (SetArguments("kmp.enable", {"policy": "'mixed_float16'"}),),
-        "keeps the weights in float32",
+        location="scale_loss",
     )
 
 
 def branch(metrics: RunMetrics) -> Finding | None:
     """Reports a part of the model whose gradients are all flushed, while those of the rest are not."""
-    flushed = {path for path, share in metrics.flushed.items() if share > _MOST_FLUSHED}
-    replay = metrics.clean_replay
-    if not metrics.is_float16 or metrics.is_unscaled or replay is None or not flushed or not metrics.finite_samples:
+    replay, layers = metrics.clean_replay, metrics.flushed_layers
+    if not metrics.is_float16 or metrics.is_unscaled or replay is None or not layers:
         return None
     names = [name for name in metrics.finite_samples[-1].names if name not in replay.zero]
+    flushed = [name for name in names if metrics.layer_of(name) in layers]
     alive = [name for name in names if metrics.flushed.get(name, 0.0) <= _MANY_FLUSHED]
-    alive_layers = {metrics.layer_of(name) for name in names if name not in flushed}
-    flushed_layers = [layer for layer in dict.fromkeys(map(metrics.layer_of, names)) if layer not in alive_layers]
-    if not alive or len(flushed) + len(alive) < len(names) / 2 or metrics.headroom < _SPARE_BITS or not flushed_layers:
+    if not alive or len(flushed) + len(alive) < len(names) / 2:
         return None
-    if names.index(alive[0]) > max(names.index(name) for name in flushed):
+    if names.index(alive[0]) > max(map(names.index, flushed)):
         return None  # the layers nearest the input: gradients underflow on their way there
-    layers = [name_of(layer) for layer in flushed_layers]
-    shown = ", ".join(repr(layer) for layer in layers[:5])
+    shown = ", ".join(repr(name_of(layer)) for layer in layers[:5])
+    weight = "a larger loss weight, if this is the loss of one of several outputs"
+    is_scale_too_small = metrics.headroom >= _SPARE_BITS
     return Finding(
         "branch_underflow",
         ERROR,
-        f"The gradients of {shown} are zero in float16, while those of other layers are not.",
+        f"The gradients of {shown} are mostly zero in float16, while those of other layers are not.",
         f"replayed at the loss scale {as_power(replay.loss_scale)}, {len(flushed)} variables have gradients of which "
         f"float16 flushes more than half to zero and float32 none; {len(alive)} variables lose less than 5 %",
-        _larger_scale(metrics),
-        "or a larger loss weight, if this is the loss of one of several outputs",
+        _larger_scale(metrics) if is_scale_too_small else in_float32(metrics, layers),
+        f"or {weight}" if is_scale_too_small else f"the others keep the loss scale low; or {weight}",
+        layers[0],
     )
 
 
@@ -93,6 +73,7 @@ def scale_too_small(metrics: RunMetrics) -> Finding | None:
         f"The loss scale of {as_power(metrics.scale)} is too small: gradients are lost to underflow.",
         "; ".join(evidence),
         _larger_scale(metrics),
+        location="loss_scale" if metrics.is_fixed else "initial_scale",
     )
 
 
@@ -111,7 +92,7 @@ def wide_range(metrics: RunMetrics) -> Finding | None:
             f"before overflow; {largest} has the largest gradients, and {smallest} underflows most"
         )
         title = f"The gradients of {largest} keep the loss scale too low for the others."
-        return Finding("range", WARNING, title, evidence, edits, note)
+        return Finding("range", WARNING, title, evidence, edits, note, largest)
     if curve.recommended:
         return None
     lowest, highest = int(curve.log2_scales[0]), int(curve.log2_scales[-1])
@@ -128,6 +109,7 @@ def wide_range(metrics: RunMetrics) -> Finding | None:
         f"elements still underflow; {largest} has the largest gradients, and {smallest} underflows most",
         edits,
         note,
+        largest,
     )
 
 
@@ -137,18 +119,38 @@ def dead(metrics: RunMetrics) -> Finding | None:
     zero = [name for name in (replay.zero if replay else ()) if name in metrics.all_zero_variables]
     if not zero or replay is None:
         return None
-    shown = ", ".join(zero[:3]) + (f" and {len(zero) - 3} more" if len(zero) > 3 else "")
     variables = (
         "1 variable has a gradient that is" if len(zero) == 1 else f"{len(zero)} variables have gradients that are"
     )
     return Finding(
         "dead",
         INFO,
-        f"The gradient of {shown} is zero, in float32 too.",
+        f"The gradient of {_listed(zero)} is zero, in float32 too.",
         f"{variables} all zero in {len(metrics.usable_samples)} samples, and on {replay.examples} examples in float32",
         (),
-        "not underflow: units that are never active, or weights that the loss does not depend on",
+        "not underflow: units that are never active, or weights whose effect on the loss cancels out",
+        zero[0],
     )
+
+
+def unused(metrics: RunMetrics) -> Finding | None:
+    """Reports variables without a gradient."""
+    names = metrics.variables_without_gradient
+    if not names:
+        return None
+    return Finding(
+        "unused",
+        INFO,
+        f"The loss does not depend on {_listed(names)}.",
+        f"no sample has a gradient of {'this variable' if len(names) == 1 else 'these variables'}",
+        (),
+        "not underflow: layers that are not used, or an output without a loss",
+        names[0],
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _larger_scale(metrics: RunMetrics) -> tuple[SetArguments, ...]:
@@ -173,10 +175,11 @@ def _underflow_evidence(metrics: RunMetrics) -> list[str]:
             f"{metrics.subnormal_share:.1%} of the nonzero sampled gradient elements are subnormal in float16 at the "
             f"loss scale in use{headroom}"
         )
-    is_explained = bool(metrics.replays) and set(all_zero) <= {
-        name for replay in metrics.replays for name in replay.zero
-    }
-    if all_zero and not is_explained and metrics.headroom >= 2 * _SPARE_BITS and metrics.zero_share >= 0.5:
+    if (
+        not set(all_zero).isdisjoint(metrics.unexplained_zero_variables)
+        and metrics.headroom >= 2 * _SPARE_BITS
+        and metrics.zero_share >= 0.5
+    ):
         evidence.append(
             f"{metrics.zero_share:.1%} of the elements are exactly zero, including all elements of the "
             f"{len(all_zero)} variables nearest the input{headroom}"

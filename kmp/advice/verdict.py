@@ -81,6 +81,12 @@ EXCLUSIONS = (
         "kmp.callbacks.defaults(reference=(x, y)) with a batch, or fewer zeros with kmp.enable(initial_scale=2.0**24)",
     ),
     Exclusion(
+        ("branch_underflow", "range"),
+        lambda metrics: not metrics.flushed_layers,
+        "what the layers lose whose gradients are mostly zero in float16, but not in float32",
+        "a training in float32 to compare with",
+    ),
+    Exclusion(
         ("lost_updates",),
         _has_updates_that_change_weights,
         "whether updates change weights in float16",
@@ -131,6 +137,9 @@ def _zeros(metrics: RunMetrics) -> str:
     named = variables[0] if len(variables) == 1 else f"{len(variables)} variables"
     including = f", including all of {named}" if variables else ""
     reason = ""
-    if not metrics.replays:
+    error = metrics.run.last("replay_error")
+    if error:
+        reason = f"; the replay of a batch failed with {error}"
+    elif not metrics.replays:
         reason = "; no batch was replayed, as always with a custom training step or loop, or on several replicas"
     return f"{metrics.zero_share:.1%} are exactly zero{including}{reason}."

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from kmp.advice.edits import ComputeInFloat32, SetArguments
 from kmp.advice.run_metrics import RunMetrics
+from kmp.records import LOSS_FUNCTION
 
 _TYPICAL_UPDATE = 1e-2  # of the weights' norm, in one step
 
@@ -27,6 +28,16 @@ def power(exponent: int) -> str:
 def name_of(path: str) -> str:
     """Returns the name of a layer, the last component of its path."""
     return path.rpartition("/")[2]
+
+
+def described(metrics: RunMetrics, layer: str) -> str:
+    """Returns what a finding calls a layer: by its name, or by its path if several have this name."""
+    if layer == LOSS_FUNCTION:
+        return layer
+    if layer == metrics.setting("model", None):
+        return f"model {layer!r} outside its layers"
+    names = [name_of(path) for path in metrics.setting("layers", {})]
+    return f"layer {layer if names.count(name_of(layer)) > 1 else name_of(layer)!r}"
 
 
 def in_float32(metrics: RunMetrics, layers: Iterable[str]) -> tuple[ComputeInFloat32, ...]:

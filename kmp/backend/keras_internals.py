@@ -32,6 +32,11 @@ def producer_of(tensor: keras.KerasTensor) -> keras.Operation:
     return tensor._keras_history.operation
 
 
+def attached_to(tensor: Any) -> dict[str, Any]:
+    """Returns what Keras attached to a tensor: a mask, or the logits of a softmax, which a loss may use instead."""
+    return {name: value for name, value in vars(tensor).items() if name.startswith("_keras")}
+
+
 def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
     """Returns an optimizer's learning rate schedule, or the variable that holds its learning rate.
 

@@ -19,12 +19,15 @@ from kmp.backend.layer_traversal import rnn_states, sublayers
 def state_restored(model: keras.Model) -> Iterator[None]:
     """Restores a model's weights, statistics, RNN states, seeds and metrics on exit. For eager execution only.
 
-    The global seeds of Keras, NumPy and Python are restored too.
+    So are TensorFlow's variables and random generators that are attributes of layers, and the global seeds of Keras,
+    NumPy and Python.
     """
     states = [state for layer in sublayers(model) for state in rnn_states(layer)]
     # A custom `metrics` property may need attributes that only `compile` sets. Metrics of layers are in `variables`.
     metrics = [variable for metric in (model.metrics if model.compiled else ()) for variable in metric.variables]
-    variables = {id(variable): variable for variable in (*model.variables, *states, *metrics)}.values()
+    own = [_variable_of(value) for layer in sublayers(model) for value in vars(layer).values()]
+    every = (*model.variables, *states, *metrics, *(variable for variable in own if variable is not None))
+    variables = {id(variable): variable for variable in every}.values()
     saved = [(variable, ops.copy(variable)) for variable in variables]
     with keras_internals.global_seed_restored(), _random_states_restored():
         try:
@@ -32,6 +35,12 @@ def state_restored(model: keras.Model) -> Iterator[None]:
         finally:
             for variable, value in saved:
                 variable.assign(value)
+
+
+def _variable_of(value: Any) -> tf.Variable | None:
+    """Returns TensorFlow's variable that an attribute is or has, which Keras does not know of; else `None`."""
+    value = value.state if isinstance(value, tf.random.Generator) else value
+    return value if isinstance(value, tf.Variable) else None
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarded_training
-from kmp.records import ZERO_BIN, GradientSample, Replay, Snapshot
+from kmp.records import ZERO_BIN, Snapshot, compact
 from kmp.replay import BatchCapture, replay
 from kmp.utils import user_messages
 
@@ -20,18 +20,25 @@ _MANY_ZEROS = 0.1
 _MORE_ZEROS = 0.1
 _OVERFLOWS_IN_A_ROW = 3
 _MANY_OVERFLOWS = 8
-_MOST_REPLAYS = 3  # for each reason
+_MOST_REPLAYS = 3  # of one training, for each reason
+_LONGEST_ERROR = 500
+
+Record = dict[str, Any]
 
 
 @dataclass
-class _Replayed:
-    """What the replays so far were about."""
+class _Replays:
+    """The replays of one training for one reason."""
 
+    count: int = 0
+    step: int = 0
     zero_share: float = -_MORE_ZEROS
     nonfinite_losses: int = 0
     overflows: int = 0
-    captured_step: int = 0
-    count: int = 0
+
+    @property
+    def are_left(self) -> bool:
+        return self.count < _MOST_REPLAYS
 
 
 class BatchReplayer:
@@ -42,23 +49,32 @@ class BatchReplayer:
 
     def __init__(self) -> None:
         self._capture: BatchCapture | None = None
-        self._replayed = _Replayed()
+        self._for_overflows, self._for_zeros = _Replays(), _Replays()
+        self._has_failed = False
 
     def install(self, model: keras.Model, optimizer: LossScaleOptimizer) -> bool:
         """Adds the capture to the model's training step. Returns whether the step must be traced again."""
-        self._capture = None
-        if not guarded_training.has_keras_step(model) or model.distribute_strategy.num_replicas_in_sync > 1:
-            return False
         probes = guarded_training.probes_of(model)
-        own = [probe for probe in probes if isinstance(probe, BatchCapture) and probe.optimizer is optimizer]
-        self._capture = own[0] if own else BatchCapture(optimizer)
-        if not own:
+        captures = [probe for probe in probes if isinstance(probe, BatchCapture)]
+        is_possible = guarded_training.has_keras_step(model) and model.distribute_strategy.num_replicas_in_sync == 1
+        own = [capture for capture in captures if is_possible and capture.optimizer is optimizer]
+        self._capture = own[0] if own else BatchCapture(optimizer) if is_possible else None
+        if captures == own and (own or not is_possible):
+            return False
+        for capture in captures:
+            probes.remove(capture)
+        if self._capture:
             probes.append(self._capture)
-        return not own
+        return True
 
-    def begin(self) -> None:
+    def begin(self, snapshot: Snapshot) -> None:
         """Begins a training: captures its first batch."""
-        self._replayed = _Replayed()
+        self._for_zeros = _Replays()
+        self._for_overflows = _Replays(
+            nonfinite_losses=snapshot.nonfinite_loss_count, overflows=snapshot.overflow_count
+        )
+        self._first = self._for_overflows.nonfinite_losses, self._for_overflows.overflows
+        self._has_failed = False
         if self._capture:
             self._capture.forget()
             self._capture.request()
@@ -69,45 +85,67 @@ class BatchReplayer:
             self._capture.forget()
 
     def replay_if_due(
-        self, model: keras.Model, snapshot: Snapshot, variables: Mapping[str, Any]
-    ) -> tuple[Replay, GradientSample | None] | None:
-        """Replays the captured batch if there is a reason to, and returns the result with the float32 gradients."""
-        done = self._replayed
-        if self._capture is None or not variables or done.count == _MOST_REPLAYS:
+        self, model: keras.Model, snapshot: Snapshot, variables: Mapping[str, Any], *, is_last: bool = False
+    ) -> Record | None:
+        """Replays the captured batch if there is a reason to.
+
+        Args:
+            model: The model in training.
+            snapshot: The newest snapshot.
+            variables: The variables to measure, by path.
+            is_last: Whether training ends: then zeros that were replayed in the first half are replayed again.
+
+        Returns:
+            The keys of a record: `replay` and the float32 gradients as `reference`, or `replay_error`.
+        """
+        if self._capture is None or not variables or self._has_failed:
             return None
         has_overflowed = self._has_more_overflows(snapshot)
-        if not has_overflowed and not self._has_more_zeros(snapshot.sample):
+        if not has_overflowed and not self._has_more_zeros(snapshot, is_last):
             return None
         captured = self._capture.read()
         if captured is None:
             return None
-        done.count += 1
-        done.captured_step = captured.step
-        done.nonfinite_losses, done.overflows = snapshot.nonfinite_loss_count, snapshot.overflow_count
+        replays = self._for_overflows if has_overflowed else self._for_zeros
+        replays.count += 1
+        replays.step = snapshot.step
+        replays.nonfinite_losses, replays.overflows = snapshot.nonfinite_loss_count, snapshot.overflow_count
         if snapshot.sample and snapshot.sample.histogram.is_finite:
-            done.zero_share = max(done.zero_share, snapshot.sample.histogram.zero_fraction)
+            self._for_zeros.zero_share = max(self._for_zeros.zero_share, snapshot.sample.histogram.zero_fraction)
         try:
             scale = captured.loss_scale if has_overflowed else snapshot.loss_scale
             size = captured.batch_size
-            return replay(model, captured.batch, variables, loss_scale=scale, batch_size=size, step=snapshot.step)
+            result, reference = replay(
+                model, captured.batch, variables, loss_scale=scale, batch_size=size, step=snapshot.step
+            )
         except Exception as error:  # the user's code may fail outside its training step, or memory may be too small
-            done.count = _MOST_REPLAYS
-            logger.info("kmp could not replay a batch of %r: %s", model.name, user_messages.one_line(error))
-            return None
+            self._has_failed = True
+            text = f"{type(error).__name__}: {user_messages.one_line(error)}"
+            logger.info("kmp could not replay a batch of %r: %s", model.name, text)
+            return {"replay_error": text[:_LONGEST_ERROR]}
+        return {"replay": result} | ({"reference": compact(reference)} if reference else {})
 
     def _has_more_overflows(self, snapshot: Snapshot) -> bool:
         """Whether a loss was not finite, or gradients overflowed in a row or often, since the last replay."""
-        done = self._replayed
-        if snapshot.nonfinite_loss_count > 2 * done.nonfinite_losses:
+        done = self._for_overflows
+        first_losses, first_overflows = self._first
+        nonfinite_losses = snapshot.nonfinite_loss_count - first_losses
+        overflows = snapshot.overflow_count - first_overflows
+        if not done.are_left:
+            return False
+        if nonfinite_losses > 2 * (done.nonfinite_losses - first_losses):
             return True
-        count = snapshot.overflow_count - snapshot.nonfinite_loss_count
-        is_new = count > 0 and snapshot.overflow_count > 2 * done.overflows
+        count = overflows - nonfinite_losses
+        is_new = count > 0 and overflows > 2 * (done.overflows - first_overflows)
         return is_new and (snapshot.overflows_in_a_row >= _OVERFLOWS_IN_A_ROW or count >= _MANY_OVERFLOWS)
 
-    def _has_more_zeros(self, sample: GradientSample | None) -> bool:
-        if sample is None or not sample.histogram.is_finite:
+    def _has_more_zeros(self, snapshot: Snapshot, is_last: bool) -> bool:
+        """Whether there are zeros that were not replayed: more of them, or others, because training changes them."""
+        done, sample = self._for_zeros, snapshot.sample
+        if sample is None or not sample.histogram.is_finite or not done.are_left:
             return False
         share = sample.histogram.zero_fraction
         are_all_zero = np.any(sample.counts[:, ZERO_BIN] == sample.counts.sum(1))
         is_suspicious = share > _MANY_ZEROS or bool(are_all_zero)
-        return is_suspicious and share >= self._replayed.zero_share + _MORE_ZEROS
+        is_old = is_last and 2 * done.step < snapshot.step
+        return is_suspicious and (is_old or share >= done.zero_share + _MORE_ZEROS)

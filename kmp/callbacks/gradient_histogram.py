@@ -119,7 +119,7 @@ class GradientHistogram(OptimizerCallback):
         self._epochs_without_sample = self._epochs_with_reference = 0
         self._sample_next_step()
         if self._replayer:
-            self._replayer.begin()
+            self._replayer.begin(self._last_snapshot)
 
     def read(self, is_epoch_end: bool = False) -> None:
         super().read(is_epoch_end)
@@ -158,6 +158,11 @@ class GradientHistogram(OptimizerCallback):
         self._epochs_with_reference += 1
         if self._batch is not None and self._epochs_with_reference % self.monitor.samples.stride == 0:
             self._measure_reference()
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        if self._is_active and self._has_trained and self._replayer:
+            self._replay(is_last=True)
+        super().on_train_end(logs)
 
     def _end_training(self) -> None:
         self._update_watch.disarm()
@@ -239,11 +244,9 @@ class GradientHistogram(OptimizerCallback):
         sample = float32_sample(self.model, self._batch, self._selected_variables(), self._last_snapshot.step)
         self._append_record({"step": sample.step, "reference": compact(sample)})
 
-    def _replay(self) -> None:
+    def _replay(self, is_last: bool = False) -> None:
         assert self._replayer is not None
-        snapshot = self._last_snapshot
-        replayed = self._replayer.replay_if_due(self.model, snapshot, self._selected_variables())
-        if replayed:
-            result, reference = replayed
-            gradients = {"reference": compact(reference)} if reference else {}
-            self._append_record({"step": snapshot.step, "replay": result, **gradients})
+        snapshot, variables = self._last_snapshot, self._selected_variables()
+        record = self._replayer.replay_if_due(self.model, snapshot, variables, is_last=is_last)
+        if record:
+            self._append_record({"step": snapshot.step} | record)

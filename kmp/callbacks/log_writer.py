@@ -17,7 +17,14 @@ import numpy as np
 import tensorflow as tf
 
 from kmp import records
-from kmp.backend import compute_dtypes, float32_variables, is_keras_class, layers_by_path, output_layers
+from kmp.backend import (
+    compute_dtypes,
+    float32_variables,
+    is_keras_class,
+    keras_internals,
+    layers_by_path,
+    output_layers,
+)
 from kmp.callbacks.tensorboard_events import write_histograms, write_scalars
 from kmp.callbacks.thinning import Thinning, counts_size, sample_size
 from kmp.gradients import paths_of
@@ -251,8 +258,11 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer) -> dict[str, Any]:
         "train_step": "keras" if guarded_training.has_keras_step(model) else "custom",
         "replicas": model.distribute_strategy.num_replicas_in_sync,
     }
-    numbers = {name: _number(getattr(optimizer.inner_optimizer, name, None)) for name in ("learning_rate", "epsilon")}
-    settings |= {name: value for name, value in numbers.items() if value is not None}
+    inner, numbers = optimizer.inner_optimizer, ["learning_rate", "epsilon"]
+    if isinstance(keras_internals.learning_rate_of(inner), keras.optimizers.schedules.LearningRateSchedule):
+        numbers.remove("learning_rate")  # it changes
+    values = {name: _number(getattr(inner, name, None)) for name in numbers}
+    settings |= {name: value for name, value in values.items() if value is not None}
     variables = model.trainable_variables  # `fit` builds the optimizer on these
     by_path = optimizer.variables_by_path() or dict(zip(paths_of(variables), variables, strict=True))
     settings["variable_dtypes"] = sorted({variable.dtype for variable in variables})

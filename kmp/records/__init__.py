@@ -31,6 +31,7 @@ done, including skipped ones) and some of these keys:
 - `reference`: same as `sample`, of a float32 pass over a batch, see `reference` of `kmp.callbacks.GradientHistogram`.
 - `replay`: object, what two passes over a batch of the training showed, one in the precision of the model and one in
   float32; see `Replay`.
+- `replay_error`: string, why such a batch could not be replayed.
 - `loss_dtype`: string, the dtype of the loss that `scale_loss` got, in the first record and where it changed.
 
 Non-finite numbers are written as null.

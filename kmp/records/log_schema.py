@@ -100,6 +100,7 @@ class Record(TypedDict, total=False):
     sample: Sample
     reference: Sample
     replay: Replay
+    replay_error: Text
 
 
 class Settings(TypedDict, total=False):

@@ -15,18 +15,20 @@ class NonfiniteOperation:
     """An operation that returned NaN or Inf for finite inputs, or NaN for inputs without NaN.
 
     Args:
-        place: Path of the layer, or `"the loss function"`.
+        layer: Path of the layer that ran it, or `"the loss function"`.
         operation: TensorFlow's type of the operation, such as `"Exp"`.
         dtype: The dtype of its result.
         value: `"inf"` or `"nan"`.
         largest_input: The largest finite magnitude among its inputs.
-        smallest_input: The smallest magnitude among its inputs.
+        smallest_input: The smallest magnitude in its last input: of a division, in the divisor. In the base of a power
+            whose exponent is negative.
         constant: The value of a scalar input, or `None` without a finite one.
         is_backward: Whether it was in the backward pass.
         has_infinite_constant: Whether a scalar input is infinite.
+        has_negative_input: Whether a number in its last input is negative.
     """
 
-    place: Text
+    layer: Text
     operation: Text
     dtype: Text
     value: Literal["inf", "nan"]
@@ -35,6 +37,7 @@ class NonfiniteOperation:
     constant: Number | None
     is_backward: bool
     has_infinite_constant: bool = False
+    has_negative_input: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,9 @@ class InvalidTargets:
         classes: The number of classes of the output.
         output: The index of the output among those of the model.
         key: The index of the targets in `y`, as Python source, if it has several, such as `"['label']"`.
+        only_invalid: The invalid target, if all of them are the same number.
+        per_example: The number of targets of each example.
+        from_logits: Whether the compiled loss takes logits.
     """
 
     smallest: int
@@ -54,6 +60,9 @@ class InvalidTargets:
     classes: Count
     output: Count = 0
     key: Text = ""
+    only_invalid: int | None = None
+    per_example: Count = 1
+    from_logits: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,7 @@ class Replay:
             if the gradients in float32 are not finite or all zero.
         nonfinite: The first operations that returned NaN or Inf in the precision of the model; if loss or gradients are
             not finite in float32 either, those in float32.
-        lost_constants: For each place of `nonfinite`, the scalars among its operands that are zero or infinite in
+        lost_constants: For each layer of `nonfinite`, the scalars among its operands that are zero or infinite in
             float16.
         nonfinite_outputs: The layers whose outputs were not finite in that pass, in the order of their calls.
         nonfinite_variables: The variables with NaN or Inf.
@@ -81,8 +90,8 @@ class Replay:
         invalid_targets: The targets of the first output for which a target is not the index of a class; or `None`.
         float32_layers: The layers that have to compute in float32 for a finite loss and finite gradients; `None` if no
             set of layers was found.
-        largest_activation_gradient: The layer whose outputs have the largest gradient in float32, and its magnitude
-            without the loss scale.
+        activation_gradients: The largest magnitude of the gradient of each layer's outputs in float32, without the loss
+            scale, by layer path, in the order of the backward pass. Those that are not finite are omitted.
         flushed: Share of the elements of each gradient that are zero at the loss scale in use and not in float32, by
             variable path; zeros are omitted.
         zero: The variables whose gradient is zero in float32 too.
@@ -104,6 +113,6 @@ class Replay:
     is_part_finite: bool = False
     invalid_targets: InvalidTargets | None = None
     float32_layers: Texts | None = None
-    largest_activation_gradient: tuple[Text, Magnitude] | None = None
+    activation_gradients: Annotated[dict[Text, Magnitude], MOST_VARIABLES] = field(default_factory=dict)
     flushed: Annotated[dict[Text, Share], MOST_VARIABLES] = field(default_factory=dict)
     zero: Annotated[list[Text], MOST_VARIABLES] = field(default_factory=list)

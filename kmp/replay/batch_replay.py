@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import layers_by_path, state_restored
-from kmp.records import BATCH_PARTS, BATCH_X, GradientSample, InvalidTargets, Replay
+from kmp.backend import layers_by_path
+from kmp.records import GradientSample, Replay
+from kmp.replay.batch_checks import invalid_targets, nonfinite_part
 from kmp.replay.eager_pass import PassResult, as_array, run_pass
 from kmp.utils import FLOAT16, FLOAT32
 
@@ -43,13 +43,14 @@ def replay(
         What the passes showed, and the gradients in float32, or `None` if invalid targets make the loss fail.
     """
     examples = len(keras.tree.flatten(batch[0])[0])
-    part = examples / (batch_size or examples)
+    part = 1.0 if _sums_over_examples(model) else examples / (batch_size or examples)
     tensors = list(variables.values())
 
     def run(**options: Any) -> PassResult:
         return run_pass(model, batch, tensors, **{"factor": loss_scale * part, **options})
 
-    nonfinite_part, nonfinite_key, is_part_finite = _nonfinite_part(batch)
+    batch_part, key, is_part_finite = nonfinite_part(batch)
+    nonfinite_variables = [path for path, variable in variables.items() if not np.isfinite(variable).all()]
     invalid = invalid_targets(model, batch)
     exact = None
     try:
@@ -57,7 +58,8 @@ def replay(
     except tf.errors.InvalidArgumentError:
         if invalid is None:
             raise
-    if exact is None or (invalid and not exact.is_finite and nonfinite_part is None):
+    is_sound = batch_part is None and not nonfinite_variables
+    if exact is None or (invalid and not exact.is_finite and is_sound):
         return Replay(examples, loss_scale, None, None, False, False, invalid_targets=invalid), None
     own = run()
     watched = own
@@ -66,9 +68,9 @@ def replay(
         watched = watched_exact = run(factor=1.0, float32_layers=[model], watch=True)
         if exact.is_finite:
             watched = run(watch=True)
-        places = {found.place for found in watched.nonfinite.found}
+        layers = {found.layer for found in watched.nonfinite.found}
         constants = watched_exact.nonfinite.lost_constants
-        lost_constants = {place: constants[place] for place in constants if place in places}
+        lost_constants = {layer: constants[layer] for layer in constants if layer in layers}
     gradients = list(zip(variables, own.gradients, exact.gradients, strict=True))
     flushed = {path: _flushed_share(half, single) for path, half, single in gradients}
     usable = _usable_scale(exact)
@@ -87,14 +89,16 @@ def replay(
         nonfinite=list(watched.nonfinite.found),
         lost_constants=lost_constants,
         nonfinite_outputs=list(watched.marks.nonfinite)[:_MOST_NAMED],
-        nonfinite_variables=[path for path, variable in variables.items() if not np.isfinite(variable).all()][
-            :_MOST_NAMED
-        ],
-        nonfinite_part=nonfinite_part,
-        nonfinite_key=nonfinite_key,
+        nonfinite_variables=nonfinite_variables[:_MOST_NAMED],
+        nonfinite_part=batch_part,
+        nonfinite_key=key,
         is_part_finite=is_part_finite,
         float32_layers=float32_layers,
-        largest_activation_gradient=_largest(exact.marks.activation_gradients, except_for=model.name),
+        activation_gradients={
+            path: amax
+            for path, amax in exact.marks.activation_gradients.items()
+            if math.isfinite(amax) and path != model.name
+        },
         flushed={path: share for path, share in flushed.items() if share},
         zero=[path for path, _, single in gradients if single is None or not as_array(single).any()],
     )
@@ -105,9 +109,9 @@ def _finite(loss: float) -> float | None:
     return loss if math.isfinite(loss) else None
 
 
-def _largest(gradients: Mapping[str, float], except_for: str) -> tuple[str, float] | None:
-    finite = {path: value for path, value in gradients.items() if math.isfinite(value) and path != except_for}
-    return max(finite.items(), key=itemgetter(1)) if finite else None
+def _sums_over_examples(model: keras.Model) -> bool:
+    """Whether a compiled loss is the sum over the examples of a batch, so that its gradients grow with the batch."""
+    return any(getattr(loss, "reduction", None) == "sum" for loss in keras.tree.flatten(model.loss))
 
 
 def _usable_scale(exact: PassResult) -> float | None:
@@ -151,15 +155,17 @@ class _Float32Layers:
     def _candidates(self, result: PassResult) -> Iterator[str]:
         """Yields the layers that may have to compute in float32 against the NaN and Inf of a pass.
 
-        A cast between two layers belongs to neither: in the forward pass it is of the layer that is called next, in the
-        backward pass of the one that was called before.
+        An operation between two layers belongs to neither. It computes in the dtype of the layer that was called
+        before; but a cast in the forward pass is of the layer that is called next.
         """
         paths = [path for path in result.marks.called if path in self._layers]
         index_of = {path: index for index, path in enumerate(paths)}
         for found, done in zip(result.nonfinite.found, result.nonfinite.layers_done, strict=True):
-            index = index_of.get(found.place, len(paths))
-            neighbor = index - 1 if found.is_backward else min(done, len(paths) - 1)
-            yield from (paths[at] for at in (index, neighbor) if 0 <= at < len(paths))
+            index = index_of.get(found.layer, len(paths))
+            neighbors = [index - 1] if found.is_backward else [done, done - 1]
+            if found.operation != "Cast":
+                neighbors.reverse()
+            yield from (paths[at] for at in (index, *neighbors) if 0 <= at < len(paths))
 
 
 def _flushed_share(own: Any, exact: Any) -> float:
@@ -168,44 +174,3 @@ def _flushed_share(own: Any, exact: Any) -> float:
         return 0.0
     flushed = (as_array(own) == 0) & (as_array(exact) != 0)
     return float(flushed.mean()) if flushed.size else 0.0
-
-
-def _nonfinite_part(batch: Sequence[Any]) -> tuple[str | None, str, bool]:
-    """Returns the part of a batch, and the key in it, with NaN or Inf, or with inputs that overflow float16.
-
-    And whether it has only the latter.
-    """
-    for name, part in zip(BATCH_PARTS, batch, strict=False):
-        largest = FLOAT16.max if name == BATCH_X else FLOAT32.max
-        for key, tensors in _by_key(part):
-            for values in map(np.asarray, keras.tree.flatten(tensors)):
-                if values.dtype.kind == "f" and not (np.abs(values) <= largest).all():
-                    return name, key, bool(np.isfinite(values).all())
-    return None, "", False
-
-
-def _by_key(part: Any) -> list[tuple[str, Any]]:
-    """Returns the values of a dictionary or sequence of tensors, each with its index as Python source."""
-    if isinstance(part, Mapping):
-        return [(f"[{key!r}]", part[key]) for key in sorted(part)]
-    if isinstance(part, list | tuple):
-        return [(f"[{index}]", value) for index, value in enumerate(part)]
-    return [("", part)]
-
-
-def invalid_targets(model: keras.Model, batch: Sequence[Any]) -> InvalidTargets | None:
-    """Returns the targets of the first output for which they are not all indices of a class."""
-    if len(batch) < 2:
-        return None
-    with state_restored(model):
-        outputs = dict(_by_key(model(batch[0], training=False)))
-    targets = _by_key(batch[1])
-    for index, (key, output) in enumerate(outputs.items()):
-        target = dict(targets).get(key, targets[index][1] if index < len(targets) else None)
-        values, shape = np.asarray(target), tuple(getattr(output, "shape", ()))
-        if len(shape) < 2 or shape[-1] == 1 or values.dtype.kind not in "iuf" or values.size != math.prod(shape[:-1]):
-            continue
-        low, high = float(np.min(values, initial=0.0)), float(np.max(values, initial=0.0))
-        if np.all(values == np.floor(values)) and (low < 0 or high >= shape[-1]):
-            return InvalidTargets(int(np.min(values)), int(np.max(values)), shape[-1], index, key * (len(targets) > 1))
-    return None

@@ -40,7 +40,7 @@ class PassResult(NamedTuple):
         return bool(np.isfinite(self.loss)) and all(np.isfinite(array).all() for array in self.arrays())
 
     def arrays(self) -> Iterator[np.ndarray]:
-        """Returns the gradients that are not `None` as float32 arrays, those of embeddings dense."""
+        """Returns the gradients that are not `None` as float32 arrays; see `as_array`."""
         return (as_array(gradient) for gradient in self.gradients if gradient is not None)
 
     def sample(self, names: Iterable[str], step: int, loss_scale: float = 1.0) -> GradientSample:
@@ -111,8 +111,12 @@ def forward_pass(model: keras.Model, batch: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def as_array(gradient: Any) -> np.ndarray:
-    """Returns a gradient as a float32 array, that of an embedding dense."""
-    return np.asarray(tf.convert_to_tensor(gradient)).astype(np.float32)
+    """Returns a gradient as a float32 array; of an embedding, only the rows that the batch has, in their order."""
+    if isinstance(gradient, tf.IndexedSlices):
+        rows, row_of = tf.unique(tf.reshape(gradient.indices, [-1]))
+        values = tf.cast(gradient.values, tf.float32)
+        gradient = tf.math.unsorted_segment_sum(values, row_of, tf.size(rows))
+    return np.asarray(gradient).astype(np.float32)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import instance_attribute, layers_by_path
+from kmp.backend import instance_attribute, keras_internals, layers_by_path
 from kmp.records import LOSS_FUNCTION
 
 
@@ -20,7 +20,7 @@ class LayerMarks:
     layer.
 
     Attributes:
-        place: The path of the layer whose operations run now, or `LOSS_FUNCTION` after the forward pass of the model.
+        layer: The path of the layer whose operations run now, or `LOSS_FUNCTION` after the forward pass of the model.
         called: The paths of the layers that returned, in this order, each once.
         nonfinite: The paths of the layers with NaN or Inf in an output, in the order of `called`.
         activation_gradients: The largest magnitude of the gradient of each layer's outputs; inf or NaN if one is not
@@ -28,7 +28,7 @@ class LayerMarks:
     """
 
     def __init__(self) -> None:
-        self.place = LOSS_FUNCTION
+        self.layer = LOSS_FUNCTION
         self.called: dict[str, None] = {}
         self.nonfinite: dict[str, None] = {}
         self.activation_gradients: dict[str, float] = {}
@@ -44,19 +44,20 @@ class LayerMarks:
     def _marking(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def marked_call(*args: Any, **kwargs: Any) -> Any:
-            outer, self.place = self.place, path
+            outer, self.layer = self.layer, path
             try:
                 outputs = call(*args, **kwargs)
                 return keras.tree.map_structure(lambda output: self._marked(output, path), outputs)
             finally:
-                self.place = outer
+                self.layer = outer
                 self.called[path] = None
 
         return marked_call
 
     def _marked(self, output: Any, path: str) -> Any:
-        if not isinstance(output, tf.Tensor) or not output.dtype.is_floating:
-            return output
+        is_eager = isinstance(output, tf.Tensor) and not tf.is_symbolic_tensor(output)
+        if not is_eager or not output.dtype.is_floating:
+            return output  # a layer may have a `tf.function` of its own
 
         @tf.custom_gradient
         def identity(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
@@ -65,13 +66,12 @@ class LayerMarks:
         if not np.isfinite(output.numpy()).all():
             self.nonfinite[path] = None
         marked = identity(output)
-        for name, value in vars(output).items():
-            if name.startswith("_keras"):  # a mask, or the logits of a softmax that the loss uses instead
-                setattr(marked, name, self._marked(value, path))
+        for name, value in keras_internals.attached_to(output).items():
+            setattr(marked, name, self._marked(value, path))
         return marked
 
     def _reached(self, path: str, gradient: tf.Tensor) -> tf.Tensor:
-        self.place = path
+        self.layer = path
         magnitudes = np.abs(gradient.numpy().astype(np.float32))
         self.activation_gradients[path] = float(np.max(magnitudes, initial=self.activation_gradients.get(path, 0.0)))
         return gradient

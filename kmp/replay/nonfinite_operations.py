@@ -16,6 +16,9 @@ _MOST = 8
 class NonfiniteOperations:
     """Records the first operations that return NaN or Inf for finite inputs, or NaN for inputs without NaN.
 
+    Of each layer, the first that returns Inf and the first that returns NaN: many layers have an Inf that does no harm,
+    such as a mask.
+
     Args:
         marks: The layers of the pass.
 
@@ -38,37 +41,58 @@ class NonfiniteOperations:
         if not self.is_backward:
             self._record_lost_constants(inputs)
         results = _float_values(outputs)
-        if len(self.found) == _MOST or all(np.isfinite(values).all() for _, values in results):
+        if all(np.isfinite(values).all() for _, values in results):
             return
-        operands = _float_values(inputs)
         has_nan = any(np.isnan(values).any() for _, values in results)
-        if any(np.isnan(values).any() for _, values in operands):
+        if not self._is_wanted("nan" if has_nan else "inf"):
             return
-        if not has_nan and any(np.isinf(values).any() for _, values in operands):
+        operands = [values for _, values in _float_values(inputs)]
+        if any(np.isnan(values).any() for values in operands):
             return
-        finite = [np.abs(values[np.isfinite(values)]).astype(np.float64) for _, values in operands]
-        scalars = [float(values) for _, values in operands if not np.ndim(values) and np.isfinite(values)]
+        if not has_nan and any(np.isinf(values).any() for values in operands):
+            return
+        scalars = [float(values) for values in operands if not np.ndim(values)]
+        last = _last_operand(operation, operands)
         self.layers_done.append(len(self._marks.called))
         self.found.append(
             NonfiniteOperation(
-                place=self._marks.place,
+                layer=self._marks.layer,
                 operation=operation,
                 dtype=results[0][0],
                 value="nan" if has_nan else "inf",
-                largest_input=min(max((part.max(initial=0.0) for part in finite), default=0.0), FLOAT32.max),
-                smallest_input=min((part.min(initial=FLOAT32.max) for part in finite), default=0.0),
-                constant=scalars[0] if scalars else None,
+                largest_input=min(max(map(_largest, operands), default=0.0), FLOAT32.max),
+                smallest_input=float(np.min(np.abs(last), initial=FLOAT32.max)),
+                constant=next((value for value in scalars if np.isfinite(value)), None),
                 is_backward=self.is_backward,
-                has_infinite_constant=any(not np.ndim(values) and bool(np.isinf(values)) for _, values in operands),
+                has_infinite_constant=any(np.isinf(value) for value in scalars),
+                has_negative_input=bool((last < 0).any()),
             )
         )
+
+    def _is_wanted(self, value: str) -> bool:
+        """Whether to record an operation that returns this value, `"inf"` or `"nan"`, in the layer that runs now."""
+        found = [(other.layer, other.is_backward, other.value) for other in self.found]
+        is_full = len(found) >= _MOST and not (value == "nan" and all(other.value == "inf" for other in self.found))
+        return not is_full and (self._marks.layer, self.is_backward, value) not in found
 
     def _record_lost_constants(self, inputs: Sequence[Any]) -> None:
         for dtype, values in _float_values(inputs):
             if not values.ndim and dtype == FLOAT32.name and _is_lost(float(values)):
-                constants = self.lost_constants.setdefault(self._marks.place, [])
+                constants = self.lost_constants.setdefault(self._marks.layer, [])
                 if float(values) not in constants and len(constants) < _MOST:
                     constants.append(float(values))
+
+
+def _last_operand(operation: str, operands: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the operand that divides or is taken the root of: the last one, or the base of a negative power."""
+    if not operands:
+        return np.zeros(0)
+    has_negative_exponent = operation == "Pow" and bool((operands[-1] < 0).all())
+    return operands[0 if has_negative_exponent else -1].astype(np.float32)
+
+
+def _largest(values: np.ndarray) -> float:
+    return float(np.max(np.abs(values[np.isfinite(values)].astype(np.float64)), initial=0.0))
 
 
 def _is_lost(value: float) -> bool:
@@ -77,5 +101,6 @@ def _is_lost(value: float) -> bool:
 
 
 def _float_values(tensors: Sequence[Any]) -> list[tuple[str, np.ndarray]]:
-    floating = [tensor for tensor in tensors if isinstance(tensor, tf.Tensor) and tensor.dtype.is_floating]
+    is_value = [isinstance(tensor, tf.Tensor) and not tf.is_symbolic_tensor(tensor) for tensor in tensors]
+    floating = [tensor for tensor, known in zip(tensors, is_value, strict=True) if known and tensor.dtype.is_floating]
     return [(tensor.dtype.name, np.asarray(tensor.numpy())) for tensor in floating]

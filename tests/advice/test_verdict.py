@@ -1,5 +1,9 @@
 """Verdicts of hand-written records: what they exclude, and what they leave unknown."""
 
+import inspect
+import re
+from pathlib import Path
+
 import pytest
 
 import kmp
@@ -63,3 +67,30 @@ def test_skipped_steps_after_the_first_ones_leave_their_reason_unknown():
 def test_exclusions_name_causes_of_findings():
     causes = {cause for exclusion in EXCLUSIONS for cause in exclusion.causes}
     assert all(f'`"{cause}"`' in kmp.advice.Finding.__doc__ for cause in causes)
+
+
+def test_layer_that_is_flushed_leaves_the_cost_unknown():
+    replay = Replay(32, 2.0**15, 1.0, 1.0, True, True, flushed={"net/kernel": 0.6})
+    rows = [row(1) | {"replay": replay}, row(50), row(100)]
+    for counts in (record["sample"]["variables"]["net/kernel"] for record in rows):
+        counts |= {"first": 14, "amax": 2.0**14}  # a larger scale would overflow
+    verdict = verdict_of(*rows)
+    assert verdict.startswith(DOUBT)
+    assert "Unknown: what the layers lose whose gradients are mostly zero in float16, but not in float32" in verdict
+
+
+def test_reason_of_a_failed_replay_is_named():
+    verdict = verdict_of(
+        row(1, zeros=100) | {"replay_error": "ValueError: no"}, *(row(n, zeros=100) for n in (50, 100))
+    )
+    assert "; the replay of a batch failed with ValueError: no." in verdict
+
+
+def test_documented_causes_are_those_of_the_rules():
+    page = Path(__file__).parents[2] / "docs" / "advice.md"
+    first_cells = [
+        line.split("|")[1] for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
+    ]
+    described = [cause for cell in first_cells for cause in re.findall("`(.*?)`", cell)]
+    documented = re.findall('`"([a-z0-9_]+)"`', inspect.getdoc(kmp.advice.Finding).partition("severity:")[0])
+    assert sorted(described) == sorted(documented)

@@ -5,6 +5,8 @@ from conftest import compiled_model, fit, values
 from keras import ops
 
 import kmp
+from kmp.policy import guarded_training
+from kmp.replay import BatchCapture
 
 
 class Cube(keras.layers.Layer):
@@ -32,7 +34,7 @@ def test_skipped_steps_are_replayed_and_logged(tmp_path):
         step, replay = run.replays[-1]
         assert 1 <= step <= 12
         assert (replay.is_finite, replay.is_finite_in_float32, replay.examples) == (False, True, 8)
-        assert "cube" in replay.nonfinite[0].place
+        assert "cube" in replay.nonfinite[0].layer
         assert "cube" in kmp.advise(run)[0].change
     assert kmp.load_run(tmp_path).replays == callbacks[0].run.replays
 
@@ -103,6 +105,7 @@ def test_replay_that_fails_does_not_stop_the_training(caplog):
         train(model, callbacks, x=100.0)
     assert "could not replay a batch" in caplog.text
     assert callbacks[0].run.replays == []
+    assert "not eagerly" in callbacks[0].run.last("replay_error")
 
 
 def test_second_fit_does_not_trace_again(enabled):
@@ -117,3 +120,40 @@ def test_second_fit_does_not_trace_again(enabled):
 def test_reference_of_another_kind_is_an_error(reference):
     with pytest.raises(TypeError, match="`reference` must be"):
         kmp.callbacks.defaults(reference=reference)
+
+
+def dead_model():
+    """Returns a model with a layer that is dead: its gradient is zero."""
+    with kmp.enable():
+        dead = keras.layers.Dense(4, activation="relu", bias_initializer=keras.initializers.Constant(-100))
+        alive = keras.layers.Dense(1, dtype="float32")
+        model = keras.Sequential([keras.Input((4,)), dead, alive])
+        model.compile("sgd", "mse")
+    return model
+
+
+def test_zeros_are_replayed_again_at_the_end():
+    callbacks = kmp.callbacks.defaults()
+    train(dead_model(), callbacks, x=1.0)
+    assert [step for step, _ in callbacks[0].run.replays] == [1, 12]
+    assert [finding.cause for finding in kmp.advise(callbacks[0].run)] == ["dead"]
+
+
+def test_overflows_of_an_earlier_training_are_not_replayed():
+    model, callbacks = overflowing_model(), kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore")
+    train(model, callbacks)
+    train(model, kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore"), x=0.01)
+    callbacks = kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore")
+    train(model, callbacks, x=0.01)
+    assert callbacks[0].run.replays == []
+
+
+def test_new_optimizer_replaces_the_capture():
+    model = dead_model()
+    for _ in range(2):
+        train(model, kmp.callbacks.defaults(), epochs=1)
+        with kmp.enable():
+            model.compile("sgd", "mse")
+    train(model, kmp.callbacks.defaults(), epochs=1)
+    captures = [probe for probe in guarded_training.probes_of(model) if isinstance(probe, BatchCapture)]
+    assert [capture.optimizer for capture in captures] == [model.optimizer]

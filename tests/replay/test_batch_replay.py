@@ -1,12 +1,14 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import values
 from keras import ops
 
 import kmp
 from kmp.records import LOSS_FUNCTION, InvalidTargets
 from kmp.replay import replay
+from kmp.replay.eager_pass import as_array
 
 pytestmark = pytest.mark.usefixtures("enabled")
 ROWS = 8
@@ -90,7 +92,7 @@ def test_first_operation_with_nan_or_inf_and_the_layers_that_need_float32_are_fo
     result = replayed(model_of(layer()), x)
     assert (result.is_finite, result.is_finite_in_float32) == (False, True)
     assert result.nonfinite[0].operation == operation
-    assert named([result.nonfinite[0].place]) == layers
+    assert named([result.nonfinite[0].layer]) == layers
     assert named(result.float32_layers) == layers
     assert result.loss is None
     assert np.isfinite(result.float32_loss)
@@ -111,7 +113,7 @@ def test_constants_that_float16_loses_are_found_with_their_values(layer, value):
 
 def test_added_loss_is_told_from_an_output():
     result = replayed(model_of(Penalty(name="penalty")))
-    assert named([result.nonfinite[0].place]) == ["penalty"]
+    assert named([result.nonfinite[0].layer]) == ["penalty"]
     assert named(result.nonfinite_outputs) == []
     assert named(result.float32_layers) == ["penalty"]
 
@@ -125,7 +127,7 @@ def test_loss_that_is_computed_in_float16_is_found():
         model = OwnLoss([keras.Input((4,)), keras.layers.Dense(2, name="only", kernel_initializer="ones")])
         model.compile("sgd")
     result = replayed(model)
-    assert result.nonfinite[0].place == LOSS_FUNCTION
+    assert result.nonfinite[0].layer == LOSS_FUNCTION
     assert result.nonfinite[0].dtype == "float16"
 
 
@@ -156,8 +158,9 @@ def test_flushed_gradients_are_told_from_zeros():
 def test_invalid_targets_are_found_without_a_pass():
     model = model_of(outputs=3, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     assert replayed(model, y=np.arange(ROWS) % 3).invalid_targets is None
-    assert replayed(model, y=np.arange(ROWS) % 4).invalid_targets == InvalidTargets(0, 3, 3)
-    assert replayed(model, y=np.arange(ROWS) % 3 - 1).invalid_targets == InvalidTargets(-1, 1, 3)
+    assert replayed(model, y=np.arange(ROWS) % 6).invalid_targets == InvalidTargets(0, 5, 3, from_logits=True)
+    expected = InvalidTargets(-1, 1, 3, only_invalid=-1, from_logits=True)
+    assert replayed(model, y=np.arange(ROWS) % 3 - 1).invalid_targets == expected
 
 
 @pytest.mark.parametrize(("value", "part"), [(np.nan, "the batch's x"), (7e4, "the batch's x"), (1.0, None)])
@@ -205,3 +208,122 @@ def test_replay_restores_model_and_seeds():
     for old, new in zip(before, values(model.variables), strict=True):
         np.testing.assert_array_equal(old, new)
     assert [layer.dtype_policy for layer in model.layers] == policies
+
+
+class HarmlessMask(keras.layers.Layer):
+    """Masks with -inf, in rows that always keep something."""
+
+    def call(self, x):
+        return ops.softmax(x + ops.where(ops.arange(4) < 2, ops.cast(0, x.dtype), ops.cast(-np.inf, x.dtype)))
+
+
+def test_infinities_that_do_no_harm_do_not_hide_the_nan():
+    class Root(keras.layers.Layer):
+        def call(self, x):
+            return ops.sqrt(x - 1.0)
+
+    masks = [HarmlessMask(name=f"mask_{number}") for number in range(12)]
+    found = replayed(model_of(*masks, Root(name="root"))).nonfinite
+    assert [operation.operation for operation in found if operation.value == "nan"] == ["Sqrt"]
+    assert [operation.has_negative_input for operation in found if operation.value == "nan"] == [True]
+
+
+@pytest.mark.parametrize(
+    ("function", "smallest"),
+    [(lambda x: x**-0.5, 0.0), (lambda x: 1.0 / x, 0.0), (lambda x: x / ops.cast(1e-7, x.dtype), 1e-7)],
+)
+def test_smallest_input_is_that_of_the_divisor(function, smallest):
+    class Divide(keras.layers.Layer):
+        def call(self, x):
+            return function(x * ops.cast(ops.arange(4), x.dtype))
+
+    result = replayed(model_of(Divide()), np.ones((ROWS, 4), "float32"))
+    assert result.nonfinite[0].smallest_input == pytest.approx(smallest, rel=0.2)
+
+
+def test_overflow_between_layers_needs_the_layer_before_in_float32():
+    with kmp.enable():
+        inputs = keras.Input((4,))
+        x = keras.layers.Dense(4, kernel_initializer="ones", name="before")(inputs)
+        outputs = keras.layers.Dense(1, kernel_initializer="ones", name="after", dtype="float32")(x * x * x)
+        model = keras.Model(inputs, outputs, name="net")
+        model.compile("sgd", "mse", loss_weights=[1e-9])
+    result = replayed(model, np.full((ROWS, 4), 15.0, "float32"))
+    assert named(result.float32_layers) == ["before"]
+    assert result.nonfinite[0].layer == "net"
+
+
+def test_layer_with_a_function_of_its_own_is_replayed():
+    class Traced(keras.layers.Layer):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.inner = keras.layers.Dense(4, name="inner")
+
+        @tf.function
+        def call(self, x):
+            return self.inner(x)
+
+    with kmp.enable():
+        layers = [Traced(), Cube(name="cube"), keras.layers.Dense(1, dtype="float32")]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile("sgd", "mse", loss_weights=[1e-12])
+    result = replayed(model, np.full((ROWS, 4), 1e3, "float32"))
+    assert named(result.float32_layers) == ["cube"]
+
+
+def test_gradient_of_an_embedding_has_the_rows_of_the_batch():
+    words = np.array([[1, 2], [1, 3]])
+    with kmp.enable():
+        layers = [keras.layers.Embedding(1000, 4, name="words"), keras.layers.GlobalAveragePooling1D()]
+        model = keras.Sequential([keras.Input((2,), dtype="int32"), *layers, keras.layers.Dense(1, dtype="float32")])
+        model.compile("sgd", "mse", loss_weights=[1e-9])
+    result = replayed(model, words, np.ones((2, 1), "float32"), loss_scale=1.0)
+    assert named(path for path, share in result.flushed.items() if share == 1.0) == ["embeddings"]
+    slices = tf.IndexedSlices(tf.ones((3, 2), tf.float16), tf.constant([7, 5, 7]), dense_shape=tf.constant([9, 2]))
+    np.testing.assert_array_equal(as_array(slices), [[2, 2], [1, 1]])
+
+
+def test_gradients_of_a_summed_loss_grow_with_the_batch():
+    whole = replayed(model_of(loss=keras.losses.MeanSquaredError(reduction="sum")))
+    part = replayed(model_of(loss=keras.losses.MeanSquaredError(reduction="sum")), batch_size=4 * ROWS)
+    assert part.usable_scale == whole.usable_scale
+
+
+def test_targets_are_compared_with_the_output_of_their_name():
+    with kmp.enable():
+        inputs = keras.Input((4,))
+        heads = [keras.layers.Dense(classes, name=name)(inputs) for name, classes in (("b", 3), ("a", 5))]
+        model = keras.Model(inputs, heads)
+        losses = [keras.losses.SparseCategoricalCrossentropy(from_logits=True) for _ in heads]
+        model.compile("sgd", losses)
+    x, y = np.ones((ROWS, 4), "float32"), {"a": np.arange(ROWS) % 5, "b": np.arange(ROWS) % 3}
+    assert replayed(model, x, y).invalid_targets is None
+    invalid = replayed(model, x, y | {"a": np.arange(ROWS)}).invalid_targets
+    assert (invalid.key, invalid.output, invalid.classes) == ("['a']", 1, 5)
+
+
+def test_only_invalid_target_is_a_mark_of_what_is_missing():
+    with kmp.enable():
+        model = keras.Sequential([keras.Input((2, 4)), keras.layers.Dense(3)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    y = np.tile([0, 255], (ROWS, 1))
+    invalid = replayed(model, np.ones((ROWS, 2, 4), "float32"), y).invalid_targets
+    assert (invalid.only_invalid, invalid.per_example, invalid.from_logits) == (255, 2, True)
+
+
+def test_variables_that_keras_does_not_know_are_restored():
+    class Count(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.calls = tf.Variable(0)
+            self.random = tf.random.Generator.from_seed(1)
+
+        def call(self, x):
+            self.calls.assign_add(1)
+            return x + tf.cast(self.random.normal(()), x.dtype)
+
+    layer = Count()
+    model = model_of(layer)
+    before = int(layer.calls), layer.random.state.numpy().tolist()
+    replayed(model)
+    assert (int(layer.calls), layer.random.state.numpy().tolist()) == before

@@ -1,0 +1,96 @@
+"""Rules about the updates of the weights."""
+
+from kmp.advice.edits import SetArguments
+from kmp.advice.finding import ERROR, Finding
+from kmp.advice.run_metrics import RunMetrics
+from kmp.advice.wording import exploding_edits, of_steps
+from kmp.utils import BFLOAT16, FLOAT16
+
+_EXPLODING_UPDATE = 0.5  # of the weights' norm, in one step; 1e-3 is typical
+_RISING_UPDATE = 0.2  # with a loss that rose and stayed high
+_RISING_LOSS = 2.0  # times the first loss
+_LARGE_UPDATE = 0.05  # smaller updates cannot raise the loss a hundredfold
+_EXPLODING_LOSS = 100.0  # times the first loss
+_SMALL_LOSS = 0.01
+_SKIPPED_BY_EXPLOSION = 0.1
+_LARGEST_CONSTANT_LOST = 2.0**FLOAT16.flush_exponent
+_MANY_LOST = 0.2
+
+
+def optimizer_state(metrics: RunMetrics) -> Finding | None:
+    """Reports weights that became NaN because the optimizer keeps its state in float16."""
+    replay, epsilon = metrics.forward_replay, metrics.setting("epsilon", None)
+    if FLOAT16.name not in metrics.setting("variable_dtypes", []) or epsilon is None:
+        return None
+    if epsilon > _LARGEST_CONSTANT_LOST or replay is None or not replay.nonfinite_variables:
+        return None
+    return Finding(
+        "optimizer_state",
+        ERROR,
+        f"The optimizer divides by zero: its epsilon of {epsilon:g} is 0 in float16, the dtype of its state.",
+        f"{of_steps(metrics, metrics.overflows)} were skipped, and {replay.nonfinite_variables[0]} contains NaN or Inf "
+        f"since an update. float16 rounds {_LARGEST_CONSTANT_LOST:.2g} and less to zero",
+        (SetArguments("kmp.enable", {"policy": "'mixed_float16'"}),),
+        "keeps weights and optimizer state in float32; or epsilon=1e-4",
+        replay.nonfinite_variables[0],
+    )
+
+
+def exploding(metrics: RunMetrics) -> Finding | None:
+    """Reports updates that are too large in any number format."""
+    step, ratio = metrics.update_ratio
+    first, highest, last = metrics.first_loss, metrics.highest_loss, metrics.last_loss
+    limit = _EXPLODING_LOSS * max(abs(first), _SMALL_LOSS)
+    is_large_update, is_loss_rising = ratio > _EXPLODING_UPDATE, highest > limit
+    are_many_skipped = metrics.overflows > _SKIPPED_BY_EXPLOSION * metrics.steps
+    # With small updates, a high loss at the end comes from a different batch, not from an explosion.
+    stays_high = abs(last) > limit and not 0.0 < ratio < _LARGE_UPDATE
+    has_not_learned = first > 0 and ratio > _RISING_UPDATE and highest > _RISING_LOSS * first and last > first / 2
+    if (
+        not has_not_learned
+        and not (is_large_update and (are_many_skipped or is_loss_rising))
+        and not (is_loss_rising and (metrics.ends_nonfinite or stays_high))
+    ):
+        return None
+    evidence = []
+    if is_large_update or has_not_learned:
+        evidence.append(
+            f"in step {step} the update was {ratio:.2g} times as large as the weights (L2 norms; 0.001 is typical)"
+        )
+    if is_loss_rising or has_not_learned:
+        evidence.append(f"the loss rose from {first:.3g} to {highest:.3g}")
+    if metrics.ends_nonfinite:
+        evidence.append(
+            f"the loss was NaN or Inf in the last {metrics.consecutive_overflows} steps, after steps with a finite loss"
+        )
+    if metrics.overflows:
+        evidence.append(f"{of_steps(metrics, metrics.overflows)} were skipped")
+    return Finding(
+        "exploding",
+        ERROR,
+        "Training diverges: the updates are too large in any number format.",
+        "; ".join(evidence),
+        exploding_edits(metrics, ratio),
+        "or clipnorm=1.0" if metrics.setting("optimizer", "") == "SGD" else "",
+    )
+
+
+def lost_updates(metrics: RunMetrics) -> Finding | None:
+    """Reports weights in 16 bits that are too coarse for their updates."""
+    dtypes = metrics.setting("variable_dtypes", [])
+    number_format = next((found for found in (FLOAT16, BFLOAT16) if found.name in dtypes), None)
+    share, variables = metrics.lost_updates
+    if number_format is None or share <= _MANY_LOST:
+        return None
+    name = number_format.name
+    named = f", most of {variables[0]}" if variables else ""
+    return Finding(
+        "lost_updates",
+        ERROR,
+        f"Updates are lost: the weights are in {name}, and most steps are too small to change them.",
+        f"{share:.0%} of the weights with a nonzero gradient stayed as they were in the sampled updates{named}: a "
+        f"{name} weight does not change by less than 2^-{number_format.fraction_bits + 2} of its magnitude",
+        (SetArguments("kmp.enable", {"policy": f"'mixed_{name}'"}),),
+        "keeps the weights in float32",
+        variables[0] if variables else "",
+    )
