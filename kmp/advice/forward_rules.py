@@ -71,7 +71,7 @@ def _explained(metrics: RunMetrics, found: NonfiniteOperation, replay: Replay) -
 
 
 def _lost_constant(found: NonfiniteOperation, replay: Replay, where: str) -> tuple[str, str] | None:
-    """Returns a title and the operand, if a constant that float16 makes infinite or zero is to blame, or a divisor."""
+    """Returns a title and the operand if the cause is a constant that float16 makes infinite or zero, or a divisor."""
     constants = replay.lost_constants.get(found.layer, [])
     large = [value for value in constants if abs(value) > 1.0]
     small = [value for value in constants if abs(value) < 1.0]
@@ -94,7 +94,7 @@ def _nonfinite_in_float32(metrics: RunMetrics, replay: Replay) -> Finding:
             ERROR,
             f"{replay.nonfinite_variables[0]} contains NaN or Inf, so every loss is NaN.",
             f"{nonfinite_losses(metrics)}; {len(replay.nonfinite_variables)} variables contain NaN or Inf",
-            exploding_edits(metrics, metrics.update_ratio[1]),
+            exploding_edits(metrics, metrics.gradients.update_ratio[1]),
             "an update made them so; train again from weights that are finite",
             replay.nonfinite_variables[0],
         )

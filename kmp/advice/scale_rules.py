@@ -26,7 +26,7 @@ def backward(metrics: RunMetrics) -> Finding | None:
     are_many = metrics.gradient_overflows > _SKIPPED_AT_ANY_SCALE * metrics.steps
     is_stuck = metrics.consecutive_overflows >= STUCK_AFTER and not metrics.ends_nonfinite
     if metrics.is_fixed:
-        fails_at_any_scale = are_many and metrics.headroom >= _SPARE_BITS
+        fails_at_any_scale = are_many and metrics.gradients.headroom >= _SPARE_BITS
     else:
         lowest = metrics.setting("min_scale", FLOAT16.smallest_normal)
         flushes = metrics.scale < 1.0 and bool(metrics.unexplained_zero_variables)
@@ -56,7 +56,7 @@ def backward(metrics: RunMetrics) -> Finding | None:
                 f"The backward pass of {described(metrics, found.layer)} overflows float16 at {scales}.",
                 found.layer,
             )
-    zero = metrics.all_zero_variables
+    zero = metrics.gradients.all_zero_variables
     if zero:
         evidence += f"; at this scale the gradients of {len(zero)} variables are zero, such as {zero[-1]}"
     edits = in_float32(metrics, layers or [metrics.layer_of(path)])
@@ -72,7 +72,7 @@ def scale_too_large(metrics: RunMetrics) -> Finding | None:
         return None
     path, share = metrics.main_overflow_origin
     origin = f"; {path} was the overflow origin in {share:.0%} of them" if path else ""
-    recommended = metrics.curve.recommended if metrics.curve else None
+    recommended = metrics.gradients.curve.recommended if metrics.gradients.curve else None
     alternative = ""
     if recommended and 2.0 ** recommended[1] < metrics.scale:
         alternative = f"or loss_scale={power(recommended[1])}"

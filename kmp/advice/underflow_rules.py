@@ -33,10 +33,11 @@ def not_scaled(metrics: RunMetrics) -> Finding | None:
 
 def branch(metrics: RunMetrics) -> Finding | None:
     """Reports a part of the model whose gradients are all flushed, while those of the rest are not."""
+    gradients = metrics.gradients
     replay, layers = metrics.clean_replay, metrics.flushed_layers
     if not metrics.is_float16 or metrics.is_unscaled or replay is None or not layers:
         return None
-    names = [name for name in metrics.finite_samples[-1].names if name not in replay.zero]
+    names = [name for name in gradients.finite_samples[-1].names if name not in replay.zero]
     flushed = [name for name in names if metrics.layer_of(name) in layers]
     alive = [name for name in names if metrics.flushed.get(name, 0.0) <= _MANY_FLUSHED]
     if not alive or len(flushed) + len(alive) < len(names) / 2:
@@ -45,7 +46,7 @@ def branch(metrics: RunMetrics) -> Finding | None:
         return None  # the layers nearest the input: gradients underflow on their way there
     shown = ", ".join(repr(name_of(layer)) for layer in layers[:5])
     weight = "a larger loss weight, if this is the loss of one of several outputs"
-    is_scale_too_small = metrics.headroom >= _SPARE_BITS
+    is_scale_too_small = gradients.headroom >= _SPARE_BITS
     return Finding(
         "branch_underflow",
         ERROR,
@@ -60,12 +61,13 @@ def branch(metrics: RunMetrics) -> Finding | None:
 
 def scale_too_small(metrics: RunMetrics) -> Finding | None:
     """Reports a loss scale at which gradients underflow, although a larger one would not overflow."""
-    if not metrics.is_float16 or metrics.is_unscaled or not metrics.finite_samples or branch(metrics):
+    gradients = metrics.gradients
+    if not metrics.is_float16 or metrics.is_unscaled or not gradients.finite_samples or branch(metrics):
         return None
     if metrics.gradient_overflows > _SKIPPED_BY_FIXED * metrics.steps:
         return None
     evidence = _underflow_evidence(metrics)
-    if not evidence or metrics.headroom < _SPARE_BITS:
+    if not evidence or gradients.headroom < _SPARE_BITS:
         return None
     return Finding(
         "scale_too_small",
@@ -79,16 +81,17 @@ def scale_too_small(metrics: RunMetrics) -> Finding | None:
 
 def wide_range(metrics: RunMetrics) -> Finding | None:
     """Reports gradients that span more than float16's range."""
-    curve = metrics.curve
-    if not metrics.is_float16 or metrics.is_unscaled or curve is None or not math.isfinite(metrics.headroom):
+    gradients = metrics.gradients
+    curve = gradients.curve
+    if not metrics.is_float16 or metrics.is_unscaled or curve is None or not math.isfinite(gradients.headroom):
         return None
-    largest, smallest = metrics.extremes
+    largest, smallest = gradients.extremes
     edits = in_float32(metrics, [metrics.layer_of(largest)])
     note = "or kmp.enable(policy='mixed_bfloat16')"
-    if metrics.subnormal_share > _MOST_SUBNORMAL and metrics.headroom < _SPARE_BITS:
+    if gradients.subnormal_share > _MOST_SUBNORMAL and gradients.headroom < _SPARE_BITS:
         evidence = (
-            f"{metrics.subnormal_share:.1%} of the nonzero sampled gradient elements are subnormal in float16 at the "
-            f"loss scale in use, {as_power(metrics.scale)}, with {max(metrics.headroom, 0.0):.0f} bits of headroom "
+            f"{gradients.subnormal_share:.1%} of the nonzero sampled gradient elements are subnormal in float16 at the "
+            f"loss scale in use, {as_power(metrics.scale)}, with {max(gradients.headroom, 0.0):.0f} bits of headroom "
             f"before overflow; {largest} has the largest gradients, and {smallest} underflows most"
         )
         title = f"The gradients of {largest} keep the loss scale too low for the others."
@@ -96,7 +99,7 @@ def wide_range(metrics: RunMetrics) -> Finding | None:
     if curve.recommended:
         return None
     lowest, highest = int(curve.log2_scales[0]), int(curve.log2_scales[-1])
-    best = max(lowest, min(highest, math.floor(math.log2(metrics.scale) + metrics.headroom)))
+    best = max(lowest, min(highest, math.floor(math.log2(metrics.scale) + gradients.headroom)))
     underflow = curve.at(best)["underflow"]
     # A reference also has the elements that float16 flushes at any scale. Most of them are too small to matter.
     if underflow <= (_MANY_IN_REFERENCE if curve.is_measured else _MANY_FLUSHED):
@@ -115,8 +118,9 @@ def wide_range(metrics: RunMetrics) -> Finding | None:
 
 def dead(metrics: RunMetrics) -> Finding | None:
     """Reports variables whose gradient is zero in float32 too."""
+    gradients = metrics.gradients
     replay = metrics.clean_replay
-    zero = [name for name in (replay.zero if replay else ()) if name in metrics.all_zero_variables]
+    zero = [name for name in (replay.zero if replay else ()) if name in gradients.all_zero_variables]
     if not zero or replay is None:
         return None
     variables = (
@@ -126,7 +130,8 @@ def dead(metrics: RunMetrics) -> Finding | None:
         "dead",
         INFO,
         f"The gradient of {_listed(zero)} is zero, in float32 too.",
-        f"{variables} all zero in {len(metrics.usable_samples)} samples, and on {replay.examples} examples in float32",
+        f"{variables} all zero in {len(gradients.usable_samples)} samples, and for {replay.examples} examples in "
+        "float32",
         (),
         "not underflow: units that are never active, or weights whose effect on the loss cancels out",
         zero[0],
@@ -135,7 +140,7 @@ def dead(metrics: RunMetrics) -> Finding | None:
 
 def unused(metrics: RunMetrics) -> Finding | None:
     """Reports variables without a gradient."""
-    names = metrics.variables_without_gradient
+    names = metrics.gradients.variables_without_gradient
     if not names:
         return None
     return Finding(
@@ -155,7 +160,7 @@ def _listed(names: list[str]) -> str:
 
 def _larger_scale(metrics: RunMetrics) -> tuple[SetArguments, ...]:
     """Returns the scale that the samples and the float32 reference recommend, or a dynamic one."""
-    curve = metrics.curve
+    curve = metrics.gradients.curve
     best = curve.recommended[1] if curve and curve.recommended else None
     if best is None:
         return (SetArguments("kmp.enable", {"loss_scale": "'dynamic'"}),)
@@ -168,35 +173,38 @@ def _larger_scale(metrics: RunMetrics) -> tuple[SetArguments, ...]:
 
 def _underflow_evidence(metrics: RunMetrics) -> list[str]:
     """Returns the evidence that gradients underflow at the loss scale in use; empty without any."""
-    evidence, all_zero = [], metrics.leading_all_zero_variables
-    headroom = "" if math.isinf(metrics.headroom) else f", with {metrics.headroom:.0f} bits of headroom before overflow"
-    if metrics.subnormal_share > _MANY_SUBNORMAL:
+    gradients = metrics.gradients
+    evidence, all_zero = [], gradients.leading_all_zero_variables
+    headroom = (
+        "" if math.isinf(gradients.headroom) else f", with {gradients.headroom:.0f} bits of headroom before overflow"
+    )
+    if gradients.subnormal_share > _MANY_SUBNORMAL:
         evidence.append(
-            f"{metrics.subnormal_share:.1%} of the nonzero sampled gradient elements are subnormal in float16 at the "
+            f"{gradients.subnormal_share:.1%} of the nonzero sampled gradient elements are subnormal in float16 at the "
             f"loss scale in use{headroom}"
         )
     if (
         not set(all_zero).isdisjoint(metrics.unexplained_zero_variables)
-        and metrics.headroom >= 2 * _SPARE_BITS
-        and metrics.zero_share >= 0.5
+        and gradients.headroom >= 2 * _SPARE_BITS
+        and gradients.zero_share >= 0.5
     ):
         evidence.append(
-            f"{metrics.zero_share:.1%} of the elements are exactly zero, including all elements of the "
+            f"{gradients.zero_share:.1%} of the elements are exactly zero, including all elements of the "
             f"{len(all_zero)} variables nearest the input{headroom}"
         )
     flushed = _mean_flushed(metrics)
     if flushed > _MANY_FLUSHED:
         evidence.append(f"replayed, {flushed:.1%} of the elements of a gradient are zero in float16 but not in float32")
-    elif not metrics.replays and (metrics.excess_zeros or 0.0) > _MANY_FLUSHED:
-        evidence.append(f"{metrics.excess_zeros:.1%} of all elements are zero in float16 but not in float32")
-    if evidence and metrics.underflow_origins:
-        path = max(metrics.underflow_origins, key=metrics.underflow_origins.__getitem__)
-        samples = f"{metrics.underflow_origins[path]} of {len(metrics.finite_samples)} samples"
+    elif not metrics.replays and (gradients.excess_zeros or 0.0) > _MANY_FLUSHED:
+        evidence.append(f"{gradients.excess_zeros:.1%} of all elements are zero in float16 but not in float32")
+    if evidence and gradients.underflow_origins:
+        path = max(gradients.underflow_origins, key=gradients.underflow_origins.__getitem__)
+        samples = f"{gradients.underflow_origins[path]} of {len(gradients.finite_samples)} samples"
         evidence.append(f"the underflow origin is {path} in {samples}")
     return evidence
 
 
 def _mean_flushed(metrics: RunMetrics) -> float:
     """Returns the share of flushed elements, the mean over the variables."""
-    names = metrics.finite_samples[-1].names if metrics.finite_samples else ()
+    names = metrics.gradients.finite_samples[-1].names if metrics.gradients.finite_samples else ()
     return sum(metrics.flushed.get(name, 0.0) for name in names) / max(1, len(names))

@@ -38,7 +38,7 @@ def optimizer_state(metrics: RunMetrics) -> Finding | None:
 
 def exploding(metrics: RunMetrics) -> Finding | None:
     """Reports updates that are too large in any number format."""
-    step, ratio = metrics.update_ratio
+    step, ratio = metrics.gradients.update_ratio
     first, highest, last = metrics.first_loss, metrics.highest_loss, metrics.last_loss
     limit = _EXPLODING_LOSS * max(abs(first), _SMALL_LOSS)
     is_large_update, is_loss_rising = ratio > _EXPLODING_UPDATE, highest > limit
@@ -79,8 +79,10 @@ def lost_updates(metrics: RunMetrics) -> Finding | None:
     """Reports weights in 16 bits that are too coarse for their updates."""
     dtypes = metrics.setting("variable_dtypes", [])
     number_format = next((found for found in (FLOAT16, BFLOAT16) if found.name in dtypes), None)
-    share, variables = metrics.lost_updates
-    if number_format is None or share <= _MANY_LOST:
+    if number_format is None:
+        return None
+    share, variables = metrics.gradients.lost_updates
+    if share <= _MANY_LOST:
         return None
     name = number_format.name
     named = f", most of {variables[0]}" if variables else ""

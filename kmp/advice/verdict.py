@@ -37,27 +37,27 @@ def _has_few_skipped_steps(metrics: RunMetrics) -> bool:
 
 def _has_enough_samples(metrics: RunMetrics) -> bool:
     """Whether there are enough finite samples, and one is of the second half: gradients change in training."""
-    samples = metrics.finite_samples
+    samples = metrics.gradients.finite_samples
     return len(samples) >= _FEW_SAMPLES and 2 * max(sample.step for sample in samples) >= metrics.steps
 
 
 def _has_no_unknown_zeros(metrics: RunMetrics) -> bool:
     """Whether few elements are zero, or a float32 pass shows that float16 flushed little."""
     if not metrics.has_reference:
-        return metrics.zero_share <= _MANY_ZEROS and not metrics.all_zero_variables
+        return metrics.gradients.zero_share <= _MANY_ZEROS and not metrics.gradients.all_zero_variables
     return _lost_norm(metrics) <= _MUCH_LOST
 
 
 def _lost_norm(metrics: RunMetrics) -> float:
     """Returns an upper bound of the norm of the elements that are too small, relative to that of all gradients."""
-    sample = metrics.finite_samples[-1]
-    lost = math.sqrt(metrics.underflow_share * sample.histogram.total) * 2.0**FLOAT16.flush_exponent
+    sample = metrics.gradients.finite_samples[-1]
+    lost = math.sqrt(metrics.gradients.underflow_share * sample.histogram.total) * 2.0**FLOAT16.flush_exponent
     return lost * sample.loss_scale / metrics.scale / sample.largest if sample.largest else math.inf
 
 
 def _has_updates_that_change_weights(metrics: RunMetrics) -> bool:
     is_16_bit = bool(set(DTYPES_16_BIT) & set(metrics.setting("variable_dtypes", [])))
-    return not is_16_bit or metrics.update_ratio[1] > 0
+    return not is_16_bit or metrics.gradients.update_ratio[1] > 0
 
 
 # A NaN or Inf in a loss always has a finding, and so has a loss that is not scaled.
@@ -94,7 +94,7 @@ EXCLUSIONS = (
     ),
     Exclusion(
         ("exploding",),
-        lambda metrics: math.isfinite(metrics.last_loss) or metrics.update_ratio[1] > 0,
+        lambda metrics: math.isfinite(metrics.last_loss) or metrics.gradients.update_ratio[1] > 0,
         "whether training diverges",
         "kmp.callbacks.defaults(), which records losses and updates",
     ),
@@ -103,13 +103,14 @@ EXCLUSIONS = (
 
 def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
     """Returns the effect of float16 on a run, in a few sentences: the first problem if there is one."""
+    gradients = metrics.gradients
     if not metrics.steps:
         return "The run is empty: nothing was recorded."
     if problems:
         return problems[0].title
     skipped = f"{metrics.overflows} of {metrics.steps} steps {'was' if metrics.overflows == 1 else 'were'} skipped"
-    if metrics.curve is None or not metrics.finite_samples:
-        reason = "No sampled step was finite" if metrics.samples else "No gradients were sampled"
+    if gradients.curve is None or not gradients.finite_samples:
+        reason = "No sampled step was finite" if gradients.samples else "No gradients were sampled"
         return f"{skipped}. {reason}, so underflow is unknown."
     if not metrics.is_float16:
         return f"{skipped}. The run computed in {metrics.dtypes}, where gradients need no loss scale."
@@ -122,17 +123,18 @@ def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
     unknown = [f"Unknown: {doubt.unknown}; to find out: {doubt.remedy}." for doubt in doubts]
     if any(doubt.is_excluded is _has_no_unknown_zeros for doubt in doubts) and not metrics.has_reference:
         unknown[-1:] = [_zeros(metrics), *unknown[-1:]]
-    is_small = metrics.has_reference and metrics.underflow_share > _FEW_TOO_SMALL and not doubts
+    is_small = metrics.has_reference and gradients.underflow_share > _FEW_TOO_SMALL and not doubts
     norm = f" (at most {_lost_norm(metrics):.1g} of the norm)" if is_small else ""
     numbers = (
-        f"{skipped}, and at the loss scale in use, {as_power(metrics.scale)}, {metrics.subnormal_share:.1%} of the "
-        f"nonzero gradient elements are subnormal in float16 and {metrics.underflow_share:.1%} are too small for "
-        f"float16{norm}, in {len(metrics.finite_samples)} samples."
+        f"{skipped}, and at the loss scale in use, {as_power(metrics.scale)}, {gradients.subnormal_share:.1%} of the "
+        f"nonzero gradient elements are subnormal in float16 and {gradients.underflow_share:.1%} are too small for "
+        f"float16{norm}, in {len(gradients.finite_samples)} samples."
     )
     return " ".join([f"{effect}: {numbers}", *(unknown or ["Rounding in the forward pass is not measured."])])
 
 
 def _zeros(metrics: RunMetrics) -> str:
+    gradients = metrics.gradients
     variables = metrics.unexplained_zero_variables
     named = variables[0] if len(variables) == 1 else f"{len(variables)} variables"
     including = f", including all of {named}" if variables else ""
@@ -141,5 +143,5 @@ def _zeros(metrics: RunMetrics) -> str:
     if error:
         reason = f"; the replay of a batch failed with {error}"
     elif not metrics.replays:
-        reason = "; no batch was replayed, as always with a custom training step or loop, or on several replicas"
-    return f"{metrics.zero_share:.1%} are exactly zero{including}{reason}."
+        reason = "; no batch was replayed, which needs the training step of Keras, and one replica"
+    return f"{gradients.zero_share:.1%} are exactly zero{including}{reason}."

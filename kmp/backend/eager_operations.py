@@ -16,8 +16,8 @@ def watching_operations(observe: Observer) -> Iterator[None]:
     `tf.debugging.enable_check_numerics` works like this. No public function registers such a callback.
 
     Args:
-        observe: Gets the type of the operation, its inputs and its outputs. It must not run operations itself; a
-            tensor's `numpy` is none.
+        observe: Gets the type of the operation, its inputs and its outputs. It must not run operations itself, but may
+            read tensors with `numpy`.
     """
     from tensorflow.python.framework import op_callbacks
 
@@ -26,10 +26,10 @@ def watching_operations(observe: Observer) -> Iterator[None]:
         inputs: Sequence[Any],
         attributes: Any,
         outputs: Sequence[Any],
-        *_: Any,
+        op_name: Any = None,
         graph: Any = None,
     ) -> None:
-        del attributes
+        del attributes, op_name
         if graph is None:
             observe(operation.decode() if isinstance(operation, bytes) else operation, inputs, outputs)
 

@@ -1,4 +1,4 @@
-"""One eager forward and backward pass over a batch, after which the model is as it was."""
+"""Runs an eager forward and backward pass over a batch, and restores the model."""
 
 import contextlib
 import inspect

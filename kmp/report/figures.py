@@ -60,8 +60,8 @@ def _draw(name: str, summary: RunSummary) -> str:
 def _data_of(name: str, summary: RunSummary) -> Run | ExponentHistogram | WhatIf:
     if name == "gradient_exponents" and summary.newest_sample is not None:
         return summary.newest_sample.histogram
-    if name == "what_if" and summary.metrics.curve is not None:
-        return summary.metrics.curve  # computed already
+    if name == "what_if" and summary.metrics.gradients.curve is not None:
+        return summary.metrics.gradients.curve  # computed already
     return summary.run
 
 
@@ -94,7 +94,7 @@ def _alt_of_gradient_exponents(summary: RunSummary) -> str:
 
 
 def _alt_of_exponents_over_steps(summary: RunSummary) -> str:
-    samples = summary.metrics.samples
+    samples = summary.metrics.gradients.samples
     if not samples:
         return "Empty: no gradients were sampled."
     return (
@@ -103,7 +103,7 @@ def _alt_of_exponents_over_steps(summary: RunSummary) -> str:
 
 
 def _alt_of_what_if(summary: RunSummary) -> str:
-    if summary.metrics.curve is None:
+    if summary.metrics.gradients.curve is None:
         return "Empty: there is no sample of finite gradients."
     return f"The share of gradient elements lost at every loss scale. {summary.other_scales.note}"
 

@@ -59,7 +59,7 @@ class RunSummary:
     @property
     def is_known(self) -> bool:
         """Whether the run can be diagnosed: it has a finding, or samples of finite gradients."""
-        return bool(self.advice) or self.metrics.curve is not None
+        return bool(self.advice) or self.metrics.gradients.curve is not None
 
     @property
     def findings_count(self) -> str:
@@ -93,7 +93,7 @@ class RunSummary:
             ("last loss", self._loss(-1)),
             ("gradient elements that are zero", _or_unknown(share(last("grad_zeros")))),
             ("gradient norm", _or_unknown(number(last("grad_norm")))),
-            ("sampled steps", str(len(metrics.samples))),
+            ("sampled steps", str(len(metrics.gradients.samples))),
         )
 
     @cached_property
@@ -150,8 +150,8 @@ class RunSummary:
     @cached_property
     def overflow_and_underflow(self) -> Table:
         """How often each variable overflowed or underflowed, and how often it was the origin."""
-        overflows, underflows = self.run.last("overflows_by_variable", {}), self.metrics.underflows
-        overflow_origins, underflow_origins = self.metrics.overflow_origins, self.metrics.underflow_origins
+        overflows, underflows = self.run.last("overflows_by_variable", {}), self.metrics.gradients.underflows
+        overflow_origins, underflow_origins = self.metrics.overflow_origins, self.metrics.gradients.underflow_origins
         by_priority = (overflow_origins, overflows, underflow_origins, underflows)
         columns = (overflows, overflow_origins, underflows, underflow_origins)
         names = list(dict.fromkeys(name for counts in by_priority for name in counts))
@@ -164,9 +164,10 @@ class RunSummary:
             return Table((), (), f"{overflow}, and no underflow was detected.")
         shown = heapq.nlargest(_MAX_ROWS, names, key=priority)
         rows = [(name, *(str(counts.get(name, 0)) for counts in columns)) for name in shown]
+        samples = len(self.metrics.gradients.finite_samples)
         note = (
             "Overflowed: steps in which the variable's gradient was not finite. Underflowed: of "
-            f"{len(self.metrics.finite_samples)} samples, those in which more than 5 % of its nonzero gradient "
+            f"{samples} samples, those in which more than 5 % of its nonzero gradient "
             "elements were subnormal in float16 or smaller, or all were zero. Origin: of these, those in which it was "
             "the variable nearest the loss. A step with a non-finite loss has no overflow origin."
         )
@@ -176,9 +177,11 @@ class RunSummary:
     @cached_property
     def other_scales(self) -> Table:
         """Underflow, overflow and skipped steps at a few other loss scales."""
-        curve = self.metrics.curve
+        curve = self.metrics.gradients.curve
         if curve is None:
-            return Table((), (), f"No sample has finite gradients. {_NOT_SAMPLED * (not self.metrics.samples)}")
+            return Table(
+                (), (), f"No sample has finite gradients. {_NOT_SAMPLED * (not self.metrics.gradients.samples)}"
+            )
         names = ("lowest recommended", "highest recommended")
         bounds = list(zip(names, curve.recommended or (), strict=False))[not curve.is_lowest_known :]
         rows = []
@@ -190,7 +193,7 @@ class RunSummary:
         return Table(("loss scale", "underflow", "overflow", "steps skipped"), tuple(rows), self._what_if_note())
 
     def _what_if_note(self) -> str:
-        curve = self.metrics.curve
+        curve = self.metrics.gradients.curve
         assert curve is not None
         advice = "No scale is recommended."
         if curve.recommended:

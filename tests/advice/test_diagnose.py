@@ -373,8 +373,8 @@ def test_variable_is_all_zero_if_it_is_in_every_usable_sample():
     ]
     rows = [{"step": step, "sample": {"loss_scale": 8.0, "variables": data}} for step, data in enumerate(samples, 1)]
     metrics = RunMetrics(Run(rows))
-    assert metrics.all_zero_variables == ["a", "c"]
-    assert metrics.leading_all_zero_variables == ["a", "c"]
+    assert metrics.gradients.all_zero_variables == ["a", "c"]
+    assert metrics.gradients.leading_all_zero_variables == ["a", "c"]
 
 
 def test_texts_of_findings_are_printable():

@@ -293,9 +293,9 @@ def test_variables_that_underflow_without_overflow_are_listed():
     assert rows
     for name, (overflows, overflow_origins, underflows, underflow_origins) in rows.items():
         assert (overflows, overflow_origins) == ("0", "0")
-        assert int(underflows) == metrics.underflows[name] > 0
-        assert int(underflow_origins) == metrics.underflow_origins.get(name, 0)
-    assert sum(metrics.underflow_origins.values()) == max(metrics.underflows.values())
+        assert int(underflows) == metrics.gradients.underflows[name] > 0
+        assert int(underflow_origins) == metrics.gradients.underflow_origins.get(name, 0)
+    assert sum(metrics.gradients.underflow_origins.values()) == max(metrics.gradients.underflows.values())
 
 
 def test_other_scales_match_what_if():

@@ -19,7 +19,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 class Outcome(NamedTuple):
-    """What became of a script.
+    """The results of a script, as it is and with the advised change.
 
     Attributes:
         score: The score of the script as it is; NaN if training got stuck.
