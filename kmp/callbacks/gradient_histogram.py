@@ -49,7 +49,7 @@ class GradientHistogram(OptimizerCallback):
         variables: The variables to sample: a path as in `variable.path`, a pattern with `*` and `?` as in a shell, such
             as `"*/kernel"`, or a list of these. Defaults to all.
         reference: `"auto"` replays at most 32 examples of a batch of the training, eagerly, in the precision of the
-            model and in float32, when many gradients are zero or steps are skipped, at most three times in a run. This
+            model and in float32, when many gradients are zero or steps are skipped, at most three times for each. This
             finds what float16 flushed to zero, the operation that first returned NaN or Inf, and the layers that have
             to compute in float32; `kmp.advise` reports it. Model and seeds stay unchanged. Not for a `train_step` of
             the user's own, and not with several replicas. Or a batch `(x, y)` or `(x, y, sample_weight)`: after the
