@@ -6,6 +6,7 @@ import datetime
 import importlib.util
 import itertools
 import logging
+import math
 import shutil
 import weakref
 from collections.abc import Iterator
@@ -63,6 +64,7 @@ class LogWriter:
         self._events: Any = None
         with self._stopping_on_write_error():
             first_line = header(model, optimizer)
+            self._layers = first_line["settings"].get("layers", {})
             kept, is_rewritten = _continue_log(folder, first_step, first_line)
             self.sample_size, self.counts_size = (sum(map(size, kept)) for size in (sample_size, counts_size))
             self._by_layer.size = sum(file.stat().st_size for file in _event_files(folder))
@@ -152,7 +154,7 @@ class LogWriter:
 
     def _write_events(self, record: dict[str, Any]) -> None:
         with self._events.as_default(step=record["step"]):
-            write_scalars(record["step"], {f"kmp/{key}": value for key, value in records.scalars(record)})
+            write_scalars(record["step"], _scalar_tags(record))
             if "sample" in record:
                 self._write_histograms(record)
 
@@ -161,7 +163,8 @@ class LogWriter:
         by_tag = {"kmp/gradient_exponents": sample.histogram}
         if self._by_layer.stores_next():
             layers = sample.by_layer()
-            by_tag |= {f"kmp_by_layer/{name}": layers[name] for name in layers}
+            names = records.stable_names(self._layers)
+            by_tag |= {f"kmp_by_layer/{records.stable_name(name, names)}": layers[name] for name in layers}
         size = write_histograms(record["step"], by_tag)
         self._by_layer.size += size if len(by_tag) > 1 else 0
 
@@ -194,6 +197,16 @@ class LogWriter:
             with contextlib.suppress(*_WRITE_ERRORS):  # the failed write already warned
                 if file is not None:
                     file.close()
+
+
+def _scalar_tags(record: dict[str, Any]) -> dict[str, float]:
+    """Returns TensorBoard's scalars of a record by tag. A loss scale is a power of two: its axis is that of log2."""
+    values = dict(records.scalars(record))
+    values.pop("epoch", None)
+    scale = values.pop("loss_scale", 0.0)
+    if scale > 0:
+        values["log2_loss_scale"] = math.log2(scale)
+    return {f"kmp/{key}": value for key, value in values.items()}
 
 
 def _continue_log(folder: Path, first_step: int, first_line: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
@@ -261,8 +274,8 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer) -> dict[str, Any]:
     inner, numbers = optimizer.inner_optimizer, ["learning_rate", "epsilon"]
     if isinstance(keras_internals.learning_rate_of(inner), keras.optimizers.schedules.LearningRateSchedule):
         numbers.remove("learning_rate")  # it changes
-    values = {name: _number(getattr(inner, name, None)) for name in numbers}
-    settings |= {name: value for name, value in values.items() if value is not None}
+    values = {name: to_number(getattr(inner, name, None)) for name in numbers}
+    settings |= {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
     variables = model.trainable_variables  # `fit` builds the optimizer on these
     by_path = optimizer.variables_by_path() or dict(zip(paths_of(variables), variables, strict=True))
     settings["variable_dtypes"] = sorted({variable.dtype for variable in variables})
@@ -275,7 +288,8 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer) -> dict[str, Any]:
     return {"schema": SCHEMA, "kind": "header", "started": started, **versions, "settings": settings}
 
 
-def _number(value: Any) -> float | None:
-    """Returns a hyperparameter as a float; `None` if it is no number."""
+def to_number(value: Any) -> float | None:
+    """Returns a number, or a tensor or variable with one, as a float; `None` for anything else."""
     value = value.numpy() if hasattr(value, "numpy") else value
-    return float(value) if isinstance(value, int | float | np.number) and np.isfinite(value) else None
+    is_number = isinstance(value, int | float | np.number) or (isinstance(value, np.ndarray) and value.size == 1)
+    return float(value) if is_number else None

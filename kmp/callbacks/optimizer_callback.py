@@ -7,10 +7,11 @@ from typing import Any
 
 import keras
 
+from kmp.callbacks.log_writer import to_number
 from kmp.callbacks.optimizer_monitor import OptimizerMonitor
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarded_training
-from kmp.records import Run, Snapshot
+from kmp.records import RECORD_KEYS, Run, Snapshot
 from kmp.utils import FolderLock, user_messages, validation
 
 PathLike = str | os.PathLike[str]
@@ -82,6 +83,7 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
             self._end_epoch()
             if logs is not None:
                 guarded_training.fix_epoch_loss(self.model, logs)
+                self._record_metrics(epoch, logs)
             self._add_to(logs, self._epoch_values())
 
     def on_train_end(self, logs: Logs = None) -> None:
@@ -115,6 +117,17 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
 
     def _end_epoch(self) -> None:
         self.read(is_epoch_end=True)
+
+    def _record_metrics(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Records the epoch's metrics, unless a callback of the same run has."""
+        if self.monitor.last_epoch == (epoch, self._last_snapshot.step):
+            return
+        self.monitor.last_epoch = epoch, self._last_snapshot.step
+        values = {"learning_rate": getattr(self.optimizer.inner_optimizer, "learning_rate", None)} | logs
+        numbers = {key: to_number(value) for key, value in values.items() if key not in RECORD_KEYS}
+        metrics = {key: value for key, value in numbers.items() if value is not None}
+        if metrics:
+            self._append_record({"step": self._last_snapshot.step, "epoch": epoch, "metrics": metrics})
 
     def _add_to(self, logs: Logs, values: dict[str, float]) -> None:
         if logs is not None:

@@ -38,6 +38,7 @@ class OptimizerMonitor:
         self.run = Run()
         self.samples = Thinning(self.sample_budget)
         self.overflow_counts = Thinning(self.counts_budget)
+        self.last_epoch: tuple[int, int] | None = None  # whose metrics are recorded, and its last step
         self._optimizer = optimizer
         self._newest: Snapshot | None = None
         self._writer: LogWriter | None = None

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kmp.records import ExponentHistogram
+from kmp.records import FIRST_EXPONENT, ExponentHistogram
+
+_ZERO_EXPONENT = FIRST_EXPONENT - 1.0
+_DESCRIPTION = f"log2 of loss-scaled gradient magnitudes; at {_ZERO_EXPONENT:g}, all elements are zero"
 
 
 def write_scalars(step: int, by_tag: Mapping[str, float]) -> None:
@@ -39,8 +42,11 @@ def _histogram_value(tag: str, histogram: ExponentHistogram) -> Any:
 
     # A row of TensorBoard's histogram is left edge, right edge, count. The edges here are binary exponents.
     filled = np.flatnonzero(histogram.by_exponent)
-    span = slice(filled[0], filled[-1] + 1) if filled.size else slice(0, 0)
-    left = histogram.exponents[span].astype(np.float64)
-    buckets = np.stack([left, left + 1, histogram.by_exponent[span]], axis=1)
-    plugin = metadata.create_summary_metadata(display_name=None, description="log2 of loss-scaled gradient magnitudes")
+    if filled.size:
+        span = slice(filled[0], filled[-1] + 1)
+        left, counts = histogram.exponents[span].astype(np.float64), histogram.by_exponent[span]
+    else:  # TensorBoard draws a histogram without buckets as if all values were 1
+        left, counts = np.array([_ZERO_EXPONENT]), np.array([histogram.zeros])
+    buckets = np.stack([left, left + 1, counts], axis=1)
+    plugin = metadata.create_summary_metadata(display_name=None, description=_DESCRIPTION)
     return Summary.Value(tag=tag, tensor=make_tensor_proto(buckets), metadata=plugin)

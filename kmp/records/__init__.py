@@ -25,6 +25,8 @@ done, including skipped ones) and some of these keys:
 - `highest_loss`: float, the largest magnitude of a finite loss so far, before scaling and summed over replicas.
 - `nonfinite_activation`: string, in records after a new non-finite loss, if a `kmp.callbacks.ForwardProbe` was active:
   the origin of the first NaN or Inf in that step's forward pass.
+- `metrics`: object, at the end of an epoch: each number of Keras' `logs`, such as `loss` and `val_accuracy`, and
+  `learning_rate`. `epoch`: integer, the number of the epoch from 0, as in Keras.
 - `grad_zeros`: float, the fraction of gradient elements that are exactly zero in the sampled step, which is `step`.
 - `grad_norm`: float, the L2 norm of all gradients of that step, without the loss scale.
 - `sample`: object with the gradient statistics of that step, see below.
@@ -105,11 +107,14 @@ from kmp.records.exponent_histogram import ZERO_BIN as ZERO_BIN
 from kmp.records.gradient_sample import GradientSample
 from kmp.records.gradient_sample import layer_of as layer_of
 from kmp.records.jsonl import FILE_NAME as FILE_NAME
+from kmp.records.jsonl import RECORD_KEYS as RECORD_KEYS
 from kmp.records.jsonl import SAMPLE_KEYS as SAMPLE_KEYS
 from kmp.records.jsonl import SCHEMA as SCHEMA
 from kmp.records.jsonl import RepeatedNames as RepeatedNames
 from kmp.records.jsonl import has_update as has_update
 from kmp.records.jsonl import to_line as to_line
+from kmp.records.layer_names import stable_name as stable_name
+from kmp.records.layer_names import stable_names as stable_names
 from kmp.records.replay import InvalidTargets as InvalidTargets
 from kmp.records.replay import NonfiniteOperation as NonfiniteOperation
 from kmp.records.replay import Replay as Replay

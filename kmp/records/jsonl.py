@@ -35,6 +35,8 @@ _LONGEST_UNKNOWN_KEY = 100
 # Keys of schema 2 and their names in this schema.
 _RENAMED_KEYS = {"culprit": "overflow_origin", "culprits_by_variable": "overflow_origins_by_variable"}
 
+RECORD_KEYS = frozenset(Record.__annotations__)
+
 _Values = dict[str, msgspec.Raw]
 _VALUES = msgspec.json.Decoder(_Values)
 _HEADER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Header)
@@ -46,8 +48,14 @@ _ANY = msgspec.json.Decoder()
 
 def to_line(row: Mapping[str, Any]) -> str:
     """Returns a record as one line of JSON; non-finite numbers become null."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    finite = _without_nonfinite(row)
+    if "metrics" in finite:
+        finite["metrics"] = _without_nonfinite(finite["metrics"])
     return json.dumps(finite, allow_nan=False, separators=(",", ":"), default=dataclasses.asdict) + "\n"
+
+
+def _without_nonfinite(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 class RepeatedNames:

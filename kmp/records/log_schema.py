@@ -24,6 +24,7 @@ from kmp.utils import FLOAT32
 READABLE_SCHEMAS = (2, 3, 4)
 EXPONENT_COUNT = LAST_EXPONENT - FIRST_EXPONENT + 1
 MOST_UNKNOWN_KEYS = 100  # in one log
+MOST_METRICS = 1000  # in one record
 
 
 class BinCounts(TypedDict):
@@ -95,6 +96,8 @@ class Record(TypedDict, total=False):
     highest_loss: Number | None
     nonfinite_activation: Text | None
     loss_dtype: Text | None
+    epoch: Count
+    metrics: Annotated[dict[Text, Number | None], Meta(max_length=MOST_METRICS)]
     grad_zeros: Number | None
     grad_norm: Norm | None
     sample: Sample

@@ -101,6 +101,19 @@ class Run:
         return dict(settings) if isinstance(settings, Mapping) else {}
 
     @property
+    def metrics(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """The metrics of epochs by name, such as `loss` and `val_accuracy`: the steps, and the values."""
+        rows = [(row["step"], row["metrics"]) for row in self.rows if "metrics" in row]
+        by_name: dict[str, list[tuple[int, float]]] = {}
+        for step, metrics in rows:
+            for name, value in metrics.items():
+                by_name.setdefault(name, []).append((step, math.nan if value is None else value))
+        return {
+            name: (np.array([step for step, _ in pairs], np.int64), np.array([value for _, value in pairs], np.float64))
+            for name, pairs in by_name.items()
+        }
+
+    @property
     def samples(self) -> list[GradientSample]:
         """The sampled gradients, oldest first."""
         return list(iterate_samples(self.rows))
@@ -200,8 +213,8 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
 
 def scalars(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    """Yields the keys and values of a record that are plain numbers, except `step`."""
-    for key, value in row.items():
+    """Yields the keys and values of a record that are plain numbers, except `step`, and its metrics."""
+    for key, value in (row.get("metrics", {}) | row).items():
         if key != "step" and isinstance(value, int | float):
             yield key, float(value)
 

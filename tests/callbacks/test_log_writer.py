@@ -5,6 +5,7 @@ import os
 import subprocess
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import (
@@ -22,7 +23,8 @@ import kmp
 from kmp.callbacks import GradientHistogram, LossScaleLogger, OverflowCounter, defaults, log_writer
 from kmp.callbacks.log_writer import LogWriter
 from kmp.callbacks.optimizer_monitor import OptimizerMonitor
-from kmp.records import SCHEMA, RepeatedNames
+from kmp.callbacks.tensorboard_events import write_histograms
+from kmp.records import BIN_COUNT, FIRST_EXPONENT, SCHEMA, ZERO_BIN, RepeatedNames
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
@@ -41,18 +43,18 @@ def test_files_have_the_records_of_the_callbacks(tmp_path):
     assert lines[1:] == [names.removed(row) for row in rows]
     assert ["names" in line["sample"] for line in lines[1:] if "sample" in line] == [True, False, False, False, False]
     events = EventAccumulator(str(tmp_path / "logs"), {"tensors": 0}).Reload()
-    assert {"kmp/loss_scale", "kmp/overflow_count", "kmp/grad_zeros", "kmp/gradient_exponents"} <= set(
+    assert {"kmp/log2_loss_scale", "kmp/overflow_count", "kmp/grad_zeros", "kmp/gradient_exponents"} <= set(
         events.Tags()["tensors"]
     )
-    assert [e.step for e in events.Tensors("kmp/loss_scale")] == [1, 5, 10, 15, 20]
+    assert [e.step for e in events.Tensors("kmp/log2_loss_scale")] == [1, 5, 10, 15, 20]
     buckets = tf.make_ndarray(events.Tensors("kmp/gradient_exponents")[0].tensor_proto)
     first = callbacks[2].run.histograms[0]
     assert buckets[:, 2].sum() == first.by_exponent.sum()
     assert buckets[:, 1].tolist() == (buckets[:, 0] + 1).tolist()
     layers = callbacks[2].run.samples[0].by_layer()
     by_layer = {tag.removeprefix("kmp_by_layer/"): tag for tag in events.Tags()["tensors"] if "kmp_by_layer/" in tag}
-    assert set(by_layer) == set(layers)
-    for name, tag in by_layer.items():
+    assert set(by_layer) == {"sequential/dense", "sequential/dense_1"}  # not numbered on from earlier models
+    for name, tag in zip(layers, sorted(by_layer.values()), strict=True):
         buckets = tf.make_ndarray(events.Tensors(tag)[0].tensor_proto)
         assert buckets[:, 2].sum() == layers[name].by_exponent.sum()
         assert events.SummaryMetadata(tag).plugin_data.plugin_name == "histograms"
@@ -74,7 +76,7 @@ def test_record_between_the_ends_of_two_callbacks_is_written_to_the_same_log(tmp
 
 def steps_in_tensorboard(folder):
     events = EventAccumulator(str(folder), {"tensors": 0}).Reload()
-    return [event.step for event in events.Tensors("kmp/loss_scale")]
+    return [event.step for event in events.Tensors("kmp/log2_loss_scale")]
 
 
 def test_resuming_from_an_older_checkpoint_archives_the_log_and_keeps_records_up_to_it(tmp_path):
@@ -429,3 +431,34 @@ def test_histograms_by_layer_of_a_long_run_are_thinned_in_tensorboard(tmp_path, 
     layer = next(tag for tag in events.Tags()["tensors"] if "kmp_by_layer/" in tag)
     assert len(events.Tensors("kmp/gradient_exponents")) == 60
     assert 2 < len(events.Tensors(layer)) < 30
+
+
+def test_metrics_of_epochs_are_recorded_once(tmp_path):
+    class Nothing(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs |= {"text": "no number", "undefined": float("nan")}
+
+    x, y = small_data()
+    callbacks = defaults(tmp_path, every_n_steps=5)
+    with kmp.enable():
+        model = compiled_model(keras.optimizers.SGD(0.25))
+    history = model.fit(
+        x, y, validation_data=(x, y), epochs=3, batch_size=8, verbose=0, callbacks=[Nothing(), *callbacks]
+    )
+    for run in (callbacks[0].run, kmp.load_run(tmp_path)):
+        assert [row["epoch"] for row in run.rows if "metrics" in row] == [0, 1, 2]
+        assert sorted(run.metrics) == ["learning_rate", "loss", "undefined", "val_loss"]
+        for name in ("loss", "val_loss"):
+            assert run.metrics[name][1].tolist() == history.history[name]
+        assert run.metrics["learning_rate"][1].tolist() == [0.25] * 3
+        assert run.metrics["loss"][0].tolist() == [len(x) // 8 * epoch for epoch in (1, 2, 3)]
+        assert np.isnan(run.metrics["undefined"][1]).all()
+        assert {"epoch", "val_loss"} <= set(run.table().dtype.names)
+
+
+def test_gradient_that_is_all_zero_has_a_bucket_of_its_own(tmp_path):
+    with tf.summary.create_file_writer(str(tmp_path)).as_default(step=1):
+        zeros = np.bincount([ZERO_BIN] * 7, minlength=BIN_COUNT)
+        write_histograms(1, {"dead": kmp.records.ExponentHistogram(zeros, step=1, loss_scale=1.0)})
+    tag = EventAccumulator(str(tmp_path), {"tensors": 0}).Reload().Tensors("dead")[0]
+    assert tf.make_ndarray(tag.tensor_proto).tolist() == [[FIRST_EXPONENT - 1, FIRST_EXPONENT, 7]]

@@ -1,0 +1,34 @@
+import keras
+import pytest
+
+from kmp.backend import layers_by_path
+from kmp.records import stable_name, stable_names
+
+
+def build():
+    dense = keras.layers.Dense
+    layers = [
+        dense(2),
+        keras.layers.BatchNormalization(),
+        keras.Sequential([dense(2), dense(3)]),
+        dense(1, name="head_7"),
+    ]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    return {path: type(layer).__name__ for path, layer in layers_by_path(model).items()}
+
+
+def test_names_are_those_of_every_model_of_the_architecture():
+    first, second = build(), build()
+    assert list(first) != list(second)
+    names = list(stable_names(first).values())
+    assert list(stable_names(second).values()) == names
+    assert "sequential/batch_normalization" in names
+    assert "sequential/head_7" in names
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("net/dense_9", "net/dense"), ("net/dense_9/cell", "net/dense/cell"), ("net/other_3", "net/other_3")],
+)
+def test_part_of_a_layer_has_its_name(path, name):
+    assert stable_name(path, stable_names({"net/dense_9": "Dense"})) == name
