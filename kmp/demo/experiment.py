@@ -23,9 +23,10 @@ from kmp.records import Run, Snapshot
 SEEDS = (0, 1, 2)
 BATCH_SIZE = 256
 LABEL_WEIGHT = 1e-5
-GROWTH_INTERVAL = 10
+GROWTH_INTERVAL = 20
 _NOISE = 0.3
 _TEST_SHARE = 0.2
+_MOST_EPOCHS = 8
 
 
 @dataclass(frozen=True)
@@ -128,19 +129,29 @@ def train(
         loggers = callbacks.defaults(log_dir, every_n_steps=max(1, steps // 60))
         progress = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: on_step())
         started = time.perf_counter()
-        batches = _batches(parts[0], seed)
-        model.fit(batches, steps_per_epoch=steps, callbacks=[*loggers, progress], shuffle=False, verbose=0)
+        epochs = max(number for number in range(1, _MOST_EPOCHS + 1) if steps % number == 0)
+        history = model.fit(
+            _batches(parts[0], seed),
+            epochs=epochs,
+            steps_per_epoch=steps // epochs,
+            validation_data=(parts[1].noisy, parts[1].targets),
+            validation_batch_size=BATCH_SIZE,
+            callbacks=[*loggers, progress],
+            shuffle=False,
+            verbose=0,
+        )
         seconds = time.perf_counter() - started
-        scores = model.evaluate(parts[1].noisy, parts[1].targets, batch_size=BATCH_SIZE, return_dict=True, verbose=0)
-    return Result(scores["label_accuracy"], seconds, model.optimizer.snapshot(), Run.load(log_dir))
+    return Result(history.history["val_label_accuracy"][-1], seconds, model.optimizer.snapshot(), Run.load(log_dir))
 
 
 def _model(pixels: int, classes: int) -> keras.Model:
     dense = keras.layers.Dense
     noisy = keras.Input((pixels,))
-    trunk = dense(128, activation="relu")(dense(128, activation="relu")(noisy))
-    image = dense(pixels, dtype="float32", name="image")(dense(128, activation="relu")(trunk))
-    label = layers.Softmax(name="label")(dense(classes)(dense(128, activation="relu")(trunk)))
+    trunk = dense(128, activation="relu", name="trunk_1")(noisy)
+    trunk = dense(128, activation="relu", name="trunk_2")(trunk)
+    image = dense(pixels, dtype="float32", name="image")(dense(128, activation="relu", name="image_hidden")(trunk))
+    logits = dense(classes, name="logits")(dense(128, activation="relu", name="label_hidden")(trunk))
+    label = layers.Softmax(name="label")(logits)
     return keras.Model(noisy, {"image": image, "label": label})
 
 
