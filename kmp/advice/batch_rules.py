@@ -41,21 +41,30 @@ def data(metrics: RunMetrics) -> Finding | None:
 
 
 def targets(metrics: RunMetrics) -> Finding | None:
-    """Reports targets that are not the index of a class."""
-    replay = metrics.forward_replay
-    if replay is None or replay.invalid_targets is None:
+    """Reports targets that are not the index of a class, or beyond the range of a binary cross-entropy."""
+    invalid = next((replay.invalid_targets for replay in reversed(metrics.replays) if replay.invalid_targets), None)
+    if invalid is None:
         return None
-    invalid = replay.invalid_targets
-    low, high, classes, y = invalid.smallest, invalid.largest, invalid.classes, f"y{invalid.key}"
+    low, high, y = f"{invalid.smallest:g}", f"{invalid.largest:g}", f"y{invalid.key}"
+    if invalid.is_binary:
+        return Finding(
+            "targets",
+            ERROR,
+            f"The targets {y} are from {low} to {high}, but binary cross-entropy takes numbers from 0 to 1.",
+            f"in a batch of the training {y} was from {low} to {high}",
+            (PrepareData(f"{y} = ({y} - {low}) / ({high} - {low})"),),
+            "in training, in validation and later",
+            y,
+        )
     outputs = metrics.setting("output_layers", [])
     layer = outputs[invalid.output] if invalid.output < len(outputs) else ""
     edits, note = _change_of_targets(invalid, y, metrics.class_of(layer), name_of(layer))
     return Finding(
         "targets",
         _severity(metrics),
-        f"The targets {y} have classes from {low} to {high}, but the model has the classes 0 to {classes - 1}.",
+        f"The targets {y} have classes from {low} to {high}, but the model has the classes 0 to {invalid.classes - 1}.",
         f"{nonfinite_losses(metrics)}; in the last such step the targets were from {low} to {high} and the output "
-        f"{name_of(layer) + ' ' if layer else ''}had {classes} classes",
+        f"{name_of(layer) + ' ' if layer else ''}had {invalid.classes} classes",
         edits,
         note,
         layer or y,
@@ -67,7 +76,7 @@ def _change_of_targets(invalid: InvalidTargets, y: str, class_name: str, layer: 
 
     One invalid value that is negative, or larger than the number of classes, marks targets that are missing.
     """
-    low, high, classes = invalid.smallest, invalid.largest, invalid.classes
+    low, high, classes = int(invalid.smallest), int(invalid.largest), invalid.classes
     marker = invalid.only_invalid
     if marker is not None and 0 <= marker <= classes:
         marker = None

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
+from operator import itemgetter
 
 import numpy as np
 
@@ -160,10 +161,28 @@ class GradientMetrics:
         return sample.names[int(sample.amax.argmax())], sample.names[int(sample.below_normal_shares.argmax())]
 
     @cached_property
+    def update_ratios(self) -> list[tuple[int, float]]:
+        """The sampled steps whose update was measured, and the ratio of its norm to that of the weights."""
+        ratios = ((sample.step, sample.update_ratio) for sample in self.samples)
+        return [(step, ratio) for step, ratio in ratios if not math.isnan(ratio)]
+
+    @cached_property
+    def weight_growth(self) -> list[tuple[int, float]]:
+        """By how much the norm of the weights grew in a step, relative to the norm: the mean between two samples.
+
+        With the step of the later sample. In one of the steps between the two, the update was at least as large.
+        """
+        measured = [sample for sample in self.samples if sample.weight_norm > 0]
+        return [
+            (after.step, (after.weight_norm / before.weight_norm - 1.0) / (after.step - before.step))
+            for before, after in itertools.pairwise(measured)
+            if after.step > before.step
+        ]
+
+    @property
     def update_ratio(self) -> tuple[int, float]:
-        """The sampled step with the largest ratio of update norm to weight norm, and that ratio."""
-        ratios = [(sample.step, sample.update_ratio) for sample in self.samples]
-        return max((pair for pair in ratios if not math.isnan(pair[1])), key=lambda pair: pair[1], default=(0, 0.0))
+        """The largest of `update_ratios` and `weight_growth`, with its step; `(0, 0.0)` without any."""
+        return max(*self.update_ratios, *self.weight_growth, (0, 0.0), (0, 0.0), key=itemgetter(1))
 
 
 def _below_normal(histogram: ExponentHistogram, shift: int) -> int:

@@ -68,6 +68,12 @@ class RunMetrics:
         """Returns a setting of the run, such as `"growth_interval"`."""
         return self.settings.get(name, default)
 
+    @property
+    def learning_rate(self) -> float | None:
+        """The learning rate; of a schedule, the highest at the end of an epoch; `None` if it is unknown."""
+        _, rates = self.run.metrics.get("learning_rate", ((), ()))
+        return self.settings.get("learning_rate", max(rates, default=None))
+
     def class_of(self, layer: str) -> str:
         """Returns the class of the layer with this path; `""` if it is unknown."""
         return self.settings.get("layers", {}).get(layer, "")

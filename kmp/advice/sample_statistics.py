@@ -31,6 +31,7 @@ class SampleStatistics:
         zeros: int64, numbers of elements that are exactly zero.
         below_normal: int64, numbers of nonzero elements below float16's normal range.
         update_ratio: Norm of the update of all variables, as a ratio to that of their weights; NaN if not measured.
+        weight_norm: Norm of all weights; 0 if not measured.
     """
 
     step: int
@@ -42,6 +43,7 @@ class SampleStatistics:
     zeros: np.ndarray
     below_normal: np.ndarray
     update_ratio: float
+    weight_norm: float
 
     @property
     def is_usable(self) -> bool:
@@ -109,6 +111,7 @@ def statistics_of(sample: GradientSample, float32_variables: AbstractSet[str] = 
         sample.counts[:, ZERO_BIN][kept],
         sample.counts[:, ZERO_BIN + 1 : _FIRST_NORMAL_BIN].sum(1)[kept],
         _update_ratio(sample),
+        _total_norm(sample.weight_norm),
     )
 
 

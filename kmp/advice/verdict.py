@@ -56,8 +56,11 @@ def _lost_norm(metrics: RunMetrics) -> float:
 
 
 def _has_updates_that_change_weights(metrics: RunMetrics) -> bool:
-    is_16_bit = bool(set(DTYPES_16_BIT) & set(metrics.setting("variable_dtypes", [])))
-    return not is_16_bit or metrics.gradients.update_ratio[1] > 0
+    dtypes = metrics.setting("variable_dtypes", [])
+    ratios = [ratio for _, ratio in metrics.gradients.update_ratios]
+    if not dtypes:  # unknown, in logs of earlier versions
+        return not ratios or max(ratios) > 0
+    return not set(DTYPES_16_BIT) & set(dtypes) or max(ratios, default=0.0) > 0
 
 
 # A NaN or Inf in a loss always has a finding, and so has a loss that is not scaled.

@@ -53,6 +53,6 @@ def exploding_edits(metrics: RunMetrics, ratio: float) -> tuple[SetArguments, ..
     elif metrics.setting("is_keras_optimizer", True):
         optimizer = f"keras.optimizers.{optimizer}"
     factor = min(0.1, _TYPICAL_UPDATE / ratio) if ratio > 0 and math.isfinite(ratio) else 0.1
-    rate = metrics.setting("learning_rate", None)
+    rate = metrics.learning_rate
     value = f"{factor:.1g} * learning_rate" if rate is None else f"{rate * factor:.1g}"
     return (SetArguments(optimizer, {"learning_rate": value}),)

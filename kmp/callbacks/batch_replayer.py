@@ -114,9 +114,14 @@ class BatchReplayer:
             self._for_zeros.zero_share = max(self._for_zeros.zero_share, snapshot.sample.histogram.zero_fraction)
         try:
             scale = captured.loss_scale if has_overflowed else snapshot.loss_scale
-            size = captured.batch_size
             result, reference = replay(
-                model, captured.batch, variables, loss_scale=scale, batch_size=size, step=snapshot.step
+                model,
+                captured.batch,
+                variables,
+                step=snapshot.step,
+                loss_scale=scale,
+                batch_size=captured.batch_size,
+                has_failed=has_overflowed,
             )
         except Exception as error:  # the user's code may fail outside its training step, or memory may be too small
             self._has_failed = True

@@ -28,9 +28,9 @@ class GradientHistogram(OptimizerCallback):
       flushed to zero.
 
     `run.samples` and the log have the samples, with the norm and amax of each gradient. TensorBoard has the histograms,
-    per layer and for all layers. The first sample and every tenth after it also measure the weight update of the step;
-    for a model that is not built, the second sample is the first that does. A step that updates no weights, because it
-    was skipped or accumulates gradients, has no update to measure, so the next sample measures it. With
+    per layer and for all layers. The first five samples and every tenth after them also measure the weight update of
+    the step; for a model that is not built, the second sample is the first that does. A step that updates no weights,
+    because it was skipped or accumulates gradients, has no update to measure, so the next sample measures it. With
     `steps_per_execution`, the update is that of the whole execution.
 
     Samples are compressed in memory and in the log; `kmp.records` says what is rounded. A long run takes fewer of them:
@@ -76,7 +76,8 @@ class GradientHistogram(OptimizerCallback):
     <GradientSample step=1 loss_scale=32768: 1 variables>
     """
 
-    updates_every = 10  # in samples; measuring an update takes several times as long as sampling
+    first_updates = 5  # samples that measure the update
+    updates_every = 10  # in samples after these; measuring an update takes several times as long as sampling
 
     @validation.suggests_arguments
     def __init__(
@@ -114,7 +115,7 @@ class GradientHistogram(OptimizerCallback):
         sample = self._last_snapshot.sample
         self._last_sampled_step = sample.step if sample else 0
         self._samples_next_step = True
-        self._samples_until_update = 0
+        self._samples_until_update = self._measured_updates = 0
         self._is_reference_due = self._batch is not None
         self._epochs_without_sample = self._epochs_with_reference = 0
         self._sample_next_step()
@@ -233,7 +234,8 @@ class GradientHistogram(OptimizerCallback):
         is_of_armed_execution = self._update_watch.is_armed and sample.step > self._armed_at
         if is_of_armed_execution and self._applied_updates > self._updates_before:
             sample = self._update_watch.measure(sample)
-            self._samples_until_update = self.updates_every - 1
+            self._measured_updates += 1
+            self._samples_until_update = self.updates_every - 1 if self._measured_updates >= self.first_updates else 0
         values = {"grad_zeros": sample.histogram.zero_fraction, "grad_norm": sample.total_norm}
         self._logged_values |= {key: value for key, value in values.items() if math.isfinite(value)}
         return {"step": sample.step} | values | {"sample": compact(sample)}

@@ -70,9 +70,6 @@ class LogWriter:
             self._by_layer.size = sum(file.stat().st_size for file in _event_files(folder))
             self._lines = (folder / FILE_NAME).open("a", encoding="utf-8")
             self._events = tf.summary.create_file_writer(str(folder), filename_suffix=_SUFFIX)
-            if self._lines.tell() == 0:
-                self._lines.write(to_line(first_line))
-                self._lines.flush()
             for record in kept if is_rewritten else ():
                 self._write_events(record)
             self._events.flush()
@@ -134,12 +131,21 @@ class LogWriter:
         if self._lines.closed:
             raise ValueError(f"`log_dir` is in use by a later training. Received: log_dir={str(self._folder)!r}")
         with self._stopping_on_write_error():
+            if self._lines.tell() == 0:  # the first step may have built the model
+                self._write_header()
             self._lines.write(to_line(self._names.removed(record)))
             self._lines.flush()
             self.sample_size += sample_size(record)
             self.counts_size += counts_size(record)
             self._write_events(record)
             self._events.flush()
+
+    def _write_header(self) -> None:
+        model, optimizer = self._model(), self._optimizer()
+        if self._lines is not None and model is not None and optimizer is not None:
+            first_line = header(model, optimizer)
+            self._layers = first_line["settings"].get("layers", {})
+            self._lines.write(to_line(first_line))
 
     @contextlib.contextmanager
     def _stopping_on_write_error(self) -> Iterator[None]:

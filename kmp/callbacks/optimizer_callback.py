@@ -197,6 +197,8 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
             self._append_record(record)
 
     def _append_record(self, record: dict[str, Any]) -> None:
+        if self.model.built and "layers" not in self.monitor.run.settings:  # built by the first step
+            self.monitor.describe(self.model, self.optimizer)
         self._open_log()
         self.monitor.append(record)
 

@@ -53,16 +53,18 @@ class InvalidTargets:
         only_invalid: The invalid target, if all of them are the same number.
         per_example: The number of targets of each example.
         from_logits: Whether the compiled loss takes logits.
+        is_binary: Whether the loss is a binary cross-entropy, which takes numbers from 0 to 1.
     """
 
-    smallest: int
-    largest: int
+    smallest: Number
+    largest: Number
     classes: Count
     output: Count = 0
     key: Text = ""
     only_invalid: int | None = None
     per_example: Count = 1
     from_logits: bool = False
+    is_binary: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class Replay:
         nonfinite_part: The part of the batch with NaN or Inf, or with an input beyond float16's maximum; or `None`.
         nonfinite_key: The index of that tensor in a part with several, as Python source, such as `"['label']"`.
         is_part_finite: Whether that tensor has no NaN and no Inf, but values beyond float16's maximum.
-        invalid_targets: The targets of the first output for which a target is not the index of a class; or `None`.
+        invalid_targets: The targets of the first output for which a target is not the index of a class and the loss is
+            not finite, or that are beyond the range of a binary cross-entropy; or `None`.
         float32_layers: The layers that have to compute in float32 for a finite loss and finite gradients; `None` if no
             set of layers was found.
         activation_gradients: The largest magnitude of the gradient of each layer's outputs in float32, without the loss

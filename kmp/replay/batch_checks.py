@@ -26,6 +26,25 @@ def nonfinite_part(batch: Sequence[Any]) -> tuple[str | None, str, bool]:
     return None, "", False
 
 
+def invalid_binary_targets(model: keras.Model, batch: Sequence[Any]) -> InvalidTargets | None:
+    """Returns the first targets of a binary cross-entropy that are not all from 0 to 1."""
+    targets = dict(_by_key(batch[1])) if len(batch) > 1 else {}
+    for index, (key, loss) in enumerate(_by_key(model.loss)):
+        if not _is_binary(loss) or key not in targets:
+            continue
+        values = np.asarray(targets[key])
+        low, high = float(np.min(values, initial=0.0)), float(np.max(values, initial=0.0))
+        if low < 0 or high > 1:
+            low, high = float(np.min(values)), float(np.max(values))
+            return InvalidTargets(low, high, 2, index, key, is_binary=True)
+    return None
+
+
+def _is_binary(loss: Any) -> bool:
+    names = ("binary_crossentropy", "bce", keras.losses.binary_crossentropy)
+    return isinstance(loss, keras.losses.BinaryCrossentropy) or any(loss is name or loss == name for name in names)
+
+
 def _by_key(part: Any) -> list[tuple[str, Any]]:
     """Returns the values of a dictionary or sequence of tensors, each with its index as Python source."""
     if isinstance(part, Mapping):

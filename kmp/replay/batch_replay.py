@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from kmp.backend import layers_by_path
 from kmp.records import GradientSample, Replay
-from kmp.replay.batch_checks import invalid_targets, nonfinite_part
+from kmp.replay.batch_checks import invalid_binary_targets, invalid_targets, nonfinite_part
 from kmp.replay.eager_pass import PassResult, as_array, run_pass
 from kmp.utils import FLOAT16, FLOAT32
 
@@ -27,6 +27,7 @@ def replay(
     step: int,
     loss_scale: float,
     batch_size: int | None = None,
+    has_failed: bool = False,
 ) -> tuple[Replay, GradientSample | None]:
     """Replays a batch, and restores the model.
 
@@ -38,10 +39,34 @@ def replay(
         loss_scale: The loss scale in use.
         batch_size: The number of examples in a training batch, if `batch` has only some of them: the gradients of a
             mean over fewer examples are larger.
+        has_failed: Whether the training step of the batch was skipped. If the replay of some examples is finite, they
+            are then replayed as a batch of that size: a sum over the batch may overflow.
 
     Returns:
         What the passes showed, and the gradients in float32, or `None` if invalid targets make the loss fail.
     """
+    result = _replay(model, batch, variables, step=step, loss_scale=loss_scale, batch_size=batch_size)
+    examples = len(keras.tree.flatten(batch[0])[0])
+    if has_failed and result[0].is_finite and batch_size and batch_size > examples:
+        whole = keras.tree.map_structure(lambda tensor: _tiled(tensor, batch_size), tuple(batch))
+        result = _replay(model, whole, variables, step=step, loss_scale=loss_scale, batch_size=batch_size)
+    return result
+
+
+def _tiled(tensor: Any, size: int) -> tf.Tensor:
+    """Returns a batch of this size, with the examples of a smaller one again and again."""
+    return tf.gather(tensor, tf.range(size) % tf.shape(tensor)[0])
+
+
+def _replay(
+    model: keras.Model,
+    batch: Sequence[Any],
+    variables: Mapping[str, Any],
+    *,
+    step: int,
+    loss_scale: float,
+    batch_size: int | None,
+) -> tuple[Replay, GradientSample | None]:
     examples = len(keras.tree.flatten(batch[0])[0])
     part = 1.0 if _sums_over_examples(model) else examples / (batch_size or examples)
     tensors = list(variables.values())
@@ -93,6 +118,7 @@ def replay(
         nonfinite_part=batch_part,
         nonfinite_key=key,
         is_part_finite=is_part_finite,
+        invalid_targets=invalid_binary_targets(model, batch),
         float32_layers=float32_layers,
         activation_gradients={
             path: amax
