@@ -1,4 +1,4 @@
-"""A forecaster of electric load with a GRU warms its learning rate up to 3.0 in place of 3e-3, a slip of someone who copied the schedule from a config file."""
+"""A warm-up raises the learning rate of Adam to 3.0 in place of 3e-3, typical for a schedule that was copied."""
 
 import keras
 import numpy as np

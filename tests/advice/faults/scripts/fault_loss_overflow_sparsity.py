@@ -1,4 +1,4 @@
-"""A sparse autoencoder for the activations of another network sums its L1 penalty over batch and features and multiplies by the small coefficient afterwards, as interpretability code often does."""
+"""An L1 penalty is summed over the batch in float16 before it is scaled down, typical for sparse autoencoders."""
 
 import keras
 import numpy as np

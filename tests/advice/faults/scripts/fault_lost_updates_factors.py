@@ -1,4 +1,4 @@
-"""A rating recommender by non-negative matrix factorization keeps its tables in float16 to halve their memory, as model.half() does in PyTorch, and trains them with Lion's small steps."""
+"""Tables of a recommender in float16 never move by the small steps of Lion, typical for a port of model.half()."""
 
 import keras
 import numpy as np

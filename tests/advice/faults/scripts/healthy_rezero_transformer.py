@@ -1,4 +1,4 @@
-"""A small ReZero transformer whose residual gates and classification head start at zero trains with a learning rate that warms up from zero."""
+"""Sound: residual gates and a head that start at zero, with a learning rate that warms up from zero."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A variational autoencoder whose losses are sums over pixels and batch, reconstruction as well as KL in float32, starts with a high loss scale and clips its gradients by their global norm."""
+"""Sound: losses that are sums over the batch, with an initial loss scale of 2^24 and a clipped global norm."""
 
 import keras
 import numpy as np
