@@ -188,7 +188,8 @@ class _Float32Layers:
         index_of = {path: index for index, path in enumerate(paths)}
         for found, done in zip(result.nonfinite.found, result.nonfinite.layers_done, strict=True):
             index = index_of.get(found.layer, len(paths))
-            neighbors = [index - 1] if found.is_backward else [done, done - 1]
+            next_one = sum(path in index_of for path in list(result.marks.called)[:done])
+            neighbors = [index - 1] if found.is_backward else [next_one, next_one - 1]
             if found.operation != "Cast":
                 neighbors.reverse()
             yield from (paths[at] for at in (index, *neighbors) if 0 <= at < len(paths))

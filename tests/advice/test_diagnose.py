@@ -516,3 +516,21 @@ def test_updates_that_bfloat16_weights_lose_are_reported_with_its_precision():
     )
     assert "by less than 2^-9 of its magnitude" in finding.evidence
     assert finding.change == "kmp.enable(policy='mixed_bfloat16')"
+
+
+def test_targets_of_a_binary_cross_entropy_are_scaled():
+    replay = replay_of(loss=1.0, is_finite_in_float32=True, invalid_targets=InvalidTargets(0, 255, 2, is_binary=True))
+    finding = kmp.advise(run_of({"step": 9, "replay": replay}, **DYNAMIC))[0]
+    assert (finding.cause, finding.change) == ("targets", "y = (y - 0) / (255 - 0)")
+    assert finding.title == "The targets y are from 0 to 255, but binary cross-entropy takes numbers from 0 to 1."
+
+
+def test_growth_of_weights_between_samples_is_an_update():
+    rows = [sample_with_update(1e-3) | {"step": step} for step in (1, 21)]
+    entry = rows[1]["sample"]["variables"]["net/kernel"]
+    rows[1]["sample"] = {"loss_scale": 1.0, "variables": {"net/kernel": entry | {"weight_norm": 41.0}}}
+    row = {"step": 60, "last_loss": 0.9, "highest_loss": 7e4, "overflow_count": 0}
+    finding = kmp.advise(run_of(*rows, row, **DYNAMIC, learning_rate=3.0))[0]
+    assert finding.cause == "exploding"
+    assert "in step 21 the update was 2 times as large as the weights" in finding.evidence
+    assert finding.change == "keras.optimizers.Adam(learning_rate=0.01)"

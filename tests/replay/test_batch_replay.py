@@ -327,3 +327,35 @@ def test_variables_that_keras_does_not_know_are_restored():
     before = int(layer.calls), layer.random.state.numpy().tolist()
     replayed(model)
     assert (int(layer.calls), layer.random.state.numpy().tolist()) == before
+
+
+def test_loss_in_the_dtype_of_the_output_needs_the_last_layer_in_float32():
+    class OwnLoss(keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+            return ops.sum(ops.square(y_pred * ops.cast(300.0, y_pred.dtype))) * ops.cast(1e-9, y_pred.dtype)
+
+    with kmp.enable():
+        layers = [keras.layers.Dense(2, name=name, kernel_initializer="ones") for name in ("first", "last")]
+        model = OwnLoss([keras.Input((4,)), *layers])
+        model.compile("sgd")
+    assert named(replayed(model).float32_layers) == ["last"]
+
+
+def test_sum_over_the_batch_is_replayed_with_its_size():
+    class Penalty(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(ops.sum(x * 100) * ops.cast(1e-6, x.dtype))
+            return x
+
+    few = replayed(model_of(Penalty(name="penalty")), batch_size=64 * ROWS)
+    assert few.is_finite
+    many = replayed(model_of(Penalty(name="penalty")), batch_size=64 * ROWS, has_failed=True)
+    assert (many.examples, named(many.float32_layers)) == (64 * ROWS, ["penalty"])
+
+
+@pytest.mark.parametrize("loss", ["binary_crossentropy", keras.losses.BinaryCrossentropy(from_logits=True)])
+def test_targets_of_a_binary_cross_entropy_are_from_0_to_1(loss):
+    model = model_of(loss=loss)
+    assert replayed(model, y=np.ones((ROWS, 1))).invalid_targets is None
+    invalid = replayed(model, y=np.full((ROWS, 1), 2.0)).invalid_targets
+    assert (invalid.smallest, invalid.largest, invalid.is_binary) == (2.0, 2.0, True)
