@@ -3,7 +3,7 @@
 from kmp.advice.edits import SetArguments
 from kmp.advice.finding import ERROR, Finding
 from kmp.advice.run_metrics import RunMetrics
-from kmp.advice.wording import exploding_edits, of_steps
+from kmp.advice.wording import exploding_edits, name_of, of_steps
 from kmp.utils import BFLOAT16, FLOAT16
 
 _EXPLODING_UPDATE = 0.5  # of the weights' norm, in one step; 1e-3 is typical
@@ -86,13 +86,23 @@ def lost_updates(metrics: RunMetrics) -> Finding | None:
         return None
     name = number_format.name
     named = f", most of {variables[0]}" if variables else ""
+    layers = list(dict.fromkeys(map(metrics.layer_of, variables)))
+    is_policy = metrics.setting("policy", name) == name or not layers
+    edits = [SetArguments("kmp.enable", {"policy": f"'mixed_{name}'"})]
+    where = "the weights"
+    if not is_policy:  # layers with a dtype of their own
+        edits = [
+            SetArguments(f"keras.layers.{metrics.class_of(layer)}", {"dtype": f"'mixed_{name}'"}, name_of(layer))
+            for layer in layers
+        ]
+        where = f"the weights of {', '.join(repr(name_of(layer)) for layer in layers[:3])}"
     return Finding(
         "lost_updates",
         ERROR,
-        f"Updates are lost: the weights are in {name}, and most steps are too small to change them.",
+        f"Updates are lost: {where} are in {name}, and most steps are too small to change them.",
         f"{share:.0%} of the weights with a nonzero gradient stayed as they were in the sampled updates{named}: a "
         f"{name} weight does not change by less than 2^-{number_format.fraction_bits + 2} of its magnitude",
-        (SetArguments("kmp.enable", {"policy": f"'mixed_{name}'"}),),
+        tuple(edits),
         "keeps the weights in float32",
         variables[0] if variables else "",
     )

@@ -101,6 +101,7 @@ class BatchReplayer:
         if self._capture is None or not variables or self._has_failed:
             return None
         has_overflowed = self._has_more_overflows(snapshot)
+        has_failed_loss = snapshot.nonfinite_loss_count > self._for_overflows.nonfinite_losses
         if not has_overflowed and not self._has_more_zeros(snapshot, is_last):
             return None
         captured = self._capture.read()
@@ -121,7 +122,7 @@ class BatchReplayer:
                 step=snapshot.step,
                 loss_scale=scale,
                 batch_size=captured.batch_size,
-                has_failed=has_overflowed,
+                failed=("loss" if has_failed_loss else "gradients") if has_overflowed else None,
             )
         except Exception as error:  # the user's code may fail outside its training step, or memory may be too small
             self._has_failed = True

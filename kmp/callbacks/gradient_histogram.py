@@ -5,7 +5,7 @@ from typing import Any
 
 from kmp.callbacks.batch_replayer import BatchReplayer
 from kmp.callbacks.optimizer_callback import LOGS, MAIN, Logs, OptimizerCallback, PathLike
-from kmp.gradients import NEVER, UpdateWatch, paths_of
+from kmp.gradients import NEVER, UpdateWatch, paths_of, with_weight_norms
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot, compact
 from kmp.replay import check_batch, float32_sample
@@ -236,6 +236,8 @@ class GradientHistogram(OptimizerCallback):
             sample = self._update_watch.measure(sample)
             self._measured_updates += 1
             self._samples_until_update = self.updates_every - 1 if self._measured_updates >= self.first_updates else 0
+        elif not self._measured_updates:  # the first step may have built the model
+            sample = with_weight_norms(sample, self._selected_variables())
         values = {"grad_zeros": sample.histogram.zero_fraction, "grad_norm": sample.total_norm}
         self._logged_values |= {key: value for key, value in values.items() if math.isfinite(value)}
         return {"step": sample.step} | values | {"sample": compact(sample)}

@@ -271,6 +271,7 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer) -> dict[str, Any]:
     settings = {"rule": type(optimizer.rule).__name__} | dataclasses.asdict(optimizer.rule)
     settings |= {
         "model": model.name,
+        "policy": model.dtype_policy.name,
         "compute_dtypes": sorted(compute_dtypes(model)),
         "optimizer": type(optimizer.inner_optimizer).__name__,
         "is_keras_optimizer": is_keras_class(type(optimizer.inner_optimizer)),

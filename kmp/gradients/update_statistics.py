@@ -57,6 +57,15 @@ class UpdateWatch:
         )
 
 
+def with_weight_norms(sample: GradientSample, variables: Mapping[str, Any]) -> GradientSample:
+    """Returns the sample with the norms of the weights after the step; unchanged if a variable is missing."""
+    if not sample.names or not set(sample.names) <= variables.keys():
+        return sample
+    weights = [_copy(variables[name]) for name in sample.names]
+    statistics = tensor_statistics.update_statistics(weights, weights)
+    return replace(sample, weight_norm=np.sqrt(statistics.weight_square_sum.numpy()))
+
+
 def _copy(variable: Any) -> tf.Tensor:
     value = getattr(variable, "value", variable)
     return tf.identity(value() if callable(value) else value)

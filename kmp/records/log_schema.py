@@ -119,6 +119,7 @@ class Settings(TypedDict, total=False):
     backoff_factor: Annotated[float, Meta(gt=0, lt=1)]
     hysteresis: PositiveInteger
     model: Text
+    policy: Text
     optimizer: Text
     is_keras_optimizer: bool
     learning_rate: Number

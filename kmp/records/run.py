@@ -92,9 +92,9 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """The settings of the run; empty if the header has none.
 
-        `rule` (`"FixedScale"` or `"DynamicScale"`) and its arguments; `model`, `parameters`, `compute_dtypes`,
-        `variable_dtypes`, `float32_variables` (paths of the variables of float32 layers), `layers` (their classes, by
-        path), `output_layers` (paths), `train_step` (`"keras"` or `"custom"`), `optimizer`,
+        `rule` (`"FixedScale"` or `"DynamicScale"`) and its arguments; `model` and its `policy`, `parameters`,
+        `compute_dtypes`, `variable_dtypes`, `float32_variables` (paths of the variables of float32 layers), `layers`
+        (their classes, by path), `output_layers` (paths), `train_step` (`"keras"` or `"custom"`), `optimizer`,
         `is_keras_optimizer`, `learning_rate`, `epsilon`, `replicas`.
         """
         settings = self.header.get("settings")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -13,6 +13,8 @@ from kmp.records import GradientSample, Replay
 from kmp.replay.batch_checks import invalid_binary_targets, invalid_targets, nonfinite_part
 from kmp.replay.eager_pass import PassResult, as_array, run_pass
 from kmp.utils import FLOAT16, FLOAT32
+
+Failure = Literal["loss", "gradients"]
 
 _MOST_LAYERS = 12  # to compute in float32
 _MOST_NAMED = 100
@@ -27,7 +29,7 @@ def replay(
     step: int,
     loss_scale: float,
     batch_size: int | None = None,
-    has_failed: bool = False,
+    failed: Failure | None = None,
 ) -> tuple[Replay, GradientSample | None]:
     """Replays a batch, and restores the model.
 
@@ -39,15 +41,16 @@ def replay(
         loss_scale: The loss scale in use.
         batch_size: The number of examples in a training batch, if `batch` has only some of them: the gradients of a
             mean over fewer examples are larger.
-        has_failed: Whether the training step of the batch was skipped. If the replay of some examples is finite, they
-            are then replayed as a batch of that size: a sum over the batch may overflow.
+        failed: `"loss"` or `"gradients"`: what was not finite in the training step of the batch. If it is finite in a
+            replay of some examples, they are replayed again as a batch of that size: a sum over the batch may overflow.
 
     Returns:
         What the passes showed, and the gradients in float32, or `None` if invalid targets make the loss fail.
     """
     result = _replay(model, batch, variables, step=step, loss_scale=loss_scale, batch_size=batch_size)
     examples = len(keras.tree.flatten(batch[0])[0])
-    if has_failed and result[0].is_finite and batch_size and batch_size > examples:
+    is_finite = result[0].loss is not None if failed == "loss" else result[0].is_finite
+    if failed and is_finite and batch_size and batch_size > examples:
         whole = keras.tree.map_structure(lambda tensor: _tiled(tensor, batch_size), tuple(batch))
         result = _replay(model, whole, variables, step=step, loss_scale=loss_scale, batch_size=batch_size)
     return result

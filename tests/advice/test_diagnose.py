@@ -534,3 +534,12 @@ def test_growth_of_weights_between_samples_is_an_update():
     assert finding.cause == "exploding"
     assert "in step 21 the update was 2 times as large as the weights" in finding.evidence
     assert finding.change == "keras.optimizers.Adam(learning_rate=0.01)"
+
+
+def test_layer_with_float16_weights_of_its_own_is_named():
+    row = sample_with_update(1e-5)
+    row["sample"]["variables"]["net/kernel"]["updates"] = 0
+    settings = {"variable_dtypes": ["float16", "float32"], "policy": "mixed_float16", "layers": {"net": "Embedding"}}
+    finding = kmp.advise(run_of(row, **DYNAMIC, **settings))[0]
+    assert finding.title.startswith("Updates are lost: the weights of 'net' are in float16")
+    assert finding.change == "keras.layers.Embedding(dtype='mixed_float16', name='net')"

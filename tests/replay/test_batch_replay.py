@@ -349,8 +349,10 @@ def test_sum_over_the_batch_is_replayed_with_its_size():
 
     few = replayed(model_of(Penalty(name="penalty")), batch_size=64 * ROWS)
     assert few.is_finite
-    many = replayed(model_of(Penalty(name="penalty")), batch_size=64 * ROWS, has_failed=True)
+    many = replayed(model_of(Penalty(name="penalty")), batch_size=64 * ROWS, failed="gradients")
     assert (many.examples, named(many.float32_layers)) == (64 * ROWS, ["penalty"])
+    overflowing = replayed(model_of(Penalty(name="penalty")), batch_size=64 * ROWS, loss_scale=2.0**60, failed="loss")
+    assert (overflowing.examples, overflowing.loss) == (64 * ROWS, None)
 
 
 @pytest.mark.parametrize("loss", ["binary_crossentropy", keras.losses.BinaryCrossentropy(from_logits=True)])
