@@ -90,7 +90,7 @@ def lost_updates(metrics: RunMetrics) -> Finding | None:
     is_policy = metrics.setting("policy", name) == name or not layers
     edits = [SetArguments("kmp.enable", {"policy": f"'mixed_{name}'"})]
     where = "the weights"
-    if not is_policy:  # layers with a dtype of their own
+    if not is_policy:  # only some layers have this dtype
         edits = [
             SetArguments(f"keras.layers.{metrics.class_of(layer)}", {"dtype": f"'mixed_{name}'"}, name_of(layer))
             for layer in layers

@@ -36,7 +36,7 @@ def gradient_exponents(histogram: ExponentHistogram, ax: Axes | None = None) -> 
     Example:
     >>> histogram = ExponentHistogram(np.bincount([0] * 9 + [140] * 5, minlength=280), step=1, loss_scale=1024.0)
     >>> gradient_exponents(histogram).get_title(loc="left")
-    'Gradient magnitudes in training step 1'
+    'Step 1: 64.3% of gradients zero, 64.3% without scaling'
     """
     validation.instance("histogram", histogram, ExponentHistogram, "a kmp.records.ExponentHistogram of a run")
     title = f"Gradient magnitudes in training step {histogram.step}"
@@ -44,6 +44,7 @@ def gradient_exponents(histogram: ExponentHistogram, ax: Axes | None = None) -> 
     if not histogram.total:
         return style.empty(ax, "No gradients were sampled.")
     unscaled = _unscaled(histogram)
+    ax.set_title(_title(histogram, unscaled), loc="left", fontsize="medium")
     if unscaled is not None:
         _draw_counts(ax, unscaled, style.DARK, style.DARK, "--", "gradient without the loss scale")
     _draw_counts(ax, histogram, style.LIGHT, style.DARK_LIGHT, "-", _scaled_label(histogram))
@@ -64,6 +65,15 @@ def _unscaled(histogram: ExponentHistogram) -> ExponentHistogram | None:
         return histogram.unscaled
     except ValueError:
         return None
+
+
+def _title(histogram: ExponentHistogram, unscaled: ExponentHistogram | None) -> str:
+    """Returns what the figure shows: how many elements are zero, and would be without the loss scale."""
+    text = f"Step {histogram.step}: {histogram.zero_fraction:.1%} of gradients zero"
+    if unscaled is None or unscaled.loss_scale < 1.0 or histogram.loss_scale < 1.0:
+        return text
+    flushed = unscaled.by_exponent[unscaled.exponents < FLUSH_EXPONENT].sum() / histogram.total
+    return f"{text}, {histogram.zero_fraction + flushed:.1%} without scaling"
 
 
 def _scaled_label(histogram: ExponentHistogram) -> str:

@@ -2,6 +2,7 @@
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import NullLocator
 
 from kmp.advice import WhatIf
 from kmp.advice import what_if as compute_what_if
@@ -11,6 +12,7 @@ from kmp.utils import validation
 
 _MANY_MARKS = 60
 _MOST_MARKS = 2000
+_MOST_DECADES = 5
 _DASHES = (0.0, (2.0, 1.2))
 
 
@@ -26,7 +28,7 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
 
     Example:
     >>> loss_scale(Run([{"step": 1, "loss_scale": 8.0}, {"step": 2, "loss_scale": 16.0}])).get_title(loc="left")
-    'Loss scale'
+    'The loss scale ends at $2^{4}$'
     """
     validation.instance("run", run, Run, RUN_EXPECTED)
     ax = style.label(style.axes(ax), "Loss scale", "training step", "loss scale")
@@ -35,9 +37,10 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
         return style.empty(ax, "No loss scale was recorded.")
     marker = "o" if steps.size == 1 else ""
     ax.plot(steps, scales, drawstyle="steps-post", marker=marker, color=style.DARK, label=_scale_label(scales))
-    _mark_overflows(ax, run, steps, scales)
+    highest = _mark_overflows(ax, run, steps, scales)
+    ax.set_title(_title(run, scales[-1]), loc="left", fontsize="medium")
     # A margin of two bits gives the axis several ticks even if the line is flat.
-    style.scale_in_powers_of_two(ax, scales.min() / 4, scales.max() * 4)
+    style.scale_in_powers_of_two(ax, scales.min() / 4, max(scales.max(), highest) * 4)
     style.label_steps(ax, steps)
     style.legend_above(ax)
     return ax
@@ -75,6 +78,7 @@ def what_if(run_or_curve: Run | WhatIf, ax: Axes | None = None) -> Axes:
     ax.axvline(curve.in_use, color="black", linewidth=1, linestyle=":", label=in_use)
     _shade_recommended(ax, curve)
     _label_extrapolation(ax, curve)
+    ax.set_title(_what_if_title(curve), loc="left", fontsize="medium")
     _set_share_axis(ax, curve)
     ax.set_xlim(curve.log2_scales[0], curve.log2_scales[-1])
     style.label_exponents(ax)
@@ -87,16 +91,36 @@ def _scale_label(scales: np.ndarray) -> str:
     return f"loss scale, {style.scale_name(scales[0])} throughout" if is_flat else "loss scale"
 
 
-def _mark_overflows(ax: Axes, run: Run, scale_steps: np.ndarray, scales: np.ndarray) -> None:
+def _title(run: Run, scale: float) -> str:
+    count, last = run.last("overflow_count"), max(row["step"] for row in run.rows)
+    skipped = "" if count is None else f"; {count:,} of {last:,} steps {'was' if count == 1 else 'were'} skipped"
+    return f"The loss scale ends at {style.scale_name(scale)}{skipped}"
+
+
+def _mark_overflows(ax: Axes, run: Run, scale_steps: np.ndarray, scales: np.ndarray) -> float:
+    """Marks the overflows, and returns the highest loss scale at which one is marked.
+
+    A record has the number of skipped steps since the record before, and how many steps are clean since the last of
+    them: so it is known in which step that was, and the loss scale before it backed off.
+    """
     steps, rates = style.by_step(run, "overflow_rate")
-    overflow_steps = steps[rates > 0]
-    overflow_steps = overflow_steps[:: overflow_steps.size // _MOST_MARKS + 1]  # more would cover each other
-    if overflow_steps.size:
-        indices = np.clip(np.searchsorted(scale_steps, overflow_steps, side="right") - 1, 0, None)
-        count = run.last("overflow_count")
-        label = "records with skipped steps" + ("" if count is None else f" ({count:,} steps in total)")
-        size = 6 if overflow_steps.size <= _MANY_MARKS else 3
-        ax.plot(overflow_steps, scales[indices], "x", color=style.MIDDLE, markersize=size, label=label, zorder=3)
+    clean = dict(zip(*style.by_step(run, "clean_steps"), strict=True))
+    backoff = 1.0 if run.settings.get("rule") == "FixedScale" else run.settings.get("backoff_factor", 0.5)
+    before = np.append(0, steps[:-1])
+    marks = []
+    for previous, step in zip(before[rates > 0], steps[rates > 0], strict=True):
+        scale = scales[max(np.searchsorted(scale_steps, step, side="right") - 1, 0)]
+        is_known = step in clean and clean[step] < step - previous
+        marks.append((step - clean[step], scale / backoff) if is_known else (step, scale))
+    marks = marks[:: len(marks) // _MOST_MARKS + 1]  # more would cover each other
+    if not marks:
+        return 0.0
+    count = run.last("overflow_count")
+    label = "last skipped step of each record" + ("" if count is None else f" ({count:,} steps in total)")
+    size = 6 if len(marks) <= _MANY_MARKS else 3
+    at, heights = np.array(marks).T
+    ax.plot(at, heights, "x", color=style.MIDDLE, markersize=size, label=label, zorder=3)
+    return float(heights.max())
 
 
 def _shade_recommended(ax: Axes, curve: WhatIf) -> None:
@@ -110,6 +134,12 @@ def _shade_recommended(ax: Axes, curve: WhatIf) -> None:
     margin = 0.0 if high > low else 0.5
     span = ax.axvspan(low - margin, high + margin, label=label, zorder=0)
     span.set(facecolor="0.9", edgecolor="0.7", hatch="..", linewidth=0)
+
+
+def _what_if_title(curve: WhatIf) -> str:
+    in_use = style.scale_name(2.0**curve.in_use)
+    lost = curve.at(float(np.clip(curve.in_use, curve.log2_scales[0], curve.log2_scales[-1])))["underflow"]
+    return f"At {in_use}, in use, float16 flushes {lost:.1%} of gradients"
 
 
 def _draw_underflow(ax: Axes, curve: WhatIf) -> None:
@@ -143,4 +173,8 @@ def _set_share_axis(ax: Axes, curve: WhatIf) -> None:
     smallest = shares[shares > 0].min(initial=1e-2)
     threshold = 10.0 ** np.clip(np.floor(np.log10(smallest)), -8, -2)
     ax.set_yscale("symlog", linthresh=threshold, linscale=0.4)
+    decades = np.arange(round(np.log10(threshold)), 1)
+    ticks = 10.0 ** decades[:: -(-decades.size // _MOST_DECADES)]
+    ax.set_yticks([0.0, *ticks], ["0", *(f"{100 * tick:g} %" for tick in ticks)])
+    ax.yaxis.set_minor_locator(NullLocator())
     ax.set_ylim(-0.1 * threshold, 1.6)

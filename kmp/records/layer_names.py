@@ -10,8 +10,8 @@ _NUMBER = re.compile(r"_\d+$")
 def stable_names(layers: Mapping[str, str]) -> dict[str, str]:
     """Returns a name for each layer that is the same in every model of an architecture.
 
-    Keras numbers layers without a name of their own over all models of a process: `dense_14`. Here these numbers begin
-    anew, in the order of the layers.
+    Keras numbers the layers that are built without a name over all models of a process: `dense_14`. Here these numbers
+    begin with the model, in the order of its layers.
 
     Args:
         layers: The class of each layer by path, in the order of the model, as in the settings of a run.

@@ -1,18 +1,20 @@
 """The figures of a report, embedded as `data:` URLs."""
 
 import base64
+import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kmp.advice import WhatIf
 from kmp.records import ExponentHistogram, Run
-from kmp.report.run_summary import RunSummary, scale, share
+from kmp.report.run_summary import NOT_SAMPLED, RunSummary, main_metrics, number, scale, share
 
 _INCHES = (5.2, 3.6)
 
 # A comparison of runs shows these side by side, and the others with their run.
-COMPARED = ("loss_scale", "gradient_exponents", "what_if")
+COMPARED = ("loss_scale", "gradient_exponents")
 
 
 @dataclass(frozen=True)
@@ -37,20 +39,40 @@ def figures(summary: RunSummary) -> dict[str, ReportFigure]:
     return {name: _figure(name, summary) for name in _CAPTIONS}
 
 
+def metric_figures(summaries: Sequence[RunSummary]) -> list[ReportFigure]:
+    """Returns a figure for each of the main metrics, with the curves of all runs."""
+    from kmp import plots
+
+    runs = {summary.name: summary.run for summary in summaries}
+    found = []
+    for name in main_metrics(summaries):
+        values = ", ".join(
+            f"{number(summary.metrics_of_epochs[name])} in {summary.name}"
+            for summary in summaries
+            if name in summary.metrics_of_epochs
+        )
+        source = _svg(functools.partial(plots.metric, runs, name))
+        found.append(ReportFigure(name, f"{name} over the training steps; at the end {values}.", "", source))
+    return found
+
+
 def _figure(name: str, summary: RunSummary) -> ReportFigure:
-    if name == "gradient_exponents" and not summary.newest_sample:
-        return ReportFigure(name, "", "No figure of gradient magnitudes: no gradients were sampled.", None)
-    return ReportFigure(name, _ALTS[name](summary), _CAPTIONS[name], _draw(name, summary))
+    reason = _EMPTY[name](summary) if name in _EMPTY else None
+    if reason:
+        return ReportFigure(name, "", reason, None)
+    from kmp import plots
+
+    source = _svg(lambda ax: getattr(plots, name)(_data_of(name, summary), ax=ax))
+    return ReportFigure(name, _ALTS[name](summary), _CAPTIONS[name], source)
 
 
-def _draw(name: str, summary: RunSummary) -> str:
+def _svg(draw: Callable[[Any], object]) -> str:
+    """Returns a drawing as a `data:` URL."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    from kmp import plots
-
     figure = Figure(figsize=_INCHES, layout="constrained")  # pyplot would keep the figure and choose a backend
-    getattr(plots, name)(_data_of(name, summary), ax=figure.subplots())
+    draw(figure.subplots())
     buffer = io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": "kmp"}):  # makes the file reproducible
         figure.savefig(buffer, format="svg", dpi=200, metadata={"Date": None})
@@ -95,25 +117,32 @@ def _alt_of_gradient_exponents(summary: RunSummary) -> str:
 
 def _alt_of_exponents_over_steps(summary: RunSummary) -> str:
     samples = summary.metrics.gradients.samples
-    if not samples:
-        return "Empty: no gradients were sampled."
     return (
         f"The gradients' binary exponents in {len(samples)} samples, from step {samples[0].step} to {samples[-1].step}."
     )
 
 
 def _alt_of_what_if(summary: RunSummary) -> str:
-    if summary.metrics.gradients.curve is None:
-        return "Empty: there is no sample of finite gradients."
     return f"The share of gradient elements lost at every loss scale. {summary.other_scales.note}"
 
 
 def _alt_of_overflowing_variables(summary: RunSummary) -> str:
     path, part = summary.metrics.main_overflow_origin
     if not path:
-        return "Empty: no overflow of a variable was recorded."
+        return "Skipped steps by variable."
     return f"Skipped steps by variable; {path} was the overflow origin in {share(part)} of those with a finite loss."
 
+
+# Why there is nothing to draw.
+_EMPTY: dict[str, Callable[[RunSummary], str | None]] = {
+    "loss_scale": lambda summary: None if "loss_scale" in summary.keys else "The loss scale was not recorded.",
+    "gradient_exponents": lambda summary: None if summary.newest_sample else NOT_SAMPLED,
+    "exponents_over_steps": lambda summary: None if summary.newest_sample else NOT_SAMPLED,
+    "what_if": lambda summary: None if summary.metrics.gradients.curve else "No sampled gradient was finite.",
+    "overflowing_variables": lambda summary: (
+        None if summary.run.last("overflows_by_variable") else "No variable overflowed."
+    ),
+}
 
 _ALTS: dict[str, Callable[[RunSummary], str]] = {
     "loss_scale": _alt_of_loss_scale,

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from kmp.records import FILE_NAME, RUN_EXPECTED, Run, log_file
 from kmp.report import figures, terminal
-from kmp.report.run_summary import RunSummary, code_lines, comparison
+from kmp.report.run_summary import RunSummary, code_lines, comparison, difference
 from kmp.utils import atomic_files, printable, unique_names, validation
 
 PathLike = str | os.PathLike[str]
@@ -72,11 +72,12 @@ def summary(runs: Mapping[str, Run]) -> RenderableType:
     return terminal.render(_summaries(runs))
 
 
-def html(runs: Mapping[str, Run]) -> str:
+def html(runs: Mapping[str, Run], *, reload_seconds: int | None = None) -> str:
     """Returns a self-contained HTML page: verdict, findings, figures, tables and settings.
 
     Args:
         runs: Runs by name, at least one.
+        reload_seconds: After how many seconds a browser loads the page again, or `None` for never.
 
     Raises:
         TypeError: If `runs` is not a dictionary of runs.
@@ -102,17 +103,21 @@ def html(runs: Mapping[str, Run]) -> str:
         figures=figures_by_run,
         compared=compared,
         comparison=comparison(summaries),
+        differences=[difference(summaries[0], other) for other in summaries[1:]],
+        metric_figures=figures.metric_figures(summaries),
         code_lines=code_lines,
+        reload_seconds=reload_seconds,
     )
     return page.strip() + "\n"
 
 
-def write(runs: Mapping[str, Run], path: PathLike) -> Path:
+def write(runs: Mapping[str, Run], path: PathLike, *, reload_seconds: int | None = None) -> Path:
     """Writes the page atomically, and creates its folder if needed.
 
     Args:
         runs: Runs by name, at least one.
         path: The file.
+        reload_seconds: As in `html`.
 
     Returns:
         `path`, as a `Path`.
@@ -129,7 +134,7 @@ def write(runs: Mapping[str, Run], path: PathLike) -> Path:
     """
     validation.instance("path", path, (str, os.PathLike), "the path of the HTML file")
     file = Path(path)
-    page = html(runs)
+    page = html(runs, reload_seconds=reload_seconds)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_files.atomic_write(file) as temporary:

@@ -3,24 +3,28 @@
 import heapq
 import json
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from kmp.advice import Advice, RunMetrics, diagnosis_of
+from kmp.advice import INFO, Advice, RunMetrics, diagnosis_of
 from kmp.records import ExponentHistogram, GradientSample, Run, has_update, iterate_samples, layer_of
+from kmp.report.run_difference import first_differences
 from kmp.utils import as_power
 
 Pairs = tuple[tuple[str, str], ...]
 
-MISSING, UNKNOWN = "-", "unknown"
+MISSING, UNKNOWN, NO_PROBLEM = "-", "unknown", "no problem"
+VALIDATION, LEARNING_RATE = "val_", "learning_rate"  # in the names of metrics
 _MAX_ROWS = 40
+_MUCH = 0.1  # of a metric, relative to its largest value
 _GRADIENT_COLUMNS = (
     *("layer", "elements", "zero", "subnormal", "near overflow", "NaN, Inf"),
     *("amax", "norm", "update / weight", "updates lost"),
 )
-_NOT_SAMPLED = "No gradients were sampled. Attach kmp.callbacks.GradientHistogram to sample them."
+NOT_SAMPLED = "No gradients were sampled. Attach kmp.callbacks.GradientHistogram to sample them."
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,13 @@ class Table:
         columns: The column headings. The first column names the rows.
         rows: The rows.
         note: How to read the table, or why it is empty.
+        marked: The index of a row to emphasize, or `None`.
     """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str
+    marked: int | None = None
 
 
 class RunSummary:
@@ -62,10 +68,29 @@ class RunSummary:
         return bool(self.advice) or self.metrics.gradients.curve is not None
 
     @property
+    def status(self) -> str:
+        """`"error"` or `"warning"`, the severity of the worst finding, `"no problem"` or `"unknown"`."""
+        if self.advice.problems:
+            return self.advice.problems[0].severity
+        return NO_PROBLEM if self.is_known else UNKNOWN
+
+    @property
     def findings_count(self) -> str:
-        """The number of findings, as text."""
-        count = len(self.advice)
-        return f"{count} finding{'s' * (count > 1)}" if count else "no finding" if self.is_known else UNKNOWN
+        """The number of findings of each severity, as text."""
+        counts = Counter(finding.severity for finding in self.advice)
+        parts = [f"{count} {severity}{'s' * (count > 1 and severity != INFO)}" for severity, count in counts.items()]
+        return ", ".join(parts) if parts else "none" if self.is_known else UNKNOWN
+
+    @cached_property
+    def keys(self) -> set[str]:
+        """The keys of all records."""
+        return {key for row in self.run.rows for key in row}
+
+    @cached_property
+    def metrics_of_epochs(self) -> dict[str, float]:
+        """The last value of each metric, with those of the validation first, and without the learning rate."""
+        last = {name: float(values[-1]) for name, (_, values) in self.run.metrics.items() if name != LEARNING_RATE}
+        return dict(sorted(last.items(), key=lambda item: not item[0].startswith(VALIDATION)))
 
     @property
     def subtitle(self) -> str:
@@ -80,6 +105,7 @@ class RunSummary:
         """Named numbers of the run."""
         metrics, last = self.metrics, self.run.last
         return (
+            *((name, number(value)) for name, value in self.metrics_of_epochs.items()),
             ("computed in", metrics.dtypes if self.run.settings else UNKNOWN),
             ("steps", str(metrics.steps)),
             ("skipped steps", _count_of(metrics.overflows, metrics.steps) if self._has("overflow_count") else UNKNOWN),
@@ -108,7 +134,7 @@ class RunSummary:
         """The newest sample by layer."""
         sample = self.newest_sample
         if sample is None or not len(sample):
-            return Table((), (), _NOT_SAMPLED)
+            return Table((), (), NOT_SAMPLED)
         names = list(dict.fromkeys(map(layer_of, sample.names)))
         shown = names[:_MAX_ROWS]
         layers, updates = _layers(sample, shown), self._updates(shown)
@@ -180,7 +206,7 @@ class RunSummary:
         curve = self.metrics.gradients.curve
         if curve is None:
             return Table(
-                (), (), f"No sample has finite gradients. {_NOT_SAMPLED * (not self.metrics.gradients.samples)}"
+                (), (), f"No sample has finite gradients. {NOT_SAMPLED * (not self.metrics.gradients.samples)}"
             )
         names = ("lowest recommended", "highest recommended")
         bounds = list(zip(names, curve.recommended or (), strict=False))[not curve.is_lowest_known :]
@@ -219,11 +245,47 @@ class RunSummary:
 
 
 def comparison(runs: Sequence[RunSummary]) -> Table:
-    """Returns the counts of several runs, one column per run."""
-    names = [name for name, _ in runs[0].counts]
-    rows = [(name, *(dict(summary.counts)[name] for summary in runs)) for name in names]
-    rows.append(("findings", *(summary.findings_count for summary in runs)))
-    return Table(("", *(summary.name for summary in runs)), tuple(rows), "")
+    """Returns metrics and counts of several runs, one column per run. The first row that differs is marked."""
+    names = list(dict.fromkeys(name for summary in runs for name, _ in summary.counts))
+    metrics = {name for summary in runs for name in summary.metrics_of_epochs}
+    names.sort(key=lambda name: (name not in metrics, name in metrics and not name.startswith(VALIDATION)))
+    rows = [(name, *(dict(summary.counts).get(name, MISSING) for summary in runs)) for name in names]
+    rows.insert(len(metrics), ("findings", *(summary.findings_count for summary in runs)))
+    marked = next((index for index, name in enumerate(names[: len(metrics)]) if _differs(name, runs)), None)
+    note = "" if marked is None else f"The first metric that differs by more than 10 %: {names[marked]}."
+    return Table(("", *(summary.name for summary in runs)), tuple(rows), note, marked)
+
+
+def _differs(metric: str, runs: Sequence[RunSummary]) -> bool:
+    values = [summary.metrics_of_epochs.get(metric, math.nan) for summary in runs]
+    finite = [value for value in values if math.isfinite(value)]
+    return len(finite) < len(values) or max(finite) - min(finite) > _MUCH * max(map(abs, finite))
+
+
+def main_metrics(runs: Sequence[RunSummary]) -> list[str]:
+    """Returns at most two metrics to draw: the first that is no loss, and a loss; those of the validation if known."""
+    names = list(dict.fromkeys(name for summary in runs for name in summary.metrics_of_epochs))
+    names.sort(key=lambda name: (not name.startswith(VALIDATION), name not in ("loss", "val_loss")))
+    kinds = [[name for name in names if name.endswith("loss") is is_loss] for is_loss in (False, True)]
+    return [kind[0] for kind in kinds if kind]
+
+
+def difference(first: RunSummary, second: RunSummary) -> Table:
+    """Returns the layers whose gradients differ in two runs, with the first sampled step in which they do."""
+    found = first_differences(first.run, second.run)
+    if found is None:
+        return Table((), (), f"No layer was sampled in the same step of {first.name} and {second.name}.")
+    if not found:
+        return Table((), (), f"The gradients of {first.name} and {second.name} are alike in all sampled steps.")
+    rows = [
+        (layer, str(step), *map(share, zeros), *map(number, norms)) for layer, step, zeros, norms in found[:_MAX_ROWS]
+    ]
+    columns = ("layer", "from step", *(f"{what}, {run.name}" for what in ("zero", "norm") for run in (first, second)))
+    note = (
+        "Layers of both runs, and the first sampled step from which on their gradients differ: 10 % more of the "
+        "elements are zero, or the norm is four times as large. The norm is without the loss scale."
+    )
+    return Table(columns, tuple(rows), _with_omitted(note, len(found)))
 
 
 def code_lines(change: str) -> tuple[str, ...]:

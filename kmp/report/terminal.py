@@ -37,7 +37,10 @@ def _comparison(runs: Sequence[RunSummary]) -> Iterator[RenderableType]:
         yield Padding(_text(summary.advice.verdict, "bold"), (0, 0, 0, 2))
     for start in range(0, len(runs), _RUNS_PER_TABLE):
         yield Text()
-        yield _table(comparison(runs[start : start + _RUNS_PER_TABLE]))
+        table = comparison(runs[start : start + _RUNS_PER_TABLE])
+        yield _table(table)
+        if table.note:
+            yield _text(table.note)
     for summary in runs:
         if summary.advice:
             yield Text()
@@ -72,8 +75,8 @@ def _table(table: Table) -> RichTable:
         rendered.add_column(
             _text(name), overflow="fold", justify="right" if index and len(table.columns) > 2 else "left"
         )
-    for row in table.rows:
-        rendered.add_row(*map(_text, row))
+    for index, row in enumerate(table.rows):
+        rendered.add_row(*map(_text, row), style="bold" if index == table.marked else None)
     return rendered
 
 

@@ -62,7 +62,7 @@ def test_gradient_exponents_draws_counts_with_and_without_the_loss_scale():
     assert "25.0% are zero" in legend_labels(ax)[1]
     assert "log2 |g|" in ax.get_xlabel()
     assert ax.get_ylabel() == "gradient elements"
-    assert "step 7" in ax.get_title(loc="left")
+    assert ax.get_title(loc="left") == "Step 7: 25.0% of gradients zero, 95.0% without scaling"
     assert ax.get_yscale() == "log"
 
 
@@ -187,17 +187,52 @@ def test_loss_scale_marks_records_with_overflows():
     drawn, marks = ax.lines
     assert drawn.get_xydata().tolist() == [[101, 8], [110, 4], [120, 4], [130, 2]]
     assert marks.get_xydata().tolist() == [[110, 4], [130, 2]]
-    assert marks.get_label() == "records with skipped steps (8 steps in total)"
+    assert marks.get_label() == "last skipped step of each record (8 steps in total)"
     assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_yscale()) == ("training step", "loss scale", "log")
+
+
+def test_overflow_is_marked_in_its_step_at_its_scale():
+    rows = [
+        {"step": 20, "loss_scale": 8.0, "overflow_count": 0, "overflow_rate": 0.0, "clean_steps": 20},
+        {"step": 40, "loss_scale": 8.0, "overflow_count": 1, "overflow_rate": 0.05, "clean_steps": 3},  # 16 in between
+        {"step": 60, "loss_scale": 8.0, "overflow_count": 2, "overflow_rate": 0.05, "clean_steps": 23},  # unknown
+    ]
+    ax = plots.loss_scale(Run(rows))
+    assert line(ax, "last skipped").get_xydata().tolist() == [[37, 16], [60, 8]]
+    assert ax.get_ylim()[1] >= 16
+    fixed = plots.loss_scale(Run(rows, {"settings": {"rule": "FixedScale"}}))
+    assert line(fixed, "last skipped").get_xydata().tolist() == [[37, 8], [60, 8]]
+    assert ax.get_title(loc="left") == "The loss scale ends at $2^{3}$; 2 of 60 steps were skipped"
+
+
+def test_metric_has_a_line_for_each_run():
+    runs = {
+        name: Run([{"step": step, "metrics": {"acc": step * factor}} for step in (10, 20)])
+        for name, factor in (("a", 0.01), ("b", 0.02))
+    }
+    ax = plots.metric(runs | {"without": Run()}, "acc")
+    assert legend_labels(ax) == ["a", "b"]
+    assert ax.get_title(loc="left") == "acc at the end: 0.2, 0.4"
+    assert [drawn.get_ydata().tolist() for drawn in ax.lines[::2]] == [[0.1, 0.2], [0.2, 0.4]]
+    assert len({drawn.get_linestyle() for drawn in ax.lines}) == 2  # in greyscale too
+    assert [text.get_text() for text in plots.metric(runs, "none").texts] == ["No none was recorded."]
+
+
+def test_shares_of_the_what_if_plot_have_ticks_in_percent():
+    ax = plots.what_if(Run([sample(1, e0=4)]))
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    assert labels[0] == "0"
+    assert labels[-1] == "100 %"
+    assert 3 <= len(labels) <= 7
 
 
 def test_many_marks_are_smaller():
     def marks(count):
         rows = [{"step": step, "loss_scale": 8.0, "overflow_rate": 0.5} for step in range(1, count + 1)]
-        return line(plots.loss_scale(Run(rows)), "records")
+        return line(plots.loss_scale(Run(rows)), "last skipped")
 
     assert marks(10).get_markersize() > marks(100).get_markersize()
-    assert marks(100).get_label() == "records with skipped steps"
+    assert marks(100).get_label() == "last skipped step of each record"
 
 
 def test_fixed_scale_is_a_flat_line_between_powers_of_two():
@@ -479,7 +514,7 @@ def test_names_are_drawn_literally():
 def test_figures_of_many_records_have_a_bounded_number_of_marks_and_cells():
     rows = [{"step": step, "loss_scale": 8.0, "overflow_rate": 0.5} for step in range(1, 5001)]
     ax = plots.loss_scale(Run(rows))
-    assert 1000 <= line(ax, "records with skipped steps").get_xdata().size <= 2000
+    assert 1000 <= line(ax, "last skipped step").get_xdata().size <= 2000
     drawn = plots.exponents_over_steps(Run([sample(step, nan=4, e0=4) for step in range(1, 2502)]))
     assert mesh(drawn).get_array().shape[1] == 834
     assert drawn.get_xlim() == (0.5, 2501.5)

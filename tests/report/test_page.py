@@ -1,4 +1,5 @@
 import functools
+import html as html_module
 import io
 import json
 import math
@@ -22,7 +23,7 @@ from kmp import report
 from kmp.callbacks import ForwardProbe, Report, defaults
 from kmp.records import BIN_COUNT, GradientSample, Run
 from kmp.records.jsonl import to_line
-from kmp.report.run_summary import RunSummary, comparison, number, scale, share
+from kmp.report.run_summary import RunSummary, comparison, difference, number, scale, share
 
 GOLDEN = Path(__file__).parent / "golden"
 LONG = "encoder/" + "block_with_a_very_long_layer_name_in_it_" * 3 + "/kernel"
@@ -180,7 +181,7 @@ def test_page_has_verdict_findings_figures_tables_and_settings_in_this_order():
     advice, page = kmp.advise(run), Page(report.html({"first": run}))
     assert len(advice) >= 1
     parts = [advice.verdict, "Findings", *(f"{i}. {finding.title}" for i, finding in enumerate(advice, 1))]
-    parts += ["Figures", "Counts", "Gradients by layer", "Overflow and underflow by variable", "Other loss scales"]
+    parts += ["Counts", "Figures", "Gradients by layer", "Overflow and underflow by variable", "Other loss scales"]
     positions = [page.text.index(normalized(part)) for part in [*parts, "Settings"]]
     assert positions == sorted(positions)
     for finding in advice:
@@ -189,7 +190,7 @@ def test_page_has_verdict_findings_figures_tables_and_settings_in_this_order():
 
 
 def test_page_loads_no_resources_and_runs_no_scripts():
-    text = report.html({"first": make_run()})
+    text = report.html({"first": make_run(skipped=60)})
     page = Page(text)
     assert len(page.loaded) == 5
     assert all(url.startswith("data:image/svg+xml;base64,") for url in page.loaded)
@@ -234,11 +235,85 @@ def test_names_are_escaped():
 def test_page_of_several_runs_has_a_comparison_and_then_each_run():
     runs = make_three_runs()
     page = Page(report.html(runs))
-    positions = [page.text.index(part) for part in ("3 runs compared", "computed in", "Figures side by side")]
+    positions = [page.text.index(part) for part in ("3 runs compared", "computed in", "side by side")]
     assert positions == sorted(positions)
-    assert len(page.loaded) == 15
+    assert len(page.loaded) == 3 * 4
     for run in runs.values():
         assert page.text.count(normalized(kmp.advise(run).verdict)) >= 2
+
+
+def with_metrics(run, **values):
+    """Returns the run with metrics at the ends of three epochs."""
+    for epoch in range(3):
+        metrics = {name: value * (epoch + 1) for name, value in values.items()} | {"learning_rate": 0.1}
+        run.append({"step": 100 * (epoch + 1), "epoch": epoch, "metrics": metrics})
+    return run
+
+
+def test_metrics_come_first_and_the_one_that_differs_is_marked():
+    runs = {
+        "good": with_metrics(make_run(shift=20), loss=0.2, val_loss=0.3, val_accuracy=0.3),
+        "bad": with_metrics(make_run(shift=20), loss=0.2, val_loss=0.31, val_accuracy=0.1),
+    }
+    table = comparison([RunSummary(name, run) for name, run in runs.items()])
+    assert table.rows[:4] == (
+        ("val_loss", "0.9", "0.93"),
+        ("val_accuracy", "0.9", "0.3"),
+        ("loss", "0.6", "0.6"),
+        ("findings", "none", "none"),
+    )
+    assert (table.marked, table.note) == (1, "The first metric that differs by more than 10 %: val_accuracy.")
+    page = report.html(runs)
+    assert re.search(r'<tr class="marked"><th scope="row">val_accuracy', page)
+    alts = Page(page).alts
+    assert alts[0] == "val_accuracy over the training steps; at the end 0.9 in good, 0.3 in bad."
+    assert alts[1].startswith("val_loss over")
+    assert "val_accuracy  " in printed({"good": runs["good"]})
+
+
+@pytest.mark.parametrize(
+    ("run", "status"),
+    [
+        (make_run(), "error"),
+        (make_run(shift=20), "no problem"),
+        (Run([{"step": 9}]), "unknown"),
+        (with_metrics(make_run(shift=20, growth_interval=20, rule="DynamicScale", skipped=30)), "warning"),
+    ],
+)
+def test_status_is_that_of_the_worst_finding(run, status):
+    assert RunSummary("x", run).status == status
+    assert f'<section class="card verdict {status.replace(" ", "-")}">' in report.html({"x": run})
+
+
+def test_page_shows_the_change_and_folds_the_tables():
+    run = make_run()
+    page = report.html({"first": run})
+    head, *folded = page.split("<details>")
+    assert kmp.advise(run)[0].change in html_module.unescape(head)
+    assert [re.search("<summary>(.*?)</summary>", part)[1] for part in folded] == [
+        *("Counts", "Figures", "Gradients by layer", "Overflow and underflow by variable", "Other loss scales"),
+        "Settings",
+    ]
+
+
+def test_layers_that_differ_are_listed_from_their_first_step():
+    first = make_run(("net/dense/kernel", "net/dense_1/kernel"), layers={"net/dense": "Dense", "net/dense_1": "Dense"})
+    names = ("net/dense_7/kernel", "net/dense_8/kernel")
+    second = make_run(names, layers={"net/dense_7": "Dense", "net/dense_8": "Dense"})
+    for row in second.rows:
+        if "sample" in row and row["step"] >= 200:
+            row["sample"]["variables"][names[1]] |= {"zero": 10**6}
+    table = difference(RunSummary("a", first), RunSummary("b", second))
+    assert table.columns == ("layer", "from step", "zero, a", "zero, b", "norm, a", "norm, b")
+    assert [row[:2] for row in table.rows] == [("net/dense_1", "200")]
+    alike = difference(RunSummary("a", first), RunSummary("b", make_run(names, layers=second.settings["layers"])))
+    assert alike.note == "The gradients of a and b are alike in all sampled steps."
+    assert difference(RunSummary("a", first), RunSummary("b", Run())).note.startswith("No layer was sampled")
+
+
+def test_page_of_a_run_in_training_is_loaded_again():
+    assert '<meta http-equiv="refresh" content="5">' in report.html({"x": make_run()}, reload_seconds=5)
+    assert "refresh" not in report.html({"x": make_run()})
 
 
 def test_comparison_has_a_column_for_each_run():
@@ -250,7 +325,7 @@ def test_comparison_has_a_column_for_each_run():
     assert rows["last loss"] == ("0.01",) * 3
     assert rows["current loss scale"] == ("2^4",) * 3
     assert rows["gradient norm"] == ("0.75",) * 3
-    assert rows["findings"] == ("no finding", "1 finding", "no finding")
+    assert rows["findings"] == ("none", "1 error", "none")
 
 
 def test_counts_match_the_run():
@@ -367,7 +442,6 @@ def test_reports_of_unusual_runs_are_accurate(name):
     assert normalized(kmp.advise(run).verdict) in normalized(printed({name: run}))
     assert all(page.alts)
     if not run.samples:
-        assert "No figure of gradient magnitudes: no gradients were sampled." in page.text
         assert "No gradients were sampled. Attach kmp.callbacks.GradientHistogram to sample them." in page.text
 
 
@@ -474,7 +548,7 @@ def uses_of_names(variables):
 
 
 def test_look_ups_of_names_grow_linearly(monkeypatch):
-    monkeypatch.setattr("kmp.report.figures._draw", lambda name, summary: "data:,")
+    monkeypatch.setattr("kmp.report.figures._svg", lambda draw: "data:,")
     few, many = uses_of_names(100), uses_of_names(1000)
     assert 100 < few < many <= 11 * few
 
@@ -601,7 +675,7 @@ def test_report_that_cannot_be_written_warns_once_and_training_continues(tmp_pat
     callback.set_model(compiled_model())
     callback.on_train_begin()
 
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("matplotlib failed")
 
     monkeypatch.setattr("kmp.report.page.html", fail)
@@ -696,6 +770,11 @@ OVERFLOWING_ELEMENTS = """() => [...document.querySelectorAll('.card')].flatMap(
 })"""
 
 
+SHOWN_DETAILS = """[...document.querySelectorAll('details')].every(
+  details => details.scrollHeight > details.querySelector('summary').offsetHeight + 20
+)"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [(360, 740), (1280, 800)], ids=["phone", "desk"])
@@ -723,11 +802,16 @@ def test_page_is_readable_in_a_browser_without_network(browser, pages, name, siz
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.evaluate(OVERFLOWING_ELEMENTS) == []
     images = page.evaluate("[...document.images].map(i => [i.complete, i.naturalWidth > 0, i.alt.length > 0])")
-    assert len(images) == 5 * len(runs) - sum(not run.samples for run in runs.values())
+    expected = [
+        2 + 3 * bool(run.samples) - (not run.last("overflows_by_variable")) for run in runs.values() if run.rows
+    ]
+    assert len(images) == sum(expected)
     assert all(all(image) for image in images)
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     brightness = sum(map(int, re.findall(r"\d+", background)[:3])) / 3
     assert (brightness < 60) if scheme == "dark" else (brightness > 200)
+    page.emulate_media(media="print")  # what is folded is printed
+    assert page.evaluate(SHOWN_DETAILS)
     assert errors == []
     assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
     context.close()
