@@ -20,7 +20,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Command-line arguments without the program name; `sys.argv[1:]` if `None`.
     """
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    if parsed.command is None:
+        parser.print_help()
+        return 0
     if parsed.command == "demo":  # oneDNN, on by default on newer CPUs, is many times slower in float16
         os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     try:
@@ -62,7 +66,8 @@ def _version() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="kmp", description="Mixed-precision training for Keras 3 on TensorFlow.")
     parser.add_argument("--version", action="version", version=f"kmp {_version()}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
     demo = commands.add_parser("demo", help="compare float32, float16, and float16 with kmp on one model")
     demo.add_argument(
         "--dataset", choices=("digits", "cifar10"), default="digits", help="default: %(default)s; cifar10 is downloaded"
@@ -74,7 +79,16 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser(
         "report", help="show the overflows and flushed gradients of a recorded run, or compare runs"
     )
-    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="log_dir of a run, or the .jsonl file in it")
+    report.add_argument(
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="log_dir of a run, the .jsonl file in it, or a folder with the log_dirs of several runs",
+    )
+    report.add_argument(
+        "--watch", action="store_true", help="write the report every 5 seconds until the runs end; the page reloads"
+    )
     report.add_argument(
         "--out", type=_html, help="HTML file (default: report.html in RUN, or in the current folder for several runs)"
     )
@@ -92,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODULE",
         help="module that defines custom layers of the model; it is imported, which runs its code (repeatable)",
     )
+    audit.add_argument("--all", action="store_true", help="show the table of all layers, not only a summary")
     audit.add_argument("--json", type=Path, metavar="FILE", help="also write the audit to a JSON file")
     audit.set_defaults(command="audit")
     bench = commands.add_parser(

@@ -8,16 +8,22 @@ import json
 import re
 import sys
 import textwrap
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import keras
 from rich.console import Console
 
 from kmp import conversion
-from kmp.utils import atomic_files, printable, user_messages
+from kmp.records import FILE_NAME
+from kmp.utils import FolderLock, atomic_files, printable, user_messages
+
+_SECONDS = 5  # between two reports of a run in training
+_PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 
 
 class InputError(Exception):
@@ -103,7 +109,11 @@ def _audit(parsed: argparse.Namespace, console: Console) -> None:
         audit = conversion.audit(model, policy=parsed.policy)
     except ValueError as error:
         raise InputError(f"{parsed.file}: {error}") from error
-    console.print(audit)
+    if parsed.all:
+        console.print(audit)
+    else:
+        console.print(audit.summary, markup=False, highlight=False)
+        console.print(f"All {len(audit.rows)} rows: kmp audit --all {printable(str(parsed.file))}", **_PLAIN)
     if parsed.json:
         atomic_files.write_json(parsed.json, audit.to_dict())
 
@@ -137,13 +147,35 @@ def _check_format(path: Path) -> None:
 def _report(parsed: argparse.Namespace, console: Console) -> None:
     from kmp import report
 
+    paths = [log for path in parsed.runs for log in _logs_in(path)]
+    out = parsed.out or _default_folder(parsed.runs) / "report.html"
+    is_training = parsed.watch
+    if is_training:
+        console.print(f"Report: {printable(str(out))}; Ctrl-C ends watching", **_PLAIN)
+    while is_training:
+        is_training = any(FolderLock.is_held(path if path.is_dir() else path.parent) for path in paths)
+        try:
+            report.write(report.load(paths), out, reload_seconds=_SECONDS if is_training else None)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        time.sleep(_SECONDS if is_training else 0)
     try:
-        runs = report.load(parsed.runs)
+        runs = report.load(paths)
     except ValueError as error:
         raise InputError(str(error)) from error
     console.print(report.summary(runs))
-    path = report.write(runs, parsed.out or _default_folder(parsed.runs) / "report.html")
-    console.print(f"\nReport: {printable(str(path))}", markup=False, highlight=False, soft_wrap=True)
+    path = report.write(runs, out)
+    console.print(f"\nReport: {printable(str(path))}", **_PLAIN)
+
+
+def _logs_in(path: Path) -> list[Path]:
+    """Returns the folders of the runs in a folder, or the path itself if it is a run."""
+    if not path.is_dir() or (path / FILE_NAME).exists():
+        return [path]
+    found = sorted(log.parent for log in path.rglob(FILE_NAME) if not log.parent.name.startswith("earlier"))
+    if not found:
+        raise InputError(f"{path}: no run in this folder: no {FILE_NAME} in it or in the folders below")
+    return found
 
 
 def _default_folder(runs: Sequence[Path]) -> Path:

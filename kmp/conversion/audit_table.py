@@ -11,6 +11,7 @@ from kmp.conversion.audit_row import Row
 from kmp.utils import FLOAT32, printable
 
 _WIDTH = 120  # characters, outside a terminal
+_MOST_IN_SUMMARY = 6
 
 
 def render(model_name: str, rows: Sequence[Row], conversion_error: str, notes: Sequence[str]) -> RenderableType:
@@ -36,6 +37,25 @@ def render(model_name: str, rows: Sequence[Row], conversion_error: str, notes: S
             )
         )
     return Group(*renderables)
+
+
+def render_summary(model_name: str, rows: Sequence[Row], conversion_error: str, notes: Sequence[str]) -> RenderableType:
+    """Returns how many layers and operations are float32 after a conversion, the first of them with the reason."""
+    kept = [row for row in rows if row.class_name != "InputLayer" and row.planned_dtype == FLOAT32.name]
+    kept.sort(key=lambda row: not (row.overflows or row.reason))
+    lines = [_text(model_name, "bold")]
+    lines.append(
+        _text(f"kmp.convert cannot convert this model. {conversion_error}", "red")
+        if conversion_error
+        else _text(_summary(rows))
+    )
+    lines += [
+        _text(f"  {row.path} ({row.class_name}){': ' if row.reason else ''}{row.reason}", _style(row))
+        for row in kept[:_MOST_IN_SUMMARY]
+    ]
+    if len(kept) > _MOST_IN_SUMMARY:
+        lines.append(_text(f"  and {len(kept) - _MOST_IN_SUMMARY} more"))
+    return Group(*lines, *map(_text, notes[:1]))
 
 
 def as_text(audit: RenderableType) -> str:

@@ -61,6 +61,11 @@ class Audit:
             "notes": list(self.notes),
         }
 
+    @property
+    def summary(self) -> str:
+        """How many layers and operations need float32, and the first of them with the reasons."""
+        return audit_table.as_text(audit_table.render_summary(self.model, self.rows, self.conversion_error, self.notes))
+
     def __rich__(self) -> Any:
         return audit_table.render(self.model, self.rows, self.conversion_error, self.notes)
 

@@ -78,6 +78,18 @@ class FolderLock:
         )
         raise OSError(errno.EBUSY, message, str(folder))
 
+    @staticmethod
+    def is_held(folder: Path) -> bool:
+        """Whether a training uses the folder, in this process or another; `False` where folders cannot be locked."""
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except PermissionError:
+            return False
+        try:
+            return try_lock(descriptor, shared=True) is False
+        finally:
+            os.close(descriptor)
+
     @classmethod
     def _close_all_in_child(cls) -> None:
         """Closes the copies of a forked process, which would keep the locks if it outlives this one."""

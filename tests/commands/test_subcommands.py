@@ -14,6 +14,7 @@ from kmp import bench
 from kmp.bench import runner
 from kmp.bench.timing import Measurement, MeasurementError
 from kmp.records.jsonl import to_line
+from kmp.utils import FolderLock
 from kmp_cli import main
 
 
@@ -28,7 +29,6 @@ def write_run(folder, schema=2, **row):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "COMMAND"),
         (["train"], "invalid choice: 'train'"),
         (["reprot"], "Did you mean 'report'?"),
         (["bench", "--quik"], "kmp bench: error: unrecognized arguments: --quik. Did you mean '--quick'?"),
@@ -84,6 +84,40 @@ def test_report_of_several_runs_is_written_to_the_current_folder(tmp_path, capsy
     assert not (runs[0] / "report.html").exists()
 
 
+def test_report_of_a_folder_is_that_of_the_runs_in_it(tmp_path, capsys):
+    for name in ("a", "b/c", "b/c/earlier-1"):
+        write_run(tmp_path / name)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "<title>kmp report: a, c</title>" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_watching_ends_with_the_training_and_shows_what_is_known(tmp_path, capsys, monkeypatch):
+    folder, pages = write_run(tmp_path / "run"), []
+    lock = [FolderLock.acquire("log_dir", folder)]
+
+    def next_record(seconds):
+        pages.append((folder / "report.html").read_text(encoding="utf-8"))
+        lines = (folder / "kmp.jsonl").read_text().splitlines(keepends=True)
+        complete = [line for line in lines if line.endswith("\n")]
+        record = to_line({"step": 10 + len(pages), "overflow_count": 0})
+        (folder / "kmp.jsonl").write_text("".join([*complete, record, '{"step": 9']))
+        if len(pages) == 2:
+            lock.clear()  # the end of the training
+
+    monkeypatch.setattr("kmp.commands.subcommands.time.sleep", next_record)
+    assert main(["report", "--watch", str(folder)]) == 0
+    assert ["refresh" in page for page in pages] == [True, True, False]
+    final = (folder / "report.html").read_text(encoding="utf-8")
+    assert "refresh" not in final
+    assert "0 of 13 steps were skipped" in final
+    assert "0 of 13 steps were skipped" in capsys.readouterr().out
+
+
+def test_command_alone_prints_help(capsys):
+    assert main([]) == 0
+    assert capsys.readouterr().out.startswith("usage: kmp")
+
+
 def test_report_is_written_to_out(tmp_path):
     assert main(["report", str(write_run(tmp_path / "a")), "--out", str(tmp_path / "new" / "x.html")]) == 0
     assert (tmp_path / "new" / "x.html").exists()
@@ -95,7 +129,7 @@ def test_bad_runs_are_one_line_and_status_1(tmp_path, capsys):
     (tmp_path / "none").mkdir()
     cases = {
         tmp_path / "missing": "missing: No such file or directory",
-        tmp_path / "none": "none/kmp.jsonl: No such file or directory",
+        tmp_path / "none": "none: no run in this folder: no kmp.jsonl in it or in the folders below",
         older: "schema 1; this version of kmp reads schemas 2, 3 and 4",
         foreign: "not a line of JSON",
     }
@@ -149,8 +183,15 @@ def test_audit_prints_the_table_and_writes_json(tmp_path, capsys):
     inputs = keras.Input((8,))
     model = keras.Model(inputs, keras.layers.Dense(4, activation="softmax", name="probabilities")(inputs))
     model.save(tmp_path / "model.keras")
-    assert main(["audit", str(tmp_path / "model.keras"), "--json", str(tmp_path / "audit.json")]) == 0
-    assert "probabilities" in capsys.readouterr().out
+    arguments = ["audit", str(tmp_path / "model.keras"), "--json", str(tmp_path / "audit.json")]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "1 of 1 layers and operations are float32 after kmp.convert." in text
+    assert "  probabilities (Dense): " in text
+    assert f"All 2 rows: kmp audit --all {tmp_path / 'model.keras'}" in " ".join(text.split())
+    assert len(text.splitlines()) <= 10
+    assert main([*arguments, "--all"]) == 0
+    assert "now and after kmp.convert" in capsys.readouterr().out
     rows = json.loads((tmp_path / "audit.json").read_text())["rows"]
     assert [(row["path"], row["planned_dtype"]) for row in rows][1:] == [("probabilities", "float32")]
 
