@@ -4,7 +4,7 @@ from kmp.advice.edits import Edit, PrepareData, SetArguments
 from kmp.advice.finding import ERROR, WARNING, Finding
 from kmp.advice.run_metrics import RunMetrics
 from kmp.advice.wording import in_float32, name_of, nonfinite_losses
-from kmp.records import BATCH_X, BATCH_Y, InvalidTargets, Replay
+from kmp.records import BATCH_X, BATCH_Y, Replay
 
 _RARE = 0.01  # of all steps: these are skipped, and the others train
 
@@ -25,7 +25,7 @@ def data(metrics: RunMetrics) -> Finding | None:
     part += replay.nonfinite_key if replay else ""
     name = part.partition("'s ")[2]
     condition = f"np.abs({name}) <= 65504" if part.startswith(BATCH_X) else f"np.isfinite({name})"
-    edits: tuple[Edit, ...] = (_keep(name, condition),)
+    edits: tuple[Edit, ...] = (_keep(name, condition, replay is not None and replay.has_sample_weight),)
     if replay and is_too_large and replay.is_finite_in_float32:
         edits = in_float32(metrics, replay.float32_layers) if replay.float32_layers else (_NORMALIZE,)
     kind = "values beyond float16's maximum of 65504" if is_too_large else "NaN or Inf"
@@ -42,9 +42,10 @@ def data(metrics: RunMetrics) -> Finding | None:
 
 def targets(metrics: RunMetrics) -> Finding | None:
     """Reports targets that are not the index of a class, or beyond the range of a binary cross-entropy."""
-    invalid = next((replay.invalid_targets for replay in reversed(metrics.replays) if replay.invalid_targets), None)
-    if invalid is None:
+    replay = next((replay for replay in reversed(metrics.replays) if replay.invalid_targets), None)
+    if replay is None or replay.invalid_targets is None:
         return None
+    invalid = replay.invalid_targets
     low, high, y = f"{invalid.smallest:g}", f"{invalid.largest:g}", f"y{invalid.key}"
     if invalid.is_binary:
         return Finding(
@@ -58,7 +59,7 @@ def targets(metrics: RunMetrics) -> Finding | None:
         )
     outputs = metrics.setting("output_layers", [])
     layer = outputs[invalid.output] if invalid.output < len(outputs) else ""
-    edits, note = _change_of_targets(invalid, y, metrics.class_of(layer), name_of(layer))
+    edits, note = _change_of_targets(replay, y, metrics.class_of(layer), name_of(layer))
     return Finding(
         "targets",
         _severity(metrics),
@@ -71,11 +72,13 @@ def targets(metrics: RunMetrics) -> Finding | None:
     )
 
 
-def _change_of_targets(invalid: InvalidTargets, y: str, class_name: str, layer: str) -> tuple[tuple[Edit, ...], str]:
+def _change_of_targets(replay: Replay, y: str, class_name: str, layer: str) -> tuple[tuple[Edit, ...], str]:
     """Returns the edits and the note against targets that are not the index of a class.
 
     One invalid value that is negative, or larger than the number of classes, marks targets that are missing.
     """
+    invalid = replay.invalid_targets
+    assert invalid is not None
     low, high, classes = int(invalid.smallest), int(invalid.largest), invalid.classes
     marker = invalid.only_invalid
     if marker is not None and 0 <= marker <= classes:
@@ -87,7 +90,7 @@ def _change_of_targets(invalid: InvalidTargets, y: str, class_name: str, layer: 
     if marker is not None or low < 0:
         condition = f"({y} >= 0) & ({y} < {classes})" if high >= classes else f"{y} >= 0"
         note = "" if marker is None else f"or loss={loss}{marker}), if {marker} means that a target is missing"
-        return (_keep(y, condition),), note
+        return (_keep(y, condition, replay.has_sample_weight),), note
     note = f"or {y} = {y} - 1, also in validation, because Keras counts classes from 0" if low == 1 else ""
     argument = "units" if class_name == "Dense" else "filters" if class_name.startswith("Conv") else ""
     edits = (SetArguments(f"keras.layers.{class_name}", {argument: str(high + 1)}, layer),) if argument else ()
@@ -99,8 +102,8 @@ def _severity(metrics: RunMetrics) -> str:
     return WARNING if is_rare else ERROR
 
 
-def _keep(name: str, condition: str) -> PrepareData:
-    arrays = "x, y, sample_weight" if name == "sample_weight" else "x, y"
+def _keep(name: str, condition: str, has_sample_weight: bool) -> PrepareData:
+    arrays = "x, y, sample_weight" if has_sample_weight or name == "sample_weight" else "x, y"
     return PrepareData(
         f"keep = ({condition}).reshape(len({name}), -1).all(axis=1)\n"
         f"{arrays} = keras.tree.map_structure(lambda a: a[keep], ({arrays}))"

@@ -149,7 +149,9 @@ def sweep(
     counts, zeros = _counts_and_zeros(measured)
     if exact:
         counts, zeros = _with_flushed(counts, zeros, *_counts_and_zeros(exact))
-    largest = np.array([sample.largest / sample.loss_scale for sample in usable(samples) or measured])
+    largest = np.array([sample.largest / sample.loss_scale for sample in measured])
+    if not largest.any():  # float16 flushed all of the samples
+        largest = np.array([sample.largest / sample.loss_scale for sample in exact or measured])
     recommended = _recommended(counts, float(largest.max()), usable_scale)
     scales = _scales(in_use, float(largest.max()), recommended or ())
     total = max(1, counts.sum() + zeros)

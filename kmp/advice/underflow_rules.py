@@ -13,6 +13,7 @@ _MOST_SUBNORMAL = 0.5
 _MANY_FLUSHED = 0.05
 _MANY_IN_REFERENCE = 0.3
 _SPARE_BITS = 6.0
+_DEFAULT_EXPONENT = 15  # of the initial scale of `kmp.enable`
 _SKIPPED_BY_FIXED = 0.01
 
 
@@ -161,9 +162,10 @@ def _listed(names: list[str]) -> str:
 def _larger_scale(metrics: RunMetrics) -> tuple[SetArguments, ...]:
     """Returns the scale that the samples and the float32 reference recommend, or a dynamic one."""
     curve = metrics.gradients.curve
-    best = curve.recommended[1] if curve and curve.recommended else None
-    if best is None:
+    recommended = curve.recommended if curve else None
+    if metrics.is_fixed and not recommended:
         return (SetArguments("kmp.enable", {"loss_scale": "'dynamic'"}),)
+    best = recommended[1] if recommended else _DEFAULT_EXPONENT
     arguments = {"loss_scale": "'dynamic'"} if metrics.is_fixed else {}
     arguments["initial_scale"] = power(best)
     if not metrics.is_fixed and metrics.setting("max_scale", math.inf) < 2.0**best:

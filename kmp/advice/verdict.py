@@ -133,7 +133,14 @@ def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
         f"nonzero gradient elements are subnormal in float16 and {gradients.underflow_share:.1%} are too small for "
         f"float16{norm}, in {len(gradients.finite_samples)} samples."
     )
-    return " ".join([f"{effect}: {numbers}", *(unknown or ["Rounding in the forward pass is not measured."])])
+    return " ".join([f"{effect}: {numbers}", *(unknown or [_not_measured(metrics)])])
+
+
+def _not_measured(metrics: RunMetrics) -> str:
+    text = "Rounding in the forward pass is not measured"
+    if metrics.setting("train_step", "keras") == "keras":
+        return f"{text}."
+    return f"{text}, nor whether the custom `train_step` scales each of its losses."
 
 
 def _zeros(metrics: RunMetrics) -> str:

@@ -88,6 +88,7 @@ class Replay:
         nonfinite_variables: The variables with NaN or Inf.
         nonfinite_part: The part of the batch with NaN or Inf, or with an input beyond float16's maximum; or `None`.
         nonfinite_key: The index of that tensor in a part with several, as Python source, such as `"['label']"`.
+        has_sample_weight: Whether the batch has sample weights.
         is_part_finite: Whether that tensor has no NaN and no Inf, but values beyond float16's maximum.
         invalid_targets: The targets of the first output for which a target is not the index of a class and the loss is
             not finite, or that are beyond the range of a binary cross-entropy; or `None`.
@@ -114,6 +115,7 @@ class Replay:
     nonfinite_part: Text | None = None
     nonfinite_key: Text = ""
     is_part_finite: bool = False
+    has_sample_weight: bool = False
     invalid_targets: InvalidTargets | None = None
     float32_layers: Texts | None = None
     activation_gradients: Annotated[dict[Text, Magnitude], MOST_VARIABLES] = field(default_factory=dict)

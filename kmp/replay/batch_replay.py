@@ -86,9 +86,12 @@ def _replay(
     except tf.errors.InvalidArgumentError:
         if invalid is None:
             raise
+    has_weight = len(batch) > 2 and batch[2] is not None
     is_sound = batch_part is None and not nonfinite_variables
     if exact is None or (invalid and not exact.is_finite and is_sound):
-        return Replay(examples, loss_scale, None, None, False, False, invalid_targets=invalid), None
+        return Replay(
+            examples, loss_scale, None, None, False, False, invalid_targets=invalid, has_sample_weight=has_weight
+        ), None
     own = run()
     watched = own
     lost_constants: dict[str, list[float]] = {}
@@ -121,6 +124,7 @@ def _replay(
         nonfinite_part=batch_part,
         nonfinite_key=key,
         is_part_finite=is_part_finite,
+        has_sample_weight=has_weight,
         invalid_targets=invalid_binary_targets(model, batch),
         float32_layers=float32_layers,
         activation_gradients={

@@ -543,3 +543,24 @@ def test_layer_with_float16_weights_of_its_own_is_named():
     finding = kmp.advise(run_of(row, **DYNAMIC, **settings))[0]
     assert finding.title.startswith("Updates are lost: the weights of 'net' are in float16")
     assert finding.change == "keras.layers.Embedding(dtype='mixed_float16', name='net')"
+
+
+def test_scale_that_flushed_all_samples_is_changed_with_its_maximum():
+    zeros = ALL_ZERO | {"first": 0}
+    reference = row_of(0, 1.0, -12)["sample"]
+    rows = [
+        {"step": n, "loss_scale": 2.0**-14, "sample": {"loss_scale": 2.0**-14, "variables": {"net/kernel": zeros}}}
+        for n in (1, 50, 100)
+    ]
+    replay = Replay(8, 2.0**-14, 1.0, 1.0, True, True, flushed={"net/kernel": 1.0})
+    settings = DYNAMIC | {"initial_scale": 2.0**-14, "max_scale": 2.0**-14}
+    rows[0] |= {"replay": replay, "reference": reference}
+    finding = kmp.advise(run_of(*rows, **settings))[0]
+    assert finding.cause == "scale_too_small"
+    assert finding.change == "kmp.enable(initial_scale=2.0**26, max_scale=2.0**127)"
+
+
+def test_sample_weights_are_changed_with_the_targets():
+    replay = replay_of(is_finite_in_float32=False, nonfinite_part="the batch's y", has_sample_weight=True)
+    change = kmp.advise(run_of(overflow_row(replay=replay), **DYNAMIC))[0].change
+    assert change.endswith("x, y, sample_weight = keras.tree.map_structure(lambda a: a[keep], (x, y, sample_weight))")

@@ -94,3 +94,9 @@ def test_documented_causes_are_those_of_the_rules():
     described = [cause for cell in first_cells for cause in re.findall("`(.*?)`", cell)]
     documented = re.findall('`"([a-z0-9_]+)"`', inspect.getdoc(kmp.advice.Finding).partition("severity:")[0])
     assert sorted(described) == sorted(documented)
+
+
+def test_custom_train_step_may_not_scale_all_of_its_losses():
+    verdict = verdict_of(row(1), row(50), row(100), train_step="custom")
+    assert verdict.startswith(GOOD)
+    assert verdict.endswith("not measured, nor whether the custom `train_step` scales each of its losses.")

@@ -131,10 +131,14 @@ def _scale_loss(tree, edit):
 def _prepare_data(tree, edit):
     fit = _calls(tree, "fit")[0]
     index = next(index for index, node in enumerate(tree.body) if any(call is fit for call in ast.walk(node)))
-    arguments = f"fit_x, fit_y = {ast.unparse(fit.args[0])}, {ast.unparse(fit.args[1])}"
-    statement = re.sub(r"\b([xy])\b", r"fit_\1", edit.statement)
+    arguments = f"fit_x, fit_y = {ast.unparse(fit.args[0])}, {ast.unparse(fit.args[1])}\n"
     fit.args = [ast.Name("fit_x", ast.Load()), ast.Name("fit_y", ast.Load())]
-    tree.body[index:index] = ast.parse(f"{arguments}\n{statement}").body
+    for keyword in fit.keywords:
+        if keyword.arg == "sample_weight":
+            arguments += f"fit_sample_weight = {ast.unparse(keyword.value)}\n"
+            keyword.value = ast.Name("fit_sample_weight", ast.Load())
+    statement = re.sub(r"\b(x|y|sample_weight)\b", r"fit_\1", edit.statement)
+    tree.body[index:index] = ast.parse(arguments + statement).body
 
 
 def _calls(tree, name):
