@@ -140,6 +140,12 @@ class LogWriter:
             self._write_events(record)
             self._events.flush()
 
+    def write_verdict(self, step: int, text: str) -> None:
+        """Writes what the records show, for TensorBoard's text tab."""
+        if not self._has_failed and self._events is not None:
+            with self._stopping_on_write_error(), self._events.as_default(step=step):
+                tf.summary.text("kmp/verdict", text)
+
     def _write_header(self) -> None:
         model, optimizer = self._model(), self._optimizer()
         if self._lines is not None and model is not None and optimizer is not None:

@@ -7,6 +7,7 @@ from weakref import WeakSet
 
 import keras
 
+from kmp.advice import advise
 from kmp.backend import compute_dtypes, distribution
 from kmp.callbacks.log_writer import LogWriter, header
 from kmp.callbacks.thinning import Thinning, counts_size, sample_size
@@ -125,8 +126,10 @@ class OptimizerMonitor:
             self._writer.write(record)
 
     def close(self) -> None:
-        """Closes the log."""
+        """Closes the log, and adds the verdict to TensorBoard's files."""
         if self._writer:
+            if self.run.rows and not self._writer.is_closed:
+                self._writer.write_verdict(self.run.rows[-1]["step"], f"```\n{advise(self.run)}\n```")
             self._writer.close()
             self._writer = None
 

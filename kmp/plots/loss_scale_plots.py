@@ -175,6 +175,6 @@ def _set_share_axis(ax: Axes, curve: WhatIf) -> None:
     ax.set_yscale("symlog", linthresh=threshold, linscale=0.4)
     decades = np.arange(round(np.log10(threshold)), 1)
     ticks = 10.0 ** decades[:: -(-decades.size // _MOST_DECADES)]
-    ax.set_yticks([0.0, *ticks], ["0", *(f"{100 * tick:g} %" for tick in ticks)])
+    ax.set_yticks([0.0, *ticks], ["0", *(f"{np.format_float_positional(100 * tick, trim='-')} %" for tick in ticks)])
     ax.yaxis.set_minor_locator(NullLocator())
     ax.set_ylim(-0.1 * threshold, 1.6)

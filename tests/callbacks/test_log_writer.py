@@ -58,6 +58,8 @@ def test_files_have_the_records_of_the_callbacks(tmp_path):
         buckets = tf.make_ndarray(events.Tensors(tag)[0].tensor_proto)
         assert buckets[:, 2].sum() == layers[name].by_exponent.sum()
         assert events.SummaryMetadata(tag).plugin_data.plugin_name == "histograms"
+    verdict = tf.make_ndarray(events.Tensors("kmp/verdict")[-1].tensor_proto).item().decode()
+    assert verdict == f"```\n{kmp.advise(callbacks[0].run)}\n```"
 
 
 def test_record_between_the_ends_of_two_callbacks_is_written_to_the_same_log(tmp_path):
