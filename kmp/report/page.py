@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from kmp.records import FILE_NAME, RUN_EXPECTED, Run, log_file
 from kmp.report import figures, terminal
-from kmp.report.run_summary import RunSummary, code_lines, comparison, difference
+from kmp.report.run_summary import RunSummary, code_lines, comparison, difference, split_after_findings
 from kmp.utils import atomic_files, printable, unique_names, validation
 
 PathLike = str | os.PathLike[str]
@@ -102,7 +102,7 @@ def html(runs: Mapping[str, Run], *, reload_seconds: int | None = None) -> str:
         runs=summaries,
         figures=figures_by_run,
         compared=compared,
-        comparison=comparison(summaries),
+        comparison=split_after_findings(comparison(summaries)),
         differences=[difference(summaries[0], other) for other in summaries[1:]],
         metric_figures=figures.metric_figures(summaries),
         code_lines=code_lines,

@@ -5,7 +5,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -254,6 +254,15 @@ def comparison(runs: Sequence[RunSummary]) -> Table:
     marked = next((index for index, name in enumerate(names[: len(metrics)]) if _differs(name, runs)), None)
     note = "" if marked is None else f"The first metric that differs by more than 10 %: {names[marked]}."
     return Table(("", *(summary.name for summary in runs)), tuple(rows), note, marked)
+
+
+def split_after_findings(table: Table) -> tuple[Table, Table]:
+    """Returns the metrics and findings of a comparison, and its counts; without metrics, all in the first."""
+    names = [row[0] for row in table.rows]
+    count = names.index("findings") + 1
+    if count == 1:
+        return table, Table((), (), "")
+    return replace(table, rows=table.rows[:count]), Table(table.columns, table.rows[count:], "")
 
 
 def _differs(metric: str, runs: Sequence[RunSummary]) -> bool:

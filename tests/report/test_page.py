@@ -269,6 +269,8 @@ def test_metrics_come_first_and_the_one_that_differs_is_marked():
     assert alts[0] == "val_accuracy over the training steps; at the end 0.9 in good, 0.3 in bad."
     assert alts[1].startswith("val_loss over")
     assert "val_accuracy  " in printed({"good": runs["good"]})
+    before, _, folded = page.partition("<summary>Counts compared</summary>")
+    assert ("sampled steps" in before, "sampled steps" in folded) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -801,6 +803,9 @@ def test_page_is_readable_in_a_browser_without_network(browser, pages, name, siz
             assert all(normalized(part) in text for part in (finding.title, finding.evidence, finding.change))
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.evaluate(OVERFLOWING_ELEMENTS) == []
+    if size[0] < 600:  # nothing is hidden by a scroll bar
+        page.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
+        assert page.evaluate("[...document.querySelectorAll('.scroll')].every(e => e.scrollWidth <= e.clientWidth)")
     images = page.evaluate("[...document.images].map(i => [i.complete, i.naturalWidth > 0, i.alt.length > 0])")
     expected = [
         2 + 3 * bool(run.samples) - (not run.last("overflows_by_variable")) for run in runs.values() if run.rows
