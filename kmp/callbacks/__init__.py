@@ -2,7 +2,8 @@
 
 The compiled step counts on the device, and the callbacks copy a few numbers to the host. They compute nothing
 themselves, except the weight updates and the float32 passes of `GradientHistogram`.
-List them before callbacks that use their keys, such as `CSVLogger`. `History` and the progress bar always come last.
+List them before callbacks that use their keys, such as `CSVLogger`, or a `ModelCheckpoint` that monitors `loss_scale`:
+listed before them, it only warns and saves nothing. `History` and the progress bar always come last.
 
 With a `log_dir`, records go to `kmp.jsonl` there (see `kmp.records`) and to TensorBoard event files.
 """

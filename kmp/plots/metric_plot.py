@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator
 
 from kmp.plots import style
 from kmp.records import RUN_EXPECTED, Run
-from kmp.utils import printable, validation
+from kmp.utils import validation
 
 _LINES = ((style.DARK, "-", "o"), (style.MIDDLE, "--", "s"), (style.DARK_LIGHT, "-.", "^"), ("0.35", ":", "D"))
 
@@ -38,14 +38,16 @@ def metric(runs: Mapping[str, Run], name: str, ax: Axes | None = None) -> Axes:
         validation.instance(f"runs[{run_name!r}]", run, Run, RUN_EXPECTED)
     series = {run_name: run.metrics[name] for run_name, run in runs.items() if name in run.metrics}
     last = ", ".join(f"{values[-1]:.3g}" for _, values in series.values())
-    ax = style.label(style.axes(ax), f"{printable(name)} at the end: {last}" * bool(series), "training step", name)
+    ax = style.label(
+        style.axes(ax), f"{style.literal(name)} at the end: {last}" * bool(series), "training step", style.literal(name)
+    )
     if not series:
-        return style.empty(ax, f"No {printable(name)} was recorded.")
+        return style.empty(ax, f"No {style.literal(name)} was recorded.")
     for number, (run_name, (steps, values)) in enumerate(series.items()):
         color, line, marker = _LINES[number % len(_LINES)]
         is_finite = np.isfinite(values)
         ax.plot(steps[is_finite], values[is_finite], color=color, linestyle=line, marker=marker, markersize=3.5)
-        ax.plot([], [], color=color, linestyle=line, marker=marker, markersize=3.5, label=printable(run_name))
+        ax.plot([], [], color=color, linestyle=line, marker=marker, markersize=3.5, label=style.literal(run_name))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
     if len(runs) > 1:
         style.legend_above(ax, columns=2)

@@ -12,6 +12,7 @@ from kmp.records import RUN_EXPECTED, Run
 from kmp.utils import printable, unique_names, validation
 
 _NAME_LENGTH = 38
+_TITLE_LENGTH = 30
 _ELLIPSIS = "…"
 
 
@@ -51,6 +52,11 @@ def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Ax
     if len(paths) > top:
         ax.set_ylabel(f"variable (the worst {top} of {len(paths)})")
     _draw_bars(ax, paths[:top], overflows or {}, overflow_origins or {})
+    count, name = (overflow_origins or {}).get(paths[0], 0), style.literal(shortened([paths[0]], _TITLE_LENGTH)[0])
+    if count:
+        total = sum((overflow_origins or {}).values())
+        title = f"{count:,} of {total:,} overflows begin at {name}"
+        ax.set_title(title, loc="left", fontsize="medium")
     style.legend_above(ax)
     return ax
 

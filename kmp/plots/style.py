@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from kmp.records import Run
-from kmp.utils import is_power_of_two, validation
+from kmp.utils import is_power_of_two, printable, validation
 
 # Distinguishable with colour blindness and in greyscale. Source: Paul Tol, "Colour Schemes" (SRON/EPS/TN/09-002, 2021),
 # "high-contrast". DARK_LIGHT is LIGHT, darkened for lines on a grey background.
@@ -66,6 +66,11 @@ def legend_above(ax: Axes, columns: int = 1) -> None:
     # The title's pad reserves the space. Constrained layout would shrink the axes for a legend wider than them.
     legend.set_in_layout(False)
     ax.set_title(ax.get_title(loc="left"), loc="left", fontsize="medium", pad=6 + rows * _LINE_HEIGHT * SMALL)
+
+
+def literal(text: str) -> str:
+    """Returns a name for a title or legend: printable, and without matplotlib's mathtext."""
+    return printable(text).replace("$", r"\$")
 
 
 def power_of_two(exponent: float) -> str:

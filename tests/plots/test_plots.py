@@ -218,6 +218,13 @@ def test_metric_has_a_line_for_each_run():
     assert [text.get_text() for text in plots.metric(runs, "none").texts] == ["No none was recorded."]
 
 
+def test_dollar_signs_in_names_are_drawn():
+    row = {"step": 9, "metrics": {"$x_{$": 0.5}, "overflow_origins_by_variable": {"a/$b_{$": 3}}
+    for ax in (plots.metric({"$r_{$": Run([row])}, "$x_{$"), plots.overflowing_variables(Run([row]))):
+        ax.figure.canvas.draw()
+    assert ax.get_title(loc="left") == r"3 of 3 overflows begin at a/\$b_{\$"
+
+
 def test_shares_of_the_what_if_plot_have_ticks_in_percent():
     ax = plots.what_if(Run([sample(1, e0=4)]))
     labels = [label.get_text() for label in ax.get_yticklabels()]
