@@ -6,6 +6,7 @@ from kmp.advice.run_metrics import RunMetrics
 from kmp.advice.wording import in_float32, name_of, nonfinite_losses
 from kmp.records import BATCH_X, BATCH_Y, Replay
 
+_OVERFLOWS_FLOAT32 = 1e9  # in a few operations, such as a square and a product
 _RARE = 0.01  # of all steps: these are skipped, and the others train
 
 _NORMALIZE = PrepareData("x = (x - x.mean(axis=0)) / (x.std(axis=0) + 1e-6)")
@@ -18,7 +19,7 @@ def data(metrics: RunMetrics) -> Finding | None:
     if not metrics.nonfinite_losses or part is None:
         return None
     is_too_large = replay is not None and replay.is_part_finite
-    if replay and is_too_large and not _is_overflow_of_inputs(replay):
+    if replay and is_too_large and not (metrics.is_float16 and _is_overflow_of_inputs(replay)):
         return None
     if replay and replay.is_finite_in_float32 and part != BATCH_X:
         return None  # the loss ignores these targets
@@ -50,7 +51,7 @@ def targets(metrics: RunMetrics) -> Finding | None:
     if invalid.is_binary:
         return Finding(
             "targets",
-            ERROR,
+            WARNING,
             f"The targets {y} are from {low} to {high}, but binary cross-entropy takes numbers from 0 to 1.",
             f"in a batch of the training {y} was from {low} to {high}",
             (PrepareData(f"{y} = ({y} - {low}) / ({high} - {low})"),),
@@ -113,5 +114,7 @@ def _keep(name: str, condition: str, has_sample_weight: bool) -> PrepareData:
 def _is_overflow_of_inputs(replay: Replay) -> bool:
     """Whether inputs beyond float16's range are the cause, and not a layer that fails after it computed in float32."""
     if not replay.is_finite_in_float32:
-        return not replay.nonfinite_variables
+        first = next(iter(replay.nonfinite), None)
+        is_overflow = first is not None and first.value == "inf" and first.largest_input > _OVERFLOWS_FLOAT32
+        return is_overflow and not replay.nonfinite_variables
     return any(found.operation == "Cast" and not found.is_backward for found in replay.nonfinite)

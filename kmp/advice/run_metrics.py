@@ -129,7 +129,7 @@ class RunMetrics:
     @property
     def unexplained_zero_variables(self) -> list[str]:
         """The `gradients.all_zero_variables` that the last clean replay did not show to be zero in float32 too."""
-        explained = self.clean_replay.zero if self.clean_replay else ()
+        explained = set(self.clean_replay.zero) if self.clean_replay else set()
         return [name for name in self.gradients.all_zero_variables if name not in explained]
 
     @cached_property

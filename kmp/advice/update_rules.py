@@ -1,5 +1,7 @@
 """Rules about the updates of the weights."""
 
+import numpy as np
+
 from kmp.advice.edits import SetArguments
 from kmp.advice.finding import ERROR, Finding
 from kmp.advice.run_metrics import RunMetrics
@@ -45,7 +47,8 @@ def exploding(metrics: RunMetrics) -> Finding | None:
     are_many_skipped = metrics.overflows > _SKIPPED_BY_EXPLOSION * metrics.steps
     # With small updates, a high loss at the end comes from a different batch, not from an explosion.
     stays_high = abs(last) > limit and not 0.0 < ratio < _LARGE_UPDATE
-    has_not_learned = first > 0 and ratio > _RISING_UPDATE and highest > _RISING_LOSS * first and last > first / 2
+    has_risen = ratio > _RISING_UPDATE and highest > _RISING_LOSS * first
+    has_not_learned = first > 0 and has_risen and last > first / 2 and not _falls_in_epochs(metrics)
     if (
         not has_not_learned
         and not (is_large_update and (are_many_skipped or is_loss_rising))
@@ -73,6 +76,12 @@ def exploding(metrics: RunMetrics) -> Finding | None:
         exploding_edits(metrics, ratio),
         "or clipnorm=1.0" if metrics.setting("optimizer", "") == "SGD" else "",
     )
+
+
+def _falls_in_epochs(metrics: RunMetrics) -> bool:
+    """Whether the loss of the epochs falls, from where it began: that of one batch may be many times as large."""
+    _, losses = metrics.run.metrics.get("loss", (None, np.empty(0)))
+    return len(losses) > 1 and bool(losses[-1] < losses[0] and max(losses) <= _RISING_LOSS * metrics.first_loss)
 
 
 def lost_updates(metrics: RunMetrics) -> Finding | None:

@@ -123,9 +123,11 @@ def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
         if doubts
         else "float16 does not hurt the gradients and updates of this run"
     )
-    unknown = [f"Unknown: {doubt.unknown}; to find out: {doubt.remedy}." for doubt in doubts]
-    if any(doubt.is_excluded is _has_no_unknown_zeros for doubt in doubts) and not metrics.has_reference:
-        unknown[-1:] = [_zeros(metrics), *unknown[-1:]]
+    unknown = []
+    for doubt in doubts:
+        if doubt.is_excluded is _has_no_unknown_zeros and not metrics.has_reference:
+            unknown.append(_zeros(metrics))
+        unknown.append(f"Unknown: {doubt.unknown}; to find out: {doubt.remedy}.")
     is_small = metrics.has_reference and gradients.underflow_share > _FEW_TOO_SMALL and not doubts
     norm = f" (at most {_lost_norm(metrics):.1g} of the norm)" if is_small else ""
     numbers = (
@@ -153,5 +155,7 @@ def _zeros(metrics: RunMetrics) -> str:
     if error:
         reason = f"; the replay of a batch failed with {error}"
     elif not metrics.replays:
-        reason = "; no batch was replayed, which needs the training step of Keras, and one replica"
+        reason = (
+            "; no batch was replayed, which needs reference='auto', Keras' training step, one replica and dense inputs"
+        )
     return f"{gradients.zero_share:.1%} are exactly zero{including}{reason}."

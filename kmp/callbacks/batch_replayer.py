@@ -10,7 +10,7 @@ import numpy as np
 
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarded_training
-from kmp.records import ZERO_BIN, Snapshot, compact
+from kmp.records import ZERO_BIN, Snapshot, compact, to_line
 from kmp.replay import BatchCapture, replay
 from kmp.utils import user_messages
 
@@ -124,6 +124,7 @@ class BatchReplayer:
                 batch_size=captured.batch_size,
                 failed=("loss" if has_failed_loss else "gradients") if has_overflowed else None,
             )
+            to_line({"replay": result})  # raises for what a log cannot hold
         except Exception as error:  # the user's code may fail outside its training step, or memory may be too small
             self._has_failed = True
             text = f"{type(error).__name__}: {user_messages.one_line(error)}"

@@ -66,6 +66,7 @@ class LogWriter:
             first_line = header(model, optimizer)
             self._layers = first_line["settings"].get("layers", {})
             kept, is_rewritten = _continue_log(folder, first_step, first_line)
+            self._has_records = bool(kept)
             self.sample_size, self.counts_size = (sum(map(size, kept)) for size in (sample_size, counts_size))
             self._by_layer.size = sum(file.stat().st_size for file in _event_files(folder))
             self._lines = (folder / FILE_NAME).open("a", encoding="utf-8")
@@ -131,8 +132,9 @@ class LogWriter:
         if self._lines.closed:
             raise ValueError(f"`log_dir` is in use by a later training. Received: log_dir={str(self._folder)!r}")
         with self._stopping_on_write_error():
-            if self._lines.tell() == 0:  # the first step may have built the model
+            if not self._has_records:
                 self._write_header()
+                self._has_records = True
             self._lines.write(to_line(self._names.removed(record)))
             self._lines.flush()
             self.sample_size += sample_size(record)
@@ -140,17 +142,13 @@ class LogWriter:
             self._write_events(record)
             self._events.flush()
 
-    def write_verdict(self, step: int, text: str) -> None:
-        """Writes what the records show, for TensorBoard's text tab."""
-        if not self._has_failed and self._events is not None:
-            with self._stopping_on_write_error(), self._events.as_default(step=step):
-                tf.summary.text("kmp/verdict", text)
-
     def _write_header(self) -> None:
         model, optimizer = self._model(), self._optimizer()
         if self._lines is not None and model is not None and optimizer is not None:
             first_line = header(model, optimizer)
             self._layers = first_line["settings"].get("layers", {})
+            if self._lines.tell():
+                self._lines.truncate(0)  # a header from before the first step, which may have built the model
             self._lines.write(to_line(first_line))
 
     @contextlib.contextmanager

@@ -1,7 +1,9 @@
 """The base class of the callbacks that read an optimizer every n steps."""
 
 import abc
+import math
 import os
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from kmp.callbacks.log_writer import to_number
 from kmp.callbacks.optimizer_monitor import OptimizerMonitor
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarded_training
-from kmp.records import RECORD_KEYS, Run, Snapshot
+from kmp.records import HIGHEST_NUMBER, MOST_METRICS, RECORD_KEYS, Run, Snapshot
 from kmp.utils import FolderLock, user_messages, validation
 
 PathLike = str | os.PathLike[str]
@@ -125,7 +127,11 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
         self.monitor.last_epoch = epoch, self._last_snapshot.step
         values = {"learning_rate": getattr(self.optimizer.inner_optimizer, "learning_rate", None)} | logs
         numbers = {key: to_number(value) for key, value in values.items() if key not in RECORD_KEYS}
-        metrics = {key: value for key, value in numbers.items() if value is not None}
+        known = ((key, value) for key, value in numbers.items() if value is not None)
+        # A log has no larger numbers, and no more of them.
+        metrics = {
+            key: value if abs(value) <= HIGHEST_NUMBER else math.nan for key, value in islice(known, MOST_METRICS)
+        }
         if metrics:
             self._append_record({"step": self._last_snapshot.step, "epoch": epoch, "metrics": metrics})
 

@@ -7,7 +7,6 @@ from weakref import WeakSet
 
 import keras
 
-from kmp.advice import advise
 from kmp.backend import compute_dtypes, distribution
 from kmp.callbacks.log_writer import LogWriter, header
 from kmp.callbacks.thinning import Thinning, counts_size, sample_size
@@ -73,6 +72,7 @@ class OptimizerMonitor:
     def clear(self) -> None:
         """Removes the records of an earlier training."""
         self.run.rows.clear()
+        self.last_epoch = None
         self.run.header = {}
 
     def check(self, model: keras.Model) -> FolderLock | None:
@@ -113,6 +113,7 @@ class OptimizerMonitor:
 
     def drop_after(self, step: int) -> None:
         """Removes the run's records after a step, for training that continues after it."""
+        self.last_epoch = None
         self.run.drop_after(step)
         self._measure_size()
 
@@ -126,10 +127,8 @@ class OptimizerMonitor:
             self._writer.write(record)
 
     def close(self) -> None:
-        """Closes the log, and adds the verdict to TensorBoard's files."""
+        """Closes the log."""
         if self._writer:
-            if self.run.rows and not self._writer.is_closed:
-                self._writer.write_verdict(self.run.rows[-1]["step"], f"```\n{advise(self.run)}\n```")
             self._writer.close()
             self._writer = None
 

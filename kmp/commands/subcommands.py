@@ -172,7 +172,7 @@ def _logs_in(path: Path) -> list[Path]:
     """Returns the folders of the runs in a folder, or the path itself if it is a run."""
     if not path.is_dir() or (path / FILE_NAME).exists():
         return [path]
-    found = sorted(log.parent for log in path.rglob(FILE_NAME) if not log.parent.name.startswith("earlier"))
+    found = sorted(log.parent for log in path.rglob(FILE_NAME) if not re.fullmatch(r"earlier-\d+", log.parent.name))
     if not found:
         raise InputError(f"{path}: no run in this folder: no {FILE_NAME} in it or in the folders below")
     return found

@@ -100,17 +100,24 @@ def _title(run: Run, scale: float) -> str:
 def _mark_overflows(ax: Axes, run: Run, scale_steps: np.ndarray, scales: np.ndarray) -> float:
     """Marks the overflows, and returns the highest loss scale at which one is marked.
 
-    A record has the number of skipped steps since the record before, and how many steps are clean since the last of
-    them: so it is known in which step that was, and the loss scale before it backed off.
+    A record has the number of skipped steps since the record before, and of the steps since the last of them or since
+    the scale grew. Where it cannot have grown since, that is the step, and the scale was that before it backed off.
     """
+    settings, losses = run.settings, dict(zip(*style.by_step(run, "nonfinite_loss_count"), strict=True))
+    growth_interval, lowest = settings.get("growth_interval", np.inf), settings.get("min_scale", 0.0)
     steps, rates = style.by_step(run, "overflow_rate")
     clean = dict(zip(*style.by_step(run, "clean_steps"), strict=True))
-    backoff = 1.0 if run.settings.get("rule") == "FixedScale" else run.settings.get("backoff_factor", 0.5)
+    backoff = 1.0 if settings.get("rule") == "FixedScale" else settings.get("backoff_factor", 0.5)
     before = np.append(0, steps[:-1])
     marks = []
     for previous, step in zip(before[rates > 0], steps[rates > 0], strict=True):
         scale = scales[max(np.searchsorted(scale_steps, step, side="right") - 1, 0)]
-        is_known = step in clean and clean[step] < step - previous
+        is_known = (
+            clean.get(step, np.inf) < step - previous < growth_interval
+            and settings.get("hysteresis", 1) == 1
+            and losses.get(step, 0) == losses.get(previous, 0)
+            and scale > lowest
+        )
         marks.append((step - clean[step], scale / backoff) if is_known else (step, scale))
     marks = marks[:: len(marks) // _MOST_MARKS + 1]  # more would cover each other
     if not marks:

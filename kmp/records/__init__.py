@@ -115,6 +115,7 @@ from kmp.records.jsonl import has_update as has_update
 from kmp.records.jsonl import to_line as to_line
 from kmp.records.layer_names import stable_name as stable_name
 from kmp.records.layer_names import stable_names as stable_names
+from kmp.records.log_schema import MOST_METRICS as MOST_METRICS
 from kmp.records.replay import InvalidTargets as InvalidTargets
 from kmp.records.replay import NonfiniteOperation as NonfiniteOperation
 from kmp.records.replay import Replay as Replay
@@ -124,5 +125,6 @@ from kmp.records.run import iterate_samples as iterate_samples
 from kmp.records.run import log_file as log_file
 from kmp.records.run import scalars as scalars
 from kmp.records.snapshot import Snapshot
+from kmp.records.value_types import HIGHEST_NUMBER as HIGHEST_NUMBER
 
 __all__ = ["BIN_COUNT", "ExponentHistogram", "GradientSample", "Run", "Snapshot", "load_run"]

@@ -15,8 +15,8 @@ ElementCount = Annotated[int, Meta(ge=0, lt=MOST_ELEMENTS)]
 MOST_VARIABLES = Meta(max_length=2**18)
 
 # Squares and ratios of these do not overflow float64, and no float32 computation exceeds them.
-Number = Annotated[float, Meta(ge=-1e100, le=1e100)]
-HIGHEST_NORM = 1e100
+HIGHEST_NUMBER = HIGHEST_NORM = 1e100
+Number = Annotated[float, Meta(ge=-HIGHEST_NUMBER, le=HIGHEST_NUMBER)]
 Norm = Annotated[float, Meta(ge=0, le=HIGHEST_NORM)]
 Magnitude = Annotated[float, Meta(ge=0, le=FLOAT32.max)]
 LossScale = Annotated[float, Meta(ge=FLOAT32.smallest_subnormal, le=FLOAT32.max)]

@@ -11,6 +11,13 @@ from kmp.backend import state_restored
 from kmp.records import BATCH_PARTS, BATCH_X, InvalidTargets
 from kmp.utils import FLOAT16, FLOAT32
 
+_ROUNDING = 1e-3  # beyond 0 and 1, as by resizing a mask
+_BINARY = keras.losses.BinaryCrossentropy, ("binary_crossentropy", "bce", keras.losses.binary_crossentropy)
+_SPARSE = (
+    keras.losses.SparseCategoricalCrossentropy,
+    ("sparse_categorical_crossentropy", keras.losses.sparse_categorical_crossentropy),
+)
+
 
 def nonfinite_part(batch: Sequence[Any]) -> tuple[str | None, str, bool]:
     """Returns the part of a batch, and the key in it, with NaN or Inf, or with inputs that overflow float16.
@@ -28,21 +35,33 @@ def nonfinite_part(batch: Sequence[Any]) -> tuple[str | None, str, bool]:
 
 def invalid_binary_targets(model: keras.Model, batch: Sequence[Any]) -> InvalidTargets | None:
     """Returns the first targets of a binary cross-entropy that are not all from 0 to 1."""
-    targets = dict(_by_key(batch[1])) if len(batch) > 1 else {}
+    if len(batch) != 2 or batch[1] is None:
+        return None  # sample weights may mask targets
+    targets = dict(_by_key(batch[1]))
     for index, (key, loss) in enumerate(_by_key(model.loss)):
-        if not _is_binary(loss) or key not in targets:
+        if not _is_one_of(loss, _BINARY) or key not in targets:
             continue
         values = np.asarray(targets[key])
         low, high = float(np.min(values, initial=0.0)), float(np.max(values, initial=0.0))
-        if low < 0 or high > 1:
+        if np.isfinite(values).all() and (low < -_ROUNDING or high > 1 + _ROUNDING):
             low, high = float(np.min(values)), float(np.max(values))
             return InvalidTargets(low, high, 2, index, key, is_binary=True)
     return None
 
 
-def _is_binary(loss: Any) -> bool:
-    names = ("binary_crossentropy", "bce", keras.losses.binary_crossentropy)
-    return isinstance(loss, keras.losses.BinaryCrossentropy) or any(loss is name or loss == name for name in names)
+def _is_one_of(loss: Any, known: tuple[type, tuple[Any, ...]]) -> bool:
+    """Whether a compiled loss is of a class, or one of its names and functions."""
+    loss_class, names = known
+    return isinstance(loss, loss_class) or any(loss is name or loss == name for name in names)
+
+
+def _loss_of(model: keras.Model, index: int, key: str) -> Any:
+    """Returns the compiled loss of an output."""
+    if isinstance(model.loss, Mapping):
+        return dict(_by_key(model.loss)).get(key)
+    if isinstance(model.loss, list | tuple):
+        return model.loss[index] if index < len(model.loss) else None
+    return model.loss
 
 
 def _by_key(part: Any) -> list[tuple[str, Any]]:
@@ -66,6 +85,8 @@ def invalid_targets(model: keras.Model, batch: Sequence[Any]) -> InvalidTargets 
     for index, (key, output) in enumerate(by_key):
         target = dict(targets).get(key, targets[index][1] if index < len(targets) else None)
         values, shape = np.asarray(target), tuple(getattr(output, "shape", ()))
+        if not _is_one_of(_loss_of(model, index, key), _SPARSE) or not np.isfinite(values).all():
+            continue
         if len(shape) < 2 or shape[-1] == 1 or values.dtype.kind not in "iuf" or values.size != math.prod(shape[:-1]):
             continue
         low, high = float(np.min(values, initial=0.0)), float(np.max(values, initial=0.0))

@@ -1,14 +1,15 @@
 """Where the gradients of two runs differ first."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from kmp.records import ZERO_BIN, GradientSample, Run, iterate_samples, layer_of, stable_name, stable_names
+from kmp.records import ZERO_BIN, GradientSample, Run, iterate_samples, stable_name, stable_names
 
 _MANY_ZEROS = 0.1  # more zeros than in the other run, as a share of all elements
 _NORM_FACTOR = 4.0
+_MOST_STEPS = 100
 
 
 class Difference(NamedTuple):
@@ -34,38 +35,39 @@ def first_differences(first: Run, second: Run) -> list[Difference] | None:
     same step in a row or in the last one: one sample alone may differ by chance.
     """
     names = [stable_names(run.settings.get("layers", {})) for run in (first, second)]
-    newest = {sample.step: sample for sample in iterate_samples(first.rows)}
+    common = {row["step"] for row in first.rows if "sample" in row} & {
+        row["step"] for row in second.rows if "sample" in row
+    }
+    steps = sorted(common)
+    steps = steps[:: len(steps) // _MOST_STEPS + 1]
+    runs = [_by_step(run, known, steps) for run, known in zip((first, second), names, strict=True)]
     before: dict[str, Difference] = {}
     found: dict[str, Difference] = {}
-    is_compared = False
-    for other in iterate_samples(second.rows):
-        one = newest.get(other.step)
-        if one is None or not (one.histogram.is_finite and other.histogram.is_finite):
-            continue
+    compared = [step for step in steps if step in runs[0] and step in runs[1]]
+    for step in compared:
         differing = {}
-        layers = [_by_layer(sample, known) for sample, known in zip((one, other), names, strict=True)]
-        for layer in layers[0].keys() & layers[1].keys():
-            is_compared = True
-            (zeros, norm), (other_zeros, other_norm) = layers[0][layer], layers[1][layer]
+        for layer in runs[0][step].keys() & runs[1][step].keys():
+            (zeros, norm), (other_zeros, other_norm) = runs[0][step][layer], runs[1][step][layer]
             low, high = sorted((norm, other_norm))
             if abs(zeros - other_zeros) > _MANY_ZEROS or high > _NORM_FACTOR * low:
-                differing[layer] = Difference(layer, other.step, (zeros, other_zeros), (norm, other_norm))
+                differing[layer] = Difference(layer, step, (zeros, other_zeros), (norm, other_norm))
         for layer in differing.keys() & before.keys():
             found.setdefault(layer, before[layer])
         before = differing
     found = before | found
+    is_compared = any(runs[0][step].keys() & runs[1][step].keys() for step in compared)
     return sorted(found.values(), key=lambda difference: (difference.step, difference.layer)) if is_compared else None
 
 
+def _by_step(run: Run, names: Mapping[str, str], steps: Sequence[int]) -> dict[int, dict[str, tuple[float, float]]]:
+    """Returns the share of zeros and the norm of each layer with a gradient, for the steps with finite gradients."""
+    wanted = set(steps)
+    samples = iterate_samples(row for row in run.rows if "sample" in row and row["step"] in wanted)
+    return {sample.step: _by_layer(sample, names) for sample in samples if sample.histogram.is_finite}
+
+
 def _by_layer(sample: GradientSample, names: Mapping[str, str]) -> dict[str, tuple[float, float]]:
-    """Returns the share of zeros and the norm of each layer with a gradient."""
-    totals: dict[str, np.ndarray] = {}
-    columns = zip(sample.names, sample.counts[:, ZERO_BIN], sample.counts.sum(1), sample.norm, strict=True)
-    for name, zeros, elements, norm in columns:
-        layer = stable_name(layer_of(name), names)
-        totals[layer] = totals.get(layer, np.zeros(3)) + np.array([zeros, elements, np.nan_to_num(norm) ** 2])
-    return {
-        layer: (float(zeros / elements), float(np.sqrt(squares)))
-        for layer, (zeros, elements, squares) in totals.items()
-        if elements
-    }
+    layers = sample.by_layer()
+    totals, zeros = layers.counts.sum(1), layers.counts[:, ZERO_BIN]
+    columns = zip(layers.names, totals.tolist(), zeros.tolist(), np.nan_to_num(layers.norm).tolist(), strict=True)
+    return {stable_name(name, names): (zero / total, norm) for name, total, zero, norm in columns if total}

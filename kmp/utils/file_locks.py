@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 import weakref
 from pathlib import Path
 from typing import ClassVar
@@ -10,6 +11,9 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+
+_MOMENT = 0.05  # seconds
 
 
 def try_lock(descriptor: int, shared: bool = False) -> bool | None:
@@ -67,6 +71,9 @@ class FolderLock:
             return None
         lock = cls(descriptor)
         is_locked = try_lock(descriptor)
+        if is_locked is False:  # `is_held` of another process locks it for a moment
+            time.sleep(_MOMENT)
+            is_locked = try_lock(descriptor)
         if is_locked:
             cls._held[inode] = lock
             return lock

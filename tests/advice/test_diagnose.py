@@ -564,3 +564,20 @@ def test_sample_weights_are_changed_with_the_targets():
     replay = replay_of(is_finite_in_float32=False, nonfinite_part="the batch's y", has_sample_weight=True)
     change = kmp.advise(run_of(overflow_row(replay=replay), **DYNAMIC))[0].change
     assert change.endswith("x, y, sample_weight = keras.tree.map_structure(lambda a: a[keep], (x, y, sample_weight))")
+
+
+def test_large_inputs_are_not_blamed_for_a_nan_that_float32_has_too():
+    options = {"is_finite_in_float32": False, "nonfinite_part": "the batch's x", "is_part_finite": True}
+    nan = operation("Sqrt", has_negative_input=True)
+    assert kmp.advise(run_of(overflow_row(replay=replay_of(nonfinite=[nan], **options)), **DYNAMIC))[0].cause == "loss"
+    huge = NonfiniteOperation("net/a", "Square", "float32", "inf", 9.97e36, 1.0, None, False)
+    advice = kmp.advise(run_of(overflow_row(replay=replay_of(nonfinite=[huge], **options)), **DYNAMIC))
+    assert advice[0].cause == "data"
+
+
+def test_noisy_batches_are_no_explosion_while_the_loss_of_epochs_falls():
+    row = {"step": 60, "last_loss": 0.9, "highest_loss": 3.2}
+    epochs = [{"step": step, "metrics": {"loss": loss}} for step, loss in ((30, 1.3), (60, 1.1))]
+    sample = sample_with_update(0.41)
+    assert kmp.advise(run_of(sample, row, **DYNAMIC))[0].cause == "exploding"
+    assert list(kmp.advise(run_of(sample, row, *epochs, **DYNAMIC))) == []

@@ -44,7 +44,7 @@ def test_zeros_without_a_reference_are_unknown():
     assert verdict.startswith(DOUBT)
     assert "50.0% are exactly zero" in verdict
     assert "Unknown: whether float16 flushed the gradient elements that are exactly zero; to find out: " in verdict
-    assert "no batch was replayed, which needs the training step of Keras" in verdict
+    assert "no batch was replayed, which needs reference='auto', Keras' training step" in verdict
 
 
 def test_zeros_that_are_zero_in_float32_too_are_known():

@@ -157,3 +157,17 @@ def test_new_optimizer_replaces_the_capture():
     train(model, kmp.callbacks.defaults(), epochs=1)
     captures = [probe for probe in guarded_training.probes_of(model) if isinstance(probe, BatchCapture)]
     assert [capture.optimizer for capture in captures] == [model.optimizer]
+
+
+@pytest.mark.parametrize("y", [np.inf, 1.0 + 1e-6])
+def test_targets_that_are_not_finite_or_rounded_do_no_harm(tmp_path, y):
+    with kmp.enable():
+        model = keras.Sequential([keras.Input((4,)), Cube(), keras.layers.Dense(1, "sigmoid", dtype="float32")])
+        model.compile("sgd", "binary_crossentropy")
+    targets = np.ones((16, 1), "float32")
+    targets[3] = y
+    callbacks = kmp.callbacks.defaults(tmp_path, every_n_steps=1, on_stuck="ignore")
+    model.fit(np.ones((16, 4)), targets, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+    run = kmp.load_run(tmp_path)
+    assert run.last("replay_error") is None
+    assert [replay.invalid_targets for _, replay in run.replays] == [None] * len(run.replays)

@@ -58,8 +58,6 @@ def test_files_have_the_records_of_the_callbacks(tmp_path):
         buckets = tf.make_ndarray(events.Tensors(tag)[0].tensor_proto)
         assert buckets[:, 2].sum() == layers[name].by_exponent.sum()
         assert events.SummaryMetadata(tag).plugin_data.plugin_name == "histograms"
-    verdict = tf.make_ndarray(events.Tensors("kmp/verdict")[-1].tensor_proto).item().decode()
-    assert verdict == f"```\n{kmp.advise(callbacks[0].run)}\n```"
 
 
 def test_record_between_the_ends_of_two_callbacks_is_written_to_the_same_log(tmp_path):
@@ -464,3 +462,34 @@ def test_gradient_that_is_all_zero_has_a_bucket_of_its_own(tmp_path):
         write_histograms(1, {"dead": kmp.records.ExponentHistogram(zeros, step=1, loss_scale=1.0)})
     tag = EventAccumulator(str(tmp_path), {"tensors": 0}).Reload().Tensors("dead")[0]
     assert tf.make_ndarray(tag.tensor_proto).tolist() == [[FIRST_EXPONENT - 1, FIRST_EXPONENT, 7]]
+
+
+def test_second_run_of_a_model_that_its_first_step_builds_has_its_layers(tmp_path):
+    x, y = small_data()
+    for _ in range(2):
+        with kmp.enable():
+            model = keras.Sequential([keras.layers.Dense(2), kmp.layers.Softmax()])
+            model.compile("sgd", "sparse_categorical_crossentropy")
+        callbacks = defaults(tmp_path, every_n_steps=5)
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=callbacks)
+        settings = kmp.load_run(tmp_path).settings
+        assert list(settings["layers"].values()) == ["Dense", "Softmax"]
+        assert settings["variable_dtypes"] == ["float32"]
+
+
+def test_metrics_of_a_second_model_with_the_same_callbacks_are_recorded(tmp_path):
+    callbacks = defaults(tmp_path, every_n_steps=5)
+    for _ in range(2):
+        fit(compiled_model(), callbacks)
+        assert list(callbacks[0].run.metrics) == ["learning_rate", "loss"]
+
+
+def test_metrics_that_a_log_cannot_hold_are_left_out(tmp_path):
+    class Huge(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs |= {"huge": 1e300} | {f"m{number}": 1.0 for number in range(1100)}
+
+    fit(compiled_model(), [Huge(), *defaults(tmp_path, every_n_steps=5)])
+    metrics = kmp.load_run(tmp_path).metrics
+    assert len(metrics) == 1000
+    assert np.isnan(metrics["huge"][1]).all()

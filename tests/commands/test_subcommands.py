@@ -85,10 +85,10 @@ def test_report_of_several_runs_is_written_to_the_current_folder(tmp_path, capsy
 
 
 def test_report_of_a_folder_is_that_of_the_runs_in_it(tmp_path, capsys):
-    for name in ("a", "b/c", "b/c/earlier-1"):
+    for name in ("a", "b/c", "b/c/earlier-1", "earlier_try"):
         write_run(tmp_path / name)
     assert main(["report", str(tmp_path)]) == 0
-    assert "<title>kmp report: a, c</title>" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<title>kmp report: a, c, earlier_try</title>" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_watching_ends_with_the_training_and_shows_what_is_known(tmp_path, capsys, monkeypatch):

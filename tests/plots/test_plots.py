@@ -199,6 +199,8 @@ def test_overflow_is_marked_in_its_step_at_its_scale():
     ]
     ax = plots.loss_scale(Run(rows))
     assert line(ax, "last skipped").get_xydata().tolist() == [[37, 16], [60, 8]]
+    grown = plots.loss_scale(Run(rows, {"settings": {"rule": "DynamicScale", "growth_interval": 20}}))
+    assert line(grown, "last skipped").get_xydata().tolist() == [[40, 8], [60, 8]]  # clean since the growth
     assert ax.get_ylim()[1] >= 16
     fixed = plots.loss_scale(Run(rows, {"settings": {"rule": "FixedScale"}}))
     assert line(fixed, "last skipped").get_xydata().tolist() == [[37, 8], [60, 8]]

@@ -361,3 +361,12 @@ def test_targets_of_a_binary_cross_entropy_are_from_0_to_1(loss):
     assert replayed(model, y=np.ones((ROWS, 1))).invalid_targets is None
     invalid = replayed(model, y=np.full((ROWS, 1), 2.0)).invalid_targets
     assert (invalid.smallest, invalid.largest, invalid.is_binary) == (2.0, 2.0, True)
+
+
+def test_targets_of_another_loss_are_no_classes():
+    def root_of_negative(y_true, y_pred):
+        return ops.sqrt(-1.0 - ops.square(y_true - y_pred))
+
+    result = replayed(model_of(outputs=3, loss=root_of_negative), y=np.full((ROWS, 1), 40.0, "float32"))
+    assert (result.invalid_targets, result.is_finite_in_float32) == (None, False)
+    assert result.nonfinite[0].operation == "Sqrt"
