@@ -69,6 +69,11 @@ class RunMetrics:
         return self.settings.get(name, default)
 
     @property
+    def settings_call(self) -> str:
+        """The call that sets the loss scale: `kmp.enable` only sets that of an optimizer that `compile` wraps."""
+        return "kmp.enable" if self.setting("is_wrapped_by_compile", True) else "kmp.wrap"
+
+    @property
     def learning_rate(self) -> float | None:
         """The learning rate; of a schedule, the highest at the end of an epoch; `None` if it is unknown."""
         _, rates = self.run.metrics.get("learning_rate", ((), ()))

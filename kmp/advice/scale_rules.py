@@ -81,7 +81,7 @@ def scale_too_large(metrics: RunMetrics) -> Finding | None:
         ERROR,
         f"The fixed loss scale of {as_power(metrics.scale)} is too large.",
         f"{of_steps(metrics, metrics.gradient_overflows)} overflowed in the backward pass with a finite loss{origin}",
-        (SetArguments("kmp.enable", {"loss_scale": "'dynamic'"}),),
+        (SetArguments(metrics.settings_call, {"loss_scale": "'dynamic'"}),),
         alternative,
         "loss_scale",
     )
@@ -101,7 +101,7 @@ def growth_interval_too_small(metrics: RunMetrics) -> Finding | None:
         "`growth_interval` is too small: the scale overflows again and again.",
         f"{of_steps(metrics, after_startup)} overflowed after the scale had stabilized, with growth every {interval} "
         "steps",
-        (SetArguments("kmp.enable", {"growth_interval": "2000"}),),
+        (SetArguments(metrics.settings_call, {"growth_interval": "2000"}),),
         location="growth_interval",
     )
 
@@ -126,7 +126,7 @@ def initial_scale(metrics: RunMetrics) -> Finding | None:
         ERROR if is_stuck else WARNING if is_slow else INFO,
         f"The initial loss scale of {as_power(initial)} is too large.",
         f"{count} of the first {first_clean} steps were skipped before the scale had dropped to {as_power(stable)}",
-        (SetArguments("kmp.enable", {"initial_scale": power(math.floor(math.log2(stable)))}),),
+        (SetArguments(metrics.settings_call, {"initial_scale": power(math.floor(math.log2(stable)))}),),
         location="initial_scale",
     )
 

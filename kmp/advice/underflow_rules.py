@@ -164,13 +164,13 @@ def _larger_scale(metrics: RunMetrics) -> tuple[SetArguments, ...]:
     curve = metrics.gradients.curve
     recommended = curve.recommended if curve else None
     if metrics.is_fixed and not recommended:
-        return (SetArguments("kmp.enable", {"loss_scale": "'dynamic'"}),)
+        return (SetArguments(metrics.settings_call, {"loss_scale": "'dynamic'"}),)
     best = recommended[1] if recommended else _DEFAULT_EXPONENT
     arguments = {"loss_scale": "'dynamic'"} if metrics.is_fixed else {}
     arguments["initial_scale"] = power(best)
     if not metrics.is_fixed and metrics.setting("max_scale", math.inf) < 2.0**best:
         arguments["max_scale"] = power(FLOAT32.max_exponent)
-    return (SetArguments("kmp.enable", arguments),)
+    return (SetArguments(metrics.settings_call, arguments),)
 
 
 def _underflow_evidence(metrics: RunMetrics) -> list[str]:

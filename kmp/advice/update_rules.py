@@ -11,6 +11,7 @@ from kmp.utils import BFLOAT16, FLOAT16
 _EXPLODING_UPDATE = 0.5  # of the weights' norm, in one step; 1e-3 is typical
 _RISING_UPDATE = 0.2  # with a loss that rose and stayed high
 _RISING_LOSS = 2.0  # times the first loss
+_FALLING_LOSS = 0.99  # times that in the middle of training
 _LARGE_UPDATE = 0.05  # smaller updates cannot raise the loss a hundredfold
 _EXPLODING_LOSS = 100.0  # times the first loss
 _SMALL_LOSS = 0.01
@@ -79,9 +80,11 @@ def exploding(metrics: RunMetrics) -> Finding | None:
 
 
 def _falls_in_epochs(metrics: RunMetrics) -> bool:
-    """Whether the loss of the epochs falls, from where it began: that of one batch may be many times as large."""
+    """Whether the loss of the epochs stays near the first, and falls to the end: that of one batch may be noisy."""
     _, losses = metrics.run.metrics.get("loss", (None, np.empty(0)))
-    return len(losses) > 1 and bool(losses[-1] < losses[0] and max(losses) <= _RISING_LOSS * metrics.first_loss)
+    if len(losses) < 2 or losses.max() > _RISING_LOSS * metrics.first_loss:
+        return False
+    return bool(losses[-1] < _FALLING_LOSS * losses[(len(losses) - 1) // 2])
 
 
 def lost_updates(metrics: RunMetrics) -> Finding | None:

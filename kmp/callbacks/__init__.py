@@ -17,6 +17,7 @@ from kmp.callbacks.overflow_counter import OverflowCounter
 from kmp.callbacks.report_callback import Report
 from kmp.callbacks.stuck_detector import StuckDetector
 from kmp.callbacks.stuck_message import StuckError
+from kmp.callbacks.wandb_histograms import WandbHistograms
 
 __all__ = [
     "BackupAndRestore",
@@ -27,5 +28,6 @@ __all__ = [
     "Report",
     "StuckDetector",
     "StuckError",
+    "WandbHistograms",
     "defaults",
 ]

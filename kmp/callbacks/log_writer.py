@@ -1,8 +1,6 @@
 """Writes records to disk: JSON Lines and TensorBoard event files in one folder."""
 
 import contextlib
-import dataclasses
-import datetime
 import importlib.util
 import itertools
 import logging
@@ -14,23 +12,14 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from kmp import records
-from kmp.backend import (
-    compute_dtypes,
-    float32_variables,
-    is_keras_class,
-    keras_internals,
-    layers_by_path,
-    output_layers,
-)
-from kmp.callbacks.tensorboard_events import write_histograms, write_scalars
+from kmp.advice import advise
+from kmp.callbacks.run_header import header
+from kmp.callbacks.tensorboard_events import histograms_by_tag, write_histograms, write_scalars
 from kmp.callbacks.thinning import Thinning, counts_size, sample_size
-from kmp.gradients import paths_of
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import guarded_training
 from kmp.records import FILE_NAME, SCHEMA, RepeatedNames, to_line
 from kmp.utils import FolderLock, atomic_files, user_messages
 
@@ -55,7 +44,7 @@ class LogWriter:
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
         self._first_step = first_step
-        self._has_failed = False
+        self._has_failed = self._has_records = False
         self._names = RepeatedNames()
         self._by_layer = Thinning(self.layer_budget)
         self.sample_size = self.counts_size = 0  # bytes in the log, see `kmp.callbacks.thinning`
@@ -170,18 +159,25 @@ class LogWriter:
 
     def _write_histograms(self, record: dict[str, Any]) -> None:
         sample = records.Run([record]).samples[0]
-        by_tag = {"kmp/gradient_exponents": sample.histogram}
-        if self._by_layer.stores_next():
-            layers = sample.by_layer()
-            names = records.stable_names(self._layers)
-            by_tag |= {f"kmp_by_layer/{records.stable_name(name, names)}": layers[name] for name in layers}
+        by_tag = histograms_by_tag(sample, self._layers if self._by_layer.stores_next() else None)
         size = write_histograms(record["step"], by_tag)
         self._by_layer.size += size if len(by_tag) > 1 else 0
 
     def close(self) -> None:
-        """Closes the files, for all callbacks that share the writer."""
+        """Adds the verdict for TensorBoard, and closes the files, for all callbacks that share the writer."""
+        if not self.is_closed and self._has_records and not self._has_failed:
+            self._write_verdict()
         self.is_closed = True
         self._close_files()
+
+    def _write_verdict(self) -> None:
+        """Writes what `advise` makes of the whole log, for TensorBoard's text tab."""
+        try:
+            run = records.Run.load(self._folder)
+            with self._events.as_default(step=run.rows[-1]["step"]):
+                tf.summary.text("kmp/verdict", f"```\n{advise(run)}\n```")
+        except Exception as error:  # neither the disk nor a log that somebody edited may end training
+            user_messages.warn(f"TensorBoard's text tab has no verdict: {user_messages.one_line(error)}.")
 
     def _is_for(self, optimizer: LossScaleOptimizer, first_step: int) -> bool:
         return self._optimizer() is optimizer and self._first_step == first_step
@@ -266,41 +262,3 @@ def _event_files(folder: Path) -> list[Path]:
 def _unused_path(path: Path) -> Path:
     numbered = (path.with_name(f"{path.name}-{n}") for n in itertools.count(1))
     return next(candidate for candidate in numbered if not candidate.exists())
-
-
-def header(model: keras.Model, optimizer: LossScaleOptimizer) -> dict[str, Any]:
-    """Returns the first line of a log: the start time, the versions and the settings; see `kmp.records`."""
-    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    versions = {"keras": keras.__version__, "tensorflow": tf.__version__, "numpy": np.__version__}
-    settings = {"rule": type(optimizer.rule).__name__} | dataclasses.asdict(optimizer.rule)
-    settings |= {
-        "model": model.name,
-        "policy": model.dtype_policy.name,
-        "compute_dtypes": sorted(compute_dtypes(model)),
-        "optimizer": type(optimizer.inner_optimizer).__name__,
-        "is_keras_optimizer": is_keras_class(type(optimizer.inner_optimizer)),
-        "train_step": "keras" if guarded_training.has_keras_step(model) else "custom",
-        "replicas": model.distribute_strategy.num_replicas_in_sync,
-    }
-    inner, numbers = optimizer.inner_optimizer, ["learning_rate", "epsilon"]
-    if isinstance(keras_internals.learning_rate_of(inner), keras.optimizers.schedules.LearningRateSchedule):
-        numbers.remove("learning_rate")  # it changes
-    values = {name: to_number(getattr(inner, name, None)) for name in numbers}
-    settings |= {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
-    variables = model.trainable_variables  # `fit` builds the optimizer on these
-    by_path = optimizer.variables_by_path() or dict(zip(paths_of(variables), variables, strict=True))
-    settings["variable_dtypes"] = sorted({variable.dtype for variable in variables})
-    float32_ids = float32_variables(model)
-    settings["float32_variables"] = [path for path, variable in by_path.items() if id(variable) in float32_ids]
-    if model.built:
-        settings["parameters"] = model.count_params()
-        settings["layers"] = {path: type(layer).__name__ for path, layer in layers_by_path(model).items()}
-        settings["output_layers"] = [layer.path or layer.name for layer in output_layers(model)]
-    return {"schema": SCHEMA, "kind": "header", "started": started, **versions, "settings": settings}
-
-
-def to_number(value: Any) -> float | None:
-    """Returns a number, or a tensor or variable with one, as a float; `None` for anything else."""
-    value = value.numpy() if hasattr(value, "numpy") else value
-    is_number = isinstance(value, int | float | np.number) or (isinstance(value, np.ndarray) and value.size == 1)
-    return float(value) if is_number else None

@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
-from kmp.callbacks.log_writer import to_number
 from kmp.callbacks.optimizer_monitor import OptimizerMonitor
+from kmp.callbacks.run_header import to_number
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarded_training
 from kmp.records import HIGHEST_NUMBER, MOST_METRICS, RECORD_KEYS, Run, Snapshot

@@ -8,7 +8,8 @@ from weakref import WeakSet
 import keras
 
 from kmp.backend import compute_dtypes, distribution
-from kmp.callbacks.log_writer import LogWriter, header
+from kmp.callbacks.log_writer import LogWriter
+from kmp.callbacks.run_header import header
 from kmp.callbacks.thinning import Thinning, counts_size, sample_size
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import SAMPLE_KEYS, Run, Snapshot

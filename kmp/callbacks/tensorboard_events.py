@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kmp.records import FIRST_EXPONENT, ExponentHistogram
+from kmp.records import FIRST_EXPONENT, ExponentHistogram, GradientSample, stable_name, stable_names
 
-_ZERO_EXPONENT = FIRST_EXPONENT - 1.0
-_DESCRIPTION = f"log2 of loss-scaled gradient magnitudes; at {_ZERO_EXPONENT:g}, all elements are zero"
+_DESCRIPTION = f"log2 of loss-scaled gradient magnitudes; at {FIRST_EXPONENT - 1}, all elements are zero"
 
 
 def write_scalars(step: int, by_tag: Mapping[str, float]) -> None:
@@ -25,6 +24,21 @@ def write_scalars(step: int, by_tag: Mapping[str, float]) -> None:
 def write_histograms(step: int, by_tag: Mapping[str, ExponentHistogram]) -> int:
     """Writes histograms, by tag, to the default summary writer. Returns their bytes."""
     return _write(step, [_histogram_value(tag, histogram) for tag, histogram in by_tag.items()])
+
+
+def histograms_by_tag(sample: GradientSample, layers: Mapping[str, str] | None) -> dict[str, ExponentHistogram]:
+    """Returns the histogram of all gradients of a sample, and those of the layers, by tag.
+
+    Args:
+        sample: The sample.
+        layers: The class of each layer by path, as in the settings of a run, or `None` to leave out the layers.
+    """
+    by_tag = {"kmp/gradient_exponents": sample.histogram}
+    if layers is not None:
+        names = stable_names(layers)
+        by_layer = sample.by_layer()
+        by_tag |= {f"kmp_by_layer/{stable_name(name, names)}": by_layer[name] for name in by_layer}
+    return by_tag
 
 
 def _write(step: int, values: Sequence[Any]) -> int:
@@ -40,13 +54,7 @@ def _histogram_value(tag: str, histogram: ExponentHistogram) -> Any:
     from tensorboard.plugins.histogram import metadata
     from tensorboard.util.tensor_util import make_tensor_proto
 
-    # A row of TensorBoard's histogram is left edge, right edge, count. The edges here are binary exponents.
-    filled = np.flatnonzero(histogram.by_exponent)
-    if filled.size:
-        span = slice(filled[0], filled[-1] + 1)
-        left, counts = histogram.exponents[span].astype(np.float64), histogram.by_exponent[span]
-    else:  # TensorBoard draws a histogram without buckets as if all values were 1
-        left, counts = np.array([_ZERO_EXPONENT]), np.array([histogram.zeros])
-    buckets = np.stack([left, left + 1, counts], axis=1)
+    edges, counts = histogram.log2_buckets()
+    buckets = np.stack([edges[:-1], edges[1:], counts], axis=1).astype(np.float64)  # left edge, right edge, count
     plugin = metadata.create_summary_metadata(display_name=None, description=_DESCRIPTION)
     return Summary.Value(tag=tag, tensor=make_tensor_proto(buckets), metadata=plugin)

@@ -41,6 +41,7 @@ def exponents_over_steps(run: Run, ax: Axes | None = None) -> Axes:
     histograms = [newest[step] for step in sorted(newest)]
     if not histograms:
         return style.empty(ax, "No gradients were sampled.")
+    ax.set_title(_finding(histograms), loc="left", fontsize="medium")
     low, high = _exponent_range(histograms)
     _draw_shares(ax, histograms, low, high)
     _mark_nonfinite(ax, histograms, high + 1.5)
@@ -49,6 +50,13 @@ def exponents_over_steps(run: Run, ax: Axes | None = None) -> Axes:
     style.label_steps(ax, np.array([histogram.step for histogram in histograms]))
     style.legend_above(ax)
     return ax
+
+
+def _finding(histograms: Sequence[ExponentHistogram]) -> str:
+    """Returns the title: how much of the sampled gradients float16 holds as zero, or with fewer bits."""
+    total = sum(histogram.total for histogram in histograms)
+    zeros, subnormal = (sum(histogram.zones[zone] for histogram in histograms) for zone in ("zero", "subnormal"))
+    return f"{zeros / total:.0%} of the loss-scaled gradient is zero, {subnormal / total:.0%} subnormal"
 
 
 def _exponent_range(histograms: Sequence[ExponentHistogram]) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Wraps optimizers in `LossScaleOptimizer`, for `wrap` and for `compile`."""
 
 from typing import Any, Unpack
+from weakref import WeakSet
 
 import keras
 
@@ -8,6 +9,8 @@ from kmp.backend import resolve_optimizer
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy.active_settings import current_settings
 from kmp.scaling import DynamicScale, LossScaleSettings, override
+
+_wrapped_by_compile: WeakSet[LossScaleOptimizer] = WeakSet()
 
 
 def wrap(
@@ -57,7 +60,14 @@ def wrap_for_compile(identifier: Any) -> keras.optimizers.Optimizer | None:
         return optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer if optimizer.built else _from_keras_optimizer(optimizer)
-    return wrap(optimizer)
+    wrapped = wrap(optimizer)
+    _wrapped_by_compile.add(wrapped)
+    return wrapped
+
+
+def is_wrapped_by_compile(optimizer: LossScaleOptimizer) -> bool:
+    """Whether `compile` wrapped the optimizer, so that its settings are those of `enable`."""
+    return optimizer in _wrapped_by_compile
 
 
 def _from_keras_optimizer(stock: keras.optimizers.LossScaleOptimizer) -> LossScaleOptimizer:

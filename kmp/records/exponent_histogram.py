@@ -105,6 +105,18 @@ class ExponentHistogram:
         """The binary exponents -149 to 127, shape `(277,)`."""
         return np.arange(FIRST_EXPONENT, LAST_EXPONENT + 1)
 
+    def log2_buckets(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns `n + 1` edges and `n` counts of the finite nonzero elements by binary exponent, for plotting tools.
+
+        If all elements are zero, they are in one bucket below the smallest exponent, from -150 to -149: tools draw a
+        histogram without buckets as if all values were 1.
+        """
+        filled = np.flatnonzero(self.by_exponent)
+        if not filled.size:
+            return np.array([FIRST_EXPONENT - 1, FIRST_EXPONENT]), np.array([self.zeros])
+        first, end = filled[0], filled[-1] + 1
+        return np.arange(first, end + 1) + FIRST_EXPONENT, self.by_exponent[first:end]
+
     @property
     def unscaled(self) -> "ExponentHistogram":
         """The histogram of the gradient without the loss scale, which the inner optimizer receives.

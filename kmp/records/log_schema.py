@@ -122,6 +122,7 @@ class Settings(TypedDict, total=False):
     policy: Text
     optimizer: Text
     is_keras_optimizer: bool
+    is_wrapped_by_compile: bool
     learning_rate: Number
     epsilon: Number
     train_step: Text

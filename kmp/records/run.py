@@ -95,7 +95,7 @@ class Run:
         `rule` (`"FixedScale"` or `"DynamicScale"`) and its arguments; `model` and its `policy`, `parameters`,
         `compute_dtypes`, `variable_dtypes`, `float32_variables` (paths of the variables of float32 layers), `layers`
         (their classes, by path), `output_layers` (paths), `train_step` (`"keras"` or `"custom"`), `optimizer`,
-        `is_keras_optimizer`, `learning_rate`, `epsilon`, `replicas`.
+        `is_keras_optimizer`, `is_wrapped_by_compile`, `learning_rate`, `epsilon`, `replicas`.
         """
         settings = self.header.get("settings")
         return dict(settings) if isinstance(settings, Mapping) else {}

@@ -143,6 +143,8 @@ def _suspicion(tensors: list[tf.Tensor]) -> tf.Tensor:
             # TensorFlow optimizes the negation of a comparison as if no number were NaN.
             is_large = tf.abs(tensor) > tf.cast(FLOAT16.max, tensor.dtype)
             is_suspicious = tf.logical_or(is_large, tf.math.is_nan(tensor))
+        elif tensor.dtype.is_bool:
+            is_suspicious = tf.zeros_like(tensor)
         else:
             is_suspicious = tensor < 0
         return tf.math.count_nonzero(is_suspicious, list(range(1, len(tensor.shape))), dtype=tf.float32)
@@ -166,7 +168,8 @@ def _is_capturable(tensor: Any, is_xla: bool) -> bool:
     if not isinstance(tensor, tf.Tensor | tf.TensorSpec) or not tensor.shape.rank:
         return False
     is_static = None not in tensor.shape[1:]
-    return (is_static or not is_xla) and (tensor.dtype.is_floating or tensor.dtype.is_integer)
+    dtype = tensor.dtype
+    return (is_static or not is_xla) and (dtype.is_floating or dtype.is_integer or dtype.is_bool)
 
 
 def _counter(name: str) -> keras.Variable:

@@ -581,3 +581,5 @@ def test_noisy_batches_are_no_explosion_while_the_loss_of_epochs_falls():
     sample = sample_with_update(0.41)
     assert kmp.advise(run_of(sample, row, **DYNAMIC))[0].cause == "exploding"
     assert list(kmp.advise(run_of(sample, row, *epochs, **DYNAMIC))) == []
+    flat = [{"step": step, "metrics": {"loss": loss}} for step, loss in ((15, 1.3), (30, 1.1), (45, 1.1), (60, 1.1))]
+    assert kmp.advise(run_of(sample, row, *flat, **DYNAMIC))[0].cause == "exploding"

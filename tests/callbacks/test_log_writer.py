@@ -58,6 +58,24 @@ def test_files_have_the_records_of_the_callbacks(tmp_path):
         buckets = tf.make_ndarray(events.Tensors(tag)[0].tensor_proto)
         assert buckets[:, 2].sum() == layers[name].by_exponent.sum()
         assert events.SummaryMetadata(tag).plugin_data.plugin_name == "histograms"
+    verdict = tf.make_ndarray(events.Tensors("kmp/verdict")[-1].tensor_proto).item().decode()
+    assert verdict == f"```\n{kmp.advise(callbacks[0].run)}\n```"
+
+
+def test_verdict_is_that_of_the_whole_log_and_its_failure_is_a_warning(tmp_path, monkeypatch):
+    model = compiled_model()
+    for _ in range(2):
+        fit(model, defaults(tmp_path, every_n_steps=10))
+    events = EventAccumulator(str(tmp_path), {"tensors": 0}).Reload()
+    verdicts = {
+        event.step: tf.make_ndarray(event.tensor_proto).item().decode() for event in events.Tensors("kmp/verdict")
+    }
+    assert list(verdicts) == [20, 40]
+    assert "of 40 steps" in verdicts[40]
+    monkeypatch.setattr("kmp.callbacks.log_writer.advise", lambda run: 1 // 0)
+    with pytest.warns(UserWarning, match="text tab has no verdict: integer division"):
+        fit(model, defaults(tmp_path, every_n_steps=10))
+    assert kmp.load_run(tmp_path).rows[-1]["step"] == 60
 
 
 def test_record_between_the_ends_of_two_callbacks_is_written_to_the_same_log(tmp_path):

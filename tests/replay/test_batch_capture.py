@@ -85,19 +85,25 @@ def test_model_is_trained_as_without_the_capture():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_integers_are_captured_with_their_dtype(mode):
+def test_integers_and_booleans_are_captured_with_their_dtype(mode):
     with kmp.enable():
-        head = keras.layers.Dense(1, dtype="float32")
-        model = keras.Sequential([keras.Input((), dtype="int32"), keras.layers.Embedding(5, 2), head])
+        inputs = {
+            "ids": keras.Input((), dtype="int32", name="ids"),
+            "mask": keras.Input((2,), dtype="bool", name="mask"),
+        }
+        masked = keras.layers.Embedding(5, 2)(inputs["ids"]) * keras.ops.cast(inputs["mask"], "float16")
+        model = keras.Model(inputs, keras.layers.Dense(1, dtype="float32")(masked))
         model.compile("sgd", "mse", **MODES[mode])
     guarded_training.install(model)
     capture = BatchCapture(model.optimizer)
     guarded_training.probes_of(model).append(capture)
     capture.request()
-    fit(model, np.arange(8, dtype="int32") % 5)
-    batch = capture.read().batch
-    assert batch[0].dtype == "int32"
-    np.testing.assert_array_equal(batch[0], np.arange(8) % 5)
+    x = {"ids": np.arange(8, dtype="int32") % 5, "mask": np.arange(16).reshape(8, 2) % 3 == 0}
+    model.fit(x, np.zeros((8, 1)), batch_size=8, shuffle=False, verbose=0)
+    captured, _ = capture.read().batch
+    assert {name: tensor.dtype.name for name, tensor in captured.items()} == {"ids": "int32", "mask": "bool"}
+    for name, values in x.items():
+        np.testing.assert_array_equal(captured[name], values)
 
 
 def test_batch_whose_tensors_have_different_lengths_is_trained_and_not_captured():

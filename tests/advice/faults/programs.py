@@ -143,7 +143,8 @@ def _prepare_data(tree, edit):
 
 def _calls(tree, name):
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == name]
+    names = {name, "LossScaleOptimizer"} if name == "wrap" else {name}
+    return [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in names]
 
 
 def _calls_of_layer(tree, layer):
