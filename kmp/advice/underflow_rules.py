@@ -46,7 +46,7 @@ def branch(metrics: RunMetrics) -> Finding | None:
     if names.index(alive[0]) > max(map(names.index, flushed)):
         return None  # the layers nearest the input: gradients underflow on their way there
     shown = ", ".join(repr(name_of(layer)) for layer in layers[:5])
-    weight = "a larger loss weight, if this is the loss of one of several outputs"
+    weight = "a larger loss weight, if these layers belong to one of several outputs"
     is_scale_too_small = gradients.headroom >= _SPARE_BITS
     return Finding(
         "branch_underflow",

@@ -94,10 +94,13 @@ class RunSummary:
 
     @property
     def subtitle(self) -> str:
-        """Model, optimizer, compute dtypes and steps, in one line."""
+        """Model, optimizer, compute dtypes, loss scale and steps, in one line."""
         settings = self.metrics.settings
         parts = [settings.get("model"), settings.get("optimizer")]
         parts += [f"computed in {self.metrics.dtypes}" if "compute_dtypes" in settings else None]
+        if self.metrics.steps:
+            kind = "fixed" if self.metrics.is_fixed else "dynamic"
+            parts += [f"{kind} loss scale {scale(self.metrics.scale)}"]
         return ", ".join([*(str(part) for part in parts if part), f"{self.metrics.steps} steps"])
 
     @cached_property
