@@ -175,6 +175,10 @@ def _label_extrapolation(ax: Axes, curve: WhatIf) -> None:
         ax.plot([], [], color="0.3", linestyle=_DASHES, label="dashed: extrapolation")
 
 
+def _one_digit(value: float) -> str:
+    return np.format_float_positional(value, precision=1, unique=False, fractional=False, trim="-")
+
+
 def _set_share_axis(ax: Axes, curve: WhatIf) -> None:
     shares = np.concatenate([curve.underflow, curve.underflow_bound, curve.overflow, curve.skipped])
     smallest = shares[shares > 0].min(initial=1e-2)
@@ -182,6 +186,6 @@ def _set_share_axis(ax: Axes, curve: WhatIf) -> None:
     ax.set_yscale("symlog", linthresh=threshold, linscale=0.4)
     decades = np.arange(round(np.log10(threshold)), 1)
     ticks = 10.0 ** decades[:: -(-decades.size // _MOST_DECADES)]
-    ax.set_yticks([0.0, *ticks], ["0", *(f"{np.format_float_positional(100 * tick, trim='-')} %" for tick in ticks)])
+    ax.set_yticks([0.0, *ticks], ["0", *(f"{_one_digit(100 * tick)} %" for tick in ticks)])
     ax.yaxis.set_minor_locator(NullLocator())
     ax.set_ylim(-0.1 * threshold, 1.6)

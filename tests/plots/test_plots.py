@@ -235,6 +235,13 @@ def test_shares_of_the_what_if_plot_have_ticks_in_percent():
     assert 3 <= len(labels) <= 7
 
 
+@pytest.mark.parametrize("elements", [10**5, 10**6, 10**7])
+def test_small_shares_have_short_ticks(elements):
+    counts = {f"e{exponent}": elements for exponent in (4, 5)} | {"em30": 1}
+    ax = plots.what_if(Run([sample(1, **counts)]))
+    assert max(len(label.get_text()) for label in ax.get_yticklabels()) <= len("0.000001 %")
+
+
 def test_many_marks_are_smaller():
     def marks(count):
         rows = [{"step": step, "loss_scale": 8.0, "overflow_rate": 0.5} for step in range(1, count + 1)]
