@@ -13,16 +13,16 @@ class SetArguments:
     Args:
         call: The function, method or class that is called, such as `"kmp.enable"` or `"model.compile"`.
         arguments: The Python source of each value, by the name of the argument.
-        layer: The name of the layer that the call creates, if it creates one.
+        name: The name of the layer or weight that the call creates, if it creates one.
     """
 
     call: str
     arguments: Mapping[str, str]
-    layer: str = ""
+    name: str = ""
 
     def __str__(self) -> str:
         values = [f"{name}={value}" for name, value in self.arguments.items()]
-        name = [f"name={self.layer!r}"] if self.layer else []
+        name = [f"name={self.name!r}"] if self.name else []
         return printable(f"{self.call}({', '.join([*values, *name])})")
 
 

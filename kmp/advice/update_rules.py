@@ -98,15 +98,22 @@ def lost_updates(metrics: RunMetrics) -> Finding | None:
         return None
     name = number_format.name
     named = f", most of {variables[0]}" if variables else ""
+    own_dtype = set(metrics.setting("own_dtype_variables", []))
     layers = list(dict.fromkeys(map(metrics.layer_of, variables)))
     is_policy = metrics.setting("policy", name) == name or not layers
     edits = [SetArguments("kmp.enable", {"policy": f"'mixed_{name}'"})]
     where = "the weights"
     if not is_policy:  # only some layers have this dtype
-        edits = [
-            SetArguments(f"keras.layers.{metrics.class_of(layer)}", {"dtype": f"'mixed_{name}'"}, name_of(layer))
-            for layer in layers
+        of_weights = [
+            SetArguments("self.add_weight", {"dtype": "'float32'"}, name_of(path))
+            for path in variables
+            if path in own_dtype
         ]
+        of_layers = [
+            SetArguments(f"keras.layers.{metrics.class_of(layer)}", {"dtype": f"'mixed_{name}'"}, name_of(layer))
+            for layer in dict.fromkeys(metrics.layer_of(path) for path in variables if path not in own_dtype)
+        ]
+        edits = [*of_weights, *of_layers]
         where = f"the weights of {', '.join(repr(name_of(layer)) for layer in layers[:3])}"
     return Finding(
         "lost_updates",

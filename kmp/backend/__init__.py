@@ -22,6 +22,7 @@ from kmp.backend.layer_traversal import (
     is_passthrough,
     layers_by_path,
     output_layers,
+    own_dtype_variables,
     rnn_states,
     sublayers,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "operation_trace",
     "outlined",
     "output_layers",
+    "own_dtype_variables",
     "register",
     "replace_policy_state",
     "resolve_optimizer",

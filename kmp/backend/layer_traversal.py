@@ -56,6 +56,16 @@ def float32_variables(layer: keras.Layer) -> set[int]:
     return float32_ids - {variable_id for dtype, variable_id in dtypes_and_ids if dtype != FLOAT32.name}
 
 
+def own_dtype_variables(layer: keras.Layer) -> set[int]:
+    """Returns the `id`s of the trainable variables with another dtype than the policy of their layer gives."""
+    return {
+        id(variable)
+        for sublayer in sublayers(layer)
+        for variable in declared_trainable(sublayer)
+        if variable.dtype != sublayer.variable_dtype
+    }
+
+
 def is_passthrough(layer: keras.Layer) -> bool:
     """Whether a layer computes nothing itself: an `InputLayer`, or a Sequential or functional model."""
     if isinstance(layer, keras.layers.InputLayer):

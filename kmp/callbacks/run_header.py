@@ -16,6 +16,7 @@ from kmp.backend import (
     keras_internals,
     layers_by_path,
     output_layers,
+    own_dtype_variables,
 )
 from kmp.gradients import paths_of
 from kmp.optimizer import LossScaleOptimizer
@@ -48,6 +49,8 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer) -> dict[str, Any]:
     settings["variable_dtypes"] = sorted({variable.dtype for variable in variables})
     float32_ids = float32_variables(model)
     settings["float32_variables"] = [path for path, variable in by_path.items() if id(variable) in float32_ids]
+    own_dtype_ids = own_dtype_variables(model)
+    settings["own_dtype_variables"] = [path for path, variable in by_path.items() if id(variable) in own_dtype_ids]
     if model.built:
         settings["parameters"] = model.count_params()
         settings["layers"] = {path: type(layer).__name__ for path, layer in layers_by_path(model).items()}

@@ -131,6 +131,7 @@ class Settings(TypedDict, total=False):
     compute_dtypes: Texts
     variable_dtypes: Texts
     float32_variables: Annotated[list[Text], MOST_VARIABLES]
+    own_dtype_variables: Annotated[list[Text], MOST_VARIABLES]
     replicas: PositiveInteger
     parameters: Count
 

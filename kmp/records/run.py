@@ -93,9 +93,10 @@ class Run:
         """The settings of the run; empty if the header has none.
 
         `rule` (`"FixedScale"` or `"DynamicScale"`) and its arguments; `model` and its `policy`, `parameters`,
-        `compute_dtypes`, `variable_dtypes`, `float32_variables` (paths of the variables of float32 layers), `layers`
-        (their classes, by path), `output_layers` (paths), `train_step` (`"keras"` or `"custom"`), `optimizer`,
-        `is_keras_optimizer`, `is_wrapped_by_compile`, `learning_rate`, `epsilon`, `replicas`.
+        `compute_dtypes`, `variable_dtypes`, `float32_variables` (paths of the variables of float32 layers),
+        `own_dtype_variables` (paths of the variables with another dtype than the policy of their layer gives),
+        `layers` (their classes, by path), `output_layers` (paths), `train_step` (`"keras"` or `"custom"`),
+        `optimizer`, `is_keras_optimizer`, `is_wrapped_by_compile`, `learning_rate`, `epsilon`, `replicas`.
         """
         settings = self.header.get("settings")
         return dict(settings) if isinstance(settings, Mapping) else {}

@@ -98,7 +98,7 @@ class RunSummary:
         settings = self.metrics.settings
         parts = [settings.get("model"), settings.get("optimizer")]
         parts += [f"computed in {self.metrics.dtypes}" if "compute_dtypes" in settings else None]
-        if self.metrics.steps:
+        if math.isfinite(self.metrics.scale):
             kind = "fixed" if self.metrics.is_fixed else "dynamic"
             parts += [f"{kind} loss scale {scale(self.metrics.scale)}"]
         return ", ".join([*(str(part) for part in parts if part), f"{self.metrics.steps} steps"])

@@ -84,9 +84,9 @@ def edited(source, edits):
 
 
 def _set_arguments(tree, edit):
-    calls = _calls_of_layer(tree, edit.layer) if edit.layer else _calls(tree, edit.call.rpartition(".")[2])
+    calls = _calls_with_name(tree, edit.name) if edit.name else _calls(tree, edit.call.rpartition(".")[2])
     if not calls:
-        raise LookupError(f"no call of {edit.call} {edit.layer}")
+        raise LookupError(f"no call of {edit.call} {edit.name}")
     for call in calls:
         for name, value in edit.arguments.items():
             call.keywords = [keyword for keyword in call.keywords if keyword.arg != name]
@@ -96,7 +96,7 @@ def _set_arguments(tree, edit):
 
 
 def _compute_in_float32(tree, edit):
-    calls = _calls_of_layer(tree, edit.layer)
+    calls = _calls_with_name(tree, edit.layer)
     if not calls:
         raise LookupError(f"no layer {edit.layer}")
 
@@ -147,10 +147,10 @@ def _calls(tree, name):
     return [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in names]
 
 
-def _calls_of_layer(tree, layer):
+def _calls_with_name(tree, name):
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [
-        call for call in calls if any(k.arg == "name" and ast.unparse(k.value) == repr(layer) for k in call.keywords)
+        call for call in calls if any(k.arg == "name" and ast.unparse(k.value) == repr(name) for k in call.keywords)
     ]
 
 
