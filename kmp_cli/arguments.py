@@ -1,4 +1,4 @@
-"""The `kmp` command. Outside the package, so that parsing the arguments does not import Keras and TensorFlow."""
+"""The arguments of the `kmp` command."""
 
 import argparse
 import difflib
@@ -27,6 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if parsed.command == "demo":  # oneDNN, on by default on newer CPUs, is many times slower in float16
         os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+    if parsed.command == "doctor":  # also where kmp cannot be imported
+        from kmp_cli import doctor
+
+        return doctor.run(parsed.json)
     try:
         from kmp import commands
     except ImportError as error:  # TensorFlow is missing, or Keras is set to another backend
@@ -76,6 +80,16 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=_positive, default=240, help="training steps of each run (default: %(default)s)")
     demo.add_argument("--out", type=Path, help="folder for logs, figures and the report (default: runs/<time>)")
     demo.set_defaults(command="demo")
+    doctor = commands.add_parser(
+        "doctor",
+        help="check whether mixed precision works on this machine, and makes training faster",
+        epilog="Takes less than a minute. Exit status: 0: works, and is faster; 1: does not work; 3: works, but is not "
+        "faster here.",
+    )
+    doctor.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the results to a JSON file; - prints nothing else"
+    )
+    doctor.set_defaults(command="doctor")
     report = commands.add_parser(
         "report", help="show the overflows and flushed gradients of a recorded run, or compare runs"
     )
@@ -153,7 +167,3 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, received {text!r}")
     return int(text)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -70,8 +70,8 @@ class RunMetrics:
 
     @property
     def settings_call(self) -> str:
-        """The call that sets the loss scale: `kmp.enable` only sets that of an optimizer that `compile` wraps."""
-        return "kmp.enable" if self.setting("is_wrapped_by_compile", True) else "kmp.wrap"
+        """The call that the settings of the loss scale come from: `kmp.enable` sets those that no other call sets."""
+        return self.setting("settings_call", "kmp.enable")
 
     @property
     def learning_rate(self) -> float | None:

@@ -22,7 +22,7 @@ class Exclusion(NamedTuple):
         causes: The causes of findings that are excluded.
         is_excluded: Whether the records exclude them.
         unknown: What is unknown otherwise.
-        remedy: What shows it.
+        remedy: What shows it. `{call}` stands for the call that sets the loss scale.
     """
 
     causes: tuple[str, ...]
@@ -81,7 +81,7 @@ EXCLUSIONS = (
         ("branch_underflow", "scale_too_small", "range"),
         _has_no_unknown_zeros,
         "whether float16 flushed the gradient elements that are exactly zero",
-        "kmp.callbacks.defaults(reference=(x, y)) with a batch, or fewer zeros with kmp.enable(initial_scale=2.0**24)",
+        "kmp.callbacks.defaults(reference=(x, y)) with a batch, or fewer zeros with {call}(initial_scale=2.0**24)",
     ),
     Exclusion(
         ("branch_underflow", "range"),
@@ -127,7 +127,7 @@ def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
     for doubt in doubts:
         if doubt.is_excluded is _has_no_unknown_zeros and not metrics.has_reference:
             unknown.append(_zeros(metrics))
-        unknown.append(f"Unknown: {doubt.unknown}; to find out: {doubt.remedy}.")
+        unknown.append(f"Unknown: {doubt.unknown}; to find out: {doubt.remedy.format(call=metrics.settings_call)}.")
     is_small = metrics.has_reference and gradients.underflow_share > _FEW_TOO_SMALL and not doubts
     norm = f" (at most {_lost_norm(metrics):.1g} of the norm)" if is_small else ""
     numbers = (

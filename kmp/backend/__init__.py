@@ -13,7 +13,7 @@ from kmp.backend import (
 from kmp.backend.branches import call_if, outlined
 from kmp.backend.eager_operations import watching_operations
 from kmp.backend.function_references import functions_by_reference, with_named_lambda
-from kmp.backend.gpu_info import hardware, log_once
+from kmp.backend.gpu_info import Gpu, cuda_build, hardware, log_once
 from kmp.backend.layer_traversal import (
     compute_dtypes,
     computes_in_16_bits,
@@ -34,6 +34,7 @@ from kmp.backend.serialization import register
 from kmp.backend.state_rollback import SavedState, saved_layer_state, state_restored
 
 __all__ = [
+    "Gpu",
     "PackedElement",
     "PackedVariable",
     "Replacement",
@@ -41,6 +42,7 @@ __all__ = [
     "call_if",
     "compute_dtypes",
     "computes_in_16_bits",
+    "cuda_build",
     "defining_class",
     "direct_sublayers",
     "distribution",

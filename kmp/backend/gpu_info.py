@@ -90,6 +90,14 @@ def hardware() -> Hardware:
     return Hardware(tuple(_describe(device) for device in tf.config.list_physical_devices("GPU")))
 
 
+def cuda_build() -> tuple[str, str] | None:
+    """Returns the versions of CUDA and cuDNN that TensorFlow was built with; `None` if it was built without CUDA."""
+    info = tf.sysconfig.get_build_info()
+    if not info.get("is_cuda_build"):
+        return None
+    return str(info.get("cuda_version", "unknown")), str(info.get("cudnn_version", "unknown"))
+
+
 def log_once(policy: str) -> None:
     """Logs advice about `policy` on this machine's GPUs, each message once per process."""
     advice = hardware().advice(policy)

@@ -12,6 +12,15 @@ def is_tracing() -> bool:
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
+def error() -> str | None:
+    """Returns why XLA cannot compile a function on this machine; `None` if it can."""
+    try:
+        tf.function(tf.exp, jit_compile=True, autograph=False)(1.0).numpy()
+    except (tf.errors.OpError, NotImplementedError) as reason:
+        return str(reason)
+    return None
+
+
 class Compiler:
     """Compiles functions with XLA if their caller is not compiled."""
 

@@ -160,7 +160,7 @@ def measure_precisions(size: int, mode: str, steps: int, repeats: int) -> Iterat
     """Measures the training throughput in each precision, with kmp's loss scaling in float16."""
     for name, make_task in TASKS.items():
         task = make_task(size)
-        trainers = {policy: trainer(task, policy, _variant_for(policy), mode, steps) for policy in POLICIES}
+        trainers = {policy: trainer(task, policy, variant_for(policy), mode, steps) for policy in POLICIES}
         rates = {
             policy: [task.units / seconds for seconds in turns]
             for policy, turns in alternate(trainers, repeats).items()
@@ -172,9 +172,10 @@ def memory_of(policy: str, name: str, size: int, mode: str) -> int:
     """Returns the bytes that training a model adds to the peak memory of this process. Call it in a new process."""
     trainer(mlp(256), "float32", BARE, mode, 1)()
     before = peak_memory()
-    trainer(TASKS[name](size), policy, _variant_for(policy), mode, 2)()
+    trainer(TASKS[name](size), policy, variant_for(policy), mode, 2)()
     return peak_memory() - before
 
 
-def _variant_for(policy: str) -> str:
+def variant_for(policy: str) -> str:
+    """Returns how the loss is scaled with a policy: by kmp in float16, and not at all in the others."""
     return OURS if policy == "mixed_float16" else BARE

@@ -71,5 +71,5 @@ def defaults(
     reports = [] if report is None else [Report(html_path("report", report), run=histogram.run)]
     # After the error, `fit` calls no callback. These callables can be pickled and copied with the callbacks.
     read_loggers = [functools.partial(logger.read, is_epoch_end=True) for logger in loggers]
-    detector.before_stuck = [*read_loggers, *(callback.write for callback in reports)]
+    detector.before_stuck = [*read_loggers, *(callback.write for callback in reports), histogram.monitor.write_verdict]
     return [*loggers, *probes, detector, *reports]

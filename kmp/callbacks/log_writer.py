@@ -165,17 +165,19 @@ class LogWriter:
 
     def close(self) -> None:
         """Adds the verdict for TensorBoard, and closes the files, for all callbacks that share the writer."""
-        if not self.is_closed and self._has_records and not self._has_failed:
-            self._write_verdict()
+        self.write_verdict()
         self.is_closed = True
         self._close_files()
 
-    def _write_verdict(self) -> None:
+    def write_verdict(self) -> None:
         """Writes what `advise` makes of the whole log, for TensorBoard's text tab."""
+        if self._lines is None or self._lines.closed or not self._has_records or self._has_failed:
+            return
         try:
             run = records.Run.load(self._folder)
             with self._events.as_default(step=run.rows[-1]["step"]):
                 tf.summary.text("kmp/verdict", f"```\n{advise(run)}\n```")
+            self._events.flush()
         except Exception as error:  # neither the disk nor a log that somebody edited may end training
             user_messages.warn(f"TensorBoard's text tab has no verdict: {user_messages.one_line(error)}.")
 

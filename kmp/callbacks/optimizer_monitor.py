@@ -133,6 +133,11 @@ class OptimizerMonitor:
             self._writer.close()
             self._writer = None
 
+    def write_verdict(self) -> None:
+        """Writes what `advise` makes of the run, for TensorBoard, if the log is open."""
+        if self._writer:
+            self._writer.write_verdict()
+
     def _measure_size(self) -> None:
         """Sets the sizes of what is stored to those of the run or, if that has more, of the log that it continues."""
         samples, counts = (self._writer.sample_size, self._writer.counts_size) if self._writer else (0, 0)

@@ -20,7 +20,7 @@ from kmp.backend import (
 )
 from kmp.gradients import paths_of
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import guarded_training, is_wrapped_by_compile
+from kmp.policy import guarded_training, settings_call
 from kmp.records import SCHEMA
 
 
@@ -35,7 +35,7 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer) -> dict[str, Any]:
         "compute_dtypes": sorted(compute_dtypes(model)),
         "optimizer": type(optimizer.inner_optimizer).__name__,
         "is_keras_optimizer": is_keras_class(type(optimizer.inner_optimizer)),
-        "is_wrapped_by_compile": is_wrapped_by_compile(optimizer),
+        "settings_call": settings_call(optimizer),
         "train_step": "keras" if guarded_training.has_keras_step(model) else "custom",
         "replicas": model.distribute_strategy.num_replicas_in_sync,
     }

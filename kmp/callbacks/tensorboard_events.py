@@ -11,7 +11,10 @@ import tensorflow as tf
 
 from kmp.records import FIRST_EXPONENT, ExponentHistogram, GradientSample, stable_name, stable_names
 
-_DESCRIPTION = f"log2 of loss-scaled gradient magnitudes; at {FIRST_EXPONENT - 1}, all elements are zero"
+_DESCRIPTION = (
+    "log2 of the magnitudes of the finite nonzero loss-scaled gradient elements; "
+    f"at {FIRST_EXPONENT - 1}, all finite elements are zero"
+)
 
 
 def write_scalars(step: int, by_tag: Mapping[str, float]) -> None:
@@ -29,6 +32,8 @@ def write_histograms(step: int, by_tag: Mapping[str, ExponentHistogram]) -> int:
 def histograms_by_tag(sample: GradientSample, layers: Mapping[str, str] | None) -> dict[str, ExponentHistogram]:
     """Returns the histogram of all gradients of a sample, and those of the layers, by tag.
 
+    Without those that have no finite element.
+
     Args:
         sample: The sample.
         layers: The class of each layer by path, as in the settings of a run, or `None` to leave out the layers.
@@ -38,7 +43,11 @@ def histograms_by_tag(sample: GradientSample, layers: Mapping[str, str] | None) 
         names = stable_names(layers)
         by_layer = sample.by_layer()
         by_tag |= {f"kmp_by_layer/{stable_name(name, names)}": by_layer[name] for name in by_layer}
-    return by_tag
+    return {tag: histogram for tag, histogram in by_tag.items() if _finite_elements(histogram)}
+
+
+def _finite_elements(histogram: ExponentHistogram) -> int:
+    return histogram.zeros + int(histogram.by_exponent.sum())
 
 
 def _write(step: int, values: Sequence[Any]) -> int:

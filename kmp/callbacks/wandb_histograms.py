@@ -4,10 +4,11 @@ from typing import Any
 
 import keras
 
+from kmp.backend import distribution
 from kmp.callbacks.optimizer_callback import Logs
 from kmp.callbacks.tensorboard_events import histograms_by_tag
 from kmp.records import ExponentHistogram, Run
-from kmp.utils import validation
+from kmp.utils import user_messages, validation
 
 _STEP = "kmp/step"
 
@@ -17,7 +18,10 @@ class WandbHistograms(keras.callbacks.Callback):
 
     Each sample of `GradientHistogram` is one histogram of all gradients, `kmp/gradient_exponents`, and one for each
     layer, `kmp_by_layer/NAME`, over the optimizer's steps. The bins are binary exponents of the loss-scaled gradients:
-    float16 is normal from -14, subnormal from -24. A gradient that is all zero is at -150.
+    float16 is normal from -14, subnormal from -24. Zeros, Inf and NaN are left out; a gradient that is all zero is at
+    -150, and one without a finite element is not sent. On several workers, only the chief sends.
+
+    If Weights & Biases refuses a histogram, it warns and sends no more; training continues.
 
     Scalars need no callback of kmp's: `wandb.integration.keras.WandbMetricsLogger` sends all of `logs`.
 
@@ -27,7 +31,7 @@ class WandbHistograms(keras.callbacks.Callback):
         wandb_run: The `wandb.Run` that gets the histograms. Defaults to `wandb.run`, which `wandb.init` sets.
 
     Raises:
-        TypeError: If `run` is not a `kmp.records.Run`.
+        TypeError: If `run` is not a `kmp.records.Run`, or `wandb_run` is not a `wandb.Run`.
         ImportError: If Weights & Biases is not installed.
         RuntimeError: In `on_train_begin`, if there is no `wandb.Run`.
 
@@ -44,11 +48,17 @@ class WandbHistograms(keras.callbacks.Callback):
             import wandb
         except ImportError as error:
             raise ImportError("WandbHistograms needs Weights & Biases: pip install wandb") from error
+        if wandb_run is not None and not isinstance(wandb_run, wandb.Run):
+            raise TypeError(validation.message("wandb_run", wandb_run, "a wandb.Run, such as wandb.init(...) returns"))
         self.run = run
         self._wandb, self._wandb_run = wandb, wandb_run
         self._rows_seen: int | None = None
+        self._sends = True
 
     def on_train_begin(self, logs: Logs = None) -> None:
+        self._sends = distribution.is_chief(self.model.distribute_strategy)
+        if not self._sends:
+            return
         if self._current_run is None:
             raise RuntimeError("WandbHistograms needs a run of Weights & Biases: call wandb.init(...) before `fit`.")
         for prefix in ("kmp", "kmp_by_layer"):
@@ -72,9 +82,15 @@ class WandbHistograms(keras.callbacks.Callback):
     def _send_new_samples(self) -> None:
         rows = self.run.rows[self._rows_seen :]
         self._rows_seen = len(self.run.rows)
-        for sample in Run([row for row in rows if "sample" in row]).samples:
-            by_tag = histograms_by_tag(sample, self.run.settings.get("layers", {}))
-            self._current_run.log({_STEP: sample.step} | {tag: self._histogram(by_tag[tag]) for tag in by_tag})
+        if not self._sends:
+            return
+        try:
+            for sample in Run([row for row in rows if "sample" in row]).samples:
+                by_tag = histograms_by_tag(sample, self.run.settings.get("layers", {}))
+                self._current_run.log({_STEP: sample.step} | {tag: self._histogram(by_tag[tag]) for tag in by_tag})
+        except Exception as error:  # such as a run that was finished meanwhile, which must not end training
+            self._sends = False
+            user_messages.warn(f"Weights & Biases gets no more histograms: {user_messages.one_line(error)}.")
 
     def _histogram(self, histogram: ExponentHistogram) -> Any:
         edges, counts = histogram.log2_buckets()

@@ -1,4 +1,4 @@
-"""The sub-commands of `kmp`. `kmp_cli.py` parses the arguments before it imports this package."""
+"""The sub-commands of `kmp`. `kmp_cli` parses the arguments before it imports this package."""
 
 from kmp.commands.subcommands import run
 

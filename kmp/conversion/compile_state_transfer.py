@@ -6,7 +6,7 @@ import keras
 
 from kmp.backend import defining_class, is_keras_class, keras_internals
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import wrap
+from kmp.policy import rewrap, wrap
 from kmp.scaling import FixedScale
 from kmp.utils import user_messages
 
@@ -73,9 +73,7 @@ def _clone_optimizer(
         wrapped = wrap(clone, jit_compile=original.jit_compile or None)
         wrapped.name = original.name
         return wrapped
-    return LossScaleOptimizer(
-        clone, **{name: value for name, value in original.get_config().items() if name != "inner_optimizer"}
-    )
+    return rewrap(clone, original)
 
 
 def _unwrapped(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

@@ -53,10 +53,19 @@ def exponents_over_steps(run: Run, ax: Axes | None = None) -> Axes:
 
 
 def _finding(histograms: Sequence[ExponentHistogram]) -> str:
-    """Returns the title: how much of the sampled gradients float16 holds as zero, or with fewer bits."""
+    """Returns the title: the shares of the sampled elements that float16 holds as zero, with fewer bits, or not."""
     total = sum(histogram.total for histogram in histograms)
-    zeros, subnormal = (sum(histogram.zones[zone] for histogram in histograms) for zone in ("zero", "subnormal"))
-    return f"{zeros / total:.0%} of the loss-scaled gradient is zero, {subnormal / total:.0%} subnormal"
+    zones = {name: sum(histogram.zones[name] for histogram in histograms) for name in histograms[0].zones}
+    parts = {"zero": zones["zero"] + zones["below_subnormal"], "subnormal": zones["subnormal"]}
+    nonfinite = zones["inf"] + zones["nan"]
+    shares = [f"{_percent(count / total)} {name}" for name, count in (parts | {"Inf or NaN": nonfinite}).items()]
+    return f"Of the loss-scaled gradient in float16: {', '.join(shares[: 3 if nonfinite else 2])}"
+
+
+def _percent(share: float) -> str:
+    if share < 0.01:
+        return "<1%" if share else "0%"
+    return ">99%" if 0.99 < share < 1 else f"{share:.0%}"
 
 
 def _exponent_range(histograms: Sequence[ExponentHistogram]) -> tuple[int, int]:

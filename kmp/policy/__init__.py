@@ -4,7 +4,7 @@ from kmp.policy import guarded_training, rounded_indices
 from kmp.policy.enabling import POLICIES, Handle, disable, enable, graph_rewrite
 from kmp.policy.layer_rollback import guard
 from kmp.policy.model_optimizers import all_optimizers_of
-from kmp.policy.optimizer_wrapping import is_wrapped_by_compile, wrap
+from kmp.policy.optimizer_wrapping import rewrap, settings_call, wrap
 
 __all__ = [
     "POLICIES",
@@ -15,7 +15,8 @@ __all__ = [
     "graph_rewrite",
     "guard",
     "guarded_training",
-    "is_wrapped_by_compile",
+    "rewrap",
     "rounded_indices",
+    "settings_call",
     "wrap",
 ]

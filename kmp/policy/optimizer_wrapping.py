@@ -1,7 +1,7 @@
 """Wraps optimizers in `LossScaleOptimizer`, for `wrap` and for `compile`."""
 
 from typing import Any, Unpack
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import keras
 
@@ -10,7 +10,7 @@ from kmp.optimizer import LossScaleOptimizer
 from kmp.policy.active_settings import current_settings
 from kmp.scaling import DynamicScale, LossScaleSettings, override
 
-_wrapped_by_compile: WeakSet[LossScaleOptimizer] = WeakSet()
+_settings_calls: WeakKeyDictionary[LossScaleOptimizer, str] = WeakKeyDictionary()
 
 
 def wrap(
@@ -46,7 +46,9 @@ def wrap(
     if jit_compile is None:
         jit_compile = enabled is not None and enabled.jit_compile
     inherited = enabled.settings if enabled else LossScaleSettings()
-    return LossScaleOptimizer(optimizer, **override(inherited, loss_scale_settings), jit_compile=jit_compile)
+    wrapped = LossScaleOptimizer(optimizer, **override(inherited, loss_scale_settings), jit_compile=jit_compile)
+    _settings_calls[wrapped] = "kmp.wrap" if loss_scale_settings or enabled is None else "kmp.enable"
+    return wrapped
 
 
 def wrap_for_compile(identifier: Any) -> keras.optimizers.Optimizer | None:
@@ -60,14 +62,20 @@ def wrap_for_compile(identifier: Any) -> keras.optimizers.Optimizer | None:
         return optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer if optimizer.built else _from_keras_optimizer(optimizer)
-    wrapped = wrap(optimizer)
-    _wrapped_by_compile.add(wrapped)
+    return wrap(optimizer)
+
+
+def rewrap(optimizer: keras.optimizers.Optimizer, original: LossScaleOptimizer) -> LossScaleOptimizer:
+    """Wraps an optimizer with the settings of another one's wrapper."""
+    settings = {name: value for name, value in original.get_config().items() if name != "inner_optimizer"}
+    wrapped = LossScaleOptimizer(optimizer, **settings)
+    _settings_calls[wrapped] = settings_call(original)
     return wrapped
 
 
-def is_wrapped_by_compile(optimizer: LossScaleOptimizer) -> bool:
-    """Whether `compile` wrapped the optimizer, so that its settings are those of `enable`."""
-    return optimizer in _wrapped_by_compile
+def settings_call(optimizer: LossScaleOptimizer) -> str:
+    """Returns the call that the loss scale's settings come from: `"kmp.enable"`, `"kmp.wrap"` or that of the class."""
+    return _settings_calls.get(optimizer, "kmp.LossScaleOptimizer")
 
 
 def _from_keras_optimizer(stock: keras.optimizers.LossScaleOptimizer) -> LossScaleOptimizer:

@@ -108,8 +108,8 @@ class ExponentHistogram:
     def log2_buckets(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns `n + 1` edges and `n` counts of the finite nonzero elements by binary exponent, for plotting tools.
 
-        If all elements are zero, they are in one bucket below the smallest exponent, from -150 to -149: tools draw a
-        histogram without buckets as if all values were 1.
+        If all finite elements are zero, they are in one bucket below the smallest exponent, from -150 to -149: tools
+        draw a histogram without buckets as if all values were 1.
         """
         filled = np.flatnonzero(self.by_exponent)
         if not filled.size:

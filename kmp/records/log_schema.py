@@ -122,7 +122,7 @@ class Settings(TypedDict, total=False):
     policy: Text
     optimizer: Text
     is_keras_optimizer: bool
-    is_wrapped_by_compile: bool
+    settings_call: Text
     learning_rate: Number
     epsilon: Number
     train_step: Text

@@ -96,7 +96,8 @@ class Run:
         `compute_dtypes`, `variable_dtypes`, `float32_variables` (paths of the variables of float32 layers),
         `own_dtype_variables` (paths of the variables with another dtype than the policy of their layer gives),
         `layers` (their classes, by path), `output_layers` (paths), `train_step` (`"keras"` or `"custom"`),
-        `optimizer`, `is_keras_optimizer`, `is_wrapped_by_compile`, `learning_rate`, `epsilon`, `replicas`.
+        `optimizer`, `is_keras_optimizer`, `settings_call` (the call that has set the loss scale), `learning_rate`,
+        `epsilon`, `replicas`.
         """
         settings = self.header.get("settings")
         return dict(settings) if isinstance(settings, Mapping) else {}

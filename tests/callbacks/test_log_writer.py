@@ -23,7 +23,7 @@ import kmp
 from kmp.callbacks import GradientHistogram, LossScaleLogger, OverflowCounter, defaults, log_writer
 from kmp.callbacks.log_writer import LogWriter
 from kmp.callbacks.optimizer_monitor import OptimizerMonitor
-from kmp.callbacks.tensorboard_events import write_histograms
+from kmp.callbacks.tensorboard_events import histograms_by_tag, write_histograms
 from kmp.records import BIN_COUNT, FIRST_EXPONENT, SCHEMA, ZERO_BIN, RepeatedNames
 
 pytestmark = pytest.mark.usefixtures("enabled")
@@ -76,6 +76,23 @@ def test_verdict_is_that_of_the_whole_log_and_its_failure_is_a_warning(tmp_path,
     with pytest.warns(UserWarning, match="text tab has no verdict: integer division"):
         fit(model, defaults(tmp_path, every_n_steps=10))
     assert kmp.load_run(tmp_path).rows[-1]["step"] == 60
+
+
+def test_verdict_of_a_stuck_training_is_written_before_the_error(tmp_path):
+    model = compiled_model(kmp.LossScaleOptimizer("sgd", loss_scale=1.0))
+    callbacks = defaults(tmp_path)
+    x, y = small_data()
+    with pytest.raises(kmp.callbacks.StuckError):
+        model.fit(np.full_like(x, np.nan), y, batch_size=8, epochs=40, verbose=0, callbacks=callbacks)
+    events = EventAccumulator(str(tmp_path), {"tensors": 0}).Reload()
+    assert len(events.Tensors("kmp/verdict")) == 1
+
+
+def test_layer_without_a_finite_gradient_has_no_histogram():
+    empty = {"zero": 0, "inf": 0, "nan": 0, "first": 0, "counts": [], "amax": 0.0, "norm": 0.0}
+    gradients = {"a/kernel": empty | {"inf": 4}, "b/kernel": empty | {"zero": 4}}
+    sample = kmp.records.GradientSample.from_dict(1, 1024.0, gradients)
+    assert list(histograms_by_tag(sample, {})) == ["kmp/gradient_exponents", "kmp_by_layer/b"]
 
 
 def test_record_between_the_ends_of_two_callbacks_is_written_to_the_same_log(tmp_path):

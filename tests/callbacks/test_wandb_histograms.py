@@ -73,3 +73,19 @@ def test_fit_without_a_run_of_wandb_raises():
 def test_run_must_be_a_run_of_kmp():
     with pytest.raises(TypeError, match="`run` must be the kmp.records.Run of other callbacks"):
         kmp.callbacks.WandbHistograms(defaults())
+
+
+@pytest.mark.slow
+def test_training_continues_with_a_warning_once_the_run_of_wandb_is_finished(wandb_run):
+    run, sent = wandb_run
+    loggers = defaults(every_n_steps=5)
+    finish = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: run.finish() if epoch == 1 else None)
+    with pytest.warns(UserWarning, match="Weights & Biases gets no more histograms"):
+        fit([*loggers, finish, kmp.callbacks.WandbHistograms(loggers[0].run, run)])
+    assert [data["kmp/step"] for data in sent][:3] == [1, 5, 10]
+    assert loggers[0].run.samples[-1].step == 20
+
+
+def test_wandb_run_must_be_one():
+    with pytest.raises(TypeError, match=r"`wandb_run` must be a wandb\.Run"):
+        kmp.callbacks.WandbHistograms(defaults()[0].run, "kmp")

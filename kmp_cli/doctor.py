@@ -1,0 +1,130 @@
+"""`kmp doctor`: whether mixed precision works on this machine, and whether it makes training faster."""
+
+import dataclasses
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kmp_cli import installation
+from kmp_cli.installation import ERROR, INFO, OK, WARNING, Check, Driver
+
+FASTER, BROKEN, NOT_FASTER = 0, 1, 3  # exit statuses; 2 is that of wrong arguments
+
+_MARKS = {OK: ("ok", "green"), INFO: ("-", "dim"), WARNING: ("!", "yellow"), ERROR: ("ERROR", "bold red")}
+
+
+def run(json_file: Path | None = None) -> int:
+    """Checks this machine, measures each precision, prints the results and returns the exit status.
+
+    Args:
+        json_file: File to write the results to; `-` prints them instead of all else. `None` for no file.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what TensorFlow logs about GPUs is checked here
+    to_stdout = json_file is not None and str(json_file) == "-"
+    console = Console(quiet=to_stdout)
+    if json_file and not to_stdout:
+        try:
+            json_file.open("a").close()  # a file that cannot be written fails now, not after measuring
+        except OSError as error:
+            print(f"kmp: {json_file}: {error.strerror}", file=sys.stderr)
+            return BROKEN
+    results = _examine(console)
+    if to_stdout:
+        print(json.dumps(results, indent=1))
+    elif json_file:
+        json_file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return results["exit_status"]
+
+
+def _examine(console: Console) -> dict[str, Any]:
+    checks: list[Check] = []
+
+    def add(*found: Check) -> None:
+        for check in found:
+            checks.append(check)
+            _print(console, check)
+
+    driver, driver_check = installation.nvidia_driver()
+    add(*installation.package_checks())
+    add(driver_check)
+    add(_import_check(driver))
+    if checks[-1].status == OK:
+        from kmp_cli.gpu_checks import gpu_checks
+
+        add(*gpu_checks(driver))
+    broken = [check for check in checks if check.status == ERROR]
+    if broken:
+        verdict = f"Mixed precision does not work here: {broken[0].name}: {broken[0].text}."
+        console.print(f"\n{verdict}", style="bold", markup=False, highlight=False)
+        console.print(f"Run: {broken[0].fix}" if broken[0].fix else "", markup=False, highlight=False, soft_wrap=True)
+        return _result(checks, BROKEN, verdict)
+    return _measure(console, checks)
+
+
+def _measure(console: Console, checks: list[Check]) -> dict[str, Any]:
+    from kmp import bench, hardware
+
+    console.print("\nMeasuring each precision ...", style="dim")
+    measured = [result for compared in bench.precision_comparison.measure() for result in compared]
+    console.print(_table(measured))
+    best = bench.precision_comparison.recommend(measured)
+    status = NOT_FASTER if best.policy == "float32" else FASTER
+    option = f"jit_compile={best.jit_compile}"
+    if status == FASTER:
+        verdict = (
+            f"Mixed precision is {best.speedup:.2f} times as fast as float32 here: kmp.enable({best.policy!r}) and "
+            f"model.compile(..., {option})."
+        )
+    else:
+        verdict = f"Mixed precision works but is not faster than float32 here: float32 with {option}."
+    device = "the first GPU" if hardware().gpus else "the CPU, because TensorFlow sees no GPU"
+    note = f"Measured on {device}, with one small model; the speed-up of yours may differ."
+    console.print(f"\n{verdict}", style="bold", markup=False, highlight=False)
+    console.print(note, markup=False, highlight=False)
+    results = [dataclasses.asdict(result) for result in measured]
+    return _result(checks, status, verdict) | {"recommended": dataclasses.asdict(best), "results": results}
+
+
+def _table(measured: Sequence[Any]) -> Table:
+    """Returns a table with the throughput of float32 and how many times as high that of each other format is."""
+    formats = list(dict.fromkeys(result.variant for result in measured))
+    table = Table("", "mode", formats[0], *(f"{name} \N{MULTIPLICATION SIGN}" for name in formats[1:]))
+    for start in range(0, len(measured), len(formats)):
+        first, *others = measured[start : start + len(formats)]
+        ratios = (f"{result.ratio:.2f}" for result in others)
+        table.add_row(first.case, first.mode, f"{first.value:,.0f} {first.unit}", *ratios)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    return table
+
+
+def _result(checks: list[Check], status: int, verdict: str) -> dict[str, Any]:
+    return {"checks": [dataclasses.asdict(check) for check in checks], "exit_status": status, "verdict": verdict}
+
+
+def _import_check(driver: Driver | None) -> Check:
+    """Imports kmp, and with it Keras and TensorFlow."""
+    try:
+        import kmp
+    except Exception as error:  # a broken installation may raise anything
+        text = (
+            textwrap.shorten(str(error), 400) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        )
+        fix = "" if installation.tensorflow_packages() else f"pip install 'kmp[{'cuda' if driver else 'cpu'}]'"
+        return Check("import kmp", ERROR, text, fix)
+    return Check("import kmp", OK, f"{Path(kmp.__file__).parent}")
+
+
+def _print(console: Console, check: Check) -> None:
+    mark, style = _MARKS[check.status]
+    console.print(f"{mark:>5}", style=style, end="  ")
+    console.print(f"{check.name}: {check.text}", markup=False, highlight=False, soft_wrap=True)
+    if check.fix:
+        console.print(f"       {check.fix}", style="bold", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,67 @@
+"""Whether TensorFlow sees the GPUs of this machine, and what they can compute. Imports TensorFlow."""
+
+import os
+import textwrap
+from collections.abc import Iterator
+
+from kmp.backend import Gpu, cuda_build, hardware, xla
+from kmp_cli.installation import ERROR, INFO, OK, WARNING, Check, Driver, library_check, tensorflow_packages
+
+_LOG = "python -c \"import tensorflow as tf; tf.config.list_physical_devices('GPU')\"  # logs TensorFlow's reason"
+_DRIVERS = "https://www.nvidia.com/drivers"
+
+
+def gpu_checks(driver: Driver | None) -> Iterator[Check]:
+    """Checks TensorFlow's build, its CUDA libraries, the GPUs that it sees, and XLA.
+
+    Args:
+        driver: The driver of this machine's GPUs; `None` without one.
+    """
+    cuda, gpus, package = cuda_build(), hardware().gpus, tensorflow_packages()[0]
+    if cuda:
+        yield Check("CUDA build", OK, f"TensorFlow is built with CUDA {cuda[0]} and cuDNN {cuda[1]}")
+    elif driver:
+        fix = f"pip uninstall {package} && pip install 'kmp[cuda]'"
+        yield Check("CUDA build", ERROR, "TensorFlow is built without CUDA and cannot use the GPU", fix)
+    else:
+        yield Check("CUDA build", INFO, "TensorFlow is built without CUDA")
+    if cuda and driver and _major(driver.cuda_version) < _major(cuda[0]):
+        text = f"too old: for CUDA up to {driver.cuda_version}, and TensorFlow is built with CUDA {cuda[0]}"
+        yield Check("NVIDIA driver", ERROR, text, f"install a newer driver: {_DRIVERS}")
+    if cuda and not gpus:  # with GPUs that work, the libraries were found
+        yield library_check(package, is_needed=driver is not None)
+    if cuda and driver and not gpus:
+        yield _unseen()
+    yield from map(_gpu_check, gpus)
+    if not gpus and not driver:
+        yield Check("GPU", INFO, "none: everything runs on the CPU")
+    yield _xla_check()
+
+
+def _unseen() -> Check:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        text = f"hidden by the environment variable CUDA_VISIBLE_DEVICES={visible!r}"
+        return Check("GPU", ERROR, text, "unset CUDA_VISIBLE_DEVICES")
+    return Check("GPU", ERROR, "TensorFlow does not see the GPU", _LOG)
+
+
+def _gpu_check(gpu: Gpu) -> Check:
+    capability = ".".join(map(str, gpu.compute_capability or ())) or "unknown"
+    text = f"{gpu.name}, compute capability {capability}: "
+    if not gpu.tensor_cores:
+        return Check("GPU", WARNING, text + "no Tensor Cores, so float16 saves memory and hardly time")
+    return Check("GPU", OK, text + "Tensor Cores for float16" + (" and bfloat16" if gpu.bfloat16 else ", no bfloat16"))
+
+
+def _xla_check() -> Check:
+    error = xla.error()
+    if error is None:
+        return Check("XLA", OK, "compiles")
+    return Check("XLA", WARNING, f"does not compile: {textwrap.shorten(error, 300)}", "jit_compile=False in compile")
+
+
+def _major(version: str) -> int:
+    """Returns the major version; that of an unknown version is high, so that it is not called too old."""
+    number = version.partition(".")[0]
+    return int(number) if number.isdecimal() else 1000
