@@ -61,8 +61,8 @@ def _examine(console: Console) -> dict[str, Any]:
         add(*gpu_checks(driver))
     broken = [check for check in checks if check.status == ERROR]
     if broken:
-        verdict = f"Mixed precision does not work here: {broken[0].name}: {broken[0].text}."
-        console.print(f"\n{verdict}", style="bold", markup=False, highlight=False)
+        verdict = f"Mixed precision does not work here: {broken[0].name}: {broken[0].text.rstrip('.')}."
+        console.print(f"\n{verdict}", style="bold", markup=False, highlight=False, soft_wrap=True)
         console.print(f"Run: {broken[0].fix}" if broken[0].fix else "", markup=False, highlight=False, soft_wrap=True)
         return _result(checks, BROKEN, verdict)
     return _measure(console, checks)
@@ -86,8 +86,8 @@ def _measure(console: Console, checks: list[Check]) -> dict[str, Any]:
         verdict = f"Mixed precision works but is not faster than float32 here: float32 with {option}."
     device = "the first GPU" if hardware().gpus else "the CPU, because TensorFlow sees no GPU"
     note = f"Measured on {device}, with one small model; the speed-up of yours may differ."
-    console.print(f"\n{verdict}", style="bold", markup=False, highlight=False)
-    console.print(note, markup=False, highlight=False)
+    console.print(f"\n{verdict}", style="bold", markup=False, highlight=False, soft_wrap=True)
+    console.print(note, markup=False, highlight=False, soft_wrap=True)
     results = [dataclasses.asdict(result) for result in measured]
     return _result(checks, status, verdict) | {"recommended": dataclasses.asdict(best), "results": results}
 
@@ -118,6 +118,8 @@ def _import_check(driver: Driver | None) -> Check:
             textwrap.shorten(str(error), 400) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         )
         fix = "" if installation.tensorflow_packages() else f"pip install 'kmp[{'cuda' if driver else 'cpu'}]'"
+        if "KERAS_BACKEND" in text:
+            fix = "export KERAS_BACKEND=tensorflow"
         return Check("import kmp", ERROR, text, fix)
     return Check("import kmp", OK, f"{Path(kmp.__file__).parent}")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from kmp.backend import compute_dtypes, direct_sublayers, is_keras_class, sublayers
+from kmp.backend import compute_dtypes, direct_sublayers, is_keras_class, is_passthrough, sublayers
 from kmp.utils import unique_names
 
 
@@ -50,14 +50,16 @@ def check_built(model: Any) -> None:
 
     Raises:
         TypeError: If it is not a Keras model.
-        ValueError: If the model, or a model nested in it, is not built.
+        ValueError: If the model, or a model that is a layer of a Sequential or functional one, is not built.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"`model` must be a keras.Model, such as keras.models.load_model(file) returns. Received: model={model!r}"
         )
-    # Only models are checked: Keras leaves some layers without weights unbuilt.
-    unbuilt = [inner for inner in sublayers(model) if isinstance(inner, keras.Model) and not inner.built]
+    # Only models are checked: Keras leaves some layers without weights unbuilt. Custom code may use a nested model as a
+    # container of layers, or never.
+    children = (child for layer in sublayers(model) if is_passthrough(layer) for child in direct_sublayers(layer))
+    unbuilt = [inner for inner in (model, *children) if isinstance(inner, keras.Model) and not inner.built]
     if unbuilt:
         raise ValueError(
             f"{type(unbuilt[0]).__name__} {unbuilt[0].name!r} is not built: call it on a batch first, or give it an "

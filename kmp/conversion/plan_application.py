@@ -1,5 +1,6 @@
 """Rebuilds a model with the dtype policies of a plan, or in float32."""
 
+import contextlib
 from typing import Any
 
 import keras
@@ -50,7 +51,12 @@ def _apply_plan(model: keras.Model, plan: Plan, integer_inputs: set[int]) -> ker
         clone = type(original).from_config(config)
         return Float32Operation(clone, name=original.name) if policy == FLOAT32.name else clone
 
-    converted = clone_model(model, clone_function, plan.policy)
+    with contextlib.ExitStack() as stack:
+        if any(
+            layers.reason_for_float32(type(part.operation)) and part.path in plan.float32 for part in parts_of(model)
+        ):
+            stack.callback(layers.keep_third_party_in_float32().remove)  # those that the code of a class creates
+        converted = clone_model(model, clone_function, plan.policy)
     _set_sublayer_policies(model, converted, "", plan)  # for sublayers created in `build`
     return converted
 

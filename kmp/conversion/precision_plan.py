@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -130,7 +131,7 @@ def make_plan(model: keras.Model, policy: str, keep_float32: Any = None, float32
         needs_float32 = {path: rule.reason for path, rule in rules.items() if rule.category == NEEDS_FLOAT32}
         outputs = {id(operation) for operation in output_operations(model)}
         # The rightmost reason of a path applies.
-        float32 = {part.path: _OUTPUT for part in parts if id(part.operation) in outputs} | needs_float32 | float32
+        float32 = _with_tied_weights(parts, outputs) | needs_float32 | float32
         _add_followers(model, parts, rules, float32)
     _add_wrappers_and_sublayers(parts, float32)
     return replace(plan, float32={part.path: float32[part.path] for part in parts if part.path in float32})
@@ -235,6 +236,15 @@ def output_operations(model: keras.Model) -> Iterable[keras.Operation]:
         operation = keras_internals.producer_of(tensor)
         nested = list(output_operations(operation)) if isinstance(operation, keras.Model) else []
         yield from nested or [operation]
+
+
+def _with_tied_weights(parts: list[Part], outputs: AbstractSet[int]) -> dict[str, str]:
+    """Returns the output operations by path. One that is a sublayer of an earlier layer needs that in float32 too."""
+    float32 = {part.path: _OUTPUT for part in parts if id(part.operation) in outputs}
+    for part in parts:
+        if part.path in float32 and part.parent is not None and not isinstance(part.parent, keras.Model):
+            float32.setdefault(part.path.rpartition("/")[0], _AROUND.format(path=part.path))
+    return float32
 
 
 def _add_followers(model: keras.Model, parts: list[Part], rules: dict[str, OpRule], float32: dict[str, str]) -> None:

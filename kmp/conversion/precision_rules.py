@@ -147,6 +147,9 @@ def rule_for(part: Part) -> OpRule:
         return _ALWAYS_FLOAT32
     if not part.is_layer:
         return _rule_of_operation(part.operation)
+    third_party = layers.reason_for_float32(type(part.operation))
+    if third_party:
+        return OpRule(NEEDS_FLOAT32, third_party, type(part.operation).__module__)
     return _rule_of_configuration(part.operation) or next(
         (rule for layer_class, rule in _RULES_OF_LAYER_CLASSES if isinstance(part.operation, layer_class)),
         _fallback_rule(part.operation),

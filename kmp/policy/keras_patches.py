@@ -1,8 +1,9 @@
 """What kmp patches in Keras while it is enabled.
 
-It patches `compile`, `make_train_function` and `losses` of `keras.Model`, the state that stores the global dtype policy
-(see `kmp.backend.process_policy`), and for several workers two more functions of the trainer (see
-`kmp.backend.trainer_fixes`). `guarded_training` wraps `train_step` of single models.
+It patches `compile`, `make_train_function` and `losses` of `keras.Model`, `__init__` of `keras.Layer` (see
+`kmp.layers.third_party`), the state that stores the global dtype policy (see `kmp.backend.process_policy`), and for
+several workers two more functions of the trainer (see `kmp.backend.trainer_fixes`). `guarded_training` wraps
+`train_step` of single models.
 """
 
 import functools
@@ -13,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import keras
 
+from kmp import layers
 from kmp.backend import Replacement, compute_dtypes, defining_class, replace_policy_state, trainer_fixes
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import grappler_rewrite, guarded_training, misuse_warnings
@@ -42,6 +44,7 @@ def update_patches() -> None:
     # for a user's override and then does not compile a loaded model.
     for name, make in _PATCHES.items():
         _patches.append(Replacement(defining_class(keras.Model, name), name, make))
+    _patches.append(layers.keep_third_party_in_float32())
 
 
 def _patch_for_several_workers(model: keras.Model | None = None) -> None:

@@ -1,0 +1,91 @@
+import inspect
+import logging
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import kmp
+from kmp.layers.third_party import reason_for_float32
+
+
+class ESMRotaryEmbedding(keras.layers.Layer):
+    """Stands for keras-hub's layer of this name: `arange` in float16 has no kernel in a graph."""
+
+    def __init__(self, wavelength=10, **kwargs):
+        super().__init__(**kwargs)
+        self.wavelength = wavelength
+        self.scale = keras.layers.Dense(4, dtype=self.dtype_policy)
+
+    def call(self, x):
+        positions = ops.arange(ops.shape(x)[-1], dtype=x.dtype)
+        return self.scale(x + ops.sin(positions / self.wavelength))
+
+
+class Rotary(ESMRotaryEmbedding):
+    """A subclass without an `__init__` of its own."""
+
+
+class Ordinary(keras.layers.Layer):
+    """A layer of the same package that is not listed."""
+
+
+for listed in (ESMRotaryEmbedding, Ordinary):
+    listed.__module__ = "keras_hub.src.models.esm"
+
+
+@keras.saving.register_keras_serializable("tests")
+class Encoder(keras.Model):
+    """Creates its layer in code, so that no config of the model contains it."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.rotary = ESMRotaryEmbedding(name="rotary")
+
+    def call(self, x):
+        return self.rotary(x)
+
+
+def test_listed_class_and_its_subclasses_have_a_reason():
+    assert "arange" in reason_for_float32(ESMRotaryEmbedding)
+    assert "arange" in reason_for_float32(Rotary)
+    assert reason_for_float32(Ordinary) is None
+    assert reason_for_float32(keras.layers.Dense) is None
+
+
+@pytest.mark.parametrize("layer_class", [ESMRotaryEmbedding, Rotary])
+def test_listed_layer_is_float32_while_float16_is_enabled(layer_class, caplog):
+    caplog.set_level(logging.INFO, "kmp")
+    with kmp.enable():
+        layer, ordinary = layer_class(wavelength=5), Ordinary()
+        model = keras.Sequential([keras.Input((4,)), layer, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        assert np.isfinite(model.train_on_batch(np.ones((8, 4)), np.ones((8, 1))))
+    assert (layer.compute_dtype, layer.scale.compute_dtype) == ("float32", "float32")
+    assert (ordinary.compute_dtype, layer.get_config()["wavelength"] if layer_class is Rotary else 5) == ("float16", 5)
+    assert f"{layer_class.__name__} stays in float32: it calls `arange`" in caplog.text
+    assert layer_class(dtype="mixed_float16").compute_dtype == "float16"  # as before `enable`
+
+
+def test_other_policies_are_kept():
+    with kmp.enable("mixed_bfloat16"):
+        assert ESMRotaryEmbedding().compute_dtype == "bfloat16"
+    with kmp.enable("float32"):
+        assert ESMRotaryEmbedding().compute_dtype == "float32"
+
+
+def test_signature_that_keras_reads_is_kept():
+    before = inspect.signature(keras.layers.Layer.__init__)
+    with kmp.enable():
+        assert inspect.getfullargspec(keras.layers.Layer.__init__).varargs is None
+        assert inspect.signature(keras.layers.Layer.__init__) == before
+
+
+def test_converted_model_keeps_a_listed_layer_in_float32():
+    model = Encoder()
+    model(np.ones((2, 4), "float32"))
+    converted = kmp.convert(model)
+    assert converted.rotary.compute_dtype == "float32"
+    assert "arange" in kmp.audit(model).plan.float32["rotary"]
+    assert kmp.convert(model, float32_layers=False).rotary.compute_dtype == "float16"
