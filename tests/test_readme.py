@@ -69,7 +69,8 @@ def test_table_of_log_keys_is_what_the_callbacks_log(enabled):
 
 
 def test_every_fault_in_the_table_is_a_test_that_exists():
-    for *_, name in rows_of("## What goes wrong", README):
+    faults = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    for *_, name in rows_of("# Faults", faults):
         file, test = name.strip("`").split("::")
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(), name
 

@@ -1,0 +1,63 @@
+"""Writes docs/hub.md from the results of `check.py`.
+
+Run with `python tests/hub/table.py`.
+"""
+
+import json
+from pathlib import Path
+
+RESULTS = Path(__file__).with_name("results.json")
+PAGE = Path(__file__).parents[2] / "docs" / "hub.md"
+MODES = ("keras", "enable", "convert")
+_START = "## All models\n"
+_COLUMNS = """
+`Keras`, `enable` and `convert`: the relative error (L2 norm) of the outputs against float32, by Keras' own `mixed_float16`,
+by `kmp.enable()` and by `kmp.convert(model)`. Loss: before and after 30 steps. Largest: the largest magnitude that a layer
+returns in float32; float16 ends at 65504. Kept: layers and operations that `convert` keeps in float32, of all.
+
+| model | Keras | `enable` | `convert` | loss in float32 | loss with `enable` | largest | kept |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+def works(result, mode):
+    """Whether a model computes finite outputs close to float32 in a mode, and trains about as well as in float32."""
+    candidate = result[mode]
+    if "raises" in candidate or candidate["error"] is None:
+        return False
+    if mode == "keras":
+        return True
+    first, last = result["losses"]
+    first_of_candidate, last_of_candidate = candidate["losses"]
+    return first_of_candidate - last_of_candidate >= 0.5 * (first - last)
+
+
+def main():
+    """Prints and writes the table."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    rows = []
+    for name, result in results.items():
+        errors = [_error(result[mode]) for mode in MODES]
+        losses = [_losses(result), _losses(result["enable"])]
+        kept = f"{len(result['float32'])} of {result['layers_and_operations']}"
+        rows.append("| " + " | ".join([f"`{name}`", *errors, *losses, f"{result['largest'][1]:.3g}", kept]) + " |")
+    counts = {mode: sum(works(result, mode) for result in results.values()) for mode in MODES}
+    print(f"{counts} of {len(results)}")
+    introduction = PAGE.read_text(encoding="utf-8").partition(_START)[0] if PAGE.exists() else "# keras-hub\n\n"
+    PAGE.write_text(introduction + _START + _COLUMNS + "\n".join(rows) + "\n", encoding="utf-8")
+
+
+def _error(candidate):
+    if "raises" in candidate:
+        return "raises"
+    return "NaN" if candidate["error"] is None else f"{candidate['error']:.1e}"
+
+
+def _losses(result):
+    if "losses" not in result:
+        return ""
+    return " to ".join(f"{loss:.3g}" for loss in result["losses"])
+
+
+if __name__ == "__main__":
+    main()

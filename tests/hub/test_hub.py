@@ -1,0 +1,112 @@
+"""Models of keras-hub in float16. Needs the extra `hub`; the committed results are tested without it."""
+
+import json
+
+import keras
+import pytest
+import table
+
+import kmp
+
+RESULTS = json.loads(table.RESULTS.read_text(encoding="utf-8"))
+NOT_WORKING = {"enable": set(), "convert": set()}
+
+
+@pytest.fixture(scope="module")
+def check():
+    pytest.importorskip("keras_hub", reason="needs the extra `hub`")
+    import check
+
+    return check
+
+
+@pytest.mark.parametrize("mode", ["enable", "convert"])
+def test_results_name_every_model_that_does_not_work(mode):
+    wrong = {name for name, result in RESULTS.items() if not table.works(result, mode)}
+    assert wrong == NOT_WORKING[mode]
+
+
+def test_models_that_fail_with_keras_work_with_kmp():
+    fixed = {name for name, result in RESULTS.items() if not table.works(result, "keras")} - NOT_WORKING["enable"]
+    assert {"BertMaskedLM", "FluxBackbone", "RWKV7Backbone", "T5Backbone", "T5GemmaBackbone"} <= fixed
+
+
+def test_error_of_the_outputs_is_about_that_of_keras_where_keras_works():
+    pairs = {
+        name: (result[mode]["error"], result["keras"]["error"])
+        for name, result in RESULTS.items()
+        for mode in ("enable", "convert")
+        if table.works(result, "keras") and table.works(result, mode)
+    }
+    assert {name: pair for name, pair in pairs.items() if pair[0] > 1.5 * pair[1] + 1e-3} == {}
+
+
+@pytest.mark.slow
+def test_results_have_every_model(check):
+    assert set(RESULTS) == set(check.MODELS)
+
+
+# The smallest model of a kind: encoder, decoder, mixture of experts, encoder-decoder, recurrent, image, vision-language,
+# audio, diffusion; and the ones that Keras' policy breaks.
+FAMILIES = (
+    *("BertMaskedLM", "ESMBackbone", "GemmaBackbone soft caps", "MixtralBackbone", "RWKV7Backbone", "T5Seq2SeqLM"),
+    *("ResNetBackbone pre-activation", "SAMBackbone", "ViTBackbone", "PaliGemmaBackbone", "WhisperBackbone"),
+    "FluxBackbone",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of keras-hub's layers; the results have the messages
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_model_of_each_family(check, name):
+    result = check.check(name)
+    for mode in ("enable", "convert"):
+        assert table.works(result, mode) == (name not in NOT_WORKING[mode]), result[mode]
+
+
+@pytest.fixture
+def gemma3(check):
+    """Gemma3Backbone with norms as large as in trained models, its inputs, and its outputs in float32."""
+    model = check.built("Gemma3Backbone")
+    for variable in model.trainable_variables:
+        if "post_attention_norm" in variable.path or "post_ffw_norm" in variable.path:
+            variable.assign(keras.ops.full_like(variable, 3e4))
+    inputs = check.inputs_of(model)
+    return model, inputs
+
+
+def error_of(check, model, expected, inputs):
+    return check.relative_error(check.outputs_of(model, inputs), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_residuals_beyond_65504_that_keras_hub_clips(check, gemma3):
+    model, inputs = gemma3
+    expected = check.outputs_of(model, inputs)
+    assert error_of(check, kmp.convert(model), expected, inputs) > 0.1  # finite, but clipped
+    converted = kmp.convert(model, keep_float32="decoder_block_*")
+    assert error_of(check, converted, expected, inputs) < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_residuals_beyond_65504_before_keras_hub_clipped_them(check, gemma3, monkeypatch):
+    model, inputs = gemma3
+    monkeypatch.setattr(keras.ops, "clip", lambda x, low, high: x)  # keras-hub before its pull request 2519
+    expected = check.outputs_of(model, inputs)
+    assert error_of(check, kmp.convert(model), expected, inputs) is None
+    assert error_of(check, kmp.convert(model, batch=inputs), expected, inputs) < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_feed_forward_beyond_65504_as_in_trained_t5(check):
+    model = check.built("T5Backbone")
+    for variable in model.trainable_variables:
+        if variable.path.endswith("output_projector/kernel") and "attention" not in variable.path:
+            variable.assign(3e5 * keras.ops.sign(variable))
+    inputs = check.inputs_of(model)
+    expected = check.outputs_of(model, inputs)
+    assert error_of(check, kmp.convert(model), expected, inputs) is None
+    assert error_of(check, kmp.convert(model, batch=inputs), expected, inputs) < 0.01
