@@ -1,8 +1,5 @@
-import inspect
 import re
 import shlex
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -15,7 +12,11 @@ import kmp
 from kmp_cli import main
 
 DOCS = Path(__file__).parent.parent / "docs"
+README = (DOCS.parent / "README.md").read_text(encoding="utf-8")
 COMING_FROM = (DOCS / "coming-from.md").read_text(encoding="utf-8")
+GUIDE_PAGES = {
+    path.stem: path.read_text(encoding="utf-8") for path in (DOCS / "guide.md", *sorted((DOCS / "guide").glob("*.md")))
+}
 
 
 def lines_of_kmp():
@@ -72,7 +73,8 @@ def test_commands_of_the_guide_run_as_they_are_written(tmp_path, monkeypatch, ca
     callbacks = kmp.callbacks.defaults(log_dir="runs/first")
     model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=callbacks, verbose=0)
     model.save("model.keras")
-    commands = re.findall(r"```bash\n(.*?)\n```", (DOCS / "guide.md").read_text(encoding="utf-8"))
+    blocks = [block for page in GUIDE_PAGES.values() for block in re.findall(r"(?s)```bash\n(.*?)\n```", page)]
+    commands = sorted({command for block in blocks for command in block.splitlines()})
     ours = [command for command in commands if command.startswith("kmp ")]
     assert ours == ["kmp audit model.keras", "kmp report runs/first"]
     assert commands == [ours[0], ours[1], "python notebooks/several_workers.py runs/workers"]  # see test_multiworker
@@ -81,21 +83,27 @@ def test_commands_of_the_guide_run_as_they_are_written(tmp_path, monkeypatch, ca
     assert "dense" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_reference_is_made_of_every_public_name(tmp_path):
-    command = [sys.executable, "-m", "pdoc", "-d", "google", "-o", str(tmp_path), "kmp"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    modules = {name for name in kmp.__all__ if inspect.ismodule(getattr(kmp, name))}
-    assert {path.stem for path in (tmp_path / "kmp").glob("*.html")} == modules
-    for module in (kmp, *(getattr(kmp, name) for name in modules)):
-        page = (tmp_path / f"{module.__name__.replace('.', '/')}.html").read_text(encoding="utf-8")
-        names = set(getattr(module, "__all__", ())) - modules
-        assert [name for name in names if f'<section id="{name}">' not in page] == []
+def python_blocks(text):
+    return re.findall(r"(?s)```python\n(.*?)```", text)
+
+
+@pytest.mark.parametrize("page", [page for page, text in GUIDE_PAGES.items() if python_blocks(text)])
+def test_python_blocks_of_the_guide_run_from_top_to_bottom(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names, blocks = {"__name__": page}, python_blocks(GUIDE_PAGES[page])
+    if page == "convert":  # its first block is the README's, which test_readme.py runs
+        assert blocks[0].removeprefix("import keras, kmp\n\n") in python_blocks(README)
+        network = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, "softmax")])
+        names |= {"kmp": kmp, "network": network, "audit": kmp.audit(network)}
+        blocks = blocks[1:]
+    for code in blocks:
+        block = compile(code, page, "exec")
+        if not re.search("import (wandb|mlflow)", code):  # see callbacks/test_wandb_histograms.py and test_mlflow.py
+            exec(block, names)
 
 
 def test_loop_trains_and_options_are_parsed(names):
-    loop, options = re.findall(r"```python\n(.*?)```", COMING_FROM, re.DOTALL)
+    loop, options = python_blocks(COMING_FROM)
     exec(loop, names)
     x, y = np.random.default_rng(0).normal(size=(64, 64)).astype("float32"), np.arange(64) % 10
     losses = [float(names["step"](x, y)) for _ in range(20)]
@@ -106,10 +114,10 @@ def test_loop_trains_and_options_are_parsed(names):
 
 def test_loop_of_the_guide_logs_its_gradients(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    guide = (DOCS / "guide.md").read_text(encoding="utf-8")
-    (loop,) = (code for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "CallbackList" in code)
+    (loop,) = (code for code in python_blocks("".join(GUIDE_PAGES.values())) if "CallbackList" in code)
     with kmp.enable():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="float32")])
+        optimizer = kmp.wrap("adam")
 
     def train_step(x, y):
         with tf.GradientTape() as tape:
@@ -117,7 +125,7 @@ def test_loop_of_the_guide_logs_its_gradients(tmp_path, monkeypatch):
         gradients = tape.gradient(scaled_loss, model.trainable_variables)
         model.optimizer.apply(gradients, model.trainable_variables)
 
-    batches = [(np.ones((4, 2), "float32"), np.ones((4, 1), "float32"))] * 3
-    exec(loop, {"keras": keras, "kmp": kmp, "model": model, "epochs": 2, "batches": batches, "train_step": train_step})
+    names = {"x": np.ones((4, 2), "float32"), "y": np.ones((4, 1), "float32"), "optimizer": optimizer}
+    exec(loop, names | {"keras": keras, "kmp": kmp, "model": model, "train_step": train_step})
     run = kmp.load_run("run")
     assert [sample.step for sample in run.samples] == [1, 4]

@@ -13,11 +13,14 @@ from kmp.scaling import settings
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
-PAGES = ["README.md", "README.zh-CN.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
+FIRST_PAGE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+GUIDE_PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "guide").glob("*.md"))}
+GUIDE = "".join([FIRST_PAGE, *GUIDE_PAGES.values()])
+DOCS = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+PAGES = ["README.md", "README.zh-CN.md", *(page.relative_to(ROOT).as_posix() for page in DOCS)]
 
 
-def rows_of(heading, text=GUIDE):
+def rows_of(heading, text):
     """The cells of the first table after a heading or sentence, without its header."""
     table = text.split(heading, 1)[1].split("\n|", 1)[1].split("\n\n", 1)[0]
     return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[2:]]
@@ -47,7 +50,9 @@ def test_example_runs_as_it_stands(tmp_path, monkeypatch):
 
 
 def test_table_of_loss_scale_arguments_is_the_signature():
-    documented = {cells[0].strip("`"): cells[1].strip("`") for cells in rows_of("## The loss scale")}
+    documented = {
+        cells[0].strip("`"): cells[1].strip("`") for cells in rows_of("## Arguments", GUIDE_PAGES["loss-scale"])
+    }
     parameters = inspect.signature(kmp.LossScaleOptimizer).parameters
     ours = {*settings.LossScaleSettings.__annotations__, "jit_compile"} - {"dynamic_growth_steps"}
     assert set(documented) == ours
@@ -57,15 +62,29 @@ def test_table_of_loss_scale_arguments_is_the_signature():
 
 
 def test_table_of_callback_arguments_is_the_signature():
-    documented = {cells[0].strip("`") for cells in rows_of("## Callbacks")}
+    page = GUIDE_PAGES["callbacks"]
+    documented = {cells[0].strip("`") for cells in rows_of("share these arguments:", page)}
     assert documented == set(inspect.signature(callbacks.LossScaleLogger).parameters)
+    parameters = inspect.signature(callbacks.defaults).parameters
+    defaults = {cells[0].strip("`"): cells[1].strip("`") for cells in rows_of("# Callbacks and logs", page)}
+    assert defaults == {name: str(value.default) for name, value in parameters.items()} | {
+        name: f'"{parameters[name].default}"' for name in ("reference", "on_stuck", "logs")
+    }
 
 
 def test_table_of_log_keys_is_what_the_callbacks_log(enabled):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="mixed_float16")])
     model.compile("sgd", "mse")
     history = model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=callbacks.defaults(logs="all"), verbose=0).history
-    assert {cells[0].strip("`") for cells in rows_of("They add `loss_scale`")} == set(history) - {"loss"}
+    documented = {cells[0].strip("`") for cells in rows_of("## Keys in `logs`", GUIDE_PAGES["callbacks"])}
+    assert documented == set(history) - {"loss"}
+
+
+def test_table_of_the_schema_is_what_a_log_may_have():
+    rows = rows_of("## Schema of the log", GUIDE_PAGES["callbacks"])
+    documented = [key for cells in rows for key in re.findall("`(.*?)`", cells[0])]
+    of_earlier_schemas = {"culprit", "culprits_by_variable"}
+    assert sorted(documented) == sorted(kmp.records.RECORD_KEYS - of_earlier_schemas)
 
 
 def test_every_fault_in_the_table_is_a_test_that_exists():
@@ -76,7 +95,9 @@ def test_every_fault_in_the_table_is_a_test_that_exists():
 
 
 def test_table_of_the_stuck_detectors_arguments_is_the_signature():
-    documented = {cells[0].strip("`"): cells[1].strip("`") for cells in rows_of("## When float16 cannot work")}
+    documented = {
+        cells[0].strip("`"): cells[1].strip("`") for cells in rows_of("## Stuck training", GUIDE_PAGES["diagnose"])
+    }
     parameters = inspect.signature(callbacks.StuckDetector).parameters
     assert set(documented) == set(parameters)
     assert documented["patience"] == str(parameters["patience"].default)
@@ -95,6 +116,18 @@ def test_every_public_name_is_documented():
         "kmp.callbacks.defaults(",
     ]
     assert [name for name in names if name not in GUIDE] == []
+
+
+def test_first_page_of_the_guide_links_to_each_page():
+    linked = [cells[-1].partition("(guide/")[2].removesuffix(".md)") for cells in rows_of("# Guide", FIRST_PAGE)]
+    assert sorted(linked) == sorted(GUIDE_PAGES)
+
+
+@pytest.mark.parametrize("name", GUIDE_PAGES)
+def test_page_of_the_guide_is_short_and_starts_with_an_example(name):
+    page = GUIDE_PAGES[name]
+    assert page.count("\n") <= 150
+    assert name == "questions" or "```" in page.split("\n## ")[0].split("\n| ")[0]
 
 
 def test_chinese_page_has_the_same_code_tables_and_links():

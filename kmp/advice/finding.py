@@ -62,8 +62,7 @@ class Finding:
 class Advice(tuple[Finding, ...]):
     """A tuple of findings, most important first. Empty for a healthy run.
 
-    Args:
-        findings: The findings.
+    Attributes:
         verdict: The effect of float16 on this run, in a sentence.
 
     Example:

@@ -11,9 +11,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "hub.md"
 MODES = ("keras", "enable", "convert")
 _START = "## All models\n"
 _COLUMNS = """
-`Keras`, `enable` and `convert`: the relative error (L2 norm) of the outputs against float32, by Keras' own `mixed_float16`,
-by `kmp.enable()` and by `kmp.convert(model)`. Loss: before and after 30 steps. Largest: the largest magnitude that a layer
-returns in float32; float16 ends at 65504. Kept: layers and operations that `convert` keeps in float32, of all.
+- `Keras`, `enable`, `convert`: the relative error (L2 norm) of the outputs against float32 with Keras' `mixed_float16`,
+  `kmp.enable()` and `kmp.convert(model)`; `NaN` if an output is not finite, `raises` for an error.
+- loss: the mean squared error against random targets before and after 30 steps.
+- largest: the largest magnitude that a layer returns in float32. float16 ends at 65504.
+- kept: the layers and operations that `convert` keeps in float32, of all.
 
 | model | Keras | `enable` | `convert` | loss in float32 | loss with `enable` | largest | kept |
 | --- | --- | --- | --- | --- | --- | --- | --- |

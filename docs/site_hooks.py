@@ -1,0 +1,46 @@
+"""Adds the pages outside this folder to the site: README, notebooks, contribution guide and changelog."""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    "README.md": "index.md",
+    "README.zh-CN.md": "index.zh-CN.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+_LINK = re.compile(r"(\]\()(?!http|#|mailto:)([^)#]+)")
+
+
+@event_priority(100)  # before mkdocs-jupyter looks for notebooks
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the files."""
+    for source, target in PAGES.items():
+        files.append(File.generated(config, target, abs_src_path=str(ROOT / source)))
+    for path in sorted((ROOT / "notebooks").rglob("*")):
+        if path.suffix in (".ipynb", ".png", ".py"):
+            name = path.relative_to(ROOT).as_posix()
+            files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Replaces links that are relative to the repository by those of the site; files that it lacks become code."""
+    target = page.file.src_uri
+    source = next((source for source, page_of in PAGES.items() if page_of == target), f"docs/{target}")
+
+    def on_site(match: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[2]))
+        path = PAGES.get(path, path.removeprefix("docs/"))
+        path = "notebooks/1-first-run.ipynb" if path == "notebooks" else path
+        return match[1] + posixpath.relpath(path, posixpath.dirname(target) or ".")
+
+    in_site = _LINK.sub(on_site, markdown)
+    return re.sub(r"\[([^\]]+)\]\(((?:\.\./)*(?:tests|kmp)/[^)]*)\)", r"\1", in_site)
