@@ -16,7 +16,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-_LINK = re.compile(r"(\]\()(?!http|#|mailto:)([^)#]+)")
+_LINK = re.compile(r"(?s:```.*?```)|(\]\()(?!http|#|mailto:)([^)#]+)")  # or a block of code
 
 
 @event_priority(100)  # before mkdocs-jupyter looks for notebooks
@@ -37,6 +37,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = next((source for source, page_of in PAGES.items() if page_of == target), f"docs/{target}")
 
     def on_site(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[2]))
         path = PAGES.get(path, path.removeprefix("docs/"))
         path = "notebooks/1-first-run.ipynb" if path == "notebooks" else path

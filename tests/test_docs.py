@@ -102,6 +102,16 @@ def test_python_blocks_of_the_guide_run_from_top_to_bottom(page, tmp_path, monke
             exec(block, names)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # one of the errors of the page
+def test_blocks_of_the_page_on_errors_print_what_it_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code = "".join(python_blocks((DOCS / "errors.md").read_text(encoding="utf-8")))
+    lines = [line for line in code.splitlines() if line.startswith(("print", "# "))]
+    expected = [text for line in lines for text in re.findall(r"(?:^|\)  )# (.*)$", line)]
+    exec(compile(code, "errors.md", "exec"), {"__name__": "errors"})
+    assert capsys.readouterr().out.splitlines() == expected
+
+
 def test_loop_trains_and_options_are_parsed(names):
     loop, options = python_blocks(COMING_FROM)
     exec(loop, names)

@@ -41,7 +41,7 @@ def _obstacle_to_dtype(part: Part) -> str:
     if not part.is_layer or is_keras_class(type(layer)) or isinstance(layer, keras.Model):
         return ""
     try:
-        config = layer.get_config()
+        config = layer.get_config() or {}
     except Exception:  # custom code may raise anything; cloning the model reports it
         return ""
     if "dtype" not in config:

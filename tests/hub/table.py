@@ -42,7 +42,7 @@ def main():
         errors = [_error(result[mode]) for mode in MODES]
         losses = [_losses(result), _losses(result["enable"])]
         kept = f"{len(result['float32'])} of {result['layers_and_operations']}"
-        rows.append("| " + " | ".join([f"`{name}`", *errors, *losses, f"{result['largest'][1]:.3g}", kept]) + " |")
+        rows.append("| " + " | ".join([f"`{name}`", *errors, *losses, _magnitude(result), kept]) + " |")
     counts = {mode: sum(works(result, mode) for result in results.values()) for mode in MODES}
     print(f"{counts} of {len(results)}")
     introduction = PAGE.read_text(encoding="utf-8").partition(_START)[0] if PAGE.exists() else "# keras-hub\n\n"
@@ -53,6 +53,11 @@ def _error(candidate):
     if "raises" in candidate:
         return "raises"
     return "NaN" if candidate["error"] is None else f"{candidate['error']:.1e}"
+
+
+def _magnitude(result):
+    largest = result["largest"][1]
+    return "" if largest is None else f"{largest:.3g}"
 
 
 def _losses(result):
