@@ -27,7 +27,8 @@ def scripts():
 @pytest.mark.parametrize(("script", "output"), list(scripts()))
 def test_script_prints_the_output_of_the_page(script, output, tmp_path):
     variables = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
-    command = [sys.executable, "-W", "ignore", "-c", script]
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    command = [sys.executable, "-W", "ignore", "script.py"]
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, check=False
     )

@@ -18,7 +18,7 @@ logger = logging.getLogger("kmp")
 _logged: set[type] = set()
 
 _MASK = "its mask is multiplied by -1e9, which is -Inf in float16, and 0 * -Inf is NaN"
-_ARANGE = "it calls `arange` in the dtype of its input, which TensorFlow has no float16 kernel for in a graph"
+_ARANGE = "it calls `arange` in the dtype of its input, and in a graph TensorFlow refuses float16 there"
 _TWO_DTYPES = "it combines float32 and 16-bit tensors, which TensorFlow refuses"
 
 # By the first name of the module that defines the class.
