@@ -162,3 +162,18 @@ def test_audit_of_a_model_with_custom_layers_draws_no_seeds():
     keras.utils.set_random_seed(0)
     kmp.audit(model)
     assert keras.initializers.GlorotUniform().seed == expected
+
+
+class WithoutConfig(keras.layers.Layer):
+    """Its `get_config` forgets to return the config, as keras-hub's Gemma3 vision layers do."""
+
+    def get_config(self):
+        super().get_config()
+
+    def call(self, x):
+        return x
+
+
+def test_layer_whose_config_is_none_stays_float32():
+    model = keras.Sequential([keras.Input((4,)), WithoutConfig(name="one"), keras.layers.Dense(2, name="two")])
+    assert "no `dtype`" in kmp.audit(model).plan.float32["one"]

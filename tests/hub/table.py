@@ -30,8 +30,7 @@ def works(result, mode):
     if mode == "keras":
         return True
     first, last = result["losses"]
-    first_of_candidate, last_of_candidate = candidate["losses"]
-    return first_of_candidate - last_of_candidate >= 0.5 * (first - last)
+    return candidate["losses"][-1] <= (first + last) / 2
 
 
 def main():
