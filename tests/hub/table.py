@@ -44,7 +44,7 @@ def main():
         rows.append("| " + " | ".join([f"`{name}`", *errors, *losses, _magnitude(result), kept]) + " |")
     counts = {mode: sum(works(result, mode) for result in results.values()) for mode in MODES}
     print(f"{counts} of {len(results)}")
-    introduction = PAGE.read_text(encoding="utf-8").partition(_START)[0] if PAGE.exists() else "# keras-hub\n\n"
+    introduction = PAGE.read_text(encoding="utf-8").partition(_START)[0]
     PAGE.write_text(introduction + _START + _COLUMNS + "\n".join(rows) + "\n", encoding="utf-8")
 
 
