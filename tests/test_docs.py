@@ -88,8 +88,9 @@ def python_blocks(text):
 
 
 @pytest.mark.parametrize("page", [page for page, text in GUIDE_PAGES.items() if python_blocks(text)])
-def test_python_blocks_of_the_guide_run_from_top_to_bottom(page, tmp_path, monkeypatch):
+def test_python_blocks_of_the_guide_run_from_top_to_bottom(page, tmp_path, monkeypatch, two_replicas):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda: two_replicas)  # see its docstring
     names, blocks = {"__name__": page}, python_blocks(GUIDE_PAGES[page])
     if page == "convert":  # its first block is the README's, which test_readme.py runs
         assert blocks[0].removeprefix("import keras, kmp\n\n") in python_blocks(README)

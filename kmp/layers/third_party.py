@@ -71,6 +71,8 @@ def _patched_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: keras.Layer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        if reason_for_float32(type(self)) is None:  # before `compute_dtype`, which a class may need its `__init__` for
+            return
         reason = reason_for_float32(type(self), self.compute_dtype) if self.compute_dtype in DTYPES_16_BIT else None
         if reason:
             self.dtype_policy = FLOAT32.name
