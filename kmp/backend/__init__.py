@@ -26,7 +26,14 @@ from kmp.backend.layer_traversal import (
     rnn_states,
     sublayers,
 )
-from kmp.backend.monkeypatch import Replacement, defining_class, global_policy, instance_attribute, is_keras_class
+from kmp.backend.monkeypatch import (
+    Replacement,
+    defining_class,
+    global_policy,
+    instance_attribute,
+    is_keras_class,
+    tensor_float_32,
+)
 from kmp.backend.optimizer_resolution import resolve_optimizer
 from kmp.backend.packed_variable import PackedElement, PackedVariable
 from kmp.backend.process_policy import replace_policy_state
@@ -69,6 +76,7 @@ __all__ = [
     "saved_layer_state",
     "state_restored",
     "sublayers",
+    "tensor_float_32",
     "tensorflow_internals",
     "trainer_fixes",
     "watching_operations",

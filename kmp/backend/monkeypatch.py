@@ -1,10 +1,11 @@
-"""Replacing attributes and settings of Keras temporarily, and restoring them."""
+"""Replacing attributes and settings of Keras and TensorFlow temporarily, and restoring them."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 
 class Replacement:
@@ -57,6 +58,17 @@ def global_policy(policy: str) -> Iterator[None]:
         yield
     finally:
         keras.config.set_dtype_policy(previous)
+
+
+@contextlib.contextmanager
+def tensor_float_32(is_allowed: bool) -> Iterator[None]:
+    """Allows or disables TF32, a GPU's default for float32, which rounds the operands of products to 11 bits."""
+    was_allowed = tf.config.experimental.tensor_float_32_execution_enabled()
+    tf.config.experimental.enable_tensor_float_32_execution(is_allowed)
+    try:
+        yield
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(was_allowed)
 
 
 def is_keras_class(cls: type) -> bool:

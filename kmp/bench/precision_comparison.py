@@ -1,6 +1,5 @@
 """Each precision on this machine in under a minute: a matrix product, a convolution and a small training step."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmp.backend import hardware, xla
+from kmp.backend import hardware, tensor_float_32, xla
 from kmp.bench import small_models
 from kmp.bench.optimizer_step import MODES
 from kmp.bench.timing import Measurement, alternate, comparison, seconds_per_call
@@ -96,7 +95,7 @@ def _operation(
         result.numpy()  # a GPU has finished only then
 
     def rate() -> float:
-        with _tf32(name != _WITHOUT_TF32):
+        with tensor_float_32(name != _WITHOUT_TF32):
             return calls * operations / seconds_per_call(repeat) / 1e9
 
     return rate
@@ -107,7 +106,7 @@ def _training_step(task: small_models.Task, mode: str, name: str) -> Callable[[]
     train = small_models.trainer(task, policy, small_models.variant_for(policy), mode, _STEPS)
 
     def rate() -> float:
-        with _tf32(name != _WITHOUT_TF32):
+        with tensor_float_32(name != _WITHOUT_TF32):
             return task.units / train()
 
     return rate
@@ -115,13 +114,3 @@ def _training_step(task: small_models.Task, mode: str, name: str) -> Callable[[]
 
 def _convolve(images: tf.Tensor, filters: tf.Tensor) -> tf.Tensor:
     return tf.nn.conv2d(images, filters, 1, "SAME")
-
-
-@contextlib.contextmanager
-def _tf32(is_allowed: bool) -> Iterator[None]:
-    before = tf.config.experimental.tensor_float_32_execution_enabled()
-    tf.config.experimental.enable_tensor_float_32_execution(is_allowed)
-    try:
-        yield
-    finally:
-        tf.config.experimental.enable_tensor_float_32_execution(before)

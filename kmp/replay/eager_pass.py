@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import state_restored, sublayers, watching_operations
+from kmp.backend import state_restored, sublayers, tensor_float_32, watching_operations
 from kmp.gradients import tensor_statistics
 from kmp.records import GradientSample
 from kmp.replay.layer_marks import LayerMarks
@@ -89,7 +89,7 @@ def run_pass(
     with contextlib.ExitStack() as stack:
         stack.enter_context(state_restored(model))
         stack.enter_context(_computing_in_float32(float32_layers))
-        stack.enter_context(_without_tensor_float_32())
+        stack.enter_context(tensor_float_32(False))
         stack.enter_context(marks.on(model))
         if watch:
             stack.enter_context(watching_operations(found.observe))
@@ -117,17 +117,6 @@ def as_array(gradient: Any) -> np.ndarray:
         values = tf.cast(gradient.values, tf.float32)
         gradient = tf.math.unsorted_segment_sum(values, row_of, tf.size(rows))
     return np.asarray(gradient).astype(np.float32)
-
-
-@contextlib.contextmanager
-def _without_tensor_float_32() -> Iterator[None]:
-    """Disables TF32, TensorFlow's default on a GPU, which rounds the operands of products to 11 significant bits."""
-    was_enabled = tf.config.experimental.tensor_float_32_execution_enabled()
-    tf.config.experimental.enable_tensor_float_32_execution(False)
-    try:
-        yield
-    finally:
-        tf.config.experimental.enable_tensor_float_32_execution(was_enabled)
 
 
 class _ComputeInFloat32(keras.DTypePolicy):
