@@ -239,10 +239,10 @@ def output_operations(model: keras.Model) -> Iterable[keras.Operation]:
 
 
 def _with_tied_weights(parts: list[Part], outputs: AbstractSet[int]) -> dict[str, str]:
-    """Returns the output operations by path. One that is a sublayer of an earlier layer needs that in float32 too."""
+    """Returns the output operations, with the reason, by path; and the layers that these are sublayers of."""
     float32 = {part.path: _OUTPUT for part in parts if id(part.operation) in outputs}
     for part in parts:
-        if part.path in float32 and part.parent is not None and not isinstance(part.parent, keras.Model):
+        if part.path in float32 and not isinstance(part.parent, keras.Model):
             float32.setdefault(part.path.rpartition("/")[0], _AROUND.format(path=part.path))
     return float32
 

@@ -22,16 +22,14 @@ import numpy as np
 import tensorflow as tf
 import text_models
 from inputs import inputs_of
+from table import MODES, RESULTS
 
 import kmp
 
-RESULTS = Path(__file__).with_name("results.json")
 SHARES = (text_models, image_models, multimodal_models)
 MODELS = {name: build for share in SHARES for name, build in share.MODELS.items()}
 INPUTS = {name: make for share in SHARES for name, make in share.INPUTS.items()}
-NOT_BUILT = {name: reason for share in SHARES for name, reason in share.NOT_BUILT.items()}
 STEPS = 30
-MODES = ("keras", "enable", "convert")  # stock mixed_float16, `kmp.enable()`, `kmp.convert(model)`
 
 
 def check(name):

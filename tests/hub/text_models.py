@@ -184,4 +184,3 @@ MODELS |= {
 }
 
 INPUTS: dict[str, Callable[[], dict]] = {}
-NOT_BUILT: dict[str, str] = {}
