@@ -183,7 +183,7 @@ def _row(
 ) -> Row:
     layer, output_dtype = part.operation, _output_dtype(part.operation)
     is_input = isinstance(layer, keras.layers.InputLayer)
-    rule = rule_for(part) if has_own_rule or is_input else _inherited_rule(part.parent)
+    rule = rule_for(part, plan.compute_dtype) if has_own_rule or is_input else _inherited_rule(part.parent)
     reason = plan.float32.get(part.path, rule.reason)
     has_dtypes = part.is_layer and not is_passthrough(layer)
     compute_dtype = layer.compute_dtype if has_dtypes else output_dtype or ""

@@ -101,7 +101,7 @@ def convert(
         if path in plan.float32:
             logger.warning("%s stays float32: %s.", path, obstacle)
     if float32_layers:
-        _warn_unreachable(model)
+        _warn_unreachable(model, plan.compute_dtype)
     converted, plan = (
         _convert_until_finite(model, plan, batch) if batch is not None else (apply_plan(model, plan), plan)
     )
@@ -148,9 +148,9 @@ def _log_indices(model: keras.Model, converted: keras.Model, plan: Plan, batch: 
         logger.warning(rounding)
 
 
-def _warn_unreachable(model: keras.Model) -> None:
+def _warn_unreachable(model: keras.Model, dtype: str) -> None:
     for part in unreachable_operations(parts_of(model)):
-        rule = rule_for(part)
+        rule = rule_for(part, dtype)
         if rule.category == NEEDS_FLOAT32:
             logger.warning(_UNREACHABLE, part.path, type(part.parent).__name__, rule.reason)
 

@@ -1,6 +1,5 @@
 """Rebuilds a model with the dtype policies of a plan, or in float32."""
 
-import contextlib
 from typing import Any
 
 import keras
@@ -10,7 +9,7 @@ from kmp.backend import global_policy, is_keras_class, keras_internals
 from kmp.conversion.constructor_arguments import from_config
 from kmp.conversion.integer_inputs import INTEGER_DTYPE, with_integer_inputs
 from kmp.conversion.model_cloning import Config, clone_model
-from kmp.conversion.model_parts import parts_of
+from kmp.conversion.model_parts import Part, parts_of
 from kmp.conversion.precision_plan import Plan
 from kmp.layers import Float32Operation
 from kmp.utils import DTYPES_16_BIT, FLOAT32
@@ -33,7 +32,9 @@ def apply_plan(model: keras.Model, plan: Plan) -> keras.Model:
 
 
 def _apply_plan(model: keras.Model, plan: Plan, integer_inputs: set[int]) -> keras.Model:
-    paths = {id(part.operation): part.path for part in parts_of(model)}
+    parts = parts_of(model)
+    paths = {id(part.operation): part.path for part in parts}
+    third_party = _third_party_in_float32(parts, plan)
 
     def clone_function(original: keras.Operation, config: Config) -> keras.Operation:
         path = paths.get(id(original), "")
@@ -45,20 +46,28 @@ def _apply_plan(model: keras.Model, plan: Plan, integer_inputs: set[int]) -> ker
         if isinstance(original, keras.Layer):
             # kmp's BatchNormalization has float32 statistics; "float16" and "bfloat16" keep all weights in 16 bits.
             new_class = type(original) if policy in DTYPES_16_BIT else _KMP_CLASSES.get(type(original), type(original))
-            clone = _clone_layer(original, config, new_class, policy)
+            # The code of a class may call the sublayers that it creates at once: their policies cannot be set later.
+            inside = {cls for name, cls in third_party.items() if not path or f"{name}/".startswith(f"{path}/")}
+            with layers.only_in_float32(inside):
+                clone = _clone_layer(original, config, new_class, policy)
             _set_sublayer_policies(original, clone, path, plan)
             return clone
         clone = type(original).from_config(config)
         return Float32Operation(clone, name=original.name) if policy == FLOAT32.name else clone
 
-    with contextlib.ExitStack() as stack:
-        if any(
-            layers.reason_for_float32(type(part.operation)) and part.path in plan.float32 for part in parts_of(model)
-        ):
-            stack.callback(layers.keep_third_party_in_float32().remove)  # those that the code of a class creates
+    with layers.only_in_float32(set(third_party.values())):
         converted = clone_model(model, clone_function, plan.policy)
     _set_sublayer_policies(model, converted, "", plan)  # for sublayers created in `build`
     return converted
+
+
+def _third_party_in_float32(parts: list[Part], plan: Plan) -> dict[str, type]:
+    """Returns the listed layers of other packages that the plan keeps in float32: their classes, by path."""
+    return {
+        part.path: type(part.operation)
+        for part in parts
+        if part.path in plan.float32 and layers.reason_for_float32(type(part.operation), plan.compute_dtype)
+    }
 
 
 def convert_to_float32(model: keras.Model) -> keras.Model:

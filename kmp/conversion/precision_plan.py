@@ -38,7 +38,8 @@ class Plan:
         policy: The dtype policy of everything that is not in `float32`: `"mixed_float16"`, `"mixed_bfloat16"`,
             `"float16"` or `"bfloat16"`.
         float32: Maps the path of each layer or operation that stays float32, as `kmp.audit` shows it, to the reason.
-            Its sublayers stay float32 too. May be edited.
+            Its sublayers stay float32 too. May be edited; of the layers of one class in keras-hub that the same code
+            creates and that need float32, all stay float32 if one does.
 
     Raises:
         TypeError: If `policy` is not a string, or `float32` is not a dict.
@@ -124,7 +125,7 @@ def make_plan(model: keras.Model, policy: str, keep_float32: Any = None, float32
     float32 = dict.fromkeys(_selected_paths(parts, keep_float32), _REQUESTED)
     float32 |= obstacles_to_dtypes(parts)
     if float32_layers:
-        rules = {part.path: rule_for(part) for part in parts}
+        rules = {part.path: rule_for(part, plan.compute_dtype) for part in parts}
         if not plan.policy.startswith("mixed_"):
             statistics = keras.layers.BatchNormalization
             float32 |= {part.path: _STATISTICS for part in parts if isinstance(part.operation, statistics)}

@@ -19,7 +19,7 @@ from kmp import layers
 from kmp.backend import direct_sublayers, is_keras_class, keras_internals
 from kmp.conversion.model_parts import Part
 from kmp.layers import Float32Operation
-from kmp.utils import FLOAT16
+from kmp.utils import BFLOAT16, FLOAT16
 
 RUNS_IN_FLOAT16 = "float16"
 FOLLOWS_INPUTS = "follows its inputs"
@@ -30,7 +30,8 @@ _GRAPPLER = "TensorFlow's auto_mixed_precision_lists.h"
 _PAPER = "Micikevicius et al. 2018, section 3.3"
 _KERAS = "Keras' source"
 _GUIDE = "Keras' guide to mixed precision"
-_FORMAT = "IEEE 754 binary16"
+_IEEE = "IEEE 754 binary16"
+_BFLOAT16 = "bfloat16's format"
 
 
 @dataclass(frozen=True)
@@ -141,22 +142,27 @@ def _rules_of_layer_classes() -> Iterator[tuple[type, OpRule]]:
 _RULES_OF_LAYER_CLASSES = tuple(_rules_of_layer_classes())
 
 
-def rule_for(part: Part) -> OpRule:
-    """Returns the precision rule for a layer or operation, by its class and its configuration."""
+def rule_for(part: Part, dtype: str = FLOAT16.name) -> OpRule:
+    """Returns the precision rule for a layer or operation, by its class and its configuration.
+
+    Args:
+        part: The layer or operation.
+        dtype: The compute dtype that it would have, `"float16"` or `"bfloat16"`.
+    """
     if isinstance(part.operation, Float32Operation):
         return _ALWAYS_FLOAT32
     if not part.is_layer:
-        return _rule_of_operation(part.operation)
-    third_party = layers.reason_for_float32(type(part.operation))
+        return _rule_of_operation(part.operation, dtype)
+    third_party = layers.reason_for_float32(type(part.operation), dtype)
     if third_party:
         return OpRule(NEEDS_FLOAT32, third_party, type(part.operation).__module__)
-    return _rule_of_configuration(part.operation) or next(
+    return _rule_of_configuration(part.operation, dtype) or next(
         (rule for layer_class, rule in _RULES_OF_LAYER_CLASSES if isinstance(part.operation, layer_class)),
         _fallback_rule(part.operation),
     )
 
 
-def _rule_of_operation(operation: keras.Operation) -> OpRule:
+def _rule_of_operation(operation: keras.Operation, dtype: str) -> OpRule:
     name = type(operation).__name__
     for node in keras_internals.calls_of(operation):
         first, second = [*node.arguments.args, None, None][:2]
@@ -164,7 +170,7 @@ def _rule_of_operation(operation: keras.Operation) -> OpRule:
             return _RECIPROCAL
         if name == "Multiply" and first is second:
             return _POWER
-    return _out_of_range_rule(_float_constants_of(operation)) or _RULE_OF_OPERATION.get(name, _DEFAULT)
+    return _out_of_range_rule(_float_constants_of(operation), dtype) or _RULE_OF_OPERATION.get(name, _DEFAULT)
 
 
 def _float_constants_of(operation: keras.Operation) -> list[float]:
@@ -185,7 +191,7 @@ def _any_float(tensors: Iterable[Any]) -> bool:
     return any(keras.backend.is_float_dtype(tensor.dtype) for tensor in tensors)
 
 
-def _rule_of_configuration(layer: keras.Layer) -> OpRule | None:
+def _rule_of_configuration(layer: keras.Layer, dtype: str) -> OpRule | None:
     for name in ("activation", "recurrent_activation"):
         activation = getattr(layer, name, None)
         if isinstance(activation, keras.layers.Softmax):
@@ -199,7 +205,7 @@ def _rule_of_configuration(layer: keras.Layer) -> OpRule | None:
         return _ADDS_LOSS
     epsilon = getattr(layer, "epsilon", None)
     if isinstance(epsilon, float) and not is_keras_class(type(layer)):
-        return _out_of_range_rule([epsilon])
+        return _out_of_range_rule([epsilon], dtype)
     return None
 
 
@@ -216,13 +222,18 @@ def _fallback_rule(layer: keras.Layer) -> OpRule:
     return _LAYER_WITH_WEIGHTS if layer.weights else _DEFAULT
 
 
-def _out_of_range_rule(constants: Iterable[float]) -> OpRule | None:
+def _out_of_range_rule(constants: Iterable[float], dtype: str) -> OpRule | None:
+    number_format, source = (FLOAT16, _IEEE) if dtype == FLOAT16.name else (BFLOAT16, _BFLOAT16)
     for constant in constants:
         magnitude = abs(constant)
-        if math.isfinite(magnitude) and magnitude > FLOAT16.max:
-            return OpRule(NEEDS_FLOAT32, f"the constant {constant:g} exceeds 65504 and overflows in float16", _FORMAT)
-        if 0.0 < magnitude <= 2.0**FLOAT16.flush_exponent:
-            return OpRule(NEEDS_FLOAT32, f"the constant {constant:g} is below 6e-8 and is zero in float16", _FORMAT)
+        if math.isfinite(magnitude) and magnitude > number_format.max:
+            reason = f"the constant {constant:g} exceeds {number_format.max:g} and overflows in {dtype}"
+            return OpRule(NEEDS_FLOAT32, reason, source)
+        if 0.0 < magnitude <= 2.0**number_format.flush_exponent:
+            smallest = number_format.smallest_subnormal
+            return OpRule(
+                NEEDS_FLOAT32, f"the constant {constant:g} is below {smallest:.0g} and is zero in {dtype}", source
+            )
     return None
 
 

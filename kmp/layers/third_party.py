@@ -3,10 +3,12 @@
 `docs/hub.md` has the models that they are part of. The entries of a package were checked with the version named here.
 """
 
+import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import keras
@@ -16,17 +18,20 @@ from kmp.utils import DTYPES_16_BIT, FLOAT16, FLOAT32
 
 logger = logging.getLogger("kmp")
 _logged: set[type] = set()
+_selected: ContextVar[Collection[type] | None] = ContextVar("_selected", default=None)
 
 _MASK = "its mask is multiplied by -1e9, which is -Inf in float16, and 0 * -Inf is NaN"
 _ARANGE = "it calls `arange` in the dtype of its input, and in a graph TensorFlow refuses float16 there"
 _TWO_DTYPES = "it combines float32 and 16-bit tensors, which TensorFlow refuses"
 
-# By the first name of the module that defines the class.
+# By the first name of the module that defines the class. Where a package has several classes of a name, the name of the
+# module's folder stands before it.
 _REASONS = {
     "keras_hub": {  # 0.32
         "DFineAnchorGenerator": _ARANGE,
         "DFineHybridEncoder": _ARANGE,
         "ESMRotaryEmbedding": _ARANGE,
+        "flux.TimestepEmbedding": _ARANGE,
         "MaskedLMHead": _TWO_DTYPES,
         "MixtralTransformerDecoder": _TWO_DTYPES,
         "MoonshineDecoderBlock": _TWO_DTYPES,
@@ -43,7 +48,6 @@ _REASONS = {
         "T5GemmaDecoderLayer": _MASK,
         "T5GemmaEncoderLayer": _MASK,
         "T5MultiHeadAttention": _MASK,
-        "TimestepEmbedding": _ARANGE,
     }
 }
 
@@ -56,7 +60,9 @@ def reason_for_float32(layer_class: type, dtype: str = FLOAT16.name) -> str | No
         dtype: The compute dtype that the layer would have, `"float16"` or `"bfloat16"`.
     """
     for base in layer_class.__mro__:
-        reason = _REASONS.get(base.__module__.partition(".")[0], {}).get(base.__name__)
+        package, *folders = str(getattr(base, "__module__", "")).split(".")
+        reasons = _REASONS.get(package, {})
+        reason = reasons.get(base.__name__) or reasons.get(".".join([*folders[-2:-1], base.__name__]))
         if reason and (dtype == FLOAT16.name or reason == _TWO_DTYPES):
             return reason
     return None
@@ -67,11 +73,27 @@ def keep_third_party_in_float32() -> Replacement:
     return Replacement(defining_class(keras.Layer, "__init__"), "__init__", _patched_init)
 
 
+@contextlib.contextmanager
+def only_in_float32(classes: Collection[type]) -> Iterator[None]:
+    """Limits `keep_third_party_in_float32` to these classes in the context, and applies it there."""
+    token = _selected.set(classes)
+    replacement = keep_third_party_in_float32() if classes else None
+    try:
+        yield
+    finally:
+        if replacement:
+            replacement.remove()
+        _selected.reset(token)
+
+
 def _patched_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: keras.Layer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if reason_for_float32(type(self)) is None:  # before `compute_dtype`, which a class may need its `__init__` for
+            return
+        selected = _selected.get()
+        if selected is not None and type(self) not in selected:
             return
         reason = reason_for_float32(type(self), self.compute_dtype) if self.compute_dtype in DTYPES_16_BIT else None
         if reason:

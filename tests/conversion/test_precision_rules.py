@@ -12,10 +12,10 @@ def rule_for_layer(layer):
     return rule_for(Part("", layer, layer))
 
 
-def rule_for_operation(function):
+def rule_for_operation(function, dtype="float16"):
     inputs = keras.Input((4,))
     model = keras.Model(inputs, function(inputs))
-    return rule_for(parts_of(model)[-1])
+    return rule_for(parts_of(model)[-1], dtype)
 
 
 NANMEAN = pytest.mark.skipif(not hasattr(ops, "nanmean"), reason="requires a later Keras")
@@ -117,14 +117,17 @@ def test_operations_have_the_category_of_their_source(function, category):
 
 def test_reason_contains_a_constant_outside_float16s_range():
     assert rule_for_operation(lambda x: x * 1e5).reason == "the constant 100000 exceeds 65504 and overflows in float16"
-    assert rule_for_operation(lambda x: x + 1e-8).reason == "the constant 1e-08 is below 6e-8 and is zero in float16"
+    assert rule_for_operation(lambda x: x * 1e5, "bfloat16").category == FOLLOWS_INPUTS
+    assert rule_for_operation(lambda x: x + 1e-41, "bfloat16").reason.endswith("below 9e-41 and is zero in bfloat16")
+    assert rule_for_operation(lambda x: x + 1e-8).reason == "the constant 1e-08 is below 6e-08 and is zero in float16"
 
 
 def test_epsilon_of_a_custom_layer_is_checked():
     class CustomLayer(keras.layers.Layer):
         epsilon = 1e-12
 
-    assert rule_for_layer(CustomLayer()).reason == "the constant 1e-12 is below 6e-8 and is zero in float16"
+    assert rule_for(Part("", CustomLayer(), None), "bfloat16").category == FOLLOWS_INPUTS
+    assert rule_for_layer(CustomLayer()).reason == "the constant 1e-12 is below 6e-08 and is zero in float16"
 
 
 def test_subclass_has_the_rule_of_its_base_class():

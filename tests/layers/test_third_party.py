@@ -16,7 +16,7 @@ class ESMRotaryEmbedding(keras.layers.Layer):
     def __init__(self, wavelength=10, **kwargs):
         super().__init__(**kwargs)
         self.wavelength = wavelength
-        self.scale = keras.layers.Dense(4, dtype=self.dtype_policy)
+        self.scale = keras.layers.Dense(4, name="scale", dtype=self.dtype_policy)
 
     def call(self, x):
         positions = ops.arange(ops.shape(x)[-1], dtype=x.dtype)
@@ -30,10 +30,23 @@ class Rotary(ESMRotaryEmbedding):
 class MaskedLMHead(keras.layers.Layer):
     """Stands for keras-hub's layer of this name, which fails in bfloat16 too."""
 
+    def call(self, x):
+        return x
+
 
 class Ordinary(keras.layers.Layer):
     """A layer of the same package that is not listed."""
 
+
+class TimestepEmbedding(keras.layers.Layer):
+    """Stands for the layer of this name in keras-hub's Flux."""
+
+
+OtherTimestepEmbedding = type(
+    "TimestepEmbedding", (keras.layers.Layer,), {}
+)  # keras-hub has another in the same package
+TimestepEmbedding.__module__ = "keras_hub.src.models.flux.flux_maths"
+OtherTimestepEmbedding.__module__ = "keras_hub.src.models.stable_diffusion_3.mmdit"
 
 for listed in (ESMRotaryEmbedding, MaskedLMHead, Ordinary):
     listed.__module__ = "keras_hub.src.models.esm"
@@ -41,20 +54,23 @@ for listed in (ESMRotaryEmbedding, MaskedLMHead, Ordinary):
 
 @keras.saving.register_keras_serializable("tests")
 class Encoder(keras.layers.Layer):
-    """Creates a layer in code, so that no config contains it."""
+    """Creates layers in code, so that no config contains them."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.rotary = ESMRotaryEmbedding(name="rotary")
+        self.head = MaskedLMHead(name="head")
 
     def call(self, x):
-        return self.rotary(x)
+        return self.head(self.rotary(x))
 
 
 def test_listed_class_and_its_subclasses_have_a_reason():
     assert "arange" in reason_for_float32(ESMRotaryEmbedding)
     assert "arange" in reason_for_float32(Rotary)
     assert reason_for_float32(Ordinary) is None
+    assert "arange" in reason_for_float32(TimestepEmbedding)
+    assert reason_for_float32(OtherTimestepEmbedding) is None
     assert reason_for_float32(keras.layers.Dense) is None
 
 
@@ -91,3 +107,20 @@ def test_converted_model_keeps_a_listed_layer_in_float32():
     model = keras.Sequential([keras.Input((4,)), Encoder(name="encoder"), keras.layers.Dense(1)])
     assert "arange" in kmp.audit(model).plan.float32["encoder/rotary"]
     assert kmp.convert(model).layers[0].rotary.compute_dtype == "float32"
+
+
+def test_converted_model_has_a_listed_layer_in_a_dtype_in_which_it_works():
+    model = keras.Sequential([keras.Input((4,)), Encoder(name="encoder"), keras.layers.Dense(1)])
+    assert "encoder/rotary" not in kmp.audit(model, policy="mixed_bfloat16").plan.float32
+    assert kmp.convert(model, "mixed_bfloat16").layers[0].rotary.compute_dtype == "bfloat16"
+
+
+def test_edited_plan_applies_to_a_listed_layer_while_float16_is_enabled():
+    encoders = [Encoder(name="first"), Encoder(name="second")]
+    model = keras.Sequential([keras.Input((4,)), *encoders, keras.layers.Dense(1)])
+    plan = kmp.audit(model).plan
+    del plan.float32["second/head"]
+    with kmp.enable():
+        first, second, _ = kmp.convert(model, plan).layers
+        assert (first.head.compute_dtype, second.head.compute_dtype) == ("float32", "float16")
+        assert MaskedLMHead().compute_dtype == "float32"  # `enable` still applies
