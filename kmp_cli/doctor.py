@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kmp_cli import installation
-from kmp_cli.installation import ERROR, INFO, OK, WARNING, Check, Driver
+from kmp_cli.installation import ERROR, INFO, OK, WARNING, Check
 
-FASTER, BROKEN, NOT_FASTER = 0, 1, 3  # exit statuses; 2 is that of wrong arguments
+FASTER, BROKEN, WRONG_ARGUMENTS, NOT_FASTER, INTERRUPTED = 0, 1, 2, 3, 130  # exit statuses
 
+_PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 _MARKS = {OK: ("ok", "green"), INFO: ("-", "dim"), WARNING: ("!", "yellow"), ERROR: ("ERROR", "bold red")}
 
 
@@ -28,18 +29,25 @@ def run(json_file: Path | None = None) -> int:
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what TensorFlow logs about GPUs is checked here
     to_stdout = json_file is not None and str(json_file) == "-"
-    console = Console(quiet=to_stdout)
-    if json_file and not to_stdout:
-        try:
-            json_file.open("a").close()  # a file that cannot be written fails now, not after measuring
-        except OSError as error:
-            print(f"kmp: {json_file}: {error.strerror}", file=sys.stderr)
-            return BROKEN
-    results = _examine(console)
-    if to_stdout:
-        print(json.dumps(results, indent=1))
-    elif json_file:
-        json_file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    file = None if to_stdout else json_file
+    is_new = file is not None and not file.exists()
+    try:
+        if file:
+            file.open("a").close()  # a file that cannot be written fails now, not after measuring
+        results = _examine(Console(quiet=to_stdout))
+        text = json.dumps(results, indent=1)
+        if to_stdout:
+            print(text)
+        elif file:
+            file.write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        print(f"kmp: {json_file}: {error.strerror}", file=sys.stderr)
+        return WRONG_ARGUMENTS
+    except KeyboardInterrupt:
+        print("kmp: interrupted", file=sys.stderr)
+        if file and is_new:
+            file.unlink(missing_ok=True)
+        return INTERRUPTED
     return results["exit_status"]
 
 
@@ -52,27 +60,40 @@ def _examine(console: Console) -> dict[str, Any]:
             _print(console, check)
 
     driver, driver_check = installation.nvidia_driver()
-    add(*installation.package_checks())
+    extra = "cpu" if driver_check.status == INFO else "cuda"
+    add(*installation.package_checks(extra))
     add(driver_check)
-    add(_import_check(driver))
+    add(_import_check(extra))
     if checks[-1].status == OK:
         from kmp_cli.gpu_checks import gpu_checks
 
         add(*gpu_checks(driver))
     broken = [check for check in checks if check.status == ERROR]
-    if broken:
-        verdict = f"Mixed precision does not work here: {broken[0].name}: {broken[0].text.rstrip('.')}."
-        console.print(f"\n{verdict}", style="bold", markup=False, highlight=False, soft_wrap=True)
-        console.print(f"Run: {broken[0].fix}" if broken[0].fix else "", markup=False, highlight=False, soft_wrap=True)
-        return _result(checks, BROKEN, verdict)
-    return _measure(console, checks)
+    return _broken(console, checks, broken[0]) if broken else _measure(console, checks)
+
+
+def _broken(console: Console, checks: list[Check], reason: Check) -> dict[str, Any]:
+    verdict = f"Mixed precision does not work here: {reason.name}: {reason.text.rstrip('.')}."
+    console.print(f"\n{verdict}", style="bold", **_PLAIN)
+    if reason.fix:
+        console.print(f"Run: {reason.fix}", **_PLAIN)
+    return _result(checks, BROKEN, verdict)
 
 
 def _measure(console: Console, checks: list[Check]) -> dict[str, Any]:
     from kmp import bench, hardware
 
     console.print("\nMeasuring each precision ...", style="dim")
-    measured = [result for compared in bench.precision_comparison.measure() for result in compared]
+    measured: list[Any] = []
+    try:
+        for compared in bench.precision_comparison.measure():
+            measured += compared
+    except Exception as error:  # TensorFlow may raise anything, such as an error of a full GPU
+        text = f"{type(error).__name__}: {textwrap.shorten(str(error), 300)}"
+        fix = "nvidia-smi  # shows what else uses the GPU" if hardware().gpus else ""
+        checks.append(Check("measurement", ERROR, text, fix))
+        _print(console, checks[-1])
+        return _broken(console, checks, checks[-1])
     console.print(_table(measured))
     best = bench.precision_comparison.recommend(measured)
     status = NOT_FASTER if best.policy == "float32" else FASTER
@@ -86,8 +107,8 @@ def _measure(console: Console, checks: list[Check]) -> dict[str, Any]:
         verdict = f"Mixed precision works but is not faster than float32 here: float32 with {option}."
     device = "the first GPU" if hardware().gpus else "the CPU, because TensorFlow sees no GPU"
     note = f"Measured on {device}, with one small model; the speed-up of yours may differ."
-    console.print(f"\n{verdict}", style="bold", markup=False, highlight=False, soft_wrap=True)
-    console.print(note, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\n{verdict}", style="bold", **_PLAIN)
+    console.print(note, **_PLAIN)
     results = [dataclasses.asdict(result) for result in measured]
     return _result(checks, status, verdict) | {"recommended": dataclasses.asdict(best), "results": results}
 
@@ -109,7 +130,7 @@ def _result(checks: list[Check], status: int, verdict: str) -> dict[str, Any]:
     return {"checks": [dataclasses.asdict(check) for check in checks], "exit_status": status, "verdict": verdict}
 
 
-def _import_check(driver: Driver | None) -> Check:
+def _import_check(extra: str) -> Check:
     """Imports kmp, and with it Keras and TensorFlow."""
     try:
         import kmp
@@ -117,7 +138,7 @@ def _import_check(driver: Driver | None) -> Check:
         text = (
             textwrap.shorten(str(error), 400) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         )
-        fix = "" if installation.tensorflow_packages() else f"pip install 'kmp[{'cuda' if driver else 'cpu'}]'"
+        fix = "" if installation.tensorflow_packages() else installation.install_command(extra)
         if "KERAS_BACKEND" in text:
             fix = "export KERAS_BACKEND=tensorflow"
         return Check("import kmp", ERROR, text, fix)
@@ -127,6 +148,6 @@ def _import_check(driver: Driver | None) -> Check:
 def _print(console: Console, check: Check) -> None:
     mark, style = _MARKS[check.status]
     console.print(f"{mark:>5}", style=style, end="  ")
-    console.print(f"{check.name}: {check.text}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{check.name}: {check.text}", **_PLAIN)
     if check.fix:
-        console.print(f"       {check.fix}", style="bold", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"       {check.fix}", style="bold", **_PLAIN)

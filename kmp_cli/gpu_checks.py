@@ -4,7 +4,7 @@ import os
 import textwrap
 from collections.abc import Iterator
 
-from kmp.backend import Gpu, cuda_build, hardware, xla
+from kmp.backend import Gpu, compute_capabilities, cuda_build, gpu_error, hardware, xla
 from kmp_cli.installation import ERROR, INFO, OK, WARNING, Check, Driver, library_check, tensorflow_packages
 
 _LOG = "python -c \"import tensorflow as tf; tf.config.list_physical_devices('GPU')\"  # logs TensorFlow's reason"
@@ -28,22 +28,34 @@ def gpu_checks(driver: Driver | None) -> Iterator[Check]:
     if cuda and driver and _major(driver.cuda_version) < _major(cuda[0]):
         text = f"too old: for CUDA up to {driver.cuda_version}, and TensorFlow is built with CUDA {cuda[0]}"
         yield Check("NVIDIA driver", ERROR, text, f"install a newer driver: {_DRIVERS}")
-    if cuda and not gpus:  # with GPUs that work, the libraries were found
-        yield library_check(package, is_needed=driver is not None)
+    if cuda and gpus:
+        yield library_check(package, INFO, "the GPU works without them")
+    elif cuda:
+        yield library_check(package, ERROR if driver else INFO, "not needed without a GPU")
     if cuda and driver and not gpus:
-        yield _unseen()
-    yield from map(_gpu_check, gpus)
+        yield _unseen(driver)
+    for gpu in gpus:
+        yield _gpu_check(gpu)
+        yield from _kernel_check(gpu)
     if not gpus and not driver:
-        yield Check("GPU", INFO, "none: everything runs on the CPU")
-    yield _xla_check()
+        yield Check("GPU", INFO, "TensorFlow sees none: everything runs on the CPU")
+    error = gpu_error() if gpus else None
+    if error:
+        yield Check("GPU", ERROR, f"cannot multiply matrices: {textwrap.shorten(error, 300)}", _LOG)
+    else:
+        yield _xla_check()
 
 
-def _unseen() -> Check:
+def _unseen(driver: Driver) -> Check:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
+    if visible is not None and not _names_a_gpu(visible.split(",")[0].strip(), len(driver.gpus)):
         text = f"hidden by the environment variable CUDA_VISIBLE_DEVICES={visible!r}"
         return Check("GPU", ERROR, text, "unset CUDA_VISIBLE_DEVICES")
     return Check("GPU", ERROR, "TensorFlow does not see the GPU", _LOG)
+
+
+def _names_a_gpu(text: str, count: int) -> bool:
+    return int(text) < count if text.isdecimal() else text.startswith(("GPU-", "MIG-"))
 
 
 def _gpu_check(gpu: Gpu) -> Check:
@@ -52,6 +64,21 @@ def _gpu_check(gpu: Gpu) -> Check:
     if not gpu.tensor_cores:
         return Check("GPU", WARNING, text + "no Tensor Cores, so float16 saves memory and hardly time")
     return Check("GPU", OK, text + "Tensor Cores for float16" + (" and bfloat16" if gpu.bfloat16 else ", no bfloat16"))
+
+
+def _kernel_check(gpu: Gpu) -> Iterator[Check]:
+    """Checks that TensorFlow was built for a GPU: with machine code, or with PTX, which the driver compiles."""
+    built_for, own = compute_capabilities(), gpu.compute_capability
+    if not built_for or own is None:
+        return
+    if any(kind == "sm" and target[0] == own[0] and target[1] <= own[1] for kind, target in built_for):
+        return
+    update = "pip install --upgrade 'tensorflow[and-cuda]'"
+    if any(kind == "compute" and target <= own for kind, target in built_for):
+        text = f"TensorFlow has no compiled kernels for {gpu.name}: the driver compiles them at the first start"
+        yield Check("GPU", WARNING, f"{text}, which can take 30 minutes", update)
+    else:
+        yield Check("GPU", ERROR, f"TensorFlow has no kernels for {gpu.name}", update)
 
 
 def _xla_check() -> Check:

@@ -9,12 +9,17 @@ import subprocess
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from xml.etree import ElementTree
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 OK, INFO, WARNING, ERROR = "ok", "info", "warning", "error"
+
+_DRIVERS = "https://www.nvidia.com/drivers"
+_PCI = Path("/sys/bus/pci/devices")
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # the vendor, and the class of display controllers
 
 # The names of libraries, where they differ from the name of NVIDIA's package.
 _LIBRARIES = {"cuda-runtime": "cudart", "cuda-cupti": "cupti", "cuda-nvrtc": "nvrtc", "nvjitlink": "nvJitLink"}
@@ -52,8 +57,32 @@ class Driver:
     gpus: tuple[tuple[str, str], ...]
 
 
+def nvidia_gpus_on_pci() -> list[str]:
+    """Returns the addresses of NVIDIA's GPUs on the PCI bus, with or without a driver."""
+
+    def is_gpu(device: Path) -> bool:
+        try:
+            return (device / "vendor").read_text().startswith(_NVIDIA) and (device / "class").read_text().startswith(
+                _DISPLAY
+            )
+        except OSError:
+            return False
+
+    return sorted(device.name for device in _PCI.glob("*") if is_gpu(device))
+
+
 def nvidia_driver() -> tuple[Driver | None, Check]:
     """Asks `nvidia-smi` for the driver and its GPUs; returns `None` if it reports none, and what was found."""
+    driver, check = _ask_nvidia_smi()
+    gpus = nvidia_gpus_on_pci()
+    if driver is None and gpus:
+        text = f"{check.text}, but the machine has an NVIDIA GPU (PCI {', '.join(gpus)})"
+        fix = f"install the driver: {_DRIVERS}; in a container: start it with the GPU, as docker does with --gpus all"
+        return None, Check(check.name, ERROR, text, fix)
+    return driver, check
+
+
+def _ask_nvidia_smi() -> tuple[Driver | None, Check]:
     name = "NVIDIA driver"
     try:
         query = subprocess.run(["nvidia-smi", "-q", "-x"], capture_output=True, text=True, timeout=60, check=False)
@@ -77,30 +106,46 @@ def nvidia_driver() -> tuple[Driver | None, Check]:
     return found, Check(name, OK, f"{found.version}, for CUDA up to {found.cuda_version}; {names}")
 
 
-def package_checks() -> Iterator[Check]:
-    """Checks Python, and the packages that kmp needs, against the versions that kmp supports."""
+def package_checks(extra: str) -> Iterator[Check]:
+    """Checks Python, and the packages that kmp needs, against the versions that kmp supports.
+
+    Args:
+        extra: kmp's extra that installs TensorFlow for this machine, `"cuda"` or `"cpu"`.
+    """
     metadata = importlib.metadata.metadata("kmp")
     supported = SpecifierSet(metadata["Requires-Python"] or "")
     if platform.python_version() not in supported:
         text = f"{platform.python_version()}; kmp needs {supported}"
         yield Check("Python", ERROR, text, f"uv venv --python '{supported}'")
     requirements = [Requirement(text) for text in metadata.get_all("Requires-Dist") or ()]
-    checks = [_version_check(found, [found.name]) for found in requirements if found.marker is None]
+    packages = tensorflow_packages()
+    install_all = (
+        None if packages else install_command(extra)
+    )  # with TensorFlow installed, it might install another one
+    checks = [
+        _version_check(found, [found.name], install_all or f"pip install '{found}'")
+        for found in requirements
+        if found.marker is None
+    ]
     tensorflow = next(found for found in requirements if found.name == "tensorflow")
-    checks.append(_version_check(tensorflow, tensorflow_packages()))
+    checks.append(_version_check(tensorflow, packages, install_command(extra)))
     good = [f"{check.name} {check.text}" for check in checks if check.status == OK]
     names = [f"Python {platform.python_version()}", f"kmp {metadata['Version']}", *good]
     yield Check("packages", OK, ", ".join(names))
     yield from (check for check in checks if check.status != OK)
 
 
-def _version_check(requirement: Requirement, packages: list[str]) -> Check:
+def install_command(extra: str) -> str:
+    """Returns the command that installs kmp with TensorFlow."""
+    return f"pip install 'kmp[{extra}]'"
+
+
+def _version_check(requirement: Requirement, packages: list[str], install: str) -> Check:
     name, installed = requirement.name, " and ".join(packages)
     try:
         version = importlib.metadata.version(packages[0])
     except (IndexError, importlib.metadata.PackageNotFoundError):
-        fix = "pip install 'kmp[cuda]' for an NVIDIA GPU, pip install 'kmp[cpu]' without one"
-        return Check(name, ERROR, "is not installed", fix if requirement.extras else f"pip install '{requirement}'")
+        return Check(name, ERROR, "is not installed", install)
     if not requirement.specifier.contains(version, prereleases=True):
         needed = f"{packages[0]}{requirement.specifier}"
         return Check(name, ERROR, f"{version}; kmp needs {needed}", f"pip install '{needed}'")
@@ -115,12 +160,13 @@ def tensorflow_packages() -> list[str]:
     return sorted(set(importlib.metadata.packages_distributions().get("tensorflow", [])))
 
 
-def library_check(package: str, is_needed: bool) -> Check:
+def library_check(package: str, missing_is: str, without: str = "") -> Check:
     """Checks that the CUDA libraries that a TensorFlow package needs are installed, by pip or on the system.
 
     Args:
         package: The name of an installed package, such as `"tensorflow"`. Its extra `and-cuda` lists the libraries.
-        is_needed: Whether there is a GPU to use them.
+        missing_is: The status if libraries are missing.
+        without: What missing libraries mean on this machine, if they are no error.
     """
     requirements = [Requirement(text) for text in importlib.metadata.requires(package) or ()]
     needed = [found for found in requirements if found.marker and found.marker.evaluate({"extra": "and-cuda"})]
@@ -133,11 +179,10 @@ def library_check(package: str, is_needed: bool) -> Check:
     if not missing:
         return Check("CUDA libraries", OK, ", ".join(found) or f"{package} does not say which it needs")
     text = f"missing: {', '.join(missing)}" + (f"; found: {', '.join(found)}" if found else "")
-    if not is_needed:
-        return Check("CUDA libraries", INFO, f"{text}; not needed without a GPU")
-    return Check(
-        "CUDA libraries", ERROR, text, f"pip install '{package}[and-cuda]=={importlib.metadata.version(package)}'"
-    )
+    if missing_is == ERROR:
+        fix = f"pip install '{package}[and-cuda]=={importlib.metadata.version(package)}'"
+        return Check("CUDA libraries", ERROR, text, fix)
+    return Check("CUDA libraries", missing_is, f"{text}; {without}")
 
 
 def _from_pip(requirement: Requirement) -> str | None:
@@ -152,7 +197,7 @@ def _from_system(name: str, requirement: Requirement) -> str | None:
     """Returns a library that the dynamic linker finds; the major version of a package is that of its library."""
     if name == "cuda-nvcc":
         return shutil.which("ptxas")
-    lowest = next((found.version for found in requirement.specifier if found.operator == ">="), "0")
+    lowest = next((found.version for found in requirement.specifier if found.operator in (">=", "==", "~=")), "0")
     file = f"lib{_LIBRARIES.get(name, name)}.so.{lowest.partition('.')[0]}"
     try:
         ctypes.CDLL(file)

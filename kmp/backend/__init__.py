@@ -13,7 +13,7 @@ from kmp.backend import (
 from kmp.backend.branches import call_if, outlined
 from kmp.backend.eager_operations import watching_operations
 from kmp.backend.function_references import functions_by_reference, with_named_lambda
-from kmp.backend.gpu_info import Gpu, cuda_build, hardware, log_once
+from kmp.backend.gpu_info import Gpu, Hardware, compute_capabilities, cuda_build, gpu_error, hardware, log_once
 from kmp.backend.layer_traversal import (
     compute_dtypes,
     computes_in_16_bits,
@@ -42,11 +42,13 @@ from kmp.backend.state_rollback import SavedState, saved_layer_state, state_rest
 
 __all__ = [
     "Gpu",
+    "Hardware",
     "PackedElement",
     "PackedVariable",
     "Replacement",
     "SavedState",
     "call_if",
+    "compute_capabilities",
     "compute_dtypes",
     "computes_in_16_bits",
     "cuda_build",
@@ -56,6 +58,7 @@ __all__ = [
     "float32_variables",
     "functions_by_reference",
     "global_policy",
+    "gpu_error",
     "hardware",
     "index_uses",
     "instance_attribute",

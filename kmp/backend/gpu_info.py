@@ -1,6 +1,7 @@
 """The GPUs' support for mixed precision."""
 
 import logging
+import re
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -11,6 +12,9 @@ logger = logging.getLogger("kmp")
 # Cores for float16 since Volta (7.0), bfloat16 since Ampere (8.0).
 _TENSOR_CORES = (7, 0)
 _BFLOAT16 = (8, 0)
+# GPUs of the Turing chips TU116 and TU117, which have compute capability 7.5 and no Tensor Cores. Source: NVIDIA's data
+# sheets.
+_NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|MX[45]50|\bT(400|500|550|600|1000|1200|2000)\b")
 
 _logged: set[str] = set()
 
@@ -30,7 +34,7 @@ class Gpu:
     @property
     def tensor_cores(self) -> bool:
         """Whether float16 matrix products and convolutions run on Tensor Cores."""
-        return self._at_least(_TENSOR_CORES)
+        return self._at_least(_TENSOR_CORES) and not _NO_TENSOR_CORES.search(self.name)
 
     @property
     def bfloat16(self) -> bool:
@@ -69,9 +73,10 @@ class Hardware:
         if not self.gpus:
             return logging.WARNING, f"TensorFlow sees no GPU: {dtype} will be slow here, slower than float32."
         if dtype == "bfloat16":
-            return None if self.bfloat16 else (logging.WARNING, _below(self.gpus, _BFLOAT16, "bfloat16 in hardware"))
+            text = f"No bfloat16 in hardware, which needs compute capability 8.0. GPUs: {_names(self.gpus)}."
+            return None if self.bfloat16 else (logging.WARNING, text)
         if not self.tensor_cores:
-            return logging.WARNING, _below(self.gpus, _TENSOR_CORES, "Tensor Cores, so float16 saves memory, not time")
+            return logging.WARNING, f"No Tensor Cores, so float16 saves memory, not time. GPUs: {_names(self.gpus)}."
         if self.bfloat16:
             return logging.INFO, "This GPU runs bfloat16 too: enable('mixed_bfloat16') needs no loss scale."
         return None
@@ -98,6 +103,29 @@ def cuda_build() -> tuple[str, str] | None:
     return str(info.get("cuda_version", "unknown")), str(info.get("cudnn_version", "unknown"))
 
 
+def compute_capabilities() -> list[tuple[str, tuple[int, int]]]:
+    """Returns what TensorFlow's CUDA kernels were compiled for.
+
+    Returns:
+        Pairs such as `("sm", (8, 0))`, machine code for 8.0 and later versions 8.x, and `("compute", (9, 0))`, PTX for
+        9.0 and all later versions. Empty if TensorFlow was built without CUDA.
+    """
+    names = tf.sysconfig.get_build_info().get("cuda_compute_capabilities", [])
+    found = (re.fullmatch(r"(sm|compute)_(\d+)(\d)", name) for name in names)
+    return [(match[1], (int(match[2]), int(match[3]))) for match in found if match]
+
+
+def gpu_error() -> str | None:
+    """Returns why the first GPU cannot multiply matrices; `None` if it can."""
+    try:
+        with tf.device("GPU:0"):
+            matrix = tf.ones((16, 16))
+            (matrix @ matrix).numpy()
+    except (tf.errors.OpError, RuntimeError) as reason:
+        return str(reason)
+    return None
+
+
 def log_once(policy: str) -> None:
     """Logs advice about `policy` on this machine's GPUs, each message once per process."""
     advice = hardware().advice(policy)
@@ -111,9 +139,8 @@ def _describe(device: tf.config.PhysicalDevice) -> Gpu:
     return Gpu(details.get("device_name", device.name), details.get("compute_capability"))
 
 
-def _below(gpus: tuple[Gpu, ...], capability: tuple[int, int], feature: str) -> str:
-    gpu_names = ", ".join(f"{gpu.name} ({_text(gpu.compute_capability)})" for gpu in gpus)
-    return f"Compute capability below {_text(capability)}: no {feature}. GPUs: {gpu_names}."
+def _names(gpus: tuple[Gpu, ...]) -> str:
+    return ", ".join(f"{gpu.name} (compute capability {_text(gpu.compute_capability)})" for gpu in gpus)
 
 
 def _text(capability: tuple[int, int] | None) -> str:

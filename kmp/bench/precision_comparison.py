@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmp.backend import hardware, tensor_float_32, xla
+from kmp.backend import Hardware, hardware, tensor_float_32, xla
 from kmp.bench import small_models
 from kmp.bench.optimizer_step import MODES
 from kmp.bench.timing import Measurement, alternate, comparison, seconds_per_call
@@ -18,6 +18,7 @@ _FASTER = 1.1  # a smaller gain is not worth another number format, or a compila
 _STEP = "training step"
 _WITHOUT_TF32 = "float32 without TF32"
 _DTYPES = {"float32": tf.float32, _WITHOUT_TF32: tf.float32, "float16": tf.float16, "bfloat16": tf.bfloat16}
+_SIMPLEST_FIRST = ("float32", "bfloat16", "float16")
 _POLICIES = {"float32": "float32", _WITHOUT_TF32: "float32", "float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
 
 
@@ -37,42 +38,61 @@ class Recommendation:
 
 
 def measure() -> Iterator[list[Measurement]]:
-    """Measures on the first GPU, or on the CPU if there is none. Each comparison has a throughput for each format.
-
-    On a GPU, TensorFlow computes matrix products and convolutions of float32 in TF32 if it can, and this is what the
-    others are compared with.
-    """
-    on_gpu = bool(hardware().gpus)
-    formats = [name for name in _DTYPES if on_gpu or name != _WITHOUT_TF32]
+    """Measures on the first GPU, or on the CPU if there is none. Each comparison has a throughput for each format."""
+    on_gpu, formats = bool(hardware().gpus), formats_on(hardware())
     size, batch, side, channels = (4096, 64, 56, 256) if on_gpu else (512, 8, 32, 32)
     calls = 20 if on_gpu else 3
-    matrix = tf.random.normal((size, size))
-    product = functools.partial(_operation, tf.matmul, (matrix, matrix), 2 * size**3, calls)
+
+    def product(name: str) -> Callable[[], float]:
+        matrix = tf.random.normal((size, size))
+        return _throughput(name, tf.matmul, (matrix, matrix), 2 * size**3, calls)
+
+    def convolution(name: str) -> Callable[[], float]:
+        # TensorFlow reuses the fastest algorithm that it found for a shape and a dtype, with TF32 or not.
+        own_batch = batch - (name == _WITHOUT_TF32)
+        images = tf.random.normal((own_batch, side, side, channels))
+        filters = tf.random.normal((3, 3, channels, channels))
+        return _throughput(name, _convolve, (images, filters), 2 * 9 * own_batch * (side * channels) ** 2, calls)
+
     yield _compare("operations", f"matrix product, {size} x {size}", "graph", formats, product, "GFLOP/s")
-    images, filters = tf.random.normal((batch, side, side, channels)), tf.random.normal((3, 3, channels, channels))
-    operations = 2 * 9 * images.shape.num_elements() * channels
-    convolution = functools.partial(_operation, _convolve, (images, filters), operations, calls)
     case = f"convolution, {batch} x {side} x {side} x {channels}"
     yield _compare("operations", case, "graph", formats, convolution, "GFLOP/s")
-    task = small_models.TASKS["transformer block"](8 if on_gpu else 1)
+    # On a GPU 1.3 TFLOP a step, so that the arithmetic takes longer than the launches of the kernels.
+    task = small_models.transformer(32, batch=64) if on_gpu else small_models.transformer(1)
     for mode in MODES if xla.error() is None else ["graph"]:
         step = functools.partial(_training_step, task, mode)
         yield _compare(_STEP, "transformer block", mode, formats, step, task.unit)
 
 
-def recommend(results: Sequence[Measurement]) -> Recommendation:
-    """Returns the policy and mode to train with, from the results of `measure`.
+def formats_on(machine: Hardware) -> list[str]:
+    """Returns the formats to compare.
 
-    bfloat16 is preferred where float16 is less than 1.1 times as fast, because it needs no loss scale.
+    On a GPU with TF32, TensorFlow computes matrix products and convolutions of float32 in TF32, and this is what the
+    others are compared with. A GPU without bfloat16 has no TF32 either: both came with compute capability 8.0.
     """
-    rates = {(result.variant, MODES[result.mode]): result.value for result in results if result.section == _STEP}
-    best = {name: max(rate for (variant, _), rate in rates.items() if variant == name) for name, _ in rates}
-    name = "float32"
-    for candidate in ("bfloat16", "float16"):
-        if best[candidate] >= _FASTER * best[name]:
-            name = candidate
-    jit_compile = rates.get((name, True), 0) >= _FASTER * rates[name, False]
-    return Recommendation(_POLICIES[name], jit_compile, rates[name, jit_compile] / best["float32"])
+    if machine.bfloat16:
+        return list(_DTYPES)
+    return ["float32", "float16"] if machine.gpus else ["float32", "float16", "bfloat16"]
+
+
+def recommend(results: Sequence[Measurement]) -> Recommendation:
+    """Returns the policy and mode to train with: the simplest of which the fastest is less than 1.1 times as fast.
+
+    float32 is simpler than bfloat16, bfloat16 than float16, which needs a loss scale, and each is simpler without XLA.
+
+    Args:
+        results: The results of `measure`.
+    """
+    rates = {
+        (result.variant, MODES[result.mode]): result.value
+        for result in results
+        if result.section == _STEP and result.variant in _SIMPLEST_FIRST
+    }
+    simplest_first = sorted(rates, key=lambda key: (_SIMPLEST_FIRST.index(key[0]), key[1]))
+    fastest = max(rates.values())
+    name, jit_compile = next(key for key in simplest_first if _FASTER * rates[key] > fastest)
+    in_float32 = max(rate for (variant, _), rate in rates.items() if variant == "float32")
+    return Recommendation(_POLICIES[name], jit_compile, rates[name, jit_compile] / in_float32)
 
 
 def _compare(
@@ -82,17 +102,17 @@ def _compare(
     return comparison(section, case, mode, rates, unit)
 
 
-def _operation(
-    function: Callable[..., Any], inputs: Sequence[Any], operations: int, calls: int, name: str
+def _throughput(
+    name: str, function: Callable[..., Any], inputs: Sequence[Any], operations: int, calls: int
 ) -> Callable[[], float]:
-    """Returns a function that measures an operation's throughput in a format."""
+    """Returns a function that measures an operation's throughput in a format, in GFLOP/s."""
     arguments = [tf.cast(tensor, _DTYPES[name]) for tensor in inputs]
     compiled = tf.function(function, autograph=False)
 
     def repeat() -> None:
         for _ in range(calls):
-            result = compiled(*arguments)
-        result.numpy()  # a GPU has finished only then
+            compiled(*arguments)
+        tf.test.experimental.sync_devices()  # a GPU runs asynchronously
 
     def rate() -> float:
         with tensor_float_32(name != _WITHOUT_TF32):

@@ -67,8 +67,9 @@ def convolutional(channels: int) -> Task:
     return Task(build, x, np.arange(batch) % 10, "images/s", batch)
 
 
-def _transformer(size: int) -> Task:
-    width, batch, length, vocabulary = 64 * size, 8, 64, 1000
+def transformer(size: int, batch: int = 8) -> Task:
+    """Returns a task for a transformer block that predicts the next of 64 tokens, with a width of 64 times `size`."""
+    width, length, vocabulary = 64 * size, 64, 1000
     x = np.random.default_rng(0).integers(0, vocabulary, (batch, length))
 
     def build() -> keras.Model:
@@ -86,7 +87,7 @@ def _transformer(size: int) -> Task:
 TASKS: dict[str, Callable[[int], Task]] = {
     "MLP": lambda size: mlp(256 * size),
     "conv net": lambda size: convolutional(16 * size),
-    "transformer block": _transformer,
+    "transformer block": transformer,
 }
 
 
@@ -94,6 +95,8 @@ class StepTimer(keras.callbacks.Callback):
     """Measures the time of all steps but the first, which includes the start of `fit`."""
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if batch in (0, self.params["steps"] - 1):
+            tf.test.experimental.sync_devices()  # a GPU runs asynchronously
         self._last = time.perf_counter()
         if batch == 0:
             self._begin = self._last

@@ -40,10 +40,10 @@ def test_hardware_has_the_features_of_every_gpu(gpus, tensor_cores, bfloat16):
     ("gpus", "policy", "level", "text"),
     [
         ((), "mixed_float16", logging.WARNING, "no GPU: float16 will be slow"),
-        ((P100,), "mixed_float16", logging.WARNING, r"below 7\.0: no Tensor Cores.*P100 \(6\.0\)"),
+        ((P100,), "mixed_float16", logging.WARNING, r"No Tensor Cores.*P100 \(compute capability 6\.0\)"),
         ((Gpu("?", None),), "float16", logging.WARNING, "unknown"),
         ((H200,), "mixed_float16", logging.INFO, "mixed_bfloat16"),
-        ((T4,), "mixed_bfloat16", logging.WARNING, r"below 8\.0"),
+        ((T4,), "mixed_bfloat16", logging.WARNING, r"No bfloat16 in hardware.*8\.0"),
     ],
     ids=str,
 )

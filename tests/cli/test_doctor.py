@@ -15,6 +15,7 @@ from kmp_cli import doctor, gpu_checks, installation, main
 from kmp_cli.installation import ERROR, INFO, OK, WARNING, Check, Driver
 
 A100 = Gpu("NVIDIA A100", (8, 0))
+BUILT_FOR = [("sm", (6, 0)), ("sm", (7, 0)), ("sm", (8, 0)), ("sm", (8, 9)), ("compute", (9, 0))]  # TensorFlow 2.21
 DRIVER = Driver("550.54", "12.4", (("NVIDIA A100", "40960 MiB"),))
 NVIDIA_SMI = """<?xml version="1.0" ?>
 <!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
@@ -48,12 +49,12 @@ def nvidia_smi(monkeypatch):
 def machine(monkeypatch):
     """Returns a function that sets TensorFlow's build and the GPUs that it sees."""
 
-    def set_up(cuda=("12.5.1", "9"), gpus=(), libraries=OK):
+    def set_up(cuda=("12.5.1", "9"), gpus=(), libraries=OK, error=None):
         monkeypatch.setattr(gpu_checks, "cuda_build", lambda: cuda)
+        monkeypatch.setattr(gpu_checks, "compute_capabilities", lambda: BUILT_FOR)
         monkeypatch.setattr(gpu_checks, "hardware", lambda: Hardware(tuple(gpus)))
-        monkeypatch.setattr(
-            gpu_checks, "library_check", lambda package, is_needed: Check("CUDA libraries", libraries, "")
-        )
+        monkeypatch.setattr(gpu_checks, "gpu_error", lambda: error)
+        monkeypatch.setattr(gpu_checks, "library_check", lambda *arguments: Check("CUDA libraries", libraries, ""))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     return set_up
@@ -98,9 +99,37 @@ def test_machine_without_a_working_driver(nvidia_smi, output, returncode, status
 
 def test_packages_of_this_environment_are_in_the_promised_range():
     names = {"Python", "kmp", "keras", "numpy", "tensorflow"}
-    checks = list(installation.package_checks())
+    checks = list(installation.package_checks("cpu"))
     assert {check.status for check in checks} <= {OK, WARNING}
     assert names <= set(checks[0].text.replace(",", "").split())
+
+
+@pytest.fixture
+def pci(tmp_path, monkeypatch):
+    """A PCI bus with a disk, a GPU of NVIDIA, and a device without a class."""
+    monkeypatch.setattr(installation, "_PCI", tmp_path)
+    for address, vendor, device_class in (
+        ("0000:00:04.0", "0x8086", "0x010802"),
+        ("0000:01:00.0", "0x10de", "0x030200"),
+    ):
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / address / "class").write_text(f"{device_class}\n")
+    (tmp_path / "0000:02:00.0").mkdir()
+
+
+@pytest.mark.parametrize("output", [FileNotFoundError(), "NVIDIA-SMI has failed."])
+def test_gpu_without_a_working_driver_is_an_error(nvidia_smi, pci, output):
+    nvidia_smi(output)
+    driver, check = installation.nvidia_driver()
+    assert (driver, check.status) == (None, ERROR)
+    assert "but the machine has an NVIDIA GPU (PCI 0000:01:00.0)" in check.text
+    assert "--gpus all" in check.fix
+
+
+def test_gpu_whose_driver_works_is_not_looked_for_on_the_bus(nvidia_smi, pci):
+    nvidia_smi(NVIDIA_SMI)
+    assert installation.nvidia_driver()[1].status == OK
 
 
 @pytest.mark.parametrize(
@@ -115,7 +144,7 @@ def test_tensorflow_that_does_not_fit(monkeypatch, version, packages, status, te
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name in packages else real(name))
     monkeypatch.setattr(installation, "tensorflow_packages", lambda: packages)
-    check = list(installation.package_checks())[-1]
+    check = list(installation.package_checks("cuda"))[-1]
     assert (check.name, check.status) == ("tensorflow", status)
     assert text in check.text
     assert fix in check.fix
@@ -130,18 +159,19 @@ def test_missing_package_and_python_are_errors_with_the_command_that_installs_th
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr("platform.python_version", lambda: "3.9.1")
-    wrong = {check.name: check for check in installation.package_checks() if check.status == ERROR}
+    wrong = {check.name: check for check in installation.package_checks("cpu") if check.status == ERROR}
     assert set(wrong) == {"Python", "msgspec"}
     assert wrong["msgspec"].fix == "pip install 'msgspec>=0.19'"
     assert ">=3.11" in wrong["Python"].fix
 
 
-@pytest.mark.parametrize("is_needed", [True, False])
-def test_cuda_libraries_are_those_that_the_package_asks_for(monkeypatch, is_needed):
+@pytest.mark.parametrize("missing_is", [ERROR, INFO])
+def test_cuda_libraries_are_those_that_the_package_asks_for(monkeypatch, missing_is):
     requires = [
         "numpy>=1.26",
         'nvidia-cudnn-cu12<10,>=9.3; extra == "and-cuda"',
         'nvidia-cublas-cu12<13,>=12.5; extra == "and-cuda"',
+        'nvidia-cuda-runtime-cu12==12.5.82; extra == "and-cuda"',
         'nvidia-no-such-library-cu12>=12.5; extra == "and-cuda"',
     ]
     versions = {"nvidia-cudnn-cu12": "9.3.0", "nvidia-cublas-cu12": "11.0", "tensorflow": "2.21.0"}
@@ -153,12 +183,13 @@ def test_cuda_libraries_are_those_that_the_package_asks_for(monkeypatch, is_need
 
     monkeypatch.setattr(importlib.metadata, "requires", lambda package: requires)
     monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr("ctypes.CDLL", lambda file: {"libcublas.so.12": file}.get(file) or exec("raise OSError"))
-    check = installation.library_check("tensorflow", is_needed)
-    assert check.text.startswith("missing: no-such-library; found: cudnn 9.3.0, cublas libcublas.so.12")
-    assert (check.status, check.fix) == (
-        (ERROR, "pip install 'tensorflow[and-cuda]==2.21.0'") if is_needed else (INFO, "")
-    )
+    on_system = ("libcublas.so.12", "libcudart.so.12")
+    monkeypatch.setattr("ctypes.CDLL", lambda file: file if file in on_system else exec("raise OSError"))
+    check = installation.library_check("tensorflow", missing_is, "not needed")
+    found = "cudnn 9.3.0, cublas libcublas.so.12, cuda-runtime libcudart.so.12"
+    assert check.text == f"missing: no-such-library; found: {found}" + ("; not needed" if missing_is == INFO else "")
+    fix = "pip install 'tensorflow[and-cuda]==2.21.0'" if missing_is == ERROR else ""
+    assert (check.status, check.fix) == (missing_is, fix)
 
 
 def test_gpu_that_works(machine):
@@ -169,10 +200,38 @@ def test_gpu_that_works(machine):
 
 
 def test_gpu_without_tensor_cores_is_a_warning(machine):
-    machine(gpus=[Gpu("P100", (6, 0)), Gpu("T4", (7, 5))])
+    for gpu in (Gpu("P100", (6, 0)), Gpu("NVIDIA GeForce GTX 1660 Ti", (7, 5)), Gpu("NVIDIA T1000", (7, 5))):
+        machine(gpus=[gpu, Gpu("Tesla T4", (7, 5))])
+        checks = checks_of(DRIVER)
+        assert "no Tensor Cores" in checks["GPU", WARNING].text
+        assert checks["GPU", OK].text.endswith("float16, no bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("capability", "status"), [((7, 5), OK), ((8, 6), OK), ((8, 9), OK), ((12, 0), WARNING), ((5, 2), ERROR)]
+)
+def test_gpu_for_which_tensorflow_has_no_machine_code(machine, capability, status):
+    machine(gpus=[Gpu("NVIDIA GPU", capability)])
+    check = next((found for (_, found_status), found in checks_of(DRIVER).items() if found_status == status), None)
+    if status == WARNING:
+        assert "compiles them at the first start, which can take 30 minutes" in check.text
+    elif status == ERROR:
+        assert check.text == "TensorFlow has no kernels for NVIDIA GPU"
+    else:
+        assert {status for _, status in checks_of(DRIVER)} == {OK}
+
+
+def test_gpu_that_cannot_start_is_an_error_of_the_gpu_and_not_of_xla(machine):
+    machine(gpus=[A100], error="failed call to cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH")
     checks = checks_of(DRIVER)
-    assert "no Tensor Cores" in checks["GPU", WARNING].text
-    assert checks["GPU", OK].text.endswith("float16, no bfloat16")
+    assert "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" in checks["GPU", ERROR].text
+    assert not any(name == "XLA" for name, _ in checks)
+
+
+def test_libraries_that_a_working_gpu_does_not_miss_are_no_error(machine, monkeypatch):
+    machine(gpus=[A100])
+    monkeypatch.setattr(gpu_checks, "library_check", lambda package, *rest: Check("CUDA libraries", rest[0], rest[1]))
+    assert checks_of(DRIVER)["CUDA libraries", INFO].text == "the GPU works without them"
 
 
 def test_gpu_that_a_build_without_cuda_cannot_use_is_an_error(machine):
@@ -191,8 +250,12 @@ def test_driver_that_is_too_old_is_an_error(machine):
 def test_gpu_that_tensorflow_does_not_see_is_an_error(machine, monkeypatch):
     machine()
     assert "does not see" in checks_of(DRIVER)["GPU", ERROR].text
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert checks_of(DRIVER)["GPU", ERROR].fix == "unset CUDA_VISIBLE_DEVICES"
+    for hidden in ("-1", "", "1", "none"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert checks_of(DRIVER)["GPU", ERROR].fix == "unset CUDA_VISIBLE_DEVICES"
+    for visible in ("0", "0,1", "GPU-8f6c"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert "does not see" in checks_of(DRIVER)["GPU", ERROR].text
 
 
 def test_machine_without_a_gpu_has_no_error(machine):
@@ -220,6 +283,7 @@ def _raise(*args):
         (2.0, 1.95, 1.0, ("mixed_bfloat16", False, 1.95)),
         (2.0, 1.0, 1.5, ("mixed_float16", True, 2.0)),
         (1.05, 1.05, 1.0, ("float32", False, 1.0)),
+        (1.15, 1.15, 1.09, ("mixed_bfloat16", False, 1.15 / 1.09)),
     ],
 )
 def test_recommended_is_the_fastest_policy_if_it_is_clearly_faster(float16, bfloat16, xla, expected):
@@ -246,18 +310,50 @@ def test_doctor_prints_a_verdict_and_writes_it_as_json(tmp_path, monkeypatch, ca
 
 def test_doctor_without_tensorflow_names_the_command_that_installs_it(monkeypatch, capsys):
     monkeypatch.setattr(installation, "tensorflow_packages", list)
-    error = Check("import kmp", ERROR, "kmp needs TensorFlow.", "pip install 'kmp[cpu]'")
-    monkeypatch.setattr(doctor, "_import_check", lambda driver: error)
-    assert main(["doctor"]) == 1
-    printed = capsys.readouterr().out
-    assert "does not work here: tensorflow: is not installed" in printed
-    assert "pip install 'kmp[cuda]'" in printed
+    error = Check("import kmp", ERROR, "kmp needs TensorFlow.")
+    monkeypatch.setattr(doctor, "_import_check", lambda extra: error)
+    for driver, extra in ((None, "cpu"), (DRIVER, "cuda")):
+        found = driver, Check("NVIDIA driver", OK if driver else INFO, "")
+        monkeypatch.setattr(installation, "nvidia_driver", lambda found=found: found)
+        assert main(["doctor"]) == 1
+        printed = capsys.readouterr().out
+        assert "does not work here: tensorflow: is not installed" in printed
+        assert printed.endswith(f"Run: pip install 'kmp[{extra}]'\n")
 
 
 def test_file_that_cannot_be_written_is_an_error_before_anything_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_examine", lambda console: pytest.fail("measured"))
-    assert main(["doctor", "--json", str(tmp_path / "no" / "folder" / "file.json")]) == 1
+    assert main(["doctor", "--json", str(tmp_path / "no" / "folder" / "file.json")]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+def test_error_while_measuring_is_the_verdict(tmp_path, monkeypatch, capsys):
+    def out_of_memory():
+        yield from list(measured(2.0, 1.0))[:1]
+        raise tf.errors.ResourceExhaustedError(None, None, "failed to allocate memory")
+
+    monkeypatch.setattr(precision_comparison, "measure", out_of_memory)
+    assert main(["doctor", "--json", str(tmp_path / "doctor.json")]) == 1
+    verdict = json.loads((tmp_path / "doctor.json").read_text())["verdict"]
+    assert "measurement: ResourceExhaustedError: failed to allocate memory" in verdict
+    assert verdict in " ".join(capsys.readouterr().out.split())
+
+
+def test_interrupted_doctor_prints_one_line_and_leaves_no_empty_file(tmp_path, monkeypatch, capsys):
+    def interrupt(console):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "_examine", interrupt)
+    assert main(["doctor", "--json", str(tmp_path / "doctor.json")]) == 130
+    assert capsys.readouterr().err == "kmp: interrupted\n"
+    assert not (tmp_path / "doctor.json").exists()
+
+
+def test_formats_are_those_that_the_gpu_computes_in():
+    t4, a100 = Hardware((Gpu("T4", (7, 5)),)), Hardware((A100,))
+    assert precision_comparison.formats_on(t4) == ["float32", "float16"]
+    assert precision_comparison.formats_on(a100) == ["float32", "float32 without TF32", "float16", "bfloat16"]
+    assert precision_comparison.formats_on(Hardware(())) == ["float32", "float16", "bfloat16"]
 
 
 @pytest.mark.slow
