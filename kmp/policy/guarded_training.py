@@ -89,7 +89,7 @@ def _ignore_empty_batch(data: Any, optimizers: Sequence[LossScaleOptimizer]) -> 
 
 
 def _is_of_keras(model_class: type[keras.Model]) -> bool:
-    return model_class.train_step.__module__.startswith("keras.")
+    return str(getattr(model_class.train_step, "__module__", "")).startswith("keras.")  # a `partial` has none
 
 
 def _is_guarded(model: keras.Model) -> bool:

@@ -9,7 +9,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmp.backend import compute_dtypes, direct_sublayers, instance_attribute, is_keras_class, sublayers
+from kmp.backend import (
+    compute_dtypes,
+    direct_sublayers,
+    instance_attribute,
+    is_keras_class,
+    keras_internals,
+    output_layers,
+    sublayers,
+)
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy.model_optimizers import all_optimizers_of
 from kmp.policy.rounded_indices import rounding_in_step
@@ -17,6 +25,7 @@ from kmp.utils import FLOAT16, FLOAT32, user_messages
 
 _MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _SOFTMAXES = (keras.activations.softmax, keras.activations.log_softmax, keras.ops.softmax, tf.nn.softmax)
+_SIGMOIDS = (keras.activations.sigmoid, keras.ops.sigmoid, tf.sigmoid)
 _issued_messages: set[str] = set()  # by message rather than by model: a model that is loaded again does not warn again
 
 
@@ -56,8 +65,8 @@ def check_distribution_arguments(model: keras.Model, arguments: dict[str, Any]) 
 
 
 def warn_after_compile(model: keras.Model) -> None:
-    """Warns if a softmax layer or a loss of the compiled model computes in float16."""
-    found = dict([*_softmaxes_in_float16(model), *_losses_in_float16(model.loss)])
+    """Warns if a softmax layer, a sigmoid output or a loss of the compiled model computes in float16."""
+    found = dict([*_softmaxes_in_float16(model), *_sigmoid_outputs_in_float16(model), *_losses_in_float16(model.loss)])
     if found:
         _warn_once(model, _IN_FLOAT16.format(names=", ".join(found), remedies=", ".join(found.values())))
 
@@ -151,6 +160,18 @@ def _softmaxes_in_float16(layer: keras.Layer) -> Iterable[tuple[str, str]]:
         yield from _softmaxes_in_float16(child)
 
 
+def _sigmoid_outputs_in_float16(model: keras.Model) -> Iterable[tuple[str, str]]:
+    """Yields the sigmoids that produce outputs, each with the code to replace it. Others, such as gates, may saturate.
+
+    Keras does not know the output layers of a subclassed model.
+    """
+    for layer in output_layers(model) if keras_internals.graph_tensors(model, "outputs") else ():
+        if isinstance(layer, keras.Model):
+            yield from _sigmoid_outputs_in_float16(layer)
+        elif getattr(layer, "activation", None) in _SIGMOIDS and layer.compute_dtype == FLOAT16.name:
+            yield f"the sigmoid of output layer {layer.name!r}", f"{type(layer).__name__}(..., dtype='float32')"
+
+
 def _user_created_sublayers(layer: keras.Layer) -> bool:
     """Whether user code created the sublayers of a layer, and can change them.
 
@@ -173,7 +194,7 @@ def _losses_in_float16(losses: Any) -> Iterable[tuple[str, str]]:
 
 
 _IN_FLOAT16 = (
-    "computes in float16: {names}. float16 has 11 significant bits, and exp(x) overflows in float16 for x > 11.09. "
+    "computes in float16: {names}. float16 rounds probabilities near 0 and 1 to 0 and 1, where the gradient is zero. "
     "Write {remedies} instead. kmp.layers.Softmax() computes in float32 under every policy."
 )
 _NOT_FLOAT16 = (

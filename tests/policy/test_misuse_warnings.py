@@ -267,6 +267,23 @@ def test_warning_of_a_softmax_says_what_to_write(enabled, make_head, remedy):
         keras.Sequential([keras.Input((4,)), *make_head()]).compile("sgd", "mse")
 
 
+def test_sigmoid_output_in_float16_warns_at_compile(enabled):
+    inputs = keras.Input((4,))
+    head = keras.Sequential([keras.layers.Dense(3), keras.layers.Activation("sigmoid")], name="head")
+    outputs = [keras.layers.Dense(1, "sigmoid", name="mask")(inputs), head(inputs)]
+    with pytest.warns(UserWarning, match=r"the sigmoid of output layer 'mask', the sigmoid of output layer") as caught:
+        keras.Model(inputs, outputs).compile("sgd", "binary_crossentropy")
+    assert "Write Dense(..., dtype='float32'), Activation(..., dtype='float32') instead" in only_message(caught)
+
+
+def test_sigmoid_in_float32_or_inside_the_model_does_not_warn(enabled, recwarn):
+    inputs = keras.Input((4,))
+    x = inputs * keras.layers.Dense(4, "sigmoid")(inputs)
+    outputs = keras.layers.Dense(1, "sigmoid", dtype="float32")(x)
+    keras.Model(inputs, outputs).compile("sgd", "binary_crossentropy")
+    assert not kmp_warnings(recwarn)
+
+
 ATTENTION = """
 import keras
 
