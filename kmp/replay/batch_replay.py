@@ -80,28 +80,15 @@ def _replay(
     batch_part, key, is_part_finite = nonfinite_part(batch)
     nonfinite_variables = [path for path, variable in variables.items() if not np.isfinite(variable).all()]
     invalid = invalid_targets(model, batch)
-    exact = None
-    try:
-        exact = run(factor=1.0, float32_layers=[model])
-    except tf.errors.InvalidArgumentError:
-        if invalid is None:
-            raise
     has_weight = len(batch) > 2 and batch[2] is not None
+    exact = _float32_pass(model, run, may_fail=invalid is not None)
     is_sound = batch_part is None and not nonfinite_variables
     if exact is None or (invalid and not exact.is_finite and is_sound):
         return Replay(
             examples, loss_scale, None, None, False, False, invalid_targets=invalid, has_sample_weight=has_weight
         ), None
     own = run()
-    watched = own
-    lost_constants: dict[str, list[float]] = {}
-    if not own.is_finite:
-        watched = watched_exact = run(factor=1.0, float32_layers=[model], watch=True)
-        if exact.is_finite:
-            watched = run(watch=True)
-        layers = {found.layer for found in watched.nonfinite.found}
-        constants = watched_exact.nonfinite.lost_constants
-        lost_constants = {layer: constants[layer] for layer in constants if layer in layers}
+    watched, lost_constants = (own, {}) if own.is_finite else _watched_pass(model, run, exact)
     gradients = list(zip(variables, own.gradients, exact.gradients, strict=True))
     flushed = {path: _flushed_share(half, single) for path, half, single in gradients}
     usable = _usable_scale(exact)
@@ -136,6 +123,33 @@ def _replay(
         zero=[path for path, _, single in gradients if single is None or not as_array(single).any()],
     )
     return result, exact.sample(variables, step)
+
+
+def _float32_pass(model: keras.Model, run: Callable[..., PassResult], may_fail: bool) -> PassResult | None:
+    """Returns the pass in float32; `None` if TensorFlow refuses the batch and it `may_fail`."""
+    try:
+        return run(factor=1.0, float32_layers=[model])
+    except tf.errors.InvalidArgumentError:
+        if not may_fail:
+            raise
+        return None
+
+
+def _watched_pass(
+    model: keras.Model, run: Callable[..., PassResult], exact: PassResult
+) -> tuple[PassResult, dict[str, list[float]]]:
+    """Returns a pass that shows where NaN and Inf begin, and the constants that float16 loses in those layers.
+
+    Args:
+        model: The model.
+        run: Runs a pass with the options of `run_pass`.
+        exact: The pass in float32. If it is not finite, it is watched.
+    """
+    in_float32 = run(factor=1.0, float32_layers=[model], watch=True)
+    watched = run(watch=True) if exact.is_finite else in_float32
+    layers = {found.layer for found in watched.nonfinite.found}
+    constants = in_float32.nonfinite.lost_constants
+    return watched, {layer: constants[layer] for layer in constants if layer in layers}
 
 
 def _finite(loss: float) -> float | None:

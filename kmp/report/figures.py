@@ -9,7 +9,9 @@ from typing import Any
 
 from kmp.advice import WhatIf
 from kmp.records import ExponentHistogram, Run
-from kmp.report.run_summary import NOT_SAMPLED, RunSummary, main_metrics, number, scale, share
+from kmp.report.run_comparison import main_metrics
+from kmp.report.run_summary import NOT_SAMPLED, RunSummary
+from kmp.report.text_formats import number, scale, share
 
 _INCHES = (5.2, 3.6)
 

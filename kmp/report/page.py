@@ -11,7 +11,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from kmp.records import FILE_NAME, RUN_EXPECTED, Run, log_file
 from kmp.report import figures, terminal
-from kmp.report.run_summary import RunSummary, code_lines, comparison, difference, split_after_findings
+from kmp.report.run_comparison import comparison, difference, split_after_findings
+from kmp.report.run_summary import RunSummary
+from kmp.report.text_formats import code_lines
 from kmp.utils import atomic_files, printable, unique_names, validation
 
 PathLike = str | os.PathLike[str]

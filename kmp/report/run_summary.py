@@ -1,47 +1,27 @@
-"""The contents of a report, as text: shared by the terminal summary and the HTML file."""
+"""The contents of a run's report, as text: shared by the terminal summary and the HTML file."""
 
 import heapq
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection
 from functools import cached_property
 from typing import Any
 
 from kmp.advice import INFO, Advice, RunMetrics, diagnosis_of
 from kmp.records import ExponentHistogram, GradientSample, Run, has_update, iterate_samples, layer_of
-from kmp.report.run_difference import first_differences
-from kmp.utils import as_power
+from kmp.report.text_formats import MISSING, UNKNOWN, number, scale, share
+from kmp.report.text_table import MAX_ROWS, Table, with_omitted
 
 Pairs = tuple[tuple[str, str], ...]
 
-MISSING, UNKNOWN, NO_PROBLEM = "-", "unknown", "no problem"
+NO_PROBLEM = "no problem"
 VALIDATION, LEARNING_RATE = "val_", "learning_rate"  # in the names of metrics
-_MAX_ROWS = 40
-_MUCH = 0.1  # of a metric, relative to its largest value
 _GRADIENT_COLUMNS = (
     *("layer", "elements", "zero", "subnormal", "near overflow", "NaN, Inf"),
     *("amax", "norm", "update / weight", "updates lost"),
 )
 NOT_SAMPLED = "No gradients were sampled. Attach kmp.callbacks.GradientHistogram to sample them."
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of text cells.
-
-    Args:
-        columns: The column headings. The first column names the rows.
-        rows: The rows.
-        note: How to read the table, or why it is empty.
-        marked: The index of a row to emphasize, or `None`.
-    """
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str
-    marked: int | None = None
 
 
 class RunSummary:
@@ -139,7 +119,7 @@ class RunSummary:
         if sample is None or not len(sample):
             return Table((), (), NOT_SAMPLED)
         names = list(dict.fromkeys(map(layer_of, sample.names)))
-        shown = names[:_MAX_ROWS]
+        shown = names[:MAX_ROWS]
         layers, updates = _layers(sample, shown), self._updates(shown)
         rows = [
             (name, *_zones(layers[name]), number(amax), number(norm), *updates.get(name, ("", "")))
@@ -151,7 +131,7 @@ class RunSummary:
             f"unscaled gradient. Updates ({self._updates_step}): their norm over that of the weights, and the "
             "share of updates below 2^-11 of their weight, most of which a float16 weight would lose."
         )
-        return Table(_GRADIENT_COLUMNS, tuple(rows), _with_omitted(note, len(names)))
+        return Table(_GRADIENT_COLUMNS, tuple(rows), with_omitted(note, len(names)))
 
     @cached_property
     def newest_sample(self) -> GradientSample | None:
@@ -191,7 +171,7 @@ class RunSummary:
         if not names:
             overflow = "No variable overflowed" if self._has("overflow_count") else "Overflows were not counted"
             return Table((), (), f"{overflow}, and no underflow was detected.")
-        shown = heapq.nlargest(_MAX_ROWS, names, key=priority)
+        shown = heapq.nlargest(MAX_ROWS, names, key=priority)
         rows = [(name, *(str(counts.get(name, 0)) for counts in columns)) for name in shown]
         samples = len(self.metrics.gradients.finite_samples)
         note = (
@@ -201,7 +181,7 @@ class RunSummary:
             "the variable nearest the loss. A step with a non-finite loss has no overflow origin."
         )
         headings = ("variable", "overflowed", "overflow origin", "underflowed", "underflow origin")
-        return Table(headings, tuple(rows), _with_omitted(note, len(names)))
+        return Table(headings, tuple(rows), with_omitted(note, len(names)))
 
     @cached_property
     def other_scales(self) -> Table:
@@ -247,83 +227,6 @@ class RunSummary:
         return self.run.last(key) is not None
 
 
-def comparison(runs: Sequence[RunSummary]) -> Table:
-    """Returns metrics and counts of several runs, one column per run. The first row that differs is marked."""
-    names = list(dict.fromkeys(name for summary in runs for name, _ in summary.counts))
-    metrics = {name for summary in runs for name in summary.metrics_of_epochs}
-    names.sort(key=lambda name: (name not in metrics, name in metrics and not name.startswith(VALIDATION)))
-    rows = [(name, *(dict(summary.counts).get(name, MISSING) for summary in runs)) for name in names]
-    rows.insert(len(metrics), ("findings", *(summary.findings_count for summary in runs)))
-    marked = next((index for index, name in enumerate(names[: len(metrics)]) if _differs(name, runs)), None)
-    note = "" if marked is None else f"The first metric that differs by more than 10 %: {names[marked]}."
-    return Table(("", *(summary.name for summary in runs)), tuple(rows), note, marked)
-
-
-def split_after_findings(table: Table) -> tuple[Table, Table]:
-    """Returns the metrics and findings of a comparison, and its counts; without metrics, all in the first."""
-    names = [row[0] for row in table.rows]
-    count = names.index("findings") + 1
-    if count == 1:
-        return table, Table((), (), "")
-    return replace(table, rows=table.rows[:count]), Table(table.columns, table.rows[count:], "")
-
-
-def _differs(metric: str, runs: Sequence[RunSummary]) -> bool:
-    values = [summary.metrics_of_epochs.get(metric, math.nan) for summary in runs]
-    finite = [value for value in values if math.isfinite(value)]
-    return len(finite) < len(values) or max(finite) - min(finite) > _MUCH * max(map(abs, finite))
-
-
-def main_metrics(runs: Sequence[RunSummary]) -> list[str]:
-    """Returns at most two metrics to draw: the first that is no loss, and a loss; those of the validation if known."""
-    names = list(dict.fromkeys(name for summary in runs for name in summary.metrics_of_epochs))
-    names.sort(key=lambda name: (not name.startswith(VALIDATION), name not in ("loss", "val_loss")))
-    kinds = [[name for name in names if name.endswith("loss") is is_loss] for is_loss in (False, True)]
-    return [kind[0] for kind in kinds if kind]
-
-
-def difference(first: RunSummary, second: RunSummary) -> Table:
-    """Returns the layers whose gradients differ in two runs, with the first sampled step in which they do."""
-    found = first_differences(first.run, second.run)
-    if found is None:
-        return Table((), (), f"No layer was sampled in the same step of {first.name} and {second.name}.")
-    if not found:
-        return Table((), (), f"The gradients of {first.name} and {second.name} are alike in all sampled steps.")
-    rows = [
-        (layer, str(step), *map(share, zeros), *map(number, norms)) for layer, step, zeros, norms in found[:_MAX_ROWS]
-    ]
-    columns = ("layer", "from step", *(f"{what}, {run.name}" for what in ("zero", "norm") for run in (first, second)))
-    note = (
-        "Layers of both runs, and the first sampled step from which on their gradients differ: 10 % more of the "
-        "elements are zero, or the norm is four times as large. The norm is without the loss scale."
-    )
-    return Table(columns, tuple(rows), _with_omitted(note, len(found)))
-
-
-def code_lines(change: str) -> tuple[str, ...]:
-    """Returns lines of code, with a trailing comment as a line of its own, so that they fit a narrow screen."""
-    return tuple(change.replace("  # ", "\n# ").splitlines())
-
-
-def share(value: float | None) -> str:
-    """Returns a share in percent. Small and large shares are not rounded to 0 % or 100 %."""
-    if value is None or math.isnan(value):
-        return MISSING
-    if 0 < value < 0.0005:
-        return "<0.1%"
-    return ">99.9%" if 0.9995 <= value < 1 else f"{value:.1%}".replace(".0%", "%")
-
-
-def number(value: float | None) -> str:
-    """Returns a number with three significant digits."""
-    return MISSING if value is None else f"{value:.3g}"
-
-
-def scale(value: float) -> str:
-    """Returns a loss scale, as a power of two if it is one."""
-    return UNKNOWN if math.isnan(value) else as_power(value)
-
-
 def _zones(histogram: ExponentHistogram) -> tuple[str, ...]:
     zones, total = histogram.zones, histogram.total
     groups = (
@@ -345,11 +248,6 @@ def _or_unknown(text: str) -> str:
 
 def _count_of(count: int, total: int) -> str:
     return f"{count} ({share(_fraction(count, total))})" if count else "0"
-
-
-def _with_omitted(note: str, count: int) -> str:
-    """Returns the note of a table with the number of omitted rows."""
-    return f"{note} {count - _MAX_ROWS} more are not shown." if count > _MAX_ROWS else note
 
 
 def _layers(sample: GradientSample, shown: Collection[str]) -> GradientSample:

@@ -8,7 +8,10 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from kmp.advice import Finding
-from kmp.report.run_summary import RunSummary, Table, code_lines, comparison
+from kmp.report.run_comparison import comparison
+from kmp.report.run_summary import RunSummary
+from kmp.report.text_formats import code_lines
+from kmp.report.text_table import Table
 from kmp.utils import printable
 
 _RUNS_PER_TABLE = 3  # columns that fit into 80 characters

@@ -23,7 +23,9 @@ from kmp import report
 from kmp.callbacks import ForwardProbe, Report, defaults
 from kmp.records import BIN_COUNT, GradientSample, Run
 from kmp.records.jsonl import to_line
-from kmp.report.run_summary import RunSummary, comparison, difference, number, scale, share
+from kmp.report.run_comparison import comparison, difference
+from kmp.report.run_summary import RunSummary
+from kmp.report.text_formats import number, scale, share
 
 GOLDEN = Path(__file__).parent / "golden"
 LONG = "encoder/" + "block_with_a_very_long_layer_name_in_it_" * 3 + "/kernel"
