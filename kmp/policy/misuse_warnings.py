@@ -161,7 +161,7 @@ def _softmaxes_in_float16(layer: keras.Layer) -> Iterable[tuple[str, str]]:
 
 
 def _sigmoid_outputs_in_float16(model: keras.Model) -> Iterable[tuple[str, str]]:
-    """Yields the sigmoids that produce outputs, each with the code to replace it. Others, such as gates, may saturate.
+    """Yields the sigmoids that produce outputs, each with the code to replace it. Others may saturate, as in an LSTM.
 
     Keras does not know the output layers of a subclassed model.
     """
