@@ -15,7 +15,8 @@ DOCS = Path(__file__).parent.parent / "docs"
 README = (DOCS.parent / "README.md").read_text(encoding="utf-8")
 COMING_FROM = (DOCS / "coming-from.md").read_text(encoding="utf-8")
 GUIDE_PAGES = {
-    path.stem: path.read_text(encoding="utf-8") for path in (DOCS / "guide.md", *sorted((DOCS / "guide").glob("*.md")))
+    path.stem: path.read_text(encoding="utf-8")
+    for path in (*sorted(DOCS.glob("guide*.md")), *sorted((DOCS / "guide").glob("*.md")))
 }
 
 
