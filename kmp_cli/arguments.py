@@ -136,7 +136,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="PART",
-        help="optimizer, memory, fit, precision, sampling, growth, resnet, bert (default: all; the last two on a GPU)",
+        help="optimizer, memory, operations, fit, precision, sampling, replay, growth, resnet, bert (default: all; the "
+        "last two on a GPU)",
     )
     bench.add_argument("--mode", choices=("graph", "XLA"), help="run memory, fit, resnet and bert in this mode only")
     bench.add_argument(

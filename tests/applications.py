@@ -113,8 +113,8 @@ def check(name):
     return {
         "layers_and_operations": len(audit.rows),
         "float32": len(audit.plan.float32),
-        "drift": relative_error(outputs, expected),
-        "drift_of_stock": stock_relative_error(name, model, images, expected),
+        "relative_error": relative_error(outputs, expected),
+        "relative_error_of_keras": stock_relative_error(name, model, images, expected),
         "loss": float(loss),
         "skipped_steps": optimizer.snapshot().overflow_count,
     }

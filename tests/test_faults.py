@@ -1,4 +1,4 @@
-"""The README's table of faults: each is run with Keras' LossScaleOptimizer and with kmp's."""
+"""The table of faults in docs/faults.md: each is run with Keras' LossScaleOptimizer and with kmp's."""
 
 import keras
 import numpy as np

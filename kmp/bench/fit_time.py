@@ -16,7 +16,7 @@ from kmp.bench.timing import Measurement, alternate, comparison
 
 # The others are compared with Keras' loss scaling.
 VARIANTS = (KERAS, OURS, WITH_CALLBACKS, BARE)
-# On two CPU cores, a step without loss scaling takes some 2 ms and some 20 ms.
+# On two CPU cores, a step without loss scaling takes 2 ms and 11 to 14 ms.
 TASKS: dict[str, Callable[[], Task]] = {
     "MLP of width 128": lambda: mlp(128),
     "conv net of width 40": lambda: convolutional(40),

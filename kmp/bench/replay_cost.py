@@ -1,4 +1,4 @@
-"""What it takes to replay a batch, which the callbacks do at most three times in a run."""
+"""What it takes to replay a batch, which the callbacks do at most three times in a run for each reason."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
