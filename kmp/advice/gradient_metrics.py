@@ -9,7 +9,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from kmp.advice.loss_scale_sweep import WhatIf, largest_usable_scale, sweep
+from kmp.advice.loss_scale_sweep import WhatIf, exponent_index, largest_usable_scale, sweep, unscaled_exponents
 from kmp.advice.sample_statistics import SampleStatistics, statistics, usable
 from kmp.records import FIRST_EXPONENT, ZERO_BIN, ExponentHistogram, Run, iterate_samples
 from kmp.utils import FLOAT16
@@ -48,6 +48,12 @@ class GradientMetrics:
         shares = {name: unchanged[name] / count for name, count in nonzero.items() if count}
         most = sorted((name for name, share in shares.items() if share > 0.5), key=shares.__getitem__, reverse=True)
         return sum(unchanged.values()) / max(1, sum(nonzero.values())), most
+
+    def share_between(self, low: int, high: int) -> float:
+        """Returns the share of nonzero elements of the unscaled gradients from 2^`low` to below 2^`high`."""
+        counts = unscaled_exponents(self.finite_samples)
+        total = counts.sum()
+        return float(counts[exponent_index(low) : exponent_index(high)].sum() / total) if total else 0.0
 
     @cached_property
     def curve(self) -> WhatIf | None:

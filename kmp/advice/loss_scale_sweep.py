@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kmp.advice.sample_statistics import SampleStatistics, statistics, statistics_of, usable
-from kmp.records import FIRST_EXPONENT, RUN_EXPECTED, GradientSample, Run
+from kmp.records import FIRST_EXPONENT, RUN_EXPECTED, GradientSample, Replay, Run
 from kmp.utils import FLOAT16, FLOAT32, is_power_of_two, validation
 
 # Smallest magnitude that rounds to Inf in float16, with rounding to nearest: the maximum plus half a unit.
@@ -125,8 +125,16 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
 
 
 def largest_usable_scale(run: Run) -> float:
-    """Returns the largest loss scale at which no activation gradient of a replay overflows; inf without a replay."""
-    return min((replay.usable_scale or math.inf for _, replay in run.replays), default=math.inf)
+    """Returns the largest loss scale at which no activation gradient of a replay overflows.
+
+    It is inf without a replay, and 0 if the backward pass of a replay needs float32 at every scale.
+    """
+    return min((_usable_scale(replay) for _, replay in run.replays), default=math.inf)
+
+
+def _usable_scale(replay: Replay) -> float:
+    fails_at_every_scale = replay.loss is not None and not replay.is_finite and bool(replay.float32_layers)
+    return 0.0 if fails_at_every_scale else replay.usable_scale or math.inf
 
 
 def sweep(
@@ -137,7 +145,7 @@ def sweep(
     Args:
         samples: Statistics of the samples.
         references: Statistics of float32 passes, which show what was flushed to zero in the samples.
-        usable_scale: The largest scale to recommend.
+        usable_scale: The largest scale to recommend; 0 for none.
 
     Returns:
         The shares of lost elements; `None` if no sample has finite gradients.
@@ -183,9 +191,22 @@ def _scales(in_use: float, largest: float, recommended: Sequence[int]) -> np.nda
     return np.arange(max(low, FLOAT32.min_exponent), min(high, FLOAT32.max_exponent) + 1)
 
 
+def unscaled_exponents(samples: Sequence[SampleStatistics]) -> np.ndarray:
+    """Returns how many elements of the unscaled gradients have each binary exponent, all samples together.
+
+    Returns:
+        float64 array, with 2^k at `exponent_index(k)`.
+    """
+    return sum(map(_unscaled_exponents, samples), np.zeros(2 * _MAX_EXPONENT + 1))
+
+
+def exponent_index(exponent: int) -> int:
+    """Returns the index of 2^`exponent` in `unscaled_exponents`."""
+    return exponent + _MAX_EXPONENT
+
+
 def _counts_and_zeros(samples: Sequence[SampleStatistics]) -> tuple[np.ndarray, float]:
-    counts = sum(map(_unscaled_exponents, samples), np.zeros(2 * _MAX_EXPONENT + 1))
-    return counts, float(sum(sample.histogram.zeros for sample in samples))
+    return unscaled_exponents(samples), float(sum(sample.histogram.zeros for sample in samples))
 
 
 def _with_flushed(
@@ -235,7 +256,7 @@ def _skipped(scales: np.ndarray, largest: np.ndarray, nonfinite: Sequence[float]
 
 
 def _recommended(counts: np.ndarray, largest: float, usable_scale: float) -> tuple[int, int] | None:
-    if not counts.any() or not largest:
+    if not counts.any() or not largest or not usable_scale:
         return None
     high = math.floor(math.log2(min(FLOAT16.max / largest / 2**_MARGIN_BITS, usable_scale)))
     candidates = np.arange(-FLOAT32.max_exponent, FLOAT32.max_exponent + 1)

@@ -52,10 +52,9 @@ def backward(metrics: RunMetrics) -> Finding | None:
         )
         found = next((found for found in replay.nonfinite if found.is_backward), None)
         if found:
-            where, location = (
-                f"The backward pass of {described(metrics, found.layer)} overflows float16 at {scales}.",
-                found.layer,
-            )
+            # The backward pass of a loss that a layer adds runs outside of the layers.
+            location = layers[0] if layers and found.layer == metrics.setting("model", None) else found.layer
+            where = f"The backward pass of {described(metrics, location)} overflows float16 at {scales}."
     zero = metrics.gradients.all_zero_variables
     if zero:
         evidence += f"; at this scale the gradients of {len(zero)} variables are zero, such as {zero[-1]}"

@@ -1,5 +1,7 @@
 """Rules about the updates of the weights."""
 
+import math
+
 import numpy as np
 
 from kmp.advice.edits import SetArguments
@@ -18,24 +20,69 @@ _SMALL_LOSS = 0.01
 _SKIPPED_BY_EXPLOSION = 0.1
 _LARGEST_CONSTANT_LOST = 2.0**FLOAT16.flush_exponent
 _MANY_LOST = 0.2
+_WITH_SQUARES = ("Adam", "AdamW", "Lamb", "Nadam")  # divide by the root of a mean of squares, plus epsilon
+_USUAL_BETA_2 = 0.999  # Keras' default for these optimizers
+_TOO_LARGE_STEP = 1000.0  # times the learning rate
+_MANY_LOST_SQUARES = 0.1
 
 
 def optimizer_state(metrics: RunMetrics) -> Finding | None:
-    """Reports weights that became NaN because the optimizer keeps its state in float16."""
-    replay, epsilon = metrics.forward_replay, metrics.setting("epsilon", None)
+    """Reports an optimizer that divides by zero or takes too large steps, because it keeps its state in float16."""
+    epsilon = metrics.setting("epsilon", None)
     if FLOAT16.name not in metrics.setting("variable_dtypes", []) or epsilon is None:
         return None
-    if epsilon > _LARGEST_CONSTANT_LOST or replay is None or not replay.nonfinite_variables:
+    found = (
+        _division_by_zero(metrics, epsilon) if epsilon <= _LARGEST_CONSTANT_LOST else _lost_squares(metrics, epsilon)
+    )
+    if found is None:
         return None
+    title, evidence, location = found
     return Finding(
         "optimizer_state",
         ERROR,
+        title,
+        evidence,
+        (SetArguments("kmp.enable", {"policy": "'mixed_float16'"}),),
+        "keeps weights and optimizer state in float32; or epsilon=1e-4",
+        location,
+    )
+
+
+def _division_by_zero(metrics: RunMetrics, epsilon: float) -> tuple[str, str, str] | None:
+    """Returns title, evidence and location if weights became NaN."""
+    replay = metrics.forward_replay
+    if replay is None or not replay.nonfinite_variables:
+        return None
+    return (
         f"The optimizer divides by zero: its epsilon of {epsilon:g} is 0 in float16, the dtype of its state.",
         f"{of_steps(metrics, metrics.overflows)} were skipped, and {replay.nonfinite_variables[0]} contains NaN or Inf "
         f"since an update. float16 rounds {_LARGEST_CONSTANT_LOST:.2g} and less to zero",
-        (SetArguments("kmp.enable", {"policy": "'mixed_float16'"}),),
-        "keeps weights and optimizer state in float32; or epsilon=1e-4",
         replay.nonfinite_variables[0],
+    )
+
+
+def _lost_squares(metrics: RunMetrics, epsilon: float) -> tuple[str, str, str] | None:
+    """Returns title, evidence and location if Adam divides many gradients by its epsilon alone.
+
+    Where float16 rounds the mean of squared gradients to zero, a gradient g takes a step of g / epsilon times the
+    learning rate. The usual step is about the learning rate.
+    """
+    optimizer = metrics.setting("optimizer", "")
+    if optimizer not in _WITH_SQUARES or metrics.setting("policy", FLOAT16.name) != FLOAT16.name:
+        return None
+    part = 1.0 - metrics.setting("beta_2", _USUAL_BETA_2)  # of a squared gradient is added to the mean of squares
+    highest = math.floor(math.log2(_LARGEST_CONSTANT_LOST / part) / 2) if part > 0 else 0
+    lowest = _TOO_LARGE_STEP * epsilon
+    share = metrics.gradients.share_between(math.ceil(math.log2(lowest)), highest)
+    if share <= _MANY_LOST_SQUARES:
+        return None
+    return (
+        f"The steps of {optimizer} are too large: its state is float16, where the squares of small gradients are 0, so "
+        f"it divides by its epsilon of {epsilon:g} alone.",
+        f"{share:.0%} of the nonzero gradient elements are between {lowest:.2g} and 2^{highest}: what one of them adds "
+        "to the mean of squares is 0 in float16, and its step is more than "
+        f"{_TOO_LARGE_STEP:g} times the learning rate",
+        "epsilon",
     )
 
 
@@ -118,7 +165,7 @@ def lost_updates(metrics: RunMetrics) -> Finding | None:
     return Finding(
         "lost_updates",
         ERROR,
-        f"Updates are lost: {where} are in {name}, and most steps are too small to change them.",
+        f"Updates are lost: {where} are in {name}, and many steps are too small to change them.",
         f"{share:.0%} of the weights with a nonzero gradient stayed as they were in the sampled updates{named}: a "
         f"{name} weight does not change by less than 2^-{number_format.fraction_bits + 2} of its magnitude",
         tuple(edits),

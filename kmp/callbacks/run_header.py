@@ -39,7 +39,7 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer) -> dict[str, Any]:
         "train_step": "keras" if guarded_training.has_keras_step(model) else "custom",
         "replicas": model.distribute_strategy.num_replicas_in_sync,
     }
-    inner, numbers = optimizer.inner_optimizer, ["learning_rate", "epsilon"]
+    inner, numbers = optimizer.inner_optimizer, ["learning_rate", "epsilon", "beta_2"]
     if isinstance(keras_internals.learning_rate_of(inner), keras.optimizers.schedules.LearningRateSchedule):
         numbers.remove("learning_rate")  # it changes
     values = {name: to_number(getattr(inner, name, None)) for name in numbers}

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import keras
+import numpy as np
+
 from kmp.advice import advise
 from kmp.backend import distribution
 from kmp.callbacks.model_saving import save_atomically
@@ -108,6 +111,12 @@ class StuckDetector(OptimizerCallback):
     def _save_checkpoint(self) -> str:
         """Saves the model to `checkpoint`, if given. Returns a sentence about the model's weights."""
         intact = "The weights are those from before the skipped steps"
+        weights = self.model.trainable_variables
+        nonfinite = next(
+            (weight.path for weight in weights if not np.isfinite(keras.ops.convert_to_numpy(weight)).all()), None
+        )
+        if nonfinite:
+            intact += f", and {nonfinite} contains NaN or Inf"
         if self.checkpoint is None:
             return f"{intact}."
         if not distribution.is_chief(self.model.distribute_strategy):

@@ -65,8 +65,9 @@ def check_distribution_arguments(model: keras.Model, arguments: dict[str, Any]) 
 
 
 def warn_after_compile(model: keras.Model) -> None:
-    """Warns if a softmax layer, a sigmoid output or a loss of the compiled model computes in float16."""
-    found = dict([*_softmaxes_in_float16(model), *_sigmoid_outputs_in_float16(model), *_losses_in_float16(model.loss)])
+    """Warns if a softmax, a sigmoid before a cross-entropy or a loss of the compiled model computes in float16."""
+    sigmoids = _sigmoid_outputs_in_float16(model) if _has_crossentropy(model.loss) else ()
+    found = dict([*_softmaxes_in_float16(model), *sigmoids, *_losses_in_float16(model.loss)])
     if found:
         _warn_once(model, _IN_FLOAT16.format(names=", ".join(found), remedies=", ".join(found.values())))
 
@@ -170,6 +171,11 @@ def _sigmoid_outputs_in_float16(model: keras.Model) -> Iterable[tuple[str, str]]
             yield from _sigmoid_outputs_in_float16(layer)
         elif getattr(layer, "activation", None) in _SIGMOIDS and layer.compute_dtype == FLOAT16.name:
             yield f"the sigmoid of output layer {layer.name!r}", f"{type(layer).__name__}(..., dtype='float32')"
+
+
+def _has_crossentropy(losses: Any) -> bool:
+    names = (getattr(loss, "__name__", None) or getattr(loss, "name", loss) for loss in keras.tree.flatten(losses))
+    return any("crossentropy" in str(name).lower() or str(name).lower() == "bce" for name in names)
 
 
 def _user_created_sublayers(layer: keras.Layer) -> bool:

@@ -507,12 +507,33 @@ def test_variable_without_a_gradient_is_named():
     assert finding.title == "The loss does not depend on unused/kernel."
 
 
+@pytest.mark.parametrize(
+    ("epsilon", "optimizer", "policy", "is_reported"),
+    [
+        (1e-7, "Adam", "float16", True),
+        (1e-5, "Adam", "float16", False),  # a step of at most 400 times the learning rate
+        (1e-7, "RMSprop", "float16", False),  # its epsilon is inside the root
+        (1e-7, "Adam", "mixed_float16", False),
+    ],
+)
+def test_squares_that_adam_loses_in_float16_are_reported(epsilon, optimizer, policy, is_reported):
+    settings = DYNAMIC | {"epsilon": epsilon, "optimizer": optimizer, "policy": policy, "variable_dtypes": ["float16"]}
+    row = sample_with_update(1e-3)
+    row["sample"]["variables"]["net/kernel"] |= {"first": -11, "amax": 2.0**-11, "norm": 2.0**-10}
+    finding = next(iter(kmp.advise(run_of(row, **settings))), None)
+    assert (finding is not None and finding.cause == "optimizer_state") == is_reported
+    if is_reported:
+        assert "it divides by its epsilon of 1e-07 alone" in finding.title
+        assert "100% of the nonzero gradient elements are between 0.0001 and 2^-8" in finding.evidence
+        assert finding.change == "kmp.enable(policy='mixed_float16')"
+
+
 def test_updates_that_bfloat16_weights_lose_are_reported_with_its_precision():
     row = sample_with_update(1e-5)
     row["sample"]["variables"]["net/kernel"]["updates"] = 0
     finding = kmp.advise(run_of(row, **DYNAMIC, variable_dtypes=["bfloat16"]))[0]
     assert (
-        finding.title == "Updates are lost: the weights are in bfloat16, and most steps are too small to change them."
+        finding.title == "Updates are lost: the weights are in bfloat16, and many steps are too small to change them."
     )
     assert "by less than 2^-9 of its magnitude" in finding.evidence
     assert finding.change == "kmp.enable(policy='mixed_bfloat16')"

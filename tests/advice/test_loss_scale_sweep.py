@@ -132,6 +132,12 @@ def test_recommended_scales_do_not_exceed_that_of_activation_gradients():
     assert what_if(Run(rows)).recommended == (5, 9)
 
 
+def test_no_scale_is_recommended_if_the_backward_pass_overflows_at_every_scale():
+    replay = Replay(8, 1.0, 1.0, 1.0, False, True, usable_scale=2.0**9, float32_layers=["modulus"])
+    rows = [{"step": 1, "sample": sample([2.0**-30, 2.0**-10]).to_dict(), "replay": replay}]
+    assert what_if(Run(rows)).recommended is None
+
+
 def test_recommended_scales_suit_the_samples_as_well_as_the_reference():
     rows = [{"step": 1, "sample": sample([2.0**4]).to_dict()}, {"step": 1, "reference": sample([2.0**-10]).to_dict()}]
     assert what_if(Run(rows)).recommended[1] == 10

@@ -74,6 +74,19 @@ def test_overflow_at_the_min_scale_raises_and_names_the_variable_nearest_the_los
     assert "The weights are those from before the skipped steps." in message
 
 
+def test_message_names_a_weight_with_nan():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="head", bias_initializer=_nan)])
+    model.compile("sgd", "mse")
+    with pytest.raises(
+        StuckError, match=r"before the skipped steps, and sequential\S*/head/bias contains NaN or Inf\."
+    ):
+        model.fit(np.ones((40, 4)), np.ones((40, 2)), batch_size=8, verbose=0, callbacks=[StuckDetector(patience=5)])
+
+
+def _nan(shape, dtype=None):
+    return keras.ops.full(shape, np.nan, dtype)
+
+
 def test_patience_applies_to_a_fixed_scale():
     model = overflowing_model(loss_scale=8.0)
     with pytest.raises(StuckError, match="at step 20 the last 20 steps"):

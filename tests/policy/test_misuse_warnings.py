@@ -272,7 +272,7 @@ def test_sigmoid_output_in_float16_warns_at_compile(enabled):
     head = keras.Sequential([keras.layers.Dense(3), keras.layers.Activation("sigmoid")], name="head")
     outputs = [keras.layers.Dense(1, "sigmoid", name="mask")(inputs), head(inputs)]
     with pytest.warns(UserWarning, match=r"the sigmoid of output layer 'mask', the sigmoid of output layer") as caught:
-        keras.Model(inputs, outputs).compile("sgd", "binary_crossentropy")
+        keras.Model(inputs, outputs).compile("sgd", [keras.losses.BinaryCrossentropy(), "bce"])
     assert "Write Dense(..., dtype='float32'), Activation(..., dtype='float32') instead" in only_message(caught)
 
 
@@ -281,6 +281,8 @@ def test_sigmoid_in_float32_or_inside_the_model_does_not_warn(enabled, recwarn):
     x = inputs * keras.layers.Dense(4, "sigmoid")(inputs)
     outputs = keras.layers.Dense(1, "sigmoid", dtype="float32")(x)
     keras.Model(inputs, outputs).compile("sgd", "binary_crossentropy")
+    pixels = keras.layers.Dense(1, "sigmoid")(inputs)  # mean squared error has a gradient where a sigmoid is 0 or 1
+    keras.Model(inputs, pixels).compile("sgd", "mse")
     assert not kmp_warnings(recwarn)
 
 

@@ -29,6 +29,7 @@ CASES: dict[str, Case] = {
     "fault_not_scaled_loop": Case("not_scaled", "scale_loss", 0.85),
     "fault_not_scaled_train_step": Case("not_scaled", "scale_loss", 0.88),
     "fault_optimizer_state_adam": Case("optimizer_state", "epsilon", 0.95),
+    "fault_optimizer_state_default_epsilon": Case("optimizer_state", "epsilon", 0.93),
     "fault_optimizer_state_rmsprop": Case("optimizer_state", "epsilon", -0.03),
     "fault_loss_overflow_activity": Case("loss_overflow", "activity_penalty", 0.86),
     "fault_loss_overflow_compute_loss": Case("loss_overflow", "", 0.94),

@@ -42,10 +42,11 @@ def main():
             rows.append([_fault(name), title, _score(outcome.score), _score(outcome.cured_score), f"{case.sound:g}"])
             print(*rows[-1], sep=" | ", flush=True)
         verdicts = [[_fault(name), outcome_of(name, Path(folder, name)).advice.verdict] for name in HEALTHY]
-    summary = ", ".join(f"{what} {count} of {len(CASES)}" for what, count in right.items())
+    named = f"kmp names the right cause for {right['cause']} and the right place for {right['place']}"
+    summary = f"Of {len(CASES)} scripts, {named}, and the change cures {right['cured']}."
     print(summary)
     introduction = PAGE.read_text(encoding="utf-8").partition(_FAULTS.splitlines()[0])[0]
-    text = _FAULTS.format(summary=f"Right: {summary}.") + _lines(rows) + _HEALTHY + _lines(verdicts)
+    text = _FAULTS.format(summary=summary) + _lines(rows) + _HEALTHY + _lines(verdicts)
     PAGE.write_text(introduction + text, encoding="utf-8")
 
 
