@@ -28,6 +28,7 @@ def run(json_file: Path | None = None) -> int:
         json_file: File to write the results to; `-` prints them instead of all else. `None` for no file.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what TensorFlow logs about GPUs is checked here
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # other programs may use the GPU's memory
     to_stdout = json_file is not None and str(json_file) == "-"
     file = None if to_stdout else json_file
     is_new = file is not None and not file.exists()
@@ -62,18 +63,25 @@ def _examine(console: Console) -> dict[str, Any]:
     driver, driver_check = installation.nvidia_driver()
     extra = "cpu" if driver_check.status == INFO else "cuda"
     add(*installation.package_checks(extra))
-    add(driver_check)
-    add(_import_check(extra))
-    if checks[-1].status == OK:
-        from kmp_cli.gpu_checks import gpu_checks
+    import_check = _import_check(extra)
+    if import_check.status != OK:
+        add(driver_check, import_check)
+    else:
+        from kmp_cli.gpu_checks import gpu_checks, without_errors_of_driver
 
-        add(*gpu_checks(driver))
+        add(without_errors_of_driver(driver_check), import_check)
+        try:
+            for check in gpu_checks(driver):  # one at a time: a GPU may take minutes to start
+                add(check)
+        except Exception as error:  # TensorFlow may raise anything
+            add(Check("GPU", ERROR, _text_of(error)))
     broken = [check for check in checks if check.status == ERROR]
     return _broken(console, checks, broken[0]) if broken else _measure(console, checks)
 
 
 def _broken(console: Console, checks: list[Check], reason: Check) -> dict[str, Any]:
-    verdict = f"Mixed precision does not work here: {reason.name}: {reason.text.rstrip('.')}."
+    separator = " " if reason.text.startswith("is ") else ": "
+    verdict = f"Mixed precision does not work here: {reason.name}{separator}{reason.text.rstrip('.')}."
     console.print(f"\n{verdict}", style="bold", **_PLAIN)
     if reason.fix:
         console.print(f"Run: {reason.fix}", **_PLAIN)
@@ -88,14 +96,18 @@ def _measure(console: Console, checks: list[Check]) -> dict[str, Any]:
     try:
         for compared in bench.precision_comparison.measure():
             measured += compared
-    except Exception as error:  # TensorFlow may raise anything, such as an error of a full GPU
-        text = f"{type(error).__name__}: {textwrap.shorten(str(error), 300)}"
-        fix = "nvidia-smi  # shows what else uses the GPU" if hardware().gpus else ""
-        checks.append(Check("measurement", ERROR, text, fix))
+    except Exception as error:  # TensorFlow may raise anything
+        fix = "nvidia-smi  # shows what else uses the GPU" if type(error).__name__ == "ResourceExhaustedError" else ""
+        checks.append(Check("measurement", WARNING, f"incomplete: {_text_of(error)}", fix))
         _print(console, checks[-1])
-        return _broken(console, checks, checks[-1])
-    console.print(_table(measured))
+    if measured:
+        console.print(_table(measured))
+    results = {"results": [dataclasses.asdict(result) for result in measured]}
     best = bench.precision_comparison.recommend(measured)
+    if best is None:
+        verdict = "The speed of mixed precision could not be measured here."
+        console.print(f"\n{verdict}", style="bold", **_PLAIN)
+        return _result(checks, BROKEN, verdict) | results
     status = NOT_FASTER if best.policy == "float32" else FASTER
     option = f"jit_compile={best.jit_compile}"
     if status == FASTER:
@@ -104,17 +116,16 @@ def _measure(console: Console, checks: list[Check]) -> dict[str, Any]:
             f"model.compile(..., {option})."
         )
     else:
-        verdict = f"Mixed precision works but is not faster than float32 here: float32 with {option}."
+        verdict = f"Mixed precision works but is not faster than float32 here. Recommended: float32 with {option}."
     device = "the first GPU" if hardware().gpus else "the CPU, because TensorFlow sees no GPU"
     note = f"Measured on {device}, with one small model; the speed-up of yours may differ."
     console.print(f"\n{verdict}", style="bold", **_PLAIN)
     console.print(note, **_PLAIN)
-    results = [dataclasses.asdict(result) for result in measured]
-    return _result(checks, status, verdict) | {"recommended": dataclasses.asdict(best), "results": results}
+    return _result(checks, status, verdict) | {"recommended": dataclasses.asdict(best)} | results
 
 
 def _table(measured: Sequence[Any]) -> Table:
-    """Returns a table with the throughput of float32 and how many times as high that of each other format is."""
+    """Returns a table with the throughput of float32, and the ratio to it of each other format."""
     formats = list(dict.fromkeys(result.variant for result in measured))
     table = Table("", "mode", formats[0], *(f"{name} \N{MULTIPLICATION SIGN}" for name in formats[1:]))
     for start in range(0, len(measured), len(formats)):
@@ -135,14 +146,16 @@ def _import_check(extra: str) -> Check:
     try:
         import kmp
     except Exception as error:  # a broken installation may raise anything
-        text = (
-            textwrap.shorten(str(error), 400) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        )
+        text = textwrap.shorten(str(error), 400) if isinstance(error, ImportError) else _text_of(error)
         fix = "" if installation.tensorflow_packages() else installation.install_command(extra)
         if "KERAS_BACKEND" in text:
             fix = "export KERAS_BACKEND=tensorflow"
         return Check("import kmp", ERROR, text, fix)
     return Check("import kmp", OK, f"{Path(kmp.__file__).parent}")
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), 300)}"
 
 
 def _print(console: Console, check: Check) -> None:

@@ -17,17 +17,20 @@ def gpu_checks(driver: Driver | None) -> Iterator[Check]:
     Args:
         driver: The driver of this machine's GPUs; `None` without one.
     """
-    cuda, gpus, package = cuda_build(), hardware().gpus, tensorflow_packages()[0]
+    cuda, gpus = cuda_build(), hardware().gpus
+    package = next(iter(tensorflow_packages()), "tensorflow")
     if cuda:
         yield Check("CUDA build", OK, f"TensorFlow is built with CUDA {cuda[0]} and cuDNN {cuda[1]}")
     elif driver:
-        fix = f"pip uninstall {package} && pip install 'kmp[cuda]'"
+        fix = f"pip uninstall -y {package} && pip install 'kmp[cuda]'"
         yield Check("CUDA build", ERROR, "TensorFlow is built without CUDA and cannot use the GPU", fix)
     else:
         yield Check("CUDA build", INFO, "TensorFlow is built without CUDA")
     if cuda and driver and _major(driver.cuda_version) < _major(cuda[0]):
-        text = f"too old: for CUDA up to {driver.cuda_version}, and TensorFlow is built with CUDA {cuda[0]}"
-        yield Check("NVIDIA driver", ERROR, text, f"install a newer driver: {_DRIVERS}")
+        text = f"too old: it supports CUDA up to {driver.cuda_version}, and TensorFlow is built with CUDA {cuda[0]}"
+        yield Check(
+            "NVIDIA driver", WARNING if gpus else ERROR, text, f"nvidia-smi  # after the update from {_DRIVERS}"
+        )
     if cuda and gpus:
         yield library_check(package, INFO, "the GPU works without them")
     elif cuda:
@@ -41,9 +44,16 @@ def gpu_checks(driver: Driver | None) -> Iterator[Check]:
         yield Check("GPU", INFO, "TensorFlow sees none: everything runs on the CPU")
     error = gpu_error() if gpus else None
     if error:
-        yield Check("GPU", ERROR, f"cannot multiply matrices: {textwrap.shorten(error, 300)}", _LOG)
+        yield Check("GPU", ERROR, f"cannot compute: {textwrap.shorten(error, 300)}", _LOG)
     else:
         yield _xla_check()
+
+
+def without_errors_of_driver(check: Check) -> Check:
+    """Returns the check of the driver, without an error if TensorFlow sees a GPU: a container may lack `nvidia-smi`."""
+    if check.status != ERROR or not hardware().gpus:
+        return check
+    return Check(check.name, INFO, "unknown (nvidia-smi does not work, but TensorFlow sees a GPU)")
 
 
 def _unseen(driver: Driver) -> Check:
@@ -62,7 +72,7 @@ def _gpu_check(gpu: Gpu) -> Check:
     capability = ".".join(map(str, gpu.compute_capability or ())) or "unknown"
     text = f"{gpu.name}, compute capability {capability}: "
     if not gpu.tensor_cores:
-        return Check("GPU", WARNING, text + "no Tensor Cores, so float16 saves memory and hardly time")
+        return Check("GPU", WARNING, text + "no Tensor Cores, so float16 saves memory, but hardly any time")
     return Check("GPU", OK, text + "Tensor Cores for float16" + (" and bfloat16" if gpu.bfloat16 else ", no bfloat16"))
 
 
@@ -71,14 +81,16 @@ def _kernel_check(gpu: Gpu) -> Iterator[Check]:
     built_for, own = compute_capabilities(), gpu.compute_capability
     if not built_for or own is None:
         return
-    if any(kind == "sm" and target[0] == own[0] and target[1] <= own[1] for kind, target in built_for):
+    if any(target[0] == own[0] and target[1] <= own[1] for code, target in built_for if code == "sm"):
         return
-    update = "pip install --upgrade 'tensorflow[and-cuda]'"
-    if any(kind == "compute" and target <= own for kind, target in built_for):
+    if ("compute", own) in built_for:
+        return
+    update = "pip install --upgrade 'tensorflow[and-cuda]'  # or tf-nightly, if there is no newer version"
+    if any(target <= own for code, target in built_for if code == "compute"):
         text = f"TensorFlow has no compiled kernels for {gpu.name}: the driver compiles them at the first start"
         yield Check("GPU", WARNING, f"{text}, which can take 30 minutes", update)
     else:
-        yield Check("GPU", ERROR, f"TensorFlow has no kernels for {gpu.name}", update)
+        yield Check("GPU", WARNING, f"TensorFlow has no kernels for {gpu.name}", update)
 
 
 def _xla_check() -> Check:

@@ -2,10 +2,10 @@
 
 import ctypes
 import importlib.metadata
-import platform
 import re
 import shutil
 import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 OK, INFO, WARNING, ERROR = "ok", "info", "warning", "error"
 
 _DRIVERS = "https://www.nvidia.com/drivers"
+_NVIDIA_SMI_ON_WSL = "/usr/lib/wsl/lib/nvidia-smi"  # not always on the PATH
 _PCI = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # the vendor, and the class of display controllers
 
@@ -77,7 +78,7 @@ def nvidia_driver() -> tuple[Driver | None, Check]:
     gpus = nvidia_gpus_on_pci()
     if driver is None and gpus:
         text = f"{check.text}, but the machine has an NVIDIA GPU (PCI {', '.join(gpus)})"
-        fix = f"install the driver: {_DRIVERS}; in a container: start it with the GPU, as docker does with --gpus all"
+        fix = f"nvidia-smi  # after installing the driver from {_DRIVERS}; start a container with --gpus all"
         return None, Check(check.name, ERROR, text, fix)
     return driver, check
 
@@ -85,7 +86,8 @@ def nvidia_driver() -> tuple[Driver | None, Check]:
 def _ask_nvidia_smi() -> tuple[Driver | None, Check]:
     name = "NVIDIA driver"
     try:
-        query = subprocess.run(["nvidia-smi", "-q", "-x"], capture_output=True, text=True, timeout=60, check=False)
+        command = shutil.which("nvidia-smi") or _NVIDIA_SMI_ON_WSL
+        query = subprocess.run([command, "-q", "-x"], capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError:
         return None, Check(name, INFO, "none (nvidia-smi is not installed)")
     except (OSError, subprocess.SubprocessError) as error:
@@ -114,8 +116,9 @@ def package_checks(extra: str) -> Iterator[Check]:
     """
     metadata = importlib.metadata.metadata("kmp")
     supported = SpecifierSet(metadata["Requires-Python"] or "")
-    if platform.python_version() not in supported:
-        text = f"{platform.python_version()}; kmp needs {supported}"
+    python = ".".join(map(str, sys.version_info[:3]))
+    if python not in supported:
+        text = f"{python}; kmp needs {supported}"
         yield Check("Python", ERROR, text, f"uv venv --python '{supported}'")
     requirements = [Requirement(text) for text in metadata.get_all("Requires-Dist") or ()]
     packages = tensorflow_packages()
@@ -130,7 +133,7 @@ def package_checks(extra: str) -> Iterator[Check]:
     tensorflow = next(found for found in requirements if found.name == "tensorflow")
     checks.append(_version_check(tensorflow, packages, install_command(extra)))
     good = [f"{check.name} {check.text}" for check in checks if check.status == OK]
-    names = [f"Python {platform.python_version()}", f"kmp {metadata['Version']}", *good]
+    names = [f"Python {python}", f"kmp {metadata['Version']}", *good]
     yield Check("packages", OK, ", ".join(names))
     yield from (check for check in checks if check.status != OK)
 
@@ -151,7 +154,7 @@ def _version_check(requirement: Requirement, packages: list[str], install: str) 
         return Check(name, ERROR, f"{version}; kmp needs {needed}", f"pip install '{needed}'")
     if len(packages) > 1:
         text = f"{version}; {installed} are both installed, and each overwrites files of the other"
-        return Check(name, WARNING, text, f"pip uninstall {' '.join(packages)}, then install one of them")
+        return Check(name, WARNING, text, f"pip uninstall -y {' '.join(packages)}  # then install one of them")
     return Check(name, OK, version if installed == name else f"{version} ({installed})")
 
 
@@ -174,8 +177,13 @@ def library_check(package: str, missing_is: str, without: str = "") -> Check:
     missing: list[str] = []
     for requirement in (requirement for requirement in needed if requirement.name.startswith("nvidia-")):
         name = re.sub(r"^nvidia-|-cu\d+$", "", requirement.name)
-        version = _from_pip(requirement) or _from_system(name, requirement)
-        (found if version else missing).append(f"{name} {version}" if version else name)
+        installed = _installed_version(requirement.name)
+        fits = installed is not None and installed in requirement.specifier
+        version = installed if fits else _from_system(name, requirement)
+        if version:
+            found.append(f"{name} {version}")
+        else:
+            missing.append(f"{name} ({installed} is installed, not {requirement.specifier})" if installed else name)
     if not missing:
         return Check("CUDA libraries", OK, ", ".join(found) or f"{package} does not say which it needs")
     text = f"missing: {', '.join(missing)}" + (f"; found: {', '.join(found)}" if found else "")
@@ -185,12 +193,11 @@ def library_check(package: str, missing_is: str, without: str = "") -> Check:
     return Check("CUDA libraries", missing_is, f"{text}; {without}")
 
 
-def _from_pip(requirement: Requirement) -> str | None:
+def _installed_version(package: str) -> str | None:
     try:
-        version = importlib.metadata.version(requirement.name)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-    return version if version in requirement.specifier else None
 
 
 def _from_system(name: str, requirement: Requirement) -> str | None:

@@ -14,7 +14,7 @@ _TENSOR_CORES = (7, 0)
 _BFLOAT16 = (8, 0)
 # GPUs of the Turing chips TU116 and TU117, which have compute capability 7.5 and no Tensor Cores. Source: NVIDIA's data
 # sheets.
-_NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|MX[45]50|\bT(400|500|550|600|1000|1200|2000)\b")
+_NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|MX[45]50|CMP 30HX|\bT(400|500|550|600|1000|1200|2000)\b")
 
 _logged: set[str] = set()
 
@@ -107,20 +107,21 @@ def compute_capabilities() -> list[tuple[str, tuple[int, int]]]:
     """Returns what TensorFlow's CUDA kernels were compiled for.
 
     Returns:
-        Pairs such as `("sm", (8, 0))`, machine code for 8.0 and later versions 8.x, and `("compute", (9, 0))`, PTX for
-        9.0 and all later versions. Empty if TensorFlow was built without CUDA.
+        Pairs such as `("sm", (8, 0))`, machine code for 8.0 and later versions 8.x, and `("compute", (9, 0))`, machine
+        code for 9.0 and PTX for all later versions. Empty if TensorFlow was built without CUDA.
     """
     names = tf.sysconfig.get_build_info().get("cuda_compute_capabilities", [])
-    found = (re.fullmatch(r"(sm|compute)_(\d+)(\d)", name) for name in names)
+    found = (re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name) for name in names)
     return [(match[1], (int(match[2]), int(match[3]))) for match in found if match]
 
 
 def gpu_error() -> str | None:
-    """Returns why the first GPU cannot multiply matrices; `None` if it can."""
+    """Returns why the first GPU cannot compute in float32 and float16; `None` if it can."""
     try:
         with tf.device("GPU:0"):
-            matrix = tf.ones((16, 16))
-            (matrix @ matrix).numpy()
+            for dtype in (tf.float32, tf.float16):  # a product is NVIDIA's kernel, the others are TensorFlow's
+                matrix = tf.cast(tf.random.normal((64, 64)), dtype)
+                tf.exp(matrix @ matrix * matrix).numpy()
     except (tf.errors.OpError, RuntimeError) as reason:
         return str(reason)
     return None

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from kmp.backend import tensorflow_internals
 from kmp.backend.layer_traversal import direct_sublayers
-from kmp.utils import BFLOAT16, FLOAT16, FloatFormat
+from kmp.utils import FORMATS_16_BIT, FloatFormat
 
 # The operations that use one of their inputs as an index, with the position of that input.
 _INDICES = {"GatherV2": 1, "ResourceGather": 1, "GatherNd": 1, "OneHot": 0, "DenseBincount": 0}
@@ -32,7 +32,6 @@ _moves_values = re.compile(
 _is_exact = re.compile(
     "Equal|Greater|GreaterEqual|Less|LessEqual|NotEqual|OnesLike|Rank|Shape|ShapeN|Size|ZerosLike"
 ).fullmatch
-_FORMATS_16_BIT = {float_format.name: float_format for float_format in (FLOAT16, BFLOAT16)}
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class _Value:
     was_integer: bool = False
 
     def moved_to(self, tensor: tf.Tensor) -> "_Value":
-        formats = [self.rounded_to, _FORMATS_16_BIT.get(tensor.dtype.name)]
+        formats = [self.rounded_to, FORMATS_16_BIT.get(tensor.dtype.name)]
         narrowest = min(filter(None, formats), key=lambda float_format: float_format.fraction_bits, default=None)
         return _Value(tensor, narrowest, self.was_integer or tensor.dtype.is_integer)
 

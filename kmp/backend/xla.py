@@ -15,7 +15,7 @@ def is_tracing() -> bool:
 def error() -> str | None:
     """Returns why XLA cannot compile a function on this machine; `None` if it can."""
     try:
-        tf.function(tf.exp, jit_compile=True, autograph=False)(1.0).numpy()
+        tf.function(tf.exp, jit_compile=True, autograph=False)(tf.ones(8)).numpy()  # a number would be a constant
     except (tf.errors.OpError, NotImplementedError) as reason:
         return str(reason)
     return None

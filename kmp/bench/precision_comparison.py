@@ -1,6 +1,7 @@
 """Each precision on this machine in under a minute: a matrix product, a convolution and a small training step."""
 
 import functools
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,8 @@ class Recommendation:
 
 def measure() -> Iterator[list[Measurement]]:
     """Measures on the first GPU, or on the CPU if there is none. Each comparison has a throughput for each format."""
-    on_gpu, formats = bool(hardware().gpus), formats_on(hardware())
+    machine = Hardware(hardware().gpus[:1])
+    on_gpu, formats = bool(machine.gpus), formats_on(machine)
     size, batch, side, channels = (4096, 64, 56, 256) if on_gpu else (512, 8, 32, 32)
     calls = 20 if on_gpu else 3
 
@@ -57,11 +59,8 @@ def measure() -> Iterator[list[Measurement]]:
     yield _compare("operations", f"matrix product, {size} x {size}", "graph", formats, product, "GFLOP/s")
     case = f"convolution, {batch} x {side} x {side} x {channels}"
     yield _compare("operations", case, "graph", formats, convolution, "GFLOP/s")
-    # On a GPU 1.3 TFLOP a step, so that the arithmetic takes longer than the launches of the kernels.
-    task = small_models.transformer(32, batch=64) if on_gpu else small_models.transformer(1)
     for mode in MODES if xla.error() is None else ["graph"]:
-        step = functools.partial(_training_step, task, mode)
-        yield _compare(_STEP, "transformer block", mode, formats, step, task.unit)
+        yield _compare_training(mode, formats, _sizes_of_step(machine))
 
 
 def formats_on(machine: Hardware) -> list[str]:
@@ -75,10 +74,42 @@ def formats_on(machine: Hardware) -> list[str]:
     return ["float32", "float16"] if machine.gpus else ["float32", "float16", "bfloat16"]
 
 
-def recommend(results: Sequence[Measurement]) -> Recommendation:
+def _sizes_of_step(machine: Hardware) -> list[tuple[int, int]]:
+    """Returns width and batch size of the transformer block; the later ones if the memory is not enough.
+
+    On a GPU the arithmetic takes longer than the launches of the kernels: 2.6 TFLOP a step from compute capability 8.0,
+    1.3 TFLOP below, about 3 GB.
+    """
+    if not machine.gpus:
+        return [(1, 8)]
+    return [(32, 128 if machine.bfloat16 else 64), (16, 64), (8, 32)]
+
+
+def _compare_training(mode: str, formats: Sequence[str], sizes: Sequence[tuple[int, int]]) -> list[Measurement]:
+    *larger, smallest = sizes
+    for size in larger:
+        try:
+            return _compare_step_of(size, mode, formats)
+        except tf.errors.ResourceExhaustedError:
+            gc.collect()  # Keras' models are reference cycles
+    return _compare_step_of(smallest, mode, formats)
+
+
+def _compare_step_of(size: tuple[int, int], mode: str, formats: Sequence[str]) -> list[Measurement]:
+    width, batch = size
+    task = small_models.transformer(width, batch)
+    step = functools.partial(_training_step, task, mode)
+    compared = _compare(_STEP, f"transformer block, {batch} x 64 x {64 * width}", mode, formats, step, task.unit)
+    gc.collect()  # the models of the next comparison need the memory
+    return compared
+
+
+def recommend(results: Sequence[Measurement]) -> Recommendation | None:
     """Returns the policy and mode to train with: the simplest of which the fastest is less than 1.1 times as fast.
 
     float32 is simpler than bfloat16, bfloat16 than float16, which needs a loss scale, and each is simpler without XLA.
+    A format of 16 bits is at least 1.1 times as fast as float32 in its faster mode. Without a measured training step,
+    returns `None`.
 
     Args:
         results: The results of `measure`.
@@ -88,10 +119,13 @@ def recommend(results: Sequence[Measurement]) -> Recommendation:
         for result in results
         if result.section == _STEP and result.variant in _SIMPLEST_FIRST
     }
-    simplest_first = sorted(rates, key=lambda key: (_SIMPLEST_FIRST.index(key[0]), key[1]))
-    fastest = max(rates.values())
-    name, jit_compile = next(key for key in simplest_first if _FASTER * rates[key] > fastest)
+    if not rates:
+        return None
     in_float32 = max(rate for (variant, _), rate in rates.items() if variant == "float32")
+    worthwhile = [key for key, rate in rates.items() if key[0] == "float32" or rate >= _FASTER * in_float32]
+    fastest = max(rates.values())
+    simplest_first = sorted(worthwhile, key=lambda key: (_SIMPLEST_FIRST.index(key[0]), key[1]))
+    name, jit_compile = next(key for key in simplest_first if _FASTER * rates[key] > fastest)
     return Recommendation(_POLICIES[name], jit_compile, rates[name, jit_compile] / in_float32)
 
 

@@ -58,7 +58,25 @@ def _apply_plan(model: keras.Model, plan: Plan, integer_inputs: set[int]) -> ker
     with layers.only_in_float32(set(third_party.values())):
         converted = clone_model(model, clone_function, plan.policy)
     _set_sublayer_policies(model, converted, "", plan)  # for sublayers created in `build`
+    _set_edited_policies(parts, converted, plan)
     return converted
+
+
+def _set_edited_policies(parts: list[Part], converted: keras.Model, plan: Plan) -> None:
+    """Sets the plan's policy on listed layers that were removed from the plan.
+
+    Those created in `build` are float32 if the plan keeps another layer of their class in float32.
+    """
+    edited = {
+        part.path
+        for part in parts
+        if plan.policy_of(part.path) != FLOAT32.name
+        and layers.reason_for_float32(type(part.operation), plan.compute_dtype)
+    }
+    for before, after in zip(parts, parts_of(converted) if edited else (), strict=False):
+        is_inside = bool(after.operation.weights) and any(before.path.startswith(f"{path}/") for path in edited)
+        if before.path in edited or (is_inside and plan.policy_of(before.path) != FLOAT32.name):
+            after.operation.dtype_policy = plan.policy
 
 
 def _third_party_in_float32(parts: list[Part], plan: Plan) -> dict[str, type]:

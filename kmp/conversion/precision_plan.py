@@ -14,7 +14,7 @@ from kmp.backend import is_keras_class, keras_internals
 from kmp.conversion.constructor_arguments import obstacles_to_dtypes
 from kmp.conversion.model_parts import Part, config_contains_sublayers, parts_of
 from kmp.conversion.precision_rules import FOLLOWS_INPUTS, NEEDS_FLOAT32, OpRule, rule_for
-from kmp.utils import FLOAT32, atomic_files, validation
+from kmp.utils import FLOAT32, FORMATS_16_BIT, atomic_files, validation
 
 Selector = str | type | Callable[[keras.Operation], bool]
 
@@ -22,7 +22,7 @@ _WRAPPERS = (keras.layers.Wrapper, keras.layers.Bidirectional, keras.layers.RNN,
 
 CONVERSION_POLICIES = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
 
-_OUTPUT = "model output: float16 would round it to 11 bits"
+_OUTPUT = "model output: {dtype} would round it to {bits} bits"
 _BETWEEN = "all its inputs are float32"
 _INSIDE = "inside {path}"
 _AROUND = "wraps {path}"
@@ -38,8 +38,7 @@ class Plan:
         policy: The dtype policy of everything that is not in `float32`: `"mixed_float16"`, `"mixed_bfloat16"`,
             `"float16"` or `"bfloat16"`.
         float32: Maps the path of each layer or operation that stays float32, as `kmp.audit` shows it, to the reason.
-            Its sublayers stay float32 too. May be edited; of the layers of one class in keras-hub that the same code
-            creates and that need float32, all stay float32 if one does.
+            Its sublayers stay float32 too. May be edited.
 
     Raises:
         TypeError: If `policy` is not a string, or `float32` is not a dict.
@@ -132,7 +131,7 @@ def make_plan(model: keras.Model, policy: str, keep_float32: Any = None, float32
         needs_float32 = {path: rule.reason for path, rule in rules.items() if rule.category == NEEDS_FLOAT32}
         outputs = {id(operation) for operation in output_operations(model)}
         # The rightmost reason of a path applies.
-        float32 = _with_tied_weights(parts, outputs) | needs_float32 | float32
+        float32 = _with_tied_weights(parts, outputs, plan.compute_dtype) | needs_float32 | float32
         _add_followers(model, parts, rules, float32)
     _add_wrappers_and_sublayers(parts, float32)
     return replace(plan, float32={part.path: float32[part.path] for part in parts if part.path in float32})
@@ -239,9 +238,10 @@ def output_operations(model: keras.Model) -> Iterable[keras.Operation]:
         yield from nested or [operation]
 
 
-def _with_tied_weights(parts: list[Part], outputs: AbstractSet[int]) -> dict[str, str]:
+def _with_tied_weights(parts: list[Part], outputs: AbstractSet[int], dtype: str) -> dict[str, str]:
     """Returns the output operations, with the reason, by path; and the layers that these are sublayers of."""
-    float32 = {part.path: _OUTPUT for part in parts if id(part.operation) in outputs}
+    reason = _OUTPUT.format(dtype=dtype, bits=FORMATS_16_BIT[dtype].fraction_bits + 1)
+    float32 = {part.path: reason for part in parts if id(part.operation) in outputs}
     for part in parts:
         if part.path in float32 and not isinstance(part.parent, keras.Model):
             float32.setdefault(part.path.rpartition("/")[0], _AROUND.format(path=part.path))

@@ -8,8 +8,9 @@ The rules follow what Keras' code computes. Layers that compute critical steps i
 
 import inspect
 import math
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -19,7 +20,7 @@ from kmp import layers
 from kmp.backend import direct_sublayers, is_keras_class, keras_internals
 from kmp.conversion.model_parts import Part
 from kmp.layers import Float32Operation
-from kmp.utils import BFLOAT16, FLOAT16
+from kmp.utils import FLOAT16, FORMATS_16_BIT
 
 RUNS_IN_FLOAT16 = "float16"
 FOLLOWS_INPUTS = "follows its inputs"
@@ -32,6 +33,7 @@ _KERAS = "Keras' source"
 _GUIDE = "Keras' guide to mixed precision"
 _IEEE = "IEEE 754 binary16"
 _BFLOAT16 = "bfloat16's format"
+_TOO_FEW_BITS = "bfloat16 has 8 significant bits, too few for this operation"
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ _SOFTMAX = OpRule(
 )
 _RECIPROCAL = OpRule(NEEDS_FLOAT32, "reciprocals of values below 1.5e-5 overflow float16", _TORCH)
 _ILL_CONDITIONED = OpRule(NEEDS_FLOAT32, "amplifies the float16 rounding errors of its input", _TORCH)
-_NO_KERNEL = OpRule(NEEDS_FLOAT32, "TensorFlow has no float16 kernel", "TensorFlow's kernels")
+_NO_KERNEL = OpRule(NEEDS_FLOAT32, "TensorFlow has no 16-bit kernel", "TensorFlow's kernels")
 _PENALTY = OpRule(NEEDS_FLOAT32, "the regularization penalty sums all outputs or their squares", _PAPER)
 _ADDS_LOSS = OpRule(NEEDS_FLOAT32, "calls add_loss: losses sum many elements and must be float32", _GUIDE)
 _WRITES_KERNEL = OpRule(NEEDS_FLOAT32, "assigns a computed kernel, which float16 would round to 11 bits", _KERAS)
@@ -149,6 +151,13 @@ def rule_for(part: Part, dtype: str = FLOAT16.name) -> OpRule:
         part: The layer or operation.
         dtype: The compute dtype that it would have, `"float16"` or `"bfloat16"`.
     """
+    rule = _rule_for(part, dtype)
+    if dtype == FLOAT16.name or rule.category != NEEDS_FLOAT32 or not re.search(r"\bfloat16\b", rule.reason):
+        return rule
+    return replace(rule, reason=_TOO_FEW_BITS)
+
+
+def _rule_for(part: Part, dtype: str) -> OpRule:
     if isinstance(part.operation, Float32Operation):
         return _ALWAYS_FLOAT32
     if not part.is_layer:
@@ -223,7 +232,7 @@ def _fallback_rule(layer: keras.Layer) -> OpRule:
 
 
 def _out_of_range_rule(constants: Iterable[float], dtype: str) -> OpRule | None:
-    number_format, source = (FLOAT16, _IEEE) if dtype == FLOAT16.name else (BFLOAT16, _BFLOAT16)
+    number_format, source = FORMATS_16_BIT[dtype], _IEEE if dtype == FLOAT16.name else _BFLOAT16
     for constant in constants:
         magnitude = abs(constant)
         if math.isfinite(magnitude) and magnitude > number_format.max:

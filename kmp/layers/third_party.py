@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -18,11 +19,18 @@ from kmp.utils import DTYPES_16_BIT, FLOAT16, FLOAT32
 
 logger = logging.getLogger("kmp")
 _logged: set[type] = set()
+_lock = threading.Lock()
+_active: list["ThirdPartyPatch"] = []
+_replacements: list[Replacement] = []  # one while any is active
 _selected: ContextVar[Collection[type] | None] = ContextVar("_selected", default=None)
 
 _MASK = "its mask is multiplied by -1e9, which is -Inf in float16, and 0 * -Inf is NaN"
-_ARANGE = "it calls `arange` in the dtype of its input, and in a graph TensorFlow refuses float16 there"
+_ARANGE = (
+    "it computes positions in the dtype of its input: TensorFlow has no `arange` in float16 in a graph, and bfloat16 "
+    "rounds integers above 256"
+)
 _TWO_DTYPES = "it combines float32 and 16-bit tensors, which TensorFlow refuses"
+_ALSO_IN_BFLOAT16 = (_ARANGE, _TWO_DTYPES)
 
 # By the first name of the module that defines the class. Where a package has several classes of a name, the name of the
 # module's folder stands before it.
@@ -63,37 +71,57 @@ def reason_for_float32(layer_class: type, dtype: str = FLOAT16.name) -> str | No
         package, *folders = str(getattr(base, "__module__", "")).split(".")
         reasons = _REASONS.get(package, {})
         reason = reasons.get(base.__name__) or reasons.get(".".join([*folders[-2:-1], base.__name__]))
-        if reason and (dtype == FLOAT16.name or reason == _TWO_DTYPES):
+        if reason and (dtype == FLOAT16.name or reason in _ALSO_IN_BFLOAT16):
             return reason
     return None
 
 
-def keep_third_party_in_float32() -> Replacement:
-    """Gives these layers the policy float32 when they are created for 16 bits, until the replacement is removed."""
-    return Replacement(defining_class(keras.Layer, "__init__"), "__init__", _patched_init)
+class ThirdPartyPatch:
+    """Gives listed layers the policy float32 when they are created for 16 bits, until `remove` is called.
+
+    `enable` and conversions, in several threads, share one patch of `keras.Layer.__init__`.
+
+    Args:
+        is_global: Whether it applies to all listed layers; otherwise only in the context of `only_in_float32`.
+    """
+
+    def __init__(self, is_global: bool) -> None:
+        self.is_global = is_global
+        with _lock:
+            if not _active:
+                _replacements.append(Replacement(defining_class(keras.Layer, "__init__"), "__init__", _patched_init))
+            _active.append(self)
+
+    def remove(self) -> None:
+        """Ends the effect, and with the last one the patch."""
+        with _lock:
+            _active.remove(self)
+            if not _active:
+                _replacements.pop().remove()
 
 
 @contextlib.contextmanager
 def only_in_float32(classes: Collection[type]) -> Iterator[None]:
-    """Limits `keep_third_party_in_float32` to these classes in the context, and applies it there."""
-    token = _selected.set(classes)
-    replacement = keep_third_party_in_float32() if classes else None
+    """Gives layers of these classes, and no other listed layers, the policy float32 in the context."""
+    token, patch = _selected.set(classes), ThirdPartyPatch(is_global=False)
     try:
         yield
     finally:
-        if replacement:
-            replacement.remove()
+        patch.remove()
         _selected.reset(token)
+
+
+def _applies_to(layer_class: type) -> bool:
+    selected = _selected.get()
+    return any(patch.is_global for patch in _active) if selected is None else layer_class in selected
 
 
 def _patched_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: keras.Layer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if reason_for_float32(type(self)) is None:  # before `compute_dtype`, which a class may need its `__init__` for
-            return
-        selected = _selected.get()
-        if selected is not None and type(self) not in selected:
+        # The class is checked first: others may override `compute_dtype`, and need their own `__init__` to have run.
+        if reason_for_float32(type(self)) is None or not _applies_to(type(self)):
             return
         reason = reason_for_float32(type(self), self.compute_dtype) if self.compute_dtype in DTYPES_16_BIT else None
         if reason:

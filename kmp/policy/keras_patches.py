@@ -23,7 +23,7 @@ from kmp.policy.model_optimizers import optimizers_of
 from kmp.policy.optimizer_wrapping import wrap_for_compile
 from kmp.utils import FLOAT16
 
-_patches: list[Replacement] = []
+_patches: list[Replacement | layers.ThirdPartyPatch] = []
 _multi_worker_patches: list[Replacement] = []
 _policy_at_compile: WeakKeyDictionary[keras.Model, str] = WeakKeyDictionary()
 
@@ -44,7 +44,7 @@ def update_patches() -> None:
     # for a user's override and then does not compile a loaded model.
     for name, make in _PATCHES.items():
         _patches.append(Replacement(defining_class(keras.Model, name), name, make))
-    _patches.append(layers.keep_third_party_in_float32())
+    _patches.append(layers.ThirdPartyPatch(is_global=True))
 
 
 def _patch_for_several_workers(model: keras.Model | None = None) -> None:

@@ -4,7 +4,16 @@ from kmp.utils import atomic_files, user_messages, validation
 from kmp.utils.backend_check import require_tensorflow
 from kmp.utils.escaping import printable
 from kmp.utils.file_locks import FolderLock
-from kmp.utils.float_formats import BFLOAT16, DTYPES_16_BIT, FLOAT16, FLOAT32, FloatFormat, as_power, is_power_of_two
+from kmp.utils.float_formats import (
+    BFLOAT16,
+    DTYPES_16_BIT,
+    FLOAT16,
+    FLOAT32,
+    FORMATS_16_BIT,
+    FloatFormat,
+    as_power,
+    is_power_of_two,
+)
 from kmp.utils.names import listed, matching_indices, unique_names
 from kmp.utils.version import __version__
 
@@ -13,6 +22,7 @@ __all__ = [
     "DTYPES_16_BIT",
     "FLOAT16",
     "FLOAT32",
+    "FORMATS_16_BIT",
     "FloatFormat",
     "FolderLock",
     "__version__",

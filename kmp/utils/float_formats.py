@@ -76,7 +76,8 @@ FLOAT16 = FloatFormat("float16")
 BFLOAT16 = FloatFormat("bfloat16")
 FLOAT32 = FloatFormat("float32")
 
-DTYPES_16_BIT = (FLOAT16.name, BFLOAT16.name)  # the 16-bit dtypes of mixed precision
+FORMATS_16_BIT = {FLOAT16.name: FLOAT16, BFLOAT16.name: BFLOAT16}  # those of mixed precision
+DTYPES_16_BIT = tuple(FORMATS_16_BIT)
 
 
 def is_power_of_two(number: float) -> bool:

@@ -136,7 +136,7 @@ def test_gpu_whose_driver_works_is_not_looked_for_on_the_bus(nvidia_smi, pci):
     ("version", "packages", "status", "text", "fix"),
     [
         ("2.15.0", ["tensorflow"], ERROR, "2.15.0; kmp needs tensorflow>=2.18", "pip install 'tensorflow>=2.18'"),
-        ("2.21.0", ["tensorflow", "tensorflow_cpu"], WARNING, "both installed", "pip uninstall tensorflow"),
+        ("2.21.0", ["tensorflow", "tensorflow_cpu"], WARNING, "both installed", "pip uninstall -y tensorflow"),
         (None, [], ERROR, "is not installed", "pip install 'kmp[cuda]'"),
     ],
 )
@@ -158,7 +158,7 @@ def test_missing_package_and_python_are_errors_with_the_command_that_installs_th
 
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr("platform.python_version", lambda: "3.9.1")
+    monkeypatch.setattr("sys.version_info", (3, 9, 1, "final", 0))
     wrong = {check.name: check for check in installation.package_checks("cpu") if check.status == ERROR}
     assert set(wrong) == {"Python", "msgspec"}
     assert wrong["msgspec"].fix == "pip install 'msgspec>=0.19'"
@@ -172,9 +172,11 @@ def test_cuda_libraries_are_those_that_the_package_asks_for(monkeypatch, missing
         'nvidia-cudnn-cu12<10,>=9.3; extra == "and-cuda"',
         'nvidia-cublas-cu12<13,>=12.5; extra == "and-cuda"',
         'nvidia-cuda-runtime-cu12==12.5.82; extra == "and-cuda"',
+        'nvidia-nccl-cu12<3,>=2.25; extra == "and-cuda"',
         'nvidia-no-such-library-cu12>=12.5; extra == "and-cuda"',
     ]
     versions = {"nvidia-cudnn-cu12": "9.3.0", "nvidia-cublas-cu12": "11.0", "tensorflow": "2.21.0"}
+    versions["nvidia-nccl-cu12"] = "2.20"
 
     def version(name):
         if name not in versions:
@@ -187,7 +189,8 @@ def test_cuda_libraries_are_those_that_the_package_asks_for(monkeypatch, missing
     monkeypatch.setattr("ctypes.CDLL", lambda file: file if file in on_system else exec("raise OSError"))
     check = installation.library_check("tensorflow", missing_is, "not needed")
     found = "cudnn 9.3.0, cublas libcublas.so.12, cuda-runtime libcudart.so.12"
-    assert check.text == f"missing: no-such-library; found: {found}" + ("; not needed" if missing_is == INFO else "")
+    missing = "nccl (2.20 is installed, not <3,>=2.25), no-such-library"
+    assert check.text == f"missing: {missing}; found: {found}" + ("; not needed" if missing_is == INFO else "")
     fix = "pip install 'tensorflow[and-cuda]==2.21.0'" if missing_is == ERROR else ""
     assert (check.status, check.fix) == (missing_is, fix)
 
@@ -208,17 +211,28 @@ def test_gpu_without_tensor_cores_is_a_warning(machine):
 
 
 @pytest.mark.parametrize(
-    ("capability", "status"), [((7, 5), OK), ((8, 6), OK), ((8, 9), OK), ((12, 0), WARNING), ((5, 2), ERROR)]
+    ("capability", "text"),
+    [
+        ((7, 5), None),
+        ((8, 6), None),
+        ((9, 0), None),
+        ((12, 0), "the driver compiles them at the first start, which can take 30 minutes"),
+        ((5, 2), "TensorFlow has no kernels for NVIDIA GPU"),
+    ],
 )
-def test_gpu_for_which_tensorflow_has_no_machine_code(machine, capability, status):
+def test_gpu_for_which_tensorflow_has_no_machine_code(machine, capability, text):
     machine(gpus=[Gpu("NVIDIA GPU", capability)])
-    check = next((found for (_, found_status), found in checks_of(DRIVER).items() if found_status == status), None)
-    if status == WARNING:
-        assert "compiles them at the first start, which can take 30 minutes" in check.text
-    elif status == ERROR:
-        assert check.text == "TensorFlow has no kernels for NVIDIA GPU"
-    else:
-        assert {status for _, status in checks_of(DRIVER)} == {OK}
+    found = list(gpu_checks._kernel_check(Gpu("NVIDIA GPU", capability)))
+    assert [check.status for check in found] == ([WARNING] if text else [])
+    assert all(text in check.text for check in found)
+
+
+def test_driver_that_nvidia_smi_does_not_find_is_no_error_if_tensorflow_sees_the_gpu(machine):
+    missing = Check("NVIDIA driver", ERROR, "none, but the machine has an NVIDIA GPU", "install it")
+    machine()
+    assert gpu_checks.without_errors_of_driver(missing) == missing
+    machine(gpus=[A100])
+    assert gpu_checks.without_errors_of_driver(missing).status == INFO
 
 
 def test_gpu_that_cannot_start_is_an_error_of_the_gpu_and_not_of_xla(machine):
@@ -242,9 +256,12 @@ def test_gpu_that_a_build_without_cuda_cannot_use_is_an_error(machine):
 
 def test_driver_that_is_too_old_is_an_error(machine):
     machine()
-    check = checks_of(Driver("470.1", "11.4", DRIVER.gpus))["NVIDIA driver", ERROR]
-    assert "for CUDA up to 11.4, and TensorFlow is built with CUDA 12.5.1" in check.text
+    old = Driver("470.1", "11.4", DRIVER.gpus)
+    check = checks_of(old)["NVIDIA driver", ERROR]
+    assert "supports CUDA up to 11.4, and TensorFlow is built with CUDA 12.5.1" in check.text
     assert ("NVIDIA driver", ERROR) not in checks_of(DRIVER)
+    machine(gpus=[A100])  # with a compatibility library
+    assert ("NVIDIA driver", WARNING) in checks_of(old)
 
 
 def test_gpu_that_tensorflow_does_not_see_is_an_error(machine, monkeypatch):
@@ -283,7 +300,8 @@ def _raise(*args):
         (2.0, 1.95, 1.0, ("mixed_bfloat16", False, 1.95)),
         (2.0, 1.0, 1.5, ("mixed_float16", True, 2.0)),
         (1.05, 1.05, 1.0, ("float32", False, 1.0)),
-        (1.15, 1.15, 1.09, ("mixed_bfloat16", False, 1.15 / 1.09)),
+        (1.3, 1.3, 1.09, ("mixed_bfloat16", False, 1.3 / 1.09)),
+        (1.12, 1.02, 1.0, ("mixed_float16", False, 1.12)),
     ],
 )
 def test_recommended_is_the_fastest_policy_if_it_is_clearly_faster(float16, bfloat16, xla, expected):
@@ -317,7 +335,7 @@ def test_doctor_without_tensorflow_names_the_command_that_installs_it(monkeypatc
         monkeypatch.setattr(installation, "nvidia_driver", lambda found=found: found)
         assert main(["doctor"]) == 1
         printed = capsys.readouterr().out
-        assert "does not work here: tensorflow: is not installed" in printed
+        assert "does not work here: tensorflow is not installed" in printed
         assert printed.endswith(f"Run: pip install 'kmp[{extra}]'\n")
 
 
@@ -327,16 +345,42 @@ def test_file_that_cannot_be_written_is_an_error_before_anything_is_measured(tmp
     assert "No such file" in capsys.readouterr().err
 
 
-def test_error_while_measuring_is_the_verdict(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("count", "status"), [(0, 1), (1, 1), (2, 0)])
+def test_error_while_measuring_keeps_what_was_measured(tmp_path, monkeypatch, capsys, count, status):
     def out_of_memory():
-        yield from list(measured(2.0, 1.0))[:1]
+        yield from list(measured(2.0, 1.0))[:count]  # the second is the training step
         raise tf.errors.ResourceExhaustedError(None, None, "failed to allocate memory")
 
     monkeypatch.setattr(precision_comparison, "measure", out_of_memory)
-    assert main(["doctor", "--json", str(tmp_path / "doctor.json")]) == 1
-    verdict = json.loads((tmp_path / "doctor.json").read_text())["verdict"]
-    assert "measurement: ResourceExhaustedError: failed to allocate memory" in verdict
-    assert verdict in " ".join(capsys.readouterr().out.split())
+    assert main(["doctor", "--json", str(tmp_path / "doctor.json")]) == status
+    written = json.loads((tmp_path / "doctor.json").read_text())
+    assert len(written["results"]) == 3 * count
+    assert written["checks"][-1]["text"] == "incomplete: ResourceExhaustedError: failed to allocate memory"
+    assert ("could not be measured" in written["verdict"]) == (count < 2)
+    assert written["verdict"] in " ".join(capsys.readouterr().out.split())
+
+
+def test_exception_of_a_check_is_an_error_of_the_gpu(monkeypatch, capsys):
+    def fail(driver):
+        yield Check("CUDA build", OK, "TensorFlow is built with CUDA 12.5.1")
+        raise RuntimeError("broken installation")
+
+    monkeypatch.setattr(gpu_checks, "gpu_checks", fail)
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "CUDA build: TensorFlow is built" in printed
+    assert "does not work here: GPU: RuntimeError: broken installation." in printed
+
+
+def test_training_step_is_smaller_if_the_memory_is_not_enough(monkeypatch):
+    def compare(size, mode, formats):
+        if size[0] > 8:
+            raise tf.errors.ResourceExhaustedError(None, None, "out of memory")
+        return size
+
+    monkeypatch.setattr(precision_comparison, "_compare_step_of", compare)
+    sizes = precision_comparison._sizes_of_step(Hardware((A100,)))
+    assert precision_comparison._compare_training("graph", ["float32"], sizes) == sizes[-1]
 
 
 def test_interrupted_doctor_prints_one_line_and_leaves_no_empty_file(tmp_path, monkeypatch, capsys):

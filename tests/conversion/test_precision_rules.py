@@ -118,6 +118,7 @@ def test_operations_have_the_category_of_their_source(function, category):
 def test_reason_contains_a_constant_outside_float16s_range():
     assert rule_for_operation(lambda x: x * 1e5).reason == "the constant 100000 exceeds 65504 and overflows in float16"
     assert rule_for_operation(lambda x: x * 1e5, "bfloat16").category == FOLLOWS_INPUTS
+    assert rule_for_operation(ops.exp, "bfloat16").reason.startswith("bfloat16 has 8 significant bits")
     assert rule_for_operation(lambda x: x + 1e-41, "bfloat16").reason.endswith("below 9e-41 and is zero in bfloat16")
     assert rule_for_operation(lambda x: x + 1e-8).reason == "the constant 1e-08 is below 6e-08 and is zero in float16"
 

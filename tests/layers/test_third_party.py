@@ -1,5 +1,6 @@
 import inspect
 import logging
+import threading
 
 import keras
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from keras import ops
 
 import kmp
-from kmp.layers.third_party import reason_for_float32
+from kmp.layers.third_party import only_in_float32, reason_for_float32
 
 
 class ESMRotaryEmbedding(keras.layers.Layer):
@@ -34,6 +35,13 @@ class MaskedLMHead(keras.layers.Layer):
         return x
 
 
+class T5MultiHeadAttention(keras.layers.Layer):
+    """Stands for keras-hub's layer of this name, which works in bfloat16."""
+
+    def call(self, x):
+        return x
+
+
 class Ordinary(keras.layers.Layer):
     """A layer of the same package that is not listed."""
 
@@ -48,7 +56,7 @@ OtherTimestepEmbedding = type(
 TimestepEmbedding.__module__ = "keras_hub.src.models.flux.flux_maths"
 OtherTimestepEmbedding.__module__ = "keras_hub.src.models.stable_diffusion_3.mmdit"
 
-for listed in (ESMRotaryEmbedding, MaskedLMHead, Ordinary):
+for listed in (ESMRotaryEmbedding, MaskedLMHead, T5MultiHeadAttention, Ordinary):
     listed.__module__ = "keras_hub.src.models.esm"
 
 
@@ -61,8 +69,11 @@ class Encoder(keras.layers.Layer):
         self.rotary = ESMRotaryEmbedding(name="rotary")
         self.head = MaskedLMHead(name="head")
 
+    def build(self, input_shape):
+        self.attention = T5MultiHeadAttention(name="attention")
+
     def call(self, x):
-        return self.head(self.rotary(x))
+        return self.attention(self.head(self.rotary(x)))
 
 
 def test_listed_class_and_its_subclasses_have_a_reason():
@@ -84,13 +95,14 @@ def test_listed_layer_is_float32_while_float16_is_enabled(layer_class, caplog):
         assert np.isfinite(model.train_on_batch(np.ones((8, 4)), np.ones((8, 1))))
     assert (layer.compute_dtype, layer.scale.compute_dtype) == ("float32", "float32")
     assert (ordinary.compute_dtype, layer.get_config()["wavelength"] if layer_class is Rotary else 5) == ("float16", 5)
-    assert f"{layer_class.__name__} stays in float32: it calls `arange`" in caplog.text
+    assert f"{layer_class.__name__} stays in float32: it computes positions" in caplog.text
     assert layer_class(dtype="mixed_float16").compute_dtype == "float16"  # as before `enable`
 
 
 def test_other_policies_are_kept_where_the_layer_works():
     with kmp.enable("mixed_bfloat16"):
-        assert ESMRotaryEmbedding().compute_dtype == "bfloat16"
+        assert T5MultiHeadAttention().compute_dtype == "bfloat16"
+        assert ESMRotaryEmbedding().compute_dtype == "float32"  # bfloat16 rounds positions above 256
         assert MaskedLMHead().compute_dtype == "float32"
     with kmp.enable("float32"):
         assert ESMRotaryEmbedding().compute_dtype == "float32"
@@ -110,17 +122,38 @@ def test_converted_model_keeps_a_listed_layer_in_float32():
 
 
 def test_converted_model_has_a_listed_layer_in_a_dtype_in_which_it_works():
-    model = keras.Sequential([keras.Input((4,)), Encoder(name="encoder"), keras.layers.Dense(1)])
-    assert "encoder/rotary" not in kmp.audit(model, policy="mixed_bfloat16").plan.float32
-    assert kmp.convert(model, "mixed_bfloat16").layers[0].rotary.compute_dtype == "bfloat16"
+    layers = [keras.layers.Dense(4), T5MultiHeadAttention(name="attention"), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    assert "attention" not in kmp.audit(model, policy="mixed_bfloat16").plan.float32
+    assert kmp.convert(model, "mixed_bfloat16").layers[1].compute_dtype == "bfloat16"
 
 
 def test_edited_plan_applies_to_a_listed_layer_while_float16_is_enabled():
     encoders = [Encoder(name="first"), Encoder(name="second")]
     model = keras.Sequential([keras.Input((4,)), *encoders, keras.layers.Dense(1)])
     plan = kmp.audit(model).plan
-    del plan.float32["second/head"]
+    del plan.float32["second/head"], plan.float32["second/attention"]
     with kmp.enable():
         first, second, _ = kmp.convert(model, plan).layers
         assert (first.head.compute_dtype, second.head.compute_dtype) == ("float32", "float16")
+        assert (first.attention.compute_dtype, second.attention.compute_dtype) == ("float32", "float16")
         assert MaskedLMHead().compute_dtype == "float32"  # `enable` still applies
+
+
+def test_patch_is_removed_after_conversions_that_overlap_in_threads():
+    original, started, may_end = keras.layers.Layer.__init__, threading.Barrier(2), threading.Event()
+
+    def convert_slowly():
+        with only_in_float32({MaskedLMHead}):
+            started.wait()
+            may_end.wait()
+
+    thread = threading.Thread(target=convert_slowly)
+    thread.start()
+    with only_in_float32({MaskedLMHead}):
+        started.wait()
+        assert MaskedLMHead(dtype="mixed_float16").compute_dtype == "float32"
+    assert MaskedLMHead(dtype="mixed_float16").compute_dtype == "float16"  # in this thread
+    may_end.set()
+    thread.join()
+    assert keras.layers.Layer.__init__ is original
