@@ -64,11 +64,20 @@ class Step:
     def _rule(self) -> scaling.Rule:
         return self.optimizer.rule if self.is_scaled else _NO_SCALE
 
-    def take(self, gradients: Sequence[Any]) -> None:
-        """Applies gradients to `variables` or skips the step, then adapts the loss scale and counts."""
+    def take(self, gradients: Sequence[Any], unscaled_flags: tf.Tensor | None = None) -> None:
+        """Applies gradients to `variables` or skips the step, then adapts the loss scale and counts.
+
+        Args:
+            gradients: The gradient of each variable, or `None`.
+            unscaled_flags: What `UnscaledFlags.take` returned. If a gradient was not finite in `unscale`, these flags
+                show which: clipping by the norm of all gradients makes all of them non-finite.
+        """
         scale = self._rule.bounded(self.optimizer.scale_variable)
         applied = ops.minimum(scale, LARGEST_APPLIED_SCALE)
         flags = self._measure(gradients, applied)
+        if unscaled_flags is not None:
+            unscaled_flags = self._by_trainable_variable(unscaled_flags)
+            flags = tf.where(tf.reduce_any(unscaled_flags > 0), unscaled_flags, flags)
         agreed = distribution.sum_over_replicas(flags, *self.optimizer.loss_monitor.end_step())
         distribution.run_across_replicas(self._update_or_skip, [scale, applied, *agreed], [gradients])
 

@@ -19,6 +19,7 @@ from kmp.optimizer.inner_optimizer_state import InnerState
 from kmp.optimizer.loss_monitor import LossMonitor
 from kmp.optimizer.overflow_counters import OverflowCounters
 from kmp.optimizer.overflow_origin import network_order
+from kmp.optimizer.unscaled_flags import UnscaledFlags
 from kmp.optimizer.unscaling import LARGEST_APPLIED_SCALE, multiply_gradients
 from kmp.records import Snapshot
 from kmp.scaling import LossScaleSettings, make_rule
@@ -134,6 +135,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.probe: ActivationProbe | None = None
         self.jit_compile = validation.boolean("jit_compile", jit_compile)
         self._compiler = xla.Compiler()
+        self._unscaled_flags = UnscaledFlags()
         self._order: list[int] = []
 
     def build(self, var_list: Sequence[Any]) -> None:
@@ -201,16 +203,20 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             grads: Loss-scaled gradients: tensors, `tf.IndexedSlices` or `None`.
 
         Returns:
-            The unscaled gradients, in float64 for float64 gradients, else in float32. NaN and Inf are kept, so that
-            `apply` can detect them. Gradients of a loss that did not go through `scale_loss` keep their values.
+            The unscaled gradients, in float64 for float64 gradients, else in float32. NaN and Inf are kept. The next
+            `apply` in the same function, or eagerly, skips the step if there are any, even if they are clipped to a
+            finite value. Gradients of a loss that did not go through `scale_loss` keep their values.
         """
         grads = list(grads)
         found = self.gradient_scaling.before_unscale(grads, self._trainable_variables if self.built else ())
         if found in (Scaling.NEVER_SCALED, Scaling.UNSCALED):
-            return multiply_gradients(grads, 1.0)
+            unscaled = multiply_gradients(grads, 1.0)
+            self._unscaled_flags.record(unscaled)
+            return unscaled
         unscaled = multiply_gradients(grads, 1.0 / self._bounded_scale(LARGEST_APPLIED_SCALE))
         unscaled = [None if g is None else with_values(g, mark_unscaled(values_of(g))) for g in unscaled]
         self.gradient_scaling.record_unscaled(grads, unscaled)
+        self._unscaled_flags.record(unscaled)
         return unscaled
 
     @tf.autograph.experimental.do_not_convert
@@ -252,11 +258,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._order = network_order(by_index(grads, indices, len(self._trainable_variables)))
         is_scaled = scaling_of_grads is not Scaling.NEVER_SCALED
         step = Step(self, self._trainable_variables, variables, indices, self._order, is_scaled)
+        unscaled_flags = self._unscaled_flags.take(len(grads))
         if self._compiles_step():
             learning_rate = keras_internals.learning_rate_of(self.inner_optimizer)
-            self._compiler.call((*indices, is_scaled), learning_rate, step.take, grads)
+            key = (*indices, is_scaled, unscaled_flags is None)
+            self._compiler.call(key, learning_rate, step.take, grads, unscaled_flags)
         else:
-            step.take(grads)
+            step.take(grads, unscaled_flags)
 
     def snapshot(self) -> Snapshot:
         """Reads the loss scale, the counters and the last gradient sample from the device.

@@ -200,6 +200,44 @@ def test_gradients_can_be_clipped_between_unscale_and_apply(run_step):
     assert (optimizer.snapshot().loss_scale, optimizer.snapshot().overflow_count) == (2048.0, 1)
 
 
+CLIPS = {
+    "by value": lambda gradients: [tf.clip_by_value(gradient, -1.0, 1.0) for gradient in gradients],
+    "by global norm": lambda gradients: tf.clip_by_global_norm(gradients, 1.0)[0],
+}
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
+def test_overflow_skips_the_step_and_has_its_origin_if_gradients_are_clipped_by_hand(clip, jit_compile, run_step):
+    variables = [keras.Variable([0.0]), keras.Variable([0.0])]
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4096.0, jit_compile=jit_compile)
+    optimizer.build(variables)
+    step = step_with_gradients(optimizer, variables, run_step, clip)
+    step(tf.constant([np.inf]), tf.constant([0.5]))
+    np.testing.assert_array_equal(np.concatenate(variables), [0.0, 0.0])
+    now = optimizer.snapshot()
+    assert (now.overflow_count, now.loss_scale, now.overflow_origin) == (1, 2048.0, optimizer.paths[0])
+    step(tf.constant([0.5]), tf.constant([0.5]))
+    np.testing.assert_allclose(np.concatenate(variables), [-0.5, -0.5], rtol=1e-6)
+    assert optimizer.snapshot().overflow_count == 1
+
+
+def test_overflow_of_any_micro_batch_skips_the_step_that_applies_their_sum():
+    variables = [keras.Variable([0.0]), keras.Variable([0.0])]
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.build(variables)
+    total = [tf.zeros(1), tf.zeros(1)]
+    for gradient in (np.inf, 0.5):
+        optimizer.scale_loss(1.0)
+        unscaled = optimizer.unscale([tf.constant([gradient]), tf.constant([1.0])])
+        total = [old + new for old, new in zip(total, CLIPS["by value"](unscaled), strict=True)]
+    optimizer.apply(total, variables, unscaled=True)
+    np.testing.assert_array_equal(np.concatenate(variables), [0.0, 0.0])
+    assert optimizer.snapshot().overflow_origin == optimizer.paths[0]
+    optimizer.apply(optimizer.unscale([tf.constant([2.0])]), variables[:1], unscaled=True)
+    assert optimizer.snapshot().overflow_count == 1
+
+
 @pytest.mark.parametrize("change", [None, lambda gradients: gradients], ids=["scaled", "unscaled"])
 def test_unscaled_gradients_are_applied_and_sampled_like_scaled_ones(change, run_step):
     variables = [keras.Variable([1.0, 2.0]), keras.Variable([[3.0]])]
