@@ -18,6 +18,7 @@ _SKIPPED_AT_START = 6
 _MANY_SKIPPED = 0.1
 _SKIPPED_AT_ANY_SCALE = 0.05
 _SPARE_BITS = 6.0
+_MANY_SUBNORMAL = 0.05  # of the nonzero gradient elements
 
 
 def backward(metrics: RunMetrics) -> Finding | None:
@@ -29,7 +30,8 @@ def backward(metrics: RunMetrics) -> Finding | None:
         fails_at_any_scale = are_many and metrics.gradients.headroom >= _SPARE_BITS
     else:
         lowest = metrics.setting("min_scale", FLOAT16.smallest_normal)
-        flushes = metrics.scale < 1.0 and bool(metrics.unexplained_zero_variables)
+        is_subnormal = metrics.gradients.subnormal_share > _MANY_SUBNORMAL and metrics.startup_overflows[0] > 0
+        flushes = metrics.scale < 1.0 and (bool(metrics.unexplained_zero_variables) or is_subnormal)
         fails_at_any_scale = is_stuck or flushes or (are_many and metrics.scale <= lowest * 2.0**_SPARE_BITS)
     if not fails_at_any_scale or not path or metrics.nonfinite_losses >= metrics.gradient_overflows:
         return None

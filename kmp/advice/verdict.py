@@ -129,11 +129,12 @@ def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
             unknown.append(_zeros(metrics))
         unknown.append(f"Unknown: {doubt.unknown}; to find out: {doubt.remedy.format(call=metrics.settings_call)}.")
     is_small = metrics.has_reference and gradients.underflow_share > _FEW_TOO_SMALL and not doubts
+    count = len(gradients.finite_samples)
     norm = f" (at most {_lost_norm(metrics):.1g} of the norm)" if is_small else ""
     numbers = (
         f"{skipped}, and at the loss scale in use, {as_power(metrics.scale)}, {gradients.subnormal_share:.1%} of the "
         f"nonzero gradient elements are subnormal in float16 and {gradients.underflow_share:.1%} are too small for "
-        f"float16{norm}, in {len(gradients.finite_samples)} samples."
+        f"float16{norm}, in {count} sample{'s' * (count != 1)}."
     )
     return " ".join([f"{effect}: {numbers}", *(unknown or [_not_measured(metrics)])])
 

@@ -12,6 +12,7 @@ from kmp.replay import check_batch, float32_sample
 from kmp.utils import matching_indices, validation
 
 AUTO = "auto"
+_RETRIES = 16  # as many halvings lead from the default loss scale to 1
 
 
 class GradientHistogram(OptimizerCallback):
@@ -42,9 +43,9 @@ class GradientHistogram(OptimizerCallback):
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
-        every_n_steps: Integer, at least 1. Samples the first step of `fit`, each step divisible by this number, and the
-            first step of an epoch without such a step; fewer in a long run, see above. An execution of several steps
-            keeps its last sample.
+        every_n_steps: Integer, at least 1. Samples the first step of `fit`, and further ones until one does not
+            overflow, at most 16; each step divisible by this number; and the first step of an epoch without such a
+            step. Fewer in a long run, see above. An execution of several steps keeps its last sample.
         optimizer: The `kmp.LossScaleOptimizer` to read, for a model with several. Defaults to the model's.
         variables: The variables to sample: a path as in `variable.path`, a pattern with `*` and `?` as in a shell, such
             as `"*/kernel"`, or a list of these. Defaults to all.
@@ -115,6 +116,7 @@ class GradientHistogram(OptimizerCallback):
         sample = self._last_snapshot.sample
         self._last_sampled_step = sample.step if sample else 0
         self._samples_next_step = True
+        self._has_finite_sample, self._retries_left = False, _RETRIES
         self._samples_until_update = self._measured_updates = 0
         self._is_reference_due = self._batch is not None
         self._epochs_without_sample = self._epochs_with_reference = 0
@@ -123,7 +125,14 @@ class GradientHistogram(OptimizerCallback):
             self._replayer.begin(self._last_snapshot)
 
     def read(self, is_epoch_end: bool = False) -> None:
+        previous = self._last_sampled_step
         super().read(is_epoch_end)
+        # The first steps often overflow. Sample until one does not: a short training has few other samples.
+        if self._last_sampled_step != previous and self._retries_left and not self._has_finite_sample:
+            self._retries_left -= 1
+            self._samples_next_step = True
+            self._sample_next_step()
+            self._next_read = self._requested_step
         if self._replayer:
             self._replay()
 
@@ -228,6 +237,7 @@ class GradientHistogram(OptimizerCallback):
         if sample is None or not self._is_due(sample.step):
             return None
         self._last_sampled_step = sample.step
+        self._has_finite_sample |= sample.histogram.is_finite
         self._samples_until_update -= 1
         if self.variables is not None:
             sample = sample.select(self.variables)
