@@ -79,6 +79,9 @@ _ATTENTION = OpRule(
 _STATISTICS = OpRule(RUNS_IN_FLOAT16, "Keras computes the statistics in float32", _KERAS)
 _UPCAST = OpRule(FOLLOWS_INPUTS, "Keras computes it in float32 for every input dtype", _KERAS)
 _LAYER_WITH_WEIGHTS = OpRule(RUNS_IN_FLOAT16)
+_NOT_EXAMINED = "a custom layer: kmp does not examine its `call`"
+_CUSTOM_LAYER = OpRule(RUNS_IN_FLOAT16, _NOT_EXAMINED, "kmp")
+_CUSTOM_LAYER_WITHOUT_WEIGHTS = OpRule(FOLLOWS_INPUTS, _NOT_EXAMINED, "kmp")
 _DEFAULT = OpRule(FOLLOWS_INPUTS)
 
 # Class names of the operations in `keras.ops`.
@@ -228,7 +231,15 @@ def _fallback_rule(layer: keras.Layer) -> OpRule:
         return _DEFAULT
     if is_keras_class(type(layer)) and ".layers.preprocessing." in type(layer).__module__:
         return _RAW_INPUT
+    if _has_custom_call(layer):
+        return _CUSTOM_LAYER if layer.weights else _CUSTOM_LAYER_WITHOUT_WEIGHTS
     return _LAYER_WITH_WEIGHTS if layer.weights else _DEFAULT
+
+
+def _has_custom_call(layer: keras.Layer) -> bool:
+    """Whether code outside Keras computes the outputs of a layer, and not only calls of other layers in a graph."""
+    module = str(getattr(inspect.unwrap(type(layer).call), "__module__", ""))
+    return not module.startswith(("keras.", "kmp."))
 
 
 def _out_of_range_rule(constants: Iterable[float], dtype: str) -> OpRule | None:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from kmp.records import FILE_NAME, RUN_EXPECTED, Run, log_file
 from kmp.report import figures, terminal
-from kmp.report.run_comparison import comparison, difference, split_after_findings
+from kmp.report.run_comparison import comparison, difference
 from kmp.report.run_summary import RunSummary
 from kmp.report.text_formats import code_lines
 from kmp.utils import atomic_files, printable, unique_names, validation
@@ -104,7 +104,7 @@ def html(runs: Mapping[str, Run], *, reload_seconds: int | None = None) -> str:
         runs=summaries,
         figures=figures_by_run,
         compared=compared,
-        comparison=split_after_findings(comparison(summaries)),
+        comparison=comparison(summaries),
         differences=[difference(summaries[0], other) for other in summaries[1:]],
         metric_figures=figures.metric_figures(summaries),
         code_lines=code_lines,

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from kmp.report.run_difference import first_differences
 from kmp.report.run_summary import VALIDATION, RunSummary
@@ -12,25 +11,29 @@ from kmp.report.text_table import MAX_ROWS, Table, with_omitted
 _MUCH = 0.1  # of a metric, relative to its largest value
 
 
-def comparison(runs: Sequence[RunSummary]) -> Table:
-    """Returns metrics and counts of several runs, one column per run. The first row that differs is marked."""
+def comparison(runs: Sequence[RunSummary]) -> tuple[Table, Table]:
+    """Returns two tables of several runs, one column per run: metrics and findings, and counts.
+
+    Of the metrics, those of the validation come first, and the first that differs is marked. Without metrics, the
+    second table is empty and the first has all.
+    """
+    metrics = list(dict.fromkeys(name for summary in runs for name in summary.metrics_of_epochs))
+    metrics.sort(key=lambda name: not name.startswith(VALIDATION))
+    of_metrics = [(name, *(_metric(summary, name) for summary in runs)) for name in metrics]
+    of_metrics.append(("findings", *(summary.findings_count for summary in runs)))
     names = list(dict.fromkeys(name for summary in runs for name, _ in summary.counts))
-    metrics = {name for summary in runs for name in summary.metrics_of_epochs}
-    names.sort(key=lambda name: (name not in metrics, name in metrics and not name.startswith(VALIDATION)))
-    rows = [(name, *(dict(summary.counts).get(name, MISSING) for summary in runs)) for name in names]
-    rows.insert(len(metrics), ("findings", *(summary.findings_count for summary in runs)))
-    marked = next((index for index, name in enumerate(names[: len(metrics)]) if _differs(name, runs)), None)
-    note = "" if marked is None else f"The first metric that differs by more than 10 %: {names[marked]}."
-    return Table(("", *(summary.name for summary in runs)), tuple(rows), note, marked)
+    of_counts = [(name, *(dict(summary.counts).get(name, MISSING) for summary in runs)) for name in names]
+    marked = next((index for index, name in enumerate(metrics) if _differs(name, runs)), None)
+    note = "" if marked is None else f"The first metric that differs by more than 10 %: {metrics[marked]}."
+    columns = ("", *(summary.name for summary in runs))
+    if not metrics:
+        return Table(columns, (*of_metrics, *of_counts), ""), Table((), (), "")
+    return Table(columns, tuple(of_metrics), note, marked), Table(columns, tuple(of_counts), "")
 
 
-def split_after_findings(table: Table) -> tuple[Table, Table]:
-    """Returns the metrics and findings of a comparison, and its counts; without metrics, all in the first."""
-    names = [row[0] for row in table.rows]
-    count = names.index("findings") + 1
-    if count == 1:
-        return table, Table((), (), "")
-    return replace(table, rows=table.rows[:count]), Table(table.columns, table.rows[count:], "")
+def _metric(summary: RunSummary, name: str) -> str:
+    value = summary.metrics_of_epochs.get(name)
+    return MISSING if value is None else number(value)
 
 
 def _differs(metric: str, runs: Sequence[RunSummary]) -> bool:

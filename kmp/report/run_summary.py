@@ -83,12 +83,16 @@ class RunSummary:
             parts += [f"{kind} loss scale {scale(self.metrics.scale)}"]
         return ", ".join([*(str(part) for part in parts if part), f"{self.metrics.steps} steps"])
 
+    @property
+    def numbers(self) -> Pairs:
+        """The metrics of the last epoch, and the counts."""
+        return (*((name, number(value)) for name, value in self.metrics_of_epochs.items()), *self.counts)
+
     @cached_property
     def counts(self) -> Pairs:
-        """Named numbers of the run."""
+        """Named numbers of the run, without the metrics of its epochs."""
         metrics, last = self.metrics, self.run.last
         return (
-            *((name, number(value)) for name, value in self.metrics_of_epochs.items()),
             ("computed in", metrics.dtypes if self.run.settings else UNKNOWN),
             ("steps", str(metrics.steps)),
             ("skipped steps", _count_of(metrics.overflows, metrics.steps) if self._has("overflow_count") else UNKNOWN),

@@ -1,6 +1,7 @@
 """Renders a report for the terminal."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -27,7 +28,7 @@ def _single_run(summary: RunSummary) -> Iterator[RenderableType]:
     yield _text(summary.advice.verdict, "bold")
     yield from _findings(summary)
     yield Text()
-    yield _table(Table(("", ""), summary.counts, ""))
+    yield _table(Table(("", ""), summary.numbers, ""))
     if summary.other_scales.rows:
         yield Text()
         yield _table(summary.other_scales)
@@ -40,10 +41,10 @@ def _comparison(runs: Sequence[RunSummary]) -> Iterator[RenderableType]:
         yield Padding(_text(summary.advice.verdict, "bold"), (0, 0, 0, 2))
     for start in range(0, len(runs), _RUNS_PER_TABLE):
         yield Text()
-        table = comparison(runs[start : start + _RUNS_PER_TABLE])
-        yield _table(table)
-        if table.note:
-            yield _text(table.note)
+        of_metrics, of_counts = comparison(runs[start : start + _RUNS_PER_TABLE])
+        yield _table(replace(of_metrics, rows=of_metrics.rows + of_counts.rows))
+        if of_metrics.note:
+            yield _text(of_metrics.note)
     for summary in runs:
         if summary.advice:
             yield Text()

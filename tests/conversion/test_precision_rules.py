@@ -127,7 +127,14 @@ def test_epsilon_of_a_custom_layer_is_checked():
     class CustomLayer(keras.layers.Layer):
         epsilon = 1e-12
 
-    assert rule_for(Part("", CustomLayer(), None), "bfloat16").category == FOLLOWS_INPUTS
+        def call(self, x):
+            return x / self.epsilon
+
+    in_bfloat16 = rule_for(Part("", CustomLayer(), None), "bfloat16")
+    assert (in_bfloat16.category, in_bfloat16.reason) == (
+        FOLLOWS_INPUTS,
+        "a custom layer: kmp does not examine its `call`",
+    )
     assert rule_for_layer(CustomLayer()).reason == "the constant 1e-12 is below 6e-08 and is zero in float16"
 
 

@@ -1,3 +1,6 @@
+import dataclasses
+import inspect
+
 import keras
 import numpy as np
 import pytest
@@ -507,3 +510,9 @@ def test_scale_with_a_subnormal_reciprocal_is_not_applied(setting, scale, applie
     optimizer.build([variable])
     assert float(optimizer.loss_scale) == applied
     assert optimizer.snapshot().loss_scale == scale
+
+
+def test_defaults_are_those_of_the_dynamic_scale():
+    parameters = inspect.signature(kmp.LossScaleOptimizer).parameters
+    for field in dataclasses.fields(kmp.scaling.DynamicScale):
+        assert parameters[field.name].default == field.default, field.name

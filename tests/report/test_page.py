@@ -257,8 +257,8 @@ def test_metrics_come_first_and_the_one_that_differs_is_marked():
         "good": with_metrics(make_run(shift=20), loss=0.2, val_loss=0.3, val_accuracy=0.3),
         "bad": with_metrics(make_run(shift=20), loss=0.2, val_loss=0.31, val_accuracy=0.1),
     }
-    table = comparison([RunSummary(name, run) for name, run in runs.items()])
-    assert table.rows[:4] == (
+    table, _ = comparison([RunSummary(name, run) for name, run in runs.items()])
+    assert table.rows == (
         ("val_loss", "0.9", "0.93"),
         ("val_accuracy", "0.9", "0.3"),
         ("loss", "0.6", "0.6"),
@@ -315,13 +315,20 @@ def test_layers_that_differ_are_listed_from_their_first_step():
     assert difference(RunSummary("a", first), RunSummary("b", Run())).note.startswith("No layer was sampled")
 
 
+def test_metrics_with_the_names_of_counts_are_compared_apart_from_them():
+    runs = {name: with_metrics(make_run(shift=20), findings=0.1, steps=0.2) for name in ("first", "second")}
+    of_metrics, of_counts = comparison([RunSummary(name, run) for name, run in runs.items()])
+    assert of_metrics.rows == (("findings", "0.3", "0.3"), ("steps", "0.6", "0.6"), ("findings", "none", "none"))
+    assert dict(row[:2] for row in of_counts.rows)["steps"] == "300"
+
+
 def test_page_of_a_run_in_training_is_loaded_again():
     assert '<meta http-equiv="refresh" content="5">' in report.html({"x": make_run()}, reload_seconds=5)
     assert "refresh" not in report.html({"x": make_run()})
 
 
 def test_comparison_has_a_column_for_each_run():
-    table = comparison([RunSummary(name, run) for name, run in make_three_runs().items()])
+    table, _ = comparison([RunSummary(name, run) for name, run in make_three_runs().items()])
     rows = {row[0]: row[1:] for row in table.rows}
     assert table.columns[1:] == ("float32", "float16", "bfloat16")
     assert rows["computed in"] == ("float32", "float16 and float32", "bfloat16 and float32")
