@@ -69,7 +69,7 @@ def backward(metrics: RunMetrics) -> Finding | None:
 
 def scale_too_large(metrics: RunMetrics) -> Finding | None:
     """Reports a fixed loss scale that overflows."""
-    if not metrics.is_fixed or metrics.gradient_overflows <= _SKIPPED_BY_FIXED * metrics.steps or backward(metrics):
+    if not metrics.is_fixed or metrics.gradient_overflows <= _SKIPPED_BY_FIXED * metrics.steps:
         return None
     path, share = metrics.main_overflow_origin
     origin = f"; {path} was the overflow origin in {share:.0%} of them" if path else ""

@@ -63,7 +63,7 @@ def branch(metrics: RunMetrics) -> Finding | None:
 def scale_too_small(metrics: RunMetrics) -> Finding | None:
     """Reports a loss scale at which gradients underflow, although a larger one would not overflow."""
     gradients = metrics.gradients
-    if not metrics.is_float16 or metrics.is_unscaled or not gradients.finite_samples or branch(metrics):
+    if not metrics.is_float16 or metrics.is_unscaled or not gradients.finite_samples:
         return None
     if metrics.gradient_overflows > _SKIPPED_BY_FIXED * metrics.steps:
         return None
