@@ -47,15 +47,15 @@ def _apply_plan(model: keras.Model, plan: Plan, integer_inputs: set[int]) -> ker
             # kmp's BatchNormalization has float32 statistics; "float16" and "bfloat16" keep all weights in 16 bits.
             new_class = type(original) if policy in DTYPES_16_BIT else _KMP_CLASSES.get(type(original), type(original))
             # The code of a class may call the sublayers that it creates at once: their policies cannot be set later.
-            inside = {cls for name, cls in third_party.items() if not path or f"{name}/".startswith(f"{path}/")}
-            with layers.only_in_float32(inside):
+            operations = [original, *(part.operation for part in parts_of(original))]
+            with layers.only_in_float32({type(found) for found in operations if id(found) in third_party}):
                 clone = _clone_layer(original, config, new_class, policy)
             _set_sublayer_policies(original, clone, path, plan)
             return clone
         clone = type(original).from_config(config)
         return Float32Operation(clone, name=original.name) if policy == FLOAT32.name else clone
 
-    with layers.only_in_float32(set(third_party.values())):
+    with layers.only_in_float32({type(part.operation) for part in parts if id(part.operation) in third_party}):
         converted = clone_model(model, clone_function, plan.policy)
     _set_sublayer_policies(model, converted, "", plan)  # for sublayers created in `build`
     _set_edited_policies(parts, converted, plan)
@@ -79,10 +79,10 @@ def _set_edited_policies(parts: list[Part], converted: keras.Model, plan: Plan) 
             after.operation.dtype_policy = plan.policy
 
 
-def _third_party_in_float32(parts: list[Part], plan: Plan) -> dict[str, type]:
-    """Returns the listed layers of other packages that the plan keeps in float32: their classes, by path."""
+def _third_party_in_float32(parts: list[Part], plan: Plan) -> set[int]:
+    """Returns the `id`s of the listed layers of other packages that the plan keeps in float32."""
     return {
-        part.path: type(part.operation)
+        id(part.operation)
         for part in parts
         if part.path in plan.float32 and layers.reason_for_float32(type(part.operation), plan.compute_dtype)
     }

@@ -69,7 +69,8 @@ def in_float16(name, mode, model, inputs, expected):
         result["error"] = relative_error(outputs, expected)
         if mode != "keras":
             result["error_once_loaded"] = error_once_loaded(candidate, inputs, outputs)
-            result["losses"] = losses_of(candidate, inputs)
+        scale_loss = keras.optimizers.LossScaleOptimizer if mode == "keras" else kmp.wrap
+        result["losses"] = losses_of(candidate, inputs, scale_loss)
     except Exception as error:  # what a model raises is the result
         result["raises"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
     return result
@@ -118,8 +119,14 @@ def error_once_loaded(model, inputs, outputs):
         return relative_error(outputs_of(loaded, inputs), outputs)
 
 
-def losses_of(model, inputs):
-    """Trains a clone on fixed random targets and returns the mean squared error before and after."""
+def losses_of(model, inputs, scale_loss=None):
+    """Trains on fixed random targets, returns the mean squared error before and after, and restores the weights.
+
+    Args:
+        model: The model.
+        inputs: A batch.
+        scale_loss: Wraps the optimizer of a model that computes in float16.
+    """
     keras.utils.set_random_seed(0)
     weights = model.get_weights()
     random = np.random.default_rng(1)
@@ -127,7 +134,7 @@ def losses_of(model, inputs):
     targets = keras.tree.map_structure(lambda output: random.normal(size=output.shape).astype("float32"), outputs)
     optimizer = keras.optimizers.Adam(3e-3)
     if "float16" in kmp.backend.compute_dtypes(model):
-        optimizer = kmp.wrap(optimizer)
+        optimizer = scale_loss(optimizer)
     variables = model.trainable_variables
     optimizer.build(variables)
 
@@ -145,7 +152,7 @@ def losses_of(model, inputs):
 
     losses = [float(step()) for _ in range(STEPS)]
     model.set_weights(weights)
-    return [losses[0], losses[-1]]
+    return [losses[0], losses[-1] if np.isfinite(losses[-1]) else None]
 
 
 @contextlib.contextmanager

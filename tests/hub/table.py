@@ -8,11 +8,13 @@ from pathlib import Path
 
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = Path(__file__).parents[2] / "docs" / "hub.md"
+MAX_ERROR = 0.03  # relative; 60 times the rounding error of one float16 operation, 2^-11
 MODES = ("keras", "enable", "convert")  # Keras' mixed_float16, `kmp.enable()`, `kmp.convert(model)`
 _START = "## All models\n"
 _COLUMNS = """
 - `Keras`, `enable`, `convert`: the relative error (L2 norm) of the outputs against float32 with Keras' `mixed_float16`,
-  `kmp.enable()` and `kmp.convert(model)`; `NaN` if an output is not finite, `raises` for an error.
+  `kmp.enable()` and `kmp.convert(model)`; `NaN` if an output is not finite, `raises` for an error, `does not train` if
+  the loss does not fall at least half as far as in float32.
 - loss: the mean squared error against random targets before and after 30 steps.
 - largest: the largest magnitude that a layer returns in float32. float16 ends at 65504.
 - kept: the layers and operations that `convert` keeps in float32, of all.
@@ -23,14 +25,13 @@ _COLUMNS = """
 
 
 def works(result, mode):
-    """Whether the outputs are finite and, except with Keras' policy, the loss falls half as far as in float32."""
+    """Whether the outputs are close to those in float32, and the loss falls at least half as far."""
     candidate = result[mode]
-    if "raises" in candidate or candidate["error"] is None:
+    if "raises" in candidate or candidate["error"] is None or candidate["error"] > MAX_ERROR:
         return False
-    if mode == "keras":
-        return True
     first, last = result["losses"]
-    return candidate["losses"][-1] <= (first + last) / 2
+    trained = candidate["losses"][-1]
+    return trained is not None and trained <= (first + last) / 2
 
 
 def main():
@@ -38,20 +39,24 @@ def main():
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     rows = []
     for name, result in results.items():
-        errors = [_error(result[mode]) for mode in MODES]
+        outcomes = [_outcome(result, mode) for mode in MODES]
         losses = [_losses(result), _losses(result["enable"])]
         kept = f"{len(result['float32'])} of {result['layers_and_operations']}"
-        rows.append("| " + " | ".join([f"`{name}`", *errors, *losses, _magnitude(result), kept]) + " |")
+        rows.append("| " + " | ".join([f"`{name}`", *outcomes, *losses, _magnitude(result), kept]) + " |")
     counts = {mode: sum(works(result, mode) for result in results.values()) for mode in MODES}
     print(f"{counts} of {len(results)}")
     introduction = PAGE.read_text(encoding="utf-8").partition(_START)[0]
     PAGE.write_text(introduction + _START + _COLUMNS + "\n".join(rows) + "\n", encoding="utf-8")
 
 
-def _error(candidate):
+def _outcome(result, mode):
+    candidate = result[mode]
     if "raises" in candidate:
         return "raises"
-    return "NaN" if candidate["error"] is None else f"{candidate['error']:.1e}"
+    if candidate["error"] is None:
+        return "NaN"
+    is_close = candidate["error"] <= MAX_ERROR
+    return f"{candidate['error']:.1e}" + (", does not train" if is_close and not works(result, mode) else "")
 
 
 def _magnitude(result):

@@ -10,9 +10,11 @@ import kmp
 
 RESULTS = json.loads(table.RESULTS.read_text(encoding="utf-8"))
 # docs/hub.md has the reasons.
+_D_FINE = ("DFineBackbone", "DFineBackbone denoising", "DFineObjectDetector")
 NOT_WORKING = {
-    "enable": {"Gemma3nBackbone multimodal", "SAMBackbone", "SAMImageSegmenter"},
+    "enable": {*_D_FINE, "Gemma3nBackbone multimodal", "SAMBackbone", "SAMImageSegmenter"},
     "convert": {
+        *_D_FINE,
         *("EfficientNetBackbone", "EfficientNetImageClassifier", "MoonshineAudioToText", "MoonshineBackbone"),
         *("SAMBackbone", "SAMImageSegmenter"),
     },

@@ -76,6 +76,34 @@ class Encoder(keras.layers.Layer):
         return self.attention(self.head(self.rotary(x)))
 
 
+@keras.saving.register_keras_serializable("tests")
+class Backbone(keras.Model):
+    """Creates a functional model in code, as keras-hub's backbones do."""
+
+    def __init__(self, **kwargs):
+        inputs = keras.Input((4,))
+        super().__init__(inputs, ESMRotaryEmbedding(name="rotary")(keras.layers.Dense(4)(inputs)), **kwargs)
+
+    def get_config(self):
+        return {"name": self.name}
+
+
+@keras.saving.register_keras_serializable("tests")
+class Task(keras.Model):
+    """Has the layers of a backbone in its own graph, as keras-hub's tasks do."""
+
+    def __init__(self, backbone, **kwargs):
+        super().__init__(backbone.input, keras.layers.Dense(1)(backbone.output), **kwargs)
+        self.backbone = backbone
+
+    def get_config(self):
+        return {"backbone": keras.saving.serialize_keras_object(self.backbone), "name": self.name}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**config | {"backbone": keras.saving.deserialize_keras_object(config["backbone"])})
+
+
 def test_listed_class_and_its_subclasses_have_a_reason():
     assert "arange" in reason_for_float32(ESMRotaryEmbedding)
     assert "arange" in reason_for_float32(Rotary)
@@ -138,6 +166,13 @@ def test_edited_plan_applies_to_a_listed_layer_while_float16_is_enabled():
         assert (first.head.compute_dtype, second.head.compute_dtype) == ("float32", "float16")
         assert (first.attention.compute_dtype, second.attention.compute_dtype) == ("float32", "float16")
         assert MaskedLMHead().compute_dtype == "float32"  # `enable` still applies
+
+
+def test_listed_layer_of_a_nested_model_whose_layers_belong_to_the_outer_graph_too_stays_float32():
+    model = Task(Backbone(name="backbone"), name="task")
+    converted = kmp.convert(model)
+    assert np.isfinite(converted(np.ones((2, 4)))).all()
+    assert {layer.compute_dtype for layer in converted.backbone.layers if "rotary" in layer.name} == {"float32"}
 
 
 def test_patch_is_removed_after_conversions_that_overlap_in_threads():
