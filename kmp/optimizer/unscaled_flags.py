@@ -28,8 +28,11 @@ class UnscaledFlags:
         if not self._is_of_current_graph():
             self._flags.clear()
             self._graph = None if tf.executing_eagerly() else weakref.ref(tf.compat.v1.get_default_graph())
-        if unscaled:
-            self._flags.append(nonfinite_flags(unscaled, unscaled, 1.0, replicas=1))
+        flags = nonfinite_flags(unscaled, unscaled, 1.0, replicas=1) if unscaled else tf.zeros([0])
+        if self._flags and self._flags[-1].shape == flags.shape:  # of another micro-batch
+            self._flags[-1] = tf.maximum(self._flags[-1], flags)
+        else:
+            self._flags.append(flags)
 
     def take(self, count: int) -> tf.Tensor | None:
         """Returns and forgets the flags.
