@@ -211,11 +211,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         found = self.gradient_scaling.before_unscale(grads, self._trainable_variables if self.built else ())
         if found in (Scaling.NEVER_SCALED, Scaling.UNSCALED):
             unscaled = multiply_gradients(grads, 1.0)
-            self._unscaled_flags.record(unscaled)
-            return unscaled
-        unscaled = multiply_gradients(grads, 1.0 / self._bounded_scale(LARGEST_APPLIED_SCALE))
-        unscaled = [None if g is None else with_values(g, mark_unscaled(values_of(g))) for g in unscaled]
-        self.gradient_scaling.record_unscaled(grads, unscaled)
+        else:
+            unscaled = multiply_gradients(grads, 1.0 / self._bounded_scale(LARGEST_APPLIED_SCALE))
+            unscaled = [None if g is None else with_values(g, mark_unscaled(values_of(g))) for g in unscaled]
+            self.gradient_scaling.record_unscaled(grads, unscaled)
         self._unscaled_flags.record(unscaled)
         return unscaled
 
@@ -261,8 +260,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         unscaled_flags = self._unscaled_flags.take(len(grads))
         if self._compiles_step():
             learning_rate = keras_internals.learning_rate_of(self.inner_optimizer)
-            key = (*indices, is_scaled, unscaled_flags is None)
-            self._compiler.call(key, learning_rate, step.take, grads, unscaled_flags)
+            self._compiler.call((*indices, is_scaled), learning_rate, step.take, grads, unscaled_flags)
         else:
             step.take(grads, unscaled_flags)
 
