@@ -1,10 +1,14 @@
 """Whether TensorFlow sees the GPUs of this machine, and what they can compute. Imports TensorFlow."""
 
 import os
+import re
 import textwrap
 from collections.abc import Iterator
 
-from kmp.backend import Gpu, compute_capabilities, cuda_build, gpu_error, hardware, xla
+import tensorflow as tf
+
+from kmp.backend import xla
+from kmp.policy import Gpu, hardware
 from kmp_cli.installation import ERROR, INFO, OK, WARNING, Check, Driver, library_check, tensorflow_packages
 
 _LOG = "python -c \"import tensorflow as tf; tf.config.list_physical_devices('GPU')\"  # logs TensorFlow's reason"
@@ -104,3 +108,35 @@ def _major(version: str) -> int:
     """Returns the major version; that of an unknown version is high, so that it is not called too old."""
     number = version.partition(".")[0]
     return int(number) if number.isdecimal() else 1000
+
+
+def cuda_build() -> tuple[str, str] | None:
+    """Returns the versions of CUDA and cuDNN that TensorFlow was built with; `None` if it was built without CUDA."""
+    info = tf.sysconfig.get_build_info()
+    if not info.get("is_cuda_build"):
+        return None
+    return str(info.get("cuda_version", "unknown")), str(info.get("cudnn_version", "unknown"))
+
+
+def compute_capabilities() -> list[tuple[str, tuple[int, int]]]:
+    """Returns what TensorFlow's CUDA kernels were compiled for.
+
+    Returns:
+        Pairs such as `("sm", (8, 0))`, machine code for 8.0 and later versions 8.x, and `("compute", (9, 0))`, machine
+        code for 9.0 and PTX for all later versions. Empty if TensorFlow was built without CUDA.
+    """
+    names = tf.sysconfig.get_build_info().get("cuda_compute_capabilities", [])
+    found = (re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name) for name in names)
+    return [(match[1], (int(match[2]), int(match[3]))) for match in found if match]
+
+
+def gpu_error() -> str | None:
+    """Returns why the first GPU cannot compute in float32 and float16; `None` if it can."""
+    try:
+        with tf.device("GPU:0"):
+            for dtype in (tf.float32, tf.float16):  # a product is NVIDIA's kernel, the others are TensorFlow's
+                matrix = tf.cast(tf.random.normal((64, 64)), dtype)
+                tf.exp(matrix @ matrix * matrix).numpy()
+    except (tf.errors.OpError, RuntimeError) as reason:
+        return str(reason)
+    return None

@@ -22,7 +22,6 @@ GROUPS: tuple[tuple[Rule, ...], ...] = (
         forward_rules.forward,
         scale_rules.backward,
         scale_rules.scale_too_large,
-        underflow_rules.not_scaled,
         update_rules.lost_updates,
         underflow_rules.branch,
         underflow_rules.scale_too_small,

@@ -43,14 +43,6 @@ class ComputeInFloat32:
 
 
 @dataclass(frozen=True)
-class ScaleLoss:
-    """A training loop that has to differentiate the loss-scaled loss."""
-
-    def __str__(self) -> str:
-        return "scaled_loss = optimizer.scale_loss(loss)  # inside the tape; differentiate scaled_loss"
-
-
-@dataclass(frozen=True)
 class PrepareData:
     """Statements before the call of `fit`, about its arrays `x` and `y`.
 
@@ -64,4 +56,4 @@ class PrepareData:
         return "\n".join(map(printable, self.statement.splitlines()))
 
 
-Edit = SetArguments | ComputeInFloat32 | ScaleLoss | PrepareData
+Edit = SetArguments | ComputeInFloat32 | PrepareData

@@ -36,7 +36,6 @@ class RunMetrics:
         self.consecutive_overflows = int(run.last("overflows_in_a_row") or 0)
         # Older logs lack the key. All non-finite losses may then have been consecutive.
         self.consecutive_nonfinite_losses = int(run.last("nonfinite_losses_in_a_row", self.nonfinite_losses) or 0)
-        self.unscaled_steps = int(run.last("unscaled_steps") or 0)
         origins = run.last("overflow_origins_by_variable") or {}
         self.overflow_origins: dict[str, int] = {path: count for path, count in origins.items() if count}
         samples = statistics(run)
@@ -48,11 +47,6 @@ class RunMetrics:
     def is_fixed(self) -> bool:
         """Whether the loss scale is fixed."""
         return bool(self.settings.get("rule") == "FixedScale")
-
-    @property
-    def is_unscaled(self) -> bool:
-        """Whether most steps had gradients of a loss that was not multiplied by the loss scale."""
-        return 2 * self.unscaled_steps > self.steps
 
     @property
     def dtypes(self) -> str:

@@ -2,10 +2,10 @@
 
 import math
 
-from kmp.advice.edits import ScaleLoss, SetArguments
+from kmp.advice.edits import SetArguments
 from kmp.advice.finding import ERROR, INFO, WARNING, Finding
 from kmp.advice.run_metrics import RunMetrics
-from kmp.advice.wording import in_float32, name_of, of_steps, power
+from kmp.advice.wording import in_float32, name_of, power
 from kmp.utils import FLOAT32, as_power
 
 _MANY_SUBNORMAL = 0.25
@@ -17,26 +17,11 @@ _DEFAULT_EXPONENT = 15  # of the initial scale of `kmp.enable`
 _SKIPPED_BY_FIXED = 0.01
 
 
-def not_scaled(metrics: RunMetrics) -> Finding | None:
-    """Reports a training loop that does not scale its loss."""
-    if not metrics.is_unscaled or not metrics.is_float16:
-        return None
-    return Finding(
-        "not_scaled",
-        ERROR,
-        "The loss is not scaled: the training loop does not call `scale_loss`.",
-        f"in {of_steps(metrics, metrics.unscaled_steps)} the loss was not multiplied by the loss scale: gradients of "
-        "magnitude 2^-25 or less underflow to zero",
-        (ScaleLoss(),),
-        location="scale_loss",
-    )
-
-
 def branch(metrics: RunMetrics) -> Finding | None:
     """Reports a part of the model whose gradients are all flushed, while those of the rest are not."""
     gradients = metrics.gradients
     replay, layers = metrics.clean_replay, metrics.flushed_layers
-    if not metrics.is_float16 or metrics.is_unscaled or replay is None or not layers:
+    if not metrics.is_float16 or replay is None or not layers:
         return None
     names = [name for name in gradients.finite_samples[-1].names if name not in replay.zero]
     flushed = [name for name in names if metrics.layer_of(name) in layers]
@@ -63,7 +48,7 @@ def branch(metrics: RunMetrics) -> Finding | None:
 def scale_too_small(metrics: RunMetrics) -> Finding | None:
     """Reports a loss scale at which gradients underflow, although a larger one would not overflow."""
     gradients = metrics.gradients
-    if not metrics.is_float16 or metrics.is_unscaled or not gradients.finite_samples:
+    if not metrics.is_float16 or not gradients.finite_samples:
         return None
     if metrics.gradient_overflows > _SKIPPED_BY_FIXED * metrics.steps:
         return None
@@ -84,7 +69,7 @@ def wide_range(metrics: RunMetrics) -> Finding | None:
     """Reports gradients that span more than float16's range."""
     gradients = metrics.gradients
     curve = gradients.curve
-    if not metrics.is_float16 or metrics.is_unscaled or curve is None or not math.isfinite(gradients.headroom):
+    if not metrics.is_float16 or curve is None or not math.isfinite(gradients.headroom):
         return None
     largest, smallest = gradients.extremes
     edits = in_float32(metrics, [metrics.layer_of(largest)])

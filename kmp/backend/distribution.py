@@ -1,6 +1,6 @@
 """Communication between replicas and workers, and per-replica variables."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -41,26 +41,44 @@ def check_built_before_step() -> None:
         )
 
 
-def run_across_replicas(function: Callable[..., None], agreed: Sequence[tf.Tensor], per_replica: Sequence[Any]) -> None:
-    """Calls `function(on_each, *agreed, *per_replica)` in a context where a branch may update variables.
+def replica_id() -> int:
+    """Returns the number of the replica that this function is traced or run for; 0 without a distribution strategy."""
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return 0
+    return int(tf.get_static_value(context.replica_id_in_sync_group) or 0)
+
+
+def call_once_for_all_replicas(
+    function: Callable[..., None], agreed: Sequence[Any], per_replica: Sequence[Any]
+) -> None:
+    """Calls `function(*agreed, *per_replica)` in a context where a branch may update variables.
+
+    In it, call what belongs to a replica with `on_each_replica`.
 
     Args:
-        function: Its first argument, `on_each(f, *args)`, calls `f` on each replica.
+        function: A function of tensors, or structures of them.
         agreed: Tensors with the same value on all replicas.
         per_replica: Arguments that differ between replicas.
     """
     # No public API. A strategy such as MirroredStrategy updates variables only in its cross-replica context, and a
     # branch around such an update fails in a replica context.
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        function(lambda f, *args: f(*args), *agreed, *per_replica)
+        function(*agreed, *per_replica)
         return
 
     def across_replicas(strategy: tf.distribute.Strategy, agreed: Sequence[Any], per_replica: Sequence[Any]) -> None:
-        local_agreed = [strategy.experimental_local_results(value)[0] for value in agreed]
-        extended = strategy.extended
-        function(lambda f, *args: extended.call_for_each_replica(f, args=args), *local_agreed, *per_replica)
+        function(*(strategy.experimental_local_results(value)[0] for value in agreed), *per_replica)
 
     tf.distribute.get_replica_context().merge_call(across_replicas, args=(agreed, per_replica))
+
+
+def on_each_replica(function: Callable[..., None], *args: Any) -> None:
+    """Calls `function(*args)` on each replica, inside of `call_once_for_all_replicas`."""
+    if tf.distribute.in_cross_replica_context():
+        tf.distribute.get_strategy().extended.call_for_each_replica(function, args=args)
+    else:
+        function(*args)
 
 
 def has_several_workers(strategy: tf.distribute.Strategy) -> bool:
@@ -103,11 +121,6 @@ def local_components(variable: keras.Variable) -> list[tf.Variable]:
     value = getattr(variable, "value", variable)
     strategy = getattr(value, "distribute_strategy", None)
     return list(strategy.experimental_local_results(value)) if strategy else [value]
-
-
-def handles_of(variables: Iterable[Any]) -> list[int]:
-    """Returns the `id`s of the resource handles of variables, on all replicas of this process."""
-    return [id(component.handle) for variable in variables for component in local_components(variable)]
 
 
 def variable(name: str, dtype: str, shape: tuple[int, ...] = (), aggregation: str = "sum") -> keras.Variable:

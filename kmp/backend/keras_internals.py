@@ -3,11 +3,13 @@
 import contextlib
 import importlib
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
+
+from kmp.utils import DTYPES_16_BIT
 
 
 def calls_of(operation: keras.Operation) -> list[Any]:
@@ -35,6 +37,25 @@ def producer_of(tensor: keras.KerasTensor) -> keras.Operation:
 def attached_to(tensor: Any) -> dict[str, Any]:
     """Returns what Keras attached to a tensor: a mask, or the logits of a softmax, which a loss may use instead."""
     return {name: value for name, value in vars(tensor).items() if name.startswith("_keras")}
+
+
+def in_float32(tensors: Any) -> Any:
+    """Returns a structure with its 16-bit tensors cast to float32; each keeps its mask, which no public name has."""
+
+    def cast(tensor: Any) -> Any:
+        if not isinstance(tensor, tf.Tensor) or tensor.dtype.name not in DTYPES_16_BIT:
+            return tensor
+        result = tf.cast(tensor, tf.float32)
+        if getattr(tensor, "_keras_mask", None) is not None:
+            result._keras_mask = tensor._keras_mask
+        return result
+
+    return keras.tree.map_structure(cast, tensors)
+
+
+def uncast_value(variable: keras.Variable) -> tf.Tensor:
+    """Returns a copy of a variable's value. In the call of a layer, the public `value` is cast to its compute dtype."""
+    return tf.identity(variable._value)
 
 
 def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
@@ -77,16 +98,6 @@ def _variables_in(value: Any) -> Iterator[keras.Variable]:
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
     """Returns the arguments that a model was compiled with. The public `get_compile_config` has only their configs."""
     return model._compile_config.config
-
-
-def is_read_by_keras() -> bool:
-    """Whether Keras or TensorFlow reads a property, to save, track or configure its object.
-
-    Call this in a function that the property's getter calls. To save an object, Keras reads all attributes.
-    """
-    reader = sys._getframe(3).f_globals.get("__name__", "")
-    prefixes = ("tensorflow.", "keras.src.saving.", "keras.src.backend.", "keras.src.utils.")
-    return reader.startswith(prefixes) or reader == "keras.src.optimizers.loss_scale_optimizer"
 
 
 @contextlib.contextmanager

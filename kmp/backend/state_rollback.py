@@ -1,8 +1,8 @@
-"""Saving a model's state before a step or pass, and restoring it."""
+"""Restores a model's state after a pass that is not part of the training."""
 
 import contextlib
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -11,7 +11,6 @@ import tensorflow as tf
 from keras import ops
 
 from kmp.backend import keras_internals
-from kmp.backend.keras_internals import declared_not_trainable
 from kmp.backend.layer_traversal import rnn_states, sublayers
 
 
@@ -51,77 +50,3 @@ def _random_states_restored() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(arrays)
-
-
-class SavedState:
-    """A copy of variables' values, made on construction. Works in graphs, and on each replica separately.
-
-    Args:
-        list_variables: Returns the variables. Called again by `restore`, because a first step may create variables.
-        initial: Returns the initial value of a variable that was created after the copy.
-    """
-
-    def __init__(
-        self, list_variables: Callable[[], Iterable[keras.Variable]], initial: Callable[[Any], Any] = ops.zeros_like
-    ) -> None:
-        self._list_variables = list_variables
-        self._initial = initial
-        self._saved = {id(variable): ops.copy(variable) for variable in list_variables()}
-
-    @property
-    def values(self) -> list[Any]:
-        """The saved tensors."""
-        return list(self._saved.values())
-
-    def restore(self, where: Any) -> None:
-        """Restores the saved values if the scalar bool `where` is true."""
-        for variable in self._list_variables():
-            value = self._saved.get(id(variable))
-            variable.assign(ops.where(where, self._initial(variable) if value is None else value, variable))
-
-
-@contextlib.contextmanager
-def saved_layer_state(layers: Iterable[keras.Layer]) -> Iterator[tuple[SavedState, SavedState]]:
-    """Saves the float variables of `layers` that the forward pass in the context may change.
-
-    Yields:
-        Two saved states: of non-trainable variables, such as moving statistics and the states of stateful RNNs; and of
-        the kernels under `SpectralNormalization`, which the layer normalizes in place.
-    """
-    layers = tuple(layers)
-    initial_values: dict[int, tf.Tensor] = {}
-
-    def initial(variable: keras.Variable) -> Any:
-        if id(variable.value) in initial_values:
-            return initial_values[id(variable.value)]
-        with tf.init_scope():  # created outside the graph, which has not run yet: the current value is the initial one
-            return ops.copy(variable)
-
-    def record_initial(create: Callable[..., tf.Variable], **arguments: Any) -> tf.Variable:
-        variable = create(**arguments)
-        if tf.executing_eagerly():
-            initial_values[id(variable)] = tf.identity(variable)
-        else:  # the variable has no value until the graph runs
-            value = arguments["initial_value"]
-            initial_values[id(variable)] = tf.cast(value() if callable(value) else value, variable.dtype)
-        return variable
-
-    saved = SavedState(lambda: _states(layers), initial), SavedState(lambda: _normalized_kernels(layers), initial)
-    with tf.variable_creator_scope(record_initial):
-        yield saved
-
-
-def _states(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
-    # The public lists change with `trainable`, and some layers update their state even if they are frozen.
-    all_layers = [sublayer for layer in layers for sublayer in sublayers(layer)]
-    states = [variable for layer in all_layers for variable in (*declared_not_trainable(layer), *rnn_states(layer))]
-    unique = {id(variable): variable for variable in states}
-    return [variable for variable in unique.values() if keras.backend.is_float_dtype(variable.dtype)]
-
-
-def _normalized_kernels(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
-    all_layers = [sublayer for layer in layers for sublayer in sublayers(layer)]
-    normalizing = [
-        layer for layer in all_layers if isinstance(layer, keras.layers.SpectralNormalization) and layer.built
-    ]
-    return list({id(layer.kernel): layer.kernel for layer in normalizing}.values())

@@ -4,8 +4,6 @@ Under `MultiWorkerMirroredStrategy`, `fit` of Keras 3.15.1 fails for any model, 
 reduces a batch, which is a tuple of tensors, over the workers as if it were one tensor. And it averages logs along axis
 0, which scalars do not have and vectors must keep. In all other cases the fixed functions behave like Keras'. They are
 applied only if TF_CONFIG is set, or a model is compiled to run on several workers.
-
-`fit` also fails if layers add 16-bit losses, because it adds them to a float32 loss; so does a custom training loop.
 """
 
 import functools
@@ -21,21 +19,8 @@ from keras import tree
 
 from kmp.backend import distribution
 from kmp.backend.monkeypatch import Replacement, defining_class
-from kmp.utils import FLOAT32
 
 logger = logging.getLogger("kmp")
-
-
-def losses_in_float32(original: property) -> property:
-    """Returns a replacement of `keras.Layer.losses` that casts the losses to float32."""
-    assert original.fget is not None
-    read = original.fget
-
-    @functools.wraps(read)
-    def losses(self: keras.Layer) -> list[Any]:
-        return [keras.ops.cast(loss, FLOAT32.name) for loss in read(self)]
-
-    return property(losses, doc=original.__doc__)
 
 
 def needs_multi_worker_fixes(model: keras.Model | None = None) -> bool:

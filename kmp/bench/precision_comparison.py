@@ -8,10 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmp.backend import Hardware, hardware, tensor_float_32, xla
+from kmp.backend import tensor_float_32, xla
 from kmp.bench import small_models
 from kmp.bench.optimizer_step import MODES
 from kmp.bench.timing import Measurement, alternate, comparison, seconds_per_call
+from kmp.policy import Hardware, hardware
 
 _REPEATS = 3
 _STEPS = 4

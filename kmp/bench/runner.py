@@ -17,7 +17,6 @@ import keras
 import tensorflow as tf
 from rich.console import Console
 
-from kmp.backend import hardware
 from kmp.bench import (
     fit_time,
     growth,
@@ -32,7 +31,8 @@ from kmp.bench import (
 from kmp.bench.optimizer_step import SAMPLED
 from kmp.bench.sizes import Size
 from kmp.bench.timing import Measurement, MeasurementError, comparison, over_processes
-from kmp.optimizer import supports_predicated_writes
+from kmp.optimizer import PREDICABLE_OPTIMIZERS
+from kmp.policy import hardware
 from kmp.utils import __version__, atomic_files
 
 
@@ -211,7 +211,7 @@ def skip_methods() -> dict[str, str]:
     """Returns how a step of each of Keras' optimizers is skipped under XLA: `"predicated write"` or `"branch"`."""
     classes = {name: value for name, value in vars(keras.optimizers).items() if isinstance(value, type)}
     return {
-        name: "predicated write" if supports_predicated_writes(optimizer_class) else "branch"
+        name: "predicated write" if name in PREDICABLE_OPTIMIZERS else "branch"
         for name, optimizer_class in classes.items()
         if issubclass(optimizer_class, keras.Optimizer) and name not in ("Optimizer", "LossScaleOptimizer")
     }

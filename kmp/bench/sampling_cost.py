@@ -12,7 +12,7 @@ import tensorflow as tf
 from kmp.bench.optimizer_step import MODES, SETS, Shapes
 from kmp.bench.timing import Measurement, comparison, measure_alternately, seconds_per_call
 from kmp.callbacks import GradientHistogram
-from kmp.gradients import NEVER, UpdateWatch, tensor_statistics
+from kmp.gradients import NEVER, UpdateWatch, gradient_statistics
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import GradientSample, compact, to_line
 
@@ -97,8 +97,8 @@ def _histograms(side: int, repeats: int) -> Iterator[list[Measurement]]:
                 tf.summary.histogram("gradient", gradient)
 
     for mode, jit_compile in MODES.items():
-        count = tf.function(lambda: tensor_statistics.gradient_statistics(gradients).counts, jit_compile=jit_compile)
-        measure = tf.function(lambda: tuple(tensor_statistics.gradient_statistics(gradients)), jit_compile=jit_compile)
+        count = tf.function(lambda: gradient_statistics(gradients).counts, jit_compile=jit_compile)
+        measure = tf.function(lambda: tuple(gradient_statistics(gradients)), jit_compile=jit_compile)
         variants = {"histogram": _fetching(count), "with amax and norm": _fetching(measure)}
         seconds = measure_alternately({"tf.summary.histogram": summarize} | variants, repeats)
         yield comparison("sampling: statistics", f"{_TENSORS} of {side}x{side}", mode, seconds)

@@ -14,7 +14,7 @@ from kmp.backend import global_policy
 from kmp.bench.optimizer_step import BARE, KERAS, MODES, OURS
 from kmp.bench.timing import Measurement, alternate, comparison, peak_memory
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import guarded_training
+from kmp.policy import guarding
 
 WITH_CALLBACKS = "kmp + callbacks"
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
@@ -124,7 +124,7 @@ def compiled_model(task: Task, policy: str, variant: str, mode: str) -> keras.Mo
     options = {"jit_compile": MODES[mode], "auto_scale_loss": False}
     model.compile(optimizer, "sparse_categorical_crossentropy", **options)
     if isinstance(optimizer, LossScaleOptimizer):
-        guarded_training.install(model)
+        guarding.install(model)
     return model
 
 

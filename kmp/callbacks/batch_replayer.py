@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import guarded_training
+from kmp.policy import guarding
 from kmp.records import ZERO_BIN, Snapshot, compact, to_line
 from kmp.replay import BatchCapture, replay
 from kmp.utils import user_messages
@@ -54,9 +54,9 @@ class BatchReplayer:
 
     def install(self, model: keras.Model, optimizer: LossScaleOptimizer) -> bool:
         """Adds the capture to the model's training step. Returns whether the step must be traced again."""
-        probes = guarded_training.probes_of(model)
+        probes = guarding.probes_of(model)
         captures = [probe for probe in probes if isinstance(probe, BatchCapture)]
-        is_possible = guarded_training.has_keras_step(model) and model.distribute_strategy.num_replicas_in_sync == 1
+        is_possible = guarding.has_keras_step(model) and model.distribute_strategy.num_replicas_in_sync == 1
         own = [capture for capture in captures if is_possible and capture.optimizer is optimizer]
         self._capture = own[0] if own else BatchCapture(optimizer) if is_possible else None
         if captures == own and (own or not is_possible):

@@ -5,7 +5,7 @@ from typing import Any
 from kmp.callbacks.nonfinite_activation_probe import NonfiniteActivationProbe
 from kmp.callbacks.optimizer_callback import Logs, OptimizerCallback
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import guarded_training
+from kmp.policy import guarding
 from kmp.records import Snapshot
 
 
@@ -46,11 +46,11 @@ class ForwardProbe(OptimizerCallback):
     """
 
     def _prepare_train_step(self, optimizer: LossScaleOptimizer) -> bool:
-        guarded_training.install(self.model)
+        guarding.install(self.model)
         self._remove_probe()  # a training that ended with an error leaves its probe installed
         probe = NonfiniteActivationProbe(self.model, [optimizer])
         optimizer.probe = probe
-        guarded_training.probes_of(self.model).append(probe)
+        guarding.probes_of(self.model).append(probe)
         return True
 
     def on_train_end(self, logs: Logs = None) -> None:
@@ -60,7 +60,7 @@ class ForwardProbe(OptimizerCallback):
             self.model.make_train_function(force=True)
 
     def _remove_probe(self) -> None:
-        probes, probe = guarded_training.probes_of(self.model), self.optimizer.probe
+        probes, probe = guarding.probes_of(self.model), self.optimizer.probe
         if isinstance(probe, NonfiniteActivationProbe) and probe in probes:
             probes.remove(probe)
             probe.remove()

@@ -150,7 +150,7 @@ class GradientHistogram(OptimizerCallback):
         if not self._is_active or self._samples_until_update > 0:
             return
         if self._samples_next_step or self._is_sampled_next:
-            self._armed_at = self.optimizer.counters.read_counts()["steps"]
+            self._armed_at = self.optimizer.counters.read_counts().steps
             self._updates_before = self._applied_updates
             self._update_watch.arm(self._selected_variables())
 

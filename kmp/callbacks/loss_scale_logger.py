@@ -36,6 +36,5 @@ class LossScaleLogger(OptimizerCallback):
         return {"loss_scale": snapshot.loss_scale}
 
     def _record_of(self, snapshot: Snapshot) -> dict[str, Any] | None:
-        is_unscaled = snapshot.unscaled_steps > self._last_snapshot.unscaled_steps
-        self._logged_values = {"loss_scale": 1.0 if is_unscaled else snapshot.loss_scale}
+        self._logged_values = {"loss_scale": snapshot.loss_scale}
         return {"step": snapshot.step} | self._logged_values | {"clean_steps": snapshot.clean_steps}

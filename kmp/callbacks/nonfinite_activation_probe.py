@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import ops
 
 from kmp.backend import distribution, sublayers
-from kmp.gradients import tensor_statistics
+from kmp.gradients import nonfinite_flag
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import BATCH_PARTS, BATCH_X, LOSS_FUNCTION
 from kmp.utils import FLOAT16
@@ -51,15 +51,15 @@ class NonfiniteActivationProbe:
             data: The batch, as passed to `train_step`.
         """
         self._wrap_layers()
-        monitors = [optimizer.loss_monitor for optimizer in self._optimizers]
-        before = [monitor.nonfinite_losses() for monitor in monitors]
+        monitors = [optimizer.step_monitor for optimizer in self._optimizers]
+        before = [monitor.losses() for monitor in monitors]
         outputs: list[Named] = []
         self._thread_state.outputs = outputs
         try:
             yield
         finally:
             self._thread_state.outputs = None
-        increases = [monitor.nonfinite_losses() > count for monitor, count in zip(monitors, before, strict=True)]
+        increases = [monitor.nonfinite_loss_since(then) for monitor, then in zip(monitors, before, strict=True)]
         readable = [(name, tensor) for name, tensor in outputs if _is_readable(tensor)]
         self._find_first(_float_tensors(data), readable, ops.any(ops.stack(increases)))
 
@@ -116,9 +116,9 @@ def _float_tensors(data: Any) -> list[Named]:
 def _flag(name: str, tensor: tf.Tensor) -> tf.Tensor:
     """Returns 1.0 if a tensor has a NaN or Inf, or is an `x` that overflows float16, else 0.0."""
     if name != BATCH_X:  # layer outputs; and targets and weights, which only the float32 loss uses
-        return tensor_statistics.nonfinite_flag(tensor)
+        return nonfinite_flag(tensor)
     overflows = ops.any(ops.abs(ops.cast(tensor, "float32")) > FLOAT16.max)
-    return ops.maximum(tensor_statistics.nonfinite_flag(tensor), ops.cast(overflows, "float32"))
+    return ops.maximum(nonfinite_flag(tensor), ops.cast(overflows, "float32"))
 
 
 def _is_readable(tensor: tf.Tensor) -> bool:

@@ -12,7 +12,7 @@ import keras
 from kmp.callbacks.optimizer_monitor import OptimizerMonitor
 from kmp.callbacks.run_header import to_number
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import guarded_training
+from kmp.policy import guarding
 from kmp.records import HIGHEST_NUMBER, MOST_METRICS, RECORD_KEYS, Run, Snapshot
 from kmp.utils import FolderLock, user_messages, validation
 
@@ -84,7 +84,7 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
         if self._is_active:
             self._end_epoch()
             if logs is not None:
-                guarded_training.fix_epoch_loss(self.model, logs)
+                guarding.fix_epoch_loss(self.model, logs)
                 self._record_metrics(epoch, logs)
             self._add_to(logs, self._epoch_values())
 
@@ -145,7 +145,7 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
 
     def _prepare_train_step(self, optimizer: LossScaleOptimizer) -> bool:
         """Adds this callback's work to the train step. Returns whether the step must be traced again."""
-        return optimizer is self.model.optimizer and guarded_training.install(self.model)
+        return optimizer is self.model.optimizer and guarding.install(self.model)
 
     def _begin_training(self) -> None:
         self._last_snapshot = self.monitor.start(self.optimizer)

@@ -101,7 +101,7 @@ class OptimizerMonitor:
 
     def snapshot(self, optimizer: LossScaleOptimizer) -> Snapshot:
         """Returns the newest snapshot. Takes a new one if the optimizer has taken a step since."""
-        if self._newest is None or self._newest.step != optimizer.counters.read_counts()["steps"]:
+        if self._newest is None or self._newest.step != optimizer.counters.read_counts().steps:
             self._newest = optimizer.snapshot()
         return self._newest
 

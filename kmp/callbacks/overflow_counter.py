@@ -106,8 +106,6 @@ class OverflowCounter(OptimizerCallback):
             "overflows_in_a_row": snapshot.overflows_in_a_row,
             "nonfinite_losses_in_a_row": snapshot.nonfinite_losses_in_a_row,
         } | self._changed_counts(snapshot)
-        if snapshot.unscaled_steps:
-            details["unscaled_steps"] = snapshot.unscaled_steps
         if snapshot.loss_dtype != last.loss_dtype:
             details["loss_dtype"] = snapshot.loss_dtype
         nonfinite_losses = snapshot.nonfinite_loss_count - last.nonfinite_loss_count

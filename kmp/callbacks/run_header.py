@@ -20,7 +20,7 @@ from kmp.backend import (
 )
 from kmp.gradients import paths_of
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import guarded_training, settings_call
+from kmp.policy import guarding, settings_call
 from kmp.records import SCHEMA
 
 
@@ -36,7 +36,7 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer) -> dict[str, Any]:
         "optimizer": type(optimizer.inner_optimizer).__name__,
         "is_keras_optimizer": is_keras_class(type(optimizer.inner_optimizer)),
         "settings_call": settings_call(optimizer),
-        "train_step": "keras" if guarded_training.has_keras_step(model) else "custom",
+        "train_step": "keras" if guarding.has_keras_step(model) else "custom",
         "replicas": model.distribute_strategy.num_replicas_in_sync,
     }
     inner, numbers = optimizer.inner_optimizer, ["learning_rate", "epsilon", "beta_2"]

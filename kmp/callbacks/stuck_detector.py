@@ -74,13 +74,13 @@ class StuckDetector(OptimizerCallback):
     def _read_snapshot(self) -> Snapshot:
         """Returns a full snapshot only if a step was skipped since the last one: otherwise training is not stuck."""
         counts = self.optimizer.counters.read_counts()
-        if not self.optimizer.built or counts["overflows"] != self._last_snapshot.overflow_count:
+        if not self.optimizer.built or counts.overflows != self._last_snapshot.overflow_count:
             return super()._read_snapshot()
         return replace(
             self._last_snapshot,
-            step=counts["steps"],
+            step=counts.steps,
             overflows_in_a_row=0,
-            loss_scale=float(self.optimizer.scale_variable.numpy()),
+            loss_scale=float(self.optimizer.dynamic_scale.numpy()),
         )
 
     def _next_step_to_read(self, snapshot: Snapshot) -> int:

@@ -1,21 +1,22 @@
-"""Gradient statistics computed on the device: exponents, norms, effects of updates, and a float32 reference."""
+"""Gradients on the device: unscaling, flags, exponents, norms, and the effects of updates."""
 
-from kmp.gradients import tensor_statistics
 from kmp.gradients.gradient_sampler import NEVER, GradientSampler, extended_sampler, paths_of
-from kmp.gradients.tensor_packing import ROW_SIZE, pack_tensors
-from kmp.gradients.tensor_statistics import values_of, with_values
+from kmp.gradients.tensor_statistics import gradient_statistics, nonfinite_flag, update_statistics, values_of
+from kmp.gradients.unscaling import multiply_gradients, nonfinite_flags, unscale
 from kmp.gradients.update_statistics import UpdateWatch, with_weight_norms
 
 __all__ = [
     "NEVER",
-    "ROW_SIZE",
     "GradientSampler",
     "UpdateWatch",
     "extended_sampler",
-    "pack_tensors",
+    "gradient_statistics",
+    "multiply_gradients",
+    "nonfinite_flag",
+    "nonfinite_flags",
     "paths_of",
-    "tensor_statistics",
+    "unscale",
+    "update_statistics",
     "values_of",
-    "with_values",
     "with_weight_norms",
 ]

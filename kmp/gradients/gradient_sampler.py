@@ -11,7 +11,8 @@ import tensorflow as tf
 from keras import ops
 
 from kmp.backend import distribution, outlined
-from kmp.gradients import tensor_statistics
+from kmp.gradients.tensor_statistics import gradient_statistics
+from kmp.gradients.unscaling import unscale
 from kmp.records import BIN_COUNT, GradientSample
 from kmp.utils import matching_indices, unique_names
 
@@ -104,17 +105,17 @@ class GradientSampler:
         if not self._intervals:
             self._first_step.assign(0)
 
-    def sample(self, gradients: list[Any], unscaled: tensor_statistics.Transform, scale: Any, step: Any) -> None:
+    def sample(self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any, step: Any) -> None:
         """Measures the gradients if `step` is due; part of the compiled step.
 
         Args:
             gradients: The loss-scaled gradient of each variable.
-            unscaled: A function that takes some gradients and their indices and returns them unscaled.
+            variables: The variables.
             scale: The loss scale, scalar float32.
             step: The number of the step, scalar int64, counted from 1.
         """
         is_due = ops.logical_or(ops.equal(step % self._interval, 0), ops.equal(step, self._first_step))
-        ops.cond(is_due, outlined(lambda: self._record(gradients, unscaled, scale, step)), lambda: None)
+        ops.cond(is_due, outlined(lambda: self._record(gradients, variables, scale, step)), lambda: None)
 
     def read(self, order: Sequence[int], steps: int) -> GradientSample | None:
         """Returns the last sample of this process' replicas, or `None` if there is none.
@@ -152,22 +153,18 @@ class GradientSampler:
     def _common_interval(self) -> int:
         return math.gcd(*self._intervals.values()) or NEVER
 
-    def _record(self, gradients: list[Any], unscaled: tensor_statistics.Transform, scale: Any, step: Any) -> None:
-        indices = self._indices
-        assert indices is not None
-        if not indices:
+    def _record(self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any, step: Any) -> None:
+        if not self._indices:
             return
-        sampled = [gradients[index] for index in indices]
-        statistics = tensor_statistics.gradient_statistics(sampled)
+        sampled = [gradients[index] for index in self._indices]
+        statistics = gradient_statistics(sampled)
         self._counts.assign(statistics.counts)
         self._amax.assign(statistics.amax)
         self._square_sum.assign(statistics.square_sum)
         if self._unscaled is not None:
             with tf.control_dependencies([statistics.counts]):  # one after the other lowers the peak memory
-                unscaled_statistics = tensor_statistics.gradient_statistics(
-                    sampled, lambda batch, rows: unscaled(batch, [indices[row] for row in rows])
-                )
-            self._unscaled.assign(unscaled_statistics.counts)
+                unscaled = unscale(sampled, [variables[index] for index in self._indices], scale)
+                self._unscaled.assign(gradient_statistics(unscaled).counts)
         # At the end of a dataset of unknown length, Keras starts a step that gets no batch; it must not be recorded.
         with tf.control_dependencies([statistics.counts]):
             self._step.assign(step)

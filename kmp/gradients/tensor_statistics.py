@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,8 +30,6 @@ _MAX_ELEMENTS, _MAX_PAIRS = 2**24, 2**22
 # hundred thread blocks has its own copy of all bins.
 _MIN_SIZE = 2**15
 _EXACT_IN_FLOAT32 = 2 ** (FLOAT32.fraction_bits + 1)
-
-Transform = Callable[[Sequence[tf.Tensor], Sequence[int]], Sequence[tf.Tensor]]
 
 
 class GradientStatistics(NamedTuple):
@@ -85,10 +83,11 @@ def nonfinite_flag(tensor: Any) -> tf.Tensor:
     Args:
         tensor: A gradient or loss, of any shape and float dtype.
     """
-    return ops.where(ops.all(ops.isfinite(values_of(tensor))), 0.0, 1.0)
+    is_finite = ops.all(ops.isfinite(values_of(tensor)))
+    return tf.where(is_finite, tf.zeros([]), tf.ones([]))  # float32 whatever Keras' floatx is
 
 
-def gradient_statistics(gradients: Sequence[Any], prepare: Transform | None = None) -> GradientStatistics:
+def gradient_statistics(gradients: Sequence[Any]) -> GradientStatistics:
     """Counts the elements of each gradient by binary exponent and measures its magnitude.
 
     The counts are exact: they are computed from the bits, because TensorFlow treats float32 subnormals as zero in
@@ -98,16 +97,9 @@ def gradient_statistics(gradients: Sequence[Any], prepare: Transform | None = No
         gradients: At least one gradient, each with fewer than 2^31 elements: a tensor or `tf.IndexedSlices` of any
             float dtype, or `None`, which has no elements. All are converted to float32; float64 values below its
             normal range become zero.
-        prepare: A function that takes the values of some gradients and their indices and returns the tensors to
-            measure instead.
     """
     tensors = [tf.zeros([0]) if gradient is None else values_of(gradient) for gradient in gradients]
-
-    def measure(batch: Sequence[tf.Tensor], indices: Sequence[int]) -> tuple[tf.Tensor, ...]:
-        return _measure_tensors(prepare(batch, indices) if prepare else batch)
-
-    indices = range(len(tensors))
-    return GradientStatistics(*in_batches(measure, tensors, indices, max_elements=_MAX_ELEMENTS, min_size=_MIN_SIZE))
+    return GradientStatistics(*in_batches(_measure_tensors, tensors, max_elements=_MAX_ELEMENTS, min_size=_MIN_SIZE))
 
 
 def _measure_tensors(tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kmp.gradients import tensor_statistics
+from kmp.gradients.tensor_statistics import update_statistics
 from kmp.records import GradientSample
 
 
@@ -46,7 +46,7 @@ class UpdateWatch:
             self.disarm()
             return sample
         after = [_copy(self._variables[name]) for name in names]
-        statistics = tensor_statistics.update_statistics([self._before[name] for name in names], after)
+        statistics = update_statistics([self._before[name] for name in names], after)
         self.disarm()
         return replace(
             sample,
@@ -62,7 +62,7 @@ def with_weight_norms(sample: GradientSample, variables: Mapping[str, Any]) -> G
     if not sample.names or not set(sample.names) <= variables.keys():
         return sample
     weights = [_copy(variables[name]) for name in sample.names]
-    statistics = tensor_statistics.update_statistics(weights, weights)
+    statistics = update_statistics(weights, weights)
     return replace(sample, weight_norm=np.sqrt(statistics.weight_square_sum.numpy()))
 
 

@@ -5,11 +5,11 @@ from typing import Any
 import keras
 from keras import ops
 
-from kmp.backend import SavedState, call_if, register
+from kmp.backend import call_if
 from kmp.utils import DTYPES_16_BIT, validation
 
 
-@register
+@keras.saving.register_keras_serializable("kmp")
 class BatchNormalization(keras.layers.BatchNormalization):
     """Batch normalization with float32 statistics that are not updated by a batch with non-finite values.
 
@@ -44,11 +44,16 @@ class BatchNormalization(keras.layers.BatchNormalization):
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         if not (training and self.trainable):
             return super().call(inputs, training=training, mask=mask)
-        before = SavedState(lambda: self.non_trainable_variables)
+        statistics = self.non_trainable_variables
+        before = [ops.copy(variable) for variable in statistics]
         outputs = super().call(inputs, training=training, mask=mask)
-        finite = [ops.all(ops.isfinite(variable)) for variable in self.non_trainable_variables]
-        is_nonfinite = ops.logical_not(ops.all(ops.stack(finite)))
-        call_if(is_nonfinite, lambda: before.restore(is_nonfinite))
+        is_finite = ops.all(ops.stack([ops.all(ops.isfinite(variable)) for variable in statistics]))
+
+        def restore() -> None:
+            for variable, value in zip(statistics, before, strict=True):
+                variable.assign(ops.where(is_finite, variable, value))
+
+        call_if(ops.logical_not(is_finite), restore)
         return outputs
 
 

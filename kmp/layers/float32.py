@@ -6,12 +6,12 @@ from typing import Any
 
 import keras
 
-from kmp.backend import register, sublayers
+from kmp.backend import sublayers
 from kmp.layers.casting import to_float32, with_float32_dtype
 from kmp.utils import DTYPES_16_BIT
 
 
-@register
+@keras.saving.register_keras_serializable("kmp")
 class Float32(keras.Layer):
     """Runs a layer or function in float32 under every policy.
 

@@ -4,11 +4,10 @@ from typing import Any
 
 import keras
 
-from kmp.backend import register
 from kmp.layers.casting import to_float32
 
 
-@register
+@keras.saving.register_keras_serializable("kmp")
 class Float32Operation(keras.Operation):
     """Runs an operation in float32: casts 16-bit tensors to float32, and computes and returns float32.
 

@@ -4,12 +4,11 @@ from typing import Any
 
 import keras
 
-from kmp.backend import register
 from kmp.layers.casting import with_float32_dtype
 from kmp.utils import validation
 
 
-@register
+@keras.saving.register_keras_serializable("kmp")
 class Softmax(keras.layers.Softmax):
     """Softmax with float32 input, computation and output, for the output of a classifier.
 

@@ -1,7 +1,8 @@
-"""`LossScaleOptimizer`: scales the loss, measures gradients, updates or skips, adapts the loss scale, and counts."""
+"""`LossScaleOptimizer`: scales the loss, skips steps that overflow, adapts the loss scale and counts."""
 
-from kmp.optimizer.conditional_update import supports_predicated_writes as supports_predicated_writes
-from kmp.optimizer.counter_values import CounterValues as CounterValues
+from kmp.optimizer.counters import COUNT_INDEX as COUNT_INDEX
+from kmp.optimizer.inner_optimizer import resolve_optimizer as resolve_optimizer
 from kmp.optimizer.loss_scale_optimizer import LossScaleOptimizer
+from kmp.optimizer.predicated_writes import PREDICABLE_OPTIMIZERS as PREDICABLE_OPTIMIZERS
 
 __all__ = ["LossScaleOptimizer"]

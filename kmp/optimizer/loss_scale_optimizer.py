@@ -1,40 +1,55 @@
 """The optimizer that scales the loss: scale, measure, agree, update or skip, adapt, count."""
 
-import inspect
+import enum
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import ops
 
 from kmp import scaling
-from kmp.backend import distribution, keras_internals, register, resolve_optimizer, xla
-from kmp.gradients import GradientSampler, extended_sampler, paths_of, values_of, with_values
-from kmp.optimizer.apply_arguments import check_gradients, check_no_pairs
-from kmp.optimizer.apply_step import Step, by_index
-from kmp.optimizer.gradient_ancestry import mark_scale, mark_unscaled
-from kmp.optimizer.gradient_scaling import GradientScaling, Scaling
-from kmp.optimizer.inner_optimizer_state import InnerState
-from kmp.optimizer.loss_monitor import LossMonitor
-from kmp.optimizer.overflow_counters import OverflowCounters
+from kmp.backend import distribution, outlined, xla
+from kmp.gradients import GradientSampler, extended_sampler, multiply_gradients, nonfinite_flags, paths_of, unscale
+from kmp.optimizer.counters import COUNT_INDEX, Counters
+from kmp.optimizer.inner_optimizer import InnerState, resolve_optimizer
 from kmp.optimizer.overflow_origin import network_order
-from kmp.optimizer.unscaled_flags import UnscaledFlags
-from kmp.optimizer.unscaling import LARGEST_APPLIED_SCALE, multiply_gradients
+from kmp.optimizer.predicated_writes import predicated_writes, supports_predicated_writes
+from kmp.optimizer.step_monitor import StepLosses, StepMonitor
 from kmp.records import Snapshot
-from kmp.scaling import LossScaleSettings, make_rule
 from kmp.utils import matching_indices, user_messages, validation
 
+Gradients = Sequence[Any]  # of tensors, `tf.IndexedSlices` or `None`
+Variables = Sequence[Any]  # of `keras.Variable` or `tf.Variable`
+
 _DEFAULT = scaling.DynamicScale()
-# Those of kmp, and those of inner optimizers, for which Keras' class has its own error.
-_ARGUMENTS = (
-    *("inner_optimizer", "jit_compile", "dynamic", *LossScaleSettings.__annotations__),
-    *inspect.signature(keras.optimizers.SGD).parameters,
+_NO_SCALE = scaling.FixedScale(1.0)
+_NOT_SCALED = (
+    "`apply` got gradients of a loss that did not go through `scale_loss`, and divides them by the loss scale. Scale "
+    "the loss inside the tape, and differentiate the result:\n"
+    "    scaled_loss = {optimizer}.scale_loss(loss)\n"
+    "    gradients = tape.gradient(scaled_loss, variables)\n"
+    "If the loss is multiplied by the loss scale in another way, pass unscaled=False to `apply`."
+)
+_STAGE_UNKNOWN = (
+    "`apply` cannot know whether its gradients went through `unscale`: a tf.function that runs again calls no Python, "
+    "and one call of `unscale` is for one call of `apply`. Pass unscaled=True if they did, else unscaled=False."
 )
 _JIT_COMPILE_IGNORED = (
     "`jit_compile=True` does nothing under a distribution strategy. Pass it to `model.compile` instead, if the "
     "strategy supports it."
 )
+
+
+class Stage(enum.Enum):
+    """What was called last, as in `torch.amp.GradScaler`; in a graph, in the order of the trace."""
+
+    READY = enum.auto()  # `apply`, or nothing
+    TRAIN_STEP = enum.auto()  # a `train_step` of `fit` has begun
+    SCALED = enum.auto()  # `scale_loss`
+    UNSCALED = enum.auto()  # `unscale`
+    APPLIED_UNSCALED = enum.auto()  # `apply`, after `unscale`
 
 
 class ActivationProbe(Protocol):
@@ -44,7 +59,7 @@ class ActivationProbe(Protocol):
         """Returns the name of the activation, or `None` if there was none."""
 
 
-@register
+@keras.saving.register_keras_serializable("kmp")
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """An optimizer that scales the loss, skips steps that overflow, and counts them.
 
@@ -53,11 +68,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     skipped: all weights and all variables of the inner optimizer stay unchanged.
 
     Use it in `model.compile`, or in a custom training loop: call `scale_loss`, then `apply`. To clip or change
-    gradients yourself, call `unscale` in between. Sources: see `kmp.scaling.DynamicScale`.
+    gradients yourself, call `unscale` in between. Settings of the inner optimizer, such as `clipnorm`, are read and set
+    on the wrapper too. Sources: see `kmp.scaling.DynamicScale`.
 
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, or the name of one. Set clipping, weight decay, EMA and
-            gradient accumulation on it; they apply to unscaled gradients.
+            gradient accumulation on it; they apply to unscaled gradients. Its `loss_scale_factor` becomes the fixed
+            `loss_scale`.
         initial_scale: Float, the loss scale of the first step, from `min_scale` to `max_scale`. Defaults to 2^15.
         growth_interval: Integer, at least 1, the number of steps without an overflow after which the scale grows.
             Defaults to 2000. Keras' name for it, `dynamic_growth_steps`, is accepted too.
@@ -108,7 +125,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         jit_compile: bool = False,
         **kwargs: Any,
     ) -> None:
-        settings: LossScaleSettings = {
+        settings: scaling.LossScaleSettings = {
             "loss_scale": loss_scale,
             "initial_scale": initial_scale,
             "growth_interval": growth_interval,
@@ -118,38 +135,50 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             "min_scale": min_scale,
             "max_scale": max_scale,
         }
-        misspelt = [name for name in kwargs if validation.suggestion(name, _ARGUMENTS)]  # Keras refuses others
-        validation.check_argument_names(misspelt, _ARGUMENTS, "kmp.LossScaleOptimizer")
-        if "dynamic_growth_steps" in kwargs:
-            settings["dynamic_growth_steps"] = kwargs.pop("dynamic_growth_steps")
-        rule = make_rule(**settings)
-        interval = getattr(rule, "growth_interval", _DEFAULT.growth_interval)
+        if "dynamic_growth_steps" in kwargs:  # in the config of Keras' class
+            settings["growth_interval"] = kwargs.pop("dynamic_growth_steps")
         inner = resolve_optimizer("inner_optimizer", inner_optimizer)
+        if inner.loss_scale_factor is not None and loss_scale == "dynamic":
+            settings["loss_scale"] = inner.loss_scale_factor
+        rule = scaling.loss_scale_rule(**settings)
+        interval = getattr(rule, "growth_interval", _DEFAULT.growth_interval)
+        jit_compile = validation.boolean("jit_compile", jit_compile)
         super().__init__(inner, rule.initial_scale, interval, name, **kwargs)
+        for setting in vars(inner).keys() & vars(self).keys() - {"name", "built"}:
+            if not setting.startswith("_"):  # Keras' defaults; `__getattr__` returns the inner optimizer's instead
+                del vars(self)[setting]
         self.rule = rule
-        self.counters = OverflowCounters()
+        self.jit_compile = jit_compile
+        self.counters = Counters()
         self.inner_state = InnerState(inner)
-        self.loss_monitor = LossMonitor()
-        self.gradient_scaling = GradientScaling(self.loss_monitor, isinstance(rule, scaling.DynamicScale))
+        self.step_monitor = StepMonitor()
         self.sampler: GradientSampler | None = None
         self.probe: ActivationProbe | None = None
-        self.jit_compile = validation.boolean("jit_compile", jit_compile)
-        self._compiler = xla.Compiler()
-        self._unscaled_flags = UnscaledFlags()
+        self._compiled_step = tf.function(self._step, jit_compile=True, autograph=False)
         self._order: list[int] = []
+        self._stages: dict[int, Stage] = {}  # by replica
+        self._unscale_is_traced = self._has_warned = False
 
-    def build(self, var_list: Sequence[Any]) -> None:
+    def build(self, var_list: Variables) -> None:
         """Creates the loss scale, the counters and the inner optimizer's variables."""
         if self.sampler:
             self.sampler.check_patterns(paths_of(var_list))
+        # Keras' `build` would also create the variables of these options for the wrapper.
+        vars(self).update(use_ema=False, gradient_accumulation_steps=None)
         super().build(var_list)
-        self.gradient_scaling.build(self.scale_variable)
+        del vars(self)["use_ema"], vars(self)["gradient_accumulation_steps"]
         self.counters.build_for(len(var_list))
         self._order = list(range(len(var_list)))
-        if self.jit_compile and not self._compiles_step():
+        self.step_monitor.build_for(len(var_list))
+        if self.jit_compile and tf.distribute.has_strategy():
             user_messages.warn(_JIT_COMPILE_IGNORED)
         if self.sampler:
             self._build_sampler()
+
+    @property
+    def loss_scale(self) -> Any:
+        """The loss scale that `scale_loss` multiplies by: scalar float32 tensor on the device."""
+        return self._bounded_scale(scaling.LARGEST_APPLIED_SCALE)
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: Any) -> Any:
@@ -164,105 +193,159 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if loss is None:
             raise TypeError(validation.message("loss", loss, "a tensor or number"))
         loss = ops.convert_to_tensor(loss)
-        self.loss_monitor.record(loss)
-        self.gradient_scaling.record_scale_loss()
+        self.step_monitor.record_loss(loss, starts_again=self._stage is Stage.UNSCALED)
+        self._stage = Stage.SCALED
         loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
-        return ops.multiply(loss, ops.cast(self._applied_scale(), loss.dtype))
-
-    @property
-    def loss_scale(self) -> Any:
-        """The loss scale that `scale_loss` multiplies by: scalar float32 tensor on the device."""
-        self.gradient_scaling.record_scale_read()
-        return self._applied_scale()
-
-    @property
-    def initial_scale(self) -> float:
-        """The loss scale of the first step."""
-        self.gradient_scaling.record_scale_read()
-        return self._initial_scale
-
-    @initial_scale.setter
-    def initial_scale(self, value: float) -> None:  # in Keras' `__init__`
-        self._initial_scale = value
-
-    @property
-    def dynamic_scale(self) -> keras.Variable:
-        """The variable that holds the loss scale, once the optimizer is built."""
-        self.gradient_scaling.record_scale_read()
-        return self.scale_variable
-
-    @dynamic_scale.setter
-    def dynamic_scale(self, variable: keras.Variable) -> None:  # in Keras' `build`
-        self.scale_variable = variable
+        return ops.multiply(loss, ops.cast(self.loss_scale, loss.dtype))
 
     @tf.autograph.experimental.do_not_convert
-    def unscale(self, grads: Sequence[Any]) -> list[Any]:
-        """Returns gradients divided by the loss scale, to inspect or change before `apply(..., unscaled=True)`.
+    def unscale(self, grads: Gradients) -> list[Any]:
+        """Returns gradients divided by the loss scale, to inspect, clip or change before `apply`.
+
+        The next `apply` takes its gradients as unscaled, once. To apply the scaled ones nevertheless, pass it
+        `unscaled=False`. To discard the batch, do not call `apply`.
 
         Args:
             grads: Loss-scaled gradients: tensors, `tf.IndexedSlices` or `None`.
 
         Returns:
             The unscaled gradients, in float64 for float64 gradients, else in float32. NaN and Inf are kept. The next
-            `apply` in the same function, or eagerly, skips the step if there are any, even if they are clipped to a
-            finite value. Gradients of a loss that did not go through `scale_loss` keep their values.
+            `apply` skips the step if there are any, even if they are clipped to a finite value.
+
+        Raises:
+            ValueError: In a `train_step` that did not call `scale_loss`.
         """
         grads = list(grads)
-        found = self.gradient_scaling.before_unscale(grads, self._trainable_variables if self.built else ())
-        if found in (Scaling.NEVER_SCALED, Scaling.UNSCALED):
-            unscaled = multiply_gradients(grads, 1.0)
-        else:
-            unscaled = multiply_gradients(grads, 1.0 / self._bounded_scale(LARGEST_APPLIED_SCALE))
-            unscaled = [None if g is None else with_values(g, mark_unscaled(values_of(g))) for g in unscaled]
-            self.gradient_scaling.record_unscaled(grads, unscaled)
-        self._unscaled_flags.record(unscaled)
+        self._check_scaled()
+        self._stage = Stage.UNSCALED
+        self._unscale_is_traced = not tf.executing_eagerly()
+        unscaled = multiply_gradients(grads, 1.0 / self.loss_scale)
+        if grads:
+            if not self.built:
+                distribution.check_built_before_step()
+            self.step_monitor.record_unscaled(unscaled)
         return unscaled
 
     @tf.autograph.experimental.do_not_convert
     def apply(
-        self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None, *, unscaled: bool | None = None
+        self, grads: Gradients, trainable_variables: Variables | None = None, *, unscaled: bool | None = None
     ) -> None:
         """Applies loss-scaled gradients, or skips the step if the loss or one of them is not finite.
 
-        Gradients of a loss that did not go through `scale_loss` are applied with the scale 1, and kmp warns once. In a
-        graph this is decided by what the gradients are computed from. Eager gradients have no such record: they are
-        taken as not scaled if no `scale_loss` was ever called and the loss scale was never read.
-
         Args:
-            grads: Loss-scaled gradients: tensors, `tf.IndexedSlices` or `None`, one for each variable.
+            grads: Gradients: tensors, `tf.IndexedSlices` or `None`, one for each variable. They are divided by the loss
+                scale, as in Keras' class, or not if `unscale` was called after the last `scale_loss` and `apply`.
             trainable_variables: The variables of `grads`. Optional once the optimizer is built; defaults to the
                 variables that it was built on.
-            unscaled: Whether the gradients were divided by the loss scale with `unscale`. By default this is
-                determined, also after they were clipped.
+            unscaled: Whether the gradients went through `unscale`. Defaults to what was called last.
 
         Raises:
             ValueError: If the optimizer is not built and `trainable_variables` is `None`, if the number of gradients
                 differs from that of variables, if a gradient does not have the shape of its variable, if the optimizer
-                was not built on one of the variables, or if `unscaled` is needed but cannot be determined.
+                was not built on one of the variables, in a `train_step` that did not call `scale_loss`, or if
+                `unscaled` is needed because a `tf.function` called `unscale` and does not run Python again.
         """
         grads = list(grads)
         variables = self._variables_for(grads, trainable_variables)
+        unscaled = self._are_unscaled() if unscaled is None else validation.boolean("unscaled", unscaled)
         if not grads:
             return
-        if self.built:
-            indices = [self._index(variable) for variable in variables]
-        else:
-            distribution.check_built_before_step()
-        scaling_of_grads = self._scaling_of(grads, self._trainable_variables if self.built else variables, unscaled)
+        # A function whose first trace creates variables is traced a second time, which must find the same stage.
+        if self.built or tf.executing_eagerly():
+            self._stage = Stage.APPLIED_UNSCALED if self._stage is Stage.UNSCALED else Stage.READY
         if not self.built:
+            distribution.check_built_before_step()
             self.build(variables)
-            indices = [self._index(variable) for variable in variables]
-        if scaling_of_grads is Scaling.UNSCALED:
-            grads = multiply_gradients(grads, self._applied_scale())
-        self._order = network_order(by_index(grads, indices, len(self._trainable_variables)))
-        is_scaled = scaling_of_grads is not Scaling.NEVER_SCALED
-        step = Step(self, self._trainable_variables, variables, indices, self._order, is_scaled)
-        unscaled_flags = self._unscaled_flags.take(len(grads))
-        if self._compiles_step():
-            learning_rate = keras_internals.learning_rate_of(self.inner_optimizer)
-            self._compiler.call((*indices, is_scaled), learning_rate, step.take, grads, unscaled_flags)
-        else:
-            step.take(grads, unscaled_flags)
+        indices = tuple(map(self._index, variables))
+        gradient_at = dict(zip(indices, grads, strict=True))
+        self._order = network_order([gradient_at.get(index) for index in range(len(self._trainable_variables))])
+        # Under a strategy the step cannot be compiled: replicas synchronize inside of it.
+        compiles = self.jit_compile and not tf.distribute.has_strategy() and not xla.is_tracing()
+        (self._compiled_step if compiles else self._step)(grads, indices, unscaled)
+
+    def _step(self, gradients: Gradients, indices: tuple[int, ...], unscaled: bool) -> None:
+        """Takes a training step with checked arguments.
+
+        Args:
+            gradients: The gradients.
+            indices: The index of each gradient's variable among those that the optimizer was built on.
+            unscaled: Whether the gradients went through `unscale`.
+        """
+        count, variables = len(self._trainable_variables), [self._trainable_variables[index] for index in indices]
+        scale = self._bounded_scale()
+        applied_scale = ops.minimum(scale, scaling.LARGEST_APPLIED_SCALE)
+        if unscaled:
+            gradients = multiply_gradients(gradients, applied_scale)
+
+        # Measure, on each replica.
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        flags = nonfinite_flags(gradients, variables, applied_scale, replicas)
+        if unscaled:
+            # A clip by value hides NaN and Inf, and a clip by the norm of all gradients makes all of them NaN.
+            before_clip = self.step_monitor.unscaled_flags(len(gradients))
+            flags = tf.where(tf.reduce_any(before_clip > 0), before_clip, flags)
+        if indices != tuple(range(count)):  # a variable without a gradient has the flag 0
+            flags = tf.maximum(tf.math.unsorted_segment_max(flags, list(indices), count), 0.0)
+        if self.sampler:
+            gradient_at = dict(zip(indices, gradients, strict=True))
+            all_gradients = [gradient_at.get(index) for index in range(count)]
+            step = self.counters.counts.value[COUNT_INDEX["steps"]] + 1
+            self.sampler.sample(all_gradients, self._trainable_variables, applied_scale, step)
+
+        # Agree, over replicas and workers.
+        agreed = distribution.sum_over_replicas(flags, *self.step_monitor.end_step())
+        distribution.call_once_for_all_replicas(
+            lambda *values: self._update_or_skip(variables, *values), [scale, applied_scale, *agreed], [gradients]
+        )
+
+    def _update_or_skip(
+        self,
+        variables: Variables,
+        scale: tf.Tensor,
+        applied_scale: tf.Tensor,
+        flags: tf.Tensor,
+        nonfinite: tf.Tensor,
+        last_nonfinite: tf.Tensor,
+        last_loss: tf.Tensor,
+        gradients: Gradients,
+    ) -> None:
+        """Updates the variables unless the loss or a gradient is non-finite; then adapts the scale and counts."""
+        inner, losses = self.inner_optimizer, StepLosses(nonfinite, last_nonfinite, last_loss)
+
+        def update_replica(applied_scale: tf.Tensor, gradients: Gradients) -> None:
+            # Unscaled inside the branch, so that a skipped step does not pay for it.
+            inner.apply(unscale(gradients, variables, applied_scale), list(variables))
+
+        def update() -> None:
+            distribution.on_each_replica(update_replica, applied_scale, gradients)
+            self._adapt_and_count(False, scale, flags, losses)
+
+        # The reduction comes last because XLA computes anything cheaper again in each loop that uses it.
+        overflowed = ops.any(ops.maximum(flags, losses.last_nonfinite) > 0)
+        # At the end of a dataset of unknown length, Keras starts a step that gets no batch. It stops at the first
+        # operation that needs one. Without this dependency, the counters would not wait for the gradients and would
+        # count that step.
+        with tf.control_dependencies([overflowed]):
+            # Under a strategy a variable has one component per replica, and the optimizer writes the components.
+            predicates = xla.is_tracing() and not tf.distribute.has_strategy()
+            if predicates and supports_predicated_writes(inner, self._trainable_variables):
+                with predicated_writes(inner, self._trainable_variables, overflowed):
+                    update_replica(applied_scale, gradients)
+                self._adapt_and_count(overflowed, scale, flags, losses)
+            else:
+                skip = outlined(lambda: self._adapt_and_count(True, scale, flags, losses))
+                ops.cond(overflowed, skip, update)
+
+    def _adapt_and_count(self, overflowed: Any, scale: tf.Tensor, flags: tf.Tensor, losses: StepLosses) -> None:
+        """Adapts the loss scale and counts the step; `overflowed` is a bool in a branch that one outcome reaches."""
+        before = self.counters.values()
+        state = scaling.ScaleState(scale, ops.copy(self.step_counter), before.overflows_in_a_row)
+        outcome = scaling.StepOutcome(overflowed, losses.were_finite)
+        after = self.rule.update(state, outcome)
+        self.dynamic_scale.assign(after.scale)
+        self.step_counter.assign(after.clean_steps)
+        is_at_min_scale = ops.logical_and(self.rule.backs_off(state, outcome), scale <= self.rule.min_scale)
+        self.counters.count(before, overflowed, losses, is_at_min_scale, flags > 0, self._order)
 
     def snapshot(self) -> Snapshot:
         """Reads the loss scale, the counters and the last gradient sample from the device.
@@ -270,13 +353,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
             A `kmp.records.Snapshot`. Before the first step it has the initial scale and zeros.
         """
-        counts = self.counters.read(self.paths, self.loss_monitor.has_recorded)
+        counts = self.counters.read(self.paths, has_recorded_loss=self.step_monitor.loss_dtype is not None)
         return Snapshot(
             loss_scale=float(self._bounded_scale()),
             clean_steps=int(self.step_counter.numpy()) if self.built else 0,
             sample=self.sampler.read(self._order, counts["step"]) if self.sampler else None,
             nonfinite_activation=self.probe.read() if self.probe else None,
-            loss_dtype=self.loss_monitor.loss_dtype,
+            loss_dtype=self.step_monitor.loss_dtype,
             **counts,
         )
 
@@ -301,7 +384,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         with self._distribution_strategy.scope():
             self.sampler = extended_sampler(previous, requested)
         if self.sampler is not previous:
-            self._compiler.forget()
+            self._compiled_step = tf.function(self._step, jit_compile=True, autograph=False)
             if self.built:
                 self._build_sampler()
         return self.sampler is not previous
@@ -320,7 +403,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.sampler is None:
             self.prepare_sampling()
         assert self.sampler is not None
-        first = self.counters.read_counts()["steps"] + 1 if next_step else 0
+        first = self.counters.read_counts().steps + 1 if next_step else 0
         self.sampler.start(owner, every_n_steps, first)
 
     def stop_sampling(self, owner: Any) -> None:
@@ -349,22 +432,107 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         ours = ("growth_factor", "backoff_factor", "hysteresis", "min_scale", "max_scale")
         return config | {k: v for k in ours if (v := getattr(self.rule, k)) != getattr(_DEFAULT, k)}
 
-    def _applied_scale(self) -> Any:
-        return mark_scale(self._bounded_scale(LARGEST_APPLIED_SCALE))
+    def begin_train_step(self) -> None:
+        """Makes `apply` and `unscale` raise an error until `scale_loss` is called: a `train_step` of `fit` begins."""
+        self._stage = Stage.TRAIN_STEP
 
-    def _scaling_of(self, grads: Sequence[Any], variables: Sequence[Any], unscaled: bool | None = None) -> Scaling:
-        if unscaled is not None:
-            return Scaling.UNSCALED if validation.boolean("unscaled", unscaled) else Scaling.SCALED
-        if self.rule == scaling.FixedScale(1.0):
-            return Scaling.SCALED
-        return self.gradient_scaling.in_apply(grads, variables)
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Excludes variables from the weight decay of the inner optimizer, as there."""
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
-    def _variables_for(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> list[Any]:
-        check_no_pairs(grads)
+    @property
+    def loss_scale_factor(self) -> None:
+        """Always `None`: the loss scale is the only one."""
+        return
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, factor: float | None) -> None:
+        if factor is not None:
+            raise ValueError(
+                f"A model has one loss scale. Received: loss_scale_factor={factor!r}. For a fixed loss scale, compile "
+                f"again with kmp.LossScaleOptimizer(optimizer, loss_scale={factor!r})."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a setting of the inner optimizer, such as `clipnorm` or `beta_1`."""
+        inner = vars(self).get("inner_optimizer")
+        if inner is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = vars(self).get("inner_optimizer")
+        is_own = inner is None or name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        if is_own or not hasattr(inner, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner, name, value)
+
+    @property
+    def _stage(self) -> Stage:
+        return self._stages.get(distribution.replica_id(), Stage.READY)
+
+    @_stage.setter
+    def _stage(self, stage: Stage) -> None:
+        self._stages[distribution.replica_id()] = stage
+
+    def _are_unscaled(self) -> bool:
+        """Returns whether the gradients that `apply` received went through `unscale`.
+
+        Raises:
+            ValueError: If that is not known, or the loss was not scaled in a `train_step`.
+        """
+        stage = self._stage
+        if stage is Stage.APPLIED_UNSCALED or (
+            stage is Stage.UNSCALED and self._unscale_is_traced and tf.executing_eagerly()
+        ):
+            raise ValueError(_STAGE_UNKNOWN)
+        self._check_scaled()
+        return stage is Stage.UNSCALED
+
+    def _check_scaled(self) -> None:
+        """Raises an error in a `train_step` without `scale_loss`; warns once if it was never called."""
+        if self.rule == _NO_SCALE:
+            return
+        if self._stage is Stage.TRAIN_STEP:
+            raise ValueError(_NOT_SCALED.format(optimizer="self.optimizer"))
+        if self._stage is Stage.READY and self.step_monitor.loss_dtype is None and not self._has_warned:
+            self._has_warned = True
+            user_messages.warn(_NOT_SCALED.format(optimizer="optimizer"))
+
+    def _variables_for(self, grads: Gradients, trainable_variables: Variables | None) -> list[Any]:
+        """Returns the variables of gradients.
+
+        Raises:
+            ValueError: If there is not one for each gradient, of its shape.
+        """
+        if any(isinstance(gradient, tuple) and not hasattr(gradient, "dtype") for gradient in grads):
+            raise ValueError(
+                "`apply` takes gradients and variables as two lists: apply(gradients, variables). For pairs, call "
+                "apply_gradients(zip(gradients, variables))."
+            )
         if not self.built and trainable_variables is None:
             raise ValueError("The optimizer is not built. Pass `trainable_variables`, or call `build` first.")
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        check_gradients(grads, variables)
+        if len(grads) != len(variables):
+            raise ValueError(
+                "`grads` must have one gradient for each variable. "
+                f"Received: {len(grads)} gradients, {len(variables)} variables"
+            )
+        for gradient, variable in zip(grads, variables, strict=True):
+            expected = tf.TensorShape(variable.shape)
+            received, kind = expected, "shape"
+            if isinstance(gradient, tf.IndexedSlices):
+                received, kind = tf.TensorShape([None, *gradient.values.shape[1:]]), "rows of shape"
+            elif gradient is not None:
+                received = tf.TensorShape(gradient.shape if hasattr(gradient, "shape") else np.shape(gradient))
+            if not expected.is_compatible_with(received):
+                raise ValueError(
+                    f"The gradient of {getattr(variable, 'path', variable.name)!r} must have the variable's shape "
+                    f"{tuple(expected)}. Received: {kind} {received}"
+                )
+            if self.built:
+                self._index(variable)
         return variables
 
     def _build_sampler(self) -> None:
@@ -372,15 +540,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         with self._distribution_strategy.scope():
             self.sampler.build(self.paths, self.rule.keeps_powers_of_two)
 
-    def _compiles_step(self) -> bool:
-        """Whether the optimizer compiles its step. Under a strategy it cannot: replicas synchronize inside the step."""
-        return self.jit_compile and not tf.distribute.has_strategy()
-
     def _bounded_scale(self, highest: float = scaling.LARGEST_SCALE) -> Any:
         """Returns the scale within the rule's bounds; a file or the user may have written any value to the variable."""
-        if not self.built:
-            return ops.convert_to_tensor(min(self.rule.initial_scale, highest))
-        return self.rule.bounded(self.scale_variable, highest)
+        if self.built:
+            return self.rule.bounded(self.dynamic_scale, highest)
+        return tf.constant(min(self.rule.initial_scale, highest), tf.float32)
 
     def _index(self, variable: Any) -> int:
         try:

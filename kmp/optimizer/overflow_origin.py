@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from kmp.gradients import tensor_statistics
+from kmp.gradients import values_of
 
 
 def origin_flags(flags: Any, order: Sequence[int], loss_was_finite: Any) -> Any:
@@ -42,7 +42,7 @@ def network_order(gradients: Sequence[Any]) -> list[int]:
             path (computed eagerly or outside this graph), keep the order of the list.
     """
     lengths = [0] * len(gradients)
-    values = {i: tensor_statistics.values_of(gradient) for i, gradient in enumerate(gradients) if gradient is not None}
+    values = {i: values_of(gradient) for i, gradient in enumerate(gradients) if gradient is not None}
     symbolic = {i: tensor for i, tensor in values.items() if tf.is_symbolic_tensor(tensor)}
     if symbolic:
         length_of = _longest_paths(next(iter(symbolic.values())).graph)

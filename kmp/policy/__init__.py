@@ -1,20 +1,23 @@
 """`enable`, `disable`, `wrap` and `guard`. Only this package keeps patches of Keras in place."""
 
-from kmp.policy import guarded_training, rounded_indices
+from kmp.policy import guarding, rounded_indices
 from kmp.policy.enabling import POLICIES, Handle, disable, enable, graph_rewrite
-from kmp.policy.layer_rollback import guard
-from kmp.policy.model_optimizers import all_optimizers_of
-from kmp.policy.optimizer_wrapping import rewrap, settings_call, wrap
+from kmp.policy.guarding import guard
+from kmp.policy.hardware_support import Gpu, Hardware, hardware
+from kmp.policy.optimizers import all_optimizers_of, rewrap, settings_call, wrap
 
 __all__ = [
     "POLICIES",
+    "Gpu",
     "Handle",
+    "Hardware",
     "all_optimizers_of",
     "disable",
     "enable",
     "graph_rewrite",
     "guard",
-    "guarded_training",
+    "guarding",
+    "hardware",
     "rewrap",
     "rounded_indices",
     "settings_call",

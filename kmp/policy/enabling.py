@@ -5,11 +5,11 @@ from typing import Unpack
 
 import keras
 
-from kmp.backend import log_once
 from kmp.policy import grappler_rewrite
 from kmp.policy.active_settings import ActiveSettings, active, current_settings
+from kmp.policy.hardware_support import log_once, resolve_auto
 from kmp.policy.keras_patches import update_patches
-from kmp.scaling import LossScaleSettings, make_rule
+from kmp.scaling import LossScaleSettings, loss_scale_rule
 from kmp.utils import validation
 
 POLICIES = ("mixed_float16", "mixed_bfloat16", "float32", "float16")
@@ -77,7 +77,9 @@ def enable(
 
     Args:
         policy: `"mixed_float16"` (default; float32 variables, float16 computation), `"mixed_bfloat16"`, `"float32"`,
-            or `"float16"` (float16 variables and computation); or a `keras.DTypePolicy` with such a name.
+            or `"float16"` (float16 variables and computation); or a `keras.DTypePolicy` with such a name. `"auto"`
+            chooses by the GPUs: `"mixed_bfloat16"` if all compute bfloat16 in hardware, else `"mixed_float16"` if all
+            have Tensor Cores, else `"float32"`; one logged line says which and why.
         jit_compile: Whether to compile the optimizer's step with XLA even if the model is not compiled with XLA, as in
             `kmp.LossScaleOptimizer`.
         **loss_scale_settings: `initial_scale`, `growth_interval`, `growth_factor`, `backoff_factor`, `hysteresis`,
@@ -99,9 +101,10 @@ def enable(
     >>> type(model.optimizer).__name__, model.optimizer.initial_scale
     ('LossScaleOptimizer', 1024.0)
     """
-    policy = validation.one_of("policy", policy, POLICIES)
+    policy = validation.one_of("policy", policy, (*POLICIES, "auto"))
     jit_compile = validation.boolean("jit_compile", jit_compile)
-    make_rule(**loss_scale_settings)
+    loss_scale_rule(**loss_scale_settings)
+    policy = resolve_auto() if policy == "auto" else policy
     log_once(policy)
     handle = Handle(policy, loss_scale_settings, jit_compile)
     active.append(handle)

@@ -1,9 +1,5 @@
 """TensorFlow's automatic mixed-precision graph rewrite: turns it on and off, and adapts the arguments of `compile`."""
 
-from collections.abc import Callable
-from typing import Any
-
-import keras
 import tensorflow as tf
 
 from kmp.backend import tensorflow_internals
@@ -20,7 +16,6 @@ _BFLOAT16_WITHOUT_ONEDNN = (
     "TensorFlow's bfloat16 pass does nothing without oneDNN, which is off here. Set the environment variable "
     "TF_ENABLE_ONEDNN_OPTS=1 before TensorFlow is imported."
 )
-_EAGER = "With `run_eagerly=True` there is no graph to rewrite: the model trains in float32."
 
 _previous_values: dict[str, bool] = {}  # of the options that are turned on
 
@@ -54,24 +49,21 @@ def turn_off() -> None:
     _previous_values.clear()
 
 
-def prepare(arguments: dict[str, Any], wrap_optimizer: Callable[[Any], keras.optimizers.Optimizer | None]) -> None:
-    """Adapts the arguments of `compile` to the rewrite, in place.
+def jit_compile(requested: str | bool, run_eagerly: bool) -> bool:
+    """Returns the `jit_compile` argument with which `compile` has to compile a model for the rewrite.
 
     Args:
-        arguments: Arguments of `keras.Model.compile`, by name.
-        wrap_optimizer: Wraps an optimizer with loss scaling.
+        requested: The argument that `compile` received.
+        run_eagerly: Another argument of `compile`; a warning says that there is no graph then.
 
     Raises:
-        ValueError: If `jit_compile` is true.
+        ValueError: If `requested` is true.
     """
-    if arguments["jit_compile"] is True:
+    if requested is True:
         raise ValueError(
             "kmp.graph_rewrite cannot work under XLA, which compiles the graph before it is rewritten. Leave out "
             "`jit_compile=True`, or call kmp.graph_rewrite(False) and use kmp.convert(model)."
         )
-    arguments["jit_compile"] = False
-    if arguments["run_eagerly"]:
-        user_messages.warn(_EAGER)
-    if dtype() == FLOAT16.name and arguments["auto_scale_loss"]:
-        arguments["optimizer"] = wrap_optimizer(arguments["optimizer"])
-        arguments["auto_scale_loss"] = False
+    if run_eagerly:
+        user_messages.warn("With `run_eagerly=True` there is no graph to rewrite: the model trains in float32.")
+    return False

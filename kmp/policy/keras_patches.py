@@ -1,13 +1,12 @@
-"""What kmp patches in Keras while it is enabled.
+"""What kmp patches in Keras, in two lists.
 
-It patches `compile`, `make_train_function` and `losses` of `keras.Model`, `__init__` of `keras.Layer` (see
-`kmp.layers.third_party`), the state that stores the global dtype policy (see `kmp.backend.process_policy`), and for
-several workers two more functions of the trainer (see `kmp.backend.trainer_fixes`). `guarded_training` wraps
-`train_step` of single models.
+`_ALWAYS` is in place from the import of kmp on, because a model that was compiled under `enable` has to train alike
+after `disable` and after loading. It changes nothing for other models. `_WHILE_ENABLED` is in place while `enable` or
+`graph_rewrite` is. Besides, `enable` replaces the state that stores the global dtype policy (`kmp.backend`), and for
+several workers two functions of the trainer. `guarding` wraps `train_step` of single models.
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,12 +14,18 @@ from weakref import WeakKeyDictionary
 import keras
 
 from kmp import layers
-from kmp.backend import Replacement, compute_dtypes, defining_class, replace_policy_state, trainer_fixes
+from kmp.backend import (
+    Replacement,
+    compute_dtypes,
+    defining_class,
+    keras_internals,
+    replace_policy_state,
+    trainer_fixes,
+)
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import grappler_rewrite, guarded_training, misuse_warnings
+from kmp.policy import grappler_rewrite, guarding, misuse_warnings
 from kmp.policy.active_settings import FLOAT16_POLICIES, active, current_settings, is_float16_enabled
-from kmp.policy.model_optimizers import optimizers_of
-from kmp.policy.optimizer_wrapping import wrap_for_compile
+from kmp.policy.optimizers import optimizers_of, wrap_for_compile
 from kmp.utils import FLOAT16
 
 _patches: list[Replacement | layers.ThirdPartyPatch] = []
@@ -29,7 +34,7 @@ _policy_at_compile: WeakKeyDictionary[keras.Model, str] = WeakKeyDictionary()
 
 
 def update_patches() -> None:
-    """Applies the patches if `enable` or the graph rewrite is active, and removes them otherwise."""
+    """Applies `_WHILE_ENABLED` if `enable` or the graph rewrite is active, and removes it otherwise."""
     if bool(_patches) == bool(active or grappler_rewrite.dtype()):
         return
     if _patches:
@@ -40,11 +45,14 @@ def update_patches() -> None:
         return
     _patches.extend(replace_policy_state(current_settings))
     _patch_for_several_workers()
+    _patches.extend(_apply(_WHILE_ENABLED))
+    _patches.append(layers.ThirdPartyPatch(is_global=True))
+
+
+def _apply(patches: dict[str, Callable[[Any], Any]]) -> list[Replacement]:
     # Patch the class that defines each method, not `keras.Model`: `compile_from_config` takes a `compile` defined there
     # for a user's override and then does not compile a loaded model.
-    for name, make in _PATCHES.items():
-        _patches.append(Replacement(defining_class(keras.Model, name), name, make))
-    _patches.append(layers.ThirdPartyPatch(is_global=True))
+    return [Replacement(defining_class(keras.Model, name), name, make) for name, make in patches.items()]
 
 
 def _patch_for_several_workers(model: keras.Model | None = None) -> None:
@@ -52,20 +60,55 @@ def _patch_for_several_workers(model: keras.Model | None = None) -> None:
         _multi_worker_patches.extend(trainer_fixes.apply_multi_worker_fixes())
 
 
-def _compile_patch(original: Callable[..., None]) -> Callable[..., None]:
-    signature = inspect.signature(original)
+def _is_managed(model: keras.Layer) -> bool:
+    """Whether kmp is enabled, or was when the model was compiled, or the model has kmp's optimizer."""
+    has_optimizer = isinstance(getattr(model, "optimizer", None), LossScaleOptimizer)
+    return bool(active) or has_optimizer or (isinstance(model, keras.Model) and model in _policy_at_compile)
 
+
+def _compile_patch(original: Callable[..., None]) -> Callable[..., None]:
+    # The arguments of Keras' `compile`, not of `original`, which another library may have wrapped.
     @functools.wraps(original)
-    def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
-        call = signature.bind(self, *args, **kwargs)
-        call.apply_defaults()
+    def compile(
+        self: keras.Model,
+        optimizer: Any = "rmsprop",
+        loss: Any = None,
+        loss_weights: Any = None,
+        metrics: Any = None,
+        weighted_metrics: Any = None,
+        run_eagerly: bool = False,
+        steps_per_execution: int = 1,
+        jit_compile: str | bool = "auto",
+        auto_scale_loss: bool = True,
+        **others: Any,
+    ) -> None:
         if grappler_rewrite.dtype():
-            grappler_rewrite.prepare(call.arguments, wrap_for_compile)
+            jit_compile = grappler_rewrite.jit_compile(jit_compile, run_eagerly)
+            if grappler_rewrite.dtype() == FLOAT16.name and auto_scale_loss:
+                optimizer, auto_scale_loss = wrap_for_compile(optimizer), False
         if active:
-            _prepare(self, call.arguments)
-        original(*call.args, **call.kwargs)
+            strategy = self.distribute_strategy
+            if not run_eagerly:
+                misuse_warnings.check_distribution(strategy, optimizer, steps_per_execution, jit_compile)
+            _patch_for_several_workers(self)
+            if auto_scale_loss and FLOAT16.name in (compute_dtypes(self) or {self.compute_dtype}):
+                optimizer = wrap_for_compile(optimizer)
+            auto_scale_loss = False  # Keras checks only the model's own policy, not those of its layers
+        original(
+            self,
+            optimizer=optimizer,
+            loss=loss,
+            loss_weights=loss_weights,
+            metrics=metrics,
+            weighted_metrics=weighted_metrics,
+            run_eagerly=run_eagerly,
+            steps_per_execution=steps_per_execution,
+            jit_compile=jit_compile,
+            auto_scale_loss=auto_scale_loss,
+            **others,
+        )
         if isinstance(self.optimizer, LossScaleOptimizer):
-            guarded_training.install(self)
+            guarding.install(self)
         settings = current_settings()
         if settings:
             _policy_at_compile[self] = settings.policy
@@ -75,24 +118,13 @@ def _compile_patch(original: Callable[..., None]) -> Callable[..., None]:
     return compile
 
 
-def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
-    """Checks the arguments of `compile`, and wraps the optimizer in place if the model needs a loss scale."""
-    misuse_warnings.check_distribution_arguments(model, arguments)
-    _patch_for_several_workers(model)
-    if arguments["auto_scale_loss"]:
-        if FLOAT16.name in (compute_dtypes(model) or {model.compute_dtype}):
-            arguments["optimizer"] = wrap_for_compile(arguments["optimizer"])
-        arguments["auto_scale_loss"] = False  # Keras checks only the model's own policy, not those of its layers
-
-
 def _make_train_function_patch(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def make_train_function(self: keras.Model, force: bool = False) -> None:
-        if active and optimizers_of(self) and guarded_training.install(self):
+        if _is_managed(self) and optimizers_of(self) and guarding.install(self):
             self.make_train_function(force=True)  # the guard's method, which calls this one again
             return
-        with misuse_warnings.first_step_checked(self):
-            original(self, force)
+        original(self, force)
         policy_at_compile = _policy_at_compile.get(self)
         if is_float16_enabled() and policy_at_compile in (None, *FLOAT16_POLICIES):
             was_compiled = policy_at_compile is not None
@@ -101,8 +133,33 @@ def _make_train_function_patch(original: Callable[..., None]) -> Callable[..., N
     return make_train_function
 
 
-_PATCHES: dict[str, Callable[[Any], Any]] = {
-    "compile": _compile_patch,
+def _losses_patch(original: property) -> property:
+    """Casts losses that layers add in 16 bits: `fit` fails if it adds them to a float32 loss, and so does a loop."""
+    read = original.fget
+    assert read is not None
+
+    @functools.wraps(read)
+    def losses(self: keras.Layer) -> list[Any]:
+        return keras_internals.in_float32(read(self)) if _is_managed(self) else read(self)
+
+    return property(losses, doc=original.__doc__)
+
+
+def _compute_metrics_patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Computes metrics in float32: in float16 a squared error overflows, and top-k metrics have no kernel."""
+
+    @functools.wraps(original)
+    def compute_metrics(self: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return original(self, x, y, keras_internals.in_float32(y_pred) if _is_managed(self) else y_pred, sample_weight)
+
+    return compute_metrics
+
+
+_ALWAYS: dict[str, Callable[[Any], Any]] = {
+    "compute_metrics": _compute_metrics_patch,
+    "losses": _losses_patch,
     "make_train_function": _make_train_function_patch,
-    "losses": trainer_fixes.losses_in_float32,
 }
+_WHILE_ENABLED: dict[str, Callable[[Any], Any]] = {"compile": _compile_patch}
+
+_apply(_ALWAYS)

@@ -19,7 +19,7 @@ from kmp.backend import (
     sublayers,
 )
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy.model_optimizers import all_optimizers_of
+from kmp.policy.optimizers import all_optimizers_of
 from kmp.policy.rounded_indices import rounding_in_step
 from kmp.utils import FLOAT16, FLOAT32, user_messages
 
@@ -29,32 +29,26 @@ _SIGMOIDS = (keras.activations.sigmoid, keras.ops.sigmoid, tf.sigmoid)
 _issued_messages: set[str] = set()  # by message rather than by model: a model that is loaded again does not warn again
 
 
-def check_distribution_arguments(model: keras.Model, arguments: dict[str, Any]) -> None:
-    """Checks the arguments of `compile` against the model's distribution strategy.
-
-    Args:
-        model: The model being compiled.
-        arguments: Arguments of `keras.Model.compile`, by name.
+def check_distribution(
+    strategy: tf.distribute.Strategy, optimizer: Any, steps_per_execution: int, jit_compile: str | bool
+) -> None:
+    """Checks arguments of `compile`, for a model that does not run eagerly, against its distribution strategy.
 
     Raises:
         ValueError: For arguments with which the first step would fail: with several replicas, `jit_compile=True` or
             `steps_per_execution` above 1; with mirrored variables, an optimizer with `gradient_accumulation_steps` or
             `ema_overwrite_frequency`, which updates variables in a branch.
     """
-    strategy = model.distribute_strategy
-    if arguments["run_eagerly"]:
-        return
     name, has_several_replicas = type(strategy).__name__, strategy.num_replicas_in_sync > 1
-    if has_several_replicas and arguments["jit_compile"] is True:
+    if has_several_replicas and jit_compile is True:
         raise ValueError(
             f"TensorFlow cannot compile a step of several replicas with XLA ({name}). Leave out `jit_compile=True`."
         )
-    if has_several_replicas and arguments["steps_per_execution"] > 1:
+    if has_several_replicas and steps_per_execution > 1:
         raise ValueError(
             f"TensorFlow fails on `steps_per_execution` above 1 with several replicas ({name}). Leave it out. "
-            f"Received: steps_per_execution={arguments['steps_per_execution']!r}"
+            f"Received: steps_per_execution={steps_per_execution!r}"
         )
-    optimizer = getattr(arguments["optimizer"], "inner_optimizer", arguments["optimizer"])
     for argument in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
         value = getattr(optimizer, argument, None)
         if value and isinstance(strategy, _MIRRORED):

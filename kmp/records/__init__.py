@@ -13,8 +13,6 @@ done, including skipped ones) and some of these keys:
 - `overflows_in_a_row`: integer, steps skipped since the last applied step.
 - `nonfinite_loss_count`: integer, the steps in `overflow_count` whose loss was non-finite before scaling.
 - `nonfinite_losses_in_a_row`: integer, the steps in `overflows_in_a_row` whose loss was non-finite before scaling.
-- `unscaled_steps`: integer, steps whose loss was not multiplied by the loss scale, because the training loop did not
-  call `scale_loss`; omitted if zero.
 - `overflows_by_variable`: object, from a variable's path to the number of steps in which its gradient was non-finite;
   zeros are omitted. In records in which this or the next key has changed, in a long run in some of them.
 - `overflow_origins_by_variable`: object, from a variable's path to the number of skipped steps with a finite loss in

@@ -86,7 +86,6 @@ class Record(TypedDict, total=False):
     overflows_in_a_row: Count
     nonfinite_loss_count: Count
     nonfinite_losses_in_a_row: Count
-    unscaled_steps: Count
     overflows_by_variable: CountByVariable
     overflow_origins_by_variable: CountByVariable
     culprits_by_variable: CountByVariable

@@ -20,7 +20,6 @@ class Snapshot:
         nonfinite_loss_count: Skipped steps whose loss was non-finite before scaling.
         nonfinite_losses_in_a_row: The steps in `overflows_in_a_row` whose loss was non-finite before scaling.
         overflows_at_min_scale: Skipped steps in which the rule backed off while the scale was at its minimum.
-        unscaled_steps: Steps whose loss was not multiplied by the loss scale, because `scale_loss` was not called.
         overflow_origin: Path of the variable where the overflow of the last skipped step with a finite loss originated:
             of the variables with a non-finite gradient, the one nearest to the loss, because an overflow spreads from
             there to the layers before it. In graph mode, "nearest" follows the graph; in eager mode, the order of the
@@ -51,7 +50,6 @@ class Snapshot:
     nonfinite_loss_count: int
     nonfinite_losses_in_a_row: int = 0
     overflows_at_min_scale: int = 0
-    unscaled_steps: int = 0
     overflow_origin: str | None = None
     last_loss: float | None = None
     highest_loss: float | None = None

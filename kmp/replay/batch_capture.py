@@ -70,7 +70,7 @@ class BatchCapture:
         Args:
             data: The batch, as passed to `train_step`.
         """
-        loss_scale = ops.copy(self.optimizer.scale_variable) if self.optimizer.built else None
+        loss_scale = ops.copy(self.optimizer.dynamic_scale) if self.optimizer.built else None
         yield
         parts = data if isinstance(data, tuple) else (data,)
         tensors = keras.tree.flatten(parts)
@@ -130,7 +130,7 @@ class BatchCapture:
                 rows = tf.ensure_shape(rows, variable.shape)
             variable.assign(tf.cast(rows, variable.dtype))
         self._batch_size.assign(tf.shape(tensors[0], tf.int64)[0])
-        self._loss_scale.assign(self.optimizer.scale_variable if loss_scale is None else loss_scale)
+        self._loss_scale.assign(self.optimizer.dynamic_scale if loss_scale is None else loss_scale)
         self._step.assign(self.optimizer.counters.values().steps)
         self._is_requested.assign(0)
 

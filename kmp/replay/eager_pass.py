@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from kmp.backend import state_restored, sublayers, tensor_float_32, watching_operations
-from kmp.gradients import tensor_statistics
+from kmp.gradients import gradient_statistics
 from kmp.records import GradientSample
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
@@ -46,7 +46,7 @@ class PassResult(NamedTuple):
     def sample(self, names: Iterable[str], step: int, loss_scale: float = 1.0) -> GradientSample:
         """Returns the statistics of the gradients, without those of updates."""
         names = tuple(names)
-        statistics = tensor_statistics.gradient_statistics(self.gradients)
+        statistics = gradient_statistics(self.gradients)
         not_measured, no_updates = np.full(len(names), np.nan), np.zeros(len(names), np.int64)
         return GradientSample(
             step,

@@ -5,7 +5,7 @@ from conftest import compiled_model, fit, values
 from keras import ops
 
 import kmp
-from kmp.policy import guarded_training
+from kmp.policy import guarding
 from kmp.replay import BatchCapture
 
 
@@ -155,7 +155,7 @@ def test_new_optimizer_replaces_the_capture():
         with kmp.enable():
             model.compile("sgd", "mse")
     train(model, kmp.callbacks.defaults(), epochs=1)
-    captures = [probe for probe in guarded_training.probes_of(model) if isinstance(probe, BatchCapture)]
+    captures = [probe for probe in guarding.probes_of(model) if isinstance(probe, BatchCapture)]
     assert [capture.optimizer for capture in captures] == [model.optimizer]
 
 

@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 
 import kmp
-from kmp.backend.gpu_info import Gpu, Hardware
 from kmp.bench import precision_comparison
 from kmp.bench.timing import comparison
+from kmp.policy.hardware_support import Gpu, Hardware
 from kmp_cli import doctor, gpu_checks, installation, main
 from kmp_cli.installation import ERROR, INFO, OK, WARNING, Check, Driver
 

@@ -160,8 +160,9 @@ def test_nonfinite_loss_is_remembered_between_separate_functions(strategy):
 
 def test_building_the_optimizer_in_a_step_raises(strategy):
     model = make_model(strategy)
-    gradients = [tf.ones_like(variable.value) for variable in model.trainable_variables]
-    step = tf.function(lambda: strategy.run(lambda: model.optimizer.apply(gradients, model.trainable_variables)))
+    variables = model.trainable_variables
+    gradients = [tf.ones_like(variable.value) for variable in variables]
+    step = tf.function(lambda: strategy.run(lambda: model.optimizer.apply(gradients, variables, unscaled=False)))
     with pytest.raises(ValueError, match=r"call `optimizer.build\(model.trainable_variables\)` under `strategy.scope"):
         step()
 

@@ -7,7 +7,7 @@ import pytest
 from conftest import compiled_model, small_data, small_model
 
 import kmp
-from kmp.backend import gpu_info
+from kmp.policy import hardware_support
 
 STOCK_COMPILE = keras.Model.compile
 
@@ -340,8 +340,8 @@ def test_invalid_setting_raises_and_changes_nothing(settings):
 
 
 def test_enable_logs_the_hardware_support_once(monkeypatch, caplog):
-    monkeypatch.setattr(gpu_info, "_logged", set())
-    monkeypatch.setattr(gpu_info, "hardware", lambda: gpu_info.Hardware(()))
+    monkeypatch.setattr(hardware_support, "_logged", set())
+    monkeypatch.setattr(hardware_support, "hardware", lambda: hardware_support.Hardware(()))
     with caplog.at_level(logging.INFO, "kmp"):
         kmp.enable()
         kmp.enable()

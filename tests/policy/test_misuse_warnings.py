@@ -204,7 +204,7 @@ def test_warning_of_a_traced_loop_points_to_the_line_that_calls_it():
         if tf.reduce_sum(gradient) > 0:
             optimizer.apply_gradients([(gradient, variable)])
 
-    with pytest.warns(UserWarning, match="before any loss went through") as caught:
+    with pytest.warns(UserWarning, match=r"did not go through `scale_loss`") as caught:
         step(tf.constant([1.0]))
     only_message(caught)
 

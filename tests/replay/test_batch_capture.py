@@ -5,7 +5,7 @@ import tensorflow as tf
 from conftest import MODES
 
 import kmp
-from kmp.policy import guarded_training
+from kmp.policy import guarding
 from kmp.replay import BatchCapture
 
 
@@ -13,9 +13,9 @@ def captured_model(mode, **options):
     with kmp.enable(**options):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse", **MODES[mode])
-    guarded_training.install(model)
+    guarding.install(model)
     capture = BatchCapture(model.optimizer)
-    guarded_training.probes_of(model).append(capture)
+    guarding.probes_of(model).append(capture)
     return model, capture
 
 
@@ -58,9 +58,9 @@ def test_batch_of_several_arrays_is_captured():
         outputs = keras.layers.Dense(1, dtype="float32")(inputs["a"])
         model = keras.Model(inputs, [outputs, keras.layers.Embedding(5, 1)(inputs["b"])])
         model.compile("sgd", ["mse", "mse"])
-    guarded_training.install(model)
+    guarding.install(model)
     capture = BatchCapture(model.optimizer)
-    guarded_training.probes_of(model).append(capture)
+    guarding.probes_of(model).append(capture)
     capture.request()
     x, y = {"a": np.ones((4, 3)), "b": np.arange(4)}, [np.ones((4, 1)), np.zeros((4, 1))]
     model.fit(x, y, sample_weight=np.ones(4), verbose=0)
@@ -77,7 +77,7 @@ def test_model_is_trained_as_without_the_capture():
         if is_captured:
             capture.request()
         else:
-            guarded_training.probes_of(model).clear()
+            guarding.probes_of(model).clear()
         fit(model, np.linspace(-1, 1, 60, dtype="float32").reshape(20, 3))
         weights.append(model.get_weights())
     for without, with_capture in zip(*weights, strict=True):
@@ -94,9 +94,9 @@ def test_integers_and_booleans_are_captured_with_their_dtype(mode):
         masked = keras.layers.Embedding(5, 2)(inputs["ids"]) * keras.ops.cast(inputs["mask"], "float16")
         model = keras.Model(inputs, keras.layers.Dense(1, dtype="float32")(masked))
         model.compile("sgd", "mse", **MODES[mode])
-    guarded_training.install(model)
+    guarding.install(model)
     capture = BatchCapture(model.optimizer)
-    guarded_training.probes_of(model).append(capture)
+    guarding.probes_of(model).append(capture)
     capture.request()
     x = {"ids": np.arange(8, dtype="int32") % 5, "mask": np.arange(16).reshape(8, 2) % 3 == 0}
     model.fit(x, np.zeros((8, 1)), batch_size=8, shuffle=False, verbose=0)

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import ReferenceRule
 
-from kmp.scaling import DynamicScale, FixedScale, ScaleState, StepOutcome
-from kmp.scaling.settings import make_rule
+from kmp.scaling import DynamicScale, FixedScale, ScaleState, StepOutcome, loss_scale_rule
 
 powers = st.integers(-14, 20).map(lambda exponent: 2.0**exponent)
 OUTCOMES = [(False, True), (True, True), (True, False)]  # pairs (overflowed, loss_was_finite)
@@ -112,7 +111,7 @@ INVALID_NUMBERS = [math.nan, math.inf, -math.inf, 0, -1, -0.5, "1", None, [1], T
 )
 def test_invalid_value_raises_with_argument_value_and_range(name, value):
     with pytest.raises((ValueError, TypeError)) as error:
-        make_rule(**{name: value})
+        loss_scale_rule(**{name: value})
     message = str(error.value)
     ranges = {
         "growth_interval": "1 to 2",
@@ -136,7 +135,7 @@ def test_loaded_scale_is_clipped_to_the_bounds(loaded, bounded):
 
 
 def test_numpy_numbers_become_python_numbers():
-    rule = make_rule(initial_scale=np.float32(8), growth_interval=np.int64(3))
+    rule = loss_scale_rule(initial_scale=np.float32(8), growth_interval=np.int64(3))
     assert rule == DynamicScale(8.0, 3)
     assert (type(rule.initial_scale), type(rule.growth_interval)) == (float, int)
 

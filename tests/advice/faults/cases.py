@@ -26,8 +26,6 @@ CASES: dict[str, Case] = {
     "fault_lost_updates_factors": Case("lost_updates", "", 0.7),
     "fault_lost_updates_profile": Case("lost_updates", "week_profile", 0.9),
     "fault_lost_updates_gain": Case("lost_updates", "gain", 0.94),
-    "fault_not_scaled_loop": Case("not_scaled", "scale_loss", 0.85),
-    "fault_not_scaled_train_step": Case("not_scaled", "scale_loss", 0.88),
     "fault_optimizer_state_adam": Case("optimizer_state", "epsilon", 0.95),
     "fault_optimizer_state_default_epsilon": Case("optimizer_state", "epsilon", 0.93),
     "fault_optimizer_state_rmsprop": Case("optimizer_state", "epsilon", -0.03),

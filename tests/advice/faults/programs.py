@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 import kmp
-from kmp.advice.edits import ComputeInFloat32, PrepareData, ScaleLoss, SetArguments
+from kmp.advice.edits import ComputeInFloat32, PrepareData, SetArguments
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -77,7 +77,6 @@ def edited(source, edits):
         {
             SetArguments: _set_arguments,
             ComputeInFloat32: _compute_in_float32,
-            ScaleLoss: _scale_loss,
             PrepareData: _prepare_data,
         }[type(edit)](tree, edit)
     return ast.unparse(ast.fix_missing_locations(tree))
@@ -108,24 +107,6 @@ def _compute_in_float32(tree, edit):
             return wrapped if node in calls else node
 
     Wrap().visit(tree)
-
-
-def _scale_loss(tree, edit):
-    for function in [node for node in ast.walk(tree) if isinstance(node, ast.With)]:
-        if "GradientTape" in ast.unparse(function.items[0]):
-            function.body += ast.parse("scaled_loss = optimizer.scale_loss(loss)").body
-    gradients = _calls(tree, "gradient")
-    if not gradients:
-        raise LookupError("no call of tape.gradient")
-    for call in gradients:
-        loss = ast.unparse(call.args[0])
-        optimizer = next(
-            (match for match in re.findall(r"([\w.]*optimizer)\.apply", ast.unparse(tree))), "self.optimizer"
-        )
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and ast.unparse(node) == "scaled_loss = optimizer.scale_loss(loss)":
-                node.value = ast.parse(f"{optimizer}.scale_loss({loss})", mode="eval").body
-        call.args[0] = ast.Name("scaled_loss", ast.Load())
 
 
 def _prepare_data(tree, edit):

@@ -10,7 +10,8 @@ from conftest import MODES, OverflowsBackward, small_data, values
 from keras import ops
 
 import kmp
-from kmp.backend import state_rollback
+from kmp.backend import state_restored, sublayers
+from kmp.policy import guarding
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
@@ -148,7 +149,7 @@ def test_skipped_first_step_of_an_unbuilt_model_leaves_initial_state(make_unbuil
     model.compile("sgd", "sparse_categorical_crossentropy", **MODES[mode])
     model.fit(*batch(CORRUPT_VALUES[corruption]), verbose=0, batch_size=8)
     assert model.optimizer.snapshot().overflow_count == 1
-    (layer,) = [x for x in state_rollback.sublayers(model) if isinstance(x, keras.layers.BatchNormalization)]
+    (layer,) = [x for x in sublayers(model) if isinstance(x, keras.layers.BatchNormalization)]
     np.testing.assert_array_equal(layer.moving_mean, np.zeros(4))
     np.testing.assert_array_equal(layer.moving_variance, np.ones(4))
     model.fit(*batch(), verbose=0, batch_size=8)
@@ -191,7 +192,7 @@ def test_frozen_weights_are_not_copied():
     backbone = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.BatchNormalization()])
     model = keras.Sequential([keras.Input((4,)), backbone, keras.layers.BatchNormalization(), keras.layers.Dense(2)])
     backbone.trainable = False
-    names = {variable.path.split("/")[-1] for variable in state_rollback._states([model])}
+    names = {variable.path.split("/")[-1] for variable in guarding._states([model])}
     assert names == {"moving_mean", "moving_variance"}
 
 
@@ -331,7 +332,7 @@ def test_state_is_restored_if_custom_metrics_exist_only_after_compile():
     for model in (uncompiled, compiled):
         model(np.ones((2, 3)))
         before = model.dense.kernel.numpy()
-        with state_rollback.state_restored(model):
+        with state_restored(model):
             model.dense.kernel.assign(before + 1)
             if model is compiled:
                 model.loss_metric.update_state(3.0)

@@ -1,12 +1,12 @@
-"""Wraps optimizers in `LossScaleOptimizer`, for `wrap` and for `compile`."""
+"""Wraps optimizers in `LossScaleOptimizer`, for `wrap` and for `compile`, and finds the optimizers of a model."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any, Unpack
 from weakref import WeakKeyDictionary
 
 import keras
 
-from kmp.backend import resolve_optimizer
-from kmp.optimizer import LossScaleOptimizer
+from kmp.optimizer import LossScaleOptimizer, resolve_optimizer
 from kmp.policy.active_settings import current_settings
 from kmp.scaling import DynamicScale, LossScaleSettings, override
 
@@ -46,7 +46,7 @@ def wrap(
     if jit_compile is None:
         jit_compile = enabled is not None and enabled.jit_compile
     inherited = enabled.settings if enabled else LossScaleSettings()
-    wrapped = LossScaleOptimizer(optimizer, **override(inherited, loss_scale_settings), jit_compile=jit_compile)
+    wrapped = LossScaleOptimizer(optimizer, **override(inherited, **loss_scale_settings), jit_compile=jit_compile)
     _settings_calls[wrapped] = "kmp.wrap" if loss_scale_settings or enabled is None else "kmp.enable"
     return wrapped
 
@@ -86,3 +86,22 @@ def _from_keras_optimizer(stock: keras.optimizers.LossScaleOptimizer) -> LossSca
     if stock.dynamic_growth_steps != DynamicScale.growth_interval:
         settings["growth_interval"] = stock.dynamic_growth_steps
     return wrap(stock.inner_optimizer, **settings)
+
+
+def optimizers_of(model: keras.Model) -> list[LossScaleOptimizer]:
+    """Returns the `LossScaleOptimizer`s among `all_optimizers_of(model)`."""
+    return [optimizer for optimizer in all_optimizers_of(model) if isinstance(optimizer, LossScaleOptimizer)]
+
+
+def all_optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Returns the optimizer a model is compiled with and the optimizers in its attributes, without duplicates."""
+    optimizers = _optimizers_in([model.optimizer, *vars(model).values()])
+    return list({id(optimizer): optimizer for optimizer in optimizers}.values())
+
+
+def _optimizers_in(values: Iterable[Any]) -> Iterator[keras.optimizers.Optimizer]:
+    for value in values:
+        if isinstance(value, keras.optimizers.Optimizer):
+            yield value
+        elif isinstance(value, dict | list | tuple):
+            yield from _optimizers_in(value.values() if isinstance(value, dict) else value)

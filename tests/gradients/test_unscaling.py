@@ -5,7 +5,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kmp.optimizer import unscaling
+from kmp.gradients import nonfinite_flags, unscale
 
 LARGEST = float(np.finfo(np.float32).max)
 SHAPES = [(), (3,), (0,), (5, 7), (512,), (300, 300), (257, 256), (8, 9, 3), (65_537,)]
@@ -16,14 +16,14 @@ def variables_like(gradients, dtype="float32"):
 
 
 def flags(gradients, variables, scale, decorate, replicas=1):
-    step = decorate(lambda *g: unscaling.nonfinite_flags(g, variables, tf.constant(scale), replicas))
+    step = decorate(lambda *g: nonfinite_flags(g, variables, tf.constant(scale), replicas))
     return step(*gradients).numpy().tolist()
 
 
 def test_only_the_gradient_with_a_nonfinite_element_is_flagged(run_step):
     largest = [np.full(shape, LARGEST, "float32") for shape in SHAPES]
     variables = variables_like(largest)
-    step = run_step(lambda gradients: unscaling.nonfinite_flags(gradients, variables, tf.constant(1.0), 1))
+    step = run_step(lambda gradients: nonfinite_flags(gradients, variables, tf.constant(1.0), 1))
     for index, shape in enumerate(SHAPES):
         for element in {0, int(np.prod(shape)) - 1} if np.prod(shape) else set():
             for nonfinite in (np.nan, np.inf, -np.inf):
@@ -62,12 +62,12 @@ def test_missing_sparse_and_overwritten_gradients_keep_their_indices(run_step):
     gradients = [None, sparse, tf.constant([LARGEST]), tf.constant([8.0])]
     variables = [keras.Variable([0.0]), keras.Variable(np.zeros((4, 2))), overwritten, keras.Variable([0.0])]
     scale = tf.constant(0.5)
-    flagged = run_step(lambda: unscaling.nonfinite_flags(gradients, variables, scale, 1))()
+    flagged = run_step(lambda: nonfinite_flags(gradients, variables, scale, 1))()
     assert flagged.numpy().tolist() == [0.0, 1.0, 0.0, 0.0]
 
     @run_step
     def unscaled():
-        _, rows, unchanged, dense = unscaling.unscale(gradients, variables, scale)
+        _, rows, unchanged, dense = unscale(gradients, variables, scale)
         return rows.values, rows.indices, unchanged, dense
 
     values, indices, unchanged, dense = unscaled()
@@ -83,8 +83,8 @@ def test_gradient_is_unscaled_and_flagged_in_its_variables_dtype(dtype, gradient
     scale = tf.constant(0.25)
     unscaled, flag = run_step(
         lambda: (
-            unscaling.unscale([gradient], [variable], scale)[0],
-            unscaling.nonfinite_flags([gradient], [variable], scale, 1),
+            unscale([gradient], [variable], scale)[0],
+            nonfinite_flags([gradient], [variable], scale, 1),
         )
     )()
     assert unscaled.dtype == dtype
@@ -96,8 +96,8 @@ def test_float64_gradient_beyond_float32_is_finite_if_it_is_after_unscaling(run_
     gradient, variable, scale = tf.constant([2e38 * 1024.0], tf.float64), keras.Variable([0.0]), tf.constant(1024.0)
     unscaled, flag = run_step(
         lambda: (
-            unscaling.unscale([gradient], [variable], scale)[0],
-            unscaling.nonfinite_flags([gradient], [variable], scale, 1),
+            unscale([gradient], [variable], scale)[0],
+            nonfinite_flags([gradient], [variable], scale, 1),
         )
     )()
     np.testing.assert_allclose(unscaled, [2e38])
@@ -109,5 +109,5 @@ def test_division_by_any_applied_scale_is_exact(exponent, run_step):
     gradient = tf.constant([2.0 ** min(127, max(-120, exponent)), 0.0])
     scale = tf.constant(2.0**exponent)
     variables = variables_like([gradient])
-    unscale = run_step(lambda g: unscaling.unscale([g], variables, scale)[0])
-    np.testing.assert_array_equal(unscale(gradient), gradient / scale)
+    divided = run_step(lambda g: unscale([g], variables, scale)[0])
+    np.testing.assert_array_equal(divided(gradient), gradient / scale)

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import kmp
-from kmp.backend.gpu_info import Gpu, Hardware
+from kmp.policy.hardware_support import Gpu, Hardware
 
 H200, T4, P100 = Gpu("H200", (9, 0)), Gpu("T4", (7, 5)), Gpu("P100", (6, 0))
 

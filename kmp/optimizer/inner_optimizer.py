@@ -1,19 +1,46 @@
-"""The state of an inner optimizer that Keras does not save."""
+"""The optimizer that loss scaling wraps: which are accepted, and the state that Keras does not save."""
 
 import functools
 from typing import Any
 
 import keras
 
-from kmp.backend import keras_internals, register
+from kmp.backend import keras_internals
+from kmp.utils import validation
 
 
-@register
+def resolve_optimizer(name: str, value: Any) -> keras.optimizers.Optimizer:
+    """Returns the optimizer that loss scaling will wrap.
+
+    Args:
+        name: The argument's name, for the message.
+        value: A `keras.optimizers.Optimizer`, or the name of one.
+
+    Raises:
+        TypeError: If `value` is not an optimizer, or already scales the loss.
+        ValueError: If `value` is not the name of an optimizer.
+    """
+    optimizer = value
+    if isinstance(value, str):
+        try:
+            optimizer = keras.optimizers.get(value)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(validation.message(name, value, "the name of an optimizer, such as 'adam'")) from error
+    expected = "a keras.optimizers.Optimizer or the name of one, such as 'adam'"
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        reason = "this one already scales the loss, which would be scaled twice"
+        raise TypeError(validation.message(name, value, f"{expected}; {reason}"))
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(validation.message(name, value, expected))
+    return optimizer
+
+
+@keras.saving.register_keras_serializable("kmp")
 class InnerState(keras.Layer):
     """Saves and loads the state of an inner optimizer that is not in its `variables`.
 
-    A layer for the same reason as `OverflowCounters`: the lists of variables, and the data that Keras' own class saves
-    and loads, do not change.
+    A layer for the same reason as `Counters`: the lists of variables, and the data that Keras' own class saves and
+    loads, do not change.
 
     Args:
         optimizer: The inner optimizer.

@@ -27,44 +27,6 @@ def test_is_tracing_is_true_only_in_graphs_for_xla():
     assert recorded == {"eager": False, "graph": False, "xla": True, "in a branch": True, "xla within graph": True}
 
 
-def test_compiler_reuses_eager_functions_and_retraces_in_each_graph():
-    traces, compiler = [], xla.Compiler()
-
-    def double(x):
-        traces.append(xla.is_tracing())
-        return 2 * x
-
-    for _ in range(3):
-        assert float(compiler.call("double", None, double, tf.constant(2.0))) == 4.0
-    assert traces == [True]
-    for _ in range(2):
-        assert float(tf.function(lambda x: compiler.call("double", None, double, x))(tf.constant(3.0))) == 6.0
-    assert traces == [True] * 3
-    compiler.forget()
-    compiler.call("double", None, double, tf.constant(2.0))
-    assert traces == [True] * 4
-
-
-def test_compiler_keeps_the_object_that_a_function_uses_so_that_its_id_is_not_used_again():
-    compiler = xla.Compiler()
-
-    class Factor:
-        def __init__(self, value):
-            self.value = value
-
-    def times(factor):
-        return float(compiler.call("times", factor, lambda x: x * factor.value, tf.constant(2.0)))
-
-    assert [times(Factor(float(value))) for value in range(5)] == [0.0, 2.0, 4.0, 6.0, 8.0]
-
-
-def test_compiler_does_not_compile_again_in_a_compiled_function():
-    compiler = xla.Compiler()
-    step = tf.function(lambda x: compiler.call("double", None, lambda x: 2 * x, x), jit_compile=True)
-    graph = step.get_concrete_function(tf.constant(1.0)).graph
-    assert not any("PartitionedCall" in op.type for op in graph.get_operations())
-
-
 def dense_step(optimizer, variables, x):
     optimizer.apply([tf.fill([4, 2], x), tf.constant([8.0])], variables, unscaled=False)
 
@@ -79,7 +41,7 @@ STEPS = [1.0, np.inf, 1.0, np.nan, 1.0]
 
 @pytest.mark.parametrize("compile_step", [lambda step: step, tf.function, tf.function(jit_compile=True)])
 @pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.filterwarnings("ignore:.*before any loss went through")
+@pytest.mark.filterwarnings("ignore:.*did not go through `scale_loss`")
 def test_compiled_optimizer_matches_the_uncompiled_one(compile_step, sparse):
     results = []
     for jit_compile in (False, True):

@@ -92,39 +92,24 @@ def hardware() -> Hardware:
     >>> all(gpu.tensor_cores for gpu in hardware().gpus) or not hardware().tensor_cores
     True
     """
-    return Hardware(tuple(_describe(device) for device in tf.config.list_physical_devices("GPU")))
+    devices = tf.config.list_physical_devices("GPU")
+    details = [(device, tf.config.experimental.get_device_details(device)) for device in devices]
+    return Hardware(tuple(Gpu(of.get("device_name", gpu.name), of.get("compute_capability")) for gpu, of in details))
 
 
-def cuda_build() -> tuple[str, str] | None:
-    """Returns the versions of CUDA and cuDNN that TensorFlow was built with; `None` if it was built without CUDA."""
-    info = tf.sysconfig.get_build_info()
-    if not info.get("is_cuda_build"):
-        return None
-    return str(info.get("cuda_version", "unknown")), str(info.get("cudnn_version", "unknown"))
-
-
-def compute_capabilities() -> list[tuple[str, tuple[int, int]]]:
-    """Returns what TensorFlow's CUDA kernels were compiled for.
-
-    Returns:
-        Pairs such as `("sm", (8, 0))`, machine code for 8.0 and later versions 8.x, and `("compute", (9, 0))`, machine
-        code for 9.0 and PTX for all later versions. Empty if TensorFlow was built without CUDA.
-    """
-    names = tf.sysconfig.get_build_info().get("cuda_compute_capabilities", [])
-    found = (re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name) for name in names)
-    return [(match[1], (int(match[2]), int(match[3]))) for match in found if match]
-
-
-def gpu_error() -> str | None:
-    """Returns why the first GPU cannot compute in float32 and float16; `None` if it can."""
-    try:
-        with tf.device("GPU:0"):
-            for dtype in (tf.float32, tf.float16):  # a product is NVIDIA's kernel, the others are TensorFlow's
-                matrix = tf.cast(tf.random.normal((64, 64)), dtype)
-                tf.exp(matrix @ matrix * matrix).numpy()
-    except (tf.errors.OpError, RuntimeError) as reason:
-        return str(reason)
-    return None
+def resolve_auto() -> str:
+    """Returns the policy that `enable("auto")` uses on this machine, and logs it with the reason."""
+    machine = hardware()
+    names = _names(machine.gpus)
+    if machine.bfloat16:
+        policy, reason = "mixed_bfloat16", f"bfloat16 in hardware, which needs no loss scale: {names}"
+    elif machine.tensor_cores:
+        policy, reason = "mixed_float16", f"Tensor Cores for float16 and not for bfloat16: {names}"
+    else:
+        reason = f"no Tensor Cores on every GPU: {names}" if names else "TensorFlow sees no GPU"
+        policy = "float32"
+    logger.warning("kmp.enable('auto') uses %r: %s.", policy, reason)  # a level that Python shows by default
+    return policy
 
 
 def log_once(policy: str) -> None:
@@ -135,14 +120,7 @@ def log_once(policy: str) -> None:
         logger.log(*advice)
 
 
-def _describe(device: tf.config.PhysicalDevice) -> Gpu:
-    details = tf.config.experimental.get_device_details(device)
-    return Gpu(details.get("device_name", device.name), details.get("compute_capability"))
-
-
 def _names(gpus: tuple[Gpu, ...]) -> str:
-    return ", ".join(f"{gpu.name} (compute capability {_text(gpu.compute_capability)})" for gpu in gpus)
-
-
-def _text(capability: tuple[int, int] | None) -> str:
-    return ".".join(map(str, capability)) if capability else "unknown"
+    capabilities = (".".join(map(str, gpu.compute_capability or ("unknown",))) for gpu in gpus)
+    pairs = zip(gpus, capabilities, strict=True)
+    return ", ".join(f"{gpu.name} (compute capability {capability})" for gpu, capability in pairs)

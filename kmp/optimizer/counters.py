@@ -1,0 +1,171 @@
+"""Counters of steps and overflows, on the device and in saved files."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import ops
+
+from kmp.optimizer.overflow_origin import origin_flags
+from kmp.optimizer.step_monitor import StepLosses
+from kmp.scaling import select
+
+
+class Counts(NamedTuple):
+    """The counts of all variables together, each a scalar int64.
+
+    Attributes:
+        steps: Steps, including skipped ones.
+        overflows: Skipped steps.
+        overflows_in_a_row: Steps skipped since the last update.
+        nonfinite_losses: Skipped steps whose loss was non-finite.
+        nonfinite_losses_in_a_row: Of the steps in `overflows_in_a_row`, those whose loss was non-finite.
+        overflows_at_min_scale: Skipped steps in which the rule backed off while the scale was at its minimum.
+        overflow_origin: The index of the variable where the last overflow started plus 1; 0 before the first one.
+    """
+
+    steps: Any
+    overflows: Any
+    overflows_in_a_row: Any
+    nonfinite_losses: Any
+    nonfinite_losses_in_a_row: Any
+    overflows_at_min_scale: Any
+    overflow_origin: Any
+
+
+COUNT_INDEX = {name: index for index, name in enumerate(Counts._fields)}
+
+
+@keras.saving.register_keras_serializable("kmp")
+class Counters(keras.Layer):
+    """Counters of steps and overflows, in int64 because TensorFlow keeps int32 variables on the CPU.
+
+    A layer, because that is Keras' public container of saved state. As a child of the optimizer it is saved separately,
+    so the optimizer's list of variables stays the same as that of Keras' own class.
+
+    Attributes:
+        counts: int64 variable of shape `(7,)`, the fields of `Counts`: one variable is read and written by one
+            operation, several by one each.
+        loss_values: float32 variable of shape `(2,)`: the last loss, and the largest magnitude of a finite one.
+        overflows_by_variable: int64 variable of shape `(variables,)`: steps in which the gradient was non-finite.
+        overflow_origins_by_variable: int64 variable of shape `(variables,)`: steps in which the overflow started there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="loss_scale_counters", dtype="float32", trainable=False)
+        self.counts = self._counter("counts", (len(Counts._fields),))
+        self.loss_values = self._counter("losses", (2,), "float32")
+        self.overflows_by_variable: Any = None
+        self.overflow_origins_by_variable: Any = None
+
+    def build_for(self, variable_count: int) -> None:
+        """Creates the counters with one element for each variable."""
+        self.overflows_by_variable = self._counter("overflows_by_variable", (variable_count,))
+        self.overflow_origins_by_variable = self._counter("overflow_origins_by_variable", (variable_count,))
+
+    def values(self) -> Counts:
+        """Returns the counts as tensors on the device."""
+        return Counts(*tf.unstack(ops.copy(self.counts)))
+
+    def count(
+        self,
+        before: Counts,
+        overflowed: Any,
+        losses: StepLosses,
+        is_at_min_scale: Any,
+        flags: tf.Tensor,
+        order: Sequence[int],
+    ) -> None:
+        """Counts a step.
+
+        Args:
+            before: The counts before it.
+            overflowed: Scalar bool, or a Python bool in a branch that only one outcome reaches.
+            losses: The losses of the step, summed over replicas.
+            is_at_min_scale: Scalar bool, whether the rule backs off but the scale is at its minimum.
+            flags: Bool tensor of shape `(variables,)`, whether each variable's gradient is non-finite.
+            order: The indices of the variables, from the input to the loss.
+        """
+        zero = tf.zeros([], tf.int64)
+        steps = before.steps + 1
+        counts = tf.stack(before._replace(steps=steps, overflows_in_a_row=zero, nonfinite_losses_in_a_row=zero))
+        if overflowed is not False:
+            nonfinite_loss = 1 - ops.cast(losses.were_finite, "int64")
+            origin = origin_flags(flags, order, losses.were_finite)
+            index = ops.sum(origin * np.arange(1, len(order) + 1))
+            skipped = Counts(
+                steps,
+                overflows=before.overflows + 1,
+                overflows_in_a_row=before.overflows_in_a_row + 1,
+                nonfinite_losses=before.nonfinite_losses + nonfinite_loss,
+                nonfinite_losses_in_a_row=before.nonfinite_losses_in_a_row + nonfinite_loss,
+                overflows_at_min_scale=before.overflows_at_min_scale + ops.cast(is_at_min_scale, "int64"),
+                overflow_origin=ops.where(losses.were_finite, index, before.overflow_origin),
+            )
+            counts = select(overflowed, tf.stack(skipped), counts)
+            self.overflows_by_variable.assign_add(ops.cast(flags, "int64"))
+            self.overflow_origins_by_variable.assign_add(origin)
+        self.counts.assign(counts)
+        magnitude = ops.where(ops.isfinite(losses.last), ops.abs(losses.last), 0.0)
+        self.loss_values.assign(tf.where([True, False], losses.last, ops.maximum(self.loss_values, magnitude)))
+
+    def read_counts(self) -> Counts:
+        """Copies the counts of all variables together to the host."""
+        return Counts(*self.counts.numpy().tolist())
+
+    def read(self, paths: Sequence[str], has_recorded_loss: bool) -> dict[str, Any]:
+        """Copies the counters to the host.
+
+        Args:
+            paths: The paths of the variables that the counters were built for.
+            has_recorded_loss: Whether a loss was scaled; if not, the result has no losses.
+
+        Returns:
+            The fields of `kmp.records.Snapshot` that are counted here, by name.
+        """
+
+        def by_variable(counter: Any) -> dict[str, int]:
+            counts = [] if counter is None else counter.numpy().tolist()
+            return {path: count for path, count in zip(paths, counts, strict=False) if count}
+
+        counts = self.read_counts()
+        losses = zip(("last_loss", "highest_loss"), self.loss_values.numpy().tolist(), strict=True)
+        return (dict(losses) if has_recorded_loss else {}) | {
+            "step": counts.steps,
+            "overflow_count": counts.overflows,
+            "overflows_in_a_row": counts.overflows_in_a_row,
+            "nonfinite_loss_count": counts.nonfinite_losses,
+            "nonfinite_losses_in_a_row": counts.nonfinite_losses_in_a_row,
+            "overflows_at_min_scale": counts.overflows_at_min_scale,
+            "overflow_origin": paths[counts.overflow_origin - 1] if counts.overflow_origin else None,
+            "overflows_by_variable": by_variable(self.overflows_by_variable),
+            "overflow_origins_by_variable": by_variable(self.overflow_origins_by_variable),
+        }
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves the counters by name."""
+        for variable in self.weights:
+            store[variable.name] = variable.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads the counters that a file has; files of Keras' own class have none.
+
+        Raises:
+            ValueError: If the file has counters for another number of variables. No counter has changed then.
+        """
+        names = set(store.keys())  # not a dictionary
+        found = [(each, np.asarray(store[each.name])) for each in self.weights if each.name in names]
+        for variable, value in found:
+            if value.shape != tuple(variable.shape):
+                raise ValueError(
+                    f"The loss scale counter {variable.name!r} has shape {value.shape} in the file, but the optimizer "
+                    f"needs {tuple(variable.shape)}: the file was saved with another model."
+                )
+        for variable, value in found:
+            variable.assign(value)
+
+    def _counter(self, name: str, shape: tuple[int, ...], dtype: str = "int64") -> keras.Variable:
+        options = {"autocast": False, "aggregation": "only_first_replica"}  # the value is the same on all replicas
+        return self.add_weight(shape=shape, dtype=dtype, initializer="zeros", name=name, **options)

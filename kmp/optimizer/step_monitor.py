@@ -1,0 +1,109 @@
+"""What each replica saw of a step before `apply`: whether its losses, and the gradients in `unscale`, were finite."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from kmp.backend import distribution
+from kmp.gradients import nonfinite_flag, nonfinite_flags
+from kmp.utils import FLOAT16, user_messages
+
+_LOSS_IN_FLOAT16 = (
+    "The loss was computed in float16, which rounds it to 11 bits and overflows beyond 65504. Compute it in float32: "
+    "end the model with kmp.layers.Softmax() or a layer with dtype='float32', or cast its output."
+)
+
+
+class StepLosses(NamedTuple):
+    """The losses that went through `scale_loss` in a step.
+
+    Attributes:
+        nonfinite: Scalar float32, how many of them were non-finite. A custom loop may scale a loss and discard it, so
+            only the last one can skip the step. But each of them can be the cause of non-finite gradients.
+        last_nonfinite: Scalar float32, 1 if the last one was non-finite, else 0.
+        last: Scalar float32, the mean of the last one; 0 if there was none.
+    """
+
+    nonfinite: Any
+    last_nonfinite: Any
+    last: Any
+
+    @property
+    def were_finite(self) -> Any:
+        """Scalar bool, whether all of them were finite."""
+        return ops.equal(self.nonfinite, 0.0)
+
+
+class StepMonitor:
+    """Records on each replica whether the losses of a step, and the gradients in `unscale`, were finite.
+
+    The records are variables because `scale_loss`, `unscale` and `apply` may be traced into separate functions. They
+    are float32, which every device can sum over replicas. That of losses has four elements: those of `StepLosses`, and
+    the number of non-finite losses in all steps, which stays at 2^24 once it is reached.
+    """
+
+    def __init__(self) -> None:
+        self._record = distribution.variable("losses_of_step", "float32", (4,))
+        self._flags: keras.Variable | None = None
+        self._flag_count = 0
+        self.loss_dtype: str | None = None
+
+    def build_for(self, gradient_count: int) -> None:
+        """Creates the record of the gradients in `unscale`, which are at most this many."""
+        if self._flags is None:
+            self._flags = distribution.variable("unscaled_nonfinite", "float32", (gradient_count,))
+
+    def record_loss(self, loss: Any, starts_again: bool) -> None:
+        """Records a loss of the current step; warns if the first recorded loss is float16.
+
+        Args:
+            loss: The loss before scaling, a tensor of any shape and float dtype.
+            starts_again: Whether the losses before it belong to a batch that was discarded.
+        """
+        loss_dtype, is_first = keras.backend.standardize_dtype(loss.dtype), self.loss_dtype is None
+        if loss_dtype == FLOAT16.name and is_first:
+            user_messages.warn(_LOSS_IN_FLOAT16)
+        self.loss_dtype = loss_dtype
+        flag, mean = nonfinite_flag(loss), ops.cast(ops.mean(loss), "float32")
+        kept = tf.where([not starts_again, False, False, True], self._record.value, 0.0)  # not `*`: 0 * NaN is NaN
+        self._record.assign(kept + tf.stack([flag, flag, mean, flag]))
+
+    def ignore_where(self, where: Any) -> None:
+        """Prevents a backoff in this step if the scalar bool is true, as a non-finite loss does."""
+        self._record.assign(self._record.value + ops.cast(where, "float32") * [1.0, 0.0, 0.0, 0.0])
+
+    def nonfinite_loss_since(self, record: tf.Tensor) -> tf.Tensor:
+        """Returns a scalar bool, whether a loss was non-finite since `record`, a copy that `losses` returned."""
+        return (self._record.value > record)[3]
+
+    def losses(self) -> tf.Tensor:
+        """Returns a copy of the record of losses."""
+        return ops.copy(self._record)
+
+    def end_step(self) -> StepLosses:
+        """Returns the losses of the step, and begins the next one."""
+        record = ops.copy(self._record)
+        self._record.assign(tf.where([False, False, False, True], record, 0.0))
+        return StepLosses(*tf.unstack(record)[:3])
+
+    def record_unscaled(self, gradients: Sequence[Any]) -> None:
+        """Records which gradients `unscale` returned with NaN or Inf: a clip before `apply` would hide it."""
+        self.build_for(len(gradients))
+        assert self._flags is not None
+        flags, rest = nonfinite_flags(gradients, gradients, 1.0, replicas=1), self._flags.shape[0] - len(gradients)
+        is_recorded = rest >= 0
+        self._flags.assign(
+            tf.pad(flags, [[0, rest]]) if is_recorded else tf.fill([self._flags.shape[0]], tf.reduce_max(flags))
+        )
+        self._flag_count = len(gradients) if is_recorded else 0
+
+    def unscaled_flags(self, count: int) -> tf.Tensor:
+        """Returns float32 flags of shape `(count,)`, 1.0 where `unscale` returned NaN or Inf.
+
+        All are set, if any is, where `unscale` got another number of gradients.
+        """
+        flags = tf.convert_to_tensor(self._flags) if self._flags is not None else tf.zeros([1])
+        return flags[:count] if count == self._flag_count else tf.fill([count], tf.reduce_max(flags))

@@ -1,0 +1,356 @@
+"""A skipped step leaves a model's layers unchanged, and a non-finite loss its metrics."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import ops
+
+from kmp.backend import call_if, distribution, keras_internals, rnn_states, sublayers
+from kmp.optimizer import COUNT_INDEX, LossScaleOptimizer
+from kmp.policy.optimizers import optimizers_of
+
+
+@contextlib.contextmanager
+def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]:
+    """Restores the state of layers from before the forward pass if the optimizer skips the step.
+
+    Use it in a custom training loop, around both the forward pass and `apply`; `fit` does this automatically. The
+    optimizer alone cannot: BatchNormalization updates its moving statistics in the forward pass, before an overflow of
+    the gradients can be detected.
+
+    Restores, on each replica, the float weights created with `trainable=False`, the states of stateful RNNs, and
+    trainable weights to which code other than the optimizer assigns a value, as `keras.layers.SpectralNormalization`
+    and sharpness-aware minimization do; not those assigned in a branch or loop of the graph. Does not restore random
+    seeds and integer variables.
+
+    Args:
+        optimizer: The `kmp.LossScaleOptimizer` whose `apply` is called in the context.
+        *layers: The models or layers that the forward pass runs through.
+
+    Raises:
+        TypeError: If `optimizer` is not a `kmp.LossScaleOptimizer`, or one of `layers` is not a layer.
+        ValueError: If `layers` is empty, or the call is not in a replica context.
+
+    Example:
+    >>> layer, optimizer = keras.layers.BatchNormalization(), LossScaleOptimizer("sgd")
+    >>> with guard(optimizer, layer):
+    ...     _ = layer(ops.array([[3.0], [5.0]]), training=True)
+    ...     _ = optimizer.scale_loss(1.0)
+    ...     optimizer.apply([ops.array([float("inf")]), None], layer.trainable_variables)
+    >>> float(layer.moving_mean[0])
+    0.0
+    """
+    if not isinstance(optimizer, LossScaleOptimizer):
+        raise TypeError(f"`optimizer` must be a kmp.LossScaleOptimizer. Received: optimizer={optimizer!r}")
+    non_layers = [layer for layer in layers if not isinstance(layer, keras.Layer)]
+    if non_layers:
+        raise TypeError(f"`layers` must be models or layers. Received: {non_layers[0]!r}")
+    if not layers:
+        raise ValueError("`layers` must hold the models or layers that the forward pass runs through. Received: none")
+    if tf.distribute.in_cross_replica_context():
+        raise ValueError("`guard` must be used in a replica context, as in `strategy.run(step)`.")
+    with guarded(layers, [optimizer]):
+        yield
+
+
+class Outcome:
+    """What optimizers did in a guarded step: scalar bool tensors, set when the step ends.
+
+    Attributes:
+        any_skipped: Whether an optimizer skipped an update.
+        has_nonfinite_loss: Whether a loss of this replica, or of a skipped step, was non-finite before scaling.
+    """
+
+    any_skipped: Any
+    has_nonfinite_loss: Any
+
+
+@contextlib.contextmanager
+def guarded(layers: Sequence[keras.Layer], optimizers: Sequence[LossScaleOptimizer]) -> Iterator[Outcome]:
+    """Runs a training step in the context, and restores the layers if an optimizer skips it.
+
+    Works eagerly, in a graph, and on each replica separately.
+    """
+    counts_before = [ops.copy(optimizer.counters.counts) for optimizer in optimizers]
+    losses_before = [optimizer.step_monitor.losses() for optimizer in optimizers]
+    states_before = {id(variable): ops.copy(variable) for variable in _states(layers)}
+    weights_before = set(map(id, _weights(layers)))
+    outcome = Outcome()
+    with _initial_values_recorded() as initial_value, _assignments_recorded(layers) as assigned:
+        yield outcome
+
+    pairs = [(then, ops.copy(each.counters.counts)) for then, each in zip(counts_before, optimizers, strict=True)]
+    increased = [now > then for then, now in pairs]
+    outcome.any_skipped = _any(counts[COUNT_INDEX["overflows"]] for counts in increased)
+    monitors = [optimizer.step_monitor for optimizer in optimizers]
+    has_nonfinite = [each.nonfinite_loss_since(then) for each, then in zip(monitors, losses_before, strict=True)]
+    if tf.distribute.has_strategy():  # the losses of other replicas too
+        has_nonfinite += [counts[COUNT_INDEX["nonfinite_losses"]] for counts in increased]
+    outcome.has_nonfinite_loss = _any(has_nonfinite)
+
+    def restore() -> None:
+        for variable in _states(layers):
+            value = states_before[id(variable)] if id(variable) in states_before else initial_value(variable)
+            variable.assign(ops.where(outcome.any_skipped, value, variable))
+        # An optimizer that was not skipped may have updated these.
+        steps, skipped = COUNT_INDEX["steps"], COUNT_INDEX["overflows"]
+        all_skipped = [(now - then)[steps] == (now - then)[skipped] for then, now in pairs]
+        no_update = ops.logical_and(outcome.any_skipped, functools.reduce(ops.logical_and, all_skipped))
+        created = [variable for variable in _weights(layers) if id(variable) not in weights_before]
+        for variable, value in [*assigned.values(), *((variable, initial_value(variable)) for variable in created)]:
+            variable.assign(ops.where(no_update, value, variable))
+
+    call_if(outcome.any_skipped, restore)
+
+
+@contextlib.contextmanager
+def _initial_values_recorded() -> Iterator[Callable[[keras.Variable], Any]]:
+    """Yields a function that returns the initial value of a variable that was created in the context."""
+    initial_values: dict[int, tf.Tensor] = {}
+
+    def record(create: Callable[..., tf.Variable], **arguments: Any) -> tf.Variable:
+        variable = create(**arguments)
+        if tf.executing_eagerly():
+            initial_values[id(variable)] = tf.identity(variable)
+        else:  # the variable has no value until the graph runs
+            value = arguments["initial_value"]
+            initial_values[id(variable)] = tf.cast(value() if callable(value) else value, variable.dtype)
+        return variable
+
+    def initial_value(variable: keras.Variable) -> Any:
+        if id(variable.value) in initial_values:
+            return initial_values[id(variable.value)]
+        with tf.init_scope():  # created outside the graph, which has not run yet: the current value is the initial one
+            return ops.copy(variable)
+
+    with tf.variable_creator_scope(record):
+        yield initial_value
+
+
+@contextlib.contextmanager
+def _assignments_recorded(layers: Sequence[keras.Layer]) -> Iterator[dict[int, tuple[keras.Variable, Any]]]:
+    """Yields a dict that gets each trainable weight to which code in the context assigns, with its value before.
+
+    An optimizer writes TensorFlow's variable inside of Keras', which is not recorded: only the weights that other code
+    assigns cost a copy.
+    """
+    assigned: dict[int, tuple[keras.Variable, Any]] = {}
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+    def recording(variable: keras.Variable) -> Callable[..., Any]:
+        def assign(value: Any) -> Any:
+            current = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+            if current is graph:  # a value that is read in the graph of a branch or loop exists only there
+                assigned.setdefault(id(variable), (variable, keras_internals.uncast_value(variable)))
+            return type(variable).assign(variable, value)
+
+        return assign
+
+    weights = [weight for weight in _weights(layers) if "assign" not in vars(weight)]
+    for weight in weights:
+        vars(weight)["assign"] = recording(weight)
+    try:
+        yield assigned
+    finally:
+        for weight in weights:
+            del vars(weight)["assign"]
+
+
+def _states(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
+    # The public lists change with `trainable`, and some layers update their state even if they are frozen.
+    all_layers = [sublayer for layer in layers for sublayer in sublayers(layer)]
+    declared = [keras_internals.declared_not_trainable(layer) for layer in all_layers]
+    states = {id(v): v for variables in (*declared, *map(rnn_states, all_layers)) for v in variables}
+    return [variable for variable in states.values() if keras.backend.is_float_dtype(variable.dtype)]
+
+
+def _weights(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
+    all_layers = [sublayer for layer in layers for sublayer in sublayers(layer)]
+    return list({id(v): v for layer in all_layers for v in keras_internals.declared_trainable(layer)}.values())
+
+
+def _any(conditions: Iterable[Any]) -> Any:
+    return functools.reduce(ops.logical_or, conditions)
+
+
+class ForwardWatcher(Protocol):
+    """Watches the forward passes of a training step, as the probe of `kmp.callbacks.ForwardProbe` does."""
+
+    def prepare(self, batch_spec: Any, is_xla: bool) -> None:
+        """Creates the variables for batches of this structure, before the training step is traced for the first time.
+
+        TensorFlow traces a step twice if the first trace creates variables.
+        """
+
+    def watch(self, data: Any) -> contextlib.AbstractContextManager[None]:
+        """Returns the context in which the training step on the batch `data` runs."""
+
+
+def install(model: keras.Model) -> bool:
+    """Guards the training of a model; does nothing if it is already guarded.
+
+    A skipped step leaves the state of the model's layers unchanged. A batch whose loss is not finite is excluded from
+    the model's metrics: in stock Keras one such batch makes `loss` NaN for the rest of the epoch. The `logs` of that
+    step still contain the NaN, for `TerminateOnNaN`. A `train_step` that does not scale its loss raises an error.
+
+    The guard is set on the instance, not on its class. It wraps the model's current `train_step`, custom or not, and
+    has no effect while the model has no `kmp.LossScaleOptimizer`.
+
+    Returns:
+        Whether the guard is new. If so, an existing train function has to be rebuilt.
+    """
+    if _guard_of(model):
+        return False
+    step = _GuardedTrainStep(model)
+    model.train_step, model.make_train_function = step.train_step, step.make_train_function
+    return True
+
+
+def probes_of(model: keras.Model) -> list[ForwardWatcher]:
+    """Returns the watchers of a guarded model's forward passes; changes to this list apply from the next trace."""
+    return model.train_step.__self__.probes
+
+
+def has_keras_step(model: keras.Model) -> bool:
+    """Whether a model trains with the training step of Keras, not with one of its own."""
+    step = _guard_of(model)
+    own_step = step.own_step if step else vars(model).get("train_step")
+    is_replaced = step is not None and model.train_step != step.train_step
+    module = getattr(type(model).train_step, "__module__", "")  # a `partial` has none
+    return own_step is None and not is_replaced and str(module).startswith("keras.")
+
+
+def fix_epoch_loss(model: keras.Model, logs: dict[str, Any]) -> None:
+    """Replaces a non-finite `loss` in an epoch's `logs` with the result of the model's loss metric, in place.
+
+    If `train_step` returns keys that are not metrics, the epoch's logs in Keras are those of its last step.
+    """
+    if not _guard_of(model) or math.isfinite(logs.get("loss", math.nan)):
+        return
+    if distribution.has_several_workers(model.distribute_strategy):
+        return  # reading a metric needs all workers, but this callback may run on only one
+    for metric in model.metrics:
+        if metric.name == "loss" and any(np.any(variable.numpy()) for variable in metric.variables):
+            logs["loss"] = float(metric.result())
+
+
+def _guard_of(model: keras.Model) -> "_GuardedTrainStep | None":
+    step = getattr(model.train_step, "__self__", None)
+    return step if isinstance(step, _GuardedTrainStep) else None
+
+
+class _GuardedTrainStep:
+    """Wraps a model's `train_step` and `make_train_function`.
+
+    Args:
+        model: The model to guard.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self.own_step = vars(model).get("train_step")
+        self.probes: list[ForwardWatcher] = []
+        with model.distribute_strategy.scope():
+            # Flags, 1.0 or 0.0: float32 has kernels on every device, and can be summed over replicas.
+            self._nonfinite_in_execution = distribution.variable("nonfinite_in_execution", "float32")
+            self._only_nonfinite_batches = distribution.variable("nothing_counted", "float32")
+
+    def make_train_function(self, force: bool = False) -> None:
+        """Creates the train function.
+
+        Each call of it resets the flag for non-finite losses of an execution, and the first one builds the optimizer.
+        """
+        model = self._model
+        previous_function = model.train_function
+        type(model).make_train_function(model, force)
+        train_function, is_traced = model.train_function, False
+        if train_function is previous_function:
+            return
+
+        def run(iterator: Any) -> Any:
+            nonlocal is_traced
+            if not is_traced:
+                self._build_optimizer()
+                for probe in self.probes if hasattr(iterator, "element_spec") else ():
+                    probe.prepare(iterator.element_spec, model.jit_compile)
+            is_traced = True
+            if model.steps_per_execution > 1:
+                self._nonfinite_in_execution.assign(0.0)
+            return train_function(iterator)
+
+        model.train_function = run
+
+    def _build_optimizer(self) -> None:
+        """Builds the optimizer before the first step, if it is known which variables that step trains.
+
+        TensorFlow traces a step twice if the first trace creates variables. The step has to be Keras' own, and all
+        layers built; otherwise the step builds the optimizer.
+        """
+        model, optimizer = self._model, self._model.optimizer
+        if not isinstance(optimizer, LossScaleOptimizer) or optimizer.built or not has_keras_step(model):
+            return
+        if model.trainable_weights and all(layer.built for layer in sublayers(model)):
+            with model.distribute_strategy.scope():
+                optimizer.build(model.trainable_weights)
+
+    def train_step(self, data: Any) -> Any:
+        """Runs the model's training step; restores layers if it is skipped, and metrics if its loss is not finite."""
+        model, optimizers = self._model, optimizers_of(self._model)
+        if not optimizers:
+            return self._run(data)
+        batch = [part for part in tf.nest.flatten(data, expand_composites=True) if isinstance(part, tf.Tensor)]
+        with tf.control_dependencies(batch):  # no reset by a step that gets no batch, at the end of the data
+            self._reset_metrics_without_finite_batch()
+        for optimizer in optimizers:
+            optimizer.begin_train_step()
+            if batch and not batch[0].shape.num_elements():  # unknown, or 0 in eager mode
+                # The loss of a batch without rows is a mean over nothing: NaN, or its gradients are.
+                optimizer.step_monitor.ignore_where(tf.equal(tf.size(batch[0]), 0))
+        metrics_before = [(variable, ops.copy(variable)) for variable in self._metric_variables()]
+        with guarded([model], optimizers) as outcome:
+            logs = self._run(data)
+        nonfinite = outcome.has_nonfinite_loss
+
+        def restore_metrics() -> None:
+            # Not if they are still zero: a mean over no batch is NaN, not 0.
+            nonzero = [ops.any(ops.not_equal(value, 0)) for _, value in metrics_before]
+            was_empty = ops.logical_not(_any(nonzero)) if nonzero else ops.convert_to_tensor(False)
+            restores = ops.logical_and(nonfinite, ops.logical_not(was_empty))
+            values_before = {id(variable): value for variable, value in metrics_before}
+            for variable in self._metric_variables():
+                value = values_before[id(variable)] if id(variable) in values_before else ops.zeros_like(variable)
+                variable.assign(ops.where(restores, value, variable))
+            self._only_nonfinite_batches.assign(ops.cast(ops.logical_and(nonfinite, was_empty), "float32"))
+
+        call_if(nonfinite, restore_metrics)
+        if model.steps_per_execution == 1 or not isinstance(logs, dict) or "loss" not in logs:
+            return logs
+        # The logs have a NaN loss if any step of this execution had a non-finite loss, not only the last.
+        in_execution = ops.maximum(self._nonfinite_in_execution, ops.cast(nonfinite, "float32"))
+        self._nonfinite_in_execution.assign(in_execution)
+        return logs | {"loss": ops.where(in_execution > 0, math.nan, logs["loss"])}
+
+    def _reset_metrics_without_finite_batch(self) -> None:
+        should_reset = ops.copy(self._only_nonfinite_batches) > 0
+
+        def reset() -> None:
+            for variable in self._metric_variables():
+                variable.assign(ops.where(should_reset, ops.zeros_like(variable), variable))
+            self._only_nonfinite_batches.assign(0.0)
+
+        call_if(should_reset, reset)
+
+    def _run(self, data: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for probe in self.probes:
+                stack.enter_context(probe.watch(data))
+            return self.own_step(data) if self.own_step else type(self._model).train_step(self._model, data)
+
+    def _metric_variables(self) -> list[keras.Variable]:
+        return [variable for metric in self._model.metrics for variable in metric.variables]

@@ -1,0 +1,239 @@
+"""The rules of the loss scale: state in, state out. Nothing here writes a variable."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from keras import ops
+
+from kmp.utils import FLOAT16, FLOAT32, is_power_of_two, validation
+
+LARGEST_SCALE = 2.0**FLOAT32.max_exponent
+# A larger loss scale is applied as this one: its reciprocal is subnormal, and TensorFlow on a CPU flushes it to zero.
+LARGEST_APPLIED_SCALE = 2.0 ** (FLOAT32.max_exponent - 1)
+_FLOAT32_EPSILON = 2.0**-FLOAT32.fraction_bits
+
+
+class ScaleState(NamedTuple):
+    """The state of a loss scale rule.
+
+    Attributes:
+        scale: Scalar float32, the loss scale; always finite and above 0.
+        clean_steps: Scalar int64, the number of steps without an overflow since the scale last grew or the gradients of
+            a finite loss last overflowed.
+        overflows_in_a_row: Scalar int64, the number of steps skipped since the last applied step.
+
+    Example:
+    >>> start = ScaleState(ops.array(8.0), ops.array(0), ops.array(0))
+    >>> applied = StepOutcome(overflowed=ops.array(False), loss_was_finite=ops.array(True))
+    >>> int(DynamicScale().update(start, applied).clean_steps)
+    1
+    """
+
+    scale: Any
+    clean_steps: Any
+    overflows_in_a_row: Any
+
+
+class StepOutcome(NamedTuple):
+    """The outcome of a training step.
+
+    Attributes:
+        overflowed: Scalar bool, whether the loss or a gradient was non-finite, so that the step was skipped. A Python
+            bool in a branch of the graph that only one outcome reaches.
+        loss_was_finite: Scalar bool, false if a loss of the step was non-finite before scaling.
+
+    Example:
+    >>> state, outcome = ScaleState(*map(ops.array, (8.0, 0, 0))), StepOutcome(ops.array(True), ops.array(False))
+    >>> float(DynamicScale().update(state, outcome).scale)  # the loss itself is NaN or Inf: no scale prevents that
+    8.0
+    """
+
+    overflowed: Any
+    loss_was_finite: Any
+
+
+@dataclass(frozen=True)
+class DynamicScale:
+    """A loss scale that backs off after overflows and grows without them.
+
+    An overflow in the backward pass multiplies the scale by `backoff_factor`, down to `min_scale`, if at least
+    `hysteresis` consecutive steps were skipped, including this one. `growth_interval` steps without an overflow
+    multiply it by `growth_factor`, up to `max_scale`. A loss that is non-finite before scaling changes neither the
+    scale nor the count of clean steps: no loss scale prevents it. Source: Micikevicius et al., "Mixed Precision
+    Training" (ICLR 2018), section 3.2, and NVIDIA's guide "Train With Mixed Precision"; hysteresis as in apex's
+    `update_scale_hysteresis`.
+
+    Args:
+        initial_scale: Float from `min_scale` to `max_scale`, the scale of the first step.
+        growth_interval: Integer, at least 1: steps without an overflow after which the scale grows.
+        growth_factor: Float above 1.
+        backoff_factor: Float between 0 and 1, both excluded.
+        hysteresis: Integer, at least 1: consecutive skipped steps after which the scale backs off.
+        min_scale: Float, at least 2^-126 (float32's smallest normal value). Defaults to 2^-14, below which a loss of 1
+            times the scale is subnormal in float16.
+        max_scale: Float, at most 2^127 (the default, float32's largest power of two).
+
+    Raises:
+        TypeError: If an argument is not a number, or not an integer where one is required.
+        ValueError: If an argument is outside its range.
+
+    Example:
+    >>> rule, state = DynamicScale(hysteresis=2), ScaleState(ops.array(1024.0), ops.array(0), ops.array(0))
+    >>> overflow = StepOutcome(overflowed=ops.array(True), loss_was_finite=ops.array(True))
+    >>> state = rule.update(state, overflow)
+    >>> float(state.scale), float(rule.update(state, overflow).scale)
+    (1024.0, 512.0)
+    """
+
+    initial_scale: float = 2.0**15
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    hysteresis: int = 1
+    min_scale: float = FLOAT16.smallest_normal
+    max_scale: float = LARGEST_SCALE
+
+    def __post_init__(self) -> None:
+        growth = "a finite number above 1 after rounding to float32, at most 2^127"
+        backoff = "a number between 0 and 1, both excluded after rounding to float32"
+        checked = {
+            "initial_scale": _scale("initial_scale", self.initial_scale),
+            "growth_interval": validation.positive_integer("growth_interval", self.growth_interval),
+            "growth_factor": validation.number(
+                "growth_factor", self.growth_factor, growth, lambda v: 1.0 + _FLOAT32_EPSILON <= v <= LARGEST_SCALE
+            ),
+            "backoff_factor": validation.number(
+                "backoff_factor", self.backoff_factor, backoff, lambda v: 0.0 < v <= 1.0 - _FLOAT32_EPSILON / 2
+            ),
+            "hysteresis": validation.positive_integer("hysteresis", self.hysteresis),
+            "min_scale": _scale("min_scale", self.min_scale),
+            "max_scale": _scale("max_scale", self.max_scale),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        bounds = f"min_scale={self.min_scale!r}, max_scale={self.max_scale!r}"
+        if self.min_scale > self.max_scale:
+            raise ValueError(f"`min_scale` must be at most `max_scale`. Received: {bounds}")
+        if not self.min_scale <= self.initial_scale <= self.max_scale:
+            raise ValueError(
+                "`initial_scale` must lie between `min_scale` and `max_scale`. Received: "
+                f"initial_scale={self.initial_scale!r}, {bounds}"
+            )
+
+    @property
+    def keeps_powers_of_two(self) -> bool:
+        """Whether the scale is a power of two in every step."""
+        factors = (self.initial_scale, self.growth_factor, self.backoff_factor, self.min_scale, self.max_scale)
+        return all(map(is_power_of_two, factors))
+
+    def bounded(self, scale: Any, highest: float = LARGEST_SCALE) -> Any:
+        """Returns a scale loaded from a file, clipped to the bounds; the initial one if it is NaN, Inf, 0 or below.
+
+        Args:
+            scale: Scalar float32.
+            highest: A further upper bound.
+        """
+        is_valid = ops.isfinite(ops.log(scale))  # the logarithm of 0 is -Inf, and of a negative number NaN
+        lower, upper = min(self.min_scale, highest), min(self.max_scale, highest)
+        clipped = tf.raw_ops.ClipByValue(t=scale, clip_value_min=lower, clip_value_max=upper)  # `ops.clip` is two
+        return ops.where(is_valid, clipped, min(self.initial_scale, highest))
+
+    def backs_off(self, state: ScaleState, step: StepOutcome) -> Any:
+        """Returns a scalar bool, whether a skipped `step` makes the scale back off, also where it is at `min_scale`."""
+        return ops.logical_and(step.loss_was_finite, state.overflows_in_a_row + 1 >= self.hysteresis)
+
+    def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
+        """Returns the state after `step`."""
+        clean_steps = state.clean_steps + 1
+        grows = clean_steps >= self.growth_interval
+        increased = ops.minimum(state.scale * self.growth_factor, self.max_scale)
+        applied = ScaleState(
+            ops.where(grows, increased, state.scale),
+            ops.where(grows, ops.zeros_like(clean_steps), clean_steps),
+            ops.zeros_like(state.overflows_in_a_row),
+        )
+        reduced = ops.maximum(state.scale * self.backoff_factor, self.min_scale)
+        skipped = _skipped(state, step, ops.where(self.backs_off(state, step), reduced, state.scale))
+        return select(step.overflowed, skipped, applied)
+
+    def steps_to_min_scale(self, scale: float) -> float:
+        """Returns after how many consecutive overflows, starting from `scale`, one can be at `min_scale`."""
+        backoffs = math.log(self.min_scale / scale, self.backoff_factor)
+        return 1 + max(0, math.ceil(backoffs - 1e-6))  # the logarithm of an exact power may be 3.0000001
+
+
+@dataclass(frozen=True)
+class FixedScale:
+    """A constant loss scale. Steps that overflow are still skipped.
+
+    Args:
+        initial_scale: Float from 2^-126 to 2^127 (float32's normal range).
+
+    Raises:
+        TypeError: If `initial_scale` is not a number.
+        ValueError: If `initial_scale` is outside that range.
+
+    Example:
+    >>> FixedScale(1024)
+    FixedScale(initial_scale=1024.0)
+    """
+
+    initial_scale: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "initial_scale", _scale("loss_scale", self.initial_scale, "'dynamic', 0, or "))
+
+    @property
+    def keeps_powers_of_two(self) -> bool:
+        """Whether the scale is a power of two."""
+        return is_power_of_two(self.initial_scale)
+
+    @property
+    def min_scale(self) -> float:
+        """The scale: it cannot back off."""
+        return self.initial_scale
+
+    def bounded(self, scale: Any, highest: float = LARGEST_SCALE) -> Any:
+        """Returns the fixed scale in place of `scale`, as loaded from a file, or `highest` if that is lower."""
+        return ops.full_like(scale, min(self.initial_scale, highest))
+
+    def backs_off(self, state: ScaleState, step: StepOutcome) -> Any:
+        """Returns a scalar bool, always false."""
+        return ops.zeros_like(step.loss_was_finite)
+
+    def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
+        """Returns the state after `step`: the same scale, and the updated step counts."""
+        applied = ScaleState(state.scale, state.clean_steps + 1, ops.zeros_like(state.overflows_in_a_row))
+        return select(step.overflowed, _skipped(state, step, state.scale), applied)
+
+    def steps_to_min_scale(self, scale: float) -> float:
+        """Returns infinity: no step overflows at a minimum scale."""
+        return math.inf
+
+
+Rule = FixedScale | DynamicScale
+
+
+def select(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """Returns one of two structures of tensors.
+
+    Args:
+        condition: Scalar bool tensor, or a Python bool in a branch of the graph that only one outcome reaches.
+        if_true: A structure of tensors.
+        if_false: A structure of the same form.
+    """
+    if isinstance(condition, bool):
+        return if_true if condition else if_false
+    return tf.nest.map_structure(lambda *pair: ops.where(condition, *pair), if_true, if_false)
+
+
+def _skipped(state: ScaleState, step: StepOutcome, scale: Any) -> ScaleState:
+    clean_steps = ops.where(step.loss_was_finite, ops.zeros_like(state.clean_steps), state.clean_steps)
+    return ScaleState(scale, clean_steps, state.overflows_in_a_row + 1)
+
+
+def _scale(name: str, value: Any, alternatives: str = "") -> float:
+    expected = f"{alternatives}a finite number from 2^-126 to 2^127 (float32's normal range)"
+    return validation.number(name, value, expected, lambda v: FLOAT32.smallest_normal <= v <= LARGEST_SCALE)

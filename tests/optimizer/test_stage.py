@@ -1,0 +1,261 @@
+"""What `apply` takes its gradients for: the calls of `scale_loss`, `unscale` and `apply` decide, in their order."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import MODES, small_data, small_model
+
+import kmp
+
+SCALE = 8.0
+NOT_SCALED = r"scaled_loss = .*optimizer\.scale_loss\(loss\)"
+UNKNOWN = "Pass unscaled=True if they did"
+
+
+@pytest.fixture
+def weight():
+    return keras.Variable([1.0, 2.0])
+
+
+def optimizer_for(*weights, build=True, **arguments):
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), **{"initial_scale": SCALE} | arguments)
+    if build:
+        optimizer.build(list(weights))
+    return optimizer
+
+
+def gradient_of(weight, scale_loss=lambda loss: loss):
+    """Returns the gradient of half the square of the weight, which is the weight."""
+    with tf.GradientTape() as tape:
+        loss = scale_loss(tf.reduce_sum(tf.square(weight.value)) / 2)
+    return tape.gradient(loss, weight.value)
+
+
+def norm_clipped(gradients):
+    return tf.clip_by_global_norm(gradients, 100.0)[0]
+
+
+@pytest.mark.parametrize("build", [True, False])
+@pytest.mark.parametrize("change", [lambda gradients: gradients, norm_clipped], ids=["as they are", "clipped"])
+def test_gradients_are_divided_once_with_and_without_unscale(weight, run_step, change, build):
+    for unscales in (False, True):
+        optimizer = optimizer_for(weight, build=build)
+        weight.assign([1.0, 2.0])
+
+        @run_step
+        def step(optimizer=optimizer, unscales=unscales):
+            gradients = [gradient_of(weight, optimizer.scale_loss)]
+            optimizer.apply(change(optimizer.unscale(gradients)) if unscales else gradients, [weight])
+
+        step()
+        np.testing.assert_allclose(weight, [0.0, 0.0], atol=1e-6)
+        weight.assign([1.0, 2.0])
+        step()
+        np.testing.assert_allclose(weight, [0.0, 0.0], atol=1e-6)
+
+
+@pytest.mark.parametrize("build", [True, False])
+def test_unscale_and_apply_may_be_traced_into_two_functions(weight, build):
+    optimizer = optimizer_for(weight, build=build)
+    gradients = tf.function(lambda: optimizer.unscale([gradient_of(weight, optimizer.scale_loss)]))
+    update = tf.function(lambda gradients: optimizer.apply(gradients, [weight]))
+    for _ in range(3):
+        weight.assign([1.0, 2.0])
+        update(gradients())
+        np.testing.assert_array_equal(weight, [0.0, 0.0])
+    assert optimizer.snapshot().overflow_count == 0
+    update([tf.constant([np.inf, 1.0])])  # no unscale before it
+    assert optimizer.snapshot().overflow_count == 1
+
+
+def test_overflow_in_unscale_skips_the_step_of_another_function_also_if_it_is_clipped(weight):
+    optimizer = optimizer_for(weight)
+
+    @tf.function
+    def gradients(factor):
+        optimizer.scale_loss(1.0)
+        return [tf.clip_by_value(optimizer.unscale([factor * [1.0, 1.0]])[0], -1.0, 1.0)]
+
+    update = tf.function(lambda gradients: optimizer.apply(gradients, [weight]))
+    for factor, expected in ((np.inf, [1.0, 2.0]), (SCALE, [0.0, 1.0]), (np.nan, [0.0, 1.0]), (4.0, [-1.0, 0.0])):
+        update(gradients(tf.constant(factor)))
+        np.testing.assert_array_equal(weight, expected)
+
+
+def test_batch_that_is_discarded_after_unscale_leaves_nothing_behind(weight):
+    optimizer = optimizer_for(weight)
+    for loss, gradient in ((1.0, [np.inf, 0.0]), (np.nan, [np.nan, 0.0])):
+        optimizer.scale_loss(loss)
+        optimizer.unscale([tf.constant(gradient)])  # and discards the batch
+        optimizer.scale_loss(1.0)
+        optimizer.apply([tf.constant([SCALE, 0.0])], [weight])
+    np.testing.assert_array_equal(weight, [-1.0, 2.0])
+    optimizer.scale_loss(np.nan)
+    optimizer.unscale([tf.constant([np.nan, 0.0])])
+    optimizer.scale_loss(1.0)
+    optimizer.apply([tf.constant([np.inf, 0.0])], [weight])
+    snapshot = optimizer.snapshot()
+    assert (snapshot.overflow_count, snapshot.nonfinite_loss_count, snapshot.loss_scale) == (1, 0, SCALE / 2)
+
+
+def test_unscaled_argument_overrides_the_order_of_the_calls(weight, run_step):
+    optimizer = optimizer_for(weight)
+
+    @run_step
+    def step():
+        gradients = [gradient_of(weight, optimizer.scale_loss)]
+        norm = tf.linalg.global_norm(optimizer.unscale(gradients))  # only looked at
+        optimizer.apply(gradients, [weight], unscaled=False)
+        return norm
+
+    assert float(step()) == np.float32(np.sqrt(5))
+    np.testing.assert_array_equal(weight, [0.0, 0.0])
+    run_step(lambda: optimizer.apply([tf.constant([1.0, 1.0])], [weight], unscaled=True))()
+    np.testing.assert_array_equal(weight, [-1.0, -1.0])
+    with pytest.raises(TypeError, match="`unscaled` must be True or False"):
+        optimizer.apply([tf.constant([1.0, 1.0])], [weight], unscaled=1)
+
+
+def test_eager_apply_after_a_traced_unscale_needs_the_argument(weight):
+    optimizer = optimizer_for(weight)
+    gradients = tf.function(lambda: optimizer.unscale([gradient_of(weight, optimizer.scale_loss)]))
+    for _ in range(2):
+        unscaled = gradients()
+        with pytest.raises(ValueError, match=UNKNOWN):
+            optimizer.apply(unscaled, [weight])
+        np.testing.assert_array_equal(weight, [1.0, 2.0])
+    for _ in range(2):
+        weight.assign([1.0, 2.0])
+        optimizer.apply(gradients(), [weight], unscaled=True)
+        np.testing.assert_array_equal(weight, [0.0, 0.0])
+
+
+def test_second_apply_after_one_unscale_needs_the_argument(weight, run_step):
+    other = keras.Variable([4.0])
+    optimizer = optimizer_for(weight, other)
+
+    @run_step
+    def step(unscaled):
+        pair = [gradient_of(variable, optimizer.scale_loss) for variable in (weight, other)]
+        first, second = optimizer.unscale(pair)
+        optimizer.apply([first], [weight])
+        optimizer.apply([second], [other], unscaled=unscaled)
+
+    with pytest.raises(ValueError, match=UNKNOWN):
+        step(None)
+    weight.assign([1.0, 2.0])
+    step(True)
+    assert [*np.asarray(weight), *np.asarray(other)] == [0.0, 0.0, 0.0]
+
+
+def test_gradient_penalty_that_unscales_an_inner_gradient_trains(weight, run_step):
+    optimizer = optimizer_for(weight)
+    x = tf.constant([1.0, 1.0])
+
+    @run_step
+    def step():
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                scaled = optimizer.scale_loss(tf.reduce_sum(weight.value * x))
+            (penalty,) = optimizer.unscale([inner.gradient(scaled, x)])
+            loss = optimizer.scale_loss(tf.reduce_sum(penalty**2) / 2)
+        optimizer.apply([outer.gradient(loss, weight.value)], [weight])
+
+    step()
+    np.testing.assert_array_equal(weight, [0.0, 0.0])
+
+
+def test_loop_without_scale_loss_warns_once_and_divides_as_keras_class_does(weight, run_step):
+    optimizer = optimizer_for(weight)
+    step = run_step(lambda: optimizer.apply([gradient_of(weight)], [weight]))
+    with pytest.warns(UserWarning, match=NOT_SCALED):
+        step()
+    step()
+    np.testing.assert_allclose(weight, np.float32([1.0, 2.0]) * (1 - 1 / SCALE) ** 2)
+    assert optimizer.snapshot().loss_scale == SCALE
+
+
+@pytest.mark.parametrize("arguments", [{"loss_scale": 1.0, "initial_scale": 1.0}, {}], ids=["scale 1", "scaled before"])
+def test_loop_that_needs_no_scale_loss_does_not_warn(weight, arguments, recwarn):
+    optimizer = optimizer_for(weight, **arguments)
+    if not arguments:
+        tf.function(lambda: optimizer.scale_loss(1.0))()  # a function that runs again calls no Python
+        optimizer.apply([gradient_of(weight)], [weight])
+    optimizer.apply([gradient_of(weight)], [weight])
+    assert not [warning for warning in recwarn if warning.category is UserWarning]
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=False))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.apply_with(self.optimizer, gradients)
+        return {"loss": loss}
+
+    def apply_with(self, optimizer, gradients):
+        optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+
+
+class Unscaling(OwnStep):
+    def apply_with(self, optimizer, gradients):
+        optimizer.apply(optimizer.unscale(gradients), self.trainable_variables)
+
+
+@pytest.mark.parametrize("model_class", [OwnStep, Unscaling])
+@pytest.mark.parametrize("mode", MODES)
+def test_train_step_without_scale_loss_raises_before_anything_changes(enabled, model_class, mode):
+    small = small_model()
+    model = model_class(small.inputs, small.outputs)
+    model.compile("sgd", "sparse_categorical_crossentropy", **MODES[mode])
+    before = model.get_weights()
+    with pytest.raises(ValueError, match=NOT_SCALED) as error:
+        model.fit(*small_data(), batch_size=8, verbose=0)
+    assert "    scaled_loss = self.optimizer.scale_loss(loss)\n    gradients = tape.gradient(" in str(error.value)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_stages_of_replicas_are_separate(two_replicas):
+    with two_replicas.scope():
+        weight = keras.Variable([1.0, 2.0])
+        optimizer = optimizer_for(weight)
+
+    @tf.function
+    def step():
+        def replica():
+            unscaled = optimizer.unscale([gradient_of(weight, optimizer.scale_loss) / 2])
+            context = tf.distribute.get_replica_context()
+            context.all_reduce(tf.distribute.ReduceOp.SUM, tf.zeros([1]))  # lets the other replica run
+            optimizer.apply(unscaled, [weight])
+
+        two_replicas.run(replica)
+
+    step()
+    np.testing.assert_array_equal(weight, [0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("gradients", "message"),
+    [
+        ([tf.zeros([3])], r"must have the variable's shape \(2,\). Received: shape \(3,\)"),
+        ([tf.IndexedSlices(tf.zeros([1, 3]), [0], [2, 3])], r"Received: rows of shape \(None, 3\)"),
+        ([tf.zeros([2]), tf.zeros([2])], "Received: 2 gradients, 1 variables"),
+        ([(tf.zeros([2]), None)], r"call apply_gradients\(zip\(gradients, variables\)\)"),
+    ],
+)
+def test_gradients_that_do_not_fit_raise_before_anything_changes(weight, gradients, message):
+    for build in (True, False):
+        optimizer = optimizer_for(weight, build=build)
+        optimizer.scale_loss(1.0)
+        with pytest.raises(ValueError, match=message):
+            optimizer.apply(gradients, [weight])
+        assert optimizer.built == build
+
+
+def test_loss_that_is_none_raises():
+    with pytest.raises(TypeError, match="`loss` must be a tensor or number"):
+        kmp.LossScaleOptimizer("sgd").scale_loss(None)
