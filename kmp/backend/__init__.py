@@ -2,7 +2,6 @@
 
 from kmp.backend import (
     distribution,
-    index_uses,
     keras_internals,
     model_files,
     operation_trace,
@@ -47,7 +46,6 @@ __all__ = [
     "float32_variables",
     "functions_by_reference",
     "global_policy",
-    "index_uses",
     "instance_attribute",
     "is_keras_class",
     "is_passthrough",

@@ -161,3 +161,20 @@ def is_stateless() -> bool:
     from keras.src.backend.common.stateless_scope import in_stateless_scope
 
     return bool(in_stateless_scope())
+
+
+def is_symbolic() -> bool:
+    """Whether Keras calls a layer only for the shapes and dtypes of its outputs. No public function returns it."""
+    from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+    return bool(in_symbolic_scope())
+
+
+def functional_input_cast() -> tuple[type, str]:
+    """Returns the class and the method that casts the arguments of a functional model to the dtypes of its `Input`s.
+
+    The class has no public name, and no public method does only this.
+    """
+    from keras.src.models.functional import Functional
+
+    return Functional, "_convert_inputs_to_tensors"

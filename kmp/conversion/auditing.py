@@ -1,16 +1,15 @@
 """Audits a model for mixed precision, layer by layer and operation by operation."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 
 from kmp.backend import computes_in_16_bits, is_keras_class, is_passthrough, keras_internals
-from kmp.conversion import audit_table, integer_inputs
+from kmp.conversion import audit_table
 from kmp.conversion.activation_statistics import ActivationStatistics, by_original_path, measure_activations
 from kmp.conversion.audit_row import Row
-from kmp.conversion.integer_inputs import INTEGER_DTYPE
 from kmp.conversion.model_parts import Part, check_built, check_not_float64, is_quantized, parts_of
 from kmp.conversion.plan_application import apply_plan, convert_to_float32
 from kmp.conversion.precision_plan import (
@@ -36,8 +35,7 @@ class Audit:
             `kmp.convert`.
         conversion_error: The message of the `ValueError` that `kmp.convert` raises for this model; empty if it does
             not.
-        notes: One sentence for each output of the model that is in 16 bits, and for each input that holds indices which
-            16 bits round.
+        notes: One sentence for each output of the model that is in 16 bits.
     """
 
     model: str
@@ -82,11 +80,8 @@ class Audit:
 def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") -> Audit:
     """Returns the dtypes of each layer and operation of a model, and whether it needs float32 and why.
 
-    Its notes list the inputs that hold indices, such as those of an `Embedding`, which a 16-bit dtype rounds. It finds
-    them by tracing the model; not found are those in control flow, and without a batch those of a subclassed model.
-
     With a batch, runs the model in float32 and as a mixed-precision candidate, and reports overflow, underflow and the
-    relative error of each layer's output, and the indices that differ. The candidate of a float32 model is
+    relative error of each layer's output. The candidate of a float32 model is
     `kmp.convert(model, policy)`; a model that already computes in 16 bits is its own candidate.
 
     A float32 model with custom classes is rebuilt, even without a batch, to find out whether `kmp.convert` can do so.
@@ -122,11 +117,7 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     parts = parts_of(model)
     has_own_rule = {part.path for part in (*configurable_parts(model), *unreachable_operations(parts))}
     rows = [_row(part, plan, keeps_dtypes, part.path in has_own_rule, statistics.get(part.path)) for part in parts]
-    declared = integer_inputs.describe_changes(reference, candidate, plan.compute_dtype)
-    rows = [replace(row, planned_dtype=INTEGER_DTYPE) if row.path in declared else row for row in rows]
-    rounded = integer_inputs.describe_rounding(model, reference, candidate, batch)
-    notes = (*_notes_on_outputs(model), *declared.values(), *rounded)
-    return Audit(model.name, tuple(rows), plan, conversion_error, notes)
+    return Audit(model.name, tuple(rows), plan, conversion_error, tuple(_notes_on_outputs(model)))
 
 
 def _variants(model: keras.Model, plan: Plan, batch: Any) -> tuple[keras.Model, keras.Model, str]:
@@ -143,7 +134,7 @@ def _variants(model: keras.Model, plan: Plan, batch: Any) -> tuple[keras.Model, 
             return (model if batch is None else convert_to_float32(model)), model, ""
         classes = {type(model), *(type(part.operation) for part in parts_of(model))}
         has_custom_classes = not all(map(_is_known_class, classes))
-        if batch is not None or has_custom_classes or integer_inputs.may_round(model, plan.compute_dtype):
+        if batch is not None or has_custom_classes:
             return model, apply_plan(model, plan), ""
     except ValueError as error:
         if batch is not None:

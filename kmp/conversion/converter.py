@@ -8,7 +8,6 @@ import keras
 import numpy as np
 
 from kmp.backend import compute_dtypes, computes_in_16_bits
-from kmp.conversion import integer_inputs
 from kmp.conversion.activation_statistics import ActivationStatistics, by_original_path, measure_activations
 from kmp.conversion.compile_state_transfer import transfer_compile_state
 from kmp.conversion.constructor_arguments import obstacles_to_dtypes
@@ -43,11 +42,6 @@ def convert(
 ) -> keras.Model:
     """Returns a mixed-precision model with the architecture and weights of a float32 model, which is not changed.
 
-    An `Input` of floats becomes int32 if its values are used as indices only, such as in an `Embedding` inside a custom
-    layer, and 16 bits would round them: Keras casts the float arguments of a layer to its compute dtype. float16 has
-    every integer only up to 2048, bfloat16 up to 256, float32 up to 2^24. An `Input` that is used both as indices and
-    as floats stays as it is, which is logged.
-
     Layers and operations that need float32 (see `kmp.audit`) and the output layers stay float32.
     `keras.layers.BatchNormalization` becomes `kmp.layers.BatchNormalization`. The weights are bitwise equal, or rounded
     if the policy keeps weights in 16 bits.
@@ -65,6 +59,10 @@ def convert(
     - Custom layers and models that create sublayers in code get the policy, and sublayers that need float32 get
       float32. Operations in such a functional graph cannot be changed, which is logged. `BatchNormalization` remains
       Keras' own there, and symbolic tensors have the dtypes of the policy.
+    - Keras casts the float arguments of a layer to its compute dtype. float16 has every integer only up to 2048,
+      bfloat16 up to 256, float32 up to 2^24. So a custom layer with an `Embedding` of more rows stays float32 if its
+      argument is an `Input` of floats. Declare the `Input` with `dtype="int32"`, and the layer computes in 16 bits.
+      kmp does not find indices that reach such a layer through other layers, or inside a subclassed model.
     - Keras does not save the policies of sublayers created in code: load such a model under `kmp.enable(policy)`, and
       pass `dtype` to the sublayers that you create.
 
@@ -75,8 +73,7 @@ def convert(
             with `*` and `?`, a name if no path matches, a layer, a class, a function that takes a layer and returns
             whether it stays float32, or a list of these.
         batch: An input of the model, such as an array. Layers whose output overflows with it in 16 bits but not in
-            float32 stay float32 too, until no output overflows; they are logged under `"kmp"`, as are layers that
-            look up other rows than in float32.
+            float32 stay float32 too, until no output overflows; they are logged under `"kmp"`.
         float32_layers: Whether kmp's rules for float32 layers apply, in addition to `keep_float32`.
 
     Returns:
@@ -105,7 +102,6 @@ def convert(
     converted, plan = (
         _convert_until_finite(model, plan, batch) if batch is not None else (apply_plan(model, plan), plan)
     )
-    _log_indices(model, converted, plan, batch)
     transfer_compile_state(model, converted, scale_loss=plan.compute_dtype == FLOAT16.name)
     return converted
 
@@ -138,14 +134,6 @@ def to_float32(model: keras.Model) -> keras.Model:
     converted = convert_to_float32(model)
     transfer_compile_state(model, converted, scale_loss=False)
     return converted
-
-
-def _log_indices(model: keras.Model, converted: keras.Model, plan: Plan, batch: Any) -> None:
-    """Logs the inputs that became integers, and the indices that are rounded nevertheless."""
-    for change in integer_inputs.describe_changes(model, converted, plan.compute_dtype).values():
-        logger.info(change)
-    for rounding in integer_inputs.describe_rounding(model, model, converted, batch):
-        logger.warning(rounding)
 
 
 def _warn_unreachable(model: keras.Model, dtype: str) -> None:

@@ -7,7 +7,6 @@ import keras
 from kmp import layers
 from kmp.backend import global_policy, is_keras_class, keras_internals
 from kmp.conversion.constructor_arguments import from_config
-from kmp.conversion.integer_inputs import INTEGER_DTYPE, with_integer_inputs
 from kmp.conversion.model_cloning import Config, clone_model
 from kmp.conversion.model_parts import Part, parts_of
 from kmp.conversion.precision_plan import Plan
@@ -24,14 +23,8 @@ _STATELESS = ("activation", "initializer", "regularizer", "constraint")
 def apply_plan(model: keras.Model, plan: Plan) -> keras.Model:
     """Returns a new model with the same weights and the plan's dtype policies.
 
-    Replaces `keras.layers.BatchNormalization` by kmp's, except where the policy keeps weights in 16 bits. Inputs whose
-    values are indices that 16 bits would round become int32.
+    Replaces `keras.layers.BatchNormalization` by kmp's, except where the policy keeps weights in 16 bits.
     """
-    converted = _apply_plan(model, plan, set())
-    return with_integer_inputs(model, converted, lambda inputs: _apply_plan(model, plan, inputs))
-
-
-def _apply_plan(model: keras.Model, plan: Plan, integer_inputs: set[int]) -> keras.Model:
     parts = parts_of(model)
     paths = {id(part.operation): part.path for part in parts}
     third_party = _third_party_in_float32(parts, plan)
@@ -40,9 +33,8 @@ def _apply_plan(model: keras.Model, plan: Plan, integer_inputs: set[int]) -> ker
         path = paths.get(id(original), "")
         policy = plan.policy_of(path)
         if isinstance(original, keras.layers.InputLayer):
-            dtype = {"dtype": INTEGER_DTYPE} if id(original) in integer_inputs else {}
             with global_policy(FLOAT32.name):
-                return type(original).from_config(config | dtype)
+                return type(original).from_config(config)
         if isinstance(original, keras.Layer):
             # kmp's BatchNormalization has float32 statistics; "float16" and "bfloat16" keep all weights in 16 bits.
             new_class = type(original) if policy in DTYPES_16_BIT else _KMP_CLASSES.get(type(original), type(original))

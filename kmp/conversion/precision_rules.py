@@ -17,9 +17,10 @@ import keras
 import numpy as np
 
 from kmp import layers
-from kmp.backend import direct_sublayers, is_keras_class, keras_internals
+from kmp.backend import direct_sublayers, is_keras_class, is_passthrough, keras_internals, sublayers
 from kmp.conversion.model_parts import Part
 from kmp.layers import Float32Operation
+from kmp.policy import exact_indices
 from kmp.utils import FLOAT16, FORMATS_16_BIT
 
 RUNS_IN_FLOAT16 = "float16"
@@ -168,10 +169,29 @@ def _rule_for(part: Part, dtype: str) -> OpRule:
     third_party = layers.reason_for_float32(type(part.operation), dtype)
     if third_party:
         return OpRule(NEEDS_FLOAT32, third_party, type(part.operation).__module__)
-    return _rule_of_configuration(part.operation, dtype) or next(
+    rule = _rule_of_configuration(part.operation, dtype) or next(
         (rule for layer_class, rule in _RULES_OF_LAYER_CLASSES if isinstance(part.operation, layer_class)),
         _fallback_rule(part.operation),
     )
+    return rule if rule.category == NEEDS_FLOAT32 else _rule_of_indices(part.operation, dtype) or rule
+
+
+def _rule_of_indices(layer: keras.Layer, dtype: str) -> OpRule | None:
+    """Returns the rule for a layer around a look-up whose indices may be in an `Input` of floats, which it would round.
+
+    Look-up layers and functional models do not cast their arguments to their compute dtype.
+    """
+    rows = max(map(exact_indices.rows_of, sublayers(layer)))
+    if exact_indices.rows_of(layer) or is_passthrough(layer) or not exact_indices.rounds_indices(rows, dtype):
+        return None
+    for tensor in (tensor for call in keras_internals.calls_of(layer) for tensor in call.input_tensors):
+        source = keras_internals.producer_of(tensor)
+        if isinstance(source, keras.layers.InputLayer) and keras.backend.is_float_dtype(tensor.dtype):
+            looked_up = f"{rows} rows" if rows < math.inf else "any integer"
+            declare = f"declare keras.Input(..., name={source.name!r}, dtype='int32') if it holds the indices"
+            reason = f"it looks up {looked_up} and gets input {source.name!r} as floats: {declare}"
+            return OpRule(NEEDS_FLOAT32, reason, _KERAS)
+    return None
 
 
 def _rule_of_operation(operation: keras.Operation, dtype: str) -> OpRule:

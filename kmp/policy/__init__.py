@@ -1,6 +1,6 @@
 """`enable`, `disable`, `wrap` and `guard`. Only this package keeps patches of Keras in place."""
 
-from kmp.policy import guarding, rounded_indices
+from kmp.policy import exact_indices, guarding
 from kmp.policy.enabling import POLICIES, Handle, disable, enable, graph_rewrite
 from kmp.policy.guarding import guard
 from kmp.policy.hardware_support import Gpu, Hardware, hardware
@@ -14,12 +14,12 @@ __all__ = [
     "all_optimizers_of",
     "disable",
     "enable",
+    "exact_indices",
     "graph_rewrite",
     "guard",
     "guarding",
     "hardware",
     "rewrap",
-    "rounded_indices",
     "settings_call",
     "wrap",
 ]

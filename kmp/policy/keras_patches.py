@@ -2,8 +2,9 @@
 
 `_ALWAYS` is in place from the import of kmp on, because a model that was compiled under `enable` has to train alike
 after `disable` and after loading. It changes nothing for other models. `_WHILE_ENABLED` is in place while `enable` or
-`graph_rewrite` is. Besides, `enable` replaces the state that stores the global dtype policy (`kmp.backend`), and for
-several workers two functions of the trainer. `guarding` wraps `train_step` of single models.
+`graph_rewrite` is, with the patches of casts and look-ups (`exact_indices`), of `keras.Layer.__init__`
+(`kmp.layers`), of the state that stores the global dtype policy (`kmp.backend`), and for several workers of two
+functions of the trainer. `guarding` wraps `train_step` of single models.
 """
 
 import functools
@@ -23,7 +24,7 @@ from kmp.backend import (
     trainer_fixes,
 )
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import grappler_rewrite, guarding, misuse_warnings
+from kmp.policy import exact_indices, grappler_rewrite, guarding, misuse_warnings
 from kmp.policy.active_settings import FLOAT16_POLICIES, active, current_settings, is_float16_enabled
 from kmp.policy.optimizers import optimizers_of, wrap_for_compile
 from kmp.utils import FLOAT16
@@ -46,6 +47,7 @@ def update_patches() -> None:
     _patches.extend(replace_policy_state(current_settings))
     _patch_for_several_workers()
     _patches.extend(_apply(_WHILE_ENABLED))
+    _patches.extend(exact_indices.apply_patches())
     _patches.append(layers.ThirdPartyPatch(is_global=True))
 
 

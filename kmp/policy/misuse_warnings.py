@@ -1,8 +1,7 @@
 """Errors and warnings for mistakes that Keras does not report; each message says how to fix the mistake."""
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import tensorflow as tf
 from kmp.backend import (
     compute_dtypes,
     direct_sublayers,
-    instance_attribute,
     is_keras_class,
     keras_internals,
     output_layers,
@@ -20,7 +18,6 @@ from kmp.backend import (
 )
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy.optimizers import all_optimizers_of
-from kmp.policy.rounded_indices import rounding_in_step
 from kmp.utils import FLOAT16, FLOAT32, user_messages
 
 _MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
@@ -63,7 +60,7 @@ def warn_after_compile(model: keras.Model) -> None:
     sigmoids = _sigmoid_outputs_in_float16(model) if _has_crossentropy(model.loss) else ()
     found = dict([*_softmaxes_in_float16(model), *sigmoids, *_losses_in_float16(model.loss)])
     if found:
-        _warn_once(model, _IN_FLOAT16.format(names=", ".join(found), remedies=", ".join(found.values())))
+        warn_once(model, _IN_FLOAT16.format(names=", ".join(found), remedies=", ".join(found.values())))
 
 
 def warn_before_training(model: keras.Model, was_compiled: bool) -> None:
@@ -75,7 +72,7 @@ def warn_before_training(model: keras.Model, was_compiled: bool) -> None:
     """
     dtypes = compute_dtypes(model)
     if dtypes == {FLOAT32.name}:
-        _warn_once(model, _NOT_FLOAT16)
+        warn_once(model, _NOT_FLOAT16)
     if FLOAT16.name in dtypes:
         _warn_if_unscaled(model, was_compiled)
 
@@ -96,22 +93,6 @@ def call_when_built(model: keras.Model, check: Callable[[], None]) -> None:
     model.train_function = run
 
 
-@contextlib.contextmanager
-def first_step_checked(model: keras.Model) -> Iterator[None]:
-    """Makes a train function that is created in the context warn in its first step if the step rounds indices."""
-    step, pending_checks = model.train_step, [rounding_in_step]
-
-    def checked_step(data: Any) -> Any:
-        logs = step(data)
-        rounding = pending_checks.pop()(model, data) if pending_checks else ""
-        if rounding:
-            _warn_once(model, f"rounds indices. {rounding}")
-        return logs
-
-    with instance_attribute(model, "train_step", checked_step):
-        yield
-
-
 def _warn_if_unscaled(model: keras.Model, was_compiled: bool) -> None:
     optimizers = all_optimizers_of(model)
     unscaled = [optimizer for optimizer in optimizers if not isinstance(optimizer, LossScaleOptimizer)]
@@ -120,26 +101,32 @@ def _warn_if_unscaled(model: keras.Model, was_compiled: bool) -> None:
         return
     if own_unscaled and type(model).train_step is not keras.Model.train_step:
         class_names = ", ".join(type(optimizer).__name__ for optimizer in own_unscaled)
-        _warn_once(model, _OWN_OPTIMIZERS.format(class_names=class_names))
+        warn_once(model, _OWN_OPTIMIZERS.format(class_names=class_names))
     elif len(unscaled) < len(optimizers):
         return
     elif isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
-        _warn_once(model, _STOCK_SCALER)
+        warn_once(model, _STOCK_SCALER)
     else:
         compiled = "with auto_scale_loss=False" if was_compiled else "before kmp.enable()"
-        _warn_once(model, _UNSCALED.format(compiled=compiled))
+        warn_once(model, _UNSCALED.format(compiled=compiled))
+
+
+def warn_once(layer: keras.Layer, mistake: str) -> None:
+    """Issues a warning about a layer or model, unless it was issued before.
+
+    Args:
+        layer: The layer.
+        mistake: The rest of the sentence that starts with the layer's class and name.
+    """
+    message = f"{type(layer).__name__} {layer.name!r} {mistake}"
+    if message not in _issued_messages:
+        _issued_messages.add(message)
+        user_messages.warn(message)
 
 
 def forget_issued_messages() -> None:
     """Makes every warning be issued again."""
     _issued_messages.clear()
-
-
-def _warn_once(model: keras.Model, mistake: str) -> None:
-    message = f"{type(model).__name__} {model.name!r} {mistake}"
-    if message not in _issued_messages:
-        _issued_messages.add(message)
-        user_messages.warn(message)
 
 
 def _softmaxes_in_float16(layer: keras.Layer) -> Iterable[tuple[str, str]]:

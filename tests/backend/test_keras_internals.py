@@ -87,3 +87,23 @@ def test_fit_starts_with_the_epoch_that_was_set():
 def test_lambda_output_shape_is_the_one_that_was_given():
     assert keras_internals.lambda_output_shape(keras.layers.Lambda(ops.abs, output_shape=(3,))) == (3,)
     assert keras_internals.lambda_output_shape(keras.layers.Lambda(ops.abs)) is None
+
+
+def test_is_symbolic_while_keras_computes_output_shapes_only():
+    calls = []
+
+    class Layer(keras.layers.Layer):
+        def call(self, x):
+            calls.append(keras_internals.is_symbolic())
+            return x
+
+    keras.Model(inputs := keras.Input((2,)), Layer()(inputs))(np.zeros((1, 2)))
+    assert calls == [True, False]
+
+
+def test_functional_input_cast_casts_to_the_dtypes_of_the_inputs():
+    functional, name = keras_internals.functional_input_cast()
+    model = keras.Model(inputs := keras.Input((2,), dtype="float16"), inputs)
+    assert isinstance(model, functional)
+    (cast,) = getattr(model, name)([ops.ones((1, 2))])
+    assert cast.dtype == "float16"

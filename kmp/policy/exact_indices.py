@@ -1,0 +1,128 @@
+"""Keeps the indices of look-up layers exact, although Keras casts the float arguments of a layer to 16 bits.
+
+An `Input` without a dtype is float32. A custom layer around an `Embedding` gets it in 16 bits: float16 has every
+integer only up to 2048, bfloat16 up to 256. kmp's patches make the result of such a cast remember the tensor that was
+cast, and look-up layers use that one. No dtype in the code of a layer changes. An operation, such as `ids + 1` in 16
+bits, returns a tensor that remembers nothing; a look-up of it warns.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kmp.backend import Replacement, defining_class, keras_internals
+from kmp.policy import misuse_warnings
+from kmp.utils import DTYPES_16_BIT, FORMATS_16_BIT
+
+# The layers of Keras that accept indices as floats, with the attribute that holds the number of rows; the others accept
+# any integer.
+_ROWS = {
+    keras.layers.Embedding: "input_dim",
+    keras.layers.CategoryEncoding: "num_tokens",
+    keras.layers.Hashing: None,
+    keras.layers.IntegerLookup: None,
+}
+_UNCAST = "_kmp_uncast"  # the attribute of a tensor that holds the tensor from which it was cast
+_ROUNDED = (
+    "gets its indices{rows} as {dtype}, which has every integer only up to {limit}: larger indices are rounded and "
+    "select other rows. Declare the input with keras.Input(..., dtype='int32'), or pass integers, such as "
+    "x.astype('int32')."
+)
+
+
+def rows_of(layer: keras.Layer) -> float:
+    """Returns the number of rows that a look-up layer selects from: infinity for any integer; 0 for other layers."""
+    for layer_class, attribute in _ROWS.items():
+        if isinstance(layer, layer_class):
+            return getattr(layer, attribute) if attribute else math.inf
+    return 0
+
+
+def rounds_indices(rows: float, dtype: str) -> bool:
+    """Whether a 16-bit dtype rounds some of the indices of this number of rows."""
+    return rows - 1 > FORMATS_16_BIT[dtype].max_exact_integer
+
+
+def apply_patches() -> list[Replacement]:
+    """Patches the casts of Keras' layers and functional models, and the look-up layers.
+
+    Returns:
+        The replacements, to remove them.
+    """
+    replacements = [Replacement(keras.DTypePolicy, "convert_input", _convert_input_patch)]
+    replacements += [Replacement(defining_class(each, "call"), "call", _look_up_patch) for each in _ROWS]
+    encoding = defining_class(keras.layers.CategoryEncoding, "__call__")
+    replacements.append(Replacement(encoding, "__call__", _category_encoding_patch))
+    functional, name = keras_internals.functional_input_cast()
+    replacements.append(Replacement(functional, name, _functional_patch))
+    return replacements
+
+
+def _convert_input_patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def convert_input(self: keras.DTypePolicy, x: Any, autocast: bool, dtype: str) -> Any:
+        return _exact_cast(x, original(self, x, autocast, dtype))
+
+    return convert_input
+
+
+def _functional_patch(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Patches the cast to the dtypes of a model's `Input`s: that of a Sequential without an `Input` may be float16."""
+
+    @functools.wraps(original)
+    def cast_inputs(self: keras.Model, inputs: list[Any]) -> list[Any]:
+        return [_exact_cast(x, cast) for x, cast in zip(inputs, original(self, inputs), strict=True)]
+
+    return cast_inputs
+
+
+def _exact_cast(x: Any, cast: Any) -> Any:
+    """Returns the result of a cast, computed from the tensor from which `x` was cast, if any.
+
+    Args:
+        x: The argument of the cast.
+        cast: The result of Keras' cast. If it is in 16 bits, it remembers the exact tensor.
+    """
+    if cast is x or not isinstance(cast, tf.Tensor):
+        return cast
+    exact = getattr(x, _UNCAST, x)
+    if exact is not x:
+        cast = tf.cast(exact, cast.dtype)
+    elif isinstance(x, np.ndarray):
+        exact = tf.convert_to_tensor(x)
+    if cast.dtype.name in DTYPES_16_BIT and isinstance(exact, tf.Tensor) and exact.dtype.name not in DTYPES_16_BIT:
+        setattr(cast, _UNCAST, exact)
+    return cast
+
+
+def _look_up_patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: keras.Layer, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        exact = getattr(inputs, _UNCAST, None)
+        dtype = keras.backend.standardize_dtype(inputs.dtype) if hasattr(inputs, "dtype") else ""
+        rows = rows_of(self)
+        # A symbolic call has no values: Keras calls the layer again, with tensors that may be exact.
+        is_symbolic = keras_internals.is_symbolic()
+        if exact is None and dtype in DTYPES_16_BIT and rounds_indices(rows, dtype) and not is_symbolic:
+            text = f" for {rows} rows" if rows < math.inf else ""
+            limit = FORMATS_16_BIT[dtype].max_exact_integer
+            misuse_warnings.warn_once(self, _ROUNDED.format(rows=text, dtype=dtype, limit=limit))
+        return original(self, inputs if exact is None else exact, *args, **kwargs)
+
+    return call
+
+
+def _category_encoding_patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches a call that in a graph casts the indices, integers included, to the compute dtype (Keras 3.15)."""
+
+    @functools.wraps(original)
+    def call_layer(self: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+        call = keras.Layer.__call__ if isinstance(self, keras.layers.CategoryEncoding) else original
+        return call(self, *args, **kwargs)
+
+    return call_layer

@@ -1,0 +1,287 @@
+import copy
+import pickle
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import MODES
+from keras import layers, ops
+
+import kmp
+
+IDS = np.array([[100, 3001, 4999]] * 2, "int32")
+FLOATS = IDS.astype("float32")
+ROWS = 6000
+
+
+class Tokens(layers.Layer):
+    def __init__(self, table=None):
+        super().__init__()
+        self.table = table or layers.Embedding(ROWS, 2)
+
+    def build(self, shape):
+        self.table.build(shape)
+
+    def call(self, ids):
+        assert ids.dtype in (self.compute_dtype, "int32")  # no code sees another dtype than without kmp
+        return self.table(ids)
+
+
+class Outer(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.tokens = Tokens()
+        self.table = self.tokens.table
+
+    def build(self, shape):
+        self.tokens.build(shape)
+
+    def call(self, batch):
+        return self.tokens(ids=batch["ids"])
+
+
+class Subclassed(keras.Model):
+    def __init__(self, inner, table):
+        super().__init__()
+        self.inner, self.table = inner, table
+
+    def call(self, ids):
+        return self.inner(ids)
+
+
+def functional(layer, **arguments):
+    ids = keras.Input((3,), **arguments)
+    return keras.Model(ids, layer({"ids": ids} if isinstance(layer, Outer) else ids))
+
+
+def subclassed(make):
+    layer = Tokens()
+    return Subclassed(make(layer), layer.table)
+
+
+EXACT = {
+    "layer": lambda: functional(Tokens()),
+    "layer in a layer": lambda: functional(Outer()),
+    "Sequential with an Input": lambda: keras.Sequential([keras.Input((3,)), Tokens()]),
+    "Sequential without an Input": lambda: keras.Sequential([layers.Embedding(ROWS, 2)]),
+    "subclassed model": lambda: subclassed(lambda layer: layer),
+    "functional model in a subclassed one": lambda: subclassed(functional),
+    "Sequential in a subclassed model": lambda: subclassed(lambda layer: keras.Sequential([layer])),
+}
+
+
+def table_of(model):
+    (table,) = [layer for layer in model._flatten_layers() if isinstance(layer, layers.Embedding)]
+    return table.embeddings.numpy()
+
+
+def messages(recwarn):
+    assert all(warning.filename == __file__ for warning in recwarn if warning.category is UserWarning)
+    return [str(warning.message) for warning in recwarn if "indices" in str(warning.message)]
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("name", EXACT)
+def test_look_ups_select_the_rows_of_float_and_integer_indices(name, policy, recwarn):
+    with kmp.enable(policy):
+        model = EXACT[name]()
+        outputs = [model(IDS), model(FLOATS)]  # in eager mode
+        outputs.append(model.predict(FLOATS if policy == "mixed_float16" else IDS, verbose=0))  # in a graph
+    for output in outputs:
+        np.testing.assert_allclose(np.asarray(output, "float32"), table_of(model)[IDS], atol=5e-4)
+    assert messages(recwarn) == []
+
+
+@pytest.mark.parametrize("mode", [*MODES, "loop"])
+def test_training_updates_the_rows_of_the_indices(enabled, mode, recwarn):
+    model = functional(Tokens())
+    model.compile("sgd", "mse", **MODES.get(mode, {}))
+    before = table_of(model)
+    if mode == "loop":
+        optimizer = model.optimizer
+
+        @tf.function
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = optimizer.scale_loss(ops.mean(ops.square(ops.cast(model(x), "float32") - 1)))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+        step(tf.constant(FLOATS))
+    else:
+        model.fit(IDS, np.ones((2, 3, 2)), verbose=0)
+    assert np.unique(np.nonzero(table_of(model) != before)[0]).tolist() == [100, 3001, 4999]
+    assert messages(recwarn) == []
+
+
+class TokenAndPositionEmbedding(layers.Layer):  # this and the next class as in Keras' example
+    def __init__(self, maxlen, vocab_size, embed_dim):
+        super().__init__()
+        self.token_emb = layers.Embedding(input_dim=vocab_size, output_dim=embed_dim)
+        self.pos_emb = layers.Embedding(input_dim=maxlen, output_dim=embed_dim)
+
+    def call(self, x):
+        maxlen = ops.shape(x)[-1]
+        positions = ops.arange(start=0, stop=maxlen, step=1)
+        positions = self.pos_emb(positions)
+        x = self.token_emb(x)
+        return x + positions
+
+
+class TransformerBlock(layers.Layer):
+    def __init__(self, embed_dim, num_heads, ff_dim, rate=0.1):
+        super().__init__()
+        self.att = layers.MultiHeadAttention(num_heads=num_heads, key_dim=embed_dim)
+        self.ffn = keras.Sequential([layers.Dense(ff_dim, activation="relu"), layers.Dense(embed_dim)])
+        self.layernorm1 = layers.LayerNormalization(epsilon=1e-6)
+        self.layernorm2 = layers.LayerNormalization(epsilon=1e-6)
+        self.dropout1 = layers.Dropout(rate)
+        self.dropout2 = layers.Dropout(rate)
+
+    def call(self, inputs):
+        attn_output = self.att(inputs, inputs)
+        attn_output = self.dropout1(attn_output)
+        out1 = self.layernorm1(inputs + attn_output)
+        ffn_output = self.ffn(out1)
+        ffn_output = self.dropout2(ffn_output)
+        return self.layernorm2(out1 + ffn_output)
+
+
+def test_keras_text_classification_reaches_the_accuracy_of_float32(recwarn):
+    # 16 bits would round away the last bit of the ids, which is the label.
+    tokens = np.random.default_rng(0).integers(2500, 2520, 512)
+    data = np.repeat(2 * tokens[:, None], 4, axis=1) + (labels := tokens % 2)[:, None]
+    accuracy = {}
+    for policy in ("float32", "mixed_float16"):
+        keras.utils.set_random_seed(0)
+        with kmp.enable(policy):
+            inputs = layers.Input(shape=(4,))
+            x = TransformerBlock(8, 2, 8)(TokenAndPositionEmbedding(4, 5100, 8)(inputs))
+            x = layers.GlobalAveragePooling1D()(x)
+            model = keras.Model(inputs, layers.Dense(2, activation="softmax")(x))
+            model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", metrics=["accuracy"])
+            model.fit(data, labels, batch_size=64, epochs=3, verbose=0)
+            accuracy[policy] = model.evaluate(data, labels, verbose=0)[1]
+    assert accuracy["float32"] > 0.95
+    assert accuracy["mixed_float16"] >= accuracy["float32"] - 0.01
+    assert messages(recwarn) == []
+
+
+class NextTokens(Tokens):
+    def call(self, ids):
+        return self.table(ids + 1)
+
+
+def test_indices_computed_in_16_bits_warn_once_until_disable(recwarn):
+    for _ in range(2):
+        with kmp.enable():
+            model = functional(NextTokens())
+            for _ in range(2):
+                model.predict(FLOATS, verbose=0)
+    first, second = messages(recwarn)
+    assert first.startswith(f"Embedding '{model.layers[1].table.name[:9]}")
+    assert "gets its indices for 6000 rows as float16, which has every integer only up to 2048" in second
+    assert "keras.Input(..., dtype='int32')" in second
+    assert "x.astype('int32')" in second
+
+
+def test_computed_indices_of_an_integer_input_are_exact(enabled, recwarn):
+    model = functional(NextTokens(), dtype="int32")
+    np.testing.assert_allclose(model(IDS), table_of(model)[IDS + 1], atol=5e-4)
+    assert messages(recwarn) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "warns"),
+    [
+        (lambda: layers.Embedding(2049, 2), "float16", False),
+        (lambda: layers.Embedding(2050, 2), "float16", True),
+        (lambda: layers.Embedding(257, 2), "bfloat16", False),
+        (lambda: layers.Embedding(258, 2), "bfloat16", True),
+        (lambda: layers.Embedding(6000, 2), "float32", False),
+        (lambda: layers.CategoryEncoding(2049), "float16", False),
+        (lambda: layers.CategoryEncoding(2050), "float16", True),
+        (lambda: layers.Hashing(3), "float16", True),
+        (lambda: layers.IntegerLookup(vocabulary=[1, 2]), "float16", True),
+        (lambda: layers.IntegerLookup(vocabulary=[1, 2]), "int32", False),
+    ],
+)
+def test_look_up_warns_only_if_the_dtype_of_its_indices_rounds_some_of_them(enabled, recwarn, make, dtype, warns):
+    make()(tf.constant([1, 2], dtype))
+    assert bool(messages(recwarn)) == warns
+
+
+LOOK_UPS = {
+    "CategoryEncoding": lambda: layers.CategoryEncoding(ROWS),
+    "Hashing": lambda: layers.Hashing(10_000),
+    "IntegerLookup": lambda: layers.IntegerLookup(vocabulary=[3000, 3001, 5000, 4999]),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_preprocessing_look_ups_are_exact(enabled, recwarn, name):
+    layer = LOOK_UPS[name]()
+    expected = ops.convert_to_numpy(layer(IDS))
+    tokens = Tokens(layer)
+    tokens.build = lambda shape: None
+    # In a graph, Keras casts even integers that CategoryEncoding gets to float16.
+    for function, ids in (tokens, FLOATS), (tf.function(tokens), FLOATS), (tf.function(layer), IDS):
+        np.testing.assert_array_equal(function(tf.constant(ids)), expected)
+    assert messages(recwarn) == []
+
+
+def test_float32_layer_inside_a_layer_gets_what_was_cast_and_its_gradient_is_that_of_float32(enabled):
+    class Around(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.inner = layers.Rescaling(3.0, dtype="float32")
+
+        def call(self, x):
+            return self.inner(x)
+
+    x = tf.constant([2049.0])
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = Around()(x)
+    assert (y.numpy().item(), tape.gradient(y, x).numpy().item()) == (6147.0, 3.0)
+
+
+class Capture(layers.Layer):
+    def __init__(self, seen):
+        super().__init__()
+        self.see = seen.append
+
+    def call(self, x):
+        self.see(x)
+        return x * 2
+
+
+def test_float32_tensor_lives_only_as_long_as_the_one_cast_from_it(enabled):
+    seen, x = [], tf.random.normal((4, 4))
+    original = weakref.ref(x)
+    output = Capture(seen)(x)
+    cast = weakref.ref(seen[0])
+    del x
+    assert cast().dtype == output.dtype == "float16"
+    seen.clear()
+    assert (cast(), original()) == (None, None)
+
+
+def test_tensors_that_were_cast_can_be_copied_pickled_and_passed_to_functions(enabled):
+    Capture(seen := [])(tf.constant(FLOATS))
+    for clone in copy.copy(seen[0]), copy.deepcopy(seen[0]), pickle.loads(pickle.dumps(seen[0])):
+        np.testing.assert_array_equal(clone, seen[0])
+    np.testing.assert_array_equal(tf.function(lambda x: x + 1)(seen[0]), seen[0] + 1)
+
+
+def test_disable_removes_the_patches(recwarn):
+    owners = [(keras.DTypePolicy, "convert_input"), (layers.Embedding, "call"), (layers.CategoryEncoding, "__call__")]
+    owners += [(layers.Hashing, "call"), (type(functional(Tokens())), "_convert_inputs_to_tensors")]
+    before = [getattr(owner, name) for owner, name in owners]
+    with kmp.enable():
+        assert all(getattr(owner, name) is not each for (owner, name), each in zip(owners, before, strict=True))
+        model = functional(Tokens())
+    assert [getattr(owner, name) for owner, name in owners] == before
+    np.testing.assert_allclose(model(FLOATS), table_of(model)[[[100, 3000, 5000]] * 2], atol=5e-4)
+    assert messages(recwarn) == []
