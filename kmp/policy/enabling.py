@@ -66,9 +66,11 @@ def enable(
     If a model with kmp's optimizer skips a step, the state of its layers is restored. Batches with a non-finite loss
     are excluded from its metrics. `compile` raises an error for arguments with which the first step would fail under a
     distribution strategy. `fit` is fixed for several workers, and for losses that layers add in 16 bits. kmp warns
-    about mistakes that Keras does not report, once until `disable`. Among these are indices, such as those of an
-    `Embedding` inside a custom layer, that Keras casts to 16 bits because their `Input` is float32: float16 has every
-    integer only up to 2048, bfloat16 up to 256, float32 up to 2^24.
+    about mistakes that Keras does not report, once until `disable`.
+
+    Keras casts the float arguments of a layer to its compute dtype. float16 has every integer only up to 2048, bfloat16
+    up to 256, float32 up to 2^24. Keras' look-up layers, such as an `Embedding` inside a custom layer, use the tensor
+    from before the cast. They warn about indices that were computed in 16 bits, such as `ids + 1`.
 
     The policy applies to all threads, and after `keras.backend.clear_session()`, until `disable`. A policy that is set
     on a layer, or later in a thread, with `keras.config.set_dtype_policy` or `enable`, takes precedence there. Calling
