@@ -27,7 +27,7 @@ def apply_plan(model: keras.Model, plan: Plan) -> keras.Model:
     """
     parts = parts_of(model)
     paths = {id(part.operation): part.path for part in parts}
-    third_party = _third_party_in_float32(parts, plan)
+    listed = _listed_in_float32(parts, plan)
 
     def clone_function(original: keras.Operation, config: Config) -> keras.Operation:
         path = paths.get(id(original), "")
@@ -40,14 +40,14 @@ def apply_plan(model: keras.Model, plan: Plan) -> keras.Model:
             new_class = type(original) if policy in DTYPES_16_BIT else _KMP_CLASSES.get(type(original), type(original))
             # The code of a class may call the sublayers that it creates at once: their policies cannot be set later.
             operations = [original, *(part.operation for part in parts_of(original))]
-            with layers.only_in_float32({type(found) for found in operations if id(found) in third_party}):
+            with layers.only_in_float32({type(found) for found in operations if id(found) in listed}):
                 clone = _clone_layer(original, config, new_class, policy)
             _set_sublayer_policies(original, clone, path, plan)
             return clone
         clone = type(original).from_config(config)
         return Float32Operation(clone, name=original.name) if policy == FLOAT32.name else clone
 
-    with layers.only_in_float32({type(part.operation) for part in parts if id(part.operation) in third_party}):
+    with layers.only_in_float32({type(part.operation) for part in parts if id(part.operation) in listed}):
         converted = clone_model(model, clone_function, plan.policy)
     _set_sublayer_policies(model, converted, "", plan)  # for sublayers created in `build`
     _set_edited_policies(parts, converted, plan)
@@ -62,8 +62,7 @@ def _set_edited_policies(parts: list[Part], converted: keras.Model, plan: Plan) 
     edited = {
         part.path
         for part in parts
-        if plan.policy_of(part.path) != FLOAT32.name
-        and layers.reason_for_float32(type(part.operation), plan.compute_dtype)
+        if plan.policy_of(part.path) != FLOAT32.name and layers.reason_for_float32(part.operation, plan.compute_dtype)
     }
     for before, after in zip(parts, parts_of(converted) if edited else (), strict=False):
         is_inside = bool(after.operation.weights) and any(before.path.startswith(f"{path}/") for path in edited)
@@ -71,12 +70,12 @@ def _set_edited_policies(parts: list[Part], converted: keras.Model, plan: Plan) 
             after.operation.dtype_policy = plan.policy
 
 
-def _third_party_in_float32(parts: list[Part], plan: Plan) -> set[int]:
-    """Returns the `id`s of the listed layers of other packages that the plan keeps in float32."""
+def _listed_in_float32(parts: list[Part], plan: Plan) -> set[int]:
+    """Returns the `id`s of the listed layers that the plan keeps in float32."""
     return {
         id(part.operation)
         for part in parts
-        if part.path in plan.float32 and layers.reason_for_float32(type(part.operation), plan.compute_dtype)
+        if part.path in plan.float32 and layers.reason_for_float32(part.operation, plan.compute_dtype)
     }
 
 

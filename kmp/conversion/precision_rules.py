@@ -66,8 +66,6 @@ _ILL_CONDITIONED = OpRule(NEEDS_FLOAT32, "amplifies the float16 rounding errors 
 _NO_KERNEL = OpRule(NEEDS_FLOAT32, "TensorFlow has no 16-bit kernel", "TensorFlow's kernels")
 _PENALTY = OpRule(NEEDS_FLOAT32, "the regularization penalty sums all outputs or their squares", _PAPER)
 _ADDS_LOSS = OpRule(NEEDS_FLOAT32, "calls add_loss: losses sum many elements and must be float32", _GUIDE)
-_WRITES_KERNEL = OpRule(NEEDS_FLOAT32, "assigns a computed kernel, which float16 would round to 11 bits", _KERAS)
-_RAW_INPUT = OpRule(NEEDS_FLOAT32, "raw input data may exceed 65504, float16's maximum", _GUIDE)
 _CUSTOM_FUNCTION = OpRule(NEEDS_FLOAT32, "a custom function, which kmp does not inspect", "kmp")
 _ALWAYS_FLOAT32 = OpRule(NEEDS_FLOAT32, "always computes in float32, whatever the policy", "kmp.layers")
 _MATRIX = OpRule(RUNS_IN_FLOAT16, "", f"{_TORCH}, {_GRAPPLER}")
@@ -116,16 +114,11 @@ _RULE_OF_ACTIVATION = {
     "squareplus": _POWER,
 }
 
-# The first class that matches applies, also to subclasses.
+# The first class that matches applies, also to subclasses. `kmp.layers.float32_classes` has those that fail in 16 bits.
 _LAYER_NAMES = {
     _ALWAYS_FLOAT32: "kmp.Softmax kmp.Float32",
     _SOFTMAX: "Softmax",
-    _SUM_OF_SQUARES: "UnitNormalization",
-    _PENALTY: "ActivityRegularization",
-    _WRITES_KERNEL: "SpectralNormalization",
-    _RAW_INPUT: "Normalization Rescaling Discretization MelSpectrogram STFTSpectrogram",
-    _CUSTOM_FUNCTION: "Lambda TFSMLayer",
-    _SUM: "GlobalAveragePooling1D",  # with a mask it computes a sum
+    _CUSTOM_FUNCTION: "Lambda",
     _STATISTICS: "BatchNormalization LayerNormalization GroupNormalization RMSNormalization",
     _ATTENTION: "Attention AdditiveAttention MultiHeadAttention GroupQueryAttention",
     _MATRIX: (
@@ -166,9 +159,9 @@ def _rule_for(part: Part, dtype: str) -> OpRule:
         return _ALWAYS_FLOAT32
     if not part.is_layer:
         return _rule_of_operation(part.operation, dtype)
-    third_party = layers.reason_for_float32(type(part.operation), dtype)
-    if third_party:
-        return OpRule(NEEDS_FLOAT32, third_party, type(part.operation).__module__)
+    reason = layers.reason_for_float32(part.operation, dtype)
+    if reason:
+        return OpRule(NEEDS_FLOAT32, reason, type(part.operation).__module__)
     rule = _rule_of_configuration(part.operation, dtype) or next(
         (rule for layer_class, rule in _RULES_OF_LAYER_CLASSES if isinstance(part.operation, layer_class)),
         _fallback_rule(part.operation),
@@ -249,8 +242,6 @@ def _calls_add_loss(layer: keras.Layer) -> bool:
 def _fallback_rule(layer: keras.Layer) -> OpRule:
     if not keras.backend.is_float_dtype(layer.compute_dtype):  # a lookup of strings or integers
         return _DEFAULT
-    if is_keras_class(type(layer)) and ".layers.preprocessing." in type(layer).__module__:
-        return _RAW_INPUT
     if _has_custom_call(layer):
         return _CUSTOM_LAYER if layer.weights else _CUSTOM_LAYER_WITHOUT_WEIGHTS
     return _LAYER_WITH_WEIGHTS if layer.weights else _DEFAULT

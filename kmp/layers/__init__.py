@@ -2,10 +2,10 @@
 
 from kmp.layers.batch_normalization import BatchNormalization
 from kmp.layers.float32 import Float32
+from kmp.layers.float32_classes import Float32Patch as Float32Patch
+from kmp.layers.float32_classes import only_in_float32 as only_in_float32
+from kmp.layers.float32_classes import reason_for_float32 as reason_for_float32
 from kmp.layers.float32_operation import Float32Operation as Float32Operation
 from kmp.layers.softmax import Softmax
-from kmp.layers.third_party import ThirdPartyPatch as ThirdPartyPatch
-from kmp.layers.third_party import only_in_float32 as only_in_float32
-from kmp.layers.third_party import reason_for_float32 as reason_for_float32
 
 __all__ = ["BatchNormalization", "Float32", "Softmax"]

@@ -29,7 +29,7 @@ from kmp.policy.active_settings import FLOAT16_POLICIES, active, current_setting
 from kmp.policy.optimizers import optimizers_of, wrap_for_compile
 from kmp.utils import FLOAT16
 
-_patches: list[Replacement | layers.ThirdPartyPatch] = []
+_patches: list[Replacement | layers.Float32Patch] = []
 _multi_worker_patches: list[Replacement] = []
 _policy_at_compile: WeakKeyDictionary[keras.Model, str] = WeakKeyDictionary()
 
@@ -48,7 +48,7 @@ def update_patches() -> None:
     _patch_for_several_workers()
     _patches.extend(_apply(_WHILE_ENABLED))
     _patches.extend(exact_indices.apply_patches())
-    _patches.append(layers.ThirdPartyPatch(is_global=True))
+    _patches.append(layers.Float32Patch(is_global=True))
 
 
 def _apply(patches: dict[str, Callable[[Any], Any]]) -> list[Replacement]:

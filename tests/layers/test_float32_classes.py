@@ -8,7 +8,7 @@ import pytest
 from keras import ops
 
 import kmp
-from kmp.layers.third_party import only_in_float32, reason_for_float32
+from kmp.layers.float32_classes import only_in_float32, reason_for_float32
 
 
 class ESMRotaryEmbedding(keras.layers.Layer):
@@ -60,6 +60,20 @@ for listed in (ESMRotaryEmbedding, MaskedLMHead, T5MultiHeadAttention, Ordinary)
     listed.__module__ = "keras_hub.src.models.esm"
 
 
+class Enlarged(keras.layers.UpSampling2D):
+    """Sets the argument on which the reason depends in its own `__init__`."""
+
+    def __init__(self, **kwargs):
+        super().__init__(interpolation="bilinear", **kwargs)
+
+
+class EdgeDetector(keras.layers.Rescaling):
+    """A user's layer for raw data."""
+
+    def __init__(self):
+        super().__init__(scale=1 / 255)
+
+
 @keras.saving.register_keras_serializable("tests")
 class Encoder(keras.layers.Layer):
     """Creates layers in code, so that no config contains them."""
@@ -105,12 +119,70 @@ class Task(keras.Model):
 
 
 def test_listed_class_and_its_subclasses_have_a_reason():
-    assert "arange" in reason_for_float32(ESMRotaryEmbedding)
-    assert "arange" in reason_for_float32(Rotary)
-    assert reason_for_float32(Ordinary) is None
-    assert "arange" in reason_for_float32(TimestepEmbedding)
-    assert reason_for_float32(OtherTimestepEmbedding) is None
-    assert reason_for_float32(keras.layers.Dense) is None
+    assert "arange" in reason_for_float32(ESMRotaryEmbedding())
+    assert "arange" in reason_for_float32(Rotary())
+    assert reason_for_float32(Ordinary()) is None
+    assert "arange" in reason_for_float32(TimestepEmbedding())
+    assert reason_for_float32(OtherTimestepEmbedding()) is None
+    assert reason_for_float32(keras.layers.Dense(1)) is None
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("make", "needing"),
+    [
+        (lambda: keras.layers.Dot(axes=1), ()),
+        (lambda: keras.layers.Dot(axes=1, normalize=True), ("float16",)),
+        (keras.layers.GlobalAveragePooling1D, ("float16",)),
+        (keras.layers.Masking, ()),
+        (lambda: keras.layers.Masking(-9999.0), ("float16", "bfloat16")),
+        (lambda: keras.layers.Masking(-999.0), ("bfloat16",)),
+        (lambda: keras.layers.Masking(-1e30), ("float16", "bfloat16")),
+        (keras.layers.RandomFlip, ("float16", "bfloat16")),
+        (lambda: keras.layers.RandomFlip(dtype="float16"), ("float16", "bfloat16")),
+        (keras.layers.STFTSpectrogram, ("float16", "bfloat16")),
+        (keras.layers.UpSampling2D, ()),
+        (lambda: keras.layers.UpSampling2D(interpolation="bilinear"), ("float16", "bfloat16")),
+        (Enlarged, ("float16", "bfloat16")),
+        (EdgeDetector, ("float16", "bfloat16")),
+    ],
+)
+def test_keras_layer_is_float32_where_its_arguments_need_it(make, needing, dtype):
+    with kmp.enable(f"mixed_{dtype}"):
+        layer = make()
+    assert (layer.compute_dtype == "float32") == (dtype in needing)
+    assert bool(reason_for_float32(layer, dtype)) == (dtype in needing)
+
+
+def test_convert_and_audit_use_the_same_reasons_for_keras_layers():
+    layers = [
+        keras.layers.Rescaling(0.5, name="pixels"),
+        keras.layers.Conv2D(4, 3),
+        keras.layers.UpSampling2D(interpolation="bilinear", name="bilinear"),
+        keras.layers.Conv2D(4, 3),
+        keras.layers.UpSampling2D(name="nearest"),
+        keras.layers.Conv2D(1, 3, name="outputs"),
+    ]
+    model = keras.Sequential([keras.Input((8, 8, 3)), *layers])
+    float32 = kmp.audit(model).plan.float32
+    assert list(float32) == ["pixels", "bilinear", "outputs"]
+    assert [float32["pixels"], float32["bilinear"]] == [reason_for_float32(layers[0]), reason_for_float32(layers[2])]
+    converted = [layer.name for layer in kmp.convert(model).layers if layer.compute_dtype == "float32"]
+    assert converted == list(float32)
+
+
+def test_integer_dtype_of_a_listed_layer_is_kept():
+    with kmp.enable():
+        layer = keras.layers.CategoryEncoding(num_tokens=3, dtype="int32")
+    assert layer.compute_dtype == "int32"
+    assert reason_for_float32(layer) is None
+
+
+def test_dtype_that_is_set_after_creation_is_kept():
+    with kmp.enable():
+        layer = keras.layers.Rescaling(0.5)
+        layer.dtype_policy = "float16"
+        assert layer(np.ones((1, 1))).dtype == "float16"
 
 
 @pytest.mark.parametrize("layer_class", [ESMRotaryEmbedding, Rotary])
@@ -176,7 +248,9 @@ def test_listed_layer_of_a_nested_model_whose_layers_belong_to_the_outer_graph_t
 
 
 def test_patch_is_removed_after_conversions_that_overlap_in_threads():
-    original, started, may_end = keras.layers.Layer.__init__, threading.Barrier(2), threading.Event()
+    patched = keras.layers.Layer, keras.layers.Dot, keras.layers.Masking, keras.layers.UpSampling2D
+    originals = [cls.__init__ for cls in patched]
+    started, may_end = threading.Barrier(2), threading.Event()
 
     def convert_slowly():
         with only_in_float32({MaskedLMHead}):
@@ -191,4 +265,4 @@ def test_patch_is_removed_after_conversions_that_overlap_in_threads():
     assert MaskedLMHead(dtype="mixed_float16").compute_dtype == "float16"  # in this thread
     may_end.set()
     thread.join()
-    assert keras.layers.Layer.__init__ is original
+    assert [cls.__init__ for cls in patched] == originals

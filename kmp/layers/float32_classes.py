@@ -1,0 +1,188 @@
+"""The layers of Keras and of other packages that fail or go wrong in 16 bits and need float32, and why.
+
+`docs/hub.md` has the models that use those of keras-hub. `tests/layers/test_every_keras_layer.py` tries all of Keras'.
+"""
+
+import contextlib
+import functools
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from kmp.backend import Replacement, defining_class
+from kmp.utils import DTYPES_16_BIT, FLOAT16, FLOAT32
+
+logger = logging.getLogger("kmp")
+_logged: set[type] = set()
+_lock = threading.Lock()
+_active: list["Float32Patch"] = []
+_replacements: list[Replacement] = []  # present while any patch is active
+_selected: ContextVar[Collection[type] | None] = ContextVar("_selected", default=None)
+
+
+@dataclass(frozen=True)
+class _Reason:
+    """Why a class needs float32, and whether a layer of it does in a 16-bit dtype."""
+
+    text: str
+    applies: Callable[[keras.Layer, str], bool] = lambda layer, dtype: True
+
+
+def _in_float16(layer: keras.Layer, dtype: str) -> bool:
+    return dtype == FLOAT16.name
+
+
+def _is_rounded(value: Any, dtype: str) -> bool:
+    exact = np.asarray(value, "float64")
+    with np.errstate(over="ignore"):
+        return not np.array_equal(exact.astype(np.dtype(dtype)).astype("float64"), exact)
+
+
+_MASK = _Reason("its mask is multiplied by -1e9, which is -Inf in float16, and 0 * -Inf is NaN", _in_float16)
+_ARANGE = _Reason(
+    "it computes positions in the dtype of its input: TensorFlow has no `arange` in float16 in a graph, and bfloat16 "
+    "rounds integers above 256"
+)
+_TWO_DTYPES = _Reason("it combines float32 and 16-bit tensors, which TensorFlow refuses")
+
+# By the first name of the module that defines the class; subclasses match too. Where a package has several classes of a
+# name, the name of the module's folder stands before it.
+_REASONS = {
+    "keras": {  # 3.15
+        "ActivityRegularization": _Reason("its sum over all outputs overflows float16", _in_float16),
+        "DataLayer": _Reason(
+            "it prepares raw data: 16 bits round the ids in masks and labels and overflow on large values, and some "
+            "layers combine them with float32, which TensorFlow refuses",
+            lambda layer, dtype: keras.backend.is_float_dtype(layer.compute_dtype),
+        ),
+        "Dot": _Reason(
+            "it normalizes vectors, and its sum of squares is Inf or 0 in float16",
+            lambda layer, dtype: _in_float16(layer, dtype) and getattr(layer, "normalize", False),
+        ),
+        "GlobalAveragePooling1D": _Reason("with a mask, its sum over all steps overflows float16", _in_float16),
+        "Masking": _Reason(
+            "16 bits round its mask_value, which then equals none of the inputs",
+            lambda layer, dtype: _is_rounded(getattr(layer, "mask_value", 0.0), dtype),
+        ),
+        "STFTSpectrogram": _Reason("the squares of its amplitudes overflow float16, and it refuses bfloat16"),
+        "SpectralNormalization": _Reason("it writes a kernel that it computes, and 16 bits would round the weights"),
+        "TFSMLayer": _Reason("an exported model takes only the dtypes with which it was exported"),
+        "UnitNormalization": _Reason(
+            "its sum of squares is Inf or 0 in float16: it returns 0 for large, Inf for small and NaN for zero vectors",
+            _in_float16,
+        ),
+        "UpSampling2D": _Reason(
+            "TensorFlow computes the gradient of an interpolation in float32: of a 16-bit input, it fails in XLA "
+            "(bilinear) and in graphs (lanczos), and there is none at all (bicubic)",
+            lambda layer, dtype: getattr(layer, "interpolation", "nearest") != "nearest",
+        ),
+    },
+    "keras_hub": {  # 0.32
+        "DFineAnchorGenerator": _ARANGE,
+        "DFineHybridEncoder": _ARANGE,
+        "ESMRotaryEmbedding": _ARANGE,
+        "flux.TimestepEmbedding": _ARANGE,
+        "MaskedLMHead": _TWO_DTYPES,
+        "MixtralTransformerDecoder": _TWO_DTYPES,
+        "MoonshineDecoderBlock": _TWO_DTYPES,
+        "MoonshineEncoderBlock": _TWO_DTYPES,
+        "Qwen3SparseMoeBlock": _TWO_DTYPES,
+        "Qwen3_5MoeSparseMoeBlock": _TWO_DTYPES,
+        "QwenSparseMoeBlock": _TWO_DTYPES,
+        "RWKV7_Block": _Reason(
+            "it normalizes with an epsilon of 1e-12, which is 0 in float16, and divides by zero", _in_float16
+        ),
+        "RoformrPositionalEmbedding": _ARANGE,
+        "SAM3DetrDecoder": _ARANGE,
+        "SAMPromptEncoder": _TWO_DTYPES,
+        "T5Gemma2DecoderLayer": _MASK,
+        "T5Gemma2EncoderLayer": _MASK,
+        "T5GemmaDecoderLayer": _MASK,
+        "T5GemmaEncoderLayer": _MASK,
+        "T5MultiHeadAttention": _MASK,
+    },
+}
+# `keras.Layer.__init__` has run before these classes set what their reason depends on.
+_PATCHED_CLASSES = (keras.Layer, keras.layers.Dot, keras.layers.Masking, keras.layers.UpSampling2D)
+
+
+def reason_for_float32(layer: keras.Layer, dtype: str = FLOAT16.name) -> str | None:
+    """Returns why a layer of Keras or another package needs float32; `None` if it does not.
+
+    Args:
+        layer: The layer.
+        dtype: The compute dtype that the layer would have, `"float16"` or `"bfloat16"`.
+    """
+    return next((reason.text for reason in _reasons(type(layer)) if reason.applies(layer, dtype)), None)
+
+
+def _reasons(layer_class: type) -> Iterator[_Reason]:
+    for base in layer_class.__mro__:
+        package, *folders = str(getattr(base, "__module__", "")).split(".")
+        for name in (base.__name__, ".".join([*folders[-2:-1], base.__name__])):
+            if name in _REASONS.get(package, {}):
+                yield _REASONS[package][name]
+
+
+class Float32Patch:
+    """Gives listed layers the policy float32 when they are created for 16 bits, until `remove` is called.
+
+    An explicit `dtype="float16"` does not change this: saved configs and layers that pass on their policy have one too.
+    Setting `layer.dtype_policy` afterwards does. `enable` and conversions, in several threads, share one patch.
+
+    Args:
+        is_global: Whether it applies to all listed layers; otherwise only in the context of `only_in_float32`.
+    """
+
+    def __init__(self, is_global: bool) -> None:
+        self.is_global = is_global
+        with _lock:
+            if not _active:
+                owners = (defining_class(cls, "__init__") for cls in _PATCHED_CLASSES)
+                _replacements.extend(Replacement(owner, "__init__", _patched_init) for owner in owners)
+            _active.append(self)
+
+    def remove(self) -> None:
+        """Ends the effect, and with the last one the patch."""
+        with _lock:
+            _active.remove(self)
+            while _replacements and not _active:
+                _replacements.pop().remove()
+
+
+@contextlib.contextmanager
+def only_in_float32(classes: Collection[type]) -> Iterator[None]:
+    """Gives layers of these classes, and no other listed layers, the policy float32 in the context."""
+    token, patch = _selected.set(classes), Float32Patch(is_global=False)
+    try:
+        yield
+    finally:
+        patch.remove()
+        _selected.reset(token)
+
+
+def _patched_init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: keras.Layer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        # The class is checked first: others may override `compute_dtype`, and need their own `__init__` to have run.
+        if not any(_reasons(type(self))) or self.compute_dtype not in DTYPES_16_BIT:
+            return
+        classes = _selected.get()
+        is_selected = any(patch.is_global for patch in _active) if classes is None else type(self) in classes
+        reason = reason_for_float32(self, self.compute_dtype) if is_selected else None
+        if reason:
+            self.dtype_policy = FLOAT32.name
+            if type(self) not in _logged:
+                _logged.add(type(self))
+                logger.info("%s stays in float32: %s.", type(self).__name__, reason)
+
+    vars(init)["__signature__"] = inspect.signature(original)  # Keras reads it to store the arguments of a layer
+    return init

@@ -1,0 +1,396 @@
+"""Compares every layer of `keras.layers` under `kmp.enable` with the same layer in float32, in a graph and with XLA."""
+
+import functools
+import inspect
+from dataclasses import dataclass, field
+from functools import partial  # in arguments: a layer, which is created under the same policy
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import kmp
+
+random = np.random.default_rng(0)
+
+
+def floats(*shape):
+    """Distinct values, so that a maximum is unique, and exact in float16."""
+    return random.permutation(1024)[: np.prod(shape)].reshape(shape).astype("float32") / 256 - 2
+
+
+VECTORS, SEQUENCE, IMAGES, VOLUME = floats(4, 6), floats(2, 5, 4), floats(2, 8, 8, 3), floats(2, 4, 4, 4, 3)
+STATE, TOKENS, MANY = VECTORS[:, :3], random.integers(0, 10, (3, 5)).astype("int32"), np.ones((64, 64), "float32")
+TWO = [VECTORS, VECTORS[::-1]]
+MASK = np.tile(np.arange(5) < 3, (2, 1))
+STRINGS = np.array([["a b"], ["b c"]])
+AMOUNTS = np.array([[1.0, 2000.5], [70000.0, 2001.0], [3.0, 2002.5], [100000.0, 2003.0]], "float32")
+SOUND = np.sin(0.3 * np.arange(1024, dtype="float32"))[None]
+PIXELS = random.integers(0, 256, (4, 8, 8, 3)).astype("uint8")
+LABELED = {"images": PIXELS, "labels": np.eye(3, dtype="float32")[[0, 1, 2, 0]]}
+# Ids that float16 rounds, as those of the instances in a data set for segmentation.
+BOXES = {"boxes": np.array([[[0, 0, 4, 4], [2, 3, 7, 8]]] * 4, "float32"), "labels": np.array([[3001, 2]] * 4, "int32")}
+ANNOTATED = LABELED | {
+    "segmentation_masks": random.integers(4000, 5000, (4, 8, 8, 1)).astype("int32"),
+    "bounding_boxes": BOXES,
+}
+UNBOXED = {key: ANNOTATED[key] for key in ("images", "labels", "segmentation_masks")}
+
+
+@dataclass(eq=False)
+class Case:
+    """A layer and a call of it.
+
+    Args:
+        inputs: A tuple is several arguments.
+        arguments: Those of the layer's `__init__`.
+        name: What sets it apart from the other cases of the class.
+        call: Keyword arguments of the call.
+        is_raw: Whether the inputs come from a data set, and not from another layer, through which gradients flow.
+        is_random: Whether only the mean and the standard deviation of the outputs are compared.
+        has_xla: Whether XLA can compile it in float32.
+    """
+
+    inputs: Any
+    arguments: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    call: dict[str, Any] = field(default_factory=dict)
+    is_raw: bool = False
+    is_random: bool = False
+    has_xla: bool = True
+    layer_class: type = layers.Layer
+
+    def layer(self, saved_model):
+        """Creates the layer under the current policy, with weights that depend on the class only."""
+        keras.utils.set_random_seed(0)
+        arguments = {
+            name: [item() if isinstance(item, partial) else item for item in value]
+            if isinstance(value, list)
+            else value
+            for name, value in self.arguments.items()
+        }
+        arguments |= {name: value() for name, value in arguments.items() if isinstance(value, partial)}
+        if self.layer_class is layers.TFSMLayer:
+            arguments["filepath"] = saved_model
+        layer = self.layer_class(**arguments)
+        if self.name == "adapted":
+            layer.adapt(self.inputs)
+        return layer
+
+
+def case(inputs=VECTORS, name="", *, call=None, is_raw=False, is_random=False, has_xla=True, **arguments):
+    return Case(inputs, arguments, name, call or {}, is_raw, is_random, has_xla)
+
+
+def raw(inputs, name="", **arguments):
+    return case(inputs, name, is_raw=True, **arguments)
+
+
+def images(inputs=ANNOTATED, name="", **arguments):
+    """An augmentation, in training; the same seed gives the same augmentation."""
+    boxes = {"bounding_box_format": "xyxy"} if "bounding_boxes" in inputs else {}
+    return raw(inputs, name, call={"training": True}, **boxes | arguments)
+
+
+def dropout(inputs=MANY, **arguments):
+    return case(inputs, call={"training": True}, is_random=True, **arguments)
+
+
+def each(make, inputs, argument, values, **arguments):
+    return [make(inputs, str(value), **{argument: value}, **arguments) for value in values]
+
+
+HAS_NO_CALL = {layers.InputLayer, layers.InputSpec, layers.Layer, layers.Wrapper}
+IS_FOR_OTHER_BACKENDS = {layers.FlaxLayer, layers.JaxLayer, layers.TorchModuleWrapper}
+MASKED, MASKED_TWICE, TRAINING = {"mask": MASK}, {"mask": [MASK, MASK]}, {"training": True}
+
+CASES = {
+    layers.Activation: each(case, VECTORS, "activation", ["gelu", "softmax", "softplus", "tanh"]),
+    layers.ActivityRegularization: [case(l1=0.1), case(np.full((4, 4096), 8, "float32"), "large", l2=0.01)],
+    layers.Add: [case(TWO)],
+    layers.AdditiveAttention: [case([SEQUENCE, SEQUENCE], call=MASKED_TWICE)],
+    layers.AlphaDropout: [dropout(rate=0.5)],
+    layers.Attention: [case([SEQUENCE, SEQUENCE], call=MASKED_TWICE)],
+    layers.AugMix: [images(LABELED, seed=1, has_xla=False)],
+    layers.AutoContrast: [images()],
+    layers.Average: [case(TWO)],
+    layers.BatchNormalization: [case(), case(IMAGES, "training", call=TRAINING)],
+    layers.Bidirectional: [case(SEQUENCE, layer=partial(layers.GRU, 3))],
+    layers.CategoryEncoding: each(raw, TOKENS, "output_mode", ["count", "multi_hot", "one_hot"], num_tokens=10),
+    layers.CenterCrop: [images(height=4, width=4)],
+    layers.Concatenate: [case(TWO)],
+    layers.ContrastLimitedAdaptiveHistogramEqualization: [images(PIXELS)],
+    layers.CutMix: [images(LABELED, seed=1, has_xla=False)],
+    layers.Dense: [case(units=3), case(name="softmax", units=3, activation="softmax")],
+    layers.Discretization: each(raw, AMOUNTS, "output_mode", ["int", "one_hot"], bin_boundaries=[2.0, 2001.2, 80000.0]),
+    layers.Dot: [case(TWO, axes=1), case([VECTORS * 256, VECTORS[::-1]], "normalized", axes=1, normalize=True)],
+    layers.Dropout: [dropout(rate=0.5)],
+    layers.ELU: [case()],
+    layers.EinsumDense: [case(SEQUENCE, equation="abc,cd->abd", output_shape=(None, 3))],
+    layers.Embedding: [case(TOKENS, input_dim=10, output_dim=4, mask_zero=True)],
+    layers.Equalization: [images()],
+    layers.Flatten: [case(IMAGES)],
+    layers.GRU: [case(SEQUENCE, units=3), case(SEQUENCE, "masked", call=MASKED, units=3)],
+    layers.GRUCell: [case((VECTORS, STATE), units=3)],
+    layers.GaussianDropout: [dropout(rate=0.5)],
+    layers.GaussianNoise: [dropout(stddev=0.5)],
+    layers.GlobalAveragePooling1D: [
+        case(SEQUENCE),
+        case(np.full((1, 3000, 1), 40, "float32"), "masked", call={"mask": np.ones((1, 3000), bool)}),
+    ],
+    layers.GroupNormalization: [case(IMAGES, groups=3)],
+    layers.GroupQueryAttention: [case((SEQUENCE, SEQUENCE), head_dim=4, num_query_heads=2, num_key_value_heads=1)],
+    layers.HashedCrossing: each(
+        raw, [TOKENS[:, :1], TOKENS[:, 1:2]], "output_mode", ["int", "one_hot"], num_bins=3000, has_xla=False
+    ),
+    layers.Hashing: each(raw, TOKENS, "output_mode", ["int", "one_hot"], num_bins=3000, has_xla=False),
+    layers.Identity: [case()],
+    layers.IntegerLookup: each(
+        raw, TOKENS, "output_mode", ["int", "multi_hot", "count"], vocabulary=list(range(10)), has_xla=False
+    ),
+    layers.LSTM: [case(SEQUENCE, units=3), case(SEQUENCE, "masked", call=MASKED, units=3)],
+    layers.LSTMCell: [case((VECTORS, [STATE, STATE]), units=3)],
+    layers.Lambda: [case(function=keras.ops.square)],
+    layers.LayerNormalization: [case()],
+    layers.LeakyReLU: [case()],
+    layers.Masking: [case(SEQUENCE * MASK[..., None])]
+    + [
+        raw(np.where(MASK[..., None], SEQUENCE, np.float32(value)), f"{value}", mask_value=value)
+        for value in (-1.0, -9999.0, -1e9, 0.1, float("inf"))
+    ],
+    layers.MaxNumBoundingBoxes: [images(max_number=3)],
+    layers.Maximum: [case(TWO)],
+    layers.MelSpectrogram: [raw(SOUND * 30000, fft_length=64, sampling_rate=8000, num_mel_bins=8)],
+    layers.Minimum: [case(TWO)],
+    layers.MixUp: [images(LABELED, seed=1, has_xla=False)],
+    layers.MultiHeadAttention: [
+        case((SEQUENCE, SEQUENCE), num_heads=2, key_dim=4),
+        case((SEQUENCE, SEQUENCE), "masked", call={"attention_mask": MASK[:, None]}, num_heads=2, key_dim=4),
+    ],
+    layers.Multiply: [case(TWO)],
+    layers.Normalization: [
+        case(mean=0.5, variance=2.0),
+        raw(AMOUNTS, "amounts", mean=[40000.0, 2000.0], variance=[1e9, 2.0]),
+        raw(AMOUNTS, "adapted"),
+    ],
+    layers.PReLU: [case(alpha_initializer="ones")],
+    layers.Permute: [case(SEQUENCE, dims=(2, 1))],
+    layers.Pipeline: [raw(PIXELS, layers=[partial(layers.Rescaling, 1 / 255), partial(layers.CenterCrop, 4, 4)])],
+    layers.RMSNormalization: [case()],
+    layers.RNN: [case(SEQUENCE, cell=partial(layers.SimpleRNNCell, 3))],
+    layers.RandAugment: [images(LABELED, seed=1, has_xla=False)],
+    layers.RandomBrightness: [images(factor=0.5, seed=1)],
+    layers.RandomColorDegeneration: [images(factor=0.5, seed=1)],
+    layers.RandomColorJitter: [images(brightness_factor=0.2, contrast_factor=0.2, hue_factor=0.2, seed=1)],
+    layers.RandomContrast: [images(factor=0.5, seed=1)],
+    layers.RandomCrop: [images(height=4, width=4, seed=1)],
+    layers.RandomElasticTransform: [images(UNBOXED, seed=1, has_xla=False)],
+    layers.RandomErasing: [images(LABELED, seed=1)],
+    layers.RandomFlip: [images(seed=1), images(PIXELS, "unlabeled", seed=1)],
+    layers.RandomGaussianBlur: [images(seed=1)],
+    layers.RandomGrayscale: [images(PIXELS, factor=0.5, seed=1)],
+    layers.RandomHue: [images(factor=0.5, seed=1)],
+    layers.RandomInvert: [images(factor=0.5, seed=1)],
+    layers.RandomPerspective: [images(seed=1, has_xla=False)],
+    layers.RandomPosterization: [images(factor=4, seed=1)],
+    layers.RandomRotation: [images(factor=0.2, seed=1, has_xla=False)],
+    layers.RandomSaturation: [images(factor=0.5, seed=1)],
+    layers.RandomSharpness: [images(factor=0.5, seed=1)],
+    layers.RandomShear: [images(x_factor=0.3, seed=1, has_xla=False)],
+    layers.RandomTranslation: [images(height_factor=0.2, width_factor=0.2, seed=1, has_xla=False)],
+    layers.RandomZoom: [images(height_factor=0.3, seed=1, has_xla=False)],
+    layers.ReLU: [case()],
+    layers.RepeatVector: [case(n=3)],
+    layers.Rescaling: [case(scale=0.5), raw(PIXELS, "pixels", scale=1 / 255), raw(AMOUNTS, "amounts", scale=1e-5)],
+    layers.Reshape: [case(target_shape=(3, 2))],
+    layers.Resizing: [
+        images(height=5, width=6),
+        images(PIXELS.astype("uint16") * 256, "uint16", height=5, width=6),
+        *each(images, PIXELS, "interpolation", ["area", "bicubic", "lanczos3"], height=5, width=6, has_xla=False),
+    ],
+    layers.ReversibleEmbedding: [case(TOKENS, input_dim=10, output_dim=4)],
+    layers.STFTSpectrogram: [
+        case(SOUND[..., None], mode="psd", frame_length=64),
+        raw(SOUND[..., None] * 30000, "16-bit audio", mode="log", frame_length=64),
+    ],
+    layers.SimpleRNN: [case(SEQUENCE, units=3)],
+    layers.SimpleRNNCell: [case((VECTORS, STATE), units=3)],
+    layers.Softmax: [case(SEQUENCE, call={"mask": np.tile(np.arange(4) < 3, (2, 5, 1))})],
+    layers.Solarization: [images(addition_factor=0.5, threshold_factor=0.3, seed=1)],
+    layers.SpectralNormalization: [case(layer=partial(layers.Dense, 3), call=TRAINING)],
+    layers.StackedRNNCells: [
+        case((VECTORS, [STATE, STATE]), cells=[partial(layers.GRUCell, 3), partial(layers.SimpleRNNCell, 3)])
+    ],
+    layers.StringLookup: each(raw, STRINGS, "output_mode", ["int", "count"], vocabulary=["a b", "c"], has_xla=False),
+    layers.Subtract: [case(TWO)],
+    layers.TFSMLayer: [case(call_endpoint="serve")],
+    layers.TextVectorization: [
+        *each(raw, STRINGS, "output_mode", ["int", "count"], vocabulary=["a", "b"], has_xla=False),
+        raw(STRINGS, output_mode="tf_idf", vocabulary=["a", "b"], idf_weights=[0.5, 0.7], has_xla=False),
+    ],
+    layers.TimeDistributed: [case(SEQUENCE, layer=partial(layers.Dense, 3), call=MASKED)],
+    layers.UnitNormalization: [
+        raw(VECTORS * 0, "zero"),  # its gradient is 1e12, which overflows in the float16 layer before it
+        case(VECTORS / 2**14, "small"),
+        case(VECTORS * 256, "large"),
+    ],
+    layers.UpSampling1D: [case(SEQUENCE)],
+    layers.UpSampling2D: each(case, IMAGES, "interpolation", ["nearest", "bilinear"])
+    + each(case, IMAGES, "interpolation", ["bicubic", "lanczos3", "lanczos5"], has_xla=False),
+    layers.UpSampling3D: [case(VOLUME)],
+}
+for number, inputs in enumerate((SEQUENCE, IMAGES, VOLUME), 1):
+    for family, arguments in {
+        "AdaptiveAveragePooling": {"output_size": 3},
+        "AdaptiveMaxPooling": {"output_size": 3},
+        "AveragePooling": {"pool_size": 2, "padding": "same"},
+        "Conv": {"filters": 4, "kernel_size": 2},
+        "ConvTranspose": {"filters": 4, "kernel_size": 2},
+        "Cropping": {"cropping": 1},
+        "DepthwiseConv": {"kernel_size": 2},
+        "GlobalAveragePooling": {},
+        "GlobalMaxPooling": {},
+        "MaxPooling": {"pool_size": 2, "padding": "same"},
+        "SeparableConv": {"filters": 4, "kernel_size": 2},
+        "ZeroPadding": {},
+    }.items():
+        name = f"Conv{number}DTranspose" if family == "ConvTranspose" else f"{family}{number}D"
+        if hasattr(layers, name):
+            CASES.setdefault(getattr(layers, name), [case(inputs, **arguments)])
+    frames = np.stack([inputs, inputs[::-1]], axis=1)
+    CASES[getattr(layers, f"ConvLSTM{number}D")] = [case(frames, filters=2, kernel_size=2)]
+    CASES[getattr(layers, f"SpatialDropout{number}D")] = [
+        dropout(np.ones((64, *[2] * number, 64), "float32"), rate=0.5)
+    ]
+
+PARAMETERS = []
+for layer_class, cases in CASES.items():
+    for each_case in cases:
+        each_case.layer_class = layer_class
+        PARAMETERS.append(pytest.param(each_case, id="-".join(filter(None, [layer_class.__name__, each_case.name]))))
+# TensorFlow has these kernels for GPUs and in XLA.
+NO_FLOAT16_KERNEL_ON_CPU = {
+    layers.AdaptiveAveragePooling3D,
+    layers.AdaptiveMaxPooling3D,
+    layers.AveragePooling3D,
+    layers.MaxPooling3D,
+}
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("saved_model"))
+    keras.Sequential([keras.Input((6,)), layers.Dense(3)]).export(folder, verbose=False)
+    return folder
+
+
+def results_of(tested, saved_model, is_xla):
+    """Returns the outputs, losses and weights of a call, and all gradients of a weighted sum of the outputs."""
+    layer, dtype = tested.layer(saved_model), keras.config.dtype_policy().compute_dtype
+    is_float = lambda tensor: tensor.dtype.is_floating  # noqa: E731
+
+    @tf.function(jit_compile=is_xla)
+    def step(inputs):
+        inputs = keras.tree.map_structure(tf.identity, inputs)  # DataLayer changes dictionaries in place
+        with tf.GradientTape() as tape:
+            sources = list(filter(is_float, keras.tree.flatten(inputs)))
+            tape.watch(sources)
+            if not tested.is_raw:  # as behind another layer, whose gradient XLA computes in its dtype
+                activate = lambda x: tf.nn.leaky_relu(tf.cast(x, dtype)) if is_float(x) else x  # noqa: E731
+                inputs = keras.tree.map_structure(activate, inputs)
+            outputs = layer(*inputs if isinstance(inputs, tuple) else (inputs,), **tested.call)
+            mask = getattr(outputs, "_keras_mask", None)
+            outputs = [*keras.tree.flatten(outputs), *layer.losses, *([] if mask is None else [mask])]
+            if tested.is_raw:
+                return outputs, []
+            # Weights of both signs: with equal ones, the gradient of a softmax would be 0 but for rounding errors.
+            total = tf.add_n(
+                [tf.reduce_sum(tf.cast(x, "float32") * weights_like(x)) for x in filter(is_float, outputs)]
+            )
+        return outputs, tape.gradient(total, [*sources, *(variable.value for variable in layer.trainable_variables)])
+
+    outputs, gradients = step(keras.tree.map_structure(tf.constant, tested.inputs))
+    return {
+        "outputs": outputs,
+        "gradients": [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None],
+        "weights": [weight.value for weight in layer.weights],
+    }
+
+
+def weights_like(tensor):
+    return (np.arange(tensor.shape.num_elements(), dtype="float32") * 7 % 17 / 8 - 1).reshape(tensor.shape)
+
+
+@functools.cache
+def float32_results(tested, saved_model, is_xla):
+    keras.config.set_dtype_policy("float32")
+    return results_of(tested, saved_model, is_xla)
+
+
+def as_numbers(tensor, is_random):
+    array = np.asarray(tensor)
+    array = array.astype("float64") if tensor.dtype.is_floating else array
+    return np.array([array.mean(), array.std()]) if is_random else array
+
+
+def test_every_keras_layer_has_a_case():
+    classes = {member for _, member in inspect.getmembers(layers, inspect.isclass)}
+    assert classes - HAS_NO_CALL - IS_FOR_OTHER_BACKENDS == set(CASES)
+
+
+def test_feature_space_of_all_feature_types_computes_what_it_computes_in_float32():
+    data = {"income": AMOUNTS[:, 0], "year": AMOUNTS[:, 1], "age": AMOUNTS[:, 1] - 1990, "town": [1, 2, 3, 1]}
+    data |= {"number": [4097, 2, 3, 4], "job": ["a", "b", "c", "a"], "street": ["d", "e", "f", "d"]}
+
+    def encode():
+        types = keras.utils.FeatureSpace
+        space = types(
+            {
+                "income": types.float_normalized(),
+                "year": types.float_discretized(num_bins=3),
+                "age": types.float_rescaled(scale=1e-3),
+                "town": types.integer_categorical(),
+                "number": types.integer_hashed(num_bins=8),
+                "job": types.string_categorical(),
+                "street": types.string_hashed(num_bins=8),
+            },
+            crosses=[("town", "job")],
+            output_mode="concat",
+        )
+        space.adapt(tf.data.Dataset.from_tensor_slices(data))
+        return next(iter(tf.data.Dataset.from_tensor_slices(data).batch(4).map(space))).numpy()
+
+    expected = encode()
+    with kmp.enable():
+        np.testing.assert_array_equal(encode(), expected)
+
+
+@pytest.mark.parametrize(
+    "is_xla", [pytest.param(False, id="graph"), pytest.param(True, id="xla", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("tested", PARAMETERS)
+def test_layer_computes_under_enable_what_it_computes_in_float32(tested, is_xla, saved_model):
+    if is_xla and not tested.has_xla:
+        pytest.skip("XLA has no kernel of an operation of this layer, in float32 either")
+    if not is_xla and tested.layer_class in NO_FLOAT16_KERNEL_ON_CPU and not tf.config.list_physical_devices("GPU"):
+        pytest.skip("TensorFlow has no float16 kernel of this operation for CPUs")
+    # XLA draws other random numbers.
+    expected = float32_results(tested, saved_model, is_xla and tested.call == TRAINING)
+    with kmp.enable():
+        found = results_of(tested, saved_model, is_xla)
+    for what, tensors in expected.items():
+        assert len(found[what]) == len(tensors), what
+        arrays = [as_numbers(tensor, tested.is_random) for tensor in tensors]
+        largest = max((np.abs(array).max() for array in arrays if array.dtype == "float64"), default=0)
+        # 8 float16 roundings of the largest value; none of raw data, whose layers compute in float32
+        tolerance = 0.05 if tested.is_random else 1e-5 if tested.is_raw else 2**-8
+        tolerance *= largest if np.isfinite(largest) else 1
+        for array, tensor in zip(arrays, found[what], strict=True):
+            actual = as_numbers(tensor, tested.is_random)
+            if array.dtype == "float64":
+                np.testing.assert_allclose(actual, array, rtol=0, atol=tolerance, err_msg=what)
+            else:
+                np.testing.assert_array_equal(actual, array, err_msg=what)
