@@ -20,7 +20,7 @@ model = keras.Sequential(
         keras.layers.Dense(32, activation="relu", name="hidden_1"),
         keras.layers.Dense(32, activation="relu", name="hidden_2"),
         keras.layers.Dense(1, name="relative_price"),
-        keras.layers.Rescaling(scale=6000.0, offset=30000.0, name="price"),
+        keras.layers.Lambda(lambda relative: 6000.0 * relative + 30000.0, name="price"),
     ]
 )
 optimizer = kmp.wrap(keras.optimizers.Adam(learning_rate=3e-3))
