@@ -95,7 +95,7 @@ _OPERATION_NAMES = {
     _SUM_OF_SQUARES: "Norm Normalize Hypot CDist PSNR SSIM Correlate",
     _NO_KERNEL: (
         "FFT FFT2 IFFT2 RFFT IRFFT STFT ISTFT Eig Eigh LuFactor SVD Qr Cholesky CholeskyInverse Det Logdet Slogdet Inv "
-        "Pinv Solve SolveTriangular Lstsq MatrixRank"
+        "Pinv Solve SolveTriangular Lstsq MatrixRank Resize ScaleAndTranslate"
     ),
     _SOFTMAX: "Softmax LogSoftmax Sparsemax Logsumexp",
     _RECIPROCAL: "Reciprocal",
@@ -161,7 +161,8 @@ def _rule_for(part: Part, dtype: str) -> OpRule:
         return _rule_of_operation(part.operation, dtype)
     reason = layers.reason_for_float32(part.operation, dtype)
     if reason:
-        return OpRule(NEEDS_FLOAT32, reason, type(part.operation).__module__)
+        layer_class = type(part.operation)
+        return OpRule(NEEDS_FLOAT32, reason, _KERAS if is_keras_class(layer_class) else layer_class.__module__)
     rule = _rule_of_configuration(part.operation, dtype) or next(
         (rule for layer_class, rule in _RULES_OF_LAYER_CLASSES if isinstance(part.operation, layer_class)),
         _fallback_rule(part.operation),

@@ -50,6 +50,7 @@ _ARANGE = _Reason(
     "it computes positions in the dtype of its input: TensorFlow has no `arange` in float16 in a graph, and bfloat16 "
     "rounds integers above 256"
 )
+_SQUARES = _Reason("its sum of squares is Inf or 0 in float16", _in_float16)
 _TWO_DTYPES = _Reason("it combines float32 and 16-bit tensors, which TensorFlow refuses")
 
 # By the first name of the module that defines the class; subclasses match too. Where a package has several classes of a
@@ -57,30 +58,26 @@ _TWO_DTYPES = _Reason("it combines float32 and 16-bit tensors, which TensorFlow 
 _REASONS = {
     "keras": {  # 3.15
         "ActivityRegularization": _Reason("its sum over all outputs overflows float16", _in_float16),
+        # The base class of preprocessing and image augmentation. Some, such as MixUp, also combine two dtypes and fail.
         "DataLayer": _Reason(
-            "it prepares raw data: 16 bits round the ids in masks and labels and overflow on large values, and some "
-            "layers combine them with float32, which TensorFlow refuses",
+            "raw data: 16 bits round ids in masks and labels, and overflow on large values",
             lambda layer, dtype: keras.backend.is_float_dtype(layer.compute_dtype),
         ),
         "Dot": _Reason(
-            "it normalizes vectors, and its sum of squares is Inf or 0 in float16",
-            lambda layer, dtype: _in_float16(layer, dtype) and getattr(layer, "normalize", False),
+            _SQUARES.text, lambda layer, dtype: _in_float16(layer, dtype) and getattr(layer, "normalize", False)
         ),
         "GlobalAveragePooling1D": _Reason("with a mask, its sum over all steps overflows float16", _in_float16),
         "Masking": _Reason(
             "16 bits round its mask_value, which then equals none of the inputs",
             lambda layer, dtype: _is_rounded(getattr(layer, "mask_value", 0.0), dtype),
         ),
-        "STFTSpectrogram": _Reason("the squares of its amplitudes overflow float16, and it refuses bfloat16"),
+        "STFTSpectrogram": _Reason("the squares of its amplitudes exceed 65504, and it refuses bfloat16"),
         "SpectralNormalization": _Reason("it writes a kernel that it computes, and 16 bits would round the weights"),
         "TFSMLayer": _Reason("an exported model takes only the dtypes with which it was exported"),
-        "UnitNormalization": _Reason(
-            "its sum of squares is Inf or 0 in float16: it returns 0 for large, Inf for small and NaN for zero vectors",
-            _in_float16,
-        ),
+        "UnitNormalization": _SQUARES,
+        # Of 16-bit images, the gradient fails under XLA (bilinear) or in a graph (lanczos), or there is none (bicubic).
         "UpSampling2D": _Reason(
-            "TensorFlow computes the gradient of an interpolation in float32: of a 16-bit input, it fails in XLA "
-            "(bilinear) and in graphs (lanczos), and there is none at all (bicubic)",
+            "TensorFlow has the gradient of an interpolation in float32 only",
             lambda layer, dtype: getattr(layer, "interpolation", "nearest") != "nearest",
         ),
     },

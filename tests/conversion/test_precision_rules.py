@@ -96,6 +96,7 @@ def test_layers_have_the_category_of_their_source(layer, category):
         (lambda x: 1.0 / x, NEEDS_FLOAT32),
         (lambda x: x * x, NEEDS_FLOAT32),
         (lambda x: x / 2.0, FOLLOWS_INPUTS),
+        (lambda x: ops.image.resize(ops.reshape(x, (-1, 2, 2, 1)), (4, 4)), NEEDS_FLOAT32),  # its gradient is float32
         (ops.squareplus, NEEDS_FLOAT32),
         (ops.softplus, FOLLOWS_INPUTS),
         (lambda x: x + (-1e9), NEEDS_FLOAT32),
