@@ -146,7 +146,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         super().__init__(inner, rule.initial_scale, interval, name, **kwargs)
         for setting in vars(inner).keys() & vars(self).keys() - {"name", "built"}:
             if not setting.startswith("_"):  # Keras' defaults; `__getattr__` returns the inner optimizer's instead
-                del vars(self)[setting]
+                del self.__dict__[setting]
         self.rule = rule
         self.jit_compile = jit_compile
         self.counters = Counters()
@@ -164,9 +164,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.sampler:
             self.sampler.check_patterns(paths_of(var_list))
         # Keras' `build` would also create the variables of these options for the wrapper.
-        vars(self).update(use_ema=False, gradient_accumulation_steps=None)
+        self.__dict__.update(use_ema=False, gradient_accumulation_steps=None)
         super().build(var_list)
-        del vars(self)["use_ema"], vars(self)["gradient_accumulation_steps"]
+        del self.__dict__["use_ema"], self.__dict__["gradient_accumulation_steps"]
         self.counters.build_for(len(var_list))
         self._order = list(range(len(var_list)))
         self.step_monitor.build_for(len(var_list))

@@ -52,7 +52,7 @@ def override(inherited: LossScaleSettings, **own: Unpack[LossScaleSettings]) -> 
     If either has a fixed loss scale, the `own` settings replace all inherited ones.
     """
     has_fixed = any(not is_dynamic(settings.get("loss_scale", "dynamic")) for settings in (inherited, own))
-    return own if own and has_fixed else LossScaleSettings(**inherited | own)  # type: ignore[typeddict-item]
+    return own if own and has_fixed else LossScaleSettings(**inherited | own)
 
 
 def is_dynamic(loss_scale: Any) -> bool:
