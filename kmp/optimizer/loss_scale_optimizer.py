@@ -1,8 +1,7 @@
 """The optimizer that scales the loss: scale, measure, agree, update or skip, adapt, count."""
 
-import enum
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -16,7 +15,7 @@ from kmp.optimizer.counters import COUNT_INDEX, Counters
 from kmp.optimizer.inner_optimizer import InnerState, resolve_optimizer
 from kmp.optimizer.overflow_origin import network_order
 from kmp.optimizer.predicated_writes import predicated_writes, supports_predicated_writes
-from kmp.optimizer.step_monitor import StepLosses, StepMonitor
+from kmp.optimizer.step_monitor import Stage, StepLosses, StepMonitor
 from kmp.records import Snapshot
 from kmp.utils import matching_indices, user_messages, validation
 
@@ -40,23 +39,6 @@ _JIT_COMPILE_IGNORED = (
     "`jit_compile=True` does nothing under a distribution strategy. Pass it to `model.compile` instead, if the "
     "strategy supports it."
 )
-
-
-class Stage(enum.Enum):
-    """What was called last, as in `torch.amp.GradScaler`; in a graph, in the order of the trace."""
-
-    READY = enum.auto()  # `apply`, or nothing
-    TRAIN_STEP = enum.auto()  # a `train_step` of `fit` has begun
-    SCALED = enum.auto()  # `scale_loss`
-    UNSCALED = enum.auto()  # `unscale`
-    APPLIED_UNSCALED = enum.auto()  # `apply`, after `unscale`
-
-
-class ActivationProbe(Protocol):
-    """Finds the first non-finite activation of a forward pass, as the probe of `kmp.callbacks.ForwardProbe` does."""
-
-    def read(self) -> str | None:
-        """Returns the name of the activation, or `None` if there was none."""
 
 
 @keras.saving.register_keras_serializable("kmp")
@@ -138,7 +120,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if "dynamic_growth_steps" in kwargs:  # in the config of Keras' class
             settings["growth_interval"] = kwargs.pop("dynamic_growth_steps")
         inner = resolve_optimizer("inner_optimizer", inner_optimizer)
-        if inner.loss_scale_factor is not None and loss_scale == "dynamic":
+        if inner.loss_scale_factor is not None:
+            if not scaling.is_dynamic(loss_scale) and loss_scale != inner.loss_scale_factor:
+                raise ValueError(
+                    "A model has one loss scale. Received: "
+                    f"loss_scale={loss_scale!r} and an optimizer with loss_scale_factor={inner.loss_scale_factor!r}"
+                )
             settings["loss_scale"] = inner.loss_scale_factor
         rule = scaling.loss_scale_rule(**settings)
         interval = getattr(rule, "growth_interval", _DEFAULT.growth_interval)
@@ -153,11 +140,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.inner_state = InnerState(inner)
         self.step_monitor = StepMonitor()
         self.sampler: GradientSampler | None = None
-        self.probe: ActivationProbe | None = None
-        self._compiled_step = tf.function(self._step, jit_compile=True, autograph=False)
+        self.probe: Any = None  # of `kmp.callbacks.ForwardProbe`
+        self._compile_step()
         self._order: list[int] = []
-        self._stages: dict[int, Stage] = {}  # by replica
-        self._unscale_is_traced = self._has_warned = False
+        self._has_warned = False
 
     def build(self, var_list: Variables) -> None:
         """Creates the loss scale, the counters and the inner optimizer's variables."""
@@ -193,8 +179,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if loss is None:
             raise TypeError(validation.message("loss", loss, "a tensor or number"))
         loss = ops.convert_to_tensor(loss)
-        self.step_monitor.record_loss(loss, starts_again=self._stage is Stage.UNSCALED)
-        self._stage = Stage.SCALED
+        self.step_monitor.record_loss(loss)
         loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
         return ops.multiply(loss, ops.cast(self.loss_scale, loss.dtype))
 
@@ -217,13 +202,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         grads = list(grads)
         self._check_scaled()
-        self._stage = Stage.UNSCALED
-        self._unscale_is_traced = not tf.executing_eagerly()
+        if not self.built:
+            distribution.check_built_before_step()
         unscaled = multiply_gradients(grads, 1.0 / self.loss_scale)
-        if grads:
-            if not self.built:
-                distribution.check_built_before_step()
-            self.step_monitor.record_unscaled(unscaled)
+        self.step_monitor.record_unscaled(unscaled)
         return unscaled
 
     @tf.autograph.experimental.do_not_convert
@@ -252,7 +234,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return
         # A function whose first trace creates variables is traced a second time, which must find the same stage.
         if self.built or tf.executing_eagerly():
-            self._stage = Stage.APPLIED_UNSCALED if self._stage is Stage.UNSCALED else Stage.READY
+            self.step_monitor.record_apply()
         if not self.built:
             distribution.check_built_before_step()
             self.build(variables)
@@ -260,8 +242,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         gradient_at = dict(zip(indices, grads, strict=True))
         self._order = network_order([gradient_at.get(index) for index in range(len(self._trainable_variables))])
         # Under a strategy the step cannot be compiled: replicas synchronize inside of it.
-        compiles = self.jit_compile and not tf.distribute.has_strategy() and not xla.is_tracing()
-        (self._compiled_step if compiles else self._step)(grads, indices, unscaled)
+        compiles = not tf.distribute.has_strategy() and not xla.is_tracing()
+        step = (self._compiled_step if compiles else None) or self._step
+        step(grads, indices, unscaled)
 
     def _step(self, gradients: Gradients, indices: tuple[int, ...], unscaled: bool) -> None:
         """Takes a training step with checked arguments.
@@ -282,7 +265,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         flags = nonfinite_flags(gradients, variables, applied_scale, replicas)
         if unscaled:
             # A clip by value hides NaN and Inf, and a clip by the norm of all gradients makes all of them NaN.
-            before_clip = self.step_monitor.unscaled_flags(len(gradients))
+            before_clip = self.step_monitor.take_unscaled_flags(len(gradients))
             flags = tf.where(tf.reduce_any(before_clip > 0), before_clip, flags)
         if indices != tuple(range(count)):  # a variable without a gradient has the flag 0
             flags = tf.maximum(tf.math.unsorted_segment_max(flags, list(indices), count), 0.0)
@@ -384,7 +367,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         with self._distribution_strategy.scope():
             self.sampler = extended_sampler(previous, requested)
         if self.sampler is not previous:
-            self._compiled_step = tf.function(self._step, jit_compile=True, autograph=False)
+            self._compile_step()
             if self.built:
                 self._build_sampler()
         return self.sampler is not previous
@@ -434,7 +417,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def begin_train_step(self) -> None:
         """Makes `apply` and `unscale` raise an error until `scale_loss` is called: a `train_step` of `fit` begins."""
-        self._stage = Stage.TRAIN_STEP
+        self.step_monitor.stage = Stage.TRAIN_STEP
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Excludes variables from the weight decay of the inner optimizer, as there."""
@@ -468,13 +451,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         else:
             setattr(inner, name, value)
 
-    @property
-    def _stage(self) -> Stage:
-        return self._stages.get(distribution.replica_id(), Stage.READY)
-
-    @_stage.setter
-    def _stage(self, stage: Stage) -> None:
-        self._stages[distribution.replica_id()] = stage
+    def _compile_step(self) -> None:
+        """Sets the step that is compiled with XLA, without traces of earlier steps."""
+        self._compiled_step = tf.function(self._step, jit_compile=True, autograph=False) if self.jit_compile else None
 
     def _are_unscaled(self) -> bool:
         """Returns whether the gradients that `apply` received went through `unscale`.
@@ -482,21 +461,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             ValueError: If that is not known, or the loss was not scaled in a `train_step`.
         """
-        stage = self._stage
-        if stage is Stage.APPLIED_UNSCALED or (
-            stage is Stage.UNSCALED and self._unscale_is_traced and tf.executing_eagerly()
-        ):
+        if self.step_monitor.is_stage_unknown:
             raise ValueError(_STAGE_UNKNOWN)
         self._check_scaled()
-        return stage is Stage.UNSCALED
+        return self.step_monitor.stage is Stage.UNSCALED
 
     def _check_scaled(self) -> None:
         """Raises an error in a `train_step` without `scale_loss`; warns once if it was never called."""
         if self.rule == _NO_SCALE:
             return
-        if self._stage is Stage.TRAIN_STEP:
+        stage, was_scaled = self.step_monitor.stage, self.step_monitor.loss_dtype is not None
+        if stage is Stage.TRAIN_STEP:
             raise ValueError(_NOT_SCALED.format(optimizer="self.optimizer"))
-        if self._stage is Stage.READY and self.step_monitor.loss_dtype is None and not self._has_warned:
+        if stage is Stage.READY and not was_scaled and not self._has_warned:
             self._has_warned = True
             user_messages.warn(_NOT_SCALED.format(optimizer="optimizer"))
 

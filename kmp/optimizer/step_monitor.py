@@ -1,5 +1,6 @@
 """What each replica saw of a step before `apply`: whether its losses, and the gradients in `unscale`, were finite."""
 
+import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,16 @@ _LOSS_IN_FLOAT16 = (
     "The loss was computed in float16, which rounds it to 11 bits and overflows beyond 65504. Compute it in float32: "
     "end the model with kmp.layers.Softmax() or a layer with dtype='float32', or cast its output."
 )
+
+
+class Stage(enum.Enum):
+    """What was called last, as in `torch.amp.GradScaler`; in a graph, in the order of the trace."""
+
+    READY = enum.auto()  # `apply`, or nothing
+    TRAIN_STEP = enum.auto()  # a `train_step` of `fit` has begun
+    SCALED = enum.auto()  # `scale_loss`
+    UNSCALED = enum.auto()  # `unscale`
+    APPLIED_UNSCALED = enum.auto()  # `apply`, after `unscale`
 
 
 class StepLosses(NamedTuple):
@@ -50,23 +61,42 @@ class StepMonitor:
         self._flags: keras.Variable | None = None
         self._flag_count = 0
         self.loss_dtype: str | None = None
+        self._stages: dict[int, Stage] = {}
+        self._unscale_is_traced = False
+
+    @property
+    def stage(self) -> Stage:
+        """What was called last on this replica."""
+        return self._stages.get(distribution.replica_id(), Stage.READY)
+
+    @stage.setter
+    def stage(self, stage: Stage) -> None:
+        self._stages[distribution.replica_id()] = stage
+
+    @property
+    def is_stage_unknown(self) -> bool:
+        """Whether it is not known if gradients went through `unscale`.
+
+        A second `apply` follows one `unscale`, or a function called `unscale`: it calls no Python when it runs again.
+        """
+        is_traced = self._unscale_is_traced and tf.executing_eagerly()
+        return self.stage is Stage.APPLIED_UNSCALED or (self.stage is Stage.UNSCALED and is_traced)
 
     def build_for(self, gradient_count: int) -> None:
         """Creates the record of the gradients in `unscale`, which are at most this many."""
         if self._flags is None:
             self._flags = distribution.variable("unscaled_nonfinite", "float32", (gradient_count,))
 
-    def record_loss(self, loss: Any, starts_again: bool) -> None:
-        """Records a loss of the current step; warns if the first recorded loss is float16.
-
-        Args:
-            loss: The loss before scaling, a tensor of any shape and float dtype.
-            starts_again: Whether the losses before it belong to a batch that was discarded.
-        """
+    def record_loss(self, loss: tf.Tensor) -> None:
+        """Records a loss of the current step before it is scaled; warns if the first one is float16."""
         loss_dtype, is_first = keras.backend.standardize_dtype(loss.dtype), self.loss_dtype is None
         if loss_dtype == FLOAT16.name and is_first:
             user_messages.warn(_LOSS_IN_FLOAT16)
         self.loss_dtype = loss_dtype
+        starts_again = self.stage is Stage.UNSCALED  # the batch before was discarded
+        self.stage = Stage.SCALED
+        if starts_again and self._flags is not None:
+            self._flags.assign(tf.zeros(self._flags.shape))
         flag, mean = nonfinite_flag(loss), ops.cast(ops.mean(loss), "float32")
         kept = tf.where([not starts_again, False, False, True], self._record.value, 0.0)  # not `*`: 0 * NaN is NaN
         self._record.assign(kept + tf.stack([flag, flag, mean, flag]))
@@ -91,19 +121,29 @@ class StepMonitor:
 
     def record_unscaled(self, gradients: Sequence[Any]) -> None:
         """Records which gradients `unscale` returned with NaN or Inf: a clip before `apply` would hide it."""
+        self.stage, self._unscale_is_traced = Stage.UNSCALED, not tf.executing_eagerly()
+        if not gradients:
+            return
         self.build_for(len(gradients))
         assert self._flags is not None
-        flags, rest = nonfinite_flags(gradients, gradients, 1.0, replicas=1), self._flags.shape[0] - len(gradients)
-        is_recorded = rest >= 0
+        flags, size = nonfinite_flags(gradients, gradients, 1.0, replicas=1), self._flags.shape[0]
+        fits = len(gradients) <= size
         self._flags.assign(
-            tf.pad(flags, [[0, rest]]) if is_recorded else tf.fill([self._flags.shape[0]], tf.reduce_max(flags))
+            tf.pad(flags, [[0, size - len(gradients)]]) if fits else tf.fill([size], tf.reduce_max(flags))
         )
-        self._flag_count = len(gradients) if is_recorded else 0
+        self._flag_count = len(gradients) if fits else 0
 
-    def unscaled_flags(self, count: int) -> tf.Tensor:
-        """Returns float32 flags of shape `(count,)`, 1.0 where `unscale` returned NaN or Inf.
+    def take_unscaled_flags(self, count: int) -> tf.Tensor:
+        """Returns and clears float32 flags of shape `(count,)`: 1.0 where `unscale` returned NaN or Inf.
 
         All are set, if any is, where `unscale` got another number of gradients.
         """
-        flags = tf.convert_to_tensor(self._flags) if self._flags is not None else tf.zeros([1])
+        if self._flags is None:
+            return tf.zeros([count])
+        flags = ops.copy(self._flags)
+        self._flags.assign(tf.zeros_like(flags))
         return flags[:count] if count == self._flag_count else tf.fill([count], tf.reduce_max(flags))
+
+    def record_apply(self) -> None:
+        """Ends the stage: what `unscale` returned is for one `apply`."""
+        self.stage = Stage.APPLIED_UNSCALED if self.stage is Stage.UNSCALED else Stage.READY

@@ -5,6 +5,7 @@ from kmp.scaling.rules import LARGEST_SCALE as LARGEST_SCALE
 from kmp.scaling.rules import DynamicScale, FixedScale, Rule, ScaleState, StepOutcome
 from kmp.scaling.rules import select as select
 from kmp.scaling.settings import LossScaleSettings as LossScaleSettings
+from kmp.scaling.settings import is_dynamic as is_dynamic
 from kmp.scaling.settings import loss_scale_rule as loss_scale_rule
 from kmp.scaling.settings import override as override
 
