@@ -119,9 +119,9 @@ def enable(
 
 
 def disable() -> None:
-    """Restores the policy of each thread from before the first `enable`, and removes kmp's patches of Keras.
+    """Restores the policy of each thread from before the first `enable`, and removes the patches that it applied.
 
-    Compiled models keep their optimizer. Does nothing if kmp is not enabled.
+    Models compiled under `enable` keep their optimizer and train as before. Does nothing if kmp is not enabled.
 
     Example:
     >>> handle = enable()
