@@ -1,11 +1,10 @@
 """Layers that compute in float32 where float16 is too imprecise or overflows, also after saving and loading."""
 
 from kmp.layers.batch_normalization import BatchNormalization
-from kmp.layers.float32 import Float32
+from kmp.layers.float32 import Float32, Softmax
+from kmp.layers.float32 import Float32Operation as Float32Operation
 from kmp.layers.float32_classes import Float32Patch as Float32Patch
 from kmp.layers.float32_classes import only_in_float32 as only_in_float32
 from kmp.layers.float32_classes import reason_for_float32 as reason_for_float32
-from kmp.layers.float32_operation import Float32Operation as Float32Operation
-from kmp.layers.softmax import Softmax
 
 __all__ = ["BatchNormalization", "Float32", "Softmax"]

@@ -38,7 +38,9 @@ class BatchNormalization(keras.layers.BatchNormalization):
         axis = validation.integer("axis", axis)
         momentum = validation.number("momentum", momentum, "a number from 0 to 1", lambda v: 0.0 <= v <= 1.0)
         epsilon = validation.number("epsilon", epsilon, "a finite number above 0", lambda v: v > 0.0)
-        policy = _with_float32_variables(kwargs.get("dtype"))
+        policy = keras.dtype_policies.get(kwargs.get("dtype") or keras.config.dtype_policy())
+        if policy.variable_dtype in DTYPES_16_BIT:
+            policy = keras.DTypePolicy(f"mixed_{policy.compute_dtype}")
         super().__init__(axis, momentum, epsilon, **kwargs | {"dtype": policy})
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
@@ -55,10 +57,3 @@ class BatchNormalization(keras.layers.BatchNormalization):
 
         call_if(ops.logical_not(is_finite), restore)
         return outputs
-
-
-def _with_float32_variables(dtype: Any) -> keras.DTypePolicy:
-    policy = keras.dtype_policies.get(dtype) if dtype is not None else keras.config.dtype_policy()
-    if policy.variable_dtype in DTYPES_16_BIT:
-        return keras.DTypePolicy(f"mixed_{policy.compute_dtype}")
-    return policy

@@ -1,14 +1,15 @@
-"""A wrapper that runs a layer or function in float32, also after saving and loading."""
+"""Layers, functions and operations that compute in float32 under every policy, also after saving and loading."""
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras import ops
 
 from kmp.backend import sublayers
-from kmp.layers.casting import to_float32, with_float32_dtype
-from kmp.utils import DTYPES_16_BIT
+from kmp.utils import DTYPES_16_BIT, validation
 
 
 @keras.saving.register_keras_serializable("kmp")
@@ -40,17 +41,28 @@ class Float32(keras.Layer):
     def __init__(self, layer: keras.Layer | Callable[..., Any], **kwargs: Any) -> None:
         if not callable(layer) or isinstance(layer, type):
             raise TypeError(f"`layer` must be a layer instance or a function. Received: layer={layer!r}")
-        super().__init__(**with_float32_dtype(kwargs))
+        super().__init__(**_with_float32_dtype(kwargs))
         self.layer = layer
         self.supports_masking = getattr(layer, "supports_masking", True)
-        self._passes_training = not isinstance(layer, keras.Layer) and _takes_training(layer)
+        self._passes_training = False
         if isinstance(layer, keras.Layer):
-            _refuse_half_variables(layer)
+            half = [variable.path for variable in layer.variables if variable.dtype in DTYPES_16_BIT]
+            if half:
+                raise ValueError(
+                    f"`layer` already has variables in half precision: {', '.join(half)}. "
+                    "Wrap the layer before it is built, or create it with dtype='float32'."
+                )
             _set_float32(layer)
+        else:
+            with contextlib.suppress(ValueError):  # some built-in functions have no signature
+                self._passes_training = "training" in inspect.signature(layer).parameters
 
     def build(self, input_shape: Any) -> None:
         """Builds the wrapped layer; a layer that needs several input shapes is built by its first call."""
-        if isinstance(self.layer, keras.Layer) and not self.layer.built and _takes_one_shape(self.layer):
+        if not isinstance(self.layer, keras.Layer) or self.layer.built:
+            return
+        build = type(self.layer).build
+        if build is not keras.Layer.build and len(inspect.signature(build).parameters) == 2:
             self.layer.build(input_shape)
             _set_float32(self.layer)  # building a model may create more sublayers
 
@@ -59,7 +71,14 @@ class Float32(keras.Layer):
             kwargs["training"] = training
         # A float32 tensor must pass through without a cast, which would drop the logits that Keras attaches to the
         # output of softmax.
-        return keras.tree.map_structure(to_float32, self.layer(inputs, *args, **kwargs))
+        return keras.tree.map_structure(_to_float32, self.layer(inputs, *args, **kwargs))
+
+    def compute_output_spec(self, inputs: Any, *args: Any, training: bool | None = None, **kwargs: Any) -> Any:
+        # By default, Keras traces `call`, which also builds a layer. Keras 3.15 traces a dense `x * 2.0` as a sparse tensor.
+        if not isinstance(self.layer, keras.Layer) or not self.layer.built:
+            return super().compute_output_spec(inputs, *args, training=training, **kwargs)
+        inputs, args, kwargs = keras.tree.map_structure(_to_float32, (inputs, args, kwargs))
+        return keras.tree.map_structure(_to_float32, self.layer.compute_output_spec(inputs, *args, **kwargs))
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
         """Returns the mask that the wrapped layer computes from `previous_mask`."""
@@ -75,27 +94,86 @@ class Float32(keras.Layer):
         return cls(**config | {"layer": layer})
 
 
+@keras.saving.register_keras_serializable("kmp")
+class Float32Operation(keras.Operation):
+    """Runs an operation of a functional graph, such as that of `keras.ops.exp(x)`, in float32.
+
+    Casts 16-bit tensors to float32, and computes and returns float32. This is an operation rather than a layer, because
+    a layer accepts only tensors as positional arguments, but `keras.ops.power(x, 2)` takes a number.
+
+    Args:
+        operation: The operation to run, which stores arguments that are not tensors, such as an axis.
+        name: String, the name of the operation in the graph.
+    """
+
+    def __init__(self, operation: keras.Operation, name: str | None = None) -> None:
+        super().__init__(name=name)
+        self.operation = operation
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = keras.tree.map_structure(_to_float32, (args, kwargs))
+        return self.operation(*args, **kwargs)
+
+    def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
+        # By default, Keras traces `call`, and Keras 3.15 traces a dense `x * 2.0` as a sparse tensor.
+        args, kwargs = keras.tree.map_structure(_to_float32, (args, kwargs))
+        return self.operation.compute_output_spec(*args, **kwargs)
+
+    def get_config(self) -> dict[str, Any]:
+        return super().get_config() | {"operation": keras.saving.serialize_keras_object(self.operation)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "Float32Operation":
+        operation = keras.saving.deserialize_keras_object(config["operation"])
+        return cls(**config | {"operation": operation})
+
+
+@keras.saving.register_keras_serializable("kmp")
+class Softmax(keras.layers.Softmax):
+    """Softmax with float32 input, computation and output, for the output of a classifier.
+
+    Cross-entropy on its output has the same value and gradient as cross-entropy with `from_logits=True`.
+
+    Args:
+        axis: Integer or list of integers, the axis or axes along which the probabilities sum to 1.
+        **kwargs: Other arguments of `keras.Layer`, such as `name`. `dtype` must be float32 if given.
+
+    Raises:
+        TypeError: If `axis` is not an integer or a list of integers.
+        ValueError: If `dtype` is not float32.
+
+    Example:
+    >>> from keras import ops
+    >>> Softmax()(ops.zeros((1, 4), dtype="float16")).dtype.name
+    'float32'
+    """
+
+    def __init__(self, axis: int | list[int] = -1, **kwargs: Any) -> None:
+        if isinstance(axis, list | tuple):
+            axis = [validation.integer("axis", single_axis) for single_axis in axis]
+        else:
+            axis = validation.integer("axis", axis)
+        super().__init__(axis=axis, **_with_float32_dtype(kwargs))
+
+
+def _to_float32(value: Any) -> Any:
+    """Returns a 16-bit tensor, or the symbolic shape and dtype of one, in float32, and any other value unchanged."""
+    if not hasattr(value, "dtype") or keras.backend.standardize_dtype(value.dtype) not in DTYPES_16_BIT:
+        return value
+    if isinstance(value, keras.KerasTensor):
+        return keras.KerasTensor(value.shape, "float32", sparse=value.sparse)
+    return ops.cast(value, "float32")
+
+
+def _with_float32_dtype(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns a layer's keyword arguments with `dtype="float32"`; a `ValueError` if they have another dtype."""
+    dtype = kwargs.get("dtype", "float32")
+    policy = keras.dtype_policies.get(dtype)
+    if (policy.compute_dtype, policy.variable_dtype) != ("float32", "float32"):
+        raise ValueError(f"`dtype` must be float32 or omitted. Received: dtype={dtype!r}")
+    return kwargs | {"dtype": "float32"}
+
+
 def _set_float32(layer: keras.Layer) -> None:
     for sublayer in sublayers(layer):
         sublayer.dtype_policy = keras.DTypePolicy("float32")
-
-
-def _refuse_half_variables(layer: keras.Layer) -> None:
-    half = [variable.path for variable in layer.variables if variable.dtype in DTYPES_16_BIT]
-    if half:
-        raise ValueError(
-            f"`layer` already has variables in half precision: {', '.join(half)}. "
-            "Wrap the layer before it is built, or create it with dtype='float32'."
-        )
-
-
-def _takes_training(function: Callable[..., Any]) -> bool:
-    try:
-        return "training" in inspect.signature(function).parameters
-    except ValueError:  # some built-in functions have no signature
-        return False
-
-
-def _takes_one_shape(layer: keras.Layer) -> bool:
-    build = type(layer).build
-    return build is not keras.Layer.build and len(inspect.signature(build).parameters) == 2

@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 from keras import ops
 
-from kmp.layers.float32_operation import Float32Operation
+import kmp
+from kmp.layers import Float32Operation
 
 
 def test_result_beyond_the_float16_range_is_finite():
@@ -26,3 +27,19 @@ def test_integer_tensors_are_not_cast():
     inputs = keras.Input((4,), dtype="int32")
     operation = Float32Operation(ops.where(inputs > 0, inputs, inputs)._keras_history.operation)
     assert operation(*[ops.ones((1, 4), "int32")] * 3).dtype == "int32"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Float32Operation(ops.softmax(keras.Input((4,)))._keras_history.operation),
+        lambda: kmp.layers.Float32(keras.layers.LayerNormalization()),
+    ],
+    ids=["operation", "layer"],
+)
+def test_input_may_be_a_tensor_times_a_number_which_keras_takes_for_sparse(make):
+    inputs = keras.Input((4,), dtype="float16")
+    scaled = inputs * 0.125
+    model = keras.Model(inputs, make()(scaled))
+    assert model.output.dtype == "float32"
+    assert np.isfinite(model(np.full((2, 4), 3.0, "float16"))).all()
