@@ -74,7 +74,7 @@ class Float32(keras.Layer):
         return keras.tree.map_structure(_to_float32, self.layer(inputs, *args, **kwargs))
 
     def compute_output_spec(self, inputs: Any, *args: Any, training: bool | None = None, **kwargs: Any) -> Any:
-        # By default, Keras traces `call`, which also builds a layer. Keras 3.15 traces a dense `x * 2.0` as a sparse tensor.
+        # By default, Keras traces `call`, which also builds it, and Keras 3.15 traces a dense `x * 2.0` as sparse.
         if not isinstance(self.layer, keras.Layer) or not self.layer.built:
             return super().compute_output_spec(inputs, *args, training=training, **kwargs)
         inputs, args, kwargs = keras.tree.map_structure(_to_float32, (inputs, args, kwargs))
@@ -115,7 +115,7 @@ class Float32Operation(keras.Operation):
         return self.operation(*args, **kwargs)
 
     def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
-        # By default, Keras traces `call`, and Keras 3.15 traces a dense `x * 2.0` as a sparse tensor.
+        # By default, Keras traces `call`, and Keras 3.15 traces a dense `x * 2.0` as sparse.
         args, kwargs = keras.tree.map_structure(_to_float32, (args, kwargs))
         return self.operation.compute_output_spec(*args, **kwargs)
 

@@ -8,14 +8,9 @@ import tensorflow as tf
 
 logger = logging.getLogger("kmp")
 
-# The lowest compute capability with the feature. Source: CUDA C++ Programming Guide, "Compute Capabilities": Tensor
-# Cores for float16 since Volta (7.0), bfloat16 since Ampere (8.0).
-_TENSOR_CORES = (7, 0)
-_BFLOAT16 = (8, 0)
 # GPUs of the Turing chips TU116 and TU117, which have compute capability 7.5 and no Tensor Cores. Source: NVIDIA's data
 # sheets.
 _NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|MX[45]50|CMP 30HX|\bT(400|500|550|600|1000|1200|2000)\b")
-
 _logged: set[str] = set()
 
 
@@ -31,18 +26,19 @@ class Gpu:
     name: str
     compute_capability: tuple[int, int] | None
 
+    def __str__(self) -> str:
+        return f"{self.name} (compute capability {'.'.join(map(str, self.compute_capability or ('unknown',)))})"
+
+    # The lowest compute capability with each feature: CUDA C++ Programming Guide, "Compute Capabilities".
     @property
     def tensor_cores(self) -> bool:
         """Whether float16 matrix products and convolutions run on Tensor Cores."""
-        return self._at_least(_TENSOR_CORES) and not _NO_TENSOR_CORES.search(self.name)
+        return (self.compute_capability or (0, 0)) >= (7, 0) and not _NO_TENSOR_CORES.search(self.name)  # Volta
 
     @property
     def bfloat16(self) -> bool:
         """Whether the GPU supports bfloat16 in hardware."""
-        return self._at_least(_BFLOAT16)
-
-    def _at_least(self, capability: tuple[int, int]) -> bool:
-        return self.compute_capability is not None and self.compute_capability >= capability
+        return (self.compute_capability or (0, 0)) >= (8, 0)  # Ampere
 
 
 @dataclass(frozen=True)
@@ -67,17 +63,16 @@ class Hardware:
 
     def advice(self, policy: str) -> tuple[int, str] | None:
         """Returns a `logging` level and a message about `policy` on these GPUs, or `None` if there is no advice."""
-        if policy == "float32":
+        names, dtype = ", ".join(map(str, self.gpus)), policy.removeprefix("mixed_")
+        if dtype == "float32":
             return None
-        dtype = policy.removeprefix("mixed_")
         if not self.gpus:
             return logging.WARNING, f"TensorFlow sees no GPU: {dtype} will be slow here, slower than float32."
-        if dtype == "bfloat16":
-            text = f"No bfloat16 in hardware, which needs compute capability 8.0. GPUs: {_names(self.gpus)}."
-            return None if self.bfloat16 else (logging.WARNING, text)
-        if not self.tensor_cores:
-            return logging.WARNING, f"No Tensor Cores, so float16 saves memory, not time. GPUs: {_names(self.gpus)}."
-        if self.bfloat16:
+        if dtype == "bfloat16" and not self.bfloat16:
+            return logging.WARNING, f"No bfloat16 in hardware, which needs compute capability 8.0. GPUs: {names}."
+        if dtype == "float16" and not self.tensor_cores:
+            return logging.WARNING, f"No Tensor Cores, so float16 saves memory, not time. GPUs: {names}."
+        if dtype == "float16" and self.bfloat16:
             return logging.INFO, "This GPU runs bfloat16 too: enable('mixed_bfloat16') needs no loss scale."
         return None
 
@@ -100,7 +95,7 @@ def hardware() -> Hardware:
 def resolve_auto() -> str:
     """Returns the policy that `enable("auto")` uses on this machine, and logs it with the reason."""
     machine = hardware()
-    names = _names(machine.gpus)
+    names = ", ".join(map(str, machine.gpus))
     if machine.bfloat16:
         policy, reason = "mixed_bfloat16", f"bfloat16 in hardware, which needs no loss scale: {names}"
     elif machine.tensor_cores:
@@ -118,9 +113,3 @@ def log_once(policy: str) -> None:
     if advice and advice[1] not in _logged:
         _logged.add(advice[1])
         logger.log(*advice)
-
-
-def _names(gpus: tuple[Gpu, ...]) -> str:
-    capabilities = (".".join(map(str, gpu.compute_capability or ("unknown",))) for gpu in gpus)
-    pairs = zip(gpus, capabilities, strict=True)
-    return ", ".join(f"{gpu.name} (compute capability {capability})" for gpu, capability in pairs)
