@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from kmp.backend import xla
-from kmp.policy import Gpu, hardware
+from kmp.policy import Gpu, hardware, xla_error
 from kmp_cli.installation import ERROR, INFO, OK, WARNING, Check, Driver, library_check, tensorflow_packages
 
 _LOG = "python -c \"import tensorflow as tf; tf.config.list_physical_devices('GPU')\"  # logs TensorFlow's reason"
@@ -98,7 +97,7 @@ def _kernel_check(gpu: Gpu) -> Iterator[Check]:
 
 
 def _xla_check() -> Check:
-    error = xla.error()
+    error = xla_error()
     if error is None:
         return Check("XLA", OK, "compiles")
     return Check("XLA", WARNING, f"does not compile: {textwrap.shorten(error, 300)}", "jit_compile=False in compile")

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import kmp
-from kmp.backend import distribution
+from kmp.callbacks.backup_and_restore import _gather_from_replicas
 
 STRATEGY = tf.distribute.MultiWorkerMirroredStrategy()
 WORKER = STRATEGY.cluster_resolver.task_id
@@ -163,7 +163,7 @@ def options():
 
 
 def gathered():
-    return {number: distribution.gather_from_replicas(STRATEGY, number + WORKER) for number in (0, 4096, 2**62)}
+    return {number: _gather_from_replicas(STRATEGY, number + WORKER) for number in (0, 4096, 2**62)}
 
 
 def stock():

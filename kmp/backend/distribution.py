@@ -61,8 +61,8 @@ def call_once_for_all_replicas(
         agreed: Tensors with the same value on all replicas.
         per_replica: Arguments that differ between replicas.
     """
-    # No public API. A strategy such as MirroredStrategy updates variables only in its cross-replica context, and a
-    # branch around such an update fails in a replica context.
+    # TensorFlow 2.21 has no public name for it. A strategy such as MirroredStrategy updates variables only in its
+    # cross-replica context, and a branch around such an update fails in a replica context.
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         function(*agreed, *per_replica)
         return
@@ -87,40 +87,11 @@ def has_several_workers(strategy: tf.distribute.Strategy) -> bool:
     return replica_count > 1 and replica_count > len(strategy.extended.worker_devices)
 
 
-def is_chief(strategy: tf.distribute.Strategy) -> bool:
-    """Whether this process is the chief worker, which writes the files."""
-    resolver = strategy.cluster_resolver
-    if resolver is None or not resolver.task_type:
-        return True
-    has_chief = "chief" in resolver.cluster_spec().as_dict()
-    return resolver.task_type == "chief" or (not has_chief and (resolver.task_type, resolver.task_id) == ("worker", 0))
-
-
-def gather_from_replicas(strategy: tf.distribute.Strategy, number: int) -> list[int]:
-    """Returns each replica's number, the same list on all workers. Blocks until all workers have called it.
-
-    Args:
-        strategy: The strategy.
-        number: This worker's number, an int64.
-    """
-    if not has_several_workers(strategy):
-        return [number]
-    # Not every device can exchange integers, but each can exchange float32, which represents 16-bit integers exactly.
-    digits = np.array([number], np.int64).view(np.uint16).astype(np.float32)
-    gathered = strategy.gather(strategy.run(lambda: tf.constant(digits[None])), axis=0)
-    return gathered.numpy().astype(np.uint16).view(np.int64)[:, 0].tolist()
-
-
 def local_values(variable: keras.Variable) -> list[np.ndarray]:
     """Returns a variable's value on each replica of this process, without communication with other workers."""
-    return [component.numpy() for component in local_components(variable)]
-
-
-def local_components(variable: keras.Variable) -> list[tf.Variable]:
-    """Returns the TensorFlow variables that hold a variable's value on each replica of this process."""
     value = getattr(variable, "value", variable)
     strategy = getattr(value, "distribute_strategy", None)
-    return list(strategy.experimental_local_results(value)) if strategy else [value]
+    return [part.numpy() for part in (strategy.experimental_local_results(value) if strategy else [value])]
 
 
 def variable(name: str, dtype: str, shape: tuple[int, ...] = (), aggregation: str = "sum") -> keras.Variable:

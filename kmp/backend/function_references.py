@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
-from kmp.backend.monkeypatch import Replacement
+from kmp.backend.patching import Replacement
 
 Function = Callable[..., Any]
 

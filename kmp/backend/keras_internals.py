@@ -1,4 +1,7 @@
-"""Keras' private attributes that kmp reads or sets, each with the reason why the public API is not enough."""
+"""Keras' private names that kmp reads or sets. In Keras 3.15 no public name has what they have.
+
+Where one comes close, the function says what it lacks.
+"""
 
 import contextlib
 import importlib
@@ -10,6 +13,16 @@ import keras
 import tensorflow as tf
 
 from kmp.utils import DTYPES_16_BIT
+
+
+def is_keras_class(cls: type) -> bool:
+    """Whether a class is defined in Keras."""
+    return cls.__module__.startswith("keras.")
+
+
+def defining_class(cls: type, name: str) -> type:
+    """Returns the class in the MRO of `cls` that defines `name`: Keras treats a replacement there as its own method."""
+    return next(base for base in cls.__mro__ if name in vars(base))
 
 
 def calls_of(operation: keras.Operation) -> list[Any]:
@@ -30,7 +43,7 @@ def graph_tensors(model: keras.Model, name: str) -> list[keras.KerasTensor]:
 
 
 def producer_of(tensor: keras.KerasTensor) -> keras.Operation:
-    """Returns the operation that produces a tensor of a graph. No public attribute holds it."""
+    """Returns the operation that produces a tensor of a graph."""
     return tensor._keras_history.operation
 
 
@@ -102,7 +115,7 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def layer_names_restored() -> Iterator[None]:
-    """Restores the numbers that Keras gives to unnamed layers. No public function reads them."""
+    """Restores the numbers that Keras gives to unnamed layers."""
     state = importlib.import_module("keras.src.backend.common.global_state")
     numbers = state.get_global_attribute("object_name_uids")
     before = dict(numbers or {})
@@ -117,7 +130,7 @@ def layer_names_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def global_seed_restored() -> Iterator[None]:
-    """Restores the state of the generator that layers without their own seed use. No public function returns it."""
+    """Restores the state of the generator that layers without their own seed use."""
     state = importlib.import_module("keras.src.backend.common.global_state")
     name = importlib.import_module("keras.src.random.seed_generator").GLOBAL_SEED_GENERATOR
     generator = state.get_global_attribute(name)
@@ -136,7 +149,7 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
 
 
 def lambda_output_shape(layer: keras.layers.Lambda) -> Any:
-    """Returns the `output_shape` argument of a `Lambda` layer. No public attribute holds it."""
+    """Returns the `output_shape` argument of a `Lambda` layer."""
     return layer._output_shape
 
 
@@ -156,25 +169,11 @@ def declared_not_trainable(layer: keras.Layer) -> list[keras.Variable]:
     return list(layer._non_trainable_variables)
 
 
-def is_stateless() -> bool:
-    """Whether a `keras.StatelessScope` is open, in which variables keep their values. No public function returns it."""
-    from keras.src.backend.common.stateless_scope import in_stateless_scope
-
-    return bool(in_stateless_scope())
-
-
 def is_symbolic() -> bool:
-    """Whether Keras calls a layer only for the shapes and dtypes of its outputs. No public function returns it."""
-    from keras.src.backend.common.symbolic_scope import in_symbolic_scope
-
-    return bool(in_symbolic_scope())
+    """Whether Keras calls a layer only for the shapes and dtypes of its outputs."""
+    return bool(importlib.import_module("keras.src.backend.common.symbolic_scope").in_symbolic_scope())
 
 
 def functional_input_cast() -> tuple[type, str]:
-    """Returns the class and the method that casts the arguments of a functional model to the dtypes of its `Input`s.
-
-    The class has no public name, and no public method does only this.
-    """
-    from keras.src.models.functional import Functional
-
-    return Functional, "_convert_inputs_to_tensors"
+    """Returns the class and the method that casts the arguments of a functional model to the dtypes of its `Input`s."""
+    return importlib.import_module("keras.src.models.functional").Functional, "_convert_inputs_to_tensors"

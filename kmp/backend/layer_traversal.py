@@ -1,22 +1,23 @@
-"""Traversal of a model's layers, and properties of layers that depend on their sublayers."""
+"""Traversal of a model's layers, and what depends on it.
+
+Keras 3.15 has no public name for it: `model.layers` lacks layers inside wrappers, custom layers and lists.
+"""
 
 from collections.abc import Iterable
 
 import keras
 
-from kmp.backend.keras_internals import declared_trainable, graph_tensors, producer_of
-from kmp.backend.monkeypatch import defining_class, is_keras_class
-from kmp.utils import DTYPES_16_BIT, FLOAT32
+from kmp.backend.keras_internals import defining_class, graph_tensors, is_keras_class, producer_of
 
 
 def sublayers(layer: keras.Layer) -> Iterable[keras.Layer]:
     """Returns the layer and all its sublayers, wrapped and nested ones included."""
-    return layer._flatten_layers()  # no public traversal finds them all
+    return layer._flatten_layers()
 
 
 def direct_sublayers(layer: keras.Layer) -> Iterable[keras.Layer]:
     """Returns the sublayers of a layer, without their own sublayers."""
-    return layer._flatten_layers(recursive=False, include_self=False)  # as above
+    return layer._flatten_layers(recursive=False, include_self=False)
 
 
 def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:
@@ -45,37 +46,11 @@ def compute_dtypes(layer: keras.Layer) -> set[str]:
     return set(filter(keras.backend.is_float_dtype, dtypes))
 
 
-def float32_variables(layer: keras.Layer) -> set[int]:
-    """Returns the `id`s of the trainable variables that only float32 layers use."""
-    dtypes_and_ids = [
-        (sublayer.compute_dtype, id(variable))
-        for sublayer in sublayers(layer)
-        for variable in declared_trainable(sublayer)
-    ]
-    float32_ids = {variable_id for dtype, variable_id in dtypes_and_ids if dtype == FLOAT32.name}
-    return float32_ids - {variable_id for dtype, variable_id in dtypes_and_ids if dtype != FLOAT32.name}
-
-
-def own_dtype_variables(layer: keras.Layer) -> set[int]:
-    """Returns the `id`s of the trainable variables with another dtype than the policy of their layer gives."""
-    return {
-        id(variable)
-        for sublayer in sublayers(layer)
-        for variable in declared_trainable(sublayer)
-        if variable.dtype != sublayer.variable_dtype
-    }
-
-
 def is_passthrough(layer: keras.Layer) -> bool:
     """Whether a layer computes nothing itself: an `InputLayer`, or a Sequential or functional model."""
     if isinstance(layer, keras.layers.InputLayer):
         return True
     return isinstance(layer, keras.Model) and is_keras_class(defining_class(type(layer), "call"))
-
-
-def computes_in_16_bits(model: keras.Model) -> bool:
-    """Whether any layer of a model computes in float16 or bfloat16."""
-    return bool(compute_dtypes(model) & set(DTYPES_16_BIT))
 
 
 def rnn_states(layer: keras.Layer) -> list[keras.Variable]:

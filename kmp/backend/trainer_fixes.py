@@ -1,4 +1,4 @@
-"""Fixes for bugs in Keras' trainer.
+"""Fixes for bugs in Keras' trainer, until a test fails because Keras has fixed them.
 
 Under `MultiWorkerMirroredStrategy`, `fit` of Keras 3.15.1 fails for any model, for two reasons. To build the model, it
 reduces a batch, which is a tuple of tensors, over the workers as if it were one tensor. And it averages logs along axis
@@ -10,7 +10,7 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -18,7 +18,8 @@ import tensorflow as tf
 from keras import tree
 
 from kmp.backend import distribution
-from kmp.backend.monkeypatch import Replacement, defining_class
+from kmp.backend.keras_internals import defining_class
+from kmp.backend.patching import Replacement
 
 logger = logging.getLogger("kmp")
 
@@ -57,7 +58,9 @@ def _building_from_local_batch(original: Callable[..., None]) -> Callable[..., N
         strategy = self.distribute_strategy
         if iterator is not None and distribution.has_several_workers(strategy):
             # Keras builds the model from a batch if it gets one. It uses only shapes and dtypes.
-            data_batch, iterator = _first_local_batch(strategy, iterator), None
+            batch = next(next(iter(iterator))[-1])
+            data_batch = tree.map_structure(lambda value: strategy.experimental_local_results(value)[0], batch)
+            iterator = None
         original(self, iterator, data_batch)
 
     return _maybe_symbolic_build
@@ -76,8 +79,3 @@ def _reducing_logs(original: Callable[..., Any]) -> Callable[..., Any]:
         return tree.map_structure(mean, values)
 
     return reduce_per_replica
-
-
-def _first_local_batch(strategy: tf.distribute.Strategy, iterator: Any) -> Any:
-    batches: Iterator[Any] = next(iter(iterator))[-1]
-    return tree.map_structure(lambda value: strategy.experimental_local_results(value)[0], next(batches))

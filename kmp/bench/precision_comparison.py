@@ -8,11 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmp.backend import tensor_float_32, xla
 from kmp.bench import small_models
 from kmp.bench.optimizer_step import MODES
 from kmp.bench.timing import Measurement, alternate, comparison, seconds_per_call
-from kmp.policy import Hardware, hardware
+from kmp.policy import Hardware, hardware, xla_error
+from kmp.replay import tensor_float_32
 
 _REPEATS = 3
 _STEPS = 4
@@ -60,7 +60,7 @@ def measure() -> Iterator[list[Measurement]]:
     yield _compare("operations", f"matrix product, {size} x {size}", "graph", formats, product, "GFLOP/s")
     case = f"convolution, {batch} x {side} x {side} x {channels}"
     yield _compare("operations", case, "graph", formats, convolution, "GFLOP/s")
-    for mode in MODES if xla.error() is None else ["graph"]:
+    for mode in MODES if xla_error() is None else ["graph"]:
         yield _compare_training(mode, formats, _sizes_of_step(machine))
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from kmp import layers
-from kmp.backend import global_policy
 from kmp.bench.optimizer_step import BARE, KERAS, MODES, OURS
 from kmp.bench.timing import Measurement, alternate, comparison, peak_memory
 from kmp.optimizer import LossScaleOptimizer
@@ -116,8 +115,10 @@ def compiled_model(task: Task, policy: str, variant: str, mode: str) -> keras.Mo
         variant: Whether and how the loss is scaled: `BARE`, `KERAS`, `OURS` or `WITH_CALLBACKS`.
         mode: One of `MODES`.
     """
-    with global_policy(policy):
-        model = task.build()
+    previous_policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    model = task.build()
+    keras.config.set_dtype_policy(previous_policy)
     optimizer: keras.optimizers.Optimizer = keras.optimizers.Adam(1e-4)
     if variant != BARE:
         optimizer = (keras.optimizers.LossScaleOptimizer if variant == KERAS else LossScaleOptimizer)(optimizer)

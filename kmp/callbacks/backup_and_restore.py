@@ -10,9 +10,10 @@ from typing import Any
 import h5py
 import keras
 import numpy as np
+import tensorflow as tf
 
 from kmp.backend import distribution, keras_internals, model_files
-from kmp.callbacks.model_saving import save_atomically
+from kmp.callbacks.model_saving import is_chief, save_atomically
 from kmp.policy import all_optimizers_of
 from kmp.utils import FolderLock, atomic_files, user_messages, validation
 
@@ -111,12 +112,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def on_train_begin(self, logs: Logs = None) -> None:
         self._check_model()
         self._folder.mkdir(parents=True, exist_ok=True)
-        if distribution.is_chief(self.model.distribute_strategy):
+        if is_chief(self.model.distribute_strategy):
             self._folder_lock = FolderLock.acquire("backup_dir", self._folder)
         self._epochs = self._batches = self._batches_since_saving = 0
         keras_internals.set_initial_epoch(self.model, None)  # an earlier training may have set it
         self._restore()
-        epochs = distribution.gather_from_replicas(self.model.distribute_strategy, self._epochs)
+        epochs = _gather_from_replicas(self.model.distribute_strategy, self._epochs)
         if len(set(epochs)) > 1:
             raise RuntimeError(
                 f"The workers would resume after different numbers of epochs, this one after {self._epochs}. "
@@ -140,7 +141,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_train_end(self, logs: Logs = None) -> None:
         keras_internals.set_initial_epoch(self.model, None)  # otherwise the next training starts from it
-        if self.delete_checkpoint and distribution.is_chief(self.model.distribute_strategy):
+        if self.delete_checkpoint and is_chief(self.model.distribute_strategy):
             for path in (*self._previous, *reversed(self._latest)):  # a kill in between leaves the last backup complete
                 atomic_files.remove_leftovers(path)
                 path.unlink(missing_ok=True)
@@ -193,7 +194,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             _set_random_states(self.model, self._resume_point.random_states)
 
     def _save(self) -> None:
-        if not distribution.is_chief(self.model.distribute_strategy):
+        if not is_chief(self.model.distribute_strategy):
             return
         self._resume_point.epochs, self._resume_point.random_states = self._epochs, _random_states(self.model)
         try:
@@ -245,3 +246,18 @@ def _set_random_states(model: keras.Model, states: np.ndarray) -> None:
         )
     for variable, state in zip(variables, states, strict=True):
         variable.assign(state)
+
+
+def _gather_from_replicas(strategy: tf.distribute.Strategy, number: int) -> list[int]:
+    """Returns each replica's number, the same list on all workers. Blocks until all workers have called it.
+
+    Args:
+        strategy: The strategy.
+        number: This worker's number, an int64.
+    """
+    if not distribution.has_several_workers(strategy):
+        return [number]
+    # Not every device can exchange integers, but each can exchange float32, which represents 16-bit integers exactly.
+    digits = np.array([number], np.int64).view(np.uint16).astype(np.float32)
+    gathered = strategy.gather(strategy.run(lambda: tf.constant(digits[None])), axis=0)
+    return gathered.numpy().astype(np.uint16).view(np.int64)[:, 0].tolist()

@@ -1,8 +1,9 @@
-"""Saves a model atomically: a kill or a failed write leaves the previous file unchanged."""
+"""Which process writes files, and a model's file as an atomic write: if it fails, the previous file is unchanged."""
 
 from pathlib import Path
 
 import keras
+import tensorflow as tf
 
 from kmp.backend import model_files
 from kmp.utils import atomic_files
@@ -20,3 +21,12 @@ def save_atomically(model: keras.Model, path: Path) -> None:
     write = model_files.write_weights if path.name.endswith(".weights.h5") else model_files.write_model
     with atomic_files.atomic_write(path) as file:
         write(model, file)
+
+
+def is_chief(strategy: tf.distribute.Strategy) -> bool:
+    """Whether this process is the chief worker, which writes the files."""
+    resolver = strategy.cluster_resolver
+    if resolver is None or not resolver.task_type:
+        return True
+    has_chief = "chief" in resolver.cluster_spec().as_dict()
+    return resolver.task_type == "chief" or (not has_chief and (resolver.task_type, resolver.task_id) == ("worker", 0))

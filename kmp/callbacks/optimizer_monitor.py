@@ -7,8 +7,9 @@ from weakref import WeakSet
 
 import keras
 
-from kmp.backend import compute_dtypes, distribution
+from kmp.backend import compute_dtypes
 from kmp.callbacks.log_writer import LogWriter
+from kmp.callbacks.model_saving import is_chief
 from kmp.callbacks.run_header import header
 from kmp.callbacks.thinning import Thinning, counts_size, sample_size
 from kmp.optimizer import LossScaleOptimizer
@@ -153,7 +154,7 @@ class OptimizerMonitor:
 
     def _writable_folder(self, model: keras.Model) -> Path | None:
         """Returns the folder that this process writes to: of several workers, only the chief writes."""
-        return self.log_dir if distribution.is_chief(model.distribute_strategy) else None
+        return self.log_dir if is_chief(model.distribute_strategy) else None
 
 
 def _described(optimizer: Any) -> str:

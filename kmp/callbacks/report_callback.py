@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
-from kmp.backend import distribution
 from kmp.callbacks.gradient_histogram import GradientHistogram
 from kmp.callbacks.loss_scale_logger import LossScaleLogger
+from kmp.callbacks.model_saving import is_chief
 from kmp.callbacks.optimizer_callback import Logs, OptimizerCallback, PathLike
 from kmp.callbacks.overflow_counter import OverflowCounter
 from kmp.optimizer import LossScaleOptimizer
@@ -125,7 +125,7 @@ class Report(keras.callbacks.Callback):
 
     @property
     def _is_chief(self) -> bool:
-        return distribution.is_chief(self.model.distribute_strategy)
+        return is_chief(self.model.distribute_strategy)
 
     def _warn(self, error: Exception) -> None:
         if not self._has_warned:

@@ -9,19 +9,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import (
-    compute_dtypes,
-    float32_variables,
-    is_keras_class,
-    keras_internals,
-    layers_by_path,
-    output_layers,
-    own_dtype_variables,
-)
+from kmp.backend import compute_dtypes, is_keras_class, keras_internals, layers_by_path, output_layers, sublayers
 from kmp.gradients import paths_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarding, settings_call
 from kmp.records import SCHEMA
+from kmp.utils import FLOAT32
 
 
 def header(model: keras.Model, optimizer: LossScaleOptimizer) -> dict[str, Any]:
@@ -47,9 +40,12 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer) -> dict[str, Any]:
     variables = model.trainable_variables  # `fit` builds the optimizer on these
     by_path = optimizer.variables_by_path() or dict(zip(paths_of(variables), variables, strict=True))
     settings["variable_dtypes"] = sorted({variable.dtype for variable in variables})
-    float32_ids = float32_variables(model)
+    # A variable may be shared between layers: it counts as float32 if only float32 layers use it.
+    uses = [(layer, variable) for layer in sublayers(model) for variable in keras_internals.declared_trainable(layer)]
+    other_ids = {id(variable) for layer, variable in uses if layer.compute_dtype != FLOAT32.name}
+    float32_ids = {id(variable) for layer, variable in uses if layer.compute_dtype == FLOAT32.name} - other_ids
+    own_dtype_ids = {id(variable) for layer, variable in uses if variable.dtype != layer.variable_dtype}
     settings["float32_variables"] = [path for path, variable in by_path.items() if id(variable) in float32_ids]
-    own_dtype_ids = own_dtype_variables(model)
     settings["own_dtype_variables"] = [path for path, variable in by_path.items() if id(variable) in own_dtype_ids]
     if model.built:
         settings["parameters"] = model.count_params()

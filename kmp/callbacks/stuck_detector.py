@@ -7,8 +7,7 @@ import keras
 import numpy as np
 
 from kmp.advice import advise
-from kmp.backend import distribution
-from kmp.callbacks.model_saving import save_atomically
+from kmp.callbacks.model_saving import is_chief, save_atomically
 from kmp.callbacks.optimizer_callback import OptimizerCallback, PathLike
 from kmp.callbacks.stuck_message import StuckError, format_message, is_at_min_scale
 from kmp.optimizer import LossScaleOptimizer
@@ -119,7 +118,7 @@ class StuckDetector(OptimizerCallback):
             intact += f", and {nonfinite} contains NaN or Inf"
         if self.checkpoint is None:
             return f"{intact}."
-        if not distribution.is_chief(self.model.distribute_strategy):
+        if not is_chief(self.model.distribute_strategy):
             return f"{intact}, saved by the chief."
         try:
             save_atomically(self.model, self.checkpoint)

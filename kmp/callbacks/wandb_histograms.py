@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from kmp.backend import distribution
+from kmp.callbacks.model_saving import is_chief
 from kmp.callbacks.optimizer_callback import Logs
 from kmp.callbacks.tensorboard_events import histograms_by_tag
 from kmp.records import ExponentHistogram, Run
@@ -56,7 +56,7 @@ class WandbHistograms(keras.callbacks.Callback):
         self._sends = True
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        self._sends = distribution.is_chief(self.model.distribute_strategy)
+        self._sends = is_chief(self.model.distribute_strategy)
         if not self._sends:
             return
         if self._current_run is None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import keras
 
-from kmp.backend import computes_in_16_bits, is_keras_class, is_passthrough, keras_internals
+from kmp.backend import is_keras_class, is_passthrough, keras_internals
 from kmp.conversion import audit_table
 from kmp.conversion.activation_statistics import ActivationStatistics, by_original_path, measure_activations
 from kmp.conversion.audit_row import Row
-from kmp.conversion.model_parts import Part, check_built, check_not_float64, is_quantized, parts_of
+from kmp.conversion.model_parts import Part, check_built, check_not_float64, computes_in_16_bits, is_quantized, parts_of
 from kmp.conversion.plan_application import apply_plan, convert_to_float32
 from kmp.conversion.precision_plan import (
     Plan,

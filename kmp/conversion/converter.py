@@ -7,11 +7,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from kmp.backend import compute_dtypes, computes_in_16_bits
+from kmp.backend import compute_dtypes
 from kmp.conversion.activation_statistics import ActivationStatistics, by_original_path, measure_activations
 from kmp.conversion.compile_state_transfer import transfer_compile_state
 from kmp.conversion.constructor_arguments import obstacles_to_dtypes
-from kmp.conversion.model_parts import check_built, check_not_float64, is_quantized, parts_of
+from kmp.conversion.model_parts import check_built, check_not_float64, computes_in_16_bits, is_quantized, parts_of
 from kmp.conversion.plan_application import apply_plan, convert_to_float32
 from kmp.conversion.precision_plan import (
     Plan,

@@ -12,7 +12,7 @@ import keras
 from keras import ops
 
 from kmp import layers
-from kmp.backend import functions_by_reference, global_policy, instance_attribute, rnn_states, with_named_lambda
+from kmp.backend import functions_by_reference, instance_attribute, rnn_states, with_named_lambda
 from kmp.conversion.model_parts import parts_of
 
 Config = dict[str, Any]
@@ -53,6 +53,17 @@ def clone_model(model: keras.Model, clone_function: CloneFunction, policy: str) 
     pairs = [(factory.original, factory.clone) for factory in factories.values() if factory.clone is not None]
     _copy_state(model, clone, pairs)
     return clone
+
+
+@contextlib.contextmanager
+def global_policy(policy: str) -> Iterator[None]:
+    """Sets Keras' global dtype policy in the context."""
+    previous = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(previous)
 
 
 class _CloneFactory:

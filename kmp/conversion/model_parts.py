@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from kmp.backend import compute_dtypes, direct_sublayers, is_keras_class, is_passthrough, sublayers
-from kmp.utils import unique_names
+from kmp.utils import DTYPES_16_BIT, unique_names
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,11 @@ def check_built(model: Any) -> None:
 def is_quantized(model: keras.Model) -> bool:
     """Whether any layer of a model is quantized."""
     return any(getattr(layer, "quantization_mode", None) for layer in sublayers(model))
+
+
+def computes_in_16_bits(model: keras.Model) -> bool:
+    """Whether any layer of a model computes in float16 or bfloat16."""
+    return bool(compute_dtypes(model) & set(DTYPES_16_BIT))
 
 
 def is_graph(layer: keras.Operation) -> bool:

@@ -5,9 +5,9 @@ from typing import Any
 import keras
 
 from kmp import layers
-from kmp.backend import global_policy, is_keras_class, keras_internals
+from kmp.backend import is_keras_class, keras_internals
 from kmp.conversion.constructor_arguments import from_config
-from kmp.conversion.model_cloning import Config, clone_model
+from kmp.conversion.model_cloning import Config, clone_model, global_policy
 from kmp.conversion.model_parts import Part, parts_of
 from kmp.conversion.precision_plan import Plan
 from kmp.layers import Float32Operation

@@ -3,7 +3,7 @@
 from kmp.policy import exact_indices, guarding
 from kmp.policy.enabling import POLICIES, Handle, disable, enable, graph_rewrite
 from kmp.policy.guarding import guard
-from kmp.policy.hardware_support import Gpu, Hardware, hardware
+from kmp.policy.hardware_support import Gpu, Hardware, hardware, xla_error
 from kmp.policy.optimizers import all_optimizers_of, rewrap, settings_call, wrap
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "rewrap",
     "settings_call",
     "wrap",
+    "xla_error",
 ]

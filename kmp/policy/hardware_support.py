@@ -92,6 +92,15 @@ def hardware() -> Hardware:
     return Hardware(tuple(Gpu(of.get("device_name", gpu.name), of.get("compute_capability")) for gpu, of in details))
 
 
+def xla_error() -> str | None:
+    """Returns why XLA cannot compile a function on this machine; `None` if it can."""
+    try:
+        tf.function(tf.exp, jit_compile=True, autograph=False)(tf.ones(8)).numpy()  # a number would be a constant
+    except (tf.errors.OpError, NotImplementedError) as reason:
+        return str(reason)
+    return None
+
+
 def resolve_auto() -> str:
     """Returns the policy that `enable("auto")` uses on this machine, and logs it with the reason."""
     machine = hardware()

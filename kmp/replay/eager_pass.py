@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import state_restored, sublayers, tensor_float_32, watching_operations
+from kmp.backend import state_restored, sublayers, watching_operations
 from kmp.gradients import gradient_statistics
 from kmp.records import GradientSample
 from kmp.replay.layer_marks import LayerMarks
@@ -99,6 +99,17 @@ def run_pass(
         found.is_backward = True
         gradients = tape.gradient(scaled, tensors)
     return PassResult(float(loss), outputs, gradients, marks, found)
+
+
+@contextlib.contextmanager
+def tensor_float_32(is_allowed: bool) -> Iterator[None]:
+    """Allows or disables TF32, a GPU's default for float32, which rounds the operands of products to 11 bits."""
+    was_allowed = tf.config.experimental.tensor_float_32_execution_enabled()
+    tf.config.experimental.enable_tensor_float_32_execution(is_allowed)
+    try:
+        yield
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(was_allowed)
 
 
 def forward_pass(model: keras.Model, batch: Sequence[Any]) -> tuple[Any, Any]:

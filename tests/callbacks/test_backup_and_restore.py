@@ -26,7 +26,7 @@ from conftest import (
 
 import kmp
 from kmp.backend import distribution, model_files
-from kmp.callbacks import BackupAndRestore
+from kmp.callbacks import BackupAndRestore, backup_and_restore
 
 SCRIPT = Path(__file__).parent.parent / "resumed_run.py"
 SECONDS = 120
@@ -374,7 +374,7 @@ def test_folder_that_another_process_uses_raises_and_is_unchanged(tmp_path, enab
 
 
 def test_worker_that_is_not_the_chief_uses_the_folder_that_the_chief_locks(tmp_path, enabled, monkeypatch):
-    monkeypatch.setattr(distribution, "is_chief", lambda strategy: False)
+    monkeypatch.setattr(backup_and_restore, "is_chief", lambda strategy: False)
     model = compiled_model("adam")
     with folder_locked_by_another_process(tmp_path):
         fit(tmp_path, epochs=1, model=model)
@@ -396,7 +396,7 @@ def test_callbacks_of_one_process_share_a_folder_also_after_an_interrupt(tmp_pat
 
 @pytest.mark.parametrize(("epochs", "raises"), [([4096, 4097], True), ([4097, 4097], False)])
 def test_workers_that_would_resume_after_different_epochs_raise(tmp_path, enabled, monkeypatch, epochs, raises):
-    monkeypatch.setattr(distribution, "gather_from_replicas", lambda strategy, number: epochs)
+    monkeypatch.setattr(backup_and_restore, "_gather_from_replicas", lambda strategy, number: epochs)
     expected = pytest.raises(RuntimeError, match="different numbers of epochs, this one after 0. `backup_dir`")
     with expected if raises else contextlib.nullcontext():
         fit(tmp_path, epochs=1)
@@ -440,3 +440,13 @@ def test_second_fit_in_one_process_uses_its_own_backup_folder(tmp_path, enabled)
     model.fit(*small_data(), verbose=0, epochs=2, callbacks=[BackupAndRestore(tmp_path / "a")])
     model.fit(*small_data(), verbose=0, epochs=2, callbacks=[BackupAndRestore(tmp_path / "b")])
     assert model.optimizer.snapshot().step == 20
+
+
+@pytest.mark.parametrize("number", [0, 5, 4097, 2**24 + 1, 2**63 - 1, -1])
+def test_gathered_numbers_are_exact(two_replicas, monkeypatch, number):
+    monkeypatch.setattr(distribution, "has_several_workers", lambda strategy: True)
+    assert backup_and_restore._gather_from_replicas(two_replicas, number) == [number, number]
+
+
+def test_single_worker_gathers_its_own_number(two_replicas):
+    assert backup_and_restore._gather_from_replicas(two_replicas, 7) == [7]

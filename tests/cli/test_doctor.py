@@ -282,7 +282,7 @@ def test_machine_without_a_gpu_has_no_error(machine):
 
 def test_xla_that_does_not_compile_is_a_warning(machine, monkeypatch):
     machine()
-    monkeypatch.setattr("kmp.backend.xla.tf.function", lambda *args, **options: _raise)
+    monkeypatch.setattr("kmp.policy.hardware_support.tf.function", lambda *args, **options: _raise)
     check = checks_of(None)["XLA", WARNING]
     assert "libdevice not found" in check.text
     assert "jit_compile=False" in check.fix

@@ -109,7 +109,7 @@ def relative_error(outputs, expected):
 
 def error_once_loaded(model, inputs, outputs):
     """Saves a model and loads it under the policy: Keras does not save those of sublayers that code creates."""
-    is_float16 = kmp.backend.computes_in_16_bits(model)
+    is_float16 = bool({"float16", "bfloat16"} & kmp.backend.compute_dtypes(model))
     with tempfile.TemporaryDirectory() as folder, kmp.enable("mixed_float16" if is_float16 else "float32"):
         model.save(Path(folder) / "model.keras")
         try:

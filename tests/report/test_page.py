@@ -699,7 +699,7 @@ def test_report_that_cannot_be_written_warns_once_and_training_continues(tmp_pat
 
 
 def test_only_the_chief_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr("kmp.backend.distribution.is_chief", lambda strategy: False)
+    monkeypatch.setattr("kmp.callbacks.report_callback.is_chief", lambda strategy: False)
     callback = Report(tmp_path / "new" / "r.html", run=make_run())
     callback.set_model(compiled_model())
     callback.on_train_begin()
