@@ -38,8 +38,8 @@ def test_integer_tensors_are_not_cast():
     ids=["operation", "layer"],
 )
 def test_input_may_be_a_tensor_times_a_number_which_keras_takes_for_sparse(make):
-    inputs = keras.Input((4,), dtype="float16")
+    inputs = keras.Input((4,))
     scaled = inputs * 0.125
     model = keras.Model(inputs, make()(scaled))
     assert model.output.dtype == "float32"
-    assert np.isfinite(model(np.full((2, 4), 3.0, "float16"))).all()
+    assert np.isfinite(model(np.full((2, 4), 3.0, "float32"))).all()
