@@ -3,7 +3,7 @@
 from kmp.gradients.gradient_sampler import NEVER, GradientSampler, extended_sampler, paths_of
 from kmp.gradients.tensor_statistics import gradient_statistics, nonfinite_flag, update_statistics, values_of
 from kmp.gradients.unscaling import multiply_gradients, nonfinite_flags, unscale
-from kmp.gradients.update_statistics import UpdateWatch, with_weight_norms
+from kmp.gradients.weight_updates import UpdateWatch, with_weight_norms
 
 __all__ = [
     "NEVER",

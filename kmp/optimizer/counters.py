@@ -35,7 +35,7 @@ class Counts(NamedTuple):
     overflow_origin: Any
 
 
-COUNT_INDEX = {name: index for index, name in enumerate(Counts._fields)}
+COUNT_INDEX = {name: index for index, name in enumerate(Counts.__annotations__)}
 
 
 @keras.saving.register_keras_serializable("kmp")
@@ -55,7 +55,7 @@ class Counters(keras.Layer):
 
     def __init__(self) -> None:
         super().__init__(name="loss_scale_counters", dtype="float32", trainable=False)
-        self.counts = self._counter("counts", (len(Counts._fields),))
+        self.counts = self._counter("counts", (len(COUNT_INDEX),))
         self.loss_values = self._counter("losses", (2,), "float32")
         self.overflows_by_variable: Any = None
         self.overflow_origins_by_variable: Any = None
@@ -90,7 +90,16 @@ class Counters(keras.Layer):
         """
         zero = tf.zeros([], tf.int64)
         steps = before.steps + 1
-        counts = tf.stack(before._replace(steps=steps, overflows_in_a_row=zero, nonfinite_losses_in_a_row=zero))
+        updated = Counts(
+            steps,
+            overflows=before.overflows,
+            overflows_in_a_row=zero,
+            nonfinite_losses=before.nonfinite_losses,
+            nonfinite_losses_in_a_row=zero,
+            overflows_at_min_scale=before.overflows_at_min_scale,
+            overflow_origin=before.overflow_origin,
+        )
+        counts = tf.stack(updated)
         if overflowed is not False:
             nonfinite_loss = 1 - ops.cast(losses.were_finite, "int64")
             origin = origin_flags(flags, order, losses.were_finite)
