@@ -66,6 +66,7 @@ def test_compile_works_where_another_library_has_wrapped_it(monkeypatch):
     assert calls[0]["metrics"] == ["accuracy"]
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")  # Keras, at the end of a generator
 @pytest.mark.parametrize("mode", [{"run_eagerly": True}, {"jit_compile": False}], ids=["eager", "graph"])
 def test_batch_without_rows_does_not_halve_the_scale(enabled, mode):
     model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
