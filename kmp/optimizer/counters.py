@@ -67,7 +67,8 @@ class Counters(keras.Layer):
 
     def values(self) -> Counts:
         """Returns the counts as tensors on the device."""
-        return Counts(*tf.unstack(ops.copy(self.counts)))
+        counts = ops.copy(self.counts)
+        return Counts(*(counts[index] for index in COUNT_INDEX.values()))  # TensorFlow unstacks int64 on the host
 
     def count(
         self,
@@ -88,24 +89,15 @@ class Counters(keras.Layer):
             flags: Bool tensor of shape `(variables,)`, whether each variable's gradient is non-finite.
             order: The indices of the variables, from the input to the loss.
         """
-        zero = tf.zeros([], tf.int64)
-        steps = before.steps + 1
-        updated = Counts(
-            steps,
-            overflows=before.overflows,
-            overflows_in_a_row=zero,
-            nonfinite_losses=before.nonfinite_losses,
-            nonfinite_losses_in_a_row=zero,
-            overflows_at_min_scale=before.overflows_at_min_scale,
-            overflow_origin=before.overflow_origin,
-        )
-        counts = tf.stack(updated)
+        kept = [name not in ("overflows_in_a_row", "nonfinite_losses_in_a_row") for name in COUNT_INDEX]
+        step = [name == "steps" for name in COUNT_INDEX]
+        counts = self.counts.value * np.array(kept, np.int64) + np.array(step, np.int64)
         if overflowed is not False:
             nonfinite_loss = 1 - ops.cast(losses.were_finite, "int64")
             origin = origin_flags(flags, order, losses.were_finite)
             index = ops.sum(origin * np.arange(1, len(order) + 1))
             skipped = Counts(
-                steps,
+                before.steps + 1,
                 overflows=before.overflows + 1,
                 overflows_in_a_row=before.overflows_in_a_row + 1,
                 nonfinite_losses=before.nonfinite_losses + nonfinite_loss,
