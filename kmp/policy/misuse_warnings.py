@@ -13,6 +13,7 @@ from kmp.optimizer import LossScaleOptimizer
 from kmp.policy.optimizers import all_optimizers_of
 from kmp.utils import FLOAT16, FLOAT32, user_messages
 
+_MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _issued_messages: set[str] = set()  # by message rather than by model: a model that is loaded again does not warn again
 
 
@@ -54,7 +55,7 @@ def check_distribution(
             f"TensorFlow fails on `steps_per_execution` above 1 with several replicas ({name}). Leave it out. "
             f"Received: steps_per_execution={steps_per_execution!r}"
         )
-    is_mirrored = isinstance(strategy, tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy)
+    is_mirrored = isinstance(strategy, _MIRRORED)
     for argument in ("gradient_accumulation_steps", "ema_overwrite_frequency") if is_mirrored else ():
         value = getattr(optimizer, argument, None)
         if value:
