@@ -14,7 +14,7 @@ import tensorflow as tf
 from conftest import OverflowsBackward, casts_of_optimized, compiled_model, fit, small_data, values
 
 import kmp
-from kmp.gradients import tensor_statistics
+from kmp.gradients import gradient_statistics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -158,11 +158,9 @@ def test_statistics_on_the_gpu_equal_those_on_the_cpu(jit_compile):
     shapes = [(7, 33), (2**22 + 5,), (512,)]
     gradients = [np.exp2(random.uniform(-160, 127, shape)).astype("float32") for shape in shapes]
     gradients[0][0, :4] = np.inf, np.nan, 0.0, -1e-45
-    measure = tf.function(
-        lambda gradients: tuple(tensor_statistics.gradient_statistics(gradients)), jit_compile=jit_compile
-    )
+    measure = tf.function(lambda gradients: tuple(gradient_statistics(gradients)), jit_compile=jit_compile)
     with tf.device("CPU:0"):
-        expected = tensor_statistics.gradient_statistics([tf.constant(gradient) for gradient in gradients])
+        expected = gradient_statistics([tf.constant(gradient) for gradient in gradients])
     counts, amax, square_sum = measure([tf.constant(gradient) for gradient in gradients])
     np.testing.assert_array_equal(counts, expected.counts)
     np.testing.assert_array_equal(amax, expected.amax)

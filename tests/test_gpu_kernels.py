@@ -8,7 +8,7 @@ from gpu_kernels import GPU, Copy, place
 
 import kmp
 from kmp.backend import tensorflow_internals
-from kmp.gradients import tensor_statistics
+from kmp.gradients import gradient_statistics, update_statistics
 
 pytestmark = pytest.mark.skipif(
     not tf.test.is_built_with_cuda(), reason="GPU kernels are registered only in TensorFlow's CUDA build."
@@ -77,7 +77,7 @@ def test_xla_has_a_gpu_kernel_for_every_operation_of_a_step(option, prepare, xla
 def test_deterministic_statistics_are_measured_on_the_device(monkeypatch):
     monkeypatch.setattr(tensorflow_internals, "is_deterministic", lambda: True)
     gradients = [tf.ones([3, 700]), tf.ones([2**22]), tf.ones([5])]
-    measure = tf.function(lambda tensors: tuple(tensor_statistics.gradient_statistics(tensors)), autograph=False)
+    measure = tf.function(lambda tensors: tuple(gradient_statistics(tensors)), autograph=False)
     placement = place(measure.get_concrete_function(gradients))
     assert {copy.operation for copy in placement.copies} <= {"If", "StatelessIf"}
     assert placement.without_kernel == {}
@@ -85,7 +85,7 @@ def test_deterministic_statistics_are_measured_on_the_device(monkeypatch):
 
 def test_updates_are_measured_on_the_device():
     before = [tf.ones([3, 700]), tf.ones([2**22]), tf.ones([5])]
-    measure = tf.function(lambda after: tuple(tensor_statistics.update_statistics(before, after)), autograph=False)
+    measure = tf.function(lambda after: update_statistics(before, after), autograph=False)
     assert place(measure.get_concrete_function(before)).copies == {}
 
 
@@ -98,7 +98,7 @@ def test_step_uses_no_int32_variables():
 
 def test_statistics_lower_for_a_gpu():
     gradients = [tf.ones([3, 700]), tf.ones([2**22])]
-    hlo = lowered(lambda tensors: tuple(tensor_statistics.gradient_statistics(tensors)), gradients)
+    hlo = lowered(lambda tensors: tuple(gradient_statistics(tensors)), gradients)
     assert "->(s64[2,280]{1,0}, f32[2]{0}, f64[2]{0})" in hlo
 
 

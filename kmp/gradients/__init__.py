@@ -1,14 +1,24 @@
 """Gradients on the device: unscaling, flags, exponents, norms, and the effects of updates."""
 
 from kmp.gradients.gradient_sampler import NEVER, GradientSampler, extended_sampler, paths_of
-from kmp.gradients.tensor_statistics import gradient_statistics, nonfinite_flag, update_statistics, values_of
-from kmp.gradients.unscaling import multiply_gradients, nonfinite_flags, unscale
-from kmp.gradients.weight_updates import UpdateWatch, with_weight_norms
+from kmp.gradients.tensor_statistics import gradient_statistics
+from kmp.gradients.unscaling import (
+    Gradients,
+    Variables,
+    multiply_gradients,
+    nonfinite_flag,
+    nonfinite_flags,
+    unscale,
+    values_of,
+)
+from kmp.gradients.weight_updates import UpdateWatch, update_statistics, with_weight_norms
 
 __all__ = [
     "NEVER",
     "GradientSampler",
+    "Gradients",
     "UpdateWatch",
+    "Variables",
     "extended_sampler",
     "gradient_statistics",
     "multiply_gradients",

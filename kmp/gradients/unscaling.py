@@ -8,18 +8,30 @@ import tensorflow as tf
 from keras import backend, ops
 
 from kmp.backend import outlined, xla
-from kmp.gradients.tensor_packing import in_order, pack_tensors
-from kmp.gradients.tensor_statistics import nonfinite_flag, values_of, with_values
+from kmp.gradients.tensor_groups import group_indices, in_order, join
 from kmp.utils import FLOAT32
 
-_SMALL = 2**16  # elements: below this, copying tensors takes less time than running an operation for each
+Gradients = Sequence[Any]  # of tensors, `tf.IndexedSlices` or `None`
+Variables = Sequence[Any]  # of `keras.Variable` or `tf.Variable`
 
 
-def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> list[Any]:
+def values_of(gradient: Any) -> tf.Tensor:
+    """Returns the values of a dense gradient or `tf.IndexedSlices`."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else ops.convert_to_tensor(gradient)
+
+
+def _with_values(gradient: Any, values: tf.Tensor) -> Any:
+    """Returns a copy of a dense gradient or `tf.IndexedSlices` with other values."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return values
+
+
+def unscale(gradients: Gradients, variables: Variables, scale: Any) -> list[Any]:
     """Returns gradients divided by the loss scale, in the dtypes of their variables.
 
     Args:
-        gradients: Loss-scaled gradients: tensors, `tf.IndexedSlices` or `None`.
+        gradients: Loss-scaled gradients.
         variables: The variable of each gradient. The gradient of a variable that Keras overwrites with it, such as a
             float8 scale, is returned unchanged.
         scale: Scalar float32, from 2^-126 to 2^126.
@@ -30,16 +42,16 @@ def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> l
         _divided(gradient, variable, scale)
         if inverse is None or not _is_plain(gradient, variable)
         # tf.multiply adds Python overhead; as in `predicated_writes`.
-        else with_values(gradient, tf.raw_ops.Mul(x=_as_float32(gradient), y=inverse))
+        else _with_values(gradient, tf.raw_ops.Mul(x=_as_float32(gradient), y=inverse))
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
 
 
-def multiply_gradients(gradients: Sequence[Any], factor: Any) -> list[Any]:
+def multiply_gradients(gradients: Gradients, factor: Any) -> list[Any]:
     """Returns gradients times a factor, in float32 or, for float64 gradients, in float64.
 
     Args:
-        gradients: Tensors, `tf.IndexedSlices` or `None`.
+        gradients: The gradients.
         factor: Scalar float32, a loss scale or its reciprocal. The product is exact if it is a power of two.
     """
 
@@ -48,18 +60,28 @@ def multiply_gradients(gradients: Sequence[Any], factor: Any) -> list[Any]:
         return values * ops.cast(factor, values.dtype)
 
     return [
-        None if gradient is None else with_values(gradient, multiply(values_of(gradient))) for gradient in gradients
+        None if gradient is None else _with_values(gradient, multiply(values_of(gradient))) for gradient in gradients
     ]
 
 
-def nonfinite_flags(gradients: Sequence[Any], variables: Sequence[Any], scale: Any, replicas: int) -> tf.Tensor:
+def nonfinite_flag(tensor: Any) -> tf.Tensor:
+    """Returns 1.0 if any element is Inf or NaN, else 0.0, as a scalar float32 that can be summed across replicas.
+
+    Args:
+        tensor: A gradient or loss, of any shape and float dtype.
+    """
+    is_finite = ops.all(ops.isfinite(values_of(tensor)))
+    return tf.where(is_finite, tf.zeros([]), tf.ones([]))  # float32 whatever Keras' floatx is
+
+
+def nonfinite_flags(gradients: Gradients, variables: Variables, scale: Any, replicas: int) -> tf.Tensor:
     """Flags the gradients that contain NaN or Inf after unscaling and summing over replicas.
 
     A scale below 1 can make a finite gradient infinite, and so can the sum over replicas. Rows of a sparse gradient
     with the same index are checked separately, not as their sum.
 
     Args:
-        gradients: Loss-scaled gradients: tensors, `tf.IndexedSlices` or `None`; at least one.
+        gradients: Loss-scaled gradients, at least one.
         variables: The variable of each gradient.
         scale: Scalar float32, from 2^-126 to 2^126.
         replicas: Number of replicas that compute such gradients.
@@ -87,16 +109,17 @@ def _joint_flags(tensors: Sequence[tf.Tensor], scale: Any, replicas: int) -> tf.
     infinite sum, and a scale below 1 can make them infinite: then each is checked. Small tensors are concatenated, so
     that the step of ResNet-50 has 49 operations for this in place of 434, and XLA has fewer loops to compile.
     """
-    groups = pack_tensors(tensors, joined_below=_SMALL)
+    # Below 2^16 elements, copying tensors takes less time than running an operation for each.
+    indices = group_indices(tensors, large=2**16, max_elements=2**24)
+    groups = [join([tensors[index] for index in group]) for group in indices]
     is_finite = tf.math.is_finite(tf.add_n([tf.reduce_sum(group.values) for group in groups]))
 
     def check_each() -> tf.Tensor:
         flags = []
         for group in groups:
-            finite = tf.math.is_finite(group.values * (replicas / scale))
-            nonfinite = 1.0 - tf.cast(tf.reduce_all(finite, 1 if group.rows else None, not group.rows), tf.float32)
-            flags.append(group.segment_sum(nonfinite) if group.rows else nonfinite)
-        return tf.minimum(in_order(tf.concat(flags, 0), groups), 1.0)
+            row_is_finite = tf.reduce_all(tf.math.is_finite(group.values * (replicas / scale)), 1)
+            flags.append(group.per_tensor(1.0 - tf.cast(row_is_finite, tf.float32)))
+        return tf.minimum(in_order(flags, indices), 1.0)
 
     # XLA can compile both branches, because a compiled function may call a function that is traced here.
     all_finite = tf.logical_and(is_finite, scale >= replicas)
@@ -122,4 +145,4 @@ def _as_float32(gradient: Any) -> tf.Tensor:
 def _divided(gradient: Any, variable: Any, scale: Any) -> Any:
     if gradient is None or _is_overwritten(variable):
         return gradient
-    return with_values(gradient, ops.cast(ops.divide(values_of(gradient), scale), variable.dtype))
+    return _with_values(gradient, ops.cast(ops.divide(values_of(gradient), scale), variable.dtype))

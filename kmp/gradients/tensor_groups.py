@@ -1,0 +1,118 @@
+"""Joins many tensors into a few groups, which are measured one after the other."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from kmp.backend import xla
+from kmp.utils import FLOAT32
+
+_ROW_SIZE = 512
+_MAX_TENSORS = 512  # in a group: on a GPU, each of several hundred thread blocks has its own copy of all histograms
+
+
+class TensorGroup(NamedTuple):
+    """Tensors of a group, as one float32 tensor.
+
+    Args:
+        values: Shape `(rows, row size)`. A single tensor is one row; several are padded with zeros to rows of 512.
+        owners: int32 of shape `(rows,)`: the index in the group of the tensor that each row belongs to.
+        padding: int64 of shape `(tensors,)`: the number of zeros appended to each tensor.
+    """
+
+    values: tf.Tensor
+    owners: np.ndarray
+    padding: np.ndarray
+
+    def per_tensor(self, rows: tf.Tensor, reduce: Callable[..., tf.Tensor] = tf.math.unsorted_segment_sum) -> tf.Tensor:
+        """Reduces values of shape `(rows,)` to shape `(tensors,)`."""
+        return rows if len(self.padding) == 1 else reduce(rows, self.owners, len(self.padding))
+
+    def count_true(self, mask: tf.Tensor) -> tf.Tensor:
+        """Counts the true elements of each tensor: int64 of shape `(tensors,)`."""
+        # float32 takes half the bytes of float64.
+        is_exact = mask.shape[1] is not None and mask.shape[1] <= FLOAT32.max_exact_integer
+        counts = tf.reduce_sum(tf.cast(mask, tf.float32 if is_exact else tf.float64), 1)
+        return tf.cast(self.per_tensor(tf.cast(counts, tf.float64)), tf.int64)
+
+    def square_sum(self, values: tf.Tensor) -> tf.Tensor:
+        """Sums squares of each tensor in float64, because they can exceed float32's range; shape `(tensors,)`."""
+        values = tf.cast(values, tf.float64)
+        if len(self.padding) == 1:
+            return tf.reshape(2.0 * tf.nn.l2_loss(values), [1])  # does not store the squares
+        return self.per_tensor(tf.reduce_sum(tf.square(values), 1))
+
+
+def group_indices(tensors: Sequence[tf.Tensor], large: int, max_elements: int) -> list[list[int]]:
+    """Assigns tensors to groups, by index: fewer, larger operations trace and compile faster.
+
+    Args:
+        tensors: The tensors.
+        large: Tensors of at least this number of elements, or of unknown size, have a group of their own, because
+            joining copies them.
+        max_elements: Maximum number of elements in a group of several tensors.
+    """
+    groups: list[list[int]] = []
+    joined: list[int] = []
+    elements = max_elements
+    for index, tensor in enumerate(tensors):
+        size = tensor.shape.num_elements()
+        if size is None or size >= large:
+            groups.append([index])
+            continue
+        size = max(size, max_elements // _MAX_TENSORS)
+        if elements + size > max_elements:
+            joined, elements = [], 0
+            groups.append(joined)
+        joined.append(index)
+        elements += size
+    return groups
+
+
+def join(tensors: Sequence[tf.Tensor]) -> TensorGroup:
+    """Returns tensors of any shape and float dtype as one group."""
+    if len(tensors) == 1:
+        values = tf.cast(tf.reshape(tensors[0], [1, -1]), tf.float32)
+        return TensorGroup(values, np.zeros(1, np.int32), np.zeros(1, np.int64))
+    flat = tf.constant([-1])
+    sizes = [tensor.shape.num_elements() for tensor in tensors]
+    rows = [math.ceil(size / _ROW_SIZE) for size in sizes]
+    padding = [count * _ROW_SIZE - size for count, size in zip(rows, sizes, strict=True)]
+    zeros = functools.cache(tf.zeros)
+    parts = []
+    for tensor, missing in zip(tensors, padding, strict=True):
+        parts += [tf.cast(tf.reshape(tensor, flat), tf.float32), *([zeros((missing,))] if missing else [])]
+    owners = np.repeat(np.arange(len(tensors), dtype=np.int32), rows)
+    return TensorGroup(tf.reshape(tf.concat(parts, 0), [-1, _ROW_SIZE]), owners, np.array(padding, np.int64))
+
+
+def in_order(rows: Sequence[tf.Tensor], groups: list[list[int]]) -> tf.Tensor:
+    """Concatenates the results of groups, in the order of the tensors passed to `group_indices`."""
+    return tf.gather(tf.concat(rows, 0), np.argsort([index for group in groups for index in group]))
+
+
+def measure_in_groups(
+    measure: Callable[..., tuple[tf.Tensor, ...]], *lists: Sequence[tf.Tensor], max_elements: int
+) -> list[tf.Tensor]:
+    """Measures tensors group by group: each waits for the previous one, which bounds the memory use.
+
+    Args:
+        measure: A function that takes a `TensorGroup` of each list. It returns tensors with one row per tensor; the
+            first of them has no negative values.
+        *lists: Lists of tensors, at least one tensor each. Tensors with the same index have the same shape.
+        max_elements: Maximum number of elements in a group of several tensors.
+    """
+    groups = group_indices(lists[0], min(max_elements, 2**22), max_elements)
+    results: list[tuple[tf.Tensor, ...]] = []
+    for indices in groups:
+        with tf.control_dependencies(results[-1] if results else []):
+            first, *others = [[tensors[index] for index in indices] for tensors in lists]
+            if results and xla.is_tracing():  # XLA drops control dependencies, so one tensor depends on the result
+                is_negative = tf.reshape(results[-1][0], [-1])[0] < 0  # always False, but XLA cannot infer that
+                first[0] = tf.where(is_negative, tf.zeros_like(first[0]), first[0])
+            results.append(measure(*map(join, (first, *others))))
+    return [in_order(rows, groups) for rows in zip(*results, strict=True)]
