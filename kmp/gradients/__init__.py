@@ -1,6 +1,6 @@
 """Gradients on the device: unscaling, flags, exponents, norms, and the effects of updates."""
 
-from kmp.gradients.gradient_sampler import NEVER, GradientSampler, extended_sampler, paths_of
+from kmp.gradients.gradient_sampler import NEVER, GradientSampler, paths_of
 from kmp.gradients.tensor_statistics import gradient_statistics
 from kmp.gradients.unscaling import (
     Gradients,
@@ -19,7 +19,6 @@ __all__ = [
     "Gradients",
     "UpdateWatch",
     "Variables",
-    "extended_sampler",
     "gradient_statistics",
     "multiply_gradients",
     "nonfinite_flag",

@@ -12,7 +12,7 @@ from keras import ops
 
 from kmp.backend import distribution, outlined
 from kmp.gradients.tensor_statistics import gradient_statistics
-from kmp.gradients.unscaling import unscale
+from kmp.gradients.unscaling import Gradients, Variables, unscale
 from kmp.records import BIN_COUNT, GradientSample
 from kmp.utils import matching_indices, unique_names
 
@@ -20,23 +20,9 @@ Patterns = tuple[str, ...] | None
 NEVER = 2**62  # an interval that no step is divisible by
 
 
-def paths_of(variables: Sequence[Any]) -> list[str]:
+def paths_of(variables: Variables) -> list[str]:
     """Returns the paths of variables; a repeated path gets a number."""
     return unique_names(getattr(variable, "path", variable.name) for variable in variables)
-
-
-def extended_sampler(before: "GradientSampler | None", wanted: Patterns) -> "GradientSampler":
-    """Returns a sampler for the variables of an existing sampler and for those that match more patterns.
-
-    Args:
-        before: The existing sampler, or `None`. It is returned itself if it already covers `wanted`.
-        wanted: Patterns of variable paths; `None` for all variables.
-    """
-    if before is None:
-        return GradientSampler(wanted)
-    if before.patterns is None or (wanted is not None and set(wanted) <= set(before.patterns)):
-        return before
-    return GradientSampler(None if wanted is None else tuple(dict.fromkeys((*before.patterns, *wanted))), before)
 
 
 class GradientSampler:
@@ -44,20 +30,25 @@ class GradientSampler:
 
     The interval is a variable, so changing it or pausing does not retrace the step. With several callbacks it is the
     greatest common divisor of their intervals, so that each callback gets the samples it requested.
-
-    Args:
-        patterns: Patterns of the variable paths to measure; `None` for all variables.
-        before: A sampler to replace; its sampling intervals are kept.
     """
 
-    def __init__(self, patterns: Patterns = None, before: "GradientSampler | None" = None) -> None:
-        self.patterns = patterns
-        self._intervals: WeakKeyDictionary[Any, int] = before._intervals if before else WeakKeyDictionary()
-        self._interval = keras.Variable(self._common_interval, dtype="int64", trainable=False, name="sample_every")
+    def __init__(self) -> None:
+        self._patterns: Patterns = ()
+        self._intervals: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._interval = keras.Variable(NEVER, dtype="int64", trainable=False, name="sample_every")
         self._first_step = keras.Variable(0, dtype="int64", trainable=False, name="sample_first")
-        self._step = distribution.variable("sample_step", "int64", aggregation="only_first_replica")
-        self._scale = distribution.variable("sample_loss_scale", "float32", aggregation="only_first_replica")
         self._indices: list[int] | None = None
+
+    def extend(self, patterns: Patterns) -> bool:
+        """Adds patterns of the variable paths to measure; `None` for all variables.
+
+        Returns:
+            Whether they are new: then `build` must be called, and the step retraced.
+        """
+        if self._patterns is None or (patterns is not None and set(patterns) <= set(self._patterns)):
+            return False
+        self._patterns = None if patterns is None else (*self._patterns, *patterns)
+        return True
 
     def check_patterns(self, paths: Sequence[str]) -> None:
         """Checks that each pattern matches a variable, before anything is built.
@@ -66,9 +57,9 @@ class GradientSampler:
             ValueError: If a pattern matches no variable. All patterns are dropped then, so that they do not affect a
                 later training run.
         """
-        patterns, self.patterns = self.patterns, ()
+        patterns, self._patterns = self._patterns, ()
         matching_indices(patterns or (), paths)
-        self.patterns = patterns
+        self._patterns = patterns
 
     def build(self, paths: Sequence[str], scale_is_power_of_two: bool) -> None:
         """Creates the variables that store a sample.
@@ -81,15 +72,17 @@ class GradientSampler:
         Raises:
             ValueError: If a pattern matches no variable.
         """
-        self._indices = list(range(len(paths))) if self.patterns is None else matching_indices(self.patterns, paths)
+        self._indices = list(range(len(paths))) if self._patterns is None else matching_indices(self._patterns, paths)
         self._paths = list(paths)
         rows = len(self._indices)
-        self._counts = distribution.variable("sample_counts", "int64", (rows, BIN_COUNT))
+        self._step = distribution.variable("sample_step", "int64", aggregation="only_first_replica")
+        self._scale = distribution.variable("sample_loss_scale", "float32", aggregation="only_first_replica")
         self._amax = distribution.variable("sample_amax", "float32", (rows,))
         self._square_sum = distribution.variable("sample_square_sum", "float64", (rows,))
-        self._unscaled = None
-        if not scale_is_power_of_two:
-            self._unscaled = distribution.variable("sample_unscaled_counts", "int64", (rows, BIN_COUNT))
+        shape = (rows, BIN_COUNT)
+        self._counts = distribution.variable("sample_counts", "int64", shape)
+        unscaled = None if scale_is_power_of_two else distribution.variable("sample_unscaled_counts", "int64", shape)
+        self._unscaled = unscaled
 
     def start(self, owner: Any, every_n_steps: int, first: int) -> None:
         """Starts sampling for `owner`: at step `first`, if not 0, and at each step divisible by `every_n_steps`."""
@@ -105,7 +98,7 @@ class GradientSampler:
         if not self._intervals:
             self._first_step.assign(0)
 
-    def sample(self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any, step: Any) -> None:
+    def sample(self, gradients: Gradients, variables: Variables, scale: Any, step: Any) -> None:
         """Measures the gradients if `step` is due; part of the compiled step.
 
         Args:
@@ -124,8 +117,7 @@ class GradientSampler:
             order: Indices of all variables, ordered from the input to the loss.
             steps: The number of steps taken. Loading a checkpoint may reset it; a sample of a later step is ignored.
         """
-        step = int(self._step.numpy())
-        if not 0 < step <= steps or self._indices is None:
+        if self._indices is None or not 0 < (step := int(self._step.numpy())) <= steps:
             return None
         row_of = {index: row for row, index in enumerate(self._indices)}
         rows = [row_of[index] for index in order if index in row_of]
@@ -153,7 +145,7 @@ class GradientSampler:
     def _common_interval(self) -> int:
         return math.gcd(*self._intervals.values()) or NEVER
 
-    def _record(self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any, step: Any) -> None:
+    def _record(self, gradients: Gradients, variables: Variables, scale: Any, step: Any) -> None:
         if not self._indices:
             return
         sampled = [gradients[index] for index in self._indices]

@@ -10,7 +10,15 @@ from keras import ops
 
 from kmp import scaling
 from kmp.backend import distribution, outlined, xla
-from kmp.gradients import GradientSampler, extended_sampler, multiply_gradients, nonfinite_flags, paths_of, unscale
+from kmp.gradients import (
+    Gradients,
+    GradientSampler,
+    Variables,
+    multiply_gradients,
+    nonfinite_flags,
+    paths_of,
+    unscale,
+)
 from kmp.optimizer.counters import COUNT_INDEX, Counters
 from kmp.optimizer.inner_optimizer import InnerState, resolve_optimizer
 from kmp.optimizer.overflow_origin import network_order
@@ -18,9 +26,6 @@ from kmp.optimizer.predicated_writes import predicated_writes, supports_predicat
 from kmp.optimizer.step_monitor import Stage, StepLosses, StepMonitor
 from kmp.records import Snapshot
 from kmp.utils import matching_indices, user_messages, validation
-
-Gradients = Sequence[Any]  # of tensors, `tf.IndexedSlices` or `None`
-Variables = Sequence[Any]  # of `keras.Variable` or `tf.Variable`
 
 _DEFAULT = scaling.DynamicScale()
 _NO_SCALE = scaling.FixedScale(1.0)
@@ -360,17 +365,18 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             ValueError: If a pattern matches no variable. An optimizer that is not built yet raises it in `build`.
         """
-        requested, previous = validation.patterns("variables", variables), self.sampler
+        requested = validation.patterns("variables", variables)
         if self.built and requested is not None:
             matching_indices(requested, self.paths)
         # The sampler needs the replicas of the strategy that the optimizer was created under; no public name has it.
         with self._distribution_strategy.scope():
-            self.sampler = extended_sampler(previous, requested)
-        if self.sampler is not previous:
+            self.sampler = self.sampler or GradientSampler()
+        is_new = self.sampler.extend(requested)
+        if is_new:
             self._compile_step()
             if self.built:
                 self._build_sampler()
-        return self.sampler is not previous
+        return is_new
 
     def start_sampling(self, owner: Any, every_n_steps: int, next_step: bool = True) -> None:
         """Samples gradients in the next step, and in every step whose number is a multiple of `every_n_steps`.
