@@ -12,7 +12,8 @@ from kmp.records import BIN_COUNT, INF_BIN, NAN_BIN, ZERO_BIN
 from kmp.utils import FLOAT32
 
 # Outside XLA, only operations with a TensorFlow GPU kernel are used: on int32, addition, comparison, concatenation,
-# reduction and even reshaping run on the host. So bins are reshaped as uint32, and counts are int64.
+# reduction and even reshaping run on the host, and `tf.split` on int64. So bins are reshaped as uint32, and counts are
+# int64.
 _MAGNITUDE = 0x7FFFFFFF
 _INF = 0x7F800000
 _BIASED_EXPONENTS = 2**FLOAT32.exponent_bits
@@ -84,16 +85,16 @@ def _count_in_few_operations(group: TensorGroup) -> tf.Tensor:
     signed_exponent = tf.bitwise.right_shift(unsigned, tf.constant(FLOAT32.fraction_bits, tf.uint32))
     by_exponent = _histograms(tf.bitcast(signed_exponent, tf.int32), 2 * _BIASED_EXPONENTS, group)
     by_exponent = by_exponent[:, :_BIASED_EXPONENTS] + by_exponent[:, _BIASED_EXPONENTS:]
-    lowest, highest = by_exponent[:, 0], by_exponent[:, -1]
+    lowest, normal, highest = by_exponent[:, :1], by_exponent[:, 1:-1], by_exponent[:, -1:]
     none = tf.zeros_like(lowest)
 
     def count_zeros() -> tf.Tensor:
-        elements = tf.reduce_sum(tf.cast(by_exponent, tf.float64), 1)
-        return tf.cast(elements, tf.int64) - group.count_true(tf.cast(_magnitude(group), tf.bool))
+        elements = tf.cast(tf.reduce_sum(tf.cast(by_exponent, tf.float64), 1), tf.int64)
+        return (elements - group.count_true(tf.cast(_magnitude(group), tf.bool)))[:, None]
 
     def count_subnormals_and_infs() -> tuple[tf.Tensor, tf.Tensor]:
         counts = _histograms(_exponent_of_integer(_magnitude(group)), _BIASED_EXPONENTS, group)
-        return counts[:, _BIAS : _BIAS + _SUBNORMAL_EXPONENTS], group.count_true(tf.math.is_inf(group.values))
+        return counts[:, _BIAS : _BIAS + _SUBNORMAL_EXPONENTS], group.count_true(tf.math.is_inf(group.values))[:, None]
 
     zeros = tf.cond(tf.reduce_any(lowest > 0), count_zeros, lambda: none)
     subnormal, inf = tf.cond(
@@ -101,7 +102,7 @@ def _count_in_few_operations(group: TensorGroup) -> tf.Tensor:
         count_subnormals_and_infs,
         lambda: (tf.zeros([lowest.shape[0], _SUBNORMAL_EXPONENTS], tf.int64), none),
     )
-    return tf.concat((zeros[:, None], subnormal, by_exponent[:, 1:-1], inf[:, None], (highest - inf)[:, None]), 1)
+    return tf.concat((zeros, subnormal, normal, inf, highest - inf), 1)
 
 
 def _magnitude(group: TensorGroup) -> tf.Tensor:
@@ -132,4 +133,4 @@ def _histograms(bins: tf.Tensor, size: int, group: TensorGroup) -> tf.Tensor:
         # tf.math.bincount computes its size on the device, which XLA does not support.
         counts = tf.raw_ops.DenseBincount(input=bins, size=tensors * size, weights=weights, binary_output=False)
     counts = tf.reshape(tf.cast(counts, tf.int64), [-1, size])
-    return counts - tf.one_hot([0], size, dtype=tf.int64) * group.padding[:, None]
+    return counts - tf.one_hot([0], size, dtype=tf.int64) * group.padding[:, None] if group.padding.any() else counts
