@@ -50,17 +50,6 @@ class GradientSampler:
         self._patterns = None if patterns is None else (*self._patterns, *patterns)
         return True
 
-    def check_patterns(self, paths: Sequence[str]) -> None:
-        """Checks that each pattern matches a variable, before anything is built.
-
-        Raises:
-            ValueError: If a pattern matches no variable. All patterns are dropped then, so that they do not affect a
-                later training run.
-        """
-        patterns, self._patterns = self._patterns, ()
-        matching_indices(patterns or (), paths)
-        self._patterns = patterns
-
     def build(self, paths: Sequence[str], scale_is_power_of_two: bool) -> None:
         """Creates the variables that store a sample.
 
@@ -70,9 +59,12 @@ class GradientSampler:
                 counted separately.
 
         Raises:
-            ValueError: If a pattern matches no variable.
+            ValueError: If a pattern matches no variable. All patterns are dropped then, so that they do not affect a
+                later training run.
         """
-        self._indices = list(range(len(paths))) if self._patterns is None else matching_indices(self._patterns, paths)
+        patterns, self._patterns = self._patterns, ()
+        self._indices = list(range(len(paths))) if patterns is None else matching_indices(patterns, paths)
+        self._patterns = patterns
         self._paths = list(paths)
         rows = len(self._indices)
         self._step = distribution.variable("sample_step", "int64", aggregation="only_first_replica")

@@ -152,8 +152,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def build(self, var_list: Variables) -> None:
         """Creates the loss scale, the counters and the inner optimizer's variables."""
-        if self.sampler:
-            self.sampler.check_patterns(paths_of(var_list))
+        self._build_sampler(paths_of(var_list))  # first, because it raises an error for a bad pattern
         # Keras' `build` would also create the variables of these options for the wrapper.
         self.__dict__.update(use_ema=False, gradient_accumulation_steps=None)
         super().build(var_list)
@@ -163,8 +162,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.step_monitor.build_for(len(var_list))
         if self.jit_compile and tf.distribute.has_strategy():
             user_messages.warn(_JIT_COMPILE_IGNORED)
-        if self.sampler:
-            self._build_sampler()
 
     @property
     def loss_scale(self) -> Any:
@@ -375,7 +372,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if is_new:
             self._compile_step()
             if self.built:
-                self._build_sampler()
+                self._build_sampler(self.paths)
         return is_new
 
     def start_sampling(self, owner: Any, every_n_steps: int, next_step: bool = True) -> None:
@@ -518,10 +515,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 self._index(variable)
         return variables
 
-    def _build_sampler(self) -> None:
-        assert self.sampler is not None
-        with self._distribution_strategy.scope():
-            self.sampler.build(self.paths, self.rule.keeps_powers_of_two)
+    def _build_sampler(self, paths: Sequence[str]) -> None:
+        if self.sampler:
+            with self._distribution_strategy.scope():
+                self.sampler.build(paths, self.rule.keeps_powers_of_two)
 
     def _bounded_scale(self, highest: float = scaling.LARGEST_SCALE) -> Any:
         """Returns the scale within the rule's bounds; a file or the user may have written any value to the variable."""
