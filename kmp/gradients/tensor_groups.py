@@ -52,7 +52,7 @@ def group_indices(tensors: Sequence[tf.Tensor], large: int, max_elements: int) -
 
     Args:
         tensors: The tensors.
-        large: Tensors of at least this number of elements, or of unknown size, have a group of their own, because
+        large: Tensors of at least this number of elements, or of unknown size, each form one group, because
             joining copies them.
         max_elements: Maximum number of elements in a group of several tensors.
     """
