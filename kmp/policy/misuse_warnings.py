@@ -55,6 +55,7 @@ def check_distribution(
             f"TensorFlow fails on `steps_per_execution` above 1 with several replicas ({name}). Leave it out. "
             f"Received: steps_per_execution={steps_per_execution!r}"
         )
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     is_mirrored = isinstance(strategy, _MIRRORED)
     for argument in ("gradient_accumulation_steps", "ema_overwrite_frequency") if is_mirrored else ():
         value = getattr(optimizer, argument, None)

@@ -386,6 +386,10 @@ def gradient_accumulation():
     return keras.optimizers.SGD(gradient_accumulation_steps=2)
 
 
+def gradient_accumulation_in_keras_class():
+    return keras.optimizers.LossScaleOptimizer(gradient_accumulation())
+
+
 def weight_averaging():
     return kmp.LossScaleOptimizer(keras.optimizers.SGD(use_ema=True, ema_overwrite_frequency=5))
 
@@ -402,6 +406,7 @@ def weight_averaging():
             {"optimizer": gradient_accumulation},
             "fail on `gradient_accumulation_steps` under a mirrored.*`run_eagerly=True`",
         ),
+        ({"optimizer": gradient_accumulation_in_keras_class}, "fail on `gradient_accumulation_steps` under a mirrored"),
         (
             {"optimizer": weight_averaging},
             "fail on `ema_overwrite_frequency` under a mirrored.*ema_overwrite_frequency=5",
