@@ -235,14 +235,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not grads:
             return
         # A function whose first trace creates variables is traced a second time, which must find the same stage.
-        if self.built or tf.executing_eagerly():
-            self.step_monitor.record_apply()
+        is_traced_again = not self.built and not tf.executing_eagerly()
         if not self.built:
             distribution.check_built_before_step()
             self.build(variables)
         indices = tuple(map(self._index, variables))
-        gradient_at = dict(zip(indices, grads, strict=True))
-        self._order = network_order([gradient_at.get(index) for index in range(len(self._trainable_variables))])
+        if not is_traced_again:
+            self.step_monitor.record_apply()
+        self._order = network_order(self._for_each_variable(grads, indices))
         # Under a strategy the step cannot be compiled: replicas synchronize inside of it.
         compiles = not tf.distribute.has_strategy() and not xla.is_tracing()
         step = (self._compiled_step if compiles else None) or self._step
@@ -272,8 +272,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if indices != tuple(range(count)):  # a variable without a gradient has the flag 0
             flags = tf.maximum(tf.math.unsorted_segment_max(flags, list(indices), count), 0.0)
         if self.sampler:
-            gradient_at = dict(zip(indices, gradients, strict=True))
-            all_gradients = [gradient_at.get(index) for index in range(count)]
+            all_gradients = self._for_each_variable(gradients, indices)
             step = self.counters.counts.value[COUNT_INDEX["steps"]] + 1
             self.sampler.sample(all_gradients, self._trainable_variables, applied_scale, step)
 
@@ -511,9 +510,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                     f"The gradient of {getattr(variable, 'path', variable.name)!r} must have the variable's shape "
                     f"{tuple(expected)}. Received: {kind} {received}"
                 )
-            if self.built:
-                self._index(variable)
         return variables
+
+    def _for_each_variable(self, gradients: Gradients, indices: Sequence[int]) -> list[Any]:
+        """Returns gradients in the order of the variables that the optimizer was built on, with `None` for others."""
+        gradient_at = dict(zip(indices, gradients, strict=True))
+        return [gradient_at.get(index) for index in range(len(self._trainable_variables))]
 
     def _build_sampler(self, paths: Sequence[str]) -> None:
         if self.sampler:

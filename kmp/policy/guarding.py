@@ -80,9 +80,9 @@ def guarded(layers: Sequence[keras.Layer], optimizers: Sequence[LossScaleOptimiz
     counts_before = [ops.copy(optimizer.counters.counts) for optimizer in optimizers]
     losses_before = [optimizer.step_monitor.losses() for optimizer in optimizers]
     states_before = {id(variable): ops.copy(variable) for variable in _states(layers)}
-    weights_before = set(map(id, _weights(layers)))
+    weights_before = {id(weight): weight for weight in _weights(layers)}
     outcome = Outcome()
-    with _initial_values_recorded() as initial_value, _assignments_recorded(layers) as assigned:
+    with _initial_values_recorded() as initial_value, _assignments_recorded(weights_before.values()) as assigned:
         yield outcome
 
     pairs = [(then, ops.copy(each.counters.counts)) for then, each in zip(counts_before, optimizers, strict=True)]
@@ -134,8 +134,8 @@ def _initial_values_recorded() -> Iterator[Callable[[keras.Variable], Any]]:
 
 
 @contextlib.contextmanager
-def _assignments_recorded(layers: Sequence[keras.Layer]) -> Iterator[dict[int, tuple[keras.Variable, Any]]]:
-    """Yields a dict that gets each trainable weight to which code in the context assigns, with its value before.
+def _assignments_recorded(weights: Iterable[keras.Variable]) -> Iterator[dict[int, tuple[keras.Variable, Any]]]:
+    """Yields a dict that gets each of these weights to which code in the context assigns, with its value before.
 
     An optimizer writes TensorFlow's variable inside of Keras', which is not recorded: only the weights that other code
     assigns cost a copy.
@@ -152,13 +152,13 @@ def _assignments_recorded(layers: Sequence[keras.Layer]) -> Iterator[dict[int, t
 
         return assign
 
-    weights = [weight for weight in _weights(layers) if "assign" not in vars(weight)]
-    for weight in weights:
+    own = [weight for weight in weights if "assign" not in vars(weight)]  # else an outer guard records it
+    for weight in own:
         vars(weight)["assign"] = recording(weight)
     try:
         yield assigned
     finally:
-        for weight in weights:
+        for weight in own:
             del vars(weight)["assign"]
 
 
@@ -307,11 +307,13 @@ class _GuardedTrainStep:
         batch = [part for part in tf.nest.flatten(data, expand_composites=True) if isinstance(part, tf.Tensor)]
         with tf.control_dependencies(batch):  # no reset by a step that gets no batch, at the end of the data
             self._reset_metrics_without_finite_batch()
+        # The loss of a batch without rows is a mean over nothing: NaN, or its gradients are.
+        may_be_empty = bool(batch) and not batch[0].shape.num_elements()  # unknown, or 0 in eager mode
+        is_empty = tf.equal(tf.size(batch[0]), 0) if may_be_empty else None
         for optimizer in optimizers:
             optimizer.begin_train_step()
-            if batch and not batch[0].shape.num_elements():  # unknown, or 0 in eager mode
-                # The loss of a batch without rows is a mean over nothing: NaN, or its gradients are.
-                optimizer.step_monitor.ignore_where(tf.equal(tf.size(batch[0]), 0))
+            if is_empty is not None:
+                optimizer.step_monitor.ignore_where(is_empty)
         metrics_before = [(variable, ops.copy(variable)) for variable in self._metric_variables()]
         with guarded([model], optimizers) as outcome:
             logs = self._run(data)

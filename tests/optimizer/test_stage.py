@@ -256,6 +256,16 @@ def test_gradients_that_do_not_fit_raise_before_anything_changes(weight, gradien
         assert optimizer.built == build
 
 
+def test_unknown_variable_raises_and_leaves_the_stage(weight):
+    optimizer = optimizer_for(weight)
+    optimizer.scale_loss(1.0)
+    unscaled = optimizer.unscale([tf.constant([SCALE, 0.0])])
+    with pytest.raises(ValueError, match="Unknown variable"):
+        optimizer.apply(unscaled, [keras.Variable([1.0, 2.0])])
+    optimizer.apply(unscaled, [weight])
+    np.testing.assert_array_equal(weight, [0.0, 2.0])
+
+
 def test_loss_that_is_none_raises():
     with pytest.raises(TypeError, match="`loss` must be a tensor or number"):
         kmp.LossScaleOptimizer("sgd").scale_loss(None)
