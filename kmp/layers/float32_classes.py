@@ -57,7 +57,6 @@ _TWO_DTYPES = _Reason("it combines float32 and 16-bit tensors, which TensorFlow 
 # name, the name of the module's folder stands before it.
 _REASONS = {
     "keras": {  # 3.15
-        "ActivityRegularization": _Reason("its sum over all outputs overflows float16", _in_float16),
         # The base class of preprocessing and image augmentation. Some, such as MixUp, also combine two dtypes and fail.
         "DataLayer": _Reason(
             "raw data: 16 bits round ids in masks and labels, and overflow on large values",
@@ -67,6 +66,10 @@ _REASONS = {
             _SQUARES.text, lambda layer, dtype: _in_float16(layer, dtype) and getattr(layer, "normalize", False)
         ),
         "GlobalAveragePooling1D": _Reason("with a mask, its sum over all steps overflows float16", _in_float16),
+        "Layer": _Reason(
+            "its activity regularizer's sum over all outputs overflows float16",
+            lambda layer, dtype: _in_float16(layer, dtype) and layer.activity_regularizer is not None,
+        ),
         "Masking": _Reason(
             "16 bits round its mask_value, which then equals none of the inputs",
             lambda layer, dtype: _is_rounded(getattr(layer, "mask_value", 0.0), dtype),
@@ -169,12 +172,13 @@ def _patched_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: keras.Layer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        # The class is checked first: others may override `compute_dtype`, and need their own `__init__` to have run.
-        if not any(_reasons(type(self))) or self.compute_dtype not in DTYPES_16_BIT:
+        # Not `self.compute_dtype`: some classes override it, and need their own `__init__` to have run.
+        dtype = self.dtype_policy.compute_dtype
+        if dtype not in DTYPES_16_BIT:
             return
         classes = _selected.get()
         is_selected = any(patch.is_global for patch in _active) if classes is None else type(self) in classes
-        reason = reason_for_float32(self, self.compute_dtype) if is_selected else None
+        reason = reason_for_float32(self, dtype) if is_selected else None
         if reason:
             self.dtype_policy = FLOAT32.name
             if type(self) not in _logged:

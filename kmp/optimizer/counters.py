@@ -18,8 +18,9 @@ class Counts(NamedTuple):
 
     Attributes:
         steps: Steps, including skipped ones.
-        overflows: Skipped steps.
-        overflows_in_a_row: Steps skipped since the last update.
+        skipped: Skipped steps.
+        overflows: Skipped steps, without those in which a replica's batch had no rows: a mean over nothing is NaN.
+        overflows_in_a_row: Of the `overflows`, those since the last update.
         nonfinite_losses: Skipped steps whose loss was non-finite.
         nonfinite_losses_in_a_row: Of the steps in `overflows_in_a_row`, those whose loss was non-finite.
         overflows_at_min_scale: Skipped steps in which the rule backed off while the scale was at its minimum.
@@ -27,6 +28,7 @@ class Counts(NamedTuple):
     """
 
     steps: Any
+    skipped: Any
     overflows: Any
     overflows_in_a_row: Any
     nonfinite_losses: Any
@@ -46,7 +48,7 @@ class Counters(keras.Layer):
     so the optimizer's list of variables stays the same as that of Keras' own class.
 
     Attributes:
-        counts: int64 variable of shape `(7,)`, the fields of `Counts`: one variable is read and written by one
+        counts: int64 variable of shape `(8,)`, the fields of `Counts`: one variable is read and written by one
             operation, several by one each.
         loss_values: float32 variable of shape `(2,)`: the last loss, and the largest magnitude of a finite one.
         overflows_by_variable: int64 variable of shape `(variables,)`: steps in which the gradient was non-finite.
@@ -93,20 +95,22 @@ class Counters(keras.Layer):
         step = [name == "steps" for name in COUNT_INDEX]
         counts = self.counts.value * np.array(kept, np.int64) + np.array(step, np.int64)
         if overflowed is not False:
-            nonfinite_loss = 1 - ops.cast(losses.were_finite, "int64")
+            overflow = ops.cast(ops.greater_equal(losses.nonfinite, 0.0), "int64")
+            nonfinite_loss = ops.cast(ops.greater(losses.nonfinite, 0.0), "int64")
             origin = origin_flags(flags, order, losses.were_finite)
             index = ops.sum(origin * np.arange(1, len(order) + 1))
             skipped = Counts(
                 before.steps + 1,
-                overflows=before.overflows + 1,
-                overflows_in_a_row=before.overflows_in_a_row + 1,
+                skipped=before.skipped + 1,
+                overflows=before.overflows + overflow,
+                overflows_in_a_row=before.overflows_in_a_row + overflow,
                 nonfinite_losses=before.nonfinite_losses + nonfinite_loss,
                 nonfinite_losses_in_a_row=before.nonfinite_losses_in_a_row + nonfinite_loss,
                 overflows_at_min_scale=before.overflows_at_min_scale + ops.cast(is_at_min_scale, "int64"),
                 overflow_origin=ops.where(losses.were_finite, index, before.overflow_origin),
             )
             counts = select(overflowed, tf.stack(skipped), counts)
-            self.overflows_by_variable.assign_add(ops.cast(flags, "int64"))
+            self.overflows_by_variable.assign_add(overflow * ops.cast(flags, "int64"))
             self.overflow_origins_by_variable.assign_add(origin)
         self.counts.assign(counts)
         magnitude = ops.where(ops.isfinite(losses.last), ops.abs(losses.last), 0.0)

@@ -96,6 +96,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     (512.0, 1)
     """
 
+    # Of the wrapper, also if the inner optimizer has an attribute of this name.
+    rule: scaling.Rule
+    jit_compile: bool
+    counters: Counters
+    inner_state: InnerState
+    step_monitor: StepMonitor
+    sampler: GradientSampler | None
+
     def __init__(
         self,
         inner_optimizer: keras.optimizers.Optimizer | str,
@@ -144,7 +152,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.counters = Counters()
         self.inner_state = InnerState(inner)
         self.step_monitor = StepMonitor()
-        self.sampler: GradientSampler | None = None
+        self.sampler = None
         self.probe: Any = None  # of `kmp.callbacks.ForwardProbe`
         self._compile_step()
         self._order: list[int] = []
@@ -447,8 +455,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         inner = vars(self).get("inner_optimizer")
-        is_own = inner is None or name.startswith("_") or name in vars(self) or hasattr(type(self), name)
-        if is_own or not hasattr(inner, name):
+        is_own = name.startswith("_") or name in vars(self) or name in LossScaleOptimizer.__annotations__
+        if is_own or hasattr(type(self), name) or inner is None or not hasattr(inner, name):
             super().__setattr__(name, value)
         else:
             setattr(inner, name, value)

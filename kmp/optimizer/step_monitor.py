@@ -32,8 +32,9 @@ class StepLosses(NamedTuple):
     """The losses that went through `scale_loss` in a step.
 
     Attributes:
-        nonfinite: Scalar float32, how many of them were non-finite. A custom loop may scale a loss and discard it, so
-            only the last one can skip the step. But each of them can be the cause of non-finite gradients.
+        nonfinite: Scalar float32, how many of them were non-finite; negative if a replica's batch had no rows. A custom
+            loop may scale a loss and discard it, so only the last one can skip the step. But each of them can be the
+            cause of non-finite gradients.
         last_nonfinite: Scalar float32, 1 if the last one was non-finite, else 0.
         last: Scalar float32, the mean of the last one; 0 if there was none.
     """
@@ -44,7 +45,7 @@ class StepLosses(NamedTuple):
 
     @property
     def were_finite(self) -> Any:
-        """Scalar bool, whether all of them were finite."""
+        """Scalar bool, whether all of them were finite, and no batch was empty."""
         return ops.equal(self.nonfinite, 0.0)
 
 
@@ -93,17 +94,20 @@ class StepMonitor:
         if loss_dtype == FLOAT16.name and is_first:
             user_messages.warn(_LOSS_IN_FLOAT16)
         self.loss_dtype = loss_dtype
-        starts_again = self.stage is Stage.UNSCALED  # the batch before was discarded
+        starts_again = self.stage is Stage.UNSCALED  # the batch before was discarded, or the step has a second pass
         self.stage = Stage.SCALED
-        if starts_again and self._flags is not None:
-            self._flags.assign(tf.zeros(self._flags.shape))
         flag, mean = nonfinite_flag(loss), ops.cast(ops.mean(loss), "float32")
+        cause = flag
+        if starts_again and self._flags is not None:
+            # In sharpness-aware minimization, an overflow of the first gradients is in the weights of the second pass.
+            cause = flag * (1.0 - tf.reduce_max(self._flags))
+            self._flags.assign(tf.zeros(self._flags.shape))
         kept = tf.where([not starts_again, False, False, True], self._record.value, 0.0)  # not `*`: 0 * NaN is NaN
-        self._record.assign(kept + tf.stack([flag, flag, mean, flag]))
+        self._record.assign(kept + tf.stack([cause, flag, mean, flag]))
 
-    def ignore_where(self, where: Any) -> None:
-        """Prevents a backoff in this step if the scalar bool is true, as a non-finite loss does."""
-        self._record.assign(self._record.value + ops.cast(where, "float32") * [1.0, 0.0, 0.0, 0.0])
+    def record_empty(self, is_empty: Any) -> None:
+        """Records that the batch has no rows, if the scalar bool is true: then a skipped step is no overflow."""
+        self._record.assign(self._record.value + ops.cast(is_empty, "float32") * [-(2.0**20), 0.0, 0.0, 0.0])
 
     def nonfinite_loss_since(self, record: tf.Tensor) -> tf.Tensor:
         """Returns a scalar bool, whether a loss was non-finite since `record`, a copy that `losses` returned."""

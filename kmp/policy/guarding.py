@@ -87,7 +87,7 @@ def guarded(layers: Sequence[keras.Layer], optimizers: Sequence[LossScaleOptimiz
 
     pairs = [(then, ops.copy(each.counters.counts)) for then, each in zip(counts_before, optimizers, strict=True)]
     increased = [now > then for then, now in pairs]
-    outcome.any_skipped = _any(counts[COUNT_INDEX["overflows"]] for counts in increased)
+    outcome.any_skipped = _any(counts[COUNT_INDEX["skipped"]] for counts in increased)
     monitors = [optimizer.step_monitor for optimizer in optimizers]
     has_nonfinite = [each.nonfinite_loss_since(then) for each, then in zip(monitors, losses_before, strict=True)]
     if tf.distribute.has_strategy():  # the losses of other replicas too
@@ -99,7 +99,7 @@ def guarded(layers: Sequence[keras.Layer], optimizers: Sequence[LossScaleOptimiz
             value = states_before[id(variable)] if id(variable) in states_before else initial_value(variable)
             variable.assign(ops.where(outcome.any_skipped, value, variable))
         # An optimizer that was not skipped may have updated these.
-        steps, skipped = COUNT_INDEX["steps"], COUNT_INDEX["overflows"]
+        steps, skipped = COUNT_INDEX["steps"], COUNT_INDEX["skipped"]
         all_skipped = [(now - then)[steps] == (now - then)[skipped] for then, now in pairs]
         no_update = ops.logical_and(outcome.any_skipped, functools.reduce(ops.logical_and, all_skipped))
         created = [variable for variable in _weights(layers) if id(variable) not in weights_before]
@@ -313,7 +313,7 @@ class _GuardedTrainStep:
         for optimizer in optimizers:
             optimizer.begin_train_step()
             if is_empty is not None:
-                optimizer.step_monitor.ignore_where(is_empty)
+                optimizer.step_monitor.record_empty(is_empty)
         metrics_before = [(variable, ops.copy(variable)) for variable in self._metric_variables()]
         with guarded([model], optimizers) as outcome:
             logs = self._run(data)

@@ -50,6 +50,23 @@ def test_setting_that_is_set_before_the_first_step_trains_as_the_argument_does(o
     np.testing.assert_array_equal(*weights)
 
 
+class Ruled(keras.optimizers.SGD):
+    """An optimizer whose attributes have the names of the wrapper's."""
+
+    def __init__(self):
+        super().__init__(1.0)
+        self.rule = self.counters = self.sampler = "its own"
+
+
+def test_inner_optimizer_keeps_attributes_with_the_names_of_the_wrapper():
+    inner, variable = Ruled(), keras.Variable([1.0])
+    optimizer = kmp.LossScaleOptimizer(inner, loss_scale=8.0)
+    optimizer.scale_loss(1.0)
+    optimizer.apply([tf.constant([8.0])], [variable])
+    assert float(variable[0]) == 0.0
+    assert (inner.rule, inner.counters, inner.sampler) == ("its own",) * 3
+
+
 def test_excluded_variables_do_not_decay(enabled):
     model = compiled_model(keras.optimizers.SGD(1e-6, weight_decay=1e5))
     model.optimizer.exclude_from_weight_decay(var_names=["bias"])

@@ -47,6 +47,41 @@ def test_losses_of_several_outputs_are_guarded():
     assert {"loss", "a_loss", "b_loss"} <= set(history)
 
 
+class SharpnessAware(keras.Model):
+    """Takes its gradients at weights that the step has moved, and moves them back."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.optimizer.scale_loss(ops.mean(ops.square(y - self(x, training=True))))
+        gradients = self.optimizer.unscale(tape.gradient(loss, self.trainable_variables))
+        moves = [0.05 * gradient / tf.linalg.global_norm(gradients) for gradient in gradients]
+        for weight, move in zip(self.trainable_variables, moves, strict=True):
+            weight.assign_add(move)
+        with tf.GradientTape() as tape:
+            loss = self.optimizer.scale_loss(ops.mean(ops.square(y - self(x, training=True))))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        for weight, move in zip(self.trainable_variables, moves, strict=True):
+            weight.assign_sub(move)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"step_loss": loss}
+
+
+def test_weights_that_a_train_step_moves_are_restored_if_it_is_skipped(compile_mode):
+    inputs = keras.Input((4,))
+    model = SharpnessAware(inputs, keras.layers.Dense(1, dtype="float32")(keras.layers.Dense(8, "relu")(inputs)))
+    model.compile(kmp.LossScaleOptimizer("sgd", initial_scale=2.0**24), **compile_mode)
+    weights = model.get_weights()
+    x, _ = small_data(1)
+    fit(model, (x, x[:, :1] * 100))
+    assert model.optimizer.snapshot().overflow_count == 1
+    for before, after in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(before, after)
+    fit(model, (x, x[:, :1]), epochs=20)
+    assert model.optimizer.snapshot().overflow_count < 20
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+
+
 class RecordLosses(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()

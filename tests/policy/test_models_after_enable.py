@@ -68,7 +68,7 @@ def test_compile_works_where_another_library_has_wrapped_it(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")  # Keras, at the end of a generator
 @pytest.mark.parametrize("mode", [{"run_eagerly": True}, {"jit_compile": False}], ids=["eager", "graph"])
-def test_batch_without_rows_does_not_halve_the_scale(mode):
+def test_batch_without_rows_is_skipped_and_is_no_overflow(mode):
     kmp.enable(initial_scale=1024.0)
     model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
     model.compile("sgd", "mse", **mode)
@@ -81,4 +81,5 @@ def test_batch_without_rows_does_not_halve_the_scale(mode):
     model.fit(tf.data.Dataset.from_generator(batches, output_signature=signature), shuffle=False, verbose=0)
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
     snapshot = model.optimizer.snapshot()
-    assert (snapshot.step, snapshot.loss_scale) == (3, 1024.0)
+    assert (snapshot.step, snapshot.overflow_count, snapshot.nonfinite_loss_count) == (3, 0, 0)
+    assert (snapshot.loss_scale, snapshot.overflows_by_variable) == (1024.0, {})
