@@ -14,20 +14,19 @@ _NORMALIZE = PrepareData("x = (x - x.mean(axis=0)) / (x.std(axis=0) + 1e-6)")
 
 def data(metrics: RunMetrics) -> Finding | None:
     """Reports NaN, Inf or too large values in the batch."""
-    replay, tensor = metrics.forward_replay, metrics.nonfinite_tensor
-    part = replay.nonfinite_part if replay else tensor if metrics.is_batch_nonfinite else None
-    if not metrics.nonfinite_losses or part is None:
+    replay = metrics.forward_replay
+    if not metrics.nonfinite_losses or replay is None or replay.nonfinite_part is None:
         return None
-    is_too_large = replay is not None and replay.is_part_finite
-    if replay and is_too_large and not (metrics.is_float16 and _is_overflow_of_inputs(replay)):
+    is_too_large, part = replay.is_part_finite, replay.nonfinite_part
+    if is_too_large and not (metrics.is_float16 and _is_overflow_of_inputs(replay)):
         return None
-    if replay and replay.is_finite_in_float32 and part != BATCH_X:
+    if replay.is_finite_in_float32 and part != BATCH_X and not replay.is_forward_only:
         return None  # the loss ignores these targets
-    part += replay.nonfinite_key if replay else ""
+    part += replay.nonfinite_key
     name = part.partition("'s ")[2]
     condition = f"np.abs({name}) <= 65504" if part.startswith(BATCH_X) else f"np.isfinite({name})"
-    edits: tuple[Edit, ...] = (_keep(name, condition, replay is not None and replay.has_sample_weight),)
-    if replay and is_too_large and replay.is_finite_in_float32:
+    edits: tuple[Edit, ...] = (_keep(name, condition, replay.has_sample_weight),)
+    if is_too_large and replay.is_finite_in_float32:
         edits = in_float32(metrics, replay.float32_layers) if replay.float32_layers else (_NORMALIZE,)
     kind = "values beyond float16's maximum of 65504" if is_too_large else "NaN or Inf"
     return Finding(

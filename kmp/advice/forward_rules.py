@@ -21,6 +21,8 @@ def forward(metrics: RunMetrics) -> Finding | None:
     replay = metrics.forward_replay
     if replay is None:
         return _not_replayed(metrics)
+    if replay.is_forward_only and replay.is_finite:
+        return _loss_of_finite_outputs(metrics)
     if not replay.is_finite_in_float32:
         return _nonfinite_in_float32(metrics, replay)
     first = _first_cause(replay)
@@ -29,13 +31,18 @@ def forward(metrics: RunMetrics) -> Finding | None:
     cause, title, reason = _explained(metrics, first, replay)
     layers = replay.float32_layers
     edits: tuple[Edit, ...] = (_BFLOAT16,) if not layers else in_float32(metrics, layers)
+    if replay.is_forward_only:
+        in_single, proof = "all outputs are finite", "with these layers in float32 the outputs for the batch are finite"
+    else:
+        in_single = f"the loss is {replay.float32_loss:.4g}"
+        proof = "with these layers in float32 the same batch has a finite loss and finite gradients"
     return Finding(
         cause,
         ERROR,
         title,
-        f"{nonfinite_losses(metrics)}; replayed, {reason}; in float32 the loss is {replay.float32_loss:.4g}",
+        f"{nonfinite_losses(metrics)}; replayed, {reason}; in float32 {in_single}",
         edits,
-        "with these layers in float32 the same batch has a finite loss and finite gradients" if layers else "",
+        proof if layers else "",
         first.layer,
     )
 
@@ -115,19 +122,20 @@ def _nonfinite_in_float32(metrics: RunMetrics, replay: Replay) -> Finding:
     )
 
 
+def _loss_of_finite_outputs(metrics: RunMetrics) -> Finding:
+    return Finding(
+        "loss",
+        ERROR,
+        "The loss function returns NaN or Inf for finite outputs.",
+        f"{nonfinite_losses(metrics)}; replayed, the outputs of the model are finite",
+        (),
+        "compute the loss in float32, and clip the argument of a log",
+        LOSS_FUNCTION,
+    )
+
+
 def _not_replayed(metrics: RunMetrics) -> Finding:
     """Returns what is known of non-finite losses without a replay that shows them."""
-    tensor = metrics.nonfinite_tensor
-    if tensor == LOSS_FUNCTION:
-        return Finding(
-            "loss",
-            ERROR,
-            "The loss function returns NaN or Inf for finite outputs.",
-            f"{nonfinite_losses(metrics)}, although the outputs of all layers were finite",
-            (),
-            "compute the loss in float32, and clip the argument of a log",
-            LOSS_FUNCTION,
-        )
     if metrics.run.last("loss_dtype") == FLOAT16.name:
         return Finding(
             "loss_overflow",
@@ -137,17 +145,6 @@ def _not_replayed(metrics: RunMetrics) -> Finding:
             in_float32(metrics, metrics.setting("output_layers", [])),
             "or cast the outputs to float32 before the loss is computed",
             LOSS_FUNCTION,
-        )
-    if tensor:
-        streak = f"; the last {metrics.consecutive_overflows} steps all had such a loss" * metrics.ends_nonfinite
-        return Finding(
-            "nonfinite_layer",
-            ERROR,
-            f"The forward pass becomes non-finite at {tensor}.",
-            f"{nonfinite_losses(metrics)}; in the last such step the first non-finite tensor was the output of "
-            f"{tensor}, although the batch was finite{streak}",
-            in_float32(metrics, [tensor]),
-            location=tensor,
         )
     if metrics.ends_nonfinite:
         pattern = f"among them the last {metrics.consecutive_overflows}"
@@ -161,5 +158,5 @@ def _not_replayed(metrics: RunMetrics) -> Finding:
         "The loss is NaN or Inf before scaling, so no loss scale helps.",
         f"{nonfinite_losses(metrics)}; {pattern}",
         (),
-        "callbacks=[..., kmp.callbacks.ForwardProbe()] reports the first non-finite batch or layer",
+        "kmp.callbacks.defaults() replays such a batch, and names the first layer that is not finite",
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from kmp.advice.gradient_metrics import GradientMetrics
 from kmp.advice.sample_statistics import statistics
-from kmp.records import BATCH_PARTS, Replay, Run, layer_of
+from kmp.records import Replay, Run, layer_of
 from kmp.utils import FLOAT16
 
 STUCK_AFTER = 12  # consecutive skipped steps
@@ -85,7 +85,7 @@ class RunMetrics:
 
     @property
     def forward_replay(self) -> Replay | None:
-        """The last replay whose loss was not finite in the precision of the model."""
+        """The last replay without a finite loss in the precision of the model, or of the forward pass alone."""
         return next((replay for replay in reversed(self.replays) if replay.loss is None), None)
 
     @property
@@ -97,7 +97,8 @@ class RunMetrics:
     @property
     def clean_replay(self) -> Replay | None:
         """The last replay whose loss and gradients were finite."""
-        return next((replay for replay in reversed(self.replays) if replay.is_finite), None)
+        clean = (replay for replay in reversed(self.replays) if replay.is_finite)
+        return next((replay for replay in clean if not replay.is_forward_only), None)
 
     @property
     def flushed(self) -> dict[str, float]:
@@ -167,16 +168,6 @@ class RunMetrics:
                 overflows = merged["overflow_count"] - merged.get("nonfinite_loss_count", 0)
                 return int(overflows), step, float(merged["loss_scale"])
         return 0, 0, self.scale
-
-    @property
-    def nonfinite_tensor(self) -> str | None:
-        """The first non-finite tensor that a forward probe last reported."""
-        return self.run.last("nonfinite_activation")
-
-    @property
-    def is_batch_nonfinite(self) -> bool:
-        """Whether a forward probe reported NaN or Inf in the batch itself."""
-        return self.nonfinite_tensor in BATCH_PARTS
 
     @property
     def main_overflow_origin(self) -> tuple[str, float]:

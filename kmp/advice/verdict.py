@@ -155,7 +155,7 @@ def _zeros(metrics: RunMetrics) -> str:
     error = metrics.run.last("replay_error")
     if error:
         reason = f"; the replay of a batch failed with {error}"
-    elif not metrics.replays:
+    elif all(replay.is_forward_only for replay in metrics.replays):
         reason = (
             "; no batch was replayed, which needs reference='auto', Keras' training step, one replica and dense inputs"
         )

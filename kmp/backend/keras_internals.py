@@ -143,11 +143,6 @@ def global_seed_restored() -> Iterator[None]:
         state.set_global_attribute(name, generator)
 
 
-def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Sets the epoch that `fit` starts at, as Keras' `BackupAndRestore` does. `None` means `initial_epoch` of `fit`."""
-    model._initial_epoch = epoch
-
-
 def lambda_output_shape(layer: keras.layers.Lambda) -> Any:
     """Returns the `output_shape` argument of a `Lambda` layer."""
     return layer._output_shape

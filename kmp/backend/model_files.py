@@ -1,11 +1,10 @@
-"""Keras models in open files and in memory. Publicly, Keras takes the path of a file and lets HDF5 write to it.
+"""Keras models in open files. Publicly, Keras takes the path of a file and lets HDF5 write to it.
 
 HDF5 ends the process if a write fails, as on a full disk or at a quota. Keras checks the end of a path's name by `str`,
 and passes an object of `io` on to h5py or `zipfile`; therefore such an object that `str` gives a name is accepted.
 """
 
 import io
-from pathlib import Path
 from typing import BinaryIO
 
 import keras
@@ -48,8 +47,3 @@ def write_model(model: keras.Model, file: BinaryIO) -> None:
     """
     with _ModelFile(io.FileIO(file.fileno(), "wb", closefd=False)) as named:
         model.save(named)
-
-
-def load_weights(model: keras.Model, path: Path) -> None:
-    """Loads a `.weights.h5` file of any name, as `model.load_weights` does. Its content is held in host memory."""
-    model.load_weights(_WeightsImage(path.read_bytes()))

@@ -1,4 +1,4 @@
-"""Callbacks for `fit`: log the loss scaler in `logs`, files and TensorBoard; stop stuck runs; resume killed runs.
+"""Callbacks for `fit`: log the loss scaler in `logs`, files and TensorBoard; stop stuck runs; write a report.
 
 The compiled step counts on the device, and the callbacks copy a few numbers to the host. They compute nothing
 themselves, except the weight updates and the float32 passes of `GradientHistogram`.
@@ -8,26 +8,20 @@ listed before them, it only warns and saves nothing. `History` and the progress 
 With a `log_dir`, records go to `kmp.jsonl` there (see `kmp.records`) and to TensorBoard event files.
 """
 
-from kmp.callbacks.backup_and_restore import BackupAndRestore
 from kmp.callbacks.default_callbacks import defaults
-from kmp.callbacks.forward_probe import ForwardProbe
 from kmp.callbacks.gradient_histogram import GradientHistogram
 from kmp.callbacks.loss_scale_logger import LossScaleLogger
 from kmp.callbacks.overflow_counter import OverflowCounter
 from kmp.callbacks.report_callback import Report
 from kmp.callbacks.stuck_detector import StuckDetector
 from kmp.callbacks.stuck_message import StuckError
-from kmp.callbacks.wandb_histograms import WandbHistograms
 
 __all__ = [
-    "BackupAndRestore",
-    "ForwardProbe",
     "GradientHistogram",
     "LossScaleLogger",
     "OverflowCounter",
     "Report",
     "StuckDetector",
     "StuckError",
-    "WandbHistograms",
     "defaults",
 ]

@@ -44,28 +44,25 @@ class _Replays:
 class BatchReplayer:
     """Replays a batch when many gradients are zero, or steps are skipped.
 
-    Captures the batch of the first step, and of each skipped step. Only for the training step of Keras, on one replica.
+    Captures the batch of the first step, and of each skipped step, on one replica. With a `train_step` of the user's
+    own, only the forward pass is replayed, and only after a non-finite loss.
     """
 
     def __init__(self) -> None:
         self._capture: BatchCapture | None = None
         self._for_overflows, self._for_zeros = _Replays(), _Replays()
-        self._has_failed = False
+        self._has_failed = self._is_forward_only = False
 
     def install(self, model: keras.Model, optimizer: LossScaleOptimizer) -> bool:
         """Adds the capture to the model's training step. Returns whether the step must be traced again."""
-        probes = guarding.probes_of(model)
-        captures = [probe for probe in probes if isinstance(probe, BatchCapture)]
-        is_possible = guarding.has_keras_step(model) and model.distribute_strategy.num_replicas_in_sync == 1
-        own = [capture for capture in captures if is_possible and capture.optimizer is optimizer]
-        self._capture = own[0] if own else BatchCapture(optimizer) if is_possible else None
-        if captures == own and (own or not is_possible):
-            return False
-        for capture in captures:
-            probes.remove(capture)
-        if self._capture:
-            probes.append(self._capture)
-        return True
+        self._is_forward_only = not guarding.has_keras_step(model)
+        self._capture = previous = guarding.capture_of(model)
+        if model.distribute_strategy.num_replicas_in_sync > 1:
+            self._capture = None
+        elif previous is None or previous.optimizer is not optimizer:
+            self._capture = BatchCapture(optimizer)
+        guarding.set_capture(model, self._capture)
+        return self._capture is not previous
 
     def begin(self, snapshot: Snapshot) -> None:
         """Begins a training: captures its first batch."""
@@ -102,7 +99,8 @@ class BatchReplayer:
             return None
         has_overflowed = self._has_more_overflows(snapshot)
         has_failed_loss = snapshot.nonfinite_loss_count > self._for_overflows.nonfinite_losses
-        if not has_overflowed and not self._has_more_zeros(snapshot, is_last):
+        is_due = has_failed_loss if self._is_forward_only else has_overflowed or self._has_more_zeros(snapshot, is_last)
+        if not is_due:
             return None
         captured = self._capture.read()
         if captured is None:
@@ -123,6 +121,7 @@ class BatchReplayer:
                 loss_scale=scale,
                 batch_size=captured.batch_size,
                 failed=("loss" if has_failed_loss else "gradients") if has_overflowed else None,
+                is_forward_only=self._is_forward_only,
             )
             to_line({"replay": result})  # raises for what a log cannot hold
         except Exception as error:  # the user's code may fail outside its training step, or memory may be too small

@@ -1,42 +1,34 @@
 """The recommended callbacks for a run, which share one list of records."""
 
 import functools
-from typing import Any
 
 import keras
 
-from kmp.callbacks.forward_probe import ForwardProbe
 from kmp.callbacks.gradient_histogram import AUTO, GradientHistogram
 from kmp.callbacks.loss_scale_logger import LossScaleLogger
-from kmp.callbacks.optimizer_callback import MAIN, PathLike
+from kmp.callbacks.optimizer_callback import PathLike
 from kmp.callbacks.overflow_counter import OverflowCounter
 from kmp.callbacks.report_callback import Report, html_path
 from kmp.callbacks.stuck_detector import StuckDetector
-from kmp.utils import validation
 
 
-@validation.suggests_arguments
 def defaults(
     log_dir: PathLike | None = None,
     every_n_steps: int = 250,
     *,
     variables: str | list[str] | None = None,
-    reference: tuple[Any, ...] | str | None = AUTO,
+    reference: str | None = AUTO,
     on_stuck: str = "raise",
     checkpoint: PathLike | None = None,
     report: PathLike | None = None,
-    probe: bool = False,
-    logs: str = MAIN,
 ) -> list[keras.callbacks.Callback]:
     """Returns the recommended callbacks for a run.
 
     These are `LossScaleLogger`, `OverflowCounter`, `GradientHistogram` and `StuckDetector`. They share one `run`, a
-    `kmp.records.Run` with the records of all of them. `ForwardProbe` and `Report` are added on request.
+    `kmp.records.Run` with the records of all of them. `report` adds a `Report`.
 
     They add `loss_scale`, `overflow_count` and `grad_norm` to `logs`, which Keras shows in the progress bar and in
-    `History`. With `logs="all"` they also add `overflow_rate` and `grad_zeros`, and to an epoch's logs
-    `nonfinite_loss_count` and `overflow_origin`; see `OverflowCounter` and `GradientHistogram`. `run`, the log and
-    TensorBoard have the same records in both cases.
+    `History`. `run`, the log and TensorBoard have more, see `kmp.records`.
 
     They do nothing for a model that needs no loss scale, such as a float32 or bfloat16 one, and is compiled without
     `kmp.LossScaleOptimizer`; the logger `"kmp"` reports it once per model. To record such a model, compile it with
@@ -46,12 +38,10 @@ def defaults(
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
         every_n_steps: Integer, at least 1: how often to read and sample, in optimizer steps.
         variables: The variables to sample, as in `GradientHistogram`. Defaults to all.
-        reference: `"auto"`, a batch or `None`, as in `GradientHistogram`: how to find out what float16 loses.
+        reference: `"auto"` or `None`, as in `GradientHistogram`: whether to replay batches to find what float16 loses.
         on_stuck: As in `StuckDetector`: `"raise"`, `"warn"` or `"ignore"`.
         checkpoint: Where to save the model if training is stuck, as in `StuckDetector`.
         report: An `.html` file to write, as in `Report`.
-        probe: Whether to find the first NaN or Inf when a loss is non-finite: see `ForwardProbe`.
-        logs: `"main"` for the three main keys in `logs`, or `"all"`.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -61,15 +51,13 @@ def defaults(
     >>> [type(callback).__name__ for callback in defaults(every_n_steps=50)]
     ['LossScaleLogger', 'OverflowCounter', 'GradientHistogram', 'StuckDetector']
     """
-    histogram = GradientHistogram(log_dir, every_n_steps, variables=variables, reference=reference, logs=logs)
-    counter = OverflowCounter(log_dir, every_n_steps, logs=logs)
-    loggers = [LossScaleLogger(log_dir, every_n_steps), counter, histogram]
+    histogram = GradientHistogram(log_dir, every_n_steps, variables=variables, reference=reference)
+    loggers = [LossScaleLogger(log_dir, every_n_steps), OverflowCounter(log_dir, every_n_steps), histogram]
     detector = StuckDetector(on_stuck=on_stuck, checkpoint=checkpoint)
     for callback in (*loggers, detector):
         callback.monitor = histogram.monitor
-    probes = [ForwardProbe(None, every_n_steps)] if validation.boolean("probe", probe) else []
     reports = [] if report is None else [Report(html_path("report", report), run=histogram.run)]
     # After the error, `fit` calls no callback. These callables can be pickled and copied with the callbacks.
     read_loggers = [functools.partial(logger.read, is_epoch_end=True) for logger in loggers]
     detector.before_stuck = [*read_loggers, *(callback.write for callback in reports), histogram.monitor.write_verdict]
-    return [*loggers, *probes, detector, *reports]
+    return [*loggers, detector, *reports]

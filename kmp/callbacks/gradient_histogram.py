@@ -4,11 +4,10 @@ import math
 from typing import Any
 
 from kmp.callbacks.batch_replayer import BatchReplayer
-from kmp.callbacks.optimizer_callback import LOGS, MAIN, Logs, OptimizerCallback, PathLike
+from kmp.callbacks.optimizer_callback import Logs, OptimizerCallback, PathLike
 from kmp.gradients import NEVER, UpdateWatch, paths_of, with_weight_norms
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Snapshot, compact
-from kmp.replay import check_batch, float32_sample
 from kmp.utils import matching_indices, validation
 
 AUTO = "auto"
@@ -23,16 +22,12 @@ class GradientHistogram(OptimizerCallback):
     - `grad_norm`: the L2 norm of all gradients, without the loss scale, of the last sample in which it is finite; NaN
       before the first.
 
-    In `logs` with `logs="all"`:
-
-    - `grad_zeros`: the fraction of gradient elements that are exactly zero, an upper bound on the fraction that float16
-      flushed to zero.
-
-    `run.samples` and the log have the samples, with the norm and amax of each gradient. TensorBoard has the histograms,
-    per layer and for all layers. The first five samples and every tenth after them also measure the weight update of
-    the step; for a model that is not built, the second sample is the first that does. A step that updates no weights,
-    because it was skipped or accumulates gradients, has no update to measure, so the next sample measures it. With
-    `steps_per_execution`, the update is that of the whole execution.
+    `run.samples` and the log have the samples, with the norm and amax of each gradient, and `grad_zeros`, the fraction
+    of gradient elements that are exactly zero: an upper bound on the fraction that float16 flushed to zero. TensorBoard
+    has the histograms, per layer and for all layers. The first five samples and every tenth after them also measure the
+    weight update of the step; for a model that is not built, the second sample is the first that does. A step that
+    updates no weights, because it was skipped or accumulates gradients, has no update to measure, so the next sample
+    measures it. With `steps_per_execution`, the update is that of the whole execution.
 
     Samples are compressed in memory and in the log; `kmp.records` says what is rounded. A long run takes fewer of them:
     each time its samples, or those of the log that it continues, have grown by 3 MB, their interval doubles. The first
@@ -52,18 +47,14 @@ class GradientHistogram(OptimizerCallback):
         reference: `"auto"` replays at most 32 examples of a batch of the training, eagerly, in the precision of the
             model and in float32, when many gradients are zero or steps are skipped, at most three times for each. This
             finds what float16 flushed to zero, the operation that first returned NaN or Inf, and the layers that have
-            to compute in float32; `kmp.advise` reports it. Model and seeds stay unchanged. Not for a `train_step` of
-            the user's own, and not with several replicas. Or a batch `(x, y)` or `(x, y, sample_weight)`: after the
-            first step and at the end of each epoch, its gradients are computed eagerly in float32. Use as many
-            examples as in a training batch, because a mean over more examples has fewer zeros. The model must train
-            with its compiled loss. Or `None` for neither.
-        logs: `"main"` for `grad_norm` alone in `logs`, or `"all"`. The log has them all.
+            to compute in float32; `kmp.advise` reports it. Model and seeds stay unchanged. With a `train_step` of the
+            user's own, only the forward pass is replayed, after a non-finite loss. Not with several replicas. Or
+            `None` for no replay.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is outside its range; in `on_train_begin`, if a float16 model has no
-            `kmp.LossScaleOptimizer`, if a pattern matches no variable, or if `reference` does not fit the model (for a
-            model that is not built, after the first step).
+            `kmp.LossScaleOptimizer`, or if a pattern matches no variable.
         OSError: In `on_train_begin`, if `log_dir` cannot be written.
 
     Example:
@@ -80,7 +71,6 @@ class GradientHistogram(OptimizerCallback):
     first_updates = 5  # samples that measure the update
     updates_every = 10  # in samples after these; measuring an update takes several times as long as sampling
 
-    @validation.suggests_arguments
     def __init__(
         self,
         log_dir: PathLike | None = None,
@@ -88,23 +78,17 @@ class GradientHistogram(OptimizerCallback):
         optimizer: LossScaleOptimizer | None = None,
         *,
         variables: str | list[str] | None = None,
-        reference: tuple[Any, ...] | str | None = AUTO,
-        logs: str = MAIN,
+        reference: str | None = AUTO,
     ) -> None:
         super().__init__(log_dir, every_n_steps, optimizer)
-        self.logs = validation.one_of("logs", logs, LOGS)
         self.variables = validation.patterns("variables", variables)
-        is_batch = reference is not None and not (isinstance(reference, str) and reference == AUTO)
-        self.reference = validation.batch("reference", reference) if is_batch else reference
-        self._batch = self.reference if is_batch else None
+        self.reference = None if reference is None else validation.one_of("reference", reference, (AUTO,))
         self._replayer = BatchReplayer() if self.reference == AUTO else None
         self._update_watch = UpdateWatch()
         self._interval = self.every_n_steps
 
     def _prepare_train_step(self, optimizer: LossScaleOptimizer) -> bool:
         self._selected_variables()  # raises for a bad pattern before anything is prepared
-        if self._batch is not None and self.model.built:
-            check_batch(self.model, self._batch)
         is_new = optimizer.prepare_sampling(self.variables)
         is_new = super()._prepare_train_step(optimizer) or is_new
         if self._replayer and optimizer is self.model.optimizer:
@@ -118,8 +102,7 @@ class GradientHistogram(OptimizerCallback):
         self._samples_next_step = True
         self._has_finite_sample, self._retries_left = False, _RETRIES
         self._samples_until_update = self._measured_updates = 0
-        self._is_reference_due = self._batch is not None
-        self._epochs_without_sample = self._epochs_with_reference = 0
+        self._epochs_without_sample = 0
         self._sample_next_step()
         if self._replayer:
             self._replayer.begin(self._last_snapshot)
@@ -160,14 +143,6 @@ class GradientHistogram(OptimizerCallback):
         if self._update_watch.is_armed and self._batches_since_read:  # not read above, because the step was estimated
             self.read()
         self._update_watch.disarm()
-        if self._is_reference_due:
-            self._measure_reference()
-
-    def _end_epoch(self) -> None:
-        super()._end_epoch()
-        self._epochs_with_reference += 1
-        if self._batch is not None and self._epochs_with_reference % self.monitor.samples.stride == 0:
-            self._measure_reference()
 
     def on_train_end(self, logs: Logs = None) -> None:
         if self._is_active and self._has_trained and self._replayer:
@@ -220,7 +195,7 @@ class GradientHistogram(OptimizerCallback):
         return int(self.optimizer.iterations.numpy())
 
     def _initial_values(self, snapshot: Snapshot) -> dict[str, float]:
-        return {"grad_zeros": math.nan, "grad_norm": math.nan}
+        return {"grad_norm": math.nan}
 
     def _selected_variables(self) -> dict[str, Any]:
         by_path = self.optimizer.variables_by_path()
@@ -249,14 +224,9 @@ class GradientHistogram(OptimizerCallback):
         elif not self._measured_updates:  # the first step may have built the model
             sample = with_weight_norms(sample, self._selected_variables())
         values = {"grad_zeros": sample.histogram.zero_fraction, "grad_norm": sample.total_norm}
-        self._logged_values |= {key: value for key, value in values.items() if math.isfinite(value)}
+        if math.isfinite(sample.total_norm):
+            self._logged_values = {"grad_norm": sample.total_norm}
         return {"step": sample.step} | values | {"sample": compact(sample)}
-
-    def _measure_reference(self) -> None:
-        self._is_reference_due = False
-        assert self._batch is not None
-        sample = float32_sample(self.model, self._batch, self._selected_variables(), self._last_snapshot.step)
-        self._append_record({"step": sample.step, "reference": compact(sample)})
 
     def _replay(self, is_last: bool = False) -> None:
         assert self._replayer is not None

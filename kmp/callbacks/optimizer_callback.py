@@ -19,9 +19,6 @@ from kmp.utils import FolderLock, user_messages, validation
 PathLike = str | os.PathLike[str]
 Logs = dict[str, Any] | None
 
-MAIN, ALL = LOGS = ("main", "all")
-MAIN_KEYS = ("loss_scale", "overflow_count", "grad_norm")
-
 
 class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
     """Reads the optimizer at its first step, at each multiple of `every_n_steps`, and at the end of each epoch.
@@ -29,9 +26,6 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
     Does nothing in the training of a model that has no `kmp.LossScaleOptimizer` and needs none.
     """
 
-    logs = MAIN
-
-    @validation.suggests_arguments
     def __init__(
         self,
         log_dir: PathLike | None = None,
@@ -78,15 +72,16 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if self._is_active:
             self._end_batch(batch)
-            self._add_to(logs, self._logged_values)
+            if logs is not None:
+                logs.update(self._logged_values)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if self._is_active:
-            self._end_epoch()
+            self.read(is_epoch_end=True)
             if logs is not None:
                 guarding.fix_epoch_loss(self.model, logs)
                 self._record_metrics(epoch, logs)
-            self._add_to(logs, self._epoch_values())
+                logs.update(self._logged_values)
 
     def on_train_end(self, logs: Logs = None) -> None:
         if self._is_active:
@@ -117,9 +112,6 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
         if self._last_snapshot.step + self._steps_per_batch * self._batches_since_read >= self._next_read:
             self.read()
 
-    def _end_epoch(self) -> None:
-        self.read(is_epoch_end=True)
-
     def _record_metrics(self, epoch: int, logs: dict[str, Any]) -> None:
         """Records the epoch's metrics, unless a callback of the same run has."""
         if self.monitor.last_epoch == (epoch, self._last_snapshot.step):
@@ -134,14 +126,6 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
         }
         if metrics:
             self._append_record({"step": self._last_snapshot.step, "epoch": epoch, "metrics": metrics})
-
-    def _add_to(self, logs: Logs, values: dict[str, float]) -> None:
-        if logs is not None:
-            logs.update((key, value) for key, value in values.items() if self.logs == ALL or key in MAIN_KEYS)
-
-    def _epoch_values(self) -> dict[str, float]:
-        """Returns the values for an epoch's `logs`."""
-        return self._logged_values
 
     def _prepare_train_step(self, optimizer: LossScaleOptimizer) -> bool:
         """Adds this callback's work to the train step. Returns whether the step must be traced again."""

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from kmp.callbacks.optimizer_callback import LOGS, MAIN, Logs, OptimizerCallback, PathLike
-from kmp.optimizer import LossScaleOptimizer
+from kmp.callbacks.optimizer_callback import Logs, OptimizerCallback
 from kmp.records import Snapshot
-from kmp.utils import validation
 
 
 class OverflowCounter(OptimizerCallback):
@@ -15,19 +13,14 @@ class OverflowCounter(OptimizerCallback):
 
     - `overflow_count`: skipped steps since training began.
 
-    In `logs` with `logs="all"`:
+    `run` and the log also have, since the record before, `overflow_rate`, the fraction of steps that were skipped; and
+    `nonfinite_loss_count`, the skipped steps since training began whose loss was non-finite before it was scaled. No
+    loss scale prevents these.
 
-    - `overflow_rate`: skipped steps as a fraction of the steps since the last record; in an epoch's logs, of the
-      epoch's steps.
-    - `nonfinite_loss_count`, in an epoch's logs: skipped steps since training began whose loss was non-finite before
-      it was scaled. No loss scale prevents these.
-    - `overflow_origin`, in an epoch's logs: the variable where the last overflow with a finite loss originated, as its
-      index in the optimizer's variables, `model.trainable_variables`. -1 before the first such overflow.
-
-    `run` and the log have the path of that variable, and for each variable the number of steps in which it overflowed
-    and in which the overflow originated there. Paths are not in `logs`: Keras averages its values and fails on strings.
-    Records have the numbers by variable when these have changed. After 0.5 MB of them, every second such record has
-    them, after another 0.5 MB every fourth, and so on; the end of `fit` records the last ones.
+    They have the path of the variable where the last overflow with a finite loss originated, and for each variable the
+    number of steps in which it overflowed and in which the overflow originated there. Records have the numbers by
+    variable when these have changed. After 0.5 MB of them, every second such record has them, after another 0.5 MB
+    every fourth, and so on; the end of `fit` records the last ones.
 
     Does nothing for a model that needs no loss scale and is compiled without `kmp.LossScaleOptimizer`.
 
@@ -35,7 +28,6 @@ class OverflowCounter(OptimizerCallback):
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
         every_n_steps: Integer, at least 1: how often to read the optimizer, in optimizer steps.
         optimizer: The `kmp.LossScaleOptimizer` to read, for a model with several. Defaults to the model's.
-        logs: `"main"` for `overflow_count` alone in `logs`, or `"all"`. The log has them all.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -49,23 +41,11 @@ class OverflowCounter(OptimizerCallback):
     ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     ...     model.compile("sgd", "mse")
     >>> y = np.full((8, 1), 1e4)  # at the loss scale 2^15, gradients exceed 65504
-    >>> counter = kmp.callbacks.OverflowCounter(logs="all")
+    >>> counter = kmp.callbacks.OverflowCounter()
     >>> history = model.fit(np.ones((8, 4)), y, verbose=0, callbacks=[counter])
-    >>> history.history["overflow_count"], history.history["nonfinite_loss_count"]
-    ([1], [0])
+    >>> history.history["overflow_count"], counter.run.last("nonfinite_loss_count")
+    ([1], 0)
     """
-
-    @validation.suggests_arguments
-    def __init__(
-        self,
-        log_dir: PathLike | None = None,
-        every_n_steps: int = 250,
-        optimizer: LossScaleOptimizer | None = None,
-        *,
-        logs: str = MAIN,
-    ) -> None:
-        super().__init__(log_dir, every_n_steps, optimizer)
-        self.logs = validation.one_of("logs", logs, LOGS)
 
     def _begin_training(self) -> None:
         super()._begin_training()
@@ -77,31 +57,15 @@ class OverflowCounter(OptimizerCallback):
             self._append_record({"step": self._last_snapshot.step} | self._not_recorded)
         super().on_train_end(logs)
 
-    def _begin_epoch(self) -> None:
-        super()._begin_epoch()
-        self._at_epoch_begin = self._last_snapshot
-
     def _initial_values(self, snapshot: Snapshot) -> dict[str, float]:
-        return {"overflow_count": snapshot.overflow_count, "overflow_rate": 0.0}
-
-    def _epoch_values(self) -> dict[str, float]:
-        newest, before = self._last_snapshot, self._at_epoch_begin
-        skipped, steps = newest.overflow_count - before.overflow_count, newest.step - before.step
-        return self._logged_values | {
-            "overflow_rate": skipped / max(1, steps),
-            "nonfinite_loss_count": newest.nonfinite_loss_count,
-            "overflow_origin": self._index_of(newest.overflow_origin),
-        }
-
-    def _index_of(self, path: str | None) -> int:
-        paths = self.optimizer.paths
-        return paths.index(path) if path in paths else -1
+        return {"overflow_count": snapshot.overflow_count}
 
     def _record_of(self, snapshot: Snapshot) -> dict[str, Any] | None:
         last = self._last_snapshot
         skipped, steps = snapshot.overflow_count - last.overflow_count, snapshot.step - last.step
-        self._logged_values = {"overflow_count": snapshot.overflow_count, "overflow_rate": skipped / steps}
+        self._logged_values = {"overflow_count": snapshot.overflow_count}
         details: dict[str, Any] = {
+            "overflow_rate": skipped / steps,
             "nonfinite_loss_count": snapshot.nonfinite_loss_count,
             "overflows_in_a_row": snapshot.overflows_in_a_row,
             "nonfinite_losses_in_a_row": snapshot.nonfinite_losses_in_a_row,
@@ -111,8 +75,6 @@ class OverflowCounter(OptimizerCallback):
         nonfinite_losses = snapshot.nonfinite_loss_count - last.nonfinite_loss_count
         if skipped > nonfinite_losses:
             details["overflow_origin"] = snapshot.overflow_origin
-        if nonfinite_losses and snapshot.nonfinite_activation:
-            details["nonfinite_activation"] = snapshot.nonfinite_activation
         details |= {"last_loss": snapshot.last_loss, "highest_loss": snapshot.highest_loss}
         return {"step": snapshot.step} | self._logged_values | details
 

@@ -7,12 +7,8 @@ from typing import Any
 
 import keras
 
-from kmp.callbacks.gradient_histogram import GradientHistogram
-from kmp.callbacks.loss_scale_logger import LossScaleLogger
 from kmp.callbacks.model_saving import is_chief
-from kmp.callbacks.optimizer_callback import Logs, OptimizerCallback, PathLike
-from kmp.callbacks.overflow_counter import OverflowCounter
-from kmp.optimizer import LossScaleOptimizer
+from kmp.callbacks.optimizer_callback import Logs, PathLike
 from kmp.records import Run
 from kmp.utils import atomic_files, user_messages, validation
 
@@ -25,22 +21,15 @@ class Report(keras.callbacks.Callback):
 
     The report is written at the end of training. It is also written at epoch ends, so that a killed run has one, as
     long as that takes at most a twentieth of the time. Of several workers, only the chief writes. A failure to write
-    during training is a warning. Without records there is no report. Without `run`, the callback records what
-    `LossScaleLogger`, `OverflowCounter` and `GradientHistogram` record, and adds `loss_scale`, `overflow_count` and
-    `grad_norm` to `logs`, as they do.
+    during training is a warning. Without records there is no report.
 
     Args:
         path: The file. Its name ends in `.html`.
-        run: The `kmp.records.Run` of other callbacks in the same `fit`, such as `defaults(...)[0].run`. Defaults to a
-            run that the callback records itself.
-        every_n_steps: Integer, at least 1: how often to read and sample without `run`, in optimizer steps.
-        optimizer: The `kmp.LossScaleOptimizer` to read without `run`, for a model with several. Defaults to the
-            model's.
+        run: The `kmp.records.Run` of other callbacks in the same `fit`, such as `defaults()[0].run`.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `path` does not end in `.html`, or `every_n_steps` is below 1; in `on_train_begin`, if a
-            float16 model has no `kmp.LossScaleOptimizer`.
+        ValueError: If `path` does not end in `.html`.
         OSError: In `on_train_begin`, if `path` cannot be written.
 
     Example:
@@ -49,62 +38,25 @@ class Report(keras.callbacks.Callback):
     >>> attached = [*loggers, callbacks.Report("report.html", run=loggers[0].run)]
     """
 
-    @validation.suggests_arguments
-    def __init__(
-        self,
-        path: PathLike,
-        run: Run | None = None,
-        every_n_steps: int = 250,
-        optimizer: LossScaleOptimizer | None = None,
-    ) -> None:
+    def __init__(self, path: PathLike, run: Run) -> None:
         super().__init__()
         self.path = html_path("path", path)
-        if run is not None and not isinstance(run, Run):
-            raise TypeError(f"`run` must be a kmp.records.Run or None. Received: run={run!r}")
-        # Not a keras.callbacks.CallbackList: it passes callbacks a copy of `logs`, so the keys they add would be lost.
-        self._loggers = _loggers(every_n_steps, optimizer) if run is None else []
-        self.run = self._loggers[0].run if run is None else run
+        if not isinstance(run, Run):
+            raise TypeError(f"`run` must be a kmp.records.Run, such as defaults()[0].run. Received: run={run!r}")
+        self.run = run
         self._has_warned = False
-
-    def set_params(self, params: dict[str, Any]) -> None:
-        super().set_params(params)
-        for logger in self._loggers:
-            logger.set_params(params)
-
-    def set_model(self, model: keras.Model) -> None:
-        super().set_model(model)
-        for logger in self._loggers:
-            logger.set_model(model)
 
     def on_train_begin(self, logs: Logs = None) -> None:
         if self._is_chief:
             _check_writable(self.path)
-        for logger in self._loggers:
-            logger.on_train_begin(logs)
         self._records_written = -1
         self._earliest_next_write = 0.0
 
-    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        for logger in self._loggers:
-            logger.on_epoch_begin(epoch, logs)
-
-    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        for logger in self._loggers:
-            logger.on_train_batch_begin(batch, logs)
-
-    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        for logger in self._loggers:
-            logger.on_train_batch_end(batch, logs)
-
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        for logger in self._loggers:
-            logger.on_epoch_end(epoch, logs)
         if time.monotonic() >= self._earliest_next_write:
             self.write()
 
     def on_train_end(self, logs: Logs = None) -> None:
-        for logger in self._loggers:
-            logger.on_train_end(logs)
         if len(self.run.rows) != self._records_written:
             self.write()
 
@@ -132,15 +84,6 @@ class Report(keras.callbacks.Callback):
             self._has_warned = True
             message = user_messages.one_line(error)
             user_messages.warn(f"The report {str(self.path)!r} was not written: {message}. Training continues.")
-
-
-def _loggers(every_n_steps: int, optimizer: LossScaleOptimizer | None) -> list[OptimizerCallback]:
-    """Returns the callbacks that record the data of a report. They share one monitor."""
-    classes = (LossScaleLogger, OverflowCounter, GradientHistogram)
-    loggers: list[OptimizerCallback] = [cls(None, every_n_steps, optimizer) for cls in classes]
-    for logger in loggers:
-        logger.monitor = loggers[0].monitor
-    return loggers
 
 
 def html_path(name: str, value: Any) -> Path:

@@ -51,7 +51,6 @@ class StuckDetector(OptimizerCallback):
     Training is stuck: at step 10 the last 10 steps were skipped. Last loss: nan. Loss scale: 32768.
     """
 
-    @validation.suggests_arguments
     def __init__(
         self,
         patience: int = 100,

@@ -54,14 +54,12 @@ def _summary(now: Snapshot, at_min_scale: bool) -> str:
 def _nonfinite_loss(now: Snapshot) -> list[str]:
     count = now.nonfinite_losses_in_a_row
     share = "" if count == now.overflows_in_a_row else f" in {count} of these steps"
-    first = [] if now.nonfinite_activation is None else [f"First NaN or Inf in: {now.nonfinite_activation}."]
     return [
         f"Cause: the loss was NaN or Inf before it was scaled{share}, so no loss scale helps.",
-        *first,
         "Try: check the data for NaN and Inf (np.isfinite(x).all()); normalize the inputs, because float16 ends at "
         "65504; wrap the layer whose output overflows first in kmp.layers.Float32; if the loss rose before it, lower "
-        "the learning rate or set clipnorm on the inner optimizer."
-        + ("" if first else " kmp.callbacks.ForwardProbe() names the input or the layer with the first NaN or Inf."),
+        "the learning rate or set clipnorm on the inner optimizer. kmp.callbacks.defaults() replays the batch and "
+        "names the layer.",
     ]
 
 

@@ -108,7 +108,7 @@ def _joint_flags(tensors: Sequence[tf.Tensor], scale: Any, replicas: int) -> tf.
     If the sum of all elements is finite, as in most steps, one pass over them is enough. Finite numbers can have an
     infinite sum, and a scale below 1 can make them infinite: then each is checked. Small tensors are concatenated, so
     that the step of ResNet-50 has 49 operations for this in place of 434, and XLA has fewer loops to compile. Under
-    XLA, the exact check alone would make the first call 1 to 8 % shorter, and the step 0 to 40 % longer (November 2026).
+    XLA, the exact check alone would make the first call 1 to 8 % faster, and the step up to 40 % slower (Nov. 2026).
     """
     # Below 2^16 elements, copying tensors takes less time than running an operation for each.
     indices = group_indices(tensors, large=2**16, max_elements=2**24)

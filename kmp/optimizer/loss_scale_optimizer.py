@@ -153,7 +153,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.inner_state = InnerState(inner)
         self.step_monitor = StepMonitor()
         self.sampler = None
-        self.probe: Any = None  # of `kmp.callbacks.ForwardProbe`
         self._compile_step()
         self._order: list[int] = []
         self._has_warned = False
@@ -350,7 +349,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             loss_scale=float(self._bounded_scale()),
             clean_steps=int(self.step_counter.numpy()) if self.built else 0,
             sample=self.sampler.read(self._order, counts["step"]) if self.sampler else None,
-            nonfinite_activation=self.probe.read() if self.probe else None,
             loss_dtype=self.step_monitor.loss_dtype,
             **counts,
         )

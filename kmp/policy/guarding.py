@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -179,19 +179,6 @@ def _any(conditions: Iterable[Any]) -> Any:
     return functools.reduce(ops.logical_or, conditions)
 
 
-class ForwardWatcher(Protocol):
-    """Watches the forward passes of a training step, as the probe of `kmp.callbacks.ForwardProbe` does."""
-
-    def prepare(self, batch_spec: Any, is_xla: bool) -> None:
-        """Creates the variables for batches of this structure, before the training step is traced for the first time.
-
-        TensorFlow traces a step twice if the first trace creates variables.
-        """
-
-    def watch(self, data: Any) -> contextlib.AbstractContextManager[None]:
-        """Returns the context in which the training step on the batch `data` runs."""
-
-
 def install(model: keras.Model) -> bool:
     """Guards the training of a model; does nothing if it is already guarded.
 
@@ -212,9 +199,14 @@ def install(model: keras.Model) -> bool:
     return True
 
 
-def probes_of(model: keras.Model) -> list[ForwardWatcher]:
-    """Returns the watchers of a guarded model's forward passes; changes to this list apply from the next trace."""
-    return model.train_step.__self__.probes
+def capture_of(model: keras.Model) -> Any:
+    """Returns the `kmp.replay.BatchCapture` of a guarded model, or `None`."""
+    return model.train_step.__self__.capture
+
+
+def set_capture(model: keras.Model, capture: Any) -> None:
+    """Makes a guarded model capture batches, from the next trace on; not with `None`."""
+    model.train_step.__self__.capture = capture
 
 
 def has_keras_step(model: keras.Model) -> bool:
@@ -255,7 +247,7 @@ class _GuardedTrainStep:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self.own_step = vars(model).get("train_step")
-        self.probes: list[ForwardWatcher] = []
+        self.capture: Any = None  # a `kmp.replay.BatchCapture`, which a callback sets
         with model.distribute_strategy.scope():
             # Flags, 1.0 or 0.0: float32 has kernels on every device, and can be summed over replicas.
             self._nonfinite_in_execution = distribution.variable("nonfinite_in_execution", "float32")
@@ -277,8 +269,8 @@ class _GuardedTrainStep:
             nonlocal is_traced
             if not is_traced:
                 self._build_optimizer()
-                for probe in self.probes if hasattr(iterator, "element_spec") else ():
-                    probe.prepare(iterator.element_spec, model.jit_compile)
+                if self.capture and hasattr(iterator, "element_spec"):
+                    self.capture.prepare(iterator.element_spec, model.jit_compile)
             is_traced = True
             if model.steps_per_execution > 1:
                 self._nonfinite_in_execution.assign(0.0)
@@ -349,9 +341,7 @@ class _GuardedTrainStep:
         call_if(should_reset, reset)
 
     def _run(self, data: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            for probe in self.probes:
-                stack.enter_context(probe.watch(data))
+        with self.capture.watch(data) if self.capture else contextlib.nullcontext():
             return self.own_step(data) if self.own_step else type(self._model).train_step(self._model, data)
 
     def _metric_variables(self) -> list[keras.Variable]:

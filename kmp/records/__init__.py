@@ -21,8 +21,6 @@ done, including skipped ones) and some of these keys:
   `Snapshot`).
 - `last_loss`: float, the loss of the last step before scaling, summed over replicas.
 - `highest_loss`: float, the largest magnitude of a finite loss so far, before scaling and summed over replicas.
-- `nonfinite_activation`: string, in records after a new non-finite loss, if a `kmp.callbacks.ForwardProbe` was active:
-  the origin of the first NaN or Inf in that step's forward pass.
 - `metrics`: object, at the end of an epoch: each number of Keras' `logs`, such as `loss` and `val_accuracy`, and
   `learning_rate`. `epoch`: integer, the number of the epoch from 0, as in Keras.
 - `grad_zeros`: float, the fraction of gradient elements that are exactly zero in the sampled step, which is `step`.

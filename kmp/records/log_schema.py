@@ -93,7 +93,6 @@ class Record(TypedDict, total=False):
     culprit: Text | None
     last_loss: Number | None
     highest_loss: Number | None
-    nonfinite_activation: Text | None
     loss_dtype: Text | None
     epoch: Count
     metrics: Annotated[dict[Text, Number | None], Meta(max_length=MOST_METRICS)]

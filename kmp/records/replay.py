@@ -71,6 +71,9 @@ class InvalidTargets:
 class Replay:
     """A batch that the training saw, in the precision of the model and in float32.
 
+    Of a model with a `train_step` of its own, only the forward pass is replayed, because its loss is unknown: then
+    `is_finite` and `is_finite_in_float32` are about the outputs, and there is no loss and no gradient.
+
     Args:
         examples: How many examples of the batch were replayed.
         loss_scale: The loss scale in use.
@@ -99,6 +102,7 @@ class Replay:
         flushed: Share of the elements of each gradient that are zero at the loss scale in use and not in float32, by
             variable path; zeros are omitted.
         zero: The variables whose gradient is zero in float32 too.
+        is_forward_only: Whether only the forward pass was replayed.
     """
 
     examples: Count
@@ -121,3 +125,4 @@ class Replay:
     activation_gradients: Annotated[dict[Text, Magnitude], MOST_VARIABLES] = field(default_factory=dict)
     flushed: Annotated[dict[Text, Share], MOST_VARIABLES] = field(default_factory=dict)
     zero: Annotated[list[Text], MOST_VARIABLES] = field(default_factory=list)
+    is_forward_only: bool = False

@@ -30,9 +30,6 @@ class Snapshot:
             are omitted.
         overflow_origins_by_variable: Number of skipped steps with a finite loss in which a variable was the overflow
             origin, by variable path; zeros are omitted.
-        nonfinite_activation: Origin of the first NaN or Inf in the last forward pass with a non-finite loss: a layer's
-            path, a part of the batch, such as `"the batch's x"`, or `"the loss function"`. `None` before the first such
-            pass, and without a `kmp.callbacks.ForwardProbe`.
         loss_dtype: The dtype of the loss that `scale_loss` got last; `None` before the first one.
         sample: The last sample of gradients, or `None` if none was requested.
 
@@ -55,7 +52,6 @@ class Snapshot:
     highest_loss: float | None = None
     overflows_by_variable: dict[str, int] = field(default_factory=dict)
     overflow_origins_by_variable: dict[str, int] = field(default_factory=dict)
-    nonfinite_activation: str | None = None
     loss_dtype: str | None = None
     sample: GradientSample | None = None
 

@@ -75,7 +75,7 @@ class BatchCapture:
         parts = data if isinstance(data, tuple) else (data,)
         tensors = keras.tree.flatten(parts)
         is_xla = xla.is_tracing()
-        if not _are_capturable(tensors, is_xla):
+        if not _are_capturable(tensors, is_xla) or not self.optimizer.built:  # a step with other optimizers only
             return
         with tf.init_scope():
             self._create_variables(tensors, is_xla)

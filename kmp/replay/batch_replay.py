@@ -30,6 +30,7 @@ def replay(
     loss_scale: float,
     batch_size: int | None = None,
     failed: Failure | None = None,
+    is_forward_only: bool = False,
 ) -> tuple[Replay, GradientSample | None]:
     """Replays a batch, and restores the model.
 
@@ -43,10 +44,13 @@ def replay(
             mean over fewer examples are larger.
         failed: `"loss"` or `"gradients"`: what was not finite in the training step of the batch. If it is finite in a
             replay of some examples, they are replayed again as a batch of that size: a sum over the batch may overflow.
+        is_forward_only: Whether to run only the forward pass, because the loss of the training is not known.
 
     Returns:
         What the passes showed, and the gradients in float32, or `None` if invalid targets make the loss fail.
     """
+    if is_forward_only:
+        return _replay_forward(model, batch, variables, loss_scale), None
     result = _replay(model, batch, variables, step=step, loss_scale=loss_scale, batch_size=batch_size)
     examples = len(keras.tree.flatten(batch[0])[0])
     is_finite = result[0].loss is not None if failed == "loss" else result[0].is_finite
@@ -54,6 +58,39 @@ def replay(
         whole = keras.tree.map_structure(lambda tensor: _tiled(tensor, batch_size), tuple(batch))
         result = _replay(model, whole, variables, step=step, loss_scale=loss_scale, batch_size=batch_size)
     return result
+
+
+def _replay_forward(
+    model: keras.Model, batch: Sequence[Any], variables: Mapping[str, Any], loss_scale: float
+) -> Replay:
+    def run(factor: float = 1.0, **options: Any) -> PassResult:
+        return run_pass(model, batch, (), factor=factor, is_forward_only=True, **options)
+
+    exact, own = run(float32_layers=[model]), run()
+    watched, lost_constants = (own, {}) if own.is_finite else _watched_pass(model, run, exact)
+    needs_float32 = exact.is_finite and not own.is_finite
+    batch_part, key, is_part_finite = nonfinite_part(batch)
+    return Replay(
+        examples=len(keras.tree.flatten(batch[0])[0]),
+        loss_scale=loss_scale,
+        loss=None,
+        float32_loss=None,
+        is_finite=own.is_finite,
+        is_finite_in_float32=exact.is_finite,
+        nonfinite=list(watched.nonfinite.found),
+        lost_constants=lost_constants,
+        nonfinite_outputs=list(watched.marks.nonfinite)[:_MOST_NAMED],
+        nonfinite_variables=_nonfinite_variables(variables),
+        nonfinite_part=batch_part,
+        nonfinite_key=key,
+        is_part_finite=is_part_finite,
+        float32_layers=_Float32Layers(model, run).find() if needs_float32 else [],
+        is_forward_only=True,
+    )
+
+
+def _nonfinite_variables(variables: Mapping[str, Any]) -> list[str]:
+    return [path for path, variable in variables.items() if not np.isfinite(variable).all()][:_MOST_NAMED]
 
 
 def _tiled(tensor: Any, size: int) -> tf.Tensor:
@@ -78,7 +115,7 @@ def _replay(
         return run_pass(model, batch, tensors, **{"factor": loss_scale * part, **options})
 
     batch_part, key, is_part_finite = nonfinite_part(batch)
-    nonfinite_variables = [path for path, variable in variables.items() if not np.isfinite(variable).all()]
+    nonfinite_variables = _nonfinite_variables(variables)
     invalid = invalid_targets(model, batch)
     has_weight = len(batch) > 2 and batch[2] is not None
     exact = _float32_pass(model, run, may_fail=invalid is not None)
@@ -107,7 +144,7 @@ def _replay(
         nonfinite=list(watched.nonfinite.found),
         lost_constants=lost_constants,
         nonfinite_outputs=list(watched.marks.nonfinite)[:_MOST_NAMED],
-        nonfinite_variables=nonfinite_variables[:_MOST_NAMED],
+        nonfinite_variables=nonfinite_variables,
         nonfinite_part=batch_part,
         nonfinite_key=key,
         is_part_finite=is_part_finite,

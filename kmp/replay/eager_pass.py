@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -70,6 +71,7 @@ def run_pass(
     factor: float = 1.0,
     float32_layers: Iterable[keras.Layer] = (),
     watch: bool = False,
+    is_forward_only: bool = False,
 ) -> PassResult:
     """Runs a forward pass with the compiled loss, and the backward pass.
 
@@ -82,6 +84,7 @@ def run_pass(
         factor: What the loss is multiplied by before the backward pass, in float32.
         float32_layers: The layers that compute in float32, with their sublayers.
         watch: Whether to look for the operations that return NaN or Inf, which takes a few times as long.
+        is_forward_only: Whether to run only the forward pass; then the loss is NaN if an output is not finite, else 0.
     """
     marks = LayerMarks()
     found = NonfiniteOperations(marks)
@@ -93,6 +96,11 @@ def run_pass(
         stack.enter_context(marks.on(model))
         if watch:
             stack.enter_context(watching_operations(found.observe))
+        if is_forward_only:
+            outputs = model(batch[0], training=True)
+            floats = [each for each in keras.tree.flatten(outputs) if keras.backend.is_float_dtype(each.dtype)]
+            is_finite = all(np.isfinite(each).all() for each in floats)
+            return PassResult(0.0 if is_finite else math.nan, outputs, [], marks, found)
         with tf.GradientTape() as tape:
             outputs, loss = forward_pass(model, batch)
             scaled = tf.cast(loss, tf.float32) * factor

@@ -1,20 +1,14 @@
 """Validation of public arguments. Each error names the argument, what was received and what is expected."""
 
-import difflib
-import functools
-import inspect
 import math
 import numbers
 import operator
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
 MODEL_SUFFIXES = (".keras", ".weights.h5")
 
@@ -108,50 +102,15 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
     Raises:
         TypeError: If `value` is neither a string nor has a name.
-        ValueError: If the string is not in `allowed`. The message suggests the closest one.
+        ValueError: If the string is not in `allowed`.
     """
     expected = "one of " + ", ".join(repr(item) for item in allowed)
     chosen = value if isinstance(value, str) else getattr(value, "name", None)
     if not isinstance(chosen, str):
         raise TypeError(message(name, value, expected))
     if chosen not in allowed:
-        raise ValueError(message(name, value, expected) + suggestion(chosen, allowed, quote="'"))
+        raise ValueError(message(name, value, expected))
     return chosen
-
-
-def check_argument_names(received: Iterable[str], known: Iterable[str], owner: str) -> None:
-    """Checks the names of keyword arguments.
-
-    Args:
-        received: The received names.
-        known: The names of all arguments.
-        owner: What they are arguments of, for the message.
-
-    Raises:
-        TypeError: If a name is unknown. The message has the closest known one, or all of them.
-    """
-    known = list(known)
-    for name in received:
-        if name not in known:
-            hint = suggestion(name, known) or f". The arguments are: {', '.join(known)}."
-            raise TypeError(f"`{name}` is not an argument of {owner}{hint}")
-
-
-def suggests_arguments(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorates a function or `__init__`, so that the error for an unknown argument has the closest known name.
-
-    Python's own error has it only since 3.13.
-    """
-    names = list(inspect.signature(function).parameters)
-    is_method = names[:1] == ["self"]
-
-    @functools.wraps(function)
-    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        owner = type(args[0]).__name__ if is_method else function.__name__
-        check_argument_names(kwargs, names[is_method:], f"`{owner}`")
-        return function(*args, **kwargs)
-
-    return checked
 
 
 def instance(name: str, value: Any, classes: type | tuple[type, ...], expected: str) -> None:
@@ -188,20 +147,6 @@ def patterns(name: str, value: Any) -> tuple[str, ...] | None:
     return tuple(strings)
 
 
-def batch(name: str, value: Any) -> tuple[Any, ...]:
-    """Returns `(x, y)` or `(x, y, sample_weight)` as a tuple.
-
-    Raises:
-        TypeError: If `value` is not a tuple or list of two or three elements.
-    """
-    if not isinstance(value, tuple | list) or len(value) not in (2, 3):
-        length = f" of {len(value)}" if isinstance(value, tuple | list) else ""
-        raise TypeError(
-            f"`{name}` must be a batch (x, y) or (x, y, sample_weight). Received: a {type(value).__name__}{length}"
-        )
-    return tuple(value)
-
-
 def local_path(name: str, value: Any) -> Path:
     """Returns `value` as a path on this machine, with `~` expanded.
 
@@ -229,12 +174,6 @@ def model_path(name: str, value: Any) -> Path:
     if not path.name.endswith(MODEL_SUFFIXES):
         raise ValueError(message(name, value, f"a path that ends in {' or '.join(MODEL_SUFFIXES)}"))
     return path
-
-
-def suggestion(received: str, known: Iterable[str], quote: str = "`") -> str:
-    """Returns the end of a message that suggests the closest known name; empty if none is close."""
-    closest = difflib.get_close_matches(received, known, n=1)
-    return f". Did you mean {quote}{closest[0]}{quote}?" if closest else ""
 
 
 def message(name: str, value: Any, expected: str) -> str:

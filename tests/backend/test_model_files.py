@@ -63,10 +63,3 @@ def test_model_larger_than_free_memory_is_not_written_through_a_second_file(tmp_
     monkeypatch.setattr("keras.src.saving.saving_lib.is_memory_sufficient", lambda model: False)
     with file_size_limit(3000), pytest.raises(OSError, match="too large"):
         write(model_files.write_model, model, tmp_path / "file")
-
-
-def test_weights_load_from_a_file_of_any_name(tmp_path, model):
-    write(model_files.write_weights, model, tmp_path / "file.bkp")
-    other = built_model()
-    model_files.load_weights(other, tmp_path / "file.bkp")
-    assert_equal_state(other, model)

@@ -1,12 +1,12 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import compiled_model, fit, values
 from keras import ops
 
 import kmp
 from kmp.policy import guarding
-from kmp.replay import BatchCapture
 
 
 class Cube(keras.layers.Layer):
@@ -77,18 +77,58 @@ class Mean(keras.layers.Layer):
         return ops.mean(x, -1, keepdims=True) * ops.cast(1e-3, x.dtype)
 
 
-def test_own_training_step_is_not_replayed():
-    class Own(keras.Sequential):
-        def train_step(self, data):
-            return super().train_step(data)
+class Own(keras.Sequential):
+    """Has a loss that kmp does not know."""
 
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            errors = ops.cast(self(x, training=True), "float32") - ops.cast(y, "float32")
+            loss = self.optimizer.scale_loss(ops.mean(ops.square(errors) / self.divisor))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"own_loss": loss}
+
+    divisor = 1.0
+
+
+def own_model():
     with kmp.enable():
-        model = Own([keras.Input((4,)), Cube(), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    callbacks = kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore")
-    train(model, callbacks, x=100.0)
-    assert callbacks[0].run.replays == []
-    assert callbacks[0].run.settings["train_step"] == "custom"
+        layers = [keras.layers.Dense(4, kernel_initializer="ones"), Cube(name="cube")]
+        model = Own([keras.Input((4,)), *layers, keras.layers.Dense(1, dtype="float32")])
+        model.compile("sgd")
+    return model
+
+
+def test_forward_pass_of_an_own_training_step_is_replayed(tmp_path):
+    model, callbacks = own_model(), kmp.callbacks.defaults(tmp_path, every_n_steps=2, on_stuck="ignore")
+    before = values(model.variables)
+    train(model, callbacks, x=12.0)
+    run = kmp.load_run(tmp_path)
+    replay = run.replays[0][1]
+    assert (replay.is_forward_only, replay.is_finite, replay.is_finite_in_float32) == (True, False, True)
+    assert replay.float32_layers == ["own/cube"]
+    finding = kmp.advise(run)[0]
+    assert (finding.cause, finding.location) == ("forward_overflow", "own/cube")
+    assert "in float32 all outputs are finite" in finding.evidence
+    for value, expected in zip(values(model.variables), before, strict=True):
+        np.testing.assert_array_equal(value, expected)  # every step was skipped, and a replay assigns nothing
+
+
+def test_loss_of_finite_outputs_in_an_own_training_step_is_named():
+    model, callbacks = own_model(), kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore")
+    model.divisor = 0.0
+    train(model, callbacks, x=1.0)
+    assert [replay.is_finite for _, replay in callbacks[0].run.replays] == [True] * len(callbacks[0].run.replays)
+    assert kmp.advise(callbacks[0].run)[0].title == "The loss function returns NaN or Inf for finite outputs."
+
+
+@pytest.mark.parametrize("part", ["x", "y"])
+def test_nan_in_the_batch_of_an_own_training_step_is_named(part):
+    x, y = np.ones((32, 4), "float32"), np.ones((32, 1), "float32")
+    {"x": x, "y": y}[part][5] = np.nan
+    callbacks = kmp.callbacks.defaults(every_n_steps=1, on_stuck="ignore")
+    own_model().fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+    assert kmp.advise(callbacks[0].run)[0].title == f"The batch's {part} contains NaN or Inf."
 
 
 def test_replay_that_fails_does_not_stop_the_training(caplog):
@@ -118,7 +158,7 @@ def test_second_fit_does_not_trace_again(enabled):
 
 @pytest.mark.parametrize("reference", [1, "batch", (1,)])
 def test_reference_of_another_kind_is_an_error(reference):
-    with pytest.raises(TypeError, match="`reference` must be"):
+    with pytest.raises((TypeError, ValueError), match="`reference` must be"):
         kmp.callbacks.defaults(reference=reference)
 
 
@@ -155,8 +195,7 @@ def test_new_optimizer_replaces_the_capture():
         with kmp.enable():
             model.compile("sgd", "mse")
     train(model, kmp.callbacks.defaults(), epochs=1)
-    captures = [probe for probe in guarding.probes_of(model) if isinstance(probe, BatchCapture)]
-    assert [capture.optimizer for capture in captures] == [model.optimizer]
+    assert guarding.capture_of(model).optimizer is model.optimizer
 
 
 @pytest.mark.parametrize("y", [np.inf, 1.0 + 1e-6])

@@ -128,7 +128,9 @@ CASES = {
     "Dense": [
         case(units=3),
         case(name="softmax", units=3, activation="softmax"),
-        case(name="regularized", units=4096, bias_initializer=keras.initializers.Constant(8), activity_regularizer="l2"),
+        case(
+            name="regularized", units=4096, bias_initializer=keras.initializers.Constant(8), activity_regularizer="l2"
+        ),
     ],
     "Discretization": each(raw, AMOUNTS, "output_mode", ["int", "one_hot"], bin_boundaries=[2.0, 2001.2, 80000.0]),
     "Dot": [case(TWO, axes=1), case([VECTORS * 256, VECTORS[::-1]], "normalized", axes=1, normalize=True)],

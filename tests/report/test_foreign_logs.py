@@ -43,7 +43,7 @@ COMPACT, COMPACT_WITH_UNSCALED = (
 LOG = [
     {"schema": SCHEMA, "kind": "header", "started": "2026-11-01", "keras": "3.15.1", "settings": SETTINGS},
     {"step": 1, "loss_scale": 1024.0, "clean_steps": 1},
-    {"step": 1, **COUNTERS, "nonfinite_activation": "a"},
+    {"step": 1, **COUNTERS},
     {"step": 1, "grad_zeros": 0.2, "grad_norm": None, "sample": {"loss_scale": 1024.0, "variables": VARIABLES}},
     {"step": 1, "reference": {"loss_scale": 1.0, "variables": VARIABLES}},
     {"step": 20, **COUNTERS, "overflow_count": 18, "overflows_in_a_row": 15},

@@ -100,27 +100,12 @@ def test_dtype_policy_is_accepted_for_its_name(value):
 @pytest.mark.parametrize(
     ("value", "error_class", "match"),
     [
-        ("mixed_flot16", ValueError, r"policy='mixed_flot16' \(of type str\). Did you mean 'mixed_float16'\?$"),
+        ("mixed_flot16", ValueError, r"policy='mixed_flot16' \(of type str\)$"),
         (keras.DTypePolicy("bfloat16"), ValueError, "`policy` must be one of 'mixed_float16', 'float32'"),
         ("int8", ValueError, r"\(of type str\)$"),
         (16, TypeError, "`policy` must be one of"),
     ],
 )
-def test_other_choices_raise_and_the_closest_is_suggested(value, error_class, match):
+def test_other_choices_raise(value, error_class, match):
     with pytest.raises(error_class, match=match):
         validation.one_of("policy", value, ("mixed_float16", "float32"))
-
-
-def test_decorated_function_keeps_its_signature_and_suggests_arguments():
-    @validation.suggests_arguments
-    def train(steps, *, loss_scale=1.0):
-        return steps * loss_scale
-
-    assert train(2, loss_scale=3.0) == 6.0
-    assert train.__name__ == "train"
-    with pytest.raises(TypeError, match=r"^`los_scale` is not an argument of `train`. Did you mean `loss_scale`\?$"):
-        train(2, los_scale=3.0)
-    with pytest.raises(TypeError, match=r"^`x` is not an argument of `train`. The arguments are: steps, loss_scale.$"):
-        train(2, x=3.0)
-    with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        train()
