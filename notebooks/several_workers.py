@@ -78,7 +78,6 @@ def train(folder: Path, epochs: int) -> None:
 
     callbacks = [
         *kmp.callbacks.defaults(folder / "log", every_n_steps=20),  # on every worker; the chief writes
-        kmp.callbacks.BackupAndRestore(folder / "backup"),  # on every worker; the chief writes, all read
     ]
     training, validation = batches(slice(0, 1536)), batches(slice(1536, None))
     model.fit(

@@ -68,14 +68,14 @@ def test_table_of_callback_arguments_is_the_signature():
     parameters = inspect.signature(callbacks.defaults).parameters
     defaults = {cells[0].strip("`"): cells[1].strip("`") for cells in rows_of("# Callbacks and logs", page)}
     assert defaults == {name: str(value.default) for name, value in parameters.items()} | {
-        name: f'"{parameters[name].default}"' for name in ("reference", "on_stuck", "logs")
+        name: f'"{parameters[name].default}"' for name in ("reference", "on_stuck")
     }
 
 
 def test_table_of_log_keys_is_what_the_callbacks_log(enabled):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="mixed_float16")])
     model.compile("sgd", "mse")
-    history = model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=callbacks.defaults(logs="all"), verbose=0).history
+    history = model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=callbacks.defaults(), verbose=0).history
     documented = {cells[0].strip("`") for cells in rows_of("## Keys in `logs`", GUIDE_PAGES["callbacks"])}
     assert documented == set(history) - {"loss"}
 

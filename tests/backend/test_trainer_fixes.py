@@ -75,12 +75,6 @@ def test_overflow_on_any_worker_skips_the_step_on_all_workers(results):
 
 
 @pytest.mark.slow
-def test_every_worker_gathers_the_exact_numbers_of_all_workers(results):
-    expected = {str(number): [number, number + 1] for number in (0, 4096, 2**62)}
-    assert results["gathered"] == (expected, expected)
-
-
-@pytest.mark.slow
 def test_fit_evaluate_and_predict_work_and_snapshots_need_no_other_worker(results):
     first, second = results["fit"]
     assert first == second

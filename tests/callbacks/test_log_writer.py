@@ -1,3 +1,4 @@
+import dataclasses
 import errno
 import itertools
 import json
@@ -143,6 +144,28 @@ def test_resumed_run_continues_the_log_for_any_position_of_the_backup_callback(t
     run = kmp.records.Run.load(tmp_path / "logs")
     assert run.series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40, 50, 60]
     assert [histogram.step for histogram in run.histograms] == [1, 10, 20, 21, 30, 40, 50, 60]
+
+
+def test_run_that_resumes_with_the_backup_of_keras_ends_as_one_that_was_not_interrupted(tmp_path):
+    states = []
+    for stops in ([None], [Interrupt(epoch=2), None]):
+        for stop in stops:
+            keras.backend.clear_session()  # equal names
+            keras.utils.set_random_seed(0)
+            model = compiled_model(kmp.LossScaleOptimizer("adam", initial_scale=2.0**24, growth_interval=7))
+            folder = tmp_path / f"backup-{len(stops)}"
+            backup = keras.callbacks.BackupAndRestore(folder, double_checkpoint=True, delete_checkpoint=False)
+            try:
+                fit(model, [*defaults(), backup] + [stop] * bool(stop), epochs=4)
+            except KeyboardInterrupt:
+                continue
+        snapshot = dataclasses.replace(model.optimizer.snapshot(), sample=None)
+        states.append((snapshot, [np.asarray(each) for each in (*model.weights, *model.optimizer.variables)]))
+    (expected, values), (snapshot, resumed) = states
+    assert snapshot == expected
+    assert 0 < snapshot.overflow_count < snapshot.step == 80
+    for value, other in zip(values, resumed, strict=True):
+        np.testing.assert_array_equal(value, other)
 
 
 HEADER = f'{{"schema":{SCHEMA},"kind":"header"}}\n'
