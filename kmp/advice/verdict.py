@@ -81,7 +81,7 @@ EXCLUSIONS = (
         ("branch_underflow", "scale_too_small", "range"),
         _has_no_unknown_zeros,
         "whether float16 flushed the gradient elements that are exactly zero",
-        "kmp.callbacks.defaults(reference=(x, y)) with a batch, or fewer zeros with {call}(initial_scale=2.0**24)",
+        "a replay, with Keras' training step on one replica, or fewer zeros with {call}(initial_scale=2.0**24)",
     ),
     Exclusion(
         ("branch_underflow", "range"),

@@ -1,18 +1,20 @@
 """Communication between replicas and workers, and per-replica variables."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+Structure = TypeVar("Structure")
 
-def sum_over_replicas(*values: tf.Tensor) -> tuple[tf.Tensor, ...]:
+
+def sum_over_replicas(values: Structure) -> Structure:
     """Returns the sums of tensors over all replicas and workers, which take one all-reduce together.
 
     Args:
-        *values: float32 scalars and vectors of static size. float32 is a dtype that every device can all-reduce.
+        values: A structure of float32 scalars and vectors of static size; every device can all-reduce float32.
 
     Raises:
         ValueError: If called outside a replica context.
@@ -23,9 +25,11 @@ def sum_over_replicas(*values: tf.Tensor) -> tuple[tf.Tensor, ...]:
     if context.num_replicas_in_sync == 1:
         return values
     # The sum is placed on its input's device. A tensor read from a variable may have none; a concatenation has one.
-    joined = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
-    sums = tf.split(context.all_reduce(tf.distribute.ReduceOp.SUM, joined), [tf.size(value) for value in values])
-    return tuple(tf.reshape(part, value.shape) for part, value in zip(sums, values, strict=True))
+    tensors = tf.nest.flatten(values)
+    joined = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+    sums = tf.split(context.all_reduce(tf.distribute.ReduceOp.SUM, joined), [tf.size(tensor) for tensor in tensors])
+    shaped = [tf.reshape(part, tensor.shape) for part, tensor in zip(sums, tensors, strict=True)]
+    return tf.nest.pack_sequence_as(values, shaped)
 
 
 def check_built_before_step() -> None:
@@ -49,32 +53,31 @@ def replica_id() -> int:
     return int(tf.get_static_value(context.replica_id_in_sync_group) or 0)
 
 
-def call_once_for_all_replicas(
-    function: Callable[..., None], agreed: Sequence[Any], per_replica: Sequence[Any]
-) -> None:
-    """Calls `function(*agreed, *per_replica)` in a context where a branch may update variables.
+def in_update_context(function: Callable[..., None], agreed: Sequence[Any], per_replica: Any) -> None:
+    """Calls `function(*agreed, per_replica)` where a branch may update variables.
 
-    In it, call what belongs to a replica with `on_each_replica`.
+    Without a strategy that has one, this is the context of the replica. A strategy such as MirroredStrategy updates
+    variables only in its cross-replica context, and a branch around such an update fails in a replica context: there
+    the function is called once for all replicas. What belongs to a replica is then called with `on_each_replica`.
 
     Args:
-        function: A function of tensors, or structures of them.
-        agreed: Tensors with the same value on all replicas.
-        per_replica: Arguments that differ between replicas.
+        function: A function of structures of tensors.
+        agreed: Structures of tensors with the same value on all replicas.
+        per_replica: A structure of tensors that differ between replicas.
     """
-    # TensorFlow 2.21 has no public name for it. A strategy such as MirroredStrategy updates variables only in its
-    # cross-replica context, and a branch around such an update fails in a replica context.
-    if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        function(*agreed, *per_replica)
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():  # TensorFlow 2.21 has no public name for it
+        function(*agreed, per_replica)
         return
 
-    def across_replicas(strategy: tf.distribute.Strategy, agreed: Sequence[Any], per_replica: Sequence[Any]) -> None:
-        function(*(strategy.experimental_local_results(value)[0] for value in agreed), *per_replica)
+    def across_replicas(strategy: tf.distribute.Strategy, agreed: Sequence[Any], per_replica: Any) -> None:
+        of_first = tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], agreed)
+        function(*of_first, per_replica)
 
     tf.distribute.get_replica_context().merge_call(across_replicas, args=(agreed, per_replica))
 
 
 def on_each_replica(function: Callable[..., None], *args: Any) -> None:
-    """Calls `function(*args)` on each replica, inside of `call_once_for_all_replicas`."""
+    """Calls `function(*args)` on each replica, inside of `in_update_context`."""
     if tf.distribute.in_cross_replica_context():
         tf.distribute.get_strategy().extended.call_for_each_replica(function, args=args)
     else:

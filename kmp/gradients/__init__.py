@@ -8,7 +8,7 @@ from kmp.gradients.unscaling import (
     multiply_gradients,
     nonfinite_flag,
     nonfinite_flags,
-    unscale,
+    unscale_for_update,
     values_of,
 )
 from kmp.gradients.weight_updates import UpdateWatch, update_statistics, with_weight_norms
@@ -24,7 +24,7 @@ __all__ = [
     "nonfinite_flag",
     "nonfinite_flags",
     "paths_of",
-    "unscale",
+    "unscale_for_update",
     "update_statistics",
     "values_of",
     "with_weight_norms",

@@ -12,7 +12,7 @@ from keras import ops
 
 from kmp.backend import distribution, outlined
 from kmp.gradients.tensor_statistics import gradient_statistics
-from kmp.gradients.unscaling import Gradients, Variables, unscale
+from kmp.gradients.unscaling import Gradients, Variables, unscale_for_update
 from kmp.records import BIN_COUNT, GradientSample
 from kmp.utils import matching_indices, unique_names
 
@@ -147,7 +147,7 @@ class GradientSampler:
         self._square_sum.assign(statistics.square_sum)
         if self._unscaled is not None:
             with tf.control_dependencies([statistics.counts]):  # one after the other lowers the peak memory
-                unscaled = unscale(sampled, [variables[index] for index in self._indices], scale)
+                unscaled = unscale_for_update(sampled, [variables[index] for index in self._indices], scale)
                 self._unscaled.assign(gradient_statistics(unscaled).counts)
         # At the end of a dataset of unknown length, Keras starts a step that gets no batch; it must not be recorded.
         with tf.control_dependencies([statistics.counts]):

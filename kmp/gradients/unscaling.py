@@ -27,7 +27,7 @@ def _with_values(gradient: Any, values: tf.Tensor) -> Any:
     return values
 
 
-def unscale(gradients: Gradients, variables: Variables, scale: Any) -> list[Any]:
+def unscale_for_update(gradients: Gradients, variables: Variables, scale: Any) -> list[Any]:
     """Returns gradients divided by the loss scale, in the dtypes of their variables.
 
     Args:

@@ -1,5 +1,6 @@
 """The optimizer that scales the loss: scale, measure, agree, update or skip, adapt, count."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from kmp.gradients import (
     multiply_gradients,
     nonfinite_flags,
     paths_of,
-    unscale,
+    unscale_for_update,
 )
 from kmp.optimizer.counters import COUNT_INDEX, Counters
 from kmp.optimizer.inner_optimizer import InnerState, resolve_optimizer
@@ -153,7 +154,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.inner_state = InnerState(inner)
         self.step_monitor = StepMonitor()
         self.sampler = None
-        self._compile_step()
+        self._reset_compiled_step()
         self._order: list[int] = []
         self._has_warned = False
 
@@ -173,7 +174,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def loss_scale(self) -> Any:
         """The loss scale that `scale_loss` multiplies by: scalar float32 tensor on the device."""
-        return self._bounded_scale(scaling.LARGEST_APPLIED_SCALE)
+        return ops.minimum(self._bounded_scale(), scaling.LARGEST_APPLIED_SCALE)
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: Any) -> Any:
@@ -238,7 +239,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         grads = list(grads)
         variables = self._variables_for(grads, trainable_variables)
-        unscaled = self._are_unscaled() if unscaled is None else validation.boolean("unscaled", unscaled)
+        unscaled = self._check_unscaled() if unscaled is None else validation.boolean("unscaled", unscaled)
         if not grads:
             return
         # A function whose first trace creates variables is traced a second time, which must find the same stage.
@@ -246,9 +247,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.built:
             distribution.check_built_before_step()
             self.build(variables)
-        indices = tuple(map(self._index, variables))
+        indices = tuple(map(self._index, variables))  # raises for an unknown variable before the stage changes
         if not is_traced_again:
-            self.step_monitor.record_apply()
+            self.step_monitor.end_stage()
         self._order = network_order(self._for_each_variable(grads, indices))
         # Under a strategy the step cannot be compiled: replicas synchronize inside of it.
         compiles = not tf.distribute.has_strategy() and not xla.is_tracing()
@@ -266,7 +267,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         count, variables = len(self._trainable_variables), [self._trainable_variables[index] for index in indices]
         scale = self._bounded_scale()
         applied_scale = ops.minimum(scale, scaling.LARGEST_APPLIED_SCALE)
-        if unscaled:
+        if unscaled:  # from here on like others: samples are of scaled gradients, and the update divides
             gradients = multiply_gradients(gradients, applied_scale)
 
         # Measure, on each replica.
@@ -284,9 +285,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.sampler.sample(all_gradients, self._trainable_variables, applied_scale, step)
 
         # Agree, over replicas and workers.
-        agreed = distribution.sum_over_replicas(flags, *self.step_monitor.end_step())
-        distribution.call_once_for_all_replicas(
-            lambda *values: self._update_or_skip(variables, *values), [scale, applied_scale, *agreed], [gradients]
+        losses = self.step_monitor.end_step()
+        flags, losses = distribution.sum_over_replicas((flags, losses))
+        distribution.in_update_context(
+            functools.partial(self._update_or_skip, variables), (scale, applied_scale, flags, losses), gradients
         )
 
     def _update_or_skip(
@@ -295,17 +297,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         scale: tf.Tensor,
         applied_scale: tf.Tensor,
         flags: tf.Tensor,
-        nonfinite: tf.Tensor,
-        last_nonfinite: tf.Tensor,
-        last_loss: tf.Tensor,
+        losses: StepLosses,
         gradients: Gradients,
     ) -> None:
         """Updates the variables unless the loss or a gradient is non-finite; then adapts the scale and counts."""
-        inner, losses = self.inner_optimizer, StepLosses(nonfinite, last_nonfinite, last_loss)
+        inner = self.inner_optimizer
 
         def update_replica(applied_scale: tf.Tensor, gradients: Gradients) -> None:
             # Unscaled inside the branch, so that a skipped step does not pay for it.
-            inner.apply(unscale(gradients, variables, applied_scale), list(variables))
+            inner.apply(unscale_for_update(gradients, variables, applied_scale), list(variables))
 
         def update() -> None:
             distribution.on_each_replica(update_replica, applied_scale, gradients)
@@ -375,7 +375,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.sampler = self.sampler or GradientSampler()
         is_new = self.sampler.extend(requested)
         if is_new:
-            self._compile_step()
+            self._reset_compiled_step()
             if self.built:
                 self._build_sampler(self.paths)
         return is_new
@@ -459,11 +459,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         else:
             setattr(inner, name, value)
 
-    def _compile_step(self) -> None:
+    def _reset_compiled_step(self) -> None:
         """Sets the step that is compiled with XLA, without traces of earlier steps."""
         self._compiled_step = tf.function(self._step, jit_compile=True, autograph=False) if self.jit_compile else None
 
-    def _are_unscaled(self) -> bool:
+    def _check_unscaled(self) -> bool:
         """Returns whether the gradients that `apply` received went through `unscale`.
 
         Raises:
@@ -528,11 +528,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             with self._distribution_strategy.scope():
                 self.sampler.build(paths, self.rule.keeps_powers_of_two)
 
-    def _bounded_scale(self, highest: float = scaling.LARGEST_SCALE) -> Any:
+    def _bounded_scale(self) -> Any:
         """Returns the scale within the rule's bounds; a file or the user may have written any value to the variable."""
-        if self.built:
-            return self.rule.bounded(self.dynamic_scale, highest)
-        return tf.constant(min(self.rule.initial_scale, highest), tf.float32)
+        return self.rule.bounded(self.dynamic_scale) if self.built else tf.constant(self.rule.initial_scale, tf.float32)
 
     def _index(self, variable: Any) -> int:
         try:

@@ -36,7 +36,7 @@ class StepLosses(NamedTuple):
             loop may scale a loss and discard it, so only the last one can skip the step. But each of them can be the
             cause of non-finite gradients.
         last_nonfinite: Scalar float32, 1 if the last one was non-finite, else 0.
-        last: Scalar float32, the mean of the last one; 0 if there was none.
+        last: Scalar float32, the mean of the last one, or its sum over replicas; 0 if there was none.
     """
 
     nonfinite: Any
@@ -142,12 +142,11 @@ class StepMonitor:
 
         All are set, if any is, where `unscale` got another number of gradients.
         """
-        if self._flags is None:
-            return tf.zeros([count])
+        assert self._flags is not None
         flags = ops.copy(self._flags)
         self._flags.assign(tf.zeros_like(flags))
         return flags[:count] if count == self._flag_count else tf.fill([count], tf.reduce_max(flags))
 
-    def record_apply(self) -> None:
-        """Ends the stage: what `unscale` returned is for one `apply`."""
+    def end_stage(self) -> None:
+        """Records that `apply` was called: what `unscale` returned is for one `apply`."""
         self.stage = Stage.APPLIED_UNSCALED if self.stage is Stage.UNSCALED else Stage.READY

@@ -128,17 +128,13 @@ class DynamicScale:
         factors = (self.initial_scale, self.growth_factor, self.backoff_factor, self.min_scale, self.max_scale)
         return all(map(is_power_of_two, factors))
 
-    def bounded(self, scale: Any, highest: float = LARGEST_SCALE) -> Any:
-        """Returns a scale loaded from a file, clipped to the bounds; the initial one if it is NaN, Inf, 0 or below.
-
-        Args:
-            scale: Scalar float32.
-            highest: A further upper bound.
-        """
+    def bounded(self, scale: Any) -> Any:
+        """Returns a scale loaded from a file, clipped to the bounds; the initial one if it is NaN, Inf, 0 or below."""
         is_valid = ops.isfinite(ops.log(scale))  # the logarithm of 0 is -Inf, and of a negative number NaN
-        lower, upper = min(self.min_scale, highest), min(self.max_scale, highest)
-        clipped = tf.raw_ops.ClipByValue(t=scale, clip_value_min=lower, clip_value_max=upper)  # `ops.clip` is two
-        return ops.where(is_valid, clipped, min(self.initial_scale, highest))
+        clipped = tf.raw_ops.ClipByValue(  # one operation; `ops.clip` is two
+            t=scale, clip_value_min=self.min_scale, clip_value_max=self.max_scale
+        )
+        return ops.where(is_valid, clipped, self.initial_scale)
 
     def backs_off(self, state: ScaleState, step: StepOutcome) -> Any:
         """Returns a scalar bool, whether a skipped `step` makes the scale back off, also where it is at `min_scale`."""
@@ -195,9 +191,9 @@ class FixedScale:
         """The scale: it cannot back off."""
         return self.initial_scale
 
-    def bounded(self, scale: Any, highest: float = LARGEST_SCALE) -> Any:
-        """Returns the fixed scale in place of `scale`, as loaded from a file, or `highest` if that is lower."""
-        return ops.full_like(scale, min(self.initial_scale, highest))
+    def bounded(self, scale: Any) -> Any:
+        """Returns the fixed scale in place of `scale`, as loaded from a file."""
+        return ops.full_like(scale, self.initial_scale)
 
     def backs_off(self, state: ScaleState, step: StepOutcome) -> Any:
         """Returns a scalar bool, always false."""

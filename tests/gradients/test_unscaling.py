@@ -5,7 +5,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kmp.gradients import nonfinite_flags, unscale
+from kmp.gradients import nonfinite_flags, unscale_for_update
 
 LARGEST = float(np.finfo(np.float32).max)
 SHAPES = [(), (3,), (0,), (5, 7), (512,), (300, 300), (257, 256), (8, 9, 3), (65_537,)]
@@ -67,7 +67,7 @@ def test_missing_sparse_and_overwritten_gradients_keep_their_indices(run_step):
 
     @run_step
     def unscaled():
-        _, rows, unchanged, dense = unscale(gradients, variables, scale)
+        _, rows, unchanged, dense = unscale_for_update(gradients, variables, scale)
         return rows.values, rows.indices, unchanged, dense
 
     values, indices, unchanged, dense = unscaled()
@@ -83,7 +83,7 @@ def test_gradient_is_unscaled_and_flagged_in_its_variables_dtype(dtype, gradient
     scale = tf.constant(0.25)
     unscaled, flag = run_step(
         lambda: (
-            unscale([gradient], [variable], scale)[0],
+            unscale_for_update([gradient], [variable], scale)[0],
             nonfinite_flags([gradient], [variable], scale, 1),
         )
     )()
@@ -96,7 +96,7 @@ def test_float64_gradient_beyond_float32_is_finite_if_it_is_after_unscaling(run_
     gradient, variable, scale = tf.constant([2e38 * 1024.0], tf.float64), keras.Variable([0.0]), tf.constant(1024.0)
     unscaled, flag = run_step(
         lambda: (
-            unscale([gradient], [variable], scale)[0],
+            unscale_for_update([gradient], [variable], scale)[0],
             nonfinite_flags([gradient], [variable], scale, 1),
         )
     )()
@@ -109,5 +109,5 @@ def test_division_by_any_applied_scale_is_exact(exponent, run_step):
     gradient = tf.constant([2.0 ** min(127, max(-120, exponent)), 0.0])
     scale = tf.constant(2.0**exponent)
     variables = variables_like([gradient])
-    divided = run_step(lambda g: unscale([g], variables, scale)[0])
+    divided = run_step(lambda g: unscale_for_update([g], variables, scale)[0])
     np.testing.assert_array_equal(divided(gradient), gradient / scale)

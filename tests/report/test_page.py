@@ -20,7 +20,7 @@ from rich.console import Console
 
 import kmp
 from kmp import report
-from kmp.callbacks import ForwardProbe, Report, defaults
+from kmp.callbacks import Report, defaults
 from kmp.records import BIN_COUNT, GradientSample, Run
 from kmp.records.jsonl import to_line
 from kmp.report.run_comparison import comparison, difference
@@ -602,19 +602,6 @@ def test_write_to_a_folder_is_an_error(tmp_path):
 
 
 @pytest.mark.slow
-def test_callback_alone_records_and_reports(enabled, tmp_path):
-    callback = Report(tmp_path / "new" / "r.html", every_n_steps=5)
-    history = fit(compiled_model(), [callback], epochs=2)
-    assert set(history) >= {"loss_scale", "overflow_count", "grad_norm"}
-    page = Page((tmp_path / "new" / "r.html").read_text(encoding="utf-8"))
-    assert normalized(kmp.advise(callback.run).verdict) in page.text
-    assert "steps 40" in page.text
-    assert "/dense" in page.text
-    assert callback.run.samples[-1].step == 40
-    assert callback.run.settings["optimizer"] == "SGD"
-
-
-@pytest.mark.slow
 def test_callback_with_the_run_of_the_defaults_records_nothing(enabled, tmp_path):
     recorders = defaults(every_n_steps=5)
     callback = Report(str(tmp_path / "r.html"), run=recorders[0].run)
@@ -625,37 +612,17 @@ def test_callback_with_the_run_of_the_defaults_records_nothing(enabled, tmp_path
 
 
 @pytest.mark.slow
-def test_callback_without_the_run_of_the_defaults_records_separately(enabled, tmp_path):
-    callback = Report(tmp_path / "r.html", every_n_steps=5)
-    fit(compiled_model(), [*defaults(every_n_steps=7), callback])
-    assert [taken.step for taken in callback.run.samples] == [1, 5, 10, 15, 20]
-    assert "steps 20" in Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
-
-
-@pytest.mark.slow
 def test_failed_training_has_a_report_of_the_completed_epochs(enabled, tmp_path):
     class FailInSecondEpoch(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch == 1:
                 raise RuntimeError("killed")
 
+    recorders = defaults()
+    callbacks = [*recorders, Report(tmp_path / "r.html", recorders[0].run), FailInSecondEpoch()]
     with pytest.raises(RuntimeError, match="killed"):
-        fit(compiled_model(), [Report(tmp_path / "r.html"), FailInSecondEpoch()], epochs=2)
+        fit(compiled_model(), callbacks, epochs=2)
     assert "steps 20" in Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
-
-
-@pytest.mark.slow
-def test_report_includes_the_result_of_a_probe(enabled, tmp_path):
-    x = np.zeros((16, 4), "float32")
-    x[3, 1] = np.inf
-    model = compiled_model()
-    callback = Report(tmp_path / "r.html")
-    model.fit(x, np.zeros(16), batch_size=8, shuffle=False, verbose=0, callbacks=[callback, ForwardProbe()])
-    assert kmp.advise(callback.run)[0].cause == "data"
-    assert (
-        "in the last such step the batch's x had NaN or Inf"
-        in Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
-    )
 
 
 def test_reports_take_at_most_five_percent_of_the_time(tmp_path, monkeypatch):
@@ -711,16 +678,14 @@ def test_only_the_chief_writes(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", ["", "report", "report.txt", "https://example.org/r.html", ".html"])
 def test_path_without_html_suffix_is_an_error(path):
     with pytest.raises(ValueError, match=r"`path` must be the path of a local f.*Received: path="):
-        Report(path)
+        Report(path, make_run())
 
 
 def test_wrong_argument_types_and_values_are_errors():
     with pytest.raises(TypeError, match="`path` must be"):
-        Report(3)
-    with pytest.raises(TypeError, match=r"`run` must be a kmp.records.Run or None"):
+        Report(3, make_run())
+    with pytest.raises(TypeError, match="`run` must be a kmp.records.Run, such as"):
         Report("r.html", run="runs/first")
-    with pytest.raises(ValueError, match="`every_n_steps` must be"):
-        Report("r.html", every_n_steps=0)
 
 
 def test_unwritable_path_is_an_error_before_training_starts(enabled, tmp_path):
@@ -728,7 +693,7 @@ def test_unwritable_path_is_an_error_before_training_starts(enabled, tmp_path):
     model = compiled_model()
     before = model.get_weights()
     with pytest.raises(OSError, match="the report cannot be written"):
-        fit(model, [Report(tmp_path / "file" / "r.html")])
+        fit(model, [Report(tmp_path / "file" / "r.html", make_run())])
     assert model.optimizer.snapshot().step == 0
     for old, new in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)
