@@ -50,8 +50,8 @@ def instance_attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
             vars(instance)[name] = previous
 
 
-def replace_policy_state(current: Callable[[], Any]) -> list[Replacement]:
-    """Makes a policy the global one for all threads, except those that set another policy later.
+def replace_policy_state(current: Callable[[], Any]) -> Iterator[Replacement]:
+    """Makes a policy the global one for all threads, except those that set another policy later; yields the patches.
 
     Keras 3.15 stores its global policy by thread, and `keras.backend.clear_session` deletes it: layers are float32
     again. No public name reaches that state.
@@ -59,9 +59,6 @@ def replace_policy_state(current: Callable[[], Any]) -> list[Replacement]:
     Args:
         current: Returns the settings in force, or `None`: their `dtype_policy`, and as `state_name` the name under
             which Keras' state of a thread stores a policy that is set there in the meantime.
-
-    Returns:
-        The replacements, to remove them. Each thread then has the policy from before.
 
     Raises:
         RuntimeError: If this version of Keras stores the policy in another way.
@@ -87,7 +84,7 @@ def replace_policy_state(current: Callable[[], Any]) -> list[Replacement]:
 
     try:
         state = importlib.import_module("keras.src.backend.common.global_state")
-        makers = {"get_global_attribute": reading, "set_global_attribute": writing}
-        return [Replacement(state, name, make) for name, make in makers.items()]
+        yield Replacement(state, "get_global_attribute", reading)
+        yield Replacement(state, "set_global_attribute", writing)
     except (ImportError, KeyError) as error:
         raise RuntimeError(f"This version of kmp does not support Keras {keras.__version__}: update kmp.") from error

@@ -2,15 +2,13 @@
 
 Under `MultiWorkerMirroredStrategy`, `fit` of Keras 3.15.1 fails for any model, for two reasons. To build the model, it
 reduces a batch, which is a tuple of tensors, over the workers as if it were one tensor. And it averages logs along axis
-0, which scalars do not have and vectors must keep. In all other cases the fixed functions behave like Keras'. They are
-applied only if TF_CONFIG is set, or a model is compiled to run on several workers.
+0, which scalars do not have and vectors must keep. In all other cases the fixed functions behave like Keras'.
 """
 
 import functools
 import importlib
 import logging
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -24,32 +22,20 @@ from kmp.backend.patching import Replacement
 logger = logging.getLogger("kmp")
 
 
-def needs_multi_worker_fixes(model: keras.Model | None = None) -> bool:
-    """Whether training runs on several workers.
+def apply_multi_worker_fixes() -> Iterator[Replacement]:
+    """Fixes `fit`, `evaluate` and `predict` for several workers, and yields the patches.
 
-    Args:
-        model: The model that will run, or `None` to check TF_CONFIG.
+    Logs a message of the level debug if Keras lacks what they replace: only several workers need them.
     """
-    return "TF_CONFIG" in os.environ if model is None else distribution.has_several_workers(model.distribute_strategy)
-
-
-def apply_multi_worker_fixes() -> list[Replacement]:
-    """Fixes `fit`, `evaluate` and `predict` for several workers; logs a warning if Keras lacks what they replace.
-
-    Returns:
-        The replacements, to remove them; empty if they do not apply to this version of Keras.
-    """
-    replacements: list[Replacement] = []
     try:  # both are private; tests fail if Keras moves them
         trainer = importlib.import_module("keras.src.backend.tensorflow.trainer")
         builder = defining_class(keras.Model, "_maybe_symbolic_build")
-        replacements.append(Replacement(builder, "_maybe_symbolic_build", _building_from_local_batch))
-        replacements.append(Replacement(trainer, "reduce_per_replica", _reducing_logs))
-    except (ImportError, KeyError, StopIteration):
-        logger.warning("kmp's fixes of `fit` for several workers do not apply to Keras %s.", keras.__version__)
-        while replacements:
-            replacements.pop().remove()
-    return replacements
+        assert hasattr(trainer, "reduce_per_replica")
+    except (ImportError, AssertionError, StopIteration):
+        logger.debug("kmp's fixes of `fit` for several workers do not apply to Keras %s.", keras.__version__)
+        return
+    yield Replacement(builder, "_maybe_symbolic_build", _building_from_local_batch)
+    yield Replacement(trainer, "reduce_per_replica", _reducing_logs)
 
 
 def _building_from_local_batch(original: Callable[..., None]) -> Callable[..., None]:

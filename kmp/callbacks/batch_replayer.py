@@ -56,12 +56,14 @@ class BatchReplayer:
     def install(self, model: keras.Model, optimizer: LossScaleOptimizer) -> bool:
         """Adds the capture to the model's training step. Returns whether the step must be traced again."""
         self._is_forward_only = not guarding.has_keras_step(model)
-        self._capture = previous = guarding.capture_of(model)
+        guard = guarding.guard_of(model)
+        assert guard is not None
+        self._capture = previous = guard.capture
         if model.distribute_strategy.num_replicas_in_sync > 1:
             self._capture = None
         elif previous is None or previous.optimizer is not optimizer:
             self._capture = BatchCapture(optimizer)
-        guarding.set_capture(model, self._capture)
+        guard.capture = self._capture
         return self._capture is not previous
 
     def begin(self, snapshot: Snapshot) -> None:

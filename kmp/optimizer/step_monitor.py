@@ -102,7 +102,9 @@ class StepMonitor:
             # In sharpness-aware minimization, an overflow of the first gradients is in the weights of the second pass.
             cause = flag * (1.0 - tf.reduce_max(self._flags))
             self._flags.assign(tf.zeros(self._flags.shape))
-        kept = tf.where([not starts_again, False, False, True], self._record.value, 0.0)  # not `*`: 0 * NaN is NaN
+        kept = tf.where([True, False, False, True], self._record.value, 0.0)  # not `*`: 0 * NaN is NaN
+        if starts_again:  # forgets non-finite losses of the batch before, and keeps the mark of `record_empty`
+            kept = tf.minimum(kept, [0.0, 0.0, 0.0, float("inf")])
         self._record.assign(kept + tf.stack([cause, flag, mean, flag]))
 
     def record_empty(self, is_empty: Any) -> None:

@@ -31,6 +31,7 @@ class ActiveSettings:
 
 
 active: list[ActiveSettings] = []  # in the order of the calls
+lock = threading.RLock()  # of changes of `active` and of the patches
 
 
 def current_settings() -> ActiveSettings | None:

@@ -1,12 +1,11 @@
 """Enables and disables mixed precision: Keras' global policy, and the settings of `compile` and `wrap`."""
 
-from types import TracebackType
 from typing import Unpack
 
 import keras
 
 from kmp.policy import grappler_rewrite
-from kmp.policy.active_settings import ActiveSettings, active, current_settings
+from kmp.policy.active_settings import ActiveSettings, active, current_settings, lock
 from kmp.policy.hardware_support import log_once, resolve_auto
 from kmp.policy.keras_patches import update_patches
 from kmp.scaling import LossScaleSettings, loss_scale_rule
@@ -26,20 +25,16 @@ class Handle(ActiveSettings):
 
         Later calls in the same thread are undone too.
         """
-        if self in active:
-            since = active.index(self)
-            active[since:] = [later for later in active[since:] if later.thread != self.thread]
-            update_patches()
+        with lock:
+            if self in active:
+                since = active.index(self)
+                active[since:] = [later for later in active[since:] if later.thread != self.thread]
+                update_patches()
 
     def __enter__(self) -> "Handle":
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.disable()
 
     def __repr__(self) -> str:
@@ -109,12 +104,13 @@ def enable(
     policy = resolve_auto() if policy == "auto" else policy
     log_once(policy)
     handle = Handle(policy, loss_scale_settings, jit_compile)
-    active.append(handle)
-    try:
-        update_patches()
-    except RuntimeError:  # nothing may stay enabled without its patches
-        active.remove(handle)
-        raise
+    with lock:
+        active.append(handle)
+        try:
+            update_patches()
+        except Exception:  # nothing may stay enabled without its patches
+            handle.disable()
+            raise
     return handle
 
 
@@ -129,8 +125,9 @@ def disable() -> None:
     >>> keras.config.dtype_policy().name
     'float32'
     """
-    active.clear()
-    update_patches()
+    with lock:
+        active.clear()
+        update_patches()
 
 
 def graph_rewrite(enabled: bool = True, dtype: str | None = None) -> None:

@@ -8,7 +8,7 @@ bits, returns a tensor that remembers nothing; a look-up of it warns.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -48,19 +48,13 @@ def rounds_indices(rows: float, dtype: str) -> bool:
     return rows - 1 > FORMATS_16_BIT[dtype].max_exact_integer
 
 
-def apply_patches() -> list[Replacement]:
-    """Patches the casts of Keras' layers and functional models, and the look-up layers.
-
-    Returns:
-        The replacements, to remove them.
-    """
-    replacements = [Replacement(keras.DTypePolicy, "convert_input", _convert_input_patch)]
-    replacements += [Replacement(defining_class(each, "call"), "call", _look_up_patch) for each in _ROWS]
-    encoding = defining_class(keras.layers.CategoryEncoding, "__call__")
-    replacements.append(Replacement(encoding, "__call__", _category_encoding_patch))
-    functional, name = keras_internals.functional_input_cast()
-    replacements.append(Replacement(functional, name, _functional_patch))
-    return replacements
+def apply_patches() -> Iterator[Replacement]:
+    """Patches the casts of Keras' layers and functional models, and the look-up layers, and yields the patches."""
+    yield Replacement(keras.DTypePolicy, "convert_input", _convert_input_patch)
+    for each in _ROWS:
+        yield Replacement(defining_class(each, "call"), "call", _look_up_patch)
+    yield Replacement(defining_class(keras.layers.CategoryEncoding, "__call__"), "__call__", _category_encoding_patch)
+    yield Replacement(*keras_internals.functional_input_cast(), _functional_patch)
 
 
 def _convert_input_patch(original: Callable[..., Any]) -> Callable[..., Any]:

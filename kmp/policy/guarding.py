@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -59,29 +60,19 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
         yield
 
 
-class Outcome:
-    """What optimizers did in a guarded step: scalar bool tensors, set when the step ends.
-
-    Attributes:
-        any_skipped: Whether an optimizer skipped an update.
-        has_nonfinite_loss: Whether a loss of this replica, or of a skipped step, was non-finite before scaling.
-    """
-
-    any_skipped: Any
-    has_nonfinite_loss: Any
-
-
 @contextlib.contextmanager
-def guarded(layers: Sequence[keras.Layer], optimizers: Sequence[LossScaleOptimizer]) -> Iterator[Outcome]:
-    """Runs a training step in the context, and restores the layers if an optimizer skips it.
+def guarded(layers: Sequence[keras.Layer], optimizers: Sequence[LossScaleOptimizer]) -> Iterator[SimpleNamespace]:
+    """Runs a training step in the context, and restores the layers if an optimizer skips it, on each replica.
 
-    Works eagerly, in a graph, and on each replica separately.
+    Yields:
+        What happened, scalar bools that are set at the end: `any_skipped`, whether an optimizer skipped an update, and
+        `has_nonfinite_loss`, whether a loss of this replica, or of a skipped step, was non-finite before scaling.
     """
     counts_before = [ops.copy(optimizer.counters.counts) for optimizer in optimizers]
     losses_before = [optimizer.step_monitor.losses() for optimizer in optimizers]
     states_before = {id(variable): ops.copy(variable) for variable in _states(layers)}
     weights_before = {id(weight): weight for weight in _weights(layers)}
-    outcome = Outcome()
+    outcome = SimpleNamespace()
     with _initial_values_recorded() as initial_value, _assignments_recorded(weights_before.values()) as assigned:
         yield outcome
 
@@ -133,6 +124,22 @@ def _initial_values_recorded() -> Iterator[Callable[[keras.Variable], Any]]:
         yield initial_value
 
 
+class _RecordingAssign:
+    """The `assign` of a weight in a guarded step: records the value before, for each replica whose step has begun."""
+
+    def __init__(self, variable: keras.Variable) -> None:
+        self._variable = variable
+        self.records: dict[int, tuple[Any, dict[int, tuple[keras.Variable, Any]]]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        graph, assigned = self.records.get(distribution.replica_id(), (None, None))
+        # A value that is read in the graph of a branch or loop exists only there.
+        if assigned is not None and graph is _current_graph():
+            before = self._variable, keras_internals.uncast_value(self._variable)
+            assigned.setdefault(id(self._variable), before)
+        return type(self._variable).assign(self._variable, value)
+
+
 @contextlib.contextmanager
 def _assignments_recorded(weights: Iterable[keras.Variable]) -> Iterator[dict[int, tuple[keras.Variable, Any]]]:
     """Yields a dict that gets each of these weights to which code in the context assigns, with its value before.
@@ -141,25 +148,23 @@ def _assignments_recorded(weights: Iterable[keras.Variable]) -> Iterator[dict[in
     assigns cost a copy.
     """
     assigned: dict[int, tuple[keras.Variable, Any]] = {}
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-
-    def recording(variable: keras.Variable) -> Callable[..., Any]:
-        def assign(value: Any) -> Any:
-            current = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-            if current is graph:  # a value that is read in the graph of a branch or loop exists only there
-                assigned.setdefault(id(variable), (variable, keras_internals.uncast_value(variable)))
-            return type(variable).assign(variable, value)
-
-        return assign
-
-    own = [weight for weight in weights if "assign" not in vars(weight)]  # else an outer guard records it
-    for weight in own:
-        vars(weight)["assign"] = recording(weight)
+    replica, own = distribution.replica_id(), []
+    for weight in weights:  # the replicas of MirroredStrategy are traced in turns, and share the weight
+        recording = vars(weight).setdefault("assign", _RecordingAssign(weight))
+        if replica not in recording.records:  # else an outer guard records it
+            recording.records[replica] = _current_graph(), assigned
+            own.append((weight, recording))
     try:
         yield assigned
     finally:
-        for weight in own:
-            del vars(weight)["assign"]
+        for weight, recording in own:
+            del recording.records[replica]
+            if not recording.records:
+                del vars(weight)["assign"]
+
+
+def _current_graph() -> tf.Graph | None:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def _states(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
@@ -186,36 +191,35 @@ def install(model: keras.Model) -> bool:
     the model's metrics: in stock Keras one such batch makes `loss` NaN for the rest of the epoch. The `logs` of that
     step still contain the NaN, for `TerminateOnNaN`. A `train_step` that does not scale its loss raises an error.
 
-    The guard is set on the instance, not on its class. It wraps the model's current `train_step`, custom or not, and
-    has no effect while the model has no `kmp.LossScaleOptimizer`.
+    The guard wraps the `train_step` of the instance, custom or not, and has no effect while the model has no
+    `kmp.LossScaleOptimizer`.
 
     Returns:
         Whether the guard is new. If so, an existing train function has to be rebuilt.
     """
-    if _guard_of(model):
+    if guard_of(model):
         return False
-    step = _GuardedTrainStep(model)
-    model.train_step, model.make_train_function = step.train_step, step.make_train_function
+    model.train_step = GuardedTrainStep(model).train_step
     return True
 
 
-def capture_of(model: keras.Model) -> Any:
-    """Returns the `kmp.replay.BatchCapture` of a guarded model, or `None`."""
-    return model.train_step.__self__.capture
-
-
-def set_capture(model: keras.Model, capture: Any) -> None:
-    """Makes a guarded model capture batches, from the next trace on; not with `None`."""
-    model.train_step.__self__.capture = capture
+def guard_of(model: keras.Model) -> "GuardedTrainStep | None":
+    """Returns the guard of a model's training step; `None` if there is none, or it was replaced."""
+    step = getattr(model.train_step, "__self__", None)
+    return step if isinstance(step, GuardedTrainStep) else None
 
 
 def has_keras_step(model: keras.Model) -> bool:
     """Whether a model trains with the training step of Keras, not with one of its own."""
-    step = _guard_of(model)
+    step = guard_of(model)
     own_step = step.own_step if step else vars(model).get("train_step")
-    is_replaced = step is not None and model.train_step != step.train_step
     module = getattr(type(model).train_step, "__module__", "")  # a `partial` has none
-    return own_step is None and not is_replaced and str(module).startswith("keras.")
+    return own_step is None and str(module).startswith("keras.")
+
+
+def is_built(model: keras.Model) -> bool:
+    """Whether a model and all its layers are built."""
+    return all(layer.built for layer in sublayers(model))
 
 
 def fix_epoch_loss(model: keras.Model, logs: dict[str, Any]) -> None:
@@ -223,7 +227,7 @@ def fix_epoch_loss(model: keras.Model, logs: dict[str, Any]) -> None:
 
     If `train_step` returns keys that are not metrics, the epoch's logs in Keras are those of its last step.
     """
-    if not _guard_of(model) or math.isfinite(logs.get("loss", math.nan)):
+    if not guard_of(model) or math.isfinite(logs.get("loss", math.nan)):
         return
     if distribution.has_several_workers(model.distribute_strategy):
         return  # reading a metric needs all workers, but this callback may run on only one
@@ -232,13 +236,8 @@ def fix_epoch_loss(model: keras.Model, logs: dict[str, Any]) -> None:
             logs["loss"] = float(metric.result())
 
 
-def _guard_of(model: keras.Model) -> "_GuardedTrainStep | None":
-    step = getattr(model.train_step, "__self__", None)
-    return step if isinstance(step, _GuardedTrainStep) else None
-
-
-class _GuardedTrainStep:
-    """Wraps a model's `train_step` and `make_train_function`.
+class GuardedTrainStep:
+    """Wraps a model's `train_step`.
 
     Args:
         model: The model to guard.
@@ -247,36 +246,20 @@ class _GuardedTrainStep:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self.own_step = vars(model).get("train_step")
-        self.capture: Any = None  # a `kmp.replay.BatchCapture`, which a callback sets
+        self.capture: Any = None  # a `kmp.replay.BatchCapture`, which a callback sets; used from the next trace on
         with model.distribute_strategy.scope():
             # Flags, 1.0 or 0.0: float32 has kernels on every device, and can be summed over replicas.
             self._nonfinite_in_execution = distribution.variable("nonfinite_in_execution", "float32")
-            self._only_nonfinite_batches = distribution.variable("nothing_counted", "float32")
+            self._only_nonfinite_batches = distribution.variable("only_nonfinite_batches", "float32")
 
-    def make_train_function(self, force: bool = False) -> None:
-        """Creates the train function.
-
-        Each call of it resets the flag for non-finite losses of an execution, and the first one builds the optimizer.
-        """
-        model = self._model
-        previous_function = model.train_function
-        type(model).make_train_function(model, force)
-        train_function, is_traced = model.train_function, False
-        if train_function is previous_function:
-            return
-
-        def run(iterator: Any) -> Any:
-            nonlocal is_traced
-            if not is_traced:
-                self._build_optimizer()
-                if self.capture and hasattr(iterator, "element_spec"):
-                    self.capture.prepare(iterator.element_spec, model.jit_compile)
-            is_traced = True
-            if model.steps_per_execution > 1:
-                self._nonfinite_in_execution.assign(0.0)
-            return train_function(iterator)
-
-        model.train_function = run
+    def begin_execution(self, iterator: Any, is_first: bool) -> None:
+        """Prepares the train function's call, the first of which traces it."""
+        if is_first:
+            self._build_optimizer()
+            if self.capture and hasattr(iterator, "element_spec"):
+                self.capture.prepare(iterator.element_spec, self._model.jit_compile)
+        if self._model.steps_per_execution > 1:
+            self._nonfinite_in_execution.assign(0.0)
 
     def _build_optimizer(self) -> None:
         """Builds the optimizer before the first step, if it is known which variables that step trains.
@@ -287,7 +270,7 @@ class _GuardedTrainStep:
         model, optimizer = self._model, self._model.optimizer
         if not isinstance(optimizer, LossScaleOptimizer) or optimizer.built or not has_keras_step(model):
             return
-        if model.trainable_weights and all(layer.built for layer in sublayers(model)):
+        if model.trainable_weights and is_built(model):
             with model.distribute_strategy.scope():
                 optimizer.build(model.trainable_weights)
 

@@ -3,12 +3,12 @@
 `_ALWAYS` is in place from the import of kmp on, because a model that was compiled under `enable` has to train alike
 after `disable` and after loading. It changes nothing for other models. `_WHILE_ENABLED` is in place while `enable` or
 `graph_rewrite` is, with the patches of casts and look-ups (`exact_indices`), of `keras.Layer.__init__`
-(`kmp.layers`), of the state that stores the global dtype policy (`kmp.backend`), and for several workers of two
-functions of the trainer. `guarding` wraps `train_step` of single models.
+(`kmp.layers`), of the state that stores the global dtype policy and of two functions of the trainer (`kmp.backend`).
+`guarding` wraps `train_step` of single models.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,7 +30,6 @@ from kmp.policy.optimizers import optimizers_of, wrap_for_compile
 from kmp.utils import FLOAT16
 
 _patches: list[Replacement | layers.Float32Patch] = []
-_multi_worker_patches: list[Replacement] = []
 _policy_at_compile: WeakKeyDictionary[keras.Model, str] = WeakKeyDictionary()
 
 
@@ -39,27 +38,25 @@ def update_patches() -> None:
     if bool(_patches) == bool(active or grappler_rewrite.dtype()):
         return
     if _patches:
-        for patches in (_multi_worker_patches, _patches):
-            while patches:
-                patches.pop().remove()
+        while _patches:
+            _patches.pop().remove()
         misuse_warnings.forget_issued_messages()
         return
-    _patches.extend(replace_policy_state(current_settings))
-    _patch_for_several_workers()
-    _patches.extend(_apply(_WHILE_ENABLED))
-    _patches.extend(exact_indices.apply_patches())
+    for patches in (
+        replace_policy_state(current_settings),
+        trainer_fixes.apply_multi_worker_fixes(),
+        _apply(_WHILE_ENABLED),
+        exact_indices.apply_patches(),
+    ):
+        _patches.extend(patches)  # one by one, so that after an error all that were applied can be removed
     _patches.append(layers.Float32Patch(is_global=True))
 
 
-def _apply(patches: dict[str, Callable[[Any], Any]]) -> list[Replacement]:
+def _apply(patches: dict[str, Callable[[Any], Any]]) -> Iterator[Replacement]:
     # Patch the class that defines each method, not `keras.Model`: `compile_from_config` takes a `compile` defined there
     # for a user's override and then does not compile a loaded model.
-    return [Replacement(defining_class(keras.Model, name), name, make) for name, make in patches.items()]
-
-
-def _patch_for_several_workers(model: keras.Model | None = None) -> None:
-    if not _multi_worker_patches and trainer_fixes.needs_multi_worker_fixes(model):
-        _multi_worker_patches.extend(trainer_fixes.apply_multi_worker_fixes())
+    for name, make in patches.items():
+        yield Replacement(defining_class(keras.Model, name), name, make)
 
 
 def _is_managed(model: keras.Layer) -> bool:
@@ -92,7 +89,6 @@ def _compile_patch(original: Callable[..., None]) -> Callable[..., None]:
             strategy = self.distribute_strategy
             if not run_eagerly:
                 misuse_warnings.check_distribution(strategy, optimizer, steps_per_execution, jit_compile)
-            _patch_for_several_workers(self)
             if auto_scale_loss and FLOAT16.name in (compute_dtypes(self) or {self.compute_dtype}):
                 optimizer = wrap_for_compile(optimizer)
             auto_scale_loss = False  # Keras checks only the model's own policy, not those of its layers
@@ -123,16 +119,39 @@ def _compile_patch(original: Callable[..., None]) -> Callable[..., None]:
 def _make_train_function_patch(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def make_train_function(self: keras.Model, force: bool = False) -> None:
-        if _is_managed(self) and optimizers_of(self) and guarding.install(self):
-            self.make_train_function(force=True)  # the guard's method, which calls this one again
+        if not _is_managed(self):
+            original(self, force)
             return
-        original(self, force)
-        policy_at_compile = _policy_at_compile.get(self)
-        if is_float16_enabled() and policy_at_compile in (None, *FLOAT16_POLICIES):
-            was_compiled = policy_at_compile is not None
-            misuse_warnings.call_when_built(self, lambda: misuse_warnings.warn_before_training(self, was_compiled))
+        is_new = bool(optimizers_of(self)) and guarding.install(self)
+        previous = self.train_function
+        original(self, force or is_new)
+        if self.train_function is not previous:
+            self.train_function = _prepared(self, self.train_function)
 
     return make_train_function
+
+
+def _prepared(model: keras.Model, train_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns the train function with what has to happen before its first call, or as soon as the model is built."""
+    policy, is_first = _policy_at_compile.get(model), True
+    is_unchecked = is_float16_enabled() and policy in (None, *FLOAT16_POLICIES)
+    if is_unchecked and guarding.is_built(model):
+        misuse_warnings.warn_before_training(model, policy is not None)
+        is_unchecked = False
+
+    def run(iterator: Any) -> Any:
+        nonlocal is_first, is_unchecked
+        guard = guarding.guard_of(model)
+        if guard:
+            guard.begin_execution(iterator, is_first)
+        is_first = False
+        logs = train_function(iterator)
+        if is_unchecked:  # the first call has built the model
+            is_unchecked = False
+            misuse_warnings.warn_before_training(model, policy is not None)
+        return logs
+
+    return run
 
 
 def _losses_patch(original: property) -> property:
@@ -164,4 +183,4 @@ _ALWAYS: dict[str, Callable[[Any], Any]] = {
 }
 _WHILE_ENABLED: dict[str, Callable[[Any], Any]] = {"compile": _compile_patch}
 
-_apply(_ALWAYS)
+_always = list(_apply(_ALWAYS))

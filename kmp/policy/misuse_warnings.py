@@ -2,13 +2,13 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kmp.backend import compute_dtypes, direct_sublayers, is_keras_class, keras_internals, output_layers, sublayers
+from kmp.backend import compute_dtypes, direct_sublayers, is_keras_class, keras_internals, output_layers
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy.optimizers import all_optimizers_of
 from kmp.utils import FLOAT16, FLOAT32, user_messages
@@ -119,22 +119,6 @@ def _sigmoid_outputs_in_float16(model: keras.Model) -> Iterator[tuple[str, str]]
             yield from _sigmoid_outputs_in_float16(layer)
         elif getattr(layer, "activation", None) in sigmoids and layer.compute_dtype == FLOAT16.name:
             yield f"the sigmoid of output layer {layer.name!r}", f"{type(layer).__name__}(..., dtype='float32')"
-
-
-def call_when_built(model: keras.Model, check: Callable[[], None]) -> None:
-    """Calls `check` now if the model is built, else after the first call of its train function, which builds it."""
-    if all(layer.built for layer in sublayers(model)):
-        check()
-        return
-    train_function, pending_checks = model.train_function, [check]
-
-    def run(iterator: Any) -> Any:
-        logs = train_function(iterator)
-        if pending_checks:
-            pending_checks.pop()()
-        return logs
-
-    model.train_function = run
 
 
 _NOT_FLOAT16 = (

@@ -74,16 +74,6 @@ def test_compile_arguments_are_the_objects_that_compile_got():
     assert arguments["run_eagerly"] is True
 
 
-def test_fit_starts_with_the_epoch_that_was_set():
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse", run_eagerly=True)
-    data = np.ones((4, 2)), np.ones((4, 1))
-    keras_internals.set_initial_epoch(model, 2)
-    assert model.fit(*data, epochs=4, verbose=0).epoch == [2, 3]
-    keras_internals.set_initial_epoch(model, None)
-    assert model.fit(*data, epochs=1, verbose=0).epoch == [0]
-
-
 def test_lambda_output_shape_is_the_one_that_was_given():
     assert keras_internals.lambda_output_shape(keras.layers.Lambda(ops.abs, output_shape=(3,))) == (3,)
     assert keras_internals.lambda_output_shape(keras.layers.Lambda(ops.abs)) is None

@@ -195,7 +195,7 @@ def test_new_optimizer_replaces_the_capture():
         with kmp.enable():
             model.compile("sgd", "mse")
     train(model, kmp.callbacks.defaults(), epochs=1)
-    assert guarding.capture_of(model).optimizer is model.optimizer
+    assert guarding.guard_of(model).capture.optimizer is model.optimizer
 
 
 @pytest.mark.parametrize("y", [np.inf, 1.0 + 1e-6])

@@ -10,6 +10,7 @@ from conftest import OverflowsBackward, small_data
 from keras import ops
 
 import kmp
+from kmp.backend import distribution
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
@@ -249,3 +250,16 @@ def test_stuck_detector_raises_with_replicas(strategy):
     x[:] = np.nan
     with pytest.raises(kmp.callbacks.StuckError, match="the last 12 steps"):
         fit(make_model(strategy), (x, y), [kmp.callbacks.StuckDetector(patience=12)])
+
+
+def test_kernel_that_spectral_normalization_wrote_is_restored_on_each_replica(strategy):
+    with strategy.scope():
+        normalized = keras.layers.SpectralNormalization(keras.layers.Dense(2, name="inner"))
+        model = keras.Sequential([keras.Input((2,)), normalized, OverflowsBackward(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=False)
+    variables = [normalized.layer.kernel, normalized.vector_u]
+    before = [distribution.local_values(variable) for variable in variables]
+    fit(model, (np.full((8, 2), 1000, "float32"), np.ones((8, 1), "float32")))
+    assert model.optimizer.snapshot().overflow_count == model.optimizer.snapshot().step > 0
+    for variable, values in zip(variables, before, strict=True):
+        np.testing.assert_array_equal(distribution.local_values(variable), values)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import compiled_model, small_data, small_model
@@ -475,3 +476,24 @@ def test_tensorflow_and_keras_still_fail_on_arguments_that_kmp_rejects():
     command = [sys.executable, "-c", STOCK, repr(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
     assert done.stdout.split() == ["3", "3", "3", "3", "0"], done.stderr
+
+
+def test_train_function_of_a_model_with_an_unbuilt_layer_is_wrapped_once(enabled):
+    class Partly(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = keras.layers.Dense(1), keras.layers.Dense(1)
+
+        def build(self, shape):
+            self.used.build(shape)
+
+        def call(self, x):
+            return self.used(x)
+
+    model = Partly()
+    model.compile("sgd", "mse")
+    x, y = np.ones((8, 4)), np.ones((8, 1))
+    model.train_on_batch(x, y)
+    train_function = model.train_function
+    model.train_on_batch(x, y)
+    assert model.train_function is train_function

@@ -15,7 +15,7 @@ def captured_model(mode, **options):
         model.compile("sgd", "mse", **MODES[mode])
     guarding.install(model)
     capture = BatchCapture(model.optimizer)
-    guarding.set_capture(model, capture)
+    guarding.guard_of(model).capture = capture
     return model, capture
 
 
@@ -60,7 +60,7 @@ def test_batch_of_several_arrays_is_captured():
         model.compile("sgd", ["mse", "mse"])
     guarding.install(model)
     capture = BatchCapture(model.optimizer)
-    guarding.set_capture(model, capture)
+    guarding.guard_of(model).capture = capture
     capture.request()
     x, y = {"a": np.ones((4, 3)), "b": np.arange(4)}, [np.ones((4, 1)), np.zeros((4, 1))]
     model.fit(x, y, sample_weight=np.ones(4), verbose=0)
@@ -77,7 +77,7 @@ def test_model_is_trained_as_without_the_capture():
         if is_captured:
             capture.request()
         else:
-            guarding.set_capture(model, None)
+            guarding.guard_of(model).capture = None
         fit(model, np.linspace(-1, 1, 60, dtype="float32").reshape(20, 3))
         weights.append(model.get_weights())
     for without, with_capture in zip(*weights, strict=True):
@@ -96,7 +96,7 @@ def test_integers_and_booleans_are_captured_with_their_dtype(mode):
         model.compile("sgd", "mse", **MODES[mode])
     guarding.install(model)
     capture = BatchCapture(model.optimizer)
-    guarding.set_capture(model, capture)
+    guarding.guard_of(model).capture = capture
     capture.request()
     x = {"ids": np.arange(8, dtype="int32") % 5, "mask": np.arange(16).reshape(8, 2) % 3 == 0}
     model.fit(x, np.zeros((8, 1)), batch_size=8, shuffle=False, verbose=0)
