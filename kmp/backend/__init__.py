@@ -22,11 +22,12 @@ from kmp.backend.layer_traversal import (
     sublayers,
 )
 from kmp.backend.patching import Replacement, instance_attribute, replace_policy_state
-from kmp.backend.state_rollback import state_restored
+from kmp.backend.state_rollback import ResourceVariable, state_of_trace, state_restored
 from kmp.backend.xla import call_if, outlined
 
 __all__ = [
     "Replacement",
+    "ResourceVariable",
     "call_if",
     "compute_dtypes",
     "defining_class",
@@ -44,6 +45,7 @@ __all__ = [
     "output_layers",
     "replace_policy_state",
     "rnn_states",
+    "state_of_trace",
     "state_restored",
     "sublayers",
     "tensorflow_internals",

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmp.backend.patching import instance_attribute
 from kmp.utils import DTYPES_16_BIT
 
 
@@ -129,18 +130,10 @@ def layer_names_restored() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def global_seed_restored() -> Iterator[None]:
-    """Restores the state of the generator that layers without their own seed use."""
-    state = importlib.import_module("keras.src.backend.common.global_state")
-    name = importlib.import_module("keras.src.random.seed_generator").GLOBAL_SEED_GENERATOR
-    generator = state.get_global_attribute(name)
-    before = None if generator is None else keras.ops.copy(generator.state)
-    try:
+def dtype_policy_replaced(layer: keras.Layer, policy: keras.DTypePolicy) -> Iterator[None]:
+    """Sets a layer's policy in the context. The public setter would change a `DTypePolicyMap`, and quantize."""
+    with instance_attribute(layer, "_dtype_policy", policy):
         yield
-    finally:
-        if generator is not None:
-            generator.state.assign(before)
-        state.set_global_attribute(name, generator)
 
 
 def lambda_output_shape(layer: keras.layers.Lambda) -> Any:

@@ -1,52 +1,106 @@
-"""Restores a model's state after a pass that is not part of the training."""
+"""Passes that are not part of the training: the state of the model is as before."""
 
 import contextlib
-import random
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
-from keras import ops
 
-from kmp.backend import keras_internals
-from kmp.backend.layer_traversal import rnn_states, sublayers
+from kmp.backend.layer_traversal import sublayers
+
+# Operations whose state is not in a variable, by the reason in the words of a user.
+_UNRESTORABLE = {
+    "EagerPyFunc": "tf.py_function",
+    "PyFunc": "tf.numpy_function",
+    "LookupTableImportV2": "a lookup table that the step changes",
+    "LookupTableInsertV2": "a lookup table that the step changes",
+    "LookupTableRemoveV2": "a lookup table that the step changes",
+}
+_CALLS = ("Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessIf", "StatelessWhile", "While")
+
+
+class ResourceVariable(NamedTuple):
+    """A variable of TensorFlow, by the handle that a traced function captures."""
+
+    handle: tf.Tensor
+    dtype: tf.DType
+
+    def read(self) -> tf.Tensor:
+        """Returns a copy of the value."""
+        return tf.identity(tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype))
+
+    def assign(self, value: tf.Tensor) -> None:
+        """Sets the value."""
+        tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
 
 
 @contextlib.contextmanager
-def state_restored(model: keras.Model) -> Iterator[None]:
-    """Restores a model's weights, statistics, RNN states, seeds and metrics on exit. For eager execution only.
+def state_restored(model: keras.Model, variables: Iterable[ResourceVariable] = ()) -> Iterator[list[tf.Tensor]]:
+    """Makes an eager pass assign nothing of Keras, and restores what it assigns of TensorFlow.
 
-    So are TensorFlow's variables and random generators that are attributes of layers, and the global seeds of Keras,
-    NumPy and Python.
+    Assignments to Keras' variables (weights, statistics, states, seeds, metrics) end with the context and do not reach
+    the variable, so nothing is lost if the pass is interrupted.
+
+    Args:
+        model: The model.
+        variables: TensorFlow's variables that a pass may assign. Those that are attributes of layers are found.
+
+    Yields:
+        The tensors in place of `model.trainable_variables` in the context, to differentiate with respect to them.
     """
-    states = [state for layer in sublayers(model) for state in rnn_states(layer)]
-    # A custom `metrics` property may need attributes that only `compile` sets. Metrics of layers are in `variables`.
-    metrics = [variable for metric in (model.metrics if model.compiled else ()) for variable in metric.variables]
     own = [_variable_of(value) for layer in sublayers(model) for value in vars(layer).values()]
-    every = (*model.variables, *states, *metrics, *(variable for variable in own if variable is not None))
-    variables = {id(variable): variable for variable in every}.values()
-    saved = [(variable, ops.copy(variable)) for variable in variables]
-    with keras_internals.global_seed_restored(), _random_states_restored():
-        try:
-            yield
-        finally:
-            for variable, value in saved:
-                variable.assign(value)
+    found = [*variables, *(ResourceVariable(each.handle, each.dtype) for each in own if each is not None)]
+    saved = [(variable, variable.read()) for variable in found]
+    tensors = [tf.convert_to_tensor(variable.value) for variable in model.trainable_variables]
+    # Keras reads the variables of regularizers from the mapping only.
+    mapping = list(zip(model.trainable_variables, tensors, strict=True))
+    try:
+        with keras.StatelessScope(mapping, collect_losses=True):
+            yield tensors
+    finally:
+        for variable, value in saved:
+            variable.assign(value)
+
+
+def state_of_trace(known: Iterable[keras.Variable]) -> tuple[list[ResourceVariable], str | None]:
+    """Returns TensorFlow's variables that the function which is traced now uses, the states of generators among them.
+
+    And what a pass of it would change that nobody can restore, or `None`.
+
+    Args:
+        known: Keras' variables, which are left out.
+    """
+    if tf.executing_eagerly():
+        return [], None
+    graph = tf.compat.v1.get_default_graph()
+    kinds = {operation.type for inner in _with_nested(graph, set()) for operation in inner.get_operations()}
+    reasons = [reason for kind, reason in _UNRESTORABLE.items() if kind in kinds]
+    known_handles = {id(variable.value.handle) for variable in known if hasattr(variable.value, "handle")}
+    variables = []
+    for handle, _ in graph.captures:
+        is_handle = isinstance(handle, tf.Tensor) and handle.dtype == tf.resource and not tf.is_symbolic_tensor(handle)
+        data = handle._handle_data if is_handle else None  # no public name; a table has none
+        values: Any = data.shape_and_type if data is not None else ()
+        if len(values) == 1 and id(handle) not in known_handles:
+            variables.append(ResourceVariable(handle, tf.as_dtype(values[0].dtype)))
+    return variables, next(iter(reasons), None)
+
+
+def _with_nested(graph: Any, seen: set[str]) -> Iterator[Any]:
+    """Yields a graph, and those of the functions, branches and loops in it, which have no public name."""
+    yield graph
+    for operation in graph.get_operations():
+        for attribute in operation.node_def.attr.values() if operation.type in _CALLS else ():
+            name = attribute.func.name
+            if name and name not in seen:
+                seen.add(name)
+                function = graph._get_function(name)
+                if function is not None and function.graph is not None:
+                    yield from _with_nested(function.graph, seen)
 
 
 def _variable_of(value: Any) -> tf.Variable | None:
     """Returns TensorFlow's variable that an attribute is or has, which Keras does not know of; else `None`."""
     value = value.state if isinstance(value, tf.random.Generator) else value
     return value if isinstance(value, tf.Variable) else None
-
-
-@contextlib.contextmanager
-def _random_states_restored() -> Iterator[None]:
-    python, arrays = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)

@@ -22,8 +22,13 @@ _OVERFLOWS_IN_A_ROW = 3
 _MANY_OVERFLOWS = 8
 _MOST_REPLAYS = 3  # of one training, for each reason
 _LONGEST_ERROR = 500
+_MOST_SECONDS = 5.0  # of one replay
 
 Record = dict[str, Any]
+
+
+class _NotReplayableError(Exception):
+    """A replay would change what nobody can restore."""
 
 
 @dataclass
@@ -53,6 +58,9 @@ class BatchReplayer:
         self._for_overflows, self._for_zeros = _Replays(), _Replays()
         self._has_failed = self._is_forward_only = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_capture": None}  # the model has it, and it cannot be copied
+
     def install(self, model: keras.Model, optimizer: LossScaleOptimizer) -> bool:
         """Adds the capture to the model's training step. Returns whether the step must be traced again."""
         self._is_forward_only = not guarding.has_keras_step(model)
@@ -62,7 +70,7 @@ class BatchReplayer:
         if model.distribute_strategy.num_replicas_in_sync > 1:
             self._capture = None
         elif previous is None or previous.optimizer is not optimizer:
-            self._capture = BatchCapture(optimizer)
+            self._capture = BatchCapture(model, optimizer)
         guard.capture = self._capture
         return self._capture is not previous
 
@@ -114,6 +122,8 @@ class BatchReplayer:
         if snapshot.sample and snapshot.sample.histogram.is_finite:
             self._for_zeros.zero_share = max(self._for_zeros.zero_share, snapshot.sample.histogram.zero_fraction)
         try:
+            if self._capture.unrestorable:
+                raise _NotReplayableError(f"a replay would change {self._capture.unrestorable}")
             scale = captured.loss_scale if has_overflowed else snapshot.loss_scale
             result, reference = replay(
                 model,
@@ -124,11 +134,17 @@ class BatchReplayer:
                 batch_size=captured.batch_size,
                 failed=("loss" if has_failed_loss else "gradients") if has_overflowed else None,
                 is_forward_only=self._is_forward_only,
+                restored=self._capture.variables,
+                seconds=_MOST_SECONDS,
             )
             to_line({"replay": result})  # raises for what a log cannot hold
         except Exception as error:  # the user's code may fail outside its training step, or memory may be too small
             self._has_failed = True
             text = f"{type(error).__name__}: {user_messages.one_line(error)}"
+            if isinstance(error, TimeoutError):
+                text = f"it takes longer than {_MOST_SECONDS:g} s"
+            elif isinstance(error, _NotReplayableError):
+                text = str(error)
             logger.info("kmp could not replay a batch of %r: %s", model.name, text)
             return {"replay_error": text[:_LONGEST_ERROR]}
         return {"replay": result} | ({"reference": compact(reference)} if reference else {})

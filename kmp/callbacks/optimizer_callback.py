@@ -41,6 +41,10 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
         self._is_active = False
         self._folder_lock: FolderLock | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy has: the settings and the records, without the model, which `fit` sets."""
+        return vars(self) | {"_model": None, "_folder_lock": None}
+
     @property
     def run(self) -> Run:
         """The records so far, a `kmp.records.Run`."""

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import outlined, xla
+from kmp.backend import ResourceVariable, outlined, state_of_trace, xla
 from kmp.optimizer import LossScaleOptimizer
 from kmp.utils import FLOAT16
 
@@ -39,11 +39,16 @@ class BatchCapture:
     The branch is taken in the steps that are skipped, and in the first one after `request`.
 
     Args:
+        model: The model in training.
         optimizer: The optimizer whose skipped steps to capture.
+
+    Attributes:
+        variables: TensorFlow's own variables that the traced step uses, which a replay has to restore.
+        unrestorable: What a replay would change that nobody can restore, or `None`.
     """
 
-    def __init__(self, optimizer: LossScaleOptimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, model: keras.Model, optimizer: LossScaleOptimizer) -> None:
+        self._model, self.optimizer = model, optimizer
         self._is_requested = _counter("capture_requested")
         self._step, self._batch_size = _counter("captured_step"), _counter("captured_batch_size")
         self._loss_scale = keras.Variable(
@@ -52,6 +57,8 @@ class BatchCapture:
         self._structure: Any = None
         self._variables: list[tf.Variable] = []
         self._dtypes: list[tf.DType] = []
+        self.variables: list[ResourceVariable] = []
+        self.unrestorable: str | None = None
 
     def request(self) -> None:
         """Captures the batch of the next step."""
@@ -79,7 +86,8 @@ class BatchCapture:
             return
         with tf.init_scope():
             self._create_variables(tensors, is_xla)
-        self._structure = parts
+        self._structure = keras.tree.map_structure(lambda _: 0, parts)  # no tensors, which cannot be copied
+        self.variables, self.unrestorable = state_of_trace([*self._model.variables, *self.optimizer.variables])
         counters = self.optimizer.counters.values()
         ops.cond(
             self._is_requested.value + counters.overflows_in_a_row > 0,

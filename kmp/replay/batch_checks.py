@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kmp.backend import state_restored
+from kmp.backend import ResourceVariable, state_restored
 from kmp.records import BATCH_PARTS, BATCH_X, InvalidTargets
 from kmp.utils import FLOAT16, FLOAT32
 
@@ -73,11 +73,13 @@ def _by_key(part: Any) -> list[tuple[str, Any]]:
     return [("", part)]
 
 
-def invalid_targets(model: keras.Model, batch: Sequence[Any]) -> InvalidTargets | None:
+def invalid_targets(
+    model: keras.Model, batch: Sequence[Any], restored: Sequence[ResourceVariable] = ()
+) -> InvalidTargets | None:
     """Returns the targets of the first output for which they are not all indices of a class."""
     if len(batch) < 2:
         return None
-    with state_restored(model):
+    with state_restored(model, restored):
         outputs = model(batch[0], training=False)
     targets, by_key = _by_key(batch[1]), _by_key(outputs)
     if isinstance(batch[1], Mapping) and isinstance(outputs, list | tuple):

@@ -1,6 +1,7 @@
 """Replays one training batch in the precision of the model and in float32, to find what float16 loses."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -8,10 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import layers_by_path
+from kmp.backend import ResourceVariable, layers_by_path
 from kmp.records import GradientSample, Replay
 from kmp.replay.batch_checks import invalid_binary_targets, invalid_targets, nonfinite_part
-from kmp.replay.eager_pass import PassResult, as_array, run_pass
+from kmp.replay.eager_pass import PassResult, Surroundings, as_array, run_pass
 from kmp.utils import FLOAT16, FLOAT32
 
 Failure = Literal["loss", "gradients"]
@@ -31,6 +32,8 @@ def replay(
     batch_size: int | None = None,
     failed: Failure | None = None,
     is_forward_only: bool = False,
+    restored: Sequence[ResourceVariable] = (),
+    seconds: float = math.inf,
 ) -> tuple[Replay, GradientSample | None]:
     """Replays a batch, and restores the model.
 
@@ -45,26 +48,38 @@ def replay(
         failed: `"loss"` or `"gradients"`: what was not finite in the training step of the batch. If it is finite in a
             replay of some examples, they are replayed again as a batch of that size: a sum over the batch may overflow.
         is_forward_only: Whether to run only the forward pass, because the loss of the training is not known.
+        restored: TensorFlow's variables that a training step assigns.
+        seconds: After this time the search for operations and layers ends without a result.
 
     Returns:
         What the passes showed, and the gradients in float32, or `None` if invalid targets make the loss fail.
+
+    Raises:
+        TimeoutError: If the first passes in each precision take longer than `seconds`.
     """
+    surroundings = Surroundings(restored, time.monotonic() + seconds)
     if is_forward_only:
-        return _replay_forward(model, batch, variables, loss_scale), None
-    result = _replay(model, batch, variables, step=step, loss_scale=loss_scale, batch_size=batch_size)
+        return _replay_forward(model, batch, variables, loss_scale, surroundings), None
+    options: dict[str, Any] = {"step": step, "loss_scale": loss_scale, "batch_size": batch_size}
+    options["surroundings"] = surroundings
+    result = _replay(model, batch, variables, **options)
     examples = len(keras.tree.flatten(batch[0])[0])
     is_finite = result[0].loss is not None if failed == "loss" else result[0].is_finite
     if failed and is_finite and batch_size and batch_size > examples:
         whole = keras.tree.map_structure(lambda tensor: _tiled(tensor, batch_size), tuple(batch))
-        result = _replay(model, whole, variables, step=step, loss_scale=loss_scale, batch_size=batch_size)
+        result = _replay(model, whole, variables, **options)
     return result
 
 
 def _replay_forward(
-    model: keras.Model, batch: Sequence[Any], variables: Mapping[str, Any], loss_scale: float
+    model: keras.Model,
+    batch: Sequence[Any],
+    variables: Mapping[str, Any],
+    loss_scale: float,
+    surroundings: Surroundings,
 ) -> Replay:
-    def run(factor: float = 1.0, **options: Any) -> PassResult:
-        return run_pass(model, batch, (), factor=factor, is_forward_only=True, **options)
+    def run(**options: Any) -> PassResult:
+        return run_pass(model, batch, (), is_forward_only=True, surroundings=surroundings, **options)
 
     exact, own = run(float32_layers=[model]), run()
     watched, lost_constants = (own, {}) if own.is_finite else _watched_pass(model, run, exact)
@@ -106,17 +121,19 @@ def _replay(
     step: int,
     loss_scale: float,
     batch_size: int | None,
+    surroundings: Surroundings,
 ) -> tuple[Replay, GradientSample | None]:
     examples = len(keras.tree.flatten(batch[0])[0])
     part = 1.0 if _sums_over_examples(model) else examples / (batch_size or examples)
     tensors = list(variables.values())
 
     def run(**options: Any) -> PassResult:
-        return run_pass(model, batch, tensors, **{"factor": loss_scale * part, **options})
+        options = {"factor": loss_scale * part, "surroundings": surroundings, **options}
+        return run_pass(model, batch, tensors, **options)
 
     batch_part, key, is_part_finite = nonfinite_part(batch)
     nonfinite_variables = _nonfinite_variables(variables)
-    invalid = invalid_targets(model, batch)
+    invalid = invalid_targets(model, batch, surroundings.variables)
     has_weight = len(batch) > 2 and batch[2] is not None
     exact = _float32_pass(model, run, may_fail=invalid is not None)
     is_sound = batch_part is None and not nonfinite_variables
@@ -182,8 +199,11 @@ def _watched_pass(
         run: Runs a pass with the options of `run_pass`.
         exact: The pass in float32. If it is not finite, it is watched.
     """
-    in_float32 = run(factor=1.0, float32_layers=[model], watch=True)
-    watched = run(watch=True) if exact.is_finite else in_float32
+    try:
+        in_float32 = run(factor=1.0, float32_layers=[model], watch=True)
+        watched = run(watch=True) if exact.is_finite else in_float32
+    except TimeoutError:
+        return exact, {}
     layers = {found.layer for found in watched.nonfinite.found}
     constants = in_float32.nonfinite.lost_constants
     return watched, {layer: constants[layer] for layer in constants if layer in layers}
@@ -220,7 +240,16 @@ class _Float32Layers:
         self._layers = layers_by_path(model)
 
     def find(self) -> list[str] | None:
-        """Returns layers with which loss and gradients are finite, none of them needless; `None` if none were found."""
+        """Returns layers with which loss and gradients are finite, none of them needless.
+
+        `None` if none were found, or the time is over.
+        """
+        try:
+            return self._search()
+        except TimeoutError:
+            return None
+
+    def _search(self) -> list[str] | None:
         chosen: list[str] = []
         while not (result := self._run(chosen, watch=True)).is_finite:
             new = next((path for path in self._candidates(result) if path not in chosen), None)

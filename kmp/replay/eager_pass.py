@@ -3,14 +3,16 @@
 import contextlib
 import inspect
 import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import state_restored, sublayers, watching_operations
+from kmp.backend import ResourceVariable, keras_internals, state_restored, sublayers, watching_operations
 from kmp.gradients import gradient_statistics
 from kmp.records import GradientSample
 from kmp.replay.layer_marks import LayerMarks
@@ -63,6 +65,19 @@ class PassResult(NamedTuple):
         )
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What a pass must not change, and when it has to end.
+
+    Args:
+        variables: TensorFlow's variables that a training step assigns.
+        deadline: The time of `time.monotonic` after which a pass raises a `TimeoutError`.
+    """
+
+    variables: Sequence[ResourceVariable] = ()
+    deadline: float = math.inf
+
+
 def run_pass(
     model: keras.Model,
     batch: Sequence[Any],
@@ -72,40 +87,51 @@ def run_pass(
     float32_layers: Iterable[keras.Layer] = (),
     watch: bool = False,
     is_forward_only: bool = False,
+    surroundings: Surroundings = Surroundings(),  # it is frozen
 ) -> PassResult:
-    """Runs a forward pass with the compiled loss, and the backward pass.
-
-    Restores the model's policies, weights, moving statistics, RNN states, seeds and metrics.
+    """Runs a forward pass with the compiled loss, and the backward pass. The model does not change.
 
     Args:
         model: A compiled and built model.
         batch: `(x, y)` or `(x, y, sample_weight)`.
-        variables: The variables of the gradients.
+        variables: The variables of the gradients, of `model.trainable_variables`.
         factor: What the loss is multiplied by before the backward pass, in float32.
         float32_layers: The layers that compute in float32, with their sublayers.
         watch: Whether to look for the operations that return NaN or Inf, which takes a few times as long.
         is_forward_only: Whether to run only the forward pass; then the loss is NaN if an output is not finite, else 0.
+        surroundings: What to restore, and the deadline.
+
+    Raises:
+        TimeoutError: After the deadline.
     """
     marks = LayerMarks()
     found = NonfiniteOperations(marks)
-    tensors = [getattr(variable, "value", variable) for variable in variables]
+
+    def observe(operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        if time.monotonic() > surroundings.deadline:
+            raise TimeoutError("the replay of a batch takes too long")
+        if watch:
+            found.observe(operation, inputs, outputs)
+
     with contextlib.ExitStack() as stack:
-        stack.enter_context(state_restored(model))
+        tensors = stack.enter_context(state_restored(model, surroundings.variables))
+        tensor_of = {id(each): tensor for each, tensor in zip(model.trainable_variables, tensors, strict=True)}
+        of_gradients = [tensor_of.get(id(each), getattr(each, "value", each)) for each in variables]
         stack.enter_context(_computing_in_float32(float32_layers))
         stack.enter_context(tensor_float_32(False))
         stack.enter_context(marks.on(model))
-        if watch:
-            stack.enter_context(watching_operations(found.observe))
+        stack.enter_context(watching_operations(observe))
         if is_forward_only:
             outputs = model(batch[0], training=True)
             floats = [each for each in keras.tree.flatten(outputs) if keras.backend.is_float_dtype(each.dtype)]
             is_finite = all(np.isfinite(each).all() for each in floats)
             return PassResult(0.0 if is_finite else math.nan, outputs, [], marks, found)
         with tf.GradientTape() as tape:
+            tape.watch(of_gradients)
             outputs, loss = forward_pass(model, batch)
             scaled = tf.cast(loss, tf.float32) * factor
         found.is_backward = True
-        gradients = tape.gradient(scaled, tensors)
+        gradients = tape.gradient(scaled, of_gradients)
     return PassResult(float(loss), outputs, gradients, marks, found)
 
 
@@ -153,12 +179,9 @@ class _ComputeInFloat32(keras.DTypePolicy):
 @contextlib.contextmanager
 def _computing_in_float32(layers: Iterable[keras.Layer]) -> Iterator[None]:
     every = {id(inner): inner for layer in layers for inner in sublayers(layer)}.values()
-    changed = [layer for layer in every if layer.compute_dtype != FLOAT32.name]
-    policies = [layer.dtype_policy for layer in changed]
-    try:
-        for layer in changed:
-            layer.dtype_policy = _ComputeInFloat32(layer.variable_dtype)
+    with contextlib.ExitStack() as stack:
+        for layer in every:
+            if layer.compute_dtype != FLOAT32.name:
+                policy = _ComputeInFloat32(layer.variable_dtype)
+                stack.enter_context(keras_internals.dtype_policy_replaced(layer, policy))
         yield
-    finally:
-        for layer, policy in zip(changed, policies, strict=True):
-            layer.dtype_policy = policy

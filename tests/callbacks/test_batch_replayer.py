@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import keras
 import numpy as np
 import pytest
@@ -6,6 +9,7 @@ from conftest import compiled_model, fit, values
 from keras import ops
 
 import kmp
+from kmp.callbacks import batch_replayer
 from kmp.policy import guarding
 
 
@@ -210,3 +214,110 @@ def test_targets_that_are_not_finite_or_rounded_do_no_harm(tmp_path, y):
     run = kmp.load_run(tmp_path)
     assert run.last("replay_error") is None
     assert [replay.invalid_targets for _, replay in run.replays] == [None] * len(run.replays)
+
+
+class Counts(keras.layers.Layer):
+    """Counts its calls where Keras does not find it."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = [tf.Variable(0.0, trainable=False)]
+
+    def call(self, x, training=False):
+        if training:
+            self.count[0].assign_add(1.0)
+        return x * tf.cast(1.0 + 0.01 * self.count[0], x.dtype)
+
+
+class Draws(keras.layers.Layer):
+    """Adds noise of TensorFlow's global generator."""
+
+    def call(self, x):
+        return x + tf.cast(tf.random.get_global_generator().normal(tf.shape(x), stddev=0.01), x.dtype)
+
+
+class ChangingLoss(keras.losses.Loss):
+    """Has a weight that changes with each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = keras.Variable(0.0, trainable=False)
+
+    def call(self, y_true, y_pred):
+        self.count.assign_add(1.0)
+        return ops.square(y_true - y_pred) * (1.0 + 0.01 * ops.cast(self.count, "float32"))
+
+
+class InPython(keras.layers.Layer):
+    """Has a state that TensorFlow does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = np.random.default_rng(0)
+
+    def call(self, x):
+        noise = tf.numpy_function(lambda v: self.generator.normal(size=v.shape).astype("f") * 0.01, [x], tf.float32)
+        return tf.ensure_shape(x + tf.cast(noise, x.dtype), x.shape)
+
+
+CHANGING = {
+    "variable in a list": (Counts, "mse"),
+    "global generator": (Draws, "mse"),
+    "loss": (keras.layers.Identity, ChangingLoss),
+    "python": (InPython, "mse"),
+}
+
+
+@pytest.mark.parametrize("changing", CHANGING)
+def test_training_with_replays_is_bitwise_identical_whatever_the_step_changes(changing):
+    layer_class, loss = CHANGING[changing]
+    x = np.random.default_rng(1).normal(size=(96, 4)).astype("float32")
+    x[[24, 32, 40]] = np.inf
+    weights = []
+    for reference in (None, "auto"):
+        keras.utils.set_random_seed(0)
+        tf.random.set_global_generator(tf.random.Generator.from_seed(3))
+        with kmp.enable():
+            layers = [keras.layers.Dense(4), layer_class(), keras.layers.Dense(1, dtype="float32")]
+            model = keras.Sequential([keras.Input((4,)), *layers])
+            model.compile("sgd", loss if isinstance(loss, str) else loss(), jit_compile=False)
+        callbacks = kmp.callbacks.defaults(every_n_steps=4, on_stuck="ignore", reference=reference)
+        model.fit(x, np.ones((96, 1)), batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
+        weights.append(values(model.trainable_variables))
+    for without, with_replay in zip(*weights, strict=True):
+        np.testing.assert_array_equal(without, with_replay)
+    run = callbacks[0].run
+    if changing == "python":
+        assert run.last("replay_error") == "a replay would change tf.numpy_function"
+    else:
+        assert run.replays
+
+
+def test_replay_of_a_model_with_a_policy_map_leaves_its_config(enabled):
+    policies = keras.dtype_policies.DTypePolicyMap(default_policy="mixed_float16")
+    policies["dense_a"] = "mixed_float16"
+    layers = [keras.layers.Dense(4, dtype=policies, name=name) for name in ("dense_a", "dense_b")]
+    model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1, dtype="float32")])
+    model.compile("sgd", "mse")
+    before = [layer.get_config() for layer in layers]
+    callbacks = kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore")
+    train(model, callbacks, x=np.inf)
+    assert callbacks[0].run.replays
+    assert [layer.get_config() for layer in layers] == before
+    assert [layer.compute_dtype for layer in layers] == ["float16", "float16"]
+
+
+def test_replay_that_takes_too_long_ends_and_is_not_repeated(monkeypatch):
+    monkeypatch.setattr(batch_replayer, "_MOST_SECONDS", 0.0)
+    callbacks = kmp.callbacks.defaults(every_n_steps=1, on_stuck="ignore")
+    train(overflowing_model(), callbacks)
+    errors = [row["replay_error"] for row in callbacks[0].run.rows if "replay_error" in row]
+    assert errors == ["it takes longer than 0 s"]
+
+
+def test_callbacks_that_replayed_can_be_copied_and_pickled():
+    callbacks = kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore")
+    train(overflowing_model(), callbacks)
+    for copied in (copy.deepcopy(callbacks), pickle.loads(pickle.dumps(callbacks))):
+        assert copied[0].run.replays == callbacks[0].run.replays
+        train(overflowing_model(), copied)

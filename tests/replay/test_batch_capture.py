@@ -14,7 +14,7 @@ def captured_model(mode, **options):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse", **MODES[mode])
     guarding.install(model)
-    capture = BatchCapture(model.optimizer)
+    capture = BatchCapture(model, model.optimizer)
     guarding.guard_of(model).capture = capture
     return model, capture
 
@@ -59,7 +59,7 @@ def test_batch_of_several_arrays_is_captured():
         model = keras.Model(inputs, [outputs, keras.layers.Embedding(5, 1)(inputs["b"])])
         model.compile("sgd", ["mse", "mse"])
     guarding.install(model)
-    capture = BatchCapture(model.optimizer)
+    capture = BatchCapture(model, model.optimizer)
     guarding.guard_of(model).capture = capture
     capture.request()
     x, y = {"a": np.ones((4, 3)), "b": np.arange(4)}, [np.ones((4, 1)), np.zeros((4, 1))]
@@ -95,7 +95,7 @@ def test_integers_and_booleans_are_captured_with_their_dtype(mode):
         model = keras.Model(inputs, keras.layers.Dense(1, dtype="float32")(masked))
         model.compile("sgd", "mse", **MODES[mode])
     guarding.install(model)
-    capture = BatchCapture(model.optimizer)
+    capture = BatchCapture(model, model.optimizer)
     guarding.guard_of(model).capture = capture
     capture.request()
     x = {"ids": np.arange(8, dtype="int32") % 5, "mask": np.arange(16).reshape(8, 2) % 3 == 0}
