@@ -11,7 +11,7 @@ import numpy as np
 
 from kmp.advice.loss_scale_sweep import WhatIf, exponent_index, largest_usable_scale, sweep, unscaled_exponents
 from kmp.advice.sample_statistics import SampleStatistics, statistics, usable
-from kmp.records import FIRST_EXPONENT, ZERO_BIN, ExponentHistogram, Run, iterate_samples
+from kmp.records import FIRST_EXPONENT, ExponentHistogram, Run
 from kmp.utils import FLOAT16
 
 
@@ -38,10 +38,10 @@ class GradientMetrics:
         """
         nonzero: Counter[str] = Counter()
         unchanged: Counter[str] = Counter()
-        for sample in iterate_samples(self._run.rows):
-            if np.isnan(sample.update_norm).all() or not sample.histogram.is_finite:
+        for sample in self._run.samples:
+            if not sample.has_update or not sample.histogram.is_finite:
                 continue
-            count = sample.counts.sum(1) - sample.counts[:, ZERO_BIN]
+            count = sample.elements - sample.zeros
             nonzero.update(dict(zip(sample.names, count.tolist(), strict=True)))
             lost = np.maximum(count - sample.updates, 0)
             unchanged.update(dict(zip(sample.names, lost.tolist(), strict=True)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kmp.records import FIRST_EXPONENT, ZERO_BIN, ExponentHistogram, GradientSample, Run, iterate_samples
+from kmp.records import FIRST_EXPONENT, ZERO_BIN, ExponentHistogram, GradientSample, Run
 from kmp.utils import FLOAT16
 
 _UNDERFLOWED = 0.05
@@ -90,7 +90,8 @@ class SampleStatistics:
 def statistics(run: Run, key: str = "sample") -> list[SampleStatistics]:
     """Returns the statistics of a run's samples, or of its references, oldest first."""
     float32_variables = frozenset(run.settings.get("float32_variables") or ())
-    return [statistics_of(sample, float32_variables) for sample in iterate_samples(run.rows, key)]
+    samples = run.samples if key == "sample" else run.references
+    return [statistics_of(sample, float32_variables) for sample in samples]
 
 
 def statistics_of(sample: GradientSample, float32_variables: AbstractSet[str] = frozenset()) -> SampleStatistics:
@@ -107,9 +108,9 @@ def statistics_of(sample: GradientSample, float32_variables: AbstractSet[str] = 
         tuple(itertools.compress(sample.names, kept)),
         sample.histogram_of(kept),
         sample.amax[kept],
-        sample.counts.sum(1)[kept],
-        sample.counts[:, ZERO_BIN][kept],
-        sample.counts[:, ZERO_BIN + 1 : _FIRST_NORMAL_BIN].sum(1)[kept],
+        sample.elements[kept],
+        sample.zeros[kept],
+        sample.bin_counts.between(ZERO_BIN + 1, _FIRST_NORMAL_BIN)[kept],
         _update_ratio(sample),
         _total_norm(sample.weight_norm),
     )

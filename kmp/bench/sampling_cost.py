@@ -14,7 +14,7 @@ from kmp.bench.timing import Measurement, comparison, measure_alternately, secon
 from kmp.callbacks import GradientHistogram
 from kmp.gradients import NEVER, UpdateWatch, gradient_statistics
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import GradientSample, compact, to_line
+from kmp.records import GradientSample, to_line
 
 NOT_SAMPLED, SAMPLED = "not sampled", "sampled"
 _TENSORS = 4
@@ -63,7 +63,7 @@ class SampledTraining:
 
 def record_of(sample: GradientSample) -> str:
     """Returns the line of the log for a sample."""
-    return to_line({"step": sample.step, "grad_norm": sample.total_norm, "sample": compact(sample)})
+    return to_line({"step": sample.step, "grad_norm": sample.total_norm, "sample": sample})
 
 
 def measure_cost(name: str, side: int, repeats: int, first_calls: int) -> Iterator[list[Measurement]]:

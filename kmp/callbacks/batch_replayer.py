@@ -10,7 +10,7 @@ import numpy as np
 
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarding
-from kmp.records import ZERO_BIN, Snapshot, compact, to_line
+from kmp.records import Snapshot, to_line
 from kmp.replay import BatchCapture, replay
 from kmp.utils import user_messages
 
@@ -147,7 +147,7 @@ class BatchReplayer:
                 text = str(error)
             logger.info("kmp could not replay a batch of %r: %s", model.name, text)
             return {"replay_error": text[:_LONGEST_ERROR]}
-        return {"replay": result} | ({"reference": compact(reference)} if reference else {})
+        return {"replay": result} | ({"reference": reference} if reference else {})
 
     def _has_more_overflows(self, snapshot: Snapshot) -> bool:
         """Whether a loss was not finite, or gradients overflowed in a row or often, since the last replay."""
@@ -169,7 +169,7 @@ class BatchReplayer:
         if sample is None or not sample.histogram.is_finite or not done.are_left:
             return False
         share = sample.histogram.zero_fraction
-        are_all_zero = np.any(sample.counts[:, ZERO_BIN] == sample.counts.sum(1))
+        are_all_zero = np.any(sample.zeros == sample.elements)
         is_suspicious = share > _MANY_ZEROS or bool(are_all_zero)
         is_old = is_last and 2 * done.step < snapshot.step
         return is_suspicious and (is_old or share >= done.zero_share + _MORE_ZEROS)

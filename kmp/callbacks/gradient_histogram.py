@@ -7,7 +7,7 @@ from kmp.callbacks.batch_replayer import BatchReplayer
 from kmp.callbacks.optimizer_callback import Logs, OptimizerCallback, PathLike
 from kmp.gradients import NEVER, UpdateWatch, paths_of, with_weight_norms
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import Snapshot, compact
+from kmp.records import Snapshot
 from kmp.utils import matching_indices, validation
 
 AUTO = "auto"
@@ -226,7 +226,7 @@ class GradientHistogram(OptimizerCallback):
         values = {"grad_zeros": sample.histogram.zero_fraction, "grad_norm": sample.total_norm}
         if math.isfinite(sample.total_norm):
             self._logged_values = {"grad_norm": sample.total_norm}
-        return {"step": sample.step} | values | {"sample": compact(sample)}
+        return {"step": sample.step} | values | {"sample": sample}
 
     def _replay(self, is_last: bool = False) -> None:
         assert self._replayer is not None

@@ -20,7 +20,7 @@ from kmp.callbacks.run_header import header
 from kmp.callbacks.tensorboard_events import histograms_by_tag, write_histograms, write_scalars
 from kmp.callbacks.thinning import Thinning, counts_size, sample_size
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import FILE_NAME, SCHEMA, RepeatedNames, to_line
+from kmp.records import FILE_NAME, LogEncoder, to_line
 from kmp.utils import FolderLock, atomic_files, user_messages
 
 logger = logging.getLogger("kmp")
@@ -45,7 +45,7 @@ class LogWriter:
         self._optimizer = weakref.ref(optimizer)
         self._first_step = first_step
         self._has_failed = self._has_records = False
-        self._names = RepeatedNames()
+        self._encoder = LogEncoder()
         self._by_layer = Thinning(self.layer_budget)
         self.sample_size = self.counts_size = 0  # bytes in the log, see `kmp.callbacks.thinning`
         self.is_closed = False  # by `close`, and not by a later training
@@ -124,7 +124,7 @@ class LogWriter:
             if not self._has_records:
                 self._write_header()
                 self._has_records = True
-            self._lines.write(to_line(self._names.removed(record)))
+            self._lines.write(self._encoder.line(record))
             self._lines.flush()
             self.sample_size += sample_size(record)
             self.counts_size += counts_size(record)
@@ -158,8 +158,7 @@ class LogWriter:
                 self._write_histograms(record)
 
     def _write_histograms(self, record: dict[str, Any]) -> None:
-        sample = records.Run([record]).samples[0]
-        by_tag = histograms_by_tag(sample, self._layers if self._by_layer.stores_next() else None)
+        by_tag = histograms_by_tag(record["sample"], self._layers if self._by_layer.stores_next() else None)
         size = write_histograms(record["step"], by_tag)
         self._by_layer.size += size if len(by_tag) > 1 else 0
 
@@ -232,19 +231,13 @@ def _continue_log(folder: Path, first_step: int, first_line: dict[str, Any]) -> 
         return [], False
     kept = [record for record in earlier.rows if record["step"] <= first_step]
     goes_beyond = len(kept) < len(earlier.rows)
-    is_older = earlier.header["schema"] != SCHEMA
-    if not goes_beyond and not is_older and log.read_bytes().endswith(b"\n"):
+    if not goes_beyond and log.read_bytes().endswith(b"\n"):
         return kept, False
-    new_header = earlier.header | {"schema": SCHEMA} if kept else first_line
-    names = RepeatedNames()
+    encoder = LogEncoder()
     with atomic_files.atomic_write(log) as file:
-        file.write("".join(to_line(names.removed(line)) for line in (new_header, *kept)).encode())
+        file.write("".join(map(encoder.line, (earlier.header if kept else first_line, *kept))).encode())
         file.flush()  # on a full disk, raises before the log is archived
-        if goes_beyond:
-            reason = f"goes beyond step {first_step}"
-        else:
-            reason = f"has schema {earlier.header['schema']}" if is_older else "ends in the middle of a line"
-        _archive(folder, log, reason)
+        _archive(folder, log, f"goes beyond step {first_step}" if goes_beyond else "ends in the middle of a line")
     return kept, True
 
 

@@ -13,7 +13,7 @@ from kmp.callbacks.model_saving import is_chief
 from kmp.callbacks.run_header import header
 from kmp.callbacks.thinning import Thinning, counts_size, sample_size
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import SAMPLE_KEYS, Run, Snapshot
+from kmp.records import Run, Snapshot
 from kmp.utils import FLOAT16, FolderLock
 
 logger = logging.getLogger("kmp")
@@ -121,8 +121,7 @@ class OptimizerMonitor:
 
     def append(self, record: dict[str, Any]) -> None:
         """Adds a record to the run, and to the log if it is open."""
-        samples = {key: self._with_shared_names(record[key]) for key in SAMPLE_KEYS if key in record}
-        self.run.append(record | samples)
+        self.run.append(record)
         self.samples.size += sample_size(record)
         self.overflow_counts.size += counts_size(record)
         if self._writer:
@@ -144,13 +143,6 @@ class OptimizerMonitor:
         samples, counts = (self._writer.sample_size, self._writer.counts_size) if self._writer else (0, 0)
         self.samples.size = max(samples, sum(map(sample_size, self.run.rows)))
         self.overflow_counts.size = max(counts, sum(map(counts_size, self.run.rows)))
-
-    def _with_shared_names(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """Returns a sample with the list of names of the last one, if they are equal: the list may be long."""
-        last = self.run.last("sample") or self.run.last("reference") or {}
-        return (
-            sample | {"names": last["names"]} if "names" in sample and sample["names"] == last.get("names") else sample
-        )
 
     def _writable_folder(self, model: keras.Model) -> Path | None:
         """Returns the folder that this process writes to: of several workers, only the chief writes."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kmp.records import SAMPLE_KEYS
+from kmp.records import SAMPLE_KEYS, compact
 
 COUNTS_KEYS = ("overflows_by_variable", "overflow_origins_by_variable")
 
@@ -38,8 +38,8 @@ class Thinning:
 
 
 def sample_size(record: Mapping[str, Any]) -> int:
-    """Returns the bytes of a record's samples in compact form, without their names."""
-    return sum(_text_size(record[key]) for key in SAMPLE_KEYS if key in record)
+    """Returns the bytes of a record's samples in a log, without their names."""
+    return sum(_text_size(compact(record[key])) for key in SAMPLE_KEYS if key in record)
 
 
 def counts_size(record: Mapping[str, Any]) -> int:

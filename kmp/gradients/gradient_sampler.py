@@ -13,7 +13,7 @@ from keras import ops
 from kmp.backend import distribution, outlined
 from kmp.gradients.tensor_statistics import gradient_statistics
 from kmp.gradients.unscaling import Gradients, Variables, unscale_for_update
-from kmp.records import BIN_COUNT, GradientSample
+from kmp.records import BIN_COUNT, BinCounts, GradientSample
 from kmp.utils import matching_indices, unique_names
 
 Patterns = tuple[str, ...] | None
@@ -114,23 +114,18 @@ class GradientSampler:
         row_of = {index: row for row, index in enumerate(self._indices)}
         rows = [row_of[index] for index in order if index in row_of]
         counts, amax, square_sum = map(distribution.local_values, (self._counts, self._amax, self._square_sum))
-        no_updates, not_measured = np.zeros(len(rows), np.int64), np.full(len(rows), math.nan)
         scale = float(self._scale.numpy())
         unscaled = None
         if self._unscaled is not None:
-            unscaled = np.sum(distribution.local_values(self._unscaled), axis=0)[rows]
+            unscaled = BinCounts.of(np.sum(distribution.local_values(self._unscaled), axis=0)[rows])
         return GradientSample(
             step,
             scale,
             tuple(self._paths[self._indices[row]] for row in rows),
-            np.sum(counts, axis=0)[rows],
+            BinCounts.of(np.sum(counts, axis=0)[rows]),
             amax=np.max(amax, axis=0)[rows].astype(np.float64),
             norm=np.sqrt(np.sum(square_sum, axis=0))[rows] / scale,
-            weight_norm=not_measured,
-            update_norm=not_measured,
-            updates=no_updates,
-            lost_updates=no_updates,
-            unscaled_counts=unscaled,
+            unscaled_bin_counts=unscaled,
         )
 
     @property

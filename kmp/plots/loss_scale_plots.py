@@ -59,8 +59,10 @@ def what_if(run_or_curve: Run | WhatIf, ax: Axes | None = None) -> Axes:
         so that it includes zero. Extrapolated values are dashed.
 
     Example:
-    >>> gradient = {"zero": 3, "inf": 0, "nan": 0, "first": -20, "counts": [5, 8, 2], "amax": 2.0**-18, "norm": 1e-5}
-    >>> run = Run([{"step": 1, "sample": {"loss_scale": 1024.0, "variables": {"dense/kernel": gradient}}}])
+    >>> from kmp.records import BinCounts, GradientSample
+    >>> counts = BinCounts.of(np.bincount([0] * 3 + [130] * 5 + [131] * 8, minlength=280)[None])
+    >>> sample = GradientSample(1, 1024.0, ("dense/kernel",), counts, np.array([2.0**-18]), np.array([1e-5]))
+    >>> run = Run([{"step": 1, "sample": sample}])
     >>> what_if(run).get_xlabel()
     'loss scale'
     """

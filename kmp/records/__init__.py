@@ -1,6 +1,6 @@
 """Records of a training run, in memory and as JSON Lines. Needs no Keras.
 
-A log has one JSON object per line. The first line is a header, `{"schema": 4, "kind": "header", ...}`, with `started`
+A log has one JSON object per line. The first line is a header, `{"schema": 1, "kind": "header", ...}`, with `started`
 (time, UTC), the versions of `keras`, `tensorflow` and `numpy`, and `settings` (object: the loss scale rule and its
 arguments, model, optimizer, dtypes; see `Run.settings`). Every other line is a record with `"step"` (training steps
 done, including skipped ones) and some of these keys:
@@ -72,27 +72,16 @@ compressed by zlib; in base64. So this reads one:
 
 Norms are rounded by at most 0.4 %, `amax` by at most 0.8 %, and counts of one variable above 4 by 8 % in the median and
 by a third at most in practice. Exact are `total`, the number of elements of each variable, its zeros, Inf and NaN, its
-counts through 4, and which of its counts are zero. Samples in memory have the same form; only those of
-`LossScaleOptimizer.snapshot` are not rounded.
-
-Logs of schema 2 and 3 have `variables` in place of all keys but `loss_scale`: object from a variable's path to an
-object with `zero`, `inf`, `nan`, `first`, `counts`, `amax`, `norm`, `weight_norm`, `update_norm`, `updates`,
-`lost_updates` and `unscaled`, all exact. A log that continues one of these keeps them. A sample of more than 2^24
-counts, variables times exponents, is written in this form too.
+counts through 4, and which of its counts are zero. In memory a sample is a `GradientSample`, which is rounded only if
+it comes from a log.
 
 A log is validated when it is loaded: the types of all values, their ranges (steps and counts are below 2^48, element
 counts below 2^36, loss scales positive float32 numbers, other numbers at most 1e100), the lengths of strings (4,096
-characters) and of columns (no more than that is decompressed), and the number of variables (262,144). Keys that this
-version does not know, which a later one may write, are kept if the key is an identifier and its value a number or null
-(in the header and its settings, also a string or a list of strings); their other values are dropped. A log may have 100
-such keys.
+characters) and of columns (no more than that is decompressed), and the number of variables (262,144). Unknown keys are
+ignored.
 """
 
-from kmp.records.batch_parts import BATCH_PARTS as BATCH_PARTS
-from kmp.records.batch_parts import BATCH_WEIGHTS as BATCH_WEIGHTS
-from kmp.records.batch_parts import BATCH_X as BATCH_X
-from kmp.records.batch_parts import BATCH_Y as BATCH_Y
-from kmp.records.batch_parts import LOSS_FUNCTION as LOSS_FUNCTION
+from kmp.records.bin_counts import BinCounts
 from kmp.records.compact_sample import compact as compact
 from kmp.records.exponent_histogram import BIN_COUNT, ExponentHistogram
 from kmp.records.exponent_histogram import FIRST_EXPONENT as FIRST_EXPONENT
@@ -103,24 +92,27 @@ from kmp.records.exponent_histogram import ZERO_BIN as ZERO_BIN
 from kmp.records.gradient_sample import GradientSample
 from kmp.records.gradient_sample import layer_of as layer_of
 from kmp.records.jsonl import FILE_NAME as FILE_NAME
+from kmp.records.jsonl import MOST_METRICS as MOST_METRICS
 from kmp.records.jsonl import RECORD_KEYS as RECORD_KEYS
 from kmp.records.jsonl import SAMPLE_KEYS as SAMPLE_KEYS
-from kmp.records.jsonl import SCHEMA as SCHEMA
-from kmp.records.jsonl import RepeatedNames as RepeatedNames
-from kmp.records.jsonl import has_update as has_update
+from kmp.records.jsonl import LogEncoder as LogEncoder
 from kmp.records.jsonl import to_line as to_line
 from kmp.records.layer_names import stable_name as stable_name
 from kmp.records.layer_names import stable_names as stable_names
-from kmp.records.log_schema import MOST_METRICS as MOST_METRICS
+from kmp.records.log_schema import HIGHEST_NUMBER as HIGHEST_NUMBER
+from kmp.records.log_schema import SCHEMA as SCHEMA
+from kmp.records.replay import BATCH_PARTS as BATCH_PARTS
+from kmp.records.replay import BATCH_WEIGHTS as BATCH_WEIGHTS
+from kmp.records.replay import BATCH_X as BATCH_X
+from kmp.records.replay import BATCH_Y as BATCH_Y
+from kmp.records.replay import LOSS_FUNCTION as LOSS_FUNCTION
 from kmp.records.replay import InvalidTargets as InvalidTargets
 from kmp.records.replay import NonfiniteOperation as NonfiniteOperation
 from kmp.records.replay import Replay as Replay
 from kmp.records.run import RUN_EXPECTED as RUN_EXPECTED
 from kmp.records.run import Run, load_run
-from kmp.records.run import iterate_samples as iterate_samples
 from kmp.records.run import log_file as log_file
 from kmp.records.run import scalars as scalars
 from kmp.records.snapshot import Snapshot
-from kmp.records.value_types import HIGHEST_NUMBER as HIGHEST_NUMBER
 
-__all__ = ["BIN_COUNT", "ExponentHistogram", "GradientSample", "Run", "Snapshot", "load_run"]
+__all__ = ["BIN_COUNT", "BinCounts", "ExponentHistogram", "GradientSample", "Run", "Snapshot", "load_run"]

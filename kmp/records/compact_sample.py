@@ -1,134 +1,133 @@
-"""The compact form of a gradient sample, in memory and in a log; `kmp.records` documents it. Needs no Keras."""
+"""The form of a gradient sample in a log; `kmp.records` documents it. Needs no Keras."""
 
 import base64
 import zlib
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from kmp.records.exponent_histogram import BIN_COUNT, FIRST_EXPONENT, INF_BIN, NAN_BIN, ZERO_BIN, pack, unpack
-from kmp.records.gradient_sample import GradientSample
-from kmp.records.log_errors import InvalidValueError
-from kmp.records.value_types import HIGHEST_NORM, MOST_ELEMENTS
+from kmp.records.bin_counts import BinCounts
+from kmp.records.exponent_histogram import BIN_COUNT, FIRST_EXPONENT, INF_BIN, LAST_EXPONENT, NAN_BIN, ZERO_BIN
+from kmp.records.gradient_sample import NORMS, UPDATE_COUNTS, GradientSample
+from kmp.records.log_schema import HIGHEST_NUMBER, MOST_ELEMENTS
 
-MOST_COUNTS = 2**24  # in one sample, variables times exponents: bounds the memory that a log can ask for
 EXACT = 4  # counts through this one are exact
 LEVELS = np.unique(np.append(0, np.round(2.0 ** (np.arange(2 * 36 + 1) / 2)))).astype(np.int64)
 _BOUNDARIES = np.append(0.5, np.sqrt(LEVELS[1:-1].astype(float) * LEVELS[2:]))
 _NORM_BITS = 8  # significant bits of a norm
 _AMAX_STEPS = 64  # between two powers of two
-
 _NO_EXPONENT = -1100  # 2 to this power is zero in float64
-
+_FIRST_BIN = ZERO_BIN + 1 - FIRST_EXPONENT  # the bin of exponent 0
 _SPECIAL_BINS = {"zero": ZERO_BIN, "inf": INF_BIN, "nan": NAN_BIN}
-_NORMS = ("norm", "weight_norm", "update_norm")
-_INTEGERS = ("updates", "lost_updates")
+
+# Kept with a sample, so that it is encoded once, and a log that is rewritten is not rounded again.
+_compact: WeakKeyDictionary[GradientSample, dict[str, Any]] = WeakKeyDictionary()
 
 
 def compact(sample: GradientSample) -> dict[str, Any]:
-    """Returns a sample in compact form, JSON-serializable; in the form of `to_dict` if it has too many counts."""
-    elements, norms = sample.counts.sum(1), {key: _rounded(getattr(sample, key)) for key in _NORMS}
-    order = np.lexsort((norms["norm"], elements))
-    bins = _packed_bins(sample.counts, order)
-    unscaled = None if sample.unscaled_counts is None else _packed_bins(sample.unscaled_counts, order)
-    if len(sample) * max(len(part["total"]["counts"]) for part in (bins, unscaled or bins)) > MOST_COUNTS:
-        return sample.to_dict()
-    columns = {"elements": _packed(elements, "<i8"), "amax": _packed_or_none(_amax_steps(sample), "<u1")}
-    columns |= {key: _packed_or_none(getattr(sample, key), "<i8") for key in _INTEGERS}
-    for key, values in norms.items():
-        columns[key] = None if np.isnan(values).all() else _packed(values, "<f8")
-    present = {key: text for key, text in columns.items() if text is not None}
-    data = {"loss_scale": sample.loss_scale} | bins | present
-    return data | ({} if unscaled is None else {"unscaled": unscaled}) | {"names": list(sample.names)}
+    """Returns the JSON-serializable form of a sample. It is computed once and must not be changed."""
+    if sample not in _compact:
+        _compact[sample] = _encoded(sample)
+    return _compact[sample]
 
 
-def expanded(step: int, data: Mapping[str, Any], path: str = "sample") -> GradientSample:
+def expanded(step: int, data: dict[str, Any]) -> GradientSample:
     """Returns the sample for a dictionary from `compact`.
 
     Args:
         step: The sampled training step.
-        data: The dictionary, with the types and the ranges of `log_schema.Sample`.
-        path: The key of the dictionary in its record, for messages.
+        data: The dictionary, with the types and the ranges of `log_schema.Sample`, and `names`.
 
     Raises:
-        ValueError: If a value is missing or not valid. The message names its key.
+        ValueError: If a value is not valid. The message names its key.
     """
     names = tuple(data["names"])
     if len(set(names)) < len(names):
-        raise InvalidValueError(f"`{path}.names` must not repeat a name")
-    elements = _integers(data, "elements", len(names), path, is_required=True)
-    norms = {key: _norms(data, key, len(names), path) for key in _NORMS}
+        raise ValueError("`names` must not repeat a name")
+    elements = _integers(data, "elements", len(names))
+    norms = {key: _norms(data, key, len(names)) for key in NORMS}
     order = np.lexsort((norms["norm"], elements))
-    counts, correction = _unpacked_bins(data, elements, order, path)
-    unscaled, unscaled_correction = None, None
-    if "unscaled" in data:
-        unscaled, unscaled_correction = _unpacked_bins(data["unscaled"], elements, order, f"{path}.unscaled")
-    return GradientSample(
+    counts, correction = _unpacked_bins(data, elements, order)
+    sample = GradientSample(
         step,
         float(data["loss_scale"]),
         names,
-        counts,
-        _amax(counts, _unpacked(data, "amax", "<u1", len(names), path)),
+        BinCounts.of(counts, correction),
+        _amax(counts, _unpacked(data, "amax", "<u1", len(names))),
         **norms,
-        **{key: _integers(data, key, len(names), path) for key in _INTEGERS},
-        unscaled_counts=unscaled,
-        correction=correction,
-        unscaled_correction=unscaled_correction,
+        **{key: _integers(data, key, len(names)) for key in UPDATE_COUNTS},
+        unscaled_bin_counts=(
+            BinCounts.of(*_unpacked_bins(data["unscaled"], elements, order)) if "unscaled" in data else None
+        ),
     )
+    _compact[sample] = data
+    return sample
+
+
+def _encoded(sample: GradientSample) -> dict[str, Any]:
+    counts, norms = sample.counts, {key: _rounded(getattr(sample, key)) for key in NORMS}
+    elements = counts.sum(axis=1)
+    order = np.lexsort((norms["norm"], elements))
+    data = {"loss_scale": sample.loss_scale} | _packed_bins(counts, order) | {"elements": _packed(elements, "<i8")}
+    columns = {"amax": (_amax_steps(sample.amax, counts), "<u1")}
+    columns |= {key: (getattr(sample, key), "<i8") for key in UPDATE_COUNTS}
+    data |= {key: _packed(values, dtype) for key, (values, dtype) in columns.items() if values.any()}
+    data |= {key: _packed(values, "<f8") for key, values in norms.items() if not np.isnan(values).all()}
+    if sample.unscaled_bin_counts is not None:
+        data["unscaled"] = _packed_bins(sample.unscaled_bin_counts.dense(), order)
+    return data | {"names": sample.names}
 
 
 def _packed_bins(counts: np.ndarray, order: np.ndarray) -> dict[str, Any]:
     """Packs counts; their codes as differences between variables in `order`, which are small and so compress well."""
-    total = pack(counts.sum(0))
-    first = total["first"] - FIRST_EXPONENT + ZERO_BIN + 1
-    codes = np.searchsorted(_BOUNDARIES, counts[:, first : first + len(total["counts"])])
-    special = {key: _packed_or_none(counts[:, index], "<i8") for key, index in _SPECIAL_BINS.items()}
-    present = {key: text for key, text in special.items() if text is not None}
+    total = counts.sum(axis=0)
+    nonempty = np.flatnonzero(total[ZERO_BIN + 1 : INF_BIN])
+    first, stop = (int(nonempty[0]) + 1, int(nonempty[-1]) + 2) if nonempty.size else (1, 1)
+    special = {key: int(total[index]) for key, index in _SPECIAL_BINS.items()}
+    codes = np.searchsorted(_BOUNDARIES, counts[:, first:stop])
     differences = np.diff(codes[order].astype(np.uint8), axis=0, prepend=np.uint8(0))
-    return {"total": total} | present | {"counts": _packed(differences.T, "<u1")}
+    return (
+        {"total": special | {"first": first - _FIRST_BIN, "counts": total[first:stop].tolist()}}
+        | {key: _packed(counts[:, index], "<i8") for key, index in _SPECIAL_BINS.items() if special[key]}
+        | {"counts": _packed(differences.T, "<u1")}
+    )
 
 
-def _unpacked_bins(
-    data: Mapping[str, Any], elements: np.ndarray, order: np.ndarray, path: str
-) -> tuple[np.ndarray, np.ndarray]:
+def _unpacked_bins(data: Mapping[str, Any], elements: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the counts, int64 of shape `(n, 280)`, and what rounding them took from their sum."""
-    _require(data, ("total", "counts"), path)
-    variables, span = len(elements), len(data["total"]["counts"])
-    if variables * span > MOST_COUNTS:
-        raise InvalidValueError(f"`{path}` must have at most {MOST_COUNTS} counts. Received: {variables} x {span}")
-    first = data["total"]["first"] - FIRST_EXPONENT + ZERO_BIN + 1
+    size, span = len(elements), len(data["total"]["counts"])
+    first = data["total"]["first"] + _FIRST_BIN
     if first + span > INF_BIN:
-        raise InvalidValueError(f"`{path}.total.counts` must end at exponent {FIRST_EXPONENT + INF_BIN - 2} or below")
-    total = unpack(data["total"])
+        raise ValueError(f"`total.counts` must end at exponent {LAST_EXPONENT} or below")
     # Most exponents have no count: in column order, the operating system does not allocate their pages.
-    counts = np.zeros((variables, BIN_COUNT), np.int64, order="F")
+    counts = np.zeros((size, BIN_COUNT), np.int64, order="F")
+    total = np.zeros(BIN_COUNT, np.int64)
+    total[first : first + span] = data["total"]["counts"]
     for key, index in _SPECIAL_BINS.items():
-        counts[:, index] = _integers(data, key, variables, path)
-    differences = _unpacked(data, "counts", "<u1", variables * span, path).reshape(span, variables)
-    codes = np.empty((variables, span), np.uint8)
+        counts[:, index], total[index] = _integers(data, key, size), data["total"][key]
+    codes = np.empty((size, span), np.uint8)
+    differences = _unpacked(data, "counts", "<u1", size * span).reshape(span, size)
     codes[order] = np.cumsum(differences, axis=1, dtype=np.uint8).T
-    if codes.size and codes.max() >= len(LEVELS):
-        raise InvalidValueError(f"`{path}.counts` must be below {len(LEVELS)}. Received: {codes.max()}")
-    _fill(counts[:, first : first + span], codes, elements - counts.sum(1), path)
-    present = np.count_nonzero(codes, axis=0)
-    found = np.concatenate([counts.sum(0)[list(_SPECIAL_BINS.values())], [elements.sum()]])
-    expected = np.append(total[list(_SPECIAL_BINS.values())], total.sum())
-    bounds = total[first : first + span]
-    if (found != expected).any() or (present > bounds).any() or ((present == 0) != (bounds == 0)).any():
-        raise InvalidValueError(f"`{path}.total` must be the sum of the counts of all variables")
-    return counts, total - counts.sum(0)
+    if codes.max(initial=0) >= len(LEVELS):
+        raise ValueError(f"`counts` must hold codes below {len(LEVELS)}")
+    _fill(counts[:, first : first + span], codes, elements - counts.sum(axis=1))
+    special = list(_SPECIAL_BINS.values())
+    if total.sum() != elements.sum() or (total[special] != counts[:, special].sum(axis=0)).any():
+        raise ValueError("`total` must be the sum of the counts of all variables")
+    return counts, total - counts.sum(axis=0)
 
 
-def _fill(counts: np.ndarray, codes: np.ndarray, elements: np.ndarray, path: str) -> None:
+def _fill(counts: np.ndarray, codes: np.ndarray, elements: np.ndarray) -> None:
     """Decodes counts so that each variable has the right number of elements, which is divided by the rounded counts."""
     exact, weight = np.zeros(len(codes), np.int64), np.zeros(len(codes))
-    for column in codes.T:
+    for column in codes.T:  # one at a time, because a table of all takes much memory
         exact += np.minimum(LEVELS[column], EXACT)
         weight += np.maximum(LEVELS[column] - EXACT, 0)
     rest = elements - exact
     if (rest < 0).any() or (rest[weight == 0] > 0).any():
-        raise InvalidValueError(f"`{path}.counts` must agree with `elements`, `zero`, `inf` and `nan`")
+        raise ValueError("`counts` must agree with `elements`, `zero`, `inf` and `nan`")
     before, sum_before = np.zeros(len(codes)), np.zeros(len(codes))
     for column, result in zip(codes.T, counts.T, strict=True):
         before += np.maximum(LEVELS[column] - EXACT, 0)
@@ -139,12 +138,12 @@ def _fill(counts: np.ndarray, codes: np.ndarray, elements: np.ndarray, path: str
 
 def _highest_exponents(counts: np.ndarray) -> np.ndarray:
     is_filled = counts[:, INF_BIN - 1 : ZERO_BIN : -1] > 0
-    return np.where(is_filled.any(1), FIRST_EXPONENT + INF_BIN - 2 - is_filled.argmax(1), _NO_EXPONENT)
+    return np.where(is_filled.any(axis=1), LAST_EXPONENT - is_filled.argmax(axis=1), _NO_EXPONENT)
 
 
-def _amax_steps(sample: GradientSample) -> np.ndarray:
+def _amax_steps(amax: np.ndarray, counts: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
-        fractions = np.ldexp(np.nan_to_num(sample.amax, posinf=0.0), -_highest_exponents(sample.counts)) - 1
+        fractions = np.ldexp(np.nan_to_num(amax, posinf=0.0), -_highest_exponents(counts)) - 1
     return np.clip(np.round(fractions * _AMAX_STEPS), 0, _AMAX_STEPS - 1)
 
 
@@ -161,30 +160,18 @@ def _rounded(norms: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(norms), rounded, np.nan)
 
 
-def _norms(data: Mapping[str, Any], key: str, size: int, path: str) -> np.ndarray:
-    values = _unpacked(data, key, "<f8", size, path) if key in data else np.full(size, np.nan)
-    if not (np.isnan(values) | ((values >= 0) & (values <= HIGHEST_NORM))).all():
-        raise InvalidValueError(f"`{path}.{key}` must be NaN, or between 0 and {HIGHEST_NORM}")
+def _norms(data: Mapping[str, Any], key: str, size: int) -> np.ndarray:
+    values = _unpacked(data, key, "<f8", size) if key in data else np.full(size, np.nan)
+    if not (np.isnan(values) | ((values >= 0) & (values <= HIGHEST_NUMBER))).all():
+        raise ValueError(f"`{key}` must hold NaN, or numbers between 0 and {HIGHEST_NUMBER}")
     return values
 
 
-def _integers(data: Mapping[str, Any], key: str, size: int, path: str, is_required: bool = False) -> np.ndarray:
-    if is_required:
-        _require(data, (key,), path)
-    values = _unpacked(data, key, "<i8", size, path)
+def _integers(data: Mapping[str, Any], key: str, size: int) -> np.ndarray:
+    values = _unpacked(data, key, "<i8", size)
     if ((values < 0) | (values >= MOST_ELEMENTS)).any():
-        raise InvalidValueError(f"`{path}.{key}` must be at least 0 and below {MOST_ELEMENTS}")
+        raise ValueError(f"`{key}` must hold integers at least 0 and below {MOST_ELEMENTS}")
     return values
-
-
-def _require(data: Mapping[str, Any], keys: tuple[str, ...], path: str) -> None:
-    for key in keys:
-        if key not in data:
-            raise InvalidValueError(f"`{path}` has no `{key}`")
-
-
-def _packed_or_none(values: np.ndarray, dtype: str) -> str | None:
-    return _packed(values, dtype) if values.any() else None
 
 
 def _packed(values: np.ndarray, dtype: str) -> str:
@@ -195,19 +182,16 @@ def _packed(values: np.ndarray, dtype: str) -> str:
     return base64.b64encode(compressor.compress(planes) + compressor.flush()).decode()
 
 
-def _unpacked(data: Mapping[str, Any], key: str, dtype: str, size: int, path: str) -> np.ndarray:
+def _unpacked(data: Mapping[str, Any], key: str, dtype: str, size: int) -> np.ndarray:
     """Returns `size` numbers for a text from `_packed`, zeros if there is none. Never expands more bytes than these."""
-    item_size = np.dtype(dtype).itemsize
-    expected = size * item_size
     if key not in data:
         return np.zeros(size, dtype)
+    item_size = np.dtype(dtype).itemsize
     decompressor = zlib.decompressobj()
     try:
-        content = decompressor.decompress(base64.b64decode(data[key], validate=True), expected + 1)
+        content = decompressor.decompress(base64.b64decode(data[key], validate=True), size * item_size + 1)
     except (ValueError, zlib.error) as error:
-        raise InvalidValueError(f"`{path}.{key}` is not zlib data in base64 ({error})") from error
-    if len(content) != expected or not decompressor.eof or decompressor.unused_data:
-        found = "more" if len(content) > expected else str(len(content)) if decompressor.eof else "truncated data"
-        found += " and more" * bool(decompressor.unused_data)
-        raise InvalidValueError(f"`{path}.{key}` must expand to {expected} bytes. Received: {found}")
+        raise ValueError(f"`{key}` is not zlib data in base64 ({error})") from error
+    if len(content) != size * item_size or not decompressor.eof or decompressor.unused_data:
+        raise ValueError(f"`{key}` must expand to {size * item_size} bytes")
     return np.ascontiguousarray(np.frombuffer(content, np.uint8).reshape(item_size, size).T).view(dtype).reshape(size)

@@ -1,9 +1,7 @@
 """Histograms of gradient elements by binary exponent. Needs no Keras."""
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -56,14 +54,19 @@ class ExponentHistogram:
                 object.__setattr__(self, name, counts)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ExponentHistogram) and self.to_dict() == other.to_dict()
+        return isinstance(other, ExponentHistogram) and self._content == other._content
+
+    def __hash__(self) -> int:
+        return hash(self._content)
+
+    @property
+    def _content(self) -> tuple[object, ...]:
+        unscaled = None if self.unscaled_counts is None else self.unscaled_counts.tobytes()
+        return self.step, self.loss_scale, self.counts.tobytes(), unscaled
 
     def __repr__(self) -> str:
         details = f"{self.zeros} zero, {self.infs} inf, {self.nans} nan"
         return f"<ExponentHistogram step={self.step} loss_scale={self.loss_scale:g}: {self.total} elements, {details}>"
-
-    def __hash__(self) -> int:
-        return hash((self.step, self.loss_scale))
 
     @property
     def total(self) -> int:
@@ -152,17 +155,6 @@ class ExponentHistogram:
         finite = {name: int(counts.sum()) for name, counts in zip(names, zone_counts, strict=True)}
         return {"zero": self.zeros, **finite, "inf": self.infs, "nan": self.nans}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the histogram as a JSON-serializable dictionary; see `kmp.records` for the keys."""
-        data = {"step": self.step, "loss_scale": self.loss_scale, **pack(self.counts)}
-        return data if self.unscaled_counts is None else data | {"unscaled": pack(self.unscaled_counts)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "ExponentHistogram":
-        """Returns the histogram for a dictionary from `to_dict`."""
-        unscaled = unpack(data["unscaled"]) if "unscaled" in data else None
-        return cls(unpack(data), int(data["step"]), float(data["loss_scale"]), unscaled)
-
 
 def shifted(counts: np.ndarray, exponent: int) -> np.ndarray:
     """Returns the counts of the gradients times 2^`exponent`; float32 underflow counts as zero, overflow as Inf."""
@@ -171,40 +163,3 @@ def shifted(counts: np.ndarray, exponent: int) -> np.ndarray:
     bins = np.arange(ZERO_BIN + 1, INF_BIN) + exponent
     np.add.at(result, np.clip(bins, ZERO_BIN, INF_BIN), counts[ZERO_BIN + 1 : INF_BIN])
     return result
-
-
-def pack(counts: np.ndarray) -> dict[str, Any]:
-    """Returns 280 counts as JSON keys `zero`, `inf`, `nan`, and `counts`, which start with exponent `first`."""
-    nonempty = np.flatnonzero(counts[ZERO_BIN + 1 : INF_BIN])
-    first, last = (int(nonempty[0]), int(nonempty[-1])) if nonempty.size else (0, -1)
-    nonempty_range = counts[ZERO_BIN + 1 + first : ZERO_BIN + 2 + last]
-    zeros_and_nonfinite = {"zero": int(counts[ZERO_BIN]), "inf": int(counts[INF_BIN]), "nan": int(counts[NAN_BIN])}
-    return zeros_and_nonfinite | {"first": first + FIRST_EXPONENT, "counts": [int(count) for count in nonempty_range]}
-
-
-def unpack(data: Mapping[str, Any]) -> np.ndarray:
-    """Returns the 280 counts for a dictionary from `pack`.
-
-    Raises:
-        ValueError: If an exponent is outside float32's range.
-    """
-    return unpack_all([data])[0]
-
-
-def unpack_all(entries: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """Returns the counts for several dictionaries from `pack`, int64 of shape `(n, 280)`.
-
-    Raises:
-        ValueError: If an exponent is outside float32's range.
-    """
-    # Most exponents have no count: in column order, the operating system does not allocate their pages.
-    counts = np.zeros((len(entries), BIN_COUNT), np.int64, order="F")
-    for bin_index, key in ((ZERO_BIN, "zero"), (INF_BIN, "inf"), (NAN_BIN, "nan")):
-        counts[:, bin_index] = [entry[key] for entry in entries]
-    for row, entry in zip(counts, entries, strict=True):
-        first = ZERO_BIN + 1 + int(entry["first"]) - FIRST_EXPONENT
-        stop = first + len(entry["counts"])
-        if first <= ZERO_BIN or stop > INF_BIN:
-            raise ValueError(f"exponents must lie between {FIRST_EXPONENT} and {LAST_EXPONENT}")
-        row[first:stop] = entry["counts"]
-    return counts

@@ -1,19 +1,20 @@
 """Gradient statistics of one training step, per variable. Needs no Keras."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from kmp.records.exponent_histogram import INF_BIN, NAN_BIN, ExponentHistogram, pack, unpack_all
+from kmp.records.bin_counts import BinCounts
+from kmp.records.exponent_histogram import BIN_COUNT, ZERO_BIN, ExponentHistogram
 from kmp.utils import listed, matching_indices, validation
 
-_NORMS = ("norm", "weight_norm", "update_norm")
-_STATISTICS = ("amax", *_NORMS)
-_COUNTS = ("updates", "lost_updates")
+NORMS = ("norm", "weight_norm", "update_norm")
+UPDATE_COUNTS = ("updates", "lost_updates")
+_COLUMNS = ("amax", *NORMS, *UPDATE_COUNTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,30 +27,29 @@ class GradientSample:
         step: The sampled training step, counted from 1.
         loss_scale: The loss scale of the gradients.
         names: Paths of the variables or layers, in the order from the input to the loss.
-        counts: int64 of shape `(n, 280)`, element counts of the loss-scaled gradients, as in `ExponentHistogram`. With
-            several replicas, the sum over this process' replicas. Here and below, the rows of a sparse gradient are
-            counted separately, even if they have the same index.
+        bin_counts: Element counts of the loss-scaled gradients. With several replicas, the sum over this process'
+            replicas. Here and below, the rows of a sparse gradient are counted separately, even if they have the same
+            index.
         amax: float64 of shape `(n,)`, the largest magnitude of the loss-scaled gradient; Inf or NaN if the gradient
             contains one.
         norm: float64 of shape `(n,)`, the L2 norm of the gradient without the loss scale. With several replicas, the
             square root of the sum of squares over replicas.
-        weight_norm: float64 of shape `(n,)`, the L2 norm of the variable before the step; NaN if not measured.
+        weight_norm: float64 of shape `(n,)`, the L2 norm of the variable before the step; NaN, the default, if not
+            measured.
         update_norm: float64 of shape `(n,)`, the L2 norm of the variable's change in the step; NaN if not measured, as
             in a step that updates no weights.
         updates: int64 of shape `(n,)`, the number of elements of the variable that the step changed.
         lost_updates: int64 of shape `(n,)`, the number of elements that changed by less than 2^-11 of their magnitude.
             A float16 weight loses most such updates, and all below 2^-12, which is why master weights are float32.
-        unscaled_counts: int64 of shape `(n, 280)`, element counts without the loss scale, or `None` if the scale is a
-            power of two.
-        correction: int64 of shape `(280,)` or `None`. If the counts of each variable are rounded, as in a log, the
-            exact counts of all variables together, minus the sum of the rounded ones.
-        unscaled_correction: Same as `correction`, for `unscaled_counts`.
+        unscaled_bin_counts: Element counts without the loss scale, or `None` if the scale is a power of two.
 
     Source of `lost_updates`: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.1.
 
     Example:
-    >>> gradient = {"zero": 3, "inf": 0, "nan": 0, "first": -20, "counts": [5, 8, 2], "amax": 2.0**-18, "norm": 1e-5}
-    >>> sample = GradientSample.from_dict(1, 1024.0, {"dense/kernel": gradient, "dense/bias": gradient})
+    >>> counts = np.zeros((2, 280), np.int64)
+    >>> counts[:, 0], counts[:, 129:132] = 3, (5, 8, 2)  # zeros, and elements from 2^-21 to below 2^-18
+    >>> amax, norm = np.full(2, 2.0**-18.5), np.full(2, 1e-5)
+    >>> sample = GradientSample(1, 1024.0, ("dense/kernel", "dense/bias"), BinCounts.of(counts), amax, norm)
     >>> sample["dense/kernel"].zones["subnormal"], sample.by_layer()["dense"].zeros
     (15, 6)
     """
@@ -57,16 +57,18 @@ class GradientSample:
     step: int
     loss_scale: float
     names: tuple[str, ...]
-    counts: np.ndarray
+    bin_counts: BinCounts
     amax: np.ndarray
     norm: np.ndarray
-    weight_norm: np.ndarray
-    update_norm: np.ndarray
-    updates: np.ndarray
-    lost_updates: np.ndarray
-    unscaled_counts: np.ndarray | None = None
-    correction: np.ndarray | None = None
-    unscaled_correction: np.ndarray | None = None
+    weight_norm: np.ndarray = field(default_factory=lambda: np.array(math.nan))
+    update_norm: np.ndarray = field(default_factory=lambda: np.array(math.nan))
+    updates: np.ndarray = field(default_factory=lambda: np.array(0))
+    lost_updates: np.ndarray = field(default_factory=lambda: np.array(0))
+    unscaled_bin_counts: BinCounts | None = None
+
+    def __post_init__(self) -> None:
+        for key in _COLUMNS:
+            object.__setattr__(self, key, np.broadcast_to(getattr(self, key), len(self.names)))
 
     def __repr__(self) -> str:
         return f"<GradientSample step={self.step} loss_scale={self.loss_scale:g}: {len(self.names)} variables>"
@@ -85,12 +87,32 @@ class GradientSample:
         if name not in self._indices:
             raise KeyError(f"{name!r} is not among {listed(self.names)}")
         index = self._indices[name]
-        unscaled = None if self.unscaled_counts is None else self.unscaled_counts[index]
-        return ExponentHistogram(self.counts[index], self.step, self.loss_scale, unscaled)
+        unscaled = None if self.unscaled_bin_counts is None else self.unscaled_bin_counts.dense(index)
+        return ExponentHistogram(self.bin_counts.dense(index), self.step, self.loss_scale, unscaled)
 
     @cached_property
     def _indices(self) -> dict[str, int]:
         return {name: index for index, name in enumerate(self.names)}
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Element counts of the loss-scaled gradients, int64 of shape `(n, 280)`, with the bins of a histogram."""
+        return self.bin_counts.dense()
+
+    @property
+    def elements(self) -> np.ndarray:
+        """Number of elements of each gradient, int64 of shape `(n,)`."""
+        return self.bin_counts.between(0, BIN_COUNT)
+
+    @property
+    def zeros(self) -> np.ndarray:
+        """Number of elements of each gradient that are exactly zero, int64 of shape `(n,)`."""
+        return self.bin_counts.between(ZERO_BIN, ZERO_BIN + 1)
+
+    @property
+    def has_update(self) -> bool:
+        """Whether the update of the weights was measured."""
+        return not np.isnan(self.update_norm).all()
 
     @property
     def histogram(self) -> ExponentHistogram:
@@ -99,11 +121,8 @@ class GradientSample:
 
     def histogram_of(self, is_selected: np.ndarray) -> ExponentHistogram:
         """Returns the histogram of the variables for which a bool array is true, together."""
-        unscaled = None
-        if self.unscaled_counts is not None:
-            unscaled = _sum(self.unscaled_counts, is_selected, self.unscaled_correction)
-        counts = _sum(self.counts, is_selected, self.correction)
-        return ExponentHistogram(counts, self.step, self.loss_scale, unscaled)
+        unscaled = None if self.unscaled_bin_counts is None else self.unscaled_bin_counts.total(is_selected)
+        return ExponentHistogram(self.bin_counts.total(is_selected), self.step, self.loss_scale, unscaled)
 
     @property
     def update_ratio(self) -> np.ndarray:
@@ -128,7 +147,8 @@ class GradientSample:
         if not all(isinstance(pattern, str) for pattern in several):
             raise TypeError(validation.message("patterns", patterns, "a string or a list of strings"))
         selected = self._at(matching_indices(several, self.names))
-        return replace(selected, correction=None, unscaled_correction=None)
+        uncorrected = {key: replace(counts, correction=None) for key, counts in selected._bin_counts.items()}
+        return replace(selected, **uncorrected)
 
     def without(self, names: Iterable[str]) -> "GradientSample":
         """Returns the sample without the named variables. Unknown names are ignored."""
@@ -144,65 +164,26 @@ class GradientSample:
         starts = np.flatnonzero(np.diff(layers[order], prepend=-1))
 
         def merge(key: str, values: np.ndarray) -> np.ndarray:
-            if key in _NORMS:
+            if key in NORMS:
                 return np.sqrt(np.add.reduceat(values[order] ** 2, starts))
-            return (np.maximum if key == "amax" else np.add).reduceat(values[order], starts, axis=0)
+            return (np.maximum if key == "amax" else np.add).reduceat(values[order], starts)
 
-        merged: dict[str, Any] = {key: merge(key, values) for key, values in self._arrays.items()}
-        return replace(self, names=tuple(numbers), **merged)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the sample as a JSON-serializable dictionary; see `kmp.records` for the keys."""
-        variables = {name: self._entry(index) for index, name in enumerate(self.names)}
-        return {"loss_scale": self.loss_scale, "variables": variables}
-
-    @classmethod
-    def from_dict(cls, step: int, loss_scale: float, data: Mapping[str, Mapping[str, Any]]) -> "GradientSample":
-        """Returns the sample for the `variables` of a dictionary from `to_dict`."""
-        entries = list(data.values())
-        counts = unpack_all(entries)
-        arrays = {key: np.array([_number(entry, key) for entry in entries], np.float64) for key in _STATISTICS}
-        integers = {key: np.array([int(entry.get(key, 0)) for entry in entries], np.int64) for key in _COUNTS}
-        arrays["amax"][counts[:, INF_BIN] > 0] = math.inf
-        arrays["amax"][counts[:, NAN_BIN] > 0] = math.nan
-        has_unscaled = any("unscaled" in entry for entry in entries)
-        unscaled = unpack_all([entry["unscaled"] for entry in entries]) if has_unscaled else None
-        return cls(step, loss_scale, tuple(data), counts, unscaled_counts=unscaled, **arrays, **integers)
-
-    def _entry(self, index: int) -> dict[str, Any]:
-        values = {key: float(getattr(self, key)[index]) for key in _STATISTICS}
-        integers = {key: int(getattr(self, key)[index]) for key in _COUNTS}
-        unscaled = {} if self.unscaled_counts is None else {"unscaled": pack(self.unscaled_counts[index])}
-        finite = {key: value for key, value in values.items() if math.isfinite(value)}
-        return pack(self.counts[index]) | finite | integers | unscaled
+        columns: dict[str, Any] = {key: merge(key, getattr(self, key)) for key in _COLUMNS}
+        counts = {key: counts.merged(order, starts) for key, counts in self._bin_counts.items()}
+        return replace(self, names=tuple(numbers), **columns, **counts)
 
     @property
-    def _arrays(self) -> dict[str, np.ndarray]:
-        unscaled = {} if self.unscaled_counts is None else {"unscaled_counts": self.unscaled_counts}
-        return {key: getattr(self, key) for key in ("counts", *_STATISTICS, *_COUNTS)} | unscaled
+    def _bin_counts(self) -> dict[str, Any]:
+        unscaled = {} if self.unscaled_bin_counts is None else {"unscaled_bin_counts": self.unscaled_bin_counts}
+        return {"bin_counts": self.bin_counts} | unscaled
 
     def _at(self, indices: Sequence[int]) -> "GradientSample":
         rows = np.array(indices, np.int64)
-        selected: dict[str, Any] = {key: values[rows] for key, values in self._arrays.items()}
-        return replace(self, names=tuple(self.names[index] for index in indices), **selected)
+        columns: dict[str, Any] = {key: getattr(self, key)[rows] for key in _COLUMNS}
+        counts = {key: counts.at(rows) for key, counts in self._bin_counts.items()}
+        return replace(self, names=tuple(self.names[index] for index in indices), **columns, **counts)
 
 
 def layer_of(name: str) -> str:
     """Returns the path of a variable's layer: the path without its last component."""
     return name.rpartition("/")[0] or name
-
-
-def _sum(counts: np.ndarray, is_selected: np.ndarray, correction: np.ndarray | None) -> np.ndarray:
-    """Returns the counts of the selected variables together.
-
-    The correction is that of all variables: with it, the result has the rounding errors of the variables that are not
-    selected. It is left out if these have most of the elements, or if it exceeds a count.
-    """
-    rounded = np.asarray(is_selected @ counts)
-    if correction is None or 2 * rounded.sum() < counts.sum() or (rounded + correction < 0).any():
-        return rounded
-    return rounded + correction
-
-
-def _number(entry: Mapping[str, Any], key: str) -> float:
-    return float(entry.get(key, math.nan))

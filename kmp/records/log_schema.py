@@ -1,107 +1,66 @@
-"""The structure of a log; `kmp.records` documents the keys."""
+"""The structure of a log, except that of a record; `kmp.records` documents the keys."""
 
-from typing import Annotated, Literal, Required, TypedDict
+from typing import Annotated, Literal, NotRequired, TypedDict
 
 from msgspec import Meta
 
 from kmp.records.exponent_histogram import FIRST_EXPONENT, LAST_EXPONENT
-from kmp.records.replay import Replay
-from kmp.records.value_types import (
-    MOST_VARIABLES,
-    Count,
-    CountByVariable,
-    ElementCount,
-    LossScale,
-    Magnitude,
-    Norm,
-    Number,
-    PositiveInteger,
-    Text,
-    Texts,
-)
 from kmp.utils import FLOAT32
 
-READABLE_SCHEMAS = (2, 3, 4)
-EXPONENT_COUNT = LAST_EXPONENT - FIRST_EXPONENT + 1
-MOST_UNKNOWN_KEYS = 100  # in one log
-MOST_METRICS = 1000  # in one record
+SCHEMA = 1
+
+# Steps on the axis of a plot are float64, which has half steps below 2^52; matplotlib needs four bits more.
+Count = Annotated[int, Meta(ge=0, lt=2**48)]
+PositiveInteger = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+# The number of elements in 280 bins of 2^18 variables then fits int64.
+MOST_ELEMENTS = 2**36
+ElementCount = Annotated[int, Meta(ge=0, lt=MOST_ELEMENTS)]
+MOST_VARIABLES = Meta(max_length=2**18)
+
+# Squares and ratios of these do not overflow float64, and no float32 computation exceeds them.
+HIGHEST_NUMBER = 1e100
+Number = Annotated[float, Meta(ge=-HIGHEST_NUMBER, le=HIGHEST_NUMBER)]
+Norm = Annotated[float, Meta(ge=0, le=HIGHEST_NUMBER)]
+Magnitude = Annotated[float, Meta(ge=0, le=FLOAT32.max)]
+LossScale = Annotated[float, Meta(ge=FLOAT32.smallest_subnormal, le=FLOAT32.max)]
+Text = Annotated[str, Meta(max_length=4096)]
+Texts = Annotated[list[Text], Meta(max_length=100)]
+CountByVariable = Annotated[dict[Text, Count], MOST_VARIABLES]
 
 
-class BinCounts(TypedDict):
-    """Element counts by binary exponent, see `kmp.records.exponent_histogram.pack`."""
+class Total(TypedDict):
+    """Element counts of all variables together, by binary exponent, starting with exponent `first`."""
 
     zero: ElementCount
     inf: ElementCount
     nan: ElementCount
     first: Annotated[int, Meta(ge=FIRST_EXPONENT, le=LAST_EXPONENT)]
-    counts: Annotated[list[ElementCount], Meta(max_length=EXPONENT_COUNT)]
+    counts: Annotated[list[ElementCount], Meta(max_length=LAST_EXPONENT - FIRST_EXPONENT + 1)]
 
 
-class VariableStatistics(BinCounts, total=False):
-    """The gradient statistics of one variable."""
+class Bins(TypedDict):
+    """The counts of a sample; `kmp.records.compact_sample` checks what the texts contain."""
 
-    amax: Magnitude
-    norm: Norm
-    weight_norm: Norm
-    update_norm: Norm
-    updates: ElementCount
-    lost_updates: ElementCount
-    unscaled: BinCounts
-
-
-class CompactBins(TypedDict, total=False):
-    """The counts of a sample in compact form; `kmp.records.compact_sample` checks what the texts contain."""
-
-    total: BinCounts
-    zero: str
-    inf: str
-    nan: str
+    total: Total
     counts: str
+    zero: NotRequired[str]
+    inf: NotRequired[str]
+    nan: NotRequired[str]
 
 
-class Sample(CompactBins, total=False):
-    """The gradient statistics of one step, in compact form or with `variables`."""
+class Sample(Bins):
+    """The gradient statistics of one step."""
 
-    loss_scale: Required[LossScale]
-    variables: Annotated[dict[Text, VariableStatistics], MOST_VARIABLES]
+    loss_scale: LossScale
     elements: str
-    amax: str
-    norm: str
-    weight_norm: str
-    update_norm: str
-    updates: str
-    lost_updates: str
-    unscaled: CompactBins
-    names: Annotated[list[Text], MOST_VARIABLES]
-
-
-class Record(TypedDict, total=False):
-    """A line of a log after the header, with the keys of all schemas."""
-
-    step: Required[Count]
-    loss_scale: LossScale | None
-    clean_steps: Count
-    overflow_count: Count
-    overflow_rate: Number | None
-    overflows_in_a_row: Count
-    nonfinite_loss_count: Count
-    nonfinite_losses_in_a_row: Count
-    overflows_by_variable: CountByVariable
-    overflow_origins_by_variable: CountByVariable
-    culprits_by_variable: CountByVariable
-    overflow_origin: Text | None
-    culprit: Text | None
-    last_loss: Number | None
-    highest_loss: Number | None
-    loss_dtype: Text | None
-    epoch: Count
-    metrics: Annotated[dict[Text, Number | None], Meta(max_length=MOST_METRICS)]
-    grad_zeros: Number | None
-    grad_norm: Norm | None
-    sample: Sample
-    reference: Sample
-    replay: Replay
-    replay_error: Text
+    amax: NotRequired[str]
+    norm: NotRequired[str]
+    weight_norm: NotRequired[str]
+    update_norm: NotRequired[str]
+    updates: NotRequired[str]
+    lost_updates: NotRequired[str]
+    unscaled: NotRequired[Bins]
+    names: NotRequired[Annotated[list[Text], MOST_VARIABLES]]
 
 
 class Settings(TypedDict, total=False):
@@ -134,18 +93,13 @@ class Settings(TypedDict, total=False):
     parameters: Count
 
 
-class Header(TypedDict, total=False):
+class Header(TypedDict):
     """The first line of a log."""
 
-    schema: Required[Literal[2, 3, 4]]
-    kind: Required[Literal["header"]]
-    started: Text
-    keras: Text
-    tensorflow: Text
-    numpy: Text
-    settings: Settings
-
-
-# The values of unknown keys that are kept: a later version may write them.
-UnknownNumber = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | float | None
-UnknownSetting = UnknownNumber | bool | Text | Texts
+    schema: Annotated[int, Meta(ge=SCHEMA, le=SCHEMA)]
+    kind: Literal["header"]
+    started: NotRequired[Text]
+    keras: NotRequired[Text]
+    tensorflow: NotRequired[Text]
+    numpy: NotRequired[Text]
+    settings: NotRequired[Settings]

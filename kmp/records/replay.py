@@ -5,7 +5,11 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kmp.records.value_types import MOST_VARIABLES, Count, LossScale, Magnitude, Number, Text, Texts
+from kmp.records.log_schema import MOST_VARIABLES, Count, LossScale, Magnitude, Number, Text, Texts
+
+# Names of what a replay finds outside of layers.
+BATCH_X, BATCH_Y, BATCH_WEIGHTS = BATCH_PARTS = ("the batch's x", "the batch's y", "the batch's sample_weight")
+LOSS_FUNCTION = "the loss function"
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 

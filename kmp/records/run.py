@@ -4,7 +4,7 @@ import math
 import numbers
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 
 from kmp.records.exponent_histogram import ExponentHistogram
 from kmp.records.gradient_sample import GradientSample
-from kmp.records.jsonl import FILE_NAME, SCHEMA, LogParser, is_truncated_header, sample_of, upgraded
+from kmp.records.jsonl import FILE_NAME, SAMPLE_KEYS, LogParser, is_truncated_header
 from kmp.records.replay import Replay
 from kmp.utils import printable, validation
 
@@ -25,7 +25,8 @@ class Run:
     """The records of a training run, oldest first.
 
     Args:
-        rows: Records, dictionaries with a `step`; see `kmp.records` for the keys.
+        rows: Records, dictionaries with a `step`; see `kmp.records` for the keys. `sample` and `reference` are
+            `GradientSample`s.
         header: The log's header, its first line.
 
     Raises:
@@ -118,12 +119,12 @@ class Run:
     @property
     def samples(self) -> list[GradientSample]:
         """The sampled gradients, oldest first."""
-        return list(iterate_samples(self.rows))
+        return [row["sample"] for row in self.rows if "sample" in row]
 
     @property
     def references(self) -> list[GradientSample]:
         """The gradients of the float32 reference passes, oldest first."""
-        return list(iterate_samples(self.rows, "reference"))
+        return [row["reference"] for row in self.rows if "reference" in row]
 
     @property
     def replays(self) -> list[tuple[int, Replay]]:
@@ -133,7 +134,7 @@ class Run:
     @property
     def histograms(self) -> list[ExponentHistogram]:
         """The histograms of all variables together, one per sample, oldest first."""
-        return [sample.histogram for sample in iterate_samples(self.rows)]
+        return [sample.histogram for sample in self.samples]
 
     def last(self, key: str, default: Any = None) -> Any:
         """Returns the newest value of `key`, or `default` if there is none."""
@@ -157,7 +158,7 @@ class Run:
         Raises:
             FileNotFoundError: If there is no log.
             TypeError: If `path` is not a path.
-            ValueError: If a line does not conform to a supported schema.
+            ValueError: If a line does not conform to the schema.
         """
         file = log_file(path)
         if file.exists() and not file.is_file():
@@ -170,12 +171,13 @@ class Run:
                 if allow_truncated and not line.endswith(b"\n") and (number > 1 or is_truncated_header(line)):
                     break
                 row = parser.parse(line, number)
-                if row.get("kind") != "header":
+                if number == 1:
+                    header = row
+                else:
                     rows.append(row)
-                header = header or row
                 if on_read:
                     on_read(len(line))
-        return cls(rows if header.get("schema") == SCHEMA else list(map(upgraded, rows)), header)
+        return cls(rows, header)
 
 
 def log_file(path: str | os.PathLike[str]) -> Path:
@@ -202,12 +204,12 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     Raises:
         FileNotFoundError: If there is no log.
         TypeError: If `path` is not a path.
-        ValueError: If a line does not conform to a supported schema. The message names file, line and key.
+        ValueError: If a line does not conform to the schema. The message names file, line and key.
 
     Example:
     >>> import tempfile
     >>> log = Path(tempfile.mkdtemp()) / "kmp.jsonl"
-    >>> _ = log.write_text('{"schema": 3, "kind": "header"}\n{"step": 1, "loss_scale": 8.0}\n')
+    >>> _ = log.write_text('{"schema": 1, "kind": "header"}\n{"step": 1, "loss_scale": 8.0}\n')
     >>> load_run(log).last("loss_scale")
     8.0
     """
@@ -221,12 +223,10 @@ def scalars(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
             yield key, float(value)
 
 
-def iterate_samples(rows: Iterable[Mapping[str, Any]], key: str = "sample") -> Iterator[GradientSample]:
-    """Yields the samples of records, or their references, so that one at a time is in memory."""
-    return (sample_of(row, key) for row in rows if key in row)
-
-
 def _check_record(name: str, row: Any) -> None:
     validation.instance(name, row, Mapping, "records, dictionaries with a `step`")
     if not isinstance(row.get("step"), numbers.Integral):
         raise ValueError(f"`{name}` must hold records with an integer `step`. Received: {reprlib.repr(row)}")
+    for key in SAMPLE_KEYS:
+        if key in row:
+            validation.instance(f"{name}[...][{key!r}]", row[key], GradientSample, "a kmp.records.GradientSample")

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from kmp.backend import ResourceVariable, keras_internals, state_restored, sublayers, watching_operations
 from kmp.gradients import gradient_statistics
-from kmp.records import GradientSample
+from kmp.records import BinCounts, GradientSample
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
 from kmp.utils import FLOAT32
@@ -50,18 +50,13 @@ class PassResult(NamedTuple):
         """Returns the statistics of the gradients, without those of updates."""
         names = tuple(names)
         statistics = gradient_statistics(self.gradients)
-        not_measured, no_updates = np.full(len(names), np.nan), np.zeros(len(names), np.int64)
         return GradientSample(
             step,
             loss_scale,
             names,
-            statistics.counts.numpy(),
+            BinCounts.of(statistics.counts.numpy()),
             amax=statistics.amax.numpy().astype(np.float64),
             norm=np.sqrt(statistics.square_sum.numpy()),
-            weight_norm=not_measured,
-            update_norm=not_measured,
-            updates=no_updates,
-            lost_updates=no_updates,
         )
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kmp.records import ZERO_BIN, GradientSample, Run, iterate_samples, stable_name, stable_names
+from kmp.records import GradientSample, Run, stable_name, stable_names
 
 _MANY_ZEROS = 0.1  # more zeros than in the other run, as a share of all elements
 _NORM_FACTOR = 4.0
@@ -35,10 +35,7 @@ def first_differences(first: Run, second: Run) -> list[Difference] | None:
     same step in a row or in the last one: one sample alone may differ by chance.
     """
     names = [stable_names(run.settings.get("layers", {})) for run in (first, second)]
-    common = {row["step"] for row in first.rows if "sample" in row} & {
-        row["step"] for row in second.rows if "sample" in row
-    }
-    steps = sorted(common)
+    steps = sorted({sample.step for sample in first.samples} & {sample.step for sample in second.samples})
     steps = steps[:: len(steps) // _MOST_STEPS + 1]
     runs = [_by_step(run, known, steps) for run, known in zip((first, second), names, strict=True)]
     before: dict[str, Difference] = {}
@@ -62,12 +59,13 @@ def first_differences(first: Run, second: Run) -> list[Difference] | None:
 def _by_step(run: Run, names: Mapping[str, str], steps: Sequence[int]) -> dict[int, dict[str, tuple[float, float]]]:
     """Returns the share of zeros and the norm of each layer with a gradient, for the steps with finite gradients."""
     wanted = set(steps)
-    samples = iterate_samples(row for row in run.rows if "sample" in row and row["step"] in wanted)
+    samples = (sample for sample in run.samples if sample.step in wanted)
     return {sample.step: _by_layer(sample, names) for sample in samples if sample.histogram.is_finite}
 
 
 def _by_layer(sample: GradientSample, names: Mapping[str, str]) -> dict[str, tuple[float, float]]:
     layers = sample.by_layer()
-    totals, zeros = layers.counts.sum(1), layers.counts[:, ZERO_BIN]
-    columns = zip(layers.names, totals.tolist(), zeros.tolist(), np.nan_to_num(layers.norm).tolist(), strict=True)
+    columns = zip(
+        layers.names, layers.elements.tolist(), layers.zeros.tolist(), np.nan_to_num(layers.norm).tolist(), strict=True
+    )
     return {stable_name(name, names): (zero / total, norm) for name, total, zero, norm in columns if total}

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from kmp.advice import INFO, Advice, RunMetrics, diagnosis_of
-from kmp.records import ExponentHistogram, GradientSample, Run, has_update, iterate_samples, layer_of
+from kmp.records import ExponentHistogram, GradientSample, Run, layer_of
 from kmp.report.text_formats import MISSING, UNKNOWN, number, scale, share
 from kmp.report.text_table import MAX_ROWS, Table, with_omitted
 
@@ -140,7 +140,7 @@ class RunSummary:
     @cached_property
     def newest_sample(self) -> GradientSample | None:
         """The newest sample, of all variables."""
-        return next(iterate_samples(reversed(self.run.rows)), None)
+        return next(reversed(self.run.samples), None)
 
     def _updates(self, shown: Collection[str]) -> dict[str, tuple[str, str]]:
         """Norm ratio and lost share of the newest measured update, by layer. Most samples do not measure updates."""
@@ -153,8 +153,7 @@ class RunSummary:
 
     @cached_property
     def _newest_update(self) -> GradientSample | None:
-        measured = (row for row in reversed(self.run.rows) if "sample" in row and has_update(row["sample"]))
-        return next(iterate_samples(measured), None)
+        return next((sample for sample in reversed(self.run.samples) if sample.has_update), None)
 
     @property
     def _updates_step(self) -> str:
