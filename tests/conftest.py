@@ -1,4 +1,5 @@
 import contextlib
+import fcntl
 import gc
 import os
 import resource
@@ -21,7 +22,6 @@ from tensorflow.python.framework import ops as tensorflow_ops
 
 import kmp
 from kmp.backend import operation_trace
-from kmp.utils import file_locks
 
 gc.freeze()  # garbage collections skip what is imported here
 
@@ -178,11 +178,12 @@ print("locked", flush=True)
 
 def is_locked(folder):
     """Whether the folder is locked, by this process or another."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        return file_locks.try_lock(descriptor) is False
-    finally:
-        os.close(descriptor)
+    with (folder / ".kmp.lock").open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def folder_locked_by_another_process(folder):

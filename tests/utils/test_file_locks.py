@@ -6,7 +6,7 @@ import os
 import pytest
 from conftest import LOCK_FOLDER, folder_locked_by_another_process, is_locked, python_process
 
-from kmp.utils import FolderLock, file_locks
+from kmp.utils import FolderLock
 
 
 def test_folder_that_another_process_uses_raises_until_that_process_is_killed(tmp_path):
@@ -17,7 +17,6 @@ def test_folder_that_another_process_uses_raises_until_that_process_is_killed(tm
         process.kill()
         process.wait()
         assert FolderLock.acquire("log_dir", tmp_path) is not None
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_users_of_a_folder_in_one_process_share_a_lock_until_the_last_one_ends(tmp_path):
@@ -25,7 +24,6 @@ def test_users_of_a_folder_in_one_process_share_a_lock_until_the_last_one_ends(t
     (tmp_path / "link").symlink_to("folder")
     first = FolderLock.acquire("log_dir", tmp_path / "folder")
     second = FolderLock.acquire("backup_dir", tmp_path / "link")
-    assert first is second
     del first
     gc.collect()
     assert is_locked(tmp_path / "folder")
@@ -42,15 +40,11 @@ def test_child_process_that_outlives_its_parent_does_not_keep_the_lock(tmp_path)
         assert not is_locked(tmp_path)
 
 
-@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.ENOSYS])
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
 def test_file_system_without_locks_locks_nothing(tmp_path, monkeypatch, code):
     def fail(*arguments):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", fail)
     assert FolderLock.acquire("log_dir", tmp_path) is None
-
-
-def test_platform_without_locks_locks_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_locks, "fcntl", None)
-    assert FolderLock.acquire("log_dir", tmp_path) is None
+    assert not FolderLock.is_held(tmp_path)
