@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from kmp import load_run
-from kmp.records import BIN_COUNT, GradientSample, Run
-from kmp.records.jsonl import to_line
+from kmp.records import BIN_COUNT, BinCounts, GradientSample, Run, to_line
 from kmp.records.run import scalars
 
 
@@ -14,32 +13,32 @@ def sample(*zeros):
     counts = np.zeros((len(zeros), BIN_COUNT), np.int64)
     counts[:, 0] = zeros
     names = tuple(f"v{index}" for index in range(len(zeros)))
-    floats, integers = np.ones(len(zeros)), np.zeros(len(zeros), np.int64)
-    return GradientSample(2, 8.0, names, counts, floats, floats, floats, floats, integers, integers)
+    return GradientSample(2, 8.0, names, BinCounts.of(counts), amax=np.zeros(len(zeros)), norm=np.ones(len(zeros)))
 
 
 def test_run_round_trips_through_a_log(tmp_path):
     rows = [
         {"step": 1, "loss_scale": 4.0},
-        {"step": 2, "sample": sample(1, 3).to_dict()},
-        {"step": 3, "loss": 0.5},
+        {"step": 2, "sample": sample(1, 3)},
+        {"step": 3, "last_loss": 0.5},
     ]
-    lines = [to_line({"schema": 3, "kind": "header"}), *map(to_line, rows)]
+    lines = [to_line({"schema": 1, "kind": "header"}), *map(to_line, rows)]
     (tmp_path / "kmp.jsonl").write_text("".join(lines))
     run = Run.load(tmp_path)
-    assert run.rows == rows
+    assert [to_line(row) for row in run.rows] == lines[1:]
     assert [histogram.zeros for histogram in run.histograms] == [4]
+    assert run.samples == [run.rows[1]["sample"]]
     assert run.samples[0]["v1"].zeros == 3
     steps, scales = run.series("loss_scale")
     assert (steps.tolist(), scales.tolist()) == ([1], [4.0])
 
 
 def test_nonfinite_numbers_become_null_and_load_as_nan(tmp_path):
-    line = to_line({"step": 1, "loss": math.inf})
-    assert json.loads(line) == {"step": 1, "loss": None}
+    line = to_line({"step": 1, "last_loss": math.inf})
+    assert json.loads(line) == {"step": 1, "last_loss": None}
     file = tmp_path / "log.jsonl"
-    file.write_text(to_line({"schema": 3, "kind": "header"}) + line)
-    assert math.isnan(Run.load(file).series("loss")[1][0])
+    file.write_text(to_line({"schema": 1, "kind": "header"}) + line)
+    assert math.isnan(Run.load(file).series("last_loss")[1][0])
 
 
 def test_series_of_an_unknown_key_is_empty():
@@ -60,7 +59,7 @@ def test_table_has_a_row_per_step_and_a_field_per_number():
     rows = [
         {"step": 2, "overflow_count": 1},
         {"step": 1, "loss_scale": 4.0, "overflow_origin": "a"},
-        {"step": 2, "loss_scale": 2.0, "sample": sample(1).to_dict()},
+        {"step": 2, "loss_scale": 2.0, "sample": sample(1)},
     ]
     table = Run(rows).table()
     assert table.dtype.names == ("step", "overflow_count", "loss_scale")
@@ -80,7 +79,7 @@ def test_last_returns_the_newest_value_of_a_key():
 
 
 def test_settings_are_those_of_the_header(tmp_path):
-    header = {"schema": 3, "kind": "header", "settings": {"rule": "FixedScale"}}
+    header = {"schema": 1, "kind": "header", "settings": {"rule": "FixedScale"}}
     (tmp_path / "kmp.jsonl").write_text(to_line(header) + to_line({"step": 1}))
     assert load_run(tmp_path).settings == {"rule": "FixedScale"}
     assert load_run(tmp_path).header == header
@@ -88,7 +87,7 @@ def test_settings_are_those_of_the_header(tmp_path):
 
 
 def test_load_run_ignores_a_truncated_last_line(tmp_path):
-    (tmp_path / "kmp.jsonl").write_text(to_line({"schema": 3, "kind": "header"}) + to_line({"step": 1}) + '{"st')
+    (tmp_path / "kmp.jsonl").write_text(to_line({"schema": 1, "kind": "header"}) + to_line({"step": 1}) + '{"st')
     assert load_run(tmp_path).rows == [{"step": 1}]
 
 
@@ -99,6 +98,7 @@ def test_load_run_ignores_a_truncated_last_line(tmp_path):
         ([3], TypeError, "`rows` must be records, dictionaries with a `step`. Received: rows=3"),
         ([{"no": "step"}], ValueError, "`rows` must hold records with an integer `step`. Received: {'no': 'step'}"),
         ([{"step": "1"}], ValueError, "Received: {'step': '1'}"),
+        ([{"step": 1, "sample": {}}], TypeError, "must be a kmp.records.GradientSample. Received"),
     ],
 )
 def test_rows_that_are_not_records_are_an_error(rows, error, message):
@@ -117,7 +117,7 @@ def test_log_that_is_no_path_is_an_error():
 
 
 def test_bytes_read_are_reported(tmp_path):
-    lines = [to_line({"schema": 3, "kind": "header"}), to_line({"step": 1}), to_line({"step": 2})]
+    lines = [to_line({"schema": 1, "kind": "header"}), to_line({"step": 1}), to_line({"step": 2})]
     (tmp_path / "kmp.jsonl").write_text("".join(lines))
     read = []
     Run.load(tmp_path, on_read=read.append)
