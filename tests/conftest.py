@@ -1,6 +1,7 @@
 import contextlib
 import fcntl
 import gc
+import math
 import os
 import resource
 import subprocess
@@ -22,6 +23,7 @@ from tensorflow.python.framework import ops as tensorflow_ops
 
 import kmp
 from kmp.backend import operation_trace
+from kmp.records import BIN_COUNT, FIRST_EXPONENT, INF_BIN, NAN_BIN, ZERO_BIN, BinCounts, GradientSample
 
 gc.freeze()  # garbage collections skip what is imported here
 
@@ -146,6 +148,24 @@ def casts_of_optimized(function, arguments, dtype):
     nodes = [node for graph in graphs for node in graph.node]
     nodes += [node for graph in graphs for function in graph.library.function for node in function.node_def]
     return [node.name for node in nodes if node.op == "Cast" and node.attr["DstT"].type == dtype.as_datatype_enum]
+
+
+def sample_from(step, loss_scale, variables):
+    """Returns a sample of variables, given by path.
+
+    Each is a dictionary with any of `zero`, `inf`, `nan`, `counts` (by exponent, starting with `first`), `amax` and the
+    other columns of a sample.
+    """
+    counts = np.zeros((len(variables), BIN_COUNT), np.int64)
+    columns = {key: [] for key in ("amax", "norm", "weight_norm", "update_norm", "updates", "lost_updates")}
+    for row, values in zip(counts, variables.values(), strict=True):
+        row[[ZERO_BIN, INF_BIN, NAN_BIN]] = [values.get(key, 0) for key in ("zero", "inf", "nan")]
+        first = values.get("first", FIRST_EXPONENT) - FIRST_EXPONENT + 1
+        row[first : first + len(values.get("counts", ()))] = values.get("counts", ())
+        for key, column in columns.items():
+            column.append(values.get(key, 0 if "updates" in key else math.nan))
+    arrays = {key: np.array(column) for key, column in columns.items()}
+    return GradientSample(step, loss_scale, tuple(variables), BinCounts.of(counts), **arrays)
 
 
 # Code that lets another process import `kmp.utils` without Keras, whose import takes seconds.

@@ -21,28 +21,22 @@ from pathlib import Path
 SETTINGS = {"compute_dtypes": ["float16"], "float32_variables": ["last/bias"]}
 
 
-def entry(index):
-    """Returns the statistics of a variable."""
-    counts = [1 + (index * 7919 + bin_index * 104729) % 5000 for bin_index in range(30)]
-    return {
-        **{"zero": index % 7, "inf": 0, "nan": 0, "first": -28 + index % 5, "counts": counts},
-        **{
-            "amax": 2.0 ** (2 + index % 5),
-            "norm": 0.123456789 + index,
-            "weight_norm": 1.23456789,
-            "update_norm": 0.001,
-        },
-        **{"updates": sum(counts), "lost_updates": index % 100},
-    }
-
-
 @functools.cache
 def sample(variables):
-    """Returns a sample as kmp writes it."""
-    from kmp.records import GradientSample, compact
+    """Returns a sample of variables whose counts differ."""
+    import numpy as np
 
-    entries = {f"model/block_{index // 4}/layer_{index % 4}/kernel": entry(index) for index in range(variables)}
-    return compact(GradientSample.from_dict(1, 1024.0, entries))
+    from kmp.records import BIN_COUNT, BinCounts, GradientSample
+
+    index = np.arange(variables)
+    counts = np.zeros((variables, BIN_COUNT), np.int64)
+    counts[:, 0] = index % 7
+    for exponent in range(30):
+        counts[index, 122 + index % 5 + exponent] = 1 + (index * 7919 + exponent * 104729) % 5000
+    names = tuple(f"model/block_{number // 4}/layer_{number % 4}/kernel" for number in range(variables))
+    columns = {"weight_norm": np.full(variables, 1.2), "update_norm": np.full(variables, 0.001)}
+    columns |= {"updates": counts.sum(1), "lost_updates": index % 100}
+    return GradientSample(1, 1024.0, names, BinCounts.of(counts), 2.0 ** (2 + index % 5), 0.1 + index, **columns)
 
 
 def sample_row(step, variables):
@@ -72,13 +66,13 @@ LOGS = {
 
 def write(folder, rows, megabytes=None):
     """Writes a log of the rows; with `megabytes`, of as many as reach that size."""
-    from kmp.records import SCHEMA, RepeatedNames, to_line
+    from kmp.records import SCHEMA, LogEncoder
 
-    names = RepeatedNames()
+    encoder = LogEncoder()
     with (folder / "kmp.jsonl").open("w") as log:
-        log.write(to_line({"schema": SCHEMA, "kind": "header", "settings": SETTINGS}))
+        log.write(encoder.line({"schema": SCHEMA, "kind": "header", "settings": SETTINGS}))
         for row in rows:
-            log.write(to_line(names.removed(row)))
+            log.write(encoder.line(row))
             if megabytes and log.tell() >= megabytes * 1e6:
                 break
     return folder

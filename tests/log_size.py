@@ -7,6 +7,7 @@ more and more variables take, if each sample, record of overflow counts and hist
 """
 
 import argparse
+import json
 import math
 import os
 import tempfile
@@ -75,7 +76,7 @@ def sample_of(shapes):
     """Returns a sample of random gradients: normally distributed times magnitudes over four decades, with zeros."""
     import numpy as np
 
-    from kmp.records import BIN_COUNT, FIRST_EXPONENT, GradientSample
+    from kmp.records import BIN_COUNT, FIRST_EXPONENT, BinCounts, GradientSample
 
     random = np.random.default_rng(0)
     counts = np.zeros((len(shapes), BIN_COUNT), np.int64)
@@ -87,8 +88,7 @@ def sample_of(shapes):
         counts[index] = np.bincount(exponents - FIRST_EXPONENT + 1, minlength=BIN_COUNT)
         norms[index], amax[index] = np.linalg.norm(values), np.abs(values).max()
     names = tuple(f"stage_{index // 40}/block_{index // 6}_layer_{index}/kernel" for index in range(len(shapes)))
-    nan, zeros = np.full(len(shapes), math.nan), np.zeros(len(shapes), np.int64)
-    return GradientSample(1, 1024.0, names, counts, amax, norms, nan, nan, zeros, zeros)
+    return GradientSample(1, 1024.0, names, BinCounts.of(counts), amax, norms)
 
 
 def million_steps(variables):
@@ -96,13 +96,12 @@ def million_steps(variables):
     from kmp.callbacks.log_writer import LogWriter
     from kmp.callbacks.optimizer_monitor import OptimizerMonitor
     from kmp.callbacks.thinning import Thinning, counts_size, sample_size
-    from kmp.records import compact
 
     sample = sample_of([(64, 64), (64,)] * (variables // 2))
     counts = {key: dict.fromkeys(sample.names, 1) for key in ("overflows_by_variable", "overflow_origins_by_variable")}
     layer_bytes = 600  # of a histogram by layer, with its tag
     parts = [
-        (OptimizerMonitor.sample_budget, 250, sample_size({"sample": compact(sample)})),
+        (OptimizerMonitor.sample_budget, 250, sample_size({"sample": sample})),
         (OptimizerMonitor.counts_budget, OVERFLOW_EVERY, counts_size(counts)),
         (LogWriter.layer_budget, 250, layer_bytes * variables // 2),
     ]
@@ -127,7 +126,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()
-    from kmp.records import compact, to_line
+    from kmp.records import compact
 
     largest = 0
     for build in (residual_blocks, branches):
@@ -137,9 +136,11 @@ def main():
             f"600 variables, {build.__name__}: {log:,.0f} bytes a sample in kmp.jsonl, {events:,.0f} in TensorBoard's"
         )
     shapes = resnet_shapes()
-    resnet = compact(sample_of(shapes))
-    names = len(to_line({"names": resnet.pop("names")}))
-    print(f"ResNet-50, {len(shapes)} variables: {len(to_line(resnet)):,} bytes a sample, and {names:,} of names once")
+    resnet = dict(compact(sample_of(shapes)))
+    names = len(json.dumps(resnet.pop("names")))
+    print(
+        f"ResNet-50, {len(shapes)} variables: {len(json.dumps(resnet)):,} bytes a sample, and {names:,} of names once"
+    )
     for variables in (200, 600, 2_000, 6_000, 20_000):
         log, events = million_steps(variables)
         print(

@@ -40,12 +40,6 @@ PRIVATE_WORDS = {
 }
 PATTERNS = {re.compile(rf"\b({words})\b", re.IGNORECASE): term for words, term in PRIVATE_WORDS.items()}
 
-# Where one of them is right, with the reason.
-EXEMPTIONS = {
-    "culprit": "the name in files of schema 2, which are read",
-    "culprits_by_variable": "as above",
-}
-
 
 def texts_of(path):
     """Yields `(line, text)` for each string, comment and name that a file defines."""
@@ -70,7 +64,6 @@ def test_private_words_are_not_used(path):
     found = [
         f"{path}:{line}: {match[0]!r} (write: {term}) in {text[:100]!r}"
         for line, text in texts_of(path)
-        if text not in EXEMPTIONS
         for pattern, term in PATTERNS.items()
         if (match := pattern.search(text))
     ]

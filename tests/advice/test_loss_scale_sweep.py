@@ -3,9 +3,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from conftest import sample_from
 
 from kmp import what_if
-from kmp.records import GradientSample, Replay, Run
+from kmp.records import BinCounts, GradientSample, Replay, Run
 
 
 def sample(values, scale=1.0, step=1):
@@ -15,8 +16,7 @@ def sample(values, scale=1.0, step=1):
     finite = np.abs(values[np.isfinite(values) & (values != 0)])
     np.add.at(counts, np.frexp(finite)[1] - 1 + 150, 1)
     amax = np.array([np.abs(values).max(initial=0)])
-    ones, zeros = np.ones(1), np.zeros(1, np.int64)
-    return GradientSample(step, scale, ("v",), counts[None], amax, ones, ones, ones, zeros, zeros)
+    return GradientSample(step, scale, ("v",), BinCounts.of(counts[None]), amax, np.ones(1), np.ones(1), np.ones(1))
 
 
 def test_shares_match_casting_the_gradient_at_every_scale():
@@ -39,8 +39,8 @@ def test_zeros_are_in_the_upper_bound_and_scales_above_the_one_in_use_are_extrap
 
 
 def test_variables_of_float32_layers_are_ignored():
-    two = {name: sample(values).to_dict()["variables"]["v"] for name, values in {"a": [2.0**-30], "b": [1.0]}.items()}
-    row = {"step": 1, "sample": {"loss_scale": 1.0, "variables": two}}
+    small, large = {"first": -30, "counts": [1], "amax": 2.0**-30}, {"first": 0, "counts": [1], "amax": 1.0}
+    row = {"step": 1, "sample": sample_from(1, 1.0, {"a": small, "b": large})}
 
     def underflow(*float32_variables):
         return what_if(Run([row], {"settings": {"float32_variables": list(float32_variables)}})).at(0)["underflow"]
@@ -51,7 +51,7 @@ def test_variables_of_float32_layers_are_ignored():
 
 def test_float32_reference_makes_the_curve_exact():
     rows = [
-        {"step": 1, key: taken.to_dict()}
+        {"step": 1, key: taken}
         for key, taken in (
             ("sample", sample([0, 0, 0, 1.0], scale=2.0**4)),
             ("reference", sample([0, 0, 2.0**-40, 2.0**-4])),
@@ -66,7 +66,7 @@ def test_float32_reference_makes_the_curve_exact():
 
 
 def test_overflowed_references_are_ignored():
-    rows = [{"step": 1, "sample": sample([1.0, 0.0]).to_dict()}, {"step": 2, "reference": sample([np.inf]).to_dict()}]
+    rows = [{"step": 1, "sample": sample([1.0, 0.0])}, {"step": 2, "reference": sample([np.inf])}]
     curve = what_if(Run(rows))
     assert not curve.is_measured
     assert curve.at(0)["underflow_bound"] == 0.5
@@ -115,29 +115,29 @@ def test_amax_that_contradicts_the_counts_is_replaced_by_their_largest_exponent(
 
 @pytest.mark.parametrize(("scaled", "unscaled"), [([2.0**-149], [0.0]), ([0.0], [2.0**-149])])
 def test_gradient_that_is_zero_either_with_or_without_the_loss_scale_has_no_recommendation(scaled, unscaled):
-    curve = what_if([replace(sample(scaled, scale=3.0), unscaled_counts=sample(unscaled).counts)])
+    curve = what_if([replace(sample(scaled, scale=3.0), unscaled_bin_counts=sample(unscaled).bin_counts)])
     assert curve.recommended is None
     assert np.isfinite(curve.underflow).all()
 
 
 def test_lowest_scale_is_unknown_if_many_sampled_elements_are_zero():
     assert what_if([sample([1.0, 2.0, 0.0])]).is_lowest_known is False
-    rows = [{"step": 1, "sample": sample([1.0, 0.0]).to_dict()}, {"step": 1, "reference": sample([1.0]).to_dict()}]
+    rows = [{"step": 1, "sample": sample([1.0, 0.0])}, {"step": 1, "reference": sample([1.0])}]
     assert what_if(Run(rows)).is_lowest_known is True
 
 
 def test_recommended_scales_do_not_exceed_that_of_activation_gradients():
     replay = Replay(8, 1.0, 1.0, 1.0, True, True, usable_scale=2.0**9)
-    rows = [{"step": 1, "sample": sample([2.0**-30, 2.0**-10]).to_dict(), "replay": replay}]
+    rows = [{"step": 1, "sample": sample([2.0**-30, 2.0**-10]), "replay": replay}]
     assert what_if(Run(rows)).recommended == (5, 9)
 
 
 def test_no_scale_is_recommended_if_the_backward_pass_overflows_at_every_scale():
     replay = Replay(8, 1.0, 1.0, 1.0, False, True, usable_scale=2.0**9, float32_layers=["modulus"])
-    rows = [{"step": 1, "sample": sample([2.0**-30, 2.0**-10]).to_dict(), "replay": replay}]
+    rows = [{"step": 1, "sample": sample([2.0**-30, 2.0**-10]), "replay": replay}]
     assert what_if(Run(rows)).recommended is None
 
 
 def test_recommended_scales_suit_the_samples_as_well_as_the_reference():
-    rows = [{"step": 1, "sample": sample([2.0**4]).to_dict()}, {"step": 1, "reference": sample([2.0**-10]).to_dict()}]
+    rows = [{"step": 1, "sample": sample([2.0**4])}, {"step": 1, "reference": sample([2.0**-10])}]
     assert what_if(Run(rows)).recommended[1] == 10

@@ -2,9 +2,11 @@
 
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import sample_from
 
 import kmp
 from kmp.advice.verdict import EXCLUSIONS
@@ -15,9 +17,9 @@ DOUBT = "No sign that float16 hurts this run: "
 SETTINGS = {"rule": "DynamicScale", "initial_scale": 2.0**15, "growth_interval": 2000, "compute_dtypes": ["float16"]}
 
 
-def row(step, zeros=0, **values):
-    counts = {"zero": zeros, "inf": 0, "nan": 0, "first": -6, "counts": [100], "amax": 2.0**-6, "norm": 1.0}
-    sample = {"loss_scale": 2.0**15, "variables": {"net/kernel": counts}}
+def row(step, zeros=0, exponent=-6, **values):
+    counts = {"zero": zeros, "first": exponent, "counts": [100], "amax": 2.0**exponent, "norm": 1.0}
+    sample = sample_from(step, 2.0**15, {"net/kernel": counts})
     return {"step": step, "loss_scale": 2.0**15, "overflow_count": 0, "last_loss": 1.0, "sample": sample} | values
 
 
@@ -49,7 +51,7 @@ def test_zeros_without_a_reference_are_unknown():
 
 def test_zeros_that_are_zero_in_float32_too_are_known():
     replay = Replay(32, 2.0**15, 1.0, 1.0, True, True, zero=["net/kernel"])
-    reference = {"loss_scale": 1.0, "variables": row(1, zeros=100)["sample"]["variables"]}
+    reference = replace(row(1, zeros=100)["sample"], loss_scale=1.0)
     first = row(1, zeros=100) | {"replay": replay, "reference": reference}
     assert verdict_of(first, row(50, zeros=100), row(100, zeros=100)).startswith(GOOD)
 
@@ -71,9 +73,8 @@ def test_exclusions_name_causes_of_findings():
 
 def test_layer_that_is_flushed_leaves_the_cost_unknown():
     replay = Replay(32, 2.0**15, 1.0, 1.0, True, True, flushed={"net/kernel": 0.6})
-    rows = [row(1) | {"replay": replay}, row(50), row(100)]
-    for counts in (record["sample"]["variables"]["net/kernel"] for record in rows):
-        counts |= {"first": 14, "amax": 2.0**14}  # a larger scale would overflow
+    rows = [row(step, exponent=14) for step in (1, 50, 100)]  # a larger scale would overflow
+    rows[0]["replay"] = replay
     verdict = verdict_of(*rows)
     assert verdict.startswith(DOUBT)
     assert "Unknown: what the layers lose whose gradients are mostly zero in float16, but not in float32" in verdict

@@ -9,7 +9,7 @@ from matplotlib.text import Text
 from kmp import plots
 from kmp.advice import WhatIf, what_if
 from kmp.plots.overflow_plots import shortened
-from kmp.records import BIN_COUNT, ExponentHistogram, GradientSample, Run
+from kmp.records import BIN_COUNT, BinCounts, ExponentHistogram, GradientSample, Run
 
 INF_BIN, NAN_BIN = BIN_COUNT - 2, BIN_COUNT - 1
 
@@ -29,11 +29,8 @@ def histogram(scale=2.0**10, unscaled=None, **bins):
 
 
 def sample(step, scale=8.0, amax=8.0, **bins):
-    ones, zeros = np.ones(1), np.zeros(1, np.int64)
     counts = counted(**(bins or {"zero": 20, "em20": 60, "e3": 20}))[None]
-    data = GradientSample(
-        step, scale, ("m/kernel",), counts, np.array([amax]), ones, ones, ones, zeros, zeros
-    ).to_dict()
+    data = GradientSample(step, scale, ("m/kernel",), BinCounts.of(counts), amax=np.array([amax]), norm=np.ones(1))
     return {"step": step, "sample": data}
 
 

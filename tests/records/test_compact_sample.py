@@ -212,7 +212,10 @@ def with_total(**values):
         ({"elements": column([4096, 4096, 4095])}, "`total` must be the sum of the counts of all variables"),
         (with_total(zero=1), "`total` must be the sum of the counts of all variables"),
         (with_total(first=127), "`total.counts` must end at exponent 127 or below"),
-        ({"unscaled": VALID["unscaled"] | {"counts": None}}, "Expected `str`, got `null` - at `$.sample.unscaled.counts`"),
+        (
+            {"unscaled": VALID["unscaled"] | {"counts": None}},
+            "Expected `str`, got `null` - at `$.sample.unscaled",
+        ),
         ({"unscaled": {}}, "Object missing required field `total` - at `$.sample.unscaled`"),
         ({"unscaled": VALID["unscaled"] | {"zero": column([5000, 0, 0])}}, "`counts` must agree with"),
     ],
