@@ -20,6 +20,13 @@ class BinCounts:
         values: Unsigned integers of shape `(n, k)`, the counts of `n` variables in these bins.
         correction: int64 of shape `(280,)` or `None`. If the counts of each variable are rounded, as in a log, the
             exact counts of all variables together, minus the sum of the rounded ones.
+
+    Example:
+    >>> counts = np.zeros((2, 280), np.int64)
+    >>> counts[:, 130], counts[0, 140] = (5, 6), 9
+    >>> stored = BinCounts.of(counts)
+    >>> stored.bins.tolist(), stored.values.tolist(), int(stored.total(np.array([True, True]))[130])
+    ([130, 140], [[5, 9], [6, 0]], 11)
     """
 
     bins: np.ndarray

@@ -40,7 +40,7 @@ def load(paths: Sequence[PathLike]) -> dict[str, Run]:
     >>> folder = Path(tempfile.mkdtemp())
     >>> for name in ("float16", "float32"):
     ...     (folder / name).mkdir()
-    ...     _ = (folder / name / "kmp.jsonl").write_text('{"schema": 3, "kind": "header"}')
+    ...     _ = (folder / name / "kmp.jsonl").write_text('{"schema": 1, "kind": "header"}')
     >>> list(load([folder / "float16", folder / "float32"]))
     ['float16', 'float32']
     """

@@ -57,7 +57,7 @@ def test_unscaled_histogram_is_exact_for_any_scale(scale, run_step):
     exponents = np.frexp(gradient / np.float32(scale))[1] - 1
     expected = [np.sum(exponents == exponent) for exponent in unscaled.exponents]
     np.testing.assert_array_equal(unscaled.by_exponent, expected)
-    assert (sample.unscaled_counts is None) == (scale == 2.0**10)
+    assert (sample.unscaled_bin_counts is None) == (scale == 2.0**10)
 
 
 def test_patterns_select_the_sampled_variables():
