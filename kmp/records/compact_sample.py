@@ -23,14 +23,14 @@ _FIRST_BIN = ZERO_BIN + 1 - FIRST_EXPONENT  # the bin of exponent 0
 _SPECIAL_BINS = {"zero": ZERO_BIN, "inf": INF_BIN, "nan": NAN_BIN}
 
 # Kept with a sample, so that it is encoded once, and a log that is rewritten is not rounded again.
-_compact: WeakKeyDictionary[GradientSample, dict[str, Any]] = WeakKeyDictionary()
+_encodings: WeakKeyDictionary[GradientSample, dict[str, Any]] = WeakKeyDictionary()
 
 
 def compact(sample: GradientSample) -> dict[str, Any]:
     """Returns the JSON-serializable form of a sample. It is computed once and must not be changed."""
-    if sample not in _compact:
-        _compact[sample] = _encoded(sample)
-    return _compact[sample]
+    if sample not in _encodings:
+        _encodings[sample] = _encoded(sample)
+    return _encodings[sample]
 
 
 def expanded(step: int, data: dict[str, Any]) -> GradientSample:
@@ -62,7 +62,7 @@ def expanded(step: int, data: dict[str, Any]) -> GradientSample:
             BinCounts.of(*_unpacked_bins(data["unscaled"], elements, order)) if "unscaled" in data else None
         ),
     )
-    _compact[sample] = data
+    _encodings[sample] = data
     return sample
 
 
