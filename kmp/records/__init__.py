@@ -26,7 +26,7 @@ done, including skipped ones) and some of these keys:
 - `grad_zeros`: float, the fraction of gradient elements that are exactly zero in the sampled step, which is `step`.
 - `grad_norm`: float, the L2 norm of all gradients of that step, without the loss scale.
 - `sample`: object with the gradient statistics of that step, see below.
-- `reference`: same as `sample`, of a float32 pass over a batch, see `reference` of `kmp.callbacks.GradientHistogram`.
+- `reference`: same as `sample`, of the float32 pass of `replay`.
 - `replay`: object, what two passes over a batch of the training showed, one in the precision of the model and one in
   float32; see `Replay`.
 - `replay_error`: string, why such a batch could not be replayed.
