@@ -97,7 +97,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     (512.0, 1)
     """
 
-    # Of the wrapper, also if the inner optimizer has an attribute of this name.
+    # Of the wrapper, also if the inner optimizer has an attribute of this name. The first five are those of Keras' class.
+    inner_optimizer: keras.optimizers.Optimizer
+    initial_scale: float
+    dynamic_growth_steps: int
+    step_counter: keras.Variable
+    dynamic_scale: keras.Variable
     rule: scaling.Rule
     jit_compile: bool
     counters: Counters
@@ -145,7 +150,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         interval = getattr(rule, "growth_interval", _DEFAULT.growth_interval)
         jit_compile = validation.boolean("jit_compile", jit_compile)
         super().__init__(inner, rule.initial_scale, interval, name, **kwargs)
-        for setting in vars(inner).keys() & vars(self).keys() - {"name", "built"}:
+        shared = vars(inner).keys() & vars(self).keys() - {"name", "built", *LossScaleOptimizer.__annotations__}
+        for setting in shared:
             if not setting.startswith("_"):  # Keras' defaults; `__getattr__` returns the inner optimizer's instead
                 del self.__dict__[setting]
         self.rule = rule
@@ -469,6 +475,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             ValueError: If that is not known, or the loss was not scaled in a `train_step`.
         """
+        self.step_monitor.find_traced_losses()
         if self.step_monitor.is_stage_unknown:
             raise ValueError(_STAGE_UNKNOWN)
         self._check_scaled()

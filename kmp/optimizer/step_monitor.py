@@ -53,17 +53,18 @@ class StepMonitor:
     """Records on each replica whether the losses of a step, and the gradients in `unscale`, were finite.
 
     The records are variables because `scale_loss`, `unscale` and `apply` may be traced into separate functions. They
-    are float32, which every device can sum over replicas. That of losses has four elements: those of `StepLosses`, and
-    the number of non-finite losses in all steps, which stays at 2^24 once it is reached.
+    are float32, which every device can sum over replicas. That of losses has five elements: those of `StepLosses`, and
+    the numbers of non-finite losses and of losses in all steps, which stay at 2^24 once that is reached.
     """
 
     def __init__(self) -> None:
-        self._record = distribution.variable("losses_of_step", "float32", (4,))
+        self._record = distribution.variable("losses_of_step", "float32", (5,))
         self._flags: keras.Variable | None = None
         self._flag_count = 0
         self.loss_dtype: str | None = None
         self._stages: dict[int, Stage] = {}
-        self._unscale_is_traced = False
+        self._unscale_is_traced = self._loss_is_traced = False
+        self._losses_at_unscale: float | None = None
 
     @property
     def stage(self) -> Stage:
@@ -102,14 +103,15 @@ class StepMonitor:
             # In sharpness-aware minimization, an overflow of the first gradients is in the weights of the second pass.
             cause = flag * (1.0 - tf.reduce_max(self._flags))
             self._flags.assign(tf.zeros(self._flags.shape))
-        kept = tf.where([True, False, False, True], self._record.value, 0.0)  # not `*`: 0 * NaN is NaN
+        self._loss_is_traced |= not tf.executing_eagerly()
+        kept = tf.where([True, False, False, True, True], self._record.value, 0.0)  # not `*`: 0 * NaN is NaN
         if starts_again:  # forgets non-finite losses of the batch before, and keeps the mark of `record_empty`
-            kept = tf.minimum(kept, [0.0, 0.0, 0.0, float("inf")])
-        self._record.assign(kept + tf.stack([cause, flag, mean, flag]))
+            kept = tf.minimum(kept, [0.0, 0.0, 0.0, float("inf"), float("inf")])
+        self._record.assign(kept + tf.stack([cause, flag, mean, flag, tf.ones([])]))
 
     def record_empty(self, is_empty: Any) -> None:
         """Records that the batch has no rows, if the scalar bool is true: then a skipped step is no overflow."""
-        self._record.assign(self._record.value + ops.cast(is_empty, "float32") * [-(2.0**20), 0.0, 0.0, 0.0])
+        self._record.assign(self._record.value + ops.cast(is_empty, "float32") * [-(2.0**20), 0.0, 0.0, 0.0, 0.0])
 
     def nonfinite_loss_since(self, record: tf.Tensor) -> tf.Tensor:
         """Returns a scalar bool, whether a loss was non-finite since `record`, a copy that `losses` returned."""
@@ -122,12 +124,14 @@ class StepMonitor:
     def end_step(self) -> StepLosses:
         """Returns the losses of the step, and begins the next one."""
         record = ops.copy(self._record)
-        self._record.assign(tf.where([False, False, False, True], record, 0.0))
+        self._record.assign(tf.where([False, False, False, True, True], record, 0.0))
         return StepLosses(*tf.unstack(record)[:3])
 
     def record_unscaled(self, gradients: Sequence[Any]) -> None:
         """Records which gradients `unscale` returned with NaN or Inf: a clip before `apply` would hide it."""
         self.stage, self._unscale_is_traced = Stage.UNSCALED, not tf.executing_eagerly()
+        is_needed = self._loss_is_traced and tf.executing_eagerly() and not tf.distribute.has_strategy()
+        self._losses_at_unscale = float(self._record.value[4]) if is_needed else None
         if not gradients:
             return
         self.build_for(len(gradients))
@@ -138,6 +142,16 @@ class StepMonitor:
             tf.pad(flags, [[0, size - len(gradients)]]) if fits else tf.fill([size], tf.reduce_max(flags))
         )
         self._flag_count = len(gradients) if fits else 0
+
+    def find_traced_losses(self) -> None:
+        """Sets the stage if a function, which runs without calling Python, scaled a loss after an eager `unscale`."""
+        before, self._losses_at_unscale = self._losses_at_unscale, None
+        if self.stage is not Stage.UNSCALED or before is None or not tf.executing_eagerly():
+            return
+        if float(self._record.value[4]) != before:  # the batch of `unscale` was discarded
+            self.stage = Stage.SCALED
+            assert self._flags is not None
+            self._flags.assign(tf.zeros(self._flags.shape))
 
     def take_unscaled_flags(self, count: int) -> tf.Tensor:
         """Returns and clears float32 flags of shape `(count,)`: 1.0 where `unscale` returned NaN or Inf.

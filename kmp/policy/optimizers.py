@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 
 import keras
 
+from kmp.backend import sublayers
 from kmp.optimizer import LossScaleOptimizer, resolve_optimizer
 from kmp.policy.active_settings import current_settings
 from kmp.scaling import DynamicScale, LossScaleSettings, override
@@ -89,8 +90,10 @@ def _from_keras_optimizer(stock: keras.optimizers.LossScaleOptimizer) -> LossSca
 
 
 def optimizers_of(model: keras.Model) -> list[LossScaleOptimizer]:
-    """Returns the `LossScaleOptimizer`s among `all_optimizers_of(model)`."""
-    return [optimizer for optimizer in all_optimizers_of(model) if isinstance(optimizer, LossScaleOptimizer)]
+    """Returns the `LossScaleOptimizer`s among `all_optimizers_of(model)`, and those of compiled models in it."""
+    nested = [getattr(layer, "optimizer", None) for layer in sublayers(model) if isinstance(layer, keras.Model)]
+    optimizers = {id(optimizer): optimizer for optimizer in (*all_optimizers_of(model), *nested)}
+    return [optimizer for optimizer in optimizers.values() if isinstance(optimizer, LossScaleOptimizer)]
 
 
 def all_optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:

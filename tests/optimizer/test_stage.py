@@ -269,3 +269,20 @@ def test_unknown_variable_raises_and_leaves_the_stage(weight):
 def test_loss_that_is_none_raises():
     with pytest.raises(TypeError, match="`loss` must be a tensor or number"):
         kmp.LossScaleOptimizer("sgd").scale_loss(None)
+
+
+def test_loss_of_a_function_after_a_discarded_batch_begins_a_new_one():
+    optimizer, variable = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), loss_scale=8.0), keras.Variable([1.0])
+    optimizer.build([variable])
+
+    @tf.function
+    def gradients(x):
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_sum(variable.value * x))
+        return [tape.gradient(loss, variable.value)]
+
+    optimizer.unscale(gradients(tf.constant(float("nan"))))  # only looked at
+    optimizer.apply(gradients(tf.constant(0.5)), [variable])
+    assert float(variable[0]) == 0.5
+    optimizer.apply(optimizer.unscale(gradients(tf.constant(0.25))), [variable])
+    assert float(variable[0]) == 0.25

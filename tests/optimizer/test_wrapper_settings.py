@@ -55,7 +55,8 @@ class Ruled(keras.optimizers.SGD):
 
     def __init__(self):
         super().__init__(1.0)
-        self.rule = self.counters = self.sampler = "its own"
+        self.rule = self.counters = self.sampler = self.inner_optimizer = "its own"
+        self.step_counter = self.dynamic_scale = self.initial_scale = "its own"
 
 
 def test_inner_optimizer_keeps_attributes_with_the_names_of_the_wrapper():
@@ -64,7 +65,9 @@ def test_inner_optimizer_keeps_attributes_with_the_names_of_the_wrapper():
     optimizer.scale_loss(1.0)
     optimizer.apply([tf.constant([8.0])], [variable])
     assert float(variable[0]) == 0.0
-    assert (inner.rule, inner.counters, inner.sampler) == ("its own",) * 3
+    names = ("rule", "counters", "sampler", "inner_optimizer", "step_counter", "dynamic_scale", "initial_scale")
+    assert {getattr(inner, name) for name in names} == {"its own"}
+    assert optimizer.inner_optimizer is inner
 
 
 def test_excluded_variables_do_not_decay(enabled):

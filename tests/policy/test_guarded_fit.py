@@ -390,3 +390,29 @@ def test_step_that_does_not_apply_keeps_the_statistics_of_its_own_batch():
     np.testing.assert_array_equal(moving_mean, 0.0)
     model.train_on_batch(x[8:], y[8:])
     assert np.any(np.asarray(moving_mean.value))
+
+
+def test_optimizers_of_compiled_models_inside_a_model_are_guarded():
+    class Outer(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = keras.Sequential(
+                [keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1, dtype="float32")]
+            )
+            self.inner.compile("sgd")
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.inner.optimizer.scale_loss(ops.mean(ops.square(self.inner(x, training=True) - y)))
+            weights = self.inner.trainable_variables
+            self.inner.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"step_loss": loss}
+
+    model = Outer()
+    model.compile(loss="mse")
+    before = model.inner.get_weights()
+    fit(model, (np.full((8, 4), np.nan, "float32"), np.zeros((8, 1), "float32")))
+    assert model.inner.optimizer.snapshot().overflow_count == 1
+    for value, expected in zip(model.inner.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(value, expected)
