@@ -12,7 +12,7 @@ from keras import ops
 
 from kmp.backend import distribution, outlined
 from kmp.gradients.tensor_statistics import gradient_statistics
-from kmp.gradients.unscaling import Gradients, Variables, unscale_for_update
+from kmp.gradients.unscaling import Gradients, Variables, is_overwritten, unscale_for_update
 from kmp.records import BIN_COUNT, BinCounts, GradientSample
 from kmp.utils import matching_indices, unique_names
 
@@ -50,11 +50,12 @@ class GradientSampler:
         self._patterns = None if patterns is None else (*self._patterns, *patterns)
         return True
 
-    def build(self, paths: Sequence[str], scale_is_power_of_two: bool) -> None:
+    def build(self, variables: Variables, scale_is_power_of_two: bool) -> None:
         """Creates the variables that store a sample.
 
         Args:
-            paths: Paths of all trained variables.
+            variables: All trained variables. Those that Keras overwrites with their gradient are not sampled, such as
+                float8 scales.
             scale_is_power_of_two: Whether the loss scale is always a power of two. Otherwise the unscaled gradients are
                 counted separately.
 
@@ -63,9 +64,10 @@ class GradientSampler:
                 later training run.
         """
         patterns, self._patterns = self._patterns, ()
-        self._indices = list(range(len(paths))) if patterns is None else matching_indices(patterns, paths)
+        self._paths = paths_of(variables)
+        chosen = range(len(variables)) if patterns is None else matching_indices(patterns, self._paths)
+        self._indices = [index for index in chosen if not is_overwritten(variables[index])]
         self._patterns = patterns
-        self._paths = list(paths)
         rows = len(self._indices)
         self._step = distribution.variable("sample_step", "int64", aggregation="only_first_replica")
         self._scale = distribution.variable("sample_loss_scale", "float32", aggregation="only_first_replica")

@@ -129,13 +129,14 @@ def _joint_flags(tensors: Sequence[tf.Tensor], scale: Any, replicas: int) -> tf.
 
 def _is_plain(gradient: Any, variable: Any) -> bool:
     """Whether a gradient is finite in its variable's dtype exactly if it is in float32, and has a static size."""
-    if gradient is None or _is_overwritten(variable) or variable.dtype != FLOAT32.name:
+    if gradient is None or is_overwritten(variable) or variable.dtype != FLOAT32.name:
         return False
     values = values_of(gradient)
     return values.dtype.size <= tf.float32.size and values.shape.num_elements() is not None
 
 
-def _is_overwritten(variable: Any) -> bool:
+def is_overwritten(variable: Any) -> bool:
+    """Whether Keras replaces a variable's value with its gradient."""
     return getattr(variable, "overwrite_with_gradient", False)
 
 
@@ -144,6 +145,6 @@ def _as_float32(gradient: Any) -> tf.Tensor:
 
 
 def _divided(gradient: Any, variable: Any, scale: Any) -> Any:
-    if gradient is None or _is_overwritten(variable):
+    if gradient is None or is_overwritten(variable):
         return gradient
     return _with_values(gradient, ops.cast(ops.divide(values_of(gradient), scale), variable.dtype))

@@ -97,7 +97,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     (512.0, 1)
     """
 
-    # Of the wrapper, also if the inner optimizer has an attribute of this name. The first five are those of Keras' class.
+    # Of the wrapper, also if the inner optimizer has an attribute of this name. Keras' class has the first five.
     inner_optimizer: keras.optimizers.Optimizer
     initial_scale: float
     dynamic_growth_steps: int
@@ -166,7 +166,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def build(self, var_list: Variables) -> None:
         """Creates the loss scale, the counters and the inner optimizer's variables."""
-        self._build_sampler(paths_of(var_list))  # first, because it raises an error for a bad pattern
+        self._build_sampler(var_list)  # first, because it raises an error for a bad pattern
         # Keras' `build` would also create the variables of these options for the wrapper.
         self.__dict__.update(use_ema=False, gradient_accumulation_steps=None)
         super().build(var_list)
@@ -383,7 +383,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if is_new:
             self._reset_compiled_step()
             if self.built:
-                self._build_sampler(self.paths)
+                self._build_sampler(self._trainable_variables)
         return is_new
 
     def start_sampling(self, owner: Any, every_n_steps: int, next_step: bool = True) -> None:
@@ -530,10 +530,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         gradient_at = dict(zip(indices, gradients, strict=True))
         return [gradient_at.get(index) for index in range(len(self._trainable_variables))]
 
-    def _build_sampler(self, paths: Sequence[str]) -> None:
+    def _build_sampler(self, variables: Variables) -> None:
         if self.sampler:
             with self._distribution_strategy.scope():
-                self.sampler.build(paths, self.rule.keeps_powers_of_two)
+                self.sampler.build(variables, self.rule.keeps_powers_of_two)
 
     def _bounded_scale(self) -> Any:
         """Returns the scale within the rule's bounds; a file or the user may have written any value to the variable."""

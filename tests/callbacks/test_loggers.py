@@ -436,3 +436,15 @@ def test_callbacks_of_an_interrupted_training_release_their_log_in_a_training_wi
         fit(compiled_model(), [*callbacks, Interrupt()])
     fit(compiled_model(), callbacks)
     assert all(callback._folder_lock is None and callback.monitor._writer is None for callback in callbacks)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")  # of Keras, for the first layer
+def test_scales_that_keras_overwrites_with_their_gradient_are_not_sampled():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, kernel_initializer="zeros")])
+    model.quantize("float8")
+    model.compile("sgd", "mse")
+    callback = GradientHistogram()
+    x = np.random.default_rng(0).normal(0.0, 1000.0, (64, 8))
+    history = model.fit(x, np.zeros((64, 4)), verbose=0, callbacks=[callback]).history
+    assert history["grad_norm"] == [0.0]
+    assert {name.split("/")[-1] for name in callback.run.samples[0].names} == {"kernel", "bias"}
