@@ -129,7 +129,9 @@ class BatchCapture:
         if len(tensors) > 1 and tensors[0].shape[0] is None:  # a batch of graphs has more edges than nodes
             rows_of_all = tf.reduce_min(tf.stack([tf.shape(tensor)[0] for tensor in tensors]))
             tensors = [tensor[:rows_of_all] for tensor in tensors]
-        chosen = tf.argsort(_suspicion(tensors), direction="DESCENDING", stable=True)[:MOST_EXAMPLES]
+        suspicion = _suspicion(tensors)
+        # Equal ones in their order. Not a slice of `tf.argsort`: on a GPU, TensorFlow slices int32 on the host.
+        chosen = tf.math.top_k(suspicion, tf.minimum(tf.size(suspicion), MOST_EXAMPLES)).indices
         for variable, tensor in zip(self._variables, tensors, strict=True):
             rows = tf.gather(tensor, chosen)
             if variable.shape[0] is not None:
