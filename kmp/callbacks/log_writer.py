@@ -5,9 +5,10 @@ import importlib.util
 import itertools
 import logging
 import math
+import os
 import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -48,6 +49,7 @@ class LogWriter:
         self._encoder = LogEncoder()
         self._by_layer = Thinning(self.layer_budget)
         self.sample_size = self.counts_size = 0  # bytes in the log, see `kmp.callbacks.thinning`
+        self._size = 0  # bytes of the file after the last record
         self.is_closed = False  # by `close`, and not by a later training
         self._lines: IO[str] | None = None
         self._events: Any = None
@@ -110,8 +112,13 @@ class LogWriter:
             writer = cls._open[folder] = cls(folder, model, optimizer, first_step)
         return writer
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: dict[str, Any], earlier: Sequence[dict[str, Any]] = ()) -> None:
         """Writes a record; see `kmp.records` for its keys. Stops the log with a warning if the disk is full.
+
+        Args:
+            record: The record.
+            earlier: The records before it that the caller has. They are written again if the log was deleted, moved or
+                truncated, as by a program that cleans a folder.
 
         Raises:
             ValueError: If a later training uses the folder.
@@ -121,15 +128,51 @@ class LogWriter:
         if self._lines.closed:
             raise ValueError(f"`log_dir` is in use by a later training. Received: log_dir={str(self._folder)!r}")
         with self._stopping_on_write_error():
-            if not self._has_records:
-                self._write_header()
-                self._has_records = True
-            self._lines.write(self._encoder.line(record))
-            self._lines.flush()
+            if self._has_records and not self._is_intact():
+                self._write_again(earlier)
+            self._write_line(record)
+            self._size = os.fstat(self._lines.fileno()).st_size
             self.sample_size += sample_size(record)
             self.counts_size += counts_size(record)
             self._write_events(record)
             self._events.flush()
+
+    def _write_line(self, record: dict[str, Any]) -> None:
+        assert self._lines is not None
+        if not self._has_records:
+            self._write_header()
+            self._has_records = True
+        self._lines.write(self._encoder.line(record))
+        self._lines.flush()
+
+    def _is_intact(self) -> bool:
+        """Whether the file at the log's path is the one that is open, and nothing of it was removed."""
+        assert self._lines is not None
+        own = os.fstat(self._lines.fileno())
+        try:
+            at_path = (self._folder / FILE_NAME).stat()
+        except OSError:
+            return False
+        return (at_path.st_dev, at_path.st_ino) == (own.st_dev, own.st_ino) and own.st_size >= self._size
+
+    def _write_again(self, records: Sequence[dict[str, Any]]) -> None:
+        user_messages.warn(
+            f"{str(self._folder / FILE_NAME)!r} was deleted, moved or truncated during the training. The records in "
+            "memory are written again."
+        )
+        assert self._lines is not None
+        self._lines.close()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lines = (self._folder / FILE_NAME).open("w", encoding="utf-8")
+        self._encoder, self._has_records = LogEncoder(), False
+        has_events = bool(_event_files(self._folder))
+        if not has_events:
+            self._events.close()
+            self._events = tf.summary.create_file_writer(str(self._folder), filename_suffix=_SUFFIX)
+        for record in records:
+            self._write_line(record)
+            if not has_events:
+                self._write_events(record)
 
     def _write_header(self) -> None:
         model, optimizer = self._model(), self._optimizer()

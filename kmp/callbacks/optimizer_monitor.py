@@ -125,7 +125,7 @@ class OptimizerMonitor:
         self.samples.size += sample_size(record)
         self.overflow_counts.size += counts_size(record)
         if self._writer:
-            self._writer.write(record)
+            self._writer.write(record, self.run.rows[:-1])
 
     def close(self) -> None:
         """Closes the log."""

@@ -3,6 +3,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 import subprocess
 
 import keras
@@ -551,3 +552,32 @@ def test_metrics_that_a_log_cannot_hold_are_left_out(tmp_path):
     metrics = kmp.load_run(tmp_path).metrics
     assert len(metrics) == 1000
     assert np.isnan(metrics["huge"][1]).all()
+
+
+class Harm(keras.callbacks.Callback):
+    """Damages the log in the fourth step."""
+
+    def __init__(self, harm):
+        super().__init__()
+        self.harm = harm
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3:
+            self.harm()
+
+
+@pytest.mark.parametrize("how", ["folder deleted", "file deleted", "folder moved", "file truncated"])
+def test_log_that_is_lost_during_the_training_is_written_again_with_a_warning(tmp_path, how):
+    folder, file = tmp_path / "log", tmp_path / "log" / "kmp.jsonl"
+    harm = {
+        "folder deleted": lambda: shutil.rmtree(folder),
+        "file deleted": file.unlink,
+        "folder moved": lambda: folder.rename(tmp_path / "moved"),
+        "file truncated": lambda: file.write_bytes(b""),
+    }[how]
+    callbacks = defaults(folder, every_n_steps=1)
+    with pytest.warns(UserWarning, match="was deleted, moved or truncated during the training"):
+        fit(compiled_model(), [Harm(harm), *callbacks], batches=8)
+    rows = kmp.load_run(folder).rows
+    assert [row["step"] for row in rows] == [row["step"] for row in callbacks[0].run.rows]
+    assert steps_in_tensorboard(folder) == list(range(1, 9))
