@@ -101,9 +101,6 @@ def _parser() -> argparse.ArgumentParser:
         help="log_dir of a run, the .jsonl file in it, or a folder with the log_dirs of several runs",
     )
     report.add_argument(
-        "--watch", action="store_true", help="write the report every 5 seconds until the runs end; the page reloads"
-    )
-    report.add_argument(
         "--out", type=_html, help="HTML file (default: report.html in RUN, or in the current folder for several runs)"
     )
     report.set_defaults(command="report")

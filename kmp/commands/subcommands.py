@@ -8,7 +8,6 @@ import json
 import re
 import sys
 import textwrap
-import time
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -20,9 +19,8 @@ from rich.console import Console
 
 from kmp import conversion
 from kmp.records import FILE_NAME
-from kmp.utils import FolderLock, atomic_files, printable, user_messages
+from kmp.utils import atomic_files, printable, user_messages
 
-_SECONDS = 5  # between two reports of a run in training
 _PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 
 
@@ -149,16 +147,8 @@ def _report(parsed: argparse.Namespace, console: Console) -> None:
 
     paths = [log for path in parsed.runs for log in _logs_in(path)]
     out = parsed.out or _default_folder(parsed.runs) / "report.html"
-    is_training = parsed.watch
-    if is_training:
-        console.print(f"Report: {printable(str(out))}; Ctrl-C ends watching", **_PLAIN)
-    while is_training:
-        is_training = any(FolderLock.is_held(path if path.is_dir() else path.parent) for path in paths)
-        try:
-            report.write(report.load(paths), out, reload_seconds=_SECONDS if is_training else None)
-        except ValueError as error:
-            raise InputError(str(error)) from error
-        time.sleep(_SECONDS if is_training else 0)
+    if parsed.out is None and out.is_symlink():  # a folder from elsewhere may have one
+        raise InputError(f"{printable(str(out))} is a link. Delete it, or pass the file to write: --out FILE")
     try:
         runs = report.load(paths)
     except ValueError as error:

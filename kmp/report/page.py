@@ -74,12 +74,11 @@ def summary(runs: Mapping[str, Run]) -> RenderableType:
     return terminal.render(_summaries(runs))
 
 
-def html(runs: Mapping[str, Run], *, reload_seconds: int | None = None) -> str:
+def html(runs: Mapping[str, Run]) -> str:
     """Returns a self-contained HTML page: verdict, findings, figures, tables and settings.
 
     Args:
         runs: Runs by name, at least one.
-        reload_seconds: After how many seconds a browser loads the page again, or `None` for never.
 
     Raises:
         TypeError: If `runs` is not a dictionary of runs.
@@ -108,18 +107,16 @@ def html(runs: Mapping[str, Run], *, reload_seconds: int | None = None) -> str:
         differences=[difference(summaries[0], other) for other in summaries[1:]],
         metric_figures=figures.metric_figures(summaries),
         code_lines=code_lines,
-        reload_seconds=reload_seconds,
     )
     return page.strip() + "\n"
 
 
-def write(runs: Mapping[str, Run], path: PathLike, *, reload_seconds: int | None = None) -> Path:
+def write(runs: Mapping[str, Run], path: PathLike) -> Path:
     """Writes the page atomically, and creates its folder if needed.
 
     Args:
         runs: Runs by name, at least one.
         path: The file.
-        reload_seconds: As in `html`.
 
     Returns:
         `path`, as a `Path`.
@@ -136,7 +133,7 @@ def write(runs: Mapping[str, Run], path: PathLike, *, reload_seconds: int | None
     """
     validation.instance("path", path, (str, os.PathLike), "the path of the HTML file")
     file = Path(path)
-    page = html(runs, reload_seconds=reload_seconds)
+    page = html(runs)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_files.atomic_write(file) as temporary:

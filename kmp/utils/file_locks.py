@@ -6,7 +6,6 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 _NAME = ".kmp.lock"
-_PROBE_SECONDS = 0.1  # `is_held` of another process holds the lock for less
 
 
 class FolderLock:
@@ -33,7 +32,7 @@ class FolderLock:
         lock = _lock_of(folder)
         try:
             if not lock.is_locked:
-                lock.acquire(timeout=_PROBE_SECONDS)
+                lock.acquire(blocking=False)
         except Timeout as error:
             message = (
                 f"`{argument}` is in use by another process. Wait until its training ends, stop that process, or give "
@@ -44,22 +43,6 @@ class FolderLock:
         except (OSError, NotImplementedError):  # such as some network file systems
             return None
         return cls(lock)
-
-    @staticmethod
-    def is_held(folder: Path) -> bool:
-        """Whether a training uses the folder, in this process or another; `False` where files cannot be locked."""
-        lock = _lock_of(folder)
-        if lock.is_locked:
-            return True
-        if not (folder / _NAME).exists():
-            return False
-        try:
-            with lock.acquire(blocking=False):
-                return False
-        except Timeout:
-            return True
-        except (OSError, NotImplementedError):
-            return False
 
 
 def _lock_of(folder: Path) -> FileLock:

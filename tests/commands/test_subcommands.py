@@ -14,7 +14,6 @@ from kmp import bench
 from kmp.bench import runner
 from kmp.bench.timing import Measurement, MeasurementError
 from kmp.records import to_line
-from kmp.utils import FolderLock
 from kmp_cli import main
 
 
@@ -91,26 +90,13 @@ def test_report_of_a_folder_is_that_of_the_runs_in_it(tmp_path, capsys):
     assert "<title>kmp report: a, c, earlier_try</title>" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_watching_ends_with_the_training_and_shows_what_is_known(tmp_path, capsys, monkeypatch):
-    folder, pages = write_run(tmp_path / "run"), []
-    lock = [FolderLock.acquire("log_dir", folder)]
-
-    def next_record(seconds):
-        pages.append((folder / "report.html").read_text(encoding="utf-8"))
-        lines = (folder / "kmp.jsonl").read_text().splitlines(keepends=True)
-        complete = [line for line in lines if line.endswith("\n")]
-        record = to_line({"step": 10 + len(pages), "overflow_count": 0})
-        (folder / "kmp.jsonl").write_text("".join([*complete, record, '{"step": 9']))
-        if len(pages) == 2:
-            lock.clear()  # the end of the training
-
-    monkeypatch.setattr("kmp.commands.subcommands.time.sleep", next_record)
-    assert main(["report", "--watch", str(folder)]) == 0
-    assert ["refresh" in page for page in pages] == [True, True, False]
-    final = (folder / "report.html").read_text(encoding="utf-8")
-    assert "refresh" not in final
-    assert "0 of 13 steps were skipped" in final
-    assert "0 of 13 steps were skipped" in capsys.readouterr().out
+def test_report_does_not_replace_what_a_link_in_the_folder_points_to(tmp_path, capsys):
+    run, other = write_run(tmp_path / "run"), tmp_path / "other"
+    other.write_text("precious")
+    (run / "report.html").symlink_to(other)
+    assert main(["report", str(run)]) == 1
+    assert "report.html is a link. Delete it, or pass the file to write: --out FILE" in capsys.readouterr().err
+    assert other.read_text() == "precious"
 
 
 def test_command_alone_prints_help(capsys):

@@ -323,11 +323,6 @@ def test_metrics_with_the_names_of_counts_are_compared_apart_from_them():
     assert dict(row[:2] for row in of_counts.rows)["steps"] == "300"
 
 
-def test_page_of_a_run_in_training_is_loaded_again():
-    assert '<meta http-equiv="refresh" content="5">' in report.html({"x": make_run()}, reload_seconds=5)
-    assert "refresh" not in report.html({"x": make_run()})
-
-
 def test_comparison_has_a_column_for_each_run():
     table, _ = comparison([RunSummary(name, run) for name, run in make_three_runs().items()])
     rows = {row[0]: row[1:] for row in table.rows}
