@@ -190,8 +190,8 @@ def python_process(code, *arguments):
 
 LOCK_FOLDER = """
 from pathlib import Path
-from kmp.utils import FolderLock
-lock = FolderLock.acquire("folder", Path(sys.argv[1]))
+from kmp.utils import lock_folder
+lock = lock_folder("folder", Path(sys.argv[1]))
 print("locked", flush=True)
 """
 

@@ -49,9 +49,10 @@ def state_restored(model: keras.Model, variables: Iterable[ResourceVariable] = (
     Yields:
         The tensors in place of `model.trainable_variables` in the context, to differentiate with respect to them.
     """
-    own = [_variable_of(value) for layer in sublayers(model) for value in vars(layer).values()]
-    found = [*variables, *(ResourceVariable(each.handle, each.dtype) for each in own if each is not None)]
-    saved = [(variable, variable.read()) for variable in found]
+    values = [value for layer in sublayers(model) for value in vars(layer).values()]
+    own = [value.state if isinstance(value, tf.random.Generator) else value for value in values]
+    saved = [(variable.assign, variable.read()) for variable in variables]
+    saved += [(variable.assign, tf.identity(variable)) for variable in own if isinstance(variable, tf.Variable)]
     tensors = [tf.convert_to_tensor(variable.value) for variable in model.trainable_variables]
     # Keras reads the variables of regularizers from the mapping only.
     mapping = list(zip(model.trainable_variables, tensors, strict=True))
@@ -59,8 +60,8 @@ def state_restored(model: keras.Model, variables: Iterable[ResourceVariable] = (
         with keras.StatelessScope(mapping, collect_losses=True):
             yield tensors
     finally:
-        for variable, value in saved:
-            variable.assign(value)
+        for assign, value in saved:
+            assign(value)
 
 
 def state_of_trace(known: Iterable[keras.Variable]) -> tuple[list[ResourceVariable], str | None]:
@@ -98,9 +99,3 @@ def _with_nested(graph: Any, seen: set[str]) -> Iterator[Any]:
                 function = graph._get_function(name)
                 if function is not None and function.graph is not None:
                     yield from _with_nested(function.graph, seen)
-
-
-def _variable_of(value: Any) -> tf.Variable | None:
-    """Returns TensorFlow's variable that an attribute is or has, which Keras does not know of; else `None`."""
-    value = value.state if isinstance(value, tf.random.Generator) else value
-    return value if isinstance(value, tf.Variable) else None

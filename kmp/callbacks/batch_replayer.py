@@ -27,10 +27,6 @@ _MOST_SECONDS = 5.0  # of one replay
 Record = dict[str, Any]
 
 
-class _NotReplayableError(Exception):
-    """A replay would change what nobody can restore."""
-
-
 @dataclass
 class _Replays:
     """The replays of one training for one reason."""
@@ -121,9 +117,9 @@ class BatchReplayer:
         replays.nonfinite_losses, replays.overflows = snapshot.nonfinite_loss_count, snapshot.overflow_count
         if snapshot.sample and snapshot.sample.histogram.is_finite:
             self._for_zeros.zero_share = max(self._for_zeros.zero_share, snapshot.sample.histogram.zero_fraction)
+        if self._capture.unrestorable:
+            return self._failure(model, f"a replay would change {self._capture.unrestorable}")
         try:
-            if self._capture.unrestorable:
-                raise _NotReplayableError(f"a replay would change {self._capture.unrestorable}")
             scale = captured.loss_scale if has_overflowed else snapshot.loss_scale
             result, reference = replay(
                 model,
@@ -139,15 +135,16 @@ class BatchReplayer:
             )
             to_line({"replay": result})  # raises for what a log cannot hold
         except Exception as error:  # the user's code may fail outside its training step, or memory may be too small
-            self._has_failed = True
-            text = f"{type(error).__name__}: {user_messages.one_line(error)}"
-            if isinstance(error, TimeoutError):
-                text = f"it takes longer than {_MOST_SECONDS:g} s"
-            elif isinstance(error, _NotReplayableError):
-                text = str(error)
-            logger.info("kmp could not replay a batch of %r: %s", model.name, text)
-            return {"replay_error": text[:_LONGEST_ERROR]}
+            is_late = isinstance(error, TimeoutError)
+            reason = f"{type(error).__name__}: {user_messages.one_line(error)}"
+            return self._failure(model, f"it takes longer than {_MOST_SECONDS:g} s" if is_late else reason)
         return {"replay": result} | ({"reference": reference} if reference else {})
+
+    def _failure(self, model: keras.Model, reason: str) -> Record:
+        """Ends the replays of this training. Returns the keys of a record."""
+        self._has_failed = True
+        logger.info("kmp could not replay a batch of %r: %s", model.name, reason)
+        return {"replay_error": reason[:_LONGEST_ERROR]}
 
     def _has_more_overflows(self, snapshot: Snapshot) -> bool:
         """Whether a loss was not finite, or gradients overflowed in a row or often, since the last replay."""

@@ -29,10 +29,10 @@ class GradientHistogram(OptimizerCallback):
     updates no weights, because it was skipped or accumulates gradients, has no update to measure, so the next sample
     measures it. With `steps_per_execution`, the update is that of the whole execution.
 
-    Samples are compressed in memory and in the log; `kmp.records` says what is rounded. A long run takes fewer of them:
-    each time its samples, or those of the log that it continues, have grown by 3 MB, their interval doubles. The first
-    steps of epochs and the references are thinned in the same way. So the log of a million steps stays below 50 MB,
-    also for a model with thousands of variables.
+    Samples are rounded and compressed in the log, see `kmp.records`. A long run takes fewer of them: each time its
+    samples, or those of the log that it continues, have grown by 3 MB there, their interval doubles. The first steps of
+    epochs are thinned in the same way. So the log of a million steps stays below 50 MB, also for a model with thousands
+    of variables.
 
     Does nothing for a model that needs no loss scale and is compiled without `kmp.LossScaleOptimizer`.
 

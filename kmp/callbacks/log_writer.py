@@ -14,6 +14,7 @@ from typing import IO, Any, ClassVar
 
 import keras
 import tensorflow as tf
+from filelock import FileLock
 
 from kmp import records
 from kmp.advice import advise
@@ -22,7 +23,7 @@ from kmp.callbacks.tensorboard_events import histograms_by_tag, write_histograms
 from kmp.callbacks.thinning import Thinning, counts_size, sample_size
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import FILE_NAME, LogEncoder, to_line
-from kmp.utils import FolderLock, atomic_files, user_messages
+from kmp.utils import atomic_files, lock_folder, user_messages
 
 logger = logging.getLogger("kmp")
 
@@ -67,7 +68,7 @@ class LogWriter:
             self._events.flush()
 
     @classmethod
-    def check(cls, folder: Path) -> FolderLock | None:
+    def check(cls, folder: Path) -> FileLock | None:
         """Creates the folder, checks that it is writable, and locks it for this process.
 
         Returns:
@@ -86,7 +87,7 @@ class LogWriter:
         except OSError as error:
             message = f"`log_dir` cannot be written ({error.strerror or error})"
             raise OSError(error.errno, message, str(folder)) from error
-        return FolderLock.acquire("log_dir", folder)
+        return lock_folder("log_dir", folder)
 
     @classmethod
     def open(cls, folder: Path, model: keras.Model, optimizer: LossScaleOptimizer, first_step: int) -> "LogWriter":

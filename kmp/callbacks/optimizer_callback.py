@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import keras
+from filelock import FileLock
 
 from kmp.callbacks.optimizer_monitor import OptimizerMonitor
 from kmp.callbacks.run_header import to_number
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarding
 from kmp.records import HIGHEST_NUMBER, MOST_METRICS, RECORD_KEYS, Run, Snapshot
-from kmp.utils import FolderLock, user_messages, validation
+from kmp.utils import user_messages, validation
 
 PathLike = str | os.PathLike[str]
 Logs = dict[str, Any] | None
@@ -39,7 +40,7 @@ class OptimizerCallback(keras.callbacks.Callback, abc.ABC):
         self.every_n_steps = validation.positive_integer("every_n_steps", every_n_steps)
         self.monitor = OptimizerMonitor(folder, optimizer)
         self._is_active = False
-        self._folder_lock: FolderLock | None = None
+        self._folder_lock: FileLock | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy has: the settings and the records, without the model, which `fit` sets."""

@@ -6,6 +6,7 @@ from typing import Any
 from weakref import WeakSet
 
 import keras
+from filelock import FileLock
 
 from kmp.backend import compute_dtypes
 from kmp.callbacks.log_writer import LogWriter
@@ -14,7 +15,7 @@ from kmp.callbacks.run_header import header
 from kmp.callbacks.thinning import Thinning, counts_size, sample_size
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Run, Snapshot
-from kmp.utils import FLOAT16, FolderLock
+from kmp.utils import FLOAT16
 
 logger = logging.getLogger("kmp")
 
@@ -77,7 +78,7 @@ class OptimizerMonitor:
         self.last_epoch = None
         self.run.header = {}
 
-    def check(self, model: keras.Model) -> FolderLock | None:
+    def check(self, model: keras.Model) -> FileLock | None:
         """Checks that `log_dir` is writable, and locks it for this process.
 
         Returns:

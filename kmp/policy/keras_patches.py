@@ -122,7 +122,8 @@ def _make_train_function_patch(original: Callable[..., None]) -> Callable[..., N
         if not _is_managed(self):
             original(self, force)
             return
-        is_new = bool(optimizers_of(self)) and guarding.install(self)
+        # `train_on_batch` calls this in each step: the search for optimizers is for a model that has no guard.
+        is_new = guarding.guard_of(self) is None and bool(optimizers_of(self)) and guarding.install(self)
         previous = self.train_function
         original(self, force or is_new)
         if self.train_function is not previous:

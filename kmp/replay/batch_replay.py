@@ -1,5 +1,6 @@
 """Replays one training batch in the precision of the model and in float32, to find what float16 loses."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,55 +58,23 @@ def replay(
     Raises:
         TimeoutError: If the first passes in each precision take longer than `seconds`.
     """
-    surroundings = Surroundings(restored, time.monotonic() + seconds)
-    if is_forward_only:
-        return _replay_forward(model, batch, variables, loss_scale, surroundings), None
-    options: dict[str, Any] = {"step": step, "loss_scale": loss_scale, "batch_size": batch_size}
-    options["surroundings"] = surroundings
-    result = _replay(model, batch, variables, **options)
+    run = functools.partial(
+        _replay,
+        model,
+        variables=variables,
+        step=step,
+        loss_scale=loss_scale,
+        batch_size=batch_size,
+        is_forward_only=is_forward_only,
+        surroundings=Surroundings(restored, time.monotonic() + seconds),
+    )
+    result = run(batch)
     examples = len(keras.tree.flatten(batch[0])[0])
     is_finite = result[0].loss is not None if failed == "loss" else result[0].is_finite
-    if failed and is_finite and batch_size and batch_size > examples:
+    if failed and is_finite and not is_forward_only and batch_size and batch_size > examples:
         whole = keras.tree.map_structure(lambda tensor: _tiled(tensor, batch_size), tuple(batch))
-        result = _replay(model, whole, variables, **options)
+        result = run(whole)
     return result
-
-
-def _replay_forward(
-    model: keras.Model,
-    batch: Sequence[Any],
-    variables: Mapping[str, Any],
-    loss_scale: float,
-    surroundings: Surroundings,
-) -> Replay:
-    def run(**options: Any) -> PassResult:
-        return run_pass(model, batch, (), is_forward_only=True, surroundings=surroundings, **options)
-
-    exact, own = run(float32_layers=[model]), run()
-    watched, lost_constants = (own, {}) if own.is_finite else _watched_pass(model, run, exact)
-    needs_float32 = exact.is_finite and not own.is_finite
-    batch_part, key, is_part_finite = nonfinite_part(batch)
-    return Replay(
-        examples=len(keras.tree.flatten(batch[0])[0]),
-        loss_scale=loss_scale,
-        loss=None,
-        float32_loss=None,
-        is_finite=own.is_finite,
-        is_finite_in_float32=exact.is_finite,
-        nonfinite=list(watched.nonfinite.found),
-        lost_constants=lost_constants,
-        nonfinite_outputs=list(watched.marks.nonfinite)[:_MOST_NAMED],
-        nonfinite_variables=_nonfinite_variables(variables),
-        nonfinite_part=batch_part,
-        nonfinite_key=key,
-        is_part_finite=is_part_finite,
-        float32_layers=_Float32Layers(model, run).find() if needs_float32 else [],
-        is_forward_only=True,
-    )
-
-
-def _nonfinite_variables(variables: Mapping[str, Any]) -> list[str]:
-    return [path for path, variable in variables.items() if not np.isfinite(variable).all()][:_MOST_NAMED]
 
 
 def _tiled(tensor: Any, size: int) -> tf.Tensor:
@@ -116,24 +85,25 @@ def _tiled(tensor: Any, size: int) -> tf.Tensor:
 def _replay(
     model: keras.Model,
     batch: Sequence[Any],
-    variables: Mapping[str, Any],
     *,
+    variables: Mapping[str, Any],
     step: int,
     loss_scale: float,
     batch_size: int | None,
+    is_forward_only: bool,
     surroundings: Surroundings,
 ) -> tuple[Replay, GradientSample | None]:
     examples = len(keras.tree.flatten(batch[0])[0])
     part = 1.0 if _sums_over_examples(model) else examples / (batch_size or examples)
-    tensors = list(variables.values())
+    measured = {} if is_forward_only else variables  # a forward pass has no gradients
 
     def run(**options: Any) -> PassResult:
         options = {"factor": loss_scale * part, "surroundings": surroundings, **options}
-        return run_pass(model, batch, tensors, **options)
+        return run_pass(model, batch, measured.values(), is_forward_only=is_forward_only, **options)
 
     batch_part, key, is_part_finite = nonfinite_part(batch)
-    nonfinite_variables = _nonfinite_variables(variables)
-    invalid = invalid_targets(model, batch, surroundings.variables)
+    nonfinite_variables = [path for path, variable in variables.items() if not np.isfinite(variable).all()]
+    invalid = None if is_forward_only else invalid_targets(model, batch, surroundings.variables)
     has_weight = len(batch) > 2 and batch[2] is not None
     exact = _float32_pass(model, run, may_fail=invalid is not None)
     is_sound = batch_part is None and not nonfinite_variables
@@ -143,7 +113,7 @@ def _replay(
         ), None
     own = run()
     watched, lost_constants = (own, {}) if own.is_finite else _watched_pass(model, run, exact)
-    gradients = list(zip(variables, own.gradients, exact.gradients, strict=True))
+    gradients = list(zip(measured, own.gradients, exact.gradients, strict=True))
     flushed = {path: _flushed_share(half, single) for path, half, single in gradients}
     usable = _usable_scale(exact)
     float32_layers: list[str] | None = []
@@ -153,20 +123,20 @@ def _replay(
     result = Replay(
         examples=examples,
         loss_scale=loss_scale,
-        loss=_finite(own.loss),
-        float32_loss=_finite(exact.loss),
+        loss=None if is_forward_only else _finite(own.loss),
+        float32_loss=None if is_forward_only else _finite(exact.loss),
         is_finite=own.is_finite,
         is_finite_in_float32=exact.is_finite,
         usable_scale=None if usable is None else min(usable / part, 2.0**FLOAT32.max_exponent),
         nonfinite=list(watched.nonfinite.found),
         lost_constants=lost_constants,
         nonfinite_outputs=list(watched.marks.nonfinite)[:_MOST_NAMED],
-        nonfinite_variables=nonfinite_variables,
+        nonfinite_variables=nonfinite_variables[:_MOST_NAMED],
         nonfinite_part=batch_part,
         nonfinite_key=key,
         is_part_finite=is_part_finite,
         has_sample_weight=has_weight,
-        invalid_targets=invalid_binary_targets(model, batch),
+        invalid_targets=None if is_forward_only else invalid_binary_targets(model, batch),
         float32_layers=float32_layers,
         activation_gradients={
             path: amax
@@ -175,8 +145,9 @@ def _replay(
         },
         flushed={path: share for path, share in flushed.items() if share},
         zero=[path for path, _, single in gradients if single is None or not as_array(single).any()],
+        is_forward_only=is_forward_only,
     )
-    return result, exact.sample(variables, step)
+    return result, None if is_forward_only else exact.sample(variables, step)
 
 
 def _float32_pass(model: keras.Model, run: Callable[..., PassResult], may_fail: bool) -> PassResult | None:

@@ -3,7 +3,7 @@
 from kmp.utils import atomic_files, user_messages, validation
 from kmp.utils.backend_check import require_tensorflow
 from kmp.utils.escaping import printable
-from kmp.utils.file_locks import FolderLock
+from kmp.utils.file_locks import lock_folder
 from kmp.utils.float_formats import (
     BFLOAT16,
     DTYPES_16_BIT,
@@ -24,12 +24,12 @@ __all__ = [
     "FLOAT32",
     "FORMATS_16_BIT",
     "FloatFormat",
-    "FolderLock",
     "__version__",
     "as_power",
     "atomic_files",
     "is_power_of_two",
     "listed",
+    "lock_folder",
     "matching_indices",
     "printable",
     "require_tensorflow",

@@ -8,42 +8,31 @@ from filelock import FileLock, Timeout
 _NAME = ".kmp.lock"
 
 
-class FolderLock:
-    """Prevents trainings in other processes from using a folder, for as long as the object exists.
+def lock_folder(argument: str, folder: Path) -> FileLock | None:
+    """Prevents trainings in other processes from using a folder, for as long as the returned lock exists.
 
-    All users of a folder in one process share one lock. The file `.kmp.lock` stays in the folder. Use
-    `FolderLock.acquire`.
+    All users of a folder in one process share one lock. The file `.kmp.lock` stays in the folder.
+
+    Args:
+        argument: The name of the argument that received the folder, for the error message.
+        folder: The folder, which exists.
+
+    Returns:
+        The lock, which filelock releases when its last user has dropped it; `None` where files cannot be locked.
+
+    Raises:
+        OSError: If another process holds the lock.
     """
-
-    def __init__(self, lock: FileLock) -> None:
-        self._lock = lock  # filelock releases it when the last user in this process has dropped it
-
-    @classmethod
-    def acquire(cls, argument: str, folder: Path) -> "FolderLock | None":
-        """Returns this process' lock of a folder, or `None` where files cannot be locked.
-
-        Args:
-            argument: The name of the argument that received the folder, for the error message.
-            folder: The folder, which exists.
-
-        Raises:
-            OSError: If another process holds the lock.
-        """
-        lock = _lock_of(folder)
-        try:
-            if not lock.is_locked:
-                lock.acquire(blocking=False)
-        except Timeout as error:
-            message = (
-                f"`{argument}` is in use by another process. Wait until its training ends, stop that process, or give "
-                "this training another folder. A notebook whose training was interrupted uses the folder until its "
-                "kernel stops"
-            )
-            raise OSError(errno.EBUSY, message, str(folder)) from error
-        except (OSError, NotImplementedError):  # such as some network file systems
-            return None
-        return cls(lock)
-
-
-def _lock_of(folder: Path) -> FileLock:
-    return FileLock(folder.resolve() / _NAME, is_singleton=True, thread_local=False)
+    lock = FileLock(folder.resolve() / _NAME, is_singleton=True, thread_local=False)
+    try:
+        if not lock.is_locked:
+            lock.acquire(blocking=False)
+    except Timeout as error:
+        message = (
+            f"`{argument}` is in use by another process. Wait until its training ends, stop that process, or give this "
+            "training another folder. A notebook whose training was interrupted uses the folder until its kernel stops"
+        )
+        raise OSError(errno.EBUSY, message, str(folder)) from error
+    except (OSError, NotImplementedError):  # such as some network file systems
+        return None
+    return lock

@@ -6,24 +6,24 @@ import os
 import pytest
 from conftest import LOCK_FOLDER, folder_locked_by_another_process, is_locked, python_process
 
-from kmp.utils import FolderLock
+from kmp.utils import lock_folder
 
 
 def test_folder_that_another_process_uses_raises_until_that_process_is_killed(tmp_path):
     with folder_locked_by_another_process(tmp_path) as process:
         with pytest.raises(OSError, match=r"`log_dir` is in use by another process\. Wait until") as caught:
-            FolderLock.acquire("log_dir", tmp_path)
+            lock_folder("log_dir", tmp_path)
         assert (caught.value.errno, caught.value.filename) == (errno.EBUSY, str(tmp_path))
         process.kill()
         process.wait()
-        assert FolderLock.acquire("log_dir", tmp_path) is not None
+        assert lock_folder("log_dir", tmp_path) is not None
 
 
 def test_users_of_a_folder_in_one_process_share_a_lock_until_the_last_one_ends(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("folder")
-    first = FolderLock.acquire("log_dir", tmp_path / "folder")
-    second = FolderLock.acquire("backup_dir", tmp_path / "link")
+    first = lock_folder("log_dir", tmp_path / "folder")
+    second = lock_folder("backup_dir", tmp_path / "link")
     del first
     gc.collect()
     assert is_locked(tmp_path / "folder")
@@ -46,4 +46,4 @@ def test_file_system_without_locks_locks_nothing(tmp_path, monkeypatch, code):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    assert FolderLock.acquire("log_dir", tmp_path) is None
+    assert lock_folder("log_dir", tmp_path) is None
