@@ -93,27 +93,21 @@ def sample_of(shapes):
 
 def million_steps(variables):
     """Returns the bytes that a million steps add to the log and to TensorBoard's files."""
-    from kmp.callbacks.log_writer import LogWriter
-    from kmp.callbacks.optimizer_monitor import OptimizerMonitor
-    from kmp.callbacks.thinning import Thinning, counts_size, sample_size
+    from kmp.callbacks import Monitor
+    from kmp.callbacks.training_records import record_size
 
     sample = sample_of([(64, 64), (64,)] * (variables // 2))
     counts = {key: dict.fromkeys(sample.names, 1) for key in ("overflows_by_variable", "overflow_origins_by_variable")}
-    layer_bytes = 600  # of a histogram by layer, with its tag
-    parts = [
-        (OptimizerMonitor.sample_budget, 250, sample_size({"sample": sample})),
-        (OptimizerMonitor.counts_budget, OVERFLOW_EVERY, counts_size(counts)),
-        (LogWriter.layer_budget, 250, layer_bytes * variables // 2),
-    ]
-    sizes = []
-    for budget, interval, size in parts:
-        thinning = Thinning(budget)
-        for _ in range(MILLION // interval):
-            thinning.size += size * thinning.stores_next()
-        sizes.append(thinning.size)
-    records = 500 * MILLION // 250  # loss scale, counters and the numbers of a sample
-    events = 1_000 * MILLION // 250  # the same in TensorBoard's files
-    return [sizes[0] + sizes[1] + records, sizes[2] + events]
+    histograms = [600 * (1 + variables // 2), *[600] * 9]  # of TensorBoard, with their tags: every tenth by layer
+    log = events = step = reads = 0
+    while step < MILLION:
+        interval = 250 * 2 ** ((log + events) // Monitor.budget)
+        step += interval
+        log += record_size({"sample": sample})
+        log += record_size(counts) if step // OVERFLOW_EVERY > (step - interval) // OVERFLOW_EVERY else 0
+        events += histograms[reads % 10]
+        reads += 1
+    return [log + 500 * reads, events + 1_000 * reads]  # loss scale, counters and the numbers of a sample
 
 
 def resnet_shapes():

@@ -1,7 +1,7 @@
 """Callbacks for `fit`: log the loss scaler in `logs`, files and TensorBoard; stop stuck runs; write a report.
 
 The compiled step counts on the device, and the callbacks copy a few numbers to the host. They compute nothing
-themselves, except the weight updates and the float32 passes of `GradientHistogram`.
+themselves, except the weight updates and the float32 passes of `Monitor`.
 List them before callbacks that use their keys, such as `CSVLogger`, or a `ModelCheckpoint` that monitors `loss_scale`:
 listed before them, it only warns and saves nothing. `History` and the progress bar always come last.
 
@@ -11,6 +11,7 @@ With a `log_dir`, records go to `kmp.jsonl` there (see `kmp.records`) and to Ten
 from kmp.callbacks.default_callbacks import defaults
 from kmp.callbacks.gradient_histogram import GradientHistogram
 from kmp.callbacks.loss_scale_logger import LossScaleLogger
+from kmp.callbacks.monitor import Monitor
 from kmp.callbacks.overflow_counter import OverflowCounter
 from kmp.callbacks.report_callback import Report
 from kmp.callbacks.stuck_detector import StuckDetector
@@ -19,6 +20,7 @@ from kmp.callbacks.stuck_message import StuckError
 __all__ = [
     "GradientHistogram",
     "LossScaleLogger",
+    "Monitor",
     "OverflowCounter",
     "Report",
     "StuckDetector",

@@ -20,7 +20,7 @@ from kmp import records
 from kmp.advice import advise
 from kmp.callbacks.run_header import header
 from kmp.callbacks.tensorboard_events import histograms_by_tag, write_histograms, write_scalars
-from kmp.callbacks.thinning import Thinning, counts_size, sample_size
+from kmp.callbacks.training_records import record_size
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import FILE_NAME, LogEncoder, to_line
 from kmp.utils import atomic_files, lock_folder, user_messages
@@ -38,7 +38,6 @@ class LogWriter:
     a folder, and a run has one log.
     """
 
-    layer_budget = 1_000_000  # bytes of TensorBoard's histograms by layer, after which half as many are written
     _open: ClassVar[dict[Path, "LogWriter"]] = {}
 
     def __init__(self, folder: Path, model: keras.Model, optimizer: LossScaleOptimizer, first_step: int) -> None:
@@ -48,9 +47,9 @@ class LogWriter:
         self._first_step = first_step
         self._has_failed = self._has_records = False
         self._encoder = LogEncoder()
-        self._by_layer = Thinning(self.layer_budget)
-        self.sample_size = self.counts_size = 0  # bytes in the log, see `kmp.callbacks.thinning`
-        self._size = 0  # bytes of the file after the last record
+        self.size = 0  # bytes of the records in the log, see `record_size`, and of the event files
+        self._file_size = 0  # bytes of the log after the last record
+        self._last_metrics: tuple[int, int] | None = None  # epoch and step
         self.is_closed = False  # by `close`, and not by a later training
         self._lines: IO[str] | None = None
         self._events: Any = None
@@ -59,8 +58,7 @@ class LogWriter:
             self._layers = first_line["settings"].get("layers", {})
             kept, is_rewritten = _continue_log(folder, first_step, first_line)
             self._has_records = bool(kept)
-            self.sample_size, self.counts_size = (sum(map(size, kept)) for size in (sample_size, counts_size))
-            self._by_layer.size = sum(file.stat().st_size for file in _event_files(folder))
+            self.size = sum(map(record_size, kept)) + sum(file.stat().st_size for file in _event_files(folder))
             self._lines = (folder / FILE_NAME).open("a", encoding="utf-8")
             self._events = tf.summary.create_file_writer(str(folder), filename_suffix=_SUFFIX)
             for record in kept if is_rewritten else ():
@@ -128,13 +126,17 @@ class LogWriter:
             return
         if self._lines.closed:
             raise ValueError(f"`log_dir` is in use by a later training. Received: log_dir={str(self._folder)!r}")
+        if "metrics" in record:
+            of_epoch = record["epoch"], record["step"]
+            if of_epoch == self._last_metrics:
+                return  # another callback of the same training has written them
+            self._last_metrics = of_epoch
         with self._stopping_on_write_error():
             if self._has_records and not self._is_intact():
                 self._write_again(earlier)
             self._write_line(record)
-            self._size = os.fstat(self._lines.fileno()).st_size
-            self.sample_size += sample_size(record)
-            self.counts_size += counts_size(record)
+            self._file_size = os.fstat(self._lines.fileno()).st_size
+            self.size += record_size(record)
             self._write_events(record)
             self._events.flush()
 
@@ -154,7 +156,7 @@ class LogWriter:
             at_path = (self._folder / FILE_NAME).stat()
         except OSError:
             return False
-        return (at_path.st_dev, at_path.st_ino) == (own.st_dev, own.st_ino) and own.st_size >= self._size
+        return (at_path.st_dev, at_path.st_ino) == (own.st_dev, own.st_ino) and own.st_size >= self._file_size
 
     def _write_again(self, records: Sequence[dict[str, Any]]) -> None:
         user_messages.warn(
@@ -199,12 +201,7 @@ class LogWriter:
         with self._events.as_default(step=record["step"]):
             write_scalars(record["step"], _scalar_tags(record))
             if "sample" in record:
-                self._write_histograms(record)
-
-    def _write_histograms(self, record: dict[str, Any]) -> None:
-        by_tag = histograms_by_tag(record["sample"], self._layers if self._by_layer.stores_next() else None)
-        size = write_histograms(record["step"], by_tag)
-        self._by_layer.size += size if len(by_tag) > 1 else 0
+                self.size += write_histograms(record["step"], histograms_by_tag(record["sample"], self._layers))
 
     def close(self) -> None:
         """Adds the verdict for TensorBoard, and closes the files, for all callbacks that share the writer."""

@@ -1,15 +1,12 @@
 """The callback that logs the loss scale."""
 
-from typing import Any
+from kmp.callbacks.monitor import Monitor, PathLike
+from kmp.callbacks.training_records import LOSS_SCALE
+from kmp.optimizer import LossScaleOptimizer
 
-from kmp.callbacks.optimizer_callback import OptimizerCallback
-from kmp.records import Snapshot
 
-
-class LossScaleLogger(OptimizerCallback):
-    """Logs the loss scale, as `loss_scale` in `logs`; 1 if the training loop does not scale its loss.
-
-    Does nothing for a model that needs no loss scale and is compiled without `kmp.LossScaleOptimizer`.
+class LossScaleLogger(Monitor):
+    """Logs the loss scale, as `loss_scale` in `logs`: what `Monitor` records, without overflows and gradients.
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
@@ -32,9 +29,9 @@ class LossScaleLogger(OptimizerCallback):
     [1024.0]
     """
 
-    def _initial_values(self, snapshot: Snapshot) -> dict[str, float]:
-        return {"loss_scale": snapshot.loss_scale}
+    parts = (LOSS_SCALE,)
 
-    def _record_of(self, snapshot: Snapshot) -> dict[str, Any] | None:
-        self._logged_values = {"loss_scale": snapshot.loss_scale}
-        return {"step": snapshot.step} | self._logged_values | {"clean_steps": snapshot.clean_steps}
+    def __init__(
+        self, log_dir: PathLike | None = None, every_n_steps: int = 250, optimizer: LossScaleOptimizer | None = None
+    ) -> None:
+        super().__init__(log_dir, every_n_steps, optimizer)

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from kmp.callbacks.model_saving import is_chief
-from kmp.callbacks.optimizer_callback import Logs, PathLike
+from kmp.callbacks.monitor import Logs, PathLike
 from kmp.records import Run
 from kmp.utils import atomic_files, user_messages, validation
 
@@ -34,8 +34,8 @@ class Report(keras.callbacks.Callback):
 
     Example:
     >>> from kmp import callbacks
-    >>> loggers = callbacks.defaults()
-    >>> attached = [*loggers, callbacks.Report("report.html", run=loggers[0].run)]
+    >>> monitor = callbacks.Monitor()
+    >>> attached = [monitor, callbacks.Report("report.html", run=monitor.run)]
     """
 
     def __init__(self, path: PathLike, run: Run) -> None:

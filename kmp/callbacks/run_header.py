@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from kmp.backend import compute_dtypes, is_keras_class, keras_internals, layers_by_path, output_layers, sublayers
+from kmp.callbacks.training_records import to_number
 from kmp.gradients import paths_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarding, settings_call
@@ -52,10 +53,3 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer) -> dict[str, Any]:
         settings["layers"] = {path: type(layer).__name__ for path, layer in layers_by_path(model).items()}
         settings["output_layers"] = [layer.path or layer.name for layer in output_layers(model)]
     return {"schema": SCHEMA, "kind": "header", "started": started, **versions, "settings": settings}
-
-
-def to_number(value: Any) -> float | None:
-    """Returns a number, or a tensor or variable with one, as a float; `None` for anything else."""
-    value = value.numpy() if hasattr(value, "numpy") else value
-    is_number = isinstance(value, int | float | np.number) or (isinstance(value, np.ndarray) and value.size == 1)
-    return float(value) if is_number else None

@@ -1,22 +1,24 @@
 """The callback that stops a training in which every step is skipped."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from typing import Any
 
 import keras
 import numpy as np
 
 from kmp.advice import advise
 from kmp.callbacks.model_saving import is_chief, save_atomically
-from kmp.callbacks.optimizer_callback import OptimizerCallback, PathLike
+from kmp.callbacks.monitor import Logs, Monitor, PathLike
+from kmp.callbacks.optimizer_lookup import has_optimizer, optimizer_argument
+from kmp.callbacks.report_callback import Report
 from kmp.callbacks.stuck_message import StuckError, format_message, is_at_min_scale
 from kmp.optimizer import LossScaleOptimizer
+from kmp.policy import guarding
 from kmp.records import Snapshot
 from kmp.scaling import FixedScale
 from kmp.utils import user_messages, validation
 
 
-class StuckDetector(OptimizerCallback):
+class StuckDetector(keras.callbacks.Callback):
     """Stops training, with the cause, if the optimizer keeps skipping steps.
 
     Training is stuck after `patience` consecutive skipped steps, or if a step overflows while the loss scale is
@@ -58,49 +60,85 @@ class StuckDetector(OptimizerCallback):
         checkpoint: PathLike | None = None,
         optimizer: LossScaleOptimizer | None = None,
     ) -> None:
-        super().__init__(None, validation.positive_integer("patience", patience), optimizer)
+        super().__init__()
+        self.patience = validation.positive_integer("patience", patience)
         self.on_stuck = validation.one_of("on_stuck", on_stuck, ("raise", "warn", "ignore"))
         self.checkpoint = None if checkpoint is None else validation.model_path("checkpoint", checkpoint)
-        self._reported_streak_start: int | None = None
-        self.before_stuck: Sequence[Callable[[], None]] = ()
+        self._optimizer = optimizer_argument(optimizer)
+        self._monitor: Monitor | None = None
+        self._reports: list[Report] = []
+        self._is_active = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy has: the settings, without the model, which `fit` sets."""
+        return vars(self) | {"_model": None}
+
+    def explain_with(self, monitor: Monitor, reports: list[Report]) -> None:
+        """Takes the cause from the records of a monitor of the same `fit`, and completes its files before the error.
+
+        After the error, `fit` calls no callback.
+        """
+        self._monitor, self._reports = monitor, reports
 
     @property
-    def patience(self) -> int:
-        """Consecutive skipped steps after which training is stuck."""
-        return self.every_n_steps
+    def optimizer(self) -> LossScaleOptimizer:
+        """The optimizer to read: the one passed to the constructor, or else the model's."""
+        return self._optimizer or self.model.optimizer
 
-    def _read_snapshot(self) -> Snapshot:
-        """Returns a full snapshot only if a step was skipped since the last one: otherwise training is not stuck."""
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._is_active = has_optimizer(self.model, self.optimizer, type(self).__name__)
+        if self._is_active:
+            if self.optimizer is self.model.optimizer and guarding.install(self.model):
+                self.model.make_train_function(force=True)
+            self._start()
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        if self._is_active and not self._has_trained:
+            self._start()  # again: a later callback's `on_train_begin` may have loaded the optimizer
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if self._is_active:
+            self._has_trained = True
+            self._batches_left -= self.model.steps_per_execution
+            if self._batches_left <= 0:
+                self._check()
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        if self._is_active:
+            self._check()
+
+    def _start(self) -> None:
+        self._snapshot = self.optimizer.snapshot()
+        self._has_trained = False
+        self._batches_left = 1
+        self._reported_streak_start: int | None = None
+
+    def _check(self) -> None:
+        """Reports a stuck training, and sets when it can be stuck at the earliest. Each batch counts as one step."""
         counts = self.optimizer.counters.read_counts()
-        if not self.optimizer.built or counts.overflows != self._last_snapshot.overflow_count:
-            return super()._read_snapshot()
-        return replace(
-            self._last_snapshot,
-            step=counts.steps,
-            overflows_in_a_row=0,
-            loss_scale=float(self.optimizer.dynamic_scale.numpy()),
-        )
+        if counts.overflows != self._snapshot.overflow_count:  # copy more only if a step was skipped
+            before, self._snapshot = self._snapshot, self.optimizer.snapshot()
+            self._report_if_stuck(self._snapshot, before)
+        if self.optimizer.built:
+            scale = float(self.optimizer.dynamic_scale.numpy())
+            to_patience = self.patience - counts.overflows_in_a_row
+            self._batches_left = max(1, int(min(to_patience, self.optimizer.rule.steps_to_min_scale(scale))))
 
-    def _next_step_to_read(self, snapshot: Snapshot) -> int:
-        """Returns the first step at which training can be stuck."""
-        to_min_scale = self.optimizer.rule.steps_to_min_scale(snapshot.loss_scale)
-        return snapshot.step + max(1, int(min(self.patience - snapshot.overflows_in_a_row, to_min_scale)))
-
-    def _begin_training(self) -> None:
-        super()._begin_training()
-        self._reported_streak_start = None
-
-    def _record_of(self, snapshot: Snapshot) -> None:
-        skipped, streak_start = snapshot.overflows_in_a_row, snapshot.step - snapshot.overflows_in_a_row
-        is_stuck = skipped >= self.patience or is_at_min_scale(snapshot, self._last_snapshot)
+    def _report_if_stuck(self, now: Snapshot, before: Snapshot) -> None:
+        skipped, streak_start = now.overflows_in_a_row, now.step - now.overflows_in_a_row
+        is_stuck = skipped >= self.patience or is_at_min_scale(now, before)
         if not is_stuck or streak_start == self._reported_streak_start:
             return
         self._reported_streak_start = streak_start if skipped else None
+        finding = None
+        if self._monitor:
+            self._monitor.read()
+            finding = next(iter(advise(self._monitor.run).problems), None)
+            for report in self._reports:
+                report.write()
+            self._monitor.write_verdict()
         is_fixed = isinstance(self.optimizer.rule, FixedScale)
-        for function in self.before_stuck:
-            function()
-        finding = next(iter(advise(self.run).problems), None)
-        message = format_message(snapshot, self._last_snapshot, is_fixed, self._save_checkpoint(), finding)
+        message = format_message(now, before, is_fixed, self._save_checkpoint(), finding)
         if self.on_stuck == "raise":
             raise StuckError(message)
         if self.on_stuck == "warn":

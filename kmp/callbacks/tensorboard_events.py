@@ -29,19 +29,18 @@ def write_histograms(step: int, by_tag: Mapping[str, ExponentHistogram]) -> int:
     return _write(step, [_histogram_value(tag, histogram) for tag, histogram in by_tag.items()])
 
 
-def histograms_by_tag(sample: GradientSample, layers: Mapping[str, str] | None) -> dict[str, ExponentHistogram]:
-    """Returns the histogram of all gradients of a sample, and those of the layers, by tag.
+def histograms_by_tag(sample: GradientSample, layers: Mapping[str, str]) -> dict[str, ExponentHistogram]:
+    """Returns the histogram of all gradients of a sample and, if it has the weight update, those of the layers, by tag.
 
-    Without those that have no finite element.
+    Without those that have no finite element. Histograms by layer of all samples would take most of the disk.
 
     Args:
         sample: The sample.
-        layers: The class of each layer by path, as in the settings of a run, or `None` to leave out the layers.
+        layers: The class of each layer by path, as in the settings of a run.
     """
     by_tag = {"kmp/gradient_exponents": sample.histogram}
-    if layers is not None:
-        names = stable_names(layers)
-        by_layer = sample.by_layer()
+    if np.isfinite(sample.update_norm).any():
+        names, by_layer = stable_names(layers), sample.by_layer()
         by_tag |= {f"kmp_by_layer/{stable_name(name, names)}": by_layer[name] for name in by_layer}
     return {tag: histogram for tag, histogram in by_tag.items() if _finite_elements(histogram)}
 

@@ -45,7 +45,7 @@ def test_skipped_steps_are_replayed_and_logged(tmp_path):
 
 def test_reason_of_a_stuck_training_is_that_of_the_advice():
     callbacks = kmp.callbacks.defaults(every_n_steps=100)
-    callbacks[-1].every_n_steps = 6
+    callbacks[-1].patience = 6
     with pytest.raises(kmp.callbacks.StuckError, match="Cause: The output of layer 'cube' overflows") as error:
         train(overflowing_model(), callbacks)
     assert str(kmp.advise(callbacks[0].run)[0]).splitlines()[-1] in str(error.value)

@@ -23,11 +23,9 @@ from conftest import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import kmp
-from kmp.callbacks import GradientHistogram, LossScaleLogger, OverflowCounter, defaults, log_writer
-from kmp.callbacks.log_writer import LogWriter
-from kmp.callbacks.optimizer_monitor import OptimizerMonitor
+from kmp.callbacks import GradientHistogram, LossScaleLogger, Monitor, OverflowCounter, defaults, log_writer
 from kmp.callbacks.tensorboard_events import histograms_by_tag, write_histograms
-from kmp.callbacks.thinning import sample_size
+from kmp.callbacks.training_records import record_size
 from kmp.records import BIN_COUNT, FIRST_EXPONENT, SCHEMA, ZERO_BIN, LogEncoder
 
 pytestmark = pytest.mark.usefixtures("enabled")
@@ -51,10 +49,10 @@ def test_files_have_the_records_of_the_callbacks(tmp_path):
     )
     assert [e.step for e in events.Tensors("kmp/log2_loss_scale")] == [1, 5, 10, 15, 20]
     buckets = tf.make_ndarray(events.Tensors("kmp/gradient_exponents")[0].tensor_proto)
-    first = callbacks[2].run.histograms[0]
+    first = callbacks[0].run.histograms[0]
     assert buckets[:, 2].sum() == first.by_exponent.sum()
     assert buckets[:, 1].tolist() == (buckets[:, 0] + 1).tolist()
-    layers = callbacks[2].run.samples[0].by_layer()
+    layers = callbacks[0].run.samples[0].by_layer()
     by_layer = {tag.removeprefix("kmp_by_layer/"): tag for tag in events.Tags()["tensors"] if "kmp_by_layer/" in tag}
     assert set(by_layer) == {"sequential/dense", "sequential/dense_1"}  # not numbered on from earlier models
     for name, tag in zip(layers, sorted(by_layer.values()), strict=True):
@@ -92,8 +90,10 @@ def test_verdict_of_a_stuck_training_is_written_before_the_error(tmp_path):
 
 
 def test_layer_without_a_finite_gradient_has_no_histogram():
-    sample = sample_from(1, 1024.0, {"a/kernel": {"inf": 4}, "b/kernel": {"zero": 4}})
-    assert list(histograms_by_tag(sample, {})) == ["kmp/gradient_exponents", "kmp_by_layer/b"]
+    variables = {"a/kernel": {"inf": 4, "update_norm": 1.0}, "b/kernel": {"zero": 4, "update_norm": 0.0}}
+    assert list(histograms_by_tag(sample_from(1, 8.0, variables), {})) == ["kmp/gradient_exponents", "kmp_by_layer/b"]
+    without_update = sample_from(1, 8.0, {"b/kernel": {"zero": 4}})
+    assert list(histograms_by_tag(without_update, {})) == ["kmp/gradient_exponents"]
 
 
 def test_record_between_the_ends_of_two_callbacks_is_written_to_the_same_log(tmp_path):
@@ -102,7 +102,7 @@ def test_record_between_the_ends_of_two_callbacks_is_written_to_the_same_log(tmp
 
     def train_and_read(logs):
         model.train_on_batch(*small_data(batches=1))
-        last.read(is_epoch_end=True)
+        last.read()
 
     between = keras.callbacks.LambdaCallback(on_train_end=train_and_read)
     fit(model, [first, between, last])
@@ -410,13 +410,12 @@ def test_two_paths_to_one_folder_have_one_log(tmp_path, enabled):
 
 
 @pytest.fixture
-def small_budgets(monkeypatch):
-    """Budgets that a few samples, and a few records of overflow counts, exceed."""
-    monkeypatch.setattr(OptimizerMonitor, "sample_budget", 600)
-    monkeypatch.setattr(OptimizerMonitor, "counts_budget", 500)
+def small_budget(monkeypatch):
+    """A budget that a few samples exceed."""
+    monkeypatch.setattr(Monitor, "budget", 8_000)
 
 
-def test_samples_of_a_long_run_are_thinned_in_the_log_and_in_memory(tmp_path, small_budgets):
+def test_interval_of_a_long_run_doubles_in_the_log_and_in_memory(tmp_path, small_budget):
     callbacks = defaults(tmp_path, every_n_steps=1)
     fit(compiled_model(), callbacks, batches=200)
     run, steps = callbacks[0].run, sampled_steps(tmp_path)
@@ -424,27 +423,28 @@ def test_samples_of_a_long_run_are_thinned_in_the_log_and_in_memory(tmp_path, sm
     gaps = [later - earlier for earlier, later in itertools.pairwise(steps)]
     assert gaps == sorted(gaps)
     assert {*gaps[1:-1]} <= {2**doublings for doublings in range(8)}
-    assert len(steps) < 30
-    assert run.series("loss_scale")[0].tolist() == list(range(1, 201))
-    assert sum(map(sample_size, run.rows)) < 600 * 9
-    assert (tmp_path / "kmp.jsonl").stat().st_size < 200 * 400
+    assert gaps[-1] >= 4
+    assert run.series("loss_scale")[0].tolist() == sorted({*steps, 200})
+    sizes = [file.stat().st_size for file in tmp_path.glob("events*")]
+    assert sum(map(record_size, run.rows)) + sum(sizes) < 8_000 * 8
 
 
-def test_resumed_run_goes_on_with_the_stride_of_its_log(tmp_path, small_budgets):
+def test_resumed_run_continues_with_the_interval_of_its_log(tmp_path, small_budget):
     model = compiled_model()
     fit(model, defaults(tmp_path, every_n_steps=1), batches=60)
     before = sampled_steps(tmp_path)
-    stride = before[-1] - before[-2]
-    assert stride >= 8
+    interval = before[-1] - before[-2]
+    assert interval >= 4
     callbacks = defaults(tmp_path, every_n_steps=1)
     fit(model, callbacks, batches=60)
     after = sampled_steps(tmp_path)[len(before) :]
     assert after[0] == 61
-    assert all(step % stride == 0 for step in after[1:])
+    assert all(step % interval == 0 for step in after[1:])
     assert [sample.step for sample in callbacks[0].run.samples] == after
 
 
-def test_run_without_a_log_is_thinned_too_and_a_new_one_starts_in_full(small_budgets):
+def test_interval_of_a_run_without_a_log_doubles_too_and_a_new_one_starts_in_full(monkeypatch):
+    monkeypatch.setattr(Monitor, "budget", 600)
     for reused in ([GradientHistogram(every_n_steps=1)], defaults(every_n_steps=1)):
         for _ in range(2):
             fit(compiled_model(), reused, batches=60)
@@ -453,43 +453,26 @@ def test_run_without_a_log_is_thinned_too_and_a_new_one_starts_in_full(small_bud
             assert len(steps) < 25
 
 
-def test_epochs_without_a_due_step_are_thinned(tmp_path, small_budgets):
+def test_samples_of_epochs_without_a_due_step_are_thinned(tmp_path, small_budget):
     callbacks = defaults(tmp_path, every_n_steps=1000)
     fit(compiled_model(), callbacks, batches=2, epochs=40)
     run = callbacks[0].run
     assert [sample.step for sample in run.samples] == sampled_steps(tmp_path)
-    assert 2 < len(run.samples) < 15
-    assert len(run.series("overflow_count")[0]) == 41
+    assert 2 < len(run.samples) < 25
+    assert run.series("overflow_count")[0][-3:].tolist() == [76, 78, 80]  # each epoch has a record
 
 
-def test_overflow_counts_are_recorded_when_they_change_and_thinned(tmp_path, small_budgets):
+def test_overflow_counts_by_variable_are_recorded_when_they_change(tmp_path):
     optimizer = kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28, growth_interval=2)
-    model, callbacks = compiled_model(optimizer), defaults(tmp_path, every_n_steps=1, on_stuck="ignore")
-    fit(model, callbacks, batches=80)
-    rows = kmp.load_run(tmp_path).rows
-    with_counts = [row for row in rows if "overflows_by_variable" in row]
-    assert with_counts == [row for row in rows if "overflow_origins_by_variable" in row]
-    *with_counts, last = with_counts
+    fit(compiled_model(optimizer), defaults(tmp_path, every_n_steps=1, on_stuck="ignore"), batches=80)
+    rows = [row for row in kmp.load_run(tmp_path).rows if "overflow_count" in row]
+    counted = [row for row in rows if "overflows_by_variable" in row]
+    overflows = [row["overflow_count"] for row in counted]
+    assert overflows == sorted(set(overflows)) == sorted({row["overflow_count"] for row in rows} - {0})
     snapshot = optimizer.snapshot()
-    assert last["overflows_by_variable"] == snapshot.overflows_by_variable
-    assert last["overflow_origins_by_variable"] == snapshot.overflow_origins_by_variable
-    overflows = [row["overflow_count"] for row in with_counts]
-    assert overflows == sorted(set(overflows))
-    gaps = [later - earlier for earlier, later in itertools.pairwise(overflows)]
-    assert gaps[0] == 1
-    assert gaps[-1] > 1
-    assert snapshot.overflow_count > 2 * len(overflows)
-    origins = with_counts[-1]["overflow_origins_by_variable"]
-    assert sum(origins.values()) == overflows[-1] - with_counts[-1]["nonfinite_loss_count"]
-
-
-def test_histograms_by_layer_of_a_long_run_are_thinned_in_tensorboard(tmp_path, monkeypatch):
-    monkeypatch.setattr(LogWriter, "layer_budget", 2_000)
-    fit(compiled_model(), defaults(tmp_path, every_n_steps=1), batches=60)
-    events = EventAccumulator(str(tmp_path), {"tensors": 0}).Reload()
-    layer = next(tag for tag in events.Tags()["tensors"] if "kmp_by_layer/" in tag)
-    assert len(events.Tensors("kmp/gradient_exponents")) == 60
-    assert 2 < len(events.Tensors(layer)) < 30
+    assert counted[-1]["overflows_by_variable"] == snapshot.overflows_by_variable
+    assert counted[-1]["overflow_origins_by_variable"] == snapshot.overflow_origins_by_variable
+    assert sum(snapshot.overflow_origins_by_variable.values()) == overflows[-1] - snapshot.nonfinite_loss_count
 
 
 def test_metrics_of_epochs_are_recorded_once(tmp_path):

@@ -1,0 +1,380 @@
+"""The callback that records a training."""
+
+import math
+import os
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import keras
+from filelock import FileLock
+
+from kmp.callbacks.batch_replayer import BatchReplayer
+from kmp.callbacks.log_writer import LogWriter
+from kmp.callbacks.model_saving import is_chief
+from kmp.callbacks.optimizer_lookup import has_optimizer, optimizer_argument
+from kmp.callbacks.run_header import header
+from kmp.callbacks.training_records import (
+    GRADIENTS,
+    LOSS_SCALE,
+    OVERFLOWS,
+    PARTS,
+    Record,
+    metrics_record,
+    record_of,
+    record_size,
+    sample_record,
+)
+from kmp.gradients import NEVER, UpdateWatch, paths_of, with_weight_norms
+from kmp.optimizer import LossScaleOptimizer
+from kmp.policy import guarding
+from kmp.records import GradientSample, Run, Snapshot
+from kmp.utils import matching_indices, user_messages, validation
+
+PathLike = str | os.PathLike[str]
+Logs = dict[str, Any] | None
+
+AUTO = "auto"
+_RETRIES = 16  # as many halvings lead from the default loss scale to 1
+_FIRST_UPDATES = 5  # samples that measure the update of the weights
+_UPDATES_EVERY = 10  # in samples after these; measuring an update takes several times as long as sampling
+_MOST_DOUBLINGS = 40
+
+
+class Monitor(keras.callbacks.Callback):
+    """Records the loss scale, the overflows and the gradients of a training.
+
+    The compiled step counts on the device, and this callback copies the counts to the host after the first step, about
+    every `every_n_steps` steps, and at the end of each epoch. In `logs`:
+
+    - `loss_scale`: the loss scale of the next step; 1 if the training loop does not scale its loss.
+    - `overflow_count`: steps skipped since training began because the loss or a gradient was non-finite.
+    - `grad_norm`: the L2 norm of all gradients, without the loss scale, of the last sample in which it is finite; NaN
+      before the first.
+
+    `run` and the log have more, see `kmp.records`: the variables in which overflows originated, and samples of the
+    gradients with a histogram of binary exponents, the norm and the amax of each gradient. The first five samples and
+    every tenth after them also measure the weight update of the step, or of the execution with `steps_per_execution`;
+    a step that updates no weights has none, and the next sample measures it. TensorBoard has the histogram of all
+    gradients of each sample, and the histograms by layer of those with the weight update.
+
+    Each time the records have grown by 4 MB in the log and in TensorBoard's files, those of a log that is continued
+    included, the interval doubles. So the log of a million steps stays below 50 MB, also for a model with thousands of
+    variables.
+
+    Does nothing for a model that needs no loss scale and is compiled without `kmp.LossScaleOptimizer`.
+
+    Args:
+        log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
+        every_n_steps: Integer, at least 1: how often to read the optimizer. Steps are those of the optimizer; between
+            two reads, each batch counts as one. Gradients are sampled in each step divisible by this number; in the
+            first step of `fit`, and in further ones until one does not overflow, at most 16; and in the first step of
+            an epoch without such a step. An execution of several steps keeps its last sample.
+        optimizer: The `kmp.LossScaleOptimizer` to read, for a model with several. Defaults to the model's.
+        variables: The variables to sample: a path as in `variable.path`, a pattern with `*` and `?` as in a shell, such
+            as `"*/kernel"`, or a list of these. Defaults to all.
+        reference: `"auto"` replays at most 32 examples of a batch of the training, eagerly, in the precision of the
+            model and in float32, when many gradients are zero or steps are skipped, at most three times for each. This
+            finds what float16 flushed to zero, the operation that first returned NaN or Inf, and the layers that have
+            to compute in float32; `kmp.advise` reports it. Model and seeds stay unchanged. With a `train_step` of the
+            user's own, only the forward pass is replayed, after a non-finite loss. Not with several replicas. Or
+            `None` for no replay.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is outside its range; in `on_train_begin`, if a float16 model has no
+            `kmp.LossScaleOptimizer`, or if a pattern matches no variable.
+        OSError: In `on_train_begin`, if `log_dir` cannot be written.
+
+    Example:
+    >>> import keras, kmp, numpy as np
+    >>> with kmp.enable():
+    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> y = np.full((8, 1), 1e4)  # at the loss scale 2^15, gradients exceed 65504
+    >>> history = model.fit(np.ones((8, 4)), y, verbose=0, callbacks=[kmp.callbacks.Monitor()]).history
+    >>> history["loss_scale"], history["overflow_count"]
+    ([16384.0], [1])
+    """
+
+    parts: Collection[str] = PARTS
+    budget = 4_000_000  # bytes of records, in memory or on disk, after which the interval doubles
+
+    def __init__(
+        self,
+        log_dir: PathLike | None = None,
+        every_n_steps: int = 250,
+        optimizer: LossScaleOptimizer | None = None,
+        *,
+        variables: str | list[str] | None = None,
+        reference: str | None = AUTO,
+    ) -> None:
+        super().__init__()
+        self._optimizer = optimizer_argument(optimizer)
+        self.log_dir = None if log_dir is None else validation.local_path("log_dir", log_dir)
+        self.every_n_steps = validation.positive_integer("every_n_steps", every_n_steps)
+        self.variables = validation.patterns("variables", variables)
+        self.reference = None if reference is None else validation.one_of("reference", reference, (AUTO,))
+        self.run = Run()
+        self._replayer = BatchReplayer() if reference and GRADIENTS in self.parts else None
+        self._update_watch = UpdateWatch()
+        self._writer: LogWriter | None = None
+        self._lock: FileLock | None = None
+        self._is_active = False
+        self._previous: Snapshot
+        self._batches_left: int
+        self._samples_until_update: int
+        self._retries_left: int
+        self._has_finite_sample: bool
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy has: the settings and the records, without the model, which `fit` sets."""
+        return vars(self) | {"_model": None, "_writer": None, "_lock": None}
+
+    @property
+    def optimizer(self) -> LossScaleOptimizer:
+        """The optimizer to read: the one passed to the constructor, or else the model's."""
+        return self._optimizer or self.model.optimizer
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._close()  # an interrupted training leaves the log open and its folder locked
+        self._is_active = has_optimizer(self.model, self.optimizer, type(self).__name__)
+        if not self._is_active:
+            self.run.rows.clear()
+            self.run.header = {}
+            return
+        folder = self._folder
+        self._lock = None if folder is None else LogWriter.check(folder)
+        # What the train function has to do for this callback.
+        is_new = False
+        if GRADIENTS in self.parts:
+            self._selected_variables()  # raises for a bad pattern before anything is prepared
+            is_new = self.optimizer.prepare_sampling(self.variables)
+        if self.optimizer is self.model.optimizer:
+            is_new = guarding.install(self.model) or is_new
+            is_new = (self._replayer is not None and self._replayer.install(self.model, self.optimizer)) or is_new
+        if is_new:
+            self.model.make_train_function(force=True)
+        self.run.header = header(self.model, self.optimizer)
+        self._start()
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        if not self._is_active:
+            return
+        if not self._has_trained:
+            self._start()  # again: a later callback's `on_train_begin` may have loaded the optimizer
+            self._open_log()
+        if GRADIENTS in self.parts and epoch % (self._interval // self.every_n_steps) == 0:
+            # Sample the first step of an epoch without a step that is divisible by the interval.
+            step, batches = self._previous.step, (self.params or {}).get("steps") or 0  # 0 while Keras does not know
+            if (step + batches) // self._interval == step // self._interval:
+                self._sample_next_step()
+
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        is_sampled = self._is_active and GRADIENTS in self.parts and self._is_read_after_this_call
+        if is_sampled and self._samples_until_update <= 0:
+            self._armed_at = self.optimizer.counters.read_counts().steps
+            self._updates_before = self._applied_updates
+            self._update_watch.arm(self._selected_variables())
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if not self._is_active:
+            return
+        is_read = self._is_read_after_this_call
+        self._has_trained = True
+        # Nothing is copied from the device between reads: each batch counts as one step.
+        self._batches_left -= self.model.steps_per_execution
+        if is_read:
+            self.read()
+        self._update_watch.disarm()
+        if logs is not None:
+            logs.update(self._logged)
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        if not self._is_active:
+            return
+        self.read()
+        if logs is not None:
+            guarding.fix_epoch_loss(self.model, logs)
+            learning_rate = getattr(self.optimizer.inner_optimizer, "learning_rate", None)
+            record = metrics_record(self._previous.step, epoch, {"learning_rate": learning_rate} | logs)
+            if record["metrics"]:
+                self._append(record)
+            logs.update(self._logged)
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        if not self._is_active:
+            return
+        if self._has_trained:
+            self._replay(is_last=True)
+            if self._previous.step == self._start_step:
+                user_messages.warn(_NO_STEP.format(callback=type(self).__name__))
+        self._close()
+        self.optimizer.stop_sampling(self)
+
+    def read(self) -> None:
+        """Reads the optimizer now, and records its state if it has taken a step since the last record."""
+        if self.optimizer.counters.read_counts().steps == self._previous.step:
+            self._plan_next_read(self._previous.step)
+            return
+        snapshot = self.optimizer.snapshot()
+        record = record_of(snapshot, self._previous, self.parts)
+        sample = self._new_sample(snapshot)
+        if sample is not None:
+            found = sample_record(sample)
+            if sample.step == snapshot.step:
+                record |= found
+            else:  # an execution of several steps
+                self._append(found)
+        if len(record) > 1:
+            self._append(record)
+        self._previous = snapshot
+        self._logged |= {key: record[key] for key in ("loss_scale", "overflow_count") if key in record}
+        if sample is not None and math.isfinite(sample.total_norm):
+            self._logged["grad_norm"] = sample.total_norm
+        self._plan_next_read(snapshot.step)
+        # The first steps often overflow. Sample until one does not: a short training has few other samples.
+        if sample is not None and self._retries_left and not self._has_finite_sample:
+            self._retries_left -= 1
+            self._sample_next_step()
+        self._replay()
+
+    def write_verdict(self) -> None:
+        """Writes what `kmp.advise` makes of the log for TensorBoard, if the log is open."""
+        if self._writer is not None:
+            self._writer.write_verdict()
+
+    def _start(self) -> None:
+        """Begins a training at the step of the optimizer."""
+        snapshot = self.optimizer.snapshot()
+        # The first record has all counts by variable.
+        counts: dict[str, Any] = {"overflows_by_variable": {}, "overflow_origins_by_variable": {}}
+        self._previous = replace(snapshot, loss_dtype=None, **counts)
+        self._start_step = snapshot.step
+        self._has_trained = self._is_open = False
+        self._size = sum(map(record_size, self.run.rows))
+        # `History` and `CSVLogger` take the keys of the first epoch, so all keys exist from the start.
+        initial: dict[str, dict[str, Any]] = {
+            LOSS_SCALE: {"loss_scale": snapshot.loss_scale},
+            OVERFLOWS: {"overflow_count": snapshot.overflow_count},
+            GRADIENTS: {"grad_norm": math.nan},
+        }
+        self._logged = {key: value for part in self.parts for key, value in initial[part].items()}
+        self._last_sampled_step = snapshot.sample.step if snapshot.sample else 0
+        self._has_finite_sample, self._retries_left = False, _RETRIES
+        self._samples_until_update = self._measured_updates = 0
+        self._sampling_interval = 0
+        self._sample_next_step()
+        if self._replayer:
+            self._replayer.begin(snapshot)
+
+    def _open_log(self) -> None:
+        """Makes the run and the log continue after the step at which this training began."""
+        if not self._is_open:
+            self._is_open = True
+            self.run.drop_after(self._start_step)
+            self._size = sum(map(record_size, self.run.rows))
+        folder = self._folder
+        if folder is not None and (self._writer is None or self._writer.is_closed):
+            self._writer = LogWriter.open(folder, self.model, self.optimizer, self._previous.step)
+
+    def _append(self, record: Record) -> None:
+        if self.model.built and "layers" not in self.run.settings:  # built by the first step
+            self.run.header = header(self.model, self.optimizer)
+        self._open_log()
+        self.run.append(record)
+        self._size += record_size(record)
+        if self._writer:
+            self._writer.write(record, self.run.rows[:-1])
+
+    def _close(self) -> None:
+        self._update_watch.disarm()
+        if self._replayer:
+            self._replayer.end()
+        if self._writer:
+            self._writer.close()
+        self._writer = self._lock = None
+
+    @property
+    def _folder(self) -> Path | None:
+        """The folder that this process writes to: of several workers, only the chief writes."""
+        return self.log_dir if is_chief(self.model.distribute_strategy) else None
+
+    @property
+    def _interval(self) -> int:
+        """The number of steps from read to read: `every_n_steps`, and more in a long run."""
+        size = max(self._size, self._writer.size if self._writer else 0)
+        return int(min(self.every_n_steps * 2 ** min(size // self.budget, _MOST_DOUBLINGS), NEVER))
+
+    @property
+    def _is_read_after_this_call(self) -> bool:
+        """Whether the batches of one call of the train function reach the next read."""
+        return self._batches_left <= self.model.steps_per_execution
+
+    def _plan_next_read(self, step: int) -> None:
+        interval = self._interval
+        self._batches_left = interval - step % interval
+        if GRADIENTS in self.parts and interval != self._sampling_interval:
+            self._sampling_interval = interval
+            self.optimizer.start_sampling(self, interval, next_step=False)
+
+    def _sample_next_step(self) -> None:
+        self._batches_left = 1
+        if GRADIENTS in self.parts:
+            self._requested_step, self._sampling_interval = self._previous.step + 1, self._interval
+            self.optimizer.start_sampling(self, self._sampling_interval)
+
+    def _selected_variables(self) -> dict[str, Any]:
+        """Returns the variables to sample by path; none before the model is built."""
+        by_path = self.optimizer.variables_by_path()
+        if not by_path and self.optimizer is self.model.optimizer and self.model.built:
+            variables = self.model.trainable_variables  # the first step builds the optimizer on these
+            by_path = dict(zip(paths_of(variables), variables, strict=True))
+        if self.variables is None or not by_path:
+            return by_path
+        paths = list(by_path)
+        return {paths[index]: by_path[paths[index]] for index in matching_indices(self.variables, paths)}
+
+    @property
+    def _applied_updates(self) -> int:
+        """The updates of the weights so far; a step that is skipped or accumulates gradients adds none."""
+        return int(self.optimizer.iterations.numpy())
+
+    def _new_sample(self, snapshot: Snapshot) -> GradientSample | None:
+        """Returns the sample of a snapshot, with the update of the weights if it was measured.
+
+        `None` if it was recorded before, or is that of another callback with another interval.
+        """
+        sample, last, interval = snapshot.sample, self._last_sampled_step, self._sampling_interval
+        if GRADIENTS not in self.parts or sample is None:
+            return None
+        is_due = sample.step // interval > last // interval or last < self._requested_step <= sample.step
+        if not is_due:
+            return None
+        self._last_sampled_step = sample.step
+        self._has_finite_sample |= sample.histogram.is_finite
+        self._samples_until_update -= 1
+        if self.variables is not None:
+            sample = sample.select(self.variables)
+        is_of_armed_call = self._update_watch.is_armed and sample.step > self._armed_at
+        if is_of_armed_call and self._applied_updates > self._updates_before:
+            sample = self._update_watch.measure(sample)
+            self._measured_updates += 1
+            self._samples_until_update = _UPDATES_EVERY - 1 if self._measured_updates >= _FIRST_UPDATES else 0
+        elif not self._measured_updates:  # the first step may have built the model
+            sample = with_weight_norms(sample, self._selected_variables())
+        return sample
+
+    def _replay(self, is_last: bool = False) -> None:
+        if self._replayer is None:
+            return
+        found = self._replayer.replay_if_due(self.model, self._previous, self._selected_variables(), is_last=is_last)
+        if found:
+            self._append({"step": self._previous.step} | found)
+
+
+_NO_STEP = (
+    "{callback}: the optimizer it reads took no step. If the model trains with optimizers other than "
+    "`model.optimizer`, wrap each with kmp.wrap and pass the one to read: {callback}(optimizer=...)."
+)
