@@ -2,11 +2,9 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import keras
-import numpy as np
 
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarding
@@ -17,41 +15,26 @@ from kmp.utils import user_messages
 logger = logging.getLogger("kmp")
 
 _MANY_ZEROS = 0.1
-_MORE_ZEROS = 0.1
 _OVERFLOWS_IN_A_ROW = 3
 _MANY_OVERFLOWS = 8
-_MOST_REPLAYS = 3  # of one training, for each reason
+_MOST_REPLAYS = 3  # of one training, because of overflows, and because of zeros
+_COMPARED_AGAIN = 4  # at this multiple of the last step that was compared
 _LONGEST_ERROR = 500
 _MOST_SECONDS = 5.0  # of one replay
 
 Record = dict[str, Any]
 
 
-@dataclass
-class _Replays:
-    """The replays of one training for one reason."""
-
-    count: int = 0
-    step: int = 0
-    zero_share: float = -_MORE_ZEROS
-    nonfinite_losses: int = 0
-    overflows: int = 0
-
-    @property
-    def are_left(self) -> bool:
-        return self.count < _MOST_REPLAYS
-
-
 class BatchReplayer:
-    """Replays a batch when many gradients are zero, or steps are skipped.
+    """Replays a batch at the first step, each time the steps are four times as many, and at the end.
 
-    Captures the batch of the first step, and of each skipped step, on one replica. With a `train_step` of the user's
-    own, only the forward pass is replayed, and only after a non-finite loss.
+    And when many gradients are zero or steps are skipped. Captures the batch of the first step, of the step after a
+    replay, and of each skipped step, on one replica. With a `train_step` of the user's own, only the forward pass is
+    replayed.
     """
 
     def __init__(self) -> None:
         self._capture: BatchCapture | None = None
-        self._for_overflows, self._for_zeros = _Replays(), _Replays()
         self._has_failed = self._is_forward_only = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,15 +55,13 @@ class BatchReplayer:
 
     def begin(self, snapshot: Snapshot) -> None:
         """Begins a training: captures its first batch."""
-        self._for_zeros = _Replays()
-        self._for_overflows = _Replays(
-            nonfinite_losses=snapshot.nonfinite_loss_count, overflows=snapshot.overflow_count
-        )
-        self._first = self._for_overflows.nonfinite_losses, self._for_overflows.overflows
+        self._first = self._seen = snapshot  # at the beginning, and at the last replay because of overflows
+        self._overflow_replays = self._zero_replays = 0
+        self._zero_share, self._last_step = 0.0, 0  # of the last replay without an overflow
         self._has_failed = False
         if self._capture:
             self._capture.forget()
-            self._capture.request()
+            self._request(snapshot)
 
     def end(self) -> None:
         """Frees the captured batch."""
@@ -96,7 +77,7 @@ class BatchReplayer:
             model: The model in training.
             snapshot: The newest snapshot.
             variables: The variables to measure, by path.
-            is_last: Whether training ends: then zeros that were replayed in the first half are replayed again.
+            is_last: Whether training ends.
 
         Returns:
             The keys of a record: `replay` and the float32 gradients as `reference`, or `replay_error`.
@@ -104,29 +85,31 @@ class BatchReplayer:
         if self._capture is None or not variables or self._has_failed:
             return None
         has_overflowed = self._has_more_overflows(snapshot)
-        has_failed_loss = snapshot.nonfinite_loss_count > self._for_overflows.nonfinite_losses
-        is_due = has_failed_loss if self._is_forward_only else has_overflowed or self._has_more_zeros(snapshot, is_last)
-        if not is_due:
+        has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
+        if not has_overflowed and not self._is_comparison_due(snapshot, is_last):
             return None
         captured = self._capture.read()
         if captured is None:
             return None
-        replays = self._for_overflows if has_overflowed else self._for_zeros
-        replays.count += 1
-        replays.step = snapshot.step
-        replays.nonfinite_losses, replays.overflows = snapshot.nonfinite_loss_count, snapshot.overflow_count
+        if not has_overflowed and captured.step > self._requested_step + 1:  # the batch of a skipped step is no sample
+            self._request(snapshot)
+            return None
+        if has_overflowed:
+            self._overflow_replays += 1
+            self._seen = snapshot
+        else:
+            self._last_step = snapshot.step
         if snapshot.sample and snapshot.sample.histogram.is_finite:
-            self._for_zeros.zero_share = max(self._for_zeros.zero_share, snapshot.sample.histogram.zero_fraction)
+            self._zero_share = max(self._zero_share, snapshot.sample.histogram.zero_fraction)
         if self._capture.unrestorable:
             return self._failure(model, f"a replay would change {self._capture.unrestorable}")
         try:
-            scale = captured.loss_scale if has_overflowed else snapshot.loss_scale
             result, reference = replay(
                 model,
                 captured.batch,
                 variables,
                 step=snapshot.step,
-                loss_scale=scale,
+                loss_scale=captured.loss_scale if has_overflowed else snapshot.loss_scale,
                 batch_size=captured.batch_size,
                 failed=("loss" if has_failed_loss else "gradients") if has_overflowed else None,
                 is_forward_only=self._is_forward_only,
@@ -138,7 +121,14 @@ class BatchReplayer:
             is_late = isinstance(error, TimeoutError)
             reason = f"{type(error).__name__}: {user_messages.one_line(error)}"
             return self._failure(model, f"it takes longer than {_MOST_SECONDS:g} s" if is_late else reason)
+        self._request(snapshot)
         return {"replay": result} | ({"reference": reference} if reference else {})
+
+    def _request(self, snapshot: Snapshot) -> None:
+        """Captures the batch of the next step."""
+        assert self._capture is not None
+        self._requested_step = snapshot.step
+        self._capture.request()
 
     def _failure(self, model: keras.Model, reason: str) -> Record:
         """Ends the replays of this training. Returns the keys of a record."""
@@ -148,25 +138,28 @@ class BatchReplayer:
 
     def _has_more_overflows(self, snapshot: Snapshot) -> bool:
         """Whether a loss was not finite, or gradients overflowed in a row or often, since the last replay."""
-        done = self._for_overflows
-        first_losses, first_overflows = self._first
-        nonfinite_losses = snapshot.nonfinite_loss_count - first_losses
-        overflows = snapshot.overflow_count - first_overflows
-        if not done.are_left:
+        first, seen = self._first, self._seen
+        losses = snapshot.nonfinite_loss_count - first.nonfinite_loss_count
+        overflows = snapshot.overflow_count - first.overflow_count
+        if self._overflow_replays >= _MOST_REPLAYS:
             return False
-        if nonfinite_losses > 2 * (done.nonfinite_losses - first_losses):
+        if losses > 2 * (seen.nonfinite_loss_count - first.nonfinite_loss_count):
             return True
-        count = overflows - nonfinite_losses
-        is_new = count > 0 and overflows > 2 * (done.overflows - first_overflows)
-        return is_new and (snapshot.overflows_in_a_row >= _OVERFLOWS_IN_A_ROW or count >= _MANY_OVERFLOWS)
+        count = overflows - losses
+        is_new = count > 0 and overflows > 2 * (seen.overflow_count - first.overflow_count)
+        is_often = snapshot.overflows_in_a_row >= _OVERFLOWS_IN_A_ROW or count >= _MANY_OVERFLOWS
+        return is_new and is_often and not self._is_forward_only
 
-    def _has_more_zeros(self, snapshot: Snapshot, is_last: bool) -> bool:
-        """Whether there are zeros that were not replayed: more of them, or others, because training changes them."""
-        done, sample = self._for_zeros, snapshot.sample
-        if sample is None or not sample.histogram.is_finite or not done.are_left:
+    def _is_comparison_due(self, snapshot: Snapshot, is_last: bool) -> bool:
+        """Whether to compare the precisions: at a few points of a training, and where many more gradients are zero."""
+        if snapshot.overflows_in_a_row or snapshot.step == self._last_step:
+            return False
+        if is_last or snapshot.step >= _COMPARED_AGAIN * self._last_step:
+            return True
+        sample = snapshot.sample
+        if sample is None or not sample.histogram.is_finite or self._zero_replays >= _MOST_REPLAYS:
             return False
         share = sample.histogram.zero_fraction
-        are_all_zero = np.any(sample.zeros == sample.elements)
-        is_suspicious = share > _MANY_ZEROS or bool(are_all_zero)
-        is_old = is_last and 2 * done.step < snapshot.step
-        return is_suspicious and (is_old or share >= done.zero_share + _MORE_ZEROS)
+        are_more = share > _MANY_ZEROS and share >= self._zero_share + _MANY_ZEROS
+        self._zero_replays += are_more
+        return are_more

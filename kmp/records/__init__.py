@@ -106,7 +106,9 @@ from kmp.records.replay import BATCH_WEIGHTS as BATCH_WEIGHTS
 from kmp.records.replay import BATCH_X as BATCH_X
 from kmp.records.replay import BATCH_Y as BATCH_Y
 from kmp.records.replay import LOSS_FUNCTION as LOSS_FUNCTION
+from kmp.records.replay import GradientError as GradientError
 from kmp.records.replay import InvalidTargets as InvalidTargets
+from kmp.records.replay import LayerError as LayerError
 from kmp.records.replay import NonfiniteOperation as NonfiniteOperation
 from kmp.records.replay import Replay as Replay
 from kmp.records.run import RUN_EXPECTED as RUN_EXPECTED

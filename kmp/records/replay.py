@@ -72,6 +72,43 @@ class InvalidTargets:
 
 
 @dataclass(frozen=True)
+class LayerError:
+    """What the precision of the model changes in the outputs of a layer.
+
+    Relative errors are L2 norms of the difference from float32, relative to how the outputs differ between examples.
+
+    Args:
+        layer: Path of the layer.
+        error: The relative error of its outputs.
+        new_error: The relative error of its outputs if its inputs are those of float32; `None` if it was not measured.
+    """
+
+    layer: Text
+    error: Magnitude
+    new_error: Magnitude | None = None
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """What the precision of the model changes in the gradients of a layer.
+
+    Args:
+        layer: Path of the layer, as in the paths of its variables.
+        error: The L2 norm of the difference from the gradients in float32, relative to the norm of these.
+        kept: The part of the float32 gradients that is left: 1 without an error, 0 if all is flushed to zero.
+        norm: The L2 norm of the gradients in float32.
+        noise: The sampling noise of these gradients, relative to their norm: how much they would differ for another
+            batch of the same size. `None` if it is not known.
+    """
+
+    layer: Text
+    error: Magnitude
+    kept: Number
+    norm: Magnitude
+    noise: Magnitude | None = None
+
+
+@dataclass(frozen=True)
 class Replay:
     """A batch that the training saw, in the precision of the model and in float32.
 
@@ -130,3 +167,6 @@ class Replay:
     flushed: Annotated[dict[Text, Share], MOST_VARIABLES] = field(default_factory=dict)
     zero: Annotated[list[Text], MOST_VARIABLES] = field(default_factory=list)
     is_forward_only: bool = False
+    output_error: Magnitude | None = None
+    layer_errors: Annotated[list[LayerError], Meta(max_length=1000)] = field(default_factory=list)
+    gradient_errors: Annotated[list[GradientError], Meta(max_length=1000)] = field(default_factory=list)

@@ -1,24 +1,26 @@
 """Replays one training batch in the precision of the model and in float32, to find what float16 loses."""
 
-import functools
+import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import ResourceVariable, layers_by_path
+from kmp.backend import ResourceVariable
 from kmp.records import GradientSample, Replay
 from kmp.replay.batch_checks import invalid_binary_targets, invalid_targets, nonfinite_part
-from kmp.replay.eager_pass import PassResult, Surroundings, as_array, run_pass
+from kmp.replay.eager_pass import Passes, PassResult, as_array
+from kmp.replay.layer_search import find_float32_layers
+from kmp.replay.precision_loss import gradient_errors, layer_errors, output_error
 from kmp.utils import FLOAT16, FLOAT32
 
 Failure = Literal["loss", "gradients"]
 
-_MOST_LAYERS = 12  # to compute in float32
 _MOST_NAMED = 100
 _SPARE_BITS = 2  # below an overflow in the backward pass
 
@@ -58,22 +60,29 @@ def replay(
     Raises:
         TimeoutError: If the first passes in each precision take longer than `seconds`.
     """
-    run = functools.partial(
-        _replay,
-        model,
-        variables=variables,
-        step=step,
-        loss_scale=loss_scale,
-        batch_size=batch_size,
-        is_forward_only=is_forward_only,
-        surroundings=Surroundings(restored, time.monotonic() + seconds),
-    )
-    result = run(batch)
     examples = len(keras.tree.flatten(batch[0])[0])
+    deadline = time.monotonic() + seconds
+
+    def replayed(replayed_batch: Sequence[Any]) -> tuple[Replay, GradientSample | None]:
+        size = len(keras.tree.flatten(replayed_batch[0])[0])
+        part = 1.0 if _sums_over_examples(model) else size / (batch_size or size)
+        passes = Passes(
+            model,
+            replayed_batch,
+            [] if is_forward_only else list(variables.values()),  # a forward pass has no gradients
+            factor=loss_scale * part,
+            is_forward_only=is_forward_only,
+            has_dropout=failed is not None,
+            restored=restored,
+            deadline=deadline,
+        )
+        return _replay(passes, variables, step, loss_scale, part)
+
+    result = replayed(batch)
     is_finite = result[0].loss is not None if failed == "loss" else result[0].is_finite
     if failed and is_finite and not is_forward_only and batch_size and batch_size > examples:
-        whole = keras.tree.map_structure(lambda tensor: _tiled(tensor, batch_size), tuple(batch))
-        result = run(whole)
+        with contextlib.suppress(TimeoutError):  # the first result stands
+            result = replayed(keras.tree.map_structure(lambda tensor: _tiled(tensor, batch_size), tuple(batch)))
     return result
 
 
@@ -83,101 +92,107 @@ def _tiled(tensor: Any, size: int) -> tf.Tensor:
 
 
 def _replay(
-    model: keras.Model,
-    batch: Sequence[Any],
-    *,
-    variables: Mapping[str, Any],
-    step: int,
-    loss_scale: float,
-    batch_size: int | None,
-    is_forward_only: bool,
-    surroundings: Surroundings,
+    passes: Passes, variables: Mapping[str, Any], step: int, loss_scale: float, part: float
 ) -> tuple[Replay, GradientSample | None]:
-    examples = len(keras.tree.flatten(batch[0])[0])
-    part = 1.0 if _sums_over_examples(model) else examples / (batch_size or examples)
-    measured = {} if is_forward_only else variables  # a forward pass has no gradients
-
-    def run(**options: Any) -> PassResult:
-        options = {"factor": loss_scale * part, "surroundings": surroundings, **options}
-        return run_pass(model, batch, measured.values(), is_forward_only=is_forward_only, **options)
-
+    model, batch, is_forward_only = passes.model, passes.batch, passes.is_forward_only
+    names = [] if is_forward_only else list(variables)
     batch_part, key, is_part_finite = nonfinite_part(batch)
     nonfinite_variables = [path for path, variable in variables.items() if not np.isfinite(variable).all()]
-    invalid = None if is_forward_only else invalid_targets(model, batch, surroundings.variables)
-    has_weight = len(batch) > 2 and batch[2] is not None
-    exact = _float32_pass(model, run, may_fail=invalid is not None)
-    is_sound = batch_part is None and not nonfinite_variables
-    if exact is None or (invalid and not exact.is_finite and is_sound):
-        return Replay(
-            examples, loss_scale, None, None, False, False, invalid_targets=invalid, has_sample_weight=has_weight
-        ), None
-    own = run()
-    watched, lost_constants = (own, {}) if own.is_finite else _watched_pass(model, run, exact)
-    gradients = list(zip(measured, own.gradients, exact.gradients, strict=True))
-    flushed = {path: _flushed_share(half, single) for path, half, single in gradients}
+    invalid = None if is_forward_only else invalid_targets(model, batch, passes.restored)
+    known: dict[str, Any] = {
+        "examples": len(keras.tree.flatten(batch[0])[0]),
+        "loss_scale": loss_scale,
+        "nonfinite_variables": nonfinite_variables[:_MOST_NAMED],
+        "nonfinite_part": batch_part,
+        "nonfinite_key": key,
+        "is_part_finite": is_part_finite,
+        "has_sample_weight": len(batch) > 2 and batch[2] is not None,
+        "is_forward_only": is_forward_only,
+    }
+
+    # The pass in float32. TensorFlow refuses a batch with invalid targets, or the loss is NaN.
+    try:
+        exact = passes.in_float32(measure=True)
+    except tf.errors.InvalidArgumentError:
+        if invalid is None:
+            raise
+        exact = None
+    if exact is None or (invalid and not exact.is_finite and batch_part is None and not nonfinite_variables):
+        known |= {"loss": None, "float32_loss": None, "is_finite": False, "is_finite_in_float32": False}
+        return Replay(**known, invalid_targets=invalid), None
     usable = _usable_scale(exact)
-    float32_layers: list[str] | None = []
-    if exact.is_finite and not own.is_finite:
-        factor = max(1.0, min(usable or 1.0, loss_scale)) * part
-        float32_layers = _Float32Layers(model, lambda **options: run(factor=factor, **options)).find()
-    result = Replay(
-        examples=examples,
-        loss_scale=loss_scale,
-        loss=None if is_forward_only else _finite(own.loss),
-        float32_loss=None if is_forward_only else _finite(exact.loss),
-        is_finite=own.is_finite,
-        is_finite_in_float32=exact.is_finite,
-        usable_scale=None if usable is None else min(usable / part, 2.0**FLOAT32.max_exponent),
-        nonfinite=list(watched.nonfinite.found),
-        lost_constants=lost_constants,
-        nonfinite_outputs=list(watched.marks.nonfinite)[:_MOST_NAMED],
-        nonfinite_variables=nonfinite_variables[:_MOST_NAMED],
-        nonfinite_part=batch_part,
-        nonfinite_key=key,
-        is_part_finite=is_part_finite,
-        has_sample_weight=has_weight,
-        invalid_targets=None if is_forward_only else invalid_binary_targets(model, batch),
-        float32_layers=float32_layers,
-        activation_gradients={
+    known |= {
+        "is_finite_in_float32": exact.is_finite,
+        "float32_loss": None if is_forward_only else _finite(exact.loss),
+        "usable_scale": None if usable is None else min(usable / part, 2.0**FLOAT32.max_exponent),
+        "invalid_targets": None if is_forward_only else invalid_binary_targets(model, batch),
+        "activation_gradients": {
             path: amax
             for path, amax in exact.marks.activation_gradients.items()
             if math.isfinite(amax) and path != model.name
         },
-        flushed={path: share for path, share in flushed.items() if share},
-        zero=[path for path, _, single in gradients if single is None or not as_array(single).any()],
-        is_forward_only=is_forward_only,
-    )
-    return result, None if is_forward_only else exact.sample(variables, step)
+    }
+
+    # The pass in the precision of the model.
+    own = passes.in_own_precision(reference=exact)
+    gradients = list(zip(names, own.gradients, exact.gradients, strict=True))
+    flushed = {path: _flushed_share(half, single) for path, half, single in gradients}
+    known |= {
+        "is_finite": own.is_finite,
+        "loss": None if is_forward_only else _finite(own.loss),
+        "flushed": {path: share for path, share in flushed.items() if share},
+        "zero": [path for path, _, single in gradients if single is None or not as_array(single).any()],
+        "layer_errors": layer_errors(own, exact),
+    }
+    if not own.is_finite:
+        known |= _operations(passes, exact)
+
+    # The comparison of the two, and the search for the layers that have to compute in float32.
+    float32_layers: list[str] | None = []
+    if exact.is_finite and not own.is_finite:
+        factor = max(1.0, min(usable or 1.0, loss_scale)) * part
+        float32_layers = find_float32_layers(passes, lambda result: result.is_finite, exact, factor)
+    elif exact.is_finite:
+        half = _half_pass(passes)
+        noise_factor = math.sqrt(part)
+
+        def compared(result: PassResult) -> dict[str, Any]:
+            errors = gradient_errors(names, result, exact, half, noise_factor) if result.is_finite else []
+            return {"output_error": output_error(result, exact), "gradient_errors": errors}
+
+        known |= compared(own)
+    sample = None if is_forward_only else exact.sample(variables, step)
+    return Replay(**known, float32_layers=float32_layers), sample
 
 
-def _float32_pass(model: keras.Model, run: Callable[..., PassResult], may_fail: bool) -> PassResult | None:
-    """Returns the pass in float32; `None` if TensorFlow refuses the batch and it `may_fail`."""
-    try:
-        return run(factor=1.0, float32_layers=[model])
-    except tf.errors.InvalidArgumentError:
-        if not may_fail:
-            raise
-        return None
-
-
-def _watched_pass(
-    model: keras.Model, run: Callable[..., PassResult], exact: PassResult
-) -> tuple[PassResult, dict[str, list[float]]]:
-    """Returns a pass that shows where NaN and Inf begin, and the constants that float16 loses in those layers.
+def _operations(passes: Passes, exact: PassResult) -> dict[str, Any]:
+    """Returns where NaN and Inf begin, and the constants that float16 loses in those layers.
 
     Args:
-        model: The model.
-        run: Runs a pass with the options of `run_pass`.
-        exact: The pass in float32. If it is not finite, it is watched.
+        passes: The passes.
+        exact: The pass in float32. If it is not finite, the operations are those of float32.
     """
     try:
-        in_float32 = run(factor=1.0, float32_layers=[model], watch=True)
-        watched = run(watch=True) if exact.is_finite else in_float32
+        in_float32 = passes.in_float32(watch=True)
+        watched = passes.in_own_precision(watch=True) if exact.is_finite else in_float32
     except TimeoutError:
-        return exact, {}
+        return {}
     layers = {found.layer for found in watched.nonfinite.found}
     constants = in_float32.nonfinite.lost_constants
-    return watched, {layer: constants[layer] for layer in constants if layer in layers}
+    return {
+        "nonfinite": list(watched.nonfinite.found),
+        "lost_constants": {layer: constants[layer] for layer in constants if layer in layers},
+        "nonfinite_outputs": list(watched.marks.nonfinite)[:_MOST_NAMED],
+    }
+
+
+def _half_pass(passes: Passes) -> PassResult | None:
+    """Returns a pass in float32 over the first half of the batch; `None` for a batch that is too small."""
+    count = len(keras.tree.flatten(passes.batch[0])[0]) // 2
+    if count < 2 or passes.is_forward_only:
+        return None
+    half = keras.tree.map_structure(lambda tensor: tensor[:count], tuple(passes.batch))
+    return replace(passes, batch=half).in_float32()
 
 
 def _finite(loss: float) -> float | None:
@@ -196,61 +211,6 @@ def _usable_scale(exact: PassResult) -> float | None:
     if not largest or not math.isfinite(largest):
         return None
     return 2.0 ** (math.floor(math.log2(FLOAT16.max / largest)) - _SPARE_BITS)
-
-
-class _Float32Layers:
-    """Searches the layers that have to compute in float32.
-
-    Args:
-        model: The model.
-        run: Runs a pass with the options of `run_pass`.
-    """
-
-    def __init__(self, model: keras.Model, run: Callable[..., PassResult]) -> None:
-        self._model, self._run_pass = model, run
-        self._layers = layers_by_path(model)
-
-    def find(self) -> list[str] | None:
-        """Returns layers with which loss and gradients are finite, none of them needless.
-
-        `None` if none were found, or the time is over.
-        """
-        try:
-            return self._search()
-        except TimeoutError:
-            return None
-
-    def _search(self) -> list[str] | None:
-        chosen: list[str] = []
-        while not (result := self._run(chosen, watch=True)).is_finite:
-            new = next((path for path in self._candidates(result) if path not in chosen), None)
-            if new is None or len(chosen) == _MOST_LAYERS:
-                return None
-            chosen.append(new)
-        for path in tuple(chosen):
-            rest = [other for other in chosen if other != path]
-            if self._run(rest).is_finite:
-                chosen = rest
-        return chosen
-
-    def _run(self, paths: Sequence[str], watch: bool = False) -> PassResult:
-        return self._run_pass(float32_layers=[self._layers[path] for path in paths], watch=watch)
-
-    def _candidates(self, result: PassResult) -> Iterator[str]:
-        """Yields the layers that may have to compute in float32 against the NaN and Inf of a pass.
-
-        An operation between two layers belongs to neither. It computes in the dtype of the layer that was called
-        before; but a cast in the forward pass is of the layer that is called next.
-        """
-        paths = [path for path in result.marks.called if path in self._layers]
-        index_of = {path: index for index, path in enumerate(paths)}
-        for found, done in zip(result.nonfinite.found, result.nonfinite.layers_done, strict=True):
-            index = index_of.get(found.layer, len(paths))
-            next_one = sum(path in index_of for path in list(result.marks.called)[:done])
-            neighbors = [index - 1] if found.is_backward else [next_one, next_one - 1]
-            if found.operation != "Cast":
-                neighbors.reverse()
-            yield from (paths[at] for at in (index, *neighbors) if 0 <= at < len(paths))
 
 
 def _flushed_share(own: Any, exact: Any) -> float:

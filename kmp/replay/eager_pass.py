@@ -1,4 +1,4 @@
-"""Runs an eager forward and backward pass over a batch, and restores the model."""
+"""Eager forward and backward passes over a batch, which change nothing of the model."""
 
 import contextlib
 import inspect
@@ -29,6 +29,7 @@ class PassResult(NamedTuple):
         gradients: The gradient of each variable, a tensor, `tf.IndexedSlices` or `None`.
         marks: The layers of the pass and the gradients of their outputs.
         nonfinite: The operations that returned NaN or Inf, if they were watched.
+        factor: What the gradients are multiplied by.
     """
 
     loss: float
@@ -36,6 +37,7 @@ class PassResult(NamedTuple):
     gradients: list[Any]
     marks: LayerMarks
     nonfinite: NonfiniteOperations
+    factor: float
 
     @property
     def is_finite(self) -> bool:
@@ -61,73 +63,99 @@ class PassResult(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What a pass must not change, and when it has to end.
-
-    Args:
-        variables: TensorFlow's variables that a training step assigns.
-        deadline: The time of `time.monotonic` after which a pass raises a `TimeoutError`.
-    """
-
-    variables: Sequence[ResourceVariable] = ()
-    deadline: float = math.inf
-
-
-def run_pass(
-    model: keras.Model,
-    batch: Sequence[Any],
-    variables: Iterable[Any],
-    *,
-    factor: float = 1.0,
-    float32_layers: Iterable[keras.Layer] = (),
-    watch: bool = False,
-    is_forward_only: bool = False,
-    surroundings: Surroundings = Surroundings(),  # it is frozen
-) -> PassResult:
-    """Runs a forward pass with the compiled loss, and the backward pass. The model does not change.
+class Passes:
+    """Forward and backward passes over one batch with the compiled loss. The model does not change.
 
     Args:
         model: A compiled and built model.
         batch: `(x, y)` or `(x, y, sample_weight)`.
         variables: The variables of the gradients, of `model.trainable_variables`.
-        factor: What the loss is multiplied by before the backward pass, in float32.
-        float32_layers: The layers that compute in float32, with their sublayers.
-        watch: Whether to look for the operations that return NaN or Inf, which takes a few times as long.
+        factor: What the loss is multiplied by before the backward pass in the precision of the model.
         is_forward_only: Whether to run only the forward pass; then the loss is NaN if an output is not finite, else 0.
-        surroundings: What to restore, and the deadline.
-
-    Raises:
-        TimeoutError: After the deadline.
+        has_dropout: Whether layers of Keras draw random numbers, as in training.
+        restored: TensorFlow's variables that a training step assigns.
+        deadline: The time of `time.monotonic` after which a pass raises a `TimeoutError`.
     """
-    marks = LayerMarks()
-    found = NonfiniteOperations(marks)
 
-    def observe(operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        if time.monotonic() > surroundings.deadline:
-            raise TimeoutError("the replay of a batch takes too long")
-        if watch:
-            found.observe(operation, inputs, outputs)
+    model: keras.Model
+    batch: Sequence[Any]
+    variables: Sequence[Any]
+    factor: float = 1.0
+    is_forward_only: bool = False
+    has_dropout: bool = True
+    restored: Sequence[ResourceVariable] = ()
+    deadline: float = math.inf
 
-    with contextlib.ExitStack() as stack:
-        tensors = stack.enter_context(state_restored(model, surroundings.variables))
-        tensor_of = {id(each): tensor for each, tensor in zip(model.trainable_variables, tensors, strict=True)}
-        of_gradients = [tensor_of.get(id(each), getattr(each, "value", each)) for each in variables]
-        stack.enter_context(_computing_in_float32(float32_layers))
-        stack.enter_context(tensor_float_32(False))
-        stack.enter_context(marks.on(model))
-        stack.enter_context(watching_operations(observe))
-        if is_forward_only:
-            outputs = model(batch[0], training=True)
-            floats = [each for each in keras.tree.flatten(outputs) if keras.backend.is_float_dtype(each.dtype)]
-            is_finite = all(np.isfinite(each).all() for each in floats)
-            return PassResult(0.0 if is_finite else math.nan, outputs, [], marks, found)
-        with tf.GradientTape() as tape:
-            tape.watch(of_gradients)
-            outputs, loss = forward_pass(model, batch)
-            scaled = tf.cast(loss, tf.float32) * factor
-        found.is_backward = True
-        gradients = tape.gradient(scaled, of_gradients)
-    return PassResult(float(loss), outputs, gradients, marks, found)
+    def in_float32(self, *, watch: bool = False, measure: bool = False) -> PassResult:
+        """Runs a pass in float32.
+
+        Args:
+            watch: Whether to look for the operations that return NaN or Inf, which takes a few times as long.
+            measure: Whether to run each layer in its own precision too: see `LayerMarks.new_errors`.
+        """
+        with _computing_in_float32([self.model]) as own_policies:
+
+            @contextlib.contextmanager
+            def own_precision(layer: keras.Layer) -> Iterator[None]:
+                with contextlib.ExitStack() as stack:
+                    for inner in sublayers(layer):
+                        policy = own_policies.get(id(inner))
+                        if policy is not None:
+                            stack.enter_context(keras_internals.dtype_policy_replaced(inner, policy))
+                    yield
+
+            return self._run(LayerMarks(own_precision=own_precision if measure else None), 1.0, watch)
+
+    def in_own_precision(
+        self,
+        float32_layers: Iterable[keras.Layer] = (),
+        *,
+        factor: float | None = None,
+        watch: bool = False,
+        reference: PassResult | None = None,
+    ) -> PassResult:
+        """Runs a pass in the precision of the model.
+
+        Args:
+            float32_layers: Layers that compute in float32 in it, with their sublayers.
+            factor: What to multiply the loss by instead of `self.factor`.
+            watch: As in `in_float32`.
+            reference: A pass in float32 to compare the outputs of the layers with: see `LayerMarks.errors`.
+        """
+        with _computing_in_float32(float32_layers):
+            marks = LayerMarks(None if reference is None else reference.marks.outputs)
+            return self._run(marks, self.factor if factor is None else factor, watch)
+
+    def _run(self, marks: LayerMarks, factor: float, watch: bool) -> PassResult:
+        found = NonfiniteOperations(marks)
+
+        def observe(operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+            if time.monotonic() > self.deadline:
+                raise TimeoutError("the replay of a batch takes too long")
+            if watch and not marks.is_measuring:
+                found.observe(operation, inputs, outputs)
+
+        model = self.model
+        with contextlib.ExitStack() as stack:
+            tensors = stack.enter_context(state_restored(model, self.restored))
+            tensor_of = {id(each): tensor for each, tensor in zip(model.trainable_variables, tensors, strict=True)}
+            of_gradients = [tensor_of.get(id(each), getattr(each, "value", each)) for each in self.variables]
+            stack.enter_context(tensor_float_32(False))
+            stack.enter_context(marks.on(model, self.has_dropout))
+            stack.enter_context(watching_operations(observe))
+            if self.is_forward_only:
+                outputs = model(self.batch[0], training=True)
+                floats = [each for each in keras.tree.flatten(outputs) if keras.backend.is_float_dtype(each.dtype)]
+                is_finite = all(np.isfinite(each).all() for each in floats)
+                return PassResult(0.0 if is_finite else math.nan, outputs, [], marks, found, factor)
+            with tf.GradientTape() as tape:
+                tape.watch(of_gradients)
+                marks.without_tape = tape.stop_recording
+                outputs, loss = forward_pass(model, self.batch)
+                scaled = tf.cast(loss, tf.float32) * factor
+            found.is_backward = True
+            gradients = tape.gradient(scaled, of_gradients)
+        return PassResult(float(loss), outputs, gradients, marks, found, factor)
 
 
 @contextlib.contextmanager
@@ -172,11 +200,12 @@ class _ComputeInFloat32(keras.DTypePolicy):
 
 
 @contextlib.contextmanager
-def _computing_in_float32(layers: Iterable[keras.Layer]) -> Iterator[None]:
-    every = {id(inner): inner for layer in layers for inner in sublayers(layer)}.values()
+def _computing_in_float32(layers: Iterable[keras.Layer]) -> Iterator[dict[int, keras.DTypePolicy]]:
+    """Makes layers and their sublayers compute in float32. Yields the replaced policies, by the `id` of the layer."""
+    every = {id(inner): inner for layer in layers for inner in sublayers(layer)}
+    replaced = {key: layer.dtype_policy for key, layer in every.items() if layer.compute_dtype != FLOAT32.name}
     with contextlib.ExitStack() as stack:
-        for layer in every:
-            if layer.compute_dtype != FLOAT32.name:
-                policy = _ComputeInFloat32(layer.variable_dtype)
-                stack.enter_context(keras_internals.dtype_policy_replaced(layer, policy))
-        yield
+        for key in replaced:
+            policy = _ComputeInFloat32(every[key].variable_dtype)
+            stack.enter_context(keras_internals.dtype_policy_replaced(every[key], policy))
+        yield replaced

@@ -1,16 +1,28 @@
-"""Marks the layers of a model in an eager pass: where its operations belong, and the gradients of activations."""
+"""Marks the layers of a model in an eager pass: where its operations belong, and what float16 changes in each."""
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import instance_attribute, keras_internals, layers_by_path
+from kmp.backend import (
+    instance_attribute,
+    is_keras_class,
+    is_passthrough,
+    keras_internals,
+    layers_by_path,
+    sublayers,
+)
 from kmp.records import LOSS_FUNCTION
+
+_MOST_VALUES = 2**16  # of an output, for the relative error
+LARGEST_ERROR = 1e6  # also stands for NaN and Inf
+
+Outputs = list[np.ndarray]
 
 
 class LayerMarks:
@@ -19,34 +31,71 @@ class LayerMarks:
     Each layer's outputs pass through an identity whose gradient function notes that the backward pass has reached the
     layer.
 
+    Args:
+        reference: The outputs of a pass in float32, to compare with: `outputs` of its marks.
+        own_precision: Makes a layer compute in its own precision, in a pass in float32. If given, each layer also runs
+            so on its float32 inputs.
+
     Attributes:
         layer: The path of the layer whose operations run now, or `LOSS_FUNCTION` after the forward pass of the model.
         called: The paths of the layers that returned, in this order, each once.
         nonfinite: The paths of the layers with NaN or Inf in an output, in the order of `called`.
         activation_gradients: The largest magnitude of the gradient of each layer's outputs; inf or NaN if one is not
             finite. In the order of the backward pass.
+        outputs: Samples of the outputs of each layer's calls, by path.
+        errors: The largest relative error of each layer's outputs, by path, against `reference`: see `relative_error`.
+        new_errors: The part of it that a layer adds, by path: its relative error on inputs of float32.
+        is_measuring: Whether a layer runs only to measure that.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        reference: Mapping[str, Outputs] | None = None,
+        own_precision: Callable[[keras.Layer], contextlib.AbstractContextManager[Any]] | None = None,
+    ) -> None:
         self.layer = LOSS_FUNCTION
         self.called: dict[str, None] = {}
         self.nonfinite: dict[str, None] = {}
         self.activation_gradients: dict[str, float] = {}
+        self.outputs: dict[str, Outputs] = {}
+        self.errors: dict[str, float] = {}
+        self.new_errors: dict[str, float] = {}
+        self.is_measuring = False
+        self.without_tape: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        self._reference, self._own_precision = reference or {}, own_precision
 
     @contextlib.contextmanager
-    def on(self, model: keras.Model) -> Iterator[None]:
-        """Marks the layers of a model while the context is open."""
+    def on(self, model: keras.Model, has_dropout: bool = True) -> Iterator[None]:
+        """Marks the layers of a model while the context is open.
+
+        Args:
+            model: The model.
+            has_dropout: Whether layers that draw random numbers do so. Their numbers differ by dtype.
+        """
         with contextlib.ExitStack() as stack:
             for path, layer in {model.name: model, **layers_by_path(model)}.items():
-                stack.enter_context(instance_attribute(layer, "call", self._marking(path, layer.call)))
+                is_random = _is_random(layer)
+                call = self._marking(path, layer, is_random, is_quiet=is_random and not has_dropout)
+                stack.enter_context(instance_attribute(layer, "call", call))
             yield
 
-    def _marking(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _marking(self, path: str, layer: keras.Layer, is_random: bool, is_quiet: bool) -> Callable[..., Any]:
+        call = layer.call
+        is_measured = not is_random and not is_passthrough(layer)
+
         @functools.wraps(call)
         def marked_call(*args: Any, **kwargs: Any) -> Any:
+            if is_quiet and "training" in kwargs:
+                kwargs["training"] = False
+            if self.is_measuring:
+                return call(*args, **kwargs)
             outer, self.layer = self.layer, path
             try:
                 outputs = call(*args, **kwargs)
+                values = _samples(outputs)
+                self._compare(path, values)
+                if self._own_precision and is_measured:
+                    self._measure_new_error(path, layer, values, args, kwargs)
                 return keras.tree.map_structure(lambda output: self._marked(output, path), outputs)
             finally:
                 self.layer = outer
@@ -54,9 +103,33 @@ class LayerMarks:
 
         return marked_call
 
+    def _compare(self, path: str, values: Outputs) -> None:
+        calls = self.outputs.setdefault(path, [])
+        before = self._reference.get(path, [])[len(calls) :]
+        calls += values
+        for value, exact in zip(values, before, strict=False):
+            self.errors[path] = max(relative_error(value, exact), self.errors.get(path, 0.0))
+
+    def _measure_new_error(
+        self, path: str, layer: keras.Layer, exact: Outputs, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        assert self._own_precision is not None
+        self.is_measuring = True
+        try:
+            # A scope of its own drops the losses that the layer adds.
+            with self.without_tape(), self._own_precision(layer), keras.StatelessScope(collect_losses=True):
+                values = _samples(layer(*args, **kwargs))
+        except TimeoutError:
+            raise
+        except Exception:  # of the user's code, on inputs of float32
+            return
+        finally:
+            self.is_measuring = False
+        errors = [relative_error(value, other) for value, other in zip(values, exact, strict=False)]
+        self.new_errors[path] = max([*errors, self.new_errors.get(path, 0.0)])
+
     def _marked(self, output: Any, path: str) -> Any:
-        is_eager = isinstance(output, tf.Tensor) and not tf.is_symbolic_tensor(output)
-        if not is_eager or not output.dtype.is_floating:
+        if not _is_eager_float(output):
             return output  # a layer may have a `tf.function` of its own
 
         @tf.custom_gradient
@@ -75,3 +148,45 @@ class LayerMarks:
         magnitudes = np.abs(gradient.numpy().astype(np.float32))
         self.activation_gradients[path] = float(np.max(magnitudes, initial=self.activation_gradients.get(path, 0.0)))
         return gradient
+
+
+def relative_error(values: np.ndarray, exact: np.ndarray) -> float:
+    """Returns the L2 norm of the difference from float32 outputs, relative to how these differ between examples.
+
+    Relative to the norm of the outputs if all examples have the same. At most 1e6, also for NaN and Inf.
+
+    Args:
+        values: Array of shape `(examples, ...)`.
+        exact: Array of that shape, of float32.
+    """
+    if values.shape != exact.shape or not exact.size:
+        return 0.0
+    exact = exact.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # Inf - Inf
+        difference = float(np.linalg.norm(values - exact))
+        varying = float(np.linalg.norm(exact - exact.mean(axis=0)))
+        norm = float(np.linalg.norm(exact))
+    # Constants have no variation but that of rounding.
+    scale = varying if varying > 1e-6 * norm else norm
+    if not difference <= LARGEST_ERROR * scale:  # or NaN
+        return LARGEST_ERROR if difference else 0.0
+    return difference / scale if scale else 0.0
+
+
+def _samples(outputs: Any) -> Outputs:
+    """Returns the floats of a layer's outputs as float32 arrays of shape `(examples, values)`, of large ones a part."""
+    arrays = [output.numpy() for output in keras.tree.flatten(outputs) if _is_eager_float(output)]
+    flat = [array.reshape(len(array), -1) if array.ndim else array.reshape(1, 1) for array in arrays]
+    strides = [max(1, array.size // _MOST_VALUES) for array in flat]
+    return [array[:, ::stride].astype(np.float32) for array, stride in zip(flat, strides, strict=True)]
+
+
+def _is_eager_float(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value) and value.dtype.is_floating
+
+
+def _is_random(layer: keras.Layer) -> bool:
+    """Whether a layer of Keras draws random numbers in training, such as those with dropout."""
+    if not is_keras_class(type(layer)) or isinstance(layer, keras.Model):
+        return False
+    return any(hasattr(inner, "seed_generator") for inner in sublayers(layer))

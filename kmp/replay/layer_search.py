@@ -1,0 +1,85 @@
+"""Searches the fewest layers that have to compute in float32 for a sound pass."""
+
+from collections.abc import Callable, Container, Iterator, Sequence
+
+import tensorflow as tf
+
+from kmp.backend import layers_by_path
+from kmp.replay.eager_pass import Passes, PassResult
+
+_MOST_LAYERS = 12
+
+
+def find_float32_layers(
+    passes: Passes, is_sound: Callable[[PassResult], bool], exact: PassResult, factor: float
+) -> list[str] | None:
+    """Returns layers with which a pass is sound if they compute in float32, none of them needless.
+
+    Args:
+        passes: The passes.
+        is_sound: Whether a pass in the precision of the model is sound.
+        exact: The pass in float32, with `new_errors`.
+        factor: What to multiply the loss by.
+
+    Returns:
+        The paths. `None` if none were found, or the time is over.
+    """
+    layers = layers_by_path(passes.model)
+    failed: set[str] = set()
+
+    def run(paths: Sequence[str]) -> PassResult:
+        chosen = [layers[path] for path in paths]
+        return passes.in_own_precision(chosen, factor=factor, watch=True, reference=exact)
+
+    def with_one_more(chosen: list[str], result: PassResult) -> tuple[list[str], PassResult] | None:
+        for candidate in _candidates(result, exact, layers):
+            # The layer, or one that contains it: the user's code may add its float32 result to float16.
+            path = candidate
+            while path in layers:
+                if path not in chosen and path not in failed:
+                    try:
+                        return [*chosen, path], run([*chosen, path])
+                    except (ValueError, TypeError, tf.errors.InvalidArgumentError):
+                        failed.add(path)
+                path = path.rpartition("/")[0]
+        return None
+
+    try:
+        chosen: list[str] = []
+        result = run(chosen)
+        while not is_sound(result):
+            larger = with_one_more(chosen, result) if len(chosen) < _MOST_LAYERS else None
+            if larger is None:
+                return None
+            chosen, result = larger
+        for path in tuple(chosen):
+            rest = [other for other in chosen if other != path]
+            if is_sound(run(rest)):
+                chosen = rest
+    except TimeoutError:
+        return None
+    return chosen
+
+
+def _candidates(result: PassResult, exact: PassResult, layers: Container[str]) -> Iterator[str]:
+    """Yields the layers that may have to compute in float32, because of NaN and Inf or the errors of their outputs.
+
+    An operation between two layers belongs to neither. It computes in the dtype of the layer that was called before;
+    but a cast in the forward pass is of the layer that is called next.
+    """
+    paths = [path for path in result.marks.called if path in layers]
+    index_of = {path: index for index, path in enumerate(paths)}
+    for found, done in zip(result.nonfinite.found, result.nonfinite.layers_done, strict=True):
+        index = index_of.get(found.layer, len(paths))
+        next_one = sum(path in index_of for path in list(result.marks.called)[:done])
+        neighbors = [index - 1] if found.is_backward else [next_one, next_one - 1]
+        if found.operation != "Cast":
+            neighbors.reverse()
+        yield from (paths[at] for at in (index, *neighbors) if 0 <= at < len(paths))
+    # Where a large error is born; else where it first shows, and the layer before.
+    new_errors = {path: exact.marks.new_errors.get(path, 0.0) for path in paths}
+    largest = max(new_errors.values(), default=0.0)
+    yield from (path for path in sorted(paths, key=lambda path: -new_errors[path]) if new_errors[path] > largest / 10)
+    errors = result.marks.errors
+    first = next((index for index, path in enumerate(paths) if errors.get(path, 0.0) > 0.5 * max(errors.values())), 0)
+    yield from paths[max(0, first - 1) : first + 1]

@@ -1,0 +1,81 @@
+"""Compares a pass in the precision of the model with one in float32: outputs, and gradients by layer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kmp.records import GradientError, LayerError, layer_of
+from kmp.replay.eager_pass import PassResult, as_array
+from kmp.replay.layer_marks import LARGEST_ERROR, relative_error
+
+_MOST_LAYERS = 200
+
+
+def layer_errors(own: PassResult, exact: PassResult) -> list[LayerError]:
+    """Returns the relative error of each layer's outputs, in the order of the calls; the largest ones of many."""
+    new_errors = exact.marks.new_errors
+    found = [LayerError(path, error, new_errors.get(path)) for path, error in own.marks.errors.items()]
+    kept = sorted(found, key=lambda each: -(each.new_error or 0.0))[:_MOST_LAYERS]
+    return [each for each in found if each in kept]
+
+
+def output_error(own: PassResult, exact: PassResult) -> float:
+    """Returns the largest relative error of the model's outputs."""
+    pairs = zip(keras.tree.flatten(own.outputs), keras.tree.flatten(exact.outputs), strict=True)
+    errors = [
+        relative_error(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
+        for ours, theirs in pairs
+        if keras.backend.is_float_dtype(theirs.dtype) and len(theirs.shape)
+    ]
+    return max(errors, default=0.0)
+
+
+def gradient_errors(
+    names: Sequence[str], own: PassResult, exact: PassResult, half: PassResult | None, noise_factor: float
+) -> list[GradientError]:
+    """Returns the error of the gradients of each layer.
+
+    Args:
+        names: The paths of the variables.
+        own: The pass in the precision of the model; finite.
+        exact: The pass in float32.
+        half: A pass in float32 over the first half of the batch: how far its gradients are from those of the batch
+            estimates the sampling noise of these.
+        noise_factor: What to multiply this noise by, for the noise in a batch of the training.
+    """
+    sums: dict[str, np.ndarray] = {}
+    halves: Sequence[Any] = [None] * len(names) if half is None else half.gradients
+    for name, ours, theirs, of_half in zip(names, own.gradients, exact.gradients, halves, strict=True):
+        if ours is None or theirs is None:
+            continue
+        mine, reference = _dense(ours) / own.factor, _dense(theirs)
+        if mine.shape != reference.shape:
+            continue
+        noise = np.nan
+        if of_half is not None and not isinstance(of_half, tf.IndexedSlices):
+            noise = float(np.sum(np.square(_dense(of_half) - reference)))
+        values = [np.sum(np.square(mine - reference)), np.vdot(mine, reference), np.sum(np.square(reference)), noise]
+        sums[layer_of(name)] = sums.get(layer_of(name), np.zeros(4)) + np.array(values, np.float64)
+    found = []
+    for layer, (difference, product, square, noise) in sums.items():
+        if not square > 0:
+            continue
+        relative_noise = np.sqrt(noise / square) * noise_factor
+        found.append(
+            GradientError(
+                layer,
+                error=float(min(np.sqrt(difference / square), LARGEST_ERROR)),
+                kept=float(np.clip(product / square, -LARGEST_ERROR, LARGEST_ERROR)),
+                norm=float(np.sqrt(square)),
+                noise=None if np.isnan(relative_noise) else float(min(relative_noise, LARGEST_ERROR)),
+            )
+        )
+    return found[:_MOST_LAYERS]
+
+
+def _dense(gradient: Any) -> np.ndarray:
+    """Returns a gradient as a float64 array; of an embedding, the rows of the batch."""
+    return as_array(gradient).astype(np.float64)
