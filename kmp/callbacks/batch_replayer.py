@@ -86,13 +86,12 @@ class BatchReplayer:
             return None
         has_overflowed = self._has_more_overflows(snapshot)
         has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
-        if not has_overflowed and not self._is_comparison_due(snapshot, is_last):
-            return None
-        captured = self._capture.read()
-        if captured is None:
-            return None
-        if not has_overflowed and captured.step > self._requested_step + 1:  # the batch of a skipped step is no sample
+        is_due = has_overflowed or self._is_comparison_due(snapshot, is_last)
+        captured = self._capture.read() if is_due else None
+        if captured is not None and not has_overflowed and captured.step > self._requested_step + 1:
+            captured = None  # the batch of a skipped step is no sample of the data
             self._request(snapshot)
+        if captured is None:
             return None
         if has_overflowed:
             self._overflow_replays += 1

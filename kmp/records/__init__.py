@@ -105,12 +105,14 @@ from kmp.records.replay import BATCH_PARTS as BATCH_PARTS
 from kmp.records.replay import BATCH_WEIGHTS as BATCH_WEIGHTS
 from kmp.records.replay import BATCH_X as BATCH_X
 from kmp.records.replay import BATCH_Y as BATCH_Y
+from kmp.records.replay import HARMFUL_OUTPUT_ERROR as HARMFUL_OUTPUT_ERROR
 from kmp.records.replay import LOSS_FUNCTION as LOSS_FUNCTION
 from kmp.records.replay import GradientError as GradientError
 from kmp.records.replay import InvalidTargets as InvalidTargets
 from kmp.records.replay import LayerError as LayerError
 from kmp.records.replay import NonfiniteOperation as NonfiniteOperation
 from kmp.records.replay import Replay as Replay
+from kmp.records.replay import is_harmful as is_harmful
 from kmp.records.run import RUN_EXPECTED as RUN_EXPECTED
 from kmp.records.run import Run, load_run
 from kmp.records.run import log_file as log_file

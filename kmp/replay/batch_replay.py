@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from kmp.backend import ResourceVariable
-from kmp.records import GradientSample, Replay
+from kmp.records import HARMFUL_OUTPUT_ERROR, GradientSample, Replay, is_harmful
 from kmp.replay.batch_checks import invalid_binary_targets, invalid_targets, nonfinite_part
 from kmp.replay.eager_pass import Passes, PassResult, as_array
 from kmp.replay.layer_search import find_float32_layers
@@ -149,18 +149,28 @@ def _replay(
 
     # The comparison of the two, and the search for the layers that have to compute in float32.
     float32_layers: list[str] | None = []
-    if exact.is_finite and not own.is_finite:
-        factor = max(1.0, min(usable or 1.0, loss_scale)) * part
-        float32_layers = find_float32_layers(passes, lambda result: result.is_finite, exact, factor)
-    elif exact.is_finite:
+    if exact.is_finite:
         half = _half_pass(passes)
-        noise_factor = math.sqrt(part)
 
         def compared(result: PassResult) -> dict[str, Any]:
-            errors = gradient_errors(names, result, exact, half, noise_factor) if result.is_finite else []
+            errors = gradient_errors(names, result, exact, half, math.sqrt(part)) if result.is_finite else []
             return {"output_error": output_error(result, exact), "gradient_errors": errors}
 
-        known |= compared(own)
+        def is_sound(result: PassResult) -> bool:
+            return result.is_finite and not is_harmful(**compared(result))
+
+        usable_scale = max(1.0, usable or 1.0)
+        if own.is_finite:
+            known |= compared(own)
+            if not is_sound(own):
+                # Where only gradients differ, a larger loss scale may be enough.
+                in_use = (
+                    usable_scale if known["output_error"] <= HARMFUL_OUTPUT_ERROR else min(usable_scale, loss_scale)
+                )
+                float32_layers = find_float32_layers(passes, is_sound, exact, in_use * part)
+        else:
+            factor = min(usable_scale, loss_scale) * part
+            float32_layers = find_float32_layers(passes, lambda result: result.is_finite, exact, factor)
     sample = None if is_forward_only else exact.sample(variables, step)
     return Replay(**known, float32_layers=float32_layers), sample
 

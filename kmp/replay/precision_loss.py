@@ -8,10 +8,11 @@ import numpy as np
 import tensorflow as tf
 
 from kmp.records import GradientError, LayerError, layer_of
-from kmp.replay.eager_pass import PassResult, as_array
+from kmp.replay.eager_pass import PassResult
 from kmp.replay.layer_marks import LARGEST_ERROR, relative_error
 
 _MOST_LAYERS = 200
+_VANISHED = 1e-20  # a gradient that small, relative to the largest of a layer, is lost in float32 too
 
 
 def layer_errors(own: PassResult, exact: PassResult) -> list[LayerError]:
@@ -51,17 +52,16 @@ def gradient_errors(
     for name, ours, theirs, of_half in zip(names, own.gradients, exact.gradients, halves, strict=True):
         if ours is None or theirs is None:
             continue
-        mine, reference = _dense(ours) / own.factor, _dense(theirs)
-        if mine.shape != reference.shape:
-            continue
-        noise = np.nan
-        if of_half is not None and not isinstance(of_half, tf.IndexedSlices):
-            noise = float(np.sum(np.square(_dense(of_half) - reference)))
+        # The rows of an embedding; float16 may have rounded an index to that of another row.
+        rows = np.unique([*ours.indices, *theirs.indices]) if isinstance(theirs, tf.IndexedSlices) else None
+        mine, reference = _dense(ours, rows) / own.factor, _dense(theirs, rows)
+        noise = np.nan if of_half is None else np.sum(np.square(_dense(of_half, rows) - reference))
         values = [np.sum(np.square(mine - reference)), np.vdot(mine, reference), np.sum(np.square(reference)), noise]
         sums[layer_of(name)] = sums.get(layer_of(name), np.zeros(4)) + np.array(values, np.float64)
+    largest = max((square for _, _, square, _ in sums.values()), default=0.0)
     found = []
     for layer, (difference, product, square, noise) in sums.items():
-        if not square > 0:
+        if not square > _VANISHED**2 * largest:
             continue
         relative_noise = np.sqrt(noise / square) * noise_factor
         found.append(
@@ -76,6 +76,12 @@ def gradient_errors(
     return found[:_MOST_LAYERS]
 
 
-def _dense(gradient: Any) -> np.ndarray:
-    """Returns a gradient as a float64 array; of an embedding, the rows of the batch."""
-    return as_array(gradient).astype(np.float64)
+def _dense(gradient: Any, rows: np.ndarray | None) -> np.ndarray:
+    """Returns a gradient as a float64 array; of an embedding, these rows."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return np.asarray(gradient).astype(np.float64)
+    assert rows is not None
+    values = np.asarray(gradient.values).astype(np.float64)
+    found = np.zeros((len(rows), *values.shape[1:]))
+    np.add.at(found, np.searchsorted(rows, np.asarray(gradient.indices)), values)
+    return found

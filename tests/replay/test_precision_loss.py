@@ -1,0 +1,88 @@
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from test_batch_replay import named, replayed
+
+import kmp
+from kmp.records import GradientError, is_harmful
+from kmp.replay.layer_marks import relative_error
+
+ROWS = 32
+
+
+class RootMeanSquare(keras.layers.Layer):
+    """Divides by the root of a mean of squares, which overflows to Inf: the output is 0."""
+
+    def call(self, x):
+        return x / ops.sqrt(ops.mean(ops.square(x), axis=-1, keepdims=True) + 1e-3)
+
+
+class Phase(keras.layers.Layer):
+    """Returns the time of the day, whose hours float16 rounds away in large numbers."""
+
+    def call(self, x):
+        return ops.sin(x * (2 * np.pi / 24))
+
+
+class Count(keras.layers.Layer):
+    """Sums small steps one by one."""
+
+    def call(self, x):
+        total = ops.zeros_like(x)
+        for _ in range(500):
+            total = total + x
+        return total / 500 - 4.5
+
+
+@pytest.mark.parametrize(
+    ("layer", "low", "high"), [(RootMeanSquare, 300, 5000), (Phase, 48_000, 49_000), (Count, 4, 5)]
+)
+def test_error_of_a_finite_pass_is_measured_where_it_is_born_and_its_layer_is_found(layer, low, high):
+    x = np.random.default_rng(0).uniform(low, high, (ROWS, 4)).astype("float32")
+    with kmp.enable():
+        layers = [layer(name="lossy"), keras.layers.Dense(4, name="hidden"), keras.layers.Dense(1, name="head")]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile("sgd", "mse")
+    result = replayed(model, x)
+    assert result.is_finite
+    assert result.is_harmful
+    assert named(result.float32_layers) == ["lossy"]
+    errors = {named([each.layer])[0]: each for each in result.layer_errors}
+    assert errors["lossy"].new_error > 0.1
+    assert max(each.new_error or 0.0 for name, each in errors.items() if name != "lossy") < 0.01
+
+
+def test_dropout_and_losses_that_layers_add_are_no_errors():
+    class Penalty(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(ops.mean(x))
+            return x
+
+    with kmp.enable():
+        layers = [keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.5), Penalty(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile("sgd", "mse")
+    result = replayed(model, np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32"))
+    assert result.is_compared
+    assert not result.is_harmful
+    assert result.output_error < 0.004
+    assert result.loss == pytest.approx(result.float32_loss, rel=0.01)
+    assert all(0.98 < error.kept < 1.02 for error in result.gradient_errors)
+
+
+def test_gradient_error_is_harmful_above_the_sampling_noise_or_if_it_is_systematic():
+    assert not GradientError("a", error=0.5, kept=1.0, norm=1.0, noise=2.0).is_harmful
+    assert GradientError("a", error=0.5, kept=1.0, norm=1.0, noise=0.1).is_harmful
+    assert GradientError("a", error=1.0, kept=0.0, norm=1.0, noise=2.0).is_harmful
+    assert not GradientError("a", error=0.1, kept=1.0, norm=1.0, noise=0.01).is_harmful
+    assert not is_harmful(0.01, [])
+    assert is_harmful(0.3, [])
+
+
+def test_relative_error_is_relative_to_the_variation_between_examples():
+    exact = 2000.0 + np.array([[-1.0], [1.0]])
+    assert relative_error(exact + 1.0, exact) == pytest.approx(1.0)
+    assert relative_error(np.full((2, 3), 1.5), np.ones((2, 3))) == pytest.approx(0.5)
+    assert relative_error(np.full((2, 3), np.nan), np.ones((2, 3))) == 1e6
+    assert relative_error(np.zeros((2, 0)), np.zeros((2, 0))) == 0.0
