@@ -13,13 +13,15 @@ from kmp.optimizer import LossScaleOptimizer
 from kmp.utils import FLOAT16
 
 MOST_EXAMPLES = 32
+_MOST_BYTES = 2**26  # of the captured examples; but at least two examples
 
 
 class CapturedBatch(NamedTuple):
     """A slice of a training batch.
 
     Attributes:
-        batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`, tensors with up to `MOST_EXAMPLES` examples.
+        batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`, tensors with up to `MOST_EXAMPLES` examples, fewer if these
+            are large.
         batch_size: The number of examples in the training batch.
         step: The number of the optimizer step that the batch was trained in.
         loss_scale: The loss scale of that step.
@@ -100,7 +102,7 @@ class BatchCapture:
         step, batch_size = int(self._step.numpy()), int(self._batch_size.numpy())
         if not step:
             return None
-        count = min(batch_size, MOST_EXAMPLES)
+        count = min(batch_size, self._variables[0].numpy().shape[0])
         tensors = [
             tf.cast(variable[:count], dtype) for variable, dtype in zip(self._variables, self._dtypes, strict=True)
         ]
@@ -116,7 +118,7 @@ class BatchCapture:
                 variable.assign(tf.zeros([0, *(size or 0 for size in variable.shape[1:])], variable.dtype))
 
     def _create_variables(self, tensors: Sequence[tf.Tensor | tf.TensorSpec], is_xla: bool) -> None:
-        size = MOST_EXAMPLES if is_xla else None  # XLA needs static shapes: there a smaller batch is padded
+        size = _most_examples(tensors) if is_xla else None  # XLA needs static shapes: there a smaller batch is padded
         self._dtypes = [tensor.dtype for tensor in tensors]
         specs = [(_stored(tensor.dtype), tf.TensorShape([size, *tensor.shape[1:]])) for tensor in tensors]
         if specs != [(variable.dtype, variable.shape) for variable in self._variables]:
@@ -131,11 +133,11 @@ class BatchCapture:
             tensors = [tensor[:rows_of_all] for tensor in tensors]
         suspicion = _suspicion(tensors)
         # Equal ones in their order. Not a slice of `tf.argsort`: on a GPU, TensorFlow slices int32 on the host.
-        chosen = tf.math.top_k(suspicion, tf.minimum(tf.size(suspicion), MOST_EXAMPLES)).indices
+        chosen = tf.math.top_k(suspicion, tf.minimum(tf.size(suspicion), _most_examples(tensors))).indices
         for variable, tensor in zip(self._variables, tensors, strict=True):
             rows = tf.gather(tensor, chosen)
             if variable.shape[0] is not None:
-                missing = MOST_EXAMPLES - tf.shape(rows)[0]
+                missing = variable.shape[0] - tf.shape(rows)[0]
                 rows = tf.pad(rows, [[0, missing], *[[0, 0]] * (len(rows.shape) - 1)])
                 rows = tf.ensure_shape(rows, variable.shape)
             variable.assign(tf.cast(rows, variable.dtype))
@@ -143,6 +145,16 @@ class BatchCapture:
         self._loss_scale.assign(self.optimizer.dynamic_scale if loss_scale is None else loss_scale)
         self._step.assign(self.optimizer.counters.values().steps)
         self._is_requested.assign(0)
+
+
+def _most_examples(tensors: Sequence[tf.Tensor | tf.TensorSpec]) -> Any:
+    """Returns how many examples to capture: a scalar tensor if the size of an example is known only in the step."""
+    sizes: list[Any] = [tensor.shape[1:].num_elements() for tensor in tensors]
+    if None not in sizes:
+        example = sum(size * tensor.dtype.size for size, tensor in zip(sizes, tensors, strict=True))
+        return min(MOST_EXAMPLES, max(2, _MOST_BYTES // max(1, example)))
+    parts = [tf.reduce_prod(tf.shape(tensor)[1:]) * tensor.dtype.size for tensor in tensors]
+    return tf.clip_by_value(_MOST_BYTES // tf.maximum(tf.add_n(parts), 1), 2, MOST_EXAMPLES)
 
 
 def _suspicion(tensors: list[tf.Tensor]) -> tf.Tensor:

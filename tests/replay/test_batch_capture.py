@@ -6,7 +6,7 @@ from conftest import MODES
 
 import kmp
 from kmp.policy import guarding
-from kmp.replay import BatchCapture
+from kmp.replay import BatchCapture, batch_capture
 
 
 def captured_model(mode, **options):
@@ -50,6 +50,24 @@ def test_first_examples_of_a_large_batch_are_captured():
     batch = capture.read()
     assert (batch.batch[0].shape, batch.batch_size) == ((32, 3), 100)
     assert np.isinf(batch.batch[0][0]).all()
+
+
+@pytest.mark.parametrize("mode", ["graph", "xla", "unknown shape"])
+def test_fewer_of_large_examples_are_captured(mode, monkeypatch):
+    monkeypatch.setattr(batch_capture, "_MOST_BYTES", 48)  # an example has 3 floats and a target
+    model, capture = captured_model("graph" if mode == "unknown shape" else mode)
+    x, y = np.arange(24, dtype="float32").reshape(8, 3), np.zeros((8, 1), "float32")
+    capture.request()
+    if mode == "unknown shape":
+        shapes = tf.TensorSpec((None, None)), tf.TensorSpec((None, None))
+        model.fit(
+            tf.data.Dataset.from_generator(lambda: iter([(x, y)]), output_signature=shapes), shuffle=False, verbose=0
+        )
+    else:
+        fit(model, x)
+    captured = capture.read()
+    assert captured.batch_size == 8
+    np.testing.assert_array_equal(captured.batch[0], x[:3])
 
 
 def test_batch_of_several_arrays_is_captured():
