@@ -1,6 +1,6 @@
 """Diagnoses a run and sums up the findings in a verdict."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 from kmp.advice import batch_rules, forward_rules, scale_rules, underflow_rules, update_rules
 from kmp.advice.finding import ERROR, INFO, SEVERITIES, Advice, Finding
@@ -17,11 +17,13 @@ GROUPS: tuple[tuple[Rule, ...], ...] = (
     (
         batch_rules.data,
         batch_rules.targets,
-        update_rules.optimizer_state,
+        update_rules.division_by_epsilon,
+        update_rules.lost_squares,
         update_rules.exploding,
         forward_rules.forward,
         scale_rules.backward,
         scale_rules.scale_too_large,
+        scale_rules.min_scale,
         update_rules.lost_updates,
         underflow_rules.branch,
         underflow_rules.scale_too_small,
@@ -55,15 +57,12 @@ def advise(run: Run) -> Advice:
 
 def diagnosis_of(metrics: RunMetrics) -> Advice:
     """Returns the findings and the verdict for the metrics of a run."""
-    findings = [finding for group in GROUPS for finding in _up_to_first_error(group, metrics)]
+    findings: list[Finding] = []
+    for group in GROUPS:
+        for rule in group:
+            if finding := rule(metrics):
+                findings.append(finding)
+                if finding.severity == ERROR:
+                    break
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
-    return Advice(tuple(findings), verdict(metrics, [finding for finding in findings if finding.severity != INFO]))
-
-
-def _up_to_first_error(rules: Iterable[Rule], metrics: RunMetrics) -> Iterator[Finding]:
-    for rule in rules:
-        finding = rule(metrics)
-        if finding:
-            yield finding
-            if finding.severity == ERROR:
-                return
+    return Advice(findings, verdict(metrics, [finding for finding in findings if finding.severity != INFO]))

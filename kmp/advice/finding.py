@@ -1,12 +1,64 @@
-"""The result of a diagnosis: findings with their evidence, and a verdict."""
+"""The result of a diagnosis: findings with their evidence and the edits that cure them, and a verdict."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from kmp.advice.edits import Edit
 from kmp.utils import printable
 
 ERROR, WARNING, INFO = SEVERITIES = ("error", "warning", "info")
+
+
+@dataclass(frozen=True)
+class SetArguments:
+    """Arguments to pass to a call.
+
+    Args:
+        call: The function, method or class that is called, such as `"kmp.enable"` or `"model.compile"`.
+        arguments: The Python source of each value, by the name of the argument.
+        name: The name of the layer or weight that the call creates, if it creates one.
+    """
+
+    call: str
+    arguments: Mapping[str, str]
+    name: str = ""
+
+    def __str__(self) -> str:
+        arguments = dict(self.arguments) | ({"name": repr(self.name)} if self.name else {})
+        return printable(f"{self.call}({', '.join(f'{name}={value}' for name, value in arguments.items())})")
+
+
+@dataclass(frozen=True)
+class ComputeInFloat32:
+    """A layer to wrap in `kmp.layers.Float32`.
+
+    Args:
+        layer: The name of the layer.
+        class_name: Its class, or `""` if it is unknown.
+    """
+
+    layer: str
+    class_name: str = ""
+
+    def __str__(self) -> str:
+        return printable(f"kmp.layers.Float32({self.class_name or 'Layer'}(..., name={self.layer!r}))")
+
+
+@dataclass(frozen=True)
+class PrepareData:
+    """Statements before the call of `fit`, about its arrays `x` and `y`.
+
+    Args:
+        statement: The Python source, in one line or several.
+    """
+
+    statement: str
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, self.statement.splitlines()))
+
+
+Edit = SetArguments | ComputeInFloat32 | PrepareData
 
 
 @dataclass(frozen=True)
@@ -28,7 +80,6 @@ class Finding:
             it is about; empty if it is about all of the model.
 
     Example:
-    >>> from kmp.advice.edits import SetArguments
     >>> change = SetArguments("kmp.enable", {"policy": "'mixed_bfloat16'"})
     >>> print(Finding("range", "warning", "The gradients span too much.", "what was counted", [change]))
     The gradients span too much.
@@ -40,7 +91,7 @@ class Finding:
     severity: str
     title: str
     evidence: str
-    edits: tuple[Edit, ...] = ()
+    edits: Sequence[Edit] = ()
     note: str = ""
     location: str = ""
 
@@ -59,10 +110,12 @@ class Finding:
         return "\n".join([self.title, *(f"  {name}: {text}" for name, text in parts.items() if text)])
 
 
-class Advice(tuple[Finding, ...]):
-    """A tuple of findings, most important first. Empty for a healthy run.
+@dataclass(frozen=True)
+class Advice(Sequence[Finding]):
+    """A sequence of findings, most important first. Empty for a healthy run.
 
-    Attributes:
+    Args:
+        findings: The findings.
         verdict: The effect of float16 on this run, in a sentence.
 
     Example:
@@ -70,12 +123,18 @@ class Advice(tuple[Finding, ...]):
     float16 does not hurt this run.
     """
 
+    findings: Sequence[Finding]
     verdict: str
 
-    def __new__(cls, findings: Iterable[Finding], verdict: str) -> "Advice":
-        advice = super().__new__(cls, tuple(findings))
-        advice.verdict = printable(verdict)
-        return advice
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "findings", tuple(self.findings))
+        object.__setattr__(self, "verdict", printable(self.verdict))
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.findings[index]
 
     @property
     def problems(self) -> tuple[Finding, ...]:

@@ -3,21 +3,18 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from kmp.advice.sample_statistics import SampleStatistics, statistics, statistics_of, usable
-from kmp.records import FIRST_EXPONENT, RUN_EXPECTED, GradientSample, Replay, Run
-from kmp.utils import FLOAT16, FLOAT32, is_power_of_two, validation
+from kmp.advice.sample_statistics import MAX_EXPONENT, SampleStatistics, statistics, usable
+from kmp.advice.thresholds import MANY_ZEROS, MARGIN_BITS, TOLERATED_UNDERFLOW
+from kmp.records import RUN_EXPECTED, GradientSample, Replay, Run
+from kmp.utils import FLOAT16, FLOAT32, validation
 
 # Smallest magnitude that rounds to Inf in float16, with rounding to nearest: the maximum plus half a unit.
 _ROUNDS_TO_INF = FLOAT16.max + 2.0 ** (FLOAT16.max_exponent - FLOAT16.fraction_bits - 1)
 _RANGE_BITS = 24  # on either side of the scale in use
 _EXTRA_BITS = 4  # above the recommended scales, so that the curve shows why they end
-_TOLERATED_UNDERFLOW = 1e-3
-_MARGIN_BITS = 1
-_MANY_ZEROS = 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +66,7 @@ class WhatIf:
         It is not if many elements were sampled as zero, without a float32 reference: those that float16 flushed may
         need a larger scale.
         """
-        return bool(self.underflow_bound[0] - self.underflow[0] <= _MANY_ZEROS)
+        return bool(self.underflow_bound[0] - self.underflow[0] <= MANY_ZEROS)
 
     @property
     def is_extrapolated(self) -> np.ndarray:
@@ -114,10 +111,11 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     >>> what_if(callbacks[0].run).in_use
     10.0
     """
-    if isinstance(run, Run):
-        curve = sweep(statistics(run), statistics(run, "reference"), largest_usable_scale(run))
-    else:
-        curve = sweep(list(map(statistics_of, _samples_in(run))), [])
+    if isinstance(run, Sequence) and all(isinstance(sample, GradientSample) for sample in run):
+        run = Run([{"step": sample.step, "sample": sample} for sample in run])
+    validation.instance("run", run, Run, f"{RUN_EXPECTED}, or a sequence of its samples")
+    assert isinstance(run, Run)
+    curve = sweep(*statistics(run), usable_scale(run))
     if curve is None:
         raise ValueError(
             "The run has no sample of finite gradients. Attach kmp.callbacks.GradientHistogram to sample gradients. If "
@@ -126,89 +124,74 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
     return curve
 
 
-def largest_usable_scale(run: Run) -> float:
+def usable_scale(run: Run) -> float:
     """Returns the largest loss scale at which no activation gradient of a replay overflows.
 
     It is inf without a replay, and 0 if the backward pass of a replay needs float32 at every scale.
     """
-    return min((_usable_scale(replay) for _, replay in run.replays), default=math.inf)
+    scales = (0.0 if needs_float32(replay) else replay.usable_scale or math.inf for _, replay in run.replays)
+    return min(scales, default=math.inf)
 
 
-def _usable_scale(replay: Replay) -> float:
-    fails_at_every_scale = replay.loss is not None and not replay.is_finite and bool(replay.float32_layers)
-    return 0.0 if fails_at_every_scale else replay.usable_scale or math.inf
+def needs_float32(replay: Replay) -> bool:
+    """Whether a replay shows gradients that overflow float16 at every loss scale of 1 or more."""
+    return replay.loss is not None and not replay.is_finite and bool(replay.float32_layers)
 
 
-def sweep(
-    samples: Sequence[SampleStatistics], references: Sequence[SampleStatistics], usable_scale: float = math.inf
-) -> WhatIf | None:
+def sweep(samples: Sequence[SampleStatistics], references: Sequence[SampleStatistics], highest: float) -> WhatIf | None:
     """Computes what float16 would lose at every loss scale.
 
     Args:
         samples: Statistics of the samples.
         references: Statistics of float32 passes, which show what was flushed to zero in the samples.
-        usable_scale: The largest scale to recommend; 0 for none.
+        highest: The largest scale to recommend; 0 for none.
 
     Returns:
         The shares of lost elements; `None` if no sample has finite gradients.
     """
-    measured, exact = usable(samples) or usable(references), usable(references)
+    exact = usable(references)
+    measured = usable(samples) or exact
     if not measured:
         return None
     in_use = math.log2((samples or measured)[-1].loss_scale)
     counts, zeros = _counts_and_zeros(measured)
     if exact:
         counts, zeros = _with_flushed(counts, zeros, *_counts_and_zeros(exact))
-    largest = np.array([sample.largest / sample.loss_scale for sample in measured])
-    if not largest.any():  # float16 flushed all of the samples
-        largest = np.array([sample.largest / sample.loss_scale for sample in exact or measured])
-    recommended = _recommended(counts, float(largest.max()), usable_scale)
-    scales = _scales(in_use, float(largest.max()), recommended or ())
+    largest = np.array([sample.largest for sample in measured])
+    if exact and not largest.any():  # float16 flushed all of the samples
+        largest = np.array([sample.largest for sample in exact])
+    recommended = _recommended(counts, float(largest.max()), highest)
+
+    # The scales of the curve: around the one in use, with those that are recommended or where overflow begins.
+    limits = [math.floor(math.log2(FLOAT16.max / largest.max())) - 1] if largest.any() else []
+    bounds = recommended or ()
+    low = min([math.floor(in_use) - _RANGE_BITS, *limits, *bounds])
+    high = max([math.ceil(in_use) + _RANGE_BITS, *limits, *(bound + _EXTRA_BITS for bound in bounds)])
+    scales = np.arange(max(low, FLOAT32.min_exponent), min(high, FLOAT32.max_exponent) + 1)
+
+    # Steps with NaN or Inf are skipped at their own loss scale and above; whether they are below is unknown.
+    nonfinite = [math.log2(sample.loss_scale) for sample in samples if not sample.histogram.is_finite]
+    overflows = largest.size - np.searchsorted(np.sort(largest), _ROUNDS_TO_INF * np.exp2(-scales.astype(np.float64)))
+    known = np.searchsorted(np.sort(nonfinite), scales, side="right")
+
     total = max(1, counts.sum() + zeros)
-    flushed, overflowing = _count_flushed(counts, scales), _count_overflowing(counts, scales)
-    is_measured = bool(exact)
+    underflow = _count_below(counts, FLOAT16.flush_exponent - scales) / total
     return WhatIf(
-        scales,
-        flushed / total,
-        (flushed + (0 if is_measured else zeros)) / total,
-        overflowing / total,
-        _skipped(scales, largest, [sample.loss_scale for sample in samples if not sample.histogram.is_finite]),
-        in_use,
-        is_measured,
-        recommended,
+        log2_scales=scales,
+        underflow=underflow,
+        underflow_bound=underflow if exact else underflow + zeros / total,
+        overflow=(counts.sum() - _count_below(counts, FLOAT16.max_exponent + 1 - scales)) / total,
+        skipped=(overflows + known) / (largest.size + known),
+        in_use=in_use,
+        is_measured=bool(exact),
+        recommended=recommended,
     )
 
 
-def _samples_in(run: Any) -> list[GradientSample]:
-    is_sequence = isinstance(run, Sequence) and all(isinstance(sample, GradientSample) for sample in run)
-    if not is_sequence:
-        validation.instance("run", run, Run, f"{RUN_EXPECTED}, or a sequence of its samples")
-    return list(run)
-
-
-def _scales(in_use: float, largest: float, recommended: Sequence[int]) -> np.ndarray:
-    limits = [math.floor(math.log2(FLOAT16.max / largest)) - 1] if largest > 0 else []
-    low = min([math.floor(in_use) - _RANGE_BITS, *limits, *recommended])
-    high = max([math.ceil(in_use) + _RANGE_BITS, *limits, *(bound + _EXTRA_BITS for bound in recommended)])
-    return np.arange(max(low, FLOAT32.min_exponent), min(high, FLOAT32.max_exponent) + 1)
-
-
-def unscaled_exponents(samples: Sequence[SampleStatistics]) -> np.ndarray:
-    """Returns how many elements of the unscaled gradients have each binary exponent, all samples together.
-
-    Returns:
-        float64 array, with 2^k at `exponent_index(k)`.
-    """
-    return sum(map(_unscaled_exponents, samples), np.zeros(2 * _MAX_EXPONENT + 1))
-
-
-def exponent_index(exponent: int) -> int:
-    """Returns the index of 2^`exponent` in `unscaled_exponents`."""
-    return exponent + _MAX_EXPONENT
-
-
 def _counts_and_zeros(samples: Sequence[SampleStatistics]) -> tuple[np.ndarray, float]:
-    return unscaled_exponents(samples), float(sum(sample.histogram.zeros for sample in samples))
+    """Returns the `unscaled_counts` of all samples together, and the number of zeros."""
+    counts = sum((sample.unscaled_counts for sample in samples), np.zeros(2 * MAX_EXPONENT + 1))
+    return counts, float(sum(sample.histogram.zeros for sample in samples))
 
 
 def _with_flushed(
@@ -224,45 +207,20 @@ def _with_flushed(
     return counts + flushed, zeros - missing
 
 
-def _unscaled_exponents(sample: SampleStatistics) -> np.ndarray:
-    """Counts elements of the unscaled gradient by exponent, from -`_MAX_EXPONENT` to `_MAX_EXPONENT`."""
-    histogram, shift = sample.histogram, math.frexp(sample.loss_scale)[1] - 1
-    if not is_power_of_two(sample.loss_scale) and histogram.unscaled_counts is not None:
-        histogram, shift = histogram.unscaled, 0
-    counts = np.zeros(2 * _MAX_EXPONENT + 1)  # float64: the sum over a run's samples may exceed int64
-    start = FIRST_EXPONENT - shift + _MAX_EXPONENT
-    counts[start : start + histogram.by_exponent.size] = histogram.by_exponent
-    return counts
-
-
-_MAX_EXPONENT = 2 * (FLOAT32.max_exponent - FIRST_EXPONENT)  # large enough for every loss scale
-
-
-def _count_flushed(counts: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Counts the elements below 2^-25, half of float16's smallest subnormal: they round to zero."""
-    cumulative = np.cumsum(np.append(0, counts))
-    return cumulative[np.clip(FLOAT16.flush_exponent - scales + _MAX_EXPONENT, 0, counts.size)]
-
-
-def _count_overflowing(counts: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    cumulative = np.cumsum(np.append(0, counts))
-    return cumulative[-1] - cumulative[np.clip(FLOAT16.max_exponent + 1 - scales + _MAX_EXPONENT, 0, counts.size)]
-
-
-def _skipped(scales: np.ndarray, largest: np.ndarray, nonfinite: Sequence[float]) -> np.ndarray:
-    """Returns the share of skipped steps. Non-finite samples count only at their own loss scale and above."""
-    limits = _ROUNDS_TO_INF * np.exp2(-scales.astype(np.float64))
-    overflows = largest.size - np.searchsorted(np.sort(largest), limits)
-    known = np.searchsorted(np.sort(np.log2(nonfinite)), scales, side="right")
-    return (overflows + known) / (largest.size + known)
-
-
-def _recommended(counts: np.ndarray, largest: float, usable_scale: float) -> tuple[int, int] | None:
-    if not counts.any() or not largest or not usable_scale:
+def _recommended(counts: np.ndarray, largest: float, highest: float) -> tuple[int, int] | None:
+    """Returns the lowest and the highest `WhatIf.recommended`."""
+    if not counts.any() or not largest or not highest:
         return None
-    high = math.floor(math.log2(min(FLOAT16.max / largest / 2**_MARGIN_BITS, usable_scale)))
+    high = math.floor(math.log2(min(FLOAT16.max / largest / 2**MARGIN_BITS, highest)))
     candidates = np.arange(-FLOAT32.max_exponent, FLOAT32.max_exponent + 1)
-    sufficient = candidates[_count_flushed(counts, candidates) <= _TOLERATED_UNDERFLOW * counts.sum()]
+    flushed = _count_below(counts, FLOAT16.flush_exponent - candidates)
+    sufficient = candidates[flushed <= TOLERATED_UNDERFLOW * counts.sum()]
     low = int(sufficient[0]) if sufficient.size else high + 1
     high = min(high, FLOAT32.max_exponent)
     return (low, high) if low <= high else None
+
+
+def _count_below(counts: np.ndarray, exponents: np.ndarray) -> np.ndarray:
+    """Counts the elements below 2^k, for each k of `exponents`."""
+    cumulative = np.cumsum(np.append(0, counts))
+    return cumulative[np.clip(exponents + MAX_EXPONENT, 0, counts.size)]

@@ -4,18 +4,13 @@ import itertools
 import math
 from functools import cached_property
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
 from kmp.advice.gradient_metrics import GradientMetrics
-from kmp.advice.sample_statistics import statistics
-from kmp.records import Replay, Run, layer_of
+from kmp.advice.thresholds import LAST_LOSSES, MOSTLY_FLUSHED, STUCK_AFTER
+from kmp.records import LOSS_FUNCTION, Replay, Run, layer_of
 from kmp.utils import FLOAT16
-
-STUCK_AFTER = 12  # consecutive skipped steps
-_MOST_FLUSHED = 0.5
-_LAST_LOSSES = 5
 
 
 class RunMetrics:
@@ -23,25 +18,36 @@ class RunMetrics:
 
     Args:
         run: The run.
+
+    Attributes:
+        settings: The settings of the run; see `Run.settings`.
+        settings_call: The call that set the loss scale: `kmp.enable` sets what no other call sets.
+        replays: The replays of batches, oldest first.
+        steps: The number of training steps.
+        overflows: How many of them were skipped.
+        nonfinite_losses: In how many of these the loss was non-finite.
+        gradient_overflows: In how many of these the loss was finite.
+        consecutive_overflows: How many of the last steps were skipped.
+        overflow_origins: In how many steps each variable was the overflow origin, by path. Zeros are left out.
+        scale: The loss scale in use; NaN if it is unknown.
+        gradients: The metrics of the samples.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.replays = [replay for _, replay in run.replays]
         self.settings = run.settings
+        self.settings_call: str = self.settings.get("settings_call", "kmp.enable")
+        self.replays = [replay for _, replay in run.replays]
         self.steps = max((row["step"] for row in run.rows), default=0)
         self.overflows = int(run.last("overflow_count") or 0)
         self.nonfinite_losses = int(run.last("nonfinite_loss_count") or 0)
         self.gradient_overflows = self.overflows - self.nonfinite_losses
         self.consecutive_overflows = int(run.last("overflows_in_a_row") or 0)
-        # Older logs lack the key. All non-finite losses may then have been consecutive.
-        self.consecutive_nonfinite_losses = int(run.last("nonfinite_losses_in_a_row", self.nonfinite_losses) or 0)
         origins = run.last("overflow_origins_by_variable") or {}
         self.overflow_origins: dict[str, int] = {path: count for path, count in origins.items() if count}
-        samples = statistics(run)
-        scales = [*(sample.loss_scale for sample in samples[-1:]), *run.series("loss_scale")[1]]
+        scales = [*(sample.loss_scale for sample in run.samples[-1:]), *run.series("loss_scale")[1]]
         self.scale = float(next((scale for scale in reversed(scales) if math.isfinite(scale)), math.nan))
-        self.gradients = GradientMetrics(run, samples, self.scale)
+        self.gradients = GradientMetrics(run, self.scale)
 
     @property
     def is_fixed(self) -> bool:
@@ -58,21 +64,6 @@ class RunMetrics:
         """Whether the model computed in float16. True if the dtypes are unknown."""
         return FLOAT16.name in self.settings.get("compute_dtypes", [FLOAT16.name])
 
-    def setting(self, name: str, default: Any) -> Any:
-        """Returns a setting of the run, such as `"growth_interval"`."""
-        return self.settings.get(name, default)
-
-    @property
-    def settings_call(self) -> str:
-        """The call that the settings of the loss scale come from: `kmp.enable` sets those that no other call sets."""
-        return self.setting("settings_call", "kmp.enable")
-
-    @property
-    def learning_rate(self) -> float | None:
-        """The learning rate; of a schedule, the highest at the end of an epoch; `None` if it is unknown."""
-        _, rates = self.run.metrics.get("learning_rate", ((), ()))
-        return self.settings.get("learning_rate", max(rates, default=None))
-
     def class_of(self, layer: str) -> str:
         """Returns the class of the layer with this path; `""` if it is unknown."""
         return self.settings.get("layers", {}).get(layer, "")
@@ -83,90 +74,104 @@ class RunMetrics:
         parents = itertools.accumulate(path.split("/"), lambda parent, name: f"{parent}/{name}")
         return next((parent for parent in reversed(list(parents)) if parent in layers), path)
 
-    @property
-    def forward_replay(self) -> Replay | None:
-        """The last replay without a finite loss in the precision of the model, or of the forward pass alone."""
-        return next((replay for replay in reversed(self.replays) if replay.loss is None), None)
+    def describe(self, layer: str) -> str:
+        """Returns what a finding calls a layer: by its name, or by its path if several have this name."""
+        if layer == LOSS_FUNCTION:
+            return layer
+        if layer == self.settings.get("model"):
+            return f"model {layer!r} outside its layers"
+        names = [name_of(path) for path in self.settings.get("layers", {})]
+        return f"layer {layer if names.count(name_of(layer)) > 1 else name_of(layer)!r}"
 
-    @property
+    @cached_property
+    def forward_replay(self) -> Replay | None:
+        """The last replay without a finite loss in the precision of the model, or of the forward pass alone.
+
+        If all losses of the training were finite, it has to be the last replay with NaN or Inf: a fused kernel of the
+        training may swallow a NaN that the replay shows.
+        """
+        if self.nonfinite_losses:
+            return next((replay for replay in reversed(self.replays) if replay.loss is None), None)
+        failed = next((replay for replay in reversed(self.replays) if not replay.is_finite), None)
+        return failed if failed and failed.loss is None and self.overflows else None
+
+    @cached_property
     def backward_replay(self) -> Replay | None:
         """The last replay whose loss was finite in the precision of the model, and whose gradients were not."""
         failed = (replay for replay in reversed(self.replays) if not replay.is_finite)
         return next((replay for replay in failed if replay.loss is not None), None)
 
-    @property
+    @cached_property
     def clean_replay(self) -> Replay | None:
         """The last replay whose loss and gradients were finite."""
         clean = (replay for replay in reversed(self.replays) if replay.is_finite)
         return next((replay for replay in clean if not replay.is_forward_only), None)
 
-    @property
+    @cached_property
     def flushed(self) -> dict[str, float]:
-        """The share of a variable's gradient that float16 flushed to zero in the last clean replay, by path.
+        """The share of each variable's gradient that float16 flushed to zero in the last clean replay, by path.
 
-        Empty if the loss scale has grown since, because then it flushes less.
+        Without the variables whose gradient is zero in float32 too. Zero if the loss scale has grown since, because
+        then it flushes less.
         """
-        replay = self.clean_replay
-        return {} if replay is None or replay.loss_scale < self.scale else replay.flushed
+        replay, samples = self.clean_replay, self.gradients.finite_samples
+        if replay is None or not samples:
+            return {}
+        shares = {} if replay.loss_scale < self.scale else replay.flushed
+        return {name: shares.get(name, 0.0) for name in samples[-1].names if name not in replay.zero}
 
     @cached_property
     def flushed_layers(self) -> list[str]:
-        """The layers of which each variable's gradient was flushed to zero for the most part, in the last clean replay.
-
-        Variables whose gradient is zero in float32 too are ignored.
-        """
-        if self.clean_replay is None or not self.gradients.finite_samples:
-            return []
-        names = [name for name in self.gradients.finite_samples[-1].names if name not in self.clean_replay.zero]
-        alive = {self.layer_of(name) for name in names if self.flushed.get(name, 0.0) <= _MOST_FLUSHED}
-        return [layer for layer in dict.fromkeys(map(self.layer_of, names)) if layer not in alive]
+        """The layers of which each variable's gradient was `flushed` to zero for the most part."""
+        alive = {self.layer_of(name) for name, share in self.flushed.items() if share <= MOSTLY_FLUSHED}
+        return [layer for layer in dict.fromkeys(map(self.layer_of, self.flushed)) if layer not in alive]
 
     @property
     def has_reference(self) -> bool:
         """Whether gradients in float32 distinguish flushed elements from those that are truly zero."""
         return self.clean_replay is not None or self.gradients.excess_zeros is not None
 
-    @property
+    @cached_property
     def unexplained_zero_variables(self) -> list[str]:
         """The `gradients.all_zero_variables` that the last clean replay did not show to be zero in float32 too."""
         explained = set(self.clean_replay.zero) if self.clean_replay else set()
         return [name for name in self.gradients.all_zero_variables if name not in explained]
 
     @cached_property
-    def first_loss(self) -> float:
-        """The first finite recorded loss; NaN if there is none."""
-        return next((value for value in self._losses if math.isfinite(value)), math.nan)
+    def losses(self) -> tuple[float, float, float]:
+        """The first finite loss, the highest magnitude of one since, and the last; NaN if there is none.
 
-    @cached_property
-    def highest_loss(self) -> float:
-        """The highest magnitude of a finite loss since the first record; NaN if there is none."""
+        The last is the median of a few, because the loss of one batch may be noisy.
+        """
+        finite = [float(value) for value in self.run.series("last_loss")[1] if math.isfinite(value)]
         recorded = self.run.series("highest_loss")[1]
         increased = [float(value) for value in recorded[recorded > recorded[0]]] if recorded.size else []
-        return max((*increased, *(abs(value) for value in self._losses if math.isfinite(value))), default=math.nan)
+        highest = max((*increased, *map(abs, finite)), default=math.nan)
+        return (
+            (finite[0], highest, float(np.median(finite[-LAST_LOSSES:]))) if finite else (math.nan, highest, math.nan)
+        )
 
-    @cached_property
-    def last_loss(self) -> float:
-        """The median of the last finite losses, because that of one batch may be noisy; NaN if there is none."""
-        losses = [value for value in self._losses if math.isfinite(value)]
-        return float(np.median(losses[-_LAST_LOSSES:])) if losses else math.nan
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the run ends in a streak of skipped steps."""
+        return self.consecutive_overflows >= STUCK_AFTER
 
     @property
     def ends_nonfinite(self) -> bool:
         """Whether the run ends in a streak of non-finite losses, after steps that were not part of it."""
-        streak = self.consecutive_overflows
-        return STUCK_AFTER <= streak <= self.consecutive_nonfinite_losses and streak < self.steps
+        nonfinite = int(self.run.last("nonfinite_losses_in_a_row") or 0)
+        return self.is_stuck and self.consecutive_overflows <= nonfinite and self.consecutive_overflows < self.steps
 
     @cached_property
     def startup_overflows(self) -> tuple[int, int, float]:
         """Gradient overflows until the first record after an applied step; that record's step and loss scale."""
         rows = sorted(self.run.rows, key=itemgetter("step"))
-        if not rows or rows[0]["step"] > 1:
-            return 0, 0, self.scale
-        for step, records in itertools.groupby(rows, key=itemgetter("step")):
-            merged = {key: value for record in records for key, value in record.items() if value is not None}
-            if merged.get("overflows_in_a_row") == 0 and {"loss_scale", "overflow_count"} <= merged.keys():
-                overflows = merged["overflow_count"] - merged.get("nonfinite_loss_count", 0)
-                return int(overflows), step, float(merged["loss_scale"])
+        if rows and rows[0]["step"] <= 1:
+            for step, records in itertools.groupby(rows, key=itemgetter("step")):
+                merged = {key: value for record in records for key, value in record.items() if value is not None}
+                if merged.get("overflows_in_a_row") == 0 and {"loss_scale", "overflow_count"} <= merged.keys():
+                    overflows = merged["overflow_count"] - merged.get("nonfinite_loss_count", 0)
+                    return int(overflows), step, float(merged["loss_scale"])
         return 0, 0, self.scale
 
     @property
@@ -177,6 +182,7 @@ class RunMetrics:
         path = max(self.overflow_origins, key=self.overflow_origins.__getitem__)
         return path, self.overflow_origins[path] / sum(self.overflow_origins.values())
 
-    @property
-    def _losses(self) -> np.ndarray:
-        return self.run.series("last_loss")[1]
+
+def name_of(path: str) -> str:
+    """Returns the name of a layer, the last component of its path."""
+    return path.rpartition("/")[2]

@@ -3,15 +3,15 @@
 import itertools
 import math
 from collections.abc import Iterable
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
 
+from kmp.advice.thresholds import UNDERFLOWED
 from kmp.records import FIRST_EXPONENT, ZERO_BIN, ExponentHistogram, GradientSample, Run
-from kmp.utils import FLOAT16
+from kmp.utils import FLOAT16, FLOAT32, is_power_of_two
 
-_UNDERFLOWED = 0.05
+MAX_EXPONENT = 2 * (FLOAT32.max_exponent - FIRST_EXPONENT)  # of an unscaled gradient, at every loss scale
 _FIRST_NORMAL_BIN = ZERO_BIN + 1 + FLOAT16.min_exponent - FIRST_EXPONENT
 
 
@@ -46,13 +46,8 @@ class SampleStatistics:
     weight_norm: float
 
     @property
-    def is_usable(self) -> bool:
-        """Whether the sample has elements, and no NaN or Inf."""
-        return self.histogram.is_finite and self.histogram.total > 0
-
-    @property
     def largest(self) -> float:
-        """The largest magnitude of a usable sample, in the range of the largest exponent counted; 0 without one.
+        """The largest magnitude without the loss scale, in the range of the largest exponent counted; 0 without one.
 
         A device that flushes subnormal numbers to zero may report an `amax` of 0 for nonzero gradients.
         """
@@ -60,17 +55,23 @@ class SampleStatistics:
         if not exponents.size:
             return 0.0
         lowest = 2.0 ** int(exponents[-1])
-        return float(np.clip(np.fmax.reduce(self.amax, initial=lowest), lowest, 2 * lowest))
+        return float(np.clip(np.fmax.reduce(self.amax, initial=lowest), lowest, 2 * lowest)) / self.loss_scale
 
     @property
-    def below_normal_shares(self) -> np.ndarray:
-        """Shares of the nonzero elements below float16's normal range."""
-        return self.below_normal / np.maximum(1, self.totals - self.zeros)
+    def unscaled_counts(self) -> np.ndarray:
+        """float64, counts of the nonzero elements without the loss scale: of 2^k at index k + `MAX_EXPONENT`."""
+        histogram, shift = self.histogram, math.frexp(self.loss_scale)[1] - 1
+        if not is_power_of_two(self.loss_scale) and histogram.unscaled_counts is not None:
+            histogram, shift = histogram.unscaled, 0
+        counts = np.zeros(2 * MAX_EXPONENT + 1)  # float64: the sum over a run's samples may exceed int64
+        start = FIRST_EXPONENT - shift + MAX_EXPONENT
+        counts[start : start + histogram.by_exponent.size] = histogram.by_exponent
+        return counts
 
     @property
-    def is_all_zero(self) -> np.ndarray:
-        """Whether all elements of a variable are zero, and it has some."""
-        return (self.totals > 0) & (self.zeros == self.totals)
+    def all_zero(self) -> list[str]:
+        """The variables whose elements are all zero. One without a gradient has no elements."""
+        return self.named((self.totals > 0) & (self.zeros == self.totals))
 
     @property
     def underflowed(self) -> list[str]:
@@ -78,30 +79,34 @@ class SampleStatistics:
 
         A variable whose elements are all zero underflowed too if one nearer the loss did.
         """
-        has_small = self.below_normal > _UNDERFLOWED * (self.totals - self.zeros)
+        has_small = self.below_normal > UNDERFLOWED * (self.totals - self.zeros)
         is_behind_small = np.logical_or.accumulate(has_small[::-1])[::-1]
-        return self.named(has_small | (self.is_all_zero & is_behind_small))
+        return self.named(has_small | ((self.totals > 0) & (self.zeros == self.totals) & is_behind_small))
 
     def named(self, is_selected: np.ndarray) -> list[str]:
         """Returns the names of the variables for which a bool array is true."""
-        return [self.names[index] for index in np.flatnonzero(is_selected)]
+        return list(itertools.compress(self.names, is_selected))
 
 
-def statistics(run: Run, key: str = "sample") -> list[SampleStatistics]:
-    """Returns the statistics of a run's samples, or of its references, oldest first."""
-    float32_variables = frozenset(run.settings.get("float32_variables") or ())
-    samples = run.samples if key == "sample" else run.references
-    return [statistics_of(sample, float32_variables) for sample in samples]
-
-
-def statistics_of(sample: GradientSample, float32_variables: AbstractSet[str] = frozenset()) -> SampleStatistics:
-    """Returns the statistics of a sample, without the variables of layers that compute in float32.
+def statistics(run: Run) -> tuple[list[SampleStatistics], list[SampleStatistics]]:
+    """Returns the statistics of a run's samples and of its references, without the variables of float32 layers.
 
     float16 does not affect these. If all layers compute in float32, all variables are kept: the result then shows what
     float16 would lose.
     """
-    kept = np.array([name not in float32_variables for name in sample.names], bool)
+    excluded = frozenset(run.settings.get("float32_variables") or ())
+    samples, references = (
+        [_statistics_of(sample, excluded) for sample in samples] for samples in (run.samples, run.references)
+    )
+    return samples, references
+
+
+def _statistics_of(sample: GradientSample, excluded: frozenset[str]) -> SampleStatistics:
+    kept = np.array([name not in excluded for name in sample.names], bool)
     kept = kept if kept.any() else ~kept
+    weight_norm, update_norm = (
+        math.sqrt(np.sum(norms[~np.isnan(norms)] ** 2)) for norms in (sample.weight_norm, sample.update_norm)
+    )
     return SampleStatistics(
         sample.step,
         sample.loss_scale,
@@ -111,20 +116,11 @@ def statistics_of(sample: GradientSample, float32_variables: AbstractSet[str] = 
         sample.elements[kept],
         sample.zeros[kept],
         sample.bin_counts.between(ZERO_BIN + 1, _FIRST_NORMAL_BIN)[kept],
-        _update_ratio(sample),
-        _total_norm(sample.weight_norm),
+        update_norm / weight_norm if weight_norm else math.nan,
+        weight_norm,
     )
 
 
 def usable(samples: Iterable[SampleStatistics]) -> list[SampleStatistics]:
     """Returns the samples that have elements and no NaN or Inf."""
-    return [sample for sample in samples if sample.is_usable]
-
-
-def _update_ratio(sample: GradientSample) -> float:
-    weights, updates = _total_norm(sample.weight_norm), _total_norm(sample.update_norm)
-    return updates / weights if weights else math.nan
-
-
-def _total_norm(norms: np.ndarray) -> float:
-    return math.sqrt(np.sum(norms[~np.isnan(norms)] ** 2))
+    return [sample for sample in samples if sample.histogram.is_finite and sample.histogram.total > 0]

@@ -1,5 +1,9 @@
 """Trains models that each have one defect and diagnoses them; diagnoses hand-written records."""
 
+import copy
+import pickle
+from dataclasses import replace
+
 import keras
 import numpy as np
 import pytest
@@ -8,8 +12,7 @@ from keras import ops
 
 import kmp
 from kmp.advice import RunMetrics
-from kmp.advice.edits import ComputeInFloat32, SetArguments
-from kmp.advice.finding import ERROR, INFO, WARNING
+from kmp.advice.finding import ERROR, INFO, WARNING, ComputeInFloat32, SetArguments
 from kmp.records import InvalidTargets, NonfiniteOperation, Replay, Run
 
 
@@ -229,12 +232,6 @@ def test_log_with_an_unknown_last_scale_is_diagnosed():
     assert "at the loss scale in use, 2^12" in verdict
 
 
-def test_streak_in_an_older_log_is_of_nonfinite_losses():
-    record = {"overflow_count": 45, "overflows_in_a_row": 20, "nonfinite_loss_count": 20, "loss_scale": 2.0**-14}
-    finding = kmp.advise(run_of({"step": 60} | record, **DYNAMIC))[0]
-    assert (finding.cause, "among them the last 20" in finding.evidence) == ("loss", True)
-
-
 def test_all_zero_gradient_makes_the_verdict_ambiguous():
     verdict = kmp.advise(run_of(row_of(50, 2.0**12, -6, **{"net/bias": ALL_ZERO}), **DYNAMIC)).verdict
     assert verdict.startswith("No sign that float16 hurts this run")
@@ -352,9 +349,7 @@ def test_variable_is_all_zero_if_it_is_in_every_usable_sample():
         {"a": zero, "c": zero, "d": nonzero, "e": nonzero},
     ]
     rows = [{"step": step, "sample": sample_from(step, 8.0, data)} for step, data in enumerate(samples, 1)]
-    metrics = RunMetrics(Run(rows))
-    assert metrics.gradients.all_zero_variables == ["a", "c"]
-    assert metrics.gradients.leading_all_zero_variables == ["a", "c"]
+    assert RunMetrics(Run(rows)).gradients.all_zero_variables == ["a", "c"]
 
 
 def test_texts_of_findings_are_printable():
@@ -568,3 +563,126 @@ def test_noisy_batches_are_no_explosion_while_the_loss_of_epochs_falls():
     assert list(kmp.advise(run_of(sample, row, *epochs, **DYNAMIC))) == []
     flat = [{"step": step, "metrics": {"loss": loss}} for step, loss in ((15, 1.3), (30, 1.1), (45, 1.1), (60, 1.1))]
     assert kmp.advise(run_of(sample, row, *flat, **DYNAMIC))[0].cause == "exploding"
+
+
+def test_advice_can_be_copied_and_pickled():
+    advice = kmp.advise(run_of({"step": 50, "last_loss": 7e4, "highest_loss": 7e4}, **DYNAMIC))
+    for copied in (copy.copy(advice), copy.deepcopy(advice), pickle.loads(pickle.dumps(advice))):
+        assert copied == advice
+        assert str(copied) == str(advice)
+
+
+STUCK = {
+    **{"step": 40, "overflow_count": 40, "overflows_in_a_row": 40, "nonfinite_loss_count": 0, "loss_scale": 2.0**3},
+    "overflow_origins_by_variable": {"net/conv/kernel": 40},
+}
+LAYERS = {"net/conv": "Conv2D", "net/a": "Dense"}
+
+
+def causes_and_locations(*rows, **settings):
+    run = Run(list(rows), {"settings": DYNAMIC | {"layers": LAYERS} | settings})
+    return [(finding.cause, finding.location) for finding in kmp.advise(run)]
+
+
+def test_usable_scale_of_a_replay_is_advised_if_all_samples_are_zero():
+    rows = [row_of(step, 2.0**15, 0, **{"net/kernel": ALL_ZERO}) for step in (1, 50, 100)]
+    rows[0]["replay"] = Replay(8, 2.0**15, 1.0, 1.0, True, True, usable_scale=2.0**45, flushed={"net/kernel": 1.0})
+    finding = kmp.advise(run_of(*rows, **DYNAMIC))[0]
+    assert (finding.cause, finding.change) == ("scale_too_small", "kmp.enable(initial_scale=2.0**45)")
+
+
+def test_scale_in_use_is_not_advised_if_no_larger_one_is_known():
+    rows = [row_of(step, 2.0**15, 0, **{"net/kernel": ALL_ZERO}) for step in (1, 50, 100)]
+    rows[0]["replay"] = Replay(8, 2.0**15, 1.0, 1.0, True, True, flushed={"net/kernel": 1.0})
+    finding = kmp.advise(run_of(*rows, **DYNAMIC))[0]
+    assert (finding.cause, finding.change) == ("scale_too_small", "")
+
+
+@pytest.mark.parametrize(
+    ("steps", "change"),
+    [(40, "kmp.enable(initial_scale=2.0**3, min_scale=2.0**3)"), (60, "kmp.enable(min_scale=2.0**3)")],
+)
+def test_usable_scale_below_the_minimum_is_advised_as_the_minimum(steps, change):
+    replay = replay_of(loss=1.0, float32_loss=1.0, is_finite_in_float32=True, float32_layers=[], usable_scale=2.0**3)
+    row = STUCK | {"step": steps, "loss_scale": 2.0**10, "replay": replay}
+    (finding,) = kmp.advise(Run([row], {"settings": DYNAMIC | {"min_scale": 2.0**10}}))
+    assert (finding.cause, finding.location, finding.change) == ("scale_too_large", "min_scale", change)
+
+
+@pytest.mark.parametrize("settings", [{}, {"rule": "FixedScale"}, {"growth_interval": 20}])
+def test_root_of_zero_that_float32_does_not_survive_either_is_no_matter_of_the_scale(settings):
+    replay = replay_of(
+        loss=1.0,
+        float32_loss=1.0,
+        is_finite_in_float32=False,
+        nonfinite=[replace(operation("SqrtGrad", "inf"), is_backward=True)],
+        float32_layers=[],
+    )
+    start = {"step": 1, "overflow_count": 1, "overflows_in_a_row": 1, "loss_scale": 2.0**14}
+    clean = STUCK | {"overflow_count": 12, "overflows_in_a_row": 0, "replay": replay}
+    for rows in ([STUCK | {"replay": replay}], [start, clean, clean | {"step": 80, "overflow_count": 20}]):
+        assert causes_and_locations(*rows, **settings) == [("backward_overflow", "net/a")]
+    (finding,) = kmp.advise(Run(rows, {"settings": DYNAMIC | {"layers": LAYERS}}))
+    assert finding.title == "NaN or Inf in the backward pass of layer 'a', in float32 too."
+    assert finding.edits == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            {"is_finite_in_float32": True, "float32_loss": 1.0, "float32_layers": ["net/a"]},
+            ("rounding", "net/a"),
+        ),
+        ({"is_finite_in_float32": False, "nonfinite_part": "the batch's x"}, ("data", "the batch's x")),
+    ],
+)
+def test_nan_that_a_kernel_of_the_training_swallowed_is_the_cause_of_its_overflows(values, expected):
+    replay = replay_of(nonfinite=[operation("Sqrt", has_negative_input=True)], **values)
+    assert causes_and_locations(STUCK | {"replay": replay}) == [expected]
+
+
+def test_nan_in_a_replay_is_no_cause_if_the_scale_explains_the_skipped_steps():
+    replay = replay_of(
+        nonfinite=[operation("Sqrt", has_negative_input=True)],
+        is_finite_in_float32=True,
+        float32_loss=1.0,
+        float32_layers=["net/a"],
+    )
+    start = {"step": 1, "overflow_count": 1, "overflows_in_a_row": 1, "loss_scale": 2.0**14, "replay": replay}
+    settled = {"step": 3, "overflow_count": 2, "overflows_in_a_row": 0, "loss_scale": 2.0**13}
+    assert causes_and_locations(start, settled, settled | {"step": 400}) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "cause"),
+    [
+        (operation("Log", "inf"), "forward_underflow"),
+        (replace(operation("RealDiv", "inf"), smallest_input=0.0), "constant"),
+    ],
+)
+def test_infinity_that_only_the_gradients_show_is_the_cause(found, cause):
+    replay = replay_of(
+        loss=1.0,
+        float32_loss=1.0,
+        is_finite_in_float32=True,
+        nonfinite=[found, replace(operation("Mul"), is_backward=True)],
+        float32_layers=["net/a"],
+        activation_gradients={"net/a": 1.0},
+    )
+    assert causes_and_locations(STUCK | {"replay": replay}) == [(cause, "net/a")]
+    mask = replace(operation("Cast", "inf"), constant=-1e9)
+    replay = replace(replay, nonfinite=[mask, *replay.nonfinite[1:]])
+    assert causes_and_locations(STUCK | {"replay": replay}) == [("backward_overflow", "net/a")]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_epsilon_of_zero_is_reported_for_weights_of_any_dtype(dtype):
+    replay = replay_of(is_finite_in_float32=False, nonfinite_variables=["net/a/kernel"])
+    settings = {"epsilon": 0.0, "optimizer": "Adam", "variable_dtypes": [dtype]}
+    (finding,) = kmp.advise(run_of(overflow_row(replay=replay), **DYNAMIC, **settings))
+    assert (finding.cause, finding.location) == ("optimizer_state", "net/a/kernel")
+    assert finding.change.splitlines()[-1] == "keras.optimizers.Adam(epsilon=1e-7)"
+    assert ("kmp.enable(policy='mixed_float16')" in finding.change) == (dtype == "float16")
+    usual = settings | {"epsilon": 1e-7, "variable_dtypes": ["float32"]}
+    assert kmp.advise(run_of(overflow_row(replay=replay), **DYNAMIC, **usual))[0].cause == "loss"

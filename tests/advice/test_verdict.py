@@ -9,7 +9,6 @@ import pytest
 from conftest import sample_from
 
 import kmp
-from kmp.advice.verdict import EXCLUSIONS
 from kmp.records import Replay, Run
 
 GOOD = "float16 does not hurt the gradients and updates of this run: "
@@ -64,11 +63,6 @@ def test_weights_in_float16_need_a_measured_update():
 def test_skipped_steps_after_the_first_ones_leave_their_reason_unknown():
     rows = [row(1, overflows_in_a_row=0), row(50), row(100, overflow_count=9)]
     assert "Unknown: why steps overflow" in verdict_of(*rows)
-
-
-def test_exclusions_name_causes_of_findings():
-    causes = {cause for exclusion in EXCLUSIONS for cause in exclusion.causes}
-    assert all(f'`"{cause}"`' in kmp.advice.Finding.__doc__ for cause in causes)
 
 
 def test_layer_that_is_flushed_leaves_the_cost_unknown():

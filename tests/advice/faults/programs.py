@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 import kmp
-from kmp.advice.edits import ComputeInFloat32, PrepareData, SetArguments
+from kmp.advice.finding import ComputeInFloat32, PrepareData, SetArguments
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
