@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from kmp.advice import thresholds
 from kmp.advice.finding import ERROR, WARNING, Edit, Finding, PrepareData, SetArguments
 from kmp.advice.run_metrics import RunMetrics, name_of
-from kmp.advice.thresholds import FEW_SKIPPED, OVERFLOWS_FLOAT32
 from kmp.advice.wording import failed_steps, in_float32
 from kmp.records import BATCH_X, BATCH_Y, Replay
 
@@ -45,7 +45,7 @@ def _is_overflow_of_inputs(replay: Replay) -> bool:
         return any(found.operation == "Cast" and not found.is_backward for found in replay.nonfinite)
     if replay.nonfinite_variables or not replay.nonfinite:
         return False
-    return replay.nonfinite[0].value == "inf" and replay.nonfinite[0].largest_input > OVERFLOWS_FLOAT32
+    return replay.nonfinite[0].value == "inf" and replay.nonfinite[0].largest_input > thresholds.OVERFLOWS_FLOAT32
 
 
 def targets(metrics: RunMetrics) -> Finding | None:
@@ -114,4 +114,4 @@ def _severity(metrics: RunMetrics) -> str:
     count, is_stuck = metrics.nonfinite_losses, metrics.ends_nonfinite
     if not count:
         count, is_stuck = metrics.overflows, metrics.is_stuck
-    return WARNING if count <= FEW_SKIPPED * metrics.steps and not is_stuck else ERROR
+    return WARNING if count <= thresholds.FEW_SKIPPED * metrics.steps and not is_stuck else ERROR

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kmp.advice import thresholds
 from kmp.advice.sample_statistics import MAX_EXPONENT, SampleStatistics, statistics, usable
-from kmp.advice.thresholds import MANY_ZEROS, MARGIN_BITS, TOLERATED_UNDERFLOW
-from kmp.records import RUN_EXPECTED, GradientSample, Replay, Run
+from kmp.records import RUN_EXPECTED, GradientSample, Run
 from kmp.utils import FLOAT16, FLOAT32, validation
 
 # Smallest magnitude that rounds to Inf in float16, with rounding to nearest: the maximum plus half a unit.
@@ -66,7 +66,7 @@ class WhatIf:
         It is not if many elements were sampled as zero, without a float32 reference: those that float16 flushed may
         need a larger scale.
         """
-        return bool(self.underflow_bound[0] - self.underflow[0] <= MANY_ZEROS)
+        return bool(self.underflow_bound[0] - self.underflow[0] <= thresholds.MANY_ZEROS)
 
     @property
     def is_extrapolated(self) -> np.ndarray:
@@ -129,13 +129,11 @@ def usable_scale(run: Run) -> float:
 
     It is inf without a replay, and 0 if the backward pass of a replay needs float32 at every scale.
     """
-    scales = (0.0 if needs_float32(replay) else replay.usable_scale or math.inf for _, replay in run.replays)
-    return min(scales, default=math.inf)
-
-
-def needs_float32(replay: Replay) -> bool:
-    """Whether a replay shows gradients that overflow float16 at every loss scale of 1 or more."""
-    return replay.loss is not None and not replay.is_finite and bool(replay.float32_layers)
+    scales = [math.inf]
+    for _, replay in run.replays:
+        needs_float32 = replay.loss is not None and not replay.is_finite and replay.float32_layers
+        scales.append(0.0 if needs_float32 else replay.usable_scale or math.inf)
+    return min(scales)
 
 
 def sweep(samples: Sequence[SampleStatistics], references: Sequence[SampleStatistics], highest: float) -> WhatIf | None:
@@ -211,10 +209,10 @@ def _recommended(counts: np.ndarray, largest: float, highest: float) -> tuple[in
     """Returns the lowest and the highest `WhatIf.recommended`."""
     if not counts.any() or not largest or not highest:
         return None
-    high = math.floor(math.log2(min(FLOAT16.max / largest / 2**MARGIN_BITS, highest)))
+    high = math.floor(math.log2(min(FLOAT16.max / largest / 2**thresholds.MARGIN_BITS, highest)))
     candidates = np.arange(-FLOAT32.max_exponent, FLOAT32.max_exponent + 1)
     flushed = _count_below(counts, FLOAT16.flush_exponent - candidates)
-    sufficient = candidates[flushed <= TOLERATED_UNDERFLOW * counts.sum()]
+    sufficient = candidates[flushed <= thresholds.TOLERATED_UNDERFLOW * counts.sum()]
     low = int(sufficient[0]) if sufficient.size else high + 1
     high = min(high, FLOAT32.max_exponent)
     return (low, high) if low <= high else None

@@ -7,8 +7,8 @@ from operator import itemgetter
 
 import numpy as np
 
+from kmp.advice import thresholds
 from kmp.advice.gradient_metrics import GradientMetrics
-from kmp.advice.thresholds import LAST_LOSSES, MOSTLY_FLUSHED, STUCK_AFTER
 from kmp.records import LOSS_FUNCTION, Replay, Run, layer_of
 from kmp.utils import FLOAT16
 
@@ -48,6 +48,11 @@ class RunMetrics:
         scales = [*(sample.loss_scale for sample in run.samples[-1:]), *run.series("loss_scale")[1]]
         self.scale = float(next((scale for scale in reversed(scales) if math.isfinite(scale)), math.nan))
         self.gradients = GradientMetrics(run, self.scale)
+
+    @property
+    def min_scale(self) -> float:
+        """The minimum of a dynamic loss scale."""
+        return self.settings.get("min_scale", FLOAT16.smallest_normal)
 
     @property
     def is_fixed(self) -> bool:
@@ -123,7 +128,7 @@ class RunMetrics:
     @cached_property
     def flushed_layers(self) -> list[str]:
         """The layers of which each variable's gradient was `flushed` to zero for the most part."""
-        alive = {self.layer_of(name) for name, share in self.flushed.items() if share <= MOSTLY_FLUSHED}
+        alive = {self.layer_of(name) for name, share in self.flushed.items() if share <= thresholds.MOSTLY_FLUSHED}
         return [layer for layer in dict.fromkeys(map(self.layer_of, self.flushed)) if layer not in alive]
 
     @property
@@ -147,20 +152,20 @@ class RunMetrics:
         recorded = self.run.series("highest_loss")[1]
         increased = [float(value) for value in recorded[recorded > recorded[0]]] if recorded.size else []
         highest = max((*increased, *map(abs, finite)), default=math.nan)
-        return (
-            (finite[0], highest, float(np.median(finite[-LAST_LOSSES:]))) if finite else (math.nan, highest, math.nan)
-        )
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether the run ends in a streak of skipped steps."""
-        return self.consecutive_overflows >= STUCK_AFTER
+        last = float(np.median(finite[-thresholds.LAST_LOSSES :])) if finite else math.nan
+        return next(iter(finite), math.nan), highest, last
 
     @property
     def ends_nonfinite(self) -> bool:
         """Whether the run ends in a streak of non-finite losses, after steps that were not part of it."""
         nonfinite = int(self.run.last("nonfinite_losses_in_a_row") or 0)
-        return self.is_stuck and self.consecutive_overflows <= nonfinite and self.consecutive_overflows < self.steps
+        streak = self.consecutive_overflows
+        return thresholds.STUCK_AFTER <= streak <= nonfinite and streak < self.steps
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the run ends in another streak of skipped steps."""
+        return self.consecutive_overflows >= thresholds.STUCK_AFTER and not self.ends_nonfinite
 
     @cached_property
     def startup_overflows(self) -> tuple[int, int, float]:

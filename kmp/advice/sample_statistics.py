@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kmp.advice.thresholds import UNDERFLOWED
+from kmp.advice import thresholds
 from kmp.records import FIRST_EXPONENT, ZERO_BIN, ExponentHistogram, GradientSample, Run
 from kmp.utils import FLOAT16, FLOAT32, is_power_of_two
 
@@ -79,7 +79,7 @@ class SampleStatistics:
 
         A variable whose elements are all zero underflowed too if one nearer the loss did.
         """
-        has_small = self.below_normal > UNDERFLOWED * (self.totals - self.zeros)
+        has_small = self.below_normal > thresholds.UNDERFLOWED * (self.totals - self.zeros)
         is_behind_small = np.logical_or.accumulate(has_small[::-1])[::-1]
         return self.named(has_small | ((self.totals > 0) & (self.zeros == self.totals) & is_behind_small))
 

@@ -5,18 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kmp.advice import thresholds
 from kmp.advice.finding import ERROR, INFO, WARNING, Finding, SetArguments
 from kmp.advice.run_metrics import RunMetrics, name_of
-from kmp.advice.thresholds import (
-    FEW_SKIPPED,
-    LOG2_DEFAULT_SCALE,
-    MANY_FLUSHED,
-    MANY_FLUSHED_AT_ANY_SCALE,
-    MANY_SUBNORMAL,
-    MOSTLY_SUBNORMAL,
-    MOSTLY_ZERO,
-    SPARE_BITS,
-)
 from kmp.advice.wording import in_float32, power
 from kmp.utils import FLOAT32, as_power
 
@@ -28,14 +19,14 @@ def branch(metrics: RunMetrics) -> Finding | None:
         return None
     names = list(metrics.flushed)
     flushed = [name for name in names if metrics.layer_of(name) in layers]
-    alive = [name for name, share in metrics.flushed.items() if share <= MANY_FLUSHED]
+    alive = [name for name, share in metrics.flushed.items() if share <= thresholds.MANY_FLUSHED]
     if not alive or len(flushed) + len(alive) < len(names) / 2:
         return None
     if names.index(alive[0]) > names.index(flushed[-1]):
         return None  # the layers nearest the input: gradients underflow on their way there
     shown = ", ".join(repr(name_of(layer)) for layer in layers[:5])
     weight = "a larger loss weight, if these layers belong to one of several outputs"
-    is_scale_too_small = metrics.gradients.headroom >= SPARE_BITS
+    is_scale_too_small = metrics.gradients.headroom >= thresholds.SPARE_BITS
     return Finding(
         "branch_underflow",
         ERROR,
@@ -51,9 +42,9 @@ def branch(metrics: RunMetrics) -> Finding | None:
 def scale_too_small(metrics: RunMetrics) -> Finding | None:
     """Reports a loss scale at which gradients underflow, although a larger one would not overflow."""
     gradients = metrics.gradients
-    if not metrics.is_float16 or not gradients.finite_samples or gradients.headroom < SPARE_BITS:
+    if not metrics.is_float16 or not gradients.finite_samples or gradients.headroom < thresholds.SPARE_BITS:
         return None
-    if metrics.gradient_overflows > FEW_SKIPPED * metrics.steps:
+    if metrics.gradient_overflows > thresholds.FEW_SKIPPED * metrics.steps:
         return None
     evidence = _underflow_evidence(metrics)
     if not evidence:
@@ -77,7 +68,7 @@ def _underflow_evidence(metrics: RunMetrics) -> list[str]:
     evidence, newest = [], gradients.finite_samples[-1]
     headroom = f", with {gradients.headroom:.0f} bits of headroom before overflow"
     headroom = "" if math.isinf(gradients.headroom) else headroom
-    if gradients.subnormal_share > MANY_SUBNORMAL:
+    if gradients.subnormal_share > thresholds.MANY_SUBNORMAL:
         evidence.append(
             f"{gradients.subnormal_share:.1%} of the nonzero sampled gradient elements are subnormal in float16 at the "
             f"loss scale in use{headroom}"
@@ -88,17 +79,17 @@ def _underflow_evidence(metrics: RunMetrics) -> list[str]:
     first = next((index for index, name in enumerate(names) if name not in all_zero), len(names))
     if (
         not set(names[:first]).isdisjoint(metrics.unexplained_zero_variables)
-        and gradients.headroom >= 2 * SPARE_BITS
-        and gradients.zero_share >= MOSTLY_ZERO
+        and gradients.headroom >= 2 * thresholds.SPARE_BITS
+        and gradients.zero_share >= thresholds.MOSTLY_ZERO
     ):
         evidence.append(
             f"{gradients.zero_share:.1%} of the elements are exactly zero, including all elements of the "
             f"{first} variables nearest the input{headroom}"
         )
     flushed = sum(metrics.flushed.values()) / max(1, len(newest.names))  # the mean over the variables
-    if flushed > MANY_FLUSHED:
+    if flushed > thresholds.MANY_FLUSHED:
         evidence.append(f"replayed, {flushed:.1%} of the elements of a gradient are zero in float16 but not in float32")
-    elif not metrics.replays and (gradients.excess_zeros or 0.0) > MANY_FLUSHED:
+    elif not metrics.replays and (gradients.excess_zeros or 0.0) > thresholds.MANY_FLUSHED:
         evidence.append(f"{gradients.excess_zeros:.1%} of all elements are zero in float16 but not in float32")
     return evidence
 
@@ -106,7 +97,7 @@ def _underflow_evidence(metrics: RunMetrics) -> list[str]:
 def _larger_scale(metrics: RunMetrics) -> list[SetArguments]:
     """Returns the largest scale that the samples or a replay allow, or a dynamic one."""
     curve, highest = metrics.gradients.curve, metrics.gradients.highest_usable_scale
-    best = LOG2_DEFAULT_SCALE
+    best = thresholds.LOG2_DEFAULT_SCALE
     if curve and curve.recommended:
         best = curve.recommended[1]
     elif 0.0 < highest < math.inf:  # all samples are zero, so only a replay shows the gradients
@@ -132,7 +123,7 @@ def wide_range(metrics: RunMetrics) -> Finding | None:
     shares = newest.below_normal / np.maximum(1, newest.totals - newest.zeros)
     smallest = newest.names[int(shares.argmax())]
     named = f"{largest} has the largest gradients, and {smallest} underflows most"
-    if gradients.subnormal_share > MOSTLY_SUBNORMAL and gradients.headroom < SPARE_BITS:
+    if gradients.subnormal_share > thresholds.MOSTLY_SUBNORMAL and gradients.headroom < thresholds.SPARE_BITS:
         title = f"The gradients of {largest} keep the loss scale too low for the others."
         evidence = (
             f"{gradients.subnormal_share:.1%} of the nonzero sampled gradient elements are subnormal in float16 at the "
@@ -146,7 +137,7 @@ def wide_range(metrics: RunMetrics) -> Finding | None:
         best = max(int(curve.log2_scales[0]), min(int(curve.log2_scales[-1]), highest))
         underflow = curve.at(best)["underflow"]
         # A reference also has the elements that float16 flushes at any scale. Most of them are too small to matter.
-        if underflow <= (MANY_FLUSHED_AT_ANY_SCALE if curve.is_measured else MANY_FLUSHED):
+        if underflow <= (thresholds.MANY_FLUSHED_AT_ANY_SCALE if curve.is_measured else thresholds.MANY_FLUSHED):
             return None
         title = "The gradients span too wide a range for float16 at any loss scale."
         evidence = (

@@ -5,23 +5,10 @@ from collections import Counter
 
 import numpy as np
 
+from kmp.advice import thresholds
 from kmp.advice.finding import ERROR, Edit, Finding, SetArguments
 from kmp.advice.run_metrics import RunMetrics, name_of
 from kmp.advice.sample_statistics import MAX_EXPONENT
-from kmp.advice.thresholds import (
-    EXPLODING_LOSS,
-    EXPLODING_UPDATE,
-    FALLING_LOSS,
-    LARGE_UPDATE,
-    MANY_LOST_SQUARES,
-    MANY_LOST_UPDATES,
-    MOST_SKIPPED,
-    MOSTLY_LOST,
-    RISING_LOSS,
-    RISING_UPDATE,
-    SMALL_LOSS,
-    TOO_LARGE_STEP,
-)
 from kmp.advice.wording import of_steps, optimizer_call, smaller_learning_rate
 from kmp.utils import BFLOAT16, FLOAT16, FLOAT32
 
@@ -68,11 +55,11 @@ def lost_squares(metrics: RunMetrics) -> Finding | None:
         return None
     part = 1.0 - settings.get("beta_2", _BETA_2)  # of a squared gradient is added to the mean of squares
     highest = math.floor(math.log2(_LARGEST_LOST / part) / 2) if part > 0 else 0
-    lowest = TOO_LARGE_STEP * epsilon
+    lowest = thresholds.TOO_LARGE_STEP * epsilon
     counts = sum((sample.unscaled_counts for sample in metrics.gradients.finite_samples), np.zeros(1))
     between = counts[math.ceil(math.log2(lowest)) + MAX_EXPONENT : highest + MAX_EXPONENT].sum()
     share = between / max(1.0, counts.sum())
-    if share <= MANY_LOST_SQUARES:
+    if share <= thresholds.MANY_LOST_SQUARES:
         return None
     return Finding(
         "optimizer_state",
@@ -81,7 +68,7 @@ def lost_squares(metrics: RunMetrics) -> Finding | None:
         f"it divides by its epsilon of {epsilon:g} alone.",
         f"{share:.0%} of the nonzero gradient elements are between {lowest:.2g} and 2^{highest}: what one of them adds "
         "to the mean of squares is 0 in float16, and its step is more than "
-        f"{TOO_LARGE_STEP:g} times the learning rate",
+        f"{thresholds.TOO_LARGE_STEP:g} times the learning rate",
         [_MIXED_FLOAT16],
         _IN_FLOAT32,
         "epsilon",
@@ -92,12 +79,12 @@ def exploding(metrics: RunMetrics) -> Finding | None:
     """Reports updates that are too large in any number format."""
     step, ratio = metrics.gradients.update_ratio
     first, highest, last = metrics.losses
-    limit = EXPLODING_LOSS * max(abs(first), SMALL_LOSS)
-    is_large_update, is_loss_rising = ratio > EXPLODING_UPDATE, highest > limit
-    are_many_skipped = metrics.overflows > MOST_SKIPPED * metrics.steps
+    limit = thresholds.EXPLODING_LOSS * max(abs(first), thresholds.SMALL_LOSS)
+    is_large_update, is_loss_rising = ratio > thresholds.EXPLODING_UPDATE, highest > limit
+    are_many_skipped = metrics.overflows > thresholds.MOST_SKIPPED * metrics.steps
     # With small updates, a high loss at the end comes from a different batch, not from an explosion.
-    stays_high = abs(last) > limit and not 0.0 < ratio < LARGE_UPDATE
-    has_risen = ratio > RISING_UPDATE and highest > RISING_LOSS * first
+    stays_high = abs(last) > limit and not 0.0 < ratio < thresholds.LARGE_UPDATE
+    has_risen = ratio > thresholds.RISING_UPDATE and highest > thresholds.RISING_LOSS * first
     has_not_learned = first > 0 and has_risen and last > first / 2 and not _falls_in_epochs(metrics)
     if (
         not has_not_learned
@@ -131,9 +118,9 @@ def exploding(metrics: RunMetrics) -> Finding | None:
 def _falls_in_epochs(metrics: RunMetrics) -> bool:
     """Whether the loss of the epochs stays near the first, and falls to the end: that of one batch may be noisy."""
     _, losses = metrics.run.metrics.get("loss", (None, np.empty(0)))
-    if len(losses) < 2 or losses.max() > RISING_LOSS * metrics.losses[0]:
+    if len(losses) < 2 or losses.max() > thresholds.RISING_LOSS * metrics.losses[0]:
         return False
-    return bool(losses[-1] < FALLING_LOSS * losses[(len(losses) - 1) // 2])
+    return bool(losses[-1] < thresholds.FALLING_LOSS * losses[(len(losses) - 1) // 2])
 
 
 def lost_updates(metrics: RunMetrics) -> Finding | None:
@@ -152,10 +139,12 @@ def lost_updates(metrics: RunMetrics) -> Finding | None:
             lost = np.maximum(counts - sample.updates, 0)
             unchanged.update(dict(zip(sample.names, lost.tolist(), strict=True)))
     share = sum(unchanged.values()) / max(1, sum(nonzero.values()))
-    if share <= MANY_LOST_UPDATES:
+    if share <= thresholds.MANY_LOST_UPDATES:
         return None
     shares = {name: unchanged[name] / count for name, count in nonzero.items() if count}
-    variables = sorted((name for name in shares if shares[name] > MOSTLY_LOST), key=shares.__getitem__, reverse=True)
+    variables = sorted(
+        (name for name in shares if shares[name] > thresholds.MOSTLY_LOST), key=shares.__getitem__, reverse=True
+    )
 
     # Weights of the policy's dtype change with the policy, others at their layer.
     name, where = number_format.name, "the weights"

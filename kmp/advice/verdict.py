@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterator
 
+from kmp.advice import thresholds
 from kmp.advice.finding import Finding
 from kmp.advice.run_metrics import RunMetrics
-from kmp.advice.thresholds import FEW_SAMPLES, FEW_TOO_SMALL, MANY_SKIPPED, MANY_ZEROS, MUCH_LOST
 from kmp.utils import DTYPES_16_BIT, FLOAT16, as_power
 
 
@@ -27,7 +27,7 @@ def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
     effect, norm = "No sign that float16 hurts this run", ""
     if not unknown:
         effect = "float16 does not hurt the gradients and updates of this run"
-        if metrics.has_reference and gradients.underflow_share > FEW_TOO_SMALL:
+        if metrics.has_reference and gradients.underflow_share > thresholds.FEW_TOO_SMALL:
             norm = f" (at most {_lost_norm(metrics):.1g} of the norm)"
     count = len(gradients.finite_samples)
     numbers = (
@@ -46,21 +46,22 @@ def _unknown(metrics: RunMetrics) -> Iterator[str]:
 
     A NaN or Inf in a loss always has a finding, and so has a loss that is not scaled.
     """
-    gradients, losses = metrics.gradients, metrics.losses
+    gradients = metrics.gradients
 
     # Why steps overflow: a scale that is too large, or a layer.
-    if metrics.startup_overflows[0] != metrics.overflows > MANY_SKIPPED * metrics.steps:
+    are_later = metrics.overflows != metrics.startup_overflows[0]
+    if are_later and metrics.overflows > thresholds.MANY_SKIPPED * metrics.steps:
         yield _doubt("why steps overflow", "a longer run, because a dynamic scale settles after its first steps")
 
     # Underflow: in the samples, in what they show as zero, and in what a replay shows as flushed.
-    samples = gradients.finite_samples
-    if len(samples) < FEW_SAMPLES or 2 * max(sample.step for sample in samples) < metrics.steps:
+    samples, few = gradients.finite_samples, thresholds.FEW_SAMPLES
+    if len(samples) < few or 2 * max(sample.step for sample in samples) < metrics.steps:
         yield _doubt(
-            f"the gradients of the whole run, from fewer than {FEW_SAMPLES} samples or none of its second half",
+            f"the gradients of the whole run, from fewer than {few} samples or none of its second half",
             "a smaller every_n_steps in kmp.callbacks.defaults()",
         )
-    are_few_zeros = gradients.zero_share <= MANY_ZEROS and not gradients.all_zero_variables
-    if _lost_norm(metrics) > MUCH_LOST if metrics.has_reference else not are_few_zeros:
+    are_few_zeros = gradients.zero_share <= thresholds.MANY_ZEROS and not gradients.all_zero_variables
+    if _lost_norm(metrics) > thresholds.MUCH_LOST if metrics.has_reference else not are_few_zeros:
         if not metrics.has_reference:
             yield _zeros(metrics)
         yield _doubt(
@@ -78,7 +79,7 @@ def _unknown(metrics: RunMetrics) -> Iterator[str]:
     is_16_bit = not set(DTYPES_16_BIT).isdisjoint(metrics.settings.get("variable_dtypes", []))
     if is_16_bit and not gradients.update_ratio[1]:
         yield _doubt("whether updates change weights in float16", "kmp.callbacks.defaults(), which measures updates")
-    if not math.isfinite(losses[-1]) and not gradients.update_ratio[1]:
+    if not math.isfinite(metrics.losses[-1]) and not gradients.update_ratio[1]:
         yield _doubt("whether training diverges", "kmp.callbacks.defaults(), which records losses and updates")
 
 

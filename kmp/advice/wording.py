@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterable
 
+from kmp.advice import thresholds
 from kmp.advice.finding import ComputeInFloat32, SetArguments
 from kmp.advice.run_metrics import RunMetrics, name_of
-from kmp.advice.thresholds import TYPICAL_UPDATE
 
 
 def of_steps(metrics: RunMetrics, count: int) -> str:
@@ -41,7 +41,7 @@ def optimizer_call(metrics: RunMetrics) -> str:
 def smaller_learning_rate(metrics: RunMetrics) -> list[SetArguments]:
     """Returns a learning rate that is smaller by the measured ratio of update to weights, and at most a tenth."""
     ratio = metrics.gradients.update_ratio[1]
-    factor = min(0.1, TYPICAL_UPDATE / ratio) if ratio > 0 and math.isfinite(ratio) else 0.1
+    factor = min(0.1, thresholds.TYPICAL_UPDATE / ratio) if ratio > 0 and math.isfinite(ratio) else 0.1
     # Of a schedule, the highest rate at the end of an epoch.
     _, rates = metrics.run.metrics.get("learning_rate", ((), ()))
     rate = metrics.settings.get("learning_rate", max(rates, default=None))
