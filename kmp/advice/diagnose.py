@@ -9,31 +9,27 @@ from kmp.advice.verdict import verdict
 from kmp.records import RUN_EXPECTED, Run
 from kmp.utils import validation
 
-Rule = Callable[[RunMetrics], Finding | None]
-
-# The most specific first. Of those of one group, the findings up to the first error are reported: the others are its
-# consequences.
-GROUPS: tuple[tuple[Rule, ...], ...] = (
-    (
-        batch_rules.data,
-        batch_rules.targets,
-        update_rules.division_by_epsilon,
-        update_rules.lost_squares,
-        update_rules.exploding,
-        forward_rules.forward,
-        scale_rules.nonfinite_gradients,
-        scale_rules.backward,
-        scale_rules.scale_too_large,
-        scale_rules.min_scale,
-        scale_rules.initial_scale,
-        scale_rules.growth_interval_too_small,
-        update_rules.lost_updates,
-        underflow_rules.branch,
-        underflow_rules.scale_too_small,
-        underflow_rules.wide_range,
-    ),
-    (underflow_rules.dead,),
-    (underflow_rules.unused,),
+# The findings up to the first error are reported: those after it are its consequences. So the most specific come first,
+# after those that are no problem.
+RULES: tuple[Callable[[RunMetrics], Finding | None], ...] = (
+    underflow_rules.dead,
+    underflow_rules.unused,
+    batch_rules.data,
+    batch_rules.targets,
+    update_rules.division_by_epsilon,
+    update_rules.lost_squares,
+    update_rules.exploding,
+    forward_rules.forward,
+    scale_rules.nonfinite_gradients,
+    scale_rules.backward,
+    scale_rules.scale_too_large,
+    scale_rules.min_scale,
+    scale_rules.initial_scale,
+    scale_rules.growth_interval_too_small,
+    update_rules.lost_updates,
+    underflow_rules.branch,
+    underflow_rules.scale_too_small,
+    underflow_rules.wide_range,
 )
 
 
@@ -60,11 +56,10 @@ def advise(run: Run) -> Advice:
 def diagnosis_of(metrics: RunMetrics) -> Advice:
     """Returns the findings and the verdict for the metrics of a run."""
     findings: list[Finding] = []
-    for group in GROUPS:
-        for rule in group:
-            if finding := rule(metrics):
-                findings.append(finding)
-                if finding.severity == ERROR:
-                    break
+    for rule in RULES:
+        if finding := rule(metrics):
+            findings.append(finding)
+            if finding.severity == ERROR:
+                break
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return Advice(findings, verdict(metrics, [finding for finding in findings if finding.severity != INFO]))

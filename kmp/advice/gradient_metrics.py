@@ -3,15 +3,14 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
 from functools import cached_property
 from operator import itemgetter
 
 import numpy as np
 
 from kmp.advice.loss_scale_sweep import WhatIf, sweep, usable_scale
-from kmp.advice.sample_statistics import SampleStatistics, statistics, usable
-from kmp.records import FIRST_EXPONENT, Run
+from kmp.advice.sample_statistics import counts_below, statistics, unscaled_counts, usable
+from kmp.records import Run
 from kmp.utils import FLOAT16
 
 
@@ -21,18 +20,12 @@ class GradientMetrics:
     Args:
         run: The run.
         scale: The loss scale in use; NaN if it is unknown.
-
-    Attributes:
-        samples: The statistics of its samples, oldest first.
-        references: The statistics of its float32 passes.
-        finite_samples: The samples that have elements and no NaN or Inf.
-        usable_samples: The finite samples taken at the newest one's loss scale or above. Lower scales flushed elements
-            to zero that the newest scale preserves.
     """
 
     def __init__(self, run: Run, scale: float) -> None:
         self.samples, self.references = statistics(run)
         self.finite_samples = usable(self.samples)
+        # Those at the newest loss scale or above: lower scales flushed elements to zero that the newest preserves.
         newest = self.finite_samples[-1].loss_scale if self.finite_samples else 0.0
         self.usable_samples = [sample for sample in self.finite_samples if sample.loss_scale >= newest]
         self.highest_usable_scale = usable_scale(run)
@@ -46,12 +39,9 @@ class GradientMetrics:
     @cached_property
     def subnormal_share(self) -> float:
         """Share of nonzero gradient elements below float16's normal range, at the loss scale in use."""
-        nonzero = subnormal = 0
-        for sample in self.usable_samples:
-            counts, shift = sample.histogram.by_exponent, round(math.log2(self._scale / sample.loss_scale))
-            nonzero += int(counts.sum())
-            subnormal += int(counts[: max(0, FLOAT16.min_exponent - shift - FIRST_EXPONENT)].sum())
-        return subnormal / nonzero if nonzero else 0.0
+        counts = unscaled_counts(self.usable_samples)
+        subnormal = counts_below(counts, FLOAT16.min_exponent - round(math.log2(self._scale))) if counts.any() else 0.0
+        return float(subnormal / max(1.0, counts.sum()))
 
     @cached_property
     def underflow_share(self) -> float:
@@ -84,15 +74,8 @@ class GradientMetrics:
     @cached_property
     def zero_share(self) -> float:
         """Share of sampled gradient elements that are exactly zero, at the loss scale in use."""
-        return _zero_share(self.usable_samples)
-
-    @cached_property
-    def excess_zeros(self) -> float | None:
-        """Share of zeros in addition to those of the float32 reference, or `None` without a reference."""
-        references = usable(self.references)
-        if not references or not self.finite_samples:
-            return None
-        return max(0.0, self.zero_share - _zero_share(references))
+        zeros = sum(sample.histogram.zeros for sample in self.usable_samples)
+        return zeros / max(1, sum(sample.histogram.total for sample in self.usable_samples))
 
     @cached_property
     def all_zero_variables(self) -> list[str]:
@@ -122,8 +105,3 @@ class GradientMetrics:
             if after.step > before.step
         ]
         return max(*ratios, *growth, (0, 0.0), (0, 0.0), key=itemgetter(1))
-
-
-def _zero_share(samples: Sequence[SampleStatistics]) -> float:
-    zeros = sum(sample.histogram.zeros for sample in samples)
-    return zeros / max(1, sum(sample.histogram.total for sample in samples))

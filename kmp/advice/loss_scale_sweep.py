@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kmp.advice import thresholds
-from kmp.advice.sample_statistics import MAX_EXPONENT, SampleStatistics, statistics, usable
+from kmp.advice.sample_statistics import SampleStatistics, counts_below, statistics, unscaled_counts, usable
 from kmp.records import RUN_EXPECTED, GradientSample, Run
 from kmp.utils import FLOAT16, FLOAT32, validation
 
@@ -152,9 +152,9 @@ def sweep(samples: Sequence[SampleStatistics], references: Sequence[SampleStatis
     if not measured:
         return None
     in_use = math.log2((samples or measured)[-1].loss_scale)
-    counts, zeros = _counts_and_zeros(measured)
+    counts, zeros = unscaled_counts(measured), float(sum(sample.histogram.zeros for sample in measured))
     if exact:
-        counts, zeros = _with_flushed(counts, zeros, *_counts_and_zeros(exact))
+        counts, zeros = _with_flushed(counts, zeros, exact)
     largest = np.array([sample.largest for sample in measured])
     if exact and not largest.any():  # float16 flushed all of the samples
         largest = np.array([sample.largest for sample in exact])
@@ -173,12 +173,12 @@ def sweep(samples: Sequence[SampleStatistics], references: Sequence[SampleStatis
     known = np.searchsorted(np.sort(nonfinite), scales, side="right")
 
     total = max(1, counts.sum() + zeros)
-    underflow = _count_below(counts, FLOAT16.flush_exponent - scales) / total
+    underflow = counts_below(counts, FLOAT16.flush_exponent - scales) / total
     return WhatIf(
         log2_scales=scales,
         underflow=underflow,
         underflow_bound=underflow if exact else underflow + zeros / total,
-        overflow=(counts.sum() - _count_below(counts, FLOAT16.max_exponent + 1 - scales)) / total,
+        overflow=(counts.sum() - counts_below(counts, FLOAT16.max_exponent + 1 - scales)) / total,
         skipped=(overflows + known) / (largest.size + known),
         in_use=in_use,
         is_measured=bool(exact),
@@ -186,20 +186,12 @@ def sweep(samples: Sequence[SampleStatistics], references: Sequence[SampleStatis
     )
 
 
-def _counts_and_zeros(samples: Sequence[SampleStatistics]) -> tuple[np.ndarray, float]:
-    """Returns the `unscaled_counts` of all samples together, and the number of zeros."""
-    counts = sum((sample.unscaled_counts for sample in samples), np.zeros(2 * MAX_EXPONENT + 1))
-    return counts, float(sum(sample.histogram.zeros for sample in samples))
-
-
-def _with_flushed(
-    counts: np.ndarray, zeros: float, exact_counts: np.ndarray, exact_zeros: float
-) -> tuple[np.ndarray, float]:
+def _with_flushed(counts: np.ndarray, zeros: float, exact: Sequence[SampleStatistics]) -> tuple[np.ndarray, float]:
     """Returns the counts with flushed elements, and the number of zeros without them.
 
     A float32 pass has more nonzero elements; its smallest ones are those that were flushed.
     """
-    scaled = exact_counts * ((counts.sum() + zeros) / (exact_counts.sum() + exact_zeros))
+    scaled = unscaled_counts(exact) * ((counts.sum() + zeros) / sum(sample.histogram.total for sample in exact))
     missing = float(np.clip(scaled.sum() - counts.sum(), 0.0, zeros))
     flushed = np.diff(np.minimum(np.cumsum(scaled), missing), prepend=0.0)
     return counts + flushed, zeros - missing
@@ -211,14 +203,8 @@ def _recommended(counts: np.ndarray, largest: float, highest: float) -> tuple[in
         return None
     high = math.floor(math.log2(min(FLOAT16.max / largest / 2**thresholds.MARGIN_BITS, highest)))
     candidates = np.arange(-FLOAT32.max_exponent, FLOAT32.max_exponent + 1)
-    flushed = _count_below(counts, FLOAT16.flush_exponent - candidates)
+    flushed = counts_below(counts, FLOAT16.flush_exponent - candidates)
     sufficient = candidates[flushed <= thresholds.TOLERATED_UNDERFLOW * counts.sum()]
     low = int(sufficient[0]) if sufficient.size else high + 1
     high = min(high, FLOAT32.max_exponent)
     return (low, high) if low <= high else None
-
-
-def _count_below(counts: np.ndarray, exponents: np.ndarray) -> np.ndarray:
-    """Counts the elements below 2^k, for each k of `exponents`."""
-    cumulative = np.cumsum(np.append(0, counts))
-    return cumulative[np.clip(exponents + MAX_EXPONENT, 0, counts.size)]

@@ -18,33 +18,22 @@ class RunMetrics:
 
     Args:
         run: The run.
-
-    Attributes:
-        settings: The settings of the run; see `Run.settings`.
-        settings_call: The call that set the loss scale: `kmp.enable` sets what no other call sets.
-        replays: The replays of batches, oldest first.
-        steps: The number of training steps.
-        overflows: How many of them were skipped.
-        nonfinite_losses: In how many of these the loss was non-finite.
-        gradient_overflows: In how many of these the loss was finite.
-        consecutive_overflows: How many of the last steps were skipped.
-        overflow_origins: In how many steps each variable was the overflow origin, by path. Zeros are left out.
-        scale: The loss scale in use; NaN if it is unknown.
-        gradients: The metrics of the samples.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.settings = run.settings
+        # The call that set the loss scale: `kmp.enable` sets what no other call sets.
         self.settings_call: str = self.settings.get("settings_call", "kmp.enable")
         self.replays = [replay for _, replay in run.replays]
         self.steps = max((row["step"] for row in run.rows), default=0)
-        self.overflows = int(run.last("overflow_count") or 0)
-        self.nonfinite_losses = int(run.last("nonfinite_loss_count") or 0)
+        self.overflows = int(run.last("overflow_count") or 0)  # skipped steps
+        self.nonfinite_losses = int(run.last("nonfinite_loss_count") or 0)  # of these, with a non-finite loss
         self.gradient_overflows = self.overflows - self.nonfinite_losses
         self.consecutive_overflows = int(run.last("overflows_in_a_row") or 0)
         origins = run.last("overflow_origins_by_variable") or {}
         self.overflow_origins: dict[str, int] = {path: count for path, count in origins.items() if count}
+        # The loss scale in use; NaN if it is unknown.
         scales = [*(sample.loss_scale for sample in run.samples[-1:]), *run.series("loss_scale")[1]]
         self.scale = float(next((scale for scale in reversed(scales) if math.isfinite(scale)), math.nan))
         self.gradients = GradientMetrics(run, self.scale)
@@ -130,11 +119,6 @@ class RunMetrics:
         """The layers of which each variable's gradient was `flushed` to zero for the most part."""
         alive = {self.layer_of(name) for name, share in self.flushed.items() if share <= thresholds.MOSTLY_FLUSHED}
         return [layer for layer in dict.fromkeys(map(self.layer_of, self.flushed)) if layer not in alive]
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether gradients in float32 distinguish flushed elements from those that are truly zero."""
-        return self.clean_replay is not None or self.gradients.excess_zeros is not None
 
     @cached_property
     def unexplained_zero_variables(self) -> list[str]:

@@ -3,15 +3,14 @@
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kmp.advice import thresholds
-from kmp.records import FIRST_EXPONENT, ZERO_BIN, ExponentHistogram, GradientSample, Run
-from kmp.utils import FLOAT16, FLOAT32, is_power_of_two
+from kmp.records import FIRST_EXPONENT, INF_BIN, ZERO_BIN, ExponentHistogram, GradientSample, Run
+from kmp.utils import FLOAT16
 
-MAX_EXPONENT = 2 * (FLOAT32.max_exponent - FIRST_EXPONENT)  # of an unscaled gradient, at every loss scale
 _FIRST_NORMAL_BIN = ZERO_BIN + 1 + FLOAT16.min_exponent - FIRST_EXPONENT
 
 
@@ -20,30 +19,19 @@ class SampleStatistics:
     """Statistics of one sample, of the variables whose layers compute in 16 bits.
 
     Arrays have one element per variable, in the order from the input to the loss.
-
-    Args:
-        step: The sampled training step.
-        loss_scale: The loss scale of the gradients.
-        names: Paths of the variables.
-        histogram: The histogram of these variables together.
-        amax: float64, the largest magnitudes.
-        totals: int64, numbers of elements.
-        zeros: int64, numbers of elements that are exactly zero.
-        below_normal: int64, numbers of nonzero elements below float16's normal range.
-        update_ratio: Norm of the update of all variables, as a ratio to that of their weights; NaN if not measured.
-        weight_norm: Norm of all weights; 0 if not measured.
     """
 
     step: int
     loss_scale: float
     names: tuple[str, ...]
-    histogram: ExponentHistogram
-    amax: np.ndarray
-    totals: np.ndarray
-    zeros: np.ndarray
-    below_normal: np.ndarray
-    update_ratio: float
-    weight_norm: float
+    histogram: ExponentHistogram  # of these variables together
+    unscaled: ExponentHistogram  # the same without the loss scale
+    amax: np.ndarray  # float64, the largest magnitudes
+    totals: np.ndarray  # int64, numbers of elements
+    zeros: np.ndarray  # int64, numbers of elements that are exactly zero
+    below_normal: np.ndarray  # int64, numbers of nonzero elements below float16's normal range
+    update_ratio: float  # norm of the update of all variables, as a ratio to that of their weights; NaN if not measured
+    weight_norm: float  # norm of all weights; 0 if not measured
 
     @property
     def largest(self) -> float:
@@ -56,17 +44,6 @@ class SampleStatistics:
             return 0.0
         lowest = 2.0 ** int(exponents[-1])
         return float(np.clip(np.fmax.reduce(self.amax, initial=lowest), lowest, 2 * lowest)) / self.loss_scale
-
-    @property
-    def unscaled_counts(self) -> np.ndarray:
-        """float64, counts of the nonzero elements without the loss scale: of 2^k at index k + `MAX_EXPONENT`."""
-        histogram, shift = self.histogram, math.frexp(self.loss_scale)[1] - 1
-        if not is_power_of_two(self.loss_scale) and histogram.unscaled_counts is not None:
-            histogram, shift = histogram.unscaled, 0
-        counts = np.zeros(2 * MAX_EXPONENT + 1)  # float64: the sum over a run's samples may exceed int64
-        start = FIRST_EXPONENT - shift + MAX_EXPONENT
-        counts[start : start + histogram.by_exponent.size] = histogram.by_exponent
-        return counts
 
     @property
     def all_zero(self) -> list[str]:
@@ -107,11 +84,15 @@ def _statistics_of(sample: GradientSample, excluded: frozenset[str]) -> SampleSt
     weight_norm, update_norm = (
         math.sqrt(np.sum(norms[~np.isnan(norms)] ** 2)) for norms in (sample.weight_norm, sample.update_norm)
     )
+    histogram = sample.histogram_of(kept)
+    if histogram.unscaled_counts is None:  # of another scale than a power of two, a log has them
+        histogram = replace(histogram, loss_scale=2.0 ** math.floor(math.log2(sample.loss_scale)))
     return SampleStatistics(
         sample.step,
         sample.loss_scale,
         tuple(itertools.compress(sample.names, kept)),
-        sample.histogram_of(kept),
+        histogram,
+        histogram.unscaled,
         sample.amax[kept],
         sample.elements[kept],
         sample.zeros[kept],
@@ -124,3 +105,14 @@ def _statistics_of(sample: GradientSample, excluded: frozenset[str]) -> SampleSt
 def usable(samples: Iterable[SampleStatistics]) -> list[SampleStatistics]:
     """Returns the samples that have elements and no NaN or Inf."""
     return [sample for sample in samples if sample.histogram.is_finite and sample.histogram.total > 0]
+
+
+def unscaled_counts(samples: Iterable[SampleStatistics]) -> np.ndarray:
+    """Returns the numbers of nonzero elements by exponent without the loss scale, of all samples together, float64."""
+    return sum((sample.unscaled.by_exponent for sample in samples), np.zeros(INF_BIN - ZERO_BIN - 1))
+
+
+def counts_below(counts: np.ndarray, exponents: np.ndarray | int) -> np.ndarray:
+    """Returns the numbers of elements below 2^k, for each k of `exponents`."""
+    cumulative = np.cumsum(np.append(0, counts))
+    return cumulative[np.clip(np.asarray(exponents) - FIRST_EXPONENT, 0, counts.size)]

@@ -89,8 +89,6 @@ def _underflow_evidence(metrics: RunMetrics) -> list[str]:
     flushed = sum(metrics.flushed.values()) / max(1, len(newest.names))  # the mean over the variables
     if flushed > thresholds.MANY_FLUSHED:
         evidence.append(f"replayed, {flushed:.1%} of the elements of a gradient are zero in float16 but not in float32")
-    elif not metrics.replays and (gradients.excess_zeros or 0.0) > thresholds.MANY_FLUSHED:
-        evidence.append(f"{gradients.excess_zeros:.1%} of all elements are zero in float16 but not in float32")
     return evidence
 
 

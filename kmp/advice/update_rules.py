@@ -8,7 +8,7 @@ import numpy as np
 from kmp.advice import thresholds
 from kmp.advice.finding import ERROR, Edit, Finding, SetArguments
 from kmp.advice.run_metrics import RunMetrics, name_of
-from kmp.advice.sample_statistics import MAX_EXPONENT
+from kmp.advice.sample_statistics import counts_below, unscaled_counts
 from kmp.advice.wording import of_steps, optimizer_call, smaller_learning_rate
 from kmp.utils import BFLOAT16, FLOAT16, FLOAT32
 
@@ -56,9 +56,9 @@ def lost_squares(metrics: RunMetrics) -> Finding | None:
     part = 1.0 - settings.get("beta_2", _BETA_2)  # of a squared gradient is added to the mean of squares
     highest = math.floor(math.log2(_LARGEST_LOST / part) / 2) if part > 0 else 0
     lowest = thresholds.TOO_LARGE_STEP * epsilon
-    counts = sum((sample.unscaled_counts for sample in metrics.gradients.finite_samples), np.zeros(1))
-    between = counts[math.ceil(math.log2(lowest)) + MAX_EXPONENT : highest + MAX_EXPONENT].sum()
-    share = between / max(1.0, counts.sum())
+    counts = unscaled_counts(metrics.gradients.finite_samples)
+    below_lowest, below_highest = counts_below(counts, np.array([math.ceil(math.log2(lowest)), highest]))
+    share = (below_highest - below_lowest) / max(1.0, counts.sum())
     if share <= thresholds.MANY_LOST_SQUARES:
         return None
     return Finding(

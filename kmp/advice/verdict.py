@@ -27,7 +27,7 @@ def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
     effect, norm = "No sign that float16 hurts this run", ""
     if not unknown:
         effect = "float16 does not hurt the gradients and updates of this run"
-        if metrics.has_reference and gradients.underflow_share > thresholds.FEW_TOO_SMALL:
+        if gradients.curve.is_measured and gradients.underflow_share > thresholds.FEW_TOO_SMALL:
             norm = f" (at most {_lost_norm(metrics):.1g} of the norm)"
     count = len(gradients.finite_samples)
     numbers = (
@@ -60,10 +60,11 @@ def _unknown(metrics: RunMetrics) -> Iterator[str]:
             f"the gradients of the whole run, from fewer than {few} samples or none of its second half",
             "a smaller every_n_steps in kmp.callbacks.defaults()",
         )
-    are_few_zeros = gradients.zero_share <= thresholds.MANY_ZEROS and not gradients.all_zero_variables
-    if _lost_norm(metrics) > thresholds.MUCH_LOST if metrics.has_reference else not are_few_zeros:
-        if not metrics.has_reference:
-            yield _zeros(metrics)
+    has_reference = gradients.curve is not None and gradients.curve.is_measured
+    are_many_zeros = gradients.zero_share > thresholds.MANY_ZEROS or bool(gradients.all_zero_variables)
+    if not has_reference and are_many_zeros:
+        yield _zeros(metrics)
+    if _lost_norm(metrics) > thresholds.MUCH_LOST if has_reference else are_many_zeros:
         yield _doubt(
             "whether float16 flushed the gradient elements that are exactly zero",
             "a replay, with Keras' training step on one replica, or fewer zeros with "
