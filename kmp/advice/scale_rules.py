@@ -9,7 +9,7 @@ from kmp.advice.forward_rules import DIVISIONS, LOGARITHMS, forward_finding
 from kmp.advice.run_metrics import RunMetrics
 from kmp.advice.wording import in_float32, of_steps, power
 from kmp.records import LOSS_FUNCTION, Replay
-from kmp.utils import as_power
+from kmp.utils import FLOAT16, as_power
 
 
 def nonfinite_gradients(metrics: RunMetrics) -> Finding | None:
@@ -28,7 +28,7 @@ def nonfinite_gradients(metrics: RunMetrics) -> Finding | None:
         f"NaN or Inf in the {where}, in float32 too.",
         f"{of_steps(metrics, metrics.gradient_overflows)} were skipped with a finite loss; replayed in float32, the "
         f"gradients are not finite either{operation}",
-        note="not a matter of precision: the slope of a root or a norm is infinite at 0; add a small number to it",
+        note="not a matter of precision: look at that operation; a root or a norm, say, has an infinite slope at 0",
         location=found.layer if found else path,
     )
 
@@ -60,10 +60,10 @@ def backward(metrics: RunMetrics) -> Finding | None:
         evidence += (
             f"; replayed in float32, the gradient of the output of {layer} reaches {magnitude:.3g} without scaling"
         )
-        first = next((found for found in replay.nonfinite if found.is_backward), None)
-        if first:
-            # The backward pass of a loss that a layer adds runs outside of the layers.
-            location = layers[0] if layers and first.layer == metrics.settings.get("model") else first.layer
+        where = [found.layer for found in replay.nonfinite if found.is_backward]
+        if where:
+            # The backward pass of a loss that a layer adds runs outside of the layers, or in another one.
+            location = next((layer for layer in where if layer in layers), (layers or where)[0])
             title = f"The backward pass of {metrics.describe(location)} overflows float16 at {scales}."
     zero = metrics.gradients.all_zero_variables
     if zero:
@@ -123,15 +123,20 @@ def min_scale(metrics: RunMetrics) -> Finding | None:
     are_many = metrics.gradient_overflows > thresholds.MANY_SKIPPED * metrics.steps
     if not metrics.is_stuck and not (are_many and metrics.scale <= metrics.min_scale):
         return None
-    # The scale falls from the initial one: if it has never been low enough, a run needs a lower start too.
-    arguments = ["initial_scale"] * (metrics.overflows == metrics.steps) + ["min_scale"]
+    # A minimum needs a margin, because the gradients of other batches are larger. If no step was applied, a run needs a
+    # lower start too.
+    arguments = {
+        "min_scale": power(min(math.log2(FLOAT16.smallest_normal), math.log2(suitable) - thresholds.SPARE_BITS))
+    }
+    if metrics.overflows == metrics.steps:
+        arguments |= {"initial_scale": power(math.log2(suitable))}
     return Finding(
         "scale_too_large",
         ERROR,
         f"The minimum loss scale of {as_power(metrics.min_scale)} is too large.",
         f"{of_steps(metrics, metrics.gradient_overflows)} overflowed in the backward pass with a finite loss; "
         f"replayed, the gradients are finite at a loss scale of {as_power(suitable)}",
-        [SetArguments(metrics.settings_call, dict.fromkeys(arguments, power(math.log2(suitable))))],
+        [SetArguments(metrics.settings_call, arguments)],
         location="min_scale",
     )
 

@@ -600,7 +600,7 @@ def test_scale_in_use_is_not_advised_if_no_larger_one_is_known():
 
 @pytest.mark.parametrize(
     ("steps", "change"),
-    [(40, "kmp.enable(initial_scale=2.0**3, min_scale=2.0**3)"), (60, "kmp.enable(min_scale=2.0**3)")],
+    [(40, "kmp.enable(min_scale=2.0**-14, initial_scale=2.0**3)"), (60, "kmp.enable(min_scale=2.0**-14)")],
 )
 def test_usable_scale_below_the_minimum_is_advised_as_the_minimum(steps, change):
     replay = replay_of(loss=1.0, float32_loss=1.0, is_finite_in_float32=True, float32_layers=[], usable_scale=2.0**3)
@@ -623,8 +623,10 @@ def test_root_of_zero_that_float32_does_not_survive_either_is_no_matter_of_the_s
     for rows in ([STUCK | {"replay": replay}], [start, clean, clean | {"step": 80, "overflow_count": 20}]):
         assert causes_and_locations(*rows, **settings) == [("backward_overflow", "net/a")]
     (finding,) = kmp.advise(Run(rows, {"settings": DYNAMIC | {"layers": LAYERS}}))
+    assert (finding.severity, finding.edits) == (ERROR, ())
     assert finding.title == "NaN or Inf in the backward pass of layer 'a', in float32 too."
-    assert finding.edits == ()
+    rare = clean | {"step": 2000, "overflow_count": 13}
+    assert kmp.advise(Run([start, clean, rare], {"settings": DYNAMIC})).problems[0].severity == WARNING
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ CASES: dict[str, Case] = {
     "fault_optimizer_state_adam": Case("optimizer_state", "epsilon", 0.95),
     "fault_optimizer_state_default_epsilon": Case("optimizer_state", "epsilon", 0.93),
     "fault_optimizer_state_rmsprop": Case("optimizer_state", "epsilon", -0.03),
+    "fault_optimizer_state_zero_epsilon": Case("optimizer_state", "epsilon", 0.93),
     "fault_loss_overflow_activity": Case("loss_overflow", "activity_penalty", 0.86),
     "fault_loss_overflow_compute_loss": Case("loss_overflow", "", 0.94),
     "fault_loss_overflow_autoencoder": Case("loss_overflow", "reconstruction_loss", 0.95),
@@ -48,6 +49,7 @@ CASES: dict[str, Case] = {
     "fault_scale_growth_of_wrap": Case("growth_interval_too_small", "growth_interval", 0.93),
     "fault_scale_too_large_conv": Case("scale_too_large", "loss_scale", 0.93),
     "fault_scale_too_large_regression": Case("scale_too_large", "loss_scale", 0.93),
+    "fault_scale_minimum": Case("scale_too_large", "min_scale", 0.93),
     "fault_exploding_sgd": Case("exploding", "learning_rate", 0.9),
     "fault_exploding_warmup": Case("exploding", "learning_rate", 0.9),
     "fault_exploding_lion": Case("exploding", "learning_rate", 0.9),
@@ -64,6 +66,7 @@ CASES: dict[str, Case] = {
     "fault_forward_overflow_attention": Case("forward_overflow", "dot_attention", 0.93),
     "fault_rounding_siamese": Case("rounding", "distance", 0.9),
     "fault_forward_underflow_softmax": Case("forward_underflow", "log_probabilities", 0.86),
+    "fault_forward_underflow_entropy": Case("forward_underflow", "attention", 0.93),
     "fault_backward_overflow_rms": Case("backward_overflow", "loudness", 0.95),
 }
 
