@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from kmp.advice import batch_rules, forward_rules, scale_rules, underflow_rules, update_rules
+from kmp.advice import batch_rules, forward_rules, precision_rules, scale_rules, underflow_rules, update_rules
 from kmp.advice.finding import ERROR, INFO, SEVERITIES, Advice, Finding
 from kmp.advice.run_metrics import RunMetrics
 from kmp.advice.verdict import verdict
@@ -20,6 +20,7 @@ RULES: tuple[Callable[[RunMetrics], Finding | None], ...] = (
     update_rules.lost_squares,
     update_rules.exploding,
     forward_rules.forward,
+    precision_rules.outputs,
     scale_rules.nonfinite_gradients,
     scale_rules.backward,
     scale_rules.scale_too_large,
@@ -30,6 +31,7 @@ RULES: tuple[Callable[[RunMetrics], Finding | None], ...] = (
     underflow_rules.branch,
     underflow_rules.scale_too_small,
     underflow_rules.wide_range,
+    precision_rules.gradients,
 )
 
 

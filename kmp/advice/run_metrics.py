@@ -84,9 +84,10 @@ class RunMetrics:
         If all losses of the training were finite, it has to be the last replay with NaN or Inf: a fused kernel of the
         training may swallow a NaN that the replay shows.
         """
-        if self.nonfinite_losses:
-            return next((replay for replay in reversed(self.replays) if replay.loss is None), None)
         failed = next((replay for replay in reversed(self.replays) if not replay.is_finite), None)
+        if self.nonfinite_losses:
+            no_losses = [replay for replay in reversed(self.replays) if replay.loss is None]
+            return next((replay for replay in no_losses if not replay.is_finite), next(iter(no_losses), None))
         return failed if failed and failed.loss is None and self.overflows else None
 
     @cached_property
@@ -94,6 +95,16 @@ class RunMetrics:
         """The last replay whose loss was finite in the precision of the model, and whose gradients were not."""
         failed = (replay for replay in reversed(self.replays) if not replay.is_finite)
         return next((replay for replay in failed if replay.loss is not None), None)
+
+    @cached_property
+    def comparisons(self) -> list[tuple[int, Replay]]:
+        """The replays whose passes were finite in both precisions, with their steps."""
+        return [(step, replay) for step, replay in self.run.replays if replay.is_compared]
+
+    @property
+    def last_comparison(self) -> Replay | None:
+        """The last of them."""
+        return self.comparisons[-1][1] if self.comparisons else None
 
     @cached_property
     def clean_replay(self) -> Replay | None:

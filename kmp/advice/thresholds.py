@@ -48,6 +48,7 @@ FALLING_LOSS = 0.99  # times that of the middle epoch
 LAST_LOSSES = 5  # the number of batches in the median
 
 # Others.
+FEW_COMPARISONS = 2  # with float32: the start and the end of a run
 FEW_SAMPLES = 3  # the least that show the start, the middle and the end of a run
 TOO_LARGE_STEP = 1000.0  # of Adam, times the learning rate; about 1 is usual
 OVERFLOWS_FLOAT32 = 1e9  # an input that does so in a few operations, such as a square and a product

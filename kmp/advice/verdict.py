@@ -26,7 +26,7 @@ def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
     unknown = list(_unknown(metrics))
     effect, norm = "No sign that float16 hurts this run", ""
     if not unknown:
-        effect = "float16 does not hurt the gradients and updates of this run"
+        effect = "float16 does not hurt this run"
         if gradients.curve.is_measured and gradients.underflow_share > thresholds.FEW_TOO_SMALL:
             norm = f" (at most {_lost_norm(metrics):.1g} of the norm)"
     count = len(gradients.finite_samples)
@@ -35,10 +35,21 @@ def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
         f"nonzero gradient elements are subnormal in float16 and {gradients.underflow_share:.1%} are too small for "
         f"float16{norm}, in {count} sample{'s' * (count != 1)}."
     )
-    not_measured = "Rounding in the forward pass is not measured"
-    if metrics.settings.get("train_step", "keras") != "keras":
-        not_measured += ", nor whether the custom `train_step` scales each of its losses"
-    return " ".join([f"{effect}: {numbers}", *(unknown or [f"{not_measured}."])])
+    return " ".join([f"{effect}: {_compared(metrics)}{numbers}", *unknown])
+
+
+def _compared(metrics: RunMetrics) -> str:
+    """Returns how far outputs and gradients are from those in float32."""
+    if not metrics.comparisons:
+        return ""
+    replays = [replay for _, replay in metrics.comparisons]
+    outputs = max(replay.output_error or 0.0 for replay in replays)
+    errors = [error.error for replay in replays for error in replay.gradient_errors]
+    gradients = f", and the gradients of a layer by at most {max(errors):.1%}" if errors else ""
+    count = len(replays)
+    return (
+        f"in {count} batch{'es' * (count != 1)} the outputs differ from float32 by at most {outputs:.2%}{gradients}; "
+    )
 
 
 def _unknown(metrics: RunMetrics) -> Iterator[str]:
@@ -47,6 +58,30 @@ def _unknown(metrics: RunMetrics) -> Iterator[str]:
     A NaN or Inf in a loss always has a finding, and so has a loss that is not scaled.
     """
     gradients = metrics.gradients
+
+    # What float16 changes in outputs and gradients.
+    harmful = [step for step, replay in metrics.comparisons if replay.is_harmful]
+    is_late = bool(metrics.comparisons) and 2 * metrics.comparisons[-1][0] >= metrics.steps
+    error = metrics.run.last("replay_error")
+    if harmful:
+        yield _doubt(
+            f"what the errors of outputs or gradients at step {harmful[-1]} did to the training",
+            "a training in float32 to compare with",
+        )
+    elif len(metrics.comparisons) < thresholds.FEW_COMPARISONS or not is_late:
+        failed = f"; the replay of a batch failed with {error}" if error else ""
+        yield _doubt(
+            "how far outputs and gradients are from those in float32, because "
+            f"{len(metrics.comparisons) or 'no'} batch{'es' * (len(metrics.comparisons) != 1)} of the run were compared"
+            f"{failed}",
+            "reference='auto' in kmp.callbacks.defaults(), with Keras' training step on one replica",
+        )
+    elif any(replay.is_forward_only for _, replay in metrics.comparisons):
+        yield _doubt(
+            "how far gradients are from those in float32, and whether the custom `train_step` scales each of its "
+            "losses, because only the forward pass can be replayed",
+            "a training in float32 to compare with",
+        )
 
     # Why steps overflow: a scale that is too large, or a layer.
     are_later = metrics.overflows != metrics.startup_overflows[0]

@@ -104,9 +104,8 @@ def test_healthy_model_has_no_finding(every_n_steps, optimizer):
     run = trained(keras.optimizers.get(optimizer), every_n_steps=every_n_steps)
     advice = kmp.advise(run)
     assert list(advice) == []
-    assert advice.verdict.startswith(
-        "float16 does not hurt the gradients and updates of this run: 0 of 60 steps were skipped"
-    )
+    assert advice.verdict.startswith("float16 does not hurt this run: in ")
+    assert "0 of 60 steps were skipped" in advice.verdict
 
 
 def run_of(*rows, **settings):

@@ -9,9 +9,9 @@ import pytest
 from conftest import sample_from
 
 import kmp
-from kmp.records import Replay, Run
+from kmp.records import GradientError, LayerError, Replay, Run
 
-GOOD = "float16 does not hurt the gradients and updates of this run: "
+GOOD = "float16 does not hurt this run: "
 DOUBT = "No sign that float16 hurts this run: "
 SETTINGS = {"rule": "DynamicScale", "initial_scale": 2.0**15, "growth_interval": 2000, "compute_dtypes": ["float16"]}
 
@@ -22,14 +22,57 @@ def row(step, zeros=0, exponent=-6, **values):
     return {"step": step, "loss_scale": 2.0**15, "overflow_count": 0, "last_loss": 1.0, "sample": sample} | values
 
 
+def compared(record, output_error=0.001, **values):
+    """Adds the comparison of a batch with float32 to a record."""
+    replay = Replay(32, 2.0**15, 1.0, 1.0, True, True, output_error=output_error, **values)
+    return record | {"replay": replay}
+
+
 def verdict_of(*rows, **settings):
     return kmp.advise(Run(list(rows), {"settings": SETTINGS | settings})).verdict
 
 
 def test_verdict_is_good_if_everything_is_excluded():
-    verdict = verdict_of(row(1), row(50), row(100))
-    assert verdict.startswith(GOOD)
-    assert verdict.endswith("in 3 samples. Rounding in the forward pass is not measured.")
+    errors = [GradientError("net", 0.02, 1.0, 1.0, 0.5)]
+    verdict = verdict_of(compared(row(1)), row(50), compared(row(100), 0.003, gradient_errors=errors))
+    assert verdict.startswith(
+        f"{GOOD}in 2 batches the outputs differ from float32 by at most 0.30%, and the gradients of a layer by at most "
+        "2.0%; 0 of 100 steps were skipped"
+    )
+    assert verdict.endswith("in 3 samples.")
+
+
+@pytest.mark.parametrize("steps", [(), (1,), (1, 30)])
+def test_verdict_is_not_good_without_comparisons_at_the_start_and_the_end(steps):
+    rows = [compared(row(step)) if step in steps else row(step) for step in (1, 30, 100)]
+    verdict = verdict_of(*rows)
+    assert verdict.startswith(DOUBT)
+    assert "Unknown: how far outputs and gradients are from those in float32" in verdict
+
+
+def test_verdict_is_not_good_if_a_comparison_found_harm_or_lacks_the_gradients():
+    assert "at step 1 did to the training" in verdict_of(compared(row(1), 0.4), row(50), compared(row(100)))
+    forward = [compared(row(step), is_forward_only=True) for step in (1, 50, 100)]
+    verdict = verdict_of(*forward, train_step="custom")
+    assert verdict.startswith(DOUBT)
+    assert "whether the custom `train_step` scales each of its losses" in verdict
+
+
+def test_harmful_errors_are_findings_with_the_layers_that_remove_them():
+    layers = [LayerError("net/norm", 1.1, 1.0), LayerError("net/head", 1.1, 0.001)]
+    rows = [compared(row(1), 1.1, layer_errors=layers, float32_layers=["net/norm"])]
+    (finding,) = kmp.advise(Run(rows, {"settings": SETTINGS}))
+    assert (finding.cause, finding.location, finding.severity) == ("precision_loss", "net/norm", "error")
+    assert finding.change == "kmp.layers.Float32(Layer(..., name='norm'))"
+    assert "differ from float32 by 110 % of how they vary; in layer 'norm' alone, given float32 inputs, by 100 %" in (
+        finding.evidence
+    )
+    errors = [GradientError("net", 0.6, 0.5, 1.0, 0.1)]
+    rows = [compared(row(1), gradient_errors=errors, float32_layers=[], usable_scale=2.0**20)]
+    (finding,) = kmp.advise(Run(rows, {"settings": SETTINGS}))
+    assert (finding.cause, finding.location, finding.severity) == ("precision_loss", "net", "warning")
+    assert finding.change == "kmp.enable(initial_scale=2.0**20)"
+    assert "differ by 60 % of their norm, and keep 50 % of it; the sampling noise is 10 %" in finding.evidence
 
 
 @pytest.mark.parametrize("steps", [(1, 100), (1, 2, 3)])
@@ -49,10 +92,9 @@ def test_zeros_without_a_reference_are_unknown():
 
 
 def test_zeros_that_are_zero_in_float32_too_are_known():
-    replay = Replay(32, 2.0**15, 1.0, 1.0, True, True, zero=["net/kernel"])
     reference = replace(row(1, zeros=100)["sample"], loss_scale=1.0)
-    first = row(1, zeros=100) | {"replay": replay, "reference": reference}
-    assert verdict_of(first, row(50, zeros=100), row(100, zeros=100)).startswith(GOOD)
+    first, last = (compared(row(step, zeros=100), zero=["net/kernel"]) for step in (1, 100))
+    assert verdict_of(first | {"reference": reference}, row(50, zeros=100), last).startswith(GOOD)
 
 
 def test_weights_in_float16_need_a_measured_update():
@@ -89,9 +131,3 @@ def test_documented_causes_are_those_of_the_rules():
     described = [cause for cell in first_cells for cause in re.findall("`(.*?)`", cell)]
     documented = re.findall('`"([a-z0-9_]+)"`', inspect.getdoc(kmp.advice.Finding).partition("severity:")[0])
     assert sorted(described) == sorted(documented)
-
-
-def test_custom_train_step_may_not_scale_all_of_its_losses():
-    verdict = verdict_of(row(1), row(50), row(100), train_step="custom")
-    assert verdict.startswith(GOOD)
-    assert verdict.endswith("not measured, nor whether the custom `train_step` scales each of its losses.")

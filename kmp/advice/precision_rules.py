@@ -1,0 +1,72 @@
+"""Rules about what float16 changes in finite passes, as measured by a comparison with float32."""
+
+import math
+from collections.abc import Sequence
+
+from kmp.advice.finding import ERROR, WARNING, Edit, Finding, SetArguments
+from kmp.advice.run_metrics import RunMetrics
+from kmp.advice.wording import in_float32, power
+from kmp.records import HARMFUL_OUTPUT_ERROR, Replay
+
+
+def outputs(metrics: RunMetrics) -> Finding | None:
+    """Reports a model whose outputs differ from those in float32."""
+    replay = metrics.last_comparison
+    if replay is None or (replay.output_error or 0.0) <= HARMFUL_OUTPUT_ERROR:
+        return None
+    # Where the error is born: the layer that adds most to it on inputs of float32, if one does.
+    errors = [each for each in replay.layer_errors if (each.new_error or 0.0) > HARMFUL_OUTPUT_ERROR]
+    births = [each for each in errors if each.layer in (replay.float32_layers or ())] or errors
+    born = max(births, key=lambda each: each.new_error or 0.0, default=None)
+    where = "an operation between layers" if born is None else metrics.describe(born.layer)
+    share = f"; in {where} alone, given float32 inputs, by {_percent(born.new_error or 0.0)}" if born else ""
+    return Finding(
+        "precision_loss",
+        ERROR,
+        f"The outputs of {where} are not those of float32: it overflows inside, or has too few bits.",
+        f"on {_examples(replay)} of a batch the outputs of the model differ from float32 by "
+        f"{_percent(replay.output_error or 0.0)} of how they vary{share}",
+        _edits(metrics, replay),
+        "with these layers in float32 the outputs and gradients for the batch agree" if replay.float32_layers else "",
+        born.layer if born else "",
+    )
+
+
+def gradients(metrics: RunMetrics) -> Finding | None:
+    """Reports layers whose gradients differ from those in float32, though the outputs agree."""
+    replay = metrics.last_comparison
+    harmful = [each for each in replay.gradient_errors if each.is_harmful] if replay else []
+    if replay is None or not harmful:
+        return None
+    worst = max(harmful, key=lambda each: each.error)
+    scale = replay.usable_scale
+    edits = _edits(metrics, replay)
+    note = "with these layers in float32 the gradients for the batch agree" if replay.float32_layers else ""
+    if replay.float32_layers == [] and scale is not None:
+        edits = [SetArguments(metrics.settings_call, {"initial_scale": power(math.log2(scale))})]
+        note = "at this loss scale the gradients for the batch agree"
+    noise = "" if worst.noise is None else f"; the sampling noise is {_percent(worst.noise)}"
+    return Finding(
+        "precision_loss",
+        WARNING,
+        f"The gradients of {metrics.describe(metrics.layer_of(worst.layer))} are not those of float32.",
+        f"on {_examples(replay)} of a batch they differ by {_percent(worst.error)} of their norm, and keep "
+        f"{_percent(max(0.0, worst.kept))} of it{noise}",
+        edits,
+        note,
+        metrics.layer_of(worst.layer),
+    )
+
+
+def _edits(metrics: RunMetrics, replay: Replay) -> Sequence[Edit]:
+    if replay.float32_layers:
+        return in_float32(metrics, replay.float32_layers)
+    return [SetArguments("kmp.enable", {"policy": "'float32'"})]
+
+
+def _examples(replay: Replay) -> str:
+    return f"{replay.examples} example{'s' * (replay.examples != 1)}"
+
+
+def _percent(share: float) -> str:
+    return "more than 1000 %" if share > 10 else f"{100 * share:.{0 if share > 0.095 else 2}f} %"
