@@ -12,6 +12,7 @@ from kmp.utils import validation
 # The findings up to the first error are reported: those after it are its consequences. So the most specific come first,
 # after those that are no problem.
 RULES: tuple[Callable[[RunMetrics], Finding | None], ...] = (
+    precision_rules.fallback,
     underflow_rules.dead,
     underflow_rules.unused,
     batch_rules.data,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from kmp.advice.finding import ERROR, WARNING, Edit, Finding, SetArguments
+from kmp.advice.finding import ERROR, INFO, WARNING, Edit, Finding, SetArguments
 from kmp.advice.run_metrics import RunMetrics
 from kmp.advice.wording import in_float32, power
 from kmp.records import HARMFUL_OUTPUT_ERROR, Replay
@@ -55,6 +55,24 @@ def gradients(metrics: RunMetrics) -> Finding | None:
         edits,
         note,
         metrics.layer_of(worst.layer),
+    )
+
+
+def fallback(metrics: RunMetrics) -> Finding | None:
+    """Reports the layers that were set to float32 while the training ran."""
+    record = metrics.fallback
+    if record is None:
+        return None
+    layers = [path for row in metrics.complete_run.rows for path in row.get("fallback", ())]
+    return Finding(
+        "float32_fallback",
+        INFO,
+        f"Since step {record['step']}, {', '.join(map(metrics.describe, layers))} compute in float32, and the training "
+        "continued.",
+        record.get("fallback_reason", ""),
+        in_float32(metrics, layers),
+        "with this change the run needs no fallback",
+        layers[-1],
     )
 
 

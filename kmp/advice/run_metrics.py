@@ -4,6 +4,7 @@ import itertools
 import math
 from functools import cached_property
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,8 @@ class RunMetrics:
     """
 
     def __init__(self, run: Run) -> None:
+        self.complete_run = run
+        self.fallback, run = since_last_fallback(run)
         self.run = run
         self.settings = run.settings
         # The call that set the loss scale: `kmp.enable` sets what no other call sets.
@@ -181,6 +184,27 @@ class RunMetrics:
             return "", 0.0
         path = max(self.overflow_origins, key=self.overflow_origins.__getitem__)
         return path, self.overflow_origins[path] / sum(self.overflow_origins.values())
+
+
+def since_last_fallback(run: Run) -> tuple[dict[str, Any] | None, Run]:
+    """Returns the record in which layers were last set to float32, and the run after it, whose counts begin there.
+
+    `None` and the run itself if there is none.
+    """
+    index = next((index for index in reversed(range(len(run.rows))) if "fallback" in run.rows[index]), None)
+    if index is None:
+        return None, run
+    before = Run(run.rows[: index + 1])
+    rows = [dict(row) for row in run.rows[index + 1 :]]
+    for row in rows:
+        for key in ("overflow_count", "nonfinite_loss_count"):
+            if key in row:
+                row[key] -= int(before.last(key) or 0)
+        earlier = before.last("overflow_origins_by_variable") or {}
+        if "overflow_origins_by_variable" in row:
+            counts = row["overflow_origins_by_variable"]
+            row["overflow_origins_by_variable"] = {path: counts[path] - earlier.get(path, 0) for path in counts}
+    return run.rows[index], Run(rows, run.header)
 
 
 def name_of(path: str) -> str:

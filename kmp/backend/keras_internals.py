@@ -109,6 +109,11 @@ def _variables_in(value: Any) -> Iterator[keras.Variable]:
             yield from _variables_in(item)
 
 
+def takes_training(model: keras.Model) -> bool:
+    """Whether Keras' `train_step` passes `training=True` to a model. Without it, its layers run as for inference."""
+    return bool(model._call_has_training_arg)
+
+
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
     """Returns the arguments that a model was compiled with. The public `get_compile_config` has only their configs."""
     return model._compile_config.config

@@ -9,6 +9,7 @@ With a `log_dir`, records go to `kmp.jsonl` there (see `kmp.records`) and to Ten
 """
 
 from kmp.callbacks.default_callbacks import defaults
+from kmp.callbacks.float32_fallback import Float32Fallback
 from kmp.callbacks.gradient_histogram import GradientHistogram
 from kmp.callbacks.loss_scale_logger import LossScaleLogger
 from kmp.callbacks.monitor import Monitor
@@ -18,6 +19,7 @@ from kmp.callbacks.stuck_detector import StuckDetector
 from kmp.callbacks.stuck_message import StuckError
 
 __all__ = [
+    "Float32Fallback",
     "GradientHistogram",
     "LossScaleLogger",
     "Monitor",

@@ -8,8 +8,8 @@ import keras
 
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarding
-from kmp.records import Snapshot, to_line
-from kmp.replay import BatchCapture, replay
+from kmp.records import Replay, Snapshot, to_line
+from kmp.replay import BatchCapture, CapturedBatch, Failure, replay
 from kmp.utils import user_messages
 
 logger = logging.getLogger("kmp")
@@ -36,6 +36,7 @@ class BatchReplayer:
     def __init__(self) -> None:
         self._capture: BatchCapture | None = None
         self._has_failed = self._is_forward_only = False
+        self._last_replay: Replay | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_capture": None}  # the model has it, and it cannot be copied
@@ -58,7 +59,7 @@ class BatchReplayer:
         self._first = self._seen = snapshot  # at the beginning, and at the last replay because of overflows
         self._overflow_replays = self._zero_replays = 0
         self._zero_share, self._last_step = 0.0, 0  # of the last replay without an overflow
-        self._has_failed = False
+        self._has_failed, self._last_replay = False, None
         if self._capture:
             self._capture.forget()
             self._request(snapshot)
@@ -100,28 +101,53 @@ class BatchReplayer:
             self._last_step = snapshot.step
         if snapshot.sample and snapshot.sample.histogram.is_finite:
             self._zero_share = max(self._zero_share, snapshot.sample.histogram.zero_fraction)
+        failed: Failure | None = None
+        if has_overflowed:
+            failed = "loss" if has_failed_loss else "gradients"
+        scale = captured.loss_scale if has_overflowed else snapshot.loss_scale
+        found = self._replay(model, captured, variables, snapshot.step, scale, failed)
+        self._request(snapshot)
+        return found
+
+    def replay_again(self, model: keras.Model, snapshot: Snapshot, variables: Mapping[str, Any]) -> Record:
+        """Replays the batch of the last replay once more, after a change of the model, at a loss scale that fits."""
+        captured = self._capture.read() if self._capture else None
+        if captured is None or self._last_replay is None:
+            return {"replay_error": "the batch was not kept"}
+        scale = min(snapshot.loss_scale, self._last_replay.usable_scale or snapshot.loss_scale)
+        return self._replay(model, captured, variables, snapshot.step, scale, None)
+
+    def _replay(
+        self,
+        model: keras.Model,
+        captured: CapturedBatch,
+        variables: Mapping[str, Any],
+        step: int,
+        loss_scale: float,
+        failed: Failure | None,
+    ) -> Record:
+        assert self._capture is not None
         if self._capture.unrestorable:
             return self._failure(model, f"a replay would change {self._capture.unrestorable}")
         try:
-            result, reference = replay(
+            self._last_replay, reference = replay(
                 model,
                 captured.batch,
                 variables,
-                step=snapshot.step,
-                loss_scale=captured.loss_scale if has_overflowed else snapshot.loss_scale,
+                step=step,
+                loss_scale=loss_scale,
                 batch_size=captured.batch_size,
-                failed=("loss" if has_failed_loss else "gradients") if has_overflowed else None,
+                failed=failed,
                 is_forward_only=self._is_forward_only,
                 restored=self._capture.variables,
                 seconds=_MOST_SECONDS,
             )
-            to_line({"replay": result})  # raises for what a log cannot hold
+            to_line({"replay": self._last_replay})  # raises for what a log cannot hold
         except Exception as error:  # the user's code may fail outside its training step, or memory may be too small
             is_late = isinstance(error, TimeoutError)
             reason = f"{type(error).__name__}: {user_messages.one_line(error)}"
             return self._failure(model, f"it takes longer than {_MOST_SECONDS:g} s" if is_late else reason)
-        self._request(snapshot)
-        return {"replay": result} | ({"reference": reference} if reference else {})
+        return {"replay": self._last_replay} | ({"reference": reference} if reference else {})
 
     def _request(self, snapshot: Snapshot) -> None:
         """Captures the batch of the next step."""

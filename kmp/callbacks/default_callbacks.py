@@ -2,9 +2,11 @@
 
 import keras
 
+from kmp.callbacks.float32_fallback import Float32Fallback
 from kmp.callbacks.monitor import AUTO, Monitor, PathLike
 from kmp.callbacks.report_callback import Report, html_path
 from kmp.callbacks.stuck_detector import StuckDetector
+from kmp.utils import validation
 
 
 def defaults(
@@ -13,14 +15,15 @@ def defaults(
     *,
     variables: str | list[str] | None = None,
     reference: str | None = AUTO,
+    float32_fallback: bool = True,
     on_stuck: str = "raise",
     checkpoint: PathLike | None = None,
     report: PathLike | None = None,
 ) -> list[keras.callbacks.Callback]:
     """Returns the recommended callbacks for a run.
 
-    These are a `Monitor`, whose `run` is a `kmp.records.Run` with all records, and a `StuckDetector`, which takes the
-    cause from them. `report` adds a `Report`.
+    These are a `Monitor`, whose `run` is a `kmp.records.Run` with all records; a `Float32Fallback`, which sets layers
+    to float32 in which float16 fails; and a `StuckDetector` for what that cannot repair. `report` adds a `Report`.
 
     They add `loss_scale`, `overflow_count` and `grad_norm` to `logs`, which Keras shows in the progress bar and in
     `History`. `run`, the log and TensorBoard have more, see `kmp.records`.
@@ -34,6 +37,7 @@ def defaults(
         every_n_steps: Integer, at least 1: how often to read and sample, in optimizer steps.
         variables: The variables to sample, as in `Monitor`. Defaults to all.
         reference: `"auto"` or `None`, as in `Monitor`: whether to replay batches to find what float16 loses.
+        float32_fallback: Whether to add `Float32Fallback`. It needs `reference="auto"`.
         on_stuck: As in `StuckDetector`: `"raise"`, `"warn"` or `"ignore"`.
         checkpoint: Where to save the model if training is stuck, as in `StuckDetector`.
         report: An `.html` file to write, as in `Report`.
@@ -44,10 +48,11 @@ def defaults(
 
     Example:
     >>> [type(callback).__name__ for callback in defaults(every_n_steps=50)]
-    ['Monitor', 'StuckDetector']
+    ['Monitor', 'Float32Fallback', 'StuckDetector']
     """
     monitor = Monitor(log_dir, every_n_steps, variables=variables, reference=reference)
     reports = [] if report is None else [Report(html_path("report", report), run=monitor.run)]
     detector = StuckDetector(on_stuck=on_stuck, checkpoint=checkpoint)
     detector.explain_with(monitor, reports)
-    return [monitor, detector, *reports]
+    has_fallback = validation.boolean("float32_fallback", float32_fallback) and reference is not None
+    return [monitor, *([Float32Fallback(monitor)] if has_fallback else []), detector, *reports]

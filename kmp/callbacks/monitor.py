@@ -29,7 +29,7 @@ from kmp.callbacks.training_records import (
 from kmp.gradients import NEVER, UpdateWatch, paths_of, with_weight_norms
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarding
-from kmp.records import GradientSample, Run, Snapshot
+from kmp.records import GradientSample, Replay, Run, Snapshot
 from kmp.utils import matching_indices, user_messages, validation
 
 PathLike = str | os.PathLike[str]
@@ -121,7 +121,8 @@ class Monitor(keras.callbacks.Callback):
         self._update_watch = UpdateWatch()
         self._writer: LogWriter | None = None
         self._lock: FileLock | None = None
-        self._is_active = False
+        self.is_active = False  # whether there is an optimizer to read in this training
+        self.last_replay: Replay | None = None
         self._previous: Snapshot
         self._batches_left: int
         self._samples_until_update: int
@@ -139,8 +140,8 @@ class Monitor(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._close()  # an interrupted training leaves the log open and its folder locked
-        self._is_active = has_optimizer(self.model, self.optimizer, type(self).__name__)
-        if not self._is_active:
+        self.is_active = has_optimizer(self.model, self.optimizer, type(self).__name__)
+        if not self.is_active:
             self.run.rows.clear()
             self.run.header = {}
             return
@@ -160,7 +161,7 @@ class Monitor(keras.callbacks.Callback):
         self._start()
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        if not self._is_active:
+        if not self.is_active:
             return
         if not self._has_trained:
             self._start()  # again: a later callback's `on_train_begin` may have loaded the optimizer
@@ -172,14 +173,14 @@ class Monitor(keras.callbacks.Callback):
                 self._sample_next_step()
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        is_sampled = self._is_active and GRADIENTS in self.parts and self._is_read_after_this_call
+        is_sampled = self.is_active and GRADIENTS in self.parts and self._is_read_after_this_call
         if is_sampled and self._samples_until_update <= 0:
             self._armed_at = self.optimizer.counters.read_counts().steps
             self._updates_before = self._applied_updates
             self._update_watch.arm(self._selected_variables())
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        if not self._is_active:
+        if not self.is_active:
             return
         is_read = self._is_read_after_this_call
         self._has_trained = True
@@ -192,7 +193,7 @@ class Monitor(keras.callbacks.Callback):
             logs.update(self._logged)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        if not self._is_active:
+        if not self.is_active:
             return
         self.read()
         if logs is not None:
@@ -204,7 +205,7 @@ class Monitor(keras.callbacks.Callback):
             logs.update(self._logged)
 
     def on_train_end(self, logs: Logs = None) -> None:
-        if not self._is_active:
+        if not self.is_active:
             return
         if self._has_trained:
             self._replay(is_last=True)
@@ -266,6 +267,7 @@ class Monitor(keras.callbacks.Callback):
         self._samples_until_update = self._measured_updates = 0
         self._sampling_interval = 0
         self._sample_next_step()
+        self.last_replay = None
         if self._replayer:
             self._replayer.begin(snapshot)
 
@@ -371,7 +373,18 @@ class Monitor(keras.callbacks.Callback):
             return
         found = self._replayer.replay_if_due(self.model, self._previous, self._selected_variables(), is_last=is_last)
         if found:
-            self._append({"step": self._previous.step} | found)
+            self.last_replay = found.get("replay")
+            self.add_record(found)
+
+    def replay_again(self) -> Record:
+        """Replays the last batch once more, after a change of the model. Returns the keys of a record."""
+        assert self._replayer is not None
+        return self._replayer.replay_again(self.model, self._previous, self._selected_variables())
+
+    def add_record(self, record: Record) -> int:
+        """Adds a record of the last step that was read, to `run` and the log. Returns this step."""
+        self._append({"step": self._previous.step} | record)
+        return self._previous.step
 
 
 _NO_STEP = (

@@ -30,6 +30,8 @@ done, including skipped ones) and some of these keys:
 - `replay`: object, what two passes over a batch of the training showed, one in the precision of the model and one in
   float32; see `Replay`.
 - `replay_error`: string, why such a batch could not be replayed.
+- `fallback`: list of the paths of layers that compute in float32 since this step, and `fallback_reason`: string; see
+  `kmp.callbacks.Float32Fallback`.
 - `loss_dtype`: string, the dtype of the loss that `scale_loss` got, in the first record and where it changed.
 
 Non-finite numbers are written as null.

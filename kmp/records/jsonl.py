@@ -10,7 +10,7 @@ from typing import Annotated, Any, Required, TypedDict
 import msgspec
 
 from kmp.records.compact_sample import compact, expanded
-from kmp.records.log_schema import Count, CountByVariable, Header, LossScale, Norm, Number, Sample, Text
+from kmp.records.log_schema import Count, CountByVariable, Header, LossScale, Norm, Number, Sample, Text, Texts
 from kmp.records.replay import Replay
 from kmp.utils import printable
 
@@ -46,6 +46,8 @@ class Record(TypedDict, total=False):
     reference: Sample
     replay: Replay
     replay_error: Text
+    fallback: Texts
+    fallback_reason: Text
 
 
 RECORD_KEYS = frozenset(Record.__annotations__)

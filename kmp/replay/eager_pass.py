@@ -144,7 +144,7 @@ class Passes:
             stack.enter_context(marks.on(model, self.has_dropout))
             stack.enter_context(watching_operations(observe))
             if self.is_forward_only:
-                outputs = model(self.batch[0], training=True)
+                outputs = call_in_training(model, self.batch[0])
                 floats = [each for each in keras.tree.flatten(outputs) if keras.backend.is_float_dtype(each.dtype)]
                 is_finite = all(np.isfinite(each).all() for each in floats)
                 return PassResult(0.0 if is_finite else math.nan, outputs, [], marks, found, factor)
@@ -169,10 +169,15 @@ def tensor_float_32(is_allowed: bool) -> Iterator[None]:
         tf.config.experimental.enable_tensor_float_32_execution(was_allowed)
 
 
+def call_in_training(model: keras.Model, x: Any) -> Any:
+    """Returns the outputs of a model, called as Keras' `train_step` does."""
+    return model(x, training=True) if keras_internals.takes_training(model) else model(x)
+
+
 def forward_pass(model: keras.Model, batch: Sequence[Any]) -> tuple[Any, Any]:
     """Returns the outputs of a compiled model, and its loss."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tuple(batch))
-    outputs = model(x, training=True)
+    outputs = call_in_training(model, x)
     takes_training = "training" in inspect.signature(model.compute_loss).parameters  # since Keras 3.5
     training = {"training": True} if takes_training else {}
     return outputs, model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, **training)

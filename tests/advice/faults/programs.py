@@ -33,13 +33,18 @@ class Outcome(NamedTuple):
 
 
 def outcome_of(name, folder):
-    """Runs a script, and again with the change that is advised."""
-    source = (SCRIPTS / f"{name}.py").read_text(encoding="utf-8")
+    """Runs a script without the float32 fallback, and again with the change that is advised."""
+    source = edited(source_of(name), [SetArguments("kmp.callbacks.defaults", {"float32_fallback": "False"})])
     score, run = run_script(source, folder / "original")
     advice = kmp.advise(run)
     edits = advice.problems[0].edits if advice.problems else ()
     cured_score = run_script(edited(source, edits), folder / "changed")[0] if edits else math.nan
     return Outcome(score, advice, cured_score)
+
+
+def source_of(name):
+    """Returns the source of a script."""
+    return (SCRIPTS / f"{name}.py").read_text(encoding="utf-8")
 
 
 def is_named(at, finding):

@@ -2,7 +2,9 @@
 
 import pytest
 from cases import CASES, HEALTHY
-from programs import SCRIPTS, is_cured, is_named, outcome_of
+from programs import SCRIPTS, is_cured, is_named, outcome_of, run_script, source_of
+
+import kmp
 
 # A script with a fault may get a warning of it.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -20,7 +22,9 @@ def test_fault_is_diagnosed_and_cured(name, tmp_path):
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_program_has_no_problem(name, tmp_path):
-    advice = outcome_of(name, tmp_path).advice
+    _, run = run_script(source_of(name), tmp_path / "script")
+    advice = kmp.advise(run)
+    assert run.last("fallback") is None
     assert advice.problems == (), str(advice)
     assert advice.verdict.startswith(HEALTHY[name]), advice.verdict
 

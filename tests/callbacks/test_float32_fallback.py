@@ -1,0 +1,192 @@
+import copy
+import pickle
+
+import keras
+import numpy as np
+import pytest
+from conftest import MODES, compiled_model, fit
+from keras import ops
+
+import kmp
+from kmp.callbacks import Float32Fallback, Monitor, defaults
+
+ROWS = 64
+
+
+class Cube(keras.layers.Layer):
+    """Overflows float16 from 41 on."""
+
+    def call(self, x):
+        return x * x * x
+
+
+class Mixed(keras.layers.Layer):
+    """Adds the float32 result of a sublayer to float16, which raises an error."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.cube = Cube(name="cube")
+
+    def call(self, x):
+        import tensorflow as tf
+
+        return tf.add(self.cube(x), x)
+
+
+def overflowing(layer=None, mode="graph", policy="mixed_float16", build=None):
+    with kmp.enable(policy):
+        layers = [layer or Cube(name="cube"), keras.layers.BatchNormalization(name="norm")]
+        layers.append(keras.layers.Dense(1, name="head"))
+        model = build(layers) if build else keras.Sequential([keras.Input((4,)), *layers])
+        model.compile(keras.optimizers.Adam(1e-2), "mse", **MODES[mode])
+    return model
+
+
+def train(model, callbacks, epochs=4, **options):
+    rng = np.random.default_rng(0)
+    x = rng.uniform(20, 60, (ROWS, 4)).astype("float32")
+    y = (x[:, :1] > 40).astype("float32")
+    return model.fit(x, y, batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks, **options)
+
+
+def dtypes(model):
+    return {layer.name: layer.compute_dtype for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layer_that_overflows_is_set_to_float32_and_the_training_continues(mode, tmp_path):
+    model, callbacks = overflowing(mode=mode), defaults(tmp_path / "run")
+    with pytest.warns(
+        UserWarning, match=r"cube.* to float32, and the training continues\. To make it permanent"
+    ) as seen:
+        train(model, callbacks, epochs=6)
+    # The cubes are beyond float16's maximum, so the layer that takes them has to compute in float32 too.
+    assert dtypes(model) == {"cube": "float32", "norm": "float32", "head": "float16"}
+    warning = next(str(each.message) for each in seen if "permanent" in str(each.message))
+    assert "kmp.layers.Float32(Cube(..., name='cube'))" in warning
+    run = kmp.load_run(tmp_path / "run")
+    (row,) = [row for row in run.rows if "fallback" in row]
+    assert [path.rpartition("/")[2] for path in row["fallback"]] == ["cube", "norm"]
+    skipped = run.last("overflow_count")
+    assert skipped <= 16
+    assert model.optimizer.snapshot().overflows_in_a_row == 0
+    advice = kmp.advise(run)
+    assert advice.problems == ()
+    assert advice[0].cause == "float32_fallback"
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras", custom_objects={"Cube": Cube})
+    assert dtypes(loaded) == dtypes(model)
+    x = np.full((2, 4), 55.0, "float32")
+    np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
+    assert np.isfinite(model.predict(x, verbose=0)).all()
+
+
+def subclassed(layers):
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.parts = layers
+
+        def call(self, x):
+            for part in self.parts:
+                x = part(x)
+            return x
+
+    return Model()
+
+
+def nested(layers):
+    inner = keras.Sequential([keras.Input((4,)), layers[0]], name="inner")
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, layers[2](layers[1](inner(inputs))))
+
+
+@pytest.mark.filterwarnings("ignore:.*kmp set")
+@pytest.mark.parametrize("build", [subclassed, nested])
+def test_nested_and_subclassed_models_are_repaired(build):
+    model = overflowing(build=build)
+    train(model, defaults(), epochs=6)
+    assert model.optimizer.snapshot().overflows_in_a_row == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*kmp set")
+def test_layer_whose_float32_raises_in_the_users_code_is_set_with_the_layer_that_contains_it():
+    model = overflowing(Mixed(name="mixed"))
+    train(model, defaults(), epochs=6)
+    assert dtypes(model)["mixed"] == "float32"
+    assert model.optimizer.snapshot().overflows_in_a_row == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*kmp set")
+def test_second_fit_and_a_clone_keep_the_repaired_layer(tmp_path):
+    model = overflowing()
+    train(model, defaults(), epochs=6)
+    before = model.optimizer.snapshot().overflow_count
+    train(model, defaults())
+    assert model.optimizer.snapshot().overflow_count == before
+    assert dtypes(keras.models.clone_model(model))["cube"] == "float32"
+
+
+def test_corrupt_batches_and_a_diverging_training_change_no_layer():
+    for options in ({"x": np.nan}, {"optimizer": keras.optimizers.SGD(1e4)}):
+        with kmp.enable():
+            model = keras.Sequential(
+                [keras.Input((4,)), keras.layers.Dense(8, name="a"), keras.layers.Dense(1, name="b")]
+            )
+            model.compile(options.get("optimizer", "sgd"), "mse")
+        x = np.random.default_rng(0).normal(size=(ROWS, 4)) * options.get("x", 1.0)
+        callbacks = defaults(on_stuck="ignore")
+        model.fit(x, x[:, :1], batch_size=8, epochs=6, verbose=0, callbacks=callbacks)
+        assert callbacks[0].run.last("fallback") is None
+        assert dtypes(model) == {"a": "float16", "b": "float16"}
+
+
+@pytest.mark.filterwarnings("ignore:.*kmp set")
+def test_change_that_a_replay_does_not_confirm_is_taken_back(monkeypatch):
+    model, callbacks = overflowing(), defaults(on_stuck="ignore")
+    monkeypatch.setattr(callbacks[0], "replay_again", lambda: {"replay_error": "no"})
+    train(model, callbacks)
+    assert dtypes(model) == {"cube": "float16", "norm": "float16", "head": "float16"}
+    assert callbacks[0].run.last("fallback") is None
+
+
+def test_healthy_training_is_bitwise_the_same_and_traces_once(enabled):
+    weights = []
+    for has_fallback in (False, True):
+        keras.utils.set_random_seed(0)
+        model = compiled_model()
+        fit(model, defaults(every_n_steps=2, float32_fallback=has_fallback), epochs=3)
+        weights.append(model.get_weights())
+    for without, with_fallback in zip(*weights, strict=True):
+        np.testing.assert_array_equal(without, with_fallback)
+
+
+def test_harm_without_overflow_is_repaired():
+    class Phase(keras.layers.Layer):
+        def call(self, x):
+            return ops.sin(x * (2 * np.pi / 24))
+
+    with kmp.enable():
+        model = keras.Sequential([keras.Input((1,)), Phase(name="phase"), keras.layers.Dense(1, name="head")])
+        model.compile("sgd", "mse")
+    hours = np.random.default_rng(0).uniform(48_000, 49_000, (ROWS, 1))
+    with pytest.warns(UserWarning, match="The outputs of layer 'phase' are not those of float32"):
+        model.fit(hours, np.sin(hours), batch_size=8, verbose=0, callbacks=defaults())
+    assert dtypes(model) == {"phase": "float32", "head": "float16"}
+
+
+def test_arguments_are_checked_and_used_callbacks_can_be_copied():
+    with pytest.raises(TypeError, match="`monitor` must be"):
+        Float32Fallback(3)
+    with pytest.raises(ValueError, match="`monitor` must replay batches"):
+        Float32Fallback(Monitor(reference=None))
+    with pytest.raises(TypeError, match="`float32_fallback` must be"):
+        defaults(float32_fallback="yes")
+    assert [type(each) for each in defaults(float32_fallback=False)] == [
+        type(each) for each in defaults(reference=None)
+    ]
+    callbacks = defaults(on_stuck="ignore")
+    fit(compiled_model(kmp.wrap("sgd")), callbacks)
+    for copied in (copy.deepcopy(callbacks), pickle.loads(pickle.dumps(callbacks))):
+        assert copied[1].monitor is copied[0]
+        fit(compiled_model(kmp.wrap("sgd")), copied)
