@@ -4,12 +4,12 @@ Imports matplotlib. `import kmp` does not import it; `kmp.plots` is imported on 
 """
 
 from kmp.plots import style as style
-from kmp.plots.gradient_heat_map import exponents_over_steps
-from kmp.plots.gradient_histogram_plot import gradient_exponents
-from kmp.plots.loss_scale_plots import loss_scale, what_if
+from kmp.plots.gradient_plots import exponents_over_steps, gradient_exponents
+from kmp.plots.loss_scale_plot import loss_scale
 from kmp.plots.metric_plot import metric
-from kmp.plots.overflow_plots import overflowing_variables
+from kmp.plots.overflow_plot import overflowing_variables
 from kmp.plots.saving import save
+from kmp.plots.what_if_plot import what_if
 
 __all__ = [
     "exponents_over_steps",

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from kmp.plots import style
 from kmp.records import RUN_EXPECTED, Run
@@ -37,18 +36,16 @@ def metric(runs: Mapping[str, Run], name: str, ax: Axes | None = None) -> Axes:
     for run_name, run in runs.items():
         validation.instance(f"runs[{run_name!r}]", run, Run, RUN_EXPECTED)
     series = {run_name: run.metrics[name] for run_name, run in runs.items() if name in run.metrics}
-    last = ", ".join(f"{values[-1]:.3g}" for _, values in series.values())
-    ax = style.label(
-        style.axes(ax), f"{style.literal(name)} at the end: {last}" * bool(series), "training step", style.literal(name)
-    )
+    shown, last = style.literal(name), ", ".join(f"{values[-1]:.3g}" for _, values in series.values())
+    ax = style.label(style.axes(ax), f"{shown} at the end: {last}" * bool(series), "training step", shown)
     if not series:
-        return style.empty(ax, f"No {style.literal(name)} was recorded.")
+        return style.empty(ax, f"No {shown} was recorded.")
     for number, (run_name, (steps, values)) in enumerate(series.items()):
-        color, line, marker = _LINES[number % len(_LINES)]
+        color, linestyle, marker = _LINES[number % len(_LINES)]
         is_finite = np.isfinite(values)
-        ax.plot(steps[is_finite], values[is_finite], color=color, linestyle=line, marker=marker, markersize=3.5)
-        ax.plot([], [], color=color, linestyle=line, marker=marker, markersize=3.5, label=style.literal(run_name))
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
+        (line,) = ax.plot(steps[is_finite], values[is_finite], color=color, label=style.literal(run_name))
+        line.set(linestyle=linestyle, marker=marker, markersize=3.5)
+    style.label_steps(ax, np.unique(np.concatenate([steps for steps, _ in series.values()])))
     if len(runs) > 1:
         style.legend_above(ax, columns=2)
     return ax

@@ -8,7 +8,6 @@ from matplotlib.text import Text
 
 from kmp import plots
 from kmp.advice import WhatIf, what_if
-from kmp.plots.overflow_plots import shortened
 from kmp.records import BIN_COUNT, BinCounts, ExponentHistogram, GradientSample, Run
 
 INF_BIN, NAN_BIN = BIN_COUNT - 2, BIN_COUNT - 1
@@ -212,7 +211,7 @@ def test_metric_has_a_line_for_each_run():
     ax = plots.metric(runs | {"without": Run()}, "acc")
     assert legend_labels(ax) == ["a", "b"]
     assert ax.get_title(loc="left") == "acc at the end: 0.2, 0.4"
-    assert [drawn.get_ydata().tolist() for drawn in ax.lines[::2]] == [[0.1, 0.2], [0.2, 0.4]]
+    assert [drawn.get_ydata().tolist() for drawn in ax.lines] == [[0.1, 0.2], [0.2, 0.4]]
     assert len({drawn.get_linestyle() for drawn in ax.lines}) == 2  # in greyscale too
     assert [text.get_text() for text in plots.metric(runs, "none").texts] == ["No none was recorded."]
 
@@ -415,21 +414,18 @@ def test_no_overflow_is_distinguished_from_no_counts():
     assert texts_in(plots.overflowing_variables(Run())) == ["Overflows were not counted by variable."]
 
 
-def test_long_paths_keep_both_ends():
-    path = "resnet50/conv5_block3_out/conv5_block3_3_conv/kernel"
-    assert shortened([path, "dense/bias"], 38) == ["resnet50/…/conv5_block3_3_conv/kernel", "dense/bias"]
-    assert shortened(["a_long_layer_name_of_a_model_1/kernel"], 20) == ["a_long…odel_1/kernel"]
-
-
-def test_shortened_paths_that_would_be_equal_are_longer():
-    paths = [f"m/block_{block}/conv_layer/kernel" for block in (1, 2)]
-    assert shortened([paths[0], "dense/bias"], 22) == ["m/…/conv_layer/kernel", "dense/bias"]
-    assert shortened(paths, 22) == paths
-
-
-def test_shortened_paths_that_remain_equal_are_numbered():
-    names = shortened(["x" * 90 + middle + "x" * 90 for middle in "ab"], 20)
-    assert names[1] == f"{names[0]}#2"
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["resnet50/conv5_block3_out/conv5_block3_3_conv/kernel"], ["resnet50/…/conv5_block3_3_conv/kernel"]),
+        (["a_layer_with_a_very_long_name_of_a_model_1/kernel"], ["a_layer_with…_name_of_a_model_1/kernel"]),
+        ([f"network/block_{i}/convolution_layer/kernel" for i in "12"],) * 2,  # would be equal, so they are longer
+        ([f"{'x' * 90}{i}{'x' * 90}" for i in "12"], [f"{'x' * 15}…{'x' * 32}{n}" for n in ("", "#2")]),
+    ],
+)
+def test_long_paths_keep_both_ends_and_stay_unique(paths, names):
+    ax = plots.overflowing_variables(run_with_overflows(dict.fromkeys(paths, 1), {}))
+    assert [label.get_text() for label in ax.get_yticklabels()] == names
 
 
 EMPTY = [
@@ -521,7 +517,7 @@ def test_names_are_drawn_literally():
     counts = {"$x_{$/kernel": 3, "a\x1b[2J\u202e": 2}
     ax = plots.overflowing_variables(run_with_overflows(counts, {}))
     ax.figure.canvas.draw()  # mathtext would raise
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["$x_{$/kernel", r"a\x1b[2J\u202e"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == [r"\$x_{\$/kernel", r"a\x1b[2J\u202e"]
 
 
 def test_figures_of_many_records_have_a_bounded_number_of_marks_and_cells():

@@ -1,0 +1,89 @@
+"""A plot of the loss scale over the steps."""
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from kmp.plots import style
+from kmp.records import RUN_EXPECTED, Run
+from kmp.utils import validation
+
+_MANY_MARKS = 60
+_MOST_MARKS = 2000
+
+
+def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
+    """Draws the loss scale over the steps, with a mark where steps were skipped.
+
+    Args:
+        run: A run with `loss_scale` and, for the marks, `overflow_rate` and `overflow_count`.
+        ax: Axes to draw on; new ones by default.
+
+    Returns:
+        The axes: training steps along x, the loss scale along y on a log2 axis.
+
+    Example:
+    >>> loss_scale(Run([{"step": 1, "loss_scale": 8.0}, {"step": 2, "loss_scale": 16.0}])).get_title(loc="left")
+    'The loss scale ends at $2^{4}$'
+    """
+    validation.instance("run", run, Run, RUN_EXPECTED)
+    ax = style.label(style.axes(ax), "Loss scale", "training step", "loss scale")
+    steps, scales = _by_step(run, "loss_scale")
+    if not steps.size:
+        return style.empty(ax, "No loss scale was recorded.")
+    label = "loss scale"
+    if steps.size > 1 and np.ptp(scales) == 0:
+        label += f", {style.scale_name(scales[0])} throughout"
+    marker = "o" if steps.size == 1 else ""
+    ax.plot(steps, scales, drawstyle="steps-post", marker=marker, color=style.DARK, label=label)
+    title, label = f"The loss scale ends at {style.scale_name(scales[-1])}", "last skipped step of each record"
+    if (count := run.last("overflow_count")) is not None:
+        last = max(row["step"] for row in run.rows)
+        title += f"; {count:,} of {last:,} steps {'was' if count == 1 else 'were'} skipped"
+        label += f" ({count:,} steps in total)"
+    marks = _skipped_steps(run, steps, scales)
+    marks = marks[:: len(marks) // _MOST_MARKS + 1]  # more would cover each other
+    if marks.size:
+        size = 6 if len(marks) <= _MANY_MARKS else 3
+        ax.plot(*marks.T, "x", color=style.MIDDLE, markersize=size, label=label, zorder=3)
+    ax.set_yscale("log", base=2)
+    # A margin of two bits gives the axis several ticks even if the line is flat.
+    ax.set_ylim(scales.min() / 4, max(scales.max(), marks[:, 1].max(initial=0)) * 4)
+    style.label_steps(ax, steps)
+    style.legend_above(ax, title=title)
+    return ax
+
+
+def _skipped_steps(run: Run, scale_steps: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Returns the last skipped step of each record with any, and the loss scale of that step; shape `(records, 2)`.
+
+    A record has the number of skipped steps since the record before, and of the steps since the last of them or since
+    the scale grew. Where it cannot have grown since, that is the step, and the scale was that before it backed off.
+    Elsewhere they are the step and the scale of the record.
+    """
+    settings = run.settings
+    growth_interval, lowest = settings.get("growth_interval", np.inf), settings.get("min_scale", 0.0)
+    backoff = 1.0 if settings.get("rule") == "FixedScale" else settings.get("backoff_factor", 0.5)
+    steps, rates = _by_step(run, "overflow_rate")
+    clean, losses = (dict(zip(*_by_step(run, key), strict=True)) for key in ("clean_steps", "nonfinite_loss_count"))
+    marks = []
+    for previous, step in zip(np.append(0, steps[:-1])[rates > 0], steps[rates > 0], strict=True):
+        scale = scales[max(np.searchsorted(scale_steps, step, side="right") - 1, 0)]
+        is_known = (
+            clean.get(step, np.inf) < step - previous < growth_interval
+            and settings.get("hysteresis", 1) == 1
+            and losses.get(step, 0) == losses.get(previous, 0)
+            and scale > lowest
+        )
+        marks.append((step - clean[step], scale / backoff) if is_known else (step, scale))
+    return np.reshape(marks, (-1, 2))
+
+
+def _by_step(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the steps and the finite values of `key`, ordered by step, with the newest value of each step.
+
+    A run that was resumed from a checkpoint contains some steps twice.
+    """
+    newest = dict(zip(*(values.tolist() for values in run.series(key)), strict=True))
+    steps = np.array(sorted(newest), np.int64)
+    values = np.array([newest[step] for step in steps.tolist()], np.float64)
+    return steps[np.isfinite(values)], values[np.isfinite(values)]
