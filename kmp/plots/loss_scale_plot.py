@@ -39,7 +39,7 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
     if (count := run.last("overflow_count")) is not None:
         last = max(row["step"] for row in run.rows)
         title += f"; {count:,} of {last:,} steps {'was' if count == 1 else 'were'} skipped"
-        label += f" ({count:,} steps in total)"
+        label += f" ({count:,} in total)"
     marks = _skipped_steps(run, steps, scales)
     marks = marks[:: len(marks) // _MOST_MARKS + 1]  # more would cover each other
     if marks.size:

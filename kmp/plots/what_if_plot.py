@@ -96,9 +96,9 @@ def _set_share_axis(ax: Axes, shares: np.ndarray) -> None:
     smallest = shares[shares > 0].min(initial=1e-2)
     lowest = int(np.clip(np.floor(np.log10(smallest)), -8, -2))
     decades = range(lowest, 1)
-    ticks = [10.0**decade for decade in decades[:: -(-len(decades) // _MOST_DECADES)]]
-    labels = [np.format_float_positional(100 * tick, 1, unique=False, fractional=False, trim="-") for tick in ticks]
+    decades = decades[:: -(-len(decades) // _MOST_DECADES)]
+    labels = [f"{np.format_float_positional(10.0 ** (decade + 2), trim='-')} %" for decade in decades]
     ax.set_yscale("symlog", linthresh=10.0**lowest, linscale=0.4)
-    ax.set_yticks([0.0, *ticks], ["0", *(f"{label} %" for label in labels)])
+    ax.set_yticks([0.0, *(10.0**decade for decade in decades)], ["0", *labels])
     ax.minorticks_off()
     ax.set_ylim(-0.1 * 10.0**lowest, 1.6)

@@ -1,17 +1,15 @@
 """The figures of a report, embedded as `data:` URLs."""
 
 import base64
-import functools
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kmp.advice import WhatIf
-from kmp.records import ExponentHistogram, Run
 from kmp.report.run_comparison import main_metrics
-from kmp.report.run_summary import NOT_SAMPLED, RunSummary
-from kmp.report.text_formats import number, scale, share
+from kmp.report.run_summary import RunSummary
+from kmp.report.run_tables import NOT_SAMPLED, other_scales
+from kmp.report.texts import number, scale, share, share_of, skipped
 
 _INCHES = (5.2, 3.6)
 
@@ -24,21 +22,60 @@ class ReportFigure:
     """A figure with its texts.
 
     Args:
-        name: Name of the function in `kmp.plots` that draws it.
-        alt: Text alternative for screen readers.
         caption: How to read the figure, or why there is none.
+        alt: Text alternative for screen readers.
         source: A `data:` URL of an SVG image; `None` if there is nothing to draw.
     """
 
-    name: str
-    alt: str
     caption: str
-    source: str | None
+    alt: str = ""
+    source: str | None = None
 
 
 def figures(summary: RunSummary) -> dict[str, ReportFigure]:
-    """Returns all figures of a run by name."""
-    return {name: _figure(name, summary) for name in _CAPTIONS}
+    """Returns the figures of a run, by the names of the functions in `kmp.plots` that draw them."""
+    from kmp import plots
+
+    run, metrics, sample, scales = summary.run, summary.metrics, summary.newest_sample, other_scales(summary)
+    found = {
+        "loss_scale": ReportFigure("The loss scale was not recorded."),
+        "gradient_exponents": ReportFigure(NOT_SAMPLED),
+        "exponents_over_steps": ReportFigure(NOT_SAMPLED),
+        "what_if": ReportFigure(scales.note),
+        "overflowing_variables": ReportFigure(
+            "No variable overflowed." if summary.counts_overflows else "Overflows were not counted."
+        ),
+    }
+    if any(row.get("loss_scale") for row in run.rows):
+        caption = "The loss scale, with a mark where steps were skipped."
+        end, count = scale(metrics.scale), skipped(metrics.overflows, metrics.steps)
+        alt = f"The loss scale over the training steps, {end} at the end; {count}."
+        found["loss_scale"] = ReportFigure(caption, alt, _svg(plots.loss_scale, run))
+    if sample is not None:
+        caption = "The newest sample. Below float16's normal range precision is lost; above it is overflow."
+        zones, total = sample.histogram.zones, sample.histogram.total
+        below, above = zones["subnormal"] + zones["below_subnormal"], zones["near_overflow"] + zones["beyond"]
+        alt = (
+            f"Histogram of the gradients' binary exponents in step {sample.step}: {share_of(zones['zero'], total)} "
+            f"zero, {share_of(below, total)} below float16's normal range, {share_of(above, total)} near overflow or "
+            "above."
+        )
+        found["gradient_exponents"] = ReportFigure(caption, alt, _svg(plots.gradient_exponents, sample.histogram))
+        steps = [sample.step for sample in run.samples]
+        alt = f"The gradients' binary exponents in {len(steps)} samples, from step {steps[0]} to {steps[-1]}."
+        caption = "The gradients' magnitudes during training."
+        found["exponents_over_steps"] = ReportFigure(caption, alt, _svg(plots.exponents_over_steps, run))
+    if (curve := metrics.gradients.curve) is not None:
+        caption = "What float16 would lose of the sampled gradients at each constant loss scale."
+        alt = f"The share of gradient elements lost at every loss scale. {scales.note}"
+        found["what_if"] = ReportFigure(caption, alt, _svg(plots.what_if, curve))
+    if run.last("overflows_by_variable"):
+        path, part = metrics.main_overflow_origin
+        origin = f"; {path} was the overflow origin in {share(part)} of those with a finite loss" if path else ""
+        caption = "The variables that overflowed, and the overflow origins."
+        alt = f"Skipped steps by variable{origin}."
+        found["overflowing_variables"] = ReportFigure(caption, alt, _svg(plots.overflowing_variables, run))
+    return found
 
 
 def metric_figures(summaries: Sequence[RunSummary]) -> list[ReportFigure]:
@@ -53,103 +90,19 @@ def metric_figures(summaries: Sequence[RunSummary]) -> list[ReportFigure]:
             for summary in summaries
             if name in summary.metrics_of_epochs
         )
-        source = _svg(functools.partial(plots.metric, runs, name))
-        found.append(ReportFigure(name, f"{name} over the training steps; at the end {values}.", "", source))
+        alt = f"{name} over the training steps; at the end {values}."
+        found.append(ReportFigure("", alt, _svg(plots.metric, runs, name)))
     return found
 
 
-def _figure(name: str, summary: RunSummary) -> ReportFigure:
-    reason = _EMPTY[name](summary) if name in _EMPTY else None
-    if reason:
-        return ReportFigure(name, "", reason, None)
-    from kmp import plots
-
-    source = _svg(lambda ax: getattr(plots, name)(_data_of(name, summary), ax=ax))
-    return ReportFigure(name, _ALTS[name](summary), _CAPTIONS[name], source)
-
-
-def _svg(draw: Callable[[Any], object]) -> str:
-    """Returns a drawing as a `data:` URL."""
+def _svg(draw: Callable[..., object], *data: Any) -> str:
+    """Returns a drawing of `kmp.plots` as a `data:` URL."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_INCHES, layout="constrained")  # pyplot would keep the figure and choose a backend
-    draw(figure.subplots())
+    draw(*data, ax=figure.subplots())
     buffer = io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": "kmp"}):  # makes the file reproducible
         figure.savefig(buffer, format="svg", dpi=200, metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
-
-
-def _data_of(name: str, summary: RunSummary) -> Run | ExponentHistogram | WhatIf:
-    if name == "gradient_exponents" and summary.newest_sample is not None:
-        return summary.newest_sample.histogram
-    if name == "what_if" and summary.metrics.gradients.curve is not None:
-        return summary.metrics.gradients.curve  # computed already
-    return summary.run
-
-
-_CAPTIONS = {
-    "loss_scale": "The loss scale, with a mark where steps were skipped.",
-    "gradient_exponents": "The newest sample. Below float16's normal range precision is lost; above it is overflow.",
-    "exponents_over_steps": "The gradients' magnitudes during training.",
-    "what_if": "What float16 would lose at every other loss scale.",
-    "overflowing_variables": "The variables that overflowed, and the overflow origins.",
-}
-
-
-def _alt_of_loss_scale(summary: RunSummary) -> str:
-    metrics = summary.metrics
-    return (
-        f"The loss scale over {metrics.steps} training steps, {scale(metrics.scale)} at the end; "
-        f"{metrics.overflows} steps were skipped."
-    )
-
-
-def _alt_of_gradient_exponents(summary: RunSummary) -> str:
-    assert summary.newest_sample is not None
-    histogram = summary.newest_sample.histogram
-    zones, total = histogram.zones, max(1, histogram.total)
-    return (
-        f"Histogram of the gradients' binary exponents in step {histogram.step}: {share(zones['zero'] / total)} zero, "
-        f"{share((zones['subnormal'] + zones['below_subnormal']) / total)} below float16's normal range, "
-        f"{share((zones['near_overflow'] + zones['beyond']) / total)} near overflow or above."
-    )
-
-
-def _alt_of_exponents_over_steps(summary: RunSummary) -> str:
-    samples = summary.metrics.gradients.samples
-    return (
-        f"The gradients' binary exponents in {len(samples)} samples, from step {samples[0].step} to {samples[-1].step}."
-    )
-
-
-def _alt_of_what_if(summary: RunSummary) -> str:
-    return f"The share of gradient elements lost at every loss scale. {summary.other_scales.note}"
-
-
-def _alt_of_overflowing_variables(summary: RunSummary) -> str:
-    path, part = summary.metrics.main_overflow_origin
-    if not path:
-        return "Skipped steps by variable."
-    return f"Skipped steps by variable; {path} was the overflow origin in {share(part)} of those with a finite loss."
-
-
-# Why there is nothing to draw.
-_EMPTY: dict[str, Callable[[RunSummary], str | None]] = {
-    "loss_scale": lambda summary: None if "loss_scale" in summary.keys else "The loss scale was not recorded.",
-    "gradient_exponents": lambda summary: None if summary.newest_sample else NOT_SAMPLED,
-    "exponents_over_steps": lambda summary: None if summary.newest_sample else NOT_SAMPLED,
-    "what_if": lambda summary: None if summary.metrics.gradients.curve else "No sampled gradient was finite.",
-    "overflowing_variables": lambda summary: (
-        None if summary.run.last("overflows_by_variable") else "No variable overflowed."
-    ),
-}
-
-_ALTS: dict[str, Callable[[RunSummary], str]] = {
-    "loss_scale": _alt_of_loss_scale,
-    "gradient_exponents": _alt_of_gradient_exponents,
-    "exponents_over_steps": _alt_of_exponents_over_steps,
-    "what_if": _alt_of_what_if,
-    "overflowing_variables": _alt_of_overflowing_variables,
-}

@@ -183,7 +183,7 @@ def test_loss_scale_marks_records_with_overflows():
     drawn, marks = ax.lines
     assert drawn.get_xydata().tolist() == [[101, 8], [110, 4], [120, 4], [130, 2]]
     assert marks.get_xydata().tolist() == [[110, 4], [130, 2]]
-    assert marks.get_label() == "last skipped step of each record (8 steps in total)"
+    assert marks.get_label() == "last skipped step of each record (8 in total)"
     assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_yscale()) == ("training step", "loss scale", "log")
 
 

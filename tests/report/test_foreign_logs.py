@@ -173,7 +173,7 @@ def fuzz(examples):
 @fuzz(EXAMPLES)
 @given(changed_logs())
 def test_changed_log_is_refused_with_its_line_or_reported(tmp_path, monkeypatch, data):
-    monkeypatch.setattr("kmp.report.figures._svg", lambda draw: "data:,")
+    monkeypatch.setattr("kmp.report.figures._svg", lambda *_: "data:,")
     check(tmp_path / "kmp.jsonl", data, draws=False)
 
 

@@ -24,7 +24,8 @@ from kmp.callbacks import Report, defaults
 from kmp.records import BIN_COUNT, ZERO_BIN, BinCounts, GradientSample, Run, to_line
 from kmp.report.run_comparison import comparison, difference
 from kmp.report.run_summary import RunSummary
-from kmp.report.text_formats import number, scale, share
+from kmp.report.run_tables import gradients, other_scales, overflow_and_underflow
+from kmp.report.texts import number, scale, share
 
 GOLDEN = Path(__file__).parent / "golden"
 LONG = "encoder/" + "block_with_a_very_long_layer_name_in_it_" * 3 + "/kernel"
@@ -202,7 +203,7 @@ def test_page_loads_no_resources_and_runs_no_scripts():
 
 def test_figures_have_text_alternatives():
     alts = Page(report.html({"first": make_run(skipped=60)})).alts
-    assert alts[0] == "The loss scale over 300 training steps, 2^4 at the end; 60 steps were skipped."
+    assert alts[0] == "The loss scale over the training steps, 2^4 at the end; 60 of 300 steps were skipped."
     assert "step 300" in alts[1]
     assert alts[2] == "The gradients' binary exponents in 6 samples, from step 50 to 300."
     assert "Recommended: 2^" in alts[3]
@@ -309,7 +310,7 @@ def test_layers_that_differ_are_listed_from_their_first_step():
             counts[1, ZERO_BIN] = 10**6
             row["sample"] = replace(row["sample"], bin_counts=BinCounts.of(counts))
     table = difference(RunSummary("a", first), RunSummary("b", second))
-    assert table.columns == ("layer", "from step", "zero, a", "zero, b", "norm, a", "norm, b")
+    assert table.columns == ("layer", "from step", "zero in a", "zero in b", "norm in a", "norm in b")
     assert [row[:2] for row in table.rows] == [("net/dense_1", "200")]
     alike = difference(RunSummary("a", first), RunSummary("b", make_run(names, layers=second.settings["layers"])))
     assert alike.note == "The gradients of a and b are alike in all sampled steps."
@@ -345,7 +346,7 @@ def test_counts_match_the_run():
 
 
 def test_gradients_are_of_the_newest_sample_by_layer():
-    table = RunSummary("first", make_run()).gradients
+    table = gradients(RunSummary("first", make_run()))
     first, last = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
     merged = sample(300).by_layer()
     assert (first["layer"], last["layer"]) == ("m/first", "m/last")
@@ -362,7 +363,7 @@ def test_gradients_are_of_the_newest_sample_by_layer():
 
 def test_overflows_are_sorted_by_origin():
     run = make_run(skipped=60)
-    table = RunSummary("first", run).overflow_and_underflow
+    table = overflow_and_underflow(RunSummary("first", run))
     assert table.columns == ("variable", "overflowed", "overflow origin", "underflowed", "underflow origin")
     assert table.rows[0][:3] == ("m/last/kernel", "60", "60")
     assert {row[:3] for row in table.rows[1:]} == {("m/first/kernel", "60", "0"), ("m/first/bias", "60", "0")}
@@ -370,7 +371,7 @@ def test_overflows_are_sorted_by_origin():
 
 def test_variables_that_underflow_without_overflow_are_listed():
     summary = RunSummary("first", make_run())
-    rows = {row[0]: row[1:] for row in summary.overflow_and_underflow.rows}
+    rows = {row[0]: row[1:] for row in overflow_and_underflow(summary).rows}
     metrics = summary.metrics
     assert rows
     for name, (overflows, overflow_origins, underflows, underflow_origins) in rows.items():
@@ -382,7 +383,7 @@ def test_variables_that_underflow_without_overflow_are_listed():
 
 def test_other_scales_match_what_if():
     run = make_run()
-    curve, table = kmp.what_if(run), RunSummary("first", run).other_scales
+    curve, table = kmp.what_if(run), other_scales(RunSummary("first", run))
     low, high = curve.recommended
     assert [row[0] for row in table.rows] == [
         *("in use: 2^4", f"lowest recommended: 2^{low}", f"highest recommended: 2^{high}", "none: 1"),
@@ -390,18 +391,30 @@ def test_other_scales_match_what_if():
     at = curve.at(4)
     assert table.rows[0][1] == f"{share(at['underflow'])} to {share(at['underflow_bound'])}"
     assert table.note.startswith(f"Recommended: 2^{low} to 2^{high}.")
+    assert table.intro == "What float16 would lose of the sampled gradients at a constant loss scale:"
+
+
+def test_steps_that_another_scale_would_skip_are_not_those_of_the_run():
+    run = make_run(shift=27, skipped=1)  # the newest sample rounds to Inf in float16
+    rows = {row[0]: row[1:] for row in other_scales(RunSummary("first", run)).rows}
+    assert (other_scales(RunSummary("first", run)).columns[-1], rows["in use: 2^4"][-1]) == ("would be skipped", "100%")
+    assert "In the run itself, 1 of 300 steps was skipped." in report.html({"first": run})
 
 
 def test_long_tables_are_truncated_with_a_note():
     names = tuple(f"m/layer_{i}/kernel" for i in range(50))
     rows = make_run().rows[:-1]
-    table = RunSummary("x", Run([*rows, record_of(sample(300, names, shift=-300))])).gradients
+    table = gradients(RunSummary("x", Run([*rows, record_of(sample(300, names, shift=-300))])))
     assert len(table.rows) == 40
     assert table.note.endswith("10 more are not shown.")
 
 
 def test_settings_match_the_header_of_the_log():
-    settings = dict(RunSummary("first", make_run()).settings)
+    rest = {"learning_rate": 0.0020000000949949026, "is_on": True, "layers": {"a": "Dense", "b": "X"}, "empty": []}
+    settings = dict(RunSummary("first", make_run(**rest)).settings)
+    assert {key: settings[key] for key in rest} == {
+        **{"learning_rate": "0.002", "is_on": "True", "layers": "a: Dense, b: X", "empty": "none"},
+    }
     assert settings["started"] == "2026-11-01T10:00:00+00:00"
     assert settings["initial_scale"] == "2^4"
     assert settings["compute_dtypes"] == "float16, float32"
@@ -411,7 +424,15 @@ def test_settings_match_the_header_of_the_log():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "-"), (math.nan, "-"), (0.0, "0%"), (1e-9, "<0.1%"), (0.125, "12.5%"), (0.99999, ">99.9%"), (1.0, "100%")],
+    [
+        (None, "unknown"),
+        (math.nan, "unknown"),
+        (0.0, "0%"),
+        (1e-9, "<0.1%"),
+        (0.125, "12.5%"),
+        (0.99999, ">99.9%"),
+        (1.0, "100%"),
+    ],
 )
 def test_share_is_not_rounded_to_none_or_all(value, text):
     assert share(value) == text
@@ -458,10 +479,10 @@ def test_empty_run_is_compared_with_a_healthy_run():
 
 
 def test_missing_counts_are_distinguished_from_zero():
-    assert RunSummary("x", Run([{"step": 5, "loss_scale": 8.0}])).overflow_and_underflow.note.startswith(
+    assert overflow_and_underflow(RunSummary("x", Run([{"step": 5, "loss_scale": 8.0}]))).note.startswith(
         "Overflows were not counted"
     )
-    assert RunSummary("x", UNUSUAL_RUNS["no gradients"]).overflow_and_underflow.note.startswith(
+    assert overflow_and_underflow(RunSummary("x", UNUSUAL_RUNS["no gradients"])).note.startswith(
         "No variable overflowed"
     )
 
@@ -509,7 +530,7 @@ def test_loading_draws_a_progress_bar_on_a_terminal_only(tmp_path, capsys, monke
     report.load(paths)
     assert capsys.readouterr() == ("", "")
     terminal = io.StringIO()
-    monkeypatch.setattr("kmp.report.page.Console", lambda stderr: Console(file=terminal, force_terminal=True))
+    monkeypatch.setattr("kmp.report.loading.Console", lambda stderr: Console(file=terminal, force_terminal=True))
     report.load(paths)
     size = sum((path / "kmp.jsonl").stat().st_size for path in paths) / 1000
     assert "Loading" in terminal.getvalue()
@@ -546,7 +567,7 @@ def uses_of_names(variables):
 
 
 def test_look_ups_of_names_grow_linearly(monkeypatch):
-    monkeypatch.setattr("kmp.report.figures._svg", lambda draw: "data:,")
+    monkeypatch.setattr("kmp.report.figures._svg", lambda *_: "data:,")
     few, many = uses_of_names(100), uses_of_names(1000)
     assert 100 < few < many <= 11 * few
 

@@ -1,0 +1,67 @@
+"""Loads the runs of a report."""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from kmp.records import FILE_NAME, Run, log_file
+from kmp.utils import unique_names, validation
+
+
+def load(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Run]:
+    """Reads logs and names each run after its folder, with parent folders if two runs share a name.
+
+    Draws a progress bar on standard error, if that is a terminal.
+
+    Args:
+        paths: Each a `.jsonl` file, or a `log_dir` that contains `kmp.jsonl`.
+
+    Returns:
+        The runs by name, in the order of `paths`.
+
+    Raises:
+        FileNotFoundError: If there is no log.
+        TypeError: If `paths` is not a list of paths.
+        ValueError: If this version of kmp cannot read a log. The message names file, line and key.
+
+    Example:
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> for name in ("float16", "float32"):
+    ...     (folder / name).mkdir()
+    ...     _ = (folder / name / "kmp.jsonl").write_text('{"schema": 1, "kind": "header"}')
+    >>> list(load([folder / "float16", folder / "float32"]))
+    ['float16', 'float32']
+    """
+    is_list = isinstance(paths, Sequence) and not isinstance(paths, str)
+    if not is_list or not all(isinstance(path, str | os.PathLike) for path in paths):
+        raise TypeError(validation.message("paths", paths, "a list of paths"))
+    console = Console(stderr=True)
+    columns = (TextColumn("Loading"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        files = [log_file(path) for path in paths]
+        progress.add_task("", total=sum(file.stat().st_size for file in files if file.is_file()))
+        task = progress.tasks[0]
+
+        def advance(size: int) -> None:
+            task.completed += size  # the bar is drawn by a timer: `progress.advance` would take longer than the loading
+
+        runs = [Run.load(file, allow_truncated=True, on_read=advance) for file in files]
+    return dict(zip(_names([Path(path).resolve() for path in paths]), runs, strict=True))
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Returns the shortest unique name of each run, and numbers duplicates."""
+    runs = []
+    for path in paths:
+        folder = path.parent if path.name == FILE_NAME else path.with_suffix("") if path.is_file() else path
+        runs.append(folder.parts[1:] or folder.parts)
+    names = {parts: parts[-1] for parts in runs}
+    for length in range(2, max(map(len, runs), default=0) + 1):
+        counts = Counter(names.values())
+        names = {parts: "/".join(parts[-length:]) if counts[name] > 1 else name for parts, name in names.items()}
+    return unique_names(names[parts] for parts in runs)

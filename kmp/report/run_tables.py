@@ -1,0 +1,105 @@
+"""The tables of a run: its newest sample by layer, overflow and underflow by variable, and other loss scales."""
+
+import heapq
+
+from kmp.records import GradientSample, layer_of
+from kmp.report.run_summary import RunSummary
+from kmp.report.texts import MAX_ROWS, Table, number, scale, share, share_of, skipped, with_omitted
+
+NOT_SAMPLED = "No gradients were sampled. Attach kmp.callbacks.GradientHistogram to sample them."
+
+# Of the table by layer: the headings, and the zones of float16's range (`ExponentHistogram.zones`) that they add up.
+_ZONES = {
+    "zero": ("zero",),
+    "subnormal": ("subnormal", "below_subnormal"),
+    "near overflow": ("near_overflow", "beyond"),
+    "NaN, Inf": ("inf", "nan"),
+}
+
+
+def gradients(run: RunSummary) -> Table:
+    """Returns the newest sample by layer. The updates are those of the newest sample that measured them."""
+    sample = run.newest_sample
+    if sample is None or not len(sample):
+        return Table(note=NOT_SAMPLED)
+    names = list(dict.fromkeys(map(layer_of, sample.names)))
+    shown = set(names[:MAX_ROWS])
+
+    def by_layer(sample: GradientSample) -> GradientSample:
+        return sample.without(name for name in sample if layer_of(name) not in shown).by_layer()
+
+    updates: dict[str, tuple[str, str]] = {}
+    measured = next((sample for sample in reversed(run.run.samples) if sample.has_update), None)
+    if measured is not None:
+        layers = by_layer(measured)
+        columns = zip(layers.names, layers.update_ratio, layers.lost_updates, layers.updates, strict=True)
+        updates = {name: (number(ratio), share_of(lost, count)) for name, ratio, lost, count in columns}
+    layers, rows = by_layer(sample), []
+    for name, amax, norm in zip(layers.names, layers.amax, layers.norm, strict=True):
+        histogram = layers[name]
+        zones = [share_of(sum(histogram.zones[zone] for zone in zones), histogram.total) for zones in _ZONES.values()]
+        rows.append((name, f"{histogram.total:,}", *zones, number(amax), number(norm), *updates.get(name, ("", ""))))
+    note = (
+        f"Step {sample.step}, loss scale {scale(sample.loss_scale)}. Of the loss-scaled gradient: subnormal is "
+        "below 2^-14, near overflow is 2^13 and above, and amax is the largest magnitude. The norm is of the "
+        f"unscaled gradient. Updates ({f'in step {measured.step}' if measured else 'not measured'}): their norm over "
+        "that of the weights, and the share of updates below 2^-11 of their weight, most of which a float16 weight "
+        "would lose."
+    )
+    columns_ = ("layer", "elements", *_ZONES, "amax", "norm", "update / weight", "updates lost")
+    return Table(columns_, tuple(rows), with_omitted(note, len(names)))
+
+
+def overflow_and_underflow(run: RunSummary) -> Table:
+    """Returns how often each variable overflowed or underflowed, and how often it was the origin."""
+    metrics = run.metrics.gradients
+    columns = {
+        "overflowed": run.run.last("overflows_by_variable", {}),
+        "overflow origin": run.metrics.overflow_origins,
+        "underflowed": metrics.underflows,
+        "underflow origin": metrics.underflow_origins,
+    }
+    overflows, overflow_origins, underflows, underflow_origins = columns.values()
+    by_priority = (overflow_origins, overflows, underflow_origins, underflows)
+    names = list(dict.fromkeys(name for counts in by_priority for name in counts))
+    if not names:
+        overflow = "No variable overflowed" if run.counts_overflows else "Overflows were not counted"
+        return Table(note=f"{overflow}, and no underflow was detected.")
+    shown = heapq.nlargest(MAX_ROWS, names, key=lambda name: [counts.get(name, 0) for counts in by_priority])
+    rows = [(name, *(str(counts.get(name, 0)) for counts in columns.values())) for name in shown]
+    note = (
+        "Overflowed: steps in which the variable's gradient was not finite. Underflowed: of "
+        f"{len(metrics.finite_samples)} samples, those in which more than 5 % of its nonzero gradient elements were "
+        "subnormal in float16 or smaller, or all were zero. Origin: of these, those in which it was the variable "
+        "nearest the loss. A step with a non-finite loss has no overflow origin."
+    )
+    return Table(("variable", *columns), tuple(rows), with_omitted(note, len(names)))
+
+
+def other_scales(run: RunSummary) -> Table:
+    """Returns what float16 would lose of the sampled gradients at a constant loss scale: that in use, and others."""
+    curve = run.metrics.gradients.curve
+    if curve is None:
+        return Table(note="No sampled gradient was finite." if run.metrics.gradients.samples else NOT_SAMPLED)
+    scales, advice = {"in use": curve.in_use}, "No scale is recommended."
+    if curve.recommended:
+        low, high = curve.recommended
+        scales |= {"lowest recommended": low} if curve.is_lowest_known else {}
+        scales |= {"highest recommended": high}
+        advice = f"Recommended: {f'{scale(2.0**low)} to' if curve.is_lowest_known else 'at most'} {scale(2.0**high)}."
+    rows = []
+    for name, exponent in (scales | {"none": 0.0}).items():
+        if curve.log2_scales[0] <= exponent <= curve.log2_scales[-1]:
+            shares = {key: share(value) for key, value in curve.at(exponent).items()}
+            underflow = " to ".join(dict.fromkeys([shares["underflow"], shares["underflow_bound"]]))
+            rows.append((f"{name}: {scale(2.0**exponent)}", underflow, shares["overflow"], shares["skipped"]))
+    itself = f" In the run itself, {skipped(run.metrics.overflows, run.metrics.steps)}." * run.counts_overflows
+    source = (
+        "Measured with a float32 reference pass."
+        if curve.is_measured
+        else "Computed from the sampled gradients: values above the scale in use are extrapolated, and the upper "
+        "bound of a range counts all zeros as flushed by float16."
+    )
+    note = f"{advice} Shares of gradient elements and of sampled steps.{itself} {source}"
+    intro = "What float16 would lose of the sampled gradients at a constant loss scale:"
+    return Table(("loss scale", "underflow", "overflow", "would be skipped"), tuple(rows), note, intro=intro)

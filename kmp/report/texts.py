@@ -1,0 +1,69 @@
+"""Numbers, code and tables as a report shows them. Names are as in the log: what prints a text escapes it."""
+
+import math
+from dataclasses import dataclass
+
+from kmp.utils import as_power
+
+UNKNOWN = "unknown"
+MAX_ROWS = 40
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text cells.
+
+    Args:
+        columns: The column headings. The first column names the rows.
+        rows: The rows.
+        note: How to read the table, or why it is empty.
+        marked: The index of a row to emphasize, or `None`.
+        intro: What the table shows, in one line above it.
+    """
+
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    note: str = ""
+    marked: int | None = None
+    intro: str = ""
+
+
+def with_omitted(note: str, count: int) -> str:
+    """Returns the note of a table with the number of omitted rows."""
+    return f"{note} {count - MAX_ROWS} more are not shown." if count > MAX_ROWS else note
+
+
+def share(value: float | None) -> str:
+    """Returns a share in percent. Small and large shares are not rounded to 0 % or 100 %."""
+    if value is None or math.isnan(value):
+        return UNKNOWN
+    if 0 < value < 0.0005:
+        return "<0.1%"
+    return ">99.9%" if 0.9995 <= value < 1 else f"{value:.1%}".replace(".0%", "%")
+
+
+def share_of(count: float, total: float) -> str:
+    """Returns a count as a share of a total in percent; of a total of zero it is unknown."""
+    return share(count / total if total else None)
+
+
+def number(value: float | None) -> str:
+    """Returns a number with three significant digits. A log has the same null for NaN and Inf."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:.3g}" if math.isfinite(value) else "NaN or Inf"
+
+
+def scale(value: float) -> str:
+    """Returns a loss scale, as a power of two if it is one."""
+    return UNKNOWN if math.isnan(value) else as_power(value)
+
+
+def skipped(count: int, steps: int) -> str:
+    """Returns a number of skipped steps in words."""
+    return f"{count} of {steps} steps {'was' if count == 1 else 'were'} skipped"
+
+
+def code_lines(change: str) -> tuple[str, ...]:
+    """Returns lines of code, with a trailing comment as a line of its own, so that they fit a narrow screen."""
+    return tuple(change.replace("  # ", "\n# ").splitlines())
