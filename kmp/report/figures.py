@@ -6,6 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from kmp import plots
 from kmp.report.run_comparison import main_metrics
 from kmp.report.run_summary import RunSummary
 from kmp.report.run_tables import NOT_SAMPLED, other_scales
@@ -34,8 +38,6 @@ class ReportFigure:
 
 def figures(summary: RunSummary) -> dict[str, ReportFigure]:
     """Returns the figures of a run, by the names of the functions in `kmp.plots` that draw them."""
-    from kmp import plots
-
     run, metrics, sample, scales = summary.run, summary.metrics, summary.newest_sample, other_scales(summary)
     found = {
         "loss_scale": ReportFigure("The loss scale was not recorded."),
@@ -80,8 +82,6 @@ def figures(summary: RunSummary) -> dict[str, ReportFigure]:
 
 def metric_figures(summaries: Sequence[RunSummary]) -> list[ReportFigure]:
     """Returns a figure for each of the main metrics, with the curves of all runs."""
-    from kmp import plots
-
     runs = {summary.name: summary.run for summary in summaries}
     found = []
     for name in main_metrics(summaries):
@@ -97,9 +97,6 @@ def metric_figures(summaries: Sequence[RunSummary]) -> list[ReportFigure]:
 
 def _svg(draw: Callable[..., object], *data: Any) -> str:
     """Returns a drawing of `kmp.plots` as a `data:` URL."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=_INCHES, layout="constrained")  # pyplot would keep the figure and choose a backend
     draw(*data, ax=figure.subplots())
     buffer = io.BytesIO()

@@ -139,6 +139,8 @@ def _setting(key: str, value: Any) -> str:
         value = [f"{name}: {of_name}" for name, of_name in value.items()]
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
+    if key == "started":
+        return str(value).replace("T", " ")  # so that it fits a narrow screen
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return scale(float(value)) if "scale" in key else f"{value:,}" if isinstance(value, int) else f"{value:g}"

@@ -88,7 +88,7 @@ def other_scales(run: RunSummary) -> Table:
         scales |= {"highest recommended": high}
         advice = f"Recommended: {f'{scale(2.0**low)} to' if curve.is_lowest_known else 'at most'} {scale(2.0**high)}."
     rows = []
-    for name, exponent in (scales | {"none": 0.0}).items():
+    for name, exponent in (scales | ({"none": 0.0} if curve.in_use else {})).items():
         if curve.log2_scales[0] <= exponent <= curve.log2_scales[-1]:
             shares = {key: share(value) for key, value in curve.at(exponent).items()}
             underflow = " to ".join(dict.fromkeys([shares["underflow"], shares["underflow_bound"]]))

@@ -415,7 +415,7 @@ def test_settings_match_the_header_of_the_log():
     assert {key: settings[key] for key in rest} == {
         **{"learning_rate": "0.002", "is_on": "True", "layers": "a: Dense, b: X", "empty": "none"},
     }
-    assert settings["started"] == "2026-11-01T10:00:00+00:00"
+    assert settings["started"] == "2026-11-01 10:00:00+00:00"
     assert settings["initial_scale"] == "2^4"
     assert settings["compute_dtypes"] == "float16, float32"
     assert settings["parameters"] == "12,345"
