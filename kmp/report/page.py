@@ -7,7 +7,6 @@ from pathlib import Path
 import jinja2
 
 from kmp.records import Run
-from kmp.report.figures import COMPARED, figures, metric_figures
 from kmp.report.run_comparison import comparison, difference
 from kmp.report.run_summary import summaries
 from kmp.report.run_tables import gradients, other_scales, overflow_and_underflow
@@ -29,6 +28,9 @@ def html(runs: Mapping[str, Run]) -> str:
     >>> "0 of 9 steps were skipped." in html({"first": Run([{"step": 9}])})
     True
     """
+    # Imports matplotlib, here because a training goes on if that fails: see `kmp.callbacks.Report`.
+    from kmp.report.figures import COMPARED, figures, metric_figures
+
     first, *others = found = summaries(runs)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
