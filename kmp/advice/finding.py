@@ -63,7 +63,7 @@ Edit = SetArguments | ComputeInFloat32 | PrepareData
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem of a run. Control characters, direction marks and the like in its texts are escaped.
+    """One problem of a run. Names in its texts are as in the log; `str` escapes control characters and the like.
 
     Args:
         cause: Short name of the cause. Of skipped steps: `"data"`, `"targets"`, `"optimizer_state"`, `"exploding"`,
@@ -96,8 +96,6 @@ class Finding:
     location: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("cause", "severity", "title", "evidence", "note", "location"):
-            object.__setattr__(self, name, printable(getattr(self, name)))
         object.__setattr__(self, "edits", tuple(self.edits))
 
     @property
@@ -106,8 +104,9 @@ class Finding:
         return "\n".join(map(str, self.edits))
 
     def __str__(self) -> str:
-        parts = {"Evidence": self.evidence, "Change": self.change.replace("\n", "\n          "), "Note": self.note}
-        return "\n".join([self.title, *(f"  {name}: {text}" for name, text in parts.items() if text)])
+        change = self.change.replace("\n", "\n          ")
+        parts = {"Evidence": printable(self.evidence), "Change": change, "Note": printable(self.note)}
+        return "\n".join([printable(self.title), *(f"  {name}: {text}" for name, text in parts.items() if text)])
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,6 @@ class Advice(Sequence[Finding]):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "findings", tuple(self.findings))
-        object.__setattr__(self, "verdict", printable(self.verdict))
 
     def __len__(self) -> int:
         return len(self.findings)
@@ -142,4 +140,4 @@ class Advice(Sequence[Finding]):
         return tuple(finding for finding in self if finding.severity != INFO)
 
     def __str__(self) -> str:
-        return "\n".join([self.verdict, *(f"{number}. {finding}" for number, finding in enumerate(self, 1))])
+        return "\n".join([printable(self.verdict), *(f"{number}. {finding}" for number, finding in enumerate(self, 1))])

@@ -35,7 +35,7 @@ def format_message(
     """
     at_min_scale = is_at_min_scale(now, before)
     if finding:
-        cause = [f"Cause: {finding.title}", *str(finding).splitlines()[1:]]
+        cause = f"Cause: {finding}".splitlines()
         return "\n".join([_summary(now, at_min_scale), *cause, weights])
     cause = _nonfinite_loss(now) if now.nonfinite_losses_in_a_row else _gradient_overflow(now, at_min_scale, is_fixed)
     return "\n".join([_summary(now, at_min_scale), *cause, weights])

@@ -112,7 +112,7 @@ class LogParser:
                     record[key] = self._sample(record["step"], key, record[key])
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             message = f"{self._file}:{number}: {str(error)[:_LONGEST_MESSAGE]}"
-            raise ValueError(printable(message)) from error
+            raise ValueError(printable(message)) from error  # an uncaught error is printed by Python, as it is
         return record
 
     def _sample(self, step: int, key: str, data: dict[str, Any]) -> Any:

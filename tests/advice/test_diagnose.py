@@ -351,13 +351,14 @@ def test_variable_is_all_zero_if_it_is_in_every_usable_sample():
     assert RunMetrics(Run(rows)).gradients.all_zero_variables == ["a", "c"]
 
 
-def test_texts_of_findings_are_printable():
+def test_printed_findings_are_printable():
     edit = SetArguments("e\x1b", {"f": "1"})
     advice = kmp.advice.Advice(
         [kmp.advice.Finding("range", ERROR, "a\x1bb", "c\u202ed", [edit], "h\u2028i")], "g\u200bh"
     )
     lines = ["g\\u200bh", "1. a\\x1bb", "  Evidence: c\\u202ed", "  Change: e\\x1b(f=1)", "  Note: h\\u2028i"]
     assert str(advice).splitlines() == lines
+    assert (advice[0].title, advice.verdict) == ("a\x1bb", "g\u200bh")  # escaped where it is printed
 
 
 def overflow_row(**values):
