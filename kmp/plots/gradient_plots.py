@@ -12,7 +12,7 @@ from matplotlib.colors import LogNorm
 
 from kmp.plots import style
 from kmp.records import NEAR_OVERFLOW_BITS, RUN_EXPECTED, ExponentHistogram, Run
-from kmp.utils import FLOAT16, validation
+from kmp.utils import FLOAT16, is_power_of_two, validation
 
 _EXPONENT_LABEL = "binary exponent, floor(log2 |g|)"
 _FLUSH, _SUBNORMAL, _NORMAL = FLOAT16.flush_exponent, FLOAT16.min_subnormal_exponent, FLOAT16.min_exponent
@@ -47,7 +47,8 @@ def gradient_exponents(histogram: ExponentHistogram, ax: Axes | None = None) -> 
         return style.empty(ax, "No gradients were sampled.")
     scale, zeros = histogram.loss_scale, histogram.zero_fraction
     title = f"Step {histogram.step}: {zeros:.1%} of gradients zero"
-    if scale != 1.0 and (unscaled := _unscaled(histogram)) is not None:
+    if scale != 1.0 and (is_power_of_two(scale) or histogram.unscaled_counts is not None):
+        unscaled = histogram.unscaled
         _draw_counts(ax, unscaled, style.DARK, style.DARK, "--", "gradient without the loss scale")
         if scale > 1.0:
             flushed = unscaled.by_exponent[unscaled.exponents < _FLUSH].sum() / histogram.total
@@ -64,13 +65,6 @@ def gradient_exponents(histogram: ExponentHistogram, ax: Axes | None = None) -> 
     ax.set_ylim(0.8, 10 * max(10, histogram.by_exponent.max()))
     style.legend_above(ax, title=title)
     return ax
-
-
-def _unscaled(histogram: ExponentHistogram) -> ExponentHistogram | None:
-    try:
-        return histogram.unscaled
-    except ValueError:  # the scale is no power of two, and nothing else was recorded
-        return None
 
 
 def _draw_counts(ax: Axes, histogram: ExponentHistogram, fill: str, color: str, linestyle: str, label: str) -> None:

@@ -83,7 +83,6 @@ def _by_step(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
 
     A run that was resumed from a checkpoint contains some steps twice.
     """
-    newest = dict(zip(*(values.tolist() for values in run.series(key)), strict=True))
-    steps = np.array(sorted(newest), np.int64)
-    values = np.array([newest[step] for step in steps.tolist()], np.float64)
-    return steps[np.isfinite(values)], values[np.isfinite(values)]
+    newest = dict(zip(*run.series(key), strict=True))
+    finite = np.array(sorted((step, value) for step, value in newest.items() if np.isfinite(value)), np.float64)
+    return finite.reshape(-1, 2)[:, 0], finite.reshape(-1, 2)[:, 1]

@@ -14,7 +14,7 @@ _MANY_ZEROS = 0.1  # more zeros than in the other run, as a share of all element
 _NORM_FACTOR = 4.0
 _MOST_STEPS = 100
 
-_Difference = tuple[int, tuple[float, float], tuple[float, float]]  # the step, and the zeros and norms of both runs
+_Difference = tuple[int, float, float, float, float]  # the step, the zeros of both runs, and their norms
 
 
 def comparison(runs: Sequence[RunSummary]) -> tuple[Table, Table]:
@@ -62,11 +62,8 @@ def difference(first: RunSummary, second: RunSummary) -> Table:
         return Table(note=f"No layer was sampled in the same step of {first.name} and {second.name}.")
     if not found:
         return Table(note=f"The gradients of {first.name} and {second.name} are alike in all sampled steps.")
-    earliest = sorted(found, key=lambda layer: (found[layer][0], layer))[:MAX_ROWS]
-    rows = []
-    for layer in earliest:
-        step, zeros, norms = found[layer]
-        rows.append((layer, str(step), *map(share, zeros), *map(number, norms)))
+    earliest = sorted((step, layer, values) for layer, (step, *values) in found.items())[:MAX_ROWS]
+    rows = [(layer, str(step), *map(share, values[:2]), *map(number, values[2:])) for step, layer, values in earliest]
     columns = ("layer", "from step", *(f"{what} in {run.name}" for what in ("zero", "norm") for run in (first, second)))
     note = (
         "Layers of both runs, and the first sampled step from which on their gradients differ: 10 % more of the "
@@ -98,7 +95,7 @@ def _first_differences(first: Run, second: Run) -> dict[str, _Difference] | None
             (zeros, norm), (other_zeros, other_norm) = layers[layer], others[layer]
             low, high = sorted((norm, other_norm))
             if abs(zeros - other_zeros) > _MANY_ZEROS or high > _NORM_FACTOR * low:
-                differing[layer] = (step, (zeros, other_zeros), (norm, other_norm))
+                differing[layer] = (step, zeros, other_zeros, norm, other_norm)
         found = {layer: before[layer] for layer in differing.keys() & before.keys()} | found
         before = differing
     return before | found if is_compared else None

@@ -51,22 +51,20 @@ def gradients(run: RunSummary) -> Table:
 
 
 def overflow_and_underflow(run: RunSummary) -> Table:
-    """Returns how often each variable overflowed or underflowed, and how often it was the origin."""
+    """Returns how often each variable was the origin of an overflow or underflow, and how often it had one at all."""
     metrics = run.metrics.gradients
     columns = {
-        "overflowed": run.run.last("overflows_by_variable", {}),
         "overflow origin": run.metrics.overflow_origins,
-        "underflowed": metrics.underflows,
+        "overflowed": run.run.last("overflows_by_variable", {}),
         "underflow origin": metrics.underflow_origins,
+        "underflowed": metrics.underflows,
     }
-    overflows, overflow_origins, underflows, underflow_origins = columns.values()
-    by_priority = (overflow_origins, overflows, underflow_origins, underflows)
-    names = list(dict.fromkeys(name for counts in by_priority for name in counts))
+    names = dict.fromkeys(name for counts in columns.values() for name in counts)
     if not names:
         overflow = "No variable overflowed" if run.counts_overflows else "Overflows were not counted"
         return Table(note=f"{overflow}, and no underflow was detected.")
-    shown = heapq.nlargest(MAX_ROWS, names, key=lambda name: [counts.get(name, 0) for counts in by_priority])
-    rows = [(name, *(str(counts.get(name, 0)) for counts in columns.values())) for name in shown]
+    counted = {name: [counts.get(name, 0) for counts in columns.values()] for name in names}
+    rows = [(name, *map(str, counted[name])) for name in heapq.nlargest(MAX_ROWS, counted, key=counted.__getitem__)]
     note = (
         "Overflowed: steps in which the variable's gradient was not finite. Underflowed: of "
         f"{len(metrics.finite_samples)} samples, those in which more than 5 % of its nonzero gradient elements were "

@@ -365,9 +365,9 @@ def test_gradients_are_of_the_newest_sample_by_layer():
 def test_overflows_are_sorted_by_origin():
     run = make_run(skipped=60)
     table = overflow_and_underflow(RunSummary("first", run))
-    assert table.columns == ("variable", "overflowed", "overflow origin", "underflowed", "underflow origin")
+    assert table.columns == ("variable", "overflow origin", "overflowed", "underflow origin", "underflowed")
     assert table.rows[0][:3] == ("m/last/kernel", "60", "60")
-    assert {row[:3] for row in table.rows[1:]} == {("m/first/kernel", "60", "0"), ("m/first/bias", "60", "0")}
+    assert {row[:3] for row in table.rows[1:]} == {("m/first/kernel", "0", "60"), ("m/first/bias", "0", "60")}
 
 
 def test_variables_that_underflow_without_overflow_are_listed():
@@ -375,7 +375,7 @@ def test_variables_that_underflow_without_overflow_are_listed():
     rows = {row[0]: row[1:] for row in overflow_and_underflow(summary).rows}
     metrics = summary.metrics
     assert rows
-    for name, (overflows, overflow_origins, underflows, underflow_origins) in rows.items():
+    for name, (overflow_origins, overflows, underflow_origins, underflows) in rows.items():
         assert (overflows, overflow_origins) == ("0", "0")
         assert int(underflows) == metrics.gradients.underflows[name] > 0
         assert int(underflow_origins) == metrics.gradients.underflow_origins.get(name, 0)
