@@ -1,5 +1,5 @@
 """The `kmp` command. Outside the package, because it works where Keras and TensorFlow cannot be imported."""
 
-from kmp_cli.arguments import CONVERSION_POLICIES, POLICIES, main
+from kmp_cli.arguments import main
 
-__all__ = ["CONVERSION_POLICIES", "POLICIES", "main"]
+__all__ = ["main"]

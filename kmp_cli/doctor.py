@@ -3,22 +3,31 @@
 import dataclasses
 import json
 import os
-import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from kmp_cli import installation
-from kmp_cli.installation import ERROR, INFO, OK, WARNING, Check
+from kmp_cli.installation import (
+    ERROR,
+    INFO,
+    OK,
+    WARNING,
+    Check,
+    driver_check,
+    library_check,
+    package_checks,
+    tensorflow_packages,
+)
 
-FASTER, BROKEN, WRONG_ARGUMENTS, NOT_FASTER, INTERRUPTED = 0, 1, 2, 3, 130  # exit statuses
+FASTER, BROKEN, NOT_FASTER = 0, 1, 3  # exit statuses; 2 is that of wrong arguments
 
 _PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 _MARKS = {OK: ("ok", "green"), INFO: ("-", "dim"), WARNING: ("!", "yellow"), ERROR: ("ERROR", "bold red")}
+_LOG = "python -c \"import tensorflow as tf; tf.config.list_physical_devices('GPU')\"  # logs TensorFlow's reason"
 
 
 def run(json_file: Path | None = None) -> int:
@@ -29,63 +38,100 @@ def run(json_file: Path | None = None) -> int:
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what TensorFlow logs about GPUs is checked here
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # other programs may use the GPU's memory
-    to_stdout = json_file is not None and str(json_file) == "-"
-    file = None if to_stdout else json_file
-    is_new = file is not None and not file.exists()
-    try:
-        if file:
-            file.open("a").close()  # a file that cannot be written fails now, not after measuring
-        results = _examine(Console(quiet=to_stdout))
-        text = json.dumps(results, indent=1)
-        if to_stdout:
-            print(text)
-        elif file:
-            file.write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        print(f"kmp: {json_file}: {error.strerror}", file=sys.stderr)
-        return WRONG_ARGUMENTS
-    except KeyboardInterrupt:
-        print("kmp: interrupted", file=sys.stderr)
-        if file and is_new:
-            file.unlink(missing_ok=True)
-        return INTERRUPTED
+    to_stdout = json_file == Path("-")
+    console = Console(quiet=to_stdout)
+    checks: list[Check] = []
+    for check in _checks():  # one at a time: a GPU may take minutes to start
+        checks.append(check)
+        _print(console, check)
+    broken = next((check for check in checks if check.status == ERROR), None)
+    if broken is None:
+        results = _measure(console, checks)
+    else:
+        separator = " " if broken.text.startswith("is ") else ": "
+        verdict = f"Mixed precision does not work here: {broken.name}{separator}{broken.text.rstrip('.')}."
+        results = {"exit_status": BROKEN, "verdict": verdict}
+    console.print(f"\n{results['verdict']}", style="bold", **_PLAIN)
+    if broken and broken.fix:
+        console.print(f"Run: {broken.fix}", **_PLAIN)
+    text = json.dumps({"checks": [dataclasses.asdict(check) for check in checks], **results}, indent=1)
+    if to_stdout:
+        print(text)
+    elif json_file:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(f"{text}\n", encoding="utf-8")
     return results["exit_status"]
 
 
-def _examine(console: Console) -> dict[str, Any]:
-    checks: list[Check] = []
+def _checks() -> Iterator[Check]:
+    driver = driver_check()
+    yield driver
+    yield from package_checks("cpu" if driver.status == INFO else "cuda")
+    try:
+        import kmp
+    except Exception as error:  # a broken installation may raise anything
+        fix = "export KERAS_BACKEND=tensorflow" if "KERAS_BACKEND" in str(error) else ""
+        yield Check("import kmp", ERROR, _text_of(error), fix)
+        return
+    yield Check("import kmp", OK, str(Path(kmp.__file__).parent))
+    try:
+        yield from gpu_checks(has_driver=driver.status == OK)
+    except Exception as error:  # TensorFlow may raise anything
+        yield Check("GPU", ERROR, _text_of(error))
 
-    def add(*found: Check) -> None:
-        for check in found:
-            checks.append(check)
-            _print(console, check)
 
-    driver, driver_check = installation.nvidia_driver()
-    extra = "cpu" if driver_check.status == INFO else "cuda"
-    add(*installation.package_checks(extra))
-    import_check = _import_check(extra)
-    if import_check.status != OK:
-        add(driver_check, import_check)
+def gpu_checks(has_driver: bool) -> Iterator[Check]:
+    """Checks TensorFlow's build, its CUDA libraries, the GPUs that it sees, and XLA.
+
+    Args:
+        has_driver: Whether NVIDIA's driver reports a GPU.
+    """
+    import tensorflow as tf
+
+    from kmp import hardware
+    from kmp.policy import xla_error
+
+    build, gpus, package = tf.sysconfig.get_build_info(), hardware().gpus, tensorflow_packages()[0]
+    if build.get("is_cuda_build"):
+        text = f"TensorFlow is built with CUDA {build.get('cuda_version')} and cuDNN {build.get('cudnn_version')}"
+        yield Check("CUDA build", OK, text)
+        yield library_check(package, ERROR if has_driver and not gpus else INFO)
+        if has_driver and not gpus:
+            is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+            fix = "unset CUDA_VISIBLE_DEVICES" if is_hidden else _LOG
+            yield Check("GPU", ERROR, "TensorFlow does not see the GPU", fix)
+    elif has_driver:
+        fix = f"pip uninstall -y {package} && pip install 'kmp[cuda]'"
+        yield Check("CUDA build", ERROR, "TensorFlow is built without CUDA and cannot use the GPU", fix)
     else:
-        from kmp_cli.gpu_checks import gpu_checks, without_errors_of_driver
-
-        add(without_errors_of_driver(driver_check), import_check)
-        try:
-            for check in gpu_checks(driver):  # one at a time: a GPU may take minutes to start
-                add(check)
-        except Exception as error:  # TensorFlow may raise anything
-            add(Check("GPU", ERROR, _text_of(error)))
-    broken = [check for check in checks if check.status == ERROR]
-    return _broken(console, checks, broken[0]) if broken else _measure(console, checks)
-
-
-def _broken(console: Console, checks: list[Check], reason: Check) -> dict[str, Any]:
-    separator = " " if reason.text.startswith("is ") else ": "
-    verdict = f"Mixed precision does not work here: {reason.name}{separator}{reason.text.rstrip('.')}."
-    console.print(f"\n{verdict}", style="bold", **_PLAIN)
-    if reason.fix:
-        console.print(f"Run: {reason.fix}", **_PLAIN)
-    return _result(checks, BROKEN, verdict)
+        yield Check("CUDA build", INFO, "TensorFlow is built without CUDA")
+    compiled_for = {name.rstrip("af") for name in build.get("cuda_compute_capabilities", [])}
+    for gpu in gpus:
+        formats = "Tensor Cores for float16" + (" and bfloat16" if gpu.bfloat16 else ", no bfloat16")
+        slow = "no Tensor Cores, so float16 saves memory, but hardly any time"
+        yield Check("GPU", OK if gpu.tensor_cores else WARNING, f"{gpu}: {formats if gpu.tensor_cores else slow}")
+        major, minor = gpu.compute_capability or (0, 0)
+        # Machine code runs on all later minor versions of its major one.
+        runs = {f"{code}_{major}{lower}" for code in ("sm", "compute") for lower in range(minor + 1)}
+        if compiled_for and gpu.compute_capability and not runs & compiled_for:
+            text = f"TensorFlow has no machine code for {gpu.name}: its first start can take 30 minutes, or fail"
+            yield Check("GPU", WARNING, text, "pip install --upgrade 'tensorflow[and-cuda]'  # or tf-nightly")
+    if not gpus and not has_driver:
+        yield Check("GPU", INFO, "TensorFlow sees none: everything runs on the CPU")
+    try:
+        with tf.device("GPU:0" if gpus else "CPU:0"):
+            for dtype in (tf.float32, tf.float16):  # a product is NVIDIA's kernel, the others are TensorFlow's
+                matrix = tf.cast(tf.random.normal((64, 64)), dtype)
+                tf.exp(matrix @ matrix * matrix).numpy()
+    except (tf.errors.OpError, RuntimeError) as error:
+        yield Check("GPU", ERROR, f"cannot compute: {_text_of(error)}", _LOG)
+        return
+    error_of_xla = xla_error()
+    if error_of_xla is None:
+        yield Check("XLA", OK, "compiles")
+    else:
+        text = f"does not compile: {textwrap.shorten(error_of_xla, 300)}"
+        yield Check("XLA", WARNING, text, "jit_compile=False in compile")
 
 
 def _measure(console: Console, checks: list[Check]) -> dict[str, Any]:
@@ -94,7 +140,7 @@ def _measure(console: Console, checks: list[Check]) -> dict[str, Any]:
     console.print("\nMeasuring each precision ...", style="dim")
     measured: list[Any] = []
     try:
-        for compared in bench.precision_comparison.measure():
+        for compared in bench.precision.measure_machine():
             measured += compared
     except Exception as error:  # TensorFlow may raise anything
         fix = "nvidia-smi  # shows what else uses the GPU" if type(error).__name__ == "ResourceExhaustedError" else ""
@@ -103,25 +149,22 @@ def _measure(console: Console, checks: list[Check]) -> dict[str, Any]:
     if measured:
         console.print(_table(measured))
     results = {"results": [dataclasses.asdict(result) for result in measured]}
-    best = bench.precision_comparison.recommend(measured)
+    best = bench.precision.recommend(measured)
     if best is None:
         verdict = "The speed of mixed precision could not be measured here."
-        console.print(f"\n{verdict}", style="bold", **_PLAIN)
-        return _result(checks, BROKEN, verdict) | results
-    status = NOT_FASTER if best.policy == "float32" else FASTER
+        return {"exit_status": BROKEN, "verdict": verdict} | results
     option = f"jit_compile={best.jit_compile}"
-    if status == FASTER:
+    if best.policy == "float32":
+        verdict = f"Mixed precision works but is not faster than float32 here. Recommended: float32 with {option}."
+    else:
         verdict = (
             f"Mixed precision is {best.speedup:.2f} times as fast as float32 here: kmp.enable({best.policy!r}) and "
             f"model.compile(..., {option})."
         )
-    else:
-        verdict = f"Mixed precision works but is not faster than float32 here. Recommended: float32 with {option}."
     device = "the first GPU" if hardware().gpus else "the CPU, because TensorFlow sees no GPU"
-    note = f"Measured on {device}, with one small model; the speed-up of yours may differ."
-    console.print(f"\n{verdict}", style="bold", **_PLAIN)
-    console.print(note, **_PLAIN)
-    return _result(checks, status, verdict) | {"recommended": dataclasses.asdict(best)} | results
+    verdict += f" Measured on {device}, with one small model; the speed-up of yours may differ."
+    status = NOT_FASTER if best.policy == "float32" else FASTER
+    return {"exit_status": status, "verdict": verdict, "recommended": dataclasses.asdict(best)} | results
 
 
 def _table(measured: Sequence[Any]) -> Table:
@@ -135,23 +178,6 @@ def _table(measured: Sequence[Any]) -> Table:
     for column in table.columns[2:]:
         column.justify = "right"
     return table
-
-
-def _result(checks: list[Check], status: int, verdict: str) -> dict[str, Any]:
-    return {"checks": [dataclasses.asdict(check) for check in checks], "exit_status": status, "verdict": verdict}
-
-
-def _import_check(extra: str) -> Check:
-    """Imports kmp, and with it Keras and TensorFlow."""
-    try:
-        import kmp
-    except Exception as error:  # a broken installation may raise anything
-        text = textwrap.shorten(str(error), 400) if isinstance(error, ImportError) else _text_of(error)
-        fix = "" if installation.tensorflow_packages() else installation.install_command(extra)
-        if "KERAS_BACKEND" in text:
-            fix = "export KERAS_BACKEND=tensorflow"
-        return Check("import kmp", ERROR, text, fix)
-    return Check("import kmp", OK, f"{Path(kmp.__file__).parent}")
 
 
 def _text_of(error: Exception) -> str:

@@ -6,21 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from xml.etree import ElementTree
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 OK, INFO, WARNING, ERROR = "ok", "info", "warning", "error"
-
-_DRIVERS = "https://www.nvidia.com/drivers"
-_NVIDIA_SMI_ON_WSL = "/usr/lib/wsl/lib/nvidia-smi"  # not always on the PATH
-_PCI = Path("/sys/bus/pci/devices")
-_NVIDIA, _DISPLAY = "0x10de", "0x03"  # the vendor, and the class of display controllers
 
 # The names of libraries, where they differ from the name of NVIDIA's package.
 _LIBRARIES = {"cuda-runtime": "cudart", "cuda-cupti": "cupti", "cuda-nvrtc": "nvrtc", "nvjitlink": "nvJitLink"}
@@ -43,69 +35,22 @@ class Check:
     fix: str = ""
 
 
-@dataclass(frozen=True)
-class Driver:
-    """NVIDIA's driver, as `nvidia-smi` describes it.
-
-    Args:
-        version: The version of the driver.
-        cuda_version: The newest version of CUDA that the driver supports, such as `"12.4"`.
-        gpus: The name and the total memory of each GPU, such as `("NVIDIA A100", "40960 MiB")`.
-    """
-
-    version: str
-    cuda_version: str
-    gpus: tuple[tuple[str, str], ...]
-
-
-def nvidia_gpus_on_pci() -> list[str]:
-    """Returns the addresses of NVIDIA's GPUs on the PCI bus, with or without a driver."""
-
-    def is_gpu(device: Path) -> bool:
-        try:
-            return (device / "vendor").read_text().startswith(_NVIDIA) and (device / "class").read_text().startswith(
-                _DISPLAY
-            )
-        except OSError:
-            return False
-
-    return sorted(device.name for device in _PCI.glob("*") if is_gpu(device))
-
-
-def nvidia_driver() -> tuple[Driver | None, Check]:
-    """Asks `nvidia-smi` for the driver and its GPUs; returns `None` if it reports none, and what was found."""
-    driver, check = _ask_nvidia_smi()
-    gpus = nvidia_gpus_on_pci()
-    if driver is None and gpus:
-        text = f"{check.text}, but the machine has an NVIDIA GPU (PCI {', '.join(gpus)})"
-        fix = f"nvidia-smi  # after installing the driver from {_DRIVERS}; start a container with --gpus all"
-        return None, Check(check.name, ERROR, text, fix)
-    return driver, check
-
-
-def _ask_nvidia_smi() -> tuple[Driver | None, Check]:
-    name = "NVIDIA driver"
-    try:
-        command = shutil.which("nvidia-smi") or _NVIDIA_SMI_ON_WSL
-        query = subprocess.run([command, "-q", "-x"], capture_output=True, text=True, timeout=60, check=False)
-    except FileNotFoundError:
-        return None, Check(name, INFO, "none (nvidia-smi is not installed)")
-    except (OSError, subprocess.SubprocessError) as error:
-        return None, Check(name, WARNING, f"nvidia-smi does not run: {error}")
-    try:
-        root = ElementTree.fromstring(query.stdout[query.stdout.find("<") :])
-    except ElementTree.ParseError:
-        reason = textwrap.shorten(query.stdout + query.stderr, 300) or f"exit status {query.returncode}"
-        return None, Check(name, WARNING, f"nvidia-smi reports: {reason}")
-    gpus = tuple(
-        (gpu.findtext("product_name", "unknown"), gpu.findtext("fb_memory_usage/total", "unknown"))
-        for gpu in root.iter("gpu")
+def driver_check() -> Check:
+    """Asks `nvidia-smi` for the driver and the GPUs; the status is `"ok"` only if it reports a GPU."""
+    name, query = (
+        "NVIDIA driver",
+        ["nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"],
     )
-    found = Driver(root.findtext("driver_version", "unknown"), root.findtext("cuda_version", "unknown"), gpus)
-    if not gpus:
-        return None, Check(name, INFO, f"{found.version}, without a GPU")
-    names = ", ".join(f"{gpu} with {memory}" for gpu, memory in gpus)
-    return found, Check(name, OK, f"{found.version}, for CUDA up to {found.cuda_version}; {names}")
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError:
+        return Check(name, INFO, "none (nvidia-smi is not installed)")
+    except (OSError, subprocess.SubprocessError) as error:
+        return Check(name, WARNING, f"nvidia-smi does not run: {error}")
+    output = "; ".join((done.stdout + done.stderr).split("\n")).strip("; ")
+    if done.returncode or not output:
+        return Check(name, WARNING, f"nvidia-smi reports: {output or f'exit status {done.returncode}'}")
+    return Check(name, OK, output)
 
 
 def package_checks(extra: str) -> Iterator[Check]:
@@ -115,47 +60,34 @@ def package_checks(extra: str) -> Iterator[Check]:
         extra: kmp's extra that installs TensorFlow for this machine, `"cuda"` or `"cpu"`.
     """
     metadata = importlib.metadata.metadata("kmp")
-    supported = SpecifierSet(metadata["Requires-Python"] or "")
-    python = ".".join(map(str, sys.version_info[:3]))
-    if python not in supported:
-        text = f"{python}; kmp needs {supported}"
-        yield Check("Python", ERROR, text, f"uv venv --python '{supported}'")
-    requirements = [Requirement(text) for text in metadata.get_all("Requires-Dist") or ()]
-    packages = tensorflow_packages()
-    install_all = (
-        None if packages else install_command(extra)
-    )  # with TensorFlow installed, it might install another one
-    checks = [
-        _version_check(found, [found.name], install_all or f"pip install '{found}'")
-        for found in requirements
-        if found.marker is None
-    ]
-    tensorflow = next(found for found in requirements if found.name == "tensorflow")
-    checks.append(_version_check(tensorflow, packages, install_command(extra)))
-    good = [f"{check.name} {check.text}" for check in checks if check.status == OK]
-    names = [f"Python {python}", f"kmp {metadata['Version']}", *good]
-    yield Check("packages", OK, ", ".join(names))
-    yield from (check for check in checks if check.status != OK)
-
-
-def install_command(extra: str) -> str:
-    """Returns the command that installs kmp with TensorFlow."""
-    return f"pip install 'kmp[{extra}]'"
-
-
-def _version_check(requirement: Requirement, packages: list[str], install: str) -> Check:
-    name, installed = requirement.name, " and ".join(packages)
-    try:
-        version = importlib.metadata.version(packages[0])
-    except (IndexError, importlib.metadata.PackageNotFoundError):
-        return Check(name, ERROR, "is not installed", install)
-    if not requirement.specifier.contains(version, prereleases=True):
-        needed = f"{packages[0]}{requirement.specifier}"
-        return Check(name, ERROR, f"{version}; kmp needs {needed}", f"pip install '{needed}'")
-    if len(packages) > 1:
-        text = f"{version}; {installed} are both installed, and each overwrites files of the other"
-        return Check(name, WARNING, text, f"pip uninstall -y {' '.join(packages)}  # then install one of them")
-    return Check(name, OK, version if installed == name else f"{version} ({installed})")
+    good, wrong = [f"kmp {metadata['Version']}"], []
+    python, supported = ".".join(map(str, sys.version_info[:3])), metadata["Requires-Python"] or ""
+    if python in SpecifierSet(supported):
+        good.insert(0, f"Python {python}")
+    else:
+        wrong.append(Check("Python", ERROR, f"{python}; kmp needs {supported}", f"uv venv --python '{supported}'"))
+    tensorflow = tensorflow_packages()
+    if not tensorflow:  # the extra also installs whatever else is missing
+        wrong.append(Check("tensorflow", ERROR, "is not installed", f"pip install 'kmp[{extra}]'"))
+    elif len(tensorflow) > 1:
+        text = f"{' and '.join(tensorflow)} are both installed, and each overwrites files of the other"
+        fix = f"pip uninstall -y {' '.join(tensorflow)}  # then install one of them"
+        wrong.append(Check("tensorflow", WARNING, text, fix))
+    for requirement in map(Requirement, metadata.get_all("Requires-Dist") or ()):
+        if requirement.name == "tensorflow" and tensorflow:  # in an extra; `tensorflow-cpu` provides it too
+            requirement.name = tensorflow[0]
+        elif requirement.marker is not None:
+            continue
+        version, needed = installed_version(requirement.name), f"{requirement.name}{requirement.specifier}"
+        if version is None:
+            wrong.append(Check(requirement.name, ERROR, "is not installed", f"pip install '{needed}'"))
+        elif not requirement.specifier.contains(version, prereleases=True):
+            text = f"{version}; kmp needs {needed}"
+            wrong.append(Check(requirement.name, ERROR, text, f"pip install '{needed}'"))
+        else:
+            good.append(f"{requirement.name} {version}")
+    yield Check("packages", OK, ", ".join(good))
+    yield from wrong
 
 
 def tensorflow_packages() -> list[str]:
@@ -163,37 +95,34 @@ def tensorflow_packages() -> list[str]:
     return sorted(set(importlib.metadata.packages_distributions().get("tensorflow", [])))
 
 
-def library_check(package: str, missing_is: str, without: str = "") -> Check:
+def library_check(package: str, missing_is: str) -> Check:
     """Checks that the CUDA libraries that a TensorFlow package needs are installed, by pip or on the system.
 
     Args:
         package: The name of an installed package, such as `"tensorflow"`. Its extra `and-cuda` lists the libraries.
         missing_is: The status if libraries are missing.
-        without: What missing libraries mean on this machine, if they are no error.
     """
-    requirements = [Requirement(text) for text in importlib.metadata.requires(package) or ()]
-    needed = [found for found in requirements if found.marker and found.marker.evaluate({"extra": "and-cuda"})]
     found: list[str] = []
     missing: list[str] = []
-    for requirement in (requirement for requirement in needed if requirement.name.startswith("nvidia-")):
-        name = re.sub(r"^nvidia-|-cu\d+$", "", requirement.name)
-        installed = _installed_version(requirement.name)
-        fits = installed is not None and installed in requirement.specifier
-        version = installed if fits else _from_system(name, requirement)
-        if version:
-            found.append(f"{name} {version}")
-        else:
-            missing.append(f"{name} ({installed} is installed, not {requirement.specifier})" if installed else name)
+    for requirement in map(Requirement, importlib.metadata.requires(package) or ()):
+        is_in_extra = requirement.marker is not None and requirement.marker.evaluate({"extra": "and-cuda"})
+        if not is_in_extra or not requirement.name.startswith("nvidia-"):
+            continue
+        name, version = re.sub(r"^nvidia-|-cu\d+$", "", requirement.name), installed_version(requirement.name)
+        if version is None or version not in requirement.specifier:
+            other = f" ({version} is installed, not {requirement.specifier})" if version else ""
+            version = _from_system(name, requirement)
+        found.append(f"{name} {version}") if version else missing.append(f"{name}{other}")
     if not missing:
         return Check("CUDA libraries", OK, ", ".join(found) or f"{package} does not say which it needs")
     text = f"missing: {', '.join(missing)}" + (f"; found: {', '.join(found)}" if found else "")
-    if missing_is == ERROR:
-        fix = f"pip install '{package}[and-cuda]=={importlib.metadata.version(package)}'"
-        return Check("CUDA libraries", ERROR, text, fix)
-    return Check("CUDA libraries", missing_is, f"{text}; {without}")
+    if missing_is != ERROR:
+        return Check("CUDA libraries", missing_is, f"{text}; not needed here")
+    return Check("CUDA libraries", ERROR, text, f"pip install '{package}[and-cuda]=={installed_version(package)}'")
 
 
-def _installed_version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Returns the version of an installed package; `None` if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

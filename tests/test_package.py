@@ -101,11 +101,6 @@ def test_command_without_tensorflow_is_an_error_that_names_the_extras(tmp_path):
     assert "Traceback" not in error
 
 
-def test_choices_of_the_command_line_are_those_of_the_functions():
-    assert kmp_cli.POLICIES == kmp.policy.POLICIES
-    assert kmp_cli.CONVERSION_POLICIES == kmp.conversion.CONVERSION_POLICIES
-
-
 @pytest.mark.filterwarnings("ignore:TensorFlow's bfloat16 pass does nothing without oneDNN")  # tests turn it off
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_are_true(name):

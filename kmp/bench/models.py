@@ -1,0 +1,171 @@
+"""The models that are trained, and what measures their steps."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kmp import layers
+from kmp.bench.measurement import MODES
+from kmp.optimizer import LossScaleOptimizer
+from kmp.policy import guarding
+
+# How the loss is scaled.
+BARE, KERAS, OURS = "bare", "Keras", "kmp"
+
+
+class Task(NamedTuple):
+    """A model and the batch that it is trained on.
+
+    Args:
+        build: Returns the model, not compiled.
+        x: A batch of inputs.
+        y: Integer labels.
+        unit: Unit of the throughput: `"images/s"` or `"tokens/s"`.
+        units: Images or tokens per batch.
+    """
+
+    build: Callable[[], keras.Model]
+    x: np.ndarray
+    y: np.ndarray
+    unit: str
+    units: int
+
+
+def mlp(width: int, batch: int = 128) -> Task:
+    """Returns a task for four dense layers of a width."""
+    x = np.random.default_rng(0).normal(size=(batch, width)).astype("float32")
+
+    def build() -> keras.Model:
+        hidden = [keras.layers.Dense(width, activation="relu") for _ in range(4)]
+        return keras.Sequential([keras.Input((width,)), *hidden, keras.layers.Dense(10), layers.Softmax()])
+
+    return Task(build, x, np.arange(batch) % 10, "images/s", batch)
+
+
+def convolutional(channels: int, batch: int = 32) -> Task:
+    """Returns a task for three convolutions with BatchNormalization, the first with a number of channels."""
+    x = np.random.default_rng(0).normal(size=(batch, 32, 32, 3)).astype("float32")
+
+    def build() -> keras.Model:
+        blocks = []
+        for width in (channels, 2 * channels, 4 * channels):
+            blocks.append(keras.layers.Conv2D(width, 3, strides=2, padding="same", use_bias=False))
+            blocks += [keras.layers.BatchNormalization(), keras.layers.Activation("relu")]
+        head = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10), layers.Softmax()]
+        return keras.Sequential([keras.Input((32, 32, 3)), *blocks, *head])
+
+    return Task(build, x, np.arange(batch) % 10, "images/s", batch)
+
+
+def transformer(width: int, batch: int = 8) -> Task:
+    """Returns a task for a transformer block of a width that predicts the next of 64 tokens."""
+    length, vocabulary = 64, 1000
+    x = np.random.default_rng(0).integers(0, vocabulary, (batch, length))
+
+    def build() -> keras.Model:
+        tokens = keras.Input((length,), dtype="int32")
+        hidden = keras.layers.Embedding(vocabulary, width)(tokens)
+        normed = keras.layers.LayerNormalization()(hidden)
+        hidden = hidden + keras.layers.MultiHeadAttention(4, width // 4)(normed, normed, use_causal_mask=True)
+        expanded = keras.layers.Dense(4 * width, activation="gelu")(keras.layers.LayerNormalization()(hidden))
+        hidden = hidden + keras.layers.Dense(width)(expanded)
+        return keras.Model(tokens, layers.Softmax()(keras.layers.Dense(vocabulary)(hidden)))
+
+    return Task(build, x, np.roll(x, -1, axis=1), "tokens/s", batch * length)
+
+
+def resnet50(batch: int, side: int) -> Task:
+    """Returns a task for ResNet-50 on square images."""
+    random = np.random.default_rng(0)
+
+    def build() -> keras.Model:
+        images = keras.Input((side, side, 3))
+        scaled = keras.layers.Rescaling(1 / 127.5, offset=-1.0)(images)
+        logits = keras.applications.ResNet50(weights=None, input_tensor=scaled, classifier_activation=None).output
+        return keras.Model(images, layers.Softmax()(logits))
+
+    x = random.integers(0, 256, (batch, side, side, 3), dtype="uint8")
+    return Task(build, x, random.integers(0, 1000, batch), "images/s", batch)
+
+
+def bert(batch: int, length: int) -> Task:
+    """Returns a task for BERT-base, 12 blocks of width 768 with 12 heads, with a classifier and without dropout."""
+    vocabulary, width, random = 30522, 768, np.random.default_rng(0)
+
+    def build() -> keras.Model:
+        tokens = keras.Input((length,), dtype="int32")
+        positions = keras.ops.cumsum(keras.ops.ones_like(tokens), axis=1) - 1
+        hidden = keras.layers.Embedding(vocabulary, width)(tokens) + keras.layers.Embedding(length, width)(positions)
+        hidden = keras.layers.LayerNormalization(epsilon=1e-6)(hidden)
+        for _ in range(12):
+            attended = keras.layers.MultiHeadAttention(12, width // 12)(hidden, hidden)
+            hidden = keras.layers.LayerNormalization(epsilon=1e-6)(hidden + attended)
+            expanded = keras.layers.Dense(4 * width, activation="gelu")(hidden)
+            hidden = keras.layers.LayerNormalization(epsilon=1e-6)(hidden + keras.layers.Dense(width)(expanded))
+        pooled = keras.layers.Dense(width, activation="tanh")(hidden[:, 0])
+        return keras.Model(tokens, layers.Softmax()(keras.layers.Dense(2)(pooled)))
+
+    tokens = random.integers(0, vocabulary, (batch, length))
+    return Task(build, tokens, np.arange(batch) % 2, "tokens/s", batch * length)
+
+
+def compiled_model(task: Task, policy: str, scaling: str, mode: str) -> keras.Model:
+    """Returns a new compiled model of a task.
+
+    Args:
+        task: The task.
+        policy: The dtype policy of the layers.
+        scaling: `BARE`, `KERAS` or `OURS`.
+        mode: One of `MODES`.
+    """
+    previous_policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        model = task.build()
+    finally:
+        keras.config.set_dtype_policy(previous_policy)
+    optimizer: keras.optimizers.Optimizer = keras.optimizers.Adam(1e-4)
+    if scaling != BARE:
+        optimizer = (keras.optimizers.LossScaleOptimizer if scaling == KERAS else LossScaleOptimizer)(optimizer)
+    options = {"jit_compile": MODES[mode], "auto_scale_loss": False}
+    model.compile(optimizer, "sparse_categorical_crossentropy", **options)
+    if scaling == OURS:
+        guarding.install(model)
+    return model
+
+
+class _StepTimer(keras.callbacks.Callback):
+    """Measures the time of all steps but the first, which includes the start of `fit`."""
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if batch in (0, self.params["steps"] - 1):
+            tf.test.experimental.sync_devices()  # a GPU runs asynchronously
+        now = time.perf_counter()
+        if batch == 0:
+            self._begin = now
+        self.seconds = now - self._begin
+
+
+def timed_training(
+    model: keras.Model, task: Task, steps: int, callbacks: Sequence[keras.callbacks.Callback] = ()
+) -> Callable[[], float]:
+    """Returns a function that continues the training with `fit` and returns the mean seconds of a step.
+
+    Args:
+        model: A compiled model of the task.
+        task: The task.
+        steps: Number of steps to time in each call.
+        callbacks: Callbacks of the training.
+    """
+    data = tf.data.Dataset.from_tensors((task.x, task.y)).cache().repeat()
+    timer = _StepTimer()
+
+    def train() -> float:
+        model.fit(data, steps_per_epoch=steps + 1, shuffle=False, verbose=0, callbacks=[*callbacks, timer])
+        return timer.seconds / steps
+
+    return train

@@ -1,0 +1,141 @@
+"""Runs what is to be measured, and shows the results as text, as JSON and as a figure."""
+
+import logging
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
+
+from kmp.bench.measurement import Measurement
+from kmp.policy import hardware
+from kmp.utils import __version__, atomic_files
+
+_TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+def run(
+    console: Console,
+    comparisons: Iterable[Sequence[Measurement]],
+    json_file: Path | None = None,
+    figure: Path | None = None,
+) -> list[Measurement]:
+    """Prints each comparison when it is measured, and tables at the end, also after an error.
+
+    Args:
+        console: Where to print.
+        comparisons: Measures when it is iterated over.
+        json_file: JSON file of the results, written again after each comparison. `None` for no file.
+        figure: File to draw the ratios into, unless there are none. `None` for no file.
+
+    Returns:
+        All results.
+
+    Raises:
+        MeasurementError: If a measurement fails.
+    """
+    # Other processes share the GPU with this one. By default TensorFlow reserves all of its memory for one process.
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+    tf.get_logger().setLevel(logging.ERROR)  # it warns about frequent retracing, which is done on purpose
+    machine = header()
+    for name, value in machine.items():
+        console.print(f"{name}: {value}", highlight=False, markup=False)
+    results: list[Measurement] = []
+    for path in filter(None, (json_file, figure)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        for compared in comparisons:
+            first = compared[0]
+            name = ", ".join(filter(None, (first.section, first.case, first.mode)))
+            values = "; ".join(f"{result.variant} {_cell(result)}" for result in compared)
+            console.print(f"{name}: {values}", highlight=False, markup=False, soft_wrap=True)
+            results += compared
+            if json_file:
+                atomic_files.write_json(json_file, machine | {"results": [asdict(result) for result in results]})
+    finally:
+        for table in tables(results):
+            console.print(table)
+        if figure and any(result.ratio is not None for result in results):
+            save_figure(results, figure)
+    return results
+
+
+def header() -> dict[str, str]:
+    """Returns the versions and the hardware that the results belong to."""
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    processor = names[0].partition(":")[2].strip() if names else platform.processor()
+    return {
+        "kmp": __version__,
+        "keras": keras.__version__,
+        "tensorflow": tf.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": f"{processor}, {os.cpu_count()} cores",
+        "gpus": ", ".join(gpu.name for gpu in hardware().gpus) or "none",
+    }
+
+
+def tables(results: Sequence[Measurement]) -> list[Table]:
+    """Returns a table for each case of a section: a row for each variant, a column for each mode."""
+    cases: dict[str, list[Measurement]] = {}
+    for result in results:
+        cases.setdefault(f"{result.section}: {result.case}", []).append(result)
+    made = []
+    for title, of_case in cases.items():
+        modes = list(dict.fromkeys(result.mode for result in of_case))
+        table = Table("", *modes, title=title, title_justify="left")
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for variant in dict.fromkeys(result.variant for result in of_case):
+            cells = {result.mode: _cell(result) for result in of_case if result.variant == variant}
+            table.add_row(variant, *(cells.get(mode, "") for mode in modes))
+        made.append(table)
+    return made
+
+
+def save_figure(results: Sequence[Measurement], file: Path) -> None:
+    """Draws the ratios, with a panel for each section that has any, and their ranges as lines."""
+    import matplotlib.pyplot as plt
+
+    from kmp.plots import style
+
+    panels: dict[str, list[Measurement]] = {}
+    for result in results:
+        if result.ratio is not None:
+            panels.setdefault(result.section, []).append(result)
+    rows = [len(drawn) for drawn in panels.values()]
+    figure, axes = plt.subplots(
+        len(panels), figsize=(8, 1 + 0.7 * len(rows) + 0.2 * sum(rows)), layout="constrained", squeeze=False
+    )
+    for ax, (section, drawn) in zip(axes[:, 0], panels.items(), strict=True):
+        for row, result in enumerate(drawn):
+            ax.plot(result.ratio_range or [result.ratio] * 2, [row, row], color=style.MIDDLE, linewidth=1)
+            ax.plot(result.ratio, row, "o", color=style.DARK, markersize=5)
+        names = [", ".join(filter(None, (result.case, result.mode, result.variant))) for result in drawn]
+        ax.set_yticks(range(len(drawn)), names)
+        ax.set_ylim(len(drawn) - 0.5, -0.5)
+        ax.axvline(1.0, color=style.TEXT, linewidth=1)
+        first = next(result.variant for result in results if result.section == section)
+        style.label(ax, section, f"ratio to {first}", "")
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def _cell(result: Measurement) -> str:
+    """Returns the value, and the ratio with its range, such as "20.00 ms x1.60 (1.55-1.71)"."""
+    if result.unit == "B":
+        is_large = result.value >= 2**20 or not result.value
+        amount = f"{result.value / 2**20:.0f} MiB" if is_large else f"{result.value / 2**10:.1f} KiB"
+    elif result.unit == "s":
+        amount = f"{result.value:.2f} s" if result.value >= 1 else f"{result.value * 1e3:.2f} ms"
+    else:
+        amount = f"{result.value:,.0f} {result.unit}"
+    ratio = "" if result.ratio is None else f" {_TIMES}{result.ratio:.2f}"
+    spread = "" if result.ratio_range is None else f" ({result.ratio_range[0]:.2f}-{result.ratio_range[1]:.2f})"
+    return f"{amount}{ratio}{spread}"

@@ -1,0 +1,87 @@
+import io
+
+import keras
+import matplotlib.pyplot as plt
+from rich.console import Console
+
+from kmp.bench import results
+from kmp.bench.measurement import Measurement
+from kmp.bench.networks import VARIANTS
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+RESULTS = [
+    Measurement("optimizer step", "Adam, 8 large", "graph", "bare", 0.0125, "s", None),
+    Measurement("optimizer step", "Adam, 8 large", "graph", "kmp", 0.02, "s", 1.6, (0.019, 0.024), (1.55, 1.9)),
+    Measurement("optimizer step", "Adam, 8 large", "graph", "kmp, jit_compile", 0.005, "s", 0.4),
+    Measurement("optimizer step", "Adam, 8 large", "XLA", "bare", 0.01, "s", None),
+    Measurement("optimizer step", "Adam, 8 large", "XLA", "kmp", 0.011, "s", 1.1),
+    Measurement("peak memory", "Adam, 8 large", "", "bare", 100 * 2**20, "B", None),
+    Measurement("peak memory", "Adam, 8 large", "", "kmp", 105 * 2**20, "B", 1.05),
+    Measurement("throughput", "MLP", "XLA", "float32", 12345.6, "images/s", None),
+]
+
+
+def shown(measured, width=160, **files):
+    text = io.StringIO()
+    results.run(Console(file=text, width=width), [measured], **files)
+    return text.getvalue()
+
+
+def rows_of(text):
+    lines = [line for line in text.splitlines() if line.startswith("\u2502")]
+    return [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in lines]
+
+
+def test_tables_have_a_row_for_each_variant_and_a_column_for_each_mode():
+    text = shown(RESULTS)
+    assert rows_of(text) == [
+        ["bare", "12.50 ms", "10.00 ms"],
+        ["kmp", f"20.00 ms {TIMES}1.60 (1.55-1.90)", f"11.00 ms {TIMES}1.10"],
+        ["kmp, jit_compile", f"5.00 ms {TIMES}0.40", ""],
+        ["bare", "100 MiB"],
+        ["kmp", f"105 MiB {TIMES}1.05"],
+        ["float32", "12,346 images/s"],
+    ]
+    titles = ("optimizer step: Adam, 8 large", "peak memory: Adam, 8 large", "throughput: MLP")
+    assert [title for title in titles if title not in " ".join(text.split())] == []
+
+
+def test_names_of_variants_are_not_cut_on_a_narrow_terminal():
+    measured = [
+        Measurement("network throughput", "BERT-base, 32 of 128", mode, variant, 1e5, "tokens/s", 1.0, (1, 1), (1, 1))
+        for mode in ("graph", "XLA")
+        for variant in VARIANTS
+    ]
+    names = [row[0] for row in rows_of(shown(measured, width=80))]
+    assert " ".join(names).split() == " ".join(VARIANTS).split()
+
+
+def test_comparison_is_one_line_of_text_when_it_is_done_after_the_versions():
+    lines = shown(RESULTS[5:7], width=20).splitlines()
+    assert f"peak memory, Adam, 8 large: bare 100 MiB; kmp 105 MiB {TIMES}1.05" in lines
+    assert f"keras: {keras.__version__}" in lines
+
+
+def test_small_amounts_of_memory_are_in_kib():
+    assert "1.5 KiB" in shown([Measurement("log", "a sample", "", "50 variables", 1536.0, "B", None)])
+
+
+def test_figure_has_each_ratio_in_the_row_of_its_case(monkeypatch, tmp_path):
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    shown(RESULTS, figure=tmp_path / "ratios.svg")
+    monkeypatch.undo()
+    steps, memory = plt.gcf().axes
+    assert [ax.get_title(loc="left") for ax in (steps, memory)] == ["optimizer step", "peak memory"]
+    assert [label.get_text() for label in steps.get_yticklabels()] == [
+        *("Adam, 8 large, graph, kmp", "Adam, 8 large, graph, kmp, jit_compile", "Adam, 8 large, XLA, kmp"),
+    ]
+    lines = [list(line.get_xdata()) for line in steps.lines]
+    assert lines[:6] == [[1.55, 1.9], [1.6], [0.4, 0.4], [0.4], [1.1, 1.1], [1.1]]
+    assert list(memory.lines[1].get_xdata()) == [1.05]
+    assert memory.get_xlabel() == "ratio to bare"
+    plt.close("all")
+
+
+def test_there_is_no_figure_without_a_ratio(tmp_path):
+    shown(RESULTS[-1:], figure=tmp_path / "ratios.png")
+    assert list(tmp_path.iterdir()) == []
