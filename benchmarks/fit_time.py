@@ -1,91 +1,67 @@
-"""What loss scaling and callbacks add to `fit`: to an epoch, and to the first epoch, which traces and compiles."""
+"""What do loss scaling and callbacks add to `fit`: to its first epoch, which traces and compiles, and to a later one?
+
+    python benchmarks/fit_time.py [--quick] [--json FILE]
+
+CPU time and wall time of float32 training with a scaled loss, relative to Keras' loss scaling. A first epoch is a call
+of `fit`, its start and end included, in a new process for each round; a later one is the second epoch of a call.
+"""
 
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any
 
 import keras
+import tensorflow as tf
+from measuring import main
 
 from kmp import callbacks
-from kmp.bench.optimizer_step import BARE, KERAS, OURS
-from kmp.bench.small_models import WITH_CALLBACKS, Task, batches, compiled_model, convolutional, mlp
-from kmp.bench.timing import Measurement, alternate, comparison
+from kmp.bench.measurement import MODES, alternate, comparison, in_new_process
+from kmp.bench.models import BARE, KERAS, OURS, compiled_model, convolutional, mlp
 
-# The others are compared with Keras' loss scaling.
+WITH_CALLBACKS = "kmp + callbacks"
 VARIANTS = (KERAS, OURS, WITH_CALLBACKS, BARE)
-# On two CPU cores, a step without loss scaling takes 2 ms and 11 to 14 ms.
-TASKS: dict[str, Callable[[], Task]] = {
-    "MLP of width 128": lambda: mlp(128),
-    "conv net of width 40": lambda: convolutional(40),
-}
+MODELS = {"MLP of width 128": (mlp, 128), "conv net of width 40": (convolutional, 40)}
+STEPS = 250  # of an epoch: the callbacks read once
 
 
-@dataclass(frozen=True)
-class Usage:
-    """What a call of `fit` took.
-
-    Args:
-        cpu: CPU seconds of all threads of the process.
-        wall: Seconds of real time.
-    """
-
-    cpu: float
-    wall: float
-
-
-def measure(
-    names: Sequence[str], modes: Sequence[str], steps: int, turns: int, run_in_subprocess: Callable[[str], Any]
-) -> Iterator[list[Measurement]]:
-    """Measures epochs of float32 training, where the variants differ in nothing else, and yields each comparison.
-
-    A first epoch is a call of `fit`, its start and end included. A later one is the second epoch of a call.
-
-    Args:
-        names: Names in `TASKS`.
-        modes: Names in `MODES`.
-        steps: Steps of an epoch.
-        turns: Rounds of epochs. A round trains each variant for one epoch. Each round of first epochs is a new process.
-        run_in_subprocess: Evaluates an expression in a new process and returns its value.
-    """
-    for name in names:
-        for mode in modes:
-            case, call = f"{name}, {steps} steps", f"fit_time.first_epochs({name!r}, {mode!r}, {steps})"
-            rounds = [run_in_subprocess(call) for _ in range(turns)]
-            first = {variant: [Usage(*seconds[variant]) for seconds in rounds] for variant in VARIANTS}
-            yield from _comparisons("first epoch", case, mode, first, 1)
-            later = _later_epochs(TASKS[name](), mode, steps, turns)
-            yield from _comparisons("step of `fit`", case, mode, later, steps)
+def measure(is_quick):
+    """Yields CPU time and wall time of first and later epochs of each model in each mode."""
+    rounds, steps = (1, 20) if is_quick else (5, STEPS)
+    for name in list(MODELS)[: 1 if is_quick else None]:
+        for mode in ("XLA",) if is_quick else MODES:
+            processes = [in_new_process(first_epochs, name, mode, steps) for _ in range(rounds)]
+            first = {variant: [own[variant] for own in processes] for variant in VARIANTS}
+            yield from comparisons("first epoch", f"{name}, {steps} steps", mode, first, 1)
+            with tempfile.TemporaryDirectory() as folder:
+                epochs = {variant: later_epoch(name, variant, mode, steps, folder) for variant in VARIANTS}
+                later = alternate(epochs, rounds)
+            yield from comparisons("step of `fit`", f"{name}, {steps} steps", mode, later, steps)
 
 
-def first_epochs(name: str, mode: str, steps: int) -> dict[str, tuple[float, ...]]:
-    """Trains a new model of each variant for an epoch and returns the CPU seconds and the wall seconds.
-
-    Call it in a new process, which frees the models: TensorFlow never frees the graph of a custom gradient.
-    """
-    task = TASKS[name]()
-    for variant in VARIANTS:
-        first_epoch(task, variant, mode, 2)  # excludes what happens once per process
-    return {variant: astuple(first_epoch(task, variant, mode, steps)) for variant in VARIANTS}
+def comparisons(section, case, mode, usage, per):
+    """Yields the comparisons of CPU seconds and of wall seconds, which are pairs."""
+    for index, clock in enumerate(("CPU", "wall")):
+        values = {variant: [pair[index] / per for pair in rounds] for variant, rounds in usage.items()}
+        yield comparison(f"{section}: {clock} time", case, mode, values)
 
 
-def _later_epochs(task: Task, mode: str, steps: int, turns: int) -> dict[str, list[Usage]]:
-    with tempfile.TemporaryDirectory() as folder:
-        models = {variant: compiled_model(task, "float32", variant, mode) for variant in VARIANTS}
-        epochs = {
-            variant: _later_epoch(model, task, steps, _callbacks(variant, folder)) for variant, model in models.items()
-        }
-        return alternate(epochs, turns)
+def first_epochs(name, mode, steps):
+    """Returns the seconds of a first epoch of each variant, in a new process, which frees the graphs."""
+    for number in (2, steps):  # the first ones exclude what happens once per process
+        usage = {}
+        for variant in VARIANTS:
+            with tempfile.TemporaryDirectory() as folder:
+                usage[variant] = training(name, variant, mode, number, folder)()
+            gc.collect()  # models have reference cycles
+    return usage
 
 
-def _later_epoch(model: keras.Model, task: Task, steps: int, extra_callbacks: Sequence[Any]) -> Callable[[], Usage]:
-    """Returns a function that continues the training for two epochs and returns what the second one took."""
+def later_epoch(name, variant, mode, steps, folder):
+    """Returns a function that continues a training for two epochs and returns the seconds of the second one."""
     timer = EpochTimer()
-    train = epoch(model, task, steps, [*extra_callbacks, timer], epochs=2)
+    train = training(name, variant, mode, steps, folder, timer, epochs=2)
 
-    def timed() -> Usage:
+    def timed():
         train()
         return timer.usage
 
@@ -95,62 +71,39 @@ def _later_epoch(model: keras.Model, task: Task, steps: int, extra_callbacks: Se
 class EpochTimer(keras.callbacks.Callback):
     """Measures the last epoch of a training; to be the last callback."""
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._begin = _now()
+    def on_epoch_begin(self, epoch, logs=None):
+        self._begin = now()
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self.usage = _since(self._begin)
-
-
-def first_epoch(task: Task, variant: str, mode: str, steps: int) -> Usage:
-    """Trains a new model for an epoch, deletes it, and returns what `fit` took."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = compiled_model(task, "float32", variant, mode)
-        usage = epoch(model, task, steps, _callbacks(variant, folder))()
-    del model
-    gc.collect()  # models have reference cycles
-    return usage
+    def on_epoch_end(self, epoch, logs=None):
+        self.usage = since(self._begin)
 
 
-def epoch(
-    model: keras.Model, task: Task, steps: int, extra_callbacks: Sequence[Any] = (), epochs: int = 1
-) -> Callable[[], Usage]:
-    """Returns a function that continues the training and returns what `fit` took.
+def training(name, variant, mode, steps, folder, *extra, epochs=1):
+    """Returns a function that continues the training of a new model and returns the seconds of the call of `fit`."""
+    make_task, width = MODELS[name]
+    task = make_task(width)
+    model = compiled_model(task, "float32", OURS if variant == WITH_CALLBACKS else variant, mode)
+    data = tf.data.Dataset.from_tensors((task.x, task.y)).cache().repeat()
+    own = callbacks.defaults(folder) if variant == WITH_CALLBACKS else []
+    options = {"steps_per_epoch": steps, "epochs": epochs, "shuffle": False, "verbose": 0, "callbacks": [*own, *extra]}
 
-    Args:
-        model: A compiled model of the task.
-        task: The task.
-        steps: Steps of an epoch.
-        extra_callbacks: Callbacks of the training.
-        epochs: Number of epochs.
-    """
-    data, options = batches(task), {"shuffle": False, "verbose": 0, "callbacks": list(extra_callbacks)}
-
-    def train() -> Usage:
-        begin = _now()
-        model.fit(data, epochs=epochs, steps_per_epoch=steps, **options)
-        return _since(begin)
+    def train():
+        begin = now()
+        model.fit(data, **options)
+        return since(begin)
 
     return train
 
 
-def _now() -> Usage:
-    return Usage(time.process_time(), time.perf_counter())
+def now():
+    """Returns the CPU seconds of all threads of this process, and the seconds of a clock."""
+    return time.process_time(), time.perf_counter()
 
 
-def _since(begin: Usage) -> Usage:
-    now = _now()
-    return Usage(now.cpu - begin.cpu, now.wall - begin.wall)
+def since(begin):
+    """Returns the seconds of both since `begin`."""
+    return tuple(end - start for start, end in zip(begin, now(), strict=True))
 
 
-def _callbacks(variant: str, folder: str) -> list[Any]:
-    return callbacks.defaults(folder) if variant == WITH_CALLBACKS else []
-
-
-def _comparisons(
-    section: str, case: str, mode: str, usage: Mapping[str, Sequence[Usage]], per: int
-) -> Iterator[list[Measurement]]:
-    cpu = {variant: [one.cpu / per for one in rounds] for variant, rounds in usage.items()}
-    yield comparison(f"{section}: CPU time", case, mode, cpu)
-    wall = {variant: [one.wall / per for one in rounds] for variant, rounds in usage.items()}
-    yield comparison(f"{section}: wall time", case, mode, wall)
+if __name__ == "__main__":
+    main(measure, __doc__)

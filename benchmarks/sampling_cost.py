@@ -1,150 +1,87 @@
-"""What gradient sampling costs."""
+"""What does sampling gradients cost?
 
-import statistics as averages
+    python benchmarks/sampling_cost.py [--quick] [--json FILE]
+
+The statistics on the device, relative to `tf.summary.histogram`; what sampling adds to the first call and, on average
+at its default interval, to a step of Adam; and, on a GPU, the training of large networks with a histogram of every,
+every 10th and every 100th step.
+"""
+
+import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
 
-import keras
-import numpy as np
 import tensorflow as tf
+from measuring import SampledStep, Step, main, shapes_of
 
-from kmp.bench.optimizer_step import MODES, SETS, Shapes
-from kmp.bench.timing import Measurement, comparison, measure_alternately, seconds_per_call
-from kmp.callbacks import GradientHistogram
-from kmp.gradients import NEVER, UpdateWatch, gradient_statistics
-from kmp.optimizer import LossScaleOptimizer
-from kmp.records import GradientSample, to_line
+from kmp.bench.measurement import MODES, alternate, comparison, seconds_per_call
+from kmp.bench.models import OURS
+from kmp.bench.networks import NETWORKS, Variant, compare
+from kmp.gradients import gradient_statistics
 
-NOT_SAMPLED, SAMPLED = "not sampled", "sampled"
-_TENSORS = 4
-
-
-class Training(NamedTuple):
-    """An optimizer, its compiled step, and the seconds of the first call."""
-
-    optimizer: LossScaleOptimizer
-    step: Callable[[], Any]
-    first_call: float
+TENSORS = 4
+VARIANTS = {"kmp": Variant("mixed_float16", OURS)} | {
+    f"histogram every {number}": Variant("mixed_float16", OURS, histogram_every=number) for number in (1, 10, 100)
+}
 
 
-class SampledTraining:
-    """What a training that samples does, in parts that can be timed.
-
-    Args:
-        training: A training that is prepared for sampling.
-    """
-
-    def __init__(self, training: Training) -> None:
-        self._optimizer, self.step = training.optimizer, training.step
-        self._owner, self._watch = GradientHistogram(), UpdateWatch()
-        self.updates_every, self.every_n_steps = self._owner.updates_every, self._owner.every_n_steps
-
-    def sampled_step(self) -> None:
-        """Runs a step that is sampled."""
-        self._optimizer.start_sampling(self._owner, every_n_steps=NEVER)
-        self.step()
-
-    def record(self) -> str:
-        """Returns the line of the log for the last sample."""
-        return record_of(self.last_sample())
-
-    def measure_update(self) -> GradientSample:
-        """Returns the last sample with the update of the weights, as if it had been taken since."""
-        self._watch.arm(self._optimizer.variables_by_path())
-        return self._watch.measure(self.last_sample())
-
-    def last_sample(self) -> GradientSample:
-        """Reads the last sample from the device."""
-        sample = self._optimizer.snapshot().sample
-        assert sample is not None
-        return sample
-
-
-def record_of(sample: GradientSample) -> str:
-    """Returns the line of the log for a sample."""
-    return to_line({"step": sample.step, "grad_norm": sample.total_norm, "sample": sample})
-
-
-def measure_cost(name: str, side: int, repeats: int, first_calls: int) -> Iterator[list[Measurement]]:
-    """Measures what sampling adds at its default cadence, and yields each comparison when it is done.
-
-    Args:
-        name: A name in `SETS`: the variables of the Adam step whose gradients are sampled.
-        side: Rows and columns of the matrices whose histogram is compared with `tf.summary.histogram`.
-        repeats: Rounds of each comparison.
-        first_calls: Number of first calls to measure, with sampling and without.
-    """
-    yield from _histograms(side, repeats)
+def measure(is_quick):
+    """Yields the statistics, the first call and the step in each mode, then the networks."""
+    yield from histograms(side=512 if is_quick else 2048, rounds=5 if is_quick else 25)
+    name = "8 of 512x512" if is_quick else "ResNet-50"
     for mode in MODES:
-        pairs = [
-            [start_training(SETS[name](), mode, is_sampled) for is_sampled in (False, True)] for _ in range(first_calls)
-        ]
-        seconds = {
-            variant: [pair[index].first_call for pair in pairs] for index, variant in enumerate((NOT_SAMPLED, SAMPLED))
-        }
-        yield comparison("sampling: first call", f"Adam, {name}", mode, seconds)
-        yield comparison("sampling: step, on average", f"Adam, {name}", mode, _steps(pairs[-1], repeats))
+        for step in (Step(OURS, [(2,)], mode), SampledStep([(2,)], mode)):
+            step()  # excludes what happens once per process
+        pairs = []
+        for _ in range(1 if is_quick else 5):
+            plain, sampled = Step(OURS, shapes_of(name), mode), SampledStep(shapes_of(name), mode)
+            pairs.append((plain.seconds(), sampled.seconds()))
+        first_calls = dict(zip(("not sampled", "sampled"), map(list, zip(*pairs, strict=True)), strict=True))
+        yield comparison("sampling: first call", f"Adam, {name}", mode, first_calls)
+        steps = steps_of(plain, sampled, 5 if is_quick else 25)
+        yield comparison("sampling: step, on average", f"Adam, {name}", mode, steps)
+    if tf.config.list_physical_devices("GPU") and not is_quick:
+        for name in NETWORKS:
+            yield from compare(name, "XLA", None, 20, 3, VARIANTS)
 
 
-def _histograms(side: int, repeats: int) -> Iterator[list[Measurement]]:
-    gradients = [_gradient((side, side)) for _ in range(_TENSORS)]
+def histograms(side, rounds):
+    """Yields the seconds of the statistics of gradients in each mode."""
+    gradients = [
+        tf.random.normal((side, side)) * 10.0 ** tf.random.uniform((side, side), -8, 0) for _ in range(TENSORS)
+    ]
     writer = tf.summary.create_file_writer(tempfile.mkdtemp())
 
-    def summarize() -> None:
+    def summarize():
         with writer.as_default(step=0):
             for gradient in gradients:
                 tf.summary.histogram("gradient", gradient)
 
     for mode, jit_compile in MODES.items():
         count = tf.function(lambda: gradient_statistics(gradients).counts, jit_compile=jit_compile)
-        measure = tf.function(lambda: tuple(gradient_statistics(gradients)), jit_compile=jit_compile)
-        variants = {"histogram": _fetching(count), "with amax and norm": _fetching(measure)}
-        seconds = measure_alternately({"tf.summary.histogram": summarize} | variants, repeats)
-        yield comparison("sampling: statistics", f"{_TENSORS} of {side}x{side}", mode, seconds)
+        every = tf.function(lambda: tuple(gradient_statistics(gradients)), jit_compile=jit_compile)
+        functions = {
+            "tf.summary.histogram": summarize,
+            "histogram": lambda count=count: count().numpy(),
+            "with amax and norm": lambda every=every: tf.nest.map_structure(lambda tensor: tensor.numpy(), every()),
+        }
+        timed = {name: lambda own=own: seconds_per_call(own) for name, own in functions.items()}
+        yield comparison("sampling: statistics", f"{TENSORS} of {side}x{side}", mode, alternate(timed, rounds))
     writer.close()
 
 
-def _steps(pair: Sequence[Training], repeats: int) -> dict[str, Sequence[float]]:
+def steps_of(plain, sampled, rounds):
     """Returns the seconds of a step: the median without sampling, and plus what sampling adds per step on average."""
-    plain, sampled = pair[0], SampledTraining(pair[1])
-    parts: dict[str, Callable[[], Any]] = {
-        "step": plain.step,
-        "between": sampled.step,
-        "sample": sampled.sampled_step,
-        "read": sampled.record,
-        "update": sampled.measure_update,
-    }
-    median = {part: averages.median(seconds) for part, seconds in measure_alternately(parts, repeats).items()}
-    added = median["sample"] - median["between"] + median["read"] + median["update"] / sampled.updates_every
-    return {NOT_SAMPLED: [median["step"]], SAMPLED: [median["step"] + added / sampled.every_n_steps]}
+
+    def update():
+        sampled.arm()
+        return sampled.measure_update()
+
+    parts = {"step": plain, "between": sampled, "sample": sampled.sampled, "read": sampled.record, "update": update}
+    timed = {name: lambda own=own: seconds_per_call(own) for name, own in parts.items()}
+    median = {name: statistics.median(seconds) for name, seconds in alternate(timed, rounds).items()}
+    added = median["sample"] - median["between"] + median["read"] + median["update"] / sampled.owner.updates_every
+    return {"not sampled": [median["step"]], "sampled": [median["step"] + added / sampled.owner.every_n_steps]}
 
 
-def start_training(shapes: Shapes, mode: str, is_sampled: bool) -> Training:
-    """Returns an Adam training of new variables, after its first step.
-
-    Args:
-        shapes: Shapes of the variables.
-        mode: One of `MODES`.
-        is_sampled: Whether to prepare the training for sampling.
-    """
-    gradients = [_gradient(shape) for shape in shapes]
-    variables = [keras.Variable(np.full(gradient.shape, 0.05, np.float32)) for gradient in gradients]
-    optimizer = LossScaleOptimizer(keras.optimizers.Adam())
-    optimizer.build(variables)
-    optimizer.scale_loss(1.0)
-    if is_sampled:
-        optimizer.prepare_sampling()
-    step = tf.function(lambda: optimizer.apply(gradients, variables), jit_compile=MODES[mode], autograph=False)
-    return Training(optimizer, step, seconds_per_call(step))
-
-
-def _gradient(shape: Any) -> tf.Tensor:
-    """Magnitudes over eight decades, a fifth of them zero, as in a network with ReLU."""
-    random = np.random.default_rng(0)
-    values = random.normal(size=shape) * 10.0 ** random.uniform(-8, 0, size=shape) * (random.random(shape) > 0.2)
-    return tf.constant(values, tf.float32)
-
-
-def _fetching(function: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: tf.nest.map_structure(lambda tensor: tensor.numpy(), function())
+if __name__ == "__main__":
+    main(measure, __doc__)

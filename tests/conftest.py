@@ -19,10 +19,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import tensorflow as tf
+from operation_trace import optimized_graphs
 from tensorflow.python.framework import ops as tensorflow_ops
 
 import kmp
-from kmp.backend import operation_trace
 from kmp.records import BIN_COUNT, FIRST_EXPONENT, INF_BIN, NAN_BIN, ZERO_BIN, BinCounts, GradientSample
 
 gc.freeze()  # garbage collections skip what is imported here
@@ -143,7 +143,7 @@ class OverflowsBackward(keras.Layer):
 
 def casts_of_optimized(function, arguments, dtype):
     """Returns the names of the casts to a dtype in the graph of a `tf.function` that Grappler optimized."""
-    with operation_trace.optimized_graphs() as graphs:
+    with optimized_graphs() as graphs:
         function(*arguments)
     nodes = [node for graph in graphs for node in graph.node]
     nodes += [node for graph in graphs for function in graph.library.function for node in function.node_def]

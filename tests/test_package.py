@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import kmp
-import kmp_cli
 
 ROOT = Path(kmp.__file__).parent
 MODULES = [name for _, name, is_package in pkgutil.walk_packages(kmp.__path__, "kmp.") if name != "kmp.__main__"]

@@ -8,13 +8,6 @@ def is_deterministic() -> bool:
     return config.is_op_determinism_enabled()
 
 
-def memory_limit_of_gpu() -> int:
-    """Returns the number of bytes that TensorFlow may use on the first GPU."""
-    from tensorflow.python.client import device_lib
-
-    return next(device.memory_limit for device in device_lib.list_local_devices() if device.device_type == "GPU")
-
-
 def is_onednn_enabled() -> bool:
     """Whether TensorFlow computes with oneDNN on the CPU."""
     from tensorflow.python.util import _pywrap_util_port

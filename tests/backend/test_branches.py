@@ -1,7 +1,8 @@
 import pytest
 import tensorflow as tf
+from operation_trace import executed_operations
 
-from kmp.backend import call_if, operation_trace
+from kmp.backend import call_if
 
 
 def written(condition, **options):
@@ -33,5 +34,5 @@ def test_nothing_of_the_function_runs_where_the_condition_is_false():
 
     step = tf.function(lambda condition: call_if(condition, double))
     step(tf.constant(False))
-    (executed,) = operation_trace.executed_operations(lambda: step(tf.constant(False)), 1)
+    (executed,) = executed_operations(lambda: step(tf.constant(False)), 1)
     assert not executed.keys() - {"ReadVariableOp"}

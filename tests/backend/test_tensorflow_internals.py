@@ -1,9 +1,6 @@
-from types import SimpleNamespace
-
 import keras
 import pytest
 import tensorflow as tf
-from tensorflow.python.client import device_lib
 from tensorflow.python.framework import config
 
 from kmp.backend import tensorflow_internals
@@ -23,16 +20,3 @@ def test_determinism_is_off_by_default():
 
 def test_determinism_is_seen_once_it_is_enabled(deterministic):
     assert tensorflow_internals.is_deterministic()
-
-
-def test_memory_limit_is_that_of_the_first_gpu(monkeypatch):
-    kinds = [("CPU", 1), ("GPU", 2), ("GPU", 3)]
-    devices = [SimpleNamespace(device_type=kind, memory_limit=limit) for kind, limit in kinds]
-    monkeypatch.setattr(device_lib, "list_local_devices", lambda: devices)
-    assert tensorflow_internals.memory_limit_of_gpu() == 2
-
-
-def test_devices_have_the_attributes_that_are_read():
-    assert {"device_type", "memory_limit"} <= {
-        field.name for field in device_lib.list_local_devices()[0].DESCRIPTOR.fields
-    }

@@ -1,8 +1,7 @@
 from collections import Counter
 
 import tensorflow as tf
-
-from kmp.backend import operation_trace
+from operation_trace import executed_operations, optimized_graphs
 
 
 def test_each_call_has_the_operations_that_it_runs():
@@ -13,9 +12,9 @@ def test_each_call_has_the_operations_that_it_runs():
         counter.assign_add(1)
         return tf.cond(x > 1.0, lambda: tf.atan2(x, x), lambda: tf.tan(x))
 
-    with operation_trace.optimized_graphs() as graphs:
+    with optimized_graphs() as graphs:
         step(tf.constant(0.5))
-    calls = operation_trace.executed_operations(lambda: step(tf.constant(0.5)), 3)
+    calls = executed_operations(lambda: step(tf.constant(0.5)), 3)
     assert [dict(call) for call in calls] == [{"AssignAddVariableOp": 1, "Greater": 1, "Tan": 1}] * 3
     graph = max((Counter(node.op for node in graph.node) for graph in graphs), key=Counter.total)
     assert {kind: graph[kind] for kind in ("Atan2", "Tan", "Merge")} == {"Atan2": 1, "Tan": 1, "Merge": 1}
