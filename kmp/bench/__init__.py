@@ -3,11 +3,12 @@
 from kmp.bench import measurement, models, networks, precision
 from kmp.bench.measurement import MeasurementError
 from kmp.bench.parts import PARTS, measure
-from kmp.bench.results import run
+from kmp.bench.results import header, run
 
 __all__ = [
     "PARTS",
     "MeasurementError",
+    "header",
     "measure",
     "measurement",
     "models",

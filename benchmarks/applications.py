@@ -1,9 +1,9 @@
 """Converts the models of `keras.applications` and records the result for each.
 
-    python tests/applications.py [NAME ...]
+    python benchmarks/applications.py [NAME ...]
 
-By default this converts all models. Results are written to tests/applications.json. The tests convert one model of each
-family.
+By default this converts all models. Results are written to benchmarks/applications.json. The tests convert one model
+of each family.
 """
 
 import json

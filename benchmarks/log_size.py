@@ -1,4 +1,4 @@
-"""Measures how many bytes a sample takes in the log. Run `python tests/log_size.py [--steps N]` (300 by default).
+"""Measures how many bytes a sample takes in the log. Run `python benchmarks/log_size.py [--steps N]` (300 by default).
 
 Trains two models of 600 variables, 300 of shape (64, 64) and 300 of shape (64,), with `kmp.callbacks.defaults(log_dir)`
 and a sample every 10 steps, and prints the bytes of `kmp.jsonl` and of TensorBoard's files per sample. Then prints the

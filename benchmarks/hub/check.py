@@ -1,8 +1,8 @@
 """Runs the models of keras-hub in float32 and in float16 and records the results for each.
 
-    python tests/hub/check.py [NAME ...]
+    python benchmarks/hub/check.py [NAME ...]
 
-By default this checks all models, which takes about an hour. Results are written to tests/hub/results.json. Needs
+By default this checks all models, which takes about an hour. Results are written to benchmarks/hub/results.json. Needs
 `pip install keras-hub`; the models are tiny, with random weights.
 """
 
