@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # its float16 is many times slower on newer CPUs
 
 import keras
 import numpy as np
