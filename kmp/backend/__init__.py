@@ -9,8 +9,7 @@ from kmp.backend import (
     xla,
 )
 from kmp.backend.eager_operations import watching_operations
-from kmp.backend.function_references import functions_by_reference, with_named_lambda
-from kmp.backend.keras_internals import defining_class, is_keras_class
+from kmp.backend.keras_internals import defining_class, functional_outputs, is_keras_class, unconnected_copy
 from kmp.backend.layer_traversal import (
     compute_dtypes,
     direct_sublayers,
@@ -32,7 +31,7 @@ __all__ = [
     "defining_class",
     "direct_sublayers",
     "distribution",
-    "functions_by_reference",
+    "functional_outputs",
     "instance_attribute",
     "is_keras_class",
     "is_passthrough",
@@ -48,7 +47,7 @@ __all__ = [
     "sublayers",
     "tensorflow_internals",
     "trainer_fixes",
+    "unconnected_copy",
     "watching_operations",
-    "with_named_lambda",
     "xla",
 ]

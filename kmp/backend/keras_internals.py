@@ -6,7 +6,7 @@ Where one comes close, the function says what it lacks.
 import contextlib
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -46,6 +46,24 @@ def graph_tensors(model: keras.Model, name: str) -> list[keras.KerasTensor]:
 def producer_of(tensor: keras.KerasTensor) -> keras.Operation:
     """Returns the operation that produces a tensor of a graph."""
     return tensor._keras_history.operation
+
+
+def functional_outputs(model: keras.Model, inputs: Any, replace: Callable[[keras.Operation], Any]) -> Any:
+    """Returns the outputs of a functional model for other inputs, with each operation replaced.
+
+    The public `keras.models.clone_model` also clones the inputs and compiles the clone from a config.
+    """
+    return model._run_through_graph(inputs, operation_fn=replace)
+
+
+def unconnected_copy(operation: keras.Operation) -> keras.Operation:
+    """Returns a copy of an operation that is in no graph; it shares the arguments of the original.
+
+    `copy.copy` would save and load it. The config of an operation lacks arguments such as arrays and functions.
+    """
+    copy = object.__new__(type(operation))
+    vars(copy).update(vars(operation), _inbound_nodes=[], _outbound_nodes=[])
+    return copy
 
 
 def attached_to(tensor: Any) -> dict[str, Any]:
@@ -139,11 +157,6 @@ def dtype_policy_replaced(layer: keras.Layer, policy: keras.DTypePolicy) -> Iter
     """Sets a layer's policy in the context. The public setter would change a `DTypePolicyMap`, and quantize."""
     with instance_attribute(layer, "_dtype_policy", policy):
         yield
-
-
-def lambda_output_shape(layer: keras.layers.Lambda) -> Any:
-    """Returns the `output_shape` argument of a `Lambda` layer."""
-    return layer._output_shape
 
 
 def declared_trainable(layer: keras.Layer) -> list[keras.Variable]:

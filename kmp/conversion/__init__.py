@@ -2,6 +2,6 @@
 
 from kmp.conversion.auditing import Audit, audit
 from kmp.conversion.converter import convert, to_float32
-from kmp.conversion.precision_plan import CONVERSION_POLICIES, Plan
+from kmp.conversion.plan import CONVERSION_POLICIES, Plan
 
 __all__ = ["CONVERSION_POLICIES", "Audit", "Plan", "audit", "convert", "to_float32"]

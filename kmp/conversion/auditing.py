@@ -1,27 +1,30 @@
 """Audits a model for mixed precision, layer by layer and operation by operation."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 
-from kmp.backend import is_keras_class, is_passthrough, keras_internals
+from kmp.backend import compute_dtypes, is_keras_class, is_passthrough, keras_internals
 from kmp.conversion import audit_table
-from kmp.conversion.activation_statistics import ActivationStatistics, by_original_path, measure_activations
-from kmp.conversion.audit_row import Row
-from kmp.conversion.model_parts import Part, check_built, check_not_float64, computes_in_16_bits, is_quantized, parts_of
-from kmp.conversion.plan_application import apply_plan, convert_to_float32
-from kmp.conversion.precision_plan import (
-    Plan,
-    configurable_parts,
-    make_plan,
+from kmp.conversion.audit_table import Row
+from kmp.conversion.cloning import clone_model
+from kmp.conversion.measurement import ActivationStatistics, measure_activations
+from kmp.conversion.model_parts import (
+    PARENT,
+    Part,
+    check_built,
+    check_not_float64,
+    is_quantized,
     output_operations,
-    unreachable_operations,
+    parts_of,
 )
+from kmp.conversion.plan import Plan, make_plan
 from kmp.conversion.precision_rules import FOLLOWS_INPUTS, NEEDS_FLOAT32, OpRule, rule_for
 from kmp.conversion.tensor_core_alignment import unaligned
 from kmp.utils import DTYPES_16_BIT, FLOAT32
+
+Statistics = dict[str, ActivationStatistics]
 
 
 @dataclass(frozen=True)
@@ -107,78 +110,100 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     {'p': 'exp, sum and division: float16 flushes small probabilities to zero'}
     """
     check_built(model)
-    plan = make_plan(model, policy)
+    parts = parts_of(model)
+    plan = make_plan(model, parts, policy)
     if batch is not None and is_quantized(model):
         raise ValueError(f"{model.name!r} is quantized and has no float32 version to compare with: omit `batch`.")
-    with keras_internals.layer_names_restored():
-        reference, candidate, conversion_error = _variants(model, plan, batch)
-    keeps_dtypes = computes_in_16_bits(model) or is_quantized(model) or bool(conversion_error)
-    statistics = _compare(model, reference, candidate, batch) if batch is not None else {}
-    parts = parts_of(model)
-    has_own_rule = {part.path for part in (*configurable_parts(model), *unreachable_operations(parts))}
-    rows = [_row(part, plan, keeps_dtypes, part.path in has_own_rule, statistics.get(part.path)) for part in parts]
-    return Audit(model.name, tuple(rows), plan, conversion_error, tuple(_notes_on_outputs(model)))
-
-
-def _variants(model: keras.Model, plan: Plan, batch: Any) -> tuple[keras.Model, keras.Model, str]:
-    """Returns the float32 reference, the candidate, and the message of the error that `kmp.convert` raises, if any.
-
-    The model itself stands for a variant that is not needed. A model with custom classes is rebuilt even without a
-    batch: nothing else shows whether their configs suffice.
-    """
-    if is_quantized(model):
-        return model, model, ""
+    is_converted = is_quantized(model) or bool(compute_dtypes(model) & set(DTYPES_16_BIT))
+    reference: Statistics = {}
+    candidate: Statistics = {}
+    error = ""
     try:
-        check_not_float64(model)
-        if computes_in_16_bits(model):
-            return (model if batch is None else convert_to_float32(model)), model, ""
-        classes = {type(model), *(type(part.operation) for part in parts_of(model))}
-        has_custom_classes = not all(map(_is_known_class, classes))
-        if batch is not None or has_custom_classes:
-            return model, apply_plan(model, plan), ""
-    except ValueError as error:
+        reference, candidate = _rebuild_and_measure(model, parts, plan, batch, is_converted)
+    except ValueError as caught:
         if batch is not None:
             raise
-        return model, model, str(error)
-    return model, model, ""
-
-
-def _is_known_class(cls: type) -> bool:
-    return is_keras_class(cls) or cls.__module__.startswith("kmp.")
-
-
-def _notes_on_outputs(model: keras.Model) -> Iterator[str]:
+        error = str(caught)
+    keeps_dtypes = is_converted or bool(error)
+    rows = tuple(_row(part, plan, keeps_dtypes, reference.get(part.path), candidate.get(part.path)) for part in parts)
+    notes = []
     for operation in dict.fromkeys(output_operations(model)):
         dtype, is_layer = _output_dtype(operation), isinstance(operation, keras.Layer)
         if dtype in DTYPES_16_BIT and not (is_layer and operation.compute_dtype != dtype):
             remedy = "create the layer with dtype='float32'" if is_layer else "use keras.ops.cast(x, 'float32')"
-            yield f"The output of {operation.name!r} is {dtype}, as is what `predict` returns. For float32, {remedy}."
+            notes.append(
+                f"The output of {operation.name!r} is {dtype}, as is what `predict` returns. For float32, {remedy}."
+            )
+    return Audit(model.name, rows, plan, error, tuple(notes))
 
 
-def _compare(
-    model: keras.Model, reference: keras.Model, candidate: keras.Model, batch: Any
-) -> dict[str, tuple[ActivationStatistics, ActivationStatistics]]:
-    """Returns a dict that maps paths to the statistics in float32 and in the candidate."""
-    in_float32, in_candidate = (
-        by_original_path(measure_activations(variant, batch)[1], model, variant) for variant in (reference, candidate)
-    )
-    return {path: (in_float32[path], in_candidate[path]) for path in in_float32 if path in in_candidate}
+def _rebuild_and_measure(
+    model: keras.Model, parts: list[Part], plan: Plan, batch: Any, is_converted: bool
+) -> tuple[Statistics, Statistics]:
+    """Returns the statistics in float32 and in the candidate precision; none without a batch.
+
+    A float32 model with custom classes is rebuilt even without a batch: nothing else shows whether their configs
+    suffice.
+
+    Raises:
+        ValueError: If `kmp.convert` raises it for the model, or the batch does not fit.
+    """
+    if is_quantized(model):
+        return {}, {}
+    check_not_float64(model)
+    classes = {type(model), *(type(part.operation) for part in parts)}
+    has_custom_classes = not all(is_keras_class(cls) or cls.__module__.startswith("kmp.") for cls in classes)
+    if batch is None and (is_converted or not has_custom_classes):
+        return {}, {}
+    with keras_internals.layer_names_restored():
+        rebuilt, rebuilt_operations = clone_model(model, parts, None if is_converted else plan)
+    if batch is None:
+        return {}, {}
+    _, of_model = measure_activations(model, {part.path: part.operation for part in parts}, batch)
+    _, of_rebuilt = measure_activations(rebuilt, rebuilt_operations, batch)
+    return (of_rebuilt, of_model) if is_converted else (of_model, of_rebuilt)
 
 
 def _row(
     part: Part,
     plan: Plan,
     keeps_dtypes: bool,
-    has_own_rule: bool,
-    statistics: tuple[ActivationStatistics, ActivationStatistics] | None,
+    reference: ActivationStatistics | None,
+    candidate: ActivationStatistics | None,
 ) -> Row:
-    layer, output_dtype = part.operation, _output_dtype(part.operation)
-    is_input = isinstance(layer, keras.layers.InputLayer)
-    rule = rule_for(part, plan.compute_dtype) if has_own_rule or is_input else _inherited_rule(part.parent)
-    reason = plan.float32.get(part.path, rule.reason)
-    has_dtypes = part.is_layer and not is_passthrough(layer)
+    layer: Any = part.operation
+    is_input, is_wrapper = isinstance(layer, keras.layers.InputLayer), is_passthrough(layer)
+    has_dtypes = part.is_layer and not is_wrapper
+    output_dtype = _output_dtype(layer)
     compute_dtype = layer.compute_dtype if has_dtypes else output_dtype or ""
-    planned_dtype = compute_dtype if keeps_dtypes else _planned_dtype(part, plan)
+    if part.dtype_from == PARENT:
+        rule = OpRule(FOLLOWS_INPUTS, f"uses the dtype of {part.parent.name}, which creates it")
+    else:
+        rule = rule_for(part, plan.compute_dtype)
+    reason = plan.float32.get(part.path, rule.reason)
+
+    if keeps_dtypes:
+        planned_dtype = compute_dtype
+    elif plan.policy_of(part.path) == FLOAT32.name:
+        planned_dtype = FLOAT32.name
+    elif is_input:
+        planned_dtype = layer.dtype
+    elif not has_dtypes:
+        planned_dtype = FOLLOWS_INPUTS
+    else:
+        is_float = keras.backend.is_float_dtype(layer.compute_dtype)
+        planned_dtype = plan.compute_dtype if is_float else layer.compute_dtype
+
+    measured: dict[str, Any] = {}
+    if reference and candidate:
+        are_finite = candidate.is_finite and reference.is_finite
+        measured = {
+            "amax": reference.amax,
+            "overflow_share": reference.overflow_share,
+            "underflow_share": reference.underflow_share,
+            "relative_error": candidate.relative_error(reference) if are_finite else None,
+            "overflows": reference.is_finite and not candidate.is_finite,
+        }
     return Row(
         path=part.path,
         class_name=type(layer).__name__,
@@ -190,34 +215,8 @@ def _row(
         source=rule.source if reason == rule.reason else "",
         planned_dtype=planned_dtype,
         tensor_cores=() if planned_dtype == FLOAT32.name else tuple(unaligned(layer)),
-        **_measured_fields(*statistics) if statistics else {},
+        **measured,
     )
-
-
-def _inherited_rule(parent: keras.Layer) -> OpRule:
-    return OpRule(FOLLOWS_INPUTS, f"uses the dtype of {parent.name}, which creates it")
-
-
-def _measured_fields(reference: ActivationStatistics, candidate: ActivationStatistics) -> dict[str, Any]:
-    are_finite = candidate.is_finite and reference.is_finite
-    return {
-        "amax": reference.amax,
-        "overflow_share": reference.overflow_share,
-        "underflow_share": reference.underflow_share,
-        "relative_error": candidate.relative_error(reference) if are_finite else None,
-        "overflows": reference.is_finite and not candidate.is_finite,
-    }
-
-
-def _planned_dtype(part: Part, plan: Plan) -> str:
-    if plan.policy_of(part.path) == FLOAT32.name:
-        return FLOAT32.name
-    if isinstance(part.operation, keras.layers.InputLayer):
-        return part.operation.dtype
-    if not part.is_layer or is_passthrough(part.operation):
-        return FOLLOWS_INPUTS
-    is_float = keras.backend.is_float_dtype(part.operation.compute_dtype)
-    return plan.compute_dtype if is_float else part.operation.compute_dtype
 
 
 def _output_dtype(operation: keras.Operation) -> str | None:

@@ -1,35 +1,20 @@
 """Converts a float32 model to mixed precision and back, as a new model with the same architecture and weights."""
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import keras
-import numpy as np
 
 from kmp.backend import compute_dtypes
-from kmp.conversion.activation_statistics import ActivationStatistics, by_original_path, measure_activations
-from kmp.conversion.compile_state_transfer import transfer_compile_state
-from kmp.conversion.constructor_arguments import obstacles_to_dtypes
-from kmp.conversion.model_parts import check_built, check_not_float64, computes_in_16_bits, is_quantized, parts_of
-from kmp.conversion.plan_application import apply_plan, convert_to_float32
-from kmp.conversion.precision_plan import (
-    Plan,
-    complete_plan,
-    configurable_parts,
-    make_plan,
-    unreachable_operations,
-)
+from kmp.conversion.cloning import Operations, clone_model
+from kmp.conversion.compile_state import transfer_compile_state
+from kmp.conversion.measurement import is_finite, measure_activations
+from kmp.conversion.model_parts import INPUTS, PLAN, Part, check_built, check_not_float64, is_quantized, parts_of
+from kmp.conversion.plan import Plan, complete_plan, make_plan
 from kmp.conversion.precision_rules import NEEDS_FLOAT32, rule_for
-from kmp.utils import FLOAT16, validation
+from kmp.utils import DTYPES_16_BIT, FLOAT16, validation
 
 logger = logging.getLogger("kmp")
-
-_UNREACHABLE = (
-    "%s needs float32 but follows its inputs, because the code of %s creates it: %s. Use kmp.layers.Float32(function) "
-    "there."
-)
-_OVERFLOWED = "overflowed with the batch: amax {amax:.3g} in float32"
 
 
 def convert(
@@ -91,17 +76,33 @@ def convert(
     ['float16', 'float32']
     """
     check_built(model)
-    plan = _resolve_plan(model, policy, keep_float32, validation.boolean("float32_layers", float32_layers))
-    if _is_already_converted(model):
+    parts = parts_of(model)
+    validation.boolean("float32_layers", float32_layers)
+    if not isinstance(policy, Plan):
+        plan = make_plan(model, parts, policy, keep_float32, float32_layers)
+    elif keep_float32 is None and float32_layers:
+        plan = complete_plan(policy, parts)
+    else:
+        raise ValueError(
+            "`keep_float32` and `float32_layers` cannot be used with a `kmp.Plan`. Edit the plan's `float32` instead."
+        )
+    if is_quantized(model):
+        logger.warning("%r is quantized and is returned unchanged.", model.name)
         return model
-    for path, obstacle in obstacles_to_dtypes(configurable_parts(model)).items():
-        if path in plan.float32:
-            logger.warning("%s stays float32: %s.", path, obstacle)
-    if float32_layers:
-        _warn_unreachable(model, plan.compute_dtype)
-    converted, plan = (
-        _convert_until_finite(model, plan, batch) if batch is not None else (apply_plan(model, plan), plan)
-    )
+    check_not_float64(model)
+    dtypes = compute_dtypes(model)
+    if dtypes & set(DTYPES_16_BIT):
+        logger.warning(
+            "%r already computes in %s and is returned unchanged. To convert it, call kmp.to_float32(model) first.",
+            model.name,
+            " and ".join(sorted(dtypes)),
+        )
+        return model
+    _log_what_cannot_be_set(parts, plan, float32_layers)
+    if batch is None:
+        converted, _ = clone_model(model, parts, plan)
+    else:
+        converted = _convert_until_finite(model, parts, plan, batch)
     transfer_compile_state(model, converted, scale_loss=plan.compute_dtype == FLOAT16.name)
     return converted
 
@@ -128,104 +129,65 @@ def to_float32(model: keras.Model) -> keras.Model:
     ['float32']
     """
     check_built(model)
-    if _is_quantized(model):
+    if is_quantized(model):
+        logger.warning("%r is quantized and is returned unchanged.", model.name)
         return model
     check_not_float64(model)
-    converted = convert_to_float32(model)
+    converted, _ = clone_model(model, parts_of(model), None)
     transfer_compile_state(model, converted, scale_loss=False)
     return converted
 
 
-def _warn_unreachable(model: keras.Model, dtype: str) -> None:
-    for part in unreachable_operations(parts_of(model)):
-        rule = rule_for(part, dtype)
-        if rule.category == NEEDS_FLOAT32:
-            logger.warning(_UNREACHABLE, part.path, type(part.parent).__name__, rule.reason)
+def _log_what_cannot_be_set(parts: list[Part], plan: Plan, float32_layers: bool) -> None:
+    for part in parts:
+        if part.obstacle and part.path in plan.float32:
+            logger.warning("%s stays float32: %s.", part.path, part.obstacle)
+        if float32_layers and part.dtype_from == INPUTS and not part.is_layer:
+            rule = rule_for(part, plan.compute_dtype)
+            if rule.category == NEEDS_FLOAT32:
+                logger.warning(
+                    "%s needs float32 but follows its inputs, because the code of %s creates it: %s. Use "
+                    "kmp.layers.Float32(function) there.",
+                    part.path,
+                    type(part.parent).__name__,
+                    rule.reason,
+                )
 
 
-def _resolve_plan(model: keras.Model, policy: str | Plan, keep_float32: Any, float32_layers: bool) -> Plan:
-    if not isinstance(policy, Plan):
-        return make_plan(model, policy, keep_float32, float32_layers)
-    if keep_float32 is not None or not float32_layers:
-        raise ValueError(
-            "`keep_float32` and `float32_layers` cannot be used with a `kmp.Plan`. Edit the plan's `float32` instead."
-        )
-    return complete_plan(policy, model)
-
-
-def _is_quantized(model: keras.Model) -> bool:
-    quantized = is_quantized(model)
-    if quantized:
-        logger.warning("%r is quantized and is returned unchanged.", model.name)
-    return quantized
-
-
-def _is_already_converted(model: keras.Model) -> bool:
-    """Returns whether the model is quantized or computes in 16 bits, and logs it."""
-    if _is_quantized(model):
-        return True
-    check_not_float64(model)
-    is_converted = computes_in_16_bits(model)
-    if is_converted:
-        dtypes = " and ".join(sorted(compute_dtypes(model)))
-        message = (
-            "%r already computes in %s and is returned unchanged. To convert it, call kmp.to_float32(model) first."
-        )
-        logger.warning(message, model.name, dtypes)
-    return is_converted
-
-
-def _convert_until_finite(model: keras.Model, plan: Plan, batch: Any) -> tuple[keras.Model, Plan]:
+def _convert_until_finite(model: keras.Model, parts: list[Part], plan: Plan, batch: Any) -> keras.Model:
     """Converts repeatedly, each time with the overflowing layers in float32, until none overflows only in 16 bits."""
-    outputs, reference = measure_activations(model, batch)
-    finite_in_float32 = _all_finite(outputs)
+    operations: Operations = {part.path: part.operation for part in parts}
+    outputs, reference = measure_activations(model, operations, batch)
+    finite_in_float32 = is_finite(outputs)
     if not finite_in_float32:
         logger.warning("With this batch the outputs of %r have NaN or Inf in float32 too.", model.name)
-    paths = [part.path for part in configurable_parts(model)]
+    # A path without its own policy is kept float32 through its closest parent that has one.
+    settable = {part.path for part in parts if part.dtype_from == PLAN}
     while True:
-        converted = apply_plan(model, plan)
-        outputs, statistics = measure_activations(converted, batch)
-        additions = _overflowing_layers(by_original_path(statistics, model, converted), reference, plan, paths)
+        converted, operations = clone_model(model, parts, plan)
+        outputs, statistics = measure_activations(converted, operations, batch)
+        nonfinite = [
+            path
+            for path, measured in statistics.items()
+            if not measured.is_finite and path in reference and reference[path].is_finite
+        ]
+        # All whose float32 output exceeds float16's range; if there are none, the first that is non-finite.
+        out_of_range = [path for path in nonfinite if reference[path].amax > FLOAT16.max]
+        additions: dict[str, str] = {}
+        for candidates in (out_of_range, *([path] for path in nonfinite)):
+            for path in candidates:
+                closest = path
+                while closest and closest not in settable:
+                    closest = closest.rpartition("/")[0]
+                if closest and closest not in plan.float32:
+                    amax = reference[path].amax
+                    additions[closest] = f"overflowed with the batch: amax {amax:.3g} in float32"
+            if additions:
+                break
         if not additions:
-            if finite_in_float32 and not _all_finite(outputs):
+            if finite_in_float32 and not is_finite(outputs):
                 logger.warning("With this batch the outputs of %r have NaN or Inf in %s.", model.name, plan.policy)
-            return converted, plan
+            return converted
         for path, reason in additions.items():
             logger.warning("%s stays float32: it %s.", path, reason)
         plan = Plan(plan.policy, plan.float32 | additions)
-
-
-def _all_finite(outputs: Any) -> bool:
-    return all(np.isfinite(np.asarray(output)).all() for output in keras.tree.flatten(outputs))
-
-
-def _overflowing_layers(
-    statistics: Mapping[str, ActivationStatistics],
-    reference: Mapping[str, ActivationStatistics],
-    plan: Plan,
-    configurable_paths: list[str],
-) -> dict[str, str]:
-    """Returns the paths to add to the plan, with reasons.
-
-    All whose float32 output exceeds float16's range; if there are none, the first whose output is non-finite only in
-    16 bits.
-    """
-    nonfinite = [
-        path
-        for path, measured in statistics.items()
-        if not measured.is_finite and path in reference and reference[path].is_finite
-    ]
-    out_of_range = [path for path in nonfinite if reference[path].amax > FLOAT16.max]
-    for candidates in (out_of_range, *([path] for path in nonfinite)):
-        additions = {}
-        for path in candidates:
-            # A path without its own policy is kept float32 through its closest configurable parent.
-            configurable = next(
-                (prefix for prefix in reversed(configurable_paths) if path == prefix or path.startswith(f"{prefix}/")),
-                None,
-            )
-            if configurable is not None and configurable not in plan.float32:
-                additions[configurable] = _OVERFLOWED.format(amax=reference[path].amax)
-        if additions:
-            return additions
-    return {}

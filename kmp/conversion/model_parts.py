@@ -1,12 +1,30 @@
-"""Lists the layers of a model, and the operations of its functional graphs, each with a path."""
+"""Lists the layers of a model and the operations of its graphs, each with its path and what decides its dtype."""
 
+import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 
-from kmp.backend import compute_dtypes, direct_sublayers, is_keras_class, is_passthrough, sublayers
-from kmp.utils import DTYPES_16_BIT, unique_names
+from kmp.backend import (
+    compute_dtypes,
+    defining_class,
+    direct_sublayers,
+    is_keras_class,
+    is_passthrough,
+    keras_internals,
+    sublayers,
+)
+from kmp.utils import unique_names
+
+WRAPPERS = (keras.layers.Wrapper, keras.layers.Bidirectional, keras.layers.RNN, keras.layers.StackedRNNCells)
+
+PLAN = "plan"
+PARENT = "parent"
+INPUTS = "inputs"
+
+_BASE_ARGUMENTS = ("name", "trainable", "dtype")
 
 
 @dataclass(frozen=True)
@@ -17,32 +35,68 @@ class Part:
         path: Its name, prefixed with the names of the layers and models that contain it, joined by `/`.
         operation: The layer, or the operation of a functional graph, such as that of `keras.ops.exp(x)`.
         parent: The model, nested model, wrapper or layer that directly contains it.
+        dtype_from: What decides its dtype: `PLAN`; `PARENT` for sublayers that Keras' own layers create; or `INPUTS`
+            for input layers, and for operations that custom code creates, which no config contains.
+        obstacle: Why its dtype policy cannot be set, although a plan may name it; may be empty.
     """
 
     path: str
     operation: keras.Operation
     parent: keras.Layer
+    dtype_from: str = PLAN
+    obstacle: str = ""
 
     @property
     def is_layer(self) -> bool:
         """Whether it is a layer, which has its own dtype policy."""
         return isinstance(self.operation, keras.Layer)
 
+    @property
+    def parent_path(self) -> str:
+        """The path of its parent; empty for the model."""
+        return self.path.rpartition("/")[0]
+
 
 def parts_of(model: keras.Model) -> list[Part]:
     """Returns all layers and operations of a model: in graph order, parents before children, shared ones once."""
     parts: dict[int, Part] = {}
 
-    def walk(parent: keras.Layer, prefix: str) -> None:
-        children = _children(parent)
+    def walk(parent: keras.Layer, prefix: str, is_created_by_keras: bool) -> None:
+        children = children_of(parent)
+        is_in_config = bool(children) and _config_contains_sublayers(parent)
+        takes_sublayers = isinstance(parent, (keras.Model, *WRAPPERS))
+        is_created_by_keras |= is_keras_class(type(parent)) and not takes_sublayers
         for name, operation in zip(unique_names(child.name for child in children), children, strict=True):
-            if id(operation) not in parts:
-                parts[id(operation)] = Part(prefix + name, operation, parent)
-                if isinstance(operation, keras.Layer):
-                    walk(operation, f"{prefix}{name}/")
+            if id(operation) in parts:
+                continue
+            is_layer = isinstance(operation, keras.Layer)
+            if is_created_by_keras:
+                dtype_from = PARENT
+            elif isinstance(operation, keras.layers.InputLayer) or not (is_layer or is_in_config):
+                dtype_from = INPUTS
+            else:
+                dtype_from = PLAN
+            obstacle = _obstacle_to_dtype(operation, is_in_config) if dtype_from == PLAN and is_layer else ""
+            parts[id(operation)] = Part(prefix + name, operation, parent, dtype_from, obstacle)
+            if is_layer:
+                walk(operation, f"{prefix}{name}/", is_created_by_keras)
 
-    walk(model, "")
+    walk(model, "", False)
     return list(parts.values())
+
+
+def children_of(parent: keras.Layer) -> list[keras.Operation]:
+    """Returns the operations of a functional model in graph order, and the direct sublayers of any layer."""
+    operations = parent.operations if is_graph(parent) else []
+    return list({id(child): child for child in (*operations, *direct_sublayers(parent))}.values())
+
+
+def output_operations(model: keras.Model) -> Iterator[keras.Operation]:
+    """Yields the operations that produce a model's outputs; none for a subclassed model, which Keras does not trace."""
+    for tensor in keras_internals.graph_tensors(model, "outputs"):
+        operation = keras_internals.producer_of(tensor)
+        nested = list(output_operations(operation)) if isinstance(operation, keras.Model) else []
+        yield from nested or [operation]
 
 
 def check_built(model: Any) -> None:
@@ -67,29 +121,6 @@ def check_built(model: Any) -> None:
         )
 
 
-def is_quantized(model: keras.Model) -> bool:
-    """Whether any layer of a model is quantized."""
-    return any(getattr(layer, "quantization_mode", None) for layer in sublayers(model))
-
-
-def computes_in_16_bits(model: keras.Model) -> bool:
-    """Whether any layer of a model computes in float16 or bfloat16."""
-    return bool(compute_dtypes(model) & set(DTYPES_16_BIT))
-
-
-def is_graph(layer: keras.Operation) -> bool:
-    """Whether a layer is a functional model, whose operations and their connections are known."""
-    return isinstance(layer, keras.Model) and hasattr(layer, "operations")
-
-
-def config_contains_sublayers(layer: keras.Layer) -> bool:
-    """Whether the config of a layer contains those of its sublayers, which are not created in custom code then."""
-    try:
-        return is_keras_class(type(layer)) or "layers" in layer.get_config()
-    except Exception:  # custom code may raise anything; cloning the model reports it
-        return False
-
-
 def check_not_float64(model: keras.Model) -> None:
     """Checks that no layer of a model computes in float64.
 
@@ -100,6 +131,51 @@ def check_not_float64(model: keras.Model) -> None:
         raise ValueError(f"{model.name!r} computes in float64: conversion would round its weights to float32.")
 
 
-def _children(parent: keras.Layer) -> list[keras.Operation]:
-    operations = parent.operations if is_graph(parent) else []
-    return list({id(child): child for child in (*operations, *direct_sublayers(parent))}.values())
+def is_quantized(model: keras.Model) -> bool:
+    """Whether any layer of a model is quantized."""
+    return any(getattr(layer, "quantization_mode", None) for layer in sublayers(model))
+
+
+def is_graph(layer: keras.Operation) -> bool:
+    """Whether a layer is a functional model, whose operations and their connections are known."""
+    return isinstance(layer, keras.Model) and hasattr(layer, "operations")
+
+
+def refused_arguments(layer: keras.Layer) -> set[str]:
+    """Returns which of `name`, `trainable` and `dtype` the `__init__` of a layer does not take.
+
+    `keras.Layer.get_config` returns all three, and Keras' `from_config` passes them to `__init__`. Empty if the class
+    has its own `from_config`, which may omit them.
+    """
+    if is_graph(layer) or not is_keras_class(defining_class(type(layer), "from_config")):
+        return set()
+    parameters = inspect.signature(type(layer).__init__).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return set()
+    return set(_BASE_ARGUMENTS) - set(parameters)
+
+
+def _config_contains_sublayers(layer: keras.Layer) -> bool:
+    """Whether the config of a layer contains those of its sublayers, which are not created in custom code then."""
+    try:
+        return is_keras_class(type(layer)) or "layers" in layer.get_config()
+    except Exception:  # custom code may raise anything; cloning the model reports it
+        return False
+
+
+def _obstacle_to_dtype(layer: keras.Layer, is_in_config: bool) -> str:
+    """Returns why the dtype policy of a layer cannot be set so that a saved model keeps it; empty if it can.
+
+    It can be set on models, and on sublayers that a custom layer creates in code: these use the global policy.
+    """
+    if is_keras_class(type(layer)) or isinstance(layer, keras.Model):
+        return ""
+    try:
+        config = layer.get_config() or {}
+    except Exception:  # custom code may raise anything; cloning the model reports it
+        return ""
+    if "dtype" not in config:
+        return "its config has no `dtype`, so its policy cannot be set"
+    if is_in_config and "dtype" in refused_arguments(layer):
+        return "its `__init__` takes no `dtype`, so its policy cannot be set"
+    return ""

@@ -1,6 +1,6 @@
 """Precision rules: which layers and operations need float32 under a float16 policy, why, and by which source.
 
-`precision_plan.make_plan` applies them to a model.
+`plan.make_plan` applies them to a model.
 
 The rules follow what Keras' code computes. Layers that compute critical steps in float32 themselves, such as
 `BatchNormalization`, may run in float16.

@@ -74,9 +74,30 @@ def test_compile_arguments_are_the_objects_that_compile_got():
     assert arguments["run_eagerly"] is True
 
 
-def test_lambda_output_shape_is_the_one_that_was_given():
-    assert keras_internals.lambda_output_shape(keras.layers.Lambda(ops.abs, output_shape=(3,))) == (3,)
-    assert keras_internals.lambda_output_shape(keras.layers.Lambda(ops.abs)) is None
+def test_functional_outputs_are_those_of_the_replaced_operations_and_call_shared_ones_again():
+    inputs, shared, outputs = layer_called_twice()
+    model = keras.Model(inputs, outputs)
+    copies = {}
+
+    def replace(operation):
+        is_layer = isinstance(operation, keras.Layer)
+        return copies.setdefault(
+            operation, keras.layers.Dense(2) if is_layer else keras_internals.unconnected_copy(operation)
+        )
+
+    replaced = keras_internals.functional_outputs(model, keras.Input((4,)), replace)
+    assert [output.shape for output in replaced] == [(None, 2), (None, 2)]
+    assert len(copies) == 2
+    assert len(keras_internals.calls_of(copies[shared])) == 2
+
+
+def test_unconnected_copy_of_an_operation_shares_its_arguments_and_is_in_no_graph():
+    operation = keras_internals.producer_of(ops.sum(keras.Input((4,)), axis=-1))
+    copy = keras_internals.unconnected_copy(operation)
+    assert (type(copy), copy.name, copy.axis) == (type(operation), operation.name, operation.axis)
+    assert keras_internals.calls_of(copy) == []
+    copy(keras.Input((4,)))
+    assert len(keras_internals.calls_of(operation)) == 1
 
 
 def test_is_symbolic_while_keras_computes_output_shapes_only():

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy as np
 from keras import ops
 
 from kmp.backend import instance_attribute, state_restored
-from kmp.conversion.model_parts import Part, parts_of
 from kmp.utils import FLOAT16, user_messages
 
 
@@ -55,18 +54,22 @@ class ActivationStatistics:
         """
         if [value.shape for value in self.values] != [value.shape for value in reference.values]:
             return float("nan")
-        squared_error = sum(_square_sum(a - b) for a, b in zip(self.values, reference.values, strict=True))
-        squared_norm = sum(map(_square_sum, reference.values))
+        pairs = zip(self.values, reference.values, strict=True)
+        squared_error = sum(float(np.sum(np.square(a - b, dtype=np.float64))) for a, b in pairs)
+        squared_norm = sum(float(np.sum(np.square(value, dtype=np.float64))) for value in reference.values)
         return float(np.sqrt(squared_error / squared_norm)) if squared_norm else float(squared_error > 0)
 
 
-def measure_activations(model: keras.Model, batch: Any) -> tuple[Any, dict[str, ActivationStatistics]]:
-    """Runs a model eagerly on a batch, in inference mode, and measures the output of each layer and operation.
+def measure_activations(
+    model: keras.Model, operations: Mapping[str, keras.Operation], batch: Any
+) -> tuple[Any, dict[str, ActivationStatistics]]:
+    """Runs a model eagerly on a batch, in inference mode, and measures the outputs of its layers and operations.
 
-    `state_restored` restores the model's state afterwards.
+    The model's state is restored afterwards.
 
     Args:
         model: A built model.
+        operations: Its layers and operations by path.
         batch: The input that the model is called with.
 
     Returns:
@@ -76,10 +79,24 @@ def measure_activations(model: keras.Model, batch: Any) -> tuple[Any, dict[str, 
         ValueError: If the batch does not fit the model.
     """
     recorded: dict[str, list[np.ndarray]] = {}
+
+    def recording(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def recording_call(*args: Any, **kwargs: Any) -> Any:
+            outputs = call(*args, **kwargs)
+            values = recorded.setdefault(path, [])
+            for output in keras.tree.flatten(outputs):
+                is_float = ops.is_tensor(output) and keras.backend.is_float_dtype(output.dtype)
+                if is_float and hasattr(output, "numpy"):  # not in a traced function
+                    values.append(np.asarray(ops.cast(output, "float32")))
+            return outputs
+
+        return recording_call
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(state_restored(model))
-        for part in parts_of(model):
-            stack.enter_context(_recording(part, recorded))
+        for path, operation in operations.items():
+            stack.enter_context(instance_attribute(operation, "call", recording(path, operation.call)))
         with user_messages.naming_argument(
             "batch", f"{type(model).__name__} {model.name!r} (pass only the model's inputs, no targets)"
         ):
@@ -87,36 +104,6 @@ def measure_activations(model: keras.Model, batch: Any) -> tuple[Any, dict[str, 
     return outputs, {path: ActivationStatistics.of(tuple(values)) for path, values in recorded.items() if values}
 
 
-def by_original_path(
-    statistics: Mapping[str, ActivationStatistics], original: keras.Model, converted: keras.Model
-) -> dict[str, ActivationStatistics]:
-    """Replaces the paths of a converted model by those of the original, where sublayers may have other names."""
-    original_paths = {
-        after.path: before.path for before, after in zip(parts_of(original), parts_of(converted), strict=True)
-    }
-    return {original_paths[path]: value for path, value in statistics.items()}
-
-
-@contextlib.contextmanager
-def _recording(part: Part, recorded: dict[str, list[np.ndarray]]) -> Iterator[None]:
-    original_call = part.operation.call
-
-    @functools.wraps(original_call)
-    def recording_call(*args: Any, **kwargs: Any) -> Any:
-        outputs = original_call(*args, **kwargs)
-        values = recorded.setdefault(part.path, [])
-        values += [
-            np.asarray(ops.cast(output, "float32")) for output in keras.tree.flatten(outputs) if _is_eager_float(output)
-        ]
-        return outputs
-
-    with instance_attribute(part.operation, "call", recording_call):
-        yield
-
-
-def _is_eager_float(value: Any) -> bool:
-    return ops.is_tensor(value) and keras.backend.is_float_dtype(value.dtype) and hasattr(value, "numpy")
-
-
-def _square_sum(values: np.ndarray) -> float:
-    return float(np.sum(np.square(values, dtype=np.float64)))
+def is_finite(outputs: Any) -> bool:
+    """Whether no element of a model's outputs is NaN or Inf."""
+    return all(np.isfinite(np.asarray(output)).all() for output in keras.tree.flatten(outputs))

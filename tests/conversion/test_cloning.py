@@ -9,12 +9,12 @@ import pytest
 from keras import layers, ops
 
 import kmp
-from kmp.conversion.model_cloning import clone_model
+from kmp.conversion.cloning import clone_model
 from kmp.conversion.model_parts import parts_of
 
 
-def from_same_config(original, config):
-    return type(original).from_config(config)
+def clone_of(model):
+    return clone_model(model, parts_of(model), None)[0]
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def from_same_config(original, config):
 )
 def test_clone_has_the_same_outputs_and_shares_no_layer(make):
     model, batch = make()
-    clone = clone_model(model, from_same_config, "float32")
+    clone = clone_of(model)
     for output, expected in zip(*(keras.tree.flatten(variant(batch)) for variant in (clone, model)), strict=True):
         np.testing.assert_array_equal(output, expected)
     assert not {id(part.operation) for part in parts_of(clone)} & {id(part.operation) for part in parts_of(model)}
@@ -32,16 +32,18 @@ def test_clone_has_the_same_outputs_and_shares_no_layer(make):
 
 def test_get_config_of_the_original_layers_is_restored():
     model, _ = models.classifier()
-    clone_model(model, from_same_config, "float32")
+    clone_of(model)
     assert all("get_config" not in vars(layer) for layer in (model, *model.layers))
 
 
 def test_global_policy_is_restored_after_an_error():
-    def fail(original, config):
-        raise RuntimeError("no")
+    class Fails(layers.Layer):
+        @classmethod
+        def from_config(cls, config):
+            raise RuntimeError("no")
 
     with pytest.raises(ValueError, match="cannot be rebuilt from its config: no\\. It "):
-        clone_model(models.classifier()[0], fail, "mixed_float16")
+        kmp.convert(keras.Sequential([keras.Input((4,)), Fails(), layers.Dense(2)]))
     assert keras.config.dtype_policy().name == "float32"
 
 
@@ -60,12 +62,12 @@ def test_config_with_missing_arguments_is_an_error():
 
     inputs = keras.Input((4,))
     with pytest.raises(ValueError, match="has different variables: its `get_config`"):
-        clone_model(keras.Model(inputs, MissingUnits(3)(inputs)), from_same_config, "float32")
+        clone_of(keras.Model(inputs, MissingUnits(3)(inputs)))
 
 
 def test_vocabulary_and_adapted_statistics_are_copied():
     model, batch = models.preprocessing()
-    clone = clone_model(model, from_same_config, "float32")
+    clone = clone_of(model)
     original_lookup, cloned_lookup = (
         next(layer for layer in variant.layers if isinstance(layer, layers.StringLookup)) for variant in (model, clone)
     )
@@ -84,14 +86,14 @@ FUNCTIONS = pytest.mark.parametrize("function", [lambda values: 2 * values, twic
 def test_function_among_the_arguments_of_an_operation_is_kept(function):
     inputs = keras.Input((4,))
     model = keras.Model(inputs, ops.map(function, inputs))
-    clone = clone_model(model, from_same_config, "float32")
+    clone = clone_of(model)
     np.testing.assert_array_equal(clone(np.ones((2, 4))), np.full((2, 4), 2.0))
 
 
 @FUNCTIONS
 def test_function_of_text_vectorization_is_kept(function):
     vectorization = layers.TextVectorization(vocabulary=["a"], standardize=function)
-    clone = clone_model(keras.Sequential([keras.Input((), dtype="string"), vectorization]), from_same_config, "float32")
+    clone = clone_of(keras.Sequential([keras.Input((), dtype="string"), vectorization]))
     assert clone.layers[0].get_config()["standardize"] is function
 
 
@@ -109,7 +111,7 @@ def test_saved_model_layer_is_float32_and_its_file_is_loaded_again(tmp_path):
 def test_cloning_draws_no_seeds():
     model, _ = models.classifier()
     random.seed(0)
-    clone_model(model, from_same_config, "float32")
+    clone_of(model)
     drawn = random.random()
     random.seed(0)
     assert drawn == random.random()
@@ -161,5 +163,105 @@ def test_code_in_a_file_that_was_loaded_in_safe_mode_is_not_deserialized(tmp_pat
 def test_config_with_the_tag_of_a_clone_is_left_unchanged(tmp_path):
     layer = RenamedArgument(callback={"class_name": "x", "config": {"kmp_rebuild": "kmp_rebuild_99"}, "module": "y"})
     layer.get_config = lambda: RenamedArgument.get_config(layer) | {"function": None, "callback": layer.function}
-    clone = clone_model(keras.Sequential([keras.Input((4,)), layer]), from_same_config, "float32")
+    clone = clone_of(keras.Sequential([keras.Input((4,)), layer]))
     assert clone.layers[0].function["class_name"] == "x"
+
+
+class SavesAnother(layers.Layer):
+    """Saves another model while it is converted, as another thread may do."""
+
+    def __init__(self, another=None, path=None, **kwargs):
+        super().__init__(**kwargs)
+        self.save = lambda: another.save(path) if another else None
+
+    def call(self, inputs):
+        return inputs
+
+    def get_config(self):
+        self.save()
+        return super().get_config()
+
+
+def test_model_saved_while_another_one_is_converted_is_saved_as_by_keras(tmp_path):
+    another = keras.Sequential([keras.Input((4,)), layers.Dense(1, activation=twice)])
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Lambda(lambda x: 2 * x), SavesAnother(another, tmp_path / "during.keras")]
+    )
+    another.save(tmp_path / "before.keras")
+    kmp.convert(model)
+    before, during = (
+        json.loads(zipfile.ZipFile(tmp_path / name).read("config.json")) for name in ("before.keras", "during.keras")
+    )
+    assert during == before
+
+
+def nested_pair(kinds):
+    """Two nested models that share a layer, one after the other."""
+    shared, nested = layers.Dense(4, name="shared"), []
+    for name, kind in zip(("first", "second"), kinds, strict=True):
+        if kind == "sequential":
+            nested.append(keras.Sequential([keras.Input((4,)), shared, layers.ReLU()], name=name))
+        else:
+            inputs = keras.Input((4,))
+            nested.append(keras.Model(inputs, ops.relu(shared(inputs)), name=name))
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, layers.Dense(2, name="end")(nested[1](nested[0](inputs))))
+
+
+@pytest.mark.parametrize("kinds", [("sequential", "functional"), ("functional", "sequential"), ("functional",) * 2])
+def test_layer_shared_by_two_nested_models_stays_shared(kinds):
+    model = nested_pair(kinds)
+    converted = kmp.convert(model)
+    first, second = converted.get_layer("first"), converted.get_layer("second")
+    assert first.get_layer("shared") is second.get_layer("shared")
+    assert first.get_layer("shared").compute_dtype == "float16"
+    batch = np.ones((2, 4), "float32")
+    np.testing.assert_allclose(converted(batch), model(batch), atol=1e-2)
+    np.testing.assert_array_equal(kmp.to_float32(converted)(batch), model(batch))
+
+
+def test_layer_wrapped_twice_stays_shared():
+    shared = layers.Dense(4, name="shared")
+    inputs = keras.Input((3, 4))
+    wrapped = [layers.TimeDistributed(shared, name="one"), layers.TimeDistributed(shared, name="two")]
+    converted = kmp.convert(keras.Model(inputs, wrapped[1](wrapped[0](inputs))))
+    assert converted.get_layer("one").layer is converted.get_layer("two").layer
+
+
+def test_layer_with_a_function_inside_a_wrapper_keeps_it_with_its_closure():
+    factor = np.arange(4.0, dtype="float32")
+    inside = layers.Dense(4, kernel_initializer="identity", activation=lambda x: x * factor)
+    model = keras.Sequential([keras.Input((3, 4)), layers.TimeDistributed(inside), layers.Dense(2)])
+    clone = clone_of(model)
+    assert clone.layers[0].layer.activation is inside.activation
+    np.testing.assert_array_equal(clone(np.ones((2, 3, 4))), model(np.ones((2, 3, 4))))
+
+
+def test_functional_subclass_keeps_its_class_and_its_other_arguments():
+    class Labeled(keras.Model):
+        def __init__(self, inputs, outputs, name=None, **kwargs):
+            label = kwargs.pop("label", "")
+            super().__init__(inputs, outputs, name=name, **kwargs)
+            self.label = label
+
+        def get_config(self):
+            return super().get_config() | {"label": self.label}
+
+    inputs = keras.Input((4,))
+    model = Labeled(inputs, layers.Dense(2)(ops.exp(layers.Dense(4)(inputs))), name="named", label="mine")
+    converted = kmp.convert(model)
+    assert (type(converted), converted.name, converted.label) == (Labeled, "named", "mine")
+    assert [operation.name for operation in converted.operations] == [operation.name for operation in model.operations]
+
+
+@pytest.mark.parametrize("rnn", [layers.GRU, layers.LSTM])
+def test_states_of_a_stateful_bidirectional_layer_are_copied(rnn):
+    recurrent = layers.Bidirectional(rnn(4, stateful=True))
+    model = keras.Sequential([keras.Input(batch_shape=(2, 3, 4)), recurrent, layers.Dense(1)])
+    batch = np.random.default_rng(0).normal(size=(2, 3, 4)).astype("float32")
+    model(batch)  # the states of the next batch
+    converted = kmp.convert(model)
+    restored = kmp.to_float32(converted)
+    expected = model(batch)
+    np.testing.assert_allclose(converted(batch), expected, atol=1e-2)
+    np.testing.assert_array_equal(restored(batch), expected)

@@ -1,22 +1,23 @@
+import os
+
 import keras
 import models
 import pytest
 from keras import layers
 
 import kmp
-from kmp.conversion.precision_plan import Plan, make_plan
+from kmp.conversion import Plan
 
 
-def float32_in(model, **options):
-    return make_plan(model, "mixed_float16", **options).float32
+def float32_in(model, policy="mixed_float16"):
+    return kmp.audit(model, policy=policy).plan.float32
 
 
 def test_each_float32_layer_has_a_reason():
     model = keras.Sequential(
         [keras.Input((4,)), layers.Dense(4), layers.Softmax(name="inner"), layers.Dense(2, name="end")]
     )
-    assert float32_in(model, keep_float32="dense*") == {
-        model.layers[0].name: "selected by keep_float32",
+    assert float32_in(model) == {
         "inner": "exp, sum and division: float16 flushes small probabilities to zero",
         "end": "model output: float16 would round it to 11 bits",
     }
@@ -58,8 +59,8 @@ def test_layer_without_a_dtype_in_its_config_stays_float32():
 def test_policies_without_float32_weights_keep_batch_normalization_float32():
     model, _ = models.classifier()
     name = next(layer.name for layer in model.layers if isinstance(layer, layers.BatchNormalization))
-    assert name in make_plan(model, "float16").float32
-    assert name not in make_plan(model, "mixed_float16").float32
+    assert name in float32_in(model, "float16")
+    assert name not in float32_in(model)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,25 @@ def test_invalid_plan_file_is_an_error(tmp_path, text):
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(ValueError, match="plan.json is not a valid plan"):
         Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"policy": "float16", "float32": {"a": "why"}, "float32": {}}', "the key 'float32' is repeated"),
+        ('{"policy": "float16", "float32": ' + "[" * 100_000 + "]" * 100_000 + "}", "it is nested too deeply"),
+        (None, "it is not a regular file"),
+    ],
+    ids=["repeated key", "nested", "pipe"],
+)
+def test_plan_file_that_would_lose_entries_recurse_or_block_is_an_error_of_one_line(tmp_path, text, reason):
+    path = tmp_path / "plan.json"
+    if text is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=f"plan.json is not a valid plan: {reason}$"):
+        Plan.load(path)
 
 
 def test_path_of_the_wrong_type_raises():

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from kmp.conversion.activation_statistics import ActivationStatistics, measure_activations
+from kmp.conversion.measurement import ActivationStatistics, measure_activations
 
 
 def statistics_of(*values):
@@ -27,7 +27,9 @@ def test_measuring_records_each_output_and_leaves_the_model_unchanged():
     x = layers.Dense(2, kernel_initializer="ones", name="dense")(inputs)
     model = keras.Model(inputs, keras.ops.exp(x))
     attributes_before = [dict(vars(operation)).keys() for operation in model.operations]
-    outputs, statistics = measure_activations(model, np.array([[1.0, 2.0]], np.float32))
+    outputs, statistics = measure_activations(
+        model, {operation.name: operation for operation in model.operations}, np.array([[1.0, 2.0]], np.float32)
+    )
     np.testing.assert_array_equal(statistics["dense"].values[0], [[3.0, 3.0]])
     np.testing.assert_allclose(outputs, np.exp([[3.0, 3.0]]), rtol=1e-6)
     assert list(statistics)[-2] == "dense"

@@ -1,0 +1,370 @@
+"""Clones a model with the dtype policies of a plan, or in float32, and copies its weights."""
+
+import contextlib
+import inspect
+import random
+import re
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+from keras import ops
+
+from kmp import layers
+from kmp.backend import (
+    defining_class,
+    functional_outputs,
+    is_keras_class,
+    keras_internals,
+    rnn_states,
+    sublayers,
+    unconnected_copy,
+)
+from kmp.conversion.model_parts import Part, children_of, is_graph, refused_arguments
+from kmp.conversion.plan import Plan
+from kmp.layers import Float32Operation
+from kmp.utils import DTYPES_16_BIT, FLOAT32
+
+Config = dict[str, Any]
+Operations = dict[str, keras.Operation]
+
+_KERAS_CLASSES = {layers.Softmax: keras.layers.Softmax, layers.BatchNormalization: keras.layers.BatchNormalization}
+_KMP_CLASSES = {keras.layers.BatchNormalization: layers.BatchNormalization}
+_WITHOUT_DESERIALIZATION = (keras.Operation, keras.Layer, keras.Model)  # their `from_config` passes on all values
+_warnings_lock = threading.RLock()
+_GRAPH_KEYS = ("layers", "input_layers", "output_layers")
+
+
+def clone_model(model: keras.Model, parts: list[Part], plan: Plan | None) -> tuple[keras.Model, Operations]:
+    """Returns a new model with the same structure and weights. The given model is not changed.
+
+    Functional and Sequential models are connected again, call by call. Every other layer is created from its
+    `get_config`, in which its sublayers are replaced by their clones, and functions by those of the original. So no
+    class has to be registered, shared layers stay shared, and a lambda keeps its closure. Everything else in a config
+    is deserialized in safe mode: it must not run code that `keras.models.load_model` has not run.
+
+    `keras.models.clone_model` does not suffice: it compiles the clone from a config, which needs registered functions,
+    and it cannot clone subclassed models, custom constructors, and the layers in wrappers.
+
+    Args:
+        model: A built model.
+        parts: Its parts.
+        plan: The dtype policies. `keras.layers.BatchNormalization` is replaced by kmp's, except where the policy keeps
+            weights in 16 bits. `None` for float32, with Keras' own layers in place of kmp's.
+
+    Returns:
+        The clone, and the layers and operations in it by the path of the original.
+
+    Raises:
+        ValueError: If the model or one of its layers cannot be rebuilt from its config. The message names it.
+    """
+    cloning = _Cloning(model, parts, plan)
+    reasons = layers.reason_for_float32
+    kept = {type(p.operation) for p in parts if plan and p.path in plan.float32 and reasons(p.operation, cloning.dtype)}
+    # Code of custom classes may call the layers that it creates at once: their policies cannot be set later.
+    in_float32 = layers.only_in_float32(kept) if plan else contextlib.nullcontext()
+    random_state = random.getstate()  # Keras draws seeds from it, but the initial values are overwritten
+    try:
+        with in_float32, _global_policy(cloning.policy), model.distribute_strategy.scope():
+            clone = cloning.clone_of(model)
+    except _CloneError as error:
+        raise ValueError(str(error)) from error.__cause__
+    finally:
+        random.setstate(random_state)
+    cloning.set_policies(model, clone)  # of sublayers that are created in `build`
+    pairs = list(cloning.pairs(model, clone))
+    _copy_state(model, clone, pairs)
+    return clone, {cloning.paths[id(original)]: copy for original, copy in pairs if id(original) in cloning.paths}
+
+
+class _CloneError(ValueError):
+    """Names the layer that cannot be rebuilt. Its parents re-raise it unchanged."""
+
+
+class _Reference:
+    """In a config, Keras deserializes it as an existing object."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def from_config(self, config: Config) -> Any:
+        return self._value
+
+
+class _Cloning:
+    """The clones of the layers and operations of one model. Shared ones are cloned once."""
+
+    def __init__(self, model: keras.Model, parts: list[Part], plan: Plan | None) -> None:
+        self.paths = {id(model): ""} | {id(part.operation): part.path for part in parts}
+        self.policy = plan.policy if plan else FLOAT32.name
+        self.dtype = plan.compute_dtype if plan else FLOAT32.name
+        self._plan = plan
+        self._clones: dict[int, keras.Operation] = {}
+        self._connected: set[int] = set()  # the models whose layers were connected again, call by call
+        # Removed from the plan by the user, although the class is listed as one that needs float32.
+        self._edited = [
+            part.path
+            for part in parts
+            if plan
+            and plan.policy_of(part.path) != FLOAT32.name
+            and layers.reason_for_float32(part.operation, self.dtype)
+        ]
+
+    def clone_of(self, original: keras.Operation) -> Any:
+        """Returns the clone of a layer, operation or model, which is created at the first call."""
+        if id(original) not in self._clones:
+            try:
+                if not isinstance(original, keras.Layer):
+                    clone = self._clone_operation(original)
+                elif isinstance(original, keras.layers.InputLayer):
+                    clone = self._clone_input(original)
+                elif (arguments := _arguments_of_graph(original)) is not None:
+                    clone = self._clone_graph(original, arguments)
+                    self._connected.add(id(original))
+                else:
+                    clone = self._clone_layer(original)
+                    self.set_policies(original, clone)
+            except _CloneError:
+                raise
+            except Exception as error:
+                raise _CloneError(_clone_error_message(original, error)) from error
+            self._clones[id(original)] = clone
+        return self._clones[id(original)]
+
+    def pairs(
+        self, original: keras.Operation, clone: keras.Operation
+    ) -> Iterator[tuple[keras.Operation, keras.Operation]]:
+        """Yields an original and its clone, then their sublayers: parents first, shared ones once.
+
+        Sublayers that are not connected in a graph are matched by order: layers copy the ones that they get, as
+        `Bidirectional` does, or create their own, whose names may differ.
+        """
+        seen: set[int] = set()
+
+        def walk(before: Any, after: Any) -> Iterator[tuple[keras.Operation, keras.Operation]]:
+            if id(before) in seen:
+                return
+            seen.add(id(before))
+            yield before, after
+            if isinstance(before, layers.Float32) and not isinstance(after, layers.Float32):
+                yield from walk(before.layer, after)  # `to_float32` replaced it by the layer that it wraps
+            elif isinstance(before, keras.Layer):
+                children = children_of(before)
+                if id(before) in self._connected:
+                    copies = [self._clones[id(child)] for child in children]
+                else:
+                    copies = children_of(after)  # `build` may create some later
+                for child, copy in zip(children, copies, strict=False):
+                    yield from walk(child, copy)
+
+        yield from walk(original, clone)
+
+    def set_policies(self, original: keras.Layer, clone: keras.Layer) -> None:
+        """Sets the plan's policies on a clone and the sublayers that it created itself.
+
+        A policy of 16 bits is set only on what the user removed from the plan: others have it, or their class chose
+        another one.
+        """
+        for before, after in self.pairs(original, clone):
+            if not isinstance(after, keras.Layer) or not keras.backend.is_float_dtype(after.compute_dtype):
+                continue
+            path = self.paths.get(id(before), self.paths[id(original)])
+            is_inside = any(path.startswith(f"{edited}/") for edited in self._edited)
+            policy = self._policy_of(path)
+            if policy == FLOAT32.name or path in self._edited or (is_inside and before.weights):
+                dtype = policy.removeprefix("mixed_")
+                if after.compute_dtype != dtype:
+                    after.dtype_policy = policy
+
+    def _policy_of(self, path: str) -> str:
+        return self._plan.policy_of(path) if self._plan else FLOAT32.name
+
+    def _clone_operation(self, original: keras.Operation) -> keras.Operation:
+        if self._plan is None and isinstance(original, Float32Operation):
+            clone = unconnected_copy(original.operation)
+            clone.name = original.name
+            return clone
+        clone = unconnected_copy(original)
+        is_float32 = self._plan and self._policy_of(self.paths[id(original)]) == FLOAT32.name
+        if is_float32 and not isinstance(original, Float32Operation):
+            return Float32Operation(clone, name=original.name)
+        return clone
+
+    def _clone_input(self, original: keras.layers.InputLayer) -> keras.Layer:
+        config = original.get_config()
+        if self._plan is None and original.dtype in DTYPES_16_BIT:  # Keras creates the input of a Sequential in 16 bits
+            config["dtype"] = FLOAT32.name
+        with _global_policy(FLOAT32.name):
+            return type(original).from_config(config)
+
+    def _clone_graph(self, original: keras.Model, arguments: Config) -> keras.Model:
+        if isinstance(original, keras.Sequential):
+            return type(original)([self.clone_of(layer) for layer in children_of(original)], name=original.name)
+        inputs = keras.tree.map_structure(
+            lambda tensor: self.clone_of(keras_internals.producer_of(tensor)).output, original.input
+        )
+        outputs = functional_outputs(original, inputs, self.clone_of)
+        return type(original)(inputs=inputs, outputs=outputs, name=original.name, **arguments)
+
+    def _clone_layer(self, original: Any) -> keras.Layer:
+        policy = self._policy_of(self.paths.get(id(original), ""))
+        is_float = keras.backend.is_float_dtype(original.compute_dtype)
+        dtype = {"dtype": policy} if is_float else {}
+        if isinstance(original, layers.Float32) and self._plan is None:
+            if isinstance(original.layer, keras.Layer):
+                clone = self.clone_of(original.layer)
+                clone.name = original.name
+                return clone
+            return keras.layers.Lambda(original.layer, name=original.name, trainable=original.trainable, **dtype)
+
+        if isinstance(original, layers.Float32) and not isinstance(original.layer, keras.Layer):
+            # Its config needs the source of a lambda, which an interactive session does not have.
+            return type(original)(**keras.Layer.get_config(original) | dtype | {"layer": original.layer})
+        new_class: Any = type(original)
+        if self._plan is None:
+            new_class = _KERAS_CLASSES.get(new_class, new_class)
+        elif policy not in DTYPES_16_BIT:  # "float16" and "bfloat16" keep all weights in 16 bits
+            new_class = _KMP_CLASSES.get(new_class, new_class)
+        config = _config_of(original)
+        if "dtype" in config:
+            config |= dtype
+        if isinstance(original, keras.layers.TFSMLayer):  # safe mode refuses its config, even that of a layer in use
+            return new_class(**config)
+        refused = refused_arguments(original)
+        config, references = self._with_references(original, config)
+        with _global_policy(policy), keras.saving.custom_object_scope(references):
+            clone = new_class.from_config({key: value for key, value in config.items() if key not in refused})
+        if "name" in refused:
+            clone.name = original.name
+        if isinstance(original, keras.Model) and not clone.built and original.get_build_config():
+            clone.build_from_config(original.get_build_config())
+        return clone
+
+    def _with_references(self, original: keras.Layer, config: Config) -> tuple[Config, dict[str, _Reference]]:
+        """Returns a config that refers to clones of sublayers and to functions of the original, and the references.
+
+        Settings such as initializers, which may be unregistered too, are those of the original like functions.
+        """
+        children = children_of(original)
+        references: dict[str, _Reference] = {}
+        has_own_from_config = defining_class(type(original), "from_config") not in _WITHOUT_DESERIALIZATION
+
+        def refer_to(value: Any) -> Config:
+            name = f"kmp_reference_{len(references)}"
+            references[name] = _Reference(value)
+            return {"module": None, "class_name": name, "config": {}, "registered_name": name}
+
+        def with_sublayers(value: Any) -> Any:
+            if isinstance(value, keras.Operation):
+                return self.clone_of(value)
+            if isinstance(value, list | tuple):
+                return type(value)([with_sublayers(item) for item in value])
+            if not isinstance(value, dict):
+                return value
+            settings = value.get("config")
+            if isinstance(settings, dict) and "class_name" in value:
+                for index, child in enumerate(children):
+                    if (type(child).__name__, child.name) == (value["class_name"], settings.get("name", child.name)):
+                        del children[index]
+                        return {key: value[key] for key in ("name", "inbound_nodes") if key in value} | refer_to(
+                            self.clone_of(child)
+                        )
+            return {key: with_sublayers(item) for key, item in value.items()}
+
+        result = {}
+        for key, value in config.items():
+            held = value if callable(value) else getattr(original, key, getattr(original, f"_{key}", None))
+            if _is_function(held) and (held is value or isinstance(value, str | dict)):
+                # A class with its own `from_config` deserializes it there.
+                result[key] = refer_to(held) if has_own_from_config else held
+            else:
+                result[key] = with_sublayers(value)
+        return result, references
+
+
+def _config_of(layer: keras.Layer) -> Config:
+    """Returns the config of a layer, without Keras' warning about lambdas, which are not taken from it."""
+    held = (value for sublayer in sublayers(layer) for value in vars(sublayer).values())
+    if not any(getattr(value, "__name__", "") == "<lambda>" for value in held):
+        return dict(layer.get_config())
+    with _warnings_lock, warnings.catch_warnings():  # it changes global state, which two threads would not restore
+        warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
+        return dict(layer.get_config())
+
+
+def _is_function(value: Any) -> bool:
+    """Whether a setting is a function, or an object without state that is called like one, such as an initializer."""
+    return callable(value) and not inspect.ismethod(value) and not isinstance(value, keras.Layer | keras.Metric | type)
+
+
+@contextlib.contextmanager
+def _global_policy(policy: str) -> Iterator[None]:
+    """Sets Keras' global dtype policy of this thread in the context."""
+    previous = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(previous)
+
+
+def _arguments_of_graph(model: keras.Operation) -> Config | None:
+    """Returns the arguments of a model that Keras rebuilds from the calls of its layers, besides inputs and outputs.
+
+    `None` for a model that the code of its class builds.
+    """
+    if type(model) is keras.Sequential:
+        return {}
+    if not is_graph(model) or not is_keras_class(defining_class(type(model), "from_config")):
+        return None
+    if is_keras_class(type(model)):
+        return {}
+    config = model.get_config()
+    if not all(key in config for key in _GRAPH_KEYS):
+        return None
+    return {key: value for key, value in config.items() if key not in (*_GRAPH_KEYS, "name", "trainable")}
+
+
+def _clone_error_message(operation: keras.Operation, error: Exception) -> str:
+    text, _, _ = str(error).partition("\nExample:")  # drops Keras' code example
+    *_, text = text.rpartition("Exception encountered:")  # drops the config that Keras quotes first
+    text = re.sub(r"\x1b\[\d*m", "", text)  # drops the codes for bold text in Keras' messages
+    reason = " ".join(text.split()) or type(error).__name__
+    return (
+        f"{type(operation).__name__} {operation.name!r} cannot be rebuilt from its config: {reason.rstrip('.')}. "
+        "It needs a `get_config` that returns the arguments of its `__init__`."
+    )
+
+
+def _copy_state(
+    original: keras.Model, clone: keras.Model, pairs: list[tuple[keras.Operation, keras.Operation]]
+) -> None:
+    """Copies what the config does not contain: `trainable` of each layer and variable, weights, and other state."""
+    layer_pairs: list[tuple[Any, Any]] = [pair for pair in pairs if isinstance(pair[0], keras.Layer)]
+    for before, after in layer_pairs:
+        if before.trainable != after.trainable:
+            after.trainable = before.trainable
+    if [variable.shape for variable in original.variables] != [variable.shape for variable in clone.variables]:
+        raise ValueError(
+            f"{type(original).__name__} {original.name!r} rebuilt from its config has different variables: its "
+            "`get_config`, or that of one of its layers, does not return all arguments of its `__init__`."
+        )
+    for before, after in layer_pairs:
+        for source, target in zip(rnn_states(before), rnn_states(after), strict=True):
+            target.assign(source)
+        if type(before).load_own_variables is not keras.Layer.load_own_variables:
+            store: Config = {}
+            before.save_own_variables(store)
+            after.load_own_variables({key: ops.convert_to_numpy(value) for key, value in store.items()})
+        if hasattr(before, "load_assets"):
+            with tempfile.TemporaryDirectory() as folder:
+                before.save_assets(folder)
+                after.load_assets(folder)
+    # Last: `save_own_variables` may return weights with LoRA's merged into them, and these must be overwritten.
+    for source, target in zip(original.variables, clone.variables, strict=True):
+        target.assign(source)
+        if target.trainable != source.trainable:
+            target.trainable = source.trainable

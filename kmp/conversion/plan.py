@@ -1,0 +1,256 @@
+"""Decides which layers and operations stay float32, and why. A plan can be saved, reviewed, edited and applied."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import keras
+
+from kmp.backend import keras_internals
+from kmp.conversion.model_parts import PLAN, WRAPPERS, Part, output_operations
+from kmp.conversion.precision_rules import FOLLOWS_INPUTS, NEEDS_FLOAT32, rule_for
+from kmp.utils import FLOAT32, FORMATS_16_BIT, atomic_files, validation
+
+CONVERSION_POLICIES = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
+
+_OUTPUT = "model output: {dtype} would round it to {bits} bits"
+_BETWEEN = "all its inputs are float32"
+_INSIDE = "inside {path}"
+_AROUND = "wraps {path}"
+_REQUESTED = "selected by keep_float32"
+_STATISTICS = "its statistics are weights, and 16 bits would round their updates away"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The dtype policies of a model's layers and operations.
+
+    Args:
+        policy: The dtype policy of everything that is not in `float32`: `"mixed_float16"`, `"mixed_bfloat16"`,
+            `"float16"` or `"bfloat16"`.
+        float32: Maps the path of each layer or operation that stays float32, as `kmp.audit` shows it, to the reason.
+            Its sublayers stay float32 too. May be edited.
+
+    Raises:
+        TypeError: If `policy` is not a string, or `float32` is not a dict.
+        ValueError: If `policy` is not one of these strings.
+
+    Example:
+    >>> plan = Plan("mixed_float16", {"softmax": "selected by keep_float32"})
+    >>> plan.policy_of("dense"), plan.policy_of("softmax")
+    ('mixed_float16', 'float32')
+    """
+
+    policy: str
+    float32: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policy", validation.one_of("policy", self.policy, CONVERSION_POLICIES))
+        if not isinstance(self.float32, dict):
+            raise TypeError(f"`float32` must map paths to reasons. Received: float32={self.float32!r}")
+
+    @property
+    def compute_dtype(self) -> str:
+        """The compute dtype of everything that is not in `float32`."""
+        return self.policy.removeprefix("mixed_")
+
+    def policy_of(self, path: str) -> str:
+        """Returns the dtype policy at a path: float32 if the path or one of its parents is in `float32`."""
+        names = path.split("/")
+        path_and_parents = ("/".join(names[:count]) for count in range(len(names), 0, -1))
+        return FLOAT32.name if any(prefix in self.float32 for prefix in path_and_parents) else self.policy
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plan as a dict for JSON."""
+        return {"policy": self.policy, "float32": dict(self.float32)}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan to a JSON file.
+
+        Raises:
+            TypeError: If `path` is not a string or path.
+            ValueError: If `path` is empty or a URL.
+            OSError: If the file cannot be written.
+        """
+        atomic_files.write_json(validation.local_path("path", path), self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Reads a plan from a JSON file that `save` wrote, edited or not.
+
+        Raises:
+            TypeError: If `path` is not a string or path.
+            OSError: If the file cannot be read.
+            ValueError: If the file is not a valid plan, such as one with a repeated key or a pipe, or `path` is empty
+                or a URL.
+        """
+        file = validation.local_path("path", path)
+        if file.exists() and not file.is_file():
+            raise ValueError(f"{file} is not a valid plan: it is not a regular file")
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_without_repeated_keys)
+            if not isinstance(content, dict) or set(content) != {"policy", "float32"}:
+                raise ValueError("it must have exactly the keys 'policy' and 'float32'")
+            plan = cls(**content)
+            if not all(isinstance(reason, str) for reason in plan.float32.values()):
+                raise ValueError("`float32` must map paths to reasons")
+        except RecursionError:
+            raise ValueError(f"{file} is not a valid plan: it is nested too deeply") from None
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{file} is not a valid plan: {error}") from error
+        return plan
+
+
+def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the pairs of a JSON object as a dict. JSON itself would keep only the last value of a repeated key."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is repeated")
+    return result
+
+
+def make_plan(
+    model: keras.Model, parts: list[Part], policy: str, keep_float32: Any = None, float32_layers: bool = True
+) -> Plan:
+    """Returns the plan for a model according to kmp's precision rules.
+
+    Args:
+        model: A built model.
+        parts: Its parts.
+        policy: See `Plan`.
+        keep_float32: What stays float32 in addition to the rules: a path, pattern or name, a layer or operation, a
+            class, a predicate on layers, or a list of these.
+        float32_layers: Whether kmp's rules for float32 layers apply, in addition to `keep_float32`.
+
+    Raises:
+        TypeError: If `keep_float32` has another type.
+        ValueError: If a pattern, class or layer in it matches no layer of the model, or `policy` is invalid.
+    """
+    plan = Plan(policy)
+    parts = [part for part in parts if part.dtype_from == PLAN]
+    requested = _selected_paths(parts, keep_float32)
+    outputs = {id(operation) for operation in output_operations(model)} if float32_layers else set()
+    # A layer that uses an output layer, such as a tied embedding.
+    around_outputs = {
+        part.parent_path: part.path
+        for part in reversed(parts)
+        if id(part.operation) in outputs and not isinstance(part.parent, keras.Model)
+    }
+    bits = FORMATS_16_BIT[plan.compute_dtype].fraction_bits + 1
+    float32: dict[str, str] = {}
+    following: list[Part] = []
+
+    # The first rule that matches decides.
+    for part in parts:
+        rule = rule_for(part, plan.compute_dtype) if float32_layers else None
+        if (
+            rule
+            and not plan.policy.startswith("mixed_")
+            and isinstance(part.operation, keras.layers.BatchNormalization)
+        ):
+            float32[part.path] = _STATISTICS
+        elif part.obstacle:
+            float32[part.path] = part.obstacle
+        elif part.path in requested:
+            float32[part.path] = _REQUESTED
+        elif rule and rule.category == NEEDS_FLOAT32:
+            float32[part.path] = rule.reason
+        elif id(part.operation) in outputs:
+            float32[part.path] = _OUTPUT.format(dtype=plan.compute_dtype, bits=bits)
+        elif part.path in around_outputs:
+            float32[part.path] = _AROUND.format(path=around_outputs[part.path])
+        elif rule and rule.category == FOLLOWS_INPUTS:
+            following.append(part)
+
+    # These two depend on the decisions for other parts.
+    if float32_layers:
+        _add_followers(model, following, {id(part.operation) for part in parts if part.path in float32}, float32)
+    _add_wrappers_and_sublayers(parts, float32)
+    return replace(plan, float32={part.path: float32[part.path] for part in parts if part.path in float32})
+
+
+def complete_plan(plan: Plan, parts: list[Part]) -> Plan:
+    """Adds the wrappers and sublayers of a plan's float32 layers, for the parts of a given model.
+
+    Raises:
+        ValueError: If the model has no layer or operation at one of the plan's paths.
+    """
+    parts = [part for part in parts if part.dtype_from == PLAN]
+    known_paths = [part.path for part in parts]
+    unknown_paths = sorted(set(plan.float32) - set(known_paths))
+    if unknown_paths:
+        raise ValueError(
+            f"The plan contains {unknown_paths[0]!r}, but the model has no such layer. Keras numbers unnamed layers "
+            "across all models: call keras.utils.clear_session() before you rebuild a model to restart the numbers. "
+            f"The layers are: {', '.join(known_paths)}"
+        )
+    float32 = dict(plan.float32)
+    _add_wrappers_and_sublayers(parts, float32)
+    return replace(plan, float32=float32)
+
+
+def _add_followers(model: keras.Model, following: list[Part], float32_ids: set[int], float32: dict[str, str]) -> None:
+    """Adds layers that follow their inputs if these are all float32.
+
+    So nothing is rounded to float16 between two float32 layers, or before the first one.
+    """
+    inputs = keras_internals.graph_tensors(model, "inputs")
+    float32_ids = float32_ids | {id(keras_internals.producer_of(tensor)) for tensor in inputs}
+
+    def is_float32(source: keras.Operation) -> bool:
+        outputs = list(output_operations(source)) if isinstance(source, keras.Model) else []
+        return id(source) in float32_ids or (bool(outputs) and all(id(output) in float32_ids for output in outputs))
+
+    for part in following:  # in graph order, nested models before the layers that they feed
+        calls = keras_internals.calls_of(part.operation)
+        sources = [keras_internals.producer_of(tensor) for call in calls for tensor in call.input_tensors]
+        if sources and all(map(is_float32, sources)):
+            float32_ids.add(id(part.operation))
+            # Operations, and layers with integer or string dtypes, need no entry in the plan.
+            if part.is_layer and keras.backend.is_float_dtype(part.operation.compute_dtype):
+                float32[part.path] = _BETWEEN
+
+
+def _add_wrappers_and_sublayers(parts: list[Part], float32: dict[str, str]) -> None:
+    for part in reversed(parts):
+        if part.path in float32 and isinstance(part.parent, WRAPPERS):
+            float32.setdefault(part.parent_path, _AROUND.format(path=part.path))
+    for part in parts:
+        if part.parent_path in float32:
+            float32.setdefault(part.path, _INSIDE.format(path=part.parent_path))
+
+
+def _selected_paths(parts: list[Part], selectors: Any) -> set[str]:
+    if selectors is None:
+        return set()
+    selected: set[str] = set()
+    for selector in selectors if isinstance(selectors, list | tuple | set) else [selectors]:
+        matches = _predicate_of(selector)
+        paths = {part.path for part in parts if matches(part)}
+        if not paths and isinstance(selector, str):
+            paths = {part.path for part in parts if part.operation.name == selector}
+        if not paths and isinstance(selector, str | type | keras.Operation):
+            selector_name = getattr(selector, "__name__", repr(selector))
+            known_paths = ", ".join(part.path for part in parts)
+            raise ValueError(f"`keep_float32`: no layer matches {selector_name}. The layers are: {known_paths}")
+        selected |= paths
+    return selected
+
+
+def _predicate_of(selector: Any) -> Callable[[Part], bool]:
+    if isinstance(selector, str):
+        return lambda part: fnmatchcase(part.path, selector)
+    if isinstance(selector, type):
+        return lambda part: isinstance(part.operation, selector)
+    if isinstance(selector, keras.Operation):
+        return lambda part: part.operation is selector
+    if callable(selector):
+        return lambda part: part.is_layer and bool(selector(part.operation))
+    raise TypeError(
+        "`keep_float32` must be a path, pattern, layer, class, function that takes a layer, or a list of these. "
+        f"Received: {selector!r}"
+    )
