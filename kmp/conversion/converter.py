@@ -162,32 +162,30 @@ def _convert_until_finite(model: keras.Model, parts: list[Part], plan: Plan, bat
     if not finite_in_float32:
         logger.warning("With this batch the outputs of %r have NaN or Inf in float32 too.", model.name)
     # A path without its own policy is kept float32 through its closest parent that has one.
-    settable = {part.path for part in parts if part.dtype_from == PLAN}
+    closest: dict[str, str] = {"": ""}
+    for part in parts:
+        closest[part.path] = part.path if part.dtype_from == PLAN else closest[part.parent_path]
     while True:
         converted, operations = clone_model(model, parts, plan)
         outputs, statistics = measure_activations(converted, operations, batch)
         nonfinite = [
             path
             for path, measured in statistics.items()
-            if not measured.is_finite and path in reference and reference[path].is_finite
+            if not measured.is_finite
+            and path in reference
+            and reference[path].is_finite
+            and closest[path] not in ("", *plan.float32)
         ]
-        # All whose float32 output exceeds float16's range; if there are none, the first that is non-finite.
-        out_of_range = [path for path in nonfinite if reference[path].amax > FLOAT16.max]
-        additions: dict[str, str] = {}
-        for candidates in (out_of_range, *([path] for path in nonfinite)):
-            for path in candidates:
-                closest = path
-                while closest and closest not in settable:
-                    closest = closest.rpartition("/")[0]
-                if closest and closest not in plan.float32:
-                    amax = reference[path].amax
-                    additions[closest] = f"overflowed with the batch: amax {amax:.3g} in float32"
-            if additions:
-                break
-        if not additions:
+        if not nonfinite:
             if finite_in_float32 and not is_finite(outputs):
                 logger.warning("With this batch the outputs of %r have NaN or Inf in %s.", model.name, plan.policy)
             return converted
+        # All whose float32 output exceeds float16's range; if there are none, the first that is non-finite.
+        out_of_range = [path for path in nonfinite if reference[path].amax > FLOAT16.max]
+        additions = {
+            closest[path]: f"overflowed with the batch: amax {reference[path].amax:.3g} in float32"
+            for path in out_of_range or nonfinite[:1]
+        }
         for path, reason in additions.items():
             logger.warning("%s stays float32: it %s.", path, reason)
         plan = Plan(plan.policy, plan.float32 | additions)

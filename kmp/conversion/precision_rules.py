@@ -9,7 +9,7 @@ The rules follow what Keras' code computes. Layers that compute critical steps i
 import inspect
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,6 @@ import numpy as np
 from kmp import layers
 from kmp.backend import direct_sublayers, is_keras_class, is_passthrough, keras_internals, sublayers
 from kmp.conversion.model_parts import Part
-from kmp.layers import Float32Operation
 from kmp.policy import exact_indices
 from kmp.utils import FLOAT16, FORMATS_16_BIT
 
@@ -64,6 +63,7 @@ _SOFTMAX = OpRule(
 _RECIPROCAL = OpRule(NEEDS_FLOAT32, "reciprocals of values below 1.5e-5 overflow float16", _TORCH)
 _ILL_CONDITIONED = OpRule(NEEDS_FLOAT32, "amplifies the float16 rounding errors of its input", _TORCH)
 _NO_KERNEL = OpRule(NEEDS_FLOAT32, "TensorFlow has no 16-bit kernel", "TensorFlow's kernels")
+_DECIMALS = OpRule(NEEDS_FLOAT32, "it multiplies by a power of 10, which overflows float16", _KERAS)
 _PENALTY = OpRule(NEEDS_FLOAT32, "the regularization penalty sums all outputs or their squares", _PAPER)
 _ADDS_LOSS = OpRule(NEEDS_FLOAT32, "calls add_loss: losses sum many elements and must be float32", _GUIDE)
 _CUSTOM_FUNCTION = OpRule(NEEDS_FLOAT32, "a custom function, which kmp does not inspect", "kmp")
@@ -87,18 +87,20 @@ _DEFAULT = OpRule(FOLLOWS_INPUTS)
 _OPERATION_NAMES = {
     _EXP: "Exp Exp2 Expm1 Sinh Cosh I0",
     _LOG: "Log Log10 Log1p Log2 BinaryCrossentropy CategoricalCrossentropy SparseCategoricalCrossentropy CTCLoss",
-    _POWER: "Power Square Squareplus Vander Kron",
+    _POWER: "Power Square Squareplus Vander Kron Outer Cross",
     _SUM: (
-        "Sum Nansum Nanmean Average Cumsum Nancumsum Prod Nanprod Cumprod Nancumprod SegmentReduction Trace Trapezoid"
+        "Sum Nansum Nanmean Average Cumsum Nancumsum Prod Nanprod Cumprod Nancumprod Trace Trapezoid "
+        "SegmentSum SegmentProd Scatter Fold Bincount"
     ),
     _VARIANCE: "Var Std Nanvar Nanstd Moments Corrcoef BatchNorm",
     _SUM_OF_SQUARES: "Norm Normalize Hypot CDist PSNR SSIM Correlate",
     _NO_KERNEL: (
         "FFT FFT2 IFFT2 RFFT IRFFT STFT ISTFT Eig Eigh LuFactor SVD Qr Cholesky CholeskyInverse Det Logdet Slogdet Inv "
-        "Pinv Solve SolveTriangular Lstsq MatrixRank Resize ScaleAndTranslate"
+        "Pinv Solve SolveTriangular Lstsq MatrixRank Resize ScaleAndTranslate Polar"
     ),
     _SOFTMAX: "Softmax LogSoftmax Sparsemax Logsumexp",
-    _RECIPROCAL: "Reciprocal",
+    _RECIPROCAL: "Reciprocal RGBToHSV",
+    _CUSTOM_FUNCTION: "AssociativeScan Cond ForiLoop JVP Map Scan Switch VectorizedMap WhileLoop",
     _ILL_CONDITIONED: "Rsqrt Tan Arcsin Arccos Erfinv",
     _MATRIX: "Matmul Einsum Dot Tensordot Inner Vdot Conv ConvTranspose DepthwiseConv SeparableConv",
     _ATTENTION: "DotProductAttention",
@@ -116,7 +118,6 @@ _RULE_OF_ACTIVATION = {
 
 # The first class that matches applies, also to subclasses. `kmp.layers.float32_classes` has those that fail in 16 bits.
 _LAYER_NAMES = {
-    _ALWAYS_FLOAT32: "kmp.Softmax kmp.Float32",
     _SOFTMAX: "Softmax",
     _CUSTOM_FUNCTION: "Lambda",
     _STATISTICS: "BatchNormalization LayerNormalization GroupNormalization RMSNormalization",
@@ -127,50 +128,88 @@ _LAYER_NAMES = {
         "DepthwiseConv1D DepthwiseConv2D SeparableConv1D SeparableConv2D"
     ),
 }
-
-
-def _rules_of_layer_classes() -> Iterator[tuple[type, OpRule]]:
-    for rule, names in _LAYER_NAMES.items():
-        for name in names.split():
-            module = layers if name.startswith("kmp.") else keras.layers
-            layer_class = getattr(module, name.removeprefix("kmp."), None)  # some exist only in later Keras versions
-            if layer_class is not None:
-                yield layer_class, rule
-
-
-_RULES_OF_LAYER_CLASSES = tuple(_rules_of_layer_classes())
+_RULE_OF_LAYER = [  # some exist only in later Keras versions
+    (getattr(keras.layers, name), rule)
+    for rule, names in _LAYER_NAMES.items()
+    for name in names.split()
+    if hasattr(keras.layers, name)
+]
 
 
 def rule_for(part: Part, dtype: str = FLOAT16.name) -> OpRule:
-    """Returns the precision rule for a layer or operation, by its class and its configuration.
+    """Returns the precision rule for a layer or operation: the first that matches it.
 
     Args:
         part: The layer or operation.
         dtype: The compute dtype that it would have, `"float16"` or `"bfloat16"`.
     """
-    rule = _rule_for(part, dtype)
+    rules = _LAYER_RULES if part.is_layer else _OPERATION_RULES
+    rule = next(rule for find in rules if (rule := find(part.operation, dtype)))
     if dtype == FLOAT16.name or rule.category != NEEDS_FLOAT32 or not re.search(r"\bfloat16\b", rule.reason):
         return rule
     return replace(rule, reason=_TOO_FEW_BITS)
 
 
-def _rule_for(part: Part, dtype: str) -> OpRule:
-    if isinstance(part.operation, Float32Operation):
-        return _ALWAYS_FLOAT32
-    if not part.is_layer:
-        return _rule_of_operation(part.operation, dtype)
-    reason = layers.reason_for_float32(part.operation, dtype)
-    if reason:
-        layer_class = type(part.operation)
-        return OpRule(NEEDS_FLOAT32, reason, _KERAS if is_keras_class(layer_class) else layer_class.__module__)
-    rule = _rule_of_configuration(part.operation, dtype) or next(
-        (rule for layer_class, rule in _RULES_OF_LAYER_CLASSES if isinstance(part.operation, layer_class)),
-        _fallback_rule(part.operation),
-    )
-    return rule if rule.category == NEEDS_FLOAT32 else _rule_of_indices(part.operation, dtype) or rule
+def _always_float32(operation: keras.Operation, dtype: str) -> OpRule | None:
+    is_always_float32 = isinstance(operation, layers.Float32 | layers.Softmax | layers.Float32Operation)
+    return _ALWAYS_FLOAT32 if is_always_float32 else None
 
 
-def _rule_of_indices(layer: keras.Layer, dtype: str) -> OpRule | None:
+def _by_arguments(operation: keras.Operation, dtype: str) -> OpRule | None:
+    """Returns the rule for the arguments of an operation: the same tensor twice, and constants outside the range."""
+    name, calls = type(operation).__name__, keras_internals.calls_of(operation)
+    for call in calls:
+        first, second = [*call.arguments.args, None, None][:2]
+        if name in ("Divide", "TrueDivide") and not isinstance(first, keras.KerasTensor):
+            return _RECIPROCAL
+        if name == "Multiply" and first is second:
+            return _POWER
+    if name == "Round" and vars(operation).get("decimals"):
+        return _DECIMALS
+
+    constants = [value for value in vars(operation).values() if type(value) in (int, float)]
+    for value in keras.tree.flatten([[call.arguments.args, call.arguments.kwargs] for call in calls]):
+        if type(value) in (int, float) or isinstance(value, np.floating):
+            constants.append(value)
+        elif isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.floating):
+            constants += [float(magnitude) for magnitude in np.unique(np.abs(value)) if magnitude]
+    if not any(keras.backend.is_float_dtype(tensor.dtype) for call in calls for tensor in call.input_tensors):
+        # With a float output, as in `where(mask, 0.0, -1e9)`, float constants become floats; otherwise none does.
+        is_float = any(keras.backend.is_float_dtype(tensor.dtype) for call in calls for tensor in call.output_tensors)
+        constants = [constant for constant in constants if is_float and not isinstance(constant, int)]
+    return _out_of_range_rule(constants, dtype)
+
+
+def _by_operation_class(operation: keras.Operation, dtype: str) -> OpRule:
+    return _RULE_OF_OPERATION.get(type(operation).__name__, _DEFAULT)
+
+
+def _listed(layer: keras.Layer, dtype: str) -> OpRule | None:
+    reason = layers.reason_for_float32(layer, dtype)
+    module = type(layer).__module__
+    return OpRule(NEEDS_FLOAT32, reason, _KERAS if is_keras_class(type(layer)) else module) if reason else None
+
+
+def _by_configuration(layer: keras.Layer, dtype: str) -> OpRule | None:
+    for name in ("activation", "recurrent_activation"):
+        activation = getattr(layer, name, None)
+        if isinstance(activation, keras.layers.Softmax):
+            return _SOFTMAX
+        rule = _RULE_OF_ACTIVATION.get(getattr(activation, "__name__", ""))
+        if rule is not None:
+            return rule
+    if getattr(layer, "activity_regularizer", None) is not None:
+        return _PENALTY
+    code = getattr(inspect.unwrap(type(layer).call), "__code__", None)
+    if code is not None and "add_loss" in code.co_names and not any(direct_sublayers(layer)):
+        return _ADDS_LOSS
+    epsilon = getattr(layer, "epsilon", None)
+    if isinstance(epsilon, float) and not is_keras_class(type(layer)):
+        return _out_of_range_rule([epsilon], dtype)
+    return None
+
+
+def _by_float_indices(layer: keras.Layer, dtype: str) -> OpRule | None:
     """Returns the rule for a layer around a look-up whose indices may be in an `Input` of floats, which it would round.
 
     Look-up layers and functional models do not cast their arguments to their compute dtype.
@@ -188,70 +227,31 @@ def _rule_of_indices(layer: keras.Layer, dtype: str) -> OpRule | None:
     return None
 
 
-def _rule_of_operation(operation: keras.Operation, dtype: str) -> OpRule:
-    name = type(operation).__name__
-    for node in keras_internals.calls_of(operation):
-        first, second = [*node.arguments.args, None, None][:2]
-        if name in ("Divide", "TrueDivide") and not isinstance(first, keras.KerasTensor):
-            return _RECIPROCAL
-        if name == "Multiply" and first is second:
-            return _POWER
-    return _out_of_range_rule(_float_constants_of(operation), dtype) or _RULE_OF_OPERATION.get(name, _DEFAULT)
-
-
-def _float_constants_of(operation: keras.Operation) -> list[float]:
-    """Returns the constants that the operation uses as floats.
-
-    All constants if any input is a float; only the float constants if only an output is, as in
-    `where(mask, 0.0, -1e9)`; none otherwise.
-    """
-    calls, constants = keras_internals.calls_of(operation), list(_constants_of(operation))
-    if _any_float(tensor for call in calls for tensor in call.input_tensors):
-        return constants
-    if _any_float(tensor for call in calls for tensor in call.output_tensors):
-        return [constant for constant in constants if not isinstance(constant, int)]
-    return []
-
-
-def _any_float(tensors: Iterable[Any]) -> bool:
-    return any(keras.backend.is_float_dtype(tensor.dtype) for tensor in tensors)
-
-
-def _rule_of_configuration(layer: keras.Layer, dtype: str) -> OpRule | None:
-    for name in ("activation", "recurrent_activation"):
-        activation = getattr(layer, name, None)
-        if isinstance(activation, keras.layers.Softmax):
-            return _SOFTMAX
-        rule = _RULE_OF_ACTIVATION.get(getattr(activation, "__name__", ""))
-        if rule is not None:
+def _by_layer_class(layer: keras.Layer, dtype: str) -> OpRule:
+    for layer_class, rule in _RULE_OF_LAYER:
+        if isinstance(layer, layer_class):
             return rule
-    if getattr(layer, "activity_regularizer", None) is not None:
-        return _PENALTY
-    if _calls_add_loss(layer) and not any(direct_sublayers(layer)):
-        return _ADDS_LOSS
-    epsilon = getattr(layer, "epsilon", None)
-    if isinstance(epsilon, float) and not is_keras_class(type(layer)):
-        return _out_of_range_rule([epsilon], dtype)
-    return None
-
-
-def _calls_add_loss(layer: keras.Layer) -> bool:
-    code = getattr(inspect.unwrap(type(layer).call), "__code__", None)
-    return code is not None and "add_loss" in code.co_names
-
-
-def _fallback_rule(layer: keras.Layer) -> OpRule:
     if not keras.backend.is_float_dtype(layer.compute_dtype):  # a lookup of strings or integers
         return _DEFAULT
-    if _has_custom_call(layer):
+    # Not for models that only call layers in a graph: their `call` is that of Keras.
+    module = str(getattr(inspect.unwrap(type(layer).call), "__module__", ""))
+    if not module.startswith(("keras.", "kmp.")):
         return _CUSTOM_LAYER if layer.weights else _CUSTOM_LAYER_WITHOUT_WEIGHTS
     return _LAYER_WITH_WEIGHTS if layer.weights else _DEFAULT
 
 
-def _has_custom_call(layer: keras.Layer) -> bool:
-    """Whether code outside Keras computes the outputs of a layer, and not only calls of other layers in a graph."""
-    module = str(getattr(inspect.unwrap(type(layer).call), "__module__", ""))
-    return not module.startswith(("keras.", "kmp."))
+_LAYER_RULES: tuple[Callable[[Any, str], OpRule | None], ...] = (
+    _always_float32,
+    _listed,
+    _by_configuration,
+    _by_float_indices,
+    _by_layer_class,
+)
+_OPERATION_RULES: tuple[Callable[[Any, str], OpRule | None], ...] = (
+    _always_float32,
+    _by_arguments,
+    _by_operation_class,
+)
 
 
 def _out_of_range_rule(constants: Iterable[float], dtype: str) -> OpRule | None:
@@ -267,14 +267,3 @@ def _out_of_range_rule(constants: Iterable[float], dtype: str) -> OpRule | None:
                 NEEDS_FLOAT32, f"the constant {constant:g} is below {smallest:.0g} and is zero in {dtype}", source
             )
     return None
-
-
-def _constants_of(operation: keras.Operation) -> Iterator[float]:
-    """Yields the numeric constants among an operation's attributes and call arguments."""
-    yield from (value for value in vars(operation).values() if type(value) in (int, float))
-    for node in keras_internals.calls_of(operation):
-        for value in keras.tree.flatten([node.arguments.args, node.arguments.kwargs]):
-            if type(value) in (int, float) or isinstance(value, np.floating):
-                yield value
-            elif isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.floating):
-                yield from (float(magnitude) for magnitude in np.unique(np.abs(value)) if magnitude)
