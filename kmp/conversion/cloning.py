@@ -61,14 +61,16 @@ def clone_model(model: keras.Model, parts: list[Part], plan: Plan | None) -> tup
     Raises:
         ValueError: If the model or one of its layers cannot be rebuilt from its config. The message names it.
     """
-    cloning = _Cloning(model, parts, plan)
-    reasons = layers.reason_for_float32
-    kept = {type(p.operation) for p in parts if plan and p.path in plan.float32 and reasons(p.operation, cloning.dtype)}
+    # Layers that need float32 by their class. The user may have removed some of them from the plan.
+    listed = [part for part in parts if plan and layers.reason_for_float32(part.operation, plan.compute_dtype)]
+    kept = {type(part.operation) for part in listed if plan and part.path in plan.float32}
+    removed = [part.path for part in listed if plan and plan.policy_of(part.path) != FLOAT32.name]
+    cloning = _Cloning(model, parts, plan, removed)
     # Code of custom classes may call the layers that it creates at once: their policies cannot be set later.
     in_float32 = layers.only_in_float32(kept) if plan else contextlib.nullcontext()
     random_state = random.getstate()  # Keras draws seeds from it, but the initial values are overwritten
     try:
-        with in_float32, _global_policy(cloning.policy), model.distribute_strategy.scope():
+        with in_float32, _global_policy(plan.policy if plan else FLOAT32.name), model.distribute_strategy.scope():
             clone = cloning.clone_of(model)
     except _CloneError as error:
         raise ValueError(str(error)) from error.__cause__
@@ -77,7 +79,7 @@ def clone_model(model: keras.Model, parts: list[Part], plan: Plan | None) -> tup
     cloning.set_policies(model, clone)  # of sublayers that are created in `build`
     pairs = list(cloning.pairs(model, clone))
     _copy_state(model, clone, pairs)
-    return clone, {cloning.paths[id(original)]: copy for original, copy in pairs if id(original) in cloning.paths}
+    return clone, {cloning.path_of(original): copy for original, copy in pairs if original is not model}
 
 
 class _CloneError(ValueError):
@@ -97,21 +99,16 @@ class _Reference:
 class _Cloning:
     """The clones of the layers and operations of one model. Shared ones are cloned once."""
 
-    def __init__(self, model: keras.Model, parts: list[Part], plan: Plan | None) -> None:
-        self.paths = {id(model): ""} | {id(part.operation): part.path for part in parts}
-        self.policy = plan.policy if plan else FLOAT32.name
-        self.dtype = plan.compute_dtype if plan else FLOAT32.name
+    def __init__(self, model: keras.Model, parts: list[Part], plan: Plan | None, removed: list[str]) -> None:
+        self._paths = {id(model): ""} | {id(part.operation): part.path for part in parts}
         self._plan = plan
+        self._removed = removed
         self._clones: dict[int, keras.Operation] = {}
         self._connected: set[int] = set()  # the models whose layers were connected again, call by call
-        # Removed from the plan by the user, although the class is listed as one that needs float32.
-        self._edited = [
-            part.path
-            for part in parts
-            if plan
-            and plan.policy_of(part.path) != FLOAT32.name
-            and layers.reason_for_float32(part.operation, self.dtype)
-        ]
+
+    def path_of(self, original: keras.Operation) -> str:
+        """Returns the path of a part of the original; empty for the model."""
+        return self._paths.get(id(original), "")
 
     def clone_of(self, original: keras.Operation) -> Any:
         """Returns the clone of a layer, operation or model, which is created at the first call."""
@@ -134,9 +131,7 @@ class _Cloning:
             self._clones[id(original)] = clone
         return self._clones[id(original)]
 
-    def pairs(
-        self, original: keras.Operation, clone: keras.Operation
-    ) -> Iterator[tuple[keras.Operation, keras.Operation]]:
+    def pairs(self, original: keras.Operation, clone: keras.Operation) -> Iterator[tuple[Any, Any]]:
         """Yields an original and its clone, then their sublayers: parents first, shared ones once.
 
         Sublayers that are not connected in a graph are matched by order: layers copy the ones that they get, as
@@ -144,7 +139,7 @@ class _Cloning:
         """
         seen: set[int] = set()
 
-        def walk(before: Any, after: Any) -> Iterator[tuple[keras.Operation, keras.Operation]]:
+        def walk(before: Any, after: Any) -> Iterator[tuple[Any, Any]]:
             if id(before) in seen:
                 return
             seen.add(id(before))
@@ -152,11 +147,10 @@ class _Cloning:
             if isinstance(before, layers.Float32) and not isinstance(after, layers.Float32):
                 yield from walk(before.layer, after)  # `to_float32` replaced it by the layer that it wraps
             elif isinstance(before, keras.Layer):
-                children = children_of(before)
+                children, copies = children_of(before), children_of(after)  # `build` may create some later
                 if id(before) in self._connected:
+                    children = [child for child in children if id(child) in self._clones]  # others are not called
                     copies = [self._clones[id(child)] for child in children]
-                else:
-                    copies = children_of(after)  # `build` may create some later
                 for child, copy in zip(children, copies, strict=False):
                     yield from walk(child, copy)
 
@@ -169,15 +163,12 @@ class _Cloning:
         another one.
         """
         for before, after in self.pairs(original, clone):
-            if not isinstance(after, keras.Layer) or not keras.backend.is_float_dtype(after.compute_dtype):
-                continue
-            path = self.paths.get(id(before), self.paths[id(original)])
-            is_inside = any(path.startswith(f"{edited}/") for edited in self._edited)
+            path = self.path_of(before)
             policy = self._policy_of(path)
-            if policy == FLOAT32.name or path in self._edited or (is_inside and before.weights):
-                dtype = policy.removeprefix("mixed_")
-                if after.compute_dtype != dtype:
-                    after.dtype_policy = policy
+            is_inside = any(path.startswith(f"{removed}/") for removed in self._removed)
+            is_planned = policy == FLOAT32.name or path in self._removed or (is_inside and bool(before.weights))
+            if is_planned and _float_dtype_of(after) not in ("", policy.removeprefix("mixed_")):
+                after.dtype_policy = policy
 
     def _policy_of(self, path: str) -> str:
         return self._plan.policy_of(path) if self._plan else FLOAT32.name
@@ -188,7 +179,7 @@ class _Cloning:
             clone.name = original.name
             return clone
         clone = unconnected_copy(original)
-        is_float32 = self._plan and self._policy_of(self.paths[id(original)]) == FLOAT32.name
+        is_float32 = self._plan and self._policy_of(self.path_of(original)) == FLOAT32.name
         if is_float32 and not isinstance(original, Float32Operation):
             return Float32Operation(clone, name=original.name)
         return clone
@@ -210,9 +201,8 @@ class _Cloning:
         return type(original)(inputs=inputs, outputs=outputs, name=original.name, **arguments)
 
     def _clone_layer(self, original: Any) -> keras.Layer:
-        policy = self._policy_of(self.paths.get(id(original), ""))
-        is_float = keras.backend.is_float_dtype(original.compute_dtype)
-        dtype = {"dtype": policy} if is_float else {}
+        policy = self._policy_of(self.path_of(original))
+        dtype = {"dtype": policy} if _float_dtype_of(original) else {}
         if isinstance(original, layers.Float32) and self._plan is None:
             if isinstance(original.layer, keras.Layer):
                 clone = self.clone_of(original.layer)
@@ -248,7 +238,7 @@ class _Cloning:
 
         Settings such as initializers, which may be unregistered too, are those of the original like functions.
         """
-        children = children_of(original)
+        children, used = children_of(original), set[int]()
         references: dict[str, _Reference] = {}
         has_own_from_config = defining_class(type(original), "from_config") not in _WITHOUT_DESERIALIZATION
 
@@ -266,19 +256,24 @@ class _Cloning:
                 return value
             settings = value.get("config")
             if isinstance(settings, dict) and "class_name" in value:
-                for index, child in enumerate(children):
-                    if (type(child).__name__, child.name) == (value["class_name"], settings.get("name", child.name)):
-                        del children[index]
-                        return {key: value[key] for key in ("name", "inbound_nodes") if key in value} | refer_to(
-                            self.clone_of(child)
-                        )
+                described = [
+                    child
+                    for child in children
+                    if (type(child).__name__, child.name) == (value["class_name"], settings.get("name", child.name))
+                ]
+                if described:  # in order, if several have one name; the same again, if a config has it twice
+                    child = next((child for child in described if id(child) not in used), described[0])
+                    used.add(id(child))
+                    connections = {key: value[key] for key in ("name", "inbound_nodes") if key in value}
+                    return connections | refer_to(self.clone_of(child))
             return {key: with_sublayers(item) for key, item in value.items()}
 
         result = {}
         for key, value in config.items():
-            held = value if callable(value) else getattr(original, key, getattr(original, f"_{key}", None))
-            if _is_function(held) and (held is value or isinstance(value, str | dict)):
-                # A class with its own `from_config` deserializes it there.
+            held = value
+            if isinstance(value, str | dict):
+                held = getattr(original, key, getattr(original, f"_{key}", None))
+            if _is_function(held):  # a class with its own `from_config` deserializes it there
                 result[key] = refer_to(held) if has_own_from_config else held
             else:
                 result[key] = with_sublayers(value)
@@ -293,6 +288,12 @@ def _config_of(layer: keras.Layer) -> Config:
     with _warnings_lock, warnings.catch_warnings():  # it changes global state, which two threads would not restore
         warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
         return dict(layer.get_config())
+
+
+def _float_dtype_of(operation: Any) -> str:
+    """Returns the float dtype that a layer computes in; empty for an operation, or a lookup of strings or integers."""
+    dtype = operation.compute_dtype if isinstance(operation, keras.Layer) else ""
+    return dtype if dtype and keras.backend.is_float_dtype(dtype) else ""
 
 
 def _is_function(value: Any) -> bool:

@@ -160,13 +160,6 @@ def test_code_in_a_file_that_was_loaded_in_safe_mode_is_not_deserialized(tmp_pat
     assert "deserialization of a Python lambda" in kmp.audit(model).conversion_error
 
 
-def test_config_with_the_tag_of_a_clone_is_left_unchanged(tmp_path):
-    layer = RenamedArgument(callback={"class_name": "x", "config": {"kmp_rebuild": "kmp_rebuild_99"}, "module": "y"})
-    layer.get_config = lambda: RenamedArgument.get_config(layer) | {"function": None, "callback": layer.function}
-    clone = clone_of(keras.Sequential([keras.Input((4,)), layer]))
-    assert clone.layers[0].function["class_name"] == "x"
-
-
 class SavesAnother(layers.Layer):
     """Saves another model while it is converted, as another thread may do."""
 
@@ -218,6 +211,21 @@ def test_layer_shared_by_two_nested_models_stays_shared(kinds):
     batch = np.ones((2, 4), "float32")
     np.testing.assert_allclose(converted(batch), model(batch), atol=1e-2)
     np.testing.assert_array_equal(kmp.to_float32(converted)(batch), model(batch))
+
+
+def test_cell_that_a_config_contains_twice_stays_shared():
+    cell = layers.GRUCell(4, name="cell")
+    model = keras.Sequential([keras.Input((3, 4)), layers.RNN(layers.StackedRNNCells([cell, cell])), layers.Dense(2)])
+    cells = kmp.convert(model).layers[0].cell.cells
+    assert cells[0] is cells[1]
+
+
+def test_layer_that_is_attached_to_a_functional_model_but_not_called_is_an_error():
+    model, _ = models.u_net()
+    model.extra = layers.Dense(2)
+    model.extra.build((None, 2))
+    with pytest.raises(ValueError, match="rebuilt from its config has different variables"):
+        kmp.convert(model)
 
 
 def test_layer_wrapped_twice_stays_shared():
