@@ -1,6 +1,7 @@
 """Audits a model for mixed precision, plans which layers stay float32, and converts it to that plan or to float32."""
 
-from kmp.conversion.auditing import Audit, audit
+from kmp.conversion.audit_table import Audit
+from kmp.conversion.auditing import audit
 from kmp.conversion.converter import convert, to_float32
 from kmp.conversion.plan import CONVERSION_POLICIES, Plan
 

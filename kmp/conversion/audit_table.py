@@ -1,18 +1,21 @@
-"""The rows of an audit, rendered as a table for terminals and notebooks."""
+"""The result of an audit, displayed as a table in terminals and notebooks."""
 
 import io
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kmp.conversion.plan import Plan
+from kmp.conversion.precision_rules import NEEDS_FLOAT32
 from kmp.utils import FLOAT32, printable
 
 _WIDTH = 120  # characters, outside a terminal
 _MOST_IN_SUMMARY = 6
+_PAD = "Not divisible by 8, so Tensor Cores are slow or not used. Pad these dimensions if possible:"
 
 
 @dataclass(frozen=True)
@@ -60,62 +63,88 @@ class Row:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-def render(model_name: str, rows: Sequence[Row], conversion_error: str, notes: Sequence[str]) -> RenderableType:
-    """Returns the table of layers and operations, a summary, notes, the sources, and the dimensions to pad."""
-    sources = list(dict.fromkeys(row.source for row in rows if row.reason and row.source))
-    summary = (
-        _text(f"kmp.convert cannot convert this model. {conversion_error}", "red")
-        if conversion_error
-        else _text(_summary(rows))
-    )
-    renderables: list[RenderableType] = [_table(model_name, rows, sources), summary, *map(_text, notes)]
-    renderables += [Text(f"[{number}] {source}") for number, source in enumerate(sources, 1)]
-    unaligned = [f"  {printable(row.path)}: {', '.join(row.tensor_cores)}" for row in rows if row.tensor_cores]
-    if unaligned:
-        renderables.append(
-            Text(
-                "\n".join(
-                    [
-                        "Not divisible by 8, so Tensor Cores are slow or not used. Pad these dimensions if possible:",
-                        *unaligned,
-                    ]
-                )
-            )
-        )
-    return Group(*renderables)
+@dataclass(frozen=True)
+class Audit:
+    """The result of `kmp.audit`. Displays as a table in terminals and notebooks.
 
+    Args:
+        model: The model's name.
+        rows: One row for each layer and operation, in graph order, parents before children.
+        plan: The plan that `kmp.convert` would use for the float32 model. It can be edited, saved, and passed to
+            `kmp.convert`.
+        conversion_error: The message of the `ValueError` that `kmp.convert` raises for this model; empty if it does
+            not.
+        notes: One sentence for each output of the model that is in 16 bits.
+    """
 
-def render_summary(model_name: str, rows: Sequence[Row], conversion_error: str, notes: Sequence[str]) -> RenderableType:
-    """Returns how many layers and operations are float32 after a conversion, the first of them with the reason."""
-    kept = [row for row in rows if row.class_name != "InputLayer" and row.planned_dtype == FLOAT32.name]
-    kept.sort(key=lambda row: not (row.overflows or row.reason))
-    lines = [_text(model_name, "bold")]
-    lines.append(
-        _text(f"kmp.convert cannot convert this model. {conversion_error}", "red")
-        if conversion_error
-        else _text(_summary(rows))
-    )
-    lines += [
-        _text(f"  {row.path} ({row.class_name}){': ' if row.reason else ''}{row.reason}", _style(row))
-        for row in kept[:_MOST_IN_SUMMARY]
-    ]
-    if len(kept) > _MOST_IN_SUMMARY:
-        lines.append(_text(f"  and {len(kept) - _MOST_IN_SUMMARY} more"))
-    return Group(*lines, *map(_text, notes[:1]))
+    model: str
+    rows: tuple[Row, ...]
+    plan: Plan = field(repr=False)
+    conversion_error: str = ""
+    notes: tuple[str, ...] = ()
 
+    @property
+    def needs_float32(self) -> tuple[Row, ...]:
+        """The rows of layers and operations that float16 makes inaccurate or lets overflow."""
+        return tuple(row for row in self.rows if row.category == NEEDS_FLOAT32)
 
-def as_text(audit: RenderableType) -> str:
-    """Returns what `render` returned as plain text."""
-    console = Console(file=io.StringIO(), width=_WIDTH, force_terminal=False, force_jupyter=False)
-    console.print(audit)
-    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the audit as a dict for JSON."""
+        return {
+            "model": self.model,
+            "rows": [row.to_dict() for row in self.rows],
+            "plan": self.plan.to_dict(),
+            "conversion_error": self.conversion_error,
+            "notes": list(self.notes),
+        }
 
+    @property
+    def summary(self) -> str:
+        """How many layers and operations need float32, and the first of them with the reasons."""
+        kept = [row for row in self.rows if row.class_name != "InputLayer" and row.planned_dtype == FLOAT32.name]
+        kept.sort(key=lambda row: not (row.overflows or row.reason))
+        lines = [_text(self.model, "bold"), self._count_or_error()]
+        for row in kept[:_MOST_IN_SUMMARY]:
+            reason = f": {row.reason}" if row.reason else ""
+            lines.append(_text(f"  {row.path} ({row.class_name}){reason}", _style(row)))
+        if len(kept) > _MOST_IN_SUMMARY:
+            lines.append(_text(f"  and {len(kept) - _MOST_IN_SUMMARY} more"))
+        return _as_text(Group(*lines, *map(_text, self.notes[:1])))
 
-def as_html(audit: RenderableType) -> str:
-    """Returns what `render` returned as HTML, for notebooks."""
-    console = Console(file=io.StringIO(), width=_WIDTH, record=True, force_jupyter=False)
-    console.print(audit)
-    return console.export_html(inline_styles=True, code_format="<pre style='line-height: 1.2'>{code}</pre>")
+    def _count_or_error(self) -> Text:
+        if self.conversion_error:
+            return _text(f"kmp.convert cannot convert this model. {self.conversion_error}", "red")
+        computing = [row for row in self.rows if row.class_name != "InputLayer"]
+        count = sum(row.planned_dtype == FLOAT32.name for row in computing)
+        text = f"{count} of {len(computing)} layers and operations are float32 after kmp.convert."
+        overflowing = ", ".join(row.path for row in self.rows if row.overflows)
+        if overflowing:
+            text += f" Overflows with this batch: {overflowing}. kmp.convert(model, batch=...) keeps them float32."
+        return _text(text)
+
+    def __rich__(self) -> RenderableType:
+        sources = list(dict.fromkeys(row.source for row in self.rows if row.reason and row.source))
+        renderables: list[RenderableType] = [
+            _table(self.model, self.rows, sources),
+            self._count_or_error(),
+            *map(_text, self.notes),
+        ]
+        renderables += [Text(f"[{number}] {source}") for number, source in enumerate(sources, 1)]
+        unaligned = [f"  {printable(row.path)}: {', '.join(row.tensor_cores)}" for row in self.rows if row.tensor_cores]
+        if unaligned:
+            renderables.append(Text("\n".join([_PAD, *unaligned])))
+        return Group(*renderables)
+
+    def __str__(self) -> str:
+        return _as_text(self.__rich__())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        console = Console(file=io.StringIO(), width=_WIDTH, record=True, force_jupyter=False)
+        console.print(self)
+        return console.export_html(inline_styles=True, code_format="<pre style='line-height: 1.2'>{code}</pre>")
 
 
 def _table(model_name: str, rows: Sequence[Row], sources: list[str]) -> Table:
@@ -131,17 +160,16 @@ def _table(model_name: str, rows: Sequence[Row], sources: list[str]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("reason", overflow="fold", ratio=1, min_width=20)
     for row in rows:
-        table.add_row(*_cells(row, has_batch, sources), style=_style(row))
+        dtypes = dict.fromkeys(dtype for dtype in (row.compute_dtype, row.variable_dtype, row.output_dtype) if dtype)
+        cells = [row.path, row.class_name, "/".join(dtypes), row.planned_dtype]
+        if has_batch:
+            share = f" ({row.overflow_share:.2%} overflow)" if row.overflow_share else ""
+            cells.append("" if row.amax is None else f"{row.amax:.3g}{share}")
+            error = "" if row.relative_error is None else f"{row.relative_error:.1e}"
+            cells.append("overflows" if row.overflows else error)
+        number = f" [{sources.index(row.source) + 1}]" if row.reason and row.source else ""
+        table.add_row(*map(_text, cells), _text(row.reason + number), style=_style(row))
     return table
-
-
-def _cells(row: Row, has_batch: bool, sources: list[str]) -> list[Text]:
-    dtypes = dict.fromkeys(dtype for dtype in (row.compute_dtype, row.variable_dtype, row.output_dtype) if dtype)
-    reason = row.reason + (f" [{sources.index(row.source) + 1}]" if row.reason and row.source else "")
-    cells = [row.path, row.class_name, "/".join(dtypes), row.planned_dtype]
-    if has_batch:
-        cells += [_amax(row), _relative_error(row)]
-    return [_text(cell) for cell in (*cells, reason)]
 
 
 def _text(text: str, style: str = "") -> Text:
@@ -154,25 +182,7 @@ def _style(row: Row) -> str:
     return "yellow" if row.planned_dtype == FLOAT32.name else ""
 
 
-def _amax(row: Row) -> str:
-    if row.amax is None:
-        return ""
-    return f"{row.amax:.3g}" + (f" ({row.overflow_share:.2%} overflow)" if row.overflow_share else "")
-
-
-def _relative_error(row: Row) -> str:
-    if row.overflows:
-        return "overflows"
-    return "" if row.relative_error is None else f"{row.relative_error:.1e}"
-
-
-def _summary(rows: Sequence[Row]) -> str:
-    computing = [row for row in rows if row.class_name != "InputLayer"]
-    count = sum(row.planned_dtype == FLOAT32.name for row in computing)
-    summary = f"{count} of {len(computing)} layers and operations are float32 after kmp.convert."
-    overflowing = [row.path for row in rows if row.overflows]
-    if overflowing:
-        summary += (
-            f" Overflows with this batch: {', '.join(overflowing)}. kmp.convert(model, batch=...) keeps them float32."
-        )
-    return summary
+def _as_text(renderable: RenderableType) -> str:
+    console = Console(file=io.StringIO(), width=_WIDTH, force_terminal=False, force_jupyter=False)
+    console.print(renderable)
+    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]

@@ -1,13 +1,11 @@
 """Audits a model for mixed precision, layer by layer and operation by operation."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 
 from kmp.backend import compute_dtypes, is_keras_class, is_passthrough, keras_internals
-from kmp.conversion import audit_table
-from kmp.conversion.audit_table import Row
+from kmp.conversion.audit_table import Audit, Row
 from kmp.conversion.cloning import clone_model
 from kmp.conversion.measurement import ActivationStatistics, measure_activations
 from kmp.conversion.model_parts import (
@@ -20,64 +18,11 @@ from kmp.conversion.model_parts import (
     parts_of,
 )
 from kmp.conversion.plan import Plan, make_plan
-from kmp.conversion.precision_rules import FOLLOWS_INPUTS, NEEDS_FLOAT32, OpRule, rule_for
+from kmp.conversion.precision_rules import FOLLOWS_INPUTS, OpRule, rule_for
 from kmp.conversion.tensor_core_alignment import unaligned
 from kmp.utils import DTYPES_16_BIT, FLOAT32
 
 Statistics = dict[str, ActivationStatistics]
-
-
-@dataclass(frozen=True)
-class Audit:
-    """The result of `kmp.audit`. Displays as a table in terminals and notebooks.
-
-    Args:
-        model: The model's name.
-        rows: One row for each layer and operation, in graph order, parents before children.
-        plan: The plan that `kmp.convert` would use for the float32 model. It can be edited, saved, and passed to
-            `kmp.convert`.
-        conversion_error: The message of the `ValueError` that `kmp.convert` raises for this model; empty if it does
-            not.
-        notes: One sentence for each output of the model that is in 16 bits.
-    """
-
-    model: str
-    rows: tuple[Row, ...]
-    plan: Plan = field(repr=False)
-    conversion_error: str = ""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def needs_float32(self) -> tuple[Row, ...]:
-        """The rows of layers and operations that float16 makes inaccurate or lets overflow."""
-        return tuple(row for row in self.rows if row.category == NEEDS_FLOAT32)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the audit as a dict for JSON."""
-        return {
-            "model": self.model,
-            "rows": [row.to_dict() for row in self.rows],
-            "plan": self.plan.to_dict(),
-            "conversion_error": self.conversion_error,
-            "notes": list(self.notes),
-        }
-
-    @property
-    def summary(self) -> str:
-        """How many layers and operations need float32, and the first of them with the reasons."""
-        return audit_table.as_text(audit_table.render_summary(self.model, self.rows, self.conversion_error, self.notes))
-
-    def __rich__(self) -> Any:
-        return audit_table.render(self.model, self.rows, self.conversion_error, self.notes)
-
-    def __str__(self) -> str:
-        return audit_table.as_text(self.__rich__())
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        return audit_table.as_html(self.__rich__())
 
 
 def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") -> Audit:
