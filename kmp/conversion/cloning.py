@@ -231,6 +231,7 @@ class _Cloning:
             clone.name = original.name
         if isinstance(original, keras.Model) and not clone.built and original.get_build_config():
             clone.build_from_config(original.get_build_config())
+            clone.built = True  # as Keras does: `build_from_config` does not, if the model has no `build`
         return clone
 
     def _with_references(self, original: keras.Layer, config: Config) -> tuple[Config, dict[str, _Reference]]:

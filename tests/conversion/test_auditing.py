@@ -149,6 +149,14 @@ def test_output_in_16_bits_is_noted_with_the_change_that_makes_it_float32():
     assert "is float16, as is what `predict` returns" in audit._repr_html_()
 
 
+def test_batch_compares_a_mixed_precision_model_with_a_float32_layer():
+    inputs = keras.Input((4,))
+    hidden = kmp.layers.Float32(layers.Dense(4, name="inside"), name="wrapper")(layers.Dense(4)(inputs))
+    rows = rows_of(kmp.convert(keras.Model(inputs, layers.Dense(2)(hidden))), np.ones((2, 4), "float32"))
+    assert rows["wrapper"].relative_error is not None
+    assert rows["wrapper"].amax == rows["wrapper/inside"].amax
+
+
 def test_float32_or_converted_model_has_no_note_on_its_outputs():
     model, _ = models.classifier()
     assert kmp.audit(model).notes == ()

@@ -178,6 +178,43 @@ def test_layer_shared_by_two_nested_models_stays_shared(kinds):
     np.testing.assert_array_equal(kmp.to_float32(converted)(batch), model(batch))
 
 
+class Subclassed(keras.Model):
+    """A subclassed model without a `build`, around a functional one."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        inputs = keras.Input((4,))
+        self.inside = keras.Model(inputs, ops.softmax(layers.Dense(4)(inputs)))
+        self.last = layers.Dense(2)
+
+    def call(self, inputs):
+        return self.last(self.inside(inputs))
+
+    def get_config(self):
+        return super().get_config()
+
+
+def test_subclassed_model_without_a_build_is_built_and_converts_back():
+    model, batch = Subclassed(), np.random.default_rng(0).normal(size=(2, 4)).astype("float32")
+    expected = model(batch)
+    converted = kmp.convert(model)
+    assert converted.built
+    np.testing.assert_allclose(converted(batch), expected, atol=1e-2)
+    np.testing.assert_array_equal(kmp.to_float32(converted)(batch), expected)
+
+
+def test_frozen_model_that_is_called_in_inference_mode_stays_so():
+    inputs, outer = keras.Input((4,)), keras.Input((4,))
+    base = keras.Model(inputs, layers.BatchNormalization()(layers.Dense(4)(inputs)), name="base")
+    base.trainable = False
+    converted = kmp.convert(keras.Model(outer, layers.Dense(2)(base(outer, training=False))))
+    assert not converted.get_layer("base").trainable_variables
+    statistics = [np.array(variable) for variable in converted.get_layer("base").non_trainable_variables]
+    converted(np.ones((2, 4), "float32"), training=True)
+    for variable, before in zip(converted.get_layer("base").non_trainable_variables, statistics, strict=True):
+        np.testing.assert_array_equal(variable, before)
+
+
 def test_cell_that_a_config_contains_twice_stays_shared():
     cell = layers.GRUCell(4, name="cell")
     model = keras.Sequential([keras.Input((3, 4)), layers.RNN(layers.StackedRNNCells([cell, cell])), layers.Dense(2)])
