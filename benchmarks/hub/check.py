@@ -21,8 +21,8 @@ import multimodal_models
 import numpy as np
 import tensorflow as tf
 import text_models
+from hub_table import MODES, RESULTS
 from inputs import inputs_of
-from table import MODES, RESULTS
 
 import kmp
 

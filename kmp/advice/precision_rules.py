@@ -12,7 +12,7 @@ from kmp.records import HARMFUL_OUTPUT_ERROR, Replay
 def outputs(metrics: RunMetrics) -> Finding | None:
     """Reports a model whose outputs differ from those in float32."""
     replay = metrics.last_comparison
-    if replay is None or (replay.output_error or 0.0) <= HARMFUL_OUTPUT_ERROR:
+    if replay is None or not replay.is_harmful or (replay.output_error or 0.0) <= HARMFUL_OUTPUT_ERROR:
         return None
     # Where the error is born: the layer that adds most to it on inputs of float32, if one does.
     errors = [each for each in replay.layer_errors if (each.new_error or 0.0) > HARMFUL_OUTPUT_ERROR]

@@ -37,8 +37,6 @@ Logs = dict[str, Any] | None
 
 AUTO = "auto"
 _RETRIES = 16  # as many halvings lead from the default loss scale to 1
-_FIRST_UPDATES = 5  # samples that measure the update of the weights
-_UPDATES_EVERY = 10  # in samples after these; measuring an update takes several times as long as sampling
 _MOST_DOUBLINGS = 40
 
 
@@ -99,6 +97,8 @@ class Monitor(keras.callbacks.Callback):
     """
 
     parts: Collection[str] = PARTS
+    first_updates = 5  # samples that measure the update of the weights
+    updates_every = 10  # in samples after these; measuring an update takes several times as long as sampling
     budget = 4_000_000  # bytes of records, in memory or on disk, after which the interval doubles
 
     def __init__(
@@ -363,7 +363,7 @@ class Monitor(keras.callbacks.Callback):
         if is_of_armed_call and self._applied_updates > self._updates_before:
             sample = self._update_watch.measure(sample)
             self._measured_updates += 1
-            self._samples_until_update = _UPDATES_EVERY - 1 if self._measured_updates >= _FIRST_UPDATES else 0
+            self._samples_until_update = self.updates_every - 1 if self._measured_updates >= self.first_updates else 0
         elif not self._measured_updates:  # the first step may have built the model
             sample = with_weight_norms(sample, self._selected_variables())
         return sample

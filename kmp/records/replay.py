@@ -15,9 +15,12 @@ LOSS_FUNCTION = "the loss function"
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 # Above these errors, float16 hurts. Sound programs stay below 0.004 and 0.12 in float16, and 0.02 in bfloat16; programs
-# that float16 ruins are at 0.25 and more.
+# that float16 ruins are at 0.25 and more. An error of the outputs alone does no harm: that of a constant that all
+# examples share, such as the mean of a regression, can be large beside how they vary, and the loss not notice it.
 HARMFUL_OUTPUT_ERROR = 0.05
 HARMFUL_GRADIENT_ERROR = 0.25
+_NOTICED_GRADIENT_ERROR = 0.1
+_HARMFUL_OUTPUT_ERROR_ALONE = 0.25  # where there are no gradients
 
 
 @dataclass(frozen=True)
@@ -199,4 +202,8 @@ class Replay:
 
 def is_harmful(output_error: float, gradient_errors: Sequence[GradientError]) -> bool:
     """Returns whether the errors of outputs and gradients are so large that float16 hurts the training."""
-    return output_error > HARMFUL_OUTPUT_ERROR or any(error.is_harmful for error in gradient_errors)
+    if not gradient_errors:
+        return output_error > _HARMFUL_OUTPUT_ERROR_ALONE
+    largest = max(error.error for error in gradient_errors)
+    is_noticed = output_error > HARMFUL_OUTPUT_ERROR and largest > _NOTICED_GRADIENT_ERROR
+    return is_noticed or any(error.is_harmful for error in gradient_errors)

@@ -39,7 +39,8 @@ def trained(optimizer=None, x=None, layers=list, every_n_steps=100, **scale):
             [keras.Input((16,)), *layers(), dense(64, "relu"), dense(64, "relu"), dense(2), kmp.layers.Softmax()]
         )
         model.compile(optimizer or keras.optimizers.Adam(1e-3), "sparse_categorical_crossentropy")
-        recorders = kmp.callbacks.defaults(every_n_steps=every_n_steps, on_stuck="ignore")
+        options = {"on_stuck": "ignore", "float32_fallback": False}
+        recorders = kmp.callbacks.defaults(every_n_steps=every_n_steps, **options)
         model.fit(inputs if x is None else x, labels, batch_size=32, epochs=3, verbose=0, callbacks=recorders)
     return recorders[0].run
 

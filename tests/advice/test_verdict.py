@@ -60,7 +60,8 @@ def test_verdict_is_not_good_if_a_comparison_found_harm_or_lacks_the_gradients()
 
 def test_harmful_errors_are_findings_with_the_layers_that_remove_them():
     layers = [LayerError("net/norm", 1.1, 1.0), LayerError("net/head", 1.1, 0.001)]
-    rows = [compared(row(1), 1.1, layer_errors=layers, float32_layers=["net/norm"])]
+    errors = [GradientError("net", 0.2, 0.9, 1.0, 0.5)]
+    rows = [compared(row(1), 1.1, layer_errors=layers, gradient_errors=errors, float32_layers=["net/norm"])]
     (finding,) = kmp.advise(Run(rows, {"settings": SETTINGS}))
     assert (finding.cause, finding.location, finding.severity) == ("precision_loss", "net/norm", "error")
     assert finding.change == "kmp.layers.Float32(Layer(..., name='norm'))"

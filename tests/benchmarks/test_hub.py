@@ -2,13 +2,13 @@
 
 import json
 
+import hub_table
 import keras
 import pytest
-import table
 
 import kmp
 
-RESULTS = json.loads(table.RESULTS.read_text(encoding="utf-8"))
+RESULTS = json.loads(hub_table.RESULTS.read_text(encoding="utf-8"))
 # docs/hub.md has the reasons.
 _D_FINE = ("DFineBackbone", "DFineBackbone denoising", "DFineObjectDetector")
 NOT_WORKING = {
@@ -31,12 +31,12 @@ def check():
 
 @pytest.mark.parametrize("mode", ["enable", "convert"])
 def test_results_name_every_model_that_does_not_work(mode):
-    wrong = {name for name, result in RESULTS.items() if not table.works(result, mode)}
+    wrong = {name for name, result in RESULTS.items() if not hub_table.works(result, mode)}
     assert wrong == NOT_WORKING[mode]
 
 
 def test_models_that_fail_with_keras_work_with_kmp():
-    fixed = {name for name, result in RESULTS.items() if not table.works(result, "keras")} - NOT_WORKING["enable"]
+    fixed = {name for name, result in RESULTS.items() if not hub_table.works(result, "keras")} - NOT_WORKING["enable"]
     assert {"BertMaskedLM", "FluxBackbone", "RWKV7Backbone", "T5Backbone", "T5GemmaBackbone"} <= fixed
 
 
@@ -45,7 +45,7 @@ def test_error_of_the_outputs_is_about_that_of_keras_where_keras_works():
         name: (result[mode]["error"], result["keras"]["error"])
         for name, result in RESULTS.items()
         for mode in ("enable", "convert")
-        if table.works(result, "keras") and table.works(result, mode)
+        if hub_table.works(result, "keras") and hub_table.works(result, mode)
     }
     assert {name: pair for name, pair in pairs.items() if pair[0] > 1.5 * pair[1] + 1e-3} == {}
 
@@ -69,7 +69,7 @@ FAMILIES = (
 def test_one_model_of_each_family(check, name):
     result = check.check(name)
     for mode in ("enable", "convert"):
-        assert table.works(result, mode) == (name not in NOT_WORKING[mode]), result[mode]
+        assert hub_table.works(result, mode) == (name not in NOT_WORKING[mode]), result[mode]
 
 
 @pytest.fixture

@@ -76,8 +76,25 @@ def test_gradient_error_is_harmful_above_the_sampling_noise_or_if_it_is_systemat
     assert GradientError("a", error=0.5, kept=1.0, norm=1.0, noise=0.1).is_harmful
     assert GradientError("a", error=1.0, kept=0.0, norm=1.0, noise=2.0).is_harmful
     assert not GradientError("a", error=0.1, kept=1.0, norm=1.0, noise=0.01).is_harmful
-    assert not is_harmful(0.01, [])
+    small, noticed = (GradientError("a", error=error, kept=1.0, norm=1.0, noise=2.0) for error in (0.05, 0.2))
+    assert not is_harmful(0.3, [small])  # such as an error of a mean that the loss does not notice
+    assert is_harmful(0.3, [small, noticed])
+    assert not is_harmful(0.01, [noticed])
     assert is_harmful(0.3, [])
+    assert not is_harmful(0.1, [])
+
+
+def test_output_error_of_a_large_mean_is_not_harmful():
+    with kmp.enable():
+        head = keras.layers.Dense(1, bias_initializer=keras.initializers.Constant(500.0))
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "relu"), head])
+        model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(scale=0.2, size=(ROWS, 4)).astype("float32")
+    y = 500 + 50 * x[:, :1]
+    result = replayed(model, x, y, loss_scale=1.0)
+    assert result.output_error > 0.05
+    assert not result.is_harmful
+    assert result.float32_layers == []
 
 
 def test_relative_error_is_relative_to_the_variation_between_examples():

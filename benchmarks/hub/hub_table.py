@@ -1,6 +1,6 @@
 """Writes docs/hub.md from the results of `check.py`.
 
-Run with `python benchmarks/hub/table.py`.
+Run with `python benchmarks/hub/hub_table.py`.
 """
 
 import json
