@@ -39,9 +39,9 @@ def forward_finding(metrics: RunMetrics, found: NonfiniteOperation, replay: Repl
     """Returns the finding for an operation of the forward pass that float16 makes NaN or Inf."""
     cause, title, operand = _explained(metrics, found, replay)
     layers = replay.float32_layers
-    in_single, proof = f"the loss is {replay.float32_loss:.4g}", "the same batch has a finite loss and finite gradients"
-    if replay.is_forward_only:
-        in_single, proof = "all outputs are finite", "the outputs for the batch are finite"
+    in_single, proof = "all outputs are finite", "the outputs for the batch are finite"
+    if not replay.is_forward_only:
+        in_single, proof = f"the loss is {replay.float32_loss:.4g}", "the same batch has a finite loss and gradients"
     return Finding(
         cause,
         ERROR,

@@ -18,6 +18,11 @@ class Cube(keras.layers.Layer):
         return x * x * x
 
 
+def defaults(*arguments, **options):
+    """Returns the default callbacks without the one that repairs a training."""
+    return kmp.callbacks.defaults(*arguments, float32_fallback=False, **options)
+
+
 def overflowing_model(**options):
     with kmp.enable():
         layers = [keras.layers.Dense(4, kernel_initializer="ones"), Cube(name="cube")]
@@ -32,7 +37,7 @@ def train(model, callbacks, x=12.0, epochs=3):
 
 
 def test_skipped_steps_are_replayed_and_logged(tmp_path):
-    callbacks = kmp.callbacks.defaults(tmp_path, every_n_steps=2, on_stuck="ignore")
+    callbacks = defaults(tmp_path, every_n_steps=2, on_stuck="ignore")
     train(overflowing_model(), callbacks)
     for run in (callbacks[0].run, kmp.load_run(tmp_path)):
         step, replay = run.replays[-1]
@@ -44,7 +49,7 @@ def test_skipped_steps_are_replayed_and_logged(tmp_path):
 
 
 def test_reason_of_a_stuck_training_is_that_of_the_advice():
-    callbacks = kmp.callbacks.defaults(every_n_steps=100)
+    callbacks = defaults(every_n_steps=100)
     callbacks[-1].patience = 6
     with pytest.raises(kmp.callbacks.StuckError, match="Cause: The output of layer 'cube' overflows") as error:
         train(overflowing_model(), callbacks)
@@ -56,7 +61,7 @@ def test_healthy_training_is_compared_with_float32_at_a_few_steps_and_has_the_sa
     for reference in (None, "auto"):
         keras.utils.set_random_seed(0)
         model = compiled_model()
-        callbacks = kmp.callbacks.defaults(every_n_steps=2, reference=reference)
+        callbacks = defaults(every_n_steps=2, reference=reference)
         fit(model, callbacks, epochs=3)
         replays = callbacks[0].run.replays
         assert [step for step, _ in replays] == ([] if reference is None else [1, 4, 16, 60])
@@ -70,7 +75,7 @@ def test_zero_gradients_are_replayed_in_float32():
     with kmp.enable(loss_scale=2.0**-10):
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, kernel_initializer="ones"), Mean()])
         model.compile("sgd", "mse")
-    callbacks = kmp.callbacks.defaults()
+    callbacks = defaults()
     train(model, callbacks, x=0.01)
     (step, replay), *_ = callbacks[0].run.replays
     assert step == 1
@@ -106,7 +111,7 @@ def own_model():
 
 
 def test_forward_pass_of_an_own_training_step_is_replayed(tmp_path):
-    model, callbacks = own_model(), kmp.callbacks.defaults(tmp_path, every_n_steps=2, on_stuck="ignore")
+    model, callbacks = own_model(), defaults(tmp_path, every_n_steps=2, on_stuck="ignore")
     before = values(model.variables)
     train(model, callbacks, x=12.0)
     run = kmp.load_run(tmp_path)
@@ -121,7 +126,7 @@ def test_forward_pass_of_an_own_training_step_is_replayed(tmp_path):
 
 
 def test_loss_of_finite_outputs_in_an_own_training_step_is_named():
-    model, callbacks = own_model(), kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore")
+    model, callbacks = own_model(), defaults(every_n_steps=2, on_stuck="ignore")
     model.divisor = 0.0
     train(model, callbacks, x=1.0)
     assert [replay.is_finite for _, replay in callbacks[0].run.replays] == [True] * len(callbacks[0].run.replays)
@@ -132,7 +137,7 @@ def test_loss_of_finite_outputs_in_an_own_training_step_is_named():
 def test_nan_in_the_batch_of_an_own_training_step_is_named(part):
     x, y = np.ones((32, 4), "float32"), np.ones((32, 1), "float32")
     {"x": x, "y": y}[part][5] = np.nan
-    callbacks = kmp.callbacks.defaults(every_n_steps=1, on_stuck="ignore")
+    callbacks = defaults(every_n_steps=1, on_stuck="ignore")
     own_model().fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
     assert kmp.advise(callbacks[0].run)[0].title == f"The batch's {part} contains NaN or Inf."
 
@@ -146,7 +151,7 @@ def test_replay_that_fails_does_not_stop_the_training(caplog):
     with kmp.enable():
         model = keras.Sequential([keras.Input((4,)), OnlyInGraphs(), keras.layers.Dense(1)])
         model.compile("sgd", "mse", jit_compile=False)
-    callbacks = kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore")
+    callbacks = defaults(every_n_steps=2, on_stuck="ignore")
     with caplog.at_level("INFO", "kmp"):
         train(model, callbacks, x=100.0)
     assert "could not replay a batch" in caplog.text
@@ -155,7 +160,7 @@ def test_replay_that_fails_does_not_stop_the_training(caplog):
 
 
 def test_second_fit_does_not_trace_again(enabled):
-    model, callbacks = compiled_model(), kmp.callbacks.defaults()
+    model, callbacks = compiled_model(), defaults()
     fit(model, callbacks)
     traced = model.train_function
     fit(model, callbacks)
@@ -165,7 +170,7 @@ def test_second_fit_does_not_trace_again(enabled):
 @pytest.mark.parametrize("reference", [1, "batch", (1,)])
 def test_reference_of_another_kind_is_an_error(reference):
     with pytest.raises((TypeError, ValueError), match="`reference` must be"):
-        kmp.callbacks.defaults(reference=reference)
+        defaults(reference=reference)
 
 
 def dead_model():
@@ -179,17 +184,17 @@ def dead_model():
 
 
 def test_zeros_are_replayed_at_the_end():
-    callbacks = kmp.callbacks.defaults()
+    callbacks = defaults()
     train(dead_model(), callbacks, x=1.0)
     assert [step for step, _ in callbacks[0].run.replays][-1] == 12
     assert [finding.cause for finding in kmp.advise(callbacks[0].run)] == ["dead"]
 
 
 def test_overflows_of_an_earlier_training_are_not_replayed():
-    model, callbacks = overflowing_model(), kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore")
+    model, callbacks = overflowing_model(), defaults(every_n_steps=2, on_stuck="ignore")
     train(model, callbacks)
-    train(model, kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore"), x=0.01)
-    callbacks = kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore")
+    train(model, defaults(every_n_steps=2, on_stuck="ignore"), x=0.01)
+    callbacks = defaults(every_n_steps=2, on_stuck="ignore")
     train(model, callbacks, x=0.01)
     assert all(found.is_finite for _, found in callbacks[0].run.replays)
 
@@ -197,10 +202,10 @@ def test_overflows_of_an_earlier_training_are_not_replayed():
 def test_new_optimizer_replaces_the_capture():
     model = dead_model()
     for _ in range(2):
-        train(model, kmp.callbacks.defaults(), epochs=1)
+        train(model, defaults(), epochs=1)
         with kmp.enable():
             model.compile("sgd", "mse")
-    train(model, kmp.callbacks.defaults(), epochs=1)
+    train(model, defaults(), epochs=1)
     assert guarding.guard_of(model).capture.optimizer is model.optimizer
 
 
@@ -211,7 +216,7 @@ def test_targets_that_are_not_finite_or_rounded_do_no_harm(tmp_path, y):
         model.compile("sgd", "binary_crossentropy")
     targets = np.ones((16, 1), "float32")
     targets[3] = y
-    callbacks = kmp.callbacks.defaults(tmp_path, every_n_steps=1, on_stuck="ignore")
+    callbacks = defaults(tmp_path, every_n_steps=1, on_stuck="ignore")
     model.fit(np.ones((16, 4)), targets, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
     run = kmp.load_run(tmp_path)
     assert run.last("replay_error") is None
@@ -283,7 +288,7 @@ def test_training_with_replays_is_bitwise_identical_whatever_the_step_changes(ch
             layers = [keras.layers.Dense(4), layer_class(), keras.layers.Dense(1, dtype="float32")]
             model = keras.Sequential([keras.Input((4,)), *layers])
             model.compile("sgd", loss if isinstance(loss, str) else loss(), jit_compile=False)
-        callbacks = kmp.callbacks.defaults(every_n_steps=4, on_stuck="ignore", reference=reference)
+        callbacks = defaults(every_n_steps=4, on_stuck="ignore", reference=reference)
         model.fit(x, np.ones((96, 1)), batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
         weights.append(values(model.trainable_variables))
     for without, with_replay in zip(*weights, strict=True):
@@ -302,7 +307,7 @@ def test_replay_of_a_model_with_a_policy_map_leaves_its_config(enabled):
     model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1, dtype="float32")])
     model.compile("sgd", "mse")
     before = [layer.get_config() for layer in layers]
-    callbacks = kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore")
+    callbacks = defaults(every_n_steps=2, on_stuck="ignore")
     train(model, callbacks, x=np.inf)
     assert callbacks[0].run.replays
     assert [layer.get_config() for layer in layers] == before
@@ -311,14 +316,14 @@ def test_replay_of_a_model_with_a_policy_map_leaves_its_config(enabled):
 
 def test_replay_that_takes_too_long_ends_and_is_not_repeated(monkeypatch):
     monkeypatch.setattr(batch_replayer, "_MOST_SECONDS", 0.0)
-    callbacks = kmp.callbacks.defaults(every_n_steps=1, on_stuck="ignore")
+    callbacks = defaults(every_n_steps=1, on_stuck="ignore")
     train(overflowing_model(), callbacks)
     errors = [row["replay_error"] for row in callbacks[0].run.rows if "replay_error" in row]
     assert errors == ["it takes longer than 0 s"]
 
 
 def test_callbacks_that_replayed_can_be_copied_and_pickled():
-    callbacks = kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore")
+    callbacks = defaults(every_n_steps=2, on_stuck="ignore")
     train(overflowing_model(), callbacks)
     for copied in (copy.deepcopy(callbacks), pickle.loads(pickle.dumps(callbacks))):
         assert copied[0].run.replays == callbacks[0].run.replays

@@ -12,6 +12,7 @@ from conftest import Interrupt, compiled_model, fit, is_locked, small_data
 
 import kmp
 from kmp.callbacks import (
+    Float32Fallback,
     GradientHistogram,
     LossScaleLogger,
     Monitor,
@@ -34,8 +35,8 @@ def steps_of(callback):
     return callback.run.series(key)[0].tolist()
 
 
-def test_defaults_are_a_monitor_and_the_stuck_detector():
-    assert [type(callback) for callback in defaults()] == [Monitor, StuckDetector]
+def test_defaults_are_a_monitor_the_fallback_and_the_stuck_detector():
+    assert [type(callback) for callback in defaults()] == [Monitor, Float32Fallback, StuckDetector]
 
 
 def test_defaults_pass_variables_to_the_monitor():
@@ -131,7 +132,7 @@ def test_logs_of_an_epoch_without_a_step_have_all_keys():
 
 
 def test_monitor_copies_a_snapshot_only_after_new_steps(monkeypatch):
-    model, (monitor, _), snapshots = compiled_model(), defaults(every_n_steps=5), []
+    model, (monitor, *_), snapshots = compiled_model(), defaults(every_n_steps=5), []
     snapshot = model.optimizer.snapshot
     monkeypatch.setattr(model.optimizer, "snapshot", lambda: snapshots.append(1) or snapshot())
     fit(model, [monitor], batches=20)
