@@ -65,7 +65,8 @@ def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Ax
     title = None
     if origin[0]:
         (name,) = _short_names(shown[:1], _TITLE_LENGTH)
-        title = f"{origin[0]:,} of {sum(origins.values()):,} overflows begin at {name}"
+        # In two lines: long names of variables leave little width for the axes.
+        title = f"{origin[0]:,} of {sum(origins.values()):,} overflows begin at\n{name}"
     style.legend_above(ax, title=title)
     return ax
 

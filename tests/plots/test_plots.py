@@ -220,7 +220,7 @@ def test_dollar_signs_in_names_are_drawn():
     row = {"step": 9, "metrics": {"$x_{$": 0.5}, "overflow_origins_by_variable": {"a/$b_{$": 3}}
     for ax in (plots.metric({"$r_{$": Run([row])}, "$x_{$"), plots.overflowing_variables(Run([row]))):
         ax.figure.canvas.draw()
-    assert ax.get_title(loc="left") == r"3 of 3 overflows begin at a/\$b_{\$"
+    assert ax.get_title(loc="left") == "3 of 3 overflows begin at\na/\\$b_{\\$"
 
 
 def test_shares_of_the_what_if_plot_have_ticks_in_percent():
@@ -454,12 +454,19 @@ def test_what_if_of_overflowed_samples_is_an_empty_figure():
 
 FULL = Run([sample(10), sample(20), {"step": 20, "loss_scale": 8.0, "overflow_rate": 0.1, "overflow_count": 2}])
 FULL.append({"step": 20, "overflows_by_variable": {"m/kernel": 2}, "overflow_origins_by_variable": {"m/kernel": 2}})
+LONG_NAMES = {
+    "encoder_of_images/block_1/convolution_2/kernel": 2000,
+    "a_layer_with_a_very_long_name_of_a_model_1/kernel": 1,
+}
+LONG = Run(
+    [*FULL.rows, {"step": 21} | dict.fromkeys(("overflows_by_variable", "overflow_origins_by_variable"), LONG_NAMES)]
+)
 
 
 @pytest.mark.parametrize(
     "draw", [draw for draw, _ in EMPTY] + [lambda run, ax: plots.gradient_exponents(run.histograms[0], ax)]
 )
-@pytest.mark.parametrize("run", [FULL, Run([sample(10), *FULL.rows[2:]])], ids=["two", "one"])
+@pytest.mark.parametrize("run", [FULL, Run([sample(10), *FULL.rows[2:]]), LONG], ids=["two", "one", "long"])
 def test_plots_use_the_given_axes_and_fit_a_small_figure(draw, run):
     figure, ax = plt.subplots(figsize=(5.2, 3.6), layout="constrained")
     assert draw(run, ax=ax) is ax
