@@ -32,13 +32,13 @@ def gradients(run: RunSummary) -> Table:
     measured = next((sample for sample in reversed(run.run.samples) if sample.has_update), None)
     if measured is not None:
         layers = by_layer(measured)
-        columns = zip(layers.names, layers.update_ratio, layers.lost_updates, layers.updates, strict=True)
-        updates = {name: (number(ratio), share_of(lost, count)) for name, ratio, lost, count in columns}
+        of_layers = zip(layers.names, layers.update_ratio, layers.lost_updates, layers.updates, strict=True)
+        updates = {name: (number(ratio), share_of(lost, count)) for name, ratio, lost, count in of_layers}
     layers, rows = by_layer(sample), []
     for name, amax, norm in zip(layers.names, layers.amax, layers.norm, strict=True):
-        histogram = layers[name]
-        zones = [share_of(sum(histogram.zones[zone] for zone in zones), histogram.total) for zones in _ZONES.values()]
-        rows.append((name, f"{histogram.total:,}", *zones, number(amax), number(norm), *updates.get(name, ("", ""))))
+        total, counts = layers[name].total, layers[name].zones
+        shares = [share_of(sum(counts[zone] for zone in zones), total) for zones in _ZONES.values()]
+        rows.append((name, f"{total:,}", *shares, number(amax), number(norm), *updates.get(name, ("", ""))))
     note = (
         f"Step {sample.step}, loss scale {scale(sample.loss_scale)}. Of the loss-scaled gradient: subnormal is "
         "below 2^-14, near overflow is 2^13 and above, and amax is the largest magnitude. The norm is of the "
@@ -46,8 +46,8 @@ def gradients(run: RunSummary) -> Table:
         "that of the weights, and the share of updates below 2^-11 of their weight, most of which a float16 weight "
         "would lose."
     )
-    columns_ = ("layer", "elements", *_ZONES, "amax", "norm", "update / weight", "updates lost")
-    return Table(columns_, tuple(rows), with_omitted(note, len(names)))
+    columns = ("layer", "elements", *_ZONES, "amax", "norm", "update / weight", "updates lost")
+    return Table(columns, tuple(rows), with_omitted(note, len(names)))
 
 
 def overflow_and_underflow(run: RunSummary) -> Table:
