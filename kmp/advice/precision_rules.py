@@ -49,12 +49,12 @@ def gradients(metrics: RunMetrics) -> Finding | None:
     return Finding(
         "precision_loss",
         WARNING,
-        f"The gradients of {metrics.describe(metrics.layer_of(worst.layer))} are not those of float32.",
+        f"The gradients of {metrics.describe(metrics.created_layer(worst.layer))} are not those of float32.",
         f"on {_examples(replay)} of a batch they differ by {_percent(worst.error)} of their norm, and keep "
         f"{_percent(max(0.0, worst.kept))} of it{noise}",
         edits,
         note,
-        metrics.layer_of(worst.layer),
+        metrics.created_layer(worst.layer),
     )
 
 

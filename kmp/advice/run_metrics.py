@@ -67,9 +67,13 @@ class RunMetrics:
 
     def layer_of(self, variable: str) -> str:
         """Returns the path of the layer with this variable that a program creates: an RNN, not its cell."""
-        layers, path = self.settings.get("layers", {}), layer_of(variable)
-        parents = itertools.accumulate(path.split("/"), lambda parent, name: f"{parent}/{name}")
-        return next((parent for parent in reversed(list(parents)) if parent in layers), path)
+        return self.created_layer(layer_of(variable))
+
+    def created_layer(self, layer: str) -> str:
+        """Returns the path of the layer that a program creates and that is or contains this: an RNN for its cell."""
+        layers = self.settings.get("layers", {})
+        parents = itertools.accumulate(layer.split("/"), lambda parent, name: f"{parent}/{name}")
+        return next((parent for parent in reversed(list(parents)) if parent in layers), layer)
 
     def describe(self, layer: str) -> str:
         """Returns what a finding calls a layer: by its name, or by its path if several have this name."""

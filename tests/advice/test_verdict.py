@@ -68,10 +68,10 @@ def test_harmful_errors_are_findings_with_the_layers_that_remove_them():
     assert "differ from float32 by 110 % of how they vary; in layer 'norm' alone, given float32 inputs, by 100 %" in (
         finding.evidence
     )
-    errors = [GradientError("net", 0.6, 0.5, 1.0, 0.1)]
+    errors = [GradientError("net/dense", 0.6, 0.5, 1.0, 0.1)]
     rows = [compared(row(1), gradient_errors=errors, float32_layers=[], usable_scale=2.0**20)]
-    (finding,) = kmp.advise(Run(rows, {"settings": SETTINGS}))
-    assert (finding.cause, finding.location, finding.severity) == ("precision_loss", "net", "warning")
+    (finding,) = kmp.advise(Run(rows, {"settings": SETTINGS | {"layers": {"net": "Functional", "net/dense": "Dense"}}}))
+    assert (finding.cause, finding.location, finding.severity) == ("precision_loss", "net/dense", "warning")
     assert finding.change == "kmp.enable(initial_scale=2.0**20)"
     assert "differ by 60 % of their norm, and keep 50 % of it; the sampling noise is 10 %" in finding.evidence
 
