@@ -14,12 +14,9 @@ def outputs(metrics: RunMetrics) -> Finding | None:
     replay = metrics.last_comparison
     if replay is None or not replay.is_harmful or (replay.output_error or 0.0) <= HARMFUL_OUTPUT_ERROR:
         return None
-    # Where the error is born: the layer that adds most to it on inputs of float32, if one does.
-    errors = [each for each in replay.layer_errors if (each.new_error or 0.0) > HARMFUL_OUTPUT_ERROR]
-    births = [each for each in errors if each.layer in (replay.float32_layers or ())] or errors
-    born = max(births, key=lambda each: each.new_error or 0.0, default=None)
-    where = "an operation between layers" if born is None else metrics.describe(born.layer)
-    share = f"; in {where} alone, given float32 inputs, by {_percent(born.new_error or 0.0)}" if born else ""
+    origin = replay.error_origin
+    where = "an operation between layers" if origin is None else metrics.describe(origin.layer)
+    share = f"; in {where} alone, given float32 inputs, by {_percent(origin.new_error or 0.0)}" if origin else ""
     return Finding(
         "precision_loss",
         ERROR,
@@ -28,7 +25,7 @@ def outputs(metrics: RunMetrics) -> Finding | None:
         f"{_percent(replay.output_error or 0.0)} of how they vary{share}",
         _edits(metrics, replay),
         "with these layers in float32 the outputs and gradients for the batch agree" if replay.float32_layers else "",
-        born.layer if born else "",
+        origin.layer if origin else "",
     )
 
 

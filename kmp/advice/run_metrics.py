@@ -103,15 +103,10 @@ class RunMetrics:
         failed = (replay for replay in reversed(self.replays) if not replay.is_finite)
         return next((replay for replay in failed if replay.loss is not None), None)
 
-    @cached_property
-    def comparisons(self) -> list[tuple[int, Replay]]:
-        """The replays whose passes were finite in both precisions, with their steps."""
-        return [(step, replay) for step, replay in self.run.replays if replay.is_compared]
-
     @property
     def last_comparison(self) -> Replay | None:
-        """The last of them."""
-        return self.comparisons[-1][1] if self.comparisons else None
+        """The last replay whose passes were finite in both precisions."""
+        return next((replay for _, replay in reversed(self.run.comparisons)), None)
 
     @cached_property
     def clean_replay(self) -> Replay | None:

@@ -40,9 +40,9 @@ def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
 
 def _compared(metrics: RunMetrics) -> str:
     """Returns how far outputs and gradients are from those in float32."""
-    if not metrics.comparisons:
+    replays = [replay for _, replay in metrics.run.comparisons]
+    if not replays:
         return ""
-    replays = [replay for _, replay in metrics.comparisons]
     outputs = max(replay.output_error or 0.0 for replay in replays)
     errors = [error.error for replay in replays for error in replay.gradient_errors]
     gradients = f", and the gradients of a layer by at most {max(errors):.1%}" if errors else ""
@@ -57,26 +57,26 @@ def _unknown(metrics: RunMetrics) -> Iterator[str]:
 
     A NaN or Inf in a loss always has a finding, and so has a loss that is not scaled.
     """
-    gradients = metrics.gradients
+    gradients, comparisons = metrics.gradients, metrics.run.comparisons
 
     # What float16 changes in outputs and gradients.
-    harmful = [step for step, replay in metrics.comparisons if replay.is_harmful]
-    is_late = bool(metrics.comparisons) and 2 * metrics.comparisons[-1][0] >= metrics.steps
+    harmful = [step for step, replay in comparisons if replay.is_harmful]
+    is_late = bool(comparisons) and 2 * comparisons[-1][0] >= metrics.steps
     error = metrics.run.last("replay_error")
     if harmful:
         yield _doubt(
             f"what the errors of outputs or gradients at step {harmful[-1]} did to the training",
             "a training in float32 to compare with",
         )
-    elif len(metrics.comparisons) < thresholds.FEW_COMPARISONS or not is_late:
+    elif len(comparisons) < thresholds.FEW_COMPARISONS or not is_late:
         failed = f"; the replay of a batch failed with {error}" if error else ""
         yield _doubt(
             "how far outputs and gradients are from those in float32, because "
-            f"{len(metrics.comparisons) or 'no'} batch{'es' * (len(metrics.comparisons) != 1)} of the run were compared"
+            f"{len(comparisons) or 'no'} batch{'es' * (len(comparisons) != 1)} of the run were compared"
             f"{failed}",
             "reference='auto' in kmp.callbacks.defaults(), with Keras' training step on one replica",
         )
-    elif any(replay.is_forward_only for _, replay in metrics.comparisons):
+    elif any(replay.is_forward_only for _, replay in comparisons):
         yield _doubt(
             "how far gradients are from those in float32, and whether the custom `train_step` scales each of its "
             "losses, because only the forward pass can be replayed",

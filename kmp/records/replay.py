@@ -199,6 +199,18 @@ class Replay:
         """Whether the results differ so much that float16 hurts the training."""
         return is_harmful(self.output_error or 0.0, self.gradient_errors)
 
+    @property
+    def error_origin(self) -> LayerError | None:
+        """The layer where a harmful error of the outputs begins: it adds most to it on inputs of float32.
+
+        One of `float32_layers` if they add to it. `None` without a harmful error, or if no layer adds to it.
+        """
+        if (self.output_error or 0.0) <= HARMFUL_OUTPUT_ERROR:
+            return None
+        errors = [each for each in self.layer_errors if (each.new_error or 0.0) > HARMFUL_OUTPUT_ERROR]
+        cured = [each for each in errors if each.layer in (self.float32_layers or ())]
+        return max(cured or errors, key=lambda each: each.new_error or 0.0, default=None)
+
 
 def is_harmful(output_error: float, gradient_errors: Sequence[GradientError]) -> bool:
     """Returns whether the errors of outputs and gradients are so large that float16 hurts the training."""

@@ -132,6 +132,11 @@ class Run:
         return [(row["step"], row["replay"]) for row in self.rows if "replay" in row]
 
     @property
+    def comparisons(self) -> list[tuple[int, Replay]]:
+        """The replays whose passes were finite in both precisions, each with its step, oldest first."""
+        return [(step, replay) for step, replay in self.replays if replay.is_compared]
+
+    @property
     def histograms(self) -> list[ExponentHistogram]:
         """The histograms of all variables together, one per sample, oldest first."""
         return [sample.histogram for sample in self.samples]
