@@ -12,10 +12,10 @@ _MOST_MARKS = 2000
 
 
 def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
-    """Draws the loss scale over the steps, with a mark where steps were skipped.
+    """Draws the loss scale over the steps, with a mark where steps were skipped or layers were set to float32.
 
     Args:
-        run: A run with `loss_scale` and, for the marks, `overflow_rate` and `overflow_count`.
+        run: A run with `loss_scale` and, for the marks, `overflow_rate`, `overflow_count` and `fallback`.
         ax: Axes to draw on; new ones by default.
 
     Returns:
@@ -45,6 +45,9 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
     if marks.size:
         size = 6 if len(marks) <= _MANY_MARKS else 3
         ax.plot(*marks.T, "x", color=style.MIDDLE, markersize=size, label=label, zorder=3)
+    if fallbacks := [row["step"] for row in run.rows if row.get("fallback")]:
+        lines = {"colors": style.DARK_LIGHT, "linestyles": "dotted", "label": "layers set to float32"}
+        ax.vlines(fallbacks, 0, 1, transform=ax.get_xaxis_transform(), **lines)
     ax.set_yscale("log", base=2)
     # A margin of two bits gives the axis several ticks even if the line is flat.
     ax.set_ylim(scales.min() / 4, max(scales.max(), marks[:, 1].max(initial=0)) * 4)

@@ -6,7 +6,7 @@ from matplotlib.ticker import MaxNLocator
 
 from kmp.plots import style
 from kmp.records import RUN_EXPECTED, Run
-from kmp.utils import printable, unique_names, validation
+from kmp.utils import validation
 
 _NAME_LENGTH = 38
 _TITLE_LENGTH = 30
@@ -58,32 +58,14 @@ def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Ax
     bars = ax.barh(positions, origin, height, color=style.DARK, linewidth=0, label="overflow origin")
     for bar in bars:
         bar.set(edgecolor="white", hatch="//")
-    ax.set_yticks(positions, _short_names(shown, _NAME_LENGTH))
+    ax.set_yticks(positions, style.short_names(shown, _NAME_LENGTH))
     ax.set_ylim(len(shown) - 0.4, -0.6)
     ax.set_xlim(0, max(nonfinite) * 1.05)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     title = None
     if origin[0]:
-        (name,) = _short_names(shown[:1], _TITLE_LENGTH)
+        (name,) = style.short_names(shown[:1], _TITLE_LENGTH)
         # In two lines: long names of variables leave little width for the axes.
         title = f"{origin[0]:,} of {sum(origins.values()):,} overflows begin at\n{name}"
     style.legend_above(ax, title=title)
     return ax
-
-
-def _short_names(paths: list[str], length: int) -> list[str]:
-    """Returns unique names for matplotlib, about `length` characters long: if they are equal, longer, then numbered."""
-    paths, shortened = [printable(path) for path in paths], []
-    for longer in range(11):
-        shortened = [_shortened(path, length + longer) for path in paths]
-        if len({*shortened}) == len(paths):
-            break
-    return [style.literal(name) for name in unique_names(shortened)]
-
-
-def _shortened(path: str, length: int) -> str:
-    """Returns the first name and as many of the last names as fit, at least two, or both ends of the path."""
-    first, *rest = path.split("/")
-    candidates = [path, *("/".join([first, "…", *rest[index:]]) for index in range(1, len(rest) - 1))]
-    tail = 2 * length // 3
-    return next((name for name in candidates if len(name) <= length), f"{path[: length - 1 - tail]}…{path[-tail:]}")

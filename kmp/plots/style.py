@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from kmp.utils import is_power_of_two, printable, validation
+from kmp.utils import is_power_of_two, printable, unique_names, validation
 
 # Distinguishable with colour blindness and in greyscale. Source: Paul Tol, "Colour Schemes" (SRON/EPS/TN/09-002, 2021),
 # "high-contrast". DARK_LIGHT is LIGHT, darkened for lines on a grey background.
@@ -72,6 +72,24 @@ def label_steps(ax: Axes, steps: np.ndarray) -> None:
 def literal(text: str) -> str:
     """Returns a name as matplotlib has to get it: printable, and with dollar signs that begin no mathtext."""
     return printable(text).replace("$", r"\$")
+
+
+def short_names(paths: list[str], length: int) -> list[str]:
+    """Returns unique names for matplotlib, about `length` characters long: if they are equal, longer, then numbered."""
+    paths, shortened = [printable(path) for path in paths], []
+    for longer in range(11):
+        shortened = [_shortened(path, length + longer) for path in paths]
+        if len({*shortened}) == len(paths):
+            break
+    return [literal(name) for name in unique_names(shortened)]
+
+
+def _shortened(path: str, length: int) -> str:
+    """Returns the first name and as many of the last names as fit, at least two, or both ends of the path."""
+    first, *rest = path.split("/")
+    candidates = [path, *("/".join([first, "…", *rest[index:]]) for index in range(1, len(rest) - 1))]
+    tail = 2 * length // 3
+    return next((name for name in candidates if len(name) <= length), f"{path[: length - 1 - tail]}…{path[-tail:]}")
 
 
 def power_of_two(exponent: float) -> str:

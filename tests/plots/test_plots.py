@@ -8,7 +8,7 @@ from matplotlib.text import Text
 
 from kmp import plots
 from kmp.advice import WhatIf, what_if
-from kmp.records import BIN_COUNT, BinCounts, ExponentHistogram, GradientSample, Run
+from kmp.records import BIN_COUNT, BinCounts, ExponentHistogram, GradientSample, LayerError, Replay, Run
 
 INF_BIN, NAN_BIN = BIN_COUNT - 2, BIN_COUNT - 1
 
@@ -201,6 +201,58 @@ def test_overflow_is_marked_in_its_step_at_its_scale():
     fixed = plots.loss_scale(Run(rows, {"settings": {"rule": "FixedScale"}}))
     assert line(fixed, "last skipped").get_xydata().tolist() == [[37, 8], [60, 8]]
     assert ax.get_title(loc="left") == "The loss scale ends at $2^{3}$; 2 of 60 steps were skipped"
+
+
+def test_steps_that_set_layers_to_float32_are_marked_with_one_legend_entry():
+    rows = [{"step": step, "loss_scale": 8.0} for step in (10, 20, 30)]
+    rows += [{"step": step, "fallback": ["net/dense"], "fallback_reason": "why"} for step in (12, 25)]
+    ax = plots.loss_scale(Run(rows))
+    (marks,) = ax.collections
+    assert [segment[0][0] for segment in marks.get_segments()] == [12, 25]
+    assert legend_labels(ax).count("layers set to float32") == 1
+    assert not plots.loss_scale(Run(rows[:3])).collections
+
+
+def compared(*errors, step=9, output_error=0.002, **values):
+    """Returns a record of a comparison: of each layer, the error of its outputs and its new error."""
+    layers = [LayerError(f"net/layer_{index}", *pair) for index, pair in enumerate(errors)]
+    replay = Replay(32, 8.0, 1.0, 1.0, True, True, output_error=output_error, layer_errors=layers, **values)
+    return {"step": step, "replay": replay}
+
+
+def test_errors_of_the_layers_are_those_of_the_last_comparison():
+    not_finite = {"step": 20, "replay": Replay(32, 8.0, None, 1.0, False, True)}
+    rows = [compared((0.3, 0.3), step=5), compared((1e-3, 1e-4), (0.0, None), (2e-3, 0.0)), not_finite]
+    ax = plots.layer_errors(Run(rows))
+    assert line(ax, "outputs").get_xydata().tolist() == [[1e-3, 0], [1e-6, 1], [2e-3, 2]]
+    np.testing.assert_array_equal(line(ax, "new error").get_xdata(), [1e-4, np.nan, 1e-6])
+    assert line(ax, "limit, 0.05").get_xdata() == [0.05, 0.05]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["net/layer_0", "net/layer_1", "net/layer_2"]
+    assert (ax.get_xscale(), ax.get_xlabel()) == ("log", "relative error of outputs in step 9")
+    assert ax.get_title(loc="left") == "The model's outputs differ by 0.002"
+    assert not ax.collections
+    assert ax.get_ylim()[0] > ax.get_ylim()[1]  # the first layer is at the top
+
+
+def test_layer_where_a_harmful_error_begins_is_marked():
+    errors = (0.001, 0.001), (0.9, 0.8), (1.2, 1.1), (1.2, 0.001)
+    ax = plots.layer_errors(Run([compared(*errors, output_error=1.2)]))
+    assert ax.collections[0].get_offsets().tolist() == [[1.1, 2]]
+    assert ax.get_title(loc="left") == "Harmful error begins at net/layer_2"
+    cured = plots.layer_errors(Run([compared(*errors, output_error=1.2, float32_layers=["net/layer_1"])]))
+    assert cured.collections[0].get_offsets().tolist() == [[0.8, 1]]
+    assert not plots.layer_errors(Run([compared(*errors)])).collections  # the outputs agree
+
+
+@pytest.mark.parametrize("origin", [None, 0, 87, 199])
+def test_errors_of_many_layers_have_as_many_names_as_fit(origin):
+    errors = [(1.0, 1.0) if index == origin else (1e-3, 1e-4) for index in range(200)]
+    ax = plots.layer_errors(Run([compared(*errors, output_error=0.002 if origin is None else 1.0)]))
+    rows = ax.get_yticks().tolist()
+    assert 10 <= len(rows) <= 15
+    assert set(np.diff(rows)) == {15}
+    assert origin is None or origin in rows
+    assert ax.get_ylabel() == "layer, first to last of 200"
 
 
 def test_metric_has_a_line_for_each_run():
@@ -430,6 +482,7 @@ def test_long_paths_keep_both_ends_and_stay_unique(paths, names):
 
 EMPTY = [
     (plots.exponents_over_steps, "No gradients were sampled."),
+    (plots.layer_errors, "No batch was compared with float32."),
     (plots.loss_scale, "No loss scale was recorded."),
     (plots.what_if, "No finite gradients were sampled."),
     (plots.overflowing_variables, "Overflows were not counted by variable."),
@@ -453,6 +506,7 @@ def test_what_if_of_overflowed_samples_is_an_empty_figure():
 
 
 FULL = Run([sample(10), sample(20), {"step": 20, "loss_scale": 8.0, "overflow_rate": 0.1, "overflow_count": 2}])
+FULL.append(compared((1.2, 1.2), (1.2, 1e-4), output_error=1.2) | {"fallback": ["net/layer_0"]})
 FULL.append({"step": 20, "overflows_by_variable": {"m/kernel": 2}, "overflow_origins_by_variable": {"m/kernel": 2}})
 LONG_NAMES = {
     "encoder_of_images/block_1/convolution_2/kernel": 2000,
@@ -496,17 +550,18 @@ def test_save_writes_a_png_and_closes_the_figure(tmp_path):
     assert plt.get_fignums() == open_figures
 
 
-@pytest.mark.parametrize(
-    "name", ["exponents_over_steps", "gradient_exponents", "loss_scale", "overflowing_variables", "what_if"]
-)
+FIGURES = [
+    *("exponents_over_steps", "gradient_exponents", "layer_errors", "loss_scale", "overflowing_variables", "what_if"),
+]
+
+
+@pytest.mark.parametrize("name", FIGURES)
 def test_path_of_a_run_is_an_error(name):
     with pytest.raises(TypeError, match="must be a kmp.records"):
         getattr(plots, name)("runs/first")
 
 
-@pytest.mark.parametrize(
-    "name", ["exponents_over_steps", "gradient_exponents", "loss_scale", "overflowing_variables", "what_if"]
-)
+@pytest.mark.parametrize("name", FIGURES)
 def test_axes_of_another_type_are_an_error(name):
     data = histogram() if name == "gradient_exponents" else FULL
     with pytest.raises(TypeError, match=r"`ax` must be axes of matplotlib, or None for new ones. Received: ax=3"):

@@ -156,8 +156,8 @@ def check(file, data, draws):
     assert is_shown_safely(capture.get())
     assert is_shown_safely(report.html({"run": run}))
     if draws:
-        for draw in (plots.loss_scale, plots.exponents_over_steps, plots.what_if, plots.overflowing_variables):
-            draw(run)
+        for name in ("exponents_over_steps", "layer_errors", "loss_scale", "overflowing_variables", "what_if"):
+            getattr(plots, name)(run)
         plt.close("all")
 
 
