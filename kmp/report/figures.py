@@ -80,6 +80,24 @@ def figures(summary: RunSummary) -> dict[str, ReportFigure]:
     return found
 
 
+def layer_error_figure(summary: RunSummary) -> ReportFigure | None:
+    """Returns the figure of the last comparison with float32, or `None` if no layer was compared."""
+    step, replay = next(reversed(summary.run.comparisons), (0, None))
+    if replay is None or not replay.layer_errors:
+        return None
+    caption = (
+        "How far the outputs of each layer are from float32, relative to how they vary between examples, and the part "
+        "that the layer adds to it."
+    )
+    origin = replay.error_origin
+    begins = f"; a harmful error begins at {origin.layer}, which adds {number(origin.new_error)}" if origin else ""
+    alt = (
+        f"Errors of {len(replay.layer_errors)} layers in step {step}; the outputs of the model differ from float32 by "
+        f"{number(replay.output_error)}{begins}."
+    )
+    return ReportFigure(caption, alt, _svg(plots.layer_errors, summary.run))
+
+
 def metric_figures(summaries: Sequence[RunSummary]) -> list[ReportFigure]:
     """Returns a figure for each of the main metrics, with the curves of all runs."""
     runs = {summary.name: summary.run for summary in summaries}

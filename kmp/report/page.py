@@ -9,7 +9,7 @@ import jinja2
 from kmp.records import Run
 from kmp.report.run_comparison import comparison, difference
 from kmp.report.run_summary import summaries
-from kmp.report.run_tables import gradients, other_scales, overflow_and_underflow
+from kmp.report.run_tables import gradients, layer_errors, other_scales, overflow_and_underflow
 from kmp.report.texts import code_lines
 from kmp.utils import atomic_files, printable, validation
 
@@ -29,7 +29,7 @@ def html(runs: Mapping[str, Run]) -> str:
     True
     """
     # Imports matplotlib, here because a training goes on if that fails: see `kmp.callbacks.Report`.
-    from kmp.report.figures import COMPARED, figures, metric_figures
+    from kmp.report.figures import COMPARED, figures, layer_error_figure, metric_figures
 
     first, *others = found = summaries(runs)
     environment = jinja2.Environment(
@@ -44,10 +44,12 @@ def html(runs: Mapping[str, Run]) -> str:
     page = environment.get_template("report.html.jinja").render(
         runs=found,
         figures={run.name: figures(run) for run in found},
+        layer_error_figures={run.name: layer_error_figure(run) for run in found},
         compared=COMPARED if others else (),
         comparison=comparison(found),
         differences=[difference(first, other) for other in others],
         metric_figures=metric_figures(found),
+        layer_errors=layer_errors,
         gradients=gradients,
         overflow_and_underflow=overflow_and_underflow,
         other_scales=other_scales,

@@ -1,12 +1,14 @@
-"""The tables of a run: its newest sample by layer, overflow and underflow by variable, and other loss scales."""
+"""The tables of a run: errors by layer, its newest sample by layer, overflow and underflow, and other loss scales."""
 
 import heapq
 
-from kmp.records import GradientSample, layer_of
+from kmp.records import HARMFUL_OUTPUT_ERROR, GradientSample, layer_of
 from kmp.report.run_summary import RunSummary
-from kmp.report.texts import MAX_ROWS, Table, number, scale, share, share_of, skipped, with_omitted
+from kmp.report.texts import MAX_ROWS, UNKNOWN, Table, number, scale, share, share_of, skipped, with_omitted
 
 NOT_SAMPLED = "No gradients were sampled. Attach kmp.callbacks.GradientHistogram to sample them."
+
+_MOST_ERRORS = 12
 
 # Of the table by layer: the headings, and the zones of float16's range (`ExponentHistogram.zones`) that they add up.
 _ZONES = {
@@ -15,6 +17,36 @@ _ZONES = {
     "near overflow": ("near_overflow", "beyond"),
     "NaN, Inf": ("inf", "nan"),
 }
+
+
+def layer_errors(run: RunSummary) -> Table:
+    """Returns the layers that add most to the error of the outputs, of a run with a comparison with float32.
+
+    The layer where a harmful error begins is marked.
+    """
+    step, replay = run.run.comparisons[-1]
+    worst = heapq.nlargest(_MOST_ERRORS, replay.layer_errors, key=lambda each: (each.new_error or 0.0, each.error))
+    of_gradients: dict[str, tuple[str, str]] = {}  # by layer: of an RNN, the largest of its cells
+    for gradient in sorted(replay.gradient_errors, key=lambda each: each.error):
+        of_gradients[run.metrics.created_layer(gradient.layer)] = (number(gradient.error), number(gradient.noise))
+    classes = {run.run.settings.get("model"): "the model"} | run.run.settings.get("layers", {})
+    rows = []
+    for each in worst:
+        errors = number(each.error), number(each.new_error), *of_gradients.get(each.layer, ("", ""))
+        rows.append((each.layer, classes.get(each.layer, UNKNOWN), *errors))
+    intro = (
+        f"In step {step}, the difference between the model's precision and float32 in the outputs of each layer, for "
+        f"{replay.examples} example{'s' * (replay.examples != 1)} of a batch, in units of how outputs vary between "
+        "examples."
+    )
+    note = (
+        f"The layers with the largest new error: that of the outputs if the inputs are those of float32. Above "
+        f"{HARMFUL_OUTPUT_ERROR:g} in the outputs of the model it is harmful. Gradients: the difference from float32, "
+        "and how much they would differ for another batch of the same size, both relative to their norm."
+    )
+    columns = ("layer", "class", "outputs", "new error", "gradients", "sampling noise")
+    marked = worst.index(replay.error_origin) if replay.error_origin in worst else None
+    return Table(columns, tuple(rows), with_omitted(note, len(replay.layer_errors), _MOST_ERRORS), marked, intro)
 
 
 def gradients(run: RunSummary) -> Table:

@@ -28,9 +28,9 @@ class Table:
     intro: str = ""
 
 
-def with_omitted(note: str, count: int) -> str:
+def with_omitted(note: str, count: int, shown: int = MAX_ROWS) -> str:
     """Returns the note of a table with the number of omitted rows."""
-    return f"{note} {count - MAX_ROWS} more are not shown." if count > MAX_ROWS else note
+    return f"{note} {count - shown} more are not shown." if count > shown else note
 
 
 def share(value: float | None) -> str:

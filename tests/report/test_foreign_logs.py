@@ -35,6 +35,7 @@ WITHOUT_NAMES = {key: value for key, value in ENCODED.items() if key != "names"}
 SETTINGS = {
     **{"rule": "DynamicScale", "initial_scale": 1024.0, "growth_interval": 100, "growth_factor": 2.0},
     **{"backoff_factor": 0.5, "hysteresis": 1, "min_scale": 2.0**-14, "max_scale": 2.0**127, "model": "m"},
+    "layers": {"a": "Dense"},
     **{"compute_dtypes": ["float16"], "float32_variables": ["c/bias"], "optimizer": "Adam", "parameters": 36},
 }
 COUNTERS = {
@@ -51,6 +52,12 @@ REPLAY = {
     **{"is_finite_in_float32": True, "usable_scale": 1024.0, "nonfinite": [NONFINITE], "flushed": {"a/kernel": 0.5}},
     **{"nonfinite_outputs": ["a"], "activation_gradients": {"a": 2.0}, "zero": ["c/bias"], "float32_layers": ["a"]},
 }
+COMPARISON = {
+    **{"examples": 8, "loss_scale": 1024.0, "loss": 1.0, "float32_loss": 1.0, "is_finite": True},
+    **{"is_finite_in_float32": True, "float32_layers": ["a"], "output_error": 0.5},
+    "layer_errors": [{"layer": "a", "error": 0.5, "new_error": 0.4}, {"layer": "m", "error": 0.5, "new_error": None}],
+    "gradient_errors": [{"layer": "a", "error": 0.5, "kept": 0.5, "norm": 2.0, "noise": 0.1}],
+}
 LOG = [
     {"schema": SCHEMA, "kind": "header", "started": "2026-11-01", "keras": "3.15.1", "settings": SETTINGS},
     {"step": 1, "loss_scale": 1024.0, "clean_steps": 1},
@@ -62,6 +69,8 @@ LOG = [
     {"step": 20, "sample": ENCODED_WITH_UNSCALED},
     {"step": 21, "reference": ENCODED},
     {"step": 22, "replay": REPLAY},
+    {"step": 22, "fallback": ["a"], "fallback_reason": "why"},
+    {"step": 23, "replay": COMPARISON},
 ]
 
 VALUES = st.sampled_from(

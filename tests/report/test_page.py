@@ -22,10 +22,20 @@ from rich.console import Console
 import kmp
 from kmp import report
 from kmp.callbacks import Report, defaults
-from kmp.records import BIN_COUNT, ZERO_BIN, BinCounts, GradientSample, Run, to_line
+from kmp.records import (
+    BIN_COUNT,
+    ZERO_BIN,
+    BinCounts,
+    GradientError,
+    GradientSample,
+    LayerError,
+    Replay,
+    Run,
+    to_line,
+)
 from kmp.report.run_comparison import comparison, difference
 from kmp.report.run_summary import RunSummary
-from kmp.report.run_tables import gradients, other_scales, overflow_and_underflow
+from kmp.report.run_tables import gradients, layer_errors, other_scales, overflow_and_underflow
 from kmp.report.texts import number, scale, share
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -88,6 +98,17 @@ def make_run(names=("m/first/kernel", "m/first/bias", "m/last/kernel"), skipped=
         if step % 50 == 0:
             rows.append(record_of(sample(step, names, shift)))
     return Run(rows, header(**settings))
+
+
+def make_compared_run(layers=("m/first", "m/last"), **settings):
+    """Returns a run with a comparison in step 300, in which a harmful error begins in the last layer."""
+    errors = [LayerError(layer, 0.002, 0.0005) for layer in layers[:-1]]
+    errors += [LayerError(layers[-1], 1.25, 1.5), LayerError("m", 1.25)]
+    of_gradients = [GradientError(f"{layers[-1]}/cell_{index}", 0.5 + index, 0.5, 1.0, 0.1) for index in (1, 0)]
+    values = {"output_error": 1.25, "layer_errors": errors, "gradient_errors": of_gradients}
+    run = make_run(shift=20, layers=dict.fromkeys(layers, "LSTM"), **settings)
+    run.append({"step": 300, "replay": Replay(32, 16.0, 1.0, 1.0, True, True, **values)})
+    return run
 
 
 def make_three_runs():
@@ -192,6 +213,39 @@ def test_page_has_verdict_findings_figures_tables_and_settings_in_this_order():
         assert normalized(finding.change) in page.text
 
 
+def test_comparison_with_float32_follows_the_findings_of_a_run_that_has_one():
+    title = "Float16 against float32, layer by layer"
+    run = make_compared_run()
+    page = Page(report.html({"first": run}))
+    positions = [page.text.index(normalized(part)) for part in (kmp.advise(run)[0].evidence, title, "Counts")]
+    assert positions == sorted(positions)
+    assert page.alts[0] == (
+        "Errors of 3 layers in step 300; the outputs of the model differ from float32 by 1.25; a harmful error begins "
+        "at m/last, which adds 1.5."
+    )
+    assert len(page.alts) == 5
+    of_two = Page(report.html({"first": run, "second": make_run()}))
+    assert of_two.text.count(title) == 1
+    assert len([alt for alt in of_two.alts if alt.startswith("Errors of")]) == 1
+
+
+def test_errors_of_layers_are_listed_with_their_gradients():
+    table = layer_errors(RunSummary("first", make_compared_run()))
+    assert table.columns == ("layer", "class", "outputs", "new error", "gradients", "sampling noise")
+    assert table.rows == (
+        ("m/last", "LSTM", "1.25", "1.5", "1.5", "0.1"),  # the larger error of its two cells
+        ("m/first", "LSTM", "0.002", "0.0005", "", ""),
+        ("m", "the model", "1.25", "unknown", "", ""),
+    )
+    assert table.marked == 0
+    assert table.intro.startswith("In step 300, the difference ")
+    assert table.intro.endswith("for 32 examples of a batch, in units of how outputs vary between examples.")
+    of_many = layer_errors(RunSummary("many", make_compared_run([f"m/layer_{index}" for index in range(30)])))
+    assert len(of_many.rows) == 12
+    assert of_many.rows[0][0] == "m/layer_29"
+    assert of_many.note.endswith("19 more are not shown.")
+
+
 def test_page_loads_no_resources_and_runs_no_scripts():
     text = report.html({"first": make_run(skipped=60)})
     page = Page(text)
@@ -233,6 +287,10 @@ def test_names_are_escaped():
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert len(Page(page).alts) == 5
+    compared = report.html({"first": make_compared_run((f"m/{script}", "m/\x1b[2J"))})
+    assert "<script" not in compared
+    assert compared.count("&lt;script&gt;") >= 2
+    assert r"m/<wbr>\x1b[2J" in compared
 
 
 def test_page_of_several_runs_has_a_comparison_and_then_each_run():
@@ -725,6 +783,7 @@ PAGES = {
     "three": make_three_runs,
     "long": lambda: {"a_run_of_a_long_name_" * 6: make_run(names=(LONG, LONG + "_2"), skipped=60, model="model" * 30)},
     "empty": lambda: {"empty": Run()},
+    "compared": lambda: {"compared": make_compared_run((LONG, LONG + "_2"))},
     "escaped": lambda: {"<script>alert(1)</script>": make_run(names=("<script>alert(2)</script>/k",), skipped=60)},
 }
 
@@ -789,7 +848,9 @@ def test_page_is_readable_in_a_browser_without_network(browser, pages, name, siz
         assert page.evaluate("[...document.querySelectorAll('.scroll')].every(e => e.scrollWidth <= e.clientWidth)")
     images = page.evaluate("[...document.images].map(i => [i.complete, i.naturalWidth > 0, i.alt.length > 0])")
     expected = [
-        2 + 3 * bool(run.samples) - (not run.last("overflows_by_variable")) for run in runs.values() if run.rows
+        2 + 3 * bool(run.samples) + bool(run.comparisons) - (not run.last("overflows_by_variable"))
+        for run in runs.values()
+        if run.rows
     ]
     assert len(images) == sum(expected)
     assert all(all(image) for image in images)
