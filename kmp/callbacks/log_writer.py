@@ -200,6 +200,10 @@ class LogWriter:
     def _write_events(self, record: dict[str, Any]) -> None:
         with self._events.as_default(step=record["step"]):
             write_scalars(record["step"], _scalar_tags(record))
+            if "fallback" in record:
+                layers = ", ".join(map(repr, record["fallback"]))
+                text = f"Set to float32: {layers}\n{record.get('fallback_reason', '')}"
+                tf.summary.text("kmp/fallback", f"```\n{text}\n```")
             if "sample" in record:
                 self.size += write_histograms(record["step"], histograms_by_tag(record["sample"], self._layers))
 

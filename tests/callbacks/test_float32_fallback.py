@@ -4,8 +4,10 @@ import pickle
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import MODES, compiled_model, fit
 from keras import ops
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import kmp
 from kmp.callbacks import Float32Fallback, Monitor, defaults
@@ -161,7 +163,7 @@ def test_healthy_training_is_bitwise_the_same_and_traces_once(enabled):
         np.testing.assert_array_equal(without, with_fallback)
 
 
-def test_harm_without_overflow_is_repaired():
+def test_harm_without_overflow_is_repaired_and_shown_in_tensorboard(tmp_path):
     class Phase(keras.layers.Layer):
         def call(self, x):
             return ops.sin(x * (2 * np.pi / 24))
@@ -171,8 +173,13 @@ def test_harm_without_overflow_is_repaired():
         model.compile("sgd", "mse")
     hours = np.random.default_rng(0).uniform(48_000, 49_000, (ROWS, 1))
     with pytest.warns(UserWarning, match="The outputs of layer 'phase' are not those of float32"):
-        model.fit(hours, np.sin(hours), batch_size=8, verbose=0, callbacks=defaults())
+        model.fit(hours, np.sin(hours), batch_size=8, verbose=0, callbacks=defaults(tmp_path))
     assert dtypes(model) == {"phase": "float32", "head": "float16"}
+    (row,) = [row for row in kmp.load_run(tmp_path).rows if "fallback" in row]
+    (event,) = EventAccumulator(str(tmp_path), {"tensors": 0}).Reload().Tensors("kmp/fallback")
+    text = tf.make_ndarray(event.tensor_proto).item().decode()
+    assert event.step == row["step"]
+    assert text == f"```\nSet to float32: {row['fallback'][0]!r}\n{row['fallback_reason']}\n```"
 
 
 def test_arguments_are_checked_and_used_callbacks_can_be_copied():
