@@ -190,7 +190,7 @@ def since_last_fallback(run: Run) -> tuple[dict[str, Any] | None, Run]:
 
     `None` and the run itself if there is none.
     """
-    index = next((index for index in reversed(range(len(run.rows))) if "fallback" in run.rows[index]), None)
+    index = next((index for index in reversed(range(len(run.rows))) if run.rows[index].get("fallback")), None)
     if index is None:
         return None, run
     before = Run(run.rows[: index + 1])
