@@ -64,8 +64,8 @@ def fallback(metrics: RunMetrics) -> Finding | None:
     return Finding(
         "float32_fallback",
         INFO,
-        f"Since step {record['step']}, {', '.join(map(metrics.describe, layers))} compute in float32, and the training "
-        "continued.",
+        f"Since step {record['step']}, {', '.join(map(metrics.describe, layers))} compute{'s' * (len(layers) == 1)} in "
+        "float32, and the training continued.",
         record.get("fallback_reason", ""),
         in_float32(metrics, layers),
         "with this change the run needs no fallback",

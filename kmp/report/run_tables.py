@@ -32,7 +32,7 @@ def layer_errors(run: RunSummary) -> Table:
     classes = {run.run.settings.get("model"): "the model"} | run.run.settings.get("layers", {})
     rows = []
     for each in worst:
-        errors = number(each.error), number(each.new_error), *of_gradients.get(each.layer, ("", ""))
+        errors = number(each.error), number(each.new_error), *of_gradients.get(each.layer, ("-", "-"))
         rows.append((each.layer, classes.get(each.layer, UNKNOWN), *errors))
     intro = (
         f"In step {step}, the difference between the model's precision and float32 in the outputs of each layer, for "

@@ -234,8 +234,8 @@ def test_errors_of_layers_are_listed_with_their_gradients():
     assert table.columns == ("layer", "class", "outputs", "new error", "gradients", "sampling noise")
     assert table.rows == (
         ("m/last", "LSTM", "1.25", "1.5", "1.5", "0.1"),  # the larger error of its two cells
-        ("m/first", "LSTM", "0.002", "0.0005", "", ""),
-        ("m", "the model", "1.25", "unknown", "", ""),
+        ("m/first", "LSTM", "0.002", "0.0005", "-", "-"),
+        ("m", "the model", "1.25", "unknown", "-", "-"),
     )
     assert table.marked == 0
     assert table.intro.startswith("In step 300, the difference ")
