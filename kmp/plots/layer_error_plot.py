@@ -64,9 +64,10 @@ def layer_errors(run: Run, ax: Axes | None = None) -> Axes:
         (name,) = style.short_names([origin.layer], _NAME_LENGTH)
         title = f"Harmful error begins at {name}"
 
-    # As many names as fit.
+    # As many names as fit, evenly spaced, with that of the layer where the error begins.
     ax.set_xlabel(f"relative error of outputs in step {step}")
-    named = _named_rows(len(errors), row)
+    stride = math.ceil(len(errors) / _MOST_NAMES)
+    named = range((row or 0) % stride, len(errors), stride)
     ax.set_yticks(named, style.short_names([errors[index].layer for index in named], _NAME_LENGTH))
     if len(named) < len(errors):
         ax.set_ylabel(f"layer, first to last of {len(errors)}")
@@ -75,11 +76,3 @@ def layer_errors(run: Run, ax: Axes | None = None) -> Axes:
     ax.set_xlim(_LOWEST, 2 * max(1.0, outputs.max(), np.nanmax(added, initial=0.0)))
     style.legend_above(ax, columns=2, title=title)
     return ax
-
-
-def _named_rows(count: int, origin: int | None) -> list[int]:
-    """Returns the rows to label, evenly spaced: the origin of an error, and others that do not cover its label."""
-    stride = math.ceil(count / _MOST_NAMES)
-    if origin is None:
-        return list(range(0, count, stride))
-    return list(range(origin % stride, count, stride))
