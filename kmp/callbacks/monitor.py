@@ -73,11 +73,12 @@ class Monitor(keras.callbacks.Callback):
         variables: The variables to sample: a path as in `variable.path`, a pattern with `*` and `?` as in a shell, such
             as `"*/kernel"`, or a list of these. Defaults to all.
         reference: `"auto"` replays at most 32 examples of a batch of the training, eagerly, in the precision of the
-            model and in float32, when many gradients are zero or steps are skipped, at most three times for each. This
-            finds what float16 flushed to zero, the operation that first returned NaN or Inf, and the layers that have
-            to compute in float32; `kmp.advise` reports it. Model and seeds stay unchanged. With a `train_step` of the
-            user's own, only the forward pass is replayed, after a non-finite loss. Not with several replicas. Or
-            `None` for no replay.
+            model and in float32: at the first step, each time the steps are four times as many, at the end, and when
+            steps are skipped or many gradients are zero. This measures what the precision changes in the outputs and
+            gradients of each layer, and finds the operation that first returned NaN or Inf, and the layers that have to
+            compute in float32; `kmp.advise` reports it. A replay takes at most 5 seconds. Model and seeds stay
+            unchanged. With a `train_step` of the user's own, only the forward pass is replayed. Not with several
+            replicas. Or `None` for no replay.
 
     Raises:
         TypeError: If an argument has the wrong type.
