@@ -1,4 +1,4 @@
-"""What does it take to replay a batch, which the callbacks do at most three times in a run for each reason?
+"""What does it take to replay a batch, which the callbacks do at a few steps of each run?
 
     python benchmarks/replay_cost.py [--quick] [--json FILE]
 
