@@ -69,6 +69,7 @@ class Float32Fallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: Logs = None) -> None:
         self._batches_left = 1
         self._rejected: Replay | None = None
+        self._records = 0  # of the run, when it was examined last
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if not self.monitor.is_active:
@@ -77,7 +78,7 @@ class Float32Fallback(keras.callbacks.Callback):
         streak = 0
         if self._batches_left <= 0:
             streak = self.monitor.optimizer.counters.read_counts().overflows_in_a_row
-            self._batches_left = 1 if streak else _CHECKED_EVERY
+            self._batches_left = streak or _CHECKED_EVERY  # a longer streak is looked at again when it has doubled
         if streak >= _STREAK:
             self.monitor.read()
         self._repair()
@@ -88,9 +89,11 @@ class Float32Fallback(keras.callbacks.Callback):
 
     def _repair(self) -> None:
         """Sets the layers to float32 that the last replay found, if it is a proof and float16 is the cause."""
-        replay = self.monitor.last_replay
-        if replay is None or replay is self._rejected or not replay.float32_layers:
+        replay, records = self.monitor.last_replay, len(self.monitor.run.rows)
+        is_known = replay is self._rejected or records == self._records
+        if replay is None or is_known or not replay.float32_layers:
             return
+        self._records = records
         finding = next(iter(advise(self.monitor.run).problems), None)
         if finding is None:
             return  # a later record may have one
@@ -100,13 +103,17 @@ class Float32Fallback(keras.callbacks.Callback):
             return
         chosen = {id(inner): inner for path in replay.float32_layers for inner in sublayers(layers[path])}.values()
         before = [(layer, layer.dtype_policy) for layer in chosen if layer.compute_dtype != FLOAT32.name]
-        for layer, _ in before:
-            layer.dtype_policy = FLOAT32.name
-        proof = self.monitor.replay_again()
-        result = proof.get("replay")
-        if result is None or not result.is_finite or result.is_harmful:
-            for layer, policy in before:
+        is_sound = False
+        try:
+            for layer, _ in before:
+                layer.dtype_policy = FLOAT32.name
+            proof = self.monitor.replay_again()
+            result = proof.get("replay")
+            is_sound = result is not None and result.is_finite and not result.is_harmful
+        finally:  # also after Ctrl-C
+            for layer, policy in before if not is_sound else ():
                 layer.dtype_policy = policy
+        if not is_sound:
             return
         self.model.make_train_function(force=True)
         self.model.test_function = self.model.predict_function = None  # traced again when they are used
