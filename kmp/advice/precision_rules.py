@@ -14,6 +14,8 @@ def outputs(metrics: RunMetrics) -> Finding | None:
     replay = metrics.last_comparison
     if replay is None or not replay.is_harmful or (replay.output_error or 0.0) <= HARMFUL_OUTPUT_ERROR:
         return None
+    if replay.float32_layers == []:
+        return None  # a larger loss scale is enough
     origin = replay.error_origin
     where = "an operation between layers" if origin is None else metrics.describe(origin.layer)
     share = f"; in {where} alone, given float32 inputs, by {_percent(origin.new_error or 0.0)}" if origin else ""

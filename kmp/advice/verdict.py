@@ -16,7 +16,8 @@ def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
         return "The run is empty: nothing was recorded."
     if problems:
         return problems[0].title
-    skipped = f"{metrics.overflows} of {metrics.steps} steps {'was' if metrics.overflows == 1 else 'were'} skipped"
+    count = int(metrics.complete_run.last("overflow_count") or 0)
+    skipped = f"{count} of {metrics.steps} steps {'was' if count == 1 else 'were'} skipped"
     if gradients.curve is None or not gradients.finite_samples:
         reason = "No sampled step was finite" if gradients.samples else "No gradients were sampled"
         return f"{skipped}. {reason}, so underflow is unknown."

@@ -146,7 +146,9 @@ class BatchReplayer:
         except Exception as error:  # the user's code may fail outside its training step, or memory may be too small
             is_late = isinstance(error, TimeoutError)
             reason = f"{type(error).__name__}: {user_messages.one_line(error)}"
-            return self._failure(model, f"it takes longer than {_MOST_SECONDS:g} s" if is_late else reason)
+            return self._failure(
+                model, f"TimeoutError: it takes longer than {_MOST_SECONDS:g} s" if is_late else reason
+            )
         return {"replay": self._last_replay} | ({"reference": reference} if reference else {})
 
     def _request(self, snapshot: Snapshot) -> None:

@@ -1,14 +1,15 @@
 """The callback that lets a training go on in which float16 fails in a few layers."""
 
+import contextlib
 from typing import Any
 
 import keras
 
 from kmp.advice import advise
-from kmp.backend import layers_by_path, sublayers
+from kmp.backend import keras_internals, layers_by_path, sublayers
 from kmp.callbacks.monitor import Logs, Monitor
-from kmp.records import Replay
-from kmp.utils import FLOAT32, user_messages, validation
+from kmp.records import HARMFUL_OUTPUT_ERROR, Replay
+from kmp.utils import DTYPES_16_BIT, FLOAT32, user_messages, validation
 
 # The causes of findings that float16 alone has: not data, labels, a learning rate or weights with NaN.
 CURABLE = (
@@ -27,7 +28,7 @@ _CHECKED_EVERY = 32  # batches; each check copies a few numbers from the device
 class Float32Fallback(keras.callbacks.Callback):
     """Sets layers to float32 in which float16 provably fails, and continues the training.
 
-    When steps are skipped in a row, or a comparison shows that float16 changes outputs or gradients, the monitor's
+    When steps are skipped in a row, or a comparison shows that float16 changes outputs and gradients, the monitor's
     replay of a batch searches the fewest layers that have to compute in float32, at most twelve. If it finds them, and
     the cause is not the data, the labels, the learning rate or the weights, this callback sets their `dtype_policy` and
     that of their sublayers to float32, and replays the batch once more. Only if that is sound, the training step is
@@ -93,6 +94,8 @@ class Float32Fallback(keras.callbacks.Callback):
         is_known = replay is self._rejected or records == self._records
         if replay is None or is_known or not replay.float32_layers:
             return
+        if replay.is_finite and (replay.output_error or 0.0) <= HARMFUL_OUTPUT_ERROR:
+            return  # only gradients differ, which one batch does not prove
         self._records = records
         finding = next(iter(advise(self.monitor.run).problems), None)
         if finding is None:
@@ -102,19 +105,16 @@ class Float32Fallback(keras.callbacks.Callback):
         if finding.cause not in CURABLE or not layers.keys() >= set(replay.float32_layers):
             return
         chosen = {id(inner): inner for path in replay.float32_layers for inner in sublayers(layers[path])}.values()
-        before = [(layer, layer.dtype_policy) for layer in chosen if layer.compute_dtype != FLOAT32.name]
-        is_sound = False
-        try:
-            for layer, _ in before:
-                layer.dtype_policy = FLOAT32.name
+        changed = [layer for layer in chosen if layer.compute_dtype in DTYPES_16_BIT]
+        with contextlib.ExitStack() as stack:
+            for layer in changed:
+                stack.enter_context(keras_internals.dtype_policy_replaced(layer, keras.DTypePolicy(FLOAT32.name)))
             proof = self.monitor.replay_again()
-            result = proof.get("replay")
-            is_sound = result is not None and result.is_finite and not result.is_harmful
-        finally:  # also after Ctrl-C
-            for layer, policy in before if not is_sound else ():
-                layer.dtype_policy = policy
-        if not is_sound:
+        result = proof.get("replay")
+        if result is None or not result.is_finite or (replay.is_finite and result.is_harmful):
             return
+        for layer in changed:
+            layer.dtype_policy = FLOAT32.name
         self.model.make_train_function(force=True)
         self.model.test_function = self.model.predict_function = None  # traced again when they are used
         step = self.monitor.add_record({"fallback": replay.float32_layers, "fallback_reason": finding.title})

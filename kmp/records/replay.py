@@ -118,9 +118,10 @@ class GradientError:
 
     @property
     def is_harmful(self) -> bool:
-        """Whether the error is large, and above the sampling noise or a systematic loss."""
-        is_above_noise = self.noise is None or self.error > self.noise
-        return self.error > HARMFUL_GRADIENT_ERROR and (is_above_noise or self.kept < 1 - HARMFUL_GRADIENT_ERROR)
+        """Whether the error is large, and above the sampling noise: as a whole, or the part that is lost."""
+        noise = self.noise or 0.0
+        lost = 1.0 - self.kept
+        return self.error > HARMFUL_GRADIENT_ERROR and (self.error > noise or lost > max(noise, HARMFUL_GRADIENT_ERROR))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from kmp.backend import ResourceVariable
-from kmp.records import HARMFUL_OUTPUT_ERROR, GradientSample, Replay, is_harmful
+from kmp.records import GradientSample, Replay, is_harmful
 from kmp.replay.batch_checks import invalid_binary_targets, invalid_targets, nonfinite_part
 from kmp.replay.eager_pass import Passes, PassResult, as_array
 from kmp.replay.layer_search import find_float32_layers
@@ -142,7 +142,6 @@ def _replay(
         "loss": None if is_forward_only else _finite(own.loss),
         "flushed": {path: share for path, share in flushed.items() if share},
         "zero": [path for path, _, single in gradients if single is None or not as_array(single).any()],
-        "layer_errors": layer_errors(own, exact),
     }
     if not own.is_finite:
         known |= _operations(passes, exact)
@@ -159,18 +158,15 @@ def _replay(
         def is_sound(result: PassResult) -> bool:
             return result.is_finite and not is_harmful(**compared(result))
 
-        usable_scale = max(1.0, usable or 1.0)
-        if own.is_finite:
-            known |= compared(own)
-            if not is_sound(own):
-                # Where only gradients differ, a larger loss scale may be enough.
-                in_use = (
-                    usable_scale if known["output_error"] <= HARMFUL_OUTPUT_ERROR else min(usable_scale, loss_scale)
-                )
-                float32_layers = find_float32_layers(passes, is_sound, exact, in_use * part)
-        else:
-            factor = min(usable_scale, loss_scale) * part
+        is_compared = own.is_finite and not (own.is_random or exact.is_random)
+        if is_compared:
+            known |= compared(own) | {"layer_errors": layer_errors(own, exact)}
+        if not own.is_finite:
+            factor = min(max(1.0, usable or 1.0), loss_scale) * part
             float32_layers = find_float32_layers(passes, lambda result: result.is_finite, exact, factor)
+        elif is_compared and not is_sound(own):
+            # At the largest usable scale: if float16 only flushed gradients to zero, no layer has to change.
+            float32_layers = find_float32_layers(passes, is_sound, exact, max(usable or 0.0, passes.factor))
     sample = None if is_forward_only else exact.sample(variables, step)
     return Replay(**known, float32_layers=float32_layers), sample
 
@@ -197,11 +193,11 @@ def _operations(passes: Passes, exact: PassResult) -> dict[str, Any]:
 
 
 def _half_pass(passes: Passes) -> PassResult | None:
-    """Returns a pass in float32 over the first half of the batch; `None` for a batch that is too small."""
-    count = len(keras.tree.flatten(passes.batch[0])[0]) // 2
-    if count < 2 or passes.is_forward_only:
+    """Returns a pass in float32 over the first half of the batch, twice; `None` for a batch that is too small."""
+    size = len(keras.tree.flatten(passes.batch[0])[0])
+    if size < 4 or passes.is_forward_only:
         return None
-    half = keras.tree.map_structure(lambda tensor: tensor[:count], tuple(passes.batch))
+    half = keras.tree.map_structure(lambda tensor: _tiled(tensor[: size // 2], size), tuple(passes.batch))
     return replace(passes, batch=half).in_float32()
 
 
@@ -227,5 +223,8 @@ def _flushed_share(own: Any, exact: Any) -> float:
     """Returns the share of elements that are zero in the model's precision only."""
     if own is None or exact is None:
         return 0.0
-    flushed = (as_array(own) == 0) & (as_array(exact) != 0)
+    half, single = as_array(own), as_array(exact)
+    if half.shape != single.shape:  # the rows of an embedding, where float16 has rounded indices
+        return 0.0
+    flushed = (half == 0) & (single != 0)
     return float(flushed.mean()) if flushed.size else 0.0

@@ -17,7 +17,7 @@ from kmp.gradients import gradient_statistics
 from kmp.records import BinCounts, GradientSample
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
-from kmp.utils import FLOAT32
+from kmp.utils import DTYPES_16_BIT, FLOAT32
 
 
 class PassResult(NamedTuple):
@@ -30,6 +30,7 @@ class PassResult(NamedTuple):
         marks: The layers of the pass and the gradients of their outputs.
         nonfinite: The operations that returned NaN or Inf, if they were watched.
         factor: What the gradients are multiplied by.
+        is_random: Whether the forward pass drew random numbers that differ between passes or dtypes.
     """
 
     loss: float
@@ -38,6 +39,7 @@ class PassResult(NamedTuple):
     marks: LayerMarks
     nonfinite: NonfiniteOperations
     factor: float
+    is_random: bool
 
     @property
     def is_finite(self) -> bool:
@@ -128,10 +130,13 @@ class Passes:
 
     def _run(self, marks: LayerMarks, factor: float, watch: bool) -> PassResult:
         found = NonfiniteOperations(marks)
+        operations: set[str] = set()
 
         def observe(operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
             if time.monotonic() > self.deadline:
                 raise TimeoutError("the replay of a batch takes too long")
+            if not found.is_backward:
+                operations.add(operation)
             if watch and not marks.is_measuring:
                 found.observe(operation, inputs, outputs)
 
@@ -147,7 +152,8 @@ class Passes:
                 outputs = call_in_training(model, self.batch[0])
                 floats = [each for each in keras.tree.flatten(outputs) if keras.backend.is_float_dtype(each.dtype)]
                 is_finite = all(np.isfinite(each).all() for each in floats)
-                return PassResult(0.0 if is_finite else math.nan, outputs, [], marks, found, factor)
+                loss = 0.0 if is_finite else math.nan
+                return PassResult(loss, outputs, [], marks, found, factor, any(map(_is_random, operations)))
             with tf.GradientTape() as tape:
                 tape.watch(of_gradients)
                 marks.without_tape = tape.stop_recording
@@ -155,7 +161,8 @@ class Passes:
                 scaled = tf.cast(loss, tf.float32) * factor
             found.is_backward = True
             gradients = tape.gradient(scaled, of_gradients)
-        return PassResult(float(loss), outputs, gradients, marks, found, factor)
+        is_random = any(map(_is_random, operations))
+        return PassResult(float(loss), outputs, gradients, marks, found, factor, is_random)
 
 
 @contextlib.contextmanager
@@ -167,6 +174,13 @@ def tensor_float_32(is_allowed: bool) -> Iterator[None]:
         yield
     finally:
         tf.config.experimental.enable_tensor_float_32_execution(was_allowed)
+
+
+def _is_random(operation: str) -> bool:
+    """Whether an operation draws other numbers in each pass, or in each dtype. Keras' normal numbers are the same."""
+    if operation.startswith("StatelessRandom"):
+        return "Normal" not in operation and "Get" not in operation
+    return operation.startswith(("Random", "Stateful")) and operation != "StatefulPartitionedCall"
 
 
 def call_in_training(model: keras.Model, x: Any) -> Any:
@@ -208,7 +222,7 @@ class _ComputeInFloat32(keras.DTypePolicy):
 def _computing_in_float32(layers: Iterable[keras.Layer]) -> Iterator[dict[int, keras.DTypePolicy]]:
     """Makes layers and their sublayers compute in float32. Yields the replaced policies, by the `id` of the layer."""
     every = {id(inner): inner for layer in layers for inner in sublayers(layer)}
-    replaced = {key: layer.dtype_policy for key, layer in every.items() if layer.compute_dtype != FLOAT32.name}
+    replaced = {key: layer.dtype_policy for key, layer in every.items() if layer.compute_dtype in DTYPES_16_BIT}
     with contextlib.ExitStack() as stack:
         for key in replaced:
             policy = _ComputeInFloat32(every[key].variable_dtype)

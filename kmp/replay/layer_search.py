@@ -32,11 +32,13 @@ def find_float32_layers(
         return passes.in_own_precision(chosen, factor=factor, watch=True, reference=exact)
 
     def with_one_more(chosen: list[str], result: PassResult) -> tuple[list[str], PassResult] | None:
-        for candidate in _candidates(result, exact, layers):
-            # The layer, or one that contains it: the user's code may add its float32 result to float16.
+        candidates = list(_candidates(result, exact, layers))
+        parents = [path.rpartition("/")[0] for path in candidates]
+        for candidate in (*candidates, *parents):
+            # A layer or, if that fails, one that contains it: the user's code may add its float32 result to float16.
             path = candidate
-            while path in layers:
-                if path not in chosen and path not in failed:
+            while path in layers and path not in chosen:
+                if path not in failed:
                     try:
                         return [*chosen, path], run([*chosen, path])
                     except (ValueError, TypeError, tf.errors.InvalidArgumentError):

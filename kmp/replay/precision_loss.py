@@ -12,7 +12,7 @@ from kmp.replay.eager_pass import PassResult
 from kmp.replay.layer_marks import LARGEST_ERROR, relative_error
 
 _MOST_LAYERS = 200
-_VANISHED = 1e-20  # a gradient that small, relative to the largest of a layer, is lost in float32 too
+_VANISHED = 1e-5  # a gradient that small, relative to the largest of a layer, may be nothing but rounding
 
 
 def layer_errors(own: PassResult, exact: PassResult) -> list[LayerError]:
@@ -37,7 +37,7 @@ def output_error(own: PassResult, exact: PassResult) -> float:
 def gradient_errors(
     names: Sequence[str], own: PassResult, exact: PassResult, half: PassResult | None, noise_factor: float
 ) -> list[GradientError]:
-    """Returns the error of the gradients of each layer.
+    """Returns the error of the gradients of each layer, the largest first.
 
     Args:
         names: The paths of the variables.
@@ -73,7 +73,7 @@ def gradient_errors(
                 noise=None if np.isnan(relative_noise) else float(min(relative_noise, LARGEST_ERROR)),
             )
         )
-    return found[:_MOST_LAYERS]
+    return sorted(found, key=lambda each: -each.error)[:_MOST_LAYERS]
 
 
 def _dense(gradient: Any, rows: np.ndarray | None) -> np.ndarray:

@@ -319,7 +319,7 @@ def test_replay_that_takes_too_long_ends_and_is_not_repeated(monkeypatch):
     callbacks = defaults(every_n_steps=1, on_stuck="ignore")
     train(overflowing_model(), callbacks)
     errors = [row["replay_error"] for row in callbacks[0].run.rows if "replay_error" in row]
-    assert errors == ["it takes longer than 0 s"]
+    assert errors == ["TimeoutError: it takes longer than 0 s"]
 
 
 def test_callbacks_that_replayed_can_be_copied_and_pickled():

@@ -74,7 +74,8 @@ def test_dropout_and_losses_that_layers_add_are_no_errors():
 def test_gradient_error_is_harmful_above_the_sampling_noise_or_if_it_is_systematic():
     assert not GradientError("a", error=0.5, kept=1.0, norm=1.0, noise=2.0).is_harmful
     assert GradientError("a", error=0.5, kept=1.0, norm=1.0, noise=0.1).is_harmful
-    assert GradientError("a", error=1.0, kept=0.0, norm=1.0, noise=2.0).is_harmful
+    assert GradientError("a", error=1.0, kept=0.0, norm=1.0, noise=0.9).is_harmful
+    assert not GradientError("a", error=0.45, kept=0.71, norm=1.0, noise=0.75).is_harmful
     assert not GradientError("a", error=0.1, kept=1.0, norm=1.0, noise=0.01).is_harmful
     small, noticed = (GradientError("a", error=error, kept=1.0, norm=1.0, noise=2.0) for error in (0.05, 0.2))
     assert not is_harmful(0.3, [small])  # such as an error of a mean that the loss does not notice
@@ -82,6 +83,37 @@ def test_gradient_error_is_harmful_above_the_sampling_noise_or_if_it_is_systemat
     assert not is_harmful(0.01, [noticed])
     assert is_harmful(0.3, [])
     assert not is_harmful(0.1, [])
+
+
+def test_pass_with_random_numbers_of_the_users_own_is_not_compared():
+    class OwnDropout(keras.layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.seed = keras.random.SeedGenerator(0)
+
+        def call(self, x):
+            return keras.random.dropout(x, 0.5, seed=self.seed)
+
+    with kmp.enable():
+        model = keras.Sequential([keras.Input((4,)), OwnDropout(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    result = replayed(model, np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32"))
+    assert result.is_finite
+    assert not result.is_compared
+    assert (result.layer_errors, result.float32_layers) == ([], [])
+
+
+def test_gradient_that_is_zero_but_for_rounding_is_not_compared():
+    with kmp.enable():
+        normalization = keras.layers.BatchNormalization
+        layers = [normalization(scale=False), keras.layers.Dense(8, use_bias=False), normalization()]
+        layers += [keras.layers.ReLU(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
+    result = replayed(model, x, x[:, :1])
+    assert result.is_compared
+    assert not result.is_harmful
 
 
 def test_output_error_of_a_large_mean_is_not_harmful():
