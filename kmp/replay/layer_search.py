@@ -4,7 +4,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 
 import tensorflow as tf
 
-from kmp.backend import layers_by_path
+from kmp.backend import is_passthrough, layers_by_path
 from kmp.replay.eager_pass import Passes, PassResult
 
 _MOST_LAYERS = 12
@@ -24,7 +24,8 @@ def find_float32_layers(
     Returns:
         The paths. `None` if none were found, or the time is over.
     """
-    layers = layers_by_path(passes.model)
+    # A functional or Sequential model computes nothing but its layers, and all of them would be too many.
+    layers = {path: layer for path, layer in layers_by_path(passes.model).items() if not is_passthrough(layer)}
     failed: set[str] = set()
 
     def run(paths: Sequence[str]) -> PassResult:

@@ -107,8 +107,10 @@ def nested(layers):
 @pytest.mark.parametrize("build", [subclassed, nested])
 def test_nested_and_subclassed_models_are_repaired(build):
     model = overflowing(build=build)
-    train(model, defaults(), epochs=6)
+    callbacks = defaults()
+    train(model, callbacks, epochs=6)
     assert model.optimizer.snapshot().overflows_in_a_row == 0
+    assert "inner" not in callbacks[0].run.last("fallback")  # the layer in it is enough
 
 
 @pytest.mark.filterwarnings("ignore:.*kmp set")
