@@ -116,7 +116,7 @@ def fit():
         model.compile("adam", "mse", metrics=["mae"])
     callbacks = [kmp.callbacks.StuckDetector(patience=20)]
     if WORKER == 0:
-        callbacks += kmp.callbacks.defaults(every_n_steps=2)[:2]
+        callbacks += [kmp.callbacks.LossScaleLogger(every_n_steps=2), kmp.callbacks.OverflowCounter(every_n_steps=2)]
     kmp.disable()
     kmp.enable()
     history = model.fit(batches(), epochs=2, shuffle=False, verbose=0, callbacks=callbacks).history

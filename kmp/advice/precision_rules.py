@@ -6,19 +6,17 @@ from collections.abc import Sequence
 from kmp.advice.finding import ERROR, INFO, WARNING, Edit, Finding, SetArguments
 from kmp.advice.run_metrics import RunMetrics
 from kmp.advice.wording import in_float32, power
-from kmp.records import HARMFUL_OUTPUT_ERROR, Replay
+from kmp.records import Replay
 
 
 def outputs(metrics: RunMetrics) -> Finding | None:
     """Reports a model whose outputs differ from those in float32."""
     replay = metrics.last_comparison
-    if replay is None or not replay.is_harmful or (replay.output_error or 0.0) <= HARMFUL_OUTPUT_ERROR:
-        return None
-    if replay.float32_layers == []:
-        return None  # a larger loss scale is enough
-    origin = replay.error_origin
-    where = "an operation between layers" if origin is None else metrics.describe(origin.layer)
-    share = f"; in {where} alone, given float32 inputs, by {_percent(origin.new_error or 0.0)}" if origin else ""
+    origin = replay.error_origin if replay else None
+    if replay is None or origin is None or not replay.is_harmful:
+        return None  # where no layer adds an error, only gradients or a constant differ
+    where = metrics.describe(origin.layer)
+    share = f"; in {where} alone, given float32 inputs, by {_percent(origin.new_error or 0.0)}"
     return Finding(
         "precision_loss",
         ERROR,
@@ -27,7 +25,7 @@ def outputs(metrics: RunMetrics) -> Finding | None:
         f"{_percent(replay.output_error or 0.0)} of how they vary{share}",
         _edits(metrics, replay),
         "with these layers in float32 the outputs and gradients for the batch agree" if replay.float32_layers else "",
-        origin.layer if origin else "",
+        origin.layer,
     )
 
 

@@ -8,7 +8,7 @@ import keras
 from kmp.advice import advise
 from kmp.backend import keras_internals, layers_by_path, sublayers
 from kmp.callbacks.monitor import Logs, Monitor
-from kmp.records import HARMFUL_OUTPUT_ERROR, Replay
+from kmp.records import Replay
 from kmp.utils import DTYPES_16_BIT, FLOAT32, user_messages, validation
 
 # The causes of findings that float16 alone has: not data, labels, a learning rate or weights with NaN.
@@ -94,7 +94,7 @@ class Float32Fallback(keras.callbacks.Callback):
         is_known = replay is self._rejected or records == self._records
         if replay is None or is_known or not replay.float32_layers:
             return
-        if replay.is_finite and (replay.output_error or 0.0) <= HARMFUL_OUTPUT_ERROR:
+        if replay.is_finite and replay.error_origin is None:
             return  # only gradients differ, which one batch does not prove
         self._records = records
         finding = next(iter(advise(self.monitor.run).problems), None)
