@@ -102,7 +102,7 @@ class BatchCapture:
         step, batch_size = int(self._step.numpy()), int(self._batch_size.numpy())
         if not step:
             return None
-        count = min(batch_size, self._variables[0].numpy().shape[0])
+        count = min(batch_size, int(tf.shape(self._variables[0])[0]))
         tensors = [
             tf.cast(variable[:count], dtype) for variable, dtype in zip(self._variables, self._dtypes, strict=True)
         ]

@@ -148,25 +148,26 @@ def _replay(
 
     # The comparison of the two, and the search for the layers that have to compute in float32.
     float32_layers: list[str] | None = []
-    if exact.is_finite:
+    if exact.is_finite and not own.is_finite:
+        factor = min(max(1.0, usable or 1.0), loss_scale) * part
+        float32_layers = find_float32_layers(passes, lambda result: result.is_finite, exact, factor)
+    elif exact.is_finite and not (own.is_random or exact.is_random):
         half = _half_pass(passes)
 
         def compared(result: PassResult) -> dict[str, Any]:
-            errors = gradient_errors(names, result, exact, half, math.sqrt(part)) if result.is_finite else []
+            errors = gradient_errors(names, result, exact, half, math.sqrt(part))
             return {"output_error": output_error(result, exact), "gradient_errors": errors}
 
-        def is_sound(result: PassResult) -> bool:
-            return result.is_finite and not is_harmful(**compared(result))
-
-        is_compared = own.is_finite and not (own.is_random or exact.is_random)
-        if is_compared:
-            known |= compared(own) | {"layer_errors": layer_errors(own, exact)}
-        if not own.is_finite:
-            factor = min(max(1.0, usable or 1.0), loss_scale) * part
-            float32_layers = find_float32_layers(passes, lambda result: result.is_finite, exact, factor)
-        elif is_compared and not is_sound(own):
+        errors = compared(own)
+        known |= errors | {"layer_errors": layer_errors(own, exact)}
+        if is_harmful(**errors):
             # At the largest usable scale: if float16 only flushed gradients to zero, no layer has to change.
-            float32_layers = find_float32_layers(passes, is_sound, exact, max(usable or 0.0, passes.factor))
+            float32_layers = find_float32_layers(
+                passes,
+                lambda result: result.is_finite and not is_harmful(**compared(result)),
+                exact,
+                max(usable or 0.0, passes.factor),
+            )
     sample = None if is_forward_only else exact.sample(variables, step)
     return Replay(**known, float32_layers=float32_layers), sample
 

@@ -153,7 +153,7 @@ class Passes:
                 floats = [each for each in keras.tree.flatten(outputs) if keras.backend.is_float_dtype(each.dtype)]
                 is_finite = all(np.isfinite(each).all() for each in floats)
                 loss = 0.0 if is_finite else math.nan
-                return PassResult(loss, outputs, [], marks, found, factor, any(map(_is_random, operations)))
+                return PassResult(loss, outputs, [], marks, found, factor, any(map(_varies_by_pass, operations)))
             with tf.GradientTape() as tape:
                 tape.watch(of_gradients)
                 marks.without_tape = tape.stop_recording
@@ -161,7 +161,7 @@ class Passes:
                 scaled = tf.cast(loss, tf.float32) * factor
             found.is_backward = True
             gradients = tape.gradient(scaled, of_gradients)
-        is_random = any(map(_is_random, operations))
+        is_random = any(map(_varies_by_pass, operations))
         return PassResult(float(loss), outputs, gradients, marks, found, factor, is_random)
 
 
@@ -176,7 +176,7 @@ def tensor_float_32(is_allowed: bool) -> Iterator[None]:
         tf.config.experimental.enable_tensor_float_32_execution(was_allowed)
 
 
-def _is_random(operation: str) -> bool:
+def _varies_by_pass(operation: str) -> bool:
     """Whether an operation draws other numbers in each pass, or in each dtype. Keras' normal numbers are the same."""
     if operation.startswith("StatelessRandom"):
         return "Normal" not in operation and "Get" not in operation

@@ -84,5 +84,6 @@ def _candidates(result: PassResult, exact: PassResult, layers: Container[str]) -
     largest = max(new_errors.values(), default=0.0)
     yield from (path for path in sorted(paths, key=lambda path: -new_errors[path]) if new_errors[path] > largest / 10)
     errors = result.marks.errors
-    first = next((index for index, path in enumerate(paths) if errors.get(path, 0.0) > 0.5 * max(errors.values())), 0)
+    half_of_largest = 0.5 * max(errors.values(), default=0.0)
+    first = next((index for index, path in enumerate(paths) if errors.get(path, 0.0) > half_of_largest), 0)
     yield from paths[max(0, first - 1) : first + 1]
