@@ -1,53 +1,28 @@
 """What kmp uses of Keras' and TensorFlow's private names, each with its reason, and what is built directly on them."""
 
-from kmp.backend import (
-    distribution,
-    keras_internals,
-    model_files,
-    tensorflow_internals,
-    trainer_fixes,
-    xla,
-)
-from kmp.backend.eager_operations import watching_operations
-from kmp.backend.keras_internals import defining_class, functional_outputs, is_keras_class, unconnected_copy
-from kmp.backend.layer_traversal import (
-    compute_dtypes,
-    direct_sublayers,
-    is_passthrough,
-    layers_by_path,
-    output_layers,
-    rnn_states,
-    sublayers,
-)
-from kmp.backend.patching import Replacement, instance_attribute, replace_policy_state
-from kmp.backend.state_rollback import ResourceVariable, state_of_trace, state_restored
-from kmp.backend.xla import call_if, outlined
-
-__all__ = [
-    "Replacement",
-    "ResourceVariable",
-    "call_if",
-    "compute_dtypes",
-    "defining_class",
-    "direct_sublayers",
-    "distribution",
-    "functional_outputs",
-    "instance_attribute",
-    "is_keras_class",
-    "is_passthrough",
-    "keras_internals",
-    "layers_by_path",
-    "model_files",
-    "outlined",
-    "output_layers",
-    "replace_policy_state",
-    "rnn_states",
-    "state_of_trace",
-    "state_restored",
-    "sublayers",
-    "tensorflow_internals",
-    "trainer_fixes",
-    "unconnected_copy",
-    "watching_operations",
-    "xla",
-]
+from kmp.backend import distribution as distribution
+from kmp.backend import keras_internals as keras_internals
+from kmp.backend import model_files as model_files
+from kmp.backend import tensorflow_internals as tensorflow_internals
+from kmp.backend import trainer_fixes as trainer_fixes
+from kmp.backend import xla as xla
+from kmp.backend.keras_internals import compute_dtypes as compute_dtypes
+from kmp.backend.keras_internals import defining_class as defining_class
+from kmp.backend.keras_internals import direct_sublayers as direct_sublayers
+from kmp.backend.keras_internals import functional_outputs as functional_outputs
+from kmp.backend.keras_internals import instance_attribute as instance_attribute
+from kmp.backend.keras_internals import is_keras_class as is_keras_class
+from kmp.backend.keras_internals import is_passthrough as is_passthrough
+from kmp.backend.keras_internals import layers_by_path as layers_by_path
+from kmp.backend.keras_internals import output_layers as output_layers
+from kmp.backend.keras_internals import rnn_states as rnn_states
+from kmp.backend.keras_internals import sublayers as sublayers
+from kmp.backend.keras_internals import unconnected_copy as unconnected_copy
+from kmp.backend.patching import Replacement as Replacement
+from kmp.backend.patching import replace_policy_state as replace_policy_state
+from kmp.backend.state_rollback import ResourceVariable as ResourceVariable
+from kmp.backend.state_rollback import state_of_trace as state_of_trace
+from kmp.backend.state_rollback import state_restored as state_restored
+from kmp.backend.tensorflow_internals import watching_operations as watching_operations
+from kmp.backend.xla import call_if as call_if
+from kmp.backend.xla import outlined as outlined

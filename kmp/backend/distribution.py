@@ -11,13 +11,9 @@ Structure = TypeVar("Structure")
 
 
 def sum_over_replicas(values: Structure) -> Structure:
-    """Returns the sums of tensors over all replicas and workers, which take one all-reduce together.
+    """Returns the sums over all replicas and workers of a structure of float32 tensors, in one all-reduce.
 
-    Args:
-        values: A structure of float32 scalars and vectors of static size; every device can all-reduce float32.
-
-    Raises:
-        ValueError: If called outside a replica context.
+    Every device can all-reduce float32. Sizes must be static.
     """
     context = tf.distribute.get_replica_context()
     if context is None:
@@ -33,11 +29,7 @@ def sum_over_replicas(values: Structure) -> Structure:
 
 
 def check_built_before_step() -> None:
-    """Raises an error where a multi-replica step would create variables, which TensorFlow does not support.
-
-    Raises:
-        ValueError: If called in a `tf.function` with more than one replica.
-    """
+    """Raises an error where a multi-replica step would create variables, which TensorFlow does not support."""
     if tf.distribute.get_strategy().num_replicas_in_sync > 1 and not tf.executing_eagerly():
         raise ValueError(
             "With several replicas, the optimizer must be built before the first step: call "
@@ -58,12 +50,8 @@ def in_update_context(function: Callable[..., None], agreed: Sequence[Any], per_
 
     Without a strategy that has one, this is the context of the replica. A strategy such as MirroredStrategy updates
     variables only in its cross-replica context, and a branch around such an update fails in a replica context: there
-    the function is called once for all replicas. What belongs to a replica is then called with `on_each_replica`.
-
-    Args:
-        function: A function of structures of tensors.
-        agreed: Structures of tensors with the same value on all replicas.
-        per_replica: A structure of tensors that differ between replicas.
+    the function is called once for all replicas. What belongs to a replica is then called with `on_each_replica`. The
+    tensors `agreed` have the same value on all replicas.
     """
     if tf.__internal__.distribute.strategy_supports_no_merge_call():  # TensorFlow 2.21 has no public name for it
         function(*agreed, per_replica)
@@ -98,13 +86,9 @@ def local_values(variable: keras.Variable) -> list[np.ndarray]:
 
 
 def variable(name: str, dtype: str, shape: tuple[int, ...] = (), aggregation: str = "sum") -> keras.Variable:
-    """Returns a zero-initialized variable with a separate value on each replica. To read it, use `local_values`.
+    """Returns a zero-initialized variable with a separate value on each replica, which `local_values` reads.
 
-    Args:
-        name: The variable's name.
-        dtype: The variable's dtype.
-        shape: The variable's shape.
-        aggregation: `"sum"`, or `"only_first_replica"` to read the first replica's value instead of the sum.
+    Elsewhere its value is that which `aggregation` names, `"sum"` or `"only_first_replica"`.
     """
     options = {"trainable": False, "autocast": False, "synchronization": "on_read"}
     return keras.Variable("zeros", shape=shape, dtype=dtype, name=name, aggregation=aggregation, **options)

@@ -1,18 +1,14 @@
-"""Keras' private names that kmp reads or sets. In Keras 3.15 no public name has what they have.
-
-Where one comes close, the function says what it lacks.
-"""
+"""Keras' private names that kmp reads or sets. Where a public name comes close, a function says what it lacks."""
 
 import contextlib
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kmp.backend.patching import instance_attribute
 from kmp.utils import DTYPES_16_BIT
 
 
@@ -26,11 +22,18 @@ def defining_class(cls: type, name: str) -> type:
     return next(base for base in cls.__mro__ if name in vars(base))
 
 
-def calls_of(operation: keras.Operation) -> list[Any]:
-    """Returns one node per call of an operation in a graph, with `arguments`, `input_tensors` and `output_tensors`.
+def sublayers(layer: keras.Layer) -> Iterable[keras.Layer]:
+    """Returns the layer and all its sublayers; `model.layers` lacks those in wrappers, custom layers and lists."""
+    return layer._flatten_layers()
 
-    The public `input` and `output` are those of the first call only.
-    """
+
+def direct_sublayers(layer: keras.Layer) -> Iterable[keras.Layer]:
+    """Returns the sublayers of a layer, without their own sublayers."""
+    return layer._flatten_layers(recursive=False, include_self=False)
+
+
+def calls_of(operation: keras.Operation) -> list[Any]:
+    """Returns a node per call of an operation in a graph. The public `input` and `output` belong to the first call."""
     return list(operation._inbound_nodes)
 
 
@@ -49,10 +52,7 @@ def producer_of(tensor: keras.KerasTensor) -> keras.Operation:
 
 
 def functional_outputs(model: keras.Model, inputs: Any, replace: Callable[[keras.Operation], Any]) -> Any:
-    """Returns the outputs of a functional model for other inputs, with each operation replaced.
-
-    The public `keras.models.clone_model` also clones the inputs and compiles the clone from a config.
-    """
+    """Returns a functional model's outputs for other inputs, each operation replaced; `clone_model` clones inputs too."""
     return model._run_through_graph(inputs, operation_fn=replace)
 
 
@@ -91,10 +91,7 @@ def uncast_value(variable: keras.Variable) -> tf.Tensor:
 
 
 def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Returns an optimizer's learning rate schedule, or the variable that holds its learning rate.
-
-    The public `learning_rate` is the current value of the schedule.
-    """
+    """Returns the schedule or variable of a learning rate. The public `learning_rate` is a schedule's current value."""
     return optimizer._learning_rate
 
 
@@ -153,6 +150,20 @@ def layer_names_restored() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def instance_attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute in the context, without Keras' `__setattr__`, which would track it; `None` removes it."""
+    previous = vars(instance).pop(name, None)
+    if value is not None:
+        vars(instance)[name] = value
+    try:
+        yield
+    finally:
+        vars(instance).pop(name, None)
+        if previous is not None:
+            vars(instance)[name] = previous
+
+
+@contextlib.contextmanager
 def dtype_policy_replaced(layer: keras.Layer, policy: keras.DTypePolicy) -> Iterator[None]:
     """Sets a layer's policy in the context. The public setter would change a `DTypePolicyMap`, and quantize."""
     with instance_attribute(layer, "_dtype_policy", policy):
@@ -160,18 +171,12 @@ def dtype_policy_replaced(layer: keras.Layer, policy: keras.DTypePolicy) -> Iter
 
 
 def declared_trainable(layer: keras.Layer) -> list[keras.Variable]:
-    """Returns the trainable variables that a layer itself created.
-
-    The public list also has those of sublayers, and is empty if the layer is frozen.
-    """
+    """Returns the trainable variables that a layer itself created. The public list is empty if the layer is frozen."""
     return list(layer._trainable_variables)
 
 
 def declared_not_trainable(layer: keras.Layer) -> list[keras.Variable]:
-    """Returns the non-trainable variables that a layer itself created.
-
-    The public list also has those of sublayers, and all weights if the layer is frozen.
-    """
+    """Returns the non-trainable variables that a layer itself created. The public list has all of a frozen layer."""
     return list(layer._non_trainable_variables)
 
 
@@ -183,3 +188,38 @@ def is_symbolic() -> bool:
 def functional_input_cast() -> tuple[type, str]:
     """Returns the class and the method that casts the arguments of a functional model to the dtypes of its `Input`s."""
     return importlib.import_module("keras.src.models.functional").Functional, "_convert_inputs_to_tensors"
+
+
+def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:
+    """Returns a model's layers by path, with those in nested models and custom layers; not the cell of an RNN."""
+    found: dict[str, keras.Layer] = {}
+    for layer in direct_sublayers(model):
+        if not isinstance(layer, keras.layers.InputLayer):
+            found[layer.path or layer.name] = layer
+            if isinstance(layer, keras.Model) or not is_keras_class(type(layer)):
+                found |= layers_by_path(layer)
+    return found
+
+
+def output_layers(model: keras.Model) -> list[keras.Layer]:
+    """Returns the layers that produce a model's outputs, in order; the last layer of a subclassed model."""
+    producers = [producer_of(tensor) for tensor in graph_tensors(model, "outputs")] or model.layers[-1:]
+    return [producer for producer in producers if isinstance(producer, keras.Layer)]
+
+
+def compute_dtypes(layer: keras.Layer) -> set[str]:
+    """Returns the float dtypes that a layer and its sublayers compute in, without those of lookups, such as string."""
+    dtypes = {sublayer.compute_dtype for sublayer in sublayers(layer) if not is_passthrough(sublayer)}
+    return set(filter(keras.backend.is_float_dtype, dtypes))
+
+
+def is_passthrough(layer: keras.Layer) -> bool:
+    """Whether a layer computes nothing itself: an `InputLayer`, or a Sequential or functional model."""
+    is_model = isinstance(layer, keras.Model) and is_keras_class(defining_class(type(layer), "call"))
+    return is_model or isinstance(layer, keras.layers.InputLayer)
+
+
+def rnn_states(layer: keras.Layer) -> list[keras.Variable]:
+    """Returns the states that a stateful RNN keeps between batches. Keras lists them in no layer's variables."""
+    is_stateful = isinstance(layer, keras.layers.RNN) and layer.stateful and layer.built
+    return keras.tree.flatten(layer.states) if is_stateful else []

@@ -10,40 +10,18 @@ from typing import BinaryIO
 import keras
 
 
-class _WeightsImage(io.BytesIO):
-    """A `.weights.h5` file in memory."""
+class _Image(io.BytesIO):
+    """A file in memory, of which `str` returns a name. With an attribute `name`, Keras would write a second file."""
+
+    file_name = ""
 
     def __str__(self) -> str:
-        return "image.weights.h5"
+        return self.file_name
 
 
-class _ModelFile(io.BufferedWriter):
-    """A `.keras` file. Keras writes its weights to memory first if it has no path of a folder to write them to."""
-
-    def __str__(self) -> str:
-        return "model.keras"
-
-
-def write_weights(model: keras.Model, file: BinaryIO) -> None:
-    """Writes the weights of a model and its optimizer to a file, as `model.save_weights` does.
-
-    The content is held in host memory first, where its size is that of the file.
-
-    Raises:
-        OSError: If a write fails.
-    """
-    image = _WeightsImage()
-    model.save_weights(image)
+def write_model(model: keras.Model, file: BinaryIO, weights_only: bool) -> None:
+    """Writes what `model.save` or `model.save_weights` does to a file. The content is held in host memory first."""
+    image = _Image()
+    image.file_name = "image.weights.h5" if weights_only else "image.keras"
+    (model.save_weights if weights_only else model.save)(image)
     file.write(image.getbuffer())
-
-
-def write_model(model: keras.Model, file: BinaryIO) -> None:
-    """Writes a model to a file, as `model.save` does.
-
-    The weights are held in host memory first, where their size is that of the file.
-
-    Raises:
-        OSError: If a write fails.
-    """
-    with _ModelFile(io.FileIO(file.fileno(), "wb", closefd=False)) as named:
-        model.save(named)

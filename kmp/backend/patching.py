@@ -1,6 +1,5 @@
-"""Replaces functions of Keras, and attributes of single objects, and restores them."""
+"""Replaces functions of Keras, and restores them."""
 
-import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator
@@ -10,13 +9,7 @@ import keras
 
 
 class Replacement:
-    """Replaces a function or property of Keras on the class or module that defines it.
-
-    Args:
-        owner: The class or module.
-        name: The name of the function or property.
-        make: Takes the original and returns its replacement.
-    """
+    """Replaces a function or property of Keras on its class or module, by what `make` returns for the original."""
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         self._owner, self._name = owner, name
@@ -30,38 +23,12 @@ class Replacement:
             setattr(self._owner, self._name, self._original)
 
 
-@contextlib.contextmanager
-def instance_attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an instance attribute in the context, without the `__setattr__` of Keras, which would track the value.
-
-    Args:
-        instance: The object.
-        name: The attribute's name.
-        value: The attribute's value in the context; `None` removes it, so that the class attribute is used.
-    """
-    previous = vars(instance).pop(name, None)
-    if value is not None:
-        vars(instance)[name] = value
-    try:
-        yield
-    finally:
-        vars(instance).pop(name, None)
-        if previous is not None:
-            vars(instance)[name] = previous
-
-
 def replace_policy_state(current: Callable[[], Any]) -> Iterator[Replacement]:
     """Makes a policy the global one for all threads, except those that set another policy later; yields the patches.
 
     Keras 3.15 stores its global policy by thread, and `keras.backend.clear_session` deletes it: layers are float32
-    again. No public name reaches that state.
-
-    Args:
-        current: Returns the settings in force, or `None`: their `dtype_policy`, and as `state_name` the name under
-            which Keras' state of a thread stores a policy that is set there in the meantime.
-
-    Raises:
-        RuntimeError: If this version of Keras stores the policy in another way.
+    again. No public name reaches that state. `current` returns the settings in force, or `None`: their `dtype_policy`,
+    and as `state_name` the name under which Keras' state of a thread stores a policy that is set there in the meantime.
     """
 
     def reading(original: Callable[..., Any]) -> Callable[..., Any]:

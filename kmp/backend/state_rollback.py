@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from kmp.backend.layer_traversal import sublayers
+from kmp.backend.keras_internals import sublayers
 
 # Operations whose state is not in a variable, by the reason in the words of a user.
 _UNRESTORABLE = {
@@ -37,17 +37,11 @@ class ResourceVariable(NamedTuple):
 
 @contextlib.contextmanager
 def state_restored(model: keras.Model, variables: Iterable[ResourceVariable] = ()) -> Iterator[list[tf.Tensor]]:
-    """Makes an eager pass assign nothing of Keras, and restores what it assigns of TensorFlow.
+    """Makes an eager pass assign nothing of Keras, and restores what it assigns of TensorFlow's `variables`.
 
     Assignments to Keras' variables (weights, statistics, states, seeds, metrics) end with the context and do not reach
-    the variable, so nothing is lost if the pass is interrupted.
-
-    Args:
-        model: The model.
-        variables: TensorFlow's variables that a pass may assign. Those that are attributes of layers are found.
-
-    Yields:
-        The tensors in place of `model.trainable_variables` in the context, to differentiate with respect to them.
+    the variable, so nothing is lost if the pass is interrupted. Yields the tensors in place of
+    `model.trainable_variables` in the context, to differentiate with respect to them.
     """
     values = [value for layer in sublayers(model) for value in vars(layer).values()]
     own = [value.state if isinstance(value, tf.random.Generator) else value for value in values]
@@ -65,12 +59,9 @@ def state_restored(model: keras.Model, variables: Iterable[ResourceVariable] = (
 
 
 def state_of_trace(known: Iterable[keras.Variable]) -> tuple[list[ResourceVariable], str | None]:
-    """Returns TensorFlow's variables that the function which is traced now uses, the states of generators among them.
+    """Returns TensorFlow's variables that the function which is traced now uses, except those of Keras' `known` ones.
 
     And what a pass of it would change that nobody can restore, or `None`.
-
-    Args:
-        known: Keras' variables, which are left out.
     """
     if tf.executing_eagerly():
         return [], None

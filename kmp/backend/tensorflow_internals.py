@@ -1,15 +1,42 @@
-"""TensorFlow's private functions that kmp uses. TensorFlow 2.21 has no public name for what they return."""
+"""TensorFlow's private functions that kmp uses. TensorFlow 2.21 has no public name for what they return or do."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework import config, op_callbacks
+from tensorflow.python.util import _pywrap_util_port
 
 
 def is_deterministic() -> bool:
     """Whether `tf.config.experimental.enable_op_determinism` was called."""
-    from tensorflow.python.framework import config
-
     return config.is_op_determinism_enabled()
 
 
 def is_onednn_enabled() -> bool:
     """Whether TensorFlow computes with oneDNN on the CPU."""
-    from tensorflow.python.util import _pywrap_util_port
-
     return bool(_pywrap_util_port.IsMklEnabled())
+
+
+@contextlib.contextmanager
+def watching_operations(observe: Callable[[str, Sequence[tf.Tensor], Sequence[tf.Tensor]], None]) -> Iterator[None]:
+    """Calls a function after each operation that this thread runs eagerly, like `enable_check_numerics` in TensorFlow.
+
+    Args:
+        observe: Gets the type of the operation, its inputs and its outputs. It must not run operations itself, but may
+            read tensors with `numpy`.
+    """
+
+    def callback(
+        operation: str | bytes, inputs: Any, attributes: Any, outputs: Any, op_name: Any = None, graph: Any = None
+    ) -> None:
+        del attributes, op_name
+        if graph is None:
+            observe(operation.decode() if isinstance(operation, bytes) else operation, inputs, outputs)
+
+    op_callbacks.add_op_callback(callback)
+    try:
+        yield
+    finally:
+        op_callbacks.remove_op_callback(callback)

@@ -19,11 +19,7 @@ def call_if(condition: Any, function: Callable[[], None]) -> None:
 
     XLA copies every variable that a branch writes; under a strategy, a variable that is aggregated over replicas cannot
     be written in one; and a `keras.StatelessScope` keeps the written tensors for use outside the branch. Without a
-    branch, the function must write the old values where `condition` is false.
-
-    Args:
-        condition: Scalar bool tensor.
-        function: Writes variables.
+    branch, the function must write the old values where the scalar bool tensor `condition` is false.
     """
     # Keras 3.15 has no public name for whether a `StatelessScope` is open.
     scope = importlib.import_module("keras.src.backend.common.stateless_scope")
@@ -38,9 +34,6 @@ def outlined(function: Callable[..., Any]) -> Callable[..., Any]:
 
     TensorFlow visits each operation of a branch in every step, even in a branch that is not taken. Of a function that
     is called in such a branch, it visits only the call.
-
-    Args:
-        function: A function of tensors.
     """
 
     def call(*args: Any) -> Any:

@@ -18,9 +18,8 @@ def save_atomically(model: keras.Model, path: Path) -> None:
         OSError: If it cannot be written, as on a full disk or at a quota. An existing file is unchanged then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write = model_files.write_weights if path.name.endswith(".weights.h5") else model_files.write_model
     with atomic_files.atomic_write(path) as file:
-        write(model, file)
+        model_files.write_model(model, file, weights_only=path.name.endswith(".weights.h5"))
 
 
 def is_chief(strategy: tf.distribute.Strategy) -> bool:

@@ -7,7 +7,7 @@ from conftest import compiled_model, file_size_limit, values
 
 from kmp.backend import model_files
 
-WRITERS = {".weights.h5": model_files.write_weights, ".keras": model_files.write_model}
+SUFFIXES = (".weights.h5", ".keras")
 
 
 def built_model():
@@ -26,15 +26,15 @@ def assert_equal_state(model, other):
         np.testing.assert_array_equal(value, expected)
 
 
-def write(writer, model, path):
+def write(suffix, model, path):
     with path.open("wb") as file:
-        writer(model, file)
+        model_files.write_model(model, file, weights_only=suffix == ".weights.h5")
 
 
-@pytest.mark.parametrize("suffix", WRITERS)
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_keras_loads_the_written_file(tmp_path, model, suffix):
     path = tmp_path / f"file{suffix}"
-    write(WRITERS[suffix], model, path)
+    write(suffix, model, path)
     if suffix == ".keras":
         other = keras.models.load_model(path)
     else:
@@ -44,17 +44,17 @@ def test_keras_loads_the_written_file(tmp_path, model, suffix):
 
 
 def test_weights_file_has_the_size_of_the_file_of_keras(tmp_path, model):
-    write(model_files.write_weights, model, tmp_path / "file")
+    write(".weights.h5", model, tmp_path / "file")
     model.save_weights(tmp_path / "keras.weights.h5")
     assert abs((tmp_path / "file").stat().st_size - (tmp_path / "keras.weights.h5").stat().st_size) < 8192
 
 
-@pytest.mark.parametrize("suffix", WRITERS)
+@pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("size", [0, 3000, 12000])
 def test_write_beyond_the_file_size_limit_raises(tmp_path, model, suffix, size):
     """HDF5 would end the process."""
     with file_size_limit(size), pytest.raises(OSError, match="too large") as caught:
-        write(WRITERS[suffix], model, tmp_path / "file")
+        write(suffix, model, tmp_path / "file")
     assert caught.value.errno == errno.EFBIG
 
 
@@ -62,4 +62,4 @@ def test_model_larger_than_free_memory_is_not_written_through_a_second_file(tmp_
     """Keras would let HDF5 write to that file."""
     monkeypatch.setattr("keras.src.saving.saving_lib.is_memory_sufficient", lambda model: False)
     with file_size_limit(3000), pytest.raises(OSError, match="too large"):
-        write(model_files.write_model, model, tmp_path / "file")
+        write(".keras", model, tmp_path / "file")

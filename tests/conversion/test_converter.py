@@ -8,7 +8,7 @@ import pytest
 from keras import layers, ops
 
 import kmp
-from kmp.backend.layer_traversal import is_passthrough
+from kmp.backend import is_passthrough
 from kmp.conversion.model_parts import parts_of
 
 ALL_MODELS = pytest.mark.parametrize("make", models.ALL, ids=lambda make: make.__name__)
