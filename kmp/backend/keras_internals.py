@@ -52,7 +52,7 @@ def producer_of(tensor: keras.KerasTensor) -> keras.Operation:
 
 
 def functional_outputs(model: keras.Model, inputs: Any, replace: Callable[[keras.Operation], Any]) -> Any:
-    """Returns a functional model's outputs for other inputs, each operation replaced; `clone_model` clones inputs too."""
+    """Returns a functional model's outputs for other inputs, each operation replaced; `clone_model` clones those."""
     return model._run_through_graph(inputs, operation_fn=replace)
 
 

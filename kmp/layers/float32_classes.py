@@ -7,7 +7,6 @@ import contextlib
 import functools
 import inspect
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,9 +20,6 @@ from kmp.utils import DTYPES_16_BIT, FLOAT16, FLOAT32
 
 logger = logging.getLogger("kmp")
 _logged: set[type] = set()
-_lock = threading.Lock()
-_active: list["Float32Patch"] = []
-_replacements: list[Replacement] = []  # present while any patch is active
 _selected: ContextVar[Collection[type] | None] = ContextVar("_selected", default=None)
 
 
@@ -114,12 +110,7 @@ _PATCHED_CLASSES = (keras.Layer, keras.layers.Dot, keras.layers.Masking, keras.l
 
 
 def reason_for_float32(layer: keras.Layer, dtype: str = FLOAT16.name) -> str | None:
-    """Returns why a layer of Keras or another package needs float32; `None` if it does not.
-
-    Args:
-        layer: The layer.
-        dtype: The compute dtype that the layer would have, `"float16"` or `"bfloat16"`.
-    """
+    """Returns why a layer of Keras or another package needs float32 in place of a 16-bit dtype; `None` if not."""
     return next((reason.text for reason in _reasons(type(layer)) if reason.applies(layer, dtype)), None)
 
 
@@ -131,59 +122,43 @@ def _reasons(layer_class: type) -> Iterator[_Reason]:
                 yield _REASONS[package][name]
 
 
-class Float32Patch:
-    """Gives listed layers the policy float32 when they are created for 16 bits, until `remove` is called.
+def apply_patches(is_enabled: Callable[[], bool]) -> Iterator[Replacement]:
+    """Gives listed layers the policy float32 when they are created for 16 bits, and yields the patches.
 
     An explicit `dtype="float16"` does not change this: saved configs and layers that pass on their policy have one too.
-    Setting `layer.dtype_policy` afterwards does. `enable` and conversions, in several threads, share one patch.
+    Setting `layer.dtype_policy` afterwards does.
 
     Args:
-        is_global: Whether it applies to all listed layers; otherwise only in the context of `only_in_float32`.
+        is_enabled: Whether this applies to all listed layers; otherwise only in the context of `only_in_float32`.
     """
 
-    def __init__(self, is_global: bool) -> None:
-        self.is_global = is_global
-        with _lock:
-            if not _active:
-                owners = (defining_class(cls, "__init__") for cls in _PATCHED_CLASSES)
-                _replacements.extend(Replacement(owner, "__init__", _patched_init) for owner in owners)
-            _active.append(self)
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(self: keras.Layer, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            classes = _selected.get()
+            is_selected = is_enabled() if classes is None else type(self) in classes
+            # Not `self.compute_dtype`: some classes override it, and need their own `__init__` to have run.
+            dtype = self.dtype_policy.compute_dtype if is_selected else None
+            reason = reason_for_float32(self, dtype) if dtype in DTYPES_16_BIT else None
+            if reason:
+                self.dtype_policy = FLOAT32.name
+                if type(self) not in _logged:
+                    _logged.add(type(self))
+                    logger.info("%s stays in float32: %s.", type(self).__name__, reason)
 
-    def remove(self) -> None:
-        """Ends the effect, and with the last one the patch."""
-        with _lock:
-            _active.remove(self)
-            while _replacements and not _active:
-                _replacements.pop().remove()
+        vars(init)["__signature__"] = inspect.signature(original)  # Keras reads it to store the arguments of a layer
+        return init
+
+    for cls in _PATCHED_CLASSES:
+        yield Replacement(defining_class(cls, "__init__"), "__init__", make)
 
 
 @contextlib.contextmanager
 def only_in_float32(classes: Collection[type]) -> Iterator[None]:
     """Gives layers of these classes, and no other listed layers, the policy float32 in the context."""
-    token, patch = _selected.set(classes), Float32Patch(is_global=False)
+    token = _selected.set(classes)
     try:
         yield
     finally:
-        patch.remove()
         _selected.reset(token)
-
-
-def _patched_init(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def init(self: keras.Layer, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        # Not `self.compute_dtype`: some classes override it, and need their own `__init__` to have run.
-        dtype = self.dtype_policy.compute_dtype
-        if dtype not in DTYPES_16_BIT:
-            return
-        classes = _selected.get()
-        is_selected = any(patch.is_global for patch in _active) if classes is None else type(self) in classes
-        reason = reason_for_float32(self, dtype) if is_selected else None
-        if reason:
-            self.dtype_policy = FLOAT32.name
-            if type(self) not in _logged:
-                _logged.add(type(self))
-                logger.info("%s stays in float32: %s.", type(self).__name__, reason)
-
-    vars(init)["__signature__"] = inspect.signature(original)  # Keras reads it to store the arguments of a layer
-    return init

@@ -1,4 +1,4 @@
-"""The dtype policy and the loss-scale settings of each active call of `enable`."""
+"""What is switched on: the policy and loss-scale settings of each call of `enable`, and TensorFlow's graph rewrite."""
 
 import itertools
 import threading
@@ -7,21 +7,16 @@ import keras
 
 from kmp.scaling import LossScaleSettings
 
+POLICIES = ("mixed_float16", "mixed_bfloat16", "float32", "float16")
 FLOAT16_POLICIES = ("mixed_float16", "float16")
 
 _numbers = itertools.count(1)
 
 
 class ActiveSettings:
-    """The settings of one call of `enable`.
+    """The arguments of one call of `enable`."""
 
-    Args:
-        policy: Name of the global dtype policy.
-        settings: Loss-scale arguments for the optimizers that `compile` and `wrap` create.
-        jit_compile: Whether these optimizers compile their update step with XLA.
-    """
-
-    def __init__(self, policy: str, settings: LossScaleSettings, jit_compile: bool = False) -> None:
+    def __init__(self, policy: str, settings: LossScaleSettings, jit_compile: bool) -> None:
         self.policy = policy
         self.settings = settings
         self.jit_compile = jit_compile
@@ -32,13 +27,11 @@ class ActiveSettings:
 
 active: list[ActiveSettings] = []  # in the order of the calls
 lock = threading.RLock()  # of changes of `active` and of the patches
+rewrite_dtypes: list[str] = []  # the 16-bit dtype of the graph rewrite, while it is on
 
 
 def current_settings() -> ActiveSettings | None:
-    """Returns the settings that apply to this thread; `None` if kmp is not enabled.
-
-    Those of the thread's own last call or, without any, those of the last call in another thread.
-    """
+    """Returns those of the thread's own last call or, without any, of the last call in another thread, if any."""
     own = [settings for settings in active if settings.thread is threading.current_thread()]
     return next(reversed(own or active), None)
 

@@ -4,14 +4,11 @@ from typing import Unpack
 
 import keras
 
-from kmp.policy import grappler_rewrite
-from kmp.policy.active_settings import ActiveSettings, active, current_settings, lock
+from kmp.policy.active_settings import POLICIES, ActiveSettings, active, current_settings, lock
 from kmp.policy.hardware_support import log_once, resolve_auto
 from kmp.policy.keras_patches import update_patches
 from kmp.scaling import LossScaleSettings, loss_scale_rule
 from kmp.utils import validation
-
-POLICIES = ("mixed_float16", "mixed_bfloat16", "float32", "float16")
 
 
 class Handle(ActiveSettings):
@@ -128,39 +125,3 @@ def disable() -> None:
     with lock:
         active.clear()
         update_patches()
-
-
-def graph_rewrite(enabled: bool = True, dtype: str | None = None) -> None:
-    """Makes TensorFlow rewrite the graphs of float32 models to 16 bits, operation by operation; layers do not change.
-
-    Use it for models that cannot be rebuilt. For other models prefer `enable` or `convert`, which also work under XLA.
-    It corresponds to `enable_mixed_precision_graph_rewrite` of tf.keras 2 and to TensorFlow's environment variable
-    `TF_ENABLE_AUTO_MIXED_PRECISION`. In later calls of `compile`, `jit_compile="auto"` becomes `False`, because XLA
-    compiles the graph before it is rewritten. For float16, `compile` also wraps the optimizer with loss scaling, unless
-    called with `auto_scale_loss=False`.
-
-    Args:
-        enabled: Whether to rewrite graphs. A second call replaces the first. `False` restores TensorFlow's option;
-            compiled models keep their optimizer.
-        dtype: `"float16"`, whose pass needs a GPU; `"bfloat16"`, whose pass is for CPUs and needs oneDNN; or `None` for
-            float16 with a GPU, and bfloat16 and a warning without one.
-
-    Raises:
-        TypeError: If `enabled` is not a bool.
-        ValueError: If `dtype` is not one of these; in `compile`, if `jit_compile` is true.
-
-    Example:
-    >>> import tensorflow as tf
-    >>> graph_rewrite(True, dtype="bfloat16")
-    >>> tf.config.optimizer.get_experimental_options()["auto_mixed_precision_onednn_bfloat16"]
-    True
-    >>> graph_rewrite(False)
-    """
-    enabled = validation.boolean("enabled", enabled)
-    if dtype is not None:
-        dtype = validation.one_of("dtype", dtype, tuple(grappler_rewrite.PASSES))
-    if enabled:
-        grappler_rewrite.turn_on(dtype)
-    else:
-        grappler_rewrite.turn_off()
-    update_patches()

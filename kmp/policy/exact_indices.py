@@ -1,9 +1,8 @@
 """Keeps the indices of look-up layers exact, although Keras casts the float arguments of a layer to 16 bits.
 
-An `Input` without a dtype is float32. A custom layer around an `Embedding` gets it in 16 bits: float16 has every
-integer only up to 2048, bfloat16 up to 256. kmp's patches make the result of such a cast remember the tensor that was
-cast, and look-up layers use that one. No dtype in the code of a layer changes. An operation, such as `ids + 1` in 16
-bits, returns a tensor that remembers nothing; a look-up of it warns.
+float16 has every integer only up to 2048, bfloat16 up to 256. kmp's patches make the result of such a cast remember the
+tensor that was cast, and look-up layers use that one. No dtype in the code of a layer changes. An operation, such as
+`ids + 1` in 16 bits, returns a tensor that remembers nothing; a look-up of it warns.
 """
 
 import functools
@@ -58,6 +57,8 @@ def apply_patches() -> Iterator[Replacement]:
 
 
 def _convert_input_patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches the cast of a layer's arguments."""
+
     @functools.wraps(original)
     def convert_input(self: keras.DTypePolicy, x: Any, autocast: bool, dtype: str) -> Any:
         return _exact_cast(x, original(self, x, autocast, dtype))
@@ -76,12 +77,7 @@ def _functional_patch(original: Callable[..., list[Any]]) -> Callable[..., list[
 
 
 def _exact_cast(x: Any, cast: Any) -> Any:
-    """Returns the result of a cast, computed from the tensor from which `x` was cast, if any.
-
-    Args:
-        x: The argument of the cast.
-        cast: The result of Keras' cast. If it is in 16 bits, it remembers the exact tensor.
-    """
+    """Returns Keras' cast of `x`, from the tensor from which `x` was cast, if any; in 16 bits it remembers that one."""
     if cast is x or not isinstance(cast, tf.Tensor):
         return cast
     exact = getattr(x, _UNCAST, x)

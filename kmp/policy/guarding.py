@@ -64,9 +64,8 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
 def guarded(layers: Sequence[keras.Layer], optimizers: Sequence[LossScaleOptimizer]) -> Iterator[SimpleNamespace]:
     """Runs a training step in the context, and restores the layers if an optimizer skips it, on each replica.
 
-    Yields:
-        What happened, scalar bools that are set at the end: `any_skipped`, whether an optimizer skipped an update, and
-        `has_nonfinite_loss`, whether a loss of this replica, or of a skipped step, was non-finite before scaling.
+    Yields two scalar bools that are set at the end: `any_skipped`, whether an optimizer skipped an update, and
+    `has_nonfinite_loss`, whether a loss of this replica, or of a skipped step, was non-finite before scaling.
     """
     counts_before = [ops.copy(optimizer.counters.counts) for optimizer in optimizers]
     losses_before = [optimizer.step_monitor.losses() for optimizer in optimizers]
@@ -144,8 +143,7 @@ class _RecordingAssign:
 def _assignments_recorded(weights: Iterable[keras.Variable]) -> Iterator[dict[int, tuple[keras.Variable, Any]]]:
     """Yields a dict that gets each of these weights to which code in the context assigns, with its value before.
 
-    An optimizer writes TensorFlow's variable inside of Keras', which is not recorded: only the weights that other code
-    assigns cost a copy.
+    An optimizer writes TensorFlow's variable inside of Keras', so only weights that other code assigns cost a copy.
     """
     assigned: dict[int, tuple[keras.Variable, Any]] = {}
     replica, own = distribution.replica_id(), []
@@ -185,18 +183,7 @@ def _any(conditions: Iterable[Any]) -> Any:
 
 
 def install(model: keras.Model) -> bool:
-    """Guards the training of a model; does nothing if it is already guarded.
-
-    A skipped step leaves the state of the model's layers unchanged. A batch whose loss is not finite is excluded from
-    the model's metrics: in stock Keras one such batch makes `loss` NaN for the rest of the epoch. The `logs` of that
-    step still contain the NaN, for `TerminateOnNaN`. A `train_step` that does not scale its loss raises an error.
-
-    The guard wraps the `train_step` of the instance, custom or not, and has no effect while the model has no
-    `kmp.LossScaleOptimizer`.
-
-    Returns:
-        Whether the guard is new. If so, an existing train function has to be rebuilt.
-    """
+    """Wraps the `train_step` of a model in a guard; returns whether it is new. A train function is rebuilt then."""
     if guard_of(model):
         return False
     model.train_step = GuardedTrainStep(model).train_step
@@ -237,10 +224,11 @@ def fix_epoch_loss(model: keras.Model, logs: dict[str, Any]) -> None:
 
 
 class GuardedTrainStep:
-    """Wraps a model's `train_step`.
+    """Wraps a model's `train_step`, custom or not. Has no effect while the model has no `kmp.LossScaleOptimizer`.
 
-    Args:
-        model: The model to guard.
+    A skipped step leaves the state of the model's layers unchanged. A batch whose loss is not finite is excluded from
+    the model's metrics: in stock Keras one such batch makes `loss` NaN for the rest of the epoch. The `logs` of that
+    step still contain the NaN, for `TerminateOnNaN`. A `train_step` that does not scale its loss raises an error.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -254,25 +242,18 @@ class GuardedTrainStep:
 
     def begin_execution(self, iterator: Any, is_first: bool) -> None:
         """Prepares the train function's call, the first of which traces it."""
-        if is_first:
-            self._build_optimizer()
-            if self.capture and hasattr(iterator, "element_spec"):
-                self.capture.prepare(iterator.element_spec, self._model.jit_compile)
-        if self._model.steps_per_execution > 1:
-            self._nonfinite_in_execution.assign(0.0)
-
-    def _build_optimizer(self) -> None:
-        """Builds the optimizer before the first step, if it is known which variables that step trains.
-
-        TensorFlow traces a step twice if the first trace creates variables. The step has to be Keras' own, and all
-        layers built; otherwise the step builds the optimizer.
-        """
         model, optimizer = self._model, self._model.optimizer
-        if not isinstance(optimizer, LossScaleOptimizer) or optimizer.built or not has_keras_step(model):
-            return
-        if model.trainable_weights and is_built(model):
-            with model.distribute_strategy.scope():
-                optimizer.build(model.trainable_weights)
+        if is_first:
+            # TensorFlow traces a step twice if the first trace creates variables. What another step than that of Keras
+            # trains is not known, nor what layers that are not built will create.
+            is_known = isinstance(optimizer, LossScaleOptimizer) and has_keras_step(model) and is_built(model)
+            if is_known and not optimizer.built and model.trainable_weights:
+                with model.distribute_strategy.scope():
+                    optimizer.build(model.trainable_weights)
+            if self.capture and hasattr(iterator, "element_spec"):
+                self.capture.prepare(iterator.element_spec, model.jit_compile)
+        if model.steps_per_execution > 1:
+            self._nonfinite_in_execution.assign(0.0)
 
     def train_step(self, data: Any) -> Any:
         """Runs the model's training step; restores layers if it is skipped, and metrics if its loss is not finite."""

@@ -16,12 +16,7 @@ _logged: set[str] = set()
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that TensorFlow detects.
-
-    Args:
-        name: The device's name, such as `"NVIDIA H200"`.
-        compute_capability: Major and minor version, or `None` if TensorFlow does not report it.
-    """
+    """A GPU that TensorFlow detects, with its compute capability's major and minor version if that is reported."""
 
     name: str
     compute_capability: tuple[int, int] | None
@@ -43,11 +38,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The GPUs of this machine.
-
-    Args:
-        gpus: The GPUs that TensorFlow detects; empty if there are none.
-    """
+    """The GPUs that TensorFlow detects on this machine; none if `gpus` is empty."""
 
     gpus: tuple[Gpu, ...]
 
@@ -78,10 +69,7 @@ class Hardware:
 
 
 def hardware() -> Hardware:
-    """Returns the GPUs of this machine, as TensorFlow reports them.
-
-    Returns:
-        A `Hardware` with `gpus`, `tensor_cores` and `bfloat16`.
+    """Returns the GPUs of this machine, as TensorFlow reports them: `gpus`, `tensor_cores` and `bfloat16`.
 
     Example:
     >>> all(gpu.tensor_cores for gpu in hardware().gpus) or not hardware().tensor_cores

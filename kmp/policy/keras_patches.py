@@ -1,10 +1,10 @@
 """What kmp patches in Keras, in two lists.
 
 `_ALWAYS` is in place from the import of kmp on, because a model that was compiled under `enable` has to train alike
-after `disable` and after loading. It changes nothing for other models. `_WHILE_ENABLED` is in place while `enable` or
-`graph_rewrite` is, with the patches of casts and look-ups (`exact_indices`), of `keras.Layer.__init__`
-(`kmp.layers`), of the state that stores the global dtype policy and of two functions of the trainer (`kmp.backend`).
-`guarding` wraps `train_step` of single models.
+after `disable` and after loading, and so is the patch of `keras.Layer.__init__` (`kmp.layers`), which conversions in
+several threads need too. They change nothing for other models and layers. `_WHILE_ENABLED` is in place while `enable`
+or `graph_rewrite` is, with the patches of casts and look-ups (`exact_indices`), of the state that stores the global
+dtype policy and of two functions of the trainer (`kmp.backend`). `guarding` wraps `train_step` of single models.
 """
 
 import functools
@@ -24,18 +24,24 @@ from kmp.backend import (
     trainer_fixes,
 )
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import exact_indices, grappler_rewrite, guarding, misuse_warnings
-from kmp.policy.active_settings import FLOAT16_POLICIES, active, current_settings, is_float16_enabled
+from kmp.policy import exact_indices, guarding, misuse_warnings
+from kmp.policy.active_settings import (
+    FLOAT16_POLICIES,
+    active,
+    current_settings,
+    is_float16_enabled,
+    rewrite_dtypes,
+)
 from kmp.policy.optimizers import optimizers_of, wrap_for_compile
-from kmp.utils import FLOAT16
+from kmp.utils import FLOAT16, user_messages
 
-_patches: list[Replacement | layers.Float32Patch] = []
+_patches: list[Replacement] = []
 _policy_at_compile: WeakKeyDictionary[keras.Model, str] = WeakKeyDictionary()
 
 
 def update_patches() -> None:
     """Applies `_WHILE_ENABLED` if `enable` or the graph rewrite is active, and removes it otherwise."""
-    if bool(_patches) == bool(active or grappler_rewrite.dtype()):
+    if bool(_patches) == bool(active or rewrite_dtypes):
         return
     if _patches:
         while _patches:
@@ -49,7 +55,6 @@ def update_patches() -> None:
         exact_indices.apply_patches(),
     ):
         _patches.extend(patches)  # one by one, so that after an error all that were applied can be removed
-    _patches.append(layers.Float32Patch(is_global=True))
 
 
 def _apply(patches: dict[str, Callable[[Any], Any]]) -> Iterator[Replacement]:
@@ -81,9 +86,16 @@ def _compile_patch(original: Callable[..., None]) -> Callable[..., None]:
         auto_scale_loss: bool = True,
         **others: Any,
     ) -> None:
-        if grappler_rewrite.dtype():
-            jit_compile = grappler_rewrite.jit_compile(jit_compile, run_eagerly)
-            if grappler_rewrite.dtype() == FLOAT16.name and auto_scale_loss:
+        if rewrite_dtypes:
+            if jit_compile is True:
+                raise ValueError(
+                    "kmp.graph_rewrite cannot work under XLA, which compiles the graph before it is rewritten. Leave "
+                    "out `jit_compile=True`, or call kmp.graph_rewrite(False) and use kmp.convert(model)."
+                )
+            if run_eagerly:
+                user_messages.warn("With `run_eagerly=True` there is no graph to rewrite: the model trains in float32.")
+            jit_compile = False
+            if rewrite_dtypes == [FLOAT16.name] and auto_scale_loss:
                 optimizer, auto_scale_loss = wrap_for_compile(optimizer), False
         if active:
             strategy = self.distribute_strategy
@@ -184,4 +196,4 @@ _ALWAYS: dict[str, Callable[[Any], Any]] = {
 }
 _WHILE_ENABLED: dict[str, Callable[[Any], Any]] = {"compile": _compile_patch}
 
-_always = list(_apply(_ALWAYS))
+_always = [*_apply(_ALWAYS), *layers.apply_patches(is_enabled=lambda: bool(active))]

@@ -18,12 +18,7 @@ _issued_messages: set[str] = set()  # by message rather than by model: a model t
 
 
 def warn_once(layer: keras.Layer, mistake: str) -> None:
-    """Issues a warning about a layer or model, unless it was issued before.
-
-    Args:
-        layer: The layer.
-        mistake: The rest of the sentence that starts with the layer's class and name.
-    """
+    """Issues a warning once: `mistake` continues the sentence after the layer's class and name."""
     message = f"{type(layer).__name__} {layer.name!r} {mistake}"
     if message not in _issued_messages:
         _issued_messages.add(message)
@@ -38,13 +33,7 @@ def forget_issued_messages() -> None:
 def check_distribution(
     strategy: tf.distribute.Strategy, optimizer: Any, steps_per_execution: int, jit_compile: str | bool
 ) -> None:
-    """Checks arguments of `compile`, for a model that does not run eagerly, against its distribution strategy.
-
-    Raises:
-        ValueError: For arguments with which the first step would fail: with several replicas, `jit_compile=True` or
-            `steps_per_execution` above 1; with mirrored variables, an optimizer with `gradient_accumulation_steps` or
-            `ema_overwrite_frequency`, which updates variables in a branch.
-    """
+    """Raises an error for arguments of `compile` with which the first step in a graph would fail under a strategy."""
     name, has_several_replicas = type(strategy).__name__, strategy.num_replicas_in_sync > 1
     if has_several_replicas and jit_compile is True:
         raise ValueError(
@@ -56,10 +45,9 @@ def check_distribution(
             f"Received: steps_per_execution={steps_per_execution!r}"
         )
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    is_mirrored = isinstance(strategy, _MIRRORED)
-    for argument in ("gradient_accumulation_steps", "ema_overwrite_frequency") if is_mirrored else ():
+    for argument in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
         value = getattr(optimizer, argument, None)
-        if value:
+        if value and isinstance(strategy, _MIRRORED):  # such an optimizer updates variables in a branch
             raise ValueError(
                 f"Keras' optimizers fail on `{argument}` under a mirrored strategy ({name}). Leave it out, or compile "
                 f"with `run_eagerly=True`. Received: {argument}={value!r}"
@@ -88,8 +76,7 @@ def warn_after_compile(model: keras.Model) -> None:
 def _softmaxes_in_float16(layer: keras.Layer) -> Iterator[tuple[str, str]]:
     """Yields the softmaxes that the user can change, each with the code to replace it.
 
-    The sublayers of a layer are the user's unless its class, or a base class, is that of an installed package: Keras'
-    attention creates its softmax. Keras' models and `keras.Layer` itself create none.
+    The sublayers are the user's unless the layer's class, or a base class, is of an installed package, as attention is.
     """
     for cls in type(layer).__mro__:
         file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
@@ -109,11 +96,9 @@ def _softmaxes_in_float16(layer: keras.Layer) -> Iterator[tuple[str, str]]:
 
 
 def _sigmoid_outputs_in_float16(model: keras.Model) -> Iterator[tuple[str, str]]:
-    """Yields the sigmoids that produce outputs, each with the code to replace it. Others may saturate, as in an LSTM.
-
-    Keras does not know the output layers of a subclassed model.
-    """
+    """Yields the sigmoids that produce outputs, each with its replacement. Others may saturate, as in an LSTM."""
     sigmoids = (keras.activations.sigmoid, keras.ops.sigmoid, tf.sigmoid)
+    # Keras does not know the output layers of a subclassed model.
     for layer in output_layers(model) if keras_internals.graph_tensors(model, "outputs") else ():
         if isinstance(layer, keras.Model):
             yield from _sigmoid_outputs_in_float16(layer)
@@ -144,9 +129,7 @@ _OWN_OPTIMIZERS = (
 def warn_before_training(model: keras.Model, was_compiled: bool) -> None:
     """Warns if a built model trains without float16, or in float16 without kmp's loss scale.
 
-    Args:
-        model: The model. Its own optimizers, if any, must exist already.
-        was_compiled: Whether the model was compiled under `enable`.
+    Its own optimizers, if any, must exist already. `was_compiled`: under `enable`.
     """
     dtypes, optimizers = compute_dtypes(model), all_optimizers_of(model)
     if dtypes == {FLOAT32.name}:

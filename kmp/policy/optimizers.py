@@ -53,17 +53,21 @@ def wrap(
 
 
 def wrap_for_compile(identifier: Any) -> keras.optimizers.Optimizer | None:
-    """Returns the optimizer that replaces the `optimizer` argument of `compile`, or `None` if it is `None`.
-
-    Args:
-        identifier: The `optimizer` argument: an optimizer, a name, a config, or `None`.
-    """
+    """Returns the optimizer that replaces the `optimizer` argument of `compile`, or `None` if it is `None`."""
     optimizer = keras.optimizers.get(identifier)
     if optimizer is None or isinstance(optimizer, LossScaleOptimizer):
         return optimizer
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return optimizer if optimizer.built else _from_keras_optimizer(optimizer)
-    return wrap(optimizer)
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return wrap(optimizer)
+    if optimizer.built:
+        return optimizer
+    # Keras' own, not yet built, for example while `load_model` compiles a model.
+    settings: LossScaleSettings = {}
+    if optimizer.initial_scale != DynamicScale.initial_scale:
+        settings["initial_scale"] = optimizer.initial_scale
+    if optimizer.dynamic_growth_steps != DynamicScale.growth_interval:
+        settings["growth_interval"] = optimizer.dynamic_growth_steps
+    return wrap(optimizer.inner_optimizer, **settings)
 
 
 def rewrap(optimizer: keras.optimizers.Optimizer, original: LossScaleOptimizer) -> LossScaleOptimizer:
@@ -77,16 +81,6 @@ def rewrap(optimizer: keras.optimizers.Optimizer, original: LossScaleOptimizer) 
 def settings_call(optimizer: LossScaleOptimizer) -> str:
     """Returns the call that the loss scale's settings come from: `"kmp.enable"`, `"kmp.wrap"` or that of the class."""
     return _settings_calls.get(optimizer, "kmp.LossScaleOptimizer")
-
-
-def _from_keras_optimizer(stock: keras.optimizers.LossScaleOptimizer) -> LossScaleOptimizer:
-    """Converts Keras' `LossScaleOptimizer` before it is built, for example while `load_model` compiles a model."""
-    settings: LossScaleSettings = {}
-    if stock.initial_scale != DynamicScale.initial_scale:
-        settings["initial_scale"] = stock.initial_scale
-    if stock.dynamic_growth_steps != DynamicScale.growth_interval:
-        settings["growth_interval"] = stock.dynamic_growth_steps
-    return wrap(stock.inner_optimizer, **settings)
 
 
 def optimizers_of(model: keras.Model) -> list[LossScaleOptimizer]:

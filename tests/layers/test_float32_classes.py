@@ -247,22 +247,22 @@ def test_listed_layer_of_a_nested_model_whose_layers_belong_to_the_outer_graph_t
     assert {layer.compute_dtype for layer in converted.backbone.layers if "rotary" in layer.name} == {"float32"}
 
 
-def test_patch_is_removed_after_conversions_that_overlap_in_threads():
-    patched = keras.layers.Layer, keras.layers.Dot, keras.layers.Masking, keras.layers.UpSampling2D
-    originals = [cls.__init__ for cls in patched]
-    started, may_end = threading.Barrier(2), threading.Event()
+def test_classes_are_in_float32_in_the_thread_and_the_context_that_selects_them():
+    other_thread, started, may_end = [], threading.Event(), threading.Event()
 
     def convert_slowly():
         with only_in_float32({MaskedLMHead}):
-            started.wait()
+            started.set()
             may_end.wait()
+            other_thread.append(MaskedLMHead(dtype="mixed_float16").compute_dtype)
 
     thread = threading.Thread(target=convert_slowly)
     thread.start()
+    started.wait()
     with only_in_float32({MaskedLMHead}):
-        started.wait()
         assert MaskedLMHead(dtype="mixed_float16").compute_dtype == "float32"
-    assert MaskedLMHead(dtype="mixed_float16").compute_dtype == "float16"  # in this thread
+        assert ESMRotaryEmbedding(dtype="mixed_float16").compute_dtype == "float16"
+    assert MaskedLMHead(dtype="mixed_float16").compute_dtype == "float16"
     may_end.set()
     thread.join()
-    assert [cls.__init__ for cls in patched] == originals
+    assert other_thread == ["float32"]
