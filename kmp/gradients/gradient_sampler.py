@@ -1,7 +1,8 @@
-"""Samples gradients in the compiled step: decides when and for which variables, and stores the last sample."""
+"""Samples gradients in the compiled step, and measures from outside of it how a step changed the weights."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,8 +12,9 @@ import tensorflow as tf
 from keras import ops
 
 from kmp.backend import distribution, outlined
-from kmp.gradients.tensor_statistics import gradient_statistics
-from kmp.gradients.unscaling import Gradients, Variables, is_overwritten, unscale_for_update
+from kmp.gradients.statistics import gradient_statistics, update_statistics
+from kmp.gradients.tensor_groups import Gradients, Variables
+from kmp.gradients.unscaling import is_overwritten, unscale_for_update
 from kmp.records import BIN_COUNT, BinCounts, GradientSample
 from kmp.utils import matching_indices, unique_names
 
@@ -40,28 +42,18 @@ class GradientSampler:
         self._indices: list[int] | None = None
 
     def extend(self, patterns: Patterns) -> bool:
-        """Adds patterns of the variable paths to measure; `None` for all variables.
-
-        Returns:
-            Whether they are new: then `build` must be called, and the step retraced.
-        """
+        """Adds patterns of paths to sample, `None` for all. If it returns true, call `build`, and retrace the step."""
         if self._patterns is None or (patterns is not None and set(patterns) <= set(self._patterns)):
             return False
         self._patterns = None if patterns is None else (*self._patterns, *patterns)
         return True
 
     def build(self, variables: Variables, scale_is_power_of_two: bool) -> None:
-        """Creates the variables that store a sample.
+        """Creates the variables that store a sample, or raises an error if a pattern matches none of the variables.
 
-        Args:
-            variables: All trained variables. Those that Keras overwrites with their gradient are not sampled, such as
-                float8 scales.
-            scale_is_power_of_two: Whether the loss scale is always a power of two. Otherwise the unscaled gradients are
-                counted separately.
-
-        Raises:
-            ValueError: If a pattern matches no variable. All patterns are dropped then, so that they do not affect a
-                later training run.
+        All patterns are dropped then, so that they do not affect a later training run. Variables that Keras overwrites
+        with their gradient, such as float8 scales, are not sampled. Unscaled gradients are counted separately if the
+        loss scale is not always a power of two.
         """
         patterns, self._patterns = self._patterns, ()
         self._paths = paths_of(variables)
@@ -93,14 +85,7 @@ class GradientSampler:
             self._first_step.assign(0)
 
     def sample(self, gradients: Gradients, variables: Variables, scale: Any, step: Any) -> None:
-        """Measures the gradients if `step` is due; part of the compiled step.
-
-        Args:
-            gradients: The loss-scaled gradient of each variable.
-            variables: The variables.
-            scale: The loss scale, scalar float32.
-            step: The number of the step, scalar int64, counted from 1.
-        """
+        """Measures the loss-scaled gradients if `step`, int64 counted from 1, is due; part of the compiled step."""
         is_due = ops.logical_or(ops.equal(step % self._interval, 0), ops.equal(step, self._first_step))
         ops.cond(is_due, outlined(lambda: self._record(gradients, variables, scale, step)), lambda: None)
 
@@ -150,3 +135,48 @@ class GradientSampler:
         with tf.control_dependencies([statistics.counts]):
             self._step.assign(step)
             self._scale.assign(scale)
+
+
+class UpdateWatch:
+    """Copies weights before a step and measures on the device how the step changed them.
+
+    This runs outside the compiled step. Inside, every step would copy the weights, or the optimizer would be traced
+    twice.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, tf.Tensor] = {}
+        self._variables: Mapping[str, Any] = {}
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether weights have been copied but not measured yet."""
+        return bool(self._before)
+
+    def arm(self, variables: Mapping[str, Any]) -> None:
+        """Copies variables, given by path, before a step."""
+        self._variables = variables
+        self._before = {path: tf.identity(ops.convert_to_tensor(variable)) for path, variable in variables.items()}
+
+    def disarm(self) -> None:
+        """Drops the copies."""
+        self._before = {}
+
+    def measure(self, sample: GradientSample) -> GradientSample:
+        """Returns the sample with the updates since `arm` added, and drops the copies.
+
+        A sample with a variable that was not copied is returned unchanged.
+        """
+        before, self._before = self._before, {}
+        if not sample.names or not set(sample.names) <= before.keys():
+            return sample
+        old, new = ([weights[name] for name in sample.names] for weights in (before, self._variables))
+        return replace(sample, **{name: values.numpy() for name, values in update_statistics(old, new).items()})
+
+
+def with_weight_norms(sample: GradientSample, variables: Mapping[str, Any]) -> GradientSample:
+    """Returns the sample with the norms of the weights after the step; unchanged if a variable is missing."""
+    if not sample.names or not set(sample.names) <= variables.keys():
+        return sample
+    weights = [variables[name] for name in sample.names]
+    return replace(sample, weight_norm=update_statistics(weights, weights)["weight_norm"].numpy())

@@ -1,18 +1,25 @@
-"""Joins many tensors into a few groups, which are measured one after the other."""
+"""The values of gradients, and many tensors joined into a few groups: fewer, larger operations."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from keras import ops
 
-from kmp.backend import xla
 from kmp.utils import FLOAT32
+
+Gradients = Sequence[Any]  # of tensors, `tf.IndexedSlices` or `None`
+Variables = Sequence[Any]  # of `keras.Variable` or `tf.Variable`
 
 _ROW_SIZE = 512
 _MAX_TENSORS = 512  # in a group: on a GPU, each of several hundred thread blocks has its own copy of all histograms
+
+
+def values_of(gradient: Any) -> tf.Tensor:
+    """Returns the values of a dense gradient or `tf.IndexedSlices`."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else ops.convert_to_tensor(gradient)
 
 
 class TensorGroup(NamedTuple):
@@ -48,7 +55,7 @@ class TensorGroup(NamedTuple):
 
 
 def group_indices(tensors: Sequence[tf.Tensor], large: int, max_elements: int) -> list[list[int]]:
-    """Assigns tensors to groups, by index: fewer, larger operations trace and compile faster.
+    """Assigns tensors to groups, by index.
 
     Args:
         tensors: The tensors.
@@ -79,40 +86,17 @@ def join(tensors: Sequence[tf.Tensor]) -> TensorGroup:
         values = tf.cast(tf.reshape(tensors[0], [1, -1]), tf.float32)
         return TensorGroup(values, np.zeros(1, np.int32), np.zeros(1, np.int64))
     flat = tf.constant([-1])
-    sizes = [tensor.shape.num_elements() for tensor in tensors]
-    rows = [math.ceil(size / _ROW_SIZE) for size in sizes]
-    padding = [count * _ROW_SIZE - size for count, size in zip(rows, sizes, strict=True)]
+    sizes = np.array([tensor.shape.num_elements() for tensor in tensors])
+    rows = -(-sizes // _ROW_SIZE)
+    padding = rows * _ROW_SIZE - sizes
     zeros = functools.cache(tf.zeros)
     parts = []
-    for tensor, missing in zip(tensors, padding, strict=True):
+    for tensor, missing in zip(tensors, padding.tolist(), strict=True):
         parts += [tf.cast(tf.reshape(tensor, flat), tf.float32), *([zeros((missing,))] if missing else [])]
     owners = np.repeat(np.arange(len(tensors), dtype=np.int32), rows)
-    return TensorGroup(tf.reshape(tf.concat(parts, 0), [-1, _ROW_SIZE]), owners, np.array(padding, np.int64))
+    return TensorGroup(tf.reshape(tf.concat(parts, 0), [-1, _ROW_SIZE]), owners, padding.astype(np.int64))
 
 
 def in_order(rows: Sequence[tf.Tensor], groups: list[list[int]]) -> tf.Tensor:
     """Concatenates the results of groups, in the order of the tensors passed to `group_indices`."""
     return tf.gather(tf.concat(rows, 0), np.argsort([index for group in groups for index in group]))
-
-
-def measure_in_groups(
-    measure: Callable[..., tuple[tf.Tensor, ...]], *lists: Sequence[tf.Tensor], max_elements: int
-) -> list[tf.Tensor]:
-    """Measures tensors group by group: each waits for the previous one, which bounds the memory use.
-
-    Args:
-        measure: A function that takes a `TensorGroup` of each list. It returns tensors with one row per tensor; the
-            first of them has no negative values.
-        *lists: Lists of tensors, at least one tensor each. Tensors with the same index have the same shape.
-        max_elements: Maximum number of elements in a group of several tensors.
-    """
-    groups = group_indices(lists[0], min(max_elements, 2**22), max_elements)
-    results: list[tuple[tf.Tensor, ...]] = []
-    for indices in groups:
-        with tf.control_dependencies(results[-1] if results else []):
-            first, *others = [[tensors[index] for index in indices] for tensors in lists]
-            if results and xla.is_tracing():  # XLA drops control dependencies, so one tensor depends on the result
-                is_negative = tf.reshape(results[-1][0], [-1])[0] < 0  # always False, but XLA cannot infer that
-                first[0] = tf.where(is_negative, tf.zeros_like(first[0]), first[0])
-            results.append(measure(*map(join, (first, *others))))
-    return [in_order(rows, groups) for rows in zip(*results, strict=True)]

@@ -1,75 +1,47 @@
 """Divides gradients by the loss scale, and flags those that are not finite after the division."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from keras import backend, ops
+from keras import ops
 
-from kmp.backend import outlined, xla
-from kmp.gradients.tensor_groups import group_indices, in_order, join
+from kmp.backend import outlined
+from kmp.gradients.tensor_groups import Gradients, Variables, group_indices, in_order, join, values_of
 from kmp.utils import FLOAT32
-
-Gradients = Sequence[Any]  # of tensors, `tf.IndexedSlices` or `None`
-Variables = Sequence[Any]  # of `keras.Variable` or `tf.Variable`
-
-
-def values_of(gradient: Any) -> tf.Tensor:
-    """Returns the values of a dense gradient or `tf.IndexedSlices`."""
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else ops.convert_to_tensor(gradient)
-
-
-def _with_values(gradient: Any, values: tf.Tensor) -> Any:
-    """Returns a copy of a dense gradient or `tf.IndexedSlices` with other values."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return values
-
-
-def unscale_for_update(gradients: Gradients, variables: Variables, scale: Any) -> list[Any]:
-    """Returns gradients divided by the loss scale, in the dtypes of their variables.
-
-    Args:
-        gradients: Loss-scaled gradients.
-        variables: The variable of each gradient. The gradient of a variable that Keras overwrites with it, such as a
-            float8 scale, is returned unchanged.
-        scale: Scalar float32, from 2^-126 to 2^126.
-    """
-    # XLA fuses a multiplication into the loops that use it. A division there would take longer than the rest of them.
-    inverse = 1.0 / scale if xla.is_tracing() else None
-    return [
-        _divided(gradient, variable, scale)
-        if inverse is None or not _is_plain(gradient, variable)
-        # tf.multiply adds Python overhead; as in `predicated_writes`.
-        else _with_values(gradient, tf.raw_ops.Mul(x=_as_float32(gradient), y=inverse))
-        for gradient, variable in zip(gradients, variables, strict=True)
-    ]
 
 
 def multiply_gradients(gradients: Gradients, factor: Any) -> list[Any]:
-    """Returns gradients times a factor, in float32 or, for float64 gradients, in float64.
+    """Returns gradients times a loss scale or its reciprocal, in float32 or, for float64 gradients, in float64."""
+    products = []
+    for gradient in gradients:
+        product = gradient
+        if gradient is not None:
+            values = values_of(gradient)
+            dtype = tf.float64 if values.dtype == tf.float64 else tf.float32
+            # `tf.multiply` adds Python overhead that would dominate the tracing time of a large model.
+            product = tf.raw_ops.Mul(x=tf.cast(values, dtype), y=tf.cast(factor, dtype))
+            if isinstance(gradient, tf.IndexedSlices):
+                product = tf.IndexedSlices(product, gradient.indices, gradient.dense_shape)
+        products.append(product)
+    return products
 
-    Args:
-        gradients: The gradients.
-        factor: Scalar float32, a loss scale or its reciprocal. The product is exact if it is a power of two.
+
+def unscale_for_update(gradients: Gradients, variables: Variables, scale: Any) -> list[Any]:
+    """Returns gradients divided by the loss scale, from 2^-126 to 2^126, in the dtypes of their variables.
+
+    The gradient of a variable that Keras overwrites with it, such as a float8 scale, is returned unchanged.
     """
-
-    def multiply(values: Any) -> Any:
-        values = ops.cast(values, backend.result_type(values.dtype, FLOAT32.name))
-        return values * ops.cast(factor, values.dtype)
-
+    # XLA fuses a multiplication into the loops that use it. A division there would take longer than the rest of them.
+    unscaled = multiply_gradients(gradients, 1.0 / scale)
     return [
-        None if gradient is None else _with_values(gradient, multiply(values_of(gradient))) for gradient in gradients
+        gradient if gradient is None or is_overwritten(variable) else tf.cast(result, variable.dtype)
+        for gradient, variable, result in zip(gradients, variables, unscaled, strict=True)
     ]
 
 
 def nonfinite_flag(tensor: Any) -> tf.Tensor:
-    """Returns 1.0 if any element is Inf or NaN, else 0.0, as a scalar float32 that can be summed across replicas.
-
-    Args:
-        tensor: A gradient or loss, of any shape and float dtype.
-    """
+    """Returns 1.0 if any element of a gradient or loss is Inf or NaN, else 0.0: a float32 to sum over replicas."""
     is_finite = ops.all(ops.isfinite(values_of(tensor)))
     return tf.where(is_finite, tf.zeros([]), tf.ones([]))  # float32 whatever Keras' floatx is
 
@@ -80,30 +52,34 @@ def nonfinite_flags(gradients: Gradients, variables: Variables, scale: Any, repl
     A scale below 1 can make a finite gradient infinite, and so can the sum over replicas. Rows of a sparse gradient
     with the same index are checked separately, not as their sum.
 
-    Args:
-        gradients: Loss-scaled gradients, at least one.
-        variables: The variable of each gradient.
-        scale: Scalar float32, from 2^-126 to 2^126.
-        replicas: Number of replicas that compute such gradients.
-
     Returns:
         float32 tensor of shape `(gradients,)`: 1.0 for a non-finite gradient, else 0.0. Flags add up over replicas.
     """
-    pairs = list(zip(gradients, variables, strict=True))
-    plain = [index for index, pair in enumerate(pairs) if _is_plain(*pair)]
-    others = [index for index in range(len(pairs)) if index not in set(plain)]
+    joint: list[int] = []
+    single: list[int] = []
+    for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+        (joint if _is_checked_in_float32(gradient, variable) else single).append(index)
     flags = []
-    for gradient, variable in (pairs[index] for index in others):
-        unscaled = None if gradient is None else values_of(_divided(gradient, variable, scale)) * replicas
-        flags.append(tf.zeros([1]) if unscaled is None else tf.reshape(nonfinite_flag(unscaled), [1]))
-    if plain:
-        flags.append(_joint_flags([_as_float32(gradients[index]) for index in plain], scale, replicas))
+    unscaled = unscale_for_update([gradients[index] for index in single], [variables[index] for index in single], scale)
+    for gradient in unscaled:
+        flag = tf.zeros([]) if gradient is None else nonfinite_flag(values_of(gradient) * replicas)
+        flags.append(tf.reshape(flag, [1]))
+    if joint:
+        flags.append(_joint_flags([values_of(gradients[index]) for index in joint], scale, replicas))
     joined = tf.concat(flags, 0)
-    return tf.gather(joined, np.argsort(others + plain)) if others else joined
+    return tf.gather(joined, np.argsort(single + joint)) if single else joined
 
 
-def _joint_flags(tensors: Sequence[tf.Tensor], scale: Any, replicas: int) -> tf.Tensor:
-    """Returns the flags of float32 tensors.
+def _is_checked_in_float32(gradient: Any, variable: Any) -> bool:
+    """Whether a gradient is finite in its variable's dtype exactly if it is in float32, and has a static size."""
+    if gradient is None or is_overwritten(variable) or variable.dtype != FLOAT32.name:
+        return False
+    values = values_of(gradient)
+    return values.dtype.size <= tf.float32.size and values.shape.num_elements() is not None
+
+
+def _joint_flags(tensors: Gradients, scale: Any, replicas: int) -> tf.Tensor:
+    """Returns the flags of gradients that are checked in float32.
 
     If the sum of all elements is finite, as in most steps, one pass over them is enough. Finite numbers can have an
     infinite sum, and a scale below 1 can make them infinite: then each is checked. Small tensors are concatenated, so
@@ -127,24 +103,6 @@ def _joint_flags(tensors: Sequence[tf.Tensor], scale: Any, replicas: int) -> tf.
     return ops.cond(all_finite, lambda: tf.zeros([len(tensors)]), outlined(check_each))
 
 
-def _is_plain(gradient: Any, variable: Any) -> bool:
-    """Whether a gradient is finite in its variable's dtype exactly if it is in float32, and has a static size."""
-    if gradient is None or is_overwritten(variable) or variable.dtype != FLOAT32.name:
-        return False
-    values = values_of(gradient)
-    return values.dtype.size <= tf.float32.size and values.shape.num_elements() is not None
-
-
 def is_overwritten(variable: Any) -> bool:
     """Whether Keras replaces a variable's value with its gradient."""
     return getattr(variable, "overwrite_with_gradient", False)
-
-
-def _as_float32(gradient: Any) -> tf.Tensor:
-    return tf.cast(values_of(gradient), tf.float32)
-
-
-def _divided(gradient: Any, variable: Any, scale: Any) -> Any:
-    if gradient is None or is_overwritten(variable):
-        return gradient
-    return _with_values(gradient, ops.cast(ops.divide(values_of(gradient), scale), variable.dtype))

@@ -3,6 +3,5 @@
 from kmp.optimizer.counters import COUNT_INDEX as COUNT_INDEX
 from kmp.optimizer.inner_optimizer import resolve_optimizer as resolve_optimizer
 from kmp.optimizer.loss_scale_optimizer import LossScaleOptimizer
-from kmp.optimizer.predicated_writes import PREDICABLE_OPTIMIZERS as PREDICABLE_OPTIMIZERS
 
 __all__ = ["LossScaleOptimizer"]

@@ -1,4 +1,4 @@
-"""Counters of steps and overflows, on the device and in saved files."""
+"""Counters of steps, overflows and the variables where these started, on the device and in saved files."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from kmp.optimizer.overflow_origin import origin_flags
+from kmp.gradients import Gradients, values_of
 from kmp.optimizer.step_monitor import StepLosses
 from kmp.scaling import select
 
@@ -88,16 +88,22 @@ class Counters(keras.Layer):
             overflowed: Scalar bool, or a Python bool in a branch that only one outcome reaches.
             losses: The losses of the step, summed over replicas.
             is_at_min_scale: Scalar bool, whether the rule backs off but the scale is at its minimum.
-            flags: Bool tensor of shape `(variables,)`, whether each variable's gradient is non-finite.
+            flags: Bool of shape `(variables,)`, whether each variable's gradient is non-finite.
             order: The indices of the variables, from the input to the loss.
         """
-        kept = [name not in ("overflows_in_a_row", "nonfinite_losses_in_a_row") for name in COUNT_INDEX]
-        step = [name == "steps" for name in COUNT_INDEX]
-        counts = self.counts.value * np.array(kept, np.int64) + np.array(step, np.int64)
+        in_a_row = ("overflows_in_a_row", "nonfinite_losses_in_a_row")
+        applied = self.counts.value * np.array([name not in in_a_row for name in COUNT_INDEX], np.int64)
+        counts = applied + np.array([name == "steps" for name in COUNT_INDEX], np.int64)
         if overflowed is not False:
             overflow = ops.cast(ops.greater_equal(losses.nonfinite, 0.0), "int64")
             nonfinite_loss = ops.cast(ops.greater(losses.nonfinite, 0.0), "int64")
-            origin = origin_flags(flags, order, losses.were_finite)
+            # The backward pass spreads an overflow to every variable before its origin, so the origin is the flagged
+            # variable that is nearest to the loss. After a non-finite loss, which flags all, there is none.
+            ranks = np.zeros(len(order), np.int64)
+            ranks[list(order)] = np.arange(1, len(order) + 1)
+            flagged_ranks = ops.cast(ops.logical_and(flags, losses.were_finite), "int64") * ranks
+            is_origin = ops.logical_and(flagged_ranks > 0, ops.equal(flagged_ranks, ops.max(flagged_ranks)))
+            origin = ops.cast(is_origin, "int64")
             index = ops.sum(origin * np.arange(1, len(order) + 1))
             skipped = Counts(
                 before.steps + 1,
@@ -121,15 +127,7 @@ class Counters(keras.Layer):
         return Counts(*self.counts.numpy().tolist())
 
     def read(self, paths: Sequence[str], has_recorded_loss: bool) -> dict[str, Any]:
-        """Copies the counters to the host.
-
-        Args:
-            paths: The paths of the variables that the counters were built for.
-            has_recorded_loss: Whether a loss was scaled; if not, the result has no losses.
-
-        Returns:
-            The fields of `kmp.records.Snapshot` that are counted here, by name.
-        """
+        """Copies the counters to the host, as fields of `kmp.records.Snapshot`: without losses if none was scaled."""
 
         def by_variable(counter: Any) -> dict[str, int]:
             counts = [] if counter is None else counter.numpy().tolist()
@@ -155,11 +153,7 @@ class Counters(keras.Layer):
             store[variable.name] = variable.numpy()
 
     def load_own_variables(self, store: Any) -> None:
-        """Loads the counters that a file has; files of Keras' own class have none.
-
-        Raises:
-            ValueError: If the file has counters for another number of variables. No counter has changed then.
-        """
+        """Loads the counters that a file has; files of Keras' class have none. Those of another model are an error."""
         names = set(store.keys())  # not a dictionary
         found = [(each, np.asarray(store[each.name])) for each in self.weights if each.name in names]
         for variable, value in found:
@@ -174,3 +168,24 @@ class Counters(keras.Layer):
     def _counter(self, name: str, shape: tuple[int, ...], dtype: str = "int64") -> keras.Variable:
         options = {"autocast": False, "aggregation": "only_first_replica"}  # the value is the same on all replicas
         return self.add_weight(shape=shape, dtype=dtype, initializer="zeros", name=name, **options)
+
+
+def network_order(gradients: Gradients) -> list[int]:
+    """Returns the indices of the gradients in the order of their variables, from the input to the loss.
+
+    The nearer a variable is to the loss, the shorter is the longest path to its gradient through forward pass, loss and
+    backward pass. A variable that is used more than once has the position of its use farthest from the loss. Gradients
+    with paths of equal length, and gradients without a path (`None`, computed eagerly or outside this graph), keep the
+    order of the list.
+    """
+    lengths = [0] * len(gradients)
+    values = {i: values_of(gradient) for i, gradient in enumerate(gradients) if gradient is not None}
+    symbolic = {i: tensor for i, tensor in values.items() if tf.is_symbolic_tensor(tensor)}
+    if symbolic:
+        longest: dict[tf.Operation, int] = {}  # the length of the longest path to each operation
+        graph = next(iter(symbolic.values())).graph
+        for op in graph.get_operations():  # in the order of creation, so every operation comes after its inputs
+            longest[op] = 1 + max((longest.get(tensor.op, 0) for tensor in op.inputs), default=0)
+        for i, tensor in symbolic.items():
+            lengths[i] = longest.get(tensor.op, 0)
+    return sorted(range(len(gradients)), key=lambda i: (-lengths[i], i))

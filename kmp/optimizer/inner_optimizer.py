@@ -1,25 +1,27 @@
-"""The optimizer that loss scaling wraps: which are accepted, and the state that Keras does not save."""
+"""The optimizer that loss scaling wraps: which are accepted, how XLA skips its step, what Keras does not save of it."""
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from kmp.backend import keras_internals
+from kmp.backend import is_keras_class, keras_internals
 from kmp.utils import validation
+
+# Optimizers that write only through `_WRITE_METHODS`; a test checks each of them with all its options.
+_PREDICABLE = (
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Muon", "Nadam"),
+    *("RMSprop", "SGD", "ScheduleFreeAdamW"),
+)
+# The methods that Keras' optimizers call, directly or through `keras.Variable` and their own `assign`.
+_WRITE_METHODS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update")
 
 
 def resolve_optimizer(name: str, value: Any) -> keras.optimizers.Optimizer:
-    """Returns the optimizer that loss scaling will wrap.
-
-    Args:
-        name: The argument's name, for the message.
-        value: A `keras.optimizers.Optimizer`, or the name of one.
-
-    Raises:
-        TypeError: If `value` is not an optimizer, or already scales the loss.
-        ValueError: If `value` is not the name of an optimizer.
-    """
+    """Returns the optimizer that loss scaling will wrap, from an argument that is one, or the name of one."""
     optimizer = value
     if isinstance(value, str):
         try:
@@ -35,15 +37,73 @@ def resolve_optimizer(name: str, value: Any) -> keras.optimizers.Optimizer:
     return optimizer
 
 
+def supports_predicated_writes(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any] = ()) -> bool:
+    """Whether each write can be predicated; a custom class, learning rate or constraint may write its own variables."""
+    parts = [keras_internals.learning_rate_of(optimizer), *(getattr(each, "constraint", None) for each in variables)]
+    return type(optimizer) in {getattr(keras.optimizers, name, None) for name in _PREDICABLE} and all(
+        part is None or is_keras_class(type(part)) for part in parts
+    )
+
+
+@contextlib.contextmanager
+def predicated_writes(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any], skip: tf.Tensor
+) -> Iterator[None]:
+    """Makes an optimizer's writes have no effect where `skip` is true, while the context is open.
+
+    XLA copies every variable that a branch writes: Adam's step with a branch takes 1.20 to 2.45 times as long as
+    without loss scaling, with predicated writes 1.02 to 1.34 times. In graph mode a branch is cheaper (1.13 to 1.17
+    against 1.41 to 1.45 times), so there it stays a branch.
+    """
+    written = [  # the optimizer may have been built on more variables than it trains here
+        *variables,
+        *keras_internals.variables_to_train(optimizer),
+        *keras_internals.optimizer_state(optimizer),
+    ]
+    tf_variables = {id(v): v for v in (v.value if isinstance(v, keras.Variable) else v for v in written)}.values()
+    zeros = {dtype: tf.zeros([], dtype) for dtype in {variable.dtype for variable in tf_variables}}
+    for variable in tf_variables:
+        vars(variable).update(_writes_unless(skip, variable, zeros[variable.dtype]))
+    try:
+        yield
+    finally:
+        for variable in tf_variables:
+            for name in _WRITE_METHODS:
+                del vars(variable)[name]
+
+
+def _writes_unless(skip: tf.Tensor, variable: tf.Variable, zero: tf.Tensor) -> dict[str, Callable[..., Any]]:
+    """Returns replacements of a variable's write methods, which write a neutral value where `skip` is true.
+
+    A skipped addition or subtraction writes a zero of the sign that preserves zeros of both signs. This takes fewer
+    operations than a selection between the old value and the sum, so it traces and compiles faster.
+    """
+
+    def select(neutral: Any, value: Any) -> tf.Tensor:
+        # tf.where adds Python overhead that would dominate the tracing time of a large model.
+        return tf.raw_ops.SelectV2(condition=skip, t=tf.convert_to_tensor(neutral), e=value)
+
+    def predicated(write: Callable[..., Any], neutral: Any) -> Callable[..., Any]:
+        def write_unless(value: Any, *args: Any, **options: Any) -> Any:
+            if not isinstance(value, tf.IndexedSlices):
+                return write(select(neutral, value), *args, **options)
+            kept = tf.gather(variable, value.indices) if neutral is variable else neutral
+            rows = tf.IndexedSlices(select(kept, value.values), value.indices, value.dense_shape)
+            return write(rows, *args, **options)
+
+        return write_unless
+
+    negative_zero = -zero  # TensorFlow may replace a constant -0.0 by 0.0
+    neutral = (variable, negative_zero, zero, negative_zero, zero, variable)
+    return {name: predicated(getattr(variable, name), each) for name, each in zip(_WRITE_METHODS, neutral, strict=True)}
+
+
 @keras.saving.register_keras_serializable("kmp")
 class InnerState(keras.Layer):
     """Saves and loads the state of an inner optimizer that is not in its `variables`.
 
     A layer for the same reason as `Counters`: the lists of variables, and the data that Keras' own class saves and
     loads, do not change.
-
-    Args:
-        optimizer: The inner optimizer.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:

@@ -1,4 +1,8 @@
-"""The optimizer that scales the loss: scale, measure, agree, update or skip, adapt, count."""
+"""The optimizer that scales the loss.
+
+`apply` checks its arguments and takes a step: `_step` measures and agrees, `_update_or_skip` updates or skips, and
+`_adapt_and_count` adapts the loss scale and counts.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -20,27 +24,19 @@ from kmp.gradients import (
     paths_of,
     unscale_for_update,
 )
-from kmp.optimizer.counters import COUNT_INDEX, Counters
-from kmp.optimizer.inner_optimizer import InnerState, resolve_optimizer
-from kmp.optimizer.overflow_origin import network_order
-from kmp.optimizer.predicated_writes import predicated_writes, supports_predicated_writes
+from kmp.optimizer.counters import COUNT_INDEX, Counters, network_order
+from kmp.optimizer.inner_optimizer import (
+    InnerState,
+    predicated_writes,
+    resolve_optimizer,
+    supports_predicated_writes,
+)
 from kmp.optimizer.step_monitor import Stage, StepLosses, StepMonitor
 from kmp.records import Snapshot
 from kmp.utils import matching_indices, user_messages, validation
 
 _DEFAULT = scaling.DynamicScale()
 _NO_SCALE = scaling.FixedScale(1.0)
-_NOT_SCALED = (
-    "`apply` got gradients of a loss that did not go through `scale_loss`, and divides them by the loss scale. Scale "
-    "the loss inside the tape, and differentiate the result:\n"
-    "    scaled_loss = {optimizer}.scale_loss(loss)\n"
-    "    gradients = tape.gradient(scaled_loss, variables)\n"
-    "If the loss is multiplied by the loss scale in another way, pass unscaled=False to `apply`."
-)
-_STAGE_UNKNOWN = (
-    "`apply` cannot know whether its gradients went through `unscale`: a tf.function that runs again calls no Python, "
-    "and one call of `unscale` is for one call of `apply`. Pass unscaled=True if they did, else unscaled=False."
-)
 _JIT_COMPILE_IGNORED = (
     "`jit_compile=True` does nothing under a distribution strategy. Pass it to `model.compile` instead, if the "
     "strategy supports it."
@@ -158,11 +154,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.jit_compile = jit_compile
         self.counters = Counters()
         self.inner_state = InnerState(inner)
-        self.step_monitor = StepMonitor()
+        self.step_monitor = StepMonitor(requires_scaling=rule != _NO_SCALE)
         self.sampler = None
         self._reset_compiled_step()
         self._order: list[int] = []
-        self._has_warned = False
 
     def build(self, var_list: Variables) -> None:
         """Creates the loss scale, the counters and the inner optimizer's variables."""
@@ -180,7 +175,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def loss_scale(self) -> Any:
         """The loss scale that `scale_loss` multiplies by: scalar float32 tensor on the device."""
-        return ops.minimum(self._bounded_scale(), scaling.LARGEST_APPLIED_SCALE)
+        return self._bounded_scale(scaling.LARGEST_APPLIED_SCALE)
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: Any) -> Any:
@@ -217,7 +212,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             ValueError: In a `train_step` that did not call `scale_loss`.
         """
         grads = list(grads)
-        self._check_scaled()
+        self.step_monitor.check_scaled()
         if not self.built:
             distribution.check_built_before_step()
         unscaled = multiply_gradients(grads, 1.0 / self.loss_scale)
@@ -245,7 +240,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         grads = list(grads)
         variables = self._variables_for(grads, trainable_variables)
-        unscaled = self._check_unscaled() if unscaled is None else validation.boolean("unscaled", unscaled)
+        unscaled = self.step_monitor.takes_unscaled() if unscaled is None else validation.boolean("unscaled", unscaled)
         if not grads:
             return
         # A function whose first trace creates variables is traced a second time, which must find the same stage.
@@ -263,13 +258,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         step(grads, indices, unscaled)
 
     def _step(self, gradients: Gradients, indices: tuple[int, ...], unscaled: bool) -> None:
-        """Takes a training step with checked arguments.
-
-        Args:
-            gradients: The gradients.
-            indices: The index of each gradient's variable among those that the optimizer was built on.
-            unscaled: Whether the gradients went through `unscale`.
-        """
+        """Takes a step; `indices` are those of the variables among the ones that the optimizer was built on."""
         count, variables = len(self._trainable_variables), [self._trainable_variables[index] for index in indices]
         scale = self._bounded_scale()
         applied_scale = ops.minimum(scale, scaling.LARGEST_APPLIED_SCALE)
@@ -308,6 +297,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> None:
         """Updates the variables unless the loss or a gradient is non-finite; then adapts the scale and counts."""
         inner = self.inner_optimizer
+        # The reduction comes last because XLA computes anything cheaper again in each loop that uses it.
+        overflowed = ops.any(ops.maximum(flags, losses.last_nonfinite) > 0)
 
         def update_replica(applied_scale: tf.Tensor, gradients: Gradients) -> None:
             # Unscaled inside the branch, so that a skipped step does not pay for it.
@@ -317,8 +308,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             distribution.on_each_replica(update_replica, applied_scale, gradients)
             self._adapt_and_count(False, scale, flags, losses)
 
-        # The reduction comes last because XLA computes anything cheaper again in each loop that uses it.
-        overflowed = ops.any(ops.maximum(flags, losses.last_nonfinite) > 0)
+        def skip() -> None:
+            self._adapt_and_count(True, scale, flags, losses)
+
         # At the end of a dataset of unknown length, Keras starts a step that gets no batch. It stops at the first
         # operation that needs one. Without this dependency, the counters would not wait for the gradients and would
         # count that step.
@@ -330,11 +322,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                     update_replica(applied_scale, gradients)
                 self._adapt_and_count(overflowed, scale, flags, losses)
             else:
-                skip = outlined(lambda: self._adapt_and_count(True, scale, flags, losses))
-                ops.cond(overflowed, skip, update)
+                ops.cond(overflowed, outlined(skip), update)
 
     def _adapt_and_count(self, overflowed: Any, scale: tf.Tensor, flags: tf.Tensor, losses: StepLosses) -> None:
-        """Adapts the loss scale and counts the step; `overflowed` is a bool in a branch that one outcome reaches."""
+        """Adapts the loss scale and counts the step.
+
+        In a branch that one outcome reaches, `overflowed` is a Python bool. That is why each branch calls this, and not
+        `_update_or_skip` after both: a step with callbacks then has 60 operations more than the bare step, not 112.
+        """
         before = self.counters.values()
         state = scaling.ScaleState(scale, ops.copy(self.step_counter), before.overflows_in_a_row)
         outcome = scaling.StepOutcome(overflowed, losses.were_finite)
@@ -343,6 +338,49 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.step_counter.assign(after.clean_steps)
         is_at_min_scale = ops.logical_and(self.rule.backs_off(state, outcome), scale <= self.rule.min_scale)
         self.counters.count(before, overflowed, losses, is_at_min_scale, flags > 0, self._order)
+
+    def _variables_for(self, grads: Gradients, trainable_variables: Variables | None) -> list[Any]:
+        """Returns the variables of gradients, or raises an error if there is not one for each, of its shape."""
+        if any(isinstance(gradient, tuple) and not hasattr(gradient, "dtype") for gradient in grads):
+            raise ValueError(
+                "`apply` takes gradients and variables as two lists: apply(gradients, variables). For pairs, call "
+                "apply_gradients(zip(gradients, variables))."
+            )
+        if not self.built and trainable_variables is None:
+            raise ValueError("The optimizer is not built. Pass `trainable_variables`, or call `build` first.")
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        if len(grads) != len(variables):
+            raise ValueError(
+                "`grads` must have one gradient for each variable. "
+                f"Received: {len(grads)} gradients, {len(variables)} variables"
+            )
+        for gradient, variable in zip(grads, variables, strict=True):
+            expected = tf.TensorShape(variable.shape)
+            received, kind = expected, "shape"
+            if isinstance(gradient, tf.IndexedSlices):
+                received, kind = tf.TensorShape([None, *gradient.values.shape[1:]]), "rows of shape"
+            elif gradient is not None:
+                received = tf.TensorShape(gradient.shape if hasattr(gradient, "shape") else np.shape(gradient))
+            if not expected.is_compatible_with(received):
+                raise ValueError(
+                    f"The gradient of {getattr(variable, 'path', variable.name)!r} must have the variable's shape "
+                    f"{tuple(expected)}. Received: {kind} {received}"
+                )
+        return variables
+
+    def _index(self, variable: Any) -> int:
+        try:
+            return self._get_variable_index(variable)  # Keras has no public method for it
+        except KeyError:
+            raise ValueError(
+                f"Unknown variable: {variable}. The optimizer was built on other variables. "
+                "Create a new optimizer for a new set of variables."
+            ) from None
+
+    def _for_each_variable(self, gradients: Gradients, indices: Sequence[int]) -> list[Any]:
+        """Returns gradients in the order of the variables that the optimizer was built on, with `None` for others."""
+        gradient_at = dict(zip(indices, gradients, strict=True))
+        return [gradient_at.get(index) for index in range(len(self._trainable_variables))]
 
     def snapshot(self) -> Snapshot:
         """Reads the loss scale, the counters and the last gradient sample from the device.
@@ -469,81 +507,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Sets the step that is compiled with XLA, without traces of earlier steps."""
         self._compiled_step = tf.function(self._step, jit_compile=True, autograph=False) if self.jit_compile else None
 
-    def _check_unscaled(self) -> bool:
-        """Returns whether the gradients that `apply` received went through `unscale`.
-
-        Raises:
-            ValueError: If that is not known, or the loss was not scaled in a `train_step`.
-        """
-        self.step_monitor.find_traced_losses()
-        if self.step_monitor.is_stage_unknown:
-            raise ValueError(_STAGE_UNKNOWN)
-        self._check_scaled()
-        return self.step_monitor.stage is Stage.UNSCALED
-
-    def _check_scaled(self) -> None:
-        """Raises an error in a `train_step` without `scale_loss`; warns once if it was never called."""
-        if self.rule == _NO_SCALE:
-            return
-        stage, was_scaled = self.step_monitor.stage, self.step_monitor.loss_dtype is not None
-        if stage is Stage.TRAIN_STEP:
-            raise ValueError(_NOT_SCALED.format(optimizer="self.optimizer"))
-        if stage is Stage.READY and not was_scaled and not self._has_warned:
-            self._has_warned = True
-            user_messages.warn(_NOT_SCALED.format(optimizer="optimizer"))
-
-    def _variables_for(self, grads: Gradients, trainable_variables: Variables | None) -> list[Any]:
-        """Returns the variables of gradients.
-
-        Raises:
-            ValueError: If there is not one for each gradient, of its shape.
-        """
-        if any(isinstance(gradient, tuple) and not hasattr(gradient, "dtype") for gradient in grads):
-            raise ValueError(
-                "`apply` takes gradients and variables as two lists: apply(gradients, variables). For pairs, call "
-                "apply_gradients(zip(gradients, variables))."
-            )
-        if not self.built and trainable_variables is None:
-            raise ValueError("The optimizer is not built. Pass `trainable_variables`, or call `build` first.")
-        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        if len(grads) != len(variables):
-            raise ValueError(
-                "`grads` must have one gradient for each variable. "
-                f"Received: {len(grads)} gradients, {len(variables)} variables"
-            )
-        for gradient, variable in zip(grads, variables, strict=True):
-            expected = tf.TensorShape(variable.shape)
-            received, kind = expected, "shape"
-            if isinstance(gradient, tf.IndexedSlices):
-                received, kind = tf.TensorShape([None, *gradient.values.shape[1:]]), "rows of shape"
-            elif gradient is not None:
-                received = tf.TensorShape(gradient.shape if hasattr(gradient, "shape") else np.shape(gradient))
-            if not expected.is_compatible_with(received):
-                raise ValueError(
-                    f"The gradient of {getattr(variable, 'path', variable.name)!r} must have the variable's shape "
-                    f"{tuple(expected)}. Received: {kind} {received}"
-                )
-        return variables
-
-    def _for_each_variable(self, gradients: Gradients, indices: Sequence[int]) -> list[Any]:
-        """Returns gradients in the order of the variables that the optimizer was built on, with `None` for others."""
-        gradient_at = dict(zip(indices, gradients, strict=True))
-        return [gradient_at.get(index) for index in range(len(self._trainable_variables))]
-
     def _build_sampler(self, variables: Variables) -> None:
         if self.sampler:
             with self._distribution_strategy.scope():
                 self.sampler.build(variables, self.rule.keeps_powers_of_two)
 
-    def _bounded_scale(self) -> Any:
+    def _bounded_scale(self, highest: float = scaling.LARGEST_SCALE) -> Any:
         """Returns the scale within the rule's bounds; a file or the user may have written any value to the variable."""
-        return self.rule.bounded(self.dynamic_scale) if self.built else tf.constant(self.rule.initial_scale, tf.float32)
-
-    def _index(self, variable: Any) -> int:
-        try:
-            return self._get_variable_index(variable)  # Keras has no public method for it
-        except KeyError:
-            raise ValueError(
-                f"Unknown variable: {variable}. The optimizer was built on other variables. "
-                "Create a new optimizer for a new set of variables."
-            ) from None
+        scale = self.dynamic_scale if self.built else tf.constant(self.rule.initial_scale, tf.float32)
+        return self.rule.bounded(scale, highest)

@@ -1,7 +1,6 @@
-"""What each replica saw of a step before `apply`: whether its losses, and the gradients in `unscale`, were finite."""
+"""What each replica saw of a step before `apply`: what was called, and whether losses and gradients were finite."""
 
 import enum
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -9,9 +8,20 @@ import tensorflow as tf
 from keras import ops
 
 from kmp.backend import distribution
-from kmp.gradients import nonfinite_flag, nonfinite_flags
+from kmp.gradients import Gradients, nonfinite_flag, nonfinite_flags
 from kmp.utils import FLOAT16, user_messages
 
+_NOT_SCALED = (
+    "`apply` got gradients of a loss that did not go through `scale_loss`, and divides them by the loss scale. Scale "
+    "the loss inside the tape, and differentiate the result:\n"
+    "    scaled_loss = {optimizer}.scale_loss(loss)\n"
+    "    gradients = tape.gradient(scaled_loss, variables)\n"
+    "If the loss is multiplied by the loss scale in another way, pass unscaled=False to `apply`."
+)
+_STAGE_UNKNOWN = (
+    "`apply` cannot know whether its gradients went through `unscale`: a tf.function that runs again calls no Python, "
+    "and one call of `unscale` is for one call of `apply`. Pass unscaled=True if they did, else unscaled=False."
+)
 _LOSS_IN_FLOAT16 = (
     "The loss was computed in float16, which rounds it to 11 bits and overflows beyond 65504. Compute it in float32: "
     "end the model with kmp.layers.Softmax() or a layer with dtype='float32', or cast its output."
@@ -50,20 +60,24 @@ class StepLosses(NamedTuple):
 
 
 class StepMonitor:
-    """Records on each replica whether the losses of a step, and the gradients in `unscale`, were finite.
+    """Knows the stage of a step, and records whether its losses, and the gradients in `unscale`, were finite.
 
     The records are variables because `scale_loss`, `unscale` and `apply` may be traced into separate functions. They
     are float32, which every device can sum over replicas. That of losses has five elements: those of `StepLosses`, and
     the numbers of non-finite losses and of losses in all steps, which stay at 2^24 once that is reached.
+
+    Args:
+        requires_scaling: Whether gradients of a loss that was not scaled are a mistake; not at a fixed scale of 1.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, requires_scaling: bool) -> None:
+        self._requires_scaling = requires_scaling
         self._record = distribution.variable("losses_of_step", "float32", (5,))
         self._flags: keras.Variable | None = None
         self._flag_count = 0
         self.loss_dtype: str | None = None
         self._stages: dict[int, Stage] = {}
-        self._unscale_is_traced = self._loss_is_traced = False
+        self._unscale_is_traced = self._loss_is_traced = self._has_warned = False
         self._losses_at_unscale: float | None = None
 
     @property
@@ -75,19 +89,14 @@ class StepMonitor:
     def stage(self, stage: Stage) -> None:
         self._stages[distribution.replica_id()] = stage
 
-    @property
-    def is_stage_unknown(self) -> bool:
-        """Whether it is not known if gradients went through `unscale`.
-
-        A second `apply` follows one `unscale`, or a function called `unscale`: it calls no Python when it runs again.
-        """
-        is_traced = self._unscale_is_traced and tf.executing_eagerly()
-        return self.stage is Stage.APPLIED_UNSCALED or (self.stage is Stage.UNSCALED and is_traced)
-
     def build_for(self, gradient_count: int) -> None:
         """Creates the record of the gradients in `unscale`, which are at most this many."""
         if self._flags is None:
             self._flags = distribution.variable("unscaled_nonfinite", "float32", (gradient_count,))
+
+    def record_empty(self, is_empty: Any) -> None:
+        """Records that the batch has no rows, if the scalar bool is true: then a skipped step is no overflow."""
+        self._record.assign(self._record.value + ops.cast(is_empty, "float32") * [-(2.0**20), 0.0, 0.0, 0.0, 0.0])
 
     def record_loss(self, loss: tf.Tensor) -> None:
         """Records a loss of the current step before it is scaled; warns if the first one is float16."""
@@ -109,25 +118,7 @@ class StepMonitor:
             kept = tf.minimum(kept, [0.0, 0.0, 0.0, float("inf"), float("inf")])
         self._record.assign(kept + tf.stack([cause, flag, mean, flag, tf.ones([])]))
 
-    def record_empty(self, is_empty: Any) -> None:
-        """Records that the batch has no rows, if the scalar bool is true: then a skipped step is no overflow."""
-        self._record.assign(self._record.value + ops.cast(is_empty, "float32") * [-(2.0**20), 0.0, 0.0, 0.0, 0.0])
-
-    def nonfinite_loss_since(self, record: tf.Tensor) -> tf.Tensor:
-        """Returns a scalar bool, whether a loss was non-finite since `record`, a copy that `losses` returned."""
-        return (self._record.value > record)[3]
-
-    def losses(self) -> tf.Tensor:
-        """Returns a copy of the record of losses."""
-        return ops.copy(self._record)
-
-    def end_step(self) -> StepLosses:
-        """Returns the losses of the step, and begins the next one."""
-        record = ops.copy(self._record)
-        self._record.assign(tf.where([False, False, False, True, True], record, 0.0))
-        return StepLosses(*tf.unstack(record)[:3])
-
-    def record_unscaled(self, gradients: Sequence[Any]) -> None:
+    def record_unscaled(self, gradients: Gradients) -> None:
         """Records which gradients `unscale` returned with NaN or Inf: a clip before `apply` would hide it."""
         self.stage, self._unscale_is_traced = Stage.UNSCALED, not tf.executing_eagerly()
         is_needed = self._loss_is_traced and tf.executing_eagerly() and not tf.distribute.has_strategy()
@@ -143,15 +134,41 @@ class StepMonitor:
         )
         self._flag_count = len(gradients) if fits else 0
 
-    def find_traced_losses(self) -> None:
-        """Sets the stage if a function, which runs without calling Python, scaled a loss after an eager `unscale`."""
+    def check_scaled(self) -> None:
+        """Warns once if `scale_loss` was never called.
+
+        Raises:
+            ValueError: In a `train_step` that did not call `scale_loss`.
+        """
+        if self._requires_scaling and self.stage is Stage.TRAIN_STEP:
+            raise ValueError(_NOT_SCALED.format(optimizer="self.optimizer"))
+        was_scaled = self.stage is not Stage.READY or self.loss_dtype is not None
+        if self._requires_scaling and not was_scaled and not self._has_warned:
+            self._has_warned = True
+            user_messages.warn(_NOT_SCALED.format(optimizer="optimizer"))
+
+    def takes_unscaled(self) -> bool:
+        """Returns whether `unscale` was called last, so that `apply` gets its gradients.
+
+        Raises:
+            ValueError: If that is not known, or in a `train_step` that did not call `scale_loss`.
+        """
+        is_eager = tf.executing_eagerly()
         before, self._losses_at_unscale = self._losses_at_unscale, None
-        if self.stage is not Stage.UNSCALED or before is None or not tf.executing_eagerly():
-            return
-        if float(self._record.value[4]) != before:  # the batch of `unscale` was discarded
+        if self.stage is Stage.UNSCALED and before is not None and is_eager and float(self._record.value[4]) != before:
+            # A function, which runs without calling Python, scaled a loss: the batch of `unscale` was discarded.
             self.stage = Stage.SCALED
             assert self._flags is not None
             self._flags.assign(tf.zeros(self._flags.shape))
+        is_of_function = self.stage is Stage.UNSCALED and self._unscale_is_traced and is_eager
+        if self.stage is Stage.APPLIED_UNSCALED or is_of_function:
+            raise ValueError(_STAGE_UNKNOWN)
+        self.check_scaled()
+        return self.stage is Stage.UNSCALED
+
+    def end_stage(self) -> None:
+        """Records that `apply` was called: what `unscale` returned is for one `apply`."""
+        self.stage = Stage.APPLIED_UNSCALED if self.stage is Stage.UNSCALED else Stage.READY
 
     def take_unscaled_flags(self, count: int) -> tf.Tensor:
         """Returns and clears float32 flags of shape `(count,)`: 1.0 where `unscale` returned NaN or Inf.
@@ -163,6 +180,16 @@ class StepMonitor:
         self._flags.assign(tf.zeros_like(flags))
         return flags[:count] if count == self._flag_count else tf.fill([count], tf.reduce_max(flags))
 
-    def end_stage(self) -> None:
-        """Records that `apply` was called: what `unscale` returned is for one `apply`."""
-        self.stage = Stage.APPLIED_UNSCALED if self.stage is Stage.UNSCALED else Stage.READY
+    def end_step(self) -> StepLosses:
+        """Returns the losses of the step, and begins the next one."""
+        record = ops.copy(self._record)
+        self._record.assign(tf.where([False, False, False, True, True], record, 0.0))
+        return StepLosses(*tf.unstack(record)[:3])
+
+    def losses(self) -> tf.Tensor:
+        """Returns a copy of the record of losses."""
+        return ops.copy(self._record)
+
+    def nonfinite_loss_since(self, record: tf.Tensor) -> tf.Tensor:
+        """Returns a scalar bool, whether a loss was non-finite since `record`, a copy that `losses` returned."""
+        return (self._record.value > record)[3]

@@ -128,13 +128,14 @@ class DynamicScale:
         factors = (self.initial_scale, self.growth_factor, self.backoff_factor, self.min_scale, self.max_scale)
         return all(map(is_power_of_two, factors))
 
-    def bounded(self, scale: Any) -> Any:
+    def bounded(self, scale: Any, highest: float = LARGEST_SCALE) -> Any:
         """Returns a scale loaded from a file, clipped to the bounds; the initial one if it is NaN, Inf, 0 or below."""
         is_valid = ops.isfinite(ops.log(scale))  # the logarithm of 0 is -Inf, and of a negative number NaN
-        clipped = tf.raw_ops.ClipByValue(  # one operation; `ops.clip` is two
-            t=scale, clip_value_min=self.min_scale, clip_value_max=self.max_scale
-        )
-        return ops.where(is_valid, clipped, self.initial_scale)
+        initial, low, high = (min(each, highest) for each in (self.initial_scale, self.min_scale, self.max_scale))
+        clipped = tf.raw_ops.ClipByValue(
+            t=scale, clip_value_min=low, clip_value_max=high
+        )  # `ops.clip` is two operations
+        return ops.where(is_valid, clipped, initial)
 
     def backs_off(self, state: ScaleState, step: StepOutcome) -> Any:
         """Returns a scalar bool, whether a skipped `step` makes the scale back off, also where it is at `min_scale`."""
@@ -191,9 +192,9 @@ class FixedScale:
         """The scale: it cannot back off."""
         return self.initial_scale
 
-    def bounded(self, scale: Any) -> Any:
+    def bounded(self, scale: Any, highest: float = LARGEST_SCALE) -> Any:
         """Returns the fixed scale in place of `scale`, as loaded from a file."""
-        return ops.full_like(scale, self.initial_scale)
+        return ops.full_like(scale, min(self.initial_scale, highest))
 
     def backs_off(self, state: ScaleState, step: StepOutcome) -> Any:
         """Returns a scalar bool, always false."""

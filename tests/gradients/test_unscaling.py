@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kmp.gradients import nonfinite_flags, unscale_for_update
 
 LARGEST = float(np.finfo(np.float32).max)
+DTYPES = ["float16", "bfloat16", "float32", "float64"]
 SHAPES = [(), (3,), (0,), (5, 7), (512,), (300, 300), (257, 256), (8, 9, 3), (65_537,)]
 
 
@@ -75,33 +76,24 @@ def test_missing_sparse_and_overwritten_gradients_keep_their_indices(run_step):
     assert (indices.numpy().tolist(), unchanged.numpy().tolist(), dense.numpy().tolist()) == ([2], [LARGEST], [16.0])
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("gradient_dtype", ["float16", "float32", "float64"])
-def test_gradient_is_unscaled_and_flagged_in_its_variables_dtype(dtype, gradient_dtype, run_step):
-    gradient = tf.constant([3.0, 4e4], gradient_dtype)
-    variable = keras.Variable([0.0, 0.0], dtype=dtype)
-    scale = tf.constant(0.25)
-    unscaled, flag = run_step(
-        lambda: (
-            unscale_for_update([gradient], [variable], scale)[0],
-            nonfinite_flags([gradient], [variable], scale, 1),
-        )
-    )()
+@pytest.mark.parametrize(
+    ("dtype", "gradient_dtype", "largest", "scale", "is_flagged"),
+    [
+        *[(dtype, gradient, 4e4, 0.25, dtype == "float16") for dtype in DTYPES for gradient in DTYPES],
+        ("float32", "float64", 2e38 * 1024.0, 1024.0, False),  # beyond float32 before, not after
+    ],
+)
+def test_gradient_is_unscaled_and_flagged_in_its_variables_dtype(
+    dtype, gradient_dtype, largest, scale, is_flagged, run_step
+):
+    gradient, variable = tf.constant([3.0, largest], gradient_dtype), keras.Variable([0.0, 0.0], dtype=dtype)
+    scale = tf.constant(scale)
+    arguments = [gradient], [variable], scale
+    unscaled, flag = run_step(lambda: (unscale_for_update(*arguments)[0], nonfinite_flags(*arguments, replicas=1)))()
     assert unscaled.dtype == dtype
-    assert float(unscaled[0]) == 12.0
-    assert flag.numpy().tolist() == [float(dtype == "float16")]
-
-
-def test_float64_gradient_beyond_float32_is_finite_if_it_is_after_unscaling(run_step):
-    gradient, variable, scale = tf.constant([2e38 * 1024.0], tf.float64), keras.Variable([0.0]), tf.constant(1024.0)
-    unscaled, flag = run_step(
-        lambda: (
-            unscale_for_update([gradient], [variable], scale)[0],
-            nonfinite_flags([gradient], [variable], scale, 1),
-        )
-    )()
-    np.testing.assert_allclose(unscaled, [2e38])
-    assert flag.numpy().tolist() == [0.0]
+    expected = tf.cast(tf.cast(gradient, "float64") / tf.cast(scale, "float64"), dtype)
+    np.testing.assert_array_equal(unscaled, expected)
+    assert flag.numpy().tolist() == [float(is_flagged)]
 
 
 @pytest.mark.parametrize("exponent", [-126, -14, 0, 15, 100, 126])

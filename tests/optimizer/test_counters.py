@@ -7,6 +7,52 @@ from conftest import OverflowsBackward
 import kmp
 
 
+def chain(*indices):
+    """Returns the loss of a network with the weight of an index in each layer."""
+
+    def loss(weights):
+        x = tf.constant([0.3])
+        for index in indices:
+            x = tf.nn.tanh(x * weights[index])
+        return tf.reduce_sum(x)
+
+    return loss
+
+
+def looked_up(weights):
+    return tf.reduce_sum(tf.gather(weights[1], [0]) * weights[0])
+
+
+ORDERS = {
+    "from the input": (chain(0, 1, 2, 3), [0, 1, 2, 3]),
+    "from the loss": (chain(3, 2, 1, 0), [3, 2, 1, 0]),
+    "mixed": (chain(2, 0, 3, 1), [2, 0, 3, 1]),
+    "used twice": (chain(1, 0, 2, 1), [1, 0, 2, 3]),  # at its first use; without a gradient last
+    "sparse": (looked_up, [1, 0, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("change", [lambda g: g, lambda g: tf.clip_by_norm(g, 1.0)], ids=["as is", "clipped"])
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
+def test_variables_have_the_order_of_the_network_in_a_graph_and_of_the_list_eagerly(name, change, run_step):
+    variables = [keras.Variable([0.5], name=f"v{index}") for index in range(4)]
+    optimizer = kmp.LossScaleOptimizer("sgd")
+    optimizer.build(variables)
+    loss_of, expected = ORDERS[name]
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(loss_of([variable.value for variable in variables]))
+        gradients = tape.gradient(loss, [variable.value for variable in variables])
+        optimizer.apply([None if gradient is None else change(gradient) for gradient in gradients], variables)
+
+    compiled = run_step(step)
+    compiled()
+    names = [variables[index].path for index in (range(4) if compiled is step else expected)]
+    assert list(optimizer.variables_by_path()) == names
+
+
 class Backwards(keras.Model):
     """Creates its layers from the loss to the input; the gradient overflows between the second and the third."""
 

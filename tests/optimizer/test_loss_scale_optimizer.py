@@ -16,35 +16,7 @@ import kmp
 # Most tests here pass gradients to `apply` without calling `scale_loss`.
 pytestmark = pytest.mark.filterwarnings("ignore:.*did not go through `scale_loss`")
 
-ABSTRACT = {"Optimizer", "LossScaleOptimizer", "MultiOptimizer"}
-STOCK = [
-    optimizer_class
-    for name, optimizer_class in vars(keras.optimizers).items()
-    if isinstance(optimizer_class, type) and issubclass(optimizer_class, keras.Optimizer) and name not in ABSTRACT
-]
 
-
-def multi_optimizer():
-    optimizer_map = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {"a": keras.optimizers.Adam(0.1)})
-    return keras.optimizers.MultiOptimizer(optimizer_map)
-
-
-INNER = {stock.__name__: (lambda stock=stock: stock(0.1)) for stock in STOCK} | {
-    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
-    "centered": lambda: keras.optimizers.RMSprop(0.1, centered=True, momentum=0.5),
-    "amsgrad": lambda: keras.optimizers.Adam(0.1, amsgrad=True),
-    "clipnorm": lambda: keras.optimizers.Adam(0.1, clipnorm=0.5),
-    "clipvalue": lambda: keras.optimizers.Adam(0.1, clipvalue=0.5),
-    "global_clipnorm": lambda: keras.optimizers.Adam(0.1, global_clipnorm=0.5),
-    "weight_decay": lambda: keras.optimizers.SGD(0.1, weight_decay=0.01),
-    "ema": lambda: keras.optimizers.Adam(0.1, use_ema=True, ema_overwrite_frequency=2),
-    "accumulation": lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2),
-    "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)),
-}
-if hasattr(keras.optimizers, "MultiOptimizer"):
-    INNER["multi"] = multi_optimizer
-else:  # Keras 3.12, which has none, and whose Muon fails on TensorFlow
-    del INNER["Muon"]
 GOOD, OVERFLOW, NAN = 1.0, np.inf, np.nan
 
 
@@ -57,60 +29,6 @@ def weights():
 
 def gradients(outcome, scale):
     return [ops.full((2, 3), 0.5 * scale), ops.array([0.25 * scale, outcome if outcome != GOOD else 0.125 * scale])]
-
-
-def steps_with_every_pair():
-    """Returns steps (element of the gradient, loss) in which each kind of step follows each kind."""
-    kinds = [(element, loss) for loss in (1.0, NAN) for element in (GOOD, OVERFLOW, NAN)]
-    steps = [kind for i, first in enumerate(kinds) for second in kinds[i + 1 :] for kind in (first, second)]
-    return [*steps, *(kind for kind in kinds for _ in range(2)), *[(GOOD, 1.0)] * 9]
-
-
-@pytest.mark.parametrize("name", INNER)
-def test_clean_steps_equal_unscaled_ones_and_skipped_steps_change_nothing(name):
-    bare, bare_weights = INNER[name](), weights()
-    bounds = {"initial_scale": 8.0, "min_scale": 2.0, "max_scale": 16.0, "growth_interval": 2}
-    scaled, scaled_weights = kmp.LossScaleOptimizer(INNER[name](), **bounds), weights()
-    scaled.build(scaled_weights)
-
-    @tf.function
-    def step(loss, element):
-        scaled.scale_loss(loss)
-        first, second = gradients(GOOD, scaled.loss_scale)
-        scaled.apply([first, tf.stack([second[0], second[1] * element])], scaled_weights)
-
-    skipped, scales = 0, set()
-    for element, loss in steps_with_every_pair():
-        before = values([*scaled_weights, *scaled.inner_optimizer.variables])
-        step(tf.constant(loss), tf.constant(element))
-        after = values([*scaled_weights, *scaled.inner_optimizer.variables])
-        assert all(np.isfinite(value).all() for value in after)
-        if (element, loss) == (GOOD, 1.0):
-            bare.apply(gradients(GOOD, 1.0), bare_weights)
-        else:
-            skipped += 1
-            for old, new in zip(before, after, strict=True):
-                np.testing.assert_array_equal(old, new)
-        snapshot = scaled.snapshot()
-        assert (snapshot.overflow_count, snapshot.overflows_in_a_row > 0) == (skipped, (element, loss) != (GOOD, 1.0))
-        scales.add(snapshot.loss_scale)
-    assert scales == {2.0, 4.0, 8.0, 16.0}
-    for expected, actual in zip(values(bare_weights), values(scaled_weights), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
-    assert int(scaled.iterations) == int(bare.iterations)
-
-
-@pytest.mark.parametrize("name", INNER)
-def test_skipped_eager_step_changes_nothing(name):
-    optimizer, variables = kmp.LossScaleOptimizer(INNER[name](), initial_scale=8.0), weights()
-    optimizer.build(variables)
-    for element, loss in [(GOOD, 1.0), (OVERFLOW, 1.0), (GOOD, NAN), (GOOD, 1.0)]:
-        before = values([*variables, *optimizer.inner_optimizer.variables])
-        optimizer.scale_loss(loss)
-        optimizer.apply(gradients(element, optimizer.snapshot().loss_scale), variables)
-        after = values([*variables, *optimizer.inner_optimizer.variables])
-        is_unchanged = all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))
-        assert is_unchanged == ((element, loss) != (GOOD, 1.0))
 
 
 @settings(max_examples=25, deadline=None)
@@ -169,14 +87,6 @@ def custom_step(optimizer, variable, decorate):
     return step
 
 
-def test_custom_loop_scales_and_unscales(run_step):
-    variable = keras.Variable([1.0, 2.0])
-    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4096.0)
-    optimizer.build([variable])
-    custom_step(optimizer, variable, run_step)(tf.constant([1.0, 2.0]))
-    np.testing.assert_array_equal(variable, [0.5, 1.0])
-
-
 def step_with_gradients(optimizer, variables, run_step, change):
     """Returns a step that applies the given gradients: through `unscale` and `change`, or scaled if that is `None`."""
 
@@ -189,20 +99,6 @@ def step_with_gradients(optimizer, variables, run_step, change):
         return optimizer.apply(change(optimizer.unscale(scaled)), variables, unscaled=True)
 
     return step
-
-
-def test_gradients_can_be_clipped_between_unscale_and_apply(run_step):
-    variables = [keras.Variable([0.0]), keras.Variable([0.0])]
-    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4096.0)
-    optimizer.build(variables)
-    step = step_with_gradients(
-        optimizer, variables, run_step, lambda gradients: tf.clip_by_global_norm(gradients, 1)[0]
-    )
-    step(tf.constant([3.0]), tf.constant([4.0]))
-    np.testing.assert_allclose(np.concatenate(variables), [-0.6, -0.8], rtol=1e-6)
-    step(tf.constant([np.inf]), tf.constant([4.0]))
-    np.testing.assert_allclose(np.concatenate(variables), [-0.6, -0.8], rtol=1e-6)
-    assert (optimizer.snapshot().loss_scale, optimizer.snapshot().overflow_count) == (2048.0, 1)
 
 
 CLIPS = {
@@ -222,8 +118,8 @@ def test_overflow_skips_the_step_and_has_its_origin_if_gradients_are_clipped_by_
     np.testing.assert_array_equal(np.concatenate(variables), [0.0, 0.0])
     now = optimizer.snapshot()
     assert (now.overflow_count, now.loss_scale, now.overflow_origin) == (1, 2048.0, optimizer.paths[0])
-    step(tf.constant([0.5]), tf.constant([0.5]))
-    np.testing.assert_allclose(np.concatenate(variables), [-0.5, -0.5], rtol=1e-6)
+    step(tf.constant([3.0]), tf.constant([4.0]))
+    np.testing.assert_allclose(np.concatenate(variables), -np.concatenate(clip([[3.0], [4.0]])), rtol=1e-6)
     assert optimizer.snapshot().overflow_count == 1
 
 
@@ -321,17 +217,6 @@ def test_missing_gradients_are_passed_to_the_inner_optimizer():
     np.testing.assert_array_equal(variables[1], [0.0, -3.0])
 
 
-def test_unknown_missing_or_miscounted_variables_raise():
-    optimizer = kmp.LossScaleOptimizer("sgd")
-    optimizer.build(weights())
-    with pytest.raises(ValueError, match="Unknown variable"):
-        optimizer.apply([ops.array([1.0])], [keras.Variable([1.0])])
-    with pytest.raises(ValueError, match="one gradient for each variable. Received: 1 gradients, 2 variables"):
-        optimizer.apply([ops.array([1.0])])
-    with pytest.raises(ValueError, match="not built"):
-        kmp.LossScaleOptimizer("sgd").apply([ops.array([1.0])])
-
-
 def test_config_has_keras_keys_and_only_changed_arguments_of_kmp():
     default = kmp.LossScaleOptimizer("sgd")
     assert set(default.get_config()) == {"name", "inner_optimizer", "initial_scale", "dynamic_growth_steps"}
@@ -419,19 +304,6 @@ def test_invalid_argument_raises_before_anything_changes():
     with pytest.raises(ValueError, match="initial_scale=-1"):
         kmp.LossScaleOptimizer(inner, initial_scale=-1)
     assert inner.loss_scale_factor == 2.0
-
-
-def test_scale_grows_to_its_maximum_and_backs_off_again():
-    variable = keras.Variable(np.ones(4, "float32"))
-    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**120, growth_interval=1)
-    optimizer.build([variable])
-    for _ in range(12):
-        optimizer.apply([ops.zeros((4,))], [variable], unscaled=False)
-    assert optimizer.snapshot().loss_scale == 2.0**127
-    for _ in range(5):
-        optimizer.apply([ops.full((4,), np.inf)], [variable], unscaled=False)
-    assert optimizer.snapshot().loss_scale == 2.0**122
-    np.testing.assert_array_equal(variable, np.ones(4))
 
 
 def test_float8_variables_are_overwritten_with_their_unchanged_gradient():

@@ -30,19 +30,40 @@ def test_invalid_loss_scale_raises_with_the_argument(value):
         loss_scale_rule(loss_scale=value)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0, -1, -0.5, "1", None, [1], True])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *[(name, "2^-126 to 2^127") for name in ("initial_scale", "min_scale", "max_scale")],
+        *[(name, "1 to 2") for name in ("growth_interval", "hysteresis")],
+        ("growth_factor", "above 1"),
+        ("backoff_factor", "0 and 1"),
+    ],
+)
+def test_invalid_value_raises_with_argument_value_and_range(name, expected, value):
+    with pytest.raises((ValueError, TypeError)) as error:
+        loss_scale_rule(**{name: value})
+    for part in (f"`{name}` must be", expected, f"{name}={value!r}"):
+        assert part in str(error.value)
+
+
+def test_factors_closest_to_1_in_float32_are_accepted():
+    factors = {"growth_factor": 1 + 2.0**-23, "backoff_factor": 1 - 2.0**-24}
+    assert vars(DynamicScale(**factors)).items() >= factors.items()
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
         ({"growth_interval": 1.5}, "growth_interval=1.5"),
-        ({"growth_factor": 1.0}, "above 1"),
-        ({"backoff_factor": 1.0}, "between 0 and 1"),
         ({"max_scale": 2.0**128}, "2\\^127"),
         ({"initial_scale": 2.0**-20}, "between `min_scale` and `max_scale`"),
         ({"min_scale": 2.0, "max_scale": 1.0}, "`min_scale` must be at most.*min_scale=2.0, max_scale=1.0"),
         ({"growth_interval": 2**63}, "growth_interval=9223372036854775808"),
         ({"initial_scale": 10**400}, "`initial_scale` must be"),
-        ({"growth_factor": 1 + 1e-9}, "`growth_factor` must be"),
-        ({"backoff_factor": 1 - 1e-9}, "`backoff_factor` must be"),
+        # After rounding to float32, factors differ from 1.
+        ({"growth_factor": 1 + 2.0**-24}, "`growth_factor` must be"),
+        ({"backoff_factor": 1 - 2.0**-25}, "`backoff_factor` must be"),
         ({"loss_scale": np.array([1.0, 2.0])}, "`loss_scale` must be 'dynamic', 0, or"),
         ({"loss_scale": np.bool_(False)}, "`loss_scale` must be"),
         ({"loss_scale": 2.0, "growth_interval": 5}, "no other settings"),

@@ -8,18 +8,39 @@ import tensorflow as tf
 from keras import ops
 
 import kmp
-from kmp.optimizer import predicated_writes
+from kmp.optimizer.inner_optimizer import predicated_writes, supports_predicated_writes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*did not go through `scale_loss`")
 
-NOT_CONCRETE = {"Optimizer", "LossScaleOptimizer", "MultiOptimizer"}
+ABSTRACT = {"Optimizer", "LossScaleOptimizer", "MultiOptimizer"}
 OPTIMIZERS = {
     name: optimizer_class
     for name, optimizer_class in vars(keras.optimizers).items()
-    if isinstance(optimizer_class, type) and issubclass(optimizer_class, keras.Optimizer) and name not in NOT_CONCRETE
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, keras.Optimizer) and name not in ABSTRACT
 }
-if not hasattr(keras.optimizers, "MultiOptimizer"):  # Keras 3.12, whose Muon fails on TensorFlow
-    del OPTIMIZERS["Muon"]
+
+
+def multi_optimizer():
+    optimizer_map = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {"a": keras.optimizers.Adam(0.1)})
+    return keras.optimizers.MultiOptimizer(optimizer_map)
+
+
+INNER = {name: functools.partial(stock, 0.1) for name, stock in OPTIMIZERS.items()} | {
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "centered": lambda: keras.optimizers.RMSprop(0.1, centered=True, momentum=0.5),
+    "amsgrad": lambda: keras.optimizers.Adam(0.1, amsgrad=True),
+    "clipnorm": lambda: keras.optimizers.Adam(0.1, clipnorm=0.5),
+    "clipvalue": lambda: keras.optimizers.Adam(0.1, clipvalue=0.5),
+    "global_clipnorm": lambda: keras.optimizers.Adam(0.1, global_clipnorm=0.5),
+    "weight_decay": lambda: keras.optimizers.SGD(0.1, weight_decay=0.01),
+    "ema": lambda: keras.optimizers.Adam(0.1, use_ema=True, ema_overwrite_frequency=2),
+    "accumulation": lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2),
+    "schedule": lambda: keras.optimizers.SGD(schedule()),
+}
+if hasattr(keras.optimizers, "MultiOptimizer"):
+    INNER["multi"] = multi_optimizer
+else:  # Keras 3.12, which has none, and whose Muon fails on TensorFlow
+    del OPTIMIZERS["Muon"], INNER["Muon"]
 VALUES = {
     "momentum": 0.9,
     "weight_decay": 0.01,
@@ -93,6 +114,50 @@ def state(optimizer, variables):
     return bits([*variables, *optimizer_state(optimizer)])
 
 
+def steps_with_every_pair():
+    """Returns steps (element of the gradient, loss) in which each kind of step follows each kind."""
+    kinds = [(element, loss) for loss in (1.0, np.nan) for element in (None, np.inf, np.nan)]
+    steps = [kind for i, first in enumerate(kinds) for second in kinds[i + 1 :] for kind in (first, second)]
+    return [*steps, *(kind for kind in kinds for _ in range(2)), *[(None, 1.0)] * 9]
+
+
+MODES = {"eager": lambda step: step, "graph": tf.function, "xla": tf.function(jit_compile=True)}
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", INNER)
+def test_applied_step_equals_the_unscaled_one_and_a_skipped_step_changes_no_bit(name, mode):
+    bounds = {"initial_scale": 8.0, "min_scale": 2.0, "max_scale": 16.0, "growth_interval": 2}
+    inner, bare = INNER[name](), INNER[name]()
+    optimizer, variables, bare_variables = kmp.LossScaleOptimizer(inner, **bounds), weights(1e-40), weights(1e-40)
+    optimizer.build(variables)
+    bare.build(bare_variables)
+
+    @MODES[mode]
+    def step(first, second, loss):
+        optimizer.scale_loss(loss)
+        optimizer.apply([first * optimizer.loss_scale, second * optimizer.loss_scale], variables)
+
+    bare_step = MODES[mode](lambda *gradients: bare.apply(gradients, bare_variables))
+    skipped, scales = 0, set()
+    for number, (element, loss) in enumerate(steps_with_every_pair()[: 10 if mode == "eager" else None]):
+        before = state(inner, variables)
+        step(*gradients(number % 5, element), tf.constant(loss))
+        is_applied = (element, loss) == (None, 1.0)
+        if is_applied:
+            bare_step(*gradients(number % 5))
+        else:
+            skipped += 1
+            assert state(inner, variables) == before
+        snapshot = optimizer.snapshot()
+        assert (snapshot.overflow_count, snapshot.overflows_in_a_row > 0) == (skipped, not is_applied)
+        scales.add(snapshot.loss_scale)
+    assert scales == ({4.0, 2.0, 8.0} if mode == "eager" else {2.0, 4.0, 8.0, 16.0})
+    ours, expected = [*variables, *optimizer_state(inner)], [*bare_variables, *optimizer_state(bare)]
+    for actual, value in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(actual, value, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("optimizer_class", "options"), list(cases()))
 def test_skipped_writes_change_no_bit_and_applied_writes_equal_plain_ones(optimizer_class, options):
     predicated, predicated_weights = optimizer_class(**options), weights()
@@ -102,10 +167,10 @@ def test_skipped_writes_change_no_bit_and_applied_writes_equal_plain_ones(optimi
     all_variables = [*predicated_weights, *optimizer_state(predicated)]
     for step in range(5):
         before = bits(all_variables)
-        with predicated_writes.predicated_writes(predicated, predicated_weights, tf.constant(True)):
+        with predicated_writes(predicated, predicated_weights, tf.constant(True)):
             predicated.apply(gradients(step, np.nan), predicated_weights)
         assert bits(all_variables) == before
-        with predicated_writes.predicated_writes(predicated, predicated_weights, tf.constant(False)):
+        with predicated_writes(predicated, predicated_weights, tf.constant(False)):
             predicated.apply(gradients(step), predicated_weights)
         bare.apply(gradients(step), bare_weights)
         assert state(predicated, predicated_weights) == state(bare, bare_weights)
@@ -121,7 +186,7 @@ def built_sgd():
 def test_variables_have_their_own_methods_again_after_an_error():
     variable = tf.Variable([1.0])
     before = dict(vars(variable))
-    with pytest.raises(KeyError), predicated_writes.predicated_writes(built_sgd(), [variable], tf.constant(True)):
+    with pytest.raises(KeyError), predicated_writes(built_sgd(), [variable], tf.constant(True)):
         raise KeyError
     assert vars(variable) == before
 
@@ -133,7 +198,7 @@ def test_skipped_sparse_updates_change_no_row():
     @tf.function(jit_compile=True)
     def write(skip):
         rows = tf.IndexedSlices(tf.fill([3, 3], np.nan), tf.constant([0, 4, 0]), tf.constant([5, 3]))
-        with predicated_writes.predicated_writes(sgd, [table], skip):
+        with predicated_writes(sgd, [table], skip):
             table.value.scatter_add(rows)
             table.value.scatter_sub(rows)
             table.value.scatter_update(rows)
@@ -166,8 +231,8 @@ def test_custom_optimizer_class_uses_the_branch():
     class MyAdam(keras.optimizers.Adam):
         pass
 
-    assert all(predicated_writes.supports_predicated_writes(each()) for each in OPTIMIZERS.values())
-    assert not predicated_writes.supports_predicated_writes(MyAdam())
+    assert {name for name in INNER if not supports_predicated_writes(INNER[name]())} <= {"multi"}
+    assert not supports_predicated_writes(MyAdam())
     variables = weights()
     optimizer = kmp.LossScaleOptimizer(MyAdam())
     optimizer.build(variables)
@@ -188,7 +253,7 @@ class Counting(keras.constraints.Constraint):
 def test_custom_constraint_or_learning_rate_uses_the_branch():
     variable, constraint = Constrained([1.0]), Counting()
     variable.constraint = constraint
-    assert not predicated_writes.supports_predicated_writes(keras.optimizers.SGD(lambda: 0.1))
+    assert not supports_predicated_writes(keras.optimizers.SGD(lambda: 0.1))
     optimizer = kmp.LossScaleOptimizer("sgd")
     optimizer.build([variable])
     step = tf.function(lambda x: optimizer.apply([x], [variable]), jit_compile=True, autograph=False)
@@ -229,43 +294,6 @@ def test_one_trace_works_with_and_without_xla(first_is_compiled, sparse):
         outer(tf.constant([1.0, 1.0]))
         np.testing.assert_array_equal(table[1], before[1] - 0.5)
     assert optimizer.snapshot().overflow_count == 2
-
-
-@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras 3.12 has none")
-def test_multi_optimizer_uses_the_branch():
-    assert not predicated_writes.supports_predicated_writes(keras.optimizers.MultiOptimizer(lambda variable: None))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_compiled_step_is_skipped_unchanged_or_equals_the_unscaled_step(name):
-    scaled, bare = OPTIMIZERS[name](0.1), OPTIMIZERS[name](0.1)
-    scaled_weights, bare_weights = weights(1e-40), weights(1e-40)
-    optimizer = kmp.LossScaleOptimizer(scaled, initial_scale=1024.0)
-    optimizer.build(scaled_weights)
-    bare.build(bare_weights)
-
-    @tf.function(jit_compile=True)
-    def step(first, second):
-        scale = optimizer.dynamic_scale.value
-        optimizer.apply([first * scale, second * scale], scaled_weights)
-
-    @tf.function(jit_compile=True)
-    def bare_step(first, second):
-        bare.apply([first, second], bare_weights)
-
-    for number, nonfinite in enumerate((None, np.inf, None, np.nan, -np.inf, None)):
-        before = state(scaled, scaled_weights)
-        step(*gradients(number, nonfinite))
-        if nonfinite is None:
-            bare_step(*gradients(number))
-        else:
-            assert state(scaled, scaled_weights) == before
-    for expected, actual in zip(
-        [*bare_weights, *optimizer_state(bare)], [*scaled_weights, *optimizer_state(scaled)], strict=True
-    ):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
-    assert optimizer.snapshot().overflow_count == 3
 
 
 @pytest.mark.slow
