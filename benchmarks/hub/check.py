@@ -15,20 +15,15 @@ import time
 import warnings
 from pathlib import Path
 
-import image_models
+import hub_models
 import keras
-import multimodal_models
 import numpy as np
 import tensorflow as tf
-import text_models
 from hub_table import MODES, RESULTS
 from inputs import inputs_of
 
 import kmp
 
-SHARES = (text_models, image_models, multimodal_models)
-MODELS = {name: build for share in SHARES for name, build in share.MODELS.items()}
-INPUTS = {name: make for share in SHARES for name, make in share.INPUTS.items()}
 STEPS = 30
 
 
@@ -36,7 +31,7 @@ def check(name):
     """Compares a model in float32 with the same weights in float16: by Keras, by `kmp.enable` and by `kmp.convert`."""
     model = built(name)
     perturb(model)
-    inputs = inputs_of(model, INPUTS.get(name, dict)())
+    inputs = inputs_of(name, model)
     expected = outputs_of(model, inputs)
     try:
         audit = kmp.audit(model, inputs)
@@ -83,7 +78,7 @@ def built(name, mode=None):
             stack.enter_context(kmp.enable())
         keras.config.set_dtype_policy("mixed_float16" if mode == "keras" else keras.config.dtype_policy())
         stack.callback(keras.config.set_dtype_policy, "float32")
-        return MODELS[name]()
+        return hub_models.build(name)
 
 
 def perturb(model):
@@ -177,7 +172,7 @@ def collected_messages():
 def main(selected):
     """Checks the selected models, or all of them, and writes the results."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name in selected or MODELS:
+    for name in selected or hub_models.MODELS:
         start = time.perf_counter()
         results[name] = check(name)
         print(f"{name}: {results[name]}, {time.perf_counter() - start:.0f} s", flush=True)

@@ -52,7 +52,7 @@ def test_error_of_the_outputs_is_about_that_of_keras_where_keras_works():
 
 @pytest.mark.slow
 def test_results_have_every_model(check):
-    assert set(RESULTS) == set(check.MODELS)
+    assert set(RESULTS) == set(check.hub_models.MODELS)
 
 
 # One model of each architecture, and of each cause for which Keras' policy breaks one.
@@ -79,8 +79,7 @@ def gemma3(check):
     for variable in model.trainable_variables:
         if "post_attention_norm" in variable.path or "post_ffw_norm" in variable.path:
             variable.assign(keras.ops.full_like(variable, 3e4))
-    inputs = check.inputs_of(model)
-    return model, inputs
+    return model, check.inputs_of("Gemma3Backbone", model)
 
 
 def error_of(check, model, expected, inputs):
@@ -114,7 +113,7 @@ def test_feed_forward_beyond_65504_as_in_trained_t5(check):
     for variable in model.trainable_variables:
         if variable.path.endswith("output_projector/kernel") and "attention" not in variable.path:
             variable.assign(3e5 * keras.ops.sign(variable))
-    inputs = check.inputs_of(model)
+    inputs = check.inputs_of("T5Backbone", model)
     expected = check.outputs_of(model, inputs)
     assert error_of(check, kmp.convert(model), expected, inputs) is None
     assert error_of(check, kmp.convert(model, batch=inputs), expected, inputs) < 0.01
