@@ -1,12 +1,14 @@
 """Audits a model for mixed precision, layer by layer and operation by operation."""
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
 from kmp.backend import compute_dtypes, is_keras_class, is_passthrough, keras_internals
 from kmp.conversion.audit_table import Audit, Row
-from kmp.conversion.cloning import clone_model
+from kmp.conversion.cloning import Operations, clone_model
 from kmp.conversion.measurement import ActivationStatistics, measure_activations
 from kmp.conversion.model_parts import (
     PARENT,
@@ -19,10 +21,13 @@ from kmp.conversion.model_parts import (
 )
 from kmp.conversion.plan import Plan, make_plan
 from kmp.conversion.precision_rules import FOLLOWS_INPUTS, OpRule, rule_for
-from kmp.conversion.tensor_core_alignment import unaligned
 from kmp.utils import DTYPES_16_BIT, FLOAT32
 
 Statistics = dict[str, ActivationStatistics]
+
+# Elements: 16 bytes of float16. Source: NVIDIA, "Matrix Multiplication Background User's Guide", section "Tensor Core
+# Requirements".
+_TENSOR_CORE_MULTIPLE = 8
 
 
 def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") -> Audit:
@@ -60,15 +65,18 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     if batch is not None and is_quantized(model):
         raise ValueError(f"{model.name!r} is quantized and has no float32 version to compare with: omit `batch`.")
     is_converted = is_quantized(model) or bool(compute_dtypes(model) & set(DTYPES_16_BIT))
-    reference: Statistics = {}
-    candidate: Statistics = {}
-    error = ""
+    error, reference, candidate = "", Statistics(), Statistics()
     try:
-        reference, candidate = _rebuild_and_measure(model, parts, plan, batch, is_converted)
+        rebuilt, operations = _rebuilt(model, parts, None if is_converted else plan, batch is not None)
+        if batch is not None:
+            _, reference = measure_activations(model, {part.path: part.operation for part in parts}, batch)
+            _, candidate = measure_activations(rebuilt, operations, batch)
     except ValueError as caught:
         if batch is not None:
             raise
         error = str(caught)
+    if is_converted:  # it is its own candidate
+        reference, candidate = candidate, reference
     keeps_dtypes = is_converted or bool(error)
     rows = tuple(_row(part, plan, keeps_dtypes, reference.get(part.path), candidate.get(part.path)) for part in parts)
     notes = []
@@ -82,31 +90,23 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     return Audit(model.name, rows, plan, error, tuple(notes))
 
 
-def _rebuild_and_measure(
-    model: keras.Model, parts: list[Part], plan: Plan, batch: Any, is_converted: bool
-) -> tuple[Statistics, Statistics]:
-    """Returns the statistics in float32 and in the candidate precision; none without a batch.
+def _rebuilt(
+    model: keras.Model, parts: list[Part], plan: Plan | None, has_batch: bool
+) -> tuple[keras.Model, Operations]:
+    """Returns the model as `kmp.convert` or `kmp.to_float32` rebuilds it, or itself if nothing has to be found out.
 
-    A float32 model with custom classes is rebuilt even without a batch: nothing else shows whether their configs
+    Without a batch, a float32 model is rebuilt if it has custom classes: nothing else shows whether their configs
     suffice.
-
-    Raises:
-        ValueError: If `kmp.convert` raises it for the model, or the batch does not fit.
     """
     if is_quantized(model):
-        return {}, {}
+        return model, {}
     check_not_float64(model)
     classes = {type(model), *(type(part.operation) for part in parts)}
     has_custom_classes = not all(is_keras_class(cls) or cls.__module__.startswith("kmp.") for cls in classes)
-    if batch is None and (is_converted or not has_custom_classes):
-        return {}, {}
+    if not has_batch and (plan is None or not has_custom_classes):
+        return model, {}
     with keras_internals.layer_names_restored():
-        rebuilt, rebuilt_operations = clone_model(model, parts, None if is_converted else plan)
-    if batch is None:
-        return {}, {}
-    _, of_model = measure_activations(model, {part.path: part.operation for part in parts}, batch)
-    _, of_rebuilt = measure_activations(rebuilt, rebuilt_operations, batch)
-    return (of_rebuilt, of_model) if is_converted else (of_model, of_rebuilt)
+        return clone_model(model, parts, plan)
 
 
 def _row(
@@ -159,7 +159,7 @@ def _row(
         reason=reason,
         source=rule.source if reason == rule.reason else "",
         planned_dtype=planned_dtype,
-        tensor_cores=() if planned_dtype == FLOAT32.name else tuple(unaligned(layer)),
+        tensor_cores=() if planned_dtype == FLOAT32.name else tuple(_unaligned(layer)),
         **measured,
     )
 
@@ -171,3 +171,46 @@ def _output_dtype(operation: keras.Operation) -> str | None:
         outputs = [tensor for node in keras_internals.calls_of(operation) for tensor in node.output_tensors]
     dtypes = sorted({keras.backend.standardize_dtype(tensor.dtype) for tensor in outputs})
     return ", ".join(dtypes) or None
+
+
+def _unaligned(layer: keras.Operation) -> list[str]:
+    """Returns the dimensions of a layer's matrix products that are not divisible by 8, each with the padded size."""
+    sizes = _sizes(layer) if getattr(layer, "built", False) else ()
+    return [
+        f"{name} {size} -> {math.ceil(size / _TENSOR_CORE_MULTIPLE) * _TENSOR_CORE_MULTIPLE}"
+        for name, size in sizes
+        if size % _TENSOR_CORE_MULTIPLE
+    ]
+
+
+def _sizes(layer: Any) -> Iterator[tuple[str, int]]:
+    match layer:
+        case keras.layers.Dense():
+            yield from zip(("inputs", "units"), layer.kernel.shape, strict=True)
+        case keras.layers.EinsumDense():
+            yield from _einsum_sizes(layer.equation, layer.kernel.shape)
+        case keras.layers.MultiHeadAttention():
+            yield "key_dim", layer.key_dim
+            yield "value_dim", layer.value_dim
+        case keras.layers.GroupQueryAttention():
+            yield "head_dim", layer.head_dim
+        case keras.layers.DepthwiseConv1D() | keras.layers.DepthwiseConv2D():
+            return  # no matrix product
+        case keras.layers.SeparableConv1D() | keras.layers.SeparableConv2D():
+            yield from zip(("channels", "filters"), layer.pointwise_kernel.shape[-2:], strict=True)
+        case keras.layers.Conv1DTranspose() | keras.layers.Conv2DTranspose() | keras.layers.Conv3DTranspose():
+            yield from zip(("filters", "channels"), layer.kernel.shape[-2:], strict=True)
+        case keras.layers.Conv1D() | keras.layers.Conv2D() | keras.layers.Conv3D():
+            yield from zip(("channels", "filters"), layer.kernel.shape[-2:], strict=True)
+        case keras.layers.LSTM() | keras.layers.GRU() | keras.layers.SimpleRNN():
+            yield "inputs", layer.cell.kernel.shape[0]
+            yield "units", layer.units
+
+
+def _einsum_sizes(equation: str, kernel_shape: tuple[int, ...]) -> Iterator[tuple[str, int]]:
+    """Yields the sizes of the contracted and the output dimension of an einsum; each may span several kernel axes."""
+    operands, outputs = equation.replace("...", "").split("->")
+    _, kernel = operands.split(",")
+    sizes = dict(zip(kernel, kernel_shape, strict=True))
+    yield "inputs", math.prod(size for axis, size in sizes.items() if axis not in outputs)
+    yield "units", math.prod(size for axis, size in sizes.items() if axis in outputs)

@@ -52,14 +52,10 @@ def clone_model(model: keras.Model, parts: list[Part], plan: Plan | None) -> tup
     Args:
         model: A built model.
         parts: Its parts.
-        plan: The dtype policies. `keras.layers.BatchNormalization` is replaced by kmp's, except where the policy keeps
-            weights in 16 bits. `None` for float32, with Keras' own layers in place of kmp's.
+        plan: The dtype policies; `None` for float32, with Keras' own layers in place of kmp's.
 
     Returns:
         The clone, and the layers and operations in it by the path of the original.
-
-    Raises:
-        ValueError: If the model or one of its layers cannot be rebuilt from its config. The message names it.
     """
     # Layers that need float32 by their class. The user may have removed some of them from the plan.
     listed = [part for part in parts if plan and layers.reason_for_float32(part.operation, plan.compute_dtype)]
@@ -72,18 +68,12 @@ def clone_model(model: keras.Model, parts: list[Part], plan: Plan | None) -> tup
     try:
         with in_float32, _global_policy(plan.policy if plan else FLOAT32.name), model.distribute_strategy.scope():
             clone = cloning.clone_of(model)
-    except _CloneError as error:
-        raise ValueError(str(error)) from error.__cause__
     finally:
         random.setstate(random_state)
     cloning.set_policies(model, clone)  # of sublayers that are created in `build`
     pairs = list(cloning.pairs(model, clone))
     _copy_state(model, clone, pairs)
     return clone, {cloning.path_of(original): copy for original, copy in pairs if original is not model}
-
-
-class _CloneError(ValueError):
-    """Names the layer that cannot be rebuilt. Its parents re-raise it unchanged."""
 
 
 class _Reference:
@@ -105,6 +95,7 @@ class _Cloning:
         self._removed = removed
         self._clones: dict[int, keras.Operation] = {}
         self._connected: set[int] = set()  # the models whose layers were connected again, call by call
+        self._has_failed = False
 
     def path_of(self, original: keras.Operation) -> str:
         """Returns the path of a part of the original; empty for the model."""
@@ -114,22 +105,77 @@ class _Cloning:
         """Returns the clone of a layer, operation or model, which is created at the first call."""
         if id(original) not in self._clones:
             try:
-                if not isinstance(original, keras.Layer):
-                    clone = self._clone_operation(original)
-                elif isinstance(original, keras.layers.InputLayer):
-                    clone = self._clone_input(original)
-                elif (arguments := _arguments_of_graph(original)) is not None:
-                    clone = self._clone_graph(original, arguments)
-                    self._connected.add(id(original))
-                else:
-                    clone = self._clone_layer(original)
-                    self.set_policies(original, clone)
-            except _CloneError:
-                raise
+                self._clones[id(original)] = self._create(original)
             except Exception as error:
-                raise _CloneError(_clone_error_message(original, error)) from error
-            self._clones[id(original)] = clone
+                if self._has_failed:  # a layer inside, which the error names
+                    raise
+                self._has_failed = True
+                raise ValueError(_clone_error_message(original, error)) from error
         return self._clones[id(original)]
+
+    def _create(self, original: Any) -> keras.Operation:
+        policy = self._policy_of(self.path_of(original))
+        if not isinstance(original, keras.Layer):
+            is_kmps = isinstance(original, Float32Operation)
+            clone = unconnected_copy(original.operation if is_kmps and self._plan is None else original)
+            clone.name = original.name
+            is_kept = self._plan is not None and policy == FLOAT32.name and not is_kmps
+            return Float32Operation(clone, name=original.name) if is_kept else clone
+
+        if isinstance(original, keras.layers.InputLayer):
+            config = original.get_config()
+            if self._plan is None and original.dtype in DTYPES_16_BIT:  # Keras creates that of a Sequential in 16 bits
+                config["dtype"] = FLOAT32.name
+            with _global_policy(FLOAT32.name):
+                return type(original).from_config(config)
+
+        arguments = _arguments_of_graph(original)
+        if arguments is None:
+            clone = self._create_from_config(original, policy)
+            self.set_policies(original, clone)
+            return clone
+        self._connected.add(id(original))
+        if isinstance(original, keras.Sequential):
+            return type(original)([self.clone_of(layer) for layer in children_of(original)], name=original.name)
+        inputs = keras.tree.map_structure(
+            lambda tensor: self.clone_of(keras_internals.producer_of(tensor)).output, original.input
+        )
+        outputs = functional_outputs(original, inputs, self.clone_of)
+        return type(original)(inputs=inputs, outputs=outputs, name=original.name, **arguments)
+
+    def _create_from_config(self, original: Any, policy: str) -> keras.Layer:
+        dtype = {"dtype": policy} if _has_float_dtype(original) else {}
+        new_class: Any = type(original)
+        if isinstance(original, layers.Float32):
+            wraps_layer = isinstance(original.layer, keras.Layer)
+            if wraps_layer and self._plan is None:
+                clone = self.clone_of(original.layer)
+                clone.name = original.name
+                return clone
+            if not wraps_layer:  # its config needs the source of a lambda, which an interactive session does not have
+                config = keras.Layer.get_config(original) | dtype
+                if self._plan is None:
+                    return keras.layers.Lambda(original.layer, **config)
+                return new_class(layer=original.layer, **config)
+        if self._plan is None:
+            new_class = _KERAS_CLASSES.get(new_class, new_class)
+        elif policy not in DTYPES_16_BIT:  # "float16" and "bfloat16" keep all weights in 16 bits
+            new_class = _KMP_CLASSES.get(new_class, new_class)
+        config = _config_of(original)
+        if "dtype" in config:
+            config |= dtype
+        if isinstance(original, keras.layers.TFSMLayer):  # safe mode refuses its config, even that of a layer in use
+            return new_class(**config)
+        refused = refused_arguments(original)
+        config, references = self._with_references(original, config)
+        with _global_policy(policy), keras.saving.custom_object_scope(references):
+            clone = new_class.from_config({key: value for key, value in config.items() if key not in refused})
+        if "name" in refused:
+            clone.name = original.name
+        if isinstance(original, keras.Model) and not clone.built and original.get_build_config():
+            clone.build_from_config(original.get_build_config())
+            clone.built = True  # as Keras does: `build_from_config` does not, if the model has no `build`
+        return clone
 
     def pairs(self, original: keras.Operation, clone: keras.Operation) -> Iterator[tuple[Any, Any]]:
         """Yields an original and its clone, then their sublayers: parents first, shared ones once.
@@ -167,72 +213,11 @@ class _Cloning:
             policy = self._policy_of(path)
             is_inside = any(path.startswith(f"{removed}/") for removed in self._removed)
             is_planned = policy == FLOAT32.name or path in self._removed or (is_inside and bool(before.weights))
-            if is_planned and _float_dtype_of(after) not in ("", policy.removeprefix("mixed_")):
+            if is_planned and _has_float_dtype(after) and after.compute_dtype != policy.removeprefix("mixed_"):
                 after.dtype_policy = policy
 
     def _policy_of(self, path: str) -> str:
         return self._plan.policy_of(path) if self._plan else FLOAT32.name
-
-    def _clone_operation(self, original: keras.Operation) -> keras.Operation:
-        if self._plan is None and isinstance(original, Float32Operation):
-            clone = unconnected_copy(original.operation)
-            clone.name = original.name
-            return clone
-        clone = unconnected_copy(original)
-        is_float32 = self._plan and self._policy_of(self.path_of(original)) == FLOAT32.name
-        if is_float32 and not isinstance(original, Float32Operation):
-            return Float32Operation(clone, name=original.name)
-        return clone
-
-    def _clone_input(self, original: keras.layers.InputLayer) -> keras.Layer:
-        config = original.get_config()
-        if self._plan is None and original.dtype in DTYPES_16_BIT:  # Keras creates the input of a Sequential in 16 bits
-            config["dtype"] = FLOAT32.name
-        with _global_policy(FLOAT32.name):
-            return type(original).from_config(config)
-
-    def _clone_graph(self, original: keras.Model, arguments: Config) -> keras.Model:
-        if isinstance(original, keras.Sequential):
-            return type(original)([self.clone_of(layer) for layer in children_of(original)], name=original.name)
-        inputs = keras.tree.map_structure(
-            lambda tensor: self.clone_of(keras_internals.producer_of(tensor)).output, original.input
-        )
-        outputs = functional_outputs(original, inputs, self.clone_of)
-        return type(original)(inputs=inputs, outputs=outputs, name=original.name, **arguments)
-
-    def _clone_layer(self, original: Any) -> keras.Layer:
-        policy = self._policy_of(self.path_of(original))
-        dtype = {"dtype": policy} if _float_dtype_of(original) else {}
-        if isinstance(original, layers.Float32) and self._plan is None:
-            if isinstance(original.layer, keras.Layer):
-                clone = self.clone_of(original.layer)
-                clone.name = original.name
-                return clone
-            return keras.layers.Lambda(original.layer, name=original.name, trainable=original.trainable, **dtype)
-
-        if isinstance(original, layers.Float32) and not isinstance(original.layer, keras.Layer):
-            # Its config needs the source of a lambda, which an interactive session does not have.
-            return type(original)(**keras.Layer.get_config(original) | dtype | {"layer": original.layer})
-        new_class: Any = type(original)
-        if self._plan is None:
-            new_class = _KERAS_CLASSES.get(new_class, new_class)
-        elif policy not in DTYPES_16_BIT:  # "float16" and "bfloat16" keep all weights in 16 bits
-            new_class = _KMP_CLASSES.get(new_class, new_class)
-        config = _config_of(original)
-        if "dtype" in config:
-            config |= dtype
-        if isinstance(original, keras.layers.TFSMLayer):  # safe mode refuses its config, even that of a layer in use
-            return new_class(**config)
-        refused = refused_arguments(original)
-        config, references = self._with_references(original, config)
-        with _global_policy(policy), keras.saving.custom_object_scope(references):
-            clone = new_class.from_config({key: value for key, value in config.items() if key not in refused})
-        if "name" in refused:
-            clone.name = original.name
-        if isinstance(original, keras.Model) and not clone.built and original.get_build_config():
-            clone.build_from_config(original.get_build_config())
-            clone.built = True  # as Keras does: `build_from_config` does not, if the model has no `build`
-        return clone
 
     def _with_references(self, original: keras.Layer, config: Config) -> tuple[Config, dict[str, _Reference]]:
         """Returns a config that refers to clones of sublayers and to functions of the original, and the references.
@@ -274,7 +259,9 @@ class _Cloning:
             held = value
             if isinstance(value, str | dict):
                 held = getattr(original, key, getattr(original, f"_{key}", None))
-            if _is_function(held):  # a class with its own `from_config` deserializes it there
+            # A function, or an object without state that is called like one, such as an initializer.
+            has_state = inspect.ismethod(held) or isinstance(held, keras.Layer | keras.Metric | type)
+            if callable(held) and not has_state:  # a class with its own `from_config` deserializes it there
                 result[key] = refer_to(held) if has_own_from_config else held
             else:
                 result[key] = with_sublayers(value)
@@ -291,15 +278,9 @@ def _config_of(layer: keras.Layer) -> Config:
         return dict(layer.get_config())
 
 
-def _float_dtype_of(operation: Any) -> str:
-    """Returns the float dtype that a layer computes in; empty for an operation, or a lookup of strings or integers."""
-    dtype = operation.compute_dtype if isinstance(operation, keras.Layer) else ""
-    return dtype if dtype and keras.backend.is_float_dtype(dtype) else ""
-
-
-def _is_function(value: Any) -> bool:
-    """Whether a setting is a function, or an object without state that is called like one, such as an initializer."""
-    return callable(value) and not inspect.ismethod(value) and not isinstance(value, keras.Layer | keras.Metric | type)
+def _has_float_dtype(operation: keras.Operation) -> bool:
+    """Whether it is a layer that computes in floats, unlike a look-up of strings or integers."""
+    return isinstance(operation, keras.Layer) and keras.backend.is_float_dtype(operation.compute_dtype)
 
 
 @contextlib.contextmanager

@@ -4,11 +4,12 @@ import logging
 from typing import Any
 
 import keras
+import numpy as np
 
 from kmp.backend import compute_dtypes
 from kmp.conversion.cloning import Operations, clone_model
 from kmp.conversion.compile_state import transfer_compile_state
-from kmp.conversion.measurement import is_finite, measure_activations
+from kmp.conversion.measurement import measure_activations
 from kmp.conversion.model_parts import INPUTS, PLAN, Part, check_built, check_not_float64, is_quantized, parts_of
 from kmp.conversion.plan import Plan, complete_plan, make_plan
 from kmp.conversion.precision_rules import NEEDS_FLOAT32, rule_for
@@ -157,6 +158,10 @@ def _log_what_cannot_be_set(parts: list[Part], plan: Plan, float32_layers: bool)
 def _convert_until_finite(model: keras.Model, parts: list[Part], plan: Plan, batch: Any) -> keras.Model:
     """Converts repeatedly, each time with the overflowing layers in float32, until none overflows only in 16 bits."""
     operations: Operations = {part.path: part.operation for part in parts}
+
+    def is_finite(outputs: Any) -> bool:
+        return all(np.isfinite(np.asarray(output)).all() for output in keras.tree.flatten(outputs))
+
     outputs, reference = measure_activations(model, operations, batch)
     finite_in_float32 = is_finite(outputs)
     if not finite_in_float32:

@@ -48,10 +48,7 @@ class ActivationStatistics:
         )
 
     def relative_error(self, reference: "ActivationStatistics") -> float:
-        """Returns the L2 norm of the difference from a reference, divided by the reference's norm.
-
-        NaN if the shapes differ.
-        """
+        """Returns the L2 norm of the difference divided by that of the reference; NaN if the shapes differ."""
         if [value.shape for value in self.values] != [value.shape for value in reference.values]:
             return float("nan")
         pairs = zip(self.values, reference.values, strict=True)
@@ -63,20 +60,10 @@ class ActivationStatistics:
 def measure_activations(
     model: keras.Model, operations: Mapping[str, keras.Operation], batch: Any
 ) -> tuple[Any, dict[str, ActivationStatistics]]:
-    """Runs a model eagerly on a batch, in inference mode, and measures the outputs of its layers and operations.
-
-    The model's state is restored afterwards.
-
-    Args:
-        model: A built model.
-        operations: Its layers and operations by path.
-        batch: The input that the model is called with.
+    """Runs a model eagerly on a batch, in inference mode, and restores its state.
 
     Returns:
-        The model's outputs, and a dict that maps paths to statistics in the order in which the calls finished.
-
-    Raises:
-        ValueError: If the batch does not fit the model.
+        The model's outputs, and the statistics of `operations` by path, in the order in which the calls finished.
     """
     recorded: dict[str, list[np.ndarray]] = {}
 
@@ -102,8 +89,3 @@ def measure_activations(
         ):
             outputs = model(batch, training=False)
     return outputs, {path: ActivationStatistics.of(tuple(values)) for path, values in recorded.items() if values}
-
-
-def is_finite(outputs: Any) -> bool:
-    """Whether no element of a model's outputs is NaN or Inf."""
-    return all(np.isfinite(np.asarray(output)).all() for output in keras.tree.flatten(outputs))

@@ -24,8 +24,6 @@ PLAN = "plan"
 PARENT = "parent"
 INPUTS = "inputs"
 
-_BASE_ARGUMENTS = ("name", "trainable", "dtype")
-
 
 @dataclass(frozen=True)
 class Part:
@@ -63,26 +61,42 @@ def parts_of(model: keras.Model) -> list[Part]:
 
     def walk(parent: keras.Layer, prefix: str, is_created_by_keras: bool) -> None:
         children = children_of(parent)
-        is_in_config = bool(children) and _config_contains_sublayers(parent)
+        # Sublayers whose configs are in that of their parent are not created in custom code.
+        is_in_config = bool(children) and (is_keras_class(type(parent)) or "layers" in (_config_of(parent) or {}))
         takes_sublayers = isinstance(parent, (keras.Model, *WRAPPERS))
         is_created_by_keras |= is_keras_class(type(parent)) and not takes_sublayers
         for name, operation in zip(unique_names(child.name for child in children), children, strict=True):
             if id(operation) in parts:
                 continue
-            is_layer = isinstance(operation, keras.Layer)
+            is_layer, obstacle = isinstance(operation, keras.Layer), ""
             if is_created_by_keras:
                 dtype_from = PARENT
             elif isinstance(operation, keras.layers.InputLayer) or not (is_layer or is_in_config):
                 dtype_from = INPUTS
             else:
                 dtype_from = PLAN
-            obstacle = _obstacle_to_dtype(operation, is_in_config) if dtype_from == PLAN and is_layer else ""
+                # The policy of a model can be set, and that of a sublayer that a custom layer creates in code: without
+                # a `dtype`, it uses the global policy.
+                if is_layer and not (is_keras_class(type(operation)) or isinstance(operation, keras.Model)):
+                    config = _config_of(operation)
+                    if config is not None and "dtype" not in config:
+                        obstacle = "its config has no `dtype`, so its policy cannot be set"
+                    elif config is not None and is_in_config and "dtype" in refused_arguments(operation):
+                        obstacle = "its `__init__` takes no `dtype`, so its policy cannot be set"
             parts[id(operation)] = Part(prefix + name, operation, parent, dtype_from, obstacle)
             if is_layer:
                 walk(operation, f"{prefix}{name}/", is_created_by_keras)
 
     walk(model, "", False)
     return list(parts.values())
+
+
+def _config_of(layer: keras.Layer) -> dict[str, Any] | None:
+    """Returns the config of a layer; `None` if custom code raises an error, which cloning the model reports."""
+    try:
+        return layer.get_config() or {}
+    except Exception:
+        return None
 
 
 def children_of(parent: keras.Layer) -> list[keras.Operation]:
@@ -100,12 +114,7 @@ def output_operations(model: keras.Model) -> Iterator[keras.Operation]:
 
 
 def check_built(model: Any) -> None:
-    """Checks that `model` is a built Keras model.
-
-    Raises:
-        TypeError: If it is not a Keras model.
-        ValueError: If the model, or a model that is a layer of a Sequential or functional one, is not built.
-    """
+    """Raises an error if `model` is not a Keras model, or it or a model inside a graph of it is not built."""
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"`model` must be a keras.Model, such as keras.models.load_model(file) returns. Received: model={model!r}"
@@ -122,11 +131,7 @@ def check_built(model: Any) -> None:
 
 
 def check_not_float64(model: keras.Model) -> None:
-    """Checks that no layer of a model computes in float64.
-
-    Raises:
-        ValueError: If one does.
-    """
+    """Raises an error if a layer of a model computes in float64."""
     if "float64" in compute_dtypes(model):
         raise ValueError(f"{model.name!r} computes in float64: conversion would round its weights to float32.")
 
@@ -152,30 +157,4 @@ def refused_arguments(layer: keras.Layer) -> set[str]:
     parameters = inspect.signature(type(layer).__init__).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return set()
-    return set(_BASE_ARGUMENTS) - set(parameters)
-
-
-def _config_contains_sublayers(layer: keras.Layer) -> bool:
-    """Whether the config of a layer contains those of its sublayers, which are not created in custom code then."""
-    try:
-        return is_keras_class(type(layer)) or "layers" in layer.get_config()
-    except Exception:  # custom code may raise anything; cloning the model reports it
-        return False
-
-
-def _obstacle_to_dtype(layer: keras.Layer, is_in_config: bool) -> str:
-    """Returns why the dtype policy of a layer cannot be set so that a saved model keeps it; empty if it can.
-
-    It can be set on models, and on sublayers that a custom layer creates in code: these use the global policy.
-    """
-    if is_keras_class(type(layer)) or isinstance(layer, keras.Model):
-        return ""
-    try:
-        config = layer.get_config() or {}
-    except Exception:  # custom code may raise anything; cloning the model reports it
-        return ""
-    if "dtype" not in config:
-        return "its config has no `dtype`, so its policy cannot be set"
-    if is_in_config and "dtype" in refused_arguments(layer):
-        return "its `__init__` takes no `dtype`, so its policy cannot be set"
-    return ""
+    return {"name", "trainable", "dtype"} - set(parameters)

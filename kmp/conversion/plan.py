@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,12 +16,7 @@ from kmp.utils import FLOAT32, FORMATS_16_BIT, atomic_files, validation
 
 CONVERSION_POLICIES = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
 
-_OUTPUT = "model output: {dtype} would round it to {bits} bits"
-_BETWEEN = "all its inputs are float32"
-_INSIDE = "inside {path}"
 _AROUND = "wraps {path}"
-_REQUESTED = "selected by keep_float32"
-_STATISTICS = "its statistics are weights, and 16 bits would round their updates away"
 
 
 @dataclass(frozen=True)
@@ -116,23 +111,11 @@ def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def make_plan(
     model: keras.Model, parts: list[Part], policy: str, keep_float32: Any = None, float32_layers: bool = True
 ) -> Plan:
-    """Returns the plan for a model according to kmp's precision rules.
-
-    Args:
-        model: A built model.
-        parts: Its parts.
-        policy: See `Plan`.
-        keep_float32: What stays float32 in addition to the rules: a path, pattern or name, a layer or operation, a
-            class, a predicate on layers, or a list of these.
-        float32_layers: Whether kmp's rules for float32 layers apply, in addition to `keep_float32`.
-
-    Raises:
-        TypeError: If `keep_float32` has another type.
-        ValueError: If a pattern, class or layer in it matches no layer of the model, or `policy` is invalid.
-    """
+    """Returns the plan for a model according to kmp's precision rules; the other arguments are those of `convert`."""
     plan = Plan(policy)
     parts = [part for part in parts if part.dtype_from == PLAN]
     requested = _selected_paths(parts, keep_float32)
+    rules = {part.path: rule_for(part, plan.compute_dtype) for part in parts if float32_layers}
     outputs = {id(operation) for operation in output_operations(model)} if float32_layers else set()
     # A layer that uses an output layer, such as a tied embedding.
     around_outputs = {
@@ -140,37 +123,46 @@ def make_plan(
         for part in reversed(parts)
         if id(part.operation) in outputs and not isinstance(part.parent, keras.Model)
     }
+    keeps_weights_in_16_bits = not plan.policy.startswith("mixed_")
     bits = FORMATS_16_BIT[plan.compute_dtype].fraction_bits + 1
-    float32: dict[str, str] = {}
-    following: list[Part] = []
 
-    # The first rule that matches decides.
-    for part in parts:
-        rule = rule_for(part, plan.compute_dtype) if float32_layers else None
-        if (
-            rule
-            and not plan.policy.startswith("mixed_")
-            and isinstance(part.operation, keras.layers.BatchNormalization)
-        ):
-            float32[part.path] = _STATISTICS
-        elif part.obstacle:
-            float32[part.path] = part.obstacle
-        elif part.path in requested:
-            float32[part.path] = _REQUESTED
-        elif rule and rule.category == NEEDS_FLOAT32:
-            float32[part.path] = rule.reason
-        elif id(part.operation) in outputs:
-            float32[part.path] = _OUTPUT.format(dtype=plan.compute_dtype, bits=bits)
-        elif part.path in around_outputs:
-            float32[part.path] = _AROUND.format(path=around_outputs[part.path])
-        elif rule and rule.category == FOLLOWS_INPUTS:
-            following.append(part)
+    def reasons(part: Part) -> Iterator[str]:
+        """Yields why a part stays float32; the first reason applies."""
+        rule = rules.get(part.path)
+        if rule and keeps_weights_in_16_bits and isinstance(part.operation, keras.layers.BatchNormalization):
+            yield "its statistics are weights, and 16 bits would round their updates away"
+        if part.obstacle:
+            yield part.obstacle
+        if part.path in requested:
+            yield "selected by keep_float32"
+        if rule and rule.category == NEEDS_FLOAT32:
+            yield rule.reason
+        if id(part.operation) in outputs:
+            yield f"model output: {plan.compute_dtype} would round it to {bits} bits"
+        if part.path in around_outputs:
+            yield _AROUND.format(path=around_outputs[part.path])
 
-    # These two depend on the decisions for other parts.
-    if float32_layers:
-        _add_followers(model, following, {id(part.operation) for part in parts if part.path in float32}, float32)
-    _add_wrappers_and_sublayers(parts, float32)
-    return replace(plan, float32={part.path: float32[part.path] for part in parts if part.path in float32})
+    float32 = {part.path: reason for part in parts if (reason := next(reasons(part), None))}
+    # A layer that follows its inputs is float32 if these all are: nothing is rounded to float16 between two float32
+    # layers, or before the first one.
+    inputs = map(keras_internals.producer_of, keras_internals.graph_tensors(model, "inputs"))
+    float32_ids = {id(part.operation) for part in parts if part.path in float32} | set(map(id, inputs))
+
+    def is_float32(source: keras.Operation) -> bool:
+        outputs = list(output_operations(source)) if isinstance(source, keras.Model) else []
+        return id(source) in float32_ids or (bool(outputs) and all(id(output) in float32_ids for output in outputs))
+
+    for part in parts:  # in graph order, nested models before the layers that they feed
+        if part.path in float32 or part.path not in rules or rules[part.path].category != FOLLOWS_INPUTS:
+            continue
+        calls = keras_internals.calls_of(part.operation)
+        sources = [keras_internals.producer_of(tensor) for call in calls for tensor in call.input_tensors]
+        if sources and all(map(is_float32, sources)):
+            float32_ids.add(id(part.operation))
+            # Operations, and layers with integer or string dtypes, need no entry in the plan.
+            if part.is_layer and keras.backend.is_float_dtype(part.operation.compute_dtype):
+                float32[part.path] = "all its inputs are float32"
+    return complete_plan(replace(plan, float32=float32), parts)
 
 
 def complete_plan(plan: Plan, parts: list[Part]) -> Plan:
@@ -189,68 +181,38 @@ def complete_plan(plan: Plan, parts: list[Part]) -> Plan:
             f"The layers are: {', '.join(known_paths)}"
         )
     float32 = dict(plan.float32)
-    _add_wrappers_and_sublayers(parts, float32)
-    return replace(plan, float32=float32)
-
-
-def _add_followers(model: keras.Model, following: list[Part], float32_ids: set[int], float32: dict[str, str]) -> None:
-    """Adds layers that follow their inputs if these are all float32.
-
-    So nothing is rounded to float16 between two float32 layers, or before the first one.
-    """
-    inputs = keras_internals.graph_tensors(model, "inputs")
-    float32_ids = float32_ids | {id(keras_internals.producer_of(tensor)) for tensor in inputs}
-
-    def is_float32(source: keras.Operation) -> bool:
-        outputs = list(output_operations(source)) if isinstance(source, keras.Model) else []
-        return id(source) in float32_ids or (bool(outputs) and all(id(output) in float32_ids for output in outputs))
-
-    for part in following:  # in graph order, nested models before the layers that they feed
-        calls = keras_internals.calls_of(part.operation)
-        sources = [keras_internals.producer_of(tensor) for call in calls for tensor in call.input_tensors]
-        if sources and all(map(is_float32, sources)):
-            float32_ids.add(id(part.operation))
-            # Operations, and layers with integer or string dtypes, need no entry in the plan.
-            if part.is_layer and keras.backend.is_float_dtype(part.operation.compute_dtype):
-                float32[part.path] = _BETWEEN
-
-
-def _add_wrappers_and_sublayers(parts: list[Part], float32: dict[str, str]) -> None:
     for part in reversed(parts):
         if part.path in float32 and isinstance(part.parent, WRAPPERS):
             float32.setdefault(part.parent_path, _AROUND.format(path=part.path))
     for part in parts:
         if part.parent_path in float32:
-            float32.setdefault(part.path, _INSIDE.format(path=part.parent_path))
+            float32.setdefault(part.path, f"inside {part.parent_path}")
+    return replace(plan, float32={path: float32[path] for path in known_paths if path in float32})
 
 
 def _selected_paths(parts: list[Part], selectors: Any) -> set[str]:
-    if selectors is None:
-        return set()
+    """Returns the paths that `keep_float32` selects."""
     selected: set[str] = set()
+    if selectors is None:
+        return selected
     for selector in selectors if isinstance(selectors, list | tuple | set) else [selectors]:
-        matches = _predicate_of(selector)
-        paths = {part.path for part in parts if matches(part)}
-        if not paths and isinstance(selector, str):
-            paths = {part.path for part in parts if part.operation.name == selector}
-        if not paths and isinstance(selector, str | type | keras.Operation):
-            selector_name = getattr(selector, "__name__", repr(selector))
-            known_paths = ", ".join(part.path for part in parts)
-            raise ValueError(f"`keep_float32`: no layer matches {selector_name}. The layers are: {known_paths}")
-        selected |= paths
+        if isinstance(selector, str):
+            found = [part for part in parts if fnmatchcase(part.path, selector)]
+            found = found or [part for part in parts if part.operation.name == selector]
+        elif isinstance(selector, type):
+            found = [part for part in parts if isinstance(part.operation, selector)]
+        elif isinstance(selector, keras.Operation):
+            found = [part for part in parts if part.operation is selector]
+        elif callable(selector):
+            selected |= {part.path for part in parts if part.is_layer and selector(part.operation)}
+            continue  # it may select none
+        else:
+            raise TypeError(
+                "`keep_float32` must be a path, pattern, layer, class, function that takes a layer, or a list of "
+                f"these. Received: {selector!r}"
+            )
+        if not found:
+            name, known_paths = getattr(selector, "__name__", repr(selector)), ", ".join(part.path for part in parts)
+            raise ValueError(f"`keep_float32`: no layer matches {name}. The layers are: {known_paths}")
+        selected |= {part.path for part in found}
     return selected
-
-
-def _predicate_of(selector: Any) -> Callable[[Part], bool]:
-    if isinstance(selector, str):
-        return lambda part: fnmatchcase(part.path, selector)
-    if isinstance(selector, type):
-        return lambda part: isinstance(part.operation, selector)
-    if isinstance(selector, keras.Operation):
-        return lambda part: part.operation is selector
-    if callable(selector):
-        return lambda part: part.is_layer and bool(selector(part.operation))
-    raise TypeError(
-        "`keep_float32` must be a path, pattern, layer, class, function that takes a layer, or a list of these. "
-        f"Received: {selector!r}"
-    )

@@ -9,9 +9,8 @@ The rules follow what Keras' code computes. Layers that compute critical steps i
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import keras
 import numpy as np
@@ -77,7 +76,6 @@ _ATTENTION = OpRule(
 )
 _STATISTICS = OpRule(RUNS_IN_FLOAT16, "Keras computes the statistics in float32", _KERAS)
 _UPCAST = OpRule(FOLLOWS_INPUTS, "Keras computes it in float32 for every input dtype", _KERAS)
-_LAYER_WITH_WEIGHTS = OpRule(RUNS_IN_FLOAT16)
 _NOT_EXAMINED = "a custom layer: kmp does not examine its `call`"
 _CUSTOM_LAYER = OpRule(RUNS_IN_FLOAT16, _NOT_EXAMINED, "kmp")
 _CUSTOM_LAYER_WITHOUT_WEIGHTS = OpRule(FOLLOWS_INPUTS, _NOT_EXAMINED, "kmp")
@@ -137,35 +135,26 @@ _RULE_OF_LAYER = [  # some exist only in later Keras versions
 
 
 def rule_for(part: Part, dtype: str = FLOAT16.name) -> OpRule:
-    """Returns the precision rule for a layer or operation: the first that matches it.
-
-    Args:
-        part: The layer or operation.
-        dtype: The compute dtype that it would have, `"float16"` or `"bfloat16"`.
-    """
-    rules = _LAYER_RULES if part.is_layer else _OPERATION_RULES
-    rule = next(rule for find in rules if (rule := find(part.operation, dtype)))
+    """Returns the rule for a layer or operation that would compute in `dtype`: the first that matches it."""
+    rule = next((_rules_of_layer if part.is_layer else _rules_of_operation)(part.operation, dtype))
     if dtype == FLOAT16.name or rule.category != NEEDS_FLOAT32 or not re.search(r"\bfloat16\b", rule.reason):
         return rule
     return replace(rule, reason=_TOO_FEW_BITS)
 
 
-def _always_float32(operation: keras.Operation, dtype: str) -> OpRule | None:
-    is_always_float32 = isinstance(operation, layers.Float32 | layers.Softmax | layers.Float32Operation)
-    return _ALWAYS_FLOAT32 if is_always_float32 else None
-
-
-def _by_arguments(operation: keras.Operation, dtype: str) -> OpRule | None:
-    """Returns the rule for the arguments of an operation: the same tensor twice, and constants outside the range."""
+def _rules_of_operation(operation: keras.Operation, dtype: str) -> Iterator[OpRule]:
+    """Yields the rules that match an operation of a graph; the first applies."""
+    if isinstance(operation, layers.Float32Operation):
+        yield _ALWAYS_FLOAT32
     name, calls = type(operation).__name__, keras_internals.calls_of(operation)
     for call in calls:
         first, second = [*call.arguments.args, None, None][:2]
         if name in ("Divide", "TrueDivide") and not isinstance(first, keras.KerasTensor):
-            return _RECIPROCAL
+            yield _RECIPROCAL
         if name == "Multiply" and first is second:
-            return _POWER
+            yield _POWER
     if name == "Round" and vars(operation).get("decimals"):
-        return _DECIMALS
+        yield _DECIMALS
 
     constants = [value for value in vars(operation).values() if type(value) in (int, float)]
     for value in keras.tree.flatten([[call.arguments.args, call.arguments.kwargs] for call in calls]):
@@ -177,93 +166,70 @@ def _by_arguments(operation: keras.Operation, dtype: str) -> OpRule | None:
         # With a float output, as in `where(mask, 0.0, -1e9)`, float constants become floats; otherwise none does.
         is_float = any(keras.backend.is_float_dtype(tensor.dtype) for call in calls for tensor in call.output_tensors)
         constants = [constant for constant in constants if is_float and not isinstance(constant, int)]
-    return _out_of_range_rule(constants, dtype)
+    yield from _rules_of_constants(constants, dtype)
+    yield _RULE_OF_OPERATION.get(name, _DEFAULT)
 
 
-def _by_operation_class(operation: keras.Operation, dtype: str) -> OpRule:
-    return _RULE_OF_OPERATION.get(type(operation).__name__, _DEFAULT)
-
-
-def _listed(layer: keras.Layer, dtype: str) -> OpRule | None:
+def _rules_of_layer(layer: keras.Layer, dtype: str) -> Iterator[OpRule]:
+    """Yields the rules that match a layer; the first applies."""
+    if isinstance(layer, layers.Float32 | layers.Softmax):
+        yield _ALWAYS_FLOAT32
     reason = layers.reason_for_float32(layer, dtype)
-    module = type(layer).__module__
-    return OpRule(NEEDS_FLOAT32, reason, _KERAS if is_keras_class(type(layer)) else module) if reason else None
-
-
-def _by_configuration(layer: keras.Layer, dtype: str) -> OpRule | None:
+    if reason:
+        yield OpRule(NEEDS_FLOAT32, reason, _KERAS if is_keras_class(type(layer)) else type(layer).__module__)
     for name in ("activation", "recurrent_activation"):
         activation = getattr(layer, name, None)
         if isinstance(activation, keras.layers.Softmax):
-            return _SOFTMAX
-        rule = _RULE_OF_ACTIVATION.get(getattr(activation, "__name__", ""))
-        if rule is not None:
-            return rule
+            yield _SOFTMAX
+        name_of_function = getattr(activation, "__name__", "")
+        if name_of_function in _RULE_OF_ACTIVATION:
+            yield _RULE_OF_ACTIVATION[name_of_function]
     if getattr(layer, "activity_regularizer", None) is not None:
-        return _PENALTY
-    code = getattr(inspect.unwrap(type(layer).call), "__code__", None)
-    if code is not None and "add_loss" in code.co_names and not any(direct_sublayers(layer)):
-        return _ADDS_LOSS
+        yield _PENALTY
+    call = inspect.unwrap(type(layer).call)
+    if "add_loss" in getattr(getattr(call, "__code__", None), "co_names", ()) and not any(direct_sublayers(layer)):
+        yield _ADDS_LOSS
     epsilon = getattr(layer, "epsilon", None)
     if isinstance(epsilon, float) and not is_keras_class(type(layer)):
-        return _out_of_range_rule([epsilon], dtype)
-    return None
+        yield from _rules_of_constants([epsilon], dtype)
+    yield from _rules_of_float_indices(layer, dtype)
+    yield from (rule for layer_class, rule in _RULE_OF_LAYER if isinstance(layer, layer_class))
+    # Not for models that only call layers in a graph, whose `call` is that of Keras, nor for look-ups of strings.
+    module = str(getattr(call, "__module__", ""))
+    if keras.backend.is_float_dtype(layer.compute_dtype):
+        if not module.startswith(("keras.", "kmp.")):
+            yield _CUSTOM_LAYER if layer.weights else _CUSTOM_LAYER_WITHOUT_WEIGHTS
+        elif layer.weights:
+            yield OpRule(RUNS_IN_FLOAT16)
+    yield _DEFAULT
 
 
-def _by_float_indices(layer: keras.Layer, dtype: str) -> OpRule | None:
-    """Returns the rule for a layer around a look-up whose indices may be in an `Input` of floats, which it would round.
+def _rules_of_float_indices(layer: keras.Layer, dtype: str) -> Iterator[OpRule]:
+    """Yields a rule for a layer around a look-up whose indices may be in an `Input` of floats, which it would round.
 
     Look-up layers and functional models do not cast their arguments to their compute dtype.
     """
     rows = max(map(exact_indices.rows_of, sublayers(layer)))
     if exact_indices.rows_of(layer) or is_passthrough(layer) or not exact_indices.rounds_indices(rows, dtype):
-        return None
+        return
     for tensor in (tensor for call in keras_internals.calls_of(layer) for tensor in call.input_tensors):
         source = keras_internals.producer_of(tensor)
         if isinstance(source, keras.layers.InputLayer) and keras.backend.is_float_dtype(tensor.dtype):
             looked_up = f"{rows} rows" if rows < math.inf else "any integer"
             declare = f"declare keras.Input(..., name={source.name!r}, dtype='int32') if it holds the indices"
             reason = f"it looks up {looked_up} and gets input {source.name!r} as floats: {declare}"
-            return OpRule(NEEDS_FLOAT32, reason, _KERAS)
-    return None
+            yield OpRule(NEEDS_FLOAT32, reason, _KERAS)
 
 
-def _by_layer_class(layer: keras.Layer, dtype: str) -> OpRule:
-    for layer_class, rule in _RULE_OF_LAYER:
-        if isinstance(layer, layer_class):
-            return rule
-    if not keras.backend.is_float_dtype(layer.compute_dtype):  # a lookup of strings or integers
-        return _DEFAULT
-    # Not for models that only call layers in a graph: their `call` is that of Keras.
-    module = str(getattr(inspect.unwrap(type(layer).call), "__module__", ""))
-    if not module.startswith(("keras.", "kmp.")):
-        return _CUSTOM_LAYER if layer.weights else _CUSTOM_LAYER_WITHOUT_WEIGHTS
-    return _LAYER_WITH_WEIGHTS if layer.weights else _DEFAULT
-
-
-_LAYER_RULES: tuple[Callable[[Any, str], OpRule | None], ...] = (
-    _always_float32,
-    _listed,
-    _by_configuration,
-    _by_float_indices,
-    _by_layer_class,
-)
-_OPERATION_RULES: tuple[Callable[[Any, str], OpRule | None], ...] = (
-    _always_float32,
-    _by_arguments,
-    _by_operation_class,
-)
-
-
-def _out_of_range_rule(constants: Iterable[float], dtype: str) -> OpRule | None:
+def _rules_of_constants(constants: Iterable[float], dtype: str) -> Iterator[OpRule]:
+    """Yields a rule for each constant that is Inf or 0 in `dtype`."""
     number_format, source = FORMATS_16_BIT[dtype], _IEEE if dtype == FLOAT16.name else _BFLOAT16
     for constant in constants:
         magnitude = abs(constant)
         if math.isfinite(magnitude) and magnitude > number_format.max:
             reason = f"the constant {constant:g} exceeds {number_format.max:g} and overflows in {dtype}"
-            return OpRule(NEEDS_FLOAT32, reason, source)
-        if 0.0 < magnitude <= 2.0**number_format.flush_exponent:
+            yield OpRule(NEEDS_FLOAT32, reason, source)
+        elif 0.0 < magnitude <= 2.0**number_format.flush_exponent:
             smallest = number_format.smallest_subnormal
-            return OpRule(
-                NEEDS_FLOAT32, f"the constant {constant:g} is below {smallest:.0g} and is zero in {dtype}", source
-            )
-    return None
+            reason = f"the constant {constant:g} is below {smallest:.0g} and is zero in {dtype}"
+            yield OpRule(NEEDS_FLOAT32, reason, source)

@@ -9,8 +9,6 @@ from keras import layers
 from rich.console import Console
 
 import kmp
-from kmp.conversion.model_parts import parts_of
-from kmp.conversion.precision_rules import FOLLOWS_INPUTS
 
 
 def rows_of(model, *arguments, **options):
@@ -20,12 +18,42 @@ def rows_of(model, *arguments, **options):
 @pytest.mark.parametrize("make", models.ALL, ids=lambda make: make.__name__)
 def test_every_layer_and_operation_has_a_row_with_the_dtype_that_convert_gives_it(make):
     model, _ = make()
-    audit, converted = kmp.audit(model), kmp.convert(model)
-    assert [row.path for row in audit.rows] == [part.path for part in parts_of(model)]
-    for row, part in zip(audit.rows, parts_of(converted), strict=True):
-        if part.is_layer and row.planned_dtype != FOLLOWS_INPUTS and not isinstance(part.operation, layers.InputLayer):
-            assert part.operation.compute_dtype == row.planned_dtype, row.path
+    audit = kmp.audit(model)
+    converted = kmp.audit(kmp.convert(model)).rows
+    for row, after in zip(audit.rows, converted, strict=True):
+        if row.variable_dtype is not None and row.planned_dtype != "follows its inputs":  # a layer
+            assert after.compute_dtype == row.planned_dtype, row.path
     assert json.loads(json.dumps(audit.to_dict()))["plan"] == audit.plan.to_dict()
+
+
+def test_rows_are_in_graph_order_and_shared_layers_have_one():
+    inputs = keras.Input((4,), name="in")
+    shared = layers.Dense(4, name="shared")
+    x = shared(shared(inputs))
+    paths = rows_of(keras.Model(inputs, layers.Dense(2, name="last")(keras.ops.relu(x) + x)))
+    assert [path.rstrip("_0123456789") for path in paths] == ["in", "shared", "relu", "add", "last"]
+
+
+def test_path_starts_with_that_of_the_parent():
+    paths = list(rows_of(models.autoencoder()[0]))
+    assert paths.index("encoder") < next(index for index, path in enumerate(paths) if path.startswith("encoder/dense"))
+    wrapped = keras.Sequential([keras.Input((3, 4)), layers.TimeDistributed(layers.Dense(2, name="in"), name="out")])
+    assert list(rows_of(wrapped))[-2:] == ["out", "out/in"]
+    assert {path.split("/")[0] for path in rows_of(models.gan()[0])} == {"generator", "discriminator"}  # subclassed
+
+
+def test_layers_with_the_same_name_have_different_paths():
+    class TwoDense(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = layers.Dense(2, name="same"), layers.Dense(2, name="same")
+
+        def call(self, inputs):
+            return self.second(self.first(inputs))
+
+    model = TwoDense()
+    model(np.ones((1, 2), "float32"))
+    assert list(rows_of(model)) == ["same", "same#2"]
 
 
 def test_row_has_dtypes_category_reason_and_source():
@@ -68,6 +96,15 @@ def test_batch_adds_overflow_underflow_and_relative_error():
     assert rows["huge"].relative_error is None
 
 
+def test_shares_are_of_all_elements_and_the_error_is_relative_to_the_norm():
+    model = keras.Sequential([keras.Input((4,)), layers.PReLU(name="same"), layers.Dense(1)])
+    batch = np.array([[1.0, 7e4, np.inf, 1e-8], [0.0, 65504.0, 6e-8, np.nan]], "float32")
+    row = rows_of(model, batch)["same"]
+    assert (row.overflow_share, row.underflow_share, row.amax) == (3 / 8, 1 / 8, np.float32(7e4))
+    batch = np.array([[1 + 2**-11, 1.0, 2**-12, 0.0]], "float32")  # the first is halfway, and rounded to even
+    assert rows_of(model, batch)["same"].relative_error == pytest.approx(2**-11 / 2**0.5, rel=1e-3)
+
+
 def test_batch_compares_a_mixed_precision_model_with_its_float32_version():
     model, batch = models.u_net()
     rows = rows_of(kmp.convert(model), batch)
@@ -102,6 +139,34 @@ def test_dimensions_to_pad_are_listed_only_for_16_bit_layers_of_a_mixed_precisio
     assert rows["half"].tensor_cores == ("units 10 -> 16",)
     assert rows["single"].tensor_cores == ()
     assert rows[dense[2].name].tensor_cores == ("inputs 10 -> 16", "units 10 -> 16")
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "expected"),
+    [
+        (layers.Dense(16), (8,), ()),
+        (layers.Dense(10), (12,), ("inputs 12 -> 16", "units 10 -> 16")),
+        (layers.EinsumDense("abc,cde->abde", (None, 3, 4)), (2, 16), ("units 12 -> 16",)),
+        (layers.Conv2D(12, 3), (8, 8, 3), ("channels 3 -> 8", "filters 12 -> 16")),
+        (layers.Conv2DTranspose(12, 3), (8, 8, 16), ("filters 12 -> 16",)),
+        (layers.SeparableConv2D(9, 3), (8, 8, 8), ("filters 9 -> 16",)),
+        (layers.DepthwiseConv2D(3), (8, 8, 3), ()),
+        (layers.LSTM(20), (3, 8), ("units 20 -> 24",)),
+        (layers.GRU(8), (3, 5), ("inputs 5 -> 8",)),
+        (layers.PReLU(), (5,), ()),
+    ],
+    ids=lambda value: value.name if isinstance(value, keras.Layer) else "",
+)
+def test_dimensions_not_divisible_by_8_have_the_padded_size(layer, shape, expected):
+    model = keras.Sequential([keras.Input(shape), layer, layers.Activation("linear")])
+    assert rows_of(model)[layer.name].tensor_cores == expected
+
+
+def test_dimensions_of_attention_are_those_of_its_heads():
+    inputs = keras.Input((3, 16))
+    attended = layers.MultiHeadAttention(2, 12, value_dim=8, name="attention")(inputs, inputs)
+    rows = rows_of(keras.Model(inputs, layers.Activation("linear")(attended)))
+    assert rows["attention"].tensor_cores == ("key_dim 12 -> 16",)
 
 
 def test_audit_with_a_batch_leaves_the_model_unchanged():
