@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -29,15 +29,8 @@ _TEST_SHARE = 0.2
 _MOST_EPOCHS = 8
 
 
-@dataclass(frozen=True)
-class Data:
-    """Images with noise, the same images without, and their labels.
-
-    Args:
-        noisy: Float32 array of shape `(images, pixels)`: `clean` plus Gaussian noise.
-        clean: Float32 array of shape `(images, pixels)`, from 0 to 1.
-        labels: Integer array of shape `(images,)`.
-    """
+class Data(NamedTuple):
+    """Float32 images of shape `(images, pixels)` with noise, the same images without it, and their integer labels."""
 
     noisy: np.ndarray
     clean: np.ndarray
@@ -49,15 +42,8 @@ class Data:
         return {"image": self.clean, "label": self.labels}
 
 
-@dataclass(frozen=True)
-class Variant:
-    """How the model is trained.
-
-    Args:
-        name: Name in the table, the report, and the names of folders.
-        policy: The dtype policy.
-        scaled: Whether kmp scales the loss.
-    """
+class Variant(NamedTuple):
+    """How the model is trained: a name for the table and for folders, the dtype policy, whether kmp scales the loss."""
 
     name: str
     policy: str
@@ -66,14 +52,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one training.
-
-    Args:
-        accuracy: Validation accuracy, from 0 to 1.
-        seconds: Training time.
-        snapshot: State of the optimizer after training.
-        run: All records of the training.
-    """
+    """Validation accuracy of a training, its seconds, the state of the optimizer after it, and all records."""
 
     accuracy: float
     seconds: float
@@ -122,19 +101,31 @@ def train(
     variant: Variant, seed: int, steps: int, parts: tuple[Data, Data], log_dir: Path, on_step: Callable[[], None]
 ) -> Result:
     """Trains one variant with one seed, writes its log to `log_dir`, and evaluates it on the validation part."""
+    import tensorflow as tf
+
+    data, test = parts
     keras.utils.set_random_seed(seed)
     with enable(variant.policy, growth_interval=GROWTH_INTERVAL):
-        model = _model(parts[0].clean.shape[1], classes=int(parts[0].labels.max()) + 1)
-        _compile(model, variant.scaled)
+        adam = keras.optimizers.Adam(2e-3)
+        model = _model(data.clean.shape[1], classes=int(data.labels.max()) + 1)
+        model.compile(
+            # A fixed scale of 1 does not scale the loss. It has the counters, so that all variants are measured alike.
+            wrap(adam) if variant.scaled else LossScaleOptimizer(adam, loss_scale=1.0),
+            loss={"image": "mse", "label": "sparse_categorical_crossentropy"},
+            loss_weights={"image": 1.0, "label": LABEL_WEIGHT},
+            metrics={"label": "accuracy"},
+        )
+        examples = tf.data.Dataset.from_tensor_slices((data.noisy, data.targets)).cache()
+        shuffled = examples.shuffle(len(data.labels), seed=seed).repeat()
         loggers = callbacks.defaults(log_dir, every_n_steps=max(1, steps // 60))
         progress = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: on_step())
         started = time.perf_counter()
         epochs = max(number for number in range(1, _MOST_EPOCHS + 1) if steps % number == 0)
         history = model.fit(
-            _batches(parts[0], seed),
+            shuffled.batch(BATCH_SIZE, drop_remainder=True).prefetch(tf.data.AUTOTUNE),
             epochs=epochs,
             steps_per_epoch=steps // epochs,
-            validation_data=(parts[1].noisy, parts[1].targets),
+            validation_data=(test.noisy, test.targets),
             validation_batch_size=BATCH_SIZE,
             callbacks=[*loggers, progress],
             shuffle=False,
@@ -151,28 +142,7 @@ def _model(pixels: int, classes: int) -> keras.Model:
     trunk = dense(128, activation="relu", name="trunk_2")(trunk)
     image = dense(pixels, dtype="float32", name="image")(dense(128, activation="relu", name="image_hidden")(trunk))
     logits = dense(classes, name="logits")(dense(128, activation="relu", name="label_hidden")(trunk))
-    label = layers.Softmax(name="label")(logits)
-    return keras.Model(noisy, {"image": image, "label": label})
-
-
-def _compile(model: keras.Model, scaled: bool) -> None:
-    adam = keras.optimizers.Adam(2e-3)
-    # A fixed scale of 1 does not scale the loss. It provides the counters, so that all variants are measured alike.
-    optimizer = wrap(adam) if scaled else LossScaleOptimizer(adam, loss_scale=1.0)
-    model.compile(
-        optimizer,
-        loss={"image": "mse", "label": "sparse_categorical_crossentropy"},
-        loss_weights={"image": 1.0, "label": LABEL_WEIGHT},
-        metrics={"label": "accuracy"},
-    )
-
-
-def _batches(data: Data, seed: int) -> Any:
-    import tensorflow as tf
-
-    examples = tf.data.Dataset.from_tensor_slices((data.noisy, data.targets)).cache()
-    shuffled = examples.shuffle(len(data.labels), seed=seed).repeat()
-    return shuffled.batch(BATCH_SIZE, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
+    return keras.Model(noisy, {"image": image, "label": layers.Softmax(name="label")(logits)})
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
