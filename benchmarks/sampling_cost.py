@@ -15,7 +15,7 @@ from measuring import SampledStep, Step, main, shapes_of
 
 from kmp.bench.measurement import MODES, alternate, comparison, seconds_per_call
 from kmp.bench.models import OURS
-from kmp.bench.networks import NETWORKS, Variant, compare
+from kmp.bench.precision import NETWORKS, Variant, measure_network
 from kmp.gradients import gradient_statistics
 
 TENSORS = 4
@@ -40,8 +40,8 @@ def measure(is_quick):
         steps = steps_of(plain, sampled, 5 if is_quick else 25)
         yield comparison("sampling: step, on average", f"Adam, {name}", mode, steps)
     if tf.config.list_physical_devices("GPU") and not is_quick:
-        for name in NETWORKS:
-            yield from compare(name, "XLA", None, 20, 3, VARIANTS)
+        for name in NETWORKS.values():
+            yield from measure_network(name, "XLA", None, 20, 3, VARIANTS)
 
 
 def histograms(side, rounds):

@@ -1,18 +1,8 @@
 """`kmp bench`: measures what each precision gains on this machine."""
 
-from kmp.bench import measurement, models, networks, precision
+from kmp.bench import measurement, models, precision
 from kmp.bench.measurement import MeasurementError
-from kmp.bench.parts import PARTS, measure
+from kmp.bench.precision import PARTS, measure
 from kmp.bench.results import header, run
 
-__all__ = [
-    "PARTS",
-    "MeasurementError",
-    "header",
-    "measure",
-    "measurement",
-    "models",
-    "networks",
-    "precision",
-    "run",
-]
+__all__ = ["PARTS", "MeasurementError", "header", "measure", "measurement", "models", "precision", "run"]

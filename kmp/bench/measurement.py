@@ -57,15 +57,7 @@ class Measurement:
 def comparison(
     section: str, case: str, mode: str, values: Mapping[str, Sequence[float]], unit: str = "s"
 ) -> list[Measurement]:
-    """Returns the medians, and the ratios to the first variant.
-
-    Args:
-        section: As in `Measurement`.
-        case: As in `Measurement`.
-        mode: As in `Measurement`.
-        values: The values of each variant, one per round. The others are compared with the first variant.
-        unit: As in `Measurement`.
-    """
+    """Returns the medians of the values of each variant, one per round, and the ratios to the first variant."""
     first = next(iter(values.values()))
 
     def spread(numbers: Sequence[float]) -> Range | None:
@@ -81,12 +73,7 @@ def comparison(
 
 
 def alternate(functions: Mapping[_Name, Callable[[], _Result]], rounds: int) -> dict[_Name, list[_Result]]:
-    """Returns what each function returned in each round. A round calls every function once.
-
-    Args:
-        functions: The functions, by the name of the variant.
-        rounds: Number of rounds, without the warm-up round.
-    """
+    """Returns what each function returned in each round, which calls every function once, after a warm-up round."""
     results = [{name: function() for name, function in functions.items()} for _ in range(rounds + 1)][1:]
     return {name: [own[name] for own in results] for name in functions}
 

@@ -114,14 +114,7 @@ def bert(batch: int, length: int) -> Task:
 
 
 def compiled_model(task: Task, policy: str, scaling: str, mode: str) -> keras.Model:
-    """Returns a new compiled model of a task.
-
-    Args:
-        task: The task.
-        policy: The dtype policy of the layers.
-        scaling: `BARE`, `KERAS` or `OURS`.
-        mode: One of `MODES`.
-    """
+    """Returns a new compiled model of a task, with `BARE`, `KERAS` or `OURS` as scaling, in one of `MODES`."""
     previous_policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)
     try:
@@ -153,14 +146,7 @@ class _StepTimer(keras.callbacks.Callback):
 def timed_training(
     model: keras.Model, task: Task, steps: int, callbacks: Sequence[keras.callbacks.Callback] = ()
 ) -> Callable[[], float]:
-    """Returns a function that continues the training with `fit` and returns the mean seconds of a step.
-
-    Args:
-        model: A compiled model of the task.
-        task: The task.
-        steps: Number of steps to time in each call.
-        callbacks: Callbacks of the training.
-    """
+    """Returns a function that continues the training with `fit` and returns the mean seconds of a step."""
     data = tf.data.Dataset.from_tensors((task.x, task.y)).cache().repeat()
     timer = _StepTimer()
 

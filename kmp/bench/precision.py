@@ -1,56 +1,114 @@
-"""The throughput of each number format: of a matrix product, a convolution, and the training of small models."""
+"""What each precision gains here: of a matrix product and a convolution, of small models, and of large networks."""
 
 import functools
 import gc
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from kmp.bench.measurement import MODES, Measurement, alternate, comparison, seconds_per_call
-from kmp.bench.models import BARE, OURS, Task, compiled_model, convolutional, mlp, timed_training, transformer
+from kmp import callbacks
+from kmp.bench import models
+from kmp.bench.measurement import (
+    MODES,
+    Measurement,
+    alternate,
+    comparison,
+    in_new_process,
+    peak_memory,
+    reset_peak_memory,
+    seconds_per_call,
+)
+from kmp.bench.models import BARE, KERAS, OURS, Task, compiled_model, timed_training
 from kmp.policy import Hardware, hardware, xla_error
 from kmp.replay import tensor_float_32
 
-WITHOUT_TF32 = "float32 without TF32"
+PARTS = ("precision", "resnet", "bert")
+NETWORKS = {"resnet": "ResNet-50", "bert": "BERT-base"}
 TRAINING = "training"
-
-_POLICIES = {"float32": "float32", WITHOUT_TF32: "float32", "float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
-_SIMPLEST_FIRST = ("float32", "bfloat16", "float16")
 _FASTER = 1.1  # a smaller gain is not worth another number format, or a compilation
 
 
-@dataclass(frozen=True)
-class Recommendation:
-    """What trains fastest on this machine.
+class Variant(NamedTuple):
+    """How a model is trained.
 
     Args:
-        policy: The dtype policy: `"float32"` unless another is at least 1.1 times as fast.
-        jit_compile: Whether to compile the training step with XLA.
-        speedup: The throughput divided by that of float32 in its faster mode.
+        policy: The dtype policy of its layers.
+        scaling: As in `compiled_model`.
+        tensor_float_32: Whether float32 products may use TF32, as TensorFlow does by default.
+        has_callbacks: Whether it is trained with `kmp.callbacks.defaults()` and a log.
+        histogram_every: Steps between two histograms of the gradients; 0 for none.
     """
 
     policy: str
-    jit_compile: bool
-    speedup: float
+    scaling: str = BARE
+    tensor_float_32: bool = True
+    has_callbacks: bool = False
+    histogram_every: int = 0
 
 
-def formats_on(machine: Hardware) -> list[str]:
-    """Returns the formats to compare.
+# Of each table, the others are compared with the first.
+WITHOUT_TF32 = "float32 without TF32"
+FORMATS = {
+    "float32": Variant("float32"),
+    WITHOUT_TF32: Variant("float32", tensor_float_32=False),
+    "float16": Variant("mixed_float16", OURS),
+    "bfloat16": Variant("mixed_bfloat16"),
+}
+VARIANTS = {
+    "float32": FORMATS["float32"],
+    WITHOUT_TF32: FORMATS[WITHOUT_TF32],
+    "mixed_float16, unscaled": Variant("mixed_float16"),
+    "mixed_float16, Keras": Variant("mixed_float16", KERAS),
+    "mixed_float16, kmp": Variant("mixed_float16", OURS),
+    "mixed_float16, kmp + callbacks": Variant("mixed_float16", OURS, has_callbacks=True),
+    "mixed_bfloat16": FORMATS["bfloat16"],
+}
 
-    On a GPU with TF32, TensorFlow computes matrix products and convolutions of float32 in TF32, and this is what the
-    others are compared with. A GPU without bfloat16 has no TF32 either: both came with compute capability 8.0.
+
+def first_device() -> Hardware:
+    """Returns the first GPU, on which everything is measured; without GPUs that is the CPU."""
+    return Hardware(hardware().gpus[:1])
+
+
+def usable(variants: Mapping[str, Variant]) -> dict[str, Variant]:
+    """Returns the variants that differ here. A GPU without bfloat16 has no TF32: both came with capability 8.0."""
+    machine = first_device()
+    return {
+        name: variant
+        for name, variant in variants.items()
+        if (variant.tensor_float_32 or machine.bfloat16)
+        and (variant.policy != "mixed_bfloat16" or machine.bfloat16 or not machine.gpus)
+    }
+
+
+def measure(
+    only: Sequence[str] = (), is_quick: bool = False, mode: str | None = None, batch: int | None = None
+) -> Iterator[list[Measurement]]:
+    """Measures what each precision gains on this machine, and yields each comparison when it is done.
+
+    Args:
+        only: Names in `PARTS`; all of them on a GPU if empty, and `"precision"` on a CPU or if it has to be quick.
+        is_quick: Whether to measure fewer steps and rounds, and under XLA only.
+        mode: One of `MODES`, to train in this one only.
+        batch: Batch size of the large networks; `None` for their defaults.
     """
-    if machine.bfloat16:
-        return list(_POLICIES)
-    return ["float32", "float16"] if machine.gpus else ["float32", "float16", "bfloat16"]
+    modes = [mode] if mode else ["XLA"] if is_quick else list(MODES)
+    for part in only or (PARTS if hardware().gpus and not is_quick else PARTS[:1]):
+        if part == "precision":
+            yield from measure_operations()
+            yield from measure_small_models(modes, *((20, 2) if is_quick else (250, 5)))
+        else:
+            for each in modes:
+                yield from measure_network(NETWORKS[part], each, batch, *((2, 1) if is_quick else (20, 3)))
 
 
 def measure_machine() -> Iterator[list[Measurement]]:
     """Measures both operations and the training of a transformer block, in less than a minute."""
     yield from measure_operations()
-    machine = Hardware(hardware().gpus[:1])
+    machine = first_device()
     # On a GPU the arithmetic takes longer than the launches of the kernels: 2.6 TFLOP a step from compute capability
     # 8.0, 1.3 TFLOP below, about 3 GB. The next sizes are for a GPU whose memory is in use.
     sizes = [(2048, 128 if machine.bfloat16 else 64), (1024, 64), (512, 32)] if machine.gpus else [(64, 8)]
@@ -58,7 +116,7 @@ def measure_machine() -> Iterator[list[Measurement]]:
         for width, batch in sizes:
             try:
                 case = f"transformer block, {batch} x 64 x {width}"
-                yield measure_training(case, functools.partial(transformer, width), batch, mode, 4, 3)
+                yield measure_training(case, functools.partial(models.transformer, width), batch, mode, 4, 3)
                 break
             except tf.errors.ResourceExhaustedError:
                 if (width, batch) == sizes[-1]:
@@ -68,20 +126,19 @@ def measure_machine() -> Iterator[list[Measurement]]:
 def measure_small_models(modes: Sequence[str], steps: int, rounds: int) -> Iterator[list[Measurement]]:
     """Measures the training of a dense network, a convolutional one and a transformer block."""
     scale, more = (16, 8) if hardware().gpus else (2, 1)
-    models: dict[str, tuple[Callable[[int], Task], int]] = {
-        "MLP": (functools.partial(mlp, 256 * scale), 128 * more),
-        "conv net": (functools.partial(convolutional, 16 * scale), 32 * more),
-        "transformer block": (functools.partial(transformer, 64 * scale), 8 * more),
+    tasks: dict[str, tuple[Callable[[int], Task], int]] = {
+        "MLP": (functools.partial(models.mlp, 256 * scale), 128 * more),
+        "conv net": (functools.partial(models.convolutional, 16 * scale), 32 * more),
+        "transformer block": (functools.partial(models.transformer, 64 * scale), 8 * more),
     }
-    for name, (make_task, batch) in models.items():
+    for name, (make_task, batch) in tasks.items():
         for mode in modes:
             yield measure_training(name, make_task, batch, mode, steps, rounds)
 
 
 def measure_operations() -> Iterator[list[Measurement]]:
-    """Measures a matrix product and a convolution on the first GPU, or on the CPU if there is none."""
-    machine = Hardware(hardware().gpus[:1])
-    size, batch, side, channels, calls = (4096, 64, 56, 256, 20) if machine.gpus else (512, 8, 32, 32, 3)
+    """Measures the throughput of a matrix product and a convolution in each format."""
+    size, batch, side, channels, calls = (4096, 64, 56, 256, 20) if hardware().gpus else (512, 8, 32, 32, 3)
 
     def throughput(name: str, function: Callable[..., Any], shapes: Sequence[Any], operations: int) -> Any:
         dtype = tf.dtypes.as_dtype("float32" if name == WITHOUT_TF32 else name)
@@ -105,64 +162,28 @@ def measure_operations() -> Iterator[list[Measurement]]:
             name, lambda x, y: tf.nn.conv2d(x, y, 1, "SAME"), shapes, 18 * own_batch * (side * channels) ** 2
         )
 
-    cases = {
+    for case, make in {
         f"matrix product, {size} x {size}": product,
         f"convolution, {batch} x {side} x {side} x {channels}": convolution,
-    }
-    for case, make in cases.items():
-        yield _compare("operations", case, "graph", {name: make(name) for name in formats_on(machine)}, 3, "GFLOP/s")
+    }.items():
+        yield _compare("operations", case, "graph", {name: make(name) for name in usable(FORMATS)}, 3, "GFLOP/s")
 
 
 def measure_training(
     case: str, make_task: Callable[[int], Task], batch: int, mode: str, steps: int, rounds: int
 ) -> list[Measurement]:
-    """Measures the training of a model in each format, with kmp's loss scaling in float16.
-
-    Args:
-        case: Name of the model.
-        make_task: Returns the task for a batch size.
-        batch: The batch size.
-        mode: One of `MODES`.
-        steps: Training steps of each round.
-        rounds: Number of rounds.
-    """
-
-    def throughput(name: str) -> Callable[[], float]:
-        task, policy = make_task(_batch_for(name, batch)), _POLICIES[name]
-        model = compiled_model(task, policy, OURS if policy == "mixed_float16" else BARE, mode)
-        train = timed_training(model, task, steps)
-        return lambda: task.units / train()
-
-    functions = {name: throughput(name) for name in formats_on(Hardware(hardware().gpus[:1]))}
+    """Measures the training of a model, of which `make_task` returns the task for a batch size, in each format."""
+    functions = {}
+    for name, variant in usable(FORMATS).items():
+        task = make_task(_batch_for(name, batch))
+        train = timed_training(compiled_model(task, variant.policy, variant.scaling, mode), task, steps)
+        functions[name] = lambda task=task, train=train: task.units / train()
     try:
-        return _compare(TRAINING, case, mode, functions, rounds, make_task(1).unit)
+        return _compare(TRAINING, case, mode, functions, rounds, task.unit)
     finally:
         functions.clear()
+        del train
         gc.collect()  # Keras' models are reference cycles, and the next ones need the memory
-
-
-def recommend(results: Sequence[Measurement]) -> Recommendation | None:
-    """Returns the policy and mode to train with: the simplest of which the fastest is less than 1.1 times as fast.
-
-    float32 is simpler than bfloat16, bfloat16 than float16, which needs a loss scale, and each is simpler without XLA.
-    A format of 16 bits is at least 1.1 times as fast as float32 in its faster mode. Without a measured training step,
-    returns `None`.
-
-    Args:
-        results: The results of `measure_machine`.
-    """
-    rates = {
-        (result.variant, MODES[result.mode]): result.value
-        for result in results
-        if result.section == TRAINING and result.variant in _SIMPLEST_FIRST
-    }
-    if not rates:
-        return None
-    in_float32 = max(rate for (variant, _), rate in rates.items() if variant == "float32")
-    worthwhile = [key for key, rate in rates.items() if key[0] == "float32" or rate >= _FASTER * in_float32]
-    simplest_first = sorted(worthwhile, key=lambda key: (_SIMPLEST_FIRST.index(key[0]), key[1]))
-    name, jit_compile = next(key for key in simplest_first if _FASTER * rates[key] > max(rates.values()))
-    return Recommendation(_POLICIES[name], jit_compile, rates[name, jit_compile] / in_float32)
 
 
 def _batch_for(name: str, batch: int) -> int:
@@ -174,8 +195,98 @@ def _compare(
     section: str, case: str, mode: str, functions: Mapping[str, Callable[[], float]], rounds: int, unit: str
 ) -> list[Measurement]:
     def in_format(name: str) -> float:
-        with tensor_float_32(name != WITHOUT_TF32):
+        with tensor_float_32(FORMATS[name].tensor_float_32):
             return functions[name]()
 
     rates = alternate({name: functools.partial(in_format, name) for name in functions}, rounds)
     return comparison(section, case, mode, rates, unit)
+
+
+def task_of(name: str, batch: int | None = None) -> Task:
+    """Returns the task of a network in `NETWORKS`, by default with a batch that fits 16 GB; a small one on a CPU."""
+    if hardware().gpus:
+        return models.resnet50(batch or 64, side=224) if name == "ResNet-50" else models.bert(batch or 32, length=128)
+    return models.resnet50(batch or 8, side=64) if name == "ResNet-50" else models.bert(batch or 8, length=32)
+
+
+def measure_network(
+    name: str, mode: str, batch: int | None, steps: int, rounds: int, variants: Mapping[str, Variant] = VARIANTS
+) -> Iterator[list[Measurement]]:
+    """Trains each variant of a network in its own process and yields throughput, memory, and step times in float16.
+
+    The processes run one after another, so other load on the machine may slow only some of them.
+    """
+    task = task_of(name, batch)
+    case = f"{name}, {len(task.x)} of {'x'.join(map(str, task.x.shape[1:]))}"
+    seconds: dict[str, Sequence[float]] = {}
+    peaks: dict[str, Sequence[float]] = {}
+    for label, variant in usable(variants).items():
+        seconds[label], peak = in_new_process(train_network, variant, name, mode, batch, steps, rounds)
+        peaks[label] = [peak]
+    rates = {label: [task.units / step for step in own] for label, own in seconds.items()}
+    yield comparison("network throughput", case, mode, rates, task.unit)
+    yield comparison("network memory", case, mode, peaks, "B")
+    in_float16 = {label: own for label, own in seconds.items() if variants[label].policy == "mixed_float16"}
+    if in_float16:
+        yield comparison("network step in mixed_float16", case, mode, in_float16)
+
+
+def train_network(
+    variant: Variant, name: str, mode: str, batch: int | None, steps: int, rounds: int
+) -> tuple[list[float], int]:
+    """Returns the seconds of a step for each round, and the bytes that the training adds to the peak memory.
+
+    Call it in a new process: on the host the peak covers all that the process has held. On a GPU the peak starts after
+    the first steps, which try algorithms that need more memory.
+    """
+    with tensor_float_32(variant.tensor_float_32), tempfile.TemporaryDirectory() as folder:
+        warm_up = models.mlp(256)  # excludes what happens once per process
+        timed_training(compiled_model(warm_up, "float32", BARE, mode), warm_up, 1)()
+        reset_peak_memory()
+        before = peak_memory()
+        task = task_of(name, batch)
+        model = compiled_model(task, variant.policy, variant.scaling, mode)
+        extra: list[Any] = callbacks.defaults(folder) if variant.has_callbacks else []
+        if variant.histogram_every:
+            extra = [callbacks.GradientHistogram(every_n_steps=variant.histogram_every)]
+        steps = max(steps, variant.histogram_every, 250 * variant.has_callbacks)  # the callbacks read at least once
+        train = timed_training(model, task, steps, extra)
+        train()
+        reset_peak_memory()
+        return [train() for _ in range(rounds)], peak_memory() - before
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What trains fastest on this machine.
+
+    Args:
+        policy: The dtype policy: `"float32"` unless another is at least 1.1 times as fast.
+        jit_compile: Whether to compile the training step with XLA.
+        speedup: The throughput divided by that of float32 in its faster mode.
+    """
+
+    policy: str
+    jit_compile: bool
+    speedup: float
+
+
+def recommend(results: Sequence[Measurement]) -> Recommendation | None:
+    """Returns the policy and mode to train with: the simplest of which the fastest is less than 1.1 times as fast.
+
+    float32 is simpler than bfloat16, bfloat16 than float16, which needs a loss scale, and each is simpler without XLA.
+    A format of 16 bits is at least 1.1 times as fast as float32 in its faster mode. Without a measured training step,
+    returns `None`.
+    """
+    simplest_first = ("float32", "bfloat16", "float16")
+    rates = {
+        (simplest_first.index(result.variant), MODES[result.mode]): result.value
+        for result in results
+        if result.section == TRAINING and result.variant in simplest_first
+    }
+    if not rates:
+        return None
+    in_float32 = max(rate for (index, _), rate in rates.items() if index == 0)
+    worthwhile = [key for key, rate in rates.items() if key[0] == 0 or rate >= _FASTER * in_float32]
+    index, jit_compile = next(key for key in sorted(worthwhile) if _FASTER * rates[key] > max(rates.values()))
+    return Recommendation(FORMATS[simplest_first[index]].policy, jit_compile, rates[index, jit_compile] / in_float32)

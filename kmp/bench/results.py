@@ -32,12 +32,6 @@ def run(
         comparisons: Measures when it is iterated over.
         json_file: JSON file of the results, written again after each comparison. `None` for no file.
         figure: File to draw the ratios into, unless there are none. `None` for no file.
-
-    Returns:
-        All results.
-
-    Raises:
-        MeasurementError: If a measurement fails.
     """
     # Other processes share the GPU with this one. By default TensorFlow reserves all of its memory for one process.
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")

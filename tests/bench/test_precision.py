@@ -3,11 +3,18 @@ import pytest
 import tensorflow as tf
 from conftest import values
 
+from kmp import bench
 from kmp.bench import measurement, models, precision
 from kmp.bench.models import BARE
+from kmp.bench.precision import FORMATS, VARIANTS, Variant
 from kmp.policy import Gpu, Hardware
 
-T4, A100 = Hardware((Gpu("T4", (7, 5)),)), Hardware((Gpu("A100", (8, 0)),))
+CPU, T4, A100 = Hardware(()), Hardware((Gpu("T4", (7, 5)),)), Hardware((Gpu("A100", (8, 0)),))
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(precision, "task_of", lambda name, batch: models.mlp(16, batch or 8))
 
 
 def measured(float16, bfloat16, xla):
@@ -42,10 +49,24 @@ def test_nothing_is_recommended_without_a_training():
     assert precision.recommend(measured(2.0, 1.0, 1.0)[:3]) is None
 
 
-def test_formats_are_those_that_the_gpu_computes_in():
-    assert precision.formats_on(T4) == ["float32", "float16"]
-    assert precision.formats_on(A100) == ["float32", "float32 without TF32", "float16", "bfloat16"]
-    assert precision.formats_on(Hardware(())) == ["float32", "float16", "bfloat16"]
+@pytest.mark.parametrize(
+    ("machine", "missing"),
+    [(CPU, {precision.WITHOUT_TF32}), (T4, {precision.WITHOUT_TF32, "bfloat16", "mixed_bfloat16"}), (A100, set())],
+    ids=["CPU", "T4", "A100"],
+)
+@pytest.mark.usefixtures("tiny")
+def test_variants_are_those_that_differ_here_by_throughput_memory_and_step_time(monkeypatch, machine, missing):
+    calls = []
+    monkeypatch.setattr(precision, "hardware", lambda: machine)
+    monkeypatch.setattr(precision, "in_new_process", lambda *call: calls.append(call) or ([0.5, 0.25], 1000))
+    throughput, memory, steps = precision.measure_network("BERT-base", "XLA", None, 20, 2)
+    labels = [label for label in VARIANTS if label not in missing]
+    assert calls == [(precision.train_network, VARIANTS[label], "BERT-base", "XLA", None, 20, 2) for label in labels]
+    assert [result.variant for result in throughput] == [result.variant for result in memory] == labels
+    assert {result.case for result in (*throughput, *memory, *steps)} == {"BERT-base, 8 of 16"}
+    assert [(result.value, result.unit) for result in throughput] == [(24.0, "images/s")] * len(labels)
+    assert [result.variant for result in steps] == [label for label in labels if label.startswith("mixed_float16")]
+    assert set(precision.usable(FORMATS)) == set(FORMATS) - missing
 
 
 def test_training_on_a_gpu_is_smaller_if_the_memory_is_not_enough(monkeypatch):
@@ -61,11 +82,69 @@ def test_training_on_a_gpu_is_smaller_if_the_memory_is_not_enough(monkeypatch):
     assert list(precision.measure_machine()) == [(case, "graph"), (case, "XLA")]
 
 
+@pytest.mark.usefixtures("tiny")
+def test_warmup_counts_neither_for_time_nor_for_peak_memory(monkeypatch):
+    events, peaks = [], iter([100, 300])
+
+    def timed_training(model, task, steps, callbacks=()):
+        return lambda: events.append((steps, len(callbacks))) or 0.5
+
+    monkeypatch.setattr(precision, "timed_training", timed_training)
+    monkeypatch.setattr(precision, "reset_peak_memory", lambda: events.append("reset"))
+    monkeypatch.setattr(precision, "peak_memory", lambda: events.append("peak") or next(peaks))
+    variant = Variant("mixed_float16", models.OURS, histogram_every=100)
+    assert precision.train_network(variant, "ResNet-50", "graph", 8, 20, 2) == ([0.5, 0.5], 200)
+    trained = (100, 1)  # a histogram is drawn at least once
+    assert events == [(1, 0), "reset", "peak", trained, "reset", trained, trained, "peak"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "machine", "expected"),
+    [
+        ({}, CPU, ["operations", "small graph XLA"]),
+        (
+            {},
+            T4,
+            [
+                "operations",
+                "small graph XLA",
+                *(f"{n} {m}" for n in ("ResNet-50", "BERT-base") for m in ("graph", "XLA")),
+            ],
+        ),
+        ({"is_quick": True}, T4, ["operations", "small XLA"]),
+        ({"only": ["bert"], "mode": "graph"}, CPU, ["BERT-base graph"]),
+    ],
+)
+def test_large_networks_are_measured_by_default_on_a_gpu(monkeypatch, arguments, machine, expected):
+    monkeypatch.setattr(precision, "hardware", lambda: machine)
+    monkeypatch.setattr(precision, "measure_operations", lambda: iter(["operations"]))
+    monkeypatch.setattr(precision, "measure_small_models", lambda modes, *rest: iter([" ".join(["small", *modes])]))
+    monkeypatch.setattr(precision, "measure_network", lambda name, mode, *rest: iter([f"{name} {mode}"]))
+    assert list(bench.measure(**arguments)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny")
+def test_training_with_callbacks_is_measured():
+    seconds, _ = precision.train_network(VARIANTS["mixed_float16, kmp + callbacks"], "ResNet-50", "graph", 8, 1, 2)
+    assert len(seconds) == 2
+    assert min(seconds) > 0
+
+
+@pytest.mark.slow
+def test_networks_have_the_parameters_of_resnet50_and_bert_base():
+    assert len(models.resnet50(2, side=64).build().trainable_variables) == 214
+    encoder = models.bert(2, length=32)
+    # embeddings of 30522 tokens and 32 positions, 12 blocks of 7,087,872, LayerNormalization, pooler, two classes
+    assert encoder.build().count_params() == (30522 + 32) * 768 + 12 * 7_087_872 + 2 * 768 + 768 * 769 + 2 * 769
+    assert (encoder.unit, encoder.units) == ("tokens/s", 64)
+
+
 @pytest.mark.slow
 def test_each_precision_is_measured_on_this_machine():
     is_tf32_allowed = tf.config.experimental.tensor_float_32_execution_enabled()
     results = [result for compared in precision.measure_machine() for result in compared]
-    assert {result.variant for result in results} == set(precision.formats_on(precision.hardware()))
+    assert {result.variant for result in results} == set(precision.usable(FORMATS))
     assert {(result.section, result.mode) for result in results} == {
         *(("operations", "graph"), (precision.TRAINING, "graph"), (precision.TRAINING, "XLA"))
     }

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from kmp.bench import results
 from kmp.bench.measurement import Measurement
-from kmp.bench.networks import VARIANTS
+from kmp.bench.precision import VARIANTS
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 RESULTS = [
@@ -60,9 +60,6 @@ def test_comparison_is_one_line_of_text_when_it_is_done_after_the_versions():
     lines = shown(RESULTS[5:7], width=20).splitlines()
     assert f"peak memory, Adam, 8 large: bare 100 MiB; kmp 105 MiB {TIMES}1.05" in lines
     assert f"keras: {keras.__version__}" in lines
-
-
-def test_small_amounts_of_memory_are_in_kib():
     assert "1.5 KiB" in shown([Measurement("log", "a sample", "", "50 variables", 1536.0, "B", None)])
 
 
