@@ -16,6 +16,15 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # its float16 is many times slower on newer CPUs
 
+import keras
+import numpy as np
+from measuring import shapes_of
+
+import kmp
+from kmp.callbacks import Monitor
+from kmp.callbacks.training_records import record_size
+from kmp.records import BIN_COUNT, FIRST_EXPONENT, BinCounts, GradientSample, compact
+
 LIMIT = 10_000
 EVERY_N_STEPS = 10
 BATCH_SIZE = 32
@@ -23,41 +32,29 @@ MILLION = 1_000_000
 OVERFLOW_EVERY = 2_000  # steps: the default growth interval
 
 
-def dense(features):
-    import keras
-
-    return keras.layers.Dense(features, activation="relu", kernel_initializer="he_normal")
+def dense():
+    return keras.layers.Dense(64, activation="relu", kernel_initializer="he_normal")
 
 
 def residual_blocks(x):
     """150 residual blocks of two layers."""
-    import keras
-
     for _ in range(150):
-        update = keras.layers.Dense(64)(dense(64)(x))
-        x = keras.layers.Add()([x, 0.1 * update])
+        x = keras.layers.Add()([x, 0.1 * keras.layers.Dense(64)(dense()(x))])
     return x
 
 
 def branches(x):
     """30 branches of ten layers: gradients of many magnitudes, and many zeros."""
-    import keras
-
     outputs = []
     for _ in range(30):
         outputs.append(x)
         for _ in range(10):
-            outputs[-1] = dense(64)(outputs[-1])
+            outputs[-1] = dense()(outputs[-1])
     return keras.layers.Add()(outputs)
 
 
 def measure(build, steps):
     """Trains a model, and returns the bytes of the log and of TensorBoard's files per sample."""
-    import keras
-    import numpy as np
-
-    import kmp
-
     keras.utils.set_random_seed(0)
     with kmp.enable(), tempfile.TemporaryDirectory() as folder:
         x = keras.Input((64,))
@@ -74,10 +71,6 @@ def measure(build, steps):
 
 def sample_of(shapes):
     """Returns a sample of random gradients: normally distributed times magnitudes over four decades, with zeros."""
-    import numpy as np
-
-    from kmp.records import BIN_COUNT, FIRST_EXPONENT, BinCounts, GradientSample
-
     random = np.random.default_rng(0)
     counts = np.zeros((len(shapes), BIN_COUNT), np.int64)
     norms, amax = np.zeros(len(shapes)), np.zeros(len(shapes))
@@ -93,10 +86,7 @@ def sample_of(shapes):
 
 def million_steps(variables):
     """Returns the bytes that a million steps add to the log and to TensorBoard's files."""
-    from kmp.callbacks import Monitor
-    from kmp.callbacks.training_records import record_size
-
-    sample = sample_of([(64, 64), (64,)] * (variables // 2))
+    sample = sample_of(shapes_of(f"{variables} small"))
     counts = {key: dict.fromkeys(sample.names, 1) for key in ("overflows_by_variable", "overflow_origins_by_variable")}
     histograms = [600 * (1 + variables // 2), *[600] * 9]  # of TensorBoard, with their tags: every tenth by layer
     log = events = step = reads = 0
@@ -110,18 +100,10 @@ def million_steps(variables):
     return [log + 500 * reads, events + 1_000 * reads]  # loss scale, counters and the numbers of a sample
 
 
-def resnet_shapes():
-    import keras
-
-    return [tuple(v.shape) for v in keras.applications.ResNet50(weights=None).trainable_variables]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()
-    from kmp.records import compact
-
     largest = 0
     for build in (residual_blocks, branches):
         log, events = measure(build, arguments.steps)
@@ -129,7 +111,7 @@ def main():
         print(
             f"600 variables, {build.__name__}: {log:,.0f} bytes a sample in kmp.jsonl, {events:,.0f} in TensorBoard's"
         )
-    shapes = resnet_shapes()
+    shapes = shapes_of("ResNet-50")
     resnet = dict(compact(sample_of(shapes)))
     names = len(json.dumps(resnet.pop("names")))
     print(

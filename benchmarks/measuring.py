@@ -39,12 +39,7 @@ _INNER = {
 
 
 def main(measure: Callable[[bool], Iterator[list[Measurement]]], description: str | None) -> None:
-    """Parses `--quick` and `--json FILE`, runs the benchmark, and prints its results.
-
-    Args:
-        measure: Yields each comparison when it is measured. Its argument: whether to measure little, to try it out.
-        description: Docstring of the script.
-    """
+    """Parses `--quick`, which `measure` gets, and `--json FILE`, runs the benchmark, and prints its results."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="measure little, to try the benchmark out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to a JSON file")
@@ -114,12 +109,7 @@ class Step:
 
 
 class SampledStep(Step):
-    """A step of kmp's Adam that is prepared for sampling, and the parts of a sample.
-
-    Args:
-        shapes: Shapes of the variables.
-        mode: One of `MODES`.
-    """
+    """A step of kmp's Adam that is prepared for sampling, and the parts of a sample."""
 
     def __init__(self, shapes: Shapes, mode: str) -> None:
         super().__init__(OURS, shapes, mode)
