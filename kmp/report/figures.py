@@ -45,12 +45,12 @@ def figures(summary: RunSummary) -> dict[str, ReportFigure]:
         "exponents_over_steps": ReportFigure(NOT_SAMPLED),
         "what_if": ReportFigure(scales.note),
         "overflowing_variables": ReportFigure(
-            "No variable overflowed." if summary.counts_overflows else "Overflows were not counted."
+            "Overflows were not counted." if summary.skipped_steps is None else "No variable overflowed."
         ),
     }
     if any(row.get("loss_scale") for row in run.rows):
         caption = "The loss scale, with a mark where steps were skipped."
-        end, count = scale(metrics.scale), skipped(metrics.overflows, metrics.steps)
+        end, count = scale(metrics.scale), skipped(summary.skipped_steps or 0, metrics.steps)
         alt = f"The loss scale over the training steps, {end} at the end; {count}."
         found["loss_scale"] = ReportFigure(caption, alt, _svg(plots.loss_scale, run))
     if sample is not None:

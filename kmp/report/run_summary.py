@@ -60,9 +60,10 @@ class RunSummary:
         return bool(self.advice) or self.metrics.gradients.curve is not None
 
     @property
-    def counts_overflows(self) -> bool:
-        """Whether the skipped steps were recorded."""
-        return self.run.last("overflow_count") is not None
+    def skipped_steps(self) -> int | None:
+        """The steps skipped since training began, also before a fallback to float32; `None` if not recorded."""
+        count = self.run.last("overflow_count")
+        return None if count is None else int(count)
 
     @property
     def subtitle(self) -> str:
@@ -92,9 +93,9 @@ class RunSummary:
         metrics, last = self.metrics, self.run.last
         losses = self.run.series("last_loss")[1]
         skipped, origin = UNKNOWN, UNKNOWN
-        if self.counts_overflows:
-            share_in_all = f" ({share_of(metrics.overflows, metrics.steps)})" if metrics.overflows else ""
-            skipped, origin = f"{metrics.overflows}{share_in_all}", "none"
+        if self.skipped_steps is not None:
+            share_in_all = f" ({share_of(self.skipped_steps, metrics.steps)})" if self.skipped_steps else ""
+            skipped, origin = f"{self.skipped_steps}{share_in_all}", "none"
         return (
             ("computed in", metrics.dtypes if self.run.settings else UNKNOWN),
             ("steps", str(metrics.steps)),

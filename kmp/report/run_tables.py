@@ -86,14 +86,14 @@ def overflow_and_underflow(run: RunSummary) -> Table:
     """Returns how often each variable was the origin of an overflow or underflow, and how often it had one at all."""
     metrics = run.metrics.gradients
     columns = {
-        "overflow origin": run.metrics.overflow_origins,
+        "overflow origin": run.run.last("overflow_origins_by_variable", {}),
         "overflowed": run.run.last("overflows_by_variable", {}),
         "underflow origin": metrics.underflow_origins,
         "underflowed": metrics.underflows,
     }
     names = dict.fromkeys(name for counts in columns.values() for name in counts)
     if not names:
-        overflow = "No variable overflowed" if run.counts_overflows else "Overflows were not counted"
+        overflow = "No variable overflowed" if run.skipped_steps is not None else "Overflows were not counted"
         return Table(note=f"{overflow}, and no underflow was detected.")
     counted = {name: [counts.get(name, 0) for counts in columns.values()] for name in names}
     rows = [(name, *map(str, counted[name])) for name in heapq.nlargest(MAX_ROWS, counted, key=counted.__getitem__)]
@@ -123,7 +123,8 @@ def other_scales(run: RunSummary) -> Table:
             shares = {key: share(value) for key, value in curve.at(exponent).items()}
             underflow = " to ".join(dict.fromkeys([shares["underflow"], shares["underflow_bound"]]))
             rows.append((f"{name}: {scale(2.0**exponent)}", underflow, shares["overflow"], shares["skipped"]))
-    itself = f" In the run itself, {skipped(run.metrics.overflows, run.metrics.steps)}." * run.counts_overflows
+    count = run.skipped_steps
+    itself = "" if count is None else f" In the run itself, {skipped(count, run.metrics.steps)}."
     source = (
         "Measured with a float32 reference pass."
         if curve.is_measured

@@ -16,6 +16,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import compiled_model, fit, sample_from
 from rich.console import Console
 
@@ -428,6 +429,17 @@ def test_overflows_are_sorted_by_origin():
     assert {row[:3] for row in table.rows[1:]} == {("m/first/kernel", "0", "60"), ("m/first/bias", "0", "60")}
 
 
+def test_skipped_steps_are_counted_since_training_began_also_after_a_fallback():
+    run = make_run(skipped=60, shift=20)
+    middle = len(run.rows) // 2
+    run.rows.insert(middle, {"step": run.rows[middle - 1]["step"], "fallback": ["m/first"], "fallback_reason": "why"})
+    summary = RunSummary("first", run)
+    assert summary.metrics.overflows < 60  # those since the fallback, of which the findings are
+    assert dict(summary.counts)["skipped steps"] == "60 (20%)"
+    assert overflow_and_underflow(summary).rows[0][:3] == ("m/last/kernel", "60", "60")
+    assert other_scales(summary).note.count("60 of 300 steps were skipped") == 1
+
+
 def test_variables_that_underflow_without_overflow_are_listed():
     summary = RunSummary("first", make_run())
     rows = {row[0]: row[1:] for row in overflow_and_underflow(summary).rows}
@@ -731,7 +743,7 @@ def test_report_that_cannot_be_written_warns_once_and_training_continues(tmp_pat
 
 
 def test_only_the_chief_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr("kmp.callbacks.report_callback.is_chief", lambda strategy: False)
+    monkeypatch.setattr(type(tf.distribute.get_strategy().extended), "should_checkpoint", False)
     callback = Report(tmp_path / "new" / "r.html", run=make_run())
     callback.set_model(compiled_model())
     callback.on_train_begin()
