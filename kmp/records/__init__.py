@@ -98,13 +98,13 @@ from kmp.records.jsonl import MOST_METRICS as MOST_METRICS
 from kmp.records.jsonl import RECORD_KEYS as RECORD_KEYS
 from kmp.records.jsonl import SAMPLE_KEYS as SAMPLE_KEYS
 from kmp.records.jsonl import LogEncoder as LogEncoder
+from kmp.records.jsonl import check_record as check_record
 from kmp.records.jsonl import to_line as to_line
 from kmp.records.layer_names import stable_name as stable_name
 from kmp.records.layer_names import stable_names as stable_names
 from kmp.records.log_schema import HIGHEST_NUMBER as HIGHEST_NUMBER
 from kmp.records.log_schema import SCHEMA as SCHEMA
 from kmp.records.replay import BATCH_PARTS as BATCH_PARTS
-from kmp.records.replay import BATCH_WEIGHTS as BATCH_WEIGHTS
 from kmp.records.replay import BATCH_X as BATCH_X
 from kmp.records.replay import BATCH_Y as BATCH_Y
 from kmp.records.replay import HARMFUL_OUTPUT_ERROR as HARMFUL_OUTPUT_ERROR

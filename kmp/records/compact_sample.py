@@ -33,51 +33,60 @@ def compact(sample: GradientSample) -> dict[str, Any]:
     return _encodings[sample]
 
 
-def expanded(step: int, data: dict[str, Any]) -> GradientSample:
-    """Returns the sample for a dictionary from `compact`.
-
-    Args:
-        step: The sampled training step.
-        data: The dictionary, with the types and the ranges of `log_schema.Sample`, and `names`.
-
-    Raises:
-        ValueError: If a value is not valid. The message names its key.
-    """
-    names = tuple(data["names"])
-    if len(set(names)) < len(names):
-        raise ValueError("`names` must not repeat a name")
-    elements = _integers(data, "elements", len(names))
-    norms = {key: _norms(data, key, len(names)) for key in NORMS}
-    order = np.lexsort((norms["norm"], elements))
-    counts, correction = _unpacked_bins(data, elements, order)
-    sample = GradientSample(
-        step,
-        float(data["loss_scale"]),
-        names,
-        BinCounts.of(counts, correction),
-        _amax(counts, _unpacked(data, "amax", "<u1", len(names))),
-        **norms,
-        **{key: _integers(data, key, len(names)) for key in UPDATE_COUNTS},
-        unscaled_bin_counts=(
-            BinCounts.of(*_unpacked_bins(data["unscaled"], elements, order)) if "unscaled" in data else None
-        ),
-    )
-    _encodings[sample] = data
-    return sample
-
-
 def _encoded(sample: GradientSample) -> dict[str, Any]:
-    counts, norms = sample.counts, {key: _rounded(getattr(sample, key)) for key in NORMS}
-    elements = counts.sum(axis=1)
+    counts, elements = sample.counts, sample.elements
+    norms = {}
+    for key in NORMS:
+        significands, exponents = np.frexp(getattr(sample, key))
+        rounded = np.ldexp(np.round(np.ldexp(significands, _NORM_BITS)), exponents - _NORM_BITS)
+        norms[key] = np.where(np.isfinite(rounded), rounded, np.nan)
+    with np.errstate(over="ignore"):
+        fractions = np.ldexp(np.nan_to_num(sample.amax, posinf=0.0), -_highest_exponents(counts)) - 1
+    amax = np.clip(np.round(fractions * _AMAX_STEPS), 0, _AMAX_STEPS - 1)
+
     order = np.lexsort((norms["norm"], elements))
     data = {"loss_scale": sample.loss_scale} | _packed_bins(counts, order) | {"elements": _packed(elements, "<i8")}
-    columns = {"amax": (_amax_steps(sample.amax, counts), "<u1")}
-    columns |= {key: (getattr(sample, key), "<i8") for key in UPDATE_COUNTS}
+    columns = {"amax": (amax, "<u1")} | {key: (getattr(sample, key), "<i8") for key in UPDATE_COUNTS}
     data |= {key: _packed(values, dtype) for key, (values, dtype) in columns.items() if values.any()}
     data |= {key: _packed(values, "<f8") for key, values in norms.items() if not np.isnan(values).all()}
     if sample.unscaled_bin_counts is not None:
         data["unscaled"] = _packed_bins(sample.unscaled_bin_counts.dense(), order)
     return data | {"names": sample.names}
+
+
+def expanded(step: int, data: dict[str, Any]) -> GradientSample:
+    """Returns the sample for a dictionary from `compact`, which has the types and ranges of `log_schema.Sample`.
+
+    Raises:
+        ValueError: If a value is not valid. The message names its key.
+    """
+    names = tuple(data["names"])
+    size = len(names)
+    if len(set(names)) < size:
+        raise ValueError("`names` must not repeat a name")
+    elements = _integers(data, "elements", size)
+    norms = {}
+    for key in NORMS:
+        norms[key] = values = _unpacked(data, key, "<f8", size) if key in data else np.full(size, np.nan)
+        if not (np.isnan(values) | ((values >= 0) & (values <= HIGHEST_NUMBER))).all():
+            raise ValueError(f"`{key}` must hold NaN, or numbers between 0 and {HIGHEST_NUMBER}")
+    order = np.lexsort((norms["norm"], elements))
+    counts, correction = _unpacked_bins(data, elements, order)
+    unscaled = BinCounts.of(*_unpacked_bins(data["unscaled"], elements, order)) if "unscaled" in data else None
+    amax = np.ldexp(1 + _unpacked(data, "amax", "<u1", size) / _AMAX_STEPS, _highest_exponents(counts))
+    amax[counts[:, INF_BIN] > 0] = np.inf
+    amax[counts[:, NAN_BIN] > 0] = np.nan
+    updates = {key: _integers(data, key, size) for key in UPDATE_COUNTS}
+    scale, bins = float(data["loss_scale"]), BinCounts.of(counts, correction)
+    sample = GradientSample(step, scale, names, bins, amax, **norms, **updates, unscaled_bin_counts=unscaled)
+    _encodings[sample] = data
+    return sample
+
+
+def _highest_exponents(counts: np.ndarray) -> np.ndarray:
+    """Returns the largest exponent with a count of each variable."""
+    is_filled = counts[:, INF_BIN - 1 : ZERO_BIN : -1] > 0
+    return np.where(is_filled.any(axis=1), LAST_EXPONENT - is_filled.argmax(axis=1), _NO_EXPONENT)
 
 
 def _packed_bins(counts: np.ndarray, order: np.ndarray) -> dict[str, Any]:
@@ -134,37 +143,6 @@ def _fill(counts: np.ndarray, codes: np.ndarray, elements: np.ndarray) -> None:
         sum_here = np.floor(before / np.maximum(weight, 1) * rest)
         result[:] = np.minimum(LEVELS[column], EXACT) + (sum_here - sum_before).astype(np.int64)
         sum_before = sum_here
-
-
-def _highest_exponents(counts: np.ndarray) -> np.ndarray:
-    is_filled = counts[:, INF_BIN - 1 : ZERO_BIN : -1] > 0
-    return np.where(is_filled.any(axis=1), LAST_EXPONENT - is_filled.argmax(axis=1), _NO_EXPONENT)
-
-
-def _amax_steps(amax: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        fractions = np.ldexp(np.nan_to_num(amax, posinf=0.0), -_highest_exponents(counts)) - 1
-    return np.clip(np.round(fractions * _AMAX_STEPS), 0, _AMAX_STEPS - 1)
-
-
-def _amax(counts: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    amax = np.ldexp(1 + steps / _AMAX_STEPS, _highest_exponents(counts))
-    amax[counts[:, INF_BIN] > 0] = np.inf
-    amax[counts[:, NAN_BIN] > 0] = np.nan
-    return amax
-
-
-def _rounded(norms: np.ndarray) -> np.ndarray:
-    significands, exponents = np.frexp(norms)
-    rounded = np.ldexp(np.round(np.ldexp(significands, _NORM_BITS)), exponents - _NORM_BITS)
-    return np.where(np.isfinite(norms), rounded, np.nan)
-
-
-def _norms(data: Mapping[str, Any], key: str, size: int) -> np.ndarray:
-    values = _unpacked(data, key, "<f8", size) if key in data else np.full(size, np.nan)
-    if not (np.isnan(values) | ((values >= 0) & (values <= HIGHEST_NUMBER))).all():
-        raise ValueError(f"`{key}` must hold NaN, or numbers between 0 and {HIGHEST_NUMBER}")
-    return values
 
 
 def _integers(data: Mapping[str, Any], key: str, size: int) -> np.ndarray:

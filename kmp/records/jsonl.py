@@ -1,9 +1,6 @@
 """Encoding and decoding of the lines of a log; `kmp.records` documents the format. Needs no Keras."""
 
-import dataclasses
-import json
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Required, TypedDict
 
@@ -51,6 +48,8 @@ class Record(TypedDict, total=False):
 
 
 RECORD_KEYS = frozenset(Record.__annotations__)
+_HEADER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Header)
+_RECORD: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Record)
 
 
 class LogEncoder:
@@ -61,16 +60,13 @@ class LogEncoder:
 
     def line(self, row: Mapping[str, Any]) -> str:
         """Returns the header or a record as one line of JSON; non-finite numbers become null."""
-        data = _without_nonfinite(row)
-        if "metrics" in row:
-            data["metrics"] = _without_nonfinite(row["metrics"])
-        for key in SAMPLE_KEYS:
-            if key in row:
-                data[key] = dict(compact(row[key]))
-                if row[key].names == self._names:
-                    del data[key]["names"]
-                self._names = row[key].names
-        return json.dumps(data, allow_nan=False, separators=(",", ":"), default=dataclasses.asdict) + "\n"
+        data = dict(row)
+        for key in (key for key in SAMPLE_KEYS if key in row):
+            data[key] = dict(compact(row[key]))
+            if row[key].names == self._names:
+                del data[key]["names"]
+            self._names = row[key].names
+        return msgspec.json.encode(data, enc_hook=_python_number).decode() + "\n"
 
 
 def to_line(row: Mapping[str, Any]) -> str:
@@ -78,59 +74,48 @@ def to_line(row: Mapping[str, Any]) -> str:
     return LogEncoder().line(row)
 
 
-def _without_nonfinite(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+def check_record(record: Mapping[str, Any]) -> None:
+    """Raises an error if a log cannot hold the keys and values of a record without a sample."""
+    _RECORD.decode(to_line({"step": 0} | dict(record)))
 
 
-class LogParser:
-    """Decodes and validates the lines of one log.
+def _python_number(value: Any) -> Any:
+    """Returns the number of a NumPy scalar."""
+    return value.item()
+
+
+def read_log(
+    file: Path, *, allow_truncated: bool, on_read: Callable[[int], object] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yields the header and the records of a log, with `GradientSample`s.
 
     Args:
-        file: The log, for messages.
+        file: The log.
+        allow_truncated: Whether to ignore a truncated last line.
+        on_read: Called after each line with its number of bytes.
+
+    Raises:
+        ValueError: If a line does not conform to the schema. The message names the file, the line and the key.
     """
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._names: list[str] | tuple[str, ...] | None = None  # of the last sample
-
-    def parse(self, line: bytes, number: int) -> dict[str, Any]:
-        """Returns a line of the log: the header, or a record with `GradientSample`s.
-
-        Args:
-            line: The line.
-            number: Its number, from 1. The first line is the header.
-
-        Raises:
-            ValueError: If the line does not conform to the schema. The message names the file, the line and the key.
-        """
-        try:
-            if number == 1:
-                return _HEADER.decode(line)
-            record: dict[str, Any] = _RECORD.decode(line)
-            for key in SAMPLE_KEYS:
-                if key in record:
-                    record[key] = self._sample(record["step"], key, record[key])
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            message = f"{self._file}:{number}: {str(error)[:_LONGEST_MESSAGE]}"
-            raise ValueError(printable(message)) from error  # an uncaught error is printed by Python, as it is
-        return record
-
-    def _sample(self, step: int, key: str, data: dict[str, Any]) -> Any:
-        names = data.get("names", self._names)
-        if names is None:
-            raise ValueError(f"No sample before this one has `names` - at `$.{key}`")
-        # The samples of a run share the names.
-        self._names = data["names"] = self._names if names == self._names else tuple(names)
-        try:
-            return expanded(step, data)
-        except ValueError as error:
-            raise ValueError(f"{error} - at `$.{key}`") from error
-
-
-_HEADER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Header)
-_RECORD: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Record)
-
-
-def is_truncated_header(line: bytes) -> bool:
-    """Whether a line is a truncated header."""
-    return line.startswith(_HEADER_BEGIN) or _HEADER_BEGIN.startswith(line)
+    names: tuple[str, ...] | None = None  # of the last sample: the samples of a run share them
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            is_of_log = number > 1 or line.startswith(_HEADER_BEGIN) or _HEADER_BEGIN.startswith(line)
+            if allow_truncated and is_of_log and not line.endswith(b"\n"):
+                return
+            try:
+                record: dict[str, Any] = (_HEADER if number == 1 else _RECORD).decode(line)
+                for key in (key for key in SAMPLE_KEYS if key in record):
+                    names = record[key]["names"] = tuple(record[key]["names"]) if "names" in record[key] else names
+                    if names is None:
+                        raise ValueError(f"No sample before this one has `names` - at `$.{key}`")
+                    try:
+                        record[key] = expanded(record["step"], record[key])
+                    except ValueError as error:
+                        raise ValueError(f"{error} - at `$.{key}`") from error
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                message = f"{file}:{number}: {str(error)[:_LONGEST_MESSAGE]}"
+                raise ValueError(printable(message)) from error  # an uncaught error is printed by Python, as it is
+            yield record
+            if on_read:
+                on_read(len(line))

@@ -24,7 +24,8 @@ def stable_names(layers: Mapping[str, str]) -> dict[str, str]:
     counts: Counter[tuple[str, str]] = Counter()
     for path, class_name in layers.items():
         parent, _, name = path.rpartition("/")
-        base = _snake_case(class_name)
+        words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", class_name))
+        base = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()  # as Keras names the first layer of a class
         if _NUMBER.sub("", name) == base:
             count = counts[parent, base]
             counts[parent, base] += 1
@@ -35,20 +36,9 @@ def stable_names(layers: Mapping[str, str]) -> dict[str, str]:
 
 
 def stable_name(path: str, names: Mapping[str, str]) -> str:
-    """Returns the stable name of a layer, or of a part of one.
-
-    Args:
-        path: The path of the layer.
-        names: The result of `stable_names`.
-    """
+    """Returns the stable name of a layer, or of a part of one, from the result of `stable_names`."""
     parent, rest = path, ""
     while parent and parent not in names:
         parent, _, part = parent.rpartition("/")
         rest = f"/{part}{rest}"
     return names[parent] + rest if parent else path
-
-
-def _snake_case(name: str) -> str:
-    """Returns the name that Keras gives the first layer of a class."""
-    words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", name))
-    return re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()

@@ -13,7 +13,7 @@ import numpy as np
 
 from kmp.records.exponent_histogram import ExponentHistogram
 from kmp.records.gradient_sample import GradientSample
-from kmp.records.jsonl import FILE_NAME, SAMPLE_KEYS, LogParser, is_truncated_header
+from kmp.records.jsonl import FILE_NAME, SAMPLE_KEYS, read_log
 from kmp.records.replay import Replay
 from kmp.utils import printable, validation
 
@@ -168,21 +168,9 @@ class Run:
         file = log_file(path)
         if file.exists() and not file.is_file():
             raise ValueError(f"{printable(str(file))}: not a log of kmp (not a regular file)")
-        parser = LogParser(file)
-        rows: list[dict[str, Any]] = []
-        header: dict[str, Any] = {}
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if allow_truncated and not line.endswith(b"\n") and (number > 1 or is_truncated_header(line)):
-                    break
-                row = parser.parse(line, number)
-                if number == 1:
-                    header = row
-                else:
-                    rows.append(row)
-                if on_read:
-                    on_read(len(line))
-        return cls(rows, header)
+        lines = read_log(file, allow_truncated=allow_truncated, on_read=on_read)
+        header = next(lines, {})
+        return cls(list(lines), header)
 
 
 def log_file(path: str | os.PathLike[str]) -> Path:
