@@ -188,14 +188,6 @@ def python_process(code, *arguments):
             process.kill()
 
 
-LOCK_FOLDER = """
-from pathlib import Path
-from kmp.utils import lock_folder
-lock = lock_folder("folder", Path(sys.argv[1]))
-print("locked", flush=True)
-"""
-
-
 def is_locked(folder):
     """Whether the folder is locked, by this process or another."""
     with (folder / ".kmp.lock").open() as file:
@@ -208,7 +200,8 @@ def is_locked(folder):
 
 def folder_locked_by_another_process(folder):
     """A context in which another process uses a folder, as in training."""
-    return python_process(f"{LOCK_FOLDER}\nsys.stdin.read()", folder)
+    lock = "import filelock; lock = filelock.FileLock(sys.argv[1] + '/.kmp.lock'); lock.acquire()"
+    return python_process(f"{lock}\nprint('locked', flush=True); sys.stdin.read()", folder)
 
 
 @contextlib.contextmanager

@@ -10,13 +10,10 @@ With a `log_dir`, records go to `kmp.jsonl` there (see `kmp.records`) and to Ten
 
 from kmp.callbacks.default_callbacks import defaults
 from kmp.callbacks.float32_fallback import Float32Fallback
-from kmp.callbacks.gradient_histogram import GradientHistogram
-from kmp.callbacks.loss_scale_logger import LossScaleLogger
+from kmp.callbacks.loggers import GradientHistogram, LossScaleLogger, OverflowCounter
 from kmp.callbacks.monitor import Monitor
-from kmp.callbacks.overflow_counter import OverflowCounter
 from kmp.callbacks.report_callback import Report
-from kmp.callbacks.stuck_detector import StuckDetector
-from kmp.callbacks.stuck_message import StuckError
+from kmp.callbacks.stuck_detector import StuckDetector, StuckError
 
 __all__ = [
     "Float32Fallback",

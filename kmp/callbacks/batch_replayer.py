@@ -8,7 +8,7 @@ import keras
 
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarding
-from kmp.records import Replay, Snapshot, to_line
+from kmp.records import Replay, Snapshot, check_record
 from kmp.replay import BatchCapture, CapturedBatch, Failure, replay
 from kmp.utils import user_messages
 
@@ -19,7 +19,6 @@ _OVERFLOWS_IN_A_ROW = 3
 _MANY_OVERFLOWS = 8
 _MOST_REPLAYS = 3  # of one training, because of overflows, and because of zeros
 _COMPARED_AGAIN = 4  # at this multiple of the last step that was compared
-_LONGEST_ERROR = 500
 _MOST_SECONDS = 5.0  # of one replay
 
 Record = dict[str, Any]
@@ -35,7 +34,7 @@ class BatchReplayer:
 
     def __init__(self) -> None:
         self._capture: BatchCapture | None = None
-        self._has_failed = self._is_forward_only = False
+        self._is_forward_only = False
         self._last_replay: Replay | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -62,7 +61,7 @@ class BatchReplayer:
         self._has_failed, self._last_replay = False, None
         if self._capture:
             self._capture.forget()
-            self._request(snapshot)
+            self._request(self._capture, snapshot)
 
     def end(self) -> None:
         """Frees the captured batch."""
@@ -70,18 +69,13 @@ class BatchReplayer:
             self._capture.forget()
 
     def replay_if_due(
-        self, model: keras.Model, snapshot: Snapshot, variables: Mapping[str, Any], *, is_last: bool = False
+        self, model: keras.Model, snapshot: Snapshot, variables: Mapping[str, Any], *, is_last: bool
     ) -> Record | None:
-        """Replays the captured batch if there is a reason to.
-
-        Args:
-            model: The model in training.
-            snapshot: The newest snapshot.
-            variables: The variables to measure, by path.
-            is_last: Whether training ends.
+        """Replays the captured batch if there is a reason to, or if training ends.
 
         Returns:
-            The keys of a record: `replay` and the float32 gradients as `reference`, or `replay_error`.
+            The keys of a record: `replay` and the float32 gradients of the `variables` as `reference`, or
+            `replay_error`.
         """
         if self._capture is None or not variables or self._has_failed:
             return None
@@ -89,79 +83,73 @@ class BatchReplayer:
         has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
         is_due = has_overflowed or self._is_comparison_due(snapshot, is_last)
         captured = self._capture.read() if is_due else None
-        if captured is not None and not has_overflowed and captured.step > self._requested_step + 1:
-            captured = None  # the batch of a skipped step is no sample of the data
-            self._request(snapshot)
         if captured is None:
             return None
+        if not has_overflowed and captured.step > self._requested_step + 1:
+            self._request(self._capture, snapshot)
+            return None  # the batch of a skipped step is no sample of the data
+        failed: Failure | None = None
         if has_overflowed:
+            failed = "loss" if has_failed_loss else "gradients"
             self._overflow_replays += 1
             self._seen = snapshot
         else:
             self._last_step = snapshot.step
         if snapshot.sample and snapshot.sample.histogram.is_finite:
             self._zero_share = max(self._zero_share, snapshot.sample.histogram.zero_fraction)
-        failed: Failure | None = None
-        if has_overflowed:
-            failed = "loss" if has_failed_loss else "gradients"
         scale = captured.loss_scale if has_overflowed else snapshot.loss_scale
-        found = self._replay(model, captured, variables, snapshot.step, scale, failed)
-        self._request(snapshot)
+        found = self._replay(model, self._capture, captured, variables, snapshot.step, scale, failed)
+        self._request(self._capture, snapshot)
         return found
 
     def replay_again(self, model: keras.Model, snapshot: Snapshot, variables: Mapping[str, Any]) -> Record:
         """Replays the batch of the last replay once more, after a change of the model, at a loss scale that fits."""
         captured = self._capture.read() if self._capture else None
-        if captured is None or self._last_replay is None:
+        if self._capture is None or captured is None or self._last_replay is None:
             return {"replay_error": "the batch was not kept"}
         scale = min(snapshot.loss_scale, self._last_replay.usable_scale or snapshot.loss_scale)
-        return self._replay(model, captured, variables, snapshot.step, scale, None)
+        return self._replay(model, self._capture, captured, variables, snapshot.step, scale, None)
 
     def _replay(
         self,
         model: keras.Model,
+        capture: BatchCapture,
         captured: CapturedBatch,
         variables: Mapping[str, Any],
         step: int,
         loss_scale: float,
         failed: Failure | None,
     ) -> Record:
-        assert self._capture is not None
-        if self._capture.unrestorable:
-            return self._failure(model, f"a replay would change {self._capture.unrestorable}")
-        try:
-            self._last_replay, reference = replay(
-                model,
-                captured.batch,
-                variables,
-                step=step,
-                loss_scale=loss_scale,
-                batch_size=captured.batch_size,
-                failed=failed,
-                is_forward_only=self._is_forward_only,
-                restored=self._capture.variables,
-                seconds=_MOST_SECONDS,
-            )
-            to_line({"replay": self._last_replay})  # raises for what a log cannot hold
-        except Exception as error:  # the user's code may fail outside its training step, or memory may be too small
-            is_late = isinstance(error, TimeoutError)
-            reason = f"{type(error).__name__}: {user_messages.one_line(error)}"
-            return self._failure(
-                model, f"TimeoutError: it takes longer than {_MOST_SECONDS:g} s" if is_late else reason
-            )
-        return {"replay": self._last_replay} | ({"reference": reference} if reference else {})
-
-    def _request(self, snapshot: Snapshot) -> None:
-        """Captures the batch of the next step."""
-        assert self._capture is not None
-        self._requested_step = snapshot.step
-        self._capture.request()
-
-    def _failure(self, model: keras.Model, reason: str) -> Record:
-        """Ends the replays of this training. Returns the keys of a record."""
+        """Replays a batch. A replay that fails is the last of this training. Returns the keys of a record."""
+        reason = f"a replay would change {capture.unrestorable}"
+        if not capture.unrestorable:
+            try:
+                self._last_replay, reference = replay(
+                    model,
+                    captured.batch,
+                    variables,
+                    step=step,
+                    loss_scale=loss_scale,
+                    batch_size=captured.batch_size,
+                    failed=failed,
+                    is_forward_only=self._is_forward_only,
+                    restored=capture.variables,
+                    seconds=_MOST_SECONDS,
+                )
+                check_record({"replay": self._last_replay})
+                return {"replay": self._last_replay} | ({"reference": reference} if reference else {})
+            except TimeoutError:
+                reason = f"TimeoutError: it takes longer than {_MOST_SECONDS:g} s"
+            except Exception as error:  # the user's code may fail outside its step, or memory may be too small
+                reason = f"{type(error).__name__}: {user_messages.one_line(error)}"
         self._has_failed = True
         logger.info("kmp could not replay a batch of %r: %s", model.name, reason)
-        return {"replay_error": reason[:_LONGEST_ERROR]}
+        return {"replay_error": reason}
+
+    def _request(self, capture: BatchCapture, snapshot: Snapshot) -> None:
+        """Captures the batch of the next step."""
+        self._requested_step = snapshot.step
+        capture.request()
 
     def _has_more_overflows(self, snapshot: Snapshot) -> bool:
         """Whether a loss was not finite, or gradients overflowed in a row or often, since the last replay."""

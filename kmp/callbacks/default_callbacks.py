@@ -3,8 +3,9 @@
 import keras
 
 from kmp.callbacks.float32_fallback import Float32Fallback
-from kmp.callbacks.monitor import AUTO, Monitor, PathLike
-from kmp.callbacks.report_callback import Report, html_path
+from kmp.callbacks.monitor import AUTO, Monitor
+from kmp.callbacks.optimizer_reader import PathLike
+from kmp.callbacks.report_callback import Report
 from kmp.callbacks.stuck_detector import StuckDetector
 from kmp.utils import validation
 
@@ -51,7 +52,9 @@ def defaults(
     ['Monitor', 'Float32Fallback', 'StuckDetector']
     """
     monitor = Monitor(log_dir, every_n_steps, variables=variables, reference=reference)
-    reports = [] if report is None else [Report(html_path("report", report), run=monitor.run)]
+    reports = []
+    if report is not None:
+        reports = [Report(validation.local_path("report", report, (".html",)), run=monitor.run)]
     detector = StuckDetector(on_stuck=on_stuck, checkpoint=checkpoint)
     detector.explain_with(monitor, reports)
     has_fallback = validation.boolean("float32_fallback", float32_fallback) and reference is not None

@@ -7,7 +7,8 @@ import keras
 
 from kmp.advice import advise
 from kmp.backend import keras_internals, layers_by_path, sublayers
-from kmp.callbacks.monitor import Logs, Monitor
+from kmp.callbacks.monitor import Monitor
+from kmp.callbacks.optimizer_reader import Logs
 from kmp.records import Replay
 from kmp.utils import DTYPES_16_BIT, FLOAT32, user_messages, validation
 

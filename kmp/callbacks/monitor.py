@@ -1,26 +1,23 @@
 """The callback that records a training."""
 
 import math
-import os
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import keras
 from filelock import FileLock
 
 from kmp.callbacks.batch_replayer import BatchReplayer
 from kmp.callbacks.log_writer import LogWriter
-from kmp.callbacks.model_saving import is_chief
-from kmp.callbacks.optimizer_lookup import has_optimizer, optimizer_argument
-from kmp.callbacks.run_header import header
+from kmp.callbacks.optimizer_reader import Logs, OptimizerReader, PathLike
 from kmp.callbacks.training_records import (
     GRADIENTS,
     LOSS_SCALE,
     OVERFLOWS,
     PARTS,
     Record,
+    header,
     metrics_record,
     record_of,
     record_size,
@@ -32,15 +29,12 @@ from kmp.policy import guarding
 from kmp.records import GradientSample, Replay, Run, Snapshot
 from kmp.utils import matching_indices, user_messages, validation
 
-PathLike = str | os.PathLike[str]
-Logs = dict[str, Any] | None
-
 AUTO = "auto"
 _RETRIES = 16  # as many halvings lead from the default loss scale to 1
 _MOST_DOUBLINGS = 40
 
 
-class Monitor(keras.callbacks.Callback):
+class Monitor(OptimizerReader):
     """Records the loss scale, the overflows and the gradients of a training.
 
     The compiled step counts on the device, and this callback copies the counts to the host after the first step, about
@@ -112,61 +106,72 @@ class Monitor(keras.callbacks.Callback):
         variables: str | list[str] | None = None,
         reference: str | None = AUTO,
     ) -> None:
-        super().__init__()
-        self._optimizer = optimizer_argument(optimizer)
+        super().__init__(optimizer)
         self.log_dir = None if log_dir is None else validation.local_path("log_dir", log_dir)
         self.every_n_steps = validation.positive_integer("every_n_steps", every_n_steps)
         self.variables = validation.patterns("variables", variables)
         self.reference = None if reference is None else validation.one_of("reference", reference, (AUTO,))
         self.run = Run()
+        self.last_replay: Replay | None = None
         self._replayer = BatchReplayer() if reference and GRADIENTS in self.parts else None
         self._update_watch = UpdateWatch()
         self._writer: LogWriter | None = None
         self._lock: FileLock | None = None
-        self.is_active = False  # whether there is an optimizer to read in this training
-        self.last_replay: Replay | None = None
         self._previous: Snapshot
-        self._batches_left: int
-        self._samples_until_update: int
-        self._retries_left: int
-        self._has_finite_sample: bool
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy has: the settings and the records, without the model, which `fit` sets."""
-        return vars(self) | {"_model": None, "_writer": None, "_lock": None}
-
-    @property
-    def optimizer(self) -> LossScaleOptimizer:
-        """The optimizer to read: the one passed to the constructor, or else the model's."""
-        return self._optimizer or self.model.optimizer
+        return super().__getstate__() | {"_writer": None, "_lock": None}
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._close()  # an interrupted training leaves the log open and its folder locked
-        self.is_active = has_optimizer(self.model, self.optimizer, type(self).__name__)
+        super().on_train_begin(logs)
         if not self.is_active:
             self.run.rows.clear()
             self.run.header = {}
-            return
+
+    def _prepare(self) -> bool:
         folder = self._folder
         self._lock = None if folder is None else LogWriter.check(folder)
-        # What the train function has to do for this callback.
         is_new = False
         if GRADIENTS in self.parts:
             self._selected_variables()  # raises for a bad pattern before anything is prepared
             is_new = self.optimizer.prepare_sampling(self.variables)
-        if self.optimizer is self.model.optimizer:
-            is_new = guarding.install(self.model) or is_new
-            is_new = (self._replayer is not None and self._replayer.install(self.model, self.optimizer)) or is_new
-        if is_new:
-            self.model.make_train_function(force=True)
+        is_new = super()._prepare() or is_new
+        if self._replayer and self.optimizer is self.model.optimizer:
+            is_new = self._replayer.install(self.model, self.optimizer) or is_new
         self.run.header = header(self.model, self.optimizer)
-        self._start()
+        return is_new
+
+    def _start(self) -> None:
+        snapshot = self.optimizer.snapshot()
+        # The first record has all counts by variable.
+        counts: dict[str, Any] = {"overflows_by_variable": {}, "overflow_origins_by_variable": {}}
+        self._previous = replace(snapshot, loss_dtype=None, **counts)
+        self._start_step = snapshot.step
+        self._has_trained = self._is_open = False
+        self._size = sum(map(record_size, self.run.rows))
+        # `History` and `CSVLogger` take the keys of the first epoch, so all keys exist from the start.
+        initial: dict[str, dict[str, Any]] = {
+            LOSS_SCALE: {"loss_scale": snapshot.loss_scale},
+            OVERFLOWS: {"overflow_count": snapshot.overflow_count},
+            GRADIENTS: {"grad_norm": math.nan},
+        }
+        self._logged = {key: value for part in self.parts for key, value in initial[part].items()}
+        self._last_sampled_step = snapshot.sample.step if snapshot.sample else 0
+        self._has_finite_sample, self._retries_left = False, _RETRIES
+        self._samples_until_update = self._measured_updates = 0
+        self._sampling_interval = 0
+        self._sample_next_step()
+        self.last_replay = None
+        if self._replayer:
+            self._replayer.begin(snapshot)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        super().on_epoch_begin(epoch, logs)
         if not self.is_active:
             return
         if not self._has_trained:
-            self._start()  # again: a later callback's `on_train_begin` may have loaded the optimizer
             self._open_log()
         if GRADIENTS in self.parts and epoch % (self._interval // self.every_n_steps) == 0:
             # Sample the first step of an epoch without a step that is divisible by the interval.
@@ -175,30 +180,21 @@ class Monitor(keras.callbacks.Callback):
                 self._sample_next_step()
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        is_sampled = self.is_active and GRADIENTS in self.parts and self._is_read_after_this_call
+        is_sampled = self.is_active and GRADIENTS in self.parts and self._batches_left <= self.model.steps_per_execution
         if is_sampled and self._samples_until_update <= 0:
             self._armed_at = self.optimizer.counters.read_counts().steps
             self._updates_before = self._applied_updates
             self._update_watch.arm(self._selected_variables())
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        if not self.is_active:
-            return
-        is_read = self._is_read_after_this_call
-        self._has_trained = True
-        # Nothing is copied from the device between reads: each batch counts as one step.
-        self._batches_left -= self.model.steps_per_execution
-        if is_read:
-            self.read()
+        super().on_train_batch_end(batch, logs)
         self._update_watch.disarm()
-        if logs is not None:
+        if self.is_active and logs is not None:
             logs.update(self._logged)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        if not self.is_active:
-            return
-        self.read()
-        if logs is not None:
+        super().on_epoch_end(epoch, logs)
+        if self.is_active and logs is not None:
             guarding.fix_epoch_loss(self.model, logs)
             learning_rate = getattr(self.optimizer.inner_optimizer, "learning_rate", None)
             record = metrics_record(self._previous.step, epoch, {"learning_rate": learning_rate} | logs)
@@ -212,7 +208,11 @@ class Monitor(keras.callbacks.Callback):
         if self._has_trained:
             self._replay(is_last=True)
             if self._previous.step == self._start_step:
-                user_messages.warn(_NO_STEP.format(callback=type(self).__name__))
+                name = type(self).__name__
+                user_messages.warn(
+                    f"{name}: the optimizer it reads took no step. If the model trains with optimizers other than "
+                    f"`model.optimizer`, wrap each with kmp.wrap and pass the one to read: {name}(optimizer=...)."
+                )
         self._close()
         self.optimizer.stop_sampling(self)
 
@@ -243,45 +243,28 @@ class Monitor(keras.callbacks.Callback):
             self._sample_next_step()
         self._replay()
 
+    def add_record(self, record: Record) -> int:
+        """Adds a record of the last step that was read, to `run` and the log. Returns this step."""
+        self._append({"step": self._previous.step} | record)
+        return self._previous.step
+
+    def replay_again(self) -> Record:
+        """Replays the last batch once more, after a change of the model. Returns the keys of a record."""
+        assert self._replayer is not None
+        return self._replayer.replay_again(self.model, self._previous, self._selected_variables())
+
     def write_verdict(self) -> None:
         """Writes what `kmp.advise` makes of the log for TensorBoard, if the log is open."""
         if self._writer is not None:
             self._writer.write_verdict()
 
-    def _start(self) -> None:
-        """Begins a training at the step of the optimizer."""
-        snapshot = self.optimizer.snapshot()
-        # The first record has all counts by variable.
-        counts: dict[str, Any] = {"overflows_by_variable": {}, "overflow_origins_by_variable": {}}
-        self._previous = replace(snapshot, loss_dtype=None, **counts)
-        self._start_step = snapshot.step
-        self._has_trained = self._is_open = False
-        self._size = sum(map(record_size, self.run.rows))
-        # `History` and `CSVLogger` take the keys of the first epoch, so all keys exist from the start.
-        initial: dict[str, dict[str, Any]] = {
-            LOSS_SCALE: {"loss_scale": snapshot.loss_scale},
-            OVERFLOWS: {"overflow_count": snapshot.overflow_count},
-            GRADIENTS: {"grad_norm": math.nan},
-        }
-        self._logged = {key: value for part in self.parts for key, value in initial[part].items()}
-        self._last_sampled_step = snapshot.sample.step if snapshot.sample else 0
-        self._has_finite_sample, self._retries_left = False, _RETRIES
-        self._samples_until_update = self._measured_updates = 0
-        self._sampling_interval = 0
-        self._sample_next_step()
-        self.last_replay = None
-        if self._replayer:
-            self._replayer.begin(snapshot)
-
-    def _open_log(self) -> None:
-        """Makes the run and the log continue after the step at which this training began."""
-        if not self._is_open:
-            self._is_open = True
-            self.run.drop_after(self._start_step)
-            self._size = sum(map(record_size, self.run.rows))
-        folder = self._folder
-        if folder is not None and (self._writer is None or self._writer.is_closed):
-            self._writer = LogWriter.open(folder, self.model, self.optimizer, self._previous.step)
+    def _replay(self, is_last: bool = False) -> None:
+        if self._replayer is None:
+            return
+        found = self._replayer.replay_if_due(self.model, self._previous, self._selected_variables(), is_last=is_last)
+        if found:
+            self.last_replay = found.get("replay")
+            self.add_record(found)
 
     def _append(self, record: Record) -> None:
         if self.model.built and "layers" not in self.run.settings:  # built by the first step
@@ -290,7 +273,19 @@ class Monitor(keras.callbacks.Callback):
         self.run.append(record)
         self._size += record_size(record)
         if self._writer:
-            self._writer.write(record, self.run.rows[:-1])
+            self._writer.write(self.run)
+
+    def _open_log(self) -> None:
+        """Makes the run and the log continue after the step at which this training began."""
+        if not self._is_open:
+            self._is_open = True
+            self.run.rows[:] = [row for row in self.run.rows if row["step"] <= self._start_step]
+            self._size = sum(map(record_size, self.run.rows))
+        folder = self._folder
+        if folder is not None and (self._writer is None or self._writer.is_closed):
+            self._writer = LogWriter.open(
+                folder, self.model, self.optimizer, first_step=self._previous.step, header=self.run.header
+            )
 
     def _close(self) -> None:
         self._update_watch.disarm()
@@ -302,19 +297,14 @@ class Monitor(keras.callbacks.Callback):
 
     @property
     def _folder(self) -> Path | None:
-        """The folder that this process writes to: of several workers, only the chief writes."""
-        return self.log_dir if is_chief(self.model.distribute_strategy) else None
+        """The folder that this process writes to."""
+        return self.log_dir if self._is_chief else None
 
     @property
     def _interval(self) -> int:
         """The number of steps from read to read: `every_n_steps`, and more in a long run."""
         size = max(self._size, self._writer.size if self._writer else 0)
         return int(min(self.every_n_steps * 2 ** min(size // self.budget, _MOST_DOUBLINGS), NEVER))
-
-    @property
-    def _is_read_after_this_call(self) -> bool:
-        """Whether the batches of one call of the train function reach the next read."""
-        return self._batches_left <= self.model.steps_per_execution
 
     def _plan_next_read(self, step: int) -> None:
         interval = self._interval
@@ -369,27 +359,3 @@ class Monitor(keras.callbacks.Callback):
         elif not self._measured_updates:  # the first step may have built the model
             sample = with_weight_norms(sample, self._selected_variables())
         return sample
-
-    def _replay(self, is_last: bool = False) -> None:
-        if self._replayer is None:
-            return
-        found = self._replayer.replay_if_due(self.model, self._previous, self._selected_variables(), is_last=is_last)
-        if found:
-            self.last_replay = found.get("replay")
-            self.add_record(found)
-
-    def replay_again(self) -> Record:
-        """Replays the last batch once more, after a change of the model. Returns the keys of a record."""
-        assert self._replayer is not None
-        return self._replayer.replay_again(self.model, self._previous, self._selected_variables())
-
-    def add_record(self, record: Record) -> int:
-        """Adds a record of the last step that was read, to `run` and the log. Returns this step."""
-        self._append({"step": self._previous.step} | record)
-        return self._previous.step
-
-
-_NO_STEP = (
-    "{callback}: the optimizer it reads took no step. If the model trains with optimizers other than "
-    "`model.optimizer`, wrap each with kmp.wrap and pass the one to read: {callback}(optimizer=...)."
-)

@@ -2,17 +2,13 @@
 
 import errno
 import time
-from pathlib import Path
-from typing import Any
 
 import keras
 
-from kmp.callbacks.model_saving import is_chief
-from kmp.callbacks.monitor import Logs, PathLike
+from kmp.callbacks.optimizer_reader import Logs, PathLike
 from kmp.records import Run
 from kmp.utils import atomic_files, user_messages, validation
 
-_SUFFIX = ".html"
 _MAX_TIME_FRACTION = 0.05
 
 
@@ -40,17 +36,24 @@ class Report(keras.callbacks.Callback):
 
     def __init__(self, path: PathLike, run: Run) -> None:
         super().__init__()
-        self.path = html_path("path", path)
+        self.path = validation.local_path("path", path, (".html",))
         if not isinstance(run, Run):
             raise TypeError(f"`run` must be a kmp.records.Run, such as defaults()[0].run. Received: run={run!r}")
         self.run = run
         self._has_warned = False
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        if self._is_chief:
-            _check_writable(self.path)
         self._records_written = -1
         self._earliest_next_write = 0.0
+        if not self._is_chief:
+            return
+        try:
+            if self.path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "Is a directory")
+            atomic_files.check_writable(self.path.parent)
+        except OSError as error:
+            message = f"the report cannot be written ({error.strerror or error})"
+            raise OSError(error.errno, message, str(self.path)) from error
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if time.monotonic() >= self._earliest_next_write:
@@ -70,47 +73,15 @@ class Report(keras.callbacks.Callback):
         try:
             report.write({self.model.name: self.run}, self.path)
         except Exception as error:  # no error of matplotlib or of the disk may end training
-            self._warn(error)
+            if not self._has_warned:
+                self._has_warned = True
+                reason = user_messages.one_line(error)
+                user_messages.warn(f"The report {str(self.path)!r} was not written: {reason}. Training continues.")
         self._records_written = len(self.run.rows)
         end = time.monotonic()
         self._earliest_next_write = end + (end - begin) / _MAX_TIME_FRACTION
 
     @property
     def _is_chief(self) -> bool:
-        return is_chief(self.model.distribute_strategy)
-
-    def _warn(self, error: Exception) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            message = user_messages.one_line(error)
-            user_messages.warn(f"The report {str(self.path)!r} was not written: {message}. Training continues.")
-
-
-def html_path(name: str, value: Any) -> Path:
-    """Returns `value` as the path of an `.html` file on this machine.
-
-    Raises:
-        TypeError: If `value` is not a string or path.
-        ValueError: If `value` does not end in `.html`, or is not a local path.
-    """
-    path = validation.local_path(name, value)
-    if path.suffix.lower() != _SUFFIX:
-        raise ValueError(
-            f"`{name}` must be the path of a local file that ends in {_SUFFIX}. Received: {name}={value!r}"
-        )
-    return path
-
-
-def _check_writable(path: Path) -> None:
-    """Creates the folder and checks that the file can be written.
-
-    Raises:
-        OSError: If it cannot.
-    """
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "Is a directory")
-        atomic_files.check_writable(path.parent)
-    except OSError as error:
-        message = f"the report cannot be written ({error.strerror or error})"
-        raise OSError(error.errno, message, str(path)) from error
+        """Whether this process writes the file."""
+        return self.model.distribute_strategy.extended.should_checkpoint

@@ -1,24 +1,32 @@
 """The callback that stops a training in which every step is skipped."""
 
-from typing import Any
-
 import keras
 import numpy as np
 
-from kmp.advice import advise
-from kmp.callbacks.model_saving import is_chief, save_atomically
-from kmp.callbacks.monitor import Logs, Monitor, PathLike
-from kmp.callbacks.optimizer_lookup import has_optimizer, optimizer_argument
+from kmp.advice import Finding, advise
+from kmp.backend import model_files
+from kmp.callbacks.monitor import Monitor
+from kmp.callbacks.optimizer_reader import OptimizerReader, PathLike
 from kmp.callbacks.report_callback import Report
-from kmp.callbacks.stuck_message import StuckError, format_message, is_at_min_scale
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import guarding
 from kmp.records import Snapshot
 from kmp.scaling import FixedScale
-from kmp.utils import user_messages, validation
+from kmp.utils import atomic_files, user_messages, validation
 
 
-class StuckDetector(keras.callbacks.Callback):
+class StuckError(RuntimeError):
+    """Raised by `kmp.callbacks.StuckDetector` if float16 training makes no progress. The message names the cause.
+
+    Example:
+    >>> try:
+    ...     raise StuckError("Training is stuck: ...")  # as `fit` does
+    ... except StuckError as error:
+    ...     print("continue in bfloat16:", error)
+    continue in bfloat16: Training is stuck: ...
+    """
+
+
+class StuckDetector(OptimizerReader):
     """Stops training, with the cause, if the optimizer keeps skipping steps.
 
     Training is stuck after `patience` consecutive skipped steps, or if a step overflows while the loss scale is
@@ -60,18 +68,14 @@ class StuckDetector(keras.callbacks.Callback):
         checkpoint: PathLike | None = None,
         optimizer: LossScaleOptimizer | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(optimizer)
         self.patience = validation.positive_integer("patience", patience)
         self.on_stuck = validation.one_of("on_stuck", on_stuck, ("raise", "warn", "ignore"))
-        self.checkpoint = None if checkpoint is None else validation.model_path("checkpoint", checkpoint)
-        self._optimizer = optimizer_argument(optimizer)
+        self.checkpoint = None
+        if checkpoint is not None:
+            self.checkpoint = validation.local_path("checkpoint", checkpoint, (".keras", ".weights.h5"))
         self._monitor: Monitor | None = None
         self._reports: list[Report] = []
-        self._is_active = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy has: the settings, without the model, which `fit` sets."""
-        return vars(self) | {"_model": None}
 
     def explain_with(self, monitor: Monitor, reports: list[Report]) -> None:
         """Takes the cause from the records of a monitor of the same `fit`, and completes its files before the error.
@@ -80,41 +84,14 @@ class StuckDetector(keras.callbacks.Callback):
         """
         self._monitor, self._reports = monitor, reports
 
-    @property
-    def optimizer(self) -> LossScaleOptimizer:
-        """The optimizer to read: the one passed to the constructor, or else the model's."""
-        return self._optimizer or self.model.optimizer
-
-    def on_train_begin(self, logs: Logs = None) -> None:
-        self._is_active = has_optimizer(self.model, self.optimizer, type(self).__name__)
-        if self._is_active:
-            if self.optimizer is self.model.optimizer and guarding.install(self.model):
-                self.model.make_train_function(force=True)
-            self._start()
-
-    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        if self._is_active and not self._has_trained:
-            self._start()  # again: a later callback's `on_train_begin` may have loaded the optimizer
-
-    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        if self._is_active:
-            self._has_trained = True
-            self._batches_left -= self.model.steps_per_execution
-            if self._batches_left <= 0:
-                self._check()
-
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        if self._is_active:
-            self._check()
-
     def _start(self) -> None:
         self._snapshot = self.optimizer.snapshot()
         self._has_trained = False
         self._batches_left = 1
         self._reported_streak_start: int | None = None
 
-    def _check(self) -> None:
-        """Reports a stuck training, and sets when it can be stuck at the earliest. Each batch counts as one step."""
+    def read(self) -> None:
+        """Reads the optimizer now, reports a stuck training, and sets when it can be stuck at the earliest."""
         counts = self.optimizer.counters.read_counts()
         if counts.overflows != self._snapshot.overflow_count:  # copy more only if a step was skipped
             before, self._snapshot = self._snapshot, self.optimizer.snapshot()
@@ -126,8 +103,8 @@ class StuckDetector(keras.callbacks.Callback):
 
     def _report_if_stuck(self, now: Snapshot, before: Snapshot) -> None:
         skipped, streak_start = now.overflows_in_a_row, now.step - now.overflows_in_a_row
-        is_stuck = skipped >= self.patience or is_at_min_scale(now, before)
-        if not is_stuck or streak_start == self._reported_streak_start:
+        is_at_min_scale = now.overflows_at_min_scale > before.overflows_at_min_scale
+        if not (skipped >= self.patience or is_at_min_scale) or streak_start == self._reported_streak_start:
             return
         self._reported_streak_start = streak_start if skipped else None
         finding = None
@@ -138,14 +115,14 @@ class StuckDetector(keras.callbacks.Callback):
                 report.write()
             self._monitor.write_verdict()
         is_fixed = isinstance(self.optimizer.rule, FixedScale)
-        message = format_message(now, before, is_fixed, self._save_checkpoint(), finding)
+        message = f"{stuck_message(now, is_at_min_scale, is_fixed, finding)}\n{self._save_checkpoint()}"
         if self.on_stuck == "raise":
             raise StuckError(message)
         if self.on_stuck == "warn":
             user_messages.warn(message)
 
     def _save_checkpoint(self) -> str:
-        """Saves the model to `checkpoint`, if given. Returns a sentence about the model's weights."""
+        """Saves the model to `checkpoint`, if given, by an atomic write. Returns a sentence about the weights."""
         intact = "The weights are those from before the skipped steps"
         weights = self.model.trainable_variables
         nonfinite = next(
@@ -155,10 +132,67 @@ class StuckDetector(keras.callbacks.Callback):
             intact += f", and {nonfinite} contains NaN or Inf"
         if self.checkpoint is None:
             return f"{intact}."
-        if not is_chief(self.model.distribute_strategy):
+        if not self._is_chief:
             return f"{intact}, saved by the chief."
+        is_weights = self.checkpoint.name.endswith(".weights.h5")
         try:
-            save_atomically(self.model, self.checkpoint)
+            self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_files.atomic_write(self.checkpoint) as file:
+                model_files.write_model(self.model, file, is_weights)
         except Exception as error:  # Keras raises many classes; none may hide why training is stuck
             return f"{intact}; saving them to {str(self.checkpoint)!r} failed: {user_messages.one_line(error)}"
         return f"{intact}, saved to {str(self.checkpoint)!r}."
+
+
+def stuck_message(now: Snapshot, is_at_min_scale: bool, is_fixed: bool, finding: Finding | None) -> str:
+    """Returns the state of a stuck training, the cause, and what to try.
+
+    Args:
+        now: The snapshot at which training is stuck.
+        is_at_min_scale: Whether a step overflowed at the minimum loss scale.
+        is_fixed: Whether the loss scale is fixed.
+        finding: The finding in the records of the run, if there is one.
+    """
+    count = now.overflows_in_a_row
+    streak = {0: "a step since the last check was skipped", 1: "the last step was skipped"}
+    skipped = streak.get(count, f"the last {count} steps were skipped")
+    at_lowest = " with the loss scale at its lowest value" if is_at_min_scale else ""
+    loss = "" if now.last_loss is None else f"Last loss: {now.last_loss:g}. "
+    state = f"Training is stuck: at step {now.step} {skipped}{at_lowest}. {loss}Loss scale: {now.loss_scale:g}."
+    if finding:
+        return f"{state}\nCause: {finding}"
+
+    losses = now.nonfinite_losses_in_a_row
+    if losses:
+        share = "" if losses == count else f" in {losses} of these steps"
+        return (
+            f"{state}\n"
+            f"Cause: the loss was NaN or Inf before it was scaled{share}, so no loss scale helps.\n"
+            "Try: check the data for NaN and Inf (np.isfinite(x).all()); normalize the inputs, because float16 ends at "
+            "65504; wrap the layer whose output overflows first in kmp.layers.Float32; if the loss rose before it, "
+            "lower the learning rate or set clipnorm on the inner optimizer. kmp.callbacks.defaults() replays the "
+            "batch and names the layer."
+        )
+
+    # A finite loss whose gradient overflowed.
+    no_loss = now.last_loss is None
+    times = now.overflow_origins_by_variable.get(now.overflow_origin or "", 0)
+    in_steps = f"{now.overflow_count} skipped {'step' if now.overflow_count == 1 else 'steps'}"
+    how_often = f" ({'once' if times == 1 else f'{times} times'} in {in_steps})" if times else ""
+    wrap_layers = "wrap the layers between that variable and the loss in kmp.layers.Float32"
+    loss_mean = "take the mean of the loss, not its sum"
+    if is_fixed:
+        remedies = ["pass a lower loss_scale, or loss_scale='dynamic'", loss_mean, wrap_layers]
+    elif is_at_min_scale:
+        remedies = [wrap_layers, loss_mean, "pass a lower min_scale"]
+    else:
+        still_falling = "pass a lower initial_scale or a higher patience, because the scale was still falling"
+        remedies = [wrap_layers, loss_mean, still_falling]
+    return (
+        f"{state}\n"
+        f"Cause: {'no loss was passed to scale_loss' if no_loss else 'the loss was finite'}, and a gradient overflowed "
+        "float16 in the backward pass.\n"
+        f"Overflow origin: {now.overflow_origin}{how_often}. Of the variables with a non-finite gradient, it is the "
+        "nearest to the loss; the overflow spreads from there to all earlier layers.\n"
+        f"Try: {'; '.join(remedies)}; or train with kmp.enable('mixed_bfloat16')."
+    )

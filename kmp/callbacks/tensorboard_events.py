@@ -1,15 +1,19 @@
-"""Scalars and histograms of binary exponents in TensorBoard's event files.
+"""What TensorBoard shows of a record: scalars, histograms of binary exponents and texts.
 
-All of a record are one event: `tf.summary` would write one each, which takes ten times as long.
+All scalars, and all histograms, of a record are one event: `tf.summary` would write one each, which takes ten times as
+long. Each function writes to the default summary writer.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from kmp.records import FIRST_EXPONENT, ExponentHistogram, GradientSample, stable_name, stable_names
+from kmp.records import FIRST_EXPONENT, ExponentHistogram, GradientSample, scalars, stable_name, stable_names
+
+SUFFIX = ".kmp"  # of the event files
 
 _DESCRIPTION = (
     "log2 of the magnitudes of the finite nonzero loss-scaled gradient elements; "
@@ -17,36 +21,57 @@ _DESCRIPTION = (
 )
 
 
-def write_scalars(step: int, by_tag: Mapping[str, float]) -> None:
-    """Writes scalars, by tag, to the default summary writer."""
+def write(record: Mapping[str, Any], layers: Mapping[str, str]) -> int:
+    """Writes a record. Returns the bytes of its histograms.
+
+    Args:
+        record: The record.
+        layers: The class of each layer by path, as in the settings of a run.
+    """
     from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
-    _write(step, [scalar_pb(tag, value).value[0] for tag, value in by_tag.items()])
+    values = dict(scalars(record))
+    values.pop("epoch", None)
+    scale = values.pop("loss_scale", 0.0)
+    if scale > 0:  # a power of two: its axis is that of log2
+        values["log2_loss_scale"] = math.log2(scale)
+    _write(record["step"], [scalar_pb(f"kmp/{key}", value).value[0] for key, value in values.items()])
+    if "fallback" in record:
+        names = ", ".join(map(repr, record["fallback"]))
+        write_text("kmp/fallback", f"Set to float32: {names}\n{record.get('fallback_reason', '')}")
+    return write_histograms(record["step"], histograms_by_tag(record["sample"], layers)) if "sample" in record else 0
+
+
+def write_text(tag: str, text: str) -> None:
+    """Writes a text, as it is, at the default step."""
+    tf.summary.text(tag, f"```\n{text}\n```")
 
 
 def write_histograms(step: int, by_tag: Mapping[str, ExponentHistogram]) -> int:
-    """Writes histograms, by tag, to the default summary writer. Returns their bytes."""
-    return _write(step, [_histogram_value(tag, histogram) for tag, histogram in by_tag.items()])
+    """Writes histograms, by tag. Returns their bytes."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.histogram import metadata
+    from tensorboard.util.tensor_util import make_tensor_proto
+
+    values = []
+    for tag, histogram in by_tag.items():
+        edges, counts = histogram.log2_buckets()
+        buckets = np.stack([edges[:-1], edges[1:], counts], axis=1).astype(np.float64)  # left edge, right edge, count
+        plugin = metadata.create_summary_metadata(display_name=None, description=_DESCRIPTION)
+        values.append(Summary.Value(tag=tag, tensor=make_tensor_proto(buckets), metadata=plugin))
+    return _write(step, values)
 
 
 def histograms_by_tag(sample: GradientSample, layers: Mapping[str, str]) -> dict[str, ExponentHistogram]:
     """Returns the histogram of all gradients of a sample and, if it has the weight update, those of the layers, by tag.
 
     Without those that have no finite element. Histograms by layer of all samples would take most of the disk.
-
-    Args:
-        sample: The sample.
-        layers: The class of each layer by path, as in the settings of a run.
     """
     by_tag = {"kmp/gradient_exponents": sample.histogram}
     if np.isfinite(sample.update_norm).any():
         names, by_layer = stable_names(layers), sample.by_layer()
         by_tag |= {f"kmp_by_layer/{stable_name(name, names)}": by_layer[name] for name in by_layer}
-    return {tag: histogram for tag, histogram in by_tag.items() if _finite_elements(histogram)}
-
-
-def _finite_elements(histogram: ExponentHistogram) -> int:
-    return histogram.zeros + int(histogram.by_exponent.sum())
+    return {tag: each for tag, each in by_tag.items() if each.zeros or each.by_exponent.any()}
 
 
 def _write(step: int, values: Sequence[Any]) -> int:
@@ -55,14 +80,3 @@ def _write(step: int, values: Sequence[Any]) -> int:
     content = Summary(value=values).SerializeToString()
     tf.summary.experimental.write_raw_pb(content, step=step)
     return len(content)
-
-
-def _histogram_value(tag: str, histogram: ExponentHistogram) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.histogram import metadata
-    from tensorboard.util.tensor_util import make_tensor_proto
-
-    edges, counts = histogram.log2_buckets()
-    buckets = np.stack([edges[:-1], edges[1:], counts], axis=1).astype(np.float64)  # left edge, right edge, count
-    plugin = metadata.create_summary_metadata(display_name=None, description=_DESCRIPTION)
-    return Summary.Value(tag=tag, tensor=make_tensor_proto(buckets), metadata=plugin)

@@ -1,29 +1,80 @@
-"""Makes the records of a training from what the optimizer counted: pure functions. See `kmp.records` for the keys."""
+"""Makes the header and the records of a training. See `kmp.records` for the keys."""
 
+import dataclasses
+import datetime
+import json
 import math
 from collections.abc import Collection, Mapping
 from itertools import islice
 from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
 
-from kmp.records import HIGHEST_NUMBER, MOST_METRICS, RECORD_KEYS, SAMPLE_KEYS, GradientSample, Snapshot, compact
+from kmp.backend import compute_dtypes, is_keras_class, keras_internals, layers_by_path, output_layers, sublayers
+from kmp.gradients import paths_of
+from kmp.optimizer import LossScaleOptimizer
+from kmp.policy import guarding, settings_call
+from kmp.records import (
+    HIGHEST_NUMBER,
+    MOST_METRICS,
+    RECORD_KEYS,
+    SAMPLE_KEYS,
+    SCHEMA,
+    GradientSample,
+    Snapshot,
+    compact,
+)
+from kmp.utils import FLOAT32
 
 LOSS_SCALE, OVERFLOWS, GRADIENTS = PARTS = ("loss scale", "overflows", "gradients")
 
 Record = dict[str, Any]
 
-_COUNT_SIZE = 10  # bytes of a number with its punctuation
+
+def header(model: keras.Model, optimizer: LossScaleOptimizer) -> Record:
+    """Returns the first line of a log: the start time, the versions and the settings of the training."""
+    inner = optimizer.inner_optimizer
+    settings = {"rule": type(optimizer.rule).__name__} | dataclasses.asdict(optimizer.rule)
+    settings |= {
+        "model": model.name,
+        "policy": model.dtype_policy.name,
+        "compute_dtypes": sorted(compute_dtypes(model)),
+        "optimizer": type(inner).__name__,
+        "is_keras_optimizer": is_keras_class(type(inner)),
+        "settings_call": settings_call(optimizer),
+        "train_step": "keras" if guarding.has_keras_step(model) else "custom",
+        "replicas": model.distribute_strategy.num_replicas_in_sync,
+    }
+    numbers = ["learning_rate", "epsilon", "beta_2"]
+    if isinstance(keras_internals.learning_rate_of(inner), keras.optimizers.schedules.LearningRateSchedule):
+        numbers.remove("learning_rate")  # it changes
+    values = {name: to_number(getattr(inner, name, None)) for name in numbers}
+    settings |= {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+
+    # A variable may be shared between layers: it counts as float32 if only float32 layers use it.
+    variables = model.trainable_variables  # `fit` builds the optimizer on these
+    by_path = optimizer.variables_by_path() or dict(zip(paths_of(variables), variables, strict=True))
+    uses = [(layer, variable) for layer in sublayers(model) for variable in keras_internals.declared_trainable(layer)]
+    other_ids = {id(variable) for layer, variable in uses if layer.compute_dtype != FLOAT32.name}
+    float32_ids = {id(variable) for layer, variable in uses if layer.compute_dtype == FLOAT32.name} - other_ids
+    own_dtype_ids = {id(variable) for layer, variable in uses if variable.dtype != layer.variable_dtype}
+    settings["variable_dtypes"] = sorted({variable.dtype for variable in variables})
+    settings["float32_variables"] = [path for path, variable in by_path.items() if id(variable) in float32_ids]
+    settings["own_dtype_variables"] = [path for path, variable in by_path.items() if id(variable) in own_dtype_ids]
+    if model.built:
+        settings["parameters"] = model.count_params()
+        settings["layers"] = {path: type(layer).__name__ for path, layer in layers_by_path(model).items()}
+        settings["output_layers"] = [layer.path or layer.name for layer in output_layers(model)]
+
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    versions = {"keras": keras.__version__, "tensorflow": tf.__version__, "numpy": np.__version__}
+    return {"schema": SCHEMA, "kind": "header", "started": started, **versions, "settings": settings}
 
 
 def record_of(snapshot: Snapshot, previous: Snapshot, parts: Collection[str]) -> Record:
-    """Returns the record of the steps between two snapshots.
-
-    Args:
-        snapshot: The newer snapshot, after at least one more step.
-        previous: The older snapshot.
-        parts: What to record: `LOSS_SCALE`, `OVERFLOWS`.
-    """
+    """Returns the record, with `LOSS_SCALE`, `OVERFLOWS` or both, of the steps, at least one, between two snapshots."""
     record: Record = {"step": snapshot.step}
     if LOSS_SCALE in parts:
         record |= {"loss_scale": snapshot.loss_scale, "clean_steps": snapshot.clean_steps}
@@ -64,11 +115,13 @@ def metrics_record(step: int, epoch: int, values: Mapping[str, Any]) -> Record:
 
 
 def record_size(record: Mapping[str, Any]) -> int:
-    """Returns about the number of bytes of a record's samples and counts by variable in a log."""
-    columns = [value for key in SAMPLE_KEYS if key in record for value in compact(record[key]).values()]
-    texts = [text for value in columns for text in (value.values() if isinstance(value, Mapping) else [value])]
-    counts = [path for value in record.values() if isinstance(value, Mapping) for path in value]
-    return sum(len(text) for text in texts if isinstance(text, str)) + sum(len(path) + _COUNT_SIZE for path in counts)
+    """Returns the bytes in a log of what the interval of reads limits: samples, without names, and counts by variable.
+
+    A record at the end of each epoch is not limited by it. Were it counted, the interval would grow without end.
+    """
+    parts = [compact(record[key]) | {"names": ()} for key in SAMPLE_KEYS if key in record]
+    parts += [record[key] for key in ("overflows_by_variable", "overflow_origins_by_variable") if key in record]
+    return sum(len(json.dumps(part)) for part in parts)
 
 
 def to_number(value: Any) -> float | None:

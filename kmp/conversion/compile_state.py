@@ -32,7 +32,7 @@ def transfer_compile_state(original: keras.Model, converted: keras.Model, scale_
         arguments["optimizer"] = _clone_optimizer(arguments.get("optimizer"), scale_loss)
         converted.compile(**arguments, auto_scale_loss=False)
     except (TypeError, ValueError, NotImplementedError) as error:  # Keras raises the last without a `get_config`
-        reason = user_messages.first_line(error)
+        reason = user_messages.one_line(error)
         user_messages.warn(
             f"{type(converted).__name__} {converted.name!r} is not compiled. Call its `compile` yourself: {reason}"
         )

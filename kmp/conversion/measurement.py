@@ -84,8 +84,9 @@ def measure_activations(
         stack.enter_context(state_restored(model))
         for path, operation in operations.items():
             stack.enter_context(instance_attribute(operation, "call", recording(path, operation.call)))
-        with user_messages.naming_argument(
-            "batch", f"{type(model).__name__} {model.name!r} (pass only the model's inputs, no targets)"
-        ):
+        try:
             outputs = model(batch, training=False)
+        except Exception as error:  # Keras and TensorFlow raise many classes, with long messages
+            subject = f"{type(model).__name__} {model.name!r} (pass only the model's inputs, no targets)"
+            raise ValueError(f"`batch` does not fit {subject}: {user_messages.one_line(error)}") from error
     return outputs, {path: ActivationStatistics.of(tuple(values)) for path, values in recorded.items() if values}

@@ -61,10 +61,6 @@ class Run:
         _check_record("row", row)
         self.rows.append(dict(row))
 
-    def drop_after(self, step: int) -> None:
-        """Removes the records after a step, for training that resumes from that step."""
-        self.rows[:] = [row for row in self.rows if row["step"] <= step]
-
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the steps that have a value of `key`, and the values, as arrays of equal length."""
         steps_and_values = [(row["step"], row[key]) for row in self.rows if key in row]

@@ -2,8 +2,6 @@
 
 from kmp.utils import atomic_files, user_messages, validation
 from kmp.utils.backend_check import require_tensorflow
-from kmp.utils.escaping import printable
-from kmp.utils.file_locks import lock_folder
 from kmp.utils.float_formats import (
     BFLOAT16,
     DTYPES_16_BIT,
@@ -14,7 +12,7 @@ from kmp.utils.float_formats import (
     as_power,
     is_power_of_two,
 )
-from kmp.utils.names import listed, matching_indices, unique_names
+from kmp.utils.names import listed, matching_indices, printable, unique_names
 from kmp.utils.version import __version__
 
 __all__ = [
@@ -29,7 +27,6 @@ __all__ = [
     "atomic_files",
     "is_power_of_two",
     "listed",
-    "lock_folder",
     "matching_indices",
     "printable",
     "require_tensorflow",

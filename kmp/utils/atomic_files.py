@@ -63,11 +63,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Creates a folder if needed, and checks that files can be created in it.
-
-    Raises:
-        OSError: If the folder or a file in it cannot be created.
-    """
+    """Creates a folder if needed; raises an `OSError` if it or a file in it cannot be created."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass

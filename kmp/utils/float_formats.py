@@ -1,81 +1,48 @@
 """The floating-point formats of mixed precision, and their limits, such as 65504 and 2^-24."""
 
 import math
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
 
 import ml_dtypes
 
 
+@dataclass(frozen=True)
 class FloatFormat:
-    """A binary floating-point format. Its limits come from `ml_dtypes.finfo`.
+    """A binary floating-point format and its limits, which are those of `ml_dtypes.finfo`."""
 
-    Args:
-        name: The dtype's name in NumPy, TensorFlow and Keras.
-    """
+    name: str  # of the dtype, in NumPy, TensorFlow and Keras
+    exponent_bits: int
+    fraction_bits: int  # without the implicit leading bit
+    max: float
+    max_exponent: int  # of the largest finite value: the exponent bias
+    max_exact_integer: int  # the format has every integer from 0 to this: 2048 in float16, 256 in bfloat16
+    smallest_normal: float
+    min_exponent: int  # of the smallest normal value
+    smallest_subnormal: float
+    min_subnormal_exponent: int
+    flush_exponent: int  # of the largest power of two that rounds to zero: half the smallest subnormal (tie to even)
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    @cached_property
-    def _info(self) -> Any:
-        return ml_dtypes.finfo(self.name)
-
-    @property
-    def exponent_bits(self) -> int:
-        """Number of bits of the biased exponent."""
-        return int(self._info.nexp)
-
-    @property
-    def fraction_bits(self) -> int:
-        """Number of bits of the fraction, without the implicit leading bit."""
-        return int(self._info.nmant)
-
-    @property
-    def max_exponent(self) -> int:
-        """Binary exponent of the largest finite value, equal to the exponent bias."""
-        return int(self._info.maxexp) - 1
-
-    @property
-    def min_exponent(self) -> int:
-        """Binary exponent of the smallest normal value."""
-        return int(self._info.minexp)
-
-    @property
-    def min_subnormal_exponent(self) -> int:
-        """Binary exponent of the smallest positive subnormal value."""
-        return self.min_exponent - self.fraction_bits
-
-    @property
-    def flush_exponent(self) -> int:
-        """Exponent of the largest power of two that rounds to zero: half the smallest subnormal (tie to even)."""
-        return self.min_subnormal_exponent - 1
-
-    @property
-    def max_exact_integer(self) -> int:
-        """The largest n for which the format has every integer from 0 to n: 2048 in float16, 256 in bfloat16."""
-        return int(2 ** (self.fraction_bits + 1))
-
-    @property
-    def max(self) -> float:
-        """The largest finite value."""
-        return float(self._info.max)
-
-    @property
-    def smallest_normal(self) -> float:
-        """The smallest positive normal value."""
-        return float(self._info.smallest_normal)
-
-    @property
-    def smallest_subnormal(self) -> float:
-        """The smallest positive subnormal value."""
-        return 2.0**self.min_subnormal_exponent
+    @classmethod
+    def of(cls, name: str) -> "FloatFormat":
+        """Returns the format of a dtype."""
+        info = ml_dtypes.finfo(name)
+        lowest = int(info.minexp) - int(info.nmant)
+        return cls(
+            name,
+            exponent_bits=int(info.nexp),
+            fraction_bits=int(info.nmant),
+            max=float(info.max),
+            max_exponent=int(info.maxexp) - 1,
+            max_exact_integer=2 ** (int(info.nmant) + 1),
+            smallest_normal=float(info.smallest_normal),
+            min_exponent=int(info.minexp),
+            smallest_subnormal=2.0**lowest,
+            min_subnormal_exponent=lowest,
+            flush_exponent=lowest - 1,
+        )
 
 
-FLOAT16 = FloatFormat("float16")
-BFLOAT16 = FloatFormat("bfloat16")
-FLOAT32 = FloatFormat("float32")
-
+FLOAT16, BFLOAT16, FLOAT32 = map(FloatFormat.of, ("float16", "bfloat16", "float32"))
 FORMATS_16_BIT = {FLOAT16.name: FLOAT16, BFLOAT16.name: BFLOAT16}  # those of mixed precision
 DTYPES_16_BIT = tuple(FORMATS_16_BIT)
 

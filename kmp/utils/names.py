@@ -1,41 +1,32 @@
-"""Names of variables and runs: selecting names by pattern, making names unique."""
+"""Names of variables and runs: selected by pattern, made unique, and safe to show."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from kmp.utils.escaping import printable
-
 _MOST_LISTED = 20
+# Invisible characters that Python counts as printable. Source: Unicode's property Default_Ignorable_Code_Point.
+_INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
 
 
 def matching_indices(patterns: str | Sequence[str], names: Sequence[str]) -> list[int]:
-    """Returns the indices of the names that equal or match at least one pattern, in order.
-
-    Args:
-        patterns: A name or shell-style pattern (`*`, `?`, `[...]`, case-sensitive), or several.
-        names: The names to select from.
+    """Returns the indices of the names that equal or match a pattern (`*`, `?`, `[...]`, case-sensitive), in order.
 
     Raises:
         ValueError: If a pattern matches no name. The message lists the names.
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    exact, known, wildcards = set(patterns), set(names), [pattern for pattern in patterns if _is_wildcard(pattern)]
+    wildcards = [pattern for pattern in patterns if any(character in pattern for character in "*?[")]
+    exact, known = set(patterns), set(names)
     for pattern in patterns:
-        if pattern not in known and not (_is_wildcard(pattern) and any(fnmatchcase(name, pattern) for name in names)):
+        if pattern not in known and not (pattern in wildcards and any(fnmatchcase(name, pattern) for name in names)):
             raise ValueError(f"No variable matches {pattern!r}. The names are: {listed(names)}")
     return [
         index
         for index, name in enumerate(names)
         if name in exact or any(fnmatchcase(name, pattern) for pattern in wildcards)
     ]
-
-
-def listed(names: Sequence[str]) -> str:
-    """Returns names as a list for a message. Of many names, only the first are listed."""
-    shown = ", ".join(printable(name) for name in names[:_MOST_LISTED]) or "(none)"
-    omitted = len(names) - _MOST_LISTED
-    return f"{shown} and {omitted} more" if omitted > 0 else shown
 
 
 def unique_names(names: Iterable[str]) -> list[str]:
@@ -54,5 +45,27 @@ def unique_names(names: Iterable[str]) -> list[str]:
     return list(results)
 
 
-def _is_wildcard(pattern: str) -> bool:
-    return any(character in pattern for character in "*?[")
+def listed(names: Sequence[str]) -> str:
+    """Returns names as a list for a message. Of many names, only the first are listed."""
+    shown = ", ".join(map(printable, names[:_MOST_LISTED])) or "(none)"
+    omitted = len(names) - _MOST_LISTED
+    return f"{shown} and {omitted} more" if omitted > 0 else shown
+
+
+def printable(text: str) -> str:
+    r"""Returns a text with every character escaped that a reader cannot see, such as `\x1b` or `\u202e`.
+
+    These are control characters, escape sequences of terminals, direction marks, characters of zero width, line breaks,
+    spaces other than the ASCII space, and lone surrogates, which no file can hold.
+
+    Example:
+    >>> printable("dense\x1b[2J/kernel"), printable("dense/kernel")
+    ('dense\\x1b[2J/kernel', 'dense/kernel')
+    """
+
+    def is_visible(part: str) -> bool:
+        return part.isprintable() and not _INVISIBLE.search(part)
+
+    if is_visible(text):
+        return text
+    return "".join(each if is_visible(each) else each.encode("unicode_escape").decode("ascii") for each in text)

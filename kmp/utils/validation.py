@@ -1,4 +1,8 @@
-"""Validation of public arguments. Each error names the argument, what was received and what is expected."""
+"""Validation of public arguments.
+
+Each function raises a `TypeError` or `ValueError` that names the argument, what was received and what is expected.
+Numbers may be Python's, NumPy scalars, 0-d arrays and eager tensors; a `bool` is no number.
+"""
 
 import math
 import numbers
@@ -10,15 +14,17 @@ from typing import Any
 
 import numpy as np
 
-MODEL_SUFFIXES = (".keras", ".weights.h5")
-
 _INT64_MAX = 2**63 - 1
+
+
+def message(name: str, value: Any, expected: str) -> str:
+    """Returns the error message for an argument of the wrong type or value."""
+    return f"`{name}` must be {expected}. Received: {name}={value!r} (of type {type(value).__name__})"
 
 
 def python_scalar(value: Any) -> Any:
     """Returns the element of a NumPy scalar, 0-d array or eager tensor as Python's type, and other values unchanged."""
-    has_one_element = isinstance(value, np.generic) or getattr(value, "shape", None) == ()
-    if not has_one_element:
+    if not isinstance(value, np.generic) and getattr(value, "shape", None) != ():
         return value
     try:
         return np.asarray(value.numpy() if hasattr(value, "numpy") else value).item()
@@ -27,17 +33,7 @@ def python_scalar(value: Any) -> Any:
 
 
 def integer(name: str, value: Any, expected: str = "an integer") -> int:
-    """Returns `value` as an `int`.
-
-    Args:
-        name: The argument's name, for the message.
-        value: The received value: an integer or a float without a fraction, also as a NumPy scalar, 0-d array or eager
-            tensor.
-        expected: The accepted values in words, for the message.
-
-    Raises:
-        TypeError: If `value` is not an integer. A `bool` is not accepted.
-    """
+    """Returns an integer, or a float without a fraction, as an `int`."""
     scalar = python_scalar(value)
     if isinstance(scalar, float) and scalar.is_integer():
         scalar = int(scalar)
@@ -47,12 +43,7 @@ def integer(name: str, value: Any, expected: str = "an integer") -> int:
 
 
 def positive_integer(name: str, value: Any) -> int:
-    """Returns `value` as an `int` from 1 to 2^63 - 1, the largest int64.
-
-    Raises:
-        TypeError: If `value` is not an integer. A `bool` is not accepted.
-        ValueError: If `value` is outside that range.
-    """
+    """Returns an integer from 1 to 2^63 - 1, the largest int64, as an `int`."""
     expected = "an integer from 1 to 2^63 - 1"
     result = integer(name, value, expected)
     if not 1 <= result <= _INT64_MAX:
@@ -61,18 +52,7 @@ def positive_integer(name: str, value: Any) -> int:
 
 
 def number(name: str, value: Any, expected: str, accepts: Callable[[float], bool]) -> float:
-    """Returns `value` as a finite `float`.
-
-    Args:
-        name: The argument's name, for the message.
-        value: The received value: a real number, also as a NumPy scalar, 0-d array or eager tensor.
-        expected: The accepted range in words, for the message.
-        accepts: Returns whether a finite float lies in that range.
-
-    Raises:
-        TypeError: If `value` is not a real number. A `bool` is not accepted.
-        ValueError: If `value` is not finite, or outside that range.
-    """
+    """Returns a finite real number that `accepts` accepts as a `float`; `expected` is that range in words."""
     scalar = python_scalar(value)
     if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real):
         raise TypeError(message(name, value, expected))
@@ -86,11 +66,7 @@ def number(name: str, value: Any, expected: str, accepts: Callable[[float], bool
 
 
 def boolean(name: str, value: Any) -> bool:
-    """Returns `value` as a `bool`; it may be a NumPy scalar, 0-d array or eager tensor.
-
-    Raises:
-        TypeError: If `value` is not a `bool`.
-    """
+    """Returns `True` or `False` as a `bool`."""
     scalar = python_scalar(value)
     if not isinstance(scalar, bool):
         raise TypeError(message(name, value, "True or False"))
@@ -98,12 +74,7 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """Returns `value`, or its `name` if it is a dtype policy or a dtype, if that is one of the `allowed` strings.
-
-    Raises:
-        TypeError: If `value` is neither a string nor has a name.
-        ValueError: If the string is not in `allowed`.
-    """
+    """Returns one of the allowed strings, or the name of a dtype policy or dtype if it is one of them."""
     expected = "one of " + ", ".join(repr(item) for item in allowed)
     chosen = value if isinstance(value, str) else getattr(value, "name", None)
     if not isinstance(chosen, str):
@@ -114,28 +85,13 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 def instance(name: str, value: Any, classes: type | tuple[type, ...], expected: str) -> None:
-    """Checks that `value` is an instance of a class.
-
-    Args:
-        name: The argument's name, for the message.
-        value: The received value.
-        classes: One class, or a tuple of classes.
-        expected: The classes in words, for the message.
-
-    Raises:
-        TypeError: If `value` is not an instance of one of the classes.
-    """
+    """Checks that a value is an instance of one of the classes, which `expected` names in words."""
     if not isinstance(value, classes):
         raise TypeError(message(name, value, expected))
 
 
 def patterns(name: str, value: Any) -> tuple[str, ...] | None:
-    """Returns a string, or a list or tuple of strings, as a tuple; `None` stays `None`.
-
-    Raises:
-        TypeError: If `value` is neither a string nor a list or tuple of strings.
-        ValueError: If the list or tuple is empty.
-    """
+    """Returns a string, or a list or tuple of strings, as a tuple; `None` stays `None`."""
     if value is None:
         return None
     expected = "a string or a list of strings"
@@ -147,35 +103,17 @@ def patterns(name: str, value: Any) -> tuple[str, ...] | None:
     return tuple(strings)
 
 
-def local_path(name: str, value: Any) -> Path:
-    """Returns `value` as a path on this machine, with `~` expanded.
-
-    Raises:
-        TypeError: If `value` is not a string or path.
-        ValueError: If `value` is empty, a URL, or not a text path.
-    """
+def local_path(name: str, value: Any, suffixes: tuple[str, ...] = ()) -> Path:
+    """Returns a path on this machine, with `~` expanded; with suffixes, that of a file whose name ends in one."""
     expected = "the path of a local folder or file"
+    if suffixes:
+        expected = f"the path of a local file that ends in {' or '.join(suffixes)}"
     if not isinstance(value, str | os.PathLike):
         raise TypeError(message(name, value, expected))
     text = os.fspath(value)
     if not isinstance(text, str) or not text or "\0" in text or "://" in text:
         raise ValueError(message(name, value, expected))
-    return Path(text).expanduser()
-
-
-def model_path(name: str, value: Any) -> Path:
-    """Returns `value` as a path to which Keras saves a model or its weights.
-
-    Raises:
-        TypeError: If `value` is not a string or path.
-        ValueError: If `value` does not end in `.keras` or `.weights.h5`, or is not a local path.
-    """
-    path = local_path(name, value)
-    if not path.name.endswith(MODEL_SUFFIXES):
-        raise ValueError(message(name, value, f"a path that ends in {' or '.join(MODEL_SUFFIXES)}"))
+    path = Path(text).expanduser()
+    if suffixes and (not path.name.endswith(suffixes) or path.name in suffixes):
+        raise ValueError(message(name, value, expected))
     return path
-
-
-def message(name: str, value: Any, expected: str) -> str:
-    """Returns the error message for an argument of the wrong type or value."""
-    return f"`{name}` must be {expected}. Received: {name}={value!r} (of type {type(value).__name__})"

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from kmp.records import BIN_COUNT, BinCounts, GradientSample
-from kmp.utils.names import matching_indices
 
 NAMES = ("net/first/kernel", "net/first/bias", "net/last/kernel")
 
@@ -113,21 +112,6 @@ def test_sample_of_no_variable_has_no_layers():
 def test_patterns_that_are_no_strings_are_an_error(patterns):
     with pytest.raises(TypeError, match=r"`patterns` must be a string or a list of strings. Received: patterns="):
         sample().select(patterns)
-
-
-def test_messages_list_the_first_names_only():
-    names = [f"v{index}" for index in range(100)]
-    with pytest.raises(ValueError, match="The names are: v0, v1, .* v19 and 80 more$"):
-        matching_indices("dense", names)
-
-
-def test_names_in_messages_are_printable():
-    with pytest.raises(ValueError, match=r"The names are: a\\x1b\[2J"):
-        matching_indices("dense", ["a\x1b[2J"])
-
-
-def test_name_with_brackets_is_selected_as_it_is_and_as_a_pattern():
-    assert matching_indices("a[0]", ["a[0]", "a0", "a1"]) == [0, 1]
 
 
 def test_patterns_may_be_an_iterator():

@@ -1,6 +1,6 @@
 import pytest
 
-from kmp.utils import unique_names
+from kmp.utils import matching_indices, printable, unique_names
 
 
 @pytest.mark.parametrize(
@@ -16,3 +16,38 @@ def test_repeated_names_get_a_number_that_no_name_before_them_has(names, expecte
     assert unique_names(names) == expected
     assert unique_names(expected) == expected
     assert [unique_names(names[:count])[-1] for count in range(1, len(names) + 1)] == expected
+
+
+@pytest.mark.parametrize(
+    ("patterns", "names", "message"),
+    [
+        ("dense", [f"v{index}" for index in range(100)], "The names are: v0, v1, .* v19 and 80 more$"),
+        ("dense", ["a\x1b[2J"], r"The names are: a\\x1b\[2J"),
+        (["v*", "dense*"], ["v0", "v1"], r"No variable matches 'dense\*'. The names are: v0, v1$"),
+    ],
+)
+def test_pattern_without_a_match_raises_with_the_first_names_in_printable_form(patterns, names, message):
+    with pytest.raises(ValueError, match=message):
+        matching_indices(patterns, names)
+
+
+def test_name_with_brackets_is_selected_as_it_is_and_as_a_pattern():
+    assert matching_indices("a[0]", ["a[0]", "a0", "a1"]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("model/dense_1/kernel", "model/dense_1/kernel"),
+        ("\u5bc6\u96c6/\u00fcber \U0001f600", "\u5bc6\u96c6/\u00fcber \U0001f600"),
+        ("\x1b]0;owned\x1b\\\x1b[2J", "\\x1b]0;owned\\x1b\\\\x1b[2J"),
+        ("a\nb\r\tc\0", r"a\nb\r\tc\x00"),
+        ("user\u202egnp.exe", r"user\u202egnp.exe"),
+        ("a\u200bb\ufeffc\u2028", r"a\u200bb\ufeffc\u2028"),
+        ("a\u3164b\ufe0fc\u034f\U000e0100", r"a\u3164b\ufe0fc\u034f\U000e0100"),
+        ("a\xa0b\ud800", r"a\xa0b\ud800"),
+    ],
+)
+def test_characters_that_a_reader_cannot_see_are_escaped(text, shown):
+    assert printable(text) == shown
+    assert printable(shown) == shown
