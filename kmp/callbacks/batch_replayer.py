@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from kmp.callbacks.training_records import Record
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarding
 from kmp.records import Replay, Snapshot, check_record
@@ -20,8 +21,6 @@ _MANY_OVERFLOWS = 8
 _MOST_REPLAYS = 3  # of one training, because of overflows, and because of zeros
 _COMPARED_AGAIN = 4  # at this multiple of the last step that was compared
 _MOST_SECONDS = 5.0  # of one replay
-
-Record = dict[str, Any]
 
 
 class BatchReplayer:

@@ -167,12 +167,6 @@ def test_second_fit_does_not_trace_again(enabled):
     assert model.train_function is traced
 
 
-@pytest.mark.parametrize("reference", [1, "batch", (1,)])
-def test_reference_of_another_kind_is_an_error(reference):
-    with pytest.raises((TypeError, ValueError), match="`reference` must be"):
-        defaults(reference=reference)
-
-
 def dead_model():
     """Returns a model with a layer that is dead: its gradient is zero."""
     with kmp.enable():

@@ -12,7 +12,6 @@ from conftest import Interrupt, compiled_model, fit, is_locked, small_data
 
 import kmp
 from kmp.callbacks import (
-    Float32Fallback,
     GradientHistogram,
     LossScaleLogger,
     Monitor,
@@ -35,20 +34,10 @@ def steps_of(callback):
     return callback.run.series(key)[0].tolist()
 
 
-def test_defaults_are_a_monitor_the_fallback_and_the_stuck_detector():
-    assert [type(callback) for callback in defaults()] == [Monitor, Float32Fallback, StuckDetector]
-
-
 def test_defaults_pass_variables_to_the_monitor():
     callbacks = defaults(variables="*/kernel")
     fit(compiled_model(), callbacks)
     assert {name.split("/")[-1] for sample in callbacks[0].run.samples for name in sample.names} == {"kernel"}
-
-
-@pytest.mark.parametrize("argument", ["variables", "reference"])
-def test_defaults_raise_for_an_argument_of_the_wrong_type(argument):
-    with pytest.raises(TypeError, match=f"`{argument}` must be"):
-        defaults(**{argument: 3})
 
 
 def test_training_in_every_mode_is_recorded_and_unchanged(compile_mode):
@@ -361,43 +350,29 @@ def test_error_for_a_float16_model_says_how_to_add_a_loss_scale_optimizer():
         fit(model, defaults())
 
 
-def test_optimizer_argument_is_the_optimizer_to_read():
-    other = kmp.LossScaleOptimizer("sgd", loss_scale=4.0)
-    assert LossScaleLogger(optimizer=other).optimizer is other
-
-
-@pytest.mark.parametrize("make", [*LOGGERS, defaults])
 @pytest.mark.parametrize(
-    ("arguments", "match"),
+    ("make", "arguments", "match"),
     [
-        ({"every_n_steps": 0}, "`every_n_steps` must be.*every_n_steps=0"),
-        ({"every_n_steps": -1}, "every_n_steps=-1"),
-        ({"every_n_steps": 1.5}, "every_n_steps=1.5"),
-        ({"every_n_steps": float("nan")}, "every_n_steps=nan"),
-        ({"every_n_steps": "often"}, "every_n_steps='often'"),
-        ({"every_n_steps": True}, "every_n_steps=True"),
-        ({"every_n_steps": 2**70}, "`every_n_steps` must be"),
-        ({"log_dir": 3}, "`log_dir` must be.*log_dir=3"),
-        ({"log_dir": ""}, "`log_dir` must be the path of a local folder"),
-        ({"log_dir": "gs://bucket/x"}, "gs://bucket/x"),
-        ({"log_dir": "a\0b"}, "`log_dir` must be"),
+        (defaults, {"every_n_steps": 0}, "`every_n_steps` must be.*every_n_steps=0"),
+        (LossScaleLogger, {"every_n_steps": 1.5}, "every_n_steps=1.5"),
+        (OverflowCounter, {"every_n_steps": float("nan")}, "every_n_steps=nan"),
+        (GradientHistogram, {"every_n_steps": True}, "every_n_steps=True"),
+        (defaults, {"every_n_steps": 2**70}, "`every_n_steps` must be"),
+        (LossScaleLogger, {"log_dir": 3}, "`log_dir` must be.*log_dir=3"),
+        (OverflowCounter, {"log_dir": ""}, "`log_dir` must be the path of a local folder"),
+        (GradientHistogram, {"log_dir": "gs://bucket/x"}, "gs://bucket/x"),
+        (defaults, {"log_dir": "a\0b"}, "`log_dir` must be"),
+        (Monitor, {"optimizer": keras.optimizers.SGD()}, "`optimizer` must be"),
+        (defaults, {"variables": 3}, "`variables` must be"),
+        *((defaults, {"reference": reference}, "`reference` must be") for reference in (1, "batch", (1,))),
+        (defaults, {"float32_fallback": 3}, "`float32_fallback` must be"),
+        *((defaults, {"report": report}, "`report` must be") for report in (3, "report.pdf")),
     ],
     ids=str,
 )
 def test_invalid_argument_raises_an_error_that_names_it(make, arguments, match):
     with pytest.raises((ValueError, TypeError), match=match):
         make(**arguments)
-
-
-def test_invalid_optimizer_raises_an_error_that_names_it():
-    with pytest.raises(TypeError, match="`optimizer` must be"):
-        LossScaleLogger(optimizer=keras.optimizers.SGD())
-
-
-def test_invalid_report_is_an_error_of_defaults():
-    for report in (3, "report.pdf"):
-        with pytest.raises((TypeError, ValueError), match="`report` must be"):
-            defaults(report=report)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda callbacks: pickle.loads(pickle.dumps(callbacks))])

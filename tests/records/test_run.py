@@ -6,7 +6,6 @@ import pytest
 
 from kmp import load_run
 from kmp.records import BIN_COUNT, BinCounts, GradientSample, Run, to_line
-from kmp.records.run import scalars
 
 
 def sample(*zeros):
@@ -46,19 +45,10 @@ def test_series_of_an_unknown_key_is_empty():
     assert steps.size == values.size == 0
 
 
-def test_scalars_are_the_numbers_except_the_step():
-    assert dict(scalars({"step": 1, "a": 2, "b": 0.5, "c": {}, "d": None})) == {"a": 2.0, "b": 0.5}
-
-
-def test_missing_log_raises_file_not_found_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        Run.load(tmp_path)
-
-
 def test_table_has_a_row_per_step_and_a_field_per_number():
     rows = [
         {"step": 2, "overflow_count": 1},
-        {"step": 1, "loss_scale": 4.0, "overflow_origin": "a"},
+        {"step": 1, "loss_scale": 4.0, "overflow_origin": "a", "last_loss": None},
         {"step": 2, "loss_scale": 2.0, "sample": sample(1)},
     ]
     table = Run(rows).table()

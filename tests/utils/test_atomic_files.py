@@ -167,9 +167,3 @@ def test_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
 def test_check_writable_creates_the_folder_and_leaves_it_empty(tmp_path):
     atomic_files.check_writable(tmp_path / "new" / "nested")
     assert names_in(tmp_path / "new" / "nested") == []
-
-
-def test_folder_that_cannot_be_created_raises(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        atomic_files.check_writable(tmp_path / "file" / "nested")
