@@ -368,7 +368,6 @@ def test_error_for_a_float16_model_says_how_to_add_a_loss_scale_optimizer():
         (defaults, {"float32_fallback": 3}, "`float32_fallback` must be"),
         *((defaults, {"report": report}, "`report` must be") for report in (3, "report.pdf")),
     ],
-    ids=str,
 )
 def test_invalid_argument_raises_an_error_that_names_it(make, arguments, match):
     with pytest.raises((ValueError, TypeError), match=match):
