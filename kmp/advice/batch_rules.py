@@ -17,8 +17,16 @@ def data(metrics: RunMetrics) -> Finding | None:
     if replay is None or replay.nonfinite_part is None:
         return None
     is_too_large, part = replay.is_part_finite, replay.nonfinite_part
-    if is_too_large and not (metrics.is_float16 and _is_overflow_of_inputs(replay)):
-        return None
+    if is_too_large:
+        if replay.is_finite_in_float32:  # a layer that gets them in float32 may fail later, without such a cast
+            is_cause = any(found.operation == "Cast" and not found.is_backward for found in replay.nonfinite)
+        else:  # fill values, say, that overflow float32 too; not NaN weights, nor a root
+            is_cause = not replay.nonfinite_variables and any(
+                found.value == "inf" and found.largest_input > thresholds.OVERFLOWS_FLOAT32
+                for found in replay.nonfinite[:1]
+            )
+        if not is_cause or not metrics.is_float16:
+            return None
     if replay.is_finite_in_float32 and part != BATCH_X and not replay.is_forward_only:
         return None  # the loss ignores these targets
     part += replay.nonfinite_key
@@ -37,15 +45,6 @@ def data(metrics: RunMetrics) -> Finding | None:
         f"or normalize {name}, with its mean and standard deviation, in training and later" if is_too_large else "",
         part,
     )
-
-
-def _is_overflow_of_inputs(replay: Replay) -> bool:
-    """Whether inputs beyond float16's range are the cause, and not a layer that fails after it computed in float32."""
-    if replay.is_finite_in_float32:
-        return any(found.operation == "Cast" and not found.is_backward for found in replay.nonfinite)
-    if replay.nonfinite_variables or not replay.nonfinite:
-        return False
-    return replay.nonfinite[0].value == "inf" and replay.nonfinite[0].largest_input > thresholds.OVERFLOWS_FLOAT32
 
 
 def targets(metrics: RunMetrics) -> Finding | None:

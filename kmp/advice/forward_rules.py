@@ -1,7 +1,9 @@
 """Rules about a forward pass or a loss that is not finite."""
 
+from collections.abc import Sequence
+
 from kmp.advice.batch_rules import data, targets
-from kmp.advice.finding import ERROR, Finding, SetArguments
+from kmp.advice.finding import ERROR, Edit, Finding, SetArguments
 from kmp.advice.run_metrics import RunMetrics
 from kmp.advice.wording import failed_steps, in_float32, smaller_learning_rate
 from kmp.records import LOSS_FUNCTION, NonfiniteOperation, Replay
@@ -22,7 +24,9 @@ def forward(metrics: RunMetrics) -> Finding | None:
     if replay is None:
         return _not_replayed(metrics)
     if replay.is_forward_only and replay.is_finite:
-        return _loss_of_finite_outputs(metrics)
+        title = "The loss function returns NaN or Inf for finite outputs."
+        note = "compute the loss in float32, and clip the argument of a log"
+        return _loss(metrics, title, "replayed, the outputs of the model are finite", note=note, location=LOSS_FUNCTION)
     if not replay.is_finite_in_float32:
         return _nonfinite_in_float32(metrics, replay)
 
@@ -89,39 +93,16 @@ def _explained(metrics: RunMetrics, found: NonfiniteOperation, replay: Replay) -
 
 def _nonfinite_in_float32(metrics: RunMetrics, replay: Replay) -> Finding:
     if replay.nonfinite_variables:
-        path = replay.nonfinite_variables[0]
-        return Finding(
-            "loss",
-            ERROR,
-            f"{path} contains NaN or Inf, so every loss is NaN.",
-            f"{failed_steps(metrics)}; {len(replay.nonfinite_variables)} variables contain NaN or Inf",
-            smaller_learning_rate(metrics),
-            "an update made them so; train again from weights that are finite",
-            path,
-        )
-    found = next(iter(replay.nonfinite), None)
-    first = (
-        f"{found.operation} in {metrics.describe(found.layer)} is the first to return {found.value}" if found else ""
-    )
-    return Finding(
-        "loss",
-        ERROR,
-        "The loss is NaN or Inf in float32 too.",
-        f"{failed_steps(metrics)}; replayed in float32 it is not finite either{first and f': {first}'}",
-        note="not a matter of precision: look at that operation, and at what the batch contains",
-        location=found.layer if found else "",
-    )
-
-
-def _loss_of_finite_outputs(metrics: RunMetrics) -> Finding:
-    return Finding(
-        "loss",
-        ERROR,
-        "The loss function returns NaN or Inf for finite outputs.",
-        f"{failed_steps(metrics)}; replayed, the outputs of the model are finite",
-        note="compute the loss in float32, and clip the argument of a log",
-        location=LOSS_FUNCTION,
-    )
+        path, count = replay.nonfinite_variables[0], len(replay.nonfinite_variables)
+        title, reason = f"{path} contains NaN or Inf, so every loss is NaN.", f"{count} variables contain NaN or Inf"
+        note = "an update made them so; train again from weights that are finite"
+        return _loss(metrics, title, reason, smaller_learning_rate(metrics), note, path)
+    title, reason = "The loss is NaN or Inf in float32 too.", "replayed in float32 it is not finite either"
+    note, layer = "not a matter of precision: look at that operation, and at what the batch contains", ""
+    for found in replay.nonfinite[:1]:
+        layer = found.layer
+        reason += f": {found.operation} in {metrics.describe(layer)} is the first to return {found.value}"
+    return _loss(metrics, title, reason, note=note, location=layer)
 
 
 def _not_replayed(metrics: RunMetrics) -> Finding:
@@ -141,10 +122,11 @@ def _not_replayed(metrics: RunMetrics) -> Finding:
         pattern = f"among them the last {metrics.consecutive_overflows}"
     elif metrics.nonfinite_losses < metrics.steps / 2:
         pattern = "most losses are finite, which suggests corrupt examples"
-    return Finding(
-        "loss",
-        ERROR,
-        "The loss is NaN or Inf before scaling, so no loss scale helps.",
-        f"{failed_steps(metrics)}; {pattern}",
-        note="kmp.callbacks.defaults() replays such a batch, and names the first layer that is not finite",
-    )
+    note = "kmp.callbacks.defaults() replays such a batch, and names the first layer that is not finite"
+    return _loss(metrics, "The loss is NaN or Inf before scaling, so no loss scale helps.", pattern, note=note)
+
+
+def _loss(
+    metrics: RunMetrics, title: str, reason: str, edits: Sequence[Edit] = (), note: str = "", location: str = ""
+) -> Finding:
+    return Finding("loss", ERROR, title, f"{failed_steps(metrics)}; {reason}", edits, note, location)

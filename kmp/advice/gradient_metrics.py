@@ -8,44 +8,38 @@ from operator import itemgetter
 
 import numpy as np
 
-from kmp.advice.loss_scale_sweep import WhatIf, sweep, usable_scale
+from kmp.advice.loss_scale_sweep import WhatIf, sweep
 from kmp.advice.sample_statistics import counts_below, statistics, unscaled_counts, usable
 from kmp.records import Run
 from kmp.utils import FLOAT16
 
 
 class GradientMetrics:
-    """Computes metrics from the samples of a run.
-
-    Args:
-        run: The run.
-        scale: The loss scale in use; NaN if it is unknown.
-    """
+    """Metrics of the samples of a run, at the loss scale in use; that is NaN if it is unknown."""
 
     def __init__(self, run: Run, scale: float) -> None:
-        self.samples, self.references = statistics(run)
+        self._run, self._scale = run, scale
+        self.samples, self._references = statistics(run)
         self.finite_samples = usable(self.samples)
         # Those at the newest loss scale or above: lower scales flushed elements to zero that the newest preserves.
         newest = self.finite_samples[-1].loss_scale if self.finite_samples else 0.0
         self.usable_samples = [sample for sample in self.finite_samples if sample.loss_scale >= newest]
-        self.highest_usable_scale = usable_scale(run)
-        self._scale = scale
 
     @cached_property
     def curve(self) -> WhatIf | None:
         """Underflow and overflow at other loss scales, or `None` without a finite sample."""
-        return sweep(self.samples, self.references, self.highest_usable_scale)
+        return sweep(self._run, self.samples, self._references)
 
     @cached_property
     def subnormal_share(self) -> float:
-        """Share of nonzero gradient elements below float16's normal range, at the loss scale in use."""
+        """Share of nonzero gradient elements below float16's normal range."""
         counts = unscaled_counts(self.usable_samples)
         subnormal = counts_below(counts, FLOAT16.min_exponent - round(math.log2(self._scale))) if counts.any() else 0.0
         return float(subnormal / max(1.0, counts.sum()))
 
     @cached_property
     def underflow_share(self) -> float:
-        """Share of all gradient elements that are nonzero and would round to zero at the loss scale in use."""
+        """Share of all gradient elements that are nonzero and would round to zero."""
         assert self.curve is not None
         scales = self.curve.log2_scales
         return self.curve.at(float(np.clip(math.log2(self._scale), scales[0], scales[-1])))["underflow"]
@@ -56,11 +50,7 @@ class GradientMetrics:
 
     @cached_property
     def underflows(self) -> dict[str, int]:
-        """Number of finite samples in which each variable underflowed. Zeros are left out.
-
-        A variable underflowed if more than 5 % of its gradient's nonzero elements were subnormal in float16 or smaller,
-        or if all elements were zero and a variable nearer the loss underflowed.
-        """
+        """Number of finite samples in which each variable underflowed, see `SampleStatistics.underflowed`."""
         return dict(Counter(itertools.chain.from_iterable(self._underflowed)))
 
     @cached_property
@@ -73,7 +63,7 @@ class GradientMetrics:
 
     @cached_property
     def zero_share(self) -> float:
-        """Share of sampled gradient elements that are exactly zero, at the loss scale in use."""
+        """Share of sampled gradient elements that are exactly zero."""
         zeros = sum(sample.histogram.zeros for sample in self.usable_samples)
         return zeros / max(1, sum(sample.histogram.total for sample in self.usable_samples))
 
@@ -86,7 +76,7 @@ class GradientMetrics:
 
     @cached_property
     def headroom(self) -> float:
-        """Bits between the largest sampled gradient at the scale in use and float16's maximum; inf if all are zero."""
+        """Bits between the largest sampled gradient and float16's maximum; inf if all gradients are zero."""
         largest = max((sample.largest for sample in self.finite_samples), default=math.nan)
         return math.inf if largest == 0 else math.log2(FLOAT16.max / largest / self._scale)
 

@@ -115,7 +115,7 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
         run = Run([{"step": sample.step, "sample": sample} for sample in run])
     validation.instance("run", run, Run, f"{RUN_EXPECTED}, or a sequence of its samples")
     assert isinstance(run, Run)
-    curve = sweep(*statistics(run), usable_scale(run))
+    curve = sweep(run, *statistics(run))
     if curve is None:
         raise ValueError(
             "The run has no sample of finite gradients. Attach kmp.callbacks.GradientHistogram to sample gradients. If "
@@ -136,29 +136,23 @@ def usable_scale(run: Run) -> float:
     return min(scales)
 
 
-def sweep(samples: Sequence[SampleStatistics], references: Sequence[SampleStatistics], highest: float) -> WhatIf | None:
-    """Computes what float16 would lose at every loss scale.
-
-    Args:
-        samples: Statistics of the samples.
-        references: Statistics of float32 passes, which show what was flushed to zero in the samples.
-        highest: The largest scale to recommend; 0 for none.
-
-    Returns:
-        The shares of lost elements; `None` if no sample has finite gradients.
-    """
+def sweep(run: Run, samples: Sequence[SampleStatistics], references: Sequence[SampleStatistics]) -> WhatIf | None:
+    """Returns what float16 would lose of a run's samples at every loss scale; `None` if none has finite gradients."""
     exact = usable(references)
     measured = usable(samples) or exact
     if not measured:
         return None
     in_use = math.log2((samples or measured)[-1].loss_scale)
     counts, zeros = unscaled_counts(measured), float(sum(sample.histogram.zeros for sample in measured))
-    if exact:
-        counts, zeros = _with_flushed(counts, zeros, exact)
     largest = np.array([sample.largest for sample in measured])
-    if exact and not largest.any():  # float16 flushed all of the samples
-        largest = np.array([sample.largest for sample in exact])
-    recommended = _recommended(counts, float(largest.max()), highest)
+    if exact:
+        # A float32 pass has more nonzero elements; its smallest ones are those that float16 flushed to zero.
+        scaled = unscaled_counts(exact) * ((counts.sum() + zeros) / sum(sample.histogram.total for sample in exact))
+        missing = float(np.clip(scaled.sum() - counts.sum(), 0.0, zeros))
+        counts, zeros = counts + np.diff(np.minimum(np.cumsum(scaled), missing), prepend=0.0), zeros - missing
+        if not largest.any():  # float16 flushed all of the samples
+            largest = np.array([sample.largest for sample in exact])
+    recommended = _recommended(counts, float(largest.max()), usable_scale(run))
 
     # The scales of the curve: around the one in use, with those that are recommended or where overflow begins.
     limits = [math.floor(math.log2(FLOAT16.max / largest.max())) - 1] if largest.any() else []
@@ -184,17 +178,6 @@ def sweep(samples: Sequence[SampleStatistics], references: Sequence[SampleStatis
         is_measured=bool(exact),
         recommended=recommended,
     )
-
-
-def _with_flushed(counts: np.ndarray, zeros: float, exact: Sequence[SampleStatistics]) -> tuple[np.ndarray, float]:
-    """Returns the counts with flushed elements, and the number of zeros without them.
-
-    A float32 pass has more nonzero elements; its smallest ones are those that were flushed.
-    """
-    scaled = unscaled_counts(exact) * ((counts.sum() + zeros) / sum(sample.histogram.total for sample in exact))
-    missing = float(np.clip(scaled.sum() - counts.sum(), 0.0, zeros))
-    flushed = np.diff(np.minimum(np.cumsum(scaled), missing), prepend=0.0)
-    return counts + flushed, zeros - missing
 
 
 def _recommended(counts: np.ndarray, largest: float, highest: float) -> tuple[int, int] | None:

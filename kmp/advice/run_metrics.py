@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from functools import cached_property
 from operator import itemgetter
 from typing import Any
@@ -15,11 +16,7 @@ from kmp.utils import FLOAT16
 
 
 class RunMetrics:
-    """Computes metrics from the records of a run.
-
-    Args:
-        run: The run.
-    """
+    """Metrics of the records of a run; after a fallback, of those since the last one."""
 
     def __init__(self, run: Run) -> None:
         self.complete_run = run
@@ -84,6 +81,9 @@ class RunMetrics:
         names = [name_of(path) for path in self.settings.get("layers", {})]
         return f"layer {layer if names.count(name_of(layer)) > 1 else name_of(layer)!r}"
 
+    def _newest(self, is_wanted: Callable[[Replay], bool]) -> Replay | None:
+        return next(filter(is_wanted, reversed(self.replays)), None)
+
     @cached_property
     def forward_replay(self) -> Replay | None:
         """The last replay without a finite loss in the precision of the model, or of the forward pass alone.
@@ -91,28 +91,26 @@ class RunMetrics:
         If all losses of the training were finite, it has to be the last replay with NaN or Inf: a fused kernel of the
         training may swallow a NaN that the replay shows.
         """
-        failed = next((replay for replay in reversed(self.replays) if not replay.is_finite), None)
         if self.nonfinite_losses:
-            no_losses = [replay for replay in reversed(self.replays) if replay.loss is None]
-            return next((replay for replay in no_losses if not replay.is_finite), next(iter(no_losses), None))
+            failed = self._newest(lambda replay: replay.loss is None and not replay.is_finite)
+            return failed or self._newest(lambda replay: replay.loss is None)
+        failed = self._newest(lambda replay: not replay.is_finite)
         return failed if failed and failed.loss is None and self.overflows else None
 
     @cached_property
     def backward_replay(self) -> Replay | None:
         """The last replay whose loss was finite in the precision of the model, and whose gradients were not."""
-        failed = (replay for replay in reversed(self.replays) if not replay.is_finite)
-        return next((replay for replay in failed if replay.loss is not None), None)
+        return self._newest(lambda replay: not replay.is_finite and replay.loss is not None)
 
     @property
     def last_comparison(self) -> Replay | None:
         """The last replay whose passes were finite in both precisions."""
-        return next((replay for _, replay in reversed(self.run.comparisons)), None)
+        return self._newest(lambda replay: replay.is_compared)
 
     @cached_property
     def clean_replay(self) -> Replay | None:
         """The last replay whose loss and gradients were finite."""
-        clean = (replay for replay in reversed(self.replays) if replay.is_finite)
-        return next((replay for replay in clean if not replay.is_forward_only), None)
+        return self._newest(lambda replay: replay.is_finite and not replay.is_forward_only)
 
     @cached_property
     def flushed(self) -> dict[str, float]:
@@ -195,14 +193,15 @@ def since_last_fallback(run: Run) -> tuple[dict[str, Any] | None, Run]:
         return None, run
     before = Run(run.rows[: index + 1])
     rows = [dict(row) for row in run.rows[index + 1 :]]
-    for row in rows:
-        for key in ("overflow_count", "nonfinite_loss_count"):
+    for key in ("overflow_count", "nonfinite_loss_count"):
+        for row in rows:
             if key in row:
                 row[key] -= int(before.last(key) or 0)
-        earlier = before.last("overflow_origins_by_variable") or {}
-        if "overflow_origins_by_variable" in row:
-            counts = row["overflow_origins_by_variable"]
-            row["overflow_origins_by_variable"] = {path: counts[path] - earlier.get(path, 0) for path in counts}
+    key = "overflow_origins_by_variable"
+    earlier = before.last(key) or {}
+    for row in rows:
+        if key in row:
+            row[key] = {path: count - earlier.get(path, 0) for path, count in row[key].items()}
     return run.rows[index], Run(rows, run.header)
 
 

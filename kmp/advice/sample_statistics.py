@@ -2,36 +2,40 @@
 
 import itertools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Set
+from dataclasses import replace
 
 import numpy as np
 
 from kmp.advice import thresholds
-from kmp.records import FIRST_EXPONENT, INF_BIN, ZERO_BIN, ExponentHistogram, GradientSample, Run
+from kmp.records import FIRST_EXPONENT, INF_BIN, ZERO_BIN, GradientSample, Run
 from kmp.utils import FLOAT16
 
 _FIRST_NORMAL_BIN = ZERO_BIN + 1 + FLOAT16.min_exponent - FIRST_EXPONENT
 
 
-@dataclass(frozen=True, eq=False)
 class SampleStatistics:
     """Statistics of one sample, of the variables whose layers compute in 16 bits.
 
     Arrays have one element per variable, in the order from the input to the loss.
     """
 
-    step: int
-    loss_scale: float
-    names: tuple[str, ...]
-    histogram: ExponentHistogram  # of these variables together
-    unscaled: ExponentHistogram  # the same without the loss scale
-    amax: np.ndarray  # float64, the largest magnitudes
-    totals: np.ndarray  # int64, numbers of elements
-    zeros: np.ndarray  # int64, numbers of elements that are exactly zero
-    below_normal: np.ndarray  # int64, numbers of nonzero elements below float16's normal range
-    update_ratio: float  # norm of the update of all variables, as a ratio to that of their weights; NaN if not measured
-    weight_norm: float  # norm of all weights; 0 if not measured
+    def __init__(self, sample: GradientSample, excluded: Set[str]) -> None:
+        kept = np.array([name not in excluded for name in sample.names], bool)
+        kept = kept if kept.any() else ~kept
+        self.step, self.loss_scale = sample.step, sample.loss_scale
+        self.names = tuple(itertools.compress(sample.names, kept))
+        self.histogram = sample.histogram_of(kept)
+        histogram = self.histogram
+        if histogram.unscaled_counts is None:  # of another scale than a power of two, a log has them
+            histogram = replace(histogram, loss_scale=2.0 ** math.floor(math.log2(sample.loss_scale)))
+        self.unscaled_counts = histogram.unscaled.by_exponent
+        self.amax, self.totals, self.zeros = sample.amax[kept], sample.elements[kept], sample.zeros[kept]
+        below_normal = sample.bin_counts.between(ZERO_BIN + 1, _FIRST_NORMAL_BIN)[kept]
+        self.small_shares = below_normal / np.maximum(1, self.totals - self.zeros)  # of the nonzero elements
+        # Norms of all variables: 0 if they were not measured.
+        self.weight_norm, update_norm = (math.sqrt(np.nansum(n**2)) for n in (sample.weight_norm, sample.update_norm))
+        self.update_ratio = update_norm / self.weight_norm if self.weight_norm else math.nan
 
     @property
     def largest(self) -> float:
@@ -56,7 +60,7 @@ class SampleStatistics:
 
         A variable whose elements are all zero underflowed too if one nearer the loss did.
         """
-        has_small = self.below_normal > thresholds.UNDERFLOWED * (self.totals - self.zeros)
+        has_small = self.small_shares > thresholds.UNDERFLOWED
         is_behind_small = np.logical_or.accumulate(has_small[::-1])[::-1]
         return self.named(has_small | ((self.totals > 0) & (self.zeros == self.totals) & is_behind_small))
 
@@ -72,34 +76,8 @@ def statistics(run: Run) -> tuple[list[SampleStatistics], list[SampleStatistics]
     float16 would lose.
     """
     excluded = frozenset(run.settings.get("float32_variables") or ())
-    samples, references = (
-        [_statistics_of(sample, excluded) for sample in samples] for samples in (run.samples, run.references)
-    )
+    samples, references = ([SampleStatistics(one, excluded) for one in each] for each in (run.samples, run.references))
     return samples, references
-
-
-def _statistics_of(sample: GradientSample, excluded: frozenset[str]) -> SampleStatistics:
-    kept = np.array([name not in excluded for name in sample.names], bool)
-    kept = kept if kept.any() else ~kept
-    weight_norm, update_norm = (
-        math.sqrt(np.sum(norms[~np.isnan(norms)] ** 2)) for norms in (sample.weight_norm, sample.update_norm)
-    )
-    histogram = sample.histogram_of(kept)
-    if histogram.unscaled_counts is None:  # of another scale than a power of two, a log has them
-        histogram = replace(histogram, loss_scale=2.0 ** math.floor(math.log2(sample.loss_scale)))
-    return SampleStatistics(
-        sample.step,
-        sample.loss_scale,
-        tuple(itertools.compress(sample.names, kept)),
-        histogram,
-        histogram.unscaled,
-        sample.amax[kept],
-        sample.elements[kept],
-        sample.zeros[kept],
-        sample.bin_counts.between(ZERO_BIN + 1, _FIRST_NORMAL_BIN)[kept],
-        update_norm / weight_norm if weight_norm else math.nan,
-        weight_norm,
-    )
 
 
 def usable(samples: Iterable[SampleStatistics]) -> list[SampleStatistics]:
@@ -109,7 +87,7 @@ def usable(samples: Iterable[SampleStatistics]) -> list[SampleStatistics]:
 
 def unscaled_counts(samples: Iterable[SampleStatistics]) -> np.ndarray:
     """Returns the numbers of nonzero elements by exponent without the loss scale, of all samples together, float64."""
-    return sum((sample.unscaled.by_exponent for sample in samples), np.zeros(INF_BIN - ZERO_BIN - 1))
+    return sum((sample.unscaled_counts for sample in samples), np.zeros(INF_BIN - ZERO_BIN - 1))
 
 
 def counts_below(counts: np.ndarray, exponents: np.ndarray | int) -> np.ndarray:

@@ -18,7 +18,6 @@ MANY_SUBNORMAL = 0.25  # a larger scale costs nothing
 MOSTLY_SUBNORMAL = 0.5  # a larger scale would overflow, so a layer has to change
 UNDERFLOWED = 0.05  # of one variable
 MANY_FLUSHED = 0.05  # to zero in float16 but not in float32
-MANY_FLUSHED_AT_ANY_SCALE = 0.3  # by a float32 reference, which also has elements that are too small to matter
 MOSTLY_FLUSHED = 0.5  # of one variable
 MANY_ZEROS = 0.1  # more flushed elements could matter; dropout and ReLU cause zeros too, so a reference decides
 MOSTLY_ZERO = 0.5

@@ -1,12 +1,12 @@
 """Rules about what float16 flushes to zero or rounds away."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from kmp.advice import thresholds
 from kmp.advice.finding import ERROR, INFO, WARNING, Finding, SetArguments
+from kmp.advice.loss_scale_sweep import usable_scale
 from kmp.advice.run_metrics import RunMetrics, name_of
 from kmp.advice.wording import in_float32, power
 from kmp.utils import FLOAT32, as_power
@@ -46,7 +46,22 @@ def scale_too_small(metrics: RunMetrics) -> Finding | None:
         return None
     if metrics.gradient_overflows > thresholds.FEW_SKIPPED * metrics.steps:
         return None
-    evidence = _underflow_evidence(metrics)
+    newest, evidence = gradients.finite_samples[-1], []
+    headroom = f", with {gradients.headroom:.0f} bits of headroom before overflow" * math.isfinite(gradients.headroom)
+    if gradients.subnormal_share > thresholds.MANY_SUBNORMAL:
+        evidence.append(f"{_subnormal(metrics)}{headroom}")
+    flushed = sum(metrics.flushed.values()) / max(1, len(newest.names))  # the mean over the variables
+    if flushed > thresholds.MANY_FLUSHED:
+        evidence.append(f"replayed, {flushed:.1%} of the elements of a gradient are zero in float16 but not in float32")
+    if metrics.clean_replay is None and gradients.zero_share >= thresholds.MOSTLY_ZERO:
+        # No replay shows what was flushed. Underflow leaves zeros in the variables nearest the input.
+        all_zero = set(gradients.all_zero_variables)
+        nearest = list(itertools.takewhile(all_zero.__contains__, newest.named(newest.totals > 0)))
+        if nearest and gradients.headroom >= 2 * thresholds.SPARE_BITS:
+            evidence.append(
+                f"{gradients.zero_share:.1%} of the elements are exactly zero, including all elements of the "
+                f"{len(nearest)} variables nearest the input{headroom}"
+            )
     if not evidence:
         return None
     if gradients.underflow_origins:
@@ -62,39 +77,9 @@ def scale_too_small(metrics: RunMetrics) -> Finding | None:
     )
 
 
-def _underflow_evidence(metrics: RunMetrics) -> list[str]:
-    """Returns the evidence that gradients underflow at the loss scale in use; empty without any."""
-    gradients = metrics.gradients
-    evidence, newest = [], gradients.finite_samples[-1]
-    headroom = f", with {gradients.headroom:.0f} bits of headroom before overflow"
-    headroom = "" if math.isinf(gradients.headroom) else headroom
-    if gradients.subnormal_share > thresholds.MANY_SUBNORMAL:
-        evidence.append(
-            f"{gradients.subnormal_share:.1%} of the nonzero sampled gradient elements are subnormal in float16 at the "
-            f"loss scale in use{headroom}"
-        )
-    # The variables with a gradient, from the input to the first that is not all zero.
-    with_gradient = {name for sample in gradients.usable_samples for name in sample.named(sample.totals > 0)}
-    names, all_zero = [name for name in newest.names if name in with_gradient], set(gradients.all_zero_variables)
-    first = next((index for index, name in enumerate(names) if name not in all_zero), len(names))
-    if (
-        not set(names[:first]).isdisjoint(metrics.unexplained_zero_variables)
-        and gradients.headroom >= 2 * thresholds.SPARE_BITS
-        and gradients.zero_share >= thresholds.MOSTLY_ZERO
-    ):
-        evidence.append(
-            f"{gradients.zero_share:.1%} of the elements are exactly zero, including all elements of the "
-            f"{first} variables nearest the input{headroom}"
-        )
-    flushed = sum(metrics.flushed.values()) / max(1, len(newest.names))  # the mean over the variables
-    if flushed > thresholds.MANY_FLUSHED:
-        evidence.append(f"replayed, {flushed:.1%} of the elements of a gradient are zero in float16 but not in float32")
-    return evidence
-
-
 def _larger_scale(metrics: RunMetrics) -> list[SetArguments]:
     """Returns the largest scale that the samples or a replay allow, or a dynamic one."""
-    curve, highest = metrics.gradients.curve, metrics.gradients.highest_usable_scale
+    curve, highest = metrics.gradients.curve, usable_scale(metrics.run)
     best = thresholds.LOG2_DEFAULT_SCALE
     if curve and curve.recommended:
         best = curve.recommended[1]
@@ -112,38 +97,29 @@ def _larger_scale(metrics: RunMetrics) -> list[SetArguments]:
 
 
 def wide_range(metrics: RunMetrics) -> Finding | None:
-    """Reports gradients that span more than float16's range."""
-    gradients, curve = metrics.gradients, metrics.gradients.curve
-    if not metrics.is_float16 or curve is None or not math.isfinite(gradients.headroom):
+    """Reports a variable whose large gradients keep the loss scale too low for those of the others."""
+    gradients = metrics.gradients
+    if not metrics.is_float16 or not gradients.finite_samples or gradients.headroom >= thresholds.SPARE_BITS:
+        return None
+    if gradients.subnormal_share <= thresholds.MOSTLY_SUBNORMAL:
         return None
     newest = gradients.finite_samples[-1]
-    largest = newest.names[int(newest.amax.argmax())]
-    shares = newest.below_normal / np.maximum(1, newest.totals - newest.zeros)
-    smallest = newest.names[int(shares.argmax())]
-    named = f"{largest} has the largest gradients, and {smallest} underflows most"
-    if gradients.subnormal_share > thresholds.MOSTLY_SUBNORMAL and gradients.headroom < thresholds.SPARE_BITS:
-        title = f"The gradients of {largest} keep the loss scale too low for the others."
-        evidence = (
-            f"{gradients.subnormal_share:.1%} of the nonzero sampled gradient elements are subnormal in float16 at the "
-            f"loss scale in use, {as_power(metrics.scale)}, with {max(gradients.headroom, 0.0):.0f} bits of headroom "
-            f"before overflow; {named}"
-        )
-    elif curve.recommended:
-        return None
-    else:
-        highest = math.floor(math.log2(metrics.scale) + gradients.headroom)
-        best = max(int(curve.log2_scales[0]), min(int(curve.log2_scales[-1]), highest))
-        underflow = curve.at(best)["underflow"]
-        # A reference also has the elements that float16 flushes at any scale. Most of them are too small to matter.
-        if underflow <= (thresholds.MANY_FLUSHED_AT_ANY_SCALE if curve.is_measured else thresholds.MANY_FLUSHED):
-            return None
-        title = "The gradients span too wide a range for float16 at any loss scale."
-        evidence = (
-            f"at {as_power(2.0**best)}, the largest scale at which no finite sample overflows, {underflow:.1%} of the "
-            f"elements still underflow; {named}"
-        )
-    edits = in_float32(metrics, [metrics.layer_of(largest)])
-    return Finding("range", WARNING, title, evidence, edits, "or kmp.enable(policy='mixed_bfloat16')", largest)
+    largest, smallest = (newest.names[int(values.argmax())] for values in (newest.amax, newest.small_shares))
+    return Finding(
+        "range",
+        WARNING,
+        f"The gradients of {largest} keep the loss scale too low for the others.",
+        f"{_subnormal(metrics)}, {as_power(metrics.scale)}, with {max(gradients.headroom, 0.0):.0f} bits of headroom "
+        f"before overflow; {largest} has the largest gradients, and {smallest} underflows most",
+        in_float32(metrics, [metrics.layer_of(largest)]),
+        "or kmp.enable(policy='mixed_bfloat16')",
+        largest,
+    )
+
+
+def _subnormal(metrics: RunMetrics) -> str:
+    share = f"{metrics.gradients.subnormal_share:.1%} of the nonzero sampled gradient elements"
+    return f"{share} are subnormal in float16 at the loss scale in use"
 
 
 def dead(metrics: RunMetrics) -> Finding | None:
@@ -152,9 +128,8 @@ def dead(metrics: RunMetrics) -> Finding | None:
     zero = [name for name in (replay.zero if replay else ()) if name in gradients.all_zero_variables]
     if not zero or replay is None:
         return None
-    variables = "1 variable has a gradient that is"
-    if len(zero) > 1:
-        variables = f"{len(zero)} variables have gradients that are"
+    count = len(zero)
+    variables = "1 variable has a gradient that is" if count == 1 else f"{count} variables have gradients that are"
     return Finding(
         "dead",
         INFO,

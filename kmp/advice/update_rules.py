@@ -85,7 +85,11 @@ def exploding(metrics: RunMetrics) -> Finding | None:
     # With small updates, a high loss at the end comes from a different batch, not from an explosion.
     stays_high = abs(last) > limit and not 0.0 < ratio < thresholds.LARGE_UPDATE
     has_risen = ratio > thresholds.RISING_UPDATE and highest > thresholds.RISING_LOSS * first
-    has_not_learned = first > 0 and has_risen and last > first / 2 and not _falls_in_epochs(metrics)
+    has_not_learned = first > 0 and has_risen and last > first / 2
+    # The loss of one batch may be noisy: that of the epochs stays near the first, and falls to the end.
+    _, losses = metrics.run.metrics.get("loss", (None, np.empty(0)))
+    if len(losses) > 1 and losses.max() <= thresholds.RISING_LOSS * first:
+        has_not_learned &= bool(losses[-1] >= thresholds.FALLING_LOSS * losses[(len(losses) - 1) // 2])
     if (
         not has_not_learned
         and not (is_large_update and (are_many_skipped or is_loss_rising))
@@ -113,14 +117,6 @@ def exploding(metrics: RunMetrics) -> Finding | None:
         smaller_learning_rate(metrics),
         "or clipnorm=1.0" if metrics.settings.get("optimizer") == "SGD" else "",
     )
-
-
-def _falls_in_epochs(metrics: RunMetrics) -> bool:
-    """Whether the loss of the epochs stays near the first, and falls to the end: that of one batch may be noisy."""
-    _, losses = metrics.run.metrics.get("loss", (None, np.empty(0)))
-    if len(losses) < 2 or losses.max() > thresholds.RISING_LOSS * metrics.losses[0]:
-        return False
-    return bool(losses[-1] < thresholds.FALLING_LOSS * losses[(len(losses) - 1) // 2])
 
 
 def lost_updates(metrics: RunMetrics) -> Finding | None:
