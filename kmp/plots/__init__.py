@@ -5,11 +5,9 @@ Imports matplotlib. `import kmp` does not import it; `kmp.plots` is imported on 
 
 from kmp.plots import style as style
 from kmp.plots.gradient_plots import exponents_over_steps, gradient_exponents
-from kmp.plots.layer_error_plot import layer_errors
-from kmp.plots.loss_scale_plot import loss_scale
-from kmp.plots.metric_plot import metric
-from kmp.plots.overflow_plot import overflowing_variables
-from kmp.plots.saving import save
+from kmp.plots.layer_plots import layer_errors, overflowing_variables
+from kmp.plots.step_plots import loss_scale, metric
+from kmp.plots.style import save
 from kmp.plots.what_if_plot import what_if
 
 __all__ = [

@@ -1,11 +1,14 @@
-"""Shared style of all plots: axes, colours, titles, legends, names and powers of two."""
+"""What all plots share: axes, colours, titles, legends, names and powers of two; and saving a figure."""
 
 import math
+import os
+from pathlib import Path
 from types import NoneType
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from kmp.utils import is_power_of_two, printable, unique_names, validation
@@ -100,3 +103,31 @@ def power_of_two(exponent: float) -> str:
 def scale_name(scale: float) -> str:
     """Returns a loss scale as a power of two if it is one, else as a plain number."""
     return power_of_two(math.log2(scale)) if is_power_of_two(scale) else f"{scale:,g}"
+
+
+def save(ax: Axes, path: Path) -> None:
+    """Saves the figure of `ax` as a PNG file and closes it.
+
+    Args:
+        ax: The axes that a function of `kmp.plots` returned.
+        path: The file.
+
+    Raises:
+        OSError: If the file cannot be written.
+        TypeError: If an argument has the wrong type.
+
+    Example:
+    >>> import tempfile
+    >>> from kmp.plots import loss_scale
+    >>> from kmp.records import Run
+    >>> file = Path(tempfile.mkdtemp()) / "loss_scale.png"
+    >>> save(loss_scale(Run([{"step": 1, "loss_scale": 8.0}])), file)
+    >>> file.exists()
+    True
+    """
+    validation.instance("ax", ax, Axes, "axes of matplotlib, as the functions of kmp.plots return them")
+    validation.instance("path", path, (str, os.PathLike), "the path of the PNG file")
+    figure = ax.get_figure(root=True)
+    assert isinstance(figure, Figure)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
