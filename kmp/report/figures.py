@@ -37,7 +37,10 @@ class ReportFigure:
 
 
 def figures(summary: RunSummary) -> dict[str, ReportFigure]:
-    """Returns the figures of a run, by the names of the functions in `kmp.plots` that draw them."""
+    """Returns the figures of a run, by the names of the functions in `kmp.plots` that draw them.
+
+    Without a comparison of layers with float32, there is no `layer_errors`.
+    """
     run, metrics, sample, scales = summary.run, summary.metrics, summary.newest_sample, other_scales(summary)
     found = {
         "loss_scale": ReportFigure("The loss scale was not recorded."),
@@ -77,25 +80,20 @@ def figures(summary: RunSummary) -> dict[str, ReportFigure]:
         caption = "The variables that overflowed, and the overflow origins."
         alt = f"Skipped steps by variable{origin}."
         found["overflowing_variables"] = ReportFigure(caption, alt, _svg(plots.overflowing_variables, run))
+    for step, replay in run.comparisons[-1:]:
+        if replay.layer_errors:
+            caption = (
+                "How far the outputs of each layer are from float32, relative to how they vary between examples, and "
+                "the part that the layer adds to it."
+            )
+            first = replay.error_origin
+            begins = f"; a harmful error begins at {first.layer}, which adds {number(first.new_error)}" if first else ""
+            alt = (
+                f"Errors of {len(replay.layer_errors)} layers in step {step}; the outputs of the model differ from "
+                f"float32 by {number(replay.output_error)}{begins}."
+            )
+            found["layer_errors"] = ReportFigure(caption, alt, _svg(plots.layer_errors, run))
     return found
-
-
-def layer_error_figure(summary: RunSummary) -> ReportFigure | None:
-    """Returns the figure of the last comparison with float32, or `None` if no layer was compared."""
-    step, replay = next(reversed(summary.run.comparisons), (0, None))
-    if replay is None or not replay.layer_errors:
-        return None
-    caption = (
-        "How far the outputs of each layer are from float32, relative to how they vary between examples, and the part "
-        "that the layer adds to it."
-    )
-    origin = replay.error_origin
-    begins = f"; a harmful error begins at {origin.layer}, which adds {number(origin.new_error)}" if origin else ""
-    alt = (
-        f"Errors of {len(replay.layer_errors)} layers in step {step}; the outputs of the model differ from float32 by "
-        f"{number(replay.output_error)}{begins}."
-    )
-    return ReportFigure(caption, alt, _svg(plots.layer_errors, summary.run))
 
 
 def metric_figures(summaries: Sequence[RunSummary]) -> list[ReportFigure]:

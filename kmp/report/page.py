@@ -10,7 +10,6 @@ from kmp.records import Run
 from kmp.report.run_comparison import comparison, difference
 from kmp.report.run_summary import summaries
 from kmp.report.run_tables import gradients, layer_errors, other_scales, overflow_and_underflow
-from kmp.report.texts import code_lines
 from kmp.utils import atomic_files, printable, validation
 
 
@@ -29,7 +28,7 @@ def html(runs: Mapping[str, Run]) -> str:
     True
     """
     # Imports matplotlib, here because a training goes on if that fails: see `kmp.callbacks.Report`.
-    from kmp.report.figures import COMPARED, figures, layer_error_figure, metric_figures
+    from kmp.report.figures import COMPARED, figures, metric_figures
 
     first, *others = found = summaries(runs)
     environment = jinja2.Environment(
@@ -44,7 +43,6 @@ def html(runs: Mapping[str, Run]) -> str:
     page = environment.get_template("report.html.jinja").render(
         runs=found,
         figures={run.name: figures(run) for run in found},
-        layer_error_figures={run.name: layer_error_figure(run) for run in found},
         compared=COMPARED if others else (),
         comparison=comparison(found),
         differences=[difference(first, other) for other in others],
@@ -53,7 +51,6 @@ def html(runs: Mapping[str, Run]) -> str:
         gradients=gradients,
         overflow_and_underflow=overflow_and_underflow,
         other_scales=other_scales,
-        code_lines=code_lines,
     )
     return page.strip() + "\n"
 

@@ -12,7 +12,7 @@ from kmp.records import Run
 from kmp.report.run_comparison import comparison
 from kmp.report.run_summary import RunSummary, summaries
 from kmp.report.run_tables import other_scales
-from kmp.report.texts import Table, code_lines
+from kmp.report.texts import Table
 from kmp.utils import printable
 
 _RUNS_PER_TABLE = 3  # columns that fit into 80 characters
@@ -82,7 +82,7 @@ def _findings(run: RunSummary) -> Iterator[RenderableType]:
         grid.add_row("", _text(f"Evidence: {finding.evidence}"))
         if finding.change:
             grid.add_row("", "Change:")
-        for line in code_lines(finding.change):
+        for line in finding.change.splitlines():
             grid.add_row("", Padding(_text(line, "green"), (0, 0, 0, 2)))
         if finding.note:
             grid.add_row("", _text(f"Note: {finding.note}"))

@@ -1,4 +1,4 @@
-"""Numbers, code and tables as a report shows them. Names are as in the log: what prints a text escapes it."""
+"""Numbers and tables as a report shows them. Names are as in the log: what prints a text escapes it."""
 
 import math
 from dataclasses import dataclass
@@ -62,8 +62,3 @@ def scale(value: float) -> str:
 def skipped(count: int, steps: int) -> str:
     """Returns a number of skipped steps in words."""
     return f"{count} of {steps} steps {'was' if count == 1 else 'were'} skipped"
-
-
-def code_lines(change: str) -> tuple[str, ...]:
-    """Returns lines of code, with a trailing comment as a line of its own, so that they fit a narrow screen."""
-    return tuple(change.replace("  # ", "\n# ").splitlines())
