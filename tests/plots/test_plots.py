@@ -10,12 +10,10 @@ from kmp import plots
 from kmp.advice import WhatIf, what_if
 from kmp.records import BIN_COUNT, BinCounts, ExponentHistogram, GradientSample, LayerError, Replay, Run
 
-INF_BIN, NAN_BIN = BIN_COUNT - 2, BIN_COUNT - 1
-
 
 def counted(**bins):
     """Returns counts by bin. The keywords are `e<exponent>` (`m` for a minus sign), `zero`, `inf` and `nan`."""
-    indices = {"zero": 0, "inf": INF_BIN, "nan": NAN_BIN}
+    indices = {"zero": 0, "inf": BIN_COUNT - 2, "nan": BIN_COUNT - 1}
     counts = np.zeros(BIN_COUNT, np.int64)
     for name, count in bins.items():
         counts[indices[name] if name in indices else 150 + int(name[1:].replace("m", "-"))] = count
@@ -27,10 +25,34 @@ def histogram(scale=2.0**10, unscaled=None, **bins):
     return ExponentHistogram(counts, step=7, loss_scale=scale, unscaled_counts=unscaled)
 
 
-def sample(step, scale=8.0, amax=8.0, **bins):
+def sample(step, **bins):
     counts = counted(**(bins or {"zero": 20, "em20": 60, "e3": 20}))[None]
-    data = GradientSample(step, scale, ("m/kernel",), BinCounts.of(counts), amax=np.array([amax]), norm=np.ones(1))
+    data = GradientSample(step, 8.0, ("m/kernel",), BinCounts.of(counts), amax=np.array([8.0]), norm=np.ones(1))
     return {"step": step, "sample": data}
+
+
+def scales_of(*pairs, **values):
+    """Returns the records of a run with these steps and loss scales."""
+    return [{"step": step, "loss_scale": scale} | values for step, scale in pairs]
+
+
+def overflows_of(overflows, origins=None, step=1):
+    """Returns the record of overflows by variable."""
+    return {"step": step, "overflows_by_variable": overflows, "overflow_origins_by_variable": origins or {}}
+
+
+def compared(*errors, step=9, output_error=0.002, **values):
+    """Returns a record of a comparison: of each layer, the error of its outputs and its new error."""
+    layers = [LayerError(f"net/layer_{index}", *pair) for index, pair in enumerate(errors)]
+    replay = Replay(32, 8.0, 1.0, 1.0, True, True, output_error=output_error, layer_errors=layers, **values)
+    return {"step": step, "replay": replay}
+
+
+def curve(is_measured=False, recommended=(9, 11), in_use=10.0):
+    scales = np.arange(6, 14)
+    falling, rising = np.array([0.5, 0.2, 0.1, 1e-2, 1e-3, 0, 0, 0]), np.array([0, 0, 0, 0, 0, 1e-4, 0.1, 0.5])
+    bound = falling if is_measured else falling + 0.1
+    return WhatIf(scales, falling, bound, rising, rising * 2, in_use, is_measured, recommended)
 
 
 def nonempty_exponents(ax, label):
@@ -39,16 +61,29 @@ def nonempty_exponents(ax, label):
     return patch.get_data().edges[:-1][is_nonempty].tolist()
 
 
+def texts_of(artists):
+    return [text.get_text() for text in artists]
+
+
 def legend_labels(ax):
-    return [text.get_text() for text in ax.get_legend().get_texts()]
+    return texts_of(ax.get_legend().get_texts())
 
 
 def line(ax, label):
     return next(line for line in ax.lines if line.get_label().startswith(label))
 
 
-def texts_in(ax):
-    return [text.get_text() for text in ax.texts]
+def mesh(ax):
+    return next(child for child in ax.collections if isinstance(child, QuadMesh))
+
+
+def bar_widths(ax, label):
+    container = next(bars for bars in ax.containers if bars.get_label() == label)
+    return [bar.get_width() for bar in container]
+
+
+def visible_ticks(axis, limits):
+    return [tick for tick in axis.get_ticklocs() if limits[0] <= tick <= limits[1]]
 
 
 def test_gradient_exponents_draws_counts_with_and_without_the_loss_scale():
@@ -57,9 +92,8 @@ def test_gradient_exponents_draws_counts_with_and_without_the_loss_scale():
     assert nonempty_exponents(ax, "gradient without the loss scale") == [-30, -7]
     assert "25.0% are zero" in legend_labels(ax)[1]
     assert "log2 |g|" in ax.get_xlabel()
-    assert ax.get_ylabel() == "gradient elements"
+    assert (ax.get_ylabel(), ax.get_yscale()) == ("gradient elements", "log")
     assert ax.get_title(loc="left") == "Step 7: 25.0% of gradients zero, 95.0% without scaling"
-    assert ax.get_yscale() == "log"
 
 
 def test_gradient_exponents_shades_the_limits_of_float16():
@@ -67,57 +101,52 @@ def test_gradient_exponents_shades_the_limits_of_float16():
     low, high = ax.get_xlim()
     assert low < -30
     assert high > 16
-    zones = {"zero (below $2^{-25}$)", "subnormal", "float16's normal range", "within 3 bits of overflow", "overflow"}
-    assert set(texts_in(ax)) == zones
+    rotations = {text.get_text(): text.get_rotation() for text in ax.texts}
+    assert rotations == {
+        **{"zero (below $2^{-25}$)": 0, "subnormal": 0, "float16's normal range": 0},
+        **{"within 3 bits of overflow": 90, "overflow": 0},  # vertical where it does not fit
+    }
     shaded = [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in ax.patches if hasattr(patch, "get_x")]
     assert shaded == [(low, -25), (-25, -14), (13, 16), (16, high)]
 
 
-def test_zone_labels_are_vertical_where_they_do_not_fit():
-    rotations = {text.get_text(): text.get_rotation() for text in plots.gradient_exponents(histogram()).texts}
-    assert rotations["float16's normal range"] == 0
-    assert rotations["within 3 bits of overflow"] == 90
+@pytest.mark.parametrize(
+    ("drawn", "labels", "unscaled"),
+    [
+        (histogram(scale=1.0), ["gradient (loss scale 1); 25.0% are zero"], None),
+        (histogram(scale=20000.0), ["gradient times loss scale 20,000; 25.0% are zero"], None),  # not known
+        (
+            histogram(scale=20000.0, unscaled=counted(em34=75, em11=25)),
+            ["gradient without the loss scale", "gradient times loss scale 20,000; 25.0% are zero"],
+            [-34, -11],
+        ),
+        (
+            histogram(e3=1, inf=1200, nan=4),
+            [
+                "gradient without the loss scale",
+                "gradient times loss scale $2^{10}$; 0.0% are zero; 1,200 Inf; 4 NaN",
+            ],
+            [-7],
+        ),
+    ],
+)
+def test_gradient_is_drawn_without_the_scale_where_that_differs_and_is_known(drawn, labels, unscaled):
+    ax = plots.gradient_exponents(drawn)
+    assert legend_labels(ax) == labels
+    assert unscaled is None or nonempty_exponents(ax, "gradient without the loss scale") == unscaled
 
 
-def test_gradient_with_a_scale_of_one_is_drawn_once():
-    ax = plots.gradient_exponents(histogram(scale=1.0))
-    assert nonempty_exponents(ax, "gradient (loss scale 1)") == [-20, 3]
-    assert len(legend_labels(ax)) == 1
-
-
-def test_unscaled_gradient_is_omitted_if_it_is_unknown():
-    ax = plots.gradient_exponents(histogram(scale=20000.0))
-    assert legend_labels(ax) == ["gradient times loss scale 20,000; 25.0% are zero"]
-
-
-def test_recorded_unscaled_counts_are_drawn():
-    ax = plots.gradient_exponents(histogram(scale=20000.0, unscaled=counted(em34=75, em11=25)))
-    assert nonempty_exponents(ax, "gradient without the loss scale") == [-34, -11]
-
-
-def test_legend_counts_nonfinite_elements():
-    ax = plots.gradient_exponents(histogram(e3=1, inf=1200, nan=4))
-    assert legend_labels(ax)[1].endswith("0.0% are zero; 1,200 Inf; 4 NaN")
-
-
-def test_histogram_without_finite_elements_is_labelled_and_has_zones():
+def test_histogram_without_finite_elements_has_zones_and_one_without_elements_is_empty():
     ax = plots.gradient_exponents(histogram(nan=4))
-    assert "No element is finite and nonzero." in texts_in(ax)
-    assert "subnormal" in texts_in(ax)
+    assert {"No element is finite and nonzero.", "subnormal"} <= {*texts_of(ax.texts)}
     assert legend_labels(ax)[1].endswith("4 NaN")
-
-
-def test_histogram_without_elements_is_an_empty_figure():
     ax = plots.gradient_exponents(ExponentHistogram(np.zeros(BIN_COUNT, np.int64), 1, 2.0))
-    assert texts_in(ax) == ["No gradients were sampled."]
-
-
-def mesh(ax):
-    return next(child for child in ax.collections if isinstance(child, QuadMesh))
+    assert texts_of(ax.texts) == ["No gradients were sampled."]
 
 
 def test_heat_map_draws_each_share_at_its_step_and_exponent():
-    ax = plots.exponents_over_steps(Run([sample(10), sample(20, e3=1), sample(100)]))
+    rows = [sample(20, e3=1), sample(10, e5=1), sample(10), sample(100)]  # the newest sample of a step, in order
+    ax = plots.exponents_over_steps(Run(rows))
     corners = mesh(ax).get_coordinates()
     assert corners[0, :, 0].tolist() == [5, 15, 60, 140]
     exponents = corners[:-1, 0, 1].tolist()
@@ -125,53 +154,33 @@ def test_heat_map_draws_each_share_at_its_step_and_exponent():
     assert shares[exponents.index(-20)].tolist() == [0.6, 0, 0.6]
     assert shares[exponents.index(3)].tolist() == [0.2, 1.0, 0.2]
     assert np.count_nonzero(shares) == 5
+    low, high = plots.exponents_over_steps(Run([sample(10, em60=1, e40=1)])).get_ylim()
+    assert low == -60  # outside float16
+    assert high > 41
 
 
-def test_heat_map_has_axis_labels_and_a_labelled_colour_bar():
+def test_heat_map_labels_axes_colours_and_the_limits_of_float16():
     ax = plots.exponents_over_steps(Run([sample(10), sample(20)]))
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("training step", "binary exponent, floor(log2 |g|)")
     (colour_bar,) = [other for other in ax.figure.axes if other is not ax]
     assert colour_bar.get_ylabel() == "share of gradient elements, log scale"
     assert "loss-scaled" in ax.get_title(loc="left")
-
-
-def test_heat_map_labels_the_limits_of_float16():
-    ax = plots.exponents_over_steps(Run([sample(10), sample(20)]))
-    assert texts_in(ax) == ["overflow from $2^{16}$", "subnormal below $2^{-14}$", "smallest subnormal, $2^{-24}$"]
+    limits = ["overflow from $2^{16}$", "subnormal below $2^{-14}$", "smallest subnormal, $2^{-24}$"]
+    assert texts_of(ax.texts) == limits
     assert {drawn.get_ydata()[0] for drawn in ax.lines} == {16, -14, -24}
     low, high = ax.get_ylim()
     assert -30 < low < -24
     assert 16 < high < 20
 
 
-def test_heat_map_includes_exponents_outside_float16():
-    low, high = plots.exponents_over_steps(Run([sample(10, em60=1, e40=1)])).get_ylim()
-    assert low == -60
-    assert high > 41
-
-
 def test_heat_map_marks_nonfinite_samples():
     ax = plots.exponents_over_steps(Run([sample(10), sample(20, e3=1, inf=1), sample(30), sample(45, nan=3)]))
-    marks = line(ax, "sample with NaN or Inf")
-    assert marks.get_xdata().tolist() == [20, 45]
+    assert line(ax, "sample with NaN or Inf").get_xdata().tolist() == [20, 45]
     assert legend_labels(ax) == ["sample with NaN or Inf (2 of 4)"]
-
-
-def test_heat_map_of_nonfinite_samples_has_only_marks():
-    ax = plots.exponents_over_steps(Run([sample(10, nan=3), sample(20, nan=3)]))
-    assert line(ax, "sample with NaN or Inf").get_xdata().tolist() == [10, 20]
-    assert not ax.collections
-    assert ax.get_xlim() == (5, 25)
-
-
-def test_heat_map_is_ordered_by_step_and_uses_the_newest_sample_of_a_step():
-    ax = plots.exponents_over_steps(Run([sample(20), sample(10), sample(10, e3=1)]))
-    assert mesh(ax).get_array().filled(0).max(0).tolist() == [1.0, 0.6]
-
-
-def test_heat_map_of_one_sample_has_a_tick_at_its_step():
-    ax = plots.exponents_over_steps(Run([sample(10)]))
-    assert [tick for tick in ax.get_xticks() if ax.get_xlim()[0] <= tick <= ax.get_xlim()[1]] == [10]
+    alone = plots.exponents_over_steps(Run([sample(10, nan=3), sample(20, nan=3)]))
+    assert line(alone, "sample with NaN or Inf").get_xdata().tolist() == [10, 20]
+    assert not alone.collections
+    assert alone.get_xlim() == (5, 25)
 
 
 def test_loss_scale_marks_records_with_overflows():
@@ -204,20 +213,47 @@ def test_overflow_is_marked_in_its_step_at_its_scale():
 
 
 def test_steps_that_set_layers_to_float32_are_marked_with_one_legend_entry():
-    rows = [{"step": step, "loss_scale": 8.0} for step in (10, 20, 30)]
-    rows += [{"step": step, "fallback": ["net/dense"], "fallback_reason": "why"} for step in (12, 25)]
-    ax = plots.loss_scale(Run(rows))
+    rows = scales_of((10, 8.0), (20, 8.0), (30, 8.0))
+    fallbacks = [{"step": step, "fallback": ["net/dense"], "fallback_reason": "why"} for step in (12, 25)]
+    ax = plots.loss_scale(Run([*rows, *fallbacks]))
     (marks,) = ax.collections
     assert [segment[0][0] for segment in marks.get_segments()] == [12, 25]
     assert legend_labels(ax).count("layers set to float32") == 1
-    assert not plots.loss_scale(Run(rows[:3])).collections
+    assert not plots.loss_scale(Run(rows)).collections
 
 
-def compared(*errors, step=9, output_error=0.002, **values):
-    """Returns a record of a comparison: of each layer, the error of its outputs and its new error."""
-    layers = [LayerError(f"net/layer_{index}", *pair) for index, pair in enumerate(errors)]
-    replay = Replay(32, 8.0, 1.0, 1.0, True, True, output_error=output_error, layer_errors=layers, **values)
-    return {"step": step, "replay": replay}
+def test_fixed_scale_is_a_flat_line_between_powers_of_two():
+    ax = plots.loss_scale(Run(scales_of((1, 1000.0), (50, 1000.0), (100, 1000.0))))
+    assert legend_labels(ax) == ["loss scale, 1,000 throughout"]
+    assert visible_ticks(ax.yaxis, ax.get_ylim()) == [256, 512, 1024, 2048]
+    assert ax.yaxis.get_major_formatter()(512) == r"$\mathdefault{2^{9}}$"
+
+
+def test_single_record_is_a_point_and_has_a_tick_at_its_step():
+    scale = plots.loss_scale(Run(scales_of((10, 8.0))))
+    assert scale.lines[0].get_marker() == "o"
+    for ax in (scale, plots.exponents_over_steps(Run([sample(10)]))):
+        assert visible_ticks(ax.xaxis, ax.get_xlim()) == [10]
+
+
+def test_newest_finite_scale_of_a_repeated_step_is_drawn():
+    drawn = plots.loss_scale(Run(scales_of((1, 2.0), (9, 4.0), (3, 8.0), (9, 16.0), (3, None)))).lines[0]
+    assert drawn.get_xydata().tolist() == [[1, 2], [9, 16]]
+
+
+def test_figures_of_many_records_have_a_bounded_number_of_marks_and_cells():
+    few, many, most = (
+        line(plots.loss_scale(Run(scales_of(*((n, 8.0) for n in range(1, count)), overflow_rate=0.5))), "last skipped")
+        for count in (10, 100, 5001)
+    )
+    assert few.get_markersize() > many.get_markersize()
+    assert many.get_label() == "last skipped step of each record"
+    assert 1000 <= most.get_xdata().size <= 2000
+    drawn = plots.exponents_over_steps(Run([sample(step, nan=4, e0=4) for step in range(1, 2502)]))
+    assert mesh(drawn).get_array().shape[1] == 834
+    assert drawn.get_xlim() == (0.5, 2501.5)
+    assert np.unique(mesh(drawn).get_array().compressed()).tolist() == [0.5]
+    assert line(drawn, "sample with NaN or Inf (2501 of 2501)").get_xdata().size <= 1000
 
 
 def test_errors_of_the_layers_are_those_of_the_last_comparison():
@@ -227,7 +263,7 @@ def test_errors_of_the_layers_are_those_of_the_last_comparison():
     assert line(ax, "outputs").get_xydata().tolist() == [[1e-3, 0], [1e-6, 1], [2e-3, 2]]
     np.testing.assert_array_equal(line(ax, "new error").get_xdata(), [1e-4, np.nan, 1e-6])
     assert line(ax, "limit, 0.05").get_xdata() == [0.05, 0.05]
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["net/layer_0", "net/layer_1", "net/layer_2"]
+    assert texts_of(ax.get_yticklabels()) == ["net/layer_0", "net/layer_1", "net/layer_2"]
     assert (ax.get_xscale(), ax.get_xlabel()) == ("log", "relative error of outputs in step 9")
     assert ax.get_title(loc="left") == "The model's outputs differ by 0.002"
     assert not ax.collections
@@ -265,73 +301,7 @@ def test_metric_has_a_line_for_each_run():
     assert ax.get_title(loc="left") == "acc at the end: 0.2, 0.4"
     assert [drawn.get_ydata().tolist() for drawn in ax.lines] == [[0.1, 0.2], [0.2, 0.4]]
     assert len({drawn.get_linestyle() for drawn in ax.lines}) == 2  # in greyscale too
-    assert [text.get_text() for text in plots.metric(runs, "none").texts] == ["No none was recorded."]
-
-
-def test_dollar_signs_in_names_are_drawn():
-    row = {"step": 9, "metrics": {"$x_{$": 0.5}, "overflow_origins_by_variable": {"a/$b_{$": 3}}
-    for ax in (plots.metric({"$r_{$": Run([row])}, "$x_{$"), plots.overflowing_variables(Run([row]))):
-        ax.figure.canvas.draw()
-    assert ax.get_title(loc="left") == "3 of 3 overflows begin at\na/\\$b_{\\$"
-
-
-def test_shares_of_the_what_if_plot_have_ticks_in_percent():
-    ax = plots.what_if(Run([sample(1, e0=4)]))
-    labels = [label.get_text() for label in ax.get_yticklabels()]
-    assert labels[0] == "0"
-    assert labels[-1] == "100 %"
-    assert 3 <= len(labels) <= 7
-
-
-@pytest.mark.parametrize("elements", [10**5, 10**6, 10**7])
-def test_small_shares_have_short_ticks(elements):
-    counts = {f"e{exponent}": elements for exponent in (4, 5)} | {"em30": 1}
-    ax = plots.what_if(Run([sample(1, **counts)]))
-    assert max(len(label.get_text()) for label in ax.get_yticklabels()) <= len("0.000001 %")
-
-
-def test_many_marks_are_smaller():
-    def marks(count):
-        rows = [{"step": step, "loss_scale": 8.0, "overflow_rate": 0.5} for step in range(1, count + 1)]
-        return line(plots.loss_scale(Run(rows)), "last skipped")
-
-    assert marks(10).get_markersize() > marks(100).get_markersize()
-    assert marks(100).get_label() == "last skipped step of each record"
-
-
-def test_fixed_scale_is_a_flat_line_between_powers_of_two():
-    ax = plots.loss_scale(Run([{"step": step, "loss_scale": 1000.0} for step in (1, 50, 100)]))
-    assert legend_labels(ax) == ["loss scale, 1,000 throughout"]
-    low, high = ax.get_ylim()
-    ticks = [tick for tick in ax.get_yticks() if low <= tick <= high]
-    assert ticks == [256, 512, 1024, 2048]
-    assert ax.yaxis.get_major_formatter()(512) == r"$\mathdefault{2^{9}}$"
-
-
-def test_single_record_is_a_point():
-    ax = plots.loss_scale(Run([{"step": 1, "loss_scale": 8.0}]))
-    (drawn,) = ax.lines
-    assert drawn.get_marker() == "o"
-    assert [tick for tick in ax.get_xticks() if ax.get_xlim()[0] <= tick <= ax.get_xlim()[1]] == [1]
-
-
-def test_nonfinite_scale_is_omitted():
-    ax = plots.loss_scale(Run([{"step": 1, "loss_scale": 8.0}, {"step": 2, "loss_scale": None}]))
-    assert ax.lines[0].get_xydata().tolist() == [[1, 8]]
-
-
-def test_repeated_steps_are_drawn_once_with_their_newest_value():
-    rows = [
-        {"step": step, "loss_scale": scale} for step, scale in [(10, 8.0), (20, 4.0), (30, 2.0), (20, 16.0), (30, 32.0)]
-    ]
-    assert plots.loss_scale(Run(rows)).lines[0].get_xydata().tolist() == [[10, 8], [20, 16], [30, 32]]
-
-
-def curve(is_measured=False, recommended=(9, 11), in_use=10.0):
-    scales = np.arange(6, 14)
-    falling, rising = np.array([0.5, 0.2, 0.1, 1e-2, 1e-3, 0, 0, 0]), np.array([0, 0, 0, 0, 0, 1e-4, 0.1, 0.5])
-    bound = falling if is_measured else falling + 0.1
-    return WhatIf(scales, falling, bound, rising, rising * 2, in_use, is_measured, recommended)
+    assert texts_of(plots.metric(runs, "none").texts) == ["No none was recorded."]
 
 
 def joined(ax, label):
@@ -361,36 +331,28 @@ def test_what_if_of_a_measured_curve_is_solid_and_has_no_band():
     assert not ax.collections
 
 
-def test_what_if_fills_between_underflow_and_its_bound():
+def test_what_if_marks_the_bound_of_the_underflow_and_the_scale_in_use():
     ax = plots.what_if(curve())
-    assert "underflow if all zeros were flushed" in legend_labels(ax)
-    assert "dashed: extrapolation" in legend_labels(ax)
+    assert {"underflow if all zeros were flushed", "dashed: extrapolation"} <= {*legend_labels(ax)}
     (band,) = ax.collections
     corners = {tuple(corner) for corner in band.get_paths()[0].vertices.tolist()}
     assert {(6, 0.5), (6, 0.6), (13, 0), (13, 0.1)} <= corners
-
-
-def test_what_if_marks_the_scale_in_use_and_the_recommended_ones():
-    ax = plots.what_if(curve())
     assert line(ax, "in use").get_xdata() == [10, 10]
-    (span,) = ax.patches
-    assert (span.get_x(), span.get_width()) == (9, 2)
-
-
-def test_what_if_shades_half_a_bit_around_a_single_recommended_scale():
-    ax = plots.what_if(curve(recommended=(9, 9)))
-    assert (ax.patches[0].get_x(), ax.patches[0].get_width()) == (8.5, 1)
-    assert "recommended: $2^{9}$" in legend_labels(ax)
-
-
-def test_what_if_without_a_recommended_scale_has_a_legend_entry():
-    ax = plots.what_if(curve(recommended=None))
-    assert "no scale is recommended" in legend_labels(ax)
-    assert not ax.patches
-
-
-def test_what_if_labels_a_scale_in_use_that_is_not_a_power_of_two():
     assert "in use: 20,000" in legend_labels(plots.what_if(curve(in_use=math.log2(20000))))
+
+
+@pytest.mark.parametrize(
+    ("recommended", "label", "spans"),
+    [
+        ((9, 11), "recommended: $2^{9}$ to $2^{11}$", [(9, 2)]),
+        ((9, 9), "recommended: $2^{9}$", [(8.5, 1)]),  # a single scale has no width
+        (None, "no scale is recommended", []),
+    ],
+)
+def test_what_if_shades_the_recommended_scales(recommended, label, spans):
+    ax = plots.what_if(curve(recommended=recommended))
+    assert label in legend_labels(ax)
+    assert [(patch.get_x(), patch.get_width()) for patch in ax.patches] == spans
 
 
 def test_what_if_has_axis_labels_and_includes_zero():
@@ -409,61 +371,46 @@ def test_what_if_of_a_run_draws_the_result_of_kmp_what_if():
     np.testing.assert_array_equal(data[:, 1], what_if(run).underflow)
 
 
-def run_with_overflows(overflows, overflow_origins, **rest):
-    return Run(
-        [{"step": 1, "overflows_by_variable": overflows, "overflow_origins_by_variable": overflow_origins, **rest}]
+@pytest.mark.parametrize("elements", [0, 10**5, 10**6, 10**7])
+def test_shares_have_short_ticks_in_percent(elements):
+    small = {"em30": 1, "e5": elements} if elements else {}
+    labels = texts_of(plots.what_if(Run([sample(1, e4=elements or 4, **small)])).get_yticklabels())
+    assert labels[0] == "0"
+    assert elements or labels[-1] == "100 %"
+    assert 3 <= len(labels) <= 7
+    assert max(map(len, labels)) <= len("0.000001 %")
+
+
+def test_bars_show_nonfinite_gradients_and_overflow_origins_of_the_newest_record():
+    older = overflows_of({"a": 1}, {"a": 1})
+    ax = plots.overflowing_variables(
+        Run([older, overflows_of({"a": 7, "b": 9, "c": 5, "d": 0}, {"c": 4, "a": 3}, step=2)])
     )
-
-
-def bar_widths(ax, label):
-    container = next(bars for bars in ax.containers if bars.get_label() == label)
-    return [bar.get_width() for bar in container]
-
-
-def test_bars_show_nonfinite_gradients_and_overflow_origins():
-    ax = plots.overflowing_variables(run_with_overflows({"a": 7, "b": 9, "c": 5, "d": 0}, {"c": 4, "a": 3}))
-    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["c", "a", "b"]
+    assert texts_of(ax.get_yticklabels()) == ["c", "a", "b"]
     assert bar_widths(ax, "gradient not finite") == [5, 7, 9]
     assert bar_widths(ax, "overflow origin") == [4, 3, 0]
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("training steps", "variable")
     assert ax.get_ylim()[0] > ax.get_ylim()[1]
+    ticks = plots.overflowing_variables(Run([overflows_of({"a": 2}, {"a": 1})])).get_xticks()
+    assert ticks.tolist() == np.round(ticks).tolist()
 
 
 def test_bars_are_distinguishable_without_colour():
-    ax = plots.overflowing_variables(run_with_overflows({"a": 7}, {"a": 3}))
+    ax = plots.overflowing_variables(Run([overflows_of({"a": 7}, {"a": 3})]))
     light, dark = (bars[0] for bars in ax.containers)
     assert dark.get_hatch()
     assert not light.get_hatch()
     assert np.mean(light.get_facecolor()[:3]) > np.mean(dark.get_facecolor()[:3]) + 0.4
 
 
-def test_bars_are_of_the_newest_record():
-    run = run_with_overflows({"a": 1}, {"a": 1})
-    run.append({"step": 2, "overflows_by_variable": {"a": 6}, "overflow_origins_by_variable": {"a": 2}})
-    assert bar_widths(plots.overflowing_variables(run), "gradient not finite") == [6]
-
-
 def test_only_the_worst_variables_are_drawn_and_the_label_has_their_number():
-    counts = {f"v{number}": number for number in range(1, 13)}
-    ax = plots.overflowing_variables(run_with_overflows(counts, {"v3": 1}), top=3)
-    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["v3", "v12", "v11"]
+    run = Run([overflows_of({f"v{number}": number for number in range(1, 13)}, {"v3": 1})])
+    ax = plots.overflowing_variables(run, top=3)
+    assert texts_of(ax.get_yticklabels()) == ["v3", "v12", "v11"]
     assert ax.get_ylabel() == "variable (the worst 3 of 12)"
-
-
-def test_ticks_of_the_bars_are_integers():
-    ticks = plots.overflowing_variables(run_with_overflows({"a": 2}, {"a": 1})).get_xticks()
-    assert ticks.tolist() == np.round(ticks).tolist()
-
-
-@pytest.mark.parametrize("top", [0, -1])
-def test_top_must_be_positive(top):
-    with pytest.raises(ValueError, match="top"):
-        plots.overflowing_variables(Run(), top=top)
-
-
-def test_no_overflow_is_distinguished_from_no_counts():
-    assert texts_in(plots.overflowing_variables(run_with_overflows({}, {}))) == ["No overflow."]
-    assert texts_in(plots.overflowing_variables(Run())) == ["Overflows were not counted by variable."]
+    for top in (0, -1):
+        with pytest.raises(ValueError, match="top"):
+            plots.overflowing_variables(run, top=top)
 
 
 @pytest.mark.parametrize(
@@ -473,57 +420,70 @@ def test_no_overflow_is_distinguished_from_no_counts():
         (["a_layer_with_a_very_long_name_of_a_model_1/kernel"], ["a_layer_with…_name_of_a_model_1/kernel"]),
         ([f"network/block_{i}/convolution_layer/kernel" for i in "12"],) * 2,  # would be equal, so they are longer
         ([f"{'x' * 90}{i}{'x' * 90}" for i in "12"], [f"{'x' * 15}…{'x' * 32}{n}" for n in ("", "#2")]),
+        (["$x_{$/kernel", "a\x1b[2J\u202e"], [r"\$x_{\$/kernel", r"a\x1b[2J\u202e"]),  # literally
     ],
 )
-def test_long_paths_keep_both_ends_and_stay_unique(paths, names):
-    ax = plots.overflowing_variables(run_with_overflows(dict.fromkeys(paths, 1), {}))
-    assert [label.get_text() for label in ax.get_yticklabels()] == names
+def test_names_are_drawn_literally_and_long_paths_keep_both_ends_and_stay_unique(paths, names):
+    ax = plots.overflowing_variables(Run([overflows_of(dict.fromkeys(paths, 1), {paths[0]: 1})]))
+    ax.figure.canvas.draw()  # mathtext would raise
+    assert texts_of(ax.get_yticklabels()) == names
+    assert ax.get_title(loc="left").startswith("1 of 1 overflows begin at\n")
+
+
+def test_dollar_signs_in_names_of_metrics_are_drawn():
+    ax = plots.metric({"$r_{$": Run([{"step": 9, "metrics": {"$x_{$": 0.5}}])}, "$x_{$")
+    ax.figure.canvas.draw()
+    assert ax.get_title(loc="left") == r"\$x_{\$ at the end: 0.5"
 
 
 EMPTY = [
-    (plots.exponents_over_steps, "No gradients were sampled."),
-    (plots.layer_errors, "No batch was compared with float32."),
-    (plots.loss_scale, "No loss scale was recorded."),
-    (plots.what_if, "No finite gradients were sampled."),
-    (plots.overflowing_variables, "Overflows were not counted by variable."),
+    (plots.exponents_over_steps, "No gradients were sampled.", []),
+    (plots.layer_errors, "No batch was compared with float32.", []),
+    (plots.loss_scale, "No loss scale was recorded.", []),
+    (plots.what_if, "No finite gradients were sampled.", []),
+    (plots.what_if, "No finite gradients were sampled.", [sample(10, nan=4)]),
+    (plots.overflowing_variables, "Overflows were not counted by variable.", []),
+    (plots.overflowing_variables, "No overflow.", [overflows_of({}, {})]),
 ]
 
 
-@pytest.mark.parametrize(("draw", "reason"), EMPTY)
-@pytest.mark.parametrize("rows", [[], [{"step": 1, "last_loss": 0.5}]], ids=["empty", "other"])
+@pytest.mark.parametrize(("draw", "reason", "rows"), EMPTY)
 def test_run_without_records_is_an_empty_figure_with_a_reason(draw, reason, rows):
-    ax = draw(Run(rows))
-    assert texts_in(ax) == [reason]
-    assert not ax.lines
-    assert not ax.patches
-    assert ax.get_xticks().size == ax.get_yticks().size == 0
-    assert ax.get_xlabel()
-    assert ax.get_ylabel()
+    for ax in (draw(Run(rows)), draw(Run([*rows, {"step": 1, "last_loss": 0.5}]))):
+        assert texts_of(ax.texts) == [reason]
+        assert not ax.lines
+        assert not ax.patches
+        assert ax.get_xticks().size == ax.get_yticks().size == 0
+        assert ax.get_xlabel()
+        assert ax.get_ylabel()
 
 
-def test_what_if_of_overflowed_samples_is_an_empty_figure():
-    assert texts_in(plots.what_if(Run([sample(10, nan=4)]))) == ["No finite gradients were sampled."]
-
-
-FULL = Run([sample(10), sample(20), {"step": 20, "loss_scale": 8.0, "overflow_rate": 0.1, "overflow_count": 2}])
-FULL.append(compared((1.2, 1.2), (1.2, 1e-4), output_error=1.2) | {"fallback": ["net/layer_0"]})
-FULL.append({"step": 20, "overflows_by_variable": {"m/kernel": 2}, "overflow_origins_by_variable": {"m/kernel": 2}})
+FULL = Run(
+    [
+        *(sample(10), sample(20), {"step": 20, "loss_scale": 8.0, "overflow_rate": 0.1, "overflow_count": 2}),
+        compared((1.2, 1.2), (1.2, 1e-4), output_error=1.2) | {"fallback": ["net/layer_0"]},
+        overflows_of({"m/kernel": 2}, {"m/kernel": 2}, step=20),
+    ]
+)
 LONG_NAMES = {
     "encoder_of_images/block_1/convolution_2/kernel": 2000,
     "a_layer_with_a_very_long_name_of_a_model_1/kernel": 1,
 }
-LONG = Run(
-    [*FULL.rows, {"step": 21} | dict.fromkeys(("overflows_by_variable", "overflow_origins_by_variable"), LONG_NAMES)]
-)
+LONG = Run([*FULL.rows, overflows_of(LONG_NAMES, LONG_NAMES, step=21)])
+FIGURES = [
+    *("exponents_over_steps", "gradient_exponents", "layer_errors", "loss_scale", "overflowing_variables", "what_if"),
+]
 
 
-@pytest.mark.parametrize(
-    "draw", [draw for draw, _ in EMPTY] + [lambda run, ax: plots.gradient_exponents(run.histograms[0], ax)]
-)
+def drawn_of(name, run, ax=None):
+    return getattr(plots, name)(run.histograms[0] if name == "gradient_exponents" else run, ax=ax)
+
+
+@pytest.mark.parametrize("name", FIGURES)
 @pytest.mark.parametrize("run", [FULL, Run([sample(10), *FULL.rows[2:]]), LONG], ids=["two", "one", "long"])
-def test_plots_use_the_given_axes_and_fit_a_small_figure(draw, run):
+def test_plots_use_the_given_axes_and_fit_a_small_figure(name, run):
     figure, ax = plt.subplots(figsize=(5.2, 3.6), layout="constrained")
-    assert draw(run, ax=ax) is ax
+    assert drawn_of(name, run, ax) is ax
     figure.canvas.draw()
     renderer = figure.canvas.get_renderer()
     texts = [child for child in ax.get_children() if isinstance(child, Text)]
@@ -550,22 +510,12 @@ def test_save_writes_a_png_and_closes_the_figure(tmp_path):
     assert plt.get_fignums() == open_figures
 
 
-FIGURES = [
-    *("exponents_over_steps", "gradient_exponents", "layer_errors", "loss_scale", "overflowing_variables", "what_if"),
-]
-
-
 @pytest.mark.parametrize("name", FIGURES)
-def test_path_of_a_run_is_an_error(name):
+def test_arguments_of_another_type_are_errors(name):
     with pytest.raises(TypeError, match="must be a kmp.records"):
         getattr(plots, name)("runs/first")
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_axes_of_another_type_are_an_error(name):
-    data = histogram() if name == "gradient_exponents" else FULL
     with pytest.raises(TypeError, match=r"`ax` must be axes of matplotlib, or None for new ones. Received: ax=3"):
-        getattr(plots, name)(data, ax=3)
+        drawn_of(name, FULL, ax=3)
 
 
 def test_wrong_arguments_of_save_are_errors(tmp_path):
@@ -573,27 +523,3 @@ def test_wrong_arguments_of_save_are_errors(tmp_path):
         plots.save(3, tmp_path / "figure.png")
     with pytest.raises(TypeError, match="`path` must be the path of the PNG file. Received: path=3"):
         plots.save(plots.gradient_exponents(histogram()), 3)
-
-
-def test_names_are_drawn_literally():
-    counts = {"$x_{$/kernel": 3, "a\x1b[2J\u202e": 2}
-    ax = plots.overflowing_variables(run_with_overflows(counts, {}))
-    ax.figure.canvas.draw()  # mathtext would raise
-    assert [label.get_text() for label in ax.get_yticklabels()] == [r"\$x_{\$/kernel", r"a\x1b[2J\u202e"]
-
-
-def test_figures_of_many_records_have_a_bounded_number_of_marks_and_cells():
-    rows = [{"step": step, "loss_scale": 8.0, "overflow_rate": 0.5} for step in range(1, 5001)]
-    ax = plots.loss_scale(Run(rows))
-    assert 1000 <= line(ax, "last skipped step").get_xdata().size <= 2000
-    drawn = plots.exponents_over_steps(Run([sample(step, nan=4, e0=4) for step in range(1, 2502)]))
-    assert mesh(drawn).get_array().shape[1] == 834
-    assert drawn.get_xlim() == (0.5, 2501.5)
-    assert np.unique(mesh(drawn).get_array().compressed()).tolist() == [0.5]
-    assert line(drawn, "sample with NaN or Inf (2501 of 2501)").get_xdata().size <= 1000
-
-
-def test_newest_record_of_a_repeated_step_is_drawn():
-    rows = [{"step": step, "loss_scale": scale} for step, scale in ((1, 2.0), (9, 4.0), (3, 8.0), (9, 16.0), (3, None))]
-    drawn = line(plots.loss_scale(Run(rows)), "loss scale")
-    assert (drawn.get_xdata().tolist(), drawn.get_ydata().tolist()) == ([1, 9], [2.0, 16.0])
