@@ -37,7 +37,7 @@ from kmp.records import (
 from kmp.report.run_comparison import comparison, difference
 from kmp.report.run_summary import RunSummary
 from kmp.report.run_tables import gradients, layer_errors, other_scales, overflow_and_underflow
-from kmp.report.texts import number, scale, share
+from kmp.report.texts import number, share
 
 GOLDEN = Path(__file__).parent / "golden"
 LONG = "encoder/" + "block_with_a_very_long_layer_name_in_it_" * 3 + "/kernel"
@@ -68,34 +68,24 @@ def record_of(taken):
 
 
 def header(**settings):
-    settings = {
-        "rule": "FixedScale",
-        "initial_scale": 16.0,
-        "model": "m",
-        "optimizer": "Adam",
-        "replicas": 1,
-    } | settings
-    return {"schema": 1, "kind": "header", "started": "2026-11-01T10:00:00+00:00", "keras": "3.15.1"} | {
-        "settings": {"compute_dtypes": ["float16", "float32"], "parameters": 12345} | settings
+    defaults = {
+        **{"rule": "FixedScale", "initial_scale": 16.0, "model": "m", "optimizer": "Adam", "replicas": 1},
+        **{"compute_dtypes": ["float16", "float32"], "parameters": 12345},
     }
+    versions = {"schema": 1, "kind": "header", "started": "2026-11-01T10:00:00+00:00", "keras": "3.15.1"}
+    return versions | {"settings": defaults | settings}
 
 
 def make_run(names=("m/first/kernel", "m/first/bias", "m/last/kernel"), skipped=0, shift=0, steps=300, **settings):
     """Returns a run at a fixed scale of 16 that underflows, skips steps, or is healthy with a large `shift`."""
     rows = []
     for step in range(10, steps + 1, 10):
-        overflows = skipped * step // steps
-        origins = {names[-1]: overflows} if overflows else {}
+        count = skipped * step // steps
+        counters = {"overflow_count": count, "overflow_rate": count / step, "nonfinite_loss_count": 0}
+        counters |= {"overflows_in_a_row": 0, "overflows_by_variable": dict.fromkeys(names, count) if count else {}}
+        counters |= {"overflow_origins_by_variable": {names[-1]: count} if count else {}, "last_loss": 3 / step}
         rows.append({"step": step, "loss_scale": 16.0, "clean_steps": step})
-        rows.append(
-            {"step": step, "overflow_count": overflows, "overflow_rate": overflows / step, "nonfinite_loss_count": 0}
-            | {"overflows_in_a_row": 0, "overflows_by_variable": dict.fromkeys(names, overflows) if overflows else {}}
-            | {
-                "overflow_origins_by_variable": origins,
-                "overflow_origin": names[-1] if overflows else None,
-                "last_loss": 3 / step,
-            }
-        )
+        rows.append({"step": step, "overflow_origin": names[-1] if count else None} | counters)
         if step % 50 == 0:
             rows.append(record_of(sample(step, names, shift)))
     return Run(rows, header(**settings))
@@ -161,6 +151,19 @@ class Page(HTMLParser):
         return normalized("".join(self.parts))
 
 
+@pytest.fixture(scope="module")
+def page_of_one():
+    """The run of a page, and the page."""
+    run = make_run(skipped=60)
+    return run, report.html({"first": run})
+
+
+@pytest.fixture
+def without_figures(monkeypatch):
+    """Draws nothing, which takes most of the time that a page takes."""
+    monkeypatch.setattr("kmp.report.figures._svg", lambda *_: "data:,")
+
+
 def files_in(folder):
     return [file.name for file in folder.iterdir()]
 
@@ -186,35 +189,60 @@ def test_summary_matches_the_golden_file(name, runs):
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_summary_does_not_truncate_long_names():
-    run = make_run(names=(LONG, "m/last/kernel"), skipped=60)
+def test_summary_shows_long_names_and_markup_literally():
+    run = make_run(names=(LONG, "m/last/[blue]"), skipped=60)
     run.rows[-2]["overflow_origin"] = LONG
-    text = printed({"a-run-with-a-name-that-is-longer-than-one-line" * 2: run})
+    text = printed({"[red]a-run-with-a-name-that-is-longer-than-one-line[/red]" * 2: run})
     assert max(map(len, text.splitlines())) <= 80
     assert LONG in re.sub(r"\s", "", text)
     assert "…" not in text
-
-
-def test_markup_in_names_is_printed_literally():
-    text = printed({"[red]x[/red]": make_run(names=("[bold]layer/kernel", "m/last/[blue]"), skipped=60)})
-    assert "[red]x[/red]" in text
+    assert "[red]a-run" in text
     assert "m/last/[blue]" in text
 
 
-def test_page_has_verdict_findings_figures_tables_and_settings_in_this_order():
-    run = make_run(skipped=60)
-    advice, page = kmp.advise(run), Page(report.html({"first": run}))
+def test_page_has_verdict_findings_figures_tables_and_settings_in_this_order(page_of_one):
+    run, text = page_of_one
+    advice, page = kmp.advise(run), Page(text)
     assert len(advice) >= 1
-    parts = [advice.verdict, "Findings", *(f"{i}. {finding.title}" for i, finding in enumerate(advice, 1))]
-    parts += ["Counts", "Figures", "Gradients by layer", "Overflow and underflow by variable", "Other loss scales"]
+    tables = ["Counts", "Figures", "Gradients by layer", "Overflow and underflow by variable", "Other loss scales"]
+    parts = [advice.verdict, "Findings", *(f"{i}. {finding.title}" for i, finding in enumerate(advice, 1)), *tables]
     positions = [page.text.index(normalized(part)) for part in [*parts, "Settings"]]
     assert positions == sorted(positions)
     for finding in advice:
         assert normalized(finding.evidence) in page.text
         assert normalized(finding.change) in page.text
+    head, *folded = text.split("<details>")
+    assert advice[0].change in html_module.unescape(head)
+    assert [re.search("<summary>(.*?)</summary>", part)[1] for part in folded] == [*tables, "Settings"]
 
 
-def test_comparison_with_float32_follows_the_findings_of_a_run_that_has_one():
+def test_page_loads_no_resources_and_runs_no_scripts(page_of_one):
+    page = Page(page_of_one[1])
+    assert len(page.loaded) == 5
+    assert all(url.startswith("data:image/svg+xml;base64,") for url in page.loaded)
+    assert not {"script", "link", "iframe", "object", "base"} & set(page.tags)
+    assert "url(" not in page_of_one[1]
+    assert "@import" not in page_of_one[1]
+
+
+def test_figures_have_text_alternatives(page_of_one):
+    alts = Page(page_of_one[1]).alts
+    assert alts[0] == "The loss scale over the training steps, 2^4 at the end; 60 of 300 steps were skipped."
+    assert "step 300" in alts[1]
+    assert alts[2] == "The gradients' binary exponents in 6 samples, from step 50 to 300."
+    assert "Recommended: 2^" in alts[3]
+    origin = "m/last/kernel was the overflow origin in 100% of those with a finite loss."
+    assert alts[4] == f"Skipped steps by variable; {origin}"
+
+
+def test_page_is_reproducible_and_leaves_matplotlib_as_it_was(page_of_one):
+    before, open_figures = dict(mpl.rcParams), plt.get_fignums()
+    assert report.html({"first": page_of_one[0]}) == page_of_one[1]
+    assert dict(mpl.rcParams) == before
+    assert plt.get_fignums() == open_figures
+
+
+def test_comparison_with_float32_follows_the_findings_of_a_run_that_has_one(without_figures):
     title = "Float16 against float32, layer by layer"
     run = make_compared_run()
     page = Page(report.html({"first": run}))
@@ -247,44 +275,10 @@ def test_errors_of_layers_are_listed_with_their_gradients():
     assert of_many.note.endswith("19 more are not shown.")
 
 
-def test_page_loads_no_resources_and_runs_no_scripts():
-    text = report.html({"first": make_run(skipped=60)})
-    page = Page(text)
-    assert len(page.loaded) == 5
-    assert all(url.startswith("data:image/svg+xml;base64,") for url in page.loaded)
-    assert not {"script", "link", "iframe", "object", "base"} & set(page.tags)
-    assert "url(" not in text
-    assert "@import" not in text
-
-
-def test_figures_have_text_alternatives():
-    alts = Page(report.html({"first": make_run(skipped=60)})).alts
-    assert alts[0] == "The loss scale over the training steps, 2^4 at the end; 60 of 300 steps were skipped."
-    assert "step 300" in alts[1]
-    assert alts[2] == "The gradients' binary exponents in 6 samples, from step 50 to 300."
-    assert "Recommended: 2^" in alts[3]
-    assert (
-        alts[4]
-        == "Skipped steps by variable; m/last/kernel was the overflow origin in 100% of those with a finite loss."
-    )
-
-
-def test_page_is_reproducible():
-    assert report.html({"first": make_run()}) == report.html({"first": make_run()})
-
-
-def test_figures_do_not_change_matplotlibs_state():
-    before, open_figures = dict(mpl.rcParams), plt.get_fignums()
-    report.html({"first": make_run()})
-    assert dict(mpl.rcParams) == before
-    assert plt.get_fignums() == open_figures
-
-
-def test_names_are_escaped():
+def test_names_are_escaped(without_figures):
     script = "<script>alert('x')</script>"
-    page = report.html(
-        {script: make_run(names=(f"m/{script}/kernel", '"><img src=x onerror=y>/k'), skipped=9, model=script)}
-    )
+    names = (f"m/{script}/kernel", '"><img src=x onerror=y>/k')
+    page = report.html({script: make_run(names, skipped=9, model=script)})
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert len(Page(page).alts) == 5
@@ -312,7 +306,7 @@ def with_metrics(run, **values):
     return run
 
 
-def test_metrics_come_first_and_the_one_that_differs_is_marked():
+def test_metrics_come_first_and_the_one_that_differs_is_marked(without_figures):
     runs = {
         "good": with_metrics(make_run(shift=20), loss=0.2, val_loss=0.3, val_accuracy=0.3),
         "bad": with_metrics(make_run(shift=20), loss=0.2, val_loss=0.31, val_accuracy=0.1),
@@ -344,20 +338,8 @@ def test_metrics_come_first_and_the_one_that_differs_is_marked():
         (with_metrics(make_run(shift=20, growth_interval=20, rule="DynamicScale", skipped=30)), "warning"),
     ],
 )
-def test_status_is_that_of_the_worst_finding(run, status):
-    assert RunSummary("x", run).status == status
+def test_status_is_that_of_the_worst_finding(without_figures, run, status):
     assert f'<section class="card verdict {status.replace(" ", "-")}">' in report.html({"x": run})
-
-
-def test_page_shows_the_change_and_folds_the_tables():
-    run = make_run()
-    page = report.html({"first": run})
-    head, *folded = page.split("<details>")
-    assert kmp.advise(run)[0].change in html_module.unescape(head)
-    assert [re.search("<summary>(.*?)</summary>", part)[1] for part in folded] == [
-        *("Counts", "Figures", "Gradients by layer", "Overflow and underflow by variable", "Other loss scales"),
-        "Settings",
-    ]
 
 
 def test_layers_that_differ_are_listed_from_their_first_step():
@@ -384,25 +366,9 @@ def test_metrics_with_the_names_of_counts_are_compared_apart_from_them():
     assert dict(row[:2] for row in of_counts.rows)["steps"] == "300"
 
 
-def test_comparison_has_a_column_for_each_run():
-    table, _ = comparison([RunSummary(name, run) for name, run in make_three_runs().items()])
-    rows = {row[0]: row[1:] for row in table.rows}
-    assert table.columns[1:] == ("float32", "float16", "bfloat16")
-    assert rows["computed in"] == ("float32", "float16 and float32", "bfloat16 and float32")
-    assert rows["first loss"] == ("0.3",) * 3
-    assert rows["last loss"] == ("0.01",) * 3
-    assert rows["current loss scale"] == ("2^4",) * 3
-    assert rows["gradient norm"] == ("0.75",) * 3
-    assert rows["findings"] == ("none", "1 error", "none")
-
-
-def test_counts_match_the_run():
+def test_counts_of_skipped_steps_have_their_share_and_origin():
     counts = dict(RunSummary("first", make_run(skipped=60)).counts)
-    assert counts["steps"] == "300"
-    assert counts["skipped steps"] == "60 (20%)"
-    assert counts["last overflow origin"] == "m/last/kernel"
-    assert counts["gradient elements that are zero"] == "12.5%"
-    assert counts["sampled steps"] == "6"
+    assert (counts["skipped steps"], counts["last overflow origin"]) == ("60 (20%)", "m/last/kernel")
 
 
 def test_gradients_are_of_the_newest_sample_by_layer():
@@ -422,8 +388,7 @@ def test_gradients_are_of_the_newest_sample_by_layer():
 
 
 def test_overflows_are_sorted_by_origin():
-    run = make_run(skipped=60)
-    table = overflow_and_underflow(RunSummary("first", run))
+    table = overflow_and_underflow(RunSummary("first", make_run(skipped=60)))
     assert table.columns == ("variable", "overflow origin", "overflowed", "underflow origin", "underflowed")
     assert table.rows[0][:3] == ("m/last/kernel", "60", "60")
     assert {row[:3] for row in table.rows[1:]} == {("m/first/kernel", "0", "60"), ("m/first/bias", "0", "60")}
@@ -441,15 +406,12 @@ def test_skipped_steps_are_counted_since_training_began_also_after_a_fallback():
 
 
 def test_variables_that_underflow_without_overflow_are_listed():
-    summary = RunSummary("first", make_run())
-    rows = {row[0]: row[1:] for row in overflow_and_underflow(summary).rows}
-    metrics = summary.metrics
-    assert rows
-    for name, (overflow_origins, overflows, underflow_origins, underflows) in rows.items():
-        assert (overflows, overflow_origins) == ("0", "0")
-        assert int(underflows) == metrics.gradients.underflows[name] > 0
-        assert int(underflow_origins) == metrics.gradients.underflow_origins.get(name, 0)
-    assert sum(metrics.gradients.underflow_origins.values()) == max(metrics.gradients.underflows.values())
+    table = overflow_and_underflow(RunSummary("first", make_run()))
+    assert table.rows == (("m/first/bias", "0", "0", "6", "6"), ("m/first/kernel", "0", "0", "0", "6"))
+    without_counts = overflow_and_underflow(RunSummary("x", Run([{"step": 5, "loss_scale": 8.0}])))
+    assert without_counts.note.startswith("Overflows were not counted")
+    none = overflow_and_underflow(RunSummary("x", UNUSUAL_RUNS["no gradients"]))
+    assert none.note.startswith("No variable overflowed")
 
 
 def test_other_scales_match_what_if():
@@ -467,9 +429,9 @@ def test_other_scales_match_what_if():
 
 def test_steps_that_another_scale_would_skip_are_not_those_of_the_run():
     run = make_run(shift=27, skipped=1)  # the newest sample rounds to Inf in float16
-    rows = {row[0]: row[1:] for row in other_scales(RunSummary("first", run)).rows}
-    assert (other_scales(RunSummary("first", run)).columns[-1], rows["in use: 2^4"][-1]) == ("would be skipped", "100%")
-    assert "In the run itself, 1 of 300 steps was skipped." in report.html({"first": run})
+    table = other_scales(RunSummary("first", run))
+    assert (table.columns[-1], table.rows[0][0], table.rows[0][-1]) == ("would be skipped", "in use: 2^4", "100%")
+    assert "In the run itself, 1 of 300 steps was skipped." in table.note
 
 
 def test_long_tables_are_truncated_with_a_note():
@@ -483,50 +445,37 @@ def test_long_tables_are_truncated_with_a_note():
 def test_settings_match_the_header_of_the_log():
     rest = {"learning_rate": 0.0020000000949949026, "is_on": True, "layers": {"a": "Dense", "b": "X"}, "empty": []}
     settings = dict(RunSummary("first", make_run(**rest)).settings)
-    assert {key: settings[key] for key in rest} == {
+    expected = {
         **{"learning_rate": "0.002", "is_on": "True", "layers": "a: Dense, b: X", "empty": "none"},
+        **{"started": "2026-11-01 10:00:00+00:00", "initial_scale": "2^4", "parameters": "12,345"},
+        "compute_dtypes": "float16, float32",
     }
-    assert settings["started"] == "2026-11-01 10:00:00+00:00"
-    assert settings["initial_scale"] == "2^4"
-    assert settings["compute_dtypes"] == "float16, float32"
-    assert settings["parameters"] == "12,345"
+    assert {key: settings[key] for key in expected} == expected
     assert "schema" not in settings
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (None, "unknown"),
-        (math.nan, "unknown"),
-        (0.0, "0%"),
-        (1e-9, "<0.1%"),
-        (0.125, "12.5%"),
-        (0.99999, ">99.9%"),
-        (1.0, "100%"),
+        *((None, "unknown"), (math.nan, "unknown"), (0.0, "0%"), (1e-9, "<0.1%")),
+        *((0.125, "12.5%"), (0.99999, ">99.9%"), (1.0, "100%")),
     ],
 )
 def test_share_is_not_rounded_to_none_or_all(value, text):
     assert share(value) == text
 
 
-def test_scale_is_a_power_of_two_if_it_is_one():
-    assert [scale(value) for value in (32768.0, 1.0, 1000.0, math.nan)] == ["2^15", "1", "1000", "unknown"]
-
-
+SCALE = {"step": 5, "loss_scale": 8.0}
+NO_LOSS = {"step": 5, "overflow_count": 5, "nonfinite_loss_count": 5, "last_loss": None}
+ZEROS = record_of(sample_from(5, 16.0, {"m/a/kernel": {"zero": 9, "amax": 0.0}})) | {"grad_norm": None}
 UNUSUAL_RUNS = {
     "empty": Run(),
     "header alone": Run([], header()),
-    "no header": Run([{"step": 5, "loss_scale": 8.0}]),
-    "no gradients": Run(
-        [{"step": 5, "loss_scale": 8.0}, {"step": 5, "overflow_count": 0, "overflow_rate": 0.0}], header()
-    ),
-    "loss never finite": Run(
-        [{"step": 5, "overflow_count": 5, "nonfinite_loss_count": 5, "last_loss": None}], header()
-    ),
+    "no header": Run([SCALE]),
+    "no gradients": Run([SCALE, {"step": 5, "overflow_count": 0, "overflow_rate": 0.0}], header()),
+    "loss never finite": Run([NO_LOSS], header()),
     "sample of no variable": Run([{"step": 5, "sample": sample_from(5, 8.0, {})}], header()),
-    "sample of zeros": Run(
-        [record_of(sample_from(5, 16.0, {"m/a/kernel": {"zero": 9, "amax": 0.0}})) | {"grad_norm": None}], header()
-    ),
+    "sample of zeros": Run([ZEROS], header()),
     "every sample overflowed": Run([record_of(sample(5, inf=3))], header()),
     "scale not a power of two": Run([record_of(sample(5, loss_scale=1000.0))], header()),
 }
@@ -543,37 +492,25 @@ def test_reports_of_unusual_runs_are_accurate(name):
         assert "No gradients were sampled. Attach kmp.callbacks.GradientHistogram to sample them." in page.text
 
 
-def test_empty_run_is_compared_with_a_healthy_run():
+def test_empty_run_is_compared_with_a_healthy_run(without_figures):
     page = Page(report.html({"good": make_run(), "empty": Run()}))
     assert "The run is empty: nothing was recorded." in page.text
-    assert dict(RunSummary("empty", Run()).counts)["skipped steps"] == "unknown"
-
-
-def test_missing_counts_are_distinguished_from_zero():
-    assert overflow_and_underflow(RunSummary("x", Run([{"step": 5, "loss_scale": 8.0}]))).note.startswith(
-        "Overflows were not counted"
-    )
-    assert overflow_and_underflow(RunSummary("x", UNUSUAL_RUNS["no gradients"])).note.startswith(
-        "No variable overflowed"
-    )
-
-
-def test_report_of_no_runs_is_an_error():
-    with pytest.raises(ValueError, match="`runs` must be a dictionary of runs by name, at least one"):
-        report.html({})
+    _, of_counts = comparison([RunSummary("good", with_metrics(make_run(), loss=0.2)), RunSummary("empty", Run())])
+    assert ("skipped steps", "0", "unknown") in of_counts.rows
 
 
 @pytest.mark.parametrize("function", [report.html, report.summary, lambda runs: report.write(runs, "r.html")])
 @pytest.mark.parametrize(
-    ("runs", "message"),
+    ("runs", "error", "message"),
     [
-        (3, "`runs` must be a dictionary of runs by name, at least one. Received: runs=3"),
-        ({1: Run()}, "`runs` must be a dictionary with strings as keys. Received: runs=1"),
-        ({"a": "runs/a"}, r"`runs\['a'\]` must be a kmp.records.Run, .* Received: runs\['a'\]='runs/a'"),
+        (3, TypeError, "`runs` must be a dictionary of runs by name, at least one. Received: runs=3"),
+        ({1: Run()}, TypeError, "`runs` must be a dictionary with strings as keys. Received: runs=1"),
+        ({"a": "runs/a"}, TypeError, r"`runs\['a'\]` must be a kmp.records.Run, .* Received: runs\['a'\]='runs/a'"),
+        ({}, ValueError, "`runs` must be a dictionary of runs by name, at least one"),
     ],
 )
-def test_wrong_types_of_runs_are_errors(function, runs, message):
-    with pytest.raises(TypeError, match=message):
+def test_wrong_runs_are_errors(function, runs, error, message):
+    with pytest.raises(error, match=message):
         function(runs)
 
 
@@ -585,7 +522,7 @@ def test_wrong_types_of_paths_are_errors(paths):
         report.write({"first": Run()}, 3)
 
 
-def test_control_characters_and_direction_marks_are_escaped_everywhere():
+def test_control_characters_and_direction_marks_are_escaped_everywhere(without_figures):
     hostile, escaped = "m/\x1b[2J\u202e\u200b\n/kernel", r"m/\x1b[2J\u202e\u200b\n/kernel"
     run = make_run(names=(hostile, "m/b/kernel"), skipped=200, model=hostile, compute_dtypes=["float16", hostile])
     run.rows[-2] |= {"overflow_origin": hostile, "overflow_origins_by_variable": {hostile: 200}}
@@ -629,16 +566,13 @@ def uses_of_names(variables):
     entries = {name: zero if index < 0.9 * variables else entry for index, name in enumerate(names)}
     rows = [{"step": step, "sample": sample_from(step, 16.0, entries)} for step in (1, 2, 3)]
     counts = dict.fromkeys(names, 1)
-    rows.append(
-        {"step": 3, "overflow_count": 0, "overflows_by_variable": counts, "overflow_origins_by_variable": counts}
-    )
+    rows.append({"step": 3} | dict.fromkeys(("overflows_by_variable", "overflow_origins_by_variable"), counts))
     Name.uses = 0
     report.html({"first": Run(rows, header(float32_variables=list(names[: variables // 3])))})
     return Name.uses
 
 
-def test_look_ups_of_names_grow_linearly(monkeypatch):
-    monkeypatch.setattr("kmp.report.figures._svg", lambda *_: "data:,")
+def test_look_ups_of_names_grow_linearly(without_figures):
     few, many = uses_of_names(100), uses_of_names(1000)
     assert 100 < few < many <= 11 * few
 
@@ -653,13 +587,16 @@ def test_runs_are_named_after_their_folders(tmp_path):
     ]
 
 
-def test_write_creates_the_folder_and_leaves_no_other_file(tmp_path):
+def test_write_creates_the_folder_and_leaves_no_other_file(without_figures, tmp_path):
     path = report.write({"first": make_run()}, tmp_path / "new" / "folder" / "r.html")
     assert path.read_text(encoding="utf-8") == report.html({"first": make_run()})
     assert files_in(path.parent) == ["r.html"]
 
 
-def test_failed_write_keeps_the_previous_page(tmp_path, monkeypatch):
+def test_failed_write_is_an_error_and_keeps_the_previous_page(without_figures, tmp_path, monkeypatch):
+    with pytest.raises(OSError, match="the report cannot be written"):
+        report.write({"first": make_run()}, tmp_path)  # a folder
+    assert files_in(tmp_path) == []
     path = tmp_path / "r.html"
     path.write_text("before")
 
@@ -674,40 +611,32 @@ def test_failed_write_keeps_the_previous_page(tmp_path, monkeypatch):
     assert files_in(tmp_path) == ["r.html"]
 
 
-def test_write_to_a_folder_is_an_error(tmp_path):
-    with pytest.raises(OSError, match="the report cannot be written"):
-        report.write({"first": make_run()}, tmp_path)
-    assert files_in(tmp_path) == []
-
-
 @pytest.mark.slow
-def test_callback_with_the_run_of_the_defaults_records_nothing(enabled, tmp_path):
-    recorders = defaults(every_n_steps=5)
-    callback = Report(str(tmp_path / "r.html"), run=recorders[0].run)
-    fit(compiled_model(), [*recorders, callback])
-    assert callback.run is recorders[0].run
-    assert len([row for row in callback.run.rows if row["step"] == 20 and "loss_scale" in row]) == 1
-    assert "steps 20" in Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
-
-
-@pytest.mark.slow
-def test_failed_training_has_a_report_of_the_completed_epochs(enabled, tmp_path):
+def test_callback_reports_the_run_of_the_defaults_and_records_nothing_itself(enabled, tmp_path):
     class FailInSecondEpoch(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch == 1:
                 raise RuntimeError("killed")
 
-    recorders = defaults()
-    callbacks = [*recorders, Report(tmp_path / "r.html", recorders[0].run), FailInSecondEpoch()]
+    recorders = defaults(every_n_steps=5)
+    callback = Report(str(tmp_path / "r.html"), run=recorders[0].run)
     with pytest.raises(RuntimeError, match="killed"):
-        fit(compiled_model(), callbacks, epochs=2)
-    assert "steps 20" in Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
+        fit(compiled_model(), [*recorders, callback, FailInSecondEpoch()], epochs=2)
+    assert callback.run is recorders[0].run
+    assert len([row for row in callback.run.rows if row["step"] == 20 and "loss_scale" in row]) == 1
+    assert "steps 20" in Page((tmp_path / "r.html").read_text(encoding="utf-8")).text  # the completed epoch
+
+
+def attached(path):
+    """Returns the callback with a model, as `fit` leaves it before the first epoch."""
+    callback = Report(path, run=make_run())
+    callback.set_model(compiled_model())
+    callback.on_train_begin()
+    return callback
 
 
 def test_reports_take_at_most_five_percent_of_the_time(tmp_path, monkeypatch):
     written, clock = [], SimpleNamespace(now=1000.0)
-    callback = Report(tmp_path / "r.html", run=make_run())
-    callback.set_model(compiled_model())
 
     def write(runs, path):
         written.append(clock.now)
@@ -715,7 +644,7 @@ def test_reports_take_at_most_five_percent_of_the_time(tmp_path, monkeypatch):
 
     monkeypatch.setattr("kmp.callbacks.report_callback.time.monotonic", lambda: clock.now)
     monkeypatch.setattr(report, "write", write)
-    callback.on_train_begin()
+    callback = attached(tmp_path / "r.html")
     for epoch in range(12):
         clock.now += 10.0
         callback.on_epoch_end(epoch)
@@ -728,10 +657,7 @@ def test_reports_take_at_most_five_percent_of_the_time(tmp_path, monkeypatch):
 
 
 def test_report_that_cannot_be_written_warns_once_and_training_continues(tmp_path, monkeypatch):
-    callback = Report(tmp_path / "r.html", run=make_run())
-    callback.set_model(compiled_model())
-    callback.on_train_begin()
-
+    callback = attached(tmp_path / "r.html")
     monkeypatch.setitem(sys.modules, "kmp.report.figures", None)  # as if matplotlib could not be imported
     with pytest.warns(
         UserWarning,
@@ -744,9 +670,7 @@ def test_report_that_cannot_be_written_warns_once_and_training_continues(tmp_pat
 
 def test_only_the_chief_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(type(tf.distribute.get_strategy().extended), "should_checkpoint", False)
-    callback = Report(tmp_path / "new" / "r.html", run=make_run())
-    callback.set_model(compiled_model())
-    callback.on_train_begin()
+    callback = attached(tmp_path / "new" / "r.html")
     callback.on_epoch_end(0)
     callback.on_train_end()
     assert files_in(tmp_path) == []
@@ -758,11 +682,13 @@ def test_path_without_html_suffix_is_an_error(path):
         Report(path, make_run())
 
 
-def test_wrong_argument_types_and_values_are_errors():
-    with pytest.raises(TypeError, match="`path` must be"):
-        Report(3, make_run())
-    with pytest.raises(TypeError, match="`run` must be a kmp.records.Run, such as"):
-        Report("r.html", run="runs/first")
+@pytest.mark.parametrize(
+    ("path", "run", "message"),
+    [(3, Run(), "`path` must be"), ("r.html", "runs/first", "`run` must be a kmp.records.Run, such as")],
+)
+def test_wrong_types_of_arguments_of_the_callback_are_errors(path, run, message):
+    with pytest.raises(TypeError, match=message):
+        Report(path, run)
 
 
 def test_unwritable_path_is_an_error_before_training_starts(enabled, tmp_path):
