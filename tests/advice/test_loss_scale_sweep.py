@@ -50,14 +50,8 @@ def test_variables_of_float32_layers_are_ignored():
 
 
 def test_float32_reference_makes_the_curve_exact():
-    rows = [
-        {"step": 1, key: taken}
-        for key, taken in (
-            ("sample", sample([0, 0, 0, 1.0], scale=2.0**4)),
-            ("reference", sample([0, 0, 2.0**-40, 2.0**-4])),
-        )
-    ]
-    curve = what_if(Run(rows))
+    reference = sample([0, 0, 2.0**-40, 2.0**-4])
+    curve = what_if(Run([{"step": 1, "sample": sample([0, 0, 0, 1.0], scale=2.0**4), "reference": reference}]))
     assert curve.is_measured
     assert not curve.is_extrapolated.any()
     assert curve.in_use == 4.0
@@ -72,15 +66,24 @@ def test_overflowed_references_are_ignored():
     assert curve.at(0)["underflow_bound"] == 0.5
 
 
-def test_recommended_range_extends_from_underflow_to_one_bit_below_overflow():
-    curve = what_if([sample([2.0**-30, 2.0**-10])])
-    assert curve.recommended == (5, 24)  # 2^-30 times 2^5 is 2^-25; 2^-10 times 2^24 is 2^14
-    assert curve.at(4)["underflow"] == 0.5
-    assert curve.at(26)["skipped"] == 1.0
+WIDE, WIDER = [2.0**-30, 2.0**-10], [2.0**-60, 2.0**-10]
+FINITE = Replay(8, 1.0, 1.0, 1.0, True, True, usable_scale=2.0**9)
+OVERFLOWS_AT_EVERY_SCALE = replace(FINITE, is_finite=False, float32_layers=["modulus"])
 
 
-def test_gradients_with_too_wide_a_range_have_no_recommended_scale():
-    assert what_if([sample([2.0**-60, 2.0**-10])]).recommended is None
+@pytest.mark.parametrize(
+    ("row", "recommended"),
+    [
+        ({"sample": sample(WIDE)}, (5, 24)),  # 2^-30 times 2^5 is 2^-25; 2^-10 times 2^24 is 2^14
+        ({"sample": sample(WIDER)}, None),
+        ({"sample": sample([0.0, 0.0])}, None),
+        ({"sample": sample(WIDE), "replay": FINITE}, (5, 9)),  # the limit of activation gradients
+        ({"sample": sample(WIDE), "replay": OVERFLOWS_AT_EVERY_SCALE}, None),
+        ({"sample": sample([2.0**4]), "reference": sample([2.0**-10])}, (-29, 10)),  # suits both
+    ],
+)
+def test_recommended_range_extends_from_underflow_to_one_bit_below_overflow(row, recommended):
+    assert what_if(Run([{"step": 1} | row])).recommended == recommended
 
 
 def test_overflowed_sample_counts_as_skipped_at_its_scale_and_above():
@@ -94,10 +97,9 @@ def test_samples_without_finite_gradients_are_an_error(samples):
         what_if(samples)
 
 
-def test_all_zero_gradients_have_a_curve_and_no_recommended_scale():
+def test_all_zero_gradients_have_a_curve():
     curve = what_if([sample([0.0, 0.0])])
     assert curve.at(0) == {"underflow": 0.0, "underflow_bound": 1.0, "overflow": 0.0, "skipped": 0.0}
-    assert curve.recommended is None
 
 
 def test_scales_stay_within_the_range_of_float32():
@@ -122,22 +124,5 @@ def test_gradient_that_is_zero_either_with_or_without_the_loss_scale_has_no_reco
 
 def test_lowest_scale_is_unknown_if_many_sampled_elements_are_zero():
     assert what_if([sample([1.0, 2.0, 0.0])]).is_lowest_known is False
-    rows = [{"step": 1, "sample": sample([1.0, 0.0])}, {"step": 1, "reference": sample([1.0])}]
-    assert what_if(Run(rows)).is_lowest_known is True
-
-
-def test_recommended_scales_do_not_exceed_that_of_activation_gradients():
-    replay = Replay(8, 1.0, 1.0, 1.0, True, True, usable_scale=2.0**9)
-    rows = [{"step": 1, "sample": sample([2.0**-30, 2.0**-10]), "replay": replay}]
-    assert what_if(Run(rows)).recommended == (5, 9)
-
-
-def test_no_scale_is_recommended_if_the_backward_pass_overflows_at_every_scale():
-    replay = Replay(8, 1.0, 1.0, 1.0, False, True, usable_scale=2.0**9, float32_layers=["modulus"])
-    rows = [{"step": 1, "sample": sample([2.0**-30, 2.0**-10]), "replay": replay}]
-    assert what_if(Run(rows)).recommended is None
-
-
-def test_recommended_scales_suit_the_samples_as_well_as_the_reference():
-    rows = [{"step": 1, "sample": sample([2.0**4])}, {"step": 1, "reference": sample([2.0**-10])}]
-    assert what_if(Run(rows)).recommended[1] == 10
+    row = {"step": 1, "sample": sample([1.0, 0.0]), "reference": sample([1.0])}
+    assert what_if(Run([row])).is_lowest_known is True
