@@ -265,10 +265,15 @@ def test_variable_is_all_zero_if_it_is_in_every_usable_sample():
     assert RunMetrics(Run(rows)).gradients.all_zero_variables == ["a", "c"]
 
 
-def test_variable_without_a_gradient_is_named():
-    (finding,) = advice_of(*(row_of(n, 2.0**12, **{"unused/kernel": {"amax": 0.0, "norm": 0.0}}) for n in (1, 50, 100)))
-    assert (finding.cause, finding.severity) == ("unused", INFO)
-    assert finding.title == "The loss does not depend on unused/kernel."
+def test_variable_without_a_gradient_and_one_whose_gradient_is_zero_in_float32_too_are_no_problem():
+    others = {"unused/kernel": {"amax": 0.0, "norm": 0.0}, "dead/kernel": ALL_ZERO}
+    rows = [row_of(step, 2.0**12, **others) for step in (1, 50, 100)]
+    rows[0]["replay"] = clean_replay(2.0**12, zero=["dead/kernel"])
+    dead, unused = advice_of(*rows)
+    assert (dead.cause, dead.severity, unused.cause, unused.severity) == ("dead", INFO, "unused", INFO)
+    assert dead.title == "The gradient of dead/kernel is zero, in float32 too."
+    assert "1 variable has a gradient that is all zero in 3 samples, and for 8 examples in float32" in dead.evidence
+    assert unused.title == "The loss does not depend on unused/kernel."
 
 
 # The loss scale.
