@@ -45,9 +45,6 @@ def advise(run: Run) -> Advice:
     Returns:
         Ranked findings and a verdict. A problem without evidence in the run is not reported.
 
-    Raises:
-        TypeError: If `run` is not a `kmp.records.Run`.
-
     Example:
     >>> advise(Run([{"step": 500, "overflow_count": 0, "loss_scale": 32768.0}])).verdict
     '0 of 500 steps were skipped. No gradients were sampled, so underflow is unknown.'

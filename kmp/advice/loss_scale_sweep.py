@@ -98,7 +98,6 @@ def what_if(run: Run | Sequence[GradientSample]) -> WhatIf:
             those that were sampled as zero.
 
     Raises:
-        TypeError: If `run` is neither.
         ValueError: If no sample has finite gradients.
 
     Example:

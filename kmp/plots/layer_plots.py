@@ -30,9 +30,6 @@ def layer_errors(run: Run, ax: Axes | None = None) -> Axes:
         The axes: layers along y in the order of their calls, with the first at the top; along x, on a log axis, the
         error relative to how the outputs vary between examples. Errors below 1e-6 are drawn at 1e-6.
 
-    Raises:
-        TypeError: If `run` is not a `kmp.records.Run`.
-
     Example:
     >>> from kmp.records import LayerError, Replay
     >>> errors = [LayerError("net/first", 1.5, 1.5), LayerError("net/last", 1.2, 0.001)]
@@ -94,7 +91,6 @@ def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Ax
         The axes: variables along y, with the worst at the top; number of training steps since the start along x.
 
     Raises:
-        TypeError: If `run` is not a `kmp.records.Run`, or `top` is not an integer.
         ValueError: If `top` is not positive.
 
     Example:

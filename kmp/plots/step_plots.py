@@ -105,9 +105,6 @@ def metric(runs: Mapping[str, Run], name: str, ax: Axes | None = None) -> Axes:
     Returns:
         The axes: training steps along x, the metric at the end of each epoch along y.
 
-    Raises:
-        TypeError: If `runs` is not a dictionary of runs, or `name` is not a string.
-
     Example:
     >>> run = Run([{"step": 10, "epoch": 0, "metrics": {"val_accuracy": 0.5}}])
     >>> metric({"float16": run}, "val_accuracy").get_title(loc="left")

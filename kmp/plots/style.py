@@ -22,11 +22,7 @@ _LINE_HEIGHT = 1.35  # of a legend row, in font sizes
 
 
 def axes(ax: Axes | None) -> Axes:
-    """Returns `ax`, or new axes in a size that fits a notebook.
-
-    Raises:
-        TypeError: If `ax` is neither axes of matplotlib nor `None`.
-    """
+    """Returns `ax`, or new axes in a size that fits a notebook."""
     validation.instance("ax", ax, (Axes, NoneType), "axes of matplotlib, or None for new ones")
     return plt.subplots(figsize=(8, 4.2), layout="constrained")[1] if ax is None else ax
 
@@ -114,7 +110,6 @@ def save(ax: Axes, path: Path) -> None:
 
     Raises:
         OSError: If the file cannot be written.
-        TypeError: If an argument has the wrong type.
 
     Example:
     >>> import tempfile

@@ -25,7 +25,6 @@ def load(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Run]:
 
     Raises:
         FileNotFoundError: If there is no log.
-        TypeError: If `paths` is not a list of paths.
         ValueError: If this version of kmp cannot read a log. The message names file, line and key.
 
     Example:

@@ -20,7 +20,6 @@ def html(runs: Mapping[str, Run]) -> str:
         runs: Runs by name, at least one.
 
     Raises:
-        TypeError: If `runs` is not a dictionary of runs.
         ValueError: If `runs` is empty.
 
     Example:
@@ -67,7 +66,6 @@ def write(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> Path:
 
     Raises:
         OSError: If the file cannot be written.
-        TypeError: If an argument has the wrong type.
         ValueError: If `runs` is empty.
 
     Example:

@@ -122,7 +122,6 @@ def summaries(runs: Mapping[str, Run]) -> list[RunSummary]:
     """Returns a summary of each run.
 
     Raises:
-        TypeError: If `runs` is not a dictionary of runs.
         ValueError: If it is empty.
     """
     expected = "a dictionary of runs by name, at least one"

@@ -28,7 +28,6 @@ def summary(runs: Mapping[str, Run]) -> RenderableType:
         A renderable for `rich.print`.
 
     Raises:
-        TypeError: If `runs` is not a dictionary of runs.
         ValueError: If `runs` is empty.
 
     Example:
