@@ -1,8 +1,8 @@
 """Gradients on the device: unscaling, flags, exponents, norms, and the effects of updates."""
 
 from kmp.gradients.gradient_sampler import NEVER, GradientSampler, UpdateWatch, paths_of, with_weight_norms
-from kmp.gradients.statistics import gradient_statistics, update_statistics
 from kmp.gradients.tensor_groups import Gradients, Variables, values_of
+from kmp.gradients.tensor_statistics import gradient_statistics, update_statistics
 from kmp.gradients.unscaling import (
     multiply_gradients,
     nonfinite_flag,

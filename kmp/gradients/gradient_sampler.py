@@ -12,8 +12,8 @@ import tensorflow as tf
 from keras import ops
 
 from kmp.backend import distribution, outlined
-from kmp.gradients.statistics import gradient_statistics, update_statistics
 from kmp.gradients.tensor_groups import Gradients, Variables
+from kmp.gradients.tensor_statistics import gradient_statistics, update_statistics
 from kmp.gradients.unscaling import is_overwritten, unscale_for_update
 from kmp.records import BIN_COUNT, BinCounts, GradientSample
 from kmp.utils import matching_indices, unique_names

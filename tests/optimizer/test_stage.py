@@ -266,6 +266,11 @@ def test_unknown_variable_raises_and_leaves_the_stage(weight):
     np.testing.assert_array_equal(weight, [0.0, 2.0])
 
 
+def test_apply_of_an_optimizer_that_is_not_built_needs_variables():
+    with pytest.raises(ValueError, match="not built"):
+        kmp.LossScaleOptimizer("sgd").apply([tf.constant([1.0])], unscaled=False)
+
+
 def test_loss_that_is_none_raises():
     with pytest.raises(TypeError, match="`loss` must be a tensor or number"):
         kmp.LossScaleOptimizer("sgd").scale_loss(None)
