@@ -94,4 +94,4 @@ class GradientMetrics:
             for before, after in itertools.pairwise(weighed)
             if after.step > before.step
         ]
-        return max(*ratios, *growth, (0, 0.0), (0, 0.0), key=itemgetter(1))
+        return max([*ratios, *growth, (0, 0.0)], key=itemgetter(1))

@@ -8,7 +8,7 @@ from kmp.advice.finding import ERROR, INFO, WARNING, Finding, SetArguments
 from kmp.advice.forward_rules import DIVISIONS, LOGARITHMS, forward_finding
 from kmp.advice.run_metrics import RunMetrics
 from kmp.advice.wording import in_float32, of_steps, power
-from kmp.records import LOSS_FUNCTION, Replay
+from kmp.records import LOSS_FUNCTION
 from kmp.utils import FLOAT16, as_power
 
 
@@ -43,8 +43,7 @@ def backward(metrics: RunMetrics) -> Finding | None:
     # A logarithm of 0 or a division by 0 whose Inf the loss does not show, but the gradients do.
     needed = {*layers, LOSS_FUNCTION, metrics.settings.get("model")}
     for found in replay.nonfinite if replay else ():
-        is_division_by_0 = found.operation in DIVISIONS and found.smallest_input == 0.0
-        is_cause = found.operation in LOGARITHMS or is_division_by_0
+        is_cause = found.operation in LOGARITHMS or (found.operation in DIVISIONS and found.smallest_input == 0.0)
         if replay and is_cause and found.layer in needed and not found.is_backward:
             return forward_finding(metrics, found, replay)
 
@@ -65,8 +64,7 @@ def backward(metrics: RunMetrics) -> Finding | None:
             # The backward pass of a loss that a layer adds runs outside of the layers, or in another one.
             location = next((layer for layer in where if layer in layers), (layers or where)[0])
             title = f"The backward pass of {metrics.describe(location)} overflows float16 at {scales}."
-    zero = metrics.gradients.all_zero_variables
-    if zero:
+    if zero := metrics.gradients.all_zero_variables:
         evidence += f"; at this scale the gradients of {len(zero)} variables are zero, such as {zero[-1]}"
     note = "" if layers else f"or the layers between {path} and the loss"
     if replay and (replay.usable_scale or 1.0) < 1.0:
@@ -77,7 +75,7 @@ def backward(metrics: RunMetrics) -> Finding | None:
 
 def _overflows_at_every_scale(metrics: RunMetrics) -> bool:
     """Whether gradients of a finite loss overflow for another reason than a loss scale that is too large."""
-    gradients, suitable = metrics.gradients, _suitable_scale(metrics.backward_replay)
+    gradients, suitable = metrics.gradients, _suitable_scale(metrics)
     if metrics.nonfinite_losses >= metrics.gradient_overflows:
         return False
     if suitable is not None and suitable < metrics.scale:
@@ -91,8 +89,9 @@ def _overflows_at_every_scale(metrics: RunMetrics) -> bool:
     return metrics.is_stuck or flushes or (are_many and is_at_minimum)
 
 
-def _suitable_scale(replay: Replay | None) -> float | None:
-    """Returns the scale at which the gradients of a replay are finite without a change of layers; `None` if unknown."""
+def _suitable_scale(metrics: RunMetrics) -> float | None:
+    """Returns the scale at which replayed gradients are finite without a change of layers; `None` if it is unknown."""
+    replay = metrics.backward_replay
     is_enough = replay is not None and replay.is_finite_in_float32 and replay.float32_layers == []
     return (replay.usable_scale or 0.0) if replay and is_enough else None
 
@@ -117,7 +116,7 @@ def scale_too_large(metrics: RunMetrics) -> Finding | None:
 
 def min_scale(metrics: RunMetrics) -> Finding | None:
     """Reports a minimum of a dynamic loss scale at which gradients still overflow."""
-    suitable = _suitable_scale(metrics.backward_replay)
+    suitable = _suitable_scale(metrics)
     if metrics.is_fixed or not suitable or suitable >= metrics.min_scale:
         return None
     are_many = metrics.gradient_overflows > thresholds.MANY_SKIPPED * metrics.steps
@@ -148,7 +147,7 @@ def initial_scale(metrics: RunMetrics) -> Finding | None:
     if metrics.is_fixed or initial is None:
         return None
     has_never_updated = metrics.consecutive_overflows == metrics.overflows == metrics.steps
-    suitable = _suitable_scale(metrics.backward_replay)
+    suitable = _suitable_scale(metrics)
     if has_never_updated and not metrics.nonfinite_losses and suitable:
         count, first_clean, stable = metrics.steps, metrics.steps, suitable
     has_only_decreased = stable <= initial * factor**count * metrics.settings.get("growth_factor", 2.0)
