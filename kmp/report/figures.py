@@ -51,11 +51,14 @@ def figures(summary: RunSummary) -> dict[str, ReportFigure]:
             "Overflows were not counted." if summary.skipped_steps is None else "No variable overflowed."
         ),
     }
+
+    def draw(name: str, data: Any, caption: str, alt: str) -> None:
+        found[name] = ReportFigure(caption, alt, _svg(getattr(plots, name), data))
+
     if any(row.get("loss_scale") for row in run.rows):
-        caption = "The loss scale, with a mark where steps were skipped."
         end, count = scale(metrics.scale), skipped(summary.skipped_steps or 0, metrics.steps)
         alt = f"The loss scale over the training steps, {end} at the end; {count}."
-        found["loss_scale"] = ReportFigure(caption, alt, _svg(plots.loss_scale, run))
+        draw("loss_scale", run, "The loss scale, with a mark where steps were skipped.", alt)
     if sample is not None:
         caption = "The newest sample. Below float16's normal range precision is lost; above it is overflow."
         zones, total = sample.histogram.zones, sample.histogram.total
@@ -65,34 +68,31 @@ def figures(summary: RunSummary) -> dict[str, ReportFigure]:
             f"zero, {share_of(below, total)} below float16's normal range, {share_of(above, total)} near overflow or "
             "above."
         )
-        found["gradient_exponents"] = ReportFigure(caption, alt, _svg(plots.gradient_exponents, sample.histogram))
+        draw("gradient_exponents", sample.histogram, caption, alt)
         steps = [sample.step for sample in run.samples]
         alt = f"The gradients' binary exponents in {len(steps)} samples, from step {steps[0]} to {steps[-1]}."
-        caption = "The gradients' magnitudes during training."
-        found["exponents_over_steps"] = ReportFigure(caption, alt, _svg(plots.exponents_over_steps, run))
+        draw("exponents_over_steps", run, "The gradients' magnitudes during training.", alt)
     if (curve := metrics.gradients.curve) is not None:
         caption = "What float16 would lose of the sampled gradients at each constant loss scale."
-        alt = f"The share of gradient elements lost at every loss scale. {scales.note}"
-        found["what_if"] = ReportFigure(caption, alt, _svg(plots.what_if, curve))
+        draw("what_if", curve, caption, f"The share of gradient elements lost at every loss scale. {scales.note}")
     if run.last("overflows_by_variable"):
         path, part = metrics.main_overflow_origin
         origin = f"; {path} was the overflow origin in {share(part)} of those with a finite loss" if path else ""
         caption = "The variables that overflowed, and the overflow origins."
-        alt = f"Skipped steps by variable{origin}."
-        found["overflowing_variables"] = ReportFigure(caption, alt, _svg(plots.overflowing_variables, run))
-    for step, replay in run.comparisons[-1:]:
-        if replay.layer_errors:
-            caption = (
-                "How far the outputs of each layer are from float32, relative to how they vary between examples, and "
-                "the part that the layer adds to it."
-            )
-            first = replay.error_origin
-            begins = f"; a harmful error begins at {first.layer}, which adds {number(first.new_error)}" if first else ""
-            alt = (
-                f"Errors of {len(replay.layer_errors)} layers in step {step}; the outputs of the model differ from "
-                f"float32 by {number(replay.output_error)}{begins}."
-            )
-            found["layer_errors"] = ReportFigure(caption, alt, _svg(plots.layer_errors, run))
+        draw("overflowing_variables", run, caption, f"Skipped steps by variable{origin}.")
+    step, replay = next(reversed(run.comparisons), (0, None))
+    if replay is not None and replay.layer_errors:
+        caption = (
+            "How far the outputs of each layer are from float32, relative to how they vary between examples, and the "
+            "part that the layer adds to it."
+        )
+        first = replay.error_origin
+        begins = f"; a harmful error begins at {first.layer}, which adds {number(first.new_error)}" if first else ""
+        alt = (
+            f"Errors of {len(replay.layer_errors)} layers in step {step}; the outputs of the model differ from float32 "
+            f"by {number(replay.output_error)}{begins}."
+        )
+        draw("layer_errors", run, caption, alt)
     return found
 
 
