@@ -250,3 +250,8 @@ class WithoutConfig(keras.layers.Layer):
 def test_layer_whose_config_is_none_stays_float32():
     model = keras.Sequential([keras.Input((4,)), WithoutConfig(name="one"), keras.layers.Dense(2, name="two")])
     assert "no `dtype`" in kmp.audit(model).plan.float32["one"]
+
+
+def test_batch_of_the_wrong_shape_is_an_error():
+    with pytest.raises(ValueError, match="`batch` does not fit Sequential"):
+        kmp.audit(models.classifier()[0], np.zeros((2, 3), "float32"))

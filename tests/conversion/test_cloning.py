@@ -9,12 +9,6 @@ import pytest
 from keras import layers, ops
 
 import kmp
-from kmp.conversion.cloning import clone_model
-from kmp.conversion.model_parts import parts_of
-
-
-def clone_of(model):
-    return clone_model(model, parts_of(model), None)[0]
 
 
 def test_global_policy_is_restored_after_an_error():
@@ -30,7 +24,7 @@ def test_global_policy_is_restored_after_an_error():
 
 def test_vocabulary_and_adapted_statistics_are_copied():
     model, batch = models.preprocessing()
-    clone = clone_of(model)
+    clone = kmp.to_float32(model)
     original_lookup, cloned_lookup = (
         next(layer for layer in variant.layers if isinstance(layer, layers.StringLookup)) for variant in (model, clone)
     )
@@ -49,14 +43,14 @@ FUNCTIONS = pytest.mark.parametrize("function", [lambda values: 2 * values, twic
 def test_function_among_the_arguments_of_an_operation_is_kept(function):
     inputs = keras.Input((4,))
     model = keras.Model(inputs, ops.map(function, inputs))
-    clone = clone_of(model)
+    clone = kmp.to_float32(model)
     np.testing.assert_array_equal(clone(np.ones((2, 4))), np.full((2, 4), 2.0))
 
 
 @FUNCTIONS
 def test_function_of_text_vectorization_is_kept(function):
     vectorization = layers.TextVectorization(vocabulary=["a"], standardize=function)
-    clone = clone_of(keras.Sequential([keras.Input((), dtype="string"), vectorization]))
+    clone = kmp.to_float32(keras.Sequential([keras.Input((), dtype="string"), vectorization]))
     assert clone.layers[0].get_config()["standardize"] is function
 
 
@@ -74,7 +68,7 @@ def test_saved_model_layer_is_float32_and_its_file_is_loaded_again(tmp_path):
 def test_cloning_draws_no_seeds():
     model, _ = models.classifier()
     random.seed(0)
-    clone_of(model)
+    kmp.to_float32(model)
     drawn = random.random()
     random.seed(0)
     assert drawn == random.random()
@@ -242,7 +236,7 @@ def test_layer_with_a_function_inside_a_wrapper_keeps_it_with_its_closure():
     factor = np.arange(4.0, dtype="float32")
     inside = layers.Dense(4, kernel_initializer="identity", activation=lambda x: x * factor)
     model = keras.Sequential([keras.Input((3, 4)), layers.TimeDistributed(inside), layers.Dense(2)])
-    clone = clone_of(model)
+    clone = kmp.to_float32(model)
     assert clone.layers[0].layer.activation is inside.activation
     np.testing.assert_array_equal(clone(np.ones((2, 3, 4))), model(np.ones((2, 3, 4))))
 
