@@ -110,6 +110,11 @@ def test_batch_compares_a_mixed_precision_model_with_its_float32_version():
     rows = rows_of(kmp.convert(model), batch)
     relative_errors = [row.relative_error for row in rows.values() if row.relative_error is not None]
     assert 0 < max(relative_errors) < 0.01
+    large = layers.Dense(1, kernel_initializer=keras.initializers.Constant(1e5), name="large")
+    rows = rows_of(
+        kmp.convert(keras.Sequential([keras.Input((1,)), large, layers.Dense(1)])), np.ones((1, 1), "float32")
+    )
+    assert (rows["large"].overflows, rows["large"].amax) == (True, 1e5)  # its float32 version is the reference
 
 
 def test_batch_compares_a_float32_model_with_the_candidate_under_any_global_policy():

@@ -199,3 +199,8 @@ def test_layer_that_convert_refuses_is_an_error_in_audit_too(make, message):
     assert audit.to_dict()["conversion_error"] == audit.conversion_error
     assert "kmp.convert cannot convert this model" in str(audit)
     assert planned_dtypes(audit)[layer.name] == layer.compute_dtype
+
+
+def test_error_names_the_layer_inside_a_nested_model():
+    with pytest.raises(ValueError, match="^MissingKey 'missing_key.*' cannot be rebuilt from its config"):
+        kmp.convert(model_with(model_with(MissingKey(2.0))))
