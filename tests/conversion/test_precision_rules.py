@@ -42,7 +42,6 @@ class AddsLossWithSublayer(AddsLoss):
         (layers.Activation("log_softmax"), NEEDS_FLOAT32),
         (layers.UnitNormalization(), NEEDS_FLOAT32),
         (layers.ActivityRegularization(l2=0.1), NEEDS_FLOAT32),
-        (layers.Dense(2, activity_regularizer="l2"), NEEDS_FLOAT32),
         (AddsLoss(), NEEDS_FLOAT32),
         (AddsLossWithSublayer(), FOLLOWS_INPUTS),
         (layers.SpectralNormalization(layers.Dense(2)), NEEDS_FLOAT32),
@@ -150,6 +149,12 @@ def test_epsilon_of_a_custom_layer_is_checked():
         "a custom layer: kmp does not examine its `call`",
     )
     assert rule_for_layer(CustomLayer()).reason == "the constant 1e-12 is below 6e-08 and is zero in float16"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_layer_with_an_activity_regularizer_needs_float32(dtype):
+    layer = layers.Dense(2, activity_regularizer="l2")
+    assert rule_for(Part("", layer, layer), dtype).category == NEEDS_FLOAT32
 
 
 def test_subclass_has_the_rule_of_its_base_class():
