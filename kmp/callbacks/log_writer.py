@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import importlib.util
 import itertools
 import logging
 import os
@@ -37,8 +36,8 @@ class LogWriter:
 
     _open: ClassVar[dict[Path, "LogWriter"]] = {}
 
-    @classmethod
-    def check(cls, folder: Path) -> FileLock | None:
+    @staticmethod
+    def check(folder: Path) -> FileLock | None:
         """Creates the folder, checks that it is writable, and locks it for this process.
 
         All users of a folder in one process share one lock, which filelock releases when the last one has dropped it,
@@ -46,10 +45,7 @@ class LogWriter:
 
         Raises:
             OSError: If the folder is not writable, or another process has locked it.
-            ImportError: If TensorBoard is not installed.
         """
-        if importlib.util.find_spec("tensorboard") is None:  # the error of tf.summary does not name it
-            raise ImportError("Logging to `log_dir` needs TensorBoard: pip install tensorboard")
         try:
             atomic_files.check_writable(folder)
             with (folder / FILE_NAME).open("a"):
