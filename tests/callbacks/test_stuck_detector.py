@@ -199,13 +199,6 @@ def test_checkpoint_that_cannot_be_written_does_not_hide_why_training_is_stuck(t
         fit(compiled_model(), data(slice(0, 250)), [StuckDetector(checkpoint=tmp_path / "file" / "stuck.keras")])
 
 
-def test_message_counts_the_nonfinite_losses_in_a_mixed_streak():
-    x, y = data(slice(0, 5))
-    model = overflowing_model()
-    with pytest.raises(StuckError, match="before it was scaled in 5 of these steps"):
-        fit(model, (x, y), [StuckDetector(patience=8)])
-
-
 @pytest.mark.parametrize(
     ("arguments", "error_class", "match"),
     [

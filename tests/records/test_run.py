@@ -3,9 +3,10 @@ import math
 
 import numpy as np
 import pytest
+from msgspec import ValidationError
 
 from kmp import load_run
-from kmp.records import BIN_COUNT, BinCounts, GradientSample, Run, to_line
+from kmp.records import BIN_COUNT, BinCounts, GradientSample, LayerError, Replay, Run, check_record, to_line
 
 
 def sample(*zeros):
@@ -38,6 +39,18 @@ def test_nonfinite_numbers_become_null_and_load_as_nan(tmp_path):
     file = tmp_path / "log.jsonl"
     file.write_text(to_line({"schema": 1, "kind": "header"}) + line)
     assert math.isnan(Run.load(file).series("last_loss")[1][0])
+
+
+@pytest.mark.parametrize("error", [math.nan, 1e39, "large"])
+def test_replay_that_a_log_cannot_hold_is_an_error(error):
+    check_record({"replay": Replay(8, 2.0, 1.0, 1.0, True, True, layer_errors=[LayerError("a", 0.5)])})
+    with pytest.raises(ValidationError, match=r"at `\$.replay.layer_errors\[0\].error`"):
+        check_record({"replay": Replay(8, 2.0, 1.0, 1.0, True, True, layer_errors=[LayerError("a", error)])})
+
+
+def test_numbers_of_numpy_are_written_as_numbers():
+    line = to_line({"step": np.int64(1), "metrics": {"loss": np.float32(0.5), "other": np.float64(math.nan)}})
+    assert json.loads(line) == {"step": 1, "metrics": {"loss": 0.5, "other": None}}
 
 
 def test_series_of_an_unknown_key_is_empty():
