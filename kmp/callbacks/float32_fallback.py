@@ -1,14 +1,16 @@
 """The callback that lets a training go on in which float16 fails in a few layers."""
 
 import contextlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
 
-from kmp.advice import advise
-from kmp.backend import keras_internals, layers_by_path, sublayers
+from kmp.advice import Finding, RunMetrics, advise, diagnosis_of
+from kmp.backend import direct_sublayers, is_keras_class, is_passthrough, keras_internals, layers_by_path, sublayers
 from kmp.callbacks.monitor import Monitor
 from kmp.callbacks.optimizer_reader import Logs
+from kmp.policy import guarding
 from kmp.records import Replay
 from kmp.utils import DTYPES_16_BIT, FLOAT32, user_messages, validation
 
@@ -24,6 +26,10 @@ CURABLE = (
 )
 _STREAK = 4  # skipped steps in a row, after which it looks for a cause
 _CHECKED_EVERY = 32  # batches; each check copies a few numbers from the device
+# A training that overflows may diverge in any number format, before the records are enough to say so.
+_LARGE_UPDATE = 1.0  # relative to the norm of the weights; 0.001 is typical
+_HIGH_LOSS = 100.0  # times the first loss, of a training step and of the replayed batch in float32
+_SMALL_LOSS = 0.01  # a first loss below counts as this
 
 
 class Float32Fallback(keras.callbacks.Callback):
@@ -72,6 +78,12 @@ class Float32Fallback(keras.callbacks.Callback):
         self._batches_left = 1
         self._rejected: Replay | None = None
         self._records = 0  # of the run, when it was examined last
+        self._has_begun = False
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        if self.monitor.is_active and not self._has_begun:
+            self._has_begun = True
+            self._repeat_earlier_fallbacks()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if not self.monitor.is_active:
@@ -89,6 +101,25 @@ class Float32Fallback(keras.callbacks.Callback):
         if self.monitor.is_active:
             self._repair()
 
+    def _repeat_earlier_fallbacks(self) -> None:
+        """Sets layers of a model that was built again to float32, if the log that this training continues has them.
+
+        They were proven in the same run. The first step is traced later, so it computes with them.
+        """
+        rows, layers = self.monitor.earlier_fallbacks, layers_by_path(self.model)
+        paths = list(dict.fromkeys(path for row in rows for path in row["fallback"] if path in layers))
+        changed = _layers_in_16_bit([layers[path] for path in paths])
+        if not changed:
+            return
+        self._set_to_float32(changed)
+        # The log has the record. The run in memory begins here, with the counts of the optimizer.
+        snapshot, reason = self.monitor.optimizer.snapshot(), rows[-1].get("fallback_reason", "")
+        counts = ("overflow_count", "nonfinite_loss_count", "overflow_origins_by_variable")
+        record = {"step": snapshot.step, "fallback": paths, "fallback_reason": reason}
+        self.monitor.run.append(record | {key: getattr(snapshot, key) for key in counts})
+        finding = next(found for found in advise(self.monitor.run) if found.cause == "float32_fallback")
+        self._warn(reason, f"As at step {rows[-1]['step']}, before the training was resumed,", paths, changed, finding)
+
     def _repair(self) -> None:
         """Sets the layers to float32 that the last replay found, if it is a proof and float16 is the cause."""
         replay, records = self.monitor.last_replay, len(self.monitor.run.rows)
@@ -98,15 +129,15 @@ class Float32Fallback(keras.callbacks.Callback):
         if replay.is_finite and replay.error_origin is None:
             return  # only gradients differ, which one batch does not prove
         self._records = records
-        finding = next(iter(advise(self.monitor.run).problems), None)
-        if finding is None:
-            return  # a later record may have one
+        metrics = RunMetrics(self.monitor.run)
+        finding = next(iter(diagnosis_of(metrics).problems), None)
+        if finding is None or _may_diverge(metrics, replay):
+            return  # a later record may tell
         self._rejected = replay
         layers = layers_by_path(self.model)
         if finding.cause not in CURABLE or not layers.keys() >= set(replay.float32_layers):
             return
-        chosen = {id(inner): inner for path in replay.float32_layers for inner in sublayers(layers[path])}.values()
-        changed = [layer for layer in chosen if layer.compute_dtype in DTYPES_16_BIT]
+        changed = _layers_in_16_bit([layers[path] for path in replay.float32_layers])
         with contextlib.ExitStack() as stack:
             for layer in changed:
                 stack.enter_context(keras_internals.dtype_policy_replaced(layer, keras.DTypePolicy(FLOAT32.name)))
@@ -114,14 +145,57 @@ class Float32Fallback(keras.callbacks.Callback):
         result = proof.get("replay")
         if result is None or not result.is_finite or (replay.is_finite and result.is_harmful):
             return
-        for layer in changed:
-            layer.dtype_policy = FLOAT32.name
-        self.model.make_train_function(force=True)
-        self.model.test_function = self.model.predict_function = None  # traced again when they are used
+        self._set_to_float32(changed)
         step = self.monitor.add_record({"fallback": replay.float32_layers, "fallback_reason": finding.title})
         self.monitor.add_record(proof)
+        self._warn(finding.title, f"At step {step}", replay.float32_layers, changed, finding)
+
+    def _set_to_float32(self, changed: Sequence[keras.Layer]) -> None:
+        for layer in changed:
+            layer.dtype_policy = FLOAT32.name
+        guard = guarding.guard_of(self.model)
+        if guard:
+            guard.has_fallback = True
+        self.model.make_train_function(force=True)
+        self.model.test_function = self.model.predict_function = None  # traced again when they are used
+
+    def _warn(
+        self, reason: str, when: str, paths: Sequence[str], changed: Sequence[keras.Layer], finding: Finding
+    ) -> None:
         change = finding.change.replace("\n", "\n  ")
         user_messages.warn(
-            f"{finding.title} At step {step} kmp set {', '.join(map(repr, replay.float32_layers))} to float32, and the "
-            f"training continues. To make it permanent:\n  {change}"
+            f"{reason} {when} kmp set {', '.join(map(repr, paths))} to float32, and the training continues. To make it "
+            f"permanent:\n  {change}{_not_in_files(self.model, changed)}"
         )
+
+
+def _may_diverge(metrics: RunMetrics, replay: Replay) -> bool:
+    """Whether the updates are so large, or the loss so high in float32 too, that float16 need not be the cause."""
+    first, highest, _ = metrics.losses
+    has_risen = min(highest, abs(replay.float32_loss or 0.0)) > _HIGH_LOSS * max(abs(first), _SMALL_LOSS)
+    return has_risen or metrics.gradients.update_ratio[1] > _LARGE_UPDATE
+
+
+def _layers_in_16_bit(layers: Iterable[keras.Layer]) -> list[keras.Layer]:
+    """Returns those of the layers and their sublayers that compute in 16 bits, each once."""
+    every = {id(inner): inner for layer in layers for inner in sublayers(layer)}
+    return [layer for layer in every.values() if layer.compute_dtype in DTYPES_16_BIT]
+
+
+def _not_in_files(model: keras.Model, changed: Sequence[keras.Layer]) -> str:
+    """Returns a sentence about the layers that code of the user creates: Keras saves no policy of these."""
+    changed_ids = set(map(id, changed))
+    owners = [each for each in sublayers(model) if not (is_keras_class(type(each)) or is_passthrough(each))]
+    created = {
+        inner.name: type(owner).__name__
+        for owner in owners
+        for inner in direct_sublayers(owner)
+        if id(inner) in changed_ids
+    }
+    if not created:
+        return ""
+    names, classes = ", ".join(map(repr, created)), " and ".join(dict.fromkeys(created.values()))
+    return (
+        f"\nA saved file keeps this for {names} only if the config of {classes} contains it: make the change before "
+        "you load the file."
+    )

@@ -111,6 +111,7 @@ class LogWriter:
         self._first_step = first_step
         self._has_failed = self._has_records = False
         self._encoder = LogEncoder()
+        self.fallbacks: list[dict[str, Any]] = []  # the records of the log that this training continues
         self.size = 0  # bytes of the records in the log, see `record_size`, and of the event files
         self._file_size = 0  # bytes of the log after the last record
         self._last_metrics: tuple[int, int] | None = None  # epoch and step
@@ -120,6 +121,7 @@ class LogWriter:
         with self._stopping_on_write_error():
             kept, is_rewritten = _continue_log(folder, first_step, header)
             self._has_records = bool(kept)
+            self.fallbacks = [record for record in kept if record.get("fallback")]
             self.size = sum(map(record_size, kept)) + sum(file.stat().st_size for file in _event_files(folder))
             self._lines = (folder / FILE_NAME).open("a", encoding="utf-8")
             self._events = self._new_events()

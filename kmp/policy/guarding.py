@@ -235,6 +235,7 @@ class GuardedTrainStep:
         self._model = model
         self.own_step = vars(model).get("train_step")
         self.capture: Any = None  # a `kmp.replay.BatchCapture`, which a callback sets; used from the next trace on
+        self.has_fallback = False  # whether a callback set layers of the model to float32
         with model.distribute_strategy.scope():
             # Flags, 1.0 or 0.0: float32 has kernels on every device, and can be summed over replicas.
             self._nonfinite_in_execution = distribution.variable("nonfinite_in_execution", "float32")

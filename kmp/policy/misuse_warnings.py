@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from kmp.backend import compute_dtypes, direct_sublayers, is_keras_class, keras_internals, output_layers
 from kmp.optimizer import LossScaleOptimizer
+from kmp.policy import guarding
 from kmp.policy.optimizers import all_optimizers_of
 from kmp.utils import FLOAT16, FLOAT32, user_messages
 
@@ -132,7 +133,8 @@ def warn_before_training(model: keras.Model, was_compiled: bool) -> None:
     Its own optimizers, if any, must exist already. `was_compiled`: under `enable`.
     """
     dtypes, optimizers = compute_dtypes(model), all_optimizers_of(model)
-    if dtypes == {FLOAT32.name}:
+    guard = guarding.guard_of(model)
+    if dtypes == {FLOAT32.name} and not (guard and guard.has_fallback):
         warn_once(model, _NOT_FLOAT16)
     unscaled = [optimizer for optimizer in optimizers if not isinstance(optimizer, LossScaleOptimizer)]
     if FLOAT16.name not in dtypes or not unscaled:

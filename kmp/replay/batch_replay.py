@@ -22,6 +22,7 @@ from kmp.utils import FLOAT16, FLOAT32
 Failure = Literal["loss", "gradients"]
 
 _MOST_NAMED = 100
+_SEARCH_SECONDS = 30.0  # for the search in a batch that float16 ruins: then a cure is worth more than the time
 _SPARE_BITS = 2  # below an overflow in the backward pass
 
 
@@ -52,7 +53,8 @@ def replay(
             replay of some examples, they are replayed again as a batch of that size: a sum over the batch may overflow.
         is_forward_only: Whether to run only the forward pass, because the loss of the training is not known.
         restored: TensorFlow's variables that a training step assigns.
-        seconds: After this time the search for operations and layers ends without a result.
+        seconds: How long the first passes in each precision may take. If these show that float16 ruins the batch, the
+            search for operations and layers may take 30 seconds more.
 
     Returns:
         What the passes showed, and the gradients in float32, or `None` if invalid targets make the loss fail.
@@ -76,7 +78,7 @@ def replay(
             restored=restored,
             deadline=deadline,
         )
-        return _replay(passes, variables, step, loss_scale, part)
+        return _replay(passes, variables, step, loss_scale, part, was_finite=failed is None)
 
     result = replayed(batch)
     is_finite = result[0].loss is not None if failed == "loss" else result[0].is_finite
@@ -92,7 +94,7 @@ def _tiled(tensor: Any, size: int) -> tf.Tensor:
 
 
 def _replay(
-    passes: Passes, variables: Mapping[str, Any], step: int, loss_scale: float, part: float
+    passes: Passes, variables: Mapping[str, Any], step: int, loss_scale: float, part: float, was_finite: bool
 ) -> tuple[Replay, GradientSample | None]:
     model, batch, is_forward_only = passes.model, passes.batch, passes.is_forward_only
     names = [] if is_forward_only else list(variables)
@@ -143,27 +145,33 @@ def _replay(
         "flushed": {path: share for path, share in flushed.items() if share},
         "zero": [path for path, _, single in gradients if single is None or not as_array(single).any()],
     }
+    searching = replace(passes, deadline=max(passes.deadline, time.monotonic() + _SEARCH_SECONDS))
     if not own.is_finite:
-        known |= _operations(passes, exact)
+        known |= _operations(searching, exact)
 
     # The comparison of the two, and the search for the layers that have to compute in float32.
     float32_layers: list[str] | None = []
     if exact.is_finite and not own.is_finite:
         factor = min(max(1.0, usable or 1.0), loss_scale) * part
-        float32_layers = find_float32_layers(passes, lambda result: result.is_finite, exact, factor)
+        float32_layers = find_float32_layers(searching, lambda result: result.is_finite, exact, factor)
+        is_compiled = not model.run_eagerly and not (own.is_random or exact.is_random)
+        if was_finite and is_compiled and not math.isfinite(own.loss):
+            error = output_error(passes.compiled_outputs(), exact)
+            if is_harmful(error, []):
+                known |= {"output_error": error, "layer_errors": layer_errors(own, exact)}
     elif exact.is_finite and not (own.is_random or exact.is_random):
         half = _half_pass(passes)
 
         def compared(result: PassResult) -> dict[str, Any]:
             errors = gradient_errors(names, result, exact, half, math.sqrt(part))
-            return {"output_error": output_error(result, exact), "gradient_errors": errors}
+            return {"output_error": output_error(result.outputs, exact), "gradient_errors": errors}
 
         errors = compared(own)
         known |= errors | {"layer_errors": layer_errors(own, exact)}
         if is_harmful(**errors):
             # At the largest usable scale: if float16 only flushed gradients to zero, no layer has to change.
             float32_layers = find_float32_layers(
-                passes,
+                searching,
                 lambda result: result.is_finite and not is_harmful(**compared(result)),
                 exact,
                 max(usable or 0.0, passes.factor),

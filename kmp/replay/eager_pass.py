@@ -128,6 +128,20 @@ class Passes:
             marks = LayerMarks(None if reference is None else reference.marks.outputs)
             return self._run(marks, self.factor if factor is None else factor, watch)
 
+    def compiled_outputs(self) -> Any:
+        """Returns the outputs in the precision of the model, compiled as the training step is.
+
+        XLA computes what it fuses in float32 on some devices, so they may be finite where those of an eager pass are
+        not, and wrong all the same: a sum that overflows at the end of a fusion, and then divides.
+        """
+        model = self.model
+        with state_restored(model, self.restored), LayerMarks().on(model, self.has_dropout):
+            forward = tf.function(
+                lambda x: call_in_training(model, x), autograph=False, jit_compile=bool(model.jit_compile)
+            )
+            # Not a call of the `tf.function`: TensorFlow would warn about frequent tracing.
+            return forward.get_concrete_function(self.batch[0])(self.batch[0])
+
     def _run(self, marks: LayerMarks, factor: float, watch: bool) -> PassResult:
         found = NonfiniteOperations(marks)
         operations: set[str] = set()

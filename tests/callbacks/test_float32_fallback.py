@@ -10,6 +10,7 @@ from keras import ops
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import kmp
+from kmp.backend import is_passthrough, sublayers
 from kmp.callbacks import Float32Fallback, Monitor, defaults
 
 ROWS = 64
@@ -113,10 +114,12 @@ def test_nested_and_subclassed_models_are_repaired(build):
     assert "inner" not in callbacks[0].run.last("fallback")  # the layer in it is enough
 
 
-@pytest.mark.filterwarnings("ignore:.*kmp set")
 def test_layer_whose_float32_raises_in_the_users_code_is_set_with_the_layer_that_contains_it():
-    model = overflowing(Mixed(name="mixed"))
-    train(model, defaults(), epochs=6)
+    with kmp.enable():
+        layer = Mixed(name="mixed")
+    model = overflowing(layer)
+    with pytest.warns(UserWarning, match="A saved file keeps this for 'cube' only if the config of Mixed contains it"):
+        train(model, defaults(), epochs=6)
     assert dtypes(model)["mixed"] == "float32"
     assert model.optimizer.snapshot().overflows_in_a_row == 0
 
@@ -131,18 +134,172 @@ def test_second_fit_and_a_clone_keep_the_repaired_layer(tmp_path):
     assert dtypes(keras.models.clone_model(model))["cube"] == "float32"
 
 
-def test_corrupt_batches_and_a_diverging_training_change_no_layer():
-    for options in ({"x": np.nan}, {"optimizer": keras.optimizers.SGD(1e4)}):
-        with kmp.enable():
-            model = keras.Sequential(
-                [keras.Input((4,)), keras.layers.Dense(8, name="a"), keras.layers.Dense(1, name="b")]
-            )
-            model.compile(options.get("optimizer", "sgd"), "mse")
-        x = np.random.default_rng(0).normal(size=(ROWS, 4)) * options.get("x", 1.0)
-        callbacks = defaults(on_stuck="ignore")
-        model.fit(x, x[:, :1], batch_size=8, epochs=6, verbose=0, callbacks=callbacks)
-        assert callbacks[0].run.last("fallback") is None
-        assert dtypes(model) == {"a": "float16", "b": "float16"}
+def shared():
+    inputs, cube, norm = keras.Input((4,)), Cube(name="cube"), keras.layers.BatchNormalization(name="norm")
+    return keras.Model(inputs, keras.layers.Concatenate()([norm(cube(inputs)), norm(cube(inputs))]))
+
+
+def wrapped(layer):
+    inputs = keras.Input((6, 4))
+    return keras.Model(inputs, keras.layers.GlobalAveragePooling1D()(keras.layers.LayerNormalization()(layer(inputs))))
+
+
+def attention():
+    inputs = keras.Input((6, 4))
+    layer = keras.layers.MultiHeadAttention(2, 4, kernel_initializer=keras.initializers.Constant(9.0))
+    return keras.Model(
+        inputs, keras.layers.GlobalAveragePooling1D()(keras.layers.LayerNormalization()(layer(inputs, inputs)))
+    )
+
+
+def rnn():
+    large = {"kernel_initializer": keras.initializers.Constant(10.0), "recurrent_initializer": "ones"}
+    return keras.layers.SimpleRNN(8, "relu", return_sequences=True, **large)
+
+
+def dense():
+    return keras.layers.Dense(4, kernel_initializer=keras.initializers.Constant(1e3))
+
+
+@pytest.mark.filterwarnings("ignore:.*kmp set")
+@pytest.mark.parametrize(
+    "build",
+    [
+        shared,
+        attention,
+        lambda: wrapped(keras.layers.Bidirectional(rnn())),
+        lambda: wrapped(keras.layers.TimeDistributed(dense())),
+    ],
+    ids=["shared", "MultiHeadAttention", "Bidirectional", "TimeDistributed"],
+)
+def test_files_clones_and_conversions_of_a_repaired_model_compute_as_it_does(build, tmp_path):
+    with kmp.enable():
+        body = build()
+        model = keras.Sequential([keras.Input(body.input_shape[1:]), body, keras.layers.Dense(1, name="head")])
+        model.compile("adam", "mse", jit_compile=False)
+    x = np.random.default_rng(0).uniform(20, 60, (ROWS, *body.input_shape[1:])).astype("float32")
+    checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "model.keras")
+    callbacks = [*defaults(), checkpoint]
+    model.fit(x, np.ones((ROWS, 1)), batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+    expected = all_dtypes(model)
+    assert callbacks[0].run.last("fallback")
+    assert set(expected) == {"float16", "float32"}
+    loaded = keras.models.load_model(tmp_path / "model.keras", custom_objects={"Cube": Cube})
+    np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
+    with keras.saving.custom_object_scope({"Cube": Cube}):
+        for other in (loaded, keras.models.clone_model(model), kmp.convert(model)):
+            assert all_dtypes(other) == expected
+        assert set(all_dtypes(kmp.to_float32(model))) == {"float32"}
+        assert "float32" in str(kmp.audit(model))
+
+
+def all_dtypes(model):
+    """The compute dtypes of all layers, with those in wrappers and nested models."""
+    inner = [layer for layer in sublayers(model) if not is_passthrough(layer)]
+    return [layer.compute_dtype for layer in inner]
+
+
+@pytest.mark.filterwarnings("ignore:.*kmp set")
+def test_model_without_a_float16_layer_after_its_repair_trains_again_without_a_warning():
+    with kmp.enable():
+        layer = keras.layers.Dense(1, kernel_initializer=keras.initializers.Constant(1e4), name="only")
+        model = keras.Sequential([keras.Input((4,)), layer])
+        model.compile("adam", "mse", jit_compile=False)
+        train(model, defaults())
+        assert dtypes(model) == {"only": "float32"}
+        model.compile("adam", "mse", jit_compile=False)
+        train(model, [])  # a warning is an error
+
+
+@pytest.mark.filterwarnings("ignore:.*kmp set")
+def test_model_built_again_gets_the_layers_of_the_log_that_its_training_continues(tmp_path):
+    keras.utils.clear_session()  # the same names, as in a new process
+    model = overflowing()
+    train(model, defaults(tmp_path / "run"), epochs=2)
+    before = model.optimizer.snapshot()
+    assert before.overflow_count
+    model.save_weights(tmp_path / "model.weights.h5")
+    keras.utils.clear_session()
+    again, callbacks = overflowing(), defaults(tmp_path / "run")
+    again.optimizer.build(again.trainable_variables)
+    again.load_weights(tmp_path / "model.weights.h5")
+    with pytest.warns(UserWarning, match=r"As at step \d+, before the training was resumed, kmp set 'sequential.*cube"):
+        train(again, callbacks, epochs=2)
+    assert dtypes(again) == dtypes(model)
+    assert again.optimizer.snapshot().step > before.step
+    assert again.optimizer.snapshot().overflow_count == before.overflow_count
+    for run in (callbacks[0].run, kmp.load_run(tmp_path / "run")):
+        assert kmp.advise(run).problems == ()
+        assert kmp.advise(run)[0].cause == "float32_fallback"
+        assert len([row for row in run.rows if "fallback" in row]) == 1
+    # A training that begins at step 0 is another one: its log replaces the earlier one.
+    new = overflowing()
+    train(new, defaults(tmp_path / "run"), epochs=2)
+    assert new.optimizer.snapshot().overflow_count
+
+
+def test_overflow_that_the_compiled_step_does_not_have_changes_no_layer():
+    class Small(keras.layers.Layer):
+        """Overflows in an eager pass; TensorFlow multiplies the two constants first in a graph."""
+
+        def call(self, x):
+            return x * 1e3 * 1e-3
+
+    with kmp.enable():
+        layers = [Small(name="small"), keras.layers.Dropout(0.5), keras.layers.Dense(1, name="head")]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        optimizer = kmp.wrap(keras.optimizers.SGD(1e-6), initial_scale=1.0)
+        model.compile(optimizer, "mse", jit_compile=False)
+    x = np.random.default_rng(0).uniform(80, 100, (ROWS, 4)).astype("float32")
+    callbacks = defaults(on_stuck="ignore")
+    model.fit(x, x[:, :1] > 90, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+    replays = [replay for _, replay in callbacks[0].run.replays]
+    assert [replay.is_finite for replay in replays] == [False] * len(replays)
+    assert replays[0].float32_layers
+    assert callbacks[0].run.last("fallback") is None
+
+
+INPUTS = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
+SOME = np.arange(ROWS)[:, None] % 8 == 0
+NOT_OF_FLOAT16 = {
+    "NaN in the batch": ("data", {"x": np.where(SOME, np.nan, INPUTS)}),
+    "inputs beyond float16": ("data", {"x": np.where(SOME, 1e6, INPUTS)}),
+    "NaN in the labels": ("targets", {"y": np.where(SOME, np.nan, INPUTS[:, :1])}),
+    "NaN in the weights": ("loss", {"weights": np.nan}),
+    "learning rate": ("exploding", {"optimizer": keras.optimizers.SGD(1e4)}),
+    "first update far too large": ("exploding", {"optimizer": keras.optimizers.Adam(10.0), "epochs": 8}),
+}
+
+
+@pytest.mark.parametrize(("cause", "fault"), NOT_OF_FLOAT16.values(), ids=NOT_OF_FLOAT16)
+def test_training_that_fails_for_another_cause_keeps_its_layers(cause, fault):
+    with kmp.enable():
+        layers = [keras.layers.Dense(32, "relu", name="a"), keras.layers.Dense(1, name="b")]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile(fault.get("optimizer", "sgd"), "mse")
+    if "weights" in fault:
+        model.layers[0].kernel.assign(np.full((4, 32), fault["weights"]))
+    callbacks = defaults(on_stuck="ignore")
+    x, y = fault.get("x", INPUTS), fault.get("y", INPUTS[:, :1])
+    model.fit(x, y, batch_size=8, epochs=fault.get("epochs", 6), verbose=0, callbacks=callbacks)
+    assert [found.cause for found in kmp.advise(callbacks[0].run).problems] == [cause]
+    assert callbacks[0].run.last("fallback") is None
+    assert dtypes(model) == {"a": "float16", "b": "float16"}
+
+
+def test_model_whose_loss_exploded_before_it_overflowed_keeps_its_layers():
+    """Each step's learning rate is larger: BatchNormalization keeps the loss finite until the weights overflow."""
+    x = np.random.default_rng(0).normal(size=(256, 8)).astype("float32")
+    rate = keras.optimizers.schedules.ExponentialDecay(1e-3, 16, 4.0)
+    with kmp.enable():
+        layers = [keras.layers.Dense(32), keras.layers.BatchNormalization(), keras.layers.ReLU()]
+        layers += [keras.layers.Dense(32, "relu"), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((8,)), *layers])
+        model.compile(keras.optimizers.SGD(rate), "mse", jit_compile=False)
+    callbacks = defaults(on_stuck="ignore")
+    model.fit(x, x.sum(1, keepdims=True), batch_size=16, epochs=8, verbose=0, callbacks=callbacks)
+    assert model.optimizer.snapshot().nonfinite_loss_count
+    assert callbacks[0].run.last("fallback") is None
 
 
 @pytest.mark.filterwarnings("ignore:.*kmp set")
