@@ -7,7 +7,15 @@ from typing import Any
 import keras
 
 from kmp.advice import Finding, RunMetrics, advise, diagnosis_of
-from kmp.backend import direct_sublayers, is_keras_class, is_passthrough, keras_internals, layers_by_path, sublayers
+from kmp.backend import (
+    direct_sublayers,
+    distribution,
+    is_keras_class,
+    is_passthrough,
+    keras_internals,
+    layers_by_path,
+    sublayers,
+)
 from kmp.callbacks.monitor import Monitor
 from kmp.callbacks.optimizer_reader import Logs
 from kmp.policy import guarding
@@ -45,7 +53,8 @@ class Float32Fallback(keras.callbacks.Callback):
     It warns with the layers, the reason, the step and the change that makes it permanent, and records `fallback`. The
     layers of a functional or Sequential model keep their policy in each file that is saved, and so do layers that a
     custom class creates with a `dtype` of their own. A training that resumes in a new process, with a model that is
-    built again, falls back again within its first steps.
+    built again in the same way, sets the layers before its first step if it continues the log in the monitor's
+    `log_dir`. Without a log it falls back again in the steps that overflow.
 
     Does nothing where no batch can be replayed, see `Monitor`; and nothing to a training without overflows and harmful
     errors.
@@ -83,6 +92,8 @@ class Float32Fallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         if self.monitor.is_active and not self._has_begun:
             self._has_begun = True
+            if distribution.has_several_workers(self.model.distribute_strategy):
+                return  # only the chief has the log, and all workers must compute alike
             self._repeat_earlier_fallbacks()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:

@@ -160,7 +160,8 @@ class Replay:
             variable path; zeros are omitted.
         zero: The variables whose gradient is zero in float32 too.
         is_forward_only: Whether only the forward pass was replayed.
-        output_error: The relative error of the model's outputs, as in `LayerError`; `None` if a pass was not finite.
+        output_error: The relative error of the model's outputs, as in `LayerError`; `None` if a pass was not finite. If
+            that of the replay was not, but the training step was, the harmful error of a compiled forward pass.
         layer_errors: What the precision of the model changes in the outputs of the layers, in the order of the calls.
         gradient_errors: What it changes in the gradients of the layers. Empty if a pass was not finite.
     """

@@ -1,0 +1,79 @@
+"""How long does a run whose layer overflows train nothing, until Float32Fallback has repaired it?
+
+    python benchmarks/fallback.py [--quick] [--json FILE]
+
+From the first skipped step to the first good one, in steps, and in seconds beside the first step of the same run: both
+trace the step, and the repair also replays a batch and searches the layers. The first layer of each model standardizes
+raw values by hand, with squares beyond float16.
+"""
+
+import time
+import warnings
+
+import keras
+import numpy as np
+from keras import ops
+from measuring import main
+
+import kmp
+from kmp.bench.measurement import MODES, comparison
+from kmp.bench.models import convolutional, mlp
+
+FIRST, REPAIR = "first step", "first skipped step to first good step"
+MODELS = {"MLP": (mlp, 512), "conv net": (convolutional, 32)}
+
+
+class Standardize(keras.layers.Layer):
+    """Standardizes each example, with the mean of the squares."""
+
+    def call(self, x):
+        axes = tuple(range(1, len(x.shape)))
+        mean = ops.mean(x, axes, keepdims=True)
+        return (x - mean) / ops.sqrt(ops.mean(x * x, axes, keepdims=True) - mean * mean + 1e-3)
+
+
+class Times(keras.callbacks.Callback):
+    """The end of each step, before other callbacks run, and the number of steps skipped by then."""
+
+    def on_train_begin(self, logs=None):
+        self.ends, self.skipped = [], []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 0:
+            self.begin = time.perf_counter()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.skipped.append(self.model.optimizer.snapshot().overflow_count)
+        self.ends.append(time.perf_counter())
+
+
+def measure(is_quick):
+    """Yields seconds and steps for each model and mode."""
+    for name in list(MODELS)[: 1 if is_quick else None]:
+        for mode in list(MODES)[: 1 if is_quick else None]:
+            runs = [repaired_run(name, mode) for _ in range(1 if is_quick else 3)]
+            seconds = {FIRST: [run[0] for run in runs], REPAIR: [run[1] for run in runs]}
+            yield comparison("fallback: time", name, mode, seconds)
+            yield comparison("fallback: skipped steps", name, mode, {REPAIR: [run[2] for run in runs]}, "operations")
+
+
+def repaired_run(name, mode):
+    """Returns the seconds of the first step and of the repair, and the steps that were skipped."""
+    make_task, width = MODELS[name]
+    task = make_task(width)
+    with kmp.enable():
+        model = keras.Sequential([keras.Input(task.x.shape[1:]), Standardize(name="standardize"), task.build()])
+        model.compile("adam", "sparse_categorical_crossentropy", jit_compile=MODES[mode])
+    times = Times()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        x, y = np.tile(1000 + 400 * task.x, (20, *[1] * (task.x.ndim - 1))), np.tile(task.y, 20)
+        model.fit(x, y, batch_size=len(task.x), verbose=0, callbacks=[times, *kmp.callbacks.defaults()])
+    skipped = times.skipped[-1]
+    first = next(step for step, count in enumerate(times.skipped) if count)
+    good = next(step for step in range(first + 1, len(times.ends)) if times.skipped[step] == times.skipped[step - 1])
+    return times.ends[0] - times.begin, times.ends[good] - times.ends[first], skipped
+
+
+if __name__ == "__main__":
+    main(measure, __doc__)
