@@ -1,5 +1,6 @@
 """Rules about a forward pass or a loss that is not finite."""
 
+from kmp.advice import precision_rules
 from kmp.advice.batch_rules import data, targets
 from kmp.advice.finding import ERROR, Finding, SetArguments
 from kmp.advice.run_metrics import RunMetrics
@@ -20,7 +21,8 @@ def forward(metrics: RunMetrics) -> Finding | None:
     if not has_failed or data(metrics) or targets(metrics):
         return None
     if replay is None:
-        return _not_replayed(metrics)
+        # The compiled step may fold constants that are finite one by one. What the eager one showed is the next rule's.
+        return None if precision_rules.outputs(metrics) else _not_replayed(metrics)
     if replay.is_forward_only and replay.is_finite:
         return _loss_of_finite_outputs(metrics)
     if not replay.is_finite_in_float32:

@@ -8,7 +8,7 @@ from kmp.backend import (
     trainer_fixes,
     xla,
 )
-from kmp.backend.eager_operations import watching_operations
+from kmp.backend.eager_operations import after_each_gradient, watching_operations, without_tapes
 from kmp.backend.keras_internals import defining_class, functional_outputs, is_keras_class, unconnected_copy
 from kmp.backend.layer_traversal import (
     compute_dtypes,
@@ -26,6 +26,7 @@ from kmp.backend.xla import call_if, outlined
 __all__ = [
     "Replacement",
     "ResourceVariable",
+    "after_each_gradient",
     "call_if",
     "compute_dtypes",
     "defining_class",
@@ -49,5 +50,6 @@ __all__ = [
     "trainer_fixes",
     "unconnected_copy",
     "watching_operations",
+    "without_tapes",
     "xla",
 ]

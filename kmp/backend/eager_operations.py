@@ -1,6 +1,7 @@
-"""Watching the operations that TensorFlow runs eagerly."""
+"""What no public function of TensorFlow does with eager operations: watch them, and pause and watch tapes."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -38,3 +39,30 @@ def watching_operations(observe: Observer) -> Iterator[None]:
         yield
     finally:
         op_callbacks.remove_op_callback(callback)
+
+
+def without_tapes() -> contextlib.AbstractContextManager[None]:
+    """Stops the recording of all tapes in the context. The public method of a tape stops that tape only."""
+    from tensorflow.python.eager import record
+
+    return record.stop_recording()
+
+
+@contextlib.contextmanager
+def after_each_gradient(before: Callable[[], Any], after: Callable[[Any], None]) -> Iterator[None]:
+    """Calls `after` with what `before` returned, around each `tf.GradientTape.gradient` in the context."""
+    original = tf.GradientTape.gradient
+
+    @functools.wraps(original)
+    def gradient(self: tf.GradientTape, *args: Any, **kwargs: Any) -> Any:
+        state = before()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            after(state)
+
+    tf.GradientTape.gradient = gradient
+    try:
+        yield
+    finally:
+        tf.GradientTape.gradient = original

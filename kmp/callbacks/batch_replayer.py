@@ -1,15 +1,17 @@
 """Decides when to replay a batch that the training saw."""
 
+import functools
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import guarding
+from kmp.policy import all_optimizers_of, guarding
 from kmp.records import Replay, Snapshot, to_line
-from kmp.replay import BatchCapture, CapturedBatch, Failure, replay
+from kmp.replay import MOST_EXAMPLES, BatchCapture, CapturedBatch, Failure, TrainStep, replay
 from kmp.utils import user_messages
 
 logger = logging.getLogger("kmp")
@@ -21,6 +23,7 @@ _MOST_REPLAYS = 3  # of one training, because of overflows, and because of zeros
 _COMPARED_AGAIN = 4  # at this multiple of the last step that was compared
 _LONGEST_ERROR = 500
 _MOST_SECONDS = 5.0  # of one replay
+_SHARE = 0.02  # of the time of a training, for all replays but the first and the last
 
 Record = dict[str, Any]
 
@@ -29,23 +32,27 @@ class BatchReplayer:
     """Replays a batch at the first step, each time the steps are four times as many, and at the end.
 
     And when many gradients are zero or steps are skipped. Captures the batch of the first step, of the step after a
-    replay, and of each skipped step, on one replica. With a `train_step` of the user's own, only the forward pass is
-    replayed.
+    replay, and of each skipped step, on one replica. Where a `train_step` of the user's own cannot be replayed, it
+    replays the forward pass alone.
     """
 
     def __init__(self) -> None:
         self._capture: BatchCapture | None = None
-        self._has_failed = self._is_forward_only = False
+        self._has_failed = False
+        self._step: TrainStep | None = None
         self._last_replay: Replay | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_capture": None}  # the model has it, and it cannot be copied
+        return vars(self) | {"_capture": None, "_step": None}  # the model has them, and they cannot be copied
 
     def install(self, model: keras.Model, optimizer: LossScaleOptimizer) -> bool:
         """Adds the capture to the model's training step. Returns whether the step must be traced again."""
-        self._is_forward_only = not guarding.has_keras_step(model)
         guard = guarding.guard_of(model)
         assert guard is not None
+        is_custom = not guarding.has_keras_step(model)
+        run = guard.own_step or functools.partial(type(model).train_step, model)
+        # A step that runs eagerly runs its Python code each time, which may count the calls.
+        self._step = TrainStep(None if is_custom and model.run_eagerly else run, all_optimizers_of(model), is_custom)
         self._capture = previous = guard.capture
         if model.distribute_strategy.num_replicas_in_sync > 1:
             self._capture = None
@@ -60,6 +67,7 @@ class BatchReplayer:
         self._overflow_replays = self._zero_replays = 0
         self._zero_share, self._last_step = 0.0, 0  # of the last replay without an overflow
         self._has_failed, self._last_replay = False, None
+        self._began, self._seconds, self._examples = time.monotonic(), 0.0, MOST_EXAMPLES
         if self._capture:
             self._capture.forget()
             self._request(snapshot)
@@ -88,6 +96,8 @@ class BatchReplayer:
         has_overflowed = self._has_more_overflows(snapshot)
         has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
         is_due = has_overflowed or self._is_comparison_due(snapshot, is_last)
+        allowed = _MOST_SECONDS + _SHARE * (time.monotonic() - self._began)
+        is_due = is_due and (is_last or self._seconds <= allowed)
         captured = self._capture.read() if is_due else None
         if captured is not None and not has_overflowed and captured.step > self._requested_step + 1:
             captured = None  # the batch of a skipped step is no sample of the data
@@ -129,26 +139,33 @@ class BatchReplayer:
         assert self._capture is not None
         if self._capture.unrestorable:
             return self._failure(model, f"a replay would change {self._capture.unrestorable}")
+        data = keras.tree.map_structure(lambda tensor: tensor[: self._examples], captured.data)
+        began = time.monotonic()
         try:
             self._last_replay, reference = replay(
                 model,
-                captured.batch,
+                data,
                 variables,
                 step=step,
                 loss_scale=loss_scale,
+                train_step=self._step,
                 batch_size=captured.batch_size,
                 failed=failed,
-                is_forward_only=self._is_forward_only,
                 restored=self._capture.variables,
                 seconds=_MOST_SECONDS,
             )
             to_line({"replay": self._last_replay})  # raises for what a log cannot hold
+        except TimeoutError:
+            error = f"TimeoutError: {self._examples} examples take longer than {_MOST_SECONDS:g} s"
+            self._examples = max(2, self._examples // 4)  # the next replay may take less
+            return {"replay_error": error}
         except Exception as error:  # the user's code may fail outside its training step, or memory may be too small
-            is_late = isinstance(error, TimeoutError)
-            reason = f"{type(error).__name__}: {user_messages.one_line(error)}"
-            return self._failure(
-                model, f"TimeoutError: it takes longer than {_MOST_SECONDS:g} s" if is_late else reason
-            )
+            if self._step is not None and self._step.is_custom and self._step.run:
+                self._step = self._step._replace(run=None)
+                return self._replay(model, captured, variables, step, loss_scale, failed)
+            return self._failure(model, f"{type(error).__name__}: {user_messages.one_line(error)}")
+        finally:
+            self._seconds += time.monotonic() - began
         return {"replay": self._last_replay} | ({"reference": reference} if reference else {})
 
     def _request(self, snapshot: Snapshot) -> None:
@@ -175,7 +192,7 @@ class BatchReplayer:
         count = overflows - losses
         is_new = count > 0 and overflows > 2 * (seen.overflow_count - first.overflow_count)
         is_often = snapshot.overflows_in_a_row >= _OVERFLOWS_IN_A_ROW or count >= _MANY_OVERFLOWS
-        return is_new and is_often and not self._is_forward_only
+        return is_new and is_often and bool(self._step and self._step.run)
 
     def _is_comparison_due(self, snapshot: Snapshot, is_last: bool) -> bool:
         """Whether to compare the precisions: at a few points of a training, and where many more gradients are zero."""

@@ -20,14 +20,14 @@ class CapturedBatch(NamedTuple):
     """A slice of a training batch.
 
     Attributes:
-        batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`, tensors with up to `MOST_EXAMPLES` examples, fewer if these
-            are large.
+        data: What `train_step` got: `x`, or a tuple of `x`, `y` and `sample_weight`; tensors with up to `MOST_EXAMPLES`
+            examples, fewer if these are large.
         batch_size: The number of examples in the training batch.
         step: The number of the optimizer step that the batch was trained in.
         loss_scale: The loss scale of that step.
     """
 
-    batch: tuple[Any, ...]
+    data: Any
     batch_size: int
     step: int
     loss_scale: float
@@ -81,14 +81,13 @@ class BatchCapture:
         """
         loss_scale = ops.copy(self.optimizer.dynamic_scale) if self.optimizer.built else None
         yield
-        parts = data if isinstance(data, tuple) else (data,)
-        tensors = keras.tree.flatten(parts)
+        tensors = keras.tree.flatten(data)
         is_xla = xla.is_tracing()
         if not _are_capturable(tensors, is_xla) or not self.optimizer.built:  # a step with other optimizers only
             return
         with tf.init_scope():
             self._create_variables(tensors, is_xla)
-        self._structure = keras.tree.map_structure(lambda _: 0, parts)  # no tensors, which cannot be copied
+        self._structure = keras.tree.map_structure(lambda _: 0, data)  # no tensors, which cannot be copied
         self.variables, self.unrestorable = state_of_trace([*self._model.variables, *self.optimizer.variables])
         counters = self.optimizer.counters.values()
         ops.cond(
@@ -106,8 +105,8 @@ class BatchCapture:
         tensors = [
             tf.cast(variable[:count], dtype) for variable, dtype in zip(self._variables, self._dtypes, strict=True)
         ]
-        batch = keras.tree.pack_sequence_as(self._structure, tensors)
-        return CapturedBatch(batch, batch_size, step, float(self._loss_scale.numpy()))
+        data = keras.tree.pack_sequence_as(self._structure, tensors)
+        return CapturedBatch(data, batch_size, step, float(self._loss_scale.numpy()))
 
     def forget(self) -> None:
         """Forgets the batch, and frees its memory where variables may change their shape."""

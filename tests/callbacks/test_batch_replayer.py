@@ -102,35 +102,41 @@ class Own(keras.Sequential):
     divisor = 1.0
 
 
-def own_model():
+def own_model(**options):
     with kmp.enable():
         layers = [keras.layers.Dense(4, kernel_initializer="ones"), Cube(name="cube")]
         model = Own([keras.Input((4,)), *layers, keras.layers.Dense(1, dtype="float32")])
-        model.compile("sgd")
+        model.compile("sgd", **options)
     return model
 
 
-def test_forward_pass_of_an_own_training_step_is_replayed(tmp_path):
-    model, callbacks = own_model(), defaults(tmp_path, every_n_steps=2, on_stuck="ignore")
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_own_training_step_is_replayed_or_where_it_runs_eagerly_its_forward_pass(tmp_path, run_eagerly):
+    model, callbacks = own_model(run_eagerly=run_eagerly), defaults(tmp_path, every_n_steps=2, on_stuck="ignore")
     before = values(model.variables)
     train(model, callbacks, x=12.0)
     run = kmp.load_run(tmp_path)
     replay = run.replays[0][1]
-    assert (replay.is_forward_only, replay.is_finite, replay.is_finite_in_float32) == (True, False, True)
+    assert (replay.is_forward_only, replay.is_finite, replay.is_finite_in_float32) == (run_eagerly, False, True)
     assert replay.float32_layers == ["own/cube"]
     finding = kmp.advise(run)[0]
     assert (finding.cause, finding.location) == ("forward_overflow", "own/cube")
-    assert "in float32 all outputs are finite" in finding.evidence
     for value, expected in zip(values(model.variables), before, strict=True):
         np.testing.assert_array_equal(value, expected)  # every step was skipped, and a replay assigns nothing
 
 
-def test_loss_of_finite_outputs_in_an_own_training_step_is_named():
-    model, callbacks = own_model(), defaults(every_n_steps=2, on_stuck="ignore")
+@pytest.mark.parametrize(
+    ("run_eagerly", "title"),
+    [
+        (False, "The loss is NaN or Inf in float32 too."),
+        (True, "The loss function returns NaN or Inf for finite outputs."),
+    ],
+)
+def test_loss_of_finite_outputs_in_an_own_training_step_is_named(run_eagerly, title):
+    model, callbacks = own_model(run_eagerly=run_eagerly), defaults(every_n_steps=2, on_stuck="ignore")
     model.divisor = 0.0
     train(model, callbacks, x=1.0)
-    assert [replay.is_finite for _, replay in callbacks[0].run.replays] == [True] * len(callbacks[0].run.replays)
-    assert kmp.advise(callbacks[0].run)[0].title == "The loss function returns NaN or Inf for finite outputs."
+    assert kmp.advise(callbacks[0].run)[0].title == title
 
 
 @pytest.mark.parametrize("part", ["x", "y"])
@@ -314,12 +320,12 @@ def test_replay_of_a_model_with_a_policy_map_leaves_its_config(enabled):
     assert [layer.compute_dtype for layer in layers] == ["float16", "float16"]
 
 
-def test_replay_that_takes_too_long_ends_and_is_not_repeated(monkeypatch):
+def test_replay_that_takes_too_long_ends_and_the_last_one_has_fewer_examples(monkeypatch, enabled):
     monkeypatch.setattr(batch_replayer, "_MOST_SECONDS", 0.0)
     callbacks = defaults(every_n_steps=1, on_stuck="ignore")
-    train(overflowing_model(), callbacks)
+    fit(compiled_model(), callbacks, epochs=2)
     errors = [row["replay_error"] for row in callbacks[0].run.rows if "replay_error" in row]
-    assert errors == ["TimeoutError: it takes longer than 0 s"]
+    assert errors == [f"TimeoutError: {count} examples take longer than 0 s" for count in (32, 8)]
 
 
 def test_callbacks_that_replayed_can_be_copied_and_pickled():
