@@ -154,8 +154,8 @@ def _remedy(metrics: RunMetrics) -> str:
     if metrics.replays or metrics.run.last("replay_error"):
         return _FLOAT32_TRAINING
     return (
-        "reference='auto' in kmp.callbacks.defaults(), and `fit` in place of a custom training loop; or "
-        f"{_FLOAT32_TRAINING}"
+        "reference='auto' in kmp.callbacks.defaults(), and in a custom training loop kmp.guard(optimizer, model) "
+        f"around the forward pass; or {_FLOAT32_TRAINING}"
     )
 
 

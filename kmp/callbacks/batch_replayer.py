@@ -137,6 +137,7 @@ class BatchReplayer:
         failed: Failure | None,
     ) -> Record:
         assert self._capture is not None
+        assert self._step is not None
         if self._capture.unrestorable:
             return self._failure(model, f"a replay would change {self._capture.unrestorable}")
         data = keras.tree.map_structure(lambda tensor: tensor[: self._examples], captured.data)
@@ -148,7 +149,7 @@ class BatchReplayer:
                 variables,
                 step=step,
                 loss_scale=loss_scale,
-                train_step=self._step,
+                train_step=self._step._replace(run=None) if self._capture.is_of_loop else self._step,
                 batch_size=captured.batch_size,
                 failed=failed,
                 restored=self._capture.variables,
@@ -160,7 +161,7 @@ class BatchReplayer:
             self._examples = max(2, self._examples // 4)  # the next replay may take less
             return {"replay_error": error}
         except Exception as error:  # the user's code may fail outside its training step, or memory may be too small
-            if self._step is not None and self._step.is_custom and self._step.run:
+            if self._step.is_custom and self._step.run:
                 self._step = self._step._replace(run=None)
                 return self._replay(model, captured, variables, step, loss_scale, failed)
             return self._failure(model, f"{type(error).__name__}: {user_messages.one_line(error)}")
