@@ -24,7 +24,8 @@ def forward(metrics: RunMetrics) -> Finding | None:
         # The compiled step may fold constants that are finite one by one. What the eager one showed is the next rule's.
         return None if precision_rules.outputs(metrics) else _not_replayed(metrics)
     if replay.is_forward_only and replay.is_finite:
-        return _loss_of_finite_outputs(metrics)
+        is_in_float16 = metrics.run.last("loss_dtype") == FLOAT16.name
+        return _not_replayed(metrics) if is_in_float16 else _loss_of_finite_outputs(metrics)
     if not replay.is_finite_in_float32:
         return _nonfinite_in_float32(metrics, replay)
 

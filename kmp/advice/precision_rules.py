@@ -37,7 +37,8 @@ def outputs(metrics: RunMetrics) -> Finding | None:
         return None  # where no layer adds an error, only gradients or a constant differ
     where = metrics.describe(origin.layer)
     share = f"; in {where} alone, given float32 inputs, by {_percent(origin.new_error or 0.0)}"
-    reason, detail = _reason(metrics, replay, origin)
+    reason, detail = _reason(replay, origin)
+    agree = f"the outputs{' and gradients' * (not replay.is_forward_only)} for the batch agree"
     return Finding(
         "precision_loss",
         ERROR,
@@ -45,12 +46,12 @@ def outputs(metrics: RunMetrics) -> Finding | None:
         f"on {_examples(replay)} of a batch the outputs of the model differ from float32 by "
         f"{_percent(replay.output_error or 0.0)} of how they vary{share}{detail}",
         in_float32(metrics, replay.float32_layers or [origin.layer]),
-        "with these layers in float32 the outputs and gradients for the batch agree" if replay.float32_layers else "",
+        f"with these layers in float32 {agree}" if replay.float32_layers else "",
         origin.layer,
     )
 
 
-def _reason(metrics: RunMetrics, replay: Replay, origin: LayerError) -> tuple[str, str]:
+def _reason(replay: Replay, origin: LayerError) -> tuple[str, str]:
     """Returns why the outputs of a layer differ, as it was measured, and a detail for the evidence."""
     weights = replay.lost_weights_of(origin.layer)
     if weights:
@@ -58,23 +59,31 @@ def _reason(metrics: RunMetrics, replay: Replay, origin: LayerError) -> tuple[st
         share, value = max((worst.zero, "0"), (worst.infinite, "infinite"))
         if share > _MANY_LOST:
             return f"its weight {name_of(worst.path)!r} is {value} in float16", f"; that is {share:.0%} of {worst.path}"
-    inside = (each for each in replay.nonfinite if f"{each.layer}/".startswith(f"{origin.layer}/"))
-    found = next((each for each in inside if not each.is_backward), None)
+
+    def is_inside(layer: str) -> bool:
+        return f"{layer}/".startswith(f"{origin.layer}/")
+
+    found = next((each for each in replay.nonfinite if is_inside(each.layer) and not each.is_backward), None)
     if found is not None:
         operands = f"numbers up to {found.largest_input:.5g}"
         return "it overflows inside", f"; {found.operation} in it returns {found.value} for {operands}"
-    if origin.flushed > _MANY_LOST:
-        return "it underflows", f"; {origin.flushed:.0%} of its outputs are 0 in float16 and not in float32"
+    underflow = max((share for layer, share in replay.underflows.items() if is_inside(layer)), default=0.0)
+    if underflow > _MANY_LOST:
+        return "it underflows", f"; float16 rounds {underflow:.0%} of what an operation in it, or a cast, returns to 0"
     return "float16 has too few bits for what it computes", "; nothing in it is NaN or Inf"
 
 
 def gradients(metrics: RunMetrics) -> Finding | None:
     """Reports layers whose gradients differ from those in float32, though the outputs agree."""
-    replay = metrics.last_comparison
-    harmful = [each for each in replay.gradient_errors if each.is_harmful] if replay else []
-    if replay is None or not harmful:
+    last = metrics.last_comparison
+    if last is None or not any(each.is_harmful for each in last.gradient_errors):
         return None
-    worst = max(harmful, key=lambda each: each.error)
+    # Late in a training that the loss misleads, the outputs may hardly vary, and differ too.
+    harmful = [
+        replay for _, replay in metrics.run.comparisons if any(each.is_harmful for each in replay.gradient_errors)
+    ]
+    replay = next((replay for replay in reversed(harmful) if _is_born_in_loss(replay)), last)
+    worst = max((each for each in replay.gradient_errors if each.is_harmful), key=lambda each: each.error)
     scale, location = replay.usable_scale, metrics.created_layer(worst.layer)
     layers, note = replay.float32_layers, ""
     edits: Sequence[Edit] = in_float32(metrics, layers or [location])

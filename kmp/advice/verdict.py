@@ -125,9 +125,9 @@ def _not_compared(metrics: RunMetrics) -> Iterator[str]:
     states = max((replay.float16_states for replay in metrics.replays), default=0)
     if states:
         yield _doubt(
-            f"what {states} variables in float16 lose that the training step assigns beside the weights, such as a "
-            "moving average",
-            "the same run with these variables in float32",
+            f"what {states} variable{'s' * (states != 1)} in float16 lose{'s' * (states == 1)} that the training step "
+            "assigns beside the weights, such as a moving average",
+            "the same run with float32 in place of float16 there",
         )
 
 

@@ -124,6 +124,8 @@ class BatchReplayer:
         captured = self._capture.read() if self._capture else None
         if captured is None or self._last_replay is None:
             return {"replay_error": "the batch was not kept"}
+        if self._capture and self._capture.is_of_loop:
+            return {"replay_error": "the functions of a custom training loop are not traced again"}
         scale = min(snapshot.loss_scale, self._last_replay.usable_scale or snapshot.loss_scale)
         return self._replay(model, captured, variables, snapshot.step, scale, None)
 

@@ -90,13 +90,11 @@ class LayerError:
         layer: Path of the layer.
         error: The relative error of its outputs.
         new_error: The relative error of its outputs if its inputs are those of float32; `None` if it was not measured.
-        flushed: The share of its outputs that are then 0, and not in float32.
     """
 
     layer: Text
     error: Magnitude
     new_error: Magnitude | None = None
-    flushed: Share = 0.0
 
 
 @dataclass(frozen=True)
@@ -180,10 +178,12 @@ class Replay:
         output_error: The relative error of the model's outputs, as in `LayerError`; `None` if a pass was not finite.
         layer_errors: What the precision of the model changes in the outputs of the layers, in the order of the calls.
         gradient_errors: What it changes in the gradients of the layers. Empty if a pass was not finite.
+        underflows: The largest share of the results of an operation that are 0 in float16 though its operands are not,
+            by layer, in a pass that is finite but harmful; zeros are omitted.
         unscaled_layers: The layers whose gradients have a part that does not grow with the loss scale, of a
             `train_step` of the user's own.
         lost_weights: The weights with values that are 0 or Inf in float16, of layers that compute in it.
-        float16_states: The number of float16 variables that the training step assigns beside those that Keras knows.
+        float16_states: The number of float16 variables that the training step assigns beside the weights.
     """
 
     examples: Count
@@ -210,6 +210,7 @@ class Replay:
     output_error: Magnitude | None = None
     layer_errors: Annotated[list[LayerError], Meta(max_length=1000)] = field(default_factory=list)
     gradient_errors: Annotated[list[GradientError], Meta(max_length=1000)] = field(default_factory=list)
+    underflows: Annotated[dict[Text, Share], MOST_VARIABLES] = field(default_factory=dict)
     unscaled_layers: Annotated[list[Text], MOST_VARIABLES] = field(default_factory=list)
     lost_weights: Annotated[list[LostWeight], MOST_VARIABLES] = field(default_factory=list)
     float16_states: Count = 0

@@ -119,7 +119,10 @@ class BatchCapture:
         if not self.optimizer.built:  # the first trace of a loop, or a step with other optimizers only
             return
         self._structure = keras.tree.map_structure(lambda _: 0, data)  # no tensors, which cannot be copied
-        self.variables, self.unrestorable = state_of_trace([*self._model.variables, *self.optimizer.variables])
+        # Of Keras' variables, only states in float16 are of interest.
+        states = {id(each) for each in self._model.non_trainable_variables if each.dtype == FLOAT16.name}
+        known = [*self._model.variables, *self.optimizer.variables]
+        self.variables, self.unrestorable = state_of_trace([each for each in known if id(each) not in states])
         counters = self.optimizer.counters.values()
         ops.cond(
             self._is_requested.value + counters.overflows_in_a_row > 0,

@@ -180,7 +180,8 @@ def _replay(
                 exact,
                 max(usable or 0.0, passes.factor),
             )
-            known["nonfinite"] = list(watched.nonfinite.found) if watched else []
+            if watched:
+                known |= {"nonfinite": watched.nonfinite.found, "underflows": watched.nonfinite.underflows}
     sample = None if is_forward_only else exact.sample(variables, step)
     return Replay(**known, float32_layers=float32_layers), sample
 

@@ -46,7 +46,6 @@ class LayerMarks:
         outputs: Samples of the outputs of each layer's calls, by path.
         errors: The largest relative error of each layer's outputs, by path, against `reference`: see `relative_error`.
         new_errors: The part of it that a layer adds, by path: its relative error on inputs of float32.
-        flushed: The share of the outputs that are 0 then, and not in float32, by path.
         is_measuring: Whether a layer runs only to measure that.
         outermost: The paths of the layers that a training step itself calls: the model, or several.
     """
@@ -63,7 +62,6 @@ class LayerMarks:
         self.outputs: dict[str, Outputs] = {}
         self.errors: dict[str, float] = {}
         self.new_errors: dict[str, float] = {}
-        self.flushed: dict[str, float] = {}
         self.is_measuring = False
         self.outermost: dict[str, None] = {}
         self._reference, self._own_precision = reference or {}, own_precision
@@ -146,10 +144,6 @@ class LayerMarks:
                 vars(inner).update(before)
         errors = [relative_error(value, other) for value, other in zip(values, exact, strict=False)]
         self.new_errors[path] = max([*errors, self.new_errors.get(path, 0.0)])
-        flushed = [
-            np.mean((value == 0) & (other != 0)) for value, other in zip(values, exact, strict=False) if other.size
-        ]
-        self.flushed[path] = max([*map(float, flushed), self.flushed.get(path, 0.0)])
 
     def _marked(self, output: Any, path: str) -> Any:
         if not _is_eager_float(output):
