@@ -24,8 +24,8 @@ def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
         return f"{skipped}. The run computed in {metrics.dtypes}, where gradients need no loss scale."
     if gradients.curve is None or not gradients.finite_samples:
         reason = "no sampled step was finite" if gradients.samples else "none were sampled"
-        unknown = _doubt(f"gradients, because {reason}", "a run with kmp.callbacks.defaults() whose steps are finite")
-        return f"{_NOT_KNOWN} {unknown} Measured: {skipped}."
+        doubt = _doubt(f"gradients, because {reason}", "a run with kmp.callbacks.defaults() whose steps are finite")
+        return f"{_NOT_KNOWN} {doubt} Measured: {skipped}."
 
     unknown, norm = list(_unknown(metrics)), ""
     if not unknown and gradients.curve.is_measured and gradients.underflow_share > thresholds.FEW_TOO_SMALL:

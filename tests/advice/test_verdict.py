@@ -9,7 +9,7 @@ import pytest
 from conftest import sample_from
 
 import kmp
-from kmp.records import GradientError, LayerError, Replay, Run
+from kmp.records import GradientError, LayerError, LostWeight, NonfiniteOperation, Replay, Run
 
 GOOD = "float16 does not hurt this run: "
 SETTINGS = {"rule": "DynamicScale", "initial_scale": 2.0**15, "growth_interval": 2000, "compute_dtypes": ["float16"]}
@@ -111,6 +111,63 @@ OPEN = {
         "gradients, because none were sampled; to find out: a run with kmp.callbacks.defaults()",
     ),
 }
+
+
+NORM = [LayerError("net/norm", 1.1, 1.0), LayerError("net/head", 1.1, 0.001)]
+NOTICED = {"gradient_errors": [GradientError("net/head", 0.5, 0.9, 1.0, 0.1)], "float32_layers": ["net/norm"]}
+SQUARE = NonfiniteOperation("net/norm/inner", "Square", "float16", "inf", 300.0, 300.0, None, False)
+LOST = LostWeight("net/norm/scale", zero=0.5, infinite=0.0)
+
+# What a harmful comparison showed, and how the title of its finding explains it.
+REASONS = {
+    "bits": ({}, "float16 has too few bits for what it computes"),
+    "overflow": ({"nonfinite": [SQUARE]}, "it overflows inside"),
+    "overflow elsewhere": (
+        {"nonfinite": [replace(SQUARE, layer="net/normal")]},
+        "float16 has too few bits for what it computes",
+    ),
+    "underflow": ({"underflows": {"net/norm": 0.7}}, "it underflows"),
+    "weight": ({"lost_weights": [LOST], "nonfinite": [SQUARE]}, "its weight 'scale' is 0 in float16"),
+    "few values of a weight": (
+        {"lost_weights": [replace(LOST, zero=0.01)]},
+        "float16 has too few bits for what it computes",
+    ),
+    "infinite weight": (
+        {"lost_weights": [LostWeight("net/norm/scale", 0.0, 1.0)]},
+        "its weight 'scale' is infinite in float16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_finding_about_outputs_says_why_they_differ_as_it_was_measured(case):
+    measured, reason = REASONS[case]
+    rows = [compared(row(1), 1.1, layer_errors=NORM, **NOTICED, **measured)]
+    finding = kmp.advise(Run(rows, {"settings": SETTINGS}))[0]
+    assert finding.title == f"The outputs of layer 'norm' are not those of float32: {reason}."
+    assert finding.change == "kmp.layers.Float32(Layer(..., name='norm'))"
+
+
+def test_layer_with_a_lost_weight_is_the_origin_of_what_the_next_layers_amplify():
+    layers = [LayerError("net/norm", 0.01, 0.01), LayerError("net/head", 1.1, 0.001)]
+    rows = [compared(row(1), 1.1, layer_errors=layers, lost_weights=[LOST], **NOTICED)]
+    assert kmp.advise(Run(rows, {"settings": SETTINGS}))[0].location == "net/norm"
+
+
+def test_loss_that_differs_where_the_outputs_agree_is_the_origin():
+    record = compared(row(1), **NOTICED)
+    record["replay"] = replace(record["replay"], loss=0.1, float32_loss=0.3)
+    finding = kmp.advise(Run([record], {"settings": SETTINGS}))[0]
+    assert (finding.cause, finding.location, finding.severity) == ("precision_loss", "the loss function", "error")
+    assert finding.title.startswith("The loss is not that of float32, though the outputs are")
+    assert "the loss is 0.1, in float32 0.3, and the outputs differ by 0.10 %" in finding.evidence
+
+
+def test_loss_that_is_not_scaled_is_a_finding():
+    rows = [compared(row(1), 0.001, unscaled_layers=["net/aux"])]
+    finding = kmp.advise(Run(rows, {"settings": SETTINGS | {"train_step": "custom"}}))[0]
+    assert (finding.cause, finding.location, finding.severity) == ("unscaled_loss", "net/aux", "error")
+    assert "the gradients of layer 'aux' do not grow with it" in finding.title
 
 
 @pytest.mark.parametrize("case", OPEN)

@@ -335,3 +335,52 @@ def test_callbacks_that_replayed_can_be_copied_and_pickled():
     for copied in (copy.deepcopy(callbacks), pickle.loads(pickle.dumps(callbacks))):
         assert copied[0].run.replays == callbacks[0].run.replays
         train(overflowing_model(), copied)
+
+
+class Offset(keras.layers.Layer):
+    """Adds a large number, near which float16 has few bits."""
+
+    def call(self, x):
+        return x + 1000.0
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("layer", [keras.layers.Identity, Offset])
+def test_custom_loop_under_guard_is_compared_in_its_forward_pass(is_traced, layer, tmp_path):
+    with kmp.enable():
+        layers = [keras.layers.Dense(4), layer(name="lossy"), keras.layers.Dense(1, dtype="float32")]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        optimizer = kmp.wrap("sgd", loss_scale=1.0)
+        model.compile(optimizer=optimizer)
+
+    def train_step(x):
+        with kmp.guard(optimizer, model):
+            with tf.GradientTape() as tape:
+                loss = optimizer.scale_loss(1e-9 * tf.reduce_mean(tf.square(model(x, training=True))))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    step = tf.function(train_step) if is_traced else train_step
+    callbacks = keras.callbacks.CallbackList(kmp.callbacks.defaults(tmp_path, every_n_steps=2), model=model)
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    callbacks.on_train_begin()
+    callbacks.on_epoch_begin(0)
+    for index in range(8):
+        callbacks.on_train_batch_begin(index)
+        step(tf.constant(x))
+        callbacks.on_train_batch_end(index)
+    callbacks.on_epoch_end(0)
+    callbacks.on_train_end()
+    run = kmp.load_run(tmp_path)
+    assert run.comparisons
+    assert all(replay.is_forward_only and replay.examples == 8 for _, replay in run.comparisons)
+    assert [replay.is_harmful for _, replay in run.comparisons] == [layer is Offset] * len(run.comparisons)
+    assert run.last("fallback") is None  # the function of the loop would not be traced again
+    advice = kmp.advise(run)
+    if layer is Offset:
+        assert (advice[0].cause, named(advice[0])) == ("precision_loss", "lossy")
+    else:
+        assert (advice.problems, advice.verdict.startswith("It is not known")) == ((), True)
+
+
+def named(finding):
+    return finding.location.rpartition("/")[2]

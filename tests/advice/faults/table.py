@@ -54,8 +54,8 @@ def main():
     alarms = sum(bool(advice.problems) for advice in advices.values())
     clean = sum("does not hurt" in advice.verdict for advice in advices.values())
     healthy = _HEALTHY.format(
-        summary=f"Of {len(runs)} scripts, {alarms} have a problem by kmp, and {clean} get the verdict that float16 does "
-        f"not hurt them; `Float32Fallback` touches {touched}. Two compute in another precision."
+        summary=f"Of {len(runs)} scripts, {alarms} have a problem by kmp, and {clean} get the verdict that float16 "
+        f"does not hurt them; `Float32Fallback` touches {touched}. Two compute in another precision."
     )
     text = (
         _FAULTS
