@@ -22,8 +22,8 @@ _MANY_OVERFLOWS = 8
 _MOST_REPLAYS = 3  # of one training, because of overflows, and because of zeros
 _COMPARED_AGAIN = 4  # at this multiple of the last step that was compared
 _LONGEST_ERROR = 500
-_MOST_SECONDS = 5.0  # of one replay
-_SHARE = 0.02  # of the time of a training, for all replays but the first and the last
+_MOST_SECONDS = 5.0  # of one replay, or more in a long training
+_SHARE = 0.02  # of the time of a training, for one replay, and for all together beside the first and the last
 
 Record = dict[str, Any]
 
@@ -96,8 +96,7 @@ class BatchReplayer:
         has_overflowed = self._has_more_overflows(snapshot)
         has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
         is_due = has_overflowed or self._is_comparison_due(snapshot, is_last)
-        allowed = _MOST_SECONDS + _SHARE * (time.monotonic() - self._began)
-        is_due = is_due and (is_last or self._seconds <= allowed)
+        is_due = is_due and (is_last or self._seconds <= _MOST_SECONDS + self._share)
         captured = self._capture.read() if is_due else None
         if captured is not None and not has_overflowed and captured.step > self._requested_step + 1:
             captured = None  # the batch of a skipped step is no sample of the data
@@ -143,7 +142,7 @@ class BatchReplayer:
         if self._capture.unrestorable:
             return self._failure(model, f"a replay would change {self._capture.unrestorable}")
         data = keras.tree.map_structure(lambda tensor: tensor[: self._examples], captured.data)
-        began = time.monotonic()
+        began, most = time.monotonic(), max(_MOST_SECONDS, self._share)
         try:
             self._last_replay, reference = replay(
                 model,
@@ -155,11 +154,11 @@ class BatchReplayer:
                 batch_size=captured.batch_size,
                 failed=failed,
                 restored=self._capture.variables,
-                seconds=_MOST_SECONDS,
+                seconds=most,
             )
             to_line({"replay": self._last_replay})  # raises for what a log cannot hold
         except TimeoutError:
-            error = f"TimeoutError: {self._examples} examples take longer than {_MOST_SECONDS:g} s"
+            error = f"TimeoutError: {self._examples} examples take longer than {most:.0f} s"
             self._examples = max(2, self._examples // 4)  # the next replay may take less
             return {"replay_error": error}
         except Exception as error:  # the user's code may fail outside its training step, or memory may be too small
@@ -170,6 +169,11 @@ class BatchReplayer:
         finally:
             self._seconds += time.monotonic() - began
         return {"replay": self._last_replay} | ({"reference": reference} if reference else {})
+
+    @property
+    def _share(self) -> float:
+        """The seconds that replays may take of this training."""
+        return _SHARE * (time.monotonic() - self._began)
 
     def _request(self, snapshot: Snapshot) -> None:
         """Captures the batch of the next step."""
