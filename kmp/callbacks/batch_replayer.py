@@ -23,6 +23,7 @@ _MOST_REPLAYS = 3  # of one training, because of overflows, and because of zeros
 _COMPARED_AGAIN = 4  # at this multiple of the last step that was compared
 _LONGEST_ERROR = 500
 _MOST_SECONDS = 5.0  # of one replay, or more in a long training
+_MOST_SECONDS_OF_FAILURE = 20.0  # of the replay of a skipped step
 _SHARE = 0.02  # of the time of a training, for one replay, and for all together beside the first and the last
 
 Record = dict[str, Any]
@@ -96,7 +97,7 @@ class BatchReplayer:
         has_overflowed = self._has_more_overflows(snapshot)
         has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
         is_due = has_overflowed or self._is_comparison_due(snapshot, is_last)
-        is_due = is_due and (is_last or self._seconds <= _MOST_SECONDS + self._share)
+        is_due = is_due and (is_last or has_overflowed or self._seconds <= _MOST_SECONDS + self._share)
         captured = self._capture.read() if is_due else None
         if captured is not None and not has_overflowed and captured.step > self._requested_step + 1:
             captured = None  # the batch of a skipped step is no sample of the data
@@ -142,7 +143,7 @@ class BatchReplayer:
         if self._capture.unrestorable:
             return self._failure(model, f"a replay would change {self._capture.unrestorable}")
         data = keras.tree.map_structure(lambda tensor: tensor[: self._examples], captured.data)
-        began, most = time.monotonic(), max(_MOST_SECONDS, self._share)
+        began, most = time.monotonic(), max(_MOST_SECONDS_OF_FAILURE if failed else _MOST_SECONDS, self._share)
         try:
             self._last_replay, reference = replay(
                 model,
@@ -167,7 +168,7 @@ class BatchReplayer:
                 return self._replay(model, captured, variables, step, loss_scale, failed)
             return self._failure(model, f"{type(error).__name__}: {user_messages.one_line(error)}")
         finally:
-            self._seconds += time.monotonic() - began
+            self._seconds += 0.0 if failed else time.monotonic() - began
         return {"replay": self._last_replay} | ({"reference": reference} if reference else {})
 
     @property
