@@ -341,7 +341,7 @@ class Offset(keras.layers.Layer):
     """Adds a large number, near which float16 has few bits."""
 
     def call(self, x):
-        return x + 1000.0
+        return x + 20000.0
 
 
 @pytest.mark.parametrize("is_traced", [False, True])
@@ -350,13 +350,15 @@ def test_custom_loop_under_guard_is_compared_in_its_forward_pass(is_traced, laye
     with kmp.enable():
         layers = [keras.layers.Dense(4), layer(name="lossy"), keras.layers.Dense(1, dtype="float32")]
         model = keras.Sequential([keras.Input((4,)), *layers])
-        optimizer = kmp.wrap("sgd", loss_scale=1.0)
+        optimizer = kmp.wrap(keras.optimizers.SGD(1e-9), loss_scale=64.0)
         model.compile(optimizer=optimizer)
+
+    factor = 1e-6 if layer is Offset else 1.0
 
     def train_step(x):
         with kmp.guard(optimizer, model):
             with tf.GradientTape() as tape:
-                loss = optimizer.scale_loss(1e-9 * tf.reduce_mean(tf.square(model(x, training=True))))
+                loss = optimizer.scale_loss(factor * tf.reduce_mean(tf.square(model(x, training=True))))
             optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
     step = tf.function(train_step) if is_traced else train_step
