@@ -110,11 +110,12 @@ def _not_compared(metrics: RunMetrics) -> Iterator[str]:
             f"what the errors of outputs or gradients at step {harmful[-1]} did to the training", _FLOAT32_TRAINING
         )
     elif len(comparisons) < thresholds.FEW_COMPARISONS or not is_late:
-        count = len(comparisons)
+        count, why = len(comparisons), _why_not(metrics)
+        compared = f"{f'only {count}' if count else 'no'} batch{'es' * (count != 1)} of the run"
+        compared = "no batch of its second half" if count >= thresholds.FEW_COMPARISONS else compared
         yield _doubt(
-            "how far outputs and gradients are from those in float32, because "
-            f"{'only' if count else 'no'} {f'{count} ' * bool(count)}batch{'es' * (count != 1)} of the run "
-            f"{'was' if count == 1 else 'were'} compared{' ' + _why_not(metrics) if _why_not(metrics) else ''}",
+            f"how far outputs and gradients are from those in float32, because {compared} "
+            f"{'were' if compared.endswith('run') and count != 1 else 'was'} compared{f' {why}' * bool(why)}",
             _remedy(metrics),
         )
     elif any(replay.is_forward_only for _, replay in comparisons):

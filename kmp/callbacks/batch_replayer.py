@@ -97,12 +97,12 @@ class BatchReplayer:
         has_overflowed = self._has_more_overflows(snapshot)
         has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
         is_due = has_overflowed or self._is_comparison_due(snapshot, is_last)
-        is_due = is_due and (is_last or has_overflowed or self._seconds <= _MOST_SECONDS + self._share)
         captured = self._capture.read() if is_due else None
         if captured is not None and not has_overflowed and captured.step > self._requested_step + 1:
             captured = None  # the batch of a skipped step is no sample of the data
             self._request(snapshot)
-        if captured is None:
+        is_allowed = is_last or has_overflowed or self._seconds <= _MOST_SECONDS + self._share
+        if captured is None or not is_allowed:
             return None
         if has_overflowed:
             self._overflow_replays += 1

@@ -57,7 +57,7 @@ OPEN = {
     "compared early": (
         [compared(row(1)), compared(row(30)), row(100)],
         {},
-        "because only 2 batches of the run were compared",
+        "because no batch of its second half was compared",
     ),
     "replicas": ([row(1), row(50), row(100)], {"replicas": 4}, "(4 replicas); to find out: a run on one replica"),
     "failed replay": (
