@@ -21,6 +21,7 @@ RULES: tuple[Callable[[RunMetrics], Finding | None], ...] = (
     update_rules.lost_squares,
     update_rules.exploding,
     forward_rules.forward,
+    precision_rules.unscaled_loss,
     precision_rules.outputs,
     scale_rules.nonfinite_gradients,
     scale_rules.backward,
@@ -46,8 +47,8 @@ def advise(run: Run) -> Advice:
         Ranked findings and a verdict. A problem without evidence in the run is not reported.
 
     Example:
-    >>> advise(Run([{"step": 500, "overflow_count": 0, "loss_scale": 32768.0}])).verdict
-    '0 of 500 steps were skipped. No gradients were sampled, so underflow is unknown.'
+    >>> advise(Run([{"step": 500, "overflow_count": 0, "loss_scale": 32768.0}])).verdict.partition(";")[0]
+    'It is not known whether float16 hurts this run. Not measured: gradients, because none were sampled'
     """
     validation.instance("run", run, Run, RUN_EXPECTED)
     return diagnosis_of(RunMetrics(run))

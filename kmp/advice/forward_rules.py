@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from kmp.advice import precision_rules
 from kmp.advice.batch_rules import data, targets
 from kmp.advice.finding import ERROR, Edit, Finding, SetArguments
 from kmp.advice.run_metrics import RunMetrics
@@ -22,11 +23,10 @@ def forward(metrics: RunMetrics) -> Finding | None:
     if not has_failed or data(metrics) or targets(metrics):
         return None
     if replay is None:
-        return _not_replayed(metrics)
+        # The compiled step may fold constants that are finite one by one. What the eager one showed is the next rule's.
+        return None if precision_rules.outputs(metrics) else _not_replayed(metrics)
     if replay.is_forward_only and replay.is_finite:
-        title = "The loss function returns NaN or Inf for finite outputs."
-        note = "compute the loss in float32, and clip the argument of a log"
-        return _loss(metrics, title, "replayed, the outputs of the model are finite", note=note, location=LOSS_FUNCTION)
+        return _nonfinite_loss_of_finite_outputs(metrics)
     if not replay.is_finite_in_float32:
         return _nonfinite_in_float32(metrics, replay)
 
@@ -89,6 +89,14 @@ def _explained(metrics: RunMetrics, found: NonfiniteOperation, replay: Replay) -
         return "forward_overflow", f"The output of {where} overflows float16's maximum of 65504.", operand
     what = "The loss" if found.layer == LOSS_FUNCTION else f"The loss that {where} adds"
     return "loss_overflow", f"{what} overflows float16's maximum of 65504.", operand
+
+
+def _nonfinite_loss_of_finite_outputs(metrics: RunMetrics) -> Finding:
+    if metrics.run.last("loss_dtype") == FLOAT16.name:
+        return _not_replayed(metrics)
+    title = "The loss function returns NaN or Inf for finite outputs."
+    note = "compute the loss in float32, and clip the argument of a log"
+    return _loss(metrics, title, "replayed, the outputs of the model are finite", note=note, location=LOSS_FUNCTION)
 
 
 def _nonfinite_in_float32(metrics: RunMetrics, replay: Replay) -> Finding:

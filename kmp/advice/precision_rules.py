@@ -4,9 +4,29 @@ import math
 from collections.abc import Sequence
 
 from kmp.advice.finding import ERROR, INFO, WARNING, Edit, Finding, SetArguments
-from kmp.advice.run_metrics import RunMetrics
+from kmp.advice.run_metrics import RunMetrics, name_of
 from kmp.advice.wording import in_float32, power
-from kmp.records import Replay
+from kmp.records import HARMFUL_OUTPUT_ERROR, LOSS_FUNCTION, LayerError, Replay
+
+_MANY_LOST = 0.1  # of the values of a weight, or of the outputs of a layer
+
+
+def unscaled_loss(metrics: RunMetrics) -> Finding | None:
+    """Reports a loss of a custom training step that is not multiplied by the loss scale."""
+    replay = metrics.last_comparison
+    layers = [metrics.created_layer(layer) for layer in (replay.unscaled_layers if replay else ())]
+    if replay is None or not layers:
+        return None
+    named = ", ".join(map(metrics.describe, dict.fromkeys(layers[:3])))
+    return Finding(
+        "unscaled_loss",
+        ERROR,
+        f"A part of the loss is not multiplied by the loss scale: the gradients of {named} do not grow with it.",
+        f"on {_examples(replay)} of a batch, in float32, the gradients at two loss scales differ by more than that "
+        "scale; the optimizer divides all of them by it",
+        note="add up all losses, and pass the sum to self.optimizer.scale_loss",
+        location=layers[0],
+    )
 
 
 def outputs(metrics: RunMetrics) -> Finding | None:
@@ -17,42 +37,90 @@ def outputs(metrics: RunMetrics) -> Finding | None:
         return None  # where no layer adds an error, only gradients or a constant differ
     where = metrics.describe(origin.layer)
     share = f"; in {where} alone, given float32 inputs, by {_percent(origin.new_error or 0.0)}"
+    reason, detail = _reason(replay, origin)
+    agree = f"the outputs{' and gradients' * (not replay.is_forward_only)} for the batch agree"
     return Finding(
         "precision_loss",
         ERROR,
-        f"The outputs of {where} are not those of float32: it overflows inside, or has too few bits.",
+        f"The outputs of {where} are not those of float32: {reason}.",
         f"on {_examples(replay)} of a batch the outputs of the model differ from float32 by "
-        f"{_percent(replay.output_error or 0.0)} of how they vary{share}",
-        _edits(metrics, replay),
-        "with these layers in float32 the outputs and gradients for the batch agree" if replay.float32_layers else "",
+        f"{_percent(replay.output_error or 0.0)} of how they vary{share}{detail}",
+        in_float32(metrics, replay.float32_layers or [origin.layer]),
+        f"with these layers in float32 {agree}" if replay.float32_layers else "",
         origin.layer,
     )
 
 
+def _reason(replay: Replay, origin: LayerError) -> tuple[str, str]:
+    """Returns why the outputs of a layer differ, as it was measured, and a detail for the evidence."""
+    weights = replay.lost_weights_of(origin.layer)
+    if weights:
+        worst = max(weights, key=lambda each: max(each.zero, each.infinite))
+        share, value = max((worst.zero, "0"), (worst.infinite, "infinite"))
+        if share > _MANY_LOST:
+            return f"its weight {name_of(worst.path)!r} is {value} in float16", f"; that is {share:.0%} of {worst.path}"
+
+    def is_inside(layer: str) -> bool:
+        return f"{layer}/".startswith(f"{origin.layer}/")
+
+    found = next((each for each in replay.nonfinite if is_inside(each.layer) and not each.is_backward), None)
+    if found is not None:
+        operands = f"numbers up to {found.largest_input:.5g}"
+        return "it overflows inside", f"; {found.operation} in it returns {found.value} for {operands}"
+    underflow = max((share for layer, share in replay.underflows.items() if is_inside(layer)), default=0.0)
+    if underflow > _MANY_LOST:
+        return "it underflows", f"; float16 rounds {underflow:.0%} of what an operation in it, or a cast, returns to 0"
+    return "float16 has too few bits for what it computes", "; nothing in it is NaN or Inf"
+
+
 def gradients(metrics: RunMetrics) -> Finding | None:
     """Reports layers whose gradients differ from those in float32, though the outputs agree."""
-    replay = metrics.last_comparison
-    harmful = [each for each in replay.gradient_errors if each.is_harmful] if replay else []
-    if replay is None or not harmful:
+    last = metrics.last_comparison
+    if last is None or not any(each.is_harmful for each in last.gradient_errors):
         return None
-    worst = max(harmful, key=lambda each: each.error)
-    scale = replay.usable_scale
-    edits = _edits(metrics, replay)
-    note = "with these layers in float32 the gradients for the batch agree" if replay.float32_layers else ""
-    if replay.float32_layers == [] and scale is not None:
+    # Late in a training that the loss misleads, the outputs may hardly vary, and differ too.
+    harmful = [
+        replay for _, replay in metrics.run.comparisons if any(each.is_harmful for each in replay.gradient_errors)
+    ]
+    replay = next((replay for replay in reversed(harmful) if _is_born_in_loss(replay)), last)
+    worst = max((each for each in replay.gradient_errors if each.is_harmful), key=lambda each: each.error)
+    scale, location = replay.usable_scale, metrics.created_layer(worst.layer)
+    layers, note = replay.float32_layers, ""
+    edits: Sequence[Edit] = in_float32(metrics, layers or [location])
+    if layers:
+        note = "with these layers in float32 the gradients for the batch agree"
+    elif layers == [] and scale is not None:
         edits = [SetArguments(metrics.settings_call, {"initial_scale": power(math.log2(scale))})]
         note = "at this loss scale the gradients for the batch agree"
     noise = "" if worst.noise is None else f"; the sampling noise is {_percent(worst.noise)}"
+    severity, title = WARNING, f"The gradients of {metrics.describe(location)} are not those of float32."
+    evidence = f"on {_examples(replay)} of a batch they differ"
+    if _is_born_in_loss(replay):
+        severity, location = ERROR, LOSS_FUNCTION
+        title = (
+            "The loss is not that of float32, though the outputs are: float16 has too few bits for what it computes."
+        )
+        evidence = (
+            f"on {_examples(replay)} of a batch the loss is {replay.loss:.4g}, in float32 {replay.float32_loss:.4g}, "
+            f"and the outputs differ by {_percent(replay.output_error or 0.0)}; the gradients of "
+            f"{metrics.describe(metrics.created_layer(worst.layer))} differ"
+        )
     return Finding(
         "precision_loss",
-        WARNING,
-        f"The gradients of {metrics.describe(metrics.created_layer(worst.layer))} are not those of float32.",
-        f"on {_examples(replay)} of a batch they differ by {_percent(worst.error)} of their norm, and keep "
-        f"{_percent(max(0.0, worst.kept))} of it{noise}",
+        severity,
+        title,
+        f"{evidence} by {_percent(worst.error)} of their norm, and keep {_percent(max(0.0, worst.kept))} of it{noise}",
         edits,
         note,
-        metrics.created_layer(worst.layer),
+        location,
     )
+
+
+def _is_born_in_loss(replay: Replay) -> bool:
+    """Whether the loss differs from float32, while the outputs that it is computed from do not."""
+    if replay.loss is None or replay.float32_loss is None or (replay.output_error or 0.0) > HARMFUL_OUTPUT_ERROR:
+        return False
+    return abs(replay.loss - replay.float32_loss) > HARMFUL_OUTPUT_ERROR * abs(replay.float32_loss)
 
 
 def fallback(metrics: RunMetrics) -> Finding | None:
@@ -71,12 +139,6 @@ def fallback(metrics: RunMetrics) -> Finding | None:
         "with this change the run needs no fallback",
         layers[-1],
     )
-
-
-def _edits(metrics: RunMetrics, replay: Replay) -> Sequence[Edit]:
-    if replay.float32_layers:
-        return in_float32(metrics, replay.float32_layers)
-    return [SetArguments("kmp.enable", {"policy": "'float32'"})]
 
 
 def _examples(replay: Replay) -> str:

@@ -8,6 +8,8 @@ from kmp.advice.finding import Finding
 from kmp.advice.run_metrics import RunMetrics
 from kmp.utils import DTYPES_16_BIT, FLOAT16, as_power
 
+_NOT_KNOWN = "It is not known whether float16 hurts this run."
+
 
 def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
     """Returns the effect of float16 on a run, in a few sentences: the first problem if there is one."""
@@ -18,25 +20,26 @@ def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
         return problems[0].title
     count = int(metrics.complete_run.last("overflow_count") or 0)
     skipped = f"{count} of {metrics.steps} steps {'was' if count == 1 else 'were'} skipped"
-    if gradients.curve is None or not gradients.finite_samples:
-        reason = "No sampled step was finite" if gradients.samples else "No gradients were sampled"
-        return f"{skipped}. {reason}, so underflow is unknown."
     if not metrics.is_float16:
         return f"{skipped}. The run computed in {metrics.dtypes}, where gradients need no loss scale."
+    if gradients.curve is None or not gradients.finite_samples:
+        reason = "no sampled step was finite" if gradients.samples else "none were sampled"
+        doubt = _doubt(f"gradients, because {reason}", "a run with kmp.callbacks.defaults() whose steps are finite")
+        return f"{_NOT_KNOWN} {doubt} Measured: {skipped}."
 
-    unknown = list(_unknown(metrics))
-    effect, norm = "No sign that float16 hurts this run", ""
-    if not unknown:
-        effect = "float16 does not hurt this run"
-        if gradients.curve.is_measured and gradients.underflow_share > thresholds.FEW_TOO_SMALL:
-            norm = f" (at most {_lost_norm(metrics):.1g} of the norm)"
+    unknown, norm = list(_unknown(metrics)), ""
+    if not unknown and gradients.curve.is_measured and gradients.underflow_share > thresholds.FEW_TOO_SMALL:
+        norm = f" (at most {_lost_norm(metrics):.1g} of the norm)"
     count = len(gradients.finite_samples)
     numbers = (
-        f"{skipped}, and at the loss scale in use, {as_power(metrics.scale)}, {gradients.subnormal_share:.1%} of the "
-        f"nonzero gradient elements are subnormal in float16 and {gradients.underflow_share:.1%} are too small for "
-        f"float16{norm}, in {count} sample{'s' * (count != 1)}."
+        f"{_compared(metrics)}{skipped}, and at the loss scale in use, {as_power(metrics.scale)}, "
+        f"{gradients.subnormal_share:.1%} of the nonzero gradient elements are subnormal in float16 and "
+        f"{gradients.underflow_share:.1%} are too small for float16{norm}, in {count} sample{'s' * (count != 1)}."
     )
-    return " ".join([f"{effect}: {_compared(metrics)}{numbers}", *unknown])
+    # No headline reassures beside something that was not measured.
+    if unknown:
+        return " ".join([_NOT_KNOWN, *unknown, f"Measured: {numbers}"])
+    return f"float16 does not hurt this run: {numbers}"
 
 
 def _compared(metrics: RunMetrics) -> str:
@@ -58,31 +61,8 @@ def _unknown(metrics: RunMetrics) -> Iterator[str]:
 
     A NaN or Inf in a loss always has a finding, and so has a loss that is not scaled.
     """
-    gradients, comparisons = metrics.gradients, metrics.run.comparisons
-
-    # What float16 changes in outputs and gradients.
-    harmful = [step for step, replay in comparisons if replay.is_harmful]
-    is_late = bool(comparisons) and 2 * comparisons[-1][0] >= metrics.steps
-    error = metrics.run.last("replay_error")
-    if harmful:
-        yield _doubt(
-            f"what the errors of outputs or gradients at step {harmful[-1]} did to the training",
-            "a training in float32 to compare with",
-        )
-    elif len(comparisons) < thresholds.FEW_COMPARISONS or not is_late:
-        failed = f"; the replay of a batch failed with {error}" if error else ""
-        yield _doubt(
-            "how far outputs and gradients are from those in float32, because "
-            f"{len(comparisons) or 'no'} batch{'es' * (len(comparisons) != 1)} of the run were compared"
-            f"{failed}",
-            "reference='auto' in kmp.callbacks.defaults(), with Keras' training step on one replica",
-        )
-    elif any(replay.is_forward_only for _, replay in comparisons):
-        yield _doubt(
-            "how far gradients are from those in float32, and whether the custom `train_step` scales each of its "
-            "losses, because only the forward pass can be replayed",
-            "a training in float32 to compare with",
-        )
+    gradients = metrics.gradients
+    yield from _not_compared(metrics)
 
     # Why steps overflow: a scale that is too large, or a layer.
     are_later = metrics.overflows != metrics.startup_overflows[0]
@@ -120,8 +100,68 @@ def _unknown(metrics: RunMetrics) -> Iterator[str]:
         yield _doubt("whether training diverges", "kmp.callbacks.defaults(), which records losses and updates")
 
 
+def _not_compared(metrics: RunMetrics) -> Iterator[str]:
+    """Yields what of outputs and gradients was not compared with float32, and what would compare it."""
+    comparisons = metrics.run.comparisons
+    harmful = [step for step, replay in comparisons if replay.is_harmful]
+    is_late = bool(comparisons) and 2 * comparisons[-1][0] >= metrics.steps
+    if harmful:
+        yield _doubt(
+            f"what the errors of outputs or gradients at step {harmful[-1]} did to the training", _FLOAT32_TRAINING
+        )
+    elif len(comparisons) < thresholds.FEW_COMPARISONS or not is_late:
+        count, why = len(comparisons), _why_not(metrics)
+        compared = f"{f'only {count}' if count else 'no'} batch{'es' * (count != 1)} of the run"
+        compared = "no batch of its second half" if count >= thresholds.FEW_COMPARISONS else compared
+        yield _doubt(
+            f"how far outputs and gradients are from those in float32, because {compared} "
+            f"{'were' if compared.endswith('run') and count != 1 else 'was'} compared{f' {why}' * bool(why)}",
+            _remedy(metrics),
+        )
+    elif any(replay.is_forward_only for _, replay in comparisons):
+        yield _doubt(
+            "how far gradients are from those in float32, because only the forward pass could be replayed",
+            _FLOAT32_TRAINING,
+        )
+    states = max((replay.float16_states for replay in metrics.replays), default=0)
+    if states:
+        yield _doubt(
+            f"what {states} variable{'s' * (states != 1)} in float16 lose{'s' * (states == 1)} that the training step "
+            "assigns beside the weights, such as a moving average",
+            "the same run with float32 in place of float16 there",
+        )
+
+
+_FLOAT32_TRAINING = "a training in float32 to compare with"
+
+
+def _why_not(metrics: RunMetrics) -> str:
+    """Returns why batches were not compared, in parentheses; empty if it is not known."""
+    error, settings = metrics.run.last("replay_error"), metrics.settings
+    if error:
+        return f"(the replay of a batch failed with {error})"
+    if settings.get("replicas", 1) > 1:
+        return f"({settings['replicas']} replicas)"
+    if metrics.replays and not any(replay.is_finite for replay in metrics.replays):
+        return "(the replayed ones were not finite)"
+    if metrics.replays and not metrics.run.comparisons:
+        return "(the forward pass draws random numbers that differ by pass)"
+    return ""
+
+
+def _remedy(metrics: RunMetrics) -> str:
+    if metrics.settings.get("replicas", 1) > 1:
+        return "a run on one replica"
+    if metrics.replays or metrics.run.last("replay_error"):
+        return _FLOAT32_TRAINING
+    return (
+        "reference='auto' in kmp.callbacks.defaults(), and in a custom training loop kmp.guard(optimizer, model) "
+        f"around the forward pass; or {_FLOAT32_TRAINING}"
+    )
+
+
 def _doubt(unknown: str, remedy: str) -> str:
-    return f"Unknown: {unknown}; to find out: {remedy}."
+    return f"Not measured: {unknown}; to find out: {remedy}."
 
 
 def _lost_norm(metrics: RunMetrics) -> float:

@@ -21,10 +21,11 @@ _CALLS = ("Case", "If", "PartitionedCall", "StatefulPartitionedCall", "Stateless
 
 
 class ResourceVariable(NamedTuple):
-    """A variable of TensorFlow, by the handle that a traced function captures."""
+    """A variable of TensorFlow, by the handle that a traced function captures; and whether the function assigns it."""
 
     handle: tf.Tensor
     dtype: tf.DType
+    is_assigned: bool = False
 
     def read(self) -> tf.Tensor:
         """Returns a copy of the value."""
@@ -36,23 +37,23 @@ class ResourceVariable(NamedTuple):
 
 
 @contextlib.contextmanager
-def state_restored(model: keras.Model, variables: Iterable[ResourceVariable] = ()) -> Iterator[list[tf.Tensor]]:
+def state_restored(model: keras.Model, variables: Iterable[ResourceVariable] = ()) -> Iterator[None]:
     """Makes an eager pass assign nothing of Keras, and restores what it assigns of TensorFlow's `variables`.
 
     Assignments to Keras' variables (weights, statistics, states, seeds, metrics) end with the context and do not reach
-    the variable, so nothing is lost if the pass is interrupted. Yields the tensors in place of
-    `model.trainable_variables` in the context, to differentiate with respect to them.
+    the variable, so nothing is lost if the pass is interrupted.
     """
     values = [value for layer in sublayers(model) for value in vars(layer).values()]
     own = [value.state if isinstance(value, tf.random.Generator) else value for value in values]
     saved = [(variable.assign, variable.read()) for variable in variables]
     saved += [(variable.assign, tf.identity(variable)) for variable in own if isinstance(variable, tf.Variable)]
-    tensors = [tf.convert_to_tensor(variable.value) for variable in model.trainable_variables]
-    # Keras reads the variables of regularizers from the mapping only.
-    mapping = list(zip(model.trainable_variables, tensors, strict=True))
     try:
-        with keras.StatelessScope(mapping, collect_losses=True):
-            yield tensors
+        with keras.StatelessScope(collect_losses=True) as scope:
+            # Keras reads the variables of regularizers from the scope only. TensorFlow's variables, which a tape can
+            # differentiate by, stand there: tensors could not.
+            for variable in model.trainable_variables:
+                scope.add_update((variable, variable.value))
+            yield
     finally:
         for assign, value in saved:
             assign(value)
@@ -68,14 +69,15 @@ def state_of_trace(known: Iterable[keras.Variable]) -> tuple[list[ResourceVariab
     graph = tf.compat.v1.get_default_graph()
     kinds = {operation.type for inner in _with_nested(graph, set()) for operation in inner.get_operations()}
     reasons = [reason for kind, reason in _UNRESTORABLE.items() if kind in kinds]
+    assigned = {id(operation.inputs[0]) for operation in graph.get_operations() if operation.type.startswith("Assign")}
     known_handles = {id(variable.value.handle) for variable in known if hasattr(variable.value, "handle")}
     variables = []
-    for handle, _ in graph.captures:
+    for handle, inner in graph.captures:
         is_handle = isinstance(handle, tf.Tensor) and handle.dtype == tf.resource and not tf.is_symbolic_tensor(handle)
         data = handle._handle_data if is_handle else None  # no public name; a table has none
         values: Any = data.shape_and_type if data is not None else ()
         if len(values) == 1 and id(handle) not in known_handles:
-            variables.append(ResourceVariable(handle, tf.as_dtype(values[0].dtype)))
+            variables.append(ResourceVariable(handle, tf.as_dtype(values[0].dtype), id(inner) in assigned))
     return variables, next(iter(reasons), None)
 
 

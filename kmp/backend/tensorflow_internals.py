@@ -1,10 +1,12 @@
 """TensorFlow's private functions that kmp uses. TensorFlow 2.21 has no public name for what they return or do."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import record
 from tensorflow.python.framework import config, op_callbacks
 from tensorflow.python.util import _pywrap_util_port
 
@@ -40,3 +42,28 @@ def watching_operations(observe: Callable[[str, Sequence[tf.Tensor], Sequence[tf
         yield
     finally:
         op_callbacks.remove_op_callback(callback)
+
+
+def without_tapes() -> contextlib.AbstractContextManager[None]:
+    """Stops the recording of all tapes in the context. The public method of a tape stops that tape only."""
+    return record.stop_recording()
+
+
+@contextlib.contextmanager
+def after_each_gradient(before: Callable[[], Any], after: Callable[[Any], None]) -> Iterator[None]:
+    """Calls `after` with what `before` returned, around each `tf.GradientTape.gradient` in the context."""
+    original = tf.GradientTape.gradient
+
+    @functools.wraps(original)
+    def gradient(self: tf.GradientTape, *args: Any, **kwargs: Any) -> Any:
+        state = before()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            after(state)
+
+    tf.GradientTape.gradient = gradient
+    try:
+        yield
+    finally:
+        tf.GradientTape.gradient = original

@@ -1,16 +1,19 @@
 """Decides when to replay a batch that the training saw."""
 
+import functools
 import logging
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import keras
 
 from kmp.callbacks.training_records import Record
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import guarding
+from kmp.policy import all_optimizers_of, guarding
 from kmp.records import Replay, Snapshot, check_record
-from kmp.replay import BatchCapture, CapturedBatch, Failure, replay
+from kmp.replay import MOST_EXAMPLES, BatchCapture, CapturedBatch, Failure, TrainStep, replay
 from kmp.utils import user_messages
 
 logger = logging.getLogger("kmp")
@@ -20,30 +23,35 @@ _OVERFLOWS_IN_A_ROW = 3
 _MANY_OVERFLOWS = 8
 _MOST_REPLAYS = 3  # of one training, because of overflows, and because of zeros
 _COMPARED_AGAIN = 4  # at this multiple of the last step that was compared
-_MOST_SECONDS = 5.0  # of one replay
+_MOST_SECONDS = 5.0  # of one replay, or more in a long training
+_MOST_SECONDS_OF_FAILURE = 20.0  # of the replay of a skipped step
+_SHARE = 0.02  # of the time of a training, for one replay, and for all together beside the first and the last
 
 
 class BatchReplayer:
     """Replays a batch at the first step, each time the steps are four times as many, and at the end.
 
     And when many gradients are zero or steps are skipped. Captures the batch of the first step, of the step after a
-    replay, and of each skipped step, on one replica. With a `train_step` of the user's own, only the forward pass is
-    replayed.
+    replay, and of each skipped step, on one replica. Where a `train_step` of the user's own cannot be replayed, it
+    replays the forward pass alone.
     """
 
     def __init__(self) -> None:
         self._capture: BatchCapture | None = None
-        self._is_forward_only = False
+        self._step: TrainStep | None = None
         self._last_replay: Replay | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_capture": None}  # the model has it, and it cannot be copied
+        return vars(self) | {"_capture": None, "_step": None}  # the model has them, and they cannot be copied
 
     def install(self, model: keras.Model, optimizer: LossScaleOptimizer) -> bool:
         """Adds the capture to the model's training step. Returns whether the step must be traced again."""
-        self._is_forward_only = not guarding.has_keras_step(model)
         guard = guarding.guard_of(model)
         assert guard is not None
+        is_custom = not guarding.has_keras_step(model)
+        run = guard.own_step or functools.partial(type(model).train_step, model)
+        # A step that runs eagerly runs its Python code each time, which may count the calls.
+        self._step = TrainStep(None if is_custom and model.run_eagerly else run, all_optimizers_of(model), is_custom)
         self._capture = previous = guard.capture
         if model.distribute_strategy.num_replicas_in_sync > 1:
             self._capture = None
@@ -58,6 +66,7 @@ class BatchReplayer:
         self._overflow_replays = self._zero_replays = 0
         self._zero_share, self._last_step = 0.0, 0  # of the last replay without an overflow
         self._has_failed, self._last_replay = False, None
+        self._began, self._seconds, self._examples = time.monotonic(), 0.0, MOST_EXAMPLES
         if self._capture:
             self._capture.forget()
             self._request(self._capture, snapshot)
@@ -82,7 +91,7 @@ class BatchReplayer:
         has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
         is_due = has_overflowed or self._is_comparison_due(snapshot, is_last)
         captured = self._capture.read() if is_due else None
-        if captured is None:
+        if captured is None or not (is_last or has_overflowed or self._seconds <= _MOST_SECONDS + self._share):
             return None
         if not has_overflowed and captured.step > self._requested_step + 1:
             self._request(self._capture, snapshot)
@@ -106,6 +115,8 @@ class BatchReplayer:
         captured = self._capture.read() if self._capture else None
         if self._capture is None or captured is None or self._last_replay is None:
             return {"replay_error": "the batch was not kept"}
+        if self._capture.is_of_loop:
+            return {"replay_error": "the functions of a custom training loop are not traced again"}
         scale = min(snapshot.loss_scale, self._last_replay.usable_scale or snapshot.loss_scale)
         return self._replay(model, self._capture, captured, variables, snapshot.step, scale, None)
 
@@ -119,31 +130,46 @@ class BatchReplayer:
         loss_scale: float,
         failed: Failure | None,
     ) -> Record:
-        """Replays a batch. A replay that fails is the last of this training. Returns the keys of a record."""
+        """Replays a batch. Returns the keys of a record. A replay that fails is the last of this training."""
+        assert self._step is not None
         reason = f"a replay would change {capture.unrestorable}"
-        if not capture.unrestorable:
-            try:
+        data = keras.tree.map_structure(lambda tensor: tensor[: self._examples], captured.data)
+        began, most = time.monotonic(), max(_MOST_SECONDS_OF_FAILURE if failed else _MOST_SECONDS, self._share)
+        try:
+            if not capture.unrestorable:
                 self._last_replay, reference = replay(
                     model,
-                    captured.batch,
+                    data,
                     variables,
                     step=step,
                     loss_scale=loss_scale,
+                    train_step=replace(self._step, run=None) if capture.is_of_loop else self._step,
                     batch_size=captured.batch_size,
                     failed=failed,
-                    is_forward_only=self._is_forward_only,
                     restored=capture.variables,
-                    seconds=_MOST_SECONDS,
+                    seconds=most,
                 )
                 check_record({"replay": self._last_replay})
                 return {"replay": self._last_replay} | ({"reference": reference} if reference else {})
-            except TimeoutError:
-                reason = f"TimeoutError: it takes longer than {_MOST_SECONDS:g} s"
-            except Exception as error:  # the user's code may fail outside its step, or memory may be too small
-                reason = f"{type(error).__name__}: {user_messages.one_line(error)}"
+        except TimeoutError:
+            error = f"TimeoutError: {self._examples} examples take longer than {most:.0f} s"
+            self._examples = max(2, self._examples // 4)  # the next replay may take less
+            return {"replay_error": error}
+        except Exception as error:  # the user's code may fail outside its training step, or memory may be too small
+            if self._step.is_custom and self._step.run:
+                self._step = replace(self._step, run=None)
+                return self._replay(model, capture, captured, variables, step, loss_scale, failed)
+            reason = f"{type(error).__name__}: {user_messages.one_line(error)}"
+        finally:
+            self._seconds += 0.0 if failed else time.monotonic() - began
         self._has_failed = True
         logger.info("kmp could not replay a batch of %r: %s", model.name, reason)
         return {"replay_error": reason}
+
+    @property
+    def _share(self) -> float:
+        """The seconds that replays may take of this training."""
+        return _SHARE * (time.monotonic() - self._began)
 
     def _request(self, capture: BatchCapture, snapshot: Snapshot) -> None:
         """Captures the batch of the next step."""
@@ -162,7 +188,7 @@ class BatchReplayer:
         count = overflows - losses
         is_new = count > 0 and overflows > 2 * (seen.overflow_count - first.overflow_count)
         is_often = snapshot.overflows_in_a_row >= _OVERFLOWS_IN_A_ROW or count >= _MANY_OVERFLOWS
-        return is_new and is_often and not self._is_forward_only
+        return is_new and is_often and bool(self._step and self._step.run)
 
     def _is_comparison_due(self, snapshot: Snapshot, is_last: bool) -> bool:
         """Whether to compare the precisions: at a few points of a training, and where many more gradients are zero."""

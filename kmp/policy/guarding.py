@@ -56,7 +56,10 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
         raise ValueError("`layers` must hold the models or layers that the forward pass runs through. Received: none")
     if tf.distribute.in_cross_replica_context():
         raise ValueError("`guard` must be used in a replica context, as in `strategy.run(step)`.")
-    with guarded(layers, [optimizer]):
+    guards = [guard_of(layer) for layer in layers if isinstance(layer, keras.Model)]
+    with guarded(layers, [optimizer]), contextlib.ExitStack() as stack:
+        for capture in [each.capture for each in guards if each and each.capture]:
+            stack.enter_context(capture.watch_calls())
         yield
 
 

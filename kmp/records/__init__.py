@@ -112,6 +112,7 @@ from kmp.records.replay import LOSS_FUNCTION as LOSS_FUNCTION
 from kmp.records.replay import GradientError as GradientError
 from kmp.records.replay import InvalidTargets as InvalidTargets
 from kmp.records.replay import LayerError as LayerError
+from kmp.records.replay import LostWeight as LostWeight
 from kmp.records.replay import NonfiniteOperation as NonfiniteOperation
 from kmp.records.replay import Replay as Replay
 from kmp.records.replay import is_harmful as is_harmful

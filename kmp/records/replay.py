@@ -98,6 +98,21 @@ class LayerError:
 
 
 @dataclass(frozen=True)
+class LostWeight:
+    """A weight of which float16 loses values.
+
+    Args:
+        path: Path of the variable.
+        zero: The share of its nonzero values that are 0 in float16.
+        infinite: The share that is Inf.
+    """
+
+    path: Text
+    zero: Share
+    infinite: Share
+
+
+@dataclass(frozen=True)
 class GradientError:
     """What the precision of the model changes in the gradients of a layer.
 
@@ -128,8 +143,8 @@ class GradientError:
 class Replay:
     """A batch that the training saw, in the precision of the model and in float32.
 
-    Of a model with a `train_step` of its own, only the forward pass is replayed, because its loss is unknown: then
-    `is_finite` and `is_finite_in_float32` are about the outputs, and there is no loss and no gradient.
+    Where the training step cannot be replayed, only the forward pass is: then `is_finite` and `is_finite_in_float32`
+    are about the outputs, and there is no loss and no gradient.
 
     Args:
         examples: How many examples of the batch were replayed.
@@ -140,8 +155,8 @@ class Replay:
         is_finite_in_float32: Whether they were in float32.
         usable_scale: The largest loss scale, a power of two, at which no gradient comes near float16's maximum; `None`
             if the gradients in float32 are not finite or all zero.
-        nonfinite: The first operations that returned NaN or Inf in the precision of the model; if loss or gradients are
-            not finite in float32 either, those in float32.
+        nonfinite: The first operations that returned NaN or Inf in the precision of the model, also in a pass that is
+            finite but harmful; if loss or gradients are not finite in float32 either, those in float32.
         lost_constants: For each layer of `nonfinite`, the scalars among its operands that are zero or infinite in
             float16.
         nonfinite_outputs: The layers whose outputs were not finite in that pass, in the order of their calls.
@@ -164,6 +179,12 @@ class Replay:
             that of the replay was not, but the training step was, the harmful error of a compiled forward pass.
         layer_errors: What the precision of the model changes in the outputs of the layers, in the order of the calls.
         gradient_errors: What it changes in the gradients of the layers. Empty if a pass was not finite.
+        underflows: The largest share of the results of an operation that are 0 in float16 though its operands are not,
+            by layer, in a pass that is finite but harmful; zeros are omitted.
+        unscaled_layers: The layers whose gradients have a part that does not grow with the loss scale, of a
+            `train_step` of the user's own.
+        lost_weights: The weights with values that are 0 or Inf in float16, of layers that compute in it.
+        float16_states: The number of float16 variables that the training step assigns beside the weights.
     """
 
     examples: Count
@@ -190,6 +211,10 @@ class Replay:
     output_error: Magnitude | None = None
     layer_errors: Annotated[list[LayerError], Meta(max_length=1000)] = field(default_factory=list)
     gradient_errors: Annotated[list[GradientError], Meta(max_length=1000)] = field(default_factory=list)
+    underflows: Annotated[dict[Text, Share], MOST_VARIABLES] = field(default_factory=dict)
+    unscaled_layers: Annotated[list[Text], MOST_VARIABLES] = field(default_factory=list)
+    lost_weights: Annotated[list[LostWeight], MOST_VARIABLES] = field(default_factory=list)
+    float16_states: Count = 0
 
     @property
     def is_compared(self) -> bool:
@@ -205,13 +230,24 @@ class Replay:
     def error_origin(self) -> LayerError | None:
         """The layer where a harmful error of the outputs begins: it adds most to it on inputs of float32.
 
-        One of `float32_layers` if they add to it. `None` without a harmful error, or if no layer adds to it.
+        One of `float32_layers` if they add to it. A layer with a weight that float16 loses may add little to it, which
+        the next layers amplify. `None` without a harmful error, or if no layer adds to it.
         """
         if (self.output_error or 0.0) <= HARMFUL_OUTPUT_ERROR:
             return None
         errors = [each for each in self.layer_errors if (each.new_error or 0.0) > HARMFUL_OUTPUT_ERROR]
         cured = [each for each in errors if each.layer in (self.float32_layers or ())]
+        if not errors:
+            cured = [
+                each
+                for each in self.layer_errors
+                if each.layer in (self.float32_layers or ()) and self.lost_weights_of(each.layer)
+            ]
         return max(cured or errors, key=lambda each: each.new_error or 0.0, default=None)
+
+    def lost_weights_of(self, layer: str) -> list[LostWeight]:
+        """Returns the `lost_weights` of a layer and its sublayers."""
+        return [weight for weight in self.lost_weights if weight.path.startswith(f"{layer}/")]
 
 
 def is_harmful(output_error: float, gradient_errors: Sequence[GradientError]) -> bool:

@@ -1,7 +1,7 @@
 """Replays a batch that the training saw, to find what float16 loses."""
 
-from kmp.replay.batch_capture import BatchCapture, CapturedBatch
+from kmp.replay.batch_capture import MOST_EXAMPLES, BatchCapture, CapturedBatch
 from kmp.replay.batch_replay import Failure, replay
-from kmp.replay.eager_pass import tensor_float_32
+from kmp.replay.eager_pass import TrainStep, tensor_float_32
 
-__all__ = ["BatchCapture", "CapturedBatch", "Failure", "replay", "tensor_float_32"]
+__all__ = ["MOST_EXAMPLES", "BatchCapture", "CapturedBatch", "Failure", "TrainStep", "replay", "tensor_float_32"]

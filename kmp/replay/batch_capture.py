@@ -1,6 +1,7 @@
 """Keeps a slice of a training batch, to replay it."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import ResourceVariable, outlined, state_of_trace, xla
+from kmp.backend import ResourceVariable, instance_attribute, outlined, state_of_trace, xla
 from kmp.optimizer import LossScaleOptimizer
 from kmp.utils import FLOAT16
 
@@ -20,14 +21,14 @@ class CapturedBatch(NamedTuple):
     """A slice of a training batch.
 
     Attributes:
-        batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`, tensors with up to `MOST_EXAMPLES` examples, fewer if these
-            are large.
+        data: What `train_step` got: `x`, or a tuple of `x`, `y` and `sample_weight`; tensors with up to `MOST_EXAMPLES`
+            examples, fewer if these are large.
         batch_size: The number of examples in the training batch.
         step: The number of the optimizer step that the batch was trained in.
         loss_scale: The loss scale of that step.
     """
 
-    batch: tuple[Any, ...]
+    data: Any
     batch_size: int
     step: int
     loss_scale: float
@@ -47,6 +48,7 @@ class BatchCapture:
     Attributes:
         variables: TensorFlow's own variables that the traced step uses, which a replay has to restore.
         unrestorable: What a replay would change that nobody can restore, or `None`.
+        is_of_loop: Whether the batch is only what a custom training loop calls the model with.
     """
 
     def __init__(self, model: keras.Model, optimizer: LossScaleOptimizer) -> None:
@@ -61,6 +63,7 @@ class BatchCapture:
         self._dtypes: list[tf.DType] = []
         self.variables: list[ResourceVariable] = []
         self.unrestorable: str | None = None
+        self.is_of_loop = False
 
     def request(self) -> None:
         """Captures the batch of the next step."""
@@ -81,15 +84,45 @@ class BatchCapture:
         """
         loss_scale = ops.copy(self.optimizer.dynamic_scale) if self.optimizer.built else None
         yield
-        parts = data if isinstance(data, tuple) else (data,)
-        tensors = keras.tree.flatten(parts)
+        self.is_of_loop = False
+        self._add_branch(data, loss_scale)
+
+    @contextlib.contextmanager
+    def watch_calls(self) -> Iterator[None]:
+        """Adds the branch after a part of a custom training loop, for the inputs of the model's first call in it."""
+        inputs: list[Any] = []
+        call = self._model.call
+
+        @functools.wraps(call)
+        def recording_call(*args: Any, **kwargs: Any) -> Any:
+            if args and not inputs and kwargs.get("training", True):
+                inputs.append(args[0])
+            return call(*args, **kwargs)
+
+        with instance_attribute(self._model, "call", recording_call):
+            yield
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        if inputs and all(getattr(each, "graph", None) is graph for each in keras.tree.flatten(inputs) if graph):
+            self.is_of_loop = True
+            self._add_branch((inputs[0],), None)
+
+    def _add_branch(self, data: Any, loss_scale: Any) -> None:
+        tensors = keras.tree.flatten(data)
         is_xla = xla.is_tracing()
-        if not _are_capturable(tensors, is_xla) or not self.optimizer.built:  # a step with other optimizers only
+        if not _are_capturable(tensors, is_xla):
             return
-        with tf.init_scope():
-            self._create_variables(tensors, is_xla)
-        self._structure = keras.tree.map_structure(lambda _: 0, parts)  # no tensors, which cannot be copied
-        self.variables, self.unrestorable = state_of_trace([*self._model.variables, *self.optimizer.variables])
+        try:
+            with tf.init_scope():
+                self._create_variables(tensors, is_xla)
+        except ValueError:  # a `tf.function` of the user's, in which only the first trace may create variables
+            return
+        if not self.optimizer.built:  # the first trace of a loop, or a step with other optimizers only
+            return
+        self._structure = keras.tree.map_structure(lambda _: 0, data)  # no tensors, which cannot be copied
+        # Of Keras' variables, only states in float16 are of interest.
+        states = {id(each) for each in self._model.non_trainable_variables if each.dtype == FLOAT16.name}
+        known = [*self._model.variables, *self.optimizer.variables]
+        self.variables, self.unrestorable = state_of_trace([each for each in known if id(each) not in states])
         counters = self.optimizer.counters.values()
         ops.cond(
             self._is_requested.value + counters.overflows_in_a_row > 0,
@@ -106,8 +139,8 @@ class BatchCapture:
         tensors = [
             tf.cast(variable[:count], dtype) for variable, dtype in zip(self._variables, self._dtypes, strict=True)
         ]
-        batch = keras.tree.pack_sequence_as(self._structure, tensors)
-        return CapturedBatch(batch, batch_size, step, float(self._loss_scale.numpy()))
+        data = keras.tree.pack_sequence_as(self._structure, tensors)
+        return CapturedBatch(data, batch_size, step, float(self._loss_scale.numpy()))
 
     def forget(self) -> None:
         """Forgets the batch, and frees its memory where variables may change their shape."""

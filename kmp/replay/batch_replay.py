@@ -1,6 +1,7 @@
 """Replays one training batch in the precision of the model and in float32, to find what float16 loses."""
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -14,28 +15,30 @@ import tensorflow as tf
 from kmp.backend import ResourceVariable
 from kmp.records import GradientSample, Replay, is_harmful
 from kmp.replay.batch_checks import invalid_binary_targets, invalid_targets, nonfinite_part
-from kmp.replay.eager_pass import Passes, PassResult, as_array
+from kmp.replay.eager_pass import Passes, PassResult, TrainStep, as_array
 from kmp.replay.layer_search import find_float32_layers
-from kmp.replay.precision_loss import gradient_errors, layer_errors, output_error
+from kmp.replay.precision_loss import gradient_errors, layer_errors, lost_weights
 from kmp.utils import FLOAT16, FLOAT32
 
 Failure = Literal["loss", "gradients"]
 
 _MOST_NAMED = 100
+_FACTOR = 4.0  # that all gradients grow with
+_UNSCALED = 0.1  # relative error of a gradient with a part that does not grow: of 13 % and more
 _SEARCH_SECONDS = 30.0  # for the search in a batch that float16 ruins: then a cure is worth more than the time
 _SPARE_BITS = 2  # below an overflow in the backward pass
 
 
 def replay(
     model: keras.Model,
-    batch: Sequence[Any],
+    data: Any,
     variables: Mapping[str, Any],
     *,
     step: int,
     loss_scale: float,
+    train_step: TrainStep | None = None,
     batch_size: int | None = None,
     failed: Failure | None = None,
-    is_forward_only: bool = False,
     restored: Sequence[ResourceVariable] = (),
     seconds: float = math.inf,
 ) -> tuple[Replay, GradientSample | None]:
@@ -43,15 +46,15 @@ def replay(
 
     Args:
         model: A compiled and built model.
-        batch: `(x, y)` or `(x, y, sample_weight)`.
+        data: The batch, as `train_step` gets it: `x`, or a tuple of `x`, `y` and `sample_weight`.
         variables: The variables to measure, by path, ordered from the input to the loss.
-        step: The training step of the batch.
+        step: The number of the training step of the batch.
         loss_scale: The loss scale in use.
-        batch_size: The number of examples in a training batch, if `batch` has only some of them: the gradients of a
+        train_step: What to run. Defaults to the `train_step` of the model's class.
+        batch_size: The number of examples in a training batch, if `data` has only some of them: the gradients of a
             mean over fewer examples are larger.
         failed: `"loss"` or `"gradients"`: what was not finite in the training step of the batch. If it is finite in a
             replay of some examples, they are replayed again as a batch of that size: a sum over the batch may overflow.
-        is_forward_only: Whether to run only the forward pass, because the loss of the training is not known.
         restored: TensorFlow's variables that a training step assigns.
         seconds: How long the first passes in each precision may take. If these show that float16 ruins the batch, the
             search for operations and layers may take 30 seconds more.
@@ -62,47 +65,48 @@ def replay(
     Raises:
         TimeoutError: If the first passes in each precision take longer than `seconds`.
     """
-    examples = len(keras.tree.flatten(batch[0])[0])
     deadline = time.monotonic() + seconds
+    if train_step is None:
+        train_step = TrainStep(functools.partial(type(model).train_step, model), [model.optimizer])
+    passes = Passes(
+        model,
+        data,
+        train_step,
+        [] if train_step.run is None else list(variables.values()),  # a forward pass has no gradients
+        has_dropout=failed is not None,
+        restored=restored,
+        deadline=deadline,
+    )
 
-    def replayed(replayed_batch: Sequence[Any]) -> tuple[Replay, GradientSample | None]:
-        size = len(keras.tree.flatten(replayed_batch[0])[0])
-        part = 1.0 if _sums_over_examples(model) else size / (batch_size or size)
-        passes = Passes(
-            model,
-            replayed_batch,
-            [] if is_forward_only else list(variables.values()),  # a forward pass has no gradients
-            factor=loss_scale * part,
-            is_forward_only=is_forward_only,
-            has_dropout=failed is not None,
-            restored=restored,
-            deadline=deadline,
-        )
+    def replayed(passes: Passes) -> tuple[Replay, GradientSample | None]:
+        part = 1.0 if _sums_over_examples(model) else passes.examples / (batch_size or passes.examples)
+        passes = replace(passes, factor=loss_scale * part)
         return _replay(passes, variables, step, loss_scale, part, was_finite=failed is None)
 
-    result = replayed(batch)
+    result = replayed(passes)
     is_finite = result[0].loss is not None if failed == "loss" else result[0].is_finite
-    if failed and is_finite and not is_forward_only and batch_size and batch_size > examples:
+    if failed and is_finite and train_step.run and batch_size and batch_size > passes.examples:
         with contextlib.suppress(TimeoutError):  # the first result stands
-            result = replayed(keras.tree.map_structure(lambda tensor: _tiled(tensor, batch_size), tuple(batch)))
+            result = replayed(replace(passes, data=_tiled(data, batch_size)))
     return result
 
 
-def _tiled(tensor: Any, size: int) -> tf.Tensor:
+def _tiled(data: Any, size: int) -> Any:
     """Returns a batch of this size, with the examples of a smaller one again and again."""
-    return tf.gather(tensor, tf.range(size) % tf.shape(tensor)[0])
+    return keras.tree.map_structure(lambda tensor: tf.gather(tensor, tf.range(size) % tf.shape(tensor)[0]), data)
 
 
 def _replay(
     passes: Passes, variables: Mapping[str, Any], step: int, loss_scale: float, part: float, was_finite: bool
 ) -> tuple[Replay, GradientSample | None]:
-    model, batch, is_forward_only = passes.model, passes.batch, passes.is_forward_only
+    model, batch, is_forward_only = passes.model, passes.batch, passes.step.run is None
+    has_keras_step = not (is_forward_only or passes.step.is_custom)
     names = [] if is_forward_only else list(variables)
     batch_part, key, is_part_finite = nonfinite_part(batch)
     nonfinite_variables = [path for path, variable in variables.items() if not np.isfinite(variable).all()]
-    invalid = None if is_forward_only else invalid_targets(model, batch, passes.restored)
+    invalid = invalid_targets(model, batch, passes.restored) if has_keras_step else None
     known: dict[str, Any] = {
-        "examples": len(keras.tree.flatten(batch[0])[0]),
+        "examples": passes.examples,
         "loss_scale": loss_scale,
         "nonfinite_variables": nonfinite_variables[:_MOST_NAMED],
         "nonfinite_part": batch_part,
@@ -110,6 +114,8 @@ def _replay(
         "is_part_finite": is_part_finite,
         "has_sample_weight": len(batch) > 2 and batch[2] is not None,
         "is_forward_only": is_forward_only,
+        "lost_weights": lost_weights(model),
+        "float16_states": sum(each.is_assigned and each.dtype == tf.float16 for each in passes.restored),
     }
 
     # The pass in float32. TensorFlow refuses a batch with invalid targets, or the loss is NaN.
@@ -124,16 +130,23 @@ def _replay(
         return Replay(**known, invalid_targets=invalid), None
     usable = _usable_scale(exact)
     known |= {
+        # A step that accumulates gradients may not pass them on.
+        "is_forward_only": all(gradient is None for gradient in exact.gradients),
         "is_finite_in_float32": exact.is_finite,
         "float32_loss": None if is_forward_only else _finite(exact.loss),
         "usable_scale": None if usable is None else min(usable / part, 2.0**FLOAT32.max_exponent),
-        "invalid_targets": None if is_forward_only else invalid_binary_targets(model, batch),
+        "invalid_targets": invalid_binary_targets(model, batch) if has_keras_step else None,
         "activation_gradients": {
             path: amax
             for path, amax in exact.marks.activation_gradients.items()
             if math.isfinite(amax) and path != model.name
         },
     }
+    if exact.is_finite and passes.step.is_custom and not exact.is_random:
+        # Keras' step scales its only loss. Gradients of another loss do not grow with the scale.
+        scaled = passes.in_float32(factor=_FACTOR)
+        grown = gradient_errors(names, scaled, exact, None, 1.0)
+        known["unscaled_layers"] = [each.layer for each in grown if each.error > _UNSCALED]
 
     # The pass in the precision of the model.
     own = passes.in_own_precision(reference=exact)
@@ -153,10 +166,10 @@ def _replay(
     float32_layers: list[str] | None = []
     if exact.is_finite and not own.is_finite:
         factor = min(max(1.0, usable or 1.0), loss_scale) * part
-        float32_layers = find_float32_layers(searching, lambda result: result.is_finite, exact, factor)
-        is_compiled = not model.run_eagerly and not (own.is_random or exact.is_random)
-        if was_finite and is_compiled and not math.isfinite(own.loss):
-            error = output_error(passes.compiled_outputs(), exact)
+        float32_layers, _ = find_float32_layers(searching, lambda result: result.is_finite, exact, factor)
+        is_random = own.is_random or exact.is_random
+        if was_finite and not math.isfinite(own.loss) and not (passes.step.is_custom or model.run_eagerly or is_random):
+            error = exact.marks.error_of(passes.compiled_outputs())
             if is_harmful(error, []):
                 known |= {"output_error": error, "layer_errors": layer_errors(own, exact)}
     elif exact.is_finite and not (own.is_random or exact.is_random):
@@ -164,18 +177,20 @@ def _replay(
 
         def compared(result: PassResult) -> dict[str, Any]:
             errors = gradient_errors(names, result, exact, half, math.sqrt(part))
-            return {"output_error": output_error(result.outputs, exact), "gradient_errors": errors}
+            return {"output_error": result.marks.output_error, "gradient_errors": errors}
 
         errors = compared(own)
         known |= errors | {"layer_errors": layer_errors(own, exact)}
         if is_harmful(**errors):
             # At the largest usable scale: if float16 only flushed gradients to zero, no layer has to change.
-            float32_layers = find_float32_layers(
+            float32_layers, watched = find_float32_layers(
                 searching,
                 lambda result: result.is_finite and not is_harmful(**compared(result)),
                 exact,
                 max(usable or 0.0, passes.factor),
             )
+            if watched:
+                known |= {"nonfinite": watched.nonfinite.found, "underflows": watched.nonfinite.underflows}
     sample = None if is_forward_only else exact.sample(variables, step)
     return Replay(**known, float32_layers=float32_layers), sample
 
@@ -203,11 +218,10 @@ def _operations(passes: Passes, exact: PassResult) -> dict[str, Any]:
 
 def _half_pass(passes: Passes) -> PassResult | None:
     """Returns a pass in float32 over the first half of the batch, twice; `None` for a batch that is too small."""
-    size = len(keras.tree.flatten(passes.batch[0])[0])
-    if size < 4 or passes.is_forward_only:
+    if passes.examples < 4 or passes.step.run is None:
         return None
-    half = keras.tree.map_structure(lambda tensor: _tiled(tensor[: size // 2], size), tuple(passes.batch))
-    return replace(passes, batch=half).in_float32()
+    half = keras.tree.map_structure(lambda tensor: tensor[: passes.examples // 2], passes.data)
+    return replace(passes, data=_tiled(half, passes.examples)).in_float32()
 
 
 def _finite(loss: float) -> float | None:

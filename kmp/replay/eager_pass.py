@@ -1,10 +1,9 @@
-"""Eager forward and backward passes over a batch, which change nothing of the model."""
+"""Eager training steps over a batch, which change nothing of the model."""
 
 import contextlib
-import inspect
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,8 +11,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import ResourceVariable, keras_internals, state_restored, sublayers, watching_operations
-from kmp.gradients import gradient_statistics
+from kmp.backend import (
+    ResourceVariable,
+    after_each_gradient,
+    instance_attribute,
+    keras_internals,
+    state_restored,
+    sublayers,
+    watching_operations,
+)
+from kmp.gradients import gradient_statistics, multiply_gradients
+from kmp.optimizer import LossScaleOptimizer
 from kmp.records import BinCounts, GradientSample
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
@@ -21,11 +29,11 @@ from kmp.utils import DTYPES_16_BIT, FLOAT32
 
 
 class PassResult(NamedTuple):
-    """The result of `run_pass`.
+    """The result of a pass.
 
     Attributes:
-        loss: The loss, not multiplied by `factor`.
-        outputs: The outputs of the model.
+        loss: The loss, not multiplied by `factor`; the sum of all that the training step scales. Of a forward pass, NaN
+            if an output is not finite, else 0.
         gradients: The gradient of each variable, a tensor, `tf.IndexedSlices` or `None`.
         marks: The layers of the pass and the gradients of their outputs.
         nonfinite: The operations that returned NaN or Inf, if they were watched.
@@ -34,7 +42,6 @@ class PassResult(NamedTuple):
     """
 
     loss: float
-    outputs: Any
     gradients: list[Any]
     marks: LayerMarks
     nonfinite: NonfiniteOperations
@@ -65,33 +72,59 @@ class PassResult(NamedTuple):
 
 
 @dataclass(frozen=True)
+class TrainStep:
+    """The training step of a model.
+
+    Attributes:
+        run: The step: Keras' own or that of the user, without what kmp adds to it. `None` for the forward pass alone.
+        optimizers: The optimizers whose updates it computes.
+        is_custom: Whether it is one of the user's own.
+    """
+
+    run: Callable[[Any], Any] | None
+    optimizers: Sequence[keras.optimizers.Optimizer]
+    is_custom: bool = False
+
+
+@dataclass(frozen=True)
 class Passes:
-    """Forward and backward passes over one batch with the compiled loss. The model does not change.
+    """Eager training steps over one batch, until the optimizers get the gradients. The model does not change.
 
     Args:
         model: A compiled and built model.
-        batch: `(x, y)` or `(x, y, sample_weight)`.
+        data: The batch, as `train_step` gets it.
+        step: The training step.
         variables: The variables of the gradients, of `model.trainable_variables`.
         factor: What the loss is multiplied by before the backward pass in the precision of the model.
-        is_forward_only: Whether to run only the forward pass; then the loss is NaN if an output is not finite, else 0.
         has_dropout: Whether layers of Keras draw random numbers, as in training.
         restored: TensorFlow's variables that a training step assigns.
         deadline: The time of `time.monotonic` after which a pass raises a `TimeoutError`.
     """
 
     model: keras.Model
-    batch: Sequence[Any]
+    data: Any
+    step: TrainStep
     variables: Sequence[Any]
     factor: float = 1.0
-    is_forward_only: bool = False
     has_dropout: bool = True
     restored: Sequence[ResourceVariable] = ()
     deadline: float = math.inf
 
-    def in_float32(self, *, watch: bool = False, measure: bool = False) -> PassResult:
+    @property
+    def batch(self) -> tuple[Any, ...]:
+        """The parts of the batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`."""
+        return self.data if isinstance(self.data, tuple) else (self.data,)
+
+    @property
+    def examples(self) -> int:
+        """The number of examples in the batch."""
+        return len(keras.tree.flatten(self.data)[0])
+
+    def in_float32(self, *, factor: float = 1.0, watch: bool = False, measure: bool = False) -> PassResult:
         """Runs a pass in float32.
 
         Args:
+            factor: What to multiply the loss by.
             watch: Whether to look for the operations that return NaN or Inf, which takes a few times as long.
             measure: Whether to run each layer in its own precision too: see `LayerMarks.new_errors`.
         """
@@ -106,7 +139,7 @@ class Passes:
                             stack.enter_context(keras_internals.dtype_policy_replaced(inner, policy))
                     yield
 
-            return self._run(LayerMarks(own_precision=own_precision if measure else None), 1.0, watch)
+            return self._run(LayerMarks(own_precision=own_precision if measure else None), factor, watch)
 
     def in_own_precision(
         self,
@@ -143,12 +176,13 @@ class Passes:
             return forward.get_concrete_function(self.batch[0])(self.batch[0])
 
     def _run(self, marks: LayerMarks, factor: float, watch: bool) -> PassResult:
-        found = NonfiniteOperations(marks)
+        found, received = NonfiniteOperations(marks), _Received(factor)
         operations: set[str] = set()
 
         def observe(operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
             if time.monotonic() > self.deadline:
                 raise TimeoutError("the replay of a batch takes too long")
+            found.is_backward = bool(received.losses)
             if not found.is_backward:
                 operations.add(operation)
             if watch and not marks.is_measuring:
@@ -156,27 +190,95 @@ class Passes:
 
         model = self.model
         with contextlib.ExitStack() as stack:
-            tensors = stack.enter_context(state_restored(model, self.restored))
-            tensor_of = {id(each): tensor for each, tensor in zip(model.trainable_variables, tensors, strict=True)}
-            of_gradients = [tensor_of.get(id(each), getattr(each, "value", each)) for each in self.variables]
+            stack.enter_context(state_restored(model, self.restored))
             stack.enter_context(tensor_float_32(False))
+            stack.enter_context(_functions_run_eagerly())  # a function that is traced here would be used in training
             stack.enter_context(marks.on(model, self.has_dropout))
+            stack.enter_context(received.from_optimizers(self.step.optimizers))
+            # The backward pass ends in the first layers; what follows it belongs to none.
+            stack.enter_context(after_each_gradient(lambda: marks.layer, marks.set_layer))
             stack.enter_context(watching_operations(observe))
-            if self.is_forward_only:
-                outputs = call_in_training(model, self.batch[0])
-                floats = [each for each in keras.tree.flatten(outputs) if keras.backend.is_float_dtype(each.dtype)]
-                is_finite = all(np.isfinite(each).all() for each in floats)
-                loss = 0.0 if is_finite else math.nan
-                return PassResult(loss, outputs, [], marks, found, factor, any(map(_varies_by_pass, operations)))
-            with tf.GradientTape() as tape:
-                tape.watch(of_gradients)
-                marks.without_tape = tape.stop_recording
-                outputs, loss = forward_pass(model, self.batch)
-                scaled = tf.cast(loss, tf.float32) * factor
-            found.is_backward = True
-            gradients = tape.gradient(scaled, of_gradients)
-        is_random = any(map(_varies_by_pass, operations))
-        return PassResult(float(loss), outputs, gradients, marks, found, factor, is_random)
+            if self.step.run is None:
+                call_in_training(model, self.batch[0])
+                received.losses.append(math.nan if model.name in marks.nonfinite else 0.0)
+            else:
+                with contextlib.suppress(_StepIsDone):
+                    self.step.run(self.data)
+        gradients = [received.gradients.get(id(variable)) for variable in self.variables]
+        loss = sum(received.losses) if received.losses else math.nan
+        return PassResult(loss, gradients, marks, found, factor, any(map(_varies_by_pass, operations)))
+
+
+class _StepIsDone(BaseException):
+    """Ends a training step, whose own code may catch each `Exception`."""
+
+
+class _Received:
+    """What the optimizers of a training step receive in place of a loss scale and updates.
+
+    Args:
+        factor: What losses are multiplied by.
+
+    Attributes:
+        losses: The losses before.
+        gradients: The gradients by the `id` of the variable, multiplied by `factor`.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor, self._are_unscaled = factor, False
+        self.losses: list[float] = []
+        self.gradients: dict[int, Any] = {}
+
+    @contextlib.contextmanager
+    def from_optimizers(self, optimizers: Iterable[keras.optimizers.Optimizer]) -> Iterator[None]:
+        """Replaces the methods of the optimizers in the context. The step ends when all that scale got theirs."""
+        waiting = {id(optimizer): None for optimizer in optimizers if isinstance(optimizer, LossScaleOptimizer)}
+
+        def apply_of(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
+            def apply(grads: Sequence[Any], trainable_variables: Any = None, *, unscaled: bool | None = None) -> None:
+                are_unscaled = self._are_unscaled if unscaled is None else unscaled
+                if are_unscaled or not isinstance(optimizer, LossScaleOptimizer):
+                    grads = multiply_gradients(list(grads), self._factor)
+                self._are_unscaled = False
+                variables = trainable_variables
+                if variables is None:
+                    variables = keras_internals.variables_to_train(optimizer)
+                self.gradients |= dict(zip(map(id, variables), grads, strict=True))
+                waiting.pop(id(optimizer), None)
+                if not waiting:
+                    raise _StepIsDone
+
+            return apply
+
+        with contextlib.ExitStack() as stack:
+            for optimizer in optimizers:
+                if isinstance(optimizer, LossScaleOptimizer):
+                    stack.enter_context(instance_attribute(optimizer, "scale_loss", self._scale_loss))
+                    stack.enter_context(instance_attribute(optimizer, "unscale", self._unscale))
+                    inner = optimizer.inner_optimizer
+                    stack.enter_context(instance_attribute(inner, "apply", apply_of(inner)))
+                stack.enter_context(instance_attribute(optimizer, "apply", apply_of(optimizer)))
+            yield
+
+    def _scale_loss(self, loss: Any) -> Any:
+        loss = tf.convert_to_tensor(loss)
+        loss = tf.cast(loss, keras.backend.result_type(loss.dtype.name, FLOAT32.name))
+        self.losses.append(float(np.mean(loss.numpy())))
+        return loss * tf.cast(self._factor, loss.dtype)
+
+    def _unscale(self, grads: Sequence[Any]) -> list[Any]:
+        self._are_unscaled = True
+        return multiply_gradients(list(grads), 1.0 / self._factor)
+
+
+@contextlib.contextmanager
+def _functions_run_eagerly() -> Iterator[None]:
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
 
 
 @contextlib.contextmanager
@@ -200,15 +302,6 @@ def _varies_by_pass(operation: str) -> bool:
 def call_in_training(model: keras.Model, x: Any) -> Any:
     """Returns the outputs of a model, called as Keras' `train_step` does."""
     return model(x, training=True) if keras_internals.takes_training(model) else model(x)
-
-
-def forward_pass(model: keras.Model, batch: Sequence[Any]) -> tuple[Any, Any]:
-    """Returns the outputs of a compiled model, and its loss."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tuple(batch))
-    outputs = call_in_training(model, x)
-    takes_training = "training" in inspect.signature(model.compute_loss).parameters  # since Keras 3.5
-    training = {"training": True} if takes_training else {}
-    return outputs, model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, **training)
 
 
 def as_array(gradient: Any) -> np.ndarray:

@@ -16,6 +16,7 @@ from kmp.backend import (
     keras_internals,
     layers_by_path,
     sublayers,
+    without_tapes,
 )
 from kmp.records import LOSS_FUNCTION
 
@@ -46,6 +47,7 @@ class LayerMarks:
         errors: The largest relative error of each layer's outputs, by path, against `reference`: see `relative_error`.
         new_errors: The part of it that a layer adds, by path: its relative error on inputs of float32.
         is_measuring: Whether a layer runs only to measure that.
+        outermost: The paths of the layers that a training step itself calls: the model, or several.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class LayerMarks:
         self.errors: dict[str, float] = {}
         self.new_errors: dict[str, float] = {}
         self.is_measuring = False
-        self.without_tape: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        self.outermost: dict[str, None] = {}
         self._reference, self._own_precision = reference or {}, own_precision
 
     @contextlib.contextmanager
@@ -79,6 +81,20 @@ class LayerMarks:
                 stack.enter_context(instance_attribute(layer, "call", call))
             yield
 
+    def set_layer(self, path: str) -> None:
+        """Sets the layer whose operations run next."""
+        self.layer = path
+
+    @property
+    def output_error(self) -> float:
+        """The largest relative error of the model's outputs."""
+        return max((self.errors.get(path, 0.0) for path in self.outermost), default=0.0)
+
+    def error_of(self, outputs: Any) -> float:
+        """Returns the largest relative error of other outputs of the model against those of this pass."""
+        exact = [value for path in self.outermost for value in self.outputs[path]]
+        return max(map(relative_error, _samples(outputs), exact), default=0.0)
+
     def _marking(self, path: str, layer: keras.Layer, is_random: bool, is_quiet: bool) -> Callable[..., Any]:
         call = layer.call
         is_measured = not is_random and not is_passthrough(layer)
@@ -90,6 +106,8 @@ class LayerMarks:
             if self.is_measuring:
                 return call(*args, **kwargs)
             outer, self.layer = self.layer, path
+            if outer == LOSS_FUNCTION:
+                self.outermost[path] = None
             try:
                 outputs = call(*args, **kwargs)
                 values = _samples(outputs)
@@ -114,10 +132,12 @@ class LayerMarks:
         self, path: str, layer: keras.Layer, exact: Outputs, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         assert self._own_precision is not None
+        # The user's code may keep a tensor in an attribute, such as a part of the loss.
+        attributes = [(inner, dict(vars(inner))) for inner in sublayers(layer)]
         self.is_measuring = True
         try:
             # A scope of its own drops the losses that the layer adds.
-            with self.without_tape(), self._own_precision(layer), keras.StatelessScope(collect_losses=True):
+            with without_tapes(), self._own_precision(layer), keras.StatelessScope(collect_losses=True):
                 values = _samples(layer(*args, **kwargs))
         except TimeoutError:
             raise
@@ -125,6 +145,8 @@ class LayerMarks:
             return
         finally:
             self.is_measuring = False
+            for inner, before in attributes:
+                vars(inner).update(before)
         errors = [relative_error(value, other) for value, other in zip(values, exact, strict=False)]
         self.new_errors[path] = max([*errors, self.new_errors.get(path, 0.0)])
 

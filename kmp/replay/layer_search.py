@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 import tensorflow as tf
 
 from kmp.backend import is_passthrough, layers_by_path
+from kmp.records import HARMFUL_OUTPUT_ERROR
 from kmp.replay.eager_pass import Passes, PassResult
 
 _MOST_LAYERS = 12
@@ -12,8 +13,8 @@ _MOST_LAYERS = 12
 
 def find_float32_layers(
     passes: Passes, is_sound: Callable[[PassResult], bool], exact: PassResult, factor: float
-) -> list[str] | None:
-    """Returns layers with which a pass is sound if they compute in float32, none of them needless.
+) -> tuple[list[str] | None, PassResult | None]:
+    """Returns layers with which a pass is sound if they compute in float32, none of them needless; and a watched pass.
 
     Args:
         passes: The passes.
@@ -22,8 +23,9 @@ def find_float32_layers(
         factor: What to multiply the loss by.
 
     Returns:
-        The paths. `None` if none were found, or the time is over.
+        The paths, `None` if none were found, or the time is over; and the pass in the precision of the model.
     """
+    own = None
     # A functional or Sequential model computes nothing but its layers, and all of them would be too many.
     layers = {path: layer for path, layer in layers_by_path(passes.model).items() if not is_passthrough(layer)}
     failed: set[str] = set()
@@ -49,19 +51,19 @@ def find_float32_layers(
 
     try:
         chosen: list[str] = []
-        result = run(chosen)
+        result = own = run(chosen)
         while not is_sound(result):
             larger = with_one_more(chosen, result) if len(chosen) < _MOST_LAYERS else None
             if larger is None:
-                return None
+                return None, own
             chosen, result = larger
         for path in tuple(chosen):
             rest = [other for other in chosen if other != path]
             if is_sound(run(rest)):
                 chosen = rest
     except TimeoutError:
-        return None
-    return chosen
+        return None, own
+    return chosen, own
 
 
 def _candidates(result: PassResult, exact: PassResult, layers: Container[str]) -> Iterator[str]:
@@ -79,6 +81,9 @@ def _candidates(result: PassResult, exact: PassResult, layers: Container[str]) -
         if found.operation != "Cast":
             neighbors.reverse()
         yield from (paths[at] for at in (index, *neighbors) if 0 <= at < len(paths))
+    # What the loss does to the outputs, in their dtype, if these agree.
+    if result.marks.output_error <= HARMFUL_OUTPUT_ERROR:
+        yield from paths[-1:]
     # Where a large error is born; else where it first shows, and the layer before.
     new_errors = {path: exact.marks.new_errors.get(path, 0.0) for path in paths}
     largest = max(new_errors.values(), default=0.0)

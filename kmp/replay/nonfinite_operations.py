@@ -11,6 +11,8 @@ from kmp.replay.layer_marks import LayerMarks
 from kmp.utils import FLOAT16, FLOAT32
 
 _MOST = 8
+# Elementwise operations whose result is 0 only for an operand that is 0, or by underflow: unlike a difference.
+_WITHOUT_CANCELLATION = ("Cast", "Div", "Exp", "Mul", "Pow", "RealDiv", "Reciprocal", "Rsqrt", "Square")
 
 
 class NonfiniteOperations:
@@ -26,6 +28,8 @@ class NonfiniteOperations:
         found: The operations.
         layers_done: For each of them, how many layers had returned.
         is_backward: Whether the backward pass runs.
+        underflows: The largest share of the results of a forward operation that are 0 in float16, though its operands
+            are not, by layer.
         lost_constants: The scalars of float32 operations that are zero or infinite in float16, by layer.
     """
 
@@ -34,12 +38,15 @@ class NonfiniteOperations:
         self.found: list[NonfiniteOperation] = []
         self.layers_done: list[int] = []
         self.is_backward = False
+        self.underflows: dict[str, float] = {}
+        self._cast: tuple[str, float] | None = None  # the layer during the last cast, and the share that it lost
         self.lost_constants: dict[str, list[float]] = {}
 
     def observe(self, operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Checks an operation; see `watching_operations`."""
         if not self.is_backward:
             self._record_lost_constants(inputs)
+            self._record_underflow(operation, inputs, outputs)
         results = _float_values(outputs)
         if all(np.isfinite(values).all() for _, values in results):
             return
@@ -74,6 +81,22 @@ class NonfiniteOperations:
         found = [(other.layer, other.is_backward, other.value) for other in self.found]
         is_full = len(found) >= _MOST and not (value == "nan" and all(other.value == "inf" for other in self.found))
         return not is_full and (self._marks.layer, self.is_backward, value) not in found
+
+    def _record_underflow(self, operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        layer = self._marks.layer
+        if self._cast and self._cast[0] != layer:  # the inputs of a layer are cast before it is called
+            self.underflows[layer] = max(self._cast[1], self.underflows.get(layer, 0.0))
+            self._cast = None
+        results = _float_values(outputs)
+        if operation not in _WITHOUT_CANCELLATION or not results or results[0][0] != FLOAT16.name:
+            return
+        lost = results[0][1] == 0
+        for _, operand in _float_values(inputs):
+            lost = lost & (operand != 0)
+        share = float(np.mean(lost)) if lost.size else 0.0
+        if share:
+            self._cast = (layer, share) if operation == "Cast" else self._cast
+            self.underflows[layer] = max(share, self.underflows.get(layer, 0.0))
 
     def _record_lost_constants(self, inputs: Sequence[Any]) -> None:
         for dtype, values in _float_values(inputs):

@@ -7,9 +7,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.records import GradientError, LayerError, layer_of
+from kmp.backend import keras_internals, sublayers
+from kmp.records import GradientError, LayerError, LostWeight, layer_of
 from kmp.replay.eager_pass import PassResult
-from kmp.replay.layer_marks import LARGEST_ERROR, relative_error
+from kmp.replay.layer_marks import LARGEST_ERROR
+from kmp.utils import FLOAT16
 
 _MOST_LAYERS = 200
 _VANISHED = 1e-5  # a gradient that small, relative to the largest of a layer, may be nothing but rounding
@@ -23,15 +25,22 @@ def layer_errors(own: PassResult, exact: PassResult) -> list[LayerError]:
     return [each for each in found if each in kept]
 
 
-def output_error(outputs: Any, exact: PassResult) -> float:
-    """Returns the largest relative error of the model's outputs."""
-    pairs = zip(keras.tree.flatten(outputs), keras.tree.flatten(exact.outputs), strict=True)
-    errors = [
-        relative_error(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
-        for ours, theirs in pairs
-        if keras.backend.is_float_dtype(theirs.dtype) and len(theirs.shape)
-    ]
-    return max(errors, default=0.0)
+def lost_weights(model: keras.Model) -> list[LostWeight]:
+    """Returns the weights with values that are 0 or Inf in a layer that computes in float16."""
+    found: dict[str, LostWeight] = {}
+    for layer in sublayers(model):
+        weights = (*keras_internals.declared_trainable(layer), *keras_internals.declared_not_trainable(layer))
+        for weight in weights if layer.compute_dtype == FLOAT16.name else ():
+            if not keras.backend.is_float_dtype(weight.dtype):
+                continue
+            size = tf.abs(weight.value)
+            is_nonzero = size > 0
+            count = tf.maximum(tf.math.count_nonzero(is_nonzero), 1)
+            zero = tf.math.count_nonzero(is_nonzero & (size <= 2.0**FLOAT16.flush_exponent)) / count
+            infinite = tf.math.count_nonzero(size > FLOAT16.max) / count
+            if zero > 0 or infinite > 0:
+                found[weight.path] = LostWeight(weight.path, float(zero), float(infinite))
+    return list(found.values())
 
 
 def gradient_errors(

@@ -34,7 +34,7 @@ def summary(runs: Mapping[str, Run]) -> RenderableType:
     >>> import rich
     >>> rich.print(summary({"first": Run([{"step": 9}])}))  # doctest: +ELLIPSIS
     first: 9 steps
-    0 of 9 steps were skipped. No gradients were sampled, so underflow is unknown.
+    It is not known whether float16 hurts this run. Not measured: gradients, because
     ...
     """
     found = summaries(runs)

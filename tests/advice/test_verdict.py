@@ -9,10 +9,9 @@ import pytest
 from conftest import sample_from
 
 import kmp
-from kmp.records import GradientError, LayerError, Replay, Run
+from kmp.records import GradientError, LayerError, LostWeight, NonfiniteOperation, Replay, Run
 
 GOOD = "float16 does not hurt this run: "
-DOUBT = "No sign that float16 hurts this run: "
 SETTINGS = {"rule": "DynamicScale", "initial_scale": 2.0**15, "growth_interval": 2000, "compute_dtypes": ["float16"]}
 
 
@@ -42,20 +41,150 @@ def test_verdict_is_good_if_everything_is_excluded():
     assert verdict.endswith("in 3 samples.")
 
 
-@pytest.mark.parametrize("steps", [(), (1,), (1, 30)])
-def test_verdict_is_not_good_without_comparisons_at_the_start_and_the_end(steps):
-    rows = [compared(row(step)) if step in steps else row(step) for step in (1, 30, 100)]
-    verdict = verdict_of(*rows)
-    assert verdict.startswith(DOUBT)
-    assert "Unknown: how far outputs and gradients are from those in float32" in verdict
+COMPARED = compared(row(1)), row(50), compared(row(100))
+FLUSHED = Replay(32, 2.0**15, 1.0, 1.0, True, True, flushed={"net/kernel": 0.6})
+NOT_FINITE = Replay(32, 2.0**15, None, 1.0, False, True)
+RANDOM = Replay(32, 2.0**15, 1.0, 1.0, True, True)
+
+# What was recorded, the settings, and what the verdict says was not measured, why, and what measures it.
+OPEN = {
+    "nothing compared": (
+        [row(1), row(50), row(100)],
+        {},
+        "because no batches of the run were compared; to find out: reference='auto' in kmp.callbacks.defaults()",
+    ),
+    "compared once": ([*COMPARED[:2], row(100)], {}, "because only 1 batch of the run was compared"),
+    "compared early": (
+        [compared(row(1)), compared(row(30)), row(100)],
+        {},
+        "because no batch of its second half was compared",
+    ),
+    "replicas": ([row(1), row(50), row(100)], {"replicas": 4}, "(4 replicas); to find out: a run on one replica"),
+    "failed replay": (
+        [row(1) | {"replay_error": "ValueError: no"}, row(50), row(100)],
+        {},
+        "(the replay of a batch failed with ValueError: no); to find out: a training in float32",
+    ),
+    "nonfinite replay": (
+        [row(1) | {"replay": NOT_FINITE}, row(50), row(100)],
+        {},
+        "(the replayed ones were not finite)",
+    ),
+    "random pass": ([row(1) | {"replay": RANDOM}, row(50), row(100)], {}, "draws random numbers that differ by pass"),
+    "forward only": (
+        [compared(row(step), is_forward_only=True) for step in (1, 50, 100)],
+        {"train_step": "custom"},
+        "how far gradients are from those in float32, because only the forward pass could be replayed",
+    ),
+    "harm at the start": (
+        [compared(row(1), 0.4), row(50), compared(row(100))],
+        {},
+        "what the errors of outputs or gradients at step 1 did to the training; to find out: a training in float32",
+    ),
+    "state in float16": (
+        [compared(row(1), float16_states=3), row(50), compared(row(100))],
+        {},
+        "what 3 variables in float16 lose that the training step assigns beside the weights",
+    ),
+    "few samples": ([compared(row(1)), compared(row(100))], {}, "the gradients of the whole run"),
+    "early samples": (
+        [*map(row, (1, 2, 3)), {"step": 200, "overflow_count": 0, "last_loss": 1.0}],
+        {},
+        "the gradients of the whole run, from fewer than 3 samples or none of its second half; to find out: a smaller",
+    ),
+    "zeros": (
+        [row(step, zeros=100) for step in (1, 50, 100)],
+        {},
+        "whether float16 flushed the gradient elements that are exactly zero; to find out: a replay",
+    ),
+    "flushed layer": (
+        [row(1, exponent=14) | {"replay": FLUSHED}, row(50, exponent=14), row(100, exponent=14)],
+        {},
+        "what the layers lose whose gradients are mostly zero in float16, but not in float32",
+    ),
+    "weights in float16": (COMPARED, {"variable_dtypes": ["float16"]}, "whether updates change weights in float16"),
+    "skipped steps": ([row(1, overflows_in_a_row=0), row(50), row(100, overflow_count=9)], {}, "why steps overflow"),
+    "no losses": ([row(step, last_loss=None) for step in (1, 50, 100)], {}, "whether training diverges"),
+    "no samples": (
+        [{"step": 100, "overflow_count": 0, "loss_scale": 8.0}],
+        {},
+        "gradients, because none were sampled; to find out: a run with kmp.callbacks.defaults()",
+    ),
+}
 
 
-def test_verdict_is_not_good_if_a_comparison_found_harm_or_lacks_the_gradients():
-    assert "at step 1 did to the training" in verdict_of(compared(row(1), 0.4), row(50), compared(row(100)))
-    forward = [compared(row(step), is_forward_only=True) for step in (1, 50, 100)]
-    verdict = verdict_of(*forward, train_step="custom")
-    assert verdict.startswith(DOUBT)
-    assert "whether the custom `train_step` scales each of its losses" in verdict
+NORM = [LayerError("net/norm", 1.1, 1.0), LayerError("net/head", 1.1, 0.001)]
+NOTICED = {"gradient_errors": [GradientError("net/head", 0.5, 0.9, 1.0, 0.1)], "float32_layers": ["net/norm"]}
+SQUARE = NonfiniteOperation("net/norm/inner", "Square", "float16", "inf", 300.0, 300.0, None, False)
+LOST = LostWeight("net/norm/scale", zero=0.5, infinite=0.0)
+
+# What a harmful comparison showed, and how the title of its finding explains it.
+REASONS = {
+    "bits": ({}, "float16 has too few bits for what it computes"),
+    "overflow": ({"nonfinite": [SQUARE]}, "it overflows inside"),
+    "overflow elsewhere": (
+        {"nonfinite": [replace(SQUARE, layer="net/normal")]},
+        "float16 has too few bits for what it computes",
+    ),
+    "underflow": ({"underflows": {"net/norm": 0.7}}, "it underflows"),
+    "weight": ({"lost_weights": [LOST], "nonfinite": [SQUARE]}, "its weight 'scale' is 0 in float16"),
+    "few values of a weight": (
+        {"lost_weights": [replace(LOST, zero=0.01)]},
+        "float16 has too few bits for what it computes",
+    ),
+    "infinite weight": (
+        {"lost_weights": [LostWeight("net/norm/scale", 0.0, 1.0)]},
+        "its weight 'scale' is infinite in float16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_finding_about_outputs_says_why_they_differ_as_it_was_measured(case):
+    measured, reason = REASONS[case]
+    rows = [compared(row(1), 1.1, layer_errors=NORM, **NOTICED, **measured)]
+    finding = kmp.advise(Run(rows, {"settings": SETTINGS}))[0]
+    assert finding.title == f"The outputs of layer 'norm' are not those of float32: {reason}."
+    assert finding.change == "kmp.layers.Float32(Layer(..., name='norm'))"
+
+
+def test_layer_with_a_lost_weight_is_the_origin_of_what_the_next_layers_amplify():
+    layers = [LayerError("net/norm", 0.01, 0.01), LayerError("net/head", 1.1, 0.001)]
+    rows = [compared(row(1), 1.1, layer_errors=layers, lost_weights=[LOST], **NOTICED)]
+    assert kmp.advise(Run(rows, {"settings": SETTINGS}))[0].location == "net/norm"
+
+
+def test_loss_that_differs_where_the_outputs_agree_is_the_origin():
+    record = compared(row(1), **NOTICED)
+    record["replay"] = replace(record["replay"], loss=0.1, float32_loss=0.3)
+    finding = kmp.advise(Run([record], {"settings": SETTINGS}))[0]
+    assert (finding.cause, finding.location, finding.severity) == ("precision_loss", "the loss function", "error")
+    assert finding.title.startswith("The loss is not that of float32, though the outputs are")
+    assert "the loss is 0.1, in float32 0.3, and the outputs differ by 0.10 %" in finding.evidence
+
+
+def test_loss_that_is_not_scaled_is_a_finding():
+    rows = [compared(row(1), 0.001, unscaled_layers=["net/aux"])]
+    finding = kmp.advise(Run(rows, {"settings": SETTINGS | {"train_step": "custom"}}))[0]
+    assert (finding.cause, finding.location, finding.severity) == ("unscaled_loss", "net/aux", "error")
+    assert "the gradients of layer 'aux' do not grow with it" in finding.title
+
+
+@pytest.mark.parametrize("case", OPEN)
+def test_verdict_reassures_of_nothing_that_was_not_measured(case):
+    rows, settings, unknown = OPEN[case]
+    verdict = verdict_of(*rows, **settings)
+    headline, _, rest = verdict.partition(" Not measured: ")
+    assert headline == "It is not known whether float16 hurts this run."
+    assert unknown in rest
+    assert "to find out: " in rest
+    assert " Measured: " in rest
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_verdict_of_another_precision_is_about_that(dtype):
+    verdict = verdict_of(row(1), row(100), compute_dtypes=[dtype])
+    assert verdict == f"0 of 100 steps were skipped. The run computed in {dtype}, where gradients need no loss scale."
 
 
 def test_harmful_errors_are_findings_with_the_layers_that_remove_them():
@@ -76,19 +205,9 @@ def test_harmful_errors_are_findings_with_the_layers_that_remove_them():
     assert "differ by 60 % of their norm, and keep 50 % of it; the sampling noise is 10 %" in finding.evidence
 
 
-@pytest.mark.parametrize("steps", [(1, 100), (1, 2, 3)])
-def test_few_or_early_samples_are_not_enough(steps):
-    verdict = verdict_of(*map(row, steps), {"step": 200, "overflow_count": 0, "last_loss": 1.0})
-    assert verdict.startswith(DOUBT)
-    assert "Unknown: the gradients of the whole run" in verdict
-    assert "to find out: a smaller every_n_steps in kmp.callbacks.defaults()." in verdict
-
-
 def test_zeros_without_a_reference_are_unknown():
     verdict = verdict_of(*(row(step, zeros=100) for step in (1, 50, 100)))
-    assert verdict.startswith(DOUBT)
     assert "50.0% are exactly zero" in verdict
-    assert "Unknown: whether float16 flushed the gradient elements that are exactly zero; to find out: " in verdict
     assert "no batch was replayed, which needs reference='auto', Keras' training step" in verdict
 
 
@@ -96,32 +215,6 @@ def test_zeros_that_are_zero_in_float32_too_are_known():
     reference = replace(row(1, zeros=100)["sample"], loss_scale=1.0)
     first, last = (compared(row(step, zeros=100), zero=["net/kernel"]) for step in (1, 100))
     assert verdict_of(first | {"reference": reference}, row(50, zeros=100), last).startswith(GOOD)
-
-
-def test_weights_in_float16_need_a_measured_update():
-    verdict = verdict_of(row(1), row(50), row(100), variable_dtypes=["float16"])
-    assert "Unknown: whether updates change weights in float16" in verdict
-
-
-def test_skipped_steps_after_the_first_ones_leave_their_reason_unknown():
-    rows = [row(1, overflows_in_a_row=0), row(50), row(100, overflow_count=9)]
-    assert "Unknown: why steps overflow" in verdict_of(*rows)
-
-
-def test_layer_that_is_flushed_leaves_the_cost_unknown():
-    replay = Replay(32, 2.0**15, 1.0, 1.0, True, True, flushed={"net/kernel": 0.6})
-    rows = [row(step, exponent=14) for step in (1, 50, 100)]  # a larger scale would overflow
-    rows[0]["replay"] = replay
-    verdict = verdict_of(*rows)
-    assert verdict.startswith(DOUBT)
-    assert "Unknown: what the layers lose whose gradients are mostly zero in float16, but not in float32" in verdict
-
-
-def test_reason_of_a_failed_replay_is_named():
-    verdict = verdict_of(
-        row(1, zeros=100) | {"replay_error": "ValueError: no"}, *(row(n, zeros=100) for n in (50, 100))
-    )
-    assert "; the replay of a batch failed with ValueError: no." in verdict
 
 
 def test_documented_causes_are_those_of_the_rules():

@@ -102,35 +102,42 @@ class Own(keras.Sequential):
     divisor = 1.0
 
 
-def own_model():
+def own_model(**options):
     with kmp.enable():
         layers = [keras.layers.Dense(4, kernel_initializer="ones"), Cube(name="cube")]
         model = Own([keras.Input((4,)), *layers, keras.layers.Dense(1, dtype="float32")])
-        model.compile("sgd")
+        model.compile("sgd", **options)
     return model
 
 
-def test_forward_pass_of_an_own_training_step_is_replayed(tmp_path):
-    model, callbacks = own_model(), defaults(tmp_path, every_n_steps=2, on_stuck="ignore")
-    before = values(model.variables)
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_own_training_step_is_replayed_or_where_it_runs_eagerly_its_forward_pass(tmp_path, run_eagerly):
+    model, callbacks = own_model(run_eagerly=run_eagerly), defaults(tmp_path, every_n_steps=2, on_stuck="ignore")
+    model.divisor = 1e9
+    before, cube = values(model.variables), f"{model.name}/cube"
     train(model, callbacks, x=12.0)
     run = kmp.load_run(tmp_path)
     replay = run.replays[0][1]
-    assert (replay.is_forward_only, replay.is_finite, replay.is_finite_in_float32) == (True, False, True)
-    assert replay.float32_layers == ["own/cube"]
+    assert (replay.is_forward_only, replay.is_finite, replay.is_finite_in_float32) == (run_eagerly, False, True)
+    assert replay.float32_layers == [cube]
     finding = kmp.advise(run)[0]
-    assert (finding.cause, finding.location) == ("forward_overflow", "own/cube")
-    assert "in float32 all outputs are finite" in finding.evidence
+    assert (finding.cause, finding.location) == ("forward_overflow", cube)
     for value, expected in zip(values(model.variables), before, strict=True):
         np.testing.assert_array_equal(value, expected)  # every step was skipped, and a replay assigns nothing
 
 
-def test_loss_of_finite_outputs_in_an_own_training_step_is_named():
-    model, callbacks = own_model(), defaults(every_n_steps=2, on_stuck="ignore")
+@pytest.mark.parametrize(
+    ("run_eagerly", "title"),
+    [
+        (False, "The loss is NaN or Inf in float32 too."),
+        (True, "The loss function returns NaN or Inf for finite outputs."),
+    ],
+)
+def test_loss_of_finite_outputs_in_an_own_training_step_is_named(run_eagerly, title):
+    model, callbacks = own_model(run_eagerly=run_eagerly), defaults(every_n_steps=2, on_stuck="ignore")
     model.divisor = 0.0
     train(model, callbacks, x=1.0)
-    assert [replay.is_finite for _, replay in callbacks[0].run.replays] == [True] * len(callbacks[0].run.replays)
-    assert kmp.advise(callbacks[0].run)[0].title == "The loss function returns NaN or Inf for finite outputs."
+    assert kmp.advise(callbacks[0].run)[0].title == title
 
 
 @pytest.mark.parametrize("part", ["x", "y"])
@@ -308,12 +315,12 @@ def test_replay_of_a_model_with_a_policy_map_leaves_its_config(enabled):
     assert [layer.compute_dtype for layer in layers] == ["float16", "float16"]
 
 
-def test_replay_that_takes_too_long_ends_and_is_not_repeated(monkeypatch):
+def test_replay_that_takes_too_long_ends_and_the_last_one_has_fewer_examples(monkeypatch, enabled):
     monkeypatch.setattr(batch_replayer, "_MOST_SECONDS", 0.0)
     callbacks = defaults(every_n_steps=1, on_stuck="ignore")
-    train(overflowing_model(), callbacks)
+    fit(compiled_model(), callbacks, epochs=2)
     errors = [row["replay_error"] for row in callbacks[0].run.rows if "replay_error" in row]
-    assert errors == ["TimeoutError: it takes longer than 0 s"]
+    assert errors[:2] == [f"TimeoutError: {count} examples take longer than 0 s" for count in (32, 8)]
 
 
 def test_callbacks_that_replayed_can_be_copied_and_pickled():
@@ -322,3 +329,54 @@ def test_callbacks_that_replayed_can_be_copied_and_pickled():
     for copied in (copy.deepcopy(callbacks), pickle.loads(pickle.dumps(callbacks))):
         assert copied[0].run.replays == callbacks[0].run.replays
         train(overflowing_model(), copied)
+
+
+class Offset(keras.layers.Layer):
+    """Adds a large number, near which float16 has few bits."""
+
+    def call(self, x):
+        return x + 20000.0
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("layer", [keras.layers.Identity, Offset])
+def test_custom_loop_under_guard_is_compared_in_its_forward_pass(is_traced, layer, tmp_path):
+    with kmp.enable():
+        layers = [keras.layers.Dense(4), layer(name="lossy"), keras.layers.Dense(1, dtype="float32")]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        optimizer = kmp.wrap(keras.optimizers.SGD(1e-9), loss_scale=64.0)
+        model.compile(optimizer=optimizer)
+
+    factor = 1e-6 if layer is Offset else 1.0
+
+    def train_step(x):
+        with kmp.guard(optimizer, model):
+            with tf.GradientTape() as tape:
+                loss = optimizer.scale_loss(factor * tf.reduce_mean(tf.square(model(x, training=True))))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    step = tf.function(train_step) if is_traced else train_step
+    callbacks = keras.callbacks.CallbackList(kmp.callbacks.defaults(tmp_path, every_n_steps=2), model=model)
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    callbacks.on_train_begin()
+    callbacks.on_epoch_begin(0)
+    for index in range(8):
+        callbacks.on_train_batch_begin(index)
+        step(tf.constant(x))
+        callbacks.on_train_batch_end(index)
+    callbacks.on_epoch_end(0)
+    callbacks.on_train_end()
+    run = kmp.load_run(tmp_path)
+    assert run.comparisons
+    assert all(replay.is_forward_only and replay.examples == 8 for _, replay in run.comparisons)
+    assert [replay.is_harmful for _, replay in run.comparisons] == [layer is Offset] * len(run.comparisons)
+    assert run.last("fallback") is None  # the function of the loop would not be traced again
+    advice = kmp.advise(run)
+    if layer is Offset:
+        assert (advice[0].cause, named(advice[0])) == ("precision_loss", "lossy")
+    else:
+        assert (advice.problems, advice.verdict.startswith("It is not known")) == ((), True)
+
+
+def named(finding):
+    return finding.location.rpartition("/")[2]

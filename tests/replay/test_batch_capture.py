@@ -33,13 +33,13 @@ def test_requested_batch_and_skipped_batches_are_captured(mode):
     capture.request()
     fit(model, x)
     first = capture.read()
-    np.testing.assert_array_equal(first.batch[0], x[:8])
-    assert (first.batch_size, first.step, len(first.batch)) == (8, 1, 2)
+    np.testing.assert_array_equal(first.data[0], x[:8])
+    assert (first.batch_size, first.step, len(first.data)) == (8, 1, 2)
     x[18, 1] = np.nan
     fit(model, x)
     skipped = capture.read()
     assert (skipped.batch_size, skipped.step) == (4, 6)
-    np.testing.assert_array_equal(skipped.batch[0], x[[18, 16, 17, 19]])  # the suspicious example comes first
+    np.testing.assert_array_equal(skipped.data[0], x[[18, 16, 17, 19]])  # the suspicious example comes first
     capture.forget()
     assert capture.read() is None
 
@@ -50,8 +50,8 @@ def test_first_examples_of_a_large_batch_are_captured():
     x[77] = np.inf
     fit(model, x, batch_size=100)
     batch = capture.read()
-    assert (batch.batch[0].shape, batch.batch_size) == ((32, 3), 100)
-    assert np.isinf(batch.batch[0][0]).all()
+    assert (batch.data[0].shape, batch.batch_size) == ((32, 3), 100)
+    assert np.isinf(batch.data[0][0]).all()
 
 
 @pytest.mark.parametrize("mode", ["graph", "xla", "unknown shape"])
@@ -68,7 +68,7 @@ def test_fewer_of_large_examples_are_captured(mode, monkeypatch):
         fit(model, x)
     captured = capture.read()
     assert captured.batch_size == 8
-    np.testing.assert_array_equal(captured.batch[0], x[:3])
+    np.testing.assert_array_equal(captured.data[0], x[:3])
 
 
 def test_batch_of_several_arrays_is_captured():
@@ -83,7 +83,7 @@ def test_batch_of_several_arrays_is_captured():
     capture.request()
     x, y = {"a": np.ones((4, 3)), "b": np.arange(4)}, [np.ones((4, 1)), np.zeros((4, 1))]
     model.fit(x, y, sample_weight=np.ones(4), verbose=0)
-    batch = capture.read().batch
+    batch = capture.read().data
     assert {name: tuple(tensor.shape) for name, tensor in batch[0].items()} == {"a": (4, 3), "b": (4,)}
     assert len(batch) == 3
 
@@ -119,7 +119,7 @@ def test_integers_and_booleans_are_captured_with_their_dtype(mode):
     capture.request()
     x = {"ids": np.arange(8, dtype="int32") % 5, "mask": np.arange(16).reshape(8, 2) % 3 == 0}
     model.fit(x, np.zeros((8, 1)), batch_size=8, shuffle=False, verbose=0)
-    captured, _ = capture.read().batch
+    captured, _ = capture.read().data
     assert {name: tensor.dtype.name for name, tensor in captured.items()} == {"ids": "int32", "mask": "bool"}
     for name, values in x.items():
         np.testing.assert_array_equal(captured[name], values)

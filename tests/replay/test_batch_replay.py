@@ -267,7 +267,7 @@ def test_layer_with_a_function_of_its_own_is_replayed():
         layers = [Traced(), Cube(name="cube"), keras.layers.Dense(1, dtype="float32")]
         model = keras.Sequential([keras.Input((4,)), *layers])
         model.compile("sgd", "mse", loss_weights=[1e-12])
-    result = replayed(model, np.full((ROWS, 4), 1e3, "float32"))
+    result = replayed(model, np.full((ROWS, 4), 100.0, "float32"))
     assert named(result.float32_layers) == ["cube"]
 
 

@@ -1,5 +1,6 @@
 """The scripts with a planted fault, and what a diagnosis of each must say."""
 
+import random
 from typing import NamedTuple
 
 
@@ -72,18 +73,24 @@ CASES: dict[str, Case] = {
     "fault_precision_hours": Case("precision_loss", "phase", 0.97),
     "fault_precision_ids": Case("precision_loss", "customer", 0.98),
     "fault_precision_total": Case("precision_loss", "total", 0.97),
+    "fault_precision_distances": Case("precision_loss", "distances", 0.94),
+    "fault_precision_residual": Case("precision_loss", "loss", 0.9),
 }
 
+# A fifth of the scripts, drawn once. No rule and no threshold is changed for one of them.
+HELD_OUT = sorted(random.Random(2026).sample(sorted(CASES), len(CASES) // 5))
+
 GOOD = "float16 does not hurt this run: "
-NO_SIGN = "No sign that float16 hurts this run: "  # its gradients cannot be compared with float32
+NOT_KNOWN = "It is not known whether float16 hurts this run. Not measured: how far gradients are"
 
 # The scripts without a fault, and how their verdicts start.
 HEALTHY: dict[str, str] = {
     "healthy_autoencoder": GOOD,
     "healthy_bfloat16": "0 of 256 steps were skipped. The run computed in bfloat16",
     "healthy_clipped_lstm": GOOD,
-    "healthy_custom_loop": NO_SIGN,
+    "healthy_custom_loop": NOT_KNOWN,
     "healthy_dead_relu": GOOD,
+    "healthy_distillation": GOOD,
     "healthy_dropout_gru": GOOD,
     "healthy_float32_attention": "0 of 192 steps were skipped. The run computed in float32",
     "healthy_frozen_backbone": GOOD,
@@ -95,7 +102,7 @@ HEALTHY: dict[str, str] = {
     "healthy_rezero_transformer": GOOD,
     "healthy_sparse_inputs": GOOD,
     "healthy_sum_vae": GOOD,
-    "healthy_train_step": NO_SIGN,
+    "healthy_train_step": GOOD,
     "healthy_unused_head": GOOD,
     "healthy_unused_rows": GOOD,
 }

@@ -1,0 +1,210 @@
+"""Replays of training steps of the user's own."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import values
+from keras import ops
+from test_batch_replay import named
+
+import kmp
+from kmp.policy import all_optimizers_of
+from kmp.replay import TrainStep, replay
+
+pytestmark = pytest.mark.usefixtures("enabled")
+X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+Y = X[:, :1] + 0.1
+
+
+class Own(keras.Sequential):
+    """Trains with a loss of its own."""
+
+    def loss_of(self, y, outputs):
+        return ops.mean(ops.square(ops.cast(outputs, "float32") - y))
+
+    def scaled(self, loss):
+        return self.optimizer.scale_loss(loss)
+
+    def update(self, gradients):
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(y, self(x, training=True))
+            scaled = self.scaled(loss)
+        self.update(tape.gradient(scaled, self.trainable_variables))
+        return {"loss": loss}
+
+
+class Clipped(Own):
+    def update(self, gradients):
+        gradients = self.optimizer.unscale(gradients)
+        self.optimizer.apply(tf.clip_by_global_norm(gradients, 1e-3)[0], self.trainable_variables)
+
+
+class InnerApply(Own):
+    def update(self, gradients):
+        gradients = self.optimizer.unscale(gradients)
+        self.optimizer.inner_optimizer.apply(gradients, self.trainable_variables)
+
+
+class Penalized(Own):
+    """Differentiates twice."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                total = tf.reduce_sum(tf.cast(self(x, training=True), "float32"))
+            norm = tf.reduce_mean(tf.square(inner.gradient(total, x)))
+            scaled = self.scaled(self.loss_of(y, self(x, training=True)) + norm)
+        self.update(tape.gradient(scaled, self.trainable_variables))
+        return {"norm": norm}
+
+
+class AddedAfterScaling(Own):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            total = self.scaled(self.loss_of(y, outputs)) + tf.reduce_mean(tf.abs(tf.cast(outputs, "float32")))
+        self.update(tape.gradient(total, self.trainable_variables))
+        return {"loss": total}
+
+
+class TargetsInFloat16(Own):
+    def loss_of(self, y, outputs):
+        error = ops.cast(y + 4800.0, outputs.dtype) - ops.cast(4800.0, outputs.dtype) - outputs
+        return ops.mean(ops.square(ops.cast(error, "float32")))
+
+
+class OverflowingLoss(Own):
+    def loss_of(self, y, outputs):
+        return ops.mean(ops.cast(ops.exp(outputs * 0 + 12.0), "float32")) * 1e-6
+
+
+class InFunction(Own):
+    """Computes its step in a function, which must not be traced in a replay."""
+
+    @tf.function
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+class TwoOptimizers(Own):
+    def train_step(self, data):
+        x, y = data
+        for optimizer, layer in zip((self.first, self.second), self.layers, strict=True):
+            variables = layer.trainable_variables
+            with tf.GradientTape() as tape:
+                scaled = optimizer.scale_loss(self.loss_of(y, self(x, training=True)))
+            optimizer.apply(tape.gradient(scaled, variables), variables)
+        return {}
+
+
+def own_model(kind, *layers, **options):
+    keras.utils.set_random_seed(0)
+    with kmp.enable():
+        layers = [keras.layers.Dense(8, name="hidden"), *layers, keras.layers.Dense(1, name="head")]
+        model = kind([keras.Input((4,)), *layers], name="own")
+        model.compile("sgd", **options)
+    if kind is TwoOptimizers:
+        model.first, model.second = kmp.wrap("sgd"), kmp.wrap("sgd")
+    return model
+
+
+def replayed(model, loss_scale=1024.0, data=(X, Y)):
+    variables = {variable.path: variable for variable in model.trainable_variables}
+    step = TrainStep(functools.partial(type(model).train_step, model), all_optimizers_of(model), is_custom=True)
+    data = keras.tree.map_structure(tf.convert_to_tensor, data)
+    return replay(model, data, variables, step=1, loss_scale=loss_scale, train_step=step)[0]
+
+
+@pytest.mark.parametrize("kind", [Own, Clipped, InnerApply, Penalized, InFunction, TwoOptimizers])
+def test_sound_step_is_compared_with_its_gradients_and_changes_nothing(kind):
+    model = own_model(kind)
+    before = values(model.variables)
+    result = replayed(model)
+    assert (result.is_finite, result.is_forward_only, result.is_harmful) == (True, False, False)
+    assert result.loss == pytest.approx(result.float32_loss, rel=0.01)
+    assert {named([error.layer])[0] for error in result.gradient_errors} == {"hidden", "head"}
+    assert all(0.98 < error.kept < 1.02 for error in result.gradient_errors)
+    assert (result.unscaled_layers, result.float32_layers) == ([], [])
+    for value, expected in zip(values(model.variables), before, strict=True):
+        np.testing.assert_array_equal(value, expected)
+    model.train_step((tf.constant(X), tf.constant(Y)))  # a function of the step was not traced without its update
+    assert not np.array_equal(values(model.trainable_variables)[0], before[0])
+
+
+def test_loss_that_is_not_scaled_is_found():
+    assert sorted(named(replayed(own_model(AddedAfterScaling)).unscaled_layers)) == ["head", "hidden"]
+
+
+def test_loss_that_rounds_the_targets_needs_the_last_layer_in_float32():
+    result = replayed(own_model(TargetsInFloat16))
+    assert (result.is_finite, result.is_harmful) == (True, True)
+    assert result.output_error < 0.01
+    assert result.loss != pytest.approx(result.float32_loss, rel=0.1)
+    assert named(result.float32_layers) == ["head"]
+
+
+def test_loss_that_overflows_needs_the_last_layer_in_float32():
+    result = replayed(own_model(OverflowingLoss))
+    assert (result.loss, result.nonfinite[0].operation) == (None, "Exp")
+    assert named(result.float32_layers) == ["head"]
+
+
+def test_tensor_that_a_layer_keeps_is_that_of_the_pass():
+    class Divergence(keras.layers.Layer):
+        def call(self, x):
+            self.divergence = ops.mean(ops.square(ops.cast(x, "float32")))
+            return x
+
+    class WithDivergence(Own):
+        def loss_of(self, y, outputs):
+            return super().loss_of(y, outputs) + self.layers[1].divergence
+
+    result = replayed(own_model(WithDivergence, Divergence()))
+    assert not result.is_harmful
+    assert result.unscaled_layers == []
+
+
+def test_weights_that_float16_loses_are_found_where_they_do_harm():
+    class Whitening(keras.layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight(shape=(4,), initializer="ones", trainable=False, name="scale")
+
+        def call(self, x):
+            return x * self.scale
+
+    with kmp.enable():
+        layers = [Whitening(name="whitening"), keras.layers.BatchNormalization(epsilon=1e-14)]
+        model = Own([keras.Input((4,)), *layers, keras.layers.Dense(1, name="head")], name="own")
+        model.compile("sgd")
+    model.layers[0].scale.assign([1e-9, 1e-9, 1.0, 1.0])
+    result = replayed(model, data=(X * [1e4, 1e4, 1.0, 1.0], X[:, :1]))
+    (weight,) = result.lost_weights
+    assert (named([weight.path]), weight.zero, weight.infinite) == (["scale"], 0.5, 0.0)
+    assert named([result.error_origin.layer]) == ["whitening"]
+
+
+def test_batch_that_is_no_tuple_is_replayed():
+    class Reconstruction(Own):
+        def train_step(self, data):
+            return super().train_step((data, data[:, :1]))
+
+    assert replayed(own_model(Reconstruction), data=X).gradient_errors
+
+
+def test_step_without_an_update_is_compared_forward_only():
+    class Accumulating(Own):
+        def update(self, gradients):
+            del gradients
+
+    result = replayed(own_model(Accumulating))
+    assert (result.is_compared, result.is_forward_only, result.gradient_errors) == (True, True, [])
