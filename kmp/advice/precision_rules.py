@@ -35,6 +35,8 @@ def outputs(metrics: RunMetrics) -> Finding | None:
     origin = replay.error_origin if replay else None
     if replay is None or origin is None or not replay.is_harmful:
         return None  # where no layer adds an error, only gradients or a constant differ
+    if replay.float32_layers == [] and any(each.is_harmful for each in replay.gradient_errors):
+        return None  # at another loss scale nothing is harmful
     where = metrics.describe(origin.layer)
     share = f"; in {where} alone, given float32 inputs, by {_percent(origin.new_error or 0.0)}"
     reason, detail = _reason(replay, origin)

@@ -48,8 +48,10 @@ def _compared(metrics: RunMetrics) -> str:
     if not replays:
         return ""
     outputs = max(replay.output_error or 0.0 for replay in replays)
-    errors = [error.error for replay in replays for error in replay.gradient_errors]
-    gradients = f", and the gradients of a layer by at most {max(errors):.1%}" if errors else ""
+    errors = [error for replay in replays for error in replay.gradient_errors]
+    counted = [error.error for error in errors if not error.has_converged]
+    gradients = f", and the gradients of a layer by at most {max(counted):.1%}" if counted else ""
+    gradients += " until they nearly vanish" if counted and len(counted) < len(errors) else ""
     count = len(replays)
     return (
         f"in {count} batch{'es' * (count != 1)} the outputs differ from float32 by at most {outputs:.2%}{gradients}; "

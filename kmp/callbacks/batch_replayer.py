@@ -66,6 +66,7 @@ class BatchReplayer:
         self._overflow_replays = self._zero_replays = 0
         self._zero_share, self._last_step = 0.0, 0  # of the last replay without an overflow
         self._has_failed, self._last_replay = False, None
+        self._largest_norms: dict[str, float] = {}  # of the gradients of each layer, in float32
         self._began, self._seconds, self._examples = time.monotonic(), 0.0, MOST_EXAMPLES
         if self._capture:
             self._capture.forget()
@@ -147,9 +148,12 @@ class BatchReplayer:
                     batch_size=captured.batch_size,
                     failed=failed,
                     restored=capture.variables,
+                    largest_norms=self._largest_norms,
                     seconds=most,
                 )
                 check_record({"replay": self._last_replay})
+                for each in self._last_replay.gradient_errors:
+                    self._largest_norms[each.layer] = max(each.norm, each.largest_norm)
                 return {"replay": self._last_replay} | ({"reference": reference} if reference else {})
         except TimeoutError:
             error = f"TimeoutError: {self._examples} examples take longer than {most:.0f} s"

@@ -20,6 +20,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 HARMFUL_OUTPUT_ERROR = 0.05
 HARMFUL_GRADIENT_ERROR = 0.25
 _NOTICED_GRADIENT_ERROR = 0.1
+_CONVERGED = 1e-3  # gradients that are smaller, relative to the largest ones of the layer
 _HARMFUL_OUTPUT_ERROR_ALONE = 0.25  # where there are no gradients
 
 
@@ -123,6 +124,7 @@ class GradientError:
         norm: The L2 norm of the gradients in float32.
         noise: The sampling noise of these gradients, relative to their norm: how much they would differ for another
             batch of the same size. `None` if it is not known.
+        largest_norm: The largest `norm` of the layer that earlier comparisons of the training have measured, if any.
     """
 
     layer: Text
@@ -130,10 +132,18 @@ class GradientError:
     kept: Number
     norm: Magnitude
     noise: Magnitude | None = None
+    largest_norm: Magnitude = 0.0
+
+    @property
+    def has_converged(self) -> bool:
+        """Whether the gradients are nothing beside those of earlier steps: their errors do no harm then."""
+        return self.norm < _CONVERGED * self.largest_norm
 
     @property
     def is_harmful(self) -> bool:
         """Whether the error is large, and above the sampling noise: as a whole, or the part that is lost."""
+        if self.has_converged:
+            return False
         noise = self.noise or 0.0
         lost = 1.0 - self.kept
         return self.error > HARMFUL_GRADIENT_ERROR and (self.error > noise or lost > max(noise, HARMFUL_GRADIENT_ERROR))

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import keras
@@ -40,6 +41,7 @@ def replay(
     batch_size: int | None = None,
     failed: Failure | None = None,
     restored: Sequence[ResourceVariable] = (),
+    largest_norms: Mapping[str, float] = MappingProxyType({}),
     seconds: float = math.inf,
 ) -> tuple[Replay, GradientSample | None]:
     """Replays a batch, and restores the model.
@@ -56,6 +58,7 @@ def replay(
         failed: `"loss"` or `"gradients"`: what was not finite in the training step of the batch. If it is finite in a
             replay of some examples, they are replayed again as a batch of that size: a sum over the batch may overflow.
         restored: TensorFlow's variables that a training step assigns.
+        largest_norms: The largest norm of each layer's gradients in float32, in earlier comparisons of the training.
         seconds: How long the first passes in each precision may take. If these show that float16 ruins the batch, the
             search for operations and layers may take 30 seconds more.
 
@@ -81,7 +84,7 @@ def replay(
     def replayed(passes: Passes) -> tuple[Replay, GradientSample | None]:
         part = 1.0 if _sums_over_examples(model) else passes.examples / (batch_size or passes.examples)
         passes = replace(passes, factor=loss_scale * part)
-        return _replay(passes, variables, step, loss_scale, part, was_finite=failed is None)
+        return _replay(passes, variables, step, loss_scale, part, largest_norms, was_finite=failed is None)
 
     result = replayed(passes)
     is_finite = result[0].loss is not None if failed == "loss" else result[0].is_finite
@@ -97,7 +100,13 @@ def _tiled(data: Any, size: int) -> Any:
 
 
 def _replay(
-    passes: Passes, variables: Mapping[str, Any], step: int, loss_scale: float, part: float, was_finite: bool
+    passes: Passes,
+    variables: Mapping[str, Any],
+    step: int,
+    loss_scale: float,
+    part: float,
+    largest_norms: Mapping[str, float],
+    was_finite: bool,
 ) -> tuple[Replay, GradientSample | None]:
     model, batch, is_forward_only = passes.model, passes.batch, passes.step.run is None
     has_keras_step = not (is_forward_only or passes.step.is_custom)
@@ -145,7 +154,7 @@ def _replay(
     if exact.is_finite and passes.step.is_custom and not exact.is_random:
         # Keras' step scales its only loss. Gradients of another loss do not grow with the scale.
         scaled = passes.in_float32(factor=_FACTOR)
-        grown = gradient_errors(names, scaled, exact, None, 1.0)
+        grown = gradient_errors(names, scaled, exact)
         known["unscaled_layers"] = [each.layer for each in grown if each.error > _UNSCALED]
 
     # The pass in the precision of the model.
@@ -176,7 +185,7 @@ def _replay(
         half = _half_pass(passes)
 
         def compared(result: PassResult) -> dict[str, Any]:
-            errors = gradient_errors(names, result, exact, half, math.sqrt(part))
+            errors = gradient_errors(names, result, exact, half, math.sqrt(part), largest_norms)
             return {"output_error": result.marks.output_error, "gradient_errors": errors}
 
         errors = compared(own)

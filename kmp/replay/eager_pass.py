@@ -177,14 +177,14 @@ class Passes:
 
     def _run(self, marks: LayerMarks, factor: float, watch: bool) -> PassResult:
         found, received = NonfiniteOperations(marks), _Received(factor)
-        operations: set[str] = set()
+        random_operations: list[str] = []
 
         def observe(operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
             if time.monotonic() > self.deadline:
                 raise TimeoutError("the replay of a batch takes too long")
             found.is_backward = bool(received.losses)
-            if not found.is_backward:
-                operations.add(operation)
+            if not found.is_backward and _varies_by_pass(operation, outputs):
+                random_operations.append(operation)
             if watch and not marks.is_measuring:
                 found.observe(operation, inputs, outputs)
 
@@ -206,7 +206,7 @@ class Passes:
                     self.step.run(self.data)
         gradients = [received.gradients.get(id(variable)) for variable in self.variables]
         loss = sum(received.losses) if received.losses else math.nan
-        return PassResult(loss, gradients, marks, found, factor, any(map(_varies_by_pass, operations)))
+        return PassResult(loss, gradients, marks, found, factor, bool(random_operations))
 
 
 class _StepIsDone(BaseException):
@@ -292,10 +292,11 @@ def tensor_float_32(is_allowed: bool) -> Iterator[None]:
         tf.config.experimental.enable_tensor_float_32_execution(was_allowed)
 
 
-def _varies_by_pass(operation: str) -> bool:
+def _varies_by_pass(operation: str, outputs: Sequence[Any]) -> bool:
     """Whether an operation draws other numbers in each pass, or in each dtype. Keras' normal numbers are the same."""
     if operation.startswith("StatelessRandom"):
-        return "Normal" not in operation and "Get" not in operation
+        is_in_16_bits = any(output.dtype.name in DTYPES_16_BIT for output in outputs)
+        return is_in_16_bits and "Normal" not in operation and "Get" not in operation
     return operation.startswith(("Random", "Stateful")) and operation != "StatefulPartitionedCall"
 
 

@@ -1,6 +1,7 @@
 """Compares a pass in the precision of the model with one in float32: outputs, and gradients by layer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -44,7 +45,12 @@ def lost_weights(model: keras.Model) -> list[LostWeight]:
 
 
 def gradient_errors(
-    names: Sequence[str], own: PassResult, exact: PassResult, half: PassResult | None, noise_factor: float
+    names: Sequence[str],
+    own: PassResult,
+    exact: PassResult,
+    half: PassResult | None = None,
+    noise_factor: float = 1.0,
+    largest_norms: Mapping[str, float] = MappingProxyType({}),
 ) -> list[GradientError]:
     """Returns the error of the gradients of each layer, the largest first.
 
@@ -55,6 +61,7 @@ def gradient_errors(
         half: A pass in float32 over the first half of the batch: how far its gradients are from those of the batch
             estimates the sampling noise of these.
         noise_factor: What to multiply this noise by, for the noise in a batch of the training.
+        largest_norms: The largest norm of each layer's gradients in float32, in earlier comparisons of the training.
     """
     sums: dict[str, np.ndarray] = {}
     halves: Sequence[Any] = [None] * len(names) if half is None else half.gradients
@@ -80,6 +87,7 @@ def gradient_errors(
                 kept=float(np.clip(product / square, -LARGEST_ERROR, LARGEST_ERROR)),
                 norm=float(np.sqrt(square)),
                 noise=None if np.isnan(relative_noise) else float(min(relative_noise, LARGEST_ERROR)),
+                largest_norm=largest_norms.get(layer, 0.0),
             )
         )
     return sorted(found, key=lambda each: -each.error)[:_MOST_LAYERS]

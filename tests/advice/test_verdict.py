@@ -205,6 +205,25 @@ def test_harmful_errors_are_findings_with_the_layers_that_remove_them():
     assert "differ by 60 % of their norm, and keep 50 % of it; the sampling noise is 10 %" in finding.evidence
 
 
+def test_outputs_that_differ_are_no_finding_if_another_loss_scale_removes_all_harm():
+    layers = [LayerError("net/head", 0.2, 0.2)]
+    errors = [GradientError("net/dense", 1.0, 0.0, 1.0, 0.1)]
+    values = {"layer_errors": layers, "gradient_errors": errors, "float32_layers": [], "usable_scale": 2.0**16}
+    (finding,) = kmp.advise(Run([compared(row(1), 0.2, **values)], {"settings": SETTINGS}))
+    assert finding.change == "kmp.enable(initial_scale=2.0**16)"
+
+
+def test_verdict_does_not_count_the_gradients_of_a_training_that_has_converged():
+    errors = [GradientError("net", 1.9, -0.5, 1e-4, 0.2, largest_norm=1.0)]
+    verdict = verdict_of(
+        compared(row(1), gradient_errors=[GradientError("net", 0.02, 1.0, 1.0)]),
+        row(50),
+        compared(row(100), gradient_errors=errors),
+    )
+    assert verdict.startswith(GOOD)
+    assert "the gradients of a layer by at most 2.0% until they nearly vanish; 0 of 100 steps" in verdict
+
+
 def test_zeros_without_a_reference_are_unknown():
     verdict = verdict_of(*(row(step, zeros=100) for step in (1, 50, 100)))
     assert "50.0% are exactly zero" in verdict

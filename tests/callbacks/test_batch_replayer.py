@@ -71,6 +71,28 @@ def test_healthy_training_is_compared_with_float32_at_a_few_steps_and_has_the_sa
         np.testing.assert_array_equal(without, with_replay)
 
 
+def test_training_that_converges_to_the_resolution_of_float16_is_not_hurt(enabled):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1, dtype="float32")])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+    callbacks = defaults()
+    model.fit(x, x[:, :1], epochs=100, batch_size=32, verbose=0, callbacks=callbacks)
+    (_, last) = callbacks[0].run.replays[-1]
+    assert max(error.error for error in last.gradient_errors) > 0.3
+    assert not any(replay.is_harmful for _, replay in callbacks[0].run.replays)
+    assert "until they nearly vanish; 0 of 100 steps were skipped" in kmp.advise(callbacks[0].run).verdict
+
+
+def test_training_with_augmentation_is_compared(enabled):
+    layers = [keras.layers.RandomTranslation(0.1, 0.1), keras.layers.GaussianNoise(0.1), keras.layers.Flatten()]
+    model = keras.Sequential([keras.Input((6, 6, 1)), *layers, keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    callbacks = defaults()
+    x = np.random.default_rng(0).normal(size=(32, 6, 6, 1)).astype("float32")
+    model.fit(x, x[:, 0, 0], batch_size=8, verbose=0, callbacks=callbacks)
+    assert all(replay.is_compared and not replay.is_harmful for _, replay in callbacks[0].run.replays)
+
+
 def test_zero_gradients_are_replayed_in_float32():
     with kmp.enable(loss_scale=2.0**-10):
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, kernel_initializer="ones"), Mean()])

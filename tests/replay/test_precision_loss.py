@@ -77,6 +77,8 @@ def test_gradient_error_is_harmful_above_the_sampling_noise_or_if_it_is_systemat
     assert GradientError("a", error=1.0, kept=0.0, norm=1.0, noise=0.9).is_harmful
     assert not GradientError("a", error=0.45, kept=0.71, norm=1.0, noise=0.75).is_harmful
     assert not GradientError("a", error=0.1, kept=1.0, norm=1.0, noise=0.01).is_harmful
+    assert not GradientError("a", error=1.0, kept=0.0, norm=1e-4, noise=0.1, largest_norm=1.0).is_harmful  # converged
+    assert GradientError("a", error=1.0, kept=0.0, norm=1e-2, noise=0.1, largest_norm=1.0).is_harmful
     small, noticed = (GradientError("a", error=error, kept=1.0, norm=1.0, noise=2.0) for error in (0.05, 0.2))
     assert not is_harmful(0.3, [small])  # such as an error of a mean that the loss does not notice
     assert is_harmful(0.3, [small, noticed])
