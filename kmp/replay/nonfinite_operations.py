@@ -48,7 +48,7 @@ class NonfiniteOperations:
             self._record_lost_constants(inputs)
             self._record_underflow(operation, inputs, outputs)
         results = _float_values(outputs)
-        if all(np.isfinite(values).all() for _, values in results):
+        if operation == "ReadVariableOp" or all(np.isfinite(values).all() for _, values in results):
             return
         has_nan = any(np.isnan(values).any() for _, values in results)
         if not self._is_wanted("nan" if has_nan else "inf"):
@@ -56,7 +56,8 @@ class NonfiniteOperations:
         operands = [values for _, values in _float_values(inputs)]
         if any(np.isnan(values).any() for values in operands):
             return
-        if not has_nan and any(np.isinf(values).any() for values in operands):
+        arrays = [values for values in operands if np.ndim(values)]  # beside them, a scalar is a constant
+        if not has_nan and any(np.isinf(values).any() for values in arrays or operands):
             return
         scalars = [float(values) for values in operands if not np.ndim(values)]
         last = _last_operand(operation, operands)

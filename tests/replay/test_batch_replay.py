@@ -98,6 +98,14 @@ def test_first_operation_with_nan_or_inf_and_the_layers_that_need_float32_are_fo
     assert np.isfinite(result.float32_loss)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # Keras' cast of the constant
+def test_constant_that_is_infinite_in_float16_is_where_inf_begins(enabled):
+    (first, *_) = replayed(model_of(keras.layers.Lambda(lambda x: x + 1e5, name="lossy"))).nonfinite
+    assert (first.layer.split("/")[-1], first.operation, first.value) == ("lossy", "AddV2", "inf")
+    assert first.has_infinite_constant
+    assert not first.is_backward
+
+
 def test_infinite_constant_is_told_from_an_overflow():
     assert replayed(model_of(InfiniteMask())).nonfinite[0].has_infinite_constant
     overflow = replayed(model_of(Cube()), np.full((ROWS, 4), 15.0, "float32"))
