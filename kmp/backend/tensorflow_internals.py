@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,10 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 from tensorflow.python.framework import config, op_callbacks
 from tensorflow.python.util import _pywrap_util_port
+
+from kmp.backend.patching import Replacement
+
+_gradient_lock = threading.RLock()
 
 
 def is_deterministic() -> bool:
@@ -51,19 +56,28 @@ def without_tapes() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def after_each_gradient(before: Callable[[], Any], after: Callable[[Any], None]) -> Iterator[None]:
-    """Calls `after` with what `before` returned, around each `tf.GradientTape.gradient` in the context."""
-    original = tf.GradientTape.gradient
+    """Calls `after` with what `before` returned, around each `tf.GradientTape.gradient` of this thread in the context.
 
-    @functools.wraps(original)
-    def gradient(self: tf.GradientTape, *args: Any, **kwargs: Any) -> Any:
-        state = before()
+    Other threads wait with such a context of their own: of two that overlap, one would stay.
+    """
+    owner = threading.get_ident()
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def gradient(self: tf.GradientTape, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != owner:
+                return original(self, *args, **kwargs)
+            state = before()
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                after(state)
+
+        return gradient
+
+    with _gradient_lock:
+        replacement = Replacement(tf.GradientTape, "gradient", make)
         try:
-            return original(self, *args, **kwargs)
+            yield
         finally:
-            after(state)
-
-    tf.GradientTape.gradient = gradient
-    try:
-        yield
-    finally:
-        tf.GradientTape.gradient = original
+            replacement.remove()

@@ -24,7 +24,6 @@ _MANY_OVERFLOWS = 8
 _MOST_REPLAYS = 3  # of one training, because of overflows, and because of zeros
 _COMPARED_AGAIN = 4  # at this multiple of the last step that was compared
 _MOST_SECONDS = 5.0  # of one replay, or more in a long training
-_MOST_SECONDS_OF_FAILURE = 20.0  # of the replay of a skipped step
 _SHARE = 0.02  # of the time of a training, for one replay, and for all together beside the first and the last
 
 
@@ -135,7 +134,7 @@ class BatchReplayer:
         assert self._step is not None
         reason = f"a replay would change {capture.unrestorable}"
         data = keras.tree.map_structure(lambda tensor: tensor[: self._examples], captured.data)
-        began, most = time.monotonic(), max(_MOST_SECONDS_OF_FAILURE if failed else _MOST_SECONDS, self._share)
+        began, most = time.monotonic(), max(_MOST_SECONDS, self._share)
         try:
             if not capture.unrestorable:
                 self._last_replay, reference = replay(
@@ -152,6 +151,8 @@ class BatchReplayer:
                     seconds=most,
                 )
                 check_record({"replay": self._last_replay})
+                if time.monotonic() - began > most:  # the search may have ended early
+                    self._examples = max(2, self._examples // 4)
                 for each in self._last_replay.gradient_errors:
                     self._largest_norms[each.layer] = max(each.norm, each.largest_norm)
                 return {"replay": self._last_replay} | ({"reference": reference} if reference else {})

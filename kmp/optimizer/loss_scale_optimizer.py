@@ -250,7 +250,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.build(variables)
         indices = tuple(map(self._index, variables))  # raises for an unknown variable before the stage changes
         if not is_traced_again:
-            self.step_monitor.end_stage()
+            self.step_monitor.end_stage(unscaled)
         self._order = network_order(self._for_each_variable(grads, indices))
         # Under a strategy the step cannot be compiled: replicas synchronize inside of it.
         compiles = not tf.distribute.has_strategy() and not xla.is_tracing()

@@ -166,8 +166,10 @@ class StepMonitor:
         self.check_scaled()
         return self.stage is Stage.UNSCALED
 
-    def end_stage(self) -> None:
-        """Records that `apply` was called: what `unscale` returned is for one `apply`."""
+    def end_stage(self, unscaled: bool) -> None:
+        """Records that `apply` was called: what `unscale` returned is for one `apply`, whose argument this is."""
+        if self.stage is Stage.UNSCALED and not unscaled and self._flags is not None:
+            self._flags.assign(tf.zeros(self._flags.shape))
         self.stage = Stage.APPLIED_UNSCALED if self.stage is Stage.UNSCALED else Stage.READY
 
     def take_unscaled_flags(self, count: int) -> tf.Tensor:

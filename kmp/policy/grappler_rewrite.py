@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from kmp.backend import tensorflow_internals
-from kmp.policy.active_settings import rewrite_dtypes
+from kmp.policy.active_settings import lock, rewrite_dtypes
 from kmp.policy.keras_patches import update_patches
 from kmp.utils import BFLOAT16, FLOAT16, user_messages, validation
 
@@ -60,12 +60,13 @@ def graph_rewrite(enabled: bool = True, dtype: str | None = None) -> None:
                 "variable TF_ENABLE_ONEDNN_OPTS=1 before TensorFlow is imported."
             )
     # Off first: the passes exclude each other, and TensorFlow's own values come back.
-    tf.config.optimizer.set_experimental_options(dict(_previous_values))
-    _previous_values.clear()
-    rewrite_dtypes.clear()
-    if enabled and dtype:
-        option = PASSES[dtype]
-        _previous_values[option] = bool(tf.config.optimizer.get_experimental_options().get(option))
-        tf.config.optimizer.set_experimental_options({option: True})
-        rewrite_dtypes.append(dtype)
-    update_patches()
+    with lock:
+        tf.config.optimizer.set_experimental_options(dict(_previous_values))
+        _previous_values.clear()
+        rewrite_dtypes.clear()
+        if enabled and dtype:
+            option = PASSES[dtype]
+            _previous_values[option] = bool(tf.config.optimizer.get_experimental_options().get(option))
+            tf.config.optimizer.set_experimental_options({option: True})
+            rewrite_dtypes.append(dtype)
+        update_patches()

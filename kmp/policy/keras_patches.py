@@ -1,10 +1,11 @@
 """What kmp patches in Keras, in two lists.
 
 `_ALWAYS` is in place from the import of kmp on, because a model that was compiled under `enable` has to train alike
-after `disable` and after loading, and so is the patch of `keras.Layer.__init__` (`kmp.layers`), which conversions in
-several threads need too. They change nothing for other models and layers. `_WHILE_ENABLED` is in place while `enable`
-or `graph_rewrite` is, with the patches of casts and look-ups (`exact_indices`), of the state that stores the global
-dtype policy and of two functions of the trainer (`kmp.backend`). `guarding` wraps `train_step` of single models.
+after `disable` and after loading. So are the patches of casts and look-ups, which only make indices exact
+(`exact_indices`), and that of `keras.Layer.__init__` (`kmp.layers`), which conversions in several threads need too.
+Nothing else changes for other models and layers. `_WHILE_ENABLED` is in place while `enable` or `graph_rewrite` is,
+with the patches of the state that stores the global dtype policy and of two functions of the trainer (`kmp.backend`).
+`guarding` wraps `train_step` of single models.
 """
 
 import functools
@@ -52,7 +53,6 @@ def update_patches() -> None:
         replace_policy_state(current_settings),
         trainer_fixes.apply_multi_worker_fixes(),
         _apply(_WHILE_ENABLED),
-        exact_indices.apply_patches(),
     ):
         _patches.extend(patches)  # one by one, so that after an error all that were applied can be removed
 
@@ -120,6 +120,7 @@ def _compile_patch(original: Callable[..., None]) -> Callable[..., None]:
         if isinstance(self.optimizer, LossScaleOptimizer):
             guarding.install(self)
         settings = current_settings()
+        _policy_at_compile.pop(self, None)
         if settings:
             _policy_at_compile[self] = settings.policy
         if is_float16_enabled():
@@ -196,4 +197,8 @@ _ALWAYS: dict[str, Callable[[Any], Any]] = {
 }
 _WHILE_ENABLED: dict[str, Callable[[Any], Any]] = {"compile": _compile_patch}
 
-_always = [*_apply(_ALWAYS), *layers.apply_patches(is_enabled=lambda: bool(active))]
+_always = [
+    *_apply(_ALWAYS),
+    *exact_indices.apply_patches(),
+    *layers.apply_patches(is_enabled=lambda: bool(active)),
+]

@@ -26,7 +26,7 @@ Failure = Literal["loss", "gradients"]
 _MOST_NAMED = 100
 _FACTOR = 4.0  # that all gradients grow with
 _UNSCALED = 0.1  # relative error of a gradient with a part that does not grow: of 13 % and more
-_SEARCH_SECONDS = 30.0  # for the search in a batch that float16 ruins: then a cure is worth more than the time
+_SEARCH_SECONDS = 4.0  # more, for the search in a batch that float16 ruins
 _SPARE_BITS = 2  # below an overflow in the backward pass
 
 
@@ -60,7 +60,7 @@ def replay(
         restored: TensorFlow's variables that a training step assigns.
         largest_norms: The largest norm of each layer's gradients in float32, in earlier comparisons of the training.
         seconds: How long the first passes in each precision may take. If these show that float16 ruins the batch, the
-            search for operations and layers may take 30 seconds more.
+            search for operations and layers may take 4 seconds more.
 
     Returns:
         What the passes showed, and the gradients in float32, or `None` if invalid targets make the loss fail.
@@ -84,7 +84,8 @@ def replay(
     def replayed(passes: Passes) -> tuple[Replay, GradientSample | None]:
         part = 1.0 if _sums_over_examples(model) else passes.examples / (batch_size or passes.examples)
         passes = replace(passes, factor=loss_scale * part)
-        return _replay(passes, variables, step, loss_scale, part, largest_norms, was_finite=failed is None)
+        search = replace(passes, deadline=deadline + _SEARCH_SECONDS)
+        return _replay(passes, search, variables, step, loss_scale, part, largest_norms, was_finite=failed is None)
 
     result = replayed(passes)
     is_finite = result[0].loss is not None if failed == "loss" else result[0].is_finite
@@ -101,6 +102,7 @@ def _tiled(data: Any, size: int) -> Any:
 
 def _replay(
     passes: Passes,
+    searching: Passes,
     variables: Mapping[str, Any],
     step: int,
     loss_scale: float,
@@ -167,7 +169,6 @@ def _replay(
         "flushed": {path: share for path, share in flushed.items() if share},
         "zero": [path for path, _, single in gradients if single is None or not as_array(single).any()],
     }
-    searching = replace(passes, deadline=max(passes.deadline, time.monotonic() + _SEARCH_SECONDS))
     if not own.is_finite:
         known |= _operations(searching, exact)
 
