@@ -12,7 +12,12 @@ from kmp.backend.keras_internals import sublayers
 # Operations whose state is not in a variable, by the reason in the words of a user.
 _UNRESTORABLE = {
     "EagerPyFunc": "tf.py_function",
+    "IteratorGetNext": "an iterator that the step reads",
     "PyFunc": "tf.numpy_function",
+    "QueueDequeueV2": "a queue that the step reads",
+    "QueueEnqueueV2": "a queue that the step fills",
+    "WriteScalarSummary": "the summaries that the step writes",
+    "WriteSummary": "the summaries that the step writes",
     "LookupTableImportV2": "a lookup table that the step changes",
     "LookupTableInsertV2": "a lookup table that the step changes",
     "LookupTableRemoveV2": "a lookup table that the step changes",
@@ -59,10 +64,13 @@ def state_restored(model: keras.Model, variables: Iterable[ResourceVariable] = (
             assign(value)
 
 
-def state_of_trace(known: Iterable[keras.Variable]) -> tuple[list[ResourceVariable], str | None]:
+def state_of_trace(
+    known: Iterable[keras.Variable], unless_assigned: bool = False
+) -> tuple[list[ResourceVariable], str | None]:
     """Returns TensorFlow's variables that the function which is traced now uses, except those of Keras' `known` ones.
 
-    And what a pass of it would change that nobody can restore, or `None`.
+    With `unless_assigned`, those that it assigns outside of branches are not excepted. And what a pass of it would
+    change that nobody can restore, or `None`.
     """
     if tf.executing_eagerly():
         return [], None
@@ -76,8 +84,9 @@ def state_of_trace(known: Iterable[keras.Variable]) -> tuple[list[ResourceVariab
         is_handle = isinstance(handle, tf.Tensor) and handle.dtype == tf.resource and not tf.is_symbolic_tensor(handle)
         data = handle._handle_data if is_handle else None  # no public name; a table has none
         values: Any = data.shape_and_type if data is not None else ()
-        if len(values) == 1 and id(handle) not in known_handles:
-            variables.append(ResourceVariable(handle, tf.as_dtype(values[0].dtype), id(inner) in assigned))
+        is_assigned = id(inner) in assigned
+        if len(values) == 1 and (id(handle) not in known_handles or (unless_assigned and is_assigned)):
+            variables.append(ResourceVariable(handle, tf.as_dtype(values[0].dtype), is_assigned))
     return variables, next(iter(reasons), None)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import record
+from tensorflow.python.eager import context, record
 from tensorflow.python.framework import config, op_callbacks
 from tensorflow.python.util import _pywrap_util_port
 
@@ -47,6 +47,18 @@ def watching_operations(observe: Callable[[str, Sequence[tf.Tensor], Sequence[tf
         yield
     finally:
         op_callbacks.remove_op_callback(callback)
+
+
+@contextlib.contextmanager
+def eager_seeds_restored() -> Iterator[None]:
+    """Restores the generator from which eager operations such as `tf.random.normal` draw seeds, if there is a seed."""
+    generator = getattr(context.context(), "_rng", None)
+    state = generator.getstate() if generator else None
+    try:
+        yield
+    finally:
+        if generator:
+            generator.setstate(state)
 
 
 def without_tapes() -> contextlib.AbstractContextManager[None]:

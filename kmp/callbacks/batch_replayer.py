@@ -55,7 +55,7 @@ class BatchReplayer:
         if model.distribute_strategy.num_replicas_in_sync > 1:
             self._capture = None
         elif previous is None or previous.optimizer is not optimizer:
-            self._capture = BatchCapture(model, optimizer)
+            self._capture = BatchCapture(model, optimizer, is_custom)
         guard.capture = self._capture
         return self._capture is not previous
 

@@ -238,6 +238,7 @@ class GuardedTrainStep:
         self._model = model
         self.own_step = vars(model).get("train_step")
         self.capture: Any = None  # a `kmp.replay.BatchCapture`, which a callback sets; used from the next trace on
+        self._prepared = 0  # the `id` of the iterator that the capture was prepared for
         self.has_fallback = False  # whether a callback set layers of the model to float32
         with model.distribute_strategy.scope():
             # Flags, 1.0 or 0.0: float32 has kernels on every device, and can be summed over replicas.
@@ -254,8 +255,10 @@ class GuardedTrainStep:
             if is_known and not optimizer.built and model.trainable_weights:
                 with model.distribute_strategy.scope():
                     optimizer.build(model.trainable_weights)
-            if self.capture and hasattr(iterator, "element_spec"):
-                self.capture.prepare(iterator.element_spec, model.jit_compile)
+        # A later `fit` may have batches of another structure, for which the function is traced again.
+        if self.capture and id(iterator) != self._prepared and hasattr(iterator, "element_spec"):
+            self._prepared = id(iterator)
+            self.capture.prepare(iterator.element_spec, model.jit_compile)
         if model.steps_per_execution > 1:
             self._nonfinite_in_execution.assign(0.0)
 

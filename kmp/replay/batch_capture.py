@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
@@ -34,6 +35,15 @@ class CapturedBatch(NamedTuple):
     loss_scale: float
 
 
+@dataclass
+class _Slots:
+    """The variables for batches of one structure. A trace of the step writes them, as long as it exists."""
+
+    specs: list[Any]
+    variables: list[tf.Variable]
+    structure: Any = None
+
+
 class BatchCapture:
     """Copies examples of a batch into variables, in a branch of the compiled step.
 
@@ -44,6 +54,8 @@ class BatchCapture:
     Args:
         model: The model in training.
         optimizer: The optimizer whose skipped steps to capture.
+        is_custom: Whether the training step is one of the user's own: it may assign Keras' variables in other ways than
+            Keras does.
 
     Attributes:
         variables: TensorFlow's own variables that the traced step uses, which a replay has to restore.
@@ -51,16 +63,15 @@ class BatchCapture:
         is_of_loop: Whether the batch is only what a custom training loop calls the model with.
     """
 
-    def __init__(self, model: keras.Model, optimizer: LossScaleOptimizer) -> None:
-        self._model, self.optimizer = model, optimizer
+    def __init__(self, model: keras.Model, optimizer: LossScaleOptimizer, is_custom: bool = False) -> None:
+        self._model, self.optimizer, self._is_custom = model, optimizer, is_custom
         self._is_requested = _counter("capture_requested")
         self._step, self._batch_size = _counter("captured_step"), _counter("captured_batch_size")
         self._loss_scale = keras.Variable(
             "zeros", (), "float32", trainable=False, autocast=False, name="captured_scale"
         )
-        self._structure: Any = None
-        self._variables: list[tf.Variable] = []
-        self._dtypes: list[tf.DType] = []
+        self._captured_slots = _counter("captured_slots")
+        self._slots: list[_Slots] = []
         self.variables: list[ResourceVariable] = []
         self.unrestorable: str | None = None
         self.is_of_loop = False
@@ -72,8 +83,8 @@ class BatchCapture:
     def prepare(self, batch_spec: Any, is_xla: bool) -> None:
         """Creates the variables for batches of this structure, which may be `tf.TensorSpec`s or tensors."""
         specs = keras.tree.flatten(batch_spec)
-        if _are_capturable(specs, is_xla):
-            self._create_variables(specs, is_xla)
+        if _are_capturable(specs, is_xla) and self._index_of(specs, is_xla) is None:
+            self._create_slots(specs, is_xla)
 
     @contextlib.contextmanager
     def watch(self, data: Any) -> Iterator[None]:
@@ -111,22 +122,29 @@ class BatchCapture:
         is_xla = xla.is_tracing()
         if not _are_capturable(tensors, is_xla):
             return
-        try:
-            with tf.init_scope():
-                self._create_variables(tensors, is_xla)
-        except ValueError:  # a `tf.function` of the user's, in which only the first trace may create variables
-            return
+        index = self._index_of(tensors, is_xla)
+        if index is None and self._slots:
+            return  # another structure than `prepare` got: only the first trace may create variables
+        if index is None:
+            try:
+                with tf.init_scope():
+                    index = self._create_slots(tensors, is_xla)
+            except ValueError:  # a `tf.function` of the user's that was traced before
+                return
         if not self.optimizer.built:  # the first trace of a loop, or a step with other optimizers only
             return
-        self._structure = keras.tree.map_structure(lambda _: 0, data)  # no tensors, which cannot be copied
-        # Of Keras' variables, only states in float16 are of interest.
+        slots = self._slots[index]
+        slots.structure = keras.tree.map_structure(lambda _: 0, data)  # no tensors, which cannot be copied
+        # Of Keras' variables, only states in float16 are of interest, and what code of the user's may assign.
         states = {id(each) for each in self._model.non_trainable_variables if each.dtype == FLOAT16.name}
         known = [*self._model.variables, *self.optimizer.variables]
-        self.variables, self.unrestorable = state_of_trace([each for each in known if id(each) not in states])
+        self.variables, self.unrestorable = state_of_trace(
+            [each for each in known if id(each) not in states], unless_assigned=self._is_custom
+        )
         counters = self.optimizer.counters.values()
         ops.cond(
             self._is_requested.value + counters.overflows_in_a_row > 0,
-            outlined(lambda: self._capture(tensors, loss_scale)),
+            outlined(lambda: self._capture(index, tensors, loss_scale)),
             lambda: None,
         )
 
@@ -135,39 +153,44 @@ class BatchCapture:
         step, batch_size = int(self._step.numpy()), int(self._batch_size.numpy())
         if not step:
             return None
-        count = min(batch_size, int(tf.shape(self._variables[0])[0]))
-        tensors = [
-            tf.cast(variable[:count], dtype) for variable, dtype in zip(self._variables, self._dtypes, strict=True)
-        ]
-        data = keras.tree.pack_sequence_as(self._structure, tensors)
+        slots = self._slots[int(self._captured_slots.numpy())]
+        count = min(batch_size, int(tf.shape(slots.variables[0])[0]))
+        pairs = zip(slots.variables, (dtype for dtype, _ in slots.specs), strict=True)
+        data = keras.tree.pack_sequence_as(
+            slots.structure, [tf.cast(variable[:count], dtype) for variable, dtype in pairs]
+        )
         return CapturedBatch(data, batch_size, step, float(self._loss_scale.numpy()))
 
     def forget(self) -> None:
         """Forgets the batch, and frees its memory where variables may change their shape."""
         self._step.assign(0)
         self._is_requested.assign(0)
-        for variable in self._variables:
+        for variable in (each for slots in self._slots for each in slots.variables):
             if variable.shape.rank and variable.shape[0] is None:
                 variable.assign(tf.zeros([0, *(size or 0 for size in variable.shape[1:])], variable.dtype))
 
-    def _create_variables(self, tensors: Sequence[tf.Tensor | tf.TensorSpec], is_xla: bool) -> None:
-        size = _most_examples(tensors) if is_xla else None  # XLA needs static shapes: there a smaller batch is padded
-        self._dtypes = [tensor.dtype for tensor in tensors]
-        specs = [(_stored(tensor.dtype), tf.TensorShape([size, *tensor.shape[1:]])) for tensor in tensors]
-        if specs != [(variable.dtype, variable.shape) for variable in self._variables]:
-            self._variables = [
-                tf.Variable(tf.zeros([rows or 0 for rows in shape], dtype), trainable=False, shape=shape)
-                for dtype, shape in specs
-            ]
+    def _index_of(self, tensors: Sequence[tf.Tensor | tf.TensorSpec], is_xla: bool) -> int | None:
+        """Returns the index of the slots for such tensors, or `None`."""
+        specs = _slot_specs(tensors, is_xla)
+        return next((index for index, slots in enumerate(self._slots) if slots.specs == specs), None)
 
-    def _capture(self, tensors: list[tf.Tensor], loss_scale: tf.Tensor | None) -> None:
+    def _create_slots(self, tensors: Sequence[tf.Tensor | tf.TensorSpec], is_xla: bool) -> int:
+        specs = _slot_specs(tensors, is_xla)
+        variables = [
+            tf.Variable(tf.zeros([rows or 0 for rows in shape], _stored(dtype)), trainable=False, shape=shape)
+            for dtype, shape in specs
+        ]
+        self._slots.append(_Slots(specs, variables))
+        return len(self._slots) - 1
+
+    def _capture(self, index: int, tensors: list[tf.Tensor], loss_scale: tf.Tensor | None) -> None:
         if len(tensors) > 1 and tensors[0].shape[0] is None:  # a batch of graphs has more edges than nodes
             rows_of_all = tf.reduce_min(tf.stack([tf.shape(tensor)[0] for tensor in tensors]))
             tensors = [tensor[:rows_of_all] for tensor in tensors]
         suspicion = _suspicion(tensors)
         # Equal ones in their order. Not a slice of `tf.argsort`: on a GPU, TensorFlow slices int32 on the host.
         chosen = tf.math.top_k(suspicion, tf.minimum(tf.size(suspicion), _most_examples(tensors))).indices
-        for variable, tensor in zip(self._variables, tensors, strict=True):
+        for variable, tensor in zip(self._slots[index].variables, tensors, strict=True):
             rows = tf.gather(tensor, chosen)
             if variable.shape[0] is not None:
                 missing = variable.shape[0] - tf.shape(rows)[0]
@@ -177,7 +200,14 @@ class BatchCapture:
         self._batch_size.assign(tf.shape(tensors[0], tf.int64)[0])
         self._loss_scale.assign(self.optimizer.dynamic_scale if loss_scale is None else loss_scale)
         self._step.assign(self.optimizer.counters.values().steps)
+        self._captured_slots.assign(index)
         self._is_requested.assign(0)
+
+
+def _slot_specs(tensors: Sequence[tf.Tensor | tf.TensorSpec], is_xla: bool) -> list[Any]:
+    """Returns the dtype of each tensor, and the shape of its variable."""
+    size = _most_examples(tensors) if is_xla else None  # XLA needs static shapes: there a smaller batch is padded
+    return [(tensor.dtype, tf.TensorShape([size, *tensor.shape[1:]])) for tensor in tensors]
 
 
 def _most_examples(tensors: Sequence[tf.Tensor | tf.TensorSpec]) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import tensorflow as tf
 from kmp.backend import (
     ResourceVariable,
     after_each_gradient,
+    eager_seeds_restored,
     instance_attribute,
     keras_internals,
     state_restored,
@@ -26,6 +28,8 @@ from kmp.records import BinCounts, GradientSample
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
 from kmp.utils import DTYPES_16_BIT, FLOAT32
+
+_lock = threading.RLock()  # of passes: TensorFlow runs functions eagerly and sets TF32 for all threads
 
 
 class PassResult(NamedTuple):
@@ -176,12 +180,14 @@ class Passes:
             return forward.get_concrete_function(self.batch[0])(self.batch[0])
 
     def _run(self, marks: LayerMarks, factor: float, watch: bool) -> PassResult:
-        found, received = NonfiniteOperations(marks), _Received(factor)
+        found, received = NonfiniteOperations(marks), _Received(factor, self.step.is_custom)
         random_operations: list[str] = []
 
         def observe(operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
             if time.monotonic() > self.deadline:
                 raise TimeoutError("the replay of a batch takes too long")
+            if received.is_done:
+                return
             found.is_backward = bool(received.losses)
             if not found.is_backward and _varies_by_pass(operation, outputs):
                 random_operations.append(operation)
@@ -190,6 +196,10 @@ class Passes:
 
         model = self.model
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_lock)  # some of what follows is set for all threads
+            stack.enter_context(eager_seeds_restored())
+            if self.step.is_custom and self.step.run:
+                stack.enter_context(_weights_unchanged(model))
             stack.enter_context(state_restored(model, self.restored))
             stack.enter_context(tensor_float_32(False))
             stack.enter_context(_functions_run_eagerly())  # a function that is traced here would be used in training
@@ -202,15 +212,37 @@ class Passes:
                 call_in_training(model, self.batch[0])
                 received.losses.append(math.nan if model.name in marks.nonfinite else 0.0)
             else:
-                with contextlib.suppress(_StepIsDone):
+                try:
                     self.step.run(self.data)
+                except _StepIsDone:
+                    pass
+                except Exception:  # in what a step of the user's own does after its updates
+                    if not received.is_done:
+                        raise
         gradients = [received.gradients.get(id(variable)) for variable in self.variables]
         loss = sum(received.losses) if received.losses else math.nan
         return PassResult(loss, gradients, marks, found, factor, bool(random_operations))
 
 
+@contextlib.contextmanager
+def _weights_unchanged(model: keras.Model) -> Iterator[None]:
+    """Restores weights that the user's code changes, past what kmp replaces, and raises an error then."""
+    before = [(variable, tf.identity(variable.value)) for variable in model.variables]
+    try:
+        yield
+    finally:
+        pairs = [(variable, value, np.asarray(variable.value)) for variable, value in before]
+        changed = [
+            (variable, value) for variable, value, now in pairs if not np.array_equal(now, value, equal_nan=True)
+        ]
+        for variable, value in changed:
+            variable.assign(value)
+    if changed:
+        raise RuntimeError("the training step changes weights in a way that kmp does not know")
+
+
 class _StepIsDone(BaseException):
-    """Ends a training step, whose own code may catch each `Exception`."""
+    """Ends a training step of Keras. One of the user's own runs to its end, which may undo what it did before."""
 
 
 class _Received:
@@ -218,24 +250,29 @@ class _Received:
 
     Args:
         factor: What losses are multiplied by.
+        runs_to_end: Whether the step goes on after all optimizers have their gradients.
 
     Attributes:
+        is_done: Whether they have.
         losses: The losses before.
         gradients: The gradients by the `id` of the variable, multiplied by `factor`.
     """
 
-    def __init__(self, factor: float) -> None:
-        self._factor, self._are_unscaled = factor, False
+    def __init__(self, factor: float, runs_to_end: bool) -> None:
+        self._factor, self._runs_to_end, self._are_unscaled = factor, runs_to_end, False
+        self.is_done = False
         self.losses: list[float] = []
         self.gradients: dict[int, Any] = {}
 
     @contextlib.contextmanager
     def from_optimizers(self, optimizers: Iterable[keras.optimizers.Optimizer]) -> Iterator[None]:
-        """Replaces the methods of the optimizers in the context. The step ends when all that scale got theirs."""
+        """Replaces the methods of the optimizers in the context. Keras' step ends when all that scale got theirs."""
         waiting = {id(optimizer): None for optimizer in optimizers if isinstance(optimizer, LossScaleOptimizer)}
 
         def apply_of(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
             def apply(grads: Sequence[Any], trainable_variables: Any = None, *, unscaled: bool | None = None) -> None:
+                if self.is_done:
+                    return
                 are_unscaled = self._are_unscaled if unscaled is None else unscaled
                 if are_unscaled or not isinstance(optimizer, LossScaleOptimizer):
                     grads = multiply_gradients(list(grads), self._factor)
@@ -245,7 +282,8 @@ class _Received:
                     variables = keras_internals.variables_to_train(optimizer)
                 self.gradients |= dict(zip(map(id, variables), grads, strict=True))
                 waiting.pop(id(optimizer), None)
-                if not waiting:
+                self.is_done = not waiting
+                if self.is_done and not self._runs_to_end:
                     raise _StepIsDone
 
             return apply

@@ -83,6 +83,16 @@ def test_training_that_converges_to_the_resolution_of_float16_is_not_hurt(enable
     assert "until they nearly vanish; 0 of 100 steps were skipped" in kmp.advise(callbacks[0].run).verdict
 
 
+def test_later_fit_with_batches_of_another_structure_trains_and_is_compared(enabled):
+    model, callbacks = compiled_model(), defaults()
+    fit(model, callbacks)
+    x, y = np.ones((16, 4), "float32"), np.zeros(16)
+    model.fit(x, y, sample_weight=np.ones(16), batch_size=8, verbose=0)
+    model.train_on_batch(x[:8], y[:8].astype("float32"))
+    model.fit(x, y, sample_weight=np.ones(16), batch_size=8, verbose=0, callbacks=callbacks)
+    assert callbacks[0].run.replays[-1][1].has_sample_weight
+
+
 def test_training_with_augmentation_is_compared(enabled):
     layers = [keras.layers.RandomTranslation(0.1, 0.1), keras.layers.GaussianNoise(0.1), keras.layers.Flatten()]
     model = keras.Sequential([keras.Input((6, 6, 1)), *layers, keras.layers.Dropout(0.5), keras.layers.Dense(1)])

@@ -208,3 +208,32 @@ def test_step_without_an_update_is_compared_forward_only():
 
     result = replayed(own_model(Accumulating))
     assert (result.is_compared, result.is_forward_only, result.gradient_errors) == (True, True, [])
+
+
+class Hidden(Own):
+    """Updates with an optimizer that is in no attribute of the model, and undoes at the end what it did before."""
+
+    def train_step(self, data):
+        self.layers[0].trainable = False
+        logs = super().train_step(data)
+        self.layers[0].trainable = True
+        with tf.GradientTape() as tape:
+            loss = HIDDEN[0].scale_loss(ops.mean(self(data[0])))
+        HIDDEN[0].apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return logs
+
+
+HIDDEN = []
+
+
+def test_step_that_updates_in_an_unknown_way_is_refused_and_weights_are_as_before():
+    model = Hidden([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+    model.compile("sgd")
+    HIDDEN[:] = [kmp.wrap("sgd")]
+    HIDDEN[0].build(model.trainable_variables)
+    before = values(model.weights)
+    step = TrainStep(functools.partial(Hidden.train_step, model), all_optimizers_of(model), is_custom=True)
+    with pytest.raises(RuntimeError, match="changes weights in a way that kmp does not know"):
+        replay(model, (X, Y), named(model), step=1, loss_scale=2.0**15, train_step=step)
+    assert all(map(np.array_equal, before, values(model.weights)))
+    assert model.layers[0].trainable
