@@ -14,6 +14,7 @@ from kmp.backend.keras_internals import instance_attribute as instance_attribute
 from kmp.backend.keras_internals import is_keras_class as is_keras_class
 from kmp.backend.keras_internals import is_passthrough as is_passthrough
 from kmp.backend.keras_internals import layers_by_path as layers_by_path
+from kmp.backend.keras_internals import layers_in_16_bits as layers_in_16_bits
 from kmp.backend.keras_internals import output_layers as output_layers
 from kmp.backend.keras_internals import rnn_states as rnn_states
 from kmp.backend.keras_internals import sublayers as sublayers

@@ -27,6 +27,12 @@ def sublayers(layer: keras.Layer) -> Iterable[keras.Layer]:
     return layer._flatten_layers()
 
 
+def layers_in_16_bits(layers: Iterable[keras.Layer]) -> list[keras.Layer]:
+    """Returns those of the layers and their sublayers that compute in 16 bits, each once."""
+    every = {id(inner): inner for layer in layers for inner in sublayers(layer)}
+    return [layer for layer in every.values() if layer.compute_dtype in DTYPES_16_BIT]
+
+
 def direct_sublayers(layer: keras.Layer) -> Iterable[keras.Layer]:
     """Returns the sublayers of a layer, without their own sublayers."""
     return layer._flatten_layers(recursive=False, include_self=False)

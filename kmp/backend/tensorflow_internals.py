@@ -13,8 +13,6 @@ from tensorflow.python.util import _pywrap_util_port
 
 from kmp.backend.patching import Replacement
 
-_gradient_lock = threading.RLock()
-
 
 def is_deterministic() -> bool:
     """Whether `tf.config.experimental.enable_op_determinism` was called."""
@@ -70,7 +68,7 @@ def without_tapes() -> contextlib.AbstractContextManager[None]:
 def after_each_gradient(before: Callable[[], Any], after: Callable[[Any], None]) -> Iterator[None]:
     """Calls `after` with what `before` returned, around each `tf.GradientTape.gradient` of this thread in the context.
 
-    Other threads wait with such a context of their own: of two that overlap, one would stay.
+    Of two such contexts that overlap in two threads, one would stay: the caller holds a lock.
     """
     owner = threading.get_ident()
 
@@ -87,9 +85,8 @@ def after_each_gradient(before: Callable[[], Any], after: Callable[[Any], None])
 
         return gradient
 
-    with _gradient_lock:
-        replacement = Replacement(tf.GradientTape, "gradient", make)
-        try:
-            yield
-        finally:
-            replacement.remove()
+    replacement = Replacement(tf.GradientTape, "gradient", make)
+    try:
+        yield
+    finally:
+        replacement.remove()

@@ -1,7 +1,7 @@
 """The callback that lets a training go on in which float16 fails in a few layers."""
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -14,13 +14,14 @@ from kmp.backend import (
     is_passthrough,
     keras_internals,
     layers_by_path,
+    layers_in_16_bits,
     sublayers,
 )
 from kmp.callbacks.monitor import Monitor
 from kmp.callbacks.optimizer_reader import Logs
 from kmp.policy import guarding
 from kmp.records import Replay
-from kmp.utils import DTYPES_16_BIT, FLOAT32, user_messages, validation
+from kmp.utils import FLOAT32, user_messages, validation
 
 # The causes of findings that float16 alone has: not data, labels, a learning rate or weights with NaN.
 CURABLE = (
@@ -119,7 +120,7 @@ class Float32Fallback(keras.callbacks.Callback):
         """
         rows, layers = self.monitor.earlier_fallbacks, layers_by_path(self.model)
         paths = list(dict.fromkeys(path for row in rows for path in row["fallback"] if path in layers))
-        changed = _layers_in_16_bit([layers[path] for path in paths])
+        changed = layers_in_16_bits([layers[path] for path in paths])
         if not changed:
             return
         self._set_to_float32(changed)
@@ -148,7 +149,7 @@ class Float32Fallback(keras.callbacks.Callback):
         layers = layers_by_path(self.model)
         if finding.cause not in CURABLE or not layers.keys() >= set(replay.float32_layers):
             return
-        changed = _layers_in_16_bit([layers[path] for path in replay.float32_layers])
+        changed = layers_in_16_bits([layers[path] for path in replay.float32_layers])
         with contextlib.ExitStack() as stack:
             for layer in changed:
                 stack.enter_context(keras_internals.dtype_policy_replaced(layer, keras.DTypePolicy(FLOAT32.name)))
@@ -185,12 +186,6 @@ def _may_diverge(metrics: RunMetrics, replay: Replay) -> bool:
     first, highest, _ = metrics.losses
     has_risen = min(highest, abs(replay.float32_loss or 0.0)) > _HIGH_LOSS * max(abs(first), _SMALL_LOSS)
     return has_risen or metrics.gradients.update_ratio[1] > _LARGE_UPDATE
-
-
-def _layers_in_16_bit(layers: Iterable[keras.Layer]) -> list[keras.Layer]:
-    """Returns those of the layers and their sublayers that compute in 16 bits, each once."""
-    every = {id(inner): inner for layer in layers for inner in sublayers(layer)}
-    return [layer for layer in every.values() if layer.compute_dtype in DTYPES_16_BIT]
 
 
 def _not_in_files(model: keras.Model, changed: Sequence[keras.Layer]) -> str:

@@ -18,6 +18,7 @@ from kmp.backend import (
     eager_seeds_restored,
     instance_attribute,
     keras_internals,
+    layers_in_16_bits,
     state_restored,
     sublayers,
     watching_operations,
@@ -29,7 +30,7 @@ from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
 from kmp.utils import DTYPES_16_BIT, FLOAT32
 
-_lock = threading.RLock()  # of passes: TensorFlow runs functions eagerly and sets TF32 for all threads
+_lock = threading.RLock()  # of passes: eager functions, TF32 and the patch of tapes are for all threads
 
 
 class PassResult(NamedTuple):
@@ -367,10 +368,10 @@ class _ComputeInFloat32(keras.DTypePolicy):
 @contextlib.contextmanager
 def _computing_in_float32(layers: Iterable[keras.Layer]) -> Iterator[dict[int, keras.DTypePolicy]]:
     """Makes layers and their sublayers compute in float32. Yields the replaced policies, by the `id` of the layer."""
-    every = {id(inner): inner for layer in layers for inner in sublayers(layer)}
-    replaced = {key: layer.dtype_policy for key, layer in every.items() if layer.compute_dtype in DTYPES_16_BIT}
+    found = layers_in_16_bits(layers)
+    replaced = {id(layer): layer.dtype_policy for layer in found}
     with contextlib.ExitStack() as stack:
-        for key in replaced:
-            policy = _ComputeInFloat32(every[key].variable_dtype)
-            stack.enter_context(keras_internals.dtype_policy_replaced(every[key], policy))
+        for layer in found:
+            policy = _ComputeInFloat32(layer.variable_dtype)
+            stack.enter_context(keras_internals.dtype_policy_replaced(layer, policy))
         yield replaced
