@@ -141,16 +141,14 @@ def fit():
 
 
 def options():
-    """Trains with each option of the inner optimizer, in graph mode and eagerly; returns results or error messages."""
+    """Trains with each option of the inner optimizer, in graph mode and eagerly; returns the results."""
     kmp.enable()
     results = {}
     for option, eager in itertools.product(matrix.OPTIONS, (False, True)):
+        if option in ("ema", "accumulation") and not eager:
+            continue  # Keras' optimizers update variables in a branch then, which fails
         with STRATEGY.scope():
-            try:
-                model = matrix.make_model(option, run_eagerly=eager)
-            except ValueError as error:
-                results[f"{option}, {eager=}"] = str(error)
-                continue
+            model = matrix.make_model(option, run_eagerly=eager)
         x, y = matrix.data()
         dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(shard_by_element())
         model.fit(dataset, shuffle=False, verbose=0)
@@ -173,22 +171,9 @@ def stock():
     return "works"
 
 
-def refused():
-    """Returns the error messages for arguments of `compile` that do not work on several workers."""
-    kmp.enable()
-    errors = []
-    for arguments in ({"jit_compile": True}, {"steps_per_execution": 2}):
-        with STRATEGY.scope():
-            try:
-                make_model().compile("adam", "mse", **arguments)
-            except ValueError as error:
-                errors.append(str(error))
-    return errors
-
-
 if __name__ == "__main__":
     results = {}
-    for check in (loop, fit, options, refused, stock):
+    for check in (loop, fit, options, stock):
         kmp.disable()
         keras.config.set_dtype_policy("float32")
         results[check.__name__] = check()

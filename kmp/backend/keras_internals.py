@@ -207,9 +207,10 @@ def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:
     return found
 
 
-def output_layers(model: keras.Model) -> list[keras.Layer]:
-    """Returns the layers that produce a model's outputs, in order; the last layer of a subclassed model."""
-    producers = [producer_of(tensor) for tensor in graph_tensors(model, "outputs")] or model.layers[-1:]
+def output_layers(layer: keras.Layer) -> list[keras.Layer]:
+    """Returns the layers that produce a model's outputs, in order; else the last sublayer of a layer or model."""
+    graph = graph_tensors(layer, "outputs") if isinstance(layer, keras.Model) else []
+    producers = [producer_of(tensor) for tensor in graph] or list(direct_sublayers(layer))[-1:]
     return [producer for producer in producers if isinstance(producer, keras.Layer)]
 
 

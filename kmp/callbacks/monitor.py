@@ -25,7 +25,6 @@ from kmp.callbacks.training_records import (
 )
 from kmp.gradients import NEVER, UpdateWatch, paths_of, with_weight_norms
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import guarding
 from kmp.records import GradientSample, Replay, Run, Snapshot
 from kmp.utils import matching_indices, user_messages, validation
 
@@ -195,7 +194,6 @@ class Monitor(OptimizerReader):
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         super().on_epoch_end(epoch, logs)
         if self.is_active and logs is not None:
-            guarding.fix_epoch_loss(self.model, logs)
             learning_rate = getattr(self.optimizer.inner_optimizer, "learning_rate", None)
             record = metrics_record(self._previous.step, epoch, {"learning_rate": learning_rate} | logs)
             if record["metrics"]:

@@ -1,28 +1,16 @@
 """Gradients on the device: unscaling, flags, exponents, norms, and the effects of updates."""
 
-from kmp.gradients.gradient_sampler import NEVER, GradientSampler, UpdateWatch, paths_of, with_weight_norms
-from kmp.gradients.tensor_groups import Gradients, Variables, values_of
-from kmp.gradients.tensor_statistics import gradient_statistics, update_statistics
-from kmp.gradients.unscaling import (
-    multiply_gradients,
-    nonfinite_flag,
-    nonfinite_flags,
-    unscale_for_update,
-)
-
-__all__ = [
-    "NEVER",
-    "GradientSampler",
-    "Gradients",
-    "UpdateWatch",
-    "Variables",
-    "gradient_statistics",
-    "multiply_gradients",
-    "nonfinite_flag",
-    "nonfinite_flags",
-    "paths_of",
-    "unscale_for_update",
-    "update_statistics",
-    "values_of",
-    "with_weight_norms",
-]
+from kmp.gradients.gradient_sampler import NEVER as NEVER
+from kmp.gradients.gradient_sampler import GradientSampler as GradientSampler
+from kmp.gradients.gradient_sampler import UpdateWatch as UpdateWatch
+from kmp.gradients.gradient_sampler import paths_of as paths_of
+from kmp.gradients.gradient_sampler import with_weight_norms as with_weight_norms
+from kmp.gradients.tensor_groups import Gradients as Gradients
+from kmp.gradients.tensor_groups import Variables as Variables
+from kmp.gradients.tensor_groups import values_of as values_of
+from kmp.gradients.tensor_statistics import gradient_statistics as gradient_statistics
+from kmp.gradients.tensor_statistics import update_statistics as update_statistics
+from kmp.gradients.unscaling import multiply_gradients as multiply_gradients
+from kmp.gradients.unscaling import nonfinite_flag as nonfinite_flag
+from kmp.gradients.unscaling import nonfinite_flags as nonfinite_flags
+from kmp.gradients.unscaling import unscale_for_update as unscale_for_update

@@ -71,8 +71,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             subnormal in float16.
         max_scale: Float, at most 2^127, the highest scale. Defaults to 2^127, the largest power of two in float32. A
             scale above 2^126 is applied as 2^126, because the reciprocal of a larger one is subnormal.
-        loss_scale: `"dynamic"` or 0 for a dynamic scale, or a float from 2^-126 to 2^127 for a fixed scale. Defaults
-            to `"dynamic"`.
+        loss_scale: `"dynamic"` (default), or a float from 2^-126 to 2^127 for a fixed scale.
         jit_compile: Whether to compile `apply` with XLA if the surrounding step is not compiled: in a model compiled
             with `jit_compile=False`, or in an eager loop. As in a `tf.function`, values that are not tensors are read
             once, for example a callable learning rate, or attributes of the inner optimizer that are set later. Each
@@ -158,6 +157,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.sampler = None
         self._reset_compiled_step()
         self._order: list[int] = []
+        self._unscaled_order: list[int] = []
 
     def build(self, var_list: Variables) -> None:
         """Creates the loss scale, the counters and the inner optimizer's variables."""
@@ -217,6 +217,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             distribution.check_built_before_step()
         unscaled = multiply_gradients(grads, 1.0 / self.loss_scale)
         self.step_monitor.record_unscaled(unscaled)
+        self._unscaled_order = network_order(grads)  # a clip by the norm of all makes each depend on all
         return unscaled
 
     @tf.autograph.experimental.do_not_convert
@@ -251,7 +252,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         indices = tuple(map(self._index, variables))  # raises for an unknown variable before the stage changes
         if not is_traced_again:
             self.step_monitor.end_stage(unscaled)
-        self._order = network_order(self._for_each_variable(grads, indices))
+        order, self._unscaled_order = self._unscaled_order, []
+        if not unscaled or len(order) != len(grads):
+            order = network_order(grads)
+        every = range(len(self._trainable_variables))
+        self._order = list(dict.fromkeys([*(indices[position] for position in order), *every]))
         # Under a strategy the step cannot be compiled: replicas synchronize inside of it.
         compiles = not tf.distribute.has_strategy() and not xla.is_tracing()
         step = (self._compiled_step if compiles else None) or self._step
@@ -262,12 +267,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         count, variables = len(self._trainable_variables), [self._trainable_variables[index] for index in indices]
         scale = self._bounded_scale()
         applied_scale = ops.minimum(scale, scaling.LARGEST_APPLIED_SCALE)
-        if unscaled:  # from here on like others: samples are of scaled gradients, and the update divides
-            gradients = multiply_gradients(gradients, applied_scale)
+        divisor = tf.ones([]) if unscaled else applied_scale
 
         # Measure, on each replica.
         replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        flags = nonfinite_flags(gradients, variables, applied_scale, replicas)
+        flags = nonfinite_flags(gradients, variables, divisor, replicas)
         if unscaled:
             # A clip by value hides NaN and Inf, and a clip by the norm of all gradients makes all of them NaN.
             before_clip = self.step_monitor.take_unscaled_flags(len(gradients))
@@ -275,7 +279,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if indices != tuple(range(count)):  # a variable without a gradient has the flag 0
             flags = tf.maximum(tf.math.unsorted_segment_max(flags, list(indices), count), 0.0)
         if self.sampler:
-            all_gradients = self._for_each_variable(gradients, indices)
+            scaled = multiply_gradients(gradients, applied_scale) if unscaled else gradients
+            gradient_at = dict(zip(indices, scaled, strict=True))
+            all_gradients = [gradient_at.get(index) for index in range(count)]
             step = self.counters.counts.value[COUNT_INDEX["steps"]] + 1
             self.sampler.sample(all_gradients, self._trainable_variables, applied_scale, step)
 
@@ -283,14 +289,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         losses = self.step_monitor.end_step()
         flags, losses = distribution.sum_over_replicas((flags, losses))
         distribution.in_update_context(
-            functools.partial(self._update_or_skip, variables), (scale, applied_scale, flags, losses), gradients
+            functools.partial(self._update_or_skip, variables), (scale, divisor, flags, losses), gradients
         )
 
     def _update_or_skip(
         self,
         variables: Variables,
         scale: tf.Tensor,
-        applied_scale: tf.Tensor,
+        divisor: tf.Tensor,
         flags: tf.Tensor,
         losses: StepLosses,
         gradients: Gradients,
@@ -300,12 +306,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # The reduction comes last because XLA computes anything cheaper again in each loop that uses it.
         overflowed = ops.any(ops.maximum(flags, losses.last_nonfinite) > 0)
 
-        def update_replica(applied_scale: tf.Tensor, gradients: Gradients) -> None:
+        def update_replica(divisor: tf.Tensor, gradients: Gradients) -> None:
             # Unscaled inside the branch, so that a skipped step does not pay for it.
-            inner.apply(unscale_for_update(gradients, variables, applied_scale), list(variables))
+            inner.apply(unscale_for_update(gradients, variables, divisor), list(variables))
 
         def update() -> None:
-            distribution.on_each_replica(update_replica, applied_scale, gradients)
+            distribution.on_each_replica(update_replica, divisor, gradients)
             self._adapt_and_count(False, scale, flags, losses)
 
         def skip() -> None:
@@ -319,7 +325,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             predicates = xla.is_tracing() and not tf.distribute.has_strategy()
             if predicates and supports_predicated_writes(inner, self._trainable_variables):
                 with predicated_writes(inner, self._trainable_variables, overflowed):
-                    update_replica(applied_scale, gradients)
+                    update_replica(divisor, gradients)
                 self._adapt_and_count(overflowed, scale, flags, losses)
             else:
                 ops.cond(overflowed, outlined(skip), update)
@@ -376,11 +382,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 f"Unknown variable: {variable}. The optimizer was built on other variables. "
                 "Create a new optimizer for a new set of variables."
             ) from None
-
-    def _for_each_variable(self, gradients: Gradients, indices: Sequence[int]) -> list[Any]:
-        """Returns gradients in the order of the variables that the optimizer was built on, with `None` for others."""
-        gradient_at = dict(zip(indices, gradients, strict=True))
-        return [gradient_at.get(index) for index in range(len(self._trainable_variables))]
 
     def snapshot(self) -> Snapshot:
         """Reads the loss scale, the counters and the last gradient sample from the device.

@@ -7,13 +7,13 @@ from kmp.policy.active_settings import lock, rewrite_dtypes
 from kmp.policy.keras_patches import update_patches
 from kmp.utils import BFLOAT16, FLOAT16, user_messages, validation
 
-# Options of grappler, TensorFlow's graph optimizer. The first pass needs a GPU, the second is for CPUs.
+# Options of grappler, TensorFlow's graph optimizer.
 PASSES = {FLOAT16.name: "auto_mixed_precision", BFLOAT16.name: "auto_mixed_precision_onednn_bfloat16"}
 
 _previous_values: dict[str, bool] = {}  # of the option that is turned on
 
 
-def graph_rewrite(enabled: bool = True, dtype: str | None = None) -> None:
+def graph_rewrite(enabled: bool = True, dtype: str = FLOAT16.name) -> None:
     """Makes TensorFlow rewrite the graphs of float32 models to 16 bits, operation by operation; layers do not change.
 
     Use it for models that cannot be rebuilt. For other models prefer `enable` or `convert`, which also work under XLA.
@@ -25,8 +25,7 @@ def graph_rewrite(enabled: bool = True, dtype: str | None = None) -> None:
     Args:
         enabled: Whether to rewrite graphs. A second call replaces the first. `False` restores TensorFlow's option;
             compiled models keep their optimizer.
-        dtype: `"float16"`, whose pass needs a GPU; `"bfloat16"`, whose pass is for CPUs and needs oneDNN; or `None` for
-            float16 with a GPU, and bfloat16 and a warning without one.
+        dtype: `"float16"`, whose pass needs a GPU; or `"bfloat16"`, whose pass is for CPUs and needs oneDNN.
 
     Raises:
         TypeError: If `enabled` is not a bool.
@@ -40,32 +39,20 @@ def graph_rewrite(enabled: bool = True, dtype: str | None = None) -> None:
     >>> graph_rewrite(False)
     """
     enabled = validation.boolean("enabled", enabled)
-    if dtype is not None:
-        dtype = validation.one_of("dtype", dtype, tuple(PASSES))
-    if enabled:
-        has_gpu = bool(tf.config.list_physical_devices("GPU"))
-        if dtype is None and not has_gpu:
-            user_messages.warn(
-                "TensorFlow sees no GPU, and its float16 pass needs one: graphs are rewritten to bfloat16."
-            )
-        elif dtype == FLOAT16.name and not has_gpu:
-            user_messages.warn(
-                "TensorFlow's float16 pass does nothing without a GPU, and TensorFlow sees none. Leave out `dtype` to "
-                "use bfloat16."
-            )
-        dtype = dtype or (FLOAT16.name if has_gpu else BFLOAT16.name)
-        if dtype == BFLOAT16.name and not tensorflow_internals.is_onednn_enabled():
-            user_messages.warn(
-                "TensorFlow's bfloat16 pass does nothing without oneDNN, which is off here. Set the environment "
-                "variable TF_ENABLE_ONEDNN_OPTS=1 before TensorFlow is imported."
-            )
+    option = PASSES[validation.one_of("dtype", dtype, tuple(PASSES))]
+    if enabled and dtype == FLOAT16.name and not tf.config.list_physical_devices("GPU"):
+        user_messages.warn("TensorFlow's float16 pass does nothing without a GPU. For a CPU, pass dtype='bfloat16'.")
+    if enabled and dtype == BFLOAT16.name and not tensorflow_internals.is_onednn_enabled():
+        user_messages.warn(
+            "TensorFlow's bfloat16 pass does nothing without oneDNN, which is off here. Set the environment variable "
+            "TF_ENABLE_ONEDNN_OPTS=1 before TensorFlow is imported."
+        )
     # Off first: the passes exclude each other, and TensorFlow's own values come back.
     with lock:
         tf.config.optimizer.set_experimental_options(dict(_previous_values))
         _previous_values.clear()
         rewrite_dtypes.clear()
-        if enabled and dtype:
-            option = PASSES[dtype]
+        if enabled:
             _previous_values[option] = bool(tf.config.optimizer.get_experimental_options().get(option))
             tf.config.optimizer.set_experimental_options({option: True})
             rewrite_dtypes.append(dtype)

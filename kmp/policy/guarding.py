@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import ops
 
@@ -72,7 +71,7 @@ def guarded(layers: Sequence[keras.Layer], optimizers: Sequence[LossScaleOptimiz
     """
     counts_before = [ops.copy(optimizer.counters.counts) for optimizer in optimizers]
     losses_before = [optimizer.step_monitor.losses() for optimizer in optimizers]
-    states_before = {id(variable): ops.copy(variable) for variable in _states(layers)}
+    states_before = {id(variable): (variable, ops.copy(variable)) for variable in _states(layers)}
     weights_before = {id(weight): weight for weight in _weights(layers)}
     outcome = SimpleNamespace()
     with _initial_values_recorded() as initial_value, _assignments_recorded(weights_before.values()) as assigned:
@@ -88,23 +87,21 @@ def guarded(layers: Sequence[keras.Layer], optimizers: Sequence[LossScaleOptimiz
     outcome.has_nonfinite_loss = _any(has_nonfinite)
 
     def restore() -> None:
-        for variable in _states(layers):
-            value = states_before[id(variable)] if id(variable) in states_before else initial_value(variable)
-            variable.assign(ops.where(outcome.any_skipped, value, variable))
-        # An optimizer that was not skipped may have updated these.
+        created = [state for state in _states(layers) if id(state) not in states_before]
+        _assign_where(outcome.any_skipped, [*states_before.values(), *map(initial_value, created)])
+        # An optimizer that was not skipped may have updated the weights.
         steps, skipped = COUNT_INDEX["steps"], COUNT_INDEX["skipped"]
         all_skipped = [(now - then)[steps] == (now - then)[skipped] for then, now in pairs]
         no_update = ops.logical_and(outcome.any_skipped, functools.reduce(ops.logical_and, all_skipped))
-        created = [variable for variable in _weights(layers) if id(variable) not in weights_before]
-        for variable, value in [*assigned.values(), *((variable, initial_value(variable)) for variable in created)]:
-            variable.assign(ops.where(no_update, value, variable))
+        created = [weight for weight in _weights(layers) if id(weight) not in weights_before]
+        _assign_where(no_update, [*assigned.values(), *map(initial_value, created)])
 
     call_if(outcome.any_skipped, restore)
 
 
 @contextlib.contextmanager
-def _initial_values_recorded() -> Iterator[Callable[[keras.Variable], Any]]:
-    """Yields a function that returns the initial value of a variable that was created in the context."""
+def _initial_values_recorded() -> Iterator[Callable[[keras.Variable], tuple[keras.Variable, Any]]]:
+    """Yields a function that returns a variable that was created in the context, with its initial value."""
     initial_values: dict[int, tf.Tensor] = {}
 
     def record(create: Callable[..., tf.Variable], **arguments: Any) -> tf.Variable:
@@ -116,11 +113,11 @@ def _initial_values_recorded() -> Iterator[Callable[[keras.Variable], Any]]:
             initial_values[id(variable)] = tf.cast(value() if callable(value) else value, variable.dtype)
         return variable
 
-    def initial_value(variable: keras.Variable) -> Any:
+    def initial_value(variable: keras.Variable) -> tuple[keras.Variable, Any]:
         if id(variable.value) in initial_values:
-            return initial_values[id(variable.value)]
+            return variable, initial_values[id(variable.value)]
         with tf.init_scope():  # created outside the graph, which has not run yet: the current value is the initial one
-            return ops.copy(variable)
+            return variable, ops.copy(variable)
 
     with tf.variable_creator_scope(record):
         yield initial_value
@@ -168,17 +165,21 @@ def _current_graph() -> tf.Graph | None:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
-def _states(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
+def _states(layers: Iterable[keras.Layer]) -> Iterable[keras.Variable]:
     # The public lists change with `trainable`, and some layers update their state even if they are frozen.
-    all_layers = [sublayer for layer in layers for sublayer in sublayers(layer)]
-    declared = [keras_internals.declared_not_trainable(layer) for layer in all_layers]
-    states = {id(v): v for variables in (*declared, *map(rnn_states, all_layers)) for v in variables}
-    return [variable for variable in states.values() if keras.backend.is_float_dtype(variable.dtype)]
+    lists = [(*keras_internals.declared_not_trainable(s), *rnn_states(s)) for layer in layers for s in sublayers(layer)]
+    return {id(v): v for states in lists for v in states if keras.backend.is_float_dtype(v.dtype)}.values()
 
 
-def _weights(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
-    all_layers = [sublayer for layer in layers for sublayer in sublayers(layer)]
-    return list({id(v): v for layer in all_layers for v in keras_internals.declared_trainable(layer)}.values())
+def _weights(layers: Iterable[keras.Layer]) -> Iterable[keras.Variable]:
+    lists = [keras_internals.declared_trainable(inner) for layer in layers for inner in sublayers(layer)]
+    return {id(v): v for weights in lists for v in weights}.values()
+
+
+def _assign_where(condition: Any, values: Iterable[tuple[keras.Variable, Any]]) -> None:
+    """Assigns values to variables where the scalar bool tensor `condition` is true."""
+    for variable, value in values:
+        variable.assign(ops.where(condition, value, variable))
 
 
 def _any(conditions: Iterable[Any]) -> Any:
@@ -210,20 +211,6 @@ def has_keras_step(model: keras.Model) -> bool:
 def is_built(model: keras.Model) -> bool:
     """Whether a model and all its layers are built."""
     return all(layer.built for layer in sublayers(model))
-
-
-def fix_epoch_loss(model: keras.Model, logs: dict[str, Any]) -> None:
-    """Replaces a non-finite `loss` in an epoch's `logs` with the result of the model's loss metric, in place.
-
-    If `train_step` returns keys that are not metrics, the epoch's logs in Keras are those of its last step.
-    """
-    if not guard_of(model) or math.isfinite(logs.get("loss", math.nan)):
-        return
-    if distribution.has_several_workers(model.distribute_strategy):
-        return  # reading a metric needs all workers, but this callback may run on only one
-    for metric in model.metrics:
-        if metric.name == "loss" and any(np.any(variable.numpy()) for variable in metric.variables):
-            logs["loss"] = float(metric.result())
 
 
 class GuardedTrainStep:
@@ -277,21 +264,18 @@ class GuardedTrainStep:
             optimizer.begin_train_step()
             if is_empty is not None:
                 optimizer.step_monitor.record_empty(is_empty)
-        metrics_before = [(variable, ops.copy(variable)) for variable in self._metric_variables()]
+        before = {id(variable): ops.copy(variable) for variable in self._metric_variables()}
         with guarded([model], optimizers) as outcome:
             logs = self._run(data)
         nonfinite = outcome.has_nonfinite_loss
 
         def restore_metrics() -> None:
             # Not if they are still zero: a mean over no batch is NaN, not 0.
-            nonzero = [ops.any(ops.not_equal(value, 0)) for _, value in metrics_before]
-            was_empty = ops.logical_not(_any(nonzero)) if nonzero else ops.convert_to_tensor(False)
-            restores = ops.logical_and(nonfinite, ops.logical_not(was_empty))
-            values_before = {id(variable): value for variable, value in metrics_before}
-            for variable in self._metric_variables():
-                value = values_before[id(variable)] if id(variable) in values_before else ops.zeros_like(variable)
-                variable.assign(ops.where(restores, value, variable))
-            self._only_nonfinite_batches.assign(ops.cast(ops.logical_and(nonfinite, was_empty), "float32"))
+            nonzero = [ops.any(ops.not_equal(value, 0)) for value in before.values()]
+            restores = ops.logical_and(nonfinite, _any(nonzero)) if nonzero else nonfinite
+            _assign_where(restores, ((v, before.get(id(v), ops.zeros_like(v))) for v in self._metric_variables()))
+            is_first = ops.logical_and(nonfinite, ops.logical_not(restores))
+            self._only_nonfinite_batches.assign(ops.cast(is_first, "float32"))
 
         call_if(nonfinite, restore_metrics)
         if model.steps_per_execution == 1 or not isinstance(logs, dict) or "loss" not in logs:
@@ -305,8 +289,7 @@ class GuardedTrainStep:
         should_reset = ops.copy(self._only_nonfinite_batches) > 0
 
         def reset() -> None:
-            for variable in self._metric_variables():
-                variable.assign(ops.where(should_reset, ops.zeros_like(variable), variable))
+            _assign_where(should_reset, ((variable, ops.zeros_like(variable)) for variable in self._metric_variables()))
             self._only_nonfinite_batches.assign(0.0)
 
         call_if(should_reset, reset)

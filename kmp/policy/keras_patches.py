@@ -71,52 +71,26 @@ def _is_managed(model: keras.Layer) -> bool:
 
 
 def _compile_patch(original: Callable[..., None]) -> Callable[..., None]:
-    # The arguments of Keras' `compile`, not of `original`, which another library may have wrapped.
     @functools.wraps(original)
-    def compile(
-        self: keras.Model,
-        optimizer: Any = "rmsprop",
-        loss: Any = None,
-        loss_weights: Any = None,
-        metrics: Any = None,
-        weighted_metrics: Any = None,
-        run_eagerly: bool = False,
-        steps_per_execution: int = 1,
-        jit_compile: str | bool = "auto",
-        auto_scale_loss: bool = True,
-        **others: Any,
-    ) -> None:
+    def compile(self: keras.Model, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
+        # The names of Keras' `compile`, not of `original`, which another library may have wrapped.
+        names = ("loss", "loss_weights", "metrics", "weighted_metrics", "run_eagerly", "steps_per_execution")
+        arguments = dict(zip((*names, "jit_compile", "auto_scale_loss")[: len(args)], args, strict=True), **kwargs)
+        scales = arguments.pop("auto_scale_loss", True)
         if rewrite_dtypes:
-            if jit_compile is True:
+            if arguments.get("jit_compile") is True:
                 raise ValueError(
                     "kmp.graph_rewrite cannot work under XLA, which compiles the graph before it is rewritten. Leave "
                     "out `jit_compile=True`, or call kmp.graph_rewrite(False) and use kmp.convert(model)."
                 )
-            if run_eagerly:
+            if arguments.get("run_eagerly"):
                 user_messages.warn("With `run_eagerly=True` there is no graph to rewrite: the model trains in float32.")
-            jit_compile = False
-            if rewrite_dtypes == [FLOAT16.name] and auto_scale_loss:
-                optimizer, auto_scale_loss = wrap_for_compile(optimizer), False
-        if active:
-            strategy = self.distribute_strategy
-            if not run_eagerly:
-                misuse_warnings.check_distribution(strategy, optimizer, steps_per_execution, jit_compile)
-            if auto_scale_loss and FLOAT16.name in (compute_dtypes(self) or {self.compute_dtype}):
-                optimizer = wrap_for_compile(optimizer)
-            auto_scale_loss = False  # Keras checks only the model's own policy, not those of its layers
-        original(
-            self,
-            optimizer=optimizer,
-            loss=loss,
-            loss_weights=loss_weights,
-            metrics=metrics,
-            weighted_metrics=weighted_metrics,
-            run_eagerly=run_eagerly,
-            steps_per_execution=steps_per_execution,
-            jit_compile=jit_compile,
-            auto_scale_loss=auto_scale_loss,
-            **others,
-        )
+            arguments["jit_compile"] = False
+        # Keras checks only the model's own policy, not those of its layers.
+        dtypes = (compute_dtypes(self) or {self.compute_dtype}) if active else ()
+        if scales and (FLOAT16.name in dtypes or FLOAT16.name in rewrite_dtypes):
+            optimizer, scales = wrap_for_compile(optimizer), False
+        original(self, optimizer=optimizer, auto_scale_loss=scales and not active, **arguments)
         if isinstance(self.optimizer, LossScaleOptimizer):
             guarding.install(self)
         settings = current_settings()
@@ -147,10 +121,10 @@ def _make_train_function_patch(original: Callable[..., None]) -> Callable[..., N
 
 def _prepared(model: keras.Model, train_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Returns the train function with what has to happen before its first call, or as soon as the model is built."""
-    policy, is_first = _policy_at_compile.get(model), True
-    is_unchecked = is_float16_enabled() and policy in (None, *FLOAT16_POLICIES)
+    is_first = True
+    is_unchecked = is_float16_enabled() and _policy_at_compile.get(model) in (None, *FLOAT16_POLICIES)
     if is_unchecked and guarding.is_built(model):
-        misuse_warnings.warn_before_training(model, policy is not None)
+        misuse_warnings.warn_before_training(model)
         is_unchecked = False
 
     def run(iterator: Any) -> Any:
@@ -162,7 +136,7 @@ def _prepared(model: keras.Model, train_function: Callable[[Any], Any]) -> Calla
         logs = train_function(iterator)
         if is_unchecked:  # the first call has built the model
             is_unchecked = False
-            misuse_warnings.warn_before_training(model, policy is not None)
+            misuse_warnings.warn_before_training(model)
         return logs
 
     return run

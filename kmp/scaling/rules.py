@@ -180,7 +180,7 @@ class FixedScale:
     initial_scale: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "initial_scale", _scale("loss_scale", self.initial_scale, "'dynamic', 0, or "))
+        object.__setattr__(self, "initial_scale", _scale("loss_scale", self.initial_scale, "'dynamic', or "))
 
     @property
     def keeps_powers_of_two(self) -> bool:

@@ -1,10 +1,8 @@
 """The public arguments that choose the loss scale rule."""
 
-import numbers
 from typing import Any, TypedDict, Unpack
 
 from kmp.scaling.rules import DynamicScale, FixedScale, Rule
-from kmp.utils import validation
 
 
 class LossScaleSettings(TypedDict, total=False):
@@ -24,8 +22,7 @@ def loss_scale_rule(loss_scale: float | str = "dynamic", **settings: Any) -> Rul
     """Returns the rule for the public arguments.
 
     Args:
-        loss_scale: `"dynamic"`, or 0 as in apex and DeepSpeed, for a dynamic loss scale; or a float from 2^-126 to
-            2^127, a fixed loss scale.
+        loss_scale: `"dynamic"` for a dynamic loss scale, or a float from 2^-126 to 2^127, a fixed loss scale.
         **settings: Arguments of `DynamicScale`.
 
     Raises:
@@ -57,6 +54,4 @@ def override(inherited: LossScaleSettings, **own: Unpack[LossScaleSettings]) -> 
 
 def is_dynamic(loss_scale: Any) -> bool:
     """Whether the public argument `loss_scale` chooses the dynamic rule."""
-    scalar = validation.python_scalar(loss_scale)
-    is_zero = isinstance(scalar, numbers.Real) and not isinstance(scalar, bool) and scalar == 0
-    return is_zero or (isinstance(loss_scale, str) and loss_scale == "dynamic")
+    return isinstance(loss_scale, str) and loss_scale == "dynamic"

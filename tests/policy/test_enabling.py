@@ -237,7 +237,7 @@ def test_compile_keeps_a_built_keras_loss_scale_optimizer_and_training_warns(ena
     stock.build(model.trainable_variables)
     model.compile(stock, "sparse_categorical_crossentropy")
     assert model.optimizer is stock
-    with pytest.warns(UserWarning, match="Keras' own LossScaleOptimizer, which kmp does not replace") as caught:
+    with pytest.warns(UserWarning, match="without kmp's loss scale, with keras.LossScaleOptimizer") as caught:
         model.fit(*small_data(), verbose=0)
     assert [warning.filename for warning in caught if warning.category is UserWarning] == [__file__]
 

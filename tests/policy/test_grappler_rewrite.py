@@ -77,12 +77,6 @@ def test_optimized_graph_has_casts_only_while_the_rewrite_is_on():
     assert (before, during > 0, after) == (0, True, 0)
 
 
-def test_without_a_gpu_the_default_is_bfloat16_with_a_warning():
-    with pytest.warns(UserWarning, match="no GPU.*rewritten to bfloat16"):
-        kmp.graph_rewrite(True)
-    assert options()[PASSES["bfloat16"]]
-
-
 def test_bfloat16_without_onednn_warns_that_the_pass_does_nothing(monkeypatch):
     monkeypatch.setattr(tensorflow_internals, "is_onednn_enabled", lambda: False)
     with pytest.warns(UserWarning, match=f"{WITHOUT_ONEDNN}.*TF_ENABLE_ONEDNN_OPTS=1"):
@@ -91,7 +85,7 @@ def test_bfloat16_without_onednn_warns_that_the_pass_does_nothing(monkeypatch):
 
 def test_float16_without_a_gpu_warns_that_the_pass_does_nothing():
     with pytest.warns(UserWarning, match="float16 pass does nothing without a GPU"):
-        kmp.graph_rewrite(True, dtype="float16")
+        kmp.graph_rewrite()
     assert options()[PASSES["float16"]]
 
 

@@ -239,19 +239,6 @@ def test_training_step_set_on_the_instance_is_kept(set_first):
     assert np.isfinite(history["loss"][0])
 
 
-class ExtraLogKey(keras.Sequential):
-    def train_step(self, data):
-        return super().train_step(data) | {"rate": self.optimizer.learning_rate}
-
-
-def test_extra_log_keys_of_a_training_step_keep_the_epoch_loss_finite():
-    model = ExtraLogKey(small_model().layers)
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    history = fit(model, data_with_nan(19), callbacks=kmp.callbacks.defaults())
-    assert np.isfinite(history["loss"][0])
-    assert "rate" in history
-
-
 class AppliesEverySecondStep(CustomTrainStep):
     """Applies gradients in every second call."""
 
