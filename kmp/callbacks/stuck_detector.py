@@ -3,14 +3,14 @@
 import keras
 import numpy as np
 
-from kmp.advice import Finding, advise
+from kmp.advice import advise
 from kmp.backend import model_files
 from kmp.callbacks.monitor import Monitor
 from kmp.callbacks.optimizer_reader import OptimizerReader, PathLike
 from kmp.callbacks.report_callback import Report
+from kmp.callbacks.training_records import PARTS, header, record_of
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import Snapshot
-from kmp.scaling import FixedScale
+from kmp.records import Run, Snapshot
 from kmp.utils import atomic_files, user_messages, validation
 
 
@@ -85,7 +85,7 @@ class StuckDetector(OptimizerReader):
         self._monitor, self._reports = monitor, reports
 
     def _start(self) -> None:
-        self._snapshot = self.optimizer.snapshot()
+        self._first = self._snapshot = self.optimizer.snapshot()
         self._has_trained = False
         self._batches_left = 1
         self._reported_streak_start: int | None = None
@@ -107,15 +107,18 @@ class StuckDetector(OptimizerReader):
         if not (skipped >= self.patience or is_at_min_scale) or streak_start == self._reported_streak_start:
             return
         self._reported_streak_start = streak_start if skipped else None
-        finding = None
+        run = Run([record_of(now, self._first, PARTS)], header(self.model, self.optimizer))
         if self._monitor:
             self._monitor.read()
-            finding = next(iter(advise(self._monitor.run).problems), None)
+            run = self._monitor.run
+        finding = next(iter(advise(run).problems), None)
+        if self._monitor:
             for report in self._reports:
                 report.write()
             self._monitor.write_verdict()
-        is_fixed = isinstance(self.optimizer.rule, FixedScale)
-        message = f"{stuck_message(now, is_at_min_scale, is_fixed, finding)}\n{self._save_checkpoint()}"
+        message = (
+            f"{_state_of(now, is_at_min_scale)}\nCause: {finding or _counts_alone(now)}\n{self._save_checkpoint()}"
+        )
         if self.on_stuck == "raise":
             raise StuckError(message)
         if self.on_stuck == "warn":
@@ -144,55 +147,21 @@ class StuckDetector(OptimizerReader):
         return f"{intact}, saved to {str(self.checkpoint)!r}."
 
 
-def stuck_message(now: Snapshot, is_at_min_scale: bool, is_fixed: bool, finding: Finding | None) -> str:
-    """Returns the state of a stuck training, the cause, and what to try.
-
-    Args:
-        now: The snapshot at which training is stuck.
-        is_at_min_scale: Whether a step overflowed at the minimum loss scale.
-        is_fixed: Whether the loss scale is fixed.
-        finding: The finding in the records of the run, if there is one.
-    """
+def _state_of(now: Snapshot, is_at_min_scale: bool) -> str:
     count = now.overflows_in_a_row
     streak = {0: "a step since the last check was skipped", 1: "the last step was skipped"}
     skipped = streak.get(count, f"the last {count} steps were skipped")
     at_lowest = " with the loss scale at its lowest value" if is_at_min_scale else ""
     loss = "" if now.last_loss is None else f"Last loss: {now.last_loss:g}. "
-    state = f"Training is stuck: at step {now.step} {skipped}{at_lowest}. {loss}Loss scale: {now.loss_scale:g}."
-    if finding:
-        return f"{state}\nCause: {finding}"
+    return f"Training is stuck: at step {now.step} {skipped}{at_lowest}. {loss}Loss scale: {now.loss_scale:g}."
 
-    losses = now.nonfinite_losses_in_a_row
-    if losses:
-        share = "" if losses == count else f" in {losses} of these steps"
-        return (
-            f"{state}\n"
-            f"Cause: the loss was NaN or Inf before it was scaled{share}, so no loss scale helps.\n"
-            "Try: check the data for NaN and Inf (np.isfinite(x).all()); normalize the inputs, because float16 ends at "
-            "65504; wrap the layer whose output overflows first in kmp.layers.Float32; if the loss rose before it, "
-            "lower the learning rate or set clipnorm on the inner optimizer. kmp.callbacks.defaults() replays the "
-            "batch and names the layer."
-        )
 
-    # A finite loss whose gradient overflowed.
-    no_loss = now.last_loss is None
-    times = now.overflow_origins_by_variable.get(now.overflow_origin or "", 0)
-    in_steps = f"{now.overflow_count} skipped {'step' if now.overflow_count == 1 else 'steps'}"
-    how_often = f" ({'once' if times == 1 else f'{times} times'} in {in_steps})" if times else ""
-    wrap_layers = "wrap the layers between that variable and the loss in kmp.layers.Float32"
-    loss_mean = "take the mean of the loss, not its sum"
-    if is_fixed:
-        remedies = ["pass a lower loss_scale, or loss_scale='dynamic'", loss_mean, wrap_layers]
-    elif is_at_min_scale:
-        remedies = [wrap_layers, loss_mean, "pass a lower min_scale"]
+def _counts_alone(now: Snapshot) -> str:
+    if now.nonfinite_losses_in_a_row:
+        cause = "the loss was NaN or Inf before it was scaled, so no loss scale helps"
     else:
-        still_falling = "pass a lower initial_scale or a higher patience, because the scale was still falling"
-        remedies = [wrap_layers, loss_mean, still_falling]
+        cause = f"gradients overflow, and the overflow starts nearest to the loss at {now.overflow_origin}"
     return (
-        f"{state}\n"
-        f"Cause: {'no loss was passed to scale_loss' if no_loss else 'the loss was finite'}, and a gradient overflowed "
-        "float16 in the backward pass.\n"
-        f"Overflow origin: {now.overflow_origin}{how_often}. Of the variables with a non-finite gradient, it is the "
-        "nearest to the loss; the overflow spreads from there to all earlier layers.\n"
-        f"Try: {'; '.join(remedies)}; or train with kmp.enable('mixed_bfloat16')."
+        f"{cause}. kmp.callbacks.defaults() replays such a batch, and names the layer. Where the loss scale was still "
+        "falling, a higher patience or a lower initial_scale lets it fall."
     )
