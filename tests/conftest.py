@@ -108,6 +108,11 @@ def compiled_model(optimizer="sgd", **arguments):
     return model
 
 
+def without_replays(*args, **arguments):
+    """Returns `kmp.callbacks.defaults` without replays, which take most of the time of a short training."""
+    return kmp.callbacks.defaults(*args, **{"reference": None} | arguments)
+
+
 def fit(model, callbacks=(), batches=20, epochs=1, **arguments):
     return model.fit(
         *small_data(batches), batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks, **arguments

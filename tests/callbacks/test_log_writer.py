@@ -21,11 +21,12 @@ from conftest import (
     is_locked,
     sample_from,
     small_data,
+    without_replays,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import kmp
-from kmp.callbacks import GradientHistogram, LossScaleLogger, Monitor, OverflowCounter, defaults, log_writer
+from kmp.callbacks import GradientHistogram, LossScaleLogger, Monitor, OverflowCounter, log_writer
 from kmp.callbacks.tensorboard_events import histograms_by_tag, write_histograms
 from kmp.records import BIN_COUNT, FIRST_EXPONENT, SCHEMA, ZERO_BIN, LogEncoder
 
@@ -36,7 +37,7 @@ LOGGERS = [LossScaleLogger, OverflowCounter, GradientHistogram]
 
 
 def test_files_have_the_records_of_the_callbacks(tmp_path):
-    callbacks = defaults(tmp_path / "logs", every_n_steps=5)
+    callbacks = without_replays(tmp_path / "logs", every_n_steps=5)
     fit(compiled_model(), callbacks)
     lines = [json.loads(line) for line in (tmp_path / "logs" / "kmp.jsonl").read_text().splitlines()]
     assert (lines[0]["kind"], lines[0]["schema"]) == ("header", SCHEMA)
@@ -67,7 +68,7 @@ def test_files_have_the_records_of_the_callbacks(tmp_path):
 def test_verdict_is_that_of_the_whole_log_and_its_failure_is_a_warning(tmp_path, monkeypatch):
     model = compiled_model()
     for _ in range(2):
-        fit(model, defaults(tmp_path, every_n_steps=10))
+        fit(model, without_replays(tmp_path, every_n_steps=10))
     events = EventAccumulator(str(tmp_path), {"tensors": 0}).Reload()
     verdicts = {
         event.step: tf.make_ndarray(event.tensor_proto).item().decode() for event in events.Tensors("kmp/verdict")
@@ -76,13 +77,13 @@ def test_verdict_is_that_of_the_whole_log_and_its_failure_is_a_warning(tmp_path,
     assert "of 40 steps" in verdicts[40]
     monkeypatch.setattr("kmp.callbacks.log_writer.advise", lambda run: 1 // 0)
     with pytest.warns(UserWarning, match="text tab has no verdict: integer division"):
-        fit(model, defaults(tmp_path, every_n_steps=10))
+        fit(model, without_replays(tmp_path, every_n_steps=10))
     assert kmp.load_run(tmp_path).rows[-1]["step"] == 60
 
 
 def test_verdict_of_a_stuck_training_is_written_before_the_error(tmp_path):
     model = compiled_model(kmp.LossScaleOptimizer("sgd", loss_scale=1.0))
-    callbacks = defaults(tmp_path)
+    callbacks = without_replays(tmp_path)
     x, y = small_data()
     with pytest.raises(kmp.callbacks.StuckError):
         model.fit(np.full_like(x, np.nan), y, batch_size=8, epochs=40, verbose=0, callbacks=callbacks)
@@ -118,11 +119,11 @@ def steps_in_tensorboard(folder):
 
 def test_resuming_from_an_older_checkpoint_archives_the_log_and_keeps_records_up_to_it(tmp_path):
     model = compiled_model()
-    fit(model, defaults(tmp_path / "logs", every_n_steps=10))
+    fit(model, without_replays(tmp_path / "logs", every_n_steps=10))
     model.save(tmp_path / "model.keras")
-    fit(model, defaults(tmp_path / "logs", every_n_steps=10))
+    fit(model, without_replays(tmp_path / "logs", every_n_steps=10))
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    fit(loaded, defaults(tmp_path / "logs", every_n_steps=15))
+    fit(loaded, without_replays(tmp_path / "logs", every_n_steps=15))
     assert kmp.records.Run.load(tmp_path / "logs").series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
     assert steps_in_tensorboard(tmp_path / "logs") == [1, 10, 20, 21, 30, 40]
     assert kmp.records.Run.load(tmp_path / "logs" / "earlier-1").series("loss_scale")[0].size == 6
@@ -136,7 +137,7 @@ def sampled_steps(folder):
 def test_resumed_run_continues_the_log_for_any_position_of_the_backup_callback(tmp_path, kmp_first):
     for stop in (Interrupt(epoch=1), None):
         backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
-        loggers = defaults(tmp_path / "logs", every_n_steps=10)
+        loggers = without_replays(tmp_path / "logs", every_n_steps=10)
         callbacks = [*loggers, backup] if kmp_first else [backup, *loggers]
         try:
             fit(compiled_model(), callbacks + [stop] * bool(stop), epochs=3)
@@ -157,7 +158,7 @@ def test_run_that_resumes_with_the_backup_of_keras_ends_as_one_that_was_not_inte
             folder = tmp_path / f"backup-{len(stops)}"
             backup = keras.callbacks.BackupAndRestore(folder, double_checkpoint=True, delete_checkpoint=False)
             try:
-                fit(model, [*defaults(), backup] + [stop] * bool(stop), epochs=4)
+                fit(model, [*without_replays(), backup] + [stop] * bool(stop), epochs=4)
             except KeyboardInterrupt:
                 continue
         snapshot = dataclasses.replace(model.optimizer.snapshot(), sample=None)
@@ -194,7 +195,7 @@ HEADER = f'{{"schema":{SCHEMA},"kind":"header"}}\n'
 def test_foreign_or_corrupt_log_raises_and_is_unchanged(tmp_path, content, match):
     (tmp_path / "kmp.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=match):
-        fit(compiled_model(), defaults(tmp_path))
+        fit(compiled_model(), without_replays(tmp_path))
     assert (tmp_path / "kmp.jsonl").read_bytes() == content
     assert {path.name for path in tmp_path.iterdir()} == {"kmp.jsonl", ".kmp.lock"}
 
@@ -202,12 +203,12 @@ def test_foreign_or_corrupt_log_raises_and_is_unchanged(tmp_path, content, match
 @pytest.mark.parametrize(("owner", "killed_call"), [(log_writer, "_archive"), (LogEncoder, "line")])
 def test_kill_while_an_earlier_log_is_archived_loses_no_record(tmp_path, monkeypatch, owner, killed_call):
     model = compiled_model()
-    fit(model, defaults(tmp_path, every_n_steps=2))
+    fit(model, without_replays(tmp_path, every_n_steps=2))
     model.save(tmp_path / "model.keras")
-    fit(model, defaults(tmp_path, every_n_steps=2))
+    fit(model, without_replays(tmp_path, every_n_steps=2))
 
     def resume():
-        fit(keras.models.load_model(tmp_path / "model.keras"), defaults(tmp_path, every_n_steps=10))
+        fit(keras.models.load_model(tmp_path / "model.keras"), without_replays(tmp_path, every_n_steps=10))
 
     with monkeypatch.context() as patched:
         calls = []
@@ -231,7 +232,7 @@ def test_kill_while_an_earlier_log_is_archived_loses_no_record(tmp_path, monkeyp
 def fit_and_get_warnings(folder, model, caplog):
     caplog.clear()
     with caplog.at_level("WARNING", logger="kmp"):
-        fit(model, defaults(folder, every_n_steps=10))
+        fit(model, without_replays(folder, every_n_steps=10))
     # TensorFlow warns of frequent retracing, depending on the tests before.
     return [record.getMessage() for record in caplog.records if record.name == "kmp"]
 
@@ -260,19 +261,19 @@ def test_log_without_records_is_replaced_without_a_warning(tmp_path, caplog, con
 
 
 def test_write_that_fails_before_the_log_is_archived_leaves_it_unchanged(tmp_path):
-    fit(compiled_model(), defaults(tmp_path, every_n_steps=10))
+    fit(compiled_model(), without_replays(tmp_path, every_n_steps=10))
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with file_size_limit(100), pytest.warns(UserWarning, match="stops: .*File too large"):
-        fit(compiled_model(), defaults(tmp_path, every_n_steps=10))
+        fit(compiled_model(), without_replays(tmp_path, every_n_steps=10))
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_second_fit_continues_the_log_and_a_new_model_archives_it(tmp_path):
     model = compiled_model()
     for _ in range(2):
-        fit(model, defaults(tmp_path, every_n_steps=10))
+        fit(model, without_replays(tmp_path, every_n_steps=10))
     assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
-    fit(compiled_model(), defaults(tmp_path, every_n_steps=10))
+    fit(compiled_model(), without_replays(tmp_path, every_n_steps=10))
     assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20]
     assert kmp.records.Run.load(tmp_path / "earlier-1").series("loss_scale")[0].size == 6
     assert steps_in_tensorboard(tmp_path) == [1, 10, 20]
@@ -282,21 +283,21 @@ def test_second_fit_continues_the_log_and_a_new_model_archives_it(tmp_path):
 def test_notebook_cell_can_run_again_after_an_interrupt(tmp_path):
     model = compiled_model()
     with pytest.raises(KeyboardInterrupt):
-        fit(model, [*defaults(tmp_path, every_n_steps=2), Interrupt()])
-    fit(model, defaults(tmp_path, every_n_steps=10))
+        fit(model, [*without_replays(tmp_path, every_n_steps=2), Interrupt()])
+    fit(model, without_replays(tmp_path, every_n_steps=10))
     steps = kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist()
     assert steps == [1, 2, 4, 6, 7, 10, 20, 26]
     with pytest.raises(KeyboardInterrupt):
-        fit(compiled_model(), [*defaults(tmp_path, every_n_steps=2), Interrupt()])
-    fit(compiled_model(), defaults(tmp_path, every_n_steps=10))
+        fit(compiled_model(), [*without_replays(tmp_path, every_n_steps=2), Interrupt()])
+    fit(compiled_model(), without_replays(tmp_path, every_n_steps=10))
     assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20]
 
 
 def test_notebook_cell_that_failed_at_its_first_batch_runs_once_it_is_fixed(tmp_path):
     x, _ = small_data()
     with pytest.raises(ValueError, match="incompatible"):
-        compiled_model().fit(x[:, :3], x[:, 0], verbose=0, callbacks=defaults(tmp_path))
-    fit(compiled_model(), defaults(tmp_path, every_n_steps=10))
+        compiled_model().fit(x[:, :3], x[:, 0], verbose=0, callbacks=without_replays(tmp_path))
+    fit(compiled_model(), without_replays(tmp_path, every_n_steps=10))
     assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20]
 
 
@@ -313,14 +314,14 @@ def test_log_dir_that_cannot_be_written_raises_before_training(tmp_path, logger)
 
 def test_log_dir_that_another_process_uses_raises_and_is_unchanged(tmp_path):
     model = compiled_model()
-    fit(model, defaults(tmp_path, every_n_steps=10))
+    fit(model, without_replays(tmp_path, every_n_steps=10))
     before = (tmp_path / "kmp.jsonl").read_bytes()
     with folder_locked_by_another_process(tmp_path):
         with pytest.raises(OSError, match="`log_dir` is in use by another process.*Wait until.*another folder"):
-            fit(compiled_model(), defaults(tmp_path, every_n_steps=10))
-        fit(compiled_model(), defaults(tmp_path / "other", every_n_steps=10))
+            fit(compiled_model(), without_replays(tmp_path, every_n_steps=10))
+        fit(compiled_model(), without_replays(tmp_path / "other", every_n_steps=10))
     assert (tmp_path / "kmp.jsonl").read_bytes() == before
-    fit(model, defaults(tmp_path, every_n_steps=10))
+    fit(model, without_replays(tmp_path, every_n_steps=10))
     assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
 
 
@@ -340,7 +341,7 @@ def test_log_dir_of_a_killed_process_can_be_used(tmp_path):
     with folder_locked_by_another_process(tmp_path) as process:
         process.kill()
         process.wait()
-        fit(compiled_model(), defaults(tmp_path))
+        fit(compiled_model(), without_replays(tmp_path))
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork")
@@ -372,7 +373,7 @@ def test_file_system_without_locks_locks_nothing(tmp_path, monkeypatch, code):
 
 def test_full_disk_stops_the_log_and_not_the_training(tmp_path):
     (tmp_path / "kmp.jsonl").symlink_to("/dev/full")
-    callbacks = defaults(tmp_path, every_n_steps=5)
+    callbacks = without_replays(tmp_path, every_n_steps=5)
     model = compiled_model()
     with pytest.warns(
         UserWarning, match=r"Logging to .* stops: .*No space left on device.*Training continues"
@@ -406,7 +407,7 @@ def test_later_run_continues_the_log_that_a_full_disk_stopped(tiny_disk):
     steps = kmp.records.Run.load(folder, allow_truncated=True).series("loss_scale")[0].tolist()
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) > 20
-    fit(model, defaults(folder, every_n_steps=10))
+    fit(model, without_replays(folder, every_n_steps=10))
     assert kmp.records.Run.load(folder).series("loss_scale")[0].tolist() == [*steps, 401, 410, 420]
 
 
@@ -417,7 +418,7 @@ def small_budget(monkeypatch):
 
 
 def test_interval_of_a_long_run_doubles_in_the_log_and_in_memory(tmp_path, small_budget):
-    callbacks = defaults(tmp_path, every_n_steps=1)
+    callbacks = without_replays(tmp_path, every_n_steps=1)
     fit(compiled_model(), callbacks, batches=200)
     run, steps = callbacks[0].run, sampled_steps(tmp_path)
     assert [sample.step for sample in run.samples] == steps
@@ -431,11 +432,11 @@ def test_interval_of_a_long_run_doubles_in_the_log_and_in_memory(tmp_path, small
 
 def test_resumed_run_continues_with_the_interval_of_its_log(tmp_path, small_budget):
     model = compiled_model()
-    fit(model, defaults(tmp_path, every_n_steps=1), batches=60)
+    fit(model, without_replays(tmp_path, every_n_steps=1), batches=60)
     before = sampled_steps(tmp_path)
     interval = before[-1] - before[-2]
     assert interval >= 4
-    callbacks = defaults(tmp_path, every_n_steps=1)
+    callbacks = without_replays(tmp_path, every_n_steps=1)
     fit(model, callbacks, batches=60)
     after = sampled_steps(tmp_path)[len(before) :]
     assert after[0] == 61
@@ -445,7 +446,7 @@ def test_resumed_run_continues_with_the_interval_of_its_log(tmp_path, small_budg
 
 def test_interval_of_a_run_without_a_log_doubles_too_and_a_new_one_starts_in_full(monkeypatch):
     monkeypatch.setattr(Monitor, "budget", 600)
-    for reused in ([GradientHistogram(every_n_steps=1)], defaults(every_n_steps=1)):
+    for reused in ([GradientHistogram(every_n_steps=1)], without_replays(every_n_steps=1)):
         for _ in range(2):
             fit(compiled_model(), reused, batches=60)
             steps = [sample.step for sample in reused[0].run.samples]
@@ -454,7 +455,7 @@ def test_interval_of_a_run_without_a_log_doubles_too_and_a_new_one_starts_in_ful
 
 
 def test_samples_of_epochs_without_a_due_step_are_thinned(tmp_path, small_budget):
-    callbacks = defaults(tmp_path, every_n_steps=1000)
+    callbacks = without_replays(tmp_path, every_n_steps=1000)
     fit(compiled_model(), callbacks, batches=2, epochs=40)
     run = callbacks[0].run
     assert [sample.step for sample in run.samples] == sampled_steps(tmp_path)
@@ -464,7 +465,7 @@ def test_samples_of_epochs_without_a_due_step_are_thinned(tmp_path, small_budget
 
 def test_overflow_counts_by_variable_are_recorded_when_they_change(tmp_path):
     optimizer = kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28, growth_interval=2)
-    fit(compiled_model(optimizer), defaults(tmp_path, every_n_steps=1, on_stuck="ignore"), batches=80)
+    fit(compiled_model(optimizer), without_replays(tmp_path, every_n_steps=1, on_stuck="ignore"), batches=80)
     rows = [row for row in kmp.load_run(tmp_path).rows if "overflow_count" in row]
     counted = [row for row in rows if "overflows_by_variable" in row]
     overflows = [row["overflow_count"] for row in counted]
@@ -481,7 +482,7 @@ def test_metrics_of_epochs_are_recorded_once(tmp_path):
             logs |= {"text": "no number", "undefined": float("nan")}
 
     x, y = small_data()
-    callbacks = defaults(tmp_path, every_n_steps=5)
+    callbacks = without_replays(tmp_path, every_n_steps=5)
     with kmp.enable():
         model = compiled_model(keras.optimizers.SGD(0.25))
     history = model.fit(
@@ -512,7 +513,7 @@ def test_second_run_of_a_model_that_its_first_step_builds_has_its_layers(tmp_pat
         with kmp.enable():
             model = keras.Sequential([keras.layers.Dense(2), kmp.layers.Softmax()])
             model.compile("sgd", "sparse_categorical_crossentropy")
-        callbacks = defaults(tmp_path, every_n_steps=5)
+        callbacks = without_replays(tmp_path, every_n_steps=5)
         model.fit(x, y, batch_size=8, verbose=0, callbacks=callbacks)
         settings = kmp.load_run(tmp_path).settings
         assert list(settings["layers"].values()) == ["Dense", "Softmax"]
@@ -520,7 +521,7 @@ def test_second_run_of_a_model_that_its_first_step_builds_has_its_layers(tmp_pat
 
 
 def test_metrics_of_a_second_model_with_the_same_callbacks_are_recorded(tmp_path):
-    callbacks = defaults(tmp_path, every_n_steps=5)
+    callbacks = without_replays(tmp_path, every_n_steps=5)
     for _ in range(2):
         fit(compiled_model(), callbacks)
         assert list(callbacks[0].run.metrics) == ["learning_rate", "loss"]
@@ -531,7 +532,7 @@ def test_metrics_that_a_log_cannot_hold_are_left_out(tmp_path):
         def on_epoch_end(self, epoch, logs=None):
             logs |= {"huge": 1e300} | {f"m{number}": 1.0 for number in range(1100)}
 
-    fit(compiled_model(), [Huge(), *defaults(tmp_path, every_n_steps=5)])
+    fit(compiled_model(), [Huge(), *without_replays(tmp_path, every_n_steps=5)])
     metrics = kmp.load_run(tmp_path).metrics
     assert len(metrics) == 1000
     assert np.isnan(metrics["huge"][1]).all()
@@ -558,7 +559,7 @@ def test_log_that_is_lost_during_the_training_is_written_again_with_a_warning(tm
         "folder moved": lambda: folder.rename(tmp_path / "moved"),
         "file truncated": lambda: file.write_bytes(b""),
     }[how]
-    callbacks = defaults(folder, every_n_steps=1)
+    callbacks = without_replays(folder, every_n_steps=1)
     with pytest.warns(UserWarning, match="was deleted, moved or truncated during the training"):
         fit(compiled_model(), [Harm(harm), *callbacks], batches=8)
     rows = kmp.load_run(folder).rows

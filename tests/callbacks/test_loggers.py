@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import Interrupt, compiled_model, fit, is_locked, small_data
+from conftest import Interrupt, compiled_model, fit, is_locked, small_data, without_replays
 
 import kmp
 from kmp.callbacks import (
@@ -35,13 +35,13 @@ def steps_of(callback):
 
 
 def test_defaults_pass_variables_to_the_monitor():
-    callbacks = defaults(variables="*/kernel")
+    callbacks = without_replays(variables="*/kernel")
     fit(compiled_model(), callbacks)
     assert {name.split("/")[-1] for sample in callbacks[0].run.samples for name in sample.names} == {"kernel"}
 
 
 def test_training_in_every_mode_is_recorded_and_unchanged(compile_mode):
-    trained, callbacks = [], defaults(every_n_steps=10)
+    trained, callbacks = [], without_replays(every_n_steps=10)
     for used in ([], callbacks):
         keras.utils.set_random_seed(0)
         model = compiled_model("adam", **compile_mode)
@@ -115,13 +115,13 @@ def test_records_have_the_optimizer_steps_if_a_step_takes_several_batches():
 def test_logs_of_an_epoch_without_a_step_have_all_keys():
     model = SeveralBatchesPerStep(compiled_model().layers)
     model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
-    history = fit(model, defaults(), batches=3, epochs=2)
+    history = fit(model, without_replays(), batches=3, epochs=2)
     assert {key: len(values) for key, values in history.items()} == dict.fromkeys({"loss"} | KEYS, 2)
     assert np.isnan(history["grad_norm"]).tolist() == [True, False]
 
 
 def test_monitor_copies_a_snapshot_only_after_new_steps(monkeypatch):
-    model, (monitor, *_), snapshots = compiled_model(), defaults(every_n_steps=5), []
+    model, (monitor, *_), snapshots = compiled_model(), without_replays(every_n_steps=5), []
     snapshot = model.optimizer.snapshot
     monkeypatch.setattr(model.optimizer, "snapshot", lambda: snapshots.append(1) or snapshot())
     fit(model, [monitor], batches=20)
@@ -160,7 +160,7 @@ def test_overflows_are_counted_and_the_rate_is_since_the_last_record():
 
 
 def test_every_epoch_has_a_histogram():
-    callbacks = defaults(every_n_steps=50)
+    callbacks = without_replays(every_n_steps=50)
     fit(compiled_model(), callbacks, epochs=4)
     run = callbacks[0].run
     assert [histogram.step for histogram in run.histograms] == [1, 21, 50, 61]
@@ -173,7 +173,7 @@ def test_logs_of_every_batch_and_epoch_have_the_same_keys():
         on_train_batch_end=lambda batch, logs: keys.append(set(logs)),
         on_epoch_end=lambda epoch, logs: keys.append(set(logs)),
     )
-    fit(compiled_model(), [*defaults(every_n_steps=7), recorder], batches=10)
+    fit(compiled_model(), [*without_replays(every_n_steps=7), recorder], batches=10)
     assert keys == [{"loss"} | KEYS] * 11
 
 
@@ -199,7 +199,7 @@ def generator():
 def test_generators_and_datasets_work(source):
     x, y = small_data()
     data = generator() if source == "generator" else tf.data.Dataset.from_tensor_slices((x, y)).batch(8).repeat()
-    callbacks = defaults(every_n_steps=5)
+    callbacks = without_replays(every_n_steps=5)
     history = compiled_model().fit(
         data, steps_per_epoch=12, epochs=2, shuffle=False, validation_data=(x, y), callbacks=callbacks, verbose=0
     )
@@ -208,7 +208,7 @@ def test_generators_and_datasets_work(source):
 
 
 def test_train_on_batch_works_with_a_callback_list():
-    model, loggers = compiled_model(), defaults(every_n_steps=2)
+    model, loggers = compiled_model(), without_replays(every_n_steps=2)
     x, y = small_data()
     callbacks = keras.callbacks.CallbackList(loggers, model=model)
     callbacks.on_train_begin()
@@ -221,13 +221,13 @@ def test_train_on_batch_works_with_a_callback_list():
 
 
 def test_callbacks_listed_later_get_the_keys(tmp_path):
-    fit(compiled_model(), [*defaults(), keras.callbacks.CSVLogger(tmp_path / "log.csv")])
+    fit(compiled_model(), [*without_replays(), keras.callbacks.CSVLogger(tmp_path / "log.csv")])
     with (tmp_path / "log.csv").open() as file:
         assert set(next(csv.DictReader(file))) >= KEYS
 
 
 def test_records_in_memory_are_those_of_the_log(tmp_path):
-    callbacks = defaults(tmp_path, every_n_steps=5)
+    callbacks = without_replays(tmp_path, every_n_steps=5)
     fit(compiled_model(), callbacks)
     run, logged = callbacks[0].run, kmp.load_run(tmp_path)
     assert [*map(to_line, run.rows)] == [*map(to_line, logged.rows)]
@@ -283,12 +283,12 @@ def test_callbacks_warn_if_their_optimizer_takes_no_step():
 def test_defaults_train_a_model_whose_compiled_optimizer_takes_no_step():
     gan = Gan()
     gan.compile()
-    fit(gan, defaults(every_n_steps=2))
+    fit(gan, without_replays(every_n_steps=2))
     assert [optimizer.snapshot().step for optimizer in gan.optimizers] == [20, 20]
 
 
 def test_callbacks_reused_for_another_model_read_only_that_model(tmp_path):
-    callbacks = defaults(tmp_path, every_n_steps=5)
+    callbacks = without_replays(tmp_path, every_n_steps=5)
     fit(compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=64.0)), callbacks, epochs=2)
     second = compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=128.0))
     fit(second, callbacks)
@@ -302,7 +302,7 @@ def test_callbacks_reused_for_another_model_read_only_that_model(tmp_path):
 def test_interrupted_training_keeps_no_reference_to_the_optimizer(tmp_path):
     model = compiled_model()
     with pytest.raises(KeyboardInterrupt):
-        fit(model, [*defaults(tmp_path, every_n_steps=2), Interrupt()])
+        fit(model, [*without_replays(tmp_path, every_n_steps=2), Interrupt()])
     optimizer = weakref.ref(model.optimizer)
     del model
     keras.backend.clear_session()
@@ -314,7 +314,7 @@ def test_interrupted_training_keeps_no_reference_to_the_optimizer(tmp_path):
 def test_model_that_needs_no_loss_scale_trains_without_records_and_this_is_logged_once(policy, tmp_path, caplog):
     kmp.enable(policy)
     model = compiled_model()
-    shared = defaults(tmp_path, report=tmp_path / "r.html")
+    shared = without_replays(tmp_path, report=tmp_path / "r.html")
     single = [callback() for callback in (*LOGGERS, StuckDetector)]
     for callbacks in (shared, [*single, Report(tmp_path / "single.html", single[0].run)]):
         assert set(fit(model, callbacks, batches=2)) == {"loss"}
@@ -328,14 +328,14 @@ def test_model_that_needs_no_loss_scale_trains_without_records_and_this_is_logge
 
 def test_model_that_needs_no_loss_scale_has_records_with_a_wrapped_optimizer():
     kmp.enable("float32")
-    callbacks = defaults()
+    callbacks = without_replays()
     history = fit(compiled_model(kmp.wrap("sgd", loss_scale=1.0)), callbacks)
     assert history["loss_scale"] == [1.0]
     assert [sample.step for sample in callbacks[0].run.samples] == [1]
 
 
 def test_callbacks_reused_for_a_model_without_records_drop_those_of_the_first_model():
-    callbacks = defaults()
+    callbacks = without_replays()
     fit(compiled_model(), callbacks, batches=2)
     assert callbacks[0].run.rows
     kmp.enable("float32")
@@ -343,11 +343,11 @@ def test_callbacks_reused_for_a_model_without_records_drop_those_of_the_first_mo
     assert (callbacks[0].run.rows, callbacks[0].run.header) == ([], {})
 
 
-@pytest.mark.filterwarnings("ignore:.*so its loss is not scaled")
+@pytest.mark.filterwarnings("ignore:.*trains without kmp's loss scale")
 def test_error_for_a_float16_model_says_how_to_add_a_loss_scale_optimizer():
     model = compiled_model(auto_scale_loss=False)
     with pytest.raises(ValueError, match=r"computes in float16 and float32\. Compile the model after kmp.enable\(\)"):
-        fit(model, defaults())
+        fit(model, without_replays())
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_invalid_argument_raises_an_error_that_names_it(make, arguments, match):
 def test_copied_or_unpickled_callbacks_work_together(copied, monkeypatch):
     written = []
     monkeypatch.setattr(kmp.report, "write", lambda runs, path: written.extend(runs.values()))
-    originals = defaults(every_n_steps=1000, report="r.html")
+    originals = without_replays(every_n_steps=1000, report="r.html")
     callbacks = copied(originals)
     x, y = small_data(batches=110)
     with pytest.raises(StuckError):
@@ -391,7 +391,7 @@ def test_copied_or_unpickled_callbacks_work_together(copied, monkeypatch):
 def test_records_are_in_order_after_a_skipped_first_step(enabled):
     x, y = small_data()
     x[0] = np.nan
-    callbacks = kmp.callbacks.defaults(every_n_steps=5)
+    callbacks = without_replays(every_n_steps=5)
     compiled_model().fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
     run = callbacks[0].run
     steps = [row["step"] for row in run.rows if not {"replay", "metrics"} & row.keys()]
