@@ -18,8 +18,6 @@ class BinCounts:
     Args:
         bins: int64 of shape `(k,)`, the bins that are stored, in ascending order.
         values: Unsigned integers of shape `(n, k)`, the counts of `n` variables in these bins.
-        correction: int64 of shape `(280,)` or `None`. If the counts of each variable are rounded, as in a log, the
-            exact counts of all variables together, minus the sum of the rounded ones.
 
     Example:
     >>> counts = np.zeros((2, 280), np.int64)
@@ -31,13 +29,15 @@ class BinCounts:
 
     bins: np.ndarray
     values: np.ndarray
-    correction: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", self.values.astype(np.min_scalar_type(self.values.max(initial=0))))
 
     @classmethod
-    def of(cls, counts: np.ndarray, correction: np.ndarray | None = None) -> "BinCounts":
+    def of(cls, counts: np.ndarray) -> "BinCounts":
         """Returns the counts for an integer array of shape `(n, 280)`."""
         bins = np.flatnonzero(counts.any(axis=0))
-        return cls(bins, _smallest(counts[:, bins]), correction)
+        return cls(bins, counts[:, bins])
 
     def __len__(self) -> int:
         return len(self.values)
@@ -60,22 +60,10 @@ class BinCounts:
 
     def merged(self, order: np.ndarray, starts: np.ndarray) -> "BinCounts":
         """Returns the sums over groups of variables: those of `order`, where a group begins at each of `starts`."""
-        sums = np.add.reduceat(self.values[order], starts, axis=0, dtype=np.int64)
-        return replace(self, values=_smallest(sums))
+        return replace(self, values=np.add.reduceat(self.values[order], starts, axis=0, dtype=np.int64))
 
     def total(self, is_selected: np.ndarray) -> np.ndarray:
-        """Returns the counts of the selected variables together, int64 of shape `(280,)`.
-
-        The correction is that of all variables: with it, the result has the rounding errors of the variables that are
-        not selected. It is left out if these have most of the elements, or if it exceeds a count.
-        """
+        """Returns the counts of the selected variables together, int64 of shape `(280,)`."""
         total = np.zeros(BIN_COUNT, np.int64)
         total[self.bins] = self.values[is_selected].sum(axis=0, dtype=np.int64)
-        if self.correction is None or 2 * total.sum() < self.values.sum(dtype=np.int64):
-            return total
-        corrected = total + self.correction
-        return total if (corrected < 0).any() else corrected
-
-
-def _smallest(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.min_scalar_type(values.max(initial=0)))
+        return total

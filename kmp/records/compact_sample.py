@@ -9,20 +9,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from kmp.records.bin_counts import BinCounts
-from kmp.records.exponent_histogram import BIN_COUNT, FIRST_EXPONENT, INF_BIN, LAST_EXPONENT, NAN_BIN, ZERO_BIN
 from kmp.records.gradient_sample import NORMS, UPDATE_COUNTS, GradientSample
 from kmp.records.log_schema import HIGHEST_NUMBER, MOST_ELEMENTS
 
-EXACT = 4  # counts through this one are exact
-LEVELS = np.unique(np.append(0, np.round(2.0 ** (np.arange(2 * 36 + 1) / 2)))).astype(np.int64)
-_BOUNDARIES = np.append(0.5, np.sqrt(LEVELS[1:-1].astype(float) * LEVELS[2:]))
-_NORM_BITS = 8  # significant bits of a norm
-_AMAX_STEPS = 64  # between two powers of two
-_NO_EXPONENT = -1100  # 2 to this power is zero in float64
-_FIRST_BIN = ZERO_BIN + 1 - FIRST_EXPONENT  # the bin of exponent 0
-_SPECIAL_BINS = {"zero": ZERO_BIN, "inf": INF_BIN, "nan": NAN_BIN}
+_SIGNIFICANT_BITS = 8  # of norms and magnitudes
 
-# Kept with a sample, so that it is encoded once, and a log that is rewritten is not rounded again.
+# Kept with a sample, so that it is encoded once.
 _encodings: WeakKeyDictionary[GradientSample, dict[str, Any]] = WeakKeyDictionary()
 
 
@@ -34,23 +26,18 @@ def compact(sample: GradientSample) -> dict[str, Any]:
 
 
 def _encoded(sample: GradientSample) -> dict[str, Any]:
-    counts, elements = sample.counts, sample.elements
-    norms = {}
-    for key in NORMS:
-        significands, exponents = np.frexp(getattr(sample, key))
-        rounded = np.ldexp(np.round(np.ldexp(significands, _NORM_BITS)), exponents - _NORM_BITS)
-        norms[key] = np.where(np.isfinite(rounded), rounded, np.nan)
-    with np.errstate(over="ignore"):
-        fractions = np.ldexp(np.nan_to_num(sample.amax, posinf=0.0), -_highest_exponents(counts)) - 1
-    amax = np.clip(np.round(fractions * _AMAX_STEPS), 0, _AMAX_STEPS - 1)
-
-    order = np.lexsort((norms["norm"], elements))
-    data = {"loss_scale": sample.loss_scale} | _packed_bins(counts, order) | {"elements": _packed(elements, "<i8")}
-    columns = {"amax": (amax, "<u1")} | {key: (getattr(sample, key), "<i8") for key in UPDATE_COUNTS}
-    data |= {key: _packed(values, dtype) for key, (values, dtype) in columns.items() if values.any()}
-    data |= {key: _packed(values, "<f8") for key, values in norms.items() if not np.isnan(values).all()}
+    data: dict[str, Any] = {"loss_scale": sample.loss_scale} | _packed_bins(sample.bin_counts)
     if sample.unscaled_bin_counts is not None:
-        data["unscaled"] = _packed_bins(sample.unscaled_bin_counts.dense(), order)
+        data["unscaled"] = _packed_bins(sample.unscaled_bin_counts)
+    for key in ("amax", *NORMS):
+        significands, exponents = np.frexp(getattr(sample, key))
+        # Down, so that a magnitude stays in its power of two.
+        rounded = np.ldexp(np.trunc(np.ldexp(significands, _SIGNIFICANT_BITS)), exponents - _SIGNIFICANT_BITS)
+        values = rounded if key == "amax" else np.where(np.isfinite(rounded), rounded, np.nan)
+        if not np.isnan(values).all():
+            data[key] = _packed(values, "<f8")
+    counts = {key: getattr(sample, key) for key in UPDATE_COUNTS}
+    data |= {key: _packed(values, "<i8") for key, values in counts.items() if values.any()}
     return data | {"names": sample.names}
 
 
@@ -64,85 +51,30 @@ def expanded(step: int, data: dict[str, Any]) -> GradientSample:
     size = len(names)
     if len(set(names)) < size:
         raise ValueError("`names` must not repeat a name")
-    elements = _integers(data, "elements", size)
-    norms = {}
-    for key in NORMS:
-        norms[key] = values = _unpacked(data, key, "<f8", size) if key in data else np.full(size, np.nan)
-        if not (np.isnan(values) | ((values >= 0) & (values <= HIGHEST_NUMBER))).all():
+    numbers = {}
+    for key in ("amax", *NORMS):
+        numbers[key] = values = _unpacked(data, key, "<f8", size) if key in data else np.full(size, np.nan)
+        is_accepted = np.isnan(values) | ((values >= 0) & (values <= HIGHEST_NUMBER))
+        if not (is_accepted | (np.isposinf(values) & (key == "amax"))).all():
             raise ValueError(f"`{key}` must hold NaN, or numbers between 0 and {HIGHEST_NUMBER}")
-    order = np.lexsort((norms["norm"], elements))
-    counts, correction = _unpacked_bins(data, elements, order)
-    unscaled = BinCounts.of(*_unpacked_bins(data["unscaled"], elements, order)) if "unscaled" in data else None
-    amax = np.ldexp(1 + _unpacked(data, "amax", "<u1", size) / _AMAX_STEPS, _highest_exponents(counts))
-    amax[counts[:, INF_BIN] > 0] = np.inf
-    amax[counts[:, NAN_BIN] > 0] = np.nan
     updates = {key: _integers(data, key, size) for key in UPDATE_COUNTS}
-    scale, bins = float(data["loss_scale"]), BinCounts.of(counts, correction)
-    sample = GradientSample(step, scale, names, bins, amax, **norms, **updates, unscaled_bin_counts=unscaled)
+    unscaled = _unpacked_bins(data["unscaled"], size) if "unscaled" in data else None
+    sample = GradientSample(
+        step, data["loss_scale"], names, _unpacked_bins(data, size), **numbers, **updates, unscaled_bin_counts=unscaled
+    )
     _encodings[sample] = data
     return sample
 
 
-def _highest_exponents(counts: np.ndarray) -> np.ndarray:
-    """Returns the largest exponent with a count of each variable."""
-    is_filled = counts[:, INF_BIN - 1 : ZERO_BIN : -1] > 0
-    return np.where(is_filled.any(axis=1), LAST_EXPONENT - is_filled.argmax(axis=1), _NO_EXPONENT)
+def _packed_bins(counts: BinCounts) -> dict[str, Any]:
+    return {"bins": counts.bins.tolist(), "counts": _packed(counts.values.T, "<i8")}
 
 
-def _packed_bins(counts: np.ndarray, order: np.ndarray) -> dict[str, Any]:
-    """Packs counts; their codes as differences between variables in `order`, which are small and so compress well."""
-    total = counts.sum(axis=0)
-    nonempty = np.flatnonzero(total[ZERO_BIN + 1 : INF_BIN])
-    first, stop = (int(nonempty[0]) + 1, int(nonempty[-1]) + 2) if nonempty.size else (1, 1)
-    special = {key: int(total[index]) for key, index in _SPECIAL_BINS.items()}
-    codes = np.searchsorted(_BOUNDARIES, counts[:, first:stop])
-    differences = np.diff(codes[order].astype(np.uint8), axis=0, prepend=np.uint8(0))
-    return (
-        {"total": special | {"first": first - _FIRST_BIN, "counts": total[first:stop].tolist()}}
-        | {key: _packed(counts[:, index], "<i8") for key, index in _SPECIAL_BINS.items() if special[key]}
-        | {"counts": _packed(differences.T, "<u1")}
-    )
-
-
-def _unpacked_bins(data: Mapping[str, Any], elements: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the counts, int64 of shape `(n, 280)`, and what rounding them took from their sum."""
-    size, span = len(elements), len(data["total"]["counts"])
-    first = data["total"]["first"] + _FIRST_BIN
-    if first + span > INF_BIN:
-        raise ValueError(f"`total.counts` must end at exponent {LAST_EXPONENT} or below")
-    # Most exponents have no count: in column order, the operating system does not allocate their pages.
-    counts = np.zeros((size, BIN_COUNT), np.int64, order="F")
-    total = np.zeros(BIN_COUNT, np.int64)
-    total[first : first + span] = data["total"]["counts"]
-    for key, index in _SPECIAL_BINS.items():
-        counts[:, index], total[index] = _integers(data, key, size), data["total"][key]
-    codes = np.empty((size, span), np.uint8)
-    differences = _unpacked(data, "counts", "<u1", size * span).reshape(span, size)
-    codes[order] = np.cumsum(differences, axis=1, dtype=np.uint8).T
-    if codes.max(initial=0) >= len(LEVELS):
-        raise ValueError(f"`counts` must hold codes below {len(LEVELS)}")
-    _fill(counts[:, first : first + span], codes, elements - counts.sum(axis=1))
-    special = list(_SPECIAL_BINS.values())
-    if total.sum() != elements.sum() or (total[special] != counts[:, special].sum(axis=0)).any():
-        raise ValueError("`total` must be the sum of the counts of all variables")
-    return counts, total - counts.sum(axis=0)
-
-
-def _fill(counts: np.ndarray, codes: np.ndarray, elements: np.ndarray) -> None:
-    """Decodes counts so that each variable has the right number of elements, which is divided by the rounded counts."""
-    exact, weight = np.zeros(len(codes), np.int64), np.zeros(len(codes))
-    for column in codes.T:  # one at a time, because a table of all takes much memory
-        exact += np.minimum(LEVELS[column], EXACT)
-        weight += np.maximum(LEVELS[column] - EXACT, 0)
-    rest = elements - exact
-    if (rest < 0).any() or (rest[weight == 0] > 0).any():
-        raise ValueError("`counts` must agree with `elements`, `zero`, `inf` and `nan`")
-    before, sum_before = np.zeros(len(codes)), np.zeros(len(codes))
-    for column, result in zip(codes.T, counts.T, strict=True):
-        before += np.maximum(LEVELS[column] - EXACT, 0)
-        sum_here = np.floor(before / np.maximum(weight, 1) * rest)
-        result[:] = np.minimum(LEVELS[column], EXACT) + (sum_here - sum_before).astype(np.int64)
-        sum_before = sum_here
+def _unpacked_bins(data: Mapping[str, Any], size: int) -> BinCounts:
+    bins = np.array(data["bins"], np.int64)
+    if (np.diff(bins) <= 0).any():
+        raise ValueError("`bins` must ascend")
+    return BinCounts(bins, _integers(data, "counts", size * len(bins)).reshape(len(bins), size).T)
 
 
 def _integers(data: Mapping[str, Any], key: str, size: int) -> np.ndarray:

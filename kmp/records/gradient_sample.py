@@ -116,7 +116,7 @@ class GradientSample:
 
     @property
     def histogram(self) -> ExponentHistogram:
-        """The histogram of all variables together; exact, even if the counts of each are rounded."""
+        """The histogram of all variables together."""
         return self.histogram_of(np.ones(len(self), bool))
 
     def histogram_of(self, is_selected: np.ndarray) -> ExponentHistogram:
@@ -146,9 +146,7 @@ class GradientSample:
         several: list[Any] = list(patterns) if is_several else [patterns]
         if not all(isinstance(pattern, str) for pattern in several):
             raise TypeError(validation.message("patterns", patterns, "a string or a list of strings"))
-        selected = self._at(matching_indices(several, self.names))
-        uncorrected = {key: replace(counts, correction=None) for key, counts in selected._bin_counts.items()}
-        return replace(selected, **uncorrected)
+        return self._at(matching_indices(several, self.names))
 
     def without(self, names: Iterable[str]) -> "GradientSample":
         """Returns the sample without the named variables. Unknown names are ignored."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, NotRequired, TypedDict
 
 from msgspec import Meta
 
-from kmp.records.exponent_histogram import FIRST_EXPONENT, LAST_EXPONENT
+from kmp.records.exponent_histogram import BIN_COUNT
 from kmp.utils import FLOAT32
 
 SCHEMA = 1
@@ -12,9 +12,8 @@ SCHEMA = 1
 # Steps on the axis of a plot are float64, which has half steps below 2^52; matplotlib needs four bits more.
 Count = Annotated[int, Meta(ge=0, lt=2**48)]
 PositiveInteger = Annotated[int, Meta(ge=1, le=2**63 - 1)]
-# The number of elements in 280 bins of 2^18 variables then fits int64.
+# Below this is each count of a sample. The sum of the counts in 280 bins of 2^18 variables then fits int64.
 MOST_ELEMENTS = 2**36
-ElementCount = Annotated[int, Meta(ge=0, lt=MOST_ELEMENTS)]
 MOST_VARIABLES = Meta(max_length=2**18)
 
 # Squares and ratios of these do not overflow float64, and no float32 computation exceeds them.
@@ -28,31 +27,17 @@ Texts = Annotated[list[Text], Meta(max_length=100)]
 CountByVariable = Annotated[dict[Text, Count], MOST_VARIABLES]
 
 
-class Total(TypedDict):
-    """Element counts of all variables together, by binary exponent, starting with exponent `first`."""
-
-    zero: ElementCount
-    inf: ElementCount
-    nan: ElementCount
-    first: Annotated[int, Meta(ge=FIRST_EXPONENT, le=LAST_EXPONENT)]
-    counts: Annotated[list[ElementCount], Meta(max_length=LAST_EXPONENT - FIRST_EXPONENT + 1)]
-
-
 class Bins(TypedDict):
     """The counts of a sample; `kmp.records.compact_sample` checks what the texts contain."""
 
-    total: Total
+    bins: Annotated[list[Annotated[int, Meta(ge=0, lt=BIN_COUNT)]], Meta(max_length=BIN_COUNT)]
     counts: str
-    zero: NotRequired[str]
-    inf: NotRequired[str]
-    nan: NotRequired[str]
 
 
 class Sample(Bins):
     """The gradient statistics of one step."""
 
     loss_scale: LossScale
-    elements: str
     amax: NotRequired[str]
     norm: NotRequired[str]
     weight_norm: NotRequired[str]

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kmp import load_run, records
-from kmp.records import BIN_COUNT, FIRST_EXPONENT, INF_BIN, NAN_BIN, ZERO_BIN, BinCounts, GradientSample, LogEncoder
-from kmp.records.compact_sample import EXACT, LEVELS, compact, expanded
+from kmp.records import BIN_COUNT, FIRST_EXPONENT, INF_BIN, NAN_BIN, BinCounts, GradientSample, LogEncoder
+from kmp.records.compact_sample import compact, expanded
 
-SPECIAL = [ZERO_BIN, INF_BIN, NAN_BIN]
 HEADER = {"schema": records.SCHEMA, "kind": "header"}
 
 
@@ -45,12 +44,9 @@ def round_trip(sample):
     return expanded(sample.step, encoded(sample))
 
 
-COUNTS = st.integers(0, 9) | st.integers(0, 2**20) | st.integers(0, 2**27)
-
-
 @settings(derandomize=True, deadline=None)
-@given(st.lists(st.dictionaries(st.integers(0, BIN_COUNT - 1), COUNTS, max_size=20), max_size=5))
-def test_any_sample_round_trips_with_its_sums_zeros_and_small_counts_exact(variables):
+@given(st.lists(st.dictionaries(st.integers(0, BIN_COUNT - 1), st.integers(0, 2**36 - 1), max_size=20), max_size=5))
+def test_counts_of_any_sample_round_trip_exactly(variables):
     counts = np.zeros((len(variables), BIN_COUNT), np.int64)
     for row, nonempty in zip(counts, variables, strict=True):
         row[list(nonempty)] = list(nonempty.values())
@@ -58,23 +54,9 @@ def test_any_sample_round_trips_with_its_sums_zeros_and_small_counts_exact(varia
     before = sample_of(counts, 1000.0, unscaled)
     after = round_trip(before)
     assert (after.step, after.loss_scale, after.names) == (before.step, before.loss_scale, before.names)
-    assert after.histogram == before.histogram
-    for rounded, exact in ((after.counts, counts), (after.unscaled_bin_counts.dense(), unscaled)):
-        np.testing.assert_array_equal(rounded.sum(1), exact.sum(1))
-        np.testing.assert_array_equal(rounded[:, SPECIAL], exact[:, SPECIAL])
-        np.testing.assert_array_equal(rounded > 0, exact > 0)
-        np.testing.assert_array_equal(np.minimum(rounded, EXACT), np.minimum(exact, EXACT))
-        assert (rounded <= 1.6 * exact + 1).all()
-        assert (rounded >= exact / 1.6 - 1).all()
+    np.testing.assert_array_equal(after.counts, counts)
+    np.testing.assert_array_equal(after.unscaled_bin_counts.dense(), unscaled)
     np.testing.assert_array_equal(after.amax, before.amax)
-    np.testing.assert_allclose(after.norm, before.norm, rtol=2**-8)
-
-
-def test_counts_of_real_shape_are_rounded_by_eight_percent():
-    counts = normal_counts()
-    relative = np.abs(round_trip(sample_of(counts)).counts - counts)[counts > 20] / counts[counts > 20]
-    assert np.median(relative) < 0.1
-    assert relative.max() < 0.4
 
 
 def test_updates_round_trip_and_columns_without_values_are_omitted():
@@ -84,57 +66,39 @@ def test_updates_round_trip_and_columns_without_values_are_omitted():
         **{"updates": np.array([4096, 0]), "lost_updates": np.array([77, 0])},
     )
     after = round_trip(before)
-    np.testing.assert_allclose(after.weight_norm, before.weight_norm, rtol=2**-8)
+    np.testing.assert_allclose(after.weight_norm, before.weight_norm, rtol=2**-7)
     np.testing.assert_array_equal(after.update_norm, before.update_norm)
     np.testing.assert_array_equal(after.updates, before.updates)
     np.testing.assert_array_equal(after.lost_updates, before.lost_updates)
     assert after.has_update
     without = sample_of(normal_counts(2))
     assert not without.has_update
-    assert list(compact(without)) == ["loss_scale", "total", "counts", "elements", "amax", "norm", "names"]
+    assert list(compact(without)) == ["loss_scale", "bins", "counts", "amax", "norm", "names"]
 
 
-@pytest.mark.parametrize("amax", [1.0, 1.999, 1.5 + 2**-8, 2.0**-149, 3.3e38])
+@pytest.mark.parametrize("amax", [1.0, 1.999, 1.5 + 2**-8, 65504.0, 2.0**-149, 3.4e38])
 def test_largest_magnitude_stays_in_its_power_of_two(amax):
     counts = np.zeros((1, BIN_COUNT), np.int64)
     counts[0, np.frexp(amax)[1] - FIRST_EXPONENT] = 1
     after = round_trip(sample_of(counts, amax=np.array([amax])))
     assert np.frexp(after.amax[0])[1] == np.frexp(amax)[1]
-    np.testing.assert_allclose(after.amax, [amax], rtol=2**-6)
-
-
-def test_histogram_of_most_variables_is_corrected_and_that_of_a_few_is_not():
-    counts = normal_counts(50)
-    exact, rounded = sample_of(counts), round_trip(sample_of(counts))
-    name = exact.names[0]
-
-    def error(select):
-        return np.abs(select(rounded).histogram.counts - select(exact).histogram.counts).sum()
-
-    assert error(lambda sample: sample.without([name])) <= np.abs(rounded.counts[0] - counts[0]).sum()
-    assert (rounded.select(name).histogram.counts == rounded.counts[0]).all()
-    assert (rounded.without(exact.names[1:]).histogram.counts == rounded.counts[0]).all()
-    assert rounded.by_layer().histogram == exact.histogram
+    np.testing.assert_allclose(after.amax, [amax], rtol=2**-7)
 
 
 def test_documented_lines_read_a_sample():
-    text = records.__doc__.split("    def column")[1].split("\n\nNorms are")[0]
-    code = "".join(line[4:] for line in ("    def column" + text).splitlines(keepends=True) if line.strip())
+    text = records.__doc__.split("    def numbers")[1].split("\n\nA log is validated")[0]
+    code = "".join(line[4:] for line in ("    def numbers" + text).splitlines(keepends=True) if line.strip())
     before = sample_of(normal_counts())
     names = {"np": np, "zlib": zlib, "base64": base64, "sample": encoded(before)}
     exec(code, names)
-    np.testing.assert_array_equal(names["levels"], LEVELS)
-    np.testing.assert_allclose(names["norms"], before.norm, rtol=2**-8)
-    expected = before.counts[:, names["exponents"] - FIRST_EXPONENT + 1]
-    np.testing.assert_allclose(names["counts"], expected, rtol=0.25)
+    np.testing.assert_allclose(names["norms"], before.norm, rtol=2**-7)
+    np.testing.assert_array_equal(names["counts"].T, before.counts[:, names["sample"]["bins"]])
 
 
-def test_sample_of_600_variables_takes_less_than_10_kb():
+def test_sample_of_600_variables_takes_less_than_20_kb():
     counts = np.concatenate([normal_counts(300), normal_counts(300, elements=64)])
-    squares = 4.0 ** np.arange(FIRST_EXPONENT, FIRST_EXPONENT + INF_BIN - 1)
-    norms = np.sqrt(counts[:, ZERO_BIN + 1 : INF_BIN] @ squares)
-    line = json.dumps(compact(sample_of(counts, norm=norms)) | {"names": []})
-    assert 5_000 < len(line) < 10_000
+    line = json.dumps(compact(sample_of(counts, norm=np.random.default_rng(0).lognormal(size=600))) | {"names": []})
+    assert 10_000 < len(line) < 20_000
 
 
 def test_counts_are_stored_in_the_memory_that_they_need():
@@ -147,7 +111,7 @@ def test_counts_are_stored_in_the_memory_that_they_need():
     assert stored.total(np.ones(5000, bool)).max() == 5000 * 60_000
 
 
-def test_sample_from_a_log_is_written_again_without_rounding_it_again():
+def test_sample_from_a_log_is_written_again_as_it_is():
     data = encoded(sample_of(normal_counts(), 1000.0, normal_counts()))
     assert json.loads(json.dumps(compact(expanded(7, data)))) == data
 
@@ -177,13 +141,9 @@ TRUNCATED = base64.b64encode(zlib.compress(bytes(24))[:-2]).decode()
 FOLLOWED = base64.b64encode(zlib.compress(bytes(24)) + b"more").decode()
 
 
-def column(values, dtype="<i8"):
+def numbers(values, dtype="<i8"):
     planes = np.asarray(values, dtype).view(np.uint8).reshape(len(values), -1).T.tobytes()
     return base64.b64encode(zlib.compress(planes)).decode()
-
-
-def with_total(**values):
-    return {"total": VALID["total"] | values}
 
 
 @pytest.mark.parametrize(
@@ -191,10 +151,12 @@ def with_total(**values):
     [
         ({"names": None}, "No sample before this one has `names` - at `$.sample`"),
         ({"names": ["a", "a", "b"]}, "`names` must not repeat a name - at `$.sample`"),
-        ({"names": ["a"]}, "`elements` must expand to 8 bytes"),
-        ({"elements": None}, "Object missing required field `elements` - at `$.sample`"),
-        ({"total": None}, "Object missing required field `total`"),
+        ({"names": ["a"]}, "`amax` must expand to 8 bytes"),
+        ({"bins": None}, "Object missing required field `bins` - at `$.sample`"),
         ({"counts": None}, "Object missing required field `counts`"),
+        ({"bins": [*VALID["bins"][:-1], 280]}, "Expected `int` <= 279 - at `$.sample.bins["),
+        ({"bins": VALID["bins"][::-1]}, "`bins` must ascend - at `$.sample`"),
+        ({"bins": VALID["bins"][:1]}, "`counts` must expand to 24 bytes"),
         ({"norm": "???"}, "`norm` is not zlib data in base64 ("),
         ({"norm": "é"}, "`norm` is not zlib data in base64 ("),
         ({"norm": "AAAA"}, "`norm` is not zlib data in base64 ("),
@@ -204,20 +166,12 @@ def with_total(**values):
         ({"norm": TRUNCATED}, "`norm` must expand to 24 bytes"),
         ({"norm": FOLLOWED}, "`norm` must expand to 24 bytes"),
         ({"counts": LONG}, "`counts` must expand to "),
-        ({"counts": column([255] * 3 * len(VALID["total"]["counts"]), "u1")}, "`counts` must hold codes below 73"),
-        ({"norm": column([-1.0, 0.0, 0.0], "<f8")}, "`norm` must hold NaN, or numbers between 0 and 1e+100"),
-        ({"updates": column([0, 0, -1])}, "`updates` must hold integers at least 0 and below 68719476736"),
-        ({"zero": column([2**36, 0, 0])}, "`zero` must hold integers at least 0 and below 68719476736"),
-        ({"zero": column([5000, 0, 0])}, "`counts` must agree with `elements`, `zero`, `inf` and `nan`"),
-        ({"elements": column([4096, 4096, 4095])}, "`total` must be the sum of the counts of all variables"),
-        (with_total(zero=1), "`total` must be the sum of the counts of all variables"),
-        (with_total(first=127), "`total.counts` must end at exponent 127 or below"),
-        (
-            {"unscaled": VALID["unscaled"] | {"counts": None}},
-            "Expected `str`, got `null` - at `$.sample.unscaled",
-        ),
-        ({"unscaled": {}}, "Object missing required field `total` - at `$.sample.unscaled`"),
-        ({"unscaled": VALID["unscaled"] | {"zero": column([5000, 0, 0])}}, "`counts` must agree with"),
+        ({"norm": numbers([-1.0, 0.0, 0.0], "<f8")}, "`norm` must hold NaN, or numbers between 0 and 1e+100"),
+        ({"norm": numbers([np.inf, 0.0, 0.0], "<f8")}, "`norm` must hold NaN, or numbers between 0 and 1e+100"),
+        ({"updates": numbers([0, 0, -1])}, "`updates` must hold integers at least 0 and below 68719476736"),
+        ({"bins": [0], "counts": numbers([2**36, 0, 0])}, "`counts` must hold integers at least 0 and below 68719476"),
+        ({"unscaled": VALID["unscaled"] | {"counts": None}}, "Expected `str`, got `null` - at `$.sample.unscaled"),
+        ({"unscaled": {}}, "Object missing required field `bins` - at `$.sample.unscaled`"),
     ],
 )
 def test_invalid_sample_of_a_log_is_refused_with_line_and_key(tmp_path, change, message):

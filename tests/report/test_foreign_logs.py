@@ -90,7 +90,7 @@ VALUES = st.sampled_from(
             "float32",
             "FixedScale",
         ),
-        *(SETTINGS, REPLAY, ENCODED, ENCODED["total"], ENCODED["counts"], ENCODED["norm"], ENCODED["elements"], "AAAA"),
+        *(SETTINGS, REPLAY, ENCODED, ENCODED["bins"], ENCODED["counts"], ENCODED["norm"], ENCODED["updates"], "AAAA"),
     ]
 )
 INTEGERS = st.sampled_from([0, 1, 2, 5, 14, 40, 277, 2**31, 2**36 - 1, 2**48 - 1])
