@@ -23,6 +23,7 @@ RULES: tuple[Callable[[RunMetrics], Finding | None], ...] = (
     forward_rules.forward,
     precision_rules.unscaled_loss,
     precision_rules.outputs,
+    precision_rules.states,
     scale_rules.nonfinite_gradients,
     scale_rules.backward,
     scale_rules.scale_too_large,

@@ -12,19 +12,24 @@ _MANY_LOST = 0.1  # of the values of a weight, or of the outputs of a layer
 
 
 def unscaled_loss(metrics: RunMetrics) -> Finding | None:
-    """Reports a loss of a custom training step that is not multiplied by the loss scale."""
+    """Reports gradients of a custom training step that do not grow with the loss scale."""
     replay = metrics.last_comparison
     layers = [metrics.created_layer(layer) for layer in (replay.unscaled_layers if replay else ())]
     if replay is None or not layers:
         return None
     named = ", ".join(map(metrics.describe, dict.fromkeys(layers[:3])))
+    title = f"A part of the loss is not multiplied by the loss scale: the gradients of {named} do not grow with it."
+    note = "add up all losses, and pass the sum to self.optimizer.scale_loss"
+    if replay.is_unscaled:  # though `scale_loss` was called
+        title = "The gradients do not grow with the loss scale: the training step clips or normalizes scaled gradients."
+        note = "change what self.optimizer.unscale(gradients) returns, then pass that to self.optimizer.apply"
     return Finding(
         "unscaled_loss",
         ERROR,
-        f"A part of the loss is not multiplied by the loss scale: the gradients of {named} do not grow with it.",
-        f"on {_examples(replay)} of a batch, in float32, the gradients at two loss scales differ by more than that "
-        "scale; the optimizer divides all of them by it",
-        note="add up all losses, and pass the sum to self.optimizer.scale_loss",
+        title,
+        f"on {_examples(replay)} of a batch, in float32, the gradients at two loss scales differ by another factor "
+        "than the scales; the optimizer divides all of them by the scale",
+        note=note,
         location=layers[0],
     )
 
@@ -75,6 +80,27 @@ def _reason(replay: Replay, origin: LayerError) -> tuple[str, str]:
     return "float16 has too few bits for what it computes", "; nothing in it is NaN or Inf"
 
 
+def states(metrics: RunMetrics) -> Finding | None:
+    """Reports states, such as moving averages, whose updates float16 loses."""
+    replay = metrics.last_comparison
+    if replay is None or not replay.lost_states:
+        return None
+    worst = max((each for each in replay.state_errors if each.is_harmful), key=lambda each: each.error)
+    layer = metrics.layer_of(worst.path)
+    layers = replay.float32_layers
+    return Finding(
+        "precision_loss",
+        ERROR,
+        f"The state {name_of(worst.path)!r} of {metrics.describe(layer)} stays behind: float16 has too few bits for its"
+        " updates.",
+        f"on {_examples(replay)} of a batch what a step adds to {worst.path} differs from float32 by "
+        f"{_percent(worst.error)}; for another batch it would differ by {_percent(worst.noise)}",
+        in_float32(metrics, layers or [layer]),
+        "with this change the updates for the batch agree" if layers else "or create the weight with autocast=False",
+        layer,
+    )
+
+
 def gradients(metrics: RunMetrics) -> Finding | None:
     """Reports layers whose gradients differ from those in float32, though the outputs agree."""
     last = metrics.last_comparison
@@ -102,6 +128,11 @@ def gradients(metrics: RunMetrics) -> Finding | None:
         title = (
             "The loss is not that of float32, though the outputs are: float16 has too few bits for what it computes."
         )
+        found = next((each for each in replay.nonfinite if not each.is_backward), None)
+        if found is not None:
+            added = "" if found.layer == LOSS_FUNCTION else f" that {metrics.describe(found.layer)} adds"
+            location = found.layer
+            title = f"The loss{added} is not that of float32: {found.operation} in it returns {found.value} in float16."
         evidence = (
             f"on {_examples(replay)} of a batch the loss is {replay.loss:.4g}, in float32 {replay.float32_loss:.4g}, "
             f"and the outputs differ by {_percent(replay.output_error or 0.0)}; the gradients of "

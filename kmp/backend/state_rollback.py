@@ -42,11 +42,11 @@ class ResourceVariable(NamedTuple):
 
 
 @contextlib.contextmanager
-def state_restored(model: keras.Model, variables: Iterable[ResourceVariable] = ()) -> Iterator[None]:
+def state_restored(model: keras.Model, variables: Iterable[ResourceVariable] = ()) -> Iterator[keras.StatelessScope]:
     """Makes an eager pass assign nothing of Keras, and restores what it assigns of TensorFlow's `variables`.
 
     Assignments to Keras' variables (weights, statistics, states, seeds, metrics) end with the context and do not reach
-    the variable, so nothing is lost if the pass is interrupted.
+    the variable, so nothing is lost if the pass is interrupted. Yields the scope that has them.
     """
     values = [value for layer in sublayers(model) for value in vars(layer).values()]
     own = [value.state if isinstance(value, tf.random.Generator) else value for value in values]
@@ -58,7 +58,7 @@ def state_restored(model: keras.Model, variables: Iterable[ResourceVariable] = (
             # differentiate by, stand there: tensors could not.
             for variable in model.trainable_variables:
                 scope.add_update((variable, variable.value))
-            yield
+            yield scope
     finally:
         for assign, value in saved:
             assign(value)

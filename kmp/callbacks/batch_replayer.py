@@ -90,6 +90,8 @@ class BatchReplayer:
         has_overflowed = self._has_more_overflows(snapshot)
         has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
         is_due = has_overflowed or self._is_comparison_due(snapshot, is_last)
+        if not is_due and snapshot.overflow_count > self._overflows_at_request:
+            self._request(self._capture, snapshot)  # the batch of a skipped step has taken the place of another one
         captured = self._capture.read() if is_due else None
         if captured is None or not (is_last or has_overflowed or self._seconds <= _MOST_SECONDS + self._share):
             return None
@@ -178,7 +180,7 @@ class BatchReplayer:
 
     def _request(self, capture: BatchCapture, snapshot: Snapshot) -> None:
         """Captures the batch of the next step."""
-        self._requested_step = snapshot.step
+        self._requested_step, self._overflows_at_request = snapshot.step, snapshot.overflow_count
         capture.request()
 
     def _has_more_overflows(self, snapshot: Snapshot) -> bool:
@@ -193,6 +195,7 @@ class BatchReplayer:
         count = overflows - losses
         is_new = count > 0 and overflows > 2 * (seen.overflow_count - first.overflow_count)
         is_often = snapshot.overflows_in_a_row >= _OVERFLOWS_IN_A_ROW or count >= _MANY_OVERFLOWS
+        is_often |= snapshot.overflows_at_min_scale > seen.overflows_at_min_scale
         return is_new and is_often and bool(self._step and self._step.run)
 
     def _is_comparison_due(self, snapshot: Snapshot, is_last: bool) -> bool:

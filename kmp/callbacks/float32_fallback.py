@@ -138,7 +138,7 @@ class Float32Fallback(keras.callbacks.Callback):
         is_known = replay is self._rejected or records == self._records
         if replay is None or is_known or not replay.float32_layers:
             return
-        if replay.is_finite and replay.error_origin is None:
+        if replay.is_finite and replay.error_origin is None and not replay.lost_states:
             return  # only gradients differ, which one batch does not prove
         self._records = records
         metrics = RunMetrics(self.monitor.run)

@@ -39,47 +39,27 @@ Non-finite numbers are written as null.
 A `sample` has these keys:
 
 - `loss_scale`: float, the scale of that step.
-- `total`: object with `zero`, `inf`, `nan` (element counts of all loss-scaled gradients together) and `counts`: list of
-  counts of the other elements by binary exponent, floor(log2|g|), starting with exponent `first`. Exact.
 - `names`: list of the variables' paths, in the order from the input to the loss. A log omits it if it equals that of
   the `sample` or `reference` before.
-- Columns, which have one number per variable. A column is omitted if all its numbers are zero, or NaN for a norm.
-  - `elements`, `zero`, `inf`, `nan` (int64): numbers of all elements of the gradient, and of those that are zero, Inf
-    and NaN.
-  - `counts` (uint8, one row per exponent of `total`, one column per variable; the columns in the order of `elements`,
-    and of `norm` where these are equal): codes of the element counts, as differences from the column before, modulo
-    256. A code is the index into the levels 0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32, ...: the powers of sqrt(2), rounded to
-    integers.
-  - `amax` (uint8): the largest finite magnitude of the loss-scaled gradient, between its power of two, that of the last
-    exponent with a count, and the next one, in 64ths.
-  - `norm`, `weight_norm`, `update_norm` (float64), `updates`, `lost_updates` (int64): see `GradientSample`.
-- `unscaled`, if the loss scale is not a power of two: object with `total`, `zero`, `inf`, `nan` and `counts` of the
-  gradient without the loss scale.
+- `bins`: list of the bins of `ExponentHistogram` that have an element, in ascending order, and `counts` (int64): the
+  number of elements of the loss-scaled gradients in each, one row per bin and one column per variable. Exact.
+- `unscaled`, if the loss scale is not a power of two: object with `bins` and `counts` of the gradients without it.
+- One number per variable, see `GradientSample`: `amax`, `norm`, `weight_norm`, `update_norm` (float64, rounded down to
+  eight significant bits), `updates` and `lost_updates` (int64). A key is omitted if its numbers are all zero or NaN.
 
-A column is a text: the numbers in little-endian order, first the lowest byte of each, then the next; these bytes
-compressed by zlib; in base64. So this reads one:
+Numbers are texts: in little-endian order, first the lowest byte of each number, then the next; these bytes compressed
+by zlib; in base64. So this reads them:
 
-    def column(text, dtype):
+    def numbers(text, dtype):
         content = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
         return content.reshape(np.dtype(dtype).itemsize, -1).T.copy().view(dtype).ravel()
 
-    levels = np.unique(np.append(0, np.round(2 ** (np.arange(73) / 2))))
-    norms = column(sample["norm"], "<f8")
-    order = np.lexsort((norms, column(sample["elements"], "<i8")))
-    differences = column(sample["counts"], "u1").reshape(-1, len(norms))
-    codes = np.empty((len(norms), len(differences)), int)
-    codes[order] = np.cumsum(differences, axis=1, dtype=np.uint8).T
-    exponents = sample["total"]["first"] + np.arange(len(differences))
-    counts = levels[codes]  # roughly; `Run.samples` also makes each variable's sum equal its number of elements
-
-Norms are rounded by at most 0.4 %, `amax` by at most 0.8 %, and counts of one variable above 4 by 8 % in the median and
-by a third at most in practice. Exact are `total`, the number of elements of each variable, its zeros, Inf and NaN, its
-counts through 4, and which of its counts are zero. In memory a sample is a `GradientSample`, which is rounded only if
-it comes from a log.
+    counts = numbers(sample["counts"], "<i8").reshape(len(sample["bins"]), -1)
+    norms = numbers(sample["norm"], "<f8")
 
 A log is validated when it is loaded: the types of all values, their ranges (steps and counts are below 2^48, element
 counts below 2^36, loss scales positive float32 numbers, other numbers at most 1e100), the lengths of strings (4,096
-characters) and of columns (no more than that is decompressed), and the number of variables (262,144). Unknown keys are
+characters) and of texts (no more than needed is decompressed), and the number of variables (262,144). Unknown keys are
 ignored.
 """
 
@@ -107,6 +87,7 @@ from kmp.records.log_schema import SCHEMA as SCHEMA
 from kmp.records.replay import BATCH_PARTS as BATCH_PARTS
 from kmp.records.replay import BATCH_X as BATCH_X
 from kmp.records.replay import BATCH_Y as BATCH_Y
+from kmp.records.replay import HARMFUL_GRADIENT_ERROR as HARMFUL_GRADIENT_ERROR
 from kmp.records.replay import HARMFUL_OUTPUT_ERROR as HARMFUL_OUTPUT_ERROR
 from kmp.records.replay import LOSS_FUNCTION as LOSS_FUNCTION
 from kmp.records.replay import GradientError as GradientError
@@ -115,6 +96,7 @@ from kmp.records.replay import LayerError as LayerError
 from kmp.records.replay import LostWeight as LostWeight
 from kmp.records.replay import NonfiniteOperation as NonfiniteOperation
 from kmp.records.replay import Replay as Replay
+from kmp.records.replay import StateError as StateError
 from kmp.records.replay import is_harmful as is_harmful
 from kmp.records.run import RUN_EXPECTED as RUN_EXPECTED
 from kmp.records.run import Run, load_run

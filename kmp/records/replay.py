@@ -21,6 +21,7 @@ HARMFUL_OUTPUT_ERROR = 0.05
 HARMFUL_GRADIENT_ERROR = 0.25
 _NOTICED_GRADIENT_ERROR = 0.1
 _CONVERGED = 1e-3  # gradients that are smaller, relative to the largest ones of the layer
+_SLOW_UPDATE = 0.5  # of a state: it moves half the way to the value of a batch, or less
 _HARMFUL_OUTPUT_ERROR_ALONE = 0.25  # where there are no gradients
 
 
@@ -114,6 +115,32 @@ class LostWeight:
 
 
 @dataclass(frozen=True)
+class StateError:
+    """What the precision of the model changes in the update of a state that is not trainable, such as a moving average.
+
+    Relative to the L2 norm of the update in float32, which is what a training step adds to the state.
+
+    Args:
+        path: Path of the variable.
+        error: The L2 norm of the difference from the state after the update in float32.
+        noise: At most how much the update would differ for another batch of the same size.
+        next_update: The L2 norm of the update that follows on the same batch: 0 if the state is the batch's own, almost
+            1 if it moves slowly.
+    """
+
+    path: Text
+    error: Magnitude
+    noise: Magnitude
+    next_update: Magnitude
+
+    @property
+    def is_harmful(self) -> bool:
+        """Whether a state that moves slowly stays far from where the batches move it."""
+        lags = self.noise < HARMFUL_GRADIENT_ERROR and self.next_update > _SLOW_UPDATE
+        return lags and self.error > HARMFUL_GRADIENT_ERROR
+
+
+@dataclass(frozen=True)
 class GradientError:
     """What the precision of the model changes in the gradients of a layer.
 
@@ -189,10 +216,12 @@ class Replay:
             that of the replay was not, but the training step was, the harmful error of a compiled forward pass.
         layer_errors: What the precision of the model changes in the outputs of the layers, in the order of the calls.
         gradient_errors: What it changes in the gradients of the layers. Empty if a pass was not finite.
+        state_errors: What it changes in the updates of states that are not trainable, of those above 0.25.
         underflows: The largest share of the results of an operation that are 0 in float16 though its operands are not,
             by layer, in a pass that is finite but harmful; zeros are omitted.
         unscaled_layers: The layers whose gradients have a part that does not grow with the loss scale, of a
             `train_step` of the user's own.
+        is_unscaled: Whether hardly anything of any gradient grows with it, as if the step clips scaled gradients.
         lost_weights: The weights with values that are 0 or Inf in float16, of layers that compute in it.
         float16_states: The number of float16 variables that the training step assigns beside the weights.
     """
@@ -221,8 +250,10 @@ class Replay:
     output_error: Magnitude | None = None
     layer_errors: Annotated[list[LayerError], Meta(max_length=1000)] = field(default_factory=list)
     gradient_errors: Annotated[list[GradientError], Meta(max_length=1000)] = field(default_factory=list)
+    state_errors: Annotated[list[StateError], MOST_VARIABLES] = field(default_factory=list)
     underflows: Annotated[dict[Text, Share], MOST_VARIABLES] = field(default_factory=dict)
     unscaled_layers: Annotated[list[Text], MOST_VARIABLES] = field(default_factory=list)
+    is_unscaled: bool = False
     lost_weights: Annotated[list[LostWeight], MOST_VARIABLES] = field(default_factory=list)
     float16_states: Count = 0
 
@@ -234,7 +265,12 @@ class Replay:
     @property
     def is_harmful(self) -> bool:
         """Whether the results differ so much that float16 hurts the training."""
-        return is_harmful(self.output_error or 0.0, self.gradient_errors)
+        return is_harmful(self.output_error or 0.0, self.gradient_errors) or bool(self.lost_states)
+
+    @property
+    def lost_states(self) -> list[str]:
+        """The paths of the states that float16 keeps far from where the batches move them."""
+        return [each.path for each in self.state_errors if each.is_harmful]
 
     @property
     def error_origin(self) -> LayerError | None:

@@ -14,17 +14,17 @@ import numpy as np
 import tensorflow as tf
 
 from kmp.backend import ResourceVariable
-from kmp.records import GradientSample, Replay, is_harmful
+from kmp.records import GradientSample, Replay, StateError, is_harmful, layer_of
 from kmp.replay.batch_checks import invalid_binary_targets, invalid_targets, nonfinite_part
 from kmp.replay.eager_pass import Passes, PassResult, TrainStep, as_array
 from kmp.replay.layer_search import find_float32_layers
-from kmp.replay.precision_loss import gradient_errors, layer_errors, lost_weights
+from kmp.replay.precision_loss import gradient_errors, layer_errors, lost_weights, state_errors
 from kmp.utils import FLOAT16, FLOAT32
 
 Failure = Literal["loss", "gradients"]
 
 _MOST_NAMED = 100
-_FACTOR = 4.0  # that all gradients grow with
+_FACTOR = 4.0  # that all gradients grow with, or the loss scale in use if it is larger
 _UNSCALED = 0.1  # relative error of a gradient with a part that does not grow: of 13 % and more
 _SEARCH_SECONDS = 4.0  # more, for the search in a batch that float16 ruins
 _SPARE_BITS = 2  # below an overflow in the backward pass
@@ -154,10 +154,11 @@ def _replay(
         },
     }
     if exact.is_finite and passes.step.is_custom and not exact.is_random:
-        # Keras' step scales its only loss. Gradients of another loss do not grow with the scale.
-        scaled = passes.in_float32(factor=_FACTOR)
+        # Keras' step scales its only loss. Gradients of another loss do not grow with the scale, nor do clipped ones.
+        scaled = passes.in_float32(factor=max(_FACTOR, passes.factor))
         grown = gradient_errors(names, scaled, exact)
         known["unscaled_layers"] = [each.layer for each in grown if each.error > _UNSCALED]
+        known["is_unscaled"] = bool(grown) and all(each.kept < 0.5 for each in grown)
 
     # The pass in the precision of the model.
     own = passes.in_own_precision(reference=exact)
@@ -189,15 +190,24 @@ def _replay(
             errors = gradient_errors(names, result, exact, half, math.sqrt(part), largest_norms)
             return {"output_error": result.marks.output_error, "gradient_errors": errors}
 
+        def lost_states(result: PassResult) -> list[StateError]:
+            return state_errors(searching, result, exact, half, math.sqrt(part))
+
         errors = compared(own)
-        known |= errors | {"layer_errors": layer_errors(own, exact)}
-        if is_harmful(**errors):
+        known |= errors | {"layer_errors": layer_errors(own, exact), "state_errors": lost_states(own)}
+        lost = [layer_of(each.path) for each in known["state_errors"] if each.is_harmful]
+        if is_harmful(**errors) or lost:
             # At the largest usable scale: if float16 only flushed gradients to zero, no layer has to change.
             float32_layers, watched = find_float32_layers(
                 searching,
-                lambda result: result.is_finite and not is_harmful(**compared(result)),
+                lambda result: (
+                    result.is_finite
+                    and not is_harmful(**compared(result))
+                    and not any(each.is_harmful for each in lost_states(result))
+                ),
                 exact,
                 max(usable or 0.0, passes.factor),
+                lost,
             )
             if watched:
                 known |= {"nonfinite": watched.nonfinite.found, "underflows": watched.nonfinite.underflows}

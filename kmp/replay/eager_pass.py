@@ -4,8 +4,8 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import keras
@@ -44,6 +44,7 @@ class PassResult(NamedTuple):
         nonfinite: The operations that returned NaN or Inf, if they were watched.
         factor: What the gradients are multiplied by.
         is_random: Whether the forward pass drew random numbers that differ between passes or dtypes.
+        states: What the pass would assign to the float weights that are not trainable, by path.
     """
 
     loss: float
@@ -52,6 +53,7 @@ class PassResult(NamedTuple):
     nonfinite: NonfiniteOperations
     factor: float
     is_random: bool
+    states: dict[str, np.ndarray]
 
     @property
     def is_finite(self) -> bool:
@@ -104,6 +106,7 @@ class Passes:
         has_dropout: Whether layers of Keras draw random numbers, as in training.
         restored: TensorFlow's variables that a training step assigns.
         deadline: The time of `time.monotonic` after which a pass raises a `TimeoutError`.
+        states: The values of weights that are not trainable, by path, where a pass begins with other ones.
     """
 
     model: keras.Model
@@ -114,6 +117,7 @@ class Passes:
     has_dropout: bool = True
     restored: Sequence[ResourceVariable] = ()
     deadline: float = math.inf
+    states: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def batch(self) -> tuple[Any, ...]:
@@ -201,7 +205,10 @@ class Passes:
             stack.enter_context(eager_seeds_restored())
             if self.step.is_custom and self.step.run:
                 stack.enter_context(_weights_unchanged(model))
-            stack.enter_context(state_restored(model, self.restored))
+            scope = stack.enter_context(state_restored(model, self.restored))
+            for variable in float_states(model):
+                if variable.path in self.states:
+                    scope.add_update((variable, tf.constant(self.states[variable.path], variable.dtype)))
             stack.enter_context(tensor_float_32(False))
             stack.enter_context(_functions_run_eagerly())  # a function that is traced here would be used in training
             stack.enter_context(marks.on(model, self.has_dropout))
@@ -220,9 +227,16 @@ class Passes:
                 except Exception:  # in what a step of the user's own does after its updates
                     if not received.is_done:
                         raise
+            assigned = [(variable.path, scope.get_current_value(variable)) for variable in float_states(model)]
+        states = {path: np.asarray(value).astype(np.float64) for path, value in assigned if value is not None}
         gradients = [received.gradients.get(id(variable)) for variable in self.variables]
         loss = sum(received.losses) if received.losses else math.nan
-        return PassResult(loss, gradients, marks, found, factor, bool(random_operations))
+        return PassResult(loss, gradients, marks, found, factor, bool(random_operations), states)
+
+
+def float_states(model: keras.Model) -> list[keras.Variable]:
+    """Returns the float weights that are not trainable, such as moving averages."""
+    return [each for each in model.non_trainable_variables if keras.backend.is_float_dtype(each.dtype)]
 
 
 @contextlib.contextmanager

@@ -12,7 +12,11 @@ _MOST_LAYERS = 12
 
 
 def find_float32_layers(
-    passes: Passes, is_sound: Callable[[PassResult], bool], exact: PassResult, factor: float
+    passes: Passes,
+    is_sound: Callable[[PassResult], bool],
+    exact: PassResult,
+    factor: float,
+    suspects: Sequence[str] = (),
 ) -> tuple[list[str] | None, PassResult | None]:
     """Returns layers with which a pass is sound if they compute in float32, none of them needless; and a watched pass.
 
@@ -21,6 +25,7 @@ def find_float32_layers(
         is_sound: Whether a pass in the precision of the model is sound.
         exact: The pass in float32, with `new_errors`.
         factor: What to multiply the loss by.
+        suspects: The paths of layers to try first.
 
     Returns:
         The paths, `None` if none were found, or the time is over; and the pass in the precision of the model.
@@ -35,7 +40,7 @@ def find_float32_layers(
         return passes.in_own_precision(chosen, factor=factor, watch=True, reference=exact)
 
     def with_one_more(chosen: list[str], result: PassResult) -> tuple[list[str], PassResult] | None:
-        candidates = list(_candidates(result, exact, layers))
+        candidates = [*suspects, *_candidates(result, exact, layers)]
         parents = [path.rpartition("/")[0] for path in candidates]
         for candidate in (*candidates, *parents):
             # A layer or, if that fails, one that contains it: the user's code may add its float32 result to float16.

@@ -1,6 +1,7 @@
 """Compares a pass in the precision of the model with one in float32: outputs, and gradients by layer."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -9,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from kmp.backend import keras_internals, sublayers
-from kmp.records import GradientError, LayerError, LostWeight, layer_of
-from kmp.replay.eager_pass import PassResult
+from kmp.records import HARMFUL_GRADIENT_ERROR, GradientError, LayerError, LostWeight, StateError, layer_of
+from kmp.replay.eager_pass import Passes, PassResult, float_states
 from kmp.replay.layer_marks import LARGEST_ERROR
 from kmp.utils import FLOAT16
 
@@ -42,6 +43,38 @@ def lost_weights(model: keras.Model) -> list[LostWeight]:
             if zero > 0 or infinite > 0:
                 found[weight.path] = LostWeight(weight.path, float(zero), float(infinite))
     return list(found.values())
+
+
+def state_errors(
+    passes: Passes, own: PassResult, exact: PassResult, half: PassResult | None, noise_factor: float
+) -> list[StateError]:
+    """Returns the large errors of the updates of states that are not trainable.
+
+    Args:
+        passes: The passes.
+        own: The pass in the precision of the model.
+        exact: The pass in float32.
+        half: A pass in float32 over the first half of the batch, or `None` for a batch that is too small.
+        noise_factor: As in `gradient_errors`.
+    """
+    before = {each.path: np.asarray(each.value).astype(np.float64) for each in float_states(passes.model)}
+    found = {}
+    for path, value in exact.states.items():
+        update = float(np.linalg.norm(value - before[path]))
+        if path in own.states and half is not None and np.isfinite(update) and update > 0:
+            error, noise = (np.linalg.norm(other.states[path] - value) / update for other in (own, half))
+            if not error <= HARMFUL_GRADIENT_ERROR:  # or NaN
+                # Of few elements, a small noise may be a coincidence.
+                noise *= noise_factor * (1 + 3 / value.size)
+                found[path] = update, float(error) if error < LARGEST_ERROR else LARGEST_ERROR, float(noise)
+    if not found:
+        return []
+    later = replace(passes, states=exact.states).in_float32()
+    following = {path: float(np.linalg.norm(later.states[path] - exact.states[path])) for path in found}
+    return [
+        StateError(path, error, min(noise, LARGEST_ERROR), min(following[path] / update, LARGEST_ERROR))
+        for path, (update, error, noise) in found.items()
+    ]
 
 
 def gradient_errors(

@@ -9,7 +9,7 @@ import pytest
 from conftest import sample_from
 
 import kmp
-from kmp.records import GradientError, LayerError, LostWeight, NonfiniteOperation, Replay, Run
+from kmp.records import GradientError, LayerError, LostWeight, NonfiniteOperation, Replay, Run, StateError
 
 GOOD = "float16 does not hurt this run: "
 SETTINGS = {"rule": "DynamicScale", "initial_scale": 2.0**15, "growth_interval": 2000, "compute_dtypes": ["float16"]}
@@ -168,6 +168,42 @@ def test_loss_that_is_not_scaled_is_a_finding():
     finding = kmp.advise(Run(rows, {"settings": SETTINGS | {"train_step": "custom"}}))[0]
     assert (finding.cause, finding.location, finding.severity) == ("unscaled_loss", "net/aux", "error")
     assert "the gradients of layer 'aux' do not grow with it" in finding.title
+
+
+def test_gradients_that_do_not_grow_with_the_scale_are_clipped_too_early():
+    rows = [compared(row(1), 0.001, unscaled_layers=["net"], is_unscaled=True)]
+    finding = kmp.advise(Run(rows, {"settings": SETTINGS | {"train_step": "custom"}}))[0]
+    assert finding.title.endswith("the training step clips or normalizes scaled gradients.")
+    assert "self.optimizer.unscale(gradients)" in finding.note
+
+
+def test_loss_that_overflows_inside_and_stays_finite_is_found_where_it_overflows():
+    errors = [GradientError("net/down", 1.0, 0.0, 1.0, 0.02)]
+    found = NonfiniteOperation("net/dice", "Sum", "float16", "inf", 1.0, 0.0, None, is_backward=False)
+    replay = Replay(
+        *(32, 2.0**15, 1.0, 0.6, True, True),
+        **{"output_error": 0.01, "gradient_errors": errors, "nonfinite": [found], "float32_layers": ["net/dice"]},
+        flushed={"net/kernel": 1.0},  # not for want of a loss scale
+    )
+    finding = kmp.advise(Run([row(1), row(50), row(100) | {"replay": replay}], {"settings": SETTINGS}))[0]
+    assert finding.title == (
+        "The loss that layer 'dice' adds is not that of float32: Sum in it returns inf in float16."
+    )
+    assert (finding.cause, finding.location) == ("precision_loss", "net/dice")
+
+
+def test_state_whose_updates_float16_loses_is_a_finding():
+    lost, noisy = StateError("net/mean", 1.0, 0.1, 0.99), StateError("net/other", 1.0, 0.5, 0.99)
+    own = StateError("net/last", 1.0, 0.0, 0.0)  # that of the batch itself
+    for errors, count in (([lost, noisy, own], 1), ([noisy, own], 0)):
+        rows = compared(row(1)), row(50), compared(row(100), state_errors=errors, float32_layers=["net"])
+        found = kmp.advise(Run(list(rows), {"settings": SETTINGS | {"layers": {"net": "Running"}}}))
+        assert len(found) == count
+        assert ("does not hurt" in found.verdict) != bool(count)
+    rows = [compared(row(1), state_errors=[lost], float32_layers=["net"])]
+    finding = kmp.advise(Run(rows, {"settings": SETTINGS | {"layers": {"net": "Running"}}}))[0]
+    assert finding.title.startswith("The state 'mean' of layer 'net' stays behind")
+    assert finding.change == "kmp.layers.Float32(Running(..., name='net'))"
 
 
 @pytest.mark.parametrize("case", OPEN)

@@ -56,6 +56,20 @@ def test_reason_of_a_stuck_training_is_that_of_the_advice():
     assert str(kmp.advise(callbacks[0].run)[0]).splitlines()[-1] in str(error.value)
 
 
+def test_overflow_at_the_minimum_scale_is_replayed_at_once(enabled):
+    model = compiled_model(kmp.wrap("sgd", initial_scale=2.0**40, min_scale=2.0**40))
+    with pytest.raises(kmp.callbacks.StuckError, match=r"The minimum loss scale of 2\^40 is too large"):
+        fit(model, defaults())
+
+
+def test_batch_of_a_skipped_step_does_not_take_the_place_of_the_one_to_compare(enabled):
+    model = compiled_model(kmp.wrap("sgd", growth_interval=20, growth_factor=2.0**10, backoff_factor=2.0**-10))
+    callbacks = defaults(every_n_steps=1)
+    fit(model, callbacks, batches=30)
+    assert model.optimizer.snapshot().overflow_count == 1
+    assert [step for step, _ in callbacks[0].run.comparisons] == [1, 4, 16, 30]
+
+
 def test_healthy_training_is_compared_with_float32_at_a_few_steps_and_has_the_same_weights(enabled):
     weights = []
     for reference in (None, "auto"):

@@ -137,3 +137,39 @@ def test_relative_error_is_relative_to_the_variation_between_examples():
     assert relative_error(np.full((2, 3), 1.5), np.ones((2, 3))) == pytest.approx(0.5)
     assert relative_error(np.full((2, 3), np.nan), np.ones((2, 3))) == 1e6
     assert relative_error(np.zeros((2, 0)), np.zeros((2, 0))) == 0.0
+
+
+class RunningMean(keras.layers.Layer):
+    """Subtracts a moving average, which Keras casts to float16 before it is updated."""
+
+    def __init__(self, start, momentum=0.995):
+        super().__init__(name="running")
+        self.start, self.momentum = start, momentum
+
+    def build(self, shape):
+        start = keras.initializers.Constant(self.start)
+        self.mean = self.add_weight(shape=(shape[-1],), initializer=start, trainable=False, name="mean")
+
+    def call(self, x):
+        mean = ops.mean(x, axis=0)
+        self.mean.assign(self.mean * self.momentum + mean * (1 - self.momentum))
+        return x - mean
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_lost"),
+    [
+        (lambda: RunningMean(-40.0), True),  # a step of 0.01, between numbers that are 0.03 apart
+        (lambda: RunningMean(-42.0), False),  # there already: what is left is noise
+        (lambda: RunningMean(-40.0, momentum=0.0), False),  # the mean of the batch alone
+        (lambda: keras.layers.BatchNormalization(name="running"), False),
+    ],
+)
+def test_state_whose_updates_float16_loses_is_told_from_one_that_has_converged(layer, is_lost):
+    x = np.random.default_rng(0).normal(-42.0, 1.0, (ROWS, 24)).astype("float32")
+    with kmp.enable():
+        model = keras.Sequential([keras.Input((24,)), layer(), keras.layers.Dense(1, name="head")])
+        model.compile("sgd", "mse")
+    result = replayed(model, x)
+    assert named(result.lost_states) == ["mean"] * is_lost
+    assert (named(result.float32_layers), result.is_harmful) == (["running"] * is_lost, is_lost)

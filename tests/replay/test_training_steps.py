@@ -77,6 +77,11 @@ class AddedAfterScaling(Own):
         return {"loss": total}
 
 
+class ClippedBeforeUnscaling(Own):
+    def update(self, gradients):
+        self.optimizer.apply(tf.clip_by_global_norm(gradients, 1.0)[0], self.trainable_variables)
+
+
 class TargetsInFloat16(Own):
     def loss_of(self, y, outputs):
         error = ops.cast(y + 4800.0, outputs.dtype) - ops.cast(4800.0, outputs.dtype) - outputs
@@ -142,7 +147,10 @@ def test_sound_step_is_compared_with_its_gradients_and_changes_nothing(kind):
 
 
 def test_loss_that_is_not_scaled_is_found():
-    assert sorted(named(replayed(own_model(AddedAfterScaling)).unscaled_layers)) == ["head", "hidden"]
+    result = replayed(own_model(AddedAfterScaling))
+    assert sorted(named(result.unscaled_layers)) == ["head", "hidden"]
+    assert not result.is_unscaled
+    assert replayed(own_model(ClippedBeforeUnscaling)).is_unscaled
 
 
 def test_loss_that_rounds_the_targets_needs_the_last_layer_in_float32():
