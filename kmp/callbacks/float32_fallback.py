@@ -33,7 +33,7 @@ CURABLE = (
     "precision_loss",
     "rounding",
 )
-_STREAK = 4  # skipped steps in a row, after which it looks for a cause
+_STREAK = 4  # skipped steps in a row, or since the last check, after which it looks for a cause
 _CHECKED_EVERY = 32  # batches; each check copies a few numbers from the device
 # A training that overflows may diverge in any number format, before the records are enough to say so.
 _LARGE_UPDATE = 1.0  # relative to the norm of the weights; 0.001 is typical
@@ -48,8 +48,8 @@ class Float32Fallback(keras.callbacks.Callback):
     replay of a batch searches the fewest layers that have to compute in float32, at most twelve. If it finds them, and
     the cause is not the data, the labels, the learning rate or the weights, this callback sets their `dtype_policy` and
     that of their sublayers to float32, and replays the batch once more. Only if that is sound, the training step is
-    traced again and the training continues; otherwise everything is as before. Variables, optimizer, loss scale and
-    counters stay.
+    traced again and the training continues; otherwise everything is as before. Variables, optimizer and counters stay.
+    A loss scale that the overflows have lowered returns to the initial one, or to what the batch then allows.
 
     It warns with the layers, the reason, the step and the change that makes it permanent, and records `fallback`. The
     layers of a functional or Sequential model keep their policy in each file that is saved, and so do layers that a
@@ -86,6 +86,7 @@ class Float32Fallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._batches_left = 1
+        self._overflows = 0  # at the last check
         self._rejected: Replay | None = None
         self._records = 0  # of the run, when it was examined last
         self._has_begun = False
@@ -101,12 +102,13 @@ class Float32Fallback(keras.callbacks.Callback):
         if not self.monitor.is_active:
             return
         self._batches_left -= self.model.steps_per_execution
-        streak = 0
         if self._batches_left <= 0:
-            streak = self.monitor.optimizer.counters.read_counts().overflows_in_a_row
-            self._batches_left = streak or _CHECKED_EVERY  # a longer streak is looked at again when it has doubled
-        if streak >= _STREAK:
-            self.monitor.read()
+            counts = self.monitor.optimizer.counters.read_counts()
+            new, self._overflows = counts.overflows - self._overflows, counts.overflows
+            # A longer streak is looked at again when it has doubled.
+            self._batches_left = counts.overflows_in_a_row or (_STREAK if new else _CHECKED_EVERY)
+            if max(new, counts.overflows_in_a_row) >= _STREAK:
+                self.monitor.read()
         self._repair()
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
@@ -138,7 +140,8 @@ class Float32Fallback(keras.callbacks.Callback):
         is_known = replay is self._rejected or records == self._records
         if replay is None or is_known or not replay.float32_layers:
             return
-        if replay.is_finite and replay.error_origin is None and not replay.lost_states:
+        overflows_inside = any(not each.is_backward for each in replay.nonfinite)
+        if replay.is_finite and not (replay.error_origin or replay.lost_states or overflows_inside):
             return  # only gradients differ, which one batch does not prove
         self._records = records
         metrics = RunMetrics(self.monitor.run)
@@ -158,6 +161,10 @@ class Float32Fallback(keras.callbacks.Callback):
         if result is None or not result.is_finite or (replay.is_finite and result.is_harmful):
             return
         self._set_to_float32(changed)
+        optimizer = self.monitor.optimizer
+        scale = min(optimizer.rule.initial_scale, result.usable_scale or 0.0)
+        if scale > optimizer.snapshot().loss_scale:
+            optimizer.dynamic_scale.assign(scale)
         step = self.monitor.add_record({"fallback": replay.float32_layers, "fallback_reason": finding.title})
         self.monitor.add_record(proof)
         self._warn(finding.title, f"At step {step}", replay.float32_layers, changed, finding)

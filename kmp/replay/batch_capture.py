@@ -15,6 +15,7 @@ from kmp.optimizer import LossScaleOptimizer
 from kmp.utils import FLOAT16
 
 MOST_EXAMPLES = 32
+_GOLDEN_RATIO = 0.618034  # of a batch, between the first examples in two steps that are skipped in a row
 _MOST_BYTES = 2**26  # of the captured examples; but at least two examples
 
 
@@ -47,7 +48,8 @@ class _Slots:
 class BatchCapture:
     """Copies examples of a batch into variables, in a branch of the compiled step.
 
-    Those with NaN, Inf, values that overflow float16 or negative integers come first.
+    Those with NaN, Inf, values that overflow float16 or negative integers come first; then others, in each skipped step
+    of a row later ones of the batch, because a single example may make a step fail.
 
     The branch is taken in the steps that are skipped, and in the first one after `request`.
 
@@ -144,7 +146,7 @@ class BatchCapture:
         counters = self.optimizer.counters.values()
         ops.cond(
             self._is_requested.value + counters.overflows_in_a_row > 0,
-            outlined(lambda: self._capture(index, tensors, loss_scale)),
+            outlined(lambda: self._capture(index, tensors, loss_scale, counters.overflows_in_a_row)),
             lambda: None,
         )
 
@@ -183,13 +185,20 @@ class BatchCapture:
         self._slots.append(_Slots(specs, variables))
         return len(self._slots) - 1
 
-    def _capture(self, index: int, tensors: list[tf.Tensor], loss_scale: tf.Tensor | None) -> None:
+    def _capture(
+        self, index: int, tensors: list[tf.Tensor], loss_scale: tf.Tensor | None, skipped_in_a_row: tf.Tensor
+    ) -> None:
         if len(tensors) > 1 and tensors[0].shape[0] is None:  # a batch of graphs has more edges than nodes
             rows_of_all = tf.reduce_min(tf.stack([tf.shape(tensor)[0] for tensor in tensors]))
             tensors = [tensor[:rows_of_all] for tensor in tensors]
-        suspicion = _suspicion(tensors)
-        # Equal ones in their order. Not a slice of `tf.argsort`: on a GPU, TensorFlow slices int32 on the host.
-        chosen = tf.math.top_k(suspicion, tf.minimum(tf.size(suspicion), _most_examples(tensors))).indices
+        suspicion, most = _suspicion(tensors), _most_examples(tensors)
+        # The others from a later one on: in floats, because on a GPU TensorFlow computes with int32 on the host.
+        position, size = tf.cumsum(tf.ones_like(suspicion), exclusive=True), tf.cast(tf.size(suspicion), tf.float32)
+        turns = tf.cast(tf.maximum(skipped_in_a_row - 1, 0), tf.float32) * _GOLDEN_RATIO
+        start = tf.floor((turns - tf.floor(turns)) * size)
+        rank = tf.where(position < start, position + size, position) - start
+        # Not a slice of `tf.argsort`, for the same reason.
+        chosen = tf.math.top_k(suspicion - rank / (size + 1.0), tf.minimum(tf.size(suspicion), most)).indices
         for variable, tensor in zip(self._slots[index].variables, tensors, strict=True):
             rows = tf.gather(tensor, chosen)
             if variable.shape[0] is not None:

@@ -84,6 +84,25 @@ def test_layer_that_overflows_is_set_to_float32_and_the_training_continues(mode,
     assert np.isfinite(model.predict(x, verbose=0)).all()
 
 
+class Root(keras.layers.Layer):
+    """Its slope at 0 is infinite in float16, where the constant is 0."""
+
+    def call(self, x):
+        return ops.sqrt(x + 1e-8)
+
+
+def test_scale_that_overflows_of_a_layer_have_lowered_returns_after_its_repair():
+    with kmp.enable(initial_scale=2.0):
+        layers = [keras.layers.Dense(4, name="before"), Root(name="root"), keras.layers.Dense(1, name="head")]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    with pytest.warns(UserWarning, match="'sequential.*/root' to float32"):
+        model.fit(np.zeros((160, 4)), np.ones((160, 1)), batch_size=8, verbose=0, callbacks=defaults())
+    snapshot = model.optimizer.snapshot()
+    assert 4 <= snapshot.overflow_count < 12
+    assert snapshot.loss_scale == 2.0
+
+
 def subclassed(layers):
     class Model(keras.Model):
         def __init__(self):

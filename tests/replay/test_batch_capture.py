@@ -54,6 +54,14 @@ def test_first_examples_of_a_large_batch_are_captured():
     assert np.isinf(batch.data[0][0]).all()
 
 
+def test_steps_that_are_skipped_in_a_row_capture_other_examples_of_a_large_batch():
+    model, capture = captured_model("graph", loss_scale=2.0**127)
+    x = np.arange(192, dtype="float32").reshape(64, 3) / 192
+    for rows in (range(32), [*range(39, 64), *range(7)]):  # 0.618 of the batch later
+        fit(model, x, batch_size=64)
+        np.testing.assert_array_equal(capture.read().data[0], x[list(rows)])
+
+
 @pytest.mark.parametrize("mode", ["graph", "xla", "unknown shape"])
 def test_fewer_of_large_examples_are_captured(mode, monkeypatch):
     monkeypatch.setattr(batch_capture, "_MOST_BYTES", 48)  # an example has 3 floats and a target
