@@ -25,6 +25,7 @@ RULES: tuple[Callable[[RunMetrics], Finding | None], ...] = (
     precision_rules.outputs,
     precision_rules.states,
     scale_rules.nonfinite_gradients,
+    scale_rules.hysteresis,
     scale_rules.backward,
     scale_rules.scale_too_large,
     scale_rules.min_scale,

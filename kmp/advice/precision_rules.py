@@ -37,24 +37,34 @@ def unscaled_loss(metrics: RunMetrics) -> Finding | None:
 def outputs(metrics: RunMetrics) -> Finding | None:
     """Reports a model whose outputs differ from those in float32."""
     replay = metrics.last_comparison
-    origin = replay.error_origin if replay else None
-    if replay is None or origin is None or not replay.is_harmful:
-        return None  # where no layer adds an error, only gradients or a constant differ
+    if replay is None or not replay.is_harmful or (replay.output_error or 0.0) <= HARMFUL_OUTPUT_ERROR:
+        return None
     if replay.float32_layers == [] and any(each.is_harmful for each in replay.gradient_errors):
         return None  # at another loss scale nothing is harmful
-    where = metrics.describe(origin.layer)
-    share = f"; in {where} alone, given float32 inputs, by {_percent(origin.new_error or 0.0)}"
-    reason, detail = _reason(replay, origin)
+    origin, layers = replay.error_origin, replay.float32_layers or []
+    if origin is not None:
+        location, where = origin.layer, metrics.describe(origin.layer)
+        share = f"; in {where} alone, given float32 inputs, by {_percent(origin.new_error or 0.0)}"
+        reason, detail = _reason(replay, origin)
+        title = f"The outputs of {where} are not those of float32: {reason}."
+    elif layers:  # an operation between layers computes in the dtype of the layer before it
+        location, share, detail = layers[-1], "", "; no layer adds to this"
+        title = (
+            "The outputs of the model are not those of float32: float16 has too few bits for an operation outside of "
+            f"its layers, after {metrics.describe(location)}."
+        )
+    else:
+        return None  # only a constant differs
     agree = f"the outputs{' and gradients' * (not replay.is_forward_only)} for the batch agree"
     return Finding(
         "precision_loss",
         ERROR,
-        f"The outputs of {where} are not those of float32: {reason}.",
+        title,
         f"on {_examples(replay)} of a batch the outputs of the model differ from float32 by "
         f"{_percent(replay.output_error or 0.0)} of how they vary{share}{detail}",
-        in_float32(metrics, replay.float32_layers or [origin.layer]),
-        f"with these layers in float32 {agree}" if replay.float32_layers else "",
-        origin.layer,
+        in_float32(metrics, layers or [location]),
+        f"with these layers in float32 {agree}" if layers else "",
+        location,
     )
 
 

@@ -140,6 +140,24 @@ def min_scale(metrics: RunMetrics) -> Finding | None:
     )
 
 
+def hysteresis(metrics: RunMetrics) -> Finding | None:
+    """Reports a hysteresis that keeps a scale which overflows again and again."""
+    value = metrics.settings.get("hysteresis", 1)
+    if metrics.is_fixed or not metrics.is_stuck or metrics.nonfinite_losses:
+        return None
+    if value <= thresholds.STUCK_AFTER or metrics.consecutive_overflows >= value:
+        return None
+    return Finding(
+        "hysteresis_too_large",
+        ERROR,
+        "`hysteresis` is too large: the loss scale overflows, and does not back off.",
+        f"the last {metrics.consecutive_overflows} steps were skipped with a finite loss; the scale backs off after "
+        f"{value} in a row",
+        [SetArguments(metrics.settings_call, {"hysteresis": "1"})],
+        location="hysteresis",
+    )
+
+
 def initial_scale(metrics: RunMetrics) -> Finding | None:
     """Reports an initial scale that skipped the first steps."""
     count, first_clean, stable = metrics.startup_overflows

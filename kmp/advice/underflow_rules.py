@@ -78,11 +78,9 @@ def scale_too_small(metrics: RunMetrics) -> Finding | None:
 
 
 def _needs_layers(metrics: RunMetrics) -> bool:
-    """Whether a comparison showed that gradients differ from float32 also at the largest usable loss scale."""
-    replay = metrics.last_comparison
-    return (
-        replay is not None and bool(replay.float32_layers) and any(each.is_harmful for each in replay.gradient_errors)
-    )
+    """Whether comparisons showed that gradients differ from float32 also at the largest usable loss scale."""
+    harmful = [replay for _, replay in metrics.run.comparisons if any(e.is_harmful for e in replay.gradient_errors)]
+    return bool(harmful) and all(replay.float32_layers for replay in harmful)
 
 
 def _larger_scale(metrics: RunMetrics) -> list[SetArguments]:

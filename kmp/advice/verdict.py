@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from kmp.advice import thresholds
 from kmp.advice.finding import Finding
 from kmp.advice.run_metrics import RunMetrics
+from kmp.records import HARMFUL_OUTPUT_ERROR
 from kmp.utils import DTYPES_16_BIT, FLOAT16, as_power
 
 _NOT_KNOWN = "It is not known whether float16 hurts this run."
@@ -105,7 +106,9 @@ def _unknown(metrics: RunMetrics) -> Iterator[str]:
 def _not_compared(metrics: RunMetrics) -> Iterator[str]:
     """Yields what of outputs and gradients was not compared with float32, and what would compare it."""
     comparisons = metrics.run.comparisons
-    harmful = [step for step, replay in comparisons if replay.is_harmful]
+    harmful = [
+        step for step, each in comparisons if each.is_harmful or (each.output_error or 0.0) > HARMFUL_OUTPUT_ERROR
+    ]
     is_late = bool(comparisons) and 2 * comparisons[-1][0] >= metrics.steps
     if harmful:
         yield _doubt(

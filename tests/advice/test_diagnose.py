@@ -301,6 +301,12 @@ def test_initial_scale_that_skipped_many_steps_is_reported():
     assert kmp.advise(Run(rows, {"settings": DYNAMIC}))[0].evidence.startswith("12 of the first 30 steps")
 
 
+def test_scale_that_does_not_fall_has_too_large_a_hysteresis():
+    finding = advice_of(STUCK | {"step": 100, "loss_scale": 2.0**15}, hysteresis=1000, initial_scale=2.0**15)[0]
+    assert (finding.cause, finding.change) == ("hysteresis_too_large", "kmp.enable(hysteresis=1)")
+    assert "after 1000 in a row" in finding.evidence
+
+
 def test_scale_that_still_falls_is_too_large_at_the_start():
     replay = replay_of(loss=1.0, float32_loss=1.0, is_finite_in_float32=True, float32_layers=[], usable_scale=2.0**10)
     row = STUCK | {"loss_scale": 2.0**60, "replay": replay}

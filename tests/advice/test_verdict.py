@@ -192,6 +192,23 @@ def test_loss_that_overflows_inside_and_stays_finite_is_found_where_it_overflows
     assert (finding.cause, finding.location) == ("precision_loss", "net/dice")
 
 
+def test_outputs_that_differ_are_not_reassuring_if_the_gradients_agree():
+    rows = compared(row(1), 0.08), row(50), compared(row(100), 0.02)
+    verdict = verdict_of(*rows)
+    assert verdict.startswith(
+        "It is not known whether float16 hurts this run. Not measured: what the errors of outputs"
+    )
+
+
+def test_outputs_that_an_operation_outside_of_the_layers_changes_are_a_finding():
+    errors = [GradientError("net", 1.0, 0.0, 1.0, 0.1)]
+    layers = [LayerError("net", 0.01, 0.01), LayerError("model", 4.0)]
+    values = {"gradient_errors": errors, "layer_errors": layers, "float32_layers": ["net"]}
+    finding = kmp.advise(Run([compared(row(1), 4.0, **values)], {"settings": SETTINGS}))[0]
+    assert (finding.cause, finding.location) == ("precision_loss", "net")
+    assert finding.title.endswith("an operation outside of its layers, after layer 'net'.")
+
+
 def test_state_whose_updates_float16_loses_is_a_finding():
     lost, noisy = StateError("net/mean", 1.0, 0.1, 0.99), StateError("net/other", 1.0, 0.5, 0.99)
     own = StateError("net/last", 1.0, 0.0, 0.0)  # that of the batch itself
