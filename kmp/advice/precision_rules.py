@@ -47,14 +47,16 @@ def outputs(metrics: RunMetrics) -> Finding | None:
         share = f"; in {where} alone, given float32 inputs, by {_percent(origin.new_error or 0.0)}"
         reason, detail = _reason(replay, origin)
         title = f"The outputs of {where} are not those of float32: {reason}."
-    elif layers:  # an operation between layers computes in the dtype of the layer before it
+    elif (
+        layers and metrics.needs_float32_layers
+    ):  # an operation between layers computes in the dtype of the layer before it
         location, share, detail = layers[-1], "", "; no layer adds to this"
         title = (
             "The outputs of the model are not those of float32: float16 has too few bits for an operation outside of "
             f"its layers, after {metrics.describe(location)}."
         )
     else:
-        return None  # only a constant differs
+        return None  # only a constant differs, or it is a consequence of gradients that underflow
     agree = f"the outputs{' and gradients' * (not replay.is_forward_only)} for the batch agree"
     return Finding(
         "precision_loss",

@@ -107,6 +107,12 @@ class RunMetrics:
         """The last replay whose passes were finite in both precisions."""
         return self._newest(lambda replay: replay.is_compared)
 
+    @property
+    def needs_float32_layers(self) -> bool:
+        """Whether all comparisons with harmful errors of gradients had them at the largest usable loss scale too."""
+        harmful = [replay for _, replay in self.run.comparisons if any(e.is_harmful for e in replay.gradient_errors)]
+        return bool(harmful) and all(replay.float32_layers for replay in harmful)
+
     @cached_property
     def clean_replay(self) -> Replay | None:
         """The last replay whose loss and gradients were finite."""

@@ -15,7 +15,7 @@ from kmp.utils import FLOAT32, as_power
 def branch(metrics: RunMetrics) -> Finding | None:
     """Reports a part of the model whose gradients are all flushed, while those of the rest are not."""
     replay, layers = metrics.clean_replay, metrics.flushed_layers
-    if not metrics.is_float16 or replay is None or not layers or _needs_layers(metrics):
+    if not metrics.is_float16 or replay is None or not layers or metrics.needs_float32_layers:
         return None
     names = list(metrics.flushed)
     flushed = [name for name in names if metrics.layer_of(name) in layers]
@@ -44,7 +44,7 @@ def scale_too_small(metrics: RunMetrics) -> Finding | None:
     gradients = metrics.gradients
     if not metrics.is_float16 or not gradients.finite_samples or gradients.headroom < thresholds.SPARE_BITS:
         return None
-    if metrics.gradient_overflows > thresholds.FEW_SKIPPED * metrics.steps or _needs_layers(metrics):
+    if metrics.gradient_overflows > thresholds.FEW_SKIPPED * metrics.steps or metrics.needs_float32_layers:
         return None
     newest, evidence = gradients.finite_samples[-1], []
     headroom = f", with {gradients.headroom:.0f} bits of headroom before overflow" * math.isfinite(gradients.headroom)
@@ -75,12 +75,6 @@ def scale_too_small(metrics: RunMetrics) -> Finding | None:
         _larger_scale(metrics),
         location="loss_scale" if metrics.is_fixed else "initial_scale",
     )
-
-
-def _needs_layers(metrics: RunMetrics) -> bool:
-    """Whether comparisons showed that gradients differ from float32 also at the largest usable loss scale."""
-    harmful = [replay for _, replay in metrics.run.comparisons if any(e.is_harmful for e in replay.gradient_errors)]
-    return bool(harmful) and all(replay.float32_layers for replay in harmful)
 
 
 def _larger_scale(metrics: RunMetrics) -> list[SetArguments]:
