@@ -25,7 +25,7 @@ from kmp.callbacks import Monitor
 from kmp.callbacks.training_records import record_size
 from kmp.records import BIN_COUNT, FIRST_EXPONENT, BinCounts, GradientSample, compact
 
-LIMIT = 20_000
+LIMIT = 30_000
 EVERY_N_STEPS = 10
 BATCH_SIZE = 32
 MILLION = 1_000_000
