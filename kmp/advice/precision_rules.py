@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from kmp.advice.finding import ERROR, INFO, WARNING, Edit, Finding, SetArguments
 from kmp.advice.run_metrics import RunMetrics, name_of
 from kmp.advice.wording import in_float32, power
-from kmp.records import HARMFUL_OUTPUT_ERROR, LOSS_FUNCTION, LayerError, Replay
+from kmp.records import HARMFUL_OUTPUT_ERROR, HARMFUL_OUTPUT_ERROR_ALONE, LOSS_FUNCTION, LayerError, Replay
 
 _MANY_LOST = 0.1  # of the values of a weight, or of the outputs of a layer
 
@@ -37,7 +37,7 @@ def unscaled_loss(metrics: RunMetrics) -> Finding | None:
 def outputs(metrics: RunMetrics) -> Finding | None:
     """Reports a model whose outputs differ from those in float32."""
     replay = metrics.last_comparison
-    if replay is None or not replay.is_harmful or (replay.output_error or 0.0) <= HARMFUL_OUTPUT_ERROR:
+    if replay is None or replay.output_error is None or not replay.is_harmful:
         return None
     if replay.float32_layers == [] and any(each.is_harmful for each in replay.gradient_errors):
         return None  # at another loss scale nothing is harmful
@@ -47,9 +47,8 @@ def outputs(metrics: RunMetrics) -> Finding | None:
         share = f"; in {where} alone, given float32 inputs, by {_percent(origin.new_error or 0.0)}"
         reason, detail = _reason(replay, origin)
         title = f"The outputs of {where} are not those of float32: {reason}."
-    elif (
-        layers and metrics.needs_float32_layers
-    ):  # an operation between layers computes in the dtype of the layer before it
+    elif layers and replay.output_error > HARMFUL_OUTPUT_ERROR_ALONE and metrics.needs_float32_layers:
+        # An operation between layers computes in the dtype of the one before it.
         location, share, detail = layers[-1], "", "; no layer adds to this"
         title = (
             "The outputs of the model are not those of float32: float16 has too few bits for an operation outside of "
@@ -63,7 +62,7 @@ def outputs(metrics: RunMetrics) -> Finding | None:
         ERROR,
         title,
         f"on {_examples(replay)} of a batch the outputs of the model differ from float32 by "
-        f"{_percent(replay.output_error or 0.0)} of how they vary{share}{detail}",
+        f"{_percent(replay.output_error)} of how they vary{share}{detail}",
         in_float32(metrics, layers or [location]),
         f"with these layers in float32 {agree}" if layers else "",
         location,

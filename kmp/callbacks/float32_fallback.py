@@ -20,7 +20,7 @@ from kmp.backend import (
 from kmp.callbacks.monitor import Monitor
 from kmp.callbacks.optimizer_reader import Logs
 from kmp.policy import guarding
-from kmp.records import HARMFUL_OUTPUT_ERROR, Replay
+from kmp.records import HARMFUL_OUTPUT_ERROR_ALONE, Replay
 from kmp.utils import FLOAT32, user_messages, validation
 
 # The causes of findings that float16 alone has: not data, labels, a learning rate or weights with NaN.
@@ -141,7 +141,7 @@ class Float32Fallback(keras.callbacks.Callback):
         if replay is None or is_known or not replay.float32_layers:
             return
         overflows_inside = any(not each.is_backward for each in replay.nonfinite)
-        has_output_error = (replay.output_error or 0.0) > HARMFUL_OUTPUT_ERROR
+        has_output_error = replay.error_origin or (replay.output_error or 0.0) > HARMFUL_OUTPUT_ERROR_ALONE
         if replay.is_finite and not (has_output_error or replay.lost_states or overflows_inside):
             return  # only gradients differ, which one batch does not prove
         self._records = records

@@ -89,6 +89,7 @@ from kmp.records.replay import BATCH_X as BATCH_X
 from kmp.records.replay import BATCH_Y as BATCH_Y
 from kmp.records.replay import HARMFUL_GRADIENT_ERROR as HARMFUL_GRADIENT_ERROR
 from kmp.records.replay import HARMFUL_OUTPUT_ERROR as HARMFUL_OUTPUT_ERROR
+from kmp.records.replay import HARMFUL_OUTPUT_ERROR_ALONE as HARMFUL_OUTPUT_ERROR_ALONE
 from kmp.records.replay import LOSS_FUNCTION as LOSS_FUNCTION
 from kmp.records.replay import GradientError as GradientError
 from kmp.records.replay import InvalidTargets as InvalidTargets

@@ -22,7 +22,7 @@ HARMFUL_GRADIENT_ERROR = 0.25
 _NOTICED_GRADIENT_ERROR = 0.1
 _CONVERGED = 1e-3  # gradients that are smaller, relative to the largest ones of the layer
 _SLOW_UPDATE = 0.5  # of a state: it moves half the way to the value of a batch, or less
-_HARMFUL_OUTPUT_ERROR_ALONE = 0.25  # where there are no gradients
+HARMFUL_OUTPUT_ERROR_ALONE = 0.25  # where there are no gradients, or no layer adds to it
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class Replay:
 def is_harmful(output_error: float, gradient_errors: Sequence[GradientError]) -> bool:
     """Returns whether the errors of outputs and gradients are so large that float16 hurts the training."""
     if not gradient_errors:
-        return output_error > _HARMFUL_OUTPUT_ERROR_ALONE
+        return output_error > HARMFUL_OUTPUT_ERROR_ALONE
     largest = max(error.error for error in gradient_errors)
     is_noticed = output_error > HARMFUL_OUTPUT_ERROR and largest > _NOTICED_GRADIENT_ERROR
     return is_noticed or any(error.is_harmful for error in gradient_errors)
