@@ -77,7 +77,7 @@ CASES: dict[str, Case] = {
     "fault_precision_residual": Case("precision_loss", "loss", 0.9),
 }
 
-# A fifth of the scripts, drawn once. No rule and no threshold is changed for one of them.
+# A fifth of the scripts, drawn once. No rule is written for one of them.
 HELD_OUT = sorted(random.Random(2026).sample(sorted(CASES), len(CASES) // 5))
 
 GOOD = "float16 does not hurt this run: "
