@@ -21,8 +21,11 @@ def unscaled_loss(metrics: RunMetrics) -> Finding | None:
     title = f"A part of the loss is not multiplied by the loss scale: the gradients of {named} do not grow with it."
     note = "add up all losses, and pass the sum to self.optimizer.scale_loss"
     if replay.is_unscaled:  # though `scale_loss` was called
-        title = "The gradients do not grow with the loss scale: the training step clips or normalizes scaled gradients."
-        note = "change what self.optimizer.unscale(gradients) returns, then pass that to self.optimizer.apply"
+        title = (
+            "Hardly anything of the gradients grows with the loss scale: most of the loss is not scaled, or the "
+            "training step clips or normalizes scaled gradients."
+        )
+        note += "; clip what self.optimizer.unscale(gradients) returns, then pass that to self.optimizer.apply"
     return Finding(
         "unscaled_loss",
         ERROR,
@@ -139,7 +142,7 @@ def gradients(metrics: RunMetrics) -> Finding | None:
         title = (
             "The loss is not that of float32, though the outputs are: float16 has too few bits for what it computes."
         )
-        found = next((each for each in replay.nonfinite if not each.is_backward), None)
+        found = replay.overflow_inside
         if found is not None:
             added = "" if found.layer == LOSS_FUNCTION else f" that {metrics.describe(found.layer)} adds"
             location = found.layer

@@ -142,8 +142,8 @@ def min_scale(metrics: RunMetrics) -> Finding | None:
 
 def hysteresis(metrics: RunMetrics) -> Finding | None:
     """Reports a hysteresis that keeps a scale which overflows again and again."""
-    value = metrics.settings.get("hysteresis", 1)
-    if metrics.is_fixed or not metrics.is_stuck or metrics.nonfinite_losses:
+    value, replay = metrics.settings.get("hysteresis", 1), metrics.backward_replay
+    if metrics.is_fixed or not metrics.is_stuck or metrics.nonfinite_losses or (replay and replay.float32_layers):
         return None
     if value <= thresholds.STUCK_AFTER or metrics.consecutive_overflows >= value:
         return None

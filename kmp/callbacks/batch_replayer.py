@@ -39,9 +39,11 @@ class BatchReplayer:
         self._capture: BatchCapture | None = None
         self._step: TrainStep | None = None
         self._last_replay: Replay | None = None
+        self._replayed: CapturedBatch | None = None  # in the last replay
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_capture": None, "_step": None}  # the model has them, and they cannot be copied
+        # The model has them, and they cannot be copied.
+        return vars(self) | {"_capture": None, "_step": None, "_replayed": None}
 
     def install(self, model: keras.Model, optimizer: LossScaleOptimizer) -> bool:
         """Adds the capture to the model's training step. Returns whether the step must be traced again."""
@@ -73,6 +75,7 @@ class BatchReplayer:
 
     def end(self) -> None:
         """Frees the captured batch."""
+        self._replayed = None
         if self._capture:
             self._capture.forget()
 
@@ -108,13 +111,14 @@ class BatchReplayer:
         if snapshot.sample and snapshot.sample.histogram.is_finite:
             self._zero_share = max(self._zero_share, snapshot.sample.histogram.zero_fraction)
         scale = captured.loss_scale if has_overflowed else snapshot.loss_scale
+        self._replayed = captured
         found = self._replay(model, self._capture, captured, variables, snapshot.step, scale, failed)
         self._request(self._capture, snapshot)
         return found
 
     def replay_again(self, model: keras.Model, snapshot: Snapshot, variables: Mapping[str, Any]) -> Record:
         """Replays the batch of the last replay once more, after a change of the model, at a loss scale that fits."""
-        captured = self._capture.read() if self._capture else None
+        captured = self._replayed
         if self._capture is None or captured is None or self._last_replay is None:
             return {"replay_error": "the batch was not kept"}
         if self._capture.is_of_loop:

@@ -86,7 +86,7 @@ class Float32Fallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._batches_left = 1
-        self._overflows = 0  # at the last check
+        self._overflows: int | None = None  # at the last check
         self._rejected: Replay | None = None
         self._records = 0  # of the run, when it was examined last
         self._has_begun = False
@@ -104,7 +104,8 @@ class Float32Fallback(keras.callbacks.Callback):
         self._batches_left -= self.model.steps_per_execution
         if self._batches_left <= 0:
             counts = self.monitor.optimizer.counters.read_counts()
-            new, self._overflows = counts.overflows - self._overflows, counts.overflows
+            new = 0 if self._overflows is None else counts.overflows - self._overflows
+            self._overflows = counts.overflows
             # A longer streak is looked at again when it has doubled.
             self._batches_left = counts.overflows_in_a_row or (_STREAK if new else _CHECKED_EVERY)
             if max(new, counts.overflows_in_a_row) >= _STREAK:
@@ -140,9 +141,8 @@ class Float32Fallback(keras.callbacks.Callback):
         is_known = replay is self._rejected or records == self._records
         if replay is None or is_known or not replay.float32_layers:
             return
-        overflows_inside = any(not each.is_backward for each in replay.nonfinite)
         has_output_error = replay.error_origin or (replay.output_error or 0.0) > HARMFUL_OUTPUT_ERROR_ALONE
-        if replay.is_finite and not (has_output_error or replay.lost_states or overflows_inside):
+        if replay.is_finite and not (has_output_error or replay.lost_states or replay.overflow_inside):
             return  # only gradients differ, which one batch does not prove
         self._records = records
         metrics = RunMetrics(self.monitor.run)
@@ -164,7 +164,7 @@ class Float32Fallback(keras.callbacks.Callback):
         self._set_to_float32(changed)
         optimizer = self.monitor.optimizer
         scale = min(optimizer.rule.initial_scale, result.usable_scale or 0.0)
-        if scale > optimizer.snapshot().loss_scale:
+        if not replay.is_finite and scale > optimizer.snapshot().loss_scale:  # which the overflows have lowered
             optimizer.dynamic_scale.assign(scale)
         step = self.monitor.add_record({"fallback": replay.float32_layers, "fallback_reason": finding.title})
         self.monitor.add_record(proof)

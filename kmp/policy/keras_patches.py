@@ -75,7 +75,10 @@ def _compile_patch(original: Callable[..., None]) -> Callable[..., None]:
     def compile(self: keras.Model, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
         # The names of Keras' `compile`, not of `original`, which another library may have wrapped.
         names = ("loss", "loss_weights", "metrics", "weighted_metrics", "run_eagerly", "steps_per_execution")
-        arguments = dict(zip((*names, "jit_compile", "auto_scale_loss")[: len(args)], args, strict=True), **kwargs)
+        arguments = dict(zip((*names, "jit_compile", "auto_scale_loss")[: len(args)], args, strict=True))
+        if twice := arguments.keys() & kwargs.keys():
+            raise TypeError(f"compile() got multiple values for argument {min(twice)!r}")
+        arguments |= kwargs
         scales = arguments.pop("auto_scale_loss", True)
         if rewrite_dtypes:
             if arguments.get("jit_compile") is True:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from kmp.backend import compute_dtypes, output_layers
+from kmp.backend import compute_dtypes, keras_internals, output_layers
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarding
 from kmp.policy.optimizers import all_optimizers_of
@@ -56,7 +56,9 @@ def _activations_in_float16(layer: keras.Layer, is_cross_entropy: bool) -> Itera
     for child in output_layers(layer):
         activation = getattr(child, "activation", None)
         is_softmax_layer = isinstance(child, keras.layers.Softmax)
-        is_softmax, is_sigmoid = is_softmax_layer or activation in _SOFTMAX, activation in _SIGMOID
+        is_softmax = is_softmax_layer or activation in _SOFTMAX
+        # The last sublayer may be a gate.
+        is_sigmoid = activation in _SIGMOID and bool(keras_internals.graph_tensors(layer, "outputs"))
         if not (is_softmax or is_sigmoid):
             yield from _activations_in_float16(child, is_cross_entropy)
         elif child.compute_dtype == FLOAT16.name and (is_softmax or is_cross_entropy):

@@ -273,6 +273,12 @@ class Replay:
         return [each.path for each in self.state_errors if each.is_harmful]
 
     @property
+    def overflow_inside(self) -> NonfiniteOperation | None:
+        """The first forward operation with NaN or Inf in the loss or one of `float32_layers`; others may be masks."""
+        suspects = (LOSS_FUNCTION, *(self.float32_layers or ()))
+        return next((each for each in self.nonfinite if each.layer in suspects and not each.is_backward), None)
+
+    @property
     def error_origin(self) -> LayerError | None:
         """The layer where a harmful error of the outputs begins: it adds most to it on inputs of float32.
 

@@ -188,14 +188,18 @@ class BatchCapture:
     def _capture(
         self, index: int, tensors: list[tf.Tensor], loss_scale: tf.Tensor | None, skipped_in_a_row: tf.Tensor
     ) -> None:
+        is_ragged = tf.constant(False)
         if len(tensors) > 1 and tensors[0].shape[0] is None:  # a batch of graphs has more edges than nodes
-            rows_of_all = tf.reduce_min(tf.stack([tf.shape(tensor)[0] for tensor in tensors]))
+            sizes = tf.stack([tf.shape(tensor)[0] for tensor in tensors])
+            rows_of_all, is_ragged = tf.reduce_min(sizes), tf.reduce_max(sizes) > tf.reduce_min(sizes)
             tensors = [tensor[:rows_of_all] for tensor in tensors]
         suspicion, most = _suspicion(tensors), _most_examples(tensors)
         # The others from a later one on: in floats, because on a GPU TensorFlow computes with int32 on the host.
         position, size = tf.cumsum(tf.ones_like(suspicion), exclusive=True), tf.cast(tf.size(suspicion), tf.float32)
         turns = tf.cast(tf.maximum(skipped_in_a_row - 1, 0), tf.float32) * _GOLDEN_RATIO
         start = tf.floor((turns - tf.floor(turns)) * size)
+        is_kept = tf.logical_or(is_ragged, size <= tf.cast(most, tf.float32))  # edges have the numbers of nodes
+        start = tf.where(is_kept, tf.zeros_like(start), start)
         rank = tf.where(position < start, position + size, position) - start
         # Not a slice of `tf.argsort`, for the same reason.
         chosen = tf.math.top_k(suspicion - rank / (size + 1.0), tf.minimum(tf.size(suspicion), most)).indices

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -191,11 +191,11 @@ def _replay(
             return {"output_error": result.marks.output_error, "gradient_errors": errors}
 
         def lost_states(result: PassResult) -> list[StateError]:
-            return state_errors(searching, result, exact, half, math.sqrt(part))
+            return state_errors(searching, result, exact, half)
 
-        errors = compared(own)
-        known |= errors | {"layer_errors": layer_errors(own, exact), "state_errors": lost_states(own)}
-        lost = [layer_of(each.path) for each in known["state_errors"] if each.is_harmful]
+        errors, of_states = compared(own), _in_time(lost_states, own)  # if it takes too long, the comparison stands
+        known |= errors | {"layer_errors": layer_errors(own, exact), "state_errors": of_states}
+        lost = [layer_of(each.path) for each in of_states if each.is_harmful]
         if is_harmful(**errors) or lost:
             # At the largest usable scale: if float16 only flushed gradients to zero, no layer has to change.
             float32_layers, watched = find_float32_layers(
@@ -242,6 +242,13 @@ def _half_pass(passes: Passes) -> PassResult | None:
         return None
     half = keras.tree.map_structure(lambda tensor: tensor[: passes.examples // 2], passes.data)
     return replace(passes, data=_tiled(half, passes.examples)).in_float32()
+
+
+def _in_time(measure: Callable[[PassResult], list[StateError]], result: PassResult) -> list[StateError]:
+    """Returns what `measure` returns, or nothing if it takes too long."""
+    with contextlib.suppress(TimeoutError):
+        return measure(result)
+    return []
 
 
 def _finite(loss: float) -> float | None:

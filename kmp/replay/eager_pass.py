@@ -23,7 +23,7 @@ from kmp.backend import (
     sublayers,
     watching_operations,
 )
-from kmp.gradients import gradient_statistics, multiply_gradients
+from kmp.gradients import gradient_statistics, multiply_gradients, paths_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import BinCounts, GradientSample
 from kmp.replay.layer_marks import LayerMarks
@@ -206,9 +206,9 @@ class Passes:
             if self.step.is_custom and self.step.run:
                 stack.enter_context(_weights_unchanged(model))
             scope = stack.enter_context(state_restored(model, self.restored))
-            for variable in float_states(model):
-                if variable.path in self.states:
-                    scope.add_update((variable, tf.constant(self.states[variable.path], variable.dtype)))
+            for path, variable in float_states(model).items():
+                if path in self.states:
+                    scope.add_update((variable, tf.constant(self.states[path], variable.dtype)))
             stack.enter_context(tensor_float_32(False))
             stack.enter_context(_functions_run_eagerly())  # a function that is traced here would be used in training
             stack.enter_context(marks.on(model, self.has_dropout))
@@ -227,16 +227,17 @@ class Passes:
                 except Exception:  # in what a step of the user's own does after its updates
                     if not received.is_done:
                         raise
-            assigned = [(variable.path, scope.get_current_value(variable)) for variable in float_states(model)]
+            assigned = [(path, scope.get_current_value(each)) for path, each in float_states(model).items()]
         states = {path: np.asarray(value).astype(np.float64) for path, value in assigned if value is not None}
         gradients = [received.gradients.get(id(variable)) for variable in self.variables]
         loss = sum(received.losses) if received.losses else math.nan
         return PassResult(loss, gradients, marks, found, factor, bool(random_operations), states)
 
 
-def float_states(model: keras.Model) -> list[keras.Variable]:
-    """Returns the float weights that are not trainable, such as moving averages."""
-    return [each for each in model.non_trainable_variables if keras.backend.is_float_dtype(each.dtype)]
+def float_states(model: keras.Model) -> dict[str, keras.Variable]:
+    """Returns the float weights that are not trainable, such as moving averages, by path as in `paths_of`."""
+    states = [each for each in model.non_trainable_variables if keras.backend.is_float_dtype(each.dtype)]
+    return dict(zip(paths_of(states), states, strict=True))
 
 
 @contextlib.contextmanager

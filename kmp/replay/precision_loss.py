@@ -45,9 +45,7 @@ def lost_weights(model: keras.Model) -> list[LostWeight]:
     return list(found.values())
 
 
-def state_errors(
-    passes: Passes, own: PassResult, exact: PassResult, half: PassResult | None, noise_factor: float
-) -> list[StateError]:
+def state_errors(passes: Passes, own: PassResult, exact: PassResult, half: PassResult | None) -> list[StateError]:
     """Returns the large errors of the updates of states that are not trainable.
 
     Args:
@@ -55,17 +53,21 @@ def state_errors(
         own: The pass in the precision of the model.
         exact: The pass in float32.
         half: A pass in float32 over the first half of the batch, or `None` for a batch that is too small.
-        noise_factor: As in `gradient_errors`.
+
+    States that do not depend on the batch, such as the vector of a power iteration, are left out: nothing tells how
+    much of their update is needed.
     """
-    before = {each.path: np.asarray(each.value).astype(np.float64) for each in float_states(passes.model)}
     found = {}
-    for path, value in exact.states.items():
-        update = float(np.linalg.norm(value - before[path]))
+    for path, variable in float_states(passes.model).items():
+        if path not in exact.states:
+            continue
+        value = exact.states[path]
+        update = float(np.linalg.norm(value - np.asarray(variable.value)))
         if path in own.states and half is not None and np.isfinite(update) and update > 0:
             error, noise = (np.linalg.norm(other.states[path] - value) / update for other in (own, half))
-            if not error <= HARMFUL_GRADIENT_ERROR:  # or NaN
+            if not error <= HARMFUL_GRADIENT_ERROR and noise > 0:  # or NaN
                 # Of few elements, a small noise may be a coincidence.
-                noise *= noise_factor * (1 + 3 / value.size)
+                noise *= 1 + 3 / value.size
                 found[path] = update, float(error) if error < LARGEST_ERROR else LARGEST_ERROR, float(noise)
     if not found:
         return []

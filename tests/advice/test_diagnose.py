@@ -305,6 +305,9 @@ def test_scale_that_does_not_fall_has_too_large_a_hysteresis():
     finding = advice_of(STUCK | {"step": 100, "loss_scale": 2.0**15}, hysteresis=1000, initial_scale=2.0**15)[0]
     assert (finding.cause, finding.change) == ("hysteresis_too_large", "kmp.enable(hysteresis=1)")
     assert "after 1000 in a row" in finding.evidence
+    replay = replay_of(loss=1.0, float32_loss=1.0, is_finite_in_float32=True, float32_layers=["net/conv"])
+    cured = advice_of(STUCK | {"step": 100, "loss_scale": 2.0**15, "replay": replay}, hysteresis=1000)[0]
+    assert cured.cause == "backward_overflow"
 
 
 def test_scale_that_still_falls_is_too_large_at_the_start():

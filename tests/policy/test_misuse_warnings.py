@@ -285,6 +285,24 @@ def test_sigmoid_in_float32_or_inside_the_model_does_not_warn(enabled, recwarn):
     assert not kmp_warnings(recwarn)
 
 
+def test_sigmoid_of_a_gate_that_is_defined_last_does_not_warn(enabled, recwarn):
+    class Gated(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head, self.gate = keras.layers.Dense(1), keras.layers.Dense(4, "sigmoid")
+
+        def call(self, x):
+            return self.head(x * self.gate(x))
+
+    Gated().compile("sgd", keras.losses.BinaryCrossentropy(from_logits=True))
+    assert not kmp_warnings(recwarn)
+
+
+def test_argument_of_compile_that_is_given_twice_raises(enabled):
+    with pytest.raises(TypeError, match="multiple values for argument 'loss'"):
+        small_model().compile("sgd", "mse", loss="mae")
+
+
 def test_softmax_in_float16_does_not_warn_again_when_the_model_is_loaded(enabled, tmp_path, recwarn):
     model = keras.Sequential([keras.Input((4,)), *softmax_activation()])
     model.compile("sgd", "sparse_categorical_crossentropy")

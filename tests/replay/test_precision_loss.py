@@ -170,6 +170,6 @@ def test_state_whose_updates_float16_loses_is_told_from_one_that_has_converged(l
     with kmp.enable():
         model = keras.Sequential([keras.Input((24,)), layer(), keras.layers.Dense(1, name="head")])
         model.compile("sgd", "mse")
-    result = replayed(model, x)
+    result = replayed(model, x, batch_size=1024)
     assert named(result.lost_states) == ["mean"] * is_lost
     assert (named(result.float32_layers), result.is_harmful) == (["running"] * is_lost, is_lost)
