@@ -190,9 +190,13 @@ def _replay(
             errors = gradient_errors(names, result, exact, half, math.sqrt(part), largest_norms)
             return {"output_error": result.marks.output_error, "gradient_errors": errors}
 
-        def lost_states(result: PassResult) -> list[StateError]:
-            return state_errors(searching, result, exact, half)
-
+        lost_states = functools.partial(
+            state_errors,
+            model,
+            exact=exact,
+            half=half,
+            after=functools.cache(replace(searching, states=exact.states).in_float32),
+        )
         errors, of_states = compared(own), _in_time(lost_states, own)  # if it takes too long, the comparison stands
         known |= errors | {"layer_errors": layer_errors(own, exact), "state_errors": of_states}
         lost = [layer_of(each.path) for each in of_states if each.is_harmful]

@@ -206,7 +206,8 @@ class Passes:
             if self.step.is_custom and self.step.run:
                 stack.enter_context(_weights_unchanged(model))
             scope = stack.enter_context(state_restored(model, self.restored))
-            for path, variable in float_states(model).items():
+            variables = float_states(model)
+            for path, variable in variables.items():
                 if path in self.states:
                     scope.add_update((variable, tf.constant(self.states[path], variable.dtype)))
             stack.enter_context(tensor_float_32(False))
@@ -227,7 +228,7 @@ class Passes:
                 except Exception:  # in what a step of the user's own does after its updates
                     if not received.is_done:
                         raise
-            assigned = [(path, scope.get_current_value(each)) for path, each in float_states(model).items()]
+            assigned = [(path, scope.get_current_value(each)) for path, each in variables.items()]
         states = {path: np.asarray(value).astype(np.float64) for path, value in assigned if value is not None}
         gradients = [received.gradients.get(id(variable)) for variable in self.variables]
         loss = sum(received.losses) if received.losses else math.nan

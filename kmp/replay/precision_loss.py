@@ -1,7 +1,6 @@
 """Compares a pass in the precision of the model with one in float32: outputs, and gradients by layer."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +10,7 @@ import tensorflow as tf
 
 from kmp.backend import keras_internals, sublayers
 from kmp.records import HARMFUL_GRADIENT_ERROR, GradientError, LayerError, LostWeight, StateError, layer_of
-from kmp.replay.eager_pass import Passes, PassResult, float_states
+from kmp.replay.eager_pass import PassResult, float_states
 from kmp.replay.layer_marks import LARGEST_ERROR
 from kmp.utils import FLOAT16
 
@@ -45,20 +44,27 @@ def lost_weights(model: keras.Model) -> list[LostWeight]:
     return list(found.values())
 
 
-def state_errors(passes: Passes, own: PassResult, exact: PassResult, half: PassResult | None) -> list[StateError]:
+def state_errors(
+    model: keras.Model,
+    own: PassResult,
+    exact: PassResult,
+    half: PassResult | None,
+    after: Callable[[], PassResult],
+) -> list[StateError]:
     """Returns the large errors of the updates of states that are not trainable.
 
     Args:
-        passes: The passes.
+        model: The model.
         own: The pass in the precision of the model.
         exact: The pass in float32.
         half: A pass in float32 over the first half of the batch, or `None` for a batch that is too small.
+        after: Returns a pass in float32 that begins with the states of `exact`.
 
     States that do not depend on the batch, such as the vector of a power iteration, are left out: nothing tells how
     much of their update is needed.
     """
     found = {}
-    for path, variable in float_states(passes.model).items():
+    for path, variable in float_states(model).items():
         if path not in exact.states:
             continue
         value = exact.states[path]
@@ -71,7 +77,7 @@ def state_errors(passes: Passes, own: PassResult, exact: PassResult, half: PassR
                 found[path] = update, float(error) if error < LARGEST_ERROR else LARGEST_ERROR, float(noise)
     if not found:
         return []
-    later = replace(passes, states=exact.states).in_float32()
+    later = after()
     following = {path: float(np.linalg.norm(later.states[path] - exact.states[path])) for path in found}
     return [
         StateError(path, error, min(noise, LARGEST_ERROR), min(following[path] / update, LARGEST_ERROR))
