@@ -99,7 +99,7 @@ def states(metrics: RunMetrics) -> Finding | None:
     replay = metrics.last_comparison
     if replay is None or not replay.lost_states:
         return None
-    worst = max((each for each in replay.state_errors if each.is_harmful), key=lambda each: each.error)
+    worst = max((each for each in replay.state_errors or () if each.is_harmful), key=lambda each: each.error)
     layer = metrics.layer_of(worst.path)
     layers = replay.float32_layers
     return Finding(

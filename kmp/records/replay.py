@@ -216,7 +216,8 @@ class Replay:
             that of the replay was not, but the training step was, the harmful error of a compiled forward pass.
         layer_errors: What the precision of the model changes in the outputs of the layers, in the order of the calls.
         gradient_errors: What it changes in the gradients of the layers. Empty if a pass was not finite.
-        state_errors: What it changes in the updates of states that are not trainable, of those above 0.25.
+        state_errors: What it changes in the updates of states that are not trainable, of those above 0.25. `None` if it
+            was not measured: too few examples to tell errors from noise, or too little time.
         underflows: The largest share of the results of an operation that are 0 in float16 though its operands are not,
             by layer, in a pass that is finite but harmful; zeros are omitted.
         unscaled_layers: The layers whose gradients have a part that does not grow with the loss scale, of a
@@ -250,7 +251,7 @@ class Replay:
     output_error: Magnitude | None = None
     layer_errors: Annotated[list[LayerError], Meta(max_length=1000)] = field(default_factory=list)
     gradient_errors: Annotated[list[GradientError], Meta(max_length=1000)] = field(default_factory=list)
-    state_errors: Annotated[list[StateError], MOST_VARIABLES] = field(default_factory=list)
+    state_errors: Annotated[list[StateError], MOST_VARIABLES] | None = field(default_factory=list)
     underflows: Annotated[dict[Text, Share], MOST_VARIABLES] = field(default_factory=dict)
     unscaled_layers: Annotated[list[Text], MOST_VARIABLES] = field(default_factory=list)
     is_unscaled: bool = False
@@ -270,7 +271,7 @@ class Replay:
     @property
     def lost_states(self) -> list[str]:
         """The paths of the states that float16 keeps far from where the batches move them."""
-        return [each.path for each in self.state_errors if each.is_harmful]
+        return [each.path for each in self.state_errors or () if each.is_harmful]
 
     @property
     def overflow_inside(self) -> NonfiniteOperation | None:

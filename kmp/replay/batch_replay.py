@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -68,30 +68,31 @@ def replay(
     Raises:
         TimeoutError: If the first passes in each precision take longer than `seconds`.
     """
-    deadline = time.monotonic() + seconds
     if train_step is None:
         train_step = TrainStep(functools.partial(type(model).train_step, model), [model.optimizer])
     passes = Passes(
         model,
         data,
         train_step,
-        [] if train_step.run is None else list(variables.values()),  # a forward pass has no gradients
+        {} if train_step.run is None else variables,  # a forward pass has no gradients
         has_dropout=failed is not None,
         restored=restored,
-        deadline=deadline,
+        deadline=time.monotonic() + seconds,
     )
-
-    def replayed(passes: Passes) -> tuple[Replay, GradientSample | None]:
-        part = 1.0 if _sums_over_examples(model) else passes.examples / (batch_size or passes.examples)
-        passes = replace(passes, factor=loss_scale * part)
-        search = replace(passes, deadline=deadline + _SEARCH_SECONDS)
-        return _replay(passes, search, variables, step, loss_scale, part, largest_norms, was_finite=failed is None)
-
-    result = replayed(passes)
+    run = functools.partial(
+        _replay,
+        variables=variables,
+        step=step,
+        loss_scale=loss_scale,
+        batch_size=batch_size or passes.examples,
+        largest_norms=largest_norms,
+        was_finite=failed is None,
+    )
+    result = run(passes)
     is_finite = result[0].loss is not None if failed == "loss" else result[0].is_finite
     if failed and is_finite and train_step.run and batch_size and batch_size > passes.examples:
         with contextlib.suppress(TimeoutError):  # the first result stands
-            result = replayed(replace(passes, data=_tiled(data, batch_size)))
+            result = run(replace(passes, data=_tiled(data, batch_size)))
     return result
 
 
@@ -102,129 +103,101 @@ def _tiled(data: Any, size: int) -> Any:
 
 def _replay(
     passes: Passes,
-    searching: Passes,
     variables: Mapping[str, Any],
     step: int,
     loss_scale: float,
-    part: float,
+    batch_size: int,
     largest_norms: Mapping[str, float],
     was_finite: bool,
 ) -> tuple[Replay, GradientSample | None]:
-    model, batch, is_forward_only = passes.model, passes.batch, passes.step.run is None
-    has_keras_step = not (is_forward_only or passes.step.is_custom)
-    names = [] if is_forward_only else list(variables)
-    batch_part, key, is_part_finite = nonfinite_part(batch)
+    """Checks the batch, passes it in float32, then in the precision of the model, and compares the two passes."""
+    # Gradients of a sum over the examples grow with the batch, those of a mean do not.
+    is_sum = any(getattr(loss, "reduction", None) == "sum" for loss in keras.tree.flatten(passes.model.loss))
+    part = 1.0 if is_sum else passes.examples / batch_size
+    passes = replace(passes, factor=loss_scale * part)
+    searching = replace(passes, deadline=passes.deadline + _SEARCH_SECONDS)
+    found = {"loss_scale": loss_scale} | _check_batch(passes, variables)
+
+    try:
+        exact = passes.in_float32(measure=True)
+    except tf.errors.InvalidArgumentError:  # TensorFlow refuses a batch with invalid targets, or its loss is NaN
+        if found["invalid_targets"] is None:
+            raise
+        exact = None
+    has_other_reason = found["nonfinite_part"] is not None or found["nonfinite_variables"]
+    if exact is None or (found["invalid_targets"] and not exact.is_finite and not has_other_reason):
+        return Replay(**found, loss=None, float32_loss=None, is_finite=False, is_finite_in_float32=False), None
+    usable = _usable_scale(exact)
+    found["usable_scale"] = None if usable is None else min(usable / part, 2.0**FLOAT32.max_exponent)
+    found |= _examine_float32_pass(passes, exact)
+
+    own = passes.in_own_precision(reference=exact)
+    flushed = {path: _flushed_share(own.gradients[path], each) for path, each in exact.gradients.items()}
+    found |= {
+        "is_finite": own.is_finite,
+        "loss": _finite_loss(passes, own),
+        "flushed": {path: share for path, share in flushed.items() if share},
+        "float32_layers": [],
+    }
+
+    if not own.is_finite:
+        found |= _find_operations(searching, exact)
+    if not own.is_finite and exact.is_finite:
+        factor = min(max(1.0, usable or 1.0), loss_scale) * part
+        found["float32_layers"], _ = find_float32_layers(searching, lambda result: result.is_finite, exact, factor)
+        if was_finite and not math.isfinite(own.loss):
+            found |= _compare_compiled(passes, own, exact)
+    elif own.is_finite and exact.is_finite and not (own.is_random or exact.is_random):
+        found |= _compare(passes, searching, own, exact, math.sqrt(part), usable or 0.0, largest_norms)
+    sample = None if passes.step.run is None else exact.sample(step)
+    return Replay(**found), sample
+
+
+def _check_batch(passes: Passes, variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is wrong with the batch and the weights, before any training step."""
+    model, batch = passes.model, passes.batch
+    part, key, is_part_finite = nonfinite_part(batch)
     nonfinite_variables = [path for path, variable in variables.items() if not np.isfinite(variable).all()]
-    invalid = invalid_targets(model, batch, passes.restored) if has_keras_step else None
-    known: dict[str, Any] = {
+    return {
         "examples": passes.examples,
-        "loss_scale": loss_scale,
         "nonfinite_variables": nonfinite_variables[:_MOST_NAMED],
-        "nonfinite_part": batch_part,
+        "nonfinite_part": part,
         "nonfinite_key": key,
         "is_part_finite": is_part_finite,
         "has_sample_weight": len(batch) > 2 and batch[2] is not None,
-        "is_forward_only": is_forward_only,
+        "is_forward_only": passes.step.run is None,
         "lost_weights": lost_weights(model),
         "float16_states": sum(each.is_assigned and each.dtype == tf.float16 for each in passes.restored),
+        "invalid_targets": invalid_targets(model, batch, passes.restored) if passes.step.is_of_keras else None,
     }
 
-    # The pass in float32. TensorFlow refuses a batch with invalid targets, or the loss is NaN.
-    try:
-        exact = passes.in_float32(measure=True)
-    except tf.errors.InvalidArgumentError:
-        if invalid is None:
-            raise
-        exact = None
-    if exact is None or (invalid and not exact.is_finite and batch_part is None and not nonfinite_variables):
-        known |= {"loss": None, "float32_loss": None, "is_finite": False, "is_finite_in_float32": False}
-        return Replay(**known, invalid_targets=invalid), None
-    usable = _usable_scale(exact)
-    known |= {
+
+def _examine_float32_pass(passes: Passes, exact: PassResult) -> dict[str, Any]:
+    """Returns what the pass in float32 shows."""
+    model, gradients = passes.model, exact.marks.activation_gradients
+    found = {
         # A step that accumulates gradients may not pass them on.
-        "is_forward_only": all(gradient is None for gradient in exact.gradients),
+        "is_forward_only": all(gradient is None for gradient in exact.gradients.values()),
         "is_finite_in_float32": exact.is_finite,
-        "float32_loss": None if is_forward_only else _finite(exact.loss),
-        "usable_scale": None if usable is None else min(usable / part, 2.0**FLOAT32.max_exponent),
-        "invalid_targets": invalid_binary_targets(model, batch) if has_keras_step else None,
+        "float32_loss": _finite_loss(passes, exact),
+        "invalid_targets": invalid_binary_targets(model, passes.batch) if passes.step.is_of_keras else None,
         "activation_gradients": {
-            path: amax
-            for path, amax in exact.marks.activation_gradients.items()
-            if math.isfinite(amax) and path != model.name
+            path: amax for path, amax in gradients.items() if math.isfinite(amax) and path != model.name
         },
+        "zero": [path for path, each in exact.gradients.items() if each is None or not as_array(each).any()],
     }
     if exact.is_finite and passes.step.is_custom and not exact.is_random:
         # Keras' step scales its only loss. Gradients of another loss do not grow with the scale, nor do clipped ones.
-        scaled = passes.in_float32(factor=max(_FACTOR, passes.factor))
-        grown = gradient_errors(names, scaled, exact)
-        known["unscaled_layers"] = [each.layer for each in grown if each.error > _UNSCALED]
-        known["is_unscaled"] = bool(grown) and all(each.kept < 0.5 for each in grown)
-
-    # The pass in the precision of the model.
-    own = passes.in_own_precision(reference=exact)
-    gradients = list(zip(names, own.gradients, exact.gradients, strict=True))
-    flushed = {path: _flushed_share(half, single) for path, half, single in gradients}
-    known |= {
-        "is_finite": own.is_finite,
-        "loss": None if is_forward_only else _finite(own.loss),
-        "flushed": {path: share for path, share in flushed.items() if share},
-        "zero": [path for path, _, single in gradients if single is None or not as_array(single).any()],
-    }
-    if not own.is_finite:
-        known |= _operations(searching, exact)
-
-    # The comparison of the two, and the search for the layers that have to compute in float32.
-    float32_layers: list[str] | None = []
-    if exact.is_finite and not own.is_finite:
-        factor = min(max(1.0, usable or 1.0), loss_scale) * part
-        float32_layers, _ = find_float32_layers(searching, lambda result: result.is_finite, exact, factor)
-        is_random = own.is_random or exact.is_random
-        if was_finite and not math.isfinite(own.loss) and not (passes.step.is_custom or model.run_eagerly or is_random):
-            error = exact.marks.error_of(passes.compiled_outputs())
-            if is_harmful(error, []):
-                known |= {"output_error": error, "layer_errors": layer_errors(own, exact)}
-    elif exact.is_finite and not (own.is_random or exact.is_random):
-        half = _half_pass(passes)
-
-        def compared(result: PassResult) -> dict[str, Any]:
-            errors = gradient_errors(names, result, exact, half, math.sqrt(part), largest_norms)
-            return {"output_error": result.marks.output_error, "gradient_errors": errors}
-
-        lost_states = functools.partial(
-            state_errors,
-            model,
-            exact=exact,
-            half=half,
-            after=functools.cache(replace(searching, states=exact.states).in_float32),
-        )
-        errors, of_states = compared(own), _in_time(lost_states, own)  # if it takes too long, the comparison stands
-        known |= errors | {"layer_errors": layer_errors(own, exact), "state_errors": of_states}
-        lost = [layer_of(each.path) for each in of_states if each.is_harmful]
-        if is_harmful(**errors) or lost:
-            # At the largest usable scale: if float16 only flushed gradients to zero, no layer has to change.
-            float32_layers, watched = find_float32_layers(
-                searching,
-                lambda result: (
-                    result.is_finite
-                    and not is_harmful(**compared(result))
-                    and not any(each.is_harmful for each in lost_states(result))
-                ),
-                exact,
-                max(usable or 0.0, passes.factor),
-                lost,
-            )
-            if watched:
-                known |= {"nonfinite": watched.nonfinite.found, "underflows": watched.nonfinite.underflows}
-    sample = None if is_forward_only else exact.sample(variables, step)
-    return Replay(**known, float32_layers=float32_layers), sample
+        grown = gradient_errors(passes.in_float32(factor=max(_FACTOR, passes.factor)), exact)
+        found["unscaled_layers"] = [each.layer for each in grown if each.error > _UNSCALED]
+        found["is_unscaled"] = bool(grown) and all(each.kept < 0.5 for each in grown)
+    return found
 
 
-def _operations(passes: Passes, exact: PassResult) -> dict[str, Any]:
+def _find_operations(passes: Passes, exact: PassResult) -> dict[str, Any]:
     """Returns where NaN and Inf begin, and the constants that float16 loses in those layers.
 
-    Args:
-        passes: The passes.
-        exact: The pass in float32. If it is not finite, the operations are those of float32.
+    If the pass in float32 is not finite either, the operations are those of float32.
     """
     try:
         in_float32 = passes.in_float32(watch=True)
@@ -240,6 +213,53 @@ def _operations(passes: Passes, exact: PassResult) -> dict[str, Any]:
     }
 
 
+def _compare_compiled(passes: Passes, own: PassResult, exact: PassResult) -> dict[str, Any]:
+    """Returns a harmful error of the outputs of a compiled pass, whose loss was finite in the training."""
+    if passes.step.is_custom or passes.model.run_eagerly or own.is_random or exact.is_random:
+        return {}
+    error = exact.marks.error_of(passes.compiled_outputs())
+    return {"output_error": error, "layer_errors": layer_errors(own, exact)} if is_harmful(error, []) else {}
+
+
+def _compare(
+    passes: Passes,
+    searching: Passes,
+    own: PassResult,
+    exact: PassResult,
+    noise_factor: float,
+    usable: float,
+    largest_norms: Mapping[str, float],
+) -> dict[str, Any]:
+    """Returns the errors of outputs, gradients and states, and the layers in float32 that remove harmful ones."""
+    half = _half_pass(passes)
+    after = functools.cache(replace(searching, states=exact.states).in_float32)
+
+    def errors_of(result: PassResult) -> dict[str, Any]:
+        errors = gradient_errors(result, exact, half, noise_factor, largest_norms)
+        return {"output_error": result.marks.output_error, "gradient_errors": errors}
+
+    def states_of(result: PassResult) -> list[StateError] | None:
+        return state_errors(passes.model, result, exact, half, after)
+
+    def is_sound(result: PassResult) -> bool:
+        is_lost = any(each.is_harmful for each in states_of(result) or ())
+        return result.is_finite and not is_harmful(**errors_of(result)) and not is_lost
+
+    errors = errors_of(own)
+    found = errors | {"layer_errors": layer_errors(own, exact), "state_errors": None}
+    with contextlib.suppress(TimeoutError):  # the comparison of outputs and gradients stands
+        found["state_errors"] = states_of(own)
+    lost = [layer_of(each.path) for each in found["state_errors"] or () if each.is_harmful]
+    if is_harmful(**errors) or lost:
+        # At the largest usable scale: if float16 only flushed gradients to zero, no layer has to change.
+        found["float32_layers"], watched = find_float32_layers(
+            searching, is_sound, exact, max(usable, passes.factor), lost
+        )
+        if watched:
+            found |= {"nonfinite": watched.nonfinite.found, "underflows": watched.nonfinite.underflows}
+    return found
+
+
 def _half_pass(passes: Passes) -> PassResult | None:
     """Returns a pass in float32 over the first half of the batch, twice; `None` for a batch that is too small."""
     if passes.examples < 4 or passes.step.run is None:
@@ -248,20 +268,8 @@ def _half_pass(passes: Passes) -> PassResult | None:
     return replace(passes, data=_tiled(half, passes.examples)).in_float32()
 
 
-def _in_time(measure: Callable[[PassResult], list[StateError]], result: PassResult) -> list[StateError]:
-    """Returns what `measure` returns, or nothing if it takes too long."""
-    with contextlib.suppress(TimeoutError):
-        return measure(result)
-    return []
-
-
-def _finite(loss: float) -> float | None:
-    return loss if math.isfinite(loss) else None
-
-
-def _sums_over_examples(model: keras.Model) -> bool:
-    """Whether a compiled loss is the sum over the examples of a batch, so that its gradients grow with the batch."""
-    return any(getattr(loss, "reduction", None) == "sum" for loss in keras.tree.flatten(model.loss))
+def _finite_loss(passes: Passes, result: PassResult) -> float | None:
+    return result.loss if passes.step.run and math.isfinite(result.loss) else None
 
 
 def _usable_scale(exact: PassResult) -> float | None:

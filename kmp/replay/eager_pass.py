@@ -39,7 +39,7 @@ class PassResult(NamedTuple):
     Attributes:
         loss: The loss, not multiplied by `factor`; the sum of all that the training step scales. Of a forward pass, NaN
             if an output is not finite, else 0.
-        gradients: The gradient of each variable, a tensor, `tf.IndexedSlices` or `None`.
+        gradients: The gradient of each variable by path, a tensor, `tf.IndexedSlices` or `None`.
         marks: The layers of the pass and the gradients of their outputs.
         nonfinite: The operations that returned NaN or Inf, if they were watched.
         factor: What the gradients are multiplied by.
@@ -48,7 +48,7 @@ class PassResult(NamedTuple):
     """
 
     loss: float
-    gradients: list[Any]
+    gradients: dict[str, Any]
     marks: LayerMarks
     nonfinite: NonfiniteOperations
     factor: float
@@ -62,16 +62,15 @@ class PassResult(NamedTuple):
 
     def arrays(self) -> Iterator[np.ndarray]:
         """Returns the gradients that are not `None` as float32 arrays; see `as_array`."""
-        return (as_array(gradient) for gradient in self.gradients if gradient is not None)
+        return (as_array(gradient) for gradient in self.gradients.values() if gradient is not None)
 
-    def sample(self, names: Iterable[str], step: int, loss_scale: float = 1.0) -> GradientSample:
-        """Returns the statistics of the gradients, without those of updates."""
-        names = tuple(names)
-        statistics = gradient_statistics(self.gradients)
+    def sample(self, step: int) -> GradientSample:
+        """Returns the statistics of gradients without a loss scale, and without those of updates."""
+        statistics = gradient_statistics(list(self.gradients.values()))
         return GradientSample(
             step,
-            loss_scale,
-            names,
+            1.0,
+            tuple(self.gradients),
             BinCounts.of(statistics.counts.numpy()),
             amax=statistics.amax.numpy().astype(np.float64),
             norm=np.sqrt(statistics.square_sum.numpy()),
@@ -92,6 +91,11 @@ class TrainStep:
     optimizers: Sequence[keras.optimizers.Optimizer]
     is_custom: bool = False
 
+    @property
+    def is_of_keras(self) -> bool:
+        """Whether it is that of Keras."""
+        return self.run is not None and not self.is_custom
+
 
 @dataclass(frozen=True)
 class Passes:
@@ -101,7 +105,7 @@ class Passes:
         model: A compiled and built model.
         data: The batch, as `train_step` gets it.
         step: The training step.
-        variables: The variables of the gradients, of `model.trainable_variables`.
+        variables: The variables of the gradients by path, of `model.trainable_variables`.
         factor: What the loss is multiplied by before the backward pass in the precision of the model.
         has_dropout: Whether layers of Keras draw random numbers, as in training.
         restored: TensorFlow's variables that a training step assigns.
@@ -112,7 +116,7 @@ class Passes:
     model: keras.Model
     data: Any
     step: TrainStep
-    variables: Sequence[Any]
+    variables: Mapping[str, Any]
     factor: float = 1.0
     has_dropout: bool = True
     restored: Sequence[ResourceVariable] = ()
@@ -230,7 +234,7 @@ class Passes:
                         raise
             assigned = [(path, scope.get_current_value(each)) for path, each in variables.items()]
         states = {path: np.asarray(value).astype(np.float64) for path, value in assigned if value is not None}
-        gradients = [received.gradients.get(id(variable)) for variable in self.variables]
+        gradients = {path: received.gradients.get(id(variable)) for path, variable in self.variables.items()}
         loss = sum(received.losses) if received.losses else math.nan
         return PassResult(loss, gradients, marks, found, factor, bool(random_operations), states)
 

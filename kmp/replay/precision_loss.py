@@ -1,6 +1,6 @@
 """Compares a pass in the precision of the model with one in float32: outputs, and gradients by layer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -50,8 +50,10 @@ def state_errors(
     exact: PassResult,
     half: PassResult | None,
     after: Callable[[], PassResult],
-) -> list[StateError]:
+) -> list[StateError] | None:
     """Returns the large errors of the updates of states that are not trainable.
+
+    Or `None` if there are such errors, but no `half` to tell their noise from.
 
     Args:
         model: The model.
@@ -69,12 +71,15 @@ def state_errors(
             continue
         value = exact.states[path]
         update = float(np.linalg.norm(value - np.asarray(variable.value)))
-        if path in own.states and half is not None and np.isfinite(update) and update > 0:
-            error, noise = (np.linalg.norm(other.states[path] - value) / update for other in (own, half))
-            if not error <= HARMFUL_GRADIENT_ERROR and noise > 0:  # or NaN
-                # Of few elements, a small noise may be a coincidence.
-                noise *= 1 + 3 / value.size
-                found[path] = update, float(error) if error < LARGEST_ERROR else LARGEST_ERROR, float(noise)
+        if path not in own.states or not np.isfinite(update) or update == 0:
+            continue
+        error, noise = (np.linalg.norm(each.states[path] - value) / update if each else np.inf for each in (own, half))
+        if not error <= HARMFUL_GRADIENT_ERROR and noise > 0:  # or NaN
+            if half is None:
+                return None
+            # Of few elements, a small noise may be a coincidence.
+            noise *= 1 + 3 / value.size
+            found[path] = update, float(error) if error < LARGEST_ERROR else LARGEST_ERROR, float(noise)
     if not found:
         return []
     later = after()
@@ -86,7 +91,6 @@ def state_errors(
 
 
 def gradient_errors(
-    names: Sequence[str],
     own: PassResult,
     exact: PassResult,
     half: PassResult | None = None,
@@ -96,7 +100,6 @@ def gradient_errors(
     """Returns the error of the gradients of each layer, the largest first.
 
     Args:
-        names: The paths of the variables.
         own: The pass in the precision of the model; finite.
         exact: The pass in float32.
         half: A pass in float32 over the first half of the batch: how far its gradients are from those of the batch
@@ -105,14 +108,14 @@ def gradient_errors(
         largest_norms: The largest norm of each layer's gradients in float32, in earlier comparisons of the training.
     """
     sums: dict[str, np.ndarray] = {}
-    halves: Sequence[Any] = [None] * len(names) if half is None else half.gradients
-    for name, ours, theirs, of_half in zip(names, own.gradients, exact.gradients, halves, strict=True):
+    for name, theirs in exact.gradients.items():
+        ours, of_half = own.gradients[name], half and half.gradients[name]
         if ours is None or theirs is None:
             continue
         # The rows of an embedding; float16 may have rounded an index to that of another row.
         rows = np.unique([*ours.indices, *theirs.indices]) if isinstance(theirs, tf.IndexedSlices) else None
         mine, reference = _dense(ours, rows) / own.factor, _dense(theirs, rows)
-        noise = np.nan if of_half is None else np.sum(np.square(_dense(of_half, rows) - reference))
+        noise = np.nan if half is None else np.sum(np.square(_dense(of_half, rows) - reference))
         values = [np.sum(np.square(mine - reference)), np.vdot(mine, reference), np.sum(np.square(reference)), noise]
         sums[layer_of(name)] = sums.get(layer_of(name), np.zeros(4)) + np.array(values, np.float64)
     largest = max((square for _, _, square, _ in sums.values()), default=0.0)
