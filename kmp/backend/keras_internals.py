@@ -96,6 +96,15 @@ def uncast_value(variable: keras.Variable) -> tf.Tensor:
     return tf.identity(variable._value)
 
 
+def build_metrics(model: keras.Model, batch_spec: Any) -> None:
+    """Creates the variables of compiled metrics and losses, which Keras 3.15 creates in the first trace of a step.
+
+    It runs the model once symbolically, a small part of a trace. An error of the user's code is raised by the trace.
+    """
+    with contextlib.suppress(Exception):
+        model._symbolic_build(data_batch=batch_spec)
+
+
 def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
     """Returns the schedule or variable of a learning rate. The public `learning_rate` is a schedule's current value."""
     return optimizer._learning_rate

@@ -239,9 +239,12 @@ class GuardedTrainStep:
             # TensorFlow traces a step twice if the first trace creates variables. What another step than that of Keras
             # trains is not known, nor what layers that are not built will create.
             is_known = isinstance(optimizer, LossScaleOptimizer) and has_keras_step(model) and is_built(model)
-            if is_known and not optimizer.built and model.trainable_weights:
-                with model.distribute_strategy.scope():
-                    optimizer.build(model.trainable_weights)
+            if is_known and model.trainable_weights:
+                if not optimizer.built:
+                    with model.distribute_strategy.scope():
+                        optimizer.build(model.trainable_weights)
+                if hasattr(iterator, "element_spec"):
+                    keras_internals.build_metrics(model, iterator.element_spec)
         # A later `fit` may have batches of another structure, for which the function is traced again.
         if self.capture and id(iterator) != self._prepared and hasattr(iterator, "element_spec"):
             self._prepared = id(iterator)
