@@ -12,12 +12,12 @@ _MANY_LOST = 0.1  # of the values of a weight, or of the outputs of a layer
 
 
 def unscaled_loss(metrics: RunMetrics) -> Finding | None:
-    """Reports gradients of a custom training step that do not grow with the loss scale."""
+    """Reports gradients that do not grow with the loss scale."""
     replay = metrics.last_comparison
     layers = [metrics.created_layer(layer) for layer in (replay.unscaled_layers if replay else ())]
     if replay is None or not layers:
         return None
-    named = ", ".join(map(metrics.describe, dict.fromkeys(layers[:3])))
+    location, named = layers[0], ", ".join(map(metrics.describe, dict.fromkeys(layers[:3])))
     title = f"A part of the loss is not multiplied by the loss scale: the gradients of {named} do not grow with it."
     note = "add up all losses, and pass the sum to self.optimizer.scale_loss"
     if replay.is_unscaled:  # though `scale_loss` was called
@@ -26,6 +26,13 @@ def unscaled_loss(metrics: RunMetrics) -> Finding | None:
             "training step clips or normalizes scaled gradients."
         )
         note += "; clip what self.optimizer.unscale(gradients) returns, then pass that to self.optimizer.apply"
+    if metrics.settings.get("train_step") == "keras" and replay.unscaled_by:
+        location = metrics.created_layer(replay.unscaled_by)
+        title = (
+            f"The backward pass of {metrics.describe(location)} does not grow with the loss scale: a gradient function "
+            "in it clips, normalizes or adds."
+        )
+        note = "clip in the optimizer, with its clipnorm or clipvalue: it gets gradients without the loss scale"
     return Finding(
         "unscaled_loss",
         ERROR,
@@ -33,7 +40,7 @@ def unscaled_loss(metrics: RunMetrics) -> Finding | None:
         f"on {_examples(replay)} of a batch, in float32, the gradients at two loss scales differ by another factor "
         "than the scales; the optimizer divides all of them by the scale",
         note=note,
-        location=layers[0],
+        location=location,
     )
 
 
@@ -165,9 +172,7 @@ def gradients(metrics: RunMetrics) -> Finding | None:
 
 def _is_born_in_loss(replay: Replay) -> bool:
     """Whether the loss differs from float32, while the outputs that it is computed from do not."""
-    if replay.loss is None or replay.float32_loss is None or (replay.output_error or 0.0) > HARMFUL_OUTPUT_ERROR:
-        return False
-    return abs(replay.loss - replay.float32_loss) > HARMFUL_OUTPUT_ERROR * abs(replay.float32_loss)
+    return (replay.output_error or 0.0) <= HARMFUL_OUTPUT_ERROR < replay.loss_error
 
 
 def fallback(metrics: RunMetrics) -> Finding | None:

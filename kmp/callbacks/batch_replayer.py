@@ -13,7 +13,7 @@ from kmp.callbacks.training_records import Record
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import all_optimizers_of, guarding
 from kmp.records import Replay, Snapshot, check_record
-from kmp.replay import MOST_EXAMPLES, BatchCapture, CapturedBatch, Failure, TrainStep, replay
+from kmp.replay import MOST_EXAMPLES, BatchCapture, CapturedBatch, Failure, TrainStep, is_ragged, replay
 from kmp.utils import user_messages
 
 logger = logging.getLogger("kmp")
@@ -28,7 +28,7 @@ _SHARE = 0.02  # of the time of a training, for one replay, and for all together
 
 
 class BatchReplayer:
-    """Replays a batch at the first step, each time the steps are four times as many, and at the end.
+    """Replays a batch at the first step, each time the steps are four times as many, in the middle and at the end.
 
     And when many gradients are zero or steps are skipped. Captures the batch of the first step, of the step after a
     replay, and of each skipped step, on one replica. Where a `train_step` of the user's own cannot be replayed, it
@@ -61,8 +61,9 @@ class BatchReplayer:
         guard.capture = self._capture
         return self._capture is not previous
 
-    def begin(self, snapshot: Snapshot) -> None:
-        """Begins a training: captures its first batch."""
+    def begin(self, snapshot: Snapshot, planned_steps: int) -> None:
+        """Begins a training of a number of steps, 0 if that is not known: captures its first batch."""
+        self._middle = snapshot.step + planned_steps // 2
         self._first = self._seen = snapshot  # at the beginning, and at the last replay because of overflows
         self._overflow_replays = self._zero_replays = 0
         self._zero_share, self._last_step = 0.0, 0  # of the last replay without an overflow
@@ -139,7 +140,9 @@ class BatchReplayer:
         """Replays a batch. Returns the keys of a record. A replay that fails is the last of this training."""
         assert self._step is not None
         reason = f"a replay would change {capture.unrestorable}"
-        data = keras.tree.map_structure(lambda tensor: tensor[: self._examples], captured.data)
+        data = captured.data
+        if not is_ragged(data):
+            data = keras.tree.map_structure(lambda tensor: tensor[: self._examples], data)
         began, most = time.monotonic(), max(_MOST_SECONDS, self._share)
         try:
             if not capture.unrestorable:
@@ -207,6 +210,8 @@ class BatchReplayer:
         if snapshot.overflows_in_a_row or snapshot.step == self._last_step:
             return False
         if is_last or snapshot.step >= _COMPARED_AGAIN * self._last_step:
+            return True
+        if self._last_step < self._middle <= snapshot.step:
             return True
         sample = snapshot.sample
         if sample is None or not sample.histogram.is_finite or self._zero_replays >= _MOST_REPLAYS:

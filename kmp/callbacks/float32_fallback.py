@@ -142,7 +142,9 @@ class Float32Fallback(keras.callbacks.Callback):
         if replay is None or is_known or not replay.float32_layers:
             return
         has_output_error = replay.error_origin or (replay.output_error or 0.0) > HARMFUL_OUTPUT_ERROR_ALONE
-        if replay.is_finite and not (has_output_error or replay.lost_states or replay.overflow_inside):
+        has_loss_error = replay.is_harmful and replay.loss_error > HARMFUL_OUTPUT_ERROR_ALONE
+        is_proof = has_output_error or has_loss_error or replay.lost_states or replay.overflow_inside
+        if replay.is_finite and not is_proof:
             return  # only gradients differ, which one batch does not prove
         self._records = records
         metrics = RunMetrics(self.monitor.run)

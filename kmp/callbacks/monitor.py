@@ -66,13 +66,13 @@ class Monitor(OptimizerReader):
         variables: The variables to sample: a path as in `variable.path`, a pattern with `*` and `?` as in a shell, such
             as `"*/kernel"`, or a list of these. Defaults to all.
         reference: `"auto"` replays at most 32 examples of a batch of the training, eagerly, in the precision of the
-            model and in float32: at the first step, each time the steps are four times as many, at the end, and when
-            steps are skipped or many gradients are zero. This measures what the precision changes in the outputs and
-            gradients of each layer, and finds the operation that first returned NaN or Inf, and the layers that have to
-            compute in float32; `kmp.advise` reports it. A replay takes at most 5 seconds; the search in a batch that
-            float16 ruins takes at most 4 more. Model and seeds stay unchanged; only a step with `run_eagerly=True`
-            that draws from NumPy's or TensorFlow's generators draws other numbers after it. Not with several
-            replicas. Or `None` for no replay.
+            model and in float32: at the first step, each time the steps are four times as many, in the middle and at
+            the end, and when steps are skipped or many gradients are zero. This measures what the precision changes in
+            the outputs and gradients of each layer, and finds the operation that first returned NaN or Inf, and the
+            layers that have to compute in float32; `kmp.advise` reports it. A replay takes at most 5 seconds; the
+            search in a batch that float16 ruins takes at most 4 more. Model and seeds stay unchanged; only a step with
+            `run_eagerly=True` that draws from NumPy's or TensorFlow's generators draws other numbers after it. Not with
+            several replicas. Or `None` for no replay.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -164,7 +164,8 @@ class Monitor(OptimizerReader):
         self._sample_next_step()
         self.last_replay = None
         if self._replayer:
-            self._replayer.begin(snapshot)
+            params = self.params or {}
+            self._replayer.begin(snapshot, (params.get("epochs") or 0) * (params.get("steps") or 0))
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         super().on_epoch_begin(epoch, logs)

@@ -1,5 +1,6 @@
 """What a replay of one training batch showed. Needs no Keras."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -220,8 +221,9 @@ class Replay:
             was not measured: too few examples to tell errors from noise, or too little time.
         underflows: The largest share of the results of an operation that are 0 in float16 though its operands are not,
             by layer, in a pass that is finite but harmful; zeros are omitted.
-        unscaled_layers: The layers whose gradients have a part that does not grow with the loss scale, of a
-            `train_step` of the user's own.
+        unscaled_layers: The layers whose gradients have a part that does not grow with the loss scale. Measured for a
+            `train_step` of the user's own, and where errors of gradients are harmful and no layers remove them.
+        unscaled_by: The layer with the backward pass after which they do not grow; empty if it is not known.
         is_unscaled: Whether hardly anything of any gradient grows with it, as if the step clips scaled gradients.
         lost_weights: The weights with values that are 0 or Inf in float16, of layers that compute in it.
         float16_states: The number of float16 variables that the training step assigns beside the weights.
@@ -255,6 +257,7 @@ class Replay:
     underflows: Annotated[dict[Text, Share], MOST_VARIABLES] = field(default_factory=dict)
     unscaled_layers: Annotated[list[Text], MOST_VARIABLES] = field(default_factory=list)
     is_unscaled: bool = False
+    unscaled_by: Text = ""
     lost_weights: Annotated[list[LostWeight], MOST_VARIABLES] = field(default_factory=list)
     float16_states: Count = 0
 
@@ -267,6 +270,13 @@ class Replay:
     def is_harmful(self) -> bool:
         """Whether the results differ so much that float16 hurts the training."""
         return is_harmful(self.output_error or 0.0, self.gradient_errors) or bool(self.lost_states)
+
+    @property
+    def loss_error(self) -> float:
+        """The relative error of the loss; 0 if a loss is not known."""
+        if self.loss is None or self.float32_loss is None or self.loss == self.float32_loss:
+            return 0.0
+        return abs(self.loss - self.float32_loss) / abs(self.float32_loss) if self.float32_loss else math.inf
 
     @property
     def lost_states(self) -> list[str]:

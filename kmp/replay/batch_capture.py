@@ -24,7 +24,7 @@ class CapturedBatch(NamedTuple):
 
     Attributes:
         data: What `train_step` got: `x`, or a tuple of `x`, `y` and `sample_weight`; tensors with up to `MOST_EXAMPLES`
-            examples, fewer if these are large.
+            examples, fewer if these are large. All of a ragged batch, such as the nodes and edges of graphs.
         batch_size: The number of examples in the training batch.
         step: The number of the optimizer step that the batch was trained in.
         loss_scale: The loss scale of that step.
@@ -49,7 +49,8 @@ class BatchCapture:
     """Copies examples of a batch into variables, in a branch of the compiled step.
 
     Those with NaN, Inf, values that overflow float16 or negative integers come first; then others, in each skipped step
-    of a row later ones of the batch, because a single example may make a step fail.
+    of a row later ones of the batch, because a single example may make a step fail. A ragged batch has no parts that
+    stand alone: it is copied as a whole, and not under XLA or if it has more than 64 MB.
 
     The branch is taken in the steps that are skipped, and in the first one after `request`.
 
@@ -156,11 +157,10 @@ class BatchCapture:
         if not step:
             return None
         slots = self._slots[int(self._captured_slots.numpy())]
-        count = min(batch_size, int(tf.shape(slots.variables[0])[0]))
-        pairs = zip(slots.variables, (dtype for dtype, _ in slots.specs), strict=True)
-        data = keras.tree.pack_sequence_as(
-            slots.structure, [tf.cast(variable[:count], dtype) for variable, dtype in pairs]
-        )
+        tensors = [tf.cast(each.value(), dtype) for each, (dtype, _) in zip(slots.variables, slots.specs, strict=True)]
+        if slots.variables[0].shape[0] is not None:  # padded, for XLA
+            tensors = [tensor[:batch_size] for tensor in tensors]
+        data = keras.tree.pack_sequence_as(slots.structure, tensors)
         return CapturedBatch(data, batch_size, step, float(self._loss_scale.numpy()))
 
     def forget(self) -> None:
@@ -188,33 +188,50 @@ class BatchCapture:
     def _capture(
         self, index: int, tensors: list[tf.Tensor], loss_scale: tf.Tensor | None, skipped_in_a_row: tf.Tensor
     ) -> None:
-        is_ragged = tf.constant(False)
-        if len(tensors) > 1 and tensors[0].shape[0] is None:  # a batch of graphs has more edges than nodes
-            sizes = tf.stack([tf.shape(tensor)[0] for tensor in tensors])
-            rows_of_all, is_ragged = tf.reduce_min(sizes), tf.reduce_max(sizes) > tf.reduce_min(sizes)
-            tensors = [tensor[:rows_of_all] for tensor in tensors]
-        suspicion, most = _suspicion(tensors), _most_examples(tensors)
-        # The others from a later one on: in floats, because on a GPU TensorFlow computes with int32 on the host.
-        position, size = tf.cumsum(tf.ones_like(suspicion), exclusive=True), tf.cast(tf.size(suspicion), tf.float32)
-        turns = tf.cast(tf.maximum(skipped_in_a_row - 1, 0), tf.float32) * _GOLDEN_RATIO
-        start = tf.floor((turns - tf.floor(turns)) * size)
-        is_kept = tf.logical_or(is_ragged, size <= tf.cast(most, tf.float32))  # edges have the numbers of nodes
-        start = tf.where(is_kept, tf.zeros_like(start), start)
-        rank = tf.where(position < start, position + size, position) - start
-        # Not a slice of `tf.argsort`, for the same reason.
-        chosen = tf.math.top_k(suspicion - rank / (size + 1.0), tf.minimum(tf.size(suspicion), most)).indices
-        for variable, tensor in zip(self._slots[index].variables, tensors, strict=True):
-            rows = tf.gather(tensor, chosen)
-            if variable.shape[0] is not None:
-                missing = variable.shape[0] - tf.shape(rows)[0]
-                rows = tf.pad(rows, [[0, missing], *[[0, 0]] * (len(rows.shape) - 1)])
-                rows = tf.ensure_shape(rows, variable.shape)
-            variable.assign(tf.cast(rows, variable.dtype))
-        self._batch_size.assign(tf.shape(tensors[0], tf.int64)[0])
-        self._loss_scale.assign(self.optimizer.dynamic_scale if loss_scale is None else loss_scale)
-        self._step.assign(self.optimizer.counters.values().steps)
-        self._captured_slots.assign(index)
+        variables = self._slots[index].variables
+        is_padded = variables[0].shape[0] is not None
+
+        def copy(rows: Sequence[tf.Tensor]) -> None:
+            for variable, tensor in zip(variables, rows, strict=True):
+                value = tf.cast(tensor, variable.dtype)
+                if is_padded:
+                    missing = variable.shape[0] - tf.shape(value)[0]
+                    value = tf.pad(value, [[0, missing], *[[0, 0]] * (len(value.shape) - 1)])
+                variable.assign(tf.ensure_shape(value, variable.shape))
+            self._batch_size.assign(tf.shape(tensors[0], tf.int64)[0])
+            self._loss_scale.assign(self.optimizer.dynamic_scale if loss_scale is None else loss_scale)
+            self._step.assign(self.optimizer.counters.values().steps)
+            self._captured_slots.assign(index)
+
+        def copy_examples() -> None:
+            suspicion, most = _suspicion(tensors), _most_examples(tensors)
+            # The others from a later one on: in floats, because on a GPU TensorFlow computes with int32 on the host.
+            position, size = tf.cumsum(tf.ones_like(suspicion), exclusive=True), tf.cast(tf.size(suspicion), tf.float32)
+            turns = tf.cast(tf.maximum(skipped_in_a_row - 1, 0), tf.float32) * _GOLDEN_RATIO
+            start = tf.floor((turns - tf.floor(turns)) * size)
+            start = tf.where(size <= tf.cast(most, tf.float32), tf.zeros_like(start), start)
+            rank = tf.where(position < start, position + size, position) - start
+            # Not a slice of `tf.argsort`, for the same reason.
+            chosen = tf.math.top_k(suspicion - rank / (size + 1.0), tf.minimum(tf.size(suspicion), most)).indices
+            copy([tf.gather(tensor, chosen) for tensor in tensors])
+
         self._is_requested.assign(0)
+        if len(tensors) == 1 or tensors[0].shape[0] is not None:
+            copy_examples()
+            return
+        sizes = tf.stack([tf.cast(tf.shape(tensor)[0], tf.float32) for tensor in tensors])
+        size = tf.add_n([tf.cast(tf.size(tensor), tf.float32) * tensor.dtype.size for tensor in tensors])
+
+        def copy_all() -> None:
+            if not is_padded:
+                tf.cond(size <= _MOST_BYTES, lambda: copy(tensors), lambda: None)
+
+        tf.cond(tf.reduce_max(sizes) > tf.reduce_min(sizes), copy_all, copy_examples)
+
+
+def is_ragged(data: Any) -> bool:
+    """Whether the tensors of a batch have different numbers of rows."""
+    return len({len(tensor) for tensor in keras.tree.flatten(data)}) > 1
 
 
 def _slot_specs(tensors: Sequence[tf.Tensor | tf.TensorSpec], is_xla: bool) -> list[Any]:

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from kmp.backend import ResourceVariable
 from kmp.records import GradientSample, Replay, StateError, is_harmful, layer_of
+from kmp.replay.batch_capture import is_ragged
 from kmp.replay.batch_checks import invalid_binary_targets, invalid_targets, nonfinite_part
 from kmp.replay.eager_pass import Passes, PassResult, TrainStep, as_array
 from kmp.replay.layer_search import find_float32_layers
@@ -187,11 +188,27 @@ def _examine_float32_pass(passes: Passes, exact: PassResult) -> dict[str, Any]:
         "zero": [path for path, each in exact.gradients.items() if each is None or not as_array(each).any()],
     }
     if exact.is_finite and passes.step.is_custom and not exact.is_random:
-        # Keras' step scales its only loss. Gradients of another loss do not grow with the scale, nor do clipped ones.
-        grown = gradient_errors(passes.in_float32(factor=max(_FACTOR, passes.factor)), exact)
-        found["unscaled_layers"] = [each.layer for each in grown if each.error > _UNSCALED]
-        found["is_unscaled"] = bool(grown) and all(each.kept < 0.5 for each in grown)
+        found |= _find_unscaled(passes, exact)
     return found
+
+
+def _find_unscaled(passes: Passes, exact: PassResult) -> dict[str, Any]:
+    """Returns the layers whose gradients do not grow with the loss scale: of a loss that is not scaled, or clipped."""
+    factor = max(_FACTOR, passes.factor)
+    scaled = passes.in_float32(factor=factor)
+    grown = gradient_errors(scaled, exact)
+    # The backward pass goes from the loss to the input, and the layer before the first such output changes them.
+    reached, first = list(exact.marks.activation_gradients.items()), 0
+    while first < len(reached):
+        path, amax = reached[first]
+        if abs(scaled.marks.activation_gradients.get(path, 0.0) / factor - amax) > _UNSCALED * amax:
+            break
+        first += 1
+    return {
+        "unscaled_layers": [each.layer for each in grown if each.error > _UNSCALED],
+        "is_unscaled": bool(grown) and all(each.kept < 0.5 for each in grown),
+        "unscaled_by": reached[first - 1][0] if 0 < first < len(reached) else "",
+    }
 
 
 def _find_operations(passes: Passes, exact: PassResult) -> dict[str, Any]:
@@ -257,12 +274,15 @@ def _compare(
         )
         if watched:
             found |= {"nonfinite": watched.nonfinite.found, "underflows": watched.nonfinite.underflows}
+        if found["float32_layers"] is None and passes.step.is_of_keras:
+            with contextlib.suppress(TimeoutError):
+                found |= _find_unscaled(searching, exact)
     return found
 
 
 def _half_pass(passes: Passes) -> PassResult | None:
     """Returns a pass in float32 over the first half of the batch, twice; `None` for a batch that is too small."""
-    if passes.examples < 4 or passes.step.run is None:
+    if passes.examples < 4 or passes.step.run is None or is_ragged(passes.data):
         return None
     half = keras.tree.map_structure(lambda tensor: tensor[: passes.examples // 2], passes.data)
     return replace(passes, data=_tiled(half, passes.examples)).in_float32()
