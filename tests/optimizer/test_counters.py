@@ -2,7 +2,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import OverflowsBackward, optimizer_for
+from conftest import OverflowsBackward, optimizer_for, without_replays
 
 import kmp
 
@@ -70,7 +70,7 @@ def trained(x, **arguments):
     with kmp.enable(initial_scale=1.0):
         model = Backwards()
         model.compile("sgd", "mse", **arguments)
-        callbacks = kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore")
+        callbacks = without_replays(every_n_steps=2, on_stuck="ignore")
         model.fit(x, np.zeros((len(x), 1)), batch_size=4, verbose=0, shuffle=False, callbacks=callbacks)
     return model, callbacks[0].run
 

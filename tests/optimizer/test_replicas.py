@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import OverflowsBackward, assert_equal, optimizer_for, small_data, without_replays
+from conftest import OverflowsBackward, assert_equal, optimizer_for, small_data, take_step, without_replays
 from keras import ops
 
 import kmp
@@ -93,7 +93,7 @@ def assert_shared_state_is_equal(strategy, model):
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_overflow_on_any_replica_skips_the_step_on_all_replicas(strategy, run_eagerly):
     model, recorder = make_model(strategy, run_eagerly=run_eagerly), StateRecorder(strategy)
-    fit(model, batches(CORRUPTION_BY_STEP), [recorder, *kmp.callbacks.defaults()])
+    fit(model, batches(CORRUPTION_BY_STEP), [recorder, *without_replays()])
     assert_each_overflow_skips_its_step_on_both_replicas(recorder.recorded)
     assert np.isfinite(model.predict(small_data(1)[0], verbose=0)).all()
 
@@ -113,9 +113,7 @@ def test_custom_loop_skips_the_step_on_all_replicas_and_guard_restores_each(stra
 
     def forward_and_apply(x, y):
         with kmp.guard(optimizer, model):
-            with tf.GradientTape() as tape:
-                scaled = optimizer.scale_loss(loss_function(y, model(x, training=True)) / 8)
-            optimizer.apply(tape.gradient(scaled, model.trainable_variables), model.trainable_variables)
+            take_step(optimizer, model.trainable_variables, lambda: loss_function(y, model(x, training=True)) / 8)
 
     step = tf.function(lambda x, y: strategy.run(forward_and_apply, args=(x, y)))
     data = tf.data.Dataset.from_tensor_slices(batches(CORRUPTION_BY_STEP)).batch(8, drop_remainder=True)
