@@ -100,6 +100,8 @@ def test_operations_have_the_category_of_their_source(function, category):
 def test_reason_contains_a_constant_outside_float16s_range():
     assert rule_for_operation(lambda x: x * 1e5).reason == "the constant 100000 exceeds 65504 and overflows in float16"
     assert rule_for_operation(lambda x: x * 1e5, "bfloat16").category == FOLLOWS_INPUTS
+    regularized = layers.Dense(2, activity_regularizer="l2")
+    assert rule_for(Part("", regularized, regularized), "bfloat16").category == NEEDS_FLOAT32
     assert rule_for_operation(ops.exp, "bfloat16").reason.startswith("bfloat16 has 8 significant bits")
     assert rule_for_operation(lambda x: x + 1e-41, "bfloat16").reason.endswith("below 9e-41 and is zero in bfloat16")
     assert rule_for_operation(lambda x: x + 1e-8).reason == "the constant 1e-08 is below 6e-08 and is zero in float16"
@@ -115,11 +117,6 @@ def test_epsilon_of_a_custom_layer_is_checked():
     rule = rule_for(Part("", CustomLayer(), None), "bfloat16")
     assert (rule.category, rule.reason) == (FOLLOWS_INPUTS, "a custom layer: kmp does not examine its `call`")
     assert rule_for_layer(CustomLayer()).reason == "the constant 1e-12 is below 6e-08 and is zero in float16"
-
-
-def test_layer_with_an_activity_regularizer_needs_float32_in_place_of_bfloat16_too():
-    layer = layers.Dense(2, activity_regularizer="l2")
-    assert rule_for(Part("", layer, layer), "bfloat16").category == NEEDS_FLOAT32
 
 
 def test_subclass_has_the_rule_of_its_base_class():
@@ -151,14 +148,10 @@ def test_unit_normalization_is_wrong_for_values_whose_squares_overflow():
     assert not np.isclose(np.linalg.norm(outputs), 1.0, atol=0.1)
 
 
-def test_float_constants_of_a_where_with_a_boolean_mask_are_checked():
-    mask = keras.Input((4,), dtype="bool")
-    model = keras.Model(mask, ops.where(mask, 0.0, -1e9))
-    (rule,) = (rule_for(part) for part in parts_of(model) if not part.is_layer)
-    assert (rule.category, "-1e+09" in rule.reason) == (NEEDS_FLOAT32, True)
-
-
-def test_integer_constants_are_not_checked():
-    ids = keras.Input((4,), dtype="int32")
-    model = keras.Model(ids, ops.one_hot(ids % 1_000_003, 70_000))
-    assert {rule_for(part).category for part in parts_of(model) if not part.is_layer} == {FOLLOWS_INPUTS}
+def test_float_constants_of_a_where_with_a_boolean_mask_are_checked_and_integer_constants_are_not():
+    mask, ids = keras.Input((4,), dtype="bool"), keras.Input((4,), dtype="int32")
+    model = keras.Model([mask, ids], [ops.where(mask, 0.0, -1e9), ops.one_hot(ids % 1_000_003, 70_000)])
+    rules = {type(part.operation).__name__: rule_for(part) for part in parts_of(model) if not part.is_layer}
+    where = rules.pop("Where")
+    assert (where.category, "-1e+09" in where.reason) == (NEEDS_FLOAT32, True)
+    assert [rule.category for rule in rules.values()] == [FOLLOWS_INPUTS] * 2

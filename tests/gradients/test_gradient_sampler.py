@@ -23,24 +23,18 @@ def one_step(optimizer, variables, gradients, run_step=lambda step: step):
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
 def test_sample_holds_counts_amax_and_norm_of_each_variable(run_step):
-    optimizer, variables = built_optimizer(2, 3, 4, loss_scale=4.0)
-    gradients = [tf.constant([8.0, -0.5]), None, tf.constant([0.0, 0.0, 3.0, 4.0])]
+    optimizer, variables = built_optimizer(2, 3, 4, (5, 2), loss_scale=4.0)
+    sparse = tf.IndexedSlices(tf.constant([[1.0, 2.0], [2.0, 0.0]]), tf.constant([0, 3]), tf.constant([5, 2]))
+    gradients = [tf.constant([8.0, -0.5]), None, tf.constant([0.0, 0.0, 3.0, 4.0]), sparse]
     sample = one_step(optimizer, variables, gradients, run_step)
     assert (sample.step, sample.loss_scale) == (1, 4.0)
-    row_of = dict(zip(sample.names, range(3), strict=True))
-    first, second, third = (row_of[variable.path] for variable in variables)
+    row_of = dict(zip(sample.names, range(4), strict=True))
+    rows = [row_of[variable.path] for variable in variables]
     assert sample[variables[0].path].by_exponent[[148, 152]].tolist() == [1, 1]
-    assert [sample[variable.path].total for variable in variables] == [2, 0, 4]
-    assert sample[variables[2].path].zeros == 2
-    np.testing.assert_allclose(sample.amax[[first, second, third]], [8.0, 0.0, 4.0])
-    np.testing.assert_allclose(sample.norm[[first, second, third]], np.array([np.hypot(8, 0.5), 0.0, 5.0]) / 4)
-
-
-def test_sparse_gradients_are_counted_by_stored_rows(run_step):
-    optimizer, variables = built_optimizer((5, 2), loss_scale=2.0)
-    sparse = tf.IndexedSlices(tf.constant([[1.0, 2.0], [4.0, 0.0]]), tf.constant([0, 3]), tf.constant([5, 2]))
-    sample = one_step(optimizer, variables, [sparse], run_step)
-    assert (sample.histogram.total, sample.histogram.zeros, sample.amax[0]) == (4, 1, 4.0)
+    assert [sample[variable.path].total for variable in variables] == [2, 0, 4, 4]  # only stored rows
+    assert [sample[variable.path].zeros for variable in variables] == [0, 0, 2, 1]
+    np.testing.assert_allclose(sample.amax[rows], [8.0, 0.0, 4.0, 2.0])
+    np.testing.assert_allclose(sample.norm[rows], np.array([np.hypot(8, 0.5), 0.0, 5.0, 3.0]) / 4)
 
 
 @pytest.mark.parametrize("scale", [1000.0, 2.0**10])

@@ -2,9 +2,7 @@
 
 import functools
 import inspect
-from dataclasses import dataclass, field
 from functools import partial  # in arguments: a layer, which is created under the same policy
-from typing import Any
 
 import keras
 import numpy as np
@@ -40,28 +38,23 @@ ANNOTATED = LABELED | {
 UNBOXED = {key: ANNOTATED[key] for key in ("images", "labels", "segmentation_masks")}
 
 
-@dataclass(eq=False)
 class Case:
     """A layer and a call of it.
 
     Args:
         inputs: A tuple is several arguments.
-        arguments: Those of the layer's `__init__`.
         name: What sets it apart from the other cases of the class.
         call: Keyword arguments of the call.
         is_raw: Whether the inputs come from a data set, and not from another layer, through which gradients flow.
         is_random: Whether only the mean and the standard deviation of the outputs are compared.
         has_xla: Whether XLA can compile it in float32.
+        **arguments: Those of the layer's `__init__`.
     """
 
-    inputs: Any
-    arguments: dict[str, Any] = field(default_factory=dict)
-    name: str = ""
-    call: dict[str, Any] = field(default_factory=dict)
-    is_raw: bool = False
-    is_random: bool = False
-    has_xla: bool = True
-    layer_class: type = layers.Layer
+    def __init__(self, inputs=VECTORS, name="", *, call=None, is_raw=False, is_random=False, has_xla=True, **arguments):
+        self.inputs, self.name, self.call, self.arguments = inputs, name, call or {}, arguments
+        self.is_raw, self.is_random, self.has_xla = is_raw, is_random, has_xla
+        self.layer_class = layers.Layer
 
     def layer(self, saved_model):
         """Creates the layer under the current policy, with weights that depend on the class only."""
@@ -76,12 +69,7 @@ class Case:
         return layer
 
 
-def case(inputs=VECTORS, name="", *, call=None, is_raw=False, is_random=False, has_xla=True, **arguments):
-    return Case(inputs, arguments, name, call or {}, is_raw, is_random, has_xla)
-
-
-def raw(inputs, name="", **arguments):
-    return case(inputs, name, is_raw=True, **arguments)
+case, raw = Case, partial(Case, is_raw=True)
 
 
 def images(inputs=ANNOTATED, name="", **arguments):

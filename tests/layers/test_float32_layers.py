@@ -34,20 +34,13 @@ WRAPPED = {
 }
 
 
-def wrapped_model(name):
-    inputs = keras.Input((5, 4))
-    hidden = keras.layers.Dense(4)(inputs)
-    layer = Float32(WRAPPED[name](), name="wrapper")
-    outputs = layer(hidden, hidden) if name == "attention" else layer(hidden)
-    return keras.Model(inputs, outputs)
-
-
 @pytest.mark.parametrize("name", WRAPPED)
 def test_float32_output_is_bitwise_that_of_the_float32_layer_also_after_save_and_load(enabled, tmp_path, name):
-    model = wrapped_model(name)
+    wrapper, inputs = Float32(WRAPPED[name](), name="wrapper"), keras.Input((5, 4))
+    hidden = keras.layers.Dense(4)(inputs)
+    model = keras.Model(inputs, wrapper(hidden, hidden) if name == "attention" else wrapper(hidden))
     x = np.random.default_rng(0).normal(size=(2, 5, 4)).astype("float32")
-    hidden = ops.cast(model.layers[1](x), "float32")
-    wrapped = model.get_layer("wrapper").layer
+    hidden, wrapped = ops.cast(model.layers[1](x), "float32"), wrapper.layer
     expected = wrapped(hidden, hidden) if name == "attention" else wrapped(hidden)
     assert model.output.dtype == "float32"
     np.testing.assert_array_equal(model(x), expected)

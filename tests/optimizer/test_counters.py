@@ -122,11 +122,7 @@ def test_highest_loss_is_the_largest_finite_one(run_step):
 
 @pytest.mark.parametrize(
     ("loss", "arguments"),
-    [
-        (tf.zeros([0]), {}),
-        (tf.constant(1e39, tf.float64), {}),
-        (tf.constant([3e38, 3e38]), {"loss_scale": 2.0**-14}),
-    ],
+    [(tf.zeros([0]), {}), (tf.constant(1e39, tf.float64), {}), (tf.constant([3e38, 3e38]), {"loss_scale": 2.0**-14})],
 )
 def test_finite_loss_whose_mean_is_not_finite_updates(loss, arguments, run_step):
     variable = keras.Variable([1.0])

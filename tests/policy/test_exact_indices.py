@@ -115,22 +115,19 @@ class NextTokens(Tokens):
         return self.table(ids + 1)
 
 
-def test_indices_computed_in_16_bits_warn_once_until_disable(recwarn):
+def test_indices_computed_in_16_bits_warn_once_until_disable_and_in_integers_are_exact(recwarn):
     for _ in range(2):
         with kmp.enable():
             model = functional(NextTokens())
             for _ in range(2):
                 model.predict(FLOATS, verbose=0)
+            exact = functional(NextTokens(), dtype="int32")
+            np.testing.assert_allclose(exact(IDS), table_of(exact)[IDS + 1], atol=5e-4)
     first, second = messages(recwarn)
     assert first.startswith(f"Embedding '{model.layers[1].table.name[:9]}")
     assert "gets its indices for 6000 rows as float16, which has every integer only up to 2048" in second
     assert "keras.Input(..., dtype='int32')" in second
     assert "x.astype('int32')" in second
-
-
-def test_computed_indices_of_an_integer_input_are_exact(enabled):
-    model = functional(NextTokens(), dtype="int32")
-    np.testing.assert_allclose(model(IDS), table_of(model)[IDS + 1], atol=5e-4)
 
 
 @pytest.mark.parametrize(

@@ -194,14 +194,9 @@ class TwoOptimizers(keras.Model):
 
     def train_step(self, data):
         x, y = data
-        half = len(self.net.trainable_variables) // 2
-        with tf.GradientTape() as tape:
-            loss = ops.mean(keras.losses.sparse_categorical_crossentropy(y, self.net(x, training=True)))
-            scaled = self.first.scale_loss(loss)
-            self.second.scale_loss(loss)
-        gradients = tape.gradient(scaled, self.net.trainable_variables)
-        self.first.apply(gradients[:half], self.net.trainable_variables[:half])
-        self.second.apply(gradients[half:], self.net.trainable_variables[half:])
+        for optimizer, layer in ((self.first, self.net.layers[0]), (self.second, self.net.layers[-2])):
+            loss_of = lambda: self.net.compute_loss(y=y, y_pred=self.net(x, training=True))  # noqa: E731
+            loss = take_step(optimizer, layer.trainable_variables, loss_of)
         return {"loss": loss}
 
 
