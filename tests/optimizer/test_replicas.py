@@ -54,8 +54,6 @@ def values_per_replica(strategy, variables):
 
 
 class StateRecorder(keras.callbacks.Callback):
-    """Records the weights and moments of each replica, and a snapshot of the optimizer, after each batch."""
-
     def __init__(self, strategy):
         super().__init__()
         self.strategy, self.recorded = strategy, []

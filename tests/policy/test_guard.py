@@ -185,8 +185,6 @@ def test_skipped_first_step_of_an_unbuilt_model_leaves_initial_state(name, mode,
 
 
 class TwoOptimizers(keras.Model):
-    """Trains with two optimizers, as GANs do."""
-
     def __init__(self):
         super().__init__()
         self.net = make("BatchNormalization")

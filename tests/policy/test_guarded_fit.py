@@ -122,8 +122,6 @@ def test_evaluation_and_train_on_batch_report_a_nonfinite_loss():
 
 
 class CustomTrainStep(keras.Model):
-    """A model with a custom training step that calls `scale_loss` and `apply`."""
-
     def __init__(self):
         super().__init__()
         self.net = small_model()

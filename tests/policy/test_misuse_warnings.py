@@ -103,8 +103,6 @@ def test_float16_model_without_loss_scale_warns_once_even_if_recompiled(enabled)
 
 
 class BuildsInFirstStep(keras.Model):
-    """A model whose layers are created in its first step."""
-
     def build(self, shape):
         self.net = small_model()
 
