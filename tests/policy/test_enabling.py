@@ -210,9 +210,9 @@ class ForwardsCompileArguments(keras.Sequential):
 @pytest.mark.parametrize("model_class", [keras.Sequential, ForwardsCompileArguments])
 def test_compile_wraps_the_optimizer_given_by_position_and_the_default_one(enabled, model_class):
     model = model_class([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mae", None, ["mse"])
+    model.compile("sgd", "mae", None, ["mse"], None, True, 3)
     assert type(model.optimizer.inner_optimizer) is keras.optimizers.SGD
-    assert model.loss == "mae"
+    assert (model.loss, model.run_eagerly, model.steps_per_execution) == ("mae", True, 3)
     model.compile(loss="mse")
     assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
     with pytest.raises(TypeError, match="multiple values for argument 'loss'"):
