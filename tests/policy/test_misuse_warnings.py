@@ -192,7 +192,7 @@ SOFTMAXES = {
 
 
 @pytest.mark.parametrize("name", SOFTMAXES)
-def test_softmax_in_float16_warns_at_compile_and_says_what_to_write(enabled, name):
+def test_softmax_in_float16_warns_at_compile(enabled, name):
     make_head, remedy = SOFTMAXES[name]
     model = keras.Sequential([keras.Input((4,)), *make_head()])
     remedy = re.escape(f"Write {remedy} instead. kmp.layers.Softmax() computes")
