@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -108,6 +109,23 @@ def compiled_model(optimizer="sgd", **arguments):
     return model
 
 
+def optimizer_for(*variables, inner=None, build=True, **arguments):
+    """Returns kmp's optimizer, around SGD with a learning rate of 1 by default."""
+    optimizer = kmp.LossScaleOptimizer(inner or keras.optimizers.SGD(1.0), **arguments)
+    if build:
+        optimizer.build(list(variables))
+    return optimizer
+
+
+def take_step(optimizer, variables, loss_of):
+    """A step of a custom training loop; returns its loss."""
+    with tf.GradientTape() as tape:
+        loss = loss_of()
+        scaled = optimizer.scale_loss(loss)
+    optimizer.apply(tape.gradient(scaled, [variable.value for variable in variables]), variables)
+    return loss
+
+
 def without_replays(*args, **arguments):
     """Returns `kmp.callbacks.defaults` without replays, which take most of the time of a short training."""
     return kmp.callbacks.defaults(*args, **{"reference": None} | arguments)
@@ -193,6 +211,13 @@ def python_process(code, *arguments):
             process.kill()
 
 
+@contextlib.contextmanager
+def another_thread():
+    """Yields a function that calls functions in another thread and returns their results."""
+    with ThreadPoolExecutor(1) as executor:
+        yield lambda function, *args, **kwargs: executor.submit(function, *args, **kwargs).result()
+
+
 def is_locked(folder):
     """Whether the folder is locked, by this process or another."""
     with (folder / ".kmp.lock").open() as file:
@@ -222,3 +247,9 @@ def file_size_limit(size):
 
 def values(variables):
     return [np.asarray(variable.value) for variable in variables]
+
+
+def assert_equal(actual, expected):
+    """Checks that two lists hold equal arrays, tensors or variables, in the same order."""
+    for value, other in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(value, other)

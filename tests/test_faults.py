@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import small_data, small_model, values
+from conftest import assert_equal, small_data, small_model, values
 from keras import ops
 
 import kmp
@@ -21,10 +21,6 @@ def library(request):
     if request.param == "kmp":
         kmp.enable()
     return request.param
-
-
-def make_optimizer(library, inner, **arguments):
-    return OPTIMIZERS[library](inner, **arguments)
 
 
 def fit(model, data, callbacks=(), **arguments):
@@ -65,8 +61,7 @@ def test_200_corrupt_batches_in_a_row_with_the_callback():
     with pytest.raises(kmp.callbacks.StuckError, match="the last 100 steps were skipped"):
         fit(model, corrupt_data(200, slice(0, 200)), kmp.callbacks.defaults())
     assert model.optimizer.snapshot().step == 200
-    for old, new in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(old, new)
+    assert_equal(before, model.get_weights())
 
 
 def test_outlier_that_overflows_before_batch_normalization(library):
@@ -82,7 +77,7 @@ def test_outlier_that_overflows_before_batch_normalization(library):
 
 def test_scale_driven_to_its_ceiling(library):
     variable = keras.Variable(np.ones(4, "float32"))
-    optimizer = make_optimizer(library, keras.optimizers.SGD(0.1), initial_scale=2.0**120, dynamic_growth_steps=1)
+    optimizer = OPTIMIZERS[library](keras.optimizers.SGD(0.1), initial_scale=2.0**120, dynamic_growth_steps=1)
     optimizer.build([variable])
     optimizer.scale_loss(1.0)
     for _ in range(12):
@@ -96,7 +91,7 @@ def test_scale_driven_to_its_ceiling(library):
 
 def test_scale_driven_to_its_floor(library):
     variable = keras.Variable(np.ones(4, "float32"))
-    optimizer = make_optimizer(library, keras.optimizers.SGD(0.1))
+    optimizer = OPTIMIZERS[library](keras.optimizers.SGD(0.1))
     optimizer.build([variable])
     for _ in range(170):
         optimizer.scale_loss(1.0)
@@ -112,7 +107,7 @@ def test_overflow_on_one_replica(library, replica, two_replicas):
     with strategy.scope():
         options = {"use_bias": False, "kernel_initializer": "ones", "dtype": "float32"}
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, **options), keras.layers.Identity()])
-        model.compile(make_optimizer(library, keras.optimizers.SGD(0.01), initial_scale=4.0), "mse")
+        model.compile(OPTIMIZERS[library](keras.optimizers.SGD(0.01), initial_scale=4.0), "mse")
     x, _ = small_data(1)
     y = x.sum(1, keepdims=True) * 0.5
     x[6 if replica else 2] = np.inf
@@ -141,8 +136,7 @@ def test_model_that_float16_cannot_train(library):
     else:
         with pytest.raises(kmp.callbacks.StuckError, match="at step 30 the last 30 steps .* lowest"):
             fit(model, small_data(100), kmp.callbacks.defaults())
-    for old, new in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(old, new)
+    assert_equal(before, model.get_weights())
 
 
 def test_nadam_saved_and_loaded(library, tmp_path):
@@ -162,7 +156,7 @@ def test_nadam_saved_and_loaded(library, tmp_path):
 
 def test_loop_that_forgets_scale_loss(library):
     """Both divide the gradients by 2^15; only kmp warns."""
-    variable, optimizer = keras.Variable([1.0]), make_optimizer(library, keras.optimizers.SGD(1.0))
+    variable, optimizer = keras.Variable([1.0]), OPTIMIZERS[library](keras.optimizers.SGD(1.0))
     with contextlib.nullcontext() if library == "keras" else pytest.warns(match="did not go through `scale_loss`"):
         optimizer.apply([ops.array([0.5])], [variable])
     np.testing.assert_array_equal(variable, [1.0 - 2.0**-16])
@@ -171,7 +165,7 @@ def test_loop_that_forgets_scale_loss(library):
 @pytest.mark.parametrize("value", [-1.0, 0.0, np.nan, np.inf])
 def test_bad_initial_scale(library, value):
     if library == "keras":
-        make_optimizer(library, keras.optimizers.SGD(), initial_scale=value)
+        OPTIMIZERS[library](keras.optimizers.SGD(), initial_scale=value)
     else:
         with pytest.raises(ValueError, match="`initial_scale` must be"):
-            make_optimizer(library, keras.optimizers.SGD(), initial_scale=value)
+            OPTIMIZERS[library](keras.optimizers.SGD(), initial_scale=value)

@@ -5,8 +5,9 @@ from operation_trace import executed_operations
 from kmp.backend import call_if
 
 
-def written(condition, **options):
-    """Returns the value of a variable that is set to 1 where `condition` is true."""
+@pytest.mark.parametrize("options", [{}, {"jit_compile": True}])
+@pytest.mark.parametrize("condition", [True, False])
+def test_function_writes_only_where_the_condition_is_true(condition, options):
     variable = tf.Variable(0.0)
 
     @tf.function(**options)
@@ -17,13 +18,7 @@ def written(condition, **options):
         call_if(condition, write)
 
     step(tf.constant(condition))
-    return float(variable)
-
-
-@pytest.mark.parametrize("options", [{}, {"jit_compile": True}])
-@pytest.mark.parametrize("condition", [True, False])
-def test_function_writes_only_where_the_condition_is_true(condition, options):
-    assert written(condition, **options) == float(condition)
+    assert float(variable) == float(condition)
 
 
 def test_nothing_of_the_function_runs_where_the_condition_is_false():

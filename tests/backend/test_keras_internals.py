@@ -12,16 +12,12 @@ def layer_called_twice():
     return inputs, shared, [shared(inputs), shared(ops.relu(inputs))]
 
 
-def test_calls_of_returns_every_call():
+def test_every_call_of_a_layer_and_the_producers_of_its_tensors_are_found():
     inputs, shared, outputs = layer_called_twice()
     assert shared.output is outputs[0]
     calls = keras_internals.calls_of(shared)
     assert [call.output_tensors[0] for call in calls] == outputs
     assert calls[0].input_tensors[0] is inputs
-
-
-def test_producer_of_returns_the_operation_of_a_tensor():
-    inputs, shared, outputs = layer_called_twice()
     assert [keras_internals.producer_of(output) for output in outputs] == [shared, shared]
     assert isinstance(keras_internals.producer_of(inputs), keras.layers.InputLayer)
 
@@ -30,8 +26,7 @@ def test_learning_rate_of_returns_the_schedule_or_the_variable():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
     assert keras_internals.learning_rate_of(keras.optimizers.SGD(schedule)) is schedule
     variable = keras_internals.learning_rate_of(keras.optimizers.SGD(0.25))
-    assert isinstance(variable, keras.Variable)
-    assert float(variable.numpy()) == 0.25
+    assert (isinstance(variable, keras.Variable), float(variable.numpy())) == (True, 0.25)
 
 
 def test_variables_to_train_are_those_the_optimizer_was_built_with():
@@ -66,26 +61,22 @@ def test_declared_variables_of_a_frozen_layer():
 
 def test_compile_arguments_are_the_objects_that_compile_got():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    optimizer, loss = keras.optimizers.SGD(), keras.losses.MeanSquaredError()
-    model.compile(optimizer, loss, run_eagerly=True)
+    passed = {"optimizer": keras.optimizers.SGD(), "loss": keras.losses.MeanSquaredError(), "run_eagerly": True}
+    model.compile(**passed)
     arguments = keras_internals.compile_arguments(model)
-    assert arguments["optimizer"] is optimizer
-    assert arguments["loss"] is loss
-    assert arguments["run_eagerly"] is True
+    assert all(arguments[name] is value for name, value in passed.items())
 
 
 def test_functional_outputs_are_those_of_the_replaced_operations_and_call_shared_ones_again():
     inputs, shared, outputs = layer_called_twice()
-    model = keras.Model(inputs, outputs)
     copies = {}
 
     def replace(operation):
         is_layer = isinstance(operation, keras.Layer)
-        return copies.setdefault(
-            operation, keras.layers.Dense(2) if is_layer else keras_internals.unconnected_copy(operation)
-        )
+        copy = keras.layers.Dense(2) if is_layer else keras_internals.unconnected_copy(operation)
+        return copies.setdefault(operation, copy)
 
-    replaced = keras_internals.functional_outputs(model, keras.Input((4,)), replace)
+    replaced = keras_internals.functional_outputs(keras.Model(inputs, outputs), keras.Input((4,)), replace)
     assert [output.shape for output in replaced] == [(None, 2), (None, 2)]
     assert len(copies) == 2
     assert len(keras_internals.calls_of(copies[shared])) == 2

@@ -52,14 +52,12 @@ def test_function_runs_in_a_new_process_and_its_errors_name_it():
 
 
 def test_peak_memory_is_reset_on_gpus_only(monkeypatch):
-    gpus, reset_devices = [], []
+    gpus, reset = [], []
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda device_type: gpus)
-    monkeypatch.setattr(tf.config.experimental, "reset_memory_stats", reset_devices.append)
-    measurement.reset_peak_memory()
-    assert reset_devices == []
-    gpus.append("GPU:0")
-    measurement.reset_peak_memory()
-    assert reset_devices == ["GPU:0"]
+    monkeypatch.setattr(tf.config.experimental, "reset_memory_stats", reset.append)
+    for gpus[:] in ([], ["GPU:0"]):
+        measurement.reset_peak_memory()
+        assert reset == gpus
 
 
 def test_peak_memory_grows_with_allocations():

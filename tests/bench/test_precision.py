@@ -41,12 +41,10 @@ def measured(float16, bfloat16, xla):
     ],
 )
 def test_recommended_is_the_fastest_policy_if_it_is_clearly_faster(float16, bfloat16, xla, expected):
-    best = precision.recommend(measured(float16, bfloat16, xla))
+    results = measured(float16, bfloat16, xla)
+    best = precision.recommend(results)
     assert (best.policy, best.jit_compile, pytest.approx(best.speedup)) == expected
-
-
-def test_nothing_is_recommended_without_a_training():
-    assert precision.recommend(measured(2.0, 1.0, 1.0)[:3]) is None
+    assert precision.recommend(results[:3]) is None  # no training
 
 
 @pytest.mark.parametrize(
@@ -98,19 +96,14 @@ def test_warmup_counts_neither_for_time_nor_for_peak_memory(monkeypatch):
     assert events == [(1, 0), "reset", "peak", trained, "reset", trained, trained, "peak"]
 
 
+NETWORKS = [f"{name} {mode}" for name in ("ResNet-50", "BERT-base") for mode in ("graph", "XLA")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "machine", "expected"),
     [
         ({}, CPU, ["operations", "small graph XLA"]),
-        (
-            {},
-            T4,
-            [
-                "operations",
-                "small graph XLA",
-                *(f"{n} {m}" for n in ("ResNet-50", "BERT-base") for m in ("graph", "XLA")),
-            ],
-        ),
+        ({}, T4, ["operations", "small graph XLA", *NETWORKS]),
         ({"is_quick": True}, T4, ["operations", "small XLA"]),
         ({"only": ["bert"], "mode": "graph"}, CPU, ["BERT-base graph"]),
     ],

@@ -86,6 +86,12 @@ def error_of(check, model, expected, inputs):
     return check.relative_error(check.outputs_of(model, inputs), expected)
 
 
+def assert_only_a_batch_shows_the_overflow(check, model, inputs):
+    expected = check.outputs_of(model, inputs)
+    assert error_of(check, kmp.convert(model), expected, inputs) is None
+    assert error_of(check, kmp.convert(model, batch=inputs), expected, inputs) < 0.01
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_residuals_beyond_65504_that_keras_hub_clips(check, gemma3):
@@ -101,9 +107,7 @@ def test_residuals_beyond_65504_that_keras_hub_clips(check, gemma3):
 def test_residuals_beyond_65504_before_keras_hub_clipped_them(check, gemma3, monkeypatch):
     model, inputs = gemma3
     monkeypatch.setattr(keras.ops, "clip", lambda x, low, high: x)  # keras-hub before its pull request 2519
-    expected = check.outputs_of(model, inputs)
-    assert error_of(check, kmp.convert(model), expected, inputs) is None
-    assert error_of(check, kmp.convert(model, batch=inputs), expected, inputs) < 0.01
+    assert_only_a_batch_shows_the_overflow(check, model, inputs)
 
 
 @pytest.mark.slow
@@ -113,7 +117,4 @@ def test_feed_forward_beyond_65504_as_in_trained_t5(check):
     for variable in model.trainable_variables:
         if variable.path.endswith("output_projector/kernel") and "attention" not in variable.path:
             variable.assign(3e5 * keras.ops.sign(variable))
-    inputs = check.inputs_of("T5Backbone", model)
-    expected = check.outputs_of(model, inputs)
-    assert error_of(check, kmp.convert(model), expected, inputs) is None
-    assert error_of(check, kmp.convert(model, batch=inputs), expected, inputs) < 0.01
+    assert_only_a_batch_shows_the_overflow(check, model, check.inputs_of("T5Backbone", model))

@@ -5,6 +5,7 @@ import keras
 import models
 import numpy as np
 import pytest
+from conftest import assert_equal, values
 from keras import layers
 from rich.console import Console
 
@@ -68,29 +69,16 @@ def test_row_has_dtypes_category_reason_and_source():
     assert (first.variable_dtype, first.category, first.planned_dtype) == ("float32", "float16", "float16")
     assert first.tensor_cores == ("channels 3 -> 8",)
     assert rows["logits"].reason == "model output: float16 would round it to 11 bits"
-
-
-def test_rows_of_a_mixed_precision_model_have_its_current_dtypes():
-    rows = rows_of(kmp.convert(models.operations()[0]))
-    assert (rows["first"].compute_dtype, rows["first"].variable_dtype, rows["first"].output_dtype) == (
-        *("float16", "float32"),
-        "float16",
-    )
+    first = rows_of(kmp.convert(model))["first"]
+    assert (first.compute_dtype, first.variable_dtype, first.output_dtype) == ("float16", "float32", "float16")
 
 
 def test_batch_adds_overflow_underflow_and_relative_error():
-    model = keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Dense(4, kernel_initializer=keras.initializers.Constant(1e-9), name="tiny"),
-            layers.Dense(4, kernel_initializer=keras.initializers.Constant(1e12), name="huge"),
-            layers.Dense(4, kernel_initializer="identity", name="after"),
-            layers.Dense(2, name="end"),
-        ]
-    )
+    constant, kernels = keras.initializers.Constant, {"tiny": 1e-9, "huge": 1e12, "after": 1.0}
+    hidden = [layers.Dense(4, kernel_initializer=constant(value), name=name) for name, value in kernels.items()]
+    model = keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(2)])
     rows = rows_of(model, np.ones((2, 4), np.float32))
-    assert rows["tiny"].underflow_share == 1.0
-    assert rows["tiny"].relative_error == 1.0
+    assert (rows["tiny"].underflow_share, rows["tiny"].relative_error) == (1.0, 1.0)
     assert rows["tiny"].amax == pytest.approx(4e-9)
     assert (rows["huge"].overflow_share, rows["huge"].overflows) == (0.0, True)  # its 1e12 kernel is Inf in float16
     assert rows["huge"].relative_error is None
@@ -111,10 +99,12 @@ def test_batch_compares_a_mixed_precision_model_with_its_float32_version():
     relative_errors = [row.relative_error for row in rows.values() if row.relative_error is not None]
     assert 0 < max(relative_errors) < 0.01
     large = layers.Dense(1, kernel_initializer=keras.initializers.Constant(1e5), name="large")
-    rows = rows_of(
-        kmp.convert(keras.Sequential([keras.Input((1,)), large, layers.Dense(1)])), np.ones((1, 1), "float32")
-    )
+    wrapper = kmp.layers.Float32(layers.Dense(1, kernel_initializer="ones", name="inside"), name="wrapper")
+    model = keras.Sequential([keras.Input((1,)), wrapper, large, layers.Dense(1)])
+    rows = rows_of(kmp.convert(model), np.ones((1, 1), "float32"))
     assert (rows["large"].overflows, rows["large"].amax) == (True, 1e5)  # its float32 version is the reference
+    assert rows["wrapper"].relative_error is not None
+    assert rows["wrapper"].amax == rows["wrapper/inside"].amax
 
 
 def test_batch_compares_a_float32_model_with_the_candidate_under_any_global_policy():
@@ -125,15 +115,6 @@ def test_batch_compares_a_float32_model_with_the_candidate_under_any_global_poli
     rows = rows_of(model, np.random.default_rng(0).normal(size=(8, 4)).astype("float32"))
     assert (rows["hidden"].compute_dtype, rows["hidden"].planned_dtype) == ("float32", "float16")
     assert rows["hidden"].relative_error > 0.0
-
-
-def test_quantized_model_keeps_its_dtypes_in_the_audit_as_in_convert():
-    model = keras.Sequential([keras.Input((16,)), layers.Dense(8), layers.Dense(2)])
-    for layer in model.layers:
-        layer.quantize("int8")
-    assert kmp.convert(model) is model
-    dense = [row for row in kmp.audit(model).rows if row.class_name == "Dense"]
-    assert [row.planned_dtype for row in dense] == [row.compute_dtype for row in dense]
 
 
 def test_dimensions_to_pad_are_listed_only_for_16_bit_layers_of_a_mixed_precision_model():
@@ -159,27 +140,22 @@ def test_dimensions_to_pad_are_listed_only_for_16_bit_layers_of_a_mixed_precisio
         (layers.LSTM(20), (3, 8), ("units 20 -> 24",)),
         (layers.GRU(8), (3, 5), ("inputs 5 -> 8",)),
         (layers.PReLU(), (5,), ()),
+        (layers.MultiHeadAttention(2, 12, value_dim=8), (3, 16), ("key_dim 12 -> 16",)),  # of its heads
     ],
     ids=lambda value: value.name if isinstance(value, keras.Layer) else "",
 )
 def test_dimensions_not_divisible_by_8_have_the_padded_size(layer, shape, expected):
-    model = keras.Sequential([keras.Input(shape), layer, layers.Activation("linear")])
+    inputs = keras.Input(shape)
+    outputs = layer(inputs, inputs) if isinstance(layer, layers.MultiHeadAttention) else layer(inputs)
+    model = keras.Model(inputs, layers.Activation("linear")(outputs))
     assert rows_of(model)[layer.name].tensor_cores == expected
-
-
-def test_dimensions_of_attention_are_those_of_its_heads():
-    inputs = keras.Input((3, 16))
-    attended = layers.MultiHeadAttention(2, 12, value_dim=8, name="attention")(inputs, inputs)
-    rows = rows_of(keras.Model(inputs, layers.Activation("linear")(attended)))
-    assert rows["attention"].tensor_cores == ("key_dim 12 -> 16",)
 
 
 def test_audit_with_a_batch_leaves_the_model_unchanged():
     model, batch = models.classifier()
-    values_before = [np.array(variable) for variable in model.variables]
+    before = values(model.variables)
     kmp.audit(model, batch)
-    for variable, value_before in zip(model.variables, values_before, strict=True):
-        np.testing.assert_array_equal(variable, value_before)
+    assert_equal(model.variables, before)
     assert any(variable.path.endswith("seed_generator_state") for variable in model.variables)
     assert all("call" not in vars(layer) for layer in model.layers)
 
@@ -193,11 +169,8 @@ def test_audit_displays_as_a_table_in_text_terminals_and_notebooks():
         assert "probabilities" in text
         assert "Micikevicius et al. 2018" in text
     assert "1 of 4 layers and operations are float32 after kmp.convert" in str(audit)
-
-
-def test_needs_float32_returns_the_rows_of_the_float32_category():
-    model, _ = models.classifier()
-    assert [row.path for row in kmp.audit(model).needs_float32] == ["probabilities"]
+    assert [row.path for row in audit.needs_float32] == ["probabilities"]
+    assert audit.notes == kmp.audit(kmp.convert(model)).notes == ()  # its output is float32
 
 
 def test_output_in_16_bits_is_noted_with_the_change_that_makes_it_float32():
@@ -217,46 +190,3 @@ def test_output_in_16_bits_is_noted_with_the_change_that_makes_it_float32():
     assert audit.to_dict()["notes"] == list(audit.notes)
     assert "The output of 'value' is float16" in str(audit)
     assert "is float16, as is what `predict` returns" in audit._repr_html_()
-
-
-def test_batch_compares_a_mixed_precision_model_with_a_float32_layer():
-    inputs = keras.Input((4,))
-    hidden = kmp.layers.Float32(layers.Dense(4, name="inside"), name="wrapper")(layers.Dense(4)(inputs))
-    rows = rows_of(kmp.convert(keras.Model(inputs, layers.Dense(2)(hidden))), np.ones((2, 4), "float32"))
-    assert rows["wrapper"].relative_error is not None
-    assert rows["wrapper"].amax == rows["wrapper/inside"].amax
-
-
-def test_float32_or_converted_model_has_no_note_on_its_outputs():
-    model, _ = models.classifier()
-    assert kmp.audit(model).notes == ()
-    assert kmp.audit(kmp.convert(model)).notes == ()
-
-
-def test_audit_of_a_model_with_custom_layers_draws_no_seeds():
-    model, _ = models.custom_layers()
-    keras.utils.set_random_seed(0)
-    expected = keras.initializers.GlorotUniform().seed
-    keras.utils.set_random_seed(0)
-    kmp.audit(model)
-    assert keras.initializers.GlorotUniform().seed == expected
-
-
-class WithoutConfig(keras.layers.Layer):
-    """Its `get_config` forgets to return the config, as keras-hub's Gemma3 vision layers do."""
-
-    def get_config(self):
-        super().get_config()
-
-    def call(self, x):
-        return x
-
-
-def test_layer_whose_config_is_none_stays_float32():
-    model = keras.Sequential([keras.Input((4,)), WithoutConfig(name="one"), keras.layers.Dense(2, name="two")])
-    assert "no `dtype`" in kmp.audit(model).plan.float32["one"]
-
-
-def test_batch_of_the_wrong_shape_is_an_error():
-    with pytest.raises(ValueError, match="`batch` does not fit Sequential"):
-        kmp.audit(models.classifier()[0], np.zeros((2, 3), "float32"))

@@ -6,6 +6,7 @@ import keras
 import models
 import numpy as np
 import pytest
+from conftest import assert_equal
 from keras import layers, ops
 
 import kmp
@@ -65,10 +66,12 @@ def test_saved_model_layer_is_float32_and_its_file_is_loaded_again(tmp_path):
     np.testing.assert_allclose(converted(batch), model(batch), rtol=1e-2, atol=1e-2)
 
 
-def test_cloning_draws_no_seeds():
-    model, _ = models.classifier()
+@pytest.mark.parametrize("function", [kmp.to_float32, kmp.audit])
+@pytest.mark.parametrize("make", [models.classifier, models.custom_layers])
+def test_cloning_draws_no_seeds(function, make):
+    model, _ = make()
     random.seed(0)
-    kmp.to_float32(model)
+    function(model)
     drawn = random.random()
     random.seed(0)
     assert drawn == random.random()
@@ -147,15 +150,15 @@ def test_model_saved_while_another_one_is_converted_is_saved_as_by_keras(tmp_pat
 
 def nested_pair(kinds):
     """Two nested models that share a layer, one after the other."""
-    shared, nested = layers.Dense(4, name="shared"), []
+    shared, inputs = layers.Dense(4, name="shared"), keras.Input((4,))
+    x = inputs
     for name, kind in zip(("first", "second"), kinds, strict=True):
         if kind == "sequential":
-            nested.append(keras.Sequential([keras.Input((4,)), shared, layers.ReLU()], name=name))
+            x = keras.Sequential([keras.Input((4,)), shared, layers.ReLU()], name=name)(x)
         else:
-            inputs = keras.Input((4,))
-            nested.append(keras.Model(inputs, ops.relu(shared(inputs)), name=name))
-    inputs = keras.Input((4,))
-    return keras.Model(inputs, layers.Dense(2, name="end")(nested[1](nested[0](inputs))))
+            own = keras.Input((4,))
+            x = keras.Model(own, ops.relu(shared(own)), name=name)(x)
+    return keras.Model(inputs, layers.Dense(2, name="end")(x))
 
 
 @pytest.mark.parametrize(
@@ -205,14 +208,17 @@ def test_frozen_model_that_is_called_in_inference_mode_stays_so():
     assert not converted.get_layer("base").trainable_variables
     statistics = [np.array(variable) for variable in converted.get_layer("base").non_trainable_variables]
     converted(np.ones((2, 4), "float32"), training=True)
-    for variable, before in zip(converted.get_layer("base").non_trainable_variables, statistics, strict=True):
-        np.testing.assert_array_equal(variable, before)
+    assert_equal(converted.get_layer("base").non_trainable_variables, statistics)
 
 
-def test_cell_that_a_config_contains_twice_stays_shared():
-    cell = layers.GRUCell(4, name="cell")
-    model = keras.Sequential([keras.Input((3, 4)), layers.RNN(layers.StackedRNNCells([cell, cell])), layers.Dense(2)])
-    cells = kmp.convert(model).layers[0].cell.cells
+def test_layer_that_is_wrapped_twice_or_twice_in_a_config_stays_shared():
+    cell, shared = layers.GRUCell(4, name="cell"), layers.Dense(4, name="shared")
+    inputs = keras.Input((3, 4))
+    x = layers.TimeDistributed(shared, name="two")(layers.TimeDistributed(shared, name="one")(inputs))
+    x = layers.RNN(layers.StackedRNNCells([cell, cell]), name="rnn")(x)
+    converted = kmp.convert(keras.Model(inputs, layers.Dense(2)(x)))
+    assert converted.get_layer("one").layer is converted.get_layer("two").layer
+    cells = converted.get_layer("rnn").cell.cells
     assert cells[0] is cells[1]
 
 
@@ -224,20 +230,14 @@ def test_layer_that_is_attached_to_a_functional_model_but_not_called_is_an_error
         kmp.convert(model)
 
 
-def test_layer_wrapped_twice_stays_shared():
-    shared = layers.Dense(4, name="shared")
-    inputs = keras.Input((3, 4))
-    wrapped = [layers.TimeDistributed(shared, name="one"), layers.TimeDistributed(shared, name="two")]
-    converted = kmp.convert(keras.Model(inputs, wrapped[1](wrapped[0](inputs))))
-    assert converted.get_layer("one").layer is converted.get_layer("two").layer
-
-
-def test_layer_with_a_function_inside_a_wrapper_keeps_it_with_its_closure():
+def test_functions_of_layers_also_inside_a_wrapper_are_kept_with_their_closures():
     factor = np.arange(4.0, dtype="float32")
-    inside = layers.Dense(4, kernel_initializer="identity", activation=lambda x: x * factor)
-    model = keras.Sequential([keras.Input((3, 4)), layers.TimeDistributed(inside), layers.Dense(2)])
+    hidden = layers.Dense(4, kernel_initializer="identity", activation=lambda x: x * factor)
+    inside = layers.Dense(4, kernel_initializer="identity", activation=lambda x: x + factor)
+    layers_with_functions = [hidden, layers.Lambda(lambda x: x - factor), layers.TimeDistributed(inside)]
+    model = keras.Sequential([keras.Input((3, 4)), *layers_with_functions, layers.Dense(2)])
     clone = kmp.to_float32(model)
-    assert clone.layers[0].layer.activation is inside.activation
+    assert clone.layers[2].layer.activation is inside.activation
     np.testing.assert_array_equal(clone(np.ones((2, 3, 4))), model(np.ones((2, 3, 4))))
 
 

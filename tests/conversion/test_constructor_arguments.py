@@ -12,18 +12,6 @@ import kmp
 BATCH = np.ones((2, 4), "float32")
 
 
-class WithoutKwargs(layers.Layer):
-    def __init__(self, scale=2.0):
-        super().__init__()
-        self.scale = scale
-
-    def call(self, inputs):
-        return inputs * self.scale
-
-    def get_config(self):
-        return super().get_config() | {"scale": self.scale}
-
-
 class WithoutConfig(layers.Layer):
     def __init__(self, scale=2.0):
         super().__init__()
@@ -33,10 +21,22 @@ class WithoutConfig(layers.Layer):
         return inputs * self.scale
 
 
+class WithoutKwargs(WithoutConfig):
+    def get_config(self):
+        return super().get_config() | {"scale": self.scale}
+
+
 class NameOnly(WithoutConfig):
     def __init__(self, scale=2.0, name=None):
         layers.Layer.__init__(self, name=name)
         self.scale = scale
+
+
+class ConfigIsNone(WithoutConfig):
+    """Its `get_config` forgets to return the config, as keras-hub's Gemma3 vision layers do."""
+
+    def get_config(self):
+        super().get_config()
 
 
 class DtypeOnly(WithoutKwargs):
@@ -56,13 +56,10 @@ class ExtraKey(WithoutKwargs):
         return super().get_config() | {"factor": self.scale}
 
 
-class MissingKey(layers.Layer):
+class MissingKey(WithoutConfig):
     def __init__(self, scale, **kwargs):
-        super().__init__(**kwargs)
+        layers.Layer.__init__(self, **kwargs)
         self.scale = scale
-
-    def call(self, inputs):
-        return inputs * self.scale
 
     def get_config(self):
         return super().get_config()
@@ -90,13 +87,9 @@ class DeserializedSublayer(SerializedSublayer):
         return cls(**config | {"layer": keras.saving.deserialize_keras_object(config["layer"])})
 
 
-class MissingUnits(layers.Layer):
+class MissingUnits(Sublayer):
     def __init__(self, units=2, **kwargs):
-        super().__init__(**kwargs)
-        self.dense = layers.Dense(units)
-
-    def call(self, inputs):
-        return self.dense(inputs)
+        super().__init__(layers.Dense(units), **kwargs)
 
     def get_config(self):
         return super().get_config()
@@ -150,19 +143,15 @@ def test_layer_whose_constructor_takes_no_dtype_stays_float32_under_its_name_and
     assert f"{layer.name} stays float32: its `__init__` takes no `dtype`" in caplog.text
 
 
-class Parent(layers.Layer):
+class Parent(Sublayer):
     def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.inside = WithoutKwargs()
-
-    def call(self, inputs):
-        return self.inside(inputs)
+        super().__init__(WithoutKwargs(), **kwargs)
 
 
 def test_layer_that_custom_code_creates_needs_no_dtype_argument():
     model = model_with(Parent(name="parent"))
-    assert planned_dtypes(kmp.audit(model))[f"parent/{model.layers[2].inside.name}"] == "float16"
-    assert kmp.convert(model).layers[2].inside.compute_dtype == "float16"
+    assert planned_dtypes(kmp.audit(model))[f"parent/{model.layers[2].layer.name}"] == "float16"
+    assert kmp.convert(model).layers[2].layer.compute_dtype == "float16"
 
 
 @pytest.mark.parametrize(
@@ -181,9 +170,10 @@ def test_layer_that_custom_code_creates_needs_no_dtype_argument():
         (lambda: SerializedSublayer(layers.Dense(4)), "calling SerializedSublayer.call"),
         (lambda: MissingUnits(3), "has different variables"),
         (FailingConfig, "no config"),
+        (ConfigIsNone, "'NoneType' object is not iterable"),
         (lambda: layers.Dense(4, dtype="float64"), "computes in float64"),
     ],
-    ids=["extra key", "missing key", "sublayer", "serialized sublayer", "missing units", "failing config", "float64"],
+    ids=["extra key", "missing key", "layer", "serialized layer", "missing units", "failing config", "none", "float64"],
 )
 def test_layer_that_convert_refuses_is_an_error_in_audit_too(make, message):
     layer = make()

@@ -14,10 +14,8 @@ def float32_in(model, policy="mixed_float16"):
 
 
 def test_each_float32_layer_has_a_reason():
-    model = keras.Sequential(
-        [keras.Input((4,)), layers.Dense(4), layers.Softmax(name="inner"), layers.Dense(2, name="end")]
-    )
-    assert float32_in(model) == {
+    hidden = [layers.Dense(4), layers.Softmax(name="inner")]
+    assert float32_in(keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(2, name="end")])) == {
         "inner": "exp, sum and division: float16 flushes small probabilities to zero",
         "end": "model output: float16 would round it to 11 bits",
     }
@@ -33,15 +31,15 @@ def test_layer_between_float32_layers_is_float32_unless_an_input_is_float16():
     assert set(float32_in(model)) == {"start", "softmax", "between", "end"}
 
 
-def test_output_layer_of_a_nested_model_is_float32_only_if_it_is_the_models_output():
-    model, _ = models.autoencoder()
-    assert [path.split("/")[0] for path in float32_in(model)] == ["decoder"]
-
-
-def test_wrapper_of_a_float32_layer_is_float32():
-    model, _ = models.lstm_text()
-    paths = float32_in(model)
-    assert [path.split("/")[0].rstrip("_0123456789") for path in paths] == ["time_distributed"] * 2
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (models.autoencoder, ["decoder"]),  # not the output of the nested encoder
+        (models.lstm_text, ["time_distributed"] * 2),  # the wrapper of a float32 layer too
+    ],
+)
+def test_output_layer_of_the_model_and_its_wrapper_are_float32(make, expected):
+    assert [path.split("/")[0].rstrip("_0123456789") for path in float32_in(make()[0])] == expected
 
 
 def test_policies_without_float32_weights_keep_batch_normalization_float32():
@@ -55,12 +53,6 @@ def test_path_of_the_wrong_type_raises():
     for call in (kmp.Plan("float16").save, Plan.load):
         with pytest.raises(TypeError, match="`path` must be the path of a local .*file. Received: path=3"):
             call(3)
-
-
-def test_plan_round_trips_through_its_file(tmp_path):
-    plan = kmp.Plan("mixed_bfloat16", {"a/b": "why"})
-    plan.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == plan
 
 
 @pytest.mark.parametrize(

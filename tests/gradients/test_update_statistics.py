@@ -29,11 +29,14 @@ def test_update_of_the_sampled_step_is_measured(mode, enabled):
     assert [sample.step for sample in samples] == ([1, 8, 16] if steps_per_call == 1 else [8, 16])
 
 
+def measured_steps(samples):
+    return [sample.step for sample in samples if np.isfinite(sample.update_norm).all()]
+
+
 def test_updates_are_measured_for_five_samples_and_every_tenth_after_them(enabled):
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
     fit(compiled_model(), [histogram], batches=23)
-    measured = [sample.step for sample in histogram.run.samples if np.isfinite(sample.update_norm).all()]
-    assert measured == [1, 2, 3, 4, 5, 15]
+    assert measured_steps(histogram.run.samples) == [1, 2, 3, 4, 5, 15]
     assert len(histogram.run.samples) == 23
 
 
@@ -42,8 +45,7 @@ def test_model_built_by_its_first_step_has_updates_measured_from_the_second_samp
     model.compile("sgd", "sparse_categorical_crossentropy")
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
     fit(model, [histogram], batches=13)
-    measured = [sample.step for sample in histogram.run.samples if np.isfinite(sample.update_norm).all()]
-    assert measured == [2, 3, 4, 5, 6]
+    assert measured_steps(histogram.run.samples) == [2, 3, 4, 5, 6]
     assert histogram.run.samples[0].weight_norm.any()
 
 
@@ -76,7 +78,7 @@ def test_step_that_updates_no_weights_is_not_measured_and_the_next_sample_is(
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[histogram])
     samples = histogram.run.samples
-    assert [sample.step for sample in samples if np.isfinite(sample.update_norm).all()] == expected
+    assert measured_steps(samples) == expected
     assert [sample.step for sample in samples if sample.updates.any()] == expected
     measured = [sample.step for sample in samples if np.isfinite(sample.weight_norm).any()]
     assert measured == [sample.step for sample in samples if sample.step < expected[0]] + expected

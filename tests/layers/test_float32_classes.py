@@ -1,18 +1,19 @@
 import inspect
 import logging
-import threading
 
 import keras
 import numpy as np
 import pytest
+from conftest import another_thread
 from keras import ops
 
 import kmp
 from kmp.layers.float32_classes import only_in_float32, reason_for_float32
 
 
+# Layers that stand for those of keras-hub with the same name and module.
 class ESMRotaryEmbedding(keras.layers.Layer):
-    """Stands for keras-hub's layer of this name: `arange` in float16 has no kernel in a graph."""
+    """`arange` in float16 has no kernel in a graph."""
 
     def __init__(self, wavelength=10, **kwargs):
         super().__init__(**kwargs)
@@ -28,36 +29,17 @@ class Rotary(ESMRotaryEmbedding):
     """A subclass without an `__init__` of its own."""
 
 
-class MaskedLMHead(keras.layers.Layer):
-    """Stands for keras-hub's layer of this name, which fails in bfloat16 too."""
-
-    def call(self, x):
-        return x
+def stand_in(name, module="esm"):
+    arguments = {"__module__": f"keras_hub.src.models.{module}", "call": lambda self, x: x}
+    return type(name, (keras.layers.Layer,), arguments)
 
 
-class T5MultiHeadAttention(keras.layers.Layer):
-    """Stands for keras-hub's layer of this name, which works in bfloat16."""
-
-    def call(self, x):
-        return x
-
-
-class Ordinary(keras.layers.Layer):
-    """A layer of the same package that is not listed."""
-
-
-class TimestepEmbedding(keras.layers.Layer):
-    """Stands for the layer of this name in keras-hub's Flux."""
-
-
-OtherTimestepEmbedding = type(
-    "TimestepEmbedding", (keras.layers.Layer,), {}
-)  # keras-hub has another in the same package
-TimestepEmbedding.__module__ = "keras_hub.src.models.flux.flux_maths"
-OtherTimestepEmbedding.__module__ = "keras_hub.src.models.stable_diffusion_3.mmdit"
-
-for listed in (ESMRotaryEmbedding, MaskedLMHead, T5MultiHeadAttention, Ordinary):
-    listed.__module__ = "keras_hub.src.models.esm"
+ESMRotaryEmbedding.__module__ = "keras_hub.src.models.esm"
+MaskedLMHead = stand_in("MaskedLMHead")  # fails in bfloat16 too
+T5MultiHeadAttention = stand_in("T5MultiHeadAttention")  # works in bfloat16
+Ordinary = stand_in("Ordinary")  # is not listed
+TimestepEmbedding = stand_in("TimestepEmbedding", "flux.flux_maths")
+OtherTimestepEmbedding = stand_in("TimestepEmbedding", "stable_diffusion_3.mmdit")  # is not listed
 
 
 class Enlarged(keras.layers.UpSampling2D):
@@ -155,34 +137,22 @@ def test_keras_layer_is_float32_where_its_arguments_need_it(make, needing, dtype
 
 
 def test_convert_and_audit_use_the_same_reasons_for_keras_layers():
-    layers = [
-        keras.layers.Rescaling(0.5, name="pixels"),
-        keras.layers.Conv2D(4, 3),
-        keras.layers.UpSampling2D(interpolation="bilinear", name="bilinear"),
-        keras.layers.Conv2D(4, 3),
-        keras.layers.UpSampling2D(name="nearest"),
-        keras.layers.Conv2D(1, 3, name="outputs"),
-    ]
-    model = keras.Sequential([keras.Input((8, 8, 3)), *layers])
+    pixels = keras.layers.Rescaling(0.5, name="pixels")
+    bilinear = keras.layers.UpSampling2D(interpolation="bilinear", name="bilinear")
+    layers = [pixels, keras.layers.Conv2D(4, 3), bilinear, keras.layers.Conv2D(4, 3), keras.layers.UpSampling2D()]
+    model = keras.Sequential([keras.Input((8, 8, 3)), *layers, keras.layers.Conv2D(1, 3, name="outputs")])
     float32 = kmp.audit(model).plan.float32
     assert list(float32) == ["pixels", "bilinear", "outputs"]
-    assert [float32["pixels"], float32["bilinear"]] == [reason_for_float32(layers[0]), reason_for_float32(layers[2])]
+    assert [float32["pixels"], float32["bilinear"]] == [reason_for_float32(pixels), reason_for_float32(bilinear)]
     converted = [layer.name for layer in kmp.convert(model).layers if layer.compute_dtype == "float32"]
     assert converted == list(float32)
 
 
-def test_integer_dtype_of_a_listed_layer_is_kept():
-    with kmp.enable():
-        layer = keras.layers.CategoryEncoding(num_tokens=3, dtype="int32")
-    assert layer.compute_dtype == "int32"
-    assert reason_for_float32(layer) is None
-
-
-def test_dtype_that_is_set_after_creation_is_kept():
-    with kmp.enable():
-        layer = keras.layers.Rescaling(0.5)
-        layer.dtype_policy = "float16"
-        assert layer(np.ones((1, 1))).dtype == "float16"
+def test_integer_dtype_of_a_listed_layer_and_a_dtype_that_is_set_after_creation_are_kept(enabled):
+    encoding, rescaling = keras.layers.CategoryEncoding(num_tokens=3, dtype="int32"), keras.layers.Rescaling(0.5)
+    assert (encoding.compute_dtype, reason_for_float32(encoding)) == ("int32", None)
+    rescaling.dtype_policy = "float16"
+    assert rescaling(np.ones((1, 1))).dtype == "float16"
 
 
 @pytest.mark.parametrize("layer_class", [ESMRotaryEmbedding, Rotary])
@@ -215,15 +185,11 @@ def test_signature_that_keras_reads_is_kept():
         assert inspect.signature(keras.layers.Layer.__init__) == before
 
 
-def test_converted_model_keeps_a_listed_layer_in_float32():
-    model = keras.Sequential([keras.Input((4,)), Encoder(name="encoder"), keras.layers.Dense(1)])
+def test_converted_model_has_a_listed_layer_in_float32_or_a_dtype_in_which_it_works():
+    layers = [Encoder(name="encoder"), T5MultiHeadAttention(name="attention"), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
     assert "arange" in kmp.audit(model).plan.float32["encoder/rotary"]
     assert kmp.convert(model).layers[0].rotary.compute_dtype == "float32"
-
-
-def test_converted_model_has_a_listed_layer_in_a_dtype_in_which_it_works():
-    layers = [keras.layers.Dense(4), T5MultiHeadAttention(name="attention"), keras.layers.Dense(1)]
-    model = keras.Sequential([keras.Input((4,)), *layers])
     assert "attention" not in kmp.audit(model, policy="mixed_bfloat16").plan.float32
     assert kmp.convert(model, "mixed_bfloat16").layers[1].compute_dtype == "bfloat16"
 
@@ -248,21 +214,14 @@ def test_listed_layer_of_a_nested_model_whose_layers_belong_to_the_outer_graph_t
 
 
 def test_classes_are_in_float32_in_the_thread_and_the_context_that_selects_them():
-    other_thread, started, may_end = [], threading.Event(), threading.Event()
+    def dtype_of(layer_class):
+        return layer_class(dtype="mixed_float16").compute_dtype
 
-    def convert_slowly():
+    with another_thread() as call:
+        selected = only_in_float32({MaskedLMHead})
+        call(selected.__enter__)
         with only_in_float32({MaskedLMHead}):
-            started.set()
-            may_end.wait()
-            other_thread.append(MaskedLMHead(dtype="mixed_float16").compute_dtype)
-
-    thread = threading.Thread(target=convert_slowly)
-    thread.start()
-    started.wait()
-    with only_in_float32({MaskedLMHead}):
-        assert MaskedLMHead(dtype="mixed_float16").compute_dtype == "float32"
-        assert ESMRotaryEmbedding(dtype="mixed_float16").compute_dtype == "float16"
-    assert MaskedLMHead(dtype="mixed_float16").compute_dtype == "float16"
-    may_end.set()
-    thread.join()
-    assert other_thread == ["float32"]
+            assert (dtype_of(MaskedLMHead), dtype_of(ESMRotaryEmbedding)) == ("float32", "float16")
+        assert dtype_of(MaskedLMHead) == "float16"
+        assert call(dtype_of, MaskedLMHead) == "float32"
+        call(selected.__exit__, None, None, None)

@@ -2,7 +2,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import OverflowsBackward
+from conftest import OverflowsBackward, optimizer_for, without_replays
 
 import kmp
 
@@ -27,25 +27,26 @@ ORDERS = {
     "from the input": (chain(0, 1, 2, 3), [0, 1, 2, 3]),
     "from the loss": (chain(3, 2, 1, 0), [3, 2, 1, 0]),
     "mixed": (chain(2, 0, 3, 1), [2, 0, 3, 1]),
+    "mixed, clipped": (chain(2, 0, 3, 1), [2, 0, 3, 1]),
     "used twice": (chain(1, 0, 2, 1), [1, 0, 2, 3]),  # at its first use; without a gradient last
     "sparse": (looked_up, [1, 0, 2, 3]),
+    "sparse, clipped": (looked_up, [1, 0, 2, 3]),
 }
 
 
-@pytest.mark.parametrize("change", [lambda g: g, lambda g: tf.clip_by_norm(g, 1.0)], ids=["as is", "clipped"])
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
-def test_variables_have_the_order_of_the_network_in_a_graph_and_of_the_list_eagerly(name, change, run_step):
+def test_variables_have_the_order_of_the_network_in_a_graph_and_of_the_list_eagerly(name, run_step):
     variables = [keras.Variable([0.5], name=f"v{index}") for index in range(4)]
-    optimizer = kmp.LossScaleOptimizer("sgd")
-    optimizer.build(variables)
-    loss_of, expected = ORDERS[name]
+    optimizer = optimizer_for(*variables)
+    (loss_of, expected), is_clipped = ORDERS[name], "clipped" in name
 
     def step():
         with tf.GradientTape() as tape:
             loss = optimizer.scale_loss(loss_of([variable.value for variable in variables]))
         gradients = tape.gradient(loss, [variable.value for variable in variables])
-        optimizer.apply([None if gradient is None else change(gradient) for gradient in gradients], variables)
+        clipped = [None if gradient is None else tf.clip_by_norm(gradient, 1.0) for gradient in gradients]
+        optimizer.apply(clipped if is_clipped else gradients, variables)
 
     compiled = run_step(step)
     compiled()
@@ -69,7 +70,7 @@ def trained(x, **arguments):
     with kmp.enable(initial_scale=1.0):
         model = Backwards()
         model.compile("sgd", "mse", **arguments)
-        callbacks = kmp.callbacks.defaults(every_n_steps=2, on_stuck="ignore")
+        callbacks = without_replays(every_n_steps=2, on_stuck="ignore")
         model.fit(x, np.zeros((len(x), 1)), batch_size=4, verbose=0, shuffle=False, callbacks=callbacks)
     return model, callbacks[0].run
 
@@ -103,25 +104,10 @@ def test_nonfinite_loss_has_no_overflow_origin():
     assert ["overflow_origin" in row for row in rows] == [False, True, False, False]
 
 
-def test_counts_of_overflow_origins_are_saved_and_loaded(tmp_path):
-    x = np.full((8, 4), 200, "float32")
-    model, _ = trained(x)
-    model.save_weights(tmp_path / "model.weights.h5")
-    before = model.optimizer.snapshot()
-    with kmp.enable():
-        loaded = Backwards()
-        loaded.compile("sgd", "mse")
-        loaded.fit(x[:4] * 0, np.zeros((4, 1)), verbose=0)
-    loaded.load_weights(tmp_path / "model.weights.h5")
-    after = loaded.optimizer.snapshot()
-    assert list(after.overflow_origins_by_variable.values()) == list(before.overflow_origins_by_variable.values())
-    assert sum(before.overflow_origins_by_variable.values()) == 2
-    assert after.highest_loss == before.highest_loss
-
-
 def test_highest_loss_is_the_largest_finite_one(run_step):
-    optimizer, variable = kmp.LossScaleOptimizer("sgd"), keras.Variable([1.0])
-    optimizer.build([variable])
+    variable = keras.Variable([1.0])
+    optimizer = optimizer_for(variable)
+    assert optimizer.counters.losses == []  # they are a layer
 
     def step(loss):
         optimizer.scale_loss(loss)
@@ -134,22 +120,13 @@ def test_highest_loss_is_the_largest_finite_one(run_step):
     assert optimizer.snapshot().last_loss == 3.0
 
 
-def test_counters_are_a_layer_without_losses():
-    counters = kmp.LossScaleOptimizer("sgd").counters
-    assert counters.losses == []
-
-
 @pytest.mark.parametrize(
     ("loss", "arguments"),
-    [
-        (tf.zeros([0]), {}),
-        (tf.constant(1e39, tf.float64), {}),
-        (tf.constant([3e38, 3e38]), {"loss_scale": 2.0**-14}),
-    ],
+    [(tf.zeros([0]), {}), (tf.constant(1e39, tf.float64), {}), (tf.constant([3e38, 3e38]), {"loss_scale": 2.0**-14})],
 )
 def test_finite_loss_whose_mean_is_not_finite_updates(loss, arguments, run_step):
-    optimizer, variable = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), **arguments), keras.Variable([1.0])
-    optimizer.build([variable])
+    variable = keras.Variable([1.0])
+    optimizer = optimizer_for(variable, **arguments)
     scale = float(optimizer.loss_scale)
 
     def step(gradient):

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import compiled_model, fit, values
+from conftest import compiled_model, fit, optimizer_for, values
 
 import kmp
 from kmp.backend import xla
@@ -17,41 +17,33 @@ def test_is_tracing_is_true_only_in_graphs_for_xla():
         recorded[name] = xla.is_tracing()
         return tf.constant(0)
 
+    def branch():
+        return tf.cond(tf.random.uniform([]) > 2, lambda: record("in a branch"), lambda: 0)
+
     record("eager")
     tf.function(record)("graph")
     tf.function(record, jit_compile=True)("xla")
-    tf.function(
-        lambda: tf.cond(tf.random.uniform([]) > 2, lambda: record("in a branch"), lambda: 0), jit_compile=True
-    )()
+    tf.function(branch, jit_compile=True)()
     tf.function(lambda: tf.function(record, jit_compile=True)("xla within graph"))()
     assert recorded == {"eager": False, "graph": False, "xla": True, "in a branch": True, "xla within graph": True}
 
 
-def dense_step(optimizer, variables, x):
-    optimizer.apply([tf.fill([4, 2], x), tf.constant([8.0])], variables, unscaled=False)
-
-
-def sparse_step(optimizer, variables, x):
+def step_of(optimizer, variables, is_sparse, x):
     rows = tf.IndexedSlices(tf.stack([[x, 2.0]]), tf.constant([2]), tf.constant([4, 2]))
-    optimizer.apply([rows, tf.constant([8.0])], variables, unscaled=False)
+    gradient = rows if is_sparse else tf.fill([4, 2], x)
+    optimizer.apply([gradient, tf.constant([8.0])], variables, unscaled=False)
 
 
-STEPS = [1.0, np.inf, 1.0, np.nan, 1.0]
-
-
-@pytest.mark.parametrize("compile_step", [lambda step: step, tf.function, tf.function(jit_compile=True)])
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("is_sparse", [False, True])
 @pytest.mark.filterwarnings("ignore:.*did not go through `scale_loss`")
-def test_compiled_optimizer_matches_the_uncompiled_one(compile_step, sparse):
+def test_compiled_optimizer_matches_the_uncompiled_one(run_step, is_sparse):
     results = []
     for jit_compile in (False, True):
         variables = [keras.Variable(np.ones((4, 2), "float32"), name="a"), keras.Variable([3.0], name="b")]
         inner = keras.optimizers.Adam(0.1, weight_decay=0.01)
-        optimizer = kmp.LossScaleOptimizer(inner, initial_scale=8.0, jit_compile=jit_compile)
-        optimizer.build(variables)
-
-        step = compile_step(functools.partial(sparse_step if sparse else dense_step, optimizer, variables))
-        for x in STEPS:
+        optimizer = optimizer_for(*variables, inner=inner, initial_scale=8.0, jit_compile=jit_compile)
+        step = run_step(functools.partial(step_of, optimizer, variables, is_sparse))
+        for x in (1.0, np.inf, 1.0, np.nan, 1.0):
             step(tf.constant(x))
         results.append((values([*variables, *inner.variables]), optimizer.snapshot()))
     for plain, compiled in zip(results[0][0], results[1][0], strict=True):
@@ -80,21 +72,15 @@ def test_jit_compile_of_enable_trains_and_samples_as_without(tmp_path):
     assert len(totals[1]) > 2
 
 
-def test_jit_compile_is_part_of_the_config_and_validated():
-    optimizer = kmp.LossScaleOptimizer("sgd", jit_compile=True)
-    assert kmp.LossScaleOptimizer.from_config(optimizer.get_config()).jit_compile
-    assert "jit_compile" not in kmp.LossScaleOptimizer("sgd").get_config()
-    for call in (lambda: kmp.LossScaleOptimizer("sgd", jit_compile=1), lambda: kmp.enable(jit_compile="auto")):
-        with pytest.raises(TypeError, match="`jit_compile` must be True or False"):
-            call()
-
-
-def test_wrap_uses_jit_compile_of_enable_unless_given():
+def test_wrap_uses_jit_compile_of_enable_unless_given_and_it_is_validated():
     assert not kmp.wrap("sgd").jit_compile
     with kmp.enable(jit_compile=True) as handle:
         assert "jit_compile=True" in repr(handle)
         assert kmp.wrap("sgd").jit_compile
         assert not kmp.wrap("sgd", jit_compile=False).jit_compile
+    for call in (lambda: kmp.LossScaleOptimizer("sgd", jit_compile=1), lambda: kmp.enable(jit_compile="auto")):
+        with pytest.raises(TypeError, match="`jit_compile` must be True or False"):
+            call()
 
 
 def test_jit_compile_under_a_strategy_warns(two_replicas):

@@ -5,7 +5,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import compiled_model, small_data, values
+from conftest import optimizer_for, take_step, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import ops
@@ -27,33 +27,25 @@ def weights():
     ]
 
 
-def gradients(outcome, scale):
-    return [ops.full((2, 3), 0.5 * scale), ops.array([0.25 * scale, outcome if outcome != GOOD else 0.125 * scale])]
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.sampled_from([GOOD, OVERFLOW, NAN]), max_size=25), st.integers(1, 3), st.integers(1, 2))
 def test_optimizer_follows_the_reference_rule_on_any_sequence(outcomes, growth_interval, hysteresis):
     arguments = {"initial_scale": 8.0, "min_scale": 2.0, "max_scale": 32.0}
     arguments |= {"growth_interval": growth_interval, "hysteresis": hysteresis}
-    optimizer, variables = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.1), **arguments), weights()
-    optimizer.build(variables)
-    reference = ReferenceRule(**arguments)
+    variables, reference = weights(), ReferenceRule(**arguments)
+    optimizer = optimizer_for(*variables, **arguments)
     for outcome in outcomes:
-        optimizer.apply(gradients(outcome, 1.0), variables, unscaled=False)
+        optimizer.apply([ops.full((2, 3), 0.5), ops.array([0.25, outcome])], variables, unscaled=False)
         reference.step(outcome != GOOD)
-    snapshot = optimizer.snapshot()
-    assert (snapshot.loss_scale, snapshot.clean_steps, snapshot.overflows_in_a_row) == (
-        reference.scale,
-        reference.clean,
-        reference.in_a_row,
-    )
-    assert (snapshot.step, snapshot.overflow_count) == (len(outcomes), sum(outcome != GOOD for outcome in outcomes))
+    now = optimizer.snapshot()
+    state = (now.loss_scale, now.clean_steps, now.overflows_in_a_row)
+    assert state == (reference.scale, reference.clean, reference.in_a_row)
+    assert (now.step, now.overflow_count) == (len(outcomes), sum(outcome != GOOD for outcome in outcomes))
 
 
 def test_step_is_the_same_in_eager_graph_and_xla_mode(run_step):
-    optimizer, variables = kmp.LossScaleOptimizer(keras.optimizers.Adam(0.1), growth_interval=2), weights()
-    optimizer.build(variables)
+    variables = weights()
+    optimizer = optimizer_for(*variables, inner=keras.optimizers.Adam(0.1), growth_interval=2)
 
     @run_step
     def step(element):
@@ -75,16 +67,6 @@ def test_step_is_the_same_in_eager_graph_and_xla_mode(run_step):
         overflow_origins_by_variable={variables[1].path: 2},
     )
     assert all(np.isfinite(value).all() for value in values(variables))
-
-
-def custom_step(optimizer, variable, decorate):
-    @decorate
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = optimizer.scale_loss(ops.sum(variable * x))
-        optimizer.apply(tape.gradient(loss, [variable.value]), [variable])
-
-    return step
 
 
 def step_with_gradients(optimizer, variables, run_step, change):
@@ -111,8 +93,7 @@ CLIPS = {
 @pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
 def test_overflow_skips_the_step_and_has_its_origin_if_gradients_are_clipped_by_hand(clip, jit_compile, run_step):
     variables = [keras.Variable([0.0]), keras.Variable([0.0])]
-    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4096.0, jit_compile=jit_compile)
-    optimizer.build(variables)
+    optimizer = optimizer_for(*variables, initial_scale=4096.0, jit_compile=jit_compile)
     step = step_with_gradients(optimizer, variables, run_step, clip)
     step(tf.constant([np.inf]), tf.constant([0.5]))
     np.testing.assert_array_equal(np.concatenate(variables), [0.0, 0.0])
@@ -125,8 +106,7 @@ def test_overflow_skips_the_step_and_has_its_origin_if_gradients_are_clipped_by_
 
 def test_overflow_of_any_micro_batch_skips_the_step_that_applies_their_clipped_sum():
     variables = [keras.Variable([0.0]), keras.Variable([0.0])]
-    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0))
-    optimizer.build(variables)
+    optimizer = optimizer_for(*variables)
     total = [tf.zeros(1), tf.zeros(1)]
     for gradient in (np.inf, 0.5):
         optimizer.scale_loss(1.0)
@@ -141,12 +121,11 @@ def test_overflow_of_any_micro_batch_skips_the_step_that_applies_their_clipped_s
 @pytest.mark.parametrize("change", [None, lambda gradients: gradients], ids=["scaled", "unscaled"])
 def test_unscaled_gradients_are_applied_and_sampled_like_scaled_ones(change, run_step):
     variables = [keras.Variable([1.0, 2.0]), keras.Variable([[3.0]])]
-    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=1024.0)
-    optimizer.build(variables)
+    optimizer = optimizer_for(*variables, initial_scale=1024.0)
     optimizer.start_sampling(optimizer.counters, 1)
     step_with_gradients(optimizer, variables, run_step, change)(tf.constant([2.0**-20, -3.0]), tf.constant([[5.0]]))
-    np.testing.assert_array_equal(variables[0], np.float32([1 - 2.0**-21, 3.5]))
-    np.testing.assert_array_equal(variables[1], [[0.5]])
+    np.testing.assert_array_equal(variables[0], np.float32([1 - 2.0**-20, 5.0]))
+    np.testing.assert_array_equal(variables[1], [[-2.0]])
     assert list(optimizer.snapshot().sample.amax) == [3 * 1024.0, 5 * 1024.0]
 
 
@@ -162,93 +141,83 @@ def test_unscale_keeps_sparse_missing_and_nonfinite_gradients_and_casts_float16_
 
 def test_nonfinite_loss_is_distinguished_from_an_overflow_in_the_backward_pass(run_step):
     variable = keras.Variable([1.0])
-    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0)
-    optimizer.build([variable])
-    step = custom_step(optimizer, variable, run_step)
+    optimizer = optimizer_for(variable, initial_scale=8.0)
+
+    step = run_step(lambda x: take_step(optimizer, [variable], lambda: ops.sum(variable * x)))
+
+    def counts():
+        now = optimizer.snapshot()
+        return now.loss_scale, now.overflow_count, now.nonfinite_loss_count
+
     step(tf.constant([np.nan]))
-    first = optimizer.snapshot()
-    assert (first.loss_scale, first.overflow_count, first.nonfinite_loss_count) == (8.0, 1, 1)
+    assert counts() == (8.0, 1, 1)
     optimizer.apply([ops.array([np.inf])], [variable])
-    second = optimizer.snapshot()
-    assert (second.loss_scale, second.overflow_count, second.nonfinite_loss_count) == (4.0, 2, 1)
+    assert counts() == (4.0, 2, 1)
+    run_step(optimizer.scale_loss)(tf.constant(np.inf))  # traced apart from `apply`
+    run_step(lambda gradient: optimizer.apply([gradient], [variable]))(tf.constant([np.nan]))
+    assert counts() == (4.0, 3, 2)
 
 
-def test_nonfinite_loss_is_counted_when_scale_loss_and_apply_are_traced_separately():
-    variable = keras.Variable([1.0])
-    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0)
-    optimizer.build([variable])
-    scale, apply = tf.function(optimizer.scale_loss), tf.function(lambda g: optimizer.apply([g], [variable]))
-    scale(tf.constant(np.inf))
-    apply(tf.constant([np.nan]))
-    assert optimizer.snapshot().nonfinite_loss_count == 1
-
-
-def test_scale_loss_casts_float16_to_float32_and_warns():
+def test_scale_loss_casts_float16_to_float32_and_warns_once():
     optimizer = kmp.LossScaleOptimizer("sgd")
-    with pytest.warns(UserWarning, match="loss was computed in float16"):
+    with pytest.warns(UserWarning, match="loss was computed in float16") as caught:
         scaled = optimizer.scale_loss(tf.constant(3.0, tf.float16))
+    assert [warning.filename for warning in caught] == [__file__]
     assert (scaled.dtype, float(scaled)) == (tf.float32, 3 * 2.0**15)
+    optimizer.scale_loss(tf.constant(3.0, tf.float16))
 
 
-def test_fixed_scale_never_changes_and_overflows_are_still_skipped():
-    variable = keras.Variable([1.0])
-    optimizer = kmp.LossScaleOptimizer("sgd", loss_scale=256.0)
-    optimizer.apply([ops.array([np.inf])], [variable], unscaled=False)
-    assert (optimizer.snapshot().loss_scale, optimizer.snapshot().overflow_count) == (256.0, 1)
+@pytest.mark.parametrize(
+    ("dtype", "gradients", "scale"),
+    [
+        ("float32", [np.inf], 256.0),
+        ("float32", [np.inf, 1.0], 256.0),  # of a variable that is listed twice
+        ("float16", [6e4], 0.25),  # overflows when it is unscaled
+        ("float32", [1e35], 2.0**-14),
+    ],
+)
+def test_any_nonfinite_gradient_skips_the_step_and_a_fixed_scale_never_changes(dtype, gradients, scale):
+    variable = keras.Variable([1.0], dtype=dtype)
+    optimizer = optimizer_for(variable, inner=keras.optimizers.SGD(1e-4), loss_scale=scale)
+    gradients = [ops.array([gradient], dtype=dtype) for gradient in gradients]
+    optimizer.apply(gradients, [variable] * len(gradients), unscaled=False)
     np.testing.assert_array_equal(variable, [1.0])
+    assert (optimizer.snapshot().overflow_count, optimizer.snapshot().loss_scale) == (1, scale)
 
 
 def test_sparse_gradients_are_unscaled_and_checked():
     table = keras.Variable(np.zeros((3, 2), "float32"))
-    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
+    optimizer = optimizer_for(table, initial_scale=4.0)
     optimizer.scale_loss(1.0)
-    optimizer.apply([tf.IndexedSlices(tf.constant([[4.0, 8.0]]), tf.constant([1]), tf.constant([3, 2]))], [table])
-    np.testing.assert_array_equal(table, [[0, 0], [-1, -2], [0, 0]])
-    optimizer.apply([tf.IndexedSlices(tf.constant([[np.inf, 8.0]]), tf.constant([1]), tf.constant([3, 2]))], [table])
-    np.testing.assert_array_equal(table, [[0, 0], [-1, -2], [0, 0]])
+    for first in (4.0, np.inf):
+        optimizer.apply([tf.IndexedSlices(tf.constant([[first, 8.0]]), [1], [3, 2])], [table])
+        np.testing.assert_array_equal(table, [[0, 0], [-1, -2], [0, 0]])
     assert optimizer.snapshot().overflow_count == 1
 
 
 def test_missing_gradients_are_passed_to_the_inner_optimizer():
     variables = weights()
-    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=2.0)
     with pytest.warns(UserWarning, match="Gradients do not exist"):
-        optimizer.apply([None, ops.array([2.0, 2.0])], variables, unscaled=False)
+        optimizer_for(*variables, initial_scale=2.0).apply([None, ops.array([2.0, 2.0])], unscaled=False)
     np.testing.assert_array_equal(variables[1], [0.0, -3.0])
 
 
-def test_config_has_keras_keys_and_only_changed_arguments_of_kmp():
-    default = kmp.LossScaleOptimizer("sgd")
-    assert set(default.get_config()) == {"name", "inner_optimizer", "initial_scale", "dynamic_growth_steps"}
+def test_config_has_keras_keys_and_only_changed_arguments_of_kmp_and_is_deserialized():
+    keras_keys = {"name", "inner_optimizer", "initial_scale", "dynamic_growth_steps"}
+    assert set(kmp.LossScaleOptimizer("sgd").get_config()) == keras_keys
     changed = {"growth_factor": 4.0, "backoff_factor": 0.25, "hysteresis": 2, "min_scale": 1.0, "max_scale": 2.0**20}
-    dynamic = kmp.LossScaleOptimizer("sgd", initial_scale=8.0, growth_interval=5, **changed)
+    dynamic = kmp.LossScaleOptimizer("sgd", initial_scale=8.0, growth_interval=5, **changed, jit_compile=True)
     assert dynamic.get_config().items() >= changed.items()
-    assert kmp.LossScaleOptimizer.from_config(dynamic.get_config()).rule == dynamic.rule
-    fixed = kmp.LossScaleOptimizer("sgd", loss_scale=2.0**-20)
-    assert kmp.LossScaleOptimizer.from_config(fixed.get_config()).rule == fixed.rule
-
-
-def test_any_nonfinite_gradient_of_a_variable_listed_twice_skips_the_step():
-    variable = keras.Variable([1.0])
-    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.1))
-    optimizer.build([variable])
-    optimizer.apply([ops.array([np.inf]), ops.array([1.0])], [variable, variable], unscaled=False)
-    np.testing.assert_array_equal(variable, [1.0])
-
-
-@pytest.mark.parametrize(("dtype", "gradient", "scale"), [("float16", 6e4, 0.25), ("float32", 1e35, 2.0**-14)])
-def test_gradient_that_overflows_when_unscaled_skips_the_step(dtype, gradient, scale):
-    variable = keras.Variable([1.0], dtype=dtype)
-    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1e-4), loss_scale=scale)
-    optimizer.apply([ops.array([gradient], dtype=dtype)], [variable], unscaled=False)
-    np.testing.assert_array_equal(variable, [1.0])
-    assert optimizer.snapshot().overflow_count == 1
+    for optimizer in (dynamic, kmp.LossScaleOptimizer("sgd", loss_scale=2.0**-20)):
+        copy = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+        assert type(copy) is kmp.LossScaleOptimizer
+        assert (copy.rule, copy.jit_compile) == (optimizer.rule, optimizer.jit_compile)
 
 
 def test_float16_variables_work_with_gradient_accumulation(run_step):
     variable = keras.Variable([1.0, 2.0], dtype="float16")
-    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5, gradient_accumulation_steps=2), initial_scale=4.0)
-    optimizer.build([variable])
+    inner = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
+    optimizer = optimizer_for(variable, inner=inner, initial_scale=4.0)
     step = run_step(lambda g: optimizer.apply([g], [variable], unscaled=False))
     for _ in range(2):
         step(tf.constant([4.0, 8.0], tf.float16))
@@ -257,8 +226,8 @@ def test_float16_variables_work_with_gradient_accumulation(run_step):
 
 @pytest.mark.parametrize("losses", [(np.nan, 1.0), (1.0, np.nan)])
 def test_any_nonfinite_loss_of_a_step_is_counted_as_the_cause(losses, run_step):
-    optimizer, variable = kmp.LossScaleOptimizer("sgd"), keras.Variable([1.0])
-    optimizer.build([variable])
+    variable = keras.Variable([1.0])
+    optimizer = optimizer_for(variable)
 
     @run_step
     def step(first, second):
@@ -270,23 +239,16 @@ def test_any_nonfinite_loss_of_a_step_is_counted_as_the_cause(losses, run_step):
     snapshot = optimizer.snapshot()
     assert (snapshot.nonfinite_loss_count, snapshot.loss_scale, snapshot.overflow_count) == (1, 2.0**15, 1)
     step(tf.constant(1.0), tf.constant(1.0))
-    assert optimizer.snapshot().overflow_count == 1
-
-
-def test_discarded_nonfinite_loss_does_not_skip_the_next_step():
-    variable = keras.Variable([1.0])
-    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
-    optimizer.build([variable])
-    optimizer.scale_loss(ops.array(np.inf))
+    optimizer.scale_loss(ops.array(np.inf))  # discarded: the next step is not skipped
     optimizer.scale_loss(ops.array(1.0))
     optimizer.apply([ops.array([2.0])], [variable])
-    np.testing.assert_array_equal(variable, [0.5])
+    assert optimizer.snapshot().overflow_count == 1
 
 
 @pytest.mark.parametrize("every_n_steps", [0, -1, 2.5, "a", None, True])
 def test_invalid_sampling_interval_raises_and_is_named(every_n_steps):
     with pytest.raises((ValueError, TypeError), match="`every_n_steps` must be"):
-        kmp.LossScaleOptimizer("sgd").start_sampling(Owner(), every_n_steps)
+        kmp.LossScaleOptimizer("sgd").start_sampling(keras.Layer(), every_n_steps)
 
 
 def test_inner_optimizer_can_be_a_name_but_not_a_loss_scale_optimizer():
@@ -299,53 +261,18 @@ def test_inner_optimizer_can_be_a_name_but_not_a_loss_scale_optimizer():
             kmp.LossScaleOptimizer(invalid)
 
 
-def test_invalid_argument_raises_before_anything_changes():
-    inner = keras.optimizers.SGD(0.1, loss_scale_factor=2.0)
-    with pytest.raises(ValueError, match="initial_scale=-1"):
-        kmp.LossScaleOptimizer(inner, initial_scale=-1)
-    assert inner.loss_scale_factor == 2.0
-
-
 def test_float8_variables_are_overwritten_with_their_unchanged_gradient():
     variable = keras.Variable([1.0])
     variable.overwrite_with_gradient = True
-    optimizer = kmp.LossScaleOptimizer("sgd", initial_scale=8.0)
-    optimizer.apply([ops.array([3.0])], [variable], unscaled=False)
+    optimizer_for(variable, initial_scale=8.0).apply([ops.array([3.0])], unscaled=False)
     np.testing.assert_array_equal(variable, [3.0])
 
 
-def test_model_still_trains_after_170_corrupt_batches(enabled, compile_mode):
-    x, y = small_data(batches=240)
-    x[20 * 8 : 190 * 8] = np.nan
-    model = compiled_model("adam", **compile_mode)
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    snapshot = model.optimizer.snapshot()
-    assert (snapshot.overflow_count, snapshot.nonfinite_loss_count, snapshot.loss_scale) == (170, 170, 2.0**15)
-    assert all(np.isfinite(weight).all() for weight in model.get_weights())
-    assert np.isfinite(model.predict(x[:8], verbose=0)).all()
-    assert int(model.optimizer.iterations) == 70
-
-
-def test_overflow_in_the_backward_pass_backs_off_in_fit(enabled, compile_mode):
-    x, y = small_data()
-    model = compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28), **compile_mode)
-    model.fit(x, y, batch_size=8, verbose=0)
-    snapshot = model.optimizer.snapshot()
-    assert 2.0**12 < snapshot.loss_scale < 2.0**28
-    assert 0 < snapshot.overflow_count < 20
-    assert snapshot.nonfinite_loss_count == 0
-    assert all(np.isfinite(weight).all() for weight in model.get_weights())
-
-
-class Owner:
-    pass
-
-
 def test_sampling_counts_the_scaled_gradients_of_the_requested_steps(run_step):
-    optimizer, variables = kmp.LossScaleOptimizer("sgd", loss_scale=4.0), [keras.Variable(np.zeros(5, "float32"))]
-    optimizer.build(variables)
+    variables = [keras.Variable(np.zeros(5, "float32"))]
+    optimizer = optimizer_for(*variables, loss_scale=4.0)
     assert optimizer.snapshot().histogram is None
-    owner = Owner()
+    owner = keras.Layer()
     assert optimizer.prepare_sampling()
     optimizer.start_sampling(owner, every_n_steps=3)
     step = run_step(lambda g: optimizer.apply([g], variables, unscaled=False))
@@ -365,22 +292,24 @@ def test_sampling_counts_the_scaled_gradients_of_the_requested_steps(run_step):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "message"),
     [
-        ({"hysteresys": 2}, ValueError, "does not support arguments: `hysteresys`"),
-        ({"clipnorm": 1.0}, ValueError, "set `clipnorm` on the `inner_optimizer`"),
+        ({"hysteresys": 2}, "does not support arguments: `hysteresys`"),
+        ({"clipnorm": 1.0}, "set `clipnorm` on the `inner_optimizer`"),
+        ({"initial_scale": -1}, "initial_scale=-1"),
     ],
 )
-def test_unknown_argument_and_one_of_the_inner_optimizer_raise(arguments, error, message):
-    with pytest.raises(error, match=message):
-        kmp.LossScaleOptimizer("sgd", **arguments)
+def test_invalid_argument_raises_before_anything_changes(arguments, message):
+    inner = keras.optimizers.SGD(0.1, loss_scale_factor=2.0)
+    with pytest.raises(ValueError, match=message):
+        kmp.LossScaleOptimizer(inner, **arguments)
+    assert inner.loss_scale_factor == 2.0
 
 
 @pytest.mark.parametrize(("scale", "applied"), [(2.0**127, 2.0**126), (3.0, 3.0)])
 @pytest.mark.parametrize("setting", ["initial_scale", "loss_scale"])
 def test_scale_with_a_subnormal_reciprocal_is_not_applied(setting, scale, applied):
-    optimizer, variable = kmp.LossScaleOptimizer("sgd", **{setting: scale}), keras.Variable([1.0])
-    optimizer.build([variable])
+    optimizer = optimizer_for(keras.Variable([1.0]), **{setting: scale})
     assert float(optimizer.loss_scale) == applied
     assert optimizer.snapshot().loss_scale == scale
 

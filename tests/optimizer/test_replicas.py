@@ -6,11 +6,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import OverflowsBackward, small_data
+from conftest import OverflowsBackward, assert_equal, optimizer_for, small_data, take_step, without_replays
 from keras import ops
 
 import kmp
-from kmp.backend import distribution
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
@@ -25,18 +24,13 @@ def strategy(two_replicas):
     return two_replicas
 
 
-def make_model(strategy, optimizer="adam", **arguments):
+def make_model(strategy, **arguments):
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        inputs = keras.Input((4,))
-        x = keras.layers.Dense(4, name="scaled", kernel_initializer="identity", use_bias=True)(inputs)
-        x = OverflowsBackward()(x)
-        x = keras.layers.BatchNormalization(name="stock")(x)
-        outputs = kmp.layers.Softmax()(keras.layers.Dense(2)(x))
-        model = keras.Model(inputs, outputs)
-        model.compile(
-            optimizer, "sparse_categorical_crossentropy", **({"run_eagerly": True} if "eager" in arguments else {})
-        )
+        layers = [keras.layers.Dense(4, name="scaled", kernel_initializer="identity"), OverflowsBackward()]
+        layers += [keras.layers.BatchNormalization(), keras.layers.Dense(2), kmp.layers.Softmax()]
+        model = keras.Sequential([keras.Input((4,)), *layers], name="model")
+        model.compile("adam", "sparse_categorical_crossentropy", **arguments)
     return model
 
 
@@ -59,14 +53,7 @@ def values_per_replica(strategy, variables):
     return [[value.numpy() for value in values] for values in zip(*local, strict=True)]
 
 
-def shared_state(model):
-    optimizer = model.optimizer
-    return [*model.trainable_variables, *optimizer.variables, *optimizer.counters.weights]
-
-
 class StateRecorder(keras.callbacks.Callback):
-    """Records the weights and moments of each replica, and a snapshot of the optimizer, after each batch."""
-
     def __init__(self, strategy):
         super().__init__()
         self.strategy, self.recorded = strategy, []
@@ -92,18 +79,19 @@ def assert_each_overflow_skips_its_step_on_both_replicas(recorded):
         assert new.overflow_count == old.overflow_count + bool(replicas)
         assert new.nonfinite_loss_count == old.nonfinite_loss_count + bool(replicas and not is_backward)
         assert new.loss_scale == old.loss_scale * (0.5 if is_backward else 1.0)
-        assert new.overflow_origin == ("scaled/bias" if is_backward else old.overflow_origin)
+        assert new.overflow_origin == ("model/scaled/bias" if is_backward else old.overflow_origin)
 
 
 def assert_shared_state_is_equal(strategy, model):
-    for first_value, second_value in zip(*values_per_replica(strategy, shared_state(model)), strict=True):
-        np.testing.assert_array_equal(first_value, second_value)
+    optimizer = model.optimizer
+    shared = [*model.trainable_variables, *optimizer.variables, *optimizer.counters.weights]
+    assert_equal(*values_per_replica(strategy, shared))
 
 
-@pytest.mark.parametrize("mode", ["graph", "eager"])
-def test_overflow_on_any_replica_skips_the_step_on_all_replicas(strategy, mode):
-    model, recorder = make_model(strategy, **{mode: True}), StateRecorder(strategy)
-    fit(model, batches(CORRUPTION_BY_STEP), [recorder, *kmp.callbacks.defaults()])
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_overflow_on_any_replica_skips_the_step_on_all_replicas(strategy, run_eagerly):
+    model, recorder = make_model(strategy, run_eagerly=run_eagerly), StateRecorder(strategy)
+    fit(model, batches(CORRUPTION_BY_STEP), [recorder, *without_replays()])
     assert_each_overflow_skips_its_step_on_both_replicas(recorder.recorded)
     assert np.isfinite(model.predict(small_data(1)[0], verbose=0)).all()
 
@@ -123,9 +111,7 @@ def test_custom_loop_skips_the_step_on_all_replicas_and_guard_restores_each(stra
 
     def forward_and_apply(x, y):
         with kmp.guard(optimizer, model):
-            with tf.GradientTape() as tape:
-                scaled = optimizer.scale_loss(loss_function(y, model(x, training=True)) / 8)
-            optimizer.apply(tape.gradient(scaled, model.trainable_variables), model.trainable_variables)
+            take_step(optimizer, model.trainable_variables, lambda: loss_function(y, model(x, training=True)) / 8)
 
     step = tf.function(lambda x, y: strategy.run(forward_and_apply, args=(x, y)))
     data = tf.data.Dataset.from_tensor_slices(batches(CORRUPTION_BY_STEP)).batch(8, drop_remainder=True)
@@ -140,47 +126,34 @@ def test_custom_loop_skips_the_step_on_all_replicas_and_guard_restores_each(stra
 def test_nonfinite_loss_is_remembered_between_separate_functions(strategy):
     with strategy.scope():
         weight = keras.Variable([1.0], name="weight")
-        optimizer = kmp.LossScaleOptimizer("sgd")
-        optimizer.build([weight])
-
-    scale = tf.function(lambda loss: strategy.run(optimizer.scale_loss, args=(loss,)))
-    step = tf.function(lambda gradient: strategy.run(lambda g: optimizer.apply([g], [weight]), args=(gradient,)))
+        optimizer = optimizer_for(weight)
 
     def per_replica(*values):
         return strategy.experimental_distribute_values_from_function(
             lambda context: tf.constant(values[context.replica_id_in_sync_group])
         )
 
-    scale(per_replica(1.0, np.inf))
-    step(per_replica([1.0], [1.0]))
-    scale(per_replica(1.0, 1.0))
-    step(per_replica([np.inf], [1.0]))
+    scale = tf.function(lambda loss: strategy.run(optimizer.scale_loss, args=(loss,)))
+    step = tf.function(lambda gradient: strategy.run(lambda g: optimizer.apply([g], [weight]), args=(gradient,)))
+    for losses, gradients in (((1.0, np.inf), ([1.0], [1.0])), ((1.0, 1.0), ([np.inf], [1.0]))):
+        scale(per_replica(*losses))
+        step(per_replica(*gradients))
     snapshot = optimizer.snapshot()
     assert (snapshot.overflow_count, snapshot.nonfinite_loss_count, snapshot.loss_scale) == (2, 1, 2.0**14)
 
 
-def test_building_the_optimizer_in_a_step_raises(strategy):
-    model = make_model(strategy)
-    variables = model.trainable_variables
-    gradients = [tf.ones_like(variable.value) for variable in variables]
-    step = tf.function(lambda: strategy.run(lambda: model.optimizer.apply(gradients, variables, unscaled=False)))
-    with pytest.raises(ValueError, match=r"call `optimizer.build\(model.trainable_variables\)` under `strategy.scope"):
-        step()
-
-
-def test_apply_and_guard_outside_a_replica_context_raise(strategy):
+def test_building_the_optimizer_in_a_step_and_calls_outside_a_replica_context_raise(strategy):
     with strategy.scope():
-        weight = keras.Variable([1.0])
-        optimizer = kmp.LossScaleOptimizer("sgd")
+        weight, optimizer = keras.Variable([1.0]), kmp.LossScaleOptimizer("sgd")
+        step = tf.function(lambda: strategy.run(lambda: optimizer.apply([tf.ones(1)], [weight], unscaled=False)))
+        with pytest.raises(ValueError, match=r"call `optimizer.build\(model.trainable_variables\)` under `strategy.sc"):
+            step()
         optimizer.build([weight])
         optimizer.scale_loss(1.0)
         with pytest.raises(ValueError, match=r"`apply` must be called in a replica context, as in `strategy.run"):
             optimizer.apply([tf.constant([1.0])], [weight])
-        with (
-            pytest.raises(ValueError, match="`guard` must be used in a replica context"),
-            kmp.guard(optimizer, keras.layers.Dense(1)),
-        ):
-            pass
+        with pytest.raises(ValueError, match="`guard` must be used in a replica context"):
+            kmp.guard(optimizer, keras.layers.Dense(1)).__enter__()
 
 
 def test_overflow_of_the_sum_over_replicas_skips_the_step(strategy):
@@ -199,8 +172,7 @@ def test_overflow_of_the_sum_over_replicas_skips_the_step(strategy):
 def test_empty_replica_batch_skips_the_step_and_is_no_overflow(strategy):
     x, y = small_data(8)
     model = make_model(strategy)
-    # The last batch has one row, so the second replica gets none.
-    fit(model, (x[:57], y[:57]), kmp.callbacks.defaults(), epochs=3)
+    fit(model, (x[:57], y[:57]), without_replays(), epochs=3)  # one row in the last batch, on the first replica
     snapshot = model.optimizer.snapshot()
     assert (snapshot.step, snapshot.overflow_count, snapshot.loss_scale) == (24, 0, 2.0**15)
     assert all(np.isfinite(value).all() for value in model.get_weights())
@@ -221,28 +193,19 @@ def test_weight_that_is_averaged_over_replicas_is_restored_after_a_skipped_step(
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), AveragedInput(), OverflowsBackward(), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    averages = []
-    record = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: averages.append(float(model.layers[0].average.numpy()))
-    )
-    x = np.repeat([0.5, OVERFLOWS_BACKWARD, 0.25], 8)[:, None]
-    fit(model, (x, x), [record])
+    x, averages = np.repeat([0.5, OVERFLOWS_BACKWARD, 0.25], 8)[:, None], []
+    record = lambda batch, logs: averages.append(float(model.layers[0].average.numpy()))  # noqa: E731
+    fit(model, (x, x), [keras.callbacks.LambdaCallback(on_train_batch_end=record)])
     assert averages == [0.5, 0.5, 0.25]
 
 
 def test_skipped_batch_is_excluded_from_the_metrics_of_all_replicas(strategy):
     model = make_model(strategy)
     with strategy.scope():
-        model.compile("sgd", "sparse_categorical_crossentropy", metrics=[keras.metrics.MeanMetricWrapper(ones, "rows")])
+        rows = keras.metrics.MeanMetricWrapper(lambda y, prediction: ops.ones(ops.shape(y)[:1]), "rows")
+        model.compile("sgd", "sparse_categorical_crossentropy", metrics=[rows])
     fit(model, batches([(0.0, ()), (np.nan, (1,)), *[(0.0, ())] * 6]))
-    (rows,) = [
-        metric for container in model.metrics for metric in getattr(container, "metrics", []) if metric.name == "rows"
-    ]
     assert float(rows.count.numpy()) == 7 * 8
-
-
-def ones(y, prediction):
-    return ops.ones(ops.shape(y)[:1])
 
 
 def test_stuck_detector_raises_with_replicas(strategy):
@@ -258,8 +221,8 @@ def test_kernel_that_spectral_normalization_wrote_is_restored_on_each_replica(st
         model = keras.Sequential([keras.Input((2,)), normalized, OverflowsBackward(), keras.layers.Dense(1)])
         model.compile("sgd", "mse", jit_compile=False)
     variables = [normalized.layer.kernel, normalized.vector_u]
-    before = [distribution.local_values(variable) for variable in variables]
+    before = values_per_replica(strategy, variables)
     fit(model, (np.full((8, 2), 1000, "float32"), np.ones((8, 1), "float32")))
     assert model.optimizer.snapshot().overflow_count == model.optimizer.snapshot().step > 0
-    for variable, values in zip(variables, before, strict=True):
-        np.testing.assert_array_equal(distribution.local_values(variable), values)
+    for values, expected in zip(values_per_replica(strategy, variables), before, strict=True):
+        assert_equal(values, expected)

@@ -5,9 +5,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import optimizer_for
 from keras import ops
 
-import kmp
 from kmp.optimizer.inner_optimizer import predicated_writes, supports_predicated_writes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*did not go through `scale_loss`")
@@ -41,20 +41,11 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
     INNER["multi"] = multi_optimizer
 else:  # Keras 3.12, which has none, and whose Muon fails on TensorFlow
     del OPTIMIZERS["Muon"], INNER["Muon"]
-VALUES = {
-    "momentum": 0.9,
-    "weight_decay": 0.01,
-    "clipnorm": 0.5,
-    "clipvalue": 0.01,
-    "global_clipnorm": 0.5,
-    "gradient_accumulation_steps": 2,
-    "ema_overwrite_frequency": 2,
-    "warmup_steps": 2,
-    "l1_regularization_strength": 0.1,
-    "l2_regularization_strength": 0.1,
+VALUES = dict.fromkeys(("gradient_accumulation_steps", "ema_overwrite_frequency", "warmup_steps"), 2) | {
+    **dict.fromkeys(("momentum", "beta", "clipnorm", "global_clipnorm"), 0.5),
+    **dict.fromkeys(("weight_decay", "clipvalue"), 0.01),
+    **dict.fromkeys(("l1_regularization_strength", "l2_regularization_strength", "rms_rate"), 0.1),
     "l2_shrinkage_regularization_strength": 0.1,
-    "beta": 0.5,
-    "rms_rate": 0.2,
 }
 
 
@@ -98,7 +89,7 @@ def bits(variables):
     return [np.asarray(variable.value).tobytes() for variable in variables]
 
 
-def optimizer_state(optimizer):
+def state_of(optimizer):
     """All variables in an optimizer's attributes; Keras' own list may lack some, depending on who builds it."""
     attributes = {name: value for name, value in vars(optimizer).items() if name != "_variables"}
     return tf.nest.flatten([variables_in(value) for _, value in sorted(attributes.items())])
@@ -111,7 +102,7 @@ def variables_in(value):
 
 
 def state(optimizer, variables):
-    return bits([*variables, *optimizer_state(optimizer)])
+    return bits([*variables, *state_of(optimizer)])
 
 
 def steps_with_every_pair():
@@ -128,9 +119,8 @@ MODES = {"eager": lambda step: step, "graph": tf.function, "xla": tf.function(ji
 @pytest.mark.parametrize("name", INNER)
 def test_applied_step_equals_the_unscaled_one_and_a_skipped_step_changes_no_bit(name, mode):
     bounds = {"initial_scale": 8.0, "min_scale": 2.0, "max_scale": 16.0, "growth_interval": 2}
-    inner, bare = INNER[name](), INNER[name]()
-    optimizer, variables, bare_variables = kmp.LossScaleOptimizer(inner, **bounds), weights(1e-40), weights(1e-40)
-    optimizer.build(variables)
+    inner, bare, variables, bare_variables = INNER[name](), INNER[name](), weights(1e-40), weights(1e-40)
+    optimizer = optimizer_for(*variables, inner=inner, **bounds)
     bare.build(bare_variables)
 
     @MODES[mode]
@@ -153,7 +143,7 @@ def test_applied_step_equals_the_unscaled_one_and_a_skipped_step_changes_no_bit(
         assert (snapshot.overflow_count, snapshot.overflows_in_a_row > 0) == (skipped, not is_applied)
         scales.add(snapshot.loss_scale)
     assert scales == ({4.0, 2.0, 8.0} if mode == "eager" else {2.0, 4.0, 8.0, 16.0})
-    ours, expected = [*variables, *optimizer_state(inner)], [*bare_variables, *optimizer_state(bare)]
+    ours, expected = [*variables, *state_of(inner)], [*bare_variables, *state_of(bare)]
     for actual, value in zip(ours, expected, strict=True):
         np.testing.assert_allclose(actual, value, rtol=1e-5, atol=1e-6)
 
@@ -164,7 +154,7 @@ def test_skipped_writes_change_no_bit_and_applied_writes_equal_plain_ones(optimi
     bare, bare_weights = optimizer_class(**options), weights()
     predicated.build(predicated_weights)
     bare.build(bare_weights)
-    all_variables = [*predicated_weights, *optimizer_state(predicated)]
+    all_variables = [*predicated_weights, *state_of(predicated)]
     for step in range(5):
         before = bits(all_variables)
         with predicated_writes(predicated, predicated_weights, tf.constant(True)):
@@ -177,23 +167,19 @@ def test_skipped_writes_change_no_bit_and_applied_writes_equal_plain_ones(optimi
     assert bits(all_variables) != before
 
 
-def built_sgd():
-    optimizer = keras.optimizers.SGD()
-    optimizer.build([])
-    return optimizer
-
-
 def test_variables_have_their_own_methods_again_after_an_error():
-    variable = tf.Variable([1.0])
+    sgd, variable = keras.optimizers.SGD(), tf.Variable([1.0])
+    sgd.build([])
     before = dict(vars(variable))
-    with pytest.raises(KeyError), predicated_writes(built_sgd(), [variable], tf.constant(True)):
+    with pytest.raises(KeyError), predicated_writes(sgd, [variable], tf.constant(True)):
         raise KeyError
     assert vars(variable) == before
 
 
 def test_skipped_sparse_updates_change_no_row():
     table = keras.Variable(np.tile(np.array([0.5, -0.0, 0.0], "float32"), (5, 1)))
-    sgd = built_sgd()
+    sgd = keras.optimizers.SGD()
+    sgd.build([])
 
     @tf.function(jit_compile=True)
     def write(skip):
@@ -214,29 +200,22 @@ def operation_types(function):
     return {op.type for op in function.get_concrete_function().graph.get_operations()}
 
 
-@pytest.mark.parametrize("inner", [keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD])
-def test_xla_predicates_writes_and_graph_mode_branches(inner):
-    variables = weights()
-    optimizer = kmp.LossScaleOptimizer(inner(), min_scale=1.0)
-    optimizer.build(variables)
+class MyAdam(keras.optimizers.Adam):
+    """A custom class: kmp does not know its writes."""
 
-    def step():
-        optimizer.apply(gradients(0), variables)
 
-    assert "If" not in operation_types(tf.function(step, jit_compile=True))  # a branch that writes
+@pytest.mark.parametrize("inner_class", [keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD, MyAdam])
+def test_xla_predicates_writes_except_of_custom_classes_and_graph_mode_branches(inner_class):
+    optimizer = optimizer_for(*weights(), inner=inner_class())
+    step = lambda: optimizer.apply(gradients(0))  # noqa: E731
+    is_custom = inner_class is MyAdam
+    assert supports_predicated_writes(inner_class()) == (not is_custom)
+    assert ("If" in operation_types(tf.function(step, jit_compile=True))) == is_custom  # a branch that writes
     assert "If" in operation_types(tf.function(step))
 
 
-def test_custom_optimizer_class_uses_the_branch():
-    class MyAdam(keras.optimizers.Adam):
-        pass
-
+def test_every_optimizer_of_keras_but_the_multi_optimizer_supports_predicated_writes():
     assert {name for name in INNER if not supports_predicated_writes(INNER[name]())} == {"multi"} & INNER.keys()
-    assert not supports_predicated_writes(MyAdam())
-    variables = weights()
-    optimizer = kmp.LossScaleOptimizer(MyAdam())
-    optimizer.build(variables)
-    assert "If" in operation_types(tf.function(lambda: optimizer.apply(gradients(0), variables), jit_compile=True))
 
 
 class Counting(keras.constraints.Constraint):
@@ -254,8 +233,7 @@ def test_custom_constraint_or_learning_rate_uses_the_branch():
     variable, constraint = Constrained([1.0]), Counting()
     variable.constraint = constraint
     assert not supports_predicated_writes(keras.optimizers.SGD(lambda: 0.1))
-    optimizer = kmp.LossScaleOptimizer("sgd")
-    optimizer.build([variable])
+    optimizer = optimizer_for(variable)
     step = tf.function(lambda x: optimizer.apply([x], [variable]), jit_compile=True, autograph=False)
     for x, calls in ((np.nan, 0), (1.0, 1)):
         step(tf.constant([x]))
@@ -266,8 +244,7 @@ def test_skipped_step_keeps_weights_that_only_the_inner_optimizer_was_built_on()
     inner = keras.optimizers.SGD(0.5, use_ema=True, ema_overwrite_frequency=1)
     trained, frozen = keras.Variable([1.0, 1.0]), keras.Variable([7.0, 7.0])
     inner.build([trained, frozen])
-    optimizer = kmp.LossScaleOptimizer(inner)
-    optimizer.build([trained])
+    optimizer = optimizer_for(trained, inner=inner)
     step = tf.function(lambda x: optimizer.apply([x], [trained]), jit_compile=True, autograph=False)
     step(tf.constant([np.nan, 1.0]))
     np.testing.assert_array_equal(frozen, [7.0, 7.0])
@@ -278,8 +255,7 @@ def test_skipped_step_keeps_weights_that_only_the_inner_optimizer_was_built_on()
 @pytest.mark.parametrize("first_is_compiled", [False, True])
 def test_one_trace_works_with_and_without_xla(first_is_compiled, sparse):
     table = keras.Variable(np.ones((4, 2), "float32"))
-    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), loss_scale=1.0)
-    optimizer.build([table])
+    optimizer = optimizer_for(table, inner=keras.optimizers.SGD(0.5), loss_scale=1.0)
 
     @tf.function(autograph=False)
     def step(x):
@@ -301,8 +277,7 @@ def test_one_trace_works_with_and_without_xla(first_is_compiled, sparse):
 @pytest.mark.parametrize("option", [{}, {"gradient_accumulation_steps": 2}])
 def test_skipped_compiled_sparse_step_changes_nothing(inner, option):
     table = keras.Variable(np.ones((6, 2), "float32"))
-    optimizer = kmp.LossScaleOptimizer(inner(0.1, **option), initial_scale=1.0)
-    optimizer.build([table])
+    optimizer = optimizer_for(table, inner=inner(0.1, **option), initial_scale=1.0)
 
     @tf.function(jit_compile=True)
     def step(values):

@@ -1,10 +1,13 @@
 """What `apply` takes its gradients for: the calls of `scale_loss`, `unscale` and `apply` decide, in their order."""
 
+import functools
+
+import conftest
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import MODES, small_data, small_model
+from conftest import MODES, assert_equal, small_data, small_model
 
 import kmp
 
@@ -18,11 +21,7 @@ def weight():
     return keras.Variable([1.0, 2.0])
 
 
-def optimizer_for(*weights, build=True, **arguments):
-    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), **{"initial_scale": SCALE} | arguments)
-    if build:
-        optimizer.build(list(weights))
-    return optimizer
+optimizer_for = functools.partial(conftest.optimizer_for, initial_scale=SCALE)
 
 
 def gradient_of(weight, scale_loss=lambda loss: loss):
@@ -41,18 +40,16 @@ def norm_clipped(gradients):
 def test_gradients_are_divided_once_with_and_without_unscale(weight, run_step, change, build):
     for unscales in (False, True):
         optimizer = optimizer_for(weight, build=build)
-        weight.assign([1.0, 2.0])
 
         @run_step
         def step(optimizer=optimizer, unscales=unscales):
             gradients = [gradient_of(weight, optimizer.scale_loss)]
             optimizer.apply(change(optimizer.unscale(gradients)) if unscales else gradients, [weight])
 
-        step()
-        np.testing.assert_allclose(weight, [0.0, 0.0], atol=1e-6)
-        weight.assign([1.0, 2.0])
-        step()
-        np.testing.assert_allclose(weight, [0.0, 0.0], atol=1e-6)
+        for _ in range(2):
+            weight.assign([1.0, 2.0])
+            step()
+            np.testing.assert_allclose(weight, [0.0, 0.0], atol=1e-6)
 
 
 @pytest.mark.parametrize("build", [True, False])
@@ -170,21 +167,21 @@ def test_gradient_penalty_that_unscales_an_inner_gradient_trains(weight, run_ste
 def test_loop_without_scale_loss_warns_once_and_divides_as_keras_class_does(weight, run_step):
     optimizer = optimizer_for(weight)
     step = run_step(lambda: optimizer.apply([gradient_of(weight)], [weight]))
-    with pytest.warns(UserWarning, match=NOT_SCALED):
+    with pytest.warns(UserWarning, match=NOT_SCALED) as caught:
         step()
+    assert [warning.filename for warning in caught] == [__file__]
     step()
     np.testing.assert_allclose(weight, np.float32([1.0, 2.0]) * (1 - 1 / SCALE) ** 2)
     assert optimizer.snapshot().loss_scale == SCALE
 
 
 @pytest.mark.parametrize("arguments", [{"loss_scale": 1.0, "initial_scale": 1.0}, {}], ids=["scale 1", "scaled before"])
-def test_loop_that_needs_no_scale_loss_does_not_warn(weight, arguments, recwarn):
+def test_loop_that_needs_no_scale_loss_does_not_warn(weight, arguments):
     optimizer = optimizer_for(weight, **arguments)
     if not arguments:
         tf.function(lambda: optimizer.scale_loss(1.0))()  # a function that runs again calls no Python
-        optimizer.apply([gradient_of(weight)], [weight])
-    optimizer.apply([gradient_of(weight)], [weight])
-    assert not [warning for warning in recwarn if warning.category is UserWarning]
+    for _ in range(2):
+        optimizer.apply([gradient_of(weight)], [weight])  # a warning would be an error
 
 
 class OwnStep(keras.Model):
@@ -215,8 +212,7 @@ def test_train_step_without_scale_loss_raises_before_anything_changes(enabled, m
     with pytest.raises(ValueError, match=NOT_SCALED) as error:
         model.fit(*small_data(), batch_size=8, verbose=0)
     assert "    scaled_loss = self.optimizer.scale_loss(loss)\n    gradients = tape.gradient(" in str(error.value)
-    for old, new in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(old, new)
+    assert_equal(before, model.get_weights())
 
 
 def test_stages_of_replicas_are_separate(two_replicas):
@@ -266,28 +262,24 @@ def test_unknown_variable_raises_and_leaves_the_stage(weight):
     np.testing.assert_array_equal(weight, [0.0, 2.0])
 
 
-def test_apply_of_an_optimizer_that_is_not_built_needs_variables():
+def test_apply_without_variables_before_build_and_a_loss_that_is_none_raise():
     with pytest.raises(ValueError, match="not built"):
         kmp.LossScaleOptimizer("sgd").apply([tf.constant([1.0])], unscaled=False)
-
-
-def test_loss_that_is_none_raises():
     with pytest.raises(TypeError, match="`loss` must be a tensor or number"):
         kmp.LossScaleOptimizer("sgd").scale_loss(None)
 
 
-def test_loss_of_a_function_after_a_discarded_batch_begins_a_new_one():
-    optimizer, variable = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), loss_scale=8.0), keras.Variable([1.0])
-    optimizer.build([variable])
+def test_loss_of_a_function_after_a_discarded_batch_begins_a_new_one(weight):
+    optimizer = optimizer_for(weight)
 
     @tf.function
     def gradients(x):
         with tf.GradientTape() as tape:
-            loss = optimizer.scale_loss(tf.reduce_sum(variable.value * x))
-        return [tape.gradient(loss, variable.value)]
+            loss = optimizer.scale_loss(tf.reduce_sum(weight.value * x))
+        return [tape.gradient(loss, weight.value)]
 
-    optimizer.unscale(gradients(tf.constant(float("nan"))))  # only looked at
-    optimizer.apply(gradients(tf.constant(0.5)), [variable])
-    assert float(variable[0]) == 0.5
-    optimizer.apply(optimizer.unscale(gradients(tf.constant(0.25))), [variable])
-    assert float(variable[0]) == 0.25
+    optimizer.unscale(gradients(tf.constant(np.nan, "float32")))  # only looked at
+    optimizer.apply(gradients(tf.constant(0.5)), [weight])
+    np.testing.assert_array_equal(weight, [0.5, 1.5])
+    optimizer.apply(optimizer.unscale(gradients(tf.constant(0.25))), [weight])
+    np.testing.assert_array_equal(weight, [0.25, 1.25])

@@ -1,10 +1,10 @@
 import logging
-import threading
+from functools import partial
 
 import keras
 import numpy as np
 import pytest
-from conftest import compiled_model, small_data, small_model
+from conftest import another_thread, compiled_model, small_data, small_model
 
 import kmp
 from kmp.policy import hardware_support
@@ -16,13 +16,21 @@ def policy():
     return keras.config.dtype_policy().name
 
 
-def test_enable_sets_the_policy_and_compile_wraps_with_the_settings():
+def in_new_thread(function):
+    with another_thread() as call:
+        return call(function)
+
+
+def test_enable_sets_the_policy_and_compile_wraps_with_the_settings_of_the_last_call():
     kmp.enable(initial_scale=64.0, growth_interval=7, hysteresis=2)
     assert policy() == "mixed_float16"
     optimizer = compiled_model("adam").optimizer
     assert type(optimizer) is kmp.LossScaleOptimizer
     assert (optimizer.initial_scale, optimizer.rule.growth_interval, optimizer.rule.hysteresis) == (64.0, 7, 2)
     assert isinstance(optimizer.inner_optimizer, keras.optimizers.Adam)
+    kmp.enable(growth_interval=5)
+    rule = compiled_model("adam").optimizer.rule
+    assert (rule.initial_scale, rule.growth_interval, rule.hysteresis) == (2.0**15, 5, 1)
 
 
 def test_disable_restores_the_policy_and_keras_methods():
@@ -54,15 +62,6 @@ def test_handle_is_a_context_manager_that_nests_and_exits_on_an_exception():
     assert keras.Model.compile is STOCK_COMPILE
 
 
-def in_new_thread(function):
-    """Returns the result of a function that runs in a thread of its own."""
-    results = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join()
-    return results[0]
-
-
 def test_policy_survives_clear_session(enabled):
     keras.backend.clear_session()
     assert keras.layers.Dense(1).compute_dtype == "float16"
@@ -75,26 +74,15 @@ def test_policy_survives_clear_session(enabled):
 
 
 def test_policy_applies_to_threads_that_had_another_one_before_and_yields_to_one_set_later():
-    may_go_on, is_ready = threading.Event(), threading.Event()
-
-    def policies():
-        names = [policy()]
-        is_ready.set()
-        may_go_on.wait(60)
-        names += [policy(), keras.layers.Dense(1, dtype="mixed_bfloat16").dtype_policy.name]
-        keras.config.set_dtype_policy("mixed_bfloat16")
-        return [*names, policy(), in_new_thread(policy)]
-
-    results = []
-    thread = threading.Thread(target=lambda: results.append(policies()))
-    thread.start()
-    is_ready.wait(60)
-    with kmp.enable():
-        may_go_on.set()
-        thread.join()
-        assert results == [["float32", "mixed_float16", "mixed_bfloat16", "mixed_bfloat16", "mixed_float16"]]
-        assert policy() == "mixed_float16"
-    assert (policy(), in_new_thread(policy)) == ("float32", "float32")
+    with another_thread() as call:
+        assert call(policy) == "float32"
+        with kmp.enable():
+            assert call(policy) == "mixed_float16"
+            assert call(lambda: keras.layers.Dense(1, dtype="mixed_bfloat16").dtype_policy.name) == "mixed_bfloat16"
+            call(keras.config.set_dtype_policy, "mixed_bfloat16")
+            policies = (call(policy), in_new_thread(policy), policy())
+            assert policies == ("mixed_bfloat16", "mixed_float16", "mixed_float16")
+        assert (policy(), in_new_thread(policy)) == ("float32", "float32")
 
 
 def test_context_in_a_thread_ends_there_and_leaves_later_calls_of_other_threads_active():
@@ -107,23 +95,14 @@ def test_context_in_a_thread_ends_there_and_leaves_later_calls_of_other_threads_
 
 
 def test_contexts_in_two_threads_each_have_their_own_policy(enabled):
-    may_go_on, is_ready = threading.Event(), threading.Event()
+    def policy_and_interval():
+        return policy(), kmp.wrap("sgd").rule.growth_interval
 
-    def policies():
-        with kmp.enable("mixed_bfloat16", growth_interval=7):
-            is_ready.set()
-            may_go_on.wait(60)
-            return policy(), kmp.wrap("sgd").rule.growth_interval
-
-    results = []
-    thread = threading.Thread(target=lambda: results.append(policies()))
-    thread.start()
-    is_ready.wait(60)
-    assert (policy(), kmp.wrap("sgd").rule.growth_interval) == ("mixed_float16", 2000)
-    with kmp.enable("float32"):
-        may_go_on.set()
-        thread.join()
-    assert results == [("mixed_bfloat16", 7)]
+    with another_thread() as call:
+        call(kmp.enable, "mixed_bfloat16", growth_interval=7)
+        assert policy_and_interval() == ("mixed_float16", 2000)
+        with kmp.enable("float32"):
+            assert call(policy_and_interval) == ("mixed_bfloat16", 7)
 
 
 def test_keras_without_the_state_of_the_policy_is_not_supported(monkeypatch):
@@ -138,24 +117,12 @@ def test_dtype_policy_and_numpy_scalars_are_accepted_as_arguments():
         assert compiled_model().optimizer.rule.growth_interval == 100
 
 
-def test_enabling_again_replaces_the_settings():
-    kmp.enable(initial_scale=64.0)
-    kmp.enable(growth_interval=5)
-    rule = kmp.wrap("sgd").rule
-    assert (rule.initial_scale, rule.growth_interval) == (2.0**15, 5)
-
-
-@pytest.mark.parametrize("name", ["mixed_bfloat16", "float32"])
-def test_policies_with_the_exponent_range_of_float32_get_no_loss_scale(name):
-    kmp.enable(name)
-    assert not isinstance(compiled_model().optimizer, keras.optimizers.LossScaleOptimizer)
-
-
-@pytest.mark.parametrize("name", ["mixed_float16", "float16"])
-def test_policies_that_compute_in_float16_get_a_loss_scale_and_train(name):
+@pytest.mark.parametrize("name", ["mixed_float16", "float16", "mixed_bfloat16", "float32"])
+def test_models_train_without_a_warning_and_get_a_loss_scale_if_they_compute_in_float16(name):
     kmp.enable(name)
     model = compiled_model()
-    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
+    needs_scale = name in ("mixed_float16", "float16")
+    assert type(model.optimizer) is (kmp.LossScaleOptimizer if needs_scale else keras.optimizers.SGD)
     model.fit(*small_data(), verbose=0)
     assert model.layers[0].kernel.dtype == ("float16" if name == "float16" else "float32")
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
@@ -217,13 +184,6 @@ def test_compile_does_not_wrap_without_auto_scale_loss_or_an_already_wrapped_opt
     assert model.optimizer is None
 
 
-def test_compile_accepts_positional_arguments(enabled):
-    model = small_model()
-    model.compile("sgd", "sparse_categorical_crossentropy", None, ["accuracy"])
-    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
-    assert model.loss == "sparse_categorical_crossentropy"
-
-
 def test_compile_replaces_keras_loss_scale_optimizer_and_keeps_its_settings(enabled):
     stock = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0, dynamic_growth_steps=3)
     optimizer = compiled_model(stock).optimizer
@@ -247,31 +207,33 @@ class ForwardsCompileArguments(keras.Sequential):
         super().compile(*args, **kwargs)
 
 
-def test_overridden_compile_that_forwards_its_arguments_wraps_the_default_optimizer(enabled):
-    model = ForwardsCompileArguments([keras.Input((2,)), keras.layers.Dense(1)])
+@pytest.mark.parametrize("model_class", [keras.Sequential, ForwardsCompileArguments])
+def test_compile_wraps_the_optimizer_given_by_position_and_the_default_one(enabled, model_class):
+    model = model_class([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mae", None, ["mse"], None, True, 3)
+    assert type(model.optimizer.inner_optimizer) is keras.optimizers.SGD
+    assert (model.loss, model.run_eagerly, model.steps_per_execution) == ("mae", True, 3)
     model.compile(loss="mse")
     assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
-
-
-def test_wrap_combines_the_active_settings_with_its_own():
-    kmp.enable(initial_scale=64.0)
-    optimizer = kmp.wrap("adam", growth_interval=3)
-    assert (optimizer.initial_scale, optimizer.rule.growth_interval) == (64.0, 3)
-    assert kmp.wrap(optimizer) is optimizer
-    with pytest.raises(TypeError, match="scaled twice"):
-        kmp.wrap(optimizer, growth_interval=4)
-    with pytest.raises(ValueError, match="`optimizer` must be the name of an optimizer.*nosuch"):
-        kmp.wrap("nosuch")
+    with pytest.raises(TypeError, match="multiple values for argument 'loss'"):
+        model.compile("sgd", "mse", loss="mae")
 
 
 def test_settings_of_wrap_override_the_active_ones():
     kmp.enable(growth_interval=500)
+    optimizer = kmp.wrap("adam", initial_scale=8.0)
+    assert (optimizer.initial_scale, optimizer.rule.growth_interval) == (8.0, 500)
     assert kmp.wrap("sgd", loss_scale=1024.0).rule == kmp.scaling.FixedScale(1024.0)
     assert kmp.wrap("sgd", dynamic_growth_steps=7).rule.growth_interval == 7
     assert kmp.wrap("sgd", loss_scale="dynamic").rule.growth_interval == 500
     kmp.enable(loss_scale=64.0)
     assert kmp.wrap("sgd").rule == kmp.scaling.FixedScale(64.0)
     assert kmp.wrap("sgd", initial_scale=8.0).rule.initial_scale == 8.0
+    assert kmp.wrap(optimizer) is optimizer
+    with pytest.raises(TypeError, match="scaled twice"):
+        kmp.wrap(optimizer, growth_interval=4)
+    with pytest.raises(ValueError, match="`optimizer` must be the name of an optimizer.*nosuch"):
+        kmp.wrap("nosuch")
 
 
 @pytest.mark.parametrize("patch_target", ["defining class", "model"])
@@ -296,47 +258,22 @@ def test_disable_keeps_a_later_patch_of_compile_by_another_library(monkeypatch, 
     assert type(model.optimizer) is keras.optimizers.LossScaleOptimizer
 
 
-def test_load_model_compiles_the_model_under_enable(enabled, tmp_path):
-    model = compiled_model("adam", metrics=["accuracy"])
-    model.fit(*small_data(), verbose=0)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert loaded.compiled
-    assert type(loaded.optimizer) is kmp.LossScaleOptimizer
-    loaded.fit(*small_data(), verbose=0)
-
-
-def test_compiled_models_keep_loss_scaling_and_guard_after_disable():
-    with kmp.enable():
-        model = compiled_model()
-    x, y = small_data()
-    x[0] = np.nan
-    history = model.fit(x, y, batch_size=8, verbose=0).history
-    assert model.optimizer.snapshot().overflow_count == 1
-    assert np.isfinite(history["loss"][0])
-
-
 @pytest.mark.parametrize("value", ["half", "", None, 16, "mixed_float8"])
 def test_unknown_policy_raises_and_changes_nothing(value):
     with pytest.raises((ValueError, TypeError), match="`policy` must be one of 'mixed_float16'"):
         kmp.enable(value)
-    assert policy() == "float32"
-    assert keras.Model.compile is STOCK_COMPILE
+    assert (policy(), keras.Model.compile) == ("float32", STOCK_COMPILE)
 
 
+@pytest.mark.parametrize("call", [kmp.enable, partial(kmp.wrap, "sgd")])
 @pytest.mark.parametrize(
-    "settings",
-    [{"initial_scale": -1}, {"growth_interval": 0}, {"loss_scale": float("nan")}, {"scale": 2}, {"hysteresis": "1"}],
-    ids=str,
+    ("name", "value"),
+    [("initial_scale", -1), ("growth_interval", 0), ("loss_scale", np.nan), ("scale", 2), ("hysteresis", "1")],
 )
-def test_invalid_setting_raises_and_changes_nothing(settings):
-    name = next(iter(settings))
+def test_invalid_setting_raises_and_changes_nothing(call, name, value):
     with pytest.raises((ValueError, TypeError), match=name):
-        kmp.enable(**settings)
-    with pytest.raises((ValueError, TypeError), match=name):
-        kmp.wrap("sgd", **settings)
-    assert policy() == "float32"
-    assert keras.Model.compile is STOCK_COMPILE
+        call(**{name: value})
+    assert (policy(), keras.Model.compile) == ("float32", STOCK_COMPILE)
 
 
 def test_enable_logs_the_hardware_support_once(monkeypatch, caplog):

@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 
 import kmp
-from kmp.backend import tensorflow_internals
 from kmp.policy.grappler_rewrite import PASSES
 
 TESTS = Path(__file__).parent.parent
@@ -39,14 +38,16 @@ def options():
     return tf.config.optimizer.get_experimental_options()
 
 
-def test_pass_is_on_only_while_the_rewrite_is():
+def test_pass_and_patches_are_on_only_while_the_rewrite_is():
     tf.config.optimizer.set_experimental_options({"remapping": True})
-    before = options()
+    before, original_compile = options(), keras.Model.compile
     kmp.graph_rewrite(True, dtype="bfloat16")
     assert options()[PASSES["bfloat16"]]
+    assert keras.Model.compile is not original_compile
     kmp.graph_rewrite(False)
-    assert not options().get(PASSES["bfloat16"])
+    assert not any(options().get(option) for option in PASSES.values())
     assert options().items() >= before.items() > {}.items()
+    assert keras.Model.compile is original_compile
 
 
 @pytest.mark.slow
@@ -77,16 +78,17 @@ def test_optimized_graph_has_casts_only_while_the_rewrite_is_on():
     assert (before, during > 0, after) == (0, True, 0)
 
 
-def test_bfloat16_without_onednn_warns_that_the_pass_does_nothing(monkeypatch):
-    monkeypatch.setattr(tensorflow_internals, "is_onednn_enabled", lambda: False)
-    with pytest.warns(UserWarning, match=f"{WITHOUT_ONEDNN}.*TF_ENABLE_ONEDNN_OPTS=1"):
-        kmp.graph_rewrite(True, dtype="bfloat16")
-
-
-def test_float16_without_a_gpu_warns_that_the_pass_does_nothing():
-    with pytest.warns(UserWarning, match="float16 pass does nothing without a GPU"):
-        kmp.graph_rewrite()
-    assert options()[PASSES["float16"]]
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({}, "float16 pass does nothing without a GPU"),
+        ({"dtype": "bfloat16"}, f"{WITHOUT_ONEDNN}.*TF_ENABLE_ONEDNN_OPTS=1"),
+    ],
+)
+def test_pass_that_does_nothing_here_warns(arguments, match):
+    with pytest.warns(UserWarning, match=match):
+        kmp.graph_rewrite(**arguments)
+    assert options()[PASSES[arguments.get("dtype", "float16")]]
 
 
 @pytest.mark.filterwarnings("ignore:TensorFlow's float16 pass does nothing")
@@ -101,33 +103,15 @@ def test_float16_rewrite_wraps_the_optimizer_of_a_float32_model_and_turns_off_xl
     assert type(model.optimizer) is keras.optimizers.Adam
 
 
-def test_bfloat16_needs_no_loss_scale():
+def test_bfloat16_rewrite_needs_a_graph_that_xla_does_not_compile_and_no_loss_scale():
     kmp.graph_rewrite(True, dtype="bfloat16")
     model = make_model()
     model.compile("adam", "mse")
     assert type(model.optimizer) is keras.optimizers.Adam
-
-
-def test_jit_compile_raises():
-    kmp.graph_rewrite(True, dtype="bfloat16")
     with pytest.raises(ValueError, match="cannot work under XLA"):
-        make_model().compile("adam", "mse", jit_compile=True)
-
-
-def test_eager_model_warns():
-    kmp.graph_rewrite(True, dtype="bfloat16")
+        model.compile("adam", "mse", jit_compile=True)
     with pytest.warns(UserWarning, match="no graph to rewrite"):
-        make_model().compile("adam", "mse", run_eagerly=True)
-
-
-def test_turning_off_restores_keras_and_tensorflow():
-    original_compile = keras.Model.compile
-    original_options = {key: options().get(key, False) for key in PASSES.values()}
-    kmp.graph_rewrite(True, dtype="bfloat16")
-    assert keras.Model.compile is not original_compile
-    kmp.graph_rewrite(False)
-    assert keras.Model.compile is original_compile
-    assert {key: options().get(key, False) for key in PASSES.values()} == original_options
+        model.compile("adam", "mse", run_eagerly=True)
 
 
 def test_rewrite_and_enable_are_turned_off_independently():
@@ -145,11 +129,9 @@ def test_rewrite_and_enable_are_turned_off_independently():
     assert keras.Model.compile is original_compile
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [(("yes",), TypeError, "`enabled` must be"), ((True, "float8"), ValueError, "`dtype` must be one of")],
-)
-def test_invalid_argument_raises(arguments, error, match):
-    with pytest.raises(error, match=match):
-        kmp.graph_rewrite(*arguments)
+def test_invalid_argument_raises():
+    with pytest.raises(TypeError, match="`enabled` must be"):
+        kmp.graph_rewrite("yes")
+    with pytest.raises(ValueError, match="`dtype` must be one of"):
+        kmp.graph_rewrite(True, "float8")
     assert not any(options().get(option) for option in PASSES.values())

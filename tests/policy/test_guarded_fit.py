@@ -5,7 +5,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import compiled_model, small_data, small_model
+from conftest import assert_equal, compiled_model, small_data, small_model, take_step, without_replays
 from keras import ops
 
 import kmp
@@ -24,16 +24,29 @@ def fit(model, data, **arguments):
     return model.fit(*data, batch_size=8, shuffle=False, verbose=0, **arguments).history
 
 
-def test_epoch_metrics_include_only_batches_with_a_finite_loss(compile_mode):
+class RecordLosses(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.losses.append(logs["loss"])
+
+
+def test_nan_loss_is_in_the_logs_of_its_own_batch_and_not_in_the_metrics_of_the_epoch(compile_mode):
     x, y = data_with_nan(0, 5, 19)
     keep = np.repeat([batch not in (0, 5, 19) for batch in range(20)], 8)
-    histories = []
-    for data in ((x, y), (x[keep], y[keep])):
+    histories, recorders = [], [RecordLosses(), RecordLosses()]
+    for data, recorder in zip([(x, y), (x[keep], y[keep])], recorders, strict=True):
         keras.utils.set_random_seed(0)
         metrics = ["accuracy", keras.metrics.SparseCategoricalCrossentropy(name="crossentropy")]
-        histories.append(fit(compiled_model("sgd", metrics=metrics, **compile_mode), data))
+        model = compiled_model("sgd", metrics=metrics, **compile_mode)
+        histories.append(fit(model, data, callbacks=[recorder]))
     for key in ("loss", "accuracy", "crossentropy"):
         np.testing.assert_allclose(histories[0][key], histories[1][key], rtol=1e-5)
+    per_call = compile_mode.get("steps_per_execution", 1)
+    assert set(np.flatnonzero(np.isnan(recorders[0].losses))) == {0, 5 // per_call, 19 // per_call}
+    assert np.isfinite(recorders[1].losses).all()
 
 
 def test_losses_of_several_outputs_are_guarded():
@@ -41,10 +54,8 @@ def test_losses_of_several_outputs_are_guarded():
     model = keras.Model(inputs, [keras.layers.Dense(1, name="a")(inputs), keras.layers.Dense(1, name="b")(inputs)])
     model.compile("sgd", ["mse", "mse"])
     x, _ = data_with_nan(4)
-    y = np.ones((len(x), 1), "float32")
-    history = model.fit(x, [y, y], batch_size=8, epochs=2, verbose=0).history
-    assert all(np.isfinite(values).all() for values in history.values())
-    assert {"loss", "a_loss", "b_loss"} <= set(history)
+    history = fit(model, (x, [np.ones((len(x), 1))] * 2), epochs=2)
+    assert np.isfinite([history[name] for name in ("loss", "a_loss", "b_loss")]).all()
 
 
 class SharpnessAware(keras.Model):
@@ -75,33 +86,14 @@ def test_weights_that_a_train_step_moves_are_restored_if_it_is_skipped(compile_m
     x, _ = small_data(1)
     fit(model, (x, x[:, :1] * 100))
     assert model.optimizer.snapshot().overflow_count == 1
-    for before, after in zip(weights, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(before, after)
+    assert_equal(weights, model.get_weights())
     fit(model, (x, x[:, :1]), epochs=20)
     assert model.optimizer.snapshot().overflow_count < 20
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
 
-class RecordLosses(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.losses = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.losses.append(logs["loss"])
-
-
-def test_nan_loss_is_in_the_logs_of_its_own_batch_only(compile_mode):
-    recorder = RecordLosses()
-    fit(compiled_model(**compile_mode), data_with_nan(2, 17), callbacks=[recorder])
-    per_call = compile_mode.get("steps_per_execution", 1)
-    calls = np.arange(len(recorder.losses))
-    nan_calls = {2 // per_call, 17 // per_call}
-    assert set(calls[np.isnan(recorder.losses)]) == nan_calls
-
-
 def test_terminate_on_nan_stops_training_before_and_after_kmps_callbacks(compile_mode):
-    model, stop, callbacks = compiled_model(**compile_mode), keras.callbacks.TerminateOnNaN(), kmp.callbacks.defaults()
+    model, stop, callbacks = compiled_model(**compile_mode), keras.callbacks.TerminateOnNaN(), without_replays()
     steps = 8 if "steps_per_execution" in compile_mode else 6
     fit(model, data_with_nan(5), epochs=3, callbacks=[*callbacks, stop])
     assert model.optimizer.snapshot().step == steps
@@ -112,27 +104,24 @@ def test_terminate_on_nan_stops_training_before_and_after_kmps_callbacks(compile
 def test_terminate_on_nan_ignores_an_overflow_of_the_gradients_alone(compile_mode):
     model = compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28), **compile_mode)
     history = fit(model, data_with_nan(), callbacks=[keras.callbacks.TerminateOnNaN()])
-    assert (model.optimizer.snapshot().step, model.optimizer.snapshot().overflow_count > 0) == (20, True)
+    snapshot = model.optimizer.snapshot()
+    assert (snapshot.step, snapshot.nonfinite_loss_count, 0 < snapshot.overflow_count < 20) == (20, 0, True)
+    assert 2.0**12 < snapshot.loss_scale < 2.0**28
     assert np.isfinite(history["loss"][0])
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
 
-def test_evaluation_reports_a_nonfinite_loss():
+def test_evaluation_and_train_on_batch_report_a_nonfinite_loss():
     model = compiled_model()
     history = fit(model, data_with_nan(), validation_data=data_with_nan(1))
     assert np.isfinite(history["loss"][0])
     assert np.isnan(history["val_loss"][0])
-
-
-def test_train_on_batch_reports_a_nonfinite_loss_once():
-    model = compiled_model()
     x, y = data_with_nan(1)
     losses = [float(model.train_on_batch(x[i : i + 8], y[i : i + 8])) for i in (0, 8, 16)]
     assert np.isnan(losses).tolist() == [False, True, False]
 
 
 class CustomTrainStep(keras.Model):
-    """A model with a custom training step that calls `scale_loss` and `apply`."""
-
     def __init__(self):
         super().__init__()
         self.net = small_model()
@@ -142,20 +131,18 @@ class CustomTrainStep(keras.Model):
 
     def train_step(self, data):
         x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x=x, y=y, y_pred=self(x))
-            scaled = self.optimizer.scale_loss(loss)
-        self.optimizer.apply(tape.gradient(scaled, self.trainable_weights), self.trainable_weights)
-        self._loss_tracker.update_state(loss)
+        loss_of = lambda: self.compute_loss(x=x, y=y, y_pred=self(x))  # noqa: E731
+        self._loss_tracker.update_state(take_step(self.optimizer, self.trainable_weights, loss_of))
         return {"loss": self._loss_tracker.result()}
 
 
-def test_custom_training_step_is_guarded():
-    model = CustomTrainStep()
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    history = fit(model, data_with_nan(3))
-    assert np.isfinite(history["loss"][0])
-    assert model.optimizer.snapshot().nonfinite_loss_count == 1
+def test_custom_training_step_is_guarded_and_a_nan_loss_that_it_logs_is_kept():
+    for model_class in (CustomTrainStep, CustomLossLog):
+        model = model_class()
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        loss = fit(model, data_with_nan(3), callbacks=without_replays())["loss"][0]
+        assert np.isnan(loss) == (model_class is CustomLossLog)
+        assert model.optimizer.snapshot().nonfinite_loss_count == 1
 
 
 def test_model_recompiled_without_kmp_behaves_as_in_keras():
@@ -165,49 +152,45 @@ def test_model_recompiled_without_kmp_behaves_as_in_keras():
     assert np.isnan(fit(model, data_with_nan(3))["loss"][0])
 
 
-def test_callbacks_guard_a_model_compiled_without_enable():
+@pytest.mark.parametrize(
+    ("enables", "steps_per_execution", "callbacks"),
+    [(True, 1, list), (False, 4, list), (False, 1, kmp.callbacks.defaults)],
+    ids=["after disable", "without enable", "without enable, with callbacks"],
+)
+def test_model_compiled_with_kmps_optimizer_is_guarded_without_enable(enables, steps_per_execution, callbacks):
+    if not enables:
+        kmp.disable()
+        keras.config.set_dtype_policy("mixed_float16")
+    optimizer = "sgd" if enables else kmp.LossScaleOptimizer("sgd")
+    model = compiled_model(optimizer, steps_per_execution=steps_per_execution)
     kmp.disable()
-    keras.config.set_dtype_policy("mixed_float16")
-    model = small_model()
-    model.compile(kmp.LossScaleOptimizer("sgd"), "sparse_categorical_crossentropy")
-    history = fit(model, data_with_nan(3), callbacks=kmp.callbacks.defaults())
-    assert np.isfinite(history["loss"][0])
-    assert model.optimizer.snapshot().nonfinite_loss_count == 1
+    assert np.isfinite(fit(model, data_with_nan(3), callbacks=callbacks())["loss"][0])
+    assert (model.optimizer.snapshot().overflow_count, model.optimizer.snapshot().nonfinite_loss_count) == (1, 1)
 
 
-def test_model_compiled_with_kmps_optimizer_is_guarded_without_enable():
-    kmp.disable()
-    keras.config.set_dtype_policy("mixed_float16")
-    model = small_model()
-    model.compile(kmp.LossScaleOptimizer("sgd"), "sparse_categorical_crossentropy", steps_per_execution=4)
-    assert np.isfinite(fit(model, data_with_nan(3))["loss"][0])
-
-
-def test_guarded_model_can_be_saved_loaded_and_cloned(tmp_path):
-    model = compiled_model()
+def test_guarded_model_can_be_saved_cloned_and_loaded_as_a_guarded_model(tmp_path):
+    model = compiled_model("adam", metrics=["accuracy"])
     fit(model, data_with_nan(3))
     model.save(tmp_path / "model.keras")
     x, _ = small_data()
-    for other in (keras.models.load_model(tmp_path / "model.keras"), keras.models.clone_model(model)):
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    for other in (loaded, keras.models.clone_model(model)):
         other.set_weights(model.get_weights())
         np.testing.assert_array_equal(other(x), model(x))
-    assert ops.shape(model(x)) == (160, 2)
-
-
-def test_epoch_without_a_finite_batch_has_a_nan_loss(compile_mode):
-    model = compiled_model("sgd", metrics=["accuracy"], **compile_mode)
-    all_nan, finite = data_with_nan(*range(20)), data_with_nan()
-    assert np.isnan(fit(model, all_nan)["loss"]).all()
-    assert np.isfinite(fit(model, finite)["loss"]).all()
+    assert type(loaded.optimizer) is kmp.LossScaleOptimizer
+    assert np.isfinite(fit(loaded, data_with_nan(3))["loss"][0])
+    assert loaded.optimizer.snapshot().overflow_count == 2
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
-def test_epoch_without_a_finite_batch_has_a_nan_loss_if_its_length_is_unknown(compile_mode):
-    """Such data ends with a step that gets no batch; if it reset the metrics, the mean would be 0."""
+def test_epoch_without_a_finite_batch_has_a_nan_loss_also_if_its_length_is_unknown(compile_mode):
+    model = compiled_model("sgd", metrics=["accuracy"], **compile_mode)
     x, y = data_with_nan(*range(20))
+    assert np.isnan(fit(model, (x, y))["loss"]).all()
+    assert np.isfinite(fit(model, data_with_nan())["loss"]).all()
+    # Such data ends with a step that gets no batch; if it reset the metrics, the mean would be 0.
     batches = (part for part in zip(np.split(x, 20), np.split(y, 20), strict=True))
-    history = compiled_model("sgd", **compile_mode).fit(batches, shuffle=False, verbose=0).history
-    assert np.isnan(history["loss"]).all()
+    assert np.isnan(model.fit(batches, shuffle=False, verbose=0).history["loss"]).all()
 
 
 def test_execution_reports_only_its_own_batches():
@@ -234,31 +217,9 @@ def test_training_step_set_on_the_instance_is_kept(set_first):
     model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     if not set_first:
         model.train_step = step
-    history = fit(model, data_with_nan(2), callbacks=kmp.callbacks.defaults())
+    history = fit(model, data_with_nan(2), callbacks=without_replays())
     assert len(calls) == 20
     assert np.isfinite(history["loss"][0])
-
-
-class AppliesEverySecondStep(CustomTrainStep):
-    """Applies gradients in every second call."""
-
-    calls = 0
-
-    def train_step(self, data):
-        apply = self.optimizer.apply
-        self.calls += 1
-        if self.calls % 2:
-            self.optimizer.apply = lambda *arguments: None
-        try:
-            return super().train_step(data)
-        finally:
-            self.optimizer.apply = apply
-
-
-def test_each_batch_is_checked_if_gradients_are_accumulated_manually():
-    model = AppliesEverySecondStep()
-    model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
-    assert np.isfinite(fit(model, data_with_nan(2, 7))["loss"][0])
 
 
 class CustomLossLog(CustomTrainStep):
@@ -268,13 +229,6 @@ class CustomLossLog(CustomTrainStep):
         super().train_step(data)
         self._loss_tracker.reset_state()
         return {"loss": float("nan"), "other_loss": float("nan")}
-
-
-def test_nan_loss_logged_by_a_custom_training_step_is_kept():
-    model = CustomLossLog()
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    history = fit(model, data_with_nan(), callbacks=kmp.callbacks.defaults())
-    assert np.isnan(history["loss"][0])
 
 
 class CountsTraces(keras.optimizers.SGD):
@@ -335,11 +289,7 @@ def test_training_step_that_is_set_after_compile_trains_its_own_variables():
     model.compile("sgd", "sparse_categorical_crossentropy")
 
     def step(data):
-        with tf.GradientTape() as tape:
-            loss = ops.sum(other * 2.0)
-            scaled = model.optimizer.scale_loss(loss)
-        model.optimizer.apply(tape.gradient(scaled, [other.value]), [other])
-        return {"loss": loss}
+        return {"loss": take_step(model.optimizer, [other], lambda: ops.sum(other * 2.0))}
 
     model.train_step = step
     fit(model, data_with_nan())
@@ -367,39 +317,34 @@ class AppliesEverySecondTime(kmp.LossScaleOptimizer):
             super().apply(grads, trainable_variables, **arguments)
 
 
-def test_step_that_does_not_apply_keeps_the_statistics_of_its_own_batch():
+def test_batch_whose_gradients_are_not_applied_is_checked_and_keeps_its_statistics():
     layers = [keras.layers.BatchNormalization(), keras.layers.Dense(2, dtype="float32"), kmp.layers.Softmax()]
     model = keras.Sequential([keras.Input((4,)), *layers])
     model.compile(AppliesEverySecondTime("sgd"), "sparse_categorical_crossentropy", run_eagerly=True)
     x, y = data_with_nan(0, batches=2)
-    moving_mean = next(variable for variable in model.non_trainable_variables if "moving_mean" in variable.path)
     model.train_on_batch(x[:8], y[:8])
-    np.testing.assert_array_equal(moving_mean, 0.0)
+    np.testing.assert_array_equal(layers[0].moving_mean, 0.0)
     model.train_on_batch(x[8:], y[8:])
-    assert np.any(np.asarray(moving_mean.value))
+    assert np.any(layers[0].moving_mean.numpy())
+    assert np.isfinite(fit(model, data_with_nan(2, 7))["loss"][0])
 
 
 def test_optimizers_of_compiled_models_inside_a_model_are_guarded():
     class Outer(keras.Model):
         def __init__(self):
             super().__init__()
-            self.inner = keras.Sequential(
-                [keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1, dtype="float32")]
-            )
+            layers = [keras.layers.BatchNormalization(), keras.layers.Dense(1, dtype="float32")]
+            self.inner = keras.Sequential([keras.Input((4,)), *layers])
             self.inner.compile("sgd")
 
         def train_step(self, data):
             x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.inner.optimizer.scale_loss(ops.mean(ops.square(self.inner(x, training=True) - y)))
-            weights = self.inner.trainable_variables
-            self.inner.optimizer.apply(tape.gradient(loss, weights), weights)
-            return {"step_loss": loss}
+            loss_of = lambda: ops.mean(ops.square(self.inner(x, training=True) - y))  # noqa: E731
+            return {"step_loss": take_step(self.inner.optimizer, self.inner.trainable_variables, loss_of)}
 
     model = Outer()
     model.compile(loss="mse")
     before = model.inner.get_weights()
     fit(model, (np.full((8, 4), np.nan, "float32"), np.zeros((8, 1), "float32")))
     assert model.inner.optimizer.snapshot().overflow_count == 1
-    for value, expected in zip(model.inner.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(value, expected)
+    assert_equal(model.inner.get_weights(), before)

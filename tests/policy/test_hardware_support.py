@@ -44,15 +44,13 @@ def test_hardware_has_the_features_of_every_gpu(gpus, tensor_cores, bfloat16):
         ((Gpu("?", None),), "float16", logging.WARNING, "unknown"),
         ((H200,), "mixed_float16", logging.INFO, "mixed_bfloat16"),
         ((T4,), "mixed_bfloat16", logging.WARNING, r"No bfloat16 in hardware.*8\.0"),
+        ((T4,), "mixed_float16", None, None),
+        ((H200,), "mixed_bfloat16", None, None),
+        ((), "float32", None, None),
     ],
     ids=str,
 )
-def test_advice_names_the_missing_or_available_feature(gpus, policy, level, text):
-    actual_level, actual_text = Hardware(gpus).advice(policy)
+def test_advice_names_the_missing_or_available_feature_if_any(gpus, policy, level, text):
+    actual_level, actual_text = Hardware(gpus).advice(policy) or (None, None)
     assert actual_level == level
-    assert re.search(text, actual_text)
-
-
-@pytest.mark.parametrize(("gpus", "policy"), [((T4,), "mixed_float16"), ((H200,), "mixed_bfloat16"), ((), "float32")])
-def test_no_advice_if_the_policy_suits_the_gpus(gpus, policy):
-    assert Hardware(gpus).advice(policy) is None
+    assert actual_text == text or re.search(text, actual_text)

@@ -79,16 +79,22 @@ def test_rule_equals_the_reference_for_any_settings(interval, hysteresis, bounds
     assert_equals_reference(dict(zip(names, (*bounds, interval, hysteresis), strict=True)), 6)
 
 
-def test_scale_stays_within_its_bounds():
-    rule = DynamicScale(initial_scale=4.0, min_scale=1.0, max_scale=8.0, growth_interval=1)
-    assert {scale for scale, *_ in run_rule(rule, [(True, True)] * 9)} == {2.0, 1.0}
-    assert {scale for scale, *_ in run_rule(rule, [(False, True)] * 9)} == {8.0}
-
-
-def test_extreme_factors_keep_the_scale_finite_and_above_zero():
-    rule = DynamicScale(growth_factor=2.0**127, backoff_factor=2.0**-140, growth_interval=1, min_scale=2.0**-126)
-    scales = [scale for scale, *_ in run_rule(rule, [(False, True), (False, True), (True, True), (True, True)])]
-    assert scales == [2.0**127, 2.0**127, 2.0**-126, 2.0**-126]
+@pytest.mark.parametrize(
+    ("arguments", "overflows", "expected"),
+    [
+        ({"initial_scale": 4.0, "min_scale": 1.0}, [True] * 4, [2.0, 1.0, 1.0, 1.0]),
+        ({"initial_scale": 4.0, "max_scale": 16.0}, [False] * 4, [8.0, 16.0, 16.0, 16.0]),
+        # Factors whose products are beyond float32.
+        (
+            {"growth_factor": 2.0**127, "backoff_factor": 2.0**-140, "min_scale": 2.0**-126},
+            [False, False, True, True],
+            [2.0**127, 2.0**127, 2.0**-126, 2.0**-126],
+        ),
+    ],
+)
+def test_scale_stays_within_its_bounds(arguments, overflows, expected):
+    states = run_rule(DynamicScale(**arguments, growth_interval=1), [(overflowed, True) for overflowed in overflows])
+    assert [scale for scale, *_ in states] == expected
 
 
 def test_nonfinite_loss_changes_neither_scale_nor_growth_interval():

@@ -9,8 +9,9 @@ import kmp
 from kmp.scaling import DynamicScale, FixedScale, loss_scale_rule
 
 
-def test_loss_scale_dynamic_selects_the_dynamic_rule():
+def test_loss_scale_selects_the_rule_and_a_fixed_scale_may_be_outside_the_dynamic_bounds():
     assert loss_scale_rule(loss_scale="dynamic", initial_scale=8.0) == DynamicScale(initial_scale=8.0)
+    assert loss_scale_rule(loss_scale=2.0**-20, initial_scale=2.0**-20) == FixedScale(2.0**-20)
 
 
 def test_scalars_of_every_library_are_accepted():
@@ -18,9 +19,8 @@ def test_scalars_of_every_library_are_accepted():
     rule = loss_scale_rule(**settings)
     assert rule == DynamicScale(initial_scale=8.0, growth_interval=7, max_scale=16.0)
     assert [type(value) for value in (rule.initial_scale, rule.growth_interval, rule.max_scale)] == [float, int, float]
-    assert loss_scale_rule(
-        loss_scale=tf.constant(8.0), **settings | {"growth_interval": 2000.0, "max_scale": 2.0**127}
-    ) == (FixedScale(8.0))
+    defaults = {"growth_interval": 2000.0, "max_scale": 2.0**127}
+    assert loss_scale_rule(loss_scale=tf.constant(8.0), **settings | defaults) == FixedScale(8.0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1, 0, "static", None, [1], True, 2.0**128, 2.0**-127])
@@ -79,7 +79,3 @@ def test_unknown_argument_raises(call):
     for arguments in ({"init_scale": 2}, {"loss_scale": 8.0, "init_scale": 2}):
         with pytest.raises((TypeError, ValueError), match="argument.*init_scale"):
             call(**arguments)
-
-
-def test_fixed_scale_may_be_outside_the_dynamic_bounds():
-    assert loss_scale_rule(loss_scale=2.0**-20, initial_scale=2.0**-20) == FixedScale(2.0**-20)

@@ -17,20 +17,30 @@ def names_in(folder):
     return [path.name for path in folder.iterdir()]
 
 
-def test_atomic_write_replaces_the_file_on_exit(tmp_path):
+@pytest.fixture
+def path(tmp_path):
+    """A file that only its owner reads."""
     path = tmp_path / "file"
     path.write_text("old")
+    path.chmod(0o600)
+    return path
+
+
+def mode_of(stat):
+    return stat.st_mode & 0o777
+
+
+def test_atomic_write_replaces_the_file_on_exit_and_keeps_its_permissions(tmp_path, path):
     with atomic_files.atomic_write(path) as file:
         file.write(b"new")
         assert path.read_text() == "old"
+        assert mode_of(os.fstat(file.fileno())) == 0o600  # the new content is never more readable
     assert path.read_text() == "new"
     assert names_in(tmp_path) == ["file"]
+    assert mode_of(path.stat()) == 0o600
 
 
-def test_interrupted_write_leaves_only_the_old_file(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-
+def test_interrupted_write_leaves_only_the_old_file(tmp_path, path):
     def interrupted_write():
         with atomic_files.atomic_write(path) as file:
             file.write(b"ne")
@@ -61,50 +71,28 @@ def test_pipe_is_written_in_place(tmp_path):
     assert json.loads(contents[0]) == [1]
 
 
-def test_replaced_file_keeps_its_permissions(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-    path.chmod(0o600)
-    atomic_files.write_json(path, {})
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
 def test_new_file_has_the_permissions_that_the_umask_gives(tmp_path):
     umask = os.umask(0o027)
     try:
         atomic_files.write_json(tmp_path / "file", {})
     finally:
         os.umask(umask)
-    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+    assert mode_of((tmp_path / "file").stat()) == 0o640
 
 
-def test_new_content_is_never_more_readable_than_the_file_it_replaces(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-    path.chmod(0o600)
-    with atomic_files.atomic_write(path) as file:
-        assert os.fstat(file.fileno()).st_mode & 0o777 == 0o600
-
-
-def test_content_is_on_the_disk_before_it_replaces_the_file(tmp_path, monkeypatch):
+def test_content_is_on_the_disk_before_it_replaces_the_file(path, monkeypatch):
     calls, replace = [], Path.replace
-
-    def record_replace(partial, path):
-        calls.append("replace")
-        replace(partial, path)
-
     monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append(os.fstat(descriptor).st_ino))
-    monkeypatch.setattr(Path, "replace", record_replace)
-    atomic_files.write_json(tmp_path / "file", [1])
-    assert calls == [(tmp_path / "file").stat().st_ino, "replace"]
+    monkeypatch.setattr(Path, "replace", lambda *paths: calls.append("replace") or replace(*paths))
+    atomic_files.write_json(path, [1])
+    assert calls == [path.stat().st_ino, "replace"]
 
 
-def test_two_writes_at_a_time_have_their_own_temporary_files(tmp_path):
-    path = tmp_path / "file"
+def test_two_writes_at_a_time_have_their_own_temporary_files(tmp_path, path):
     with atomic_files.atomic_write(path) as first, atomic_files.atomic_write(path) as second:
         first.write(b"first")
         second.write(b"second")
-        assert len(names_in(tmp_path)) == 2
+        assert len(names_in(tmp_path)) == 3
     assert path.read_bytes() == b"first"
     assert names_in(tmp_path) == ["file"]
 
@@ -136,27 +124,21 @@ def cannot_replace(monkeypatch, code):
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EBUSY])
-def test_file_that_cannot_be_replaced_is_written_in_place(tmp_path, monkeypatch, code):
+def test_file_that_cannot_be_replaced_is_written_in_place(tmp_path, path, monkeypatch, code):
     """Such as a mount point."""
-    path = tmp_path / "file"
-    path.write_text("old")
     cannot_replace(monkeypatch, code)
     atomic_files.write_json(path, [1])
     assert json.loads(path.read_text()) == [1]
     assert names_in(tmp_path) == ["file"]
 
 
-def test_file_in_a_read_only_folder_is_written_in_place(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    path.write_text("old")
+def test_file_in_a_read_only_folder_is_written_in_place(tmp_path, path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda folder, mode: folder != tmp_path)  # root may write into every folder
     atomic_files.write_json(path, [1])
     assert json.loads(path.read_text()) == [1]
 
 
-def test_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    path.write_text("old")
+def test_full_disk_leaves_the_old_file(tmp_path, path, monkeypatch):
     cannot_replace(monkeypatch, errno.ENOSPC)
     with pytest.raises(OSError, match="No space left"):
         atomic_files.write_json(path, [1])

@@ -1,3 +1,5 @@
+from functools import partial
+
 import keras
 import numpy as np
 import pytest
@@ -10,16 +12,9 @@ def number(value):
     return validation.number("argument", value, "a number", lambda v: True)
 
 
-def integer(value):
-    return validation.integer("argument", value)
-
-
-def boolean(value):
-    return validation.boolean("argument", value)
-
-
-def positive_integer(value):
-    return validation.positive_integer("argument", value)
+integer, boolean, positive_integer = (
+    partial(function, "argument") for function in (validation.integer, validation.boolean, validation.positive_integer)
+)
 
 
 @pytest.mark.parametrize("made", [np.array, tf.constant, tf.Variable, keras.ops.convert_to_tensor, lambda value: value])
@@ -70,23 +65,16 @@ def test_other_values_raise_with_the_argument(validated, value):
         validated(value)
 
 
-def test_integer_beyond_int64_is_out_of_range():
+def test_integer_beyond_int64_is_out_of_range_and_a_symbolic_tensor_no_number():
     with pytest.raises(ValueError, match=r"from 1 to 2\^63 - 1. Received: argument=1e\+300"):
         positive_integer(1e300)
+    with pytest.raises(TypeError, match="`argument` must be a number"):
+        tf.function(number)(tf.constant(1.0))
 
 
-def test_symbolic_tensor_raises_with_the_argument():
-    @tf.function
-    def step(value):
-        with pytest.raises(TypeError, match="`argument` must be a number"):
-            number(value)
-
-    step(tf.constant(1.0))
-
-
-@pytest.mark.parametrize("value", ["mixed_float16", keras.DTypePolicy("mixed_float16")])
-def test_dtype_policy_is_accepted_for_its_name(value):
-    assert validation.one_of("policy", value, ("mixed_float16", "float32")) == "mixed_float16"
+def test_dtype_policy_is_accepted_for_its_name():
+    for value in ("mixed_float16", keras.DTypePolicy("mixed_float16")):
+        assert validation.one_of("policy", value, ("mixed_float16", "float32")) == "mixed_float16"
 
 
 @pytest.mark.parametrize(
