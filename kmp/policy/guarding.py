@@ -47,7 +47,10 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
     0.0
     """
     if not isinstance(optimizer, LossScaleOptimizer):
-        raise TypeError(f"`optimizer` must be a kmp.LossScaleOptimizer. Received: optimizer={optimizer!r}")
+        raise TypeError(
+            "`optimizer` must be a kmp.LossScaleOptimizer, as kmp.wrap returns under every policy. Received: "
+            f"optimizer={optimizer!r}"
+        )
     non_layers = [layer for layer in layers if not isinstance(layer, keras.Layer)]
     if non_layers:
         raise TypeError(f"`layers` must be models or layers. Received: {non_layers[0]!r}")

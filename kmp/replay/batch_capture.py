@@ -216,7 +216,8 @@ class BatchCapture:
             copy([tf.gather(tensor, chosen) for tensor in tensors])
 
         self._is_requested.assign(0)
-        if len(tensors) == 1 or tensors[0].shape[0] is not None:
+        rows = {tensor.shape[0] for tensor in tensors}
+        if len(tensors) == 1 or (len(rows) == 1 and None not in rows):
             copy_examples()
             return
         sizes = tf.stack([tf.cast(tf.shape(tensor)[0], tf.float32) for tensor in tensors])
@@ -273,10 +274,10 @@ def _stored(dtype: tf.DType) -> tf.DType:
 
 
 def _are_capturable(tensors: Sequence[Any], is_xla: bool) -> bool:
-    """Whether tensors can be captured, and are known to have the same number of examples."""
+    """Whether tensors can be captured: under XLA only if they are not known to have different numbers of rows."""
     if not tensors or not all(_is_capturable(tensor, is_xla) for tensor in tensors):
         return False
-    return len({tensor.shape[0] for tensor in tensors}) == 1
+    return not is_xla or len({tensor.shape[0] for tensor in tensors}) == 1
 
 
 def _is_capturable(tensor: Any, is_xla: bool) -> bool:
