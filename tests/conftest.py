@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from operation_trace import optimized_graphs
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorflow.python.framework import ops as tensorflow_ops
 
 import kmp
@@ -68,6 +69,12 @@ def enabled():
         yield handle
 
 
+@pytest.fixture
+def without_figures(monkeypatch):
+    """Draws nothing in a report, which takes most of the time that it takes."""
+    monkeypatch.setattr("kmp.report.figures._svg", lambda *_: "data:,")
+
+
 MODES = {
     "eager": {"run_eagerly": True},
     "graph": {"jit_compile": False},  # Keras uses XLA by default on a GPU
@@ -105,6 +112,13 @@ def small_model():
 def compiled_model(optimizer="sgd", **arguments):
     model = small_model()
     model.compile(optimizer, "sparse_categorical_crossentropy", **arguments)
+    return model
+
+
+def sequential(*layers, shape=(4,), optimizer="sgd", loss="mse", **arguments):
+    """Returns a compiled model of these layers."""
+    model = keras.Sequential([keras.Input(shape), *layers])
+    model.compile(optimizer, loss, **arguments)
     return model
 
 
@@ -191,6 +205,11 @@ def python_process(code, *arguments):
             yield process
         finally:
             process.kill()
+
+
+def tensorboard(folder, tag):
+    """Returns the events with this tag in a folder's event files."""
+    return EventAccumulator(str(folder), {"tensors": 0}).Reload().Tensors(tag)
 
 
 def is_locked(folder):
