@@ -53,11 +53,12 @@ def test_bad_command_line_is_one_message_and_status_2(arguments, message, tmp_pa
 
 
 def one_line_of(capsys):
-    """Returns the error of a command, which is one line."""
-    error = capsys.readouterr().err
-    assert error.startswith("kmp: ")
-    assert error.count("\n") == 1
-    return error
+    """Returns the error of a command, which is one line and all that it prints."""
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("kmp: ")
+    assert printed.err.count("\n") == 1
+    return printed.err
 
 
 def test_output_folder_that_cannot_be_created_is_one_line_and_status_1(tmp_path, capsys):
