@@ -149,14 +149,14 @@ def kernel(value):
     return {"kernel_initializer": keras.initializers.Constant(value)}
 
 
+def rnn():
+    return layers.SimpleRNN(8, "relu", return_sequences=True, recurrent_initializer="ones", **kernel(10.0))
+
+
 REPAIRED = {
     "shared": shared,
     "MultiHeadAttention": lambda: wrapped(layers.MultiHeadAttention(2, 4, **kernel(9.0)), 2),
-    "Bidirectional": lambda: wrapped(
-        layers.Bidirectional(
-            layers.SimpleRNN(8, "relu", return_sequences=True, recurrent_initializer="ones", **kernel(10.0))
-        )
-    ),
+    "Bidirectional": lambda: wrapped(layers.Bidirectional(rnn())),
     "TimeDistributed": lambda: wrapped(layers.TimeDistributed(layers.Dense(4, **kernel(1e3)))),
 }
 

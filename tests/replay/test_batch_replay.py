@@ -283,10 +283,8 @@ def test_layer_with_a_function_of_its_own_is_replayed():
 
 def test_gradient_of_an_embedding_has_the_rows_of_the_batch():
     words = np.array([[1, 2], [1, 3]])
-    model = sequential(
-        *(layers.Embedding(1000, 4, name="words"), layers.GlobalAveragePooling1D(), layers.Dense(1, dtype="float32")),
-        **{"shape": (2,), "loss_weights": [1e-9]},
-    )
+    parts = layers.Embedding(1000, 4, name="words"), layers.GlobalAveragePooling1D(), layers.Dense(1, dtype="float32")
+    model = sequential(*parts, shape=(2,), loss_weights=[1e-9])
     result = replayed(model, words, np.ones((2, 1), "float32"), loss_scale=1.0)
     assert named(path for path, share in result.flushed.items() if share == 1.0) == ["embeddings"]
     slices = tf.IndexedSlices(tf.ones((3, 2), tf.float16), tf.constant([7, 5, 7]), dense_shape=tf.constant([9, 2]))
