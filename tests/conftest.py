@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from operation_trace import optimized_graphs
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorflow.python.framework import ops as tensorflow_ops
 
 import kmp
@@ -67,6 +68,12 @@ def clean_state():
 def enabled():
     with kmp.enable() as handle:
         yield handle
+
+
+@pytest.fixture
+def without_figures(monkeypatch):
+    """Draws nothing in a report, which takes most of the time that it takes."""
+    monkeypatch.setattr("kmp.report.figures._svg", lambda *_: "data:,")
 
 
 MODES = {
@@ -124,6 +131,13 @@ def take_step(optimizer, variables, loss_of):
         scaled = optimizer.scale_loss(loss)
     optimizer.apply(tape.gradient(scaled, [variable.value for variable in variables]), variables)
     return loss
+
+
+def sequential(*layers, shape=(4,), optimizer="sgd", loss="mse", **arguments):
+    """Returns a compiled model of these layers."""
+    model = keras.Sequential([keras.Input(shape), *layers])
+    model.compile(optimizer, loss, **arguments)
+    return model
 
 
 def without_replays(*args, **arguments):
@@ -216,6 +230,11 @@ def another_thread():
     """Yields a function that calls functions in another thread and returns their results."""
     with ThreadPoolExecutor(1) as executor:
         yield lambda function, *args, **kwargs: executor.submit(function, *args, **kwargs).result()
+
+
+def tensorboard(folder, tag):
+    """Returns the events with this tag in a folder's event files."""
+    return EventAccumulator(str(folder), {"tensors": 0}).Reload().Tensors(tag)
 
 
 def is_locked(folder):

@@ -94,6 +94,14 @@ class Gan(keras.Model):
         return super().get_config() | {"width": self.width}
 
 
+@keras.saving.register_keras_serializable(package="tests.models")
+class Cube(keras.layers.Layer):
+    """Overflows float16 from 41 on."""
+
+    def call(self, x):
+        return x * x * x
+
+
 def classifier():
     hidden = [
         layers.Dense(16, activation="relu", name="dense"),

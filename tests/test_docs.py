@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import sequential
 
 import kmp
 from kmp_cli import main
@@ -31,9 +32,8 @@ def lines_of_kmp():
 @pytest.fixture
 def names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = keras.Sequential(
-        [keras.Input((8,)), keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
-    )
+    layers = keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((8,)), *layers])
     optimizer, variables = kmp.wrap(keras.optimizers.SGD(0.1)), model.trainable_variables
     optimizer.build(variables)
     with tf.GradientTape() as tape:
@@ -69,8 +69,7 @@ def test_each_line_of_the_tables_runs_as_it_is_written(code, names):
 
 def test_commands_of_the_guide_run_as_they_are_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(kmp.wrap("sgd"), "mse", jit_compile=False)
+    model = sequential(keras.layers.Dense(1), shape=(2,), optimizer=kmp.wrap("sgd"), jit_compile=False)
     callbacks = kmp.callbacks.defaults(log_dir="runs/first")
     model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=callbacks, verbose=0)
     model.save("model.keras")

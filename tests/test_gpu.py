@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import OverflowsBackward, casts_of_optimized, compiled_model, fit, small_data, values
+from conftest import OverflowsBackward, casts_of_optimized, compiled_model, fit, sequential, small_data, values
 
 import kmp
 from kmp.gradients import gradient_statistics
@@ -125,11 +125,8 @@ def test_xla_multiplies_in_float16(name):
 def test_float32_layers_are_bitwise_equal_to_a_float32_model(jit_compile):
     x = tf.cast(tf.random.normal((64, 32)), tf.float16)
     with kmp.enable():
-        mixed_layers = [
-            kmp.layers.Softmax(),
-            kmp.layers.BatchNormalization(),
-            kmp.layers.Float32(keras.ops.log_softmax),
-        ]
+        in_float32 = kmp.layers.Float32(keras.ops.log_softmax)
+        mixed_layers = [kmp.layers.Softmax(), kmp.layers.BatchNormalization(), in_float32]
     keras_layers = [keras.layers.Softmax(), keras.layers.BatchNormalization(), keras.ops.log_softmax]
 
     def outputs(layer, input_dtype, output_dtype):
@@ -143,11 +140,8 @@ def test_float32_layers_are_bitwise_equal_to_a_float32_model(jit_compile):
         return run(x)
 
     for mixed, reference in zip(mixed_layers, keras_layers, strict=True):
-        actual, expected = (
-            outputs(mixed, "float16", mixed.compute_dtype),
-            outputs(reference, "float32", mixed.compute_dtype),
-        )
-        np.testing.assert_array_equal(actual, expected)
+        expected = outputs(reference, "float32", mixed.compute_dtype)
+        np.testing.assert_array_equal(outputs(mixed, "float16", mixed.compute_dtype), expected)
     for mixed, reference in zip(values(mixed_layers[1].variables), values(keras_layers[1].variables), strict=True):
         assert mixed.dtype == np.float32
         np.testing.assert_array_equal(mixed, reference)
@@ -169,19 +163,15 @@ def test_statistics_on_the_gpu_equal_those_on_the_cpu(jit_compile):
 
 @pytest.mark.usefixtures("enabled")
 def test_overflow_inside_a_compiled_fit_is_skipped_and_counted(jit_compile):
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2), OverflowsBackward(), kmp.layers.Softmax()])
-    model.compile(
-        kmp.LossScaleOptimizer("adam", initial_scale=2.0**16),
-        "sparse_categorical_crossentropy",
-        jit_compile=jit_compile,
-    )
+    layers = keras.layers.Dense(2), OverflowsBackward(), kmp.layers.Softmax()
+    options = {"loss": "sparse_categorical_crossentropy", "jit_compile": jit_compile}
+    model = sequential(*layers, optimizer=kmp.LossScaleOptimizer("adam", initial_scale=2.0**16), **options)
     x, y = small_data(10)
     options = {"batch_size": 8, "shuffle": False, "verbose": 0}
     model.fit(x[:40], y[:40], **options)
     before = values(model.trainable_variables)
     model.fit(np.full((8, 4), 1e4, "float32"), y[:8], **options)
-    for old, new in zip(before, values(model.trainable_variables), strict=True):
-        np.testing.assert_array_equal(old, new)
+    np.testing.assert_equal(values(model.trainable_variables), before)
     snapshot = model.optimizer.snapshot()
     assert (snapshot.step, snapshot.overflow_count, int(model.optimizer.iterations)) == (6, 1, 5)
     assert snapshot.loss_scale == 2.0**15

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import sequential
 
 import kmp
 from kmp import callbacks
@@ -49,10 +50,13 @@ def test_example_runs_as_it_stands(tmp_path, monkeypatch):
     assert {layer.compute_dtype for layer in names["mixed"].layers} == {"float16", "float32"}
 
 
+def code_of(cells):
+    """What stands in backticks in the first two cells of rows, by the first one."""
+    return {first.strip("`"): second.strip("`") for first, second, *_ in cells}
+
+
 def test_table_of_loss_scale_arguments_is_the_signature():
-    documented = {
-        cells[0].strip("`"): cells[1].strip("`") for cells in rows_of("## Arguments", GUIDE_PAGES["loss-scale"])
-    }
+    documented = code_of(rows_of("## Arguments", GUIDE_PAGES["loss-scale"]))
     parameters = inspect.signature(kmp.LossScaleOptimizer).parameters
     ours = {*settings.LossScaleSettings.__annotations__, "jit_compile"} - {"dynamic_growth_steps"}
     assert set(documented) == ours
@@ -63,18 +67,17 @@ def test_table_of_loss_scale_arguments_is_the_signature():
 
 def test_table_of_callback_arguments_is_the_signature():
     page = GUIDE_PAGES["callbacks"]
-    documented = {cells[0].strip("`") for cells in rows_of("share these arguments:", page)}
-    assert documented == set(inspect.signature(callbacks.LossScaleLogger).parameters)
+    documented = code_of(rows_of("share these arguments:", page))
+    assert set(documented) == set(inspect.signature(callbacks.LossScaleLogger).parameters)
     parameters = inspect.signature(callbacks.defaults).parameters
-    defaults = {cells[0].strip("`"): cells[1].strip("`") for cells in rows_of("# Callbacks and logs", page)}
+    defaults = code_of(rows_of("# Callbacks and logs", page))
     assert defaults == {name: str(value.default) for name, value in parameters.items()} | {
         name: f'"{parameters[name].default}"' for name in ("reference", "on_stuck")
     }
 
 
 def test_table_of_log_keys_is_what_the_callbacks_log(enabled):
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="mixed_float16")])
-    model.compile("sgd", "mse")
+    model = sequential(keras.layers.Dense(1, dtype="mixed_float16"), shape=(2,))
     history = model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=callbacks.defaults(), verbose=0).history
     documented = {cells[0].strip("`") for cells in rows_of("## Keys in `logs`", GUIDE_PAGES["callbacks"])}
     assert documented == set(history) - {"loss"}
@@ -94,9 +97,7 @@ def test_every_fault_in_the_table_is_a_test_that_exists():
 
 
 def test_table_of_the_stuck_detectors_arguments_is_the_signature():
-    documented = {
-        cells[0].strip("`"): cells[1].strip("`") for cells in rows_of("## Stuck training", GUIDE_PAGES["diagnose"])
-    }
+    documented = code_of(rows_of("## Stuck training", GUIDE_PAGES["diagnose"]))
     parameters = inspect.signature(callbacks.StuckDetector).parameters
     assert set(documented) == set(parameters)
     assert documented["patience"] == str(parameters["patience"].default)
@@ -106,13 +107,7 @@ def test_table_of_the_stuck_detectors_arguments_is_the_signature():
 def test_every_public_name_is_documented():
     names = [f"kmp.{name}(" for name in ("enable", "disable", "wrap", "guard", "hardware", "LossScaleOptimizer")]
     names += [f"kmp.layers.{name}" for name in ("Float32", "Softmax", "BatchNormalization")]
-    names += [
-        "LossScaleLogger",
-        "OverflowCounter",
-        "GradientHistogram",
-        "StuckDetector",
-        "kmp.callbacks.defaults(",
-    ]
+    names += ["LossScaleLogger", "OverflowCounter", "GradientHistogram", "StuckDetector", "kmp.callbacks.defaults("]
     assert [name for name in names if name not in GUIDE] == []
 
 

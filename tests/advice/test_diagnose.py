@@ -1,4 +1,4 @@
-"""Trains models that each have one defect and diagnoses them; diagnoses hand-written records."""
+"""Diagnoses hand-written records, and models with a defect that no script in `faults` has."""
 
 import copy
 import pickle
@@ -7,94 +7,31 @@ from dataclasses import replace
 import keras
 import numpy as np
 import pytest
-from conftest import sample_from
-from keras import ops
+from conftest import sample_from, sequential
 
 import kmp
 from kmp.advice import RunMetrics
 from kmp.advice.finding import ERROR, INFO, WARNING, ComputeInFloat32, SetArguments
 from kmp.records import InvalidTargets, NonfiniteOperation, Replay, Run
 
-
-class Normalize(keras.layers.Layer):
-    """Normalizes each row, with an epsilon that float16 rounds to zero."""
-
-    def call(self, x):
-        spread = ops.var(x, axis=-1, keepdims=True)
-        return (x - ops.mean(x, axis=-1, keepdims=True)) / ops.sqrt(spread + ops.cast(1e-8, x.dtype))
-
-
-def data(rows=640, corrupt=(), constant=0):
-    """Returns inputs and labels, with corrupt rows and with every `constant`-th row constant."""
-    x = np.random.default_rng(0).normal(size=(rows, 16)).astype("float32")
-    y = (x[:, :4].sum(1) > 0).astype("int32")
-    x[list(corrupt)] = np.nan
-    if constant:
-        x[::constant] = 0.0
-    return x, y
-
-
-def trained(optimizer=None, arrays=None, layers=list, every_n_steps=100, **scale):
-    """Trains a small classifier for 60 steps and returns the run."""
-    with kmp.enable(**scale):
-        dense = keras.layers.Dense
-        model = keras.Sequential(
-            [keras.Input((16,)), *layers(), dense(64, "relu"), dense(64, "relu"), dense(2), kmp.layers.Softmax()]
-        )
-        model.compile(optimizer or keras.optimizers.Adam(1e-3), "sparse_categorical_crossentropy")
-        options = {"on_stuck": "ignore", "float32_fallback": False}
-        recorders = kmp.callbacks.defaults(every_n_steps=every_n_steps, **options)
-        model.fit(*(arrays or data()), batch_size=32, epochs=3, verbose=0, callbacks=recorders)
-    return recorders[0].run
-
-
-CONSTANT_ROWS = {"arrays": data(constant=30), "layers": lambda: [Normalize(name="normalize")]}
-SGD, ADAM = keras.optimizers.SGD, keras.optimizers.Adam
-DEFECTS = {
-    "too large a fixed scale": ({"loss_scale": 2.0**24}, "scale_too_large", "loss_scale="),
-    "too small a fixed scale": ({"loss_scale": 2.0**-10}, "scale_too_small", "loss_scale='dynamic'"),
-    "too small an initial scale": ({"initial_scale": 2.0**-10}, "scale_too_small", "initial_scale=2.0**"),
-    "too small a maximum": ({"initial_scale": 2.0**-10, "max_scale": 2.0**-9}, "scale_too_small", "max_scale=2.0**127"),
-    "too small a growth interval": (
-        {"growth_interval": 3, "initial_scale": 2.0**20},
-        *("growth_interval_too_small", "growth_interval=2000"),
-    ),
-    "a corrupt batch": ({"arrays": data(corrupt=(70, 400))}, "data", "np.abs(x) <= 65504"),
-    "an epsilon that rounds to zero": (
-        CONSTANT_ROWS,
-        *("constant", "kmp.layers.Float32(Normalize(..., name='normalize'))"),
-    ),
-    "an exploding learning rate": ({"optimizer": SGD(1e4)}, "exploding", "learning_rate="),
-    "an exploding learning rate of Adam": ({"optimizer": ADAM(30.0)}, "exploding", "learning_rate="),
-    "a divergence that ends at chance": ({"optimizer": SGD(30.0)}, "exploding", "SGD(learning_rate="),
-}
+SMALL_SCALE = ("adam", {"initial_scale": 2.0**-10}, "scale_too_small", "initial_scale=2.0**")
+ENDS_AT_CHANCE = (keras.optimizers.SGD(30.0), {}, "exploding", "SGD(learning_rate=")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DEFECTS)
-def test_cause_of_a_defect_is_ranked_first(name):
-    arguments, cause, change = DEFECTS[name]
-    advice = kmp.advise(trained(**arguments))
+@pytest.mark.parametrize(("optimizer", "scale", "cause", "change"), [SMALL_SCALE, ENDS_AT_CHANCE])
+def test_cause_of_a_defect_is_ranked_first(optimizer, scale, cause, change):
+    x = np.random.default_rng(0).normal(size=(640, 16)).astype("float32")
+    with kmp.enable(**scale):
+        hidden = [keras.layers.Dense(64, "relu"), keras.layers.Dense(64, "relu"), keras.layers.Dense(2)]
+        loss = "sparse_categorical_crossentropy"
+        model = sequential(*hidden, kmp.layers.Softmax(), shape=(16,), optimizer=optimizer, loss=loss)
+        callbacks = kmp.callbacks.defaults(every_n_steps=100, on_stuck="ignore", float32_fallback=False)
+        model.fit(x, x[:, :4].sum(1) > 0, batch_size=32, epochs=3, verbose=0, callbacks=callbacks)
+    advice = kmp.advise(callbacks[0].run)
     assert advice[0].cause == cause, str(advice)
     assert change in advice[0].change
-    assert any(character.isdigit() for character in advice[0].evidence)
     assert advice.verdict == advice[0].title
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("every_n_steps", [5, 100])
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_healthy_model_has_no_finding(every_n_steps, optimizer):
-    advice = kmp.advise(trained(optimizer, every_n_steps=every_n_steps))
-    assert list(advice) == []
-    assert advice.verdict.startswith("float16 does not hurt this run: in ")
-    assert "0 of 60 steps were skipped" in advice.verdict
-
-
-def test_scale_of_one_is_not_written_as_a_power():
-    x, y = data()
-    advice = kmp.advise(trained(loss_scale=1.0, arrays=(1e-4 * x, y)))
-    assert "2^0" not in " ".join([advice.verdict, *(finding.title for finding in advice)])
 
 
 def trained_with_outputs(make_outputs, loss_weights, **scale):
@@ -112,7 +49,9 @@ def trained_with_outputs(make_outputs, loss_weights, **scale):
 def test_tiny_gradients_of_a_float32_layer_are_not_reported():
     dense, options = keras.layers.Dense, {"loss_weights": [1.0, 1e-5], "loss_scale": 1.0}
     run = trained_with_outputs(lambda x: [dense(1, dtype="float32")(dense(4)(x)), dense(8)(x)], **options)
-    assert "scale_too_small" in [finding.cause for finding in kmp.advise(run)]
+    advice = kmp.advise(run)
+    assert "scale_too_small" in [finding.cause for finding in advice]
+    assert "2^0" not in " ".join([advice.verdict, *(finding.title for finding in advice)])  # of the scale of 1
     assert len(run.settings["float32_variables"]) == 2
     run = trained_with_outputs(
         lambda x: [dense(1, dtype="float32")(dense(4)(x)), kmp.layers.Float32(dense(8))(x)], **options
@@ -213,13 +152,10 @@ def test_printed_findings_are_printable():
     assert (advice[0].title, advice.verdict) == ("a\x1bb", "g\u200bh")  # escaped where it is printed
 
 
-@pytest.mark.parametrize("function", [kmp.advise, kmp.what_if])
-def test_path_of_a_run_is_an_error(function):
-    with pytest.raises(TypeError, match=r"`run` must be a kmp.records.Run, such as kmp.load_run.*'runs/first'"):
-        function("runs/first")
-
-
-def test_empty_run_has_a_verdict_and_no_finding():
+def test_path_of_a_run_is_an_error_and_an_empty_run_has_a_verdict_and_no_finding():
+    for function in (kmp.advise, kmp.what_if):
+        with pytest.raises(TypeError, match=r"`run` must be a kmp.records.Run, such as kmp.load_run.*'runs/first'"):
+            function("runs/first")
     assert list(kmp.advise(Run())) == []
     assert kmp.advise(Run()).verdict == "The run is empty: nothing was recorded."
 
@@ -257,10 +193,8 @@ def test_nonfinite_samples_and_references_are_not_used():
 
 def test_variable_is_all_zero_if_it_is_in_every_usable_sample():
     zero, nonzero, none = {"zero": 4}, {"zero": 3, "counts": [1]}, {}
-    samples = [
-        {"a": zero, "b": none, "c": zero, "d": nonzero, "e": zero},
-        {"a": zero, "c": zero, "d": nonzero, "e": nonzero},
-    ]
+    samples = [{"a": zero, "b": none, "c": zero, "d": nonzero, "e": zero}]
+    samples += [{"a": zero, "c": zero, "d": nonzero, "e": nonzero}]
     rows = [{"step": step, "sample": sample_from(step, 8.0, data)} for step, data in enumerate(samples, 1)]
     assert RunMetrics(Run(rows)).gradients.all_zero_variables == ["a", "c"]
 
@@ -324,10 +258,7 @@ def test_a_few_skipped_steps_of_a_long_run_are_not_reported():
 
 @pytest.mark.parametrize(
     ("usable_scale", "change"),
-    [
-        (2.0**45, "kmp.enable(initial_scale=2.0**45)"),
-        (None, ""),  # the scale in use is not advised if no larger one is known
-    ],
+    [(2.0**45, "kmp.enable(initial_scale=2.0**45)"), (None, "")],  # the scale in use is not advised
 )
 def test_largest_usable_scale_is_advised_if_all_samples_are_zero(usable_scale, change):
     rows = [row_of(step, 2.0**15, **{"net/kernel": ALL_ZERO}) for step in (1, 50, 100)]
@@ -458,10 +389,7 @@ def test_epsilon_of_zero_is_reported_for_weights_of_any_dtype(dtype):
             "kmp.enable(policy='mixed_bfloat16')",
         ),
         (
-            {
-                **{"variable_dtypes": ["float16", "float32"], "policy": "mixed_float16"},
-                "layers": {"net": "Embedding"},
-            },
+            {"variable_dtypes": ["float16", "float32"], "policy": "mixed_float16", "layers": {"net": "Embedding"}},
             "Updates are lost: the weights of 'net' are in float16, and many steps are too small to change them.",
             "by less than 2^-12 of its magnitude",
             "keras.layers.Embedding(dtype='mixed_float16', name='net')",
@@ -477,19 +405,12 @@ def test_updates_that_weights_in_16_bits_lose_are_reported(settings, title, evid
 # The batch.
 
 
-@pytest.mark.parametrize(
-    ("part", "cause", "keep"),
-    [
-        ("x", "data", "np.abs(x) <= 65504"),
-        ("y", "targets", "np.isfinite(y)"),
-        ("sample_weight", "data", "np.isfinite(sample_weight)"),
-    ],
-)
-def test_nonfinite_data_are_reported_with_the_part_to_correct(part, cause, keep):
+@pytest.mark.parametrize(("part", "cause"), [("x", "data"), ("y", "targets"), ("sample_weight", "data")])
+def test_nonfinite_data_are_reported_with_the_part_to_correct(part, cause):
     replay = replay_of(is_finite_in_float32=False, nonfinite_part=f"the batch's {part}", has_sample_weight=part == "y")
     (finding,) = advice_of({"step": 1000, "overflow_count": 2, "nonfinite_loss_count": 2, "replay": replay})
     assert (finding.cause, finding.severity, finding.location) == (cause, WARNING, f"the batch's {part}")  # rare
-    assert keep in finding.change
+    assert ("np.abs(x) <= 65504" if part == "x" else f"np.isfinite({part})") in finding.change
     arrays = "x, y" if part == "x" else "x, y, sample_weight"
     assert finding.change.endswith(f"{arrays} = keras.tree.map_structure(lambda a: a[keep], ({arrays}))")
 
@@ -533,7 +454,7 @@ def test_change_of_targets_depends_on_what_is_invalid(targets, change, note):
 
 def test_targets_of_a_binary_cross_entropy_are_a_problem_of_finite_losses_too():
     replay = replay_of(loss=1.0, is_finite_in_float32=True, invalid_targets=InvalidTargets(0, 255, 2, is_binary=True))
-    finding = advice_of({"step": 9, "replay": replay})[0]
+    (finding, *_) = advice_of({"step": 9, "replay": replay})
     assert finding.title == "The targets y are from 0 to 255, but binary cross-entropy takes numbers from 0 to 1."
 
 

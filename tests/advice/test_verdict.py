@@ -11,6 +11,7 @@ from conftest import sample_from
 import kmp
 from kmp.records import GradientError, LayerError, LostWeight, NonfiniteOperation, Replay, Run, StateError
 
+UNKNOWN = "It is not known whether float16 hurts this run."
 GOOD = "float16 does not hurt this run: "
 SETTINGS = {"rule": "DynamicScale", "initial_scale": 2.0**15, "growth_interval": 2000, "compute_dtypes": ["float16"]}
 
@@ -42,72 +43,57 @@ def test_verdict_is_good_if_everything_is_excluded():
 
 
 COMPARED = compared(row(1)), row(50), compared(row(100))
+LATER = row(50), row(100)
 FLUSHED = Replay(32, 2.0**15, 1.0, 1.0, True, True, flushed={"net/kernel": 0.6})
 NOT_FINITE = Replay(32, 2.0**15, None, 1.0, False, True)
 RANDOM = Replay(32, 2.0**15, 1.0, 1.0, True, True)
 
-# What was recorded, the settings, and what the verdict says was not measured, why, and what measures it.
+# What was recorded, what the verdict says was not measured, why, and what measures it, and the settings.
 OPEN = {
     "nothing compared": (
-        [row(1), row(50), row(100)],
-        {},
+        [row(1), *LATER],
         "because no batches of the run were compared; to find out: reference='auto' in kmp.callbacks.defaults()",
     ),
-    "compared once": ([*COMPARED[:2], row(100)], {}, "because only 1 batch of the run was compared"),
-    "compared early": (
-        [compared(row(1)), compared(row(30)), row(100)],
-        {},
-        "because no batch of its second half was compared",
-    ),
-    "replicas": ([row(1), row(50), row(100)], {"replicas": 4}, "(4 replicas); to find out: a run on one replica"),
+    "compared once": ([*COMPARED[:2], row(100)], "because only 1 batch of the run was compared"),
+    "compared early": ([compared(row(1)), compared(row(30)), row(100)], "no batch of its second half was compared"),
+    "replicas": ([row(1), *LATER], "(4 replicas); to find out: a run on one replica", {"replicas": 4}),
     "failed replay": (
-        [row(1) | {"replay_error": "ValueError: no"}, row(50), row(100)],
-        {},
+        [row(1) | {"replay_error": "ValueError: no"}, *LATER],
         "(the replay of a batch failed with ValueError: no); to find out: a training in float32",
     ),
-    "nonfinite replay": (
-        [row(1) | {"replay": NOT_FINITE}, row(50), row(100)],
-        {},
-        "(the replayed ones were not finite)",
-    ),
-    "random pass": ([row(1) | {"replay": RANDOM}, row(50), row(100)], {}, "draws random numbers that differ by pass"),
+    "nonfinite replay": ([row(1) | {"replay": NOT_FINITE}, *LATER], "(the replayed ones were not finite)"),
+    "random pass": ([row(1) | {"replay": RANDOM}, *LATER], "draws random numbers that differ by pass"),
     "forward only": (
         [compared(row(step), is_forward_only=True) for step in (1, 50, 100)],
-        {"train_step": "custom"},
         "how far gradients are from those in float32, because only the forward pass could be replayed",
+        {"train_step": "custom"},
     ),
     "harm at the start": (
         [compared(row(1), 0.4), row(50), compared(row(100))],
-        {},
         "what the errors of outputs or gradients at step 1 did to the training; to find out: a training in float32",
     ),
     "state in float16": (
         [compared(row(1), float16_states=3), row(50), compared(row(100))],
-        {},
         "what 3 variables in float16 lose that the training step assigns beside the weights",
     ),
-    "few samples": ([compared(row(1)), compared(row(100))], {}, "the gradients of the whole run"),
+    "few samples": ([compared(row(1)), compared(row(100))], "the gradients of the whole run"),
     "early samples": (
         [*map(row, (1, 2, 3)), {"step": 200, "overflow_count": 0, "last_loss": 1.0}],
-        {},
         "the gradients of the whole run, from fewer than 3 samples or none of its second half; to find out: a smaller",
     ),
     "zeros": (
         [row(step, zeros=100) for step in (1, 50, 100)],
-        {},
         "whether float16 flushed the gradient elements that are exactly zero; to find out: a replay",
     ),
     "flushed layer": (
         [row(1, exponent=14) | {"replay": FLUSHED}, row(50, exponent=14), row(100, exponent=14)],
-        {},
         "what the layers lose whose gradients are mostly zero in float16, but not in float32",
     ),
-    "weights in float16": (COMPARED, {"variable_dtypes": ["float16"]}, "whether updates change weights in float16"),
-    "skipped steps": ([row(1, overflows_in_a_row=0), row(50), row(100, overflow_count=9)], {}, "why steps overflow"),
-    "no losses": ([row(step, last_loss=None) for step in (1, 50, 100)], {}, "whether training diverges"),
+    "weights in float16": (COMPARED, "whether updates change weights in float16", {"variable_dtypes": ["float16"]}),
+    "skipped steps": ([row(1, overflows_in_a_row=0), row(50), row(100, overflow_count=9)], "why steps overflow"),
+    "no losses": ([row(step, last_loss=None) for step in (1, 50, 100)], "whether training diverges"),
     "no samples": (
         [{"step": 100, "overflow_count": 0, "loss_scale": 8.0}],
-        {},
         "gradients, because none were sampled; to find out: a run with kmp.callbacks.defaults()",
     ),
 }
@@ -119,19 +105,14 @@ SQUARE = NonfiniteOperation("net/norm/inner", "Square", "float16", "inf", 300.0,
 LOST = LostWeight("net/norm/scale", zero=0.5, infinite=0.0)
 
 # What a harmful comparison showed, and how the title of its finding explains it.
+BITS = "float16 has too few bits for what it computes"
 REASONS = {
-    "bits": ({}, "float16 has too few bits for what it computes"),
+    "bits": ({}, BITS),
     "overflow": ({"nonfinite": [SQUARE]}, "it overflows inside"),
-    "overflow elsewhere": (
-        {"nonfinite": [replace(SQUARE, layer="net/normal")]},
-        "float16 has too few bits for what it computes",
-    ),
+    "overflow elsewhere": ({"nonfinite": [replace(SQUARE, layer="net/normal")]}, BITS),
     "underflow": ({"underflows": {"net/norm": 0.7}}, "it underflows"),
     "weight": ({"lost_weights": [LOST], "nonfinite": [SQUARE]}, "its weight 'scale' is 0 in float16"),
-    "few values of a weight": (
-        {"lost_weights": [replace(LOST, zero=0.01)]},
-        "float16 has too few bits for what it computes",
-    ),
+    "few values of a weight": ({"lost_weights": [replace(LOST, zero=0.01)]}, BITS),
     "infinite weight": (
         {"lost_weights": [LostWeight("net/norm/scale", 0.0, 1.0)]},
         "its weight 'scale' is infinite in float16",
@@ -139,40 +120,41 @@ REASONS = {
 }
 
 
+def first_finding(*rows, **settings):
+    return kmp.advise(Run(list(rows), {"settings": SETTINGS | settings}))[0]
+
+
 @pytest.mark.parametrize("case", REASONS)
 def test_finding_about_outputs_says_why_they_differ_as_it_was_measured(case):
     measured, reason = REASONS[case]
-    rows = [compared(row(1), 1.1, layer_errors=NORM, **NOTICED, **measured)]
-    finding = kmp.advise(Run(rows, {"settings": SETTINGS}))[0]
+    finding = first_finding(compared(row(1), 1.1, layer_errors=NORM, **NOTICED, **measured))
     assert finding.title == f"The outputs of layer 'norm' are not those of float32: {reason}."
     assert finding.change == "kmp.layers.Float32(Layer(..., name='norm'))"
 
 
 def test_layer_with_a_lost_weight_is_the_origin_of_what_the_next_layers_amplify():
     layers = [LayerError("net/norm", 0.01, 0.01), LayerError("net/head", 1.1, 0.001)]
-    rows = [compared(row(1), 1.1, layer_errors=layers, lost_weights=[LOST], **NOTICED)]
-    assert kmp.advise(Run(rows, {"settings": SETTINGS}))[0].location == "net/norm"
+    record = compared(row(1), 1.1, layer_errors=layers, lost_weights=[LOST], **NOTICED)
+    assert first_finding(record).location == "net/norm"
 
 
 def test_loss_that_differs_where_the_outputs_agree_is_the_origin():
     record = compared(row(1), **NOTICED)
     record["replay"] = replace(record["replay"], loss=0.1, float32_loss=0.3)
-    finding = kmp.advise(Run([record], {"settings": SETTINGS}))[0]
+    finding = first_finding(record)
     assert (finding.cause, finding.location, finding.severity) == ("precision_loss", "the loss function", "error")
     assert finding.title.startswith("The loss is not that of float32, though the outputs are")
     assert "the loss is 0.1, in float32 0.3, and the outputs differ by 0.10 %" in finding.evidence
 
 
 def test_loss_that_is_not_scaled_is_a_finding():
-    rows = [compared(row(1), 0.001, unscaled_layers=["net/aux"])]
-    finding = kmp.advise(Run(rows, {"settings": SETTINGS | {"train_step": "custom"}}))[0]
+    finding = first_finding(compared(row(1), 0.001, unscaled_layers=["net/aux"]), train_step="custom")
     assert (finding.cause, finding.location, finding.severity) == ("unscaled_loss", "net/aux", "error")
     assert "the gradients of layer 'aux' do not grow with it" in finding.title
 
 
 def test_gradients_that_do_not_grow_with_the_scale_are_clipped_too_early():
-    rows = [compared(row(1), 0.001, unscaled_layers=["net"], is_unscaled=True)]
-    finding = kmp.advise(Run(rows, {"settings": SETTINGS | {"train_step": "custom"}}))[0]
+    finding = first_finding(compared(row(1), 0.001, unscaled_layers=["net"], is_unscaled=True), train_step="custom")
     assert finding.title.endswith("the training step clips or normalizes scaled gradients.")
     assert "self.optimizer.unscale(gradients)" in finding.note
 
@@ -185,26 +167,21 @@ def test_loss_that_overflows_inside_and_stays_finite_is_found_where_it_overflows
         **{"output_error": 0.01, "gradient_errors": errors, "nonfinite": [found], "float32_layers": ["net/dice"]},
         flushed={"net/kernel": 1.0},  # not for want of a loss scale
     )
-    finding = kmp.advise(Run([row(1), row(50), row(100) | {"replay": replay}], {"settings": SETTINGS}))[0]
-    assert finding.title == (
-        "The loss that layer 'dice' adds is not that of float32: Sum in it returns inf in float16."
-    )
+    finding = first_finding(row(1), row(50), row(100) | {"replay": replay})
+    assert finding.title == "The loss that layer 'dice' adds is not that of float32: Sum in it returns inf in float16."
     assert (finding.cause, finding.location) == ("precision_loss", "net/dice")
 
 
 def test_outputs_that_differ_are_not_reassuring_if_the_gradients_agree():
-    rows = compared(row(1), 0.08), row(50), compared(row(100), 0.02)
-    verdict = verdict_of(*rows)
-    assert verdict.startswith(
-        "It is not known whether float16 hurts this run. Not measured: what the errors of outputs"
-    )
+    verdict = verdict_of(compared(row(1), 0.08), row(50), compared(row(100), 0.02))
+    assert verdict.startswith(f"{UNKNOWN} Not measured: what the errors of outputs")
 
 
 def test_outputs_that_an_operation_outside_of_the_layers_changes_are_a_finding():
     errors = [GradientError("net", 1.0, 0.0, 1.0, 0.1)]
     layers = [LayerError("net", 0.01, 0.01), LayerError("model", 4.0)]
     values = {"gradient_errors": errors, "layer_errors": layers, "float32_layers": ["net"]}
-    finding = kmp.advise(Run([compared(row(1), 4.0, **values)], {"settings": SETTINGS}))[0]
+    finding = first_finding(compared(row(1), 4.0, **values))
     assert (finding.cause, finding.location) == ("precision_loss", "net")
     assert finding.title.endswith("an operation outside of its layers, after layer 'net'.")
 
@@ -217,18 +194,17 @@ def test_state_whose_updates_float16_loses_is_a_finding():
         found = kmp.advise(Run(list(rows), {"settings": SETTINGS | {"layers": {"net": "Running"}}}))
         assert len(found) == count
         assert ("does not hurt" in found.verdict) != bool(count)
-    rows = [compared(row(1), state_errors=[lost], float32_layers=["net"])]
-    finding = kmp.advise(Run(rows, {"settings": SETTINGS | {"layers": {"net": "Running"}}}))[0]
+    finding = first_finding(compared(row(1), state_errors=[lost], float32_layers=["net"]), layers={"net": "Running"})
     assert finding.title.startswith("The state 'mean' of layer 'net' stays behind")
     assert finding.change == "kmp.layers.Float32(Running(..., name='net'))"
 
 
 @pytest.mark.parametrize("case", OPEN)
 def test_verdict_reassures_of_nothing_that_was_not_measured(case):
-    rows, settings, unknown = OPEN[case]
-    verdict = verdict_of(*rows, **settings)
+    rows, unknown, *settings = OPEN[case]
+    verdict = verdict_of(*rows, **dict(*settings))
     headline, _, rest = verdict.partition(" Not measured: ")
-    assert headline == "It is not known whether float16 hurts this run."
+    assert headline == UNKNOWN
     assert unknown in rest
     assert "to find out: " in rest
     assert " Measured: " in rest

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -21,6 +22,7 @@ from conftest import (
     is_locked,
     sample_from,
     small_data,
+    tensorboard,
     without_replays,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -28,12 +30,28 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import kmp
 from kmp.callbacks import GradientHistogram, LossScaleLogger, Monitor, OverflowCounter, log_writer
 from kmp.callbacks.tensorboard_events import histograms_by_tag, write_histograms
-from kmp.records import BIN_COUNT, FIRST_EXPONENT, SCHEMA, ZERO_BIN, LogEncoder
+from kmp.records import BIN_COUNT, FIRST_EXPONENT, SCHEMA, ZERO_BIN, LogEncoder, to_line
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
 KEYS = {"loss_scale", "overflow_count", "grad_norm"}
-LOGGERS = [LossScaleLogger, OverflowCounter, GradientHistogram]
+TWICE = [1, 10, 20, 21, 30, 40]  # the steps of two trainings that follow each other, recorded every 10 steps
+
+
+def logged_steps(folder, **options):
+    return kmp.records.Run.load(folder, **options).series("loss_scale")[0].tolist()
+
+
+def sampled_steps(folder):
+    return [histogram.step for histogram in kmp.load_run(folder).histograms]
+
+
+def steps_in_tensorboard(folder):
+    return [event.step for event in tensorboard(folder, "kmp/log2_loss_scale")]
+
+
+def array_of(event):
+    return tf.make_ndarray(event.tensor_proto)
 
 
 def test_files_have_the_records_of_the_callbacks(tmp_path):
@@ -41,61 +59,63 @@ def test_files_have_the_records_of_the_callbacks(tmp_path):
     fit(compiled_model(), callbacks)
     lines = [json.loads(line) for line in (tmp_path / "logs" / "kmp.jsonl").read_text().splitlines()]
     assert (lines[0]["kind"], lines[0]["schema"]) == ("header", SCHEMA)
-    rows = callbacks[0].run.rows
+    run, logged = callbacks[0].run, kmp.load_run(tmp_path / "logs")
     encoder = LogEncoder()
-    assert lines[1:] == [json.loads(encoder.line(row)) for row in rows]
+    assert lines[1:] == [json.loads(encoder.line(row)) for row in run.rows]
+    assert [*map(to_line, run.rows)] == [*map(to_line, logged.rows)]
     assert ["names" in line["sample"] for line in lines[1:] if "sample" in line] == [True, False, False, False, False]
     events = EventAccumulator(str(tmp_path / "logs"), {"tensors": 0}).Reload()
-    assert {"kmp/log2_loss_scale", "kmp/overflow_count", "kmp/grad_zeros", "kmp/gradient_exponents"} <= set(
-        events.Tags()["tensors"]
-    )
+    tags = {*events.Tags()["tensors"]}
+    assert {"kmp/log2_loss_scale", "kmp/overflow_count", "kmp/grad_zeros", "kmp/gradient_exponents"} <= tags
     assert [e.step for e in events.Tensors("kmp/log2_loss_scale")] == [1, 5, 10, 15, 20]
-    buckets = tf.make_ndarray(events.Tensors("kmp/gradient_exponents")[0].tensor_proto)
-    first = callbacks[0].run.histograms[0]
-    assert buckets[:, 2].sum() == first.by_exponent.sum()
+    buckets = array_of(events.Tensors("kmp/gradient_exponents")[0])
+    assert buckets[:, 2].sum() == run.histograms[0].by_exponent.sum()
     assert buckets[:, 1].tolist() == (buckets[:, 0] + 1).tolist()
-    layers = callbacks[0].run.samples[0].by_layer()
-    by_layer = {tag.removeprefix("kmp_by_layer/"): tag for tag in events.Tags()["tensors"] if "kmp_by_layer/" in tag}
-    assert set(by_layer) == {"sequential/dense", "sequential/dense_1"}  # not numbered on from earlier models
-    for name, tag in zip(layers, sorted(by_layer.values()), strict=True):
-        buckets = tf.make_ndarray(events.Tensors(tag)[0].tensor_proto)
-        assert buckets[:, 2].sum() == layers[name].by_exponent.sum()
+    layers = run.samples[0].by_layer()
+    by_layer = sorted(tag for tag in tags if tag.startswith("kmp_by_layer/"))  # not numbered on from earlier models
+    assert by_layer == ["kmp_by_layer/sequential/dense", "kmp_by_layer/sequential/dense_1"]
+    for name, tag in zip(layers, by_layer, strict=True):
+        assert array_of(events.Tensors(tag)[0])[:, 2].sum() == layers[name].by_exponent.sum()
         assert events.SummaryMetadata(tag).plugin_data.plugin_name == "histograms"
-    verdict = tf.make_ndarray(events.Tensors("kmp/verdict")[-1].tensor_proto).item().decode()
-    assert verdict == f"```\n{kmp.advise(callbacks[0].run)}\n```"
+    assert array_of(events.Tensors("kmp/verdict")[-1]).item().decode() == f"```\n{kmp.advise(run)}\n```"
 
 
-def test_verdict_is_that_of_the_whole_log_and_its_failure_is_a_warning(tmp_path, monkeypatch):
+def test_verdict_is_that_of_the_whole_log_and_its_failure_is_a_warning(tmp_path):
     model = compiled_model()
     for _ in range(2):
         fit(model, without_replays(tmp_path, every_n_steps=10))
-    events = EventAccumulator(str(tmp_path), {"tensors": 0}).Reload()
-    verdicts = {
-        event.step: tf.make_ndarray(event.tensor_proto).item().decode() for event in events.Tensors("kmp/verdict")
-    }
-    assert list(verdicts) == [20, 40]
-    assert "of 40 steps" in verdicts[40]
-    monkeypatch.setattr("kmp.callbacks.log_writer.advise", lambda run: 1 // 0)
-    with pytest.warns(UserWarning, match="text tab has no verdict: integer division"):
-        fit(model, without_replays(tmp_path, every_n_steps=10))
-    assert kmp.load_run(tmp_path).rows[-1]["step"] == 60
+    first, second = tensorboard(tmp_path, "kmp/verdict")
+    assert (first.step, second.step) == (20, 40)
+    assert "of 40 steps" in array_of(second).item().decode()
+
+    def edit(logs):
+        with (tmp_path / "kmp.jsonl").open("a") as log:
+            log.write("edited\n")
+
+    edited = keras.callbacks.LambdaCallback(on_train_end=edit)
+    with pytest.warns(UserWarning, match="text tab has no verdict: .*JSON is malformed"):
+        fit(model, [edited, *without_replays(tmp_path, every_n_steps=10)])
+    assert model.optimizer.snapshot().step == 60
 
 
 def test_verdict_of_a_stuck_training_is_written_before_the_error(tmp_path):
-    model = compiled_model(kmp.LossScaleOptimizer("sgd", loss_scale=1.0))
-    callbacks = without_replays(tmp_path)
     x, y = small_data()
     with pytest.raises(kmp.callbacks.StuckError):
-        model.fit(np.full_like(x, np.nan), y, batch_size=8, epochs=40, verbose=0, callbacks=callbacks)
-    events = EventAccumulator(str(tmp_path), {"tensors": 0}).Reload()
-    assert len(events.Tensors("kmp/verdict")) == 1
+        compiled_model(kmp.LossScaleOptimizer("sgd", loss_scale=1.0)).fit(
+            np.full_like(x, np.nan), y, batch_size=8, epochs=40, verbose=0, callbacks=without_replays(tmp_path)
+        )
+    assert len(tensorboard(tmp_path, "kmp/verdict")) == 1
 
 
-def test_layer_without_a_finite_gradient_has_no_histogram():
+def test_histograms_are_of_layers_with_a_finite_gradient_and_zeros_have_a_bucket_of_their_own(tmp_path):
     variables = {"a/kernel": {"inf": 4, "update_norm": 1.0}, "b/kernel": {"zero": 4, "update_norm": 0.0}}
     assert list(histograms_by_tag(sample_from(1, 8.0, variables), {})) == ["kmp/gradient_exponents", "kmp_by_layer/b"]
     without_update = sample_from(1, 8.0, {"b/kernel": {"zero": 4}})
     assert list(histograms_by_tag(without_update, {})) == ["kmp/gradient_exponents"]
+    with tf.summary.create_file_writer(str(tmp_path)).as_default(step=1):
+        zeros = np.bincount([ZERO_BIN] * 7, minlength=BIN_COUNT)
+        write_histograms(1, {"dead": kmp.records.ExponentHistogram(zeros, step=1, loss_scale=1.0)})
+    assert array_of(tensorboard(tmp_path, "dead")[0]).tolist() == [[FIRST_EXPONENT - 1, FIRST_EXPONENT, 7]]
 
 
 def test_record_between_the_ends_of_two_callbacks_is_written_to_the_same_log(tmp_path):
@@ -106,68 +126,36 @@ def test_record_between_the_ends_of_two_callbacks_is_written_to_the_same_log(tmp
         model.train_on_batch(*small_data(batches=1))
         last.read()
 
-    between = keras.callbacks.LambdaCallback(on_train_end=train_and_read)
-    fit(model, [first, between, last])
-    assert kmp.load_run(tmp_path / "logs").series("loss_scale")[0].tolist()[-1] == 21
+    fit(model, [first, keras.callbacks.LambdaCallback(on_train_end=train_and_read), last])
+    assert logged_steps(tmp_path / "logs")[-1] == 21
     assert not (tmp_path / "logs" / "earlier-1").exists()
 
 
-def steps_in_tensorboard(folder):
-    events = EventAccumulator(str(folder), {"tensors": 0}).Reload()
-    return [event.step for event in events.Tensors("kmp/log2_loss_scale")]
-
-
-def test_resuming_from_an_older_checkpoint_archives_the_log_and_keeps_records_up_to_it(tmp_path):
-    model = compiled_model()
-    fit(model, without_replays(tmp_path / "logs", every_n_steps=10))
-    model.save(tmp_path / "model.keras")
-    fit(model, without_replays(tmp_path / "logs", every_n_steps=10))
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    fit(loaded, without_replays(tmp_path / "logs", every_n_steps=15))
-    assert kmp.records.Run.load(tmp_path / "logs").series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
-    assert steps_in_tensorboard(tmp_path / "logs") == [1, 10, 20, 21, 30, 40]
-    assert kmp.records.Run.load(tmp_path / "logs" / "earlier-1").series("loss_scale")[0].size == 6
-
-
-def sampled_steps(folder):
-    return [histogram.step for histogram in kmp.load_run(folder).histograms]
-
-
-@pytest.mark.parametrize("kmp_first", [True, False])
-def test_resumed_run_continues_the_log_for_any_position_of_the_backup_callback(tmp_path, kmp_first):
-    for stop in (Interrupt(epoch=1), None):
-        backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
-        loggers = without_replays(tmp_path / "logs", every_n_steps=10)
-        callbacks = [*loggers, backup] if kmp_first else [backup, *loggers]
-        try:
-            fit(compiled_model(), callbacks + [stop] * bool(stop), epochs=3)
-        except KeyboardInterrupt:
-            continue
-    run = kmp.records.Run.load(tmp_path / "logs")
-    assert run.series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40, 50, 60]
-    assert [histogram.step for histogram in run.histograms] == [1, 10, 20, 21, 30, 40, 50, 60]
+def end_of_a_training(folder, stops, is_backup_first=False):
+    """Returns the state and the logged steps after four epochs, which each of the `stops` but the last interrupts."""
+    for stop in stops:
+        keras.backend.clear_session()  # equal names
+        keras.utils.set_random_seed(0)
+        model = compiled_model(kmp.LossScaleOptimizer("adam", initial_scale=2.0**24, growth_interval=7))
+        options = {"double_checkpoint": not is_backup_first, "delete_checkpoint": False}
+        backup = keras.callbacks.BackupAndRestore(folder / "backup", **options)
+        loggers = without_replays(folder, every_n_steps=10)
+        callbacks = [backup, *loggers] if is_backup_first else [*loggers, backup]
+        with contextlib.suppress(KeyboardInterrupt):
+            fit(model, callbacks + [stop] * bool(stop), epochs=4)
+    variables = [np.asarray(each) for each in (*model.weights, *model.optimizer.variables)]
+    return dataclasses.replace(model.optimizer.snapshot(), sample=None), variables, logged_steps(folder)
 
 
 def test_run_that_resumes_with_the_backup_of_keras_ends_as_one_that_was_not_interrupted(tmp_path):
-    states = []
-    for stops in ([None], [Interrupt(epoch=2), None]):
-        for stop in stops:
-            keras.backend.clear_session()  # equal names
-            keras.utils.set_random_seed(0)
-            model = compiled_model(kmp.LossScaleOptimizer("adam", initial_scale=2.0**24, growth_interval=7))
-            folder = tmp_path / f"backup-{len(stops)}"
-            backup = keras.callbacks.BackupAndRestore(folder, double_checkpoint=True, delete_checkpoint=False)
-            try:
-                fit(model, [*without_replays(), backup] + [stop] * bool(stop), epochs=4)
-            except KeyboardInterrupt:
-                continue
-        snapshot = dataclasses.replace(model.optimizer.snapshot(), sample=None)
-        states.append((snapshot, [np.asarray(each) for each in (*model.weights, *model.optimizer.variables)]))
-    (expected, values), (snapshot, resumed) = states
-    assert snapshot == expected
+    snapshot, variables, steps = end_of_a_training(tmp_path / "whole", [None])
     assert 0 < snapshot.overflow_count < snapshot.step == 80
-    for value, other in zip(values, resumed, strict=True):
-        np.testing.assert_array_equal(value, other)
+    for is_backup_first in (False, True):
+        folder = tmp_path / f"backup {is_backup_first}"
+        resumed = end_of_a_training(folder, [Interrupt(epoch=2), None], is_backup_first)
+        assert resumed[0] == snapshot
+        np.testing.assert_equal(resumed[1], variables)
+        assert resumed[2] == sampled_steps(folder) == sorted([*steps, 41])  # and the first step after the resume
 
 
 HEADER = f'{{"schema":{SCHEMA},"kind":"header"}}\n'
@@ -176,20 +164,11 @@ HEADER = f'{{"schema":{SCHEMA},"kind":"header"}}\n'
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        (b"something else\n", r"kmp.jsonl:1: JSON is malformed"),
         (b"something else, with no end of line", r"kmp.jsonl:1: JSON is malformed"),
         (b"\xff\xfe\x00binary", r"kmp.jsonl:1: JSON is malformed"),
-        (
-            b'{"step": 1, "loss": 0.5}\n',
-            r"kmp.jsonl:1: Object missing required field `schema`",
-        ),
-        (b"[" * 100_000, r"kmp.jsonl:1: Expected `object`, got `array`"),
-        ((HEADER + '{"step": true}\n').encode(), r"kmp.jsonl:2: Expected `int`, got `bool` - at `\$.step`"),
-        (
-            (HEADER + '{"step": 1, "sample": 5}\n{"step": 2}\n').encode(),
-            r"kmp.jsonl:2: Expected `object`, got `int`",
-        ),
-        ((HEADER + '{"step": 1}\n{"st\n{"step": 2}\n').encode(), r"kmp.jsonl:3: JSON is malformed"),
+        (b'{"step": 1, "loss": 0.5}\n', r"kmp.jsonl:1: Object missing required field `schema`"),
+        (HEADER.encode() + b'{"step": true}\n', r"kmp.jsonl:2: Expected `int`, got `bool` - at `\$.step`"),
+        (HEADER.encode() + b'{"step": 1}\n{"st\n{"step": 2}\n', r"kmp.jsonl:3: JSON is malformed"),
     ],
 )
 def test_foreign_or_corrupt_log_raises_and_is_unchanged(tmp_path, content, match):
@@ -200,23 +179,24 @@ def test_foreign_or_corrupt_log_raises_and_is_unchanged(tmp_path, content, match
     assert {path.name for path in tmp_path.iterdir()} == {"kmp.jsonl", ".kmp.lock"}
 
 
-@pytest.mark.parametrize(("owner", "killed_call"), [(log_writer, "_archive"), (LogEncoder, "line")])
-def test_kill_while_an_earlier_log_is_archived_loses_no_record(tmp_path, monkeypatch, owner, killed_call):
+@pytest.mark.parametrize(("owner", "killed_call", "at"), [(log_writer, "_archive", 1), (LogEncoder, "line", 5)])
+def test_resume_from_an_older_checkpoint_archives_the_later_records_and_a_kill_meanwhile_loses_none(
+    tmp_path, monkeypatch, owner, killed_call, at
+):
     model = compiled_model()
     fit(model, without_replays(tmp_path, every_n_steps=2))
     model.save(tmp_path / "model.keras")
     fit(model, without_replays(tmp_path, every_n_steps=2))
+    before = logged_steps(tmp_path)
 
     def resume():
         fit(keras.models.load_model(tmp_path / "model.keras"), without_replays(tmp_path, every_n_steps=10))
 
     with monkeypatch.context() as patched:
-        calls = []
-        original = getattr(owner, killed_call)
+        calls, original = itertools.count(1), getattr(owner, killed_call)
 
         def kill(*arguments):
-            calls.append(1)
-            if len(calls) == (1 if killed_call == "_archive" else 5):
+            if next(calls) == at:
                 raise KeyboardInterrupt
             return original(*arguments)
 
@@ -224,9 +204,8 @@ def test_kill_while_an_earlier_log_is_archived_loses_no_record(tmp_path, monkeyp
         with pytest.raises(KeyboardInterrupt):
             resume()
     resume()
-    steps = kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist()
-    assert steps == [1, *range(2, 21, 2), 21, 30, 40]
-    assert steps_in_tensorboard(tmp_path) == steps
+    assert logged_steps(tmp_path) == steps_in_tensorboard(tmp_path) == [1, *range(2, 21, 2), 21, 30, 40]
+    assert logged_steps(tmp_path / "earlier-1") == before == [1, *range(2, 21, 2), 21, *range(22, 41, 2)]
 
 
 def fit_and_get_warnings(folder, model, caplog):
@@ -237,27 +216,31 @@ def fit_and_get_warnings(folder, model, caplog):
     return [record.getMessage() for record in caplog.records if record.name == "kmp"]
 
 
-def test_warning_gives_the_reason_why_a_log_is_archived(tmp_path, caplog):
+def test_second_fit_continues_the_log_and_a_log_that_cannot_be_continued_is_archived_with_the_reason(tmp_path, caplog):
     model = compiled_model()
-    assert fit_and_get_warnings(tmp_path, model, caplog) == []
+    for _ in range(2):
+        assert fit_and_get_warnings(tmp_path, model, caplog) == []
+    assert logged_steps(tmp_path) == steps_in_tensorboard(tmp_path) == TWICE
     with (tmp_path / "kmp.jsonl").open("a") as log:
         log.write('{"step": 2')
     assert fit_and_get_warnings(tmp_path, model, caplog) == [
         f"Moved an earlier log to {tmp_path}/earlier-1: it ends in the middle of a line."
     ]
-    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
+    assert logged_steps(tmp_path) == [*TWICE, 41, 50, 60]
     assert (tmp_path / "earlier-1" / "kmp.jsonl").read_text().endswith('{"step": 2')
     assert fit_and_get_warnings(tmp_path, compiled_model(), caplog) == [
         f"Moved an earlier log to {tmp_path}/earlier-2: it goes beyond step 0."
     ]
+    for folder, steps in ((tmp_path, [1, 10, 20]), (tmp_path / "earlier-2", [*TWICE, 41, 50, 60])):
+        assert logged_steps(folder) == steps_in_tensorboard(folder) == steps
 
 
 @pytest.mark.parametrize("content", [HEADER, HEADER[:15]])
 def test_log_without_records_is_replaced_without_a_warning(tmp_path, caplog, content):
     (tmp_path / "kmp.jsonl").write_text(content)
     assert fit_and_get_warnings(tmp_path, compiled_model(), caplog) == []
-    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20]
-    assert kmp.records.Run.load(tmp_path).settings["optimizer"] == "SGD"
+    assert logged_steps(tmp_path) == [1, 10, 20]
+    assert kmp.load_run(tmp_path).settings["optimizer"] == "SGD"
 
 
 def test_write_that_fails_before_the_log_is_archived_leaves_it_unchanged(tmp_path):
@@ -268,61 +251,44 @@ def test_write_that_fails_before_the_log_is_archived_leaves_it_unchanged(tmp_pat
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_second_fit_continues_the_log_and_a_new_model_archives_it(tmp_path):
-    model = compiled_model()
-    for _ in range(2):
-        fit(model, without_replays(tmp_path, every_n_steps=10))
-    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
-    fit(compiled_model(), without_replays(tmp_path, every_n_steps=10))
-    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20]
-    assert kmp.records.Run.load(tmp_path / "earlier-1").series("loss_scale")[0].size == 6
-    assert steps_in_tensorboard(tmp_path) == [1, 10, 20]
-    assert steps_in_tensorboard(tmp_path / "earlier-1") == [1, 10, 20, 21, 30, 40]
-
-
-def test_notebook_cell_can_run_again_after_an_interrupt(tmp_path):
+def test_notebook_cell_can_run_again_after_an_interrupt_or_a_failure_at_its_first_batch(tmp_path):
     model = compiled_model()
     with pytest.raises(KeyboardInterrupt):
         fit(model, [*without_replays(tmp_path, every_n_steps=2), Interrupt()])
     fit(model, without_replays(tmp_path, every_n_steps=10))
-    steps = kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist()
-    assert steps == [1, 2, 4, 6, 7, 10, 20, 26]
+    assert logged_steps(tmp_path) == [1, 2, 4, 6, 7, 10, 20, 26]
     with pytest.raises(KeyboardInterrupt):
         fit(compiled_model(), [*without_replays(tmp_path, every_n_steps=2), Interrupt()])
-    fit(compiled_model(), without_replays(tmp_path, every_n_steps=10))
-    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20]
-
-
-def test_notebook_cell_that_failed_at_its_first_batch_runs_once_it_is_fixed(tmp_path):
-    x, _ = small_data()
+    model, (x, _) = compiled_model(), small_data()
     with pytest.raises(ValueError, match="incompatible"):
-        compiled_model().fit(x[:, :3], x[:, 0], verbose=0, callbacks=without_replays(tmp_path))
+        model.fit(x[:, :3], x[:, 0], verbose=0, callbacks=without_replays(tmp_path))
     fit(compiled_model(), without_replays(tmp_path, every_n_steps=10))
-    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20]
+    assert logged_steps(tmp_path) == [1, 10, 20]
 
 
-@pytest.mark.parametrize("logger", LOGGERS)
-def test_log_dir_that_cannot_be_written_raises_before_training(tmp_path, logger):
+def test_log_dir_that_cannot_be_written_raises_before_training(tmp_path):
     (tmp_path / "file").write_text("")
-    model = compiled_model()
-    fit(model, [])
-    with pytest.raises(OSError, match=r"`log_dir` cannot be written.*file/logs"):
-        fit(model, [logger(tmp_path / "file" / "logs")])
-    assert model.optimizer.snapshot().step == 20
-    assert set(fit(model, [logger(tmp_path / "logs")])) & KEYS
+    model, loggers = compiled_model(), [LossScaleLogger, OverflowCounter, GradientHistogram]
+    for logger in loggers:
+        with pytest.raises(OSError, match=r"`log_dir` cannot be written.*file/logs"):
+            fit(model, [logger(tmp_path / "file" / "logs")])
+    assert model.optimizer.snapshot().step == 0
+    assert set(fit(model, [logger(tmp_path / "logs") for logger in loggers])) == {"loss"} | KEYS
 
 
-def test_log_dir_that_another_process_uses_raises_and_is_unchanged(tmp_path):
+def test_log_dir_that_another_process_uses_raises_and_is_unchanged_until_that_process_is_killed(tmp_path):
     model = compiled_model()
     fit(model, without_replays(tmp_path, every_n_steps=10))
     before = (tmp_path / "kmp.jsonl").read_bytes()
-    with folder_locked_by_another_process(tmp_path):
+    with folder_locked_by_another_process(tmp_path) as process:
         with pytest.raises(OSError, match="`log_dir` is in use by another process.*Wait until.*another folder"):
             fit(compiled_model(), without_replays(tmp_path, every_n_steps=10))
-        fit(compiled_model(), without_replays(tmp_path / "other", every_n_steps=10))
-    assert (tmp_path / "kmp.jsonl").read_bytes() == before
-    fit(model, without_replays(tmp_path, every_n_steps=10))
-    assert kmp.records.Run.load(tmp_path).series("loss_scale")[0].tolist() == [1, 10, 20, 21, 30, 40]
+        fit(model, without_replays(tmp_path / "other", every_n_steps=10))
+        assert (tmp_path / "kmp.jsonl").read_bytes() == before
+        process.kill()
+        process.wait()
+        fit(model, without_replays(tmp_path, every_n_steps=10))
+    assert logged_steps(tmp_path) == [1, 10, 20, 41, 50, 60]
 
 
 def test_two_paths_to_one_folder_have_one_log_and_one_lock_until_the_last_callback_ends(tmp_path):
@@ -335,13 +301,6 @@ def test_two_paths_to_one_folder_have_one_log_and_one_lock_until_the_last_callba
     assert locked == [True, True, False]
     run = kmp.load_run(tmp_path / "folder")
     assert run.series("overflow_count")[0].tolist() == run.series("loss_scale")[0].tolist() == [1, 10, 20]
-
-
-def test_log_dir_of_a_killed_process_can_be_used(tmp_path):
-    with folder_locked_by_another_process(tmp_path) as process:
-        process.kill()
-        process.wait()
-        fit(compiled_model(), without_replays(tmp_path))
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork")
@@ -373,25 +332,20 @@ def test_file_system_without_locks_locks_nothing(tmp_path, monkeypatch, code):
 
 def test_full_disk_stops_the_log_and_not_the_training(tmp_path):
     (tmp_path / "kmp.jsonl").symlink_to("/dev/full")
-    callbacks = without_replays(tmp_path, every_n_steps=5)
-    model = compiled_model()
-    with pytest.warns(
-        UserWarning, match=r"Logging to .* stops: .*No space left on device.*Training continues"
-    ) as caught:
+    callbacks, model = without_replays(tmp_path, every_n_steps=5), compiled_model()
+    warning = r"Logging to .* stops: .*No space left on device.*Training continues"
+    with pytest.warns(UserWarning, match=warning) as caught:
         fit(model, callbacks, epochs=2)
     assert len(caught) == 1
-    assert model.optimizer.snapshot().step == 40
-    assert callbacks[0].run.series("loss_scale")[0].tolist()[-1] == 40
+    assert model.optimizer.snapshot().step == callbacks[0].run.series("loss_scale")[0].tolist()[-1] == 40
     fit(model, [])
 
 
 @pytest.fixture
 def tiny_disk(tmp_path):
     """A folder on a disk of 64 KiB."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], capture_output=True, check=False
-    )
-    if mounted.returncode:
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("only root can mount a small disk")
     yield tmp_path
     subprocess.run(["umount", "-l", tmp_path], check=True)
@@ -404,11 +358,11 @@ def test_later_run_continues_the_log_that_a_full_disk_stopped(tiny_disk):
     assert model.optimizer.snapshot().step == 400
     for events in folder.glob("events.*"):
         events.unlink()
-    steps = kmp.records.Run.load(folder, allow_truncated=True).series("loss_scale")[0].tolist()
+    steps = logged_steps(folder, allow_truncated=True)
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) > 20
     fit(model, without_replays(folder, every_n_steps=10))
-    assert kmp.records.Run.load(folder).series("loss_scale")[0].tolist() == [*steps, 401, 410, 420]
+    assert logged_steps(folder) == [*steps, 401, 410, 420]
 
 
 @pytest.fixture
@@ -417,9 +371,9 @@ def small_budget(monkeypatch):
     monkeypatch.setattr(Monitor, "budget", 8_000)
 
 
-def test_interval_of_a_long_run_doubles_in_the_log_and_in_memory(tmp_path, small_budget):
-    callbacks = without_replays(tmp_path, every_n_steps=1)
-    fit(compiled_model(), callbacks, batches=200)
+def test_interval_of_a_long_run_doubles_in_the_log_and_in_memory_and_a_resumed_run_keeps_it(tmp_path, small_budget):
+    callbacks, model = without_replays(tmp_path, every_n_steps=1), compiled_model()
+    fit(model, callbacks, batches=200)
     run, steps = callbacks[0].run, sampled_steps(tmp_path)
     assert [sample.step for sample in run.samples] == steps
     gaps = [later - earlier for earlier, later in itertools.pairwise(steps)]
@@ -428,28 +382,21 @@ def test_interval_of_a_long_run_doubles_in_the_log_and_in_memory(tmp_path, small
     assert gaps[-1] >= 4
     assert run.series("loss_scale")[0].tolist() == sorted({*steps, 200})
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 8_000 * 10
-
-
-def test_resumed_run_continues_with_the_interval_of_its_log(tmp_path, small_budget):
-    model = compiled_model()
-    fit(model, without_replays(tmp_path, every_n_steps=1), batches=60)
-    before = sampled_steps(tmp_path)
-    interval = before[-1] - before[-2]
-    assert interval >= 4
     callbacks = without_replays(tmp_path, every_n_steps=1)
     fit(model, callbacks, batches=60)
-    after = sampled_steps(tmp_path)[len(before) :]
-    assert after[0] == 61
-    assert all(step % interval == 0 for step in after[1:])
+    after = sampled_steps(tmp_path)[len(steps) :]
+    assert after[0] == 201
+    assert all(step % gaps[-1] == 0 for step in after[1:])
     assert [sample.step for sample in callbacks[0].run.samples] == after
 
 
 def test_interval_of_a_run_without_a_log_doubles_too_and_a_new_one_starts_in_full(monkeypatch):
     monkeypatch.setattr(Monitor, "budget", 600)
-    for reused in ([GradientHistogram(every_n_steps=1)], without_replays(every_n_steps=1)):
-        for _ in range(2):
-            fit(compiled_model(), reused, batches=60)
-            steps = [sample.step for sample in reused[0].run.samples]
+    histogram, reused = GradientHistogram(every_n_steps=1), without_replays(every_n_steps=1)
+    for _ in range(2):
+        fit(compiled_model(), [histogram, *reused], batches=60)
+        for callback in (histogram, reused[0]):
+            steps = [sample.step for sample in callback.run.samples]
             assert steps[:2] == [1, 2]
             assert len(steps) < 25
 
@@ -476,92 +423,67 @@ def test_overflow_counts_by_variable_are_recorded_when_they_change(tmp_path):
     assert sum(snapshot.overflow_origins_by_variable.values()) == overflows[-1] - snapshot.nonfinite_loss_count
 
 
-def test_metrics_of_epochs_are_recorded_once(tmp_path):
-    class Nothing(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            logs |= {"text": "no number", "undefined": float("nan")}
+class Adds(keras.callbacks.Callback):
+    """Adds values to the logs of each epoch."""
 
-    x, y = small_data()
-    callbacks = without_replays(tmp_path, every_n_steps=5)
-    with kmp.enable():
-        model = compiled_model(keras.optimizers.SGD(0.25))
-    history = model.fit(
-        x, y, validation_data=(x, y), epochs=3, batch_size=8, verbose=0, callbacks=[Nothing(), *callbacks]
-    )
+    def __init__(self, **values):
+        super().__init__()
+        self.values = values
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs |= self.values
+
+
+def test_metrics_of_epochs_are_recorded_once(tmp_path):
+    (x, y), callbacks = small_data(), without_replays(tmp_path, every_n_steps=5)
+    added = Adds(text="no number", undefined=float("nan"), huge=1e300)
+    options = {"validation_data": (x, y), "epochs": 3, "batch_size": 8, "verbose": 0}
+    model = compiled_model(keras.optimizers.SGD(0.25))
+    history = model.fit(x, y, callbacks=[added, *callbacks], **options)
     for run in (callbacks[0].run, kmp.load_run(tmp_path)):
         assert [row["epoch"] for row in run.rows if "metrics" in row] == [0, 1, 2]
-        assert sorted(run.metrics) == ["learning_rate", "loss", "undefined", "val_loss"]
+        assert sorted(run.metrics) == ["huge", "learning_rate", "loss", "undefined", "val_loss"]
         for name in ("loss", "val_loss"):
             assert run.metrics[name][1].tolist() == history.history[name]
         assert run.metrics["learning_rate"][1].tolist() == [0.25] * 3
         assert run.metrics["loss"][0].tolist() == [len(x) // 8 * epoch for epoch in (1, 2, 3)]
         assert np.isnan(run.metrics["undefined"][1]).all()
         assert {"epoch", "val_loss"} <= set(run.table().dtype.names)
+    assert np.isnan(run.metrics["huge"][1]).all()  # a log cannot hold it
 
 
-def test_gradient_that_is_all_zero_has_a_bucket_of_its_own(tmp_path):
-    with tf.summary.create_file_writer(str(tmp_path)).as_default(step=1):
-        zeros = np.bincount([ZERO_BIN] * 7, minlength=BIN_COUNT)
-        write_histograms(1, {"dead": kmp.records.ExponentHistogram(zeros, step=1, loss_scale=1.0)})
-    tag = EventAccumulator(str(tmp_path), {"tensors": 0}).Reload().Tensors("dead")[0]
-    assert tf.make_ndarray(tag.tensor_proto).tolist() == [[FIRST_EXPONENT - 1, FIRST_EXPONENT, 7]]
+def test_metrics_beyond_a_thousand_are_left_out(tmp_path):
+    many = Adds(**{f"m{number}": 1.0 for number in range(1100)})
+    fit(compiled_model(), [many, *without_replays(tmp_path, every_n_steps=5)])
+    assert len(kmp.load_run(tmp_path).metrics) == 1000
 
 
 def test_second_run_of_a_model_that_its_first_step_builds_has_its_layers(tmp_path):
     x, y = small_data()
     for _ in range(2):
-        with kmp.enable():
-            model = keras.Sequential([keras.layers.Dense(2), kmp.layers.Softmax()])
-            model.compile("sgd", "sparse_categorical_crossentropy")
-        callbacks = without_replays(tmp_path, every_n_steps=5)
-        model.fit(x, y, batch_size=8, verbose=0, callbacks=callbacks)
+        model = keras.Sequential([keras.layers.Dense(2), kmp.layers.Softmax()])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=without_replays(tmp_path, every_n_steps=5))
         settings = kmp.load_run(tmp_path).settings
         assert list(settings["layers"].values()) == ["Dense", "Softmax"]
         assert settings["variable_dtypes"] == ["float32"]
 
 
-def test_metrics_of_a_second_model_with_the_same_callbacks_are_recorded(tmp_path):
-    callbacks = without_replays(tmp_path, every_n_steps=5)
-    for _ in range(2):
-        fit(compiled_model(), callbacks)
-        assert list(callbacks[0].run.metrics) == ["learning_rate", "loss"]
-
-
-def test_metrics_that_a_log_cannot_hold_are_left_out(tmp_path):
-    class Huge(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            logs |= {"huge": 1e300} | {f"m{number}": 1.0 for number in range(1100)}
-
-    fit(compiled_model(), [Huge(), *without_replays(tmp_path, every_n_steps=5)])
-    metrics = kmp.load_run(tmp_path).metrics
-    assert len(metrics) == 1000
-    assert np.isnan(metrics["huge"][1]).all()
-
-
-class Harm(keras.callbacks.Callback):
-    """Damages the log in the fourth step."""
-
-    def __init__(self, harm):
-        super().__init__()
-        self.harm = harm
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 3:
-            self.harm()
-
-
-@pytest.mark.parametrize("how", ["folder deleted", "file deleted", "folder moved", "file truncated"])
-def test_log_that_is_lost_during_the_training_is_written_again_with_a_warning(tmp_path, how):
+def test_log_that_is_lost_during_the_training_is_written_again_with_a_warning(tmp_path):
     folder, file = tmp_path / "log", tmp_path / "log" / "kmp.jsonl"
-    harm = {
-        "folder deleted": lambda: shutil.rmtree(folder),
-        "file deleted": file.unlink,
-        "folder moved": lambda: folder.rename(tmp_path / "moved"),
-        "file truncated": lambda: file.write_bytes(b""),
-    }[how]
+    harms = {
+        **{3: lambda: shutil.rmtree(folder), 5: file.unlink},
+        **{7: lambda: folder.rename(tmp_path / "moved"), 9: lambda: file.write_bytes(b"")},
+    }
     callbacks = without_replays(folder, every_n_steps=1)
-    with pytest.warns(UserWarning, match="was deleted, moved or truncated during the training"):
-        fit(compiled_model(), [Harm(harm), *callbacks], batches=8)
-    rows = kmp.load_run(folder).rows
-    assert [row["step"] for row in rows] == [row["step"] for row in callbacks[0].run.rows]
-    assert steps_in_tensorboard(folder) == list(range(1, 9))
+
+    def check(batch, logs):
+        rows = kmp.load_run(folder).rows
+        assert [row["step"] for row in rows] == [row["step"] for row in callbacks[0].run.rows]
+        assert steps_in_tensorboard(folder) == list(range(1, batch + 2))
+
+    harm = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: harms.get(batch, list)())
+    checks = keras.callbacks.LambdaCallback(on_train_batch_end=check)
+    with pytest.warns(UserWarning, match="was deleted, moved or truncated during the training") as caught:
+        fit(compiled_model(), [harm, *callbacks, checks], batches=11)
+    assert len(caught) == len(harms)

@@ -1,10 +1,11 @@
 import copy
-import csv
 import gc
+import itertools
 import pickle
 import weakref
 
 import keras
+import models
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -21,7 +22,6 @@ from kmp.callbacks import (
     StuckError,
     defaults,
 )
-from kmp.records import to_line
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
@@ -34,32 +34,30 @@ def steps_of(callback):
     return callback.run.series(key)[0].tolist()
 
 
-def test_defaults_pass_variables_to_the_monitor():
-    callbacks = without_replays(variables="*/kernel")
-    fit(compiled_model(), callbacks)
-    assert {name.split("/")[-1] for sample in callbacks[0].run.samples for name in sample.names} == {"kernel"}
-
-
-def test_training_in_every_mode_is_recorded_and_unchanged(compile_mode):
+def test_training_in_every_mode_is_recorded_and_unchanged_and_can_be_recorded_later(compile_mode):
     trained, callbacks = [], without_replays(every_n_steps=10)
     for used in ([], callbacks):
         keras.utils.set_random_seed(0)
         model = compiled_model("adam", **compile_mode)
         history = fit(model, used, batches=21, epochs=2)
-        trained.append(model.get_weights())
-    for expected, with_callbacks in zip(*trained, strict=True):
-        np.testing.assert_array_equal(expected, with_callbacks)
-    assert set(history) == {"loss"} | KEYS
-    assert all(len(history[key]) == 2 for key in KEYS)
+        trained.append(model)
+    np.testing.assert_equal(*(model.get_weights() for model in trained))
+    assert {key: len(values) for key, values in history.items()} == dict.fromkeys({"loss"} | KEYS, 2)
     assert history["loss_scale"] == [2.0**15] * 2
     # Records follow the optimizer's step counter.
     per_call = compile_mode.get("steps_per_execution", 1)
-    expected = {1: [1, 10, 20, 21, 30, 40, 42], 8: [8, 16, 21, 37, 42]}[per_call]
-    assert steps_of(callbacks[0]) == expected
+    assert steps_of(callbacks[0]) == {1: [1, 10, 20, 21, 30, 40, 42], 8: [8, 16, 21, 37, 42]}[per_call]
     histograms = callbacks[0].run.histograms
     assert [histogram.step for histogram in histograms] == [1, 10, 20, 30, 40]
     sizes = sum(int(np.prod(variable.shape)) for variable in model.trainable_variables)
     assert {(histogram.total, histogram.loss_scale) for histogram in histograms} == {(sizes, 2.0**15)}
+    later, (model, _) = GradientHistogram(every_n_steps=200), trained
+    assert "grad_norm" in fit(model, [later], batches=8)
+    assert [histogram.step for histogram in later.run.histograms] == [43]
+    fit(model, [], batches=8)
+    assert model.optimizer.snapshot().histogram.step == 43
+    fit(model, [later], batches=8)
+    assert [histogram.step for histogram in later.run.histograms] == [43, 59]
 
 
 class SeveralStepsPerBatch(keras.Sequential):
@@ -104,17 +102,12 @@ class SeveralBatchesPerStep(keras.Sequential):
         return {"loss": 0.0}
 
 
-def test_records_have_the_optimizer_steps_if_a_step_takes_several_batches():
+def test_records_have_the_optimizer_steps_if_a_step_takes_several_batches_and_an_epoch_without_one_has_all_keys():
     model, callback = SeveralBatchesPerStep(compiled_model().layers), LossScaleLogger(every_n_steps=10)
     model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     fit(model, [callback], batches=160)
     assert steps_of(callback)[0] == 2
     assert steps_of(callback)[-1] == 40
-
-
-def test_logs_of_an_epoch_without_a_step_have_all_keys():
-    model = SeveralBatchesPerStep(compiled_model().layers)
-    model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     history = fit(model, without_replays(), batches=3, epochs=2)
     assert {key: len(values) for key, values in history.items()} == dict.fromkeys({"loss"} | KEYS, 2)
     assert np.isnan(history["grad_norm"]).tolist() == [True, False]
@@ -159,15 +152,16 @@ def test_overflows_are_counted_and_the_rate_is_since_the_last_record():
     assert "overflows_by_variable" not in records[-1]  # unchanged since the record before
 
 
-def test_every_epoch_has_a_histogram():
-    callbacks = without_replays(every_n_steps=50)
+def test_every_epoch_has_a_histogram_of_the_chosen_variables():
+    callbacks = without_replays(every_n_steps=50, variables="*/kernel")
     fit(compiled_model(), callbacks, epochs=4)
     run = callbacks[0].run
     assert [histogram.step for histogram in run.histograms] == [1, 21, 50, 61]
     assert run.series("grad_zeros")[1].tolist() == [histogram.zero_fraction for histogram in run.histograms]
+    assert {name.split("/")[-1] for sample in run.samples for name in sample.names} == {"kernel"}
 
 
-def test_logs_of_every_batch_and_epoch_have_the_same_keys():
+def test_later_callbacks_get_the_same_keys_for_every_batch_and_epoch():
     keys = []
     recorder = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: keys.append(set(logs)),
@@ -177,34 +171,15 @@ def test_logs_of_every_batch_and_epoch_have_the_same_keys():
     assert keys == [{"loss"} | KEYS] * 11
 
 
-def test_histogram_can_be_added_to_a_later_fit(compile_mode):
-    model, callback = compiled_model(**compile_mode), GradientHistogram(every_n_steps=100)
-    fit(model, [LossScaleLogger()])
-    history = fit(model, [callback])
-    assert [histogram.step for histogram in callback.run.histograms] == [21]
-    assert "grad_norm" in history
-    fit(model, [])
-    assert model.optimizer.snapshot().histogram.step == 21
-    fit(model, [callback])
-    assert [histogram.step for histogram in callback.run.histograms] == [21, 61]
-
-
-def generator():
+def test_generators_and_datasets_work():
     x, y = small_data()
-    while True:
-        yield x[:8], y[:8]
-
-
-@pytest.mark.parametrize("source", ["generator", "dataset"])
-def test_generators_and_datasets_work(source):
-    x, y = small_data()
-    data = generator() if source == "generator" else tf.data.Dataset.from_tensor_slices((x, y)).batch(8).repeat()
-    callbacks = without_replays(every_n_steps=5)
-    history = compiled_model().fit(
-        data, steps_per_epoch=12, epochs=2, shuffle=False, validation_data=(x, y), callbacks=callbacks, verbose=0
-    )
-    assert set(history.history) >= KEYS | {"val_loss"}
-    assert steps_of(callbacks[0]) == [1, 5, 10, 12, 15, 20, 24]
+    generator = (batch for batch in itertools.repeat((x[:8], y[:8])))
+    data = generator, tf.data.Dataset.from_tensor_slices((x, y)).batch(8).repeat()
+    model, callbacks = compiled_model(), without_replays(every_n_steps=5)
+    options = {"steps_per_epoch": 12, "epochs": 2, "shuffle": False, "validation_data": (x, y), "verbose": 0}
+    for source in data:
+        assert set(model.fit(source, callbacks=callbacks, **options).history) >= KEYS | {"val_loss"}
+    assert steps_of(callbacks[0]) == [1, 5, 10, 12, 15, 20, 24, 25, 30, 35, 36, 40, 45, 48]
 
 
 def test_train_on_batch_works_with_a_callback_list():
@@ -220,21 +195,6 @@ def test_train_on_batch_works_with_a_callback_list():
     assert [histogram.step for histogram in loggers[0].run.histograms] == [1, 2, 4]
 
 
-def test_callbacks_listed_later_get_the_keys(tmp_path):
-    fit(compiled_model(), [*without_replays(), keras.callbacks.CSVLogger(tmp_path / "log.csv")])
-    with (tmp_path / "log.csv").open() as file:
-        assert set(next(csv.DictReader(file))) >= KEYS
-
-
-def test_records_in_memory_are_those_of_the_log(tmp_path):
-    callbacks = without_replays(tmp_path, every_n_steps=5)
-    fit(compiled_model(), callbacks)
-    run, logged = callbacks[0].run, kmp.load_run(tmp_path)
-    assert [*map(to_line, run.rows)] == [*map(to_line, logged.rows)]
-    assert len(run.samples) == 5
-    assert len({id(sample.names) for sample in logged.samples}) == 1
-
-
 def test_two_histograms_with_different_every_n_steps_each_have_their_samples():
     frequent, rare = GradientHistogram(every_n_steps=4), GradientHistogram(every_n_steps=6)
     fit(compiled_model(), [frequent, rare])
@@ -242,49 +202,32 @@ def test_two_histograms_with_different_every_n_steps_each_have_their_samples():
     assert [histogram.step for histogram in rare.run.histograms] == [1, 6, 12, 18]
 
 
-class Gan(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.nets = [keras.layers.Dense(1), keras.layers.Dense(1)]
-
-    def compile(self):
-        super().compile()
-        self.optimizers = [kmp.wrap("adam"), kmp.wrap("sgd")]
-
-    def train_step(self, data):
-        x, _ = data
-        for net, optimizer in zip(self.nets, self.optimizers, strict=True):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.cast(net(x), tf.float32) ** 2)
-                scaled = optimizer.scale_loss(loss)
-            optimizer.apply(tape.gradient(scaled, net.trainable_variables), net.trainable_variables)
-        return {"loss": loss}
+@pytest.fixture
+def gan():
+    gan, _ = models.gan()
+    gan.compile(generator=kmp.wrap("adam"), discriminator=kmp.wrap("sgd"))
+    return gan
 
 
-def test_each_optimizer_of_a_gan_is_logged_into_its_own_folder(tmp_path):
-    gan = Gan()
-    gan.compile()
-    callbacks = [LossScaleLogger(tmp_path / o.inner_optimizer.name, 10, optimizer=o) for o in gan.optimizers]
-    fit(gan, callbacks)
+def fit_gan(gan, callbacks):
+    gan.fit(np.ones((160, 3)), np.ones((160, 6)), batch_size=8, verbose=0, callbacks=callbacks)
+
+
+def test_each_optimizer_of_a_gan_is_logged_into_its_own_folder(gan, tmp_path):
+    optimizers = gan.optimizers
+    callbacks = [LossScaleLogger(tmp_path / name, 10, optimizer=used) for name, used in optimizers.items()]
+    fit_gan(gan, callbacks)
     assert [steps_of(callback) for callback in callbacks] == [[1, 10, 20]] * 2
-    shared = [LossScaleLogger(tmp_path / "one", optimizer=optimizer) for optimizer in gan.optimizers]
+    shared = [LossScaleLogger(tmp_path / "one", optimizer=optimizer) for optimizer in optimizers.values()]
     with pytest.raises(ValueError, match="`log_dir` is in use for another optimizer"):
-        fit(gan, shared)
+        fit_gan(gan, shared)
 
 
-def test_callbacks_warn_if_their_optimizer_takes_no_step():
-    gan = Gan()
-    gan.compile()
-    with pytest.warns(UserWarning, match="LossScaleLogger: the optimizer it reads took no step"):
-        fit(gan, [LossScaleLogger()])
-
-
-@pytest.mark.filterwarnings("ignore:.*took no step")
-def test_defaults_train_a_model_whose_compiled_optimizer_takes_no_step():
-    gan = Gan()
-    gan.compile()
-    fit(gan, without_replays(every_n_steps=2))
-    assert [optimizer.snapshot().step for optimizer in gan.optimizers] == [20, 20]
+def test_callbacks_warn_if_their_optimizer_takes_no_step(gan):
+    with pytest.warns(UserWarning, match="took no step") as caught:
+        fit_gan(gan, [LossScaleLogger(), *without_replays(every_n_steps=2)])
+    assert any("LossScaleLogger: the optimizer it reads took no step" in str(each.message) for each in caught)
+    assert [optimizer.snapshot().step for optimizer in gan.optimizers.values()] == [20, 20]
 
 
 def test_callbacks_reused_for_another_model_read_only_that_model(tmp_path):
@@ -295,6 +238,7 @@ def test_callbacks_reused_for_another_model_read_only_that_model(tmp_path):
     for run in (callbacks[0].run, kmp.load_run(tmp_path)):
         assert run.series("loss_scale")[0].tolist() == [1, 5, 10, 15, 20]
         assert set(run.series("loss_scale")[1]) == {128.0}
+        assert list(run.metrics) == ["learning_rate", "loss"]
     fit(second, callbacks)
     assert steps_of(callbacks[0]) == [1, 5, 10, 15, 20, 21, 25, 30, 35, 40]
 
@@ -334,13 +278,16 @@ def test_model_that_needs_no_loss_scale_has_records_with_a_wrapped_optimizer():
     assert [sample.step for sample in callbacks[0].run.samples] == [1]
 
 
-def test_callbacks_reused_for_a_model_without_records_drop_those_of_the_first_model():
-    callbacks = without_replays()
-    fit(compiled_model(), callbacks, batches=2)
+def test_callbacks_reused_for_a_model_without_records_drop_those_of_the_first_model_and_release_its_log(tmp_path):
+    callbacks = without_replays(tmp_path, every_n_steps=5)
+    with pytest.raises(KeyboardInterrupt):
+        fit(compiled_model(), [*callbacks, Interrupt()])
     assert callbacks[0].run.rows
+    assert is_locked(tmp_path)
     kmp.enable("float32")
     fit(compiled_model(), callbacks, batches=2)
     assert (callbacks[0].run.rows, callbacks[0].run.header) == ([], {})
+    assert not is_locked(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:.*trains without kmp's loss scale")
@@ -398,14 +345,6 @@ def test_records_are_in_order_after_a_skipped_first_step(enabled):
     # The first sample is not finite, so the next step is sampled too.
     assert steps == [1, 2, 5, 10, 15, 20]
     assert [bool(np.isnan(sample.update_norm).all()) for sample in run.samples] == [True, *[False] * 5]
-
-
-def test_callbacks_of_an_interrupted_training_release_their_log_in_a_training_without_float16(tmp_path):
-    callbacks = kmp.callbacks.defaults(tmp_path, every_n_steps=5)
-    with kmp.enable(), pytest.raises(KeyboardInterrupt):
-        fit(compiled_model(), [*callbacks, Interrupt()])
-    fit(compiled_model(), callbacks)
-    assert not is_locked(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize")  # of Keras, for the first layer

@@ -2,7 +2,9 @@
 
 import importlib.metadata
 import json
+import re
 import subprocess
+from unittest.mock import Mock
 
 import pytest
 import tensorflow as tf
@@ -27,12 +29,8 @@ def nvidia_smi(monkeypatch):
     """Returns a function that sets what `nvidia-smi` prints, or the error of starting it."""
 
     def set_output(output, returncode=0):
-        def run(command, **options):
-            if isinstance(output, Exception):
-                raise output
-            return subprocess.CompletedProcess(command, returncode, output, "")
-
-        monkeypatch.setattr(subprocess, "run", run)
+        done = subprocess.CompletedProcess("nvidia-smi", returncode, output, "")
+        monkeypatch.setattr(subprocess, "run", Mock(side_effect=[output if isinstance(output, Exception) else done]))
 
     return set_output
 
@@ -47,6 +45,21 @@ def machine(monkeypatch):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     return set_up
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    """The versions of packages that replace those of this environment; `None` where one is not installed."""
+    replaced, real = {}, importlib.metadata.version
+
+    def version(name):
+        found = replaced[name] if name in replaced else real(name)
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    return replaced
 
 
 def gpu_checks(has_driver):
@@ -65,12 +78,7 @@ def measured(float16, bfloat16, xla=1.0):
 @pytest.mark.parametrize(
     ("output", "returncode", "status", "text"),
     [
-        (
-            "550.54, Tesla T4, 15360 MiB\n550.54, Tesla T4, 15360 MiB\n",
-            0,
-            OK,
-            "550.54, Tesla T4, 15360 MiB; 550.54, Te",
-        ),
+        ("550.54, Tesla T4, 15360 MiB\n" * 2, 0, OK, "550.54, Tesla T4, 15360 MiB; 550.54, Te"),
         (FileNotFoundError(), 0, INFO, "nvidia-smi is not installed"),
         (subprocess.TimeoutExpired("nvidia-smi", 60), 0, WARNING, "does not run"),
         ("NVIDIA-SMI has failed because it couldn't communicate with the driver.", 9, WARNING, "couldn't communicate"),
@@ -81,8 +89,7 @@ def measured(float16, bfloat16, xla=1.0):
 def test_driver_and_gpus_are_those_that_nvidia_smi_reports(nvidia_smi, output, returncode, status, text):
     nvidia_smi(output, returncode)
     check = installation.driver_check()
-    assert check.status == status
-    assert text in check.text
+    assert (check.status, text in check.text) == (status, True)
 
 
 def test_packages_of_this_environment_are_in_the_promised_range():
@@ -100,9 +107,8 @@ def test_packages_of_this_environment_are_in_the_promised_range():
         (None, [], ERROR, "is not installed", "pip install 'kmp[cuda]'"),
     ],
 )
-def test_tensorflow_that_does_not_fit(monkeypatch, version, packages, status, text, fix):
-    real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name in packages else real(name))
+def test_tensorflow_that_does_not_fit(monkeypatch, versions, version, packages, status, text, fix):
+    versions |= dict.fromkeys(packages, version)
     monkeypatch.setattr(installation, "tensorflow_packages", lambda: packages)
     (check,) = list(installation.package_checks("cuda"))[1:]
     assert (check.name, check.status) == ("tensorflow", status)
@@ -110,14 +116,8 @@ def test_tensorflow_that_does_not_fit(monkeypatch, version, packages, status, te
     assert fix in check.fix
 
 
-def test_missing_package_and_python_are_errors_with_the_command_that_installs_them(monkeypatch):
-    def version(name):
-        if name == "msgspec":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return real(name)
-
-    real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", version)
+def test_missing_package_and_python_are_errors_with_the_command_that_installs_them(monkeypatch, versions):
+    versions["msgspec"] = None
     monkeypatch.setattr("sys.version_info", (3, 9, 1, "final", 0))
     wrong = {check.name: check for check in installation.package_checks("cpu") if check.status == ERROR}
     assert set(wrong) == {"Python", "msgspec"}
@@ -125,28 +125,25 @@ def test_missing_package_and_python_are_errors_with_the_command_that_installs_th
     assert ">=3.11" in wrong["Python"].fix
 
 
-@pytest.mark.parametrize("missing_is", [ERROR, INFO])
-def test_cuda_libraries_are_those_that_the_package_asks_for(monkeypatch, missing_is):
-    requires = [
-        "numpy>=1.26",
-        'nvidia-cudnn-cu12<10,>=9.3; extra == "and-cuda"',
-        'nvidia-cublas-cu12<13,>=12.5; extra == "and-cuda"',
-        'nvidia-cuda-runtime-cu12==12.5.82; extra == "and-cuda"',
-        'nvidia-nccl-cu12<3,>=2.25; extra == "and-cuda"',
-        'nvidia-no-such-library-cu12>=12.5; extra == "and-cuda"',
-    ]
-    versions = {"nvidia-cudnn-cu12": "9.3.0", "nvidia-cublas-cu12": "11.0", "tensorflow": "2.21.0"}
-    versions["nvidia-nccl-cu12"] = "2.20"
+CUDA_LIBRARIES = {
+    **{"nvidia-cudnn-cu12<10,>=9.3": "9.3.0", "nvidia-cublas-cu12<13,>=12.5": "11.0"},
+    **{"nvidia-cuda-runtime-cu12==12.5.82": None, "nvidia-nccl-cu12<3,>=2.25": "2.20"},
+    "nvidia-no-such-library-cu12>=12.5": None,
+}
 
-    def version(name):
-        if name not in versions:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return versions[name]
+
+@pytest.mark.parametrize("missing_is", [ERROR, INFO])
+def test_cuda_libraries_are_those_that_the_package_asks_for(monkeypatch, versions, missing_is):
+    requires = ["numpy>=1.26", *(f'{requirement}; extra == "and-cuda"' for requirement in CUDA_LIBRARIES)]
+    versions |= {re.split("[<>=]", name)[0]: version for name, version in CUDA_LIBRARIES.items()}
+    versions["tensorflow"] = "2.21.0"
+
+    def load(file):
+        if file not in ("libcublas.so.12", "libcudart.so.12"):
+            raise OSError
 
     monkeypatch.setattr(importlib.metadata, "requires", lambda package: requires)
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    on_system = ("libcublas.so.12", "libcudart.so.12")
-    monkeypatch.setattr("ctypes.CDLL", lambda file: file if file in on_system else exec("raise OSError"))
+    monkeypatch.setattr("ctypes.CDLL", load)
     check = installation.library_check("tensorflow", missing_is)
     found = "cudnn 9.3.0, cublas libcublas.so.12, cuda-runtime libcudart.so.12"
     missing = "nccl (2.20 is installed, not <3,>=2.25), no-such-library"
@@ -177,12 +174,14 @@ def test_gpu_for_which_tensorflow_has_no_machine_code_is_a_warning(machine, capa
     assert any("no machine code for a GPU" in text for text in texts) != is_compiled_for
 
 
-def test_gpu_that_cannot_compute_is_an_error_of_the_gpu_and_not_of_xla(machine, monkeypatch):
-    def fail(x):
-        raise tf.errors.InternalError(None, None, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH")
+def failing(text):
+    """Returns a function that raises TensorFlow's error with this text."""
+    return Mock(side_effect=tf.errors.InternalError(None, None, text))
 
+
+def test_gpu_that_cannot_compute_is_an_error_of_the_gpu_and_not_of_xla(machine, monkeypatch):
     machine(gpus=[A100])
-    monkeypatch.setattr(tf, "exp", fail)
+    monkeypatch.setattr(tf, "exp", failing("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"))
     checks = gpu_checks(has_driver=True)
     assert "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" in checks["GPU", ERROR].text
     assert not any(name == "XLA" for name, _ in checks)
@@ -215,11 +214,8 @@ def test_gpu_that_tensorflow_does_not_see_is_an_error(machine, monkeypatch):
 
 
 def test_xla_that_does_not_compile_is_a_warning(machine, monkeypatch):
-    def fail(*args):
-        raise tf.errors.InternalError(None, None, "libdevice not found")
-
     machine()
-    monkeypatch.setattr("kmp.policy.hardware_support.tf.function", lambda *args, **options: fail)
+    monkeypatch.setattr("kmp.policy.hardware_support.tf.function", lambda *_, **options: failing("libdevice not found"))
     check = gpu_checks(has_driver=False)["XLA", WARNING]
     assert "libdevice not found" in check.text
     assert "jit_compile=False" in check.fix
@@ -267,19 +263,13 @@ def test_error_while_measuring_keeps_what_was_measured(tmp_path, monkeypatch, ca
 
 
 def test_exception_of_a_check_is_an_error_of_the_gpu(monkeypatch, capsys):
-    def fail():
-        raise RuntimeError("broken installation")
-
-    monkeypatch.setattr(tf.sysconfig, "get_build_info", fail)
+    monkeypatch.setattr(tf.sysconfig, "get_build_info", failing("broken installation"))
     assert main(["doctor"]) == 1
-    assert "does not work here: GPU: RuntimeError: broken installation." in capsys.readouterr().out
+    assert "does not work here: GPU: InternalError: broken installation." in capsys.readouterr().out
 
 
 def test_interrupt_is_one_line_and_leaves_no_file(tmp_path, monkeypatch, capsys):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(doctor, "driver_check", interrupt)
+    monkeypatch.setattr(doctor, "driver_check", Mock(side_effect=KeyboardInterrupt))
     assert main(["doctor", "--json", str(tmp_path / "doctor.json")]) == 130
     assert capsys.readouterr().err == "kmp: interrupted\n"
     assert not (tmp_path / "doctor.json").exists()

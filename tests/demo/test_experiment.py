@@ -11,8 +11,7 @@ from kmp_cli import main
 def test_digits_are_split_without_overlap_and_only_inputs_have_noise():
     train, test = experiment.load("digits")
     assert len(train.labels) + len(test.labels) == 1797
-    assert train.clean.min() == 0.0
-    assert train.clean.max() == 1.0
+    assert (train.clean.min(), train.clean.max()) == (0.0, 1.0)
     assert train.noisy.std() > train.clean.std()
     assert train.noisy.dtype == np.float32
 
@@ -41,10 +40,10 @@ def test_download_failure_and_interrupt_are_one_line_each(monkeypatch, capsys, t
 def test_variants_depend_on_the_policy():
     names = {policy: [variant.name for variant in experiment.variants(policy)] for policy in kmp.policy.POLICIES}
     assert names == {
-        "mixed_float16": ["float32", "float16, no loss scale", "float16 with kmp"],
-        "float16": ["float32", "float16, no loss scale", "float16 with kmp"],
-        "mixed_bfloat16": ["float32", "bfloat16, no loss scale"],
-        "float32": ["float32"],
+        **{
+            policy: ["float32", "float16, no loss scale", "float16 with kmp"] for policy in ("mixed_float16", "float16")
+        },
+        **{"mixed_bfloat16": ["float32", "bfloat16, no loss scale"], "float32": ["float32"]},
     }
 
 
@@ -52,22 +51,18 @@ def result(accuracy):
     return experiment.Result(accuracy, 1.0, kmp.LossScaleOptimizer("sgd").snapshot(), kmp.records.Run())
 
 
-@pytest.mark.parametrize(
-    ("unscaled", "sentence"),
-    [((0.2, 0.3), "The reason: the loss is a mean"), ((0.7, 0.8), "no more than the seeds do")],
-)
-def test_explanation_has_reasons_only_if_the_variants_differ_by_more_than_the_seeds(unscaled, sentence):
-    accuracies = [(0.7, 0.8), unscaled, (0.75, 0.8)]
-    results = {
-        variant: list(map(result, pair))
-        for variant, pair in zip(experiment.variants("mixed_float16"), accuracies, strict=True)
-    }
-    assert sentence in " ".join(presentation.explanation(results))
+def explanation(policy, *accuracies):
+    """Explains results with these accuracies of each variant."""
+    variants = experiment.variants(policy)
+    results = {each: [*map(result, pair)] for each, pair in zip(variants, accuracies, strict=True)}
+    return " ".join(presentation.explanation(results))
 
 
-def test_explanation_of_one_variant_compares_nothing():
-    results = {variant: [result(0.7), result(0.8)] for variant in experiment.variants("float32")}
-    assert "differ" not in " ".join(presentation.explanation(results))
+def test_explanation_has_reasons_only_if_the_variants_differ_by_more_than_the_seeds():
+    float32, with_kmp = (0.7, 0.8), (0.75, 0.8)
+    assert "The reason: the loss is a mean" in explanation("mixed_float16", float32, (0.2, 0.3), with_kmp)
+    assert "no more than the seeds do" in explanation("mixed_float16", float32, (0.7, 0.8), with_kmp)
+    assert "differ" not in explanation("float32", float32)
 
 
 @pytest.mark.slow

@@ -258,7 +258,11 @@ def test_normalized_kernel_keeps_an_applied_step_if_another_step_is_skipped():
 @pytest.mark.parametrize(
     ("arguments", "error_class", "match"),
     [
-        (("adam", keras.layers.Dense(1)), TypeError, "`optimizer` must be a kmp.LossScaleOptimizer, as kmp.wrap returns.*'adam'"),
+        (
+            ("adam", keras.layers.Dense(1)),
+            TypeError,
+            "`optimizer` must be a kmp.LossScaleOptimizer, as kmp.wrap returns.*'adam'",
+        ),
         ((kmp.LossScaleOptimizer("sgd"), "layer"), TypeError, "`layers` must be models or layers. Received: 'layer'"),
         ((kmp.LossScaleOptimizer("sgd"),), ValueError, "`layers` must hold the models or layers.*Received: none"),
     ],

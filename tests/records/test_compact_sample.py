@@ -135,6 +135,7 @@ def test_names_are_written_when_they_change_and_shared_when_loaded(tmp_path):
     assert run.samples[0].names is run.references[0].names
 
 
+OUTSIDE = "`norm` must hold NaN, or numbers between 0 and 1e+100"
 VALID = encoded(sample_of(normal_counts(3), 1000.0, normal_counts(3)))
 SHORT, LONG = (base64.b64encode(zlib.compress(bytes(size))).decode() for size in (23, 10**8))
 TRUNCATED = base64.b64encode(zlib.compress(bytes(24))[:-2]).decode()
@@ -157,17 +158,11 @@ def numbers(values, dtype="<i8"):
         ({"bins": [*VALID["bins"][:-1], 280]}, "Expected `int` <= 279 - at `$.sample.bins["),
         ({"bins": VALID["bins"][::-1]}, "`bins` must ascend - at `$.sample`"),
         ({"bins": VALID["bins"][:1]}, "`counts` must expand to 24 bytes"),
-        ({"norm": "???"}, "`norm` is not zlib data in base64 ("),
-        ({"norm": "é"}, "`norm` is not zlib data in base64 ("),
-        ({"norm": "AAAA"}, "`norm` is not zlib data in base64 ("),
+        *(({"norm": text}, "`norm` is not zlib data in base64 (") for text in ("???", "é", "AAAA")),
         ({"counts": "AAAA"}, "`counts` is not zlib data in base64 ("),
-        ({"norm": SHORT}, "`norm` must expand to 24 bytes"),
-        ({"norm": LONG}, "`norm` must expand to 24 bytes"),
-        ({"norm": TRUNCATED}, "`norm` must expand to 24 bytes"),
-        ({"norm": FOLLOWED}, "`norm` must expand to 24 bytes"),
+        *(({"norm": text}, "`norm` must expand to 24 bytes") for text in (SHORT, LONG, TRUNCATED, FOLLOWED)),
         ({"counts": LONG}, "`counts` must expand to "),
-        ({"norm": numbers([-1.0, 0.0, 0.0], "<f8")}, "`norm` must hold NaN, or numbers between 0 and 1e+100"),
-        ({"norm": numbers([np.inf, 0.0, 0.0], "<f8")}, "`norm` must hold NaN, or numbers between 0 and 1e+100"),
+        *(({"norm": numbers([value, 0.0, 0.0], "<f8")}, OUTSIDE) for value in (-1.0, np.inf)),
         ({"updates": numbers([0, 0, -1])}, "`updates` must hold integers at least 0 and below 68719476736"),
         ({"bins": [0], "counts": numbers([2**36, 0, 0])}, "`counts` must hold integers at least 0 and below 68719476"),
         ({"unscaled": VALID["unscaled"] | {"counts": None}}, "Expected `str`, got `null` - at `$.sample.unscaled"),

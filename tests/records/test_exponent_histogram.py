@@ -22,46 +22,26 @@ def exponents_of(histogram):
     return dict(zip(histogram.exponents[nonempty].tolist(), histogram.by_exponent[nonempty].tolist(), strict=True))
 
 
-def test_counts_are_available_by_category():
+def test_counts_are_available_by_category_and_make_two_histograms_equal():
     result = histogram(zero=4, inf=2, nan=1, exponents={-24: 5, 15: 8})
     assert (result.zeros, result.infs, result.nans, result.total) == (4, 2, 1, 20)
     assert exponents_of(result) == {-24: 5, 15: 8}
     assert result.zero_fraction == 0.2
-    assert not result.is_finite
-    assert histogram(zero=4).is_finite
-
-
-def test_histograms_with_equal_contents_are_equal():
+    assert math.isnan(histogram().zero_fraction)
+    assert (result.is_finite, histogram(zero=4).is_finite) == (False, True)
+    assert repr(result) == "<ExponentHistogram step=3 loss_scale=8: 20 elements, 4 zero, 2 inf, 1 nan>"
     assert histogram(zero=4) == histogram(zero=4)
     assert histogram(zero=4) != histogram(zero=5)
     assert len({histogram(zero=4), histogram(zero=4)}) == 1
-
-
-def test_repr_is_one_line():
-    text = repr(histogram(zero=4, nan=1))
-    assert text == "<ExponentHistogram step=3 loss_scale=8: 5 elements, 4 zero, 0 inf, 1 nan>"
-
-
-def test_counts_of_another_shape_raise():
     with pytest.raises(ValueError, match=r"\(280,\)"):
         ExponentHistogram(np.zeros(4), 1, 1.0)
-
-
-def test_zero_fraction_of_an_empty_histogram_is_nan():
-    assert math.isnan(histogram().zero_fraction)
 
 
 def test_zones_split_at_the_limits_of_float16():
     counts = {-25: 1, -24: 2, -15: 4, -14: 8, 12: 16, 13: 32, 15: 64, 16: 128}
     assert histogram(zero=3, inf=5, nan=7, exponents=counts).zones == {
-        "zero": 3,
-        "below_subnormal": 1,
-        "subnormal": 2 + 4,
-        "normal": 8 + 16,
-        "near_overflow": 32 + 64,
-        "beyond": 128,
-        "inf": 5,
-        "nan": 7,
+        **{"zero": 3, "below_subnormal": 1, "subnormal": 2 + 4, "normal": 8 + 16},
+        **{"near_overflow": 32 + 64, "beyond": 128, "inf": 5, "nan": 7},
     }
 
 

@@ -1,5 +1,6 @@
 import keras
 import pytest
+from conftest import sequential
 
 from kmp.backend import layers_by_path
 from kmp.records import stable_name, stable_names
@@ -7,13 +8,8 @@ from kmp.records import stable_name, stable_names
 
 def build():
     dense = keras.layers.Dense
-    layers = [
-        dense(2),
-        keras.layers.BatchNormalization(),
-        keras.Sequential([dense(2), dense(3)]),
-        dense(1, name="head_7"),
-    ]
-    model = keras.Sequential([keras.Input((2,)), *layers])
+    nested = keras.Sequential([dense(2), dense(3)])
+    model = sequential(dense(2), keras.layers.BatchNormalization(), nested, dense(1, name="head_7"), shape=(2,))
     return {path: type(layer).__name__ for path, layer in layers_by_path(model).items()}
 
 

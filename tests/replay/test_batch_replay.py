@@ -2,8 +2,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import values
-from keras import ops
+from conftest import sequential, values
+from keras import layers, ops
+from models import Cube
 
 import kmp
 from kmp.records import LOSS_FUNCTION, InvalidTargets
@@ -33,11 +34,6 @@ class Normalize(keras.layers.Layer):
         return x * ops.rsqrt(ops.mean(ops.square(x), -1, keepdims=True) + 1e-12)
 
 
-class Cube(keras.layers.Layer):
-    def call(self, x):
-        return x * x * x
-
-
 class Penalty(keras.layers.Layer):
     def call(self, x):
         self.add_loss(ops.sum(ops.square(x * 30)))
@@ -49,13 +45,10 @@ class LogOfSoftmax(keras.layers.Layer):
         return ops.log(ops.softmax(x * ops.cast(ops.arange(4) * 5, x.dtype)))
 
 
-def model_of(*layers, loss="mse", outputs=1, **options):
-    with kmp.enable():
-        dense = keras.layers.Dense(4, kernel_initializer="ones", name="first")
-        head = keras.layers.Dense(outputs, kernel_initializer="ones", dtype="float32", name="head")
-        model = keras.Sequential([keras.Input((4,)), dense, *layers, head])
-        model.compile("sgd", loss, loss_weights=[1e-9], **options)
-    return model
+def model_of(*hidden, loss="mse", outputs=1, **options):
+    first = layers.Dense(4, kernel_initializer="ones", name="first")
+    head = layers.Dense(outputs, kernel_initializer="ones", dtype="float32", name="head")
+    return sequential(first, *hidden, head, loss=loss, loss_weights=[1e-9], **options)
 
 
 def replayed(model, x=None, y=None, loss_scale=8.0, **options):
@@ -71,42 +64,36 @@ def named(paths):
 
 def test_finite_batch_has_finite_passes():
     result = replayed(model_of())
-    assert (result.is_finite, result.is_finite_in_float32, result.nonfinite, result.float32_layers) == (
-        *(True, True, [], []),
-    )
+    assert (result.is_finite, result.is_finite_in_float32) == (True, True)
+    assert (result.nonfinite, result.float32_layers) == ([], [])
     assert result.loss == pytest.approx(result.float32_loss, rel=1e-2)
     assert (result.examples, result.flushed, result.zero) == (ROWS, {}, [])
 
 
 @pytest.mark.parametrize(
-    ("layer", "x", "operation", "layers"),
+    ("layer", "x", "operation", "name"),
     [
-        (Mask, None, "Cast", ["mask"]),
-        (Normalize, np.zeros((ROWS, 4), "float32"), "Rsqrt", ["normalize"]),
-        (Cube, np.full((ROWS, 4), 15.0, "float32"), "Mul", ["cube"]),
-        (LogOfSoftmax, None, "Log", ["log_of_softmax"]),
+        (Mask, None, "Cast", "mask"),
+        (Normalize, np.zeros((ROWS, 4), "float32"), "Rsqrt", "normalize"),
+        (Cube, np.full((ROWS, 4), 15.0, "float32"), "Mul", "cube"),
+        (LogOfSoftmax, None, "Log", "log_of_softmax"),
     ],
 )
-def test_first_operation_with_nan_or_inf_and_the_layers_that_need_float32_are_found(layer, x, operation, layers):
+def test_first_operation_with_nan_or_inf_and_the_layers_that_need_float32_are_found(layer, x, operation, name):
     keras.utils.clear_session()
     result = replayed(model_of(layer()), x)
-    assert (result.is_finite, result.is_finite_in_float32) == (False, True)
+    assert (result.is_finite, result.is_finite_in_float32, result.loss) == (False, True, None)
     assert result.nonfinite[0].operation == operation
-    assert named([result.nonfinite[0].layer]) == layers
-    assert named(result.float32_layers) == layers
-    assert result.loss is None
+    assert named([result.nonfinite[0].layer]) == named(result.float32_layers) == [name]
     assert np.isfinite(result.float32_loss)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # Keras' cast of the constant
-def test_constant_that_is_infinite_in_float16_is_where_inf_begins(enabled):
-    (first, *_) = replayed(model_of(keras.layers.Lambda(lambda x: x + 1e5, name="lossy"))).nonfinite
+def test_constant_that_is_infinite_in_float16_is_where_inf_begins_and_is_told_from_an_overflow():
+    (first, *_) = replayed(model_of(layers.Lambda(lambda x: x + 1e5, name="lossy"))).nonfinite
     assert (first.layer.split("/")[-1], first.operation, first.value) == ("lossy", "AddV2", "inf")
     assert first.has_infinite_constant
     assert not first.is_backward
-
-
-def test_infinite_constant_is_told_from_an_overflow():
     assert replayed(model_of(InfiniteMask())).nonfinite[0].has_infinite_constant
     overflow = replayed(model_of(Cube()), np.full((ROWS, 4), 15.0, "float32"))
     assert (overflow.nonfinite[0].has_infinite_constant, overflow.lost_constants) == (False, {})
@@ -126,36 +113,47 @@ def test_added_loss_is_told_from_an_output():
     assert named(result.float32_layers) == ["penalty"]
 
 
-def test_loss_that_is_computed_in_float16_is_found():
-    class OwnLoss(keras.Sequential):
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
-            return ops.sum(ops.square(ops.cast(y_pred, "float16") * 300))
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+        return self.loss_of(y_pred)
 
-    with kmp.enable():
-        model = OwnLoss([keras.Input((4,)), keras.layers.Dense(2, name="only", kernel_initializer="ones")])
-        model.compile("sgd")
-    result = replayed(model)
-    assert result.nonfinite[0].layer == LOSS_FUNCTION
-    assert result.nonfinite[0].dtype == "float16"
+
+def model_with(loss):
+    model = OwnLoss(
+        [keras.Input((4,)), *(layers.Dense(2, kernel_initializer="ones", name=name) for name in ("a", "b"))]
+    )
+    model.loss_of = loss
+    model.compile("sgd")
+    return model
+
+
+def test_loss_that_is_computed_in_float16_is_found():
+    found = replayed(model_with(lambda outputs: ops.sum(ops.square(ops.cast(outputs, "float16") * 300)))).nonfinite[0]
+    assert (found.layer, found.dtype) == (LOSS_FUNCTION, "float16")
+
+
+def test_loss_in_the_dtype_of_the_output_needs_the_last_layer_in_float32():
+    def loss(outputs):
+        return ops.sum(ops.square(outputs * ops.cast(300.0, outputs.dtype))) * ops.cast(1e-9, outputs.dtype)
+
+    assert named(replayed(model_with(loss)).float32_layers) == ["b"]
 
 
 def test_chain_of_layers_that_overflow_is_found_as_a_whole():
-    dense = keras.layers.Dense
-    layers = [dense(4, kernel_initializer=keras.initializers.Constant(30.0), name=name) for name in "bcde"]
-    model = model_of(*layers)
+    chain = [layers.Dense(4, kernel_initializer=keras.initializers.Constant(30.0), name=name) for name in "bcde"]
+    model = model_of(*chain)
     model.compile("sgd", "mse", loss_weights=[1e-15])
     assert named(replayed(model, np.ones((ROWS, 4), "float32")).float32_layers) == ["d", "e"]
 
 
 def test_flushed_gradients_are_told_from_zeros():
-    with kmp.enable():
-        inputs = keras.Input((4,))
-        alive = keras.layers.Dense(1, dtype="float32", name="alive")(inputs)
-        dead = keras.layers.Dense(4, activation="relu", kernel_initializer=keras.initializers.Constant(-1), name="dead")
-        small = keras.layers.Dense(1, name="small", kernel_initializer="ones")(dead(inputs))
-        tiny = keras.layers.Dense(1, name="tiny", kernel_initializer="ones")(inputs)
-        model = keras.Model(inputs, [alive, small, tiny])
-        model.compile("sgd", ["mse"] * 3, loss_weights=[1.0, 1.0, 1e-9])
+    inputs = keras.Input((4,))
+    alive = layers.Dense(1, dtype="float32", name="alive")(inputs)
+    dead = layers.Dense(4, activation="relu", kernel_initializer=keras.initializers.Constant(-1), name="dead")
+    small = layers.Dense(1, name="small", kernel_initializer="ones")(dead(inputs))
+    tiny = layers.Dense(1, name="tiny", kernel_initializer="ones")(inputs)
+    model = keras.Model(inputs, [alive, small, tiny])
+    model.compile("sgd", ["mse"] * 3, loss_weights=[1.0, 1.0, 1e-9])
     x = np.ones((ROWS, 4), "float32")
     y = [np.ones((ROWS, 1), "float32") for _ in range(3)]
     result = replayed(model, x, y, loss_scale=1.0)
@@ -186,36 +184,45 @@ def test_nan_in_a_variable_is_named():
     assert not result.is_finite_in_float32
 
 
-def test_usable_scale_takes_the_size_of_the_training_batch_into_account():
-    whole, part = replayed(model_of()), replayed(model_of(), batch_size=4 * ROWS)
-    assert part.usable_scale == 4 * whole.usable_scale
+def test_usable_scale_takes_the_size_of_the_training_batch_into_account_unless_the_loss_is_a_sum():
+    for loss, factor in (("mse", 4), (keras.losses.MeanSquaredError(reduction="sum"), 1)):
+        model = model_of(loss=loss)
+        assert replayed(model, batch_size=4 * ROWS).usable_scale == factor * replayed(model).usable_scale
 
 
 def test_model_with_float16_variables_is_replayed():
     with kmp.enable("float16"):
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    assert replayed(model).is_finite_in_float32
+        assert replayed(sequential(layers.Dense(4), layers.Dense(1))).is_finite_in_float32
 
 
-def test_replay_restores_model_and_seeds():
+def test_replay_restores_model_and_seeds_and_variables_that_keras_does_not_know():
     class Noise(keras.layers.Layer):
-        def call(self, x):
-            return x + keras.random.normal(ops.shape(x), dtype=x.dtype)
+        def __init__(self):
+            super().__init__()
+            self.calls = tf.Variable(0)
+            self.random = tf.random.Generator.from_seed(1)
 
-    keras.utils.set_random_seed(3)
-    model = model_of(keras.layers.Dropout(0.5), keras.layers.BatchNormalization(), Noise(), metrics=["mae"])
+        def call(self, x):
+            self.calls.assign_add(1)
+            noise = keras.random.normal(ops.shape(x), dtype=x.dtype)
+            return x + noise + tf.cast(self.random.normal(()), x.dtype)
+
+    noise = Noise()
+    model = model_of(layers.Dropout(0.5), layers.BatchNormalization(), noise, metrics=["mae"])
     model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0)
-    before, policies = values(model.variables), [layer.dtype_policy for layer in model.layers]
+
+    def state():
+        own = [noise.calls.numpy(), noise.random.state.numpy()]
+        return [*values(model.variables), *own, *(layer.dtype_policy.name for layer in model.layers)]
+
+    before = state()
     keras.utils.set_random_seed(5)
     expected = [keras.random.normal((3,)), np.random.rand()]
     keras.utils.set_random_seed(5)
     replayed(model)
     np.testing.assert_array_equal(keras.random.normal((3,)), expected[0])
     assert np.random.rand() == expected[1]
-    for old, new in zip(before, values(model.variables), strict=True):
-        np.testing.assert_array_equal(old, new)
-    assert [layer.dtype_policy for layer in model.layers] == policies
+    np.testing.assert_equal(state(), before)
 
 
 class HarmlessMask(keras.layers.Layer):
@@ -250,60 +257,44 @@ def test_smallest_input_is_that_of_the_divisor(function, smallest):
 
 
 def test_overflow_between_layers_needs_the_layer_before_in_float32():
-    with kmp.enable():
-        inputs = keras.Input((4,))
-        x = keras.layers.Dense(4, kernel_initializer="ones", name="before")(inputs)
-        outputs = keras.layers.Dense(1, kernel_initializer="ones", name="after", dtype="float32")(x * x * x)
-        model = keras.Model(inputs, outputs, name="net")
-        model.compile("sgd", "mse", loss_weights=[1e-9])
+    inputs = keras.Input((4,))
+    x = layers.Dense(4, kernel_initializer="ones", name="before")(inputs)
+    outputs = layers.Dense(1, kernel_initializer="ones", name="after", dtype="float32")(x * x * x)
+    model = keras.Model(inputs, outputs, name="net")
+    model.compile("sgd", "mse", loss_weights=[1e-9])
     result = replayed(model, np.full((ROWS, 4), 15.0, "float32"))
-    assert named(result.float32_layers) == ["before"]
-    assert result.nonfinite[0].layer == "net"
+    assert (named(result.float32_layers), result.nonfinite[0].layer) == (["before"], "net")
 
 
 def test_layer_with_a_function_of_its_own_is_replayed():
     class Traced(keras.layers.Layer):
         def __init__(self, **options):
             super().__init__(**options)
-            self.inner = keras.layers.Dense(4, name="inner")
+            self.inner = layers.Dense(4, name="inner")
 
         @tf.function
         def call(self, x):
             return self.inner(x)
 
-    with kmp.enable():
-        layers = [Traced(), Cube(name="cube"), keras.layers.Dense(1, dtype="float32")]
-        model = keras.Sequential([keras.Input((4,)), *layers])
-        model.compile("sgd", "mse", loss_weights=[1e-12])
+    model = sequential(Traced(), Cube(name="cube"), layers.Dense(1, dtype="float32"), loss_weights=[1e-12])
     result = replayed(model, np.full((ROWS, 4), 100.0, "float32"))
     assert named(result.float32_layers) == ["cube"]
 
 
 def test_gradient_of_an_embedding_has_the_rows_of_the_batch():
     words = np.array([[1, 2], [1, 3]])
-    with kmp.enable():
-        layers = [keras.layers.Embedding(1000, 4, name="words"), keras.layers.GlobalAveragePooling1D()]
-        model = keras.Sequential([keras.Input((2,), dtype="int32"), *layers, keras.layers.Dense(1, dtype="float32")])
-        model.compile("sgd", "mse", loss_weights=[1e-9])
+    parts = layers.Embedding(1000, 4, name="words"), layers.GlobalAveragePooling1D(), layers.Dense(1, dtype="float32")
+    model = sequential(*parts, shape=(2,), loss_weights=[1e-9])
     result = replayed(model, words, np.ones((2, 1), "float32"), loss_scale=1.0)
     assert named(path for path, share in result.flushed.items() if share == 1.0) == ["embeddings"]
     slices = tf.IndexedSlices(tf.ones((3, 2), tf.float16), tf.constant([7, 5, 7]), dense_shape=tf.constant([9, 2]))
     np.testing.assert_array_equal(as_array(slices), [[2, 2], [1, 1]])
 
 
-def test_gradients_of_a_summed_loss_grow_with_the_batch():
-    whole = replayed(model_of(loss=keras.losses.MeanSquaredError(reduction="sum")))
-    part = replayed(model_of(loss=keras.losses.MeanSquaredError(reduction="sum")), batch_size=4 * ROWS)
-    assert part.usable_scale == whole.usable_scale
-
-
 def test_targets_are_compared_with_the_output_of_their_name():
-    with kmp.enable():
-        inputs = keras.Input((4,))
-        heads = [keras.layers.Dense(classes, name=name)(inputs) for name, classes in (("b", 3), ("a", 5))]
-        model = keras.Model(inputs, heads)
-        losses = [keras.losses.SparseCategoricalCrossentropy(from_logits=True) for _ in heads]
-        model.compile("sgd", losses)
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, [layers.Dense(n, name=name)(inputs) for name, n in (("b", 3), ("a", 5))])
+    model.compile("sgd", [keras.losses.SparseCategoricalCrossentropy(from_logits=True) for _ in model.outputs])
     x, y = np.ones((ROWS, 4), "float32"), {"a": np.arange(ROWS) % 5, "b": np.arange(ROWS) % 3}
     assert replayed(model, x, y).invalid_targets is None
     invalid = replayed(model, x, y | {"a": np.arange(ROWS)}).invalid_targets
@@ -311,42 +302,11 @@ def test_targets_are_compared_with_the_output_of_their_name():
 
 
 def test_only_invalid_target_is_a_mark_of_what_is_missing():
-    with kmp.enable():
-        model = keras.Sequential([keras.Input((2, 4)), keras.layers.Dense(3)])
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model = sequential(layers.Dense(3), shape=(2, 4), loss=loss)
     y = np.tile([0, 255], (ROWS, 1))
     invalid = replayed(model, np.ones((ROWS, 2, 4), "float32"), y).invalid_targets
     assert (invalid.only_invalid, invalid.per_example, invalid.from_logits) == (255, 2, True)
-
-
-def test_variables_that_keras_does_not_know_are_restored():
-    class Count(keras.layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.calls = tf.Variable(0)
-            self.random = tf.random.Generator.from_seed(1)
-
-        def call(self, x):
-            self.calls.assign_add(1)
-            return x + tf.cast(self.random.normal(()), x.dtype)
-
-    layer = Count()
-    model = model_of(layer)
-    before = int(layer.calls), layer.random.state.numpy().tolist()
-    replayed(model)
-    assert (int(layer.calls), layer.random.state.numpy().tolist()) == before
-
-
-def test_loss_in_the_dtype_of_the_output_needs_the_last_layer_in_float32():
-    class OwnLoss(keras.Sequential):
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
-            return ops.sum(ops.square(y_pred * ops.cast(300.0, y_pred.dtype))) * ops.cast(1e-9, y_pred.dtype)
-
-    with kmp.enable():
-        layers = [keras.layers.Dense(2, name=name, kernel_initializer="ones") for name in ("first", "last")]
-        model = OwnLoss([keras.Input((4,)), *layers])
-        model.compile("sgd")
-    assert named(replayed(model).float32_layers) == ["last"]
 
 
 def test_sum_over_the_batch_is_replayed_with_its_size():
@@ -355,12 +315,12 @@ def test_sum_over_the_batch_is_replayed_with_its_size():
             self.add_loss(ops.sum(x * 100) * ops.cast(1e-6, x.dtype))
             return x
 
-    few = replayed(model_of(Penalty(name="penalty")), batch_size=64 * ROWS)
-    assert few.is_finite
-    many = replayed(model_of(Penalty(name="penalty")), batch_size=64 * ROWS, failed="gradients")
-    assert (many.examples, named(many.float32_layers)) == (64 * ROWS, ["penalty"])
-    overflowing = replayed(model_of(Penalty(name="penalty")), batch_size=64 * ROWS, loss_scale=2.0**60, failed="loss")
-    assert (overflowing.examples, overflowing.loss) == (64 * ROWS, None)
+    model, size = model_of(Penalty(name="penalty")), 64 * ROWS
+    assert replayed(model, batch_size=size).is_finite
+    many = replayed(model, batch_size=size, failed="gradients")
+    assert (many.examples, named(many.float32_layers)) == (size, ["penalty"])
+    overflowing = replayed(model, batch_size=size, loss_scale=2.0**60, failed="loss")
+    assert (overflowing.examples, overflowing.loss) == (size, None)
 
 
 @pytest.mark.parametrize("loss", ["binary_crossentropy", keras.losses.BinaryCrossentropy(from_logits=True)])

@@ -1,14 +1,16 @@
 import keras
 import numpy as np
 import pytest
-from keras import ops
+from conftest import sequential
+from keras import layers, ops
 from test_batch_replay import named, replayed
 
-import kmp
 from kmp.records import GradientError, is_harmful
 from kmp.replay.layer_marks import relative_error
 
+pytestmark = pytest.mark.usefixtures("enabled")
 ROWS = 32
+NORMAL = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
 
 
 class RootMeanSquare(keras.layers.Layer):
@@ -40,11 +42,7 @@ class Count(keras.layers.Layer):
 )
 def test_error_of_a_finite_pass_is_measured_where_it_is_born_and_its_layer_is_found(layer, low, high):
     x = np.random.default_rng(0).uniform(low, high, (ROWS, 4)).astype("float32")
-    with kmp.enable():
-        layers = [layer(name="lossy"), keras.layers.Dense(4, name="hidden"), keras.layers.Dense(1, name="head")]
-        model = keras.Sequential([keras.Input((4,)), *layers])
-        model.compile("sgd", "mse")
-    result = replayed(model, x)
+    result = replayed(sequential(layer(name="lossy"), layers.Dense(4, name="hidden"), layers.Dense(1, name="head")), x)
     assert result.is_finite
     assert result.is_harmful
     assert named(result.float32_layers) == ["lossy"]
@@ -59,11 +57,7 @@ def test_dropout_and_losses_that_layers_add_are_no_errors():
             self.add_loss(ops.mean(x))
             return x
 
-    with kmp.enable():
-        layers = [keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.5), Penalty(), keras.layers.Dense(1)]
-        model = keras.Sequential([keras.Input((4,)), *layers])
-        model.compile("sgd", "mse")
-    result = replayed(model, np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32"))
+    result = replayed(sequential(layers.Dense(8, "relu"), layers.Dropout(0.5), Penalty(), layers.Dense(1)), NORMAL)
     assert result.is_compared
     assert not result.is_harmful
     assert result.output_error < 0.004
@@ -96,36 +90,23 @@ def test_pass_with_random_numbers_of_the_users_own_is_not_compared():
         def call(self, x):
             return keras.random.dropout(x, 0.5, seed=self.seed)
 
-    with kmp.enable():
-        model = keras.Sequential([keras.Input((4,)), OwnDropout(), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    result = replayed(model, np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32"))
+    result = replayed(sequential(OwnDropout(), layers.Dense(1)), NORMAL)
     assert result.is_finite
     assert not result.is_compared
     assert (result.layer_errors, result.float32_layers) == ([], [])
 
 
 def test_gradient_that_is_zero_but_for_rounding_is_not_compared():
-    with kmp.enable():
-        normalization = keras.layers.BatchNormalization
-        layers = [normalization(scale=False), keras.layers.Dense(8, use_bias=False), normalization()]
-        layers += [keras.layers.ReLU(), keras.layers.Dense(1)]
-        model = keras.Sequential([keras.Input((4,)), *layers])
-        model.compile("sgd", "mse")
-    x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
-    result = replayed(model, x, x[:, :1])
+    parts = [layers.BatchNormalization(scale=False), layers.Dense(8, use_bias=False), layers.BatchNormalization()]
+    result = replayed(sequential(*parts, layers.ReLU(), layers.Dense(1)), NORMAL, NORMAL[:, :1])
     assert result.is_compared
     assert not result.is_harmful
 
 
 def test_output_error_of_a_large_mean_is_not_harmful():
-    with kmp.enable():
-        head = keras.layers.Dense(1, bias_initializer=keras.initializers.Constant(500.0))
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "relu"), head])
-        model.compile("sgd", "mse")
-    x = np.random.default_rng(0).normal(scale=0.2, size=(ROWS, 4)).astype("float32")
-    y = 500 + 50 * x[:, :1]
-    result = replayed(model, x, y, loss_scale=1.0)
+    head = layers.Dense(1, bias_initializer=keras.initializers.Constant(500.0))
+    x = 0.2 * NORMAL
+    result = replayed(sequential(layers.Dense(8, "relu"), head), x, 500 + 50 * x[:, :1], loss_scale=1.0)
     assert result.output_error > 0.05
     assert not result.is_harmful
     assert result.float32_layers == []
@@ -162,14 +143,12 @@ class RunningMean(keras.layers.Layer):
         (lambda: RunningMean(-40.0), True),  # a step of 0.01, between numbers that are 0.03 apart
         (lambda: RunningMean(-42.0), False),  # there already: what is left is noise
         (lambda: RunningMean(-40.0, momentum=0.0), False),  # the mean of the batch alone
-        (lambda: keras.layers.BatchNormalization(name="running"), False),
+        (lambda: layers.BatchNormalization(name="running"), False),
     ],
 )
 def test_state_whose_updates_float16_loses_is_told_from_one_that_has_converged(layer, is_lost):
     x = np.random.default_rng(0).normal(-42.0, 1.0, (ROWS, 24)).astype("float32")
-    with kmp.enable():
-        model = keras.Sequential([keras.Input((24,)), layer(), keras.layers.Dense(1, name="head")])
-        model.compile("sgd", "mse")
+    model = sequential(layer(), layers.Dense(1, name="head"), shape=(24,))
     result = replayed(model, x, batch_size=1024)
     assert named(result.lost_states) == ["mean"] * is_lost
     assert (named(result.float32_layers), result.is_harmful) == (["running"] * is_lost, is_lost)

@@ -27,16 +27,16 @@ VARIABLE = {
 VARIABLES = {"a/kernel": VARIABLE, "b/kernel": VARIABLE | {"first": -30, "amax": 2.0**-27}, "c/bias": VARIABLE}
 SAMPLE = sample_from(1, 1024.0, VARIABLES)
 UNSCALED = sample_from(1, 1.0, {name: VARIABLE | {"first": -30} for name in VARIABLES}).bin_counts
-ENCODED = json.loads(json.dumps(compact(SAMPLE)))
-ENCODED_WITH_UNSCALED = json.loads(
-    json.dumps(compact(replace(SAMPLE, loss_scale=1000.0, unscaled_bin_counts=UNSCALED)))
+ENCODED, ENCODED_WITH_UNSCALED = (
+    json.loads(json.dumps(compact(sample)))
+    for sample in (SAMPLE, replace(SAMPLE, loss_scale=1000.0, unscaled_bin_counts=UNSCALED))
 )
 WITHOUT_NAMES = {key: value for key, value in ENCODED.items() if key != "names"}
 SETTINGS = {
     **{"rule": "DynamicScale", "initial_scale": 1024.0, "growth_interval": 100, "growth_factor": 2.0},
     **{"backoff_factor": 0.5, "hysteresis": 1, "min_scale": 2.0**-14, "max_scale": 2.0**127, "model": "m"},
-    "layers": {"a": "Dense"},
-    **{"compute_dtypes": ["float16"], "float32_variables": ["c/bias"], "optimizer": "Adam", "parameters": 36},
+    **{"layers": {"a": "Dense"}, "compute_dtypes": ["float16"], "float32_variables": ["c/bias"]},
+    **{"optimizer": "Adam", "parameters": 36},
 }
 COUNTERS = {
     **{"overflow_count": 1, "overflow_rate": 0.1, "nonfinite_loss_count": 1, "overflows_in_a_row": 0, "last_loss": 0.5},
@@ -78,19 +78,9 @@ VALUES = st.sampled_from(
         *(None, True, [], {}, "", "nan", [[[]]], {"a": {"a": {}}}, [1] * 300, "a" * 5000, {"": 1}, ["float16"]),
         *(0, 1, -1, 2, 14, 15, 280, 2**31, 2**36 - 1, 2**48 - 1, 2**53, 2**63 - 1, 2**63, 10**400, -(10**30)),
         *(0.0, -0.0, 0.5, 1.5, -1.5, 1e-320, 2.0**-149, 1e-45, 3e38, 1e39, 1e100, 1e308, -1e308),
-        *(
-            float("nan"),
-            float("inf"),
-            "\x1b[2J",
-            "\u202e",
-            "\0",
-            "\ud800",
-            "$x_{$",
-            "a/kernel",
-            "float32",
-            "FixedScale",
-        ),
+        *(float("nan"), float("inf"), "\x1b[2J", "\u202e", "\0", "\ud800", "$x_{$", "a/kernel", "float32"),
         *(SETTINGS, REPLAY, ENCODED, ENCODED["bins"], ENCODED["counts"], ENCODED["norm"], ENCODED["updates"], "AAAA"),
+        "FixedScale",
     ]
 )
 INTEGERS = st.sampled_from([0, 1, 2, 5, 14, 40, 277, 2**31, 2**36 - 1, 2**48 - 1])
@@ -147,7 +137,7 @@ def attempted(function, argument):
         return None, str(error)
 
 
-def check(file, data, draws):
+def assert_refused_with_its_line_or_used(file, data, draws):
     """Loads the log and, if that succeeds, uses it in every way."""
     file.write_bytes(data)
     run, refusal = attempted(kmp.load_run, file)
@@ -166,41 +156,57 @@ def check(file, data, draws):
     assert is_shown_safely(report.html({"run": run}))
     if draws:
         for name in ("exponents_over_steps", "layer_errors", "loss_scale", "overflowing_variables", "what_if"):
-            getattr(plots, name)(run)
+            assert getattr(plots, name)(run).get_xlabel()
         plt.close("all")
 
 
 def fuzz(examples):
-    return settings(
-        max_examples=examples,
-        derandomize=True,
-        deadline=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
+    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    return settings(max_examples=examples, derandomize=True, deadline=None, suppress_health_check=checks)
 
 
 @fuzz(EXAMPLES)
 @given(changed_logs())
-def test_changed_log_is_refused_with_its_line_or_reported(tmp_path, monkeypatch, data):
-    monkeypatch.setattr("kmp.report.figures._svg", lambda *_: "data:,")
-    check(tmp_path / "kmp.jsonl", data, draws=False)
+def test_changed_log_is_refused_with_its_line_or_reported(tmp_path, without_figures, data):
+    assert_refused_with_its_line_or_used(tmp_path / "kmp.jsonl", data, draws=False)
 
 
 @fuzz(max(5, EXAMPLES // 40))
 @given(changed_logs())
 def test_changed_log_is_refused_with_its_line_or_drawn(tmp_path, data):
-    check(tmp_path / "kmp.jsonl", data, draws=True)
+    assert_refused_with_its_line_or_used(tmp_path / "kmp.jsonl", data, draws=True)
 
 
-def test_unchanged_log_loads(tmp_path):
+def test_unchanged_log_loads_and_unknown_keys_are_ignored(tmp_path):
     file = tmp_path / "kmp.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in LOG))
     loaded = kmp.load_run(file)
     assert [*map(set, loaded.rows)] == [{*line} - {"later_key"} for line in LOG[1:]]
     assert [sample.names for sample in (*loaded.samples, *loaded.references)] == [SAMPLE.names] * 4
-    check(file, file.read_bytes(), draws=True)
+    assert_refused_with_its_line_or_used(file, file.read_bytes(), draws=True)
+    row = {"step": 1, "later": 2.5, "large": 10**400, "deep": [[{}]]}
+    header = {"schema": SCHEMA, "kind": "header", "torch": "2.9", "settings": {"model": "m", "later": ["a"]}}
+    file.write_text(json.dumps(header) + "\n" + json.dumps(row) + "\n")
+    run = kmp.load_run(tmp_path)
+    assert run.rows == [{"step": 1}]
+    assert run.header == {"schema": SCHEMA, "kind": "header", "settings": {"model": "m"}}
 
 
+REFUSED_RECORDS = [
+    ('{"loss": 1}', "Object missing required field `step`"),
+    ('{"st', "JSON is malformed"),
+    ('{"step": 1, "last_loss": NaN}', "JSON is malformed: invalid character (byte 25)"),
+    ('{"step": 5, "overflow_count": "many"}', "Expected `int`, got `str` - at `$.overflow_count`"),
+    ('{"step": 9223372036854775808}', "Expected `int` <= 281474976710655 - at `$.step`"),
+    (f'{{"step": 1, "last_loss": 1{"0" * 400}}}', "Number out of range - at `$.last_loss`"),
+    ('{"step": 5, "loss_scale": 0.0}', "Expected `float` >= 1.401298464324817e-45 - at `$.loss_scale`"),
+    ('{"step": 5, "overflows_by_variable": {"a": -1}}', "Expected `int` >= 0 - at `$.overflows_by_var"),
+    ('{"step": 5, "x": ' + "[" * 99999, "maximum recursion depth exceeded"),
+    ('{"step": 5, "overflow_origin": "\udcff"}', "'utf-8' codec can't decode byte 0xff"),
+    ('{"step": 5, "overflow_origin": "\0"}', "JSON is malformed: invalid character"),
+    (json.dumps({"step": 5, "sample": WITHOUT_NAMES}), "No sample before this one has `names`"),
+    (json.dumps({"step": 5, "sample": ENCODED | {"norm": "AAAA"}}), "`norm` is not zlib data in base64"),
+]
 HEADER = f'{{"schema": {SCHEMA}, "kind": "header"}}\n'
 
 
@@ -213,28 +219,7 @@ HEADER = f'{{"schema": {SCHEMA}, "kind": "header"}}\n'
         ('{"step": 1}', ":1: Object missing required field `schema`"),
         ('{"kind": "header", "schema": 99}', ":1: Expected `int` <= 1 - at `$.schema`"),
         ('{"kind": "header", "schema": 1, "settings": {"compute_dtypes": [1]}}', ":1: Expected `str`, got `int` - at"),
-        (HEADER + '{"loss": 1}', ":2: Object missing required field `step`"),
-        (HEADER + '{"st', ":2: JSON is malformed"),
-        (HEADER + '{"step": 1, "last_loss": NaN}', ":2: JSON is malformed: invalid character (byte 25)"),
-        (HEADER + '{"step": 5, "overflow_count": "many"}', ":2: Expected `int`, got `str` - at `$.overflow_count`"),
-        (HEADER + '{"step": 9223372036854775808}', ":2: Expected `int` <= 281474976710655 - at `$.step`"),
-        (HEADER + f'{{"step": 1, "last_loss": 1{"0" * 400}}}', ":2: Number out of range - at `$.last_loss`"),
-        (
-            HEADER + '{"step": 5, "loss_scale": 0.0}',
-            ":2: Expected `float` >= 1.401298464324817e-45 - at `$.loss_scale`",
-        ),
-        (
-            HEADER + '{"step": 5, "overflows_by_variable": {"a": -1}}',
-            ":2: Expected `int` >= 0 - at `$.overflows_by_var",
-        ),
-        (HEADER + '{"step": 5, "x": ' + "[" * 99999, ":2: maximum recursion depth exceeded"),
-        (HEADER + '{"step": 5, "overflow_origin": "\udcff"}', ":2: 'utf-8' codec can't decode byte 0xff"),
-        (HEADER + '{"step": 5, "overflow_origin": "\0"}', ":2: JSON is malformed: invalid character"),
-        (HEADER + json.dumps({"step": 5, "sample": WITHOUT_NAMES}), ":2: No sample before this one has `names`"),
-        (
-            HEADER + json.dumps({"step": 5, "sample": ENCODED | {"norm": "AAAA"}}),
-            ":2: `norm` is not zlib data in base64",
-        ),
+        *((HEADER + text, f":2: {message}") for text, message in REFUSED_RECORDS),
     ],
 )
 def test_refused_log_is_one_line_with_file_line_and_key(tmp_path, capsys, text, message):
@@ -244,12 +229,3 @@ def test_refused_log_is_one_line_with_file_line_and_key(tmp_path, capsys, text, 
     error = capsys.readouterr().err
     if message:
         assert re.fullmatch(re.escape(f"kmp: {file}{message}") + ".*\n", error)
-
-
-def test_unknown_keys_are_ignored(tmp_path):
-    row = {"step": 1, "later": 2.5, "large": 10**400, "deep": [[{}]]}
-    header = {"schema": SCHEMA, "kind": "header", "torch": "2.9", "settings": {"model": "m", "later": ["a"]}}
-    (tmp_path / "kmp.jsonl").write_text(json.dumps(header) + "\n" + json.dumps(row) + "\n")
-    run = kmp.load_run(tmp_path)
-    assert run.rows == [{"step": 1}]
-    assert run.header == {"schema": SCHEMA, "kind": "header", "settings": {"model": "m"}}

@@ -23,17 +23,7 @@ from rich.console import Console
 import kmp
 from kmp import report
 from kmp.callbacks import Report, defaults
-from kmp.records import (
-    BIN_COUNT,
-    ZERO_BIN,
-    BinCounts,
-    GradientError,
-    GradientSample,
-    LayerError,
-    Replay,
-    Run,
-    to_line,
-)
+from kmp.records import BIN_COUNT, ZERO_BIN, BinCounts, GradientError, GradientSample, LayerError, Replay, Run, to_line
 from kmp.report.run_comparison import comparison, difference
 from kmp.report.run_summary import RunSummary
 from kmp.report.run_tables import gradients, layer_errors, other_scales, overflow_and_underflow
@@ -158,12 +148,6 @@ def page_of_one():
     return run, report.html({"first": run})
 
 
-@pytest.fixture
-def without_figures(monkeypatch):
-    """Draws nothing, which takes most of the time that a page takes."""
-    monkeypatch.setattr("kmp.report.figures._svg", lambda *_: "data:,")
-
-
 def files_in(folder):
     return [file.name for file in folder.iterdir()]
 
@@ -172,16 +156,12 @@ def normalized(text):
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize(
-    ("name", "runs"),
-    [
-        ("report_one", lambda: {"first": make_run()}),
-        ("report_three", make_three_runs),
-        ("report_empty", lambda: {"empty": Run()}),
-    ],
-)
-def test_summary_matches_the_golden_file(name, runs):
-    text, golden = printed(runs()), GOLDEN / f"{name}.txt"
+SUMMARIES = {"one": lambda: {"first": make_run()}, "three": make_three_runs, "empty": lambda: {"empty": Run()}}
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_summary_matches_the_golden_file(name):
+    text, golden = printed(SUMMARIES[name]()), GOLDEN / f"report_{name}.txt"
     if os.environ.get("KMP_WRITE_GOLDEN"):
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(text)
@@ -216,30 +196,25 @@ def test_page_has_verdict_findings_figures_tables_and_settings_in_this_order(pag
     assert [re.search("<summary>(.*?)</summary>", part)[1] for part in folded] == [*tables, "Settings"]
 
 
-def test_page_loads_no_resources_and_runs_no_scripts(page_of_one):
-    page = Page(page_of_one[1])
+def test_page_loads_no_resources_runs_no_scripts_and_its_figures_have_text_alternatives(page_of_one):
+    text, page = page_of_one[1], Page(page_of_one[1])
     assert len(page.loaded) == 5
     assert all(url.startswith("data:image/svg+xml;base64,") for url in page.loaded)
     assert not {"script", "link", "iframe", "object", "base"} & set(page.tags)
-    assert "url(" not in page_of_one[1]
-    assert "@import" not in page_of_one[1]
-
-
-def test_figures_have_text_alternatives(page_of_one):
-    alts = Page(page_of_one[1]).alts
-    assert alts[0] == "The loss scale over the training steps, 2^4 at the end; 60 of 300 steps were skipped."
-    assert "step 300" in alts[1]
-    assert alts[2] == "The gradients' binary exponents in 6 samples, from step 50 to 300."
-    assert "Recommended: 2^" in alts[3]
+    assert not any(part in text for part in ("url(", "@import"))
+    scale, exponents, gradients, what_if, variables = page.alts
+    assert scale == "The loss scale over the training steps, 2^4 at the end; 60 of 300 steps were skipped."
+    assert "step 300" in exponents
+    assert gradients == "The gradients' binary exponents in 6 samples, from step 50 to 300."
+    assert "Recommended: 2^" in what_if
     origin = "m/last/kernel was the overflow origin in 100% of those with a finite loss."
-    assert alts[4] == f"Skipped steps by variable; {origin}"
+    assert variables == f"Skipped steps by variable; {origin}"
 
 
 def test_page_is_reproducible_and_leaves_matplotlib_as_it_was(page_of_one):
     before, open_figures = dict(mpl.rcParams), plt.get_fignums()
     assert report.html({"first": page_of_one[0]}) == page_of_one[1]
-    assert dict(mpl.rcParams) == before
-    assert plt.get_fignums() == open_figures
+    assert (dict(mpl.rcParams), plt.get_fignums()) == (before, open_figures)
 
 
 def test_comparison_with_float32_follows_the_findings_of_a_run_that_has_one(without_figures):
@@ -366,11 +341,6 @@ def test_metrics_with_the_names_of_counts_are_compared_apart_from_them():
     assert dict(row[:2] for row in of_counts.rows)["steps"] == "300"
 
 
-def test_counts_of_skipped_steps_have_their_share_and_origin():
-    counts = dict(RunSummary("first", make_run(skipped=60)).counts)
-    assert (counts["skipped steps"], counts["last overflow origin"]) == ("60 (20%)", "m/last/kernel")
-
-
 def test_gradients_are_of_the_newest_sample_by_layer():
     table = gradients(RunSummary("first", make_run()))
     first, last = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
@@ -387,8 +357,10 @@ def test_gradients_are_of_the_newest_sample_by_layer():
     assert "Step 300, loss scale 2^4." in table.note
 
 
-def test_overflows_are_sorted_by_origin():
-    table = overflow_and_underflow(RunSummary("first", make_run(skipped=60)))
+def test_skipped_steps_have_their_share_and_overflows_are_sorted_by_origin():
+    summary = RunSummary("first", make_run(skipped=60))
+    counts, table = dict(summary.counts), overflow_and_underflow(summary)
+    assert (counts["skipped steps"], counts["last overflow origin"]) == ("60 (20%)", "m/last/kernel")
     assert table.columns == ("variable", "overflow origin", "overflowed", "underflow origin", "underflowed")
     assert table.rows[0][:3] == ("m/last/kernel", "60", "60")
     assert {row[:3] for row in table.rows[1:]} == {("m/first/kernel", "0", "60"), ("m/first/bias", "0", "60")}
@@ -419,7 +391,7 @@ def test_other_scales_match_what_if():
     curve, table = kmp.what_if(run), other_scales(RunSummary("first", run))
     low, high = curve.recommended
     assert [row[0] for row in table.rows] == [
-        *("in use: 2^4", f"lowest recommended: 2^{low}", f"highest recommended: 2^{high}", "none: 1"),
+        *("in use: 2^4", f"lowest recommended: 2^{low}", f"highest recommended: 2^{high}", "none: 1")
     ]
     at = curve.at(4)
     assert table.rows[0][1] == f"{share(at['underflow'])} to {share(at['underflow_bound'])}"
@@ -448,21 +420,14 @@ def test_settings_match_the_header_of_the_log():
     expected = {
         **{"learning_rate": "0.002", "is_on": "True", "layers": "a: Dense, b: X", "empty": "none"},
         **{"started": "2026-11-01 10:00:00+00:00", "initial_scale": "2^4", "parameters": "12,345"},
-        "compute_dtypes": "float16, float32",
-    }
+    } | {"compute_dtypes": "float16, float32"}
     assert {key: settings[key] for key in expected} == expected
     assert "schema" not in settings
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        *((None, "unknown"), (math.nan, "unknown"), (0.0, "0%"), (1e-9, "<0.1%")),
-        *((0.125, "12.5%"), (0.99999, ">99.9%"), (1.0, "100%")),
-    ],
-)
-def test_share_is_not_rounded_to_none_or_all(value, text):
-    assert share(value) == text
+def test_share_is_not_rounded_to_none_or_all():
+    values = None, math.nan, 0.0, 1e-9, 0.125, 0.99999, 1.0
+    assert [*map(share, values)] == ["unknown", "unknown", "0%", "<0.1%", "12.5%", ">99.9%", "100%"]
 
 
 SCALE = {"step": 5, "loss_scale": 8.0}
@@ -484,9 +449,9 @@ UNUSUAL_RUNS = {
 @pytest.mark.parametrize("name", UNUSUAL_RUNS)
 def test_reports_of_unusual_runs_are_accurate(name):
     run = UNUSUAL_RUNS[name]
-    page = Page(report.html({name: run}))
-    assert normalized(kmp.advise(run).verdict) in page.text
-    assert normalized(kmp.advise(run).verdict) in normalized(printed({name: run}))
+    page, verdict = Page(report.html({name: run})), normalized(kmp.advise(run).verdict)
+    assert verdict in page.text
+    assert verdict in normalized(printed({name: run}))
     assert all(page.alts)
     if not run.samples:
         assert "No gradients were sampled. Attach kmp.callbacks.GradientHistogram to sample them." in page.text
@@ -514,10 +479,10 @@ def test_wrong_runs_are_errors(function, runs, error, message):
         function(runs)
 
 
-@pytest.mark.parametrize("paths", ["runs/first", 3, [3]])
-def test_wrong_types_of_paths_are_errors(paths):
-    with pytest.raises(TypeError, match="`paths` must be a list of paths. Received: paths="):
-        report.load(paths)
+def test_wrong_types_of_paths_are_errors():
+    for paths in ("runs/first", 3, [3]):
+        with pytest.raises(TypeError, match="`paths` must be a list of paths. Received: paths="):
+            report.load(paths)
     with pytest.raises(TypeError, match="`path` must be the path of the HTML file. Received: path=3"):
         report.write({"first": Run()}, 3)
 
@@ -583,32 +548,29 @@ def test_runs_are_named_after_their_folders(tmp_path):
     shutil.copy(tmp_path / "a/one/kmp.jsonl", tmp_path / "a/other.jsonl")
     paths = ["a/one", "a/two", "b/two/kmp.jsonl", "b/x/two", "a/other.jsonl", "a/one"]
     assert list(report.load([tmp_path / path for path in paths])) == [
-        *("one", "a/two", "b/two", "x/two", "other", "one#2"),
+        *("one", "a/two", "b/two", "x/two", "other", "one#2")
     ]
 
 
-def test_write_creates_the_folder_and_leaves_no_other_file(without_figures, tmp_path):
+def test_write_creates_the_folder_and_a_failed_one_is_an_error_and_keeps_the_previous_page(
+    without_figures, tmp_path, monkeypatch
+):
     path = report.write({"first": make_run()}, tmp_path / "new" / "folder" / "r.html")
-    assert path.read_text(encoding="utf-8") == report.html({"first": make_run()})
+    before = path.read_text(encoding="utf-8")
+    assert before == report.html({"first": make_run()})
     assert files_in(path.parent) == ["r.html"]
-
-
-def test_failed_write_is_an_error_and_keeps_the_previous_page(without_figures, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="the report cannot be written"):
-        report.write({"first": make_run()}, tmp_path)  # a folder
-    assert files_in(tmp_path) == []
-    path = tmp_path / "r.html"
-    path.write_text("before")
+        report.write({"first": make_run()}, path.parent)  # a folder
 
     def disk_full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", disk_full)
     with pytest.raises(OSError, match=r"the report cannot be written \(No space left on device\)") as raised:
-        report.write({"first": make_run()}, path)
+        report.write({"other": make_run()}, path)
     assert raised.value.filename == str(path)
-    assert path.read_text() == "before"
-    assert files_in(tmp_path) == ["r.html"]
+    assert path.read_text(encoding="utf-8") == before
+    assert files_in(path.parent) == ["r.html"]
 
 
 @pytest.mark.slow
@@ -659,10 +621,8 @@ def test_reports_take_at_most_five_percent_of_the_time(tmp_path, monkeypatch):
 def test_report_that_cannot_be_written_warns_once_and_training_continues(tmp_path, monkeypatch):
     callback = attached(tmp_path / "r.html")
     monkeypatch.setitem(sys.modules, "kmp.report.figures", None)  # as if matplotlib could not be imported
-    with pytest.warns(
-        UserWarning,
-        match=r"The report .*r\.html' was not written: import of kmp.report.figures halted.*\. Training continues",
-    ):
+    warning = r"The report .*r\.html' was not written: import of kmp.report.figures halted.*\. Training continues"
+    with pytest.warns(UserWarning, match=warning):
         callback.on_epoch_end(0)
     callback.run.append({"step": 301})
     callback.on_train_end()  # a second warning would be an error here
@@ -676,18 +636,19 @@ def test_only_the_chief_writes(tmp_path, monkeypatch):
     assert files_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("path", ["", "report", "report.txt", "https://example.org/r.html", ".html"])
-def test_path_without_html_suffix_is_an_error(path):
-    with pytest.raises(ValueError, match=r"`path` must be the path of a local f.*Received: path="):
-        Report(path, make_run())
-
-
 @pytest.mark.parametrize(
-    ("path", "run", "message"),
-    [(3, Run(), "`path` must be"), ("r.html", "runs/first", "`run` must be a kmp.records.Run, such as")],
+    ("path", "run", "error", "message"),
+    [
+        *(
+            (path, Run(), ValueError, r"`path` must be the path of a local f.*Received: path=")
+            for path in ("", "report", "report.txt", "https://example.org/r.html", ".html")
+        ),
+        (3, Run(), TypeError, "`path` must be"),
+        ("r.html", "runs/first", TypeError, "`run` must be a kmp.records.Run, such as"),
+    ],
 )
-def test_wrong_types_of_arguments_of_the_callback_are_errors(path, run, message):
-    with pytest.raises(TypeError, match=message):
+def test_wrong_arguments_of_the_callback_are_errors(path, run, error, message):
+    with pytest.raises(error, match=message):
         Report(path, run)
 
 
@@ -698,8 +659,7 @@ def test_unwritable_path_is_an_error_before_training_starts(enabled, tmp_path):
     with pytest.raises(OSError, match="the report cannot be written"):
         fit(model, [Report(tmp_path / "file" / "r.html", make_run())])
     assert model.optimizer.snapshot().step == 0
-    for old, new in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(old, new)
+    np.testing.assert_equal(model.get_weights(), before)
 
 
 @pytest.fixture(scope="module")
@@ -805,11 +765,10 @@ def test_page_is_readable_in_a_browser_without_network(browser, pages, name, siz
 @pytest.mark.slow
 def test_overflow_check_detects_overflowing_elements(browser):
     page = browser.new_page(viewport={"width": 360, "height": 740})
-    page.set_content('<div class="card" style="width: 200px"><p style="width: 300px">x</p></div>')
+    paragraph = '<p style="width: 300px">x</p>'
+    page.set_content(f'<div class="card" style="width: 200px">{paragraph}</div>')
     assert len(page.evaluate(OVERFLOWING_ELEMENTS)) == 1
-    page.set_content(
-        '<div class="card" style="width: 200px"><div class="scroll"><p style="width: 300px">x</p></div></div>'
-    )
+    page.set_content(f'<div class="card" style="width: 200px"><div class="scroll">{paragraph}</div></div>')
     assert page.evaluate(OVERFLOWING_ELEMENTS) == []
     page.close()
 
