@@ -215,19 +215,20 @@ class BatchCapture:
             chosen = tf.math.top_k(suspicion - rank / (size + 1.0), tf.minimum(tf.size(suspicion), most)).indices
             copy([tf.gather(tensor, chosen) for tensor in tensors])
 
-        self._is_requested.assign(0)
-        rows = {tensor.shape[0] for tensor in tensors}
-        if len(tensors) == 1 or (len(rows) == 1 and None not in rows):
-            copy_examples()
-            return
-        sizes = tf.stack([tf.cast(tf.shape(tensor)[0], tf.float32) for tensor in tensors])
-        size = tf.add_n([tf.cast(tf.size(tensor), tf.float32) * tensor.dtype.size for tensor in tensors])
-
         def copy_all() -> None:
             if not is_padded:
+                size = tf.add_n([tf.cast(tf.size(tensor), tf.float32) * tensor.dtype.size for tensor in tensors])
                 tf.cond(size <= _MOST_BYTES, lambda: copy(tensors), lambda: None)
 
-        tf.cond(tf.reduce_max(sizes) > tf.reduce_min(sizes), copy_all, copy_examples)
+        self._is_requested.assign(0)
+        rows = {tensor.shape[0] for tensor in tensors}
+        if len(rows - {None}) > 1:
+            copy_all()
+        elif len(tensors) > 1 and None in rows:
+            sizes = tf.stack([tf.cast(tf.shape(tensor)[0], tf.float32) for tensor in tensors])
+            tf.cond(tf.reduce_max(sizes) > tf.reduce_min(sizes), copy_all, copy_examples)
+        else:
+            copy_examples()
 
 
 def is_ragged(data: Any) -> bool:

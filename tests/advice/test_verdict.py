@@ -72,6 +72,10 @@ OPEN = {
         [compared(row(1), 0.4), row(50), compared(row(100))],
         "what the errors of outputs or gradients at step 1 did to the training; to find out: a training in float32",
     ),
+    "states not measured": (
+        [compared(row(1)), compared(row(50), state_errors=None), compared(row(100))],
+        "what the updates of states lose that are not trainable, such as moving averages, because the replayed batch",
+    ),
     "state in float16": (
         [compared(row(1), float16_states=3), row(50), compared(row(100))],
         "what 3 variables in float16 lose that the training step assigns beside the weights",
@@ -157,6 +161,14 @@ def test_gradients_that_do_not_grow_with_the_scale_are_clipped_too_early():
     finding = first_finding(compared(row(1), 0.001, unscaled_layers=["net"], is_unscaled=True), train_step="custom")
     assert finding.title.endswith("the training step clips or normalizes scaled gradients.")
     assert "self.optimizer.unscale(gradients)" in finding.note
+
+
+def test_gradient_function_that_clips_scaled_gradients_is_found_by_its_layer():
+    values = {"unscaled_layers": ["net/first"], "is_unscaled": True, "unscaled_by": "net/gate"}
+    finding = first_finding(compared(row(1), 0.001, **values), train_step="keras")
+    assert (finding.cause, finding.location) == ("unscaled_loss", "net/gate")
+    assert finding.title.startswith("The backward pass of layer 'gate' does not grow with the loss scale")
+    assert "clipnorm" in finding.note
 
 
 def test_loss_that_overflows_inside_and_stays_finite_is_found_where_it_overflows():

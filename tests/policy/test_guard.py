@@ -261,7 +261,7 @@ def test_normalized_kernel_keeps_an_applied_step_if_another_step_is_skipped():
         (
             ("adam", keras.layers.Dense(1)),
             TypeError,
-            "`optimizer` must be a kmp.LossScaleOptimizer, as kmp.wrap returns.*'adam'",
+            "`optimizer` must be a kmp.LossScaleOptimizer, as.*'adam'",
         ),
         ((kmp.LossScaleOptimizer("sgd"), "layer"), TypeError, "`layers` must be models or layers. Received: 'layer'"),
         ((kmp.LossScaleOptimizer("sgd"),), ValueError, "`layers` must hold the models or layers.*Received: none"),

@@ -95,20 +95,43 @@ def test_batch_of_several_arrays_is_captured_with_their_dtypes(mode):
     assert [tuple(target.shape) for target in targets] == [(8, 1), (8, 2)]
 
 
-def test_batch_whose_tensors_have_different_lengths_is_trained_and_not_captured():
-    class Graph(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(1, dtype="float32")
+class Graph(keras.Model):
+    """Counts edges by node, in thousands: float16 has every integer up to 2048 only."""
 
-        def call(self, inputs):
-            return self.dense(inputs["nodes"]) + keras.ops.cast(keras.ops.mean(inputs["edges"]), "float32")
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, dtype="float32")
 
+    def call(self, inputs):
+        edges = tf.math.unsorted_segment_sum(inputs["edges"], inputs["node"], 4) / 1000.0
+        return self.dense(edges)
+
+
+@pytest.mark.parametrize("shapes", ["known", "unknown"])
+def test_ragged_batch_is_replayed_as_a_whole(shapes):
+    sizes = np.array([6000, 4000, 3000, 200])
+    node = np.repeat(np.arange(4), sizes).astype("int32")
+    batch = {"edges": np.ones((len(node), 1), "float32"), "node": node}, np.ones((4, 1), "float32")
+    data = tf.data.Dataset.from_tensors(batch).repeat(4)
+    if shapes == "unknown":
+        spec = tf.nest.map_structure(lambda array: tf.TensorSpec((None, *array.shape[1:]), array.dtype), batch)
+        data = tf.data.Dataset.from_generator(lambda: iter([batch] * 4), output_signature=spec)
+        data = data.apply(tf.data.experimental.assert_cardinality(4))
     model = Graph()
     model.compile("sgd", "mse")
-    batch = ({"nodes": np.ones((4, 3), "float32"), "edges": np.ones((9, 2), "float32")}, np.ones((4, 1), "float32"))
-    data = tf.data.Dataset.from_tensors(batch).repeat(4)
-    callbacks = kmp.callbacks.defaults(every_n_steps=2)
+    callbacks = kmp.callbacks.defaults(float32_fallback=False)
     model.fit(data, shuffle=False, verbose=0, callbacks=callbacks)
-    assert callbacks[0].run.last("step") == 4
-    assert callbacks[0].run.replays == []
+    replay = callbacks[0].run.replays[-1][1]
+    assert replay.examples == len(node)
+    assert replay.output_error > 0.25
+
+
+def test_ragged_batch_that_is_too_large_or_of_xla_is_trained_and_not_replayed(monkeypatch):
+    monkeypatch.setattr(batch_capture, "_MOST_BYTES", 50)
+    batch = {"edges": np.ones((9, 1), "float32"), "node": np.zeros(9, "int32")}, np.ones((4, 1), "float32")
+    for jit_compile in (False, True):
+        model = Graph()
+        model.compile("sgd", "mse", jit_compile=jit_compile)
+        callbacks = kmp.callbacks.defaults(every_n_steps=2)
+        model.fit(tf.data.Dataset.from_tensors(batch).repeat(4), shuffle=False, verbose=0, callbacks=callbacks)
+        assert (callbacks[0].run.last("step"), callbacks[0].run.replays) == (4, [])

@@ -1,6 +1,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import sequential
 from keras import layers, ops
 from test_batch_replay import named, replayed
@@ -79,6 +80,21 @@ def test_gradient_error_is_harmful_above_the_sampling_noise_or_if_it_is_systemat
     assert not is_harmful(0.01, [noticed])
     assert is_harmful(0.3, [])
     assert not is_harmful(0.1, [])
+
+
+class Gate(layers.Layer):
+    """Clips the gradient, which is multiplied by the loss scale."""
+
+    def call(self, x):
+        clip = tf.custom_gradient(lambda x: (tf.identity(x), lambda gradient: tf.clip_by_value(gradient, -1e-3, 1e-3)))
+        return clip(x)
+
+
+def test_gradient_function_that_clips_scaled_gradients_is_found():
+    x = NORMAL
+    model = sequential(layers.Dense(4, name="first"), Gate(name="gate"), layers.Dense(1, name="last", dtype="float32"))
+    result = replayed(model, x, x[:, :1] + 3.0)
+    assert (named(result.unscaled_layers), named([result.unscaled_by])) == (["first"], ["gate"])
 
 
 def test_pass_with_random_numbers_of_the_users_own_is_not_compared():
