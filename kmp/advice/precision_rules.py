@@ -26,12 +26,17 @@ def unscaled_loss(metrics: RunMetrics) -> Finding | None:
             "training step clips or normalizes scaled gradients."
         )
         note += "; clip what self.optimizer.unscale(gradients) returns, then pass that to self.optimizer.apply"
-    if metrics.settings.get("train_step") == "keras" and replay.unscaled_by:
-        location = metrics.created_layer(replay.unscaled_by)
+    if metrics.settings.get("train_step") == "keras":
         title = (
-            f"The backward pass of {metrics.describe(location)} does not grow with the loss scale: a gradient function "
-            "in it clips, normalizes or adds."
+            f"The gradients of {named} do not grow with the loss scale: a gradient function between the loss and their "
+            "outputs clips, normalizes or adds."
         )
+        if replay.unscaled_by:
+            location = metrics.created_layer(replay.unscaled_by)
+            title = (
+                f"The backward pass of {metrics.describe(location)} does not grow with the loss scale: a gradient "
+                "function in it clips, normalizes or adds."
+            )
         note = "clip in the optimizer, with its clipnorm or clipvalue: it gets gradients without the loss scale"
     return Finding(
         "unscaled_loss",

@@ -131,7 +131,7 @@ def _not_compared(metrics: RunMetrics) -> Iterator[str]:
     elif any(replay.state_errors is None for _, replay in comparisons):
         yield _doubt(
             "what the updates of states lose that are not trainable, such as moving averages, because the replayed "
-            "batch was too small or the replay took too long",
+            "batch could not be halved or the replay took too long",
             _FLOAT32_TRAINING,
         )
     states = max((replay.float16_states for replay in metrics.replays), default=0)

@@ -57,6 +57,12 @@ def producer_of(tensor: keras.KerasTensor) -> keras.Operation:
     return tensor._keras_history.operation
 
 
+def is_input_of(layer: keras.Layer, consumer: keras.Layer) -> bool:
+    """Whether another layer takes the outputs of a layer in a graph, and no further operation does."""
+    consumers = {id(node.operation) for node in layer._outbound_nodes}
+    return consumers == {id(consumer)}
+
+
 def functional_outputs(model: keras.Model, inputs: Any, replace: Callable[[keras.Operation], Any]) -> Any:
     """Returns a functional model's outputs for other inputs, each operation replaced; `clone_model` clones those."""
     return model._run_through_graph(inputs, operation_fn=replace)
@@ -99,8 +105,12 @@ def uncast_value(variable: keras.Variable) -> tf.Tensor:
 def build_metrics(model: keras.Model, batch_spec: Any) -> None:
     """Creates the variables of compiled metrics and losses, which Keras 3.15 creates in the first trace of a step.
 
-    It runs the model once symbolically, a small part of a trace. An error of the user's code is raised by the trace.
+    It runs the model once symbolically for inference, a small part of a trace: only a functional or Sequential model,
+    whose outputs are the same in training. An error of the user's code is raised by the trace.
     """
+    outputs = graph_tensors(model, "outputs") if is_keras_class(type(model)) and not model.run_eagerly else []
+    if not outputs or (len(outputs) == 1 and model._compile_metrics is None):
+        return
     with contextlib.suppress(Exception):
         model._symbolic_build(data_batch=batch_spec)
 

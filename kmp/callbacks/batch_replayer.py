@@ -140,8 +140,8 @@ class BatchReplayer:
         """Replays a batch. Returns the keys of a record. A replay that fails is the last of this training."""
         assert self._step is not None
         reason = f"a replay would change {capture.unrestorable}"
-        data = captured.data
-        if not is_ragged(data):
+        data, is_whole = captured.data, is_ragged(captured.data)
+        if not is_whole:
             data = keras.tree.map_structure(lambda tensor: tensor[: self._examples], data)
         began, most = time.monotonic(), max(_MOST_SECONDS, self._share)
         try:
@@ -166,8 +166,10 @@ class BatchReplayer:
                     self._largest_norms[each.layer] = max(each.norm, each.largest_norm)
                 return {"replay": self._last_replay} | ({"reference": reference} if reference else {})
         except TimeoutError:
-            error = f"TimeoutError: {self._examples} examples take longer than {most:.0f} s"
+            count = len(keras.tree.flatten(data)[0]) if is_whole else self._examples
+            error = f"TimeoutError: {count} examples take longer than {most:.0f} s"
             self._examples = max(2, self._examples // 4)  # the next replay may take less
+            self._has_failed = is_whole  # not of a ragged batch
             return {"replay_error": error}
         except Exception as error:  # the user's code may fail outside its training step, or memory may be too small
             if self._step.is_custom and self._step.run:

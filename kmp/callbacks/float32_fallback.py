@@ -38,7 +38,7 @@ _CHECKED_EVERY = 32  # batches; each check copies a few numbers from the device
 # A training that overflows may diverge in any number format, before the records are enough to say so.
 _LARGE_UPDATE = 1.0  # relative to the norm of the weights; 0.001 is typical
 _HIGH_LOSS = 100.0  # times the first loss, of a training step and of the replayed batch in float32
-_SMALL_LOSS = 0.01  # a first loss below counts as this
+_SMALL_LOSS = 0.01  # a loss below counts as this
 
 
 class Float32Fallback(keras.callbacks.Callback):
@@ -142,7 +142,10 @@ class Float32Fallback(keras.callbacks.Callback):
         if replay is None or is_known or not replay.float32_layers:
             return
         has_output_error = replay.error_origin or (replay.output_error or 0.0) > HARMFUL_OUTPUT_ERROR_ALONE
-        has_loss_error = replay.is_harmful and replay.loss_error > HARMFUL_OUTPUT_ERROR_ALONE
+        loss, exact = replay.loss or 0.0, replay.float32_loss or 0.0
+        # The rounding of the outputs may be all that is left of a small loss.
+        largest = HARMFUL_OUTPUT_ERROR_ALONE * max(abs(exact), _SMALL_LOSS)
+        has_loss_error = replay.is_harmful and abs(loss - exact) > largest
         is_proof = has_output_error or has_loss_error or replay.lost_states or replay.overflow_inside
         if replay.is_finite and not is_proof:
             return  # only gradients differ, which one batch does not prove

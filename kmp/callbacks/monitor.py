@@ -117,6 +117,7 @@ class Monitor(OptimizerReader):
         self._writer: LogWriter | None = None
         self._lock: FileLock | None = None
         self._previous: Snapshot
+        self._first_epoch = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy has: the settings and the records, without the model, which `fit` sets."""
@@ -164,10 +165,13 @@ class Monitor(OptimizerReader):
         self._sample_next_step()
         self.last_replay = None
         if self._replayer:
-            params = self.params or {}
-            self._replayer.begin(snapshot, (params.get("epochs") or 0) * (params.get("steps") or 0))
+            params = self.params or {}  # without `steps` if Keras does not know them
+            epochs = (params.get("epochs") or 0) - self._first_epoch
+            self._replayer.begin(snapshot, epochs * (params.get("steps") or 0))
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        if not self._has_trained:
+            self._first_epoch = epoch
         super().on_epoch_begin(epoch, logs)
         if not self.is_active:
             return

@@ -218,13 +218,13 @@ class Replay:
         layer_errors: What the precision of the model changes in the outputs of the layers, in the order of the calls.
         gradient_errors: What it changes in the gradients of the layers. Empty if a pass was not finite.
         state_errors: What it changes in the updates of states that are not trainable, of those above 0.25. `None` if it
-            was not measured: too few examples to tell errors from noise, or too little time.
+            was not measured: a batch that cannot be halved to tell errors from noise, or too little time.
         underflows: The largest share of the results of an operation that are 0 in float16 though its operands are not,
             by layer, in a pass that is finite but harmful; zeros are omitted.
         unscaled_layers: The layers whose gradients have a part that does not grow with the loss scale. Measured for a
             `train_step` of the user's own, and where errors of gradients are harmful and no layers remove them.
-        unscaled_by: The layer with the backward pass after which they do not grow; empty if it is not known.
         is_unscaled: Whether hardly anything of any gradient grows with it, as if the step clips scaled gradients.
+        unscaled_by: The layer with the backward pass after which they do not grow; empty if it is not known.
         lost_weights: The weights with values that are 0 or Inf in float16, of layers that compute in it.
         float16_states: The number of float16 variables that the training step assigns beside the weights.
     """

@@ -1,8 +1,16 @@
 """Replays a batch that the training saw, to find what float16 loses."""
 
-from kmp.replay.batch_capture import MOST_EXAMPLES, BatchCapture, CapturedBatch
-from kmp.replay.batch_capture import is_ragged as is_ragged
+from kmp.replay.batch_capture import MOST_EXAMPLES, BatchCapture, CapturedBatch, is_ragged
 from kmp.replay.batch_replay import Failure, replay
 from kmp.replay.eager_pass import TrainStep, tensor_float_32
 
-__all__ = ["MOST_EXAMPLES", "BatchCapture", "CapturedBatch", "Failure", "TrainStep", "replay", "tensor_float_32"]
+__all__ = [
+    "MOST_EXAMPLES",
+    "BatchCapture",
+    "CapturedBatch",
+    "Failure",
+    "TrainStep",
+    "is_ragged",
+    "replay",
+    "tensor_float_32",
+]

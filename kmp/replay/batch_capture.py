@@ -204,7 +204,11 @@ class BatchCapture:
             self._captured_slots.assign(index)
 
         def copy_examples() -> None:
-            suspicion, most = _suspicion(tensors), _most_examples(tensors)
+            own = tensors
+            if is_padded:  # XLA compiles this for a ragged batch too
+                shortest = tf.reduce_min(tf.stack([tf.shape(tensor)[0] for tensor in tensors]))
+                own = [tensor[:shortest] for tensor in tensors]
+            suspicion, most = _suspicion(own), _most_examples(own)
             # The others from a later one on: in floats, because on a GPU TensorFlow computes with int32 on the host.
             position, size = tf.cumsum(tf.ones_like(suspicion), exclusive=True), tf.cast(tf.size(suspicion), tf.float32)
             turns = tf.cast(tf.maximum(skipped_in_a_row - 1, 0), tf.float32) * _GOLDEN_RATIO
@@ -213,7 +217,7 @@ class BatchCapture:
             rank = tf.where(position < start, position + size, position) - start
             # Not a slice of `tf.argsort`, for the same reason.
             chosen = tf.math.top_k(suspicion - rank / (size + 1.0), tf.minimum(tf.size(suspicion), most)).indices
-            copy([tf.gather(tensor, chosen) for tensor in tensors])
+            copy([tf.gather(tensor, chosen) for tensor in own])
 
         def copy_all() -> None:
             if not is_padded:

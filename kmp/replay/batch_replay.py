@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import ResourceVariable
+from kmp.backend import ResourceVariable, keras_internals, layers_by_path
 from kmp.records import GradientSample, Replay, StateError, is_harmful, layer_of
 from kmp.replay.batch_capture import is_ragged
 from kmp.replay.batch_checks import invalid_binary_targets, invalid_targets, nonfinite_part
@@ -197,17 +197,18 @@ def _find_unscaled(passes: Passes, exact: PassResult) -> dict[str, Any]:
     factor = max(_FACTOR, passes.factor)
     scaled = passes.in_float32(factor=factor)
     grown = gradient_errors(scaled, exact)
-    # The backward pass goes from the loss to the input, and the layer before the first such output changes them.
-    reached, first = list(exact.marks.activation_gradients.items()), 0
-    while first < len(reached):
-        path, amax = reached[first]
+    # The backward pass goes from the loss to the input. The layer that takes the first such output changes them.
+    layers, before, unscaled_by = layers_by_path(passes.model), "", ""
+    for path, amax in exact.marks.activation_gradients.items():
         if abs(scaled.marks.activation_gradients.get(path, 0.0) / factor - amax) > _UNSCALED * amax:
+            is_known = before in layers and path in layers
+            unscaled_by = before if is_known and keras_internals.is_input_of(layers[path], layers[before]) else ""
             break
-        first += 1
+        before = path
     return {
         "unscaled_layers": [each.layer for each in grown if each.error > _UNSCALED],
         "is_unscaled": bool(grown) and all(each.kept < 0.5 for each in grown),
-        "unscaled_by": reached[first - 1][0] if 0 < first < len(reached) else "",
+        "unscaled_by": unscaled_by,
     }
 
 

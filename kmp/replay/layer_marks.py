@@ -167,7 +167,7 @@ class LayerMarks:
 
     def _reached(self, path: str, gradient: tf.Tensor) -> tf.Tensor:
         self.layer = path
-        magnitudes = np.abs(gradient.numpy().astype(np.float32))
+        magnitudes = np.abs(tf.convert_to_tensor(gradient).numpy().astype(np.float32))  # `tf.gather` has slices
         self.activation_gradients[path] = float(np.max(magnitudes, initial=self.activation_gradients.get(path, 0.0)))
         return gradient
 

@@ -109,13 +109,13 @@ def gradient_errors(
     """
     sums: dict[str, np.ndarray] = {}
     for name, theirs in exact.gradients.items():
-        ours, of_half = own.gradients[name], half and half.gradients[name]
+        ours, of_half = own.gradients[name], None if half is None else half.gradients[name]
         if ours is None or theirs is None:
             continue
         # The rows of an embedding; float16 may have rounded an index to that of another row.
         rows = np.unique([*ours.indices, *theirs.indices]) if isinstance(theirs, tf.IndexedSlices) else None
         mine, reference = _dense(ours, rows) / own.factor, _dense(theirs, rows)
-        noise = np.nan if half is None else np.sum(np.square(_dense(of_half, rows) - reference))
+        noise = np.nan if of_half is None else np.sum(np.square(_dense(of_half, rows) - reference))
         values = [np.sum(np.square(mine - reference)), np.vdot(mine, reference), np.sum(np.square(reference)), noise]
         sums[layer_of(name)] = sums.get(layer_of(name), np.zeros(4)) + np.array(values, np.float64)
     largest = max((square for _, _, square, _ in sums.values()), default=0.0)

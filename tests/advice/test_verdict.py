@@ -169,6 +169,8 @@ def test_gradient_function_that_clips_scaled_gradients_is_found_by_its_layer():
     assert (finding.cause, finding.location) == ("unscaled_loss", "net/gate")
     assert finding.title.startswith("The backward pass of layer 'gate' does not grow with the loss scale")
     assert "clipnorm" in finding.note
+    finding = first_finding(compared(row(1), 0.001, unscaled_layers=["net/first"]), train_step="keras")
+    assert finding.title.startswith("The gradients of layer 'first' do not grow with the loss scale")
 
 
 def test_loss_that_overflows_inside_and_stays_finite_is_found_where_it_overflows():

@@ -247,6 +247,41 @@ def test_step_is_traced_once(callbacks):
     assert optimizer.traces == 1
 
 
+class TwoOutputsInTraining(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.main, self.auxiliary = keras.layers.Dense(1), keras.layers.Dense(1)
+
+    def call(self, x, training=None):
+        outputs = [ops.cast(layer(x), "float32") for layer in (self.main, self.auxiliary)]
+        return outputs if training else outputs[0]
+
+
+def test_metrics_are_those_of_the_outputs_in_training():
+    model, x = TwoOutputsInTraining(), small_data(8)[0]
+    model(x, training=True)
+    model.compile("sgd", ["mse", "mae"], metrics=[["mae"], ["mae"]])
+    history = model.fit(x, [np.zeros((len(x), 1)), np.full((len(x), 1), 9.0)], verbose=0).history
+    assert abs(history["mae_1"][0] - history["mae"][0]) > 1.0
+
+
+def test_metric_with_python_state_is_computed_eagerly():
+    class Collects(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="collects")
+            self.seen = []
+
+        def update_state(self, y, prediction, sample_weight=None):
+            self.seen.append(prediction)
+
+        def result(self):
+            return sum(float(np.sum(each.numpy())) for each in self.seen)
+
+    model = small_model()
+    model.compile("sgd", "sparse_categorical_crossentropy", metrics=[Collects()], run_eagerly=True)
+    assert np.isfinite(fit(model, small_data(2))["collects"][0])
+
+
 class AuxiliaryHead(keras.Model):
     """Has a layer that runs only in training, so a call for inference builds the model without it."""
 
