@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from operation_trace import optimized_graphs
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorflow.python.framework import ops as tensorflow_ops
 
 import kmp
@@ -234,6 +233,8 @@ def another_thread():
 
 def tensorboard(folder, tag):
     """Returns the events with this tag in a folder's event files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     return EventAccumulator(str(folder), {"tensors": 0}).Reload().Tensors(tag)
 
 

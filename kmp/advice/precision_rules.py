@@ -18,26 +18,22 @@ def unscaled_loss(metrics: RunMetrics) -> Finding | None:
     if replay is None or not layers:
         return None
     location, named = layers[0], ", ".join(map(metrics.describe, dict.fromkeys(layers[:3])))
-    title = f"A part of the loss is not multiplied by the loss scale: the gradients of {named} do not grow with it."
     note = "add up all losses, and pass the sum to self.optimizer.scale_loss"
-    if replay.is_unscaled:  # though `scale_loss` was called
+    if metrics.settings.get("train_step") == "keras":  # which scales its loss
+        what, where = f"The gradients of {named} do", "between the loss and their outputs"
+        if replay.unscaled_by:
+            location = metrics.created_layer(replay.unscaled_by)
+            what, where = f"The backward pass of {metrics.describe(location)} does", "in it"
+        title = f"{what} not grow with the loss scale: a gradient function {where} clips, normalizes or adds."
+        note = "clip in the optimizer, with its clipnorm or clipvalue: it gets gradients without the loss scale"
+    elif replay.is_unscaled:  # though `scale_loss` was called
         title = (
             "Hardly anything of the gradients grows with the loss scale: most of the loss is not scaled, or the "
             "training step clips or normalizes scaled gradients."
         )
         note += "; clip what self.optimizer.unscale(gradients) returns, then pass that to self.optimizer.apply"
-    if metrics.settings.get("train_step") == "keras":
-        title = (
-            f"The gradients of {named} do not grow with the loss scale: a gradient function between the loss and their "
-            "outputs clips, normalizes or adds."
-        )
-        if replay.unscaled_by:
-            location = metrics.created_layer(replay.unscaled_by)
-            title = (
-                f"The backward pass of {metrics.describe(location)} does not grow with the loss scale: a gradient "
-                "function in it clips, normalizes or adds."
-            )
-        note = "clip in the optimizer, with its clipnorm or clipvalue: it gets gradients without the loss scale"
+    else:
+        title = f"A part of the loss is not multiplied by the loss scale: the gradients of {named} do not grow with it."
     return Finding(
         "unscaled_loss",
         ERROR,
@@ -177,7 +173,9 @@ def gradients(metrics: RunMetrics) -> Finding | None:
 
 def _is_born_in_loss(replay: Replay) -> bool:
     """Whether the loss differs from float32, while the outputs that it is computed from do not."""
-    return (replay.output_error or 0.0) <= HARMFUL_OUTPUT_ERROR < replay.loss_error
+    if (replay.output_error or 0.0) > HARMFUL_OUTPUT_ERROR:
+        return False
+    return replay.loss_difference > HARMFUL_OUTPUT_ERROR * abs(replay.float32_loss or 0.0)
 
 
 def fallback(metrics: RunMetrics) -> Finding | None:

@@ -142,10 +142,9 @@ class Float32Fallback(keras.callbacks.Callback):
         if replay is None or is_known or not replay.float32_layers:
             return
         has_output_error = replay.error_origin or (replay.output_error or 0.0) > HARMFUL_OUTPUT_ERROR_ALONE
-        loss, exact = replay.loss or 0.0, replay.float32_loss or 0.0
         # The rounding of the outputs may be all that is left of a small loss.
-        largest = HARMFUL_OUTPUT_ERROR_ALONE * max(abs(exact), _SMALL_LOSS)
-        has_loss_error = replay.is_harmful and abs(loss - exact) > largest
+        largest = HARMFUL_OUTPUT_ERROR_ALONE * max(abs(replay.float32_loss or 0.0), _SMALL_LOSS)
+        has_loss_error = replay.is_harmful and replay.loss_difference > largest
         is_proof = has_output_error or has_loss_error or replay.lost_states or replay.overflow_inside
         if replay.is_finite and not is_proof:
             return  # only gradients differ, which one batch does not prove

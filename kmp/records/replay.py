@@ -1,6 +1,5 @@
 """What a replay of one training batch showed. Needs no Keras."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -272,11 +271,9 @@ class Replay:
         return is_harmful(self.output_error or 0.0, self.gradient_errors) or bool(self.lost_states)
 
     @property
-    def loss_error(self) -> float:
-        """The relative error of the loss; 0 if a loss is not known."""
-        if self.loss is None or self.float32_loss is None or self.loss == self.float32_loss:
-            return 0.0
-        return abs(self.loss - self.float32_loss) / abs(self.float32_loss) if self.float32_loss else math.inf
+    def loss_difference(self) -> float:
+        """The magnitude of the difference of the loss from float32; 0 if a loss is not known."""
+        return 0.0 if self.loss is None or self.float32_loss is None else abs(self.loss - self.float32_loss)
 
     @property
     def lost_states(self) -> list[str]:

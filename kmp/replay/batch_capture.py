@@ -1,4 +1,4 @@
-"""Keeps a slice of a training batch, to replay it."""
+"""Keeps examples of a training batch, or a whole ragged one, to replay them."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ _MOST_BYTES = 2**26  # of the captured examples; but at least two examples
 
 
 class CapturedBatch(NamedTuple):
-    """A slice of a training batch.
+    """Examples of a training batch.
 
     Attributes:
         data: What `train_step` got: `x`, or a tuple of `x`, `y` and `sample_weight`; tensors with up to `MOST_EXAMPLES`
@@ -178,10 +178,11 @@ class BatchCapture:
 
     def _create_slots(self, tensors: Sequence[tf.Tensor | tf.TensorSpec], is_xla: bool) -> int:
         specs = _slot_specs(tensors, is_xla)
-        variables = [
-            tf.Variable(tf.zeros([rows or 0 for rows in shape], _stored(dtype)), trainable=False, shape=shape)
-            for dtype, shape in specs
-        ]
+        variables = []
+        for dtype, shape in specs:
+            # TensorFlow keeps int32 off the GPU, where XLA cannot read it.
+            stored = tf.int64 if dtype == tf.int32 else dtype
+            variables.append(tf.Variable(tf.zeros([size or 0 for size in shape], stored), trainable=False, shape=shape))
         self._slots.append(_Slots(specs, variables))
         return len(self._slots) - 1
 
@@ -203,9 +204,12 @@ class BatchCapture:
             self._step.assign(self.optimizer.counters.values().steps)
             self._captured_slots.assign(index)
 
+        rows = {tensor.shape[0] for tensor in tensors}
+        may_be_ragged = len(tensors) > 1 and None in rows
+
         def copy_examples() -> None:
             own = tensors
-            if is_padded:  # XLA compiles this for a ragged batch too
+            if is_padded and may_be_ragged:  # XLA compiles this for a ragged batch too
                 shortest = tf.reduce_min(tf.stack([tf.shape(tensor)[0] for tensor in tensors]))
                 own = [tensor[:shortest] for tensor in tensors]
             suspicion, most = _suspicion(own), _most_examples(own)
@@ -225,10 +229,9 @@ class BatchCapture:
                 tf.cond(size <= _MOST_BYTES, lambda: copy(tensors), lambda: None)
 
         self._is_requested.assign(0)
-        rows = {tensor.shape[0] for tensor in tensors}
         if len(rows - {None}) > 1:
             copy_all()
-        elif len(tensors) > 1 and None in rows:
+        elif may_be_ragged:
             sizes = tf.stack([tf.cast(tf.shape(tensor)[0], tf.float32) for tensor in tensors])
             tf.cond(tf.reduce_max(sizes) > tf.reduce_min(sizes), copy_all, copy_examples)
         else:
@@ -271,11 +274,6 @@ def _suspicion(tensors: list[tf.Tensor]) -> tf.Tensor:
         return tf.math.count_nonzero(is_suspicious, list(range(1, len(tensor.shape))), dtype=tf.float32)
 
     return tf.add_n([count(tensor) for tensor in tensors])
-
-
-def _stored(dtype: tf.DType) -> tf.DType:
-    """Returns the dtype of the variable for a tensor: TensorFlow keeps int32 off the GPU, where XLA cannot read it."""
-    return tf.int64 if dtype == tf.int32 else dtype
 
 
 def _are_capturable(tensors: Sequence[Any], is_xla: bool) -> bool:

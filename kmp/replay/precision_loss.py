@@ -73,12 +73,14 @@ def state_errors(
         update = float(np.linalg.norm(value - np.asarray(variable.value)))
         if path not in own.states or not np.isfinite(update) or update == 0:
             continue
-        error, noise = (np.linalg.norm(each.states[path] - value) / update if each else np.inf for each in (own, half))
-        if not error <= HARMFUL_GRADIENT_ERROR and noise > 0:  # or NaN
-            if half is None:
-                return None
-            # Of few elements, a small noise may be a coincidence.
-            noise *= 1 + 3 / value.size
+        error = np.linalg.norm(own.states[path] - value) / update
+        if error <= HARMFUL_GRADIENT_ERROR:  # not if it is NaN
+            continue
+        if half is None:
+            return None
+        # Of few elements, a small noise may be a coincidence.
+        noise = np.linalg.norm(half.states[path] - value) / update * (1 + 3 / value.size)
+        if noise > 0:
             found[path] = update, float(error) if error < LARGEST_ERROR else LARGEST_ERROR, float(noise)
     if not found:
         return []
