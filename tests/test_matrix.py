@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from conftest import MODES, assert_equal, values
 from matrix import BATCHES, OPTIONS, data, make_model
+from tensorflow.python.distribute import mirrored_strategy
 
 import kmp
 
@@ -61,8 +62,24 @@ def pairs_of(case):
     return set(itertools.combinations(enumerate(case), 2))
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """TensorFlow runs replicas that are GPUs without synchronizing Python if XLA compiles them."""
+    monkeypatch.setattr(mirrored_strategy, "_is_gpu_device", lambda device: True)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("option", ["plain", "ema"])
+def test_training_under_xla_and_a_strategy_with_one_gpu(option, scopes):
+    check_training("xla", "one replica", option, "default callbacks", scopes)
+
+
 @pytest.mark.parametrize(("mode", "strategy", "option", "callbacks"), pairwise())
 def test_training_skips_exactly_the_corrupt_batches(mode, strategy, option, callbacks, scopes):
+    check_training(mode, strategy, option, callbacks, scopes)
+
+
+def check_training(mode, strategy, option, callbacks, scopes):
     arguments = MODES[mode] | ({"steps_per_execution": 2} if mode == "steps_per_execution" else {})
     with scopes[strategy].scope():
         model = make_model(option, **arguments)

@@ -48,12 +48,11 @@ def replica_id() -> int:
 def in_update_context(function: Callable[..., None], agreed: Sequence[Any], per_replica: Any) -> None:
     """Calls `function(*agreed, per_replica)` where a branch may update variables.
 
-    Without a strategy that has one, this is the context of the replica. A strategy such as MirroredStrategy updates
-    variables only in its cross-replica context, and a branch around such an update fails in a replica context: there
-    the function is called once for all replicas. What belongs to a replica is then called with `on_each_replica`. The
-    tensors `agreed` have the same value on all replicas.
+    A strategy such as MirroredStrategy updates variables only in its cross-replica context, and a branch around such an
+    update fails in a replica context: there the function is called once for all replicas. What belongs to a replica is
+    then called with `on_each_replica`. The tensors `agreed` have the same value on all replicas.
     """
-    if tf.__internal__.distribute.strategy_supports_no_merge_call():  # TensorFlow 2.21 has no public name for it
+    if not tf.distribute.has_strategy():
         function(*agreed, per_replica)
         return
 
@@ -66,8 +65,14 @@ def in_update_context(function: Callable[..., None], agreed: Sequence[Any], per_
 
 def on_each_replica(function: Callable[..., None], *args: Any) -> None:
     """Calls `function(*args)` on each replica, inside of `in_update_context`."""
-    if tf.distribute.in_cross_replica_context():
-        tf.distribute.get_strategy().extended.call_for_each_replica(function, args=args)
+    strategy = tf.distribute.get_strategy()
+    # Under XLA on GPUs, Keras would add a collective operation on each replica, which XLA does not compile in a branch.
+    # Keras adds none outside of them, where a single replica can update. TensorFlow 2.21 has no public name for it.
+    updates_outside = (
+        strategy.num_replicas_in_sync == 1 and tf.__internal__.distribute.strategy_supports_no_merge_call()
+    )
+    if tf.distribute.in_cross_replica_context() and not updates_outside:
+        strategy.extended.call_for_each_replica(function, args=args)
     else:
         function(*args)
 
