@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,28 +139,37 @@ def measure_small_models(modes: Sequence[str], steps: int, rounds: int) -> Itera
 
 def measure_operations() -> Iterator[list[Measurement]]:
     """Measures the throughput of a matrix product and a convolution in each format."""
-    size, batch, side, channels, calls = (4096, 64, 56, 256, 20) if hardware().gpus else (512, 8, 32, 32, 3)
+    size, batch, side, channels, calls = (4096, 64, 56, 256, 50) if hardware().gpus else (512, 8, 32, 32, 3)
 
-    def throughput(name: str, function: Callable[..., Any], shapes: Sequence[Any], operations: int) -> Any:
+    def throughput(
+        name: str, function: Callable[[Any, Any], Any], x: Sequence[int], weights: Sequence[int], operations: int
+    ) -> Callable[[], float]:
         dtype = tf.dtypes.as_dtype("float32" if name == WITHOUT_TF32 else name)
-        inputs = [tf.cast(tf.random.normal(shape), dtype) for shape in shapes]
-        compiled = tf.function(function, autograph=False)
+        fan_in = math.prod(weights[:-1])
+        inputs = [tf.cast(tf.random.normal(x), dtype), tf.cast(tf.random.normal(weights) * fan_in**-0.5, dtype)]
 
-        def repeat() -> None:
+        # One call runs all of them, each on the result of the one before: a call from Python takes longer than a
+        # product on a fast GPU, and TensorFlow would compute equal products only once.
+        @tf.function(autograph=False)
+        def repeat(x: Any, weights: Any) -> Any:
             for _ in range(calls):
-                compiled(*inputs)
+                x = function(x, weights)
+            return x
+
+        def run() -> None:
+            repeat(*inputs)
             tf.test.experimental.sync_devices()  # a GPU runs asynchronously
 
-        return lambda: calls * operations / seconds_per_call(repeat) / 1e9
+        return lambda: calls * operations / seconds_per_call(run) / 1e9
 
     def product(name: str) -> Callable[[], float]:
-        return throughput(name, tf.matmul, [(size, size)] * 2, 2 * size**3)
+        return throughput(name, tf.matmul, (size, size), (size, size), 2 * size**3)
 
     def convolution(name: str) -> Callable[[], float]:
         own_batch = _batch_for(name, batch)
         shapes = (own_batch, side, side, channels), (3, 3, channels, channels)
         return throughput(
-            name, lambda x, y: tf.nn.conv2d(x, y, 1, "SAME"), shapes, 18 * own_batch * (side * channels) ** 2
+            name, lambda x, y: tf.nn.conv2d(x, y, 1, "SAME"), *shapes, 18 * own_batch * (side * channels) ** 2
         )
 
     for case, make in {
