@@ -91,4 +91,5 @@ def operations(variant, shape):
 
 
 if __name__ == "__main__":
+    tf.config.set_visible_devices([], "GPU")  # the operations that the CPU runs are counted
     main(measure, __doc__)

@@ -127,9 +127,8 @@ def test_model_that_float16_cannot_train(library):
     def overflows(x):
         return tf.identity(x), lambda gradient: gradient * np.inf
 
-    model = compiled(
-        [keras.layers.Dense(8), keras.layers.Lambda(overflows), keras.layers.Dense(2), kmp.layers.Softmax()]
-    )
+    layers = [keras.layers.Dense(8), keras.layers.Lambda(overflows), keras.layers.Dense(2), kmp.layers.Softmax()]
+    model = compiled(layers, jit_compile=False)  # on an H100, XLA's autotuner refused the product with a constant Inf
     before = model.get_weights()
     if library == "keras":
         fit(model, small_data(100))

@@ -1,7 +1,10 @@
 from collections import Counter
 
+import pytest
 import tensorflow as tf
 from operation_trace import executed_operations, optimized_graphs
+
+pytestmark = pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="Counts operations of a CPU.")
 
 
 def test_each_call_has_the_operations_that_it_runs():

@@ -1,9 +1,12 @@
 import pytest
 import step_operations
+import tensorflow as tf
 from step_operations import MORE_DENSE, MORE_NORMS, SHAPES, SMALL, WITH_CALLBACKS, added, operations
 
 from kmp.bench.measurement import MeasurementError
 from kmp.bench.models import BARE
+
+pytestmark = pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="Counts operations of a CPU.")
 
 
 @pytest.fixture(scope="module")

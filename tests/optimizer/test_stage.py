@@ -106,7 +106,7 @@ def test_unscaled_argument_overrides_the_order_of_the_calls(weight, run_step):
         optimizer.apply(gradients, [weight], unscaled=False)
         return norm
 
-    assert float(step()) == np.float32(np.sqrt(5))
+    np.testing.assert_allclose(step(), np.sqrt(5), rtol=1e-6)
     np.testing.assert_array_equal(weight, [0.0, 0.0])
     run_step(lambda: optimizer.apply([tf.constant([1.0, 1.0])], [weight], unscaled=True))()
     np.testing.assert_array_equal(weight, [-1.0, -1.0])

@@ -121,7 +121,7 @@ def test_ragged_batch_is_replayed_as_a_whole(shapes):
     batch = {"edges": np.ones((len(node), 1), "float32"), "node": node}, np.ones((4, 1), "float32")
     data = with_unknown_rows(batch, 4) if shapes == "unknown" else tf.data.Dataset.from_tensors(batch).repeat(4)
     model = Graph()
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", jit_compile=False)
     callbacks = kmp.callbacks.defaults(float32_fallback=False)
     model.fit(data, shuffle=False, verbose=0, callbacks=callbacks)
     replay = callbacks[0].run.replays[-1][1]
