@@ -137,7 +137,8 @@ def gpu_checks(has_driver: bool) -> Iterator[Check]:
 def _measure(console: Console, checks: list[Check]) -> dict[str, Any]:
     from kmp import bench, hardware
 
-    console.print("\nMeasuring each precision ...", style="dim")
+    minutes = "; XLA may take two minutes to compile" if hardware().gpus else ""
+    console.print(f"\nMeasuring each precision{minutes} ...", style="dim")
     measured: list[Any] = []
     try:
         for compared in bench.precision.measure_machine():
