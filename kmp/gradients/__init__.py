@@ -10,6 +10,7 @@ from kmp.gradients.tensor_groups import Variables as Variables
 from kmp.gradients.tensor_groups import values_of as values_of
 from kmp.gradients.tensor_statistics import gradient_statistics as gradient_statistics
 from kmp.gradients.tensor_statistics import update_statistics as update_statistics
+from kmp.gradients.unscaling import is_overwritten as is_overwritten
 from kmp.gradients.unscaling import multiply_gradients as multiply_gradients
 from kmp.gradients.unscaling import nonfinite_flag as nonfinite_flag
 from kmp.gradients.unscaling import nonfinite_flags as nonfinite_flags

@@ -14,7 +14,7 @@ from keras import ops
 from kmp.backend import distribution, outlined
 from kmp.gradients.tensor_groups import Gradients, Variables
 from kmp.gradients.tensor_statistics import gradient_statistics, update_statistics
-from kmp.gradients.unscaling import is_overwritten, unscale_for_update
+from kmp.gradients.unscaling import is_overwritten, multiply_gradients, unscale_for_update
 from kmp.records import BIN_COUNT, BinCounts, GradientSample
 from kmp.utils import matching_indices, unique_names
 
@@ -84,10 +84,13 @@ class GradientSampler:
         if not self._intervals:
             self._first_step.assign(0)
 
-    def sample(self, gradients: Gradients, variables: Variables, scale: Any, step: Any) -> None:
-        """Measures the loss-scaled gradients if `step`, int64 counted from 1, is due; part of the compiled step."""
+    def sample(self, gradients: Gradients, variables: Variables, scale: Any, step: Any, unscaled: bool) -> None:
+        """Measures gradients, times the scale, if `step`, int64 counted from 1, is due; part of the compiled step.
+
+        `unscaled` says whether they are divided by the scale already.
+        """
         is_due = ops.logical_or(ops.equal(step % self._interval, 0), ops.equal(step, self._first_step))
-        ops.cond(is_due, outlined(lambda: self._record(gradients, variables, scale, step)), lambda: None)
+        ops.cond(is_due, outlined(lambda: self._record(gradients, variables, scale, step, unscaled)), lambda: None)
 
     def read(self, order: Sequence[int], steps: int) -> GradientSample | None:
         """Returns the last sample of this process' replicas, or `None` if there is none.
@@ -119,10 +122,12 @@ class GradientSampler:
     def _common_interval(self) -> int:
         return math.gcd(*self._intervals.values()) or NEVER
 
-    def _record(self, gradients: Gradients, variables: Variables, scale: Any, step: Any) -> None:
+    def _record(self, gradients: Gradients, variables: Variables, scale: Any, step: Any, is_unscaled: bool) -> None:
         if not self._indices:
             return
         sampled = [gradients[index] for index in self._indices]
+        if is_unscaled:
+            sampled = multiply_gradients(sampled, scale)
         statistics = gradient_statistics(sampled)
         self._counts.assign(statistics.counts)
         self._amax.assign(statistics.amax)

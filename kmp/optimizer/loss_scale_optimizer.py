@@ -19,6 +19,7 @@ from kmp.gradients import (
     Gradients,
     GradientSampler,
     Variables,
+    is_overwritten,
     multiply_gradients,
     nonfinite_flags,
     paths_of,
@@ -216,6 +217,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.built:
             distribution.check_built_before_step()
         unscaled = multiply_gradients(grads, 1.0 / self.loss_scale)
+        if self.built and len(grads) == len(self._trainable_variables):  # as in the update, not those of float8 scales
+            pairs = zip(grads, unscaled, self._trainable_variables, strict=True)
+            unscaled = [grad if is_overwritten(variable) else quotient for grad, quotient, variable in pairs]
         self.step_monitor.record_unscaled(unscaled)
         self._unscaled_order = network_order(grads)  # a clip by the norm of all makes each depend on all
         return unscaled
@@ -236,21 +240,24 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             ValueError: If the optimizer is not built and `trainable_variables` is `None`, if the number of gradients
                 differs from that of variables, if a gradient does not have the shape of its variable, if the optimizer
-                was not built on one of the variables, in a `train_step` that did not call `scale_loss`, or if
-                `unscaled` is needed because a `tf.function` called `unscale` and does not run Python again.
+                was not built on one of the variables, in a `train_step` that did not call `scale_loss`, if the last
+                `unscale` got fewer gradients, or if `unscaled` is needed because a `tf.function` called `unscale` and
+                does not run Python again.
         """
         grads = list(grads)
         variables = self._variables_for(grads, trainable_variables)
-        unscaled = self.step_monitor.takes_unscaled() if unscaled is None else validation.boolean("unscaled", unscaled)
+        if unscaled is None:
+            unscaled = self.step_monitor.takes_unscaled(sum(gradient is not None for gradient in grads))
+        unscaled = validation.boolean("unscaled", unscaled)
         if not grads:
             return
         # A function whose first trace creates variables is traced a second time, which must find the same stage.
-        is_traced_again = not self.built and not tf.executing_eagerly()
+        is_traced_twice = not self.built and not tf.executing_eagerly()
         if not self.built:
             distribution.check_built_before_step()
             self.build(variables)
         indices = tuple(map(self._index, variables))  # raises for an unknown variable before the stage changes
-        if not is_traced_again:
+        if not is_traced_twice:
             self.step_monitor.end_stage(unscaled)
         order, self._unscaled_order = self._unscaled_order, []
         if not unscaled or len(order) != len(grads):
@@ -279,11 +286,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if indices != tuple(range(count)):  # a variable without a gradient has the flag 0
             flags = tf.maximum(tf.math.unsorted_segment_max(flags, list(indices), count), 0.0)
         if self.sampler:
-            scaled = multiply_gradients(gradients, applied_scale) if unscaled else gradients
-            gradient_at = dict(zip(indices, scaled, strict=True))
+            gradient_at = dict(zip(indices, gradients, strict=True))
             all_gradients = [gradient_at.get(index) for index in range(count)]
             step = self.counters.counts.value[COUNT_INDEX["steps"]] + 1
-            self.sampler.sample(all_gradients, self._trainable_variables, applied_scale, step)
+            self.sampler.sample(all_gradients, self._trainable_variables, applied_scale, step, unscaled)
 
         # Agree, over replicas and workers.
         losses = self.step_monitor.end_step()

@@ -22,10 +22,17 @@ _STAGE_UNKNOWN = (
     "`apply` cannot know whether its gradients went through `unscale`: a tf.function that runs again calls no Python, "
     "and one call of `unscale` is for one call of `apply`. Pass unscaled=True if they did, else unscaled=False."
 )
+_FEWER_UNSCALED = (
+    "`apply` got {count} gradients, but the last call of `unscale` only {unscaled}. Pass all gradients of a step to "
+    "one call of `unscale`, after the last `scale_loss`. If the others are unscaled too, pass unscaled=True."
+)
 _LOSS_IN_FLOAT16 = (
     "The loss was computed in float16, which rounds it to 11 bits and overflows beyond 65504. Compute it in float32: "
     "end the model with kmp.layers.Softmax() or a layer with dtype='float32', or cast its output."
 )
+
+
+_EMPTY_BATCH = -(2.0**20)  # stays negative whatever number of losses is added to it
 
 
 class Stage(enum.Enum):
@@ -96,7 +103,7 @@ class StepMonitor:
 
     def record_empty(self, is_empty: Any) -> None:
         """Records that the batch has no rows, if the scalar bool is true: then a skipped step is no overflow."""
-        self._record.assign(self._record.value + ops.cast(is_empty, "float32") * [-(2.0**20), 0.0, 0.0, 0.0, 0.0])
+        self._record.assign(self._record.value + ops.cast(is_empty, "float32") * [_EMPTY_BATCH, 0.0, 0.0, 0.0, 0.0])
 
     def record_loss(self, loss: tf.Tensor) -> None:
         """Records a loss of the current step before it is scaled; warns if the first one is float16."""
@@ -147,11 +154,11 @@ class StepMonitor:
             self._has_warned = True
             user_messages.warn(_NOT_SCALED.format(optimizer="optimizer"))
 
-    def takes_unscaled(self) -> bool:
-        """Returns whether `unscale` was called last, so that `apply` gets its gradients.
+    def takes_unscaled(self, count: int) -> bool:
+        """Returns whether `unscale` was called last, so that `apply` gets its gradients, `count` without `None`.
 
         Raises:
-            ValueError: If that is not known, or in a `train_step` that did not call `scale_loss`.
+            ValueError: If that is not known, in a `train_step` without `scale_loss`, or if `unscale` got fewer.
         """
         is_eager = tf.executing_eagerly()
         before, self._losses_at_unscale = self._losses_at_unscale, None
@@ -164,6 +171,8 @@ class StepMonitor:
         if self.stage is Stage.APPLIED_UNSCALED or is_of_function:
             raise ValueError(_STAGE_UNKNOWN)
         self.check_scaled()
+        if self.stage is Stage.UNSCALED and 0 < self._flag_count < count:
+            raise ValueError(_FEWER_UNSCALED.format(count=count, unscaled=self._flag_count))
         return self.stage is Stage.UNSCALED
 
     def end_stage(self, unscaled: bool) -> None:

@@ -283,3 +283,34 @@ def test_loss_of_a_function_after_a_discarded_batch_begins_a_new_one(weight):
     np.testing.assert_array_equal(weight, [0.5, 1.5])
     optimizer.apply(optimizer.unscale(gradients(tf.constant(0.25))), [weight])
     np.testing.assert_array_equal(weight, [0.25, 1.25])
+
+
+def test_gradients_that_did_not_go_through_the_last_unscale_are_refused(run_step):
+    weights = [keras.Variable([1.0, 2.0]), keras.Variable([3.0, 4.0])]
+    optimizer = conftest.optimizer_for(*weights, initial_scale=SCALE)
+
+    @run_step
+    def step(unscaled=None):
+        gradients = [gradient_of(weight, optimizer.scale_loss) for weight in weights]
+        apart = [optimizer.unscale([gradient])[0] for gradient in gradients]
+        optimizer.apply(apart, weights, unscaled=unscaled)
+
+    with pytest.raises(ValueError, match=r"got 2 gradients, but the last call of `unscale` only 1\. Pass all"):
+        step()
+    assert_equal(weights, [[1.0, 2.0], [3.0, 4.0]])
+    run_step(functools.partial(step, unscaled=True))()
+    assert_equal(weights, [[0.0, 0.0], [0.0, 0.0]])
+
+
+def test_unscale_keeps_the_gradient_of_a_variable_that_is_overwritten_with_it(run_step):
+    weight, float8_scale = keras.Variable([1.0, 2.0]), keras.Variable(1.0)
+    float8_scale.overwrite_with_gradient = True
+    optimizer = conftest.optimizer_for(weight, float8_scale, initial_scale=SCALE)
+
+    @run_step
+    def step():
+        gradients = [gradient_of(weight, optimizer.scale_loss), tf.constant(0.25)]
+        optimizer.apply(optimizer.unscale(gradients), [weight, float8_scale])
+
+    step()
+    assert_equal([weight, float8_scale], [[0.0, 0.0], 0.25])
