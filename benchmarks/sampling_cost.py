@@ -7,20 +7,32 @@ at its default interval, to a step of Adam; and, on a GPU, the training of large
 every 10th and every 100th step.
 """
 
+import functools
 import statistics
 import tempfile
 
 import tensorflow as tf
 from measuring import SampledStep, Step, main, shapes_of
 
+from kmp import callbacks
 from kmp.bench.measurement import MODES, alternate, comparison, seconds_per_call
 from kmp.bench.models import OURS
 from kmp.bench.precision import NETWORKS, Variant, measure_network
 from kmp.gradients import gradient_statistics
 
 TENSORS = 4
+
+
+def histogram(every_n_steps, folder):
+    """Returns the callbacks of a variant."""
+    return [callbacks.GradientHistogram(every_n_steps=every_n_steps)]
+
+
 VARIANTS = {"kmp": Variant("mixed_float16", OURS)} | {
-    f"histogram every {number}": Variant("mixed_float16", OURS, histogram_every=number) for number in (1, 10, 100)
+    f"histogram every {number}": Variant(
+        "mixed_float16", OURS, callbacks=functools.partial(histogram, number), steps=number
+    )
+    for number in (1, 10, 100)
 }
 
 

@@ -113,12 +113,6 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--json", type=_file_to_write(".json"), metavar="FILE", help="also write the results to a JSON file"
     )
-    bench.add_argument(
-        "--figure",
-        type=_file_to_write(".png", ".svg", ".pdf"),
-        metavar="FILE",
-        help="also draw the ratios into a .png, .svg or .pdf file",
-    )
     return parser
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from kmp import callbacks
@@ -39,15 +40,15 @@ class Variant(NamedTuple):
         policy: The dtype policy of its layers.
         scaling: As in `compiled_model`.
         tensor_float_32: Whether float32 products may use TF32, as TensorFlow does by default.
-        has_callbacks: Whether it is trained with `kmp.callbacks.defaults()` and a log.
-        histogram_every: Steps between two histograms of the gradients; 0 for none.
+        callbacks: A function of a module that returns callbacks for `fit`, given a folder for a log.
+        steps: The fewest steps in which the callbacks do what they do at an interval.
     """
 
     policy: str
     scaling: str = BARE
     tensor_float_32: bool = True
-    has_callbacks: bool = False
-    histogram_every: int = 0
+    callbacks: Callable[[str], Sequence[keras.callbacks.Callback]] | None = None
+    steps: int = 1
 
 
 # Of each table, the others are compared with the first.
@@ -61,10 +62,9 @@ FORMATS = {
 VARIANTS = {
     "float32": FORMATS["float32"],
     WITHOUT_TF32: FORMATS[WITHOUT_TF32],
-    "mixed_float16, unscaled": Variant("mixed_float16"),
     "mixed_float16, Keras": Variant("mixed_float16", KERAS),
     "mixed_float16, kmp": Variant("mixed_float16", OURS),
-    "mixed_float16, kmp + callbacks": Variant("mixed_float16", OURS, has_callbacks=True),
+    "mixed_float16, kmp + callbacks": Variant("mixed_float16", OURS, callbacks=callbacks.defaults, steps=250),
     "mixed_bfloat16": FORMATS["bfloat16"],
 }
 
@@ -256,11 +256,8 @@ def train_network(
         before = peak_memory()
         task = task_of(name, batch)
         model = compiled_model(task, variant.policy, variant.scaling, mode)
-        extra: list[Any] = callbacks.defaults(folder) if variant.has_callbacks else []
-        if variant.histogram_every:
-            extra = [callbacks.GradientHistogram(every_n_steps=variant.histogram_every)]
-        steps = max(steps, variant.histogram_every, 250 * variant.has_callbacks)  # the callbacks read at least once
-        train = timed_training(model, task, steps, extra)
+        extra = variant.callbacks(folder) if variant.callbacks else []
+        train = timed_training(model, task, max(steps, variant.steps), extra)
         train()
         reset_peak_memory()
         return [train() for _ in range(rounds)], peak_memory() - before

@@ -20,10 +20,7 @@ _TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 def run(
-    console: Console,
-    comparisons: Iterable[Sequence[Measurement]],
-    json_file: Path | None = None,
-    figure: Path | None = None,
+    console: Console, comparisons: Iterable[Sequence[Measurement]], json_file: Path | None = None
 ) -> list[Measurement]:
     """Prints each comparison when it is measured, and tables at the end, also after an error.
 
@@ -31,7 +28,6 @@ def run(
         console: Where to print.
         comparisons: Measures when it is iterated over.
         json_file: JSON file of the results, written again after each comparison. `None` for no file.
-        figure: File to draw the ratios into, unless there are none. `None` for no file.
     """
     # Other processes share the GPU with this one. By default TensorFlow reserves all of its memory for one process.
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
@@ -40,8 +36,8 @@ def run(
     for name, value in machine.items():
         console.print(f"{name}: {value}", highlight=False, markup=False)
     results: list[Measurement] = []
-    for path in filter(None, (json_file, figure)):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    if json_file:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
     try:
         for compared in comparisons:
             first = compared[0]
@@ -54,8 +50,6 @@ def run(
     finally:
         for table in tables(results):
             console.print(table)
-        if figure and any(result.ratio is not None for result in results):
-            save_figure(results, figure)
     return results
 
 
@@ -91,34 +85,6 @@ def tables(results: Sequence[Measurement]) -> list[Table]:
             table.add_row(variant, *(cells.get(mode, "") for mode in modes))
         made.append(table)
     return made
-
-
-def save_figure(results: Sequence[Measurement], file: Path) -> None:
-    """Draws the ratios, with a panel for each section that has any, and their ranges as lines."""
-    import matplotlib.pyplot as plt
-
-    from kmp.plots import style
-
-    panels: dict[str, list[Measurement]] = {}
-    for result in results:
-        if result.ratio is not None:
-            panels.setdefault(result.section, []).append(result)
-    rows = [len(drawn) for drawn in panels.values()]
-    figure, axes = plt.subplots(
-        len(panels), figsize=(8, 1 + 0.7 * len(rows) + 0.2 * sum(rows)), layout="constrained", squeeze=False
-    )
-    for ax, (section, drawn) in zip(axes[:, 0], panels.items(), strict=True):
-        for row, result in enumerate(drawn):
-            ax.plot(result.ratio_range or [result.ratio] * 2, [row, row], color=style.MIDDLE, linewidth=1)
-            ax.plot(result.ratio, row, "o", color=style.DARK, markersize=5)
-        names = [", ".join(filter(None, (result.case, result.mode, result.variant))) for result in drawn]
-        ax.set_yticks(range(len(drawn)), names)
-        ax.set_ylim(len(drawn) - 0.5, -0.5)
-        ax.axvline(1.0, color=style.TEXT, linewidth=1)
-        first = next(result.variant for result in results if result.section == section)
-        style.label(ax, section, f"ratio to {first}", "")
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
 
 
 def _cell(result: Measurement) -> str:

@@ -66,7 +66,7 @@ def _bench(parsed: argparse.Namespace, console: Console) -> None:
         raise InputError("--batch applies only to resnet and bert")
     try:
         comparisons = bench.measure(parsed.only, parsed.quick, parsed.mode, parsed.batch)
-        bench.run(console, comparisons, parsed.json, parsed.figure)
+        bench.run(console, comparisons, parsed.json)
     except bench.MeasurementError as error:
         raise InputError(str(error)) from error
 

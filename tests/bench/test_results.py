@@ -1,7 +1,6 @@
 import io
 
 import keras
-import matplotlib.pyplot as plt
 from rich.console import Console
 
 from kmp.bench import results
@@ -61,24 +60,3 @@ def test_comparison_is_one_line_of_text_when_it_is_done_after_the_versions():
     assert f"peak memory, Adam, 8 large: bare 100 MiB; kmp 105 MiB {TIMES}1.05" in lines
     assert f"keras: {keras.__version__}" in lines
     assert "1.5 KiB" in shown([Measurement("log", "a sample", "", "50 variables", 1536.0, "B", None)])
-
-
-def test_figure_has_each_ratio_in_the_row_of_its_case(monkeypatch, tmp_path):
-    monkeypatch.setattr(plt, "close", lambda figure: None)
-    shown(RESULTS, figure=tmp_path / "ratios.svg")
-    monkeypatch.undo()
-    steps, memory = plt.gcf().axes
-    assert [ax.get_title(loc="left") for ax in (steps, memory)] == ["optimizer step", "peak memory"]
-    assert [label.get_text() for label in steps.get_yticklabels()] == [
-        *("Adam, 8 large, graph, kmp", "Adam, 8 large, graph, kmp, jit_compile", "Adam, 8 large, XLA, kmp"),
-    ]
-    lines = [list(line.get_xdata()) for line in steps.lines]
-    assert lines[:6] == [[1.55, 1.9], [1.6], [0.4, 0.4], [0.4], [1.1, 1.1], [1.1]]
-    assert list(memory.lines[1].get_xdata()) == [1.05]
-    assert memory.get_xlabel() == "ratio to bare"
-    plt.close("all")
-
-
-def test_there_is_no_figure_without_a_ratio(tmp_path):
-    shown(RESULTS[-1:], figure=tmp_path / "ratios.png")
-    assert list(tmp_path.iterdir()) == []

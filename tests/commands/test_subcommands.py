@@ -36,7 +36,6 @@ def write_run(folder, schema=1, **row):
         (["bench", "--batch", "0"], "an integer of at least 1, received '0'"),
         (["bench", "--mode", "eager"], "invalid choice: 'eager'"),
         (["bench", "--json", "results.txt"], "must end in .json, received 'results.txt'"),
-        (["bench", "--figure", "ratios.gif"], "must end in .png or .svg or .pdf, received 'ratios.gif'"),
         (["bench", "--json", "/dev/null/bench.json"], "cannot be written, received '/dev/null/bench.json'"),
         (["bench", "--json", "folder.json"], "cannot be written"),
         (["doctor", "--json", "doctor"], "must end in .json or -, received 'doctor'"),
@@ -273,12 +272,11 @@ def test_bench_passes_its_arguments_on(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [None, MeasurementError("no more"), KeyboardInterrupt()])
-def test_bench_prints_writes_and_draws_what_it_has_measured(error, monkeypatch, tmp_path, capsys):
-    json_file, figure = tmp_path / "new" / "bench.json", tmp_path / "new" / "bench.png"
-    status, _ = bench_of(monkeypatch, ["--json", json_file, "--figure", figure], error)
+def test_bench_prints_and_writes_what_it_has_measured(error, monkeypatch, tmp_path, capsys):
+    json_file = tmp_path / "new" / "bench.json"
+    status, _ = bench_of(monkeypatch, ["--json", json_file], error)
     assert status == {type(None): 0, MeasurementError: 1, KeyboardInterrupt: 130}[type(error)]
     assert [result["variant"] for result in json.loads(json_file.read_text())["results"]] == ["bare", "kmp"]
-    assert figure.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr()
     assert "\u2503" in printed.out  # the border of a table
     assert printed.err == {0: "", 1: "kmp: no more\n", 130: "kmp: interrupted\n"}[status]
@@ -291,8 +289,7 @@ def test_failed_bench_leaves_existing_files_unchanged(monkeypatch, tmp_path):
 
     (tmp_path / "bench.json").write_text("an earlier result")
     monkeypatch.setattr(bench, "measure", fail)
-    files = ["--json", str(tmp_path / "bench.json"), "--figure", str(tmp_path / "bench.png")]
-    assert main(["bench", *files]) == 1
+    assert main(["bench", "--json", str(tmp_path / "bench.json")]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
     assert (tmp_path / "bench.json").read_text() == "an earlier result"
 
