@@ -275,8 +275,8 @@ class Monitor(OptimizerReader):
             self.add_record(found)
 
     def _append(self, record: Record) -> None:
-        if self.model.built and "layers" not in self.run.settings:  # built by the first step
-            self.run.header = header(self.model, self.optimizer)
+        if self._has_trained and "layers" not in self.run.settings:  # built by the first step
+            self.run.header = header(self.model, self.optimizer, has_trained=True)
         self._open_log()
         self.run.append(record)
         self._size += record_size(record)

@@ -107,7 +107,7 @@ class StuckDetector(OptimizerReader):
         if not (skipped >= self.patience or is_at_min_scale) or streak_start == self._reported_streak_start:
             return
         self._reported_streak_start = streak_start if skipped else None
-        run = Run([record_of(now, self._first, PARTS)], header(self.model, self.optimizer))
+        run = Run([record_of(now, self._first, PARTS)], header(self.model, self.optimizer, has_trained=True))
         if self._monitor:
             self._monitor.read()
             run = self._monitor.run

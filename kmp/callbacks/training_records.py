@@ -33,8 +33,11 @@ LOSS_SCALE, OVERFLOWS, GRADIENTS = PARTS = ("loss scale", "overflows", "gradient
 Record = dict[str, Any]
 
 
-def header(model: keras.Model, optimizer: LossScaleOptimizer) -> Record:
-    """Returns the first line of a log: the start time, the versions and the settings of the training."""
+def header(model: keras.Model, optimizer: LossScaleOptimizer, has_trained: bool = False) -> Record:
+    """Returns the first line of a log: the start time, the versions and the settings of the training.
+
+    The paths of layers are known after the first step, or if all of them are built.
+    """
     inner = optimizer.inner_optimizer
     settings = {"rule": type(optimizer.rule).__name__} | dataclasses.asdict(optimizer.rule)
     settings |= {
@@ -63,7 +66,7 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer) -> Record:
     settings["variable_dtypes"] = sorted({variable.dtype for variable in variables})
     settings["float32_variables"] = [path for path, variable in by_path.items() if id(variable) in float32_ids]
     settings["own_dtype_variables"] = [path for path, variable in by_path.items() if id(variable) in own_dtype_ids]
-    if model.built:
+    if has_trained or guarding.is_built(model):
         settings["parameters"] = model.count_params()
         settings["layers"] = {path: type(layer).__name__ for path, layer in layers_by_path(model).items()}
         settings["output_layers"] = [layer.path or layer.name for layer in output_layers(model)]

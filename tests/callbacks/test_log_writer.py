@@ -469,6 +469,25 @@ def test_second_run_of_a_model_that_its_first_step_builds_has_its_layers(tmp_pat
         assert settings["variable_dtypes"] == ["float32"]
 
 
+def test_layers_that_the_first_step_builds_have_their_final_paths(tmp_path):
+    class Classifier(keras.Model):
+        def __init__(self):
+            super().__init__(name="classifier")
+            self.hidden, self.unused = keras.layers.Dense(2, name="hidden"), keras.layers.Dense(2, name="unused")
+
+        def build(self, input_shape):
+            self.built = True  # but no layer is
+
+        def call(self, x):
+            return keras.ops.softmax(self.hidden(x))
+
+    model = Classifier()
+    model.build((None, 4))
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    model.fit(*small_data(), batch_size=8, verbose=0, callbacks=without_replays(tmp_path, every_n_steps=5))
+    assert kmp.load_run(tmp_path).settings["layers"] == {"classifier/hidden": "Dense", "unused": "Dense"}
+
+
 def test_log_that_is_lost_during_the_training_is_written_again_with_a_warning(tmp_path):
     folder, file = tmp_path / "log", tmp_path / "log" / "kmp.jsonl"
     harms = {
