@@ -13,7 +13,17 @@ from kmp.callbacks.training_records import Record
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import all_optimizers_of, guarding
 from kmp.records import Replay, Snapshot, check_record
-from kmp.replay import MOST_EXAMPLES, BatchCapture, CapturedBatch, Failure, TrainStep, is_ragged, replay
+from kmp.replay import (
+    MOST_EXAMPLES,
+    BatchCapture,
+    CapturedBatch,
+    Failure,
+    TrainStep,
+    failing_part,
+    is_ragged,
+    parts_of,
+    replay,
+)
 from kmp.utils import user_messages
 
 logger = logging.getLogger("kmp")
@@ -81,9 +91,15 @@ class BatchReplayer:
             self._capture.forget()
 
     def replay_if_due(
-        self, model: keras.Model, snapshot: Snapshot, variables: Mapping[str, Any], *, is_last: bool
+        self,
+        model: keras.Model,
+        snapshot: Snapshot,
+        variables: Mapping[str, Any],
+        *,
+        is_last: bool = False,
+        is_stuck: bool = False,
     ) -> Record | None:
-        """Replays the captured batch if there is a reason to, or if training ends.
+        """Replays the captured batch if there is a reason to, or if training ends or is stuck.
 
         Returns:
             The keys of a record: `replay` and the float32 gradients of the `variables` as `reference`, or
@@ -91,7 +107,7 @@ class BatchReplayer:
         """
         if self._capture is None or not variables or self._has_failed:
             return None
-        has_overflowed = self._has_more_overflows(snapshot)
+        has_overflowed = is_stuck or self._has_more_overflows(snapshot)
         has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
         is_due = has_overflowed or self._is_comparison_due(snapshot, is_last)
         if not is_due and snapshot.overflow_count > self._overflows_at_request:
@@ -112,7 +128,6 @@ class BatchReplayer:
         if snapshot.sample and snapshot.sample.histogram.is_finite:
             self._zero_share = max(self._zero_share, snapshot.sample.histogram.zero_fraction)
         scale = captured.loss_scale if has_overflowed else snapshot.loss_scale
-        self._replayed = captured
         found = self._replay(model, self._capture, captured, variables, snapshot.step, scale, failed)
         self._request(self._capture, snapshot)
         return found
@@ -141,18 +156,28 @@ class BatchReplayer:
         assert self._step is not None
         reason = f"a replay would change {capture.unrestorable}"
         data, is_whole = captured.data, is_ragged(captured.data)
-        if not is_whole:
-            data = keras.tree.map_structure(lambda tensor: tensor[: self._examples], data)
+        step_to_run = replace(self._step, run=None) if capture.is_of_loop else self._step
         began, most = time.monotonic(), max(_MOST_SECONDS, self._share)
         try:
             if not capture.unrestorable:
+                if not is_whole:
+                    parts = parts_of(data, self._examples)
+                    data = parts[0]
+                    if failed and len(parts) > 1:
+                        data = failing_part(
+                            *(model, parts, variables, step_to_run, capture.variables),
+                            loss_scale=loss_scale,
+                            batch_size=captured.batch_size,
+                            seconds=most / 2,
+                        )
+                self._replayed = captured._replace(data=data)
                 self._last_replay, reference = replay(
                     model,
                     data,
                     variables,
                     step=step,
                     loss_scale=loss_scale,
-                    train_step=replace(self._step, run=None) if capture.is_of_loop else self._step,
+                    train_step=step_to_run,
                     batch_size=captured.batch_size,
                     failed=failed,
                     restored=capture.variables,

@@ -55,7 +55,8 @@ def defaults(
     reports = []
     if report is not None:
         reports = [Report(validation.local_path("report", report, (".html",)), run=monitor.run)]
-    detector = StuckDetector(on_stuck=on_stuck, checkpoint=checkpoint)
-    detector.explain_with(monitor, reports)
     has_fallback = validation.boolean("float32_fallback", float32_fallback) and reference is not None
-    return [monitor, *([Float32Fallback(monitor)] if has_fallback else []), detector, *reports]
+    fallbacks = [Float32Fallback(monitor)] if has_fallback else []
+    detector = StuckDetector(on_stuck=on_stuck, checkpoint=checkpoint)
+    detector.explain_with(monitor, reports, next(iter(fallbacks), None))
+    return [monitor, *fallbacks, detector, *reports]

@@ -110,11 +110,11 @@ class Float32Fallback(keras.callbacks.Callback):
             self._batches_left = counts.overflows_in_a_row or (_STREAK if new else _CHECKED_EVERY)
             if max(new, counts.overflows_in_a_row) >= _STREAK:
                 self.monitor.read()
-        self._repair()
+        self.repair()
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if self.monitor.is_active:
-            self._repair()
+            self.repair()
 
     def _repeat_earlier_fallbacks(self) -> None:
         """Sets layers of a model that was built again to float32, if the log that this training continues has them.
@@ -135,28 +135,31 @@ class Float32Fallback(keras.callbacks.Callback):
         finding = next(found for found in advise(self.monitor.run) if found.cause == "float32_fallback")
         self._warn(reason, f"As at step {rows[-1]['step']}, before the training was resumed,", paths, changed, finding)
 
-    def _repair(self) -> None:
-        """Sets the layers to float32 that the last replay found, if it is a proof and float16 is the cause."""
+    def repair(self) -> bool:
+        """Sets the layers to float32 that the last replay found, if it is a proof and float16 is the cause.
+
+        Returns whether it did.
+        """
         replay, records = self.monitor.last_replay, len(self.monitor.run.rows)
         is_known = replay is self._rejected or records == self._records
         if replay is None or is_known or not replay.float32_layers:
-            return
+            return False
         has_output_error = replay.error_origin or (replay.output_error or 0.0) > HARMFUL_OUTPUT_ERROR_ALONE
         # The rounding of the outputs may be all that is left of a small loss.
         largest = HARMFUL_OUTPUT_ERROR_ALONE * max(abs(replay.float32_loss or 0.0), _SMALL_LOSS)
         has_loss_error = replay.is_harmful and replay.loss_difference > largest
         is_proof = has_output_error or has_loss_error or replay.lost_states or replay.overflow_inside
         if replay.is_finite and not is_proof:
-            return  # only gradients differ, which one batch does not prove
+            return False  # only gradients differ, which one batch does not prove
         self._records = records
         metrics = RunMetrics(self.monitor.run)
         finding = next(iter(diagnosis_of(metrics).problems), None)
         if finding is None or _may_diverge(metrics, replay):
-            return  # a later record may tell
+            return False  # a later record may tell
         self._rejected = replay
         layers = layers_by_path(self.model)
         if finding.cause not in CURABLE or not layers.keys() >= set(replay.float32_layers):
-            return
+            return False
         changed = layers_in_16_bits([layers[path] for path in replay.float32_layers])
         with contextlib.ExitStack() as stack:
             for layer in changed:
@@ -164,7 +167,7 @@ class Float32Fallback(keras.callbacks.Callback):
             proof = self.monitor.replay_again()
         result = proof.get("replay")
         if result is None or not result.is_finite or (replay.is_finite and result.is_harmful):
-            return
+            return False
         self._set_to_float32(changed)
         optimizer = self.monitor.optimizer
         scale = min(optimizer.rule.initial_scale, result.usable_scale or 0.0)
@@ -173,6 +176,7 @@ class Float32Fallback(keras.callbacks.Callback):
         step = self.monitor.add_record({"fallback": replay.float32_layers, "fallback_reason": finding.title})
         self.monitor.add_record(proof)
         self._warn(finding.title, f"At step {step}", replay.float32_layers, changed, finding)
+        return True
 
     def _set_to_float32(self, changed: Sequence[keras.Layer]) -> None:
         for layer in changed:

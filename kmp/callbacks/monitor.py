@@ -266,10 +266,15 @@ class Monitor(OptimizerReader):
         if self._writer is not None:
             self._writer.write_verdict()
 
-    def _replay(self, is_last: bool = False) -> None:
+    def replay_stuck(self) -> None:
+        """Replays the batch of the last skipped step, of a training that is stuck."""
+        self.read()
+        self._replay(is_stuck=True)
+
+    def _replay(self, **reason: bool) -> None:
         if self._replayer is None:
             return
-        found = self._replayer.replay_if_due(self.model, self._previous, self._selected_variables(), is_last=is_last)
+        found = self._replayer.replay_if_due(self.model, self._previous, self._selected_variables(), **reason)
         if found:
             self.last_replay = found.get("replay")
             self.add_record(found)

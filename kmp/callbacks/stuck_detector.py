@@ -5,6 +5,7 @@ import numpy as np
 
 from kmp.advice import advise
 from kmp.backend import model_files
+from kmp.callbacks.float32_fallback import Float32Fallback
 from kmp.callbacks.monitor import Monitor
 from kmp.callbacks.optimizer_reader import OptimizerReader, PathLike
 from kmp.callbacks.report_callback import Report
@@ -76,13 +77,16 @@ class StuckDetector(OptimizerReader):
             self.checkpoint = validation.local_path("checkpoint", checkpoint, (".keras", ".weights.h5"))
         self._monitor: Monitor | None = None
         self._reports: list[Report] = []
+        self._fallback: Float32Fallback | None = None
 
-    def explain_with(self, monitor: Monitor, reports: list[Report]) -> None:
+    def explain_with(self, monitor: Monitor, reports: list[Report], fallback: Float32Fallback | None) -> None:
         """Takes the cause from the records of a monitor of the same `fit`, and completes its files before the error.
+
+        There is no error if the fallback can repair the training.
 
         After the error, `fit` calls no callback.
         """
-        self._monitor, self._reports = monitor, reports
+        self._monitor, self._reports, self._fallback = monitor, reports, fallback
 
     def _start(self) -> None:
         self._first = self._snapshot = self.optimizer.snapshot()
@@ -106,10 +110,13 @@ class StuckDetector(OptimizerReader):
         is_at_min_scale = now.overflows_at_min_scale > before.overflows_at_min_scale
         if not (skipped >= self.patience or is_at_min_scale) or streak_start == self._reported_streak_start:
             return
+        if self._monitor:
+            self._monitor.replay_stuck()
+            if self._fallback and self._fallback.repair():
+                return
         self._reported_streak_start = streak_start if skipped else None
         run = Run([record_of(now, self._first, PARTS)], header(self.model, self.optimizer, has_trained=True))
         if self._monitor:
-            self._monitor.read()
             run = self._monitor.run
         finding = next(iter(advise(run).problems), None)
         if self._monitor:

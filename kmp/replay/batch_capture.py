@@ -14,7 +14,8 @@ from kmp.backend import ResourceVariable, instance_attribute, outlined, state_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.utils import FLOAT16
 
-MOST_EXAMPLES = 32
+MOST_EXAMPLES = 32  # of a replay
+_MOST_CAPTURED = 128  # examples: a single one may make a step fail
 _GOLDEN_RATIO = 0.618034  # of a batch, between the first examples in two steps that are skipped in a row
 _MOST_BYTES = 2**26  # of the captured examples; but at least two examples
 
@@ -23,7 +24,7 @@ class CapturedBatch(NamedTuple):
     """Examples of a training batch.
 
     Attributes:
-        data: What `train_step` got: `x`, or a tuple of `x`, `y` and `sample_weight`; tensors with up to `MOST_EXAMPLES`
+        data: What `train_step` got: `x`, or a tuple of `x`, `y` and `sample_weight`; tensors with up to 128
             examples, fewer if these are large. All of a ragged batch, such as the nodes and edges of graphs.
         batch_size: The number of examples in the training batch.
         step: The number of the optimizer step that the batch was trained in.
@@ -254,9 +255,9 @@ def _most_examples(tensors: Sequence[tf.Tensor | tf.TensorSpec]) -> Any:
     sizes: list[Any] = [tensor.shape[1:].num_elements() for tensor in tensors]
     if None not in sizes:
         example = sum(size * tensor.dtype.size for size, tensor in zip(sizes, tensors, strict=True))
-        return min(MOST_EXAMPLES, max(2, _MOST_BYTES // max(1, example)))
+        return min(_MOST_CAPTURED, max(2, _MOST_BYTES // max(1, example)))
     parts = [tf.reduce_prod(tf.shape(tensor)[1:]) * tensor.dtype.size for tensor in tensors]
-    return tf.clip_by_value(_MOST_BYTES // tf.maximum(tf.add_n(parts), 1), 2, MOST_EXAMPLES)
+    return tf.clip_by_value(_MOST_BYTES // tf.maximum(tf.add_n(parts), 1), 2, _MOST_CAPTURED)
 
 
 def _suspicion(tensors: list[tf.Tensor]) -> tf.Tensor:

@@ -97,6 +97,45 @@ def replay(
     return result
 
 
+def parts_of(data: Any, examples: int) -> list[Any]:
+    """Returns the parts of a batch, of this many examples each but for the last one."""
+    starts = range(0, len(keras.tree.flatten(data)[0]), examples)
+    return [keras.tree.map_structure(lambda tensor, i=i: tensor[i : i + examples], data) for i in starts]
+
+
+def failing_part(
+    model: keras.Model,
+    parts: Sequence[Any],
+    variables: Mapping[str, Any],
+    train_step: TrainStep,
+    restored: Sequence[ResourceVariable],
+    *,
+    loss_scale: float,
+    batch_size: int,
+    seconds: float,
+) -> Any:
+    """Returns the first part of a batch whose pass in the precision of the model is not finite.
+
+    A single example may have made a step fail. Without such a part in this time, returns the first one. The other
+    arguments are those of `replay`.
+    """
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(TimeoutError):
+        for part in parts:
+            measured = {} if train_step.run is None else variables
+            passes = Passes(model, part, train_step, measured, restored=restored, deadline=deadline)
+            factor = loss_scale * _share_of_batch(model, passes.examples, batch_size)
+            if not passes.in_own_precision(factor=factor).is_finite:
+                return part
+    return parts[0]
+
+
+def _share_of_batch(model: keras.Model, examples: int, batch_size: int) -> float:
+    """Returns what the gradients of a batch are multiplied by: those of a sum grow with it, those of a mean do not."""
+    is_sum = any(getattr(loss, "reduction", None) == "sum" for loss in keras.tree.flatten(model.loss))
+    return 1.0 if is_sum else examples / batch_size
+
+
 def _tiled(data: Any, size: int) -> Any:
     """Returns a batch of this size, with the examples of a smaller one again and again."""
     return keras.tree.map_structure(lambda tensor: tf.gather(tensor, tf.range(size) % tf.shape(tensor)[0]), data)
@@ -112,9 +151,7 @@ def _replay(
     was_finite: bool,
 ) -> tuple[Replay, GradientSample | None]:
     """Checks the batch, passes it in float32, then in the precision of the model, and compares the two passes."""
-    # Gradients of a sum over the examples grow with the batch, those of a mean do not.
-    is_sum = any(getattr(loss, "reduction", None) == "sum" for loss in keras.tree.flatten(passes.model.loss))
-    part = 1.0 if is_sum else passes.examples / batch_size
+    part = _share_of_batch(passes.model, passes.examples, batch_size)
     passes = replace(passes, factor=loss_scale * part)
     searching = replace(passes, deadline=passes.deadline + _SEARCH_SECONDS)
     found = {"loss_scale": loss_scale} | _check_batch(passes, variables)
