@@ -129,8 +129,10 @@ def _not_replayed(metrics: RunMetrics) -> Finding:
     if metrics.ends_nonfinite:
         pattern = f"among them the last {metrics.consecutive_overflows}"
     elif metrics.nonfinite_losses < metrics.steps / 2:
-        pattern = "most losses are finite, which suggests corrupt examples"
+        pattern = "most losses are finite, which suggests examples that are corrupt, or for which a layer overflows"
     note = "kmp.callbacks.defaults() replays such a batch, and names the first layer that is not finite"
+    if metrics.replays:
+        note = "no replay shows where: train in float32, to know whether float16 is the cause"
     return _loss(metrics, "The loss is NaN or Inf before scaling, so no loss scale helps.", pattern, note=note)
 
 

@@ -107,6 +107,15 @@ class RunMetrics:
         """The last replay whose passes were finite in both precisions."""
         return self._newest(lambda replay: replay.is_compared)
 
+    @cached_property
+    def largest_gradient_error(self) -> float | None:
+        """The largest error of a layer's gradients in all comparisons; `None` without one in the second half."""
+        compared = self.run.comparisons
+        if not compared or 2 * compared[-1][0] < self.steps:
+            return None
+        errors = [each for _, replay in compared for each in replay.gradient_errors]
+        return max((each.error for each in errors if not each.has_converged), default=None)
+
     @property
     def needs_float32_layers(self) -> bool:
         """Whether all comparisons with harmful errors of gradients had them at the largest usable loss scale too."""

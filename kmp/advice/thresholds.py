@@ -28,6 +28,9 @@ MANY_LOST_UPDATES = 0.2  # of the weights with a nonzero gradient
 MOSTLY_LOST = 0.5  # of the weights of one variable
 MANY_LOST_SQUARES = 0.1  # of the elements: Adam would move these weights a thousand times too far
 
+# Relative errors.
+SMALL_GRADIENT_ERROR = 0.1  # of a layer's gradients: those of another batch differ by more
+
 # Powers of two.
 SPARE_BITS = 6.0  # of headroom: far more than a scale needs that grows until it overflows
 MARGIN_BITS = 1  # of headroom at the highest recommended scale

@@ -168,6 +168,7 @@ class BatchReplayer:
                             *(model, parts, variables, step_to_run, capture.variables),
                             loss_scale=loss_scale,
                             batch_size=captured.batch_size,
+                            failed=failed,
                             seconds=most / 2,
                         )
                 self._replayed = captured._replace(data=data)

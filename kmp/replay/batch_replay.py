@@ -112,9 +112,10 @@ def failing_part(
     *,
     loss_scale: float,
     batch_size: int,
+    failed: Failure,
     seconds: float,
 ) -> Any:
-    """Returns the first part of a batch whose pass in the precision of the model is not finite.
+    """Returns the first part of a batch that fails as the batch did, in a pass in the precision of the model.
 
     A single example may have made a step fail. Without such a part in this time, returns the first one. The other
     arguments are those of `replay`.
@@ -125,7 +126,8 @@ def failing_part(
             measured = {} if train_step.run is None else variables
             passes = Passes(model, part, train_step, measured, restored=restored, deadline=deadline)
             factor = loss_scale * _share_of_batch(model, passes.examples, batch_size)
-            if not passes.in_own_precision(factor=factor).is_finite:
+            result = passes.in_own_precision(factor=factor)
+            if not (math.isfinite(result.loss) if failed == "loss" and train_step.run else result.is_finite):
                 return part
     return parts[0]
 

@@ -47,6 +47,17 @@ def test_skipped_steps_are_replayed_and_logged_and_callbacks_can_be_copied_and_p
         assert copied[0].run.replays
 
 
+def test_examples_of_a_large_batch_that_made_the_step_fail_are_replayed():
+    model = sequential(layers.Dense(4, kernel_initializer="ones"), Cube(name="cube"), layers.Dense(1, dtype="float32"))
+    x = np.ones((100, 4), "float32")
+    x[70] = 12.0  # only its cube is beyond float16's maximum
+    callbacks = defaults(every_n_steps=1, on_stuck="ignore")
+    model.fit(x, np.zeros((100, 1)), batch_size=100, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+    replay = callbacks[0].run.replays[-1][1]
+    assert (replay.is_finite, replay.is_finite_in_float32, replay.examples) == (False, True, 32)
+    assert "cube" in replay.nonfinite[0].layer
+
+
 def test_reason_of_a_stuck_training_is_that_of_the_advice():
     callbacks = defaults(every_n_steps=100)
     callbacks[-1].patience = 6

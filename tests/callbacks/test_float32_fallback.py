@@ -74,6 +74,17 @@ def test_layer_that_overflows_is_set_to_float32_and_the_training_continues(mode,
     assert np.isfinite(model.predict(x, verbose=0)).all()
 
 
+def test_training_that_is_stuck_is_replayed_and_repaired_before_it_ends(monkeypatch):
+    monkeypatch.setattr("kmp.callbacks.batch_replayer._MOST_REPLAYS", 0)  # those of earlier overflows are used up
+    model, callbacks = overflowing(), defaults()
+    callbacks[-1].patience = 12
+    with pytest.warns(UserWarning, match="At step 12 kmp set 'sequential.*/cube', 'sequential.*/norm' to float32"):
+        train(model, callbacks)
+    snapshot = model.optimizer.snapshot()
+    assert snapshot.step == 32
+    assert 12 <= snapshot.overflow_count < 16
+
+
 class Root(keras.layers.Layer):
     """Its slope at 0 is infinite in float16, where the constant is 0."""
 
