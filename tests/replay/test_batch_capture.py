@@ -48,14 +48,14 @@ def test_requested_batch_and_skipped_batches_are_captured(mode):
 
 def test_suspicious_examples_of_a_large_batch_are_captured_first_and_others_in_the_next_skipped_step():
     model, capture = captured_model(optimizer=kmp.wrap("sgd", loss_scale=2.0**127))
-    x = np.arange(192, dtype="float32").reshape(64, 3) / 192
-    for rows in (range(32), [*range(39, 64), *range(7)]):  # 0.618 of the batch later
-        fit(model, x, batch_size=64)
+    x = np.arange(768, dtype="float32").reshape(256, 3) / 768
+    for rows in (range(128), [*range(158, 256), *range(30)]):  # 0.618 of the batch later
+        fit(model, x, batch_size=256)
         np.testing.assert_array_equal(capture.read().data[0], x[list(rows)])
     x[50] = np.inf
-    fit(model, x, batch_size=64)
+    fit(model, x, batch_size=256)
     batch = capture.read()
-    assert (batch.data[0].shape, batch.batch_size) == ((32, 3), 64)
+    assert (batch.data[0].shape, batch.batch_size) == ((128, 3), 256)
     assert np.isinf(batch.data[0][0]).all()
 
 
