@@ -67,7 +67,7 @@ def on_each_replica(function: Callable[..., None], *args: Any) -> None:
     """Calls `function(*args)` on each replica, inside of `in_update_context`."""
     strategy = tf.distribute.get_strategy()
     # Under XLA on GPUs, Keras would add a collective operation on each replica, which XLA does not compile in a branch.
-    # Keras adds none outside of them, where a single replica can update. TensorFlow 2.21 has no public name for it.
+    # It adds none in the cross-replica context, where a single replica can update. TensorFlow 2.21 has no public name.
     updates_outside = (
         strategy.num_replicas_in_sync == 1 and tf.__internal__.distribute.strategy_supports_no_merge_call()
     )

@@ -32,6 +32,7 @@ _MANY_ZEROS = 0.1
 _OVERFLOWS_IN_A_ROW = 3
 _MANY_OVERFLOWS = 8
 _MOST_REPLAYS = 3  # of one training, because of overflows, and because of zeros
+_MOST_STUCK_REPLAYS = 3  # of one training
 _COMPARED_AGAIN = 4  # at this multiple of the last step that was compared
 _MOST_SECONDS = 5.0  # of one replay, or more in a long training
 _SHARE = 0.02  # of the time of a training, for one replay, and for all together beside the first and the last
@@ -75,9 +76,9 @@ class BatchReplayer:
         """Begins a training of a number of steps, 0 if that is not known: captures its first batch."""
         self._middle = snapshot.step + planned_steps // 2
         self._first = self._seen = snapshot  # at the beginning, and at the last replay because of overflows
-        self._overflow_replays = self._zero_replays = 0
+        self._overflow_replays = self._zero_replays = self._stuck_replays = 0
         self._zero_share, self._last_step = 0.0, 0  # of the last replay without an overflow
-        self._has_failed, self._last_replay = False, None
+        self._has_failed, self._last_replay, self._replayed = False, None, None
         self._largest_norms: dict[str, float] = {}  # of the gradients of each layer, in float32
         self._began, self._seconds, self._examples = time.monotonic(), 0.0, MOST_EXAMPLES
         if self._capture:
@@ -91,15 +92,9 @@ class BatchReplayer:
             self._capture.forget()
 
     def replay_if_due(
-        self,
-        model: keras.Model,
-        snapshot: Snapshot,
-        variables: Mapping[str, Any],
-        *,
-        is_last: bool = False,
-        is_stuck: bool = False,
+        self, model: keras.Model, snapshot: Snapshot, variables: Mapping[str, Any], *, is_last: bool
     ) -> Record | None:
-        """Replays the captured batch if there is a reason to, or if training ends or is stuck.
+        """Replays the captured batch if there is a reason to, or if training ends.
 
         Returns:
             The keys of a record: `replay` and the float32 gradients of the `variables` as `reference`, or
@@ -107,7 +102,7 @@ class BatchReplayer:
         """
         if self._capture is None or not variables or self._has_failed:
             return None
-        has_overflowed = is_stuck or self._has_more_overflows(snapshot)
+        has_overflowed = self._has_more_overflows(snapshot)
         has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
         is_due = has_overflowed or self._is_comparison_due(snapshot, is_last)
         if not is_due and snapshot.overflow_count > self._overflows_at_request:
@@ -129,6 +124,19 @@ class BatchReplayer:
             self._zero_share = max(self._zero_share, snapshot.sample.histogram.zero_fraction)
         scale = captured.loss_scale if has_overflowed else snapshot.loss_scale
         found = self._replay(model, self._capture, captured, variables, snapshot.step, scale, failed)
+        self._request(self._capture, snapshot)
+        return found
+
+    def replay_stuck(self, model: keras.Model, snapshot: Snapshot, variables: Mapping[str, Any]) -> Record | None:
+        """Replays the last captured batch of a training that is stuck, as `replay_if_due`, unless it was replayed."""
+        captured = self._capture.read() if self._capture and variables and not self._has_failed else None
+        if self._capture is None or captured is None or self._stuck_replays >= _MOST_STUCK_REPLAYS:
+            return None
+        if self._replayed and captured.step == self._replayed.step:
+            return None
+        self._stuck_replays += 1
+        failed: Failure = "loss" if snapshot.nonfinite_losses_in_a_row else "gradients"
+        found = self._replay(model, self._capture, captured, variables, snapshot.step, captured.loss_scale, failed)
         self._request(self._capture, snapshot)
         return found
 
@@ -183,7 +191,7 @@ class BatchReplayer:
                     failed=failed,
                     restored=capture.variables,
                     largest_norms=self._largest_norms,
-                    seconds=most,
+                    seconds=began + most - time.monotonic(),
                 )
                 check_record({"replay": self._last_replay})
                 if time.monotonic() - began > most:  # the search may have ended early

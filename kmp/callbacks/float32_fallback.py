@@ -79,12 +79,17 @@ class Float32Fallback(keras.callbacks.Callback):
         self.monitor = monitor
         if monitor.reference is None:
             raise ValueError("`monitor` must replay batches: create it with reference='auto'.")
+        self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy has: the settings, without the model, which `fit` sets."""
         return vars(self) | {"_model": None, "_rejected": None}
 
     def on_train_begin(self, logs: Logs = None) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self.repaired_at = 0  # the step of the last repair of this training
         self._batches_left = 1
         self._overflows: int | None = None  # at the last check
         self._rejected: Replay | None = None
@@ -158,9 +163,9 @@ class Float32Fallback(keras.callbacks.Callback):
             return False  # a later record may tell
         self._rejected = replay
         layers = layers_by_path(self.model)
-        if finding.cause not in CURABLE or not layers.keys() >= set(replay.float32_layers):
+        changed = layers_in_16_bits([layers[path] for path in replay.float32_layers if path in layers])
+        if finding.cause not in CURABLE or not layers.keys() >= set(replay.float32_layers) or not changed:
             return False
-        changed = layers_in_16_bits([layers[path] for path in replay.float32_layers])
         with contextlib.ExitStack() as stack:
             for layer in changed:
                 stack.enter_context(keras_internals.dtype_policy_replaced(layer, keras.DTypePolicy(FLOAT32.name)))
@@ -169,13 +174,14 @@ class Float32Fallback(keras.callbacks.Callback):
         if result is None or not result.is_finite or (replay.is_finite and result.is_harmful):
             return False
         self._set_to_float32(changed)
-        optimizer = self.monitor.optimizer
-        scale = min(optimizer.rule.initial_scale, result.usable_scale or 0.0)
-        if not replay.is_finite and scale > optimizer.snapshot().loss_scale:  # which the overflows have lowered
-            optimizer.dynamic_scale.assign(scale)
+        rule = self.monitor.optimizer.rule
+        if not replay.is_finite and result.usable_scale:  # the overflows have lowered the scale, or it overflows still
+            scale = max(rule.min_scale, min(rule.initial_scale, result.usable_scale))
+            self.monitor.optimizer.dynamic_scale.assign(scale)
         step = self.monitor.add_record({"fallback": replay.float32_layers, "fallback_reason": finding.title})
         self.monitor.add_record(proof)
         self._warn(finding.title, f"At step {step}", replay.float32_layers, changed, finding)
+        self.repaired_at = step
         return True
 
     def _set_to_float32(self, changed: Sequence[keras.Layer]) -> None:

@@ -267,14 +267,18 @@ class Monitor(OptimizerReader):
             self._writer.write_verdict()
 
     def replay_stuck(self) -> None:
-        """Replays the batch of the last skipped step, of a training that is stuck."""
+        """Replays the last batch that was captured, of a training that is stuck."""
         self.read()
-        self._replay(is_stuck=True)
+        if self._replayer:
+            found = self._replayer.replay_stuck(self.model, self._previous, self._selected_variables())
+            self._add_replay(found)
 
-    def _replay(self, **reason: bool) -> None:
-        if self._replayer is None:
-            return
-        found = self._replayer.replay_if_due(self.model, self._previous, self._selected_variables(), **reason)
+    def _replay(self, is_last: bool = False) -> None:
+        if self._replayer:
+            variables = self._selected_variables()
+            self._add_replay(self._replayer.replay_if_due(self.model, self._previous, variables, is_last=is_last))
+
+    def _add_replay(self, found: Record | None) -> None:
         if found:
             self.last_replay = found.get("replay")
             self.add_record(found)

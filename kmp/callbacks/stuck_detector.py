@@ -1,5 +1,7 @@
 """The callback that stops a training in which every step is skipped."""
 
+from dataclasses import replace
+
 import keras
 import numpy as np
 
@@ -82,9 +84,7 @@ class StuckDetector(OptimizerReader):
     def explain_with(self, monitor: Monitor, reports: list[Report], fallback: Float32Fallback | None) -> None:
         """Takes the cause from the records of a monitor of the same `fit`, and completes its files before the error.
 
-        There is no error if the fallback can repair the training.
-
-        After the error, `fit` calls no callback.
+        There is no error if the fallback repairs the training. After the error, `fit` calls no callback.
         """
         self._monitor, self._reports, self._fallback = monitor, reports, fallback
 
@@ -102,17 +102,20 @@ class StuckDetector(OptimizerReader):
             self._report_if_stuck(self._snapshot, before)
         if self.optimizer.built:
             scale = float(self.optimizer.dynamic_scale.numpy())
-            to_patience = self.patience - counts.overflows_in_a_row
+            to_patience = self.patience - min(counts.overflows_in_a_row, counts.steps - self._repaired_at)
             self._batches_left = max(1, int(min(to_patience, self.optimizer.rule.steps_to_min_scale(scale))))
 
     def _report_if_stuck(self, now: Snapshot, before: Snapshot) -> None:
+        # A repair begins a new streak.
+        now = replace(now, overflows_in_a_row=min(now.overflows_in_a_row, now.step - self._repaired_at))
         skipped, streak_start = now.overflows_in_a_row, now.step - now.overflows_in_a_row
         is_at_min_scale = now.overflows_at_min_scale > before.overflows_at_min_scale
+        is_at_min_scale = is_at_min_scale and self._repaired_at <= before.step
         if not (skipped >= self.patience or is_at_min_scale) or streak_start == self._reported_streak_start:
             return
         if self._monitor:
             self._monitor.replay_stuck()
-            if self._fallback and self._fallback.repair():
+            if self._fallback and self._fallback.model is self.model and self._fallback.repair():
                 return
         self._reported_streak_start = streak_start if skipped else None
         run = Run([record_of(now, self._first, PARTS)], header(self.model, self.optimizer, has_trained=True))
@@ -130,6 +133,10 @@ class StuckDetector(OptimizerReader):
             raise StuckError(message)
         if self.on_stuck == "warn":
             user_messages.warn(message)
+
+    @property
+    def _repaired_at(self) -> int:
+        return self._fallback.repaired_at if self._fallback else 0
 
     def _save_checkpoint(self) -> str:
         """Saves the model to `checkpoint`, if given, by an atomic write. Returns a sentence about the weights."""

@@ -67,7 +67,7 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer, has_trained: bool 
     settings["float32_variables"] = [path for path, variable in by_path.items() if id(variable) in float32_ids]
     settings["own_dtype_variables"] = [path for path, variable in by_path.items() if id(variable) in own_dtype_ids]
     if has_trained or guarding.is_built(model):
-        settings["parameters"] = model.count_params()
+        settings["parameters"] = sum(math.prod(weight.shape) for weight in model.weights)
         settings["layers"] = {path: type(layer).__name__ for path, layer in layers_by_path(model).items()}
         settings["output_layers"] = [layer.path or layer.name for layer in output_layers(model)]
 

@@ -217,8 +217,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.built:
             distribution.check_built_before_step()
         unscaled = multiply_gradients(grads, 1.0 / self.loss_scale)
-        if self.built and len(grads) == len(self._trainable_variables):  # as in the update, not those of float8 scales
-            pairs = zip(grads, unscaled, self._trainable_variables, strict=True)
+        variables = self._trainable_variables if self.built else []
+        if [getattr(grad, "shape", None) for grad in grads] == [variable.shape for variable in variables]:
+            # As in the update, the values of float8 scales are not divided.
+            pairs = zip(grads, unscaled, variables, strict=True)
             unscaled = [grad if is_overwritten(variable) else quotient for grad, quotient, variable in pairs]
         self.step_monitor.record_unscaled(unscaled)
         self._unscaled_order = network_order(grads)  # a clip by the norm of all makes each depend on all

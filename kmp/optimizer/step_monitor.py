@@ -81,7 +81,7 @@ class StepMonitor:
         self._requires_scaling = requires_scaling
         self._record = distribution.variable("losses_of_step", "float32", (5,))
         self._flags: keras.Variable | None = None
-        self._flag_count = 0
+        self._flag_count = self._unscaled_count = 0
         self.loss_dtype: str | None = None
         self._stages: dict[int, Stage] = {}
         self._unscale_is_traced = self._loss_is_traced = self._has_warned = False
@@ -130,6 +130,7 @@ class StepMonitor:
         self.stage, self._unscale_is_traced = Stage.UNSCALED, not tf.executing_eagerly()
         is_needed = self._loss_is_traced and tf.executing_eagerly() and not tf.distribute.has_strategy()
         self._losses_at_unscale = float(self._record.value[4]) if is_needed else None
+        self._unscaled_count = sum(gradient is not None for gradient in gradients)
         if not gradients:
             return
         self.build_for(len(gradients))
@@ -171,8 +172,8 @@ class StepMonitor:
         if self.stage is Stage.APPLIED_UNSCALED or is_of_function:
             raise ValueError(_STAGE_UNKNOWN)
         self.check_scaled()
-        if self.stage is Stage.UNSCALED and 0 < self._flag_count < count:
-            raise ValueError(_FEWER_UNSCALED.format(count=count, unscaled=self._flag_count))
+        if self.stage is Stage.UNSCALED and self._unscaled_count < count:
+            raise ValueError(_FEWER_UNSCALED.format(count=count, unscaled=self._unscaled_count))
         return self.stage is Stage.UNSCALED
 
     def end_stage(self, unscaled: bool) -> None:

@@ -126,7 +126,10 @@ def failing_part(
             measured = {} if train_step.run is None else variables
             passes = Passes(model, part, train_step, measured, restored=restored, deadline=deadline)
             factor = loss_scale * _share_of_batch(model, passes.examples, batch_size)
-            result = passes.in_own_precision(factor=factor)
+            try:
+                result = passes.in_own_precision(factor=factor)
+            except tf.errors.InvalidArgumentError:  # as in `_replay`
+                return part
             if not (math.isfinite(result.loss) if failed == "loss" and train_step.run else result.is_finite):
                 return part
     return parts[0]

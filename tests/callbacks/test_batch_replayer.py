@@ -58,6 +58,15 @@ def test_examples_of_a_large_batch_that_made_the_step_fail_are_replayed():
     assert "cube" in replay.nonfinite[0].layer
 
 
+def test_invalid_labels_in_a_large_batch_are_found():
+    model = sequential(layers.Dense(2), kmp.layers.Softmax(), loss="sparse_categorical_crossentropy", jit_compile=True)
+    y = np.zeros(64)
+    y[50] = -1.0
+    callbacks = defaults(every_n_steps=1, on_stuck="ignore")
+    model.fit(np.ones((64, 4)), y, batch_size=64, epochs=2, verbose=0, callbacks=callbacks)
+    assert [finding.cause for finding in kmp.advise(callbacks[0].run).problems] == ["targets"]
+
+
 def test_reason_of_a_stuck_training_is_that_of_the_advice():
     callbacks = defaults(every_n_steps=100)
     callbacks[-1].patience = 6

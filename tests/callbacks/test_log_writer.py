@@ -488,6 +488,27 @@ def test_layers_that_the_first_step_builds_have_their_final_paths(tmp_path):
     assert kmp.load_run(tmp_path).settings["layers"] == {"classifier/hidden": "Dense", "unused": "Dense"}
 
 
+def test_model_whose_step_calls_only_its_parts_is_recorded(tmp_path):
+    class Parts(keras.Model):
+        def __init__(self):
+            super().__init__()
+            layers = [keras.layers.Dense(3), keras.layers.Dense(2, dtype="float32")]
+            self.part = keras.Sequential([keras.Input((4,)), *layers])
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean(self.part(data[0]) ** 2)
+                scaled = self.optimizer.scale_loss(loss)
+            self.optimizer.apply(tape.gradient(scaled, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss}
+
+    model = Parts()
+    model.compile(kmp.wrap("sgd"))
+    model.fit(*small_data(), batch_size=8, verbose=0, callbacks=without_replays(tmp_path, every_n_steps=5))
+    assert not model.built
+    assert kmp.load_run(tmp_path).settings["parameters"] == 23
+
+
 def test_log_that_is_lost_during_the_training_is_written_again_with_a_warning(tmp_path):
     folder, file = tmp_path / "log", tmp_path / "log" / "kmp.jsonl"
     harms = {
