@@ -179,7 +179,7 @@ class BatchReplayer:
                             failed=failed,
                             seconds=most / 2,
                         )
-                self._replayed = captured._replace(data=data)
+                self._replayed = CapturedBatch(data, *captured[1:])
                 self._last_replay, reference = replay(
                     model,
                     data,
