@@ -117,10 +117,10 @@ class StuckDetector(OptimizerReader):
             self._monitor.replay_stuck()
             if self._fallback and self._fallback.model is self.model and self._fallback.repair():
                 return
-        self._reported_streak_start = streak_start if skipped else None
-        run = Run([record_of(now, self._first, PARTS)], header(self.model, self.optimizer, has_trained=True))
-        if self._monitor:
             run = self._monitor.run
+        else:
+            run = Run([record_of(now, self._first, PARTS)], header(self.model, self.optimizer, has_trained=True))
+        self._reported_streak_start = streak_start if skipped else None
         finding = next(iter(advise(run).problems), None)
         if self._monitor:
             for report in self._reports:
