@@ -115,7 +115,7 @@ class StuckDetector(OptimizerReader):
             return
         if self._monitor:
             self._monitor.replay_stuck()
-            if self._fallback and self._fallback.model is self.model and self._fallback.repair():
+            if self._attached_fallback and self._attached_fallback.repair():
                 return
             run = self._monitor.run
         else:
@@ -135,8 +135,13 @@ class StuckDetector(OptimizerReader):
             user_messages.warn(message)
 
     @property
+    def _attached_fallback(self) -> Float32Fallback | None:
+        """The fallback, unless it was never attached to this model: its callback may have been left out."""
+        return self._fallback if self._fallback and self._fallback.model is self.model else None
+
+    @property
     def _repaired_at(self) -> int:
-        return self._fallback.repaired_at if self._fallback else 0
+        return self._attached_fallback.repaired_at if self._attached_fallback else 0
 
     def _save_checkpoint(self) -> str:
         """Saves the model to `checkpoint`, if given, by an atomic write. Returns a sentence about the weights."""
