@@ -79,7 +79,8 @@ class RunMetrics:
         if layer == self.settings.get("model"):
             return f"model {layer!r} outside its layers"
         names = [name_of(path) for path in self.settings.get("layers", {})]
-        return f"layer {layer if names.count(name_of(layer)) > 1 else name_of(layer)!r}"
+        is_ambiguous = names.count(name_of(layer)) > 1 or self.created_layer(layer) != layer
+        return f"layer {layer if is_ambiguous else name_of(layer)!r}"
 
     def _newest(self, is_wanted: Callable[[Replay], bool]) -> Replay | None:
         return next(filter(is_wanted, reversed(self.replays)), None)

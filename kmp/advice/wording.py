@@ -27,7 +27,8 @@ def power(exponent: float) -> str:
 
 def in_float32(metrics: RunMetrics, layers: Iterable[str]) -> list[ComputeInFloat32]:
     """Returns the edits after which the layers with these paths compute in float32."""
-    return [ComputeInFloat32(name_of(path), metrics.class_of(path)) for path in layers]
+    created = dict.fromkeys(map(metrics.created_layer, layers))
+    return [ComputeInFloat32(name_of(path), metrics.class_of(path)) for path in created]
 
 
 def optimizer_call(metrics: RunMetrics) -> str:

@@ -226,6 +226,14 @@ def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:
     return found
 
 
+def created_layers(model: keras.Model) -> dict[str, keras.Layer]:
+    """Returns those of `layers_by_path` that a program can create: not the parts of keras-hub's layers."""
+    layers = layers_by_path(model)
+    blocks = (path for path, layer in layers.items() if not isinstance(layer, keras.Model))
+    closed = tuple(f"{path}/" for path in blocks if type(layers[path]).__module__.startswith("keras_hub."))
+    return {path: layer for path, layer in layers.items() if not path.startswith(closed)}
+
+
 def output_layers(layer: keras.Layer) -> list[keras.Layer]:
     """Returns the layers that produce a model's outputs, in order; else the last sublayer of a layer or model."""
     graph = graph_tensors(layer, "outputs") if isinstance(layer, keras.Model) else []

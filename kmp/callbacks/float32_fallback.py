@@ -218,7 +218,7 @@ def _not_in_files(model: keras.Model, changed: Sequence[keras.Layer]) -> str:
         inner.name: type(owner).__name__
         for owner in owners
         for inner in direct_sublayers(owner)
-        if id(inner) in changed_ids
+        if id(inner) in changed_ids and id(owner) not in changed_ids
     }
     if not created:
         return ""

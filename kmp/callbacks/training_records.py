@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import compute_dtypes, is_keras_class, keras_internals, layers_by_path, output_layers, sublayers
+from kmp.backend import compute_dtypes, created_layers, is_keras_class, keras_internals, output_layers, sublayers
 from kmp.gradients import paths_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarding, settings_call
@@ -68,7 +68,7 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer, has_trained: bool 
     settings["own_dtype_variables"] = [path for path, variable in by_path.items() if id(variable) in own_dtype_ids]
     if has_trained or guarding.is_built(model):
         settings["parameters"] = sum(math.prod(weight.shape) for weight in model.weights)
-        settings["layers"] = {path: type(layer).__name__ for path, layer in layers_by_path(model).items()}
+        settings["layers"] = {path: type(layer).__name__ for path, layer in created_layers(model).items()}
         settings["output_layers"] = [layer.path or layer.name for layer in output_layers(model)]
 
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -92,11 +92,14 @@ class LayerError:
         layer: Path of the layer.
         error: The relative error of its outputs.
         new_error: The relative error of its outputs if its inputs are those of float32; `None` if it was not measured.
+        input_error: The relative error of its outputs in float32 if only its inputs are rounded to the precision of the
+            layer; `None` if `new_error` is harmless or was not measured.
     """
 
     layer: Text
     error: Magnitude
     new_error: Magnitude | None = None
+    input_error: Magnitude | None = None
 
 
 @dataclass(frozen=True)

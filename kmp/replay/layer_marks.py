@@ -18,7 +18,7 @@ from kmp.backend import (
     sublayers,
     without_tapes,
 )
-from kmp.records import LOSS_FUNCTION
+from kmp.records import HARMFUL_OUTPUT_ERROR, LOSS_FUNCTION
 
 _MOST_VALUES = 2**16  # of an output, for the relative error
 LARGEST_ERROR = 1e6  # also stands for NaN and Inf
@@ -46,6 +46,7 @@ class LayerMarks:
         outputs: Samples of the outputs of each layer's calls, by path.
         errors: The largest relative error of each layer's outputs, by path, against `reference`: see `relative_error`.
         new_errors: The part of it that a layer adds, by path: its relative error on inputs of float32.
+        input_errors: Of a harmful one of these, what is left if only the layer's inputs are rounded, by path.
         is_measuring: Whether a layer runs only to measure that.
         outermost: The paths of the layers that a training step itself calls: the model, or several.
     """
@@ -62,6 +63,7 @@ class LayerMarks:
         self.outputs: dict[str, Outputs] = {}
         self.errors: dict[str, float] = {}
         self.new_errors: dict[str, float] = {}
+        self.input_errors: dict[str, float] = {}
         self.is_measuring = False
         self.outermost: dict[str, None] = {}
         self._reference, self._own_precision = reference or {}, own_precision
@@ -132,13 +134,22 @@ class LayerMarks:
         self, path: str, layer: keras.Layer, exact: Outputs, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         assert self._own_precision is not None
+
+        def error_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+            values = _samples(layer(*args, **kwargs))
+            return max((relative_error(value, other) for value, other in zip(values, exact, strict=False)), default=0.0)
+
         # The user's code may keep a tensor in an attribute, such as a part of the loss.
         attributes = [(inner, dict(vars(inner))) for inner in sublayers(layer)]
         self.is_measuring = True
         try:
             # A scope of its own drops the losses that the layer adds.
-            with without_tapes(), self._own_precision(layer), keras.StatelessScope(collect_losses=True):
-                values = _samples(layer(*args, **kwargs))
+            with without_tapes(), keras.StatelessScope(collect_losses=True):
+                with self._own_precision(layer):
+                    error, dtype = error_of(args, kwargs), layer.compute_dtype
+                if error > HARMFUL_OUTPUT_ERROR:
+                    of_inputs = error_of(*_rounded((args, kwargs), dtype))
+                    self.input_errors[path] = max(of_inputs, self.input_errors.get(path, 0.0))
         except TimeoutError:
             raise
         except Exception:  # of the user's code, on inputs of float32
@@ -147,8 +158,7 @@ class LayerMarks:
             self.is_measuring = False
             for inner, before in attributes:
                 vars(inner).update(before)
-        errors = [relative_error(value, other) for value, other in zip(values, exact, strict=False)]
-        self.new_errors[path] = max([*errors, self.new_errors.get(path, 0.0)])
+        self.new_errors[path] = max(error, self.new_errors.get(path, 0.0))
 
     def _marked(self, output: Any, path: str) -> Any:
         if not _is_eager_float(output):
@@ -193,6 +203,15 @@ def relative_error(values: np.ndarray, exact: np.ndarray) -> float:
     if not difference <= LARGEST_ERROR * scale:  # or NaN
         return LARGEST_ERROR if difference else 0.0
     return difference / scale if scale else 0.0
+
+
+def _rounded(values: Any, dtype: str) -> Any:
+    """Returns a structure with its eager floats rounded to a dtype."""
+
+    def rounded(value: Any) -> Any:
+        return tf.cast(tf.cast(value, dtype), value.dtype) if _is_eager_float(value) else value
+
+    return keras.tree.map_structure(rounded, values)
 
 
 def _samples(outputs: Any) -> Outputs:

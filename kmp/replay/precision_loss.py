@@ -20,8 +20,8 @@ _VANISHED = 1e-5  # a gradient that small, relative to the largest of a layer, m
 
 def layer_errors(own: PassResult, exact: PassResult) -> list[LayerError]:
     """Returns the relative error of each layer's outputs, in the order of the calls; the largest ones of many."""
-    new_errors = exact.marks.new_errors
-    found = [LayerError(path, error, new_errors.get(path)) for path, error in own.marks.errors.items()]
+    new, of_inputs = exact.marks.new_errors, exact.marks.input_errors
+    found = [LayerError(path, error, new.get(path), of_inputs.get(path)) for path, error in own.marks.errors.items()]
     kept = sorted(found, key=lambda each: -(each.new_error or 0.0))[:_MOST_LAYERS]
     return [each for each in found if each in kept]
 

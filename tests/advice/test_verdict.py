@@ -115,6 +115,10 @@ REASONS = {
     "overflow": ({"nonfinite": [SQUARE]}, "it overflows inside"),
     "overflow elsewhere": ({"nonfinite": [replace(SQUARE, layer="net/normal")]}, BITS),
     "underflow": ({"underflows": {"net/norm": 0.7}}, "it underflows"),
+    "inputs": (
+        {"layer_errors": [LayerError("net/norm", 1.1, 1.0, 0.9)], "underflows": {"net/norm": 0.2}},
+        "float16 rounds its inputs too much",
+    ),
     "weight": ({"lost_weights": [LOST], "nonfinite": [SQUARE]}, "its weight 'scale' is 0 in float16"),
     "few values of a weight": ({"lost_weights": [replace(LOST, zero=0.01)]}, BITS),
     "infinite weight": (
@@ -131,9 +135,17 @@ def first_finding(*rows, **settings):
 @pytest.mark.parametrize("case", REASONS)
 def test_finding_about_outputs_says_why_they_differ_as_it_was_measured(case):
     measured, reason = REASONS[case]
-    finding = first_finding(compared(row(1), 1.1, layer_errors=NORM, **NOTICED, **measured))
+    finding = first_finding(compared(row(1), 1.1, **{"layer_errors": NORM} | NOTICED | measured))
     assert finding.title == f"The outputs of layer 'norm' are not those of float32: {reason}."
     assert finding.change == "kmp.layers.Float32(Layer(..., name='norm'))"
+
+
+def test_change_is_of_the_layer_that_a_program_creates_and_the_title_of_the_part_that_fails():
+    parts = [LayerError("net/block/attention", 1.1, 1.0)]
+    measured = NOTICED | {"float32_layers": ["net/block/attention", "net/block/dense"]}
+    finding = first_finding(compared(row(1), 1.1, layer_errors=parts, **measured), layers={"net/block": "Decoder"})
+    assert finding.title.startswith("The outputs of layer 'net/block/attention' are not those of float32")
+    assert finding.change == "kmp.layers.Float32(Decoder(..., name='block'))"
 
 
 def test_layer_with_a_lost_weight_is_the_origin_of_what_the_next_layers_amplify():

@@ -22,6 +22,23 @@ def test_every_call_of_a_layer_and_the_producers_of_its_tensors_are_found():
     assert isinstance(keras_internals.producer_of(inputs), keras.layers.InputLayer)
 
 
+def test_parts_of_layers_of_keras_hub_are_not_created_by_a_program():
+    class Block(keras.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.part = keras.layers.Dense(4, name="part")
+
+        def call(self, x):
+            return self.part(x)
+
+    class HubBlock(Block):
+        __module__ = "keras_hub.layers.block"
+
+    model = keras.Sequential([keras.Input((4,)), Block(name="own"), HubBlock(name="hub")], name="net")
+    assert set(keras_internals.layers_by_path(model)) == {"net/own", "net/own/part", "net/hub", "net/hub/part"}
+    assert set(keras_internals.created_layers(model)) == {"net/own", "net/own/part", "net/hub"}
+
+
 def test_learning_rate_of_returns_the_schedule_or_the_variable():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
     assert keras_internals.learning_rate_of(keras.optimizers.SGD(schedule)) is schedule

@@ -4,6 +4,7 @@ import json
 
 import hub_table
 import keras
+import numpy as np
 import pytest
 
 import kmp
@@ -33,6 +34,26 @@ def check():
 def test_results_name_every_model_that_does_not_work(mode):
     wrong = {name for name, result in RESULTS.items() if not hub_table.works(result, mode)}
     assert wrong == NOT_WORKING[mode]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*kmp set")
+def test_block_that_overflows_is_repaired_in_the_parts_that_do():
+    hub = pytest.importorskip("keras_hub", reason="needs the extra `hub`")
+    words = np.random.default_rng(0).integers(1, 20, (256, 12))
+    inputs = keras.Input((12,), dtype="int32")
+    with kmp.enable():
+        x = keras.layers.Rescaling(2000.0)(hub.layers.TokenAndPositionEmbedding(20, 12, 16)(inputs))
+        x = hub.layers.TransformerDecoder(32, 2, name="block")(x)
+        outputs = keras.layers.Dense(1, dtype="float32")(keras.layers.GlobalAveragePooling1D()(x))
+        model = keras.Model(inputs, outputs)
+        model.compile("adam", "mse")
+    callbacks = kmp.callbacks.defaults()
+    model.fit(words, np.mean(words < 7, 1), batch_size=16, epochs=3, verbose=0, callbacks=callbacks)
+    repaired = next(finding for finding in kmp.advise(callbacks[0].run) if finding.cause == "float32_fallback")
+    assert [row["fallback"] for row in callbacks[0].run.rows if "fallback" in row] == [["block/self_attention"]]
+    assert repaired.change == "kmp.layers.Float32(TransformerDecoder(..., name='block'))"
+    assert model.optimizer.snapshot().overflows_in_a_row == 0
 
 
 def test_models_that_fail_with_keras_work_with_kmp():

@@ -39,9 +39,10 @@ class Count(keras.layers.Layer):
 
 
 @pytest.mark.parametrize(
-    ("layer", "low", "high"), [(RootMeanSquare, 300, 5000), (Phase, 48_000, 49_000), (Count, 4, 5)]
+    ("layer", "low", "high", "is_of_inputs"),
+    [(RootMeanSquare, 300, 5000, False), (Phase, 48_000, 49_000, True), (Count, 4, 5, False)],
 )
-def test_error_of_a_finite_pass_is_measured_where_it_is_born_and_its_layer_is_found(layer, low, high):
+def test_error_of_a_finite_pass_is_measured_where_it_is_born_and_its_layer_is_found(layer, low, high, is_of_inputs):
     x = np.random.default_rng(0).uniform(low, high, (ROWS, 4)).astype("float32")
     result = replayed(sequential(layer(name="lossy"), layers.Dense(4, name="hidden"), layers.Dense(1, name="head")), x)
     assert result.is_finite
@@ -49,6 +50,7 @@ def test_error_of_a_finite_pass_is_measured_where_it_is_born_and_its_layer_is_fo
     assert named(result.float32_layers) == ["lossy"]
     errors = {named([each.layer])[0]: each for each in result.layer_errors}
     assert errors["lossy"].new_error > 0.1
+    assert (errors["lossy"].input_error > 0.5 * errors["lossy"].new_error) == is_of_inputs
     assert max(each.new_error or 0.0 for name, each in errors.items() if name != "lossy") < 0.01
 
 
