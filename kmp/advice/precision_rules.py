@@ -75,10 +75,17 @@ def outputs(metrics: RunMetrics) -> Finding | None:
         title,
         f"on {_examples(replay)} of a batch the outputs of the model differ from float32 by "
         f"{_percent(replay.output_error)} of how they vary{share}{detail}",
-        in_float32(metrics, layers or [location]),
-        f"with these layers in float32 {agree}" if layers else "",
+        *_cure(metrics, replay, location, agree),
         location,
     )
+
+
+def _cure(metrics: RunMetrics, replay: Replay, location: str, agree: str) -> tuple[Sequence[Edit], str]:
+    """Returns the change with which a comparison agrees, and a note."""
+    if replay.float32_layers:
+        return in_float32(metrics, replay.float32_layers), f"with these layers in float32 {agree}"
+    note = f"no few layers were found with which {agree}; {metrics.describe(location)} in float32 was not enough"
+    return [SetArguments("kmp.enable", {"policy": "'float32'"})], note
 
 
 def _reason(replay: Replay, origin: LayerError) -> tuple[str, str]:
@@ -113,7 +120,7 @@ def states(metrics: RunMetrics) -> Finding | None:
         return None
     worst = max((each for each in replay.state_errors or () if each.is_harmful), key=lambda each: each.error)
     layer = metrics.layer_of(worst.path)
-    layers = replay.float32_layers
+    edits, note = _cure(metrics, replay, layer, "the updates for the batch agree")
     return Finding(
         "precision_loss",
         ERROR,
@@ -121,8 +128,8 @@ def states(metrics: RunMetrics) -> Finding | None:
         " updates.",
         f"on {_examples(replay)} of a batch what a step adds to {worst.path} differs from float32 by "
         f"{_percent(worst.error)}; for another batch it would differ by {_percent(worst.noise)}",
-        in_float32(metrics, layers or [layer]),
-        "with this change the updates for the batch agree" if layers else "or create the weight with autocast=False",
+        edits,
+        f"{note}; or create the weight in float32, with autocast=False",
         layer,
     )
 
@@ -139,11 +146,8 @@ def gradients(metrics: RunMetrics) -> Finding | None:
     replay = next((replay for replay in reversed(harmful) if _is_born_in_loss(replay)), last)
     worst = max((each for each in replay.gradient_errors if each.is_harmful), key=lambda each: each.error)
     scale, location = replay.usable_scale, metrics.created_layer(worst.layer)
-    layers, note = replay.float32_layers, ""
-    edits: Sequence[Edit] = in_float32(metrics, layers or [location])
-    if layers:
-        note = "with these layers in float32 the gradients for the batch agree"
-    elif layers == [] and scale is not None:
+    edits, note = _cure(metrics, replay, location, "the gradients for the batch agree")
+    if replay.float32_layers == [] and scale is not None:
         edits = [SetArguments(metrics.settings_call, {"initial_scale": power(math.log2(scale))})]
         note = "at this loss scale the gradients for the batch agree"
     noise = "" if worst.noise is None else f"; the sampling noise is {_percent(worst.noise)}"

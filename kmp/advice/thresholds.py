@@ -26,7 +26,6 @@ FEW_TOO_SMALL = 0.01  # below this the verdict does not give their norm
 MUCH_LOST = 1e-3  # of the norm of all gradients: a thousandth is below the noise of a batch
 MANY_LOST_UPDATES = 0.2  # of the weights with a nonzero gradient
 MOSTLY_LOST = 0.5  # of the weights of one variable
-MANY_LOST_SQUARES = 0.1  # of the elements: Adam would move these weights a thousand times too far
 
 # Relative errors.
 SMALL_GRADIENT_ERROR = 0.1  # of a layer's gradients: those of another batch differ by more
@@ -52,5 +51,5 @@ LAST_LOSSES = 5  # the number of batches in the median
 # Others.
 FEW_COMPARISONS = 2  # with float32: the start and the end of a run
 FEW_SAMPLES = 3  # the least that show the start, the middle and the end of a run
-TOO_LARGE_STEP = 1000.0  # of Adam, times the learning rate; about 1 is usual
+TOO_LARGE_STEP = 10.0  # of Adam, times the learning rate; about 1 is usual
 OVERFLOWS_FLOAT32 = 1e9  # an input that does so in a few operations, such as a square and a product

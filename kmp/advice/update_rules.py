@@ -2,15 +2,15 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
 from kmp.advice import thresholds
 from kmp.advice.finding import ERROR, Edit, Finding, SetArguments
 from kmp.advice.run_metrics import RunMetrics, name_of
-from kmp.advice.sample_statistics import counts_below, unscaled_counts
-from kmp.advice.wording import of_steps, optimizer_call, smaller_learning_rate
-from kmp.utils import BFLOAT16, FLOAT16, FLOAT32
+from kmp.advice.wording import learning_rate, of_steps, optimizer_call, smaller_learning_rate
+from kmp.utils import BFLOAT16, FLOAT16, FLOAT32, FloatFormat
 
 _LARGEST_LOST = 2.0**FLOAT16.flush_exponent
 _WITH_SQUARES = ("Adam", "AdamW", "Lamb", "Nadam")  # divide by the root of a mean of squares, plus epsilon
@@ -42,34 +42,38 @@ def division_by_epsilon(metrics: RunMetrics) -> Finding | None:
 
 
 def lost_squares(metrics: RunMetrics) -> Finding | None:
-    """Reports Adam's state in float16, where it divides many gradients by its epsilon alone.
+    """Reports Adam's state in float16, where it divides gradients by its epsilon alone.
 
     Where float16 rounds the mean of squared gradients to zero, a gradient g takes a step of g / epsilon times the
-    learning rate. The usual step is about the learning rate.
+    learning rate. Elsewhere a step is at most about the learning rate.
     """
-    settings = metrics.settings
+    settings, rate = metrics.settings, learning_rate(metrics)
     epsilon, optimizer = settings.get("epsilon"), settings.get("optimizer", "")
-    if epsilon is None or epsilon <= _LARGEST_LOST or optimizer not in _WITH_SQUARES:
+    if epsilon is None or epsilon <= _LARGEST_LOST or optimizer not in _WITH_SQUARES or not rate:
         return None
-    if FLOAT16.name not in settings.get("variable_dtypes", []) or settings.get("policy", FLOAT16.name) != FLOAT16.name:
+    if FLOAT16.name not in settings.get("variable_dtypes", []):
+        return None
+    # Of each variable, the root mean square of what changed, in the steps that were measured.
+    steps = (
+        (norm / math.sqrt(changed) / rate, path, sample.step)
+        for sample in metrics.run.samples
+        if sample.has_update and sample.histogram.is_finite
+        for path, norm, changed in zip(sample.names, sample.update_norm.tolist(), sample.updates.tolist(), strict=True)
+        if changed
+    )
+    times, path, step = max(steps, default=(0.0, "", 0))
+    if times <= thresholds.TOO_LARGE_STEP:
         return None
     part = 1.0 - settings.get("beta_2", _BETA_2)  # of a squared gradient is added to the mean of squares
-    highest = math.floor(math.log2(_LARGEST_LOST / part) / 2) if part > 0 else 0
-    lowest = thresholds.TOO_LARGE_STEP * epsilon
-    counts = unscaled_counts(metrics.gradients.finite_samples)
-    below_lowest, below_highest = counts_below(counts, np.array([math.ceil(math.log2(lowest)), highest]))
-    share = (below_highest - below_lowest) / max(1.0, counts.sum())
-    if share <= thresholds.MANY_LOST_SQUARES:
-        return None
+    highest = f"2^{math.floor(math.log2(_LARGEST_LOST / part) / 2)}" if part > 0 else "1"
     return Finding(
         "optimizer_state",
         ERROR,
         f"The steps of {optimizer} are too large: its state is float16, where the squares of small gradients are 0, so "
         f"it divides by its epsilon of {epsilon:g} alone.",
-        f"{share:.0%} of the nonzero gradient elements are between {lowest:.2g} and 2^{highest}: what one of them adds "
-        "to the mean of squares is 0 in float16, and its step is more than "
-        f"{thresholds.TOO_LARGE_STEP:g} times the learning rate",
-        [_MIXED_FLOAT16],
+        f"in step {step}, {path} changed by {times:.3g} times the learning rate (root mean square; 1 is usual); what a "
+        f"gradient below {highest} adds to the mean of squares is 0 in float16",
+        _with_float32_weights(metrics, [path], FLOAT16),
         _IN_FLOAT32,
         "epsilon",
     )
@@ -142,20 +146,8 @@ def lost_updates(metrics: RunMetrics) -> Finding | None:
         (name for name in shares if shares[name] > thresholds.MOSTLY_LOST), key=shares.__getitem__, reverse=True
     )
 
-    # Weights of the policy's dtype change with the policy, others at their layer.
     name, where = number_format.name, "the weights"
-    edits: list[Edit] = [SetArguments("kmp.enable", {"policy": f"'mixed_{name}'"})]
     if variables and metrics.settings.get("policy", name) != name:
-        own_dtype = set(metrics.settings.get("own_dtype_variables", []))
-        edits = [
-            SetArguments("self.add_weight", {"dtype": "'float32'"}, name_of(path))
-            for path in variables
-            if path in own_dtype
-        ]
-        edits += [
-            SetArguments(f"keras.layers.{metrics.class_of(layer)}", {"dtype": f"'mixed_{name}'"}, name_of(layer))
-            for layer in dict.fromkeys(metrics.layer_of(path) for path in variables if path not in own_dtype)
-        ]
         layers = list(dict.fromkeys(map(metrics.layer_of, variables)))
         where = f"the weights of {', '.join(repr(name_of(layer)) for layer in layers[:3])}"
     return Finding(
@@ -165,7 +157,22 @@ def lost_updates(metrics: RunMetrics) -> Finding | None:
         f"{share:.0%} of the weights with a nonzero gradient stayed as they were in the sampled updates"
         f"{f', most of {variables[0]}' if variables else ''}: a {name} weight does not change by less than "
         f"2^-{number_format.fraction_bits + 2} of its magnitude",
-        edits,
+        _with_float32_weights(metrics, variables, number_format),
         "keeps the weights in float32",
         variables[0] if variables else "",
     )
+
+
+def _with_float32_weights(metrics: RunMetrics, variables: Sequence[str], number_format: FloatFormat) -> list[Edit]:
+    """Returns the edits after which these variables, now in a 16-bit dtype, are float32: all, or those of a layer."""
+    name = number_format.name
+    if not variables or metrics.settings.get("policy", name) == name:
+        return [SetArguments("kmp.enable", {"policy": f"'mixed_{name}'"})]
+    own_dtype = [path for path in variables if path in metrics.settings.get("own_dtype_variables", [])]
+    layers = dict.fromkeys(metrics.layer_of(path) for path in variables if path not in own_dtype)
+    edits: list[Edit] = [SetArguments("self.add_weight", {"dtype": "'float32'"}, name_of(path)) for path in own_dtype]
+    edits += [
+        SetArguments(f"keras.layers.{metrics.class_of(layer)}", {"dtype": f"'mixed_{name}'"}, name_of(layer))
+        for layer in layers
+    ]
+    return edits

@@ -39,12 +39,16 @@ def optimizer_call(metrics: RunMetrics) -> str:
     return f"keras.optimizers.{optimizer}" if metrics.settings.get("is_keras_optimizer", True) else optimizer
 
 
+def learning_rate(metrics: RunMetrics) -> float | None:
+    """Returns the learning rate; of a schedule, the highest at the end of an epoch. `None` if it is not known."""
+    _, rates = metrics.run.metrics.get("learning_rate", ((), ()))
+    return metrics.settings.get("learning_rate", max(rates, default=None))
+
+
 def smaller_learning_rate(metrics: RunMetrics) -> list[SetArguments]:
     """Returns a learning rate that is smaller by the measured ratio of update to weights, and at most a tenth."""
     ratio = metrics.gradients.update_ratio[1]
     factor = min(0.1, thresholds.TYPICAL_UPDATE / ratio) if ratio > 0 and math.isfinite(ratio) else 0.1
-    # Of a schedule, the highest rate at the end of an epoch.
-    _, rates = metrics.run.metrics.get("learning_rate", ((), ()))
-    rate = metrics.settings.get("learning_rate", max(rates, default=None))
+    rate = learning_rate(metrics)
     value = f"{factor:.1g} * learning_rate" if rate is None else f"{rate * factor:.1g}"
     return [SetArguments(optimizer_call(metrics), {"learning_rate": value})]

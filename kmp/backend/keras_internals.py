@@ -195,6 +195,13 @@ def dtype_policy_replaced(layer: keras.Layer, policy: keras.DTypePolicy) -> Iter
         yield
 
 
+@contextlib.contextmanager
+def variable_dtype_replaced(variable: keras.Variable, dtype: str) -> Iterator[None]:
+    """Sets the dtype to which Keras converts what is assigned to a variable in the context; it has no public setter."""
+    with instance_attribute(variable, "_dtype", dtype):
+        yield
+
+
 def declared_trainable(layer: keras.Layer) -> list[keras.Variable]:
     """Returns the trainable variables that a layer itself created. The public list is empty if the layer is frozen."""
     return list(layer._trainable_variables)

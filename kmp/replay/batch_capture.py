@@ -139,12 +139,8 @@ class BatchCapture:
             return
         slots = self._slots[index]
         slots.structure = keras.tree.map_structure(lambda _: 0, data)  # no tensors, which cannot be copied
-        # Of Keras' variables, only states in float16 are of interest, and what code of the user's may assign.
-        states = {id(each) for each in self._model.non_trainable_variables if each.dtype == FLOAT16.name}
         known = [*self._model.variables, *self.optimizer.variables]
-        self.variables, self.unrestorable = state_of_trace(
-            [each for each in known if id(each) not in states], unless_assigned=self._is_custom
-        )
+        self.variables, self.unrestorable = state_of_trace(known, unless_assigned=self._is_custom)
         counters = self.optimizer.counters.values()
         ops.cond(
             self._is_requested.value + counters.overflows_in_a_row > 0,

@@ -28,7 +28,7 @@ from kmp.optimizer import LossScaleOptimizer
 from kmp.records import BinCounts, GradientSample
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
-from kmp.utils import DTYPES_16_BIT, FLOAT32
+from kmp.utils import DTYPES_16_BIT, FLOAT16, FLOAT32
 
 _lock = threading.RLock()  # of passes: eager functions, TF32 and the patch of tapes are for all threads
 
@@ -374,15 +374,17 @@ def as_array(gradient: Any) -> np.ndarray:
 
 
 class _ComputeInFloat32(keras.DTypePolicy):
-    """Computes in float32 with variables of any dtype, which Keras casts if the two differ."""
+    """Computes in float32. Keras casts the variables of a layer only if their dtype is another one by the policy.
 
-    def __init__(self, variable_dtype: str) -> None:
+    The policy cannot know it: the user's code may create a variable in `self.compute_dtype`.
+    """
+
+    def __init__(self) -> None:
         super().__init__(FLOAT32.name)
-        self._own_variable_dtype = variable_dtype
 
     @property
     def variable_dtype(self) -> str:
-        return self._own_variable_dtype
+        return FLOAT16.name
 
 
 @contextlib.contextmanager
@@ -392,6 +394,8 @@ def _computing_in_float32(layers: Iterable[keras.Layer]) -> Iterator[dict[int, k
     replaced = {id(layer): layer.dtype_policy for layer in found}
     with contextlib.ExitStack() as stack:
         for layer in found:
-            policy = _ComputeInFloat32(layer.variable_dtype)
-            stack.enter_context(keras_internals.dtype_policy_replaced(layer, policy))
+            stack.enter_context(keras_internals.dtype_policy_replaced(layer, _ComputeInFloat32()))
+            for state in keras_internals.declared_not_trainable(layer):  # what the pass assigns, not rounded
+                if state.dtype in DTYPES_16_BIT:
+                    stack.enter_context(keras_internals.variable_dtype_replaced(state, FLOAT32.name))
         yield replaced

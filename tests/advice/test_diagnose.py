@@ -348,24 +348,31 @@ def test_optimizer_that_is_no_name_is_not_part_of_the_change(optimizer, name):
     assert finding.change.partition("(")[0] == f"keras.optimizers.{name}"
 
 
+ADAM = {"epsilon": 1e-7, "optimizer": "Adam", "learning_rate": 1e-3, "variable_dtypes": ["float16"]}
+
+
 @pytest.mark.parametrize(
-    ("epsilon", "optimizer", "policy", "is_reported"),
+    ("norm", "settings"),
     [
-        (1e-7, "Adam", "float16", True),
-        (1e-5, "Adam", "float16", False),  # a step of at most 400 times the learning rate
-        (1e-7, "RMSprop", "float16", False),  # its epsilon is inside the root
-        (1e-7, "Adam", "mixed_float16", False),
+        (0.01, {}),  # the root mean square of four weights is 0.005: five times the learning rate
+        (1.0, {"optimizer": "RMSprop"}),  # its epsilon is inside the root
+        (1.0, {"variable_dtypes": ["float32"]}),
     ],
 )
-def test_squares_that_adam_loses_in_float16_are_reported(epsilon, optimizer, policy, is_reported):
-    settings = {"epsilon": epsilon, "optimizer": optimizer, "policy": policy, "variable_dtypes": ["float16"]}
-    row = sample_with_update(1e-3, first=-11, amax=2.0**-11, norm=2.0**-10)
-    finding = next(iter(advice_of(row, **settings)), None)
-    assert (finding is not None and finding.cause == "optimizer_state") == is_reported
-    if is_reported:
-        assert "it divides by its epsilon of 1e-07 alone" in finding.title
-        assert "100% of the nonzero gradient elements are between 0.0001 and 2^-8" in finding.evidence
-        assert finding.change == "kmp.enable(policy='mixed_float16')"
+def test_steps_of_adam_that_are_not_too_large_because_of_float16_are_not_reported(norm, settings):
+    assert "optimizer_state" not in causes(sample_with_update(norm), **ADAM | settings)
+
+
+def test_squares_that_adam_loses_in_float16_are_reported_by_the_steps_that_it_takes():
+    finding = advice_of(sample_with_update(1.0), policy="float16", **ADAM)[0]
+    assert finding.cause == "optimizer_state"
+    assert "it divides by its epsilon of 1e-07 alone" in finding.title
+    assert "in step 50, net/kernel changed by 500 times the learning rate" in finding.evidence
+    assert "a gradient below 2^-8 adds" in finding.evidence
+    assert finding.change == "kmp.enable(policy='mixed_float16')"
+    own = {"policy": "mixed_float16", "own_dtype_variables": ["net/kernel"]}
+    finding = advice_of(sample_with_update(1.0), **ADAM | own)[0]
+    assert (finding.cause, finding.change) == ("optimizer_state", "self.add_weight(dtype='float32', name='kernel')")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -139,15 +139,16 @@ def test_relative_error_is_relative_to_the_variation_between_examples():
 
 
 class RunningMean(keras.layers.Layer):
-    """Subtracts a moving average, which Keras casts to float16 before it is updated."""
+    """Subtracts a moving average, which Keras casts to float16 before it is updated, or which is in float16 itself."""
 
-    def __init__(self, start, momentum=0.995):
+    def __init__(self, start, momentum=0.995, in_16_bits=False):
         super().__init__(name="running")
-        self.start, self.momentum = start, momentum
+        self.start, self.momentum, self.in_16_bits = start, momentum, in_16_bits
 
     def build(self, shape):
         start = keras.initializers.Constant(self.start)
-        self.mean = self.add_weight(shape=(shape[-1],), initializer=start, trainable=False, name="mean")
+        dtype = self.compute_dtype if self.in_16_bits else None
+        self.mean = self.add_weight(shape=(shape[-1],), initializer=start, trainable=False, name="mean", dtype=dtype)
 
     def call(self, x):
         mean = ops.mean(x, axis=0)
@@ -159,6 +160,7 @@ class RunningMean(keras.layers.Layer):
     ("layer", "is_lost"),
     [
         (lambda: RunningMean(-40.0), True),  # a step of 0.01, between numbers that are 0.03 apart
+        (lambda: RunningMean(-40.0, in_16_bits=True), True),
         (lambda: RunningMean(-42.0), False),  # there already: what is left is noise
         (lambda: RunningMean(-40.0, momentum=0.0), False),  # the mean of the batch alone
         (lambda: layers.BatchNormalization(name="running"), False),
