@@ -191,12 +191,16 @@ def fallback(metrics: RunMetrics) -> Finding | None:
     record = metrics.fallback
     if record is None:
         return None
-    layers = [path for row in metrics.complete_run.rows for path in row.get("fallback", ())]
+    layers, model = (
+        [path for row in metrics.complete_run.rows for path in row.get("fallback", ())],
+        metrics.settings.get("model"),
+    )
+    named = ", ".join(f"model {path!r}" if path == model else metrics.describe(path) for path in layers)
     return Finding(
         "float32_fallback",
         INFO,
-        f"Since step {record['step']}, {', '.join(map(metrics.describe, layers))} compute{'s' * (len(layers) == 1)} in "
-        "float32, and the training continued.",
+        f"Since step {record['step']}, {named} compute{'s' * (len(layers) == 1)} in float32, and the training "
+        "continued.",
         record.get("fallback_reason", ""),
         in_float32(metrics, layers),
         "with this change the run needs no fallback",

@@ -183,19 +183,36 @@ def initial_scale(metrics: RunMetrics) -> Finding | None:
 
 
 def growth_interval_too_small(metrics: RunMetrics) -> Finding | None:
-    """Reports a scale that grows so often that it keeps overflowing."""
-    interval = metrics.settings.get("growth_interval")
-    if metrics.is_fixed or interval is None or interval > thresholds.SMALL_GROWTH_INTERVAL or metrics.is_stuck:
+    """Reports a scale that grows so often, or backs off so slowly, that it keeps overflowing."""
+    settings = metrics.settings
+    interval, growth = settings.get("growth_interval"), settings.get("growth_factor", 2.0)
+    backoff, patience = settings.get("backoff_factor", 0.5), settings.get("hysteresis", 1)
+    if metrics.is_fixed or interval is None:
+        return None
+    to_undo = -math.log2(growth) / math.log2(backoff) * patience  # steps that are skipped after each growth
+    if to_undo < interval / thresholds.SMALL_GROWTH_INTERVAL:
+        return None
+    if metrics.consecutive_overflows > max(thresholds.STUCK_AFTER, 2 * to_undo):
         return None
     after_startup = metrics.gradient_overflows - metrics.startup_overflows[0]
     if after_startup <= thresholds.SKIPPED_BY_GROWTH * metrics.steps:
         return None
+    worse = {
+        "growth_interval": "2000" if interval <= thresholds.SMALL_GROWTH_INTERVAL else "",
+        "growth_factor": "2.0" if growth > 2.0 else "",
+        "backoff_factor": "0.5" if backoff > 0.5 else "",
+        "hysteresis": "1" if patience > 1 else "",
+    }
+    arguments = {name: value for name, value in worse.items() if value}
+    what = "The loss scale grows too fast, or backs off too slowly"
+    if list(arguments) == ["growth_interval"]:
+        what = "`growth_interval` is too small"
     return Finding(
         "growth_interval_too_small",
         WARNING,
-        "`growth_interval` is too small: the scale overflows again and again.",
-        f"{of_steps(metrics, after_startup)} overflowed after the scale had stabilized, with growth every {interval} "
-        "steps",
-        [SetArguments(metrics.settings_call, {"growth_interval": "2000"})],
-        location="growth_interval",
+        f"{what}: the scale overflows again and again.",
+        f"{of_steps(metrics, after_startup)} overflowed after the scale had stabilized, with growth by {growth:g} "
+        f"every {interval} steps; it takes {math.ceil(to_undo)} skipped step{'s' * (to_undo > 1)} to undo one",
+        [SetArguments(metrics.settings_call, arguments)],
+        location=next(iter(arguments)),
     )

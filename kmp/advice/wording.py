@@ -1,10 +1,10 @@
 """Phrases and edits that several rules share."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kmp.advice import thresholds
-from kmp.advice.finding import ComputeInFloat32, SetArguments
+from kmp.advice.finding import ComputeInFloat32, Edit, SetArguments
 from kmp.advice.run_metrics import RunMetrics, name_of
 
 
@@ -25,9 +25,11 @@ def power(exponent: float) -> str:
     return f"2.0**{math.floor(exponent)}"
 
 
-def in_float32(metrics: RunMetrics, layers: Iterable[str]) -> list[ComputeInFloat32]:
-    """Returns the edits after which the layers with these paths compute in float32."""
+def in_float32(metrics: RunMetrics, layers: Iterable[str]) -> Sequence[Edit]:
+    """Returns the edits after which the layers with these paths, or the model, compute in float32."""
     created = dict.fromkeys(map(metrics.created_layer, layers))
+    if metrics.settings.get("model") in created:
+        return [SetArguments("kmp.enable", {"policy": "'float32'"})]
     return [ComputeInFloat32(name_of(path), metrics.class_of(path)) for path in created]
 
 

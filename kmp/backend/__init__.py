@@ -7,6 +7,7 @@ from kmp.backend import tensorflow_internals as tensorflow_internals
 from kmp.backend import trainer_fixes as trainer_fixes
 from kmp.backend import xla as xla
 from kmp.backend.keras_internals import compute_dtypes as compute_dtypes
+from kmp.backend.keras_internals import computing_layers as computing_layers
 from kmp.backend.keras_internals import created_layers as created_layers
 from kmp.backend.keras_internals import defining_class as defining_class
 from kmp.backend.keras_internals import direct_sublayers as direct_sublayers

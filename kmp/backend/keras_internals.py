@@ -233,6 +233,12 @@ def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:
     return found
 
 
+def computing_layers(model: keras.Model) -> dict[str, keras.Layer]:
+    """Returns those of `layers_by_path` that compute something themselves, and the model if it does."""
+    layers = {**layers_by_path(model), model.name: model}
+    return {path: layer for path, layer in layers.items() if not is_passthrough(layer)}
+
+
 def created_layers(model: keras.Model) -> dict[str, keras.Layer]:
     """Returns those of `layers_by_path` that a program can create: not the parts of keras-hub's layers."""
     layers = layers_by_path(model)

@@ -8,12 +8,12 @@ import keras
 
 from kmp.advice import Finding, RunMetrics, advise, diagnosis_of
 from kmp.backend import (
+    computing_layers,
     direct_sublayers,
     distribution,
     is_keras_class,
     is_passthrough,
     keras_internals,
-    layers_by_path,
     layers_in_16_bits,
     sublayers,
 )
@@ -36,6 +36,7 @@ CURABLE = (
 _STREAK = 4  # skipped steps in a row, or since the last check, after which it looks for a cause
 _CHECKED_EVERY = 32  # batches; each check copies a few numbers from the device
 # A training that overflows may diverge in any number format, before the records are enough to say so.
+_AGREEING = 3  # comparisons in a row in which gradients differ are a proof
 _LARGE_UPDATE = 1.0  # relative to the norm of the weights; 0.001 is typical
 _HIGH_LOSS = 100.0  # times the first loss, of a training step and of the replayed batch in float32
 _SMALL_LOSS = 0.01  # a loss below counts as this
@@ -45,11 +46,12 @@ class Float32Fallback(keras.callbacks.Callback):
     """Sets layers to float32 in which float16 provably fails, and continues the training.
 
     When steps are skipped in a row, or a comparison shows that float16 changes outputs and gradients, the monitor's
-    replay of a batch searches the fewest layers that have to compute in float32, at most twelve. If it finds them, and
-    the cause is not the data, the labels, the learning rate or the weights, this callback sets their `dtype_policy` and
-    that of their sublayers to float32, and replays the batch once more. Only if that is sound, the training step is
-    traced again and the training continues; otherwise everything is as before. Variables, optimizer and counters stay.
-    A loss scale that the overflows have lowered returns to the initial one, or to what the batch then allows.
+    replay of a batch searches the fewest layers that have to compute in float32, at most twelve; or a model of that
+    size that computes outside of its layers. If it finds them, and the cause is not the data, the labels, the learning
+    rate or the weights, this callback sets their `dtype_policy` and that of their sublayers to float32, and replays the
+    batch once more. Only if that is sound, the training step is traced again and the training continues; otherwise
+    everything is as before. Variables, optimizer and counters stay. A loss scale that the overflows have lowered
+    returns to the initial one, or to what the batch then allows.
 
     It warns with the layers, the reason, the step and the change that makes it permanent, and records `fallback`. The
     layers of a functional or Sequential model keep their policy in each file that is saved, and so do layers that a
@@ -126,7 +128,7 @@ class Float32Fallback(keras.callbacks.Callback):
 
         They were proven in the same run. The first step is traced later, so it computes with them.
         """
-        rows, layers = self.monitor.earlier_fallbacks, layers_by_path(self.model)
+        rows, layers = self.monitor.earlier_fallbacks, computing_layers(self.model)
         paths = list(dict.fromkeys(path for row in rows for path in row["fallback"] if path in layers))
         changed = layers_in_16_bits([layers[path] for path in paths])
         if not changed:
@@ -154,15 +156,17 @@ class Float32Fallback(keras.callbacks.Callback):
         largest = HARMFUL_OUTPUT_ERROR_ALONE * max(abs(replay.float32_loss or 0.0), _SMALL_LOSS)
         has_loss_error = replay.is_harmful and replay.loss_difference > largest
         is_proof = has_output_error or has_loss_error or replay.lost_states or replay.overflow_inside
-        if replay.is_finite and not is_proof:
-            return False  # only gradients differ, which one batch does not prove
         self._records = records
         metrics = RunMetrics(self.monitor.run)
+        latest = [each for _, each in metrics.run.comparisons[-_AGREEING:]]
+        agree = len(latest) == _AGREEING and all(each.is_harmful and each.float32_layers for each in latest)
+        if replay.is_finite and not is_proof and not agree:
+            return False  # only gradients differ, which one batch does not prove
         finding = next(iter(diagnosis_of(metrics).problems), None)
         if finding is None or _may_diverge(metrics, replay):
             return False  # a later record may tell
         self._rejected = replay
-        layers = layers_by_path(self.model)
+        layers = computing_layers(self.model)
         changed = layers_in_16_bits([layers[path] for path in replay.float32_layers if path in layers])
         if finding.cause not in CURABLE or not layers.keys() >= set(replay.float32_layers) or not changed:
             return False
@@ -218,7 +222,7 @@ def _not_in_files(model: keras.Model, changed: Sequence[keras.Layer]) -> str:
         inner.name: type(owner).__name__
         for owner in owners
         for inner in direct_sublayers(owner)
-        if id(inner) in changed_ids and id(owner) not in changed_ids
+        if id(inner) in changed_ids
     }
     if not created:
         return ""

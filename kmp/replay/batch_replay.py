@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from kmp.records import GradientSample, Replay, StateError, is_harmful, layer_of
 from kmp.replay.batch_capture import is_ragged
 from kmp.replay.batch_checks import invalid_binary_targets, invalid_targets, nonfinite_part
 from kmp.replay.eager_pass import Passes, PassResult, TrainStep, as_array
+from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.layer_search import find_float32_layers
 from kmp.replay.precision_loss import gradient_errors, layer_errors, lost_weights, state_errors
 from kmp.utils import FLOAT16, FLOAT32
@@ -170,11 +172,11 @@ def _replay(
     has_other_reason = found["nonfinite_part"] is not None or found["nonfinite_variables"]
     if exact is None or (found["invalid_targets"] and not exact.is_finite and not has_other_reason):
         return Replay(**found, loss=None, float32_loss=None, is_finite=False, is_finite_in_float32=False), None
-    usable = _usable_scale(exact)
-    found["usable_scale"] = None if usable is None else min(usable / part, 2.0**FLOAT32.max_exponent)
     found |= _examine_float32_pass(passes, exact)
 
     own = passes.in_own_precision(reference=exact)
+    usable = _usable_scale(exact, own.marks)
+    found["usable_scale"] = None if usable is None else _power_of_two(min(usable / part, 2.0**FLOAT32.max_exponent))
     flushed = {path: _flushed_share(own.gradients[path], each) for path, each in exact.gradients.items()}
     found |= {
         "is_finite": own.is_finite,
@@ -335,13 +337,29 @@ def _finite_loss(passes: Passes, result: PassResult) -> float | None:
     return result.loss if passes.step.run and math.isfinite(result.loss) else None
 
 
-def _usable_scale(exact: PassResult) -> float | None:
-    """Returns the largest power of two times which no gradient comes near float16's maximum."""
-    magnitudes = [float(np.max(np.abs(array), initial=0.0)) for array in exact.arrays()]
-    largest = max((*magnitudes, *exact.marks.activation_gradients.values()), default=0.0)
+def _usable_scale(exact: PassResult, own: LayerMarks) -> float | None:
+    """Returns the largest power of two times which no gradient in 16 bits comes near float16's maximum.
+
+    Args:
+        exact: The pass in float32, which has the magnitudes.
+        own: The layers of a pass in the precision of the model. Gradients of those in float32 do not matter.
+    """
+    float32_layers = set(own.called) - own.in_16_bits
+    magnitudes = [amax for layer, amax in exact.marks.activation_gradients.items() if layer not in float32_layers]
+    for path, gradient in exact.gradients.items():
+        parents = itertools.accumulate(path.split("/"), lambda parent, name: f"{parent}/{name}")
+        layer = next((parent for parent in reversed(list(parents)) if parent in own.called), "")
+        if gradient is not None and layer not in float32_layers:
+            magnitudes.append(float(np.max(np.abs(as_array(gradient)), initial=0.0)))
+    largest = max(magnitudes, default=0.0)
     if not largest or not math.isfinite(largest):
         return None
-    return 2.0 ** (math.floor(math.log2(FLOAT16.max / largest)) - _SPARE_BITS)
+    return _power_of_two(FLOAT16.max / largest) / 2**_SPARE_BITS
+
+
+def _power_of_two(number: float) -> float:
+    """Returns the largest power of two that is not above a number."""
+    return 2.0 ** math.floor(math.log2(number))
 
 
 def _flushed_share(own: Any, exact: Any) -> float:

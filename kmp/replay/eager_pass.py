@@ -390,12 +390,15 @@ class _ComputeInFloat32(keras.DTypePolicy):
 @contextlib.contextmanager
 def _computing_in_float32(layers: Iterable[keras.Layer]) -> Iterator[dict[int, keras.DTypePolicy]]:
     """Makes layers and their sublayers compute in float32. Yields the replaced policies, by the `id` of the layer."""
+    layers = list(layers)
     found = layers_in_16_bits(layers)
     replaced = {id(layer): layer.dtype_policy for layer in found}
+    every = {id(inner): inner for layer in layers for inner in sublayers(layer)}
+    states = [state for layer in every.values() for state in keras_internals.declared_not_trainable(layer)]
     with contextlib.ExitStack() as stack:
+        for state in states:  # of float32 layers too: what the pass assigns is not rounded
+            if state.dtype in DTYPES_16_BIT:
+                stack.enter_context(keras_internals.variable_dtype_replaced(state, FLOAT32.name))
         for layer in found:
             stack.enter_context(keras_internals.dtype_policy_replaced(layer, _ComputeInFloat32()))
-            for state in keras_internals.declared_not_trainable(layer):  # what the pass assigns, not rounded
-                if state.dtype in DTYPES_16_BIT:
-                    stack.enter_context(keras_internals.variable_dtype_replaced(state, FLOAT32.name))
         yield replaced

@@ -19,6 +19,7 @@ from kmp.backend import (
     without_tapes,
 )
 from kmp.records import HARMFUL_OUTPUT_ERROR, LOSS_FUNCTION
+from kmp.utils import DTYPES_16_BIT
 
 _MOST_VALUES = 2**16  # of an output, for the relative error
 LARGEST_ERROR = 1e6  # also stands for NaN and Inf
@@ -43,6 +44,7 @@ class LayerMarks:
         nonfinite: The paths of the layers with NaN or Inf in an output, in the order of `called`.
         activation_gradients: The largest magnitude of the gradient of each layer's outputs; inf or NaN if one is not
             finite. In the order of the backward pass.
+        in_16_bits: The paths of the layers with an output in 16 bits.
         outputs: Samples of the outputs of each layer's calls, by path.
         errors: The largest relative error of each layer's outputs, by path, against `reference`: see `relative_error`.
         new_errors: The part of it that a layer adds, by path: its relative error on inputs of float32.
@@ -60,6 +62,7 @@ class LayerMarks:
         self.called: dict[str, None] = {}
         self.nonfinite: dict[str, None] = {}
         self.activation_gradients: dict[str, float] = {}
+        self.in_16_bits: set[str] = set()
         self.outputs: dict[str, Outputs] = {}
         self.errors: dict[str, float] = {}
         self.new_errors: dict[str, float] = {}
@@ -170,6 +173,8 @@ class LayerMarks:
 
         if not np.isfinite(output.numpy()).all():
             self.nonfinite[path] = None
+        if output.dtype.name in DTYPES_16_BIT:
+            self.in_16_bits.add(path)
         marked = identity(output)
         for name, value in keras_internals.attached_to(output).items():
             setattr(marked, name, self._marked(value, path))

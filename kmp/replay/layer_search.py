@@ -4,7 +4,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 
 import tensorflow as tf
 
-from kmp.backend import is_passthrough, layers_by_path
+from kmp.backend import computing_layers, layers_in_16_bits
 from kmp.records import HARMFUL_OUTPUT_ERROR
 from kmp.replay.eager_pass import Passes, PassResult
 
@@ -31,8 +31,10 @@ def find_float32_layers(
         The paths, `None` if none were found, or the time is over; and the pass in the precision of the model.
     """
     own = None
-    # A functional or Sequential model computes nothing but its layers, and all of them would be too many.
-    layers = {path: layer for path, layer in layers_by_path(passes.model).items() if not is_passthrough(layer)}
+    layers = computing_layers(passes.model)
+    last_resort = [passes.model.name] if passes.model.name in layers else []
+    if len(layers_in_16_bits([passes.model])) > _MOST_LAYERS:
+        last_resort = []
     failed: set[str] = set()
 
     def run(paths: Sequence[str]) -> PassResult:
@@ -40,12 +42,12 @@ def find_float32_layers(
         return passes.in_own_precision(chosen, factor=factor, watch=True, reference=exact)
 
     def with_one_more(chosen: list[str], result: PassResult) -> tuple[list[str], PassResult] | None:
-        candidates = [*suspects, *_candidates(result, exact, layers)]
+        candidates = [*suspects, *_candidates(result, exact, layers.keys() - {passes.model.name})]
         parents = [path.rpartition("/")[0] for path in candidates]
-        for candidate in (*candidates, *parents):
+        for candidate in (*candidates, *parents, *last_resort):
             # A layer or, if that fails, one that contains it: the user's code may add its float32 result to float16.
             path = candidate
-            while path in layers and path not in chosen:
+            while path in layers and path not in chosen and (path != passes.model.name or path in last_resort):
                 if path not in failed:
                     try:
                         return [*chosen, path], run([*chosen, path])

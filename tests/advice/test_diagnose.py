@@ -503,6 +503,29 @@ def test_root_of_zero_that_float32_does_not_survive_either_is_no_matter_of_the_s
     assert advice_of(start, clean, rare, **settings).problems[0].severity == WARNING
 
 
+@pytest.mark.parametrize(
+    ("settings", "edits"),
+    [
+        ({"growth_interval": 20}, {"growth_interval": "2000"}),
+        ({"backoff_factor": 0.999}, {"backoff_factor": "0.5"}),
+        (
+            {"growth_interval": 4, "growth_factor": 8.0, "backoff_factor": 0.97},
+            {"growth_interval": "2000", "growth_factor": "2.0", "backoff_factor": "0.5"},
+        ),
+        ({"growth_interval": 1000}, None),
+        ({"hysteresis": 2}, None),
+    ],
+)
+def test_scale_that_grows_more_than_it_backs_off_is_reported_with_what_is_not_the_default(settings, edits):
+    rows = [{"step": 1, "overflow_count": 0, "overflows_in_a_row": 0, "loss_scale": 2.0**15}]
+    rows.append({"step": 200, "overflow_count": 100, "overflows_in_a_row": 20 if edits and len(edits) > 1 else 1})
+    findings = {finding.cause: finding for finding in advice_of(*rows, **settings)}
+    assert ("growth_interval_too_small" in findings) == (edits is not None)
+    if edits:
+        finding = findings["growth_interval_too_small"]
+        assert (finding.edits[0].arguments, finding.location) == (edits, next(iter(edits)))
+
+
 NEGATIVE_ROOT = {
     **{"nonfinite": [operation("Sqrt", has_negative_input=True)], "float32_loss": 1.0},
     **{"is_finite_in_float32": True, "float32_layers": ["net/a"]},

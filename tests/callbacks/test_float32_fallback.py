@@ -111,6 +111,46 @@ def test_scale_that_overflows_of_a_layer_have_lowered_returns_after_its_repair()
     assert snapshot.loss_scale == 2.0
 
 
+class Curve(keras.Model):
+    """Fits its second difference, which the rounding of its inputs and outputs in float16 makes noise."""
+
+    def __init__(self):
+        super().__init__(name="curve")
+        self.hidden, self.head = layers.Dense(16, "tanh", name="hidden"), layers.Dense(1, dtype="float32", name="head")
+
+    def call(self, x):
+        return self.head(self.hidden(4 * x - 2))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            left, middle, right = (self(x + shift, training=True) for shift in (-0.01, 0.0, 0.01))
+            loss = tf.reduce_mean(tf.square((left - 2 * middle + right) / 1e-4 - y))
+            scaled = self.optimizer.scale_loss(loss)
+        self.optimizer.apply(tape.gradient(scaled, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(("height", "comparisons"), [(1.0, 1), (20.0, 3)])
+def test_model_that_computes_outside_of_its_layers_is_repaired_if_its_loss_differs_or_gradients_thrice(
+    height, comparisons
+):
+    with kmp.enable(initial_scale=2.0**-4):
+        model = Curve()
+        model.compile(keras.optimizers.Adam(1e-3), jit_compile=False)
+    x = np.random.default_rng(0).uniform(0, 1, (960, 1)).astype("float32")
+    callbacks = defaults(every_n_steps=1)
+    with pytest.warns(UserWarning, match="kmp set 'curve") as warned:
+        model.fit(x, height * np.sin(3 * x), batch_size=32, verbose=0, callbacks=callbacks)
+    rows = callbacks[0].run.rows
+    repair = next(index for index, row in enumerate(rows) if "fallback" in row)
+    assert sum(row["replay"].is_harmful for row in rows[:repair] if "replay" in row) == comparisons
+    if height == 1.0:  # no single layer is enough
+        assert rows[repair]["fallback"] == ["curve"]
+        assert "kmp.enable(policy='float32')" in str(warned[0].message)
+        assert {layer.compute_dtype for layer in sublayers(model)} == {"float32"}
+
+
 def subclassed(parts):
     class Model(keras.Model):
         def __init__(self):

@@ -70,6 +70,20 @@ def test_finite_batch_has_finite_passes():
     assert (result.examples, result.flushed, result.zero) == (ROWS, {}, [])
 
 
+def test_usable_scale_is_that_of_the_gradients_in_16_bits():
+    class ToUnits(keras.layers.Layer):
+        def call(self, x):
+            return x * 1e-3
+
+    def scale_with(dtype):
+        end = layers.Activation("linear", dtype="float32")
+        model = sequential(layers.Dense(1, name="first"), ToUnits(dtype=dtype), end)
+        return replayed(model, y=np.full((ROWS, 1), 1e6, "float32")).usable_scale
+
+    # The gradient of the last outputs is 2.5e5, and that of the first kernel about 1e3.
+    assert (scale_with("float32"), scale_with("mixed_float16")) == (2.0**3, 2.0**-4)
+
+
 @pytest.mark.parametrize(
     ("layer", "x", "operation", "name"),
     [
