@@ -75,17 +75,16 @@ def outputs(metrics: RunMetrics) -> Finding | None:
         title,
         f"on {_examples(replay)} of a batch the outputs of the model differ from float32 by "
         f"{_percent(replay.output_error)} of how they vary{share}{detail}",
-        *_cure(metrics, replay, location, agree),
+        *_cure(metrics, replay, agree),
         location,
     )
 
 
-def _cure(metrics: RunMetrics, replay: Replay, location: str, agree: str) -> tuple[Sequence[Edit], str]:
+def _cure(metrics: RunMetrics, replay: Replay, agree: str) -> tuple[Sequence[Edit], str]:
     """Returns the change with which a comparison agrees, and a note."""
     if replay.float32_layers:
         return in_float32(metrics, replay.float32_layers), f"with these layers in float32 {agree}"
-    note = f"no few layers were found with which {agree}; {metrics.describe(location)} in float32 was not enough"
-    return [SetArguments("kmp.enable", {"policy": "'float32'"})], note
+    return [SetArguments("kmp.enable", {"policy": "'float32'"})], f"no few layers were found with which {agree}"
 
 
 def _reason(replay: Replay, origin: LayerError) -> tuple[str, str]:
@@ -120,7 +119,7 @@ def states(metrics: RunMetrics) -> Finding | None:
         return None
     worst = max((each for each in replay.state_errors or () if each.is_harmful), key=lambda each: each.error)
     layer = metrics.layer_of(worst.path)
-    edits, note = _cure(metrics, replay, layer, "the updates for the batch agree")
+    edits, note = _cure(metrics, replay, "the updates for the batch agree")
     return Finding(
         "precision_loss",
         ERROR,
@@ -146,7 +145,7 @@ def gradients(metrics: RunMetrics) -> Finding | None:
     replay = next((replay for replay in reversed(harmful) if _is_born_in_loss(replay)), last)
     worst = max((each for each in replay.gradient_errors if each.is_harmful), key=lambda each: each.error)
     scale, location = replay.usable_scale, metrics.created_layer(worst.layer)
-    edits, note = _cure(metrics, replay, location, "the gradients for the batch agree")
+    edits, note = _cure(metrics, replay, "the gradients for the batch agree")
     if replay.float32_layers == [] and scale is not None:
         edits = [SetArguments(metrics.settings_call, {"initial_scale": power(math.log2(scale))})]
         note = "at this loss scale the gradients for the batch agree"

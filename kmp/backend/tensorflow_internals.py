@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context, record
 from tensorflow.python.framework import config, op_callbacks
+from tensorflow.python.ops import gen_random_ops
 from tensorflow.python.util import _pywrap_util_port
 
 from kmp.backend.patching import Replacement
@@ -57,6 +59,49 @@ def eager_seeds_restored() -> Iterator[None]:
     finally:
         if generator:
             generator.setstate(state)
+
+
+@contextlib.contextmanager
+def equal_random_numbers() -> Iterator[None]:
+    """Makes eager `tf.random.normal`, `uniform` and `truncated_normal` draw the same numbers in each such context.
+
+    In every dtype: those of 16 bits are rounded from float32. Their own operations continue a stream that nobody can
+    set back. As with `after_each_gradient`, the caller holds a lock, and other threads draw as before.
+    """
+    owner, calls = threading.get_ident(), itertools.count()
+
+    def draw_floats(draw: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+        def drawn(shape: Any, dtype: Any, *, seed: Sequence[int]) -> tf.Tensor:
+            is_half = tf.as_dtype(dtype).size < tf.float32.size
+            return tf.cast(draw(shape, seed, dtype=tf.float32 if is_half else dtype), dtype)
+
+        return drawn
+
+    def draw_integers(shape: Any, minval: Any, maxval: Any, *, seed: Sequence[int]) -> tf.Tensor:
+        return tf.random.stateless_uniform(shape, seed, minval, maxval, tf.convert_to_tensor(minval).dtype)
+
+    def make(draw: Callable[..., tf.Tensor], original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+        @functools.wraps(original)
+        def operation(*args: Any, **kwargs: Any) -> tf.Tensor:
+            if threading.get_ident() != owner or not tf.executing_eagerly():
+                return original(*args, **kwargs)
+            kept = {name: value for name, value in kwargs.items() if name not in ("seed", "seed2", "name")}
+            return draw(*args, **kept, seed=(next(calls), 0))
+
+        return operation
+
+    draws = {
+        "random_standard_normal": draw_floats(tf.random.stateless_normal),
+        "random_uniform": draw_floats(tf.random.stateless_uniform),
+        "random_uniform_int": draw_integers,
+        "truncated_normal": draw_floats(tf.random.stateless_truncated_normal),
+    }
+    replaced = [Replacement(gen_random_ops, name, functools.partial(make, draw)) for name, draw in draws.items()]
+    try:
+        yield
+    finally:
+        for replacement in replaced:
+            replacement.remove()
 
 
 def without_tapes() -> contextlib.AbstractContextManager[None]:

@@ -16,6 +16,7 @@ from kmp.backend import (
     ResourceVariable,
     after_each_gradient,
     eager_seeds_restored,
+    equal_random_numbers,
     instance_attribute,
     keras_internals,
     layers_in_16_bits,
@@ -207,6 +208,7 @@ class Passes:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_lock)  # some of what follows is set for all threads
             stack.enter_context(eager_seeds_restored())
+            stack.enter_context(equal_random_numbers())
             if self.step.is_custom and self.step.run:
                 stack.enter_context(_weights_unchanged(model))
             scope = stack.enter_context(state_restored(model, self.restored))

@@ -99,6 +99,44 @@ def test_gradient_function_that_clips_scaled_gradients_is_found():
     assert (named(result.unscaled_layers), named([result.unscaled_by])) == (["first"], ["gate"])
 
 
+class Denoiser(keras.Model):
+    """Draws noise and its level in each step, as a diffusion model does."""
+
+    def __init__(self):
+        super().__init__(name="denoiser")
+        self.net = layers.Dense(4, name="net")
+
+    def call(self, x):
+        return self.net(x)
+
+    def train_step(self, data):
+        x = data[0]
+        noise = tf.random.normal(tf.shape(x)) + tf.cast(tf.random.uniform(tf.shape(x), dtype="float16"), "float32")
+        noise += tf.random.truncated_normal(tf.shape(x))
+        level = tf.cast(tf.random.uniform((len(x), 1), 0, 10, tf.int32), "float32") / 10
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(ops.cast(self(x + level * noise, training=True), "float32") - noise))
+            scaled = self.optimizer.scale_loss(loss)
+        self.optimizer.apply(tape.gradient(scaled, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_step_that_draws_random_numbers_is_compared_on_the_same_ones_and_draws_on_as_before():
+    model = Denoiser()
+    model.compile("sgd")
+    model(NORMAL)
+    tf.random.set_seed(1)
+    expected = [tf.random.normal((3,)).numpy() for _ in range(2)]
+    tf.random.set_seed(1)
+    drawn = [tf.random.normal((3,)).numpy()]
+    result = replayed(model, NORMAL)
+    drawn.append(tf.random.normal((3,)).numpy())
+    np.testing.assert_array_equal(drawn, expected)
+    assert result.is_compared
+    assert result.output_error < 0.01
+    assert result.loss == pytest.approx(result.float32_loss, rel=0.01)
+
+
 def test_pass_with_random_numbers_of_the_users_own_is_not_compared():
     class OwnDropout(keras.layers.Layer):
         def __init__(self, **kwargs):
