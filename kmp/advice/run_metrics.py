@@ -110,12 +110,14 @@ class RunMetrics:
 
     @cached_property
     def largest_gradient_error(self) -> float | None:
-        """The largest error of a layer's gradients in all comparisons; `None` without one in the second half."""
-        compared = self.run.comparisons
-        if not compared or 2 * compared[-1][0] < self.steps:
-            return None
-        errors = [each for _, replay in compared for each in replay.gradient_errors]
+        """The largest error of gradients in all comparisons, of layers that had not converged; `None` without one."""
+        errors = [each for _, replay in self.run.comparisons for each in replay.gradient_errors]
         return max((each.error for each in errors if not each.has_converged), default=None)
+
+    @property
+    def is_compared_late(self) -> bool:
+        """Whether a comparison was in the second half of the run."""
+        return bool(self.run.comparisons) and 2 * self.run.comparisons[-1][0] >= self.steps
 
     @property
     def needs_float32_layers(self) -> bool:

@@ -68,8 +68,8 @@ def scale_too_small(metrics: RunMetrics) -> Finding | None:
         path, count = max(gradients.underflow_origins.items(), key=lambda item: item[1])
         evidence.append(f"the underflow origin is {path} in {count} of {len(gradients.finite_samples)} samples")
     severity, effect, error = ERROR, "is too small: gradients are lost to underflow", metrics.largest_gradient_error
-    is_small = error is not None and error < thresholds.SMALL_GRADIENT_ERROR and flushed <= thresholds.MANY_FLUSHED
-    if is_small and gradients.subnormal_share <= thresholds.MOSTLY_SUBNORMAL:
+    is_small = metrics.is_compared_late and error is not None and error < thresholds.SMALL_GRADIENT_ERROR
+    if is_small and flushed <= thresholds.MANY_FLUSHED and gradients.subnormal_share <= thresholds.MOSTLY_SUBNORMAL:
         severity, effect = INFO, "is low: a larger one would keep more bits of small gradients"
         evidence.append(f"compared with float32, the gradients of a layer differ by at most {error:.1%}")
     return Finding(

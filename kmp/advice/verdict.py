@@ -49,10 +49,12 @@ def _compared(metrics: RunMetrics) -> str:
     if not replays:
         return ""
     outputs = max(replay.output_error or 0.0 for replay in replays)
-    errors = [error for replay in replays for error in replay.gradient_errors]
-    counted = [error.error for error in errors if not error.has_converged]
-    gradients = f", and the gradients of a layer by at most {max(counted):.1%}" if counted else ""
-    gradients += " until they nearly vanish" if counted and len(counted) < len(errors) else ""
+    largest, gradients = metrics.largest_gradient_error, ""
+    if largest is not None:
+        has_converged = any(error.has_converged for replay in replays for error in replay.gradient_errors)
+        gradients = (
+            f", and the gradients of a layer by at most {largest:.1%}{' until they nearly vanish' * has_converged}"
+        )
     count = len(replays)
     return (
         f"in {count} batch{'es' * (count != 1)} the outputs differ from float32 by at most {outputs:.2%}{gradients}; "
@@ -109,12 +111,11 @@ def _not_compared(metrics: RunMetrics) -> Iterator[str]:
     harmful = [
         step for step, each in comparisons if each.is_harmful or (each.output_error or 0.0) > HARMFUL_OUTPUT_ERROR
     ]
-    is_late = bool(comparisons) and 2 * comparisons[-1][0] >= metrics.steps
     if harmful:
         yield _doubt(
             f"what the errors of outputs or gradients at step {harmful[-1]} did to the training", _FLOAT32_TRAINING
         )
-    elif len(comparisons) < thresholds.FEW_COMPARISONS or not is_late:
+    elif len(comparisons) < thresholds.FEW_COMPARISONS or not metrics.is_compared_late:
         count, why = len(comparisons), _why_not(metrics)
         compared = f"{f'only {count}' if count else 'no'} batch{'es' * (count != 1)} of the run"
         compared = "no batch of its second half" if count >= thresholds.FEW_COMPARISONS else compared

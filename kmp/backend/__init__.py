@@ -27,7 +27,6 @@ from kmp.backend.state_rollback import ResourceVariable as ResourceVariable
 from kmp.backend.state_rollback import state_of_trace as state_of_trace
 from kmp.backend.state_rollback import state_restored as state_restored
 from kmp.backend.tensorflow_internals import after_each_gradient as after_each_gradient
-from kmp.backend.tensorflow_internals import eager_seeds_restored as eager_seeds_restored
 from kmp.backend.tensorflow_internals import equal_random_numbers as equal_random_numbers
 from kmp.backend.tensorflow_internals import watching_operations as watching_operations
 from kmp.backend.tensorflow_internals import without_tapes as without_tapes

@@ -50,25 +50,16 @@ def watching_operations(observe: Callable[[str, Sequence[tf.Tensor], Sequence[tf
 
 
 @contextlib.contextmanager
-def eager_seeds_restored() -> Iterator[None]:
-    """Restores the generator from which eager operations such as `tf.random.normal` draw seeds, if there is a seed."""
-    generator = getattr(context.context(), "_rng", None)
-    state = generator.getstate() if generator else None
-    try:
-        yield
-    finally:
-        if generator:
-            generator.setstate(state)
-
-
-@contextlib.contextmanager
 def equal_random_numbers() -> Iterator[None]:
     """Makes eager `tf.random.normal`, `uniform` and `truncated_normal` draw the same numbers in each such context.
 
     In every dtype: those of 16 bits are rounded from float32. Their own operations continue a stream that nobody can
-    set back. As with `after_each_gradient`, the caller holds a lock, and other threads draw as before.
+    set back. What this thread draws after the context is as if there had been none: the generator of seeds for such
+    operations, if there is a seed, is restored. As with `after_each_gradient`, the caller holds a lock.
     """
     owner, calls = threading.get_ident(), itertools.count()
+    generator = getattr(context.context(), "_rng", None)
+    state = generator.getstate() if generator else None
 
     def draw_floats(draw: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
         def drawn(shape: Any, dtype: Any, *, seed: Sequence[int]) -> tf.Tensor:
@@ -102,6 +93,8 @@ def equal_random_numbers() -> Iterator[None]:
     finally:
         for replacement in replaced:
             replacement.remove()
+        if generator:
+            generator.setstate(state)
 
 
 def without_tapes() -> contextlib.AbstractContextManager[None]:

@@ -148,7 +148,11 @@ class BatchReplayer:
         if self._capture.is_of_loop:
             return {"replay_error": "the functions of a custom training loop are not traced again"}
         scale = min(snapshot.loss_scale, self._last_replay.usable_scale or snapshot.loss_scale)
-        return self._replay(model, self._capture, captured, variables, snapshot.step, scale, None)
+        before = self._step, self._has_failed
+        found = self._replay(model, self._capture, captured, variables, snapshot.step, scale, None)
+        if "replay_error" in found:  # of the change
+            self._step, self._has_failed = before
+        return found
 
     def _replay(
         self,

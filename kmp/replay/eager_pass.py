@@ -15,7 +15,6 @@ import tensorflow as tf
 from kmp.backend import (
     ResourceVariable,
     after_each_gradient,
-    eager_seeds_restored,
     equal_random_numbers,
     instance_attribute,
     keras_internals,
@@ -207,7 +206,6 @@ class Passes:
         model = self.model
         with contextlib.ExitStack() as stack:
             stack.enter_context(_lock)  # some of what follows is set for all threads
-            stack.enter_context(eager_seeds_restored())
             stack.enter_context(equal_random_numbers())
             if self.step.is_custom and self.step.run:
                 stack.enter_context(_weights_unchanged(model))

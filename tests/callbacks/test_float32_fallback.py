@@ -12,6 +12,7 @@ from models import Cube
 import kmp
 from kmp.backend import is_passthrough, sublayers
 from kmp.callbacks import Float32Fallback, Monitor, StuckDetector, defaults
+from kmp.replay import replay
 
 ROWS = 64
 
@@ -347,12 +348,44 @@ def test_model_whose_loss_exploded_before_it_overflowed_keeps_its_layers():
 
 
 @pytest.mark.filterwarnings("ignore:.*kmp set")
-def test_change_that_a_replay_does_not_confirm_is_taken_back(monkeypatch):
-    model, callbacks = overflowing(), defaults(on_stuck="ignore")
-    monkeypatch.setattr(callbacks[0], "replay_again", lambda: {"replay_error": "no"})
+@pytest.mark.filterwarnings("ignore:.*kmp set")
+def test_change_whose_replay_fails_is_taken_back_and_that_of_a_later_batch_is_made(monkeypatch):
+    replays = []
+
+    def second_fails(*args, **kwargs):
+        replays.append(args)
+        if len(replays) == 2:
+            raise ValueError("no")
+        return replay(*args, **kwargs)
+
+    monkeypatch.setattr("kmp.callbacks.batch_replayer.replay", second_fails)
+    model, callbacks = overflowing(), defaults()
     train(model, callbacks)
-    assert dtypes(model) == {"cube": "float16", "norm": "float16", "head": "float16"}
-    assert callbacks[0].run.last("fallback") is None
+    first, second, *_ = (step for step, found in callbacks[0].run.replays if not found.is_finite)
+    (repaired_at,) = (row["step"] for row in callbacks[0].run.rows if "fallback" in row)
+    assert first < second == repaired_at
+    assert dtypes(model) == {"cube": "float32", "norm": "float32", "head": "float16"}
+
+
+class Shifted(keras.layers.Layer):
+    """Adds a weight in its compute dtype: float16, also after a repair."""
+
+    def build(self, shape):
+        self.shift = self.add_weight(shape=(), initializer="zeros", dtype=self.compute_dtype, name="shift")
+
+    def call(self, x):
+        return tf.add(x * x * x, self.shift)
+
+
+@pytest.mark.filterwarnings("ignore:.*kmp set")
+def test_layer_with_a_weight_in_float16_is_repaired():
+    with kmp.enable():
+        layer = Shifted(name="cube")
+    model = overflowing(layer)
+    train(model, defaults())
+    assert dtypes(model) == {"cube": "float32", "norm": "float32", "head": "float16"}
+    assert model.optimizer.snapshot().overflows_in_a_row == 0
+    assert layer.shift.dtype == "float16"
 
 
 def test_harm_without_overflow_is_repaired_and_shown_in_tensorboard(tmp_path):
