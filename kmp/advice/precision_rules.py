@@ -84,6 +84,9 @@ def _cure(metrics: RunMetrics, replay: Replay, agree: str) -> tuple[Sequence[Edi
     """Returns the change with which a comparison agrees, and a note."""
     if replay.float32_layers:
         return in_float32(metrics, replay.float32_layers), f"with these layers in float32 {agree}"
+    if replay.float32_layers == [] and replay.usable_scale is not None:
+        edit = SetArguments(metrics.settings_call, {"initial_scale": power(math.log2(replay.usable_scale))})
+        return [edit], f"at this loss scale {agree}"
     return [SetArguments("kmp.enable", {"policy": "'float32'"})], f"no few layers were found with which {agree}"
 
 
@@ -144,11 +147,8 @@ def gradients(metrics: RunMetrics) -> Finding | None:
     ]
     replay = next((replay for replay in reversed(harmful) if _is_born_in_loss(replay)), last)
     worst = max((each for each in replay.gradient_errors if each.is_harmful), key=lambda each: each.error)
-    scale, location = replay.usable_scale, metrics.created_layer(worst.layer)
+    location = metrics.created_layer(worst.layer)
     edits, note = _cure(metrics, replay, "the gradients for the batch agree")
-    if replay.float32_layers == [] and scale is not None:
-        edits = [SetArguments(metrics.settings_call, {"initial_scale": power(math.log2(scale))})]
-        note = "at this loss scale the gradients for the batch agree"
     noise = "" if worst.noise is None else f"; the sampling noise is {_percent(worst.noise)}"
     severity, title = WARNING, f"The gradients of {metrics.describe(location)} are not those of float32."
     evidence = f"on {_examples(replay)} of a batch they differ"
@@ -190,10 +190,8 @@ def fallback(metrics: RunMetrics) -> Finding | None:
     record = metrics.fallback
     if record is None:
         return None
-    layers, model = (
-        [path for row in metrics.complete_run.rows for path in row.get("fallback", ())],
-        metrics.settings.get("model"),
-    )
+    layers = [path for row in metrics.complete_run.rows for path in row.get("fallback", ())]
+    model = metrics.settings.get("model")
     named = ", ".join(f"model {path!r}" if path == model else metrics.describe(path) for path in layers)
     return Finding(
         "float32_fallback",

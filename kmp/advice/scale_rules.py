@@ -192,8 +192,8 @@ def growth_interval_too_small(metrics: RunMetrics) -> Finding | None:
     to_undo = -math.log2(growth) / math.log2(backoff) * patience  # steps that are skipped after each growth
     if to_undo < interval / thresholds.SMALL_GROWTH_INTERVAL:
         return None
-    if metrics.consecutive_overflows > max(thresholds.STUCK_AFTER, 2 * to_undo):
-        return None
+    if metrics.consecutive_overflows >= min(metrics.steps, max(thresholds.STUCK_AFTER, 2 * to_undo)):
+        return None  # not even one step was applied, or a longer streak than these settings cause
     after_startup = metrics.gradient_overflows - metrics.startup_overflows[0]
     if after_startup <= thresholds.SKIPPED_BY_GROWTH * metrics.steps:
         return None

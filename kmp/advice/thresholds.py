@@ -24,6 +24,7 @@ MOSTLY_ZERO = 0.5
 TOLERATED_UNDERFLOW = 1e-3  # at a recommended scale
 FEW_TOO_SMALL = 0.01  # below this the verdict does not give their norm
 MUCH_LOST = 1e-3  # of the norm of all gradients: a thousandth is below the noise of a batch
+MANY_LOST_SQUARES = 0.1  # of the gradient elements
 MANY_LOST_UPDATES = 0.2  # of the weights with a nonzero gradient
 MOSTLY_LOST = 0.5  # of the weights of one variable
 

@@ -9,6 +9,7 @@ import numpy as np
 from kmp.advice import thresholds
 from kmp.advice.finding import ERROR, Edit, Finding, SetArguments
 from kmp.advice.run_metrics import RunMetrics, name_of
+from kmp.advice.sample_statistics import counts_below, unscaled_counts
 from kmp.advice.wording import learning_rate, of_steps, optimizer_call, smaller_learning_rate
 from kmp.utils import BFLOAT16, FLOAT16, FLOAT32, FloatFormat
 
@@ -53,26 +54,33 @@ def lost_squares(metrics: RunMetrics) -> Finding | None:
         return None
     if FLOAT16.name not in settings.get("variable_dtypes", []):
         return None
-    # Of each variable, the root mean square of what changed, in the steps that were measured.
+    # Of each variable in float16, the root mean square of what changed, in the steps that were measured.
+    rate *= settings.get("steps_per_execution", 1)
+    in_float32 = settings.get("float32_variables", ())
     steps = (
         (norm / math.sqrt(changed) / rate, path, sample.step)
         for sample in metrics.run.samples
         if sample.has_update and sample.histogram.is_finite
         for path, norm, changed in zip(sample.names, sample.update_norm.tolist(), sample.updates.tolist(), strict=True)
-        if changed
+        if changed and path not in in_float32 and math.isfinite(norm)
     )
     times, path, step = max(steps, default=(0.0, "", 0))
-    if times <= thresholds.TOO_LARGE_STEP:
-        return None
+    # A constraint may change weights by more. So gradients whose squares are lost have to be frequent, too.
     part = 1.0 - settings.get("beta_2", _BETA_2)  # of a squared gradient is added to the mean of squares
-    highest = f"2^{math.floor(math.log2(_LARGEST_LOST / part) / 2)}" if part > 0 else "1"
+    highest = math.floor(math.log2(_LARGEST_LOST / part) / 2) if part > 0 else 0
+    lowest = math.ceil(math.log2(thresholds.TOO_LARGE_STEP * epsilon))
+    counts = unscaled_counts(metrics.gradients.finite_samples)
+    below_lowest, below_highest = counts_below(counts, np.array([lowest, highest]))
+    are_lost = below_highest - below_lowest > thresholds.MANY_LOST_SQUARES * max(1.0, counts.sum())
+    if times <= thresholds.TOO_LARGE_STEP or not are_lost:
+        return None
     return Finding(
         "optimizer_state",
         ERROR,
         f"The steps of {optimizer} are too large: its state is float16, where the squares of small gradients are 0, so "
         f"it divides by its epsilon of {epsilon:g} alone.",
         f"in step {step}, {path} changed by {times:.3g} times the learning rate (root mean square; 1 is usual); what a "
-        f"gradient below {highest} adds to the mean of squares is 0 in float16",
+        f"gradient below 2^{highest} adds to the mean of squares is 0 in float16",
         _with_float32_weights(metrics, [path], FLOAT16),
         _IN_FLOAT32,
         "epsilon",

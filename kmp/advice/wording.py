@@ -28,7 +28,7 @@ def power(exponent: float) -> str:
 def in_float32(metrics: RunMetrics, layers: Iterable[str]) -> Sequence[Edit]:
     """Returns the edits after which the layers with these paths, or the model, compute in float32."""
     created = dict.fromkeys(map(metrics.created_layer, layers))
-    if metrics.settings.get("model") in created:
+    if metrics.settings.get("model") in created.keys() - metrics.settings.get("layers", {}).keys():
         return [SetArguments("kmp.enable", {"policy": "'float32'"})]
     return [ComputeInFloat32(name_of(path), metrics.class_of(path)) for path in created]
 
@@ -42,9 +42,9 @@ def optimizer_call(metrics: RunMetrics) -> str:
 
 
 def learning_rate(metrics: RunMetrics) -> float | None:
-    """Returns the learning rate; of a schedule, the highest at the end of an epoch. `None` if it is not known."""
+    """Returns the highest learning rate that is known, of the first epoch and the ends of all; `None` without one."""
     _, rates = metrics.run.metrics.get("learning_rate", ((), ()))
-    return metrics.settings.get("learning_rate", max(rates, default=None))
+    return max([*rates, metrics.settings.get("learning_rate", 0.0)]) or None
 
 
 def smaller_learning_rate(metrics: RunMetrics) -> list[SetArguments]:

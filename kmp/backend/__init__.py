@@ -26,6 +26,7 @@ from kmp.backend.patching import replace_policy_state as replace_policy_state
 from kmp.backend.state_rollback import ResourceVariable as ResourceVariable
 from kmp.backend.state_rollback import state_of_trace as state_of_trace
 from kmp.backend.state_rollback import state_restored as state_restored
+from kmp.backend.tensorflow_internals import RandomNumbers as RandomNumbers
 from kmp.backend.tensorflow_internals import after_each_gradient as after_each_gradient
 from kmp.backend.tensorflow_internals import equal_random_numbers as equal_random_numbers
 from kmp.backend.tensorflow_internals import watching_operations as watching_operations

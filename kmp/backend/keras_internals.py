@@ -235,7 +235,7 @@ def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:
 
 def computing_layers(model: keras.Model) -> dict[str, keras.Layer]:
     """Returns those of `layers_by_path` that compute something themselves, and the model if it does."""
-    layers = {**layers_by_path(model), model.name: model}
+    layers = {model.name: model, **layers_by_path(model)}  # a layer may have the model's name
     return {path: layer for path, layer in layers.items() if not is_passthrough(layer)}
 
 

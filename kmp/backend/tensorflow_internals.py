@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from tensorflow.python.ops import gen_random_ops
 from tensorflow.python.util import _pywrap_util_port
 
 from kmp.backend.patching import Replacement
+from kmp.utils import FORMATS_16_BIT
 
 
 def is_deterministic() -> bool:
@@ -49,52 +49,61 @@ def watching_operations(observe: Callable[[str, Sequence[tf.Tensor], Sequence[tf
         op_callbacks.remove_op_callback(callback)
 
 
+class RandomNumbers:
+    """A stream of random numbers: the `position` of the next draw, which may be set back."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+
 @contextlib.contextmanager
-def equal_random_numbers() -> Iterator[None]:
+def equal_random_numbers() -> Iterator[RandomNumbers]:
     """Makes eager `tf.random.normal`, `uniform` and `truncated_normal` draw the same numbers in each such context.
 
     In every dtype: those of 16 bits are rounded from float32. Their own operations continue a stream that nobody can
     set back. What this thread draws after the context is as if there had been none: the generator of seeds for such
     operations, if there is a seed, is restored. As with `after_each_gradient`, the caller holds a lock.
     """
-    owner, calls = threading.get_ident(), itertools.count()
+    owner, numbers = threading.get_ident(), RandomNumbers()
     generator = getattr(context.context(), "_rng", None)
-    state = generator.getstate() if generator else None
-
-    def draw_floats(draw: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
-        def drawn(shape: Any, dtype: Any, *, seed: Sequence[int]) -> tf.Tensor:
-            is_half = tf.as_dtype(dtype).size < tf.float32.size
-            return tf.cast(draw(shape, seed, dtype=tf.float32 if is_half else dtype), dtype)
-
-        return drawn
-
-    def draw_integers(shape: Any, minval: Any, maxval: Any, *, seed: Sequence[int]) -> tf.Tensor:
-        return tf.random.stateless_uniform(shape, seed, minval, maxval, tf.convert_to_tensor(minval).dtype)
 
     def make(draw: Callable[..., tf.Tensor], original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
         @functools.wraps(original)
         def operation(*args: Any, **kwargs: Any) -> tf.Tensor:
             if threading.get_ident() != owner or not tf.executing_eagerly():
                 return original(*args, **kwargs)
+            numbers.position += 1
             kept = {name: value for name, value in kwargs.items() if name not in ("seed", "seed2", "name")}
-            return draw(*args, **kept, seed=(next(calls), 0))
+            return draw(*args, **kept, seed=(numbers.position, 0))
 
         return operation
 
-    draws = {
-        "random_standard_normal": draw_floats(tf.random.stateless_normal),
-        "random_uniform": draw_floats(tf.random.stateless_uniform),
-        "random_uniform_int": draw_integers,
-        "truncated_normal": draw_floats(tf.random.stateless_truncated_normal),
+    draws: dict[str, Callable[..., tf.Tensor]] = {
+        "random_standard_normal": functools.partial(_draw_floats, tf.random.stateless_normal),
+        "random_uniform": functools.partial(_draw_floats, tf.random.stateless_uniform, below_one=True),
+        "random_uniform_int": _draw_integers,
+        "truncated_normal": functools.partial(_draw_floats, tf.random.stateless_truncated_normal),
     }
-    replaced = [Replacement(gen_random_ops, name, functools.partial(make, draw)) for name, draw in draws.items()]
-    try:
-        yield
-    finally:
-        for replacement in replaced:
-            replacement.remove()
+    with contextlib.ExitStack() as stack:
         if generator:
-            generator.setstate(state)
+            stack.callback(generator.setstate, generator.getstate())
+        for name, draw in draws.items():
+            stack.callback(Replacement(gen_random_ops, name, functools.partial(make, draw)).remove)
+        yield numbers
+
+
+def _draw_floats(
+    draw: Callable[..., tf.Tensor], shape: Any, dtype: Any, *, seed: Sequence[int], below_one: bool = False
+) -> tf.Tensor:
+    number_format = FORMATS_16_BIT.get(tf.as_dtype(dtype).name)
+    if number_format is None:
+        return draw(shape, seed, dtype=dtype)
+    numbers = tf.cast(draw(shape, seed, dtype=tf.float32), dtype)
+    return tf.minimum(numbers, 1.0 - 2.0 ** -(number_format.fraction_bits + 1)) if below_one else numbers
+
+
+def _draw_integers(shape: Any, minval: Any, maxval: Any, *, seed: Sequence[int]) -> tf.Tensor:
+    return tf.random.stateless_uniform(shape, seed, minval, maxval, tf.convert_to_tensor(minval).dtype)
 
 
 def without_tapes() -> contextlib.AbstractContextManager[None]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from kmp.advice import Finding, RunMetrics, advise, diagnosis_of
+from kmp.advice import Finding, RunMetrics, advise, diagnosis_of, since_last_fallback
 from kmp.backend import (
     computing_layers,
     direct_sublayers,
@@ -35,8 +35,8 @@ CURABLE = (
 )
 _STREAK = 4  # skipped steps in a row, or since the last check, after which it looks for a cause
 _CHECKED_EVERY = 32  # batches; each check copies a few numbers from the device
-# A training that overflows may diverge in any number format, before the records are enough to say so.
 _AGREEING = 3  # comparisons in a row in which gradients differ are a proof
+# A training that overflows may diverge in any number format, before the records are enough to say so.
 _LARGE_UPDATE = 1.0  # relative to the norm of the weights; 0.001 is typical
 _HIGH_LOSS = 100.0  # times the first loss, of a training step and of the replayed batch in float32
 _SMALL_LOSS = 0.01  # a loss below counts as this
@@ -157,11 +157,9 @@ class Float32Fallback(keras.callbacks.Callback):
         has_loss_error = replay.is_harmful and replay.loss_difference > largest
         is_proof = has_output_error or has_loss_error or replay.lost_states or replay.overflow_inside
         self._records = records
-        metrics = RunMetrics(self.monitor.run)
-        latest = [each for _, each in metrics.run.comparisons[-_AGREEING:]]
-        agree = len(latest) == _AGREEING and all(each.is_harmful and each.float32_layers for each in latest)
-        if replay.is_finite and not is_proof and not agree:
+        if replay.is_finite and not is_proof and not self._is_repeated():
             return False  # only gradients differ, which one batch does not prove
+        metrics = RunMetrics(self.monitor.run)
         finding = next(iter(diagnosis_of(metrics).problems), None)
         if finding is None or _may_diverge(metrics, replay):
             return False  # a later record may tell
@@ -179,14 +177,21 @@ class Float32Fallback(keras.callbacks.Callback):
             return False
         self._set_to_float32(changed)
         rule = self.monitor.optimizer.rule
-        if not replay.is_finite and result.usable_scale:  # the overflows have lowered the scale, or it overflows still
-            scale = max(rule.min_scale, min(rule.initial_scale, result.usable_scale))
+        if not replay.is_finite:  # the overflows have lowered the scale, or it overflows still
+            scale = max(rule.min_scale, min(rule.initial_scale, result.usable_scale or rule.initial_scale))
             self.monitor.optimizer.dynamic_scale.assign(scale)
         step = self.monitor.add_record({"fallback": replay.float32_layers, "fallback_reason": finding.title})
         self.monitor.add_record(proof)
         self._warn(finding.title, f"At step {step}", replay.float32_layers, changed, finding)
         self.repaired_at = step
         return True
+
+    def _is_repeated(self) -> bool:
+        """Whether the last comparisons since a repair were all harmful, and a layer in float32 is in each cure."""
+        _, run = since_last_fallback(self.monitor.run)
+        latest = [replay for _, replay in run.comparisons[-_AGREEING:] if replay.is_harmful]
+        cures = [set(replay.float32_layers or ()) for replay in latest]
+        return len(latest) == _AGREEING and bool(set.intersection(*cures))
 
     def _set_to_float32(self, changed: Sequence[keras.Layer]) -> None:
         for layer in changed:

@@ -49,6 +49,7 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer, has_trained: bool 
         "settings_call": settings_call(optimizer),
         "train_step": "keras" if guarding.has_keras_step(model) else "custom",
         "replicas": model.distribute_strategy.num_replicas_in_sync,
+        "steps_per_execution": model.steps_per_execution,
     }
     numbers = ["learning_rate", "epsilon", "beta_2"]
     if isinstance(keras_internals.learning_rate_of(inner), keras.optimizers.schedules.LearningRateSchedule):

@@ -75,6 +75,7 @@ class Settings(TypedDict, total=False):
     float32_variables: Annotated[list[Text], MOST_VARIABLES]
     own_dtype_variables: Annotated[list[Text], MOST_VARIABLES]
     replicas: PositiveInteger
+    steps_per_execution: PositiveInteger
     parameters: Count
 
 

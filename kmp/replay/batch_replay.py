@@ -277,7 +277,8 @@ def _find_operations(passes: Passes, exact: PassResult) -> dict[str, Any]:
 
 def _compare_compiled(passes: Passes, own: PassResult, exact: PassResult) -> dict[str, Any]:
     """Returns a harmful error of the outputs of a compiled pass, whose loss was finite in the training."""
-    if passes.step.is_custom or passes.model.run_eagerly or own.is_random or exact.is_random:
+    is_random = own.is_random or exact.is_random or own.marks.random_numbers.position > 0  # compiled: other numbers
+    if passes.step.is_custom or passes.model.run_eagerly or is_random:
         return {}
     error = exact.marks.error_of(passes.compiled_outputs())
     return {"output_error": error, "layer_errors": layer_errors(own, exact)} if is_harmful(error, []) else {}
@@ -344,8 +345,9 @@ def _usable_scale(exact: PassResult, own: LayerMarks) -> float | None:
         exact: The pass in float32, which has the magnitudes.
         own: The layers of a pass in the precision of the model. Gradients of those in float32 do not matter.
     """
-    float32_layers = set(own.called) - own.in_16_bits
-    magnitudes = [amax for layer, amax in exact.marks.activation_gradients.items() if layer not in float32_layers]
+    float32_layers = set(own.called) - own.computing_in_16_bits
+    gradients = exact.marks.activation_gradients
+    magnitudes = [amax for layer, amax in gradients.items() if layer in own.in_16_bits or layer not in own.called]
     for path, gradient in exact.gradients.items():
         parents = itertools.accumulate(path.split("/"), lambda parent, name: f"{parent}/{name}")
         layer = next((parent for parent in reversed(list(parents)) if parent in own.called), "")

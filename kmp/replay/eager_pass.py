@@ -28,7 +28,7 @@ from kmp.optimizer import LossScaleOptimizer
 from kmp.records import BinCounts, GradientSample
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
-from kmp.utils import DTYPES_16_BIT, FLOAT16, FLOAT32
+from kmp.utils import DTYPES_16_BIT, FLOAT32
 
 _lock = threading.RLock()  # of passes: eager functions, TF32 and the patch of tapes are for all threads
 
@@ -206,7 +206,7 @@ class Passes:
         model = self.model
         with contextlib.ExitStack() as stack:
             stack.enter_context(_lock)  # some of what follows is set for all threads
-            stack.enter_context(equal_random_numbers())
+            marks.random_numbers = stack.enter_context(equal_random_numbers())
             if self.step.is_custom and self.step.run:
                 stack.enter_context(_weights_unchanged(model))
             scope = stack.enter_context(state_restored(model, self.restored))
@@ -374,17 +374,20 @@ def as_array(gradient: Any) -> np.ndarray:
 
 
 class _ComputeInFloat32(keras.DTypePolicy):
-    """Computes in float32. Keras casts the variables of a layer only if their dtype is another one by the policy.
+    """Computes in float32 with variables of any dtype, which Keras casts if the two differ."""
 
-    The policy cannot know it: the user's code may create a variable in `self.compute_dtype`.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, variable_dtype: str) -> None:
         super().__init__(FLOAT32.name)
+        self._own_variable_dtype = variable_dtype
 
     @property
     def variable_dtype(self) -> str:
-        return FLOAT16.name
+        return self._own_variable_dtype
+
+
+def _variable_dtype(layer: keras.Layer) -> str:
+    """Returns the dtype of a layer's variables, 16 bits if any is: code of the user's may create one in that dtype."""
+    return next((each.dtype for each in layer.variables if each.dtype in DTYPES_16_BIT), layer.variable_dtype)
 
 
 @contextlib.contextmanager
@@ -396,9 +399,10 @@ def _computing_in_float32(layers: Iterable[keras.Layer]) -> Iterator[dict[int, k
     every = {id(inner): inner for layer in layers for inner in sublayers(layer)}
     states = [state for layer in every.values() for state in keras_internals.declared_not_trainable(layer)]
     with contextlib.ExitStack() as stack:
+        for layer in found:
+            policy = _ComputeInFloat32(_variable_dtype(layer))
+            stack.enter_context(keras_internals.dtype_policy_replaced(layer, policy))
         for state in states:  # of float32 layers too: what the pass assigns is not rounded
             if state.dtype in DTYPES_16_BIT:
                 stack.enter_context(keras_internals.variable_dtype_replaced(state, FLOAT32.name))
-        for layer in found:
-            stack.enter_context(keras_internals.dtype_policy_replaced(layer, _ComputeInFloat32()))
         yield replaced

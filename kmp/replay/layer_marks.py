@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from kmp.backend import (
+    RandomNumbers,
     instance_attribute,
     is_keras_class,
     is_passthrough,
@@ -45,6 +46,7 @@ class LayerMarks:
         activation_gradients: The largest magnitude of the gradient of each layer's outputs; inf or NaN if one is not
             finite. In the order of the backward pass.
         in_16_bits: The paths of the layers with an output in 16 bits.
+        computing_in_16_bits: The paths of the layers that compute in 16 bits by their policy.
         outputs: Samples of the outputs of each layer's calls, by path.
         errors: The largest relative error of each layer's outputs, by path, against `reference`: see `relative_error`.
         new_errors: The part of it that a layer adds, by path: its relative error on inputs of float32.
@@ -63,6 +65,8 @@ class LayerMarks:
         self.nonfinite: dict[str, None] = {}
         self.activation_gradients: dict[str, float] = {}
         self.in_16_bits: set[str] = set()
+        self.computing_in_16_bits: set[str] = set()
+        self.random_numbers = RandomNumbers()  # that the pass draws
         self.outputs: dict[str, Outputs] = {}
         self.errors: dict[str, float] = {}
         self.new_errors: dict[str, float] = {}
@@ -113,12 +117,15 @@ class LayerMarks:
             outer, self.layer = self.layer, path
             if outer == LOSS_FUNCTION:
                 self.outermost[path] = None
+            if layer.compute_dtype in DTYPES_16_BIT:
+                self.computing_in_16_bits.add(path)
+            begin = self.random_numbers.position
             try:
                 outputs = call(*args, **kwargs)
                 values = _samples(outputs)
                 self._compare(path, values)
                 if self._own_precision and is_measured:
-                    self._measure_new_error(path, layer, values, args, kwargs)
+                    self._measure_new_error(path, layer, values, begin, args, kwargs)
                 return keras.tree.map_structure(lambda output: self._marked(output, path), outputs)
             finally:
                 self.layer = outer
@@ -134,34 +141,36 @@ class LayerMarks:
             self.errors[path] = max(relative_error(value, exact), self.errors.get(path, 0.0))
 
     def _measure_new_error(
-        self, path: str, layer: keras.Layer, exact: Outputs, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, path: str, layer: keras.Layer, exact: Outputs, begin: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         assert self._own_precision is not None
+        end = self.random_numbers.position
 
         def error_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-            values = _samples(layer(*args, **kwargs))
+            self.random_numbers.position = begin
+            # A scope of its own drops the losses that the layer adds, and what it assigns.
+            with without_tapes(), keras.StatelessScope(collect_losses=True):
+                values = _samples(layer(*args, **kwargs))
             return max((relative_error(value, other) for value, other in zip(values, exact, strict=False)), default=0.0)
 
         # The user's code may keep a tensor in an attribute, such as a part of the loss.
         attributes = [(inner, dict(vars(inner))) for inner in sublayers(layer)]
         self.is_measuring = True
         try:
-            # A scope of its own drops the losses that the layer adds.
-            with without_tapes(), keras.StatelessScope(collect_losses=True):
-                with self._own_precision(layer):
-                    error, dtype = error_of(args, kwargs), layer.compute_dtype
-                if error > HARMFUL_OUTPUT_ERROR:
-                    of_inputs = error_of(*_rounded((args, kwargs), dtype))
-                    self.input_errors[path] = max(of_inputs, self.input_errors.get(path, 0.0))
+            with self._own_precision(layer):
+                error, dtype = error_of(args, kwargs), layer.compute_dtype
+            self.new_errors[path] = max(error, self.new_errors.get(path, 0.0))
+            if error > HARMFUL_OUTPUT_ERROR:
+                error = error_of(*_rounded((args, kwargs), dtype))
+                self.input_errors[path] = max(error, self.input_errors.get(path, 0.0))
         except TimeoutError:
             raise
         except Exception:  # of the user's code, on inputs of float32
             return
         finally:
-            self.is_measuring = False
+            self.is_measuring, self.random_numbers.position = False, end
             for inner, before in attributes:
                 vars(inner).update(before)
-        self.new_errors[path] = max(error, self.new_errors.get(path, 0.0))
 
     def _marked(self, output: Any, path: str) -> Any:
         if not _is_eager_float(output):
@@ -214,7 +223,12 @@ def _rounded(values: Any, dtype: str) -> Any:
     """Returns a structure with its eager floats rounded to a dtype."""
 
     def rounded(value: Any) -> Any:
-        return tf.cast(tf.cast(value, dtype), value.dtype) if _is_eager_float(value) else value
+        if not _is_eager_float(value):
+            return value
+        result = tf.cast(tf.cast(value, dtype), value.dtype)
+        for name, attached in keras_internals.attached_to(value).items():
+            setattr(result, name, attached)
+        return result
 
     return keras.tree.map_structure(rounded, values)
 

@@ -32,7 +32,9 @@ def find_float32_layers(
     """
     own = None
     layers = computing_layers(passes.model)
-    last_resort = [passes.model.name] if passes.model.name in layers else []
+    # A model that computes outside of its layers, if it is small, when nothing else is enough.
+    last_resort = [path for path, layer in layers.items() if layer is passes.model]
+    parts = layers.keys() - set(last_resort)
     if len(layers_in_16_bits([passes.model])) > _MOST_LAYERS:
         last_resort = []
     failed: set[str] = set()
@@ -42,12 +44,12 @@ def find_float32_layers(
         return passes.in_own_precision(chosen, factor=factor, watch=True, reference=exact)
 
     def with_one_more(chosen: list[str], result: PassResult) -> tuple[list[str], PassResult] | None:
-        candidates = [*suspects, *_candidates(result, exact, layers.keys() - {passes.model.name})]
-        parents = [path.rpartition("/")[0] for path in candidates]
+        candidates = [*suspects, *_candidates(result, exact, parts)]
+        parents = [path.rpartition("/")[0] for path in candidates if path.rpartition("/")[0] in parts]
         for candidate in (*candidates, *parents, *last_resort):
             # A layer or, if that fails, one that contains it: the user's code may add its float32 result to float16.
             path = candidate
-            while path in layers and path not in chosen and (path != passes.model.name or path in last_resort):
+            while path not in chosen and (path in parts or path == candidate in last_resort):
                 if path not in failed:
                     try:
                         return [*chosen, path], run([*chosen, path])

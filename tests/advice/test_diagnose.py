@@ -349,29 +349,34 @@ def test_optimizer_that_is_no_name_is_not_part_of_the_change(optimizer, name):
 
 
 ADAM = {"epsilon": 1e-7, "optimizer": "Adam", "learning_rate": 1e-3, "variable_dtypes": ["float16"]}
+SMALL = {"first": -11, "amax": 2.0**-11, "norm": 2.0**-10}  # gradients whose squares are 0 in float16
 
 
 @pytest.mark.parametrize(
-    ("norm", "settings"),
+    ("norm", "gradients", "settings"),
     [
-        (0.01, {}),  # the root mean square of four weights is 0.005: five times the learning rate
-        (1.0, {"optimizer": "RMSprop"}),  # its epsilon is inside the root
-        (1.0, {"variable_dtypes": ["float32"]}),
+        (0.01, SMALL, {}),  # the root mean square of four weights is 0.005: five times the learning rate
+        (1.0, {}, {}),  # a constraint changes weights by more
+        (0.5, SMALL, {"steps_per_execution": 32}),
+        (1.0, SMALL, {"optimizer": "RMSprop"}),  # its epsilon is inside the root
+        (1.0, SMALL, {"variable_dtypes": ["float32"]}),
+        (1.0, SMALL, {"variable_dtypes": ["float16", "float32"], "float32_variables": ["net/kernel"]}),
     ],
 )
-def test_steps_of_adam_that_are_not_too_large_because_of_float16_are_not_reported(norm, settings):
-    assert "optimizer_state" not in causes(sample_with_update(norm), **ADAM | settings)
+def test_steps_of_adam_that_are_not_too_large_because_of_float16_are_not_reported(norm, gradients, settings):
+    assert "optimizer_state" not in causes(sample_with_update(norm, **gradients), **ADAM | settings)
 
 
 def test_squares_that_adam_loses_in_float16_are_reported_by_the_steps_that_it_takes():
-    finding = advice_of(sample_with_update(1.0), policy="float16", **ADAM)[0]
+    row = sample_with_update(1.0, **SMALL)
+    finding = advice_of(row, policy="float16", **ADAM)[0]
     assert finding.cause == "optimizer_state"
     assert "it divides by its epsilon of 1e-07 alone" in finding.title
     assert "in step 50, net/kernel changed by 500 times the learning rate" in finding.evidence
     assert "a gradient below 2^-8 adds" in finding.evidence
     assert finding.change == "kmp.enable(policy='mixed_float16')"
     own = {"policy": "mixed_float16", "own_dtype_variables": ["net/kernel"]}
-    finding = advice_of(sample_with_update(1.0), **ADAM | own)[0]
+    finding = advice_of(row, **ADAM | own)[0]
     assert (finding.cause, finding.change) == ("optimizer_state", "self.add_weight(dtype='float32', name='kernel')")
 
 
@@ -519,6 +524,8 @@ def test_root_of_zero_that_float32_does_not_survive_either_is_no_matter_of_the_s
 def test_scale_that_grows_more_than_it_backs_off_is_reported_with_what_is_not_the_default(settings, edits):
     rows = [{"step": 1, "overflow_count": 0, "overflows_in_a_row": 0, "loss_scale": 2.0**15}]
     rows.append({"step": 200, "overflow_count": 100, "overflows_in_a_row": 20 if edits and len(edits) > 1 else 1})
+    never = [{"step": 200, "overflow_count": 200, "overflows_in_a_row": 200}]
+    assert "growth_interval_too_small" not in causes(*never, **settings)
     findings = {finding.cause: finding for finding in advice_of(*rows, **settings)}
     assert ("growth_interval_too_small" in findings) == (edits is not None)
     if edits:

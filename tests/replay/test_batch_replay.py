@@ -80,6 +80,8 @@ def test_usable_scale_is_that_of_the_gradients_in_16_bits():
         model = sequential(layers.Dense(1, name="first"), ToUnits(dtype=dtype), end)
         return replayed(model, y=np.full((ROWS, 1), 1e6, "float32")).usable_scale
 
+    in_float32 = layers.Dense(1, activation=lambda x: ops.cast(x, "float32") * 1e-3)  # it computes in float16
+    assert replayed(sequential(in_float32), y=np.full((ROWS, 1), 1e6, "float32")).usable_scale == 2.0**3
     # The gradient of the last outputs is 2.5e5, and that of the first kernel about 1e3.
     assert (scale_with("float32"), scale_with("mixed_float16")) == (2.0**3, 2.0**-4)
 

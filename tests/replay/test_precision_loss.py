@@ -6,6 +6,7 @@ from conftest import sequential
 from keras import layers, ops
 from test_batch_replay import named, replayed
 
+from kmp.backend import equal_random_numbers
 from kmp.records import GradientError, is_harmful
 from kmp.replay.layer_marks import relative_error
 
@@ -135,6 +136,47 @@ def test_step_that_draws_random_numbers_is_compared_on_the_same_ones_and_draws_o
     assert result.is_compared
     assert result.output_error < 0.01
     assert result.loss == pytest.approx(result.float32_loss, rel=0.01)
+
+
+class Noise(layers.Layer):
+    def call(self, x):
+        return x + ops.cast(tf.random.normal(tf.shape(x)), x.dtype)
+
+
+def test_layers_that_draw_random_numbers_are_measured_on_those_of_their_call():
+    parts = [Noise(name="first"), layers.Dense(4), Noise(name="second"), layers.Dense(1)]
+    result = replayed(sequential(*parts), NORMAL)
+    assert result.is_compared
+    assert not result.is_harmful
+    assert max(each.new_error or 0.0 for each in result.layer_errors) < 0.01
+    assert result.unscaled_layers == []
+
+
+def test_uniform_numbers_in_16_bits_are_below_one():
+    with equal_random_numbers() as numbers:
+        drawn = [tf.random.uniform((100_000,), dtype=dtype) for dtype in ("float16", "bfloat16")]
+    assert numbers.position == 2
+    assert [float(tf.reduce_max(each)) for each in drawn] == [1 - 2.0**-11, 1 - 2.0**-8]
+
+
+class Safe(layers.Layer):
+    """Computes in the dtype of its variables, float32 under a mixed policy."""
+
+    def call(self, x):
+        return ops.log(ops.mean(ops.square(ops.cast(x, self.dtype)), -1, keepdims=True))
+
+
+def test_layer_that_casts_to_the_dtype_of_its_variables_is_not_harmed():
+    result = replayed(sequential(Safe(name="safe"), layers.Dense(1)), 1000 + 100 * NORMAL)
+    assert (result.is_finite_in_float32, result.is_harmful, result.float32_layers) == (True, False, [])
+
+
+def test_layer_with_the_name_of_its_model_is_found():
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, layers.Dense(1)(RootMeanSquare(name="lossy")(inputs)), name="lossy")
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).uniform(300, 5000, (ROWS, 4)).astype("float32")
+    assert replayed(model, x).float32_layers == ["lossy"]
 
 
 def test_pass_with_random_numbers_of_the_users_own_is_not_compared():
