@@ -193,8 +193,8 @@ class Replay:
         float32_loss: The loss in float32; `None` if it is not finite.
         is_finite: Whether the loss and all gradients were finite in the precision of the model.
         is_finite_in_float32: Whether they were in float32.
-        usable_scale: The largest loss scale, a power of two, at which no gradient comes near float16's maximum; `None`
-            if the gradients in float32 are not finite or all zero.
+        usable_scale: The largest loss scale, a power of two, at which no gradient in 16 bits comes near float16's
+            maximum; `None` if these gradients are not finite in float32 or all zero, or if there are none.
         nonfinite: The first operations that returned NaN or Inf in the precision of the model, also in a pass that is
             finite but harmful; if loss or gradients are not finite in float32 either, those in float32.
         lost_constants: For each layer of `nonfinite`, the scalars among its operands that are zero or infinite in
