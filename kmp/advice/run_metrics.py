@@ -12,7 +12,7 @@ import numpy as np
 from kmp.advice import thresholds
 from kmp.advice.gradient_metrics import GradientMetrics
 from kmp.records import LOSS_FUNCTION, Replay, Run, layer_of
-from kmp.utils import FLOAT16
+from kmp.utils import FLOAT16, path_and_parents
 
 
 class RunMetrics:
@@ -69,8 +69,7 @@ class RunMetrics:
     def created_layer(self, layer: str) -> str:
         """Returns the path of the layer that a program creates and that is or contains this: an RNN for its cell."""
         layers = self.settings.get("layers", {})
-        parents = itertools.accumulate(layer.split("/"), lambda parent, name: f"{parent}/{name}")
-        return next((parent for parent in reversed(list(parents)) if parent in layers), layer)
+        return next((each for each in path_and_parents(layer) if each in layers), layer)
 
     def describe(self, layer: str) -> str:
         """Returns what a finding calls a layer: by its name, or by its path if several have this name."""

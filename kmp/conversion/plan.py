@@ -12,7 +12,7 @@ import keras
 from kmp.backend import keras_internals
 from kmp.conversion.model_parts import PLAN, WRAPPERS, Part, output_operations
 from kmp.conversion.precision_rules import FOLLOWS_INPUTS, NEEDS_FLOAT32, rule_for
-from kmp.utils import FLOAT32, FORMATS_16_BIT, atomic_files, validation
+from kmp.utils import FLOAT32, FORMATS_16_BIT, atomic_files, path_and_parents, validation
 
 CONVERSION_POLICIES = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
 
@@ -54,9 +54,7 @@ class Plan:
 
     def policy_of(self, path: str) -> str:
         """Returns the dtype policy at a path: float32 if the path or one of its parents is in `float32`."""
-        names = path.split("/")
-        path_and_parents = ("/".join(names[:count]) for count in range(len(names), 0, -1))
-        return FLOAT32.name if any(prefix in self.float32 for prefix in path_and_parents) else self.policy
+        return FLOAT32.name if any(each in self.float32 for each in path_and_parents(path)) else self.policy
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as a dict for JSON."""

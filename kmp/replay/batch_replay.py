@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from kmp.replay.eager_pass import Passes, PassResult, TrainStep, as_array
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.layer_search import find_float32_layers
 from kmp.replay.precision_loss import gradient_errors, layer_errors, lost_weights, state_errors
-from kmp.utils import FLOAT16, FLOAT32
+from kmp.utils import FLOAT16, FLOAT32, path_and_parents
 
 Failure = Literal["loss", "gradients"]
 
@@ -349,8 +348,7 @@ def _usable_scale(exact: PassResult, own: LayerMarks) -> float | None:
     gradients = exact.marks.activation_gradients
     magnitudes = [amax for layer, amax in gradients.items() if layer in own.in_16_bits or layer not in own.called]
     for path, gradient in exact.gradients.items():
-        parents = itertools.accumulate(path.split("/"), lambda parent, name: f"{parent}/{name}")
-        layer = next((parent for parent in reversed(list(parents)) if parent in own.called), "")
+        layer = next((each for each in path_and_parents(path) if each in own.called), "")
         if gradient is not None and layer not in float32_layers:
             magnitudes.append(float(np.max(np.abs(as_array(gradient)), initial=0.0)))
     largest = max(magnitudes, default=0.0)

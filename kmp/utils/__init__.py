@@ -12,7 +12,7 @@ from kmp.utils.float_formats import (
     as_power,
     is_power_of_two,
 )
-from kmp.utils.names import listed, matching_indices, printable, unique_names
+from kmp.utils.names import listed, matching_indices, path_and_parents, printable, unique_names
 from kmp.utils.version import __version__
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "is_power_of_two",
     "listed",
     "matching_indices",
+    "path_and_parents",
     "printable",
     "require_tensorflow",
     "unique_names",

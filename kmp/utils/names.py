@@ -45,6 +45,17 @@ def unique_names(names: Iterable[str]) -> list[str]:
     return list(results)
 
 
+def path_and_parents(path: str) -> list[str]:
+    """Returns a path and the paths that contain it, the longest first.
+
+    Example:
+    >>> path_and_parents("model/block/dense")
+    ['model/block/dense', 'model/block', 'model']
+    """
+    names = path.split("/")
+    return ["/".join(names[:count]) for count in range(len(names), 0, -1)]
+
+
 def listed(names: Sequence[str]) -> str:
     """Returns names as a list for a message. Of many names, only the first are listed."""
     shown = ", ".join(map(printable, names[:_MOST_LISTED])) or "(none)"
