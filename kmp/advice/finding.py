@@ -69,8 +69,8 @@ class Finding:
         cause: Short name of the cause. Of skipped steps: `"data"`, `"targets"`, `"optimizer_state"`, `"exploding"`,
             `"constant"`, `"forward_overflow"`, `"forward_underflow"`, `"rounding"`, `"loss_overflow"`,
             `"loss"`, `"backward_overflow"` or `"scale_too_large"`. Of what float16 loses:
-            `"precision_loss"`, `"unscaled_loss"`, `"lost_updates"`, `"branch_underflow"`, `"scale_too_small"` or
-            `"range"`. Of settings: `"growth_interval_too_small"`, `"hysteresis_too_large"` or `"initial_scale"`. Or
+            `"precision_loss"`, `"unscaled_loss"`, `"lost_updates"`, `"branch_underflow"` or `"scale_too_small"`. Of
+            settings: `"growth_interval_too_small"`, `"hysteresis_too_large"` or `"initial_scale"`. Or
             `"float32_fallback"`, `"dead"` or `"unused"`.
         severity: `"error"` if the run is broken, `"warning"` if it loses accuracy or time, or `"info"`.
         title: The problem, as a sentence.
@@ -81,11 +81,11 @@ class Finding:
             it is about; empty if it is about all of the model.
 
     Example:
-    >>> change = SetArguments("kmp.enable", {"policy": "'mixed_bfloat16'"})
-    >>> print(Finding("range", "warning", "The gradients span too much.", "what was counted", [change]))
-    The gradients span too much.
-      Evidence: what was counted
-      Change: kmp.enable(policy='mixed_bfloat16')
+    >>> change = ComputeInFloat32("norm", "RMSNormalization")
+    >>> print(Finding("precision_loss", "error", "The outputs differ.", "what was measured", [change]))
+    The outputs differ.
+      Evidence: what was measured
+      Change: kmp.layers.Float32(RMSNormalization(..., name='norm'))
     """
 
     cause: str

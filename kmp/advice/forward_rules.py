@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from kmp.advice import precision_rules
 from kmp.advice.batch_rules import data, targets
-from kmp.advice.finding import ERROR, Edit, Finding, SetArguments
+from kmp.advice.finding import ERROR, Edit, Finding
 from kmp.advice.run_metrics import RunMetrics
-from kmp.advice.wording import failed_steps, in_float32, smaller_learning_rate
+from kmp.advice.wording import failed_steps, in_float32, replayed_change, smaller_learning_rate
 from kmp.records import LOSS_FUNCTION, NonfiniteOperation, Replay
 from kmp.utils import FLOAT16
 
@@ -42,7 +42,6 @@ def forward(metrics: RunMetrics) -> Finding | None:
 def forward_finding(metrics: RunMetrics, found: NonfiniteOperation, replay: Replay) -> Finding:
     """Returns the finding for an operation of the forward pass that float16 makes NaN or Inf."""
     cause, title, operand = _explained(metrics, found, replay)
-    layers = replay.float32_layers
     in_single, proof = "all outputs are finite", "the outputs for the batch are finite"
     if not replay.is_forward_only:
         in_single, proof = f"the loss is {replay.float32_loss:.4g}", "the same batch has a finite loss and gradients"
@@ -52,8 +51,7 @@ def forward_finding(metrics: RunMetrics, found: NonfiniteOperation, replay: Repl
         title,
         f"{failed_steps(metrics)}; replayed, {found.operation} in {metrics.describe(found.layer)} is the first to "
         f"return {found.value}, for {operand}; in float32 {in_single}",
-        in_float32(metrics, layers) if layers else [SetArguments("kmp.enable", {"policy": "'mixed_bfloat16'"})],
-        f"with these layers in float32 {proof}" if layers else "",
+        *replayed_change(metrics, replay, proof),
         found.layer,
     )
 
@@ -122,7 +120,7 @@ def _not_replayed(metrics: RunMetrics) -> Finding:
             "The loss is computed in float16, whose maximum is 65504.",
             f"{failed_steps(metrics)}, and it is a float16 tensor",
             in_float32(metrics, metrics.settings.get("output_layers", [])),
-            "or cast the outputs to float32 before the loss is computed",
+            "or cast the outputs to float32 before the loss is computed; not tried, because no replay has this loss",
             LOSS_FUNCTION,
         )
     pattern = "that is most steps, which suggests a layer that fails in float16"

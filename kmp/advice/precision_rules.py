@@ -1,11 +1,8 @@
 """Rules about what float16 changes in finite passes, as measured by a comparison with float32."""
 
-import math
-from collections.abc import Sequence
-
-from kmp.advice.finding import ERROR, INFO, WARNING, Edit, Finding, SetArguments
+from kmp.advice.finding import ERROR, INFO, WARNING, Finding
 from kmp.advice.run_metrics import RunMetrics, name_of
-from kmp.advice.wording import in_float32, power
+from kmp.advice.wording import in_float32, replayed_change
 from kmp.records import HARMFUL_OUTPUT_ERROR, HARMFUL_OUTPUT_ERROR_ALONE, LOSS_FUNCTION, LayerError, Replay
 
 _MOSTLY = 0.5  # of an error
@@ -75,19 +72,9 @@ def outputs(metrics: RunMetrics) -> Finding | None:
         title,
         f"on {_examples(replay)} of a batch the outputs of the model differ from float32 by "
         f"{_percent(replay.output_error)} of how they vary{share}{detail}",
-        *_cure(metrics, replay, agree),
+        *replayed_change(metrics, replay, agree),
         location,
     )
-
-
-def _cure(metrics: RunMetrics, replay: Replay, agree: str) -> tuple[Sequence[Edit], str]:
-    """Returns the change with which a comparison agrees, and a note."""
-    if replay.float32_layers:
-        return in_float32(metrics, replay.float32_layers), f"with these layers in float32 {agree}"
-    if replay.float32_layers == [] and replay.usable_scale is not None:
-        edit = SetArguments(metrics.settings_call, {"initial_scale": power(math.log2(replay.usable_scale))})
-        return [edit], f"at this loss scale {agree}"
-    return [SetArguments("kmp.enable", {"policy": "'float32'"})], f"no few layers were found with which {agree}"
 
 
 def _reason(replay: Replay, origin: LayerError) -> tuple[str, str]:
@@ -122,7 +109,7 @@ def states(metrics: RunMetrics) -> Finding | None:
         return None
     worst = max((each for each in replay.state_errors or () if each.is_harmful), key=lambda each: each.error)
     layer = metrics.layer_of(worst.path)
-    edits, note = _cure(metrics, replay, "the updates for the batch agree")
+    edits, note = replayed_change(metrics, replay, "the updates for the batch agree")
     return Finding(
         "precision_loss",
         ERROR,
@@ -148,7 +135,7 @@ def gradients(metrics: RunMetrics) -> Finding | None:
     replay = next((replay for replay in reversed(harmful) if _is_born_in_loss(replay)), last)
     worst = max((each for each in replay.gradient_errors if each.is_harmful), key=lambda each: each.error)
     location = metrics.created_layer(worst.layer)
-    edits, note = _cure(metrics, replay, "the gradients for the batch agree")
+    edits, note = replayed_change(metrics, replay, "the gradients for the batch agree")
     noise = "" if worst.noise is None else f"; the sampling noise is {_percent(worst.noise)}"
     severity, title = WARNING, f"The gradients of {metrics.describe(location)} are not those of float32."
     evidence = f"on {_examples(replay)} of a batch they differ"

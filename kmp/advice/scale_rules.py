@@ -1,13 +1,14 @@
 """Rules about overflows of the backward pass, and the settings of the loss scale."""
 
 import math
+from collections.abc import Sequence
 from operator import itemgetter
 
 from kmp.advice import thresholds
-from kmp.advice.finding import ERROR, INFO, WARNING, Finding, SetArguments
+from kmp.advice.finding import ERROR, INFO, WARNING, Edit, Finding, SetArguments
 from kmp.advice.forward_rules import DIVISIONS, LOGARITHMS, forward_finding
 from kmp.advice.run_metrics import RunMetrics
-from kmp.advice.wording import in_float32, of_steps, power
+from kmp.advice.wording import of_steps, power, replayed_change
 from kmp.records import LOSS_FUNCTION
 from kmp.utils import FLOAT16, as_power
 
@@ -66,10 +67,12 @@ def backward(metrics: RunMetrics) -> Finding | None:
             title = f"The backward pass of {metrics.describe(location)} overflows float16 at {scales}."
     if zero := metrics.gradients.all_zero_variables:
         evidence += f"; at this scale the gradients of {len(zero)} variables are zero, such as {zero[-1]}"
-    note = "" if layers else f"or the layers between {path} and the loss"
+    edits: Sequence[Edit] = ()
+    note = f"no batch was replayed: layers between {path} and the loss, or the loss, may need float32"
+    if replay:
+        edits, note = replayed_change(metrics, replay, "the gradients for the batch are finite")
     if replay and (replay.usable_scale or 1.0) < 1.0:
         note = "or a smaller loss: a mean in place of a sum, a smaller loss weight, or targets in other units"
-    edits = in_float32(metrics, layers or [metrics.layer_of(path)])
     return Finding("backward_overflow", ERROR, title, evidence, edits, note, location)
 
 

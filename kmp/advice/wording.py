@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from kmp.advice import thresholds
 from kmp.advice.finding import ComputeInFloat32, Edit, SetArguments
 from kmp.advice.run_metrics import RunMetrics, name_of
+from kmp.records import Replay
 
 
 def of_steps(metrics: RunMetrics, count: int) -> str:
@@ -31,6 +32,18 @@ def in_float32(metrics: RunMetrics, layers: Iterable[str]) -> Sequence[Edit]:
     if metrics.settings.get("model") in created.keys() - metrics.settings.get("layers", {}).keys():
         return [SetArguments("kmp.enable", {"policy": "'float32'"})]
     return [ComputeInFloat32(name_of(path), metrics.class_of(path)) for path in created]
+
+
+def replayed_change(metrics: RunMetrics, replay: Replay, result: str) -> tuple[Sequence[Edit], str]:
+    """Returns the change with which a replayed batch had this result, and a note."""
+    if replay.float32_layers:
+        return in_float32(metrics, replay.float32_layers), f"with these layers in float32 {result}"
+    # Gradients that underflow need a larger scale. A smaller one is the matter of the rules about overflows.
+    if replay.float32_layers == [] and (replay.usable_scale or 0.0) > replay.loss_scale:
+        assert replay.usable_scale is not None
+        edit = SetArguments(metrics.settings_call, {"initial_scale": power(math.log2(replay.usable_scale))})
+        return [edit], f"at this loss scale {result}"
+    return [SetArguments("kmp.enable", {"policy": "'float32'"})], f"no few layers were found with which {result}"
 
 
 def optimizer_call(metrics: RunMetrics) -> str:

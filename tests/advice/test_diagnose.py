@@ -59,13 +59,17 @@ def test_tiny_gradients_of_a_float32_layer_are_not_reported():
     assert list(kmp.advise(run)) == []
 
 
-def test_layer_that_keeps_the_scale_too_low_for_the_others_is_reported():
-    dense, options = keras.layers.Dense, {"initial_scale": 16.0, "growth_interval": 1000}
+@pytest.mark.parametrize("weight", [1e-6, 1e-8])
+def test_head_that_underflows_beside_one_that_keeps_the_scale_low_computes_in_float32(weight):
+    dense, options = keras.layers.Dense, {"initial_scale": 8.0, "growth_interval": 1000}
     run = trained_with_outputs(
-        lambda x: [dense(1, name="large")(x), dense(32, name="small")(x)], [1e3, 1e-6], **options
+        lambda x: [dense(1, name="large")(x), dense(32, name="small", kernel_initializer="ones")(x)],
+        [4e3, weight],
+        **options,
     )
     finding = kmp.advise(run)[0]
-    assert (finding.cause, finding.edits) == ("range", (ComputeInFloat32("large", "Dense"),))
+    assert (finding.cause, finding.edits) == ("precision_loss", (ComputeInFloat32("small", "Dense"),))
+    assert "with these layers in float32 the gradients for the batch agree" in finding.note
 
 
 DYNAMIC = {"rule": "DynamicScale", "initial_scale": 2.0**15, "growth_interval": 2000, "compute_dtypes": ["float16"]}
@@ -145,7 +149,7 @@ def test_advice_is_printed_with_evidence_and_the_line_to_change_and_can_be_copie
 
 def test_printed_findings_are_printable():
     edit = SetArguments("e\x1b", {"f": "1"})
-    finding = kmp.advice.Finding("range", ERROR, "a\x1bb", "c\u202ed", [edit], "h\u2028i")
+    finding = kmp.advice.Finding("loss", ERROR, "a\x1bb", "c\u202ed", [edit], "h\u2028i")
     advice = kmp.advice.Advice([finding], "g\u200bh")
     lines = ["g\\u200bh", "1. a\\x1bb", "  Evidence: c\\u202ed", "  Change: e\\x1b(f=1)", "  Note: h\\u2028i"]
     assert str(advice).splitlines() == lines
@@ -220,6 +224,7 @@ def test_overflows_at_every_loss_scale_are_reported_with_their_origin():
     assert finding.title == "Gradients near net/a/kernel overflow at every loss scale."
     assert "net/a/kernel was the overflow origin in 97%" in finding.evidence
     assert "down to a loss scale of 2^-14" in finding.evidence
+    assert (finding.edits, finding.note.partition(":")[0]) == ((), "no batch was replayed")
     unknown = {"step": 50, "overflow_count": 40, "overflows_in_a_row": 20}
     assert causes(unknown | {"overflow_origins_by_variable": {"a/kernel": 0}}) == []
 
@@ -284,17 +289,6 @@ def test_usable_scale_below_the_minimum_is_advised_as_the_minimum(steps, change)
     replay = replay_of(loss=1.0, float32_loss=1.0, is_finite_in_float32=True, float32_layers=[], usable_scale=2.0**3)
     (finding,) = advice_of(STUCK | {"step": steps, "loss_scale": 2.0**10, "replay": replay}, min_scale=2.0**10)
     assert (finding.cause, finding.location, finding.change) == ("scale_too_large", "min_scale", change)
-
-
-def test_head_that_is_flushed_needs_float32_if_another_keeps_the_scale_low():
-    # The layer nearest the input is alive too, so that this is no underflow on the way there.
-    variables = {"first/kernel": gradient(15), "a/kernel": ALL_ZERO, "b/kernel": gradient(15)}
-    rows = [{"step": n, "loss_scale": 2.0**12, "sample": sample_from(n, 2.0**12, variables)} for n in (1, 50, 100)]
-    rows[0]["replay"] = clean_replay(2.0**12, flushed={"a/kernel": 1.0})
-    finding = advice_of(*rows, layers={"a": "Dense", "b": "Dense"})[0]
-    assert (finding.cause, finding.location) == ("branch_underflow", "a")
-    assert finding.change == "kmp.layers.Float32(Dense(..., name='a'))"
-    assert "the others keep the loss scale low" in finding.note
 
 
 # Updates.
@@ -531,6 +525,19 @@ def test_scale_that_grows_more_than_it_backs_off_is_reported_with_what_is_not_th
     if edits:
         finding = findings["growth_interval_too_small"]
         assert (finding.edits[0].arguments, finding.location) == (edits, next(iter(edits)))
+
+
+@pytest.mark.parametrize("loss", [None, 1.0])  # of the forward pass, and of the backward pass
+def test_overflow_that_no_few_layers_cure_is_cured_by_float32_which_was_replayed(loss):
+    found = operation("Mul", "inf", is_backward=loss is not None)
+    values = {"nonfinite": [found], "float32_layers": None, "usable_scale": 8.0}
+    replay = replay_of(loss=loss, float32_loss=1.0, is_finite_in_float32=True, **values)
+    row = overflow_row(replay) if loss is None else STUCK | {"replay": replay, "loss_scale": 2.0**-14}
+    finding = advice_of(row | {"overflow_origins_by_variable": {"net/a/kernel": 50}}, layers=LAYERS)[0]
+    assert (finding.change, finding.note.partition(" with")[0]) == (
+        "kmp.enable(policy='float32')",
+        "no few layers were found",
+    )
 
 
 NEGATIVE_ROOT = {
