@@ -62,8 +62,10 @@ def predicated_writes(
     ]
     tf_variables = {id(v): v for v in (v.value if isinstance(v, keras.Variable) else v for v in written)}.values()
     zeros = {dtype: tf.zeros([], dtype) for dtype in {variable.dtype for variable in tf_variables}}
+    negative_zeros = {dtype: -zero for dtype, zero in zeros.items()}  # TensorFlow may replace a constant -0.0 by 0.0
     for variable in tf_variables:
-        vars(variable).update(_writes_unless(skip, variable, zeros[variable.dtype]))
+        neutral = zeros[variable.dtype], negative_zeros[variable.dtype]
+        vars(variable).update(_writes_unless(skip, variable, *neutral))
     try:
         yield
     finally:
@@ -72,7 +74,9 @@ def predicated_writes(
                 del vars(variable)[name]
 
 
-def _writes_unless(skip: tf.Tensor, variable: tf.Variable, zero: tf.Tensor) -> dict[str, Callable[..., Any]]:
+def _writes_unless(
+    skip: tf.Tensor, variable: tf.Variable, zero: tf.Tensor, negative_zero: tf.Tensor
+) -> dict[str, Callable[..., Any]]:
     """Returns replacements of a variable's write methods, which write a neutral value where `skip` is true.
 
     A skipped addition or subtraction writes a zero of the sign that preserves zeros of both signs. This takes fewer
@@ -93,7 +97,6 @@ def _writes_unless(skip: tf.Tensor, variable: tf.Variable, zero: tf.Tensor) -> d
 
         return write_unless
 
-    negative_zero = -zero  # TensorFlow may replace a constant -0.0 by 0.0
     neutral = (variable, negative_zero, zero, negative_zero, zero, variable)
     return {name: predicated(getattr(variable, name), each) for name, each in zip(_WRITE_METHODS, neutral, strict=True)}
 

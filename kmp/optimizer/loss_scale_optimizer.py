@@ -157,7 +157,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.step_monitor = StepMonitor(requires_scaling=rule != _NO_SCALE)
         self.sampler = None
         self._reset_compiled_step()
-        self._order: list[int] = []
+        self._order: tuple[int, ...] = ()  # of the variables, from the input to the loss, in the last trace
         self._unscaled_order: list[int] = []
 
     def build(self, var_list: Variables) -> None:
@@ -168,7 +168,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         super().build(var_list)
         del self.__dict__["use_ema"], self.__dict__["gradient_accumulation_steps"]
         self.counters.build_for(len(var_list))
-        self._order = list(range(len(var_list)))
+        self._order = tuple(range(len(var_list)))
         self.step_monitor.build_for(len(var_list))
         if self.jit_compile and tf.distribute.has_strategy():
             user_messages.warn(_JIT_COMPILE_IGNORED)
@@ -265,14 +265,18 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not unscaled or len(order) != len(grads):
             order = network_order(grads)
         every = range(len(self._trainable_variables))
-        self._order = list(dict.fromkeys([*(indices[position] for position in order), *every]))
+        self._order = tuple(dict.fromkeys([*(indices[position] for position in order), *every]))
         # Under a strategy the step cannot be compiled: replicas synchronize inside of it.
         compiles = not tf.distribute.has_strategy() and not xla.is_tracing()
         step = (self._compiled_step if compiles else None) or self._step
-        step(grads, indices, unscaled)
+        step(grads, indices, self._order, unscaled)
 
-    def _step(self, gradients: Gradients, indices: tuple[int, ...], unscaled: bool) -> None:
-        """Takes a step; `indices` are those of the variables among the ones that the optimizer was built on."""
+    def _step(self, gradients: Gradients, indices: tuple[int, ...], order: tuple[int, ...], unscaled: bool) -> None:
+        """Takes a step.
+
+        `indices` are those of the variables among the ones that the optimizer was built on, which `order` sorts from
+        the input to the loss.
+        """
         count, variables = len(self._trainable_variables), [self._trainable_variables[index] for index in indices]
         scale = self._bounded_scale()
         applied_scale = ops.minimum(scale, scaling.LARGEST_APPLIED_SCALE)
@@ -297,12 +301,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         losses = self.step_monitor.end_step()
         flags, losses = distribution.sum_over_replicas((flags, losses))
         distribution.in_update_context(
-            functools.partial(self._update_or_skip, variables), (scale, divisor, flags, losses), gradients
+            functools.partial(self._update_or_skip, variables, order), (scale, divisor, flags, losses), gradients
         )
 
     def _update_or_skip(
         self,
         variables: Variables,
+        order: Sequence[int],
         scale: tf.Tensor,
         divisor: tf.Tensor,
         flags: tf.Tensor,
@@ -320,10 +325,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         def update() -> None:
             distribution.on_each_replica(update_replica, divisor, gradients)
-            self._adapt_and_count(False, scale, flags, losses)
+            self._adapt_and_count(False, scale, flags, losses, order)
 
         def skip() -> None:
-            self._adapt_and_count(True, scale, flags, losses)
+            self._adapt_and_count(True, scale, flags, losses, order)
 
         # At the end of a dataset of unknown length, Keras starts a step that gets no batch. It stops at the first
         # operation that needs one. Without this dependency, the counters would not wait for the gradients and would
@@ -334,11 +339,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             if predicates and supports_predicated_writes(inner, self._trainable_variables):
                 with predicated_writes(inner, self._trainable_variables, overflowed):
                     update_replica(divisor, gradients)
-                self._adapt_and_count(overflowed, scale, flags, losses)
+                self._adapt_and_count(overflowed, scale, flags, losses, order)
             else:
                 ops.cond(overflowed, outlined(skip), update)
 
-    def _adapt_and_count(self, overflowed: Any, scale: tf.Tensor, flags: tf.Tensor, losses: StepLosses) -> None:
+    def _adapt_and_count(
+        self, overflowed: Any, scale: tf.Tensor, flags: tf.Tensor, losses: StepLosses, order: Sequence[int]
+    ) -> None:
         """Adapts the loss scale and counts the step.
 
         In a branch that one outcome reaches, `overflowed` is a Python bool. That is why each branch calls this, and not
@@ -351,7 +358,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.dynamic_scale.assign(after.scale)
         self.step_counter.assign(after.clean_steps)
         is_at_min_scale = ops.logical_and(self.rule.backs_off(state, outcome), scale <= self.rule.min_scale)
-        self.counters.count(before, overflowed, losses, is_at_min_scale, flags > 0, self._order)
+        self.counters.count(before, overflowed, losses, is_at_min_scale, flags > 0, order)
 
     def _variables_for(self, grads: Gradients, trainable_variables: Variables | None) -> list[Any]:
         """Returns the variables of gradients, or raises an error if there is not one for each, of its shape."""
