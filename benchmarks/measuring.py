@@ -18,7 +18,7 @@ from kmp import LossScaleOptimizer, bench
 from kmp.bench.measurement import MODES, Measurement, seconds_per_call
 from kmp.bench.models import BARE, KERAS, OURS
 from kmp.callbacks import GradientHistogram
-from kmp.gradients import NEVER, UpdateWatch
+from kmp.gradients import NEVER, copies_of, with_updates
 from kmp.records import GradientSample, to_line
 
 tf.get_logger().setLevel("ERROR")  # it warns about frequent retracing, which is done on purpose
@@ -113,7 +113,7 @@ class SampledStep(Step):
 
     def __init__(self, shapes: Shapes, mode: str) -> None:
         super().__init__(OURS, shapes, mode)
-        self.owner, self._watch = GradientHistogram(), UpdateWatch()
+        self.owner, self._before = GradientHistogram(), {}
         self.optimizer.prepare_sampling()
 
     def sampled(self) -> None:
@@ -131,11 +131,11 @@ class SampledStep(Step):
 
     def arm(self) -> None:
         """Copies the weights, so that the update can be measured."""
-        self._watch.arm(self.optimizer.variables_by_path())
+        self._before = copies_of(self.optimizer.variables_by_path())
 
     def measure_update(self) -> GradientSample:
         """Returns the last sample with the update of the weights since `arm`."""
-        return self._watch.measure(self.last_sample())
+        return with_updates(self.last_sample(), self._before, self.optimizer.variables_by_path())
 
 
 def record_of(sample: GradientSample) -> str:

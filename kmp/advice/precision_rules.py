@@ -5,8 +5,8 @@ from kmp.advice.run_metrics import RunMetrics, name_of
 from kmp.advice.wording import in_float32, replayed_change
 from kmp.records import HARMFUL_OUTPUT_ERROR, HARMFUL_OUTPUT_ERROR_ALONE, LOSS_FUNCTION, LayerError, Replay
 
-_MOSTLY = 0.5  # of an error
-_MANY_LOST = 0.1  # of the values of a weight, or of the outputs of a layer
+_MOSTLY = 0.5  # of an error, or of the results of an operation
+_MANY_LOST = 0.1  # of the values of a weight
 
 
 def unscaled_loss(metrics: RunMetrics) -> Finding | None:
@@ -97,7 +97,7 @@ def _reason(replay: Replay, origin: LayerError) -> tuple[str, str]:
     if of_inputs > _MOSTLY * (origin.new_error or 0.0):
         return "float16 rounds its inputs too much", f"; in float32 on rounded inputs by {_percent(of_inputs)}"
     underflow = max((share for layer, share in replay.underflows.items() if is_inside(layer)), default=0.0)
-    if underflow > _MANY_LOST:
+    if underflow > _MOSTLY:
         return "it underflows", f"; float16 rounds {underflow:.0%} of what an operation in it, or a cast, returns to 0"
     return "float16 has too few bits for what it computes", "; nothing in it is NaN or Inf"
 

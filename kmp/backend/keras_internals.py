@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -188,18 +189,14 @@ def instance_attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
             vars(instance)[name] = previous
 
 
-@contextlib.contextmanager
-def dtype_policy_replaced(layer: keras.Layer, policy: keras.DTypePolicy) -> Iterator[None]:
+def dtype_policy_replaced(layer: keras.Layer, policy: keras.DTypePolicy) -> AbstractContextManager[None]:
     """Sets a layer's policy in the context. The public setter would change a `DTypePolicyMap`, and quantize."""
-    with instance_attribute(layer, "_dtype_policy", policy):
-        yield
+    return instance_attribute(layer, "_dtype_policy", policy)
 
 
-@contextlib.contextmanager
-def variable_dtype_replaced(variable: keras.Variable, dtype: str) -> Iterator[None]:
+def variable_dtype_replaced(variable: keras.Variable, dtype: str) -> AbstractContextManager[None]:
     """Sets the dtype to which Keras converts what is assigned to a variable in the context; it has no public setter."""
-    with instance_attribute(variable, "_dtype", dtype):
-        yield
+    return instance_attribute(variable, "_dtype", dtype)
 
 
 def declared_trainable(layer: keras.Layer) -> list[keras.Variable]:

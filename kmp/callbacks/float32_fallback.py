@@ -111,8 +111,8 @@ class Float32Fallback(keras.callbacks.Callback):
         self._batches_left -= self.model.steps_per_execution
         if self._batches_left <= 0:
             counts = self.monitor.optimizer.counters.read_counts()
-            new = 0 if self._overflows is None else counts.overflows - self._overflows
-            self._overflows = counts.overflows
+            new = 0 if self._overflows is None else counts.overflow_count - self._overflows
+            self._overflows = counts.overflow_count
             # A longer streak is looked at again when it has doubled.
             self._batches_left = counts.overflows_in_a_row or (_STREAK if new else _CHECKED_EVERY)
             if max(new, counts.overflows_in_a_row) >= _STREAK:

@@ -23,7 +23,7 @@ from kmp.callbacks.training_records import (
     record_size,
     sample_record,
 )
-from kmp.gradients import NEVER, UpdateWatch, paths_of, with_weight_norms
+from kmp.gradients import NEVER, copies_of, paths_of, with_updates, with_weight_norms
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import GradientSample, Replay, Run, Snapshot
 from kmp.utils import matching_indices, user_messages, validation
@@ -113,7 +113,7 @@ class Monitor(OptimizerReader):
         self.run = Run()
         self.last_replay: Replay | None = None
         self._replayer = BatchReplayer() if reference and GRADIENTS in self.parts else None
-        self._update_watch = UpdateWatch()
+        self._weights_before: dict[str, Any] = {}  # before the call whose update is measured
         self._writer: LogWriter | None = None
         self._lock: FileLock | None = None
         self._previous: Snapshot
@@ -186,13 +186,13 @@ class Monitor(OptimizerReader):
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         is_sampled = self.is_active and GRADIENTS in self.parts and self._batches_left <= self.model.steps_per_execution
         if is_sampled and self._samples_until_update <= 0:
-            self._armed_at = self.optimizer.counters.read_counts().steps
+            self._steps_before = self.optimizer.counters.read_counts().step
             self._updates_before = self._applied_updates
-            self._update_watch.arm(self._selected_variables())
+            self._weights_before = copies_of(self._selected_variables())
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         super().on_train_batch_end(batch, logs)
-        self._update_watch.disarm()
+        self._weights_before = {}
         if self.is_active and logs is not None:
             logs.update(self._logged)
 
@@ -221,7 +221,7 @@ class Monitor(OptimizerReader):
 
     def read(self) -> None:
         """Reads the optimizer now, and records its state if it has taken a step since the last record."""
-        if self.optimizer.counters.read_counts().steps == self._previous.step:
+        if self.optimizer.counters.read_counts().step == self._previous.step:
             self._plan_next_read(self._previous.step)
             return
         snapshot = self.optimizer.snapshot()
@@ -305,7 +305,7 @@ class Monitor(OptimizerReader):
             )
 
     def _close(self) -> None:
-        self._update_watch.disarm()
+        self._weights_before = {}
         if self._replayer:
             self._replayer.end()
         if self._writer:
@@ -368,9 +368,9 @@ class Monitor(OptimizerReader):
         self._samples_until_update -= 1
         if self.variables is not None:
             sample = sample.select(self.variables)
-        is_of_armed_call = self._update_watch.is_armed and sample.step > self._armed_at
-        if is_of_armed_call and self._applied_updates > self._updates_before:
-            sample = self._update_watch.measure(sample)
+        is_measured = self._weights_before and sample.step > self._steps_before
+        if is_measured and self._applied_updates > self._updates_before:
+            sample = with_updates(sample, self._weights_before, self._selected_variables())
             self._measured_updates += 1
             self._samples_until_update = self.updates_every - 1 if self._measured_updates >= self.first_updates else 0
         elif not self._measured_updates:  # the first step may have built the model

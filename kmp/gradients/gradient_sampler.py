@@ -126,62 +126,38 @@ class GradientSampler:
         if not self._indices:
             return
         sampled = [gradients[index] for index in self._indices]
-        if is_unscaled:
-            sampled = multiply_gradients(sampled, scale)
-        statistics = gradient_statistics(sampled)
+        statistics = gradient_statistics(multiply_gradients(sampled, scale) if is_unscaled else sampled)
         self._counts.assign(statistics.counts)
         self._amax.assign(statistics.amax)
         self._square_sum.assign(statistics.square_sum)
         if self._unscaled is not None:
             with tf.control_dependencies([statistics.counts]):  # one after the other lowers the peak memory
-                unscaled = unscale_for_update(sampled, [variables[index] for index in self._indices], scale)
-                self._unscaled.assign(gradient_statistics(unscaled).counts)
+                if not is_unscaled:
+                    sampled = unscale_for_update(sampled, [variables[index] for index in self._indices], scale)
+                self._unscaled.assign(gradient_statistics(sampled).counts)
         # At the end of a dataset of unknown length, Keras starts a step that gets no batch; it must not be recorded.
         with tf.control_dependencies([statistics.counts]):
             self._step.assign(step)
             self._scale.assign(scale)
 
 
-class UpdateWatch:
-    """Copies weights before a step and measures on the device how the step changed them.
+def copies_of(variables: Mapping[str, Any]) -> dict[str, tf.Tensor]:
+    """Returns copies of variables, by path.
 
-    This runs outside the compiled step. Inside, every step would copy the weights, or the optimizer would be traced
-    twice.
+    Updates are measured outside the compiled step. Inside, every step would copy the weights, or the optimizer would be
+    traced twice.
     """
-
-    def __init__(self) -> None:
-        self._before: dict[str, tf.Tensor] = {}
-        self._variables: Mapping[str, Any] = {}
-
-    @property
-    def is_armed(self) -> bool:
-        """Whether weights have been copied but not measured yet."""
-        return bool(self._before)
-
-    def arm(self, variables: Mapping[str, Any]) -> None:
-        """Copies variables, given by path, before a step."""
-        self._variables = variables
-        self._before = {path: tf.identity(ops.convert_to_tensor(variable)) for path, variable in variables.items()}
-
-    def disarm(self) -> None:
-        """Drops the copies."""
-        self._before = {}
-
-    def measure(self, sample: GradientSample) -> GradientSample:
-        """Returns the sample with the updates since `arm` added, and drops the copies.
-
-        A sample with a variable that was not copied is returned unchanged.
-        """
-        before, self._before = self._before, {}
-        if not sample.names or not set(sample.names) <= before.keys():
-            return sample
-        old, new = ([weights[name] for name in sample.names] for weights in (before, self._variables))
-        return replace(sample, **{name: values.numpy() for name, values in update_statistics(old, new).items()})
+    return {path: tf.identity(ops.convert_to_tensor(variable)) for path, variable in variables.items()}
 
 
-def with_weight_norms(sample: GradientSample, variables: Mapping[str, Any]) -> GradientSample:
-    """Returns the sample with the norms of the weights after the step; unchanged if a variable is missing."""
-    if not sample.names or not set(sample.names) <= variables.keys():
+def with_updates(sample: GradientSample, before: Mapping[str, Any], after: Mapping[str, Any]) -> GradientSample:
+    """Returns the sample with what changed from the weights before a step to those after it; unchanged if one lacks."""
+    if not sample.names or not set(sample.names) <= before.keys() & after.keys():
         return sample
-    weights = [variables[name] for name in sample.names]
-    return replace(sample, weight_norm=update_statistics(weights, weights)["weight_norm"].numpy())
+    old, new = ([weights[name] for name in sample.names] for weights in (before, after))
+    return replace(sample, **{name: values.numpy() for name, values in update_statistics(old, new).items()})
+
+
+def with_weight_norms(sample: GradientSample, weights: Mapping[str, Any]) -> GradientSample:
+    """Returns the sample with the norms of the weights after the step; unchanged if a variable is missing."""
+    return replace(sample, weight_norm=with_updates(sample, weights, weights).weight_norm)

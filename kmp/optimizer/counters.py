@@ -14,24 +14,18 @@ from kmp.scaling import select
 
 
 class Counts(NamedTuple):
-    """The counts of all variables together, each a scalar int64.
+    """The counts of `kmp.records.Snapshot`, each a scalar int64.
 
     Attributes:
-        steps: Steps, including skipped ones.
-        skipped: Skipped steps.
-        overflows: Skipped steps, without those in which a replica's batch had no rows: a mean over nothing is NaN.
-        overflows_in_a_row: Of the `overflows`, those since the last update.
-        nonfinite_losses: Skipped steps whose loss was non-finite.
-        nonfinite_losses_in_a_row: Of the steps in `overflows_in_a_row`, those whose loss was non-finite.
-        overflows_at_min_scale: Skipped steps in which the rule backed off while the scale was at its minimum.
+        skipped: Skipped steps, with those in which a replica's batch had no rows: a mean over nothing is NaN.
         overflow_origin: The index of the variable where the last overflow started plus 1; 0 before the first one.
     """
 
-    steps: Any
+    step: Any
     skipped: Any
-    overflows: Any
+    overflow_count: Any
     overflows_in_a_row: Any
-    nonfinite_losses: Any
+    nonfinite_loss_count: Any
     nonfinite_losses_in_a_row: Any
     overflows_at_min_scale: Any
     overflow_origin: Any
@@ -93,24 +87,23 @@ class Counters(keras.Layer):
         """
         in_a_row = ("overflows_in_a_row", "nonfinite_losses_in_a_row")
         applied = self.counts.value * np.array([name not in in_a_row for name in COUNT_INDEX], np.int64)
-        counts = applied + np.array([name == "steps" for name in COUNT_INDEX], np.int64)
+        counts = applied + np.array([name == "step" for name in COUNT_INDEX], np.int64)
         if overflowed is not False:
-            overflow = ops.cast(ops.greater_equal(losses.nonfinite, 0.0), "int64")
+            overflow = ops.cast(ops.greater_equal(losses.nonfinite, 0.0), "int64")  # 0 for a batch without rows
             nonfinite_loss = ops.cast(ops.greater(losses.nonfinite, 0.0), "int64")
             # The backward pass spreads an overflow to every variable before its origin, so the origin is the flagged
             # variable that is nearest to the loss. After a non-finite loss, which flags all, there is none.
-            ranks = np.zeros(len(order), np.int64)
-            ranks[list(order)] = np.arange(1, len(order) + 1)
+            ranks = np.argsort(order) + 1
             flagged_ranks = ops.cast(ops.logical_and(flags, losses.were_finite), "int64") * ranks
             is_origin = ops.logical_and(flagged_ranks > 0, ops.equal(flagged_ranks, ops.max(flagged_ranks)))
             origin = ops.cast(is_origin, "int64")
             index = ops.sum(origin * np.arange(1, len(order) + 1))
             skipped = Counts(
-                before.steps + 1,
+                before.step + 1,
                 skipped=before.skipped + 1,
-                overflows=before.overflows + overflow,
+                overflow_count=before.overflow_count + overflow,
                 overflows_in_a_row=before.overflows_in_a_row + overflow,
-                nonfinite_losses=before.nonfinite_losses + nonfinite_loss,
+                nonfinite_loss_count=before.nonfinite_loss_count + nonfinite_loss,
                 nonfinite_losses_in_a_row=before.nonfinite_losses_in_a_row + nonfinite_loss,
                 overflows_at_min_scale=before.overflows_at_min_scale + ops.cast(is_at_min_scale, "int64"),
                 overflow_origin=ops.where(losses.were_finite, index, before.overflow_origin),
@@ -133,19 +126,19 @@ class Counters(keras.Layer):
             counts = [] if counter is None else counter.numpy().tolist()
             return {path: count for path, count in zip(paths, counts, strict=False) if count}
 
-        counts = self.read_counts()
+        counts = self.read_counts()._asdict()
+        origin, _ = counts["overflow_origin"], counts.pop("skipped")
         losses = zip(("last_loss", "highest_loss"), self.loss_values.numpy().tolist(), strict=True)
-        return (dict(losses) if has_recorded_loss else {}) | {
-            "step": counts.steps,
-            "overflow_count": counts.overflows,
-            "overflows_in_a_row": counts.overflows_in_a_row,
-            "nonfinite_loss_count": counts.nonfinite_losses,
-            "nonfinite_losses_in_a_row": counts.nonfinite_losses_in_a_row,
-            "overflows_at_min_scale": counts.overflows_at_min_scale,
-            "overflow_origin": paths[counts.overflow_origin - 1] if counts.overflow_origin else None,
-            "overflows_by_variable": by_variable(self.overflows_by_variable),
-            "overflow_origins_by_variable": by_variable(self.overflow_origins_by_variable),
-        }
+        has_loss = has_recorded_loss and counts["step"] > 0
+        return (
+            (dict(losses) if has_loss else {})
+            | counts
+            | {
+                "overflow_origin": paths[origin - 1] if 0 < origin <= len(paths) else None,
+                "overflows_by_variable": by_variable(self.overflows_by_variable),
+                "overflow_origins_by_variable": by_variable(self.overflow_origins_by_variable),
+            }
+        )
 
     def save_own_variables(self, store: Any) -> None:
         """Saves the counters by name."""
@@ -178,14 +171,10 @@ def network_order(gradients: Gradients) -> list[int]:
     with paths of equal length, and gradients without a path (`None`, computed eagerly or outside this graph), keep the
     order of the list.
     """
-    lengths = [0] * len(gradients)
-    values = {i: values_of(gradient) for i, gradient in enumerate(gradients) if gradient is not None}
-    symbolic = {i: tensor for i, tensor in values.items() if tf.is_symbolic_tensor(tensor)}
-    if symbolic:
-        longest: dict[tf.Operation, int] = {}  # the length of the longest path to each operation
-        graph = next(iter(symbolic.values())).graph
-        for op in graph.get_operations():  # in the order of creation, so every operation comes after its inputs
-            longest[op] = 1 + max((longest.get(tensor.op, 0) for tensor in op.inputs), default=0)
-        for i, tensor in symbolic.items():
-            lengths[i] = longest.get(tensor.op, 0)
-    return sorted(range(len(gradients)), key=lambda i: (-lengths[i], i))
+    tensors = {i: values_of(gradient) for i, gradient in enumerate(gradients) if gradient is not None}
+    operations = {i: tensor.op for i, tensor in tensors.items() if tf.is_symbolic_tensor(tensor)}
+    graph = next((op.graph for op in operations.values()), None)
+    longest: dict[tf.Operation | None, int] = {}  # the length of the longest path to each operation
+    for op in graph.get_operations() if graph else ():  # in the order of creation: each comes after its inputs
+        longest[op] = 1 + max((longest.get(tensor.op, 0) for tensor in op.inputs), default=0)
+    return sorted(range(len(gradients)), key=lambda i: -longest.get(operations.get(i), 0))

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras import ops
 
 from kmp import scaling
-from kmp.backend import distribution, outlined, xla
+from kmp.backend import distribution, outlined, tensorflow_internals, xla
 from kmp.gradients import (
     Gradients,
     GradientSampler,
@@ -32,12 +32,17 @@ from kmp.optimizer.inner_optimizer import (
     resolve_optimizer,
     supports_predicated_writes,
 )
-from kmp.optimizer.step_monitor import Stage, StepLosses, StepMonitor
+from kmp.optimizer.step_monitor import StepLosses, StepMonitor
 from kmp.records import Snapshot
 from kmp.utils import matching_indices, user_messages, validation
 
 _DEFAULT = scaling.DynamicScale()
 _NO_SCALE = scaling.FixedScale(1.0)
+_SET_AT_CREATION = ("initial_scale", "dynamic_growth_steps", "rule", "jit_compile")
+_BUILT_AFTER_TRACE = (
+    "`scale_loss` or `unscale` was traced into a tf.function before the optimizer was built, so that it keeps the "
+    "initial loss scale. Call `optimizer.build(model.trainable_variables)` before the first step."
+)
 _JIT_COMPILE_IGNORED = (
     "`jit_compile=True` does nothing under a distribution strategy. Pass it to `model.compile` instead, if the "
     "strategy supports it."
@@ -122,18 +127,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         jit_compile: bool = False,
         **kwargs: Any,
     ) -> None:
-        settings: scaling.LossScaleSettings = {
-            "loss_scale": loss_scale,
-            "initial_scale": initial_scale,
-            "growth_interval": growth_interval,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "hysteresis": hysteresis,
-            "min_scale": min_scale,
-            "max_scale": max_scale,
-        }
-        if "dynamic_growth_steps" in kwargs:  # in the config of Keras' class
-            settings["growth_interval"] = kwargs.pop("dynamic_growth_steps")
         inner = resolve_optimizer("inner_optimizer", inner_optimizer)
         if inner.loss_scale_factor is not None:
             if not scaling.is_dynamic(loss_scale) and loss_scale != inner.loss_scale_factor:
@@ -141,13 +134,21 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                     "A model has one loss scale. Received: "
                     f"loss_scale={loss_scale!r} and an optimizer with loss_scale_factor={inner.loss_scale_factor!r}"
                 )
-            settings["loss_scale"] = inner.loss_scale_factor
-        rule = scaling.loss_scale_rule(**settings)
+            loss_scale = inner.loss_scale_factor  # Keras' class resets that of the optimizer
+        rule = scaling.loss_scale_rule(
+            loss_scale,
+            initial_scale=initial_scale,
+            growth_interval=kwargs.pop("dynamic_growth_steps", growth_interval),  # in the config of Keras' class
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            hysteresis=hysteresis,
+            min_scale=min_scale,
+            max_scale=max_scale,
+        )
         interval = getattr(rule, "growth_interval", _DEFAULT.growth_interval)
         jit_compile = validation.boolean("jit_compile", jit_compile)
         super().__init__(inner, rule.initial_scale, interval, name, **kwargs)
-        shared = vars(inner).keys() & vars(self).keys() - {"name", "built", *LossScaleOptimizer.__annotations__}
-        for setting in shared:
+        for setting in vars(inner).keys() & vars(self).keys() - {"name", "built", *LossScaleOptimizer.__annotations__}:
             if not setting.startswith("_"):  # Keras' defaults; `__getattr__` returns the inner optimizer's instead
                 del self.__dict__[setting]
         self.rule = rule
@@ -157,16 +158,26 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.step_monitor = StepMonitor(requires_scaling=rule != _NO_SCALE)
         self.sampler = None
         self._reset_compiled_step()
+        self._graph_without_scale: Any = None  # the last function that was traced with the initial scale as a constant
         self._order: tuple[int, ...] = ()  # of the variables, from the input to the loss, in the last trace
         self._unscaled_order: list[int] = []
 
     def build(self, var_list: Variables) -> None:
-        """Creates the loss scale, the counters and the inner optimizer's variables."""
+        """Creates the loss scale, the counters and the inner optimizer's variables.
+
+        Raises:
+            ValueError: If `scale_loss` or `unscale` was traced into a function that is not traced again now.
+        """
+        if self._graph_without_scale not in (None, tensorflow_internals.function_graph()):
+            raise ValueError(_BUILT_AFTER_TRACE)
         self._build_sampler(var_list)  # first, because it raises an error for a bad pattern
         # Keras' `build` would also create the variables of these options for the wrapper.
         self.__dict__.update(use_ema=False, gradient_accumulation_steps=None)
-        super().build(var_list)
-        del self.__dict__["use_ema"], self.__dict__["gradient_accumulation_steps"]
+        try:
+            super().build(var_list)
+        finally:
+            del self.__dict__["use_ema"], self.__dict__["gradient_accumulation_steps"]
+        self._graph_without_scale = None
         self.counters.build_for(len(var_list))
         self._order = tuple(range(len(var_list)))
         self.step_monitor.build_for(len(var_list))
@@ -217,10 +228,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.built:
             distribution.check_built_before_step()
         unscaled = multiply_gradients(grads, 1.0 / self.loss_scale)
-        variables = self._trainable_variables if self.built else []
-        if [getattr(grad, "shape", None) for grad in grads] == [variable.shape for variable in variables]:
+        if self.built and len(grads) == len(self._trainable_variables):
             # As in the update, the values of float8 scales are not divided.
-            pairs = zip(grads, unscaled, variables, strict=True)
+            pairs = zip(grads, unscaled, self._trainable_variables, strict=True)
             unscaled = [grad if is_overwritten(variable) else quotient for grad, quotient, variable in pairs]
         self.step_monitor.record_unscaled(unscaled)
         self._unscaled_order = network_order(grads)  # a clip by the norm of all makes each depend on all
@@ -253,19 +263,20 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         unscaled = validation.boolean("unscaled", unscaled)
         if not grads:
             return
-        # A function whose first trace creates variables is traced a second time, which must find the same stage.
+        # TensorFlow traces a function whose first trace creates variables once more, which must find the same stage.
         is_traced_twice = not self.built and not tf.executing_eagerly()
         if not self.built:
             distribution.check_built_before_step()
             self.build(variables)
-        indices = tuple(map(self._index, variables))  # raises for an unknown variable before the stage changes
+        self._check_variables_are_known(variables)  # Keras has no public name for it, nor for the index
+        indices = tuple(map(self._get_variable_index, variables))
         if not is_traced_twice:
-            self.step_monitor.end_stage(unscaled)
-        order, self._unscaled_order = self._unscaled_order, []
-        if not unscaled or len(order) != len(grads):
-            order = network_order(grads)
+            self.step_monitor.end_apply(unscaled)
+        positions = self._unscaled_order
+        if not unscaled or len(positions) != len(grads):
+            positions = network_order(grads)
         every = range(len(self._trainable_variables))
-        self._order = tuple(dict.fromkeys([*(indices[position] for position in order), *every]))
+        self._order = tuple(dict.fromkeys([*(indices[position] for position in positions), *every]))
         # Under a strategy the step cannot be compiled: replicas synchronize inside of it.
         compiles = not tf.distribute.has_strategy() and not xla.is_tracing()
         step = (self._compiled_step if compiles else None) or self._step
@@ -294,11 +305,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.sampler:
             gradient_at = dict(zip(indices, gradients, strict=True))
             all_gradients = [gradient_at.get(index) for index in range(count)]
-            step = self.counters.counts.value[COUNT_INDEX["steps"]] + 1
+            step = self.counters.counts.value[COUNT_INDEX["step"]] + 1
             self.sampler.sample(all_gradients, self._trainable_variables, applied_scale, step, unscaled)
 
         # Agree, over replicas and workers.
-        losses = self.step_monitor.end_step()
+        losses = self.step_monitor.take_losses()
         flags, losses = distribution.sum_over_replicas((flags, losses))
         distribution.in_update_context(
             functools.partial(self._update_or_skip, variables, order), (scale, divisor, flags, losses), gradients
@@ -376,27 +387,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 f"Received: {len(grads)} gradients, {len(variables)} variables"
             )
         for gradient, variable in zip(grads, variables, strict=True):
-            expected = tf.TensorShape(variable.shape)
-            received, kind = expected, "shape"
-            if isinstance(gradient, tf.IndexedSlices):
-                received, kind = tf.TensorShape([None, *gradient.values.shape[1:]]), "rows of shape"
-            elif gradient is not None:
-                received = tf.TensorShape(gradient.shape if hasattr(gradient, "shape") else np.shape(gradient))
-            if not expected.is_compatible_with(received):
+            expected, is_sparse = tf.TensorShape(variable.shape), isinstance(gradient, tf.IndexedSlices)
+            received = tf.TensorShape([None, *gradient.values.shape[1:]] if is_sparse else np.shape(gradient))
+            if gradient is not None and not expected.is_compatible_with(received):
                 raise ValueError(
                     f"The gradient of {getattr(variable, 'path', variable.name)!r} must have the variable's shape "
-                    f"{tuple(expected)}. Received: {kind} {received}"
+                    f"{tuple(expected)}. Received: {'rows of ' * is_sparse}shape {received}"
                 )
         return variables
-
-    def _index(self, variable: Any) -> int:
-        try:
-            return self._get_variable_index(variable)  # Keras has no public method for it
-        except KeyError:
-            raise ValueError(
-                f"Unknown variable: {variable}. The optimizer was built on other variables. "
-                "Create a new optimizer for a new set of variables."
-            ) from None
 
     def snapshot(self) -> Snapshot:
         """Reads the loss scale, the counters and the last gradient sample from the device.
@@ -454,7 +452,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.sampler is None:
             self.prepare_sampling()
         assert self.sampler is not None
-        first = self.counters.read_counts().steps + 1 if next_step else 0
+        first = self.counters.read_counts().step + 1 if next_step else 0
         self.sampler.start(owner, every_n_steps, first)
 
     def stop_sampling(self, owner: Any) -> None:
@@ -474,18 +472,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the keys of Keras' class, and the arguments of kmp that differ from their defaults."""
-        config = super().get_config() | {"initial_scale": self.rule.initial_scale}
+        config = super().get_config()
         if self.jit_compile:
             config["jit_compile"] = True
         if isinstance(self.rule, scaling.FixedScale):
             return config | {"loss_scale": self.rule.initial_scale}
-        config["dynamic_growth_steps"] = self.rule.growth_interval
         ours = ("growth_factor", "backoff_factor", "hysteresis", "min_scale", "max_scale")
         return config | {k: v for k in ours if (v := getattr(self.rule, k)) != getattr(_DEFAULT, k)}
-
-    def begin_train_step(self) -> None:
-        """Makes `apply` and `unscale` raise an error until `scale_loss` is called: a `train_step` of `fit` begins."""
-        self.step_monitor.stage = Stage.TRAIN_STEP
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Excludes variables from the weight decay of the inner optimizer, as there."""
@@ -512,6 +505,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return getattr(inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SET_AT_CREATION and name in vars(self):
+            raise AttributeError(f"`{name}` cannot be changed: create a new kmp.LossScaleOptimizer, and compile again.")
         inner = vars(self).get("inner_optimizer")
         is_own = name.startswith("_") or name in vars(self) or name in LossScaleOptimizer.__annotations__
         if is_own or hasattr(type(self), name) or inner is None or not hasattr(inner, name):
@@ -530,5 +525,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _bounded_scale(self, highest: float = scaling.LARGEST_SCALE) -> Any:
         """Returns the scale within the rule's bounds; a file or the user may have written any value to the variable."""
+        if not self.built and not tf.executing_eagerly():
+            self._graph_without_scale = tensorflow_internals.function_graph()
         scale = self.dynamic_scale if self.built else tf.constant(self.rule.initial_scale, tf.float32)
         return self.rule.bounded(scale, highest)

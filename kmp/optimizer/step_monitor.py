@@ -1,6 +1,7 @@
 """What each replica saw of a step before `apply`: what was called, and whether losses and gradients were finite."""
 
 import enum
+import math
 from typing import Any, NamedTuple
 
 import keras
@@ -30,9 +31,8 @@ _LOSS_IN_FLOAT16 = (
     "The loss was computed in float16, which rounds it to 11 bits and overflows beyond 65504. Compute it in float32: "
     "end the model with kmp.layers.Softmax() or a layer with dtype='float32', or cast its output."
 )
-
-
 _EMPTY_BATCH = -(2.0**20)  # stays negative whatever number of losses is added to it
+_NONFINITE_LOSS_COUNT, _LOSS_COUNT = 3, 4  # the elements of the record after those of `StepLosses`
 
 
 class Stage(enum.Enum):
@@ -70,8 +70,8 @@ class StepMonitor:
     """Knows the stage of a step, and records whether its losses, and the gradients in `unscale`, were finite.
 
     The records are variables because `scale_loss`, `unscale` and `apply` may be traced into separate functions. They
-    are float32, which every device can sum over replicas. That of losses has five elements: those of `StepLosses`, and
-    the numbers of non-finite losses and of losses in all steps, which stay at 2^24 once that is reached.
+    are float32, which every device can sum over replicas. That of losses has the elements of `StepLosses`, and the
+    numbers of non-finite losses and of losses in all steps, which stay at 2^24 once that is reached.
 
     Args:
         requires_scaling: Whether gradients of a loss that was not scaled are a mistake; not at a fixed scale of 1.
@@ -80,7 +80,7 @@ class StepMonitor:
     def __init__(self, requires_scaling: bool) -> None:
         self._requires_scaling = requires_scaling
         self._record = distribution.variable("losses_of_step", "float32", (5,))
-        self._flags: keras.Variable | None = None
+        self._flags: Any = None  # a variable; 1.0 for each gradient that `unscale` returned with NaN or Inf
         self._flag_count = self._unscaled_count = 0
         self.loss_dtype: str | None = None
         self._stages: dict[int, Stage] = {}
@@ -98,12 +98,23 @@ class StepMonitor:
 
     def build_for(self, gradient_count: int) -> None:
         """Creates the record of the gradients in `unscale`, which are at most this many."""
-        if self._flags is None:
-            self._flags = distribution.variable("unscaled_nonfinite", "float32", (gradient_count,))
+        before = self._flags
+        if before is not None and before.shape[0] == gradient_count:
+            return
+        self._flags = distribution.variable("unscaled_nonfinite", "float32", (gradient_count,))
+        if before is not None:  # `unscale` came first, with another number of gradients
+            self._flags.assign(tf.fill([gradient_count], tf.reduce_max(before)))
 
-    def record_empty(self, is_empty: Any) -> None:
-        """Records that the batch has no rows, if the scalar bool is true: then a skipped step is no overflow."""
-        self._record.assign(self._record.value + ops.cast(is_empty, "float32") * [_EMPTY_BATCH, 0.0, 0.0, 0.0, 0.0])
+    def begin_train_step(self, is_empty: Any = None) -> None:
+        """Makes `apply` and `unscale` raise an error until `scale_loss` is called: a `train_step` of `fit` begins.
+
+        If the scalar bool `is_empty` is true, the batch has no rows, and a skipped step is no overflow.
+        """
+        self.stage = Stage.TRAIN_STEP
+        if is_empty is not None:
+            # Without the mark of an earlier batch, which another optimizer of the model may have stepped on.
+            record = tf.maximum(self._record.value, [0.0, *[-math.inf] * 4])
+            self._record.assign(record + ops.cast(is_empty, "float32") * [_EMPTY_BATCH, 0.0, 0.0, 0.0, 0.0])
 
     def record_loss(self, loss: tf.Tensor) -> None:
         """Records a loss of the current step before it is scaled; warns if the first one is float16."""
@@ -121,7 +132,7 @@ class StepMonitor:
             self._flags.assign(tf.zeros(self._flags.shape))
         self._loss_is_traced |= not tf.executing_eagerly()
         kept = tf.where([True, False, False, True, True], self._record.value, 0.0)  # not `*`: 0 * NaN is NaN
-        if starts_again:  # forgets non-finite losses of the batch before, and keeps the mark of `record_empty`
+        if starts_again:  # forgets non-finite losses of the batch before, and keeps the mark of an empty one
             kept = tf.minimum(kept, [0.0, 0.0, 0.0, float("inf"), float("inf")])
         self._record.assign(kept + tf.stack([cause, flag, mean, flag, tf.ones([])]))
 
@@ -129,13 +140,14 @@ class StepMonitor:
         """Records which gradients `unscale` returned with NaN or Inf: a clip before `apply` would hide it."""
         self.stage, self._unscale_is_traced = Stage.UNSCALED, not tf.executing_eagerly()
         is_needed = self._loss_is_traced and tf.executing_eagerly() and not tf.distribute.has_strategy()
-        self._losses_at_unscale = float(self._record.value[4]) if is_needed else None
+        self._losses_at_unscale = float(self._record.value[_LOSS_COUNT]) if is_needed else None
         self._unscaled_count = sum(gradient is not None for gradient in gradients)
         if not gradients:
             return
-        self.build_for(len(gradients))
-        assert self._flags is not None
-        flags, size = nonfinite_flags(gradients, gradients, 1.0, replicas=1), self._flags.shape[0]
+        if self._flags is None:
+            self.build_for(len(gradients))
+        # They are in the dtypes that decide: the gradients stand for their variables.
+        flags, size = nonfinite_flags(gradients, variables=gradients, divisor=1.0, replicas=1), self._flags.shape[0]
         fits = len(gradients) <= size
         self._flags.assign(
             tf.pad(flags, [[0, size - len(gradients)]]) if fits else tf.fill([size], tf.reduce_max(flags))
@@ -150,8 +162,7 @@ class StepMonitor:
         """
         if self._requires_scaling and self.stage is Stage.TRAIN_STEP:
             raise ValueError(_NOT_SCALED.format(optimizer="self.optimizer"))
-        was_scaled = self.stage is not Stage.READY or self.loss_dtype is not None
-        if self._requires_scaling and not was_scaled and not self._has_warned:
+        if self._requires_scaling and self.loss_dtype is None and not self._has_warned:
             self._has_warned = True
             user_messages.warn(_NOT_SCALED.format(optimizer="optimizer"))
 
@@ -163,21 +174,21 @@ class StepMonitor:
         """
         is_eager = tf.executing_eagerly()
         before, self._losses_at_unscale = self._losses_at_unscale, None
-        if self.stage is Stage.UNSCALED and before is not None and is_eager and float(self._record.value[4]) != before:
+        count_now = None if before is None or not is_eager else float(self._record.value[_LOSS_COUNT])
+        if self.stage is Stage.UNSCALED and count_now not in (None, before):
             # A function, which runs without calling Python, scaled a loss: the batch of `unscale` was discarded.
             self.stage = Stage.SCALED
-            assert self._flags is not None
             self._flags.assign(tf.zeros(self._flags.shape))
-        is_of_function = self.stage is Stage.UNSCALED and self._unscale_is_traced and is_eager
-        if self.stage is Stage.APPLIED_UNSCALED or is_of_function:
+        is_only_one_traced = self.stage is Stage.UNSCALED and self._unscale_is_traced == is_eager
+        if self.stage is Stage.APPLIED_UNSCALED or is_only_one_traced:
             raise ValueError(_STAGE_UNKNOWN)
         self.check_scaled()
         if self.stage is Stage.UNSCALED and self._unscaled_count < count:
             raise ValueError(_FEWER_UNSCALED.format(count=count, unscaled=self._unscaled_count))
         return self.stage is Stage.UNSCALED
 
-    def end_stage(self, unscaled: bool) -> None:
-        """Records that `apply` was called: what `unscale` returned is for one `apply`, whose argument this is."""
+    def end_apply(self, unscaled: bool) -> None:
+        """Records that `apply` was called with this argument: what `unscale` returned is for one `apply`."""
         if self.stage is Stage.UNSCALED and not unscaled and self._flags is not None:
             self._flags.assign(tf.zeros(self._flags.shape))
         self.stage = Stage.APPLIED_UNSCALED if self.stage is Stage.UNSCALED else Stage.READY
@@ -187,12 +198,11 @@ class StepMonitor:
 
         All are set, if any is, where `unscale` got another number of gradients.
         """
-        assert self._flags is not None
         flags = ops.copy(self._flags)
         self._flags.assign(tf.zeros_like(flags))
         return flags[:count] if count == self._flag_count else tf.fill([count], tf.reduce_max(flags))
 
-    def end_step(self) -> StepLosses:
+    def take_losses(self) -> StepLosses:
         """Returns the losses of the step, and begins the next one."""
         record = ops.copy(self._record)
         self._record.assign(tf.where([False, False, False, True, True], record, 0.0))
@@ -204,4 +214,4 @@ class StepMonitor:
 
     def nonfinite_loss_since(self, record: tf.Tensor) -> tf.Tensor:
         """Returns a scalar bool, whether a loss was non-finite since `record`, a copy that `losses` returned."""
-        return (self._record.value > record)[3]
+        return (self._record.value > record)[_NONFINITE_LOSS_COUNT]

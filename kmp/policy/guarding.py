@@ -86,14 +86,14 @@ def guarded(layers: Sequence[keras.Layer], optimizers: Sequence[LossScaleOptimiz
     monitors = [optimizer.step_monitor for optimizer in optimizers]
     has_nonfinite = [each.nonfinite_loss_since(then) for each, then in zip(monitors, losses_before, strict=True)]
     if tf.distribute.has_strategy():  # the losses of other replicas too
-        has_nonfinite += [counts[COUNT_INDEX["nonfinite_losses"]] for counts in increased]
+        has_nonfinite += [counts[COUNT_INDEX["nonfinite_loss_count"]] for counts in increased]
     outcome.has_nonfinite_loss = _any(has_nonfinite)
 
     def restore() -> None:
         created = [state for state in _states(layers) if id(state) not in states_before]
         _assign_where(outcome.any_skipped, [*states_before.values(), *map(initial_value, created)])
         # An optimizer that was not skipped may have updated the weights.
-        steps, skipped = COUNT_INDEX["steps"], COUNT_INDEX["skipped"]
+        steps, skipped = COUNT_INDEX["step"], COUNT_INDEX["skipped"]
         all_skipped = [(now - then)[steps] == (now - then)[skipped] for then, now in pairs]
         no_update = ops.logical_and(outcome.any_skipped, functools.reduce(ops.logical_and, all_skipped))
         created = [weight for weight in _weights(layers) if id(weight) not in weights_before]
@@ -267,9 +267,7 @@ class GuardedTrainStep:
         may_be_empty = bool(batch) and not batch[0].shape.num_elements()  # unknown, or 0 in eager mode
         is_empty = tf.equal(tf.size(batch[0]), 0) if may_be_empty else None
         for optimizer in optimizers:
-            optimizer.begin_train_step()
-            if is_empty is not None:
-                optimizer.step_monitor.record_empty(is_empty)
+            optimizer.step_monitor.begin_train_step(is_empty)
         before = {id(variable): ops.copy(variable) for variable in self._metric_variables()}
         with guarded([model], optimizers) as outcome:
             logs = self._run(data)

@@ -198,7 +198,7 @@ class BatchCapture:
                 variable.assign(tf.ensure_shape(value, variable.shape))
             self._batch_size.assign(tf.shape(tensors[0], tf.int64)[0])
             self._loss_scale.assign(self.optimizer.dynamic_scale if loss_scale is None else loss_scale)
-            self._step.assign(self.optimizer.counters.values().steps)
+            self._step.assign(self.optimizer.counters.values().step)
             self._captured_slots.assign(index)
 
         rows = {tensor.shape[0] for tensor in tensors}

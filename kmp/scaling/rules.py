@@ -42,7 +42,7 @@ class StepOutcome(NamedTuple):
     Attributes:
         overflowed: Scalar bool, whether the loss or a gradient was non-finite, so that the step was skipped. A Python
             bool in a branch of the graph that only one outcome reaches.
-        loss_was_finite: Scalar bool, false if a loss of the step was non-finite before scaling.
+        loss_was_finite: Scalar bool, false if a loss of the step was non-finite before scaling, or a batch was empty.
 
     Example:
     >>> state, outcome = ScaleState(*map(ops.array, (8.0, 0, 0))), StepOutcome(ops.array(True), ops.array(False))
@@ -132,9 +132,8 @@ class DynamicScale:
         """Returns a scale loaded from a file, clipped to the bounds; the initial one if it is NaN, Inf, 0 or below."""
         is_valid = ops.isfinite(ops.log(scale))  # the logarithm of 0 is -Inf, and of a negative number NaN
         initial, low, high = (min(each, highest) for each in (self.initial_scale, self.min_scale, self.max_scale))
-        clipped = tf.raw_ops.ClipByValue(
-            t=scale, clip_value_min=low, clip_value_max=high
-        )  # `ops.clip` is two operations
+        # `ops.clip` is two operations.
+        clipped = tf.raw_ops.ClipByValue(t=scale, clip_value_min=low, clip_value_max=high)
         return ops.where(is_valid, clipped, initial)
 
     def backs_off(self, state: ScaleState, step: StepOutcome) -> Any:
@@ -214,13 +213,7 @@ Rule = FixedScale | DynamicScale
 
 
 def select(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Returns one of two structures of tensors.
-
-    Args:
-        condition: Scalar bool tensor, or a Python bool in a branch of the graph that only one outcome reaches.
-        if_true: A structure of tensors.
-        if_false: A structure of the same form.
-    """
+    """Returns one of two structures of tensors; the condition may be a Python bool, as in `StepOutcome.overflowed`."""
     if isinstance(condition, bool):
         return if_true if condition else if_false
     return tf.nest.map_structure(lambda *pair: ops.where(condition, *pair), if_true, if_false)

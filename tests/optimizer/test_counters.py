@@ -90,6 +90,15 @@ def test_overflow_origin_is_nearest_to_the_loss_in_call_order(options):
     assert run.last("overflow_origin") == snapshot.overflow_origin
 
 
+def test_snapshot_has_no_loss_before_the_first_step():
+    optimizer = kmp.LossScaleOptimizer("sgd")
+    optimizer.scale_loss(2.0)
+    assert optimizer.snapshot().last_loss is None
+    weight = keras.Variable(1.0)
+    optimizer.apply([tf.constant(1.0)], [weight])
+    assert optimizer.snapshot().last_loss == 2.0
+
+
 def test_nonfinite_loss_has_no_overflow_origin():
     x = np.ones((24, 4), "float32")
     x[4:8], x[12:20] = 200, np.nan

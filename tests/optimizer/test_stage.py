@@ -52,9 +52,8 @@ def test_gradients_are_divided_once_with_and_without_unscale(weight, run_step, c
             np.testing.assert_allclose(weight, [0.0, 0.0], atol=1e-6)
 
 
-@pytest.mark.parametrize("build", [True, False])
-def test_unscale_and_apply_may_be_traced_into_two_functions(weight, build):
-    optimizer = optimizer_for(weight, build=build)
+def test_unscale_and_apply_may_be_traced_into_two_functions(weight):
+    optimizer = optimizer_for(weight)
     gradients = tf.function(lambda: optimizer.unscale([gradient_of(weight, optimizer.scale_loss)]))
     update = tf.function(lambda gradients: optimizer.apply(gradients, [weight]))
     for _ in range(3):
@@ -64,6 +63,27 @@ def test_unscale_and_apply_may_be_traced_into_two_functions(weight, build):
     assert optimizer.snapshot().overflow_count == 0
     update([tf.constant([np.inf, 1.0])])  # no unscale before it
     assert optimizer.snapshot().overflow_count == 1
+
+
+@pytest.mark.parametrize("apply_function", [tf.function, lambda function: function])
+def test_function_that_scales_a_loss_is_traced_after_the_optimizer_is_built(weight, apply_function):
+    optimizer = optimizer_for(weight, build=False)
+    scaled = tf.function(lambda: [gradient_of(weight, optimizer.scale_loss)])
+    with pytest.raises(ValueError, match=r"keeps the initial loss scale. Call `optimizer.build"):
+        apply_function(lambda gradients: optimizer.apply(gradients, [weight]))(scaled())
+    assert not optimizer.built
+    # A loop is a graph in the function's graph, and is traced again with it.
+    optimizer = optimizer_for(weight, build=False)
+
+    @tf.function
+    def step():
+        total = tf.zeros([2])
+        for _ in tf.range(2):
+            total += gradient_of(weight, optimizer.scale_loss)
+        optimizer.apply([total / 2], [weight])
+
+    step()
+    np.testing.assert_array_equal(weight, [0.0, 0.0])
 
 
 def test_overflow_in_unscale_skips_the_step_of_another_function_also_if_it_is_clipped(weight):
@@ -126,6 +146,23 @@ def test_eager_apply_after_a_traced_unscale_needs_the_argument(weight):
         weight.assign([1.0, 2.0])
         optimizer.apply(gradients(), [weight], unscaled=True)
         np.testing.assert_array_equal(weight, [0.0, 0.0])
+
+
+def test_traced_apply_after_an_eager_unscale_needs_the_argument(weight):
+    # A later call of the function would take scaled gradients as unscaled.
+    optimizer = optimizer_for(weight)
+    for unscaled in (None, True):
+        apply = tf.function(
+            lambda gradients, unscaled=unscaled: optimizer.apply(gradients, [weight], unscaled=unscaled)
+        )
+        gradients = optimizer.unscale([gradient_of(weight, optimizer.scale_loss)])
+        if unscaled:
+            apply(gradients)
+            continue
+        with pytest.raises(ValueError, match=UNKNOWN):
+            apply(gradients)
+        np.testing.assert_array_equal(weight, [1.0, 2.0])
+    np.testing.assert_array_equal(weight, [0.0, 0.0])
 
 
 def test_second_apply_after_one_unscale_needs_the_argument(weight, run_step):
@@ -302,15 +339,40 @@ def test_gradients_that_did_not_go_through_the_last_unscale_are_refused(run_step
     assert_equal(weights, [[0.0, 0.0], [0.0, 0.0]])
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_unscale_keeps_the_gradient_of_a_variable_that_is_overwritten_with_it(run_step):
-    weight, float8_scale = keras.Variable([1.0, 2.0]), keras.Variable(1.0)
+    weight, float8_scale, unused = keras.Variable([1.0, 2.0]), keras.Variable(1.0), keras.Variable(1.0)
     float8_scale.overwrite_with_gradient = True
-    optimizer = conftest.optimizer_for(weight, float8_scale, initial_scale=SCALE)
+    optimizer = conftest.optimizer_for(weight, float8_scale, unused, initial_scale=SCALE)
 
     @run_step
     def step():
-        gradients = [gradient_of(weight, optimizer.scale_loss), tf.constant(0.25)]
-        optimizer.apply(optimizer.unscale(gradients), [weight, float8_scale])
+        gradients = [gradient_of(weight, optimizer.scale_loss), tf.constant(0.25), None]
+        optimizer.apply(optimizer.unscale(gradients), [weight, float8_scale, unused])
 
     step()
     assert_equal([weight, float8_scale], [[0.0, 0.0], 0.25])
+
+
+def test_unscale_of_fewer_gradients_before_the_optimizer_is_built_keeps_origins_exact(weight):
+    other = keras.Variable([1.0, 2.0])
+    optimizer = optimizer_for(build=False)
+    finite, infinite = tf.constant([1.0, 1.0]), tf.constant([np.inf, 1.0])
+    optimizer.scale_loss(1.0)
+    optimizer.unscale([finite])  # of a gradient penalty
+    for gradients in ([finite, finite], [infinite, finite]):
+        optimizer.apply(optimizer.unscale(gradients), [weight, other])
+        optimizer.scale_loss(1.0)
+    snapshot = optimizer.snapshot()
+    assert (snapshot.overflow_count, snapshot.overflows_by_variable) == (1, {optimizer.paths[0]: 1})
+
+
+def test_mark_of_a_batch_without_rows_ends_with_its_train_step(weight):
+    # The optimizer may not step on each batch, as that of a generator.
+    optimizer = optimizer_for(weight)
+    optimizer.step_monitor.begin_train_step(tf.constant(True))
+    for is_empty in (True, False):
+        optimizer.step_monitor.begin_train_step(tf.constant(is_empty))
+        optimizer.scale_loss(1.0)
+        optimizer.apply([tf.constant([np.inf, 1.0])], [weight])
+        assert optimizer.snapshot().overflow_count == (not is_empty)

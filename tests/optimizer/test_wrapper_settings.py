@@ -59,6 +59,13 @@ def test_inner_optimizer_keeps_attributes_with_the_names_of_the_wrapper():
     assert optimizer.inner_optimizer is inner
 
 
+@pytest.mark.parametrize("name", ["initial_scale", "dynamic_growth_steps", "rule", "jit_compile"])
+def test_setting_of_the_loss_scale_cannot_be_changed_without_effect(name):
+    optimizer = kmp.LossScaleOptimizer("adam")
+    with pytest.raises(AttributeError, match=f"`{name}` cannot be changed: create a new kmp.LossScaleOptimizer"):
+        setattr(optimizer, name, 1)
+
+
 def test_excluded_variables_do_not_decay(enabled):
     model = compiled_model(keras.optimizers.SGD(1e-6, weight_decay=1e5))
     model.optimizer.exclude_from_weight_decay(var_names=["bias"])
