@@ -15,7 +15,7 @@ import tensorflow as tf
 from kmp.backend import compute_dtypes, created_layers, is_keras_class, keras_internals, output_layers, sublayers
 from kmp.gradients import paths_of
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import guarding, settings_call
+from kmp.policy import guarding
 from kmp.records import (
     HIGHEST_NUMBER,
     MOST_METRICS,
@@ -46,7 +46,7 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer, has_trained: bool 
         "compute_dtypes": sorted(compute_dtypes(model)),
         "optimizer": type(inner).__name__,
         "is_keras_optimizer": is_keras_class(type(inner)),
-        "settings_call": settings_call(optimizer),
+        "settings_call": optimizer.settings_call,
         "train_step": "keras" if guarding.has_keras_step(model) else "custom",
         "replicas": model.distribute_strategy.num_replicas_in_sync,
         "steps_per_execution": model.steps_per_execution,

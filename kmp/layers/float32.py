@@ -1,8 +1,9 @@
 """Layers, functions and operations that compute in float32 under every policy, also after saving and loading."""
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -62,16 +63,19 @@ class Float32(keras.Layer):
         if not isinstance(self.layer, keras.Layer) or self.layer.built:
             return
         build = type(self.layer).build
-        if build is not keras.Layer.build and len(inspect.signature(build).parameters) == 2:
-            self.layer.build(input_shape)
-            _set_float32(self.layer)  # building a model may create more sublayers
+        needed = [each for each in inspect.signature(build).parameters.values() if each.default is each.empty]
+        if build is not keras.Layer.build and len(needed) == 2:
+            with _built_in_float32(self.layer):
+                self.layer.build(input_shape)
 
     def call(self, inputs: Any, *args: Any, training: bool | None = None, **kwargs: Any) -> Any:
         if self._passes_training:  # Keras itself passes it to a wrapped layer
             kwargs["training"] = training
+        with _built_in_float32(self.layer) if not getattr(self.layer, "built", True) else contextlib.nullcontext():
+            outputs = self.layer(inputs, *args, **kwargs)
         # A float32 tensor must pass through without a cast, which would drop the logits that Keras attaches to the
         # output of softmax.
-        return keras.tree.map_structure(_to_float32, self.layer(inputs, *args, **kwargs))
+        return keras.tree.map_structure(_to_float32, outputs)
 
     def compute_output_spec(self, inputs: Any, *args: Any, training: bool | None = None, **kwargs: Any) -> Any:
         # By default, Keras traces `call`, which also builds it, and Keras 3.15 traces a dense `x * 2.0` as sparse.
@@ -99,11 +103,8 @@ class Float32Operation(keras.Operation):
     """Runs an operation of a functional graph, such as that of `keras.ops.exp(x)`, in float32.
 
     Casts 16-bit tensors to float32, and computes and returns float32. This is an operation rather than a layer, because
-    a layer accepts only tensors as positional arguments, but `keras.ops.power(x, 2)` takes a number.
-
-    Args:
-        operation: The operation to run, which stores arguments that are not tensors, such as an axis.
-        name: String, the name of the operation in the graph.
+    a layer accepts only tensors as positional arguments, but `keras.ops.power(x, 2)` takes a number. The operation
+    stores arguments that are not tensors, such as an axis.
     """
 
     def __init__(self, operation: keras.Operation, name: str | None = None) -> None:
@@ -115,7 +116,6 @@ class Float32Operation(keras.Operation):
         return self.operation(*args, **kwargs)
 
     def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
-        # By default, Keras traces `call`, and Keras 3.15 traces a dense `x * 2.0` as sparse.
         args, kwargs = keras.tree.map_structure(_to_float32, (args, kwargs))
         return self.operation.compute_output_spec(*args, **kwargs)
 
@@ -149,10 +149,8 @@ class Softmax(keras.layers.Softmax):
     """
 
     def __init__(self, axis: int | list[int] = -1, **kwargs: Any) -> None:
-        if isinstance(axis, list | tuple):
-            axis = [validation.integer("axis", single_axis) for single_axis in axis]
-        else:
-            axis = validation.integer("axis", axis)
+        integer = functools.partial(validation.integer, "axis")
+        axis = list(map(integer, axis)) if isinstance(axis, list | tuple) else integer(axis)
         super().__init__(axis=axis, **_with_float32_dtype(kwargs))
 
 
@@ -167,11 +165,23 @@ def _to_float32(value: Any) -> Any:
 
 def _with_float32_dtype(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns a layer's keyword arguments with `dtype="float32"`; a `ValueError` if they have another dtype."""
-    dtype = kwargs.get("dtype", "float32")
+    dtype = kwargs.get("dtype") or "float32"
     policy = keras.dtype_policies.get(dtype)
     if (policy.compute_dtype, policy.variable_dtype) != ("float32", "float32"):
         raise ValueError(f"`dtype` must be float32 or omitted. Received: dtype={dtype!r}")
     return kwargs | {"dtype": "float32"}
+
+
+@contextlib.contextmanager
+def _built_in_float32(layer: keras.Layer) -> Iterator[None]:
+    """Sets what the building of a layer creates to float32."""
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("float32")
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(policy)
+    _set_float32(layer)
 
 
 def _set_float32(layer: keras.Layer) -> None:

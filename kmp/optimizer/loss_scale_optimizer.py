@@ -110,6 +110,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     inner_state: InnerState
     step_monitor: StepMonitor
     sampler: GradientSampler | None
+    settings_call: str = "kmp.LossScaleOptimizer"  # the call that the settings come from, which advice names
 
     def __init__(
         self,

@@ -1,14 +1,19 @@
-"""Enables and disables mixed precision: Keras' global policy, and the settings of `compile` and `wrap`."""
+"""Enables and disables mixed precision: Keras' global policy with the settings of `compile`, and the graph rewrite."""
 
 from typing import Unpack
 
 import keras
+import tensorflow as tf
 
-from kmp.policy.active_settings import POLICIES, ActiveSettings, active, current_settings, lock
+from kmp.backend import tensorflow_internals
+from kmp.policy.active_settings import POLICIES, ActiveSettings, active, current_settings, lock, rewrite_dtypes
 from kmp.policy.hardware_support import log_once, resolve_auto
 from kmp.policy.keras_patches import update_patches
 from kmp.scaling import LossScaleSettings, loss_scale_rule
-from kmp.utils import validation
+from kmp.utils import BFLOAT16, FLOAT16, user_messages, validation
+
+# The options of grappler, TensorFlow's graph optimizer, for the graph rewrite.
+_PASSES = {FLOAT16.name: "auto_mixed_precision", BFLOAT16.name: "auto_mixed_precision_onednn_bfloat16"}
 
 
 class Handle(ActiveSettings):
@@ -37,13 +42,12 @@ class Handle(ActiveSettings):
     def __repr__(self) -> str:
         arguments = self.settings | ({"jit_compile": True} if self.jit_compile else {})
         listed = "".join(f", {name}={value!r}" for name, value in arguments.items())
-        return f"<kmp.enable({self.policy!r}{listed}) {self._state()}>"
-
-    def _state(self) -> str:
+        policy, state = keras.config.dtype_policy().name, "in force"
         if self is not current_settings():
-            return "replaced" if self in active else "off"
-        policy = keras.config.dtype_policy().name
-        return "in force" if policy == self.policy else f"in force, but Keras' policy is {policy!r} here"
+            state = "replaced" if self in active else "off"
+        elif policy != self.policy:
+            state = f"in force, but Keras' policy is {policy!r} here"
+        return f"<kmp.enable({self.policy!r}{listed}) {state}>"
 
 
 def enable(
@@ -123,4 +127,49 @@ def disable() -> None:
     """
     with lock:
         active.clear()
+        update_patches()
+
+
+def graph_rewrite(enabled: bool = True, dtype: str = FLOAT16.name) -> None:
+    """Makes TensorFlow rewrite the graphs of float32 models to 16 bits, operation by operation; layers do not change.
+
+    Use it for models that cannot be rebuilt. For other models prefer `enable` or `convert`, which also work under XLA.
+    It corresponds to `enable_mixed_precision_graph_rewrite` of tf.keras 2 and to TensorFlow's environment variable
+    `TF_ENABLE_AUTO_MIXED_PRECISION`. In later calls of `compile`, `jit_compile="auto"` becomes `False`, because XLA
+    compiles the graph before it is rewritten. For float16, `compile` also wraps the optimizer with loss scaling, unless
+    called with `auto_scale_loss=False`.
+
+    Args:
+        enabled: Whether to rewrite graphs. A second call replaces the first. `False` restores TensorFlow's option;
+            compiled models keep their optimizer.
+        dtype: `"float16"`, whose pass needs a GPU; or `"bfloat16"`, whose pass is for CPUs and needs oneDNN.
+
+    Raises:
+        TypeError: If `enabled` is not a bool.
+        ValueError: If `dtype` is not one of these; in `compile`, if `jit_compile` is true.
+
+    Example:
+    >>> import tensorflow as tf
+    >>> graph_rewrite(True, dtype="bfloat16")
+    >>> tf.config.optimizer.get_experimental_options()["auto_mixed_precision_onednn_bfloat16"]
+    True
+    >>> graph_rewrite(False)
+    """
+    enabled = validation.boolean("enabled", enabled)
+    dtype = validation.one_of("dtype", dtype, tuple(_PASSES))
+    if enabled and dtype == FLOAT16.name and not tf.config.list_physical_devices("GPU"):
+        user_messages.warn("TensorFlow's float16 pass does nothing without a GPU. For a CPU, pass dtype='bfloat16'.")
+    if enabled and dtype == BFLOAT16.name and not tensorflow_internals.is_onednn_enabled():
+        user_messages.warn(
+            "TensorFlow's bfloat16 pass does nothing without oneDNN, which is off here. Set the environment variable "
+            "TF_ENABLE_ONEDNN_OPTS=1 before TensorFlow is imported."
+        )
+    # Off first: the passes exclude each other, and TensorFlow's own values come back.
+    with lock:
+        tf.config.optimizer.set_experimental_options({_PASSES[name]: value for name, value in rewrite_dtypes.items()})
+        rewrite_dtypes.clear()
+        if enabled:
+            option = _PASSES[dtype]
+            rewrite_dtypes[dtype] = bool(tf.config.optimizer.get_experimental_options().get(option))
+            tf.config.optimizer.set_experimental_options({option: True})
         update_patches()

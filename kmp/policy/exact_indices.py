@@ -1,8 +1,7 @@
 """Keeps the indices of look-up layers exact, although Keras casts the float arguments of a layer to 16 bits.
 
-float16 has every integer only up to 2048, bfloat16 up to 256. kmp's patches make the result of such a cast remember the
-tensor that was cast, and look-up layers use that one. No dtype in the code of a layer changes. An operation, such as
-`ids + 1` in 16 bits, returns a tensor that remembers nothing; a look-up of it warns.
+kmp's patches make the result of such a cast remember the tensor that was cast, and look-up layers use that one. An
+operation, such as `ids + 1` in 16 bits, returns a tensor that remembers nothing; a look-up of it warns.
 """
 
 import functools
@@ -18,14 +17,13 @@ from kmp.backend import Replacement, defining_class, keras_internals
 from kmp.policy import misuse_warnings
 from kmp.utils import DTYPES_16_BIT, FORMATS_16_BIT
 
-# The layers of Keras that accept indices as floats, with the attribute that holds the number of rows; the others accept
-# any integer.
-_ROWS = {
-    keras.layers.Embedding: "input_dim",
-    keras.layers.CategoryEncoding: "num_tokens",
-    keras.layers.Hashing: None,
-    keras.layers.IntegerLookup: None,
-}
+# The layers of Keras that accept indices as floats.
+_LOOK_UPS = (
+    keras.layers.Embedding,
+    keras.layers.CategoryEncoding,
+    keras.layers.Hashing,
+    keras.layers.IntegerLookup,
+)
 _UNCAST = "_kmp_uncast"  # the attribute of a tensor that holds the tensor from which it was cast
 _ROUNDED = (
     "gets its indices{rows} as {dtype}, which has every integer only up to {limit}: larger indices are rounded and "
@@ -36,10 +34,9 @@ _ROUNDED = (
 
 def rows_of(layer: keras.Layer) -> float:
     """Returns the number of rows that a look-up layer selects from: infinity for any integer; 0 for other layers."""
-    for layer_class, attribute in _ROWS.items():
-        if isinstance(layer, layer_class):
-            return getattr(layer, attribute) if attribute else math.inf
-    return 0
+    if not isinstance(layer, _LOOK_UPS):
+        return 0
+    return getattr(layer, "input_dim", getattr(layer, "num_tokens", math.inf))  # the others take any integer
 
 
 def rounds_indices(rows: float, dtype: str) -> bool:
@@ -50,10 +47,11 @@ def rounds_indices(rows: float, dtype: str) -> bool:
 def apply_patches() -> Iterator[Replacement]:
     """Patches the casts of Keras' layers and functional models, and the look-up layers, and yields the patches."""
     yield Replacement(keras.DTypePolicy, "convert_input", _convert_input_patch)
-    for each in _ROWS:
+    for each in _LOOK_UPS:
         yield Replacement(defining_class(each, "call"), "call", _look_up_patch)
-    yield Replacement(defining_class(keras.layers.CategoryEncoding, "__call__"), "__call__", _category_encoding_patch)
     yield Replacement(*keras_internals.functional_input_cast(), _functional_patch)
+    # In a graph, its own `__call__` casts the indices, integers included, to the compute dtype (Keras 3.15).
+    keras.layers.CategoryEncoding.__call__ = keras.Layer.__call__
 
 
 def _convert_input_patch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +69,7 @@ def _functional_patch(original: Callable[..., list[Any]]) -> Callable[..., list[
 
     @functools.wraps(original)
     def cast_inputs(self: keras.Model, inputs: list[Any]) -> list[Any]:
-        return [_exact_cast(x, cast) for x, cast in zip(inputs, original(self, inputs), strict=True)]
+        return [_exact_cast(x, cast) for x, cast in zip(inputs, original(self, inputs), strict=False)]  # not of more
 
     return cast_inputs
 
@@ -83,10 +81,10 @@ def _exact_cast(x: Any, cast: Any) -> Any:
     exact = getattr(x, _UNCAST, x)
     if exact is not x:
         cast = tf.cast(exact, cast.dtype)
-    elif isinstance(x, np.ndarray):
-        exact = tf.convert_to_tensor(x)
-    if cast.dtype.name in DTYPES_16_BIT and isinstance(exact, tf.Tensor) and exact.dtype.name not in DTYPES_16_BIT:
-        setattr(cast, _UNCAST, exact)
+    if cast.dtype.name in DTYPES_16_BIT and isinstance(exact, tf.Tensor | np.ndarray):
+        exact = tf.convert_to_tensor(exact)
+        if exact.dtype.name not in DTYPES_16_BIT:
+            setattr(cast, _UNCAST, exact)
     return cast
 
 
@@ -105,14 +103,3 @@ def _look_up_patch(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, inputs if exact is None else exact, *args, **kwargs)
 
     return call
-
-
-def _category_encoding_patch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Patches a call that in a graph casts the indices, integers included, to the compute dtype (Keras 3.15)."""
-
-    @functools.wraps(original)
-    def call_layer(self: keras.Layer, *args: Any, **kwargs: Any) -> Any:
-        call = keras.Layer.__call__ if isinstance(self, keras.layers.CategoryEncoding) else original
-        return call(self, *args, **kwargs)
-
-    return call_layer

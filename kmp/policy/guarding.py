@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,12 @@ from keras import ops
 from kmp.backend import call_if, distribution, keras_internals, rnn_states, sublayers
 from kmp.optimizer import COUNT_INDEX, LossScaleOptimizer
 from kmp.policy.optimizers import optimizers_of
+from kmp.utils import validation
+
+# The guarded steps that run in this context, the inner ones last: the graph of each, its weights, and what it gets.
+# The replicas of MirroredStrategy are traced in threads of their own.
+_Recording = tuple[tf.Graph | None, dict[int, keras.Variable], dict[int, tuple[keras.Variable, Any]]]
+_recordings: ContextVar[tuple[_Recording, ...]] = ContextVar("_recordings", default=())
 
 
 @contextlib.contextmanager
@@ -46,14 +53,10 @@ def guard(optimizer: LossScaleOptimizer, *layers: keras.Layer) -> Iterator[None]
     >>> float(layer.moving_mean[0])
     0.0
     """
-    if not isinstance(optimizer, LossScaleOptimizer):
-        raise TypeError(
-            "`optimizer` must be a kmp.LossScaleOptimizer, as kmp.wrap returns under every policy. Received: "
-            f"optimizer={optimizer!r}"
-        )
-    non_layers = [layer for layer in layers if not isinstance(layer, keras.Layer)]
-    if non_layers:
-        raise TypeError(f"`layers` must be models or layers. Received: {non_layers[0]!r}")
+    expected = "a kmp.LossScaleOptimizer, as kmp.wrap returns under every policy"
+    validation.instance("optimizer", optimizer, LossScaleOptimizer, expected)
+    for layer in layers:
+        validation.instance("layers", layer, keras.Layer, "models or layers")
     if not layers:
         raise ValueError("`layers` must hold the models or layers that the forward pass runs through. Received: none")
     if tf.distribute.in_cross_replica_context():
@@ -77,7 +80,7 @@ def guarded(layers: Sequence[keras.Layer], optimizers: Sequence[LossScaleOptimiz
     states_before = {id(variable): (variable, ops.copy(variable)) for variable in _states(layers)}
     weights_before = {id(weight): weight for weight in _weights(layers)}
     outcome = SimpleNamespace()
-    with _initial_values_recorded() as initial_value, _assignments_recorded(weights_before.values()) as assigned:
+    with _initial_values_recorded() as initial_value, _assignments_recorded(weights_before) as assigned:
         yield outcome
 
     pairs = [(then, ops.copy(each.counters.counts)) for then, each in zip(counts_before, optimizers, strict=True)]
@@ -109,11 +112,9 @@ def _initial_values_recorded() -> Iterator[Callable[[keras.Variable], tuple[kera
 
     def record(create: Callable[..., tf.Variable], **arguments: Any) -> tf.Variable:
         variable = create(**arguments)
-        if tf.executing_eagerly():
-            initial_values[id(variable)] = tf.identity(variable)
-        else:  # the variable has no value until the graph runs
-            value = arguments["initial_value"]
-            initial_values[id(variable)] = tf.cast(value() if callable(value) else value, variable.dtype)
+        # In a graph, the variable has no value until the graph runs.
+        value = variable if tf.executing_eagerly() else arguments["initial_value"]
+        initial_values[id(variable)] = tf.identity(tf.cast(value() if callable(value) else value, variable.dtype))
         return variable
 
     def initial_value(variable: keras.Variable) -> tuple[keras.Variable, Any]:
@@ -126,42 +127,32 @@ def _initial_values_recorded() -> Iterator[Callable[[keras.Variable], tuple[kera
         yield initial_value
 
 
-class _RecordingAssign:
-    """The `assign` of a weight in a guarded step: records the value before, for each replica whose step has begun."""
-
-    def __init__(self, variable: keras.Variable) -> None:
-        self._variable = variable
-        self.records: dict[int, tuple[Any, dict[int, tuple[keras.Variable, Any]]]] = {}
-
-    def __call__(self, value: Any) -> Any:
-        graph, assigned = self.records.get(distribution.replica_id(), (None, None))
-        # A value that is read in the graph of a branch or loop exists only there.
-        if assigned is not None and graph is _current_graph():
-            before = self._variable, keras_internals.uncast_value(self._variable)
-            assigned.setdefault(id(self._variable), before)
-        return type(self._variable).assign(self._variable, value)
-
-
 @contextlib.contextmanager
-def _assignments_recorded(weights: Iterable[keras.Variable]) -> Iterator[dict[int, tuple[keras.Variable, Any]]]:
+def _assignments_recorded(weights: dict[int, keras.Variable]) -> Iterator[dict[int, tuple[keras.Variable, Any]]]:
     """Yields a dict that gets each of these weights to which code in the context assigns, with its value before.
 
     An optimizer writes TensorFlow's variable inside of Keras', so only weights that other code assigns cost a copy.
     """
     assigned: dict[int, tuple[keras.Variable, Any]] = {}
-    replica, own = distribution.replica_id(), []
-    for weight in weights:  # the replicas of MirroredStrategy are traced in turns, and share the weight
-        recording = vars(weight).setdefault("assign", _RecordingAssign(weight))
-        if replica not in recording.records:  # else an outer guard records it
-            recording.records[replica] = _current_graph(), assigned
-            own.append((weight, recording))
+    token = _recordings.set((*_recordings.get(), (_current_graph(), weights, assigned)))
     try:
         yield assigned
     finally:
-        for weight, recording in own:
-            del recording.records[replica]
-            if not recording.records:
-                del vars(weight)["assign"]
+        _recordings.reset(token)
+
+
+def assign_patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches `keras.Variable.assign` to record the values before."""
+
+    @functools.wraps(original)
+    def assign(self: keras.Variable, value: Any) -> Any:
+        for graph, weights, assigned in _recordings.get():
+            # A value that is read in the graph of a branch or loop exists only there.
+            if id(self) in weights and id(self) not in assigned and graph is _current_graph():
+                assigned[id(self)] = self, keras_internals.uncast_value(self)
+        return original(self, value)
+
+    return assign
 
 
 def _current_graph() -> tf.Graph | None:

@@ -1,15 +1,15 @@
-"""What kmp patches in Keras, in two lists.
+"""What kmp patches in Keras.
 
-`_ALWAYS` is in place from the import of kmp on, because a model that was compiled under `enable` has to train alike
-after `disable` and after loading. So are the patches of casts and look-ups, which only make indices exact
-(`exact_indices`), and that of `keras.Layer.__init__` (`kmp.layers`), which conversions in several threads need too.
-Nothing else changes for other models and layers. `_WHILE_ENABLED` is in place while `enable` or `graph_rewrite` is,
-with the patches of the state that stores the global dtype policy and of two functions of the trainer (`kmp.backend`).
-`guarding` wraps `train_step` of single models.
+`_always` is in place from the import of kmp on, because a model that was compiled under `enable` has to train alike
+after `disable` and after loading. The patches of casts and look-ups only make indices exact (`exact_indices`), that of
+`assign` records what a guarded step assigns (`guarding`), and that of `keras.Layer.__init__` (`kmp.layers`) is needed
+by conversions in several threads too. Nothing else changes for other models and layers. While `enable` or
+`graph_rewrite` is on, so are the patches of `compile`, of the state that stores the global dtype policy and of two
+functions of the trainer (`kmp.backend`). `guarding` wraps `train_step` of single models.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,27 +41,23 @@ _policy_at_compile: WeakKeyDictionary[keras.Model, str] = WeakKeyDictionary()
 
 
 def update_patches() -> None:
-    """Applies `_WHILE_ENABLED` if `enable` or the graph rewrite is active, and removes it otherwise."""
+    """Applies the patches that are in place while `enable` or the graph rewrite is, or removes them."""
     if bool(_patches) == bool(active or rewrite_dtypes):
         return
     if _patches:
         while _patches:
             _patches.pop().remove()
-        misuse_warnings.forget_issued_messages()
+        misuse_warnings.issued_messages.clear()
         return
-    for patches in (
-        replace_policy_state(current_settings),
-        trainer_fixes.apply_multi_worker_fixes(),
-        _apply(_WHILE_ENABLED),
-    ):
-        _patches.extend(patches)  # one by one, so that after an error all that were applied can be removed
+    _patches.extend(replace_policy_state(current_settings))  # one by one: after an error, what is patched is removed
+    _patches.extend(trainer_fixes.apply_multi_worker_fixes())
+    _patches.append(_replace("compile", _compile_patch))
 
 
-def _apply(patches: dict[str, Callable[[Any], Any]]) -> Iterator[Replacement]:
-    # Patch the class that defines each method, not `keras.Model`: `compile_from_config` takes a `compile` defined there
+def _replace(name: str, make: Callable[[Any], Any]) -> Replacement:
+    # Patch the class that defines a method, not `keras.Model`: `compile_from_config` takes a `compile` defined there
     # for a user's override and then does not compile a loaded model.
-    for name, make in patches.items():
-        yield Replacement(defining_class(keras.Model, name), name, make)
+    return Replacement(defining_class(keras.Model, name), name, make)
 
 
 def _is_managed(model: keras.Layer) -> bool:
@@ -147,8 +143,7 @@ def _prepared(model: keras.Model, train_function: Callable[[Any], Any]) -> Calla
 
 def _losses_patch(original: property) -> property:
     """Casts losses that layers add in 16 bits: `fit` fails if it adds them to a float32 loss, and so does a loop."""
-    read = original.fget
-    assert read is not None
+    read: Any = original.fget
 
     @functools.wraps(read)
     def losses(self: keras.Layer) -> list[Any]:
@@ -167,15 +162,11 @@ def _compute_metrics_patch(original: Callable[..., Any]) -> Callable[..., Any]:
     return compute_metrics
 
 
-_ALWAYS: dict[str, Callable[[Any], Any]] = {
-    "compute_metrics": _compute_metrics_patch,
-    "losses": _losses_patch,
-    "make_train_function": _make_train_function_patch,
-}
-_WHILE_ENABLED: dict[str, Callable[[Any], Any]] = {"compile": _compile_patch}
-
 _always = [
-    *_apply(_ALWAYS),
+    _replace("compute_metrics", _compute_metrics_patch),
+    _replace("losses", _losses_patch),
+    _replace("make_train_function", _make_train_function_patch),
+    Replacement(defining_class(keras.Variable, "assign"), "assign", guarding.assign_patch),
     *exact_indices.apply_patches(),
     *layers.apply_patches(is_enabled=lambda: bool(active)),
 ]

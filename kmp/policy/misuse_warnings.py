@@ -11,20 +11,15 @@ from kmp.policy import guarding
 from kmp.policy.optimizers import all_optimizers_of
 from kmp.utils import FLOAT16, FLOAT32, user_messages
 
-_issued_messages: set[str] = set()  # by message rather than by model: a model that is loaded again does not warn again
+issued_messages: set[str] = set()  # by message rather than by model: a model that is loaded again does not warn again
 
 
 def warn_once(layer: keras.Layer, mistake: str) -> None:
     """Issues a warning once: `mistake` continues the sentence after the layer's class and name."""
     message = f"{type(layer).__name__} {layer.name!r} {mistake}"
-    if message not in _issued_messages:
-        _issued_messages.add(message)
+    if message not in issued_messages:
+        issued_messages.add(message)
         user_messages.warn(message)
-
-
-def forget_issued_messages() -> None:
-    """Makes every warning be issued again."""
-    _issued_messages.clear()
 
 
 _IN_FLOAT16 = (
@@ -91,7 +86,7 @@ def warn_before_training(model: keras.Model) -> None:
         warn_once(model, _NOT_FLOAT16)
     unscaled = [optimizer for optimizer in optimizers if not isinstance(optimizer, LossScaleOptimizer)]
     if unscaled and len(unscaled) < len(optimizers):  # beside one that scales, which a step of Keras uses alone
-        has_own_step = type(model).train_step is not keras.Model.train_step
+        has_own_step = not guarding.has_keras_step(model)
         unscaled = [optimizer for optimizer in unscaled if has_own_step and optimizer is not model.optimizer]
     if FLOAT16.name in dtypes and unscaled:
         classes = [f"{type(each).__module__.partition('.')[0]}.{type(each).__name__}" for each in unscaled]

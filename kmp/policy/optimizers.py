@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Unpack
-from weakref import WeakKeyDictionary
 
 import keras
 
@@ -10,8 +9,6 @@ from kmp.backend import sublayers
 from kmp.optimizer import LossScaleOptimizer, resolve_optimizer
 from kmp.policy.active_settings import current_settings
 from kmp.scaling import DynamicScale, LossScaleSettings, override
-
-_settings_calls: WeakKeyDictionary[LossScaleOptimizer, str] = WeakKeyDictionary()
 
 
 def wrap(
@@ -48,7 +45,7 @@ def wrap(
         jit_compile = enabled is not None and enabled.jit_compile
     inherited = enabled.settings if enabled else LossScaleSettings()
     wrapped = LossScaleOptimizer(optimizer, **override(inherited, **loss_scale_settings), jit_compile=jit_compile)
-    _settings_calls[wrapped] = "kmp.wrap" if loss_scale_settings or enabled is None else "kmp.enable"
+    wrapped.settings_call = "kmp.wrap" if loss_scale_settings or enabled is None else "kmp.enable"
     return wrapped
 
 
@@ -74,13 +71,8 @@ def rewrap(optimizer: keras.optimizers.Optimizer, original: LossScaleOptimizer) 
     """Wraps an optimizer with the settings of another one's wrapper."""
     settings = {name: value for name, value in original.get_config().items() if name != "inner_optimizer"}
     wrapped = LossScaleOptimizer(optimizer, **settings)
-    _settings_calls[wrapped] = settings_call(original)
+    wrapped.settings_call = original.settings_call
     return wrapped
-
-
-def settings_call(optimizer: LossScaleOptimizer) -> str:
-    """Returns the call that the loss scale's settings come from: `"kmp.enable"`, `"kmp.wrap"` or that of the class."""
-    return _settings_calls.get(optimizer, "kmp.LossScaleOptimizer")
 
 
 def optimizers_of(model: keras.Model) -> list[LossScaleOptimizer]:

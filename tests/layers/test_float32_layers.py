@@ -80,6 +80,26 @@ def test_float32_passes_masks_to_the_layer(enabled):
     assert wrapped.compute_mask(ops.convert_to_tensor(x)).numpy().tolist() == [[True] * 4 + [False] * 2]
 
 
+class CreatesInBuild(keras.layers.Layer):
+    """Creates its layer for the shapes of two inputs."""
+
+    def build(self, x_shape, other_shape):
+        self.dense = keras.layers.Dense(2)
+        self.dense.build(x_shape)
+
+    def call(self, x, other):
+        return self.dense(x) + other
+
+
+def test_float32_builds_a_recurrent_layer_and_sets_what_a_first_call_creates(enabled):
+    recurrent = Float32(keras.layers.LSTM(2))
+    recurrent.build((None, 3, 4))
+    assert recurrent.layer.built
+    layer = Float32(CreatesInBuild())
+    layer(np.ones((1, 2), "float16"), np.ones((1, 2), "float16"))
+    assert layer.layer.dense.compute_dtype == "float32"
+
+
 def test_float32_rejects_a_layer_with_half_precision_variables():
     with kmp.enable("float16"):
         built = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])

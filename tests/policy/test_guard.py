@@ -255,6 +255,26 @@ def test_normalized_kernel_keeps_an_applied_step_if_another_step_is_skipped():
     assert not np.array_equal(before, model.layers[2].layer.kernel)
 
 
+@no_float16_epsilon
+def test_guard_in_a_guarded_eager_step_restores_the_weights_that_its_function_assigns():
+    layers = make("SpectralNormalization").layers
+    model, optimizer = keras.Sequential(layers), kmp.LossScaleOptimizer("sgd")
+    optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(x, y):
+        with kmp.guard(optimizer, model):
+            loss_of = lambda: keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, model(x, training=True)))  # noqa: E731
+            take_step(optimizer, model.trainable_variables, loss_of)
+
+    x, y = map(tf.convert_to_tensor, batch(64.0))
+    before = floats(model)
+    with kmp.guard(kmp.LossScaleOptimizer("sgd"), model):  # takes no step
+        step(x, y)
+    assert optimizer.snapshot().overflow_count == 1
+    assert_equal(before, floats(model))
+
+
 @pytest.mark.parametrize(
     ("arguments", "error_class", "match"),
     [
@@ -263,7 +283,11 @@ def test_normalized_kernel_keeps_an_applied_step_if_another_step_is_skipped():
             TypeError,
             "`optimizer` must be a kmp.LossScaleOptimizer, as.*'adam'",
         ),
-        ((kmp.LossScaleOptimizer("sgd"), "layer"), TypeError, "`layers` must be models or layers. Received: 'layer'"),
+        (
+            (kmp.LossScaleOptimizer("sgd"), "layer"),
+            TypeError,
+            "`layers` must be models or layers. Received: layers='layer'",
+        ),
         ((kmp.LossScaleOptimizer("sgd"),), ValueError, "`layers` must hold the models or layers.*Received: none"),
     ],
 )

@@ -12,9 +12,18 @@ from kmp.backend import defining_class
 X, Y = np.ones((16, 4), "float32"), np.ones((16, 1), "float32")
 
 
+@keras.saving.register_keras_serializable("tests")
+class AddsLoss(keras.layers.Layer):
+    """Adds a loss in its compute dtype; kmp sets a layer with an activity regularizer to float32."""
+
+    def call(self, x):
+        self.add_loss(keras.ops.mean(x))
+        return x
+
+
 def model_that_adds_losses():
     x = keras.Input((4,))
-    model = keras.Model(x, keras.layers.Dense(1)(keras.layers.Dense(8, activity_regularizer="l2")(x)))
+    model = keras.Model(x, keras.layers.Dense(1)(AddsLoss()(x)))
     model.compile("adam", "mse", jit_compile=False)
     return model
 

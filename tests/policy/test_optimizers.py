@@ -3,7 +3,6 @@ import pytest
 from conftest import compiled_model
 
 import kmp
-from kmp.policy import settings_call
 
 STOCK = keras.optimizers.LossScaleOptimizer
 
@@ -30,6 +29,6 @@ def test_settings_call_is_the_one_that_sets_the_loss_scale(name):
     call, make = MADE[name]
     with kmp.enable(growth_interval=7):
         optimizer = make()
-    assert settings_call(optimizer) == call
+    assert optimizer.settings_call == call
     assert optimizer.rule.growth_interval == 7 or call != "kmp.enable"
-    assert settings_call(kmp.wrap("sgd")) == "kmp.wrap"  # without `enable`
+    assert kmp.wrap("sgd").settings_call == "kmp.wrap"  # without `enable`

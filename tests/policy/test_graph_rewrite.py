@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 
 import kmp
-from kmp.policy.grappler_rewrite import PASSES
 
 TESTS = Path(__file__).parent.parent
 WITHOUT_ONEDNN = "TensorFlow's bfloat16 pass does nothing without oneDNN"  # which the tests turn off
@@ -28,6 +27,9 @@ def without_a_gpu(monkeypatch):
     with tf.device("CPU:0"):
         yield
     kmp.graph_rewrite(False)
+
+
+PASSES = {"float16": "auto_mixed_precision", "bfloat16": "auto_mixed_precision_onednn_bfloat16"}
 
 
 def make_model():
@@ -93,7 +95,7 @@ def test_pass_that_does_nothing_here_warns(arguments, match):
 
 @pytest.mark.filterwarnings("ignore:TensorFlow's float16 pass does nothing")
 def test_float16_rewrite_wraps_the_optimizer_of_a_float32_model_and_turns_off_xla():
-    kmp.graph_rewrite(True, dtype="float16")
+    kmp.graph_rewrite(True, dtype=keras.DTypePolicy("float16"))
     model = make_model()
     model.compile("adam", "mse")
     assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
