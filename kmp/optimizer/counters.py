@@ -34,12 +34,39 @@ class Counts(NamedTuple):
 COUNT_INDEX = {name: index for index, name in enumerate(Counts.__annotations__)}
 
 
-@keras.saving.register_keras_serializable("kmp")
-class Counters(keras.Layer):
-    """Counters of steps and overflows, in int64 because TensorFlow keeps int32 variables on the CPU.
+class NamedState(keras.Layer):
+    """State that is saved by name, and loaded as far as a file has it: files of Keras' own class have none.
 
     A layer, because that is Keras' public container of saved state. As a child of the optimizer it is saved separately,
     so the optimizer's list of variables stays the same as that of Keras' own class.
+    """
+
+    def named_variables(self) -> dict[str, keras.Variable]:
+        """Returns the variables by their name in a file."""
+        return {variable.name: variable for variable in self.weights}
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves the variables by name."""
+        for name, variable in self.named_variables().items():
+            store[name] = variable.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads the variables that a file has, or raises an error, before any, if they are those of another model."""
+        names = set(store.keys())  # not a dictionary
+        found = [(each, np.asarray(store[name])) for name, each in self.named_variables().items() if name in names]
+        for variable, value in found:
+            if value.shape != tuple(variable.shape):
+                raise ValueError(
+                    f"The optimizer's {variable.name!r} has shape {value.shape} in the file, but the optimizer needs "
+                    f"{tuple(variable.shape)}: the file was saved with another model."
+                )
+        for variable, value in found:
+            variable.assign(value)
+
+
+@keras.saving.register_keras_serializable("kmp")
+class Counters(NamedState):
+    """Counters of steps and overflows, in int64 because TensorFlow keeps int32 variables on the CPU.
 
     Attributes:
         counts: int64 variable of shape `(8,)`, the fields of `Counts`: one variable is read and written by one
@@ -139,24 +166,6 @@ class Counters(keras.Layer):
                 "overflow_origins_by_variable": by_variable(self.overflow_origins_by_variable),
             }
         )
-
-    def save_own_variables(self, store: Any) -> None:
-        """Saves the counters by name."""
-        for variable in self.weights:
-            store[variable.name] = variable.numpy()
-
-    def load_own_variables(self, store: Any) -> None:
-        """Loads the counters that a file has; files of Keras' class have none. Those of another model are an error."""
-        names = set(store.keys())  # not a dictionary
-        found = [(each, np.asarray(store[each.name])) for each in self.weights if each.name in names]
-        for variable, value in found:
-            if value.shape != tuple(variable.shape):
-                raise ValueError(
-                    f"The loss scale counter {variable.name!r} has shape {value.shape} in the file, but the optimizer "
-                    f"needs {tuple(variable.shape)}: the file was saved with another model."
-                )
-        for variable, value in found:
-            variable.assign(value)
 
     def _counter(self, name: str, shape: tuple[int, ...], dtype: str = "int64") -> keras.Variable:
         options = {"autocast": False, "aggregation": "only_first_replica"}  # the value is the same on all replicas

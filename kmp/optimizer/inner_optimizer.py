@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from kmp.backend import is_keras_class, keras_internals
+from kmp.optimizer.counters import NamedState
 from kmp.utils import validation
 
 # Optimizers that write only through `_WRITE_METHODS`; a test checks each of them with all its options.
@@ -102,28 +103,16 @@ def _writes_unless(
 
 
 @keras.saving.register_keras_serializable("kmp")
-class InnerState(keras.Layer):
-    """Saves and loads the state of an inner optimizer that is not in its `variables`.
-
-    A layer for the same reason as `Counters`: the lists of variables, and the data that Keras' own class saves and
-    loads, do not change.
-    """
+class InnerState(NamedState):
+    """The state of an inner optimizer that is not in its `variables`."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         super().__init__(name="inner_state", dtype="float32", trainable=False)
         # Keras would save an optimizer that is an attribute of this layer.
         self._unlisted_variables = functools.partial(_unlisted_variables, optimizer)
 
-    def save_own_variables(self, store: Any) -> None:
-        """Saves each variable under its name from `_unlisted_variables`."""
-        for name, variable in self._unlisted_variables().items():
-            store[name] = variable.numpy()
-
-    def load_own_variables(self, store: Any) -> None:
-        """Loads the variables that the file has for such an optimizer; files of Keras' own class have none."""
-        for name, variable in self._unlisted_variables().items():
-            if name in store.keys():  # noqa: SIM118  # not a dictionary
-                variable.assign(store[name])
+    def named_variables(self) -> dict[str, keras.Variable]:
+        return self._unlisted_variables()
 
 
 def _unlisted_variables(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]:
