@@ -34,6 +34,7 @@ RULES: tuple[Callable[[RunMetrics], Finding | None], ...] = (
     update_rules.lost_updates,
     underflow_rules.branch,
     underflow_rules.scale_too_small,
+    underflow_rules.wide_range,
     precision_rules.gradients,
 )
 

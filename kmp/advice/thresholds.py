@@ -15,7 +15,7 @@ SMALL_GROWTH_INTERVAL = 200  # a tenth of the default
 # Shares of gradient elements. Subnormal and flushed elements are the smallest; training bears to lose many of them.
 SUBNORMAL_AT_LOW_SCALE = 0.05  # at a scale below 1, to which overflows in one layer have driven it
 MANY_SUBNORMAL = 0.25  # a larger scale costs nothing
-MOSTLY_SUBNORMAL = 0.5  # too many, also where compared gradients agree
+MOSTLY_SUBNORMAL = 0.5  # too many, also where compared gradients agree, or where a larger scale would overflow
 UNDERFLOWED = 0.05  # of one variable
 MANY_FLUSHED = 0.05  # to zero in float16 but not in float32
 MOSTLY_FLUSHED = 0.5  # of one variable

@@ -5,22 +5,19 @@ import math
 from collections.abc import Sequence
 
 from kmp.advice import thresholds
-from kmp.advice.finding import ERROR, INFO, Finding, SetArguments
+from kmp.advice.finding import ERROR, INFO, WARNING, Finding, SetArguments
 from kmp.advice.loss_scale_sweep import usable_scale
 from kmp.advice.run_metrics import RunMetrics, name_of
 from kmp.advice.wording import power
 from kmp.utils import FLOAT32, as_power
 
+_NO_HEADROOM = "a larger loss scale would overflow, and no change was replayed: try"
+
 
 def branch(metrics: RunMetrics) -> Finding | None:
-    """Reports a part of the model whose gradients are all flushed, while those of the rest are not.
-
-    Without headroom for a larger scale, a comparison with float32 shows what is lost and which layers cure it.
-    """
+    """Reports a part of the model whose gradients are all flushed, while those of the rest are not."""
     replay, layers = metrics.clean_replay, metrics.flushed_layers
     if not metrics.is_float16 or replay is None or not layers or metrics.needs_float32_layers:
-        return None
-    if metrics.gradients.headroom < thresholds.SPARE_BITS:
         return None
     names = list(metrics.flushed)
     flushed = [name for name in names if metrics.layer_of(name) in layers]
@@ -30,14 +27,16 @@ def branch(metrics: RunMetrics) -> Finding | None:
     if names.index(alive[0]) > names.index(flushed[-1]):
         return None  # the layers nearest the input: gradients underflow on their way there
     shown = ", ".join(repr(name_of(layer)) for layer in layers[:5])
+    has_headroom = metrics.gradients.headroom >= thresholds.SPARE_BITS
     return Finding(
         "branch_underflow",
         ERROR,
         f"The gradients of {shown} are mostly zero in float16, while those of other layers are not.",
         f"replayed at the loss scale {as_power(replay.loss_scale)}, {len(flushed)} variables have gradients of which "
         f"float16 flushes more than half to zero and float32 none; {len(alive)} variables lose less than 5 %",
-        _larger_scale(metrics),
-        "or a larger loss weight, if these layers belong to one of several outputs",
+        _larger_scale(metrics) if has_headroom else (),
+        f"{'or' if has_headroom else _NO_HEADROOM} a larger loss weight, if these layers belong to one of several "
+        "outputs",
         layers[0],
     )
 
@@ -52,10 +51,7 @@ def scale_too_small(metrics: RunMetrics) -> Finding | None:
     newest, evidence = gradients.finite_samples[-1], []
     headroom = f", with {gradients.headroom:.0f} bits of headroom before overflow" * math.isfinite(gradients.headroom)
     if gradients.subnormal_share > thresholds.MANY_SUBNORMAL:
-        evidence.append(
-            f"{gradients.subnormal_share:.1%} of the nonzero sampled gradient elements are subnormal in float16 at the "
-            f"loss scale in use{headroom}"
-        )
+        evidence.append(f"{_subnormal(metrics)}{headroom}")
     flushed = sum(metrics.flushed.values()) / max(1, len(newest.names))  # the mean over the variables
     if flushed > thresholds.MANY_FLUSHED:
         evidence.append(f"replayed, {flushed:.1%} of the elements of a gradient are zero in float16 but not in float32")
@@ -105,6 +101,31 @@ def _larger_scale(metrics: RunMetrics) -> list[SetArguments]:
     if not metrics.is_fixed and metrics.settings.get("max_scale", math.inf) < 2.0**best:
         arguments["max_scale"] = power(FLOAT32.max_exponent)
     return [SetArguments(metrics.settings_call, arguments)]
+
+
+def wide_range(metrics: RunMetrics) -> Finding | None:
+    """Reports a variable whose large gradients keep the loss scale too low for those of the others."""
+    gradients = metrics.gradients
+    if not metrics.is_float16 or not gradients.finite_samples or gradients.headroom >= thresholds.SPARE_BITS:
+        return None
+    if gradients.subnormal_share <= thresholds.MOSTLY_SUBNORMAL or metrics.needs_float32_layers:
+        return None
+    newest = gradients.finite_samples[-1]
+    largest, smallest = (newest.names[int(values.argmax())] for values in (newest.amax, newest.small_shares))
+    return Finding(
+        "range",
+        WARNING,
+        f"The gradients of {largest} keep the loss scale too low for the others.",
+        f"{_subnormal(metrics)}, {as_power(metrics.scale)}, with {max(gradients.headroom, 0.0):.0f} bits of headroom "
+        f"before overflow; {largest} has the largest gradients, and {smallest} underflows most",
+        note=f"{_NO_HEADROOM} a smaller loss weight for that part, or float32 for {metrics.layer_of(largest)}",
+        location=largest,
+    )
+
+
+def _subnormal(metrics: RunMetrics) -> str:
+    share = f"{metrics.gradients.subnormal_share:.1%} of the nonzero sampled gradient elements"
+    return f"{share} are subnormal in float16 at the loss scale in use"
 
 
 def dead(metrics: RunMetrics) -> Finding | None:

@@ -71,7 +71,8 @@ class Float32(keras.Layer):
     def call(self, inputs: Any, *args: Any, training: bool | None = None, **kwargs: Any) -> Any:
         if self._passes_training:  # Keras itself passes it to a wrapped layer
             kwargs["training"] = training
-        with _built_in_float32(self.layer) if not getattr(self.layer, "built", True) else contextlib.nullcontext():
+        is_unbuilt = isinstance(self.layer, keras.Layer) and not self.layer.built
+        with _built_in_float32(self.layer) if is_unbuilt else contextlib.nullcontext():
             outputs = self.layer(inputs, *args, **kwargs)
         # A float32 tensor must pass through without a cast, which would drop the logits that Keras attaches to the
         # output of softmax.

@@ -5,6 +5,7 @@
 """
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,10 +39,11 @@ from kmp.utils import matching_indices, user_messages, validation
 
 _DEFAULT = scaling.DynamicScale()
 _NO_SCALE = scaling.FixedScale(1.0)
-_SET_AT_CREATION = ("initial_scale", "dynamic_growth_steps", "rule", "jit_compile")
+_SET_AT_CREATION = (*scaling.LossScaleSettings.__annotations__, "dynamic_growth_steps", "rule", "jit_compile")
 _BUILT_AFTER_TRACE = (
-    "`scale_loss` or `unscale` was traced into a tf.function before the optimizer was built, so that it keeps the "
-    "initial loss scale. Call `optimizer.build(model.trainable_variables)` before the first step."
+    "`scale_loss` was traced into another tf.function before the optimizer was built. If that is not traced again, it "
+    "keeps the initial loss scale, and updates have the wrong size as soon as the scale changes. Call "
+    "`optimizer.build(model.trainable_variables)` before the first step."
 )
 _JIT_COMPILE_IGNORED = (
     "`jit_compile=True` does nothing under a distribution strategy. Pass it to `model.compile` instead, if the "
@@ -159,18 +161,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.step_monitor = StepMonitor(requires_scaling=rule != _NO_SCALE)
         self.sampler = None
         self._reset_compiled_step()
-        self._graph_without_scale: Any = None  # the last function that was traced with the initial scale as a constant
+        # The functions into which the initial scale was traced as a constant.
+        self._graphs_without_scale: weakref.WeakSet[Any] = weakref.WeakSet()
         self._order: tuple[int, ...] = ()  # of the variables, from the input to the loss, in the last trace
         self._unscaled_order: list[int] = []
 
     def build(self, var_list: Variables) -> None:
-        """Creates the loss scale, the counters and the inner optimizer's variables.
-
-        Raises:
-            ValueError: If `scale_loss` or `unscale` was traced into a function that is not traced again now.
-        """
-        if self._graph_without_scale not in (None, tensorflow_internals.function_graph()):
-            raise ValueError(_BUILT_AFTER_TRACE)
+        """Creates the loss scale, the counters and the inner optimizer's variables."""
         self._build_sampler(var_list)  # first, because it raises an error for a bad pattern
         # Keras' `build` would also create the variables of these options for the wrapper.
         self.__dict__.update(use_ema=False, gradient_accumulation_steps=None)
@@ -178,7 +175,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             super().build(var_list)
         finally:
             del self.__dict__["use_ema"], self.__dict__["gradient_accumulation_steps"]
-        self._graph_without_scale = None
+        if set(self._graphs_without_scale) - {tensorflow_internals.function_graph()}:
+            user_messages.warn(_BUILT_AFTER_TRACE)
+        self._graphs_without_scale.clear()
         self.counters.build_for(len(var_list))
         self._order = tuple(range(len(var_list)))
         self.step_monitor.build_for(len(var_list))
@@ -203,6 +202,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if loss is None:
             raise TypeError(validation.message("loss", loss, "a tensor or number"))
         loss = ops.convert_to_tensor(loss)
+        graph = tensorflow_internals.function_graph()
+        if not self.built and graph is not None and isinstance(self.rule, scaling.DynamicScale):
+            self._graphs_without_scale.add(graph)
         self.step_monitor.record_loss(loss)
         loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
         return ops.multiply(loss, ops.cast(self.loss_scale, loss.dtype))
@@ -506,7 +508,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return getattr(inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SET_AT_CREATION and name in vars(self):
+        if name in _SET_AT_CREATION and "counters" in vars(self):
             raise AttributeError(f"`{name}` cannot be changed: create a new kmp.LossScaleOptimizer, and compile again.")
         inner = vars(self).get("inner_optimizer")
         is_own = name.startswith("_") or name in vars(self) or name in LossScaleOptimizer.__annotations__
@@ -526,7 +528,5 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _bounded_scale(self, highest: float = scaling.LARGEST_SCALE) -> Any:
         """Returns the scale within the rule's bounds; a file or the user may have written any value to the variable."""
-        if not self.built and not tf.executing_eagerly():
-            self._graph_without_scale = tensorflow_internals.function_graph()
         scale = self.dynamic_scale if self.built else tf.constant(self.rule.initial_scale, tf.float32)
         return self.rule.bounded(scale, highest)

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +16,9 @@ from kmp.optimizer import COUNT_INDEX, LossScaleOptimizer
 from kmp.policy.optimizers import optimizers_of
 from kmp.utils import validation
 
-# The guarded steps that run in this context, the inner ones last: the graph of each, its weights, and what it gets.
-# The replicas of MirroredStrategy are traced in threads of their own.
-_Recording = tuple[tf.Graph | None, dict[int, keras.Variable], dict[int, tuple[keras.Variable, Any]]]
-_recordings: ContextVar[tuple[_Recording, ...]] = ContextVar("_recordings", default=())
+# The guarded steps that run now: the replica and the graph of each, its weights, and what was assigned to these.
+_Recording = tuple[int, tf.Graph | None, dict[int, keras.Variable], dict[int, tuple[keras.Variable, Any]]]
+_recordings: dict[int, _Recording] = {}
 
 
 @contextlib.contextmanager
@@ -134,11 +132,11 @@ def _assignments_recorded(weights: dict[int, keras.Variable]) -> Iterator[dict[i
     An optimizer writes TensorFlow's variable inside of Keras', so only weights that other code assigns cost a copy.
     """
     assigned: dict[int, tuple[keras.Variable, Any]] = {}
-    token = _recordings.set((*_recordings.get(), (_current_graph(), weights, assigned)))
+    _recordings[id(assigned)] = distribution.replica_id(), _current_graph(), weights, assigned
     try:
         yield assigned
     finally:
-        _recordings.reset(token)
+        del _recordings[id(assigned)]
 
 
 def assign_patch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,9 +144,11 @@ def assign_patch(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def assign(self: keras.Variable, value: Any) -> Any:
-        for graph, weights, assigned in _recordings.get():
-            # A value that is read in the graph of a branch or loop exists only there.
-            if id(self) in weights and id(self) not in assigned and graph is _current_graph():
+        for replica, graph, weights, assigned in tuple(_recordings.values()):
+            # The replicas of MirroredStrategy are traced in turns, and share the weight. A value that is read in the
+            # graph of a branch or loop exists only there.
+            is_of_step = graph is _current_graph() and replica == distribution.replica_id()
+            if id(self) in weights and id(self) not in assigned and is_of_step:
                 assigned[id(self)] = self, keras_internals.uncast_value(self)
         return original(self, value)
 

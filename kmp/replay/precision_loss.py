@@ -16,7 +16,6 @@ from kmp.utils import FLOAT16
 
 _MOST_LAYERS = 200
 _VANISHED = 1e-5  # a gradient that small, relative to the largest of a layer, may be nothing but rounding
-_FLUSHED = 0.1  # of the elements of a gradient: then it is lost, however small it is
 
 
 def layer_errors(own: PassResult, exact: PassResult) -> list[LayerError]:
@@ -120,13 +119,11 @@ def gradient_errors(
         mine, reference = _dense(ours, rows) / own.factor, _dense(theirs, rows)
         noise = np.nan if of_half is None else np.sum(np.square(_dense(of_half, rows) - reference))
         values = [np.sum(np.square(mine - reference)), np.vdot(mine, reference), np.sum(np.square(reference)), noise]
-        is_nonzero = reference != 0
-        values += [np.count_nonzero(is_nonzero & (mine == 0)), np.count_nonzero(is_nonzero)]
-        sums[layer_of(name)] = sums.get(layer_of(name), np.zeros(6)) + np.array(values, np.float64)
-    largest = max((each[2] for each in sums.values()), default=0.0)
+        sums[layer_of(name)] = sums.get(layer_of(name), np.zeros(4)) + np.array(values, np.float64)
+    largest = max((square for _, _, square, _ in sums.values()), default=0.0)
     found = []
-    for layer, (difference, product, square, noise, flushed, nonzero) in sums.items():
-        if not square > _VANISHED**2 * largest and flushed <= _FLUSHED * nonzero:
+    for layer, (difference, product, square, noise) in sums.items():
+        if not square > _VANISHED**2 * largest:
             continue
         relative_noise = np.sqrt(noise / square) * noise_factor
         found.append(

@@ -11,7 +11,7 @@ from conftest import sample_from, sequential
 
 import kmp
 from kmp.advice import RunMetrics
-from kmp.advice.finding import ERROR, INFO, WARNING, ComputeInFloat32, SetArguments
+from kmp.advice.finding import ERROR, INFO, WARNING, SetArguments
 from kmp.records import InvalidTargets, NonfiniteOperation, Replay, Run
 
 SMALL_SCALE = ("adam", {"initial_scale": 2.0**-10}, "scale_too_small", "initial_scale=2.0**")
@@ -59,17 +59,14 @@ def test_tiny_gradients_of_a_float32_layer_are_not_reported():
     assert list(kmp.advise(run)) == []
 
 
-@pytest.mark.parametrize("weight", [1e-6, 1e-8])
-def test_head_that_underflows_beside_one_that_keeps_the_scale_low_computes_in_float32(weight):
-    dense, options = keras.layers.Dense, {"initial_scale": 8.0, "growth_interval": 1000}
+def test_layer_that_keeps_the_scale_too_low_for_the_others_is_reported():
+    dense, options = keras.layers.Dense, {"initial_scale": 16.0, "growth_interval": 1000}
     run = trained_with_outputs(
-        lambda x: [dense(1, name="large")(x), dense(32, name="small", kernel_initializer="ones")(x)],
-        [4e3, weight],
-        **options,
+        lambda x: [dense(1, name="large")(x), dense(32, name="small")(x)], [1e3, 1e-6], **options
     )
     finding = kmp.advise(run)[0]
-    assert (finding.cause, finding.edits) == ("precision_loss", (ComputeInFloat32("small", "Dense"),))
-    assert "with these layers in float32 the gradients for the batch agree" in finding.note
+    assert (finding.cause, finding.location.partition("/")[0], finding.edits) == ("range", "large", ())
+    assert "no change was replayed: try a smaller loss weight for that part, or float32 for large" in finding.note
 
 
 DYNAMIC = {"rule": "DynamicScale", "initial_scale": 2.0**15, "growth_interval": 2000, "compute_dtypes": ["float16"]}
@@ -289,6 +286,19 @@ def test_usable_scale_below_the_minimum_is_advised_as_the_minimum(steps, change)
     replay = replay_of(loss=1.0, float32_loss=1.0, is_finite_in_float32=True, float32_layers=[], usable_scale=2.0**3)
     (finding,) = advice_of(STUCK | {"step": steps, "loss_scale": 2.0**10, "replay": replay}, min_scale=2.0**10)
     assert (finding.cause, finding.location, finding.change) == ("scale_too_large", "min_scale", change)
+
+
+def test_head_that_is_flushed_beside_one_that_keeps_the_scale_low_has_no_change_that_was_replayed():
+    # The layer nearest the input is alive too, so that this is no underflow on the way there.
+    variables = {"first/kernel": gradient(15), "a/kernel": ALL_ZERO, "b/kernel": gradient(15)}
+    rows = [{"step": n, "loss_scale": 2.0**12, "sample": sample_from(n, 2.0**12, variables)} for n in (1, 50, 100)]
+    rows[0]["replay"] = clean_replay(2.0**12, flushed={"a/kernel": 1.0})
+    finding = advice_of(*rows, layers={"a": "Dense", "b": "Dense"})[0]
+    assert (finding.cause, finding.location) == ("branch_underflow", "a")
+    assert (finding.edits, finding.note.partition(":")[0]) == (
+        (),
+        "a larger loss scale would overflow, and no change was replayed",
+    )
 
 
 # Updates.

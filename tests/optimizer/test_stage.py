@@ -65,14 +65,25 @@ def test_unscale_and_apply_may_be_traced_into_two_functions(weight):
     assert optimizer.snapshot().overflow_count == 1
 
 
-@pytest.mark.parametrize("apply_function", [tf.function, lambda function: function])
-def test_function_that_scales_a_loss_is_traced_after_the_optimizer_is_built(weight, apply_function):
+@pytest.mark.parametrize("is_traced", [True, False])
+def test_function_that_scales_a_loss_before_the_optimizer_is_built_warns(weight, is_traced):
     optimizer = optimizer_for(weight, build=False)
     scaled = tf.function(lambda: [gradient_of(weight, optimizer.scale_loss)])
-    with pytest.raises(ValueError, match=r"keeps the initial loss scale. Call `optimizer.build"):
-        apply_function(lambda gradients: optimizer.apply(gradients, [weight]))(scaled())
-    assert not optimizer.built
-    # A loop is a graph in the function's graph, and is traced again with it.
+
+    def apply(gradients):
+        if is_traced:  # by this function itself, too
+            optimizer.scale_loss(1.0)
+        optimizer.apply(gradients, [weight])
+
+    with pytest.warns(UserWarning, match=r"keeps the initial loss scale.* Call `optimizer.build"):
+        (tf.function(apply) if is_traced else apply)(scaled())
+
+
+def test_function_that_scales_a_loss_and_builds_the_optimizer_is_traced_again(weight):
+    for loss_scale in ("dynamic", 8.0):  # a fixed scale is a constant anyway
+        optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.0), loss_scale=loss_scale)
+        if loss_scale != "dynamic":
+            optimizer.apply(tf.function(lambda o=optimizer: [gradient_of(weight, o.scale_loss)])(), [weight])
     optimizer = optimizer_for(weight, build=False)
 
     @tf.function

@@ -59,7 +59,9 @@ def test_inner_optimizer_keeps_attributes_with_the_names_of_the_wrapper():
     assert optimizer.inner_optimizer is inner
 
 
-@pytest.mark.parametrize("name", ["initial_scale", "dynamic_growth_steps", "rule", "jit_compile"])
+@pytest.mark.parametrize(
+    "name", ["initial_scale", "growth_interval", "dynamic_growth_steps", "hysteresis", "rule", "jit_compile"]
+)
 def test_setting_of_the_loss_scale_cannot_be_changed_without_effect(name):
     optimizer = kmp.LossScaleOptimizer("adam")
     with pytest.raises(AttributeError, match=f"`{name}` cannot be changed: create a new kmp.LossScaleOptimizer"):
