@@ -131,7 +131,9 @@ def _file_to_write(*endings: str) -> Callable[[str], Path]:
 
     def file_to_write(text: str) -> Path:
         path = Path(text)
-        if not text.lower().endswith(endings):
+        if text == "-" and "-" in endings:  # the standard output
+            return path
+        if path.suffix.lower() not in endings:
             raise argparse.ArgumentTypeError(f"must end in {' or '.join(endings)}, received {text!r}")
         nearest = next(found for found in (path, *path.absolute().parents) if found.exists())
         if nearest.is_dir() == (nearest == path) or not os.access(nearest, os.W_OK):

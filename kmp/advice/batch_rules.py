@@ -60,7 +60,7 @@ def targets(metrics: RunMetrics) -> Finding | None:
             WARNING,
             f"The targets {y} are from {low} to {high}, but binary cross-entropy takes numbers from 0 to 1.",
             f"in a batch of the training {y} was from {low} to {high}",
-            [PrepareData(f"{y} = ({y} - {low}) / ({high} - {low})")],
+            [PrepareData(f"{y} = ({y} - {low}) / ({high} - {low})")] if low != high else (),
             "in training, in validation and later",
             y,
         )

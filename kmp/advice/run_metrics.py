@@ -119,6 +119,12 @@ class RunMetrics:
         return bool(self.run.comparisons) and 2 * self.run.comparisons[-1][0] >= self.steps
 
     @property
+    def agrees_late(self) -> bool:
+        """Whether a comparison was in the second half of the run, and the errors of compared gradients are small."""
+        error = self.largest_gradient_error
+        return self.is_compared_late and error is not None and error < thresholds.SMALL_GRADIENT_ERROR
+
+    @property
     def needs_float32_layers(self) -> bool:
         """Whether all comparisons with harmful errors of gradients had them at the largest usable loss scale too."""
         harmful = [replay for _, replay in self.run.comparisons if any(e.is_harmful for e in replay.gradient_errors)]

@@ -146,7 +146,9 @@ def min_scale(metrics: RunMetrics) -> Finding | None:
 def hysteresis(metrics: RunMetrics) -> Finding | None:
     """Reports a hysteresis that keeps a scale which overflows again and again."""
     value, replay = metrics.settings.get("hysteresis", 1), metrics.backward_replay
-    if metrics.is_fixed or not metrics.is_stuck or metrics.nonfinite_losses or (replay and replay.float32_layers):
+    if metrics.is_fixed or not metrics.is_stuck or metrics.nonfinite_losses:
+        return None
+    if replay and replay.float32_layers != []:
         return None
     if value <= thresholds.STUCK_AFTER or metrics.consecutive_overflows >= value:
         return None

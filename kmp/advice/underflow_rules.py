@@ -8,8 +8,9 @@ from kmp.advice import thresholds
 from kmp.advice.finding import ERROR, INFO, WARNING, Finding, SetArguments
 from kmp.advice.loss_scale_sweep import usable_scale
 from kmp.advice.run_metrics import RunMetrics, name_of
-from kmp.advice.wording import power
-from kmp.utils import FLOAT32, as_power
+from kmp.advice.wording import larger_scale
+from kmp.records import layer_of
+from kmp.utils import as_power
 
 _NO_HEADROOM = "a larger loss scale would overflow, and no change was replayed: try"
 
@@ -70,8 +71,11 @@ def scale_too_small(metrics: RunMetrics) -> Finding | None:
         path, count = max(gradients.underflow_origins.items(), key=lambda item: item[1])
         evidence.append(f"the underflow origin is {path} in {count} of {len(gradients.finite_samples)} samples")
     severity, effect, error = ERROR, "is too small: gradients are lost to underflow", metrics.largest_gradient_error
-    is_small = metrics.is_compared_late and error is not None and error < thresholds.SMALL_GRADIENT_ERROR
-    if is_small and flushed <= thresholds.MANY_FLUSHED and gradients.subnormal_share <= thresholds.MOSTLY_SUBNORMAL:
+    if (
+        metrics.agrees_late
+        and flushed <= thresholds.MANY_FLUSHED
+        and gradients.subnormal_share <= thresholds.MOSTLY_SUBNORMAL
+    ):
         severity, effect = INFO, "is low: a larger one would keep more bits of small gradients"
         evidence.append(f"compared with float32, the gradients of a layer differ by at most {error:.1%}")
     return Finding(
@@ -96,11 +100,7 @@ def _larger_scale(metrics: RunMetrics) -> list[SetArguments]:
         return [SetArguments(metrics.settings_call, {"loss_scale": "'dynamic'"})]
     if 2.0**best <= metrics.scale:
         return []  # it is in use already
-    arguments = {"loss_scale": "'dynamic'"} if metrics.is_fixed else {}
-    arguments["initial_scale"] = power(best)
-    if not metrics.is_fixed and metrics.settings.get("max_scale", math.inf) < 2.0**best:
-        arguments["max_scale"] = power(FLOAT32.max_exponent)
-    return [SetArguments(metrics.settings_call, arguments)]
+    return [larger_scale(metrics, best)]
 
 
 def wide_range(metrics: RunMetrics) -> Finding | None:
@@ -112,6 +112,9 @@ def wide_range(metrics: RunMetrics) -> Finding | None:
         return None
     newest = gradients.finite_samples[-1]
     largest, smallest = (newest.names[int(values.argmax())] for values in (newest.amax, newest.small_shares))
+    compared = {each.layer for _, replay in metrics.run.comparisons for each in replay.gradient_errors}
+    if metrics.agrees_late and layer_of(smallest) in compared:  # gradients that nearly vanish are not
+        return None
     return Finding(
         "range",
         WARNING,

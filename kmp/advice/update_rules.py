@@ -16,7 +16,6 @@ from kmp.utils import BFLOAT16, FLOAT16, FLOAT32, FloatFormat
 _LARGEST_LOST = 2.0**FLOAT16.flush_exponent
 _WITH_SQUARES = ("Adam", "AdamW", "Lamb", "Nadam")  # divide by the root of a mean of squares, plus epsilon
 _BETA_2 = 0.999  # Keras' default for these optimizers
-_MIXED_FLOAT16 = SetArguments("kmp.enable", {"policy": "'mixed_float16'"})
 _IN_FLOAT32 = "keeps weights and optimizer state in float32; or epsilon=1e-4"
 
 
@@ -32,13 +31,14 @@ def division_by_epsilon(metrics: RunMetrics) -> Finding | None:
     path = replay.nonfinite_variables[0]
     title = "The optimizer divides by zero: its epsilon is 0."
     evidence = f"{of_steps(metrics, metrics.overflows)} were skipped, and {path} contains NaN or Inf since an update"
-    edits, note = [], "where all gradients of a weight were 0, it divides 0 by epsilon"
+    edits: list[Edit] = []
+    note = "where all gradients of a weight were 0, it divides 0 by epsilon"
     if is_always_zero:
         edits = [SetArguments(optimizer_call(metrics), {"epsilon": "1e-7"})]
     if is_float16:
         title = f"The optimizer divides by zero: its epsilon of {epsilon:g} is 0 in float16, the dtype of its state."
         evidence += f". float16 rounds {_LARGEST_LOST:.2g} and less to zero"
-        edits, note = [_MIXED_FLOAT16, *edits], _IN_FLOAT32
+        edits, note = [*_with_float32_weights(metrics, [path], FLOAT16), *edits], _IN_FLOAT32
     return Finding("optimizer_state", ERROR, title, evidence, edits, note, path)
 
 

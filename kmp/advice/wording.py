@@ -7,6 +7,7 @@ from kmp.advice import thresholds
 from kmp.advice.finding import ComputeInFloat32, Edit, SetArguments
 from kmp.advice.run_metrics import RunMetrics, name_of
 from kmp.records import Replay
+from kmp.utils import FLOAT32
 
 
 def of_steps(metrics: RunMetrics, count: int) -> str:
@@ -34,6 +35,14 @@ def in_float32(metrics: RunMetrics, layers: Iterable[str]) -> Sequence[Edit]:
     return [ComputeInFloat32(name_of(path), metrics.class_of(path)) for path in created]
 
 
+def larger_scale(metrics: RunMetrics, exponent: float) -> SetArguments:
+    """Returns the change to a dynamic scale that starts with a power of two."""
+    arguments = ({"loss_scale": "'dynamic'"} if metrics.is_fixed else {}) | {"initial_scale": power(exponent)}
+    if not metrics.is_fixed and metrics.settings.get("max_scale", math.inf) < 2.0**exponent:
+        arguments["max_scale"] = power(FLOAT32.max_exponent)
+    return SetArguments(metrics.settings_call, arguments)
+
+
 def replayed_change(metrics: RunMetrics, replay: Replay, result: str) -> tuple[Sequence[Edit], str]:
     """Returns the change with which a replayed batch had this result, and a note."""
     if replay.float32_layers:
@@ -41,8 +50,7 @@ def replayed_change(metrics: RunMetrics, replay: Replay, result: str) -> tuple[S
     # Gradients that underflow need a larger scale. A smaller one is the matter of the rules about overflows.
     if replay.float32_layers == [] and (replay.usable_scale or 0.0) > replay.loss_scale:
         assert replay.usable_scale is not None
-        edit = SetArguments(metrics.settings_call, {"initial_scale": power(math.log2(replay.usable_scale))})
-        return [edit], f"at this loss scale {result}"
+        return [larger_scale(metrics, math.log2(replay.usable_scale))], f"at this loss scale {result}"
     return [SetArguments("kmp.enable", {"policy": "'float32'"})], f"no few layers were found with which {result}"
 
 

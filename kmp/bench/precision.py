@@ -183,17 +183,13 @@ def measure_training(
     case: str, make_task: Callable[[int], Task], batch: int, mode: str, steps: int, rounds: int
 ) -> list[Measurement]:
     """Measures the training of a model, of which `make_task` returns the task for a batch size, in each format."""
+    gc.collect()  # Keras' models are reference cycles, and the next ones need the memory
     functions = {}
     for name, variant in usable(FORMATS).items():
         task = make_task(_batch_for(name, batch))
         train = timed_training(compiled_model(task, variant.policy, variant.scaling, mode), task, steps)
         functions[name] = lambda task=task, train=train: task.units / train()
-    try:
-        return _compare(TRAINING, case, mode, functions, rounds, task.unit)
-    finally:
-        functions.clear()
-        del train
-        gc.collect()  # Keras' models are reference cycles, and the next ones need the memory
+    return _compare(TRAINING, case, mode, functions, rounds, task.unit)
 
 
 def _batch_for(name: str, batch: int) -> int:

@@ -110,7 +110,7 @@ class BatchReplayer:
         captured = self._capture.read() if is_due else None
         if captured is None or not (is_last or has_overflowed or self._seconds <= _MOST_SECONDS + self._share):
             return None
-        if not has_overflowed and captured.step > self._requested_step + 1:
+        if not has_overflowed and captured.was_skipped:
             self._request(self._capture, snapshot)
             return None  # the batch of a skipped step is no sample of the data
         failed: Failure | None = None
@@ -227,7 +227,7 @@ class BatchReplayer:
 
     def _request(self, capture: BatchCapture, snapshot: Snapshot) -> None:
         """Captures the batch of the next step."""
-        self._requested_step, self._overflows_at_request = snapshot.step, snapshot.overflow_count
+        self._overflows_at_request = snapshot.overflow_count
         capture.request()
 
     def _has_more_overflows(self, snapshot: Snapshot) -> bool:

@@ -107,7 +107,7 @@ class Monitor(OptimizerReader):
     ) -> None:
         super().__init__(optimizer)
         self.log_dir = None if log_dir is None else validation.local_path("log_dir", log_dir)
-        self.every_n_steps = validation.positive_integer("every_n_steps", every_n_steps)
+        self.every_n_steps = min(validation.positive_integer("every_n_steps", every_n_steps), NEVER)
         self.variables = validation.patterns("variables", variables)
         self.reference = None if reference is None else validation.one_of("reference", reference, (AUTO,))
         self.run = Run()
@@ -201,7 +201,7 @@ class Monitor(OptimizerReader):
         if self.is_active and logs is not None:
             learning_rate = getattr(self.optimizer.inner_optimizer, "learning_rate", None)
             record = metrics_record(self._previous.step, epoch, {"learning_rate": learning_rate} | logs)
-            if record["metrics"]:
+            if record["metrics"] and record["step"]:  # without a step the run has not begun
                 self._append(record)
             logs.update(self._logged)
 

@@ -2,6 +2,7 @@
 
 import errno
 import time
+from typing import Any
 
 import keras
 
@@ -40,9 +41,13 @@ class Report(keras.callbacks.Callback):
         if not isinstance(run, Run):
             raise TypeError(f"`run` must be a kmp.records.Run, such as defaults()[0].run. Received: run={run!r}")
         self.run = run
-        self._has_warned = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy has: the settings and the records, without the model, which `fit` sets."""
+        return vars(self) | {"_model": None}
 
     def on_train_begin(self, logs: Logs = None) -> None:
+        self._has_warned = False
         self._records_written = -1
         self._earliest_next_write = 0.0
         if not self._is_chief:

@@ -113,19 +113,21 @@ class StuckDetector(OptimizerReader):
         is_at_min_scale = is_at_min_scale and self._repaired_at <= before.step
         if not (skipped >= self.patience or is_at_min_scale) or streak_start == self._reported_streak_start:
             return
-        if self._monitor:
-            self._monitor.replay_stuck()
+        monitor = self._monitor if self._monitor and _is_of(self._monitor, self.model) else None
+        if monitor:
+            monitor.replay_stuck()
             if self._attached_fallback and self._attached_fallback.repair():
                 return
-            run = self._monitor.run
+            run = monitor.run
         else:
             run = Run([record_of(now, self._first, PARTS)], header(self.model, self.optimizer, has_trained=True))
         self._reported_streak_start = streak_start if skipped else None
         finding = next(iter(advise(run).problems), None)
-        if self._monitor:
+        if monitor:
             for report in self._reports:
-                report.write()
-            self._monitor.write_verdict()
+                if _is_of(report, self.model):
+                    report.write()
+            monitor.write_verdict()
         message = (
             f"{_state_of(now, is_at_min_scale)}\nCause: {finding or _counts_alone(now)}\n{self._save_checkpoint()}"
         )
@@ -137,7 +139,7 @@ class StuckDetector(OptimizerReader):
     @property
     def _attached_fallback(self) -> Float32Fallback | None:
         """The fallback, unless it was never attached to this model: its callback may have been left out."""
-        return self._fallback if self._fallback and self._fallback.model is self.model else None
+        return self._fallback if self._fallback and _is_of(self._fallback, self.model) else None
 
     @property
     def _repaired_at(self) -> int:
@@ -184,3 +186,8 @@ def _counts_alone(now: Snapshot) -> str:
         f"{cause}. kmp.callbacks.defaults() replays such a batch, and names the layer. Where the loss scale was still "
         "falling, a higher patience or a lower initial_scale lets it fall."
     )
+
+
+def _is_of(callback: keras.callbacks.Callback, model: keras.Model) -> bool:
+    """Whether a callback was attached to this model; its callback may have been left out of `fit`."""
+    return callback.model is model

@@ -144,6 +144,8 @@ class _Cloning:
         return type(original)(inputs=inputs, outputs=outputs, name=original.name, **arguments)
 
     def _create_from_config(self, original: Any, policy: str) -> keras.Layer:
+        if isinstance(original, layers.Float32 | layers.Softmax):
+            policy = FLOAT32.name
         dtype = {"dtype": policy} if _has_float_dtype(original) else {}
         new_class: Any = type(original)
         if isinstance(original, layers.Float32):
@@ -154,7 +156,9 @@ class _Cloning:
                 return clone
             if not wraps_layer:  # its config needs the source of a lambda, which an interactive session does not have
                 config = keras.Layer.get_config(original) | dtype
-                if self._plan is None:
+                calls = [call.arguments for call in keras_internals.calls_of(original)]
+                has_one_argument = all(len(each.args) + len(each.kwargs.keys() - {"training"}) == 1 for each in calls)
+                if self._plan is None and has_one_argument:
                     return keras.layers.Lambda(original.layer, **config)
                 return new_class(layer=original.layer, **config)
         if self._plan is None:

@@ -16,8 +16,12 @@ def transfer_compile_state(original: keras.Model, converted: keras.Model, scale_
 
     Warns if the model cannot be compiled or the state does not fit. Without `scale_loss`, a loss scale is removed.
     """
-    if not original.compiled:
-        return
+    if original.compiled:
+        with original.distribute_strategy.scope():
+            _transfer(original, converted, scale_loss)
+
+
+def _transfer(original: keras.Model, converted: keras.Model, scale_loss: bool) -> None:
     try:
         if not is_keras_class(defining_class(type(original), "compile")):
             raise ValueError("its class overrides `compile`")

@@ -67,9 +67,10 @@ class Settings(TypedDict, total=False):
     settings_call: Text
     learning_rate: Number
     epsilon: Number
+    beta_2: Number
     train_step: Text
     layers: Annotated[dict[Text, Text], MOST_VARIABLES]
-    output_layers: Texts
+    output_layers: Annotated[list[Text], MOST_VARIABLES]
     compute_dtypes: Texts
     variable_dtypes: Texts
     float32_variables: Annotated[list[Text], MOST_VARIABLES]

@@ -29,12 +29,14 @@ class CapturedBatch(NamedTuple):
         batch_size: The number of examples in the training batch.
         step: The number of the optimizer step that the batch was trained in.
         loss_scale: The loss scale of that step.
+        was_skipped: Whether that step was skipped.
     """
 
     data: Any
     batch_size: int
     step: int
     loss_scale: float
+    was_skipped: bool = False
 
 
 @dataclass
@@ -74,7 +76,7 @@ class BatchCapture:
         self._loss_scale = keras.Variable(
             "zeros", (), "float32", trainable=False, autocast=False, name="captured_scale"
         )
-        self._captured_slots = _counter("captured_slots")
+        self._captured_slots, self._was_skipped = _counter("captured_slots"), _counter("captured_skip")
         self._slots: list[_Slots] = []
         self.variables: list[ResourceVariable] = []
         self.unrestorable: str | None = None
@@ -158,7 +160,7 @@ class BatchCapture:
         if slots.variables[0].shape[0] is not None:  # padded, for XLA
             tensors = [tensor[:batch_size] for tensor in tensors]
         data = keras.tree.pack_sequence_as(slots.structure, tensors)
-        return CapturedBatch(data, batch_size, step, float(self._loss_scale.numpy()))
+        return CapturedBatch(data, batch_size, step, float(self._loss_scale.numpy()), bool(self._was_skipped.numpy()))
 
     def forget(self) -> None:
         """Forgets the batch, and frees its memory where variables may change their shape."""
@@ -200,6 +202,7 @@ class BatchCapture:
             self._loss_scale.assign(self.optimizer.dynamic_scale if loss_scale is None else loss_scale)
             self._step.assign(self.optimizer.counters.values().step)
             self._captured_slots.assign(index)
+            self._was_skipped.assign(tf.cast(skipped_in_a_row > 0, tf.int64))
 
         rows = {tensor.shape[0] for tensor in tensors}
         may_be_ragged = len(tensors) > 1 and None in rows

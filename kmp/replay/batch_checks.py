@@ -7,15 +7,21 @@ from typing import Any
 import keras
 import numpy as np
 
-from kmp.backend import ResourceVariable, state_restored
+from kmp.backend import ResourceVariable, equal_random_numbers, state_restored
 from kmp.records import BATCH_PARTS, BATCH_X, InvalidTargets
 from kmp.utils import FLOAT16, FLOAT32
 
 _ROUNDING = 1e-3  # beyond 0 and 1, as by resizing a mask
-_BINARY = keras.losses.BinaryCrossentropy, ("binary_crossentropy", "bce", keras.losses.binary_crossentropy)
+_BINARY = (
+    keras.losses.BinaryCrossentropy,
+    ("binary_crossentropy", "bce", "BinaryCrossentropy", keras.losses.binary_crossentropy),
+)
 _SPARSE = (
     keras.losses.SparseCategoricalCrossentropy,
-    ("sparse_categorical_crossentropy", keras.losses.sparse_categorical_crossentropy),
+    (
+        *("sparse_categorical_crossentropy", "SparseCategoricalCrossentropy"),
+        keras.losses.sparse_categorical_crossentropy,
+    ),
 )
 
 
@@ -77,9 +83,9 @@ def invalid_targets(
     model: keras.Model, batch: Sequence[Any], restored: Sequence[ResourceVariable] = ()
 ) -> InvalidTargets | None:
     """Returns the targets of the first output for which they are not all indices of a class."""
-    if len(batch) < 2:
+    if len(batch) < 2 or not any(_is_one_of(loss, _SPARSE) for loss in keras.tree.flatten(model.loss)):
         return None
-    with state_restored(model, restored):
+    with equal_random_numbers(), state_restored(model, restored):
         outputs = model(batch[0], training=False)
     targets, by_key = _by_key(batch[1]), _by_key(outputs)
     if isinstance(batch[1], Mapping) and isinstance(outputs, list | tuple):

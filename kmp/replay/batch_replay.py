@@ -93,7 +93,7 @@ def replay(
     result = run(passes)
     is_finite = result[0].loss is not None if failed == "loss" else result[0].is_finite
     if failed and is_finite and train_step.run and batch_size and batch_size > passes.examples:
-        with contextlib.suppress(TimeoutError):  # the first result stands
+        with contextlib.suppress(TimeoutError, tf.errors.ResourceExhaustedError):  # the first result stands
             result = run(replace(passes, data=_tiled(data, batch_size)))
     return result
 
@@ -174,8 +174,8 @@ def _replay(
     found |= _examine_float32_pass(passes, exact)
 
     own = passes.in_own_precision(reference=exact)
-    usable = _usable_scale(exact, own.marks)
-    found["usable_scale"] = None if usable is None else _power_of_two(min(usable / part, 2.0**FLOAT32.max_exponent))
+    usable = _usable_scale(exact, own.marks, part)
+    found["usable_scale"] = usable
     flushed = {path: _flushed_share(own.gradients[path], each) for path, each in exact.gradients.items()}
     found |= {
         "is_finite": own.is_finite,
@@ -192,7 +192,7 @@ def _replay(
         if was_finite and not math.isfinite(own.loss):
             found |= _compare_compiled(passes, own, exact)
     elif own.is_finite and exact.is_finite and not (own.is_random or exact.is_random):
-        found |= _compare(passes, searching, own, exact, math.sqrt(part), usable or 0.0, largest_norms)
+        found |= _compare(passes, searching, own, exact, math.sqrt(part), (usable or 0.0) * part, largest_norms)
     sample = None if passes.step.run is None else exact.sample(step)
     return Replay(**found), sample
 
@@ -337,16 +337,20 @@ def _finite_loss(passes: Passes, result: PassResult) -> float | None:
     return result.loss if passes.step.run and math.isfinite(result.loss) else None
 
 
-def _usable_scale(exact: PassResult, own: LayerMarks) -> float | None:
-    """Returns the largest power of two times which no gradient in 16 bits comes near float16's maximum.
+def _usable_scale(exact: PassResult, own: LayerMarks, part: float) -> float | None:
+    """Returns the largest loss scale, a power of two, at which no gradient in 16 bits comes near float16's maximum.
 
     Args:
         exact: The pass in float32, which has the magnitudes.
         own: The layers of a pass in the precision of the model. Gradients of those in float32 do not matter.
+        part: What the gradients of outputs are multiplied by in a batch of the training; those of variables are as
+            large there, for a mean over more examples.
     """
     float32_layers = set(own.called) - own.computing_in_16_bits
     gradients = exact.marks.activation_gradients
-    magnitudes = [amax for layer, amax in gradients.items() if layer in own.in_16_bits or layer not in own.called]
+    magnitudes = [
+        part * amax for layer, amax in gradients.items() if layer in own.in_16_bits or layer not in own.called
+    ]
     for path, gradient in exact.gradients.items():
         layer = next((each for each in path_and_parents(path) if each in own.called), "")
         if gradient is not None and layer not in float32_layers:
@@ -354,7 +358,7 @@ def _usable_scale(exact: PassResult, own: LayerMarks) -> float | None:
     largest = max(magnitudes, default=0.0)
     if not largest or not math.isfinite(largest):
         return None
-    return _power_of_two(FLOAT16.max / largest) / 2**_SPARE_BITS
+    return min(_power_of_two(FLOAT16.max / largest) / 2**_SPARE_BITS, 2.0**FLOAT32.max_exponent)
 
 
 def _power_of_two(number: float) -> float:

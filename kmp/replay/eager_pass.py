@@ -1,6 +1,7 @@
 """Eager training steps over a batch, which change nothing of the model."""
 
 import contextlib
+import functools
 import math
 import threading
 import time
@@ -197,7 +198,7 @@ class Passes:
                 raise TimeoutError("the replay of a batch takes too long")
             if received.is_done:
                 return
-            found.is_backward = bool(received.losses)
+            found.is_backward = received.is_backward
             if not found.is_backward and _varies_by_pass(operation, outputs):
                 random_operations.append(operation)
             if watch and not marks.is_measuring:
@@ -233,6 +234,8 @@ class Passes:
                     if not received.is_done:
                         raise
             assigned = [(path, scope.get_current_value(each)) for path, each in variables.items()]
+        if received.gradients and not received.losses:
+            raise RuntimeError("the training step does not pass its loss to scale_loss")
         states = {path: np.asarray(value).astype(np.float64) for path, value in assigned if value is not None}
         gradients = {path: received.gradients.get(id(variable)) for path, variable in self.variables.items()}
         loss = sum(received.losses) if received.losses else math.nan
@@ -275,13 +278,15 @@ class _Received:
 
     Attributes:
         is_done: Whether they have.
+        is_backward: Whether a loss was scaled since the last `apply`: another network may follow.
         losses: The losses before.
         gradients: The gradients by the `id` of the variable, multiplied by `factor`.
     """
 
     def __init__(self, factor: float, runs_to_end: bool) -> None:
-        self._factor, self._runs_to_end, self._are_unscaled = factor, runs_to_end, False
-        self.is_done = False
+        self._factor, self._runs_to_end = factor, runs_to_end
+        self._unscaled: set[int] = set()  # the `id`s of the optimizers whose gradients are
+        self.is_done = self.is_backward = False
         self.losses: list[float] = []
         self.gradients: dict[int, Any] = {}
 
@@ -294,10 +299,11 @@ class _Received:
             def apply(grads: Sequence[Any], trainable_variables: Any = None, *, unscaled: bool | None = None) -> None:
                 if self.is_done:
                     return
-                are_unscaled = self._are_unscaled if unscaled is None else unscaled
+                are_unscaled = id(optimizer) in self._unscaled if unscaled is None else unscaled
                 if are_unscaled or not isinstance(optimizer, LossScaleOptimizer):
                     grads = multiply_gradients(list(grads), self._factor)
-                self._are_unscaled = False
+                self._unscaled.discard(id(optimizer))
+                self.is_backward = False
                 variables = trainable_variables
                 if variables is None:
                     variables = keras_internals.variables_to_train(optimizer)
@@ -312,21 +318,25 @@ class _Received:
         with contextlib.ExitStack() as stack:
             for optimizer in optimizers:
                 if isinstance(optimizer, LossScaleOptimizer):
-                    stack.enter_context(instance_attribute(optimizer, "scale_loss", self._scale_loss))
-                    stack.enter_context(instance_attribute(optimizer, "unscale", self._unscale))
+                    scale_loss = functools.partial(self._scale_loss, id(optimizer))
+                    stack.enter_context(instance_attribute(optimizer, "scale_loss", scale_loss))
+                    unscale = functools.partial(self._unscale, id(optimizer))
+                    stack.enter_context(instance_attribute(optimizer, "unscale", unscale))
                     inner = optimizer.inner_optimizer
                     stack.enter_context(instance_attribute(inner, "apply", apply_of(inner)))
                 stack.enter_context(instance_attribute(optimizer, "apply", apply_of(optimizer)))
             yield
 
-    def _scale_loss(self, loss: Any) -> Any:
+    def _scale_loss(self, optimizer: int, loss: Any) -> Any:
+        self._unscaled.discard(optimizer)
+        self.is_backward = True
         loss = tf.convert_to_tensor(loss)
         loss = tf.cast(loss, keras.backend.result_type(loss.dtype.name, FLOAT32.name))
         self.losses.append(float(np.mean(loss.numpy())))
         return loss * tf.cast(self._factor, loss.dtype)
 
-    def _unscale(self, grads: Sequence[Any]) -> list[Any]:
-        self._are_unscaled = True
+    def _unscale(self, optimizer: int, grads: Sequence[Any]) -> list[Any]:
+        self._unscaled.add(optimizer)
         return multiply_gradients(list(grads), 1.0 / self._factor)
 
 

@@ -106,7 +106,7 @@ class LayerMarks:
 
     def _marking(self, path: str, layer: keras.Layer, is_random: bool, is_quiet: bool) -> Callable[..., Any]:
         call = layer.call
-        is_measured = not is_random and not is_passthrough(layer)
+        is_measured = (is_quiet or not is_random) and not is_passthrough(layer)
 
         @functools.wraps(call)
         def marked_call(*args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """Searches the fewest layers that have to compute in float32 for a sound pass."""
 
+import contextlib
 from collections.abc import Callable, Container, Iterator, Sequence
 
 import tensorflow as tf
@@ -18,7 +19,7 @@ def find_float32_layers(
     factor: float,
     suspects: Sequence[str] = (),
 ) -> tuple[list[str] | None, PassResult | None]:
-    """Returns layers with which a pass is sound if they compute in float32, none of them needless; and a watched pass.
+    """Returns layers with which a pass is sound if they compute in float32; and a watched pass.
 
     Args:
         passes: The passes.
@@ -28,7 +29,8 @@ def find_float32_layers(
         suspects: The paths of layers to try first.
 
     Returns:
-        The paths, `None` if none were found, or the time is over; and the pass in the precision of the model.
+        The paths, none of them needless if the time was enough to try; `None` if none were found. And the pass in the
+        precision of the model.
     """
     own = None
     layers = computing_layers(passes.model)
@@ -66,12 +68,13 @@ def find_float32_layers(
             if larger is None:
                 return None, own
             chosen, result = larger
+    except TimeoutError:
+        return None, own
+    with contextlib.suppress(TimeoutError, ValueError, TypeError, tf.errors.InvalidArgumentError):  # these are enough
         for path in tuple(chosen):
             rest = [other for other in chosen if other != path]
             if is_sound(run(rest)):
                 chosen = rest
-    except TimeoutError:
-        return None, own
     return chosen, own
 
 

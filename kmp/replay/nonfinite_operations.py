@@ -61,6 +61,7 @@ class NonfiniteOperations:
             return
         scalars = [float(values) for values in operands if not np.ndim(values)]
         last = _last_operand(operation, operands)
+        radicand = operands[0] if operation == "Pow" and operands else last
         self.layers_done.append(len(self._marks.called))
         self.found.append(
             NonfiniteOperation(
@@ -73,7 +74,7 @@ class NonfiniteOperations:
                 constant=next((value for value in scalars if np.isfinite(value)), None),
                 is_backward=self.is_backward,
                 has_infinite_constant=any(np.isinf(value) for value in scalars),
-                has_negative_input=bool((last < 0).any()),
+                has_negative_input=bool((radicand < 0).any()),
             )
         )
 
@@ -91,8 +92,11 @@ class NonfiniteOperations:
         results = _float_values(outputs)
         if operation not in _WITHOUT_CANCELLATION or not results or results[0][0] != FLOAT16.name:
             return
+        operands = _float_values(inputs)
+        if not operands:  # the zeros of a mask
+            return
         lost = results[0][1] == 0
-        for _, operand in _float_values(inputs):
+        for _, operand in operands:
             lost = lost & (operand != 0)
         share = float(np.mean(lost)) if lost.size else 0.0
         if share:

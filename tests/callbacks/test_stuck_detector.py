@@ -134,6 +134,14 @@ def test_detector_works_in_a_second_fit_and_for_a_second_model():
                 fit(model, data(slice(0, 250)), [detector])
 
 
+def test_detector_of_default_callbacks_works_without_the_others(tmp_path):
+    callbacks = defaults(report=tmp_path / "report.html")
+    monitor, detector = callbacks[0], next(each for each in callbacks if isinstance(each, StuckDetector))
+    for attached in ([detector], [monitor, detector]):
+        with pytest.raises(StuckError, match="Cause: "):
+            fit(compiled_model(), data(slice(0, 110)), attached)
+
+
 class Unserializable(keras.Model):
     def __init__(self, argument):
         super().__init__()

@@ -132,8 +132,11 @@ def test_layer_that_overflows_with_the_batch_stays_float32_and_is_logged(caplog)
 def test_model_of_two_replicas_stays_mirrored(two_replicas):
     with two_replicas.scope():
         model, batch = models.classifier()
+        model.compile("adam", "mse", jit_compile=False)
+        model.optimizer.build(model.trainable_variables)
     converted = kmp.convert(model)
-    assert type(converted.weights[0].value).__name__ == "MirroredVariable"
+    variables = [converted.weights[0], *converted.optimizer.inner_optimizer.variables[2:4]]
+    assert {type(variable.value).__name__ for variable in variables} == {"MirroredVariable"}
     np.testing.assert_allclose(outputs_of(converted, batch)[0], outputs_of(model, batch)[0], atol=1e-2)
 
 
@@ -157,6 +160,22 @@ def test_levels_of_apex(convert, dtypes):
     in_half = {variable.dtype for variable in converted.weights} == {"float16"}
     assert in_half == (dtypes == ["float16"] * 4)
     np.testing.assert_allclose(outputs_of(converted, batch)[0], outputs_of(model, batch)[0], atol=1e-2)
+
+
+def test_layers_of_kmp_stay_float32_whatever_the_plan_says():
+    final = kmp.layers.Float32(layers.Dense(2))
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(4), kmp.layers.Softmax(), final])
+    converted = kmp.convert(model, float32_layers=False)
+    assert [layer.compute_dtype for layer in converted.layers] == ["float16", "float32", "float32"]
+
+
+def test_float32_function_of_two_arguments_stays_kmps_layer():
+    x, y = keras.Input((4,)), keras.Input((4,))
+    difference = kmp.layers.Float32(lambda a, b: ops.exp(a - b))
+    model = keras.Model([x, y], difference(layers.Dense(4)(x), y))
+    batch = [np.ones((2, 4), "float32"), np.zeros((2, 4), "float32")]
+    restored = kmp.to_float32(kmp.convert(model))
+    np.testing.assert_allclose(outputs_of(restored, batch)[0], outputs_of(model, batch)[0], rtol=1e-6)
 
 
 def test_plan_can_be_saved_edited_and_applied(tmp_path):

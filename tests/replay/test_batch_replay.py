@@ -201,9 +201,13 @@ def test_nan_in_a_variable_is_named():
 
 
 def test_usable_scale_takes_the_size_of_the_training_batch_into_account_unless_the_loss_is_a_sum():
-    for loss, factor in (("mse", 4), (keras.losses.MeanSquaredError(reduction="sum"), 1)):
-        model = model_of(loss=loss)
-        assert replayed(model, batch_size=4 * ROWS).usable_scale == factor * replayed(model).usable_scale
+    # With small inputs the gradients of the outputs are the largest, with large ones those of the kernels.
+    for loss in ("mse", keras.losses.MeanSquaredError(reduction="sum")):
+        for size in (1e-3, 1e3):
+            model, x, y = model_of(loss=loss), np.full((ROWS, 4), size, "float32"), np.ones((ROWS, 1), "float32")
+            whole = [np.tile(each, (4, 1)) for each in (x, y)] if loss == "mse" else (x, y)
+            expected = replayed(model, *whole).usable_scale
+            assert replayed(model, x, y, batch_size=4 * ROWS).usable_scale == expected
 
 
 def test_model_with_float16_variables_is_replayed():

@@ -112,12 +112,52 @@ class TwoOptimizers(Own):
         return {}
 
 
+class UnscaledTogether(TwoOptimizers):
+    """Unscales the gradients of both optimizers before it applies any."""
+
+    def train_step(self, data):
+        x, y = data
+        updates = []
+        for optimizer, layer in zip((self.first, self.second), self.layers, strict=True):
+            variables = layer.trainable_variables
+            with tf.GradientTape() as tape:
+                scaled = optimizer.scale_loss(self.loss_of(y, self(x, training=True)))
+            updates.append((optimizer, optimizer.unscale(tape.gradient(scaled, variables)), variables))
+        for optimizer, gradients, variables in updates:
+            optimizer.apply(gradients, variables)
+        return {}
+
+
+class SecondFails(TwoOptimizers):
+    """Takes the root of a negative number in the step of the second optimizer."""
+
+    def train_step(self, data):
+        x, y = data
+        for optimizer, layer, sign in zip((self.first, self.second), self.layers, (1.0, -1.0), strict=True):
+            variables = layer.trainable_variables
+            with tf.GradientTape() as tape:
+                outputs = tf.cast(self(x, training=True), "float32")
+                roots = tf.sqrt(sign * (tf.square(outputs - y) + 1.0))
+                scaled = optimizer.scale_loss(tf.reduce_mean(roots))
+            optimizer.apply(tape.gradient(scaled, variables), variables)
+        return {}
+
+
+class NotScaled(Own):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(y, self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {}
+
+
 def own_model(kind, *layers, **options):
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(8, name="hidden"), *layers, keras.layers.Dense(1, name="head")]
     model = kind([keras.Input((4,)), *layers], name="own")
     model.compile("sgd", **options)
-    if kind is TwoOptimizers:
+    if issubclass(kind, TwoOptimizers):
         model.first, model.second = kmp.wrap("sgd"), kmp.wrap("sgd")
     return model
 
@@ -129,7 +169,7 @@ def replayed(model, loss_scale=1024.0, data=(X, Y)):
     return replay(model, data, variables, step=1, loss_scale=loss_scale, train_step=step)[0]
 
 
-@pytest.mark.parametrize("kind", [Own, Clipped, InnerApply, Penalized, InFunction, TwoOptimizers])
+@pytest.mark.parametrize("kind", [Own, Clipped, InnerApply, Penalized, InFunction, TwoOptimizers, UnscaledTogether])
 def test_sound_step_is_compared_with_its_gradients_and_changes_nothing(kind):
     model = own_model(kind)
     before = values(model.variables)
@@ -142,6 +182,16 @@ def test_sound_step_is_compared_with_its_gradients_and_changes_nothing(kind):
     np.testing.assert_equal(values(model.variables), before)
     model.train_step((tf.constant(X), tf.constant(Y)))  # a function of the step was not traced without its update
     assert not np.array_equal(values(model.trainable_variables)[0], before[0])
+
+
+def test_forward_pass_of_a_second_network_is_not_backward():
+    found = replayed(own_model(SecondFails)).nonfinite[0]
+    assert (found.operation, found.value, found.is_backward) == ("Sqrt", "nan", False)
+
+
+def test_loss_that_does_not_go_through_scale_loss_is_not_known():
+    with pytest.raises(RuntimeError, match="does not pass its loss to scale_loss"):
+        replayed(own_model(NotScaled))
 
 
 def test_loss_that_is_not_scaled_is_found():
