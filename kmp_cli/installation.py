@@ -37,10 +37,8 @@ class Check:
 
 def driver_check() -> Check:
     """Asks `nvidia-smi` for the driver and the GPUs; the status is `"ok"` only if it reports a GPU."""
-    name, query = (
-        "NVIDIA driver",
-        ["nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"],
-    )
+    name = "NVIDIA driver"
+    query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError:

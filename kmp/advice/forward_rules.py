@@ -123,11 +123,11 @@ def _not_replayed(metrics: RunMetrics) -> Finding:
             "or cast the outputs to float32 before the loss is computed; not tried, because no replay has this loss",
             LOSS_FUNCTION,
         )
-    pattern = "that is most steps, which suggests a layer that fails in float16"
+    pattern = "that is most steps"
     if metrics.ends_nonfinite:
         pattern = f"among them the last {metrics.consecutive_overflows}"
     elif metrics.nonfinite_losses < metrics.steps / 2:
-        pattern = "most losses are finite, which suggests examples that are corrupt, or for which a layer overflows"
+        pattern = "most losses are finite"
     note = "kmp.callbacks.defaults() replays such a batch, and names the first layer that is not finite"
     if metrics.replays:
         note = "no replay shows where: train in float32, to know whether float16 is the cause"

@@ -20,7 +20,6 @@ UNDERFLOWED = 0.05  # of one variable
 MANY_FLUSHED = 0.05  # to zero in float16 but not in float32
 MOSTLY_FLUSHED = 0.5  # of one variable
 MANY_ZEROS = 0.1  # more flushed elements could matter; dropout and ReLU cause zeros too, so a reference decides
-MOSTLY_ZERO = 0.5
 TOLERATED_UNDERFLOW = 1e-3  # at a recommended scale
 FEW_TOO_SMALL = 0.01  # below this the verdict does not give their norm
 MUCH_LOST = 1e-3  # of the norm of all gradients: a thousandth is below the noise of a batch

@@ -1,6 +1,5 @@
 """Rules about what float16 flushes to zero or rounds away."""
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -56,15 +55,6 @@ def scale_too_small(metrics: RunMetrics) -> Finding | None:
     flushed = sum(metrics.flushed.values()) / max(1, len(newest.names))  # the mean over the variables
     if flushed > thresholds.MANY_FLUSHED:
         evidence.append(f"replayed, {flushed:.1%} of the elements of a gradient are zero in float16 but not in float32")
-    if metrics.clean_replay is None and gradients.zero_share >= thresholds.MOSTLY_ZERO:
-        # No replay shows what was flushed. Underflow leaves zeros in the variables nearest the input.
-        all_zero = set(gradients.all_zero_variables)
-        nearest = list(itertools.takewhile(all_zero.__contains__, newest.named(newest.totals > 0)))
-        if nearest and gradients.headroom >= 2 * thresholds.SPARE_BITS:
-            evidence.append(
-                f"{gradients.zero_share:.1%} of the elements are exactly zero, including all elements of the "
-                f"{len(nearest)} variables nearest the input{headroom}"
-            )
     if not evidence:
         return None
     if gradients.underflow_origins:

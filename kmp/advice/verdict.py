@@ -83,13 +83,13 @@ def _unknown(metrics: RunMetrics) -> Iterator[str]:
         )
     has_reference = gradients.curve is not None and gradients.curve.is_measured
     are_many_zeros = gradients.zero_share > thresholds.MANY_ZEROS or bool(gradients.all_zero_variables)
-    if not has_reference and are_many_zeros:
-        yield _zeros(metrics)
     if _lost_norm(metrics) > thresholds.MUCH_LOST if has_reference else are_many_zeros:
+        variables = metrics.unexplained_zero_variables
+        named = variables[0] if len(variables) == 1 else f"{len(variables)} variables"
         yield _doubt(
-            "whether float16 flushed the gradient elements that are exactly zero",
-            "a replay, with Keras' training step on one replica, or fewer zeros with "
-            f"{metrics.settings_call}(initial_scale=2.0**24)",
+            f"whether float16 flushed the gradient elements that are exactly zero, {gradients.zero_share:.1%}"
+            f"{f', including all of {named}' if variables else ''}",
+            f"a replay, or fewer zeros with {metrics.settings_call}(initial_scale=2.0**24)",
         )
     if metrics.flushed_layers:
         yield _doubt(
@@ -181,18 +181,3 @@ def _lost_norm(metrics: RunMetrics) -> float:
     sample = metrics.gradients.finite_samples[-1]
     lost = math.sqrt(metrics.gradients.underflow_share * sample.histogram.total) * 2.0**FLOAT16.flush_exponent
     return lost / metrics.scale / sample.largest if sample.largest else math.inf
-
-
-def _zeros(metrics: RunMetrics) -> str:
-    """Returns what is known of zeros without a float32 reference, and why there is none."""
-    variables, error = metrics.unexplained_zero_variables, metrics.run.last("replay_error")
-    named = variables[0] if len(variables) == 1 else f"{len(variables)} variables"
-    including = f", including all of {named}" if variables else ""
-    reason = ""
-    if error:
-        reason = f"; the replay of a batch failed with {error}"
-    elif all(replay.is_forward_only for replay in metrics.replays):
-        reason = (
-            "; no batch was replayed, which needs reference='auto', Keras' training step, one replica and dense inputs"
-        )
-    return f"{metrics.gradients.zero_share:.1%} are exactly zero{including}{reason}."

@@ -12,6 +12,7 @@ from kmp.backend.keras_internals import created_layers as created_layers
 from kmp.backend.keras_internals import defining_class as defining_class
 from kmp.backend.keras_internals import direct_sublayers as direct_sublayers
 from kmp.backend.keras_internals import functional_outputs as functional_outputs
+from kmp.backend.keras_internals import global_policy as global_policy
 from kmp.backend.keras_internals import instance_attribute as instance_attribute
 from kmp.backend.keras_internals import is_keras_class as is_keras_class
 from kmp.backend.keras_internals import is_passthrough as is_passthrough

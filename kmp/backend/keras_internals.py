@@ -176,6 +176,17 @@ def layer_names_restored() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def global_policy(policy: str) -> Iterator[None]:
+    """Sets Keras' global dtype policy of this thread in the context."""
+    previous = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(previous)
+
+
+@contextlib.contextmanager
 def instance_attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
     """Sets an attribute in the context, without Keras' `__setattr__`, which would track it; `None` removes it."""
     previous = vars(instance).pop(name, None)

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from kmp import layers
+from kmp.backend import global_policy
 from kmp.bench.measurement import MODES
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarding
@@ -115,12 +116,8 @@ def bert(batch: int, length: int) -> Task:
 
 def compiled_model(task: Task, policy: str, scaling: str, mode: str) -> keras.Model:
     """Returns a new compiled model of a task, with `BARE`, `KERAS` or `OURS` as scaling, in one of `MODES`."""
-    previous_policy = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(policy)
-    try:
+    with global_policy(policy):
         model = task.build()
-    finally:
-        keras.config.set_dtype_policy(previous_policy)
     optimizer: keras.optimizers.Optimizer = keras.optimizers.Adam(1e-4)
     if scaling != BARE:
         optimizer = (keras.optimizers.LossScaleOptimizer if scaling == KERAS else LossScaleOptimizer)(optimizer)

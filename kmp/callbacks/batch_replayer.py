@@ -49,12 +49,7 @@ class BatchReplayer:
     def __init__(self) -> None:
         self._capture: BatchCapture | None = None
         self._step: TrainStep | None = None
-        self._last_replay: Replay | None = None
         self._replayed: CapturedBatch | None = None  # in the last replay
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The model has them, and they cannot be copied.
-        return vars(self) | {"_capture": None, "_step": None, "_replayed": None}
 
     def install(self, model: keras.Model, optimizer: LossScaleOptimizer) -> bool:
         """Adds the capture to the model's training step. Returns whether the step must be traced again."""
@@ -78,11 +73,12 @@ class BatchReplayer:
         self._first = self._seen = snapshot  # at the beginning, and at the last replay because of overflows
         self._overflow_replays = self._zero_replays = self._stuck_replays = 0
         self._zero_share, self._last_step = 0.0, 0  # of the last replay without an overflow
-        self._has_failed, self._last_replay, self._replayed = False, None, None
+        self._has_failed = False
+        self._last_replay: Replay | None = None
         self._largest_norms: dict[str, float] = {}  # of the gradients of each layer, in float32
         self._began, self._seconds, self._examples = time.monotonic(), 0.0, MOST_EXAMPLES
+        self.end()
         if self._capture:
-            self._capture.forget()
             self._request(self._capture, snapshot)
 
     def end(self) -> None:

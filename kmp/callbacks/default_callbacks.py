@@ -52,9 +52,7 @@ def defaults(
     ['Monitor', 'Float32Fallback', 'StuckDetector']
     """
     monitor = Monitor(log_dir, every_n_steps, variables=variables, reference=reference)
-    reports = []
-    if report is not None:
-        reports = [Report(validation.local_path("report", report, (".html",)), run=monitor.run)]
+    reports = [] if report is None else [Report(validation.local_path("report", report, (".html",)), run=monitor.run)]
     has_fallback = validation.boolean("float32_fallback", float32_fallback) and reference is not None
     fallbacks = [Float32Fallback(monitor)] if has_fallback else []
     detector = StuckDetector(on_stuck=on_stuck, checkpoint=checkpoint)

@@ -121,7 +121,8 @@ class Monitor(OptimizerReader):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy has: the settings and the records, without the model, which `fit` sets."""
-        return super().__getstate__() | {"_writer": None, "_lock": None}
+        replayer = self._replayer and BatchReplayer()  # what one holds is the model's, and cannot be copied
+        return super().__getstate__() | {"_writer": None, "_lock": None, "_replayer": replayer}
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._close()  # an interrupted training leaves the log open and its folder locked
@@ -187,7 +188,8 @@ class Monitor(OptimizerReader):
         is_sampled = self.is_active and GRADIENTS in self.parts and self._batches_left <= self.model.steps_per_execution
         if is_sampled and self._samples_until_update <= 0:
             self._steps_before = self.optimizer.counters.read_counts().step
-            self._updates_before = self._applied_updates
+            # The updates of the weights so far; a step that is skipped or accumulates gradients adds none.
+            self._updates_before = int(self.optimizer.iterations.numpy())
             self._weights_before = copies_of(self._selected_variables())
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
@@ -347,11 +349,6 @@ class Monitor(OptimizerReader):
         paths = list(by_path)
         return {paths[index]: by_path[paths[index]] for index in matching_indices(self.variables, paths)}
 
-    @property
-    def _applied_updates(self) -> int:
-        """The updates of the weights so far; a step that is skipped or accumulates gradients adds none."""
-        return int(self.optimizer.iterations.numpy())
-
     def _new_sample(self, snapshot: Snapshot) -> GradientSample | None:
         """Returns the sample of a snapshot, with the update of the weights if it was measured.
 
@@ -369,7 +366,7 @@ class Monitor(OptimizerReader):
         if self.variables is not None:
             sample = sample.select(self.variables)
         is_measured = self._weights_before and sample.step > self._steps_before
-        if is_measured and self._applied_updates > self._updates_before:
+        if is_measured and int(self.optimizer.iterations.numpy()) > self._updates_before:
             sample = with_updates(sample, self._weights_before, self._selected_variables())
             self._measured_updates += 1
             self._samples_until_update = self.updates_every - 1 if self._measured_updates >= self.first_updates else 0

@@ -135,11 +135,8 @@ class Audit:
             renderables.append(Text("\n".join([_PAD, *unaligned])))
         return Group(*renderables)
 
-    def __str__(self) -> str:
-        return _as_text(self.__rich__())
-
     def __repr__(self) -> str:
-        return str(self)
+        return _as_text(self.__rich__())
 
     def _repr_html_(self) -> str:
         console = Console(file=io.StringIO(), width=_WIDTH, record=True, force_jupyter=False)

@@ -127,17 +127,12 @@ def _row(
         rule = rule_for(part, plan.compute_dtype)
     reason = plan.float32.get(part.path, rule.reason)
 
-    if keeps_dtypes:
-        planned_dtype = compute_dtype
+    is_float = not has_dtypes or keras.backend.is_float_dtype(layer.compute_dtype)
+    planned_dtype = plan.compute_dtype if has_dtypes else FOLLOWS_INPUTS
+    if keeps_dtypes or not is_float or is_input:
+        planned_dtype = layer.dtype if is_input else compute_dtype
     elif plan.policy_of(part.path) == FLOAT32.name:
         planned_dtype = FLOAT32.name
-    elif is_input:
-        planned_dtype = layer.dtype
-    elif not has_dtypes:
-        planned_dtype = FOLLOWS_INPUTS
-    else:
-        is_float = keras.backend.is_float_dtype(layer.compute_dtype)
-        planned_dtype = plan.compute_dtype if is_float else layer.compute_dtype
 
     measured: dict[str, Any] = {}
     if reference and candidate:
@@ -194,8 +189,6 @@ def _sizes(layer: Any) -> Iterator[tuple[str, int]]:
             yield "value_dim", layer.value_dim
         case keras.layers.GroupQueryAttention():
             yield "head_dim", layer.head_dim
-        case keras.layers.DepthwiseConv1D() | keras.layers.DepthwiseConv2D():
-            return  # no matrix product
         case keras.layers.SeparableConv1D() | keras.layers.SeparableConv2D():
             yield from zip(("channels", "filters"), layer.pointwise_kernel.shape[-2:], strict=True)
         case keras.layers.Conv1DTranspose() | keras.layers.Conv2DTranspose() | keras.layers.Conv3DTranspose():

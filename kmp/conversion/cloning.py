@@ -8,6 +8,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -17,6 +18,7 @@ from kmp import layers
 from kmp.backend import (
     defining_class,
     functional_outputs,
+    global_policy,
     is_keras_class,
     keras_internals,
     rnn_states,
@@ -66,7 +68,7 @@ def clone_model(model: keras.Model, parts: list[Part], plan: Plan | None) -> tup
     in_float32 = layers.only_in_float32(kept) if plan else contextlib.nullcontext()
     random_state = random.getstate()  # Keras draws seeds from it, but the initial values are overwritten
     try:
-        with in_float32, _global_policy(plan.policy if plan else FLOAT32.name), model.distribute_strategy.scope():
+        with in_float32, global_policy(plan.policy if plan else FLOAT32.name), model.distribute_strategy.scope():
             clone = cloning.clone_of(model)
     finally:
         random.setstate(random_state)
@@ -74,16 +76,6 @@ def clone_model(model: keras.Model, parts: list[Part], plan: Plan | None) -> tup
     pairs = list(cloning.pairs(model, clone))
     _copy_state(model, clone, pairs)
     return clone, {cloning.path_of(original): copy for original, copy in pairs if original is not model}
-
-
-class _Reference:
-    """In a config, Keras deserializes it as an existing object."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def from_config(self, config: Config) -> Any:
-        return self._value
 
 
 class _Cloning:
@@ -126,7 +118,7 @@ class _Cloning:
             config = original.get_config()
             if self._plan is None and original.dtype in DTYPES_16_BIT:  # Keras creates that of a Sequential in 16 bits
                 config["dtype"] = FLOAT32.name
-            with _global_policy(FLOAT32.name):
+            with global_policy(FLOAT32.name):
                 return type(original).from_config(config)
 
         arguments = _arguments_of_graph(original)
@@ -172,7 +164,7 @@ class _Cloning:
             return new_class(**config)
         refused = refused_arguments(original)
         config, references = self._with_references(original, config)
-        with _global_policy(policy), keras.saving.custom_object_scope(references):
+        with global_policy(policy), keras.saving.custom_object_scope(references):
             clone = new_class.from_config({key: value for key, value in config.items() if key not in refused})
         if "name" in refused:
             clone.name = original.name
@@ -223,18 +215,18 @@ class _Cloning:
     def _policy_of(self, path: str) -> str:
         return self._plan.policy_of(path) if self._plan else FLOAT32.name
 
-    def _with_references(self, original: keras.Layer, config: Config) -> tuple[Config, dict[str, _Reference]]:
+    def _with_references(self, original: keras.Layer, config: Config) -> tuple[Config, dict[str, SimpleNamespace]]:
         """Returns a config that refers to clones of sublayers and to functions of the original, and the references.
 
         Settings such as initializers, which may be unregistered too, are those of the original like functions.
         """
         children, used = children_of(original), set[int]()
-        references: dict[str, _Reference] = {}
+        references: dict[str, SimpleNamespace] = {}
         has_own_from_config = defining_class(type(original), "from_config") not in _WITHOUT_DESERIALIZATION
 
         def refer_to(value: Any) -> Config:
             name = f"kmp_reference_{len(references)}"
-            references[name] = _Reference(value)
+            references[name] = SimpleNamespace(from_config=lambda config: value)  # all that Keras calls
             return {"module": None, "class_name": name, "config": {}, "registered_name": name}
 
         def with_sublayers(value: Any) -> Any:
@@ -285,17 +277,6 @@ def _config_of(layer: keras.Layer) -> Config:
 def _has_float_dtype(operation: keras.Operation) -> bool:
     """Whether it is a layer that computes in floats, unlike a look-up of strings or integers."""
     return isinstance(operation, keras.Layer) and keras.backend.is_float_dtype(operation.compute_dtype)
-
-
-@contextlib.contextmanager
-def _global_policy(policy: str) -> Iterator[None]:
-    """Sets Keras' global dtype policy of this thread in the context."""
-    previous = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(policy)
-    try:
-        yield
-    finally:
-        keras.config.set_dtype_policy(previous)
 
 
 def _arguments_of_graph(model: keras.Operation) -> Config | None:

@@ -77,8 +77,6 @@ _ATTENTION = OpRule(
 _STATISTICS = OpRule(RUNS_IN_FLOAT16, "Keras computes the statistics in float32", _KERAS)
 _UPCAST = OpRule(FOLLOWS_INPUTS, "Keras computes it in float32 for every input dtype", _KERAS)
 _NOT_EXAMINED = "a custom layer: kmp does not examine its `call`"
-_CUSTOM_LAYER = OpRule(RUNS_IN_FLOAT16, _NOT_EXAMINED, "kmp")
-_CUSTOM_LAYER_WITHOUT_WEIGHTS = OpRule(FOLLOWS_INPUTS, _NOT_EXAMINED, "kmp")
 _DEFAULT = OpRule(FOLLOWS_INPUTS)
 
 # Class names of the operations in `keras.ops`.
@@ -197,10 +195,9 @@ def _rules_of_layer(layer: keras.Layer, dtype: str) -> Iterator[OpRule]:
     # Not for models that only call layers in a graph, whose `call` is that of Keras, nor for look-ups of strings.
     module = str(getattr(call, "__module__", ""))
     if keras.backend.is_float_dtype(layer.compute_dtype):
-        if not module.startswith(("keras.", "kmp.")):
-            yield _CUSTOM_LAYER if layer.weights else _CUSTOM_LAYER_WITHOUT_WEIGHTS
-        elif layer.weights:
-            yield OpRule(RUNS_IN_FLOAT16)
+        category = RUNS_IN_FLOAT16 if layer.weights else FOLLOWS_INPUTS
+        is_custom = not module.startswith(("keras.", "kmp."))
+        yield OpRule(category, _NOT_EXAMINED, "kmp") if is_custom else OpRule(category)
     yield _DEFAULT
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from kmp.backend import sublayers
+from kmp.backend import global_policy, sublayers
 from kmp.utils import DTYPES_16_BIT, validation
 
 
@@ -176,12 +176,8 @@ def _with_float32_dtype(kwargs: dict[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def _built_in_float32(layer: keras.Layer) -> Iterator[None]:
     """Sets what the building of a layer creates to float32."""
-    policy = keras.config.dtype_policy()
-    keras.config.set_dtype_policy("float32")
-    try:
+    with global_policy("float32"):
         yield
-    finally:
-        keras.config.set_dtype_policy(policy)
     _set_float32(layer)
 
 

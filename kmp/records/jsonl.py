@@ -66,7 +66,8 @@ class LogEncoder:
             if row[key].names == self._names:
                 del data[key]["names"]
             self._names = row[key].names
-        return msgspec.json.encode(data, enc_hook=_python_number).decode() + "\n"
+        # The hook gets the scalars of NumPy.
+        return msgspec.json.encode(data, enc_hook=lambda value: value.item()).decode() + "\n"
 
 
 def to_line(row: Mapping[str, Any]) -> str:
@@ -79,24 +80,10 @@ def check_record(record: Mapping[str, Any]) -> None:
     _RECORD.decode(to_line({"step": 0} | dict(record)))
 
 
-def _python_number(value: Any) -> Any:
-    """Returns the number of a NumPy scalar."""
-    return value.item()
-
-
 def read_log(
     file: Path, *, allow_truncated: bool, on_read: Callable[[int], object] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yields the header and the records of a log, with `GradientSample`s.
-
-    Args:
-        file: The log.
-        allow_truncated: Whether to ignore a truncated last line.
-        on_read: Called after each line with its number of bytes.
-
-    Raises:
-        ValueError: If a line does not conform to the schema. The message names the file, the line and the key.
-    """
+    """Yields the header and the records of a log, with `GradientSample`s; arguments and errors as in `Run.load`."""
     names: tuple[str, ...] | None = None  # of the last sample: the samples of a run share them
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):

@@ -159,7 +159,7 @@ class Run:
         Raises:
             FileNotFoundError: If there is no log.
             TypeError: If `path` is not a path.
-            ValueError: If a line does not conform to the schema.
+            ValueError: If a line does not conform to the schema. The message names the file, the line and the key.
         """
         file = log_file(path)
         if file.exists() and not file.is_file():
@@ -170,11 +170,7 @@ class Run:
 
 
 def log_file(path: str | os.PathLike[str]) -> Path:
-    """Returns the log in a `log_dir`, or `path` itself.
-
-    Raises:
-        TypeError: If `path` is not a path.
-    """
+    """Returns the log in a `log_dir`, or `path` itself."""
     validation.instance("path", path, (str, os.PathLike), "the path of a log, or of its `log_dir`")
     file = Path(path)
     return file / FILE_NAME if file.is_dir() else file

@@ -278,17 +278,13 @@ def _suspicion(tensors: list[tf.Tensor]) -> tf.Tensor:
 
 def _are_capturable(tensors: Sequence[Any], is_xla: bool) -> bool:
     """Whether tensors can be captured: under XLA only if they are not known to have different numbers of rows."""
-    if not tensors or not all(_is_capturable(tensor, is_xla) for tensor in tensors):
-        return False
-    return not is_xla or len({tensor.shape[0] for tensor in tensors}) == 1
-
-
-def _is_capturable(tensor: Any, is_xla: bool) -> bool:
-    if not isinstance(tensor, tf.Tensor | tf.TensorSpec) or not tensor.shape.rank:
-        return False
-    is_static = None not in tensor.shape[1:]
-    dtype = tensor.dtype
-    return (is_static or not is_xla) and (dtype.is_floating or dtype.is_integer or dtype.is_bool)
+    for tensor in tensors:
+        if not isinstance(tensor, tf.Tensor | tf.TensorSpec) or not tensor.shape.rank:
+            return False
+        dtype, is_static = tensor.dtype, None not in tensor.shape[1:]
+        if not (dtype.is_floating or dtype.is_integer or dtype.is_bool) or (is_xla and not is_static):
+            return False
+    return bool(tensors) and (not is_xla or len({tensor.shape[0] for tensor in tensors}) == 1)
 
 
 def _counter(name: str) -> keras.Variable:

@@ -216,11 +216,13 @@ class Passes:
                 if path in self.states:
                     scope.add_update((variable, tf.constant(self.states[path], variable.dtype)))
             stack.enter_context(tensor_float_32(False))
-            stack.enter_context(_functions_run_eagerly())  # a function that is traced here would be used in training
+            # A function that is traced here would be used in the training.
+            stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
+            tf.config.run_functions_eagerly(True)
             stack.enter_context(marks.on(model, self.has_dropout))
             stack.enter_context(received.from_optimizers(self.step.optimizers))
             # The backward pass ends in the first layers; what follows it belongs to none.
-            stack.enter_context(after_each_gradient(lambda: marks.layer, marks.set_layer))
+            stack.enter_context(after_each_gradient(lambda: marks.layer, functools.partial(setattr, marks, "layer")))
             stack.enter_context(watching_operations(observe))
             if self.step.run is None:
                 call_in_training(model, self.batch[0])
@@ -338,16 +340,6 @@ class _Received:
     def _unscale(self, optimizer: int, grads: Sequence[Any]) -> list[Any]:
         self._unscaled.add(optimizer)
         return multiply_gradients(list(grads), 1.0 / self._factor)
-
-
-@contextlib.contextmanager
-def _functions_run_eagerly() -> Iterator[None]:
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)
-    try:
-        yield
-    finally:
-        tf.config.run_functions_eagerly(before)
 
 
 @contextlib.contextmanager

@@ -90,10 +90,6 @@ class LayerMarks:
                 stack.enter_context(instance_attribute(layer, "call", call))
             yield
 
-    def set_layer(self, path: str) -> None:
-        """Sets the layer whose operations run next."""
-        self.layer = path
-
     @property
     def output_error(self) -> float:
         """The largest relative error of the model's outputs."""

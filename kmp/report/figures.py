@@ -41,7 +41,7 @@ def figures(summary: RunSummary) -> dict[str, ReportFigure]:
 
     Without a comparison of layers with float32, there is no `layer_errors`.
     """
-    run, metrics, sample, scales = summary.run, summary.metrics, summary.newest_sample, other_scales(summary)
+    run, metrics, sample, scales = summary.run, summary.metrics, summary.run.last("sample"), other_scales(summary)
     found = {
         "loss_scale": ReportFigure("The loss scale was not recorded."),
         "gradient_exponents": ReportFigure(NOT_SAMPLED),

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from kmp.advice import INFO, Advice, RunMetrics, diagnosis_of
-from kmp.records import RUN_EXPECTED, GradientSample, Run
+from kmp.records import RUN_EXPECTED, Run
 from kmp.report.texts import UNKNOWN, number, scale, share, share_of
 from kmp.utils import validation
 
@@ -35,11 +35,6 @@ class RunSummary:
         """The findings and the verdict."""
         return diagnosis_of(self.metrics)
 
-    @cached_property
-    def newest_sample(self) -> GradientSample | None:
-        """The newest sample, of all variables."""
-        return next(reversed(self.run.samples), None)
-
     @property
     def status(self) -> str:
         """`"error"` or `"warning"`, the severity of the worst finding, `"no problem"` or `"unknown"`."""
@@ -62,8 +57,7 @@ class RunSummary:
     @property
     def skipped_steps(self) -> int | None:
         """The steps skipped since training began, also before a fallback to float32; `None` if not recorded."""
-        count = self.run.last("overflow_count")
-        return None if count is None else int(count)
+        return self.run.last("overflow_count")
 
     @property
     def subtitle(self) -> str:

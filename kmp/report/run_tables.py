@@ -51,7 +51,7 @@ def layer_errors(run: RunSummary) -> Table:
 
 def gradients(run: RunSummary) -> Table:
     """Returns the newest sample by layer. The updates are those of the newest sample that measured them."""
-    sample = run.newest_sample
+    sample = run.run.last("sample")
     if sample is None or not len(sample):
         return Table(note=NOT_SAMPLED)
     names = list(dict.fromkeys(map(layer_of, sample.names)))

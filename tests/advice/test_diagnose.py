@@ -177,7 +177,7 @@ def test_underflow_at_a_lower_scale_is_not_attributed_to_the_scale_in_use():
 def test_all_zero_gradient_makes_the_verdict_ambiguous():
     verdict = advice_of(row_of(50, 2.0**12, **{"net/bias": ALL_ZERO})).verdict
     assert verdict.startswith("It is not known whether float16 hurts this run.")
-    assert "50.0% are exactly zero, including all of net/bias" in verdict
+    assert "are exactly zero, 50.0%, including all of net/bias" in verdict
 
 
 def test_nonfinite_samples_and_references_are_not_used():
