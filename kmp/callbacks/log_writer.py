@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
-import keras
 import tensorflow as tf
 from filelock import FileLock, Timeout
 
@@ -38,14 +37,18 @@ class LogWriter:
 
     @staticmethod
     def check(folder: Path) -> FileLock | None:
-        """Creates the folder, checks that it is writable, and locks it for this process.
+        """Creates the folder, checks that it is writable, and locks it for this process, before a training.
 
+        Closes the files that an interrupted training left open.
         All users of a folder in one process share one lock, which filelock releases when the last one has dropped it,
         or when the process ends, however it ends. `None` where files cannot be locked. `.kmp.lock` stays in the folder.
 
         Raises:
             OSError: If the folder is not writable, or another process has locked it.
         """
+        for writer in [*LogWriter._open.values()]:
+            if writer._folder == folder.resolve() or writer._optimizer() is None:
+                writer._close_files()
         try:
             atomic_files.check_writable(folder)
             with (folder / FILE_NAME).open("a"):
@@ -69,14 +72,11 @@ class LogWriter:
         return lock
 
     @classmethod
-    def open(
-        cls, folder: Path, model: keras.Model, optimizer: LossScaleOptimizer, *, first_step: int, header: Record
-    ) -> "LogWriter":
+    def open(cls, folder: Path, optimizer: LossScaleOptimizer, *, first_step: int, header: Record) -> "LogWriter":
         """Returns the folder's writer: the one that is open for the same training, or a new one.
 
         Args:
             folder: The folder, which exists.
-            model: The model in training.
             optimizer: The optimizer whose records are written.
             first_step: The step that training continues after. If the folder has a log with later records, that log is
                 archived and its records up to this step are carried over.
@@ -86,29 +86,18 @@ class LogWriter:
             ValueError: If the folder has a log that is not kmp's, or that of another optimizer in the same training.
         """
         folder = folder.resolve()  # two paths to one folder have one writer
-        for stale in [writer for writer in cls._open.values() if writer._optimizer() is None]:
-            stale._close_files()
-        writer = cls._open.get(folder)
-        if writer is not None:
-            owner = writer._optimizer()
-            if owner is optimizer and writer._first_step == first_step:
-                return writer
-            if owner and writer._model() is model and owner.snapshot().step == writer._first_step:
-                raise ValueError(
-                    "`log_dir` is in use for another optimizer; give each optimizer its own folder. "
-                    f"Received: log_dir={str(folder)!r}"
-                )
-            writer._close_files()  # an interrupted training left them open
-        writer = cls._open[folder] = cls(folder, model, optimizer, first_step, header)
-        return writer
+        if folder not in cls._open:
+            cls._open[folder] = cls(folder, optimizer, first_step, header)
+        elif cls._open[folder]._optimizer() is not optimizer:
+            raise ValueError(
+                "`log_dir` is in use for another optimizer; give each optimizer its own folder. "
+                f"Received: log_dir={str(folder)!r}"
+            )
+        return cls._open[folder]
 
-    def __init__(
-        self, folder: Path, model: keras.Model, optimizer: LossScaleOptimizer, first_step: int, header: Record
-    ) -> None:
+    def __init__(self, folder: Path, optimizer: LossScaleOptimizer, first_step: int, header: Record) -> None:
         self._folder = folder
-        self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
-        self._first_step = first_step
         self._has_failed = self._has_records = False
         self._encoder = LogEncoder()
         self.fallbacks: list[dict[str, Any]] = []  # the records of the log that this training continues

@@ -260,10 +260,12 @@ def test_notebook_cell_can_run_again_after_an_interrupt_or_a_failure_at_its_firs
     with pytest.raises(KeyboardInterrupt):
         fit(compiled_model(), [*without_replays(tmp_path, every_n_steps=2), Interrupt()])
     model, (x, _) = compiled_model(), small_data()
-    with pytest.raises(ValueError, match="incompatible"):
+    with pytest.raises(ValueError, match="incompatible") as caught:
         model.fit(x[:, :3], x[:, 0], verbose=0, callbacks=without_replays(tmp_path))
-    fit(compiled_model(), without_replays(tmp_path, every_n_steps=10))
+    model.compile("sgd", "sparse_categorical_crossentropy")  # while the traceback holds the callbacks
+    fit(model, without_replays(tmp_path, every_n_steps=10))
     assert logged_steps(tmp_path) == [1, 10, 20]
+    assert caught.traceback
 
 
 def test_log_dir_that_cannot_be_written_raises_before_training(tmp_path):
