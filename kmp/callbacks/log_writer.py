@@ -35,8 +35,8 @@ class LogWriter:
 
     _open: ClassVar[dict[Path, "LogWriter"]] = {}
 
-    @staticmethod
-    def check(folder: Path) -> FileLock | None:
+    @classmethod
+    def check(cls, folder: Path) -> FileLock | None:
         """Creates the folder, checks that it is writable, and locks it for this process, before a training.
 
         Closes the files that an interrupted training left open.
@@ -46,7 +46,7 @@ class LogWriter:
         Raises:
             OSError: If the folder is not writable, or another process has locked it.
         """
-        for writer in [*LogWriter._open.values()]:
+        for writer in [*cls._open.values()]:
             if writer._folder == folder.resolve() or writer._optimizer() is None:
                 writer._close_files()
         try:
