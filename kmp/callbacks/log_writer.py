@@ -39,9 +39,9 @@ class LogWriter:
     def check(cls, folder: Path) -> FileLock | None:
         """Creates the folder, checks that it is writable, and locks it for this process, before a training.
 
-        Closes the files that an interrupted training left open.
-        All users of a folder in one process share one lock, which filelock releases when the last one has dropped it,
-        or when the process ends, however it ends. `None` where files cannot be locked. `.kmp.lock` stays in the folder.
+        Closes the files that an interrupted training left open. All users of a folder in one process share one lock,
+        which filelock releases when the last one has dropped it, or when the process ends, however it ends. `None`
+        where files cannot be locked. `.kmp.lock` stays in the folder.
 
         Raises:
             OSError: If the folder is not writable, or another process has locked it.

@@ -302,8 +302,8 @@ class Monitor(OptimizerReader):
             self._size = sum(map(record_size, self.run.rows))
         folder = self._folder
         if folder is not None and (self._writer is None or self._writer.is_closed):
-            first_step, header_line = self._previous.step, self.run.header
-            self._writer = LogWriter.open(folder, self.optimizer, first_step=first_step, header=header_line)
+            first_step = self._previous.step
+            self._writer = LogWriter.open(folder, self.optimizer, first_step=first_step, header=self.run.header)
 
     def _close(self) -> None:
         self._weights_before = {}

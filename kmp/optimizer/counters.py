@@ -154,7 +154,8 @@ class Counters(NamedState):
             return {path: count for path, count in zip(paths, counts, strict=False) if count}
 
         counts = self.read_counts()._asdict()
-        origin, _ = counts["overflow_origin"], counts.pop("skipped")
+        del counts["skipped"]
+        origin = counts["overflow_origin"]
         losses = zip(("last_loss", "highest_loss"), self.loss_values.numpy().tolist(), strict=True)
         has_loss = has_recorded_loss and counts["step"] > 0
         return (

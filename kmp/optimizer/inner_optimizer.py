@@ -65,8 +65,8 @@ def predicated_writes(
     zeros = {dtype: tf.zeros([], dtype) for dtype in {variable.dtype for variable in tf_variables}}
     negative_zeros = {dtype: -zero for dtype, zero in zeros.items()}  # TensorFlow may replace a constant -0.0 by 0.0
     for variable in tf_variables:
-        neutral = zeros[variable.dtype], negative_zeros[variable.dtype]
-        vars(variable).update(_writes_unless(skip, variable, *neutral))
+        zero, negative_zero = zeros[variable.dtype], negative_zeros[variable.dtype]
+        vars(variable).update(_writes_unless(skip, variable, zero, negative_zero))
     try:
         yield
     finally:

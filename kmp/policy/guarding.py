@@ -147,8 +147,8 @@ def assign_patch(original: Callable[..., Any]) -> Callable[..., Any]:
         for replica, graph, weights, assigned in tuple(_recordings.values()):
             # The replicas of MirroredStrategy are traced in turns, and share the weight. A value that is read in the
             # graph of a branch or loop exists only there.
-            is_of_step = graph is _current_graph() and replica == distribution.replica_id()
-            if id(self) in weights and id(self) not in assigned and is_of_step:
+            is_new = id(self) in weights and id(self) not in assigned
+            if is_new and graph is _current_graph() and replica == distribution.replica_id():
                 assigned[id(self)] = self, keras_internals.uncast_value(self)
         return original(self, value)
 
