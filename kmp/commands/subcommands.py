@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 from rich.console import Console
 
 from kmp import conversion
@@ -67,8 +68,8 @@ def _bench(parsed: argparse.Namespace, console: Console) -> None:
     try:
         comparisons = bench.measure(parsed.only, parsed.quick, parsed.mode, parsed.batch)
         bench.run(console, comparisons, parsed.json)
-    except bench.MeasurementError as error:
-        raise InputError(str(error)) from error
+    except (bench.MeasurementError, tf.errors.OpError) as error:  # such as: the GPU's memory is in use
+        raise InputError(user_messages.one_line(error)) from error
 
 
 def _audit(parsed: argparse.Namespace, console: Console) -> None:

@@ -1,5 +1,6 @@
 """Warnings that point at the line in the user's code, and error messages shortened to one line."""
 
+import re
 import sys
 import textwrap
 import warnings
@@ -24,4 +25,5 @@ def warn(message: str) -> None:
 
 def one_line(error: Exception) -> str:
     """Returns an error's message on one line of at most 200 characters, or its class name if the message is empty."""
-    return textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
+    text = re.sub(r"\{\{function_node \S*\}\} ?", "", str(error))  # TensorFlow's name of the operation comes first
+    return textwrap.shorten(text or type(error).__name__, 200, placeholder=" ...")
