@@ -1,13 +1,10 @@
-import logging
-from functools import partial
-
 import keras
 import numpy as np
 import pytest
-from conftest import another_thread, compiled_model, small_data, small_model
+from conftest import another_thread, compiled_model, small_model
 
 import kmp
-from kmp.policy import hardware_support
+from kmp.backend import defining_class
 
 STOCK_COMPILE = keras.Model.compile
 
@@ -28,7 +25,8 @@ def test_enable_sets_the_policy_and_compile_wraps_with_the_settings_of_the_last_
     assert type(optimizer) is kmp.LossScaleOptimizer
     assert (optimizer.initial_scale, optimizer.rule.growth_interval, optimizer.rule.hysteresis) == (64.0, 7, 2)
     assert isinstance(optimizer.inner_optimizer, keras.optimizers.Adam)
-    kmp.enable(growth_interval=5)
+    kmp.enable("float16", growth_interval=5)
+    assert policy() == "float16"
     rule = compiled_model("adam").optimizer.rule
     assert (rule.initial_scale, rule.growth_interval, rule.hysteresis) == (2.0**15, 5, 1)
 
@@ -48,8 +46,8 @@ def test_disable_restores_the_policy_and_keras_methods():
 def test_handle_is_a_context_manager_that_nests_and_exits_on_an_exception():
     with kmp.enable("mixed_bfloat16") as outer:
         assert "in force" in repr(outer)
-        inner = kmp.enable("mixed_float16", loss_scale=8.0)
-        assert "in force" in repr(inner)
+        inner = kmp.enable(keras.DTypePolicy("mixed_float16"), loss_scale=8.0)
+        assert repr(inner) == "<kmp.enable('mixed_float16', loss_scale=8.0) in force>"
         assert "replaced" in repr(outer)
         keras.config.set_dtype_policy("float32")  # as keras.backend.clear_session() does
         assert "in force, but Keras' policy is 'float32' here" in repr(inner)
@@ -111,60 +109,70 @@ def test_keras_without_the_state_of_the_policy_is_not_supported(monkeypatch):
         kmp.enable()
 
 
-def test_dtype_policy_and_numpy_scalars_are_accepted_as_arguments():
-    with kmp.enable(keras.DTypePolicy("mixed_float16"), growth_interval=100.0, jit_compile=np.bool_(True)) as handle:
-        assert repr(handle).startswith("<kmp.enable('mixed_float16', growth_interval=100.0, jit_compile=True)")
-        assert compiled_model().optimizer.rule.growth_interval == 100
+X, Y = np.ones((8, 4), "float32"), np.zeros((8, 1), "float32")
 
 
-@pytest.mark.parametrize("name", ["mixed_float16", "float16", "mixed_bfloat16", "float32"])
-def test_models_train_without_a_warning_and_get_a_loss_scale_if_they_compute_in_float16(name):
-    kmp.enable(name)
-    model = compiled_model()
-    needs_scale = name in ("mixed_float16", "float16")
-    assert type(model.optimizer) is (kmp.LossScaleOptimizer if needs_scale else keras.optimizers.SGD)
-    model.fit(*small_data(), verbose=0)
-    assert model.layers[0].kernel.dtype == ("float16" if name == "float16" else "float32")
-    assert all(np.isfinite(weight).all() for weight in model.get_weights())
-
-
+@keras.saving.register_keras_serializable("tests")
 class AddsLoss(keras.layers.Layer):
+    """Adds a loss in its compute dtype; kmp sets a layer with an activity regularizer to float32."""
+
     def call(self, x):
         self.add_loss(keras.ops.mean(x) * 3)
         return x
 
 
-@pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16"])
-def test_losses_added_in_16_bits_are_cast_to_float32_where_stock_keras_fails(name):
-    def loss_history():
-        layers = [AddsLoss(), keras.layers.ActivityRegularization(l1=0.25)]
-        model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1, kernel_initializer="zeros")])
-        model.compile("sgd", "mse", jit_compile=False)
-        return model.fit(np.ones((8, 4)), np.zeros((8, 1)), verbose=0).history["loss"]
+def model_that_adds_losses():
+    layers = [AddsLoss(), keras.layers.ActivityRegularization(l1=0.25)]
+    model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1, kernel_initializer="zeros")])
+    model.compile("sgd", "mse", jit_compile=False)
+    return model
 
-    float32_history = loss_history()
+
+def trained_loss(model):
+    return model.fit(X, Y, verbose=0).history["loss"]
+
+
+@pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16"])
+def test_losses_added_in_16_bits_are_cast_to_float32_where_stock_keras_fails(name, tmp_path):
+    expected = trained_loss(model_that_adds_losses())
     with kmp.enable(name):
-        assert loss_history() == float32_history
+        model = model_that_adds_losses()
+    if name == "mixed_float16":  # a loaded model is known by kmp's optimizer
+        model.optimizer.build(model.trainable_variables)
+        model.save(tmp_path / "model.keras")
+        assert trained_loss(keras.models.load_model(tmp_path / "model.keras")) == expected
+    assert trained_loss(model) == expected  # after the block, too
     keras.config.set_dtype_policy(name)
     with pytest.raises(TypeError, match="Cannot convert a list"):
-        loss_history()
+        trained_loss(model_that_adds_losses())
 
 
-@pytest.mark.parametrize("name", ["mixed_float16", "float16"])
-def test_added_losses_are_float32_in_a_custom_loop_and_float16_when_disabled(name, run_step):
-    with kmp.enable(name):
+def test_added_losses_are_float32_in_a_custom_loop_and_float16_when_disabled():
+    with kmp.enable("float16"):
         dense = keras.layers.Dense(4, kernel_regularizer="l2", activity_regularizer="l2")
         model = keras.Sequential([keras.Input((4,)), AddsLoss(), dense])
-
-        @run_step
-        def losses(x):
-            model(x)
-            return model.losses
-
-        in_loop = losses(keras.ops.ones((2, 4)))
-    assert [loss.dtype.name for loss in in_loop] == ["float32"] * 3
-    model(keras.ops.ones((2, 4)))
+        model(X)
+        assert [loss.dtype.name for loss in model.losses] == ["float32"] * 3
+    model(X)
     assert "float16" in {loss.dtype.name for loss in model.losses}
+
+
+def test_models_without_kmp_are_those_of_keras():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = compiled_model()
+    assert type(model.optimizer) is keras.optimizers.LossScaleOptimizer
+    assert "train_step" not in vars(model)
+
+
+@pytest.mark.parametrize("metric", ["top_k_categorical_accuracy", "mse"])
+def test_metrics_of_float16_outputs_are_computed_in_float32(enabled, metric):
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(10, kernel_initializer="ones")])
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, metrics=[metric], run_eagerly=True)
+    x, y = np.full((32, 8), 64.0), np.eye(10)[np.arange(32) % 10]
+    value = model.evaluate(x, y, verbose=0, return_dict=True)[metric]
+    assert np.isfinite(value)
+    assert value > 65504 if metric == "mse" else value <= 1.0
 
 
 def test_optimizer_of_a_model_with_one_nested_float16_layer_is_wrapped():
@@ -184,22 +192,25 @@ def test_compile_does_not_wrap_without_auto_scale_loss_or_an_already_wrapped_opt
     assert model.optimizer is None
 
 
-def test_compile_replaces_keras_loss_scale_optimizer_and_keeps_its_settings(enabled):
+def test_compile_replaces_keras_loss_scale_optimizer_and_keeps_its_settings_unless_it_is_built(enabled):
     stock = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0, dynamic_growth_steps=3)
     optimizer = compiled_model(stock).optimizer
     assert type(optimizer) is kmp.LossScaleOptimizer
     assert optimizer.inner_optimizer is stock.inner_optimizer
     assert (optimizer.rule.initial_scale, optimizer.rule.growth_interval) == (8.0, 3)
+    built, model = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), small_model()
+    built.build(model.trainable_variables)
+    model.compile(built, "mse")
+    assert model.optimizer is built
 
 
-def test_compile_keeps_a_built_keras_loss_scale_optimizer_and_training_warns(enabled):
-    stock, model = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), small_model()
-    stock.build(model.trainable_variables)
-    model.compile(stock, "sparse_categorical_crossentropy")
-    assert model.optimizer is stock
-    with pytest.warns(UserWarning, match="without kmp's loss scale, with keras.LossScaleOptimizer") as caught:
-        model.fit(*small_data(), verbose=0)
-    assert [warning.filename for warning in caught if warning.category is UserWarning] == [__file__]
+def wrapped(compile):
+    """Returns a `compile` as of another library that wraps that of Keras."""
+
+    def wrapping(self, *args, **kwargs):
+        compile(self, *args, **kwargs)
+
+    return wrapping
 
 
 class ForwardsCompileArguments(keras.Sequential):
@@ -207,16 +218,18 @@ class ForwardsCompileArguments(keras.Sequential):
         super().compile(*args, **kwargs)
 
 
-@pytest.mark.parametrize("model_class", [keras.Sequential, ForwardsCompileArguments])
-def test_compile_wraps_the_optimizer_given_by_position_and_the_default_one(enabled, model_class):
-    model = model_class([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mae", None, ["mse"], None, True, 3)
-    assert type(model.optimizer.inner_optimizer) is keras.optimizers.SGD
-    assert (model.loss, model.run_eagerly, model.steps_per_execution) == ("mae", True, 3)
-    model.compile(loss="mse")
-    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
-    with pytest.raises(TypeError, match="multiple values for argument 'loss'"):
-        model.compile("sgd", "mse", loss="mae")
+def test_optimizer_by_position_and_the_default_one_are_wrapped_also_where_others_have_wrapped_compile(monkeypatch):
+    owner = defining_class(keras.Model, "compile")
+    monkeypatch.setattr(owner, "compile", wrapped(owner.compile))
+    with kmp.enable():
+        model = ForwardsCompileArguments([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mae", None, ["mse"], None, True, 3)
+        assert type(model.optimizer.inner_optimizer) is keras.optimizers.SGD
+        assert (model.loss, model.run_eagerly, model.steps_per_execution) == ("mae", True, 3)
+        model.compile(loss="mse")
+        assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
+        with pytest.raises(TypeError, match="multiple values for argument 'loss'"):
+            model.compile("sgd", "mse", loss="mae")
 
 
 def test_settings_of_wrap_override_the_active_ones():
@@ -232,56 +245,53 @@ def test_settings_of_wrap_override_the_active_ones():
     assert kmp.wrap(optimizer) is optimizer
     with pytest.raises(TypeError, match="scaled twice"):
         kmp.wrap(optimizer, growth_interval=4)
+    with pytest.raises(ValueError, match="growth_interval=0"):
+        kmp.wrap("sgd", growth_interval=0)
     with pytest.raises(ValueError, match="`optimizer` must be the name of an optimizer.*nosuch"):
         kmp.wrap("nosuch")
 
 
 @pytest.mark.parametrize("patch_target", ["defining class", "model"])
 def test_disable_keeps_a_later_patch_of_compile_by_another_library(monkeypatch, patch_target):
-    compile_class = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
-    patched_class = compile_class if patch_target == "defining class" else keras.Model
-    monkeypatch.setattr(compile_class, "compile", compile_class.compile)
+    owner = defining_class(keras.Model, "compile")
+    patched_class = owner if patch_target == "defining class" else keras.Model
+    monkeypatch.setattr(owner, "compile", owner.compile)  # what the test changes is restored
     kmp.enable()
-    kmp_compile, calls = patched_class.compile, []
-
-    def other_compile(self, *args, **kwargs):
-        calls.append(self)
-        kmp_compile(self, *args, **kwargs)
-
+    other_compile = wrapped(patched_class.compile)
     monkeypatch.setattr(patched_class, "compile", other_compile, raising=False)
     kmp.disable()
     assert patched_class.compile is other_compile
     keras.config.set_dtype_policy("mixed_float16")
-    model = small_model()
-    model.compile("sgd", "mse")
-    assert calls == [model]
-    assert type(model.optimizer) is keras.optimizers.LossScaleOptimizer
+    assert type(compiled_model().optimizer) is keras.optimizers.LossScaleOptimizer
 
 
-@pytest.mark.parametrize("value", ["half", "", None, 16, "mixed_float8"])
-def test_unknown_policy_raises_and_changes_nothing(value):
-    with pytest.raises((ValueError, TypeError), match="`policy` must be one of 'mixed_float16'"):
-        kmp.enable(value)
-    assert (policy(), keras.Model.compile) == ("float32", STOCK_COMPILE)
-
-
-@pytest.mark.parametrize("call", [kmp.enable, partial(kmp.wrap, "sgd")])
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("initial_scale", -1), ("growth_interval", 0), ("loss_scale", np.nan), ("scale", 2), ("hysteresis", "1")],
+    "argument", [{"policy": "half"}, {"policy": None}, {"growth_interval": 0}, {"hysteresis": "1"}], ids=str
 )
-def test_invalid_setting_raises_and_changes_nothing(call, name, value):
-    with pytest.raises((ValueError, TypeError), match=name):
-        call(**{name: value})
+def test_invalid_argument_raises_and_changes_nothing(argument):
+    (name,) = argument
+    with pytest.raises((ValueError, TypeError), match=f"`{name}` must be"):
+        kmp.enable(**argument)
     assert (policy(), keras.Model.compile) == ("float32", STOCK_COMPILE)
 
 
-def test_enable_logs_the_hardware_support_once(monkeypatch, caplog):
-    monkeypatch.setattr(hardware_support, "_logged", set())
-    monkeypatch.setattr(hardware_support, "hardware", lambda: hardware_support.Hardware(()))
-    with caplog.at_level(logging.INFO, "kmp"):
-        kmp.enable()
-        kmp.enable()
-        kmp.enable("float32")
-    assert [record.name for record in caplog.records] == ["kmp"]
-    assert "no GPU" in caplog.text
+STOCK = keras.optimizers.LossScaleOptimizer
+# The call that sets the loss scale of an optimizer, and one that creates such an optimizer.
+SETTINGS_CALLS = {
+    "compile": ("kmp.enable", lambda: compiled_model(STOCK(keras.optimizers.SGD()))),
+    "stock with settings": ("kmp.wrap", lambda: compiled_model(STOCK(keras.optimizers.SGD(), initial_scale=8.0))),
+    "wrap with settings": ("kmp.wrap", lambda: compiled_model(kmp.wrap("sgd", growth_interval=5))),
+    "class": ("kmp.LossScaleOptimizer", lambda: compiled_model(kmp.LossScaleOptimizer("sgd"))),
+    "convert": ("kmp.enable", lambda: kmp.convert(kmp.to_float32(compiled_model("sgd")))),
+    "convert wrapped": ("kmp.wrap", lambda: kmp.convert(compiled_model(kmp.wrap("sgd", growth_interval=5)))),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS_CALLS)
+def test_settings_call_is_the_one_that_sets_the_loss_scale(name):
+    call, make = SETTINGS_CALLS[name]
+    with kmp.enable(growth_interval=7):
+        optimizer = make().optimizer
+    assert optimizer.settings_call == call
+    assert optimizer.rule.growth_interval == 7 or call != "kmp.enable"
+    assert kmp.wrap("sgd").settings_call == "kmp.wrap"  # without `enable`

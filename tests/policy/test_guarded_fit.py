@@ -5,7 +5,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import assert_equal, compiled_model, small_data, small_model, take_step, without_replays
+from conftest import MODES, assert_equal, compiled_model, small_data, small_model, take_step, without_replays
 from keras import ops
 
 import kmp
@@ -24,64 +24,56 @@ def fit(model, data, **arguments):
     return model.fit(*data, batch_size=8, shuffle=False, verbose=0, **arguments).history
 
 
-class RecordLosses(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.losses = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.losses.append(logs["loss"])
-
-
-def test_nan_loss_is_in_the_logs_of_its_own_batch_and_not_in_the_metrics_of_the_epoch(compile_mode):
-    x, y = data_with_nan(0, 5, 19)
-    keep = np.repeat([batch not in (0, 5, 19) for batch in range(20)], 8)
-    histories, recorders = [], [RecordLosses(), RecordLosses()]
-    for data, recorder in zip([(x, y), (x[keep], y[keep])], recorders, strict=True):
-        keras.utils.set_random_seed(0)
-        metrics = ["accuracy", keras.metrics.SparseCategoricalCrossentropy(name="crossentropy")]
-        model = compiled_model("sgd", metrics=metrics, **compile_mode)
-        histories.append(fit(model, data, callbacks=[recorder]))
+@pytest.mark.parametrize("mode", ["graph", "xla", "steps_per_execution"])
+def test_nan_loss_is_in_the_logs_of_its_own_batch_and_not_in_the_metrics_of_the_epoch(mode):
+    metrics = ["accuracy", keras.metrics.SparseCategoricalCrossentropy(name="crossentropy")]
+    model = compiled_model("sgd", metrics=metrics, **MODES[mode])
+    (x, y), initial, losses = data_with_nan(0, 5, 19), model.get_weights(), []
+    recorder = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(logs["loss"]))
+    history = fit(model, (x, y), callbacks=[recorder])
+    per_call = MODES[mode].get("steps_per_execution", 1)
+    assert set(np.flatnonzero(np.isnan(losses))) == {0, 5 // per_call, 19 // per_call}
+    model.set_weights(initial)
+    is_clean = ~np.isin(np.arange(len(x)) // 8, (0, 5, 19))
+    expected = fit(model, (x[is_clean], y[is_clean]))
     for key in ("loss", "accuracy", "crossentropy"):
-        np.testing.assert_allclose(histories[0][key], histories[1][key], rtol=1e-5)
-    per_call = compile_mode.get("steps_per_execution", 1)
-    assert set(np.flatnonzero(np.isnan(recorders[0].losses))) == {0, 5 // per_call, 19 // per_call}
-    assert np.isfinite(recorders[1].losses).all()
+        np.testing.assert_allclose(history[key], expected[key], rtol=1e-5)
 
 
 def test_losses_of_several_outputs_are_guarded():
     inputs = keras.Input((4,))
     model = keras.Model(inputs, [keras.layers.Dense(1, name="a")(inputs), keras.layers.Dense(1, name="b")(inputs)])
-    model.compile("sgd", ["mse", "mse"])
-    x, _ = data_with_nan(4)
-    history = fit(model, (x, [np.ones((len(x), 1))] * 2), epochs=2)
+    model.compile("sgd", ["mse", "mse"], run_eagerly=True)
+    x, _ = data_with_nan(1, batches=3)
+    history = fit(model, (x, [np.ones((len(x), 1))] * 2))
     assert np.isfinite([history[name] for name in ("loss", "a_loss", "b_loss")]).all()
 
 
 class SharpnessAware(keras.Model):
     """Takes its gradients at weights that the step has moved, and moves them back."""
 
-    def train_step(self, data):
-        x, y = data
+    def scaled_gradients(self, x, y):
         with tf.GradientTape() as tape:
             loss = self.optimizer.scale_loss(ops.mean(ops.square(y - self(x, training=True))))
-        gradients = self.optimizer.unscale(tape.gradient(loss, self.trainable_variables))
+        return tape.gradient(loss, self.trainable_variables)
+
+    def train_step(self, data):
+        gradients = self.optimizer.unscale(self.scaled_gradients(*data))
         moves = [0.05 * gradient / tf.linalg.global_norm(gradients) for gradient in gradients]
         for weight, move in zip(self.trainable_variables, moves, strict=True):
             weight.assign_add(move)
-        with tf.GradientTape() as tape:
-            loss = self.optimizer.scale_loss(ops.mean(ops.square(y - self(x, training=True))))
-        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients = self.scaled_gradients(*data)
         for weight, move in zip(self.trainable_variables, moves, strict=True):
             weight.assign_sub(move)
         self.optimizer.apply(gradients, self.trainable_variables)
-        return {"step_loss": loss}
+        return {"move": tf.linalg.global_norm(moves)}
 
 
-def test_weights_that_a_train_step_moves_are_restored_if_it_is_skipped(compile_mode):
+@pytest.mark.parametrize("mode", ["graph", "steps_per_execution"])
+def test_weights_that_a_train_step_moves_are_restored_if_it_is_skipped(mode):
     inputs = keras.Input((4,))
     model = SharpnessAware(inputs, keras.layers.Dense(1, dtype="float32")(keras.layers.Dense(8, "relu")(inputs)))
-    model.compile(kmp.LossScaleOptimizer("sgd", initial_scale=2.0**24), **compile_mode)
+    model.compile(kmp.LossScaleOptimizer("sgd", initial_scale=2.0**24), **MODES[mode])
     weights = model.get_weights()
     x, _ = small_data(1)
     fit(model, (x, x[:, :1] * 100))
@@ -92,18 +84,17 @@ def test_weights_that_a_train_step_moves_are_restored_if_it_is_skipped(compile_m
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
 
-def test_terminate_on_nan_stops_training_before_and_after_kmps_callbacks(compile_mode):
-    model, stop, callbacks = compiled_model(**compile_mode), keras.callbacks.TerminateOnNaN(), without_replays()
-    steps = 8 if "steps_per_execution" in compile_mode else 6
-    fit(model, data_with_nan(5), epochs=3, callbacks=[*callbacks, stop])
-    assert model.optimizer.snapshot().step == steps
-    fit(model, data_with_nan(5), epochs=3, callbacks=[stop, *callbacks])
-    assert model.optimizer.snapshot().step == 2 * steps
+def test_terminate_on_nan_stops_training_before_and_after_kmps_callbacks():
+    model, stop, callbacks = compiled_model(jit_compile=False), keras.callbacks.TerminateOnNaN(), without_replays()
+    for steps, ordered in ((3, [*callbacks, stop]), (6, [stop, *callbacks])):
+        fit(model, data_with_nan(2, batches=4), epochs=2, callbacks=ordered)
+        assert model.optimizer.snapshot().step == steps
 
 
-def test_terminate_on_nan_ignores_an_overflow_of_the_gradients_alone(compile_mode):
-    model = compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28), **compile_mode)
-    history = fit(model, data_with_nan(), callbacks=[keras.callbacks.TerminateOnNaN()])
+def test_terminate_on_nan_ignores_an_overflow_of_the_gradients_alone():
+    optimizer = kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28)
+    model = compiled_model(optimizer, **MODES["steps_per_execution"])  # which has a loss that kmp puts into the logs
+    history = fit(model, small_data(), callbacks=[keras.callbacks.TerminateOnNaN()])
     snapshot = model.optimizer.snapshot()
     assert (snapshot.step, snapshot.nonfinite_loss_count, 0 < snapshot.overflow_count < 20) == (20, 0, True)
     assert 2.0**12 < snapshot.loss_scale < 2.0**28
@@ -111,13 +102,14 @@ def test_terminate_on_nan_ignores_an_overflow_of_the_gradients_alone(compile_mod
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
 
-def test_evaluation_and_train_on_batch_report_a_nonfinite_loss():
-    model = compiled_model()
-    history = fit(model, data_with_nan(), validation_data=data_with_nan(1))
-    assert np.isfinite(history["loss"][0])
-    assert np.isnan(history["val_loss"][0])
-    x, y = data_with_nan(1)
-    losses = [float(model.train_on_batch(x[i : i + 8], y[i : i + 8])) for i in (0, 8, 16)]
+@pytest.mark.parametrize("steps_per_execution", [1, 8])
+def test_evaluation_and_train_on_batch_report_a_nonfinite_loss_of_their_own_batches(steps_per_execution):
+    model = compiled_model(steps_per_execution=steps_per_execution, run_eagerly=True)
+    data = x, y = data_with_nan(1, batches=2)
+    assert np.isnan(fit(model, data, validation_data=data)["val_loss"][0])
+    stop = keras.callbacks.TerminateOnNaN()
+    assert len(fit(model, small_data(2), epochs=2, callbacks=[stop])["loss"]) == 2
+    losses = [float(model.train_on_batch(x[i : i + 8], y[i : i + 8])) for i in (0, 8, 0)]
     assert np.isnan(losses).tolist() == [False, True, False]
 
 
@@ -136,11 +128,20 @@ class CustomTrainStep(keras.Model):
         return {"loss": self._loss_tracker.result()}
 
 
+class CustomLossLog(CustomTrainStep):
+    """Logs losses that are not in any metric of the model."""
+
+    def train_step(self, data):
+        super().train_step(data)
+        self._loss_tracker.reset_state()
+        return {"loss": float("nan"), "other_loss": float("nan")}
+
+
 def test_custom_training_step_is_guarded_and_a_nan_loss_that_it_logs_is_kept():
     for model_class in (CustomTrainStep, CustomLossLog):
         model = model_class()
-        model.compile("sgd", "sparse_categorical_crossentropy")
-        loss = fit(model, data_with_nan(3), callbacks=without_replays())["loss"][0]
+        model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+        loss = fit(model, data_with_nan(1, batches=3))["loss"][0]
         assert np.isnan(loss) == (model_class is CustomLossLog)
         assert model.optimizer.snapshot().nonfinite_loss_count == 1
 
@@ -148,8 +149,8 @@ def test_custom_training_step_is_guarded_and_a_nan_loss_that_it_logs_is_kept():
 def test_model_recompiled_without_kmp_behaves_as_in_keras():
     model = compiled_model()
     kmp.disable()
-    model.compile("sgd", "sparse_categorical_crossentropy", auto_scale_loss=False)
-    assert np.isnan(fit(model, data_with_nan(3))["loss"][0])
+    model.compile("sgd", "sparse_categorical_crossentropy", auto_scale_loss=False, run_eagerly=True)
+    assert np.isnan(fit(model, data_with_nan(1, batches=3))["loss"][0])
 
 
 @pytest.mark.parametrize(
@@ -162,45 +163,36 @@ def test_model_compiled_with_kmps_optimizer_is_guarded_without_enable(enables, s
         kmp.disable()
         keras.config.set_dtype_policy("mixed_float16")
     optimizer = "sgd" if enables else kmp.LossScaleOptimizer("sgd")
-    model = compiled_model(optimizer, steps_per_execution=steps_per_execution)
+    model = compiled_model(optimizer, steps_per_execution=steps_per_execution, run_eagerly=True)
     kmp.disable()
-    assert np.isfinite(fit(model, data_with_nan(3), callbacks=callbacks())["loss"][0])
+    assert np.isfinite(fit(model, data_with_nan(1, batches=4), callbacks=callbacks())["loss"][0])
     assert (model.optimizer.snapshot().overflow_count, model.optimizer.snapshot().nonfinite_loss_count) == (1, 1)
 
 
 def test_guarded_model_can_be_saved_cloned_and_loaded_as_a_guarded_model(tmp_path):
-    model = compiled_model("adam", metrics=["accuracy"])
-    fit(model, data_with_nan(3))
+    model, data = compiled_model("adam", metrics=["accuracy"], run_eagerly=True), data_with_nan(1, batches=2)
+    fit(model, data)
     model.save(tmp_path / "model.keras")
     x, _ = small_data()
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    for other in (loaded, keras.models.clone_model(model)):
-        other.set_weights(model.get_weights())
+    loaded, cloned = keras.models.load_model(tmp_path / "model.keras"), keras.models.clone_model(model)
+    cloned.set_weights(model.get_weights())
+    for other in (loaded, cloned):
         np.testing.assert_array_equal(other(x), model(x))
     assert type(loaded.optimizer) is kmp.LossScaleOptimizer
-    assert np.isfinite(fit(loaded, data_with_nan(3))["loss"][0])
+    assert np.isfinite(fit(loaded, data)["loss"][0])
     assert loaded.optimizer.snapshot().overflow_count == 2
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
-def test_epoch_without_a_finite_batch_has_a_nan_loss_also_if_its_length_is_unknown(compile_mode):
-    model = compiled_model("sgd", metrics=["accuracy"], **compile_mode)
+@pytest.mark.parametrize("mode", ["graph", "steps_per_execution"])
+def test_epoch_without_a_finite_batch_has_a_nan_loss_also_if_its_length_is_unknown(mode):
+    model = compiled_model("sgd", metrics=["accuracy"], **MODES[mode])
     x, y = data_with_nan(*range(20))
     assert np.isnan(fit(model, (x, y))["loss"]).all()
     assert np.isfinite(fit(model, data_with_nan())["loss"]).all()
     # Such data ends with a step that gets no batch; if it reset the metrics, the mean would be 0.
     batches = (part for part in zip(np.split(x, 20), np.split(y, 20), strict=True))
     assert np.isnan(model.fit(batches, shuffle=False, verbose=0).history["loss"]).all()
-
-
-def test_execution_reports_only_its_own_batches():
-    model = compiled_model(steps_per_execution=8)
-    fit(model, data_with_nan(19))
-    stop = keras.callbacks.TerminateOnNaN()
-    assert len(fit(model, data_with_nan(batches=4), epochs=3, callbacks=[stop])["loss"]) == 3
-    x, y = data_with_nan(0)
-    assert np.isnan(float(model.train_on_batch(x[:8], y[:8])))
-    assert np.isfinite([float(model.train_on_batch(x[8:16], y[8:16])) for _ in range(3)]).all()
 
 
 @pytest.mark.parametrize("set_first", [True, False])
@@ -217,18 +209,8 @@ def test_training_step_set_on_the_instance_is_kept(set_first):
     model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     if not set_first:
         model.train_step = step
-    history = fit(model, data_with_nan(2), callbacks=without_replays())
-    assert len(calls) == 20
-    assert np.isfinite(history["loss"][0])
-
-
-class CustomLossLog(CustomTrainStep):
-    """Logs losses that are not in any metric of the model."""
-
-    def train_step(self, data):
-        super().train_step(data)
-        self._loss_tracker.reset_state()
-        return {"loss": float("nan"), "other_loss": float("nan")}
+    assert np.isfinite(fit(model, data_with_nan(1, batches=3))["loss"][0])
+    assert len(calls) == 3
 
 
 class CountsTraces(keras.optimizers.SGD):
@@ -243,101 +225,77 @@ class CountsTraces(keras.optimizers.SGD):
 def test_step_is_traced_once(callbacks):
     model, optimizer = small_model(), CountsTraces()
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
-    fit(model, data_with_nan(), callbacks=callbacks())
+    fit(model, small_data(4), callbacks=callbacks())
     assert optimizer.traces == 1
 
 
-class TwoOutputsInTraining(keras.Model):
+class AuxiliaryHead(keras.Model):
+    """Has a second output in training, from a layer that runs only then: a call for inference does not build it."""
+
     def __init__(self):
         super().__init__()
         self.main, self.auxiliary = keras.layers.Dense(1), keras.layers.Dense(1)
-
-    def call(self, x, training=None):
-        outputs = [ops.cast(layer(x), "float32") for layer in (self.main, self.auxiliary)]
-        return outputs if training else outputs[0]
-
-
-def test_metrics_are_those_of_the_outputs_in_training():
-    model, x = TwoOutputsInTraining(), small_data(8)[0]
-    model(x, training=True)
-    model.compile("sgd", ["mse", "mae"], metrics=[["mae"], ["mae"]])
-    history = model.fit(x, [np.zeros((len(x), 1)), np.full((len(x), 1), 9.0)], verbose=0).history
-    assert abs(history["mae_1"][0] - history["mae"][0]) > 1.0
-
-
-def test_metric_with_python_state_is_computed_eagerly():
-    class Collects(keras.metrics.Metric):
-        def __init__(self):
-            super().__init__(name="collects")
-            self.seen = []
-
-        def update_state(self, y, prediction, sample_weight=None):
-            self.seen.append(prediction)
-
-        def result(self):
-            return sum(float(np.sum(each.numpy())) for each in self.seen)
-
-    model = small_model()
-    model.compile("sgd", "sparse_categorical_crossentropy", metrics=[Collects()], run_eagerly=True)
-    assert np.isfinite(fit(model, small_data(2))["collects"][0])
-
-
-class AuxiliaryHead(keras.Model):
-    """Has a layer that runs only in training, so a call for inference builds the model without it."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.auxiliary = small_model(), keras.layers.Dense(2)
 
     def build(self, shape):
         self.built = True
 
     def call(self, x, training=None):
-        outputs = self.net(x)
-        return outputs + 0.1 * ops.softmax(ops.cast(self.auxiliary(x), "float32")) if training else outputs
+        layers = (self.main, self.auxiliary) if training else (self.main,)
+        outputs = [ops.cast(layer(x), "float32") for layer in layers]
+        return outputs if training else outputs[0]
 
 
-def test_layer_that_runs_only_in_training_is_trained():
-    model = AuxiliaryHead()
-    model(small_data(1)[0])
-    model.compile("adam", "sparse_categorical_crossentropy")
-    fit(model, data_with_nan())
-    assert model.optimizer.counters.overflows_by_variable.shape == (6,)
+@pytest.mark.parametrize("is_built", [True, False])
+def test_layer_that_runs_only_in_training_is_trained_and_metrics_are_those_of_the_outputs_in_training(is_built):
+    model, x = AuxiliaryHead(), small_data(1)[0]
+    model(x, training=is_built)
+    model.compile("sgd", ["mse", "mae"], metrics=[["mae"], ["mae"]], jit_compile=False)
+    history = fit(model, (x, [np.zeros((8, 1)), np.full((8, 1), 9.0)]))
+    assert model.optimizer.counters.overflows_by_variable.shape == (4,)
+    assert abs(history["mae_1"][0] - history["mae"][0]) > 1.0
 
 
-@pytest.mark.parametrize("hook", ["on_train_begin", "on_epoch_begin"])
-def test_layers_that_a_callback_unfreezes_are_trained(hook):
+def test_metric_with_python_state_is_computed_eagerly():
+    class Sum(keras.metrics.Metric):
+        total = 0.0
+
+        def update_state(self, y, prediction, sample_weight=None):
+            self.total += float(np.sum(prediction.numpy()))
+
+        def result(self):
+            return self.total
+
+    model = compiled_model(metrics=[Sum(name="total")], run_eagerly=True)
+    np.testing.assert_allclose(fit(model, small_data(2))["total"], 16.0, rtol=1e-3)  # of the probabilities
+
+
+def test_layers_that_a_callback_unfreezes_are_trained():
     model = small_model()
     model.layers[0].trainable = False
-    model.compile("adam", "sparse_categorical_crossentropy")
+    model.compile("adam", "sparse_categorical_crossentropy", run_eagerly=True)
     before = model.get_weights()
 
     def unfreeze(*arguments):
         model.layers[0].trainable = True
 
-    fit(model, data_with_nan(), callbacks=[keras.callbacks.LambdaCallback(**{hook: unfreeze})])
+    fit(model, small_data(1), callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=unfreeze)])
     assert not any(np.array_equal(old, new) for old, new in zip(before, model.get_weights(), strict=True))
 
 
 def test_training_step_that_is_set_after_compile_trains_its_own_variables():
-    model, other = small_model(), keras.Variable([1.0])
-    model.compile("sgd", "sparse_categorical_crossentropy")
-
-    def step(data):
-        return {"loss": take_step(model.optimizer, [other], lambda: ops.sum(other * 2.0))}
-
-    model.train_step = step
-    fit(model, data_with_nan())
+    model, other = compiled_model(run_eagerly=True), keras.Variable([1.0])
+    model.train_step = lambda data: {"loss": take_step(model.optimizer, [other], lambda: ops.sum(other * 2.0))}
+    fit(model, small_data(1))
     assert float(other[0]) < 1.0
 
 
 def test_frozen_model_leaves_the_optimizer_unbuilt():
     model = small_model()
     model.trainable = False
-    model.compile("sgd", "sparse_categorical_crossentropy")
+    model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     with contextlib.suppress(ValueError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fit(model, data_with_nan())
+        fit(model, small_data(1))
     assert model.optimizer.counters.overflows_by_variable is None
 
 
@@ -361,25 +319,23 @@ def test_batch_whose_gradients_are_not_applied_is_checked_and_keeps_its_statisti
     np.testing.assert_array_equal(layers[0].moving_mean, 0.0)
     model.train_on_batch(x[8:], y[8:])
     assert np.any(layers[0].moving_mean.numpy())
-    assert np.isfinite(fit(model, data_with_nan(2, 7))["loss"][0])
+    assert np.isfinite(fit(model, data_with_nan(0, 1, batches=4))["loss"][0])
 
 
-def test_optimizers_of_compiled_models_inside_a_model_are_guarded():
-    class Outer(keras.Model):
-        def __init__(self):
-            super().__init__()
-            layers = [keras.layers.BatchNormalization(), keras.layers.Dense(1, dtype="float32")]
-            self.inner = keras.Sequential([keras.Input((4,)), *layers])
-            self.inner.compile("sgd")
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")  # Keras, at the end of a generator
+@pytest.mark.parametrize("mode", [{"run_eagerly": True}, {"jit_compile": False}], ids=["eager", "graph"])
+def test_batch_without_rows_is_skipped_and_is_no_overflow(mode):
+    kmp.enable(initial_scale=1024.0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", **mode)
 
-        def train_step(self, data):
-            x, y = data
-            loss_of = lambda: ops.mean(ops.square(self.inner(x, training=True) - y))  # noqa: E731
-            return {"step_loss": take_step(self.inner.optimizer, self.inner.trainable_variables, loss_of)}
+    def batches():
+        for rows in (8, 0, 8):
+            yield np.ones((rows, 4), "float32"), np.ones((rows, 1), "float32")
 
-    model = Outer()
-    model.compile(loss="mse")
-    before = model.inner.get_weights()
-    fit(model, (np.full((8, 4), np.nan, "float32"), np.zeros((8, 1), "float32")))
-    assert model.inner.optimizer.snapshot().overflow_count == 1
-    assert_equal(model.inner.get_weights(), before)
+    signature = (tf.TensorSpec((None, 4)), tf.TensorSpec((None, 1)))
+    model.fit(tf.data.Dataset.from_generator(batches, output_signature=signature), shuffle=False, verbose=0)
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+    snapshot = model.optimizer.snapshot()
+    assert (snapshot.step, snapshot.overflow_count, snapshot.nonfinite_loss_count) == (3, 0, 0)
+    assert (snapshot.loss_scale, snapshot.overflows_by_variable) == (1024.0, {})

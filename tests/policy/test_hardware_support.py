@@ -1,39 +1,31 @@
 import logging
 import re
 
+import keras
 import pytest
 import tensorflow as tf
 
 import kmp
+from kmp.policy import hardware_support
 from kmp.policy.hardware_support import Gpu, Hardware
 
 H200, T4, P100 = Gpu("H200", (9, 0)), Gpu("T4", (7, 5)), Gpu("P100", (6, 0))
 
 
-def test_hardware_is_what_tensorflow_reports(monkeypatch):
-    device = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
-    monkeypatch.setattr(
-        tf.config, "list_physical_devices", lambda device_type: [device] if device_type == "GPU" else []
-    )
-    details = {"device_name": "NVIDIA H200", "compute_capability": (9, 0)}
-    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda device: details)
-    assert kmp.hardware() == Hardware((Gpu("NVIDIA H200", (9, 0)),))
+@pytest.fixture
+def detect(monkeypatch):
+    """Returns a function that makes TensorFlow report these GPUs."""
 
+    def detect(*gpus):
+        devices = {tf.config.PhysicalDevice(f"/physical_device:GPU:{n}", "GPU"): gpu for n, gpu in enumerate(gpus)}
+        details = {
+            device: {"device_name": gpu.name, "compute_capability": gpu.compute_capability}
+            for device, gpu in devices.items()
+        }
+        monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: list(devices) if kind == "GPU" else [])
+        monkeypatch.setattr(tf.config.experimental, "get_device_details", details.__getitem__)
 
-@pytest.mark.parametrize(
-    ("gpus", "tensor_cores", "bfloat16"),
-    [
-        ((), False, False),
-        ((P100,), False, False),
-        ((T4,), True, False),
-        ((H200,), True, True),
-        ((H200, P100), False, False),
-    ],
-    ids=str,
-)
-def test_hardware_has_the_features_of_every_gpu(gpus, tensor_cores, bfloat16):
-    hardware = Hardware(gpus)
-    assert (hardware.tensor_cores, hardware.bfloat16) == (tensor_cores, bfloat16)
+    return detect
 
 
 @pytest.mark.parametrize(
@@ -41,9 +33,11 @@ def test_hardware_has_the_features_of_every_gpu(gpus, tensor_cores, bfloat16):
     [
         ((), "mixed_float16", logging.WARNING, "no GPU: float16 will be slow"),
         ((P100,), "mixed_float16", logging.WARNING, r"No Tensor Cores.*P100 \(compute capability 6\.0\)"),
+        ((H200, P100), "mixed_float16", logging.WARNING, "No Tensor Cores"),
         ((Gpu("?", None),), "float16", logging.WARNING, "unknown"),
         ((H200,), "mixed_float16", logging.INFO, "mixed_bfloat16"),
         ((T4,), "mixed_bfloat16", logging.WARNING, r"No bfloat16 in hardware.*8\.0"),
+        ((H200, T4), "mixed_bfloat16", logging.WARNING, "No bfloat16 in hardware"),
         ((T4,), "mixed_float16", None, None),
         ((H200,), "mixed_bfloat16", None, None),
         ((), "float32", None, None),
@@ -54,3 +48,31 @@ def test_advice_names_the_missing_or_available_feature_if_any(gpus, policy, leve
     actual_level, actual_text = Hardware(gpus).advice(policy) or (None, None)
     assert actual_level == level
     assert actual_text == text or re.search(text, actual_text)
+
+
+def test_enable_logs_the_advice_once(detect, monkeypatch, caplog):
+    monkeypatch.setattr(hardware_support, "_logged", set())
+    detect()
+    with caplog.at_level(logging.INFO, "kmp"):
+        kmp.enable()
+        kmp.enable()
+        kmp.enable("float32")
+    assert [record.name for record in caplog.records] == ["kmp"]
+    assert "no GPU" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "policy", "reason"),
+    [
+        ((H200,), "mixed_bfloat16", "bfloat16 in hardware, which needs no loss scale: H200"),
+        ((H200, T4), "mixed_float16", "Tensor Cores for float16 and not for bfloat16"),
+        ((T4, P100), "float32", "no Tensor Cores on every GPU: T4"),
+        ((), "float32", "TensorFlow sees no GPU"),
+    ],
+    ids=str,
+)
+def test_auto_is_the_policy_that_all_gpus_support_and_logs_why(detect, caplog, gpus, policy, reason):
+    detect(*gpus)
+    with kmp.enable("auto") as handle:
+        assert handle.policy == keras.config.dtype_policy().name == policy
+    assert f"kmp.enable('auto') uses '{policy}': {reason}" in caplog.text
