@@ -5,9 +5,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import optimizer_for, take_step, values
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from conftest import optimizer_for, values
 from keras import ops
 from reference import ReferenceRule
 
@@ -27,20 +25,16 @@ def weights():
     ]
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.sampled_from([GOOD, OVERFLOW, NAN]), max_size=25), st.integers(1, 3), st.integers(1, 2))
-def test_optimizer_follows_the_reference_rule_on_any_sequence(outcomes, growth_interval, hysteresis):
+@pytest.mark.parametrize(("growth_interval", "hysteresis"), [(1, 2), (2, 1)])
+def test_optimizer_follows_the_reference_rule(growth_interval, hysteresis):
     arguments = {"initial_scale": 8.0, "min_scale": 2.0, "max_scale": 32.0}
     arguments |= {"growth_interval": growth_interval, "hysteresis": hysteresis}
     variables, reference = weights(), ReferenceRule(**arguments)
     optimizer = optimizer_for(*variables, **arguments)
-    for outcome in outcomes:
-        optimizer.apply([ops.full((2, 3), 0.5), ops.array([0.25, outcome])], variables, unscaled=False)
-        reference.step(outcome != GOOD)
-    now = optimizer.snapshot()
-    state = (now.loss_scale, now.clean_steps, now.overflows_in_a_row)
-    assert state == (reference.scale, reference.clean, reference.in_a_row)
-    assert (now.step, now.overflow_count) == (len(outcomes), sum(outcome != GOOD for outcome in outcomes))
+    for element in np.random.default_rng(0).choice([GOOD, OVERFLOW, NAN], 40, p=[0.5, 0.25, 0.25]):
+        optimizer.apply([ops.full((2, 3), 0.5), tf.constant([0.25, element], tf.float32)], variables, unscaled=False)
+        now = optimizer.snapshot()
+        assert (now.loss_scale, now.clean_steps, now.overflows_in_a_row) == reference.step(element != GOOD)
 
 
 def test_step_is_the_same_in_eager_graph_and_xla_mode(run_step):
@@ -69,38 +63,38 @@ def test_step_is_the_same_in_eager_graph_and_xla_mode(run_step):
     assert all(np.isfinite(value).all() for value in values(variables))
 
 
-def step_with_gradients(optimizer, variables, run_step, change):
-    """Returns a step that applies the given gradients: through `unscale` and `change`, or scaled if that is `None`."""
-
-    @run_step
-    def step(*gradients):
-        optimizer.scale_loss(0.5)
-        scaled = [gradient * optimizer.loss_scale for gradient in gradients]
-        if change is None:
-            return optimizer.apply(scaled, variables)
-        return optimizer.apply(change(optimizer.unscale(scaled)), variables, unscaled=True)
-
-    return step
-
-
 CLIPS = {
     "by value": lambda gradients: [tf.clip_by_value(gradient, -1.0, 1.0) for gradient in gradients],
     "by global norm": lambda gradients: tf.clip_by_global_norm(gradients, 1.0)[0],
 }
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
-def test_overflow_skips_the_step_and_has_its_origin_if_gradients_are_clipped_by_hand(clip, jit_compile, run_step):
+@pytest.mark.parametrize(
+    ("clip", "run_step", "jit_compile"),
+    [
+        ("by value", "graph", False),
+        ("by value", "xla", False),
+        ("by global norm", "eager", False),
+        ("by global norm", "graph", True),
+    ],
+    indirect=["run_step"],
+)
+def test_overflow_skips_the_step_and_has_its_origin_if_gradients_are_clipped_by_hand(clip, run_step, jit_compile):
     variables = [keras.Variable([0.0]), keras.Variable([0.0])]
     optimizer = optimizer_for(*variables, initial_scale=4096.0, jit_compile=jit_compile)
-    step = step_with_gradients(optimizer, variables, run_step, clip)
+
+    @run_step
+    def step(*gradients):
+        optimizer.scale_loss(0.5)
+        unscaled = optimizer.unscale([gradient * optimizer.loss_scale for gradient in gradients])
+        optimizer.apply(CLIPS[clip](unscaled), variables, unscaled=True)
+
     step(tf.constant([np.inf]), tf.constant([0.5]))
     np.testing.assert_array_equal(np.concatenate(variables), [0.0, 0.0])
     now = optimizer.snapshot()
     assert (now.overflow_count, now.loss_scale, now.overflow_origin) == (1, 2048.0, optimizer.paths[0])
     step(tf.constant([3.0]), tf.constant([4.0]))
-    np.testing.assert_allclose(np.concatenate(variables), -np.concatenate(clip([[3.0], [4.0]])), rtol=1e-6)
+    np.testing.assert_allclose(np.concatenate(variables), -np.concatenate(CLIPS[clip]([[3.0], [4.0]])), rtol=1e-6)
     assert optimizer.snapshot().overflow_count == 1
 
 
@@ -118,15 +112,14 @@ def test_overflow_of_any_micro_batch_skips_the_step_that_applies_their_clipped_s
     assert optimizer.snapshot().overflow_count == 1
 
 
-@pytest.mark.parametrize("change", [None, lambda gradients: gradients], ids=["scaled", "unscaled"])
-def test_unscaled_gradients_are_applied_and_sampled_like_scaled_ones(change, run_step):
-    variables = [keras.Variable([1.0, 2.0]), keras.Variable([[3.0]])]
-    optimizer = optimizer_for(*variables, initial_scale=1024.0)
+def test_unscaled_gradients_are_sampled_times_the_loss_scale():
+    variable = keras.Variable([1.0, 2.0])
+    optimizer = optimizer_for(variable, initial_scale=1024.0)
     optimizer.start_sampling(optimizer.counters, 1)
-    step_with_gradients(optimizer, variables, run_step, change)(tf.constant([2.0**-20, -3.0]), tf.constant([[5.0]]))
-    np.testing.assert_array_equal(variables[0], np.float32([1 - 2.0**-20, 5.0]))
-    np.testing.assert_array_equal(variables[1], [[-2.0]])
-    assert list(optimizer.snapshot().sample.amax) == [3 * 1024.0, 5 * 1024.0]
+    optimizer.scale_loss(0.5)
+    optimizer.apply(optimizer.unscale([tf.constant([2.0**-10, -3 * 1024.0])]), [variable])
+    np.testing.assert_array_equal(variable, np.float32([1 - 2.0**-20, 5.0]))
+    assert list(optimizer.snapshot().sample.amax) == [3 * 1024.0]
 
 
 def test_unscale_keeps_sparse_missing_and_nonfinite_gradients_and_casts_float16_to_float32():
@@ -137,25 +130,6 @@ def test_unscale_keeps_sparse_missing_and_nonfinite_gradients_and_casts_float16_
     np.testing.assert_array_equal(unscaled[0], np.float32([2.0**-15, np.inf]))
     assert (unscaled[0].dtype, unscaled[1]) == (tf.float32, None)
     np.testing.assert_array_equal(tf.convert_to_tensor(unscaled[2]), [[0], [1], [0]])
-
-
-def test_nonfinite_loss_is_distinguished_from_an_overflow_in_the_backward_pass(run_step):
-    variable = keras.Variable([1.0])
-    optimizer = optimizer_for(variable, initial_scale=8.0)
-
-    step = run_step(lambda x: take_step(optimizer, [variable], lambda: ops.sum(variable * x)))
-
-    def counts():
-        now = optimizer.snapshot()
-        return now.loss_scale, now.overflow_count, now.nonfinite_loss_count
-
-    step(tf.constant([np.nan]))
-    assert counts() == (8.0, 1, 1)
-    optimizer.apply([ops.array([np.inf])], [variable])
-    assert counts() == (4.0, 2, 1)
-    run_step(optimizer.scale_loss)(tf.constant(np.inf))  # traced apart from `apply`
-    run_step(lambda gradient: optimizer.apply([gradient], [variable]))(tf.constant([np.nan]))
-    assert counts() == (4.0, 3, 2)
 
 
 def test_scale_loss_casts_float16_to_float32_and_warns_once():
@@ -185,23 +159,6 @@ def test_any_nonfinite_gradient_skips_the_step_and_a_fixed_scale_never_changes(d
     assert (optimizer.snapshot().overflow_count, optimizer.snapshot().loss_scale) == (1, scale)
 
 
-def test_sparse_gradients_are_unscaled_and_checked():
-    table = keras.Variable(np.zeros((3, 2), "float32"))
-    optimizer = optimizer_for(table, initial_scale=4.0)
-    optimizer.scale_loss(1.0)
-    for first in (4.0, np.inf):
-        optimizer.apply([tf.IndexedSlices(tf.constant([[first, 8.0]]), [1], [3, 2])], [table])
-        np.testing.assert_array_equal(table, [[0, 0], [-1, -2], [0, 0]])
-    assert optimizer.snapshot().overflow_count == 1
-
-
-def test_missing_gradients_are_passed_to_the_inner_optimizer():
-    variables = weights()
-    with pytest.warns(UserWarning, match="Gradients do not exist"):
-        optimizer_for(*variables, initial_scale=2.0).apply([None, ops.array([2.0, 2.0])], unscaled=False)
-    np.testing.assert_array_equal(variables[1], [0.0, -3.0])
-
-
 def test_config_has_keras_keys_and_only_changed_arguments_of_kmp_and_is_deserialized():
     keras_keys = {"name", "inner_optimizer", "initial_scale", "dynamic_growth_steps"}
     assert set(kmp.LossScaleOptimizer("sgd").get_config()) == keras_keys
@@ -214,6 +171,7 @@ def test_config_has_keras_keys_and_only_changed_arguments_of_kmp_and_is_deserial
         assert (copy.rule, copy.jit_compile) == (optimizer.rule, optimizer.jit_compile)
 
 
+@pytest.mark.parametrize("run_step", ["graph", "xla"], indirect=True)
 def test_float16_variables_work_with_gradient_accumulation(run_step):
     variable = keras.Variable([1.0, 2.0], dtype="float16")
     inner = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
@@ -224,8 +182,7 @@ def test_float16_variables_work_with_gradient_accumulation(run_step):
     np.testing.assert_array_equal(variable, [0.5, 1.0])
 
 
-@pytest.mark.parametrize("losses", [(np.nan, 1.0), (1.0, np.nan)])
-def test_any_nonfinite_loss_of_a_step_is_counted_as_the_cause(losses, run_step):
+def test_nonfinite_loss_is_distinguished_from_an_overflow_in_the_backward_pass(run_step):
     variable = keras.Variable([1.0])
     optimizer = optimizer_for(variable)
 
@@ -235,20 +192,27 @@ def test_any_nonfinite_loss_of_a_step_is_counted_as_the_cause(losses, run_step):
             total = optimizer.scale_loss(first * variable.value[0]) + optimizer.scale_loss(second * variable.value[0])
         optimizer.apply([tape.gradient(total, variable.value)], [variable])
 
-    step(*map(tf.constant, losses))
-    snapshot = optimizer.snapshot()
-    assert (snapshot.nonfinite_loss_count, snapshot.loss_scale, snapshot.overflow_count) == (1, 2.0**15, 1)
-    step(tf.constant(1.0), tf.constant(1.0))
+    def counts():
+        now = optimizer.snapshot()
+        return now.nonfinite_loss_count, now.overflow_count, now.loss_scale
+
+    for losses, expected in (((np.nan, 1.0), (1, 1)), ((1.0, 1.0), (1, 1)), ((1.0, np.nan), (2, 2))):
+        step(*map(tf.constant, losses))
+        assert counts() == (*expected, 2.0**15)
+    optimizer.apply([ops.array([np.inf])], [variable])
+    assert counts() == (2, 3, 2.0**14)
+    run_step(optimizer.scale_loss)(tf.constant(np.inf))  # traced apart from `apply`
+    run_step(lambda gradient: optimizer.apply([gradient], [variable]))(tf.constant([np.nan]))
+    assert counts() == (3, 4, 2.0**14)
     optimizer.scale_loss(ops.array(np.inf))  # discarded: the next step is not skipped
     optimizer.scale_loss(ops.array(1.0))
     optimizer.apply([ops.array([2.0])], [variable])
-    assert optimizer.snapshot().overflow_count == 1
+    assert counts() == (3, 4, 2.0**14)
 
 
-@pytest.mark.parametrize("every_n_steps", [0, -1, 2.5, "a", None, True])
-def test_invalid_sampling_interval_raises_and_is_named(every_n_steps):
-    with pytest.raises((ValueError, TypeError), match="`every_n_steps` must be"):
-        kmp.LossScaleOptimizer("sgd").start_sampling(keras.Layer(), every_n_steps)
+def test_invalid_sampling_interval_raises_and_is_named():
+    with pytest.raises(ValueError, match="`every_n_steps` must be"):
+        kmp.LossScaleOptimizer("sgd").start_sampling(keras.Layer(), 0)
 
 
 def test_inner_optimizer_can_be_a_name_but_not_a_loss_scale_optimizer():
@@ -259,36 +223,6 @@ def test_inner_optimizer_can_be_a_name_but_not_a_loss_scale_optimizer():
     for invalid in (None, 3, keras.layers.Dense(1)):
         with pytest.raises(TypeError, match="`inner_optimizer` must be"):
             kmp.LossScaleOptimizer(invalid)
-
-
-def test_float8_variables_are_overwritten_with_their_unchanged_gradient():
-    variable = keras.Variable([1.0])
-    variable.overwrite_with_gradient = True
-    optimizer_for(variable, initial_scale=8.0).apply([ops.array([3.0])], unscaled=False)
-    np.testing.assert_array_equal(variable, [3.0])
-
-
-def test_sampling_counts_the_scaled_gradients_of_the_requested_steps(run_step):
-    variables = [keras.Variable(np.zeros(5, "float32"))]
-    optimizer = optimizer_for(*variables, loss_scale=4.0)
-    assert optimizer.snapshot().histogram is None
-    owner = keras.Layer()
-    assert optimizer.prepare_sampling()
-    optimizer.start_sampling(owner, every_n_steps=3)
-    step = run_step(lambda g: optimizer.apply([g], variables, unscaled=False))
-    histograms = []
-    for n in range(1, 8):
-        step(tf.constant([0.0, 1.0, 3.0, np.inf if n == 3 else 2.0**n, 0.5]))
-        histograms.append(optimizer.snapshot().histogram)
-    assert [histogram.step for histogram in histograms] == [1, 1, 3, 3, 3, 6, 6]
-    third = histograms[2]
-    assert (third.zeros, third.infs, third.total, third.loss_scale) == (1, 1, 5, 4.0)
-    sixth = histograms[5]
-    assert dict(zip(sixth.exponents.tolist(), sixth.by_exponent.tolist(), strict=True))[6] == 1
-    assert not optimizer.prepare_sampling()
-    optimizer.stop_sampling(owner)
-    step(tf.constant([0.0] * 5))
-    assert optimizer.snapshot().histogram.step == 6
 
 
 @pytest.mark.parametrize(
@@ -306,12 +240,11 @@ def test_invalid_argument_raises_before_anything_changes(arguments, message):
     assert inner.loss_scale_factor == 2.0
 
 
-@pytest.mark.parametrize(("scale", "applied"), [(2.0**127, 2.0**126), (3.0, 3.0)])
 @pytest.mark.parametrize("setting", ["initial_scale", "loss_scale"])
-def test_scale_with_a_subnormal_reciprocal_is_not_applied(setting, scale, applied):
-    optimizer = optimizer_for(keras.Variable([1.0]), **{setting: scale})
-    assert float(optimizer.loss_scale) == applied
-    assert optimizer.snapshot().loss_scale == scale
+def test_scale_with_a_subnormal_reciprocal_is_not_applied(setting):
+    optimizer = optimizer_for(keras.Variable([1.0]), **{setting: 2.0**127})
+    assert float(optimizer.loss_scale) == 2.0**126
+    assert optimizer.snapshot().loss_scale == 2.0**127
 
 
 def test_defaults_are_those_of_the_dynamic_scale():

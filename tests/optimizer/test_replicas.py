@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("enabled")
 
 OVERFLOWS_BACKWARD = 64.0  # the input that makes `OverflowsBackward` overflow
 # The corrupt value of each batch and the replicas that get it, with a clean batch between any two.
-CORRUPT_BATCHES = itertools.product([OVERFLOWS_BACKWARD, np.nan, np.inf], [(0,), (1,), (0, 1)])
+CORRUPT_BATCHES = itertools.product([OVERFLOWS_BACKWARD, np.nan], [(0,), (1,), (0, 1)])
 CORRUPTION_BY_STEP = [(0.0, ()), *itertools.chain(*((corrupt, (0.0, ())) for corrupt in CORRUPT_BATCHES))]
 
 
@@ -24,13 +24,13 @@ def strategy(two_replicas):
     return two_replicas
 
 
-def make_model(strategy, **arguments):
+def make_model(strategy):
     keras.utils.set_random_seed(0)
     with strategy.scope():
         layers = [keras.layers.Dense(4, name="scaled", kernel_initializer="identity"), OverflowsBackward()]
         layers += [keras.layers.BatchNormalization(), keras.layers.Dense(2), kmp.layers.Softmax()]
         model = keras.Sequential([keras.Input((4,)), *layers], name="model")
-        model.compile("adam", "sparse_categorical_crossentropy", **arguments)
+        model.compile("adam", "sparse_categorical_crossentropy")
     return model
 
 
@@ -88,19 +88,11 @@ def assert_shared_state_is_equal(strategy, model):
     assert_equal(*values_per_replica(strategy, shared))
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
-def test_overflow_on_any_replica_skips_the_step_on_all_replicas(strategy, run_eagerly):
-    model, recorder = make_model(strategy, run_eagerly=run_eagerly), StateRecorder(strategy)
+def test_overflow_on_any_replica_skips_the_step_on_all_replicas(strategy):
+    model, recorder = make_model(strategy), StateRecorder(strategy)
     fit(model, batches(CORRUPTION_BY_STEP), [recorder, *without_replays()])
     assert_each_overflow_skips_its_step_on_both_replicas(recorder.recorded)
     assert np.isfinite(model.predict(small_data(1)[0], verbose=0)).all()
-
-
-def test_histogram_counts_the_gradients_of_both_replicas(strategy):
-    model, callbacks = make_model(strategy), kmp.callbacks.defaults(every_n_steps=2)
-    fit(model, small_data(3), callbacks)
-    elements = sum(variable.numpy().size for variable in model.trainable_variables)
-    assert [histogram.total for histogram in callbacks[0].run.histograms] == [2 * elements, 2 * elements]
 
 
 def test_custom_loop_skips_the_step_on_all_replicas_and_guard_restores_each(strategy):
@@ -170,11 +162,11 @@ def test_overflow_of_the_sum_over_replicas_skips_the_step(strategy):
 
 
 def test_empty_replica_batch_skips_the_step_and_is_no_overflow(strategy):
-    x, y = small_data(8)
+    x, y = small_data(3)
     model = make_model(strategy)
-    fit(model, (x[:57], y[:57]), without_replays(), epochs=3)  # one row in the last batch, on the first replica
+    fit(model, (x[:17], y[:17]), epochs=2)  # one row in the last batch, on the first replica
     snapshot = model.optimizer.snapshot()
-    assert (snapshot.step, snapshot.overflow_count, snapshot.loss_scale) == (24, 0, 2.0**15)
+    assert (snapshot.step, snapshot.overflow_count, snapshot.loss_scale) == (6, 0, 2.0**15)
     assert all(np.isfinite(value).all() for value in model.get_weights())
 
 
@@ -189,40 +181,31 @@ class AveragedInput(keras.layers.Layer):
         return inputs
 
 
-def test_weight_that_is_averaged_over_replicas_is_restored_after_a_skipped_step(strategy):
+def test_layers_are_restored_on_each_replica_and_a_nan_loss_on_one_is_in_the_metrics_of_none(strategy):
     with strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), AveragedInput(), OverflowsBackward(), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    x, averages = np.repeat([0.5, OVERFLOWS_BACKWARD, 0.25], 8)[:, None], []
-    record = lambda batch, logs: averages.append(float(model.layers[0].average.numpy()))  # noqa: E731
-    fit(model, (x, x), [keras.callbacks.LambdaCallback(on_train_batch_end=record)])
-    assert averages == [0.5, 0.5, 0.25]
-
-
-def test_skipped_batch_is_excluded_from_the_metrics_of_all_replicas(strategy):
-    model = make_model(strategy)
-    with strategy.scope():
+        normalized = keras.layers.SpectralNormalization(keras.layers.Dense(2, kernel_initializer="identity"))
+        layers = [AveragedInput(), normalized, OverflowsBackward(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((2,)), *layers])
         rows = keras.metrics.MeanMetricWrapper(lambda y, prediction: ops.ones(ops.shape(y)[:1]), "rows")
-        model.compile("sgd", "sparse_categorical_crossentropy", metrics=[rows])
-    fit(model, batches([(0.0, ()), (np.nan, (1,)), *[(0.0, ())] * 6]))
-    assert float(rows.count.numpy()) == 7 * 8
+        model.compile("sgd", "mse", metrics=[rows], jit_compile=False)
+    states = []
+
+    def record(batch, logs):
+        states.append(values_per_replica(strategy, [layers[0].average, normalized.layer.kernel, normalized.vector_u]))
+
+    x = np.repeat([[0.5, 0.5], [0.5, 0.5], [0.5, 0.5], [0.25, 0.25]], 8, axis=0)
+    x[12], x[20] = OVERFLOWS_BACKWARD, np.nan  # on the second replica
+    fit(model, (x, np.ones(32)), [keras.callbacks.LambdaCallback(on_train_batch_end=record)])
+    assert [replicas[0][0] for replicas in states] == [0.5, 0.5, 0.5, 0.25]
+    for skipped in states[1:3]:
+        for actual, expected in zip(skipped, states[0], strict=True):
+            assert_equal(actual, expected)
+    assert model.optimizer.snapshot().overflow_count == 2
+    assert float(rows.count.numpy()) == 3 * 8  # the overflow of the gradients had a finite loss
 
 
 def test_stuck_detector_raises_with_replicas(strategy):
-    x, y = small_data(30)
+    x, y = small_data(4)
     x[:] = np.nan
-    with pytest.raises(kmp.callbacks.StuckError, match="the last 12 steps"):
-        fit(make_model(strategy), (x, y), [kmp.callbacks.StuckDetector(patience=12)])
-
-
-def test_kernel_that_spectral_normalization_wrote_is_restored_on_each_replica(strategy):
-    with strategy.scope():
-        normalized = keras.layers.SpectralNormalization(keras.layers.Dense(2, name="inner"))
-        model = keras.Sequential([keras.Input((2,)), normalized, OverflowsBackward(), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", jit_compile=False)
-    variables = [normalized.layer.kernel, normalized.vector_u]
-    before = values_per_replica(strategy, variables)
-    fit(model, (np.full((8, 2), 1000, "float32"), np.ones((8, 1), "float32")))
-    assert model.optimizer.snapshot().overflow_count == model.optimizer.snapshot().step > 0
-    for values, expected in zip(values_per_replica(strategy, variables), before, strict=True):
-        assert_equal(values, expected)
+    with pytest.raises(kmp.callbacks.StuckError, match="the last 3 steps"):
+        fit(make_model(strategy), (x, y), [kmp.callbacks.StuckDetector(patience=3)])

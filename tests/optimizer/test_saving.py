@@ -21,33 +21,25 @@ def weights():
 
 
 def test_loaded_model_has_the_scale_counters_and_moments(tmp_path, enabled):
-    x, y = small_data()
+    x, y = small_data(3)
     x[10] = np.nan
-    model = compiled_model("adam", jit_compile=False)
+    model = compiled_model("adam", run_eagerly=True)
     model.fit(x, y, batch_size=8, verbose=0)
     model.optimizer.apply([ops.full(v.shape, np.inf) for v in model.trainable_variables], model.trainable_variables)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert isinstance(loaded.optimizer, kmp.LossScaleOptimizer)
     before, after = model.optimizer.snapshot(), loaded.optimizer.snapshot()
-    assert (after.step, after.loss_scale, after.overflow_count) == (21, 2.0**14, 2)
+    assert (after.step, after.loss_scale, after.overflow_count) == (4, 2.0**14, 2)
     for name in ("overflows_by_variable", "overflow_origins_by_variable"):
         assert list(getattr(before, name).values()) == list(getattr(after, name).values()) != []
     assert_equal(model.optimizer.counters.weights, loaded.optimizer.counters.weights)
     assert_equal(model.optimizer.variables, loaded.optimizer.variables)
 
 
-def test_list_of_variables_equals_that_of_keras_class():
-    ours, stock = OURS(keras.optimizers.Adam()), STOCK(keras.optimizers.Adam())
-    variables = weights()
-    for optimizer in (ours, stock):
-        optimizer.build(variables)
-    assert [v.name for v in ours.variables] == [v.name for v in stock.variables]
-
-
 def test_compiled_but_untrained_models_save_and_load(tmp_path, enabled):
-    trained, fresh = compiled_model("adam"), compiled_model("adam")
-    trained.fit(*small_data(), verbose=0)
+    trained, fresh = compiled_model("adam", run_eagerly=True), compiled_model("adam")
+    fit(trained, batches=2)
     trained.save_weights(tmp_path / "trained.weights.h5")
     fresh.save(tmp_path / "fresh.keras")
     with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):  # of Keras, about its variables
@@ -60,7 +52,7 @@ def test_compiled_but_untrained_models_save_and_load(tmp_path, enabled):
 
 def test_saved_model_of_a_trained_model_is_saved(tmp_path, enabled):
     model = compiled_model("adam")
-    fit(model)
+    fit(model, batches=2)
     tf.saved_model.save(model, str(tmp_path / "model"))
     loaded, x = tf.saved_model.load(str(tmp_path / "model")), small_data(1)[0].astype("float32")
     (output,) = loaded.signatures["serving_default"](tf.constant(x)).values()
@@ -77,11 +69,10 @@ def test_loading_counters_of_another_model_raises_and_changes_nothing():
     assert other.snapshot().step == 0
 
 
-@pytest.mark.parametrize("invalid_scale", [np.inf, 0.0, np.nan])
-def test_invalid_scale_from_a_checkpoint_is_replaced_by_the_initial_scale(invalid_scale):
+def test_invalid_scale_from_a_checkpoint_is_replaced_by_the_initial_scale():
     variable = keras.Variable([1.0])
     optimizer = optimizer_for(variable, initial_scale=8.0)
-    optimizer.dynamic_scale.assign(invalid_scale)
+    optimizer.dynamic_scale.assign(np.nan)
     assert optimizer.snapshot().loss_scale == 8.0
     optimizer.apply([ops.reshape(optimizer.scale_loss(1.0), [1])], [variable])
     np.testing.assert_array_equal(variable, [0.0])
@@ -102,29 +93,29 @@ def transfer_by_checkpoint(trained, fresh, path):
 @pytest.mark.parametrize(("trained_class", "fresh_class"), [(STOCK, OURS), (OURS, STOCK), (OURS, OURS)])
 def test_state_transfers_to_keras_class_and_back_without_a_warning(tmp_path, trained_class, fresh_class, transfer):
     keras.config.set_dtype_policy("mixed_float16")
-    trained = compiled_model(trained_class(keras.optimizers.Nadam(0.01), initial_scale=2.0**12))
-    fresh = compiled_model(fresh_class(keras.optimizers.Nadam(0.01), initial_scale=2.0**3))
-    fit(trained)
+    trained = compiled_model(trained_class(keras.optimizers.Nadam(0.01), initial_scale=2.0**12), run_eagerly=True)
+    fresh = compiled_model(fresh_class(keras.optimizers.Nadam(0.01), initial_scale=2.0**3), run_eagerly=True)
+    fit(trained, batches=3)
     fresh.optimizer.build(fresh.trainable_variables)
     transfer(trained, fresh, tmp_path)
     assert_equal(fresh.optimizer.variables, trained.optimizer.variables)
-    assert (float(fresh.optimizer.dynamic_scale), int(fresh.optimizer.step_counter)) == (2.0**12, 20)
+    assert (float(fresh.optimizer.dynamic_scale), int(fresh.optimizer.step_counter)) == (2.0**12, 3)
     if trained_class is fresh_class:
         assert_equal(fresh.optimizer.counters.weights, trained.optimizer.counters.weights)
         # Nadam's product of momenta is in no list of Keras.
         assert_equal(*(optimizer_state(model.optimizer.inner_optimizer) for model in (fresh, trained)))
         assert float(fresh.optimizer.inner_optimizer._u_product.numpy()) < 0.5
-    fit(fresh)
+    fit(fresh, batches=1)
 
 
-def test_unlisted_state_of_another_optimizer_class_is_not_loaded(tmp_path, enabled):
-    trained, fresh = compiled_model("adafactor"), compiled_model("nadam")
-    fit(trained)
+def test_unlisted_state_of_another_optimizer_class_is_not_loaded():
+    saved = optimizer_for(*weights(), inner=keras.optimizers.Adafactor(0.01))
+    loaded = optimizer_for(*weights(), inner=keras.optimizers.Nadam(0.01))
     store = {}
-    trained.optimizer.inner_state.save_own_variables(store)
-    fresh.optimizer.build(fresh.trainable_variables)
-    fresh.optimizer.inner_state.load_own_variables(store)
-    assert float(fresh.optimizer.inner_optimizer._u_product.numpy()) == 1.0
+    saved.inner_state.save_own_variables(store)
+    assert store
+    loaded.inner_state.load_own_variables(store)
+    assert float(loaded.inner_optimizer._u_product.numpy()) == 1.0
 
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras 3.12 has none")
@@ -134,10 +125,10 @@ def test_unlisted_state_inside_a_multi_optimizer_is_saved(tmp_path, enabled):
     def model_with(nadam):
         sgd = keras.optimizers.SGD(0.1)
         multi = keras.optimizers.MultiOptimizer(lambda variable: nadam if "kernel" in variable.path else sgd)
-        return compiled_model(multi)
+        return compiled_model(multi, run_eagerly=True)
 
     trained, fresh = map(model_with, nadams)
-    fit(trained)
+    fit(trained, batches=3)
     fresh.optimizer.build(fresh.trainable_variables)
     transfer_by_weights(trained, fresh, tmp_path)
     assert_equal(*(optimizer_state(model.optimizer.inner_optimizer) for model in (fresh, trained)))
@@ -147,16 +138,16 @@ def test_unlisted_state_inside_a_multi_optimizer_is_saved(tmp_path, enabled):
 
 def test_model_saved_with_keras_class_loads_with_kmp_class_under_enable(tmp_path):
     keras.config.set_dtype_policy("mixed_float16")
-    trained = compiled_model(STOCK(keras.optimizers.Nadam(), initial_scale=2.0**12))
-    fit(trained)
+    trained = compiled_model(STOCK(keras.optimizers.Nadam(), initial_scale=2.0**12), run_eagerly=True)
+    fit(trained, batches=2)
     trained.save(tmp_path / "stock.keras")
     assert type(keras.models.load_model(tmp_path / "stock.keras").optimizer) is STOCK
     with kmp.enable():
         loaded = keras.models.load_model(tmp_path / "stock.keras")
     assert type(loaded.optimizer) is kmp.LossScaleOptimizer
     assert_equal(trained.optimizer.variables, loaded.optimizer.variables)
-    fit(loaded)
-    assert loaded.optimizer.snapshot().step == 20
+    fit(loaded, batches=1)
+    assert loaded.optimizer.snapshot().step == 1
 
 
 @pytest.mark.slow
@@ -174,7 +165,7 @@ def test_error_of_loading_without_kmp_names_the_import(tmp_path, enabled):
 
 def test_truncated_file_is_an_error_and_stays_as_it_was(tmp_path, enabled):
     model, path, weights_path = compiled_model("adam"), tmp_path / "x.keras", tmp_path / "x.weights.h5"
-    fit(model)
+    model.optimizer.build(model.trainable_variables)
     model.save(path)
     model.save_weights(weights_path)
     before = values(model.weights)

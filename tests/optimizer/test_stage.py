@@ -7,13 +7,19 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import MODES, assert_equal, small_data, small_model
+from conftest import assert_equal, fit, small_model
 
 import kmp
 
 SCALE = 8.0
 NOT_SCALED = r"scaled_loss = .*optimizer\.scale_loss\(loss\)"
 UNKNOWN = "Pass unscaled=True if they did"
+
+
+@pytest.fixture(params=["eager", "graph"])
+def run_step(request):
+    """Decorates a step function; XLA compiles what was traced, and does not change the order of the calls."""
+    return (lambda step: step) if request.param == "eager" else tf.function
 
 
 @pytest.fixture
@@ -31,38 +37,20 @@ def gradient_of(weight, scale_loss=lambda loss: loss):
     return tape.gradient(loss, weight.value)
 
 
-def norm_clipped(gradients):
-    return tf.clip_by_global_norm(gradients, 100.0)[0]
-
-
-@pytest.mark.parametrize("build", [True, False])
-@pytest.mark.parametrize("change", [lambda gradients: gradients, norm_clipped], ids=["as they are", "clipped"])
-def test_gradients_are_divided_once_with_and_without_unscale(weight, run_step, change, build):
+def test_gradients_are_divided_once_with_and_without_unscale(weight, run_step):
     for unscales in (False, True):
-        optimizer = optimizer_for(weight, build=build)
+        optimizer = optimizer_for(weight, build=False)
 
         @run_step
         def step(optimizer=optimizer, unscales=unscales):
             gradients = [gradient_of(weight, optimizer.scale_loss)]
-            optimizer.apply(change(optimizer.unscale(gradients)) if unscales else gradients, [weight])
+            clipped = tf.clip_by_global_norm(optimizer.unscale(gradients), 100.0)[0] if unscales else gradients
+            optimizer.apply(clipped, [weight])
 
         for _ in range(2):
             weight.assign([1.0, 2.0])
             step()
             np.testing.assert_allclose(weight, [0.0, 0.0], atol=1e-6)
-
-
-def test_unscale_and_apply_may_be_traced_into_two_functions(weight):
-    optimizer = optimizer_for(weight)
-    gradients = tf.function(lambda: optimizer.unscale([gradient_of(weight, optimizer.scale_loss)]))
-    update = tf.function(lambda gradients: optimizer.apply(gradients, [weight]))
-    for _ in range(3):
-        weight.assign([1.0, 2.0])
-        update(gradients())
-        np.testing.assert_array_equal(weight, [0.0, 0.0])
-    assert optimizer.snapshot().overflow_count == 0
-    update([tf.constant([np.inf, 1.0])])  # no unscale before it
-    assert optimizer.snapshot().overflow_count == 1
 
 
 @pytest.mark.parametrize("is_traced", [True, False])
@@ -97,7 +85,7 @@ def test_function_that_scales_a_loss_and_builds_the_optimizer_is_traced_again(we
     np.testing.assert_array_equal(weight, [0.0, 0.0])
 
 
-def test_overflow_in_unscale_skips_the_step_of_another_function_also_if_it_is_clipped(weight):
+def test_unscale_and_apply_may_be_traced_into_two_functions_and_an_overflow_that_is_clipped_skips_the_step(weight):
     optimizer = optimizer_for(weight)
 
     @tf.function
@@ -109,6 +97,8 @@ def test_overflow_in_unscale_skips_the_step_of_another_function_also_if_it_is_cl
     for factor, expected in ((np.inf, [1.0, 2.0]), (SCALE, [0.0, 1.0]), (np.nan, [0.0, 1.0]), (4.0, [-1.0, 0.0])):
         update(gradients(tf.constant(factor)))
         np.testing.assert_array_equal(weight, expected)
+    update([tf.constant([np.inf, 1.0])])  # no unscale before it
+    assert optimizer.snapshot().overflow_count == 3
 
 
 def test_batch_that_is_discarded_after_unscale_leaves_nothing_behind(weight):
@@ -162,17 +152,11 @@ def test_eager_apply_after_a_traced_unscale_needs_the_argument(weight):
 def test_traced_apply_after_an_eager_unscale_needs_the_argument(weight):
     # A later call of the function would take scaled gradients as unscaled.
     optimizer = optimizer_for(weight)
-    for unscaled in (None, True):
-        apply = tf.function(
-            lambda gradients, unscaled=unscaled: optimizer.apply(gradients, [weight], unscaled=unscaled)
-        )
-        gradients = optimizer.unscale([gradient_of(weight, optimizer.scale_loss)])
-        if unscaled:
-            apply(gradients)
-            continue
-        with pytest.raises(ValueError, match=UNKNOWN):
-            apply(gradients)
-        np.testing.assert_array_equal(weight, [1.0, 2.0])
+    apply = tf.function(lambda gradients, unscaled: optimizer.apply(gradients, [weight], unscaled=unscaled))
+    with pytest.raises(ValueError, match=UNKNOWN):
+        apply(optimizer.unscale([gradient_of(weight, optimizer.scale_loss)]), None)
+    np.testing.assert_array_equal(weight, [1.0, 2.0])
+    apply(optimizer.unscale([gradient_of(weight, optimizer.scale_loss)]), True)
     np.testing.assert_array_equal(weight, [0.0, 0.0])
 
 
@@ -233,32 +217,28 @@ def test_loop_that_needs_no_scale_loss_does_not_warn(weight, arguments):
 
 
 class OwnStep(keras.Model):
+    unscales = False
+
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=False))
         gradients = tape.gradient(loss, self.trainable_variables)
-        self.apply_with(self.optimizer, gradients)
+        if self.unscales:
+            gradients = self.optimizer.unscale(gradients)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
         return {"loss": loss}
 
-    def apply_with(self, optimizer, gradients):
-        optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
 
-
-class Unscaling(OwnStep):
-    def apply_with(self, optimizer, gradients):
-        optimizer.apply(optimizer.unscale(gradients), self.trainable_variables)
-
-
-@pytest.mark.parametrize("model_class", [OwnStep, Unscaling])
-@pytest.mark.parametrize("mode", MODES)
-def test_train_step_without_scale_loss_raises_before_anything_changes(enabled, model_class, mode):
+@pytest.mark.parametrize(("run_eagerly", "unscales"), [(False, False), (True, True)])
+def test_train_step_without_scale_loss_raises_before_anything_changes(enabled, run_eagerly, unscales):
     small = small_model()
-    model = model_class(small.inputs, small.outputs)
-    model.compile("sgd", "sparse_categorical_crossentropy", **MODES[mode])
+    model = OwnStep(small.inputs, small.outputs)
+    model.unscales = unscales
+    model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=run_eagerly)
     before = model.get_weights()
     with pytest.raises(ValueError, match=NOT_SCALED) as error:
-        model.fit(*small_data(), batch_size=8, verbose=0)
+        fit(model)
     assert "    scaled_loss = self.optimizer.scale_loss(loss)\n    gradients = tape.gradient(" in str(error.value)
     assert_equal(before, model.get_weights())
 
@@ -335,7 +315,7 @@ def test_loss_of_a_function_after_a_discarded_batch_begins_a_new_one(weight):
 
 def test_gradients_that_did_not_go_through_the_last_unscale_are_refused(run_step):
     weights = [keras.Variable([1.0, 2.0]), keras.Variable([3.0, 4.0])]
-    optimizer = conftest.optimizer_for(*weights, initial_scale=SCALE)
+    optimizer = optimizer_for(*weights)
 
     @run_step
     def step(unscaled=None):
@@ -346,20 +326,21 @@ def test_gradients_that_did_not_go_through_the_last_unscale_are_refused(run_step
     with pytest.raises(ValueError, match=r"got 2 gradients, but the last call of `unscale` only 1\. Pass all"):
         step()
     assert_equal(weights, [[1.0, 2.0], [3.0, 4.0]])
-    run_step(functools.partial(step, unscaled=True))()
+    step(unscaled=True)
     assert_equal(weights, [[0.0, 0.0], [0.0, 0.0]])
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-def test_unscale_keeps_the_gradient_of_a_variable_that_is_overwritten_with_it(run_step):
+@pytest.mark.parametrize("unscales", [False, True])
+def test_variable_that_keras_overwrites_with_its_gradient_gets_it_undivided(run_step, unscales):
     weight, float8_scale, unused = keras.Variable([1.0, 2.0]), keras.Variable(1.0), keras.Variable(1.0)
     float8_scale.overwrite_with_gradient = True
-    optimizer = conftest.optimizer_for(weight, float8_scale, unused, initial_scale=SCALE)
+    optimizer = optimizer_for(weight, float8_scale, unused)
 
     @run_step
     def step():
         gradients = [gradient_of(weight, optimizer.scale_loss), tf.constant(0.25), None]
-        optimizer.apply(optimizer.unscale(gradients), [weight, float8_scale, unused])
+        optimizer.apply(optimizer.unscale(gradients) if unscales else gradients, [weight, float8_scale, unused])
 
     step()
     assert_equal([weight, float8_scale], [[0.0, 0.0], 0.25])

@@ -82,9 +82,9 @@ def test_learning_rate_callbacks_work_with_a_multi_optimizer(enabled):
     optimizers = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
     optimizers[".*bias"] = keras.optimizers.Adam(0.01)
     model = compiled_model(keras.optimizers.MultiOptimizer(optimizers))
-    fit(model)
+    fit(model, batches=2)
     before = model.get_weights()
-    fit(model, callbacks=[keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.0)])
+    fit(model, batches=2, callbacks=[keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.0)])
     assert_equal(before, model.get_weights())
 
 
