@@ -35,26 +35,15 @@ def test_rows_are_in_graph_order_and_shared_layers_have_one():
     assert [path.rstrip("_0123456789") for path in paths] == ["in", "shared", "relu", "add", "last"]
 
 
-def test_path_starts_with_that_of_the_parent():
+def test_path_starts_with_that_of_the_parent_and_differs_for_layers_of_one_name():
     paths = list(rows_of(models.autoencoder()[0]))
     assert paths.index("encoder") < next(index for index, path in enumerate(paths) if path.startswith("encoder/dense"))
     wrapped = keras.Sequential([keras.Input((3, 4)), layers.TimeDistributed(layers.Dense(2, name="in"), name="out")])
     assert list(rows_of(wrapped))[-2:] == ["out", "out/in"]
     assert {path.split("/")[0] for path in rows_of(models.gan()[0])} == {"generator", "discriminator"}  # subclassed
-
-
-def test_layers_with_the_same_name_have_different_paths():
-    class TwoDense(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = layers.Dense(2, name="same"), layers.Dense(2, name="same")
-
-        def call(self, inputs):
-            return self.second(self.first(inputs))
-
-    model = TwoDense()
-    model(np.ones((1, 2), "float32"))
-    assert list(rows_of(model)) == ["same", "same#2"]
+    cells = layers.StackedRNNCells([layers.GRUCell(2, name="same"), layers.GRUCell(2, name="same")], name="cells")
+    recurrent = keras.Sequential([keras.Input((3, 4)), layers.RNN(cells, name="rnn")])
+    assert list(rows_of(recurrent))[-2:] == ["rnn/cells/same", "rnn/cells/same#2"]
 
 
 def test_row_has_dtypes_category_reason_and_source():
@@ -94,7 +83,7 @@ def test_shares_are_of_all_elements_and_the_error_is_relative_to_the_norm():
 
 
 def test_batch_compares_a_mixed_precision_model_with_its_float32_version():
-    model, batch = models.u_net()
+    model, batch = models.autoencoder()
     rows = rows_of(kmp.convert(model), batch)
     relative_errors = [row.relative_error for row in rows.values() if row.relative_error is not None]
     assert 0 < max(relative_errors) < 0.01

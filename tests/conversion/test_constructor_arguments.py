@@ -181,6 +181,7 @@ def test_layer_that_convert_refuses_is_an_error_in_audit_too(make, message):
     with pytest.raises(ValueError, match=message) as caught:
         kmp.convert(model)
     assert caught.type is ValueError
+    assert keras.config.dtype_policy().name == "float32"
     assert "\x1b" not in str(caught.value)
     with pytest.raises(ValueError, match=message):
         kmp.audit(model, BATCH)

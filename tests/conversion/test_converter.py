@@ -5,7 +5,7 @@ import keras
 import models
 import numpy as np
 import pytest
-from conftest import assert_equal, values
+from conftest import assert_equal
 from keras import layers, ops
 
 import kmp
@@ -54,11 +54,12 @@ def test_converted_model_trains_and_round_trips_through_a_file(make, tmp_path):
     converted = kmp.convert(model)
     if make is models.gan:
         converted.compile(generator=kmp.wrap("adam"), discriminator=kmp.wrap("adam"))
-        history = converted.fit(batch, np.zeros((4, 6), "float32"), verbose=0).history
+        targets = np.zeros((4, 6), "float32")
     else:
-        converted.compile(kmp.wrap("adam", initial_scale=64.0), "mse", jit_compile=False)
+        converted.compile(kmp.wrap("adam", initial_scale=64.0), "mse")
         targets = keras.tree.map_structure(lambda output: np.zeros(output.shape, "float32"), converted(batch))
-        history = converted.fit(batch, targets, verbose=0).history
+    converted.run_eagerly = make is not models.operations  # which has operations that are not layers, for a graph
+    history = converted.fit(batch, targets, verbose=0).history
     assert np.isfinite(history["loss"]).all()
     pairs = zip(converted.trainable_variables, model.trainable_variables, strict=True)
     assert any(np.any(np.asarray(trained) != np.asarray(original)) for trained, original in pairs)
@@ -66,14 +67,6 @@ def test_converted_model_trains_and_round_trips_through_a_file(make, tmp_path):
     loaded = keras.models.load_model(tmp_path / "model.keras", compile=False, safe_mode=False)
     assert list(dtypes_of(loaded).values()) == list(dtypes_of(converted).values())
     assert_equal(outputs_of(loaded, batch), outputs_of(converted, batch))
-
-
-def test_softmax_and_output_layers_stay_float32_and_batch_normalization_becomes_kmps():
-    model, _ = models.classifier()
-    converted = kmp.convert(model)
-    classes = [type(layer) for layer in converted.layers]
-    assert classes == [layers.Dense, kmp.layers.BatchNormalization, layers.Dropout, layers.Dense]
-    assert [layer.compute_dtype for layer in converted.layers] == ["float16"] * 3 + ["float32"]
 
 
 def test_operations_that_need_float32_run_in_float32():
@@ -141,32 +134,41 @@ def test_model_of_two_replicas_stays_mirrored(two_replicas):
 
 
 @pytest.mark.parametrize(
-    ("convert", "dtypes"),
+    ("convert", "dtypes", "normalization"),
     [
-        (kmp.to_float32, ["float32", "float32", "float32", "float32"]),
-        (kmp.convert, ["float16", "float16", "float16", "float32"]),
+        (kmp.to_float32, ["float32", "float32", "float32", "float32"], layers.BatchNormalization),
+        (kmp.convert, ["float16", "float16", "float16", "float32"], kmp.layers.BatchNormalization),
         (
             lambda model: kmp.convert(model, keep_float32=layers.BatchNormalization, float32_layers=False),
             ["float16", "float32", "float16", "float16"],
+            kmp.layers.BatchNormalization,
         ),
-        (lambda model: kmp.convert(model, "float16", float32_layers=False), ["float16"] * 4),
+        (
+            lambda model: kmp.convert(model, "float16", float32_layers=False),
+            ["float16", "float16", "float16", "float16"],
+            layers.BatchNormalization,
+        ),
     ],
     ids=["O0", "O1", "O2", "O3"],
 )
-def test_levels_of_apex(convert, dtypes):
+def test_levels_of_apex_have_their_dtypes_and_normalization(convert, dtypes, normalization):
     model, batch = models.classifier()
     converted = convert(model)
     assert [layer.compute_dtype for layer in converted.layers] == dtypes
+    assert [type(layer) for layer in converted.layers] == [layers.Dense, normalization, layers.Dropout, layers.Dense]
     in_half = {variable.dtype for variable in converted.weights} == {"float16"}
     assert in_half == (dtypes == ["float16"] * 4)
     np.testing.assert_allclose(outputs_of(converted, batch)[0], outputs_of(model, batch)[0], atol=1e-2)
 
 
-def test_layers_of_kmp_stay_float32_whatever_the_plan_says():
-    final = kmp.layers.Float32(layers.Dense(2))
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(4), kmp.layers.Softmax(), final])
+def test_layers_of_kmp_stay_float32_whatever_the_plan_says_and_to_float32_replaces_them():
+    kmps = [kmp.layers.Softmax(), kmp.layers.Float32(ops.exp), kmp.layers.Float32(layers.Dense(2))]
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(4), *kmps])
     converted = kmp.convert(model, float32_layers=False)
-    assert [layer.compute_dtype for layer in converted.layers] == ["float16", "float32", "float32"]
+    assert [layer.compute_dtype for layer in converted.layers] == ["float16", "float32", "float32", "float32"]
+    restored, batch = kmp.to_float32(converted), np.ones((2, 4), "float32")
+    assert {type(layer).__module__.split(".")[0] for layer in restored.layers} == {"keras"}
+    assert_equal(outputs_of(restored, batch), outputs_of(model, batch))
 
 
 def test_float32_function_of_two_arguments_stays_kmps_layer():
@@ -186,16 +188,6 @@ def test_plan_can_be_saved_edited_and_applied(tmp_path):
     assert kmp.Plan.load(tmp_path / "plan.json") == plan
     converted = kmp.convert(models.classifier()[0], kmp.Plan.load(tmp_path / "plan.json"))
     assert [layer.compute_dtype for layer in converted.layers] == ["float16", "float16", "float32", "float32"]
-
-
-def test_float32_function_is_converted_and_to_float32_replaces_kmps_layer():
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(4), kmp.layers.Float32(ops.exp), layers.Dense(2)])
-    batch = np.ones((2, 4), "float32")
-    converted = kmp.convert(model)
-    assert [layer.compute_dtype for layer in converted.layers] == ["float16", "float32", "float32"]
-    restored = kmp.to_float32(converted)
-    assert {type(layer).__module__.split(".")[0] for layer in restored.layers} == {"keras"}
-    np.testing.assert_array_equal(outputs_of(restored, batch)[0], outputs_of(model, batch)[0])
 
 
 def test_float16_model_is_returned_unchanged_and_logged_and_so_are_nonfinite_outputs_in_float32(caplog):
@@ -230,29 +222,6 @@ def test_lora_weights_are_copied_unmerged():
     assert len(converted.trainable_variables) == len(model.trainable_variables)
 
 
-def test_unregistered_constraint_and_regularizer_are_kept():
-    class CustomConstraint(keras.constraints.Constraint):
-        def __call__(self, weights):
-            return weights
-
-    arguments = {"kernel_constraint": CustomConstraint(), "kernel_regularizer": lambda weights: 0.1 * ops.sum(weights)}
-    try:
-        model = keras.Sequential([keras.Input((2,)), layers.Dense(2), layers.Dense(2, **arguments)])
-    except ValueError:
-        pytest.skip("This Keras does not accept a function as regularizer.")
-    converted = kmp.convert(model).layers[1]
-    assert all(getattr(converted, name) is value for name, value in arguments.items())
-
-
-def test_get_config_set_on_a_layer_instance_is_used_and_kept():
-    model, _ = models.classifier()
-    layer = model.layers[0]
-    config = layer.get_config()
-    layer.get_config = lambda: config | {"name": "renamed"}
-    assert kmp.convert(model).layers[0].name == "renamed"
-    assert layer.get_config()["name"] == "renamed"
-
-
 class CreatesItsGraph(keras.Model):
     def __init__(self, **kwargs):
         inputs = keras.Input((8,))
@@ -272,17 +241,6 @@ def test_operation_created_in_custom_code_and_its_overflow_are_logged(caplog):
     assert dtypes_of(converted) == {"first": "float16", "last": "float32"}
     row = next(row for row in kmp.audit(model).rows if row.class_name == "Exp")
     assert (row.category, row.planned_dtype) == ("float32", "follows its inputs")
-
-
-def test_rnn_states_are_copied_and_a_batch_does_not_change_them():
-    model = keras.Sequential([keras.Input((3, 4), batch_size=2), layers.LSTM(8, stateful=True), layers.Dense(2)])
-    batch = np.ones((2, 3, 4), "float32")
-    model(batch)
-    before = values(model.layers[0].states)
-    assert np.any(before[0] != 0)
-    converted = kmp.convert(model, batch=batch)
-    for rnn in (model.layers[0], converted.layers[0]):
-        assert_equal(rnn.states, before)
 
 
 def test_nested_model_that_is_selected_or_in_a_plan_keeps_its_layers_in_float32():
@@ -305,41 +263,18 @@ def test_frozen_variable_and_frozen_sublayer_that_code_creates_stay_frozen(caplo
     assert "without stays float32: its config has no `dtype`, so its policy cannot be set." in caplog.text
 
 
-def float64_model():
-    return keras.Sequential([keras.Input((2,)), layers.Dense(2, dtype="float64")])
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: "a.keras", TypeError, "`model` must be a keras.Model, such as .* returns. Received: model='a.keras'"),
-        (lambda: keras.Sequential([layers.Dense(2, name="one")]), ValueError, "is not built: call it on a batch first"),
-        (float64_model, ValueError, "computes in float64"),
-    ],
-    ids=["type", "not built", "float64"],
-)
 @pytest.mark.parametrize("function", [kmp.convert, kmp.to_float32, kmp.audit])
-def test_model_that_cannot_be_converted_is_an_error(function, make, error, message):
-    if function is kmp.audit and make is float64_model:
-        assert message in kmp.audit(make()).conversion_error
-        return
-    with pytest.raises(error, match=message):
-        function(make())
+def test_model_that_cannot_be_converted_is_an_error(function):
+    with pytest.raises(TypeError, match="`model` must be a keras.Model, such as .*Received: model='a.keras'"):
+        function("a.keras")
+    with pytest.raises(ValueError, match="is not built: call it on a batch first"):
+        function(keras.Sequential([layers.Dense(2, name="one")]))
 
 
-def test_error_for_a_model_without_a_config_explains_get_config():
-    class WithoutConfig(keras.Model):
-        def __init__(self, layer):
-            super().__init__()
-            self.layer = layer
-
-        def call(self, inputs):
-            return self.layer(inputs)
-
-    model = WithoutConfig(layers.Dense(2))
-    model(np.zeros((1, 2), "float32"))
-    with pytest.raises(ValueError, match="WithoutConfig .* cannot be rebuilt.*`get_config` that returns the arguments"):
-        kmp.convert(model)
+def test_to_float32_of_a_float64_model_is_an_error():
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(2, dtype="float64")])
+    with pytest.raises(ValueError, match="computes in float64"):
+        kmp.to_float32(model)
 
 
 PLAN, BAD_PLAN = kmp.Plan("mixed_float16", {"dense": "why"}), kmp.Plan("mixed_float16", {"typo": "why"})

@@ -13,7 +13,7 @@ FLOATS = np.array([[0.5, 1.5, 2.5]], "float32")
 
 @keras.saving.register_keras_serializable("tests")
 class Tokens(layers.Layer):
-    """An embedding, multiplied by floats if there are any."""
+    """An embedding of ids, or of those in a dictionary that also has factors."""
 
     def __init__(self, rows=6000, **arguments):
         super().__init__(**arguments)
@@ -21,12 +21,12 @@ class Tokens(layers.Layer):
         self.table = layers.Embedding(rows, 4, embeddings_initializer="normal", dtype=self.dtype_policy, name="table")
         self.table.build()
 
-    def call(self, ids, floats=None):
-        if isinstance(ids, dict):
-            ids, floats = ids["ids"], ids["floats"]
-        return self.table(ids) if floats is None else self.table(ids) * floats[..., None]
+    def call(self, inputs):
+        if isinstance(inputs, dict):
+            return self.table(inputs["ids"]) * inputs["floats"][..., None]
+        return self.table(inputs)
 
-    def compute_output_shape(self, shape, *others):
+    def compute_output_shape(self, shape):
         return (*(shape["ids"] if isinstance(shape, dict) else shape), 4)
 
     def get_config(self):
@@ -51,28 +51,17 @@ def model_of(layer, shape=(3,), **arguments):
     return keras.Model(ids, layers.Dense(1)(layer(ids)))
 
 
-def arguments_model():
-    ids, floats = keras.Input((3,), name="ids"), keras.Input((3,), name="floats")
-    return keras.Model([ids, floats], layers.Dense(1)(Tokens()(ids, floats)))
-
-
 def dict_model():
     inputs = {"ids": keras.Input((3,), name="ids"), "floats": keras.Input((3,), name="floats")}
     return keras.Model(inputs, layers.Dense(1)(Tokens()(inputs)))
 
 
-def sequential_model():
-    return keras.Sequential([keras.Input((3,), name="ids"), Tokens(), layers.Dense(1)])
-
-
 MODELS = {
     "layer": (lambda: model_of(Tokens()), IDS),
     "layer in a layer": (lambda: model_of(Outer()), IDS),
-    "sequential": (sequential_model, IDS),
     "functional inside": (lambda: model_of(model_of(Tokens())), IDS),
     "sequential inside": (lambda: model_of(keras.Sequential([Tokens()])), IDS),
     "time distributed": (lambda: model_of(layers.TimeDistributed(Tokens()), (2, 3)), np.stack([IDS, IDS], 1)),
-    "arguments": (arguments_model, [IDS, FLOATS]),
     "dict": (dict_model, {"ids": IDS, "floats": FLOATS}),
 }
 
