@@ -1,8 +1,4 @@
-"""Float32Fallback on networks as people write them, and in a process that continues a run that was killed."""
-
-import signal
-import subprocess
-import sys
+"""Float32Fallback on networks as people write them."""
 
 import keras
 import numpy as np
@@ -96,19 +92,19 @@ def trained(build, data, policy, jit_compile=False):
     return model, max(history["accuracy"]), callbacks[0].run if callbacks else None
 
 
-@pytest.fixture(scope="module", params=[(unet, discs), (transformer, sentences)], ids=["unet", "transformer"])
-def network(request):
-    build, make_data = request.param
-    data = make_data()
-    return build, data, trained(build, data, "float32")[1]
-
-
-@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
-def test_unet_and_transformer_with_a_planted_overflow_score_as_in_float32(network, jit_compile, monkeypatch):
+@pytest.mark.parametrize(
+    ("build", "make_data", "jit_compile", "expected"),
+    [
+        (unet, discs, True, {"standardize"}),
+        (transformer, sentences, False, {"attention0", "attention1"}),
+    ],
+    ids=["U-Net under XLA", "transformer in graph mode"],
+)
+def test_network_with_a_planted_overflow_scores_as_in_float32(build, make_data, jit_compile, expected, monkeypatch):
     monkeypatch.setattr(batch_replayer, "_MOST_SECONDS", 600.0)  # on a busy machine too
-    build, data, sound = network
+    data = make_data()
+    _, sound, _ = trained(build, data, "float32")
     model, score, run = trained(build, data, "mixed_float16", jit_compile)
-    expected = {"standardize"} if build is unet else {"attention0", "attention1"}
     assert {path.rpartition("/")[2] for row in run.rows for path in row.get("fallback", ())} == expected
     assert sound > 0.93
     assert score == pytest.approx(sound, abs=0.03)
@@ -116,51 +112,3 @@ def test_unet_and_transformer_with_a_planted_overflow_score_as_in_float32(networ
     assert snapshot.overflow_count <= 8
     assert snapshot.overflows_in_a_row == 0
     assert kmp.advise(run).problems == ()
-
-
-RESUMABLE = """
-import os, signal, sys
-import keras, kmp, numpy as np
-
-folder, kill_at = sys.argv[1], int(sys.argv[2])
-
-class Cube(keras.layers.Layer):
-    def call(self, x):
-        return x * x * x
-
-class Kill(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if self.model.optimizer.snapshot().step == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-keras.utils.set_random_seed(0)
-kmp.enable()
-model = keras.Sequential([keras.Input((4,)), Cube(name="cube"), keras.layers.BatchNormalization(name="norm"),
-                          keras.layers.Dense(1, name="head")])
-model.compile(keras.optimizers.Adam(1e-2), "mse", jit_compile=False)
-x = np.random.default_rng(0).uniform(20, 60, (64, 4)).astype("float32")
-backup = keras.callbacks.BackupAndRestore(folder + "/backup", double_checkpoint=True)
-callbacks = [*kmp.callbacks.defaults(folder + "/run"), backup, Kill()]
-fit = model.fit(x, x[:, :1] > 40, batch_size=8, epochs=6, shuffle=False, verbose=0, callbacks=callbacks)
-print(len(fit.epoch), fit.history["loss"][-1], [layer.compute_dtype for layer in model.layers])
-"""
-
-
-def test_killed_run_resumes_in_a_new_process_with_the_same_layers_before_its_first_step(tmp_path):
-    def process(folder, kill_at):
-        command = [sys.executable, "-c", RESUMABLE, str(folder), str(kill_at)]
-        return subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
-
-    killed = process(tmp_path / "killed", 20)  # in the third epoch
-    assert killed.returncode == -signal.SIGKILL
-    skipped = kmp.load_run(tmp_path / "killed" / "run").last("overflow_count")
-    resumed, unbroken = process(tmp_path / "killed", 0), process(tmp_path / "unbroken", 0)
-    epochs, loss, dtypes = resumed.stdout.split(maxsplit=2)
-    assert epochs == "4"
-    assert dtypes == "['float32', 'float32', 'float16']\n"
-    assert "As at step 1, before the training was resumed, kmp set 'sequential/cube'" in resumed.stderr
-    run = kmp.load_run(tmp_path / "killed" / "run")
-    assert run.last("overflow_count") == skipped  # no step after the resume was skipped
-    assert len([row for row in run.rows if "fallback" in row]) == 1
-    assert kmp.advise(run).problems == ()
-    assert float(loss) == pytest.approx(float(unbroken.stdout.split()[1]), rel=1e-3)

@@ -1,18 +1,17 @@
-import copy
-import pickle
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import MODES, compiled_model, fit, sequential, tensorboard
+from conftest import MODES, Interrupt, sequential, tensorboard
 from keras import layers, ops
 from models import Cube
 
 import kmp
 from kmp.backend import is_passthrough, sublayers
-from kmp.callbacks import Float32Fallback, Monitor, StuckDetector, defaults
+from kmp.callbacks import Float32Fallback, Monitor, StuckDetector, StuckError, defaults
 from kmp.replay import replay
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*kmp set")
 
 ROWS = 64
 
@@ -28,7 +27,7 @@ class Mixed(keras.layers.Layer):
         return tf.add(self.cube(x), x)
 
 
-def overflowing(layer=None, mode="graph", build=None):
+def overflowing(layer=None, mode="eager", build=None):
     with kmp.enable():
         parts = [layer or Cube(name="cube"), layers.BatchNormalization(name="norm"), layers.Dense(1, name="head")]
         model = build(parts) if build else keras.Sequential([keras.Input((4,)), *parts])
@@ -36,24 +35,21 @@ def overflowing(layer=None, mode="graph", build=None):
     return model
 
 
-def train(model, callbacks, epochs=4, height=1.0, **options):
-    rng = np.random.default_rng(0)
-    x = rng.uniform(20, 60, (ROWS, 4)).astype("float32")
+def train(model, callbacks, epochs=4, height=1.0):
+    x = np.random.default_rng(0).uniform(20, 60, (ROWS, 4)).astype("float32")
     y = height * (x[:, :1] > 40).astype("float32")
-    return model.fit(x, y, batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks, **options)
+    model.fit(x, y, batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks)
 
 
 def dtypes(model):
     return {layer.name: layer.compute_dtype for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["eager", "steps_per_execution"])
 def test_layer_that_overflows_is_set_to_float32_and_the_training_continues(mode, tmp_path):
-    model, callbacks = overflowing(mode=mode), defaults(tmp_path / "run")
-    with pytest.warns(
-        UserWarning, match=r"cube.* to float32, and the training continues\. To make it permanent"
-    ) as seen:
-        train(model, callbacks, epochs=6)
+    model = overflowing(mode=mode)
+    with pytest.warns(UserWarning, match=r"cube.* to float32, and the training continues\. To make it perm") as seen:
+        train(model, defaults(tmp_path / "run"))
     # The cubes are beyond float16's maximum, so the layer that takes them has to compute in float32 too.
     assert dtypes(model) == {"cube": "float32", "norm": "float32", "head": "float16"}
     warning = next(str(each.message) for each in seen if "permanent" in str(each.message))
@@ -71,27 +67,27 @@ def test_layer_that_overflows_is_set_to_float32_and_the_training_continues(mode,
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert dtypes(loaded) == dtypes(model)
     x = np.full((2, 4), 55.0, "float32")
-    np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
-    assert np.isfinite(model.predict(x, verbose=0)).all()
+    np.testing.assert_array_equal(loaded(x), model(x))
+    assert np.isfinite(model(x)).all()
 
 
-@pytest.mark.parametrize("height", [1.0, 1e4])
-def test_training_that_is_stuck_is_replayed_and_repaired_before_it_ends(height, monkeypatch):
+def test_training_that_is_stuck_is_replayed_and_repaired_before_it_ends(monkeypatch):
     monkeypatch.setattr("kmp.callbacks.batch_replayer._MOST_REPLAYS", 0)  # those of earlier overflows are used up
-    model, callbacks = overflowing(), defaults()
+    model, callbacks = overflowing(mode="graph"), defaults()
     callbacks[-1].patience = 12
     with pytest.warns(UserWarning, match="At step 12 kmp set 'sequential.*/cube', 'sequential.*/norm' to float32"):
-        train(model, callbacks, height=height)
+        train(model, callbacks, height=1e4)  # such targets have large gradients
     snapshot = model.optimizer.snapshot()
     assert snapshot.step == 32
-    assert 12 <= snapshot.overflow_count < 18  # higher targets have larger gradients
+    assert 12 <= snapshot.overflow_count < 18
 
 
-def test_training_without_the_fallback_of_its_detector_ends():
-    monitor, _, detector = defaults()
-    detector.patience = 12
-    with pytest.raises(kmp.callbacks.StuckError, match="cube"):
+def test_training_without_the_fallback_of_its_detector_ends_with_the_advice():
+    monitor, _, detector = defaults(every_n_steps=100)
+    detector.patience = 6
+    with pytest.raises(StuckError, match="Cause: The output of layer 'cube' overflows") as error:
         train(overflowing(), [monitor, detector])
+    assert str(kmp.advise(monitor.run)[0]).splitlines()[-1] in str(error.value)
 
 
 class Root(keras.layers.Layer):
@@ -139,7 +135,7 @@ def test_model_that_computes_outside_of_its_layers_is_repaired_if_its_loss_diffe
     with kmp.enable(initial_scale=2.0**-4):
         model = Curve()
         model.compile(keras.optimizers.Adam(1e-3), jit_compile=False)
-    x = np.random.default_rng(0).uniform(0, 1, (960, 1)).astype("float32")
+    x = np.random.default_rng(0).uniform(0, 1, (512, 1)).astype("float32")
     callbacks = defaults(every_n_steps=1)
     with pytest.warns(UserWarning, match="kmp set 'curve") as warned:
         model.fit(x, height * np.sin(3 * x), batch_size=32, verbose=0, callbacks=callbacks)
@@ -172,15 +168,14 @@ def nested(parts):
     return keras.Model(inputs, parts[2](parts[1](inner(inputs))))
 
 
-@pytest.mark.filterwarnings("ignore:.*kmp set")
 @pytest.mark.parametrize("build", [subclassed, nested])
 def test_nested_and_subclassed_models_are_repaired_once(build):
     model, callbacks = overflowing(build=build), defaults()
-    train(model, callbacks, epochs=6)
+    train(model, callbacks, epochs=2)
     repaired = model.optimizer.snapshot()
     assert repaired.overflows_in_a_row == 0
     assert "inner" not in callbacks[0].run.last("fallback")  # the layer in it is enough
-    train(model, defaults())
+    train(model, callbacks, epochs=1)
     assert model.optimizer.snapshot().overflow_count == repaired.overflow_count
 
 
@@ -189,7 +184,7 @@ def test_layer_whose_float32_raises_in_the_users_code_is_set_with_the_layer_that
         layer = Mixed(name="mixed")
     model = overflowing(layer)
     with pytest.warns(UserWarning, match="A saved file keeps this for 'cube' only if the config of Mixed contains it"):
-        train(model, defaults(), epochs=6)
+        train(model, defaults(), epochs=2)
     assert dtypes(model)["mixed"] == "float32"
     assert model.optimizer.snapshot().overflows_in_a_row == 0
 
@@ -200,7 +195,7 @@ def shared():
 
 
 def wrapped(layer, inputs_of_layer=1):
-    inputs = keras.Input((6, 4))
+    inputs = keras.Input((4, 4))
     outputs = layer(*[inputs] * inputs_of_layer)
     return keras.Model(inputs, layers.GlobalAveragePooling1D()(layers.LayerNormalization()(outputs)))
 
@@ -210,7 +205,7 @@ def kernel(value):
 
 
 def rnn():
-    return layers.SimpleRNN(8, "relu", return_sequences=True, recurrent_initializer="ones", **kernel(10.0))
+    return layers.SimpleRNN(8, "relu", return_sequences=True, recurrent_initializer="ones", unroll=True, **kernel(10.0))
 
 
 REPAIRED = {
@@ -221,22 +216,20 @@ REPAIRED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*kmp set")
 @pytest.mark.parametrize("build", REPAIRED.values(), ids=REPAIRED)
 def test_files_clones_and_conversions_of_a_repaired_model_compute_as_it_does(build, tmp_path):
     with kmp.enable():
         body = build()
-        head, options = layers.Dense(1, name="head"), {"optimizer": "adam", "jit_compile": False}
+        head, options = layers.Dense(1, name="head"), {"optimizer": "adam", "run_eagerly": True}
         model = sequential(body, head, shape=body.input_shape[1:], **options)
     x = np.random.default_rng(0).uniform(20, 60, (ROWS, *body.input_shape[1:])).astype("float32")
-    checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "model.keras")
-    callbacks = [*defaults(), checkpoint]
-    model.fit(x, np.ones((ROWS, 1)), batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+    callbacks = [*defaults(), keras.callbacks.ModelCheckpoint(tmp_path / "model.keras")]
+    model.fit(x, np.ones((ROWS, 1)), batch_size=8, verbose=0, callbacks=callbacks)
     expected = all_dtypes(model)
     assert callbacks[0].run.last("fallback")
     assert set(expected) == {"float16", "float32"}
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
+    np.testing.assert_array_equal(loaded(x), model(x))
     for other in (loaded, keras.models.clone_model(model), kmp.convert(model)):
         assert all_dtypes(other) == expected
     assert set(all_dtypes(kmp.to_float32(model))) == {"float32"}
@@ -244,45 +237,41 @@ def test_files_clones_and_conversions_of_a_repaired_model_compute_as_it_does(bui
 
 
 def all_dtypes(model):
-    """The compute dtypes of all layers, with those in wrappers and nested models."""
-    inner = [layer for layer in sublayers(model) if not is_passthrough(layer)]
-    return [layer.compute_dtype for layer in inner]
+    """Returns the compute dtypes of all layers, with those in wrappers and nested models."""
+    return [layer.compute_dtype for layer in sublayers(model) if not is_passthrough(layer)]
 
 
-@pytest.mark.filterwarnings("ignore:.*kmp set")
 def test_model_without_a_float16_layer_after_its_repair_trains_again_without_a_warning():
     with kmp.enable():
-        model = sequential(layers.Dense(1, name="only", **kernel(1e4)), optimizer="adam", jit_compile=False)
-        train(model, defaults())
+        model = sequential(layers.Dense(1, name="only", **kernel(1e4)), optimizer="adam", run_eagerly=True)
+        train(model, defaults(), epochs=2)
         assert dtypes(model) == {"only": "float32"}
-        model.compile("adam", "mse", jit_compile=False)
-        train(model, [])  # a warning is an error
+        model.compile("adam", "mse", run_eagerly=True)
+        train(model, [], epochs=1)  # a warning is an error
 
 
-@pytest.mark.filterwarnings("ignore:.*kmp set")
-def test_model_built_again_gets_the_layers_of_the_log_that_its_training_continues(tmp_path):
-    keras.utils.clear_session()  # the same names, as in a new process
-    model = overflowing()
-    train(model, defaults(tmp_path / "run"), epochs=2)
-    before = model.optimizer.snapshot()
-    assert before.overflow_count
-    model.save_weights(tmp_path / "model.weights.h5")
-    keras.utils.clear_session()
-    again, callbacks = overflowing(), defaults(tmp_path / "run")
-    again.optimizer.build(again.trainable_variables)
-    again.load_weights(tmp_path / "model.weights.h5")
-    with pytest.warns(UserWarning, match=r"As at step \d+, before the training was resumed, kmp set 'sequential.*cube"):
-        train(again, callbacks, epochs=2)
-    assert dtypes(again) == dtypes(model)
-    assert again.optimizer.snapshot().step > before.step
-    assert again.optimizer.snapshot().overflow_count == before.overflow_count
-    for run in (callbacks[0].run, kmp.load_run(tmp_path / "run")):
-        assert kmp.advise(run).problems == ()
-        assert kmp.advise(run)[0].cause == "float32_fallback"
-        assert len([row for row in run.rows if "fallback" in row]) == 1
+def test_interrupted_training_resumes_with_the_layers_of_its_log_before_its_first_step(tmp_path):
+    def interrupted_or_resumed(stops):
+        keras.utils.clear_session()  # the same names, as in a new process
+        model, callbacks = overflowing(mode="graph"), defaults(tmp_path / "run")
+        backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", double_checkpoint=True)
+        train(model, [*callbacks, backup, *stops])
+        return model, callbacks[0].run
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_or_resumed([Interrupt(epoch=2)])
+    skipped = kmp.load_run(tmp_path / "run").last("overflow_count")
+    with pytest.warns(UserWarning, match=r"As at step \d+, before the training was resumed, kmp set 'sequential/cube'"):
+        model, run = interrupted_or_resumed([])
+    assert dtypes(model) == {"cube": "float32", "norm": "float32", "head": "float16"}
+    assert (model.optimizer.snapshot().step, model.optimizer.snapshot().overflow_count) == (32, skipped)
+    for each in (run, kmp.load_run(tmp_path / "run")):
+        assert kmp.advise(each).problems == ()
+        assert kmp.advise(each)[0].cause == "float32_fallback"
+        assert len([row for row in each.rows if "fallback" in row]) == 1
     # A training that begins at step 0 is another one: its log replaces the earlier one.
     new = overflowing()
-    train(new, defaults(tmp_path / "run"), epochs=2)
+    train(new, defaults(tmp_path / "run"), epochs=1)
     assert new.optimizer.snapshot().overflow_count
 
 
@@ -309,12 +298,10 @@ def test_overflow_that_the_compiled_step_does_not_have_changes_no_layer():
 INPUTS = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
 SOME = np.arange(ROWS)[:, None] % 8 == 0
 NOT_OF_FLOAT16 = {
-    "NaN in the batch": ("data", {"x": np.where(SOME, np.nan, INPUTS)}),
     "inputs beyond float16": ("data", {"x": np.where(SOME, 1e6, INPUTS)}),
     "NaN in the labels": ("targets", {"y": np.where(SOME, np.nan, INPUTS[:, :1])}),
     "NaN in the weights": ("loss", {"weights": np.nan}),
-    "learning rate": ("exploding", {"optimizer": keras.optimizers.SGD(1e4)}),
-    "first update far too large": ("exploding", {"optimizer": keras.optimizers.Adam(10.0), "epochs": 8}),
+    "first update far too large": ("exploding", {"optimizer": keras.optimizers.Adam(10.0)}),
 }
 
 
@@ -327,7 +314,7 @@ def test_training_that_fails_for_another_cause_keeps_its_layers(cause, fault):
         model.layers[0].kernel.assign(np.full((4, 32), fault["weights"]))
     callbacks = defaults(on_stuck="ignore")
     x, y = fault.get("x", INPUTS), fault.get("y", INPUTS[:, :1])
-    model.fit(x, y, batch_size=8, epochs=fault.get("epochs", 6), verbose=0, callbacks=callbacks)
+    model.fit(x, y, batch_size=8, epochs=8, verbose=0, callbacks=callbacks)
     assert [found.cause for found in kmp.advise(callbacks[0].run).problems] == [cause]
     assert callbacks[0].run.last("fallback") is None
     assert dtypes(model) == {"a": "float16", "b": "float16"}
@@ -347,8 +334,6 @@ def test_model_whose_loss_exploded_before_it_overflowed_keeps_its_layers():
     assert callbacks[0].run.last("fallback") is None
 
 
-@pytest.mark.filterwarnings("ignore:.*kmp set")
-@pytest.mark.filterwarnings("ignore:.*kmp set")
 def test_change_whose_replay_fails_is_taken_back_and_that_of_a_later_batch_is_made(monkeypatch):
     replays = []
 
@@ -360,7 +345,7 @@ def test_change_whose_replay_fails_is_taken_back_and_that_of_a_later_batch_is_ma
 
     monkeypatch.setattr("kmp.callbacks.batch_replayer.replay", second_fails)
     model, callbacks = overflowing(), defaults()
-    train(model, callbacks)
+    train(model, callbacks, epochs=3)
     first, second, *_ = (step for step, found in callbacks[0].run.replays if not found.is_finite)
     (repaired_at,) = (row["step"] for row in callbacks[0].run.rows if "fallback" in row)
     assert first < second == repaired_at
@@ -377,12 +362,11 @@ class Shifted(keras.layers.Layer):
         return tf.add(x * x * x, self.shift)
 
 
-@pytest.mark.filterwarnings("ignore:.*kmp set")
 def test_layer_with_a_weight_in_float16_is_repaired():
     with kmp.enable():
         layer = Shifted(name="cube")
     model = overflowing(layer)
-    train(model, defaults())
+    train(model, defaults(), epochs=2)
     assert dtypes(model) == {"cube": "float32", "norm": "float32", "head": "float16"}
     assert model.optimizer.snapshot().overflows_in_a_row == 0
     assert layer.shift.dtype == "float16"
@@ -406,18 +390,10 @@ def test_harm_without_overflow_is_repaired_and_shown_in_tensorboard(tmp_path):
     assert text == f"```\nSet to float32: {row['fallback'][0]!r}\n{row['fallback_reason']}\n```"
 
 
-def test_arguments_are_checked_and_used_callbacks_can_be_copied():
+def test_arguments_are_checked():
     with pytest.raises(TypeError, match="`monitor` must be"):
         Float32Fallback(3)
     with pytest.raises(ValueError, match="`monitor` must replay batches"):
         Float32Fallback(Monitor(reference=None))
-    with pytest.raises(TypeError, match="`float32_fallback` must be"):
-        defaults(float32_fallback="yes")
     for arguments in ({"float32_fallback": False}, {"reference": None}):
         assert [type(each) for each in defaults(**arguments)] == [Monitor, StuckDetector]
-    model, callbacks = compiled_model(kmp.wrap("sgd")), defaults(on_stuck="ignore")
-    fit(model, callbacks)
-    for copied in (copy.deepcopy(callbacks), pickle.loads(pickle.dumps(callbacks))):
-        assert copied[1].monitor is copied[0]
-        fit(model, copied)
-        assert copied[0].run.last("step") > callbacks[0].run.last("step")
