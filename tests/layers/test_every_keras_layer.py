@@ -1,6 +1,5 @@
 """Compares every layer of `keras.layers` under `kmp.enable` with the same layer in float32, in a graph and with XLA."""
 
-import functools
 import inspect
 from functools import partial  # in arguments: a layer, which is created under the same policy
 
@@ -87,6 +86,7 @@ def each(make, inputs, argument, values, **arguments):
 
 
 # A new layer of Keras needs a case here, and an entry in `kmp.layers.float32_classes` if it fails.
+# Layers of raw data are float32 by one rule, except if their outputs are integers: each needs a case or two.
 HAS_NO_CALL = {layers.InputLayer, layers.InputSpec, layers.Layer, layers.Wrapper}
 IS_FOR_OTHER_BACKENDS = {layers.FlaxLayer, layers.JaxLayer, layers.TorchModuleWrapper}
 MASKED, MASKED_TWICE, TRAINING = {"mask": MASK}, {"mask": [MASK, MASK]}, {"training": True}
@@ -97,13 +97,12 @@ CASES = {
     "AdditiveAttention": [case([SEQUENCE, SEQUENCE], call=MASKED_TWICE)],
     "Attention": [case([SEQUENCE, SEQUENCE], call=MASKED_TWICE)],
     "BatchNormalization": [case(), case(IMAGES, "training", call=TRAINING)],
-    "Bidirectional": [case(SEQUENCE, layer=partial(layers.GRU, 3))],
-    "CategoryEncoding": each(raw, TOKENS, "output_mode", ["count", "multi_hot", "one_hot"], num_tokens=10),
+    "Bidirectional": [case(SEQUENCE, layer=partial(layers.LSTM, 3))],
+    "CategoryEncoding": [raw(TOKENS, num_tokens=10)],
     "CenterCrop": [images(height=4, width=4)],
     "ContrastLimitedAdaptiveHistogramEqualization": [images(PIXELS)],
     "Dense": [
         case(units=3),
-        case(name="softmax", units=3, activation="softmax"),
         case(
             name="regularized", units=4096, bias_initializer=keras.initializers.Constant(8), activity_regularizer="l2"
         ),
@@ -113,7 +112,7 @@ CASES = {
     "EinsumDense": [case(SEQUENCE, equation="abc,cd->abd", output_shape=(None, 3))],
     "Embedding": [case(TOKENS, input_dim=10, output_dim=4, mask_zero=True)],
     "Flatten": [case(IMAGES)],
-    "GRU": [case(SEQUENCE, units=3), case(SEQUENCE, "masked", call=MASKED, units=3)],
+    "GRU": [case(SEQUENCE, call=MASKED, units=3)],
     "GRUCell": [case((VECTORS, STATE), units=3)],
     "GaussianNoise": [dropout(stddev=0.5)],
     "GlobalAveragePooling1D": [
@@ -126,10 +125,8 @@ CASES = {
         raw, [TOKENS[:, :1], TOKENS[:, 1:2]], "output_mode", ["int", "one_hot"], num_bins=3000, has_xla=False
     ),
     "Hashing": each(raw, TOKENS, "output_mode", ["int", "one_hot"], num_bins=3000, has_xla=False),
-    "IntegerLookup": each(
-        raw, TOKENS, "output_mode", ["int", "multi_hot", "count"], vocabulary=list(range(10)), has_xla=False
-    ),
-    "LSTM": [case(SEQUENCE, units=3), case(SEQUENCE, "masked", call=MASKED, units=3)],
+    "IntegerLookup": each(raw, TOKENS, "output_mode", ["int", "count"], vocabulary=list(range(10)), has_xla=False),
+    "LSTM": [case(SEQUENCE, call=MASKED, units=3)],
     "LSTMCell": [case((VECTORS, [STATE, STATE]), units=3)],
     "Lambda": [case(function=keras.ops.square)],
     "Masking": [case(SEQUENCE * MASK[..., None])]
@@ -151,12 +148,12 @@ CASES = {
     "PReLU": [case(alpha_initializer="ones")],
     "Permute": [case(SEQUENCE, dims=(2, 1))],
     "Pipeline": [raw(PIXELS, layers=[partial(layers.Rescaling, 1 / 255), partial(layers.CenterCrop, 4, 4)])],
-    "RNN": [case(SEQUENCE, cell=partial(layers.SimpleRNNCell, 3))],
+    "RNN": [case(SEQUENCE, cell=partial(layers.GRUCell, 3))],
     "RandomColorJitter": [images(brightness_factor=0.2, contrast_factor=0.2, hue_factor=0.2, seed=1)],
     "RandomCrop": [images(height=4, width=4, seed=1)],
     "RandomElasticTransform": [images(UNBOXED, seed=1, has_xla=False)],
     "RandomErasing": [images(LABELED, seed=1)],
-    "RandomFlip": [images(seed=1), images(PIXELS, "unlabeled", seed=1)],
+    "RandomFlip": [images(seed=1)],
     "RandomGaussianBlur": [images(seed=1)],
     "RandomGrayscale": [images(PIXELS, factor=0.5, seed=1)],
     "RandomPerspective": [images(seed=1, has_xla=False)],
@@ -168,11 +165,7 @@ CASES = {
     "RepeatVector": [case(n=3)],
     "Rescaling": [case(scale=0.5), raw(PIXELS, "pixels", scale=1 / 255), raw(AMOUNTS, "amounts", scale=1e-5)],
     "Reshape": [case(target_shape=(3, 2))],
-    "Resizing": [
-        images(height=5, width=6),
-        images(PIXELS.astype("uint16") * 256, "uint16", height=5, width=6),
-        *each(images, PIXELS, "interpolation", ["area", "bicubic", "lanczos3"], height=5, width=6, has_xla=False),
-    ],
+    "Resizing": [images(height=5, width=6), images(PIXELS.astype("uint16") * 256, "uint16", height=5, width=6)],
     "ReversibleEmbedding": [case(TOKENS, input_dim=10, output_dim=4)],
     "STFTSpectrogram": [
         case(SOUND[..., None], mode="psd", frame_length=64),
@@ -189,7 +182,7 @@ CASES = {
     "StringLookup": each(raw, STRINGS, "output_mode", ["int", "count"], vocabulary=["a b", "c"], has_xla=False),
     "TFSMLayer": [case(call_endpoint="serve")],
     "TextVectorization": [
-        *each(raw, STRINGS, "output_mode", ["int", "count"], vocabulary=["a", "b"], has_xla=False),
+        raw(STRINGS, "int", vocabulary=["a", "b"], has_xla=False),
         raw(STRINGS, output_mode="tf_idf", vocabulary=["a", "b"], idf_weights=[0.5, 0.7], has_xla=False),
     ],
     "TimeDistributed": [case(SEQUENCE, layer=partial(layers.Dense, 3), call=MASKED)],
@@ -208,7 +201,8 @@ MERGING = ("Add", "Average", "Concatenate", "Maximum", "Minimum", "Multiply", "S
 CASES |= {name: [case(TWO)] for name in MERGING}
 CASES |= {name: [dropout(rate=0.5)] for name in ("AlphaDropout", "Dropout", "GaussianDropout")}
 CASES |= {name: [images()] for name in ("AutoContrast", "Equalization")}
-CASES |= {name: [images(LABELED, seed=1, has_xla=False)] for name in ("AugMix", "CutMix", "MixUp", "RandAugment")}
+MIXING = {"AugMix": {"num_chains": 1}, "CutMix": {}, "MixUp": {}, "RandAugment": {"num_ops": 1}}
+CASES |= {name: [images(LABELED, seed=1, has_xla=False, **arguments)] for name, arguments in MIXING.items()}
 COLORS = ("Brightness", "ColorDegeneration", "Contrast", "Hue", "Invert", "Saturation", "Sharpness")
 CASES |= {f"Random{name}": [images(factor=0.5, seed=1)] for name in COLORS}
 for number, inputs in enumerate((SEQUENCE, IMAGES, VOLUME), 1):
@@ -248,21 +242,30 @@ def saved_model(tmp_path_factory):
     return folder
 
 
-def results_of(tested, saved_model, is_xla):
-    """Returns the outputs, losses and weights of a call, and all gradients of a weighted sum of the outputs."""
-    layer, dtype = tested.layer(saved_model), keras.config.dtype_policy().compute_dtype
-    is_float = lambda tensor: tensor.dtype.is_floating  # noqa: E731
+def is_float(tensor):
+    return tensor.dtype.is_floating
 
-    @tf.function(jit_compile=is_xla)
+
+def results_of(tested, saved_model, compiled=None):
+    """Returns the outputs, losses and weights of a call, and all gradients of a weighted sum of the outputs.
+
+    `compiled` is a decorator; without one, the call is eager.
+    """
+    layer, dtype = tested.layer(saved_model), keras.config.dtype_policy().compute_dtype
+
+    def call(inputs, **arguments):
+        return layer(*inputs if isinstance(inputs, tuple) else (inputs,), **arguments)
+
     def step(inputs):
         inputs = keras.tree.map_structure(tf.identity, inputs)  # DataLayer changes dictionaries in place
         with tf.GradientTape() as tape:
             sources = list(filter(is_float, keras.tree.flatten(inputs)))
             tape.watch(sources)
             if not tested.is_raw:  # as behind another layer, whose gradient XLA computes in its dtype
-                activate = lambda x: tf.nn.leaky_relu(tf.cast(x, dtype)) if is_float(x) else x  # noqa: E731
-                inputs = keras.tree.map_structure(activate, inputs)
-            outputs = layer(*inputs if isinstance(inputs, tuple) else (inputs,), **tested.call)
+                inputs = keras.tree.map_structure(
+                    lambda x: tf.nn.leaky_relu(tf.cast(x, dtype)) if is_float(x) else x, inputs
+                )
+            outputs = call(inputs, **tested.call)
             mask = getattr(outputs, "_keras_mask", None)
             outputs = [*keras.tree.flatten(outputs), *layer.losses, *([] if mask is None else [mask])]
             if tested.is_raw:
@@ -273,7 +276,10 @@ def results_of(tested, saved_model, is_xla):
             )
         return outputs, tape.gradient(total, [*sources, *(variable.value for variable in layer.trainable_variables)])
 
-    outputs, gradients = step(keras.tree.map_structure(tf.constant, tested.inputs))
+    inputs = keras.tree.map_structure(tf.constant, tested.inputs)
+    if compiled and not tested.is_raw and tested.layer_class.__name__ not in NO_FLOAT16_KERNEL_ON_CPU:
+        call(inputs)  # creates the weights: TensorFlow traces a function that creates them twice
+    outputs, gradients = (compiled(step) if compiled else step)(inputs)
     return {
         "outputs": outputs,
         "gradients": [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None],
@@ -285,15 +291,9 @@ def weights_like(tensor):
     return (np.arange(tensor.shape.num_elements(), dtype="float32") * 7 % 17 / 8 - 1).reshape(tensor.shape)
 
 
-@functools.cache
-def float32_results(tested, saved_model, is_xla):
-    keras.config.set_dtype_policy("float32")
-    return results_of(tested, saved_model, is_xla)
-
-
 def as_numbers(tensor, is_random):
     array = np.asarray(tensor)
-    array = array.astype("float64") if tensor.dtype.is_floating else array
+    array = array.astype("float64") if is_float(tensor) else array
     return np.array([array.mean(), array.std()]) if is_random else array
 
 
@@ -332,10 +332,11 @@ def test_layer_computes_under_enable_what_it_computes_in_float32(tested, is_xla,
     is_cpu_graph = not is_xla and not tf.config.list_physical_devices("GPU")
     if is_cpu_graph and tested.layer_class.__name__ in NO_FLOAT16_KERNEL_ON_CPU:
         pytest.skip("TensorFlow has no float16 kernel of this operation for CPUs")
-    # XLA draws other random numbers.
-    expected = float32_results(tested, saved_model, is_xla and tested.call == TRAINING)
+    # Of raw data, Keras casts pixels only in a graph, and XLA draws other random numbers.
+    is_reference_in_xla = is_xla and "seed" in tested.arguments
+    expected = results_of(tested, saved_model, tf.function(jit_compile=is_reference_in_xla) if tested.is_raw else None)
     with kmp.enable():
-        found = results_of(tested, saved_model, is_xla)
+        found = results_of(tested, saved_model, tf.function(jit_compile=is_xla))
     for what, tensors in expected.items():
         assert len(found[what]) == len(tensors), what
         arrays = [as_numbers(tensor, tested.is_random) for tensor in tensors]

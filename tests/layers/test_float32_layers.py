@@ -8,11 +8,7 @@ from conftest import assert_equal, values
 from keras import ops
 
 import kmp
-from kmp.layers import BatchNormalization, Float32, Softmax
-
-# Keras 3.12 does not support `renorm`.
-OPTIONS = [{}, {"renorm": True}] if hasattr(keras.layers.BatchNormalization(), "renorm") else [{}]
-DTYPES_16_BIT = ["mixed_float16", "float16", "mixed_bfloat16"]
+from kmp.layers import BatchNormalization, Float32, Float32Operation, Softmax
 
 
 @keras.saving.register_keras_serializable(package="kmp_tests")
@@ -25,11 +21,9 @@ def zero_in_training(x, training=None):
 
 
 WRAPPED = {
-    "dense": lambda: keras.layers.Dense(3),
     "lstm": lambda: keras.layers.LSTM(3),
     "sequential": lambda: keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(2)]),
     "attention": lambda: keras.layers.MultiHeadAttention(num_heads=2, key_dim=3),
-    "normalization": keras.layers.LayerNormalization,
     "function": lambda: root_of_sum_of_squares,
 }
 
@@ -134,31 +128,34 @@ def loss_and_gradient(logits, labels, loss, outputs_of):
     return value, tape.gradient(value, logits)
 
 
-@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "one-hot"])
-def test_cross_entropy_on_softmax_equals_cross_entropy_on_logits(enabled, run_step, sparse):
+def test_cross_entropy_on_softmax_equals_cross_entropy_on_logits(enabled, run_step):
     logits = tf.constant([[30.0, -30.0, 0.0], [-30.0, 30.0, 30.0], [0.5, -0.25, 2.0]], tf.float16)
-    labels = tf.constant([1, 0, 2]) if sparse else tf.one_hot([1, 0, 2], 3)
-    loss_class = keras.losses.SparseCategoricalCrossentropy if sparse else keras.losses.CategoricalCrossentropy
-    softmax = Softmax()
+    sparse, one_hot, softmax = tf.constant([1, 0, 2]), tf.one_hot([1, 0, 2], 3), Softmax()
+    cases = [(keras.losses.SparseCategoricalCrossentropy, sparse), (keras.losses.CategoricalCrossentropy, one_hot)]
 
+    @run_step
+    def on_softmax(x):
+        return [loss_and_gradient(x, labels, loss_class(), softmax) for loss_class, labels in cases]
+
+    @run_step
     def on_logits(x):
-        return loss_and_gradient(tf.cast(x, tf.float32), labels, loss_class(from_logits=True), ops.copy)
+        return [loss_and_gradient(x, labels, loss_class(from_logits=True), ops.copy) for loss_class, labels in cases]
 
-    loss, gradient = run_step(lambda x: loss_and_gradient(x, labels, loss_class(), softmax))(logits)
-    expected_loss, expected_gradient = run_step(on_logits)(logits)
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-    np.testing.assert_allclose(gradient, tf.cast(expected_gradient, tf.float16), rtol=1e-3)
-    assert float(tf.reduce_min(tf.abs(gradient[0, :2]))) > 0.3
+    for found, expected in zip(on_softmax(logits), on_logits(tf.cast(logits, tf.float32)), strict=True):
+        (loss, gradient), (expected_loss, expected_gradient) = found, expected
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+        np.testing.assert_allclose(gradient, tf.cast(expected_gradient, tf.float16), rtol=1e-3)
+        assert float(tf.reduce_min(tf.abs(gradient[0, :2]))) > 0.3
 
 
-def test_gradient_through_softmax_and_loss_in_fit_equals_that_of_logits(enabled, compile_mode):
+def test_gradient_through_softmax_and_loss_in_fit_equals_that_of_logits(enabled):
     x, labels = np.array([[30.0, -30.0], [-30.0, 30.0]], "float32"), np.array([1, 0])
 
     def trained_kernel(*output_layers, **loss_arguments):
         dense = keras.layers.Dense(2, use_bias=False, kernel_initializer="identity")
         model = keras.Sequential([keras.Input((2,)), dense, *output_layers])
         optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1e-3), initial_scale=256.0)
-        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(**loss_arguments), **compile_mode)
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(**loss_arguments), jit_compile=False)
         model.fit(x, labels, batch_size=2, verbose=0)
         return model.get_weights()[0]
 
@@ -178,7 +175,7 @@ def test_float32_around_softmax_keeps_the_logits(enabled, make):
     np.testing.assert_allclose((loss, gradient[0, 0]), (180.0, 1.0))
 
 
-@pytest.mark.parametrize("policy", DTYPES_16_BIT)
+@pytest.mark.parametrize("policy", ["mixed_float16", "float16", "mixed_bfloat16"])
 def test_batch_normalization_has_float32_weights_and_output_in_the_compute_dtype(policy):
     with kmp.enable(policy):
         layer = BatchNormalization()
@@ -187,24 +184,22 @@ def test_batch_normalization_has_float32_weights_and_output_in_the_compute_dtype
     assert keras.backend.standardize_dtype(output.dtype) == policy.removeprefix("mixed_")
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, {"scale": False, "center": False}], ids=str)
-def test_batch_normalization_matches_keras_for_finite_batches(enabled, options, run_step):
+# Keras 3.12 does not support `renorm`.
+RENORM = {"renorm": True} if hasattr(keras.layers.BatchNormalization(), "renorm") else {}
+
+
+@pytest.mark.parametrize(
+    ("run_step", "options"),
+    [("eager", {"scale": False, "center": False}), ("graph", {}), ("xla", RENORM)],
+    indirect=["run_step"],
+)
+def test_batch_normalization_matches_keras_for_finite_batches_and_ignores_others(enabled, run_step, options):
     layer, keras_layer = BatchNormalization(**options), keras.layers.BatchNormalization(**options)
-    x = tf.constant(np.random.default_rng(0).normal(size=(8, 3)), tf.float16)
-    layer(x), keras_layer(x)
-    output = run_step(lambda x: layer(x, training=True))(x)
-    expected_output = run_step(lambda x: keras_layer(x, training=True))(x)
-    np.testing.assert_array_equal(output, expected_output)
-    assert_equal(layer.weights, keras_layer.weights)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_batch_normalization_ignores_a_nonfinite_batch(enabled, options, run_step):
-    layer = BatchNormalization(**options)
     x = np.random.default_rng(0).normal(size=(8, 3)).astype("float16")
-    layer(tf.constant(x))
-    step = run_step(lambda x: layer(x, training=True))
-    step(tf.constant(x))
+    layer(x), keras_layer(x)
+    step, keras_step = (run_step(lambda x, each=each: each(x, training=True)) for each in (layer, keras_layer))
+    np.testing.assert_array_equal(step(tf.constant(x)), keras_step(tf.constant(x)))
+    assert_equal(layer.weights, keras_layer.weights)
     before = values(layer.non_trainable_variables)
     for x[2, 1] in (np.nan, np.inf):
         step(tf.constant(x))
@@ -232,3 +227,29 @@ def test_batch_normalization_and_softmax_keep_their_dtypes_after_save_and_load(e
     assert isinstance(softmax, Softmax)
     assert [layer.compute_dtype for layer in (dense, normalization, softmax)] == ["float16", "float16", "float32"]
     assert normalization.moving_mean.dtype == "float32"
+
+
+def test_float32_operation_is_finite_beyond_the_float16_range_and_does_not_cast_integers():
+    squared = Float32Operation(ops.power(keras.Input((1,)), 2)._keras_history.operation, name="squared")
+    outputs = squared(ops.full((1, 1), 300.0, "float16"), 2)
+    assert outputs.dtype == "float32"
+    assert float(outputs[0, 0]) == pytest.approx(90000.0, rel=2**-21)  # on a GPU the last few bits of `power` differ
+    inputs = keras.Input((4,), dtype="int32")
+    operation = Float32Operation(ops.where(inputs > 0, inputs, inputs)._keras_history.operation)
+    assert operation(*[ops.ones((1, 4), "int32")] * 3).dtype == "int32"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Float32Operation(ops.softmax(keras.Input((4,)))._keras_history.operation),
+        lambda: Float32(keras.layers.LayerNormalization()),
+    ],
+    ids=["operation", "layer"],
+)
+def test_input_of_float32_may_be_a_tensor_times_a_number_which_keras_takes_for_sparse(make):
+    inputs = keras.Input((4,))
+    scaled = inputs * 0.125
+    model = keras.Model(inputs, make()(scaled))
+    assert model.output.dtype == "float32"
+    assert np.isfinite(model(np.full((2, 4), 3.0, "float32"))).all()
