@@ -1,24 +1,23 @@
 import keras
 import numpy as np
 import pytest
-from conftest import MODES, compiled_model, fit, small_data, values
+from conftest import compiled_model, fit, small_data, values
 
 import kmp
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_update_of_the_sampled_step_is_measured(mode, enabled):
-    model = compiled_model(keras.optimizers.SGD(0.5), **MODES[mode])
-    weights = []
+# The weights are read before and after a call of the train function, however it was compiled.
+@pytest.mark.parametrize(("steps_per_execution", "learning_rate"), [(1, 2e-3), (8, 0.5)])
+def test_update_of_the_sampled_step_is_measured(steps_per_execution, learning_rate, enabled):
+    model = compiled_model(keras.optimizers.SGD(learning_rate), steps_per_execution=steps_per_execution)
+    weights = [values(model.weights[:4])]
     recorder = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: weights.append(values(model.weights[:4]))
     )
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=8)
-    start = values(model.weights[:4])
     fit(model, [histogram, recorder], batches=16)
-    steps_per_call, samples = model.steps_per_execution, histogram.run.samples
-    call = (samples[0].step - 1) // steps_per_call
-    before, after = weights[call - 1] if call else start, weights[call]
+    samples = histogram.run.samples
+    before, after = weights[:2]
     for name, old, new in zip([v.path for v in model.trainable_variables], before, after, strict=True):
         index = samples[0].names.index(name)
         np.testing.assert_allclose(samples[0].weight_norm[index], np.linalg.norm(old), rtol=2**-8)
@@ -26,7 +25,8 @@ def test_update_of_the_sampled_step_is_measured(mode, enabled):
         assert samples[0].updates[index] == np.sum(new != old)
         lost = (new != old) & (np.abs(new - old) < 2.0**-11 * np.abs(old))
         assert samples[0].lost_updates[index] == np.sum(lost)
-    assert [sample.step for sample in samples] == ([1, 8, 16] if steps_per_call == 1 else [8, 16])
+    assert samples[0].lost_updates.any() or steps_per_execution == 8
+    assert [sample.step for sample in samples] == ([1, 8, 16] if steps_per_execution == 1 else [8, 16])
 
 
 def measured_steps(samples):
@@ -35,29 +35,29 @@ def measured_steps(samples):
 
 def test_updates_are_measured_for_five_samples_and_every_tenth_after_them(enabled):
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
-    fit(compiled_model(), [histogram], batches=23)
+    fit(compiled_model(), [histogram], batches=16)
     assert measured_steps(histogram.run.samples) == [1, 2, 3, 4, 5, 15]
-    assert len(histogram.run.samples) == 23
+    assert len(histogram.run.samples) == 16
 
 
 def test_model_built_by_its_first_step_has_updates_measured_from_the_second_sample(enabled):
     model = keras.Sequential([keras.layers.Dense(2), kmp.layers.Softmax()])
     model.compile("sgd", "sparse_categorical_crossentropy")
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
-    fit(model, [histogram], batches=13)
+    fit(model, [histogram], batches=8)
     assert measured_steps(histogram.run.samples) == [2, 3, 4, 5, 6]
     assert histogram.run.samples[0].weight_norm.any()
 
 
 def test_training_with_a_reloaded_optimizer_samples_its_first_step(tmp_path, enabled):
-    model = compiled_model("adam")
+    model = compiled_model("adam", run_eagerly=True)
     model.optimizer.build(model.trainable_variables)
     model.save_weights(tmp_path / "start.weights.h5")
-    fit(model, [kmp.callbacks.GradientHistogram()], batches=8)
+    fit(model, [kmp.callbacks.GradientHistogram()], batches=2)
     model.load_weights(tmp_path / "start.weights.h5")
     assert model.optimizer.snapshot().sample is None
     histogram = kmp.callbacks.GradientHistogram()
-    fit(model, [histogram], batches=8)
+    fit(model, [histogram], batches=2)
     assert [sample.step for sample in histogram.run.samples] == [1]
 
 
@@ -84,16 +84,7 @@ def test_step_that_updates_no_weights_is_not_measured_and_the_next_sample_is(
     assert measured == [sample.step for sample in samples if sample.step < expected[0]] + expected
 
 
-def test_small_updates_are_counted_as_lost(enabled):
-    model = compiled_model(keras.optimizers.SGD(1e-6))
-    histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
-    fit(model, [histogram], batches=2)
-    sample = histogram.run.samples[0]
-    assert 0 < sample.lost_updates.sum() <= sample.updates.sum()
-    assert float(np.nanmax(sample.select("*/kernel").update_ratio)) < 2.0**-11
-
-
-def test_update_norm_is_not_summed_over_replicas(two_replicas):
+def test_counts_are_summed_over_replicas_and_update_norms_are_not(two_replicas):
     with two_replicas.scope(), kmp.enable():
         model = compiled_model(keras.optimizers.SGD(0.5))
     before = values(model.trainable_variables)
@@ -101,6 +92,7 @@ def test_update_norm_is_not_summed_over_replicas(two_replicas):
     fit(model, [histogram], batches=1)
     after = values(model.trainable_variables)
     sample = histogram.run.samples[0]
+    assert sample.histogram.total == 2 * sum(weights.size for weights in before)
     norms = [np.linalg.norm(new - old) for new, old in zip(after, before, strict=True)]
     measured = dict(zip(sample.names, sample.update_norm, strict=True))
     np.testing.assert_allclose([measured[v.path] for v in model.trainable_variables], norms, rtol=2**-8, atol=1e-7)
