@@ -7,7 +7,6 @@ import resource
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("MPLBACKEND", "agg")
@@ -81,12 +80,6 @@ MODES = {
     "xla": {"jit_compile": True},
     "steps_per_execution": {"steps_per_execution": 8, "jit_compile": False},
 }
-
-
-@pytest.fixture(params=MODES)
-def compile_mode(request):
-    """Arguments of `compile` for each execution mode of a Keras training step."""
-    return MODES[request.param]
 
 
 @pytest.fixture(params=["eager", "graph", "xla"])
@@ -186,6 +179,28 @@ def casts_of_optimized(function, arguments, dtype):
     return [node.name for node in nodes if node.op == "Cast" and node.attr["DstT"].type == dtype.as_datatype_enum]
 
 
+def training_rates(float16, bfloat16, xla=1.0):
+    """Returns comparisons as `bench.precision.measure_machine` yields them, with these ratios to float32."""
+    from kmp.bench import measurement, precision
+
+    rates = {"float32": [100.0], "float16": [100.0 * float16], "bfloat16": [100.0 * bfloat16]}
+    compiled = {name: [xla * rate for rate in turns] for name, turns in rates.items()}
+    return [
+        measurement.comparison("operations", "matrix product", "graph", rates, "GFLOP/s"),
+        measurement.comparison(precision.TRAINING, "block", "graph", rates, "tokens/s"),
+        measurement.comparison(precision.TRAINING, "block", "XLA", compiled, "tokens/s"),
+    ]
+
+
+def bin_counts(exponents=(), zero=0, inf=0, nan=0):
+    """Returns the counts of a histogram; `exponents` is a dictionary of counts by exponent."""
+    counts = np.zeros(BIN_COUNT, np.int64)
+    counts[[ZERO_BIN, INF_BIN, NAN_BIN]] = zero, inf, nan
+    for exponent, count in dict(exponents).items():
+        counts[exponent - FIRST_EXPONENT + 1] = count
+    return counts
+
+
 def sample_from(step, loss_scale, variables):
     """Returns a sample of variables, given by path.
 
@@ -202,26 +217,6 @@ def sample_from(step, loss_scale, variables):
             column.append(values.get(key, 0 if "updates" in key else math.nan))
     arrays = {key: np.array(column) for key, column in columns.items()}
     return GradientSample(step, loss_scale, tuple(variables), BinCounts.of(counts), **arrays)
-
-
-# Code that lets another process import `kmp.utils` without Keras, whose import takes seconds.
-UTILS_ONLY = f"""
-import sys, types
-kmp = sys.modules["kmp"] = types.ModuleType("kmp")
-kmp.__path__ = [{str(Path(kmp.__file__).parent)!r}]
-"""
-
-
-@contextlib.contextmanager
-def python_process(code, *arguments):
-    """Runs code in another process that has `kmp.utils`. Yields the process after it has written its first line."""
-    command = [sys.executable, "-c", UTILS_ONLY + code, *map(str, arguments)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            process.stdout.readline()
-            yield process
-        finally:
-            process.kill()
 
 
 @contextlib.contextmanager
@@ -248,10 +243,18 @@ def is_locked(folder):
     return False
 
 
+@contextlib.contextmanager
 def folder_locked_by_another_process(folder):
-    """A context in which another process uses a folder, as in training."""
-    lock = "import filelock; lock = filelock.FileLock(sys.argv[1] + '/.kmp.lock'); lock.acquire()"
-    return python_process(f"{lock}\nprint('locked', flush=True); sys.stdin.read()", folder)
+    """A context in which another process uses a folder, as in training. Yields that process."""
+    lock = "lock = filelock.FileLock(sys.argv[1] + '/.kmp.lock'); lock.acquire()"
+    code = f"import filelock, sys; {lock}; print('locked', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Diagnoses hand-written records, and models with a defect that no script in `faults` has."""
+"""Diagnoses hand-written records. The scripts in `faults` are diagnosed after their trainings."""
 
 import copy
 import pickle
@@ -7,67 +7,11 @@ from dataclasses import replace
 import keras
 import numpy as np
 import pytest
-from conftest import sample_from, sequential
+from conftest import sample_from
 
 import kmp
-from kmp.advice import RunMetrics
 from kmp.advice.finding import ERROR, INFO, WARNING, SetArguments
 from kmp.records import InvalidTargets, NonfiniteOperation, Replay, Run
-
-SMALL_SCALE = ("adam", {"initial_scale": 2.0**-10}, "scale_too_small", "initial_scale=2.0**")
-ENDS_AT_CHANCE = (keras.optimizers.SGD(30.0), {}, "exploding", "SGD(learning_rate=")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "scale", "cause", "change"), [SMALL_SCALE, ENDS_AT_CHANCE])
-def test_cause_of_a_defect_is_ranked_first(optimizer, scale, cause, change):
-    x = np.random.default_rng(0).normal(size=(640, 16)).astype("float32")
-    with kmp.enable(**scale):
-        hidden = [keras.layers.Dense(64, "relu"), keras.layers.Dense(64, "relu"), keras.layers.Dense(2)]
-        loss = "sparse_categorical_crossentropy"
-        model = sequential(*hidden, kmp.layers.Softmax(), shape=(16,), optimizer=optimizer, loss=loss)
-        callbacks = kmp.callbacks.defaults(every_n_steps=100, on_stuck="ignore", float32_fallback=False)
-        model.fit(x, x[:, :4].sum(1) > 0, batch_size=32, epochs=3, verbose=0, callbacks=callbacks)
-    advice = kmp.advise(callbacks[0].run)
-    assert advice[0].cause == cause, str(advice)
-    assert change in advice[0].change
-    assert advice.verdict == advice[0].title
-
-
-def trained_with_outputs(make_outputs, loss_weights, **scale):
-    """Trains a model with several outputs and returns the run."""
-    with kmp.enable(**scale):
-        inputs = keras.Input((4,))
-        model = keras.Model(inputs, make_outputs(inputs))
-        model.compile(keras.optimizers.SGD(0.0), ["mse"] * len(model.outputs), loss_weights=loss_weights)
-        callbacks = kmp.callbacks.defaults(every_n_steps=1)
-        targets = [np.ones((64, output.shape[-1])) for output in model.outputs]
-        model.fit(np.ones((64, 4)), targets, callbacks=callbacks, verbose=0)
-    return callbacks[0].run
-
-
-def test_tiny_gradients_of_a_float32_layer_are_not_reported():
-    dense, options = keras.layers.Dense, {"loss_weights": [1.0, 1e-5], "loss_scale": 1.0}
-    run = trained_with_outputs(lambda x: [dense(1, dtype="float32")(dense(4)(x)), dense(8)(x)], **options)
-    advice = kmp.advise(run)
-    assert "scale_too_small" in [finding.cause for finding in advice]
-    assert "2^0" not in " ".join([advice.verdict, *(finding.title for finding in advice)])  # of the scale of 1
-    assert len(run.settings["float32_variables"]) == 2
-    run = trained_with_outputs(
-        lambda x: [dense(1, dtype="float32")(dense(4)(x)), kmp.layers.Float32(dense(8))(x)], **options
-    )
-    assert list(kmp.advise(run)) == []
-
-
-def test_layer_that_keeps_the_scale_too_low_for_the_others_is_reported():
-    dense, options = keras.layers.Dense, {"initial_scale": 16.0, "growth_interval": 1000}
-    run = trained_with_outputs(
-        lambda x: [dense(1, name="large")(x), dense(32, name="small")(x)], [1e3, 1e-6], **options
-    )
-    finding = kmp.advise(run)[0]
-    assert (finding.cause, finding.location.partition("/")[0], finding.edits) == ("range", "large", ())
-    assert "no change was replayed: try a smaller loss weight for that part, or float32 for large" in finding.note
-
 
 DYNAMIC = {"rule": "DynamicScale", "initial_scale": 2.0**15, "growth_interval": 2000, "compute_dtypes": ["float16"]}
 LAYERS = {"net/conv": "Conv2D", "net/a": "Dense"}
@@ -81,10 +25,6 @@ def advice_of(*rows, **settings):
 
 def causes(*rows, **settings):
     return [finding.cause for finding in advice_of(*rows, **settings)]
-
-
-def causes_and_locations(*rows, **settings):
-    return [(finding.cause, finding.location) for finding in advice_of(*rows, layers=LAYERS, **settings)]
 
 
 def gradient(exponent, **values):
@@ -109,6 +49,11 @@ def replay_of(**values):
     return Replay(**{"examples": 8, "loss_scale": 1.0, "loss": None, "float32_loss": None, "is_finite": False} | values)
 
 
+def overflow_of_gradients(**values):
+    """Returns a replay with a finite loss, and gradients that are finite in float32 only."""
+    return replay_of(loss=1.0, float32_loss=1.0, is_finite_in_float32=True, **values)
+
+
 def clean_replay(scale, **values):
     return Replay(8, scale, 1.0, 1.0, True, True, **values)
 
@@ -126,9 +71,6 @@ STUCK = {
     **{"step": 40, "overflow_count": 40, "overflows_in_a_row": 40, "nonfinite_loss_count": 0, "loss_scale": 2.0**3},
     "overflow_origins_by_variable": {"net/conv/kernel": 40},
 }
-
-
-# The advice as a whole.
 
 
 def test_advice_is_printed_with_evidence_and_the_line_to_change_and_can_be_copied():
@@ -161,9 +103,6 @@ def test_path_of_a_run_is_an_error_and_an_empty_run_has_a_verdict_and_no_finding
     assert kmp.advise(Run()).verdict == "The run is empty: nothing was recorded."
 
 
-# Samples and references.
-
-
 def test_underflow_at_a_lower_scale_is_not_attributed_to_the_scale_in_use():
     rows = [row_of(step, 2.0**-2, -20, zeros=300) for step in (2, 3)]
     advice = advice_of(*rows, row_of(50, 2.0**12), {"step": 60, "loss_scale": None})
@@ -172,12 +111,6 @@ def test_underflow_at_a_lower_scale_is_not_attributed_to_the_scale_in_use():
     finding = advice_of(*rows)[0]
     assert finding.cause == "scale_too_small"
     assert finding.evidence.startswith("100.0% of the nonzero sampled gradient elements")
-
-
-def test_all_zero_gradient_makes_the_verdict_ambiguous():
-    verdict = advice_of(row_of(50, 2.0**12, **{"net/bias": ALL_ZERO})).verdict
-    assert verdict.startswith("It is not known whether float16 hurts this run.")
-    assert "are exactly zero, 50.0%, including all of net/bias" in verdict
 
 
 def test_nonfinite_samples_and_references_are_not_used():
@@ -192,18 +125,11 @@ def test_nonfinite_samples_and_references_are_not_used():
     assert "because none were sampled" in advice_of(counts).verdict
 
 
-def test_variable_is_all_zero_if_it_is_in_every_usable_sample():
-    zero, nonzero, none = {"zero": 4}, {"zero": 3, "counts": [1]}, {}
-    samples = [{"a": zero, "b": none, "c": zero, "d": nonzero, "e": zero}]
-    samples += [{"a": zero, "c": zero, "d": nonzero, "e": nonzero}]
-    rows = [{"step": step, "sample": sample_from(step, 8.0, data)} for step, data in enumerate(samples, 1)]
-    assert RunMetrics(Run(rows)).gradients.all_zero_variables == ["a", "c"]
-
-
-def test_variable_without_a_gradient_and_one_whose_gradient_is_zero_in_float32_too_are_no_problem():
+def test_gradient_of_no_element_is_unused_and_one_that_is_zero_in_all_samples_and_in_float32_too_is_dead():
     others = {"unused/kernel": {"amax": 0.0, "norm": 0.0}, "dead/kernel": ALL_ZERO}
-    rows = [row_of(step, 2.0**12, **others) for step in (1, 50, 100)]
-    rows[0]["replay"] = clean_replay(2.0**12, zero=["dead/kernel"])
+    rows = [row_of(step, 2.0**12, zeros=3, **others) for step in (1, 50)]
+    rows.append(row_of(100, 2.0**12, zeros=3, **others | {"dead/bias": ALL_ZERO}))
+    rows[0]["replay"] = clean_replay(2.0**12, zero=["net/kernel", *others, "dead/bias"])
     dead, unused = advice_of(*rows)
     assert (dead.cause, dead.severity, unused.cause, unused.severity) == ("dead", INFO, "unused", INFO)
     assert dead.title == "The gradient of dead/kernel is zero, in float32 too."
@@ -211,7 +137,22 @@ def test_variable_without_a_gradient_and_one_whose_gradient_is_zero_in_float32_t
     assert unused.title == "The loss does not depend on unused/kernel."
 
 
-# The loss scale.
+def test_tiny_gradients_of_a_float32_layer_are_not_reported():
+    dense = keras.layers.Dense
+    with kmp.enable(loss_scale=1.0):
+        inputs = keras.Input((4,))
+        tiny = kmp.layers.Float32(dense(8))(inputs)
+        model = keras.Model(inputs, [dense(1, dtype="float32")(dense(4)(inputs)), tiny])
+        model.compile(keras.optimizers.SGD(0.0), ["mse", "mse"], loss_weights=[1.0, 1e-5])
+        callbacks = kmp.callbacks.defaults(every_n_steps=1)
+        model.fit(np.ones((64, 4)), [np.ones((64, 1)), np.ones((64, 8))], callbacks=callbacks, verbose=0)
+    run = callbacks[0].run
+    assert len(run.settings["float32_variables"]) == 4
+    assert list(kmp.advise(run)) == []
+    without_float32 = Run(run.rows, {"settings": run.settings | {"float32_variables": []}})
+    finding = kmp.advise(without_float32)[0]
+    assert finding.cause == "scale_too_small"
+    assert finding.title.startswith("The loss scale of 1 is")
 
 
 def test_overflows_at_every_loss_scale_are_reported_with_their_origin():
@@ -241,13 +182,13 @@ def test_scale_that_does_not_fall_has_too_large_a_hysteresis():
     finding = advice_of(STUCK | {"step": 100, "loss_scale": 2.0**15}, hysteresis=1000, initial_scale=2.0**15)[0]
     assert (finding.cause, finding.change) == ("hysteresis_too_large", "kmp.enable(hysteresis=1)")
     assert "after 1000 in a row" in finding.evidence
-    replay = replay_of(loss=1.0, float32_loss=1.0, is_finite_in_float32=True, float32_layers=["net/conv"])
+    replay = overflow_of_gradients(float32_layers=["net/conv"])
     cured = advice_of(STUCK | {"step": 100, "loss_scale": 2.0**15, "replay": replay}, hysteresis=1000)[0]
     assert cured.cause == "backward_overflow"
 
 
 def test_scale_that_still_falls_is_too_large_at_the_start():
-    replay = replay_of(loss=1.0, float32_loss=1.0, is_finite_in_float32=True, float32_layers=[], usable_scale=2.0**10)
+    replay = overflow_of_gradients(float32_layers=[], usable_scale=2.0**10)
     row = STUCK | {"loss_scale": 2.0**60, "replay": replay}
     (finding,) = advice_of(row, initial_scale=2.0**90)
     assert (finding.cause, finding.severity) == ("initial_scale", ERROR)
@@ -283,9 +224,17 @@ def test_scale_that_flushed_all_samples_is_changed_with_its_maximum():
     [(40, "kmp.enable(min_scale=2.0**-14, initial_scale=2.0**3)"), (60, "kmp.enable(min_scale=2.0**-14)")],
 )
 def test_usable_scale_below_the_minimum_is_advised_as_the_minimum(steps, change):
-    replay = replay_of(loss=1.0, float32_loss=1.0, is_finite_in_float32=True, float32_layers=[], usable_scale=2.0**3)
+    replay = overflow_of_gradients(float32_layers=[], usable_scale=2.0**3)
     (finding,) = advice_of(STUCK | {"step": steps, "loss_scale": 2.0**10, "replay": replay}, min_scale=2.0**10)
     assert (finding.cause, finding.location, finding.change) == ("scale_too_large", "min_scale", change)
+
+
+def test_variable_that_keeps_the_scale_too_low_for_the_others_is_reported():
+    small = {"net/small/kernel": gradient(-18, counts=[300])}
+    finding = advice_of(*(row_of(step, 16.0, 14, **small) for step in (1, 50, 100)))[0]
+    assert (finding.cause, finding.location, finding.edits) == ("range", "net/kernel", ())
+    assert "net/kernel has the largest gradients, and net/small/kernel underflows most" in finding.evidence
+    assert "no change was replayed: try a smaller loss weight for that part, or float32 for net" in finding.note
 
 
 def test_head_that_is_flushed_beside_one_that_keeps_the_scale_low_has_no_change_that_was_replayed():
@@ -295,13 +244,9 @@ def test_head_that_is_flushed_beside_one_that_keeps_the_scale_low_has_no_change_
     rows[0]["replay"] = clean_replay(2.0**12, flushed={"a/kernel": 1.0})
     finding = advice_of(*rows, layers={"a": "Dense", "b": "Dense"})[0]
     assert (finding.cause, finding.location) == ("branch_underflow", "a")
-    assert (finding.edits, finding.note.partition(":")[0]) == (
-        (),
-        "a larger loss scale would overflow, and no change was replayed",
-    )
+    assert finding.edits == ()
+    assert finding.note.startswith("a larger loss scale would overflow, and no change was replayed:")
 
-
-# Updates.
 
 ALL_LOSSES_NONFINITE = {
     **{"step": 60, "overflow_count": 59, "overflows_in_a_row": 59},
@@ -396,29 +341,20 @@ def test_epsilon_of_zero_is_reported_for_weights_of_any_dtype(dtype):
 
 
 @pytest.mark.parametrize(
-    ("settings", "title", "evidence", "change"),
+    ("settings", "weights", "limit", "change"),
     [
-        (
-            {"variable_dtypes": ["bfloat16"]},
-            "Updates are lost: the weights are in bfloat16, and many steps are too small to change them.",
-            "by less than 2^-9 of its magnitude",
-            "kmp.enable(policy='mixed_bfloat16')",
-        ),
+        ({"variable_dtypes": ["bfloat16"]}, "weights are in bfloat16", "2^-9", "kmp.enable(policy='mixed_bfloat16')"),
         (
             {"variable_dtypes": ["float16", "float32"], "policy": "mixed_float16", "layers": {"net": "Embedding"}},
-            "Updates are lost: the weights of 'net' are in float16, and many steps are too small to change them.",
-            "by less than 2^-12 of its magnitude",
-            "keras.layers.Embedding(dtype='mixed_float16', name='net')",
+            *("weights of 'net' are in float16", "2^-12", "keras.layers.Embedding(dtype='mixed_float16', name='net')"),
         ),
     ],
 )
-def test_updates_that_weights_in_16_bits_lose_are_reported(settings, title, evidence, change):
+def test_updates_that_weights_in_16_bits_lose_are_reported(settings, weights, limit, change):
     finding = advice_of(sample_with_update(1e-5, updates=0), **settings)[0]
-    assert (finding.title, finding.change) == (title, change)
-    assert evidence in finding.evidence
-
-
-# The batch.
+    assert finding.title == f"Updates are lost: the {weights}, and many steps are too small to change them."
+    assert f"by less than {limit} of its magnitude" in finding.evidence
+    assert finding.change == change
 
 
 @pytest.mark.parametrize(("part", "cause"), [("x", "data"), ("y", "targets"), ("sample_weight", "data")])
@@ -472,9 +408,6 @@ def test_targets_of_a_binary_cross_entropy_are_a_problem_of_finite_losses_too():
     replay = replay_of(loss=1.0, is_finite_in_float32=True, invalid_targets=InvalidTargets(0, 255, 2, is_binary=True))
     (finding, *_) = advice_of({"step": 9, "replay": replay})
     assert finding.title == "The targets y are from 0 to 255, but binary cross-entropy takes numbers from 0 to 1."
-
-
-# The forward pass, and gradients that only float32 could hold, or not even float32.
 
 
 @pytest.mark.parametrize(
@@ -544,39 +477,37 @@ def test_overflow_that_no_few_layers_cure_is_cured_by_float32_which_was_replayed
     replay = replay_of(loss=loss, float32_loss=1.0, is_finite_in_float32=True, **values)
     row = overflow_row(replay) if loss is None else STUCK | {"replay": replay, "loss_scale": 2.0**-14}
     finding = advice_of(row | {"overflow_origins_by_variable": {"net/a/kernel": 50}}, layers=LAYERS)[0]
-    assert (finding.change, finding.note.partition(" with")[0]) == (
-        "kmp.enable(policy='float32')",
-        "no few layers were found",
-    )
+    assert finding.change == "kmp.enable(policy='float32')"
+    assert finding.note.startswith("no few layers were found with")
 
 
-NEGATIVE_ROOT = {
-    **{"nonfinite": [operation("Sqrt", has_negative_input=True)], "float32_loss": 1.0},
-    **{"is_finite_in_float32": True, "float32_layers": ["net/a"]},
-}
-NAN_IN_BATCH = {"is_finite_in_float32": False, "nonfinite_part": "the batch's x"}
+def hidden(found):
+    """Returns a replay with a finite loss, where only the gradients show the Inf of an operation."""
+    values = {"nonfinite": [found, operation("Mul", is_backward=True)], "float32_layers": ["net/a"]}
+    return overflow_of_gradients(activation_gradients={"net/a": 1.0}, **values)
 
 
-def test_nan_that_a_kernel_of_the_training_swallowed_is_the_cause_of_its_overflows():
-    assert causes_and_locations(STUCK | {"replay": replay_of(**NEGATIVE_ROOT)}) == [("rounding", "net/a")]
-    in_batch = NEGATIVE_ROOT | NAN_IN_BATCH
-    assert causes_and_locations(STUCK | {"replay": replay_of(**in_batch)}) == [("data", "the batch's x")]
-    # It is no cause if a scale that falls at the start explains the skipped steps.
-    start = {"step": 1, "overflow_count": 1, "overflows_in_a_row": 1, "loss_scale": 2.0**14}
-    settled = {"step": 3, "overflow_count": 2, "overflows_in_a_row": 0, "loss_scale": 2.0**13}
-    assert causes(start | {"replay": replay_of(**NEGATIVE_ROOT)}, settled, settled | {"step": 400}) == []
+ROOT = [operation("Sqrt", has_negative_input=True)]
+NAN_IN_LOSS = replay_of(float32_loss=1.0, is_finite_in_float32=True, nonfinite=ROOT, float32_layers=["net/a"])
+NAN_IN_BATCH = replace(NAN_IN_LOSS, is_finite_in_float32=False, nonfinite_part="the batch's x")
 
 
 @pytest.mark.parametrize(
-    ("found", "cause"),
+    ("replay", "cause", "location"),
     [
-        (operation("Log", "inf"), "forward_underflow"),
-        (operation("RealDiv", "inf", smallest_input=0.0), "constant"),
-        (operation("Cast", "inf", constant=-1e9), "backward_overflow"),  # of a mask
+        (NAN_IN_LOSS, "rounding", "net/a"),  # a kernel of the training swallowed it
+        (NAN_IN_BATCH, "data", "the batch's x"),
+        (hidden(operation("Log", "inf")), "forward_underflow", "net/a"),
+        (hidden(operation("RealDiv", "inf", smallest_input=0.0)), "constant", "net/a"),
+        (hidden(operation("Cast", "inf", constant=-1e9)), "backward_overflow", "net/a"),  # of a mask
     ],
 )
-def test_infinity_that_only_the_gradients_show_is_the_cause(found, cause):
-    nonfinite = [found, operation("Mul", is_backward=True)]
-    values = {"nonfinite": nonfinite, "float32_layers": ["net/a"], "activation_gradients": {"net/a": 1.0}}
-    replay = replay_of(loss=1.0, float32_loss=1.0, is_finite_in_float32=True, **values)
-    assert causes_and_locations(STUCK | {"replay": replay}) == [(cause, "net/a")]
+def test_nan_or_inf_that_the_losses_of_the_training_do_not_show_is_the_cause(replay, cause, location):
+    (finding,) = advice_of(STUCK | {"replay": replay}, layers=LAYERS)
+    assert (finding.cause, finding.location) == (cause, location)
+
+
+def test_nan_of_a_replay_is_no_cause_if_a_scale_that_falls_at_the_start_explains_the_skipped_steps():
+    start = {"step": 1, "overflow_count": 1, "overflows_in_a_row": 1, "loss_scale": 2.0**14}
+    settled = {"step": 3, "overflow_count": 2, "overflows_in_a_row": 0, "loss_scale": 2.0**13}
+    assert causes(start | {"replay": NAN_IN_LOSS}, settled, settled | {"step": 400}) == []

@@ -1,9 +1,10 @@
 import math
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import sample_from
+from conftest import bin_counts, sample_from
 
 from kmp import what_if
 from kmp.records import BinCounts, GradientSample, Replay, Run
@@ -11,10 +12,9 @@ from kmp.records import BinCounts, GradientSample, Replay, Run
 
 def sample(values, scale=1.0, step=1):
     values = np.asarray(values, np.float64)
-    counts = np.zeros(280, np.int64)
-    counts[0], counts[-2], counts[-1] = np.sum(values == 0), np.sum(np.isinf(values)), np.sum(np.isnan(values))
-    finite = np.abs(values[np.isfinite(values) & (values != 0)])
-    np.add.at(counts, np.frexp(finite)[1] - 1 + 150, 1)
+    exponents = np.frexp(values[np.isfinite(values) & (values != 0)])[1] - 1
+    others = np.sum(values == 0), np.isinf(values).sum(), np.isnan(values).sum()
+    counts = bin_counts(Counter(exponents.tolist()), *others)
     amax = np.array([np.abs(values).max(initial=0)])
     return GradientSample(step, scale, ("v",), BinCounts.of(counts[None]), amax, np.ones(1), np.ones(1), np.ones(1))
 

@@ -28,13 +28,17 @@ def compared(record, output_error=0.001, **values):
     return record | {"replay": replay}
 
 
-def verdict_of(*rows, **settings):
-    return kmp.advise(Run(list(rows), {"settings": SETTINGS | settings})).verdict
+def advice_of(*rows, **settings):
+    return kmp.advise(Run(list(rows), {"settings": SETTINGS | settings}))
+
+
+def first_finding(*rows, **settings):
+    return advice_of(*rows, **settings)[0]
 
 
 def test_verdict_is_good_if_everything_is_excluded():
     errors = [GradientError("net", 0.02, 1.0, 1.0, 0.5)]
-    verdict = verdict_of(compared(row(1)), row(50), compared(row(100), 0.003, gradient_errors=errors))
+    verdict = advice_of(compared(row(1)), row(50), compared(row(100), 0.003, gradient_errors=errors)).verdict
     assert verdict.startswith(
         f"{GOOD}in 2 batches the outputs differ from float32 by at most 0.30%, and the gradients of a layer by at most "
         "2.0%; 0 of 100 steps were skipped"
@@ -47,6 +51,9 @@ LATER = row(50), row(100)
 FLUSHED = Replay(32, 2.0**15, 1.0, 1.0, True, True, flushed={"net/kernel": 0.6})
 NOT_FINITE = Replay(32, 2.0**15, None, 1.0, False, True)
 RANDOM = Replay(32, 2.0**15, 1.0, 1.0, True, True)
+HARMFUL_GRADIENTS = [GradientError("net/dense", 0.6, 0.5, 1.0, 0.1)]
+KERNEL = {"first": -6, "counts": [100], "amax": 2.0**-6, "norm": 1.0}
+HALF_ZERO = sample_from(100, 2.0**15, {"net/kernel": KERNEL, "net/bias": {"zero": 100, "amax": 0.0, "norm": 0.0}})
 
 # What was recorded, what the verdict says was not measured, why, and what measures it, and the settings.
 OPEN = {
@@ -68,9 +75,13 @@ OPEN = {
         "how far gradients are from those in float32, because only the forward pass could be replayed",
         {"train_step": "custom"},
     ),
-    "harm at the start": (
-        [compared(row(1), 0.4), row(50), compared(row(100))],
+    "outputs that differ at the start": (
+        [compared(row(1), 0.08), row(50), compared(row(100), 0.02)],
         "what the errors of outputs or gradients at step 1 did to the training; to find out: a training in float32",
+    ),
+    "gradients that differ at the start": (
+        [compared(row(1), gradient_errors=HARMFUL_GRADIENTS), row(50), compared(row(100))],
+        "what the errors of outputs or gradients at step 1 did to the training",
     ),
     "states not measured": (
         [compared(row(1)), compared(row(50), state_errors=None), compared(row(100))],
@@ -87,7 +98,11 @@ OPEN = {
     ),
     "zeros": (
         [row(step, zeros=100) for step in (1, 50, 100)],
-        "whether float16 flushed the gradient elements that are exactly zero, ",
+        "whether float16 flushed the gradient elements that are exactly zero, 50.0%; to find out: a replay",
+    ),
+    "zero variable": (
+        [row(step, sample=HALF_ZERO) for step in (1, 50, 100)],
+        "the gradient elements that are exactly zero, 50.0%, including all of net/bias",
     ),
     "flushed layer": (
         [row(1, exponent=14) | {"replay": FLUSHED}, row(50, exponent=14), row(100, exponent=14)],
@@ -104,7 +119,7 @@ OPEN = {
 
 
 NORM = [LayerError("net/norm", 1.1, 1.0), LayerError("net/head", 1.1, 0.001)]
-NOTICED = {"gradient_errors": [GradientError("net/head", 0.5, 0.9, 1.0, 0.1)], "float32_layers": ["net/norm"]}
+NOTICED = {"gradient_errors": [GradientError("net/head", 0.2, 0.9, 1.0, 0.5)], "float32_layers": ["net/norm"]}
 SQUARE = NonfiniteOperation("net/norm/inner", "Square", "float16", "inf", 300.0, 300.0, None, False)
 LOST = LostWeight("net/norm/scale", zero=0.5, infinite=0.0)
 
@@ -128,15 +143,14 @@ REASONS = {
 }
 
 
-def first_finding(*rows, **settings):
-    return kmp.advise(Run(list(rows), {"settings": SETTINGS | settings}))[0]
-
-
 @pytest.mark.parametrize("case", REASONS)
-def test_finding_about_outputs_says_why_they_differ_as_it_was_measured(case):
+def test_finding_about_outputs_says_where_they_differ_and_why_as_it_was_measured(case):
     measured, reason = REASONS[case]
-    finding = first_finding(compared(row(1), 1.1, **{"layer_errors": NORM} | NOTICED | measured))
+    (finding,) = advice_of(compared(row(1), 1.1, **{"layer_errors": NORM} | NOTICED | measured))
+    assert (finding.cause, finding.location, finding.severity) == ("precision_loss", "net/norm", "error")
     assert finding.title == f"The outputs of layer 'norm' are not those of float32: {reason}."
+    differences = "by 110 % of how they vary; in layer 'norm' alone, given float32 inputs, by 100 %"
+    assert f"the outputs of the model differ from float32 {differences}" in finding.evidence
     assert finding.change == "kmp.layers.Float32(Layer(..., name='norm'))"
 
 
@@ -155,7 +169,7 @@ def test_layer_with_a_lost_weight_is_the_origin_of_what_the_next_layers_amplify(
 
 
 def test_loss_that_differs_where_the_outputs_agree_is_the_origin():
-    record = compared(row(1), **NOTICED)
+    record = compared(row(1), gradient_errors=HARMFUL_GRADIENTS, float32_layers=["net/norm"])
     record["replay"] = replace(record["replay"], loss=0.1, float32_loss=0.3)
     finding = first_finding(record)
     assert (finding.cause, finding.location, finding.severity) == ("precision_loss", "the loss function", "error")
@@ -163,26 +177,24 @@ def test_loss_that_differs_where_the_outputs_agree_is_the_origin():
     assert "the loss is 0.1, in float32 0.3, and the outputs differ by 0.10 %" in finding.evidence
 
 
-def test_loss_that_is_not_scaled_is_a_finding():
-    finding = first_finding(compared(row(1), 0.001, unscaled_layers=["net/aux"]), train_step="custom")
-    assert (finding.cause, finding.location, finding.severity) == ("unscaled_loss", "net/aux", "error")
-    assert "the gradients of layer 'aux' do not grow with it" in finding.title
+GATE = {"unscaled_by": "net/gate", "is_unscaled": True}
 
 
-def test_gradients_that_do_not_grow_with_the_scale_are_clipped_too_early():
-    finding = first_finding(compared(row(1), 0.001, unscaled_layers=["net"], is_unscaled=True), train_step="custom")
-    assert finding.title.endswith("the training step clips or normalizes scaled gradients.")
-    assert "self.optimizer.unscale(gradients)" in finding.note
-
-
-def test_gradient_function_that_clips_scaled_gradients_is_found_by_its_layer():
-    values = {"unscaled_layers": ["net/first"], "is_unscaled": True, "unscaled_by": "net/gate"}
-    finding = first_finding(compared(row(1), 0.001, **values), train_step="keras")
-    assert (finding.cause, finding.location) == ("unscaled_loss", "net/gate")
-    assert finding.title.startswith("The backward pass of layer 'gate' does not grow with the loss scale")
-    assert "clipnorm" in finding.note
-    finding = first_finding(compared(row(1), 0.001, unscaled_layers=["net/first"]), train_step="keras")
-    assert finding.title.startswith("The gradients of layer 'first' do not grow with the loss scale")
+@pytest.mark.parametrize(
+    ("train_step", "layer", "measured", "title", "note"),
+    [
+        ("custom", "net/aux", {}, "the gradients of layer 'aux' do not grow with it.", "self.optimizer.scale_loss"),
+        ("custom", "net", {"is_unscaled": True}, "clips or normalizes scaled gradients.", "self.optimizer.unscale("),
+        ("keras", "net/first", {}, "The gradients of layer 'first' do not grow with the loss scale", "clipnorm"),
+        ("keras", "net/first", GATE, "The backward pass of layer 'gate' does not grow with the loss scale", "clipnorm"),
+    ],
+)
+def test_gradients_that_do_not_grow_with_the_loss_scale_are_a_finding(train_step, layer, measured, title, note):
+    finding = first_finding(compared(row(1), unscaled_layers=[layer], **measured), train_step=train_step)
+    assert (finding.cause, finding.severity) == ("unscaled_loss", "error")
+    assert finding.location == measured.get("unscaled_by", layer)
+    assert title in finding.title
+    assert note in finding.note
 
 
 def test_loss_that_overflows_inside_and_stays_finite_is_found_where_it_overflows():
@@ -198,11 +210,6 @@ def test_loss_that_overflows_inside_and_stays_finite_is_found_where_it_overflows
     assert (finding.cause, finding.location) == ("precision_loss", "net/dice")
 
 
-def test_outputs_that_differ_are_not_reassuring_if_the_gradients_agree():
-    verdict = verdict_of(compared(row(1), 0.08), row(50), compared(row(100), 0.02))
-    assert verdict.startswith(f"{UNKNOWN} Not measured: what the errors of outputs")
-
-
 def test_outputs_that_an_operation_outside_of_the_layers_changes_are_a_finding():
     errors = [GradientError("net", 1.0, 0.0, 1.0, 0.1)]
     layers = [LayerError("net", 0.01, 0.01), LayerError("model", 4.0)]
@@ -215,21 +222,21 @@ def test_outputs_that_an_operation_outside_of_the_layers_changes_are_a_finding()
 def test_state_whose_updates_float16_loses_is_a_finding():
     lost, noisy = StateError("net/mean", 1.0, 0.1, 0.99), StateError("net/other", 1.0, 0.5, 0.99)
     own = StateError("net/last", 1.0, 0.0, 0.0)  # that of the batch itself
-    for errors, count in (([lost, noisy, own], 1), ([noisy, own], 0)):
-        rows = compared(row(1)), row(50), compared(row(100), state_errors=errors, float32_layers=["net"])
-        found = kmp.advise(Run(list(rows), {"settings": SETTINGS | {"layers": {"net": "Running"}}}))
-        assert len(found) == count
-        assert ("does not hurt" in found.verdict) != bool(count)
-    finding = first_finding(compared(row(1), state_errors=[lost], float32_layers=["net"]), layers={"net": "Running"})
+
+    def advice_with(*errors):
+        last = compared(row(100), state_errors=list(errors), float32_layers=["net"])
+        return advice_of(compared(row(1)), row(50), last, layers={"net": "Running"})
+
+    (finding,) = advice_with(lost, noisy, own)
     assert finding.title.startswith("The state 'mean' of layer 'net' stays behind")
     assert finding.change == "kmp.layers.Float32(Running(..., name='net'))"
+    assert advice_with(noisy, own).verdict.startswith(GOOD)
 
 
 @pytest.mark.parametrize("case", OPEN)
 def test_verdict_reassures_of_nothing_that_was_not_measured(case):
     rows, unknown, *settings = OPEN[case]
-    verdict = verdict_of(*rows, **dict(*settings))
-    headline, _, rest = verdict.partition(" Not measured: ")
+    headline, _, rest = advice_of(*rows, **dict(*settings)).verdict.partition(" Not measured: ")
     assert headline == UNKNOWN
     assert unknown in rest
     assert "to find out: " in rest
@@ -238,57 +245,33 @@ def test_verdict_reassures_of_nothing_that_was_not_measured(case):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_verdict_of_another_precision_is_about_that(dtype):
-    verdict = verdict_of(row(1), row(100), compute_dtypes=[dtype])
+    verdict = advice_of(row(1), row(100), compute_dtypes=[dtype]).verdict
     assert verdict == f"0 of 100 steps were skipped. The run computed in {dtype}, where gradients need no loss scale."
 
 
-def test_harmful_errors_are_findings_with_the_layers_that_remove_them():
-    layers = [LayerError("net/norm", 1.1, 1.0), LayerError("net/head", 1.1, 0.001)]
-    errors = [GradientError("net", 0.2, 0.9, 1.0, 0.5)]
-    rows = [compared(row(1), 1.1, layer_errors=layers, gradient_errors=errors, float32_layers=["net/norm"])]
-    (finding,) = kmp.advise(Run(rows, {"settings": SETTINGS}))
-    assert (finding.cause, finding.location, finding.severity) == ("precision_loss", "net/norm", "error")
-    assert finding.change == "kmp.layers.Float32(Layer(..., name='norm'))"
-    assert "differ from float32 by 110 % of how they vary; in layer 'norm' alone, given float32 inputs, by 100 %" in (
-        finding.evidence
-    )
-    errors = [GradientError("net/dense", 0.6, 0.5, 1.0, 0.1)]
-    rows = [compared(row(1), gradient_errors=errors, float32_layers=[], usable_scale=2.0**20)]
-    (finding,) = kmp.advise(Run(rows, {"settings": SETTINGS | {"layers": {"net": "Functional", "net/dense": "Dense"}}}))
+@pytest.mark.parametrize("output_error", [0.001, 0.2])
+def test_harmful_gradients_are_a_warning_with_the_loss_scale_that_removes_the_errors(output_error):
+    values = {"layer_errors": [LayerError("net/head", output_error, output_error)], "usable_scale": 2.0**20}
+    record = compared(row(1), output_error, gradient_errors=HARMFUL_GRADIENTS, float32_layers=[], **values)
+    (finding,) = advice_of(record, layers={"net": "Functional", "net/dense": "Dense"})
     assert (finding.cause, finding.location, finding.severity) == ("precision_loss", "net/dense", "warning")
     assert finding.change == "kmp.enable(initial_scale=2.0**20)"
     assert "differ by 60 % of their norm, and keep 50 % of it; the sampling noise is 10 %" in finding.evidence
 
 
-def test_outputs_that_differ_are_no_finding_if_another_loss_scale_removes_all_harm():
-    layers = [LayerError("net/head", 0.2, 0.2)]
-    errors = [GradientError("net/dense", 1.0, 0.0, 1.0, 0.1)]
-    values = {"layer_errors": layers, "gradient_errors": errors, "float32_layers": [], "usable_scale": 2.0**16}
-    (finding,) = kmp.advise(Run([compared(row(1), 0.2, **values)], {"settings": SETTINGS}))
-    assert finding.change == "kmp.enable(initial_scale=2.0**16)"
-
-
 def test_verdict_does_not_count_the_gradients_of_a_training_that_has_converged():
     errors = [GradientError("net", 1.9, -0.5, 1e-4, 0.2, largest_norm=1.0)]
-    verdict = verdict_of(
-        compared(row(1), gradient_errors=[GradientError("net", 0.02, 1.0, 1.0)]),
-        row(50),
-        compared(row(100), gradient_errors=errors),
-    )
+    first = compared(row(1), gradient_errors=[GradientError("net", 0.02, 1.0, 1.0)])
+    verdict = advice_of(first, row(50), compared(row(100), gradient_errors=errors)).verdict
     assert verdict.startswith(GOOD)
     assert "the gradients of a layer by at most 2.0% until they nearly vanish; 0 of 100 steps" in verdict
-
-
-def test_zeros_without_a_reference_are_unknown():
-    verdict = verdict_of(*(row(step, zeros=100) for step in (1, 50, 100)))
-    assert "exactly zero, 50.0%" in verdict
-    assert "because no batches of the run were compared; to find out: reference='auto'" in verdict
 
 
 def test_zeros_that_are_zero_in_float32_too_are_known():
     reference = replace(row(1, zeros=100)["sample"], loss_scale=1.0)
     first, last = (compared(row(step, zeros=100), zero=["net/kernel"]) for step in (1, 100))
-    assert verdict_of(first | {"reference": reference}, row(50, zeros=100), last).startswith(GOOD)
+    advice = advice_of(first | {"reference": reference}, row(50, zeros=100), last)
+    assert advice.verdict.startswith(GOOD)
 
 
 def test_documented_causes_are_those_of_the_rules():

@@ -2,19 +2,15 @@ import math
 
 import numpy as np
 import pytest
+from conftest import bin_counts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kmp.records import BIN_COUNT, ExponentHistogram
-from kmp.records.exponent_histogram import shifted
+from kmp.records import ExponentHistogram
 
 
 def histogram(scale=8.0, **counts):
-    array = np.zeros(BIN_COUNT, np.int64)
-    for exponent, count in counts.pop("exponents", {}).items():
-        array[exponent + 150] = count
-    array[[0, -2, -1]] = counts.get("zero", 0), counts.get("inf", 0), counts.get("nan", 0)
-    return ExponentHistogram(array, step=3, loss_scale=scale)
+    return ExponentHistogram(bin_counts(**counts), step=3, loss_scale=scale)
 
 
 def exponents_of(histogram):
@@ -45,12 +41,6 @@ def test_zones_split_at_the_limits_of_float16():
     }
 
 
-def test_unscaled_histogram_is_the_scaled_histogram_shifted():
-    unscaled = histogram(scale=2.0**10, zero=3, inf=1, exponents={-24: 5, 15: 8}).unscaled
-    assert exponents_of(unscaled) == {-34: 5, 5: 8}
-    assert (unscaled.zeros, unscaled.infs, unscaled.loss_scale) == (3, 1, 1.0)
-
-
 def test_unscaled_histogram_needs_unscaled_counts_if_the_scale_is_not_a_power_of_two():
     scaled = histogram(scale=1000.0, exponents={0: 2})
     with pytest.raises(ValueError, match="not a power of two. Received: loss_scale=1000.0"):
@@ -61,14 +51,11 @@ def test_unscaled_histogram_needs_unscaled_counts_if_the_scale_is_not_a_power_of
 
 
 @given(st.integers(-300, 300), st.floats(width=32, allow_nan=False, allow_infinity=False))
-def test_shifted_counts_are_the_counts_of_the_multiplied_values(exponent, value):
-    original = histogram(exponents={math.frexp(value)[1] - 1: 1} if value else {}, zero=int(value == 0))
-    result = shifted(original.counts, exponent)
-    magnitude = abs(math.ldexp(value, exponent)) if value else 0.0
-    if magnitude == 0 or magnitude < 2.0**-149:
-        assert result[0] == 1
-    elif magnitude >= 2.0**128:
-        assert result[-2] == 1
-    else:
-        assert result[math.frexp(magnitude)[1] - 1 + 150] == 1
-    assert result.sum() == 1
+def test_unscaled_counts_are_those_of_the_divided_values(log2_scale, value):
+    exponents = {math.frexp(value)[1] - 1: 1} if value else {}
+    unscaled = histogram(2.0**log2_scale, exponents=exponents, zero=2 + (value == 0), inf=3, nan=4).unscaled
+    magnitude = math.ldexp(abs(value), -log2_scale)
+    is_zero, is_inf = magnitude < 2.0**-149, magnitude >= 2.0**128
+    assert (unscaled.zeros, unscaled.infs, unscaled.nans) == (2 + is_zero, 3 + is_inf, 4)
+    assert exponents_of(unscaled) == ({} if is_zero or is_inf else {math.frexp(magnitude)[1] - 1: 1})
+    assert unscaled.loss_scale == 1.0

@@ -3,24 +3,18 @@ import math
 
 import numpy as np
 import pytest
+from conftest import sample_from
 from msgspec import ValidationError
 
 from kmp import load_run
-from kmp.records import BIN_COUNT, BinCounts, GradientSample, LayerError, Replay, Run, check_record, to_line
-
-
-def sample(*zeros):
-    counts = np.zeros((len(zeros), BIN_COUNT), np.int64)
-    counts[:, 0] = zeros
-    names = tuple(f"v{index}" for index in range(len(zeros)))
-    return GradientSample(2, 8.0, names, BinCounts.of(counts), amax=np.zeros(len(zeros)), norm=np.ones(len(zeros)))
-
+from kmp.records import LayerError, Replay, Run, check_record, to_line
 
 HEADER = {"schema": 1, "kind": "header", "settings": {"rule": "FixedScale"}}
 
 
 def test_run_round_trips_through_a_log(tmp_path):
-    rows = [{"step": 1, "loss_scale": 4.0}, {"step": 2, "sample": sample(1, 3)}, {"step": 3, "last_loss": 0.5}]
+    sample = sample_from(2, 8.0, {"v0": {"zero": 1}, "v1": {"zero": 3}})
+    rows = [{"step": 1, "loss_scale": 4.0}, {"step": 2, "sample": sample}, {"step": 3, "last_loss": 0.5}]
     lines = [*map(to_line, [HEADER, *rows])]
     (tmp_path / "kmp.jsonl").write_text("".join([*lines, '{"st']))  # the truncated last line is ignored
     read = []
@@ -34,6 +28,7 @@ def test_run_round_trips_through_a_log(tmp_path):
     assert run.samples[0]["v1"].zeros == 3
     steps, scales = run.series("loss_scale")
     assert (steps.tolist(), scales.tolist()) == ([1], [4.0])
+    assert (run.last("step"), run.last("loss_scale"), run.last("other"), run.last("other", 7)) == (3, 4.0, None, 7)
 
 
 def test_numbers_of_numpy_are_written_as_numbers_and_nonfinite_ones_as_null(tmp_path):
@@ -56,7 +51,7 @@ def test_table_has_a_row_per_step_and_a_field_per_number():
     rows = [
         {"step": 2, "overflow_count": 1},
         {"step": 1, "loss_scale": 4.0, "overflow_origin": "a", "last_loss": None},
-        {"step": 2, "loss_scale": 2.0, "sample": sample(1)},
+        {"step": 2, "loss_scale": 2.0, "sample": sample_from(2, 2.0, {})},
     ]
     table = Run(rows).table()
     assert table.dtype.names == ("step", "overflow_count", "loss_scale")
@@ -71,11 +66,6 @@ def test_empty_run_has_empty_tables_and_a_short_repr():
     assert Run().settings == {}
     assert [each.size for each in Run([{"step": 1}]).series("loss_scale")] == [0, 0]
     assert repr(Run([{"step": 1}, {"step": 2}])) == "<Run: 2 records>"
-
-
-def test_last_returns_the_newest_value_of_a_key():
-    run = Run([{"step": 1, "a": 1}, {"step": 2, "a": 2}, {"step": 3}])
-    assert (run.last("a"), run.last("b"), run.last("b", 7)) == (2, None, 7)
 
 
 @pytest.mark.parametrize(
@@ -100,14 +90,16 @@ def test_appended_record_without_a_step_and_a_log_that_is_no_path_are_errors():
         load_run(3)
 
 
-@pytest.mark.parametrize("path", ["folder", "missing/kmp.jsonl"])
-def test_folder_without_a_log_raises_file_not_found_error(tmp_path, path):
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(FileNotFoundError, match="kmp.jsonl"):
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        ("empty", FileNotFoundError, "kmp.jsonl"),
+        ("missing/kmp.jsonl", FileNotFoundError, "kmp.jsonl"),
+        ("wrong", ValueError, "kmp.jsonl: not a log of kmp .not a regular file"),
+    ],
+)
+def test_path_without_a_log_is_an_error(tmp_path, path, error, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "wrong" / "kmp.jsonl").mkdir(parents=True)
+    with pytest.raises(error, match=message):
         load_run(tmp_path / path)
-
-
-def test_log_that_is_a_folder_raises(tmp_path):
-    (tmp_path / "kmp.jsonl").mkdir()
-    with pytest.raises(ValueError, match="kmp.jsonl: not a log of kmp .not a regular file"):
-        load_run(tmp_path)
