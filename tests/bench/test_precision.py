@@ -1,10 +1,12 @@
+import itertools
+
 import keras
 import pytest
 import tensorflow as tf
-from conftest import values
+from conftest import training_rates, values
 
 from kmp import bench
-from kmp.bench import measurement, models, precision
+from kmp.bench import models, precision
 from kmp.bench.models import BARE
 from kmp.bench.precision import FORMATS, VARIANTS, Variant
 from kmp.policy import Gpu, Hardware
@@ -15,17 +17,6 @@ CPU, T4, A100 = Hardware(()), Hardware((Gpu("T4", (7, 5)),)), Hardware((Gpu("A10
 @pytest.fixture
 def tiny(monkeypatch):
     monkeypatch.setattr(precision, "task_of", lambda name, batch: models.mlp(16, batch or 8))
-
-
-def measured(float16, bfloat16, xla):
-    """Returns results as `measure_machine` yields them, with these ratios to float32."""
-    rates = {"float32": [100.0], "float16": [100.0 * float16], "bfloat16": [100.0 * bfloat16]}
-    compiled = {name: [xla * rate for rate in turns] for name, turns in rates.items()}
-    return [
-        *measurement.comparison("operations", "matrix product", "graph", rates, "GFLOP/s"),
-        *measurement.comparison(precision.TRAINING, "block", "graph", rates, "tokens/s"),
-        *measurement.comparison(precision.TRAINING, "block", "XLA", compiled, "tokens/s"),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -41,10 +32,10 @@ def measured(float16, bfloat16, xla):
     ],
 )
 def test_recommended_is_the_fastest_policy_if_it_is_clearly_faster(float16, bfloat16, xla, expected):
-    results = measured(float16, bfloat16, xla)
-    best = precision.recommend(results)
+    operations, *training = training_rates(float16, bfloat16, xla)
+    best = precision.recommend([*operations, *itertools.chain(*training)])
     assert (best.policy, best.jit_compile, pytest.approx(best.speedup)) == expected
-    assert precision.recommend(results[:3]) is None  # no training
+    assert precision.recommend(operations) is None
 
 
 @pytest.mark.parametrize(
@@ -119,7 +110,8 @@ def test_large_networks_are_measured_by_default_on_a_gpu(monkeypatch, arguments,
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_training_with_callbacks_is_measured():
-    seconds, _ = precision.train_network(VARIANTS["mixed_float16, kmp + callbacks"], "ResNet-50", "graph", 8, 1, 2)
+    variant = VARIANTS["mixed_float16, kmp + callbacks"]._replace(steps=1)
+    seconds, _ = precision.train_network(variant, "ResNet-50", "graph", 8, 1, 2)
     assert len(seconds) == 2
     assert min(seconds) > 0
 
@@ -134,7 +126,8 @@ def test_networks_have_the_parameters_of_resnet50_and_bert_base():
 
 
 @pytest.mark.slow
-def test_each_precision_is_measured_on_this_machine():
+def test_each_precision_is_measured_on_this_machine(monkeypatch):
+    monkeypatch.setattr(models, "transformer", models.mlp)  # compiles sooner
     is_tf32_allowed = tf.config.experimental.tensor_float_32_execution_enabled()
     results = [result for compared in precision.measure_machine() for result in compared]
     assert {result.variant for result in results} == set(precision.usable(FORMATS))
@@ -148,14 +141,11 @@ def test_each_precision_is_measured_on_this_machine():
 @pytest.mark.slow
 @pytest.mark.parametrize("make_task", [models.mlp, models.convolutional, models.transformer])
 def test_models_train_and_the_global_policy_is_unchanged(make_task):
-    task = make_task(16)
-    model = task.build()
-    model.compile("sgd", "sparse_categorical_crossentropy")
+    task = make_task(16, batch=2)
+    model = models.compiled_model(task, "mixed_bfloat16", BARE, "graph")
+    assert keras.config.dtype_policy().name == "float32"
+    assert model.layers[-2].compute_dtype == "bfloat16"
     before = values(model.trainable_variables)
-    model.train_on_batch(task.x, task.y)
+    assert models.timed_training(model, task, 2)() > 0
     assert any((old != new).any() for old, new in zip(before, values(model.trainable_variables), strict=True))
     assert task.units in (task.y.size, len(task.x))
-    model = models.compiled_model(task, "mixed_bfloat16", BARE, "graph")
-    assert model.layers[-2].compute_dtype == "bfloat16"
-    assert models.timed_training(model, task, 2)() > 0
-    assert keras.config.dtype_policy().name == "float32"

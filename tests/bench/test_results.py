@@ -20,9 +20,9 @@ RESULTS = [
 ]
 
 
-def shown(measured, width=160, **files):
+def shown(measured, width=160):
     text = io.StringIO()
-    results.run(Console(file=text, width=width), [measured], **files)
+    results.run(Console(file=text, width=width), [measured])
     return text.getvalue()
 
 

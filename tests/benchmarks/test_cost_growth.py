@@ -3,7 +3,6 @@ import pytest
 from measuring import SampledStep
 
 from kmp import advise, load_run
-from kmp.bench.measurement import in_new_process
 
 
 @pytest.mark.parametrize(("power", "ratios"), [(0, [None, 0.1, 0.01]), (1, [None, 1, 1]), (2, [None, 10, 100])])
@@ -30,10 +29,3 @@ def test_log_has_samples_and_updates_that_advice_uses(tmp_path):
     lines = (tmp_path / "log" / "kmp.jsonl").read_text().splitlines(keepends=True)
     assert size == sum(len(line) for line in lines if '"sample"' in line) / 20
     assert "of 20 samples" in advise(run)[0].evidence
-
-
-@pytest.mark.slow
-def test_step_of_two_replicas_is_measured():
-    seconds = in_new_process(cost_growth.seconds_of_replicas, 2, 3)
-    assert {name: len(rounds) for name, rounds in seconds.items()} == {"bare": 3, "kmp": 3}
-    assert all(time > 0 for rounds in seconds.values() for time in rounds)

@@ -1,12 +1,25 @@
 import pytest
 import step_operations
 import tensorflow as tf
-from step_operations import MORE_DENSE, MORE_NORMS, SHAPES, SMALL, WITH_CALLBACKS, added, operations
+from step_operations import WITH_CALLBACKS, Shape, added, operations
 
 from kmp.bench.measurement import MeasurementError
 from kmp.bench.models import BARE
 
 pytestmark = pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="Counts operations of a CPU.")
+
+
+SHAPES = SMALL, MORE_NORMS, MORE_DENSE = Shape(2, 1), Shape(2, 2), Shape(3, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_shapes():
+    """Replaces the benchmark's models with smaller ones, which are traced in less time."""
+    shapes = {"SHAPES": SHAPES, "SMALL": SMALL, "MORE_NORMS": MORE_NORMS, "MORE_DENSE": MORE_DENSE}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in shapes.items():
+            patch.setattr(step_operations, name, value)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -17,19 +30,16 @@ def counts():
 def test_operations_of_all_layers_are_counted(counts):
     computing = {shape: own for shape, (own, _) in counts[BARE].items()}
     # Adam alone has more operations than these for each of its variables.
-    assert computing[MORE_NORMS] - computing[SMALL] > 4 * 2 * 10
-    assert computing[MORE_DENSE] - computing[SMALL] > 8 * 10
-    assert counts[BARE][SMALL][1] > 3 * 18  # bookkeeping: reads of weights and of Adam's two moments
+    assert computing[MORE_NORMS] - computing[SMALL] > 2 * 10
+    assert computing[MORE_DENSE] - computing[SMALL] > 2 * 10
+    assert counts[BARE][SMALL][1] > 3 * 6  # bookkeeping: reads of weights and of Adam's two moments
 
 
-def test_kmp_with_callbacks_adds_at_most_these_operations_and_the_parts_add_up(counts):
+def test_kmp_with_callbacks_adds_at_most_these_operations(counts):
     fixed, per_norm, per_variable = added(counts[WITH_CALLBACKS], counts[BARE])
     assert fixed <= 60
     assert per_norm <= 6
     assert per_variable <= 2
-    for shape in SHAPES:
-        total = counts[WITH_CALLBACKS][shape][0] - counts[BARE][shape][0]
-        assert fixed + shape.norms * per_norm + 2 * shape.dense * per_variable == total
 
 
 def test_added_operations_are_those_of_the_variant():
@@ -41,4 +51,4 @@ def test_added_operations_are_those_of_the_variant():
 def test_steps_that_differ_are_not_counted(monkeypatch):
     monkeypatch.setattr(step_operations, "executed_operations", lambda step, calls: [{"Mul": 1}, {"Mul": 2}])
     with pytest.raises(MeasurementError, match="did not run the same operations"):
-        operations(BARE, SMALL)
+        operations(BARE, Shape(dense=1, norms=0))

@@ -1,6 +1,9 @@
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
+from conftest import without_replays
 from rich.console import Console
 
 import kmp
@@ -66,9 +69,11 @@ def test_explanation_has_reasons_only_if_the_variants_differ_by_more_than_the_se
 
 
 @pytest.mark.slow
-def test_float16_without_loss_scaling_is_less_accurate_by_more_than_the_spread_of_the_seeds(tmp_path):
-    console = Console(record=True, width=80, quiet=False)
-    results = presentation.run(console, "digits", "mixed_float16", 240, tmp_path)
+def test_demo_shows_that_float16_needs_loss_scaling_by_more_than_the_spread_of_the_seeds(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment, "callbacks", SimpleNamespace(defaults=without_replays))
+    out = tmp_path / "a folder with [red]brackets"
+    console = Console(record=True, width=80)
+    results = presentation.run(console, "digits", "mixed_float16", 240, out)
     float32, unscaled, with_kmp = ([result.accuracy for result in trained] for trained in results.values())
     spread = max(max(accuracies) - min(accuracies) for accuracies in (float32, unscaled, with_kmp))
     assert max(unscaled) + spread < min(float32)
@@ -78,31 +83,26 @@ def test_float16_without_loss_scaling_is_less_accurate_by_more_than_the_spread_o
     assert zeros[1] > zeros[0] + 0.1
     assert abs(zeros[2] - zeros[0]) < 0.02
     printed = console.export_text()
-    assert "float16 with kmp" in printed
+    assert "One model" in printed
     assert "The accuracy is 0." in printed
     assert "float16 flushes to zero" in " ".join(printed.split())
-    assert max(len(line) for line in printed.splitlines() if str(tmp_path) not in line) <= 80
+    assert f"tensorboard --logdir '{out}'" in printed
+    assert max(len(line) for line in printed.splitlines() if str(out) not in line) <= 80
     assert "\u2026" not in printed  # no cell is truncated
     rows = [line for line in printed.splitlines() if line.startswith("\u2502")]
     assert rows
     assert all(line.rstrip().endswith("\u2502") for line in rows)
-
-
-@pytest.mark.slow
-def test_command_writes_logs_figures_and_report_to_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(presentation, "SEEDS", (0,))
-    out = tmp_path / "a folder with [red]brackets"
-    assert main(["demo", "--steps", "4", "--out", str(out)]) == 0
-    printed = capsys.readouterr().out
-    assert "One model" in printed
-    assert f"tensorboard --logdir '{out}'" in printed
-    names = {path.name for path in out.iterdir()}
-    variants = {"float32", "float16-no-loss-scale", "float16-with-kmp"}
-    assert names == {"gradient_exponents.png", "loss_scale.png", "report.html", *variants}
+    folders = {"float32", "float16-no-loss-scale", "float16-with-kmp"}
+    assert {path.name for path in out.iterdir()} == {
+        *folders,
+        "gradient_exponents.png",
+        "loss_scale.png",
+        "report.html",
+    }
     report = (out / "report.html").read_text()
-    assert all(variant in report for variant in ("float32", "float16, no loss scale", "float16 with kmp"))
-    run = kmp.records.Run.load(out / "float16-with-kmp" / "seed-0")
-    assert run.series("loss_scale")[0][-1] == 4
+    assert all(variant.name in report for variant in results)
+    run = kmp.load_run(out / "float16-with-kmp" / "seed-0")
+    assert run.series("loss_scale")[0][-1] == 240
     assert keras.config.dtype_policy().name == "float32"
 
 

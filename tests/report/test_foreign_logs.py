@@ -18,7 +18,7 @@ from kmp import plots, report
 from kmp.__main__ import main
 from kmp.records import SCHEMA, compact
 
-EXAMPLES = int(os.environ.get("KMP_FUZZ_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("KMP_FUZZ_EXAMPLES", "100"))
 
 VARIABLE = {
     **{"zero": 3, "first": -20, "counts": [5, 8, 2], "amax": 2.0**-17, "norm": 1e-5},
@@ -171,13 +171,13 @@ def test_changed_log_is_refused_with_its_line_or_reported(tmp_path, without_figu
     assert_refused_with_its_line_or_used(tmp_path / "kmp.jsonl", data, draws=False)
 
 
-@fuzz(max(5, EXAMPLES // 40))
+@fuzz(max(5, EXAMPLES // 20))
 @given(changed_logs())
 def test_changed_log_is_refused_with_its_line_or_drawn(tmp_path, data):
     assert_refused_with_its_line_or_used(tmp_path / "kmp.jsonl", data, draws=True)
 
 
-def test_unchanged_log_loads_and_unknown_keys_are_ignored(tmp_path):
+def test_unchanged_log_loads_and_unknown_keys_are_ignored(tmp_path, without_figures):
     file = tmp_path / "kmp.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in LOG))
     loaded = kmp.load_run(file)
@@ -194,7 +194,6 @@ def test_unchanged_log_loads_and_unknown_keys_are_ignored(tmp_path):
 
 REFUSED_RECORDS = [
     ('{"loss": 1}', "Object missing required field `step`"),
-    ('{"st', "JSON is malformed"),
     ('{"step": 1, "last_loss": NaN}', "JSON is malformed: invalid character (byte 25)"),
     ('{"step": 5, "overflow_count": "many"}', "Expected `int`, got `str` - at `$.overflow_count`"),
     ('{"step": 9223372036854775808}', "Expected `int` <= 281474976710655 - at `$.step`"),
@@ -203,9 +202,6 @@ REFUSED_RECORDS = [
     ('{"step": 5, "overflows_by_variable": {"a": -1}}', "Expected `int` >= 0 - at `$.overflows_by_var"),
     ('{"step": 5, "x": ' + "[" * 99999, "maximum recursion depth exceeded"),
     ('{"step": 5, "overflow_origin": "\udcff"}', "'utf-8' codec can't decode byte 0xff"),
-    ('{"step": 5, "overflow_origin": "\0"}', "JSON is malformed: invalid character"),
-    (json.dumps({"step": 5, "sample": WITHOUT_NAMES}), "No sample before this one has `names`"),
-    (json.dumps({"step": 5, "sample": ENCODED | {"norm": "AAAA"}}), "`norm` is not zlib data in base64"),
 ]
 HEADER = f'{{"schema": {SCHEMA}, "kind": "header"}}\n'
 
@@ -219,6 +215,7 @@ HEADER = f'{{"schema": {SCHEMA}, "kind": "header"}}\n'
         ('{"step": 1}', ":1: Object missing required field `schema`"),
         ('{"kind": "header", "schema": 99}', ":1: Expected `int` <= 1 - at `$.schema`"),
         ('{"kind": "header", "schema": 1, "settings": {"compute_dtypes": [1]}}', ":1: Expected `str`, got `int` - at"),
+        ("epoch,loss", ":1: JSON is malformed"),
         *((HEADER + text, f":2: {message}") for text, message in REFUSED_RECORDS),
     ],
 )
@@ -226,6 +223,8 @@ def test_refused_log_is_one_line_with_file_line_and_key(tmp_path, capsys, text, 
     file = tmp_path / "kmp.jsonl"
     file.write_bytes(text.encode(errors="surrogateescape") + b"\n" * bool(text))
     assert main(["report", str(tmp_path)]) == bool(message)
-    error = capsys.readouterr().err
+    assert (tmp_path / "report.html").exists() == (not message)
+    printed = capsys.readouterr()
     if message:
-        assert re.fullmatch(re.escape(f"kmp: {file}{message}") + ".*\n", error)
+        assert printed.out == ""
+        assert re.fullmatch(re.escape(f"kmp: {file}{message}") + ".*\n", printed.err)

@@ -14,16 +14,15 @@ from types import SimpleNamespace
 import keras
 import matplotlib as mpl
 import matplotlib.pyplot as plt
-import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import compiled_model, fit, sample_from
+from conftest import compiled_model, file_size_limit, fit, sample_from, without_replays
 from rich.console import Console
 
 import kmp
 from kmp import report
-from kmp.callbacks import Report, defaults
-from kmp.records import BIN_COUNT, ZERO_BIN, BinCounts, GradientError, GradientSample, LayerError, Replay, Run, to_line
+from kmp.callbacks import Report
+from kmp.records import ZERO_BIN, BinCounts, GradientError, LayerError, Replay, Run, to_line
 from kmp.report.run_comparison import comparison, difference
 from kmp.report.run_summary import RunSummary
 from kmp.report.run_tables import gradients, layer_errors, other_scales, overflow_and_underflow
@@ -33,24 +32,16 @@ GOLDEN = Path(__file__).parent / "golden"
 LONG = "encoder/" + "block_with_a_very_long_layer_name_in_it_" * 3 + "/kernel"
 
 
-def counts_of(low, high, zero=0, inf=0):
-    """Returns bell-shaped counts between two exponents."""
-    counts = np.zeros(BIN_COUNT, np.int64)
-    exponents = np.arange(low, high + 1)
-    counts[exponents + 150] = 1 + 1000 * np.exp(-(((exponents - (low + high) / 2) / 4) ** 2))
-    counts[0], counts[-2] = zero, inf
-    return counts
-
-
 def sample(step, names=("m/first/kernel", "m/first/bias", "m/last/kernel"), shift=0, loss_scale=16.0, inf=0):
-    n = len(names)
-    counts = [counts_of(-30 + 6 * i + shift, -8 + 6 * i + shift, zero=500 * i, inf=inf) for i in range(n)]
-    ones = np.ones(n)
-    return GradientSample(
-        *(step, loss_scale, tuple(names), BinCounts.of(np.array(counts).reshape(n, BIN_COUNT))),
-        *(np.inf * ones if inf else 2.0 ** (-7 + 6 * np.arange(n) + shift), 0.5 * ones, 2 * ones, 0.002 * ones),
-        *(np.full(n, 200, np.int64), np.full(n, 50, np.int64)),
-    )
+    """Returns a sample with bell-shaped counts, at larger exponents in each next variable."""
+    bell = [int(1 + 1000 * math.exp(-(((index - 11) / 4) ** 2))) for index in range(23)]
+    columns = {"norm": 0.5, "weight_norm": 2.0, "update_norm": 0.002, "updates": 200, "lost_updates": 50}
+    variables = {}
+    for index, name in enumerate(names):
+        first = -30 + 6 * index + shift
+        variables[name] = columns | {"first": first, "counts": bell, "zero": 500 * index, "inf": inf}
+        variables[name]["amax"] = math.inf if inf else 2.0 ** (first + 23)
+    return sample_from(step, loss_scale, variables)
 
 
 def record_of(taken):
@@ -81,13 +72,13 @@ def make_run(names=("m/first/kernel", "m/first/bias", "m/last/kernel"), skipped=
     return Run(rows, header(**settings))
 
 
-def make_compared_run(layers=("m/first", "m/last"), **settings):
+def make_compared_run(layers=("m/first", "m/last"), **arguments):
     """Returns a run with a comparison in step 300, in which a harmful error begins in the last layer."""
     errors = [LayerError(layer, 0.002, 0.0005) for layer in layers[:-1]]
     errors += [LayerError(layers[-1], 1.25, 1.5), LayerError("m", 1.25)]
     of_gradients = [GradientError(f"{layers[-1]}/cell_{index}", 0.5 + index, 0.5, 1.0, 0.1) for index in (1, 0)]
     values = {"output_error": 1.25, "layer_errors": errors, "gradient_errors": of_gradients}
-    run = make_run(shift=20, layers=dict.fromkeys(layers, "LSTM"), **settings)
+    run = make_run(shift=20, layers=dict.fromkeys(layers, "LSTM"), **arguments)
     run.append({"step": 300, "replay": Replay(32, 16.0, 1.0, 1.0, True, True, **values)})
     return run
 
@@ -102,13 +93,12 @@ def make_three_runs():
 
 def write_log(folder, run):
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [run.header, *run.rows] if run.header else run.rows
-    (folder / "kmp.jsonl").write_text("".join(map(to_line, lines)))
+    (folder / "kmp.jsonl").write_text("".join(map(to_line, [run.header, *run.rows])))
     return folder
 
 
-def printed(runs, width=80):
-    console = Console(width=width, no_color=True, color_system=None, legacy_windows=False)
+def printed(runs):
+    console = Console(width=80, no_color=True, color_system=None, legacy_windows=False)
     with console.capture() as capture:
         console.print(report.summary(runs))
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
@@ -119,26 +109,24 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.parts, self.loaded, self.alts, self.tags = [], [], [], []
+        self.text, self.loaded, self.alts, self.tags = "", [], [], []
         self.feed(text)
+        self.text = normalized(self.text)
 
     def handle_starttag(self, tag, attributes):
-        attributes = dict(attributes)
         self.tags.append(tag)
-        self.parts.append("" if tag == "wbr" else " ")
-        self.loaded += [v for k, v in attributes.items() if k in ("src", "srcset", "data", "poster")]
-        self.loaded += [v for k, v in attributes.items() if k == "href" and not v.startswith("#")]
-        self.alts += [attributes["alt"]] if tag == "img" else []
+        self.text += "" if tag == "wbr" else " "
+        for key, value in attributes:
+            if key in ("src", "srcset", "data", "poster") or (key == "href" and not value.startswith("#")):
+                self.loaded.append(value)
+            if (tag, key) == ("img", "alt"):
+                self.alts.append(value)
 
     def handle_endtag(self, tag):
-        self.parts.append(" ")
+        self.text += " "
 
     def handle_data(self, data):
-        self.parts.append(data)
-
-    @property
-    def text(self):
-        return normalized("".join(self.parts))
+        self.text += data
 
 
 @pytest.fixture(scope="module")
@@ -250,20 +238,22 @@ def test_errors_of_layers_are_listed_with_their_gradients():
     assert of_many.note.endswith("19 more are not shown.")
 
 
-def test_names_are_escaped(without_figures):
-    script = "<script>alert('x')</script>"
-    names = (f"m/{script}/kernel", '"><img src=x onerror=y>/k')
-    page = report.html({script: make_run(names, skipped=9, model=script)})
-    assert "<script" not in page
-    assert "&lt;script&gt;" in page
-    assert len(Page(page).alts) == 5
-    compared = report.html({"first": make_compared_run((f"m/{script}", "m/\x1b[2J"))})
-    assert "<script" not in compared
-    assert compared.count("&lt;script&gt;") >= 2
-    assert r"m/<wbr>\x1b[2J" in compared
+def test_markup_control_characters_and_direction_marks_in_names_are_escaped(without_figures):
+    hostile = "m/<script>alert('x')</script>\"><img src=x>\x1b[2J\u202e\u200b\n"
+    run = make_compared_run(("m/b", hostile), names=("m/b/kernel", f"{hostile}/kernel"), skipped=200, model=hostile)
+    runs = {hostile: run, "other": run}
+    pages = [report.html(runs), report.html({hostile: run})]
+    for text in (*pages, printed(runs), printed({hostile: run}), str(kmp.advise(run))):
+        assert r"\x1b[2J\u202e\u200b\n" in text
+        assert all(line.isprintable() for line in text.splitlines())
+    for page in pages:
+        assert "<script" not in page
+        assert "<img src=x" not in page
+        assert "&lt;script&gt;" in page
+    assert "\u2028" not in pages[0]
 
 
-def test_page_of_several_runs_has_a_comparison_and_then_each_run():
+def test_page_of_several_runs_has_a_comparison_and_then_each_run(without_figures):
     runs = make_three_runs()
     page = Page(report.html(runs))
     positions = [page.text.index(part) for part in ("3 runs compared", "computed in", "side by side")]
@@ -283,16 +273,18 @@ def with_metrics(run, **values):
 
 def test_metrics_come_first_and_the_one_that_differs_is_marked(without_figures):
     runs = {
-        "good": with_metrics(make_run(shift=20), loss=0.2, val_loss=0.3, val_accuracy=0.3),
-        "bad": with_metrics(make_run(shift=20), loss=0.2, val_loss=0.31, val_accuracy=0.1),
+        "good": with_metrics(make_run(shift=20), loss=0.2, steps=0.4, val_loss=0.3, val_accuracy=0.3),
+        "bad": with_metrics(make_run(shift=20), loss=0.2, steps=0.4, val_loss=0.31, val_accuracy=0.1),
     }
-    table, _ = comparison([RunSummary(name, run) for name, run in runs.items()])
+    table, counts = comparison([RunSummary(name, run) for name, run in runs.items()])
     assert table.rows == (
         ("val_loss", "0.9", "0.93"),
         ("val_accuracy", "0.9", "0.3"),
         ("loss", "0.6", "0.6"),
+        ("steps", "1.2", "1.2"),
         ("findings", "none", "none"),
     )
+    assert ("steps", "300", "300") in counts.rows  # beside a metric of this name
     assert (table.marked, table.note) == (1, "The first metric that differs by more than 10 %: val_accuracy.")
     page = report.html(runs)
     assert re.search(r'<tr class="marked"><th scope="row">val_accuracy', page)
@@ -334,13 +326,6 @@ def test_layers_that_differ_are_listed_from_their_first_step():
     assert difference(RunSummary("a", first), RunSummary("b", Run())).note.startswith("No layer was sampled")
 
 
-def test_metrics_with_the_names_of_counts_are_compared_apart_from_them():
-    runs = {name: with_metrics(make_run(shift=20), findings=0.1, steps=0.2) for name in ("first", "second")}
-    of_metrics, of_counts = comparison([RunSummary(name, run) for name, run in runs.items()])
-    assert of_metrics.rows == (("findings", "0.3", "0.3"), ("steps", "0.6", "0.6"), ("findings", "none", "none"))
-    assert dict(row[:2] for row in of_counts.rows)["steps"] == "300"
-
-
 def test_gradients_are_of_the_newest_sample_by_layer():
     table = gradients(RunSummary("first", make_run()))
     first, last = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
@@ -357,23 +342,17 @@ def test_gradients_are_of_the_newest_sample_by_layer():
     assert "Step 300, loss scale 2^4." in table.note
 
 
-def test_skipped_steps_have_their_share_and_overflows_are_sorted_by_origin():
-    summary = RunSummary("first", make_run(skipped=60))
-    counts, table = dict(summary.counts), overflow_and_underflow(summary)
-    assert (counts["skipped steps"], counts["last overflow origin"]) == ("60 (20%)", "m/last/kernel")
-    assert table.columns == ("variable", "overflow origin", "overflowed", "underflow origin", "underflowed")
-    assert table.rows[0][:3] == ("m/last/kernel", "60", "60")
-    assert {row[:3] for row in table.rows[1:]} == {("m/first/kernel", "0", "60"), ("m/first/bias", "0", "60")}
-
-
-def test_skipped_steps_are_counted_since_training_began_also_after_a_fallback():
+def test_skipped_steps_and_overflow_origins_are_counted_since_training_began_also_after_a_fallback():
     run = make_run(skipped=60, shift=20)
     middle = len(run.rows) // 2
     run.rows.insert(middle, {"step": run.rows[middle - 1]["step"], "fallback": ["m/first"], "fallback_reason": "why"})
     summary = RunSummary("first", run)
     assert summary.metrics.overflows < 60  # those since the fallback, of which the findings are
-    assert dict(summary.counts)["skipped steps"] == "60 (20%)"
-    assert overflow_and_underflow(summary).rows[0][:3] == ("m/last/kernel", "60", "60")
+    counts, table = dict(summary.counts), overflow_and_underflow(summary)
+    assert (counts["skipped steps"], counts["last overflow origin"]) == ("60 (20%)", "m/last/kernel")
+    assert table.columns == ("variable", "overflow origin", "overflowed", "underflow origin", "underflowed")
+    assert table.rows[0][:3] == ("m/last/kernel", "60", "60")
+    assert {row[:3] for row in table.rows[1:]} == {("m/first/kernel", "0", "60"), ("m/first/bias", "0", "60")}
     assert other_scales(summary).note.count("60 of 300 steps were skipped") == 1
 
 
@@ -386,19 +365,6 @@ def test_variables_that_underflow_without_overflow_are_listed():
     assert none.note.startswith("No variable overflowed")
 
 
-def test_other_scales_match_what_if():
-    run = make_run()
-    curve, table = kmp.what_if(run), other_scales(RunSummary("first", run))
-    low, high = curve.recommended
-    assert [row[0] for row in table.rows] == [
-        *("in use: 2^4", f"lowest recommended: 2^{low}", f"highest recommended: 2^{high}", "none: 1")
-    ]
-    at = curve.at(4)
-    assert table.rows[0][1] == f"{share(at['underflow'])} to {share(at['underflow_bound'])}"
-    assert table.note.startswith(f"Recommended: 2^{low} to 2^{high}.")
-    assert table.intro == "What float16 would lose of the sampled gradients at a constant loss scale:"
-
-
 def test_steps_that_another_scale_would_skip_are_not_those_of_the_run():
     run = make_run(shift=27, skipped=1)  # the newest sample rounds to Inf in float16
     table = other_scales(RunSummary("first", run))
@@ -407,9 +373,8 @@ def test_steps_that_another_scale_would_skip_are_not_those_of_the_run():
 
 
 def test_long_tables_are_truncated_with_a_note():
-    names = tuple(f"m/layer_{i}/kernel" for i in range(50))
-    rows = make_run().rows[:-1]
-    table = gradients(RunSummary("x", Run([*rows, record_of(sample(300, names, shift=-300))])))
+    of_many = sample_from(300, 16.0, {f"m/layer_{i}/kernel": {"first": -20, "counts": [5]} for i in range(50)})
+    table = gradients(RunSummary("x", Run([record_of(of_many)])))
     assert len(table.rows) == 40
     assert table.note.endswith("10 more are not shown.")
 
@@ -447,7 +412,7 @@ UNUSUAL_RUNS = {
 
 
 @pytest.mark.parametrize("name", UNUSUAL_RUNS)
-def test_reports_of_unusual_runs_are_accurate(name):
+def test_reports_of_unusual_runs_are_accurate(without_figures, name):
     run = UNUSUAL_RUNS[name]
     page, verdict = Page(report.html({name: run})), normalized(kmp.advise(run).verdict)
     assert verdict in page.text
@@ -464,14 +429,17 @@ def test_empty_run_is_compared_with_a_healthy_run(without_figures):
     assert ("skipped steps", "0", "unknown") in of_counts.rows
 
 
-@pytest.mark.parametrize("function", [report.html, report.summary, lambda runs: report.write(runs, "r.html")])
+def write_page(runs):
+    return report.write(runs, "r.html")
+
+
 @pytest.mark.parametrize(
-    ("runs", "error", "message"),
+    ("function", "runs", "error", "message"),
     [
-        (3, TypeError, "`runs` must be a dictionary of runs by name, at least one. Received: runs=3"),
-        ({1: Run()}, TypeError, "`runs` must be a dictionary with strings as keys. Received: runs=1"),
-        ({"a": "runs/a"}, TypeError, r"`runs\['a'\]` must be a kmp.records.Run, .* Received: runs\['a'\]='runs/a'"),
-        ({}, ValueError, "`runs` must be a dictionary of runs by name, at least one"),
+        (report.summary, 3, TypeError, "`runs` must be a dictionary of runs by name, at least one. Received: runs=3"),
+        (report.html, {1: Run()}, TypeError, "`runs` must be a dictionary with strings as keys. Received: runs=1"),
+        (report.html, {"a": "b"}, TypeError, r"`runs\['a'\]` must be a kmp.records.Run, .*: runs\['a'\]='b'"),
+        (write_page, {}, ValueError, "`runs` must be a dictionary of runs by name, at least one"),
     ],
 )
 def test_wrong_runs_are_errors(function, runs, error, message):
@@ -485,17 +453,6 @@ def test_wrong_types_of_paths_are_errors():
             report.load(paths)
     with pytest.raises(TypeError, match="`path` must be the path of the HTML file. Received: path=3"):
         report.write({"first": Run()}, 3)
-
-
-def test_control_characters_and_direction_marks_are_escaped_everywhere(without_figures):
-    hostile, escaped = "m/\x1b[2J\u202e\u200b\n/kernel", r"m/\x1b[2J\u202e\u200b\n/kernel"
-    run = make_run(names=(hostile, "m/b/kernel"), skipped=200, model=hostile, compute_dtypes=["float16", hostile])
-    run.rows[-2] |= {"overflow_origin": hostile, "overflow_origins_by_variable": {hostile: 200}}
-    page = report.html({hostile: run, "other": run})
-    for text in (printed({hostile: run}), printed({hostile: run, "other": run}), str(kmp.advise(run)), page):
-        assert escaped.replace("/kernel", "") in text
-        assert all(line.isprintable() for line in text.splitlines())
-    assert "\u2028" not in page
 
 
 def test_loading_draws_a_progress_bar_on_a_terminal_only(tmp_path, capsys, monkeypatch):
@@ -552,41 +509,32 @@ def test_runs_are_named_after_their_folders(tmp_path):
     ]
 
 
-def test_write_creates_the_folder_and_a_failed_one_is_an_error_and_keeps_the_previous_page(
-    without_figures, tmp_path, monkeypatch
-):
+def test_write_creates_the_folder_and_a_failed_one_is_an_error_and_keeps_the_previous_page(without_figures, tmp_path):
     path = report.write({"first": make_run()}, tmp_path / "new" / "folder" / "r.html")
     before = path.read_text(encoding="utf-8")
     assert before == report.html({"first": make_run()})
-    assert files_in(path.parent) == ["r.html"]
-    with pytest.raises(OSError, match="the report cannot be written"):
-        report.write({"first": make_run()}, path.parent)  # a folder
-
-    def disk_full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", disk_full)
-    with pytest.raises(OSError, match=r"the report cannot be written \(No space left on device\)") as raised:
+    with (
+        file_size_limit(1000),
+        pytest.raises(OSError, match=r"the report cannot be written \(File too large\)") as raised,
+    ):
         report.write({"other": make_run()}, path)
     assert raised.value.filename == str(path)
     assert path.read_text(encoding="utf-8") == before
     assert files_in(path.parent) == ["r.html"]
 
 
-@pytest.mark.slow
-def test_callback_reports_the_run_of_the_defaults_and_records_nothing_itself(enabled, tmp_path):
+def test_callback_reports_the_completed_epochs_of_the_run_of_the_defaults(enabled, without_figures, tmp_path):
     class FailInSecondEpoch(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch == 1:
                 raise RuntimeError("killed")
 
-    recorders = defaults(every_n_steps=5)
+    recorders = without_replays(every_n_steps=5)
     callback = Report(str(tmp_path / "r.html"), run=recorders[0].run)
     with pytest.raises(RuntimeError, match="killed"):
-        fit(compiled_model(), [*recorders, callback, FailInSecondEpoch()], epochs=2)
-    assert callback.run is recorders[0].run
-    assert len([row for row in callback.run.rows if row["step"] == 20 and "loss_scale" in row]) == 1
-    assert "steps 20" in Page((tmp_path / "r.html").read_text(encoding="utf-8")).text  # the completed epoch
+        fit(compiled_model(run_eagerly=True), [*recorders, callback, FailInSecondEpoch()], batches=5, epochs=2)
+    assert len([row for row in recorders[0].run.rows if row["step"] == 5 and "loss_scale" in row]) == 1
+    assert "steps 5" in Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
 
 
 def attached(path):
@@ -639,10 +587,8 @@ def test_only_the_chief_writes(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("path", "run", "error", "message"),
     [
-        *(
-            (path, Run(), ValueError, r"`path` must be the path of a local f.*Received: path=")
-            for path in ("", "report", "report.txt", "https://example.org/r.html", ".html")
-        ),
+        *((path, Run(), ValueError, "`path` must be the path of a local f") for path in ("", "a.txt", ".html")),
+        ("https://example.org/r.html", Run(), ValueError, "Received: path='https://example.org/r.html'"),
         (3, Run(), TypeError, "`path` must be"),
         ("r.html", "runs/first", TypeError, "`run` must be a kmp.records.Run, such as"),
     ],
@@ -652,14 +598,10 @@ def test_wrong_arguments_of_the_callback_are_errors(path, run, error, message):
         Report(path, run)
 
 
-def test_unwritable_path_is_an_error_before_training_starts(enabled, tmp_path):
+def test_unwritable_path_is_an_error_before_training_starts(tmp_path):
     (tmp_path / "file").write_text("")
-    model = compiled_model()
-    before = model.get_weights()
     with pytest.raises(OSError, match="the report cannot be written"):
-        fit(model, [Report(tmp_path / "file" / "r.html", make_run())])
-    assert model.optimizer.snapshot().step == 0
-    np.testing.assert_equal(model.get_weights(), before)
+        attached(tmp_path / "file" / "r.html")
 
 
 @pytest.fixture(scope="module")
@@ -676,14 +618,17 @@ def browser():
         chromium.close()
 
 
+def make_long_run():
+    names = (LONG, LONG + "_2")
+    return make_compared_run(names, names=names, skipped=60, model="<script>alert('x')</script>" + "model" * 30)
+
+
 PAGES = {
-    "one": lambda: {"first": make_run(skipped=60)},
+    "long": lambda: {"a_run_of_a_long_name_" * 6: make_long_run()},
     "three": make_three_runs,
-    "long": lambda: {"a_run_of_a_long_name_" * 6: make_run(names=(LONG, LONG + "_2"), skipped=60, model="model" * 30)},
     "empty": lambda: {"empty": Run()},
-    "compared": lambda: {"compared": make_compared_run((LONG, LONG + "_2"))},
-    "escaped": lambda: {"<script>alert(1)</script>": make_run(names=("<script>alert(2)</script>/k",), skipped=60)},
 }
+SCREENS = {"phone": ((360, 740), "dark"), "desk": ((1280, 800), "light")}
 
 
 @pytest.fixture(scope="module")
@@ -716,11 +661,11 @@ SHOWN_DETAILS = """[...document.querySelectorAll('details')].every(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [(360, 740), (1280, 800)], ids=["phone", "desk"])
+@pytest.mark.parametrize("screen", SCREENS)
 @pytest.mark.parametrize("name", PAGES)
-def test_page_is_readable_in_a_browser_without_network(browser, pages, name, size, scheme):
+def test_page_is_readable_in_a_browser_without_network(browser, pages, name, screen):
     runs, path = pages(name)
+    size, scheme = SCREENS[screen]
     requests, errors = [], []
     context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
     context.set_offline(True)
@@ -732,7 +677,7 @@ def test_page_is_readable_in_a_browser_without_network(browser, pages, name, siz
     page.goto(path.as_uri())
     text = normalized(page.inner_text("body"))
     if os.environ.get("KMP_SCREENSHOTS"):
-        page.screenshot(path=f"{os.environ['KMP_SCREENSHOTS']}/{name}-{size[0]}-{scheme}.png", full_page=True)
+        page.screenshot(path=f"{os.environ['KMP_SCREENSHOTS']}/{name}-{screen}.png", full_page=True)
     for run_name, run in runs.items():
         advice = kmp.advise(run)
         assert normalized(run_name) in text
@@ -741,7 +686,7 @@ def test_page_is_readable_in_a_browser_without_network(browser, pages, name, siz
             assert all(normalized(part) in text for part in (finding.title, finding.evidence, finding.change))
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.evaluate(OVERFLOWING_ELEMENTS) == []
-    if size[0] < 600:  # nothing is hidden by a scroll bar
+    if screen == "phone":  # nothing is hidden by a scroll bar
         page.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
         assert page.evaluate("[...document.querySelectorAll('.scroll')].every(e => e.scrollWidth <= e.clientWidth)")
     images = page.evaluate("[...document.images].map(i => [i.complete, i.naturalWidth > 0, i.alt.length > 0])")
@@ -760,21 +705,3 @@ def test_page_is_readable_in_a_browser_without_network(browser, pages, name, siz
     assert errors == []
     assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
     context.close()
-
-
-@pytest.mark.slow
-def test_overflow_check_detects_overflowing_elements(browser):
-    page = browser.new_page(viewport={"width": 360, "height": 740})
-    paragraph = '<p style="width: 300px">x</p>'
-    page.set_content(f'<div class="card" style="width: 200px">{paragraph}</div>')
-    assert len(page.evaluate(OVERFLOWING_ELEMENTS)) == 1
-    page.set_content(f'<div class="card" style="width: 200px"><div class="scroll">{paragraph}</div></div>')
-    assert page.evaluate(OVERFLOWING_ELEMENTS) == []
-    page.close()
-
-
-def test_made_runs_follow_the_schema(tmp_path):
-    """The runs of these tests are unchanged after writing and loading."""
-    loaded = kmp.load_run(write_log(tmp_path, make_run()))
-    assert [*map(to_line, loaded.rows)] == [*map(to_line, make_run().rows)]
-    assert loaded.header == make_run().header
