@@ -4,8 +4,6 @@ import ast
 import sys
 from pathlib import Path
 
-import pytest
-
 import kmp
 
 ROOT = Path(kmp.__file__).parent
@@ -29,10 +27,9 @@ def test_every_folder_is_a_package_with_a_docstring():
     assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py"}
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_package_imports_of_others_only_what_they_export(package):
+def test_package_imports_of_others_only_what_they_export():
     wrong = []
-    for path in (path for path in FILES if package_of(path) == package):
+    for path in FILES:
         for node in ast.walk(TREES[path]):
             if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "kmp":
                 continue
@@ -40,12 +37,12 @@ def test_package_imports_of_others_only_what_they_export(package):
             for alias in node.names:
                 if not parts:  # `from kmp import package`
                     is_right = alias.name in PACKAGES
-                elif parts[0] == package:  # a module of its own, or a name in one
+                elif parts[0] == package_of(path):  # a module of its own, or a name in one
                     is_right = len(parts) > 1 or (path.parent / f"{alias.name}.py").exists()
                 else:
                     is_right = len(parts) == 1 and alias.name in exports_of(parts[0])
                 if not is_right:
-                    wrong.append(f"{path.name}:{node.lineno} imports {alias.name} of {node.module}")
+                    wrong.append(f"{path}:{node.lineno} imports {alias.name} of {node.module}")
     assert wrong == []
 
 
@@ -57,19 +54,16 @@ def test_no_module_has_the_name_of_what_its_package_exports_or_of_the_standard_l
         assert defined & modules & exports_of(package_of(path)) == set()
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if package_of(path) != "backend"], ids=lambda path: path.stem)
-def test_private_names_of_keras_and_tensorflow_are_used_in_backend_only(path):
-    text = path.read_text(encoding="utf-8")
-    assert not any(name in text for name in ("keras.src", "tensorflow.python", "tf.__internal__"))
-    own = {node.name for node in ast.walk(TREES[path]) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    attributes = [node for node in ast.walk(TREES[path]) if isinstance(node, ast.Attribute)]
-    own |= {node.attr for node in attributes if isinstance(node.ctx, ast.Store) and is_self(node.value)}
-    foreign = {
-        node.attr
-        for node in attributes
-        if node.attr.startswith("_") and not node.attr.startswith("__") and not is_self(node.value)
-    }
-    assert foreign <= own | {"_asdict", "_getframe"}  # of named tuples and `sys`, documented
+def test_private_names_of_keras_and_tensorflow_are_used_in_backend_only():
+    for path in (path for path in FILES if package_of(path) != "backend"):
+        text = path.read_text(encoding="utf-8")
+        assert not any(name in text for name in ("keras.src", "tensorflow.python", "tf.__internal__")), path
+        own = {node.name for node in ast.walk(TREES[path]) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        attributes = [node for node in ast.walk(TREES[path]) if isinstance(node, ast.Attribute)]
+        own |= {node.attr for node in attributes if isinstance(node.ctx, ast.Store) and is_self(node.value)}
+        of_others = {node.attr for node in attributes if not is_self(node.value)}
+        private = {name for name in of_others if name.startswith("_") and not name.startswith("__")}
+        assert private <= own | {"_asdict", "_getframe"}, path  # of named tuples and `sys`, documented
 
 
 def is_self(node):

@@ -6,8 +6,6 @@ from conftest import assert_equal, compiled_model, file_size_limit
 
 from kmp.backend import model_files
 
-SUFFIXES = (".weights.h5", ".keras")
-
 
 def built_model():
     model = compiled_model("adam")
@@ -29,25 +27,21 @@ def write(suffix, model, path):
         model_files.write_model(model, file, weights_only=suffix == ".weights.h5")
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_keras_loads_the_written_file(tmp_path, model, suffix):
-    path = tmp_path / f"file{suffix}"
-    write(suffix, model, path)
-    if suffix == ".keras":
-        other = keras.models.load_model(path)
-    else:
-        other = built_model()
-        other.load_weights(path)
+def test_keras_loads_the_written_model(tmp_path, model):
+    write(".keras", model, tmp_path / "file.keras")
+    assert_equal(state(keras.models.load_model(tmp_path / "file.keras")), state(model))
+
+
+def test_keras_loads_the_written_weights_whose_file_has_the_size_of_that_of_keras(tmp_path, model):
+    path, other = tmp_path / "file.weights.h5", built_model()
+    write(".weights.h5", model, path)
+    other.load_weights(path)
     assert_equal(state(other), state(model))
-
-
-def test_weights_file_has_the_size_of_the_file_of_keras(tmp_path, model):
-    write(".weights.h5", model, tmp_path / "file")
     model.save_weights(tmp_path / "keras.weights.h5")
-    assert abs((tmp_path / "file").stat().st_size - (tmp_path / "keras.weights.h5").stat().st_size) < 8192
+    assert abs(path.stat().st_size - (tmp_path / "keras.weights.h5").stat().st_size) < 8192
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("suffix", [".weights.h5", ".keras"])
 def test_write_beyond_the_file_size_limit_raises(tmp_path, model, suffix):
     """HDF5 would end the process."""
     for size in (0, 3000, 12000):

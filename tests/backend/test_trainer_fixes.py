@@ -85,7 +85,7 @@ def test_fit_evaluate_and_predict_work_and_snapshots_need_no_other_worker(result
 def test_inner_optimizer_options_train_equally_on_all_workers(results):
     first, second = results["options"]
     assert first == second
-    assert len(first) == 14
+    assert len(first) == 8
     for options, result in first.items():
         assert result[:4] == [6, 2, 1024.0, True], options
 

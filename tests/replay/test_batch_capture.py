@@ -27,7 +27,7 @@ def fit(model, x, **options):
     model.fit(x, np.zeros((len(x), 1)), verbose=0, shuffle=False, **{"batch_size": 8} | options)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["eager", "xla", "steps_per_execution"])  # other tests use the mode graph
 def test_requested_batch_and_skipped_batches_are_captured(mode):
     model, capture = captured_model(mode)
     x = np.linspace(-1, 1, 60, dtype="float32").reshape(20, 3)
@@ -59,24 +59,24 @@ def test_suspicious_examples_of_a_large_batch_are_captured_first_and_others_in_t
     assert np.isinf(batch.data[0][0]).all()
 
 
-@pytest.mark.parametrize("mode", ["graph", "xla", "unknown shape"])
-def test_fewer_of_large_examples_are_captured(mode, monkeypatch):
+@pytest.mark.parametrize("is_shape_known", [True, False])
+def test_fewer_of_large_examples_are_captured(is_shape_known, monkeypatch):
     monkeypatch.setattr(batch_capture, "_MOST_BYTES", 48)  # an example has 3 floats and a target
-    model, capture = captured_model("graph" if mode == "unknown shape" else mode)
-    x, y = np.arange(24, dtype="float32").reshape(8, 3), np.zeros((8, 1), "float32")
+    model, capture = captured_model("xla" if is_shape_known else "graph")  # XLA compiles no other shapes
+    x = np.arange(24, dtype="float32").reshape(8, 3)
     capture.request()
-    if mode == "unknown shape":
-        unknown = functools.partial(tf.compat.v1.placeholder_with_default, shape=(None, None))
-        data = tf.data.Dataset.from_tensors((x, y)).map(lambda x, y: (unknown(x), unknown(y)))
-        model.fit(data, shuffle=False, verbose=0)
-    else:
+    if is_shape_known:
         fit(model, x)
+    else:
+        unknown = functools.partial(tf.compat.v1.placeholder_with_default, shape=(None, None))
+        data = tf.data.Dataset.from_tensors((x, x[:, :1])).map(lambda x, y: (unknown(x), unknown(y)))
+        model.fit(data, shuffle=False, verbose=0)
     captured = capture.read()
     assert captured.batch_size == 8
     np.testing.assert_array_equal(captured.data[0], x[:3])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["eager", "xla"])  # XLA reads no int32 variables on a GPU
 def test_batch_of_several_arrays_is_captured_with_their_dtypes(mode):
     ids, mask = keras.Input((), dtype="int32", name="ids"), keras.Input((2,), dtype="bool", name="mask")
     embedded = keras.layers.Embedding(5, 2)(ids)
@@ -114,28 +114,39 @@ def with_unknown_rows(batch, count):
     return data.apply(tf.data.experimental.assert_cardinality(count))
 
 
-@pytest.mark.parametrize("shapes", ["known", "unknown"])
-def test_ragged_batch_is_replayed_as_a_whole(shapes):
+def test_ragged_batch_is_replayed_as_a_whole():
     sizes = np.array([6000, 4000, 3000, 200])
     node = np.repeat(np.arange(4), sizes).astype("int32")
     batch = {"edges": np.ones((len(node), 1), "float32"), "node": node}, np.ones((4, 1), "float32")
-    data = with_unknown_rows(batch, 4) if shapes == "unknown" else tf.data.Dataset.from_tensors(batch).repeat(4)
     model = Graph()
     model.compile("sgd", "mse", jit_compile=False)
     callbacks = kmp.callbacks.defaults(float32_fallback=False)
-    model.fit(data, shuffle=False, verbose=0, callbacks=callbacks)
+    model.fit(with_unknown_rows(batch, 2), shuffle=False, verbose=0, callbacks=callbacks)
     replay = callbacks[0].run.replays[-1][1]
     assert replay.examples == len(node)
     assert replay.output_error > 0.25
 
 
-def test_ragged_batch_that_is_too_large_or_of_xla_is_trained_and_not_replayed(monkeypatch):
-    monkeypatch.setattr(batch_capture, "_MOST_BYTES", 50)
+@pytest.mark.parametrize(
+    ("most_bytes", "jit_compile", "are_rows_known", "rows"),
+    [
+        (100, False, True, [9, 9, 4]),
+        (50, False, True, None),  # it is too large
+        (100, True, True, None),
+        (100, True, False, None),
+    ],
+)
+def test_ragged_batch_is_captured_unless_it_is_too_large_or_of_xla(
+    most_bytes, jit_compile, are_rows_known, rows, monkeypatch
+):
+    monkeypatch.setattr(batch_capture, "_MOST_BYTES", most_bytes)
     batch = {"edges": np.ones((9, 1), "float32"), "node": np.zeros(9, "int32")}, np.ones((4, 1), "float32")
-    known = tf.data.Dataset.from_tensors(batch).repeat(4)
-    for jit_compile, data in ((False, known), (True, known), (True, with_unknown_rows(batch, 4))):
-        model = Graph()
-        model.compile("sgd", "mse", jit_compile=jit_compile)
-        callbacks = kmp.callbacks.defaults(every_n_steps=2)
-        model.fit(data, shuffle=False, verbose=0, callbacks=callbacks)
-        assert (callbacks[0].run.last("step"), callbacks[0].run.replays) == (4, [])
+    data = tf.data.Dataset.from_tensors(batch) if are_rows_known else with_unknown_rows(batch, 1)
+    model = Graph()
+    model.compile("sgd", "mse", jit_compile=jit_compile)
+    model, capture = with_capture(model)
+    capture.request()
+    model.fit(data, shuffle=False, verbose=0)
+    captured = capture.read()
+    assert model.optimizer.snapshot().step == 1
+    assert (captured and [len(tensor) for tensor in keras.tree.flatten(captured.data)]) == rows

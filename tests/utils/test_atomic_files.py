@@ -6,11 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import python_process
 
 from kmp.utils import atomic_files
-
-IMPORTS = "from pathlib import Path; from kmp.utils import atomic_files"
 
 
 def names_in(folder):
@@ -97,23 +94,17 @@ def test_two_writes_at_a_time_have_their_own_temporary_files(tmp_path, path):
     assert names_in(tmp_path) == ["file"]
 
 
-def leftover_of_killed_process(folder):
-    """Kills a process while it writes to `file`, and returns its temporary file."""
-    code = "with atomic_files.atomic_write(Path('file')) as file: print(flush=True); sys.stdin.read()"
-    with python_process(f"{IMPORTS}; import os; os.chdir(sys.argv[1])\n{code}", folder):
-        atomic_files.write_json(folder / "file", [1])
-        (alive,) = folder.glob(".file.*.partial")  # it is not removed: it is new
-    return alive
-
-
-def test_write_removes_what_a_killed_process_left_an_hour_ago_and_no_other_file(tmp_path):
-    leftover = leftover_of_killed_process(tmp_path)
+def test_write_removes_what_a_killed_process_left_an_hour_ago_and_no_other_file(tmp_path, path):
+    with atomic_files.atomic_write(path):
+        (leftover,) = tmp_path.glob(".file.*.partial")
+        atomic_files.write_json(path, [1])
+        assert leftover.exists()  # it is new
     others = [tmp_path / name for name in (".other.01234567.partial", "file.01234567.partial", ".file.partial")]
-    for path in (leftover, *others):
-        path.touch()
-        os.utime(path, (0, time.time() - 3700))
-    atomic_files.write_json(tmp_path / "file", [2])
-    assert set(tmp_path.iterdir()) == {tmp_path / "file", *others}
+    for old in (leftover, *others):
+        old.touch()
+        os.utime(old, (0, time.time() - 3700))
+    atomic_files.write_json(path, [2])
+    assert set(tmp_path.iterdir()) == {path, *others}
 
 
 def cannot_replace(monkeypatch, code):

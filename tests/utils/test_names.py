@@ -19,16 +19,15 @@ def test_repeated_names_get_a_number_that_no_name_before_them_has(names, expecte
 
 
 @pytest.mark.parametrize(
-    ("patterns", "names", "message"),
+    ("names", "shown"),
     [
-        ("dense", [f"v{index}" for index in range(100)], "The names are: v0, v1, .* v19 and 80 more$"),
-        ("dense", ["a\x1b[2J"], r"The names are: a\\x1b\[2J"),
-        (["v*", "dense*"], ["v0", "v1"], r"No variable matches 'dense\*'. The names are: v0, v1$"),
+        ([f"v{index}" for index in range(100)], "v0, v1, .* v19 and 80 more$"),
+        (["a\x1b[2J"], r"a\\x1b\[2J"),
     ],
 )
-def test_pattern_without_a_match_raises_with_the_first_names_in_printable_form(patterns, names, message):
-    with pytest.raises(ValueError, match=message):
-        matching_indices(patterns, names)
+def test_pattern_without_a_match_raises_with_the_first_names_in_printable_form(names, shown):
+    with pytest.raises(ValueError, match=f"No variable matches 'dense'. The names are: {shown}"):
+        matching_indices("dense", names)
 
 
 def test_name_with_brackets_is_selected_as_it_is_and_as_a_pattern():
