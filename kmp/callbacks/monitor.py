@@ -212,11 +212,16 @@ class Monitor(OptimizerReader):
             return
         if self._has_trained:
             self._replay(is_last=True)
+            name = type(self).__name__
             if self._previous.step == self._start_step:
-                name = type(self).__name__
                 user_messages.warn(
                     f"{name}: the optimizer it reads took no step. If the model trains with optimizers other than "
                     f"`model.optimizer`, wrap each with kmp.wrap and pass the one to read: {name}(optimizer=...)."
+                )
+            elif GRADIENTS in self.parts and self._last_sampled_step <= self._start_step:
+                user_messages.warn(
+                    f"{name}: no gradients were sampled, because the training step was traced before `on_train_begin`. "
+                    "Call `on_train_begin` first, or trace the step again: step = tf.function(step.python_function)."
                 )
         self._close()
         self.optimizer.stop_sampling(self)

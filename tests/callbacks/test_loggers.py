@@ -330,3 +330,24 @@ def test_scales_that_keras_overwrites_with_their_gradient_are_not_sampled():
     history = model.fit(x, np.zeros((64, 4)), verbose=0, callbacks=[callback]).history
     assert history["grad_norm"] == [0.0]
     assert {name.split("/")[-1] for name in callback.run.samples[0].names} == {"kernel", "bias"}
+
+
+def test_loop_whose_step_was_traced_before_the_training_began_warns_that_it_samples_nothing():
+    model = compiled_model(kmp.wrap("sgd"))
+    x, y = small_data(1)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            scaled_loss = model.optimizer.scale_loss(model.compute_loss(x, y, model(x)))
+        model.optimizer.apply(tape.gradient(scaled_loss, model.trainable_variables), model.trainable_variables)
+
+    step()
+    histogram = GradientHistogram()
+    histogram.set_model(model)
+    histogram.on_train_begin()
+    histogram.on_train_batch_begin(0)
+    step()
+    histogram.on_train_batch_end(0)
+    with pytest.warns(UserWarning, match=r"no gradients were sampled.*tf\.function\(step\.python_function\)"):
+        histogram.on_train_end()
