@@ -11,7 +11,7 @@ from measuring import main
 
 from kmp.bench.measurement import alternate, comparison, in_new_process, peak_memory, seconds_per_call
 from kmp.bench.models import OURS, compiled_model, convolutional, mlp, timed_training, transformer
-from kmp.replay import replay
+from kmp.replay import Passes, TrainStep, replay
 
 STEP, FINITE, OVERFLOWING = "training step", "replay", "replay of an overflow"
 MODELS = {"MLP": (mlp, 512), "conv net": (convolutional, 32), "transformer block": (transformer, 128)}
@@ -53,7 +53,9 @@ def trained(name):
 def seconds_of_replay(model, batch):
     """Returns the seconds of a replay."""
     variables = {variable.path: variable for variable in model.trainable_variables}
-    return seconds_per_call(lambda: replay(model, batch, variables, step=1, loss_scale=2.0**15))
+    step = TrainStep(functools.partial(type(model).train_step, model), [model.optimizer])
+    passes = Passes(model, batch, step, variables)
+    return seconds_per_call(lambda: replay(passes, step=1, loss_scale=2.0**15))
 
 
 if __name__ == "__main__":

@@ -200,9 +200,13 @@ def instance_attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
             vars(instance)[name] = previous
 
 
-def dtype_policy_replaced(layer: keras.Layer, policy: keras.DTypePolicy) -> AbstractContextManager[None]:
-    """Sets a layer's policy in the context. The public setter would change a `DTypePolicyMap`, and quantize."""
-    return instance_attribute(layer, "_dtype_policy", policy)
+@contextlib.contextmanager
+def dtype_policies_replaced(policies: Iterable[tuple[keras.Layer, keras.DTypePolicy]]) -> Iterator[None]:
+    """Sets policies of layers in the context. The public setter would change a `DTypePolicyMap`, and quantize."""
+    with contextlib.ExitStack() as stack:
+        for layer, policy in policies:
+            stack.enter_context(instance_attribute(layer, "_dtype_policy", policy))
+        yield
 
 
 def variable_dtype_replaced(variable: keras.Variable, dtype: str) -> AbstractContextManager[None]:

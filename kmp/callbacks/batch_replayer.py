@@ -12,16 +12,16 @@ import keras
 from kmp.callbacks.training_records import Record
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import all_optimizers_of, guarding
-from kmp.records import Replay, Snapshot, check_record
+from kmp.records import Snapshot, check_record
 from kmp.replay import (
     MOST_EXAMPLES,
     BatchCapture,
     CapturedBatch,
     Failure,
+    Passes,
     TrainStep,
     failing_part,
     is_ragged,
-    parts_of,
     replay,
 )
 from kmp.utils import user_messages
@@ -42,30 +42,29 @@ class BatchReplayer:
     """Replays a batch at the first step, each time the steps are four times as many, in the middle and at the end.
 
     And when many gradients are zero or steps are skipped. Captures the batch of the first step, of the step after a
-    replay, and of each skipped step, on one replica. Where a `train_step` of the user's own cannot be replayed, it
-    replays the forward pass alone.
+    replay, and of each skipped step. Where a `train_step` of the user's own cannot be replayed, it replays the forward
+    pass alone.
+
+    Args:
+        model: A model with a guard and one replica. The capture is added to its training step.
+        optimizer: The model's optimizer.
+
+    Attributes:
+        is_new: Whether the capture is new, so that the step must be traced again.
     """
 
-    def __init__(self) -> None:
-        self._capture: BatchCapture | None = None
-        self._step: TrainStep | None = None
-        self._replayed: CapturedBatch | None = None  # in the last replay
-
-    def install(self, model: keras.Model, optimizer: LossScaleOptimizer) -> bool:
-        """Adds the capture to the model's training step. Returns whether the step must be traced again."""
+    def __init__(self, model: keras.Model, optimizer: LossScaleOptimizer) -> None:
         guard = guarding.guard_of(model)
         assert guard is not None
         is_custom = not guarding.has_keras_step(model)
         run = guard.own_step or functools.partial(type(model).train_step, model)
+        self._model = model
         # A step that runs eagerly runs its Python code each time, which may count the calls.
         self._step = TrainStep(None if is_custom and model.run_eagerly else run, all_optimizers_of(model), is_custom)
-        self._capture = previous = guard.capture
-        if model.distribute_strategy.num_replicas_in_sync > 1:
-            self._capture = None
-        elif previous is None or previous.optimizer is not optimizer:
-            self._capture = BatchCapture(model, optimizer, is_custom)
-        guard.capture = self._capture
-        return self._capture is not previous
+        self.is_new = guard.capture is None or guard.capture.optimizer is not optimizer
+        if self.is_new:
+            guard.capture = BatchCapture(model, optimizer, is_custom)
+        self._capture: BatchCapture = guard.capture
 
     def begin(self, snapshot: Snapshot, planned_steps: int) -> None:
         """Begins a training of a number of steps, 0 if that is not known: captures its first batch."""
@@ -74,146 +73,125 @@ class BatchReplayer:
         self._overflow_replays = self._zero_replays = self._stuck_replays = 0
         self._zero_share, self._last_step = 0.0, 0  # of the last replay without an overflow
         self._has_failed = False
-        self._last_replay: Replay | None = None
         self._largest_norms: dict[str, float] = {}  # of the gradients of each layer, in float32
         self._began, self._seconds, self._examples = time.monotonic(), 0.0, MOST_EXAMPLES
         self.end()
-        if self._capture:
-            self._request(self._capture, snapshot)
+        self._request(snapshot)
 
     def end(self) -> None:
         """Frees the captured batch."""
-        self._replayed = None
-        if self._capture:
-            self._capture.forget()
+        self._replayed: CapturedBatch | None = None  # in the last replay
+        self._capture.forget()
 
-    def replay_if_due(
-        self, model: keras.Model, snapshot: Snapshot, variables: Mapping[str, Any], *, is_last: bool
-    ) -> Record | None:
+    def replay_if_due(self, snapshot: Snapshot, variables: Mapping[str, Any], *, is_last: bool) -> Record | None:
         """Replays the captured batch if there is a reason to, or if training ends.
 
         Returns:
             The keys of a record: `replay` and the float32 gradients of the `variables` as `reference`, or
             `replay_error`.
         """
-        if self._capture is None or not variables or self._has_failed:
+        if not variables or self._has_failed:
             return None
         has_overflowed = self._has_more_overflows(snapshot)
         has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
         is_due = has_overflowed or self._is_comparison_due(snapshot, is_last)
         if not is_due and snapshot.overflow_count > self._overflows_at_request:
-            self._request(self._capture, snapshot)  # the batch of a skipped step has taken the place of another one
+            self._request(snapshot)  # the batch of a skipped step has taken the place of another one
         captured = self._capture.read() if is_due else None
         if captured is None or not (is_last or has_overflowed or self._seconds <= _MOST_SECONDS + self._share):
             return None
         if not has_overflowed and captured.was_skipped:
-            self._request(self._capture, snapshot)
+            self._request(snapshot)
             return None  # the batch of a skipped step is no sample of the data
-        failed: Failure | None = None
-        if has_overflowed:
-            failed = "loss" if has_failed_loss else "gradients"
-            self._overflow_replays += 1
-            self._seen = snapshot
-        else:
-            self._last_step = snapshot.step
         if snapshot.sample and snapshot.sample.histogram.is_finite:
             self._zero_share = max(self._zero_share, snapshot.sample.histogram.zero_fraction)
-        scale = captured.loss_scale if has_overflowed else snapshot.loss_scale
-        found = self._replay(model, self._capture, captured, variables, snapshot.step, scale, failed)
-        self._request(self._capture, snapshot)
+        if has_overflowed:
+            self._overflow_replays += 1
+            self._seen = snapshot
+            failed: Failure = "loss" if has_failed_loss else "gradients"
+            return self._replay(captured, variables, snapshot, captured.loss_scale, failed)
+        self._last_step = snapshot.step
+        began = time.monotonic()
+        found = self._replay(captured, variables, snapshot, snapshot.loss_scale, None)
+        self._seconds += time.monotonic() - began
         return found
 
-    def replay_stuck(self, model: keras.Model, snapshot: Snapshot, variables: Mapping[str, Any]) -> Record | None:
+    def replay_stuck(self, snapshot: Snapshot, variables: Mapping[str, Any]) -> Record | None:
         """Replays the last captured batch of a training that is stuck, as `replay_if_due`, unless it was replayed."""
-        captured = self._capture.read() if self._capture and variables and not self._has_failed else None
-        if self._capture is None or captured is None or self._stuck_replays >= _MOST_STUCK_REPLAYS:
+        captured = self._capture.read() if variables and not self._has_failed else None
+        if captured is None or self._stuck_replays >= _MOST_STUCK_REPLAYS:
             return None
         if self._replayed and captured.step == self._replayed.step:
             return None
         self._stuck_replays += 1
         failed: Failure = "loss" if snapshot.nonfinite_losses_in_a_row else "gradients"
-        found = self._replay(model, self._capture, captured, variables, snapshot.step, captured.loss_scale, failed)
-        self._request(self._capture, snapshot)
-        return found
+        return self._replay(captured, variables, snapshot, captured.loss_scale, failed)
 
-    def replay_again(self, model: keras.Model, snapshot: Snapshot, variables: Mapping[str, Any]) -> Record:
+    def replay_again(self, snapshot: Snapshot, variables: Mapping[str, Any], usable_scale: float | None) -> Record:
         """Replays the batch of the last replay once more, after a change of the model, at a loss scale that fits."""
-        captured = self._replayed
-        if self._capture is None or captured is None or self._last_replay is None:
+        if self._replayed is None:
             return {"replay_error": "the batch was not kept"}
         if self._capture.is_of_loop:
             return {"replay_error": "the functions of a custom training loop are not traced again"}
-        scale = min(snapshot.loss_scale, self._last_replay.usable_scale or snapshot.loss_scale)
+        scale = min(snapshot.loss_scale, usable_scale or snapshot.loss_scale)
         before = self._step, self._has_failed
-        found = self._replay(model, self._capture, captured, variables, snapshot.step, scale, None)
+        found = self._replay(self._replayed, variables, snapshot, scale, None)
         if "replay_error" in found:  # of the change
             self._step, self._has_failed = before
         return found
 
     def _replay(
         self,
-        model: keras.Model,
-        capture: BatchCapture,
         captured: CapturedBatch,
         variables: Mapping[str, Any],
-        step: int,
+        snapshot: Snapshot,
         loss_scale: float,
         failed: Failure | None,
     ) -> Record:
-        """Replays a batch. Returns the keys of a record. A replay that fails is the last of this training."""
-        assert self._step is not None
-        reason = f"a replay would change {capture.unrestorable}"
-        data, is_whole = captured.data, is_ragged(captured.data)
-        step_to_run = replace(self._step, run=None) if capture.is_of_loop else self._step
+        """Replays a batch, and captures the next one. Returns the keys of a record.
+
+        A replay that fails is the last of this training.
+        """
+        capture = self._capture
+        self._request(snapshot)
+        if capture.unrestorable:
+            return self._give_up(f"a replay would change {capture.unrestorable}")
         began, most = time.monotonic(), max(_MOST_SECONDS, self._share)
+        parts = captured.parts(self._examples)
+        step = replace(self._step, run=None) if capture.is_of_loop else self._step
+        passes = Passes(self._model, parts[0], step, variables, restored=capture.variables, deadline=began + most / 2)
         try:
-            if not capture.unrestorable:
-                if not is_whole:
-                    parts = parts_of(data, self._examples)
-                    data = parts[0]
-                    if failed and len(parts) > 1:
-                        data = failing_part(
-                            *(model, parts, variables, step_to_run, capture.variables),
-                            loss_scale=loss_scale,
-                            batch_size=captured.batch_size,
-                            failed=failed,
-                            seconds=most / 2,
-                        )
-                self._replayed = CapturedBatch(data, *captured[1:])
-                self._last_replay, reference = replay(
-                    model,
-                    data,
-                    variables,
-                    step=step,
-                    loss_scale=loss_scale,
-                    train_step=step_to_run,
-                    batch_size=captured.batch_size,
-                    failed=failed,
-                    restored=capture.variables,
-                    largest_norms=self._largest_norms,
-                    seconds=began + most - time.monotonic(),
-                )
-                check_record({"replay": self._last_replay})
-                if time.monotonic() - began > most:  # the search may have ended early
-                    self._examples = max(2, self._examples // 4)
-                for each in self._last_replay.gradient_errors:
-                    self._largest_norms[each.layer] = max(each.norm, each.largest_norm)
-                return {"replay": self._last_replay} | ({"reference": reference} if reference else {})
+            if failed and len(parts) > 1:
+                passes = replace(passes, data=failing_part(passes, parts, failed, loss_scale, captured.batch_size))
+            self._replayed = CapturedBatch(passes.data, *captured[1:])
+            found, reference = replay(
+                replace(passes, deadline=began + most),
+                step=snapshot.step,
+                loss_scale=loss_scale,
+                batch_size=captured.batch_size,
+                failed=failed,
+                largest_norms=self._largest_norms,
+            )
+            check_record({"replay": found})
         except TimeoutError:
-            count = len(keras.tree.flatten(data)[0]) if is_whole else self._examples
-            error = f"TimeoutError: {count} examples take longer than {most:.0f} s"
-            self._examples = max(2, self._examples // 4)  # the next replay may take less
-            self._has_failed = is_whole  # not of a ragged batch
-            return {"replay_error": error}
+            self._examples = max(2, passes.examples // 4)  # the next replay may take less
+            self._has_failed = is_ragged(passes.data)  # such a batch has no parts
+            return {"replay_error": f"TimeoutError: {passes.examples} examples take longer than {most:.0f} s"}
         except Exception as error:  # the user's code may fail outside its training step, or memory may be too small
             if self._step.is_custom and self._step.run:
                 self._step = replace(self._step, run=None)
-                return self._replay(model, capture, captured, variables, step, loss_scale, failed)
-            reason = f"{type(error).__name__}: {user_messages.one_line(error)}"
-        finally:
-            self._seconds += 0.0 if failed else time.monotonic() - began
+                return self._replay(captured, variables, snapshot, loss_scale, failed)
+            return self._give_up(f"{type(error).__name__}: {user_messages.one_line(error)}")
+        if time.monotonic() - began > most:  # the search may have ended early
+            self._examples = max(2, passes.examples // 4)
+        for each in found.gradient_errors:
+            self._largest_norms[each.layer] = max(each.norm, each.largest_norm)
+        return {"replay": found} | ({"reference": reference} if reference else {})
+
+    def _give_up(self, reason: str) -> Record:
+        """Ends the replays of this training. Returns the keys of a record."""
         self._has_failed = True
-        logger.info("kmp could not replay a batch of %r: %s", model.name, reason)
+        logger.info("kmp could not replay a batch of %r: %s", self._model.name, reason)
         return {"replay_error": reason}
 
     @property
@@ -221,10 +199,10 @@ class BatchReplayer:
         """The seconds that replays may take of this training."""
         return _SHARE * (time.monotonic() - self._began)
 
-    def _request(self, capture: BatchCapture, snapshot: Snapshot) -> None:
+    def _request(self, snapshot: Snapshot) -> None:
         """Captures the batch of the next step."""
         self._overflows_at_request = snapshot.overflow_count
-        capture.request()
+        self._capture.request()
 
     def _has_more_overflows(self, snapshot: Snapshot) -> bool:
         """Whether a loss was not finite, or gradients overflowed in a row or often, since the last replay."""
@@ -239,7 +217,7 @@ class BatchReplayer:
         is_new = count > 0 and overflows > 2 * (seen.overflow_count - first.overflow_count)
         is_often = snapshot.overflows_in_a_row >= _OVERFLOWS_IN_A_ROW or count >= _MANY_OVERFLOWS
         is_often |= snapshot.overflows_at_min_scale > seen.overflows_at_min_scale
-        return is_new and is_often and bool(self._step and self._step.run)
+        return is_new and is_often and self._step.run is not None
 
     def _is_comparison_due(self, snapshot: Snapshot, is_last: bool) -> bool:
         """Whether to compare the precisions: at a few points of a training, and where many more gradients are zero."""

@@ -56,5 +56,5 @@ def defaults(
     has_fallback = validation.boolean("float32_fallback", float32_fallback) and reference is not None
     fallbacks = [Float32Fallback(monitor)] if has_fallback else []
     detector = StuckDetector(on_stuck=on_stuck, checkpoint=checkpoint)
-    detector.explain_with(monitor, reports, next(iter(fallbacks), None))
+    detector.explain_with([monitor, *fallbacks, *reports])
     return [monitor, *fallbacks, detector, *reports]

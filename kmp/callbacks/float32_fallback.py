@@ -1,8 +1,6 @@
 """The callback that lets a training go on in which float16 fails in a few layers."""
 
-import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 
@@ -18,7 +16,7 @@ from kmp.backend import (
     sublayers,
 )
 from kmp.callbacks.monitor import Monitor
-from kmp.callbacks.optimizer_reader import Logs
+from kmp.callbacks.optimizer_reader import CopyableCallback, Logs
 from kmp.policy import guarding
 from kmp.records import HARMFUL_OUTPUT_ERROR_ALONE, Replay
 from kmp.utils import FLOAT32, user_messages, validation
@@ -42,7 +40,7 @@ _HIGH_LOSS = 100.0  # times the first loss, of a training step and of the replay
 _SMALL_LOSS = 0.01  # a loss below counts as this
 
 
-class Float32Fallback(keras.callbacks.Callback):
+class Float32Fallback(CopyableCallback):
     """Sets layers to float32 in which float16 provably fails, and continues the training.
 
     When steps are skipped in a row, or a comparison shows that float16 changes outputs and gradients, the monitor's
@@ -82,10 +80,6 @@ class Float32Fallback(keras.callbacks.Callback):
         if monitor.reference is None:
             raise ValueError("`monitor` must replay batches: create it with reference='auto'.")
         self._begin()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy has: the settings, without the model, which `fit` sets."""
-        return vars(self) | {"_model": None, "_rejected": None}
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._begin()
@@ -168,10 +162,9 @@ class Float32Fallback(keras.callbacks.Callback):
         changed = layers_in_16_bits([layers[path] for path in replay.float32_layers if path in layers])
         if finding.cause not in CURABLE or not layers.keys() >= set(replay.float32_layers) or not changed:
             return False
-        with contextlib.ExitStack() as stack:
-            for layer in changed:
-                stack.enter_context(keras_internals.dtype_policy_replaced(layer, keras.DTypePolicy(FLOAT32.name)))
-            proof = self.monitor.replay_again()
+        float32 = keras.DTypePolicy(FLOAT32.name)
+        with keras_internals.dtype_policies_replaced((layer, float32) for layer in changed):
+            proof = self.monitor.replay_again(replay.usable_scale)
         result = proof.get("replay")
         if result is None or not result.is_finite or (replay.is_finite and result.is_harmful):
             return False

@@ -9,7 +9,7 @@ import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import tensorflow as tf
 from filelock import FileLock, Timeout
@@ -102,10 +102,9 @@ class LogWriter:
         self._encoder = LogEncoder()
         self.fallbacks: list[dict[str, Any]] = []  # the records of the log that this training continues
         self.size = 0  # bytes of the records in the log, see `record_size`, and of the event files
-        self._file_size = 0  # bytes of the log after the last record
         self._last_metrics: tuple[int, int] | None = None  # epoch and step
         self.is_closed = False  # by `close`, and not by a later training
-        self._lines: IO[str] | None = None
+        self._lines: Any = None  # the open log and the writer of the event files, unless opening them fails
         self._events: Any = None
         with self._stopping_on_write_error():
             kept, is_rewritten = _continue_log(folder, first_step, header)
@@ -127,7 +126,7 @@ class LogWriter:
         Raises:
             ValueError: If a later training uses the folder.
         """
-        if self._has_failed or self._lines is None:
+        if self._has_failed:
             return
         if self._lines.closed:
             raise ValueError(f"`log_dir` is in use by a later training. Received: log_dir={str(self._folder)!r}")
@@ -141,24 +140,21 @@ class LogWriter:
             if self._has_records and not self._is_intact():
                 self._write_again(run)
             self._write_line(record, run.header)
-            self._file_size = os.fstat(self._lines.fileno()).st_size
             self.size += record_size(record)
             self._write_events(record, run.header)
             self._events.flush()
 
     def _is_intact(self) -> bool:
         """Whether the file at the log's path is the one that is open, and nothing of it was removed."""
-        assert self._lines is not None
         own = os.fstat(self._lines.fileno())
         try:
             at_path = (self._folder / FILE_NAME).stat()
         except OSError:
             return False
-        return (at_path.st_dev, at_path.st_ino) == (own.st_dev, own.st_ino) and own.st_size >= self._file_size
+        return (at_path.st_dev, at_path.st_ino) == (own.st_dev, own.st_ino) and own.st_size >= self._lines.tell()
 
     def _write_again(self, run: Run) -> None:
         """Writes all records but the last."""
-        assert self._lines is not None
         log = self._folder / FILE_NAME
         user_messages.warn(
             f"{str(log)!r} was deleted, moved or truncated during the training. The records in memory are written "
@@ -178,7 +174,6 @@ class LogWriter:
                 self._write_events(record, run.header)
 
     def _write_line(self, record: Record, header: Record) -> None:
-        assert self._lines is not None
         if not self._has_records:
             if self._lines.tell():
                 self._lines.truncate(0)  # a header from before the first step, which may have built the model
@@ -207,7 +202,7 @@ class LogWriter:
 
     def write_verdict(self) -> None:
         """Writes what `advise` makes of the whole log, for TensorBoard's text tab."""
-        if self._lines is None or self._lines.closed or not self._has_records or self._has_failed:
+        if self._has_failed or self._lines.closed or not self._has_records:
             return
         try:
             run = Run.load(self._folder)

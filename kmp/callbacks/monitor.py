@@ -3,7 +3,6 @@
 import math
 from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
@@ -112,7 +111,7 @@ class Monitor(OptimizerReader):
         self.reference = None if reference is None else validation.one_of("reference", reference, (AUTO,))
         self.run = Run()
         self.last_replay: Replay | None = None
-        self._replayer = BatchReplayer() if reference and GRADIENTS in self.parts else None
+        self._replayer: BatchReplayer | None = None
         self._weights_before: dict[str, Any] = {}  # before the call whose update is measured
         self._writer: LogWriter | None = None
         self._lock: FileLock | None = None
@@ -121,8 +120,7 @@ class Monitor(OptimizerReader):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy has: the settings and the records, without the model, which `fit` sets."""
-        replayer = self._replayer and BatchReplayer()  # what one holds is the model's, and cannot be copied
-        return super().__getstate__() | {"_writer": None, "_lock": None, "_replayer": replayer}
+        return super().__getstate__() | {"_writer": None, "_lock": None, "_replayer": None}
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._close()  # an interrupted training leaves the log open and its folder locked
@@ -132,15 +130,16 @@ class Monitor(OptimizerReader):
             self.run.header = {}
 
     def _prepare(self) -> bool:
-        folder = self._folder
-        self._lock = None if folder is None else LogWriter.check(folder)
+        self._lock = LogWriter.check(self.log_dir) if self.log_dir and self._is_chief else None
         is_new = False
         if GRADIENTS in self.parts:
             self._selected_variables()  # raises for a bad pattern before anything is prepared
             is_new = self.optimizer.prepare_sampling(self.variables)
         is_new = super()._prepare() or is_new
-        if self._replayer and self.optimizer is self.model.optimizer:
-            is_new = self._replayer.install(self.model, self.optimizer) or is_new
+        can_replay = self.optimizer is self.model.optimizer and self.model.distribute_strategy.num_replicas_in_sync == 1
+        if self.reference and GRADIENTS in self.parts and can_replay:
+            self._replayer = BatchReplayer(self.model, self.optimizer)
+            is_new = self._replayer.is_new or is_new
         self.run.header = header(self.model, self.optimizer)
         return is_new
 
@@ -153,12 +152,8 @@ class Monitor(OptimizerReader):
         self._has_trained = self._is_open = False
         self._size = sum(map(record_size, self.run.rows))
         # `History` and `CSVLogger` take the keys of the first epoch, so all keys exist from the start.
-        initial: dict[str, dict[str, Any]] = {
-            LOSS_SCALE: {"loss_scale": snapshot.loss_scale},
-            OVERFLOWS: {"overflow_count": snapshot.overflow_count},
-            GRADIENTS: {"grad_norm": math.nan},
-        }
-        self._logged = {key: value for part in self.parts for key, value in initial[part].items()}
+        initial = {LOSS_SCALE: snapshot.loss_scale, OVERFLOWS: snapshot.overflow_count, GRADIENTS: math.nan}
+        self._logged = {part: initial[part] for part in self.parts}
         self._last_sampled_step = snapshot.sample.step if snapshot.sample else 0
         self._has_finite_sample, self._retries_left = False, _RETRIES
         self._samples_until_update = self._measured_updates = 0
@@ -243,9 +238,9 @@ class Monitor(OptimizerReader):
         if len(record) > 1:
             self._append(record)
         self._previous = snapshot
-        self._logged |= {key: record[key] for key in ("loss_scale", "overflow_count") if key in record}
+        self._logged |= {key: record[key] for key in (LOSS_SCALE, OVERFLOWS) if key in record}
         if sample is not None and math.isfinite(sample.total_norm):
-            self._logged["grad_norm"] = sample.total_norm
+            self._logged[GRADIENTS] = sample.total_norm
         self._plan_next_read(snapshot.step)
         # The first steps often overflow. Sample until one does not: a short training has few other samples.
         if sample is not None and self._retries_left and not self._has_finite_sample:
@@ -258,10 +253,10 @@ class Monitor(OptimizerReader):
         self._append({"step": self._previous.step} | record)
         return self._previous.step
 
-    def replay_again(self) -> Record:
+    def replay_again(self, usable_scale: float | None) -> Record:
         """Replays the last batch once more, after a change of the model. Returns the keys of a record."""
         assert self._replayer is not None
-        return self._replayer.replay_again(self.model, self._previous, self._selected_variables())
+        return self._replayer.replay_again(self._previous, self._selected_variables(), usable_scale)
 
     @property
     def earlier_fallbacks(self) -> list[Record]:
@@ -277,13 +272,11 @@ class Monitor(OptimizerReader):
         """Replays the last batch that was captured, of a training that is stuck."""
         self.read()
         if self._replayer:
-            found = self._replayer.replay_stuck(self.model, self._previous, self._selected_variables())
-            self._add_replay(found)
+            self._add_replay(self._replayer.replay_stuck(self._previous, self._selected_variables()))
 
     def _replay(self, is_last: bool = False) -> None:
         if self._replayer:
-            variables = self._selected_variables()
-            self._add_replay(self._replayer.replay_if_due(self.model, self._previous, variables, is_last=is_last))
+            self._add_replay(self._replayer.replay_if_due(self._previous, self._selected_variables(), is_last=is_last))
 
     def _add_replay(self, found: Record | None) -> None:
         if found:
@@ -305,10 +298,9 @@ class Monitor(OptimizerReader):
             self._is_open = True
             self.run.rows[:] = [row for row in self.run.rows if row["step"] <= self._start_step]
             self._size = sum(map(record_size, self.run.rows))
-        folder = self._folder
-        if folder is not None and (self._writer is None or self._writer.is_closed):
+        if self.log_dir and self._is_chief and (self._writer is None or self._writer.is_closed):
             first_step = self._previous.step
-            self._writer = LogWriter.open(folder, self.optimizer, first_step=first_step, header=self.run.header)
+            self._writer = LogWriter.open(self.log_dir, self.optimizer, first_step=first_step, header=self.run.header)
 
     def _close(self) -> None:
         self._weights_before = {}
@@ -316,12 +308,7 @@ class Monitor(OptimizerReader):
             self._replayer.end()
         if self._writer:
             self._writer.close()
-        self._writer = self._lock = None
-
-    @property
-    def _folder(self) -> Path | None:
-        """The folder that this process writes to."""
-        return self.log_dir if self._is_chief else None
+        self._replayer = self._writer = self._lock = None
 
     @property
     def _interval(self) -> int:

@@ -20,7 +20,20 @@ logger = logging.getLogger("kmp")
 _logged_models: WeakSet[keras.Model] = WeakSet()
 
 
-class OptimizerReader(keras.callbacks.Callback):
+class CopyableCallback(keras.callbacks.Callback):
+    """A callback that can be copied between trainings. Of several workers, only the chief writes its files."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy has: the settings and the records, without the model, which `fit` sets."""
+        return vars(self) | {"_model": None}
+
+    @property
+    def _is_chief(self) -> bool:
+        """Whether this process writes the files."""
+        return self.model.distribute_strategy.extended.should_checkpoint
+
+
+class OptimizerReader(CopyableCallback):
     """Reads an optimizer after a number of batches. Between two reads nothing is copied: each batch counts as one step.
 
     A subclass reads in `read`, which sets `_batches_left`, and begins a training in `_start`, which may run twice.
@@ -34,10 +47,6 @@ class OptimizerReader(keras.callbacks.Callback):
         self.is_active = False  # whether there is an optimizer to read in this training
         self._has_trained = False  # whether this training has had a batch
         self._batches_left = 1  # until the next read
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy has: the settings and the records, without the model, which `fit` sets."""
-        return vars(self) | {"_model": None}
 
     @property
     def optimizer(self) -> LossScaleOptimizer:
@@ -77,11 +86,6 @@ class OptimizerReader(keras.callbacks.Callback):
     def _prepare(self) -> bool:
         """Adds to the training step what the callback needs. Returns whether the step must be traced again."""
         return self.optimizer is self.model.optimizer and guarding.install(self.model)
-
-    @property
-    def _is_chief(self) -> bool:
-        """Whether this process writes the files: of several workers, only the chief does."""
-        return self.model.distribute_strategy.extended.should_checkpoint
 
     def _has_optimizer(self) -> bool:
         """Whether there is an optimizer to read. If not, logs once per model what gives records.

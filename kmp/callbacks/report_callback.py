@@ -2,18 +2,15 @@
 
 import errno
 import time
-from typing import Any
 
-import keras
-
-from kmp.callbacks.optimizer_reader import Logs, PathLike
+from kmp.callbacks.optimizer_reader import CopyableCallback, Logs, PathLike
 from kmp.records import Run
 from kmp.utils import atomic_files, user_messages, validation
 
 _MAX_TIME_FRACTION = 0.05
 
 
-class Report(keras.callbacks.Callback):
+class Report(CopyableCallback):
     """Writes the report of `kmp report`: one HTML file with verdict, findings, figures, tables and settings.
 
     The report is written at the end of training. It is also written at epoch ends, so that a killed run has one, as
@@ -41,10 +38,6 @@ class Report(keras.callbacks.Callback):
         if not isinstance(run, Run):
             raise TypeError(f"`run` must be a kmp.records.Run, such as defaults()[0].run. Received: run={run!r}")
         self.run = run
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy has: the settings and the records, without the model, which `fit` sets."""
-        return vars(self) | {"_model": None}
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._has_warned = False
@@ -85,8 +78,3 @@ class Report(keras.callbacks.Callback):
         self._records_written = len(self.run.rows)
         end = time.monotonic()
         self._earliest_next_write = end + (end - begin) / _MAX_TIME_FRACTION
-
-    @property
-    def _is_chief(self) -> bool:
-        """Whether this process writes the file."""
-        return self.model.distribute_strategy.extended.should_checkpoint

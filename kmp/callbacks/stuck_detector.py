@@ -1,6 +1,8 @@
 """The callback that stops a training in which every step is skipped."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import keras
 import numpy as np
@@ -77,16 +79,14 @@ class StuckDetector(OptimizerReader):
         self.checkpoint = None
         if checkpoint is not None:
             self.checkpoint = validation.local_path("checkpoint", checkpoint, (".keras", ".weights.h5"))
-        self._monitor: Monitor | None = None
-        self._reports: list[Report] = []
-        self._fallback: Float32Fallback | None = None
+        self._others: Sequence[keras.callbacks.Callback] = ()
 
-    def explain_with(self, monitor: Monitor, reports: list[Report], fallback: Float32Fallback | None) -> None:
-        """Takes the cause from the records of a monitor of the same `fit`, and completes its files before the error.
+    def explain_with(self, others: Sequence[keras.callbacks.Callback]) -> None:
+        """Takes the cause from the records of a monitor of the same `fit`, and completes files before the error.
 
-        There is no error if the fallback repairs the training. After the error, `fit` calls no callback.
+        There is no error if a fallback among them repairs the training. After the error, `fit` calls no callback.
         """
-        self._monitor, self._reports, self._fallback = monitor, reports, fallback
+        self._others = others
 
     def _start(self) -> None:
         self._first = self._snapshot = self.optimizer.snapshot()
@@ -113,10 +113,10 @@ class StuckDetector(OptimizerReader):
         is_at_min_scale = is_at_min_scale and self._repaired_at <= before.step
         if not (skipped >= self.patience or is_at_min_scale) or streak_start == self._reported_streak_start:
             return
-        monitor = self._monitor if self._monitor and _is_of(self._monitor, self.model) else None
+        monitor, fallback, report = map(self._attached, (Monitor, Float32Fallback, Report))
         if monitor:
             monitor.replay_stuck()
-            if self._attached_fallback and self._attached_fallback.repair():
+            if fallback and fallback.repair():
                 return
             run = monitor.run
         else:
@@ -124,9 +124,8 @@ class StuckDetector(OptimizerReader):
         self._reported_streak_start = streak_start if skipped else None
         finding = next(iter(advise(run).problems), None)
         if monitor:
-            for report in self._reports:
-                if _is_of(report, self.model):
-                    report.write()
+            if report:
+                report.write()
             monitor.write_verdict()
         message = (
             f"{_state_of(now, is_at_min_scale)}\nCause: {finding or _counts_alone(now)}\n{self._save_checkpoint()}"
@@ -136,14 +135,13 @@ class StuckDetector(OptimizerReader):
         if self.on_stuck == "warn":
             user_messages.warn(message)
 
-    @property
-    def _attached_fallback(self) -> Float32Fallback | None:
-        """The fallback, unless it was never attached to this model: its callback may have been left out."""
-        return self._fallback if self._fallback and _is_of(self._fallback, self.model) else None
+    def _attached(self, kind: type[keras.callbacks.Callback]) -> Any:
+        """Returns the other callback of this class, if it is attached to this model: it may be left out of `fit`."""
+        return next((each for each in self._others if isinstance(each, kind) and each.model is self.model), None)
 
     @property
     def _repaired_at(self) -> int:
-        return self._attached_fallback.repaired_at if self._attached_fallback else 0
+        return getattr(self._attached(Float32Fallback), "repaired_at", 0)
 
     def _save_checkpoint(self) -> str:
         """Saves the model to `checkpoint`, if given, by an atomic write. Returns a sentence about the weights."""
@@ -186,8 +184,3 @@ def _counts_alone(now: Snapshot) -> str:
         f"{cause}. kmp.callbacks.defaults() replays such a batch, and names the layer. Where the loss scale was still "
         "falling, a higher patience or a lower initial_scale lets it fall."
     )
-
-
-def _is_of(callback: keras.callbacks.Callback, model: keras.Model) -> bool:
-    """Whether a callback was attached to this model; its callback may have been left out of `fit`."""
-    return callback.model is model

@@ -28,7 +28,7 @@ from kmp.records import (
 )
 from kmp.utils import FLOAT32
 
-LOSS_SCALE, OVERFLOWS, GRADIENTS = PARTS = ("loss scale", "overflows", "gradients")
+LOSS_SCALE, OVERFLOWS, GRADIENTS = PARTS = ("loss_scale", "overflow_count", "grad_norm")  # what each adds to `logs`
 
 Record = dict[str, Any]
 

@@ -57,7 +57,7 @@ def expanded(step: int, data: dict[str, Any]) -> GradientSample:
         is_accepted = np.isnan(values) | ((values >= 0) & (values <= HIGHEST_NUMBER))
         if not (is_accepted | (np.isposinf(values) & (key == "amax"))).all():
             raise ValueError(f"`{key}` must hold NaN, or numbers between 0 and {HIGHEST_NUMBER}")
-    updates = {key: _integers(data, key, size) for key in UPDATE_COUNTS}
+    updates = {key: _integers(data, key, size) for key in UPDATE_COUNTS if key in data}
     unscaled = _unpacked_bins(data["unscaled"], size) if "unscaled" in data else None
     sample = GradientSample(
         step, data["loss_scale"], names, _unpacked_bins(data, size), **numbers, **updates, unscaled_bin_counts=unscaled
@@ -93,9 +93,7 @@ def _packed(values: np.ndarray, dtype: str) -> str:
 
 
 def _unpacked(data: Mapping[str, Any], key: str, dtype: str, size: int) -> np.ndarray:
-    """Returns `size` numbers for a text from `_packed`, zeros if there is none. Never expands more bytes than these."""
-    if key not in data:
-        return np.zeros(size, dtype)
+    """Returns `size` numbers for a text from `_packed`. Never expands more bytes than these."""
     item_size = np.dtype(dtype).itemsize
     decompressor = zlib.decompressobj()
     try:

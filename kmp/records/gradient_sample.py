@@ -86,9 +86,7 @@ class GradientSample:
         """Returns the histogram of one variable or layer."""
         if name not in self._indices:
             raise KeyError(f"{name!r} is not among {listed(self.names)}")
-        index = self._indices[name]
-        unscaled = None if self.unscaled_bin_counts is None else self.unscaled_bin_counts.dense(index)
-        return ExponentHistogram(self.bin_counts.dense(index), self.step, self.loss_scale, unscaled)
+        return self.histogram_of(np.array([self._indices[name]]))
 
     @cached_property
     def _indices(self) -> dict[str, int]:
@@ -120,7 +118,7 @@ class GradientSample:
         return self.histogram_of(np.ones(len(self), bool))
 
     def histogram_of(self, is_selected: np.ndarray) -> ExponentHistogram:
-        """Returns the histogram of the variables for which a bool array is true, together."""
+        """Returns the histogram of the variables that a bool array or indices select, together."""
         unscaled = None if self.unscaled_bin_counts is None else self.unscaled_bin_counts.total(is_selected)
         return ExponentHistogram(self.bin_counts.total(is_selected), self.step, self.loss_scale, unscaled)
 
@@ -167,19 +165,16 @@ class GradientSample:
             return (np.maximum if key == "amax" else np.add).reduceat(values[order], starts)
 
         columns: dict[str, Any] = {key: merge(key, getattr(self, key)) for key in _COLUMNS}
-        counts = {key: counts.merged(order, starts) for key, counts in self._bin_counts.items()}
-        return replace(self, names=tuple(numbers), **columns, **counts)
-
-    @property
-    def _bin_counts(self) -> dict[str, Any]:
-        unscaled = {} if self.unscaled_bin_counts is None else {"unscaled_bin_counts": self.unscaled_bin_counts}
-        return {"bin_counts": self.bin_counts} | unscaled
+        counts = self.bin_counts.merged(order, starts)
+        unscaled = None if self.unscaled_bin_counts is None else self.unscaled_bin_counts.merged(order, starts)
+        return replace(self, names=tuple(numbers), bin_counts=counts, unscaled_bin_counts=unscaled, **columns)
 
     def _at(self, indices: Sequence[int]) -> "GradientSample":
         rows = np.array(indices, np.int64)
         columns: dict[str, Any] = {key: getattr(self, key)[rows] for key in _COLUMNS}
-        counts = {key: counts.at(rows) for key, counts in self._bin_counts.items()}
-        return replace(self, names=tuple(self.names[index] for index in indices), **columns, **counts)
+        names, counts = tuple(self.names[index] for index in indices), self.bin_counts.at(rows)
+        unscaled = None if self.unscaled_bin_counts is None else self.unscaled_bin_counts.at(rows)
+        return replace(self, names=names, bin_counts=counts, unscaled_bin_counts=unscaled, **columns)
 
 
 def layer_of(name: str) -> str:

@@ -299,13 +299,8 @@ class Replay:
         if (self.output_error or 0.0) <= HARMFUL_OUTPUT_ERROR:
             return None
         errors = [each for each in self.layer_errors if (each.new_error or 0.0) > HARMFUL_OUTPUT_ERROR]
-        cured = [each for each in errors if each.layer in (self.float32_layers or ())]
-        if not errors:
-            cured = [
-                each
-                for each in self.layer_errors
-                if each.layer in (self.float32_layers or ()) and self.lost_weights_of(each.layer)
-            ]
+        suspects = errors or [each for each in self.layer_errors if self.lost_weights_of(each.layer)]
+        cured = [each for each in suspects if each.layer in (self.float32_layers or ())]
         return max(cured or errors, key=lambda each: each.new_error or 0.0, default=None)
 
     def lost_weights_of(self, layer: str) -> list[LostWeight]:

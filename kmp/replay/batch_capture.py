@@ -38,6 +38,13 @@ class CapturedBatch(NamedTuple):
     loss_scale: float
     was_skipped: bool = False
 
+    def parts(self, examples: int) -> list[Any]:
+        """Returns the data in parts of at most this many examples; a ragged batch has one part."""
+        if is_ragged(self.data):
+            return [self.data]
+        starts = range(0, len(keras.tree.flatten(self.data)[0]), examples)
+        return [keras.tree.map_structure(lambda tensor, i=i: tensor[i : i + examples], self.data) for i in starts]
+
 
 @dataclass
 class _Slots:
@@ -71,12 +78,10 @@ class BatchCapture:
 
     def __init__(self, model: keras.Model, optimizer: LossScaleOptimizer, is_custom: bool = False) -> None:
         self._model, self.optimizer, self._is_custom = model, optimizer, is_custom
-        self._is_requested = _counter("capture_requested")
-        self._step, self._batch_size = _counter("captured_step"), _counter("captured_batch_size")
-        self._loss_scale = keras.Variable(
-            "zeros", (), "float32", trainable=False, autocast=False, name="captured_scale"
-        )
-        self._captured_slots, self._was_skipped = _counter("captured_slots"), _counter("captured_skip")
+        options = {"trainable": False, "autocast": False}
+        self._is_requested = keras.Variable("zeros", (), "int64", name="capture_requested", **options)
+        # Step, batch size, loss scale, index of the slots, and whether it was skipped; float64 has each exactly.
+        self._captured = keras.Variable("zeros", (5,), "float64", name="captured_batch", **options)
         self._slots: list[_Slots] = []
         self.variables: list[ResourceVariable] = []
         self.unrestorable: str | None = None
@@ -152,19 +157,19 @@ class BatchCapture:
 
     def read(self) -> CapturedBatch | None:
         """Returns the batch that was captured last, or `None` without one since `forget`."""
-        step, batch_size = int(self._step.numpy()), int(self._batch_size.numpy())
+        step, batch_size, loss_scale, index, was_skipped = self._captured.numpy().tolist()
         if not step:
             return None
-        slots = self._slots[int(self._captured_slots.numpy())]
+        slots = self._slots[int(index)]
         tensors = [tf.cast(each.value(), dtype) for each, (dtype, _) in zip(slots.variables, slots.specs, strict=True)]
         if slots.variables[0].shape[0] is not None:  # padded, for XLA
-            tensors = [tensor[:batch_size] for tensor in tensors]
+            tensors = [tensor[: int(batch_size)] for tensor in tensors]
         data = keras.tree.pack_sequence_as(slots.structure, tensors)
-        return CapturedBatch(data, batch_size, step, float(self._loss_scale.numpy()), bool(self._was_skipped.numpy()))
+        return CapturedBatch(data, int(batch_size), int(step), loss_scale, bool(was_skipped))
 
     def forget(self) -> None:
         """Forgets the batch, and frees its memory where variables may change their shape."""
-        self._step.assign(0)
+        self._captured.assign(tf.zeros([5], tf.float64))
         self._is_requested.assign(0)
         for variable in (each for slots in self._slots for each in slots.variables):
             if variable.shape.rank and variable.shape[0] is None:
@@ -198,11 +203,10 @@ class BatchCapture:
                     missing = variable.shape[0] - tf.shape(value)[0]
                     value = tf.pad(value, [[0, missing], *[[0, 0]] * (len(value.shape) - 1)])
                 variable.assign(tf.ensure_shape(value, variable.shape))
-            self._batch_size.assign(tf.shape(tensors[0], tf.int64)[0])
-            self._loss_scale.assign(self.optimizer.dynamic_scale if loss_scale is None else loss_scale)
-            self._step.assign(self.optimizer.counters.values().step)
-            self._captured_slots.assign(index)
-            self._was_skipped.assign(tf.cast(skipped_in_a_row > 0, tf.int64))
+            scale = self.optimizer.dynamic_scale if loss_scale is None else loss_scale
+            step, size = self.optimizer.counters.values().step, tf.shape(tensors[0], tf.int64)[0]
+            captured = step, size, scale, float(index), skipped_in_a_row > 0
+            self._captured.assign(tf.stack([ops.cast(each, "float64") for each in captured]))
 
         rows = {tensor.shape[0] for tensor in tensors}
         may_be_ragged = len(tensors) > 1 and None in rows
@@ -285,7 +289,3 @@ def _are_capturable(tensors: Sequence[Any], is_xla: bool) -> bool:
         if not (dtype.is_floating or dtype.is_integer or dtype.is_bool) or (is_xla and not is_static):
             return False
     return bool(tensors) and (not is_xla or len({tensor.shape[0] for tensor in tensors}) == 1)
-
-
-def _counter(name: str) -> keras.Variable:
-    return keras.Variable("zeros", shape=(), dtype="int64", trainable=False, autocast=False, name=name)

@@ -12,17 +12,9 @@ from kmp.records import BATCH_PARTS, BATCH_X, InvalidTargets
 from kmp.utils import FLOAT16, FLOAT32
 
 _ROUNDING = 1e-3  # beyond 0 and 1, as by resizing a mask
-_BINARY = (
-    keras.losses.BinaryCrossentropy,
-    ("binary_crossentropy", "bce", "BinaryCrossentropy", keras.losses.binary_crossentropy),
-)
-_SPARSE = (
-    keras.losses.SparseCategoricalCrossentropy,
-    (
-        *("sparse_categorical_crossentropy", "SparseCategoricalCrossentropy"),
-        keras.losses.sparse_categorical_crossentropy,
-    ),
-)
+# The class and the function of a loss.
+_BINARY = keras.losses.BinaryCrossentropy, keras.losses.binary_crossentropy
+_SPARSE = keras.losses.SparseCategoricalCrossentropy, keras.losses.sparse_categorical_crossentropy
 
 
 def nonfinite_part(batch: Sequence[Any]) -> tuple[str | None, str, bool]:
@@ -55,19 +47,11 @@ def invalid_binary_targets(model: keras.Model, batch: Sequence[Any]) -> InvalidT
     return None
 
 
-def _is_one_of(loss: Any, known: tuple[type, tuple[Any, ...]]) -> bool:
-    """Whether a compiled loss is of a class, or one of its names and functions."""
-    loss_class, names = known
-    return isinstance(loss, loss_class) or any(loss is name or loss == name for name in names)
-
-
-def _loss_of(model: keras.Model, index: int, key: str) -> Any:
-    """Returns the compiled loss of an output."""
-    if isinstance(model.loss, Mapping):
-        return dict(_by_key(model.loss)).get(key)
-    if isinstance(model.loss, list | tuple):
-        return model.loss[index] if index < len(model.loss) else None
-    return model.loss
+def _is_one_of(loss: Any, known: tuple[type, Any]) -> bool:
+    """Whether a compiled loss is of a class, or it, its function or the name of one."""
+    if isinstance(loss, str):
+        loss = keras.losses.get(loss)
+    return isinstance(loss, known[0]) or loss in known
 
 
 def _by_key(part: Any) -> list[tuple[str, Any]]:
@@ -90,10 +74,12 @@ def invalid_targets(
     targets, by_key = _by_key(batch[1]), _by_key(outputs)
     if isinstance(batch[1], Mapping) and isinstance(outputs, list | tuple):
         by_key = [(f"[{name!r}]", output) for name, output in zip(model.output_names, outputs, strict=True)]
+    losses = dict(_by_key(model.loss))
     for index, (key, output) in enumerate(by_key):
+        loss = losses.get(key, losses.get(f"[{index}]", losses.get("")))
         target = dict(targets).get(key, targets[index][1] if index < len(targets) else None)
         values, shape = np.asarray(target), tuple(getattr(output, "shape", ()))
-        if not _is_one_of(_loss_of(model, index, key), _SPARSE) or not np.isfinite(values).all():
+        if not _is_one_of(loss, _SPARSE) or not np.isfinite(values).all():
             continue
         if len(shape) < 2 or shape[-1] == 1 or values.dtype.kind not in "iuf" or values.size != math.prod(shape[:-1]):
             continue

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -13,11 +12,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import ResourceVariable, keras_internals, layers_by_path
+from kmp.backend import keras_internals, layers_by_path
 from kmp.records import GradientSample, Replay, StateError, is_harmful, layer_of
 from kmp.replay.batch_capture import is_ragged
 from kmp.replay.batch_checks import invalid_binary_targets, invalid_targets, nonfinite_part
-from kmp.replay.eager_pass import Passes, PassResult, TrainStep, as_array
+from kmp.replay.eager_pass import Passes, PassResult, as_array
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.layer_search import find_float32_layers
 from kmp.replay.precision_loss import gradient_errors, layer_errors, lost_weights, state_errors
@@ -33,113 +32,66 @@ _SPARE_BITS = 2  # below an overflow in the backward pass
 
 
 def replay(
-    model: keras.Model,
-    data: Any,
-    variables: Mapping[str, Any],
+    passes: Passes,
     *,
     step: int,
     loss_scale: float,
-    train_step: TrainStep | None = None,
     batch_size: int | None = None,
     failed: Failure | None = None,
-    restored: Sequence[ResourceVariable] = (),
     largest_norms: Mapping[str, float] = MappingProxyType({}),
-    seconds: float = math.inf,
 ) -> tuple[Replay, GradientSample | None]:
     """Replays a batch, and restores the model.
 
     Args:
-        model: A compiled and built model.
-        data: The batch, as `train_step` gets it: `x`, or a tuple of `x`, `y` and `sample_weight`.
-        variables: The variables to measure, by path, ordered from the input to the loss.
+        passes: The passes over the batch. The first ones in each precision have to end before their deadline. If these
+            show that float16 ruins the batch, the search for operations and layers may take 4 seconds more.
         step: The number of the training step of the batch.
         loss_scale: The loss scale in use.
-        train_step: What to run. Defaults to the `train_step` of the model's class.
-        batch_size: The number of examples in a training batch, if `data` has only some of them: the gradients of a
+        batch_size: The number of examples in a training batch, if the passes have only some of them: the gradients of a
             mean over fewer examples are larger.
         failed: `"loss"` or `"gradients"`: what was not finite in the training step of the batch. If it is finite in a
             replay of some examples, they are replayed again as a batch of that size: a sum over the batch may overflow.
-        restored: TensorFlow's variables that a training step assigns.
         largest_norms: The largest norm of each layer's gradients in float32, in earlier comparisons of the training.
-        seconds: How long the first passes in each precision may take. If these show that float16 ruins the batch, the
-            search for operations and layers may take 4 seconds more.
 
     Returns:
         What the passes showed, and the gradients in float32, or `None` if invalid targets make the loss fail.
 
     Raises:
-        TimeoutError: If the first passes in each precision take longer than `seconds`.
+        TimeoutError: If the first passes in each precision take too long.
     """
-    if train_step is None:
-        train_step = TrainStep(functools.partial(type(model).train_step, model), [model.optimizer])
-    passes = Passes(
-        model,
-        data,
-        train_step,
-        {} if train_step.run is None else variables,  # a forward pass has no gradients
-        has_dropout=failed is not None,
-        restored=restored,
-        deadline=time.monotonic() + seconds,
-    )
-    run = functools.partial(
-        _replay,
-        variables=variables,
-        step=step,
-        loss_scale=loss_scale,
-        batch_size=batch_size or passes.examples,
-        largest_norms=largest_norms,
-        was_finite=failed is None,
-    )
-    result = run(passes)
+    passes = replace(passes, has_dropout=failed is not None)
+    size = batch_size or passes.examples
+    result = _replay(passes, step, loss_scale, size, largest_norms)
     is_finite = result[0].loss is not None if failed == "loss" else result[0].is_finite
-    if failed and is_finite and train_step.run and batch_size and batch_size > passes.examples:
+    if failed and is_finite and passes.step.run and size > passes.examples:
         with contextlib.suppress(TimeoutError, tf.errors.ResourceExhaustedError):  # the first result stands
-            result = run(replace(passes, data=_tiled(data, batch_size)))
+            tiled = replace(passes, data=_tiled(passes.data, size))
+            result = _replay(tiled, step, loss_scale, size, largest_norms)
     return result
 
 
-def parts_of(data: Any, examples: int) -> list[Any]:
-    """Returns the parts of a batch, of this many examples each but for the last one."""
-    starts = range(0, len(keras.tree.flatten(data)[0]), examples)
-    return [keras.tree.map_structure(lambda tensor, i=i: tensor[i : i + examples], data) for i in starts]
-
-
-def failing_part(
-    model: keras.Model,
-    parts: Sequence[Any],
-    variables: Mapping[str, Any],
-    train_step: TrainStep,
-    restored: Sequence[ResourceVariable],
-    *,
-    loss_scale: float,
-    batch_size: int,
-    failed: Failure,
-    seconds: float,
-) -> Any:
+def failing_part(passes: Passes, parts: Sequence[Any], failed: Failure, loss_scale: float, batch_size: int) -> Any:
     """Returns the first part of a batch that fails as the batch did, in a pass in the precision of the model.
 
-    A single example may have made a step fail. Without such a part in this time, returns the first one. The other
-    arguments are those of `replay`.
+    A single example may have made a step fail. Without such a part before the deadline of the passes, returns the first
+    one. The other arguments are those of `replay`.
     """
-    deadline = time.monotonic() + seconds
     with contextlib.suppress(TimeoutError):
         for part in parts:
-            measured = {} if train_step.run is None else variables
-            passes = Passes(model, part, train_step, measured, restored=restored, deadline=deadline)
-            factor = loss_scale * _share_of_batch(model, passes.examples, batch_size)
+            passes = replace(passes, data=part)
             try:
-                result = passes.in_own_precision(factor=factor)
+                result = passes.in_own_precision(factor=loss_scale * _share_of_batch(passes, batch_size))
             except tf.errors.InvalidArgumentError:  # as in `_replay`
                 return part
-            if not (math.isfinite(result.loss) if failed == "loss" and train_step.run else result.is_finite):
+            if not (math.isfinite(result.loss) if failed == "loss" and passes.step.run else result.is_finite):
                 return part
     return parts[0]
 
 
-def _share_of_batch(model: keras.Model, examples: int, batch_size: int) -> float:
+def _share_of_batch(passes: Passes, batch_size: int) -> float:
     """Returns what the gradients of a batch are multiplied by: those of a sum grow with it, those of a mean do not."""
-    is_sum = any(getattr(loss, "reduction", None) == "sum" for loss in keras.tree.flatten(model.loss))
-    return 1.0 if is_sum else examples / batch_size
+    is_sum = any(getattr(loss, "reduction", None) == "sum" for loss in keras.tree.flatten(passes.model.loss))
+    return 1.0 if is_sum else passes.examples / batch_size
 
 
 def _tiled(data: Any, size: int) -> Any:
@@ -148,19 +100,13 @@ def _tiled(data: Any, size: int) -> Any:
 
 
 def _replay(
-    passes: Passes,
-    variables: Mapping[str, Any],
-    step: int,
-    loss_scale: float,
-    batch_size: int,
-    largest_norms: Mapping[str, float],
-    was_finite: bool,
+    passes: Passes, step: int, loss_scale: float, batch_size: int, largest_norms: Mapping[str, float]
 ) -> tuple[Replay, GradientSample | None]:
     """Checks the batch, passes it in float32, then in the precision of the model, and compares the two passes."""
-    part = _share_of_batch(passes.model, passes.examples, batch_size)
+    part = _share_of_batch(passes, batch_size)
     passes = replace(passes, factor=loss_scale * part)
     searching = replace(passes, deadline=passes.deadline + _SEARCH_SECONDS)
-    found = {"loss_scale": loss_scale} | _check_batch(passes, variables)
+    found = {"loss_scale": loss_scale} | _check_batch(passes)
 
     try:
         exact = passes.in_float32(measure=True)
@@ -189,7 +135,7 @@ def _replay(
     if not own.is_finite and exact.is_finite:
         factor = min(max(1.0, usable or 1.0), loss_scale) * part
         found["float32_layers"], _ = find_float32_layers(searching, lambda result: result.is_finite, exact, factor)
-        if was_finite and not math.isfinite(own.loss):
+        if not passes.has_dropout and not math.isfinite(own.loss):  # the loss of the training step was finite
             found |= _compare_compiled(passes, own, exact)
     elif own.is_finite and exact.is_finite and not (own.is_random or exact.is_random):
         found |= _compare(passes, searching, own, exact, math.sqrt(part), (usable or 0.0) * part, largest_norms)
@@ -197,11 +143,11 @@ def _replay(
     return Replay(**found), sample
 
 
-def _check_batch(passes: Passes, variables: Mapping[str, Any]) -> dict[str, Any]:
+def _check_batch(passes: Passes) -> dict[str, Any]:
     """Returns what is wrong with the batch and the weights, before any training step."""
     model, batch = passes.model, passes.batch
     part, key, is_part_finite = nonfinite_part(batch)
-    nonfinite_variables = [path for path, variable in variables.items() if not np.isfinite(variable).all()]
+    nonfinite_variables = [path for path, variable in passes.variables.items() if not np.isfinite(variable).all()]
     return {
         "examples": passes.examples,
         "nonfinite_variables": nonfinite_variables[:_MOST_NAMED],
@@ -209,7 +155,6 @@ def _check_batch(passes: Passes, variables: Mapping[str, Any]) -> dict[str, Any]
         "nonfinite_key": key,
         "is_part_finite": is_part_finite,
         "has_sample_weight": len(batch) > 2 and batch[2] is not None,
-        "is_forward_only": passes.step.run is None,
         "lost_weights": lost_weights(model),
         "float16_states": sum(each.is_assigned and each.dtype == tf.float16 for each in passes.restored),
         "invalid_targets": invalid_targets(model, batch, passes.restored) if passes.step.is_of_keras else None,
@@ -358,12 +303,7 @@ def _usable_scale(exact: PassResult, own: LayerMarks, part: float) -> float | No
     largest = max(magnitudes, default=0.0)
     if not largest or not math.isfinite(largest):
         return None
-    return min(_power_of_two(FLOAT16.max / largest) / 2**_SPARE_BITS, 2.0**FLOAT32.max_exponent)
-
-
-def _power_of_two(number: float) -> float:
-    """Returns the largest power of two that is not above a number."""
-    return 2.0 ** math.floor(math.log2(number))
+    return 2.0 ** min(math.floor(math.log2(FLOAT16.max / largest)) - _SPARE_BITS, FLOAT32.max_exponent)
 
 
 def _flushed_share(own: Any, exact: Any) -> float:

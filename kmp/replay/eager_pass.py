@@ -59,11 +59,8 @@ class PassResult(NamedTuple):
     @property
     def is_finite(self) -> bool:
         """Whether the loss and all gradients are finite."""
-        return bool(np.isfinite(self.loss)) and all(np.isfinite(array).all() for array in self.arrays())
-
-    def arrays(self) -> Iterator[np.ndarray]:
-        """Returns the gradients that are not `None` as float32 arrays; see `as_array`."""
-        return (as_array(gradient) for gradient in self.gradients.values() if gradient is not None)
+        gradients = (as_array(gradient) for gradient in self.gradients.values() if gradient is not None)
+        return bool(np.isfinite(self.loss)) and all(np.isfinite(array).all() for array in gradients)
 
     def sample(self, step: int) -> GradientSample:
         """Returns the statistics of gradients without a loss scale, and without those of updates."""
@@ -144,14 +141,9 @@ class Passes:
         """
         with _computing_in_float32([self.model]) as own_policies:
 
-            @contextlib.contextmanager
-            def own_precision(layer: keras.Layer) -> Iterator[None]:
-                with contextlib.ExitStack() as stack:
-                    for inner in sublayers(layer):
-                        policy = own_policies.get(id(inner))
-                        if policy is not None:
-                            stack.enter_context(keras_internals.dtype_policy_replaced(inner, policy))
-                    yield
+            def own_precision(layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
+                replaced = ((each, own_policies[id(each)]) for each in sublayers(layer) if id(each) in own_policies)
+                return keras_internals.dtype_policies_replaced(replaced)
 
             return self._run(LayerMarks(own_precision=own_precision if measure else None), factor, watch)
 
@@ -239,7 +231,8 @@ class Passes:
         if received.gradients and not received.losses:
             raise RuntimeError("the training step does not pass its loss to scale_loss")
         states = {path: np.asarray(value).astype(np.float64) for path, value in assigned if value is not None}
-        gradients = {path: received.gradients.get(id(variable)) for path, variable in self.variables.items()}
+        measured = self.variables if self.step.run else {}  # a forward pass has no gradients
+        gradients = {path: received.gradients.get(id(variable)) for path, variable in measured.items()}
         loss = sum(received.losses) if received.losses else math.nan
         return PassResult(loss, gradients, marks, found, factor, bool(random_operations), states)
 
@@ -257,10 +250,7 @@ def _weights_unchanged(model: keras.Model) -> Iterator[None]:
     try:
         yield
     finally:
-        pairs = [(variable, value, np.asarray(variable.value)) for variable, value in before]
-        changed = [
-            (variable, value) for variable, value, now in pairs if not np.array_equal(now, value, equal_nan=True)
-        ]
+        changed = [pair for pair in before if not np.array_equal(pair[0].value, pair[1], equal_nan=True)]
         for variable, value in changed:
             variable.assign(value)
     if changed:
@@ -366,13 +356,14 @@ def call_in_training(model: keras.Model, x: Any) -> Any:
     return model(x, training=True) if keras_internals.takes_training(model) else model(x)
 
 
-def as_array(gradient: Any) -> np.ndarray:
-    """Returns a gradient as a float32 array; of an embedding, only the rows that the batch has, in their order."""
+def as_array(gradient: Any, rows: np.ndarray | None = None, dtype: Any = np.float32) -> np.ndarray:
+    """Returns a gradient as an array; of an embedding, these rows, by default those of the batch in ascending order."""
     if isinstance(gradient, tf.IndexedSlices):
-        rows, row_of = tf.unique(tf.reshape(gradient.indices, [-1]))
-        values = tf.cast(gradient.values, tf.float32)
-        gradient = tf.math.unsorted_segment_sum(values, row_of, tf.size(rows))
-    return np.asarray(gradient).astype(np.float32)
+        indices = np.ravel(gradient.indices)
+        rows = np.unique(indices) if rows is None else rows
+        values = tf.cast(gradient.values, dtype)
+        gradient = tf.math.unsorted_segment_sum(values, np.searchsorted(rows, indices), len(rows))
+    return np.asarray(gradient).astype(dtype)
 
 
 class _ComputeInFloat32(keras.DTypePolicy):
@@ -401,9 +392,8 @@ def _computing_in_float32(layers: Iterable[keras.Layer]) -> Iterator[dict[int, k
     every = {id(inner): inner for layer in layers for inner in sublayers(layer)}
     states = [state for layer in every.values() for state in keras_internals.declared_not_trainable(layer)]
     with contextlib.ExitStack() as stack:
-        for layer in found:
-            policy = _ComputeInFloat32(_variable_dtype(layer))
-            stack.enter_context(keras_internals.dtype_policy_replaced(layer, policy))
+        policies = [(layer, _ComputeInFloat32(_variable_dtype(layer))) for layer in found]
+        stack.enter_context(keras_internals.dtype_policies_replaced(policies))
         for state in states:  # of float32 layers too: what the pass assigns is not rounded
             if state.dtype in DTYPES_16_BIT:
                 stack.enter_context(keras_internals.variable_dtype_replaced(state, FLOAT32.name))

@@ -1,5 +1,6 @@
 """Finds the operations of an eager pass that make NaN or Inf out of finite values, and constants that float16 loses."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,11 +105,12 @@ class NonfiniteOperations:
             self.underflows[layer] = max(share, self.underflows.get(layer, 0.0))
 
     def _record_lost_constants(self, inputs: Sequence[Any]) -> None:
-        for dtype, values in _float_values(inputs):
-            if not values.ndim and dtype == FLOAT32.name and _is_lost(float(values)):
-                constants = self.lost_constants.setdefault(self._marks.layer, [])
-                if float(values) not in constants and len(constants) < _MOST:
-                    constants.append(float(values))
+        scalars = [float(each) for dtype, each in _float_values(inputs) if dtype == FLOAT32.name and not each.ndim]
+        for value in scalars:
+            is_lost = abs(value) <= 2.0**FLOAT16.flush_exponent or FLOAT16.max < abs(value) < math.inf
+            constants = self.lost_constants.get(self._marks.layer, [])
+            if value and is_lost and value not in constants and len(constants) < _MOST:
+                self.lost_constants[self._marks.layer] = [*constants, value]
 
 
 def _last_operand(operation: str, operands: Sequence[np.ndarray]) -> np.ndarray:
@@ -121,11 +123,6 @@ def _last_operand(operation: str, operands: Sequence[np.ndarray]) -> np.ndarray:
 
 def _largest(values: np.ndarray) -> float:
     return float(np.max(np.abs(values[np.isfinite(values)].astype(np.float64)), initial=0.0))
-
-
-def _is_lost(value: float) -> bool:
-    is_zero_or_infinite = abs(value) <= 2.0**FLOAT16.flush_exponent or abs(value) > FLOAT16.max
-    return value != 0 and bool(np.isfinite(value)) and is_zero_or_infinite
 
 
 def _float_values(tensors: Sequence[Any]) -> list[tuple[str, np.ndarray]]:

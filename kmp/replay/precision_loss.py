@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import keras
 import numpy as np
@@ -10,7 +9,7 @@ import tensorflow as tf
 
 from kmp.backend import keras_internals, sublayers
 from kmp.records import HARMFUL_GRADIENT_ERROR, GradientError, LayerError, LostWeight, StateError, layer_of
-from kmp.replay.eager_pass import PassResult, float_states
+from kmp.replay.eager_pass import PassResult, as_array, float_states
 from kmp.replay.layer_marks import LARGEST_ERROR
 from kmp.utils import FLOAT16
 
@@ -116,8 +115,8 @@ def gradient_errors(
             continue
         # The rows of an embedding; float16 may have rounded an index to that of another row.
         rows = np.unique([*ours.indices, *theirs.indices]) if isinstance(theirs, tf.IndexedSlices) else None
-        mine, reference = _dense(ours, rows) / own.factor, _dense(theirs, rows)
-        noise = np.nan if of_half is None else np.sum(np.square(_dense(of_half, rows) - reference))
+        mine, reference = as_array(ours, rows, np.float64) / own.factor, as_array(theirs, rows, np.float64)
+        noise = np.nan if of_half is None else np.sum(np.square(as_array(of_half, rows, np.float64) - reference))
         values = [np.sum(np.square(mine - reference)), np.vdot(mine, reference), np.sum(np.square(reference)), noise]
         sums[layer_of(name)] = sums.get(layer_of(name), np.zeros(4)) + np.array(values, np.float64)
     largest = max((square for _, _, square, _ in sums.values()), default=0.0)
@@ -137,14 +136,3 @@ def gradient_errors(
             )
         )
     return sorted(found, key=lambda each: -each.error)[:_MOST_LAYERS]
-
-
-def _dense(gradient: Any, rows: np.ndarray | None) -> np.ndarray:
-    """Returns a gradient as a float64 array; of an embedding, these rows."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        return np.asarray(gradient).astype(np.float64)
-    assert rows is not None
-    values = np.asarray(gradient.values).astype(np.float64)
-    found = np.zeros((len(rows), *values.shape[1:]))
-    np.add.at(found, np.searchsorted(rows, np.asarray(gradient.indices)), values)
-    return found

@@ -12,7 +12,7 @@ from test_batch_replay import named
 
 import kmp
 from kmp.policy import all_optimizers_of
-from kmp.replay import TrainStep, replay
+from kmp.replay import Passes, TrainStep, replay
 
 pytestmark = pytest.mark.usefixtures("enabled")
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
@@ -164,7 +164,7 @@ def replayed(model, loss_scale=1024.0, data=(X, Y)):
     variables = {variable.path: variable for variable in model.trainable_variables}
     step = TrainStep(functools.partial(type(model).train_step, model), all_optimizers_of(model), is_custom=True)
     data = keras.tree.map_structure(tf.convert_to_tensor, data)
-    return replay(model, data, variables, step=1, loss_scale=loss_scale, train_step=step)[0]
+    return replay(Passes(model, data, step, variables), step=1, loss_scale=loss_scale)[0]
 
 
 @pytest.mark.parametrize("kind", [Clipped, InnerApply, Penalized, InFunction, TwoOptimizers, UnscaledTogether])
