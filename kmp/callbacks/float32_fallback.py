@@ -78,7 +78,7 @@ class Float32Fallback(CopyableCallback):
         validation.instance("monitor", monitor, Monitor, "a kmp.callbacks.Monitor")
         self.monitor = monitor
         if monitor.reference is None:
-            raise ValueError("`monitor` must replay batches: create it with reference='auto'.")
+            raise ValueError("`monitor` must replay batches: create a kmp.callbacks.Monitor with reference='auto'.")
         self._begin()
 
     def on_train_begin(self, logs: Logs = None) -> None:

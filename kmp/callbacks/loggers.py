@@ -12,7 +12,7 @@ class _CountLogger(Monitor):
     def __init__(
         self, log_dir: PathLike | None = None, every_n_steps: int = 250, optimizer: LossScaleOptimizer | None = None
     ) -> None:
-        super().__init__(log_dir, every_n_steps, optimizer)
+        super().__init__(log_dir, every_n_steps, optimizer, reference=None)
 
 
 class LossScaleLogger(_CountLogger):

@@ -137,7 +137,7 @@ class Monitor(OptimizerReader):
             is_new = self.optimizer.prepare_sampling(self.variables)
         is_new = super()._prepare() or is_new
         can_replay = self.optimizer is self.model.optimizer and self.model.distribute_strategy.num_replicas_in_sync == 1
-        if self.reference and GRADIENTS in self.parts and can_replay:
+        if self.reference and can_replay:
             self._replayer = BatchReplayer(self.model, self.optimizer)
             is_new = self._replayer.is_new or is_new
         self.run.header = header(self.model, self.optimizer)
@@ -355,7 +355,7 @@ class Monitor(OptimizerReader):
         self._has_finite_sample |= sample.histogram.is_finite
         self._samples_until_update -= 1
         if self.variables is not None:
-            sample = sample.select(self.variables)
+            sample = sample.select([name for name in self._selected_variables() if name in sample.names])
         is_measured = self._weights_before and sample.step > self._steps_before
         if is_measured and int(self.optimizer.iterations.numpy()) > self._updates_before:
             sample = with_updates(sample, self._weights_before, self._selected_variables())

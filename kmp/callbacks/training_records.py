@@ -131,5 +131,6 @@ def record_size(record: Mapping[str, Any]) -> int:
 def to_number(value: Any) -> float | None:
     """Returns a number, or a tensor or variable with one, as a float; `None` for anything else."""
     value = value.numpy() if hasattr(value, "numpy") else value
-    is_number = isinstance(value, int | float | np.number) or (isinstance(value, np.ndarray) and value.size == 1)
+    is_scalar = isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "biufV"  # V: bfloat16
+    is_number = isinstance(value, int | float | np.number) or is_scalar
     return float(value) if is_number else None

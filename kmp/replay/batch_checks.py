@@ -9,7 +9,7 @@ import numpy as np
 
 from kmp.backend import ResourceVariable, equal_random_numbers, state_restored
 from kmp.records import BATCH_PARTS, BATCH_X, InvalidTargets
-from kmp.utils import FLOAT16, FLOAT32
+from kmp.utils import DTYPES_16_BIT, FLOAT16, FLOAT32
 
 _ROUNDING = 1e-3  # beyond 0 and 1, as by resizing a mask
 # The class and the function of a loss.
@@ -26,7 +26,8 @@ def nonfinite_part(batch: Sequence[Any]) -> tuple[str | None, str, bool]:
         largest = FLOAT16.max if name == BATCH_X else FLOAT32.max
         for key, tensors in _by_key(part):
             for values in map(np.asarray, keras.tree.flatten(tensors)):
-                if values.dtype.kind == "f" and not (np.abs(values) <= largest).all():
+                is_float = values.dtype.kind == "f" or values.dtype.name in DTYPES_16_BIT
+                if is_float and not (np.abs(values) <= largest).all():
                     return name, key, bool(np.isfinite(values).all())
     return None, "", False
 

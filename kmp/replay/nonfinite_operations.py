@@ -61,6 +61,7 @@ class NonfiniteOperations:
         if not has_nan and any(np.isinf(values).any() for values in arrays or operands):
             return
         scalars = [float(values) for values in operands if not np.ndim(values)]
+        finite = [value for value in scalars if np.isfinite(value)]
         last = _last_operand(operation, operands)
         radicand = operands[0] if operation == "Pow" and operands else last
         self.layers_done.append(len(self._marks.called))
@@ -72,7 +73,7 @@ class NonfiniteOperations:
                 value="nan" if has_nan else "inf",
                 largest_input=min(max(map(_largest, operands), default=0.0), FLOAT32.max),
                 smallest_input=float(np.min(np.abs(last), initial=FLOAT32.max)),
-                constant=next((value for value in scalars if np.isfinite(value)), None),
+                constant=next((float(np.clip(value, -FLOAT32.max, FLOAT32.max)) for value in finite), None),
                 is_backward=self.is_backward,
                 has_infinite_constant=any(np.isinf(value) for value in scalars),
                 has_negative_input=bool((radicand < 0).any()),

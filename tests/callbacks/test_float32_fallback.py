@@ -8,7 +8,7 @@ from models import Cube
 
 import kmp
 from kmp.backend import is_passthrough, sublayers
-from kmp.callbacks import Float32Fallback, Monitor, StuckDetector, StuckError, defaults
+from kmp.callbacks import Float32Fallback, Monitor, OverflowCounter, StuckDetector, StuckError, defaults
 from kmp.replay import replay
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*kmp set")
@@ -393,7 +393,8 @@ def test_harm_without_overflow_is_repaired_and_shown_in_tensorboard(tmp_path):
 def test_arguments_are_checked():
     with pytest.raises(TypeError, match="`monitor` must be"):
         Float32Fallback(3)
-    with pytest.raises(ValueError, match="`monitor` must replay batches"):
-        Float32Fallback(Monitor(reference=None))
+    for monitor in (Monitor(reference=None), OverflowCounter()):
+        with pytest.raises(ValueError, match="`monitor` must replay batches"):
+            Float32Fallback(monitor)
     for arguments in ({"float32_fallback": False}, {"reference": None}):
         assert [type(each) for each in defaults(**arguments)] == [Monitor, StuckDetector]
