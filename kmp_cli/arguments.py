@@ -1,10 +1,11 @@
 """The arguments of the `kmp` command."""
 
 import argparse
+import functools
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument(
         "--json",
-        type=_file_to_write(".json", "-"),
+        type=functools.partial(_file_to_write, (".json", "-")),
         metavar="FILE",
         help="also write the results to a JSON file; - prints nothing else",
     )
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument(
         "--out",
-        type=_file_to_write(".html"),
+        type=functools.partial(_file_to_write, (".html",)),
         metavar="FILE",
         help="HTML file (default: report.html in RUN, or in the current folder for several runs)",
     )
@@ -92,9 +93,6 @@ def _parser() -> argparse.ArgumentParser:
         help="module that defines custom layers of the model; it is imported, which runs its code (repeatable)",
     )
     audit.add_argument("--all", action="store_true", help="show the table of all layers, not only a summary")
-    audit.add_argument(
-        "--json", type=_file_to_write(".json"), metavar="FILE", help="also write the audit to a JSON file"
-    )
 
     bench = commands.add_parser("bench", help="measure what each precision gains on this machine")
     bench.add_argument("--quick", action="store_true", help="fewer steps and rounds, for a rough answer")
@@ -110,9 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--batch", type=_positive, metavar="N", help="batch size of resnet and bert (default: 64 and 32; 8 on a CPU)"
     )
-    bench.add_argument(
-        "--json", type=_file_to_write(".json"), metavar="FILE", help="also write the results to a JSON file"
-    )
+    for command, content in ((audit, "audit"), (bench, "results")):
+        json_file = functools.partial(_file_to_write, (".json",))
+        command.add_argument("--json", type=json_file, metavar="FILE", help=f"also write the {content} to a JSON file")
     return parser
 
 
@@ -122,22 +120,18 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _file_to_write(*endings: str) -> Callable[[str], Path]:
-    """Returns a type of arguments: a file with one of the endings that can be written.
+def _file_to_write(endings: Sequence[str], text: str) -> Path:
+    """Returns a file with one of the endings that can be written; `-` is the standard output.
 
     A file that cannot be written is an error now, not after minutes of measuring; and a wrong ending, so that no model
     or log is overwritten.
     """
-
-    def file_to_write(text: str) -> Path:
-        path = Path(text)
-        if text == "-" and "-" in endings:  # the standard output
-            return path
-        if path.suffix.lower() not in endings:
-            raise argparse.ArgumentTypeError(f"must end in {' or '.join(endings)}, received {text!r}")
-        nearest = next(found for found in (path, *path.absolute().parents) if found.exists())
-        if nearest.is_dir() == (nearest == path) or not os.access(nearest, os.W_OK):
-            raise argparse.ArgumentTypeError(f"cannot be written, received {text!r}")
+    path = Path(text)
+    if text == "-" and "-" in endings:
         return path
-
-    return file_to_write
+    if path.suffix.lower() not in endings:
+        raise argparse.ArgumentTypeError(f"must end in {' or '.join(endings)}, received {text!r}")
+    nearest = next(found for found in (path, *path.absolute().parents) if found.exists())
+    if nearest.is_dir() == (nearest == path) or not os.access(nearest, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot be written, received {text!r}")
+    return path

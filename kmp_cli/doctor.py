@@ -25,7 +25,6 @@ from kmp_cli.installation import (
 
 FASTER, BROKEN, NOT_FASTER = 0, 1, 3  # exit statuses; 2 is that of wrong arguments
 
-_PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 _MARKS = {OK: ("ok", "green"), INFO: ("-", "dim"), WARNING: ("!", "yellow"), ERROR: ("ERROR", "bold red")}
 _LOG = "python -c \"import tensorflow as tf; tf.config.list_physical_devices('GPU')\"  # logs TensorFlow's reason"
 
@@ -39,7 +38,7 @@ def run(json_file: Path | None = None) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what TensorFlow logs about GPUs is checked here
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # other programs may use the GPU's memory
     to_stdout = json_file == Path("-")
-    console = Console(quiet=to_stdout)
+    console = Console(quiet=to_stdout, markup=False, highlight=False, soft_wrap=True)
     checks: list[Check] = []
     for check in _checks():  # one at a time: a GPU may take minutes to start
         checks.append(check)
@@ -51,9 +50,9 @@ def run(json_file: Path | None = None) -> int:
         separator = " " if broken.text.startswith("is ") else ": "
         verdict = f"Mixed precision does not work here: {broken.name}{separator}{broken.text.rstrip('.')}."
         results = {"exit_status": BROKEN, "verdict": verdict}
-    console.print(f"\n{results['verdict']}", style="bold", **_PLAIN)
+    console.print(f"\n{results['verdict']}", style="bold")
     if broken and broken.fix:
-        console.print(f"Run: {broken.fix}", **_PLAIN)
+        console.print(f"Run: {broken.fix}")
     text = json.dumps({"checks": [dataclasses.asdict(check) for check in checks], **results}, indent=1)
     if to_stdout:
         print(text)
@@ -148,7 +147,7 @@ def _measure(console: Console, checks: list[Check]) -> dict[str, Any]:
         checks.append(Check("measurement", WARNING, f"incomplete: {_text_of(error)}", fix))
         _print(console, checks[-1])
     if measured:
-        console.print(_table(measured))
+        console.print(_table(measured), soft_wrap=False)
     results = {"results": [dataclasses.asdict(result) for result in measured]}
     best = bench.precision.recommend(measured)
     if best is None:
@@ -188,6 +187,6 @@ def _text_of(error: Exception) -> str:
 def _print(console: Console, check: Check) -> None:
     mark, style = _MARKS[check.status]
     console.print(f"{mark:>5}", style=style, end="  ")
-    console.print(f"{check.name}: {check.text}", **_PLAIN)
+    console.print(f"{check.name}: {check.text}")
     if check.fix:
-        console.print(f"       {check.fix}", style="bold", **_PLAIN)
+        console.print(f"       {check.fix}", style="bold")

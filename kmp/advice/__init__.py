@@ -5,9 +5,7 @@ Needs no Keras.
 
 from kmp.advice.diagnose import advise
 from kmp.advice.diagnose import diagnosis_of as diagnosis_of
-from kmp.advice.finding import ERROR as ERROR
 from kmp.advice.finding import INFO as INFO
-from kmp.advice.finding import WARNING as WARNING
 from kmp.advice.finding import Advice, Finding
 from kmp.advice.loss_scale_sweep import WhatIf, what_if
 from kmp.advice.run_metrics import RunMetrics as RunMetrics

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from operator import itemgetter
@@ -10,13 +11,17 @@ from typing import Any
 import numpy as np
 
 from kmp.advice import thresholds
-from kmp.advice.gradient_metrics import GradientMetrics
+from kmp.advice.loss_scale_sweep import WhatIf, sweep
+from kmp.advice.sample_statistics import counts_below, statistics, unscaled_counts, usable
 from kmp.records import LOSS_FUNCTION, Replay, Run, layer_of
 from kmp.utils import FLOAT16, path_and_parents
 
 
 class RunMetrics:
-    """Metrics of the records of a run; after a fallback, of those since the last one."""
+    """Metrics of the records of a run; after a fallback, of those since the last one.
+
+    Those of gradients are of the samples, at the loss scale in use; that is NaN if it is unknown.
+    """
 
     def __init__(self, run: Run) -> None:
         self.complete_run = run
@@ -36,7 +41,11 @@ class RunMetrics:
         # The loss scale in use; NaN if it is unknown.
         scales = [*(sample.loss_scale for sample in run.samples[-1:]), *run.series("loss_scale")[1]]
         self.scale = float(next((scale for scale in reversed(scales) if math.isfinite(scale)), math.nan))
-        self.gradients = GradientMetrics(run, self.scale)
+        self.samples, self._references = statistics(run)
+        self.finite_samples = usable(self.samples)
+        # Those at the newest loss scale or above: lower scales flushed elements to zero that the newest preserves.
+        newest = self.finite_samples[-1].loss_scale if self.finite_samples else 0.0
+        self.usable_samples = [sample for sample in self.finite_samples if sample.loss_scale >= newest]
 
     @property
     def min_scale(self) -> float:
@@ -136,13 +145,84 @@ class RunMetrics:
         return self._newest(lambda replay: replay.is_finite and not replay.is_forward_only)
 
     @cached_property
+    def curve(self) -> WhatIf | None:
+        """Underflow and overflow at other loss scales, or `None` without a finite sample."""
+        return sweep(self.run, self.samples, self._references)
+
+    @cached_property
+    def subnormal_share(self) -> float:
+        """Share of nonzero gradient elements below float16's normal range."""
+        counts = unscaled_counts(self.usable_samples)
+        subnormal = counts_below(counts, FLOAT16.min_exponent - round(math.log2(self.scale))) if counts.any() else 0.0
+        return float(subnormal / max(1.0, counts.sum()))
+
+    @cached_property
+    def underflow_share(self) -> float:
+        """Share of all gradient elements that are nonzero and would round to zero."""
+        assert self.curve is not None
+        scales = self.curve.log2_scales
+        return self.curve.at(float(np.clip(math.log2(self.scale), scales[0], scales[-1])))["underflow"]
+
+    @cached_property
+    def _underflowed(self) -> list[list[str]]:
+        return [sample.underflowed for sample in self.finite_samples]
+
+    @cached_property
+    def underflows(self) -> dict[str, int]:
+        """Number of finite samples in which each variable underflowed, see `SampleStatistics.underflowed`."""
+        return dict(Counter(itertools.chain.from_iterable(self._underflowed)))
+
+    @cached_property
+    def underflow_origins(self) -> dict[str, int]:
+        """Number of finite samples in which each variable was the underflow origin.
+
+        That is the variable nearest the loss that underflowed: gradients flushed there stay zero further back.
+        """
+        return dict(Counter(names[-1] for names in self._underflowed if names))
+
+    @cached_property
+    def zero_share(self) -> float:
+        """Share of sampled gradient elements that are exactly zero."""
+        zeros = sum(sample.histogram.zeros for sample in self.usable_samples)
+        return zeros / max(1, sum(sample.histogram.total for sample in self.usable_samples))
+
+    @cached_property
+    def all_zero_variables(self) -> list[str]:
+        """The variables whose gradient was all zero in every usable sample."""
+        counts = Counter(name for sample in self.usable_samples for name in sample.all_zero)
+        newest = self.usable_samples[-1].names if self.usable_samples else ()
+        return [name for name in newest if counts[name] == len(self.usable_samples)]
+
+    @cached_property
+    def headroom(self) -> float:
+        """Bits between the largest sampled gradient and float16's maximum; inf if all gradients are zero."""
+        largest = max((sample.largest for sample in self.finite_samples), default=math.nan)
+        return math.inf if largest == 0 else math.log2(FLOAT16.max / largest / self.scale)
+
+    @cached_property
+    def update_ratio(self) -> tuple[int, float]:
+        """The largest norm of an update relative to that of the weights, with its step; `(0, 0.0)` without any.
+
+        Between two samples, the norm of the weights grew by so much in a step, on average: then in one of these steps
+        the update was at least as large.
+        """
+        ratios = [(sample.step, sample.update_ratio) for sample in self.samples if not math.isnan(sample.update_ratio)]
+        weighed = [sample for sample in self.samples if sample.weight_norm > 0]
+        growth = [
+            (after.step, (after.weight_norm / before.weight_norm - 1.0) / (after.step - before.step))
+            for before, after in itertools.pairwise(weighed)
+            if after.step > before.step
+        ]
+        return max([*ratios, *growth, (0, 0.0)], key=itemgetter(1))
+
+    @cached_property
     def flushed(self) -> dict[str, float]:
         """The share of each variable's gradient that float16 flushed to zero in the last clean replay, by path.
 
         Without the variables whose gradient is zero in float32 too. Zero if the loss scale has grown since, because
         then it flushes less.
         """
-        replay, samples = self.clean_replay, self.gradients.finite_samples
+        replay, samples = self.clean_replay, self.finite_samples
         if replay is None or not samples:
             return {}
         shares = {} if replay.loss_scale < self.scale else replay.flushed
@@ -156,9 +236,9 @@ class RunMetrics:
 
     @cached_property
     def unexplained_zero_variables(self) -> list[str]:
-        """The `gradients.all_zero_variables` that the last clean replay did not show to be zero in float32 too."""
+        """The `all_zero_variables` that the last clean replay did not show to be zero in float32 too."""
         explained = set(self.clean_replay.zero) if self.clean_replay else set()
-        return [name for name in self.gradients.all_zero_variables if name not in explained]
+        return [name for name in self.all_zero_variables if name not in explained]
 
     @cached_property
     def losses(self) -> tuple[float, float, float]:

@@ -21,17 +21,15 @@ class SampleStatistics:
     """
 
     def __init__(self, sample: GradientSample, excluded: Set[str]) -> None:
-        kept = np.array([name not in excluded for name in sample.names], bool)
-        kept = kept if kept.any() else ~kept
-        self.step, self.loss_scale = sample.step, sample.loss_scale
-        self.names = tuple(itertools.compress(sample.names, kept))
-        self.histogram = sample.histogram_of(kept)
-        histogram = self.histogram
+        own = sample.without(excluded)
+        own = own if len(own) else sample
+        self.step, self.loss_scale, self.names = sample.step, sample.loss_scale, own.names
+        self.histogram = histogram = own.histogram
         if histogram.unscaled_counts is None:  # of another scale than a power of two, a log has them
             histogram = replace(histogram, loss_scale=2.0 ** math.floor(math.log2(sample.loss_scale)))
         self.unscaled_counts = histogram.unscaled.by_exponent
-        self.amax, self.totals, self.zeros = sample.amax[kept], sample.elements[kept], sample.zeros[kept]
-        below_normal = sample.bin_counts.between(ZERO_BIN + 1, _FIRST_NORMAL_BIN)[kept]
+        self.amax, self.totals, self.zeros = own.amax, own.elements, own.zeros
+        below_normal = own.bin_counts.between(ZERO_BIN + 1, _FIRST_NORMAL_BIN)
         self.small_shares = below_normal / np.maximum(1, self.totals - self.zeros)  # of the nonzero elements
         # Norms of all variables: 0 if they were not measured.
         self.weight_norm, update_norm = (math.sqrt(np.nansum(n**2)) for n in (sample.weight_norm, sample.update_norm))

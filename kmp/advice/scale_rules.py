@@ -65,7 +65,7 @@ def backward(metrics: RunMetrics) -> Finding | None:
             # The backward pass of a loss that a layer adds runs outside of the layers, or in another one.
             location = next((layer for layer in where if layer in layers), (layers or where)[0])
             title = f"The backward pass of {metrics.describe(location)} overflows float16 at {scales}."
-    if zero := metrics.gradients.all_zero_variables:
+    if zero := metrics.all_zero_variables:
         evidence += f"; at this scale the gradients of {len(zero)} variables are zero, such as {zero[-1]}"
     edits: Sequence[Edit] = ()
     note = f"no batch was replayed: layers between {path} and the loss, or the loss, may need float32"
@@ -78,15 +78,15 @@ def backward(metrics: RunMetrics) -> Finding | None:
 
 def _overflows_at_every_scale(metrics: RunMetrics) -> bool:
     """Whether gradients of a finite loss overflow for another reason than a loss scale that is too large."""
-    gradients, suitable = metrics.gradients, _suitable_scale(metrics)
+    suitable = _suitable_scale(metrics)
     if metrics.nonfinite_losses >= metrics.gradient_overflows:
         return False
     if suitable is not None and suitable < metrics.scale:
         return False  # a fixed scale that is too large, or a dynamic one that still falls
     are_many = metrics.gradient_overflows > thresholds.MANY_SKIPPED * metrics.steps
     if metrics.is_fixed:
-        return are_many and gradients.headroom >= thresholds.SPARE_BITS
-    is_subnormal = gradients.subnormal_share > thresholds.SUBNORMAL_AT_LOW_SCALE and metrics.startup_overflows[0] > 0
+        return are_many and metrics.headroom >= thresholds.SPARE_BITS
+    is_subnormal = metrics.subnormal_share > thresholds.SUBNORMAL_AT_LOW_SCALE and metrics.startup_overflows[0] > 0
     flushes = metrics.scale < 1.0 and (bool(metrics.unexplained_zero_variables) or is_subnormal)
     is_at_minimum = metrics.scale <= metrics.min_scale * 2.0**thresholds.SPARE_BITS
     return metrics.is_stuck or flushes or (are_many and is_at_minimum)
@@ -103,7 +103,7 @@ def scale_too_large(metrics: RunMetrics) -> Finding | None:
     """Reports a fixed loss scale that overflows."""
     if not metrics.is_fixed or metrics.gradient_overflows <= thresholds.FEW_SKIPPED * metrics.steps:
         return None
-    (path, share), curve = metrics.main_overflow_origin, metrics.gradients.curve
+    (path, share), curve = metrics.main_overflow_origin, metrics.curve
     origin = f"; {path} was the overflow origin in {share:.0%} of them" if path else ""
     highest = curve.recommended[1] if curve and curve.recommended else math.inf
     return Finding(

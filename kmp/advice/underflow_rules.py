@@ -27,7 +27,7 @@ def branch(metrics: RunMetrics) -> Finding | None:
     if names.index(alive[0]) > names.index(flushed[-1]):
         return None  # the layers nearest the input: gradients underflow on their way there
     shown = ", ".join(repr(name_of(layer)) for layer in layers[:5])
-    has_headroom = metrics.gradients.headroom >= thresholds.SPARE_BITS
+    has_headroom = metrics.headroom >= thresholds.SPARE_BITS
     return Finding(
         "branch_underflow",
         ERROR,
@@ -43,28 +43,27 @@ def branch(metrics: RunMetrics) -> Finding | None:
 
 def scale_too_small(metrics: RunMetrics) -> Finding | None:
     """Reports a loss scale at which gradients underflow, although a larger one would not overflow."""
-    gradients = metrics.gradients
-    if not metrics.is_float16 or not gradients.finite_samples or gradients.headroom < thresholds.SPARE_BITS:
+    if not metrics.is_float16 or not metrics.finite_samples or metrics.headroom < thresholds.SPARE_BITS:
         return None
     if metrics.gradient_overflows > thresholds.FEW_SKIPPED * metrics.steps or metrics.needs_float32_layers:
         return None
-    newest, evidence = gradients.finite_samples[-1], []
-    headroom = f", with {gradients.headroom:.0f} bits of headroom before overflow" * math.isfinite(gradients.headroom)
-    if gradients.subnormal_share > thresholds.MANY_SUBNORMAL:
+    newest, evidence = metrics.finite_samples[-1], []
+    headroom = f", with {metrics.headroom:.0f} bits of headroom before overflow" * math.isfinite(metrics.headroom)
+    if metrics.subnormal_share > thresholds.MANY_SUBNORMAL:
         evidence.append(f"{_subnormal(metrics)}{headroom}")
     flushed = sum(metrics.flushed.values()) / max(1, len(newest.names))  # the mean over the variables
     if flushed > thresholds.MANY_FLUSHED:
         evidence.append(f"replayed, {flushed:.1%} of the elements of a gradient are zero in float16 but not in float32")
     if not evidence:
         return None
-    if gradients.underflow_origins:
-        path, count = max(gradients.underflow_origins.items(), key=lambda item: item[1])
-        evidence.append(f"the underflow origin is {path} in {count} of {len(gradients.finite_samples)} samples")
+    if metrics.underflow_origins:
+        path, count = max(metrics.underflow_origins.items(), key=lambda item: item[1])
+        evidence.append(f"the underflow origin is {path} in {count} of {len(metrics.finite_samples)} samples")
     severity, effect, error = ERROR, "is too small: gradients are lost to underflow", metrics.largest_gradient_error
     if (
         metrics.agrees_late
         and flushed <= thresholds.MANY_FLUSHED
-        and gradients.subnormal_share <= thresholds.MOSTLY_SUBNORMAL
+        and metrics.subnormal_share <= thresholds.MOSTLY_SUBNORMAL
     ):
         severity, effect = INFO, "is low: a larger one would keep more bits of small gradients"
         evidence.append(f"compared with float32, the gradients of a layer differ by at most {error:.1%}")
@@ -80,7 +79,7 @@ def scale_too_small(metrics: RunMetrics) -> Finding | None:
 
 def _larger_scale(metrics: RunMetrics) -> list[SetArguments]:
     """Returns the largest scale that the samples or a replay allow, or a dynamic one."""
-    curve, highest = metrics.gradients.curve, usable_scale(metrics.run)
+    curve, highest = metrics.curve, usable_scale(metrics.run)
     best = thresholds.LOG2_DEFAULT_SCALE
     if curve and curve.recommended:
         best = curve.recommended[1]
@@ -95,12 +94,11 @@ def _larger_scale(metrics: RunMetrics) -> list[SetArguments]:
 
 def wide_range(metrics: RunMetrics) -> Finding | None:
     """Reports a variable whose large gradients keep the loss scale too low for those of the others."""
-    gradients = metrics.gradients
-    if not metrics.is_float16 or not gradients.finite_samples or gradients.headroom >= thresholds.SPARE_BITS:
+    if not metrics.is_float16 or not metrics.finite_samples or metrics.headroom >= thresholds.SPARE_BITS:
         return None
-    if gradients.subnormal_share <= thresholds.MOSTLY_SUBNORMAL or metrics.needs_float32_layers:
+    if metrics.subnormal_share <= thresholds.MOSTLY_SUBNORMAL or metrics.needs_float32_layers:
         return None
-    newest = gradients.finite_samples[-1]
+    newest = metrics.finite_samples[-1]
     largest, smallest = (newest.names[int(values.argmax())] for values in (newest.amax, newest.small_shares))
     compared = {each.layer for _, replay in metrics.run.comparisons for each in replay.gradient_errors}
     if metrics.agrees_late and layer_of(smallest) in compared:  # gradients that nearly vanish are not
@@ -109,7 +107,7 @@ def wide_range(metrics: RunMetrics) -> Finding | None:
         "range",
         WARNING,
         f"The gradients of {largest} keep the loss scale too low for the others.",
-        f"{_subnormal(metrics)}, {as_power(metrics.scale)}, with {max(gradients.headroom, 0.0):.0f} bits of headroom "
+        f"{_subnormal(metrics)}, {as_power(metrics.scale)}, with {max(metrics.headroom, 0.0):.0f} bits of headroom "
         f"before overflow; {largest} has the largest gradients, and {smallest} underflows most",
         note=f"{_NO_HEADROOM} a smaller loss weight for that part, or float32 for {metrics.layer_of(largest)}",
         location=largest,
@@ -117,14 +115,14 @@ def wide_range(metrics: RunMetrics) -> Finding | None:
 
 
 def _subnormal(metrics: RunMetrics) -> str:
-    share = f"{metrics.gradients.subnormal_share:.1%} of the nonzero sampled gradient elements"
+    share = f"{metrics.subnormal_share:.1%} of the nonzero sampled gradient elements"
     return f"{share} are subnormal in float16 at the loss scale in use"
 
 
 def dead(metrics: RunMetrics) -> Finding | None:
     """Reports variables whose gradient is zero in float32 too."""
-    gradients, replay = metrics.gradients, metrics.clean_replay
-    zero = [name for name in (replay.zero if replay else ()) if name in gradients.all_zero_variables]
+    replay = metrics.clean_replay
+    zero = [name for name in (replay.zero if replay else ()) if name in metrics.all_zero_variables]
     if not zero or replay is None:
         return None
     count = len(zero)
@@ -133,8 +131,7 @@ def dead(metrics: RunMetrics) -> Finding | None:
         "dead",
         INFO,
         f"The gradient of {_listed(zero)} is zero, in float32 too.",
-        f"{variables} all zero in {len(gradients.usable_samples)} samples, and for {replay.examples} examples in "
-        "float32",
+        f"{variables} all zero in {len(metrics.usable_samples)} samples, and for {replay.examples} examples in float32",
         note="not underflow: units that are never active, or weights whose effect on the loss cancels out",
         location=zero[0],
     )
@@ -142,8 +139,9 @@ def dead(metrics: RunMetrics) -> Finding | None:
 
 def unused(metrics: RunMetrics) -> Finding | None:
     """Reports variables without a gradient."""
-    newest = next(reversed(metrics.gradients.finite_samples), None)
-    names = newest.named(newest.totals == 0) if newest else []
+    newest = next(reversed(metrics.finite_samples), None)
+    used = {name for sample in metrics.finite_samples for name in sample.named(sample.totals > 0)}
+    names = [name for name in newest.names if name not in used] if newest else []
     if not names:
         return None
     return Finding(

@@ -69,7 +69,7 @@ def lost_squares(metrics: RunMetrics) -> Finding | None:
     part = 1.0 - settings.get("beta_2", _BETA_2)  # of a squared gradient is added to the mean of squares
     highest = math.floor(math.log2(_LARGEST_LOST / part) / 2) if part > 0 else 0
     lowest = math.ceil(math.log2(thresholds.TOO_LARGE_STEP * epsilon))
-    counts = unscaled_counts(metrics.gradients.finite_samples)
+    counts = unscaled_counts(metrics.finite_samples)
     below_lowest, below_highest = counts_below(counts, np.array([lowest, highest]))
     are_lost = below_highest - below_lowest > thresholds.MANY_LOST_SQUARES * max(1.0, counts.sum())
     if times <= thresholds.TOO_LARGE_STEP or not are_lost:
@@ -89,7 +89,7 @@ def lost_squares(metrics: RunMetrics) -> Finding | None:
 
 def exploding(metrics: RunMetrics) -> Finding | None:
     """Reports updates that are too large in any number format."""
-    step, ratio = metrics.gradients.update_ratio
+    step, ratio = metrics.update_ratio
     first, highest, last = metrics.losses
     limit = thresholds.EXPLODING_LOSS * max(abs(first), thresholds.SMALL_LOSS)
     is_large_update, is_loss_rising = ratio > thresholds.EXPLODING_UPDATE, highest > limit

@@ -10,11 +10,11 @@ from kmp.records import HARMFUL_OUTPUT_ERROR
 from kmp.utils import DTYPES_16_BIT, FLOAT16, as_power
 
 _NOT_KNOWN = "It is not known whether float16 hurts this run."
+_FLOAT32_TRAINING = "a training in float32 to compare with"
 
 
 def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
     """Returns the effect of float16 on a run, in a few sentences: the first problem if there is one."""
-    gradients = metrics.gradients
     if not metrics.steps:
         return "The run is empty: nothing was recorded."
     if problems:
@@ -23,19 +23,19 @@ def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
     skipped = f"{count} of {metrics.steps} steps {'was' if count == 1 else 'were'} skipped"
     if not metrics.is_float16:
         return f"{skipped}. The run computed in {metrics.dtypes}, where gradients need no loss scale."
-    if gradients.curve is None or not gradients.finite_samples:
-        reason = "no sampled step was finite" if gradients.samples else "none were sampled"
+    if metrics.curve is None or not metrics.finite_samples:
+        reason = "no sampled step was finite" if metrics.samples else "none were sampled"
         doubt = _doubt(f"gradients, because {reason}", "a run with kmp.callbacks.defaults() whose steps are finite")
         return f"{_NOT_KNOWN} {doubt} Measured: {skipped}."
 
     unknown, norm = list(_unknown(metrics)), ""
-    if not unknown and gradients.curve.is_measured and gradients.underflow_share > thresholds.FEW_TOO_SMALL:
+    if not unknown and metrics.curve.is_measured and metrics.underflow_share > thresholds.FEW_TOO_SMALL:
         norm = f" (at most {_lost_norm(metrics):.1g} of the norm)"
-    count = len(gradients.finite_samples)
+    count = len(metrics.finite_samples)
     numbers = (
         f"{_compared(metrics)}{skipped}, and at the loss scale in use, {as_power(metrics.scale)}, "
-        f"{gradients.subnormal_share:.1%} of the nonzero gradient elements are subnormal in float16 and "
-        f"{gradients.underflow_share:.1%} are too small for float16{norm}, in {count} sample{'s' * (count != 1)}."
+        f"{metrics.subnormal_share:.1%} of the nonzero gradient elements are subnormal in float16 and "
+        f"{metrics.underflow_share:.1%} are too small for float16{norm}, in {count} sample{'s' * (count != 1)}."
     )
     # No headline reassures beside something that was not measured.
     if unknown:
@@ -66,7 +66,6 @@ def _unknown(metrics: RunMetrics) -> Iterator[str]:
 
     A NaN or Inf in a loss always has a finding, and so has a loss that is not scaled.
     """
-    gradients = metrics.gradients
     yield from _not_compared(metrics)
 
     # Why steps overflow: a scale that is too large, or a layer.
@@ -75,33 +74,33 @@ def _unknown(metrics: RunMetrics) -> Iterator[str]:
         yield _doubt("why steps overflow", "a longer run, because a dynamic scale settles after its first steps")
 
     # Underflow: in the samples, in what they show as zero, and in what a replay shows as flushed.
-    samples, few = gradients.finite_samples, thresholds.FEW_SAMPLES
+    samples, few = metrics.finite_samples, thresholds.FEW_SAMPLES
     if len(samples) < few or 2 * max(sample.step for sample in samples) < metrics.steps:
         yield _doubt(
             f"the gradients of the whole run, from fewer than {few} samples or none of its second half",
             "a smaller every_n_steps in kmp.callbacks.defaults()",
         )
-    has_reference = gradients.curve is not None and gradients.curve.is_measured
-    are_many_zeros = gradients.zero_share > thresholds.MANY_ZEROS or bool(gradients.all_zero_variables)
+    has_reference = metrics.curve is not None and metrics.curve.is_measured
+    are_many_zeros = metrics.zero_share > thresholds.MANY_ZEROS or bool(metrics.all_zero_variables)
     if _lost_norm(metrics) > thresholds.MUCH_LOST if has_reference else are_many_zeros:
         variables = metrics.unexplained_zero_variables
         named = variables[0] if len(variables) == 1 else f"{len(variables)} variables"
         yield _doubt(
-            f"whether float16 flushed the gradient elements that are exactly zero, {gradients.zero_share:.1%}"
+            f"whether float16 flushed the gradient elements that are exactly zero, {metrics.zero_share:.1%}"
             f"{f', including all of {named}' if variables else ''}",
             f"a replay, or fewer zeros with {metrics.settings_call}(initial_scale=2.0**24)",
         )
     if metrics.flushed_layers:
         yield _doubt(
             "what the layers lose whose gradients are mostly zero in float16, but not in float32",
-            "a training in float32 to compare with",
+            _FLOAT32_TRAINING,
         )
 
     # Updates: those that weights in 16 bits lose, and those that are too large.
     is_16_bit = not set(DTYPES_16_BIT).isdisjoint(metrics.settings.get("variable_dtypes", []))
-    if is_16_bit and not gradients.update_ratio[1]:
+    if is_16_bit and not metrics.update_ratio[1]:
         yield _doubt("whether updates change weights in float16", "kmp.callbacks.defaults(), which measures updates")
-    if not math.isfinite(metrics.losses[-1]) and not gradients.update_ratio[1]:
+    if not math.isfinite(metrics.losses[-1]) and not metrics.update_ratio[1]:
         yield _doubt("whether training diverges", "kmp.callbacks.defaults(), which records losses and updates")
 
 
@@ -116,13 +115,13 @@ def _not_compared(metrics: RunMetrics) -> Iterator[str]:
             f"what the errors of outputs or gradients at step {harmful[-1]} did to the training", _FLOAT32_TRAINING
         )
     elif len(comparisons) < thresholds.FEW_COMPARISONS or not metrics.is_compared_late:
-        count, why = len(comparisons), _why_not(metrics)
+        count, (why, remedy) = len(comparisons), _why_not(metrics)
         compared = f"{f'only {count}' if count else 'no'} batch{'es' * (count != 1)} of the run"
         compared = "no batch of its second half" if count >= thresholds.FEW_COMPARISONS else compared
         yield _doubt(
             f"how far outputs and gradients are from those in float32, because {compared} "
-            f"{'were' if compared.endswith('run') and count != 1 else 'was'} compared{f' {why}' * bool(why)}",
-            _remedy(metrics),
+            f"{'were' if compared.endswith('run') and count != 1 else 'was'} compared{why}",
+            remedy,
         )
     elif any(replay.is_forward_only for _, replay in comparisons):
         yield _doubt(
@@ -144,32 +143,24 @@ def _not_compared(metrics: RunMetrics) -> Iterator[str]:
         )
 
 
-_FLOAT32_TRAINING = "a training in float32 to compare with"
-
-
-def _why_not(metrics: RunMetrics) -> str:
-    """Returns why batches were not compared, in parentheses; empty if it is not known."""
-    error, settings = metrics.run.last("replay_error"), metrics.settings
+def _why_not(metrics: RunMetrics) -> tuple[str, str]:
+    """Returns why batches were not compared, in parentheses, empty if it is not known; and what would compare them."""
+    error, replicas = metrics.run.last("replay_error"), metrics.settings.get("replicas", 1)
     if error:
-        return f"(the replay of a batch failed with {error})"
-    if settings.get("replicas", 1) > 1:
-        return f"({settings['replicas']} replicas)"
-    if metrics.replays and not any(replay.is_finite for replay in metrics.replays):
-        return "(the replayed ones were not finite)"
-    if metrics.replays and not metrics.run.comparisons:
-        return "(the forward pass draws random numbers that differ by pass)"
-    return ""
-
-
-def _remedy(metrics: RunMetrics) -> str:
-    if metrics.settings.get("replicas", 1) > 1:
-        return "a run on one replica"
-    if metrics.replays or metrics.run.last("replay_error"):
-        return _FLOAT32_TRAINING
-    return (
-        "reference='auto' in kmp.callbacks.defaults(), and in a custom training loop kmp.guard(optimizer, model) "
-        f"around the forward pass; or {_FLOAT32_TRAINING}"
-    )
+        return f" (the replay of a batch failed with {error})", _FLOAT32_TRAINING
+    if replicas > 1:
+        return f" ({replicas} replicas)", "a run on one replica"
+    if not metrics.replays:
+        return "", (
+            "reference='auto' in kmp.callbacks.defaults(), and in a custom training loop kmp.guard(optimizer, model) "
+            f"around the forward pass; or {_FLOAT32_TRAINING}"
+        )
+    why = ""
+    if not any(replay.is_finite for replay in metrics.replays):
+        why = " (the replayed ones were not finite)"
+    elif not metrics.run.comparisons:
+        why = " (the forward pass draws random numbers that differ by pass)"
+    return why, _FLOAT32_TRAINING
 
 
 def _doubt(unknown: str, remedy: str) -> str:
@@ -178,6 +169,6 @@ def _doubt(unknown: str, remedy: str) -> str:
 
 def _lost_norm(metrics: RunMetrics) -> float:
     """Returns an upper bound of the norm of the elements that are too small, relative to that of all gradients."""
-    sample = metrics.gradients.finite_samples[-1]
-    lost = math.sqrt(metrics.gradients.underflow_share * sample.histogram.total) * 2.0**FLOAT16.flush_exponent
+    sample = metrics.finite_samples[-1]
+    lost = math.sqrt(metrics.underflow_share * sample.histogram.total) * 2.0**FLOAT16.flush_exponent
     return lost / metrics.scale / sample.largest if sample.largest else math.inf

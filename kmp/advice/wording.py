@@ -65,12 +65,13 @@ def optimizer_call(metrics: RunMetrics) -> str:
 def learning_rate(metrics: RunMetrics) -> float | None:
     """Returns the highest learning rate that is known, of the first epoch and the ends of all; `None` without one."""
     _, rates = metrics.run.metrics.get("learning_rate", ((), ()))
-    return max([*rates, metrics.settings.get("learning_rate", 0.0)]) or None
+    known = [rate for rate in (*rates, metrics.settings.get("learning_rate", 0.0)) if math.isfinite(rate)]
+    return max(known, default=0.0) or None
 
 
 def smaller_learning_rate(metrics: RunMetrics) -> list[SetArguments]:
     """Returns a learning rate that is smaller by the measured ratio of update to weights, and at most a tenth."""
-    ratio = metrics.gradients.update_ratio[1]
+    ratio = metrics.update_ratio[1]
     factor = min(0.1, thresholds.TYPICAL_UPDATE / ratio) if ratio > 0 and math.isfinite(ratio) else 0.1
     rate = learning_rate(metrics)
     value = f"{factor:.1g} * learning_rate" if rate is None else f"{rate * factor:.1g}"

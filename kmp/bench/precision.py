@@ -127,14 +127,13 @@ def measure_machine() -> Iterator[list[Measurement]]:
 def measure_small_models(modes: Sequence[str], steps: int, rounds: int) -> Iterator[list[Measurement]]:
     """Measures the training of a dense network, a convolutional one and a transformer block."""
     scale, more = (16, 8) if hardware().gpus else (2, 1)
-    tasks: dict[str, tuple[Callable[[int], Task], int]] = {
-        "MLP": (functools.partial(models.mlp, 256 * scale), 128 * more),
-        "conv net": (functools.partial(models.convolutional, 16 * scale), 32 * more),
-        "transformer block": (functools.partial(models.transformer, 64 * scale), 8 * more),
-    }
-    for name, (make_task, batch) in tasks.items():
+    for name, make_task, width, batch in (
+        ("MLP", models.mlp, 256, 128),
+        ("conv net", models.convolutional, 16, 32),
+        ("transformer block", models.transformer, 64, 8),
+    ):
         for mode in modes:
-            yield measure_training(name, make_task, batch, mode, steps, rounds)
+            yield measure_training(name, functools.partial(make_task, scale * width), more * batch, mode, steps, rounds)
 
 
 def measure_operations() -> Iterator[list[Measurement]]:
@@ -142,11 +141,12 @@ def measure_operations() -> Iterator[list[Measurement]]:
     size, batch, side, channels, calls = (4096, 64, 56, 256, 50) if hardware().gpus else (512, 8, 32, 32, 3)
 
     def throughput(
-        name: str, function: Callable[[Any, Any], Any], x: Sequence[int], weights: Sequence[int], operations: int
+        name: str, function: Callable[[Any, Any], Any], x: Sequence[int], weights: Sequence[int]
     ) -> Callable[[], float]:
         dtype = tf.dtypes.as_dtype("float32" if name == WITHOUT_TF32 else name)
         fan_in = math.prod(weights[:-1])
         inputs = [tf.cast(tf.random.normal(x), dtype), tf.cast(tf.random.normal(weights) * fan_in**-0.5, dtype)]
+        operations = 2 * calls * math.prod(x[:-1]) * math.prod(weights)  # each row or pixel meets all weights
 
         # One call runs all of them, each on the result of the one before: a call from Python takes longer than a
         # product on a fast GPU, and TensorFlow would compute equal products only once.
@@ -160,17 +160,14 @@ def measure_operations() -> Iterator[list[Measurement]]:
             repeat(*inputs)
             tf.test.experimental.sync_devices()  # a GPU runs asynchronously
 
-        return lambda: calls * operations / seconds_per_call(run) / 1e9
+        return lambda: operations / seconds_per_call(run) / 1e9
 
     def product(name: str) -> Callable[[], float]:
-        return throughput(name, tf.matmul, (size, size), (size, size), 2 * size**3)
+        return throughput(name, tf.matmul, (size, size), (size, size))
 
     def convolution(name: str) -> Callable[[], float]:
-        own_batch = _batch_for(name, batch)
-        shapes = (own_batch, side, side, channels), (3, 3, channels, channels)
-        return throughput(
-            name, lambda x, y: tf.nn.conv2d(x, y, 1, "SAME"), *shapes, 18 * own_batch * (side * channels) ** 2
-        )
+        images = _batch_for(name, batch), side, side, channels
+        return throughput(name, lambda x, y: tf.nn.conv2d(x, y, 1, "SAME"), images, (3, 3, channels, channels))
 
     for case, make in {
         f"matrix product, {size} x {size}": product,

@@ -3,7 +3,7 @@
 import logging
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -69,12 +69,11 @@ def header() -> dict[str, str]:
     }
 
 
-def tables(results: Sequence[Measurement]) -> list[Table]:
-    """Returns a table for each case of a section: a row for each variant, a column for each mode."""
+def tables(results: Sequence[Measurement]) -> Iterator[Table]:
+    """Yields a table for each case of a section: a row for each variant, a column for each mode."""
     cases: dict[str, list[Measurement]] = {}
     for result in results:
         cases.setdefault(f"{result.section}: {result.case}", []).append(result)
-    made = []
     for title, of_case in cases.items():
         modes = list(dict.fromkeys(result.mode for result in of_case))
         table = Table("", *modes, title=title, title_justify="left")
@@ -83,8 +82,7 @@ def tables(results: Sequence[Measurement]) -> list[Table]:
         for variant in dict.fromkeys(result.variant for result in of_case):
             cells = {result.mode: _cell(result) for result in of_case if result.variant == variant}
             table.add_row(variant, *(cells.get(mode, "") for mode in modes))
-        made.append(table)
-    return made
+        yield table
 
 
 def _cell(result: Measurement) -> str:

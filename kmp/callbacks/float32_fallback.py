@@ -209,7 +209,7 @@ def _may_diverge(metrics: RunMetrics, replay: Replay) -> bool:
     """Whether the updates are so large, or the loss so high in float32 too, that float16 need not be the cause."""
     first, highest, _ = metrics.losses
     has_risen = min(highest, abs(replay.float32_loss or 0.0)) > _HIGH_LOSS * max(abs(first), _SMALL_LOSS)
-    return has_risen or metrics.gradients.update_ratio[1] > _LARGE_UPDATE
+    return has_risen or metrics.update_ratio[1] > _LARGE_UPDATE
 
 
 def _not_in_files(model: keras.Model, changed: Sequence[keras.Layer]) -> str:

@@ -8,7 +8,6 @@ import sys
 import textwrap
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -18,8 +17,6 @@ from kmp import conversion
 from kmp.policy import POLICIES
 from kmp.records import FILE_NAME
 from kmp.utils import atomic_files, printable, user_messages
-
-_PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 
 
 class InputError(Exception):
@@ -37,7 +34,7 @@ def run(parsed: argparse.Namespace) -> int:
     """
     commands = {"demo": _demo, "bench": _bench, "audit": _audit, "report": _report}
     try:
-        commands[parsed.command](parsed, Console())
+        commands[parsed.command](parsed, Console(markup=False, highlight=False))
     except (OSError, ImportError, InputError) as error:
         text = str(error)
         if isinstance(error, OSError) and error.strerror and error.filename:
@@ -93,13 +90,13 @@ def _audit(parsed: argparse.Namespace, console: Console) -> None:
         raise InputError(f"{parsed.file} cannot be loaded: {reason}") from error
     try:
         audit = conversion.audit(model, policy=parsed.policy or conversion.CONVERSION_POLICIES[0])
-    except ValueError as error:
+    except (TypeError, ValueError) as error:  # such as: the file holds a layer
         raise InputError(f"{parsed.file}: {error}") from error
     if parsed.all:
         console.print(audit)
     else:
-        console.print(audit.summary, markup=False, highlight=False)
-        console.print(f"All {len(audit.rows)} rows: kmp audit --all {printable(str(parsed.file))}", **_PLAIN)
+        console.print(audit.summary)
+        console.print(f"All {len(audit.rows)} rows: kmp audit --all {printable(str(parsed.file))}", soft_wrap=True)
     if parsed.json:
         parsed.json.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.write_json(parsed.json, audit.to_dict())
@@ -128,4 +125,4 @@ def _report(parsed: argparse.Namespace, console: Console) -> None:
     except ValueError as error:
         raise InputError(str(error)) from error
     console.print(report.summary(runs))
-    console.print(f"\nReport: {printable(str(report.write(runs, out)))}", **_PLAIN)
+    console.print(f"\nReport: {printable(str(report.write(runs, out)))}", soft_wrap=True)

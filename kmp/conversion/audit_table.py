@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -79,7 +79,7 @@ class Audit:
 
     model: str
     rows: tuple[Row, ...]
-    plan: Plan = field(repr=False)
+    plan: Plan
     conversion_error: str = ""
     notes: tuple[str, ...] = ()
 
@@ -109,7 +109,7 @@ class Audit:
             lines.append(_text(f"  {row.path} ({row.class_name}){reason}", _style(row)))
         if len(kept) > _MOST_IN_SUMMARY:
             lines.append(_text(f"  and {len(kept) - _MOST_IN_SUMMARY} more"))
-        return _as_text(Group(*lines, *map(_text, self.notes[:1])))
+        return _recorded(Group(*lines, *map(_text, self.notes[:1]))).export_text().rstrip()
 
     def _count_or_error(self) -> Text:
         if self.conversion_error:
@@ -136,12 +136,10 @@ class Audit:
         return Group(*renderables)
 
     def __repr__(self) -> str:
-        return _as_text(self.__rich__())
+        return _recorded(self).export_text().rstrip()
 
     def _repr_html_(self) -> str:
-        console = Console(file=io.StringIO(), width=_WIDTH, record=True, force_jupyter=False)
-        console.print(self)
-        return console.export_html(inline_styles=True, code_format="<pre style='line-height: 1.2'>{code}</pre>")
+        return _recorded(self).export_html(inline_styles=True, code_format="<pre style='line-height: 1.2'>{code}</pre>")
 
 
 def _table(model_name: str, rows: Sequence[Row], sources: list[str]) -> Table:
@@ -179,7 +177,8 @@ def _style(row: Row) -> str:
     return "yellow" if row.planned_dtype == FLOAT32.name else ""
 
 
-def _as_text(renderable: RenderableType) -> str:
-    console = Console(file=io.StringIO(), width=_WIDTH, force_terminal=False, force_jupyter=False)
+def _recorded(renderable: RenderableType) -> Console:
+    """Returns a console that has recorded what is printed outside of a terminal."""
+    console = Console(file=io.StringIO(), width=_WIDTH, record=True, force_terminal=False, force_jupyter=False)
     console.print(renderable)
-    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+    return console

@@ -8,7 +8,7 @@ import keras
 
 from kmp.backend import compute_dtypes, is_keras_class, is_passthrough, keras_internals
 from kmp.conversion.audit_table import Audit, Row
-from kmp.conversion.cloning import Operations, clone_model
+from kmp.conversion.cloning import clone_model
 from kmp.conversion.measurement import ActivationStatistics, measure_activations
 from kmp.conversion.model_parts import (
     PARENT,
@@ -62,17 +62,25 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     check_built(model)
     parts = parts_of(model)
     plan = make_plan(model, parts, policy)
-    if batch is not None and is_quantized(model):
+    has_batch, quantized = batch is not None, is_quantized(model)
+    if has_batch and quantized:
         raise ValueError(f"{model.name!r} is quantized and has no float32 version to compare with: omit `batch`.")
-    is_converted = is_quantized(model) or bool(compute_dtypes(model) & set(DTYPES_16_BIT))
+    is_converted = quantized or bool(compute_dtypes(model) & set(DTYPES_16_BIT))
+    # Without a batch, a model is rebuilt for its custom classes: nothing else shows whether their configs suffice.
+    classes = {type(model), *(type(part.operation) for part in parts)}
+    has_custom_classes = not all(is_keras_class(cls) or cls.__module__.startswith("kmp.") for cls in classes)
     error, reference, candidate = "", Statistics(), Statistics()
     try:
-        rebuilt, operations = _rebuilt(model, parts, None if is_converted else plan, batch is not None)
-        if batch is not None:
-            _, reference = measure_activations(model, {part.path: part.operation for part in parts}, batch)
-            _, candidate = measure_activations(rebuilt, operations, batch)
+        if not quantized:
+            check_not_float64(model)
+        if has_batch or (has_custom_classes and not is_converted):
+            with keras_internals.layer_names_restored():
+                rebuilt, operations = clone_model(model, parts, None if is_converted else plan)
+        if has_batch:
+            reference = measure_activations(model, {part.path: part.operation for part in parts}, batch)
+            candidate = measure_activations(rebuilt, operations, batch)
     except ValueError as caught:
-        if batch is not None:
+        if has_batch:
             raise
         error = str(caught)
     if is_converted:  # it is its own candidate
@@ -90,25 +98,6 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     return Audit(model.name, rows, plan, error, tuple(notes))
 
 
-def _rebuilt(
-    model: keras.Model, parts: list[Part], plan: Plan | None, has_batch: bool
-) -> tuple[keras.Model, Operations]:
-    """Returns the model as `kmp.convert` or `kmp.to_float32` rebuilds it, or itself if nothing has to be found out.
-
-    Without a batch, a float32 model is rebuilt if it has custom classes: nothing else shows whether their configs
-    suffice.
-    """
-    if is_quantized(model):
-        return model, {}
-    check_not_float64(model)
-    classes = {type(model), *(type(part.operation) for part in parts)}
-    has_custom_classes = not all(is_keras_class(cls) or cls.__module__.startswith("kmp.") for cls in classes)
-    if not has_batch and (plan is None or not has_custom_classes):
-        return model, {}
-    with keras_internals.layer_names_restored():
-        return clone_model(model, parts, plan)
-
-
 def _row(
     part: Part,
     plan: Plan,
@@ -124,7 +113,7 @@ def _row(
     if part.dtype_from == PARENT:
         rule = OpRule(FOLLOWS_INPUTS, f"uses the dtype of {part.parent.name}, which creates it")
     else:
-        rule = rule_for(part, plan.compute_dtype)
+        rule = rule_for(part.operation, plan.compute_dtype)
     reason = plan.float32.get(part.path, rule.reason)
 
     is_float = not has_dtypes or keras.backend.is_float_dtype(layer.compute_dtype)
@@ -160,10 +149,7 @@ def _row(
 
 
 def _output_dtype(operation: keras.Operation) -> str | None:
-    try:
-        outputs = keras.tree.flatten(operation.output)
-    except (AttributeError, ValueError, RuntimeError):  # never called in a graph, or called several times
-        outputs = [tensor for node in keras_internals.calls_of(operation) for tensor in node.output_tensors]
+    outputs = keras.tree.flatten(getattr(operation, "output", []))  # none if it was never called in a graph
     dtypes = sorted({keras.backend.standardize_dtype(tensor.dtype) for tensor in outputs})
     return ", ".join(dtypes) or None
 

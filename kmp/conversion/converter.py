@@ -4,10 +4,9 @@ import logging
 from typing import Any
 
 import keras
-import numpy as np
 
 from kmp.backend import compute_dtypes
-from kmp.conversion.cloning import Operations, clone_model
+from kmp.conversion.cloning import clone_model
 from kmp.conversion.compile_state import transfer_compile_state
 from kmp.conversion.measurement import measure_activations
 from kmp.conversion.model_parts import INPUTS, PLAN, Part, check_built, check_not_float64, is_quantized, parts_of
@@ -144,7 +143,7 @@ def _log_what_cannot_be_set(parts: list[Part], plan: Plan, float32_layers: bool)
         if part.obstacle and part.path in plan.float32:
             logger.warning("%s stays float32: %s.", part.path, part.obstacle)
         if float32_layers and part.dtype_from == INPUTS and not part.is_layer:
-            rule = rule_for(part, plan.compute_dtype)
+            rule = rule_for(part.operation, plan.compute_dtype)
             if rule.category == NEEDS_FLOAT32:
                 logger.warning(
                     "%s needs float32 but follows its inputs, because the code of %s creates it: %s. Use "
@@ -157,32 +156,21 @@ def _log_what_cannot_be_set(parts: list[Part], plan: Plan, float32_layers: bool)
 
 def _convert_until_finite(model: keras.Model, parts: list[Part], plan: Plan, batch: Any) -> keras.Model:
     """Converts repeatedly, each time with the overflowing layers in float32, until none overflows only in 16 bits."""
-    operations: Operations = {part.path: part.operation for part in parts}
-
-    def is_finite(outputs: Any) -> bool:
-        return all(np.isfinite(np.asarray(output)).all() for output in keras.tree.flatten(outputs))
-
-    outputs, reference = measure_activations(model, operations, batch)
-    finite_in_float32 = is_finite(outputs)
-    if not finite_in_float32:
+    reference = measure_activations(model, {part.path: part.operation for part in parts}, batch)
+    if "" in reference and not reference[""].is_finite:
         logger.warning("With this batch the outputs of %r have NaN or Inf in float32 too.", model.name)
-    # A path without its own policy is kept float32 through its closest parent that has one.
+    # A path without its own policy is kept float32 through its closest parent that has one. The model has the path "".
     closest: dict[str, str] = {"": ""}
     for part in parts:
         closest[part.path] = part.path if part.dtype_from == PLAN else closest[part.parent_path]
     while True:
         converted, operations = clone_model(model, parts, plan)
-        outputs, statistics = measure_activations(converted, operations, batch)
-        nonfinite = [
-            path
-            for path, measured in statistics.items()
-            if not measured.is_finite
-            and path in reference
-            and reference[path].is_finite
-            and closest[path] not in ("", *plan.float32)
-        ]
+        statistics = measure_activations(converted, operations, batch)
+        finite_before = [path for path in statistics if path in reference and reference[path].is_finite]
+        overflowed = [path for path in finite_before if not statistics[path].is_finite]
+        nonfinite = [path for path in overflowed if closest[path] not in ("", *plan.float32)]
         if not nonfinite:
-            if finite_in_float32 and not is_finite(outputs):
+            if "" in overflowed:
                 logger.warning("With this batch the outputs of %r have NaN or Inf in %s.", model.name, plan.policy)
             return converted
         # All whose float32 output exceeds float16's range; if there are none, the first that is non-finite.

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -14,38 +13,29 @@ from kmp.backend import instance_attribute, state_restored
 from kmp.utils import FLOAT16, user_messages
 
 
-@dataclass(frozen=True)
 class ActivationStatistics:
     """Statistics over all float outputs of one layer or operation, from all its calls on one batch.
 
     Args:
+        values: The outputs as float32 arrays.
+
+    Attributes:
         amax: Float, the largest magnitude of the finite elements.
         overflow_share: Float, the share of elements that exceed 65504 or are NaN or Inf.
         underflow_share: Float, the share of nonzero elements that float16 flushes to zero.
         is_finite: Whether no element is NaN or Inf.
-        values: The outputs as float32 arrays.
     """
 
-    amax: float
-    overflow_share: float
-    underflow_share: float
-    is_finite: bool
-    values: tuple[np.ndarray, ...]
-
-    @classmethod
-    def of(cls, values: tuple[np.ndarray, ...]) -> "ActivationStatistics":
-        """Returns the statistics of float32 arrays."""
+    def __init__(self, values: list[np.ndarray]) -> None:
         magnitudes = np.abs(np.concatenate([value.ravel() for value in values]))
         finite = np.isfinite(magnitudes)
         flushed = (magnitudes > 0) & (magnitudes <= 2.0**FLOAT16.flush_exponent)
         count = max(magnitudes.size, 1)
-        return cls(
-            float(magnitudes[finite].max(initial=0.0)),
-            float((~finite | (magnitudes > FLOAT16.max)).sum() / count),
-            float(flushed.sum() / count),
-            bool(finite.all()),
-            values,
-        )
+        self.values = values
+        self.amax = float(magnitudes[finite].max(initial=0.0))
+        self.overflow_share = float((~finite | (magnitudes > FLOAT16.max)).sum() / count)
+        self.underflow_share = float(flushed.sum() / count)
+        self.is_finite = bool(finite.all())
 
     def relative_error(self, reference: "ActivationStatistics") -> float:
         """Returns the L2 norm of the difference divided by that of the reference; NaN if the shapes differ."""
@@ -59,11 +49,11 @@ class ActivationStatistics:
 
 def measure_activations(
     model: keras.Model, operations: Mapping[str, keras.Operation], batch: Any
-) -> tuple[Any, dict[str, ActivationStatistics]]:
+) -> dict[str, ActivationStatistics]:
     """Runs a model eagerly on a batch, in inference mode, and restores its state.
 
     Returns:
-        The model's outputs, and the statistics of `operations` by path, in the order in which the calls finished.
+        The statistics of `operations` by path, and of the model as `""`, in the order in which the calls finished.
     """
     recorded: dict[str, list[np.ndarray]] = {}
 
@@ -82,11 +72,11 @@ def measure_activations(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(state_restored(model))
-        for path, operation in operations.items():
+        for path, operation in {**operations, "": model}.items():
             stack.enter_context(instance_attribute(operation, "call", recording(path, operation.call)))
         try:
-            outputs = model(batch, training=False)
+            model(batch, training=False)
         except Exception as error:  # Keras and TensorFlow raise many classes, with long messages
             subject = f"{type(model).__name__} {model.name!r} (pass only the model's inputs, no targets)"
             raise ValueError(f"`batch` does not fit {subject}: {user_messages.one_line(error)}") from error
-    return outputs, {path: ActivationStatistics.of(tuple(values)) for path, values in recorded.items() if values}
+    return {path: ActivationStatistics(values) for path, values in recorded.items() if values}

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -113,34 +112,25 @@ def make_plan(
     plan = Plan(policy)
     parts = [part for part in parts if part.dtype_from == PLAN]
     requested = _selected_paths(parts, keep_float32)
-    rules = {part.path: rule_for(part, plan.compute_dtype) for part in parts if float32_layers}
+    rules = {part.path: rule_for(part.operation, plan.compute_dtype) for part in parts if float32_layers}
     outputs = {id(operation) for operation in output_operations(model)} if float32_layers else set()
-    # A layer that uses an output layer, such as a tied embedding.
-    around_outputs = {
-        part.parent_path: part.path
-        for part in reversed(parts)
-        if id(part.operation) in outputs and not isinstance(part.parent, keras.Model)
-    }
-    keeps_weights_in_16_bits = not plan.policy.startswith("mixed_")
     bits = FORMATS_16_BIT[plan.compute_dtype].fraction_bits + 1
 
-    def reasons(part: Part) -> Iterator[str]:
-        """Yields why a part stays float32; the first reason applies."""
-        rule = rules.get(part.path)
-        if rule and keeps_weights_in_16_bits and isinstance(part.operation, keras.layers.BatchNormalization):
-            yield "its statistics are weights, and 16 bits would round their updates away"
-        if part.obstacle:
-            yield part.obstacle
-        if part.path in requested:
-            yield "selected by keep_float32"
-        if rule and rule.category == NEEDS_FLOAT32:
-            yield rule.reason
-        if id(part.operation) in outputs:
-            yield f"model output: {plan.compute_dtype} would round it to {bits} bits"
-        if part.path in around_outputs:
-            yield _AROUND.format(path=around_outputs[part.path])
-
-    float32 = {part.path: reason for part in parts if (reason := next(reasons(part), None))}
+    # Why a part stays float32: of several reasons, the last one here.
+    of_outputs = [part for part in parts if id(part.operation) in outputs]
+    float32 = {  # a layer that uses an output layer, such as a tied embedding
+        part.parent_path: _AROUND.format(path=part.path)
+        for part in reversed(of_outputs)
+        if not isinstance(part.parent, keras.Model)
+    }
+    float32 |= {part.path: f"model output: {plan.compute_dtype} would round it to {bits} bits" for part in of_outputs}
+    float32 |= {path: rule.reason for path, rule in rules.items() if rule.category == NEEDS_FLOAT32}
+    float32 |= dict.fromkeys(requested, "selected by keep_float32")
+    float32 |= {part.path: part.obstacle for part in parts if part.obstacle}
+    if not plan.policy.startswith("mixed_"):
+        reason = "its statistics are weights, and 16 bits would round their updates away"
+        normalizations = [part for part in parts if isinstance(part.operation, keras.layers.BatchNormalization)]
+        float32 |= {part.path: reason for part in normalizations if part.path in rules}
     # A layer that follows its inputs is float32 if these all are: nothing is rounded to float16 between two float32
     # layers, or before the first one.
     inputs = map(keras_internals.producer_of, keras_internals.graph_tensors(model, "inputs"))

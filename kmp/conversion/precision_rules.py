@@ -17,7 +17,6 @@ import numpy as np
 
 from kmp import layers
 from kmp.backend import direct_sublayers, is_keras_class, is_passthrough, keras_internals, sublayers
-from kmp.conversion.model_parts import Part
 from kmp.policy import exact_indices
 from kmp.utils import FLOAT16, FORMATS_16_BIT
 
@@ -124,17 +123,13 @@ _LAYER_NAMES = {
         "DepthwiseConv1D DepthwiseConv2D SeparableConv1D SeparableConv2D"
     ),
 }
-_RULE_OF_LAYER = [  # some exist only in later Keras versions
-    (getattr(keras.layers, name), rule)
-    for rule, names in _LAYER_NAMES.items()
-    for name in names.split()
-    if hasattr(keras.layers, name)
-]
+_RULE_OF_LAYER = [(getattr(keras.layers, name), rule) for rule, names in _LAYER_NAMES.items() for name in names.split()]
 
 
-def rule_for(part: Part, dtype: str = FLOAT16.name) -> OpRule:
+def rule_for(operation: keras.Operation, dtype: str = FLOAT16.name) -> OpRule:
     """Returns the rule for a layer or operation that would compute in `dtype`: the first that matches it."""
-    rule = next((_rules_of_layer if part.is_layer else _rules_of_operation)(part.operation, dtype))
+    is_layer = isinstance(operation, keras.Layer)
+    rule = next((_rules_of_layer if is_layer else _rules_of_operation)(operation, dtype))
     if dtype == FLOAT16.name or rule.category != NEEDS_FLOAT32 or not re.search(r"\bfloat16\b", rule.reason):
         return rule
     return replace(rule, reason=_TOO_FEW_BITS)

@@ -3,7 +3,6 @@
 Imports matplotlib. `import kmp` does not import it; `kmp.plots` is imported on first use.
 """
 
-from kmp.plots import style as style
 from kmp.plots.gradient_plots import exponents_over_steps, gradient_exponents
 from kmp.plots.layer_plots import layer_errors, overflowing_variables
 from kmp.plots.step_plots import loss_scale, metric

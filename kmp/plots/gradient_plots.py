@@ -42,7 +42,7 @@ def gradient_exponents(histogram: ExponentHistogram, ax: Axes | None = None) -> 
     """
     validation.instance("histogram", histogram, ExponentHistogram, "a kmp.records.ExponentHistogram of a run")
     title = f"Gradient magnitudes in training step {histogram.step}"
-    ax = style.label(style.axes(ax), title, _EXPONENT_LABEL, "gradient elements")
+    ax = style.axes(ax, title, _EXPONENT_LABEL, "gradient elements")
     if not histogram.total:
         return style.empty(ax, "No gradients were sampled.")
     scale, zeros = histogram.loss_scale, histogram.zero_fraction
@@ -119,7 +119,7 @@ def exponents_over_steps(run: Run, ax: Axes | None = None) -> Axes:
     'training step'
     """
     validation.instance("run", run, Run, RUN_EXPECTED)
-    ax = style.label(style.axes(ax), "Exponents of the loss-scaled gradient", "training step", _EXPONENT_LABEL)
+    ax = style.axes(ax, "Exponents of the loss-scaled gradient", "training step", _EXPONENT_LABEL)
     newest = {histogram.step: histogram for histogram in run.histograms if histogram.total}
     histograms = [newest[step] for step in sorted(newest)]
     if not histograms:

@@ -38,9 +38,7 @@ def layer_errors(run: Run, ax: Axes | None = None) -> Axes:
     'Harmful error begins at net/first'
     """
     validation.instance("run", run, Run, RUN_EXPECTED)
-    ax = style.label(
-        style.axes(ax), "Difference from float32 by layer", "relative error of outputs", "layer, first to last"
-    )
+    ax = style.axes(ax, "Difference from float32 by layer", "relative error of outputs", "layer, first to last")
     comparisons = run.comparisons
     if not comparisons or not comparisons[-1][1].layer_errors:
         return style.empty(ax, "No batch was compared with float32.")
@@ -101,7 +99,7 @@ def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Ax
     """
     validation.instance("run", run, Run, RUN_EXPECTED)
     top = validation.positive_integer("top", top)
-    ax = style.label(style.axes(ax), "Variables that overflowed", "training steps", "variable")
+    ax = style.axes(ax, "Variables that overflowed", "training steps", "variable")
     overflows, origins = (run.last(key) for key in ("overflows_by_variable", "overflow_origins_by_variable"))
     if overflows is None and origins is None:
         return style.empty(ax, "Overflows were not counted by variable.")

@@ -29,7 +29,7 @@ def loss_scale(run: Run, ax: Axes | None = None) -> Axes:
     'The loss scale ends at $2^{4}$'
     """
     validation.instance("run", run, Run, RUN_EXPECTED)
-    ax = style.label(style.axes(ax), "Loss scale", "training step", "loss scale")
+    ax = style.axes(ax, "Loss scale", "training step", "loss scale")
     steps, scales = _by_step(run, "loss_scale")
     if not steps.size:
         return style.empty(ax, "No loss scale was recorded.")
@@ -116,7 +116,7 @@ def metric(runs: Mapping[str, Run], name: str, ax: Axes | None = None) -> Axes:
         validation.instance(f"runs[{run_name!r}]", run, Run, RUN_EXPECTED)
     series = {run_name: run.metrics[name] for run_name, run in runs.items() if name in run.metrics}
     shown, last = style.literal(name), ", ".join(f"{values[-1]:.3g}" for _, values in series.values())
-    ax = style.label(style.axes(ax), f"{shown} at the end: {last}" * bool(series), "training step", shown)
+    ax = style.axes(ax, f"{shown} at the end: {last}" * bool(series), "training step", shown)
     if not series:
         return style.empty(ax, f"No {shown} was recorded.")
     for number, (run_name, (steps, values)) in enumerate(series.items()):

@@ -21,14 +21,10 @@ SMALL = 8.0
 _LINE_HEIGHT = 1.35  # of a legend row, in font sizes
 
 
-def axes(ax: Axes | None) -> Axes:
-    """Returns `ax`, or new axes in a size that fits a notebook."""
+def axes(ax: Axes | None, title: str, x: str, y: str) -> Axes:
+    """Returns `ax`, or new axes in a size that fits a notebook, with a title and axis labels."""
     validation.instance("ax", ax, (Axes, NoneType), "axes of matplotlib, or None for new ones")
-    return plt.subplots(figsize=(8, 4.2), layout="constrained")[1] if ax is None else ax
-
-
-def label(ax: Axes, title: str, x: str, y: str) -> Axes:
-    """Sets the title and the axis labels."""
+    ax = plt.subplots(figsize=(8, 4.2), layout="constrained")[1] if ax is None else ax
     ax.set_title(title, loc="left", fontsize="medium")
     ax.set_xlabel(x, fontsize="small")
     ax.set_ylabel(y, fontsize="small")

@@ -35,8 +35,7 @@ def what_if(run_or_curve: Run | WhatIf, ax: Axes | None = None) -> Axes:
     'loss scale'
     """
     validation.instance("run_or_curve", run_or_curve, (Run, WhatIf), f"{RUN_EXPECTED}, or a kmp.advice.WhatIf")
-    title = "Underflow and overflow at other loss scales"
-    ax = style.label(style.axes(ax), title, "loss scale", "share of elements, or of steps")
+    ax = style.axes(ax, "Underflow and overflow at other loss scales", "loss scale", "share of elements, or of steps")
     try:
         curve = compute_what_if(run_or_curve) if isinstance(run_or_curve, Run) else run_or_curve
     except ValueError:

@@ -72,7 +72,7 @@ def figures(summary: RunSummary) -> dict[str, ReportFigure]:
         steps = [sample.step for sample in run.samples]
         alt = f"The gradients' binary exponents in {len(steps)} samples, from step {steps[0]} to {steps[-1]}."
         draw("exponents_over_steps", run, "The gradients' magnitudes during training.", alt)
-    if (curve := metrics.gradients.curve) is not None:
+    if (curve := metrics.curve) is not None:
         caption = "What float16 would lose of the sampled gradients at each constant loss scale."
         draw("what_if", curve, caption, f"The share of gradient elements lost at every loss scale. {scales.note}")
     if run.last("overflows_by_variable"):

@@ -7,9 +7,9 @@ from pathlib import Path
 import jinja2
 
 from kmp.records import Run
+from kmp.report import run_tables
 from kmp.report.run_comparison import comparison, difference
 from kmp.report.run_summary import summaries
-from kmp.report.run_tables import gradients, layer_errors, other_scales, overflow_and_underflow
 from kmp.utils import atomic_files, printable, validation
 
 
@@ -46,10 +46,7 @@ def html(runs: Mapping[str, Run]) -> str:
         comparison=comparison(found),
         differences=[difference(first, other) for other in others],
         metric_figures=metric_figures(found),
-        layer_errors=layer_errors,
-        gradients=gradients,
-        overflow_and_underflow=overflow_and_underflow,
-        other_scales=other_scales,
+        run_tables=run_tables,
     )
     return page.strip() + "\n"
 

@@ -44,7 +44,7 @@ def _names_of_metrics(runs: Sequence[RunSummary]) -> list[str]:
 def _differs(metric: str, runs: Sequence[RunSummary]) -> bool:
     values = [run.metrics_of_epochs.get(metric, math.nan) for run in runs]
     finite = [value for value in values if math.isfinite(value)]
-    return len(finite) < len(values) or max(finite) - min(finite) > _MUCH * max(map(abs, finite))
+    return bool(finite) and (len(finite) < len(values) or max(finite) - min(finite) > _MUCH * max(map(abs, finite)))
 
 
 def main_metrics(runs: Sequence[RunSummary]) -> list[str]:

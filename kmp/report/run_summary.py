@@ -52,7 +52,7 @@ class RunSummary:
     @property
     def _is_known(self) -> bool:
         """Whether the run can be diagnosed: it has a finding, or samples of finite gradients."""
-        return bool(self.advice) or self.metrics.gradients.curve is not None
+        return bool(self.advice) or self.metrics.curve is not None
 
     @property
     def skipped_steps(self) -> int | None:
@@ -101,7 +101,7 @@ class RunSummary:
             ("last loss", number(losses[-1]) if losses.size else UNKNOWN),
             ("gradient elements that are zero", share(last("grad_zeros"))),
             ("gradient norm", number(last("grad_norm"))),
-            ("sampled steps", str(len(metrics.gradients.samples))),
+            ("sampled steps", str(len(metrics.samples))),
         )
 
     @cached_property

@@ -84,7 +84,7 @@ def gradients(run: RunSummary) -> Table:
 
 def overflow_and_underflow(run: RunSummary) -> Table:
     """Returns how often each variable was the origin of an overflow or underflow, and how often it had one at all."""
-    metrics = run.metrics.gradients
+    metrics = run.metrics
     columns = {
         "overflow origin": run.run.last("overflow_origins_by_variable", {}),
         "overflowed": run.run.last("overflows_by_variable", {}),
@@ -108,9 +108,9 @@ def overflow_and_underflow(run: RunSummary) -> Table:
 
 def other_scales(run: RunSummary) -> Table:
     """Returns what float16 would lose of the sampled gradients at a constant loss scale: that in use, and others."""
-    curve = run.metrics.gradients.curve
+    curve = run.metrics.curve
     if curve is None:
-        return Table(note="No sampled gradient was finite." if run.metrics.gradients.samples else NOT_SAMPLED)
+        return Table(note="No sampled gradient was finite." if run.metrics.samples else NOT_SAMPLED)
     scales, advice = {"in use": curve.in_use}, "No scale is recommended."
     if curve.recommended:
         low, high = curve.recommended

@@ -6,18 +6,14 @@ import pytest
 from keras import layers, ops
 
 import kmp
-from kmp.conversion.model_parts import Part, parts_of
+from kmp.conversion.model_parts import parts_of
 from kmp.conversion.precision_rules import FOLLOWS_INPUTS, NEEDS_FLOAT32, RUNS_IN_FLOAT16, rule_for
-
-
-def rule_for_layer(layer):
-    return rule_for(Part("", layer, layer))
 
 
 def rule_for_operation(function, dtype="float16"):
     inputs = keras.Input((4,))
     model = keras.Model(inputs, function(inputs))
-    return rule_for(parts_of(model)[-1], dtype)
+    return rule_for(parts_of(model)[-1].operation, dtype)
 
 
 def each(category, *cases):
@@ -64,7 +60,7 @@ class AddsLossWithSublayer(AddsLoss):
     ids=lambda value: value.name if isinstance(value, keras.Layer) else value,
 )
 def test_layers_have_the_category_of_their_source(layer, category):
-    assert rule_for_layer(layer).category == category
+    assert rule_for(layer).category == category
 
 
 @pytest.mark.parametrize(
@@ -103,7 +99,7 @@ def test_reason_contains_a_constant_outside_float16s_range():
     assert rule_for_operation(lambda x: x * 1e5).reason == "the constant 100000 exceeds 65504 and overflows in float16"
     assert rule_for_operation(lambda x: x * 1e5, "bfloat16").category == FOLLOWS_INPUTS
     regularized = layers.Dense(2, activity_regularizer="l2")
-    assert rule_for(Part("", regularized, regularized), "bfloat16").category == NEEDS_FLOAT32
+    assert rule_for(regularized, "bfloat16").category == NEEDS_FLOAT32
     assert rule_for_operation(ops.exp, "bfloat16").reason.startswith("bfloat16 has 8 significant bits")
     assert rule_for_operation(lambda x: x + 1e-41, "bfloat16").reason.endswith("below 9e-41 and is zero in bfloat16")
     assert rule_for_operation(lambda x: x + 1e-8).reason == "the constant 1e-08 is below 6e-08 and is zero in float16"
@@ -116,9 +112,9 @@ def test_epsilon_of_a_custom_layer_is_checked():
         def call(self, x):
             return x / self.epsilon
 
-    rule = rule_for(Part("", CustomLayer(), None), "bfloat16")
+    rule = rule_for(CustomLayer(), "bfloat16")
     assert (rule.category, rule.reason) == (FOLLOWS_INPUTS, "a custom layer: kmp does not examine its `call`")
-    assert rule_for_layer(CustomLayer()).reason == "the constant 1e-12 is below 6e-08 and is zero in float16"
+    assert rule_for(CustomLayer()).reason == "the constant 1e-12 is below 6e-08 and is zero in float16"
 
 
 @pytest.mark.parametrize("name", ["mean", "var", "std", pytest.param("nanmean", marks=NANMEAN)])
@@ -146,7 +142,8 @@ def test_unit_normalization_is_wrong_for_values_whose_squares_overflow():
 def test_float_constants_of_a_where_with_a_boolean_mask_are_checked_and_integer_constants_are_not():
     mask, ids = keras.Input((4,), dtype="bool"), keras.Input((4,), dtype="int32")
     model = keras.Model([mask, ids], [ops.where(mask, 0.0, -1e9), ops.one_hot(ids % 1_000_003, 70_000)])
-    rules = {type(part.operation).__name__: rule_for(part) for part in parts_of(model) if not part.is_layer}
+    operations = [part.operation for part in parts_of(model) if not part.is_layer]
+    rules = {type(operation).__name__: rule_for(operation) for operation in operations}
     where = rules.pop("Where")
     assert (where.category, "-1e+09" in where.reason) == (NEEDS_FLOAT32, True)
     assert [rule.category for rule in rules.values()] == [FOLLOWS_INPUTS] * 2
