@@ -355,7 +355,7 @@ class Monitor(OptimizerReader):
         self._has_finite_sample |= sample.histogram.is_finite
         self._samples_until_update -= 1
         if self.variables is not None:
-            sample = sample.select([name for name in self._selected_variables() if name in sample.names])
+            sample = sample.select([name for name in self._selected_variables() if name in sample])
         is_measured = self._weights_before and sample.step > self._steps_before
         if is_measured and int(self.optimizer.iterations.numpy()) > self._updates_before:
             sample = with_updates(sample, self._weights_before, self._selected_variables())
