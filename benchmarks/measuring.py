@@ -114,7 +114,7 @@ class SampledStep(Step):
     def __init__(self, shapes: Shapes, mode: str) -> None:
         super().__init__(OURS, shapes, mode)
         self.owner, self._before = GradientHistogram(), {}
-        self.optimizer.prepare_sampling()
+        self.optimizer.start_sampling(self.owner, every_n_steps=NEVER, next_step=False)
 
     def sampled(self) -> None:
         """Takes a step that is sampled."""

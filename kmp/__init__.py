@@ -18,7 +18,7 @@ from kmp import advice, callbacks, layers, optimizer, records, scaling
 from kmp.advice import advise, what_if
 from kmp.conversion import Plan, audit, convert, to_float32
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import disable, enable, graph_rewrite, guard, hardware, wrap
+from kmp.policy import disable, enable, gpus, graph_rewrite, guard, wrap
 from kmp.records import load_run
 from kmp.utils import __version__ as __version__
 
@@ -32,9 +32,9 @@ __all__ = [
     "convert",
     "disable",
     "enable",
+    "gpus",
     "graph_rewrite",
     "guard",
-    "hardware",
     "layers",
     "load_run",
     "optimizer",

@@ -87,10 +87,10 @@ def gpu_checks(has_driver: bool) -> Iterator[Check]:
     """
     import tensorflow as tf
 
-    from kmp import hardware
+    import kmp
     from kmp.policy import xla_error
 
-    build, gpus, package = tf.sysconfig.get_build_info(), hardware().gpus, tensorflow_packages()[0]
+    build, gpus, package = tf.sysconfig.get_build_info(), kmp.gpus(), tensorflow_packages()[0]
     if build.get("is_cuda_build"):
         text = f"TensorFlow is built with CUDA {build.get('cuda_version')} and cuDNN {build.get('cudnn_version')}"
         yield Check("CUDA build", OK, text)
@@ -134,9 +134,9 @@ def gpu_checks(has_driver: bool) -> Iterator[Check]:
 
 
 def _measure(console: Console, checks: list[Check]) -> dict[str, Any]:
-    from kmp import bench, hardware
+    from kmp import bench, gpus
 
-    minutes = "; XLA may take two minutes to compile" if hardware().gpus else ""
+    minutes = "; XLA may take two minutes to compile" if gpus() else ""
     console.print(f"\nMeasuring each precision{minutes} ...", style="dim")
     measured: list[Any] = []
     try:
@@ -161,7 +161,7 @@ def _measure(console: Console, checks: list[Check]) -> dict[str, Any]:
             f"Mixed precision is {best.speedup:.2f} times as fast as float32 here: kmp.enable({best.policy!r}) and "
             f"model.compile(..., {option})."
         )
-    device = "the first GPU" if hardware().gpus else "the CPU, because TensorFlow sees no GPU"
+    device = "the first GPU" if gpus() else "the CPU, because TensorFlow sees no GPU"
     verdict += f" Measured on {device}, with one small model; the speed-up of yours may differ."
     status = NOT_FASTER if best.policy == "float32" else FASTER
     return {"exit_status": status, "verdict": verdict, "recommended": dataclasses.asdict(best)} | results

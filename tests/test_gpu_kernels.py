@@ -30,18 +30,6 @@ def unwrapped_model(option):
     return model
 
 
-def sampled(model):
-    model.optimizer.prepare_sampling()
-    return model
-
-
-def sampled_unscaled(model):
-    """Sets a scale that is not a power of two, so that the unscaled gradients are counted separately."""
-    inner = model.optimizer.inner_optimizer
-    model.compile(kmp.LossScaleOptimizer(inner, loss_scale=1000.0), "sparse_categorical_crossentropy")
-    return sampled(model)
-
-
 def captured(model):
     """Samples, and keeps the batches of skipped steps, to replay them."""
     histogram = kmp.callbacks.GradientHistogram()
@@ -50,15 +38,11 @@ def captured(model):
     return model
 
 
-# A step with `captured` has all operations of one with `sampled`; `sampled_unscaled` does not depend on the option.
-STEPS = [*[(option, captured) for option in matrix.OPTIONS], ("plain", sampled_unscaled)]
-
-
-@pytest.mark.parametrize(("option", "prepare"), STEPS)
-def test_step_copies_only_branch_conditions_to_the_host(option, prepare):
+@pytest.mark.parametrize("option", matrix.OPTIONS)
+def test_step_copies_only_branch_conditions_to_the_host(option):
     baseline = place(training_step(unwrapped_model(option)))
     with kmp.enable():
-        placement = place(training_step(prepare(matrix.make_model(option))))
+        placement = place(training_step(captured(matrix.make_model(option))))
     added = placement.copies - baseline.copies
     assert {copy.dtype for copy in added} == {"bool"}
     assert {copy.operation for copy in added} <= {"If", "StatelessIf"}
@@ -66,10 +50,10 @@ def test_step_copies_only_branch_conditions_to_the_host(option, prepare):
     assert placement.without_kernel <= baseline.without_kernel
 
 
-@pytest.mark.parametrize(("option", "prepare"), STEPS)
-def test_xla_has_a_gpu_kernel_for_every_operation_of_a_step(option, prepare, xla_on_gpu):
+@pytest.mark.parametrize("option", matrix.OPTIONS)
+def test_xla_has_a_gpu_kernel_for_every_operation_of_a_step(option, xla_on_gpu):
     with kmp.enable():
-        model = prepare(matrix.make_model(option, jit_compile=True))
+        model = captured(matrix.make_model(option, jit_compile=True))
         assert place(training_step(model, jit_compile=True), XLA_GPU).without_kernel == {}
 
 
@@ -90,7 +74,7 @@ def test_updates_are_measured_on_the_device():
 
 def test_step_uses_no_int32_variables():
     with kmp.enable():
-        model = sampled(matrix.make_model("ema"))
+        model = captured(matrix.make_model("ema"))
         variables = training_step(model).graph.variables
     assert {variable.dtype for variable in variables} == {tf.int64, tf.float32, tf.float64}
 

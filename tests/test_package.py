@@ -110,7 +110,7 @@ def test_public_surface_is_what_the_readme_documents():
     pages = [page.read_text(encoding="utf-8") for page in paths]
     documented = set(re.findall(r"\bkmp\.([A-Za-z]\w*)", "".join(pages))) - {"jsonl", "lock"}
     assert documented == {
-        *("LossScaleOptimizer", "disable", "enable", "guard", "hardware", "wrap"),
+        *("LossScaleOptimizer", "disable", "enable", "gpus", "guard", "wrap"),
         *("advise", "load_run", "what_if"),
         *("Plan", "audit", "convert", "graph_rewrite", "to_float32"),
         *("callbacks", "layers", "plots", "records"),

@@ -113,7 +113,7 @@ def test_table_of_the_stuck_detectors_arguments_is_the_signature():
 
 
 def test_every_public_name_is_documented():
-    names = [f"kmp.{name}(" for name in ("enable", "disable", "wrap", "guard", "hardware", "LossScaleOptimizer")]
+    names = [f"kmp.{name}(" for name in ("enable", "disable", "wrap", "guard", "gpus", "LossScaleOptimizer")]
     names += [f"kmp.layers.{name}" for name in ("Float32", "Softmax", "BatchNormalization")]
     names += ["LossScaleLogger", "OverflowCounter", "GradientHistogram", "StuckDetector", "kmp.callbacks.defaults("]
     assert [name for name in names if name not in GUIDE] == []

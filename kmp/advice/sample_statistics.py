@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Iterable, Set
-from dataclasses import replace
 
 import numpy as np
 
@@ -24,10 +23,8 @@ class SampleStatistics:
         own = sample.without(excluded)
         own = own if len(own) else sample
         self.step, self.loss_scale, self.names = sample.step, sample.loss_scale, own.names
-        self.histogram = histogram = own.histogram
-        if histogram.unscaled_counts is None:  # of another scale than a power of two, a log has them
-            histogram = replace(histogram, loss_scale=2.0 ** math.floor(math.log2(sample.loss_scale)))
-        self.unscaled_counts = histogram.unscaled.by_exponent
+        self.histogram = own.histogram
+        self.unscaled_counts = self.histogram.unscaled.by_exponent
         self.amax, self.totals, self.zeros = own.amax, own.elements, own.zeros
         below_normal = own.bin_counts.between(ZERO_BIN + 1, _FIRST_NORMAL_BIN)
         self.small_shares = below_normal / np.maximum(1, self.totals - self.zeros)  # of the nonzero elements

@@ -5,12 +5,14 @@ import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import keras
 import tensorflow as tf
 
 from kmp.utils import DTYPES_16_BIT
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def is_keras_class(cls: type) -> bool:
@@ -114,6 +116,12 @@ def build_metrics(model: keras.Model, batch_spec: Any) -> None:
         return
     with contextlib.suppress(Exception):
         model._symbolic_build(data_batch=batch_spec)
+
+
+def without_tracking(method: Method) -> Method:
+    """Decorates a method as Keras does `build` of its optimizers: files and checkpoints lack what it sets otherwise."""
+    tracking = importlib.import_module("keras.src.utils.tracking")
+    return cast(Method, tracking.no_automatic_dependency_tracking(method))
 
 
 def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> Any:

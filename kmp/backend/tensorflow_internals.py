@@ -10,7 +10,6 @@ import tensorflow as tf
 from tensorflow.python.eager import context, record
 from tensorflow.python.framework import config, op_callbacks
 from tensorflow.python.ops import gen_random_ops
-from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 from tensorflow.python.util import _pywrap_util_port
 
 from kmp.backend.patching import Replacement
@@ -20,14 +19,6 @@ from kmp.utils import FORMATS_16_BIT
 def is_deterministic() -> bool:
     """Whether `tf.config.experimental.enable_op_determinism` was called."""
     return config.is_op_determinism_enabled()
-
-
-def function_graph() -> tf.Graph | None:
-    """Returns the graph of the innermost function that is traced now, around branches and loops; `None` if eager."""
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    while isinstance(graph, ControlFlowFuncGraph):
-        graph = graph.outer_graph
-    return graph
 
 
 def is_onednn_enabled() -> bool:

@@ -24,7 +24,7 @@ from kmp.bench.measurement import (
     seconds_per_call,
 )
 from kmp.bench.models import BARE, KERAS, OURS, Task, compiled_model, timed_training
-from kmp.policy import Hardware, hardware, xla_error
+from kmp.policy import Gpu, gpus, xla_error
 from kmp.replay import tensor_float_32
 
 PARTS = ("precision", "resnet", "bert")
@@ -69,19 +69,20 @@ VARIANTS = {
 }
 
 
-def first_device() -> Hardware:
-    """Returns the first GPU, on which everything is measured; without GPUs that is the CPU."""
-    return Hardware(hardware().gpus[:1])
+def first_gpu() -> Gpu | None:
+    """Returns the GPU on which everything is measured; `None` for the CPU."""
+    return next(iter(gpus()), None)
 
 
 def usable(variants: Mapping[str, Variant]) -> dict[str, Variant]:
     """Returns the variants that differ here. A GPU without bfloat16 has no TF32: both came with capability 8.0."""
-    machine = first_device()
+    gpu = first_gpu()
+    has_bfloat16 = gpu is not None and gpu.bfloat16
     return {
         name: variant
         for name, variant in variants.items()
-        if (variant.tensor_float_32 or machine.bfloat16)
-        and (variant.policy != "mixed_bfloat16" or machine.bfloat16 or not machine.gpus)
+        if (variant.tensor_float_32 or has_bfloat16)
+        and (variant.policy != "mixed_bfloat16" or has_bfloat16 or gpu is None)
     }
 
 
@@ -97,7 +98,7 @@ def measure(
         batch: Batch size of the large networks; `None` for their defaults.
     """
     modes = [mode] if mode else ["XLA"] if is_quick else list(MODES)
-    for part in only or (PARTS if hardware().gpus and not is_quick else PARTS[:1]):
+    for part in only or (PARTS if gpus() and not is_quick else PARTS[:1]):
         if part == "precision":
             yield from measure_operations()
             yield from measure_small_models(modes, *((20, 2) if is_quick else (250, 5)))
@@ -109,10 +110,10 @@ def measure(
 def measure_machine() -> Iterator[list[Measurement]]:
     """Measures both operations and the training of a transformer block, in less than a minute."""
     yield from measure_operations()
-    machine = first_device()
+    gpu = first_gpu()
     # On a GPU the arithmetic takes longer than the launches of the kernels: 2.6 TFLOP a step from compute capability
     # 8.0, 1.3 TFLOP below, about 3 GB. The next sizes are for a GPU whose memory is in use.
-    sizes = [(2048, 128 if machine.bfloat16 else 64), (1024, 64), (512, 32)] if machine.gpus else [(64, 8)]
+    sizes = [(2048, 128 if gpu.bfloat16 else 64), (1024, 64), (512, 32)] if gpu else [(64, 8)]
     for mode in MODES if xla_error() is None else ["graph"]:
         for width, batch in sizes:
             try:
@@ -126,7 +127,7 @@ def measure_machine() -> Iterator[list[Measurement]]:
 
 def measure_small_models(modes: Sequence[str], steps: int, rounds: int) -> Iterator[list[Measurement]]:
     """Measures the training of a dense network, a convolutional one and a transformer block."""
-    scale, more = (16, 8) if hardware().gpus else (2, 1)
+    scale, more = (16, 8) if gpus() else (2, 1)
     for name, make_task, width, batch in (
         ("MLP", models.mlp, 256, 128),
         ("conv net", models.convolutional, 16, 32),
@@ -138,7 +139,7 @@ def measure_small_models(modes: Sequence[str], steps: int, rounds: int) -> Itera
 
 def measure_operations() -> Iterator[list[Measurement]]:
     """Measures the throughput of a matrix product and a convolution in each format."""
-    size, batch, side, channels, calls = (4096, 64, 56, 256, 50) if hardware().gpus else (512, 8, 32, 32, 3)
+    size, batch, side, channels, calls = (4096, 64, 56, 256, 50) if gpus() else (512, 8, 32, 32, 3)
 
     def throughput(
         name: str, function: Callable[[Any, Any], Any], x: Sequence[int], weights: Sequence[int]
@@ -207,7 +208,7 @@ def _compare(
 
 def task_of(name: str, batch: int | None = None) -> Task:
     """Returns the task of a network in `NETWORKS`, by default with a batch that fits 16 GB; a small one on a CPU."""
-    if hardware().gpus:
+    if gpus():
         return models.resnet50(batch or 64, side=224) if name == "ResNet-50" else models.bert(batch or 32, length=128)
     return models.resnet50(batch or 8, side=64) if name == "ResNet-50" else models.bert(batch or 8, length=32)
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kmp.bench.measurement import Measurement
-from kmp.policy import hardware
+from kmp.policy import gpus
 from kmp.utils import __version__, atomic_files
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
@@ -65,7 +65,7 @@ def header() -> dict[str, str]:
         "python": platform.python_version(),
         "system": platform.platform(),
         "processor": f"{processor}, {os.cpu_count()} cores",
-        "gpus": ", ".join(gpu.name for gpu in hardware().gpus) or "none",
+        "gpus": ", ".join(gpu.name for gpu in gpus()) or "none",
     }
 
 

@@ -134,7 +134,7 @@ class Monitor(OptimizerReader):
         is_new = False
         if GRADIENTS in self.parts:
             self._selected_variables()  # raises for a bad pattern before anything is prepared
-            is_new = self.optimizer.prepare_sampling(self.variables)
+            is_new = self.optimizer.start_sampling(self, NEVER, next_step=False)
         is_new = super()._prepare() or is_new
         can_replay = self.optimizer is self.model.optimizer and self.model.distribute_strategy.num_replicas_in_sync == 1
         if self.reference and can_replay:

@@ -14,11 +14,10 @@ from keras import ops
 from kmp.backend import distribution, outlined
 from kmp.gradients.tensor_groups import Gradients, Variables
 from kmp.gradients.tensor_statistics import gradient_statistics, update_statistics
-from kmp.gradients.unscaling import is_overwritten, multiply_gradients, unscale_for_update
+from kmp.gradients.unscaling import is_overwritten, multiply_gradients
 from kmp.records import BIN_COUNT, BinCounts, GradientSample
-from kmp.utils import matching_indices, unique_names
+from kmp.utils import unique_names
 
-Patterns = tuple[str, ...] | None
 NEVER = 2**62  # an interval that no step is divisible by
 
 
@@ -35,40 +34,24 @@ class GradientSampler:
     """
 
     def __init__(self) -> None:
-        self._patterns: Patterns = ()
         self._intervals: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._interval = keras.Variable(NEVER, dtype="int64", trainable=False, name="sample_every")
         self._first_step = keras.Variable(0, dtype="int64", trainable=False, name="sample_first")
         self._indices: list[int] | None = None
 
-    def extend(self, patterns: Patterns) -> bool:
-        """Adds patterns of paths to sample, `None` for all. If it returns true, call `build`, and retrace the step."""
-        if self._patterns is None or (patterns is not None and set(patterns) <= set(self._patterns)):
-            return False
-        self._patterns = None if patterns is None else (*self._patterns, *patterns)
-        return True
+    def build(self, variables: Variables) -> None:
+        """Creates the variables that store a sample.
 
-    def build(self, variables: Variables, scale_is_power_of_two: bool) -> None:
-        """Creates the variables that store a sample, or raises an error if a pattern matches none of the variables.
-
-        All patterns are dropped then, so that they do not affect a later training run. Variables that Keras overwrites
-        with their gradient, such as float8 scales, are not sampled. Unscaled gradients are counted separately if the
-        loss scale is not always a power of two.
+        Variables that Keras overwrites with their gradient, such as float8 scales, are not sampled.
         """
-        patterns, self._patterns = self._patterns, ()
         self._paths = paths_of(variables)
-        chosen = range(len(variables)) if patterns is None else matching_indices(patterns, self._paths)
-        self._indices = [index for index in chosen if not is_overwritten(variables[index])]
-        self._patterns = patterns
+        self._indices = [index for index, variable in enumerate(variables) if not is_overwritten(variable)]
         rows = len(self._indices)
         self._step = distribution.variable("sample_step", "int64", aggregation="only_first_replica")
         self._scale = distribution.variable("sample_loss_scale", "float32", aggregation="only_first_replica")
         self._amax = distribution.variable("sample_amax", "float32", (rows,))
         self._square_sum = distribution.variable("sample_square_sum", "float64", (rows,))
-        shape = (rows, BIN_COUNT)
-        self._counts = distribution.variable("sample_counts", "int64", shape)
-        unscaled = None if scale_is_power_of_two else distribution.variable("sample_unscaled_counts", "int64", shape)
-        self._unscaled = unscaled
+        self._counts = distribution.variable("sample_counts", "int64", (rows, BIN_COUNT))
 
     def start(self, owner: Any, every_n_steps: int, first: int) -> None:
         """Starts sampling for `owner`: at step `first`, if not 0, and at each step divisible by `every_n_steps`."""
@@ -84,13 +67,13 @@ class GradientSampler:
         if not self._intervals:
             self._first_step.assign(0)
 
-    def sample(self, gradients: Gradients, variables: Variables, scale: Any, step: Any, unscaled: bool) -> None:
+    def sample(self, gradients: Gradients, scale: Any, step: Any, unscaled: bool) -> None:
         """Measures gradients, times the scale, if `step`, int64 counted from 1, is due; part of the compiled step.
 
         `unscaled` says whether they are divided by the scale already.
         """
         is_due = ops.logical_or(ops.equal(step % self._interval, 0), ops.equal(step, self._first_step))
-        ops.cond(is_due, outlined(lambda: self._record(gradients, variables, scale, step, unscaled)), lambda: None)
+        ops.cond(is_due, outlined(lambda: self._record(gradients, scale, step, unscaled)), lambda: None)
 
     def read(self, order: Sequence[int], steps: int) -> GradientSample | None:
         """Returns the last sample of this process' replicas, or `None` if there is none.
@@ -105,9 +88,6 @@ class GradientSampler:
         rows = [row_of[index] for index in order if index in row_of]
         counts, amax, square_sum = map(distribution.local_values, (self._counts, self._amax, self._square_sum))
         scale = float(self._scale.numpy())
-        unscaled = None
-        if self._unscaled is not None:
-            unscaled = BinCounts.of(np.sum(distribution.local_values(self._unscaled), axis=0)[rows])
         return GradientSample(
             step,
             scale,
@@ -115,14 +95,13 @@ class GradientSampler:
             BinCounts.of(np.sum(counts, axis=0)[rows]),
             amax=np.max(amax, axis=0)[rows].astype(np.float64),
             norm=np.sqrt(np.sum(square_sum, axis=0))[rows] / scale,
-            unscaled_bin_counts=unscaled,
         )
 
     @property
     def _common_interval(self) -> int:
         return math.gcd(*self._intervals.values()) or NEVER
 
-    def _record(self, gradients: Gradients, variables: Variables, scale: Any, step: Any, is_unscaled: bool) -> None:
+    def _record(self, gradients: Gradients, scale: Any, step: Any, is_unscaled: bool) -> None:
         if not self._indices:
             return
         sampled = [gradients[index] for index in self._indices]
@@ -130,11 +109,6 @@ class GradientSampler:
         self._counts.assign(statistics.counts)
         self._amax.assign(statistics.amax)
         self._square_sum.assign(statistics.square_sum)
-        if self._unscaled is not None:
-            with tf.control_dependencies([statistics.counts]):  # one after the other lowers the peak memory
-                if not is_unscaled:
-                    sampled = unscale_for_update(sampled, [variables[index] for index in self._indices], scale)
-                self._unscaled.assign(gradient_statistics(sampled).counts)
         # At the end of a dataset of unknown length, Keras starts a step that gets no batch; it must not be recorded.
         with tf.control_dependencies([statistics.counts]):
             self._step.assign(step)

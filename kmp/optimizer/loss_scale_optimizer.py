@@ -5,7 +5,6 @@
 """
 
 import functools
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import tensorflow as tf
 from keras import ops
 
 from kmp import scaling
-from kmp.backend import distribution, outlined, tensorflow_internals, xla
+from kmp.backend import distribution, keras_internals, outlined, xla
 from kmp.gradients import (
     Gradients,
     GradientSampler,
@@ -35,16 +34,11 @@ from kmp.optimizer.inner_optimizer import (
 )
 from kmp.optimizer.step_monitor import StepLosses, StepMonitor
 from kmp.records import Snapshot
-from kmp.utils import matching_indices, user_messages, validation
+from kmp.utils import user_messages, validation
 
 _DEFAULT = scaling.DynamicScale()
 _NO_SCALE = scaling.FixedScale(1.0)
 _SET_AT_CREATION = (*scaling.LossScaleSettings.__annotations__, "dynamic_growth_steps", "rule", "jit_compile")
-_BUILT_AFTER_TRACE = (
-    "`scale_loss` was traced into another tf.function before the optimizer was built. If that is not traced again, it "
-    "keeps the initial loss scale, and updates have the wrong size as soon as the scale changes. Call "
-    "`optimizer.build(model.trainable_variables)` before the first step."
-)
 _JIT_COMPILE_IGNORED = (
     "`jit_compile=True` does nothing under a distribution strategy. Pass it to `model.compile` instead, if the "
     "strategy supports it."
@@ -161,24 +155,31 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.step_monitor = StepMonitor(requires_scaling=rule != _NO_SCALE)
         self.sampler = None
         self._reset_compiled_step()
-        # The functions into which the initial scale was traced as a constant.
-        self._graphs_without_scale: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._create_scale()
         self._order: tuple[int, ...] = ()  # of the variables, from the input to the loss, in the last trace
         self._unscaled_order: list[int] = []
 
+    @keras_internals.without_tracking
+    def _create_scale(self) -> None:
+        # As Keras' `build` does. Here, so that a function which is traced before `build` reads the variable too.
+        options = {"shape": (), "aggregation": "none"}
+        initial = keras.initializers.Constant(self.initial_scale)
+        self.step_counter = self.add_variable(dtype="int", initializer="zeros", name="step_counter", **options)
+        self.dynamic_scale = self.add_variable(dtype="float32", initializer=initial, name="dynamic_scale", **options)
+
+    @keras_internals.without_tracking
     def build(self, var_list: Variables) -> None:
-        """Creates the loss scale, the counters and the inner optimizer's variables."""
-        self._build_sampler(var_list)  # first, because it raises an error for a bad pattern
+        """Creates the counters by variable and the inner optimizer's variables."""
         # Keras' `build` would also create the variables of these options for the wrapper.
         self.__dict__.update(use_ema=False, gradient_accumulation_steps=None)
         try:
-            super().build(var_list)
+            self.inner_optimizer.build(var_list)
+            keras.optimizers.Optimizer.build(self, var_list)
         finally:
             del self.__dict__["use_ema"], self.__dict__["gradient_accumulation_steps"]
-        if set(self._graphs_without_scale) - {tensorflow_internals.function_graph()}:
-            user_messages.warn(_BUILT_AFTER_TRACE)
-        self._graphs_without_scale.clear()
         self.counters.build_for(len(var_list))
+        if self.sampler:
+            self.sampler.build(var_list)
         self._order = tuple(range(len(var_list)))
         self.step_monitor.build_for(len(var_list))
         if self.jit_compile and tf.distribute.has_strategy():
@@ -202,9 +203,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if loss is None:
             raise TypeError(validation.message("loss", loss, "a tensor or number"))
         loss = ops.convert_to_tensor(loss)
-        graph = tensorflow_internals.function_graph()
-        if not self.built and graph is not None and isinstance(self.rule, scaling.DynamicScale):
-            self._graphs_without_scale.add(graph)
         self.step_monitor.record_loss(loss)
         loss = ops.cast(loss, keras.backend.result_type(loss.dtype, "float32"))
         return ops.multiply(loss, ops.cast(self.loss_scale, loss.dtype))
@@ -309,7 +307,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             gradient_at = dict(zip(indices, gradients, strict=True))
             all_gradients = [gradient_at.get(index) for index in range(count)]
             step = self.counters.counts.value[COUNT_INDEX["step"]] + 1
-            self.sampler.sample(all_gradients, self._trainable_variables, applied_scale, step, unscaled)
+            self.sampler.sample(all_gradients, applied_scale, step, unscaled)
 
         # Agree, over replicas and workers.
         losses = self.step_monitor.take_losses()
@@ -408,40 +406,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         counts = self.counters.read(self.paths, has_recorded_loss=self.step_monitor.loss_dtype is not None)
         return Snapshot(
             loss_scale=float(self._bounded_scale()),
-            clean_steps=int(self.step_counter.numpy()) if self.built else 0,
+            clean_steps=int(self.step_counter.numpy()),
             sample=self.sampler.read(self._order, counts["step"]) if self.sampler else None,
             loss_dtype=self.step_monitor.loss_dtype,
             **counts,
         )
 
-    def prepare_sampling(self, variables: str | Sequence[str] | None = None) -> bool:
-        """Enables gradient sampling in the steps that are traced after this call.
-
-        Args:
-            variables: Path, or list of paths, of the variables to sample. Paths can be patterns with `*` and `?`, as
-                in a shell. Defaults to all variables.
-
-        Returns:
-            Whether functions traced before must be retraced, because they cannot sample these variables. In Keras:
-            `model.make_train_function(force=True)`.
-
-        Raises:
-            ValueError: If a pattern matches no variable. An optimizer that is not built yet raises it in `build`.
-        """
-        requested = validation.patterns("variables", variables)
-        if self.built and requested is not None:
-            matching_indices(requested, self.paths)
-        # The sampler needs the replicas of the strategy that the optimizer was created under; no public name has it.
-        with self._distribution_strategy.scope():
-            self.sampler = self.sampler or GradientSampler()
-        is_new = self.sampler.extend(requested)
-        if is_new:
-            self._reset_compiled_step()
-            if self.built:
-                self._build_sampler(self._trainable_variables)
-        return is_new
-
-    def start_sampling(self, owner: Any, every_n_steps: int, next_step: bool = True) -> None:
+    def start_sampling(self, owner: Any, every_n_steps: int, next_step: bool = True) -> bool:
         """Samples gradients in the next step, and in every step whose number is a multiple of `every_n_steps`.
 
         Sampling ends with `stop_sampling`. A second call for the same owner replaces its interval.
@@ -450,13 +421,24 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             owner: The object that requests the samples. It must support weak references.
             every_n_steps: Integer, at least 1; in steps.
             next_step: Boolean, whether to sample the next step too, even if it is not a multiple.
+
+        Returns:
+            Whether functions traced before must be traced again, because they cannot sample. In Keras:
+            `model.make_train_function(force=True)`.
         """
         every_n_steps = validation.positive_integer("every_n_steps", every_n_steps)
+        is_new = self.sampler is None
         if self.sampler is None:
-            self.prepare_sampling()
-        assert self.sampler is not None
+            # Its variables need the replicas of the strategy that the optimizer was created under, which has no public
+            # name.
+            with self._distribution_strategy.scope():
+                self.sampler = GradientSampler()
+                if self.built:
+                    self.sampler.build(self._trainable_variables)
+            self._reset_compiled_step()
         first = self.counters.read_counts().step + 1 if next_step else 0
         self.sampler.start(owner, every_n_steps, first)
+        return is_new
 
     def stop_sampling(self, owner: Any) -> None:
         """Ends the sampling that `owner` requested; no function needs to be retraced."""
@@ -521,12 +503,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Sets the step that is compiled with XLA, without traces of earlier steps."""
         self._compiled_step = tf.function(self._step, jit_compile=True, autograph=False) if self.jit_compile else None
 
-    def _build_sampler(self, variables: Variables) -> None:
-        if self.sampler:
-            with self._distribution_strategy.scope():
-                self.sampler.build(variables, self.rule.keeps_powers_of_two)
-
     def _bounded_scale(self, highest: float = scaling.LARGEST_SCALE) -> Any:
         """Returns the scale within the rule's bounds; a file or the user may have written any value to the variable."""
-        scale = self.dynamic_scale if self.built else tf.constant(self.rule.initial_scale, tf.float32)
-        return self.rule.bounded(scale, highest)
+        return self.rule.bounded(self.dynamic_scale, highest)

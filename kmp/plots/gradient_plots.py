@@ -12,7 +12,7 @@ from matplotlib.colors import LogNorm
 
 from kmp.plots import style
 from kmp.records import NEAR_OVERFLOW_BITS, RUN_EXPECTED, ExponentHistogram, Run
-from kmp.utils import FLOAT16, is_power_of_two, validation
+from kmp.utils import FLOAT16, validation
 
 _EXPONENT_LABEL = "binary exponent, floor(log2 |g|)"
 _FLUSH, _SUBNORMAL, _NORMAL = FLOAT16.flush_exponent, FLOAT16.min_subnormal_exponent, FLOAT16.min_exponent
@@ -47,7 +47,7 @@ def gradient_exponents(histogram: ExponentHistogram, ax: Axes | None = None) -> 
         return style.empty(ax, "No gradients were sampled.")
     scale, zeros = histogram.loss_scale, histogram.zero_fraction
     title = f"Step {histogram.step}: {zeros:.1%} of gradients zero"
-    if scale != 1.0 and (is_power_of_two(scale) or histogram.unscaled_counts is not None):
+    if scale != 1.0:
         unscaled = histogram.unscaled
         _draw_counts(ax, unscaled, style.DARK, style.DARK, "--", "gradient without the loss scale")
         if scale > 1.0:

@@ -4,11 +4,11 @@ from kmp.policy import exact_indices as exact_indices
 from kmp.policy import guarding as guarding
 from kmp.policy.active_settings import POLICIES as POLICIES
 from kmp.policy.enabling import Handle, disable, enable, graph_rewrite
+from kmp.policy.gpu_support import Gpu, gpus
+from kmp.policy.gpu_support import xla_error as xla_error
 from kmp.policy.guarding import guard
-from kmp.policy.hardware_support import Gpu, Hardware, hardware
-from kmp.policy.hardware_support import xla_error as xla_error
 from kmp.policy.optimizers import all_optimizers_of as all_optimizers_of
 from kmp.policy.optimizers import rewrap as rewrap
 from kmp.policy.optimizers import wrap
 
-__all__ = ["Gpu", "Handle", "Hardware", "disable", "enable", "graph_rewrite", "guard", "hardware", "wrap"]
+__all__ = ["Gpu", "Handle", "disable", "enable", "gpus", "graph_rewrite", "guard", "wrap"]

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from kmp.backend import tensorflow_internals
 from kmp.policy.active_settings import POLICIES, ActiveSettings, active, current_settings, lock, rewrite_dtypes
-from kmp.policy.hardware_support import log_once, resolve_auto
+from kmp.policy.gpu_support import resolve
 from kmp.policy.keras_patches import update_patches
 from kmp.scaling import LossScaleSettings, loss_scale_rule
 from kmp.utils import BFLOAT16, FLOAT16, user_messages, validation
@@ -69,8 +69,8 @@ def enable(
 
     The policy applies to all threads, and after `keras.backend.clear_session()`, until `disable`. A policy that is set
     on a layer, or later in a thread, with `keras.config.set_dtype_policy` or `enable`, takes precedence there. Calling
-    `enable` again replaces the policy and the settings. The logger `"kmp"` reports once how well the hardware supports
-    the policy.
+    `enable` again replaces the policy and the settings. The logger `"kmp"` reports once if `"auto"` would choose
+    another policy on this machine.
 
     Args:
         policy: `"mixed_float16"` (default; float32 variables, float16 computation), `"mixed_bfloat16"`, `"float32"`,
@@ -101,9 +101,7 @@ def enable(
     policy = validation.one_of("policy", policy, (*POLICIES, "auto"))
     jit_compile = validation.boolean("jit_compile", jit_compile)
     loss_scale_rule(**loss_scale_settings)
-    policy = resolve_auto() if policy == "auto" else policy
-    log_once(policy)
-    handle = Handle(policy, loss_scale_settings, jit_compile)
+    handle = Handle(resolve(policy), loss_scale_settings, jit_compile)
     with lock:
         active.append(handle)
         try:

@@ -43,7 +43,6 @@ A `sample` has these keys:
   the `sample` or `reference` before.
 - `bins`: list of the bins of `ExponentHistogram` that have an element, in ascending order, and `counts` (int64): the
   number of elements of the loss-scaled gradients in each, one row per bin and one column per variable. Exact.
-- `unscaled`, if the loss scale is not a power of two: object with `bins` and `counts` of the gradients without it.
 - One number per variable, see `GradientSample`: `amax`, `norm`, `weight_norm`, `update_norm` (float64, rounded down to
   eight significant bits), `updates` and `lost_updates` (int64). A key is omitted if its numbers are all zero or NaN.
 

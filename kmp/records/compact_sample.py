@@ -26,9 +26,9 @@ def compact(sample: GradientSample) -> dict[str, Any]:
 
 
 def _encoded(sample: GradientSample) -> dict[str, Any]:
-    data: dict[str, Any] = {"loss_scale": sample.loss_scale} | _packed_bins(sample.bin_counts)
-    if sample.unscaled_bin_counts is not None:
-        data["unscaled"] = _packed_bins(sample.unscaled_bin_counts)
+    bins = sample.bin_counts
+    data: dict[str, Any] = {"loss_scale": sample.loss_scale, "bins": bins.bins.tolist()}
+    data["counts"] = _packed(bins.values.T, "<i8")
     for key in ("amax", *NORMS):
         significands, exponents = np.frexp(getattr(sample, key))
         # Down, so that a magnitude stays in its power of two.
@@ -58,23 +58,13 @@ def expanded(step: int, data: dict[str, Any]) -> GradientSample:
         if not (is_accepted | (np.isposinf(values) & (key == "amax"))).all():
             raise ValueError(f"`{key}` must hold NaN, or numbers between 0 and {HIGHEST_NUMBER}")
     updates = {key: _integers(data, key, size) for key in UPDATE_COUNTS if key in data}
-    unscaled = _unpacked_bins(data["unscaled"], size) if "unscaled" in data else None
-    sample = GradientSample(
-        step, data["loss_scale"], names, _unpacked_bins(data, size), **numbers, **updates, unscaled_bin_counts=unscaled
-    )
-    _encodings[sample] = data
-    return sample
-
-
-def _packed_bins(counts: BinCounts) -> dict[str, Any]:
-    return {"bins": counts.bins.tolist(), "counts": _packed(counts.values.T, "<i8")}
-
-
-def _unpacked_bins(data: Mapping[str, Any], size: int) -> BinCounts:
     bins = np.array(data["bins"], np.int64)
     if (np.diff(bins) <= 0).any():
         raise ValueError("`bins` must ascend")
-    return BinCounts(bins, _integers(data, "counts", size * len(bins)).reshape(len(bins), size).T)
+    counts = BinCounts(bins, _integers(data, "counts", size * len(bins)).reshape(len(bins), size).T)
+    sample = GradientSample(step, data["loss_scale"], names, counts, **numbers, **updates)
+    _encodings[sample] = data
+    return sample
 
 
 def _integers(data: Mapping[str, Any], key: str, size: int) -> np.ndarray:

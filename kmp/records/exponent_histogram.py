@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kmp.utils import FLOAT16, FLOAT32, is_power_of_two
+from kmp.utils import FLOAT16, FLOAT32
 
 # Bins: zero, one per binary exponent of the finite float32 values, Inf, NaN.
 ZERO_BIN = 0
@@ -26,8 +26,6 @@ class ExponentHistogram:
             computed: zeros; one bin per exponent, floor(log2|g|), from -149 to 127; Inf; NaN.
         step: The sampled training step, counted from 1.
         loss_scale: The loss scale of the gradients.
-        unscaled_counts: Same as `counts`, of the gradient without the loss scale. Needed only if the scale is not a
-            power of two; otherwise it equals `counts`, shifted.
 
     Example:
     >>> histogram = ExponentHistogram(np.bincount([0] * 9 + [140] * 5, minlength=280), step=1, loss_scale=1024.0)
@@ -42,16 +40,12 @@ class ExponentHistogram:
     counts: np.ndarray
     step: int
     loss_scale: float
-    unscaled_counts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        for name in ("counts", "unscaled_counts"):
-            value = getattr(self, name)
-            if value is not None:
-                counts = np.asarray(value, np.int64)
-                if counts.shape != (BIN_COUNT,):
-                    raise ValueError(f"`{name}` must have shape ({BIN_COUNT},). Received: shape {counts.shape}")
-                object.__setattr__(self, name, counts)
+        counts = np.asarray(self.counts, np.int64)
+        if counts.shape != (BIN_COUNT,):
+            raise ValueError(f"`counts` must have shape ({BIN_COUNT},). Received: shape {counts.shape}")
+        object.__setattr__(self, "counts", counts)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ExponentHistogram) and self._content == other._content
@@ -61,8 +55,7 @@ class ExponentHistogram:
 
     @property
     def _content(self) -> tuple[object, ...]:
-        unscaled = None if self.unscaled_counts is None else self.unscaled_counts.tobytes()
-        return self.step, self.loss_scale, self.counts.tobytes(), unscaled
+        return self.step, self.loss_scale, self.counts.tobytes()
 
     def __repr__(self) -> str:
         details = f"{self.zeros} zero, {self.infs} inf, {self.nans} nan"
@@ -124,17 +117,10 @@ class ExponentHistogram:
     def unscaled(self) -> "ExponentHistogram":
         """The histogram of the gradient without the loss scale, which the inner optimizer receives.
 
-        Raises:
-            ValueError: If the scale is not a power of two and `unscaled_counts` is `None`.
+        It is shifted by log2 of the loss scale. If the scale is not a power of two, this is rounded, and an element may
+        be in the bin next to its own.
         """
-        if self.unscaled_counts is not None:
-            return ExponentHistogram(self.unscaled_counts, self.step, 1.0)
-        if not is_power_of_two(self.loss_scale):
-            raise ValueError(
-                "`unscaled_counts` is required if the loss scale is not a power of two. Received: "
-                f"loss_scale={self.loss_scale!r}"
-            )
-        return ExponentHistogram(shifted(self.counts, 1 - math.frexp(self.loss_scale)[1]), self.step, 1.0)
+        return ExponentHistogram(shifted(self.counts, -round(math.log2(self.loss_scale))), self.step, 1.0)
 
     @property
     def zones(self) -> dict[str, int]:

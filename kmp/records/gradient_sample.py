@@ -41,7 +41,6 @@ class GradientSample:
         updates: int64 of shape `(n,)`, the number of elements of the variable that the step changed.
         lost_updates: int64 of shape `(n,)`, the number of elements that changed by less than 2^-11 of their magnitude.
             A float16 weight loses most such updates, and all below 2^-12, which is why master weights are float32.
-        unscaled_bin_counts: Element counts without the loss scale, or `None` if the scale is a power of two.
 
     Source of `lost_updates`: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.1.
 
@@ -64,7 +63,6 @@ class GradientSample:
     update_norm: np.ndarray = field(default_factory=lambda: np.array(math.nan))
     updates: np.ndarray = field(default_factory=lambda: np.array(0))
     lost_updates: np.ndarray = field(default_factory=lambda: np.array(0))
-    unscaled_bin_counts: BinCounts | None = None
 
     def __post_init__(self) -> None:
         for key in _COLUMNS:
@@ -119,8 +117,7 @@ class GradientSample:
 
     def histogram_of(self, is_selected: np.ndarray) -> ExponentHistogram:
         """Returns the histogram of the variables that a bool array or indices select, together."""
-        unscaled = None if self.unscaled_bin_counts is None else self.unscaled_bin_counts.total(is_selected)
-        return ExponentHistogram(self.bin_counts.total(is_selected), self.step, self.loss_scale, unscaled)
+        return ExponentHistogram(self.bin_counts.total(is_selected), self.step, self.loss_scale)
 
     @property
     def update_ratio(self) -> np.ndarray:
@@ -165,16 +162,13 @@ class GradientSample:
             return (np.maximum if key == "amax" else np.add).reduceat(values[order], starts)
 
         columns: dict[str, Any] = {key: merge(key, getattr(self, key)) for key in _COLUMNS}
-        counts = self.bin_counts.merged(order, starts)
-        unscaled = None if self.unscaled_bin_counts is None else self.unscaled_bin_counts.merged(order, starts)
-        return replace(self, names=tuple(numbers), bin_counts=counts, unscaled_bin_counts=unscaled, **columns)
+        return replace(self, names=tuple(numbers), bin_counts=self.bin_counts.merged(order, starts), **columns)
 
     def _at(self, indices: Sequence[int]) -> "GradientSample":
         rows = np.array(indices, np.int64)
         columns: dict[str, Any] = {key: getattr(self, key)[rows] for key in _COLUMNS}
-        names, counts = tuple(self.names[index] for index in indices), self.bin_counts.at(rows)
-        unscaled = None if self.unscaled_bin_counts is None else self.unscaled_bin_counts.at(rows)
-        return replace(self, names=names, bin_counts=counts, unscaled_bin_counts=unscaled, **columns)
+        names = tuple(self.names[index] for index in indices)
+        return replace(self, names=names, bin_counts=self.bin_counts.at(rows), **columns)
 
 
 def layer_of(name: str) -> str:

@@ -27,24 +27,18 @@ Texts = Annotated[list[Text], Meta(max_length=100)]
 CountByVariable = Annotated[dict[Text, Count], MOST_VARIABLES]
 
 
-class Bins(TypedDict):
-    """The counts of a sample; `kmp.records.compact_sample` checks what the texts contain."""
-
-    bins: Annotated[list[Annotated[int, Meta(ge=0, lt=BIN_COUNT)]], Meta(max_length=BIN_COUNT)]
-    counts: str
-
-
-class Sample(Bins):
-    """The gradient statistics of one step."""
+class Sample(TypedDict):
+    """The gradient statistics of one step; `kmp.records.compact_sample` checks what the texts contain."""
 
     loss_scale: LossScale
+    bins: Annotated[list[Annotated[int, Meta(ge=0, lt=BIN_COUNT)]], Meta(max_length=BIN_COUNT)]
+    counts: str
     amax: NotRequired[str]
     norm: NotRequired[str]
     weight_norm: NotRequired[str]
     update_norm: NotRequired[str]
     updates: NotRequired[str]
     lost_updates: NotRequired[str]
-    unscaled: NotRequired[Bins]
     names: NotRequired[Annotated[list[Text], MOST_VARIABLES]]
 
 

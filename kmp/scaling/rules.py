@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from keras import ops
 
-from kmp.utils import FLOAT16, FLOAT32, is_power_of_two, validation
+from kmp.utils import FLOAT16, FLOAT32, validation
 
 LARGEST_SCALE = 2.0**FLOAT32.max_exponent
 # A larger loss scale is applied as this one: its reciprocal is subnormal, and TensorFlow on a CPU flushes it to zero.
@@ -122,12 +122,6 @@ class DynamicScale:
                 f"initial_scale={self.initial_scale!r}, {bounds}"
             )
 
-    @property
-    def keeps_powers_of_two(self) -> bool:
-        """Whether the scale is a power of two in every step."""
-        factors = (self.initial_scale, self.growth_factor, self.backoff_factor, self.min_scale, self.max_scale)
-        return all(map(is_power_of_two, factors))
-
     def bounded(self, scale: Any, highest: float = LARGEST_SCALE) -> Any:
         """Returns a scale loaded from a file, clipped to the bounds; the initial one if it is NaN, Inf, 0 or below."""
         is_valid = ops.isfinite(ops.log(scale))  # the logarithm of 0 is -Inf, and of a negative number NaN
@@ -180,11 +174,6 @@ class FixedScale:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "initial_scale", _scale("loss_scale", self.initial_scale, "'dynamic', or "))
-
-    @property
-    def keeps_powers_of_two(self) -> bool:
-        """Whether the scale is a power of two."""
-        return is_power_of_two(self.initial_scale)
 
     @property
     def min_scale(self) -> float:

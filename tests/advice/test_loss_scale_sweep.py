@@ -107,9 +107,9 @@ def test_amax_that_contradicts_the_counts_is_replaced_by_their_largest_exponent(
     np.testing.assert_allclose(curve.underflow, expected.underflow)
 
 
-@pytest.mark.parametrize(("scaled", "unscaled"), [([2.0**-149], [0.0]), ([0.0], [2.0**-149])])
-def test_gradient_that_is_zero_either_with_or_without_the_loss_scale_has_no_recommendation(scaled, unscaled):
-    curve = what_if([replace(sample(scaled, scale=3.0), unscaled_bin_counts=sample(unscaled).bin_counts)])
+@pytest.mark.parametrize("scaled", [2.0**-149, 0.0])
+def test_gradient_that_is_zero_without_the_loss_scale_has_no_recommendation(scaled):
+    curve = what_if([sample([scaled], scale=4.0)])
     assert curve.recommended is None
     assert np.isfinite(curve.underflow).all()
 

@@ -9,9 +9,9 @@ from kmp import bench
 from kmp.bench import models, precision
 from kmp.bench.models import BARE
 from kmp.bench.precision import FORMATS, VARIANTS, Variant
-from kmp.policy import Gpu, Hardware
+from kmp.policy import Gpu
 
-CPU, T4, A100 = Hardware(()), Hardware((Gpu("T4", (7, 5)),)), Hardware((Gpu("A100", (8, 0)),))
+CPU, T4, A100 = (), (Gpu("T4", (7, 5)),), (Gpu("A100", (8, 0)),)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_recommended_is_the_fastest_policy_if_it_is_clearly_faster(float16, bflo
 @pytest.mark.usefixtures("tiny")
 def test_variants_are_those_that_differ_here_by_throughput_memory_and_step_time(monkeypatch, machine, missing):
     calls = []
-    monkeypatch.setattr(precision, "hardware", lambda: machine)
+    monkeypatch.setattr(precision, "gpus", lambda: machine)
     monkeypatch.setattr(precision, "in_new_process", lambda *call: calls.append(call) or ([0.5, 0.25], 1000))
     throughput, memory, steps = precision.measure_network("BERT-base", "XLA", None, 20, 2)
     labels = [label for label in VARIANTS if label not in missing]
@@ -64,7 +64,7 @@ def test_training_on_a_gpu_is_smaller_if_the_memory_is_not_enough(monkeypatch):
             raise tf.errors.ResourceExhaustedError(None, None, "out of memory")
         return case, mode
 
-    monkeypatch.setattr(precision, "hardware", lambda: A100)
+    monkeypatch.setattr(precision, "gpus", lambda: A100)
     monkeypatch.setattr(precision, "measure_operations", lambda: [])
     monkeypatch.setattr(precision, "measure_training", train)
     case = "transformer block, 32 x 64 x 512"
@@ -100,7 +100,7 @@ NETWORKS = [f"{name} {mode}" for name in ("ResNet-50", "BERT-base") for mode in 
     ],
 )
 def test_large_networks_are_measured_by_default_on_a_gpu(monkeypatch, arguments, machine, expected):
-    monkeypatch.setattr(precision, "hardware", lambda: machine)
+    monkeypatch.setattr(precision, "gpus", lambda: machine)
     monkeypatch.setattr(precision, "measure_operations", lambda: iter(["operations"]))
     monkeypatch.setattr(precision, "measure_small_models", lambda modes, *rest: iter([" ".join(["small", *modes])]))
     monkeypatch.setattr(precision, "measure_network", lambda name, mode, *rest: iter([f"{name} {mode}"]))

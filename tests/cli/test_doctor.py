@@ -12,7 +12,7 @@ from conftest import training_rates
 
 import kmp
 from kmp.bench import precision
-from kmp.policy import Gpu, Hardware
+from kmp.policy import Gpu
 from kmp_cli import doctor, installation, main
 from kmp_cli.installation import ERROR, INFO, OK, WARNING, Check
 
@@ -42,7 +42,7 @@ def machine(monkeypatch):
 
     def set_up(build=CUDA_BUILD, gpus=()):
         monkeypatch.setattr(tf.sysconfig, "get_build_info", lambda: build)
-        monkeypatch.setattr(kmp, "hardware", lambda: Hardware(tuple(gpus)))
+        monkeypatch.setattr(kmp, "gpus", lambda: tuple(gpus))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     return set_up

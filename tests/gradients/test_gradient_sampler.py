@@ -37,33 +37,6 @@ def test_sample_holds_counts_amax_and_norm_of_each_variable(run_step):
     np.testing.assert_allclose(sample.norm[rows], np.array([np.hypot(8, 0.5), 0.0, 5.0, 3.0]) / 4)
 
 
-@pytest.mark.parametrize("scale", [1000.0, 2.0**10])
-def test_unscaled_histogram_is_exact_for_any_scale(scale):
-    optimizer, variables = built_optimizer(200, loss_scale=scale)
-    gradient = np.exp2(np.random.default_rng(0).uniform(-30, 30, 200)).astype("float32")
-    sample = one_step(optimizer, variables, [tf.constant(gradient)])
-    unscaled = sample.histogram.unscaled
-    exponents = np.frexp(gradient / np.float32(scale))[1] - 1
-    expected = [np.sum(exponents == exponent) for exponent in unscaled.exponents]
-    np.testing.assert_array_equal(unscaled.by_exponent, expected)
-    assert (sample.unscaled_bin_counts is None) == (scale == 2.0**10)
-
-
-def test_patterns_select_the_sampled_variables():
-    optimizer, variables = built_optimizer(2, 3)
-    with pytest.raises(ValueError, match=f"No variable matches 'nosuch'. The names are: {variables[0].path}"):
-        optimizer.prepare_sampling("nosuch")
-    assert optimizer.sampler is None
-    assert optimizer.prepare_sampling(variables[0].path)
-    assert not optimizer.prepare_sampling([variables[0].path])
-    sample = one_step(optimizer, variables, [tf.ones(2), tf.ones(3)])
-    assert sample.names == (variables[0].path,)
-    assert optimizer.prepare_sampling("*1")
-    assert len(one_step(optimizer, variables, [tf.ones(2), tf.ones(3)])) == 2
-    assert optimizer.prepare_sampling()
-    assert not optimizer.prepare_sampling("*1")
-
-
 @pytest.mark.parametrize("steps_per_execution", [1, 8])
 def test_callback_samples_only_its_own_variables(steps_per_execution, enabled):
     model = compiled_model(steps_per_execution=steps_per_execution)

@@ -15,15 +15,14 @@ from kmp.records.compact_sample import compact, expanded
 HEADER = {"schema": records.SCHEMA, "kind": "header"}
 
 
-def sample_of(counts, loss_scale=1024.0, unscaled_counts=None, **overrides):
+def sample_of(counts, loss_scale=1024.0, **overrides):
     """Returns a sample with a largest magnitude in the middle of its bin, without updates."""
     counts = np.asarray(counts, np.int64)
     highest = [np.flatnonzero(row[1:INF_BIN])[-1:] + FIRST_EXPONENT for row in counts]
     amax = np.array([1.5 * 2.0 ** int(exponent[0]) if exponent.size else 0.0 for exponent in highest])
     amax[counts[:, INF_BIN] > 0], amax[counts[:, NAN_BIN] > 0] = np.inf, np.nan
     size = len(counts)
-    unscaled = None if unscaled_counts is None else BinCounts.of(unscaled_counts)
-    arrays = {"amax": amax, "norm": np.arange(size) / 7, "unscaled_bin_counts": unscaled}
+    arrays = {"amax": amax, "norm": np.arange(size) / 7}
     names = tuple(f"layer_{index}/kernel" for index in range(size))
     return GradientSample(7, loss_scale, names, BinCounts.of(counts), **(arrays | overrides))
 
@@ -50,12 +49,10 @@ def test_counts_of_any_sample_round_trip_exactly(variables):
     counts = np.zeros((len(variables), BIN_COUNT), np.int64)
     for row, nonempty in zip(counts, variables, strict=True):
         row[list(nonempty)] = list(nonempty.values())
-    unscaled = np.roll(counts, 1, axis=1)
-    before = sample_of(counts, 1000.0, unscaled)
+    before = sample_of(counts, 1000.0)
     after = round_trip(before)
     assert (after.step, after.loss_scale, after.names) == (before.step, before.loss_scale, before.names)
     np.testing.assert_array_equal(after.counts, counts)
-    np.testing.assert_array_equal(after.unscaled_bin_counts.dense(), unscaled)
     np.testing.assert_array_equal(after.amax, before.amax)
 
 
@@ -127,7 +124,7 @@ def test_names_are_written_when_they_change_and_shared_when_loaded(tmp_path):
 
 
 OUTSIDE = "`norm` must hold NaN, or numbers between 0 and 1e+100"
-VALID = encoded(sample_of(normal_counts(3), 1000.0, normal_counts(3)))
+VALID = encoded(sample_of(normal_counts(3)))
 SHORT, LONG = (base64.b64encode(zlib.compress(bytes(size))).decode() for size in (23, 10**8))
 TRUNCATED = base64.b64encode(zlib.compress(bytes(24))[:-2]).decode()
 FOLLOWED = base64.b64encode(zlib.compress(bytes(24)) + b"more").decode()
@@ -156,8 +153,6 @@ def numbers(values, dtype="<i8"):
         *(({"norm": numbers([value, 0.0, 0.0], "<f8")}, OUTSIDE) for value in (-1.0, np.inf)),
         ({"updates": numbers([0, 0, -1])}, "`updates` must hold integers at least 0 and below 68719476736"),
         ({"bins": [0], "counts": numbers([2**36, 0, 0])}, "`counts` must hold integers at least 0 and below 68719476"),
-        ({"unscaled": VALID["unscaled"] | {"counts": None}}, "Expected `str`, got `null` - at `$.sample.unscaled"),
-        ({"unscaled": {}}, "Object missing required field `bins` - at `$.sample.unscaled`"),
     ],
 )
 def test_invalid_sample_of_a_log_is_refused_with_line_and_key(tmp_path, change, message):

@@ -41,13 +41,9 @@ def test_zones_split_at_the_limits_of_float16():
     }
 
 
-def test_unscaled_histogram_needs_unscaled_counts_if_the_scale_is_not_a_power_of_two():
-    scaled = histogram(scale=1000.0, exponents={0: 2})
-    with pytest.raises(ValueError, match="not a power of two. Received: loss_scale=1000.0"):
-        _ = scaled.unscaled
-    with_unscaled = ExponentHistogram(scaled.counts, 3, 1000.0, histogram(exponents={-10: 2}).counts)
-    assert exponents_of(with_unscaled.unscaled) == {-10: 2}
-    assert with_unscaled != scaled
+@pytest.mark.parametrize(("scale", "exponent"), [(1000.0, -10), (1025.0, -10), (1500.0, -11), (0.3, 2)])
+def test_unscaled_histogram_is_shifted_by_the_nearest_power_of_two(scale, exponent):
+    assert exponents_of(histogram(scale=scale, exponents={0: 2}).unscaled) == {exponent: 2}
 
 
 @given(st.integers(-300, 300), st.floats(width=32, allow_nan=False, allow_infinity=False))

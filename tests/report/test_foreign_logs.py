@@ -26,10 +26,8 @@ VARIABLE = {
 }
 VARIABLES = {"a/kernel": VARIABLE, "b/kernel": VARIABLE | {"first": -30, "amax": 2.0**-27}, "c/bias": VARIABLE}
 SAMPLE = sample_from(1, 1024.0, VARIABLES)
-UNSCALED = sample_from(1, 1.0, {name: VARIABLE | {"first": -30} for name in VARIABLES}).bin_counts
-ENCODED, ENCODED_WITH_UNSCALED = (
-    json.loads(json.dumps(compact(sample)))
-    for sample in (SAMPLE, replace(SAMPLE, loss_scale=1000.0, unscaled_bin_counts=UNSCALED))
+ENCODED, ENCODED_AT_1000 = (
+    json.loads(json.dumps(compact(sample))) for sample in (SAMPLE, replace(SAMPLE, loss_scale=1000.0))
 )
 WITHOUT_NAMES = {key: value for key, value in ENCODED.items() if key != "names"}
 SETTINGS = {
@@ -66,7 +64,7 @@ LOG = [
     {"step": 1, "reference": WITHOUT_NAMES},
     {"step": 20, **COUNTERS, "overflow_count": 18, "overflows_in_a_row": 15},
     {"step": 20, "loss_scale": 1000.0, "later_key": 5},
-    {"step": 20, "sample": ENCODED_WITH_UNSCALED},
+    {"step": 20, "sample": ENCODED_AT_1000},
     {"step": 21, "reference": ENCODED},
     {"step": 22, "replay": REPLAY},
     {"step": 22, "fallback": ["a"], "fallback_reason": "why"},
@@ -89,7 +87,7 @@ STRINGS = st.sampled_from(
     ["", "\x1b[2J", "\u202e", "$x_{$", "a/kernel", "the batch's x", "the loss function", "FixedScale"]
 )
 SAME_TYPE = {int: INTEGERS, float: FLOATS, str: STRINGS}
-KEYS = st.sampled_from(["\x1b]0;", "later", "", "$", "sample", "loss_scale", "unscaled", "\u202e", "x" * 5000, "step"])
+KEYS = st.sampled_from(["\x1b]0;", "later", "", "$", "sample", "loss_scale", "\u202e", "x" * 5000, "step"])
 
 
 def containers(value):

@@ -6,8 +6,7 @@ import pytest
 import tensorflow as tf
 
 import kmp
-from kmp.policy import hardware_support
-from kmp.policy.hardware_support import Gpu, Hardware
+from kmp.policy import Gpu, gpu_support
 
 H200, T4, P100 = Gpu("H200", (9, 0)), Gpu("T4", (7, 5)), Gpu("P100", (6, 0))
 
@@ -31,42 +30,35 @@ def detect(monkeypatch):
 @pytest.mark.parametrize(
     ("gpus", "policy", "level", "text"),
     [
-        ((), "mixed_float16", logging.WARNING, "no GPU: float16 will be slow"),
-        ((P100,), "mixed_float16", logging.WARNING, r"No Tensor Cores.*P100 \(compute capability 6\.0\)"),
-        ((H200, P100), "mixed_float16", logging.WARNING, "No Tensor Cores"),
+        ((), "mixed_float16", logging.WARNING, "'float32': TensorFlow sees no GPU"),
+        ((P100,), "mixed_float16", logging.WARNING, r"memory, not time: P100 \(compute capability 6\.0\)"),
+        ((H200, P100), "mixed_float16", logging.WARNING, "'float32': without Tensor Cores"),
         ((Gpu("?", None),), "float16", logging.WARNING, "unknown"),
-        ((H200,), "mixed_float16", logging.INFO, "mixed_bfloat16"),
-        ((T4,), "mixed_bfloat16", logging.WARNING, r"No bfloat16 in hardware.*8\.0"),
-        ((H200, T4), "mixed_bfloat16", logging.WARNING, "No bfloat16 in hardware"),
-        ((T4,), "mixed_float16", None, None),
+        ((H200,), "mixed_float16", logging.INFO, "'mixed_bfloat16': bfloat16 in hardware, which needs no loss scale"),
+        ((T4,), "mixed_bfloat16", logging.WARNING, "'mixed_float16': Tensor Cores for float16, no bfloat16"),
+        ((H200, T4), "mixed_bfloat16", logging.WARNING, "no bfloat16 in hardware"),
+        ((T4,), "float16", None, None),
         ((H200,), "mixed_bfloat16", None, None),
-        ((), "float32", None, None),
+        ((P100,), "float32", None, None),
     ],
     ids=str,
 )
-def test_advice_names_the_missing_or_available_feature_if_any(gpus, policy, level, text):
-    actual_level, actual_text = Hardware(gpus).advice(policy) or (None, None)
-    assert actual_level == level
-    assert actual_text == text or re.search(text, actual_text)
-
-
-def test_enable_logs_the_advice_once(detect, monkeypatch, caplog):
-    monkeypatch.setattr(hardware_support, "_logged", set())
-    detect()
+def test_enable_logs_once_if_auto_would_choose_another_policy(detect, monkeypatch, caplog, gpus, policy, level, text):
+    monkeypatch.setattr(gpu_support, "_logged", set())
+    detect(*gpus)
     with caplog.at_level(logging.INFO, "kmp"):
-        kmp.enable()
-        kmp.enable()
-        kmp.enable("float32")
-    assert [record.name for record in caplog.records] == ["kmp"]
-    assert "no GPU" in caplog.text
+        for _ in range(2):
+            kmp.enable(policy)
+    assert [(record.name, record.levelno) for record in caplog.records] == ([("kmp", level)] if level else [])
+    assert not text or re.search(text, caplog.text)
 
 
 @pytest.mark.parametrize(
     ("gpus", "policy", "reason"),
     [
         ((H200,), "mixed_bfloat16", "bfloat16 in hardware, which needs no loss scale: H200"),
-        ((H200, T4), "mixed_float16", "Tensor Cores for float16 and not for bfloat16"),
-        ((T4, P100), "float32", "no Tensor Cores on every GPU: T4"),
+        ((H200, T4), "mixed_float16", "Tensor Cores for float16, no bfloat16 in hardware"),
+        ((T4, P100), "float32", "without Tensor Cores, 16 bits save memory, not time: T4"),
         ((), "float32", "TensorFlow sees no GPU"),
     ],
     ids=str,

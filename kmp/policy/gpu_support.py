@@ -1,0 +1,90 @@
+"""Which policy the GPUs of this machine support in hardware."""
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from kmp.utils import BFLOAT16, FLOAT16
+
+logger = logging.getLogger("kmp")
+
+# GPUs of the Turing chips TU116 and TU117, which have compute capability 7.5 and no Tensor Cores. Source: NVIDIA's data
+# sheets.
+_NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|MX[45]50|CMP 30HX|\bT(400|500|550|600|1000|1200|2000)\b")
+_logged: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that TensorFlow detects, with its compute capability's major and minor version if that is reported."""
+
+    name: str
+    compute_capability: tuple[int, int] | None
+
+    def __str__(self) -> str:
+        return f"{self.name} (compute capability {'.'.join(map(str, self.compute_capability or ('unknown',)))})"
+
+    # The lowest compute capability with each feature: CUDA C++ Programming Guide, "Compute Capabilities".
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether float16 matrix products and convolutions run on Tensor Cores."""
+        return (self.compute_capability or (0, 0)) >= (7, 0) and not _NO_TENSOR_CORES.search(self.name)  # Volta
+
+    @property
+    def bfloat16(self) -> bool:
+        """Whether the GPU supports bfloat16 in hardware."""
+        return (self.compute_capability or (0, 0)) >= (8, 0)  # Ampere
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Returns the GPUs of this machine, as TensorFlow reports them, with what they support in hardware.
+
+    Example:
+    >>> all(gpu.tensor_cores for gpu in gpus() if gpu.bfloat16)
+    True
+    """
+    devices = tf.config.list_physical_devices("GPU")
+    details = [(device, tf.config.experimental.get_device_details(device)) for device in devices]
+    return tuple(Gpu(of.get("device_name", gpu.name), of.get("compute_capability")) for gpu, of in details)
+
+
+def best_policy(machine: Sequence[Gpu]) -> tuple[str, str]:
+    """Returns the policy that all of these GPUs run fast, and why."""
+    names = ", ".join(map(str, machine))
+    if not machine:
+        return "float32", "TensorFlow sees no GPU, and 16 bits are slow on a CPU"
+    if all(gpu.bfloat16 for gpu in machine):
+        return "mixed_bfloat16", f"bfloat16 in hardware, which needs no loss scale: {names}"
+    if all(gpu.tensor_cores for gpu in machine):
+        return "mixed_float16", f"Tensor Cores for float16, no bfloat16 in hardware: {names}"
+    return "float32", f"without Tensor Cores, 16 bits save memory, not time: {names}"
+
+
+def resolve(policy: str) -> str:
+    """Returns the policy for an argument of `enable`; logs what `"auto"` chose, or once that it would choose another.
+
+    At a level that Python shows by default, unless the policy is fast too.
+    """
+    best, reason = best_policy(gpus())
+    if policy == "auto":
+        logger.warning("kmp.enable('auto') uses %r: %s.", best, reason)
+        return best
+    dtype, best_dtype = (name.removeprefix("mixed_") for name in (policy, best))
+    message = f"kmp.enable({policy!r}): the policy for this machine is {best!r}: {reason}."
+    if dtype not in (best_dtype, "float32") and message not in _logged:
+        _logged.add(message)
+        is_fast = (dtype, best_dtype) == (FLOAT16.name, BFLOAT16.name)
+        logger.log(logging.INFO if is_fast else logging.WARNING, message)
+    return policy
+
+
+def xla_error() -> str | None:
+    """Returns why XLA cannot compile a function on this machine; `None` if it can."""
+    try:
+        tf.function(tf.exp, jit_compile=True, autograph=False)(tf.ones(8)).numpy()  # a number would be a constant
+    except (tf.errors.OpError, NotImplementedError) as reason:
+        return str(reason)
+    return None
