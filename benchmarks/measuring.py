@@ -114,11 +114,11 @@ class SampledStep(Step):
     def __init__(self, shapes: Shapes, mode: str) -> None:
         super().__init__(OURS, shapes, mode)
         self.owner, self._before = GradientHistogram(), {}
-        self.optimizer.start_sampling(self.owner, every_n_steps=NEVER, next_step=False)
+        self.optimizer.sampler.start(self.owner, NEVER)
 
     def sampled(self) -> None:
         """Takes a step that is sampled."""
-        self.optimizer.start_sampling(self.owner, every_n_steps=NEVER)
+        self.optimizer.sampler.start(self.owner, NEVER, first=self.optimizer.counters.read_counts().step + 1)
         self()
 
     def last_sample(self) -> GradientSample:

@@ -1,6 +1,7 @@
 """Keras' private names that kmp reads or sets. Where a public name comes close, a function says what it lacks."""
 
 import contextlib
+import copy
 import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -76,9 +77,9 @@ def unconnected_copy(operation: keras.Operation) -> keras.Operation:
 
     `copy.copy` would save and load it. The config of an operation lacks arguments such as arrays and functions.
     """
-    copy = object.__new__(type(operation))
-    vars(copy).update(vars(operation), _inbound_nodes=[], _outbound_nodes=[])
-    return copy
+    result = object.__new__(type(operation))
+    vars(result).update(vars(operation), _inbound_nodes=[], _outbound_nodes=[])
+    return result
 
 
 def attached_to(tensor: Any) -> dict[str, Any]:
@@ -87,17 +88,22 @@ def attached_to(tensor: Any) -> dict[str, Any]:
 
 
 def in_float32(tensors: Any) -> Any:
-    """Returns a structure with its 16-bit tensors cast to float32; each keeps its mask, which no public name has."""
+    """Returns a structure with its 16-bit tensors, or the symbolic shapes and dtypes of some, in float32.
 
-    def cast(tensor: Any) -> Any:
-        if not isinstance(tensor, tf.Tensor) or tensor.dtype.name not in DTYPES_16_BIT:
-            return tensor
-        result = tf.cast(tensor, tf.float32)
-        if getattr(tensor, "_keras_mask", None) is not None:
-            result._keras_mask = tensor._keras_mask
+    Each keeps its mask, which no public name has. Other values are unchanged.
+    """
+
+    def converted(value: Any) -> Any:
+        if not hasattr(value, "dtype") or keras.backend.standardize_dtype(value.dtype) not in DTYPES_16_BIT:
+            return value
+        if isinstance(value, keras.KerasTensor):
+            return keras.KerasTensor(value.shape, "float32", sparse=value.sparse)
+        result = keras.ops.cast(value, "float32")
+        if getattr(value, "_keras_mask", None) is not None:
+            result._keras_mask = value._keras_mask
         return result
 
-    return keras.tree.map_structure(cast, tensors)
+    return keras.tree.map_structure(converted, tensors)
 
 
 def uncast_value(variable: keras.Variable) -> tf.Tensor:
@@ -119,7 +125,7 @@ def build_metrics(model: keras.Model, batch_spec: Any) -> None:
 
 
 def without_tracking(method: Method) -> Method:
-    """Decorates a method as Keras does `build` of its optimizers: files and checkpoints lack what it sets otherwise."""
+    """Decorates a method of an optimizer as Keras does `build`: what it sets is no further part of files."""
     tracking = importlib.import_module("keras.src.utils.tracking")
     return cast(Method, tracking.no_automatic_dependency_tracking(method))
 
@@ -172,15 +178,11 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
 def layer_names_restored() -> Iterator[None]:
     """Restores the numbers that Keras gives to unnamed layers."""
     state = importlib.import_module("keras.src.backend.common.global_state")
-    numbers = state.get_global_attribute("object_name_uids")
-    before = dict(numbers or {})
+    before = copy.copy(state.get_global_attribute("object_name_uids"))
     try:
         yield
     finally:
-        numbers = state.get_global_attribute("object_name_uids")
-        if numbers is not None:
-            numbers.clear()
-            numbers.update(before)
+        state.set_global_attribute("object_name_uids", before)
 
 
 @contextlib.contextmanager

@@ -6,10 +6,10 @@ import itertools
 import logging
 import os
 import shutil
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import tensorflow as tf
 from filelock import FileLock, Timeout
@@ -17,7 +17,6 @@ from filelock import FileLock, Timeout
 from kmp.advice import advise
 from kmp.callbacks import tensorboard_events
 from kmp.callbacks.training_records import Record, record_size
-from kmp.optimizer import LossScaleOptimizer
 from kmp.records import FILE_NAME, LogEncoder, Run
 from kmp.utils import atomic_files, user_messages
 
@@ -27,13 +26,19 @@ _WRITE_ERRORS = (OSError, tf.errors.OpError)
 
 
 class LogWriter:
-    """Writes records into `log_dir`: to `kmp.jsonl`, and to event files for TensorBoard.
+    """Writes the records of one callback into `log_dir`: to `kmp.jsonl`, and to event files for TensorBoard.
 
-    Use `LogWriter.open`. Callbacks that log into the same folder share one writer: TensorBoard reads one event file in
-    a folder, and a run has one log.
+    Args:
+        folder: The folder, after `check`.
+        first_step: The step that training continues after. If the folder has a log with later records, that log is
+            archived and its records up to this step are carried over.
+        header: The header of a new log.
+
+    Raises:
+        ValueError: If another callback of the training writes into the folder, or if it has a log that is not kmp's.
     """
 
-    _open: ClassVar[dict[Path, "LogWriter"]] = {}
+    _open: ClassVar[WeakValueDictionary[Path, "LogWriter"]] = WeakValueDictionary()
 
     @classmethod
     def check(cls, folder: Path) -> FileLock | None:
@@ -46,9 +51,8 @@ class LogWriter:
         Raises:
             OSError: If the folder is not writable, or another process has locked it.
         """
-        for writer in [*cls._open.values()]:
-            if writer._folder == folder.resolve() or writer._optimizer() is None:
-                writer._close_files()
+        if left_open := cls._open.get(folder.resolve()):
+            left_open._close_files()
         try:
             atomic_files.check_writable(folder)
             with (folder / FILE_NAME).open("a"):
@@ -71,39 +75,19 @@ class LogWriter:
             return None
         return lock
 
-    @classmethod
-    def open(cls, folder: Path, optimizer: LossScaleOptimizer, *, first_step: int, header: Record) -> "LogWriter":
-        """Returns the folder's writer: the one that is open for the same training, or a new one.
-
-        Args:
-            folder: The folder, which exists.
-            optimizer: The optimizer whose records are written.
-            first_step: The step that training continues after. If the folder has a log with later records, that log is
-                archived and its records up to this step are carried over.
-            header: The header of a new log.
-
-        Raises:
-            ValueError: If the folder has a log that is not kmp's, or that of another optimizer in the same training.
-        """
+    def __init__(self, folder: Path, first_step: int, header: Record) -> None:
         folder = folder.resolve()  # two paths to one folder have one writer
-        if folder not in cls._open:
-            cls._open[folder] = cls(folder, optimizer, first_step, header)
-        elif cls._open[folder]._optimizer() is not optimizer:
+        if folder in self._open:
             raise ValueError(
-                "`log_dir` is in use for another optimizer; give each optimizer its own folder. "
-                f"Received: log_dir={str(folder)!r}"
+                "`log_dir` is in use by another callback of this training. A kmp.callbacks.Monitor writes all records "
+                f"into one log; give each optimizer its own folder. Received: log_dir={str(folder)!r}"
             )
-        return cls._open[folder]
-
-    def __init__(self, folder: Path, optimizer: LossScaleOptimizer, first_step: int, header: Record) -> None:
+        self._open[folder] = self
         self._folder = folder
-        self._optimizer = weakref.ref(optimizer)
         self._has_failed = self._has_records = False
         self._encoder = LogEncoder()
         self.fallbacks: list[dict[str, Any]] = []  # the records of the log that this training continues
         self.size = 0  # bytes of the records in the log, see `record_size`, and of the event files
-        self._last_metrics: tuple[int, int] | None = None  # epoch and step
-        self.is_closed = False  # by `close`, and not by a later training
         self._lines: Any = None  # the open log and the writer of the event files, unless opening them fails
         self._events: Any = None
         with self._stopping_on_write_error():
@@ -131,11 +115,6 @@ class LogWriter:
         if self._lines.closed:
             raise ValueError(f"`log_dir` is in use by a later training. Received: log_dir={str(self._folder)!r}")
         record = run.rows[-1]
-        if "metrics" in record:
-            of_epoch = record["epoch"], record["step"]
-            if of_epoch == self._last_metrics:
-                return  # another callback of the same training has written them
-            self._last_metrics = of_epoch
         with self._stopping_on_write_error():
             if self._has_records and not self._is_intact():
                 self._write_again(run)
@@ -213,9 +192,8 @@ class LogWriter:
             user_messages.warn(f"TensorBoard's text tab has no verdict: {user_messages.one_line(error)}.")
 
     def close(self) -> None:
-        """Adds the verdict for TensorBoard, and closes the files, for all callbacks that share the writer."""
+        """Adds the verdict for TensorBoard, and closes the files."""
         self.write_verdict()
-        self.is_closed = True
         self._close_files()
 
     def _close_files(self) -> None:

@@ -134,7 +134,7 @@ class Monitor(OptimizerReader):
         is_new = False
         if GRADIENTS in self.parts:
             self._selected_variables()  # raises for a bad pattern before anything is prepared
-            is_new = self.optimizer.start_sampling(self, NEVER, next_step=False)
+            is_new = self.optimizer.sampler.start(self, NEVER)
         is_new = super()._prepare() or is_new
         can_replay = self.optimizer is self.model.optimizer and self.model.distribute_strategy.num_replicas_in_sync == 1
         if self.reference and can_replay:
@@ -219,7 +219,7 @@ class Monitor(OptimizerReader):
                     "Call `on_train_begin` first, or trace the step again: step = tf.function(step.python_function)."
                 )
         self._close()
-        self.optimizer.stop_sampling(self)
+        self.optimizer.sampler.stop(self)
 
     def read(self) -> None:
         """Reads the optimizer now, and records its state if it has taken a step since the last record."""
@@ -298,9 +298,8 @@ class Monitor(OptimizerReader):
             self._is_open = True
             self.run.rows[:] = [row for row in self.run.rows if row["step"] <= self._start_step]
             self._size = sum(map(record_size, self.run.rows))
-        if self.log_dir and self._is_chief and (self._writer is None or self._writer.is_closed):
-            first_step = self._previous.step
-            self._writer = LogWriter.open(self.log_dir, self.optimizer, first_step=first_step, header=self.run.header)
+        if self.log_dir and self._is_chief and self._writer is None:
+            self._writer = LogWriter(self.log_dir, self._previous.step, self.run.header)
 
     def _close(self) -> None:
         self._weights_before = {}
@@ -321,13 +320,13 @@ class Monitor(OptimizerReader):
         self._batches_left = interval - step % interval
         if GRADIENTS in self.parts and interval != self._sampling_interval:
             self._sampling_interval = interval
-            self.optimizer.start_sampling(self, interval, next_step=False)
+            self.optimizer.sampler.start(self, interval)
 
     def _sample_next_step(self) -> None:
         self._batches_left = 1
         if GRADIENTS in self.parts:
             self._requested_step, self._sampling_interval = self._previous.step + 1, self._interval
-            self.optimizer.start_sampling(self, self._sampling_interval)
+            self.optimizer.sampler.start(self, self._sampling_interval, first=self._requested_step)
 
     def _selected_variables(self) -> dict[str, Any]:
         """Returns the variables to sample by path; none before the model is built."""

@@ -31,34 +31,44 @@ class GradientSampler:
 
     The interval is a variable, so changing it or pausing does not retrace the step. With several callbacks it is the
     greatest common divisor of their intervals, so that each callback gets the samples it requested.
+
+    Attributes:
+        is_active: Whether steps that are traced now can sample, because sampling was started once.
     """
 
     def __init__(self) -> None:
+        self.is_active = False
+        self._strategy = tf.distribute.get_strategy()
         self._intervals: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._interval = keras.Variable(NEVER, dtype="int64", trainable=False, name="sample_every")
         self._first_step = keras.Variable(0, dtype="int64", trainable=False, name="sample_first")
-        self._indices: list[int] | None = None
+        self._paths: list[str] = []
+        self._indices: list[int] = []
 
     def build(self, variables: Variables) -> None:
-        """Creates the variables that store a sample.
-
-        Variables that Keras overwrites with their gradient, such as float8 scales, are not sampled.
-        """
+        """Sets the variables to sample, without those that Keras overwrites with their gradient: float8 scales."""
         self._paths = paths_of(variables)
         self._indices = [index for index, variable in enumerate(variables) if not is_overwritten(variable)]
-        rows = len(self._indices)
-        self._step = distribution.variable("sample_step", "int64", aggregation="only_first_replica")
-        self._scale = distribution.variable("sample_loss_scale", "float32", aggregation="only_first_replica")
-        self._amax = distribution.variable("sample_amax", "float32", (rows,))
-        self._square_sum = distribution.variable("sample_square_sum", "float64", (rows,))
-        self._counts = distribution.variable("sample_counts", "int64", (rows, BIN_COUNT))
+        if self.is_active:
+            self._create_storage()
 
-    def start(self, owner: Any, every_n_steps: int, first: int) -> None:
-        """Starts sampling for `owner`: at step `first`, if not 0, and at each step divisible by `every_n_steps`."""
+    def start(self, owner: Any, every_n_steps: int, first: int = 0) -> bool:
+        """Samples the step `first`, if it is not 0, and each step divisible by `every_n_steps`, until `stop`.
+
+        A second call for the same owner, which must support weak references, replaces its interval.
+
+        Returns:
+            Whether functions traced before must be traced again, because they cannot sample. In Keras:
+            `model.make_train_function(force=True)`.
+        """
         self._intervals[owner] = every_n_steps
         if first:
             self._first_step.assign(first)
         self._interval.assign(self._common_interval)
+        was_active, self.is_active = self.is_active, True
+        if not was_active:
+            self._create_storage()
+        return not was_active
 
     def stop(self, owner: Any) -> None:
         """Stops sampling for `owner`."""
@@ -82,7 +92,7 @@ class GradientSampler:
             order: Indices of all variables, ordered from the input to the loss.
             steps: The number of steps taken. Loading a checkpoint may reset it; a sample of a later step is ignored.
         """
-        if self._indices is None or not 0 < (step := int(self._step.numpy())) <= steps:
+        if not self.is_active or not 0 < (step := int(self._step.numpy())) <= steps:
             return None
         row_of = {index: row for row, index in enumerate(self._indices)}
         rows = [row_of[index] for index in order if index in row_of]
@@ -96,6 +106,15 @@ class GradientSampler:
             amax=np.max(amax, axis=0)[rows].astype(np.float64),
             norm=np.sqrt(np.sum(square_sum, axis=0))[rows] / scale,
         )
+
+    def _create_storage(self) -> None:
+        rows = len(self._indices)
+        with self._strategy.scope():  # callbacks call outside of it
+            self._step = distribution.variable("sample_step", "int64", aggregation="only_first_replica")
+            self._scale = distribution.variable("sample_loss_scale", "float32", aggregation="only_first_replica")
+            self._amax = distribution.variable("sample_amax", "float32", (rows,))
+            self._square_sum = distribution.variable("sample_square_sum", "float64", (rows,))
+            self._counts = distribution.variable("sample_counts", "int64", (rows, BIN_COUNT))
 
     @property
     def _common_interval(self) -> int:

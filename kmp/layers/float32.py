@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras import ops
 
-from kmp.backend import global_policy, sublayers
+from kmp.backend import global_policy, keras_internals, sublayers
 from kmp.utils import DTYPES_16_BIT, validation
 
 
@@ -76,14 +75,14 @@ class Float32(keras.Layer):
             outputs = self.layer(inputs, *args, **kwargs)
         # A float32 tensor must pass through without a cast, which would drop the logits that Keras attaches to the
         # output of softmax.
-        return keras.tree.map_structure(_to_float32, outputs)
+        return keras_internals.in_float32(outputs)
 
     def compute_output_spec(self, inputs: Any, *args: Any, training: bool | None = None, **kwargs: Any) -> Any:
         # By default, Keras traces `call`, which also builds it, and Keras 3.15 traces a dense `x * 2.0` as sparse.
         if not isinstance(self.layer, keras.Layer) or not self.layer.built:
             return super().compute_output_spec(inputs, *args, training=training, **kwargs)
-        inputs, args, kwargs = keras.tree.map_structure(_to_float32, (inputs, args, kwargs))
-        return keras.tree.map_structure(_to_float32, self.layer.compute_output_spec(inputs, *args, **kwargs))
+        inputs, args, kwargs = keras_internals.in_float32((inputs, args, kwargs))
+        return keras_internals.in_float32(self.layer.compute_output_spec(inputs, *args, **kwargs))
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
         """Returns the mask that the wrapped layer computes from `previous_mask`."""
@@ -113,11 +112,11 @@ class Float32Operation(keras.Operation):
         self.operation = operation
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = keras.tree.map_structure(_to_float32, (args, kwargs))
+        args, kwargs = keras_internals.in_float32((args, kwargs))
         return self.operation(*args, **kwargs)
 
     def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = keras.tree.map_structure(_to_float32, (args, kwargs))
+        args, kwargs = keras_internals.in_float32((args, kwargs))
         return self.operation.compute_output_spec(*args, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
@@ -153,15 +152,6 @@ class Softmax(keras.layers.Softmax):
         integer = functools.partial(validation.integer, "axis")
         axis = list(map(integer, axis)) if isinstance(axis, list | tuple) else integer(axis)
         super().__init__(axis=axis, **_with_float32_dtype(kwargs))
-
-
-def _to_float32(value: Any) -> Any:
-    """Returns a 16-bit tensor, or the symbolic shape and dtype of one, in float32, and any other value unchanged."""
-    if not hasattr(value, "dtype") or keras.backend.standardize_dtype(value.dtype) not in DTYPES_16_BIT:
-        return value
-    if isinstance(value, keras.KerasTensor):
-        return keras.KerasTensor(value.shape, "float32", sparse=value.sparse)
-    return ops.cast(value, "float32")
 
 
 def _with_float32_dtype(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -97,15 +97,13 @@ _PATCHED_CLASSES = (keras.Layer, keras.layers.Dot, keras.layers.Masking, keras.l
 
 def reason_for_float32(layer: keras.Layer, dtype: str = FLOAT16.name) -> str | None:
     """Returns why a layer of Keras or another package needs float32 in place of a 16-bit dtype; `None` if not."""
-    return next((reason.text for reason in _reasons(type(layer)) if reason.applies(layer, dtype)), None)
-
-
-def _reasons(layer_class: type) -> Iterator[_Reason]:
-    for base in layer_class.__mro__:
+    for base in type(layer).__mro__:
         package, *folders = str(getattr(base, "__module__", "")).split(".")
         for name in (base.__name__, ".".join([*folders[-2:-1], base.__name__])):
-            if name in _REASONS.get(package, {}):
-                yield _REASONS[package][name]
+            reason = _REASONS.get(package, {}).get(name)
+            if reason and reason.applies(layer, dtype):
+                return reason.text
+    return None
 
 
 def apply_patches(is_enabled: Callable[[], bool]) -> Iterator[Replacement]:

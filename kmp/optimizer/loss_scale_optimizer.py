@@ -38,7 +38,10 @@ from kmp.utils import user_messages, validation
 
 _DEFAULT = scaling.DynamicScale()
 _NO_SCALE = scaling.FixedScale(1.0)
-_SET_AT_CREATION = (*scaling.LossScaleSettings.__annotations__, "dynamic_growth_steps", "rule", "jit_compile")
+_SET_AT_CREATION = (
+    *scaling.LossScaleSettings.__annotations__,
+    *("dynamic_growth_steps", "loss_scale_factor", "rule", "jit_compile"),
+)
 _JIT_COMPILE_IGNORED = (
     "`jit_compile=True` does nothing under a distribution strategy. Pass it to `model.compile` instead, if the "
     "strategy supports it."
@@ -105,7 +108,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     counters: Counters
     inner_state: InnerState
     step_monitor: StepMonitor
-    sampler: GradientSampler | None
+    sampler: GradientSampler
     settings_call: str = "kmp.LossScaleOptimizer"  # the call that the settings come from, which advice names
 
     def __init__(
@@ -153,8 +156,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.counters = Counters()
         self.inner_state = InnerState(inner)
         self.step_monitor = StepMonitor(requires_scaling=rule != _NO_SCALE)
-        self.sampler = None
-        self._reset_compiled_step()
+        self.sampler = GradientSampler()
+        self._compiled_step = tf.function(self._step, jit_compile=True, autograph=False) if jit_compile else None
         self._create_scale()
         self._order: tuple[int, ...] = ()  # of the variables, from the input to the loss, in the last trace
         self._unscaled_order: list[int] = []
@@ -178,8 +181,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         finally:
             del self.__dict__["use_ema"], self.__dict__["gradient_accumulation_steps"]
         self.counters.build_for(len(var_list))
-        if self.sampler:
-            self.sampler.build(var_list)
+        self.sampler.build(var_list)
         self._order = tuple(range(len(var_list)))
         self.step_monitor.build_for(len(var_list))
         if self.jit_compile and tf.distribute.has_strategy():
@@ -281,9 +283,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # Under a strategy the step cannot be compiled: replicas synchronize inside of it.
         compiles = not tf.distribute.has_strategy() and not xla.is_tracing()
         step = (self._compiled_step if compiles else None) or self._step
-        step(grads, indices, self._order, unscaled)
+        step(grads, indices, self._order, unscaled, self.sampler.is_active)
 
-    def _step(self, gradients: Gradients, indices: tuple[int, ...], order: tuple[int, ...], unscaled: bool) -> None:
+    def _step(
+        self, gradients: Gradients, indices: tuple[int, ...], order: tuple[int, ...], unscaled: bool, can_sample: bool
+    ) -> None:
         """Takes a step.
 
         `indices` are those of the variables among the ones that the optimizer was built on, which `order` sorts from
@@ -303,7 +307,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             flags = tf.where(tf.reduce_any(before_clip > 0), before_clip, flags)
         if indices != tuple(range(count)):  # a variable without a gradient has the flag 0
             flags = tf.maximum(tf.math.unsorted_segment_max(flags, list(indices), count), 0.0)
-        if self.sampler:
+        if can_sample:
             gradient_at = dict(zip(indices, gradients, strict=True))
             all_gradients = [gradient_at.get(index) for index in range(count)]
             step = self.counters.counts.value[COUNT_INDEX["step"]] + 1
@@ -328,6 +332,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> None:
         """Updates the variables unless the loss or a gradient is non-finite; then adapts the scale and counts."""
         inner = self.inner_optimizer
+        count = functools.partial(self._adapt_and_count, scale=scale, flags=flags, losses=losses, order=order)
         # The reduction comes last because XLA computes anything cheaper again in each loop that uses it.
         overflowed = ops.any(ops.maximum(flags, losses.last_nonfinite) > 0)
 
@@ -337,23 +342,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         def update() -> None:
             distribution.on_each_replica(update_replica, divisor, gradients)
-            self._adapt_and_count(False, scale, flags, losses, order)
+            count(False)
 
-        def skip() -> None:
-            self._adapt_and_count(True, scale, flags, losses, order)
-
-        # At the end of a dataset of unknown length, Keras starts a step that gets no batch. It stops at the first
-        # operation that needs one. Without this dependency, the counters would not wait for the gradients and would
-        # count that step.
-        with tf.control_dependencies([overflowed]):
-            # Under a strategy a variable has one component per replica, and the optimizer writes the components.
-            predicates = xla.is_tracing() and not tf.distribute.has_strategy()
-            if predicates and supports_predicated_writes(inner, self._trainable_variables):
-                with predicated_writes(inner, self._trainable_variables, overflowed):
-                    update_replica(divisor, gradients)
-                self._adapt_and_count(overflowed, scale, flags, losses, order)
-            else:
-                ops.cond(overflowed, outlined(skip), update)
+        # Under a strategy a variable has one component per replica, and the optimizer writes the components.
+        predicates = xla.is_tracing() and not tf.distribute.has_strategy()
+        if predicates and supports_predicated_writes(inner, self._trainable_variables):
+            with predicated_writes(inner, self._trainable_variables, overflowed):
+                update_replica(divisor, gradients)
+            count(overflowed)
+        else:
+            ops.cond(overflowed, outlined(functools.partial(count, True)), update)
 
     def _adapt_and_count(
         self, overflowed: Any, scale: tf.Tensor, flags: tf.Tensor, losses: StepLosses, order: Sequence[int]
@@ -407,53 +405,20 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return Snapshot(
             loss_scale=float(self._bounded_scale()),
             clean_steps=int(self.step_counter.numpy()),
-            sample=self.sampler.read(self._order, counts["step"]) if self.sampler else None,
+            sample=self.sampler.read(self._order, counts["step"]),
             loss_dtype=self.step_monitor.loss_dtype,
             **counts,
         )
 
-    def start_sampling(self, owner: Any, every_n_steps: int, next_step: bool = True) -> bool:
-        """Samples gradients in the next step, and in every step whose number is a multiple of `every_n_steps`.
-
-        Sampling ends with `stop_sampling`. A second call for the same owner replaces its interval.
-
-        Args:
-            owner: The object that requests the samples. It must support weak references.
-            every_n_steps: Integer, at least 1; in steps.
-            next_step: Boolean, whether to sample the next step too, even if it is not a multiple.
-
-        Returns:
-            Whether functions traced before must be traced again, because they cannot sample. In Keras:
-            `model.make_train_function(force=True)`.
-        """
-        every_n_steps = validation.positive_integer("every_n_steps", every_n_steps)
-        is_new = self.sampler is None
-        if self.sampler is None:
-            # Its variables need the replicas of the strategy that the optimizer was created under, which has no public
-            # name.
-            with self._distribution_strategy.scope():
-                self.sampler = GradientSampler()
-                if self.built:
-                    self.sampler.build(self._trainable_variables)
-            self._reset_compiled_step()
-        first = self.counters.read_counts().step + 1 if next_step else 0
-        self.sampler.start(owner, every_n_steps, first)
-        return is_new
-
-    def stop_sampling(self, owner: Any) -> None:
-        """Ends the sampling that `owner` requested; no function needs to be retraced."""
-        if self.sampler:
-            self.sampler.stop(owner)
-
     @property
     def paths(self) -> list[str]:
         """Paths of the variables that the optimizer was built on, in its order; a duplicate path gets a number."""
-        return paths_of(self._trainable_variables) if self.built else []
+        return paths_of(self._trainable_variables)
 
     def variables_by_path(self) -> dict[str, Any]:
         """Returns the trainable variables by path, from the input to the loss; none before the optimizer is built."""
-        items = list(zip(self.paths, self._trainable_variables, strict=True)) if self.built else []
-        return dict(items[index] for index in self._order[: len(items)])
+        items = list(zip(self.paths, self._trainable_variables, strict=True))
+        return dict(items[index] for index in self._order)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the keys of Keras' class, and the arguments of kmp that differ from their defaults."""
@@ -468,19 +433,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Excludes variables from the weight decay of the inner optimizer, as there."""
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
-
-    @property
-    def loss_scale_factor(self) -> None:
-        """Always `None`: the loss scale is the only one."""
-        return
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, factor: float | None) -> None:
-        if factor is not None:
-            raise ValueError(
-                f"A model has one loss scale. Received: loss_scale_factor={factor!r}. For a fixed loss scale, compile "
-                f"again with kmp.LossScaleOptimizer(optimizer, loss_scale={factor!r})."
-            )
 
     def __getattr__(self, name: str) -> Any:
         """Returns a setting of the inner optimizer, such as `clipnorm` or `beta_1`."""
@@ -498,10 +450,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             super().__setattr__(name, value)
         else:
             setattr(inner, name, value)
-
-    def _reset_compiled_step(self) -> None:
-        """Sets the step that is compiled with XLA, without traces of earlier steps."""
-        self._compiled_step = tf.function(self._step, jit_compile=True, autograph=False) if self.jit_compile else None
 
     def _bounded_scale(self, highest: float = scaling.LARGEST_SCALE) -> Any:
         """Returns the scale within the rule's bounds; a file or the user may have written any value to the variable."""

@@ -108,19 +108,6 @@ def test_histograms_are_of_layers_with_a_finite_gradient_and_zeros_have_a_bucket
     assert array_of(tensorboard(tmp_path, "dead")[0]).tolist() == [[FIRST_EXPONENT - 1, FIRST_EXPONENT, 7]]
 
 
-def test_record_between_the_ends_of_two_callbacks_is_written_to_the_same_log(tmp_path):
-    model = compiled_model()
-    first, last = (LossScaleLogger(tmp_path / "logs", every_n_steps=5) for _ in range(2))
-
-    def train_and_read(logs):
-        model.train_on_batch(*small_data(batches=1))
-        last.read()
-
-    fit(model, [first, keras.callbacks.LambdaCallback(on_train_end=train_and_read), last])
-    assert logged_steps(tmp_path / "logs")[-1] == 21
-    assert not (tmp_path / "logs" / "earlier-1").exists()
-
-
 def end_of_a_training(folder, stops, is_backup_first=False):
     """Returns the state and the logged steps after four epochs, which each of the `stops` but the last interrupts."""
     for stop in stops:
@@ -279,16 +266,21 @@ def test_log_dir_that_another_process_uses_raises_and_is_unchanged_until_that_pr
     assert logged_steps(tmp_path) == [1, 10, 20, 41, 50, 60]
 
 
-def test_two_paths_to_one_folder_have_one_log_and_one_lock_until_the_last_callback_ends(tmp_path):
+def test_two_callbacks_in_one_folder_are_an_error(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("folder")
-    locked = []
-    between = keras.callbacks.LambdaCallback(on_train_end=lambda logs: locked.append(is_locked(tmp_path / "folder")))
     loggers = [OverflowCounter(tmp_path / "folder", 10), LossScaleLogger(tmp_path / "link", 10)]
-    fit(compiled_model(), [between, loggers[0], between, loggers[1], between])
-    assert locked == [True, True, False]
-    run = kmp.load_run(tmp_path / "folder")
-    assert run.series("overflow_count")[0].tolist() == run.series("loss_scale")[0].tolist() == [1, 10, 20]
+    with pytest.raises(ValueError, match="`log_dir` is in use by another callback.*Monitor writes all records"):
+        fit(compiled_model(), loggers)
+    fit(compiled_model(), loggers[1:])
+    assert logged_steps(tmp_path / "folder") == [1, 10, 20]
+
+
+def test_folder_is_locked_until_the_training_ends(tmp_path):
+    locked = []
+    between = keras.callbacks.LambdaCallback(on_train_end=lambda logs: locked.append(is_locked(tmp_path)))
+    fit(compiled_model(), [between, LossScaleLogger(tmp_path, 10), between])
+    assert locked == [True, False]
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork")
@@ -326,7 +318,7 @@ def test_full_disk_stops_the_log_and_not_the_training(tmp_path):
 
 
 def test_reached_quota_stops_the_log_and_not_the_training_and_a_later_run_continues_the_log(tmp_path):
-    model, callbacks = compiled_model(), [LossScaleLogger(tmp_path, 1), OverflowCounter(tmp_path, 1)]
+    model, callbacks = compiled_model(), [LossScaleLogger(tmp_path, 1)]
     with (
         file_size_limit(8_000),
         pytest.warns(UserWarning, match="Logging .*File too large.*Training continues") as caught,

@@ -197,7 +197,7 @@ def test_each_optimizer_of_a_gan_is_logged_into_its_own_folder(gan, tmp_path):
     fit_gan(gan, callbacks)
     assert [steps_of(callback) for callback in callbacks] == [[1, 10]] * 2
     shared = [LossScaleLogger(tmp_path / "one", optimizer=optimizer) for optimizer in optimizers.values()]
-    with pytest.raises(ValueError, match="`log_dir` is in use for another optimizer"):
+    with pytest.raises(ValueError, match="`log_dir` is in use by another callback.*each optimizer its own folder"):
         fit_gan(gan, shared)
 
 

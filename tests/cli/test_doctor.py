@@ -212,7 +212,7 @@ def test_gpu_that_tensorflow_does_not_see_is_an_error(machine, monkeypatch, visi
 
 def test_xla_that_does_not_compile_is_a_warning(machine, monkeypatch):
     machine()
-    monkeypatch.setattr("kmp.policy.hardware_support.tf.function", lambda *_, **options: failing("libdevice not found"))
+    monkeypatch.setattr("kmp.policy.gpu_support.tf.function", lambda *_, **options: failing("libdevice not found"))
     check = first_check("XLA", has_driver=False)
     assert check.status == WARNING
     assert "libdevice not found" in check.text

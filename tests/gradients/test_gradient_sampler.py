@@ -16,7 +16,7 @@ def built_optimizer(*shapes, **arguments):
 
 def one_step(optimizer, variables, gradients, run_step=lambda step: step):
     owner = keras.Layer()
-    optimizer.start_sampling(owner, every_n_steps=1)
+    optimizer.sampler.start(owner, every_n_steps=1)
     run_step(lambda: optimizer.apply(gradients, variables))()
     return optimizer.snapshot().sample
 

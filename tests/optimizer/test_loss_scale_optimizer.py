@@ -115,7 +115,7 @@ def test_overflow_of_any_micro_batch_skips_the_step_that_applies_their_clipped_s
 def test_unscaled_gradients_are_sampled_times_the_loss_scale():
     variable = keras.Variable([1.0, 2.0])
     optimizer = optimizer_for(variable, initial_scale=1024.0)
-    optimizer.start_sampling(optimizer.counters, 1)
+    optimizer.sampler.start(optimizer.counters, 1)
     optimizer.scale_loss(0.5)
     optimizer.apply(optimizer.unscale([tf.constant([2.0**-10, -3 * 1024.0])]), [variable])
     np.testing.assert_array_equal(variable, np.float32([1 - 2.0**-20, 5.0]))
@@ -208,11 +208,6 @@ def test_nonfinite_loss_is_distinguished_from_an_overflow_in_the_backward_pass(r
     optimizer.scale_loss(ops.array(1.0))
     optimizer.apply([ops.array([2.0])], [variable])
     assert counts() == (3, 4, 2.0**14)
-
-
-def test_invalid_sampling_interval_raises_and_is_named():
-    with pytest.raises(ValueError, match="`every_n_steps` must be"):
-        kmp.LossScaleOptimizer("sgd").start_sampling(keras.Layer(), 0)
 
 
 def test_inner_optimizer_can_be_a_name_but_not_a_loss_scale_optimizer():

@@ -53,25 +53,17 @@ def test_gradients_are_divided_once_with_and_without_unscale(weight, run_step):
             np.testing.assert_allclose(weight, [0.0, 0.0], atol=1e-6)
 
 
-@pytest.mark.parametrize("is_traced", [True, False])
-def test_function_that_scales_a_loss_before_the_optimizer_is_built_warns(weight, is_traced):
+def test_function_that_scales_a_loss_before_the_optimizer_is_built_follows_the_scale(weight):
     optimizer = optimizer_for(weight, build=False)
     scaled = tf.function(lambda: [gradient_of(weight, optimizer.scale_loss)])
-
-    def apply(gradients):
-        if is_traced:  # by this function itself, too
-            optimizer.scale_loss(1.0)
-        optimizer.apply(gradients, [weight])
-
-    with pytest.warns(UserWarning, match=r"keeps the initial loss scale.* Call `optimizer.build"):
-        (tf.function(apply) if is_traced else apply)(scaled())
+    for _ in range(2):
+        weight.assign([1.0, 2.0])
+        optimizer.apply(scaled(), [weight])
+        np.testing.assert_array_equal(weight, [0.0, 0.0])
+        optimizer.dynamic_scale.assign(4.0)
 
 
 def test_function_that_scales_a_loss_and_builds_the_optimizer_is_traced_again(weight):
-    for loss_scale in ("dynamic", 8.0):  # a fixed scale is a constant anyway
-        optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.0), loss_scale=loss_scale)
-        if loss_scale != "dynamic":
-            optimizer.apply(tf.function(lambda o=optimizer: [gradient_of(weight, o.scale_loss)])(), [weight])
     optimizer = optimizer_for(weight, build=False)
 
     @tf.function

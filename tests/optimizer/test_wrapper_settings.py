@@ -95,7 +95,7 @@ def test_scale_factor_of_the_inner_optimizer_is_the_fixed_loss_scale():
     optimizer.scale_loss(1.0)
     optimizer.apply([tf.constant([64.0])], [variable])
     np.testing.assert_array_equal(variable, [0.0])
-    with pytest.raises(ValueError, match="has one loss scale. Received: loss_scale_factor=8.0"):
+    with pytest.raises(AttributeError, match="`loss_scale_factor` cannot be changed"):
         optimizer.loss_scale_factor = 8.0
     for arguments in ({"loss_scale": 8.0}, {"growth_interval": 5}):
         with pytest.raises(ValueError, match="has one loss scale|no other settings"):

@@ -12,9 +12,9 @@ from kmp.advice import WhatIf, what_if
 from kmp.records import BinCounts, ExponentHistogram, GradientSample, LayerError, Replay, Run
 
 
-def histogram(scale=2.0**10, unscaled=None, **bins):
+def histogram(scale=2.0**10, **bins):
     counts = bin_counts(**(bins or {"exponents": {-20: 70, 3: 5}, "zero": 25}))
-    return ExponentHistogram(counts, step=7, loss_scale=scale, unscaled_counts=unscaled)
+    return ExponentHistogram(counts, step=7, loss_scale=scale)
 
 
 def sample(step, **bins):
@@ -104,12 +104,7 @@ WITHOUT_SCALE = "gradient without the loss scale"
     ("drawn", "label", "unscaled"),
     [
         (histogram(1.0), "gradient (loss scale 1); 25.0% are zero", []),
-        (histogram(20000.0), "gradient times loss scale 20,000; 25.0% are zero", []),  # not known
-        (
-            histogram(20000.0, unscaled=bin_counts({-34: 75, -11: 25})),
-            "gradient times loss scale 20,000; 25.0% are zero",
-            [-34, -11],
-        ),
+        (histogram(20000.0), "gradient times loss scale 20,000; 25.0% are zero", [-34, -11]),
         (
             histogram(exponents={3: 1}, inf=1200, nan=4),
             "gradient times loss scale $2^{10}$; 0.0% are zero; 1,200 Inf; 4 NaN",
@@ -117,7 +112,7 @@ WITHOUT_SCALE = "gradient without the loss scale"
         ),
     ],
 )
-def test_gradient_is_drawn_without_the_scale_where_that_differs_and_is_known(drawn, label, unscaled):
+def test_gradient_is_drawn_without_the_scale_where_that_differs(drawn, label, unscaled):
     ax = plots.gradient_exponents(drawn)
     if unscaled:
         assert legend_labels(ax) == [WITHOUT_SCALE, label]
