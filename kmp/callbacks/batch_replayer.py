@@ -31,7 +31,7 @@ logger = logging.getLogger("kmp")
 _MANY_ZEROS = 0.1
 _OVERFLOWS_IN_A_ROW = 3
 _MANY_OVERFLOWS = 8
-_MOST_REPLAYS = 3  # of one training, because of overflows, and because of zeros
+_MOST_REPLAYS = 3  # of one training, because of overflows
 _MOST_STUCK_REPLAYS = 3  # of one training
 _COMPARED_AGAIN = 4  # at this multiple of the last step that was compared
 _MOST_SECONDS = 10.0  # of one replay, or more in a long training
@@ -70,7 +70,7 @@ class BatchReplayer:
         """Begins a training of a number of steps, 0 if that is not known: captures its first batch."""
         self._middle = snapshot.step + planned_steps // 2
         self._first = self._seen = snapshot  # at the beginning, and at the last replay because of overflows
-        self._overflow_replays = self._zero_replays = self._stuck_replays = 0
+        self._overflow_replays = self._stuck_replays = 0
         self._zero_share, self._last_step = 0.0, 0  # of the last replay without an overflow
         self._has_failed = False
         self._largest_norms: dict[str, float] = {}  # of the gradients of each layer, in float32
@@ -228,9 +228,7 @@ class BatchReplayer:
         if self._last_step < self._middle <= snapshot.step:
             return True
         sample = snapshot.sample
-        if sample is None or not sample.histogram.is_finite or self._zero_replays >= _MOST_REPLAYS:
+        if sample is None or not sample.histogram.is_finite:
             return False
         share = sample.histogram.zero_fraction
-        are_more = share > _MANY_ZEROS and share >= self._zero_share + _MANY_ZEROS
-        self._zero_replays += are_more
-        return are_more
+        return share > _MANY_ZEROS and share >= self._zero_share + _MANY_ZEROS  # so it is at most nine times

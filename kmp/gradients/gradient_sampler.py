@@ -67,7 +67,8 @@ class GradientSampler:
         self._interval.assign(self._common_interval)
         was_active, self.is_active = self.is_active, True
         if not was_active:
-            self._create_storage()
+            with self._strategy.scope():  # callbacks call outside of it
+                self._create_storage()
         return not was_active
 
     def stop(self, owner: Any) -> None:
@@ -109,12 +110,11 @@ class GradientSampler:
 
     def _create_storage(self) -> None:
         rows = len(self._indices)
-        with self._strategy.scope():  # callbacks call outside of it
-            self._step = distribution.variable("sample_step", "int64", aggregation="only_first_replica")
-            self._scale = distribution.variable("sample_loss_scale", "float32", aggregation="only_first_replica")
-            self._amax = distribution.variable("sample_amax", "float32", (rows,))
-            self._square_sum = distribution.variable("sample_square_sum", "float64", (rows,))
-            self._counts = distribution.variable("sample_counts", "int64", (rows, BIN_COUNT))
+        self._step = distribution.variable("sample_step", "int64", aggregation="only_first_replica")
+        self._scale = distribution.variable("sample_loss_scale", "float32", aggregation="only_first_replica")
+        self._amax = distribution.variable("sample_amax", "float32", (rows,))
+        self._square_sum = distribution.variable("sample_square_sum", "float64", (rows,))
+        self._counts = distribution.variable("sample_counts", "int64", (rows, BIN_COUNT))
 
     @property
     def _common_interval(self) -> int:

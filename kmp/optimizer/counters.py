@@ -72,21 +72,19 @@ class Counters(NamedState):
         counts: int64 variable of shape `(8,)`, the fields of `Counts`: one variable is read and written by one
             operation, several by one each.
         loss_values: float32 variable of shape `(2,)`: the last loss, and the largest magnitude of a finite one.
-        overflows_by_variable: int64 variable of shape `(variables,)`: steps in which the gradient was non-finite.
-        overflow_origins_by_variable: int64 variable of shape `(variables,)`: steps in which the overflow started there.
+        by_variable: int64 variable of shape `(2, variables)`: in how many steps the gradient was non-finite, and in how
+            many the overflow started there. `None` before the optimizer is built.
     """
 
     def __init__(self) -> None:
         super().__init__(name="loss_scale_counters", dtype="float32", trainable=False)
         self.counts = self._counter("counts", (len(COUNT_INDEX),))
         self.loss_values = self._counter("losses", (2,), "float32")
-        self.overflows_by_variable: Any = None
-        self.overflow_origins_by_variable: Any = None
+        self.by_variable: Any = None
 
     def build_for(self, variable_count: int) -> None:
-        """Creates the counters with one element for each variable."""
-        self.overflows_by_variable = self._counter("overflows_by_variable", (variable_count,))
-        self.overflow_origins_by_variable = self._counter("overflow_origins_by_variable", (variable_count,))
+        """Creates the counters with elements for each variable."""
+        self.by_variable = self._counter("overflows_by_variable", (2, variable_count))
 
     def values(self) -> Counts:
         """Returns the counts as tensors on the device."""
@@ -136,8 +134,7 @@ class Counters(NamedState):
                 overflow_origin=ops.where(losses.were_finite, index, before.overflow_origin),
             )
             counts = select(overflowed, tf.stack(skipped), counts)
-            self.overflows_by_variable.assign_add(overflow * ops.cast(flags, "int64"))
-            self.overflow_origins_by_variable.assign_add(origin)
+            self.by_variable.assign_add(tf.stack([overflow * ops.cast(flags, "int64"), origin]))
         self.counts.assign(counts)
         magnitude = ops.where(ops.isfinite(losses.last), ops.abs(losses.last), 0.0)
         self.loss_values.assign(tf.where([True, False], losses.last, ops.maximum(self.loss_values, magnitude)))
@@ -148,11 +145,8 @@ class Counters(NamedState):
 
     def read(self, paths: Sequence[str], has_recorded_loss: bool) -> dict[str, Any]:
         """Copies the counters to the host, as fields of `kmp.records.Snapshot`: without losses if none was scaled."""
-
-        def by_variable(counter: Any) -> dict[str, int]:
-            counts = [] if counter is None else counter.numpy().tolist()
-            return {path: count for path, count in zip(paths, counts, strict=False) if count}
-
+        rows = ([], []) if self.by_variable is None else self.by_variable.numpy().tolist()
+        overflows, origins = ({path: n for path, n in zip(paths, row, strict=False) if n} for row in rows)
         counts = self.read_counts()._asdict()
         del counts["skipped"]
         origin = counts["overflow_origin"]
@@ -163,8 +157,8 @@ class Counters(NamedState):
             | counts
             | {
                 "overflow_origin": paths[origin - 1] if 0 < origin <= len(paths) else None,
-                "overflows_by_variable": by_variable(self.overflows_by_variable),
-                "overflow_origins_by_variable": by_variable(self.overflow_origins_by_variable),
+                "overflows_by_variable": overflows,
+                "overflow_origins_by_variable": origins,
             }
         )
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -232,7 +233,7 @@ def _rounded(values: Any, dtype: str) -> Any:
 def _samples(outputs: Any) -> Outputs:
     """Returns the floats of a layer's outputs as float32 arrays of shape `(examples, values)`, of large ones a part."""
     arrays = [output.numpy() for output in keras.tree.flatten(outputs) if _is_eager_float(output)]
-    flat = [array.reshape(len(array), -1) if array.ndim else array.reshape(1, 1) for array in arrays]
+    flat = [array.reshape(len(array) if array.ndim else 1, math.prod(array.shape[1:])) for array in arrays]
     strides = [max(1, array.size // _MOST_VALUES) for array in flat]
     return [array[:, ::stride].astype(np.float32) for array, stride in zip(flat, strides, strict=True)]
 

@@ -92,6 +92,21 @@ def test_overflow_origin_is_nearest_to_the_loss_in_call_order(options):
     assert run.last("overflow_origin") == snapshot.overflow_origin
 
 
+def test_origin_of_gradients_that_are_clipped_by_the_norm_of_all_is_that_before_the_clip():
+    last, first = variables = [keras.Variable([2.0]), keras.Variable([3.0])]  # not in the order of their use
+    optimizer = optimizer_for(*variables)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_sum(last * (first * 1e35)))
+        gradients = optimizer.unscale(tape.gradient(loss, [last.value, first.value]))
+        optimizer.apply(tf.clip_by_global_norm(gradients, 1.0)[0], variables)
+
+    step()
+    assert optimizer.snapshot().overflow_origin == optimizer.paths[0]
+
+
 def test_nonfinite_loss_has_no_overflow_origin():
     x = np.ones((24, 4), "float32")
     x[4:8], x[12:20] = 200, np.nan

@@ -72,6 +72,22 @@ def test_finite_batch_has_finite_passes():
     assert (result.examples, result.flushed, result.zero, result.nonfinite_part) == (ROWS, {}, [], None)
 
 
+def test_layer_without_rows_in_its_output_is_replayed():
+    class Chosen(keras.layers.Layer):
+        """Adds the mean of the rows above a threshold, of which there are none."""
+
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.dense = layers.Dense(4)
+
+        def call(self, x):
+            chosen = self.dense(tf.boolean_mask(x, tf.reduce_min(x, 1) > 1e3))
+            return x + tf.reduce_sum(chosen, 0)
+
+    result = replayed(model_of(Chosen()))
+    assert (result.is_finite, result.output_error < 1e-2) == (True, True)
+
+
 def test_usable_scale_is_that_of_the_gradients_in_16_bits():
     class ToUnits(keras.layers.Layer):
         def call(self, x):
