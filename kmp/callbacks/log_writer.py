@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
 
 import tensorflow as tf
 from filelock import FileLock, Timeout
@@ -38,7 +37,7 @@ class LogWriter:
         ValueError: If another callback of the training writes into the folder, or if it has a log that is not kmp's.
     """
 
-    _open: ClassVar[WeakValueDictionary[Path, "LogWriter"]] = WeakValueDictionary()
+    _open: ClassVar[dict[Path, "LogWriter"]] = {}
 
     @classmethod
     def check(cls, folder: Path) -> FileLock | None:

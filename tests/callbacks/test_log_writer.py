@@ -320,7 +320,7 @@ def test_full_disk_stops_the_log_and_not_the_training(tmp_path):
 def test_reached_quota_stops_the_log_and_not_the_training_and_a_later_run_continues_the_log(tmp_path):
     model, callbacks = compiled_model(), [LossScaleLogger(tmp_path, 1)]
     with (
-        file_size_limit(8_000),
+        file_size_limit(4_000),
         pytest.warns(UserWarning, match="Logging .*File too large.*Training continues") as caught,
     ):
         fit(model, callbacks, batches=60)

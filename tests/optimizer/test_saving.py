@@ -63,7 +63,7 @@ def test_loading_counters_of_another_model_raises_and_changes_nothing():
     optimizer, store, other = optimizer_for(*weights()), {}, optimizer_for(keras.Variable([1.0]))
     optimizer.apply([ops.ones((2, 3)), ops.ones(2)], unscaled=False)
     optimizer.counters.save_own_variables(store)
-    match = r"'overflows_by_variable' has shape \(2,\) in the file, .*\(1,\): .*another model"
+    match = r"'overflows_by_variable' has shape \(2, 2\) in the file, .*\(2, 1\): .*another model"
     with pytest.raises(ValueError, match=match):
         other.counters.load_own_variables(store)
     assert other.snapshot().step == 0
