@@ -44,9 +44,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
 
     demo = commands.add_parser("demo", help="compare float32, float16, and float16 with kmp on one model")
-    demo.add_argument(
-        "--dataset", choices=("digits", "cifar10"), default="digits", help="default: %(default)s; cifar10 is downloaded"
-    )
     demo.add_argument("--policy", help="as in `kmp.enable` (default: mixed_float16)")
     demo.add_argument("--steps", type=_positive, default=240, help="training steps of each run (default: %(default)s)")
     demo.add_argument("--out", type=Path, help="folder for logs, figures and the report (default: runs/<time>)")

@@ -51,7 +51,7 @@ def _demo(parsed: argparse.Namespace, console: Console) -> None:
     if policy not in POLICIES:
         raise InputError(f"--policy must be one of {', '.join(POLICIES)}, received {policy!r}")
     out = parsed.out or Path("runs") / datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    demo.run(console, parsed.dataset, policy, parsed.steps, out)
+    demo.run(console, policy, parsed.steps, out)
 
 
 def _bench(parsed: argparse.Namespace, console: Console) -> None:

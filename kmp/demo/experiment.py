@@ -65,17 +65,18 @@ class Result:
         return statistics.median(histogram.zero_fraction for histogram in self.run.histograms)
 
 
-def load(name: str) -> tuple[Data, Data]:
-    """Returns the training part and the validation part of a data set.
-
-    Args:
-        name: `"digits"`, which is part of scikit-learn, or `"cifar10"`, which Keras downloads.
+def load() -> tuple[Data, Data]:
+    """Returns the training part and the validation part of scikit-learn's digits.
 
     Raises:
         ImportError: If scikit-learn is not installed.
-        ConnectionError: If CIFAR-10 cannot be downloaded.
     """
-    images, labels = {"digits": _digits, "cifar10": _cifar10}[name]()
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError("The demo's data set is part of scikit-learn: pip install 'kmp[demo]'") from error
+    digits = load_digits()
+    images, labels = digits.images / 16.0, digits.target
     random = np.random.default_rng(0)
     order = random.permutation(len(images))
     clean = images.reshape(len(images), -1).astype("float32")[order]
@@ -143,21 +144,3 @@ def _model(pixels: int, classes: int) -> keras.Model:
     image = dense(pixels, dtype="float32", name="image")(dense(128, activation="relu", name="image_hidden")(trunk))
     logits = dense(classes, name="logits")(dense(128, activation="relu", name="label_hidden")(trunk))
     return keras.Model(noisy, {"image": image, "label": layers.Softmax(name="label")(logits)})
-
-
-def _digits() -> tuple[np.ndarray, np.ndarray]:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError("The demo's data set is part of scikit-learn: pip install 'kmp[demo]'") from error
-    digits = load_digits()
-    return digits.images / 16.0, digits.target
-
-
-def _cifar10() -> tuple[np.ndarray, np.ndarray]:
-    try:
-        (train_images, train_labels), (test_images, test_labels) = keras.datasets.cifar10.load_data()
-    except Exception as error:  # Keras raises a plain Exception
-        raise ConnectionError(f"CIFAR-10 could not be downloaded: {error}") from error
-    images, labels = np.concatenate([train_images, test_images]), np.concatenate([train_labels, test_labels])
-    return images / 255.0, labels.ravel()

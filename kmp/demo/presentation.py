@@ -16,12 +16,12 @@ from kmp.utils import FLOAT16, as_power
 Results = dict[Variant, list[Result]]
 
 
-def run(console: Console, dataset: str, policy: str, steps: int, out: Path) -> Results:
+def run(console: Console, policy: str, steps: int, out: Path) -> Results:
     """Trains each variant with each seed, prints a comparison, and writes logs, figures and a report to `out`."""
     from kmp import plots, report
 
     out.mkdir(parents=True, exist_ok=True)
-    parts = experiment.load(dataset)
+    parts = experiment.load()
     results: Results = {variant: [] for variant in experiment.variants(policy)}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:

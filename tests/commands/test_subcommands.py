@@ -29,7 +29,6 @@ def write_run(folder):
     [
         (["audit", "a.keras", "--verbatim"], "unrecognized arguments: --verbatim\n"),
         (["demo", "--steps", "many"], "an integer of at least 1, received 'many'"),
-        (["demo", "--dataset", "mnist"], "digits"),
         *(
             (["report", "run", "--out", out], f"must end in .html, received '{out}'")
             for out in ("run/kmp.jsonl", "report", "")
@@ -137,7 +136,7 @@ def test_command_alone_prints_help(capsys):
 def test_console_script_and_module_are_the_same_command(command):
     printed = subprocess.run([*command, "demo", "--help"], capture_output=True, text=True, check=True).stdout
     assert "usage: kmp demo" in printed
-    assert all(option in printed for option in ("--dataset", "--policy", "--steps", "--out"))
+    assert all(option in printed for option in ("--policy", "--steps", "--out"))
 
 
 def test_audit_prints_the_table_and_writes_json(tmp_path, capsys):

@@ -1,3 +1,4 @@
+import sys
 from types import SimpleNamespace
 
 import keras
@@ -12,30 +13,18 @@ from kmp_cli import main
 
 
 def test_digits_are_split_without_overlap_and_only_inputs_have_noise():
-    train, test = experiment.load("digits")
+    train, test = experiment.load()
     assert len(train.labels) + len(test.labels) == 1797
     assert (train.clean.min(), train.clean.max()) == (0.0, 1.0)
     assert train.noisy.std() > train.clean.std()
     assert train.noisy.dtype == np.float32
 
 
-def test_cifar10_is_loaded_by_keras_datasets(monkeypatch):
-    random = np.random.default_rng(0)
-    part = random.integers(0, 256, (10, 32, 32, 3), np.uint8), random.integers(0, 10, (10, 1))
-    monkeypatch.setattr(keras.datasets.cifar10, "load_data", lambda: (part, part))
-    train, test = experiment.load("cifar10")
-    assert (train.noisy.shape, test.labels.shape) == ((16, 3072), (4,))
-    assert train.clean.max() <= 1.0
-
-
-def test_download_failure_and_interrupt_are_one_line_each(monkeypatch, capsys, tmp_path):
-    def fail():
-        raise Exception("URL fetch failure")
-
-    monkeypatch.setattr(keras.datasets.cifar10, "load_data", fail)
-    assert main(["demo", "--dataset", "cifar10", "--out", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == "kmp: CIFAR-10 could not be downloaded: URL fetch failure\n"
-    monkeypatch.setattr(experiment, "load", lambda name: (_ for _ in ()).throw(KeyboardInterrupt))
+def test_interrupt_and_missing_data_are_one_line_each(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert main(["demo", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "kmp: The demo's data set is part of scikit-learn: pip install 'kmp[demo]'\n"
+    monkeypatch.setattr(experiment, "load", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["demo", "--out", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "kmp: interrupted\n"
 
@@ -73,7 +62,7 @@ def test_demo_shows_that_float16_needs_loss_scaling_by_more_than_the_spread_of_t
     monkeypatch.setattr(experiment, "callbacks", SimpleNamespace(defaults=without_replays))
     out = tmp_path / "a folder with [red]brackets"
     console = Console(record=True, width=80)
-    results = presentation.run(console, "digits", "mixed_float16", 240, out)
+    results = presentation.run(console, "mixed_float16", 240, out)
     float32, unscaled, with_kmp = ([result.accuracy for result in trained] for trained in results.values())
     spread = max(max(accuracies) - min(accuracies) for accuracies in (float32, unscaled, with_kmp))
     assert max(unscaled) + spread < min(float32)
