@@ -84,8 +84,15 @@ def test_wrap_uses_jit_compile_of_enable_unless_given_and_it_is_validated():
             call()
 
 
-def test_jit_compile_under_a_strategy_warns(two_replicas):
+def test_jit_compile_under_a_strategy_warns_and_the_step_runs_without_it(two_replicas):
     with two_replicas.scope():
-        optimizer = kmp.LossScaleOptimizer("sgd", jit_compile=True)
+        weight, optimizer = keras.Variable([1.0]), kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), jit_compile=True)
         with pytest.warns(UserWarning, match="`jit_compile=True` does nothing under a distribution strategy"):
-            optimizer.build([keras.Variable([1.0])])
+            optimizer.build([weight])
+
+    def step():
+        optimizer.scale_loss(1.0)
+        optimizer.apply([tf.fill([1], optimizer.loss_scale / 4)], [weight])
+
+    two_replicas.run(tf.function(step))
+    assert float(weight[0]) == 1.0 - 2 * 0.25
