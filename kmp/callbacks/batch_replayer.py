@@ -34,7 +34,7 @@ _MANY_OVERFLOWS = 8
 _MOST_REPLAYS = 3  # of one training, because of overflows
 _MOST_STUCK_REPLAYS = 3  # of one training
 _COMPARED_AGAIN = 4  # at this multiple of the last step that was compared
-_MOST_SECONDS = 10.0  # of one replay, or more in a long training
+_MOST_SECONDS = 8.0  # of one replay, or more in a long training
 _SHARE = 0.02  # of the time of a training, for one replay, and for all together beside the first and the last
 
 

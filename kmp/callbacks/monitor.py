@@ -68,7 +68,7 @@ class Monitor(OptimizerReader):
             model and in float32: at the first step, each time the steps are four times as many, in the middle and at
             the end, and when steps are skipped or many gradients are zero. This measures what the precision changes in
             the outputs and gradients of each layer, and finds the operation that first returned NaN or Inf, and the
-            layers that have to compute in float32; `kmp.advise` reports it. A replay takes at most 10 seconds; the
+            layers that have to compute in float32; `kmp.advise` reports it. A replay takes at most 8 seconds; the
             search in a batch that float16 ruins takes at most 4 more. Model and seeds stay unchanged; only a step with
             `run_eagerly=True` that draws from NumPy's or TensorFlow's generators draws other numbers after it. Not with
             several replicas. Or `None` for no replay.
