@@ -338,6 +338,15 @@ def test_variable_that_keras_overwrites_with_its_gradient_gets_it_undivided(run_
     assert_equal([weight, float8_scale], [[0.0, 0.0], 0.25])
 
 
+def test_overflow_that_unscale_saw_before_the_optimizer_was_built_skips_the_step(weight):
+    optimizer = optimizer_for(weight, build=False)
+    optimizer.scale_loss(1.0)
+    (unscaled,) = optimizer.unscale([tf.constant([np.inf, 1.0])])
+    optimizer.build([weight, keras.Variable([0.0])])
+    optimizer.apply([tf.clip_by_value(unscaled, -1.0, 1.0)], [weight])
+    np.testing.assert_array_equal(weight, [1.0, 2.0])
+
+
 def test_unscale_of_fewer_gradients_before_the_optimizer_is_built_keeps_origins_exact(weight):
     other = keras.Variable([1.0, 2.0])
     optimizer = optimizer_for(build=False)

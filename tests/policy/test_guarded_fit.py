@@ -29,6 +29,8 @@ def test_nan_loss_is_in_the_logs_of_its_own_batch_and_not_in_the_metrics_of_the_
     metrics = ["accuracy", keras.metrics.SparseCategoricalCrossentropy(name="crossentropy")]
     model = compiled_model("sgd", metrics=metrics, **MODES[mode])
     (x, y), initial, losses = data_with_nan(0, 5, 19), model.get_weights(), []
+    if mode == "graph":  # with a smaller last batch, the step does not know the number of rows
+        x, y = np.concatenate([x, x[8:11]]), np.concatenate([y, y[8:11]])
     recorder = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(logs["loss"]))
     history = fit(model, (x, y), callbacks=[recorder])
     per_call = MODES[mode].get("steps_per_execution", 1)
