@@ -96,15 +96,21 @@ def test_origin_of_gradients_that_are_clipped_by_the_norm_of_all_is_that_before_
     last, first = variables = [keras.Variable([2.0]), keras.Variable([3.0])]  # not in the order of their use
     optimizer = optimizer_for(*variables)
 
+    @tf.custom_gradient
+    def overflows_backward(x):
+        return tf.identity(x), lambda gradient: gradient * np.inf
+
     @tf.function
     def step():
         with tf.GradientTape() as tape:
-            loss = optimizer.scale_loss(tf.reduce_sum(last * (first * 1e35)))
+            loss = optimizer.scale_loss(tf.reduce_sum(overflows_backward(last * tf.tanh(first.value))))
         gradients = optimizer.unscale(tape.gradient(loss, [last.value, first.value]))
         optimizer.apply(tf.clip_by_global_norm(gradients, 1.0)[0], variables)
 
     step()
-    assert optimizer.snapshot().overflow_origin == optimizer.paths[0]
+    snapshot = optimizer.snapshot()
+    assert len(snapshot.overflows_by_variable) == 2
+    assert snapshot.overflow_origin == optimizer.paths[0]
 
 
 def test_nonfinite_loss_has_no_overflow_origin():
