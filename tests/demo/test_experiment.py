@@ -58,19 +58,15 @@ def test_explanation_has_reasons_only_if_the_variants_differ_by_more_than_the_se
 
 
 @pytest.mark.slow
-def test_demo_shows_that_float16_needs_loss_scaling_by_more_than_the_spread_of_the_seeds(tmp_path, monkeypatch):
+def test_demo_prints_what_float16_flushes_and_writes_logs_figures_and_a_report(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "callbacks", SimpleNamespace(defaults=without_replays))
+    monkeypatch.setattr(presentation, "SEEDS", (0,))
     out = tmp_path / "a folder with [red]brackets"
     console = Console(record=True, width=80)
-    results = presentation.run(console, "mixed_float16", 240, out)
-    float32, unscaled, with_kmp = ([result.accuracy for result in trained] for trained in results.values())
-    spread = max(max(accuracies) - min(accuracies) for accuracies in (float32, unscaled, with_kmp))
-    assert max(unscaled) + spread < min(float32)
-    assert max(unscaled) + spread < min(with_kmp)
-    assert abs(np.mean(with_kmp) - np.mean(float32)) < spread
-    zeros = [np.mean([result.zeros for result in trained]) for trained in results.values()]
-    assert zeros[1] > zeros[0] + 0.1
-    assert abs(zeros[2] - zeros[0]) < 0.02
+    results = presentation.run(console, "mixed_float16", 40, out)
+    float32, unscaled, with_kmp = (trained[0].zeros for trained in results.values())
+    assert unscaled > float32 + 0.1
+    assert abs(with_kmp - float32) < 0.02
     printed = console.export_text()
     assert "One model" in printed
     assert "The accuracy is 0." in printed
@@ -91,7 +87,7 @@ def test_demo_shows_that_float16_needs_loss_scaling_by_more_than_the_spread_of_t
     report = (out / "report.html").read_text()
     assert all(variant.name in report for variant in results)
     run = kmp.load_run(out / "float16-with-kmp" / "seed-0")
-    assert run.series("loss_scale")[0][-1] == 240
+    assert run.series("loss_scale")[0][-1] == 40
     assert keras.config.dtype_policy().name == "float32"
 
 
