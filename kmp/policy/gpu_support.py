@@ -14,7 +14,7 @@ logger = logging.getLogger("kmp")
 # GPUs of the Turing chips TU116 and TU117, which have compute capability 7.5 and no Tensor Cores. Source: NVIDIA's data
 # sheets.
 _NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|MX[45]50|CMP 30HX|\bT(400|500|550|600|1000|1200|2000)\b")
-_logged: set[str] = set()
+_logged: set[str] = set()  # the dtypes of which a message was logged
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def best_policy(machine: Sequence[Gpu]) -> tuple[str, str]:
 
 
 def resolve(policy: str) -> str:
-    """Returns the policy for an argument of `enable`; logs what `"auto"` chose, or once that it would choose another.
+    """Returns the policy for an argument of `enable`. Logs what `"auto"` chose or, once a dtype, what it would choose.
 
     At a level that Python shows by default, unless the policy is fast too.
     """
@@ -73,11 +73,10 @@ def resolve(policy: str) -> str:
         logger.warning("kmp.enable('auto') uses %r: %s.", best, reason)
         return best
     dtype, best_dtype = (name.removeprefix("mixed_") for name in (policy, best))
-    message = f"kmp.enable({policy!r}): the policy for this machine is {best!r}: {reason}."
-    if dtype not in (best_dtype, "float32") and message not in _logged:
-        _logged.add(message)
-        is_fast = (dtype, best_dtype) == (FLOAT16.name, BFLOAT16.name)
-        logger.log(logging.INFO if is_fast else logging.WARNING, message)
+    if dtype not in (best_dtype, "float32", *_logged):
+        _logged.add(dtype)
+        level = logging.INFO if (dtype, best_dtype) == (FLOAT16.name, BFLOAT16.name) else logging.WARNING
+        logger.log(level, "kmp.enable(%r): the policy for this machine is %r: %s.", policy, best, reason)
     return policy
 
 
