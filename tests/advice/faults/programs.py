@@ -38,9 +38,7 @@ def outcome_of(name, folder):
     score, run = run_script(source, folder / "original")
     advice = kmp.advise(run)
     edits = advice.problems[0].edits if advice.problems else ()
-    # The score is the same without replays.
-    source = edited(source, [SetArguments("kmp.callbacks.defaults", {"reference": "None"}), *edits])
-    cured_score = run_script(source, folder / "changed")[0] if edits else math.nan
+    cured_score = run_script(_without_records(edited(source, edits)), folder / "changed")[0] if edits else math.nan
     return Outcome(score, advice, cured_score)
 
 
@@ -87,6 +85,11 @@ def edited(source, edits):
             PrepareData: _prepare_data,
         }[type(edit)](tree, edit)
     return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def _without_records(source):
+    """Returns a script that records nothing: its score is the same, and it takes half of the time."""
+    return re.sub(r"kmp\.callbacks\.defaults\([^)]*\)", "[kmp.callbacks.StuckDetector()]", source)
 
 
 def _set_arguments(tree, edit):
