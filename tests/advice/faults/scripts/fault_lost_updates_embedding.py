@@ -10,10 +10,10 @@ rng = np.random.default_rng(0)
 kmp.enable("float16")
 
 strength = rng.normal(size=60)
-home, away = rng.integers(0, 60, size=(2, 1536, 3)).astype("int32")
+home, away = rng.integers(0, 60, size=(2, 2560, 3)).astype("int32")
 home_wins = (strength[home].sum(axis=1) > strength[away].sum(axis=1)).astype("float32")[:, None]
-train, y_train = {"home": home[:1024], "away": away[:1024]}, home_wins[:1024]
-test, y_test = {"home": home[1024:], "away": away[1024:]}, home_wins[1024:]
+train, y_train = {"home": home[:2048], "away": away[:2048]}, home_wins[:2048]
+test, y_test = {"home": home[2048:], "away": away[2048:]}, home_wins[2048:]
 
 inputs = {
     "home": keras.Input((3,), dtype="int32", name="home"),
@@ -24,14 +24,14 @@ average = keras.layers.GlobalAveragePooling1D(name="average")
 logit = keras.layers.Subtract(name="difference")([average(rating(inputs["home"])), average(rating(inputs["away"]))])
 model = keras.Model(inputs, logit)
 model.compile(
-    optimizer=keras.optimizers.SGD(learning_rate=0.2),
+    optimizer=keras.optimizers.SGD(learning_rate=0.4),
     loss=keras.losses.BinaryCrossentropy(from_logits=True),
 )
 model.fit(
     train,
     y_train,
-    batch_size=32,
-    epochs=10,
+    batch_size=64,
+    epochs=5,
     verbose=0,
     callbacks=kmp.callbacks.defaults(log_dir="run"),
 )

@@ -24,15 +24,15 @@ class Calibration(keras.layers.Layer):
 
 rng = np.random.default_rng(0)
 volts = rng.uniform(0.2, 1.0, size=(5000, 6)).astype("float32")
-gains = 100 + 6 * rng.normal(size=6)
-power = (volts * gains + rng.normal(scale=1.0, size=(5000, 6))).astype("float32")
+gains = 100 + 2 * rng.normal(size=6)
+power = (volts * gains + rng.normal(scale=0.33, size=(5000, 6))).astype("float32")
 
 inputs = keras.Input((6,), name="volts")
 outputs = Calibration(name="calibration")(inputs)
 model = keras.Model(inputs, outputs)
 model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss="mse")
 model.fit(
-    volts[:4000], power[:4000], batch_size=32, epochs=16, verbose=0, callbacks=kmp.callbacks.defaults(log_dir="run")
+    volts[:4000], power[:4000], batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults(log_dir="run")
 )
 
 prediction = model.predict(volts[4000:], verbose=0).astype("float32")

@@ -23,14 +23,14 @@ model = keras.Sequential(
     ]
 )
 model.compile(
-    optimizer=keras.optimizers.SGD(learning_rate=3e-4),
+    optimizer=keras.optimizers.SGD(learning_rate=6e-4),
     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
 )
 model.fit(
     x_train,
     y_train,
     batch_size=32,
-    epochs=12,
+    epochs=6,
     verbose=0,
     callbacks=kmp.callbacks.defaults(log_dir="run"),
 )
