@@ -31,7 +31,7 @@ model.compile(
 )
 targets = {"temperature": temperature[:1024], "humidity": measured}
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(days[:1024], targets, batch_size=32, epochs=6, verbose=0, callbacks=callbacks)
+model.fit(days[:1024], targets, batch_size=32, epochs=4, verbose=0, callbacks=callbacks)
 
 found = model.predict(days[1024:], verbose=0)
 errors = [found["temperature"] - temperature[1024:], found["humidity"] - humidity[1024:]]
