@@ -27,6 +27,6 @@ model.compile(
     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
 )
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(sequence[:768], y[:768], batch_size=32, epochs=8, verbose=0, callbacks=callbacks)
+model.fit(sequence[:768], y[:768], batch_size=32, epochs=7, verbose=0, callbacks=callbacks)
 
 score = float(np.mean(model.predict(sequence[768:], verbose=0).argmax(axis=1) == y[768:]))

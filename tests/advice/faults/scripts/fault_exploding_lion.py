@@ -9,14 +9,14 @@ keras.utils.set_random_seed(0)
 kmp.enable()
 
 rng = np.random.default_rng(0)
-time = np.linspace(0, 1, 20)[None, :, None]
-label = rng.integers(0, 4, size=3000)
+time = np.linspace(0, 1, 12)[None, :, None]
+label = rng.integers(0, 4, size=2000)
 frequency = 1 + label[:, None, None]
-phase = rng.uniform(0, 2 * np.pi, size=(3000, 1, 3))
-signal = np.sin(2 * np.pi * frequency * time + phase) + 0.3 * rng.normal(size=(3000, 20, 3))
+phase = rng.uniform(0, 2 * np.pi, size=(2000, 1, 3))
+signal = np.sin(2 * np.pi * frequency * time + phase) + 0.3 * rng.normal(size=(2000, 12, 3))
 signal = signal.astype("float32")
-x, y = signal[:2500], label[:2500]
-x_test, y_test = signal[2500:], label[2500:]
+x, y = signal[:1600], label[:1600]
+x_test, y_test = signal[1600:], label[1600:]
 
 
 class Gestures(keras.Model):
@@ -36,7 +36,7 @@ model.compile(
     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
 )
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(x, y, batch_size=50, epochs=8, verbose=0, callbacks=callbacks)
+model.fit(x, y, batch_size=50, epochs=6, verbose=0, callbacks=callbacks)
 
 prediction = model.predict(x_test, verbose=0)
 score = float(np.mean(prediction.argmax(axis=1) == y_test))

@@ -34,11 +34,11 @@ model = keras.Sequential(
     ]
 )
 schedule = keras.optimizers.schedules.CosineDecay(
-    initial_learning_rate=0.0, decay_steps=400, warmup_target=3.0, warmup_steps=60
+    initial_learning_rate=0.0, decay_steps=240, warmup_target=3.0, warmup_steps=60
 )
 model.compile(optimizer=keras.optimizers.Adam(learning_rate=schedule), loss="mse")
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(x, y, epochs=10, batch_size=32, verbose=0, callbacks=callbacks)
+model.fit(x, y, epochs=6, batch_size=32, verbose=0, callbacks=callbacks)
 
 prediction = model.predict(x_test, verbose=0).astype("float32")
 score = float(1 - np.mean((prediction - y_test) ** 2) / np.var(y_test))
