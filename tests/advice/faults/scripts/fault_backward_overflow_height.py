@@ -37,6 +37,6 @@ model.compile(
 )
 targets = {"height": height[:768], "label": label[:768]}
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(image[:768], targets, batch_size=32, epochs=12, verbose=0, callbacks=callbacks)
+model.fit(image[:768], targets, batch_size=32, epochs=7, verbose=0, callbacks=callbacks)
 
 score = float(np.mean(model.predict(image[768:], verbose=0)["label"].argmax(axis=1) == label[768:]))

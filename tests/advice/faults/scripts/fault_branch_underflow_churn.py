@@ -31,7 +31,7 @@ model.fit(
     x[:1024],
     {"spending": spending[:1024], "churn": churn[:1024]},
     batch_size=32,
-    epochs=12,
+    epochs=10,
     verbose=0,
     callbacks=kmp.callbacks.defaults(log_dir="run"),
 )

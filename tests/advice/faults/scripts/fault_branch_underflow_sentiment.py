@@ -36,6 +36,6 @@ model.compile(
 )
 targets = {"tags": tags[:1024], "sentiment": sentiment[:1024]}
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(tokens[:1024], targets, batch_size=32, epochs=8, verbose=0, callbacks=callbacks)
+model.fit(tokens[:1024], targets, batch_size=32, epochs=7, verbose=0, callbacks=callbacks)
 
 score = float(np.mean(model.predict(tokens[1024:], verbose=0)["sentiment"].argmax(axis=1) == sentiment[1024:]))

@@ -30,9 +30,9 @@ hidden = keras.layers.Dense(64, activation="sigmoid", name="pixels")(hidden)
 decoded = keras.layers.Rescaling(scale=255.0, name="decoded")(hidden)
 outputs = ReconstructionLoss(name="reconstruction_loss")(inputs, decoded)
 model = keras.Model(inputs, outputs)
-model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-3))
+model.compile(optimizer=keras.optimizers.Adam(learning_rate=8e-3))
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(images, batch_size=32, epochs=8, verbose=0, callbacks=callbacks)
+model.fit(images, batch_size=32, epochs=6, verbose=0, callbacks=callbacks)
 
 error = model.predict(images, verbose=0).astype("float32") - images
 score = 1.0 - float(np.mean(error**2) / np.var(images))

@@ -28,9 +28,9 @@ hidden = keras.layers.Dense(96, activation="relu", name="hidden")(hidden)
 hidden = keras.layers.Dense(24 * 8, name="forecast")(hidden)
 outputs = keras.layers.Reshape((24, 8), name="future")(hidden)
 model = Forecaster(inputs, outputs)
-model.compile(optimizer=keras.optimizers.Adam(learning_rate=3e-3))
+model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-3))
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(past, future, batch_size=32, epochs=10, verbose=0, callbacks=callbacks)
+model.fit(past, future, batch_size=32, epochs=7, verbose=0, callbacks=callbacks)
 
 error = model.predict(past, verbose=0).astype("float32") - future
 score = 1.0 - float(np.mean(error**2) / np.var(future))

@@ -23,7 +23,7 @@ model = keras.Sequential(
         keras.layers.Lambda(lambda relative: 6000.0 * relative + 30000.0, name="price"),
     ]
 )
-optimizer = kmp.wrap(keras.optimizers.Adam(learning_rate=3e-3))
+optimizer = kmp.wrap(keras.optimizers.Adam(learning_rate=8e-3))
 model.compile(optimizer=optimizer)
 
 
@@ -41,7 +41,7 @@ def train_step(house, target):
 
 callbacks = keras.callbacks.CallbackList(kmp.callbacks.defaults(log_dir="run"), model=model)
 callbacks.on_train_begin()
-for epoch in range(14):
+for epoch in range(10):
     callbacks.on_epoch_begin(epoch)
     for index, start in enumerate(range(0, len(x), 32)):
         callbacks.on_train_batch_begin(index)

@@ -41,9 +41,9 @@ model = keras.Sequential(
         keras.layers.Dense(WIDTH, name="decoder"),
     ]
 )
-model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-3), loss="mse")
+model.compile(optimizer=keras.optimizers.Adam(learning_rate=3e-3), loss="mse")
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(x, y, epochs=25, batch_size=512, verbose=0, callbacks=callbacks)
+model.fit(x, y, epochs=13, batch_size=512, verbose=0, callbacks=callbacks)
 
 prediction = model.predict(x_test, verbose=0).astype("float32")
 score = float(1 - np.mean((prediction - x_test) ** 2) / np.var(x_test))

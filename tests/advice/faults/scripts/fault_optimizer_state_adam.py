@@ -26,14 +26,14 @@ model = keras.Sequential(
     ]
 )
 model.compile(
-    optimizer=keras.optimizers.Adam(learning_rate=3e-3, epsilon=1e-8),
+    optimizer=keras.optimizers.Adam(learning_rate=5e-3, epsilon=1e-8),
     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
 )
 model.fit(
     x_train,
     y_train,
     batch_size=32,
-    epochs=8,
+    epochs=5,
     verbose=0,
     callbacks=kmp.callbacks.defaults(log_dir="run"),
 )

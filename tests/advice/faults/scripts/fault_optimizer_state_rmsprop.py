@@ -22,11 +22,11 @@ model = keras.Sequential(
     ]
 )
 model.compile(
-    optimizer=keras.optimizers.RMSprop(learning_rate=3e-3, epsilon=1e-9),
+    optimizer=keras.optimizers.RMSprop(learning_rate=5e-3, epsilon=1e-9),
     loss=keras.losses.MeanSquaredError(),
 )
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(x_train, y_train, batch_size=32, epochs=10, verbose=0, callbacks=callbacks)
+model.fit(x_train, y_train, batch_size=32, epochs=6, verbose=0, callbacks=callbacks)
 
 error = model.predict(x_test, verbose=0).astype("float32") - y_test
 score = -float(np.mean(error**2))

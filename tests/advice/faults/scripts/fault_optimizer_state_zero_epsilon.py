@@ -29,7 +29,7 @@ model.fit(
     x[:1024],
     y[:1024],
     batch_size=32,
-    epochs=6,
+    epochs=4,
     verbose=0,
     callbacks=kmp.callbacks.defaults(log_dir="run"),
 )

@@ -32,6 +32,6 @@ model.compile(
     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
 )
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(images[:768], is_vertical[:768], batch_size=32, epochs=8, verbose=0, callbacks=callbacks)
+model.fit(images[:768], is_vertical[:768], batch_size=32, epochs=5, verbose=0, callbacks=callbacks)
 
 score = float(np.mean(model.predict(images[768:], verbose=0).argmax(axis=1) == is_vertical[768:]))

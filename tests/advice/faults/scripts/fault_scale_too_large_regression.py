@@ -22,12 +22,12 @@ model = keras.Sequential(
         keras.layers.Dense(1, dtype="float32", name="response"),
     ]
 )
-model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-3), loss=keras.losses.MeanSquaredError())
+model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=keras.losses.MeanSquaredError())
 model.fit(
     x_train,
     y_train,
     batch_size=32,
-    epochs=14,
+    epochs=10,
     verbose=0,
     callbacks=kmp.callbacks.defaults(log_dir="run"),
 )

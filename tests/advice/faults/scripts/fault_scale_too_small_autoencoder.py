@@ -22,14 +22,14 @@ model = keras.Sequential(
     ]
 )
 model.compile(
-    optimizer=keras.optimizers.Adam(learning_rate=4e-3, epsilon=1e-12),
+    optimizer=keras.optimizers.Adam(learning_rate=6e-3, epsilon=1e-12),
     loss=keras.losses.MeanSquaredError(),
 )
 model.fit(
     volts,
     volts,
     batch_size=32,
-    epochs=10,
+    epochs=6,
     verbose=0,
     callbacks=kmp.callbacks.defaults(log_dir="run"),
 )
