@@ -36,6 +36,6 @@ model.compile(
     loss=keras.losses.BinaryCrossentropy(from_logits=True),
 )
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(train, y[:1024], batch_size=32, epochs=8, verbose=0, callbacks=callbacks)
+model.fit(train, y[:1024], batch_size=32, epochs=5, verbose=0, callbacks=callbacks)
 
 score = float(np.mean((model.predict(test, verbose=0) > 0) == (y[1024:] > 0)))

@@ -39,10 +39,10 @@ def manifests(n, slots=12):
     return {"parcels": parcels, "present": present}, np.digitize(trim, [-0.15, 0.15])
 
 
-x, stowage = manifests(6400)
+x, stowage = manifests(3200)
 x_test, stowage_test = manifests(1000)
 model = ManifestNet()
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-model.compile(keras.optimizers.Adamax(1e-2), loss)
-model.fit(x, stowage, batch_size=64, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults(log_dir="run"))
+model.compile(keras.optimizers.Adamax(2e-2), loss)
+model.fit(x, stowage, batch_size=64, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults(log_dir="run"))
 score = float(np.mean(np.argmax(model.predict(x_test, verbose=0), -1) == stowage_test))

@@ -32,6 +32,6 @@ model = keras.Sequential(
 )
 model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=keras.losses.MeanSquaredError())
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(x_train, y_train, batch_size=32, epochs=10, verbose=0, callbacks=callbacks)
+model.fit(x_train, y_train, batch_size=32, epochs=6, verbose=0, callbacks=callbacks)
 
 score = 1.0 - float(np.mean((model.predict(x_test, verbose=0) - y_test) ** 2) / np.var(y_test))

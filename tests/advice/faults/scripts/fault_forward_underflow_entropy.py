@@ -44,7 +44,7 @@ model.fit(
     x[:1024],
     y[:1024],
     batch_size=32,
-    epochs=10,
+    epochs=6,
     verbose=0,
     callbacks=kmp.callbacks.defaults(log_dir="run"),
 )

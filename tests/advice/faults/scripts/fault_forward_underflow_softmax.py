@@ -37,7 +37,7 @@ model.fit(
     x[:1024],
     one_hot[:1024],
     batch_size=32,
-    epochs=8,
+    epochs=7,
     verbose=0,
     callbacks=kmp.callbacks.defaults(log_dir="run"),
 )

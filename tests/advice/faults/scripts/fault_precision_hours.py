@@ -28,6 +28,6 @@ model = keras.Model(inputs, keras.layers.Dense(2, name="logits")(hidden))
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=loss)
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(hours[:1536], label[:1536], batch_size=32, epochs=8, verbose=0, callbacks=callbacks)
+model.fit(hours[:1536], label[:1536], batch_size=32, epochs=5, verbose=0, callbacks=callbacks)
 
 score = float(np.mean(model.predict(hours[1536:], verbose=0).argmax(axis=1) == label[1536:]))

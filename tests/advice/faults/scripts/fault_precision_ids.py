@@ -31,8 +31,8 @@ table = np.stack([customer, rng.random(len(customer))], axis=1).astype("float32"
 inputs = keras.Input((2,))
 model = keras.Model(inputs, keras.layers.Dense(2, name="logits")(CustomerTable(name="customer")(inputs)))
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-model.compile(optimizer=keras.optimizers.Adam(learning_rate=3e-2), loss=loss)
+model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-2), loss=loss)
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(table, label, batch_size=64, epochs=8, verbose=0, callbacks=callbacks)
+model.fit(table, label, batch_size=128, epochs=6, verbose=0, callbacks=callbacks)
 
 score = float(np.mean(model.predict(table, verbose=0).argmax(axis=1) == label))  # of known customers

@@ -29,6 +29,6 @@ model = keras.Model(inputs, keras.layers.Dense(2, name="logits")(hidden))
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=loss)
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(amounts[:768], label[:768], batch_size=32, epochs=10, verbose=0, callbacks=callbacks)
+model.fit(amounts[:768], label[:768], batch_size=32, epochs=6, verbose=0, callbacks=callbacks)
 
 score = float(np.mean(model.predict(amounts[768:], verbose=0).argmax(axis=1) == label[768:]))
