@@ -86,13 +86,13 @@ NOT_KNOWN = "It is not known whether float16 hurts this run. Not measured: how f
 # The scripts without a fault, and how their verdicts start.
 HEALTHY: dict[str, str] = {
     "healthy_autoencoder": GOOD,
-    "healthy_bfloat16": "0 of 256 steps were skipped. The run computed in bfloat16",
+    "healthy_bfloat16": "0 of 128 steps were skipped. The run computed in bfloat16",
     "healthy_clipped_lstm": GOOD,
     "healthy_custom_loop": NOT_KNOWN,
     "healthy_dead_relu": GOOD,
     "healthy_distillation": GOOD,
     "healthy_dropout_gru": GOOD,
-    "healthy_float32_attention": "0 of 192 steps were skipped. The run computed in float32",
+    "healthy_float32_attention": "0 of 96 steps were skipped. The run computed in float32",
     "healthy_frozen_backbone": GOOD,
     "healthy_house_prices": GOOD,
     "healthy_label_smoothing": GOOD,

@@ -37,7 +37,7 @@ outputs = keras.layers.Dense(64, name="pixels")(hidden)
 model = keras.Model(inputs, outputs)
 model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-3), loss=keras.losses.MeanSquaredError())
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(images, images, batch_size=32, epochs=12, verbose=0, callbacks=callbacks)
+model.fit(images, images, batch_size=32, epochs=6, verbose=0, callbacks=callbacks)
 
 error = model.predict(images, verbose=0).astype("float32") - images
 score = 1.0 - float(np.mean(error**2) / np.var(images))

@@ -26,7 +26,7 @@ model.compile(
     loss=keras.losses.MeanSquaredError(),
 )
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(x_train, y_train, batch_size=32, epochs=10, verbose=0, callbacks=callbacks)
+model.fit(x_train, y_train, batch_size=32, epochs=5, verbose=0, callbacks=callbacks)
 
 error = model.predict(x_test, verbose=0).astype("float32") - y_test
 score = -float(np.mean(error**2))

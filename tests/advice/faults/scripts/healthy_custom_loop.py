@@ -42,7 +42,7 @@ def train_step(batch):
 
 callbacks = keras.callbacks.CallbackList(kmp.callbacks.defaults(log_dir="run"), model=model)
 callbacks.on_train_begin()
-for epoch in range(10):
+for epoch in range(5):
     callbacks.on_epoch_begin(epoch)
     for index, start in enumerate(range(0, len(tokens), 32)):
         callbacks.on_train_batch_begin(index)

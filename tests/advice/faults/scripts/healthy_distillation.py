@@ -45,6 +45,6 @@ layers = [keras.layers.Dense(16, activation="relu"), keras.layers.Dense(4, dtype
 model = Distiller(teacher, keras.Sequential([keras.Input((12,)), *layers]))
 model.compile(optimizer=keras.optimizers.Adam(learning_rate=3e-3))
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(x[:1536], y[:1536], batch_size=32, epochs=8, verbose=0, callbacks=callbacks)
+model.fit(x[:1536], y[:1536], batch_size=32, epochs=4, verbose=0, callbacks=callbacks)
 
 score = float(np.mean(model.predict(x[1536:], verbose=0).argmax(axis=1) == y[1536:]))

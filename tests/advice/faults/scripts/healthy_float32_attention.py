@@ -28,6 +28,6 @@ model.compile(
     loss_weights=[1e-6],
 )
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(sequence[:768], y[:768], batch_size=32, epochs=8, verbose=0, callbacks=callbacks)
+model.fit(sequence[:768], y[:768], batch_size=32, epochs=4, verbose=0, callbacks=callbacks)
 
 score = float(np.mean(model.predict(sequence[768:], verbose=0).argmax(axis=1) == y[768:]))

@@ -25,7 +25,7 @@ model = keras.Sequential(
 )
 model.compile(optimizer=keras.optimizers.RMSprop(learning_rate=3e-3), loss="mse")
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(x, y, batch_size=32, epochs=12, verbose=0, callbacks=callbacks)
+model.fit(x, y, batch_size=32, epochs=5, verbose=0, callbacks=callbacks)
 
 prediction = model.predict(x_test, verbose=0).astype("float32")[:, 0]
 score = float(1 - np.mean((prediction - y_test) ** 2) / np.var(y_test))

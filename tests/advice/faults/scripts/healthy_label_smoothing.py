@@ -33,6 +33,6 @@ model.compile(
     loss=keras.losses.CategoricalCrossentropy(label_smoothing=0.1),
 )
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(images[:768], one_hot[:768], batch_size=32, epochs=6, verbose=0, callbacks=callbacks)
+model.fit(images[:768], one_hot[:768], batch_size=32, epochs=4, verbose=0, callbacks=callbacks)
 
 score = float(np.mean(model.predict(images[768:], verbose=0).argmax(axis=1) == quadrant[768:]))

@@ -43,6 +43,6 @@ model.compile(
     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
 )
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(data, y, batch_size=32, epochs=8, verbose=0, callbacks=callbacks)
+model.fit(data, y, batch_size=32, epochs=4, verbose=0, callbacks=callbacks)
 
 score = float(np.mean(model.predict(data, verbose=0).argmax(axis=1) == y))

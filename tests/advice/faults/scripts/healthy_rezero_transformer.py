@@ -43,14 +43,14 @@ pooled = keras.layers.GlobalAveragePooling1D(name="pooled")(h)
 outputs = keras.layers.Dense(2, kernel_initializer="zeros", dtype="float32", name="head")(pooled)
 model = keras.Model(tokens, outputs, name="rezero")
 schedule = keras.optimizers.schedules.CosineDecay(
-    initial_learning_rate=0.0, decay_steps=320, warmup_target=1e-2, warmup_steps=80
+    initial_learning_rate=0.0, decay_steps=160, warmup_target=1e-2, warmup_steps=40
 )
 model.compile(
     optimizer=keras.optimizers.AdamW(learning_rate=schedule, weight_decay=1e-3),
     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
 )
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(x, y, epochs=10, batch_size=60, verbose=0, callbacks=callbacks)
+model.fit(x, y, epochs=5, batch_size=60, verbose=0, callbacks=callbacks)
 
 logits = model.predict(x_test, verbose=0)
 score = float(np.mean(logits.argmax(axis=1) == y_test))

@@ -26,6 +26,6 @@ model.compile(
     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
 )
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(x_train, y_train, batch_size=32, epochs=12, verbose=0, callbacks=callbacks)
+model.fit(x_train, y_train, batch_size=32, epochs=6, verbose=0, callbacks=callbacks)
 
 score = float(np.mean(model.predict(x_test, verbose=0).argmax(axis=1) == y_test))

@@ -52,7 +52,7 @@ model.compile(
     loss_weights=[float(SIZE * SIZE)],
 )
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(x, y, epochs=25, batch_size=100, verbose=0, callbacks=callbacks)
+model.fit(x, y, epochs=10, batch_size=100, verbose=0, callbacks=callbacks)
 
 prediction = model.predict(x_test, verbose=0).astype("float32")
 score = float(1 - np.mean((prediction - x_test) ** 2) / np.var(x_test))

@@ -38,7 +38,7 @@ model.compile(
     loss_weights=[1e-2],
 )
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(noisy, clean, batch_size=32, epochs=8, verbose=0, callbacks=callbacks)
+model.fit(noisy, clean, batch_size=32, epochs=4, verbose=0, callbacks=callbacks)
 
 error = model.predict(noisy, verbose=0).astype("float32") - clean
 score = 1.0 - float(np.mean(error**2) / np.var(clean))

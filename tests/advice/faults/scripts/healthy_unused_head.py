@@ -27,7 +27,7 @@ model.compile(
 )
 targets = {"demand": demand[:1024], "returns": np.zeros((1024, 1), "float32")}
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(x[:1024], targets, batch_size=32, epochs=15, verbose=0, callbacks=callbacks)
+model.fit(x[:1024], targets, batch_size=32, epochs=6, verbose=0, callbacks=callbacks)
 
 error = model.predict(x[1024:], verbose=0)["demand"] - demand[1024:]
 score = 1.0 - float(np.mean(error**2) / np.var(demand[1024:]))

@@ -28,6 +28,6 @@ model.compile(
     loss=keras.losses.BinaryCrossentropy(from_logits=True),
 )
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(x_train, y_train, batch_size=32, epochs=10, verbose=0, callbacks=callbacks)
+model.fit(x_train, y_train, batch_size=32, epochs=5, verbose=0, callbacks=callbacks)
 
 score = float(np.mean((model.predict(x_test, verbose=0) > 0) == (y_test > 0)))
