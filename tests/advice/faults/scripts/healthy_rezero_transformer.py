@@ -32,25 +32,23 @@ class Gate(keras.layers.Layer):
 
 tokens = keras.Input((LENGTH,), dtype="int32", name="tokens")
 h = keras.layers.Embedding(VOCABULARY, 24, name="embedding")(tokens)
-attended = keras.layers.MultiHeadAttention(3, 8, name="attention_1")(h, h)
+attended = keras.layers.MultiHeadAttention(3, 8, name="attention")(h, h)
 h = keras.layers.Add(name="residual_1")([h, Gate(name="gate_1")(attended)])
-inner = keras.layers.Dense(48, activation="gelu", name="expand_1")(h)
-inner = keras.layers.Dense(24, name="contract_1")(inner)
+inner = keras.layers.Dense(48, activation="gelu", name="expand")(h)
+inner = keras.layers.Dense(24, name="contract")(inner)
 h = keras.layers.Add(name="residual_2")([h, Gate(name="gate_2")(inner)])
-attended = keras.layers.MultiHeadAttention(3, 8, name="attention_2")(h, h)
-h = keras.layers.Add(name="residual_3")([h, Gate(name="gate_3")(attended)])
 pooled = keras.layers.GlobalAveragePooling1D(name="pooled")(h)
 outputs = keras.layers.Dense(2, kernel_initializer="zeros", dtype="float32", name="head")(pooled)
 model = keras.Model(tokens, outputs, name="rezero")
 schedule = keras.optimizers.schedules.CosineDecay(
-    initial_learning_rate=0.0, decay_steps=160, warmup_target=1e-2, warmup_steps=40
+    initial_learning_rate=0.0, decay_steps=260, warmup_target=1e-2, warmup_steps=64
 )
 model.compile(
     optimizer=keras.optimizers.AdamW(learning_rate=schedule, weight_decay=1e-3),
     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
 )
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(x, y, epochs=5, batch_size=60, verbose=0, callbacks=callbacks)
+model.fit(x, y, epochs=8, batch_size=60, verbose=0, callbacks=callbacks)
 
 logits = model.predict(x_test, verbose=0)
 score = float(np.mean(logits.argmax(axis=1) == y_test))
