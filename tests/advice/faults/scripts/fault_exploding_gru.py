@@ -9,14 +9,14 @@ keras.utils.set_random_seed(0)
 rng = np.random.default_rng(0)
 kmp.enable()
 
-words = rng.integers(1, 40, size=(1024, 10)).astype("int32")
+words = rng.integers(1, 40, size=(1024, 5)).astype("int32")
 sign = rng.choice([-1.0, 1.0], size=40)
 y = (sign[words].sum(axis=1) > 0).astype("int32")
 x_train, y_train, x_test, y_test = words[:768], y[:768], words[768:], y[768:]
 
 model = keras.Sequential(
     [
-        keras.Input((10,), dtype="int32", name="words"),
+        keras.Input((5,), dtype="int32", name="words"),
         keras.layers.Embedding(40, 16, name="embedding"),
         keras.layers.GRU(24, name="gru"),
         keras.layers.Dense(2, name="logits"),

@@ -27,7 +27,7 @@ kmp.enable()
 model = keras.Sequential(
     [
         keras.Input((HOURS, 1), name="load"),
-        keras.layers.Conv1D(16, 3, strides=3, activation="relu", name="local"),
+        keras.layers.Conv1D(16, 6, strides=6, activation="relu", name="local"),
         keras.layers.GRU(24, name="memory"),
         keras.layers.Dense(32, activation="relu", name="hidden"),
         keras.layers.Dense(1, name="next_hour"),
@@ -38,7 +38,7 @@ schedule = keras.optimizers.schedules.CosineDecay(
 )
 model.compile(optimizer=keras.optimizers.Adam(learning_rate=schedule), loss="mse")
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(x, y, epochs=6, batch_size=32, verbose=0, callbacks=callbacks)
+model.fit(x, y, epochs=5, batch_size=32, verbose=0, callbacks=callbacks)
 
 prediction = model.predict(x_test, verbose=0).astype("float32")
 score = float(1 - np.mean((prediction - y_test) ** 2) / np.var(y_test))
