@@ -35,7 +35,7 @@ hidden = keras.layers.Dense(32, activation="tanh", name="hidden")(inputs)
 model = Barometer(inputs, keras.layers.Dense(1, name="change")(hidden))
 model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2))
 callbacks = kmp.callbacks.defaults(log_dir="run")
-model.fit(x[:1536], pressure[:1536], batch_size=32, epochs=12, verbose=0, callbacks=callbacks)
+model.fit(x[:1536], pressure[:1536], batch_size=32, epochs=15, verbose=0, callbacks=callbacks)
 
 error = model.predict(x[1536:], verbose=0) - change[1536:]
 score = 1.0 - float(np.mean(error**2) / np.var(change[1536:]))

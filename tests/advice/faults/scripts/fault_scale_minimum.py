@@ -21,12 +21,12 @@ model = keras.Sequential(
         keras.layers.Dense(1, dtype="float32", name="price"),
     ]
 )
-model.compile(optimizer=keras.optimizers.Adam(learning_rate=0.05), loss="mse")
+model.compile(optimizer=keras.optimizers.Adam(learning_rate=0.02), loss="mse")
 model.fit(
     x[:1024],
     y[:1024],
     batch_size=32,
-    epochs=16,
+    epochs=30,
     verbose=0,
     callbacks=kmp.callbacks.defaults(log_dir="run"),
 )
