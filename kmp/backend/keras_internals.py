@@ -88,9 +88,9 @@ def attached_to(tensor: Any) -> dict[str, Any]:
 
 
 def in_float32(tensors: Any) -> Any:
-    """Returns a structure with its 16-bit tensors, or the symbolic shapes and dtypes of some, in float32.
+    """Returns a structure with its 16-bit tensors and `KerasTensor`s in float32; other values are unchanged.
 
-    Each keeps its mask, which no public name has. Other values are unchanged.
+    A tensor keeps its mask, which no public name has.
     """
 
     def converted(value: Any) -> Any:
@@ -125,7 +125,7 @@ def build_metrics(model: keras.Model, batch_spec: Any) -> None:
 
 
 def without_tracking(method: Method) -> Method:
-    """Decorates a method of an optimizer as Keras does `build`: what it sets is no further part of files."""
+    """Decorates `build` of an optimizer as Keras does: variables in plain attributes are not added to `variables`."""
     tracking = importlib.import_module("keras.src.utils.tracking")
     return cast(Method, tracking.no_automatic_dependency_tracking(method))
 

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ class LogWriter:
     """Writes the records of one callback into `log_dir`: to `kmp.jsonl`, and to event files for TensorBoard.
 
     Args:
+        owner: The callback.
         folder: The folder, after `check`.
         first_step: The step that training continues after. If the folder has a log with later records, that log is
             archived and its records up to this step are carried over.
@@ -50,8 +52,9 @@ class LogWriter:
         Raises:
             OSError: If the folder is not writable, or another process has locked it.
         """
-        if left_open := cls._open.get(folder.resolve()):
-            left_open._close_files()
+        for writer in [*cls._open.values()]:
+            if writer._folder == folder.resolve() or writer._owner() is None:
+                writer._close_files()
         try:
             atomic_files.check_writable(folder)
             with (folder / FILE_NAME).open("a"):
@@ -74,15 +77,14 @@ class LogWriter:
             return None
         return lock
 
-    def __init__(self, folder: Path, first_step: int, header: Record) -> None:
+    def __init__(self, owner: Any, folder: Path, first_step: int, header: Record) -> None:
         folder = folder.resolve()  # two paths to one folder have one writer
         if folder in self._open:
             raise ValueError(
                 "`log_dir` is in use by another callback of this training. A kmp.callbacks.Monitor writes all records "
                 f"into one log; give each optimizer its own folder. Received: log_dir={str(folder)!r}"
             )
-        self._open[folder] = self
-        self._folder = folder
+        self._folder, self._owner = folder, weakref.ref(owner)
         self._has_failed = self._has_records = False
         self._encoder = LogEncoder()
         self.fallbacks: list[dict[str, Any]] = []  # the records of the log that this training continues
@@ -99,6 +101,7 @@ class LogWriter:
             for record in kept if is_rewritten else ():
                 self._write_events(record, header)
             self._events.flush()
+        self._open[folder] = self
 
     def write(self, run: Run) -> None:
         """Writes the last record of a run. Stops the log with a warning if the disk is full.

@@ -76,7 +76,8 @@ class Monitor(OptimizerReader):
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is outside its range; in `on_train_begin`, if a float16 model has no
-            `kmp.LossScaleOptimizer`, or if a pattern matches no variable.
+            `kmp.LossScaleOptimizer`, or if a pattern matches no variable; in the first step that is read, if the model
+            was not built before.
         OSError: In `on_train_begin`, if `log_dir` cannot be written.
 
     Example:
@@ -299,7 +300,7 @@ class Monitor(OptimizerReader):
             self.run.rows[:] = [row for row in self.run.rows if row["step"] <= self._start_step]
             self._size = sum(map(record_size, self.run.rows))
         if self.log_dir and self._is_chief and self._writer is None:
-            self._writer = LogWriter(self.log_dir, self._previous.step, self.run.header)
+            self._writer = LogWriter(self, self.log_dir, self._previous.step, self.run.header)
 
     def _close(self) -> None:
         self._weights_before = {}
@@ -325,7 +326,9 @@ class Monitor(OptimizerReader):
     def _sample_next_step(self) -> None:
         self._batches_left = 1
         if GRADIENTS in self.parts:
-            self._requested_step, self._sampling_interval = self._previous.step + 1, self._interval
+            # Another callback may have trained since the last read.
+            self._requested_step = self.optimizer.counters.read_counts().step + 1
+            self._sampling_interval = self._interval
             self.optimizer.sampler.start(self, self._sampling_interval, first=self._requested_step)
 
     def _selected_variables(self) -> dict[str, Any]:

@@ -100,10 +100,9 @@ class StuckDetector(OptimizerReader):
         if counts.overflow_count != self._snapshot.overflow_count:  # copy more only if a step was skipped
             before, self._snapshot = self._snapshot, self.optimizer.snapshot()
             self._report_if_stuck(self._snapshot, before)
-        if self.optimizer.built:
-            scale = float(self.optimizer.dynamic_scale.numpy())
-            to_patience = self.patience - min(counts.overflows_in_a_row, counts.step - self._repaired_at)
-            self._batches_left = max(1, int(min(to_patience, self.optimizer.rule.steps_to_min_scale(scale))))
+        scale = float(self.optimizer.dynamic_scale.numpy())
+        to_patience = self.patience - min(counts.overflows_in_a_row, counts.step - self._repaired_at)
+        self._batches_left = max(1, int(min(to_patience, self.optimizer.rule.steps_to_min_scale(scale))))
 
     def _report_if_stuck(self, now: Snapshot, before: Snapshot) -> None:
         # A repair begins a new streak.

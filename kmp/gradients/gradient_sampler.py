@@ -44,6 +44,7 @@ class GradientSampler:
         self._first_step = keras.Variable(0, dtype="int64", trainable=False, name="sample_first")
         self._paths: list[str] = []
         self._indices: list[int] = []
+        self._step: Any = None
 
     def build(self, variables: Variables) -> None:
         """Sets the variables to sample, without those that Keras overwrites with their gradient: float8 scales."""
@@ -65,11 +66,12 @@ class GradientSampler:
         if first:
             self._first_step.assign(first)
         self._interval.assign(self._common_interval)
-        was_active, self.is_active = self.is_active, True
-        if not was_active:
+        is_new = not self.is_active
+        if is_new and self._paths:  # else `build` creates it
             with self._strategy.scope():  # callbacks call outside of it
                 self._create_storage()
-        return not was_active
+        self.is_active = True
+        return is_new
 
     def stop(self, owner: Any) -> None:
         """Stops sampling for `owner`."""
@@ -93,7 +95,7 @@ class GradientSampler:
             order: Indices of all variables, ordered from the input to the loss.
             steps: The number of steps taken. Loading a checkpoint may reset it; a sample of a later step is ignored.
         """
-        if not self.is_active or not 0 < (step := int(self._step.numpy())) <= steps:
+        if self._step is None or not 0 < (step := int(self._step.numpy())) <= steps:
             return None
         row_of = {index: row for row, index in enumerate(self._indices)}
         rows = [row_of[index] for index in order if index in row_of]
@@ -118,7 +120,7 @@ class GradientSampler:
 
     @property
     def _common_interval(self) -> int:
-        return math.gcd(*self._intervals.values()) or NEVER
+        return math.gcd(*(each for each in self._intervals.values() if each < NEVER)) or NEVER
 
     def _record(self, gradients: Gradients, scale: Any, step: Any, is_unscaled: bool) -> None:
         if not self._indices:

@@ -84,7 +84,7 @@ class Counters(NamedState):
 
     def build_for(self, variable_count: int) -> None:
         """Creates the counters with elements for each variable."""
-        self.by_variable = self._counter("overflows_by_variable", (2, variable_count))
+        self.by_variable = self._counter("by_variable", (2, variable_count))
 
     def values(self) -> Counts:
         """Returns the counts as tensors on the device."""

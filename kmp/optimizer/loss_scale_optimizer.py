@@ -158,17 +158,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.step_monitor = StepMonitor(requires_scaling=rule != _NO_SCALE)
         self.sampler = GradientSampler()
         self._compiled_step = tf.function(self._step, jit_compile=True, autograph=False) if jit_compile else None
-        self._create_scale()
-        self._order: tuple[int, ...] = ()  # of the variables, from the input to the loss, in the last trace
-        self._unscaled_order: list[int] = []
-
-    @keras_internals.without_tracking
-    def _create_scale(self) -> None:
         # As Keras' `build` does. Here, so that a function which is traced before `build` reads the variable too.
         options = {"shape": (), "aggregation": "none"}
-        initial = keras.initializers.Constant(self.initial_scale)
+        initial = keras.initializers.Constant(rule.initial_scale)
         self.step_counter = self.add_variable(dtype="int", initializer="zeros", name="step_counter", **options)
         self.dynamic_scale = self.add_variable(dtype="float32", initializer=initial, name="dynamic_scale", **options)
+        self._order: tuple[int, ...] = ()  # of the variables, from the input to the loss, in the last trace
+        self._unscaled_order: list[int] = []
 
     @keras_internals.without_tracking
     def build(self, var_list: Variables) -> None:
@@ -442,7 +438,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return getattr(inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SET_AT_CREATION and "counters" in vars(self):
+        is_none = name == "loss_scale_factor" and value is None  # as Keras sets it inside of other optimizers
+        if name in _SET_AT_CREATION and "counters" in vars(self) and not is_none:
             raise AttributeError(f"`{name}` cannot be changed: create a new kmp.LossScaleOptimizer, and compile again.")
         inner = vars(self).get("inner_optimizer")
         is_own = name.startswith("_") or name in vars(self) or name in LossScaleOptimizer.__annotations__

@@ -25,8 +25,8 @@ def gradient_exponents(histogram: ExponentHistogram, ax: Axes | None = None) -> 
     """Draws gradient magnitudes against float16's range, with and without the loss scale.
 
     The backward pass computes the scaled gradient. Zeros, NaN and Inf do not fit on a logarithmic axis, so the legend
-    counts them. The unscaled gradient is drawn if it is known, see `ExponentHistogram.unscaled`. Source: the figure in
-    section 3.2 of Micikevicius et al., "Mixed Precision Training" (ICLR 2018).
+    counts them. The unscaled gradient is drawn if the scale is not 1, see `ExponentHistogram.unscaled`. Source: the
+    figure in section 3.2 of Micikevicius et al., "Mixed Precision Training" (ICLR 2018).
 
     Args:
         histogram: One sampled histogram.

@@ -69,8 +69,8 @@ def enable(
 
     The policy applies to all threads, and after `keras.backend.clear_session()`, until `disable`. A policy that is set
     on a layer, or later in a thread, with `keras.config.set_dtype_policy` or `enable`, takes precedence there. Calling
-    `enable` again replaces the policy and the settings. The logger `"kmp"` reports once if `"auto"` would choose
-    another policy on this machine.
+    `enable` again replaces the policy and the settings. The logger `"kmp"` reports once for each
+    16-bit dtype if `"auto"` would choose another dtype on this machine.
 
     Args:
         policy: `"mixed_float16"` (default; float32 variables, float16 computation), `"mixed_bfloat16"`, `"float32"`,

@@ -51,22 +51,23 @@ def gpus() -> tuple[Gpu, ...]:
     return tuple(Gpu(of.get("device_name", gpu.name), of.get("compute_capability")) for gpu, of in details)
 
 
-def best_policy(machine: Sequence[Gpu]) -> tuple[str, str]:
+def best_policy(devices: Sequence[Gpu]) -> tuple[str, str]:
     """Returns the policy that all of these GPUs run fast, and why."""
-    names = ", ".join(map(str, machine))
-    if not machine:
+    names = ", ".join(map(str, devices))
+    if not devices:
         return "float32", "TensorFlow sees no GPU, and 16 bits are slow on a CPU"
-    if all(gpu.bfloat16 for gpu in machine):
+    if all(gpu.bfloat16 for gpu in devices):
         return "mixed_bfloat16", f"bfloat16 in hardware, which needs no loss scale: {names}"
-    if all(gpu.tensor_cores for gpu in machine):
-        return "mixed_float16", f"Tensor Cores for float16, no bfloat16 in hardware: {names}"
-    return "float32", f"without Tensor Cores, 16 bits save memory, not time: {names}"
+    if all(gpu.tensor_cores for gpu in devices):
+        return "mixed_float16", f"Tensor Cores for float16, and not all GPUs have bfloat16 in hardware: {names}"
+    return "float32", f"not all GPUs have Tensor Cores, without which 16 bits save memory, not time: {names}"
 
 
 def resolve(policy: str) -> str:
-    """Returns the policy for an argument of `enable`. Logs what `"auto"` chose or, once a dtype, what it would choose.
+    """Returns the policy for an argument of `enable`.
 
-    At a level that Python shows by default, unless the policy is fast too.
+    Logs what `"auto"` chose; else, once for each dtype, what it would choose. That is shown by default, unless the
+    policy is fast too.
     """
     best, reason = best_policy(gpus())
     if policy == "auto":

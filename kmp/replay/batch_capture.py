@@ -104,7 +104,7 @@ class BatchCapture:
         Args:
             data: The batch, as passed to `train_step`.
         """
-        loss_scale = ops.copy(self.optimizer.dynamic_scale) if self.optimizer.built else None
+        loss_scale = ops.copy(self.optimizer.dynamic_scale)
         yield
         self.is_of_loop = False
         self._add_branch(data, loss_scale)

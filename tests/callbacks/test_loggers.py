@@ -1,8 +1,10 @@
 import copy
 import gc
 import itertools
+import os
 import pickle
 import weakref
+from pathlib import Path
 
 import keras
 import models
@@ -230,6 +232,8 @@ def test_interrupted_training_keeps_no_reference_to_the_optimizer(tmp_path):
     keras.backend.clear_session()
     gc.collect()
     assert optimizer() is None
+    fit(compiled_model(), [LossScaleLogger(tmp_path / "next", 10)])  # closes the files of the first one
+    assert str(tmp_path / "kmp.jsonl") not in {os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()}
 
 
 def test_model_that_needs_no_loss_scale_has_records_only_with_a_wrapped_optimizer_and_this_is_logged_once(
