@@ -28,6 +28,22 @@ def test_is_tracing_is_true_only_in_graphs_for_xla():
     assert recorded == {"eager": False, "graph": False, "xla": True, "in a branch": True, "xla within graph": True}
 
 
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_step_is_compiled_with_xla_if_asked_for(jit_compile):
+    is_compiled = []
+
+    class Recording(keras.optimizers.SGD):
+        def update_step(self, *args):
+            is_compiled.append(xla.is_tracing())
+            super().update_step(*args)
+
+    variable = keras.Variable([1.0])
+    optimizer = optimizer_for(variable, inner=Recording(), jit_compile=jit_compile)
+    optimizer.scale_loss(1.0)
+    tf.function(lambda: optimizer.apply([tf.ones(1)], [variable]))()
+    assert is_compiled == [jit_compile]
+
+
 def step_of(optimizer, variables, is_sparse, x):
     rows = tf.IndexedSlices(tf.stack([[x, 2.0]]), tf.constant([2]), tf.constant([4, 2]))
     gradient = rows if is_sparse else tf.fill([4, 2], x)

@@ -4,8 +4,11 @@ Run with `python tests/advice/faults/table.py`.
 """
 
 import ast
+import itertools
 import math
+import multiprocessing
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,15 +49,14 @@ class Row(NamedTuple):
 
 def main():
     """Runs all scripts, prints the table and writes the page."""
-    with tempfile.TemporaryDirectory() as folder:
-        rows = {name: _row(name, Path(folder, name)) for name in CASES}
-        runs = {name: run_script(source_of(name), Path(folder, name))[1] for name in HEALTHY}
-        advices = {name: kmp.advise(run) for name, run in runs.items()}
-        touched = sum(run.last("fallback") is not None for run in runs.values())
-    alarms = sum(bool(advice.problems) for advice in advices.values())
-    clean = sum("does not hurt" in advice.verdict for advice in advices.values())
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        rows = dict(zip(CASES, pool.map(_row, CASES, itertools.repeat(folder)), strict=True))
+        advices, have_fallback = zip(*pool.map(_healthy, HEALTHY, itertools.repeat(folder)), strict=True)
+    touched = sum(have_fallback)
+    alarms = sum(bool(advice.problems) for advice in advices)
+    clean = sum("does not hurt" in advice.verdict for advice in advices)
     healthy = _HEALTHY.format(
-        summary=f"Of {len(runs)} scripts, {alarms} have a problem by kmp, and {clean} get the verdict that float16 "
+        summary=f"Of {len(HEALTHY)} scripts, {alarms} have a problem by kmp, and {clean} get the verdict that float16 "
         f"does not hurt them; `Float32Fallback` touches {touched}. Two compute in another precision."
     )
     text = (
@@ -65,13 +67,19 @@ def main():
         + "rule that broke one was narrowed. "
         + _table([rows[name] for name in HELD_OUT])
         + healthy
-        + _lines([[_fault(name), advice.verdict] for name, advice in advices.items()])
+        + _lines([[_fault(name), advice.verdict] for name, advice in zip(HEALTHY, advices, strict=True)])
     )
     introduction = PAGE.read_text(encoding="utf-8").partition(_FAULTS)[0]
     PAGE.write_text(introduction + text, encoding="utf-8")
 
 
+def _healthy(name, folder):
+    _, run = run_script(source_of(name), Path(folder, name))
+    return kmp.advise(run), run.last("fallback") is not None
+
+
 def _row(name, folder):
+    folder = Path(folder, name)
     case, outcome = CASES[name], outcome_of(name, folder)
     finding = next(iter(outcome.advice.problems), None)
     repaired_score, _ = run_script(source_of(name), folder / "repaired")
