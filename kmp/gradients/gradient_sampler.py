@@ -120,6 +120,7 @@ class GradientSampler:
 
     @property
     def _common_interval(self) -> int:
+        # An owner with `NEVER` only prepares the step: the greatest common divisor with it would sample more often.
         return math.gcd(*(each for each in self._intervals.values() if each < NEVER)) or NEVER
 
     def _record(self, gradients: Gradients, scale: Any, step: Any, is_unscaled: bool) -> None:
