@@ -88,7 +88,7 @@ def gpu_checks(has_driver: bool) -> Iterator[Check]:
     import tensorflow as tf
 
     import kmp
-    from kmp.policy import xla_error
+    from kmp.bench import measurement
 
     build, gpus, package = tf.sysconfig.get_build_info(), kmp.gpus(), tensorflow_packages()[0]
     if build.get("is_cuda_build"):
@@ -125,7 +125,7 @@ def gpu_checks(has_driver: bool) -> Iterator[Check]:
     except (tf.errors.OpError, RuntimeError) as error:
         yield Check("GPU", ERROR, f"cannot compute: {_text_of(error)}", _LOG)
         return
-    error_of_xla = xla_error()
+    error_of_xla = measurement.xla_error()
     if error_of_xla is None:
         yield Check("XLA", OK, "compiles")
     else:

@@ -2,7 +2,6 @@
 
 from kmp.backend import distribution as distribution
 from kmp.backend import keras_internals as keras_internals
-from kmp.backend import model_files as model_files
 from kmp.backend import tensorflow_internals as tensorflow_internals
 from kmp.backend import trainer_fixes as trainer_fixes
 from kmp.backend import xla as xla

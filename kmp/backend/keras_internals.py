@@ -1,7 +1,6 @@
 """Keras' private names that kmp reads or sets. Where a public name comes close, a function says what it lacks."""
 
 import contextlib
-import copy
 import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -172,17 +171,6 @@ def takes_training(model: keras.Model) -> bool:
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
     """Returns the arguments that a model was compiled with. The public `get_compile_config` has only their configs."""
     return model._compile_config.config
-
-
-@contextlib.contextmanager
-def layer_names_restored() -> Iterator[None]:
-    """Restores the numbers that Keras gives to unnamed layers."""
-    state = importlib.import_module("keras.src.backend.common.global_state")
-    before = copy.copy(state.get_global_attribute("object_name_uids"))
-    try:
-        yield
-    finally:
-        state.set_global_attribute("object_name_uids", before)
 
 
 @contextlib.contextmanager

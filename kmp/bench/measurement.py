@@ -26,6 +26,15 @@ class MeasurementError(RuntimeError):
     """A measurement failed."""
 
 
+def xla_error() -> str | None:
+    """Returns why XLA cannot compile a function on this machine; `None` if it can."""
+    try:
+        tf.function(tf.exp, jit_compile=True, autograph=False)(tf.ones(8)).numpy()  # a number would be a constant
+    except (tf.errors.OpError, NotImplementedError) as reason:
+        return str(reason)
+    return None
+
+
 @dataclass(frozen=True)
 class Measurement:
     """One result of a benchmark.

@@ -22,9 +22,10 @@ from kmp.bench.measurement import (
     peak_memory,
     reset_peak_memory,
     seconds_per_call,
+    xla_error,
 )
 from kmp.bench.models import BARE, KERAS, OURS, Task, compiled_model, timed_training
-from kmp.policy import Gpu, gpus, xla_error
+from kmp.policy import Gpu, gpus
 from kmp.replay import tensor_float_32
 
 PARTS = ("precision", "resnet", "bert")

@@ -18,7 +18,6 @@ def defaults(
     reference: str | None = AUTO,
     float32_fallback: bool = True,
     on_stuck: str = "raise",
-    checkpoint: PathLike | None = None,
     report: PathLike | None = None,
 ) -> list[keras.callbacks.Callback]:
     """Returns the recommended callbacks for a run.
@@ -40,7 +39,6 @@ def defaults(
         reference: `"auto"` or `None`, as in `Monitor`: whether to replay batches to find what float16 loses.
         float32_fallback: Whether to add `Float32Fallback`. It needs `reference="auto"`.
         on_stuck: As in `StuckDetector`: `"raise"`, `"warn"` or `"ignore"`.
-        checkpoint: Where to save the model if training is stuck, as in `StuckDetector`.
         report: An `.html` file to write, as in `Report`.
 
     Raises:
@@ -55,6 +53,6 @@ def defaults(
     reports = [] if report is None else [Report(validation.local_path("report", report, (".html",)), run=monitor.run)]
     has_fallback = validation.boolean("float32_fallback", float32_fallback) and reference is not None
     fallbacks = [Float32Fallback(monitor)] if has_fallback else []
-    detector = StuckDetector(on_stuck=on_stuck, checkpoint=checkpoint)
+    detector = StuckDetector(on_stuck=on_stuck)
     detector.explain_with([monitor, *fallbacks, *reports])
     return [monitor, *fallbacks, detector, *reports]

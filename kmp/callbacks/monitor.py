@@ -22,7 +22,7 @@ from kmp.callbacks.training_records import (
     record_size,
     sample_record,
 )
-from kmp.gradients import NEVER, copies_of, paths_of, with_updates, with_weight_norms
+from kmp.gradients import NEVER, copies_of, paths_of, with_updates
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import GradientSample, Replay, Run, Snapshot
 from kmp.utils import matching_indices, user_messages, validation
@@ -364,5 +364,6 @@ class Monitor(OptimizerReader):
             self._measured_updates += 1
             self._samples_until_update = self.updates_every - 1 if self._measured_updates >= self.first_updates else 0
         elif not self._measured_updates:  # the first step may have built the model
-            sample = with_weight_norms(sample, self._selected_variables())
+            weights = self._selected_variables()
+            sample = replace(sample, weight_norm=with_updates(sample, weights, weights).weight_norm)
         return sample

@@ -8,26 +8,27 @@ import keras
 import numpy as np
 
 from kmp.advice import advise
-from kmp.backend import model_files
 from kmp.callbacks.float32_fallback import Float32Fallback
 from kmp.callbacks.monitor import Monitor
-from kmp.callbacks.optimizer_reader import OptimizerReader, PathLike
+from kmp.callbacks.optimizer_reader import OptimizerReader
 from kmp.callbacks.report_callback import Report
 from kmp.callbacks.training_records import PARTS, header, record_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.records import Run, Snapshot
-from kmp.utils import atomic_files, user_messages, validation
+from kmp.utils import user_messages, validation
 
 
 class StuckError(RuntimeError):
     """Raised by `kmp.callbacks.StuckDetector` if float16 training makes no progress. The message names the cause.
 
+    The model keeps the weights from before the skipped steps: catch the error to save it.
+
     Example:
     >>> try:
     ...     raise StuckError("Training is stuck: ...")  # as `fit` does
     ... except StuckError as error:
-    ...     print("continue in bfloat16:", error)
-    continue in bfloat16: Training is stuck: ...
+    ...     print("save the model, and continue in bfloat16:", error)
+    save the model, and continue in bfloat16: Training is stuck: ...
     """
 
 
@@ -44,7 +45,6 @@ class StuckDetector(OptimizerReader):
     Args:
         patience: Integer, at least 1: consecutive skipped steps.
         on_stuck: `"raise"` a `kmp.callbacks.StuckError`, `"warn"` once for each streak of skipped steps, or `"ignore"`.
-        checkpoint: A path that ends in `.keras` or `.weights.h5`, to save the model to if it is stuck; or `None`.
         optimizer: The `kmp.LossScaleOptimizer` to read, for a model with several. Defaults to the model's.
 
     Raises:
@@ -70,15 +70,11 @@ class StuckDetector(OptimizerReader):
         self,
         patience: int = 100,
         on_stuck: str = "raise",
-        checkpoint: PathLike | None = None,
         optimizer: LossScaleOptimizer | None = None,
     ) -> None:
         super().__init__(optimizer)
         self.patience = validation.positive_integer("patience", patience)
         self.on_stuck = validation.one_of("on_stuck", on_stuck, ("raise", "warn", "ignore"))
-        self.checkpoint = None
-        if checkpoint is not None:
-            self.checkpoint = validation.local_path("checkpoint", checkpoint, (".keras", ".weights.h5"))
         self._others: Sequence[keras.callbacks.Callback] = ()
 
     def explain_with(self, others: Sequence[keras.callbacks.Callback]) -> None:
@@ -126,9 +122,8 @@ class StuckDetector(OptimizerReader):
             if report:
                 report.write()
             monitor.write_verdict()
-        message = (
-            f"{_state_of(now, is_at_min_scale)}\nCause: {finding or _counts_alone(now)}\n{self._save_checkpoint()}"
-        )
+        cause = finding or _counts_alone(now)
+        message = f"{_state_of(now, is_at_min_scale)}\nCause: {cause}\n{_weights_of(self.model)}"
         if self.on_stuck == "raise":
             raise StuckError(message)
         if self.on_stuck == "warn":
@@ -141,28 +136,6 @@ class StuckDetector(OptimizerReader):
     @property
     def _repaired_at(self) -> int:
         return getattr(self._attached(Float32Fallback), "repaired_at", 0)
-
-    def _save_checkpoint(self) -> str:
-        """Saves the model to `checkpoint`, if given, by an atomic write. Returns a sentence about the weights."""
-        intact = "The weights are those from before the skipped steps"
-        weights = self.model.trainable_variables
-        nonfinite = next(
-            (weight.path for weight in weights if not np.isfinite(keras.ops.convert_to_numpy(weight)).all()), None
-        )
-        if nonfinite:
-            intact += f", and {nonfinite} contains NaN or Inf"
-        if self.checkpoint is None:
-            return f"{intact}."
-        if not self._is_chief:
-            return f"{intact}, saved by the chief."
-        is_weights = self.checkpoint.name.endswith(".weights.h5")
-        try:
-            self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_files.atomic_write(self.checkpoint) as file:
-                model_files.write_model(self.model, file, is_weights)
-        except Exception as error:  # Keras raises many classes; none may hide why training is stuck
-            return f"{intact}; saving them to {str(self.checkpoint)!r} failed: {user_messages.one_line(error)}"
-        return f"{intact}, saved to {str(self.checkpoint)!r}."
 
 
 def _state_of(now: Snapshot, is_at_min_scale: bool) -> str:
@@ -183,3 +156,11 @@ def _counts_alone(now: Snapshot) -> str:
         f"{cause}. kmp.callbacks.defaults() replays such a batch, and names the layer. Where the loss scale was still "
         "falling, a higher patience or a lower initial_scale lets it fall."
     )
+
+
+def _weights_of(model: keras.Model) -> str:
+    weights = model.trainable_variables
+    is_finite = (np.isfinite(keras.ops.convert_to_numpy(weight)).all() for weight in weights)
+    paths = [weight.path for weight, finite in zip(weights, is_finite, strict=True) if not finite]
+    but = f", and {paths[0]} contains NaN or Inf" if paths else ""
+    return f"The weights are those from before the skipped steps{but}."

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from kmp.backend import compute_dtypes, is_keras_class, is_passthrough, keras_internals
+from kmp.backend import compute_dtypes, is_keras_class, is_passthrough
 from kmp.conversion.audit_table import Audit, Row
 from kmp.conversion.cloning import clone_model
 from kmp.conversion.measurement import ActivationStatistics, measure_activations
@@ -74,8 +74,7 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
         if not quantized:
             check_not_float64(model)
         if has_batch or (has_custom_classes and not is_converted):
-            with keras_internals.layer_names_restored():
-                rebuilt, operations = clone_model(model, parts, None if is_converted else plan)
+            rebuilt, operations = clone_model(model, parts, None if is_converted else plan)
         if has_batch:
             reference = measure_activations(model, {part.path: part.operation for part in parts}, batch)
             candidate = measure_activations(rebuilt, operations, batch)

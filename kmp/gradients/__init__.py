@@ -5,7 +5,6 @@ from kmp.gradients.gradient_sampler import GradientSampler as GradientSampler
 from kmp.gradients.gradient_sampler import copies_of as copies_of
 from kmp.gradients.gradient_sampler import paths_of as paths_of
 from kmp.gradients.gradient_sampler import with_updates as with_updates
-from kmp.gradients.gradient_sampler import with_weight_norms as with_weight_norms
 from kmp.gradients.tensor_groups import Gradients as Gradients
 from kmp.gradients.tensor_groups import Variables as Variables
 from kmp.gradients.tensor_groups import values_of as values_of

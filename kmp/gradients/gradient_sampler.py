@@ -152,8 +152,3 @@ def with_updates(sample: GradientSample, before: Mapping[str, Any], after: Mappi
         return sample
     old, new = ([weights[name] for name in sample.names] for weights in (before, after))
     return replace(sample, **{name: values.numpy() for name, values in update_statistics(old, new).items()})
-
-
-def with_weight_norms(sample: GradientSample, weights: Mapping[str, Any]) -> GradientSample:
-    """Returns the sample with the norms of the weights after the step; unchanged if a variable is missing."""
-    return replace(sample, weight_norm=with_updates(sample, weights, weights).weight_norm)

@@ -5,7 +5,6 @@ from kmp.policy import guarding as guarding
 from kmp.policy.active_settings import POLICIES as POLICIES
 from kmp.policy.enabling import Handle, disable, enable, graph_rewrite
 from kmp.policy.gpu_support import Gpu, gpus
-from kmp.policy.gpu_support import xla_error as xla_error
 from kmp.policy.guarding import guard
 from kmp.policy.optimizers import all_optimizers_of as all_optimizers_of
 from kmp.policy.optimizers import rewrap as rewrap

@@ -2,7 +2,6 @@
 
 from typing import Unpack
 
-import keras
 import tensorflow as tf
 
 from kmp.backend import tensorflow_internals
@@ -42,11 +41,7 @@ class Handle(ActiveSettings):
     def __repr__(self) -> str:
         arguments = self.settings | ({"jit_compile": True} if self.jit_compile else {})
         listed = "".join(f", {name}={value!r}" for name, value in arguments.items())
-        policy, state = keras.config.dtype_policy().name, "in force"
-        if self is not current_settings():
-            state = "replaced" if self in active else "off"
-        elif policy != self.policy:
-            state = f"in force, but Keras' policy is {policy!r} here"
+        state = "in force" if self is current_settings() else "replaced" if self in active else "off"
         return f"<kmp.enable({self.policy!r}{listed}) {state}>"
 
 
@@ -92,6 +87,7 @@ def enable(
         RuntimeError: If this version of Keras is not supported.
 
     Example:
+    >>> import keras
     >>> with enable("mixed_float16", initial_scale=1024.0):
     ...     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     ...     model.compile("sgd", "mse")
@@ -120,8 +116,8 @@ def disable() -> None:
     Example:
     >>> handle = enable()
     >>> disable()
-    >>> keras.config.dtype_policy().name
-    'float32'
+    >>> handle
+    <kmp.enable('mixed_float16') off>
     """
     with lock:
         active.clear()

@@ -79,12 +79,3 @@ def resolve(policy: str) -> str:
         level = logging.INFO if (dtype, best_dtype) == (FLOAT16.name, BFLOAT16.name) else logging.WARNING
         logger.log(level, "kmp.enable(%r): the policy for this machine is %r: %s.", policy, best, reason)
     return policy
-
-
-def xla_error() -> str | None:
-    """Returns why XLA cannot compile a function on this machine; `None` if it can."""
-    try:
-        tf.function(tf.exp, jit_compile=True, autograph=False)(tf.ones(8)).numpy()  # a number would be a constant
-    except (tf.errors.OpError, NotImplementedError) as reason:
-        return str(reason)
-    return None
