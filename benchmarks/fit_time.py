@@ -28,7 +28,7 @@ def measure(is_quick):
     """Yields CPU time and wall time of first and later epochs of each model in each mode."""
     rounds, steps = (1, 20) if is_quick else (5, STEPS)
     for name in list(MODELS)[: 1 if is_quick else None]:
-        for mode in ("XLA",) if is_quick else MODES:
+        for mode in ("graph",) if is_quick else MODES:
             processes = [in_new_process(first_epochs, name, mode, steps) for _ in range(rounds)]
             first = {variant: [own[variant] for own in processes] for variant in VARIANTS}
             yield from comparisons("first epoch", f"{name}, {steps} steps", mode, first, 1)

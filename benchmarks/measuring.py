@@ -41,7 +41,7 @@ _INNER = {
 def main(measure: Callable[[bool], Iterator[list[Measurement]]], description: str | None) -> None:
     """Parses `--quick`, which `measure` gets, and `--json FILE`, runs the benchmark, and prints its results."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="measure little, to try the benchmark out")
+    parser.add_argument("--quick", action="store_true", help="measure little, in graph mode, to try the benchmark out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to a JSON file")
     parsed = parser.parse_args()
     bench.run(Console(), measure(parsed.quick), parsed.json)

@@ -15,9 +15,7 @@ def sum_over_replicas(values: Structure) -> Structure:
 
     Every device can all-reduce float32. Sizes must be static.
     """
-    context = tf.distribute.get_replica_context()
-    if context is None:
-        raise ValueError("`apply` must be called in a replica context, as in `strategy.run(step)`.")
+    context: Any = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return values
     # The sum is placed on its input's device. A tensor read from a variable may have none; a concatenation has one.
@@ -26,6 +24,12 @@ def sum_over_replicas(values: Structure) -> Structure:
     sums = tf.split(context.all_reduce(tf.distribute.ReduceOp.SUM, joined), [tf.size(tensor) for tensor in tensors])
     shaped = [tf.reshape(part, tensor.shape) for part, tensor in zip(sums, tensors, strict=True)]
     return tf.nest.pack_sequence_as(values, shaped)
+
+
+def check_replica_context(method: str) -> None:
+    """Raises an error if a method of an optimizer is called for all replicas together."""
+    if tf.distribute.get_replica_context() is None:
+        raise ValueError(f"`{method}` must be called in a replica context, as in `strategy.run(step)`.")
 
 
 def check_built_before_step() -> None:

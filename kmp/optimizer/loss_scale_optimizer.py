@@ -216,13 +216,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             grads: Loss-scaled gradients: tensors, `tf.IndexedSlices` or `None`.
 
         Returns:
-            The unscaled gradients, in float64 for float64 gradients, else in float32. NaN and Inf are kept. The next
-            `apply` skips the step if there are any, even if they are clipped to a finite value.
+            The unscaled gradients, in float64 for float64 gradients, else in float32; those of float8 scales as they
+            are. NaN and Inf are kept. The next `apply` skips the step if there are any, even if they are clipped to a
+            finite value.
 
         Raises:
-            ValueError: In a `train_step` that did not call `scale_loss`.
+            ValueError: In a `train_step` that did not call `scale_loss`, or outside of a replica context.
         """
         grads = list(grads)
+        distribution.check_replica_context("unscale")
         self.step_monitor.check_scaled()
         if not self.built:
             distribution.check_built_before_step()
@@ -256,6 +258,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 does not run Python again.
         """
         grads = list(grads)
+        distribution.check_replica_context("apply")
         variables = self._variables_for(grads, trainable_variables)
         if unscaled is None:
             unscaled = self.step_monitor.takes_unscaled(sum(gradient is not None for gradient in grads))
@@ -289,7 +292,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         `indices` are those of the variables among the ones that the optimizer was built on, which `order` sorts from
         the input to the loss.
         """
-        count, variables = len(self._trainable_variables), [self._trainable_variables[index] for index in indices]
+        every, variables = self._trainable_variables, [self._trainable_variables[index] for index in indices]
         scale = self._bounded_scale()
         applied_scale = ops.minimum(scale, scaling.LARGEST_APPLIED_SCALE)
         divisor = tf.ones([]) if unscaled else applied_scale
@@ -301,11 +304,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             # A clip by value hides NaN and Inf, and a clip by the norm of all gradients makes all of them NaN.
             before_clip = self.step_monitor.take_unscaled_flags(len(gradients))
             flags = tf.where(tf.reduce_any(before_clip > 0), before_clip, flags)
-        if indices != tuple(range(count)):  # a variable without a gradient has the flag 0
-            flags = tf.maximum(tf.math.unsorted_segment_max(flags, list(indices), count), 0.0)
+        if indices != tuple(range(len(every))):  # a variable without a gradient has the flag 0
+            flags = tf.maximum(tf.math.unsorted_segment_max(flags, list(indices), len(every)), 0.0)
         if can_sample:
             gradient_at = dict(zip(indices, gradients, strict=True))
-            all_gradients = [gradient_at.get(index) for index in range(count)]
+            all_gradients = [gradient_at.get(index) for index in range(len(every))]
             step = self.counters.counts.value[COUNT_INDEX["step"]] + 1
             self.sampler.sample(all_gradients, applied_scale, step, unscaled)
 

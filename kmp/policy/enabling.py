@@ -55,8 +55,8 @@ def enable(
     scale: bfloat16 has the exponent range of float32.
 
     If a model with kmp's optimizer skips a step, the state of its layers is restored. Batches with a non-finite loss
-    are excluded from its metrics. `fit` is fixed for several workers, and for losses that layers add in 16 bits. Each
-    mistake that Keras does not report causes one warning until `disable`.
+    are excluded from its metrics. `fit` is fixed for several workers, and for losses that layers add in 16 bits.
+    Mistakes that Keras does not report, such as a softmax in float16, cause one warning each until `disable`.
 
     Keras casts the float arguments of a layer to its compute dtype. float16 has every integer only up to 2048, bfloat16
     up to 256, float32 up to 2^24. Keras' look-up layers, such as an `Embedding` inside a custom layer, use the tensor

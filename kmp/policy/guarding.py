@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -129,7 +130,8 @@ def _initial_values_recorded() -> Iterator[Callable[[keras.Variable], tuple[kera
 def _assignments_recorded(weights: dict[int, keras.Variable]) -> Iterator[dict[int, tuple[keras.Variable, Any]]]:
     """Yields a dict that gets each of these weights to which code in the context assigns, with its value before.
 
-    An optimizer writes TensorFlow's variable inside of Keras', so only weights that other code assigns cost a copy.
+    An optimizer writes TensorFlow's variable inside of Keras', so only weights that other code assigns, or a
+    constraint, cost a copy.
     """
     assigned: dict[int, tuple[keras.Variable, Any]] = {}
     _recordings[id(assigned)] = distribution.replica_id(), _current_graph(), weights, assigned
@@ -219,7 +221,7 @@ class GuardedTrainStep:
         self._model = model
         self.own_step = vars(model).get("train_step")
         self.capture: Any = None  # a `kmp.replay.BatchCapture`, which a callback sets; used from the next trace on
-        self._prepared = 0  # the `id` of the iterator that the capture was prepared for
+        self._prepared: Callable[[], Any] = lambda: None  # the iterator that the capture was prepared for, if it exists
         self.has_fallback = False  # whether a callback set layers of the model to float32
         with model.distribute_strategy.scope():
             # Flags, 1.0 or 0.0: float32 has kernels on every device, and can be summed over replicas.
@@ -240,8 +242,8 @@ class GuardedTrainStep:
                 if hasattr(iterator, "element_spec"):
                     keras_internals.build_metrics(model, iterator.element_spec)
         # A later `fit` may have batches of another structure, for which the function is traced again.
-        if self.capture and id(iterator) != self._prepared and hasattr(iterator, "element_spec"):
-            self._prepared = id(iterator)
+        if self.capture and iterator is not self._prepared() and hasattr(iterator, "element_spec"):
+            self._prepared = weakref.ref(iterator)
             self.capture.prepare(iterator.element_spec, model.jit_compile)
         if model.steps_per_execution > 1:
             self._nonfinite_in_execution.assign(0.0)
@@ -254,9 +256,12 @@ class GuardedTrainStep:
         batch = [part for part in tf.nest.flatten(data, expand_composites=True) if isinstance(part, tf.Tensor)]
         with tf.control_dependencies(batch):  # no reset by a step that gets no batch, at the end of the data
             self._reset_metrics_without_finite_batch()
-        # The loss of a batch without rows is a mean over nothing: NaN, or its gradients are.
-        may_be_empty = bool(batch) and not batch[0].shape.num_elements()  # unknown, or 0 in eager mode
-        is_empty = tf.equal(tf.size(batch[0]), 0) if may_be_empty else None
+        # The loss of a batch without rows is a mean over nothing: NaN, or its gradients are. No rows are no elements,
+        # except in a sparse tensor, and in one whose rows have none.
+        dense = (part for part in tf.nest.flatten(data) if isinstance(part, tf.Tensor) and part.shape.rank)
+        first = next((part for part in dense if 0 not in part.shape[1:]), None)
+        may_be_empty = first is not None and not first.shape.num_elements()  # unknown, or 0 in eager mode
+        is_empty = tf.equal(tf.size(first), 0) if may_be_empty else None
         for optimizer in optimizers:
             optimizer.step_monitor.begin_train_step(is_empty)
         before = {id(variable): ops.copy(variable) for variable in self._metric_variables()}
@@ -265,8 +270,8 @@ class GuardedTrainStep:
         nonfinite = outcome.has_nonfinite_loss
 
         def restore_metrics() -> None:
-            # Not if they are still zero: a mean over no batch is NaN, not 0.
-            nonzero = [ops.any(ops.not_equal(value, 0)) for value in before.values()]
+            # Not if they are still zero: a mean over no batch is NaN, not 0. A minimum is infinite before.
+            nonzero = [ops.any((value != 0) & ops.isfinite(value)) for value in before.values()]
             restores = ops.logical_and(nonfinite, _any(nonzero)) if nonzero else nonfinite
             _assign_where(restores, ((v, before.get(id(v), ops.zeros_like(v))) for v in self._metric_variables()))
             is_first = ops.logical_and(nonfinite, ops.logical_not(restores))

@@ -16,7 +16,7 @@ class Snapshot:
         clean_steps: Steps without an overflow since the scale last grew (or would have grown, if it is at its maximum)
             or the gradients of a finite loss last overflowed.
         overflow_count: Steps skipped since training began, without batches that had no rows.
-        overflows_in_a_row: Steps skipped since the last applied step.
+        overflows_in_a_row: Steps skipped since the last applied step, without batches that had no rows.
         nonfinite_loss_count: Skipped steps whose loss was non-finite before scaling.
         nonfinite_losses_in_a_row: The steps in `overflows_in_a_row` whose loss was non-finite before scaling.
         overflows_at_min_scale: Skipped steps in which the rule backed off while the scale was at its minimum.

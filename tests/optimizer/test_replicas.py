@@ -142,6 +142,8 @@ def test_building_the_optimizer_in_a_step_and_calls_outside_a_replica_context_ra
             step()
         optimizer.build([weight])
         optimizer.scale_loss(1.0)
+        with pytest.raises(ValueError, match=r"`unscale` must be called in a replica context, as in `strategy.run"):
+            optimizer.unscale([])
         with pytest.raises(ValueError, match=r"`apply` must be called in a replica context, as in `strategy.run"):
             optimizer.apply([tf.constant([1.0])], [weight])
         with pytest.raises(ValueError, match="`guard` must be used in a replica context"):

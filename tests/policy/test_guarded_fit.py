@@ -185,10 +185,24 @@ def test_guarded_model_can_be_saved_cloned_and_loaded_as_a_guarded_model(tmp_pat
     assert loaded.optimizer.snapshot().overflow_count == 2
 
 
+class Lowest(keras.metrics.Metric):
+    """The lowest prediction: infinite before the first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.lowest = self.add_variable((), keras.initializers.Constant(np.inf))
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.lowest.assign(ops.minimum(self.lowest, ops.min(y_pred)))
+
+    def result(self):
+        return self.lowest.value
+
+
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 @pytest.mark.parametrize("mode", ["graph", "steps_per_execution"])
 def test_epoch_without_a_finite_batch_has_a_nan_loss_also_if_its_length_is_unknown(mode):
-    model = compiled_model("sgd", metrics=["accuracy"], **MODES[mode])
+    model = compiled_model("sgd", metrics=["accuracy", Lowest()], **MODES[mode])
     x, y = data_with_nan(*range(20))
     assert np.isnan(fit(model, (x, y))["loss"]).all()
     assert np.isfinite(fit(model, data_with_nan())["loss"]).all()
@@ -341,3 +355,23 @@ def test_batch_without_rows_is_skipped_and_is_no_overflow(mode):
     snapshot = model.optimizer.snapshot()
     assert (snapshot.step, snapshot.overflow_count, snapshot.nonfinite_loss_count) == (3, 0, 0)
     assert (snapshot.loss_scale, snapshot.overflows_by_variable) == (1024.0, {})
+
+
+class IgnoresFirst(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        return self.dense(inputs["second"])
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_overflow_is_counted_if_the_first_part_of_the_batch_has_rows_without_values(is_sparse):
+    kmp.enable()
+    model, ones = IgnoresFirst(), np.ones((8, 4), "float32")
+    model.compile("sgd", "mse", jit_compile=False)
+    first = tf.sparse.from_dense(0 * ones) if is_sparse else np.ones((8, 0), "float32")
+    batch = {"first": first, "second": ones}, np.full((8, 1), 1e4, "float32")  # overflows at the scale 2^15
+    model.fit(tf.data.Dataset.from_tensors(batch), shuffle=False, verbose=0)
+    assert (model.optimizer.snapshot().overflow_count, model.optimizer.snapshot().loss_scale) == (1, 2.0**14)
