@@ -20,7 +20,7 @@ def measure(is_quick):
     """Yields the memory of the step in each mode, then that of the trainings under XLA."""
     for name in ("8 of 512x512",) if is_quick else ("8 of 2048x2048", "ResNet-50"):
         for mode in ("graph",) if is_quick else MODES:
-            variants = [*variants_in(mode), SAMPLED]
+            variants = [BARE, OURS, SAMPLED] if is_quick else [*variants_in(mode), SAMPLED]
             peaks = {variant: [in_new_process(memory_of_step, variant, name, mode)] for variant in variants}
             yield comparison("peak memory", f"Adam, {name}", mode, peaks, "B")
     for name in () if is_quick else MODELS:

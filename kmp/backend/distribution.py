@@ -26,15 +26,14 @@ def sum_over_replicas(values: Structure) -> Structure:
     return tf.nest.pack_sequence_as(values, shaped)
 
 
-def check_replica_context(method: str) -> None:
-    """Raises an error if a method of an optimizer is called for all replicas together."""
+def check_context(method: str, is_built: bool) -> None:
+    """Raises an error if a method of an optimizer is called for all replicas together, or would create variables there.
+
+    TensorFlow does not support the latter.
+    """
     if tf.distribute.get_replica_context() is None:
         raise ValueError(f"`{method}` must be called in a replica context, as in `strategy.run(step)`.")
-
-
-def check_built_before_step() -> None:
-    """Raises an error where a multi-replica step would create variables, which TensorFlow does not support."""
-    if tf.distribute.get_strategy().num_replicas_in_sync > 1 and not tf.executing_eagerly():
+    if not is_built and tf.distribute.get_strategy().num_replicas_in_sync > 1 and not tf.executing_eagerly():
         raise ValueError(
             "With several replicas, the optimizer must be built before the first step: call "
             "`optimizer.build(model.trainable_variables)` under `strategy.scope()`."

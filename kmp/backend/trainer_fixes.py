@@ -7,7 +7,6 @@ reduces a batch, which is a tuple of tensors, over the workers as if it were one
 
 import functools
 import importlib
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,20 +18,14 @@ from kmp.backend import distribution
 from kmp.backend.keras_internals import defining_class
 from kmp.backend.patching import Replacement
 
-logger = logging.getLogger("kmp")
-
 
 def apply_multi_worker_fixes() -> Iterator[Replacement]:
-    """Fixes `fit`, `evaluate` and `predict` for several workers, and yields the patches.
-
-    Logs a message of the level debug if Keras lacks what they replace: only several workers need them.
-    """
+    """Fixes `fit`, `evaluate` and `predict` for several workers, and yields the patches; none if Keras has changed."""
     try:  # both are private; tests fail if Keras moves them
         trainer = importlib.import_module("keras.src.backend.tensorflow.trainer")
         builder = defining_class(keras.Model, "_maybe_symbolic_build")
         _ = trainer.reduce_per_replica
     except (ImportError, AttributeError, StopIteration):
-        logger.debug("kmp's fixes of `fit` for several workers do not apply to Keras %s.", keras.__version__)
         return
     yield Replacement(builder, "_maybe_symbolic_build", _building_from_local_batch)
     yield Replacement(trainer, "reduce_per_replica", _reducing_logs)

@@ -224,10 +224,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             ValueError: In a `train_step` that did not call `scale_loss`, or outside of a replica context.
         """
         grads = list(grads)
-        distribution.check_replica_context("unscale")
+        distribution.check_context("unscale", self.built)
         self.step_monitor.check_scaled()
-        if not self.built:
-            distribution.check_built_before_step()
         unscaled = multiply_gradients(grads, 1.0 / self.loss_scale)
         if self.built and len(grads) == len(self._trainable_variables):
             # As in the update, the values of float8 scales are not divided.
@@ -258,7 +256,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 does not run Python again.
         """
         grads = list(grads)
-        distribution.check_replica_context("apply")
+        distribution.check_context("apply", self.built)
         variables = self._variables_for(grads, trainable_variables)
         if unscaled is None:
             unscaled = self.step_monitor.takes_unscaled(sum(gradient is not None for gradient in grads))
@@ -268,7 +266,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # TensorFlow traces a function whose first trace creates variables once more, which must find the same stage.
         is_traced_twice = not self.built and not tf.executing_eagerly()
         if not self.built:
-            distribution.check_built_before_step()
             self.build(variables)
         self._check_variables_are_known(variables)  # Keras has no public name for it, nor for the index
         indices = tuple(map(self._get_variable_index, variables))

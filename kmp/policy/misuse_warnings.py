@@ -81,8 +81,7 @@ def warn_before_training(model: keras.Model) -> None:
     Its own optimizers, if any, must exist already.
     """
     dtypes, optimizers = compute_dtypes(model), all_optimizers_of(model)
-    guard = guarding.guard_of(model)
-    if dtypes == {FLOAT32.name} and not (guard and guard.has_fallback):
+    if dtypes == {FLOAT32.name} and not getattr(guarding.guard_of(model), "has_fallback", False):
         warn_once(model, _NOT_FLOAT16)
     unscaled = [optimizer for optimizer in optimizers if not isinstance(optimizer, LossScaleOptimizer)]
     if unscaled and len(unscaled) < len(optimizers):  # beside one that scales, which a step of Keras uses alone
