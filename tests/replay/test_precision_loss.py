@@ -6,7 +6,7 @@ from conftest import sequential
 from keras import layers, ops
 from test_batch_replay import Penalty, named, replayed
 
-from kmp.backend import equal_random_numbers
+from kmp.backend import equal_random_numbers, watching_operations
 from kmp.records import GradientError, is_harmful
 from kmp.replay.layer_marks import relative_error
 
@@ -150,6 +150,18 @@ def test_pass_with_random_numbers_of_the_users_own_is_not_compared():
     assert result.is_finite
     assert not result.is_compared
     assert (result.layer_errors, result.float32_layers) == ([], [])
+
+
+def test_operations_of_a_replay_do_not_grow_with_the_number_of_indices():
+    operations = {}
+    for length in (4, 400):
+        words = np.random.default_rng(0).integers(0, 50, (ROWS, length))
+        parts = layers.Embedding(50, 4), layers.GlobalAveragePooling1D(), layers.Dense(1)
+        model, found = sequential(*parts, shape=(length,)), []
+        with watching_operations(lambda name, inputs, outputs, found=found: found.append(name)):
+            assert replayed(model, words).gradient_errors
+        operations[length] = len(found)
+    assert operations[400] == operations[4]
 
 
 def test_gradient_that_is_zero_but_for_rounding_is_not_compared():
