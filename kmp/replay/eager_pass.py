@@ -363,7 +363,7 @@ def as_array(gradient: Any, rows: np.ndarray | None = None, dtype: Any = np.floa
         rows = np.unique(indices) if rows is None else rows
         values = tf.cast(gradient.values, dtype)
         gradient = tf.math.unsorted_segment_sum(values, np.searchsorted(rows, indices), len(rows))
-    return np.asarray(gradient).astype(dtype)
+    return np.asarray(gradient).astype(dtype, copy=False)
 
 
 class _ComputeInFloat32(keras.DTypePolicy):

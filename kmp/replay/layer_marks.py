@@ -177,7 +177,7 @@ class LayerMarks:
         def identity(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
             return tf.identity(tensor), functools.partial(self._reached, path)
 
-        if not np.isfinite(output.numpy()).all():
+        if not np.isfinite(np.asarray(output)).all():  # `numpy` would copy it
             self.nonfinite[path] = None
         if output.dtype.name in DTYPES_16_BIT:
             self.in_16_bits.add(path)
@@ -188,8 +188,11 @@ class LayerMarks:
 
     def _reached(self, path: str, gradient: tf.Tensor) -> tf.Tensor:
         self.layer = path
-        magnitudes = np.abs(tf.convert_to_tensor(gradient).numpy().astype(np.float32))  # `tf.gather` has slices
-        self.activation_gradients[path] = float(np.max(magnitudes, initial=self.activation_gradients.get(path, 0.0)))
+        values = np.asarray(tf.convert_to_tensor(gradient)).astype(np.float32, copy=False)  # `tf.gather` has slices
+        # Without an array of magnitudes. The maximum of an array and NaN is NaN.
+        before = self.activation_gradients.get(path, 0.0)
+        largest = np.maximum(np.max(values, initial=before), -np.min(values, initial=-before))
+        self.activation_gradients[path] = float(largest)
         return gradient
 
 
@@ -232,7 +235,7 @@ def _rounded(values: Any, dtype: str) -> Any:
 
 def _samples(outputs: Any) -> Outputs:
     """Returns the floats of a layer's outputs as float32 arrays of shape `(examples, values)`, of large ones a part."""
-    arrays = [output.numpy() for output in keras.tree.flatten(outputs) if _is_eager_float(output)]
+    arrays = [np.asarray(output) for output in keras.tree.flatten(outputs) if _is_eager_float(output)]
     flat = [array.reshape(len(array) if array.ndim else 1, math.prod(array.shape[1:])) for array in arrays]
     strides = [max(1, array.size // _MOST_VALUES) for array in flat]
     return [array[:, ::stride].astype(np.float32) for array, stride in zip(flat, strides, strict=True)]

@@ -129,4 +129,4 @@ def _largest(values: np.ndarray) -> float:
 def _float_values(tensors: Sequence[Any]) -> list[tuple[str, np.ndarray]]:
     is_value = [isinstance(tensor, tf.Tensor) and not tf.is_symbolic_tensor(tensor) for tensor in tensors]
     floating = [tensor for tensor, known in zip(tensors, is_value, strict=True) if known and tensor.dtype.is_floating]
-    return [(tensor.dtype.name, np.asarray(tensor.numpy())) for tensor in floating]
+    return [(tensor.dtype.name, np.asarray(tensor)) for tensor in floating]
