@@ -27,9 +27,9 @@ def sum_over_replicas(values: Structure) -> Structure:
 
 
 def check_context(method: str, is_built: bool) -> None:
-    """Raises an error if a method of an optimizer is called for all replicas together, or would create variables there.
+    """Raises an error if a method of an optimizer is called for all replicas together.
 
-    TensorFlow does not support the latter.
+    And if it would create variables in a graph with several replicas, which TensorFlow does not support.
     """
     if tf.distribute.get_replica_context() is None:
         raise ValueError(f"`{method}` must be called in a replica context, as in `strategy.run(step)`.")

@@ -123,7 +123,9 @@ class StuckDetector(OptimizerReader):
                 report.write()
             monitor.write_verdict()
         cause = finding or _counts_alone(now)
-        message = f"{_state_of(now, is_at_min_scale)}\nCause: {cause}\n{_weights_of(self.model)}"
+        message = f"{_state_of(now, is_at_min_scale)}\nCause: {cause}"
+        if skipped:  # else a step since the last check has changed them
+            message += f"\n{_weights_of(self.model)}"
         if self.on_stuck == "raise":
             raise StuckError(message)
         if self.on_stuck == "warn":

@@ -38,7 +38,8 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     `kmp.convert(model, policy)`; a model that already computes in 16 bits is its own candidate.
 
     A float32 model with custom classes is rebuilt, even without a batch, to find out whether `kmp.convert` can do so.
-    This takes the time and memory of a conversion.
+    This takes the time and memory of a conversion, and Keras numbers the unnamed layers of later models after those of
+    the copy.
 
     Args:
         model: A built `keras.Model`, in float32 or mixed precision.

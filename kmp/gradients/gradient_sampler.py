@@ -147,7 +147,7 @@ def copies_of(variables: Mapping[str, Any]) -> dict[str, tf.Tensor]:
 
 
 def with_updates(sample: GradientSample, before: Mapping[str, Any], after: Mapping[str, Any]) -> GradientSample:
-    """Returns the sample with what changed from the weights before a step to those after it; unchanged if one lacks."""
+    """Returns the sample with what changed from the weights before a step to those after it, unless one is missing."""
     if not sample.names or not set(sample.names) <= before.keys() & after.keys():
         return sample
     old, new = ([weights[name] for name in sample.names] for weights in (before, after))

@@ -221,7 +221,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             finite value.
 
         Raises:
-            ValueError: In a `train_step` that did not call `scale_loss`, or outside of a replica context.
+            ValueError: In a `train_step` that did not call `scale_loss`, outside of a replica context, or in a graph
+                with several replicas if the optimizer is not built.
         """
         grads = list(grads)
         distribution.check_context("unscale", self.built)
@@ -251,12 +252,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             ValueError: If the optimizer is not built and `trainable_variables` is `None`, if the number of gradients
                 differs from that of variables, if a gradient does not have the shape of its variable, if the optimizer
-                was not built on one of the variables, in a `train_step` that did not call `scale_loss`, if the last
-                `unscale` got fewer gradients, or if `unscaled` is needed because a `tf.function` called `unscale` and
-                does not run Python again.
+                was not built on one of the variables, where `unscale` raises one, if the last `unscale` got fewer
+                gradients, or if `unscaled` is needed because a `tf.function` called `unscale` and does not run Python
+                again.
         """
         grads = list(grads)
-        distribution.check_context("apply", self.built)
+        distribution.check_context("apply", self.built or not grads)
         variables = self._variables_for(grads, trainable_variables)
         if unscaled is None:
             unscaled = self.step_monitor.takes_unscaled(sum(gradient is not None for gradient in grads))

@@ -130,8 +130,8 @@ def _initial_values_recorded() -> Iterator[Callable[[keras.Variable], tuple[kera
 def _assignments_recorded(weights: dict[int, keras.Variable]) -> Iterator[dict[int, tuple[keras.Variable, Any]]]:
     """Yields a dict that gets each of these weights to which code in the context assigns, with its value before.
 
-    An optimizer writes TensorFlow's variable inside of Keras', so only weights that other code assigns, or a
-    constraint, cost a copy.
+    An optimizer writes TensorFlow's variable inside of Keras', so only weights that other code or a constraint assigns
+    cost a copy.
     """
     assigned: dict[int, tuple[keras.Variable, Any]] = {}
     _recordings[id(assigned)] = distribution.replica_id(), _current_graph(), weights, assigned
@@ -256,10 +256,10 @@ class GuardedTrainStep:
         batch = [part for part in tf.nest.flatten(data, expand_composites=True) if isinstance(part, tf.Tensor)]
         with tf.control_dependencies(batch):  # no reset by a step that gets no batch, at the end of the data
             self._reset_metrics_without_finite_batch()
-        # The loss of a batch without rows is a mean over nothing: NaN, or its gradients are. No rows are no elements,
-        # except in a sparse tensor, and in one whose rows have none.
+        # The loss of a batch without rows is a mean over nothing: NaN, or its gradients are. A sparse tensor, and rows
+        # of width 0, may have no elements in any batch.
         dense = (part for part in tf.nest.flatten(data) if isinstance(part, tf.Tensor) and part.shape.rank)
-        first = next((part for part in dense if 0 not in part.shape[1:]), None)
+        first = next((part for part in dense if 0 not in part.shape[1:]), batch[0] if batch else None)
         may_be_empty = first is not None and not first.shape.num_elements()  # unknown, or 0 in eager mode
         is_empty = tf.equal(tf.size(first), 0) if may_be_empty else None
         for optimizer in optimizers:
@@ -270,8 +270,8 @@ class GuardedTrainStep:
         nonfinite = outcome.has_nonfinite_loss
 
         def restore_metrics() -> None:
-            # Not if they are still zero: a mean over no batch is NaN, not 0. A minimum is infinite before.
-            nonzero = [ops.any((value != 0) & ops.isfinite(value)) for value in before.values()]
+            # Not if they are still zero: a mean over no batch is NaN, not 0.
+            nonzero = [ops.any(ops.not_equal(value, 0)) for value in before.values()]
             restores = ops.logical_and(nonfinite, _any(nonzero)) if nonzero else nonfinite
             _assign_where(restores, ((v, before.get(id(v), ops.zeros_like(v))) for v in self._metric_variables()))
             is_first = ops.logical_and(nonfinite, ops.logical_not(restores))

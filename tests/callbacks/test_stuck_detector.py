@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import MODES, compiled_model, sequential, small_data, values, without_replays
+from conftest import MODES, OverflowsBackward, compiled_model, sequential, small_data, values, without_replays
 from keras import layers
 
 import kmp
@@ -86,6 +86,17 @@ def test_message_names_a_weight_with_nan():
     expected = r"before the skipped steps, and sequential\S*/head/bias contains NaN or Inf\."
     with pytest.raises(StuckError, match=expected):
         model.fit(np.ones((40, 4)), np.ones((40, 2)), batch_size=8, verbose=0, callbacks=[StuckDetector(patience=5)])
+
+
+def test_message_does_not_speak_of_the_weights_if_a_later_step_of_the_execution_changed_them():
+    kmp.enable(initial_scale=8.0, min_scale=8.0)
+    parts = layers.Dense(4, kernel_initializer="identity"), OverflowsBackward(), layers.Dense(1)
+    model = sequential(*parts, steps_per_execution=5, jit_compile=False)
+    x = np.ones((40, 4), "float32")
+    x[:8] = 100
+    with pytest.raises(StuckError, match="a step since the last check was skipped") as caught:
+        model.fit(x, np.ones((40, 1)), batch_size=8, shuffle=False, verbose=0, callbacks=[StuckDetector()])
+    assert "weights" not in str(caught.value)
 
 
 def test_clean_step_resets_the_count():

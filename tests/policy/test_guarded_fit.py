@@ -185,24 +185,10 @@ def test_guarded_model_can_be_saved_cloned_and_loaded_as_a_guarded_model(tmp_pat
     assert loaded.optimizer.snapshot().overflow_count == 2
 
 
-class Lowest(keras.metrics.Metric):
-    """The lowest prediction: infinite before the first batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.lowest = self.add_variable((), keras.initializers.Constant(np.inf))
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        self.lowest.assign(ops.minimum(self.lowest, ops.min(y_pred)))
-
-    def result(self):
-        return self.lowest.value
-
-
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 @pytest.mark.parametrize("mode", ["graph", "steps_per_execution"])
 def test_epoch_without_a_finite_batch_has_a_nan_loss_also_if_its_length_is_unknown(mode):
-    model = compiled_model("sgd", metrics=["accuracy", Lowest()], **MODES[mode])
+    model = compiled_model("sgd", metrics=["accuracy"], **MODES[mode])
     x, y = data_with_nan(*range(20))
     assert np.isnan(fit(model, (x, y))["loss"]).all()
     assert np.isfinite(fit(model, data_with_nan())["loss"]).all()
@@ -269,6 +255,24 @@ def test_layer_that_runs_only_in_training_is_trained_and_metrics_are_those_of_th
     history = fit(model, (x, [np.zeros((8, 1)), np.full((8, 1), 9.0)]))
     assert model.optimizer.counters.by_variable.shape == (2, 4)
     assert abs(history["mae_1"][0] - history["mae"][0]) > 1.0
+
+
+def test_metric_that_starts_at_infinity_and_has_a_bool_leaves_the_batch_with_a_nan_loss_out():
+    class Lowest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="lowest")
+            self.lowest = self.add_variable((), keras.initializers.Constant(np.inf))
+            self.has_begun = self.add_variable((), "zeros", dtype="bool")
+
+        def update_state(self, y, prediction, sample_weight=None):
+            self.lowest.assign(ops.minimum(self.lowest, ops.min(prediction)))
+            self.has_begun.assign(True)
+
+        def result(self):
+            return self.lowest.value
+
+    model = compiled_model(metrics=[Lowest()])
+    assert fit(model, data_with_nan(0, batches=5))["lowest"][0] > 0
 
 
 def test_metric_with_python_state_is_computed_eagerly():
