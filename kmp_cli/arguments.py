@@ -128,7 +128,11 @@ def _file_to_write(endings: Sequence[str], text: str) -> Path:
         return path
     if path.suffix.lower() not in endings:
         raise argparse.ArgumentTypeError(f"must end in {' or '.join(endings)}, received {text!r}")
-    nearest = next(found for found in (path, *path.absolute().parents) if found.exists())
-    if nearest.is_dir() == (nearest == path) or not os.access(nearest, os.W_OK):
+    try:
+        nearest = next(found for found in (path, *path.absolute().parents) if found.exists())
+        can_be_written = nearest.is_dir() != (nearest == path) and os.access(nearest, os.W_OK)
+    except OSError:  # a name that is too long, or below a folder without permission
+        can_be_written = False
+    if not can_be_written:
         raise argparse.ArgumentTypeError(f"cannot be written, received {text!r}")
     return path

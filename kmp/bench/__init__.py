@@ -2,7 +2,7 @@
 
 from kmp.bench import measurement, models, precision
 from kmp.bench.measurement import MeasurementError
-from kmp.bench.precision import PARTS, measure
+from kmp.bench.precision import PARTS, measure, parts_of
 from kmp.bench.results import header, run
 
-__all__ = ["PARTS", "MeasurementError", "header", "measure", "measurement", "models", "precision", "run"]
+__all__ = ["PARTS", "MeasurementError", "header", "measure", "measurement", "models", "parts_of", "precision", "run"]

@@ -99,13 +99,18 @@ def measure(
         batch: Batch size of the large networks; `None` for their defaults.
     """
     modes = [mode] if mode else ["XLA"] if is_quick else list(MODES)
-    for part in only or (PARTS if gpus() and not is_quick else PARTS[:1]):
+    for part in parts_of(only, is_quick):
         if part == "precision":
             yield from measure_operations()
             yield from measure_small_models(modes, *((20, 2) if is_quick else (250, 5)))
         else:
             for each in modes:
                 yield from measure_network(NETWORKS[part], each, batch, *((2, 1) if is_quick else (20, 3)))
+
+
+def parts_of(only: Sequence[str], is_quick: bool) -> Sequence[str]:
+    """Returns the parts that `measure` measures."""
+    return only or (PARTS if gpus() and not is_quick else PARTS[:1])
 
 
 def measure_machine() -> Iterator[list[Measurement]]:

@@ -60,8 +60,8 @@ def _bench(parsed: argparse.Namespace, console: Console) -> None:
     unknown = [name for name in parsed.only if name not in bench.PARTS]
     if unknown:
         raise InputError(f"--only: unknown part {unknown[0]!r}; choose from {', '.join(bench.PARTS)}")
-    if parsed.batch and parsed.only == ["precision"]:
-        raise InputError("--batch applies only to resnet and bert")
+    if parsed.batch and set(bench.parts_of(parsed.only, parsed.quick)) == {"precision"}:
+        raise InputError("--batch applies only to resnet and bert: add --only resnet bert")
     try:
         comparisons = bench.measure(parsed.only, parsed.quick, parsed.mode, parsed.batch)
         bench.run(console, comparisons, parsed.json)
