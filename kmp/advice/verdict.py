@@ -19,10 +19,11 @@ def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
         return "The run is empty: nothing was recorded."
     if problems:
         return problems[0].title
-    count = int(metrics.complete_run.last("overflow_count") or 0)
-    skipped = f"{count} of {metrics.steps} steps {'was' if count == 1 else 'were'} skipped"
+    count, skipped = metrics.complete_run.last("overflow_count"), "skipped steps were not counted"
+    if count is not None:
+        skipped = f"{int(count)} of {metrics.steps} steps {'was' if count == 1 else 'were'} skipped"
     if not metrics.is_float16:
-        return f"{skipped}. The run computed in {metrics.dtypes}, where gradients need no loss scale."
+        return f"{skipped.capitalize()}. The run computed in {metrics.dtypes}, where gradients need no loss scale."
     if metrics.curve is None or not metrics.finite_samples:
         reason = "no sampled step was finite" if metrics.samples else "none were sampled"
         doubt = _doubt(f"gradients, because {reason}", "a run with kmp.callbacks.defaults() whose steps are finite")
@@ -68,7 +69,9 @@ def _unknown(metrics: RunMetrics) -> Iterator[str]:
     """
     yield from _not_compared(metrics)
 
-    # Why steps overflow: a scale that is too large, or a layer.
+    # How many steps overflow, and why: a scale that is too large, or a layer.
+    if metrics.complete_run.last("overflow_count") is None:
+        yield _doubt("how many steps were skipped", "kmp.callbacks.defaults(), which counts them")
     are_later = metrics.overflows != metrics.startup_overflows[0]
     if are_later and metrics.overflows > thresholds.MANY_SKIPPED * metrics.steps:
         yield _doubt("why steps overflow", "a longer run, because a dynamic scale settles after its first steps")

@@ -61,6 +61,10 @@ OPEN = {
         [row(1), *LATER],
         "because no batches of the run were compared; to find out: reference='auto' in kmp.callbacks.defaults()",
     ),
+    "skipped steps not counted": (
+        [{key: value for key, value in record.items() if key != "overflow_count"} for record in COMPARED],
+        "how many steps were skipped; to find out: kmp.callbacks.defaults(), which counts them",
+    ),
     "compared once": ([*COMPARED[:2], row(100)], "because only 1 batch of the run was compared"),
     "compared early": ([compared(row(1)), compared(row(30)), row(100)], "no batch of its second half was compared"),
     "replicas": ([row(1), *LATER], "(4 replicas); to find out: a run on one replica", {"replicas": 4}),
