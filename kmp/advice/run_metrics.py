@@ -31,7 +31,8 @@ class RunMetrics:
         # The call that set the loss scale: `kmp.enable` sets what no other call sets.
         self.settings_call: str = self.settings.get("settings_call", "kmp.enable")
         self.replays = [replay for _, replay in run.replays]
-        self.steps = max((row["step"] for row in run.rows), default=0)
+        self.last_step = max((row["step"] for row in run.rows), default=0)
+        self.steps = self.last_step - (self.fallback["step"] if self.fallback and run.rows else 0)
         self.overflows = int(run.last("overflow_count") or 0)  # skipped steps
         self.nonfinite_losses = int(run.last("nonfinite_loss_count") or 0)  # of these, with a non-finite loss
         self.gradient_overflows = self.overflows - self.nonfinite_losses
@@ -125,7 +126,7 @@ class RunMetrics:
     @property
     def is_compared_late(self) -> bool:
         """Whether a comparison was in the second half of the run."""
-        return bool(self.run.comparisons) and 2 * self.run.comparisons[-1][0] >= self.steps
+        return bool(self.run.comparisons) and 2 * self.run.comparisons[-1][0] >= self.last_step
 
     @property
     def agrees_late(self) -> bool:

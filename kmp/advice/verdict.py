@@ -15,13 +15,13 @@ _FLOAT32_TRAINING = "a training in float32 to compare with"
 
 def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
     """Returns the effect of float16 on a run, in a few sentences: the first problem if there is one."""
-    if not metrics.steps:
+    if not metrics.last_step:
         return "The run is empty: nothing was recorded."
     if problems:
         return problems[0].title
     count, skipped = metrics.complete_run.last("overflow_count"), "skipped steps were not counted"
     if count is not None:
-        skipped = f"{int(count)} of {metrics.steps} steps {'was' if count == 1 else 'were'} skipped"
+        skipped = f"{int(count)} of {metrics.last_step} steps {'was' if count == 1 else 'were'} skipped"
     if not metrics.is_float16:
         return f"{skipped.capitalize()}. The run computed in {metrics.dtypes}, where gradients need no loss scale."
     if metrics.curve is None or not metrics.finite_samples:
@@ -78,7 +78,7 @@ def _unknown(metrics: RunMetrics) -> Iterator[str]:
 
     # Underflow: in the samples, in what they show as zero, and in what a replay shows as flushed.
     samples, few = metrics.finite_samples, thresholds.FEW_SAMPLES
-    if len(samples) < few or 2 * max(sample.step for sample in samples) < metrics.steps:
+    if len(samples) < few or 2 * max(sample.step for sample in samples) < metrics.last_step:
         yield _doubt(
             f"the gradients of the whole run, from fewer than {few} samples or none of its second half",
             "a smaller every_n_steps in kmp.callbacks.defaults()",

@@ -229,6 +229,14 @@ def test_usable_scale_below_the_minimum_is_advised_as_the_minimum(steps, change)
     assert (finding.cause, finding.location, finding.change) == ("scale_too_large", "min_scale", change)
 
 
+def test_skipped_steps_after_a_fallback_are_a_share_of_the_steps_after_it():
+    before = {"step": 1000, "overflow_count": 4, "fallback": ["net"], "fallback_reason": "The layer overflows."}
+    after = {"step": 1050, "loss_scale": 2.0**15, "overflow_count": 14, "nonfinite_loss_count": 0}
+    (finding,) = advice_of(before, after, rule="FixedScale").problems
+    assert finding.cause == "scale_too_large"
+    assert finding.evidence.startswith("10 of 50 steps (20.0%) overflowed")
+
+
 def test_variable_that_keeps_the_scale_too_low_for_the_others_is_reported():
     small = {"net/small/kernel": gradient(-18, counts=[300])}
     finding = advice_of(*(row_of(step, 16.0, 14, **small) for step in (1, 50, 100)))[0]
