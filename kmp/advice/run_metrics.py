@@ -31,8 +31,8 @@ class RunMetrics:
         # The call that set the loss scale: `kmp.enable` sets what no other call sets.
         self.settings_call: str = self.settings.get("settings_call", "kmp.enable")
         self.replays = [replay for _, replay in run.replays]
-        self.last_step = max((row["step"] for row in run.rows), default=0)
-        self.steps = self.last_step - (self.fallback["step"] if self.fallback and run.rows else 0)
+        self.last_step = max((row["step"] for row in self.complete_run.rows), default=0)
+        self.steps = self.last_step - (self.fallback["step"] if self.fallback else 0)
         self.overflows = int(run.last("overflow_count") or 0)  # skipped steps
         self.nonfinite_losses = int(run.last("nonfinite_loss_count") or 0)  # of these, with a non-finite loss
         self.gradient_overflows = self.overflows - self.nonfinite_losses

@@ -56,7 +56,7 @@ def figures(summary: RunSummary) -> dict[str, ReportFigure]:
         found[name] = ReportFigure(caption, alt, _svg(getattr(plots, name), data))
 
     if any(row.get("loss_scale") for row in run.rows):
-        end, count = scale(metrics.scale), skipped(summary.skipped_steps or 0, metrics.steps)
+        end, count = scale(metrics.scale), skipped(summary.skipped_steps, metrics.last_step)
         alt = f"The loss scale over the training steps, {end} at the end; {count}."
         draw("loss_scale", run, "The loss scale, with a mark where steps were skipped.", alt)
     if sample is not None:

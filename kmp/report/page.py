@@ -23,7 +23,7 @@ def html(runs: Mapping[str, Run]) -> str:
         ValueError: If `runs` is empty.
 
     Example:
-    >>> "0 of 9 steps were skipped." in html({"first": Run([{"step": 9}])})
+    >>> "0 of 9 steps were skipped." in html({"first": Run([{"step": 9, "overflow_count": 0}])})
     True
     """
     # Imports matplotlib, here because a training goes on if that fails: see `kmp.callbacks.Report`.

@@ -68,7 +68,7 @@ class RunSummary:
             parts.append(f"computed in {metrics.dtypes}")
         if math.isfinite(metrics.scale):
             parts.append(f"{'fixed' if metrics.is_fixed else 'dynamic'} loss scale {scale(metrics.scale)}")
-        return ", ".join([*(str(part) for part in parts if part), f"{metrics.steps} steps"])
+        return ", ".join([*(str(part) for part in parts if part), f"{metrics.last_step} steps"])
 
     @cached_property
     def metrics_of_epochs(self) -> dict[str, float]:
@@ -88,11 +88,11 @@ class RunSummary:
         losses = self.run.series("last_loss")[1]
         skipped, origin = UNKNOWN, UNKNOWN
         if self.skipped_steps is not None:
-            share_in_all = f" ({share_of(self.skipped_steps, metrics.steps)})" if self.skipped_steps else ""
+            share_in_all = f" ({share_of(self.skipped_steps, metrics.last_step)})" if self.skipped_steps else ""
             skipped, origin = f"{self.skipped_steps}{share_in_all}", "none"
         return (
             ("computed in", metrics.dtypes if self.run.settings else UNKNOWN),
-            ("steps", str(metrics.steps)),
+            ("steps", str(metrics.last_step)),
             ("skipped steps", skipped),
             ("of these with a non-finite loss", str(last("nonfinite_loss_count", UNKNOWN))),
             ("last overflow origin", last("overflow_origin") or origin),

@@ -124,7 +124,7 @@ def other_scales(run: RunSummary) -> Table:
             underflow = " to ".join(dict.fromkeys([shares["underflow"], shares["underflow_bound"]]))
             rows.append((f"{name}: {scale(2.0**exponent)}", underflow, shares["overflow"], shares["skipped"]))
     count = run.skipped_steps
-    itself = "" if count is None else f" In the run itself, {skipped(count, run.metrics.steps)}."
+    itself = "" if count is None else f" In the run itself, {skipped(count, run.metrics.last_step)}."
     source = (
         "Measured with a float32 reference pass."
         if curve.is_measured

@@ -59,6 +59,8 @@ def scale(value: float) -> str:
     return UNKNOWN if math.isnan(value) else as_power(value)
 
 
-def skipped(count: int, steps: int) -> str:
-    """Returns a number of skipped steps in words."""
+def skipped(count: int | None, steps: int) -> str:
+    """Returns a number of skipped steps in words; `None` if they were not counted."""
+    if count is None:
+        return "skipped steps were not counted"
     return f"{count} of {steps} steps {'was' if count == 1 else 'were'} skipped"
