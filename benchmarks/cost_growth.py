@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import tensorflow as tf
-from measuring import SampledStep, Step, main, record_of, shapes_of
+from measuring import SampledStep, Step, main, modes_of, record_of, shapes_of
 
 from kmp import advise, load_run
-from kmp.bench.measurement import MODES, alternate, comparison, in_new_process, seconds_per_call
+from kmp.bench.measurement import alternate, comparison, in_new_process, seconds_per_call
 from kmp.bench.models import BARE, OURS
 from kmp.records import FILE_NAME, SCHEMA, to_line
 
@@ -28,7 +28,7 @@ SAMPLES, INTERVAL = 20, 250  # in a log, and steps between two
 def measure(is_quick):
     """Yields each cost for the numbers of variables, then the step for the numbers of replicas."""
     rounds = 2 if is_quick else 25
-    for mode in ("graph",) if is_quick else MODES:
+    for mode in modes_of(is_quick):
         counts = [
             n for n in ((10, 40) if is_quick else (50, 500, 2000, 5000)) if mode == "graph" or n <= MOST_UNDER_XLA
         ]

@@ -12,10 +12,10 @@ import time
 
 import keras
 import tensorflow as tf
-from measuring import main
+from measuring import main, modes_of
 
 from kmp import callbacks
-from kmp.bench.measurement import MODES, alternate, comparison, in_new_process
+from kmp.bench.measurement import alternate, comparison, in_new_process
 from kmp.bench.models import BARE, KERAS, OURS, compiled_model, convolutional, mlp
 
 WITH_CALLBACKS = "kmp + callbacks"
@@ -28,7 +28,7 @@ def measure(is_quick):
     """Yields CPU time and wall time of first and later epochs of each model in each mode."""
     rounds, steps = (1, 20) if is_quick else (5, STEPS)
     for name in list(MODELS)[: 1 if is_quick else None]:
-        for mode in ("graph",) if is_quick else MODES:
+        for mode in modes_of(is_quick):
             processes = [in_new_process(first_epochs, name, mode, steps) for _ in range(rounds)]
             first = {variant: [own[variant] for own in processes] for variant in VARIANTS}
             yield from comparisons("first epoch", f"{name}, {steps} steps", mode, first, 1)

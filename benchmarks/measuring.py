@@ -47,6 +47,11 @@ def main(measure: Callable[[bool], Iterator[list[Measurement]]], description: st
     bench.run(Console(), measure(parsed.quick), parsed.json)
 
 
+def modes_of(is_quick: bool) -> dict[str, bool]:
+    """Returns the `MODES` to measure: graph mode alone in a short run."""
+    return {"graph": MODES["graph"]} if is_quick else MODES
+
+
 def shapes_of(name: str) -> Shapes:
     """Returns the shapes of variables: `"ResNet-50"`, `"600 small"` (4,096 and 64 elements), or `"8 of 2048x2048"`."""
     if name == "ResNet-50":

@@ -6,9 +6,9 @@ Peaks of processes, on the first GPU or else on the host, each variant in its ow
 the update of every step; `GradientHistogram` does so with every tenth sample.
 """
 
-from measuring import SampledStep, Step, main, shapes_of, variants_in
+from measuring import SampledStep, Step, main, modes_of, shapes_of, variants_in
 
-from kmp.bench.measurement import MODES, comparison, in_new_process, peak_memory
+from kmp.bench.measurement import comparison, in_new_process, peak_memory
 from kmp.bench.models import BARE, OURS, compiled_model, convolutional, mlp, timed_training, transformer
 
 SAMPLED = "kmp, sampled"
@@ -19,7 +19,7 @@ MODELS = {"MLP": (mlp, 512), "conv net": (convolutional, 32), "transformer block
 def measure(is_quick):
     """Yields the memory of the step in each mode, then that of the trainings under XLA."""
     for name in ("8 of 512x512",) if is_quick else ("8 of 2048x2048", "ResNet-50"):
-        for mode in ("graph",) if is_quick else MODES:
+        for mode in modes_of(is_quick):
             variants = [BARE, OURS, SAMPLED] if is_quick else [*variants_in(mode), SAMPLED]
             peaks = {variant: [in_new_process(memory_of_step, variant, name, mode)] for variant in variants}
             yield comparison("peak memory", f"Adam, {name}", mode, peaks, "B")

@@ -7,9 +7,9 @@ Relative to the unwrapped optimizer, measured alternately in five new processes:
 
 import functools
 
-from measuring import Step, main, shapes_of, variants_in
+from measuring import Step, main, modes_of, shapes_of, variants_in
 
-from kmp.bench.measurement import MODES, alternate, comparison, in_new_process
+from kmp.bench.measurement import alternate, comparison, in_new_process
 
 PROCESSES, ROUNDS = 5, 5
 
@@ -19,7 +19,7 @@ def measure(is_quick):
     sets = ("8 of 512x512",) if is_quick else ("8 of 2048x2048", "ResNet-50", "600 small")
     for name in sets:
         for inner in ("Adam",) if is_quick else ("Adam", "SGD momentum"):
-            for mode in ("graph",) if is_quick else MODES:
+            for mode in modes_of(is_quick):
                 processes = [
                     in_new_process(seconds_of, name, inner, mode, 2 if is_quick else ROUNDS)
                     for _ in range(1 if is_quick else PROCESSES)

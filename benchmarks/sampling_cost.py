@@ -12,10 +12,10 @@ import statistics
 import tempfile
 
 import tensorflow as tf
-from measuring import SampledStep, Step, main, shapes_of
+from measuring import SampledStep, Step, main, modes_of, shapes_of
 
 from kmp import callbacks
-from kmp.bench.measurement import MODES, alternate, comparison, seconds_per_call
+from kmp.bench.measurement import alternate, comparison, seconds_per_call
 from kmp.bench.models import OURS
 from kmp.bench.precision import NETWORKS, Variant, measure_network
 from kmp.gradients import gradient_statistics
@@ -38,7 +38,7 @@ VARIANTS = {"kmp": Variant("mixed_float16", OURS)} | {
 
 def measure(is_quick):
     """Yields the statistics, the first call and the step in each mode, then the networks."""
-    modes = {"graph": False} if is_quick else MODES
+    modes = modes_of(is_quick)
     yield from histograms(modes, side=512 if is_quick else 2048, rounds=5 if is_quick else 25)
     name = "8 of 512x512" if is_quick else "ResNet-50"
     for mode in modes:

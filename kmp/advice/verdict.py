@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from kmp.advice import thresholds
 from kmp.advice.finding import Finding
 from kmp.advice.run_metrics import RunMetrics
+from kmp.advice.wording import skipped
 from kmp.records import HARMFUL_OUTPUT_ERROR
 from kmp.utils import DTYPES_16_BIT, FLOAT16, as_power
 
@@ -19,22 +20,20 @@ def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
         return "The run is empty: nothing was recorded."
     if problems:
         return problems[0].title
-    count, skipped = metrics.complete_run.last("overflow_count"), "skipped steps were not counted"
-    if count is not None:
-        skipped = f"{int(count)} of {metrics.last_step} steps {'was' if count == 1 else 'were'} skipped"
+    counted = skipped(metrics.complete_run.last("overflow_count"), metrics.last_step)
     if not metrics.is_float16:
-        return f"{skipped.capitalize()}. The run computed in {metrics.dtypes}, where gradients need no loss scale."
+        return f"{counted.capitalize()}. The run computed in {metrics.dtypes}, where gradients need no loss scale."
     if metrics.curve is None or not metrics.finite_samples:
         reason = "no sampled step was finite" if metrics.samples else "none were sampled"
         doubt = _doubt(f"gradients, because {reason}", "a run with kmp.callbacks.defaults() whose steps are finite")
-        return f"{_NOT_KNOWN} {doubt} Measured: {skipped}."
+        return f"{_NOT_KNOWN} {doubt} Measured: {counted}."
 
     unknown, norm = list(_unknown(metrics)), ""
     if not unknown and metrics.curve.is_measured and metrics.underflow_share > thresholds.FEW_TOO_SMALL:
         norm = f" (at most {_lost_norm(metrics):.1g} of the norm)"
     count = len(metrics.finite_samples)
     numbers = (
-        f"{_compared(metrics)}{skipped}, and at the loss scale in use, {as_power(metrics.scale)}, "
+        f"{_compared(metrics)}{counted}, and at the loss scale in use, {as_power(metrics.scale)}, "
         f"{metrics.subnormal_share:.1%} of the nonzero gradient elements are subnormal in float16 and "
         f"{metrics.underflow_share:.1%} are too small for float16{norm}, in {count} sample{'s' * (count != 1)}."
     )

@@ -10,6 +10,13 @@ from kmp.records import Replay
 from kmp.utils import FLOAT32
 
 
+def skipped(count: int | None, steps: int) -> str:
+    """Returns a number of skipped steps in words; `None` if they were not counted."""
+    if count is None:
+        return "skipped steps were not counted"
+    return f"{count} of {steps} steps {'was' if count == 1 else 'were'} skipped"
+
+
 def of_steps(metrics: RunMetrics, count: int) -> str:
     """Returns a number of steps with its share of all steps."""
     return f"{count} of {metrics.steps} steps ({count / max(1, metrics.steps):.1%})"

@@ -10,10 +10,11 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from kmp import plots
+from kmp.advice import skipped
 from kmp.report.run_comparison import main_metrics
 from kmp.report.run_summary import RunSummary
 from kmp.report.run_tables import NOT_SAMPLED, other_scales
-from kmp.report.texts import number, scale, share, share_of, skipped
+from kmp.report.texts import number, scale, share, share_of
 
 _INCHES = (5.2, 3.6)
 

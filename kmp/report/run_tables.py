@@ -2,9 +2,10 @@
 
 import heapq
 
+from kmp.advice import skipped
 from kmp.records import HARMFUL_OUTPUT_ERROR, GradientSample, layer_of
 from kmp.report.run_summary import RunSummary
-from kmp.report.texts import MAX_ROWS, UNKNOWN, Table, number, scale, share, share_of, skipped, with_omitted
+from kmp.report.texts import MAX_ROWS, UNKNOWN, Table, number, scale, share, share_of, with_omitted
 
 NOT_SAMPLED = "No gradients were sampled. Attach kmp.callbacks.GradientHistogram to sample them."
 

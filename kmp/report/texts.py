@@ -57,10 +57,3 @@ def number(value: float | None) -> str:
 def scale(value: float) -> str:
     """Returns a loss scale, as a power of two if it is one."""
     return UNKNOWN if math.isnan(value) else as_power(value)
-
-
-def skipped(count: int | None, steps: int) -> str:
-    """Returns a number of skipped steps in words; `None` if they were not counted."""
-    if count is None:
-        return "skipped steps were not counted"
-    return f"{count} of {steps} steps {'was' if count == 1 else 'were'} skipped"
