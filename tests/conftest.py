@@ -25,12 +25,16 @@ from tensorflow.python.framework import ops as tensorflow_ops
 import kmp
 from kmp.records import BIN_COUNT, FIRST_EXPONENT, INF_BIN, NAN_BIN, ZERO_BIN, BinCounts, GradientSample
 
-gc.freeze()  # garbage collections skip what is imported here
-
 # MirroredStrategy needs two devices for two replicas. This must run before TensorFlow initializes its devices.
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
 )
+
+
+def pytest_collection_finish():
+    """Lets garbage collections skip what is imported and collected, which they would traverse several times a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
