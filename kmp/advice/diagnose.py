@@ -21,6 +21,7 @@ RULES: tuple[Callable[[RunMetrics], Finding | None], ...] = (
     update_rules.lost_squares,
     update_rules.exploding,
     forward_rules.forward,
+    forward_rules.uncompiled,
     precision_rules.unscaled_loss,
     precision_rules.outputs,
     precision_rules.states,

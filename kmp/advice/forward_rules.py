@@ -1,10 +1,11 @@
 """Rules about a forward pass or a loss that is not finite."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from kmp.advice import precision_rules
 from kmp.advice.batch_rules import data, targets
-from kmp.advice.finding import ERROR, Edit, Finding
+from kmp.advice.finding import ERROR, WARNING, Edit, Finding
 from kmp.advice.run_metrics import RunMetrics
 from kmp.advice.wording import failed_steps, in_float32, replayed_change, smaller_learning_rate
 from kmp.records import LOSS_FUNCTION, NonfiniteOperation, Replay
@@ -37,6 +38,21 @@ def forward(metrics: RunMetrics) -> Finding | None:
     needed = {*(replay.float32_layers or ()), LOSS_FUNCTION}
     first = next((found for found in forward_pass if found.layer in needed), forward_pass[0])
     return forward_finding(metrics, first, replay)
+
+
+def uncompiled(metrics: RunMetrics) -> Finding | None:
+    """Reports a loss that is NaN or Inf operation by operation, as where `model(x)` is called, but not compiled."""
+    replay = metrics.newest_nonfinite_replay
+    if replay is None or replay.loss is not None or not replay.is_finite_in_float32:
+        return None
+    if metrics.run.last("overflow_count") != 0:
+        return None  # a step that was skipped may have failed as its replay did
+    for found in replay.nonfinite:
+        if not found.is_backward:
+            finding = forward_finding(metrics, found, replay)
+            title = f"{finding.title} Only the compiled training step is finite, not its operations one by one."
+            return dataclasses.replace(finding, cause="uncompiled", severity=WARNING, title=title)
+    return None
 
 
 def forward_finding(metrics: RunMetrics, found: NonfiniteOperation, replay: Replay) -> Finding:

@@ -104,8 +104,13 @@ class RunMetrics:
         if self.nonfinite_losses:
             failed = self._newest(lambda replay: replay.loss is None and not replay.is_finite)
             return failed or self._newest(lambda replay: replay.loss is None)
-        failed = self._newest(lambda replay: not replay.is_finite)
+        failed = self.newest_nonfinite_replay
         return failed if failed and failed.loss is None and self.overflows else None
+
+    @property
+    def newest_nonfinite_replay(self) -> Replay | None:
+        """The last replay with NaN or Inf in the precision of the model."""
+        return self._newest(lambda replay: not replay.is_finite)
 
     @cached_property
     def backward_replay(self) -> Replay | None:

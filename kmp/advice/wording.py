@@ -26,6 +26,8 @@ def failed_steps(metrics: RunMetrics) -> str:
     """Returns the number of steps with a non-finite loss, or of those that were skipped if there is none."""
     if metrics.nonfinite_losses:
         return f"in {of_steps(metrics, metrics.nonfinite_losses)} the loss was NaN or Inf before scaling"
+    if metrics.run.last("overflow_count") == 0:
+        return "no step was skipped"
     return f"{of_steps(metrics, metrics.overflows)} were skipped with a finite loss"
 
 

@@ -515,6 +515,13 @@ def test_nan_or_inf_that_the_losses_of_the_training_do_not_show_is_the_cause(rep
     assert (finding.cause, finding.location) == (cause, location)
 
 
+def test_nan_of_a_replay_is_a_warning_if_no_step_was_skipped_and_none_if_it_does_not_reach_the_loss():
+    row = {"step": 100, "overflow_count": 0, "loss_scale": 2.0**15}
+    (finding,) = advice_of(row | {"replay": NAN_IN_LOSS}, layers=LAYERS).problems
+    assert (finding.cause, finding.severity, finding.location) == ("uncompiled", "warning", "net/a")
+    assert causes(row | {"replay": hidden(operation("Cast", "inf", constant=-1e9))}) == []
+
+
 def test_nan_of_a_replay_is_no_cause_if_a_scale_that_falls_at_the_start_explains_the_skipped_steps():
     start = {"step": 1, "overflow_count": 1, "overflows_in_a_row": 1, "loss_scale": 2.0**14}
     settled = {"step": 3, "overflow_count": 2, "overflows_in_a_row": 0, "loss_scale": 2.0**13}

@@ -293,7 +293,13 @@ def test_overflow_that_the_compiled_step_does_not_have_changes_no_layer():
     replays = [replay for _, replay in callbacks[0].run.replays]
     assert [replay.is_finite for replay in replays] == [False] * len(replays)
     assert replays[0].float32_layers
-    assert callbacks[0].run.last("fallback") is None
+    run = callbacks[0].run
+    assert run.last("fallback") is None
+    (problem,) = kmp.advise(run).problems
+    assert (problem.cause, problem.severity) == ("uncompiled", "warning")
+    assert problem.change == "kmp.layers.Float32(Small(..., name='small'))"
+    assert "no step was skipped; replayed, Mul in layer 'small' is the first to return inf" in problem.evidence
+    assert not np.isfinite(model(x)).all()
 
 
 INPUTS = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
