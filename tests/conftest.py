@@ -32,7 +32,7 @@ tf.config.set_logical_device_configuration(
 
 
 def pytest_collection_finish():
-    """Lets garbage collections skip what is imported and collected, which they would traverse several times a second."""
+    """Lets garbage collections skip what is imported and collected, which takes them most of a second."""
     gc.collect()
     gc.freeze()
 
