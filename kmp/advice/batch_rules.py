@@ -66,7 +66,7 @@ def targets(metrics: RunMetrics) -> Finding | None:
         )
     outputs = metrics.settings.get("output_layers", [])
     layer = outputs[invalid.output] if invalid.output < len(outputs) else ""
-    edits, note = _change_of_targets(replay, y, metrics.class_of(layer), name_of(layer))
+    edits, note = _change_of_targets(replay, y, metrics.layers.get(layer, ""), name_of(layer))
     return Finding(
         "targets",
         _severity(metrics),

@@ -42,7 +42,7 @@ def forward(metrics: RunMetrics) -> Finding | None:
 
 def uncompiled(metrics: RunMetrics) -> Finding | None:
     """Reports a loss that is NaN or Inf operation by operation, as where `model(x)` is called, but not compiled."""
-    replay = metrics.newest_nonfinite_replay
+    replay = metrics.last_nonfinite_replay
     if replay is None or replay.loss is not None or not replay.is_finite_in_float32:
         return None
     if metrics.run.last("overflow_count") != 0:

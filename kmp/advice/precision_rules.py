@@ -129,10 +129,7 @@ def gradients(metrics: RunMetrics) -> Finding | None:
     if last is None or not any(each.is_harmful for each in last.gradient_errors):
         return None
     # Late in a training that the loss misleads, the outputs may hardly vary, and differ too.
-    harmful = [
-        replay for _, replay in metrics.run.comparisons if any(each.is_harmful for each in replay.gradient_errors)
-    ]
-    replay = next((replay for replay in reversed(harmful) if _is_born_in_loss(replay)), last)
+    replay = next(filter(_is_born_in_loss, reversed(metrics.with_harmful_gradients)), last)
     worst = max((each for each in replay.gradient_errors if each.is_harmful), key=lambda each: each.error)
     location = metrics.created_layer(worst.layer)
     edits, note = replayed_change(metrics, replay, "the gradients for the batch agree")

@@ -27,10 +27,20 @@ class RunMetrics:
         self.complete_run = run
         self.fallback, run = since_last_fallback(run)
         self.run = run
-        self.settings = run.settings
+        self.settings = settings = run.settings
         # The call that set the loss scale: `kmp.enable` sets what no other call sets.
-        self.settings_call: str = self.settings.get("settings_call", "kmp.enable")
+        self.settings_call: str = settings.get("settings_call", "kmp.enable")
+        self.is_fixed: bool = settings.get("rule") == "FixedScale"
+        self.min_scale: float = settings.get("min_scale", FLOAT16.smallest_normal)
+        self.dtypes = " and ".join(settings.get("compute_dtypes", ["an unknown dtype"]))
+        self.is_float16: bool = FLOAT16.name in settings.get("compute_dtypes", [FLOAT16.name])  # true if it is unknown
+        self.layers: dict[str, str] = settings.get("layers", {})  # the classes, by path
         self.replays = [replay for _, replay in run.replays]
+        self.comparisons = run.comparisons
+        self.last_comparison = self.comparisons[-1][1] if self.comparisons else None
+        # The last replay whose loss and gradients were finite, and the last one whose loss was, but not the gradients.
+        self.clean_replay = self._last_replay(lambda replay: replay.is_finite and not replay.is_forward_only)
+        self.backward_replay = self._last_replay(lambda replay: not replay.is_finite and replay.loss is not None)
         self.last_step = max((row["step"] for row in self.complete_run.rows), default=0)
         self.steps = self.last_step - (self.fallback["step"] if self.fallback else 0)
         self.overflows = int(run.last("overflow_count") or 0)  # skipped steps
@@ -48,38 +58,13 @@ class RunMetrics:
         newest = self.finite_samples[-1].loss_scale if self.finite_samples else 0.0
         self.usable_samples = [sample for sample in self.finite_samples if sample.loss_scale >= newest]
 
-    @property
-    def min_scale(self) -> float:
-        """The minimum of a dynamic loss scale."""
-        return self.settings.get("min_scale", FLOAT16.smallest_normal)
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether the loss scale is fixed."""
-        return bool(self.settings.get("rule") == "FixedScale")
-
-    @property
-    def dtypes(self) -> str:
-        """The model's compute dtypes, joined by "and"."""
-        return " and ".join(self.settings.get("compute_dtypes", ["an unknown dtype"]))
-
-    @property
-    def is_float16(self) -> bool:
-        """Whether the model computed in float16. True if the dtypes are unknown."""
-        return FLOAT16.name in self.settings.get("compute_dtypes", [FLOAT16.name])
-
-    def class_of(self, layer: str) -> str:
-        """Returns the class of the layer with this path; `""` if it is unknown."""
-        return self.settings.get("layers", {}).get(layer, "")
-
     def layer_of(self, variable: str) -> str:
         """Returns the path of the layer with this variable that a program creates: an RNN, not its cell."""
         return self.created_layer(layer_of(variable))
 
     def created_layer(self, layer: str) -> str:
         """Returns the path of the layer that a program creates and that is or contains this: an RNN for its cell."""
-        layers = self.settings.get("layers", {})
-        return next((each for each in path_and_parents(layer) if each in layers), layer)
+        return next((each for each in path_and_parents(layer) if each in self.layers), layer)
 
     def describe(self, layer: str) -> str:
         """Returns what a finding calls a layer: by its name, or by its path if several have this name."""
@@ -87,11 +72,10 @@ class RunMetrics:
             return layer
         if layer == self.settings.get("model"):
             return f"model {layer!r} outside its layers"
-        names = [name_of(path) for path in self.settings.get("layers", {})]
-        is_ambiguous = names.count(name_of(layer)) > 1 or self.created_layer(layer) != layer
+        is_ambiguous = [*map(name_of, self.layers)].count(name_of(layer)) > 1 or self.created_layer(layer) != layer
         return f"layer {layer if is_ambiguous else name_of(layer)!r}"
 
-    def _newest(self, is_wanted: Callable[[Replay], bool]) -> Replay | None:
+    def _last_replay(self, is_wanted: Callable[[Replay], bool]) -> Replay | None:
         return next(filter(is_wanted, reversed(self.replays)), None)
 
     @cached_property
@@ -102,36 +86,26 @@ class RunMetrics:
         training may swallow a NaN that the replay shows.
         """
         if self.nonfinite_losses:
-            failed = self._newest(lambda replay: replay.loss is None and not replay.is_finite)
-            return failed or self._newest(lambda replay: replay.loss is None)
-        failed = self.newest_nonfinite_replay
+            failed = self._last_replay(lambda replay: replay.loss is None and not replay.is_finite)
+            return failed or self._last_replay(lambda replay: replay.loss is None)
+        failed = self.last_nonfinite_replay
         return failed if failed and failed.loss is None and self.overflows else None
 
     @property
-    def newest_nonfinite_replay(self) -> Replay | None:
+    def last_nonfinite_replay(self) -> Replay | None:
         """The last replay with NaN or Inf in the precision of the model."""
-        return self._newest(lambda replay: not replay.is_finite)
-
-    @cached_property
-    def backward_replay(self) -> Replay | None:
-        """The last replay whose loss was finite in the precision of the model, and whose gradients were not."""
-        return self._newest(lambda replay: not replay.is_finite and replay.loss is not None)
-
-    @property
-    def last_comparison(self) -> Replay | None:
-        """The last replay whose passes were finite in both precisions."""
-        return self._newest(lambda replay: replay.is_compared)
+        return self._last_replay(lambda replay: not replay.is_finite)
 
     @cached_property
     def largest_gradient_error(self) -> float | None:
         """The largest error of gradients in all comparisons, of layers that had not converged; `None` without one."""
-        errors = [each for _, replay in self.run.comparisons for each in replay.gradient_errors]
+        errors = [each for _, replay in self.comparisons for each in replay.gradient_errors]
         return max((each.error for each in errors if not each.has_converged), default=None)
 
     @property
     def is_compared_late(self) -> bool:
         """Whether a comparison was in the second half of the run."""
-        return bool(self.run.comparisons) and 2 * self.run.comparisons[-1][0] >= self.last_step
+        return bool(self.comparisons) and 2 * self.comparisons[-1][0] >= self.last_step
 
     @property
     def agrees_late(self) -> bool:
@@ -139,16 +113,16 @@ class RunMetrics:
         error = self.largest_gradient_error
         return self.is_compared_late and error is not None and error < thresholds.SMALL_GRADIENT_ERROR
 
+    @cached_property
+    def with_harmful_gradients(self) -> list[Replay]:
+        """The comparisons with a harmful error of gradients."""
+        return [replay for _, replay in self.comparisons if any(each.is_harmful for each in replay.gradient_errors)]
+
     @property
     def needs_float32_layers(self) -> bool:
         """Whether all comparisons with harmful errors of gradients had them at the largest usable loss scale too."""
-        harmful = [replay for _, replay in self.run.comparisons if any(e.is_harmful for e in replay.gradient_errors)]
+        harmful = self.with_harmful_gradients
         return bool(harmful) and all(replay.float32_layers for replay in harmful)
-
-    @cached_property
-    def clean_replay(self) -> Replay | None:
-        """The last replay whose loss and gradients were finite."""
-        return self._newest(lambda replay: replay.is_finite and not replay.is_forward_only)
 
     @cached_property
     def curve(self) -> WhatIf | None:
@@ -170,13 +144,9 @@ class RunMetrics:
         return self.curve.at(float(np.clip(math.log2(self.scale), scales[0], scales[-1])))["underflow"]
 
     @cached_property
-    def _underflowed(self) -> list[list[str]]:
-        return [sample.underflowed for sample in self.finite_samples]
-
-    @cached_property
     def underflows(self) -> dict[str, int]:
         """Number of finite samples in which each variable underflowed, see `SampleStatistics.underflowed`."""
-        return dict(Counter(itertools.chain.from_iterable(self._underflowed)))
+        return dict(Counter(name for sample in self.finite_samples for name in sample.underflowed))
 
     @cached_property
     def underflow_origins(self) -> dict[str, int]:
@@ -184,7 +154,7 @@ class RunMetrics:
 
         That is the variable nearest the loss that underflowed: gradients flushed there stay zero further back.
         """
-        return dict(Counter(names[-1] for names in self._underflowed if names))
+        return dict(Counter(sample.underflowed[-1] for sample in self.finite_samples if sample.underflowed))
 
     @cached_property
     def zero_share(self) -> float:
@@ -195,7 +165,7 @@ class RunMetrics:
     @cached_property
     def all_zero_variables(self) -> list[str]:
         """The variables whose gradient was all zero in every usable sample."""
-        counts = Counter(name for sample in self.usable_samples for name in sample.all_zero)
+        counts = Counter(name for sample in self.usable_samples for name in sample.named(sample.is_all_zero))
         newest = self.usable_samples[-1].names if self.usable_samples else ()
         return [name for name in newest if counts[name] == len(self.usable_samples)]
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Set
+from functools import cached_property
 
 import numpy as np
 
@@ -26,6 +27,7 @@ class SampleStatistics:
         self.histogram = own.histogram
         self.unscaled_counts = self.histogram.unscaled.by_exponent
         self.amax, self.totals, self.zeros = own.amax, own.elements, own.zeros
+        self.is_all_zero = (self.totals > 0) & (self.zeros == self.totals)  # one without a gradient has no elements
         below_normal = own.bin_counts.between(ZERO_BIN + 1, _FIRST_NORMAL_BIN)
         self.small_shares = below_normal / np.maximum(1, self.totals - self.zeros)  # of the nonzero elements
         # Norms of all variables: 0 if they were not measured.
@@ -44,12 +46,7 @@ class SampleStatistics:
         lowest = 2.0 ** int(exponents[-1])
         return float(np.clip(np.fmax.reduce(self.amax, initial=lowest), lowest, 2 * lowest)) / self.loss_scale
 
-    @property
-    def all_zero(self) -> list[str]:
-        """The variables whose elements are all zero. One without a gradient has no elements."""
-        return self.named((self.totals > 0) & (self.zeros == self.totals))
-
-    @property
+    @cached_property
     def underflowed(self) -> list[str]:
         """The variables that underflowed: more than 5 % of their nonzero elements are below float16's normal range.
 
@@ -57,7 +54,7 @@ class SampleStatistics:
         """
         has_small = self.small_shares > thresholds.UNDERFLOWED
         is_behind_small = np.logical_or.accumulate(has_small[::-1])[::-1]
-        return self.named(has_small | ((self.totals > 0) & (self.zeros == self.totals) & is_behind_small))
+        return self.named(has_small | (self.is_all_zero & is_behind_small))
 
     def named(self, is_selected: np.ndarray) -> list[str]:
         """Returns the names of the variables for which a bool array is true."""

@@ -100,7 +100,7 @@ def wide_range(metrics: RunMetrics) -> Finding | None:
         return None
     newest = metrics.finite_samples[-1]
     largest, smallest = (newest.names[int(values.argmax())] for values in (newest.amax, newest.small_shares))
-    compared = {each.layer for _, replay in metrics.run.comparisons for each in replay.gradient_errors}
+    compared = {each.layer for _, replay in metrics.comparisons for each in replay.gradient_errors}
     if metrics.agrees_late and layer_of(smallest) in compared:  # gradients that nearly vanish are not
         return None
     return Finding(

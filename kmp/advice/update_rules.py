@@ -180,7 +180,7 @@ def _with_float32_weights(metrics: RunMetrics, variables: Sequence[str], number_
     layers = dict.fromkeys(metrics.layer_of(path) for path in variables if path not in own_dtype)
     edits: list[Edit] = [SetArguments("self.add_weight", {"dtype": "'float32'"}, name_of(path)) for path in own_dtype]
     edits += [
-        SetArguments(f"keras.layers.{metrics.class_of(layer)}", {"dtype": f"'mixed_{name}'"}, name_of(layer))
+        SetArguments(f"keras.layers.{metrics.layers.get(layer, '')}", {"dtype": f"'mixed_{name}'"}, name_of(layer))
         for layer in layers
     ]
     return edits

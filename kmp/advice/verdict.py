@@ -45,7 +45,7 @@ def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
 
 def _compared(metrics: RunMetrics) -> str:
     """Returns how far outputs and gradients are from those in float32."""
-    replays = [replay for _, replay in metrics.run.comparisons]
+    replays = [replay for _, replay in metrics.comparisons]
     if not replays:
         return ""
     outputs = max(replay.output_error or 0.0 for replay in replays)
@@ -108,7 +108,7 @@ def _unknown(metrics: RunMetrics) -> Iterator[str]:
 
 def _not_compared(metrics: RunMetrics) -> Iterator[str]:
     """Yields what of outputs and gradients was not compared with float32, and what would compare it."""
-    comparisons = metrics.run.comparisons
+    comparisons = metrics.comparisons
     harmful = [
         step for step, each in comparisons if each.is_harmful or (each.output_error or 0.0) > HARMFUL_OUTPUT_ERROR
     ]
@@ -160,7 +160,7 @@ def _why_not(metrics: RunMetrics) -> tuple[str, str]:
     why = ""
     if not any(replay.is_finite for replay in metrics.replays):
         why = " (the replayed ones were not finite)"
-    elif not metrics.run.comparisons:
+    elif not metrics.comparisons:
         why = " (the forward pass draws random numbers that differ by pass)"
     return why, _FLOAT32_TRAINING
 

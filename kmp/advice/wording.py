@@ -39,9 +39,9 @@ def power(exponent: float) -> str:
 def in_float32(metrics: RunMetrics, layers: Iterable[str]) -> Sequence[Edit]:
     """Returns the edits after which the layers with these paths, or the model, compute in float32."""
     created = dict.fromkeys(map(metrics.created_layer, layers))
-    if metrics.settings.get("model") in created.keys() - metrics.settings.get("layers", {}).keys():
+    if metrics.settings.get("model") in created.keys() - metrics.layers.keys():
         return [SetArguments("kmp.enable", {"policy": "'float32'"})]
-    return [ComputeInFloat32(name_of(path), metrics.class_of(path)) for path in created]
+    return [ComputeInFloat32(name_of(path), metrics.layers.get(path, "")) for path in created]
 
 
 def larger_scale(metrics: RunMetrics, exponent: float) -> SetArguments:
