@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from kmp.advice import batch_rules, forward_rules, precision_rules, scale_rules, underflow_rules, update_rules
-from kmp.advice.finding import ERROR, INFO, SEVERITIES, Advice, Finding
+from kmp.advice.finding import ERROR, SEVERITIES, Advice, Finding
 from kmp.advice.run_metrics import RunMetrics
 from kmp.advice.verdict import verdict
 from kmp.records import RUN_EXPECTED, Run
@@ -66,4 +66,4 @@ def diagnosis_of(metrics: RunMetrics) -> Advice:
             if finding.severity == ERROR:
                 break
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
-    return Advice(findings, verdict(metrics, [finding for finding in findings if finding.severity != INFO]))
+    return Advice(findings, verdict(metrics, findings))

@@ -27,7 +27,7 @@ def forward(metrics: RunMetrics) -> Finding | None:
         # The compiled step may fold constants that are finite one by one. What the eager one showed is the next rule's.
         return None if precision_rules.outputs(metrics) else _not_replayed(metrics)
     if replay.is_forward_only and replay.is_finite:
-        return _nonfinite_loss_of_finite_outputs(metrics)
+        return _not_replayed(metrics)
     if not replay.is_finite_in_float32:
         return _nonfinite_in_float32(metrics, replay)
 
@@ -105,15 +105,8 @@ def _explained(metrics: RunMetrics, found: NonfiniteOperation, replay: Replay) -
     return "loss_overflow", f"{what} overflows float16's maximum of 65504.", operand
 
 
-def _nonfinite_loss_of_finite_outputs(metrics: RunMetrics) -> Finding:
-    if metrics.run.last("loss_dtype") == FLOAT16.name:
-        return _not_replayed(metrics)
-    title = "The loss function returns NaN or Inf for finite outputs."
-    note = "compute the loss in float32, and clip the argument of a log"
-    return _loss(metrics, title, "replayed, the outputs of the model are finite", note=note, location=LOSS_FUNCTION)
-
-
 def _nonfinite_in_float32(metrics: RunMetrics, replay: Replay) -> Finding:
+    """Returns the finding for a loss that float32 does not make finite either."""
     if replay.nonfinite_variables:
         path, count = replay.nonfinite_variables[0], len(replay.nonfinite_variables)
         title, reason = f"{path} contains NaN or Inf, so every loss is NaN.", f"{count} variables contain NaN or Inf"
@@ -139,6 +132,11 @@ def _not_replayed(metrics: RunMetrics) -> Finding:
             "or cast the outputs to float32 before the loss is computed; not tried, because no replay has this loss",
             LOSS_FUNCTION,
         )
+    replay = metrics.forward_replay
+    if replay and replay.is_forward_only and replay.is_finite:
+        title = "The loss function returns NaN or Inf for finite outputs."
+        note = "compute the loss in float32, and clip the argument of a log"
+        return _loss(metrics, title, "replayed, the outputs of the model are finite", note=note, location=LOSS_FUNCTION)
     pattern = "that is most steps"
     if metrics.ends_nonfinite:
         pattern = f"among them the last {metrics.consecutive_overflows}"

@@ -42,8 +42,9 @@ class RunMetrics:
         self.clean_replay = self._last_replay(lambda replay: replay.is_finite and not replay.is_forward_only)
         self.backward_replay = self._last_replay(lambda replay: not replay.is_finite and replay.loss is not None)
         self.last_step = max((row["step"] for row in self.complete_run.rows), default=0)
+        self.skipped_steps: int | None = self.complete_run.last("overflow_count")
         self.steps = self.last_step - (self.fallback["step"] if self.fallback else 0)
-        self.overflows = int(run.last("overflow_count") or 0)  # skipped steps
+        self.overflows = int(run.last("overflow_count") or 0)  # of `steps`, those that were skipped
         self.nonfinite_losses = int(run.last("nonfinite_loss_count") or 0)  # of these, with a non-finite loss
         self.gradient_overflows = self.overflows - self.nonfinite_losses
         self.consecutive_overflows = int(run.last("overflows_in_a_row") or 0)

@@ -8,7 +8,7 @@ from kmp.advice import thresholds
 from kmp.advice.finding import ERROR, INFO, WARNING, Edit, Finding, SetArguments
 from kmp.advice.forward_rules import DIVISIONS, LOGARITHMS, forward_finding
 from kmp.advice.run_metrics import RunMetrics
-from kmp.advice.wording import of_steps, power, replayed_change
+from kmp.advice.wording import of_steps, power, replayed_change, skipped_with_finite_loss
 from kmp.records import LOSS_FUNCTION
 from kmp.utils import FLOAT16, as_power
 
@@ -27,8 +27,7 @@ def nonfinite_gradients(metrics: RunMetrics) -> Finding | None:
         "backward_overflow",
         WARNING if is_rare else ERROR,
         f"NaN or Inf in the {where}, in float32 too.",
-        f"{of_steps(metrics, metrics.gradient_overflows)} were skipped with a finite loss; replayed in float32, the "
-        f"gradients are not finite either{operation}",
+        f"{skipped_with_finite_loss(metrics)}; replayed in float32, the gradients are not finite either{operation}",
         note="not a matter of precision: look at that operation; a root or a norm, say, has an infinite slope at 0",
         location=found.layer if found else path,
     )
@@ -39,40 +38,38 @@ def backward(metrics: RunMetrics) -> Finding | None:
     replay, (path, share) = metrics.backward_replay, metrics.main_overflow_origin
     if not path or not _overflows_at_every_scale(metrics):
         return None
-    layers = (replay.float32_layers or []) if replay else []
-
-    # A logarithm of 0 or a division by 0 whose Inf the loss does not show, but the gradients do.
-    needed = {*layers, LOSS_FUNCTION, metrics.settings.get("model")}
-    for found in replay.nonfinite if replay else ():
-        is_cause = found.operation in LOGARITHMS or (found.operation in DIVISIONS and found.smallest_input == 0.0)
-        if replay and is_cause and found.layer in needed and not found.is_backward:
-            return forward_finding(metrics, found, replay)
-
     is_any_scale = metrics.is_fixed or metrics.is_stuck
     scales = "every loss scale" if is_any_scale else f"loss scales above {as_power(metrics.scale)}"
     title, location = f"Gradients near {path} overflow at {scales}.", path
     evidence = (
-        f"{of_steps(metrics, metrics.gradient_overflows)} were skipped with a finite loss, down to a loss scale of "
-        f"{as_power(metrics.scale)}; {path} was the overflow origin in {share:.0%} of them"
+        f"{skipped_with_finite_loss(metrics)}, down to a loss scale of {as_power(metrics.scale)}; {path} was the "
+        f"overflow origin in {share:.0%} of them"
     )
-    if replay and replay.activation_gradients:
-        layer, magnitude = max(replay.activation_gradients.items(), key=itemgetter(1))
-        evidence += (
-            f"; replayed in float32, the gradient of the output of {layer} reaches {magnitude:.3g} without scaling"
-        )
-        where = [found.layer for found in replay.nonfinite if found.is_backward]
-        if where:
-            # The backward pass of a loss that a layer adds runs outside of the layers, or in another one.
-            location = next((layer for layer in where if layer in layers), (layers or where)[0])
-            title = f"The backward pass of {metrics.describe(location)} overflows float16 at {scales}."
-    if zero := metrics.all_zero_variables:
-        evidence += f"; at this scale the gradients of {len(zero)} variables are zero, such as {zero[-1]}"
     edits: Sequence[Edit] = ()
     note = f"no batch was replayed: layers between {path} and the loss, or the loss, may need float32"
     if replay:
+        # A logarithm of 0 or a division by 0 whose Inf the loss does not show, but the gradients do.
+        layers = replay.float32_layers or []
+        needed = {*layers, LOSS_FUNCTION, metrics.settings.get("model")}
+        for found in replay.nonfinite:
+            is_cause = found.operation in LOGARITHMS or (found.operation in DIVISIONS and found.smallest_input == 0.0)
+            if is_cause and found.layer in needed and not found.is_backward:
+                return forward_finding(metrics, found, replay)
+        if replay.activation_gradients:
+            layer, magnitude = max(replay.activation_gradients.items(), key=itemgetter(1))
+            evidence += (
+                f"; replayed in float32, the gradient of the output of {layer} reaches {magnitude:.3g} without scaling"
+            )
+            where = [found.layer for found in replay.nonfinite if found.is_backward]
+            if where:
+                # The backward pass of a loss that a layer adds runs outside of the layers, or in another one.
+                location = next((layer for layer in where if layer in layers), (layers or where)[0])
+                title = f"The backward pass of {metrics.describe(location)} overflows float16 at {scales}."
         edits, note = replayed_change(metrics, replay, "the gradients for the batch are finite")
-    if replay and (replay.usable_scale or 1.0) < 1.0:
-        note = "or a smaller loss: a mean in place of a sum, a smaller loss weight, or targets in other units"
+        if (replay.usable_scale or 1.0) < 1.0:
+            note = "or a smaller loss: a mean in place of a sum, a smaller loss weight, or targets in other units"
+    if zero := metrics.all_zero_variables:
+        evidence += f"; at this scale the gradients of {len(zero)} variables are zero, such as {zero[-1]}"
     return Finding("backward_overflow", ERROR, title, evidence, edits, note, location)
 
 
@@ -95,8 +92,9 @@ def _overflows_at_every_scale(metrics: RunMetrics) -> bool:
 def _suitable_scale(metrics: RunMetrics) -> float | None:
     """Returns the scale at which replayed gradients are finite without a change of layers; `None` if it is unknown."""
     replay = metrics.backward_replay
-    is_enough = replay is not None and replay.is_finite_in_float32 and replay.float32_layers == []
-    return (replay.usable_scale or 0.0) if replay and is_enough else None
+    if replay is None or not replay.is_finite_in_float32 or replay.float32_layers != []:
+        return None
+    return replay.usable_scale or 0.0
 
 
 def scale_too_large(metrics: RunMetrics) -> Finding | None:

@@ -1,10 +1,10 @@
 """The verdict of a diagnosis: what the records of a run exclude, and what they leave unknown."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kmp.advice import thresholds
-from kmp.advice.finding import Finding
+from kmp.advice.finding import INFO, Finding
 from kmp.advice.run_metrics import RunMetrics
 from kmp.advice.wording import skipped
 from kmp.records import HARMFUL_OUTPUT_ERROR
@@ -14,13 +14,13 @@ _NOT_KNOWN = "It is not known whether float16 hurts this run."
 _FLOAT32_TRAINING = "a training in float32 to compare with"
 
 
-def verdict(metrics: RunMetrics, problems: list[Finding]) -> str:
-    """Returns the effect of float16 on a run, in a few sentences: the first problem if there is one."""
+def verdict(metrics: RunMetrics, findings: Sequence[Finding]) -> str:
+    """Returns the effect of float16 on a run, in a few sentences: the first finding if that is a problem."""
     if not metrics.last_step:
         return "The run is empty: nothing was recorded."
-    if problems:
-        return problems[0].title
-    counted = skipped(metrics.complete_run.last("overflow_count"), metrics.last_step)
+    if findings and findings[0].severity != INFO:
+        return findings[0].title
+    counted = skipped(metrics)
     if not metrics.is_float16:
         return f"{counted.capitalize()}. The run computed in {metrics.dtypes}, where gradients need no loss scale."
     if metrics.curve is None or not metrics.finite_samples:
@@ -117,13 +117,12 @@ def _not_compared(metrics: RunMetrics) -> Iterator[str]:
             f"what the errors of outputs or gradients at step {harmful[-1]} did to the training", _FLOAT32_TRAINING
         )
     elif len(comparisons) < thresholds.FEW_COMPARISONS or not metrics.is_compared_late:
-        count, (why, remedy) = len(comparisons), _why_not(metrics)
-        compared = f"{f'only {count}' if count else 'no'} batch{'es' * (count != 1)} of the run"
-        compared = "no batch of its second half" if count >= thresholds.FEW_COMPARISONS else compared
+        compared, (why, remedy) = "no batches of the run were", _why_not(metrics)
+        if comparisons:
+            is_only = len(comparisons) < thresholds.FEW_COMPARISONS
+            compared = "only 1 batch of the run was" if is_only else "no batch of its second half was"
         yield _doubt(
-            f"how far outputs and gradients are from those in float32, because {compared} "
-            f"{'were' if compared.endswith('run') and count != 1 else 'was'} compared{why}",
-            remedy,
+            f"how far outputs and gradients are from those in float32, because {compared} compared{why}", remedy
         )
     elif any(replay.is_forward_only for _, replay in comparisons):
         yield _doubt(

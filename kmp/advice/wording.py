@@ -10,16 +10,22 @@ from kmp.records import Replay
 from kmp.utils import FLOAT32
 
 
-def skipped(count: int | None, steps: int) -> str:
-    """Returns a number of skipped steps in words; `None` if they were not counted."""
+def skipped(metrics: RunMetrics) -> str:
+    """Returns the number of skipped steps in words, since training began."""
+    count = metrics.skipped_steps
     if count is None:
         return "skipped steps were not counted"
-    return f"{count} of {steps} steps {'was' if count == 1 else 'were'} skipped"
+    return f"{count} of {metrics.last_step} steps {'was' if count == 1 else 'were'} skipped"
 
 
 def of_steps(metrics: RunMetrics, count: int) -> str:
     """Returns a number of steps with its share of all steps."""
     return f"{count} of {metrics.steps} steps ({count / max(1, metrics.steps):.1%})"
+
+
+def skipped_with_finite_loss(metrics: RunMetrics) -> str:
+    """Returns the number of steps that were skipped because of their gradients."""
+    return f"{of_steps(metrics, metrics.gradient_overflows)} were skipped with a finite loss"
 
 
 def failed_steps(metrics: RunMetrics) -> str:
@@ -28,7 +34,7 @@ def failed_steps(metrics: RunMetrics) -> str:
         return f"in {of_steps(metrics, metrics.nonfinite_losses)} the loss was NaN or Inf before scaling"
     if metrics.run.last("overflow_count") == 0:
         return "no step was skipped"
-    return f"{of_steps(metrics, metrics.overflows)} were skipped with a finite loss"
+    return skipped_with_finite_loss(metrics)
 
 
 def power(exponent: float) -> str:

@@ -49,7 +49,7 @@ def figures(summary: RunSummary) -> dict[str, ReportFigure]:
         "exponents_over_steps": ReportFigure(NOT_SAMPLED),
         "what_if": ReportFigure(scales.note),
         "overflowing_variables": ReportFigure(
-            "Overflows were not counted." if summary.skipped_steps is None else "No variable overflowed."
+            "Overflows were not counted." if metrics.skipped_steps is None else "No variable overflowed."
         ),
     }
 
@@ -57,8 +57,7 @@ def figures(summary: RunSummary) -> dict[str, ReportFigure]:
         found[name] = ReportFigure(caption, alt, _svg(getattr(plots, name), data))
 
     if any(row.get("loss_scale") for row in run.rows):
-        end, count = scale(metrics.scale), skipped(summary.skipped_steps, metrics.last_step)
-        alt = f"The loss scale over the training steps, {end} at the end; {count}."
+        alt = f"The loss scale over the training steps, {scale(metrics.scale)} at the end; {skipped(metrics)}."
         draw("loss_scale", run, "The loss scale, with a mark where steps were skipped.", alt)
     if sample is not None:
         caption = "The newest sample. Below float16's normal range precision is lost; above it is overflow."

@@ -55,11 +55,6 @@ class RunSummary:
         return bool(self.advice) or self.metrics.curve is not None
 
     @property
-    def skipped_steps(self) -> int | None:
-        """The steps skipped since training began, also before a fallback to float32; `None` if not recorded."""
-        return self.run.last("overflow_count")
-
-    @property
     def subtitle(self) -> str:
         """Model, optimizer, compute dtypes, loss scale and steps, in one line."""
         metrics, settings = self.metrics, self.metrics.settings
@@ -86,10 +81,10 @@ class RunSummary:
         """Named numbers of the run, without the metrics of its epochs. Every run has the same names."""
         metrics, last = self.metrics, self.run.last
         losses = self.run.series("last_loss")[1]
-        skipped, origin = UNKNOWN, UNKNOWN
-        if self.skipped_steps is not None:
-            share_in_all = f" ({share_of(self.skipped_steps, metrics.last_step)})" if self.skipped_steps else ""
-            skipped, origin = f"{self.skipped_steps}{share_in_all}", "none"
+        skipped, origin, count = UNKNOWN, UNKNOWN, metrics.skipped_steps
+        if count is not None:
+            share_in_all = f" ({share_of(count, metrics.last_step)})" if count else ""
+            skipped, origin = f"{count}{share_in_all}", "none"
         return (
             ("computed in", metrics.dtypes if self.run.settings else UNKNOWN),
             ("steps", str(metrics.last_step)),

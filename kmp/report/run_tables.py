@@ -94,7 +94,7 @@ def overflow_and_underflow(run: RunSummary) -> Table:
     }
     names = dict.fromkeys(name for counts in columns.values() for name in counts)
     if not names:
-        overflow = "No variable overflowed" if run.skipped_steps is not None else "Overflows were not counted"
+        overflow = "No variable overflowed" if metrics.skipped_steps is not None else "Overflows were not counted"
         return Table(note=f"{overflow}, and no underflow was detected.")
     counted = {name: [counts.get(name, 0) for counts in columns.values()] for name in names}
     rows = [(name, *map(str, counted[name])) for name in heapq.nlargest(MAX_ROWS, counted, key=counted.__getitem__)]
@@ -124,8 +124,7 @@ def other_scales(run: RunSummary) -> Table:
             shares = {key: share(value) for key, value in curve.at(exponent).items()}
             underflow = " to ".join(dict.fromkeys([shares["underflow"], shares["underflow_bound"]]))
             rows.append((f"{name}: {scale(2.0**exponent)}", underflow, shares["overflow"], shares["skipped"]))
-    count = run.skipped_steps
-    itself = "" if count is None else f" In the run itself, {skipped(count, run.metrics.last_step)}."
+    itself = "" if run.metrics.skipped_steps is None else f" In the run itself, {skipped(run.metrics)}."
     source = (
         "Measured with a float32 reference pass."
         if curve.is_measured
