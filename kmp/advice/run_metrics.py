@@ -48,8 +48,6 @@ class RunMetrics:
         self.nonfinite_losses = int(run.last("nonfinite_loss_count") or 0)  # of these, with a non-finite loss
         self.gradient_overflows = self.overflows - self.nonfinite_losses
         self.consecutive_overflows = int(run.last("overflows_in_a_row") or 0)
-        origins = run.last("overflow_origins_by_variable") or {}
-        self.overflow_origins: dict[str, int] = {path: count for path, count in origins.items() if count}
         # The loss scale in use; NaN if it is unknown.
         scales = [*(sample.loss_scale for sample in run.samples[-1:]), *run.series("loss_scale")[1]]
         self.scale = float(next((scale for scale in reversed(scales) if math.isfinite(scale)), math.nan))
@@ -257,10 +255,10 @@ class RunMetrics:
     @property
     def main_overflow_origin(self) -> tuple[str, float]:
         """The most frequent overflow origin and its share, for steps with a finite loss; `("", 0.0)` if none."""
-        if not self.overflow_origins:
-            return "", 0.0
-        path = max(self.overflow_origins, key=self.overflow_origins.__getitem__)
-        return path, self.overflow_origins[path] / sum(self.overflow_origins.values())
+        recorded = self.run.last("overflow_origins_by_variable") or {}
+        counts = {path: count for path, count in recorded.items() if count}
+        path = max(counts, key=counts.__getitem__, default="")
+        return path, counts[path] / sum(counts.values()) if counts else 0.0
 
 
 def since_last_fallback(run: Run) -> tuple[dict[str, Any] | None, Run]:

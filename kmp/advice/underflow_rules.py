@@ -59,13 +59,11 @@ def scale_too_small(metrics: RunMetrics) -> Finding | None:
     if metrics.underflow_origins:
         path, count = max(metrics.underflow_origins.items(), key=lambda item: item[1])
         evidence.append(f"the underflow origin is {path} in {count} of {len(metrics.finite_samples)} samples")
-    severity, effect, error = ERROR, "is too small: gradients are lost to underflow", metrics.largest_gradient_error
-    if (
-        metrics.agrees_late
-        and flushed <= thresholds.MANY_FLUSHED
-        and metrics.subnormal_share <= thresholds.MOSTLY_SUBNORMAL
-    ):
+    severity, effect = ERROR, "is too small: gradients are lost to underflow"
+    is_much_lost = flushed > thresholds.MANY_FLUSHED or metrics.subnormal_share > thresholds.MOSTLY_SUBNORMAL
+    if metrics.agrees_late and not is_much_lost:
         severity, effect = INFO, "is low: a larger one would keep more bits of small gradients"
+        error = metrics.largest_gradient_error
         evidence.append(f"compared with float32, the gradients of a layer differ by at most {error:.1%}")
     return Finding(
         "scale_too_small",

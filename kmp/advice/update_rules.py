@@ -94,19 +94,17 @@ def exploding(metrics: RunMetrics) -> Finding | None:
     limit = thresholds.EXPLODING_LOSS * max(abs(first), thresholds.SMALL_LOSS)
     is_large_update, is_loss_rising = ratio > thresholds.EXPLODING_UPDATE, highest > limit
     are_many_skipped = metrics.overflows > thresholds.MOST_SKIPPED * metrics.steps
+    has_large_updates = is_large_update and (are_many_skipped or is_loss_rising)
     # With small updates, a high loss at the end comes from a different batch, not from an explosion.
     stays_high = abs(last) > limit and not 0.0 < ratio < thresholds.LARGE_UPDATE
+    has_high_loss = is_loss_rising and (metrics.ends_nonfinite or stays_high)
     has_risen = ratio > thresholds.RISING_UPDATE and highest > thresholds.RISING_LOSS * first
     has_not_learned = first > 0 and has_risen and last > first / 2
     # The loss of one batch may be noisy: that of the epochs stays near the first, and falls to the end.
     _, losses = metrics.run.metrics.get("loss", (None, np.empty(0)))
     if len(losses) > 1 and losses.max() <= thresholds.RISING_LOSS * first:
         has_not_learned &= bool(losses[-1] >= thresholds.FALLING_LOSS * losses[(len(losses) - 1) // 2])
-    if (
-        not has_not_learned
-        and not (is_large_update and (are_many_skipped or is_loss_rising))
-        and not (is_loss_rising and (metrics.ends_nonfinite or stays_high))
-    ):
+    if not (has_large_updates or has_high_loss or has_not_learned):
         return None
     evidence = []
     if is_large_update or has_not_learned:
@@ -150,10 +148,8 @@ def lost_updates(metrics: RunMetrics) -> Finding | None:
     if share <= thresholds.MANY_LOST_UPDATES:
         return None
     shares = {name: unchanged[name] / count for name, count in nonzero.items() if count}
-    variables = sorted(
-        (name for name in shares if shares[name] > thresholds.MOSTLY_LOST), key=shares.__getitem__, reverse=True
-    )
-
+    variables = sorted(shares, key=shares.__getitem__, reverse=True)
+    variables = [name for name in variables if shares[name] > thresholds.MOSTLY_LOST]
     name, where = number_format.name, "the weights"
     if variables and metrics.settings.get("policy", name) != name:
         layers = list(dict.fromkeys(map(metrics.layer_of, variables)))
