@@ -1,12 +1,10 @@
 """Rules about what float16 changes in finite passes, as measured by a comparison with float32."""
 
+from kmp.advice import thresholds
 from kmp.advice.finding import ERROR, INFO, WARNING, Finding
 from kmp.advice.run_metrics import RunMetrics, name_of
 from kmp.advice.wording import in_float32, replayed_change
 from kmp.records import HARMFUL_OUTPUT_ERROR, HARMFUL_OUTPUT_ERROR_ALONE, LOSS_FUNCTION, LayerError, Replay
-
-_MOSTLY = 0.5  # of an error, or of the results of an operation
-_MANY_LOST = 0.1  # of the values of a weight
 
 
 def unscaled_loss(metrics: RunMetrics) -> Finding | None:
@@ -83,7 +81,7 @@ def _reason(replay: Replay, origin: LayerError) -> tuple[str, str]:
     if weights:
         worst = max(weights, key=lambda each: max(each.zero, each.infinite))
         share, value = max((worst.zero, "0"), (worst.infinite, "infinite"))
-        if share > _MANY_LOST:
+        if share > thresholds.MANY_LOST_VALUES:
             return f"its weight {name_of(worst.path)!r} is {value} in float16", f"; that is {share:.0%} of {worst.path}"
 
     def is_inside(layer: str) -> bool:
@@ -94,10 +92,10 @@ def _reason(replay: Replay, origin: LayerError) -> tuple[str, str]:
         operands = f"numbers up to {found.largest_input:.5g}"
         return "it overflows inside", f"; {found.operation} in it returns {found.value} for {operands}"
     of_inputs = origin.input_error or 0.0
-    if of_inputs > _MOSTLY * (origin.new_error or 0.0):
+    if of_inputs > thresholds.MAIN_PART * (origin.new_error or 0.0):
         return "float16 rounds its inputs too much", f"; in float32 on rounded inputs by {_percent(of_inputs)}"
     underflow = max((share for layer, share in replay.underflows.items() if is_inside(layer)), default=0.0)
-    if underflow > _MOSTLY:
+    if underflow > thresholds.MAIN_PART:
         return "it underflows", f"; float16 rounds {underflow:.0%} of what an operation in it, or a cast, returns to 0"
     return "float16 has too few bits for what it computes", "; nothing in it is NaN or Inf"
 

@@ -26,8 +26,10 @@ MUCH_LOST = 1e-3  # of the norm of all gradients: a thousandth is below the nois
 MANY_LOST_SQUARES = 0.1  # of the gradient elements
 MANY_LOST_UPDATES = 0.2  # of the weights with a nonzero gradient
 MOSTLY_LOST = 0.5  # of the weights of one variable
+MANY_LOST_VALUES = 0.1  # of one variable: they are 0 or Inf in float16
 
 # Relative errors.
+MAIN_PART = 0.5  # of an error of outputs, or of the results of an operation
 SMALL_GRADIENT_ERROR = 0.1  # of a layer's gradients: those of another batch differ by more
 
 # Powers of two.
