@@ -33,7 +33,8 @@ def _transfer(original: keras.Model, converted: keras.Model, scale_loss: bool) -
                 ),
                 arguments[name],
             )
-        arguments["optimizer"] = _clone_optimizer(arguments.get("optimizer"), scale_loss)
+        if arguments["optimizer"] is not None:
+            arguments["optimizer"] = _clone_optimizer(arguments["optimizer"], scale_loss)
         converted.compile(**arguments, auto_scale_loss=False)
     except (TypeError, ValueError, NotImplementedError) as error:  # Keras raises the last without a `get_config`
         reason = user_messages.one_line(error)
@@ -55,11 +56,7 @@ def _transfer(original: keras.Model, converted: keras.Model, scale_loss: bool) -
         target.assign(source)
 
 
-def _clone_optimizer(
-    original: keras.optimizers.Optimizer | None, scale_loss: bool
-) -> keras.optimizers.Optimizer | None:
-    if original is None:
-        return None
+def _clone_optimizer(original: keras.optimizers.Optimizer, scale_loss: bool) -> keras.optimizers.Optimizer:
     inner = _unwrapped(original)
     config = inner.get_config()
     schedule = keras_internals.learning_rate_of(inner)
