@@ -10,9 +10,9 @@ from kmp.records import HARMFUL_OUTPUT_ERROR, HARMFUL_OUTPUT_ERROR_ALONE, LOSS_F
 def unscaled_loss(metrics: RunMetrics) -> Finding | None:
     """Reports gradients that do not grow with the loss scale."""
     replay = metrics.last_comparison
-    layers = [metrics.created_layer(layer) for layer in (replay.unscaled_layers if replay else ())]
-    if replay is None or not layers:
+    if replay is None or not replay.unscaled_layers:
         return None
+    layers = [metrics.created_layer(layer) for layer in replay.unscaled_layers]
     location, named = layers[0], ", ".join(map(metrics.describe, dict.fromkeys(layers[:3])))
     note = "add up all losses, and pass the sum to self.optimizer.scale_loss"
     if metrics.settings.get("train_step") == "keras":  # which scales its loss

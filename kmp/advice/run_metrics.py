@@ -270,16 +270,14 @@ def since_last_fallback(run: Run) -> tuple[dict[str, Any] | None, Run]:
     if index is None:
         return None, run
     before = Run(run.rows[: index + 1])
+    origins = "overflow_origins_by_variable"
+    earlier = before.last(origins) or {}
     rows = [dict(row) for row in run.rows[index + 1 :]]
-    for key in ("overflow_count", "nonfinite_loss_count"):
-        for row in rows:
-            if key in row:
-                row[key] -= int(before.last(key) or 0)
-    key = "overflow_origins_by_variable"
-    earlier = before.last(key) or {}
     for row in rows:
-        if key in row:
-            row[key] = {path: count - earlier.get(path, 0) for path, count in row[key].items()}
+        for key in row.keys() & {"overflow_count", "nonfinite_loss_count"}:
+            row[key] -= int(before.last(key) or 0)
+        if origins in row:
+            row[origins] = {path: count - earlier.get(path, 0) for path, count in row[origins].items()}
     return run.rows[index], Run(rows, run.header)
 
 

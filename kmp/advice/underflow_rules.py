@@ -120,8 +120,10 @@ def _subnormal(metrics: RunMetrics) -> str:
 def dead(metrics: RunMetrics) -> Finding | None:
     """Reports variables whose gradient is zero in float32 too."""
     replay = metrics.clean_replay
-    zero = [name for name in (replay.zero if replay else ()) if name in metrics.all_zero_variables]
-    if not zero or replay is None:
+    if replay is None:
+        return None
+    zero = [name for name in replay.zero if name in metrics.all_zero_variables]
+    if not zero:
         return None
     count = len(zero)
     variables = "1 variable has a gradient that is" if count == 1 else f"{count} variables have gradients that are"
@@ -137,9 +139,10 @@ def dead(metrics: RunMetrics) -> Finding | None:
 
 def unused(metrics: RunMetrics) -> Finding | None:
     """Reports variables without a gradient."""
-    newest = next(reversed(metrics.finite_samples), None)
+    if not metrics.finite_samples:
+        return None
     used = {name for sample in metrics.finite_samples for name in sample.named(sample.totals > 0)}
-    names = [name for name in newest.names if name not in used] if newest else []
+    names = [name for name in metrics.finite_samples[-1].names if name not in used]
     if not names:
         return None
     return Finding(
