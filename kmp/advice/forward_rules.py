@@ -31,13 +31,9 @@ def forward(metrics: RunMetrics) -> Finding | None:
     if not replay.is_finite_in_float32:
         return _nonfinite_in_float32(metrics, replay)
 
-    # The first NaN or Inf that matters: of a layer that has to compute in float32, or in the loss.
-    forward_pass = [found for found in replay.nonfinite if not found.is_backward]
-    if not forward_pass:
-        return _not_replayed(metrics) if metrics.nonfinite_losses else None
-    needed = {*(replay.float32_layers or ()), LOSS_FUNCTION}
-    first = next((found for found in forward_pass if found.layer in needed), forward_pass[0])
-    return forward_finding(metrics, first, replay)
+    if found := _first_nonfinite(replay):
+        return forward_finding(metrics, found, replay)
+    return _not_replayed(metrics) if metrics.nonfinite_losses else None
 
 
 def uncompiled(metrics: RunMetrics) -> Finding | None:
@@ -47,12 +43,18 @@ def uncompiled(metrics: RunMetrics) -> Finding | None:
         return None
     if metrics.run.last("overflow_count") != 0:
         return None  # a step that was skipped may have failed as its replay did
-    for found in replay.nonfinite:
-        if not found.is_backward:
-            finding = forward_finding(metrics, found, replay)
-            title = f"{finding.title} Only the compiled training step is finite, not its operations one by one."
-            return dataclasses.replace(finding, cause="uncompiled", severity=WARNING, title=title)
-    return None
+    if not (found := _first_nonfinite(replay)):
+        return None
+    finding = forward_finding(metrics, found, replay)
+    title = f"{finding.title} Only the compiled training step is finite, not its operations one by one."
+    return dataclasses.replace(finding, cause="uncompiled", severity=WARNING, title=title)
+
+
+def _first_nonfinite(replay: Replay) -> NonfiniteOperation | None:
+    """Returns the first NaN or Inf of the forward pass, if possible of what has to compute in float32 or of the loss."""
+    forward_pass = [found for found in replay.nonfinite if not found.is_backward]
+    needed = {*(replay.float32_layers or ()), LOSS_FUNCTION}
+    return next((found for found in forward_pass if found.layer in needed), next(iter(forward_pass), None))
 
 
 def forward_finding(metrics: RunMetrics, found: NonfiniteOperation, replay: Replay) -> Finding:
