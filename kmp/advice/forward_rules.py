@@ -51,7 +51,7 @@ def uncompiled(metrics: RunMetrics) -> Finding | None:
 
 
 def _first_nonfinite(replay: Replay) -> NonfiniteOperation | None:
-    """Returns the first NaN or Inf of the forward pass, if possible of what has to compute in float32 or of the loss."""
+    """Returns the first NaN or Inf of the forward pass, preferably of what needs float32 or of the loss."""
     forward_pass = [found for found in replay.nonfinite if not found.is_backward]
     needed = {*(replay.float32_layers or ()), LOSS_FUNCTION}
     return next((found for found in forward_pass if found.layer in needed), next(iter(forward_pass), None))
