@@ -93,9 +93,7 @@ class BatchCapture:
 
     def prepare(self, batch_spec: Any, is_xla: bool) -> None:
         """Creates the variables for batches of this structure, which may be `tf.TensorSpec`s or tensors."""
-        specs = keras.tree.flatten(batch_spec)
-        if _are_capturable(specs, is_xla) and self._index_of(specs, is_xla) is None:
-            self._create_slots(specs, is_xla)
+        self._index_of(keras.tree.flatten(batch_spec), is_xla, may_create=True)
 
     @contextlib.contextmanager
     def watch(self, data: Any) -> Iterator[None]:
@@ -129,20 +127,13 @@ class BatchCapture:
             self._add_branch((inputs[0],), None)
 
     def _add_branch(self, data: Any, loss_scale: Any) -> None:
-        tensors = keras.tree.flatten(data)
-        is_xla = xla.is_tracing()
-        if not _are_capturable(tensors, is_xla):
+        tensors, is_xla = keras.tree.flatten(data), xla.is_tracing()
+        try:
+            with tf.init_scope():  # only the first trace may create variables, not that of another structure
+                index = self._index_of(tensors, is_xla, may_create=not self._slots)
+        except ValueError:  # a `tf.function` of the user's that was traced before
             return
-        index = self._index_of(tensors, is_xla)
-        if index is None and self._slots:
-            return  # another structure than `prepare` got: only the first trace may create variables
-        if index is None:
-            try:
-                with tf.init_scope():
-                    index = self._create_slots(tensors, is_xla)
-            except ValueError:  # a `tf.function` of the user's that was traced before
-                return
-        if not self.optimizer.built:  # the first trace of a loop, or a step with other optimizers only
+        if index is None or not self.optimizer.built:  # the first trace of a loop, or a step with other optimizers only
             return
         slots = self._slots[index]
         slots.structure = keras.tree.map_structure(lambda _: 0, data)  # no tensors, which cannot be copied
@@ -172,16 +163,18 @@ class BatchCapture:
         self._captured.assign(tf.zeros([5], tf.float64))
         self._is_requested.assign(0)
         for variable in (each for slots in self._slots for each in slots.variables):
-            if variable.shape.rank and variable.shape[0] is None:
+            if variable.shape[0] is None:
                 variable.assign(tf.zeros([0, *(size or 0 for size in variable.shape[1:])], variable.dtype))
 
-    def _index_of(self, tensors: Sequence[tf.Tensor | tf.TensorSpec], is_xla: bool) -> int | None:
-        """Returns the index of the slots for such tensors, or `None`."""
-        specs = _slot_specs(tensors, is_xla)
-        return next((index for index, slots in enumerate(self._slots) if slots.specs == specs), None)
-
-    def _create_slots(self, tensors: Sequence[tf.Tensor | tf.TensorSpec], is_xla: bool) -> int:
-        specs = _slot_specs(tensors, is_xla)
+    def _index_of(self, tensors: Sequence[tf.Tensor | tf.TensorSpec], is_xla: bool, may_create: bool) -> int | None:
+        """Returns the index of the slots for such tensors, or `None` if there are none and none may or can be."""
+        if not _are_capturable(tensors, is_xla):
+            return None
+        size = _most_examples(tensors) if is_xla else None  # XLA needs static shapes: there a smaller batch is padded
+        specs = [(tensor.dtype, tf.TensorShape([size, *tensor.shape[1:]])) for tensor in tensors]
+        found = next((index for index, slots in enumerate(self._slots) if slots.specs == specs), None)
+        if found is not None or not may_create:
+            return found
         variables = []
         for dtype, shape in specs:
             # TensorFlow keeps int32 off the GPU, where XLA cannot read it.
@@ -247,12 +240,6 @@ def is_ragged(data: Any) -> bool:
     return len({len(tensor) for tensor in keras.tree.flatten(data)}) > 1
 
 
-def _slot_specs(tensors: Sequence[tf.Tensor | tf.TensorSpec], is_xla: bool) -> list[Any]:
-    """Returns the dtype of each tensor, and the shape of its variable."""
-    size = _most_examples(tensors) if is_xla else None  # XLA needs static shapes: there a smaller batch is padded
-    return [(tensor.dtype, tf.TensorShape([size, *tensor.shape[1:]])) for tensor in tensors]
-
-
 def _most_examples(tensors: Sequence[tf.Tensor | tf.TensorSpec]) -> Any:
     """Returns how many examples to capture: a scalar tensor if the size of an example is known only in the step."""
     sizes: list[Any] = [tensor.shape[1:].num_elements() for tensor in tensors]
@@ -282,10 +269,13 @@ def _suspicion(tensors: list[tf.Tensor]) -> tf.Tensor:
 
 def _are_capturable(tensors: Sequence[Any], is_xla: bool) -> bool:
     """Whether tensors can be captured: under XLA only if they are not known to have different numbers of rows."""
-    for tensor in tensors:
+
+    def is_capturable(tensor: Any) -> bool:
         if not isinstance(tensor, tf.Tensor | tf.TensorSpec) or not tensor.shape.rank:
             return False
-        dtype, is_static = tensor.dtype, None not in tensor.shape[1:]
-        if not (dtype.is_floating or dtype.is_integer or dtype.is_bool) or (is_xla and not is_static):
-            return False
-    return bool(tensors) and (not is_xla or len({tensor.shape[0] for tensor in tensors}) == 1)
+        dtype = tensor.dtype
+        return (dtype.is_floating or dtype.is_integer or dtype.is_bool) and not (is_xla and None in tensor.shape[1:])
+
+    if not tensors or not all(map(is_capturable, tensors)):
+        return False
+    return not is_xla or len({tensor.shape[0] for tensor in tensors}) == 1
