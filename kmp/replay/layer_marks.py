@@ -170,7 +170,7 @@ class LayerMarks:
                 vars(inner).update(before)
 
     def _marked(self, output: Any, path: str) -> Any:
-        if not _is_eager_float(output):
+        if not is_eager_float(output):
             return output  # a layer may have a `tf.function` of its own
 
         @tf.custom_gradient
@@ -223,7 +223,7 @@ def _rounded(values: Any, dtype: str) -> Any:
     """Returns a structure with its eager floats rounded to a dtype."""
 
     def rounded(value: Any) -> Any:
-        if not _is_eager_float(value):
+        if not is_eager_float(value):
             return value
         result = tf.cast(tf.cast(value, dtype), value.dtype)
         for name, attached in keras_internals.attached_to(value).items():
@@ -235,13 +235,14 @@ def _rounded(values: Any, dtype: str) -> Any:
 
 def _samples(outputs: Any) -> Outputs:
     """Returns the floats of a layer's outputs as float32 arrays of shape `(examples, values)`, of large ones a part."""
-    arrays = [np.asarray(output) for output in keras.tree.flatten(outputs) if _is_eager_float(output)]
+    arrays = [np.asarray(output) for output in keras.tree.flatten(outputs) if is_eager_float(output)]
     flat = [array.reshape(len(array) if array.ndim else 1, math.prod(array.shape[1:])) for array in arrays]
     strides = [max(1, array.size // _MOST_VALUES) for array in flat]
     return [array[:, ::stride].astype(np.float32) for array, stride in zip(flat, strides, strict=True)]
 
 
-def _is_eager_float(value: Any) -> bool:
+def is_eager_float(value: Any) -> bool:
+    """Whether a value is a float tensor that has a value."""
     return isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value) and value.dtype.is_floating
 
 

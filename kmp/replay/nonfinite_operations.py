@@ -5,15 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from kmp.records import NonfiniteOperation
-from kmp.replay.layer_marks import LayerMarks
+from kmp.replay.layer_marks import LayerMarks, is_eager_float
 from kmp.utils import FLOAT16, FLOAT32
 
 _MOST = 8
 # Elementwise operations whose result is 0 only for an operand that is 0, or by underflow: unlike a difference.
 _WITHOUT_CANCELLATION = ("Cast", "Div", "Exp", "Mul", "Pow", "RealDiv", "Reciprocal", "Rsqrt", "Square")
+
+Values = tuple[str, np.ndarray]  # the dtype and the values of a float tensor; NumPy has no name for bfloat16
 
 
 class NonfiniteOperations:
@@ -45,17 +46,15 @@ class NonfiniteOperations:
 
     def observe(self, operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Checks an operation; see `watching_operations`."""
+        typed_operands, results = _float_values(inputs), _float_values(outputs)
         if not self.is_backward:
-            self._record_lost_constants(inputs)
-            self._record_underflow(operation, inputs, outputs)
-        results = _float_values(outputs)
+            self._record_lost_constants(typed_operands)
+            self._record_underflow(operation, typed_operands, results)
         if operation == "ReadVariableOp" or all(np.isfinite(values).all() for _, values in results):
             return
+        operands = [values for _, values in typed_operands]
         has_nan = any(np.isnan(values).any() for _, values in results)
-        if not self._is_wanted("nan" if has_nan else "inf"):
-            return
-        operands = [values for _, values in _float_values(inputs)]
-        if any(np.isnan(values).any() for values in operands):
+        if not self._is_wanted("nan" if has_nan else "inf") or any(np.isnan(values).any() for values in operands):
             return
         arrays = [values for values in operands if np.ndim(values)]  # beside them, a scalar is a constant
         if not has_nan and any(np.isinf(values).any() for values in arrays or operands):
@@ -86,28 +85,25 @@ class NonfiniteOperations:
         is_full = len(found) >= _MOST and not (value == "nan" and all(other.value == "inf" for other in self.found))
         return not is_full and (self._marks.layer, self.is_backward, value) not in found
 
-    def _record_underflow(self, operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def _record_underflow(self, operation: str, operands: Sequence[Values], results: Sequence[Values]) -> None:
         layer = self._marks.layer
         if self._cast and self._cast[0] != layer:  # the inputs of a layer are cast before it is called
             self.underflows[layer] = max(self._cast[1], self.underflows.get(layer, 0.0))
             self._cast = None
-        results = _float_values(outputs)
         if operation not in _WITHOUT_CANCELLATION or not results or results[0][0] != FLOAT16.name:
             return
-        operands = _float_values(inputs)
         if not operands:  # the zeros of a mask
             return
         lost = results[0][1] == 0
-        for _, operand in operands:
-            lost = lost & (operand != 0)
+        for _, values in operands:
+            lost = lost & (values != 0)
         share = float(np.mean(lost)) if lost.size else 0.0
         if share:
             self._cast = (layer, share) if operation == "Cast" else self._cast
             self.underflows[layer] = max(share, self.underflows.get(layer, 0.0))
 
-    def _record_lost_constants(self, inputs: Sequence[Any]) -> None:
-        scalars = [float(each) for dtype, each in _float_values(inputs) if dtype == FLOAT32.name and not each.ndim]
-        for value in scalars:
+    def _record_lost_constants(self, operands: Sequence[Values]) -> None:
+        for value in [float(values) for dtype, values in operands if dtype == FLOAT32.name and not values.ndim]:
             is_lost = abs(value) <= 2.0**FLOAT16.flush_exponent or FLOAT16.max < abs(value) < math.inf
             constants = self.lost_constants.get(self._marks.layer, [])
             if value and is_lost and value not in constants and len(constants) < _MOST:
@@ -126,7 +122,5 @@ def _largest(values: np.ndarray) -> float:
     return float(np.max(np.abs(values[np.isfinite(values)].astype(np.float64)), initial=0.0))
 
 
-def _float_values(tensors: Sequence[Any]) -> list[tuple[str, np.ndarray]]:
-    is_value = [isinstance(tensor, tf.Tensor) and not tf.is_symbolic_tensor(tensor) for tensor in tensors]
-    floating = [tensor for tensor, known in zip(tensors, is_value, strict=True) if known and tensor.dtype.is_floating]
-    return [(tensor.dtype.name, np.asarray(tensor)) for tensor in floating]
+def _float_values(tensors: Sequence[Any]) -> list[Values]:
+    return [(tensor.dtype.name, np.asarray(tensor)) for tensor in tensors if is_eager_float(tensor)]
