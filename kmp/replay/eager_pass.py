@@ -5,7 +5,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -149,7 +149,7 @@ class Passes:
 
     def in_own_precision(
         self,
-        float32_layers: Iterable[keras.Layer] = (),
+        float32_layers: Sequence[keras.Layer] = (),
         *,
         factor: float | None = None,
         watch: bool = False,
@@ -182,7 +182,7 @@ class Passes:
             return forward.get_concrete_function(self.batch[0])(self.batch[0])
 
     def _run(self, marks: LayerMarks, factor: float, watch: bool) -> PassResult:
-        found, received = NonfiniteOperations(marks), _Received(factor, self.step.is_custom)
+        found, received = NonfiniteOperations(marks), _Received(self.step, factor)
         random_operations: list[str] = []
 
         def observe(operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -212,7 +212,8 @@ class Passes:
             stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
             tf.config.run_functions_eagerly(True)
             stack.enter_context(marks.on(model, self.has_dropout))
-            stack.enter_context(received.from_optimizers(self.step.optimizers))
+            for optimizer in self.step.optimizers:
+                received.replace_methods(optimizer, stack)
             # The backward pass ends in the first layers; what follows it belongs to none.
             stack.enter_context(after_each_gradient(lambda: marks.layer, functools.partial(setattr, marks, "layer")))
             stack.enter_context(watching_operations(observe))
@@ -264,72 +265,58 @@ class _StepIsDone(BaseException):
 class _Received:
     """What the optimizers of a training step receive in place of a loss scale and updates.
 
-    Args:
-        factor: What losses are multiplied by.
-        runs_to_end: Whether the step goes on after all optimizers have their gradients.
-
     Attributes:
-        is_done: Whether they have.
+        is_done: Whether all optimizers that scale the loss have their gradients.
         is_backward: Whether a loss was scaled since the last `apply`: another network may follow.
         losses: The losses before.
-        gradients: The gradients by the `id` of the variable, multiplied by `factor`.
+        gradients: The gradients by the `id` of the variable, multiplied by the factor of the pass.
     """
 
-    def __init__(self, factor: float, runs_to_end: bool) -> None:
-        self._factor, self._runs_to_end = factor, runs_to_end
-        self._unscaled: set[int] = set()  # the `id`s of the optimizers whose gradients are
+    def __init__(self, step: TrainStep, factor: float) -> None:
+        self._step, self._factor = step, factor
+        self._waiting = {id(each) for each in step.optimizers if isinstance(each, LossScaleOptimizer)}
         self.is_done = self.is_backward = False
         self.losses: list[float] = []
         self.gradients: dict[int, Any] = {}
 
-    @contextlib.contextmanager
-    def from_optimizers(self, optimizers: Iterable[keras.optimizers.Optimizer]) -> Iterator[None]:
-        """Replaces the methods of the optimizers in the context. Keras' step ends when all that scale got theirs."""
-        waiting = {id(optimizer): None for optimizer in optimizers if isinstance(optimizer, LossScaleOptimizer)}
+    def replace_methods(self, optimizer: keras.optimizers.Optimizer, stack: contextlib.ExitStack) -> None:
+        """Replaces the methods of an optimizer until the stack is closed."""
+        is_scaling, are_unscaled = isinstance(optimizer, LossScaleOptimizer), False
 
-        def apply_of(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
-            def apply(grads: Sequence[Any], trainable_variables: Any = None, *, unscaled: bool | None = None) -> None:
-                if self.is_done:
-                    return
-                are_unscaled = id(optimizer) in self._unscaled if unscaled is None else unscaled
-                if are_unscaled or not isinstance(optimizer, LossScaleOptimizer):
-                    grads = multiply_gradients(list(grads), self._factor)
-                self._unscaled.discard(id(optimizer))
-                self.is_backward = False
-                variables = trainable_variables
-                if variables is None:
-                    variables = keras_internals.variables_to_train(optimizer)
-                self.gradients |= dict(zip(map(id, variables), grads, strict=True))
-                waiting.pop(id(optimizer), None)
-                self.is_done = not waiting
-                if self.is_done and not self._runs_to_end:
-                    raise _StepIsDone
+        def scale_loss(loss: Any) -> Any:
+            nonlocal are_unscaled
+            are_unscaled, self.is_backward = False, True
+            loss = tf.convert_to_tensor(loss)
+            loss = tf.cast(loss, keras.backend.result_type(loss.dtype.name, FLOAT32.name))
+            self.losses.append(float(np.mean(loss.numpy())))
+            return loss * tf.cast(self._factor, loss.dtype)
 
-            return apply
+        def unscale(grads: Sequence[Any]) -> list[Any]:
+            nonlocal are_unscaled
+            are_unscaled = True
+            return multiply_gradients(list(grads), 1.0 / self._factor)
 
-        with contextlib.ExitStack() as stack:
-            for optimizer in optimizers:
-                if isinstance(optimizer, LossScaleOptimizer):
-                    scale_loss = functools.partial(self._scale_loss, id(optimizer))
-                    stack.enter_context(instance_attribute(optimizer, "scale_loss", scale_loss))
-                    unscale = functools.partial(self._unscale, id(optimizer))
-                    stack.enter_context(instance_attribute(optimizer, "unscale", unscale))
-                    inner = optimizer.inner_optimizer
-                    stack.enter_context(instance_attribute(inner, "apply", apply_of(inner)))
-                stack.enter_context(instance_attribute(optimizer, "apply", apply_of(optimizer)))
-            yield
+        def apply(grads: Sequence[Any], trainable_variables: Any = None, *, unscaled: bool | None = None) -> None:
+            nonlocal are_unscaled
+            if self.is_done:
+                return
+            if not is_scaling or (are_unscaled if unscaled is None else unscaled):
+                grads = multiply_gradients(list(grads), self._factor)
+            are_unscaled = self.is_backward = False
+            variables = trainable_variables
+            if variables is None:
+                variables = keras_internals.variables_to_train(optimizer)
+            self.gradients |= dict(zip(map(id, variables), grads, strict=True))
+            self._waiting.discard(id(optimizer))
+            self.is_done = not self._waiting
+            if self.is_done and not self._step.is_custom:
+                raise _StepIsDone
 
-    def _scale_loss(self, optimizer: int, loss: Any) -> Any:
-        self._unscaled.discard(optimizer)
-        self.is_backward = True
-        loss = tf.convert_to_tensor(loss)
-        loss = tf.cast(loss, keras.backend.result_type(loss.dtype.name, FLOAT32.name))
-        self.losses.append(float(np.mean(loss.numpy())))
-        return loss * tf.cast(self._factor, loss.dtype)
-
-    def _unscale(self, optimizer: int, grads: Sequence[Any]) -> list[Any]:
-        self._unscaled.add(optimizer)
-        return multiply_gradients(list(grads), 1.0 / self._factor)
+        stack.enter_context(instance_attribute(optimizer, "apply", apply))
+        if isinstance(optimizer, LossScaleOptimizer):
+            stack.enter_context(instance_attribute(optimizer, "scale_loss", scale_loss))
+            stack.enter_context(instance_attribute(optimizer, "unscale", unscale))
+            self.replace_methods(optimizer.inner_optimizer, stack)
 
 
 @contextlib.contextmanager
@@ -367,34 +354,29 @@ def as_array(gradient: Any, rows: np.ndarray | None = None, dtype: Any = np.floa
 
 
 class _ComputeInFloat32(keras.DTypePolicy):
-    """Computes in float32 with variables of any dtype, which Keras casts if the two differ."""
+    """Computes a layer in float32 with variables of any dtype, which Keras casts if the two differ."""
 
-    def __init__(self, variable_dtype: str) -> None:
+    def __init__(self, layer: keras.Layer) -> None:
         super().__init__(FLOAT32.name)
-        self._own_variable_dtype = variable_dtype
+        # 16 bits if any variable has them: code of the user's may create one in that dtype.
+        dtypes = (each.dtype for each in layer.variables if each.dtype in DTYPES_16_BIT)
+        self._own_variable_dtype = next(dtypes, layer.variable_dtype)
 
     @property
     def variable_dtype(self) -> str:
         return self._own_variable_dtype
 
 
-def _variable_dtype(layer: keras.Layer) -> str:
-    """Returns the dtype of a layer's variables, 16 bits if any is: code of the user's may create one in that dtype."""
-    return next((each.dtype for each in layer.variables if each.dtype in DTYPES_16_BIT), layer.variable_dtype)
-
-
 @contextlib.contextmanager
-def _computing_in_float32(layers: Iterable[keras.Layer]) -> Iterator[dict[int, keras.DTypePolicy]]:
+def _computing_in_float32(layers: Sequence[keras.Layer]) -> Iterator[dict[int, keras.DTypePolicy]]:
     """Makes layers and their sublayers compute in float32. Yields the replaced policies, by the `id` of the layer."""
-    layers = list(layers)
     found = layers_in_16_bits(layers)
     replaced = {id(layer): layer.dtype_policy for layer in found}
-    every = {id(inner): inner for layer in layers for inner in sublayers(layer)}
-    states = [state for layer in every.values() for state in keras_internals.declared_not_trainable(layer)]
     with contextlib.ExitStack() as stack:
-        policies = [(layer, _ComputeInFloat32(_variable_dtype(layer))) for layer in found]
+        policies = [(layer, _ComputeInFloat32(layer)) for layer in found]
         stack.enter_context(keras_internals.dtype_policies_replaced(policies))
-        for state in states:  # of float32 layers too: what the pass assigns is not rounded
-            if state.dtype in DTYPES_16_BIT:
-                stack.enter_context(keras_internals.variable_dtype_replaced(state, FLOAT32.name))
+        for inner in (inner for layer in layers for inner in sublayers(layer)):
+            for state in keras_internals.declared_not_trainable(inner):
+                if state.dtype in DTYPES_16_BIT:  # of float32 layers too: what the pass assigns is not rounded
+                    stack.enter_context(keras_internals.variable_dtype_replaced(state, FLOAT32.name))
         yield replaced
