@@ -27,7 +27,7 @@ import numpy as np
 import kmp
 from kmp import report
 from kmp.bench.measurement import in_new_process, peak_memory
-from kmp.records import BIN_COUNT, SCHEMA, BinCounts, GradientSample, LogEncoder
+from kmp.records import BIN_COUNT, SCHEMA, GradientSample, LogEncoder
 from kmp_cli import main as command
 
 SETTINGS = {"compute_dtypes": ["float16"], "float32_variables": ["last/bias"]}
@@ -46,7 +46,7 @@ def sample(variables):
     names = tuple(f"model/block_{number // 4}/layer_{number % 4}/kernel" for number in range(variables))
     columns = {"weight_norm": np.full(variables, 1.2), "update_norm": np.full(variables, 0.001)}
     columns |= {"updates": counts.sum(1), "lost_updates": index % 100}
-    return GradientSample(1, 1024.0, names, BinCounts.of(counts), 2.0 ** (2 + index % 5), 0.1 + index, **columns)
+    return GradientSample(1, 1024.0, names, counts, 2.0 ** (2 + index % 5), 0.1 + index, **columns)
 
 
 def rows_of(variables):

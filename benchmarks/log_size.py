@@ -23,7 +23,7 @@ from measuring import shapes_of
 import kmp
 from kmp.callbacks import Monitor
 from kmp.callbacks.training_records import record_size
-from kmp.records import BIN_COUNT, FIRST_EXPONENT, BinCounts, GradientSample, compact
+from kmp.records import BIN_COUNT, FIRST_EXPONENT, GradientSample, compact
 
 LIMIT = 30_000
 EVERY_N_STEPS = 10
@@ -81,7 +81,7 @@ def sample_of(shapes):
         counts[index] = np.bincount(exponents - FIRST_EXPONENT + 1, minlength=BIN_COUNT)
         norms[index], amax[index] = np.linalg.norm(values), np.abs(values).max()
     names = tuple(f"stage_{index // 40}/block_{index // 6}_layer_{index}/kernel" for index in range(len(shapes)))
-    return GradientSample(1, 1024.0, names, BinCounts.of(counts), amax, norms)
+    return GradientSample(1, 1024.0, names, counts, amax, norms)
 
 
 def million_steps(variables):

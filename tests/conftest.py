@@ -23,7 +23,7 @@ from operation_trace import optimized_graphs
 from tensorflow.python.framework import ops as tensorflow_ops
 
 import kmp
-from kmp.records import BIN_COUNT, FIRST_EXPONENT, INF_BIN, NAN_BIN, ZERO_BIN, BinCounts, GradientSample
+from kmp.records import BIN_COUNT, FIRST_EXPONENT, INF_BIN, NAN_BIN, ZERO_BIN, GradientSample
 
 # MirroredStrategy needs two devices for two replicas. This must run before TensorFlow initializes its devices.
 tf.config.set_logical_device_configuration(
@@ -220,7 +220,7 @@ def sample_from(step, loss_scale, variables):
         for key, column in columns.items():
             column.append(values.get(key, 0 if "updates" in key else math.nan))
     arrays = {key: np.array(column) for key, column in columns.items()}
-    return GradientSample(step, loss_scale, tuple(variables), BinCounts.of(counts), **arrays)
+    return GradientSample(step, loss_scale, tuple(variables), counts, **arrays)
 
 
 @contextlib.contextmanager

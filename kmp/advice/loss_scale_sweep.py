@@ -42,8 +42,7 @@ class WhatIf:
             has at least one bit of headroom, and no activation gradient of a replay overflows. `None` if there is none.
 
     Example:
-    >>> from kmp.records import BinCounts
-    >>> counts = BinCounts.of(np.bincount([0] * 3 + [130] * 5 + [131] * 8 + [132] * 2, minlength=280)[None])
+    >>> counts = np.bincount([0] * 3 + [130] * 5 + [131] * 8 + [132] * 2, minlength=280)[None]
     >>> sample = GradientSample(1, 1.0, ("dense/kernel",), counts, amax=np.array([2.0**-17]), norm=np.array([1e-5]))
     >>> curve = what_if([sample])
     >>> curve.recommended, round(float(curve.at(-6)["underflow"]), 2)

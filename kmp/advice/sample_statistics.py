@@ -28,7 +28,7 @@ class SampleStatistics:
         self.unscaled_counts = self.histogram.unscaled.by_exponent
         self.amax, self.totals, self.zeros = own.amax, own.elements, own.zeros
         self.is_all_zero = (self.totals > 0) & (self.zeros == self.totals)  # one without a gradient has no elements
-        below_normal = own.bin_counts.between(ZERO_BIN + 1, _FIRST_NORMAL_BIN)
+        below_normal = own.between(ZERO_BIN + 1, _FIRST_NORMAL_BIN)
         self.small_shares = below_normal / np.maximum(1, self.totals - self.zeros)  # of the nonzero elements
         # Norms of all variables: 0 if they were not measured.
         self.weight_norm, update_norm = (math.sqrt(np.nansum(n**2)) for n in (sample.weight_norm, sample.update_norm))

@@ -15,7 +15,7 @@ from kmp.backend import distribution, outlined
 from kmp.gradients.tensor_groups import Gradients, Variables
 from kmp.gradients.tensor_statistics import gradient_statistics, update_statistics
 from kmp.gradients.unscaling import is_overwritten, multiply_gradients
-from kmp.records import BIN_COUNT, BinCounts, GradientSample
+from kmp.records import BIN_COUNT, GradientSample
 from kmp.utils import unique_names
 
 NEVER = 2**62  # an interval that no step is divisible by
@@ -105,7 +105,7 @@ class GradientSampler:
             step,
             scale,
             tuple(self._paths[self._indices[row]] for row in rows),
-            BinCounts.of(np.sum(counts, axis=0)[rows]),
+            np.sum(counts, axis=0)[rows],
             amax=np.max(amax, axis=0)[rows].astype(np.float64),
             norm=np.sqrt(np.sum(square_sum, axis=0))[rows] / scale,
         )

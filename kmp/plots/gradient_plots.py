@@ -111,8 +111,8 @@ def exponents_over_steps(run: Run, ax: Axes | None = None) -> Axes:
         The axes: training steps along x, binary exponents along y, the share of elements as colour on a log scale.
 
     Example:
-    >>> from kmp.records import BinCounts, GradientSample
-    >>> counts = BinCounts.of(np.bincount([0] * 3 + [130] * 5 + [131] * 8, minlength=280)[None])
+    >>> from kmp.records import GradientSample
+    >>> counts = np.bincount([0] * 3 + [130] * 5 + [131] * 8, minlength=280)[None]
     >>> sample = GradientSample(1, 1024.0, ("dense/kernel",), counts, np.array([2.0**-18]), np.array([1e-5]))
     >>> run = Run([{"step": 1, "sample": sample}])
     >>> exponents_over_steps(run).get_xlabel()

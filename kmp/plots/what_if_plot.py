@@ -27,8 +27,8 @@ def what_if(run_or_curve: Run | WhatIf, ax: Axes | None = None) -> Axes:
         so that it includes zero. Extrapolated values are dashed.
 
     Example:
-    >>> from kmp.records import BinCounts, GradientSample
-    >>> counts = BinCounts.of(np.bincount([0] * 3 + [130] * 5 + [131] * 8, minlength=280)[None])
+    >>> from kmp.records import GradientSample
+    >>> counts = np.bincount([0] * 3 + [130] * 5 + [131] * 8, minlength=280)[None]
     >>> sample = GradientSample(1, 1024.0, ("dense/kernel",), counts, np.array([2.0**-18]), np.array([1e-5]))
     >>> run = Run([{"step": 1, "sample": sample}])
     >>> what_if(run).get_xlabel()

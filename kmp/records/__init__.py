@@ -62,7 +62,6 @@ characters) and of texts (no more than needed is decompressed), and the number o
 ignored.
 """
 
-from kmp.records.bin_counts import BinCounts
 from kmp.records.compact_sample import compact as compact
 from kmp.records.exponent_histogram import BIN_COUNT, ExponentHistogram
 from kmp.records.exponent_histogram import FIRST_EXPONENT as FIRST_EXPONENT
@@ -104,4 +103,4 @@ from kmp.records.run import log_file as log_file
 from kmp.records.run import scalars as scalars
 from kmp.records.snapshot import Snapshot
 
-__all__ = ["BIN_COUNT", "BinCounts", "ExponentHistogram", "GradientSample", "Run", "Snapshot", "load_run"]
+__all__ = ["BIN_COUNT", "ExponentHistogram", "GradientSample", "Run", "Snapshot", "load_run"]

@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from kmp.records.bin_counts import BinCounts
 from kmp.records.gradient_sample import NORMS, UPDATE_COUNTS, GradientSample
 from kmp.records.log_schema import HIGHEST_NUMBER, MOST_ELEMENTS
 
@@ -26,9 +25,8 @@ def compact(sample: GradientSample) -> dict[str, Any]:
 
 
 def _encoded(sample: GradientSample) -> dict[str, Any]:
-    bins = sample.bin_counts
-    data: dict[str, Any] = {"loss_scale": sample.loss_scale, "bins": bins.bins.tolist()}
-    data["counts"] = _packed(bins.values.T, "<i8")
+    data: dict[str, Any] = {"loss_scale": sample.loss_scale, "bins": sample.bins.tolist()}
+    data["counts"] = _packed(sample.bin_counts.T, "<i8")
     for key in ("amax", *NORMS):
         significands, exponents = np.frexp(getattr(sample, key))
         # Down, so that a magnitude stays in its power of two.
@@ -61,8 +59,8 @@ def expanded(step: int, data: dict[str, Any]) -> GradientSample:
     bins = np.array(data["bins"], np.int64)
     if (np.diff(bins) <= 0).any():
         raise ValueError("`bins` must ascend")
-    counts = BinCounts(bins, _integers(data, "counts", size * len(bins)).reshape(len(bins), size).T)
-    sample = GradientSample(step, data["loss_scale"], names, counts, **numbers, **updates)
+    counts = _integers(data, "counts", size * len(bins)).reshape(len(bins), size).T
+    sample = GradientSample(step, data["loss_scale"], names, counts, **numbers, **updates, bins=bins)
     _encodings[sample] = data
     return sample
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from kmp.records.bin_counts import BinCounts
 from kmp.records.exponent_histogram import BIN_COUNT, ZERO_BIN, ExponentHistogram
 from kmp.utils import listed, matching_indices, validation
 
 NORMS = ("norm", "weight_norm", "update_norm")
 UPDATE_COUNTS = ("updates", "lost_updates")
-_COLUMNS = ("amax", *NORMS, *UPDATE_COUNTS)
+_COLUMNS = ("amax", *NORMS, *UPDATE_COUNTS)  # with one number per variable
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +26,10 @@ class GradientSample:
         step: The sampled training step, counted from 1.
         loss_scale: The loss scale of the gradients.
         names: Paths of the variables or layers, in the order from the input to the loss.
-        bin_counts: Element counts of the loss-scaled gradients. With several replicas, the sum over this process'
-            replicas. Here and below, the rows of a sparse gradient are counted separately, even if they have the same
-            index.
+        bin_counts: Integers of shape `(n, k)`, element counts of the loss-scaled gradients, one column per bin of
+            `bins`. Empty bins are removed, which most of the 280 are, and the smallest dtype is used: a run holds
+            hundreds of samples. With several replicas, the sum over this process' replicas. Here and below, the rows of
+            a sparse gradient are counted separately, even if they have the same index.
         amax: float64 of shape `(n,)`, the largest magnitude of the loss-scaled gradient; Inf or NaN if the gradient
             contains one.
         norm: float64 of shape `(n,)`, the L2 norm of the gradient without the loss scale. With several replicas, the
@@ -41,6 +41,8 @@ class GradientSample:
         updates: int64 of shape `(n,)`, the number of elements of the variable that the step changed.
         lost_updates: int64 of shape `(n,)`, the number of elements that changed by less than 2^-11 of their magnitude.
             A float16 weight loses most such updates, and all below 2^-12, which is why master weights are float32.
+        bins: int64 of shape `(k,)`, the bins of `ExponentHistogram` that are counted, in ascending order. Defaults to
+            all 280.
 
     Source of `lost_updates`: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.1.
 
@@ -48,7 +50,7 @@ class GradientSample:
     >>> counts = np.zeros((2, 280), np.int64)
     >>> counts[:, 0], counts[:, 129:132] = 3, (5, 8, 2)  # zeros, and elements from 2^-21 to below 2^-18
     >>> amax, norm = np.full(2, 2.0**-18.5), np.full(2, 1e-5)
-    >>> sample = GradientSample(1, 1024.0, ("dense/kernel", "dense/bias"), BinCounts.of(counts), amax, norm)
+    >>> sample = GradientSample(1, 1024.0, ("dense/kernel", "dense/bias"), counts, amax, norm)
     >>> sample["dense/kernel"].zones["subnormal"], sample.by_layer()["dense"].zeros
     (15, 6)
     """
@@ -56,15 +58,20 @@ class GradientSample:
     step: int
     loss_scale: float
     names: tuple[str, ...]
-    bin_counts: BinCounts
+    bin_counts: np.ndarray
     amax: np.ndarray
     norm: np.ndarray
     weight_norm: np.ndarray = field(default_factory=lambda: np.array(math.nan))
     update_norm: np.ndarray = field(default_factory=lambda: np.array(math.nan))
     updates: np.ndarray = field(default_factory=lambda: np.array(0))
     lost_updates: np.ndarray = field(default_factory=lambda: np.array(0))
+    bins: np.ndarray = field(default_factory=lambda: np.arange(BIN_COUNT))
 
     def __post_init__(self) -> None:
+        is_filled = self.bin_counts.any(axis=0)
+        smallest_dtype = np.min_scalar_type(self.bin_counts.max(initial=0))
+        object.__setattr__(self, "bin_counts", self.bin_counts[:, is_filled].astype(smallest_dtype))
+        object.__setattr__(self, "bins", self.bins[is_filled])
         for key in _COLUMNS:
             object.__setattr__(self, key, np.broadcast_to(getattr(self, key), len(self.names)))
 
@@ -84,7 +91,7 @@ class GradientSample:
         """Returns the histogram of one variable or layer."""
         if name not in self._indices:
             raise KeyError(f"{name!r} is not among {listed(self.names)}")
-        return self.histogram_of(np.array([self._indices[name]]))
+        return self._histogram_of([self._indices[name]])
 
     @cached_property
     def _indices(self) -> dict[str, int]:
@@ -93,17 +100,24 @@ class GradientSample:
     @property
     def counts(self) -> np.ndarray:
         """Element counts of the loss-scaled gradients, int64 of shape `(n, 280)`, with the bins of a histogram."""
-        return self.bin_counts.dense()
+        counts = np.zeros((len(self), BIN_COUNT), np.int64)
+        counts[:, self.bins] = self.bin_counts
+        return counts
+
+    def between(self, first: int, stop: int) -> np.ndarray:
+        """Returns the number of elements of each gradient in the bins from `first` to below `stop`, int64."""
+        is_counted = (self.bins >= first) & (self.bins < stop)
+        return np.asarray(self.bin_counts[:, is_counted].sum(axis=1, dtype=np.int64))
 
     @property
     def elements(self) -> np.ndarray:
         """Number of elements of each gradient, int64 of shape `(n,)`."""
-        return self.bin_counts.between(0, BIN_COUNT)
+        return self.between(0, BIN_COUNT)
 
     @property
     def zeros(self) -> np.ndarray:
         """Number of elements of each gradient that are exactly zero, int64 of shape `(n,)`."""
-        return self.bin_counts.between(ZERO_BIN, ZERO_BIN + 1)
+        return self.between(ZERO_BIN, ZERO_BIN + 1)
 
     @property
     def has_update(self) -> bool:
@@ -113,11 +127,12 @@ class GradientSample:
     @property
     def histogram(self) -> ExponentHistogram:
         """The histogram of all variables together."""
-        return self.histogram_of(np.ones(len(self), bool))
+        return self._histogram_of(slice(None))
 
-    def histogram_of(self, is_selected: np.ndarray) -> ExponentHistogram:
-        """Returns the histogram of the variables that a bool array or indices select, together."""
-        return ExponentHistogram(self.bin_counts.total(is_selected), self.step, self.loss_scale)
+    def _histogram_of(self, rows: slice | list[int]) -> ExponentHistogram:
+        counts = np.zeros(BIN_COUNT, np.int64)
+        counts[self.bins] = self.bin_counts[rows].sum(axis=0, dtype=np.int64)
+        return ExponentHistogram(counts, self.step, self.loss_scale)
 
     @property
     def update_ratio(self) -> np.ndarray:
@@ -156,19 +171,21 @@ class GradientSample:
         order = np.argsort(layers, kind="stable")
         starts = np.flatnonzero(np.diff(layers[order], prepend=-1))
 
-        def merge(key: str, values: np.ndarray) -> np.ndarray:
+        def merge(key: str) -> np.ndarray:
+            values = getattr(self, key)[order]
+            if key == "amax":
+                return np.maximum.reduceat(values, starts)
             if key in NORMS:
-                return np.sqrt(np.add.reduceat(values[order] ** 2, starts))
-            return (np.maximum if key == "amax" else np.add).reduceat(values[order], starts)
+                return np.sqrt(np.add.reduceat(values**2, starts))
+            return np.add.reduceat(values, starts, dtype=np.int64)
 
-        columns: dict[str, Any] = {key: merge(key, getattr(self, key)) for key in _COLUMNS}
-        return replace(self, names=tuple(numbers), bin_counts=self.bin_counts.merged(order, starts), **columns)
+        columns: dict[str, Any] = {key: merge(key) for key in ("bin_counts", *_COLUMNS)}
+        return replace(self, names=tuple(numbers), **columns)
 
     def _at(self, indices: Sequence[int]) -> "GradientSample":
         rows = np.array(indices, np.int64)
-        columns: dict[str, Any] = {key: getattr(self, key)[rows] for key in _COLUMNS}
-        names = tuple(self.names[index] for index in indices)
-        return replace(self, names=names, bin_counts=self.bin_counts.at(rows), **columns)
+        columns: dict[str, Any] = {key: getattr(self, key)[rows] for key in ("bin_counts", *_COLUMNS)}
+        return replace(self, names=tuple(self.names[index] for index in indices), **columns)
 
 
 def layer_of(name: str) -> str:

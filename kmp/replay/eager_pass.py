@@ -26,7 +26,7 @@ from kmp.backend import (
 )
 from kmp.gradients import gradient_statistics, multiply_gradients, paths_of
 from kmp.optimizer import LossScaleOptimizer
-from kmp.records import BinCounts, GradientSample
+from kmp.records import GradientSample
 from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
 from kmp.utils import DTYPES_16_BIT, FLOAT32
@@ -69,7 +69,7 @@ class PassResult(NamedTuple):
             step,
             1.0,
             tuple(self.gradients),
-            BinCounts.of(statistics.counts.numpy()),
+            statistics.counts.numpy(),
             amax=statistics.amax.numpy().astype(np.float64),
             norm=np.sqrt(statistics.square_sum.numpy()),
         )

@@ -7,7 +7,7 @@ import pytest
 from conftest import bin_counts, sample_from
 
 from kmp import what_if
-from kmp.records import BinCounts, GradientSample, Replay, Run
+from kmp.records import GradientSample, Replay, Run
 
 
 def sample(values, scale=1.0, step=1):
@@ -16,7 +16,7 @@ def sample(values, scale=1.0, step=1):
     others = np.sum(values == 0), np.isinf(values).sum(), np.isnan(values).sum()
     counts = bin_counts(Counter(exponents.tolist()), *others)
     amax = np.array([np.abs(values).max(initial=0)])
-    return GradientSample(step, scale, ("v",), BinCounts.of(counts[None]), amax, np.ones(1), np.ones(1), np.ones(1))
+    return GradientSample(step, scale, ("v",), counts[None], amax, np.ones(1), np.ones(1), np.ones(1))
 
 
 def test_shares_match_casting_the_gradient_at_every_scale():

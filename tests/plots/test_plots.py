@@ -9,7 +9,7 @@ from matplotlib.text import Text
 
 from kmp import plots
 from kmp.advice import WhatIf, what_if
-from kmp.records import BinCounts, ExponentHistogram, GradientSample, LayerError, Replay, Run
+from kmp.records import ExponentHistogram, GradientSample, LayerError, Replay, Run
 
 
 def histogram(scale=2.0**10, **bins):
@@ -19,7 +19,7 @@ def histogram(scale=2.0**10, **bins):
 
 def sample(step, **bins):
     counts = bin_counts(**(bins or {"exponents": {-20: 60, 3: 20}, "zero": 20}))[None]
-    data = GradientSample(step, 8.0, ("m/kernel",), BinCounts.of(counts), amax=np.array([8.0]), norm=np.ones(1))
+    data = GradientSample(step, 8.0, ("m/kernel",), counts, amax=np.array([8.0]), norm=np.ones(1))
     return {"step": step, "sample": data}
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kmp import load_run, records
-from kmp.records import BIN_COUNT, FIRST_EXPONENT, INF_BIN, NAN_BIN, BinCounts, GradientSample, LogEncoder
+from kmp.records import BIN_COUNT, FIRST_EXPONENT, INF_BIN, NAN_BIN, GradientSample, LogEncoder
 from kmp.records.compact_sample import compact, expanded
 
 HEADER = {"schema": records.SCHEMA, "kind": "header"}
@@ -24,7 +24,7 @@ def sample_of(counts, loss_scale=1024.0, **overrides):
     size = len(counts)
     arrays = {"amax": amax, "norm": np.arange(size) / 7}
     names = tuple(f"layer_{index}/kernel" for index in range(size))
-    return GradientSample(7, loss_scale, names, BinCounts.of(counts), **(arrays | overrides))
+    return GradientSample(7, loss_scale, names, counts, **(arrays | overrides))
 
 
 def normal_counts(variables=20, elements=4096):
@@ -101,11 +101,11 @@ def test_sample_of_600_variables_takes_less_than_20_kb():
 def test_counts_are_stored_in_the_memory_that_they_need():
     counts = np.zeros((5000, BIN_COUNT), np.int64)
     counts[:, 100:140] = 60_000
-    stored = BinCounts.of(counts)
-    assert stored.values.nbytes == 5000 * 40 * 2
-    np.testing.assert_array_equal(stored.dense(), counts)
-    assert (stored.between(0, BIN_COUNT) == 40 * 60_000).all()
-    assert stored.total(np.ones(5000, bool)).max() == 5000 * 60_000
+    stored = sample_of(counts)
+    assert stored.bin_counts.nbytes == 5000 * 40 * 2
+    np.testing.assert_array_equal(stored.counts, counts)
+    assert (stored.elements == 40 * 60_000).all()
+    assert stored.histogram.counts.max() == 5000 * 60_000
 
 
 def test_names_are_written_when_they_change_and_shared_when_loaded(tmp_path):

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kmp.records import BIN_COUNT, BinCounts, GradientSample
+from kmp.records import BIN_COUNT, GradientSample
 
 NAMES = ("net/first/kernel", "net/first/bias", "net/last/kernel")
 
@@ -18,7 +18,7 @@ def sample(**overrides):
         **{"update_norm": [0.3, 0.4, 1.0], "updates": [6, 4, 11], "lost_updates": [1, 0, 2]},
     }
     arrays = {name: np.array(column) for name, column in columns.items()}
-    return GradientSample(5, 4.0, NAMES, BinCounts.of(counts), **(arrays | overrides))
+    return GradientSample(5, 4.0, NAMES, counts, **(arrays | overrides))
 
 
 def test_sample_is_a_mapping_of_variables_to_histograms_and_has_one_of_all():
@@ -79,7 +79,7 @@ def test_variables_are_selected_by_path_or_pattern(patterns, names):
 
 
 def test_columns_that_were_not_measured_are_nan_or_zero():
-    counts = BinCounts.of(np.zeros((3, BIN_COUNT), np.int64))
+    counts = np.zeros((3, BIN_COUNT), np.int64)
     result = GradientSample(5, 4.0, NAMES, counts, amax=np.zeros(3), norm=np.zeros(3))
     assert np.isnan([result.weight_norm, result.update_norm]).all()
     assert (result.updates.tolist(), result.lost_updates.tolist()) == ([0, 0, 0], [0, 0, 0])
