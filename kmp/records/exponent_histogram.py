@@ -120,7 +120,12 @@ class ExponentHistogram:
         It is shifted by log2 of the loss scale. If the scale is not a power of two, this is rounded, and an element may
         be in the bin next to its own.
         """
-        return ExponentHistogram(shifted(self.counts, -round(math.log2(self.loss_scale))), self.step, 1.0)
+        counts = np.zeros_like(self.counts)
+        counts[[ZERO_BIN, INF_BIN, NAN_BIN]] = self.counts[[ZERO_BIN, INF_BIN, NAN_BIN]]
+        # What underflows in float32 counts as zero, what overflows as Inf.
+        bins = np.arange(ZERO_BIN + 1, INF_BIN) - round(math.log2(self.loss_scale))
+        np.add.at(counts, np.clip(bins, ZERO_BIN, INF_BIN), self.by_exponent)
+        return ExponentHistogram(counts, self.step, 1.0)
 
     @property
     def zones(self) -> dict[str, int]:
@@ -140,12 +145,3 @@ class ExponentHistogram:
         names = ("below_subnormal", "subnormal", "normal", "near_overflow", "beyond")
         finite = {name: int(counts.sum()) for name, counts in zip(names, zone_counts, strict=True)}
         return {"zero": self.zeros, **finite, "inf": self.infs, "nan": self.nans}
-
-
-def shifted(counts: np.ndarray, exponent: int) -> np.ndarray:
-    """Returns the counts of the gradients times 2^`exponent`; float32 underflow counts as zero, overflow as Inf."""
-    result = np.zeros_like(counts)
-    result[[ZERO_BIN, INF_BIN, NAN_BIN]] = counts[[ZERO_BIN, INF_BIN, NAN_BIN]]
-    bins = np.arange(ZERO_BIN + 1, INF_BIN) + exponent
-    np.add.at(result, np.clip(bins, ZERO_BIN, INF_BIN), counts[ZERO_BIN + 1 : INF_BIN])
-    return result
