@@ -42,7 +42,7 @@ def test_example_runs_as_it_stands(tmp_path, monkeypatch):
     names = {"x": random.normal(size=(64, 64)).astype("float32"), "y": random.integers(0, 10, 64)}
     exec(code.replace("epochs=5", "epochs=1"), names)
     assert isinstance(names["model"].optimizer, kmp.LossScaleOptimizer)
-    assert kmp.records.Run.load("runs/first").series("loss_scale")[0].size
+    assert kmp.load_run("runs/first").series("loss_scale")[0].size
     names |= {"tf": tf, "loss_function": keras.losses.SparseCategoricalCrossentropy()}
     exec(loop, names)
     before = names["model"].get_weights()[0]

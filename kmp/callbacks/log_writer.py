@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from kmp.advice import advise
 from kmp.callbacks import tensorboard_events
 from kmp.callbacks.training_records import Record, record_size
-from kmp.records import FILE_NAME, LogEncoder, Run
+from kmp.records import FILE_NAME, LogEncoder, Run, load_run
 from kmp.utils import atomic_files, user_messages
 
 logger = logging.getLogger("kmp")
@@ -186,7 +186,7 @@ class LogWriter:
         if self._has_failed or self._lines.closed or not self._has_records:
             return
         try:
-            run = Run.load(self._folder)
+            run = load_run(self._folder)
             with self._events.as_default(step=run.rows[-1]["step"]):
                 tensorboard_events.write_text("kmp/verdict", str(advise(run)))
             self._events.flush()
@@ -216,7 +216,7 @@ def _continue_log(folder: Path, first_step: int, header: Record) -> tuple[list[R
     log = (folder / FILE_NAME).resolve()
     if not log.exists() or not log.stat().st_size:
         return [], False
-    earlier = Run.load(log, allow_truncated=True)
+    earlier = load_run(log)
     if not earlier.rows:
         log.unlink()
         return [], False

@@ -18,7 +18,7 @@ import numpy as np
 from kmp import callbacks, layers
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import enable, wrap
-from kmp.records import Run, Snapshot
+from kmp.records import Run, Snapshot, load_run
 
 SEEDS = (0, 1, 2)
 BATCH_SIZE = 256
@@ -133,7 +133,7 @@ def train(
             verbose=0,
         )
         seconds = time.perf_counter() - started
-    return Result(history.history["val_label_accuracy"][-1], seconds, model.optimizer.snapshot(), Run.load(log_dir))
+    return Result(history.history["val_label_accuracy"][-1], seconds, model.optimizer.snapshot(), load_run(log_dir))
 
 
 def _model(pixels: int, classes: int) -> keras.Model:

@@ -80,16 +80,14 @@ def check_record(record: Mapping[str, Any]) -> None:
     _RECORD.decode(to_line({"step": 0} | dict(record)))
 
 
-def read_log(
-    file: Path, *, allow_truncated: bool, on_read: Callable[[int], object] | None = None
-) -> Iterator[dict[str, Any]]:
-    """Yields the header and the records of a log, with `GradientSample`s; arguments and errors as in `Run.load`."""
+def read_log(file: Path, on_read: Callable[[int], object] | None) -> Iterator[dict[str, Any]]:
+    """Yields the header and the records of a log, with `GradientSample`s; `on_read` and errors as in `load_run`."""
     names: tuple[str, ...] | None = None  # of the last sample: the samples of a run share them
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             is_of_log = number > 1 or line.startswith(_HEADER_BEGIN) or _HEADER_BEGIN.startswith(line)
-            if allow_truncated and is_of_log and not line.endswith(b"\n"):
-                return
+            if is_of_log and not line.endswith(b"\n"):
+                return  # a killed process wrote a part of the line
             try:
                 record: dict[str, Any] = (_HEADER if number == 1 else _RECORD).decode(line)
                 for key in (key for key in SAMPLE_KEYS if key in record):

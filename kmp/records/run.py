@@ -63,9 +63,7 @@ class Run:
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the steps that have a value of `key`, and the values, as arrays of equal length."""
-        steps_and_values = [(row["step"], row[key]) for row in self.rows if key in row]
-        values = [math.nan if value is None else value for _, value in steps_and_values]
-        return np.array([step for step, _ in steps_and_values], np.int64), np.array(values)
+        return _series([(row["step"], row[key]) for row in self.rows if key in row])
 
     def table(self) -> np.ndarray:
         """Returns all numbers as a structured array, with one row per recorded step, in order.
@@ -102,15 +100,11 @@ class Run:
     @property
     def metrics(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """The metrics of epochs by name, such as `loss` and `val_accuracy`: the steps, and the values."""
-        rows = [(row["step"], row["metrics"]) for row in self.rows if "metrics" in row]
-        by_name: dict[str, list[tuple[int, float]]] = {}
-        for step, metrics in rows:
-            for name, value in metrics.items():
-                by_name.setdefault(name, []).append((step, math.nan if value is None else value))
-        return {
-            name: (np.array([step for step, _ in pairs], np.int64), np.array([value for _, value in pairs], np.float64))
-            for name, pairs in by_name.items()
-        }
+        by_name: dict[str, list[tuple[int, float | None]]] = {}
+        for row in self.rows:
+            for name, value in row.get("metrics", {}).items():
+                by_name.setdefault(name, []).append((row["step"], value))
+        return {name: _series(pairs) for name, pairs in by_name.items()}
 
     @property
     def samples(self) -> list[GradientSample]:
@@ -141,33 +135,6 @@ class Run:
         """Returns the newest value of `key`, or `default` if there is none."""
         return next((row[key] for row in reversed(self.rows) if key in row), default)
 
-    @classmethod
-    def load(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        allow_truncated: bool = False,
-        on_read: Callable[[int], object] | None = None,
-    ) -> "Run":
-        """Loads a log.
-
-        Args:
-            path: The `.jsonl` file, or the `log_dir` that holds `kmp.jsonl`.
-            allow_truncated: Whether to ignore a truncated last line, which a killed process may leave.
-            on_read: Called after each line with its number of bytes, such as by a progress bar.
-
-        Raises:
-            FileNotFoundError: If there is no log.
-            TypeError: If `path` is not a path.
-            ValueError: If a line does not conform to the schema. The message names the file, the line and the key.
-        """
-        file = log_file(path)
-        if file.exists() and not file.is_file():
-            raise ValueError(f"{printable(str(file))}: not a log of kmp (not a regular file)")
-        lines = read_log(file, allow_truncated=allow_truncated, on_read=on_read)
-        header = next(lines, {})
-        return cls(list(lines), header)
-
 
 def log_file(path: str | os.PathLike[str]) -> Path:
     """Returns the log in a `log_dir`, or `path` itself."""
@@ -176,11 +143,12 @@ def log_file(path: str | os.PathLike[str]) -> Path:
     return file / FILE_NAME if file.is_dir() else file
 
 
-def load_run(path: str | os.PathLike[str]) -> Run:
+def load_run(path: str | os.PathLike[str], on_read: Callable[[int], object] | None = None) -> Run:
     r"""Loads the log of a training run, even if the run is still in progress or was killed.
 
     Args:
-        path: The `.jsonl` file, or the `log_dir` that holds `kmp.jsonl`.
+        path: The `.jsonl` file, or the `log_dir` that holds `kmp.jsonl`. A truncated last line is ignored.
+        on_read: Called after each line with its number of bytes, such as by a progress bar.
 
     Returns:
         A `kmp.records.Run`: `table()` returns all numbers as a structured array; `samples` are the sampled gradients,
@@ -198,7 +166,12 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     >>> load_run(log).last("loss_scale")
     8.0
     """
-    return Run.load(path, allow_truncated=True)
+    file = log_file(path)
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{printable(str(file))}: not a log of kmp (not a regular file)")
+    lines = read_log(file, on_read)
+    header = next(lines, {})
+    return Run(list(lines), header)
 
 
 def scalars(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
@@ -206,6 +179,11 @@ def scalars(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     for key, value in (row.get("metrics", {}) | row).items():
         if key != "step" and isinstance(value, int | float):
             yield key, float(value)
+
+
+def _series(steps_and_values: list[tuple[int, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    values = [math.nan if value is None else value for _, value in steps_and_values]
+    return np.array([step for step, _ in steps_and_values], np.int64), np.array(values)
 
 
 def _check_record(name: str, row: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from kmp.records import FILE_NAME, Run, log_file
+from kmp.records import FILE_NAME, Run, load_run, log_file
 from kmp.utils import unique_names, validation
 
 
@@ -49,7 +49,7 @@ def load(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Run]:
         def advance(size: int) -> None:
             task.completed += size  # the bar is drawn by a timer: `progress.advance` would take longer than the loading
 
-        runs = [Run.load(file, allow_truncated=True, on_read=advance) for file in files]
+        runs = [load_run(file, on_read=advance) for file in files]
     return dict(zip(_names([Path(path).resolve() for path in paths]), runs, strict=True))
 
 

@@ -18,7 +18,7 @@ def test_run_round_trips_through_a_log(tmp_path):
     lines = [*map(to_line, [HEADER, *rows])]
     (tmp_path / "kmp.jsonl").write_text("".join([*lines, '{"st']))  # the truncated last line is ignored
     read = []
-    run = Run.load(tmp_path, on_read=read.append, allow_truncated=True)
+    run = load_run(tmp_path, on_read=read.append)
     assert read[: len(lines)] == list(map(len, lines))
     for loaded in (run, load_run(tmp_path)):
         assert [to_line(row) for row in loaded.rows] == lines[1:]
@@ -37,7 +37,7 @@ def test_numbers_of_numpy_are_written_as_numbers_and_nonfinite_ones_as_null(tmp_
     line = to_line({"step": 1, "last_loss": math.inf})
     assert json.loads(line) == {"step": 1, "last_loss": None}
     (tmp_path / "kmp.jsonl").write_text(to_line(HEADER) + line)
-    assert math.isnan(Run.load(tmp_path / "kmp.jsonl").series("last_loss")[1][0])
+    assert math.isnan(load_run(tmp_path / "kmp.jsonl").series("last_loss")[1][0])
 
 
 @pytest.mark.parametrize("error", [math.nan, 1e39, "large"])
