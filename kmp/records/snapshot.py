@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from kmp.records.exponent_histogram import ExponentHistogram
 from kmp.records.gradient_sample import GradientSample
 
 
@@ -54,8 +53,3 @@ class Snapshot:
     overflow_origins_by_variable: dict[str, int] = field(default_factory=dict)
     loss_dtype: str | None = None
     sample: GradientSample | None = None
-
-    @property
-    def histogram(self) -> ExponentHistogram | None:
-        """The histogram of all variables together in the last sample, or `None` without a sample."""
-        return self.sample.histogram if self.sample else None

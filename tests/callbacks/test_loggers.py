@@ -59,7 +59,7 @@ def test_only_a_training_with_the_callback_is_sampled():
     fit(model, [], batches=8)
     for used in ([histogram], [], [histogram]):
         fit(model, used, batches=8)
-        sampled.append(model.optimizer.snapshot().histogram.step)
+        sampled.append(model.optimizer.snapshot().sample.step)
     assert sampled == [9, 9, 25]
     assert [each.step for each in histogram.run.histograms] == [9, 25]
 
