@@ -33,7 +33,10 @@ class LogWriter:
         folder: The folder, after `check`.
         first_step: The step that training continues after. If the folder has a log with later records, that log is
             archived and its records up to this step are carried over.
-        header: The header of a new log.
+
+    Attributes:
+        fallbacks: The `fallback` records of the log that this training continues.
+        size_at_start: The bytes of the records in that log, see `record_size`, and of its event files.
 
     Raises:
         ValueError: If another callback of the training writes into the folder, or if it has a log that is not kmp's.
@@ -77,7 +80,7 @@ class LogWriter:
             return None
         return lock
 
-    def __init__(self, owner: Any, folder: Path, first_step: int, header: Record) -> None:
+    def __init__(self, owner: Any, folder: Path, first_step: int) -> None:
         folder = folder.resolve()  # two paths to one folder have one writer
         if folder in self._open:
             raise ValueError(
@@ -87,33 +90,37 @@ class LogWriter:
         self._folder, self._owner = folder, weakref.ref(owner)
         self._has_failed = self._has_records = False
         self._encoder = LogEncoder()
-        self.fallbacks: list[dict[str, Any]] = []  # the records of the log that this training continues
-        self.size = 0  # bytes of the records in the log, see `record_size`, and of the event files
+        self.fallbacks: list[Record] = []
+        self.size_at_start = 0
         self._lines: Any = None  # the open log and the writer of the event files, unless opening them fails
         self._events: Any = None
         with self._stopping_on_write_error():
-            kept, is_rewritten = _continue_log(folder, first_step, header)
-            self._has_records = bool(kept)
-            self.fallbacks = [record for record in kept if record.get("fallback")]
-            self.size = sum(map(record_size, kept)) + sum(file.stat().st_size for file in _event_files(folder))
+            kept, is_rewritten = _continue_log(folder, first_step)
+            self._has_records = bool(kept.rows)
+            self.fallbacks = [record for record in kept.rows if record.get("fallback")]
             self._lines = (folder / FILE_NAME).open("a", encoding="utf-8")
             self._events = self._new_events()
-            for record in kept if is_rewritten else ():
-                self._write_events(record, header)
+            for record in kept.rows if is_rewritten else ():
+                self._write_events(record, kept.header)
             self._events.flush()
+            sizes = [*map(record_size, kept.rows), *(file.stat().st_size for file in _event_files(folder))]
+            self.size_at_start = sum(sizes)
         self._open[folder] = self
 
-    def write(self, run: Run) -> None:
+    def write(self, run: Run) -> int:
         """Writes the last record of a run. Stops the log with a warning if the disk is full.
 
         The records before it are written again if the log was deleted, moved or truncated, as by a program that cleans
         a folder.
 
+        Returns:
+            The bytes of its histograms in the event files.
+
         Raises:
             ValueError: If a later training uses the folder.
         """
         if self._has_failed:
-            return
+            return 0
         if self._lines.closed:
             raise ValueError(f"`log_dir` is in use by a later training. Received: log_dir={str(self._folder)!r}")
         record = run.rows[-1]
@@ -121,9 +128,10 @@ class LogWriter:
             if self._has_records and not self._is_intact():
                 self._write_again(run)
             self._write_line(record, run.header)
-            self.size += record_size(record)
-            self._write_events(record, run.header)
+            size = self._write_events(record, run.header)
             self._events.flush()
+            return size
+        return 0
 
     def _is_intact(self) -> bool:
         """Whether the file at the log's path is the one that is open, and nothing of it was removed."""
@@ -157,7 +165,7 @@ class LogWriter:
     def _write_line(self, record: Record, header: Record) -> None:
         if not self._has_records:
             if self._lines.tell():
-                self._lines.truncate(0)  # a header from before the first step, which may have built the model
+                self._lines.truncate(0)  # the header of a log without records
             self._lines.write(self._encoder.line(header))
             self._has_records = True
         self._lines.write(self._encoder.line(record))
@@ -166,9 +174,9 @@ class LogWriter:
     def _new_events(self) -> Any:
         return tf.summary.create_file_writer(str(self._folder), filename_suffix=tensorboard_events.SUFFIX)
 
-    def _write_events(self, record: Record, header: Record) -> None:
+    def _write_events(self, record: Record, header: Record) -> int:
         with self._events.as_default(step=record["step"]):
-            self.size += tensorboard_events.write(record, header.get("settings", {}).get("layers", {}))
+            return tensorboard_events.write(record, header.get("settings", {}).get("layers", {}))
 
     @contextlib.contextmanager
     def _stopping_on_write_error(self) -> Iterator[None]:
@@ -207,26 +215,23 @@ class LogWriter:
                     file.close()
 
 
-def _continue_log(folder: Path, first_step: int, header: Record) -> tuple[list[Record], bool]:
+def _continue_log(folder: Path, first_step: int) -> tuple[Run, bool]:
     """Makes an existing log end at `first_step`, by an atomic write, and archives it if that drops or changes a line.
 
     Returns:
-        The records in the log, and whether it was archived, so that TensorBoard's files need these records again.
+        The log as a run, and whether it was archived, so that TensorBoard's files need its records again.
     """
     log = (folder / FILE_NAME).resolve()
     if not log.exists() or not log.stat().st_size:
-        return [], False
+        return Run(), False
     earlier = load_run(log)
-    if not earlier.rows:
-        log.unlink()
-        return [], False
-    kept = [record for record in earlier.rows if record["step"] <= first_step]
-    goes_beyond = len(kept) < len(earlier.rows)
-    if not goes_beyond and log.read_bytes().endswith(b"\n"):
+    kept = Run([record for record in earlier.rows if record["step"] <= first_step], earlier.header)
+    goes_beyond = len(kept.rows) < len(earlier.rows)
+    if not earlier.rows or (not goes_beyond and log.read_bytes().endswith(b"\n")):
         return kept, False
     encoder = LogEncoder()
     with atomic_files.atomic_write(log) as file:
-        file.write("".join(map(encoder.line, (earlier.header if kept else header, *kept))).encode())
+        file.write("".join(map(encoder.line, (kept.header, *kept.rows))).encode())
         file.flush()  # on a full disk, raises before the log is archived
         _archive(folder, log, f"goes beyond step {first_step}" if goes_beyond else "ends in the middle of a line")
     return kept, True

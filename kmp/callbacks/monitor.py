@@ -151,7 +151,8 @@ class Monitor(OptimizerReader):
         self._previous = replace(snapshot, loss_dtype=None, **counts)
         self._start_step = snapshot.step
         self._has_trained = self._is_open = False
-        self._size = sum(map(record_size, self.run.rows))
+        # The bytes of records and TensorBoard's histograms, in memory or on disk.
+        self._size = sum(record_size(row) for row in self.run.rows if row["step"] <= snapshot.step)
         # `History` and `CSVLogger` take the keys of the first epoch, so all keys exist from the start.
         initial = {LOSS_SCALE: snapshot.loss_scale, OVERFLOWS: snapshot.overflow_count, GRADIENTS: math.nan}
         self._logged = {part: initial[part] for part in self.parts}
@@ -289,18 +290,16 @@ class Monitor(OptimizerReader):
             self.run.header = header(self.model, self.optimizer, has_trained=True)
         self._open_log()
         self.run.append(record)
-        self._size += record_size(record)
-        if self._writer:
-            self._writer.write(self.run)
+        self._size += record_size(record) + (self._writer.write(self.run) if self._writer else 0)
 
     def _open_log(self) -> None:
         """Makes the run and the log continue after the step at which this training began."""
         if not self._is_open:
             self._is_open = True
             self.run.rows[:] = [row for row in self.run.rows if row["step"] <= self._start_step]
-            self._size = sum(map(record_size, self.run.rows))
-        if self.log_dir and self._is_chief and self._writer is None:
-            self._writer = LogWriter(self, self.log_dir, self._previous.step, self.run.header)
+            if self.log_dir and self._is_chief:
+                self._writer = LogWriter(self, self.log_dir, self._start_step)
+                self._size = max(self._size, self._writer.size_at_start)
 
     def _close(self) -> None:
         self._weights_before = {}
@@ -313,8 +312,7 @@ class Monitor(OptimizerReader):
     @property
     def _interval(self) -> int:
         """The number of steps from read to read: `every_n_steps`, and more in a long run."""
-        size = max(self._size, self._writer.size if self._writer else 0)
-        return int(min(self.every_n_steps * 2 ** min(size // self.budget, _MOST_DOUBLINGS), NEVER))
+        return int(min(self.every_n_steps * 2 ** min(self._size // self.budget, _MOST_DOUBLINGS), NEVER))
 
     def _plan_next_read(self, step: int) -> None:
         interval = self._interval
