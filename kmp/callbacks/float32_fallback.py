@@ -173,10 +173,10 @@ class Float32Fallback(CopyableCallback):
         if not replay.is_finite:  # the overflows have lowered the scale, or it overflows still
             scale = max(rule.min_scale, min(rule.initial_scale, result.usable_scale or rule.initial_scale))
             self.monitor.optimizer.dynamic_scale.assign(scale)
-        step = self.monitor.add_record({"fallback": replay.float32_layers, "fallback_reason": finding.title})
+        self.monitor.add_record({"fallback": replay.float32_layers, "fallback_reason": finding.title})
         self.monitor.add_record(proof)
-        self._warn(finding.title, f"At step {step}", replay.float32_layers, changed, finding)
-        self.repaired_at = step
+        self.repaired_at = self.monitor.run.rows[-1]["step"]
+        self._warn(finding.title, f"At step {self.repaired_at}", replay.float32_layers, changed, finding)
         return True
 
     def _is_repeated(self) -> bool:

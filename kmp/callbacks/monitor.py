@@ -20,7 +20,6 @@ from kmp.callbacks.training_records import (
     metrics_record,
     record_of,
     record_size,
-    sample_record,
 )
 from kmp.gradients import NEVER, copies_of, paths_of, with_updates
 from kmp.optimizer import LossScaleOptimizer
@@ -117,6 +116,7 @@ class Monitor(OptimizerReader):
         self._writer: LogWriter | None = None
         self._lock: FileLock | None = None
         self._previous: Snapshot
+        self._sampling_interval: int
         self._first_epoch = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,9 +157,8 @@ class Monitor(OptimizerReader):
         initial = {LOSS_SCALE: snapshot.loss_scale, OVERFLOWS: snapshot.overflow_count, GRADIENTS: math.nan}
         self._logged = {part: initial[part] for part in self.parts}
         self._last_sampled_step = snapshot.sample.step if snapshot.sample else 0
-        self._has_finite_sample, self._retries_left = False, _RETRIES
+        self._retries_left = _RETRIES
         self._samples_until_update = self._measured_updates = 0
-        self._sampling_interval = 0
         self._sample_next_step()
         self.last_replay = None
         if self._replayer:
@@ -173,8 +172,7 @@ class Monitor(OptimizerReader):
         super().on_epoch_begin(epoch, logs)
         if not self.is_active:
             return
-        if not self._has_trained:
-            self._open_log()
+        self._open_log()
         if GRADIENTS in self.parts and epoch % (self._interval // self.every_n_steps) == 0:
             # Sample the first step of an epoch without a step that is divisible by the interval.
             step, batches = self._previous.step, (self.params or {}).get("steps") or 0  # 0 while Keras does not know
@@ -201,7 +199,7 @@ class Monitor(OptimizerReader):
             learning_rate = getattr(self.optimizer.inner_optimizer, "learning_rate", None)
             record = metrics_record(self._previous.step, epoch, {"learning_rate": learning_rate} | logs)
             if record["metrics"] and record["step"]:  # without a step the run has not begun
-                self._append(record)
+                self.add_record(record)
             logs.update(self._logged)
 
     def on_train_end(self, logs: Logs = None) -> None:
@@ -232,28 +230,33 @@ class Monitor(OptimizerReader):
         record = record_of(snapshot, self._previous, self.parts)
         sample = self._new_sample(snapshot)
         if sample is not None:
-            found = sample_record(sample)
+            zeros, norm = sample.histogram.zero_fraction, sample.total_norm
+            found = {"step": sample.step, "grad_zeros": zeros, "grad_norm": norm, "sample": sample}
             if sample.step == snapshot.step:
                 record |= found
             else:  # an execution of several steps
-                self._append(found)
+                self.add_record(found)
+            if math.isfinite(norm):
+                self._logged[GRADIENTS] = norm
         if len(record) > 1:
-            self._append(record)
+            self.add_record(record)
         self._previous = snapshot
         self._logged |= {key: record[key] for key in (LOSS_SCALE, OVERFLOWS) if key in record}
-        if sample is not None and math.isfinite(sample.total_norm):
-            self._logged[GRADIENTS] = sample.total_norm
         self._plan_next_read(snapshot.step)
         # The first steps often overflow. Sample until one does not: a short training has few other samples.
-        if sample is not None and self._retries_left and not self._has_finite_sample:
+        if sample is not None and self._retries_left:
             self._retries_left -= 1
             self._sample_next_step()
         self._replay()
 
-    def add_record(self, record: Record) -> int:
-        """Adds a record of the last step that was read, to `run` and the log. Returns this step."""
-        self._append({"step": self._previous.step} | record)
-        return self._previous.step
+    def add_record(self, record: Record) -> None:
+        """Adds a record to `run` and the log; without a `step`, that of the last step that was read."""
+        if self._has_trained and "layers" not in self.run.settings:  # built by the first step
+            self.run.header = header(self.model, self.optimizer, has_trained=True)
+        self._open_log()
+        record = {"step": self._previous.step} | record
+        self.run.append(record)
+        self._size += record_size(record) + (self._writer.write(self.run) if self._writer else 0)
 
     def replay_again(self, usable_scale: float | None) -> Record:
         """Replays the last batch once more, after a change of the model. Returns the keys of a record."""
@@ -284,13 +287,6 @@ class Monitor(OptimizerReader):
         if found:
             self.last_replay = found.get("replay")
             self.add_record(found)
-
-    def _append(self, record: Record) -> None:
-        if self._has_trained and "layers" not in self.run.settings:  # built by the first step
-            self.run.header = header(self.model, self.optimizer, has_trained=True)
-        self._open_log()
-        self.run.append(record)
-        self._size += record_size(record) + (self._writer.write(self.run) if self._writer else 0)
 
     def _open_log(self) -> None:
         """Makes the run and the log continue after the step at which this training began."""
@@ -345,14 +341,16 @@ class Monitor(OptimizerReader):
 
         `None` if it was recorded before, or is that of another callback with another interval.
         """
-        sample, last, interval = snapshot.sample, self._last_sampled_step, self._sampling_interval
+        sample = snapshot.sample
         if GRADIENTS not in self.parts or sample is None:
             return None
+        last, interval = self._last_sampled_step, self._sampling_interval
         is_due = sample.step // interval > last // interval or last < self._requested_step <= sample.step
         if not is_due:
             return None
         self._last_sampled_step = sample.step
-        self._has_finite_sample |= sample.histogram.is_finite
+        if sample.histogram.is_finite:
+            self._retries_left = 0
         self._samples_until_update -= 1
         if self.variables is not None:
             sample = sample.select([name for name in self._selected_variables() if name in sample])

@@ -22,11 +22,10 @@ from kmp.records import (
     RECORD_KEYS,
     SAMPLE_KEYS,
     SCHEMA,
-    GradientSample,
     Snapshot,
     compact,
 )
-from kmp.utils import FLOAT32
+from kmp.utils import FLOAT32, validation
 
 LOSS_SCALE, OVERFLOWS, GRADIENTS = PARTS = ("loss_scale", "overflow_count", "grad_norm")  # what each adds to `logs`
 
@@ -104,12 +103,6 @@ def record_of(snapshot: Snapshot, previous: Snapshot, parts: Collection[str]) ->
     return record
 
 
-def sample_record(sample: GradientSample) -> Record:
-    """Returns the record of a sample of gradients."""
-    zeros, norm = sample.histogram.zero_fraction, sample.total_norm
-    return {"step": sample.step, "grad_zeros": zeros, "grad_norm": norm, "sample": sample}
-
-
 def metrics_record(step: int, epoch: int, values: Mapping[str, Any]) -> Record:
     """Returns the record of an epoch: those of Keras' `logs` that are numbers, as far as a log can hold them."""
     numbers = {key: to_number(value) for key, value in values.items() if key not in RECORD_KEYS}
@@ -129,8 +122,6 @@ def record_size(record: Mapping[str, Any]) -> int:
 
 
 def to_number(value: Any) -> float | None:
-    """Returns a number, or a tensor or variable with one, as a float; `None` for anything else."""
-    value = value.numpy() if hasattr(value, "numpy") else value
-    is_scalar = isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "biufV"  # V: bfloat16
-    is_number = isinstance(value, int | float | np.number) or is_scalar
-    return float(value) if is_number else None
+    """Returns a number, or a scalar tensor or variable, as a float; `None` for anything else."""
+    scalar = validation.python_scalar(value)
+    return float(scalar) if isinstance(scalar, int | float) else None
