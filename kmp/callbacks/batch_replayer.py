@@ -103,8 +103,7 @@ class BatchReplayer:
         if not has_overflowed and captured.was_skipped:
             self._request(snapshot)
             return None  # the batch of a skipped step is no sample of the data
-        if snapshot.sample and snapshot.sample.histogram.is_finite:
-            self._zero_share = max(self._zero_share, snapshot.sample.histogram.zero_fraction)
+        self._zero_share = max(self._zero_share, _zero_share(snapshot))
         if has_overflowed:
             self._overflow_replays += 1
             self._seen = snapshot
@@ -227,8 +226,11 @@ class BatchReplayer:
             return True
         if self._last_step < self._middle <= snapshot.step:
             return True
-        sample = snapshot.sample
-        if sample is None or not sample.histogram.is_finite:
-            return False
-        share = sample.histogram.zero_fraction
+        share = _zero_share(snapshot)
         return share > _MANY_ZEROS and share >= self._zero_share + _MANY_ZEROS  # so it is at most nine times
+
+
+def _zero_share(snapshot: Snapshot) -> float:
+    """Returns the share of the sampled elements that are zero; 0 without a finite sample."""
+    histogram = snapshot.sample.histogram if snapshot.sample else None
+    return histogram.zero_fraction if histogram and histogram.total and histogram.is_finite else 0.0

@@ -90,13 +90,11 @@ class Float32Fallback(CopyableCallback):
         self._overflows: int | None = None  # at the last check
         self._rejected: Replay | None = None
         self._records = 0  # of the run, when it was examined last
-        self._has_begun = False
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        if self.monitor.is_active and not self._has_begun:
-            self._has_begun = True
-            if distribution.has_several_workers(self.model.distribute_strategy):
-                return  # only the chief has the log, and all workers must compute alike
+        # With several workers, only the chief has the log, and all must compute alike.
+        has_several_workers = distribution.has_several_workers(self.model.distribute_strategy)
+        if self.monitor.is_active and not self.monitor.has_trained and not has_several_workers:
             self._repeat_earlier_fallbacks()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:

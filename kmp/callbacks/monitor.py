@@ -150,7 +150,7 @@ class Monitor(OptimizerReader):
         counts: dict[str, Any] = {"overflows_by_variable": {}, "overflow_origins_by_variable": {}}
         self._previous = replace(snapshot, loss_dtype=None, **counts)
         self._start_step = snapshot.step
-        self._has_trained = self._is_open = False
+        self._is_open = False
         # The bytes of records and TensorBoard's histograms, in memory or on disk.
         self._size = sum(record_size(row) for row in self.run.rows if row["step"] <= snapshot.step)
         # `History` and `CSVLogger` take the keys of the first epoch, so all keys exist from the start.
@@ -167,7 +167,7 @@ class Monitor(OptimizerReader):
             self._replayer.begin(snapshot, epochs * (params.get("steps") or 0))
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        if not self._has_trained:
+        if not self.has_trained:
             self._first_epoch = epoch
         super().on_epoch_begin(epoch, logs)
         if not self.is_active:
@@ -205,7 +205,7 @@ class Monitor(OptimizerReader):
     def on_train_end(self, logs: Logs = None) -> None:
         if not self.is_active:
             return
-        if self._has_trained:
+        if self.has_trained:
             self._replay(is_last=True)
             name = type(self).__name__
             if self._previous.step == self._start_step:
@@ -251,7 +251,7 @@ class Monitor(OptimizerReader):
 
     def add_record(self, record: Record) -> None:
         """Adds a record to `run` and the log; without a `step`, that of the last step that was read."""
-        if self._has_trained and "layers" not in self.run.settings:  # built by the first step
+        if self.has_trained and "layers" not in self.run.settings:  # built by the first step
             self.run.header = header(self.model, self.optimizer, has_trained=True)
         self._open_log()
         record = {"step": self._previous.step} | record

@@ -45,7 +45,7 @@ class OptimizerReader(CopyableCallback):
             raise TypeError(f"`optimizer` must be a kmp.LossScaleOptimizer or None. Received: optimizer={optimizer!r}")
         self._optimizer = optimizer
         self.is_active = False  # whether there is an optimizer to read in this training
-        self._has_trained = False  # whether this training has had a batch
+        self.has_trained = False  # whether this training has had a batch
         self._batches_left = 1  # until the next read
 
     @property
@@ -54,6 +54,7 @@ class OptimizerReader(CopyableCallback):
         return self._optimizer or self.model.optimizer
 
     def on_train_begin(self, logs: Logs = None) -> None:
+        self.has_trained = False
         self.is_active = self._has_optimizer()
         if self.is_active:
             if self._prepare():
@@ -61,12 +62,12 @@ class OptimizerReader(CopyableCallback):
             self._start()
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        if self.is_active and not self._has_trained:
+        if self.is_active and not self.has_trained:
             self._start()  # again: a later callback's `on_train_begin` may have loaded the optimizer
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if self.is_active:
-            self._has_trained = True
+            self.has_trained = True
             self._batches_left -= self.model.steps_per_execution
             if self._batches_left <= 0:
                 self.read()

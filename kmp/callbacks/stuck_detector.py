@@ -86,7 +86,6 @@ class StuckDetector(OptimizerReader):
 
     def _start(self) -> None:
         self._first = self._snapshot = self.optimizer.snapshot()
-        self._has_trained = False
         self._batches_left = 1
         self._reported_streak_start: int | None = None
 
