@@ -68,7 +68,7 @@ class Finding:
     Args:
         cause: Short name of the cause. Of skipped steps: `"data"`, `"targets"`, `"optimizer_state"`, `"exploding"`,
             `"constant"`, `"forward_overflow"`, `"forward_underflow"`, `"rounding"`, `"loss_overflow"`, `"loss"`,
-            `"backward_overflow"` or `"scale_too_large"`. Of operations that only compiled are finite: `"uncompiled"`.
+            `"backward_overflow"` or `"scale_too_large"`. Of NaN or Inf that compiling hides: `"uncompiled"`.
             Of what float16 loses: `"precision_loss"`, `"unscaled_loss"`, `"lost_updates"`, `"branch_underflow"`,
             `"scale_too_small"` or `"range"`. Of settings: `"growth_interval_too_small"`, `"hysteresis_too_large"` or
             `"initial_scale"`. Or `"float32_fallback"`, `"dead"` or `"unused"`.

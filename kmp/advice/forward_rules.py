@@ -37,16 +37,15 @@ def forward(metrics: RunMetrics) -> Finding | None:
 
 
 def uncompiled(metrics: RunMetrics) -> Finding | None:
-    """Reports a loss that is NaN or Inf operation by operation, as where `model(x)` is called, but not compiled."""
-    replay = metrics.last_nonfinite_replay
-    if replay is None or replay.loss is not None or not replay.is_finite_in_float32:
+    """Reports a forward pass that is NaN or Inf operation by operation, as `model(x)` runs it, but not compiled."""
+    replay = metrics.replays[-1] if metrics.replays else None
+    if replay is None or not replay.is_finite_compiled or metrics.run.last("overflow_count") != 0:
         return None
-    if metrics.run.last("overflow_count") != 0:
-        return None  # a step that was skipped may have failed as its replay did
-    if not (found := _first_nonfinite(replay)):
+    found = _first_nonfinite(replay)
+    if found is None or found.layer == LOSS_FUNCTION:  # the loss was not compiled
         return None
     finding = forward_finding(metrics, found, replay)
-    title = f"{finding.title} Only the compiled training step is finite, not its operations one by one."
+    title = f"{finding.title} The compiled model is finite; run operation by operation, it is not."
     return dataclasses.replace(finding, cause="uncompiled", severity=WARNING, title=title)
 
 

@@ -87,13 +87,8 @@ class RunMetrics:
         if self.nonfinite_losses:
             failed = self._last_replay(lambda replay: replay.loss is None and not replay.is_finite)
             return failed or self._last_replay(lambda replay: replay.loss is None)
-        failed = self.last_nonfinite_replay
+        failed = self._last_replay(lambda replay: not replay.is_finite)
         return failed if failed and failed.loss is None and self.overflows else None
-
-    @property
-    def last_nonfinite_replay(self) -> Replay | None:
-        """The last replay with NaN or Inf in the precision of the model."""
-        return self._last_replay(lambda replay: not replay.is_finite)
 
     @cached_property
     def largest_gradient_error(self) -> float | None:

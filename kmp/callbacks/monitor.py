@@ -294,7 +294,7 @@ class Monitor(OptimizerReader):
             self._is_open = True
             self.run.rows[:] = [row for row in self.run.rows if row["step"] <= self._start_step]
             if self.log_dir and self._is_chief:
-                self._writer = LogWriter(self, self.log_dir, self._start_step)
+                self._writer = self._writer or LogWriter(self, self.log_dir, self._start_step)
                 self._size = max(self._size, self._writer.size_at_start)
 
     def _close(self) -> None:

@@ -217,6 +217,8 @@ class Replay:
         is_forward_only: Whether only the forward pass was replayed.
         output_error: The relative error of the model's outputs, as in `LayerError`; `None` if a pass was not finite. If
             that of the replay was not, but the training step was, the harmful error of a compiled forward pass.
+        is_finite_compiled: Whether the outputs of a compiled forward pass were those of float32, though the loss of the
+            replay, which runs operation by operation, was not finite.
         layer_errors: What the precision of the model changes in the outputs of the layers, in the order of the calls.
         gradient_errors: What it changes in the gradients of the layers. Empty if a pass was not finite.
         state_errors: What it changes in the updates of states that are not trainable, of those above 0.25. `None` if it
@@ -253,6 +255,7 @@ class Replay:
     zero: Annotated[list[Text], MOST_VARIABLES] = field(default_factory=list)
     is_forward_only: bool = False
     output_error: Magnitude | None = None
+    is_finite_compiled: bool = False
     layer_errors: Annotated[list[LayerError], Meta(max_length=1000)] = field(default_factory=list)
     gradient_errors: Annotated[list[GradientError], Meta(max_length=1000)] = field(default_factory=list)
     state_errors: Annotated[list[StateError], MOST_VARIABLES] | None = field(default_factory=list)

@@ -220,12 +220,14 @@ def _find_operations(passes: Passes, exact: PassResult) -> dict[str, Any]:
 
 
 def _compare_compiled(passes: Passes, own: PassResult, exact: PassResult) -> dict[str, Any]:
-    """Returns a harmful error of the outputs of a compiled pass, whose loss was finite in the training."""
+    """Returns what the outputs of a compiled pass show, whose loss was finite in the training."""
     is_random = own.is_random or exact.is_random or own.marks.random_numbers.position > 0  # compiled: other numbers
     if passes.step.is_custom or passes.model.run_eagerly or is_random:
         return {}
     error = exact.marks.error_of(passes.compiled_outputs())
-    return {"output_error": error, "layer_errors": layer_errors(own, exact)} if is_harmful(error, []) else {}
+    if not is_harmful(error, []):
+        return {"is_finite_compiled": True}
+    return {"output_error": error, "layer_errors": layer_errors(own, exact)}
 
 
 def _compare(

@@ -46,11 +46,15 @@ class NonfiniteOperations:
 
     def observe(self, operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Checks an operation; see `watching_operations`."""
-        typed_operands, results = _float_values(inputs), _float_values(outputs)
+        results = _float_values(outputs)
+        is_finite = operation == "ReadVariableOp" or all(np.isfinite(values).all() for _, values in results)
+        if self.is_backward and is_finite:
+            return
+        typed_operands = _float_values(inputs)
         if not self.is_backward:
             self._record_lost_constants(typed_operands)
             self._record_underflow(operation, typed_operands, results)
-        if operation == "ReadVariableOp" or all(np.isfinite(values).all() for _, values in results):
+        if is_finite:
             return
         operands = [values for _, values in typed_operands]
         has_nan = any(np.isnan(values).any() for _, values in results)

@@ -11,7 +11,7 @@ from conftest import sample_from
 
 import kmp
 from kmp.advice.finding import ERROR, INFO, WARNING, SetArguments
-from kmp.records import InvalidTargets, NonfiniteOperation, Replay, Run
+from kmp.records import LOSS_FUNCTION, InvalidTargets, NonfiniteOperation, Replay, Run
 
 DYNAMIC = {"rule": "DynamicScale", "initial_scale": 2.0**15, "growth_interval": 2000, "compute_dtypes": ["float16"]}
 LAYERS = {"net/conv": "Conv2D", "net/a": "Dense"}
@@ -515,11 +515,16 @@ def test_nan_or_inf_that_the_losses_of_the_training_do_not_show_is_the_cause(rep
     assert (finding.cause, finding.location) == (cause, location)
 
 
-def test_nan_of_a_replay_is_a_warning_if_no_step_was_skipped_and_none_if_it_does_not_reach_the_loss():
+def test_nan_of_a_replay_is_a_warning_if_no_step_was_skipped_and_a_compiled_pass_was_finite():
     row = {"step": 100, "overflow_count": 0, "loss_scale": 2.0**15}
-    (finding,) = advice_of(row | {"replay": NAN_IN_LOSS}, layers=LAYERS).problems
+    compiled = replace(NAN_IN_LOSS, is_finite_compiled=True)
+    (finding,) = advice_of(row | {"replay": compiled}, layers=LAYERS).problems
     assert (finding.cause, finding.severity, finding.location) == ("uncompiled", "warning", "net/a")
-    assert causes(row | {"replay": hidden(operation("Cast", "inf", constant=-1e9))}) == []
+    in_loss = replace(compiled, nonfinite=[operation("Log", "inf", LOSS_FUNCTION)])
+    for other in (NAN_IN_LOSS, in_loss, hidden(operation("Cast", "inf", constant=-1e9))):
+        assert causes(row | {"replay": other}) == []
+    assert causes(row | {"replay": compiled}, row | {"step": 200, "replay": clean_replay(1.0)}) == []
+    assert "uncompiled" not in causes(row | {"overflow_count": 1, "replay": compiled})
 
 
 def test_nan_of_a_replay_is_no_cause_if_a_scale_that_falls_at_the_start_explains_the_skipped_steps():

@@ -403,6 +403,16 @@ class Adds(keras.callbacks.Callback):
         logs |= self.values
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+def test_training_whose_first_epoch_has_no_batch_is_logged(tmp_path):
+    x, y = small_data(3)
+    batches = iter([[], zip(np.split(x, 3), np.split(y, 3), strict=True)])
+    shapes = tf.TensorSpec((8, 4), tf.float32), tf.TensorSpec((8,), tf.int32)
+    data = tf.data.Dataset.from_generator(lambda: next(batches), output_signature=shapes)
+    compiled_model().fit(data, epochs=2, shuffle=False, verbose=0, callbacks=without_replays(tmp_path))
+    assert logged_steps(tmp_path) == [1]
+
+
 def test_metrics_of_epochs_are_recorded_once(tmp_path):
     (x, y), callbacks = small_data(), without_replays(tmp_path, every_n_steps=5)
     added = Adds(text="no number", undefined=float("nan"), huge=1e300)
