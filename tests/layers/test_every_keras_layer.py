@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import HAS_GPU
 from keras import layers
 
 import kmp
@@ -329,10 +330,9 @@ def test_feature_space_of_all_feature_types_computes_what_it_computes_in_float32
 def test_layer_computes_under_enable_what_it_computes_in_float32(tested, is_xla, saved_model):
     if is_xla and not tested.has_xla:
         pytest.skip("XLA has no kernel of an operation of this layer, in float32 either")
-    is_gpu = bool(tf.config.list_physical_devices("GPU"))
-    if is_gpu and is_xla and tested.layer_class in (layers.LSTM, layers.GRU, layers.Bidirectional):
+    if HAS_GPU and is_xla and tested.layer_class in (layers.LSTM, layers.GRU, layers.Bidirectional):
         pytest.skip("On a GPU, Keras does not compile these layers: XLA has no kernel of cuDNN's operation")
-    if not is_xla and not is_gpu and tested.layer_class.__name__ in NO_FLOAT16_KERNEL_ON_CPU:
+    if not is_xla and not HAS_GPU and tested.layer_class.__name__ in NO_FLOAT16_KERNEL_ON_CPU:
         pytest.skip("TensorFlow has no float16 kernel of this operation for CPUs")
     # Of raw data, Keras casts pixels only in a graph, and XLA draws other random numbers.
     is_reference_in_xla = is_xla and "seed" in tested.arguments
