@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import keras
 
-from kmp.advice import Finding, RunMetrics, advise, diagnosis_of, since_last_fallback
+from kmp.advice import EXPLODING_LOSS, SMALL_LOSS, Finding, RunMetrics, advise, diagnosis_of, since_last_fallback
 from kmp.backend import (
     computing_layers,
     direct_sublayers,
@@ -36,8 +36,6 @@ _CHECKED_EVERY = 32  # batches; each check copies a few numbers from the device
 _AGREEING = 3  # comparisons in a row in which gradients differ are a proof
 # A training that overflows may diverge in any number format, before the records are enough to say so.
 _LARGE_UPDATE = 1.0  # relative to the norm of the weights; 0.001 is typical
-_HIGH_LOSS = 100.0  # times the first loss, of a training step and of the replayed batch in float32
-_SMALL_LOSS = 0.01  # a loss below counts as this
 
 
 class Float32Fallback(CopyableCallback):
@@ -145,7 +143,7 @@ class Float32Fallback(CopyableCallback):
             return False
         has_output_error = replay.error_origin or (replay.output_error or 0.0) > HARMFUL_OUTPUT_ERROR_ALONE
         # The rounding of the outputs may be all that is left of a small loss.
-        largest = HARMFUL_OUTPUT_ERROR_ALONE * max(abs(replay.float32_loss or 0.0), _SMALL_LOSS)
+        largest = HARMFUL_OUTPUT_ERROR_ALONE * max(abs(replay.float32_loss or 0.0), SMALL_LOSS)
         has_loss_error = replay.is_harmful and replay.loss_difference > largest
         is_proof = has_output_error or has_loss_error or replay.lost_states or replay.overflow_inside
         self._records = records
@@ -206,7 +204,7 @@ class Float32Fallback(CopyableCallback):
 def _may_diverge(metrics: RunMetrics, replay: Replay) -> bool:
     """Whether the updates are so large, or the loss so high in float32 too, that float16 need not be the cause."""
     first, highest, _ = metrics.losses
-    has_risen = min(highest, abs(replay.float32_loss or 0.0)) > _HIGH_LOSS * max(abs(first), _SMALL_LOSS)
+    has_risen = min(highest, abs(replay.float32_loss or 0.0)) > EXPLODING_LOSS * max(abs(first), SMALL_LOSS)
     return has_risen or metrics.update_ratio[1] > _LARGE_UPDATE
 
 
