@@ -1,4 +1,4 @@
-"""The thresholds of all rules, each with its reason. The scripts of `docs/advice.md` test them together."""
+"""The thresholds of all rules, each with its reason. The programs of `docs/advice.md` test them together."""
 
 # Shares of all training steps.
 FEW_SKIPPED = 0.01  # a dynamic scale skips about one step in 2000, and a few rare batches do no harm

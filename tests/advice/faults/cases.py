@@ -1,17 +1,17 @@
-"""The scripts with a planted fault, and what a diagnosis of each must say."""
+"""The programs with a planted fault, and what a diagnosis of each must say."""
 
 import random
 from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """What is wrong with a script.
+    """What is wrong with a program.
 
     Attributes:
         cause: The category of the fault.
         at: The name of the layer, output or argument, or the part of the batch, that a good diagnosis names; empty if
             there is none.
-        sound: The lowest score of the script once the fault is fixed. The script as it stands scores clearly less, or
+        sound: The lowest score of the program once the fault is fixed. The program as it stands scores clearly less, or
             ends in a `StuckError`.
     """
 
@@ -77,13 +77,13 @@ CASES: dict[str, Case] = {
     "fault_precision_residual": Case("precision_loss", "loss", 0.9),
 }
 
-# A fifth of the scripts, drawn once. No rule is written for one of them.
+# A fifth of the programs, drawn once. No rule is written for one of them.
 HELD_OUT = sorted(random.Random(2026).sample(sorted(CASES), len(CASES) // 5))
 
 GOOD = "float16 does not hurt this run: "
 NOT_KNOWN = "It is not known whether float16 hurts this run. Not measured: how far gradients are"
 
-# The scripts without a fault, and how their verdicts start.
+# The programs without a fault, and how their verdicts start.
 HEALTHY: dict[str, str] = {
     "healthy_autoencoder": GOOD,
     "healthy_bfloat16": "0 of 128 steps were skipped. The run computed in bfloat16",

@@ -1,9 +1,9 @@
-"""Writes the tables of docs/advice.md: what is advised for each script, and what the change achieves.
+"""Writes the tables of docs/advice.md: what is advised for each program, and what the change achieves.
 
 Run with `python tests/advice/faults/table.py`.
 """
 
-import ast
+import inspect
 import itertools
 import math
 import multiprocessing
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cases import CASES, HEALTHY, HELD_OUT
-from programs import is_cured, is_named, outcome_of, run_script, source_of
+from programs import PROGRAMS
+from running import is_cured, is_named, outcome_of, run_program
 
 import kmp
 from kmp.callbacks.float32_fallback import CURABLE
@@ -24,20 +25,20 @@ _COLUMNS = """
 | fault | first finding | score | with the change | with the fallback | sound |
 | --- | --- | --- | --- | --- | --- |
 """
-_FAULTS = "## Scripts with a fault\n\n"
-_HELD_OUT = "\n## Scripts with a fault, held out\n\n"
+_FAULTS = "## Programs with a fault\n\n"
+_HELD_OUT = "\n## Programs with a fault, held out\n\n"
 _HEALTHY = """
-## Scripts without a fault
+## Programs without a fault
 
 {summary}
 
-| script | verdict |
+| program | verdict |
 | --- | --- |
 """
 
 
 class Row(NamedTuple):
-    """A script with a fault: what is advised, and what it achieves."""
+    """A program with a fault: what is advised, and what it achieves."""
 
     cells: list[str]
     has_cause: bool
@@ -48,7 +49,7 @@ class Row(NamedTuple):
 
 
 def main():
-    """Runs all scripts, prints the table and writes the page."""
+    """Runs all programs, prints the table and writes the page."""
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         rows = dict(zip(CASES, pool.map(_row, CASES, itertools.repeat(folder)), strict=True))
         advices, have_fallback = zip(*pool.map(_healthy, HEALTHY, itertools.repeat(folder)), strict=True)
@@ -56,14 +57,14 @@ def main():
     alarms = sum(bool(advice.problems) for advice in advices)
     clean = sum("does not hurt" in advice.verdict for advice in advices)
     healthy = _HEALTHY.format(
-        summary=f"Of {len(HEALTHY)} scripts, {alarms} have a problem by kmp, and {clean} get the verdict that float16 "
+        summary=f"Of {len(HEALTHY)} programs, {alarms} have a problem by kmp, and {clean} get the verdict that float16 "
         f"does not hurt them; `Float32Fallback` touches {touched}. Two compute in another precision."
     )
     text = (
         _FAULTS
         + _table([row for name, row in rows.items() if name not in HELD_OUT])
         + _HELD_OUT
-        + "A fifth of the scripts, by a seeded draw of 2026-11-25: no rule is written for one of them; a new "
+        + "A fifth of the programs, by a seeded draw of 2026-11-25: no rule is written for one of them; a new "
         + "rule that broke one was narrowed. "
         + _table([rows[name] for name in HELD_OUT])
         + healthy
@@ -74,7 +75,7 @@ def main():
 
 
 def _healthy(name, folder):
-    _, run = run_script(source_of(name), Path(folder, name))
+    _, run = run_program(name, Path(folder, name))
     return kmp.advise(run), run.last("fallback") is not None
 
 
@@ -82,7 +83,7 @@ def _row(name, folder):
     folder = Path(folder, name)
     case, outcome = CASES[name], outcome_of(name, folder)
     finding = next(iter(outcome.advice.problems), None)
-    repaired_score, _ = run_script(source_of(name), folder / "repaired")
+    repaired_score, _ = run_program(name, folder / "repaired")
     title = f"`{finding.cause}`: {finding.title} `{finding.change.partition(chr(10))[0]}`" if finding else "none"
     scores = [_score(score) for score in (outcome.score, outcome.cured_score, repaired_score)]
     is_of_float16 = case.cause in CURABLE
@@ -103,7 +104,7 @@ def _table(rows):
         sum(column) for column in zip(*(row[1:] for row in rows), strict=True)
     )
     summary = (
-        f"Of {len(rows)} scripts, kmp names the right cause for {causes} and the right place for {places}, and the "
+        f"Of {len(rows)} programs, kmp names the right cause for {causes} and the right place for {places}, and the "
         f"change cures {cured}. Of {of_float16} that float16 alone causes, `Float32Fallback` repairs {repaired} "
         "without a change.\n"
     )
@@ -112,7 +113,7 @@ def _table(rows):
 
 
 def _fault(name):
-    return ast.get_docstring(ast.parse(source_of(name)))
+    return inspect.getdoc(PROGRAMS[name])
 
 
 def _score(score):

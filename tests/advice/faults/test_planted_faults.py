@@ -1,19 +1,20 @@
-"""Diagnoses each script of the folder, and applies the change that is advised."""
+"""Diagnoses each program, and applies the change that is advised."""
 
 import pytest
 from cases import CASES, HEALTHY
-from programs import SCRIPTS, is_cured, is_named, outcome_of, run_script, source_of
+from programs import PROGRAMS
+from running import is_cured, is_named, outcome_of, run_program
 
 import kmp
 
-# A script with a fault may get a warning of it.
+# A program with a fault may get a warning of it.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_fault_is_diagnosed_and_cured(name, tmp_path):
     case, outcome = CASES[name], outcome_of(name, tmp_path)
-    assert not is_cured(outcome.score, case.sound), "the script has no fault"
+    assert not is_cured(outcome.score, case.sound), "the program has no fault"
     finding = outcome.advice.problems[0]
     assert finding.cause == case.cause, str(outcome.advice)
     assert is_named(case.at, finding), str(outcome.advice)
@@ -22,12 +23,12 @@ def test_fault_is_diagnosed_and_cured(name, tmp_path):
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_program_has_no_problem(name, tmp_path):
-    _, run = run_script(source_of(name), tmp_path / "script")
+    _, run = run_program(name, tmp_path / "program")
     advice = kmp.advise(run)
     assert run.last("fallback") is None
     assert advice.problems == (), str(advice)
     assert advice.verdict.startswith(HEALTHY[name]), advice.verdict
 
 
-def test_every_script_is_listed():
-    assert {path.stem for path in SCRIPTS.glob("*.py")} == {*CASES, *HEALTHY}
+def test_every_program_is_listed():
+    assert {*PROGRAMS} == {*CASES, *HEALTHY}
