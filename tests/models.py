@@ -138,15 +138,6 @@ def transformer_text():
     return keras.Model(tokens, layers.Dense(2, activation="softmax")(ops.mean(x, axis=1))), _tokens(4, 12)
 
 
-def u_net():
-    inputs = keras.Input((16, 16, 3))
-    skip = layers.Conv2D(8, 3, padding="same", activation="relu")(inputs)
-    x = layers.Conv2D(16, 3, padding="same", activation="relu")(layers.MaxPooling2D()(skip))
-    x = layers.Conv2DTranspose(8, 3, strides=2, padding="same")(x)
-    x = layers.Concatenate()([skip, x])
-    return keras.Model(inputs, layers.Conv2D(1, 1, activation="sigmoid")(x)), _normal(2, 16, 16, 3)
-
-
 def autoencoder():
     encoder = keras.Sequential([keras.Input((16,)), layers.Dense(8, activation="relu")], name="encoder")
     decoder = keras.Sequential([keras.Input((8,)), layers.Dense(16)], name="decoder")
@@ -191,7 +182,6 @@ ALL = (
     operations,
     lstm_text,
     transformer_text,
-    u_net,
     autoencoder,
     siamese,
     preprocessing,

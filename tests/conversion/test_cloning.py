@@ -16,12 +16,6 @@ def twice(values):
     return 2 * values
 
 
-def test_unregistered_function_of_text_vectorization_is_kept():
-    vectorization = layers.TextVectorization(vocabulary=["a"], standardize=twice)
-    clone = kmp.to_float32(keras.Sequential([keras.Input((), dtype="string"), vectorization]))
-    assert clone.layers[0].get_config()["standardize"] is twice
-
-
 def test_saved_model_layer_is_float32_and_its_file_is_loaded_again(tmp_path):
     exported = keras.Sequential([keras.Input((4,)), layers.Dense(4)])
     exported.export(tmp_path / "exported", verbose=False)
@@ -163,7 +157,7 @@ def test_layer_that_is_wrapped_twice_or_twice_in_a_config_stays_shared():
 
 
 def test_layer_that_is_attached_to_a_functional_model_but_not_called_is_an_error():
-    model, _ = models.u_net()
+    model, _ = models.autoencoder()
     model.extra = layers.Dense(2)
     model.extra.build((None, 2))
     with pytest.raises(ValueError, match="rebuilt from its config has different variables"):
@@ -183,10 +177,13 @@ class Regularizer(keras.regularizers.Regularizer):
         return {}
 
 
-def test_unregistered_constraint_and_regularizer_are_kept():
+def test_unregistered_constraint_regularizer_and_function_of_text_vectorization_are_kept():
     arguments = {"kernel_constraint": Constraint(), "kernel_regularizer": Regularizer()}
     clone = kmp.to_float32(keras.Sequential([keras.Input((2,)), layers.Dense(2, **arguments)])).layers[0]
     assert all(getattr(clone, name) is value for name, value in arguments.items())
+    vectorization = layers.TextVectorization(vocabulary=["a"], standardize=twice)
+    clone = kmp.to_float32(keras.Sequential([keras.Input((), dtype="string"), vectorization]))
+    assert clone.layers[0].get_config()["standardize"] is twice
 
 
 def test_functions_of_operations_and_of_layers_also_inside_a_wrapper_are_kept_with_their_closures():

@@ -51,11 +51,13 @@ class AddsLossWithSublayer(AddsLoss):
         *each(NEEDS_FLOAT32, layers.GlobalAveragePooling1D()),
         *each(NEEDS_FLOAT32, kmp.layers.Softmax(), kmp.layers.Float32(layers.Dense(2))),
         *each(RUNS_IN_FLOAT16, layers.Dense(2), layers.Dense(2, "relu"), layers.Conv2D(2, 3), layers.LSTM(2)),
+        *each(RUNS_IN_FLOAT16, layers.SeparableConv2D(2, 3), layers.DepthwiseConv2D(3), layers.Conv2DTranspose(2, 3)),
         *each(RUNS_IN_FLOAT16, CustomDense(2), layers.MultiHeadAttention(2, 2), layers.Dot(axes=1)),
         *each(RUNS_IN_FLOAT16, layers.BatchNormalization(), kmp.layers.BatchNormalization()),
         *each(RUNS_IN_FLOAT16, layers.LayerNormalization(), layers.GroupNormalization()),
         *each(FOLLOWS_INPUTS, AddsLossWithSublayer(), layers.ReLU(), layers.Add(), layers.Dropout(0.1)),
         *each(FOLLOWS_INPUTS, layers.MaxPooling2D(), layers.GlobalAveragePooling2D(), layers.StringLookup()),
+        *each(FOLLOWS_INPUTS, layers.Cropping2D(), layers.ZeroPadding2D(), layers.AveragePooling2D(2)),
     ],
     ids=lambda value: value.name if isinstance(value, keras.Layer) else value,
 )
@@ -117,11 +119,9 @@ def test_epsilon_of_a_custom_layer_is_checked():
     assert rule_for(CustomLayer()).reason == "the constant 1e-12 is below 6e-08 and is zero in float16"
 
 
-@pytest.mark.parametrize("name", ["mean", "var", "std", pytest.param("nanmean", marks=NANMEAN)])
-def test_only_mean_is_finite_in_float16_as_the_rules_say(name):
+def test_mean_of_float16_values_whose_sum_overflows_is_finite_as_the_rules_say():
     x = ops.convert_to_tensor(np.array([[300.0, -299.0] * 256 + [300.0] * 512]), "float16")
-    is_finite = bool(ops.all(ops.isfinite(getattr(ops, name)(x, axis=-1))))
-    assert is_finite == (name == "mean")
+    assert bool(ops.all(ops.isfinite(ops.mean(x, axis=-1))))
 
 
 @pytest.mark.parametrize("name", ["BatchNormalization", "LayerNormalization", "GroupNormalization"])
@@ -131,12 +131,6 @@ def test_float16_normalization_layers_accept_values_whose_squares_overflow(name)
     outputs = np.asarray(layer(x, training=True), np.float64)
     assert np.isfinite(outputs).all()
     assert 0.9 < outputs.std() < 1.1
-
-
-def test_unit_normalization_is_wrong_for_values_whose_squares_overflow():
-    x = ops.convert_to_tensor(np.full((1, 64), 1e3), "float16")
-    outputs = np.asarray(layers.UnitNormalization(dtype="mixed_float16")(x), np.float64)
-    assert not np.isclose(np.linalg.norm(outputs), 1.0, atol=0.1)
 
 
 def test_float_constants_of_a_where_with_a_boolean_mask_are_checked_and_integer_constants_are_not():
