@@ -2,8 +2,8 @@
 
     python benchmarks/applications.py [NAME ...]
 
-By default this converts all models. Results are written to benchmarks/applications.json. The tests convert five models,
-which have every class of layer and operation of all but one.
+By default this converts all models. Results are written to benchmarks/applications.json. The tests convert three
+models: one with custom layers, one with preprocessing, and one with operations beside its layers.
 """
 
 import json

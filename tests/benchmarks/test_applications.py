@@ -9,10 +9,10 @@ def is_within_tolerance(result):
     return result["relative_error"] < 1.5 * result["relative_error_of_keras"] + 1e-3
 
 
-# The fewest families with every class of layer and operation of `keras.applications`, but for one custom layer.
+# A network with custom layers, one with preprocessing, and one with operations beside its layers.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ConvNeXtTiny", "EfficientNetB0", "MobileNetV3Small", "NASNetMobile", "VGG16"])
-def test_model_with_each_class_of_layers_converts_trains_and_reloads(name):
+@pytest.mark.parametrize("name", ["ConvNeXtTiny", "EfficientNetB0", "MobileNetV3Small"])
+def test_network_of_keras_applications_converts_trains_and_reloads(name):
     result = applications.check(name)
     assert 0 < result["float32"] < result["layers_and_operations"]
     assert is_within_tolerance(result)
