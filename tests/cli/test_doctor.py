@@ -1,5 +1,6 @@
 """`kmp doctor`, with fakes of what this machine has not: a GPU, its driver, other packages."""
 
+import functools
 import importlib.metadata
 import json
 import re
@@ -23,6 +24,15 @@ CUDA_BUILD = {  # of TensorFlow 2.21
     "cudnn_version": "9",
     "cuda_compute_capabilities": ["sm_60", "sm_70", "sm_80", "sm_89", "compute_90"],
 }
+
+
+PACKAGES = functools.cache(importlib.metadata.packages_distributions)
+
+
+@pytest.fixture(autouse=True)
+def packages_are_listed_once(monkeypatch):
+    """Keeps the list of all installed packages, which takes most of the time of a check."""
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", PACKAGES)
 
 
 @pytest.fixture
@@ -180,7 +190,7 @@ def test_gpu_for_which_tensorflow_has_no_machine_code_is_a_warning(machine, monk
 
 @pytest.mark.parametrize(
     ("gpus", "has_driver", "status"),
-    [([], True, ERROR), ([], False, INFO), ([A100], True, INFO), ([A100], False, INFO)],
+    [([], True, ERROR), ([], False, INFO), ([A100], True, INFO)],
 )
 def test_missing_libraries_are_an_error_only_where_the_gpu_is_not_seen(machine, monkeypatch, gpus, has_driver, status):
     machine(gpus=gpus)
@@ -228,6 +238,7 @@ def without_gpu_checks(monkeypatch):
 @pytest.mark.parametrize(
     ("float16", "status", "text"), [(2.0, 0, "2.00 times as fast as float32 here"), (0.5, 3, "is not faster")]
 )
+@pytest.mark.usefixtures("without_gpu_checks")
 def test_doctor_prints_a_verdict_and_writes_it_as_json(tmp_path, monkeypatch, capsys, float16, status, text):
     monkeypatch.setattr(precision, "measure_machine", lambda: training_rates(float16, 1.0))
     assert main(["doctor", "--json", str(tmp_path / "new" / "doctor.json")]) == status
