@@ -1,6 +1,7 @@
 import re
 import shlex
 import warnings
+from functools import partial
 from pathlib import Path
 
 import keras
@@ -94,16 +95,20 @@ def python_blocks(text):
 def test_python_blocks_of_the_guide_run_from_top_to_bottom(page, tmp_path, monkeypatch, two_replicas):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda: two_replicas)  # see its docstring
+    # test_readme.py trains with replays, which take most of the time
+    monkeypatch.setattr(kmp.callbacks, "defaults", partial(kmp.callbacks.defaults, reference=None))
     names, blocks = {"__name__": page}, python_blocks(GUIDE_PAGES[page])
     if page == "convert":  # its first block is the README's, which test_readme.py runs
         assert blocks[0].removeprefix("import keras, kmp\n\n") in python_blocks(README)
         network = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, "softmax")])
         names |= {"kmp": kmp, "network": network, "audit": kmp.audit(network)}
         blocks = blocks[1:]
-    for code in blocks:
-        block = compile(code.replace("4096", "256"), page, "exec")  # fewer examples, to train in less time
+    for block in blocks:
+        code = block.replace("4096", "64").replace("micro_batches = 4", "micro_batches = 2")  # to train in less time
+        if page != "devices":  # tracing a function takes longer than its steps
+            code = re.sub(r'(compile\(.*"(mse|sparse_categorical_crossentropy)")\)', r"\1, run_eagerly=True)", code)
         if not re.search("import (wandb|mlflow)", code):  # mlflow: see callbacks/test_mlflow.py
-            exec(block, names)
+            exec(compile(code, page, "exec"), names)
     if page == "loops":
         assert [sample.step for sample in kmp.load_run("run").samples] == [11, 14]
 
@@ -114,6 +119,7 @@ def test_blocks_of_the_page_on_errors_print_what_it_says(tmp_path, monkeypatch, 
     code = "".join(python_blocks((DOCS / "errors.md").read_text(encoding="utf-8")))
     lines = [line for line in code.splitlines() if line.startswith(("print", "# "))]
     expected = [text for line in lines for text in re.findall(r"(?:^|\)  )# (.*)$", line)]
+    code = code.replace("jit_compile=False", "run_eagerly=True")  # tracing a function takes longer than its steps
     exec(compile(code, "errors.md", "exec"), {"__name__": "errors"})
     assert capsys.readouterr().out.splitlines() == expected
 
