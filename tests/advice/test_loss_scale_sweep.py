@@ -34,7 +34,7 @@ def test_shares_match_casting_the_gradient_at_every_scale():
 def test_zeros_are_in_the_upper_bound_and_scales_above_the_one_in_use_are_extrapolated():
     curve = what_if([sample([0, 0, 0, 1.0], scale=2.0**4)])
     assert curve.at(4) == {"underflow": 0.0, "underflow_bound": 0.75, "overflow": 0.0, "skipped": 0.0}
-    assert not curve.is_measured
+    assert (curve.is_measured, curve.is_lowest_known) == (False, False)
     assert curve.log2_scales[curve.is_extrapolated].tolist() == list(range(5, 29))
     of_zeros = what_if([sample([0.0, 0.0])])
     assert of_zeros.at(0) == {"underflow": 0.0, "underflow_bound": 1.0, "overflow": 0.0, "skipped": 0.0}
@@ -54,7 +54,7 @@ def test_variables_of_float32_layers_are_ignored():
 def test_float32_reference_makes_the_curve_exact_unless_it_overflowed():
     reference = sample([0, 0, 2.0**-40, 2.0**-4])
     curve = what_if(Run([{"step": 1, "sample": sample([0, 0, 0, 1.0], scale=2.0**4), "reference": reference}]))
-    assert curve.is_measured
+    assert (curve.is_measured, curve.is_lowest_known) == (True, True)
     assert not curve.is_extrapolated.any()
     assert curve.in_use == 4.0
     assert curve.at(4) == {"underflow": 0.25, "underflow_bound": 0.25, "overflow": 0.0, "skipped": 0.0}
@@ -112,9 +112,3 @@ def test_gradient_that_is_zero_without_the_loss_scale_has_no_recommendation(scal
     curve = what_if([sample([scaled], scale=4.0)])
     assert curve.recommended is None
     assert np.isfinite(curve.underflow).all()
-
-
-def test_lowest_scale_is_unknown_if_many_sampled_elements_are_zero():
-    assert what_if([sample([1.0, 2.0, 0.0])]).is_lowest_known is False
-    row = {"step": 1, "sample": sample([1.0, 0.0]), "reference": sample([1.0])}
-    assert what_if(Run([row])).is_lowest_known is True
