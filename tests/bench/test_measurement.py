@@ -60,8 +60,11 @@ def test_peak_memory_is_reset_on_gpus_only(monkeypatch):
         assert reset == gpus
 
 
-def test_peak_memory_grows_with_allocations():
-    before = measurement.peak_memory()
+def test_peak_memory_is_in_bytes_and_grows_with_allocations():
     ones = tf.ones if tf.config.list_physical_devices("GPU") else np.ones
-    allocated = ones(max(2**24, before // 4), "float32")  # as much as the peak so far
-    assert measurement.peak_memory() - before > len(allocated)
+    before, allocated = measurement.peak_memory(), []
+    while measurement.peak_memory() == before:  # first it fills what was freed since the peak
+        allocated.append(ones(2**22, "float32"))
+    before = measurement.peak_memory()
+    allocated += [ones(2**22, "float32") for _ in range(4)]
+    assert 0.75 < (measurement.peak_memory() - before) / (4 * 4 * 2**22) < 1.25
