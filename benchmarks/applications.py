@@ -2,8 +2,8 @@
 
     python benchmarks/applications.py [NAME ...]
 
-By default this converts all models. Results are written to benchmarks/applications.json. The tests convert three
-models: one with custom layers, one with preprocessing, and one with operations beside its layers.
+By default this converts all models. Results are written to benchmarks/applications.json. The tests convert two
+models: one with custom layers, and one with preprocessing and with operations beside its layers.
 """
 
 import json

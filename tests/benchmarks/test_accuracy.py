@@ -25,7 +25,7 @@ def digits(monkeypatch):
 @pytest.mark.usefixtures("digits")
 @pytest.mark.parametrize("precision", ["mixed_float16, Keras", "mixed_float16, kmp"])
 def test_each_library_trains_and_restores_the_keras_policy(precision):
-    result = accuracy.train(precision, seed=0, epochs=4)
+    result = accuracy.train(precision, seed=0, epochs=2)
     assert result["accuracy"] > 0.8
     assert 0 < result["loss"] < 1
     assert ("skipped_steps" in result) == (precision == "mixed_float16, kmp")

@@ -57,10 +57,16 @@ def test_explanation_has_reasons_only_if_the_variants_differ_by_more_than_the_se
     assert "differ" not in explanation("float32", float32)
 
 
-@pytest.mark.slow
-def test_demo_prints_what_float16_flushes_and_writes_logs_figures_and_a_report(tmp_path, monkeypatch):
+@pytest.fixture
+def shorter(monkeypatch, without_figures):
+    """Trains with one seed, without the replays and the figures that take most of the time."""
     monkeypatch.setattr(experiment, "callbacks", SimpleNamespace(defaults=without_replays))
     monkeypatch.setattr(presentation, "SEEDS", (0,))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("shorter")
+def test_demo_prints_what_float16_flushes_and_writes_logs_figures_and_a_report(tmp_path):
     out = tmp_path / "a folder with [red]brackets"
     console = Console(record=True, width=80)
     results = presentation.run(console, "mixed_float16", 40, out)
@@ -92,8 +98,8 @@ def test_demo_prints_what_float16_flushes_and_writes_logs_figures_and_a_report(t
 
 
 @pytest.mark.slow
-def test_bfloat16_demo_runs_without_a_loss_scale(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(presentation, "SEEDS", (0,))
+@pytest.mark.usefixtures("shorter")
+def test_bfloat16_demo_runs_without_a_loss_scale(tmp_path, capsys):
     assert main(["demo", "--steps", "2", "--policy", "mixed_bfloat16", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "bfloat16" in printed
