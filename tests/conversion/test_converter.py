@@ -295,7 +295,7 @@ PLAN, BAD_PLAN = kmp.Plan("mixed_float16", {"dense": "why"}), kmp.Plan("mixed_fl
         ({"keep_float32": ["dense", "nosuch"]}, ValueError, "no layer matches 'nosuch'. The layers are: dense, "),
         ({"keep_float32": 3}, TypeError, "`keep_float32` must be a path, pattern, layer, class"),
         ({"float32_layers": "no"}, TypeError, "`float32_layers` must be True or False"),
-        ({"policy": "float32"}, ValueError, "`policy` must be one of 'mixed_float16', 'mixed_bfloat16'"),
+        ({"policy": "float32"}, ValueError, r"must be one of 'mixed_float16', 'mixed_bfloat16'.*\(of type str\)$"),
         ({"policy": None}, TypeError, "`policy` must be one of"),
         ({"policy": BAD_PLAN}, ValueError, "plan contains 'typo', but the model has no such layer.*are: dense, "),
         ({"policy": PLAN, "keep_float32": "dense"}, ValueError, "cannot be used with a `kmp.Plan`"),

@@ -97,34 +97,20 @@ def test_gradient_exponents_draws_counts_with_and_without_the_loss_scale_and_the
     assert shaded == [(low, -25), (-25, -14), (13, 16), (16, high)]
 
 
-WITHOUT_SCALE = "gradient without the loss scale"
-
-
-@pytest.mark.parametrize(
-    ("drawn", "label", "unscaled"),
-    [
-        (histogram(1.0), "gradient (loss scale 1); 25.0% are zero", []),
-        (histogram(20000.0), "gradient times loss scale 20,000; 25.0% are zero", [-34, -11]),
-        (
-            histogram(exponents={3: 1}, inf=1200, nan=4),
-            "gradient times loss scale $2^{10}$; 0.0% are zero; 1,200 Inf; 4 NaN",
-            [-7],
-        ),
-    ],
-)
-def test_gradient_is_drawn_without_the_scale_where_that_differs(drawn, label, unscaled):
-    ax = plots.gradient_exponents(drawn)
-    if unscaled:
-        assert legend_labels(ax) == [WITHOUT_SCALE, label]
-        assert nonempty_exponents(ax, WITHOUT_SCALE) == unscaled
-    else:
-        assert legend_labels(ax) == [label]
+def test_gradient_is_drawn_without_the_scale_where_that_differs():
+    ax = plots.gradient_exponents(histogram(20000.0))
+    unscaled, scaled = legend_labels(ax)
+    assert nonempty_exponents(ax, unscaled) == [-34, -11]
+    assert (unscaled, scaled) == (
+        *("gradient without the loss scale", "gradient times loss scale 20,000; 25.0% are zero"),
+    )
+    assert legend_labels(plots.gradient_exponents(histogram(1.0))) == ["gradient (loss scale 1); 25.0% are zero"]
 
 
 def test_histogram_without_finite_elements_has_zones_and_one_without_elements_is_empty():
-    ax = plots.gradient_exponents(histogram(nan=4))
+    ax = plots.gradient_exponents(histogram(inf=1200, nan=4))
     assert {"No element is finite and nonzero.", "subnormal"} <= {*texts_of(ax.texts)}
-    assert legend_labels(ax)[1].endswith("4 NaN")
+    assert legend_labels(ax)[1] == "gradient times loss scale $2^{10}$; 0.0% are zero; 1,200 Inf; 4 NaN"
     empty = ExponentHistogram(bin_counts(), 1, 2.0)
     assert texts_of(plots.gradient_exponents(empty).texts) == ["No gradients were sampled."]
 
@@ -212,7 +198,7 @@ def test_fixed_scale_is_a_flat_line_between_powers_of_two_and_a_single_record_a_
 
 
 def test_newest_finite_scale_of_a_repeated_step_is_drawn():
-    drawn = plots.loss_scale(Run(scales_of((1, 2.0), (9, 4.0), (3, 8.0), (9, 16.0), (3, None)))).lines[0]
+    (drawn,) = plots.loss_scale(Run(scales_of((1, 2.0), (9, 4.0), (3, 8.0), (9, 16.0), (3, None)))).lines
     assert drawn.get_xydata().tolist() == [[1, 2], [9, 16]]
 
 
@@ -287,7 +273,7 @@ def joined(ax, label):
     return np.concatenate([parts[0], *(part[1:] for part in parts[1:])]), [part[0, 0] for part in parts[1:]], lines
 
 
-def test_what_if_draws_each_curve_with_a_dashed_extrapolation():
+def test_what_if_draws_each_curve_also_of_a_run_with_a_dashed_extrapolation():
     expected = curve()
     ax = plots.what_if(expected)
     for name in ("underflow", "overflow", "skipped"):
@@ -295,6 +281,8 @@ def test_what_if_draws_each_curve_with_a_dashed_extrapolation():
         np.testing.assert_array_equal(data, np.column_stack([expected.log2_scales, getattr(expected, name)]))
         assert dashed_from == [10]
         assert [drawn.is_dashed() for drawn in lines] == [False, True]
+    run = Run([sample(10), sample(20)])
+    np.testing.assert_array_equal(joined(plots.what_if(run), "underflow")[0][:, 1], what_if(run).underflow)
 
 
 def test_what_if_of_a_measured_curve_is_solid_and_has_no_band():
@@ -334,12 +322,6 @@ def test_what_if_shades_the_recommended_scales(recommended, label, spans):
     ax = plots.what_if(curve(recommended=recommended))
     assert label in legend_labels(ax)
     assert [(patch.get_x(), patch.get_width()) for patch in ax.patches] == spans
-
-
-def test_what_if_of_a_run_draws_the_result_of_kmp_what_if():
-    run = Run([sample(10), sample(20)])
-    data, _, _ = joined(plots.what_if(run), "underflow")
-    np.testing.assert_array_equal(data[:, 1], what_if(run).underflow)
 
 
 @pytest.mark.parametrize("elements", [0, 10**5, 10**7])

@@ -33,13 +33,10 @@ def test_sample_is_a_mapping_of_variables_to_histograms_and_has_one_of_all():
         _ = result["unknown"]
 
 
-def test_without_removes_the_named_variables():
+def test_variables_are_removed_and_update_ratios_and_the_total_norm_are_those_of_the_norms():
     assert list(sample().without(["net/first/bias", "unknown"])) == ["net/first/kernel", "net/last/kernel"]
     assert sample().without(NAMES).histogram.total == 0
-
-
-def test_update_ratio_is_the_ratio_of_the_norms_and_nan_for_a_zero_weight():
-    np.testing.assert_allclose(sample().update_ratio, [0.05, 0.05, math.nan])
+    np.testing.assert_allclose(sample().update_ratio, [0.05, 0.05, math.nan])  # of a weight that is zero
     assert sample().total_norm == 13.0
 
 

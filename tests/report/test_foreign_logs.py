@@ -194,7 +194,6 @@ REFUSED_RECORDS = [
     ('{"loss": 1}', "Object missing required field `step`"),
     ('{"step": 1, "last_loss": NaN}', "JSON is malformed: invalid character (byte 25)"),
     ('{"step": 5, "overflow_count": "many"}', "Expected `int`, got `str` - at `$.overflow_count`"),
-    ('{"step": 9223372036854775808}', "Expected `int` <= 281474976710655 - at `$.step`"),
     (f'{{"step": 1, "last_loss": 1{"0" * 400}}}', "Number out of range - at `$.last_loss`"),
     ('{"step": 5, "loss_scale": 0.0}', "Expected `float` >= 1.401298464324817e-45 - at `$.loss_scale`"),
     ('{"step": 5, "overflows_by_variable": {"a": -1}}', "Expected `int` >= 0 - at `$.overflows_by_var"),
@@ -207,7 +206,6 @@ HEADER = f'{{"schema": {SCHEMA}, "kind": "header"}}\n'
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1]", ":1: Expected `object`, got `array`"),
         ("", None),
         ("\n", ":1: Input data was truncated"),
         ('{"step": 1}', ":1: Object missing required field `schema`"),
