@@ -115,10 +115,6 @@ OPEN = {
     "weights in float16": (COMPARED, "whether updates change weights in float16", {"variable_dtypes": ["float16"]}),
     "skipped steps": ([row(1, overflows_in_a_row=0), row(50), row(100, overflow_count=9)], "why steps overflow"),
     "no losses": ([row(step, last_loss=None) for step in (1, 50, 100)], "whether training diverges"),
-    "no samples": (
-        [{"step": 100, "overflow_count": 0, "loss_scale": 8.0}],
-        "gradients, because none were sampled; to find out: a run with kmp.callbacks.defaults()",
-    ),
 }
 
 

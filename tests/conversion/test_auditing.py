@@ -117,7 +117,6 @@ def test_dimensions_to_pad_are_listed_only_for_16_bit_layers_of_a_mixed_precisio
         (layers.DepthwiseConv2D(3), (8, 8, 3), ()),
         (layers.LSTM(20), (3, 8), ("units 20 -> 24",)),
         (layers.GRU(8), (3, 5), ("inputs 5 -> 8",)),
-        (layers.PReLU(), (5,), ()),
         (layers.MultiHeadAttention(2, 12, value_dim=8), (3, 16), ("key_dim 12 -> 16",)),  # of its heads
     ],
     ids=lambda value: value.name if isinstance(value, keras.Layer) else "",

@@ -16,7 +16,7 @@ from rich.console import Console
 import kmp
 from kmp import plots, report
 from kmp.__main__ import main
-from kmp.records import SCHEMA, compact
+from kmp.records import SCHEMA, GradientError, LayerError, NonfiniteOperation, Replay, compact, to_line
 
 EXAMPLES = int(os.environ.get("KMP_FUZZ_EXAMPLES", "100"))
 
@@ -41,21 +41,19 @@ COUNTERS = {
     **{"nonfinite_losses_in_a_row": 0, "overflows_by_variable": {"a/kernel": 1}, "highest_loss": 3.0},
     **{"overflow_origins_by_variable": {"a/kernel": 1}, "overflow_origin": "a/kernel"},
 }
-NONFINITE = {
-    **{"layer": "a", "operation": "Exp", "dtype": "float16", "value": "inf", "largest_input": 12.0},
-    **{"smallest_input": 1.0, "constant": None, "is_backward": False},
-}
-REPLAY = {
-    **{"examples": 8, "loss_scale": 1024.0, "loss": None, "float32_loss": 1.0, "is_finite": False},
-    **{"is_finite_in_float32": True, "usable_scale": 1024.0, "nonfinite": [NONFINITE], "flushed": {"a/kernel": 0.5}},
-    **{"nonfinite_outputs": ["a"], "activation_gradients": {"a": 2.0}, "zero": ["c/bias"], "float32_layers": ["a"]},
-}
-COMPARISON = {
-    **{"examples": 8, "loss_scale": 1024.0, "loss": 1.0, "float32_loss": 1.0, "is_finite": True},
-    **{"is_finite_in_float32": True, "float32_layers": ["a"], "output_error": 0.5},
-    "layer_errors": [{"layer": "a", "error": 0.5, "new_error": 0.4}, {"layer": "m", "error": 0.5, "new_error": None}],
-    "gradient_errors": [{"layer": "a", "error": 0.5, "kept": 0.5, "norm": 2.0, "noise": 0.1}],
-}
+FAILED = Replay(
+    *(8, 1024.0, None, 1.0, False, True),
+    **{"usable_scale": 1024.0, "flushed": {"a/kernel": 0.5}, "zero": ["c/bias"], "float32_layers": ["a"]},
+    nonfinite=[NonfiniteOperation("a", "Exp", "float16", "inf", 12.0, 1.0, None, is_backward=False)],
+    **{"nonfinite_outputs": ["a"], "activation_gradients": {"a": 2.0}},
+)
+COMPARED = Replay(
+    *(8, 1024.0, 1.0, 1.0, True, True),
+    **{"float32_layers": ["a"], "output_error": 0.5},
+    layer_errors=[LayerError("a", 0.5, 0.4), LayerError("m", 0.5)],
+    gradient_errors=[GradientError("a", 0.5, 0.5, 2.0, 0.1)],
+)
+REPLAY, COMPARISON = (json.loads(to_line({"step": 22, "replay": replay}))["replay"] for replay in (FAILED, COMPARED))
 LOG = [
     {"schema": SCHEMA, "kind": "header", "started": "2026-11-01", "keras": "3.15.1", "settings": SETTINGS},
     {"step": 1, "loss_scale": 1024.0, "clean_steps": 1},
