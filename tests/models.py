@@ -123,19 +123,14 @@ def operations():
     return keras.Model(inputs, {"logits": logits, "probabilities": ops.softmax(logits)}), _normal(2, 8, 8, 3)
 
 
-def lstm_text():
+def text():
+    """Recurrent layers, attention and a wrapped output layer."""
     tokens = keras.Input((None,), dtype="int32")
     x = layers.Embedding(50, 8, mask_zero=True)(tokens)
-    x = layers.Bidirectional(layers.LSTM(8, return_sequences=True))(x)
-    return keras.Model(tokens, layers.TimeDistributed(layers.Dense(4, activation="softmax"))(x)), _tokens(4, 7)
-
-
-def transformer_text():
-    tokens = keras.Input((12,), dtype="int32")
-    x = layers.Embedding(50, 16)(tokens)
+    x = layers.Bidirectional(layers.LSTM(4, return_sequences=True))(x)
     x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 8)(x, x))
-    x = layers.LayerNormalization()(x + layers.Dense(16)(layers.Dense(32, activation="gelu")(x)))
-    return keras.Model(tokens, layers.Dense(2, activation="softmax")(ops.mean(x, axis=1))), _tokens(4, 12)
+    x = layers.Dense(8, activation="gelu")(x)
+    return keras.Model(tokens, layers.TimeDistributed(layers.Dense(4, activation="softmax"))(x)), _tokens(4, 7)
 
 
 def autoencoder():
@@ -180,8 +175,7 @@ def gan():
 ALL = (
     classifier,
     operations,
-    lstm_text,
-    transformer_text,
+    text,
     autoencoder,
     siamese,
     preprocessing,

@@ -35,7 +35,7 @@ def test_layer_between_float32_layers_is_float32_unless_an_input_is_float16():
     ("make", "expected"),
     [
         (models.autoencoder, ["decoder"]),  # not the output of the nested encoder
-        (models.lstm_text, ["time_distributed"] * 2),  # the wrapper of a float32 layer too
+        (models.text, ["time_distributed"] * 2),  # the wrapper of a float32 layer too
     ],
 )
 def test_output_layer_of_the_model_and_its_wrapper_are_float32(make, expected):
