@@ -5,15 +5,12 @@ import numpy as np
 
 import kmp
 
+# Options of Keras' optimizers that exclude each other, with one or more of the others.
 OPTIONS = {
-    "plain": {},
-    "clipnorm": {"clipnorm": 0.5},
-    "clipvalue": {"clipvalue": 0.5},
+    "clipnorm, decay": {"clipnorm": 0.5, "weight_decay": 0.01},
+    "clipvalue, fixed scale": {"clipvalue": 0.5, "loss_scale": 1024.0},
     "global_clipnorm": {"global_clipnorm": 0.5},
-    "weight_decay": {"weight_decay": 0.01},
-    "ema": {"use_ema": True, "ema_overwrite_frequency": 2},
-    "accumulation": {"gradient_accumulation_steps": 2},
-    "fixed scale": {"loss_scale": 1024.0},
+    "ema, accumulation": {"use_ema": True, "ema_overwrite_frequency": 2, "gradient_accumulation_steps": 2},
 }
 BATCHES, CORRUPT_BATCHES = 6, (2, 3)
 

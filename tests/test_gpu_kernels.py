@@ -74,7 +74,7 @@ def test_updates_are_measured_on_the_device():
 
 def test_step_uses_no_int32_variables():
     with kmp.enable():
-        model = captured(matrix.make_model("ema"))
+        model = captured(matrix.make_model("ema, accumulation"))
         variables = training_step(model).graph.variables
     assert {variable.dtype for variable in variables} == {tf.int64, tf.float32, tf.float64}
 

@@ -75,7 +75,7 @@ def test_fit_evaluate_and_predict_work_and_snapshots_need_no_other_worker(result
     steps, _, nonfinite_losses = first["counts"]
     assert (steps, nonfinite_losses) == (16, 2)
     assert first["finite"]
-    assert first["reported"] == [[1.0, 3.0], [5]]
+    assert first["reported"] == [[1.0, 3.0], [5, 5]]
     assert first["predicted"] == [[32, 1], True]
     assert first["keras is as it was"]
     assert all(0 < loss < 100 for loss in first["history"]["loss"])
@@ -85,7 +85,7 @@ def test_fit_evaluate_and_predict_work_and_snapshots_need_no_other_worker(result
 def test_inner_optimizer_options_train_equally_on_all_workers(results):
     first, second = results["options"]
     assert first == second
-    assert len(first) == 8
+    assert len(first) == 4
     for options, result in first.items():
         assert result[:4] == [6, 2, 1024.0, True], options
 
@@ -98,7 +98,7 @@ def test_fit_of_keras_still_fails_on_several_workers(results):
 
 @pytest.mark.slow
 def test_example_trains_alike_on_each_worker(tmp_path):
-    command = [sys.executable, EXAMPLE, tmp_path]
+    command = [sys.executable, EXAMPLE, tmp_path, "--epochs", "2"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True)
     lines = sorted(line for line in finished.stdout.splitlines() if line.startswith("worker "))
     assert [line.split(":")[0] for line in lines] == ["worker 0", "worker 1"]
@@ -107,5 +107,5 @@ def test_example_trains_alike_on_each_worker(tmp_path):
     assert run.settings["replicas"] == 2
     steps = run.series("loss_scale")[0].tolist()
     assert steps == sorted(set(steps))
-    assert steps[-1] == 120
-    assert keras.models.load_model(tmp_path / "model.keras").optimizer.snapshot().step == 120
+    assert steps[-1] == 48
+    assert keras.models.load_model(tmp_path / "model.keras").optimizer.snapshot().step == 48
