@@ -88,11 +88,18 @@ def assert_shared_state_is_equal(strategy, model):
     assert_equal(*values_per_replica(strategy, shared))
 
 
-def test_overflow_on_any_replica_skips_the_step_on_all_replicas(strategy):
+def test_overflow_or_empty_batch_on_any_replica_skips_the_step_on_all_and_a_stuck_training_stops(strategy):
     model, recorder = make_model(strategy), StateRecorder(strategy)
     fit(model, batches(CORRUPTION_BY_STEP), [recorder, *without_replays()])
     assert_each_overflow_skips_its_step_on_both_replicas(recorder.recorded)
-    assert np.isfinite(model.predict(small_data(1)[0], verbose=0)).all()
+    before, (x, y) = model.optimizer.snapshot(), small_data(3)
+    fit(model, (x[:17], y[:17]), epochs=2)  # one row in the last batch, on the first replica
+    after = model.optimizer.snapshot()
+    assert (after.step, after.overflow_count) == (before.step + 6, before.overflow_count)
+    assert after.loss_scale == before.loss_scale
+    assert all(np.isfinite(value).all() for value in model.get_weights())
+    with pytest.raises(kmp.callbacks.StuckError, match="the last 3 steps"):
+        fit(model, (np.full_like(x, np.nan), y), [kmp.callbacks.StuckDetector(patience=3)])
 
 
 def test_custom_loop_skips_the_step_on_all_replicas_and_guard_restores_each(strategy):
@@ -163,15 +170,6 @@ def test_overflow_of_the_sum_over_replicas_skips_the_step(strategy):
     assert model.optimizer.snapshot().overflow_count == 2
 
 
-def test_empty_replica_batch_skips_the_step_and_is_no_overflow(strategy):
-    x, y = small_data(3)
-    model = make_model(strategy)
-    fit(model, (x[:17], y[:17]), epochs=2)  # one row in the last batch, on the first replica
-    snapshot = model.optimizer.snapshot()
-    assert (snapshot.step, snapshot.overflow_count, snapshot.loss_scale) == (6, 0, 2.0**15)
-    assert all(np.isfinite(value).all() for value in model.get_weights())
-
-
 class AveragedInput(keras.layers.Layer):
     """Keeps the mean of its inputs, as the mean over replicas."""
 
@@ -204,10 +202,3 @@ def test_layers_are_restored_on_each_replica_and_a_nan_loss_on_one_is_in_the_met
             assert_equal(actual, expected)
     assert model.optimizer.snapshot().overflow_count == 2
     assert float(rows.count.numpy()) == 3 * 8  # the overflow of the gradients had a finite loss
-
-
-def test_stuck_detector_raises_with_replicas(strategy):
-    x, y = small_data(4)
-    x[:] = np.nan
-    with pytest.raises(kmp.callbacks.StuckError, match="the last 3 steps"):
-        fit(make_model(strategy), (x, y), [kmp.callbacks.StuckDetector(patience=3)])
