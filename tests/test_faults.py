@@ -24,7 +24,7 @@ def library(request):
 
 
 def fit(model, data, callbacks=(), **arguments):
-    model.fit(*data, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks, **arguments)
+    return model.fit(*data, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks, **arguments).history
 
 
 def is_finite(variables):
@@ -49,8 +49,7 @@ def test_200_corrupt_batches_in_a_row(library):
     fit(model, corrupt_data())
     assert is_finite(model.weights) == (library == "kmp")
     if library == "kmp":
-        fit(model, corrupt_data())
-        assert model.evaluate(*small_data(), verbose=0)[1] > 0.9
+        assert fit(model, small_data(), epochs=2)["accuracy"][-1] > 0.9
 
 
 @pytest.mark.usefixtures("enabled")
@@ -145,13 +144,13 @@ def test_nadam_saved_and_loaded(library, tmp_path):
     """Keras' LossScaleOptimizer does not track Nadam's product of momenta, so it is not saved."""
     model = small_model()
     model.compile(keras.optimizers.Nadam(0.01), "sparse_categorical_crossentropy", run_eagerly=True)
-    fit(model, small_data(3))
+    fit(model, small_data(1))
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     saved, restored = (source.optimizer.inner_optimizer._u_product.numpy() for source in (model, loaded))
     assert (saved < 0.5, restored) == (True, saved if library == "kmp" else 1.0)
-    fit(model, small_data(3))
-    fit(loaded, small_data(3))
+    fit(model, small_data(1))
+    fit(loaded, small_data(1))
     are_equal = [np.array_equal(*pair) for pair in zip(model.get_weights(), loaded.get_weights(), strict=True)]
     assert all(are_equal) == (library == "kmp")
 
@@ -164,10 +163,8 @@ def test_loop_that_forgets_scale_loss(library):
     np.testing.assert_array_equal(variable, [1.0 - 2.0**-16])
 
 
-@pytest.mark.parametrize("value", [-1.0, 0.0, np.nan, np.inf])
-def test_bad_initial_scale(library, value):
-    if library == "keras":
-        OPTIMIZERS[library](keras.optimizers.SGD(), initial_scale=value)
-    else:
-        with pytest.raises(ValueError, match="`initial_scale` must be"):
+def test_bad_initial_scale(library):
+    for value in (-1.0, 0.0, np.nan, np.inf):
+        is_error = pytest.raises(ValueError, match=f"`initial_scale` must be .*initial_scale={value}")
+        with is_error if library == "kmp" else contextlib.nullcontext():
             OPTIMIZERS[library](keras.optimizers.SGD(), initial_scale=value)

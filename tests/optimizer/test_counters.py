@@ -77,11 +77,10 @@ def trained(x, **arguments):
     return model, callbacks[0].run
 
 
-@pytest.mark.parametrize("options", [{"jit_compile": True}, {"steps_per_execution": 2}])
-def test_overflow_origin_is_nearest_to_the_loss_in_call_order(options):
+def test_overflow_origin_is_nearest_to_the_loss_in_call_order():
     x = np.ones((24, 4), "float32")
     x[4:8] = x[16:20] = 200
-    model, run = trained(x, **options)
+    model, run = trained(x, jit_compile=True)
     snapshot = model.optimizer.snapshot()
     assert snapshot.overflow_count == 2
     assert set(snapshot.overflows_by_variable.values()) == {2}
@@ -116,7 +115,7 @@ def test_origin_of_gradients_that_are_clipped_by_the_norm_of_all_is_that_before_
 def test_nonfinite_loss_has_no_overflow_origin():
     x = np.ones((24, 4), "float32")
     x[4:8], x[12:20] = 200, np.nan
-    model, run = trained(x)
+    model, run = trained(x, steps_per_execution=2)
     snapshot = model.optimizer.snapshot()
     assert (snapshot.overflow_count, snapshot.nonfinite_loss_count, snapshot.nonfinite_losses_in_a_row) == (3, 2, 0)
     assert snapshot.overflow_origin.split("/")[-2] == "b"
@@ -124,8 +123,8 @@ def test_nonfinite_loss_has_no_overflow_origin():
     by_layer = {path.split("/")[-2]: count for path, count in snapshot.overflows_by_variable.items()}
     assert by_layer == {"a": 3, "b": 3, "c": 2, "d": 2, "e": 2}  # NaN in the loss is in all gradients
     rows = [row for row in run.rows if "overflow_count" in row]
-    assert [row["nonfinite_losses_in_a_row"] for row in rows] == [0, 0, 1, 0]
-    assert ["overflow_origin" in row for row in rows] == [False, True, False, False]
+    assert [row["nonfinite_losses_in_a_row"] for row in rows] == [0, 1, 0]
+    assert ["overflow_origin" in row for row in rows] == [True, False, False]
 
 
 def test_snapshot_has_the_last_loss_and_the_highest_finite_one_after_the_first_step(run_step):

@@ -127,29 +127,21 @@ def test_unscaled_argument_overrides_the_order_of_the_calls(weight, run_step):
         optimizer.apply([tf.constant([1.0, 1.0])], [weight], unscaled=1)
 
 
-def test_eager_apply_after_a_traced_unscale_needs_the_argument(weight):
+@pytest.mark.parametrize("traced", ["unscale", "apply"])
+def test_unscale_and_apply_of_which_only_one_is_traced_need_the_argument(weight, traced):
+    # A later call of the traced function calls no Python: it would take scaled gradients as unscaled, or the reverse.
     optimizer = optimizer_for(weight)
-    gradients = tf.function(lambda: optimizer.unscale([gradient_of(weight, optimizer.scale_loss)]))
+    unscale = lambda: optimizer.unscale([gradient_of(weight, optimizer.scale_loss)])  # noqa: E731
+    apply = lambda gradients, unscaled: optimizer.apply(gradients, [weight], unscaled=unscaled)  # noqa: E731
+    unscale, apply = (tf.function(unscale), apply) if traced == "unscale" else (unscale, tf.function(apply))
     for _ in range(2):
-        unscaled = gradients()
         with pytest.raises(ValueError, match=UNKNOWN):
-            optimizer.apply(unscaled, [weight])
+            apply(unscale(), None)
         np.testing.assert_array_equal(weight, [1.0, 2.0])
     for _ in range(2):
         weight.assign([1.0, 2.0])
-        optimizer.apply(gradients(), [weight], unscaled=True)
+        apply(unscale(), True)
         np.testing.assert_array_equal(weight, [0.0, 0.0])
-
-
-def test_traced_apply_after_an_eager_unscale_needs_the_argument(weight):
-    # A later call of the function would take scaled gradients as unscaled.
-    optimizer = optimizer_for(weight)
-    apply = tf.function(lambda gradients, unscaled: optimizer.apply(gradients, [weight], unscaled=unscaled))
-    with pytest.raises(ValueError, match=UNKNOWN):
-        apply(optimizer.unscale([gradient_of(weight, optimizer.scale_loss)]), None)
-    np.testing.assert_array_equal(weight, [1.0, 2.0])
-    apply(optimizer.unscale([gradient_of(weight, optimizer.scale_loss)]), True)
-    np.testing.assert_array_equal(weight, [0.0, 0.0])
 
 
 def test_second_apply_after_one_unscale_needs_the_argument(weight, run_step):
@@ -305,36 +297,27 @@ def test_loss_of_a_function_after_a_discarded_batch_begins_a_new_one(weight):
     np.testing.assert_array_equal(weight, [0.25, 1.25])
 
 
-def test_gradients_that_did_not_go_through_the_last_unscale_are_refused(run_step):
+def test_gradients_that_did_not_go_through_the_last_unscale_are_refused():
     weights = [keras.Variable([1.0, 2.0]), keras.Variable([3.0, 4.0])]
     optimizer = optimizer_for(*weights)
-
-    @run_step
-    def step(unscaled=None):
-        gradients = [gradient_of(weight, optimizer.scale_loss) for weight in weights]
-        apart = [optimizer.unscale([gradient])[0] for gradient in gradients]
-        optimizer.apply(apart, weights, unscaled=unscaled)
-
+    gradients = [gradient_of(weight, optimizer.scale_loss) for weight in weights]
+    apart = [optimizer.unscale([gradient])[0] for gradient in gradients]
     with pytest.raises(ValueError, match=r"got 2 gradients, but the last call of `unscale` only 1\. Pass all"):
-        step()
+        optimizer.apply(apart, weights)
     assert_equal(weights, [[1.0, 2.0], [3.0, 4.0]])
-    step(unscaled=True)
+    optimizer.apply(apart, weights, unscaled=True)
     assert_equal(weights, [[0.0, 0.0], [0.0, 0.0]])
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("unscales", [False, True])
-def test_variable_that_keras_overwrites_with_its_gradient_gets_it_undivided(run_step, unscales):
+def test_variable_that_keras_overwrites_with_its_gradient_gets_it_undivided(unscales):
     weight, float8_scale, unused = keras.Variable([1.0, 2.0]), keras.Variable(1.0), keras.Variable(1.0)
     float8_scale.overwrite_with_gradient = True
     optimizer = optimizer_for(weight, float8_scale, unused)
 
-    @run_step
-    def step():
-        gradients = [gradient_of(weight, optimizer.scale_loss), tf.constant(0.25), None]
-        optimizer.apply(optimizer.unscale(gradients) if unscales else gradients, [weight, float8_scale, unused])
-
-    step()
+    gradients = [gradient_of(weight, optimizer.scale_loss), tf.constant(0.25), None]
+    optimizer.apply(optimizer.unscale(gradients) if unscales else gradients, [weight, float8_scale, unused])
     assert_equal([weight, float8_scale], [[0.0, 0.0], 0.25])
 
 

@@ -69,7 +69,7 @@ def test_setting_of_the_loss_scale_cannot_be_changed_without_effect(name):
 
 
 def test_excluded_variables_do_not_decay(enabled):
-    model = compiled_model(keras.optimizers.SGD(1e-6, weight_decay=1e5))
+    model = compiled_model(keras.optimizers.SGD(1e-6, weight_decay=1e5), run_eagerly=True)
     model.optimizer.exclude_from_weight_decay(var_names=["bias"])
     before = model.get_weights()
     fit(model, batches=1)
@@ -81,7 +81,7 @@ def test_excluded_variables_do_not_decay(enabled):
 def test_learning_rate_callbacks_work_with_a_multi_optimizer(enabled):
     optimizers = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
     optimizers[".*bias"] = keras.optimizers.Adam(0.01)
-    model = compiled_model(keras.optimizers.MultiOptimizer(optimizers))
+    model = compiled_model(keras.optimizers.MultiOptimizer(optimizers), run_eagerly=True)
     fit(model, batches=2)
     before = model.get_weights()
     fit(model, batches=2, callbacks=[keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.0)])
@@ -109,7 +109,7 @@ def test_other_floatx_trains(floatx):
     keras.config.set_floatx(floatx)
     try:
         with kmp.enable(loss_scale=64.0):
-            model = compiled_model("adam", jit_compile=False)
+            model = compiled_model("adam", run_eagerly=True)
             fit(model, batches=2)
         assert model.optimizer.snapshot().overflow_count == 0
     finally:
