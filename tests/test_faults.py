@@ -6,8 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import assert_equal, small_data, small_model, values, without_replays
-from keras import ops
+from conftest import assert_equal, fit_data, small_data, small_model, values, without_replays
 
 import kmp
 
@@ -21,10 +20,6 @@ def library(request):
     if request.param == "kmp":
         kmp.enable()
     return request.param
-
-
-def fit(model, data, callbacks=(), **arguments):
-    return model.fit(*data, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks, **arguments).history
 
 
 def is_finite(variables):
@@ -46,10 +41,10 @@ def corrupt_data(clean=20):
 
 def test_200_corrupt_batches_in_a_row(library):
     model = compiled(metrics=["accuracy"])
-    fit(model, corrupt_data())
+    fit_data(model, corrupt_data())
     assert is_finite(model.weights) == (library == "kmp")
     if library == "kmp":
-        assert fit(model, small_data(), epochs=2)["accuracy"][-1] > 0.9
+        assert fit_data(model, small_data(), epochs=2)["accuracy"][-1] > 0.9
 
 
 @pytest.mark.usefixtures("enabled")
@@ -57,7 +52,7 @@ def test_200_corrupt_batches_in_a_row_with_the_callback():
     model = compiled()
     before = model.get_weights()
     with pytest.raises(kmp.callbacks.StuckError, match="the last 100 steps were skipped"):
-        fit(model, corrupt_data(clean=0), kmp.callbacks.defaults())
+        fit_data(model, corrupt_data(clean=0), kmp.callbacks.defaults())
     assert model.optimizer.snapshot().step == 100
     assert_equal(before, model.get_weights())
 
@@ -67,7 +62,7 @@ def test_outlier_that_overflows_before_batch_normalization(library):
     model = compiled([*layers, kmp.layers.Softmax()], run_eagerly=True)
     x, y = small_data(3)
     x[10] = 6e4  # finite in float16, but Dense overflows on it
-    fit(model, (x, y))
+    fit_data(model, (x, y))
     assert is_finite(model.trainable_variables)
     assert is_finite(model.non_trainable_variables) == (library == "kmp")
     assert np.isfinite(model.predict(x[:8], verbose=0)).all() == (library == "kmp")
@@ -114,7 +109,7 @@ def test_overflow_on_one_replica(library, two_replicas):
     for replica, is_skipped in ((0, True), (1, library == "kmp")):  # Keras checks only the first replica
         corrupt = x.copy()
         corrupt[4 * replica] = np.inf
-        fit(model, (corrupt, y))
+        fit_data(model, (corrupt, y))
         for kernel in two_replicas.experimental_local_results(model.layers[0].kernel.value):
             if is_skipped:
                 np.testing.assert_array_equal(kernel, np.ones((4, 1)))
@@ -133,10 +128,10 @@ def test_model_that_float16_cannot_train(library):
     model = compiled(layers, jit_compile=False)  # on an H100, XLA's autotuner refused the product with a constant Inf
     before = model.get_weights()
     if library == "keras":
-        fit(model, small_data(30))
+        fit_data(model, small_data(30))
     else:
         with pytest.raises(kmp.callbacks.StuckError, match="at step 30 the last 30 steps .* lowest"):
-            fit(model, small_data(40), without_replays())
+            fit_data(model, small_data(40), without_replays())
     assert_equal(before, model.get_weights())
 
 
@@ -144,23 +139,15 @@ def test_nadam_saved_and_loaded(library, tmp_path):
     """Keras' LossScaleOptimizer does not track Nadam's product of momenta, so it is not saved."""
     model = small_model()
     model.compile(keras.optimizers.Nadam(0.01), "sparse_categorical_crossentropy", run_eagerly=True)
-    fit(model, small_data(1))
+    fit_data(model, small_data(1))
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     saved, restored = (source.optimizer.inner_optimizer._u_product.numpy() for source in (model, loaded))
     assert (saved < 0.5, restored) == (True, saved if library == "kmp" else 1.0)
-    fit(model, small_data(1))
-    fit(loaded, small_data(1))
+    fit_data(model, small_data(1))
+    fit_data(loaded, small_data(1))
     are_equal = [np.array_equal(*pair) for pair in zip(model.get_weights(), loaded.get_weights(), strict=True)]
     assert all(are_equal) == (library == "kmp")
-
-
-def test_loop_that_forgets_scale_loss(library):
-    """Both divide the gradients by 2^15; only kmp warns."""
-    variable, optimizer = keras.Variable([1.0]), OPTIMIZERS[library](keras.optimizers.SGD(1.0))
-    with contextlib.nullcontext() if library == "keras" else pytest.warns(match="did not go through `scale_loss`"):
-        optimizer.apply([ops.array([0.5])], [variable])
-    np.testing.assert_array_equal(variable, [1.0 - 2.0**-16])
 
 
 def test_bad_initial_scale(library):

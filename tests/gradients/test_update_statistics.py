@@ -1,7 +1,7 @@
 import keras
 import numpy as np
 import pytest
-from conftest import compiled_model, fit, small_data, values
+from conftest import compiled_model, fit, fit_data, small_data, values
 
 import kmp
 
@@ -28,6 +28,7 @@ def test_update_of_the_sampled_step_is_measured(steps_per_execution, learning_ra
         lost = (new != old) & (np.abs(new - old) < 2.0**-11 * np.abs(old))
         assert samples[0].lost_updates[index] == np.sum(lost)
     assert samples[0].lost_updates.any() or steps_per_execution == 8
+    # Only the last sample within an execution of several steps is read.
     assert [sample.step for sample in samples] == ([1, 8, 16] if steps_per_execution == 1 else [8, 16])
 
 
@@ -69,7 +70,7 @@ def test_step_that_updates_no_weights_is_not_measured_and_the_next_sample_is(cor
     x, y = small_data(16)
     x[: 8 * corrupt] = np.nan
     histogram = kmp.callbacks.GradientHistogram(every_n_steps=1)
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[histogram])
+    fit_data(model, (x, y), [histogram])
     samples = histogram.run.samples
     assert measured_steps(samples) == expected
     assert [sample.step for sample in samples if sample.updates.any()] == expected

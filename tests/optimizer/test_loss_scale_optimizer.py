@@ -71,7 +71,6 @@ CLIPS = {
     ("clip", "run_step", "jit_compile"),
     [
         ("by value", "graph", False),
-        ("by value", "xla", False),
         ("by global norm", "eager", False),
         ("by global norm", "graph", True),
     ],
@@ -180,6 +179,7 @@ def test_float16_variables_work_with_gradient_accumulation(run_step):
     np.testing.assert_array_equal(variable, [0.5, 1.0])
 
 
+@pytest.mark.parametrize("run_step", ["eager", "graph"], indirect=True)
 def test_nonfinite_loss_is_distinguished_from_an_overflow_in_the_backward_pass(run_step):
     variable = keras.Variable([1.0])
     optimizer = optimizer_for(variable)

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import OverflowsBackward, assert_equal, optimizer_for, small_data, take_step, without_replays
+from conftest import OverflowsBackward, assert_equal, fit_data, optimizer_for, small_data, take_step, without_replays
 from keras import ops
 
 import kmp
@@ -41,10 +41,6 @@ def batches(corruption_by_step):
         for replica in replicas:
             x[8 * step + 4 * replica] = corrupt_value
     return x, y
-
-
-def fit(model, data, callbacks=(), **arguments):
-    return model.fit(*data, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks, **arguments).history
 
 
 def values_per_replica(strategy, variables):
@@ -90,16 +86,16 @@ def assert_shared_state_is_equal(strategy, model):
 
 def test_overflow_or_empty_batch_on_any_replica_skips_the_step_on_all_and_a_stuck_training_stops(strategy):
     model, recorder = make_model(strategy), StateRecorder(strategy)
-    fit(model, batches(CORRUPTION_BY_STEP), [recorder, *without_replays()])
+    fit_data(model, batches(CORRUPTION_BY_STEP), [recorder, *without_replays()])
     assert_each_overflow_skips_its_step_on_both_replicas(recorder.recorded)
     before, (x, y) = model.optimizer.snapshot(), small_data(3)
-    fit(model, (x[:17], y[:17]), epochs=2)  # one row in the last batch, on the first replica
+    fit_data(model, (x[:17], y[:17]), epochs=2)  # one row in the last batch, on the first replica
     after = model.optimizer.snapshot()
     assert (after.step, after.overflow_count) == (before.step + 6, before.overflow_count)
     assert after.loss_scale == before.loss_scale
     assert all(np.isfinite(value).all() for value in model.get_weights())
     with pytest.raises(kmp.callbacks.StuckError, match="the last 3 steps"):
-        fit(model, (np.full_like(x, np.nan), y), [kmp.callbacks.StuckDetector(patience=3)])
+        fit_data(model, (np.full_like(x, np.nan), y), [kmp.callbacks.StuckDetector(patience=3)])
 
 
 def test_custom_loop_skips_the_step_on_all_replicas_and_guard_restores_each(strategy):
@@ -165,7 +161,7 @@ def test_overflow_of_the_sum_over_replicas_skips_the_step(strategy):
         loss = lambda y, p: ops.mean(ops.square(ops.cast(p, "float32") - ops.cast(y, "float32")), -1)  # noqa: E731
         model.compile("sgd", loss)
     x = np.full((16, 1), 200.0, "float32")
-    fit(model, (x, x))
+    fit_data(model, (x, x))
     assert np.isfinite(model.get_weights()[0]).all()
     assert model.optimizer.snapshot().overflow_count == 2
 
@@ -195,7 +191,7 @@ def test_layers_are_restored_on_each_replica_and_a_nan_loss_on_one_is_in_the_met
 
     x = np.repeat([[0.5, 0.5], [0.5, 0.5], [0.5, 0.5], [0.25, 0.25]], 8, axis=0)
     x[12], x[20] = OVERFLOWS_BACKWARD, np.nan  # on the second replica
-    fit(model, (x, np.ones(32)), [keras.callbacks.LambdaCallback(on_train_batch_end=record)])
+    fit_data(model, (x, np.ones(32)), [keras.callbacks.LambdaCallback(on_train_batch_end=record)])
     assert [replicas[0][0] for replicas in states] == [0.5, 0.5, 0.5, 0.25]
     for skipped in states[1:3]:
         for actual, expected in zip(skipped, states[0], strict=True):

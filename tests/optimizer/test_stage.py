@@ -187,6 +187,11 @@ def test_loop_without_scale_loss_warns_once_and_divides_as_keras_class_does(weig
         step()
     assert [warning.filename for warning in caught] == [__file__]
     step()
+    keras_weight = keras.Variable([1.0, 2.0])
+    keras_optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=SCALE)
+    for _ in range(2):
+        keras_optimizer.apply([gradient_of(keras_weight)], [keras_weight])
+    np.testing.assert_array_equal(weight, keras_weight)
     np.testing.assert_allclose(weight, np.float32([1.0, 2.0]) * (1 - 1 / SCALE) ** 2)
     assert optimizer.snapshot().loss_scale == SCALE
 

@@ -5,7 +5,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import MODES, assert_equal, compiled_model, small_data, small_model, take_step, without_replays
+from conftest import MODES, assert_equal, compiled_model, fit_data, small_data, small_model, take_step, without_replays
 from keras import ops
 
 import kmp
@@ -20,10 +20,6 @@ def data_with_nan(*nan_batches, batches=20):
     return x, y
 
 
-def fit(model, data, **arguments):
-    return model.fit(*data, batch_size=8, shuffle=False, verbose=0, **arguments).history
-
-
 @pytest.mark.parametrize("mode", ["graph", "xla", "steps_per_execution"])
 def test_nan_loss_is_in_the_logs_of_its_own_batch_and_not_in_the_metrics_of_the_epoch(mode):
     metrics = ["accuracy", keras.metrics.SparseCategoricalCrossentropy(name="crossentropy")]
@@ -32,12 +28,12 @@ def test_nan_loss_is_in_the_logs_of_its_own_batch_and_not_in_the_metrics_of_the_
     if mode == "graph":  # with a smaller last batch, the step does not know the number of rows
         x, y = np.concatenate([x, x[8:11]]), np.concatenate([y, y[8:11]])
     recorder = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(logs["loss"]))
-    history = fit(model, (x, y), callbacks=[recorder])
+    history = fit_data(model, (x, y), callbacks=[recorder])
     per_call = MODES[mode].get("steps_per_execution", 1)
     assert set(np.flatnonzero(np.isnan(losses))) == {0, 5 // per_call, 19 // per_call}
     model.set_weights(initial)
     is_clean = ~np.isin(np.arange(len(x)) // 8, (0, 5, 19))
-    expected = fit(model, (x[is_clean], y[is_clean]))
+    expected = fit_data(model, (x[is_clean], y[is_clean]))
     for key in ("loss", "accuracy", "crossentropy"):
         np.testing.assert_allclose(history[key], expected[key], rtol=1e-5)
 
@@ -68,10 +64,10 @@ def test_weights_that_a_train_step_moves_are_restored_if_it_is_skipped():
     model.compile(kmp.LossScaleOptimizer("sgd", initial_scale=2.0**24), jit_compile=False)
     weights = model.get_weights()
     x, _ = small_data(20)
-    fit(model, (x[:8], x[:8, :1] * 100))
+    fit_data(model, (x[:8], x[:8, :1] * 100))
     assert model.optimizer.snapshot().overflow_count == 1
     assert_equal(weights, model.get_weights())
-    fit(model, (x, x[:, :1]))
+    fit_data(model, (x, x[:, :1]))
     assert model.optimizer.snapshot().overflow_count < 20
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
@@ -79,14 +75,14 @@ def test_weights_that_a_train_step_moves_are_restored_if_it_is_skipped():
 def test_terminate_on_nan_stops_training_before_and_after_kmps_callbacks():
     model, stop, callbacks = compiled_model(jit_compile=False), keras.callbacks.TerminateOnNaN(), without_replays()
     for steps, ordered in ((3, [*callbacks, stop]), (6, [stop, *callbacks])):
-        fit(model, data_with_nan(2, batches=4), epochs=2, callbacks=ordered)
+        fit_data(model, data_with_nan(2, batches=4), epochs=2, callbacks=ordered)
         assert model.optimizer.snapshot().step == steps
 
 
 def test_terminate_on_nan_ignores_an_overflow_of_the_gradients_alone():
     optimizer = kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28)
     model = compiled_model(optimizer, **MODES["steps_per_execution"])  # which has a loss that kmp puts into the logs
-    history = fit(model, small_data(), callbacks=[keras.callbacks.TerminateOnNaN()])
+    history = fit_data(model, small_data(), callbacks=[keras.callbacks.TerminateOnNaN()])
     snapshot = model.optimizer.snapshot()
     assert (snapshot.step, snapshot.nonfinite_loss_count, 0 < snapshot.overflow_count < 20) == (20, 0, True)
     assert 2.0**12 < snapshot.loss_scale < 2.0**28
@@ -97,9 +93,9 @@ def test_terminate_on_nan_ignores_an_overflow_of_the_gradients_alone():
 def test_evaluation_and_train_on_batch_report_a_nonfinite_loss_of_their_own_batches():
     model = compiled_model(steps_per_execution=8, run_eagerly=True)
     data = x, y = data_with_nan(1, batches=2)
-    assert np.isnan(fit(model, data, validation_data=data)["val_loss"][0])
+    assert np.isnan(fit_data(model, data, validation_data=data)["val_loss"][0])
     stop = keras.callbacks.TerminateOnNaN()
-    assert len(fit(model, small_data(2), epochs=2, callbacks=[stop])["loss"]) == 2
+    assert len(fit_data(model, small_data(2), epochs=2, callbacks=[stop])["loss"]) == 2
     losses = [float(model.train_on_batch(x[i : i + 8], y[i : i + 8])) for i in (0, 8, 0)]
     assert np.isnan(losses).tolist() == [False, True, False]
 
@@ -132,7 +128,7 @@ def test_custom_training_step_is_guarded_and_a_nan_loss_that_it_logs_is_kept():
     for model_class in (CustomTrainStep, CustomLossLog):
         model = model_class()
         model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
-        loss = fit(model, data_with_nan(1, batches=3))["loss"][0]
+        loss = fit_data(model, data_with_nan(1, batches=3))["loss"][0]
         assert np.isnan(loss) == (model_class is CustomLossLog)
         assert model.optimizer.snapshot().nonfinite_loss_count == 1
 
@@ -141,7 +137,7 @@ def test_model_recompiled_without_kmp_behaves_as_in_keras():
     model = compiled_model()
     kmp.disable()
     model.compile("sgd", "sparse_categorical_crossentropy", auto_scale_loss=False, run_eagerly=True)
-    assert np.isnan(fit(model, data_with_nan(1, batches=3))["loss"][0])
+    assert np.isnan(fit_data(model, data_with_nan(1, batches=3))["loss"][0])
 
 
 @pytest.mark.parametrize(
@@ -156,13 +152,13 @@ def test_model_compiled_with_kmps_optimizer_is_guarded_without_enable(enables, s
     optimizer = "sgd" if enables else kmp.LossScaleOptimizer("sgd")
     model = compiled_model(optimizer, steps_per_execution=steps_per_execution, run_eagerly=True)
     kmp.disable()
-    assert np.isfinite(fit(model, data_with_nan(1, batches=4), callbacks=callbacks())["loss"][0])
+    assert np.isfinite(fit_data(model, data_with_nan(1, batches=4), callbacks=callbacks())["loss"][0])
     assert (model.optimizer.snapshot().overflow_count, model.optimizer.snapshot().nonfinite_loss_count) == (1, 1)
 
 
 def test_guarded_model_can_be_saved_cloned_and_loaded_as_a_guarded_model(tmp_path):
     model, data = compiled_model("adam", metrics=["accuracy"], run_eagerly=True), data_with_nan(1, batches=2)
-    fit(model, data)
+    fit_data(model, data)
     model.save(tmp_path / "model.keras")
     x, _ = small_data()
     loaded, cloned = keras.models.load_model(tmp_path / "model.keras"), keras.models.clone_model(model)
@@ -170,7 +166,7 @@ def test_guarded_model_can_be_saved_cloned_and_loaded_as_a_guarded_model(tmp_pat
     for other in (loaded, cloned):
         np.testing.assert_array_equal(other(x), model(x))
     assert type(loaded.optimizer) is kmp.LossScaleOptimizer
-    assert np.isfinite(fit(loaded, data)["loss"][0])
+    assert np.isfinite(fit_data(loaded, data)["loss"][0])
     assert loaded.optimizer.snapshot().overflow_count == 2
 
 
@@ -178,8 +174,8 @@ def test_guarded_model_can_be_saved_cloned_and_loaded_as_a_guarded_model(tmp_pat
 def test_epoch_without_a_finite_batch_has_a_nan_loss_also_if_its_length_is_unknown():
     model = compiled_model("sgd", metrics=["accuracy"], jit_compile=False)
     x, y = data_with_nan(*range(20))
-    assert np.isnan(fit(model, (x, y))["loss"]).all()
-    assert np.isfinite(fit(model, data_with_nan())["loss"]).all()
+    assert np.isnan(fit_data(model, (x, y))["loss"]).all()
+    assert np.isfinite(fit_data(model, data_with_nan())["loss"]).all()
     # Such data ends with a step that gets no batch; if it reset the metrics, the mean would be 0.
     batches = (part for part in zip(np.split(x, 20), np.split(y, 20), strict=True))
     assert np.isnan(model.fit(batches, shuffle=False, verbose=0).history["loss"]).all()
@@ -194,7 +190,7 @@ def test_training_step_set_on_the_instance_is_kept_and_trains_its_own_variables(
     model.compile(keras.optimizers.SGD(0.25), "sparse_categorical_crossentropy", run_eagerly=True)
     if not set_first:
         model.train_step = step
-    fit(model, small_data(3))
+    fit_data(model, small_data(3))
     assert (float(other[0]), model.optimizer.snapshot().overflow_count) == (0.0, 1)
 
 
@@ -210,7 +206,7 @@ class CountsTraces(keras.optimizers.SGD):
 def test_step_is_traced_once(callbacks):
     model, optimizer = small_model(), CountsTraces()
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
-    fit(model, small_data(4), callbacks=callbacks())
+    fit_data(model, small_data(4), callbacks=callbacks())
     assert optimizer.traces == 1
 
 
@@ -235,7 +231,7 @@ def test_layer_that_runs_only_in_training_is_trained_and_guarded_metrics_are_tho
     model, (x, _) = AuxiliaryHead(), data_with_nan(1, batches=2)
     model(x, training=is_built)
     model.compile("sgd", ["mse", "mae"], metrics=[["mae"], ["mae"]], jit_compile=False)
-    history = fit(model, (x, [np.zeros((16, 1)), np.full((16, 1), 9.0)]))
+    history = fit_data(model, (x, [np.zeros((16, 1)), np.full((16, 1), 9.0)]))
     assert model.optimizer.counters.by_variable.shape == (2, 4)
     assert abs(history["mae_1"][0] - history["mae"][0]) > 1.0  # both are finite, without the second batch
 
@@ -255,7 +251,7 @@ def test_metric_that_starts_at_infinity_and_has_a_bool_leaves_the_batch_with_a_n
             return self.lowest.value
 
     model = compiled_model(metrics=[Lowest()])
-    assert fit(model, data_with_nan(0, batches=5))["lowest"][0] > 0
+    assert fit_data(model, data_with_nan(0, batches=5))["lowest"][0] > 0
 
 
 def test_metric_with_python_state_is_computed_eagerly():
@@ -269,7 +265,7 @@ def test_metric_with_python_state_is_computed_eagerly():
             return self.total
 
     model = compiled_model(metrics=[Sum(name="total")], run_eagerly=True)
-    np.testing.assert_allclose(fit(model, small_data(2))["total"], 16.0, rtol=1e-3)  # of the probabilities
+    np.testing.assert_allclose(fit_data(model, small_data(2))["total"], 16.0, rtol=1e-3)  # of the probabilities
 
 
 def test_layers_that_a_callback_unfreezes_are_trained():
@@ -281,7 +277,7 @@ def test_layers_that_a_callback_unfreezes_are_trained():
     def unfreeze(*arguments):
         model.layers[0].trainable = True
 
-    fit(model, small_data(1), callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=unfreeze)])
+    fit_data(model, small_data(1), callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=unfreeze)])
     assert not any(np.array_equal(old, new) for old, new in zip(before, model.get_weights(), strict=True))
 
 
@@ -291,7 +287,7 @@ def test_frozen_model_leaves_the_optimizer_unbuilt():
     model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     with contextlib.suppress(ValueError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fit(model, small_data(1))
+        fit_data(model, small_data(1))
     assert model.optimizer.counters.by_variable is None
 
 
@@ -315,7 +311,7 @@ def test_batch_whose_gradients_are_not_applied_is_checked_and_keeps_its_statisti
     np.testing.assert_array_equal(layers[0].moving_mean, 0.0)
     model.train_on_batch(x[8:], y[8:])
     assert np.any(layers[0].moving_mean.numpy())
-    assert np.isfinite(fit(model, data_with_nan(0, 1, batches=4))["loss"][0])
+    assert np.isfinite(fit_data(model, data_with_nan(0, 1, batches=4))["loss"][0])
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")  # Keras, at the end of a generator

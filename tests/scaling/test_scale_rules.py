@@ -58,7 +58,7 @@ def test_rule_equals_the_reference_on_a_long_sequence_of_scalars(arguments):
     assert list(states_of(DynamicScale(**arguments), outcomes)) == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.tuples(powers, powers, powers).map(sorted))
 def test_rule_equals_the_reference_for_any_settings(interval, hysteresis, bounds):
     names = ("min_scale", "initial_scale", "max_scale", "growth_interval", "hysteresis")
