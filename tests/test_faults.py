@@ -103,7 +103,7 @@ def test_overflow_on_one_replica(library, two_replicas):
     with two_replicas.scope():
         options = {"use_bias": False, "kernel_initializer": "ones", "dtype": "float32"}
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, **options), keras.layers.Identity()])
-        model.compile(OPTIMIZERS[library](keras.optimizers.SGD(0.01), initial_scale=4.0), "mse")
+        model.compile(OPTIMIZERS[library](keras.optimizers.SGD(0.01), initial_scale=4.0), "mse", run_eagerly=True)
     x, _ = small_data(1)
     y = x.sum(1, keepdims=True) * 0.5
     for replica, is_skipped in ((0, True), (1, library == "kmp")):  # Keras checks only the first replica

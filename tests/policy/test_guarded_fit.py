@@ -230,7 +230,7 @@ class AuxiliaryHead(keras.Model):
 def test_layer_that_runs_only_in_training_is_trained_and_guarded_metrics_are_those_of_its_outputs(is_built):
     model, (x, _) = AuxiliaryHead(), data_with_nan(1, batches=2)
     model(x, training=is_built)
-    model.compile("sgd", ["mse", "mae"], metrics=[["mae"], ["mae"]], jit_compile=False)
+    model.compile("sgd", ["mse", "mae"], metrics=[["mae"], ["mae"]], run_eagerly=is_built, jit_compile=False)
     history = fit_data(model, (x, [np.zeros((16, 1)), np.full((16, 1), 9.0)]))
     assert model.optimizer.counters.by_variable.shape == (2, 4)
     assert abs(history["mae_1"][0] - history["mae"][0]) > 1.0  # both are finite, without the second batch
@@ -344,7 +344,7 @@ class IgnoresFirstParts(keras.Model):
 
 def test_overflow_is_counted_if_the_first_parts_of_the_batch_have_rows_without_values():
     model, ones = IgnoresFirstParts(), np.ones((8, 4), "float32")
-    model.compile("sgd", "mse", jit_compile=False)
+    model.compile("sgd", "mse", run_eagerly=True)
     inputs = {"first": tf.sparse.from_dense(0 * ones), "second": np.ones((8, 0), "float32"), "third": ones}
     batch = inputs, np.full((8, 1), 1e4, "float32")  # overflows at the scale 2^15
     model.fit(tf.data.Dataset.from_tensors(batch), shuffle=False, verbose=0)
