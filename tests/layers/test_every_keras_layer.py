@@ -98,6 +98,7 @@ CASES = {
     "ActivityRegularization": [case(l1=0.1), case(np.full((4, 4096), 8, "float32"), "large", l2=0.01)],
     "AdditiveAttention": [case([SEQUENCE, SEQUENCE], call=MASKED_TWICE)],
     "Attention": [case([SEQUENCE, SEQUENCE], call=MASKED_TWICE)],
+    "AugMix": [images(num_chains=1, seed=1)],
     "BatchNormalization": [case(), case(IMAGES, "training", call=TRAINING)],
     "Bidirectional": [case(SEQUENCE, layer=partial(layers.LSTM, 3))],
     "CategoryEncoding": [raw(TOKENS, num_tokens=10)],
