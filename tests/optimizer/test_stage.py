@@ -131,9 +131,17 @@ def test_unscaled_argument_overrides_the_order_of_the_calls(weight, run_step):
 def test_unscale_and_apply_of_which_only_one_is_traced_need_the_argument(weight, traced):
     # A later call of the traced function calls no Python: it would take scaled gradients as unscaled, or the reverse.
     optimizer = optimizer_for(weight)
-    unscale = lambda: optimizer.unscale([gradient_of(weight, optimizer.scale_loss)])  # noqa: E731
-    apply = lambda gradients, unscaled: optimizer.apply(gradients, [weight], unscaled=unscaled)  # noqa: E731
-    unscale, apply = (tf.function(unscale), apply) if traced == "unscale" else (unscale, tf.function(apply))
+
+    def unscale():
+        return optimizer.unscale([gradient_of(weight, optimizer.scale_loss)])
+
+    def apply(gradients, unscaled):
+        optimizer.apply(gradients, [weight], unscaled=unscaled)
+
+    if traced == "unscale":
+        unscale = tf.function(unscale)
+    else:
+        apply = tf.function(apply)
     for _ in range(2):
         with pytest.raises(ValueError, match=UNKNOWN):
             apply(unscale(), None)
