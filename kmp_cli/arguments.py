@@ -15,14 +15,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Command-line arguments without the program name; `sys.argv[1:]` if `None`.
     """
-    parser = _parser()
-    parsed = parser.parse_args(arguments)
-    if parsed.command is None:
-        parser.print_help()
-        return 0
-    if parsed.command == "demo":  # oneDNN, on by default on newer CPUs, is many times slower in float16
-        os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     try:
+        parser = _parser()
+        parsed = parser.parse_args(arguments)
+        if parsed.command is None:
+            parser.print_help()
+            return 0
+        if parsed.command == "demo":  # oneDNN, on by default on newer CPUs, is many times slower in float16
+            os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
         if parsed.command == "doctor":  # also where kmp cannot be imported
             from kmp_cli import doctor
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from kmp import commands
 
         return commands.run(parsed)
-    except (ImportError, OSError) as error:  # such as: TensorFlow is missing, or Keras is set to another backend
+    except (ImportError, OSError) as error:  # such as: kmp or TensorFlow is not installed, Keras has another backend
         print(f"kmp: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,5 +1,6 @@
 import doctest
 import importlib
+import importlib.metadata
 import inspect
 import os
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import kmp
+import kmp_cli
 
 ROOT = Path(kmp.__file__).parent
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if ">>> " in path.read_text(encoding="utf-8")]
@@ -58,6 +60,15 @@ def test_missing_tensorflow_is_an_error_of_the_command_that_names_the_extras(tmp
     assert error.startswith("kmp: kmp needs TensorFlow")
     assert {"kmp[cuda]", "kmp[cpu]"} <= set(re.findall(r"kmp\[\w+\]", error))
     assert "Traceback" not in error
+
+
+def test_command_of_a_source_tree_that_is_not_installed_says_so(monkeypatch, capsys):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert kmp_cli.main(["--help"]) == 1
+    assert capsys.readouterr().err == "kmp: No package metadata was found for kmp\n"
 
 
 COMMAND_LINES = {"--help": 0, "--version": 0, "audit --help": 0, "nosuch": 2, "report": 2}

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kmp.conversion.plan import Plan
 from kmp.conversion.precision_rules import NEEDS_FLOAT32
-from kmp.utils import FLOAT32, printable
+from kmp.utils import DTYPES_16_BIT, FLOAT32, printable
 
 _WIDTH = 120  # characters, outside a terminal
 _MOST_IN_SUMMARY = 6
@@ -116,10 +116,14 @@ class Audit:
             return _text(f"kmp.convert cannot convert this model. {self.conversion_error}", "red")
         computing = [row for row in self.rows if row.class_name != "InputLayer"]
         count = sum(row.planned_dtype == FLOAT32.name for row in computing)
-        text = f"{count} of {len(computing)} layers and operations are float32 after kmp.convert."
+        # `kmp.convert` returns a model that computes in 16 bits as it is.
+        is_converted = any(row.compute_dtype in DTYPES_16_BIT for row in computing)
+        when = "" if is_converted else " after kmp.convert"
+        text = f"{count} of {len(computing)} layers and operations are float32{when}."
         overflowing = ", ".join(row.path for row in self.rows if row.overflows)
         if overflowing:
-            text += f" Overflows with this batch: {overflowing}. kmp.convert(model, batch=...) keeps them float32."
+            source = "kmp.to_float32(model)" if is_converted else "model"
+            text += f" Overflows with this batch: {overflowing}. kmp.convert({source}, batch=...) keeps them float32."
         return _text(text)
 
     def __rich__(self) -> RenderableType:

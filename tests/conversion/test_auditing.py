@@ -79,10 +79,16 @@ def test_batch_compares_a_mixed_precision_model_with_its_float32_version():
     large = layers.Dense(1, kernel_initializer=keras.initializers.Constant(1e5), name="large")
     wrapper = kmp.layers.Float32(layers.Dense(1, kernel_initializer="ones", name="inside"), name="wrapper")
     model = keras.Sequential([keras.Input((1,)), wrapper, large, layers.Dense(1)])
-    rows = rows_of(kmp.convert(model), np.ones((1, 1), "float32"))
+    mixed, batch = kmp.convert(model), np.ones((1, 1), "float32")
+    rows = rows_of(mixed, batch)
     assert (rows["large"].overflows, rows["large"].amax) == (True, 1e5)  # its float32 version is the reference
     assert rows["wrapper"].relative_error is not None
     assert rows["wrapper"].amax == rows["wrapper/inside"].amax
+    summary = " ".join(kmp.audit(mixed, batch).summary.split())
+    assert "3 of 4 layers and operations are float32. Overflows with this batch: large, " in summary
+    assert "kmp.convert(kmp.to_float32(model), batch=...) keeps them float32." in summary
+    repaired = kmp.convert(kmp.to_float32(mixed), batch=batch)
+    assert repaired.get_layer("large").compute_dtype == "float32"
 
 
 def test_batch_compares_a_float32_model_with_the_candidate_under_any_global_policy():
