@@ -47,6 +47,17 @@ class WithoutDtype(keras.layers.Layer):
         return {"name": self.name}
 
 
+class OwnStep(keras.Model):
+    """Has a `train_step` of its own, which takes the loss of a batch from `loss_of`."""
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(*data)
+            scaled = self.optimizer.scale_loss(loss)
+        self.optimizer.apply(tape.gradient(scaled, self.trainable_variables), self.trainable_variables)
+        return {"own_loss": loss}
+
+
 @keras.saving.register_keras_serializable(package="tests.models")
 class Gan(keras.Model):
     """A subclassed model with two networks and a custom `train_step`."""

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import MODES, OverflowsBackward, compiled_model, sequential, small_data, values, without_replays
+from conftest import MODES, OverflowsBackward, compiled_model, sequential, small_data
 from keras import layers
 
 import kmp
@@ -33,19 +33,18 @@ def overflowing_model(**settings):
     hidden = layers.Dense(8, activation="relu"), layers.Dense(8, name="overflow_origin")
     head = layers.Lambda(overflowing_backward), layers.Dense(2), kmp.layers.Softmax()
     optimizer = kmp.LossScaleOptimizer("sgd", **settings)
-    # On a GPU, XLA cannot compile a product with an infinite constant.
-    options = {"optimizer": optimizer, "loss": "sparse_categorical_crossentropy", "jit_compile": False}
+    options = {"optimizer": optimizer, "loss": "sparse_categorical_crossentropy", "run_eagerly": True}
     return sequential(*hidden, *head, **options)
 
 
-@pytest.mark.parametrize("mode", ["graph", "steps_per_execution"])
-def test_streak_of_corrupt_batches_raises_at_patience_and_keeps_the_weights_from_before(mode):
-    model = compiled_model("adam", **MODES[mode])
+def test_streak_of_corrupt_batches_raises_at_patience_and_keeps_the_weights_from_before():
+    model = compiled_model("adam", **MODES["steps_per_execution"])
     fit(model, data(batches=16))
     before = model.get_weights()
-    with pytest.raises(StuckError, match="The batch's x contains NaN or Inf"):
+    with pytest.raises(StuckError, match="The batch's x contains NaN or Inf") as caught:
         fit(model, data(slice(0, 250)), defaults())
-    assert model.optimizer.snapshot().step == 16 + (104 if mode == "steps_per_execution" else 100)
+    assert "The weights are those from before the skipped steps." in str(caught.value)
+    assert model.optimizer.snapshot().step == 16 + 104
     np.testing.assert_equal(model.get_weights(), before)
     assert model.optimizer.snapshot().loss_scale == 2.0**15
 
@@ -53,9 +52,9 @@ def test_streak_of_corrupt_batches_raises_at_patience_and_keeps_the_weights_from
 def test_streak_is_detected_at_the_exact_step_for_any_start():
     model = compiled_model("sgd")
     for start in (1, 37, 101):
-        step = model.optimizer.snapshot().step + start + 100
-        with pytest.raises(StuckError, match=f"at step {step} the last 100 steps were skipped. Last loss: nan"):
-            fit(model, data(slice(start, 250)), [StuckDetector()])
+        step = model.optimizer.snapshot().step + start + 20
+        with pytest.raises(StuckError, match=f"at step {step} the last 20 steps were skipped. Last loss: nan"):
+            fit(model, data(slice(start, 250)), [StuckDetector(patience=20)])
 
 
 OF_FALLING_SCALE = r"overflow starts nearest to the loss at \S*/overflow_origin/bias\. .*patience"
@@ -111,38 +110,28 @@ def test_clean_step_resets_the_count():
 
 @pytest.mark.parametrize(("on_stuck", "warnings"), [("warn", 2), ("ignore", 0)])
 def test_training_continues_if_on_stuck_does_not_raise(on_stuck, warnings, recwarn):
-    x, y = data(slice(5, 17), batches=40)
-    x[20 * 8 : 32 * 8] = np.nan
-    model = compiled_model()
-    fit(model, (x, y), [StuckDetector(patience=10, on_stuck=on_stuck)])
+    x, y = data(slice(2, 6), batches=14)
+    x[8 * 8 : 12 * 8] = np.nan
+    model = compiled_model(run_eagerly=True)
+    fit(model, (x, y), [StuckDetector(patience=3, on_stuck=on_stuck)])
     assert sum("Training is stuck" in str(warning.message) for warning in recwarn) == warnings
     snapshot = model.optimizer.snapshot()
-    assert (snapshot.step, snapshot.overflow_count) == (40, 24)
-
-
-def test_stuck_model_has_the_weights_from_before_the_streak():
-    model = compiled_model("adam")
-    fit(model, data(batches=10))
-    before = values(model.weights)
-    with pytest.raises(StuckError, match="The weights are those from before the skipped steps"):
-        fit(model, data(slice(0, 250)), without_replays())
-    np.testing.assert_equal(values(model.weights), before)
+    assert (snapshot.step, snapshot.overflow_count) == (14, 8)
 
 
 def test_detector_works_in_a_second_fit_and_for_a_second_model():
-    detector = StuckDetector(patience=5)
-    for model in (compiled_model(), compiled_model()):
+    detector = StuckDetector(patience=3)
+    for model in (compiled_model(run_eagerly=True), compiled_model(run_eagerly=True)):
         for _ in range(2):
             with pytest.raises(StuckError):
                 fit(model, data(slice(0, 250)), [detector])
 
 
 def test_detector_of_default_callbacks_works_without_the_others(tmp_path):
-    callbacks = defaults(report=tmp_path / "report.html")
-    monitor, detector = callbacks[0], next(each for each in callbacks if isinstance(each, StuckDetector))
-    for attached in ([detector], [monitor, detector]):
-        with pytest.raises(StuckError, match="Cause: "):
-            fit(compiled_model(), data(slice(0, 110)), attached)
+    *_, detector, _ = defaults(report=tmp_path / "report.html")
+    detector.patience = 3
+    with pytest.raises(StuckError, match="Cause: The loss is NaN or Inf before scaling"):
+        fit(compiled_model(run_eagerly=True), data(slice(0, 250)), [detector])
 
 
 @pytest.mark.parametrize(
@@ -163,7 +152,7 @@ def test_detector_rarely_reads_the_optimizer_without_overflows(monkeypatch):
     take_snapshot, read_counts = model.optimizer.snapshot, model.optimizer.counters.read_counts
     monkeypatch.setattr(model.optimizer, "snapshot", lambda: snapshots.append(1) or take_snapshot())
     monkeypatch.setattr(model.optimizer.counters, "read_counts", lambda: reads.append(1) or read_counts())
-    fit(model, data(), [StuckDetector()])
+    fit(model, data(batches=100), [StuckDetector()])
     assert len(snapshots) == 2  # both before the first step
     # A snapshot reads the counts too. One more at the end, and each time the scale could have fallen to min_scale.
-    assert len(reads) <= 2 + 1 + 1 + 250 // 28
+    assert len(reads) <= 2 + 1 + 1 + 100 // 28

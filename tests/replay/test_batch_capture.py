@@ -19,7 +19,7 @@ def with_capture(model):
     return model, guarding.guard_of(model).capture
 
 
-def captured_model(mode="graph", optimizer="sgd"):
+def captured_model(mode, optimizer="sgd"):
     return with_capture(sequential(keras.layers.Dense(1), shape=(3,), optimizer=optimizer, **MODES[mode]))
 
 
@@ -47,7 +47,7 @@ def test_requested_batch_and_skipped_batches_are_captured(mode):
 
 
 def test_suspicious_examples_of_a_large_batch_are_captured_first_and_others_in_the_next_skipped_step():
-    model, capture = captured_model(optimizer=kmp.wrap("sgd", loss_scale=2.0**127))
+    model, capture = captured_model("eager", optimizer=kmp.wrap("sgd", loss_scale=2.0**127))
     x = np.arange(768, dtype="float32").reshape(256, 3) / 768
     for rows in (range(128), [*range(158, 256), *range(30)]):  # 0.618 of the batch later
         fit(model, x, batch_size=256)
@@ -62,7 +62,7 @@ def test_suspicious_examples_of_a_large_batch_are_captured_first_and_others_in_t
 @pytest.mark.parametrize("is_shape_known", [True, False])
 def test_fewer_of_large_examples_are_captured(is_shape_known, monkeypatch):
     monkeypatch.setattr(batch_capture, "_MOST_BYTES", 48)  # an example has 3 floats and a target
-    model, capture = captured_model("xla" if is_shape_known else "graph")  # XLA compiles no other shapes
+    model, capture = captured_model("eager" if is_shape_known else "graph")
     x = np.arange(24, dtype="float32").reshape(8, 3)
     capture.request()
     if is_shape_known:
@@ -76,13 +76,12 @@ def test_fewer_of_large_examples_are_captured(is_shape_known, monkeypatch):
     np.testing.assert_array_equal(captured.data[0], x[:3])
 
 
-@pytest.mark.parametrize("mode", ["eager", "xla"])  # XLA reads no int32 variables on a GPU
-def test_batch_of_several_arrays_is_captured_with_their_dtypes(mode):
+def test_batch_of_several_arrays_is_captured_with_their_dtypes():
     ids, mask = keras.Input((), dtype="int32", name="ids"), keras.Input((2,), dtype="bool", name="mask")
     embedded = keras.layers.Embedding(5, 2)(ids)
     outputs = [keras.layers.Dense(1, dtype="float32")(embedded * keras.ops.cast(mask, "float16")), embedded]
     model = keras.Model({"ids": ids, "mask": mask}, outputs)
-    model.compile("sgd", ["mse", "mse"], **MODES[mode])
+    model.compile("sgd", ["mse", "mse"], jit_compile=True)  # XLA reads no int32 variables on a GPU
     model, capture = with_capture(model)
     capture.request()
     x = {"ids": np.arange(8, dtype="int32") % 5, "mask": np.arange(16).reshape(8, 2) % 3 == 0}
@@ -128,22 +127,20 @@ def test_ragged_batch_is_replayed_as_a_whole():
 
 
 @pytest.mark.parametrize(
-    ("most_bytes", "jit_compile", "are_rows_known", "rows"),
+    ("most_bytes", "mode", "are_rows_known", "rows"),
     [
-        (100, False, True, [9, 9, 4]),
-        (50, False, True, None),  # it is too large
-        (100, True, True, None),
-        (100, True, False, None),
+        (100, "eager", True, [9, 9, 4]),
+        (50, "eager", True, None),  # it is too large
+        (100, "xla", True, None),
+        (100, "xla", False, None),
     ],
 )
-def test_ragged_batch_is_captured_unless_it_is_too_large_or_of_xla(
-    most_bytes, jit_compile, are_rows_known, rows, monkeypatch
-):
+def test_ragged_batch_is_captured_unless_it_is_too_large_or_of_xla(most_bytes, mode, are_rows_known, rows, monkeypatch):
     monkeypatch.setattr(batch_capture, "_MOST_BYTES", most_bytes)
     batch = {"edges": np.ones((9, 1), "float32"), "node": np.zeros(9, "int32")}, np.ones((4, 1), "float32")
     data = tf.data.Dataset.from_tensors(batch) if are_rows_known else with_unknown_rows(batch, 1)
     model = Graph()
-    model.compile("sgd", "mse", jit_compile=jit_compile)
+    model.compile("sgd", "mse", **MODES[mode])
     model, capture = with_capture(model)
     capture.request()
     model.fit(data, shuffle=False, verbose=0)
