@@ -48,7 +48,7 @@ def dtypes(model):
 def test_layer_that_overflows_is_set_to_float32_and_the_training_continues(tmp_path):
     model = overflowing(mode="steps_per_execution")
     with pytest.warns(UserWarning, match=r"cube.* to float32, and the training continues\. To make it perm") as seen:
-        train(model, defaults(tmp_path / "run"))
+        train(model, defaults(tmp_path / "run"), epochs=2)
     # The cubes are beyond float16's maximum, so the layer that takes them has to compute in float32 too.
     assert dtypes(model) == {"cube": "float32", "norm": "float32", "head": "float16"}
     warning = next(str(each.message) for each in seen if "permanent" in str(each.message))
@@ -56,8 +56,7 @@ def test_layer_that_overflows_is_set_to_float32_and_the_training_continues(tmp_p
     run = kmp.load_run(tmp_path / "run")
     (row,) = [row for row in run.rows if "fallback" in row]
     assert [path.rpartition("/")[2] for path in row["fallback"]] == ["cube", "norm"]
-    skipped = run.last("overflow_count")
-    assert skipped <= 16
+    assert run.last("overflow_count") == 8  # in the first execution
     assert model.optimizer.snapshot().overflows_in_a_row == 0
     advice = kmp.advise(run)
     assert advice.problems == ()
@@ -154,7 +153,7 @@ def test_model_nested_in_a_subclassed_one_is_repaired_once():
             return self.head(self.norm(self.inner(x)))
 
     model, callbacks = overflowing(build=Outer), defaults()
-    train(model, callbacks, epochs=2)
+    train(model, callbacks, epochs=1)
     repaired = model.optimizer.snapshot()
     assert repaired.overflows_in_a_row == 0
     names = {path.rpartition("/")[2] for path in callbacks[0].run.last("fallback")}
@@ -168,7 +167,7 @@ def test_layer_whose_float32_raises_in_the_users_code_is_set_with_the_layer_that
         layer = Mixed(name="mixed")
     model = overflowing(layer)
     with pytest.warns(UserWarning, match="A saved file keeps this for 'cube' only if the config of Mixed contains it"):
-        train(model, defaults(), epochs=2)
+        train(model, defaults(), epochs=1)
     assert dtypes(model)["mixed"] == "float32"
     assert model.optimizer.snapshot().overflows_in_a_row == 0
 
@@ -346,7 +345,7 @@ def test_layer_with_a_weight_in_float16_is_repaired():
     with kmp.enable():
         layer = Shifted(name="cube")
     model = overflowing(layer)
-    train(model, defaults(), epochs=2)
+    train(model, defaults(), epochs=1)
     assert dtypes(model) == {"cube": "float32", "norm": "float32", "head": "float16"}
     assert model.optimizer.snapshot().overflows_in_a_row == 0
     assert layer.shift.dtype == "float16"

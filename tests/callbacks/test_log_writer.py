@@ -34,7 +34,6 @@ from kmp.records import BIN_COUNT, FIRST_EXPONENT, SCHEMA, ZERO_BIN, LogEncoder,
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
-KEYS = {"loss_scale", "overflow_count", "grad_norm"}
 TWICE = [1, 10, 20, 21, 30, 40]  # the steps of two trainings that follow each other, recorded every 10 steps
 
 
@@ -267,9 +266,10 @@ def test_log_dir_that_another_process_uses_raises_and_is_unchanged_until_that_pr
         assert (tmp_path / "kmp.jsonl").read_bytes() == before
         process.kill()
         process.wait()
-        fit(model, [LossScaleLogger(tmp_path, 10)])
+        last = LossScaleLogger(tmp_path, 10)
+        fit(model, [last])
     assert logged_steps(tmp_path) == [1, 10, 20, 41, 50, 60]
-    assert not is_locked(tmp_path)
+    assert not is_locked(tmp_path)  # while `last` exists
 
 
 def test_two_callbacks_in_one_folder_are_an_error(tmp_path):
@@ -370,11 +370,11 @@ def test_interval_of_a_run_without_a_log_doubles_too_and_a_new_one_starts_in_ful
 
 def test_samples_of_epochs_without_a_due_step_are_thinned(tmp_path, small_budget):
     callbacks = without_replays(tmp_path, every_n_steps=1000)
-    fit(compiled_model(), callbacks, batches=2, epochs=40)
+    fit(compiled_model(), callbacks, batches=1, epochs=30)
     run = callbacks[0].run
     assert [sample.step for sample in run.samples] == sampled_steps(tmp_path)
-    assert 2 < len(run.samples) < 25
-    assert run.series("overflow_count")[0][-3:].tolist() == [76, 78, 80]  # each epoch has a record
+    assert 2 < len(run.samples) < 20
+    assert run.series("overflow_count")[0].tolist() == list(range(1, 31))  # each epoch has a record
 
 
 def test_overflow_counts_by_variable_are_recorded_when_they_change(tmp_path):
@@ -436,17 +436,7 @@ def test_metrics_beyond_a_thousand_are_left_out(tmp_path):
     assert len(kmp.load_run(tmp_path).metrics) == 1000
 
 
-def test_second_run_of_a_model_that_its_first_step_builds_has_its_layers(tmp_path):
-    for _ in range(2):
-        model = keras.Sequential([keras.layers.Dense(2), kmp.layers.Softmax()])
-        model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
-        fit(model, without_replays(tmp_path), batches=2)
-        settings = kmp.load_run(tmp_path).settings
-        assert list(settings["layers"].values()) == ["Dense", "Softmax"]
-        assert settings["variable_dtypes"] == ["float32"]
-
-
-def test_layers_that_the_first_step_builds_have_their_final_paths(tmp_path):
+def test_layers_that_the_first_step_builds_have_their_final_paths_also_in_a_second_run(tmp_path):
     class Classifier(keras.Model):
         def __init__(self):
             super().__init__(name="classifier")
@@ -458,11 +448,14 @@ def test_layers_that_the_first_step_builds_have_their_final_paths(tmp_path):
         def call(self, x):
             return keras.ops.softmax(self.hidden(x))
 
-    model = Classifier()
-    model.build((None, 4))
-    model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
-    fit(model, without_replays(tmp_path), batches=2)
-    assert kmp.load_run(tmp_path).settings["layers"] == {"classifier/hidden": "Dense", "unused": "Dense"}
+    for _ in range(2):
+        model = Classifier()
+        model.build((None, 4))
+        model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+        fit(model, without_replays(tmp_path), batches=2)
+        settings = kmp.load_run(tmp_path).settings
+        assert settings["layers"] == {"classifier/hidden": "Dense", "unused": "Dense"}
+        assert settings["variable_dtypes"] == ["float32"]
 
 
 def test_model_whose_step_calls_only_its_parts_is_recorded(tmp_path):

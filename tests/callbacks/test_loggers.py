@@ -1,6 +1,5 @@
 import copy
 import gc
-import itertools
 import os
 import pickle
 import weakref
@@ -55,7 +54,7 @@ def test_training_is_recorded_and_unchanged(mode):
 
 
 def test_only_a_training_with_the_callback_is_sampled():
-    model, histogram, sampled = compiled_model(), GradientHistogram(every_n_steps=200), []
+    model, histogram, sampled = compiled_model(), GradientHistogram(every_n_steps=200, reference=None), []
     fit(model, [], batches=8)
     for used in ([histogram], [], [histogram]):
         fit(model, used, batches=8)
@@ -111,11 +110,11 @@ def test_records_have_the_optimizer_steps_if_a_step_takes_several_batches_and_an
 
 
 def test_monitor_copies_a_snapshot_only_after_new_steps(monkeypatch):
-    model, (monitor, *_), snapshots = compiled_model(), without_replays(every_n_steps=5), []
+    model, (monitor, *_), snapshots = compiled_model(run_eagerly=True), without_replays(every_n_steps=5), []
     snapshot = model.optimizer.snapshot
     monkeypatch.setattr(model.optimizer, "snapshot", lambda: snapshots.append(1) or snapshot())
-    fit(model, [monitor], batches=20)
-    assert len(snapshots) == 2 + 5  # two at the start; then steps 1, 5, 10, 15, 20, and not at the end of the epoch
+    fit(model, [monitor], batches=10)
+    assert len(snapshots) == 2 + 3  # two at the start; then steps 1, 5, 10, and not at the end of the epoch
 
 
 def test_overflows_are_counted_and_the_rate_is_since_the_last_record():
@@ -131,10 +130,10 @@ def test_overflows_are_counted_and_the_rate_is_since_the_last_record():
 
 
 def test_every_epoch_has_a_histogram_of_the_chosen_variables():
-    callbacks = without_replays(every_n_steps=50, variables="*/kernel")
-    fit(compiled_model(), callbacks, epochs=4)
+    callbacks = without_replays(every_n_steps=10, variables="*/kernel")
+    fit(compiled_model(run_eagerly=True), callbacks, batches=4, epochs=4)
     run = callbacks[0].run
-    assert [histogram.step for histogram in run.histograms] == [1, 21, 50, 61]
+    assert [histogram.step for histogram in run.histograms] == [1, 5, 10, 13]
     assert run.series("grad_zeros")[1].tolist() == [histogram.zero_fraction for histogram in run.histograms]
     assert {name.split("/")[-1] for sample in run.samples for name in sample.names} == {"kernel"}
 
@@ -147,18 +146,6 @@ def test_later_callbacks_get_the_same_keys_for_every_batch_and_epoch():
     )
     fit(compiled_model(run_eagerly=True), [*without_replays(every_n_steps=3), recorder], batches=4)
     assert keys == [{"loss"} | KEYS] * 5
-
-
-def test_generators_and_datasets_work():
-    x, y = small_data()
-    generator = (batch for batch in itertools.repeat((x[:8], y[:8])))
-    data = generator, tf.data.Dataset.from_tensor_slices((x, y)).batch(8).repeat()
-    model, callbacks = compiled_model(run_eagerly=True), without_replays(every_n_steps=3)
-    validation = x[:8], y[:8]
-    options = {"steps_per_epoch": 4, "epochs": 2, "shuffle": False, "validation_data": validation, "verbose": 0}
-    for source in data:
-        assert set(model.fit(source, callbacks=callbacks, **options).history) >= KEYS | {"val_loss"}
-    assert steps_of(callbacks[0]) == [1, 3, 4, 6, 8, 9, 12, 15, 16]
 
 
 def test_train_on_batch_works_with_a_callback_list():
