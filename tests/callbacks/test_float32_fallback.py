@@ -89,16 +89,11 @@ def test_training_without_the_fallback_and_the_report_of_its_detector_ends_with_
     assert list(tmp_path.iterdir()) == []
 
 
-class Root(keras.layers.Layer):
-    """Its slope at 0 is infinite in float16, where the constant is 0."""
-
-    def call(self, x):
-        return ops.sqrt(x + 1e-8)
-
-
 def test_scale_that_overflows_of_a_layer_have_lowered_returns_after_its_repair():
     with kmp.enable(initial_scale=2.0):
-        parts = layers.Dense(4, name="before"), Root(name="root"), layers.Dense(1, name="head")
+        # The slope at 0 is infinite in float16, where the constant is 0.
+        root = layers.Lambda(lambda x: ops.sqrt(x + 1e-8), name="root")
+        parts = layers.Dense(4, name="before"), root, layers.Dense(1, name="head")
         model = sequential(*parts, optimizer=keras.optimizers.SGD(0.0), run_eagerly=True)
     with pytest.warns(UserWarning, match="'sequential.*/root' to float32"):
         model.fit(np.zeros((160, 4)), np.ones((160, 1)), batch_size=8, verbose=0, callbacks=defaults())
@@ -176,12 +171,23 @@ def kernel(value):
     return {"kernel_initializer": keras.initializers.Constant(value)}
 
 
-def shared_and_wrapped_layers():
-    """Returns a model in which a shared layer and layers that contain others overflow."""
+@keras.saving.register_keras_serializable("tests.callbacks")
+class Shifted(keras.layers.Layer):
+    """Adds a weight in its first compute dtype: float16, also after a repair."""
+
+    def build(self, shape):
+        self.shift = self.add_weight(shape=(), initializer="zeros", dtype=self.compute_dtype, name="shift")
+
+    def call(self, x):
+        return tf.add(x * x * x, self.shift)
+
+
+def model_of_repaired_layers():
+    """Returns a model in which a shared layer, one with a weight in float16 and layers that contain others overflow."""
     inputs, shared = keras.Input((4, 4)), Cube(name="shared")
     options = {"recurrent_initializer": "ones", "return_sequences": True, "unroll": True, **kernel(10.0)}
     overflowing = [
-        *(shared(inputs), shared(inputs)),
+        *(shared(inputs), shared(inputs), Shifted(name="shifted")(inputs)),
         layers.MultiHeadAttention(2, 4, name="attention", **kernel(9.0))(inputs, inputs),
         layers.Bidirectional(layers.SimpleRNN(8, "relu", **options), name="both_ways")(inputs),
         layers.TimeDistributed(layers.Dense(4, **kernel(1e3)), name="each_time")(inputs),
@@ -192,14 +198,15 @@ def shared_and_wrapped_layers():
 
 def test_files_clones_and_conversions_of_a_repaired_model_compute_as_it_does(tmp_path):
     with kmp.enable():
-        parts = shared_and_wrapped_layers(), layers.Dense(1, name="head")
-        model = sequential(*parts, shape=(4, 4), optimizer="adam", run_eagerly=True)
+        body = model_of_repaired_layers()
+        model = sequential(body, layers.Dense(1, name="head"), shape=(4, 4), optimizer="adam", run_eagerly=True)
     x = np.random.default_rng(0).uniform(20, 60, (ROWS, 4, 4)).astype("float32")
     callbacks = [*defaults(), keras.callbacks.ModelCheckpoint(tmp_path / "model.keras")]
     model.fit(x, np.ones((ROWS, 1)), batch_size=8, verbose=0, callbacks=callbacks)
     expected = all_dtypes(model)
     names = {path.rpartition("/")[2] for path in callbacks[0].run.last("fallback")}
-    assert names == {"shared", "attention", "both_ways", "each_time", "all"}
+    assert names == {"shared", "shifted", "attention", "both_ways", "each_time", "all"}
+    assert body.get_layer("shifted").shift.dtype == "float16"
     assert set(expected) == {"float16", "float32"}
     loaded = keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(loaded(x), model(x))
@@ -331,33 +338,10 @@ def test_change_whose_replay_fails_is_taken_back_and_that_of_a_later_batch_is_ma
     assert dtypes(model) == {"cube": "float32", "norm": "float32", "head": "float16"}
 
 
-class Shifted(keras.layers.Layer):
-    """Adds a weight in its compute dtype: float16, also after a repair."""
-
-    def build(self, shape):
-        self.shift = self.add_weight(shape=(), initializer="zeros", dtype=self.compute_dtype, name="shift")
-
-    def call(self, x):
-        return tf.add(x * x * x, self.shift)
-
-
-def test_layer_with_a_weight_in_float16_is_repaired():
-    with kmp.enable():
-        layer = Shifted(name="cube")
-    model = overflowing(layer)
-    train(model, defaults(), epochs=1)
-    assert dtypes(model) == {"cube": "float32", "norm": "float32", "head": "float16"}
-    assert model.optimizer.snapshot().overflows_in_a_row == 0
-    assert layer.shift.dtype == "float16"
-
-
 def test_harm_without_overflow_is_repaired_and_shown_in_tensorboard(tmp_path):
-    class Phase(keras.layers.Layer):
-        def call(self, x):
-            return ops.sin(x * (2 * np.pi / 24))
-
     with kmp.enable():
-        model = sequential(Phase(name="phase"), layers.Dense(1, name="head"), shape=(1,), run_eagerly=True)
+        phase = layers.Lambda(lambda x: ops.sin(x * (2 * np.pi / 24)), name="phase")
+        model = sequential(phase, layers.Dense(1, name="head"), shape=(1,), run_eagerly=True)
     hours = np.random.default_rng(0).uniform(48_000, 49_000, (ROWS, 1))
     with pytest.warns(UserWarning, match="The outputs of layer 'phase' are not those of float32"):
         model.fit(hours, np.sin(hours), batch_size=8, verbose=0, callbacks=defaults(tmp_path))

@@ -390,15 +390,9 @@ def test_overflow_counts_by_variable_are_recorded_when_they_change(tmp_path):
     assert sum(snapshot.overflow_origins_by_variable.values()) == overflows[-1] - snapshot.nonfinite_loss_count
 
 
-class Adds(keras.callbacks.Callback):
-    """Adds values to the logs of each epoch."""
-
-    def __init__(self, **values):
-        super().__init__()
-        self.values = values
-
-    def on_epoch_end(self, epoch, logs=None):
-        logs |= self.values
+def adds(**values):
+    """Returns a callback that adds values to the logs of each epoch."""
+    return keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(values))
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
@@ -414,7 +408,7 @@ def test_training_whose_first_epoch_has_no_batch_is_logged(tmp_path):
 
 def test_metrics_of_epochs_are_recorded_once(tmp_path):
     (x, y), callbacks = small_data(3), without_replays(tmp_path, every_n_steps=5)
-    added = Adds(text="no number", undefined=float("nan"), huge=1e300)
+    added = adds(text="no number", undefined=float("nan"), huge=1e300)
     options = {"validation_data": (x, y), "epochs": 3, "batch_size": 8, "verbose": 0}
     model = compiled_model(keras.optimizers.SGD(0.25), run_eagerly=True)
     history = model.fit(x, y, callbacks=[added, *callbacks], **options)
@@ -431,7 +425,7 @@ def test_metrics_of_epochs_are_recorded_once(tmp_path):
 
 
 def test_metrics_beyond_a_thousand_are_left_out(tmp_path):
-    many = Adds(**{f"m{number}": 1.0 for number in range(1100)})
+    many = adds(**{f"m{number}": 1.0 for number in range(1100)})
     fit(compiled_model(run_eagerly=True), [many, *without_replays(tmp_path)], batches=2)
     assert len(kmp.load_run(tmp_path).metrics) == 1000
 

@@ -197,7 +197,7 @@ def test_callbacks_warn_if_their_optimizer_takes_no_step(gan):
     assert [optimizer.snapshot().step for optimizer in gan.optimizers.values()] == [10, 10]
 
 
-def test_callbacks_reused_for_another_model_read_only_that_model(tmp_path):
+def test_reused_callbacks_read_only_the_last_model_and_release_the_log_for_one_without_records(tmp_path):
     callbacks, options = without_replays(tmp_path, every_n_steps=2), {"run_eagerly": True}
     fit(compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=64.0), **options), callbacks, batches=8)
     second = compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=128.0), **options)
@@ -206,8 +206,14 @@ def test_callbacks_reused_for_another_model_read_only_that_model(tmp_path):
         assert run.series("loss_scale")[0].tolist() == [1, 2, 4]
         assert set(run.series("loss_scale")[1]) == {128.0}
         assert list(run.metrics) == ["learning_rate", "loss"]
-    fit(second, callbacks, batches=4)
-    assert steps_of(callbacks[0]) == [1, 2, 4, 5, 6, 8]
+    with pytest.raises(KeyboardInterrupt):
+        fit(second, [*callbacks, Interrupt()])
+    assert steps_of(callbacks[0]) == [1, 2, 4, 5, 6, 8, 10]
+    assert is_locked(tmp_path)
+    kmp.enable("float32")
+    fit(compiled_model(run_eagerly=True), callbacks, batches=2)
+    assert (callbacks[0].run.rows, callbacks[0].run.header) == ([], {})
+    assert not is_locked(tmp_path)
 
 
 def test_interrupted_training_keeps_no_reference_to_the_optimizer(tmp_path):
@@ -241,18 +247,6 @@ def test_model_that_needs_no_loss_scale_has_records_only_with_a_wrapped_optimize
     history = fit(compiled_model(kmp.wrap("sgd", loss_scale=1.0), run_eagerly=True), callbacks, batches=2)
     assert history["loss_scale"] == [1.0]
     assert [sample.step for sample in callbacks[0].run.samples] == [1]
-
-
-def test_callbacks_reused_for_a_model_without_records_drop_those_of_the_first_model_and_release_its_log(tmp_path):
-    callbacks = without_replays(tmp_path, every_n_steps=5)
-    with pytest.raises(KeyboardInterrupt):
-        fit(compiled_model(run_eagerly=True), [*callbacks, Interrupt()])
-    assert callbacks[0].run.rows
-    assert is_locked(tmp_path)
-    kmp.enable("float32")
-    fit(compiled_model(run_eagerly=True), callbacks, batches=2)
-    assert (callbacks[0].run.rows, callbacks[0].run.header) == ([], {})
-    assert not is_locked(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:.*trains without kmp's loss scale")
