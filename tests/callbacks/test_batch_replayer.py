@@ -196,6 +196,10 @@ def test_overflows_of_an_earlier_training_are_not_replayed():
     callbacks = defaults(every_n_steps=2, on_stuck="ignore")
     train(model, callbacks, x=0.01)
     assert [(step, found.is_finite) for step, found in callbacks[0].run.replays] == [(9, True), (10, True), (12, True)]
+    callbacks = defaults(every_n_steps=2, on_stuck="ignore")
+    train(model, callbacks, epochs=2)  # 8 overflows: as many as before, in a training of their own
+    step, found = callbacks[0].run.replays[0]
+    assert (step, found.is_finite) == (13, False)
 
 
 @pytest.mark.parametrize("y", [np.inf, 1.0 + 1e-6])
