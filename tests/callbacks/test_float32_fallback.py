@@ -144,15 +144,15 @@ def test_model_nested_in_a_subclassed_one_is_repaired_once():
             self.inner = keras.Sequential([keras.Input((4,)), cube], name="inner")
             self.norm, self.head = norm, head
 
-        def call(self, x):
-            return self.head(self.norm(self.inner(x)))
+        def call(self, x, training=None):
+            return self.head(self.norm(self.inner(x), training=training))
 
     model, callbacks = overflowing(build=Outer), defaults()
     train(model, callbacks, epochs=1)
     repaired = model.optimizer.snapshot()
     assert repaired.overflows_in_a_row == 0
     names = {path.rpartition("/")[2] for path in callbacks[0].run.last("fallback")}
-    assert {"cube", "norm"} <= names <= {"cube", "norm", "head"}  # the layer in the inner model is enough
+    assert names == {"cube", "norm"}  # the layer in the inner model is enough
     train(model, callbacks, epochs=1)
     assert model.optimizer.snapshot().overflow_count == repaired.overflow_count
 
