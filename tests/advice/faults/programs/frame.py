@@ -4,6 +4,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import kmp
+
 
 def clusters(rng, classes, rows, shape, noise, spread=1.0):
     """Returns points around the center of their class, the same at each step of a sequence, and the classes."""
@@ -61,6 +63,26 @@ def texts(rng):
     tokens = rng.integers(1, 40, size=(1024, 10)).astype("int32")
     weight = rng.normal(size=40)
     return {"tokens": tokens, "is_word": is_word}, ((weight[tokens] * is_word).sum(axis=1) > 0).astype("int32")
+
+
+def line_classifier():
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1), name="image"),
+            keras.layers.Conv2D(8, kernel_size=5, padding="same", name="conv"),
+            kmp.layers.BatchNormalization(momentum=0.9, name="norm"),
+            keras.layers.ReLU(name="relu"),
+            keras.layers.GlobalMaxPooling2D(name="pool"),
+            keras.layers.Dense(2, name="logits"),
+        ]
+    )
+
+
+def walk_model():
+    recurrent, hidden = keras.layers.LSTM(16, name="lstm"), keras.layers.Dense(8, activation="relu", name="hidden")
+    return keras.Sequential(
+        [keras.Input((12, 2), name="sequence"), recurrent, hidden, keras.layers.Dense(1, name="total")]
+    )
 
 
 def event_classifier():

@@ -15,12 +15,14 @@ from programs.frame import (
     event_classifier,
     events,
     explained_variance,
+    line_classifier,
     lines,
     quadrants,
     sign_accuracy,
     text_classifier,
     texts,
     train_in_loop,
+    walk_model,
     walks,
 )
 
@@ -88,14 +90,7 @@ def healthy_clipped_lstm(rng):
     x, y = walks(rng)
     x_train, y_train, x_test, y_test = x[:768], y[:768], x[768:], y[768:]
 
-    model = keras.Sequential(
-        [
-            keras.Input((12, 2), name="sequence"),
-            keras.layers.LSTM(16, name="lstm"),
-            keras.layers.Dense(8, activation="relu", name="hidden"),
-            keras.layers.Dense(1, name="total"),
-        ]
-    )
+    model = walk_model()
     model.compile(
         optimizer=keras.optimizers.Adam(learning_rate=5e-3, global_clipnorm=0.1), loss=keras.losses.MeanSquaredError()
     )
@@ -336,16 +331,7 @@ def healthy_large_initial_scale(rng):
 
     images, is_vertical = lines(rng)
 
-    model = keras.Sequential(
-        [
-            keras.Input((8, 8, 1), name="image"),
-            keras.layers.Conv2D(8, kernel_size=5, padding="same", name="conv"),
-            kmp.layers.BatchNormalization(momentum=0.9, name="norm"),
-            keras.layers.ReLU(name="relu"),
-            keras.layers.GlobalMaxPooling2D(name="pool"),
-            keras.layers.Dense(2, name="logits"),
-        ]
-    )
+    model = line_classifier()
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy())
     model.fit(
         images[:768], is_vertical[:768], batch_size=32, epochs=10, verbose=0, callbacks=kmp.callbacks.defaults("run")

@@ -5,7 +5,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import kmp
-from programs.frame import accuracy, crossentropy, walks
+from programs.frame import accuracy, crossentropy, walk_model, walks
 
 
 def fault_optimizer_state_adam(rng):
@@ -63,14 +63,7 @@ def fault_optimizer_state_rmsprop(rng):
     x, y = walks(rng)
     x_train, y_train, x_test, y_test = x[:768], y[:768], x[768:], y[768:]
 
-    model = keras.Sequential(
-        [
-            keras.Input((12, 2), name="sequence"),
-            keras.layers.LSTM(16, name="lstm"),
-            keras.layers.Dense(8, activation="relu", name="hidden"),
-            keras.layers.Dense(1, name="total"),
-        ]
-    )
+    model = walk_model()
     model.compile(
         optimizer=keras.optimizers.RMSprop(learning_rate=5e-3, epsilon=1e-9), loss=keras.losses.MeanSquaredError()
     )

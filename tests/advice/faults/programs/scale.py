@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras import layers
 
 import kmp
-from programs.frame import accuracy, crossentropy, explained_variance, lines, sign_accuracy
+from programs.frame import accuracy, crossentropy, explained_variance, line_classifier, lines, sign_accuracy
 
 
 def fault_scale_too_small_autoencoder(rng):
@@ -139,16 +139,7 @@ def fault_scale_too_large_conv(rng):
 
     images, is_vertical = lines(rng)
 
-    model = keras.Sequential(
-        [
-            keras.Input((8, 8, 1), name="image"),
-            keras.layers.Conv2D(8, kernel_size=5, padding="same", name="conv"),
-            kmp.layers.BatchNormalization(momentum=0.9, name="norm"),
-            keras.layers.ReLU(name="relu"),
-            keras.layers.GlobalMaxPooling2D(name="pool"),
-            keras.layers.Dense(2, name="logits"),
-        ]
-    )
+    model = line_classifier()
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy())
     model.fit(
         images[:768], is_vertical[:768], batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run")
