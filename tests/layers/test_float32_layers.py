@@ -128,6 +128,14 @@ def loss_and_gradient(logits, labels, loss, outputs_of):
     return value, tape.gradient(value, logits)
 
 
+@pytest.mark.parametrize("arguments", [{}, {"axis": 1}, {"axis": [1, 2]}])
+def test_softmax_is_that_of_keras_in_float32_over_the_same_axes(enabled, arguments):
+    x = tf.constant(np.random.default_rng(0).normal(size=(2, 3, 4)), tf.float16)
+    expected = keras.layers.Softmax(dtype="float32", **arguments)(x)
+    np.testing.assert_array_equal(Softmax(**arguments)(x), expected)
+    assert expected.dtype == tf.float32
+
+
 def test_cross_entropy_on_softmax_equals_cross_entropy_on_logits(enabled, run_step):
     logits = tf.constant([[30.0, -30.0, 0.0], [-30.0, 30.0, 30.0], [0.5, -0.25, 2.0]], tf.float16)
     sparse, one_hot, softmax = tf.constant([1, 0, 2]), tf.one_hot([1, 0, 2], 3), Softmax()
