@@ -1,32 +1,43 @@
-"""`kmp doctor`: whether mixed precision works on this machine, and whether it makes training faster."""
+"""`kmp doctor`: whether mixed precision works on this machine, and whether it makes training faster.
+
+Imports Keras and TensorFlow only where it checks them, because they may be missing.
+"""
 
 import dataclasses
+import importlib.metadata
 import json
 import os
+import platform
+import subprocess
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
-from kmp_cli.installation import (
-    ERROR,
-    INFO,
-    OK,
-    WARNING,
-    Check,
-    driver_check,
-    library_check,
-    package_checks,
-    tensorflow_packages,
-)
-
 FASTER, BROKEN, NOT_FASTER = 0, 1, 3  # exit statuses; 2 is that of wrong arguments
-
+OK, INFO, WARNING, ERROR = "ok", "info", "warning", "error"
 _MARKS = {OK: ("ok", "green"), INFO: ("-", "dim"), WARNING: ("!", "yellow"), ERROR: ("ERROR", "bold red")}
-_LOG = "python -c \"import tensorflow as tf; tf.config.list_physical_devices('GPU')\"  # logs TensorFlow's reason"
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One fact about this machine.
+
+    Args:
+        name: What was checked, such as `"keras"`.
+        status: `"ok"`, `"info"`, `"warning"` (it works, but not as well as it could) or `"error"` (it does not work).
+        text: What was found.
+        fix: The command or setting that changes it; empty if nothing has to change.
+    """
+
+    name: str
+    status: str
+    text: str
+    fix: str = ""
 
 
 def run(json_file: Path | None = None) -> int:
@@ -40,15 +51,18 @@ def run(json_file: Path | None = None) -> int:
     to_stdout = json_file == Path("-")
     console = Console(quiet=to_stdout, markup=False, highlight=False, soft_wrap=True)
     checks: list[Check] = []
-    for check in _checks():  # one at a time: a GPU may take minutes to start
+    for check in _checks():  # printed one at a time: a GPU may take minutes to start
         checks.append(check)
-        _print(console, check)
+        mark, style = _MARKS[check.status]
+        console.print(f"{mark:>5}", style=style, end="  ")
+        console.print(f"{check.name}: {check.text}")
+        if check.fix:
+            console.print(f"       {check.fix}", style="bold")
     broken = next((check for check in checks if check.status == ERROR), None)
     if broken is None:
-        results = _measure(console, checks)
+        results = _measure(console)
     else:
-        separator = " " if broken.text.startswith("is ") else ": "
-        verdict = f"Mixed precision does not work here: {broken.name}{separator}{broken.text.rstrip('.')}."
+        verdict = f"Mixed precision does not work here: {broken.name}: {broken.text.rstrip('.')}."
         results = {"exit_status": BROKEN, "verdict": verdict}
     console.print(f"\n{results['verdict']}", style="bold")
     if broken and broken.fix:
@@ -66,44 +80,116 @@ def _checks() -> Iterator[Check]:
     driver = driver_check()
     yield driver
     yield from package_checks("cpu" if driver.status == INFO else "cuda")
+    name = "import kmp"
     try:
         import kmp
-    except Exception as error:  # a broken installation may raise anything
-        fix = "export KERAS_BACKEND=tensorflow" if "KERAS_BACKEND" in str(error) else ""
-        yield Check("import kmp", ERROR, _text_of(error), fix)
-        return
-    yield Check("import kmp", OK, str(Path(kmp.__file__).parent))
-    try:
+
+        yield Check(name, OK, str(Path(kmp.__file__).parent))
+        name = "GPU"
         yield from gpu_checks(has_driver=driver.status == OK)
-    except Exception as error:  # TensorFlow may raise anything
-        yield Check("GPU", ERROR, _text_of(error))
+    except Exception as error:  # a broken installation, and TensorFlow, may raise anything
+        yield Check(name, ERROR, _text_of(error))
+
+
+def driver_check() -> Check:
+    """Asks `nvidia-smi` for the driver and the GPUs; the status is `"ok"` only if it reports a GPU."""
+    query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError:
+        return Check("NVIDIA driver", INFO, "none (nvidia-smi is not installed)")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check("NVIDIA driver", WARNING, f"nvidia-smi does not run: {error}")
+    output = "; ".join((done.stdout + done.stderr).splitlines())
+    if done.returncode:
+        return Check("NVIDIA driver", WARNING, f"nvidia-smi fails with exit status {done.returncode}: {output}")
+    return Check("NVIDIA driver", OK, output)
+
+
+def package_checks(extra: str) -> Iterator[Check]:
+    """Checks the packages that kmp needs against the versions in kmp's metadata. pip has checked that of Python.
+
+    Args:
+        extra: kmp's extra that installs TensorFlow for this machine, `"cuda"` or `"cpu"`.
+    """
+    metadata, tensorflow = importlib.metadata.metadata("kmp"), tensorflow_packages()
+    found = [f"Python {platform.python_version()}", f"kmp {metadata['Version']}"]
+    if not tensorflow:  # first: the extra also installs whatever else is missing
+        yield Check("tensorflow", ERROR, "not installed", f"pip install 'kmp[{extra}]'")
+    for requirement in map(Requirement, metadata.get_all("Requires-Dist") or ()):
+        if requirement.name == "tensorflow" and tensorflow:  # in an extra; `tensorflow-cpu` provides it too
+            requirement.name = tensorflow[0]
+        elif requirement.marker is not None:
+            continue
+        version, needed = installed_version(requirement.name), f"{requirement.name}{requirement.specifier}"
+        if version is not None and requirement.specifier.contains(version, prereleases=True):
+            found.append(f"{requirement.name} {version}")
+        else:
+            text = f"{version or 'not installed'}; kmp needs {needed}"
+            yield Check(requirement.name, ERROR, text, f"pip install '{needed}'")
+    yield Check("packages", OK, ", ".join(found))
+
+
+def library_check() -> Check:
+    """Checks the CUDA libraries that TensorFlow's extra `and-cuda` installs."""
+    package = tensorflow_packages()[0]
+    missing = []
+    for requirement in map(Requirement, importlib.metadata.requires(package) or ()):
+        if requirement.marker is not None and requirement.marker.evaluate({"extra": "and-cuda"}):
+            version = installed_version(requirement.name)
+            if version is None or version not in requirement.specifier:
+                missing.append(f"{requirement.name}{requirement.specifier} ({version or 'not installed'})")
+    if not missing:
+        return Check("CUDA libraries", OK, f"those of {package}[and-cuda] are installed")
+    fix = f"pip install '{package}[and-cuda]=={installed_version(package)}'"
+    return Check("CUDA libraries", ERROR, f"missing: {', '.join(missing)}", fix)
+
+
+def tensorflow_packages() -> list[str]:
+    """Returns the names of the installed packages that contain TensorFlow, such as `tensorflow` or `tensorflow-cpu`."""
+    return sorted(set(importlib.metadata.packages_distributions().get("tensorflow", [])))
+
+
+def installed_version(package: str) -> str | None:
+    """Returns the version of an installed package; `None` if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def gpu_checks(has_driver: bool) -> Iterator[Check]:
-    """Checks TensorFlow's build, its CUDA libraries, the GPUs that it sees, and XLA.
+    """Checks TensorFlow's build, the GPUs that it sees, a computation, and XLA.
 
     Args:
         has_driver: Whether NVIDIA's driver reports a GPU.
+
+    Raises:
+        Exception: Of any class, if TensorFlow cannot compute.
     """
     import tensorflow as tf
 
     import kmp
-    from kmp.bench import measurement
+    from kmp import bench
 
-    build, gpus, package = tf.sysconfig.get_build_info(), kmp.gpus(), tensorflow_packages()[0]
+    build, gpus = tf.sysconfig.get_build_info(), kmp.gpus()
     if build.get("is_cuda_build"):
         text = f"TensorFlow is built with CUDA {build.get('cuda_version')} and cuDNN {build.get('cudnn_version')}"
         yield Check("CUDA build", OK, text)
-        yield library_check(package, ERROR if has_driver and not gpus else INFO)
         if has_driver and not gpus:
-            is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-            fix = "unset CUDA_VISIBLE_DEVICES" if is_hidden else _LOG
+            yield library_check()
+            fix = "python -c \"import tensorflow as tf; tf.config.list_physical_devices('GPU')\"  # logs the reason"
+            if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+                fix = "unset CUDA_VISIBLE_DEVICES"
             yield Check("GPU", ERROR, "TensorFlow does not see the GPU", fix)
     elif has_driver:
-        fix = f"pip uninstall -y {package} && pip install 'kmp[cuda]'"
+        fix = f"pip uninstall -y {' '.join(tensorflow_packages())} && pip install 'kmp[cuda]'"
         yield Check("CUDA build", ERROR, "TensorFlow is built without CUDA and cannot use the GPU", fix)
     else:
         yield Check("CUDA build", INFO, "TensorFlow is built without CUDA")
+    if not gpus and not has_driver:
+        yield Check("GPU", INFO, "TensorFlow sees none: everything runs on the CPU")
+
     compiled_for = {name.rstrip("af") for name in build.get("cuda_compute_capabilities", [])}
     for gpu in gpus:
         formats = "Tensor Cores for float16" + (" and bfloat16" if gpu.bfloat16 else ", no bfloat16")
@@ -112,58 +198,52 @@ def gpu_checks(has_driver: bool) -> Iterator[Check]:
         major, minor = gpu.compute_capability or (0, 0)
         # Machine code runs on all later minor versions of its major one.
         runs = {f"{code}_{major}{lower}" for code in ("sm", "compute") for lower in range(minor + 1)}
-        if compiled_for and gpu.compute_capability and not runs & compiled_for:
+        if compiled_for and not runs & compiled_for:
             text = f"TensorFlow has no machine code for {gpu.name}: its first start can take 30 minutes, or fail"
             yield Check("GPU", WARNING, text, "pip install --upgrade 'tensorflow[and-cuda]'  # or tf-nightly")
-    if not gpus and not has_driver:
-        yield Check("GPU", INFO, "TensorFlow sees none: everything runs on the CPU")
-    try:
-        with tf.device("GPU:0" if gpus else "CPU:0"):
-            for dtype in (tf.float32, tf.float16):  # a product is NVIDIA's kernel, the others are TensorFlow's
-                matrix = tf.cast(tf.random.normal((64, 64)), dtype)
-                tf.exp(matrix @ matrix * matrix).numpy()
-    except (tf.errors.OpError, RuntimeError) as error:
-        yield Check("GPU", ERROR, f"cannot compute: {_text_of(error)}", _LOG)
-        return
-    error_of_xla = measurement.xla_error()
-    if error_of_xla is None:
+
+    with tf.device("GPU:0" if gpus else "CPU:0"):
+        for dtype in (tf.float32, tf.float16):  # a product is NVIDIA's kernel, the others are TensorFlow's
+            matrix = tf.cast(tf.random.normal((64, 64)), dtype)
+            tf.exp(matrix @ matrix * matrix).numpy()
+    error = bench.measurement.xla_error()
+    if error is None:
         yield Check("XLA", OK, "compiles")
     else:
-        text = f"does not compile: {textwrap.shorten(error_of_xla, 300)}"
-        yield Check("XLA", WARNING, text, "jit_compile=False in compile")
+        yield Check("XLA", WARNING, f"does not compile: {textwrap.shorten(error, 300)}", "jit_compile=False in compile")
 
 
-def _measure(console: Console, checks: list[Check]) -> dict[str, Any]:
+def _measure(console: Console) -> dict[str, Any]:
     from kmp import bench, gpus
 
+    device = "the first GPU" if gpus() else "the CPU, because TensorFlow sees no GPU"
     minutes = "; XLA may take two minutes to compile" if gpus() else ""
     console.print(f"\nMeasuring each precision{minutes} ...", style="dim")
     measured: list[Any] = []
+    incomplete = ""
     try:
         for compared in bench.precision.measure_machine():
             measured += compared
     except Exception as error:  # TensorFlow may raise anything
-        fix = "nvidia-smi  # shows what else uses the GPU" if type(error).__name__ == "ResourceExhaustedError" else ""
-        checks.append(Check("measurement", WARNING, f"incomplete: {_text_of(error)}", fix))
-        _print(console, checks[-1])
+        incomplete = f" The measurement is incomplete: {_text_of(error)}"
     if measured:
         console.print(_table(measured), soft_wrap=False)
     results = {"results": [dataclasses.asdict(result) for result in measured]}
     best = bench.precision.recommend(measured)
     if best is None:
-        verdict = "The speed of mixed precision could not be measured here."
+        verdict = f"The speed of mixed precision could not be measured here.{incomplete}"
         return {"exit_status": BROKEN, "verdict": verdict} | results
     option = f"jit_compile={best.jit_compile}"
     if best.policy == "float32":
+        status = NOT_FASTER
         verdict = f"Mixed precision works but is not faster than float32 here. Recommended: float32 with {option}."
     else:
+        status = FASTER
         verdict = (
             f"Mixed precision is {best.speedup:.2f} times as fast as float32 here: kmp.enable({best.policy!r}) and "
             f"model.compile(..., {option})."
         )
-    device = "the first GPU" if gpus() else "the CPU, because TensorFlow sees no GPU"
-    verdict += f" Measured on {device}, with one small model; the speed-up of yours may differ."
-    status = NOT_FASTER if best.policy == "float32" else FASTER
+    verdict += f" Measured on {device}, with one small model; the speed-up of yours may differ.{incomplete}"
     return {"exit_status": status, "verdict": verdict, "recommended": dataclasses.asdict(best)} | results
 
 
@@ -182,11 +262,3 @@ def _table(measured: Sequence[Any]) -> Table:
 
 def _text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {textwrap.shorten(str(error), 300)}"
-
-
-def _print(console: Console, check: Check) -> None:
-    mark, style = _MARKS[check.status]
-    console.print(f"{mark:>5}", style=style, end="  ")
-    console.print(f"{check.name}: {check.text}")
-    if check.fix:
-        console.print(f"       {check.fix}", style="bold")

@@ -1,10 +1,8 @@
 """`kmp doctor`, with fakes of what this machine has not: a GPU, its driver, other packages."""
 
-import functools
 import importlib.metadata
 import json
 import re
-import subprocess
 from unittest.mock import Mock
 
 import pytest
@@ -14,8 +12,8 @@ from conftest import training_rates
 import kmp
 from kmp.bench import precision
 from kmp.policy import Gpu
-from kmp_cli import doctor, installation, main
-from kmp_cli.installation import ERROR, INFO, OK, WARNING, Check
+from kmp_cli import doctor, main
+from kmp_cli.doctor import ERROR, INFO, OK, WARNING
 
 A100, T4 = Gpu("NVIDIA A100", (8, 0)), Gpu("Tesla T4", (7, 5))
 CUDA_BUILD = {  # of TensorFlow 2.21
@@ -26,24 +24,16 @@ CUDA_BUILD = {  # of TensorFlow 2.21
 }
 
 
-PACKAGES = functools.cache(importlib.metadata.packages_distributions)
-
-
-@pytest.fixture(autouse=True)
-def packages_are_listed_once(monkeypatch):
-    """Keeps the list of all installed packages, which takes most of the time of a check."""
-    monkeypatch.setattr(importlib.metadata, "packages_distributions", PACKAGES)
-
-
 @pytest.fixture
-def nvidia_smi(monkeypatch):
-    """Returns a function that sets what `nvidia-smi` prints, or the error of starting it."""
+def nvidia_smi(monkeypatch, tmp_path):
+    """Returns a function that installs a `nvidia-smi` with this output and exit status, and no other."""
+    monkeypatch.setenv("PATH", str(tmp_path))
 
-    def set_output(output, returncode=0):
-        done = subprocess.CompletedProcess("nvidia-smi", returncode, output, "")
-        monkeypatch.setattr(subprocess, "run", Mock(side_effect=[output if isinstance(output, Exception) else done]))
+    def install(output, status=0, mode=0o755):
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{output}'\nexit {status}\n")
+        (tmp_path / "nvidia-smi").chmod(mode)
 
-    return set_output
+    return install
 
 
 @pytest.fixture
@@ -73,90 +63,70 @@ def versions(monkeypatch):
     return replaced
 
 
-def first_check(name, has_driver):
-    """Returns the first check of the GPUs with this name. The checks after it, such as a compilation, do not run."""
-    return next(check for check in doctor.gpu_checks(has_driver) if check.name == name)
-
-
 @pytest.mark.parametrize(
-    ("output", "returncode", "status", "text"),
+    ("script", "status", "text"),
     [
-        ("550.54, Tesla T4, 15360 MiB\n" * 2, 0, OK, "550.54, Tesla T4, 15360 MiB; 550.54, Te"),
-        (FileNotFoundError(), 0, INFO, "nvidia-smi is not installed"),
-        (subprocess.TimeoutExpired("nvidia-smi", 60), 0, WARNING, "does not run"),
-        ("NVIDIA-SMI has failed because it couldn't communicate with the driver.", 9, WARNING, "couldn't communicate"),
-        ("", 9, WARNING, "exit status 9"),
+        (["550.54, Tesla T4, 15360 MiB\n550.54, Tesla T4, 15360 MiB"], OK, "550.54, Tesla T4, 15360 MiB; 550.54, Te"),
+        (None, INFO, "nvidia-smi is not installed"),
+        (["", 0, 0o644], WARNING, "nvidia-smi does not run: [Errno 13] Permission denied"),
+        (
+            ["It failed because it could not\ncommunicate with the driver.", 9],
+            WARNING,
+            "status 9: It failed because it could not; communicate",
+        ),
     ],
 )
-def test_driver_and_gpus_are_those_that_nvidia_smi_reports(nvidia_smi, output, returncode, status, text):
-    nvidia_smi(output, returncode)
-    check = installation.driver_check()
+def test_driver_and_gpus_are_those_that_nvidia_smi_reports(nvidia_smi, script, status, text):
+    if script is not None:
+        nvidia_smi(*script)
+    check = doctor.driver_check()
     assert (check.status, text in check.text) == (status, True)
 
 
 def test_packages_of_this_environment_are_in_the_promised_range():
-    checks = list(installation.package_checks("cpu"))
-    assert {check.status for check in checks} <= {OK, WARNING}
-    assert {"Python", "kmp", "keras", "numpy"} <= set(checks[0].text.replace(",", "").split())
-    assert "tensorflow" in checks[0].text
+    (check,) = doctor.package_checks("cpu")
+    assert check.status == OK
+    assert {"Python", "kmp", "keras", "numpy"} <= set(check.text.replace(",", "").split())
+    assert "tensorflow" in check.text
 
 
 @pytest.mark.parametrize(
-    ("version", "packages", "status", "text", "fix"),
+    ("package", "version", "text", "fix"),
     [
-        ("2.15.0", ["tensorflow"], ERROR, "2.15.0; kmp needs tensorflow>=2.18", "pip install 'tensorflow>=2.18'"),
-        ("2.21.0", ["tensorflow", "tensorflow_cpu"], WARNING, "both installed", "pip uninstall -y tensorflow"),
-        (None, [], ERROR, "is not installed", "pip install 'kmp[cuda]'"),
+        ("tensorflow", "2.15.0", "2.15.0; kmp needs tensorflow>=2.18", "pip install 'tensorflow>=2.18'"),
+        ("tensorflow", None, "not installed", "pip install 'kmp[cuda]'"),
+        ("msgspec", None, "not installed; kmp needs msgspec>=0.19", "pip install 'msgspec>=0.19'"),
     ],
 )
-def test_tensorflow_that_does_not_fit(monkeypatch, versions, version, packages, status, text, fix):
-    versions |= dict.fromkeys(packages, version)
-    monkeypatch.setattr(installation, "tensorflow_packages", lambda: packages)
-    (check,) = list(installation.package_checks("cuda"))[1:]
-    assert (check.name, check.status) == ("tensorflow", status)
-    assert text in check.text
-    assert fix in check.fix
+def test_package_that_does_not_fit_is_an_error(monkeypatch, versions, package, version, text, fix):
+    versions |= {"tensorflow": "2.21.0", package: version}
+    monkeypatch.setattr(doctor, "tensorflow_packages", lambda: ["tensorflow"] if versions["tensorflow"] else [])
+    wrong, rest = doctor.package_checks("cuda")
+    assert wrong == doctor.Check(package, ERROR, text, fix)
+    assert rest.status == OK
 
 
-def test_missing_package_and_python_are_errors_with_the_command_that_installs_them(monkeypatch, versions):
-    versions["msgspec"] = None
-    monkeypatch.setattr("sys.version_info", (3, 9, 1, "final", 0))
-    wrong = {check.name: check for check in installation.package_checks("cpu") if check.status == ERROR}
-    assert set(wrong) == {"Python", "msgspec"}
-    assert wrong["msgspec"].fix == "pip install 'msgspec>=0.19'"
-    assert ">=3.11" in wrong["Python"].fix
-
-
-CUDA_LIBRARIES = {
-    **{"nvidia-cudnn-cu12<10,>=9.3": "9.3.0", "nvidia-cublas-cu12<13,>=12.5": "11.0"},
-    **{"nvidia-cuda-runtime-cu12==12.5.82": None, "nvidia-nccl-cu12<3,>=2.25": "2.20"},
-    "nvidia-no-such-library-cu12>=12.5": None,
-}
-
-
-@pytest.mark.parametrize("missing_is", [ERROR, INFO])
-def test_cuda_libraries_are_those_that_the_package_asks_for(monkeypatch, versions, missing_is):
-    requires = ["numpy>=1.26", *(f'{requirement}; extra == "and-cuda"' for requirement in CUDA_LIBRARIES)]
-    versions |= {re.split("[<>=]", name)[0]: version for name, version in CUDA_LIBRARIES.items()}
-    versions["tensorflow"] = "2.21.0"
-
-    def load(file):
-        if file not in ("libcublas.so.12", "libcudart.so.12"):
-            raise OSError
-
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_cuda_libraries_are_those_that_the_package_asks_for(monkeypatch, versions, is_installed):
+    libraries = ["nvidia-cudnn-cu12<10,>=9.3", "nvidia-cublas-cu12<13,>=12.5", "nvidia-nccl-cu12<3,>=2.25"]
+    requires = ["numpy>=1.26", *(f'{library}; extra == "and-cuda"' for library in libraries)]
     monkeypatch.setattr(importlib.metadata, "requires", lambda package: requires)
-    monkeypatch.setattr("ctypes.CDLL", load)
-    check = installation.library_check("tensorflow", missing_is)
-    found = "cudnn 9.3.0, cublas libcublas.so.12, cuda-runtime libcudart.so.12"
-    missing = "nccl (2.20 is installed, not <3,>=2.25), no-such-library"
-    assert check.text == f"missing: {missing}; found: {found}" + ("; not needed here" if missing_is == INFO else "")
-    fix = "pip install 'tensorflow[and-cuda]==2.21.0'" if missing_is == ERROR else ""
-    assert (check.status, check.fix) == (missing_is, fix)
+    monkeypatch.setattr(doctor, "tensorflow_packages", lambda: ["tensorflow"])
+    versions |= {"tensorflow": "2.21.0", "nvidia-cudnn-cu12": "9.3.0"}
+    installed = ("12.6", "2.26") if is_installed else (None, "2.20")
+    versions["nvidia-cublas-cu12"], versions["nvidia-nccl-cu12"] = installed
+    check = doctor.library_check()
+    if is_installed:
+        assert (check.status, check.text) == (OK, "those of tensorflow[and-cuda] are installed")
+    else:
+        missing = "nvidia-cublas-cu12<13,>=12.5 (not installed), nvidia-nccl-cu12<3,>=2.25 (2.20)"
+        assert (check.status, check.text) == (ERROR, f"missing: {missing}")
+        assert check.fix == "pip install 'tensorflow[and-cuda]==2.21.0'"
 
 
 def test_gpu_that_works_is_named_with_its_capability(machine):
     machine(gpus=[A100, T4, Gpu("NVIDIA GeForce GTX 1660 Ti", (7, 5))])
-    checks = [check for check in doctor.gpu_checks(has_driver=True) if check.name != "CUDA libraries"]
+    checks = list(doctor.gpu_checks(has_driver=True))
     assert [(check.name, check.status) for check in checks] == [
         *(("CUDA build", OK), ("GPU", OK), ("GPU", OK), ("GPU", WARNING), ("XLA", OK))
     ]
@@ -171,16 +141,17 @@ def failing(text):
     return Mock(side_effect=tf.errors.InternalError(None, None, text))
 
 
-def test_gpu_that_cannot_compute_is_an_error_of_the_gpu_and_not_of_xla(machine, monkeypatch):
+def test_gpu_that_cannot_compute_is_an_error_of_the_gpu_and_not_of_xla(nvidia_smi, machine, monkeypatch, capsys):
+    nvidia_smi("550.54, NVIDIA A100, 40960 MiB")
     machine(gpus=[A100])
     monkeypatch.setattr(tf, "exp", failing("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"))
-    *_, last = doctor.gpu_checks(has_driver=True)
-    assert (last.name, last.status) == ("GPU", ERROR)
-    assert "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" in last.text
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "does not work here: GPU: InternalError: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH." in printed
+    assert "XLA" not in printed
 
 
-def test_gpu_for_which_tensorflow_has_no_machine_code_is_a_warning(machine, monkeypatch):
-    monkeypatch.setattr(tf, "exp", failing("ends the checks"))
+def test_gpu_for_which_tensorflow_has_no_machine_code_is_a_warning(machine):
     capabilities = ((5, 2), (7, 5), (8, 6), (9, 0), (12, 0))
     machine(gpus=[Gpu(f"GPU {major}.{minor}", (major, minor)) for major, minor in capabilities])
     texts = [check.text for check in doctor.gpu_checks(has_driver=True) if check.status == WARNING]
@@ -188,19 +159,9 @@ def test_gpu_for_which_tensorflow_has_no_machine_code_is_a_warning(machine, monk
     assert [match[1] for match in found if match] == ["5.2", "12.0"]
 
 
-@pytest.mark.parametrize(
-    ("gpus", "has_driver", "status"),
-    [([], True, ERROR), ([], False, INFO), ([A100], True, INFO)],
-)
-def test_missing_libraries_are_an_error_only_where_the_gpu_is_not_seen(machine, monkeypatch, gpus, has_driver, status):
-    machine(gpus=gpus)
-    monkeypatch.setattr(doctor, "library_check", lambda package, missing_is: Check("CUDA libraries", missing_is, ""))
-    assert first_check("CUDA libraries", has_driver).status == status
-
-
 def test_gpu_that_a_build_without_cuda_cannot_use_is_an_error(machine):
     machine(build={})
-    build = first_check("CUDA build", has_driver=True)
+    build, *_ = doctor.gpu_checks(has_driver=True)
     assert (build.status, build.fix.endswith("pip install 'kmp[cuda]'")) == (ERROR, True)
     checks = list(doctor.gpu_checks(has_driver=False))
     assert [(check.name, check.status) for check in checks] == [("CUDA build", INFO), ("GPU", INFO), ("XLA", OK)]
@@ -211,20 +172,23 @@ HIDDEN = "unset CUDA_VISIBLE_DEVICES"
 
 
 @pytest.mark.parametrize(("visible", "fix"), [(None, "list_physical_devices"), ("-1", HIDDEN), ("", HIDDEN)])
-def test_gpu_that_tensorflow_does_not_see_is_an_error(machine, monkeypatch, visible, fix):
+def test_gpu_that_tensorflow_does_not_see_is_an_error_after_that_of_missing_libraries(
+    machine, monkeypatch, visible, fix
+):
     machine()
+    monkeypatch.setattr(importlib.metadata, "requires", lambda package: ['nvidia-nosuch-cu12; extra == "and-cuda"'])
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    check = first_check("GPU", has_driver=True)
-    assert check.status == ERROR
-    assert fix in check.fix
+    errors = [check for check in doctor.gpu_checks(has_driver=True) if check.status == ERROR]
+    assert [check.name for check in errors] == ["CUDA libraries", "GPU"]
+    assert fix in errors[1].fix
 
 
 def test_xla_that_does_not_compile_is_a_warning(machine, monkeypatch):
     machine()
-    monkeypatch.setattr("kmp.policy.gpu_support.tf.function", lambda *_, **options: failing("libdevice not found"))
-    check = first_check("XLA", has_driver=False)
-    assert check.status == WARNING
+    monkeypatch.setattr(tf, "function", lambda *_, **options: failing("libdevice not found"))
+    *_, check = doctor.gpu_checks(has_driver=False)
+    assert (check.name, check.status) == ("XLA", WARNING)
     assert "libdevice not found" in check.text
     assert "jit_compile=False" in check.fix
 
@@ -257,13 +221,14 @@ def test_json_on_the_standard_output_is_all_that_is_printed(monkeypatch, capsys)
     assert json.loads(capsys.readouterr().out)["recommended"]["policy"] == "mixed_float16"
 
 
-@pytest.mark.parametrize(("output", "extra"), [(FileNotFoundError(), "cpu"), ("550.54, Tesla T4, 15360 MiB\n", "cuda")])
-def test_doctor_without_tensorflow_names_the_command_that_installs_it(monkeypatch, capsys, nvidia_smi, output, extra):
-    nvidia_smi(output)
-    monkeypatch.setattr(installation, "tensorflow_packages", list)
+@pytest.mark.parametrize("extra", ["cpu", "cuda"])
+def test_doctor_without_tensorflow_names_the_command_that_installs_it(monkeypatch, capsys, nvidia_smi, extra):
+    if extra == "cuda":
+        nvidia_smi("550.54, Tesla T4, 15360 MiB")
+    monkeypatch.setattr(doctor, "tensorflow_packages", list)
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
-    assert "does not work here: tensorflow is not installed" in printed
+    assert "does not work here: tensorflow: not installed." in printed
     assert printed.endswith(f"Run: pip install 'kmp[{extra}]'\n")
 
 
@@ -278,15 +243,9 @@ def test_error_while_measuring_keeps_what_was_measured(tmp_path, monkeypatch, ca
     assert main(["doctor", "--json", str(tmp_path / "doctor.json")]) == status
     written = json.loads((tmp_path / "doctor.json").read_text())
     assert len(written["results"]) == 3 * count
-    assert written["checks"][-1]["text"] == "incomplete: ResourceExhaustedError: failed to allocate memory"
+    assert "The measurement is incomplete: ResourceExhaustedError: failed to allocate memory" in written["verdict"]
     assert ("could not be measured" in written["verdict"]) == (count < 2)
     assert written["verdict"] in " ".join(capsys.readouterr().out.split())
-
-
-def test_exception_of_a_check_is_an_error_of_the_gpu(monkeypatch, capsys):
-    monkeypatch.setattr(tf.sysconfig, "get_build_info", failing("broken installation"))
-    assert main(["doctor"]) == 1
-    assert "does not work here: GPU: InternalError: broken installation." in capsys.readouterr().out
 
 
 def test_interrupt_is_one_line_and_leaves_no_file(tmp_path, monkeypatch, capsys):
