@@ -1,11 +1,10 @@
 """The arguments of the `kmp` command."""
 
 import argparse
-import functools
 import importlib.metadata
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -27,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from kmp_cli import doctor
 
             return doctor.run(parsed.json)
-        from kmp import commands
+        from kmp_cli import commands
 
         return commands.run(parsed)
     except (ImportError, OSError) as error:  # such as: kmp or TensorFlow is not installed, Keras has another backend
@@ -44,7 +43,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
 
     demo = commands.add_parser("demo", help="compare float32, float16, and float16 with kmp on one model")
-    demo.add_argument("--policy", help="as in `kmp.enable` (default: mixed_float16)")
     demo.add_argument("--steps", type=_positive, default=240, help="training steps of each run (default: %(default)s)")
     demo.add_argument("--out", type=Path, help="folder for logs, figures and the report (default: runs/<time>)")
 
@@ -56,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument(
         "--json",
-        type=functools.partial(_file_to_write, (".json", "-")),
+        type=_file_to_write(".json", "-"),
         metavar="FILE",
         help="also write the results to a JSON file; - prints nothing else",
     )
@@ -73,14 +71,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument(
         "--out",
-        type=functools.partial(_file_to_write, (".html",)),
+        type=_file_to_write(".html"),
         metavar="FILE",
         help="HTML file (default: report.html in RUN, or in the current folder for several runs)",
     )
 
     audit = commands.add_parser("audit", help="show the dtypes and the float16 risks of each layer of a saved model")
     audit.add_argument("file", type=Path, metavar="FILE", help="a .keras file")
-    audit.add_argument("--policy", help="as in `kmp.convert` (default: mixed_float16)")
     audit.add_argument(
         "--import",
         action="append",
@@ -96,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--only",
         nargs="+",
+        choices=("precision", "resnet", "bert"),
         default=[],
         metavar="PART",
         help="precision: operations and small models; resnet, bert: large networks (default: all on a GPU, else "
@@ -105,9 +103,13 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--batch", type=_positive, metavar="N", help="batch size of resnet and bert (default: 64 and 32; 8 on a CPU)"
     )
+
+    for command, function in ((demo, "enable"), (audit, "convert")):
+        text = f"as in `kmp.{function}` (default: %(default)s)"
+        command.add_argument("--policy", default="mixed_float16", help=text)
     for command, content in ((audit, "audit"), (bench, "results")):
-        json_file = functools.partial(_file_to_write, (".json",))
-        command.add_argument("--json", type=json_file, metavar="FILE", help=f"also write the {content} to a JSON file")
+        text = f"also write the {content} to a JSON file"
+        command.add_argument("--json", type=_file_to_write(".json"), metavar="FILE", help=text)
     return parser
 
 
@@ -117,22 +119,22 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _file_to_write(endings: Sequence[str], text: str) -> Path:
-    """Returns a file with one of the endings that can be written; `-` is the standard output.
+def _file_to_write(*endings: str) -> Callable[[str], Path]:
+    """Returns the type of an argument: a file with one of the endings, or `-`, if that is one of them.
 
-    A file that cannot be written is an error now, not after minutes of measuring; and a wrong ending, so that no model
-    or log is overwritten.
+    A file that cannot be written is an error before minutes of measuring, and a wrong ending before a model or log is
+    overwritten.
     """
-    path = Path(text)
-    if text == "-" and "-" in endings:
+
+    def file_to_write(text: str) -> Path:
+        path = Path(text)
+        if text == "-" and "-" in endings:
+            return path
+        if path.suffix.lower() not in endings:
+            raise argparse.ArgumentTypeError(f"must end in {' or '.join(endings)}, received {text!r}")
+        existing = next(found for found in (path, *path.absolute().parents) if found.exists())
+        if existing.is_dir() == (existing == path) or not os.access(existing, os.W_OK):
+            raise argparse.ArgumentTypeError(f"cannot be written, received {text!r}")
         return path
-    if path.suffix.lower() not in endings:
-        raise argparse.ArgumentTypeError(f"must end in {' or '.join(endings)}, received {text!r}")
-    try:
-        nearest = next(found for found in (path, *path.absolute().parents) if found.exists())
-        can_be_written = nearest.is_dir() != (nearest == path) and os.access(nearest, os.W_OK)
-    except OSError:  # a name that is too long, or below a folder without permission
-        can_be_written = False
-    if not can_be_written:
-        raise argparse.ArgumentTypeError(f"cannot be written, received {text!r}")
-    return path
+
+    return file_to_write

@@ -36,10 +36,10 @@ def write_run(folder):
         ),
         (["bench", "--batch", "0"], "an integer of at least 1, received '0'"),
         (["bench", "--mode", "eager"], "invalid choice: 'eager'"),
+        (["bench", "--only", "all"], "invalid choice: 'all'"),
         (["bench", "--json", "results.txt"], "must end in .json, received 'results.txt'"),
         (["bench", "--json", "/dev/null/bench.json"], "cannot be written, received '/dev/null/bench.json'"),
         (["bench", "--json", "folder.json"], "cannot be written"),
-        (["bench", "--json", "long" * 100 + ".json"], "cannot be written"),
         (["doctor", "--json", "doctor"], "must end in .json or -, received 'doctor'"),
     ],
     ids=str,
@@ -61,12 +61,6 @@ def one_line_of(capsys):
     assert printed.err.startswith("kmp: ")
     assert printed.err.count("\n") == 1
     return printed.err
-
-
-def test_output_folder_that_cannot_be_created_is_one_line_and_status_1(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert main(["demo", "--steps", "1", "--out", str(tmp_path / "file" / "out")]) == 1
-    assert "file/out" in one_line_of(capsys)
 
 
 def page_in(folder):
@@ -108,17 +102,6 @@ def test_report_does_not_replace_what_a_link_in_the_folder_points_to(tmp_path, c
     assert main(["report", str(run)]) == 1
     assert "report.html is a link. Delete it, or pass the file to write: --out FILE" in capsys.readouterr().err
     assert other.read_text() == "precious"
-
-
-def test_missing_run_is_one_line_and_status_1(tmp_path, capsys):
-    (tmp_path / "none").mkdir()
-    for name, message in {
-        "missing": "missing: No such file or directory",
-        "none": "none: no run in this folder: no kmp.jsonl in it or in the folders below",
-    }.items():
-        assert main(["report", str(tmp_path / name)]) == 1
-        assert message in one_line_of(capsys)
-        assert not (tmp_path / name / "report.html").exists()
 
 
 def test_command_alone_prints_help(capsys):
@@ -182,9 +165,7 @@ def archive(name, text):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (None, "no such file"),
-        (b"text", "is not a valid .keras file: it is not a zip archive"),
-        (archive("config.json", "{}")[:-9], "is not a valid .keras file: it is not a zip archive, or a corrupt one"),
+        *((content, "no such file, or not a .keras file") for content in (None, b"text", archive("c", "{}")[:-9])),
         *((archive("config.json", config), "cannot be loaded") for config in ("{}", "{", b"\xff")),
         (archive("metadata.json", "{}"), "cannot be loaded"),
     ],
@@ -206,9 +187,11 @@ def test_audit_of_a_file_that_is_missing_or_no_model_is_one_line(tmp_path, capsy
         (["audit", "--import", "failing"], "kmp: --import failing: KeyError: 'reason'. "),
         (["audit", "--policy", "half"], "'mixed_float16', 'mixed_bfloat16', 'float16'"),
         (["demo", "--policy", "half"], "--policy must be one of mixed_float16, "),
+        (["demo", "--out", "failing.py/out"], "Not a directory: 'failing.py/out'"),
+        (["report", "missing"], "No such file or directory: 'missing'"),
+        (["report", "."], ".: no run in this folder: no kmp.jsonl in it or in the folders below"),
         (["bench", "--only", "precision", "--batch", "8"], "--batch applies only to resnet and bert"),
         (["bench", "--quick", "--batch", "8"], "--batch applies only to resnet and bert: add --only resnet bert"),
-        (["bench", "--only", "all"], "--only: unknown part 'all'; choose from precision, resnet, bert"),
     ],
     ids=" ".join,
 )
@@ -217,7 +200,7 @@ def test_wrong_value_is_one_line_before_anything_is_written(arguments, message, 
     (tmp_path / "failing.py").write_text("raise KeyError('reason')")
     keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]).save("model.keras")
     command, *options = arguments
-    extra = {"audit": ["model.keras"], "bench": ["--json", "new/bench.json"], "demo": []}[command]
+    extra = {"audit": ["model.keras"], "bench": ["--json", "new/bench.json"]}.get(command, [])
     assert main([command, *extra, *options]) == 1
     assert message in one_line_of(capsys)
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"failing.py", "model.keras"}

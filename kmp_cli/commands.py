@@ -1,4 +1,4 @@
-"""Runs the sub-commands of `kmp` and prints their errors."""
+"""The sub-commands of `kmp` that need Keras and TensorFlow."""
 
 import argparse
 import datetime
@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 from rich.console import Console
 
-from kmp import conversion
+import kmp
 from kmp.policy import POLICIES
 from kmp.records import FILE_NAME
 from kmp.utils import atomic_files, printable, user_messages
@@ -24,22 +24,16 @@ class InputError(Exception):
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Runs a sub-command and returns its exit status.
+    """Runs a sub-command, prints an error in one line, and returns the exit status, which is then 1.
 
     Args:
         parsed: The parsed arguments. `command` is the name of the sub-command.
-
-    Returns:
-        0; 1 after an error, which is printed in one line.
     """
     commands = {"demo": _demo, "bench": _bench, "audit": _audit, "report": _report}
     try:
         commands[parsed.command](parsed, Console(markup=False, highlight=False))
     except (OSError, ImportError, InputError) as error:
-        text = str(error)
-        if isinstance(error, OSError) and error.strerror and error.filename:
-            text = f"{error.filename}: {error.strerror}"
-        print(f"kmp: {printable(text)}", file=sys.stderr)
+        print(f"kmp: {printable(str(error))}", file=sys.stderr)
         return 1
     return 0
 
@@ -47,19 +41,15 @@ def run(parsed: argparse.Namespace) -> int:
 def _demo(parsed: argparse.Namespace, console: Console) -> None:
     from kmp import demo
 
-    policy = parsed.policy or POLICIES[0]
-    if policy not in POLICIES:
-        raise InputError(f"--policy must be one of {', '.join(POLICIES)}, received {policy!r}")
+    if parsed.policy not in POLICIES:
+        raise InputError(f"--policy must be one of {', '.join(POLICIES)}, received {parsed.policy!r}")
     out = parsed.out or Path("runs") / datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    demo.run(console, policy, parsed.steps, out)
+    demo.run(console, parsed.policy, parsed.steps, out)
 
 
 def _bench(parsed: argparse.Namespace, console: Console) -> None:
     from kmp import bench
 
-    unknown = [name for name in parsed.only if name not in bench.PARTS]
-    if unknown:
-        raise InputError(f"--only: unknown part {unknown[0]!r}; choose from {', '.join(bench.PARTS)}")
     if parsed.batch and set(bench.parts_of(parsed.only, parsed.quick)) == {"precision"}:
         raise InputError("--batch applies only to resnet and bert: add --only resnet bert")
     try:
@@ -78,18 +68,16 @@ def _audit(parsed: argparse.Namespace, console: Console) -> None:
         except Exception as error:  # the module's code may raise anything
             cause = f"{type(error).__name__}: {user_messages.one_line(error)}"
             raise InputError(f"--import {name}: {cause}. Pass the name of a module, such as `my_layers`.") from error
-    if not parsed.file.is_file():
-        raise InputError(f"{parsed.file}: no such file")
-    if parsed.file.suffix == ".keras" and not zipfile.is_zipfile(parsed.file):  # Keras reports it as not found
-        raise InputError(f"{parsed.file} is not a valid .keras file: it is not a zip archive, or a corrupt one")
+    if not zipfile.is_zipfile(parsed.file):  # Keras reports a corrupt file as one that is not found
+        raise InputError(f"{parsed.file}: no such file, or not a .keras file, or a corrupt one")
     try:
         model = keras.models.load_model(parsed.file, compile=False)
     except Exception as error:  # a corrupt archive may raise anything
-        found = re.search("Could not locate .*", str(error))  # Keras writes it at the end of a message of many lines
-        reason = textwrap.shorten(found[0] if found else str(error), 300, placeholder=" ...")
-        raise InputError(f"{parsed.file} cannot be loaded: {reason}") from error
+        reason = str(error).rpartition("Exception encountered: ")[2]  # it stands after the model's configuration
+        shortened = textwrap.shorten(reason, 300, placeholder=" ...")
+        raise InputError(f"{parsed.file} cannot be loaded: {shortened}") from error
     try:
-        audit = conversion.audit(model, policy=parsed.policy or conversion.CONVERSION_POLICIES[0])
+        audit = kmp.audit(model, policy=parsed.policy)
     except (TypeError, ValueError) as error:  # such as: the file holds a layer
         raise InputError(f"{parsed.file}: {error}") from error
     if parsed.all:
