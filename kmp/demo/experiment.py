@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from kmp import callbacks, layers
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import enable, wrap
-from kmp.records import Run, Snapshot, load_run
+from kmp.records import Run, load_run
 
 SEEDS = (0, 1, 2)
 BATCH_SIZE = 256
@@ -36,11 +37,6 @@ class Data(NamedTuple):
     clean: np.ndarray
     labels: np.ndarray
 
-    @property
-    def targets(self) -> dict[str, np.ndarray]:
-        """Targets of the model by output name."""
-        return {"image": self.clean, "label": self.labels}
-
 
 class Variant(NamedTuple):
     """How the model is trained: a name for the table and for folders, the dtype policy, whether kmp scales the loss."""
@@ -52,11 +48,10 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """Validation accuracy of a training, its seconds, the state of the optimizer after it, and all records."""
+    """Validation accuracy of a training, its seconds, and its records."""
 
     accuracy: float
     seconds: float
-    snapshot: Snapshot
     run: Run
 
     @property
@@ -92,7 +87,7 @@ def variants(mixed_policy: str) -> list[Variant]:
     dtype = mixed_policy.removeprefix("mixed_")
     compared = [Variant("float32", "float32", scaled=False)]
     if dtype != "float32":
-        compared.append(Variant(f"{dtype}, no loss scale", mixed_policy, scaled=False))
+        compared.append(Variant(f"{dtype} without loss scaling", mixed_policy, scaled=False))
     if dtype == "float16":
         compared.append(Variant(f"{dtype} with kmp", mixed_policy, scaled=True))
     return compared
@@ -102,13 +97,11 @@ def train(
     variant: Variant, seed: int, steps: int, parts: tuple[Data, Data], log_dir: Path, on_step: Callable[[], None]
 ) -> Result:
     """Trains one variant with one seed, writes its log to `log_dir`, and evaluates it on the validation part."""
-    import tensorflow as tf
-
-    data, test = parts
+    (noisy, clean, labels), test = parts
     keras.utils.set_random_seed(seed)
     with enable(variant.policy, growth_interval=GROWTH_INTERVAL):
         adam = keras.optimizers.Adam(2e-3)
-        model = _model(data.clean.shape[1], classes=int(data.labels.max()) + 1)
+        model = _model(clean.shape[1], classes=int(labels.max()) + 1)
         model.compile(
             # A fixed scale of 1 does not scale the loss. It has the counters, so that all variants are measured alike.
             wrap(adam) if variant.scaled else LossScaleOptimizer(adam, loss_scale=1.0),
@@ -116,24 +109,24 @@ def train(
             loss_weights={"image": 1.0, "label": LABEL_WEIGHT},
             metrics={"label": "accuracy"},
         )
-        examples = tf.data.Dataset.from_tensor_slices((data.noisy, data.targets)).cache()
-        shuffled = examples.shuffle(len(data.labels), seed=seed).repeat()
+        examples = tf.data.Dataset.from_tensor_slices((noisy, {"image": clean, "label": labels})).cache()
+        batches = examples.shuffle(len(labels), seed=seed).repeat().batch(BATCH_SIZE, drop_remainder=True)
         loggers = callbacks.defaults(log_dir, every_n_steps=max(1, steps // 60))
         progress = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: on_step())
         started = time.perf_counter()
         epochs = max(number for number in range(1, _MOST_EPOCHS + 1) if steps % number == 0)
         history = model.fit(
-            shuffled.batch(BATCH_SIZE, drop_remainder=True).prefetch(tf.data.AUTOTUNE),
+            batches.prefetch(tf.data.AUTOTUNE),
             epochs=epochs,
             steps_per_epoch=steps // epochs,
-            validation_data=(test.noisy, test.targets),
+            validation_data=(test.noisy, {"image": test.clean, "label": test.labels}),
             validation_batch_size=BATCH_SIZE,
             callbacks=[*loggers, progress],
             shuffle=False,
             verbose=0,
         )
         seconds = time.perf_counter() - started
-    return Result(history.history["val_label_accuracy"][-1], seconds, model.optimizer.snapshot(), load_run(log_dir))
+    return Result(history.history["val_label_accuracy"][-1], seconds, load_run(log_dir))
 
 
 def _model(pixels: int, classes: int) -> keras.Model:

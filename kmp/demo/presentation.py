@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kmp import plots, report
 from kmp.demo import experiment
 from kmp.demo.experiment import BATCH_SIZE, GROWTH_INTERVAL, LABEL_WEIGHT, SEEDS, Result, Variant
 from kmp.utils import FLOAT16, as_power
@@ -18,8 +19,6 @@ Results = dict[Variant, list[Result]]
 
 def run(console: Console, policy: str, steps: int, out: Path) -> Results:
     """Trains each variant with each seed, prints a comparison, and writes logs, figures and a report to `out`."""
-    from kmp import plots, report
-
     out.mkdir(parents=True, exist_ok=True)
     parts = experiment.load()
     results: Results = {variant: [] for variant in experiment.variants(policy)}
@@ -29,7 +28,7 @@ def run(console: Console, policy: str, steps: int, out: Path) -> Results:
         for seed in SEEDS:
             for variant, trained in results.items():
                 progress.update(task, description=f"{variant.name}, seed {seed}")
-                log_dir = out / variant.name.replace(",", "").replace(" ", "-") / f"seed-{seed}"
+                log_dir = out / variant.name.replace(" ", "-") / f"seed-{seed}"
                 trained.append(experiment.train(variant, seed, steps, parts, log_dir, lambda: progress.advance(task)))
     console.print(table(results))
     for line in explanation(results):
@@ -58,18 +57,17 @@ def table(results: Results) -> Table:
     rows.add_column("validation\naccuracy", justify="right", min_width=len("0.000-0.000"))
     for name in ("zero\ngradients", "flushed\nto zero", "overflow\ncount", "final\nscale", "seconds"):
         rows.add_column(name, justify="right")
-    in_float32 = None
+    zeros = {variant: statistics.fmean(result.zeros for result in trained) for variant, trained in results.items()}
+    in_float32 = next(iter(zeros.values()))
     for variant, trained in results.items():
         accuracies = [result.accuracy for result in trained]
-        zeros = statistics.fmean(result.zeros for result in trained)
-        in_float32 = zeros if in_float32 is None else in_float32
-        scales = sorted({as_power(result.snapshot.loss_scale) for result in trained})
+        scales = sorted({as_power(result.run.last("loss_scale")) for result in trained})
         rows.add_row(
-            variant.name.replace(", ", ",\n"),
+            variant.name,
             f"{statistics.fmean(accuracies):.3f}\n{min(accuracies):.3f}-{max(accuracies):.3f}",
-            f"{zeros:.1%}",
-            "" if variant.policy == "float32" else f"{max(0.0, zeros - in_float32):.1%}",
-            " ".join(str(result.snapshot.overflow_count) for result in trained),
+            f"{zeros[variant]:.1%}",
+            "" if variant.policy == "float32" else f"{max(0.0, zeros[variant] - in_float32):.1%}",
+            " ".join(str(result.run.last("overflow_count")) for result in trained),
             "\n".join(scales) if variant.scaled else "none",
             f"{statistics.fmean(result.seconds for result in trained):.1f}",
         )
@@ -82,8 +80,7 @@ def explanation(results: Results) -> Iterator[str]:
         f"The model denoises images and also classifies them, with one trunk for both tasks. The classification loss "
         f"has the small weight {LABEL_WEIGHT:g}, as auxiliary losses do. Accuracy is that of the classification."
     )
-    names = {variant: variant.name.replace(", no loss scale", " without loss scaling") for variant in results}
-    accuracies = {names[variant]: [result.accuracy for result in trained] for variant, trained in results.items()}
+    accuracies = {variant.name: [result.accuracy for result in trained] for variant, trained in results.items()}
     spread = max(max(values) - min(values) for values in accuracies.values())
     means = {name: statistics.fmean(values) for name, values in accuracies.items()}
     if len(means) > 1 and max(means.values()) - min(means.values()) <= spread:

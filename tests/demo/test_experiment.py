@@ -33,14 +33,15 @@ def test_variants_depend_on_the_policy():
     names = {policy: [variant.name for variant in experiment.variants(policy)] for policy in kmp.policy.POLICIES}
     assert names == {
         **{
-            policy: ["float32", "float16, no loss scale", "float16 with kmp"] for policy in ("mixed_float16", "float16")
+            policy: ["float32", "float16 without loss scaling", "float16 with kmp"]
+            for policy in ("mixed_float16", "float16")
         },
-        **{"mixed_bfloat16": ["float32", "bfloat16, no loss scale"], "float32": ["float32"]},
+        **{"mixed_bfloat16": ["float32", "bfloat16 without loss scaling"], "float32": ["float32"]},
     }
 
 
 def result(accuracy):
-    return experiment.Result(accuracy, 1.0, kmp.LossScaleOptimizer("sgd").snapshot(), kmp.records.Run())
+    return experiment.Result(accuracy, 1.0, kmp.records.Run())
 
 
 def explanation(policy, *accuracies):
@@ -83,7 +84,7 @@ def test_demo_prints_what_float16_flushes_and_writes_logs_figures_and_a_report(t
     rows = [line for line in printed.splitlines() if line.startswith("\u2502")]
     assert rows
     assert all(line.rstrip().endswith("\u2502") for line in rows)
-    folders = {"float32", "float16-no-loss-scale", "float16-with-kmp"}
+    folders = {"float32", "float16-without-loss-scaling", "float16-with-kmp"}
     assert {path.name for path in out.iterdir()} == {
         *folders,
         "gradient_exponents.png",
