@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from kmp import plots, report
@@ -22,8 +22,7 @@ def run(console: Console, policy: str, steps: int, out: Path) -> Results:
     out.mkdir(parents=True, exist_ok=True)
     parts = experiment.load()
     results: Results = {variant: [] for variant in experiment.variants(policy)}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+    with Progress(console=console) as progress:
         task = progress.add_task("", total=len(results) * len(SEEDS) * steps)
         for seed in SEEDS:
             for variant, trained in results.items():
