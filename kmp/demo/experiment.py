@@ -68,18 +68,14 @@ def load() -> tuple[Data, Data]:
     """
     try:
         from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
     except ImportError as error:
         raise ImportError("The demo's data set is part of scikit-learn: pip install 'kmp[demo]'") from error
-    digits = load_digits()
-    images, labels = digits.images / 16.0, digits.target
-    random = np.random.default_rng(0)
-    order = random.permutation(len(images))
-    clean = images.reshape(len(images), -1).astype("float32")[order]
-    noisy = (clean + random.normal(0.0, _NOISE, clean.shape)).astype("float32")
-    split = int(len(images) * (1 - _TEST_SHARE))
-    parts = (slice(None, split), slice(split, None))
-    train, test = (Data(noisy[part], clean[part], labels[order][part]) for part in parts)
-    return train, test
+    images, labels = load_digits(return_X_y=True)
+    clean = (images / 16.0).astype("float32")
+    noise = np.random.default_rng(0).normal(0.0, _NOISE, clean.shape)
+    split = train_test_split((clean + noise).astype("float32"), clean, labels, test_size=_TEST_SHARE, random_state=0)
+    return Data(*split[0::2]), Data(*split[1::2])
 
 
 def variants(mixed_policy: str) -> list[Variant]:

@@ -19,8 +19,8 @@ Results = dict[Variant, list[Result]]
 
 def run(console: Console, policy: str, steps: int, out: Path) -> Results:
     """Trains each variant with each seed, prints a comparison, and writes logs, figures and a report to `out`."""
-    out.mkdir(parents=True, exist_ok=True)
     parts = experiment.load()
+    out.mkdir(parents=True, exist_ok=True)
     results: Results = {variant: [] for variant in experiment.variants(policy)}
     with Progress(console=console) as progress:
         task = progress.add_task("", total=len(results) * len(SEEDS) * steps)

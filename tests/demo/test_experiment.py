@@ -22,7 +22,8 @@ def test_digits_are_split_without_overlap_and_only_inputs_have_noise():
 
 def test_interrupt_and_missing_data_are_one_line_each(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    assert main(["demo", "--out", str(tmp_path)]) == 1
+    assert main(["demo", "--out", str(tmp_path / "out")]) == 1
+    assert not (tmp_path / "out").exists()
     assert capsys.readouterr().err == "kmp: The demo's data set is part of scikit-learn: pip install 'kmp[demo]'\n"
     monkeypatch.setattr(experiment, "load", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["demo", "--out", str(tmp_path)]) == 130
