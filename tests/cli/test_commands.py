@@ -185,6 +185,7 @@ def test_audit_of_a_file_that_is_missing_or_no_model_is_one_line(tmp_path, capsy
     [
         (["audit", "--import", "./layers.py"], "Pass the name of a module, such as `my_layers`."),
         (["audit", "--import", "failing"], "kmp: --import failing: KeyError: 'reason'. "),
+        (["audit", "--json", "long" * 100 + ".json"], "File name too long"),
         (["audit", "--policy", "half"], "'mixed_float16', 'mixed_bfloat16', 'float16'"),
         (["demo", "--policy", "half"], "--policy must be one of mixed_float16, "),
         (["demo", "--out", "failing.py/out"], "Not a directory: 'failing.py/out'"),
@@ -230,8 +231,8 @@ def run_bench(monkeypatch):
 
 
 def test_bench_passes_its_arguments_on(run_bench):
-    arguments = ["--only", "bert", "--mode", "XLA", "--batch", "64"]
-    assert run_bench(arguments) == (0, [(["bert"], False, "XLA", 64)])
+    arguments = ["--only", *bench.PARTS, "--mode", "XLA", "--batch", "64"]
+    assert run_bench(arguments) == (0, [([*bench.PARTS], False, "XLA", 64)])
     assert run_bench(["--quick"]) == (0, [([], True, None, None)])
 
 
