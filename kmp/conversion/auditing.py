@@ -11,7 +11,6 @@ from kmp.conversion.audit_table import Audit, Row
 from kmp.conversion.cloning import clone_model
 from kmp.conversion.measurement import ActivationStatistics, measure_activations
 from kmp.conversion.model_parts import (
-    PARENT,
     Part,
     check_built,
     check_not_float64,
@@ -20,7 +19,7 @@ from kmp.conversion.model_parts import (
     parts_of,
 )
 from kmp.conversion.plan import Plan, make_plan
-from kmp.conversion.precision_rules import FOLLOWS_INPUTS, OpRule, rule_for
+from kmp.conversion.precision_rules import FOLLOWS_INPUTS
 from kmp.utils import DTYPES_16_BIT, FLOAT32
 
 Statistics = dict[str, ActivationStatistics]
@@ -61,7 +60,7 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     {'p': 'exp, sum and division: float16 flushes small probabilities to zero'}
     """
     check_built(model)
-    parts = parts_of(model)
+    parts = parts_of(model, Plan(policy).compute_dtype)
     plan = make_plan(model, parts, policy)
     has_batch, quantized = batch is not None, is_quantized(model)
     if has_batch and quantized:
@@ -106,15 +105,11 @@ def _row(
     candidate: ActivationStatistics | None,
 ) -> Row:
     layer: Any = part.operation
+    rule, reason = part.rule, plan.float32.get(part.path, part.rule.reason)
     is_input, is_wrapper = isinstance(layer, keras.layers.InputLayer), is_passthrough(layer)
     has_dtypes = part.is_layer and not is_wrapper
     output_dtype = _output_dtype(layer)
     compute_dtype = layer.compute_dtype if has_dtypes else output_dtype or ""
-    if part.dtype_from == PARENT:
-        rule = OpRule(FOLLOWS_INPUTS, f"uses the dtype of {part.parent.name}, which creates it")
-    else:
-        rule = rule_for(part.operation, plan.compute_dtype)
-    reason = plan.float32.get(part.path, rule.reason)
 
     is_float = not has_dtypes or keras.backend.is_float_dtype(layer.compute_dtype)
     planned_dtype = plan.compute_dtype if has_dtypes else FOLLOWS_INPUTS

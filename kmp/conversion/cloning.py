@@ -1,13 +1,9 @@
 """Clones a model with the dtype policies of a plan, or in float32, and copies its weights."""
 
-import contextlib
 import inspect
 import random
 import re
 import tempfile
-import threading
-import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,21 +18,19 @@ from kmp.backend import (
     is_keras_class,
     keras_internals,
     rnn_states,
-    sublayers,
     unconnected_copy,
 )
-from kmp.conversion.model_parts import Part, children_of, is_graph, refused_arguments
+from kmp.conversion.model_parts import Config, Part, children_of, config_of, is_graph, refused_arguments
 from kmp.conversion.plan import Plan
 from kmp.layers import Float32Operation
-from kmp.utils import DTYPES_16_BIT, FLOAT32
+from kmp.utils import DTYPES_16_BIT, FLOAT32, path_and_parents
 
-Config = dict[str, Any]
 Operations = dict[str, keras.Operation]
+Pairs = list[tuple[Any, Any]]  # originals and their clones
 
 _KERAS_CLASSES = {layers.Softmax: keras.layers.Softmax, layers.BatchNormalization: keras.layers.BatchNormalization}
 _KMP_CLASSES = {keras.layers.BatchNormalization: layers.BatchNormalization}
 _WITHOUT_DESERIALIZATION = (keras.Operation, keras.Layer, keras.Model)  # their `from_config` passes on all values
-_warnings_lock = threading.RLock()
 _GRAPH_KEYS = ("layers", "input_layers", "output_layers")
 
 
@@ -60,20 +54,24 @@ def clone_model(model: keras.Model, parts: list[Part], plan: Plan | None) -> tup
         The clone, and the layers and operations in it by the path of the original.
     """
     # Layers that need float32 by their class. The user may have removed some of them from the plan.
-    listed = [part for part in parts if plan and layers.reason_for_float32(part.operation, plan.compute_dtype)]
-    kept = {type(part.operation) for part in listed if plan and part.path in plan.float32}
-    removed = [part.path for part in listed if plan and plan.policy_of(part.path) != FLOAT32.name]
+    kept, removed = set[type](), set[str]()
+    for part in parts:
+        if plan and layers.reason_for_float32(part.operation, plan.compute_dtype):
+            if plan.policy_of(part.path) == FLOAT32.name:
+                kept.add(type(part.operation))
+            else:
+                removed.add(part.path)
     cloning = _Cloning(model, parts, plan, removed)
-    # Code of custom classes may call the layers that it creates at once: their policies cannot be set later.
-    in_float32 = layers.only_in_float32(kept) if plan else contextlib.nullcontext()
+    policy = global_policy(plan.policy if plan else FLOAT32.name)
     random_state = random.getstate()  # Keras draws seeds from it, but the initial values are overwritten
     try:
-        with in_float32, global_policy(plan.policy if plan else FLOAT32.name), model.distribute_strategy.scope():
+        # Code of custom classes may call the layers that it creates at once: their policies cannot be set later.
+        with layers.only_in_float32(kept), policy, model.distribute_strategy.scope():
             clone = cloning.clone_of(model)
     finally:
         random.setstate(random_state)
-    cloning.set_policies(model, clone)  # of sublayers that are created in `build`
-    pairs = list(cloning.pairs(model, clone))
+    pairs = _pairs(model, clone, set())
+    cloning.set_policies(pairs)  # of sublayers that are created in `build`
     _copy_state(model, clone, pairs)
     return clone, {cloning.path_of(original): copy for original, copy in pairs if original is not model}
 
@@ -81,12 +79,11 @@ def clone_model(model: keras.Model, parts: list[Part], plan: Plan | None) -> tup
 class _Cloning:
     """The clones of the layers and operations of one model. Shared ones are cloned once."""
 
-    def __init__(self, model: keras.Model, parts: list[Part], plan: Plan | None, removed: list[str]) -> None:
+    def __init__(self, model: keras.Model, parts: list[Part], plan: Plan | None, removed: set[str]) -> None:
         self._paths = {id(model): ""} | {id(part.operation): part.path for part in parts}
         self._plan = plan
         self._removed = removed
         self._clones: dict[int, keras.Operation] = {}
-        self._connected: set[int] = set()  # the models whose layers were connected again, call by call
         self._has_failed = False
 
     def path_of(self, original: keras.Operation) -> str:
@@ -124,9 +121,8 @@ class _Cloning:
         arguments = _arguments_of_graph(original)
         if arguments is None:
             clone = self._create_from_config(original, policy)
-            self.set_policies(original, clone)
+            self.set_policies(_pairs(original, clone, set()))
             return clone
-        self._connected.add(id(original))
         if isinstance(original, keras.Sequential):
             return type(original)([self.clone_of(layer) for layer in children_of(original)], name=original.name)
         inputs = keras.tree.map_structure(
@@ -157,7 +153,7 @@ class _Cloning:
             new_class = _KERAS_CLASSES.get(new_class, new_class)
         elif policy not in DTYPES_16_BIT:  # "float16" and "bfloat16" keep all weights in 16 bits
             new_class = _KMP_CLASSES.get(new_class, new_class)
-        config = _config_of(original)
+        config = dict(config_of(original))
         if "dtype" in config:
             config |= dtype
         if isinstance(original, keras.layers.TFSMLayer):  # safe mode refuses its config, even that of a layer in use
@@ -173,41 +169,16 @@ class _Cloning:
             clone.built = True  # as Keras does: `build_from_config` does not, if the model has no `build`
         return clone
 
-    def pairs(self, original: keras.Operation, clone: keras.Operation) -> Iterator[tuple[Any, Any]]:
-        """Yields an original and its clone, then their sublayers: parents first, shared ones once.
-
-        Sublayers that are not connected in a graph are matched by order: layers copy the ones that they get, as
-        `Bidirectional` does, or create their own, whose names may differ.
-        """
-        seen: set[int] = set()
-
-        def walk(before: Any, after: Any) -> Iterator[tuple[Any, Any]]:
-            if id(before) in seen:
-                return
-            seen.add(id(before))
-            yield before, after
-            if isinstance(before, layers.Float32) and not isinstance(after, layers.Float32):
-                yield from walk(before.layer, after)  # `to_float32` replaced it by the layer that it wraps
-            elif isinstance(before, keras.Layer):
-                children, copies = children_of(before), children_of(after)  # `build` may create some later
-                if id(before) in self._connected:
-                    children = [child for child in children if id(child) in self._clones]  # others are not called
-                    copies = [self._clones[id(child)] for child in children]
-                for child, copy in zip(children, copies, strict=False):
-                    yield from walk(child, copy)
-
-        yield from walk(original, clone)
-
-    def set_policies(self, original: keras.Layer, clone: keras.Layer) -> None:
-        """Sets the plan's policies on a clone and the sublayers that it created itself.
+    def set_policies(self, pairs: Pairs) -> None:
+        """Sets the plan's policies on clones, which may have created sublayers themselves.
 
         A policy of 16 bits is set only on what the user removed from the plan: others have it, or their class chose
         another one.
         """
-        for before, after in self.pairs(original, clone):
+        for before, after in pairs:
             path = self.path_of(before)
             policy = self._policy_of(path)
-            is_inside = any(path.startswith(f"{removed}/") for removed in self._removed)
+            is_inside = not self._removed.isdisjoint(path_and_parents(path))
             is_planned = policy == FLOAT32.name or path in self._removed or (is_inside and bool(before.weights))
             if is_planned and _has_float_dtype(after) and after.compute_dtype != policy.removeprefix("mixed_"):
                 after.dtype_policy = policy
@@ -220,7 +191,7 @@ class _Cloning:
 
         Settings such as initializers, which may be unregistered too, are those of the original like functions.
         """
-        children, used = children_of(original), set[int]()
+        waiting = children_of(original)
         references: dict[str, SimpleNamespace] = {}
         has_own_from_config = defining_class(type(original), "from_config") not in _WITHOUT_DESERIALIZATION
 
@@ -240,14 +211,14 @@ class _Cloning:
             if isinstance(settings, dict) and "class_name" in value:
                 described = [
                     child
-                    for child in children
+                    for child in waiting
                     if (type(child).__name__, child.name) == (value["class_name"], settings.get("name", child.name))
                 ]
                 if described:  # in order, if several have one name; the same again, if a config has it twice
-                    child = next((child for child in described if id(child) not in used), described[0])
-                    used.add(id(child))
+                    if len(described) > 1:
+                        waiting.remove(described[0])
                     connections = {key: value[key] for key in ("name", "inbound_nodes") if key in value}
-                    return connections | refer_to(self.clone_of(child))
+                    return connections | refer_to(self.clone_of(described[0]))
             return {key: with_sublayers(item) for key, item in value.items()}
 
         result = {}
@@ -264,14 +235,23 @@ class _Cloning:
         return result, references
 
 
-def _config_of(layer: keras.Layer) -> Config:
-    """Returns the config of a layer, without Keras' warning about lambdas, which are not taken from it."""
-    held = (value for sublayer in sublayers(layer) for value in vars(sublayer).values())
-    if not any(getattr(value, "__name__", "") == "<lambda>" for value in held):
-        return dict(layer.get_config())
-    with _warnings_lock, warnings.catch_warnings():  # it changes global state, which two threads would not restore
-        warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
-        return dict(layer.get_config())
+def _pairs(original: Any, clone: Any, seen: set[int]) -> Pairs:
+    """Returns an original and its clone, then those of its sublayers: parents first, ones that were seen once.
+
+    Sublayers are matched by order: layers copy the ones that they get, as `Bidirectional` does, or create their own,
+    whose names may differ.
+    """
+    if id(original) in seen:
+        return []
+    seen.add(id(original))
+    pairs = [(original, clone)]
+    if isinstance(original, layers.Float32) and not isinstance(clone, layers.Float32):
+        pairs += _pairs(original.layer, clone, seen)  # `to_float32` replaced it by what it wraps
+    elif isinstance(original, keras.Layer):
+        # `build` may create some later, and a functional model may have some that are not called.
+        for child, copy in zip(children_of(original), children_of(clone), strict=False):
+            pairs += _pairs(child, copy, seen)
+    return pairs
 
 
 def _has_float_dtype(operation: keras.Operation) -> bool:
@@ -290,7 +270,7 @@ def _arguments_of_graph(model: keras.Operation) -> Config | None:
         return None
     if is_keras_class(type(model)):
         return {}
-    config = model.get_config()
+    config = config_of(model)
     if not all(key in config for key in _GRAPH_KEYS):
         return None
     return {key: value for key, value in config.items() if key not in (*_GRAPH_KEYS, "name", "trainable")}
@@ -307,11 +287,9 @@ def _clone_error_message(operation: keras.Operation, error: Exception) -> str:
     )
 
 
-def _copy_state(
-    original: keras.Model, clone: keras.Model, pairs: list[tuple[keras.Operation, keras.Operation]]
-) -> None:
+def _copy_state(original: keras.Model, clone: keras.Model, pairs: Pairs) -> None:
     """Copies what the config does not contain: `trainable` of each layer and variable, weights, and other state."""
-    layer_pairs: list[tuple[Any, Any]] = [pair for pair in pairs if isinstance(pair[0], keras.Layer)]
+    layer_pairs = [pair for pair in pairs if isinstance(pair[0], keras.Layer)]
     for before, after in layer_pairs:
         if before.trainable != after.trainable:
             after.trainable = before.trainable

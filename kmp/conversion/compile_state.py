@@ -16,44 +16,43 @@ def transfer_compile_state(original: keras.Model, converted: keras.Model, scale_
 
     Warns if the model cannot be compiled or the state does not fit. Without `scale_loss`, a loss scale is removed.
     """
-    if original.compiled:
-        with original.distribute_strategy.scope():
-            _transfer(original, converted, scale_loss)
-
-
-def _transfer(original: keras.Model, converted: keras.Model, scale_loss: bool) -> None:
-    try:
-        if not is_keras_class(defining_class(type(original), "compile")):
-            raise ValueError("its class overrides `compile`")
-        arguments = dict(keras_internals.compile_arguments(original))
-        for name in ("metrics", "weighted_metrics"):  # each model has its own state
-            arguments[name] = keras.tree.map_structure(
-                lambda metric: (
-                    type(metric).from_config(metric.get_config()) if isinstance(metric, keras.Metric) else metric
-                ),
-                arguments[name],
+    if not original.compiled:
+        return
+    with original.distribute_strategy.scope():
+        try:
+            if not is_keras_class(defining_class(type(original), "compile")):
+                raise ValueError("its class overrides `compile`")
+            arguments = dict(keras_internals.compile_arguments(original))
+            for name in ("metrics", "weighted_metrics"):  # each model has its own state
+                arguments[name] = keras.tree.map_structure(
+                    lambda metric: (
+                        type(metric).from_config(metric.get_config()) if isinstance(metric, keras.Metric) else metric
+                    ),
+                    arguments[name],
+                )
+            if arguments["optimizer"] is not None:
+                arguments["optimizer"] = _clone_optimizer(arguments["optimizer"], scale_loss)
+            converted.compile(**arguments, auto_scale_loss=False)
+        except (TypeError, ValueError, NotImplementedError) as error:  # Keras raises the last without a `get_config`
+            reason = user_messages.one_line(error)
+            user_messages.warn(
+                f"{type(converted).__name__} {converted.name!r} is not compiled. Call its `compile` yourself: {reason}"
             )
-        if arguments["optimizer"] is not None:
-            arguments["optimizer"] = _clone_optimizer(arguments["optimizer"], scale_loss)
-        converted.compile(**arguments, auto_scale_loss=False)
-    except (TypeError, ValueError, NotImplementedError) as error:  # Keras raises the last without a `get_config`
-        reason = user_messages.one_line(error)
-        user_messages.warn(
-            f"{type(converted).__name__} {converted.name!r} is not compiled. Call its `compile` yourself: {reason}"
+            return
+        if converted.optimizer is None or not original.optimizer.built:
+            return
+        converted.optimizer.build(converted.trainable_variables)
+        sources, targets = (
+            keras_internals.optimizer_state(_unwrapped(model.optimizer)) for model in (original, converted)
         )
-        return
-    if converted.optimizer is None or not original.optimizer.built:
-        return
-    converted.optimizer.build(converted.trainable_variables)
-    sources, targets = (keras_internals.optimizer_state(_unwrapped(model.optimizer)) for model in (original, converted))
-    if [variable.shape for variable in sources] != [variable.shape for variable in targets]:
-        user_messages.warn(
-            f"The optimizer of {converted.name!r} starts with fresh state: the original optimizer was built on "
-            "different variables."
-        )
-        return
-    for source, target in zip(sources, targets, strict=True):
-        target.assign(source)
+        if [variable.shape for variable in sources] != [variable.shape for variable in targets]:
+            user_messages.warn(
+                f"The optimizer of {converted.name!r} starts with fresh state: the original optimizer was built on "
+                "different variables."
+            )
+            return
+        for source, target in zip(sources, targets, strict=True):
+            target.assign(source)
 
 
 def _clone_optimizer(original: keras.optimizers.Optimizer, scale_loss: bool) -> keras.optimizers.Optimizer:

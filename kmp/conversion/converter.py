@@ -9,9 +9,9 @@ from kmp.backend import compute_dtypes
 from kmp.conversion.cloning import clone_model
 from kmp.conversion.compile_state import transfer_compile_state
 from kmp.conversion.measurement import measure_activations
-from kmp.conversion.model_parts import INPUTS, PLAN, Part, check_built, check_not_float64, is_quantized, parts_of
+from kmp.conversion.model_parts import Part, check_built, check_not_float64, is_quantized, parts_of
 from kmp.conversion.plan import Plan, complete_plan, make_plan
-from kmp.conversion.precision_rules import NEEDS_FLOAT32, rule_for
+from kmp.conversion.precision_rules import NEEDS_FLOAT32
 from kmp.utils import DTYPES_16_BIT, FLOAT16, validation
 
 logger = logging.getLogger("kmp")
@@ -76,8 +76,8 @@ def convert(
     ['float16', 'float32']
     """
     check_built(model)
-    parts = parts_of(model)
     validation.boolean("float32_layers", float32_layers)
+    parts = parts_of(model, (policy if isinstance(policy, Plan) else Plan(policy)).compute_dtype)
     if not isinstance(policy, Plan):
         plan = make_plan(model, parts, policy, keep_float32, float32_layers)
     elif keep_float32 is None and float32_layers:
@@ -142,16 +142,14 @@ def _log_what_cannot_be_set(parts: list[Part], plan: Plan, float32_layers: bool)
     for part in parts:
         if part.obstacle and part.path in plan.float32:
             logger.warning("%s stays float32: %s.", part.path, part.obstacle)
-        if float32_layers and part.dtype_from == INPUTS and not part.is_layer:
-            rule = rule_for(part.operation, plan.compute_dtype)
-            if rule.category == NEEDS_FLOAT32:
-                logger.warning(
-                    "%s needs float32 but follows its inputs, because the code of %s creates it: %s. Use "
-                    "kmp.layers.Float32(function) there.",
-                    part.path,
-                    type(part.parent).__name__,
-                    rule.reason,
-                )
+        if float32_layers and part.rule.category == NEEDS_FLOAT32 and not (part.is_planned or part.is_layer):
+            logger.warning(
+                "%s needs float32 but follows its inputs, because the code of %s creates it: %s. Use "
+                "kmp.layers.Float32(function) there.",
+                part.path,
+                type(part.parent).__name__,
+                part.rule.reason,
+            )
 
 
 def _convert_until_finite(model: keras.Model, parts: list[Part], plan: Plan, batch: Any) -> keras.Model:
@@ -162,7 +160,7 @@ def _convert_until_finite(model: keras.Model, parts: list[Part], plan: Plan, bat
     # A path without its own policy is kept float32 through its closest parent that has one. The model has the path "".
     closest: dict[str, str] = {"": ""}
     for part in parts:
-        closest[part.path] = part.path if part.dtype_from == PLAN else closest[part.parent_path]
+        closest[part.path] = part.path if part.is_planned else closest[part.parent_path]
     while True:
         converted, operations = clone_model(model, parts, plan)
         statistics = measure_activations(converted, operations, batch)

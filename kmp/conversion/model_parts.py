@@ -1,6 +1,8 @@
-"""Lists the layers of a model and the operations of its graphs, each with its path and what decides its dtype."""
+"""Lists the layers of a model and the operations of its graphs, each with its path and its precision rule."""
 
 import inspect
+import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +18,13 @@ from kmp.backend import (
     keras_internals,
     sublayers,
 )
-from kmp.utils import unique_names
+from kmp.conversion.precision_rules import FOLLOWS_INPUTS, OpRule, rule_for
+from kmp.utils import FLOAT16, unique_names
 
 WRAPPERS = (keras.layers.Wrapper, keras.layers.Bidirectional, keras.layers.RNN, keras.layers.StackedRNNCells)
 
-PLAN = "plan"
-PARENT = "parent"
-INPUTS = "inputs"
+Config = dict[str, Any]
+_warnings_lock = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,18 @@ class Part:
         path: Its name, prefixed with the names of the layers and models that contain it, joined by `/`.
         operation: The layer, or the operation of a functional graph, such as that of `keras.ops.exp(x)`.
         parent: The model, nested model, wrapper or layer that directly contains it.
-        dtype_from: What decides its dtype: `PLAN`; `PARENT` for sublayers that Keras' own layers create; or `INPUTS`
-            for input layers, and for operations that custom code creates, which no config contains.
+        rule: Its precision rule.
+        is_planned: Whether a plan decides its dtype. Not for input layers, sublayers that Keras' own layers create, and
+            operations that custom code creates, which no config contains.
         obstacle: Why its dtype policy cannot be set, although a plan may name it; may be empty.
     """
 
     path: str
     operation: keras.Operation
     parent: keras.Layer
-    dtype_from: str = PLAN
-    obstacle: str = ""
+    rule: OpRule
+    is_planned: bool
+    obstacle: str
 
     @property
     def is_layer(self) -> bool:
@@ -55,48 +59,64 @@ class Part:
         return self.path.rpartition("/")[0]
 
 
-def parts_of(model: keras.Model) -> list[Part]:
-    """Returns all layers and operations of a model: in graph order, parents before children, shared ones once."""
+def parts_of(model: keras.Model, dtype: str = FLOAT16.name) -> list[Part]:
+    """Returns all layers and operations of a model, with their rules for a dtype.
+
+    They are in graph order, parents before children. Shared ones are listed once.
+    """
     parts: dict[int, Part] = {}
 
-    def walk(parent: keras.Layer, prefix: str, is_created_by_keras: bool) -> None:
-        children = children_of(parent)
+    def walk(parent: keras.Layer, config: Config | None, prefix: str, is_created_by_keras: bool) -> None:
+        children, is_of_keras = children_of(parent), is_keras_class(type(parent))
         # Sublayers whose configs are in that of their parent are not created in custom code.
-        is_in_config = bool(children) and (is_keras_class(type(parent)) or "layers" in (_config_of(parent) or {}))
-        takes_sublayers = isinstance(parent, (keras.Model, *WRAPPERS))
-        is_created_by_keras |= is_keras_class(type(parent)) and not takes_sublayers
+        is_in_config = is_of_keras or "layers" in (config or {})
+        is_created_by_keras |= is_of_keras and not isinstance(parent, (keras.Model, *WRAPPERS))
         for name, operation in zip(unique_names(child.name for child in children), children, strict=True):
             if id(operation) in parts:
                 continue
-            is_layer, obstacle = isinstance(operation, keras.Layer), ""
+            is_layer, is_input = isinstance(operation, keras.Layer), isinstance(operation, keras.layers.InputLayer)
+            is_planned = (is_layer or is_in_config) and not (is_input or is_created_by_keras)
             if is_created_by_keras:
-                dtype_from = PARENT
-            elif isinstance(operation, keras.layers.InputLayer) or not (is_layer or is_in_config):
-                dtype_from = INPUTS
+                rule = OpRule(FOLLOWS_INPUTS, f"uses the dtype of {parent.name}, which creates it")
             else:
-                dtype_from = PLAN
-                # The policy of a model can be set, and that of a sublayer that a custom layer creates in code: without
-                # a `dtype`, it uses the global policy.
-                if is_layer and not (is_keras_class(type(operation)) or isinstance(operation, keras.Model)):
-                    config = _config_of(operation)
-                    if config is not None and "dtype" not in config:
-                        obstacle = "its config has no `dtype`, so its policy cannot be set"
-                    elif config is not None and is_in_config and "dtype" in refused_arguments(operation):
-                        obstacle = "its `__init__` takes no `dtype`, so its policy cannot be set"
-            parts[id(operation)] = Part(prefix + name, operation, parent, dtype_from, obstacle)
+                rule = rule_for(operation, dtype)
+            config, obstacle = _config_of_custom(operation), ""
+            # The policy of a model can be set, and that of a sublayer that a custom layer creates in code: without a
+            # `dtype`, it uses the global policy.
+            if is_planned and config is not None and not isinstance(operation, keras.Model):
+                if "dtype" not in config:
+                    obstacle = "its config has no `dtype`, so its policy cannot be set"
+                elif is_in_config and "dtype" in refused_arguments(operation):
+                    obstacle = "its `__init__` takes no `dtype`, so its policy cannot be set"
+            parts[id(operation)] = Part(prefix + name, operation, parent, rule, is_planned, obstacle)
             if is_layer:
-                walk(operation, f"{prefix}{name}/", is_created_by_keras)
+                walk(operation, config, f"{prefix}{name}/", is_created_by_keras)
 
-    walk(model, "", False)
+    walk(model, _config_of_custom(model), "", False)
     return list(parts.values())
 
 
-def _config_of(layer: keras.Layer) -> dict[str, Any] | None:
-    """Returns the config of a layer; `None` if custom code raises an error, which cloning the model reports."""
+def _config_of_custom(operation: keras.Operation) -> Config | None:
+    """Returns the config of a layer that is not Keras' own.
+
+    `None` if its code raises an error, which cloning the model reports.
+    """
+    if is_keras_class(type(operation)) or not isinstance(operation, keras.Layer):
+        return None
     try:
-        return layer.get_config() or {}
+        return config_of(operation) or {}
     except Exception:
         return None
+
+
+def config_of(layer: keras.Layer) -> Config:
+    """Returns the config of a layer, without Keras' warning about lambdas, which are not taken from it."""
+    held = (value for sublayer in sublayers(layer) for value in vars(sublayer).values())
+    if not any(getattr(value, "__name__", "") == "<lambda>" for value in held):
+        return layer.get_config()
+    with _warnings_lock, warnings.catch_warnings():  # it changes global state, which two threads would not restore
+        warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
+        return layer.get_config()
 
 
 def children_of(parent: keras.Layer) -> list[keras.Operation]:

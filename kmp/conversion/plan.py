@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import keras
 
 from kmp.backend import keras_internals
-from kmp.conversion.model_parts import PLAN, WRAPPERS, Part, output_operations
-from kmp.conversion.precision_rules import FOLLOWS_INPUTS, NEEDS_FLOAT32, rule_for
+from kmp.conversion.model_parts import WRAPPERS, Part, output_operations
+from kmp.conversion.precision_rules import FOLLOWS_INPUTS, NEEDS_FLOAT32
 from kmp.utils import FLOAT32, FORMATS_16_BIT, atomic_files, path_and_parents, validation
 
 CONVERSION_POLICIES = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
@@ -110,27 +111,33 @@ def make_plan(
 ) -> Plan:
     """Returns the plan for a model according to kmp's precision rules; the other arguments are those of `convert`."""
     plan = Plan(policy)
-    parts = [part for part in parts if part.dtype_from == PLAN]
+    parts = [part for part in parts if part.is_planned]
     requested = _selected_paths(parts, keep_float32)
-    rules = {part.path: rule_for(part.operation, plan.compute_dtype) for part in parts if float32_layers}
     outputs = {id(operation) for operation in output_operations(model)} if float32_layers else set()
     bits = FORMATS_16_BIT[plan.compute_dtype].fraction_bits + 1
+    output_of: dict[str, str] = {}  # by the path of a layer that uses an output layer, such as a tied embedding
+    for part in parts:
+        if id(part.operation) in outputs and not isinstance(part.parent, keras.Model):
+            output_of.setdefault(part.parent_path, part.path)
 
-    # Why a part stays float32: of several reasons, the last one here.
-    of_outputs = [part for part in parts if id(part.operation) in outputs]
-    float32 = {  # a layer that uses an output layer, such as a tied embedding
-        part.parent_path: _AROUND.format(path=part.path)
-        for part in reversed(of_outputs)
-        if not isinstance(part.parent, keras.Model)
-    }
-    float32 |= {part.path: f"model output: {plan.compute_dtype} would round it to {bits} bits" for part in of_outputs}
-    float32 |= {path: rule.reason for path, rule in rules.items() if rule.category == NEEDS_FLOAT32}
-    float32 |= dict.fromkeys(requested, "selected by keep_float32")
-    float32 |= {part.path: part.obstacle for part in parts if part.obstacle}
-    if not plan.policy.startswith("mixed_"):
-        reason = "its statistics are weights, and 16 bits would round their updates away"
-        normalizations = [part for part in parts if isinstance(part.operation, keras.layers.BatchNormalization)]
-        float32 |= {part.path: reason for part in normalizations if part.path in rules}
+    def reasons(part: Part) -> Iterator[str]:
+        """Yields why a part stays float32, whatever its inputs; the first reason applies."""
+        is_normalization = isinstance(part.operation, keras.layers.BatchNormalization)
+        if float32_layers and is_normalization and not plan.policy.startswith("mixed_"):
+            yield "its statistics are weights, and 16 bits would round their updates away"
+        if part.obstacle:
+            yield part.obstacle
+        if part.path in requested:
+            yield "selected by keep_float32"
+        if float32_layers and part.rule.category == NEEDS_FLOAT32:
+            yield part.rule.reason
+        if id(part.operation) in outputs:
+            yield f"model output: {plan.compute_dtype} would round it to {bits} bits"
+        if part.path in output_of:
+            yield _AROUND.format(path=output_of[part.path])
+
+    float32 = {part.path: reason for part in parts if (reason := next(reasons(part), ""))}
+
     # A layer that follows its inputs is float32 if these all are: nothing is rounded to float16 between two float32
     # layers, or before the first one.
     inputs = map(keras_internals.producer_of, keras_internals.graph_tensors(model, "inputs"))
@@ -140,8 +147,8 @@ def make_plan(
         outputs = list(output_operations(source)) if isinstance(source, keras.Model) else []
         return id(source) in float32_ids or (bool(outputs) and all(id(output) in float32_ids for output in outputs))
 
-    for part in parts:  # in graph order, nested models before the layers that they feed
-        if part.path in float32 or part.path not in rules or rules[part.path].category != FOLLOWS_INPUTS:
+    for part in parts if float32_layers else ():  # in graph order, nested models before the layers that they feed
+        if part.path in float32 or part.rule.category != FOLLOWS_INPUTS:
             continue
         calls = keras_internals.calls_of(part.operation)
         sources = [keras_internals.producer_of(tensor) for call in calls for tensor in call.input_tensors]
@@ -159,7 +166,7 @@ def complete_plan(plan: Plan, parts: list[Part]) -> Plan:
     Raises:
         ValueError: If the model has no layer or operation at one of the plan's paths.
     """
-    parts = [part for part in parts if part.dtype_from == PLAN]
+    parts = [part for part in parts if part.is_planned]
     known_paths = [part.path for part in parts]
     unknown_paths = sorted(set(plan.float32) - set(known_paths))
     if unknown_paths:
