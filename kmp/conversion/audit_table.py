@@ -58,10 +58,6 @@ class Row:
     relative_error: float | None = None
     overflows: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the row as a dict for JSON, without the fields that are `None`."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
-
 
 @dataclass(frozen=True)
 class Audit:
@@ -89,14 +85,8 @@ class Audit:
         return tuple(row for row in self.rows if row.category == NEEDS_FLOAT32)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the audit as a dict for JSON."""
-        return {
-            "model": self.model,
-            "rows": [row.to_dict() for row in self.rows],
-            "plan": self.plan.to_dict(),
-            "conversion_error": self.conversion_error,
-            "notes": list(self.notes),
-        }
+        """Returns the audit as a dict for JSON, without the fields of rows that are `None`."""
+        return asdict(self, dict_factory=lambda items: {key: value for key, value in items if value is not None})
 
     @property
     def summary(self) -> str:

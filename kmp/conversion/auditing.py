@@ -106,17 +106,16 @@ def _row(
 ) -> Row:
     layer: Any = part.operation
     rule, reason = part.rule, plan.float32.get(part.path, part.rule.reason)
-    is_input, is_wrapper = isinstance(layer, keras.layers.InputLayer), is_passthrough(layer)
-    has_dtypes = part.is_layer and not is_wrapper
+    has_dtypes = part.is_layer and not is_passthrough(layer)
     output_dtype = _output_dtype(layer)
     compute_dtype = layer.compute_dtype if has_dtypes else output_dtype or ""
-
-    is_float = not has_dtypes or keras.backend.is_float_dtype(layer.compute_dtype)
-    planned_dtype = plan.compute_dtype if has_dtypes else FOLLOWS_INPUTS
-    if keeps_dtypes or not is_float or is_input:
-        planned_dtype = layer.dtype if is_input else compute_dtype
+    is_lookup = has_dtypes and not keras.backend.is_float_dtype(compute_dtype)
+    if keeps_dtypes or is_lookup or isinstance(layer, keras.layers.InputLayer):
+        planned_dtype = compute_dtype
     elif plan.policy_of(part.path) == FLOAT32.name:
         planned_dtype = FLOAT32.name
+    else:
+        planned_dtype = plan.compute_dtype if has_dtypes else FOLLOWS_INPUTS
 
     measured: dict[str, Any] = {}
     if reference and candidate:

@@ -111,9 +111,6 @@ def _config_of_custom(operation: keras.Operation) -> Config | None:
 
 def config_of(layer: keras.Layer) -> Config:
     """Returns the config of a layer, without Keras' warning about lambdas, which are not taken from it."""
-    held = (value for sublayer in sublayers(layer) for value in vars(sublayer).values())
-    if not any(getattr(value, "__name__", "") == "<lambda>" for value in held):
-        return layer.get_config()
     with _warnings_lock, warnings.catch_warnings():  # it changes global state, which two threads would not restore
         warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
         return layer.get_config()

