@@ -1,7 +1,6 @@
 """The result of an audit, displayed as a table in terminals and notebooks."""
 
 import io
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -93,17 +92,17 @@ class Audit:
         """How many layers and operations need float32, and the first of them with the reasons."""
         kept = [row for row in self.rows if row.class_name != "InputLayer" and row.planned_dtype == FLOAT32.name]
         kept.sort(key=lambda row: not (row.overflows or row.reason))
-        lines = [_text(self.model, "bold"), self._count_or_error()]
+        lines = [self.model, self._count_or_error]
         for row in kept[:_MOST_IN_SUMMARY]:
-            reason = f": {row.reason}" if row.reason else ""
-            lines.append(_text(f"  {row.path} ({row.class_name}){reason}", _style(row)))
+            lines.append(f"  {row.path} ({row.class_name})" + (f": {row.reason}" if row.reason else ""))
         if len(kept) > _MOST_IN_SUMMARY:
-            lines.append(_text(f"  and {len(kept) - _MOST_IN_SUMMARY} more"))
-        return _recorded(Group(*lines, *map(_text, self.notes[:1]))).export_text().rstrip()
+            lines.append(f"  and {len(kept) - _MOST_IN_SUMMARY} more")
+        return "\n".join(map(printable, [*lines, *self.notes[:1]]))
 
-    def _count_or_error(self) -> Text:
+    @property
+    def _count_or_error(self) -> str:
         if self.conversion_error:
-            return _text(f"kmp.convert cannot convert this model. {self.conversion_error}", "red")
+            return f"kmp.convert cannot convert this model. {self.conversion_error}"
         computing = [row for row in self.rows if row.class_name != "InputLayer"]
         count = sum(row.planned_dtype == FLOAT32.name for row in computing)
         # `kmp.convert` returns a model that computes in 16 bits as it is.
@@ -114,20 +113,37 @@ class Audit:
         if overflowing:
             source = "kmp.to_float32(model)" if is_converted else "model"
             text += f" Overflows with this batch: {overflowing}. kmp.convert({source}, batch=...) keeps them float32."
-        return _text(text)
+        return text
 
     def __rich__(self) -> RenderableType:
         sources = list(dict.fromkeys(row.source for row in self.rows if row.reason and row.source))
-        renderables: list[RenderableType] = [
-            _table(self.model, self.rows, sources),
-            self._count_or_error(),
-            *map(_text, self.notes),
-        ]
-        renderables += [Text(f"[{number}] {source}") for number, source in enumerate(sources, 1)]
-        unaligned = [f"  {printable(row.path)}: {', '.join(row.tensor_cores)}" for row in self.rows if row.tensor_cores]
-        if unaligned:
-            renderables.append(Text("\n".join([_PAD, *unaligned])))
-        return Group(*renderables)
+        has_batch = any(row.amax is not None for row in self.rows)
+        title = _text(f"{self.model}: now and after kmp.convert")
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        table.add_column("layer", overflow="fold", min_width=12)
+        table.add_column("class", overflow="fold")
+        table.add_column("now", no_wrap=True)
+        table.add_column("after", no_wrap=True)
+        for name in ("amax", "relative error") if has_batch else ():
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("reason", overflow="fold", ratio=1, min_width=20)
+        for row in self.rows:
+            dtypes = filter(None, (row.compute_dtype, row.variable_dtype, row.output_dtype))
+            cells = [row.path, row.class_name, "/".join(dict.fromkeys(dtypes)), row.planned_dtype]
+            if has_batch:
+                share = f" ({row.overflow_share:.2%} overflow)" if row.overflow_share else ""
+                cells.append("" if row.amax is None else f"{row.amax:.3g}{share}")
+                error = "" if row.relative_error is None else f"{row.relative_error:.1e}"
+                cells.append("overflows" if row.overflows else error)
+            number = f" [{sources.index(row.source) + 1}]" if row.reason and row.source else ""
+            color = "red" if row.overflows else "yellow" if row.planned_dtype == FLOAT32.name else ""
+            table.add_row(*map(_text, [*cells, row.reason + number]), style=color)
+
+        lines = [*self.notes, *(f"[{number}] {source}" for number, source in enumerate(sources, 1))]
+        unaligned = [f"  {row.path}: {', '.join(row.tensor_cores)}" for row in self.rows if row.tensor_cores]
+        lines += [_PAD, *unaligned] if unaligned else []
+        first = _text(self._count_or_error, "red" if self.conversion_error else "")
+        return Group(table, first, *map(_text, lines))
 
     def __repr__(self) -> str:
         return _recorded(self).export_text().rstrip()
@@ -136,39 +152,8 @@ class Audit:
         return _recorded(self).export_html(inline_styles=True, code_format="<pre style='line-height: 1.2'>{code}</pre>")
 
 
-def _table(model_name: str, rows: Sequence[Row], sources: list[str]) -> Table:
-    has_batch = any(row.amax is not None for row in rows)
-    table = Table(
-        title=_text(f"{model_name}: now and after kmp.convert"), title_justify="left", box=None, pad_edge=False
-    )
-    table.add_column("layer", overflow="fold", min_width=12)
-    table.add_column("class", overflow="fold")
-    table.add_column("now", no_wrap=True)
-    table.add_column("after", no_wrap=True)
-    for name in ("amax", "relative error") if has_batch else ():
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("reason", overflow="fold", ratio=1, min_width=20)
-    for row in rows:
-        dtypes = dict.fromkeys(dtype for dtype in (row.compute_dtype, row.variable_dtype, row.output_dtype) if dtype)
-        cells = [row.path, row.class_name, "/".join(dtypes), row.planned_dtype]
-        if has_batch:
-            share = f" ({row.overflow_share:.2%} overflow)" if row.overflow_share else ""
-            cells.append("" if row.amax is None else f"{row.amax:.3g}{share}")
-            error = "" if row.relative_error is None else f"{row.relative_error:.1e}"
-            cells.append("overflows" if row.overflows else error)
-        number = f" [{sources.index(row.source) + 1}]" if row.reason and row.source else ""
-        table.add_row(*map(_text, cells), _text(row.reason + number), style=_style(row))
-    return table
-
-
 def _text(text: str, style: str = "") -> Text:
     return Text(printable(text), style)  # a model from a file may have any names
-
-
-def _style(row: Row) -> str:
-    if row.overflows:
-        return "red"
-    return "yellow" if row.planned_dtype == FLOAT32.name else ""
 
 
 def _recorded(renderable: RenderableType) -> Console:

@@ -1,7 +1,6 @@
 """Audits a model for mixed precision, layer by layer and operation by operation."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -137,7 +136,7 @@ def _row(
         reason=reason,
         source=rule.source if reason == rule.reason else "",
         planned_dtype=planned_dtype,
-        tensor_cores=() if planned_dtype == FLOAT32.name else tuple(_unaligned(layer)),
+        tensor_cores=() if planned_dtype == FLOAT32.name else _unaligned(layer),
         **measured,
     )
 
@@ -148,42 +147,31 @@ def _output_dtype(operation: keras.Operation) -> str | None:
     return ", ".join(dtypes) or None
 
 
-def _unaligned(layer: keras.Operation) -> list[str]:
+def _unaligned(layer: Any) -> tuple[str, ...]:
     """Returns the dimensions of a layer's matrix products that are not divisible by 8, each with the padded size."""
-    sizes = _sizes(layer) if getattr(layer, "built", False) else ()
-    return [
-        f"{name} {size} -> {math.ceil(size / _TENSOR_CORE_MULTIPLE) * _TENSOR_CORE_MULTIPLE}"
-        for name, size in sizes
-        if size % _TENSOR_CORE_MULTIPLE
-    ]
-
-
-def _sizes(layer: Any) -> Iterator[tuple[str, int]]:
-    match layer:
+    sizes: dict[str, int] = {}
+    match layer if getattr(layer, "built", False) else None:
         case keras.layers.Dense():
-            yield from zip(("inputs", "units"), layer.kernel.shape, strict=True)
-        case keras.layers.EinsumDense():
-            yield from _einsum_sizes(layer.equation, layer.kernel.shape)
-        case keras.layers.MultiHeadAttention():
-            yield "key_dim", layer.key_dim
-            yield "value_dim", layer.value_dim
-        case keras.layers.GroupQueryAttention():
-            yield "head_dim", layer.head_dim
-        case keras.layers.SeparableConv1D() | keras.layers.SeparableConv2D():
-            yield from zip(("channels", "filters"), layer.pointwise_kernel.shape[-2:], strict=True)
-        case keras.layers.Conv1DTranspose() | keras.layers.Conv2DTranspose() | keras.layers.Conv3DTranspose():
-            yield from zip(("filters", "channels"), layer.kernel.shape[-2:], strict=True)
-        case keras.layers.Conv1D() | keras.layers.Conv2D() | keras.layers.Conv3D():
-            yield from zip(("channels", "filters"), layer.kernel.shape[-2:], strict=True)
+            sizes["inputs"], sizes["units"] = layer.kernel.shape
+        case keras.layers.EinsumDense():  # the inputs are contracted; both may span several axes of the kernel
+            operands, outputs = layer.equation.replace("...", "").split("->")
+            axes = list(zip(operands.split(",")[1], layer.kernel.shape, strict=True))
+            sizes["inputs"] = math.prod(size for axis, size in axes if axis not in outputs)
+            sizes["units"] = math.prod(size for axis, size in axes if axis in outputs)
         case keras.layers.LSTM() | keras.layers.GRU() | keras.layers.SimpleRNN():
-            yield "inputs", layer.cell.kernel.shape[0]
-            yield "units", layer.units
-
-
-def _einsum_sizes(equation: str, kernel_shape: tuple[int, ...]) -> Iterator[tuple[str, int]]:
-    """Yields the sizes of the contracted and the output dimension of an einsum; each may span several kernel axes."""
-    operands, outputs = equation.replace("...", "").split("->")
-    _, kernel = operands.split(",")
-    sizes = dict(zip(kernel, kernel_shape, strict=True))
-    yield "inputs", math.prod(size for axis, size in sizes.items() if axis not in outputs)
-    yield "units", math.prod(size for axis, size in sizes.items() if axis in outputs)
+            sizes["inputs"], sizes["units"] = layer.cell.kernel.shape[0], layer.units
+        case keras.layers.MultiHeadAttention():
+            sizes["key_dim"], sizes["value_dim"] = layer.key_dim, layer.value_dim
+        case keras.layers.GroupQueryAttention():
+            sizes["head_dim"] = layer.head_dim
+        case keras.layers.SeparableConv1D() | keras.layers.SeparableConv2D():
+            sizes["channels"], sizes["filters"] = layer.pointwise_kernel.shape[-2:]
+        case keras.layers.Conv1DTranspose() | keras.layers.Conv2DTranspose() | keras.layers.Conv3DTranspose():
+            sizes["filters"], sizes["channels"] = layer.kernel.shape[-2:]
+        case keras.layers.Conv1D() | keras.layers.Conv2D() | keras.layers.Conv3D():
+            sizes["channels"], sizes["filters"] = layer.kernel.shape[-2:]
+    return tuple(
+        f"{name} {size} -> {math.ceil(size / _TENSOR_CORE_MULTIPLE) * _TENSOR_CORE_MULTIPLE}"
+        for name, size in sizes.items()
+        if size % _TENSOR_CORE_MULTIPLE
+    )
