@@ -59,8 +59,9 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     {'p': 'exp, sum and division: float16 flushes small probabilities to zero'}
     """
     check_built(model)
-    parts = parts_of(model, Plan(policy).compute_dtype)
-    plan = make_plan(model, parts, policy)
+    plan = Plan(policy)
+    parts = parts_of(model, plan.compute_dtype)
+    plan = make_plan(model, parts, plan)
     has_batch, quantized = batch is not None, is_quantized(model)
     if has_batch and quantized:
         raise ValueError(f"{model.name!r} is quantized and has no float32 version to compare with: omit `batch`.")

@@ -12,7 +12,7 @@ from kmp.conversion.measurement import measure_activations
 from kmp.conversion.model_parts import Part, check_built, check_not_float64, is_quantized, parts_of
 from kmp.conversion.plan import Plan, complete_plan, make_plan
 from kmp.conversion.precision_rules import NEEDS_FLOAT32
-from kmp.utils import DTYPES_16_BIT, FLOAT16, validation
+from kmp.utils import DTYPES_16_BIT, FLOAT16, path_and_parents, validation
 
 logger = logging.getLogger("kmp")
 
@@ -77,11 +77,12 @@ def convert(
     """
     check_built(model)
     validation.boolean("float32_layers", float32_layers)
-    parts = parts_of(model, (policy if isinstance(policy, Plan) else Plan(policy)).compute_dtype)
-    if not isinstance(policy, Plan):
-        plan = make_plan(model, parts, policy, keep_float32, float32_layers)
+    plan = policy if isinstance(policy, Plan) else Plan(policy)
+    parts = parts_of(model, plan.compute_dtype)
+    if plan is not policy:
+        plan = make_plan(model, parts, plan, keep_float32, float32_layers)
     elif keep_float32 is None and float32_layers:
-        plan = complete_plan(policy, parts)
+        plan = complete_plan(plan, parts)
     else:
         raise ValueError(
             "`keep_float32` and `float32_layers` cannot be used with a `kmp.Plan`. Edit the plan's `float32` instead."
@@ -158,9 +159,9 @@ def _convert_until_finite(model: keras.Model, parts: list[Part], plan: Plan, bat
     if "" in reference and not reference[""].is_finite:
         logger.warning("With this batch the outputs of %r have NaN or Inf in float32 too.", model.name)
     # A path without its own policy is kept float32 through its closest parent that has one. The model has the path "".
-    closest: dict[str, str] = {"": ""}
-    for part in parts:
-        closest[part.path] = part.path if part.is_planned else closest[part.parent_path]
+    planned = {part.path for part in parts if part.is_planned}
+    parents = {path: path_and_parents(path) for path in reference}
+    closest = {path: next((each for each in paths if each in planned), "") for path, paths in parents.items()}
     while True:
         converted, operations = clone_model(model, parts, plan)
         statistics = measure_activations(converted, operations, batch)

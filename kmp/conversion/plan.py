@@ -103,10 +103,9 @@ def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def make_plan(
-    model: keras.Model, parts: list[Part], policy: str, keep_float32: Any = None, float32_layers: bool = True
+    model: keras.Model, parts: list[Part], plan: Plan, keep_float32: Any = None, float32_layers: bool = True
 ) -> Plan:
-    """Returns the plan for a model according to kmp's precision rules; the other arguments are those of `convert`."""
-    plan = Plan(policy)
+    """Fills an empty plan according to kmp's precision rules; the other arguments are those of `convert`."""
     parts = [part for part in parts if part.is_planned]
     requested = _selected_paths(parts, keep_float32)
     outputs = {id(operation) for operation in output_operations(model)} if float32_layers else set()

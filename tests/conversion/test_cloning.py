@@ -145,15 +145,18 @@ def test_frozen_model_that_is_called_in_inference_mode_stays_so():
     assert_equal(converted.get_layer("base").non_trainable_variables, statistics)
 
 
-def test_layer_that_is_wrapped_twice_or_twice_in_a_config_stays_shared():
+def test_layer_that_is_wrapped_twice_or_twice_in_a_config_stays_shared_and_two_of_one_name_do_not():
     cell, shared = layers.GRUCell(4, name="cell"), layers.Dense(4, name="shared")
     inputs = keras.Input((3, 4))
     x = layers.TimeDistributed(shared, name="two")(layers.TimeDistributed(shared, name="one")(inputs))
+    x = layers.RNN([layers.GRUCell(4, name="cell"), layers.GRUCell(4, name="cell")], True, name="two_cells")(x)
     x = layers.RNN(layers.StackedRNNCells([cell, cell]), name="rnn")(x)
     converted = kmp.convert(keras.Model(inputs, layers.Dense(2)(x)))
     assert converted.get_layer("one").layer is converted.get_layer("two").layer
     cells = converted.get_layer("rnn").cell.cells
     assert cells[0] is cells[1]
+    cells = converted.get_layer("two_cells").cell.cells
+    assert cells[0] is not cells[1]
 
 
 def test_layer_that_is_attached_to_a_functional_model_but_not_called_is_an_error():

@@ -31,9 +31,26 @@ def test_layer_between_float32_layers_is_float32_unless_an_input_is_float16():
     assert set(float32_in(model)) == {"start", "softmax", "between", "end"}
 
 
+class Tied(layers.Layer):
+    """Has a layer that is also the output layer of a model, as embeddings of language models have."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(4, name="dense")
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+def tied():
+    inputs, layer = keras.Input((4,)), Tied(name="tied")
+    return keras.Model(inputs, layer.dense(layers.Dense(4, name="hidden")(layer(inputs)))), None
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
+        (tied, ["tied", "tied"]),
         (models.autoencoder, ["decoder"]),  # not the output of the nested encoder
         (models.text, ["time_distributed"] * 2),  # the wrapper of a float32 layer too
     ],
