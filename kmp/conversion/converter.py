@@ -12,7 +12,7 @@ from kmp.conversion.measurement import measure_activations
 from kmp.conversion.model_parts import Part, check_built, check_not_float64, is_quantized, parts_of
 from kmp.conversion.plan import Plan, complete_plan, make_plan
 from kmp.conversion.precision_rules import NEEDS_FLOAT32
-from kmp.utils import DTYPES_16_BIT, FLOAT16, path_and_parents, validation
+from kmp.utils import DTYPES_16_BIT, FLOAT16, validation
 
 logger = logging.getLogger("kmp")
 
@@ -159,9 +159,9 @@ def _convert_until_finite(model: keras.Model, parts: list[Part], plan: Plan, bat
     if "" in reference and not reference[""].is_finite:
         logger.warning("With this batch the outputs of %r have NaN or Inf in float32 too.", model.name)
     # A path without its own policy is kept float32 through its closest parent that has one. The model has the path "".
-    planned = {part.path for part in parts if part.is_planned}
-    parents = {path: path_and_parents(path) for path in reference}
-    closest = {path: next((each for each in paths if each in planned), "") for path, paths in parents.items()}
+    closest: dict[str, str] = {"": ""}
+    for part in parts:
+        closest[part.path] = part.path if part.is_planned else closest[part.parent_path]
     while True:
         converted, operations = clone_model(model, parts, plan)
         statistics = measure_activations(converted, operations, batch)

@@ -66,10 +66,10 @@ def parts_of(model: keras.Model, dtype: str = FLOAT16.name) -> list[Part]:
     """
     parts: dict[int, Part] = {}
 
-    def walk(parent: keras.Layer, config: Config | None, prefix: str, is_created_by_keras: bool) -> None:
+    def walk(parent: keras.Layer, parent_config: Config | None, prefix: str, is_created_by_keras: bool) -> None:
         children, is_of_keras = children_of(parent), is_keras_class(type(parent))
         # Sublayers whose configs are in that of their parent are not created in custom code.
-        is_in_config = is_of_keras or "layers" in (config or {})
+        is_in_config = is_of_keras or "layers" in (parent_config or {})
         is_created_by_keras |= is_of_keras and not isinstance(parent, (keras.Model, *WRAPPERS))
         for name, operation in zip(unique_names(child.name for child in children), children, strict=True):
             if id(operation) in parts:
@@ -111,6 +111,9 @@ def _config_of_custom(operation: keras.Operation) -> Config | None:
 
 def config_of(layer: keras.Layer) -> Config:
     """Returns the config of a layer, without Keras' warning about lambdas, which are not taken from it."""
+    held = (value for sublayer in sublayers(layer) for value in vars(sublayer).values())
+    if not any(getattr(value, "__name__", "") == "<lambda>" for value in held):
+        return layer.get_config()
     with _warnings_lock, warnings.catch_warnings():  # it changes global state, which two threads would not restore
         warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
         return layer.get_config()
