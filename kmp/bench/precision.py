@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from kmp import callbacks
@@ -31,6 +30,7 @@ from kmp.replay import tensor_float_32
 PARTS = ("precision", "resnet", "bert")
 NETWORKS = {"resnet": "ResNet-50", "bert": "BERT-base"}
 TRAINING = "training"
+_INTERVAL = 250  # steps after which the callbacks record by default
 _FASTER = 1.1  # a smaller gain is not worth another number format, or a compilation
 
 
@@ -41,15 +41,13 @@ class Variant(NamedTuple):
         policy: The dtype policy of its layers.
         scaling: As in `compiled_model`.
         tensor_float_32: Whether float32 products may use TF32, as TensorFlow does by default.
-        callbacks: A function of a module that returns callbacks for `fit`, given a folder for a log.
-        steps: The fewest steps in which the callbacks do what they do at an interval.
+        has_callbacks: Whether `kmp.callbacks.defaults` record the training in a log.
     """
 
     policy: str
     scaling: str = BARE
     tensor_float_32: bool = True
-    callbacks: Callable[[str], Sequence[keras.callbacks.Callback]] | None = None
-    steps: int = 1
+    has_callbacks: bool = False
 
 
 # Of each table, the others are compared with the first.
@@ -65,7 +63,7 @@ VARIANTS = {
     WITHOUT_TF32: FORMATS[WITHOUT_TF32],
     "mixed_float16, Keras": Variant("mixed_float16", KERAS),
     "mixed_float16, kmp": Variant("mixed_float16", OURS),
-    "mixed_float16, kmp + callbacks": Variant("mixed_float16", OURS, callbacks=callbacks.defaults, steps=250),
+    "mixed_float16, kmp + callbacks": Variant("mixed_float16", OURS, has_callbacks=True),
     "mixed_bfloat16": FORMATS["bfloat16"],
 }
 
@@ -146,41 +144,40 @@ def measure_small_models(modes: Sequence[str], steps: int, rounds: int) -> Itera
 def measure_operations() -> Iterator[list[Measurement]]:
     """Measures the throughput of a matrix product and a convolution in each format."""
     size, batch, side, channels, calls = (4096, 64, 56, 256, 50) if gpus() else (512, 8, 32, 32, 3)
-
-    def throughput(
-        name: str, function: Callable[[Any, Any], Any], x: Sequence[int], weights: Sequence[int]
-    ) -> Callable[[], float]:
-        dtype = tf.dtypes.as_dtype("float32" if name == WITHOUT_TF32 else name)
-        fan_in = math.prod(weights[:-1])
-        inputs = [tf.cast(tf.random.normal(x), dtype), tf.cast(tf.random.normal(weights) * fan_in**-0.5, dtype)]
-        operations = 2 * calls * math.prod(x[:-1]) * math.prod(weights)  # each row or pixel meets all weights
-
-        # One call runs all of them, each on the result of the one before: a call from Python takes longer than a
-        # product on a fast GPU, and TensorFlow would compute equal products only once.
-        @tf.function(autograph=False)
-        def repeat(x: Any, weights: Any) -> Any:
-            for _ in range(calls):
-                x = function(x, weights)
-            return x
-
-        def run() -> None:
-            repeat(*inputs)
-            tf.test.experimental.sync_devices()  # a GPU runs asynchronously
-
-        return lambda: operations / seconds_per_call(run) / 1e9
-
-    def product(name: str) -> Callable[[], float]:
-        return throughput(name, tf.matmul, (size, size), (size, size))
-
-    def convolution(name: str) -> Callable[[], float]:
+    weights = 3, 3, channels, channels
+    products, convolutions = {}, {}
+    for name in usable(FORMATS):
+        dtype = "float32" if name == WITHOUT_TF32 else name
         images = _batch_for(name, batch), side, side, channels
-        return throughput(name, lambda x, y: tf.nn.conv2d(x, y, 1, "SAME"), images, (3, 3, channels, channels))
+        products[name] = _throughput(tf.matmul, (size, size), (size, size), dtype, calls)
+        convolutions[name] = _throughput(lambda x, y: tf.nn.conv2d(x, y, 1, "SAME"), images, weights, dtype, calls)
+    yield _compare("operations", f"matrix product, {size} x {size}", "graph", products, 3, "GFLOP/s")
+    case = f"convolution, {batch} x {side} x {side} x {channels}"
+    yield _compare("operations", case, "graph", convolutions, 3, "GFLOP/s")
 
-    for case, make in {
-        f"matrix product, {size} x {size}": product,
-        f"convolution, {batch} x {side} x {side} x {channels}": convolution,
-    }.items():
-        yield _compare("operations", case, "graph", {name: make(name) for name in usable(FORMATS)}, 3, "GFLOP/s")
+
+def _throughput(
+    function: Callable[[Any, Any], Any], x_shape: Sequence[int], weights_shape: Sequence[int], dtype: str, calls: int
+) -> Callable[[], float]:
+    """Returns a function that runs a product or convolution several times and returns the GFLOP/s."""
+    scale = math.prod(weights_shape[:-1]) ** -0.5  # keeps the magnitude of `x`
+    x = tf.cast(tf.random.normal(x_shape), dtype)
+    weights = tf.cast(tf.random.normal(weights_shape) * scale, dtype)
+    operations = 2 * calls * math.prod(x_shape[:-1]) * math.prod(weights_shape)  # each row or pixel meets all weights
+
+    # One call runs all of them, each on the result of the one before: a call from Python takes longer than a
+    # product on a fast GPU, and TensorFlow would compute equal products only once.
+    @tf.function(autograph=False)
+    def repeat(x: Any, weights: Any) -> Any:
+        for _ in range(calls):
+            x = function(x, weights)
+        return x
+
+    def run() -> None:
+        repeat(x, weights)
+        tf.test.experimental.sync_devices()  # a GPU runs asynchronously
+
+    return lambda: operations / seconds_per_call(run) / 1e9
 
 
 def measure_training(
@@ -219,26 +216,20 @@ def task_of(name: str, batch: int | None = None) -> Task:
     return models.resnet50(batch or 8, side=64) if name == "ResNet-50" else models.bert(batch or 8, length=32)
 
 
-def measure_network(
-    name: str, mode: str, batch: int | None, steps: int, rounds: int, variants: Mapping[str, Variant] = VARIANTS
-) -> Iterator[list[Measurement]]:
-    """Trains each variant of a network in its own process and yields throughput, memory, and step times in float16.
+def measure_network(name: str, mode: str, batch: int | None, steps: int, rounds: int) -> Iterator[list[Measurement]]:
+    """Trains each variant of a network in its own process and yields throughput and memory.
 
     The processes run one after another, so other load on the machine may slow only some of them.
     """
     task = task_of(name, batch)
     case = f"{name}, {len(task.x)} of {'x'.join(map(str, task.x.shape[1:]))}"
-    seconds: dict[str, Sequence[float]] = {}
+    rates: dict[str, Sequence[float]] = {}
     peaks: dict[str, Sequence[float]] = {}
-    for label, variant in usable(variants).items():
-        seconds[label], peak = in_new_process(train_network, variant, name, mode, batch, steps, rounds)
-        peaks[label] = [peak]
-    rates = {label: [task.units / step for step in own] for label, own in seconds.items()}
+    for label, variant in usable(VARIANTS).items():
+        seconds, peak = in_new_process(train_network, variant, name, mode, batch, steps, rounds)
+        rates[label], peaks[label] = [task.units / step for step in seconds], [peak]
     yield comparison("network throughput", case, mode, rates, task.unit)
     yield comparison("network memory", case, mode, peaks, "B")
-    in_float16 = {label: own for label, own in seconds.items() if variants[label].policy == "mixed_float16"}
-    if in_float16:
-        yield comparison("network step in mixed_float16", case, mode, in_float16)
 
 
 def train_network(
@@ -256,8 +247,10 @@ def train_network(
         before = peak_memory()
         task = task_of(name, batch)
         model = compiled_model(task, variant.policy, variant.scaling, mode)
-        extra = variant.callbacks(folder) if variant.callbacks else []
-        train = timed_training(model, task, max(steps, variant.steps), extra)
+        if variant.has_callbacks:
+            train = timed_training(model, task, max(steps, _INTERVAL), callbacks.defaults(folder))
+        else:
+            train = timed_training(model, task, steps)
         train()
         reset_peak_memory()
         return [train() for _ in range(rounds)], peak_memory() - before

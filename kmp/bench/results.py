@@ -1,9 +1,9 @@
-"""Runs what is to be measured, and shows the results as text, as JSON and as a figure."""
+"""Prints what is measured as tables, and writes it as JSON."""
 
 import logging
 import os
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,13 +16,9 @@ from kmp.bench.measurement import Measurement
 from kmp.policy import gpus
 from kmp.utils import __version__, atomic_files
 
-_TIMES = "\N{MULTIPLICATION SIGN}"
 
-
-def run(
-    console: Console, comparisons: Iterable[Sequence[Measurement]], json_file: Path | None = None
-) -> list[Measurement]:
-    """Prints each comparison when it is measured, and tables at the end, also after an error.
+def run(console: Console, comparisons: Iterable[Sequence[Measurement]], json_file: Path | None = None) -> None:
+    """Prints a table of each comparison when it is measured.
 
     Args:
         console: Where to print.
@@ -35,22 +31,14 @@ def run(
     machine = header()
     for name, value in machine.items():
         console.print(f"{name}: {value}", highlight=False, markup=False)
-    results: list[Measurement] = []
     if json_file:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        for compared in comparisons:
-            first = compared[0]
-            name = ", ".join(filter(None, (first.section, first.case, first.mode)))
-            values = "; ".join(f"{result.variant} {_cell(result)}" for result in compared)
-            console.print(f"{name}: {values}", highlight=False, markup=False, soft_wrap=True)
-            results += compared
-            if json_file:
-                atomic_files.write_json(json_file, machine | {"results": [asdict(result) for result in results]})
-    finally:
-        for table in tables(results):
-            console.print(table)
-    return results
+    results: list[Measurement] = []
+    for compared in comparisons:
+        console.print(_table(compared))
+        results += compared
+        if json_file:
+            atomic_files.write_json(json_file, machine | {"results": [asdict(result) for result in results]})
 
 
 def header() -> dict[str, str]:
@@ -69,31 +57,21 @@ def header() -> dict[str, str]:
     }
 
 
-def tables(results: Sequence[Measurement]) -> Iterator[Table]:
-    """Yields a table for each case of a section: a row for each variant, a column for each mode."""
-    cases: dict[str, list[Measurement]] = {}
-    for result in results:
-        cases.setdefault(f"{result.section}: {result.case}", []).append(result)
-    for title, of_case in cases.items():
-        modes = list(dict.fromkeys(result.mode for result in of_case))
-        table = Table("", *modes, title=title, title_justify="left")
-        for column in table.columns[1:]:
-            column.justify = "right"
-        for variant in dict.fromkeys(result.variant for result in of_case):
-            cells = {result.mode: _cell(result) for result in of_case if result.variant == variant}
-            table.add_row(variant, *(cells.get(mode, "") for mode in modes))
-        yield table
-
-
-def _cell(result: Measurement) -> str:
-    """Returns the value, and the ratio with its range, such as "20.00 ms x1.60 (1.55-1.71)"."""
-    if result.unit == "B":
-        is_large = result.value >= 2**20 or not result.value
-        amount = f"{result.value / 2**20:.0f} MiB" if is_large else f"{result.value / 2**10:.1f} KiB"
-    elif result.unit == "s":
-        amount = f"{result.value:.2f} s" if result.value >= 1 else f"{result.value * 1e3:.2f} ms"
-    else:
-        amount = f"{result.value:,.0f} {result.unit}"
-    ratio = "" if result.ratio is None else f" {_TIMES}{result.ratio:.2f}"
-    spread = "" if result.ratio_range is None else f" ({result.ratio_range[0]:.2f}-{result.ratio_range[1]:.2f})"
-    return f"{amount}{ratio}{spread}"
+def _table(compared: Sequence[Measurement]) -> Table:
+    """Returns a table with a row for each variant: the median, and its ratio to the first with the range."""
+    first = compared[0]
+    title = ", ".join(filter(None, (f"{first.section}: {first.case}", first.mode)))
+    table = Table("", "median", "ratio (range)", title=title, title_justify="left")
+    for result in compared:
+        if result.unit == "B":
+            is_large = result.value >= 2**20 or not result.value
+            amount = f"{result.value / 2**20:.0f} MiB" if is_large else f"{result.value / 2**10:.1f} KiB"
+        elif result.unit == "s":
+            amount = f"{result.value:.2f} s" if result.value >= 1 else f"{result.value * 1e3:.2f} ms"
+        else:
+            amount = f"{result.value:,.0f} {result.unit}"
+        ratio = "" if result.ratio is None else f"{result.ratio:.2f}"
+        if result.ratio_range is not None:
+            ratio += f" ({result.ratio_range[0]:.2f}-{result.ratio_range[1]:.2f})"
+        table.add_row(result.variant, amount, ratio)
+    return table

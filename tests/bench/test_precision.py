@@ -8,7 +8,7 @@ from conftest import training_rates, values
 from kmp import bench
 from kmp.bench import models, precision
 from kmp.bench.models import BARE
-from kmp.bench.precision import FORMATS, VARIANTS, Variant
+from kmp.bench.precision import FORMATS, VARIANTS
 from kmp.policy import Gpu
 
 CPU, T4, A100 = (), (Gpu("T4", (7, 5)),), (Gpu("A100", (8, 0)),)
@@ -44,17 +44,16 @@ def test_recommended_is_the_fastest_policy_if_it_is_clearly_faster(float16, bflo
     ids=["CPU", "T4", "A100"],
 )
 @pytest.mark.usefixtures("tiny")
-def test_variants_are_those_that_differ_here_by_throughput_memory_and_step_time(monkeypatch, machine, missing):
+def test_variants_are_those_that_differ_here_by_throughput_and_memory(monkeypatch, machine, missing):
     calls = []
     monkeypatch.setattr(precision, "gpus", lambda: machine)
     monkeypatch.setattr(precision, "in_new_process", lambda *call: calls.append(call) or ([0.5, 0.25], 1000))
-    throughput, memory, steps = precision.measure_network("BERT-base", "XLA", None, 20, 2)
+    throughput, memory = precision.measure_network("BERT-base", "XLA", None, 20, 2)
     labels = [label for label in VARIANTS if label not in missing]
     assert calls == [(precision.train_network, VARIANTS[label], "BERT-base", "XLA", None, 20, 2) for label in labels]
     assert [result.variant for result in throughput] == [result.variant for result in memory] == labels
-    assert {result.case for result in (*throughput, *memory, *steps)} == {"BERT-base, 8 of 16"}
+    assert {result.case for result in (*throughput, *memory)} == {"BERT-base, 8 of 16"}
     assert [(result.value, result.unit) for result in throughput] == [(24.0, "images/s")] * len(labels)
-    assert [result.variant for result in steps] == [label for label in labels if label.startswith("mixed_float16")]
     assert set(precision.usable(FORMATS)) == set(FORMATS) - missing
 
 
@@ -76,15 +75,15 @@ def test_warmup_counts_neither_for_time_nor_for_peak_memory(monkeypatch):
     events, peaks = [], iter([100, 300])
 
     def timed_training(model, task, steps, callbacks=()):
-        return lambda: events.append((steps, len(callbacks))) or 0.5
+        return lambda: events.append((steps, bool(callbacks))) or 0.5
 
     monkeypatch.setattr(precision, "timed_training", timed_training)
     monkeypatch.setattr(precision, "reset_peak_memory", lambda: events.append("reset"))
     monkeypatch.setattr(precision, "peak_memory", lambda: events.append("peak") or next(peaks))
-    variant = Variant("mixed_float16", models.OURS, callbacks=lambda folder: [folder], steps=100)
+    variant = VARIANTS["mixed_float16, kmp + callbacks"]
     assert precision.train_network(variant, "ResNet-50", "graph", 8, 20, 2) == ([0.5, 0.5], 200)
-    trained = (100, 1)  # the callbacks read at least once
-    assert events == [(1, 0), "reset", "peak", trained, "reset", trained, trained, "peak"]
+    trained = (250, True)  # the callbacks read at least once
+    assert events == [(1, False), "reset", "peak", trained, "reset", trained, trained, "peak"]
 
 
 NETWORKS = [f"{name} {mode}" for name in ("ResNet-50", "BERT-base") for mode in ("graph", "XLA")]
@@ -110,7 +109,7 @@ def test_large_networks_are_measured_by_default_on_a_gpu(monkeypatch, arguments,
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_training_with_callbacks_is_measured():
-    variant = VARIANTS["mixed_float16, kmp + callbacks"]._replace(steps=1)
+    variant = VARIANTS["mixed_float16, kmp + callbacks"]
     seconds, _ = precision.train_network(variant, "ResNet-50", "graph", 8, 1, 2)
     assert len(seconds) == 2
     assert min(seconds) > 0
