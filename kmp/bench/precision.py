@@ -1,6 +1,5 @@
 """What each precision gains here: of a matrix product and a convolution, of small models, and of large networks."""
 
-import functools
 import gc
 import math
 import tempfile
@@ -51,16 +50,14 @@ class Variant(NamedTuple):
 
 
 # Of each table, the others are compared with the first.
-WITHOUT_TF32 = "float32 without TF32"
 FORMATS = {
     "float32": Variant("float32"),
-    WITHOUT_TF32: Variant("float32", tensor_float_32=False),
     "float16": Variant("mixed_float16", OURS),
     "bfloat16": Variant("mixed_bfloat16"),
 }
 VARIANTS = {
     "float32": FORMATS["float32"],
-    WITHOUT_TF32: FORMATS[WITHOUT_TF32],
+    "float32 without TF32": Variant("float32", tensor_float_32=False),
     "mixed_float16, Keras": Variant("mixed_float16", KERAS),
     "mixed_float16, kmp": Variant("mixed_float16", OURS),
     "mixed_float16, kmp + callbacks": Variant("mixed_float16", OURS, has_callbacks=True),
@@ -116,44 +113,40 @@ def measure_machine() -> Iterator[list[Measurement]]:
     yield from measure_operations()
     gpu = first_gpu()
     # On a GPU the arithmetic takes longer than the launches of the kernels: 2.6 TFLOP a step from compute capability
-    # 8.0, 1.3 TFLOP below, about 3 GB. The next sizes are for a GPU whose memory is in use.
-    sizes = [(2048, 128 if gpu.bfloat16 else 64), (1024, 64), (512, 32)] if gpu else [(64, 8)]
+    # 8.0, 1.3 TFLOP below, about 3 GB.
+    width, batch = (2048, 128 if gpu.bfloat16 else 64) if gpu else (64, 8)
     for mode in MODES if xla_error() is None else ["graph"]:
-        for width, batch in sizes:
-            try:
-                case = f"transformer block, {batch} x 64 x {width}"
-                yield measure_training(case, functools.partial(models.transformer, width), batch, mode, 4, 3)
-                break
-            except tf.errors.ResourceExhaustedError:
-                if (width, batch) == sizes[-1]:
-                    raise
+        case = f"transformer block, {batch} x 64 x {width}"
+        yield measure_training(case, models.transformer(width, batch), mode, 4, 3)
 
 
 def measure_small_models(modes: Sequence[str], steps: int, rounds: int) -> Iterator[list[Measurement]]:
     """Measures the training of a dense network, a convolutional one and a transformer block."""
     scale, more = (16, 8) if gpus() else (2, 1)
-    for name, make_task, width, batch in (
-        ("MLP", models.mlp, 256, 128),
-        ("conv net", models.convolutional, 16, 32),
-        ("transformer block", models.transformer, 64, 8),
-    ):
+    tasks = {
+        "MLP": models.mlp(scale * 256, more * 128),
+        "conv net": models.convolutional(scale * 16, more * 32),
+        "transformer block": models.transformer(scale * 64, more * 8),
+    }
+    for name, task in tasks.items():
         for mode in modes:
-            yield measure_training(name, functools.partial(make_task, scale * width), more * batch, mode, steps, rounds)
+            yield measure_training(name, task, mode, steps, rounds)
 
 
 def measure_operations() -> Iterator[list[Measurement]]:
     """Measures the throughput of a matrix product and a convolution in each format."""
     size, batch, side, channels, calls = (4096, 64, 56, 256, 50) if gpus() else (512, 8, 32, 32, 3)
-    weights = 3, 3, channels, channels
-    products, convolutions = {}, {}
-    for name in usable(FORMATS):
-        dtype = "float32" if name == WITHOUT_TF32 else name
-        images = _batch_for(name, batch), side, side, channels
-        products[name] = _throughput(tf.matmul, (size, size), (size, size), dtype, calls)
-        convolutions[name] = _throughput(lambda x, y: tf.nn.conv2d(x, y, 1, "SAME"), images, weights, dtype, calls)
-    yield _compare("operations", f"matrix product, {size} x {size}", "graph", products, 3, "GFLOP/s")
-    case = f"convolution, {batch} x {side} x {side} x {channels}"
-    yield _compare("operations", case, "graph", convolutions, 3, "GFLOP/s")
+    operations = {
+        f"matrix product, {size} x {size}": (tf.matmul, (size, size), (size, size)),
+        f"convolution, {batch} x {side} x {side} x {channels}": (
+            lambda images, kernel: tf.nn.conv2d(images, kernel, 1, "SAME"),
+            (batch, side, side, channels),
+            (3, 3, channels, channels),
+        ),
+    }
+    for case, operation in operations.items():
+        functions = {name: _throughput(*operation, name, calls) for name in usable(FORMATS)}
+        yield comparison("operations", case, "graph", alternate(functions, 3), "GFLOP/s")
 
 
 def _throughput(
@@ -180,33 +173,16 @@ def _throughput(
     return lambda: operations / seconds_per_call(run) / 1e9
 
 
-def measure_training(
-    case: str, make_task: Callable[[int], Task], batch: int, mode: str, steps: int, rounds: int
-) -> list[Measurement]:
-    """Measures the training of a model, of which `make_task` returns the task for a batch size, in each format."""
+def measure_training(case: str, task: Task, mode: str, steps: int, rounds: int) -> list[Measurement]:
+    """Measures the training of a task's model in each format."""
     gc.collect()  # Keras' models are reference cycles, and the next ones need the memory
-    functions = {}
-    for name, variant in usable(FORMATS).items():
-        task = make_task(_batch_for(name, batch))
-        train = timed_training(compiled_model(task, variant.policy, variant.scaling, mode), task, steps)
-        functions[name] = lambda task=task, train=train: task.units / train()
-    return _compare(TRAINING, case, mode, functions, rounds, task.unit)
-
-
-def _batch_for(name: str, batch: int) -> int:
-    """Returns the batch size: TensorFlow reuses the algorithm that it found fastest for a shape, with TF32 or not."""
-    return batch - (name == WITHOUT_TF32)
-
-
-def _compare(
-    section: str, case: str, mode: str, functions: Mapping[str, Callable[[], float]], rounds: int, unit: str
-) -> list[Measurement]:
-    def in_format(name: str) -> float:
-        with tensor_float_32(FORMATS[name].tensor_float_32):
-            return functions[name]()
-
-    rates = alternate({name: functools.partial(in_format, name) for name in functions}, rounds)
-    return comparison(section, case, mode, rates, unit)
+    functions = {
+        name: timed_training(compiled_model(task, variant.policy, variant.scaling, mode), task, steps)
+        for name, variant in usable(FORMATS).items()
+    }
+    seconds = alternate(functions, rounds)
+    rates = {name: [task.units / step for step in own] for name, own in seconds.items()}
+    return comparison(TRAINING, case, mode, rates, task.unit)
 
 
 def task_of(name: str, batch: int | None = None) -> Task:

@@ -3,6 +3,7 @@
 import logging
 import os
 import platform
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -43,16 +44,14 @@ def run(console: Console, comparisons: Iterable[Sequence[Measurement]], json_fil
 
 def header() -> dict[str, str]:
     """Returns the versions and the hardware that the results belong to."""
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    processor = names[0].partition(":")[2].strip() if names else platform.processor()
+    processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())  # x86 only
     return {
         "kmp": __version__,
         "keras": keras.__version__,
         "tensorflow": tf.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "processor": f"{processor}, {os.cpu_count()} cores",
+        "processor": f"{processor[1] if processor else platform.machine()}, {os.cpu_count()} cores",
         "gpus": ", ".join(gpu.name for gpu in gpus()) or "none",
     }
 
