@@ -90,16 +90,6 @@ def spread(runs, score):
     return statistics.mean(scores), statistics.stdev(scores)
 
 
-def differences(trained, score):
-    """Returns the difference of each mean from that of float32, divided by the pooled standard deviation over seeds."""
-    mean, deviation = spread(trained["float32"], score)
-    spreads = {precision: spread(runs, score) for precision, runs in trained.items() if precision != "float32"}
-    return {
-        precision: (other_mean - mean) / ((other_deviation**2 + deviation**2) / 2) ** 0.5
-        for precision, (other_mean, other_deviation) in spreads.items()
-    }
-
-
 def main():
     """Trains in each precision with each seed and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])

@@ -3,8 +3,8 @@
     python benchmarks/fallback.py [--quick] [--json FILE]
 
 From the first skipped step to the first good one, in steps, and in seconds beside the first step of the same run: both
-trace the step, and the repair also replays a batch and searches the layers. The first layer of each model has a
-constant that is infinite in float16. Not under XLA, which computes this fault in float32.
+trace the step, and the repair also replays a batch and searches the layers. The first layer of the model has a constant
+that is infinite in float16. Not under XLA, which computes this fault in float32.
 """
 
 import time
@@ -17,10 +17,9 @@ from measuring import main
 
 import kmp
 from kmp.bench.measurement import comparison
-from kmp.bench.models import convolutional, mlp
+from kmp.bench.models import mlp
 
 FIRST, REPAIR = "first step", "first skipped step to first good step"
-MODELS = {"MLP": (mlp, 512), "conv net": (convolutional, 32)}
 
 
 class HideMissing(keras.layers.Layer):
@@ -46,25 +45,23 @@ class Times(keras.callbacks.Callback):
 
 
 def measure(is_quick):
-    """Yields seconds and steps for each model."""
-    for name in list(MODELS)[: 1 if is_quick else None]:
-        runs = [repaired_run(name) for _ in range(1 if is_quick else 3)]
-        seconds = {FIRST: [run[0] for run in runs], REPAIR: [run[1] for run in runs]}
-        yield comparison("fallback: time", name, "graph", seconds)
-        yield comparison("fallback: skipped steps", name, "graph", {REPAIR: [run[2] for run in runs]}, "operations")
+    """Yields seconds and steps."""
+    runs = [repaired_run() for _ in range(1 if is_quick else 3)]
+    seconds = {FIRST: [run[0] for run in runs], REPAIR: [run[1] for run in runs]}
+    yield comparison("fallback: time", "MLP", "graph", seconds)
+    yield comparison("fallback: skipped steps", "MLP", "graph", {REPAIR: [run[2] for run in runs]}, "steps")
 
 
-def repaired_run(name):
+def repaired_run():
     """Returns the seconds of the first step and of the repair, and the steps that were skipped."""
-    make_task, width = MODELS[name]
-    task = make_task(width)
+    task = mlp(512)
     with kmp.enable():
         model = keras.Sequential([keras.Input(task.x.shape[1:]), HideMissing(name="hide_missing"), task.build()])
         model.compile("adam", "sparse_categorical_crossentropy", jit_compile=False)
     times = Times()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        x, y = np.tile(task.x, (20, *[1] * (task.x.ndim - 1))), np.tile(task.y, 20)
+        x, y = np.tile(task.x, (20, 1)), np.tile(task.y, 20)
         model.fit(x, y, batch_size=len(task.x), verbose=0, callbacks=[times, *kmp.callbacks.defaults()])
     skipped = times.skipped[-1]
     first = next(step for step, count in enumerate(times.skipped) if count)

@@ -1,115 +1,187 @@
-"""What does `kmp report` of a large log cost?
+"""What does a log cost: its bytes, and the time and memory to load, advise on and report it?
 
-    python benchmarks/log_cost.py [MEGABYTES]
+    python benchmarks/log_cost.py [--quick] [--json FILE]
 
-Prints the processor time to load and to report a log of 200, 2,000 and 20,000 variables, and its ratio to the row
-above. Linear cost is a ratio of 10; Python's garbage collector, which scans a large log several times, adds up to a
-factor of 2. Then prints time and peak memory of `kmp report` for logs of the given size (50 MB by default), each in a
-process of its own: many samples, 200,000 variables in one sample, only counters, and samples of one variable.
+The bytes of a sample in two trainings of 600 variables, and for ResNet-50's variables with random gradients; those of
+a million steps of larger and larger models, computed for records as large as the first ones; how the costs of a log of
+20 samples grow with the number of variables; and time and peak memory of `kmp report` for logs of 50 MB, each in a new
+process. Times are processor times, which other programs on the machine change less.
 """
 
 import contextlib
 import functools
 import io
 import itertools
+import json
+import math
 import os
-import sys
 import tempfile
 import time
-from operator import itemgetter
 from pathlib import Path
 
 os.environ.setdefault("MPLBACKEND", "agg")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import keras
 import numpy as np
+from measuring import main, per_unit, shapes_of
 
 import kmp
+import kmp_cli
 from kmp import report
-from kmp.bench.measurement import in_new_process, peak_memory
-from kmp.records import BIN_COUNT, SCHEMA, GradientSample, LogEncoder
-from kmp_cli import main as command
+from kmp.bench.measurement import alternate, comparison, in_new_process, peak_memory
+from kmp.callbacks import Monitor
+from kmp.callbacks.training_records import record_size
+from kmp.records import FILE_NAME, SCHEMA, GradientSample, LogEncoder, compact
 
-SETTINGS = {"compute_dtypes": ["float16"], "float32_variables": ["last/bias"]}
+EVERY_N_STEPS, BATCH_SIZE = 10, 32
+SAMPLES = 20
+MILLION = 1_000_000
+OVERFLOW_EVERY = 2_000  # steps: the default growth interval
 LOGS = {"200 variables in each sample": 200, "200,000 variables in each sample": 200_000}
 LOGS |= {"counters only": 0, "1 variable in each sample": 1}
 
 
+def measure(is_quick):
+    """Yields the sizes of samples and of logs, then what it costs to read them."""
+    for build in (residual_blocks, branches):
+        variables, sizes = bytes_per_sample(build, *((2, 20) if is_quick else (30, 300)))
+        yield comparison("log: a sample", f"{variables} variables, {build.__name__}", "", sizes, "B")
+    sample = dict(compact(sample_of([math.prod(shape) for shape in shapes_of("ResNet-50")])))
+    names, numbers = len(json.dumps(sample.pop("names"))), len(json.dumps(sample))
+    yield comparison("log: a sample", "ResNet-50", "", {"sample": [numbers], "names, written once": [names]}, "B")
+    counts = (200, 600) if is_quick else (200, 600, 2_000, 6_000, 20_000)
+    sizes = {f"{variables:,} variables": [bytes_of_million_steps(variables)] for variables in counts}
+    yield comparison("log: a million steps", "with TensorBoard's files", "", sizes, "B")
+    yield from growth((50, 200) if is_quick else (50, 500, 2_000, 5_000), 1 if is_quick else 5)
+    megabytes = 2 if is_quick else 50
+    seconds, peaks = {}, {}
+    for name, variables in LOGS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            log = write(Path(folder, "log"), variables, megabytes=megabytes)
+            seconds[name], peaks[name] = ([cost] for cost in in_new_process(cost_of_report, str(log)))
+    yield comparison("report: time", f"log of {megabytes} MB", "", seconds)
+    yield comparison("report: peak memory", f"log of {megabytes} MB", "", peaks, "B")
+
+
+def residual_blocks(x, count):
+    """Blocks of two layers, five for each of the counted."""
+    for _ in range(5 * count):
+        x = keras.layers.Add()([x, 0.1 * keras.layers.Dense(64)(dense()(x))])
+    return x
+
+
+def branches(x, count):
+    """Branches of ten layers: gradients of many magnitudes, and many zeros."""
+    return keras.layers.Add()([keras.Sequential([dense() for _ in range(10)])(x) for _ in range(count)])
+
+
+def dense():
+    return keras.layers.Dense(64, activation="relu", kernel_initializer="he_normal")
+
+
+def bytes_per_sample(build, count, steps):
+    """Trains a model of 20 variables for each of the counted; returns their number and the bytes per sample."""
+    keras.utils.set_random_seed(0)
+    with kmp.enable(), tempfile.TemporaryDirectory() as folder:
+        x = keras.Input((64,))
+        model = keras.Model(x, build(x, count))
+        model.compile(keras.optimizers.Adam(1e-4), "mse", jit_compile=False)
+        data = np.random.default_rng(0).standard_normal((steps * BATCH_SIZE, 64)).astype("float32")
+        callbacks = kmp.callbacks.defaults(folder, every_n_steps=EVERY_N_STEPS)
+        model.fit(data, np.abs(data) / 2, batch_size=BATCH_SIZE, verbose=0, callbacks=callbacks)
+        samples = len(kmp.load_run(folder).samples)
+        sizes = {path.suffix: path.stat().st_size / samples for path in Path(folder).iterdir()}
+    return len(model.trainable_variables), {FILE_NAME: [sizes[".jsonl"]], "TensorBoard's files": [sizes[".kmp"]]}
+
+
 @functools.cache
-def sample(variables):
-    """Returns a sample of variables whose counts differ."""
-    index = np.arange(variables)
-    counts = np.zeros((variables, BIN_COUNT), np.int64)
-    counts[:, 0] = index % 7
-    for exponent in range(30):
-        counts[index, 122 + index % 5 + exponent] = 1 + (index * 7919 + exponent * 104729) % 5000
-    names = tuple(f"model/block_{number // 4}/layer_{number % 4}/kernel" for number in range(variables))
-    columns = {"weight_norm": np.full(variables, 1.2), "update_norm": np.full(variables, 0.001)}
-    columns |= {"updates": counts.sum(1), "lost_updates": index % 100}
-    return GradientSample(1, 1024.0, names, counts, 2.0 ** (2 + index % 5), 0.1 + index, **columns)
+def random_sample(variables, has_updates=False):
+    """Returns a sample of variables with 4,096 and 64 elements alternately."""
+    return sample_of([(4096, 64)[index % 2] for index in range(variables)], has_updates)
 
 
-def rows_of(variables):
-    """Yields the counters of each step and, if there are variables, a sample."""
-    for step in itertools.count(1):
-        names = sample(variables).names if variables else ()
-        yield {
-            **{"step": step, "overflow_count": step // 2, "overflow_rate": 0.5, "loss_scale": 1024.0, "last_loss": 0.5},
-            **{"nonfinite_loss_count": 0, "overflows_in_a_row": 0, "overflows_by_variable": dict.fromkeys(names, step)},
-        }
-        if variables:
-            yield {"step": step, "grad_norm": 0.5, "sample": sample(variables)}
+def sample_of(sizes, has_updates=False):
+    """Returns a sample of random gradients with these numbers of elements, a tenth of them zeros.
+
+    The magnitudes of the others are log-normal, with a deviation of 2.7 bits and medians over four decades: samples of
+    such gradients are as large as those of normally distributed ones with log-normal factors.
+    """
+    random, sizes = np.random.default_rng(0), np.asarray(sizes)
+    exponents, centers = np.arange(45), random.uniform(15, 28, (len(sizes), 1))
+    shares = np.exp(-(((exponents - centers) / 2.7) ** 2) / 2)
+    shares /= shares.sum(axis=1, keepdims=True)
+    counts = np.column_stack([sizes // 10, random.multinomial(sizes - sizes // 10, shares)])
+    amax = 2.0 ** (centers[:, 0] - 10)
+    names = tuple(f"stage_{index // 40}/block_{index // 6}_layer_{index}/kernel" for index in range(len(sizes)))
+    updates = {"weight_norm": amax, "update_norm": amax / 1024, "updates": counts.sum(1), "lost_updates": sizes // 50}
+    bins = np.append(0, exponents + 120)
+    return GradientSample(1, 1024.0, names, counts, amax, amax / 10, bins=bins, **(updates if has_updates else {}))
 
 
-def write(folder, rows, megabytes=None):
-    """Writes a log of the rows; with `megabytes`, of as many as reach that size."""
-    encoder = LogEncoder()
-    with (folder / "kmp.jsonl").open("w") as log:
-        log.write(encoder.line({"schema": SCHEMA, "kind": "header", "settings": SETTINGS}))
-        for row in rows:
-            log.write(encoder.line(row))
-            if megabytes and log.tell() >= megabytes * 1e6:
+def bytes_of_million_steps(variables):
+    """Returns the bytes that a million steps add to the log and to TensorBoard's files."""
+    sample = random_sample(variables)
+    counts = {key: dict.fromkeys(sample.names, 1) for key in ("overflows_by_variable", "overflow_origins_by_variable")}
+    histograms = [600 * (1 + variables // 2), *[600] * 9]  # of TensorBoard, with their tags: every tenth by layer
+    log = events = step = reads = 0
+    while step < MILLION:
+        interval = 250 * 2 ** ((log + events) // Monitor.budget)
+        step += interval
+        log += record_size({"sample": sample})
+        log += record_size(counts) if step // OVERFLOW_EVERY > (step - interval) // OVERFLOW_EVERY else 0
+        events += histograms[reads % 10]
+        reads += 1
+    return log + events + 1_500 * reads  # loss scale, counters and the numbers of a sample, in both
+
+
+def growth(counts, rounds):
+    """Yields the cost per variable of a sample in the log, and of loading, advice and the report."""
+    with tempfile.TemporaryDirectory() as folder:
+        logs = {count: write(Path(folder, str(count)), count, SAMPLES) for count in counts}
+        sizes = {count: [(log / FILE_NAME).stat().st_size / SAMPLES] for count, log in logs.items()}
+        yield per_unit("variable", "a sample and counts in the log", "", sizes, "B")
+        runs = {count: kmp.load_run(log) for count, log in logs.items()}
+        for name, function, arguments in (
+            ("load_run", kmp.load_run, logs),
+            ("advise", kmp.advise, runs),
+            ("report", lambda run: report.html({"run": run}), runs),
+        ):
+            timed = {n: functools.partial(cpu_seconds, function, argument) for n, argument in arguments.items()}
+            yield per_unit("variable", f"{name}, {SAMPLES} samples", "", alternate(timed, rounds))
+
+
+def write(folder, variables, samples=None, megabytes=math.inf):
+    """Writes a log of samples of variables, or only counters, up to a number or a size; returns its folder."""
+    folder.mkdir()
+    encoder, names = LogEncoder(), random_sample(variables).names if variables else ()
+    settings = {"rule": "DynamicScale", "compute_dtypes": ["float16"]}
+    with (folder / FILE_NAME).open("w") as log:
+        log.write(encoder.line({"schema": SCHEMA, "kind": "header", "settings": settings}))
+        for number in itertools.count(1) if samples is None else range(1, samples + 1):
+            counters = {"overflow_count": number, "overflow_rate": 0.004, "loss_scale": 1024.0, "overflows_in_a_row": 0}
+            by_variable = {"overflows_by_variable": dict.fromkeys(names, number)}
+            log.write(encoder.line({"step": 250 * number} | counters | by_variable))
+            if variables:  # every tenth sample has the update of the weights
+                log.write(encoder.line({"step": 250 * number, "sample": random_sample(variables, number % 10 == 1)}))
+            if log.tell() >= megabytes * 1e6:
                 break
     return folder
 
 
-def timed(function, *arguments):
-    """Returns the processor time, which other programs on the machine do not change, and the result."""
+def cost_of_report(log):
+    """Returns the seconds and the bytes of memory to report a log in this process, a new one."""
+    before, begin = peak_memory(), time.process_time()
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert kmp_cli.main(["report", log]) == 0
+    return time.process_time() - begin, peak_memory() - before
+
+
+def cpu_seconds(function, argument):
+    """Returns the processor time of a call."""
     begin = time.process_time()
-    result = function(*arguments)
-    return time.process_time() - begin, result
-
-
-def print_ratios():
-    """Prints how the costs grow with the number of variables."""
-    print("variables   load (s)  ratio   report (s)  ratio")
-    last = None
-    for variables in (200, 2_000, 20_000):
-        with tempfile.TemporaryDirectory() as folder:
-            log = write(Path(folder), itertools.islice(rows_of(variables), 40))
-            load_time, run = min((timed(kmp.load_run, log) for _ in range(3)), key=itemgetter(0))
-        report_time = min(timed(report.html, {"run": run})[0] for _ in range(3))
-        times = load_time, report_time
-        ratios = [now / before for now, before in zip(times, last or times, strict=True)]
-        print(f"{variables:9,}{load_time:11.3f}{ratios[0]:7.1f}{report_time:13.3f}{ratios[1]:7.1f}", flush=True)
-        last = times
-
-
-def cost(name, megabytes):
-    """Reports a log in this process, a new one, and returns what it cost."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = write(Path(folder), rows_of(LOGS[name]), megabytes)
-        size = (log / "kmp.jsonl").stat().st_size / 1e6
-        before = peak_memory()
-        with contextlib.redirect_stdout(io.StringIO()):
-            seconds, status = timed(command, ["report", str(log)])
-        page = (log / "report.html").stat().st_size / 1e6
-    peak = (peak_memory() - before) / 1e6
-    times = f"({peak / size:.1f} times the file)"
-    return f"{size:.0f} MB, status {status}, {seconds:.1f} s, {peak:.0f} MB of memory {times}, a page of {page:.1f} MB"
+    function(argument)
+    return time.process_time() - begin
 
 
 if __name__ == "__main__":
-    print_ratios()
-    for name in LOGS:
-        print(f"{name}: {in_new_process(cost, name, int(sys.argv[1]) if len(sys.argv) > 1 else 50)}", flush=True)
+    main(measure, __doc__)

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import tensorflow as tf
 from rich.console import Console
 
 from kmp import LossScaleOptimizer, bench
-from kmp.bench.measurement import MODES, Measurement, seconds_per_call
+from kmp.bench.measurement import MODES, Measurement, comparison, seconds_per_call
 from kmp.bench.models import BARE, KERAS, OURS
 from kmp.callbacks import GradientHistogram
 from kmp.gradients import NEVER, copies_of, with_updates
@@ -24,6 +24,7 @@ from kmp.records import GradientSample, to_line
 tf.get_logger().setLevel("ERROR")  # it warns about frequent retracing, which is done on purpose
 
 COMPILED = "kmp, jit_compile"
+WITH_CALLBACKS = "kmp + callbacks"
 Shapes = Sequence[tuple[int, ...]]
 
 _WRAPPERS = {
@@ -61,6 +62,14 @@ def shapes_of(name: str) -> Shapes:
         return [(64, 64), (64,)] * (int(count) // 2)
     side = int(of.rpartition("x")[2])
     return [(side, side)] * int(count)
+
+
+def per_unit(
+    unit: str, case: str, mode: str, values: Mapping[int, Sequence[float]], value_unit: str = "s"
+) -> list[Measurement]:
+    """Returns a comparison of the costs per variable, or per replica, from the costs for numbers of them."""
+    own = {f"{n:,} {unit}{'s' * (n > 1)}": [value / n for value in rounds] for n, rounds in values.items()}
+    return comparison(f"cost per {unit}", case, mode, own, value_unit)
 
 
 def variants_in(mode: str) -> list[str]:
@@ -132,7 +141,8 @@ class SampledStep(Step):
 
     def record(self) -> str:
         """Returns the line of the log for the last sample."""
-        return record_of(self.last_sample())
+        sample = self.last_sample()
+        return to_line({"step": sample.step, "grad_norm": sample.total_norm, "sample": sample})
 
     def arm(self) -> None:
         """Copies the weights, so that the update can be measured."""
@@ -141,8 +151,3 @@ class SampledStep(Step):
     def measure_update(self) -> GradientSample:
         """Returns the last sample with the update of the weights since `arm`."""
         return with_updates(self.last_sample(), self._before, self.optimizer.variables_by_path())
-
-
-def record_of(sample: GradientSample) -> str:
-    """Returns the line of the log for a sample."""
-    return to_line({"step": sample.step, "grad_norm": sample.total_norm, "sample": sample})

@@ -2,42 +2,25 @@
 
     python benchmarks/sampling_cost.py [--quick] [--json FILE]
 
-The statistics on the device, relative to `tf.summary.histogram`; what sampling adds to the first call and, on average
-at its default interval, to a step of Adam; and, on a GPU, the training of large networks with a histogram of every,
-every 10th and every 100th step.
+The statistics on the device, relative to `tf.summary.histogram`, and what sampling adds to the first call and, on
+average at its default interval, to a step of Adam.
 """
 
-import functools
 import statistics
 import tempfile
 
 import tensorflow as tf
 from measuring import SampledStep, Step, main, modes_of, shapes_of
 
-from kmp import callbacks
 from kmp.bench.measurement import alternate, comparison, seconds_per_call
 from kmp.bench.models import OURS
-from kmp.bench.precision import NETWORKS, Variant, measure_network
 from kmp.gradients import gradient_statistics
 
 TENSORS = 4
 
 
-def histogram(every_n_steps, folder):
-    """Returns the callbacks of a variant."""
-    return [callbacks.GradientHistogram(every_n_steps=every_n_steps)]
-
-
-VARIANTS = {"kmp": Variant("mixed_float16", OURS)} | {
-    f"histogram every {number}": Variant(
-        "mixed_float16", OURS, callbacks=functools.partial(histogram, number), steps=number
-    )
-    for number in (1, 10, 100)
-}
-
-
 def measure(is_quick):
-    """Yields the statistics, the first call and the step in each mode, then the networks."""
+    """Yields the statistics, the first call and the step in each mode."""
     modes = modes_of(is_quick)
     yield from histograms(modes, side=512 if is_quick else 2048, rounds=5 if is_quick else 25)
     name = "8 of 512x512" if is_quick else "ResNet-50"
@@ -52,9 +35,6 @@ def measure(is_quick):
         yield comparison("sampling: first call", f"Adam, {name}", mode, first_calls)
         steps = steps_of(plain, sampled, 5 if is_quick else 25)
         yield comparison("sampling: step, on average", f"Adam, {name}", mode, steps)
-    if tf.config.list_physical_devices("GPU") and not is_quick:
-        for name in NETWORKS.values():
-            yield from measure_network(name, "XLA", None, 20, 3, VARIANTS)
 
 
 def histograms(modes, side, rounds):

@@ -12,14 +12,13 @@ from typing import NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
-from measuring import main
+from measuring import WITH_CALLBACKS, main
 from operation_trace import executed_operations, optimized_graphs
 
 from kmp import callbacks, layers
 from kmp.bench.measurement import MeasurementError, comparison
 from kmp.bench.models import BARE, KERAS, OURS, Task, compiled_model
 
-WITH_CALLBACKS = "kmp + callbacks"
 VARIANTS = (BARE, KERAS, OURS, WITH_CALLBACKS)
 BOOKKEEPING = ("ReadVariableOp", "Identity", "IdentityN", "Switch", "Merge", "If", "StatelessIf")
 CALLS = ATTEMPTS = 10

@@ -13,22 +13,15 @@ def test_first_epochs_are_measured_after_a_warmup_of_each_variant(monkeypatch):
     trained = []
 
     def training(name, variant, mode, steps, folder):
-        return lambda: trained.append((variant, steps)) or (steps, 2 * steps)
+        return lambda epochs: trained.append((variant, steps, epochs)) or (steps, 0)
 
     monkeypatch.setattr(fit_time, "training", training)
-    assert fit_time.first_epochs("tiny", "graph", 7) == dict.fromkeys(fit_time.VARIANTS, (7, 14))
-    assert trained == [(variant, steps) for steps in (2, 7) for variant in fit_time.VARIANTS]
+    assert fit_time.first_epochs("tiny", "graph", 7) == dict.fromkeys(fit_time.VARIANTS, 7)
+    assert trained == [(variant, steps, 1) for steps in (2, 7) for variant in fit_time.VARIANTS]
 
 
-def test_seconds_of_later_epochs_are_per_step_relative_to_keras():
-    usage = {"Keras": [(10.0, 20.0)], "kmp": [(15.0, 30.0)]}
-    cpu, wall = fit_time.comparisons("step", "tiny", "graph", usage, per=10)
-    found = [(result.value, result.ratio) for result in (*cpu, *wall)]
-    assert found == [(1.0, None), (1.5, 1.5), (2.0, None), (3.0, 1.5)]
-
-
-def test_later_epoch_is_the_second_of_its_training(monkeypatch, tmp_path):
-    clock = iter(range(100))
-    monkeypatch.setattr(fit_time, "now", lambda: (float(next(clock)),) * 2)
-    usage = fit_time.later_epoch("tiny", BARE, "graph", 3, str(tmp_path))()
-    assert usage == (1.0, 1.0)  # the clock is read twice in a row, in the second epoch
+def test_last_epoch_is_the_second_of_two(monkeypatch, tmp_path):
+    clock = iter([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
+    train = fit_time.training("tiny", BARE, "graph", 3, str(tmp_path))
+    monkeypatch.setattr(fit_time.time, "process_time", lambda: next(clock))
+    assert train(epochs=2) == (31.0, 8.0)

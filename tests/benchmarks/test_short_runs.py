@@ -12,13 +12,23 @@ import kmp_cli
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 # `test_step_operations.py` runs that of `step_operations`.
-BENCHMARKS = "cost_growth", "fallback", "fit_time", "memory", "optimizer_step", "replay_cost", "sampling_cost"
+BENCHMARKS = (
+    "cost_growth",
+    "fallback",
+    "fit_time",
+    "log_cost",
+    "memory",
+    "optimizer_step",
+    "replay_cost",
+    "sampling_cost",
+)
+BENCHMARKS += ("soak",)
 
 
 def check(file):
     results = json.loads(file.read_text())["results"]
     assert len(results) > 1
-    assert all(result["value"] >= 0 for result in results)
+    # What a sample adds to a step, a difference of two times, is negative on a busy machine.
     assert sum(result["value"] > 0 for result in results) > len(results) / 2
 
 
