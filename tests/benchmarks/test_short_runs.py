@@ -13,16 +13,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 # `test_step_operations.py` runs that of `step_operations`.
 BENCHMARKS = (
-    "cost_growth",
-    "fallback",
-    "fit_time",
-    "log_cost",
-    "memory",
-    "optimizer_step",
-    "replay_cost",
-    "sampling_cost",
+    *("cost_growth", "fallback", "fit_time", "log_cost", "memory", "optimizer_step", "replay_cost", "sampling_cost"),
+    "soak",
 )
-BENCHMARKS += ("soak",)
 
 
 def check(file):
