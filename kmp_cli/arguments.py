@@ -49,8 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor",
         help="check whether mixed precision works on this machine, and makes training faster",
-        epilog="Takes less than a minute. Exit status: 0: works, and is faster; 1: does not work; 3: works, but is not "
-        "faster here.",
+        epilog="Takes about a minute, up to three on a GPU. Exit status: 0: works, and is faster; 1: does not work; "
+        "3: works, but is not faster here.",
     )
     doctor.add_argument(
         "--json",

@@ -226,6 +226,8 @@ def _measure(console: Console) -> dict[str, Any]:
             measured += compared
     except Exception as error:  # TensorFlow may raise anything
         incomplete = f" The measurement is incomplete: {_text_of(error)}"
+        if type(error).__name__ == "ResourceExhaustedError":
+            incomplete += " (`nvidia-smi` shows what else uses the GPU's memory)"
     if measured:
         console.print(_table(measured), soft_wrap=False)
     results = {"results": [dataclasses.asdict(result) for result in measured]}
