@@ -309,6 +309,7 @@ SMALL = {"first": -11, "amax": 2.0**-11, "norm": 2.0**-10}  # gradients whose sq
     [
         (0.01, SMALL, {}),  # the root mean square of four weights is 0.005: five times the learning rate
         (1.0, {}, {}),  # a constraint changes weights by more
+        (1.0, {"first": -30, "amax": 2.0**-30, "norm": 2.0**-29}, {}),  # the epsilon is larger than these anyway
         (0.5, SMALL, {"steps_per_execution": 32}),
         (1.0, SMALL, {"optimizer": "RMSprop"}),  # its epsilon is inside the root
         (1.0, SMALL, {"variable_dtypes": ["float32"]}),

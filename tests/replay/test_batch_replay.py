@@ -91,6 +91,16 @@ def test_usable_scale_is_that_of_the_gradients_in_16_bits():
     assert (scale_with("float32"), scale_with("mixed_float16")) == (2.0**3, 2.0**-4)
 
 
+def test_gradients_of_the_weights_of_a_float32_layer_do_not_lower_the_usable_scale():
+    first = layers.Dense(1, kernel_initializer=keras.initializers.Constant(1e3), name="first")
+    head = layers.Dense(1, kernel_initializer=keras.initializers.Constant(1e-3), dtype="float32", name="head")
+    model, scales = sequential(first, head), []
+    for head.trainable in (False, True):
+        result = replayed(model, np.ones((ROWS, 4), "float32"), np.full((ROWS, 1), 1e4, "float32"))
+        scales.append(result.usable_scale)
+    assert scales[0] == scales[1] < 2.0**20
+
+
 @pytest.mark.parametrize(
     ("function", "x", "operation", "constants"),
     [
