@@ -466,7 +466,9 @@ def test_scale_that_grows_more_than_it_backs_off_is_reported_with_what_is_not_th
     rows = [{"step": 1, "overflow_count": 0, "overflows_in_a_row": 0, "loss_scale": 2.0**15}]
     rows.append({"step": 200, "overflow_count": 100, "overflows_in_a_row": 20 if edits and len(edits) > 1 else 1})
     never = [{"step": 200, "overflow_count": 200, "overflows_in_a_row": 200}]
-    assert "growth_interval_too_small" not in causes(*never, **settings)
+    rare = [rows[0], rows[1] | {"overflow_count": 2, "overflows_in_a_row": 0}]
+    for others in (never, rare):
+        assert "growth_interval_too_small" not in causes(*others, **settings)
     findings = {finding.cause: finding for finding in advice_of(*rows, **settings)}
     assert ("growth_interval_too_small" in findings) == (edits is not None)
     if edits:
