@@ -4,6 +4,7 @@ import inspect
 import random
 import re
 import tempfile
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ from kmp.layers import Float32Operation
 from kmp.utils import DTYPES_16_BIT, FLOAT32, path_and_parents
 
 Operations = dict[str, keras.Operation]
-Pairs = list[tuple[Any, Any]]  # originals and their clones
+Pair = tuple[Any, Any]  # an original and its clone
 
 _KERAS_CLASSES = {layers.Softmax: keras.layers.Softmax, layers.BatchNormalization: keras.layers.BatchNormalization}
 _KMP_CLASSES = {keras.layers.BatchNormalization: layers.BatchNormalization}
@@ -54,7 +55,8 @@ def clone_model(model: keras.Model, parts: list[Part], plan: Plan | None) -> tup
         The clone, and the layers and operations in it by the path of the original.
     """
     # Layers that need float32 by their class. The user may have removed some of them from the plan.
-    kept, removed = set[type](), set[str]()
+    kept: set[type] = set()
+    removed: set[str] = set()
     for part in parts:
         if plan and layers.reason_for_float32(part.operation, plan.compute_dtype):
             if plan.policy_of(part.path) == FLOAT32.name:
@@ -70,7 +72,7 @@ def clone_model(model: keras.Model, parts: list[Part], plan: Plan | None) -> tup
             clone = cloning.clone_of(model)
     finally:
         random.setstate(random_state)
-    pairs = _pairs(model, clone, set())
+    pairs = list(cloning.pairs(model, clone))
     cloning.set_policies(pairs)  # of sublayers that are created in `build`
     _copy_state(model, clone, pairs)
     return clone, {cloning.path_of(original): copy for original, copy in pairs if original is not model}
@@ -84,6 +86,7 @@ class _Cloning:
         self._plan = plan
         self._removed = removed
         self._clones: dict[int, keras.Operation] = {}
+        self._connected: set[int] = set()  # the models whose layers were connected again, call by call
         self._has_failed = False
 
     def path_of(self, original: keras.Operation) -> str:
@@ -121,10 +124,12 @@ class _Cloning:
         arguments = _arguments_of_graph(original)
         if arguments is None:
             clone = self._create_from_config(original, policy)
-            self.set_policies(_pairs(original, clone, set()))
+            self.set_policies(self.pairs(original, clone))
             return clone
-        if isinstance(original, keras.Sequential):
-            return type(original)([self.clone_of(layer) for layer in children_of(original)], name=original.name)
+        self._connected.add(id(original))
+        if isinstance(original, keras.Sequential):  # which may have a layer twice
+            inputs = [child for child in children_of(original) if isinstance(child, keras.layers.InputLayer)]
+            return type(original)([self.clone_of(layer) for layer in (*inputs, *original.layers)], name=original.name)
         inputs = keras.tree.map_structure(
             lambda tensor: self.clone_of(keras_internals.producer_of(tensor)).output, original.input
         )
@@ -169,7 +174,32 @@ class _Cloning:
             clone.built = True  # as Keras does: `build_from_config` does not, if the model has no `build`
         return clone
 
-    def set_policies(self, pairs: Pairs) -> None:
+    def pairs(self, original: Any, clone: Any) -> Iterator[Pair]:
+        """Yields an original and its clone, then those of its sublayers: parents first, shared ones once.
+
+        Sublayers that are not connected in a graph are matched by order: layers copy the ones that they get, as
+        `Bidirectional` does, or create their own, whose names may differ.
+        """
+        seen: set[int] = set()
+
+        def walk(before: Any, after: Any) -> Iterator[Pair]:
+            if id(before) in seen:
+                return
+            seen.add(id(before))
+            yield before, after
+            if isinstance(before, layers.Float32) and not isinstance(after, layers.Float32):
+                yield from walk(before.layer, after)  # `to_float32` replaced it by the layer that it wraps
+            elif isinstance(before, keras.Layer):
+                children, copies = children_of(before), children_of(after)  # `build` may create some later
+                if id(before) in self._connected:  # others are not called; and two may have one clone
+                    children = [child for child in children if id(child) in self._clones]
+                    copies = [self._clones[id(child)] for child in children]
+                for child, copy in zip(children, copies, strict=False):
+                    yield from walk(child, copy)
+
+        yield from walk(original, clone)
+
+    def set_policies(self, pairs: Iterable[Pair]) -> None:
         """Sets the plan's policies on clones, which may have created sublayers themselves.
 
         A policy of 16 bits is set only on what the user removed from the plan: others have it, or their class chose
@@ -235,25 +265,6 @@ class _Cloning:
         return result, references
 
 
-def _pairs(original: Any, clone: Any, seen: set[int]) -> Pairs:
-    """Returns an original and its clone, then those of its sublayers: parents first, ones that were seen once.
-
-    Sublayers are matched by order: layers copy the ones that they get, as `Bidirectional` does, or create their own,
-    whose names may differ.
-    """
-    if id(original) in seen:
-        return []
-    seen.add(id(original))
-    pairs = [(original, clone)]
-    if isinstance(original, layers.Float32) and not isinstance(clone, layers.Float32):
-        pairs += _pairs(original.layer, clone, seen)  # `to_float32` replaced it by what it wraps
-    elif isinstance(original, keras.Layer):
-        # `build` may create some later, and a functional model may have some that are not called.
-        for child, copy in zip(children_of(original), children_of(clone), strict=False):
-            pairs += _pairs(child, copy, seen)
-    return pairs
-
-
 def _has_float_dtype(operation: keras.Operation) -> bool:
     """Whether it is a layer that computes in floats, unlike a look-up of strings or integers."""
     return isinstance(operation, keras.Layer) and keras.backend.is_float_dtype(operation.compute_dtype)
@@ -287,7 +298,7 @@ def _clone_error_message(operation: keras.Operation, error: Exception) -> str:
     )
 
 
-def _copy_state(original: keras.Model, clone: keras.Model, pairs: Pairs) -> None:
+def _copy_state(original: keras.Model, clone: keras.Model, pairs: list[Pair]) -> None:
     """Copies what the config does not contain: `trainable` of each layer and variable, weights, and other state."""
     layer_pairs = [pair for pair in pairs if isinstance(pair[0], keras.Layer)]
     for before, after in layer_pairs:

@@ -38,7 +38,9 @@ class ActivationStatistics:
         self.is_finite = bool(finite.all())
 
     def relative_error(self, reference: "ActivationStatistics") -> float:
-        """Returns the L2 norm of the difference divided by that of the reference."""
+        """Returns the L2 norm of the difference divided by that of the reference; NaN if the shapes differ."""
+        if [value.shape for value in self.values] != [value.shape for value in reference.values]:
+            return float("nan")
         pairs = zip(self.values, reference.values, strict=True)
         squared_error = sum(float(np.sum(np.square(a - b, dtype=np.float64))) for a, b in pairs)
         squared_norm = sum(float(np.sum(np.square(value, dtype=np.float64))) for value in reference.values)

@@ -151,7 +151,16 @@ def test_audit_displays_as_a_table_in_text_terminals_and_notebooks():
     for text in (str(audit), console.export_text(), audit._repr_html_()):
         assert "probabilities" in text
         assert "Micikevicius et al. 2018" in text
-    assert str(audit).splitlines()[1].split() == "layer class now after amax relative error reason".split()
+    assert str(audit).splitlines()[1].split() == [
+        "layer",
+        "class",
+        "now",
+        "after",
+        "amax",
+        "relative",
+        "error",
+        "reason",
+    ]
     assert "1 of 4 layers and operations are float32 after kmp.convert" in str(audit)
     assert [row.path for row in audit.needs_float32] == ["probabilities"]
     assert audit.notes == kmp.audit(kmp.convert(model)).notes == ()  # its output is float32

@@ -145,6 +145,31 @@ def test_frozen_model_that_is_called_in_inference_mode_stays_so():
     assert_equal(converted.get_layer("base").non_trainable_variables, statistics)
 
 
+def test_layers_after_one_that_is_also_wrapped_in_float32_keep_their_state_in_float32():
+    inputs, shared = keras.Input((8,)), layers.Dense(8, name="shared")
+    x = kmp.layers.Float32(shared, name="wrapper")(shared(inputs))
+    x = layers.BatchNormalization(name="norm")(layers.Dense(4, name="frozen")(x))
+    model = keras.Model(inputs, layers.Rescaling(1e3, name="last")(x))
+    model.get_layer("frozen").trainable = False
+    model.get_layer("norm").moving_mean.assign(np.arange(4.0))
+    batch = np.random.default_rng(0).normal(size=(2, 8)).astype("float32")
+    in_float32 = kmp.to_float32(model)  # which has one layer fewer
+    np.testing.assert_array_equal(in_float32(batch), model(batch))
+    assert [in_float32.get_layer(name).trainable for name in ("frozen", "norm")] == [False, True]
+    errors = {row.path: row.relative_error for row in kmp.audit(kmp.convert(model), batch).rows}
+    assert max(errors[name] for name in ("frozen", "norm", "last")) < 1e-2
+    assert np.isnan(errors["wrapper"])  # its clone is that of the layer, which is called twice
+
+
+def test_sequential_that_has_a_layer_twice_calls_it_twice():
+    shared = layers.Dense(4)
+    model = keras.Sequential([keras.Input((4,)), shared, layers.ReLU(), shared])
+    batch = np.random.default_rng(0).normal(size=(2, 4)).astype("float32")
+    np.testing.assert_allclose(kmp.convert(model)(batch), model(batch), rtol=1e-2, atol=1e-2)
+    np.testing.assert_array_equal(kmp.to_float32(model)(batch), model(batch))
+    assert len(kmp.audit(model, batch).rows) == 3
+
+
 def test_layer_that_is_wrapped_twice_or_twice_in_a_config_stays_shared_and_two_of_one_name_do_not():
     cell, shared = layers.GRUCell(4, name="cell"), layers.Dense(4, name="shared")
     inputs = keras.Input((3, 4))
