@@ -49,8 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor",
         help="check whether mixed precision works on this machine, and makes training faster",
-        epilog="Takes about a minute, up to three on a GPU. Exit status: 0: works, and is faster; 1: does not work; "
-        "3: works, but is not faster here.",
+        epilog="Takes up to a minute on a CPU, two to three on a GPU. Exit status: 0: works, and is faster; 1: does "
+        "not work; 3: works, but is not faster here.",
     )
     doctor.add_argument(
         "--json",
@@ -132,8 +132,12 @@ def _file_to_write(*endings: str) -> Callable[[str], Path]:
             return path
         if path.suffix.lower() not in endings:
             raise argparse.ArgumentTypeError(f"must end in {' or '.join(endings)}, received {text!r}")
-        existing = next(found for found in (path, *path.absolute().parents) if found.exists())
-        if existing.is_dir() == (existing == path) or not os.access(existing, os.W_OK):
+        try:
+            existing = next(found for found in (path, *path.absolute().parents) if found.exists())
+            can_be_written = existing.is_dir() != (existing == path) and os.access(existing, os.W_OK)
+        except OSError:  # a name that is too long, or below a folder without permission
+            can_be_written = False
+        if not can_be_written:
             raise argparse.ArgumentTypeError(f"cannot be written, received {text!r}")
         return path
 

@@ -33,7 +33,10 @@ def run(parsed: argparse.Namespace) -> int:
     try:
         commands[parsed.command](parsed, Console(markup=False, highlight=False))
     except (OSError, ImportError, InputError) as error:
-        print(f"kmp: {printable(str(error))}", file=sys.stderr)
+        text = str(error)
+        if isinstance(error, OSError) and error.strerror and error.filename:
+            text = f"{error.filename}: {error.strerror}"
+        print(f"kmp: {printable(text)}", file=sys.stderr)
         return 1
     return 0
 
@@ -68,8 +71,10 @@ def _audit(parsed: argparse.Namespace, console: Console) -> None:
         except Exception as error:  # the module's code may raise anything
             cause = f"{type(error).__name__}: {user_messages.one_line(error)}"
             raise InputError(f"--import {name}: {cause}. Pass the name of a module, such as `my_layers`.") from error
+    if not parsed.file.is_file():
+        raise InputError(f"{parsed.file}: no such file")
     if not zipfile.is_zipfile(parsed.file):  # Keras reports a corrupt file as one that is not found
-        raise InputError(f"{parsed.file}: no such file, or not a .keras file, or a corrupt one")
+        raise InputError(f"{parsed.file} is not a .keras file: it is not a zip archive, or a corrupt one")
     try:
         model = keras.models.load_model(parsed.file, compile=False)
     except Exception as error:  # a corrupt archive may raise anything

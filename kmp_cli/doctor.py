@@ -101,8 +101,8 @@ def driver_check() -> Check:
     except (OSError, subprocess.TimeoutExpired) as error:
         return Check("NVIDIA driver", WARNING, f"nvidia-smi does not run: {error}")
     output = "; ".join((done.stdout + done.stderr).splitlines())
-    if done.returncode:
-        return Check("NVIDIA driver", WARNING, f"nvidia-smi fails with exit status {done.returncode}: {output}")
+    if done.returncode or not output:
+        return Check("NVIDIA driver", WARNING, f"nvidia-smi reports no GPU, exit status {done.returncode}: {output}")
     return Check("NVIDIA driver", OK, output)
 
 
@@ -116,6 +116,10 @@ def package_checks(extra: str) -> Iterator[Check]:
     found = [f"Python {platform.python_version()}", f"kmp {metadata['Version']}"]
     if not tensorflow:  # first: the extra also installs whatever else is missing
         yield Check("tensorflow", ERROR, "not installed", f"pip install 'kmp[{extra}]'")
+    elif len(tensorflow) > 1:
+        text = f"{' and '.join(tensorflow)} are both installed, and each overwrites files of the other"
+        fix = f"pip uninstall -y {' '.join(tensorflow)}  # then install one of them"
+        yield Check("tensorflow", WARNING, text, fix)
     for requirement in map(Requirement, metadata.get_all("Requires-Dist") or ()):
         if requirement.name == "tensorflow" and tensorflow:  # in an extra; `tensorflow-cpu` provides it too
             requirement.name = tensorflow[0]
@@ -142,7 +146,9 @@ def library_check() -> Check:
     if not missing:
         return Check("CUDA libraries", OK, f"those of {package}[and-cuda] are installed")
     fix = f"pip install '{package}[and-cuda]=={installed_version(package)}'"
-    return Check("CUDA libraries", ERROR, f"missing: {', '.join(missing)}", fix)
+    return Check(
+        "CUDA libraries", ERROR, f"TensorFlow sees no GPU, and pip has not installed {', '.join(missing)}", fix
+    )
 
 
 def tensorflow_packages() -> list[str]:
@@ -176,11 +182,11 @@ def gpu_checks(has_driver: bool) -> Iterator[Check]:
     if build.get("is_cuda_build"):
         text = f"TensorFlow is built with CUDA {build.get('cuda_version')} and cuDNN {build.get('cudnn_version')}"
         yield Check("CUDA build", OK, text)
-        if has_driver and not gpus:
+        if has_driver and not gpus and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+            yield Check("GPU", ERROR, "TensorFlow does not see the GPU", "unset CUDA_VISIBLE_DEVICES")
+        elif has_driver and not gpus:
             yield library_check()
             fix = "python -c \"import tensorflow as tf; tf.config.list_physical_devices('GPU')\"  # logs the reason"
-            if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-                fix = "unset CUDA_VISIBLE_DEVICES"
             yield Check("GPU", ERROR, "TensorFlow does not see the GPU", fix)
     elif has_driver:
         fix = f"pip uninstall -y {' '.join(tensorflow_packages())} && pip install 'kmp[cuda]'"

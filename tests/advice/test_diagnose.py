@@ -1,4 +1,4 @@
-"""Diagnoses hand-written records. The scripts in `faults` are diagnosed after their trainings."""
+"""Diagnoses hand-written records. The programs in `faults` are diagnosed after their trainings."""
 
 import copy
 import pickle

@@ -69,6 +69,7 @@ def versions(monkeypatch):
         (["550.54, Tesla T4, 15360 MiB\n550.54, Tesla T4, 15360 MiB"], OK, "550.54, Tesla T4, 15360 MiB; 550.54, Te"),
         (None, INFO, "nvidia-smi is not installed"),
         (["", 0, 0o644], WARNING, "nvidia-smi does not run: [Errno 13] Permission denied"),
+        (["", 0], WARNING, "nvidia-smi reports no GPU"),
         (
             ["It failed because it could not\ncommunicate with the driver.", 9],
             WARNING,
@@ -106,6 +107,15 @@ def test_package_that_does_not_fit_is_an_error(monkeypatch, versions, package, v
     assert rest.status == OK
 
 
+def test_two_packages_that_contain_tensorflow_are_a_warning(monkeypatch, versions):
+    versions |= {"tensorflow": "2.21.0"}
+    monkeypatch.setattr(doctor, "tensorflow_packages", lambda: ["tensorflow", "tensorflow-cpu"])
+    warning, rest = doctor.package_checks("cuda")
+    assert (warning.status, rest.status) == (WARNING, OK)
+    assert warning.text.startswith("tensorflow and tensorflow-cpu are both installed")
+    assert warning.fix.startswith("pip uninstall -y tensorflow tensorflow-cpu")
+
+
 @pytest.mark.parametrize("is_installed", [False, True])
 def test_cuda_libraries_are_those_that_the_package_asks_for(monkeypatch, versions, is_installed):
     libraries = ["nvidia-cudnn-cu12<10,>=9.3", "nvidia-cublas-cu12<13,>=12.5", "nvidia-nccl-cu12<3,>=2.25"]
@@ -120,7 +130,7 @@ def test_cuda_libraries_are_those_that_the_package_asks_for(monkeypatch, version
         assert (check.status, check.text) == (OK, "those of tensorflow[and-cuda] are installed")
     else:
         missing = "nvidia-cublas-cu12<13,>=12.5 (not installed), nvidia-nccl-cu12<3,>=2.25 (2.20)"
-        assert (check.status, check.text) == (ERROR, f"missing: {missing}")
+        assert (check.status, check.text) == (ERROR, f"TensorFlow sees no GPU, and pip has not installed {missing}")
         assert check.fix == "pip install 'tensorflow[and-cuda]==2.21.0'"
 
 
@@ -168,20 +178,23 @@ def test_gpu_that_a_build_without_cuda_cannot_use_is_an_error(machine):
     assert checks[1].text == "TensorFlow sees none: everything runs on the CPU"
 
 
-HIDDEN = "unset CUDA_VISIBLE_DEVICES"
+LOG = "list_physical_devices"
+HIDDEN = ("GPU", "unset CUDA_VISIBLE_DEVICES")
 
 
-@pytest.mark.parametrize(("visible", "fix"), [(None, "list_physical_devices"), ("-1", HIDDEN), ("", HIDDEN)])
-def test_gpu_that_tensorflow_does_not_see_is_an_error_after_that_of_missing_libraries(
-    machine, monkeypatch, visible, fix
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [("0", [("CUDA libraries", "pip install"), ("GPU", LOG)]), ("-1", [HIDDEN]), ("", [HIDDEN])],
+)
+def test_gpu_that_tensorflow_does_not_see_is_hidden_or_else_libraries_may_be_missing(
+    machine, monkeypatch, visible, expected
 ):
     machine()
     monkeypatch.setattr(importlib.metadata, "requires", lambda package: ['nvidia-nosuch-cu12; extra == "and-cuda"'])
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     errors = [check for check in doctor.gpu_checks(has_driver=True) if check.status == ERROR]
-    assert [check.name for check in errors] == ["CUDA libraries", "GPU"]
-    assert fix in errors[1].fix
+    assert [check.name for check in errors] == [name for name, _ in expected]
+    assert all(fix in check.fix for check, (_, fix) in zip(errors, expected, strict=True))
 
 
 def test_xla_that_does_not_compile_is_a_warning(machine, monkeypatch):

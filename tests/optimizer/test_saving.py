@@ -161,6 +161,8 @@ def test_error_of_loading_without_kmp_names_the_import(tmp_path, enabled):
     assert process.returncode == 1
     assert "Could not locate class 'Softmax'" in process.stderr
     assert "'registered_name': 'kmp>Softmax'" in process.stderr
+    process = subprocess.run([sys.executable, "-c", f"import kmp, {code[7:]}"], check=False)
+    assert process.returncode == 0
 
 
 def test_truncated_file_is_an_error_and_stays_as_it_was(tmp_path, enabled):

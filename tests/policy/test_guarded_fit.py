@@ -198,11 +198,11 @@ class CountsTraces(keras.optimizers.SGD):
     traces = 0
 
     def apply(self, grads, trainable_variables=None):
-        self.traces += 1
+        self.traces += not tf.executing_eagerly()  # a replay is eager
         super().apply(grads, trainable_variables)
 
 
-@pytest.mark.parametrize("callbacks", [list, without_replays])
+@pytest.mark.parametrize("callbacks", [list, kmp.callbacks.defaults])
 def test_step_is_traced_once(callbacks):
     model, optimizer = small_model(), CountsTraces()
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
