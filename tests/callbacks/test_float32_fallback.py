@@ -54,8 +54,9 @@ def test_layer_that_overflows_is_set_to_float32_and_the_training_continues(tmp_p
     warning = next(str(each.message) for each in seen if "permanent" in str(each.message))
     assert "kmp.layers.Float32(Cube(..., name='cube'))" in warning
     run = kmp.load_run(tmp_path / "run")
-    (row,) = [row for row in run.rows if "fallback" in row]
-    assert [path.rpartition("/")[2] for path in row["fallback"]] == ["cube", "norm"]
+    (index,) = [index for index, row in enumerate(run.rows) if "fallback" in row]
+    assert [path.rpartition("/")[2] for path in run.rows[index]["fallback"]] == ["cube", "norm"]
+    assert run.rows[index + 1]["replay"].is_finite  # the proof: the same batch with the change
     assert run.last("overflow_count") == 8  # in the first execution
     assert model.optimizer.snapshot().overflows_in_a_row == 0
     advice = kmp.advise(run)
