@@ -55,7 +55,7 @@ def measure(is_quick):
     yield from growth((50, 200) if is_quick else (50, 500, 2_000, 5_000), 1 if is_quick else 5)
     megabytes = 2 if is_quick else 50
     seconds, peaks = {}, {}
-    for name, variables in LOGS.items():
+    for name, variables in list(LOGS.items())[: 1 if is_quick else None]:
         with tempfile.TemporaryDirectory() as folder:
             log = write(Path(folder, "log"), variables, megabytes=megabytes)
             seconds[name], peaks[name] = ([cost] for cost in in_new_process(cost_of_report, str(log)))

@@ -20,19 +20,17 @@ from kmp import callbacks
 from kmp.bench.measurement import comparison, in_new_process
 from kmp.bench.models import KERAS, OURS, compiled_model, mlp
 
-WARM_UP_STEPS = 1_000
-
 
 def measure(is_quick):
     """Yields the memory of each variant after the warm-up and at the end."""
-    epochs = 2 if is_quick else 30
+    epochs, steps = (2, 100) if is_quick else (30, 1_000)
     for variant in (KERAS, OURS):
-        memory = in_new_process(memory_after_epochs, variant, epochs)
-        values = {f"after step {WARM_UP_STEPS:,}": memory[:1], f"after step {epochs * WARM_UP_STEPS:,}": memory[-1:]}
+        memory = in_new_process(memory_after_epochs, variant, epochs, steps)
+        values = {f"after step {steps:,}": memory[:1], f"after step {epochs * steps:,}": memory[-1:]}
         yield comparison("resident memory", variant, "graph", values, "B")
 
 
-def memory_after_epochs(variant, epochs):
+def memory_after_epochs(variant, epochs, steps):
     """Returns the resident memory in bytes after each epoch of a training, in a new process."""
     memory = []
 
@@ -46,7 +44,7 @@ def memory_after_epochs(variant, epochs):
     with tempfile.TemporaryDirectory() as folder:
         extra = callbacks.defaults(folder, every_n_steps=50) if variant == OURS else []
         extra.append(keras.callbacks.LambdaCallback(on_epoch_end=record))
-        model.fit(data, steps_per_epoch=WARM_UP_STEPS, epochs=epochs, shuffle=False, verbose=0, callbacks=extra)
+        model.fit(data, steps_per_epoch=steps, epochs=epochs, shuffle=False, verbose=0, callbacks=extra)
     return memory
 
 
