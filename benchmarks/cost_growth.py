@@ -27,7 +27,7 @@ def measure(is_quick):
             n for n in ((10, 40) if is_quick else (50, 500, 2000, 5000)) if mode == "graph" or n <= MOST_UNDER_XLA
         ]
         yield from costs_of_variables(counts, mode, rounds)
-    replicas = (1, 2) if is_quick else (1, 2, 4)
+    replicas = (2,) if is_quick else (1, 2, 4)
     processes = [in_new_process(seconds_of_replicas, number, rounds) for number in replicas]
     for variant in (BARE, OURS):
         values = {number: own[variant] for number, own in zip(replicas, processes, strict=True)}
