@@ -3,6 +3,6 @@
 from kmp.conversion.audit_table import Audit
 from kmp.conversion.auditing import audit
 from kmp.conversion.converter import convert, to_float32
-from kmp.conversion.plan import CONVERSION_POLICIES, Plan
+from kmp.conversion.plan import Plan
 
-__all__ = ["CONVERSION_POLICIES", "Audit", "Plan", "audit", "convert", "to_float32"]
+__all__ = ["Audit", "Plan", "audit", "convert", "to_float32"]

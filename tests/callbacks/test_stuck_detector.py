@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import MODES, OverflowsBackward, compiled_model, sequential, small_data
+from conftest import MODES, OverflowsBackward, compiled_model, fit_data, sequential, small_data
 from keras import layers
 
 import kmp
@@ -17,10 +17,6 @@ def data(corrupt=slice(0, 0), batches=250):
     x, y = small_data(batches)
     x[corrupt.start * 8 : corrupt.stop * 8] = np.nan
     return x, y
-
-
-def fit(model, data, callbacks=(), **arguments):
-    return model.fit(*data, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks, **arguments).history
 
 
 @tf.custom_gradient
@@ -39,10 +35,10 @@ def overflowing_model(**settings):
 
 def test_streak_of_corrupt_batches_raises_at_patience_and_keeps_the_weights_from_before():
     model = compiled_model("adam", **MODES["steps_per_execution"])
-    fit(model, data(batches=16))
+    fit_data(model, data(batches=16))
     before = model.get_weights()
     with pytest.raises(StuckError, match="The batch's x contains NaN or Inf") as caught:
-        fit(model, data(slice(0, 250)), defaults())
+        fit_data(model, data(slice(0, 250)), defaults())
     assert "The weights are those from before the skipped steps." in str(caught.value)
     assert model.optimizer.snapshot().step == 16 + 104
     np.testing.assert_equal(model.get_weights(), before)
@@ -54,7 +50,7 @@ def test_streak_is_detected_at_the_exact_step_for_any_start_and_a_clean_step_end
     for start in (1, 37, 101):
         step = model.optimizer.snapshot().step + start + 20
         with pytest.raises(StuckError, match=f"at step {step} the last 20 steps were skipped. Last loss: nan"):
-            fit(model, data(slice(start, 250)), [StuckDetector(patience=20)])
+            fit_data(model, data(slice(start, 250)), [StuckDetector(patience=20)])
 
 
 OF_FALLING_SCALE = r"overflow starts nearest to the loss at \S*/overflow_origin/bias\. .*patience"
@@ -76,7 +72,7 @@ AT_MINIMUM = [
 )
 def test_message_says_where_gradients_overflow_and_what_the_scale_does(settings, patience, expected):
     with pytest.raises(StuckError) as caught:
-        fit(overflowing_model(**settings), data(), [StuckDetector(patience=patience)])
+        fit_data(overflowing_model(**settings), data(), [StuckDetector(patience=patience)])
     for part in expected:
         assert re.search(part, str(caught.value)), part
 
@@ -105,7 +101,7 @@ def test_training_continues_if_on_stuck_does_not_raise(on_stuck, warnings, recwa
     x, y = data(slice(2, 6), batches=14)
     x[8 * 8 : 12 * 8] = np.nan
     model = compiled_model(run_eagerly=True)
-    fit(model, (x, y), [StuckDetector(patience=3, on_stuck=on_stuck)])
+    fit_data(model, (x, y), [StuckDetector(patience=3, on_stuck=on_stuck)])
     assert sum("Training is stuck" in str(warning.message) for warning in recwarn) == warnings
     snapshot = model.optimizer.snapshot()
     assert (snapshot.step, snapshot.overflow_count) == (14, 8)
@@ -116,14 +112,14 @@ def test_detector_works_in_a_second_fit_and_for_a_second_model():
     for model in (compiled_model(run_eagerly=True), compiled_model(run_eagerly=True)):
         for _ in range(2):
             with pytest.raises(StuckError):
-                fit(model, data(slice(0, 250)), [detector])
+                fit_data(model, data(slice(0, 250)), [detector])
 
 
 def test_detector_of_default_callbacks_works_without_the_others(tmp_path):
     *_, detector, _ = defaults(report=tmp_path / "report.html")
     detector.patience = 3
     with pytest.raises(StuckError, match="Cause: The loss is NaN or Inf before scaling"):
-        fit(compiled_model(run_eagerly=True), data(slice(0, 250)), [detector])
+        fit_data(compiled_model(run_eagerly=True), data(slice(0, 250)), [detector])
 
 
 @pytest.mark.parametrize(
@@ -144,7 +140,7 @@ def test_detector_rarely_reads_the_optimizer_without_overflows(monkeypatch):
     take_snapshot, read_counts = model.optimizer.snapshot, model.optimizer.counters.read_counts
     monkeypatch.setattr(model.optimizer, "snapshot", lambda: snapshots.append(1) or take_snapshot())
     monkeypatch.setattr(model.optimizer.counters, "read_counts", lambda: reads.append(1) or read_counts())
-    fit(model, data(batches=100), [StuckDetector()])
+    fit_data(model, data(batches=100), [StuckDetector()])
     assert len(snapshots) == 2  # both before the first step
     # A snapshot reads the counts too. One more at the end, and each time the scale could have fallen to min_scale.
     assert len(reads) <= 2 + 1 + 1 + 100 // 28

@@ -184,7 +184,10 @@ def test_epoch_without_a_finite_batch_has_a_nan_loss_also_if_its_length_is_unkno
 @pytest.mark.parametrize("set_first", [True, False])
 def test_training_step_set_on_the_instance_is_kept_and_trains_its_own_variables(set_first):
     model, other, losses = small_model(), keras.Variable([1.0]), iter([2.0, np.nan, 2.0])
-    step = lambda data: {"loss": take_step(model.optimizer, [other], lambda: ops.sum(other * next(losses)))}  # noqa: E731
+
+    def step(data):
+        return {"loss": take_step(model.optimizer, [other], lambda: ops.sum(other * next(losses)))}
+
     if set_first:
         model.train_step = step
     model.compile(keras.optimizers.SGD(0.25), "sparse_categorical_crossentropy", run_eagerly=True)

@@ -93,8 +93,7 @@ def fault_constant_empty_set(rng):
     x, stowage = manifests(3200)
     x_test, stowage_test = manifests(1000)
     model = ManifestNet()
-    loss = crossentropy()
-    model.compile(keras.optimizers.Adamax(2e-2), loss)
+    model.compile(keras.optimizers.Adamax(2e-2), crossentropy())
     model.fit(x, stowage, batch_size=64, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults("run"))
     return accuracy(model, x_test, stowage_test)
 

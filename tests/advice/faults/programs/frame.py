@@ -65,6 +65,12 @@ def texts(rng):
     return {"tokens": tokens, "is_word": is_word}, ((weight[tokens] * is_word).sum(axis=1) > 0).astype("int32")
 
 
+def classifier_after(layer, shape, units):
+    """Returns a classifier with a hidden layer, for two classes, of what a layer makes of the inputs."""
+    inputs, hidden = keras.Input(shape), keras.layers.Dense(units, activation="relu", name="hidden")
+    return keras.Model(inputs, keras.layers.Dense(2, name="logits")(hidden(layer(inputs))))
+
+
 def line_classifier():
     return keras.Sequential(
         [

@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras import ops
 
 import kmp
-from programs.frame import accuracy, crossentropy, explained_variance, train_in_loop
+from programs.frame import accuracy, classifier_after, crossentropy, explained_variance, train_in_loop
 
 
 def fault_precision_loudness(rng):
@@ -26,11 +26,8 @@ def fault_precision_loudness(rng):
     label = (signal[:, :4].sum(axis=1) > 0).astype("int32")
     signal = (signal * rng.uniform(400, 5000, (1024, 1))).astype("float32")
 
-    inputs = keras.Input((16,))
-    hidden = keras.layers.Dense(32, activation="relu", name="hidden")(RootMeanSquare(name="loudness")(inputs))
-    model = keras.Model(inputs, keras.layers.Dense(2, name="logits")(hidden))
-    loss = crossentropy()
-    model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=loss)
+    model = classifier_after(RootMeanSquare(name="loudness"), (16,), units=32)
+    model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy())
     model.fit(signal[:768], label[:768], batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run"))
     return accuracy(model, signal[768:], label[768:])
 
@@ -49,11 +46,8 @@ def fault_precision_hours(rng):
     hours = (50_000 + rng.uniform(0, 7200, (2048, 1))).astype("float32")
     label = (hours[:, 0] % 24 > 12).astype("int32")
 
-    inputs = keras.Input((1,))
-    hidden = keras.layers.Dense(16, activation="relu", name="hidden")(PhaseOfDay(name="phase")(inputs))
-    model = keras.Model(inputs, keras.layers.Dense(2, name="logits")(hidden))
-    loss = crossentropy()
-    model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=loss)
+    model = classifier_after(PhaseOfDay(name="phase"), (1,), units=16)
+    model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy())
     model.fit(hours[:1536], label[:1536], batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
     return accuracy(model, hours[1536:], label[1536:])
 
@@ -80,8 +74,7 @@ def fault_precision_ids(rng):
 
     inputs = keras.Input((2,))
     model = keras.Model(inputs, keras.layers.Dense(2, name="logits")(CustomerTable(name="customer")(inputs)))
-    loss = crossentropy()
-    model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-2), loss=loss)
+    model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-2), loss=crossentropy())
     model.fit(table, label, batch_size=128, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run"))
     return accuracy(model, table, label)  # of known customers
 
@@ -101,11 +94,8 @@ def fault_precision_total(rng):
     amounts = rng.normal(7.5, 0.3, (1024, DAYS, 1)).astype("float32")
     label = (amounts.sum(axis=(1, 2)) > 7.5 * DAYS).astype("int32")
 
-    inputs = keras.Input((DAYS, 1))
-    hidden = keras.layers.Dense(16, activation="relu", name="hidden")(Total(name="total")(inputs))
-    model = keras.Model(inputs, keras.layers.Dense(2, name="logits")(hidden))
-    loss = crossentropy()
-    model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=loss)
+    model = classifier_after(Total(name="total"), (DAYS, 1), units=16)
+    model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy())
     model.fit(amounts[:768], label[:768], batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run"))
     return accuracy(model, amounts[768:], label[768:])
 
