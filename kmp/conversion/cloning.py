@@ -19,6 +19,7 @@ from kmp.backend import (
     is_keras_class,
     keras_internals,
     rnn_states,
+    sublayers,
     unconnected_copy,
 )
 from kmp.conversion.model_parts import Config, Part, children_of, config_of, is_graph, refused_arguments
@@ -74,6 +75,9 @@ def clone_model(model: keras.Model, parts: list[Part], plan: Plan | None) -> tup
         random.setstate(random_state)
     pairs = list(cloning.pairs(model, clone))
     cloning.set_policies(pairs)  # of sublayers that are created in `build`
+    set_normalization = layers.fuse_normalization if plan else layers.unfuse_normalization
+    for layer in sublayers(clone):
+        set_normalization(layer)
     _copy_state(model, clone, pairs)
     return clone, {cloning.path_of(original): copy for original, copy in pairs if original is not model}
 

@@ -3,9 +3,10 @@
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import ops
 
-from kmp.backend import call_if
+from kmp.layers.fused_normalization import batch_normalization
 from kmp.utils import DTYPES_16_BIT, validation
 
 
@@ -45,15 +46,12 @@ class BatchNormalization(keras.layers.BatchNormalization):
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         if not (training and self.trainable):
-            return super().call(inputs, training=training, mask=mask)
+            return batch_normalization(self, inputs, training=training, mask=mask)
         statistics = self.non_trainable_variables
         before = [ops.copy(variable) for variable in statistics]
-        outputs = super().call(inputs, training=training, mask=mask)
-        is_finite = ops.all(ops.stack([ops.all(ops.isfinite(variable)) for variable in statistics]))
-
-        def restore() -> None:
-            for variable, value in zip(statistics, before, strict=True):
-                variable.assign(ops.where(is_finite, variable, value))
-
-        call_if(ops.logical_not(is_finite), restore)
+        outputs = batch_normalization(self, inputs, training=training, mask=mask)
+        # Their sum is finite if all are. A predicated write needs no decision of the host, unlike a branch.
+        is_finite = ops.isfinite(ops.sum(tf.add_n([variable.value for variable in statistics])))
+        for variable, value in zip(statistics, before, strict=True):
+            variable.assign(ops.where(is_finite, variable, value))
         return outputs

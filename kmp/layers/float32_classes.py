@@ -16,6 +16,7 @@ import keras
 import numpy as np
 
 from kmp.backend import Replacement, defining_class
+from kmp.layers.fused_normalization import fuse_normalization
 from kmp.utils import DTYPES_16_BIT, FLOAT16, FLOAT32
 
 logger = logging.getLogger("kmp")
@@ -120,6 +121,8 @@ def apply_patches(is_enabled: Callable[[], bool]) -> Iterator[Replacement]:
         @functools.wraps(original)
         def init(self: keras.Layer, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
+            if is_enabled():
+                fuse_normalization(self)
             classes = _selected.get()
             is_selected = is_enabled() if classes is None else type(self) in classes
             # Not `self.compute_dtype`: some classes override it, and need their own `__init__` to have run.

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import keras
@@ -53,6 +53,23 @@ class _Slots:
     specs: list[Any]
     variables: list[tf.Variable]
     structure: Any = None
+    last_batch: list[tf.Variable] = field(default_factory=list)
+
+
+class _State(NamedTuple):
+    """Copies of the state before a step.
+
+    Attributes:
+        loss_scale: Scalar float32.
+        is_requested: Scalar int64, 1 if the batch of a step is requested.
+        overflows_in_a_row: Scalar int64.
+        kept: float64 of shape `(3,)`: what `BatchCapture` knows of the batch that it kept.
+    """
+
+    loss_scale: Any
+    is_requested: Any
+    overflows_in_a_row: Any
+    kept: Any
 
 
 class BatchCapture:
@@ -62,7 +79,9 @@ class BatchCapture:
     of a row later ones of the batch, because a single example may make a step fail. A ragged batch has no parts that
     stand alone: it is copied as a whole, and not under XLA or if it has more than 64 MB.
 
-    The branch is taken in the steps that are skipped, and in the first one after `request`.
+    The branch is taken in the steps that are skipped, and in the first one after `request`. On a GPU, a branch that
+    needs the result of its step makes the host wait for it. So a step whose optimizer is compiled only keeps its batch,
+    without a copy, and the next one has the branch: its condition is known when it begins.
 
     Args:
         model: The model in training.
@@ -82,6 +101,8 @@ class BatchCapture:
         self._is_requested = keras.Variable("zeros", (), "int64", name="capture_requested", **options)
         # Step, batch size, loss scale, index of the slots, and whether it was skipped; float64 has each exactly.
         self._captured = keras.Variable("zeros", (5,), "float64", name="captured_batch", **options)
+        # Step, loss scale and index of the slots of the batch that is kept for the next step; without one, step 0.
+        self._kept = keras.Variable("zeros", (3,), "float64", name="kept_batch", **options)
         self._slots: list[_Slots] = []
         self.variables: list[ResourceVariable] = []
         self.unrestorable: str | None = None
@@ -90,6 +111,7 @@ class BatchCapture:
     def request(self) -> None:
         """Captures the batch of the next step."""
         self._is_requested.assign(1)
+        self._kept.assign(tf.zeros([3], tf.float64))
 
     def prepare(self, batch_spec: Any, is_xla: bool) -> None:
         """Creates the variables for batches of this structure, which may be `tf.TensorSpec`s or tensors."""
@@ -102,10 +124,10 @@ class BatchCapture:
         Args:
             data: The batch, as passed to `train_step`.
         """
-        loss_scale = ops.copy(self.optimizer.dynamic_scale)
+        before = self._state()
         yield
         self.is_of_loop = False
-        self._add_branch(data, loss_scale)
+        self._add_branch(data, before)
 
     @contextlib.contextmanager
     def watch_calls(self) -> Iterator[None]:
@@ -119,14 +141,22 @@ class BatchCapture:
                 inputs.append(args[0])
             return call(*args, **kwargs)
 
+        before = self._state()
         with instance_attribute(self._model, "call", recording_call):
             yield
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         if inputs and all(getattr(each, "graph", None) is graph for each in keras.tree.flatten(inputs) if graph):
             self.is_of_loop = True
-            self._add_branch((inputs[0],), None)
+            self._add_branch((inputs[0],), before)
 
-    def _add_branch(self, data: Any, loss_scale: Any) -> None:
+    def _state(self) -> _State:
+        """Returns copies of what tells whether to capture the last batch, before a step."""
+        in_a_row = self.optimizer.counters.values().overflows_in_a_row
+        variables = self.optimizer.dynamic_scale, self._is_requested, self._kept
+        scale, is_requested, kept = map(ops.copy, variables)
+        return _State(scale, is_requested, in_a_row, kept)
+
+    def _add_branch(self, data: Any, before: _State) -> None:
         tensors, is_xla = keras.tree.flatten(data), xla.is_tracing()
         try:
             with tf.init_scope():  # only the first trace may create variables, not that of another structure
@@ -139,15 +169,48 @@ class BatchCapture:
         slots.structure = keras.tree.map_structure(lambda _: 0, data)  # no tensors, which cannot be copied
         known = [*self._model.variables, *self.optimizer.variables]
         self.variables, self.unrestorable = state_of_trace(known, unless_assigned=self._is_custom)
+        if self.optimizer.compiles_step:
+            if not slots.last_batch:
+                with tf.init_scope():
+                    slots.last_batch = [_variable_for_any_rows(tensor) for tensor in tensors]
+            self._capture_kept(index, before)
+            self._keep(index, tensors, before.loss_scale)
+            return
         counters = self.optimizer.counters.values()
         ops.cond(
             self._is_requested.value + counters.overflows_in_a_row > 0,
-            outlined(lambda: self._capture(index, tensors, loss_scale, counters.overflows_in_a_row)),
+            outlined(
+                lambda: self._capture(index, tensors, before.loss_scale, counters.step, counters.overflows_in_a_row)
+            ),
             lambda: None,
         )
 
+    def _keep(self, index: int, tensors: list[tf.Tensor], loss_scale: tf.Tensor) -> None:
+        """Keeps the batch of this step for the next one: the variables refer to its memory."""
+        for variable, tensor in zip(self._slots[index].last_batch, tensors, strict=True):
+            variable.assign(tensor)
+        about = self.optimizer.counters.values().step, loss_scale, float(index)
+        self._kept.assign(tf.stack([ops.cast(each, "float64") for each in about]))
+
+    def _capture_kept(self, index: int, state: _State) -> None:
+        """Captures the batch of the step before, if that was skipped or is requested."""
+        step, loss_scale, kept_index = tf.unstack(state.kept)
+        is_wanted = state.is_requested + state.overflows_in_a_row > 0
+        is_here = ops.logical_and(step > 0, ops.equal(kept_index, float(index)))
+        kept = self._slots[index].last_batch
+
+        def capture() -> None:
+            tensors = [variable.value() for variable in kept]
+            self._capture(index, tensors, loss_scale, step, state.overflows_in_a_row)
+
+        if kept:
+            ops.cond(ops.logical_and(is_wanted, is_here), outlined(capture), lambda: None)
+
     def read(self) -> CapturedBatch | None:
         """Returns the batch that was captured last, or `None` without one since `forget`."""
+        for index in range(len(self._slots)):
+            self._capture_kept(index, self._state())
+        self._kept.assign(tf.zeros([3], tf.float64))
         step, batch_size, loss_scale, index, was_skipped = self._captured.numpy().tolist()
         if not step:
             return None
@@ -162,7 +225,8 @@ class BatchCapture:
         """Forgets the batch, and frees its memory where variables may change their shape."""
         self._captured.assign(tf.zeros([5], tf.float64))
         self._is_requested.assign(0)
-        for variable in (each for slots in self._slots for each in slots.variables):
+        self._kept.assign(tf.zeros([3], tf.float64))
+        for variable in (each for slots in self._slots for each in (*slots.variables, *slots.last_batch)):
             if variable.shape[0] is None:
                 variable.assign(tf.zeros([0, *(size or 0 for size in variable.shape[1:])], variable.dtype))
 
@@ -184,7 +248,12 @@ class BatchCapture:
         return len(self._slots) - 1
 
     def _capture(
-        self, index: int, tensors: list[tf.Tensor], loss_scale: tf.Tensor | None, skipped_in_a_row: tf.Tensor
+        self,
+        index: int,
+        tensors: list[tf.Tensor],
+        loss_scale: tf.Tensor,
+        step: tf.Tensor,
+        skipped_in_a_row: tf.Tensor,
     ) -> None:
         variables = self._slots[index].variables
         is_padded = variables[0].shape[0] is not None
@@ -196,9 +265,8 @@ class BatchCapture:
                     missing = variable.shape[0] - tf.shape(value)[0]
                     value = tf.pad(value, [[0, missing], *[[0, 0]] * (len(value.shape) - 1)])
                 variable.assign(tf.ensure_shape(value, variable.shape))
-            scale = self.optimizer.dynamic_scale if loss_scale is None else loss_scale
-            step, size = self.optimizer.counters.values().step, tf.shape(tensors[0], tf.int64)[0]
-            captured = step, size, scale, float(index), skipped_in_a_row > 0
+            size = tf.shape(tensors[0], tf.int64)[0]
+            captured = step, size, loss_scale, float(index), skipped_in_a_row > 0
             self._captured.assign(tf.stack([ops.cast(each, "float64") for each in captured]))
 
         rows = {tensor.shape[0] for tensor in tensors}
@@ -233,6 +301,11 @@ class BatchCapture:
             tf.cond(tf.reduce_max(sizes) > tf.reduce_min(sizes), copy_all, copy_examples)
         else:
             copy_examples()
+
+
+def _variable_for_any_rows(tensor: tf.Tensor) -> tf.Variable:
+    empty = tf.zeros([0, *(size or 0 for size in tensor.shape[1:])], tensor.dtype)
+    return tf.Variable(empty, trainable=False, shape=tf.TensorShape([None, *tensor.shape[1:]]))
 
 
 def is_ragged(data: Any) -> bool:

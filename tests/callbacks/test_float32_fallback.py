@@ -210,7 +210,8 @@ def test_files_clones_and_conversions_of_a_repaired_model_compute_as_it_does(tmp
     assert body.get_layer("shifted").shift.dtype == "float16"
     assert set(expected) == {"float16", "float32"}
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    np.testing.assert_array_equal(loaded(x), model(x))
+    # Loaded without `enable`: its normalization is that of Keras, which rounds once less.
+    np.testing.assert_allclose(loaded(x), model(x), rtol=2e-3)
     for other in (loaded, keras.models.clone_model(model), kmp.convert(model)):
         assert all_dtypes(other) == expected
     assert set(all_dtypes(kmp.to_float32(model))) == {"float32"}

@@ -1,0 +1,302 @@
+"""Normalization that reads and writes 16 bits and computes in float32, in one kernel outside XLA.
+
+Keras 3.15 casts the inputs to float32, keeps that copy for the backward pass and computes in about twenty kernels.
+TensorFlow has one kernel with 16-bit inputs and outputs and float32 statistics, `FusedBatchNormV3`. It normalizes each
+channel, so other normalizations make the elements that they normalize together a channel of their own.
+
+Under XLA, which fuses Keras' operations itself, and in all cases that the kernel does not support, Keras' code runs.
+Source: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.3: read and write float16 tensors, and
+compute in float32.
+"""
+
+import math
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from kmp.backend import defining_class, xla
+
+_DTYPES = ("float16", "bfloat16", "float32")
+# With a variance of 1 - epsilon, the kernel divides by exactly 1.
+_UNIT_EPSILON = 2.0**-10
+
+
+class _Channels(NamedTuple):
+    """A tensor as the kernel takes it: of rank 4, with the axis of the channels last (NHWC) or second (NCHW)."""
+
+    values: tf.Tensor
+    data_format: str
+
+
+class _Normalized(NamedTuple):
+    """Outputs of the kernel: the normalized values, and float32 statistics of shape `(channels,)`."""
+
+    values: tf.Tensor
+    mean: tf.Tensor
+    variance: tf.Tensor
+
+
+def fuse_normalization(layer: keras.Layer) -> None:
+    """Makes a normalization layer of Keras use the fused kernel; does nothing for other layers.
+
+    Sets `call` of this layer only. A subclass with a `call` of its own keeps it.
+    """
+    for cls, call in _FUSED_CALLS.items():
+        if isinstance(layer, cls) and defining_class(type(layer), "call") is cls:
+            vars(layer)["call"] = MethodType(call, layer)  # not tracked by Keras' `__setattr__`
+
+
+def unfuse_normalization(layer: keras.Layer) -> None:
+    """Undoes `fuse_normalization`."""
+    if getattr(vars(layer).get("call"), "__func__", None) in _FUSED_CALLS.values():
+        del vars(layer)["call"]
+
+
+def batch_normalization(
+    layer: keras.layers.BatchNormalization, inputs: Any, training: bool | None = None, mask: Any = None
+) -> Any:
+    """Computes what `keras.layers.BatchNormalization.call` does, and updates the same moving statistics."""
+    channels = _channels(inputs, layer.axis) if _is_supported(inputs) else None
+    if channels is None or mask is not None or layer.renorm or layer.synchronized:
+        return keras.layers.BatchNormalization.call(layer, inputs, training=training, mask=mask)
+
+    shape = layer.moving_mean.shape
+    gamma = _float32(layer.gamma) if layer.scale else _filled(1.0, shape[0])
+    beta = _float32(layer.beta) if layer.center else _filled(0.0, shape[0])
+    mean, variance = _float32(layer.moving_mean), _float32(layer.moving_variance)
+    if not (training and layer.trainable):
+        normalized = _normalize(channels, gamma, beta, layer.epsilon, mean, variance)
+        return _shaped_like(inputs, normalized.values)
+
+    # The kernel updates the moving statistics too, but with Bessel's correction of the variance, unlike Keras.
+    correction = _bessel_correction(inputs, shape[0])
+    normalized = _normalize(
+        channels, gamma, beta, layer.epsilon, mean, variance * correction, update_factor=1.0 - layer.momentum
+    )
+    new_variance = normalized.variance / correction
+    layer.moving_mean.assign(_unless_empty(inputs, normalized.mean, mean))
+    layer.moving_variance.assign(_unless_empty(inputs, new_variance, variance))
+    return _shaped_like(inputs, normalized.values)
+
+
+def layer_normalization(layer: keras.layers.LayerNormalization, inputs: Any) -> Any:
+    """Computes what `keras.layers.LayerNormalization.call` does, if it normalizes the last axes."""
+    width = _trailing_size(inputs, layer.axis)
+    if not _is_supported(inputs) or width is None or layer.rms_scaling:
+        return keras.layers.LayerNormalization.call(layer, inputs)
+    outputs = _normalize_rows(inputs, width, layer.epsilon)
+    outputs = _scale_and_shift(_Channels(tf.reshape(outputs, [1, -1, 1, width]), "NHWC"), layer.gamma, layer.beta)
+    return tf.cast(_shaped_like(inputs, outputs), layer.compute_dtype)
+
+
+def group_normalization(layer: keras.layers.GroupNormalization, inputs: Any) -> Any:
+    """Computes what `keras.layers.GroupNormalization.call` does, for channels in the last axis or in axis 1."""
+    channels = _channels(inputs, layer.axis) if _is_supported(inputs) else None
+    sizes = inputs.shape[1:]
+    if channels is None or None in sizes:
+        return keras.layers.GroupNormalization.call(layer, inputs)
+    size, groups = math.prod(sizes), layer.groups
+    width = size // groups
+    if channels.data_format == "NCHW":
+        outputs = _normalize_rows(inputs, width, layer.epsilon)
+    else:
+        # The elements of a group are not adjacent. Two transpositions in 16 bits move less than Keras' float32 does.
+        by_group = tf.reshape(inputs, [-1, size // sizes[-1], groups, sizes[-1] // groups])
+        rows = _normalize_rows(tf.transpose(by_group, [0, 2, 1, 3]), width, layer.epsilon)
+        rows = tf.reshape(rows, [-1, groups, size // sizes[-1], sizes[-1] // groups])
+        outputs = tf.transpose(rows, [0, 2, 1, 3])
+    by_channel = _Channels(tf.reshape(outputs, tf.shape(channels.values)), channels.data_format)
+    outputs = _scale_and_shift(by_channel, layer.gamma, layer.beta)
+    return tf.cast(_shaped_like(inputs, outputs), layer.compute_dtype)
+
+
+def rms_normalization(layer: keras.layers.RMSNormalization, x: Any) -> Any:
+    """Computes what `keras.layers.RMSNormalization.call` does, if it normalizes the last axes."""
+    width = _trailing_size(x, layer.axis)
+    if not _is_supported(x) or width is None:
+        return keras.layers.RMSNormalization.call(layer, x)
+    outputs = _divide_rows_by_rms(tf.reshape(x, [1, -1, width, 1]), layer.epsilon)
+    outputs = _scale_and_shift(_Channels(tf.reshape(outputs, [1, -1, 1, width]), "NHWC"), layer.scale, None)
+    return _shaped_like(x, outputs)
+
+
+_FUSED_CALLS: dict[type, Callable[..., Any]] = {
+    keras.layers.BatchNormalization: batch_normalization,
+    keras.layers.LayerNormalization: layer_normalization,
+    keras.layers.GroupNormalization: group_normalization,
+    keras.layers.RMSNormalization: rms_normalization,
+}
+
+
+def _is_supported(inputs: Any) -> bool:
+    """Whether the kernel takes tensors of this dtype, and is faster than what XLA makes of Keras' operations."""
+    is_dense = isinstance(inputs, tf.Tensor) and inputs.shape.rank is not None and inputs.shape.rank >= 2
+    return is_dense and inputs.dtype.name in _DTYPES and not xla.is_tracing()
+
+
+def _channels(inputs: tf.Tensor, axis: int) -> _Channels | None:
+    """Returns the inputs of rank 2 or more with the channels in this axis, or `None` for other axes than 1 and -1."""
+    rank, size = inputs.shape.rank, inputs.shape[axis]
+    if axis in (-1, rank - 1):
+        # The kernel reduces all axes but that of the channels. cuDNN limits the size of the first axis.
+        return _Channels(inputs if rank == 4 else tf.reshape(inputs, [1, -1, 1, size]), "NHWC")
+    if axis in (1, 1 - rank):
+        others = math.prod(inputs.shape[2:]) if None not in inputs.shape[2:] else None
+        first = -1 if others is not None else tf.shape(inputs)[0]
+        shape = [first, size, -1 if others is None else others, 1]
+        return _Channels(inputs if rank == 4 else tf.reshape(inputs, shape), "NCHW")
+    return None
+
+
+def _trailing_size(inputs: Any, axis: int | list[int]) -> int | None:
+    """Returns the number of elements in these axes if they are the last ones and of known size, else `None`."""
+    rank = len(inputs.shape)
+    axes = sorted(each % rank for each in ([axis] if isinstance(axis, int) else axis))
+    sizes = inputs.shape[axes[0] :]
+    return math.prod(sizes) if axes == list(range(axes[0], rank)) and None not in sizes else None
+
+
+def _normalize(
+    channels: _Channels,
+    scale: tf.Tensor,
+    offset: tf.Tensor,
+    epsilon: float,
+    mean: tf.Tensor | None = None,
+    variance: tf.Tensor | None = None,
+    update_factor: float | None = None,
+) -> _Normalized:
+    """Normalizes each channel, then multiplies and adds.
+
+    Uses the given `mean` and `variance` or, with an `update_factor`, those of the values, and returns the given ones
+    moved towards these by that factor: by 1 without any given.
+    """
+    outputs = _batch_norm_op(channels, scale, offset, epsilon, mean, variance, update_factor)
+    return _Normalized(outputs.y, outputs.batch_mean, outputs.batch_variance)
+
+
+def _batch_norm_op(
+    channels: _Channels,
+    scale: tf.Tensor,
+    offset: tf.Tensor,
+    epsilon: float,
+    mean: tf.Tensor | None = None,
+    variance: tf.Tensor | None = None,
+    update_factor: float | None = None,
+) -> Any:
+    """Returns all outputs of the operation of `_normalize`, those for its gradient too."""
+    if update_factor == 1.0:
+        mean = variance = tf.zeros([0])  # as the kernel requires
+    # Not `tf.nn.fused_batch_norm`, which raises an epsilon below 1.001e-5 to that. cuDNN 9 takes any.
+    return tf.raw_ops.FusedBatchNormV3(
+        x=channels.values,
+        scale=scale,
+        offset=offset,
+        mean=mean,
+        variance=variance,
+        epsilon=epsilon,
+        exponential_avg_factor=1.0 if update_factor is None else update_factor,
+        data_format=channels.data_format,
+        is_training=update_factor is not None,
+    )
+
+
+def _normalize_rows(inputs: tf.Tensor, width: int, epsilon: float) -> tf.Tensor:
+    """Normalizes each `width` adjacent elements; returns shape `(1, rows, width, 1)`."""
+    rows = tf.reshape(inputs, [1, -1, width, 1])
+    ones, zeros = _per_row(rows)
+    return _normalize(_Channels(rows, "NCHW"), ones, zeros, epsilon, update_factor=1.0).values
+
+
+def _divide_rows_by_rms(rows: tf.Tensor, epsilon: float) -> tf.Tensor:
+    """Divides each row of shape `(1, rows, width, 1)` by the root of its mean square plus epsilon."""
+    width = rows.shape[2]
+    ones, zeros = _per_row(rows)
+
+    def scale_rows(values: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
+        unit = tf.fill(tf.shape(factors), 1.0 - _UNIT_EPSILON)
+        return _normalize(_Channels(values, "NCHW"), factors, zeros, _UNIT_EPSILON, zeros, unit).values
+
+    @tf.custom_gradient
+    def divide(values: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        statistics = _batch_norm_op(_Channels(values, "NCHW"), ones, zeros, epsilon, update_factor=1.0)
+        mean, variance = statistics.batch_mean, statistics.batch_variance * (max(width - 1, 1) / width)
+        reciprocal = tf.math.rsqrt(variance + tf.square(mean) + epsilon)
+
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            sums = tf.raw_ops.FusedBatchNormGradV3(
+                y_backprop=upstream,
+                x=values,
+                scale=ones,
+                reserve_space_1=statistics.reserve_space_1,
+                reserve_space_2=statistics.reserve_space_2,
+                reserve_space_3=statistics.reserve_space_3,
+                epsilon=epsilon,
+                data_format="NCHW",
+                is_training=True,
+            )
+            # The sums over a row of `upstream`, and of `upstream` times the values minus their mean.
+            products = tf.sqrt(variance + epsilon) * sums.scale_backprop + mean * sums.offset_backprop
+            factors = -tf.pow(reciprocal, 3.0) * products / width
+            return scale_rows(upstream, reciprocal) + scale_rows(values, factors)
+
+        return scale_rows(values, reciprocal), gradient
+
+    return divide(rows)
+
+
+def _per_row(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns a one and a zero for each row."""
+    count = rows.shape[1] if rows.shape[1] is not None else tf.shape(rows)[1]
+    return _filled(1.0, count), _filled(0.0, count)
+
+
+def _filled(value: float, size: Any) -> tf.Tensor:
+    """Returns a vector of one value: a constant, which is no kernel, if the size is known."""
+    return tf.constant(value, tf.float32, [size]) if isinstance(size, int) else tf.fill([size], value)
+
+
+def _scale_and_shift(channels: _Channels, scale: Any, offset: Any) -> tf.Tensor:
+    """Returns the values times `scale` plus `offset`, both of shape `(channels,)` or `None`: one kernel, in float32.
+
+    The gradients of both are sums over 16-bit values, in float32 too.
+    """
+    if scale is None and offset is None:
+        return channels.values
+    size = channels.values.shape[1 if channels.data_format == "NCHW" else 3]
+    scale = _filled(1.0, size) if scale is None else tf.reshape(_float32(scale), [size])
+    offset = _filled(0.0, size) if offset is None else tf.reshape(_float32(offset), [size])
+    mean, variance = _filled(0.0, size), _filled(1.0 - _UNIT_EPSILON, size)
+    return _normalize(channels, scale, offset, _UNIT_EPSILON, mean, variance).values
+
+
+def _bessel_correction(inputs: tf.Tensor, channels: int) -> Any:
+    """Returns n / (n - 1) for the number n of values of each channel; 1 for a single value, as the kernel has it."""
+    elements = inputs.shape.num_elements()
+    if elements is not None:
+        count = elements // channels
+        return count / max(count - 1, 1)
+    dynamic_count = tf.cast(tf.size(inputs) // channels, tf.float32)
+    return dynamic_count / tf.maximum(dynamic_count - 1.0, 1.0)
+
+
+def _unless_empty(inputs: tf.Tensor, new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
+    """Returns `new`, which is NaN without inputs, or `old` then: the gradients do not tell that a batch is empty."""
+    if inputs.shape.num_elements():
+        return new
+    return tf.where(tf.size(inputs) > 0, new, old)
+
+
+def _float32(variable: Any) -> tf.Tensor:
+    return tf.cast(tf.convert_to_tensor(variable), tf.float32)
+
+
+def _shaped_like(inputs: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+    if outputs.shape.rank == inputs.shape.rank == 4:
+        shaped = outputs if outputs.shape[1:] == inputs.shape[1:] else tf.reshape(outputs, tf.shape(inputs))
+    else:
+        shaped = tf.reshape(outputs, tf.shape(inputs))
+    shaped.set_shape(inputs.shape)
+    return shaped
