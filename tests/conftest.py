@@ -82,6 +82,7 @@ def without_figures(monkeypatch):
 MODES = {
     "eager": {"run_eagerly": True},
     "graph": {"jit_compile": False},  # Keras uses XLA by default on a GPU
+    "compiled step": {"jit_compile": False},  # and the optimizer's `jit_compile` is true
     "xla": {"jit_compile": True},
     "steps_per_execution": {"steps_per_execution": 8, "jit_compile": False},
 }

@@ -49,18 +49,21 @@ class Placement:
     without_kernel: Counter = field(default_factory=Counter)
 
 
-def place(function, devices=GPU):
+def place(function, devices=GPU, in_branches=True):
     """Tracks whether each tensor of a concrete function is in host or device memory, as the kernels require.
+
+    Without `in_branches`, no branch is taken, as in a finite step that is not sampled.
 
     TensorFlow places an operation on the GPU if it has a kernel there. Many GPU kernels take or return int32 in host
     memory. Constant folding, which may remove some operations, is not taken into account.
     """
     placement = Placement()
-    _place(function.graph, [tensor.dtype == tf.int32 for tensor in function.graph.inputs], placement, devices)
+    on_host = [tensor.dtype == tf.int32 for tensor in function.graph.inputs]
+    _place(function.graph, on_host, placement, devices, in_branches)
     return placement
 
 
-def _place(graph, inputs_on_host, placement, devices):
+def _place(graph, inputs_on_host, placement, devices, in_branches):
     """Returns for each output whether it is in host memory."""
     on_host = {tensor.ref(): is_on_host for tensor, is_on_host in zip(graph.inputs, inputs_on_host, strict=True)}
 
@@ -77,9 +80,15 @@ def _place(graph, inputs_on_host, placement, devices):
             if operation.type in BRANCHES:
                 read_on_host(operation, operands.pop(0))
             arguments = [on_host[tensor.ref()] for tensor in operands]
-            returned = [_place(called, arguments, placement, devices) for called in _called_graphs(operation)]
+            within = Placement() if operation.type in BRANCHES and not in_branches else placement
+            called = _called_graphs(operation)
+            returned = [_place(each, arguments, within, devices, in_branches) for each in called]
             results = returned if operation.type in BRANCHES else returned[-1:]  # a loop returns its body's outputs
             outputs = [all(flags) for flags in zip(*results, strict=True)]
+        elif "CPU" in operation.device:  # as asked for with `tf.device`
+            for tensor in operands:
+                read_on_host(operation, tensor)
+            outputs = [True] * len(operation.outputs)
         else:
             if any("func" in attribute.type for attribute in operation.op_def.attr):
                 raise NotImplementedError(f"Functions called by {operation.type} are not supported.")

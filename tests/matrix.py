@@ -25,8 +25,11 @@ def data():
     return {"x": x, "words": words}, y
 
 
-def make_model(option, **mode):
-    """Returns a compiled model with an Embedding, whose gradients are sparse, and Keras' BatchNormalization."""
+def make_model(option, compiles_step="auto", **mode):
+    """Returns a compiled model with an Embedding, whose gradients are sparse, and Keras' BatchNormalization.
+
+    `compiles_step` is `jit_compile` of the optimizer, and `mode` are arguments of `compile`.
+    """
     x, words = keras.Input((4,), name="x"), keras.Input((), dtype="int32", name="words")
     joined = keras.layers.Concatenate()([keras.layers.Dense(4)(x), keras.layers.Embedding(20, 4)(words)])
     hidden = keras.layers.BatchNormalization()(joined)
@@ -34,5 +37,6 @@ def make_model(option, **mode):
     settings = OPTIONS[option]
     scale = {"loss_scale": settings["loss_scale"]} if "loss_scale" in settings else {"initial_scale": 1024.0}
     inner = keras.optimizers.Adam(**{name: value for name, value in settings.items() if name != "loss_scale"})
-    model.compile(kmp.LossScaleOptimizer(inner, **scale), "sparse_categorical_crossentropy", **mode)
+    optimizer = kmp.LossScaleOptimizer(inner, jit_compile=compiles_step, **scale)
+    model.compile(optimizer, "sparse_categorical_crossentropy", **mode)
     return model

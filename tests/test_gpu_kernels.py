@@ -14,6 +14,22 @@ pytestmark = pytest.mark.skipif(
     not tf.test.is_built_with_cuda(), reason="GPU kernels are registered only in TensorFlow's CUDA build."
 )
 XLA_GPU = ("XLA_GPU_JIT",)
+# Operations that compute with variables as they are before a step.
+KNOWN_BEFORE_THE_STEP = {
+    *("AddV2", "Cast", "Const", "Equal", "Greater", "Identity", "LogicalAnd", "Placeholder"),
+    *("ReadVariableOp", "StridedSlice", "Unpack", "VarHandleOp"),
+}
+
+
+def sources(tensor):
+    """Returns the operations that a tensor of a graph depends on."""
+    found, waiting = set(), [tensor.op]
+    while waiting:
+        op = waiting.pop()
+        if op not in found:
+            found.add(op)
+            waiting += [each.op for each in op.inputs]
+    return found
 
 
 def training_step(model, **options):
@@ -39,10 +55,30 @@ def captured(model):
 
 
 @pytest.mark.parametrize("option", matrix.OPTIONS)
+def test_compiled_step_copies_nothing_to_the_host(option):
+    """A branch on a value of the device makes the host wait for it: a finite step has none."""
+    baseline = place(training_step(unwrapped_model(option)), in_branches=False)
+    with kmp.enable():
+        placement = place(training_step(matrix.make_model(option, compiles_step=True)), in_branches=False)
+        function = training_step(captured(matrix.make_model(option, compiles_step=True)))
+    assert placement.copies - baseline.copies == {}
+    assert placement.without_kernel <= baseline.without_kernel
+
+    # With callbacks there is one branch, whether the step before was skipped: known when the step begins.
+    with_callbacks = place(function, in_branches=False)
+    [(copy, count)] = (with_callbacks.copies - baseline.copies).items()
+    assert (copy.operation, count) == ("If", 1)
+    conditions = [op.inputs[0] for op in function.graph.get_operations() if op.type == "If"]
+    known = [condition for condition in conditions if "CPU" not in condition.op.device]
+    assert len(known) == 1
+    assert {op.type for op in sources(known[0])} <= KNOWN_BEFORE_THE_STEP
+
+
+@pytest.mark.parametrize("option", matrix.OPTIONS)
 def test_step_copies_only_branch_conditions_to_the_host(option):
     baseline = place(training_step(unwrapped_model(option)))
     with kmp.enable():
-        placement = place(training_step(captured(matrix.make_model(option))))
+        placement = place(training_step(captured(matrix.make_model(option, compiles_step=False))))
     added = placement.copies - baseline.copies
     assert {copy.dtype for copy in added} == {"bool"}
     assert {copy.operation for copy in added} <= {"If", "StatelessIf"}

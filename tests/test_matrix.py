@@ -23,6 +23,8 @@ CALLBACKS = {"no callbacks": list, "default callbacks": kmp.callbacks.defaults}
 CASES = [
     ("eager", "none", "clipnorm, decay", "default callbacks"),
     ("graph", "none", "global_clipnorm", "default callbacks"),
+    ("compiled step", "none", "clipnorm, decay", "default callbacks"),
+    ("compiled step", "none", "ema, accumulation", "no callbacks"),
     ("steps_per_execution", "none", "ema, accumulation", "default callbacks"),
     ("xla", "none", "clipnorm, decay", "no callbacks"),
     ("eager", "one replica", "ema, accumulation", "no callbacks"),
@@ -74,7 +76,7 @@ def test_training_skips_exactly_the_corrupt_batches(mode, strategy, option, call
 def check_training(mode, strategy, option, callbacks, scopes):
     arguments = MODES[mode] | ({"steps_per_execution": 2} if mode == "steps_per_execution" else {})
     with scopes[strategy].scope():
-        model = make_model(option, **arguments)
+        model = make_model(option, compiles_step=mode == "compiled step", **arguments)
     recorder, per_call = StateRecorder(), arguments.get("steps_per_execution", 1)
     fit_data(model, data(), [recorder, *CALLBACKS[callbacks]()])
     states = recorder.states

@@ -1,12 +1,16 @@
 """What a function that is traced for XLA, a strategy or a stateless call has to do differently."""
 
+import functools
 import importlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 from keras import ops
 from tensorflow.python.ops import control_flow_util
+
+_LARGEST_MASK = 2**14  # elements; each larger tensor has a kernel of its own anyway
 
 
 def is_tracing() -> bool:
@@ -14,17 +18,67 @@ def is_tracing() -> bool:
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
-def call_if(condition: Any, function: Callable[[], None]) -> None:
+def has_gpu() -> bool:
+    """Whether TensorFlow computes on a GPU: a branch on a value of the device makes the host wait there."""
+    return bool(tf.config.get_visible_devices("GPU"))
+
+
+def masks_of(condition: tf.Tensor) -> Callable[[Sequence[int | None]], tf.Tensor]:
+    """Returns a function of a shape, which returns what selects between tensors of that shape.
+
+    That is the scalar bool `condition` or, under XLA for small tensors, a mask of their shape. XLA for GPUs fuses loops
+    over tensors of one shape into one kernel if they share an operand which is not a scalar. So the mask makes one
+    kernel of all selections between tensors of one shape, where ResNet-50 has more than 200.
+    """
+
+    @functools.cache
+    def mask(shape: tuple[int, ...], graph: tf.Graph) -> tf.Tensor:
+        del graph  # a tensor that is created in a branch exists only there
+        return opaque(tf.fill(shape, condition))
+
+    def select_by(shape: Sequence[int | None]) -> tf.Tensor:
+        sizes = tuple(size for size in shape if size is not None)
+        has_mask = 0 < len(sizes) == len(shape) and math.prod(sizes) <= _LARGEST_MASK
+        if not is_tracing() or not has_mask:
+            return condition
+        return mask(sizes, tf.compat.v1.get_default_graph())
+
+    return select_by
+
+
+def opaque(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor that XLA computes by itself: it does not fuse, fold or share the computation with others.
+
+    TensorFlow 2.21 has no public name for this barrier.
+    """
+    if not is_tracing():
+        return tensor
+    try:
+        barrier = importlib.import_module("tensorflow.compiler.tf2xla.python.xla").optimization_barrier
+    except (ImportError, AttributeError):
+        return tensor  # more kernels, the same results
+    return barrier(tensor)[0]
+
+
+def call_if(condition: Any, function: Callable[[], None], compiles: bool = False) -> None:
     """Calls a function in a branch, or without one where branches must not write variables.
 
     XLA copies every variable that a branch writes; under a strategy, a variable that is aggregated over replicas cannot
     be written in one; and a `keras.StatelessScope` keeps the written tensors for use outside the branch. Without a
     branch, the function must write the old values where the scalar bool tensor `condition` is false.
+
+    Args:
+        condition: Scalar bool tensor.
+        function: The function.
+        compiles: Whether a graph calls it compiled and without a branch, for which a GPU would wait for the host. It
+            may then write no int32 variables, which TensorFlow keeps on the host.
     """
     # Keras 3.15 has no public name for whether a `StatelessScope` is open.
     scope = importlib.import_module("keras.src.backend.common.stateless_scope")
     if is_tracing() or tf.distribute.has_strategy() or scope.in_stateless_scope():
         function()
+    elif compiles and not tf.executing_eagerly():
+        tf.function(function, jit_compile=True, autograph=False)()
     else:
         ops.cond(condition, outlined(function), lambda: None)
 

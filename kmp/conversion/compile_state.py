@@ -67,7 +67,8 @@ def _clone_optimizer(original: keras.optimizers.Optimizer, scale_loss: bool) -> 
     if not isinstance(original, LossScaleOptimizer):
         return wrap(clone)
     if original.rule == _UNIT_SCALE:
-        wrapped = wrap(clone, jit_compile=original.jit_compile or None)
+        is_chosen = original.jit_compile != "auto"
+        wrapped = wrap(clone, jit_compile=original.jit_compile if is_chosen else None)
         wrapped.name = original.name
         return wrapped
     return rewrap(clone, original)

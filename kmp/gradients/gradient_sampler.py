@@ -1,24 +1,22 @@
 """Samples gradients in the compiled step, and measures from outside of it how a step changed the weights."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import keras
 import numpy as np
 import tensorflow as tf
 from keras import ops
 
 from kmp.backend import distribution, outlined
-from kmp.gradients.tensor_groups import Gradients, Variables
+from kmp.gradients.sampling_clock import NEVER, SamplingClock
+from kmp.gradients.tensor_groups import Gradients, Variables, values_of
 from kmp.gradients.tensor_statistics import gradient_statistics, update_statistics
 from kmp.gradients.unscaling import is_overwritten, multiply_gradients
 from kmp.records import BIN_COUNT, GradientSample
 from kmp.utils import unique_names
-
-NEVER = 2**62  # an interval that no step is divisible by
 
 
 def paths_of(variables: Variables) -> list[str]:
@@ -29,19 +27,22 @@ def paths_of(variables: Variables) -> list[str]:
 class GradientSampler:
     """Stores the last gradient sample and the sampling interval, which callbacks set and the compiled step reads.
 
-    The interval is a variable, so changing it or pausing does not retrace the step. With several callbacks it is the
-    greatest common divisor of their intervals, so that each callback gets the samples it requested.
+    Changing the interval or pausing does not retrace the step. With several callbacks it is the greatest common divisor
+    of their intervals, so that each callback gets the samples it requested.
+
+    Args:
+        steps_taken: Returns the number of steps that the optimizer has taken.
 
     Attributes:
         is_active: Whether steps that are traced now can sample, because sampling was started once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, steps_taken: Callable[[], int]) -> None:
         self.is_active = False
         self._strategy = tf.distribute.get_strategy()
         self._intervals: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._interval = keras.Variable(NEVER, dtype="int64", trainable=False, name="sample_every")
-        self._first_step = keras.Variable(0, dtype="int64", trainable=False, name="sample_first")
+        self._clock = SamplingClock(steps_taken)
+        self._first_step = 0
         self._paths: list[str] = []
         self._indices: list[int] = []
         self._step: Any = None
@@ -63,9 +64,8 @@ class GradientSampler:
             `model.make_train_function(force=True)`.
         """
         self._intervals[owner] = every_n_steps
-        if first:
-            self._first_step.assign(first)
-        self._interval.assign(self._common_interval)
+        self._first_step = first or self._first_step
+        self._clock.set(self._common_interval, self._first_step)
         is_new = not self.is_active
         if is_new and self._paths:  # else `build` creates it
             with self._strategy.scope():  # callbacks call outside of it
@@ -76,17 +76,22 @@ class GradientSampler:
     def stop(self, owner: Any) -> None:
         """Stops sampling for `owner`."""
         self._intervals.pop(owner, None)
-        self._interval.assign(self._common_interval)
         if not self._intervals:
-            self._first_step.assign(0)
+            self._first_step = 0
+        self._clock.set(self._common_interval, self._first_step)
 
-    def sample(self, gradients: Gradients, scale: Any, step: Any, unscaled: bool) -> None:
-        """Measures gradients, times the scale, if `step`, int64 counted from 1, is due; part of the compiled step.
+    def sample(self, gradients: Gradients, scale: Callable[[], Any], step: Callable[[], Any], unscaled: bool) -> None:
+        """Measures gradients, times the scale, if the current step is due; part of the training step.
 
-        `unscaled` says whether they are divided by the scale already.
+        Args:
+            gradients: At least one that is not `None`.
+            scale: Returns the loss scale, if it is needed.
+            step: Returns the number of the current step, a scalar int64 counted from 1, if it is needed.
+            unscaled: Whether the gradients are divided by the scale already.
         """
-        is_due = ops.logical_or(ops.equal(step % self._interval, 0), ops.equal(step, self._first_step))
-        ops.cond(is_due, outlined(lambda: self._record(gradients, scale, step, unscaled)), lambda: None)
+        present = next(gradient for gradient in gradients if gradient is not None)
+        is_due = self._clock.is_due(step, values_of(present))
+        ops.cond(is_due, outlined(lambda: self._record(gradients, scale(), step(), unscaled)), lambda: None)
 
     def read(self, order: Sequence[int], steps: int) -> GradientSample | None:
         """Returns the last sample of this process' replicas, or `None` if there is none.

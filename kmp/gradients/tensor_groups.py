@@ -80,21 +80,35 @@ def group_indices(tensors: Sequence[tf.Tensor], large: int, max_elements: int) -
     return groups
 
 
+def rows_of(tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, np.ndarray]:
+    """Returns tensors of one dtype and any shapes as rows, and the index of the tensor that each row belongs to.
+
+    A single tensor has its own rows; several are padded with zeros to rows of 512.
+    """
+    if len(tensors) == 1:
+        width = tensors[0].shape[-1] if tensors[0].shape.rank else 1
+        rows = tf.reshape(tensors[0], [-1, width])
+        return rows, np.zeros(rows.shape[0], np.int32)
+    flat = tf.constant([-1])
+    sizes = np.array([tensor.shape.num_elements() for tensor in tensors])
+    rows = -(-sizes // _ROW_SIZE)
+    zeros = functools.cache(functools.partial(tf.zeros, dtype=tensors[0].dtype))
+    parts = []
+    for tensor, missing in zip(tensors, (rows * _ROW_SIZE - sizes).tolist(), strict=True):
+        parts += [tf.reshape(tensor, flat), *([zeros((missing,))] if missing else [])]
+    owners = np.repeat(np.arange(len(tensors), dtype=np.int32), rows)
+    return tf.reshape(tf.concat(parts, 0), [-1, _ROW_SIZE]), owners
+
+
 def join(tensors: Sequence[tf.Tensor]) -> TensorGroup:
     """Returns tensors of any shape and float dtype as one group."""
     if len(tensors) == 1:
         values = tf.cast(tf.reshape(tensors[0], [1, -1]), tf.float32)
         return TensorGroup(values, np.zeros(1, np.int32), np.zeros(1, np.int64))
-    flat = tf.constant([-1])
+    values, owners = rows_of([tf.cast(tensor, tf.float32) for tensor in tensors])
     sizes = np.array([tensor.shape.num_elements() for tensor in tensors])
-    rows = -(-sizes // _ROW_SIZE)
-    padding = rows * _ROW_SIZE - sizes
-    zeros = functools.cache(tf.zeros)
-    parts = []
-    for tensor, missing in zip(tensors, padding.tolist(), strict=True):
-        parts += [tf.cast(tf.reshape(tensor, flat), tf.float32), *([zeros((missing,))] if missing else [])]
-    owners = np.repeat(np.arange(len(tensors), dtype=np.int32), rows)
-    return TensorGroup(tf.reshape(tf.concat(parts, 0), [-1, _ROW_SIZE]), owners, padding.astype(np.int64))
+    padding = np.bincount(owners, minlength=len(tensors)) * _ROW_SIZE - sizes
+    return TensorGroup(values, owners, padding.astype(np.int64))
 
 
 def in_order(rows: Sequence[tf.Tensor], groups: list[list[int]]) -> tf.Tensor:

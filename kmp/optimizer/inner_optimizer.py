@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmp.backend import is_keras_class, keras_internals
+from kmp.backend import is_keras_class, keras_internals, xla
 from kmp.optimizer.counters import NamedState
 from kmp.utils import validation
 
@@ -62,11 +62,13 @@ def predicated_writes(
         *keras_internals.optimizer_state(optimizer),
     ]
     tf_variables = {id(v): v for v in (v.value if isinstance(v, keras.Variable) else v for v in written)}.values()
-    zeros = {dtype: tf.zeros([], dtype) for dtype in {variable.dtype for variable in tf_variables}}
+    # XLA would share a constant zero with the zeros to which a sparse gradient is added, and read all of these.
+    zeros = {dtype: xla.opaque(tf.zeros([], dtype)) for dtype in {variable.dtype for variable in tf_variables}}
     negative_zeros = {dtype: -zero for dtype, zero in zeros.items()}  # TensorFlow may replace a constant -0.0 by 0.0
+    select_by = xla.masks_of(skip)
     for variable in tf_variables:
         zero, negative_zero = zeros[variable.dtype], negative_zeros[variable.dtype]
-        vars(variable).update(_writes_unless(skip, variable, zero, negative_zero))
+        vars(variable).update(_writes_unless(select_by, variable, zero, negative_zero))
     try:
         yield
     finally:
@@ -76,17 +78,18 @@ def predicated_writes(
 
 
 def _writes_unless(
-    skip: tf.Tensor, variable: tf.Variable, zero: tf.Tensor, negative_zero: tf.Tensor
+    skip_by: Callable[[Any], tf.Tensor], variable: tf.Variable, zero: tf.Tensor, negative_zero: tf.Tensor
 ) -> dict[str, Callable[..., Any]]:
-    """Returns replacements of a variable's write methods, which write a neutral value where `skip` is true.
+    """Returns replacements of a variable's write methods, which write a neutral value if the step is skipped.
 
     A skipped addition or subtraction writes a zero of the sign that preserves zeros of both signs. This takes fewer
     operations than a selection between the old value and the sum, so it traces and compiles faster.
     """
 
     def select(neutral: Any, value: Any) -> tf.Tensor:
+        value = tf.convert_to_tensor(value)
         # tf.where adds Python overhead that would dominate the tracing time of a large model.
-        return tf.raw_ops.SelectV2(condition=skip, t=tf.convert_to_tensor(neutral), e=value)
+        return tf.raw_ops.SelectV2(condition=skip_by(value.shape), t=tf.convert_to_tensor(neutral), e=value)
 
     def predicated(write: Callable[..., Any], neutral: Any) -> Callable[..., Any]:
         def write_unless(value: Any, *args: Any, **options: Any) -> Any:

@@ -19,6 +19,7 @@ from kmp.gradients import (
     Gradients,
     GradientSampler,
     Variables,
+    before_cast,
     is_overwritten,
     multiply_gradients,
     nonfinite_flags,
@@ -78,10 +79,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             scale above 2^126 is applied as 2^126, because the reciprocal of a larger one is subnormal.
         loss_scale: `"dynamic"` (default), or a float from 2^-126 to 2^127 for a fixed scale.
         jit_compile: Whether to compile `apply` with XLA if the surrounding step is not compiled: in a model compiled
-            with `jit_compile=False`, or in an eager loop. As in a `tf.function`, values that are not tensors are read
-            once, for example a callable learning rate, or attributes of the inner optimizer that are set later. Each
-            new number of rows in a sparse gradient triggers a recompilation. Has no effect under a distribution
-            strategy. Defaults to `False`.
+            with `jit_compile=False`, or in an eager loop. `"auto"` (default) does so in graphs where TensorFlow sees a
+            GPU, if the inner optimizer is one of Keras' own; the step then waits for no decision of the host. As in a
+            `tf.function`, values that are not tensors are read once, for example a callable learning rate, or
+            attributes of the inner optimizer that are set later. Has no effect under a distribution strategy.
         **kwargs: Arguments that `keras.optimizers.LossScaleOptimizer` accepts for compatibility with old files.
 
     Raises:
@@ -104,7 +105,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     step_counter: keras.Variable
     dynamic_scale: keras.Variable
     rule: scaling.Rule
-    jit_compile: bool
+    jit_compile: bool | str
     counters: Counters
     inner_state: InnerState
     step_monitor: StepMonitor
@@ -124,7 +125,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         min_scale: float = 2.0**-14,
         max_scale: float = 2.0**127,
         loss_scale: float | str = "dynamic",
-        jit_compile: bool = False,
+        jit_compile: bool | str = "auto",
         **kwargs: Any,
     ) -> None:
         inner = resolve_optimizer("inner_optimizer", inner_optimizer)
@@ -146,7 +147,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             max_scale=max_scale,
         )
         interval = getattr(rule, "growth_interval", _DEFAULT.growth_interval)
-        jit_compile = validation.boolean("jit_compile", jit_compile)
+        jit_compile = validation.boolean_or_auto("jit_compile", jit_compile)
         super().__init__(inner, rule.initial_scale, interval, name, **kwargs)
         for setting in vars(inner).keys() & vars(self).keys() - {"name", "built", *LossScaleOptimizer.__annotations__}:
             if not setting.startswith("_"):  # Keras' defaults; `__getattr__` returns the inner optimizer's instead
@@ -156,7 +157,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.counters = Counters()
         self.inner_state = InnerState(inner)
         self.step_monitor = StepMonitor(requires_scaling=rule != _NO_SCALE)
-        self.sampler = GradientSampler()
+        self.sampler = GradientSampler(lambda: self.counters.read_counts().step)
         self._compiled_step = tf.function(self._step, jit_compile=True, autograph=False) if jit_compile else None
         # As Keras' `build` does. Here, so that a function which is traced before `build` reads the variable too.
         options = {"shape": (), "aggregation": "none"}
@@ -180,7 +181,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.sampler.build(var_list)
         self._order = tuple(range(len(var_list)))
         self.step_monitor.build_for(len(var_list))
-        if self.jit_compile and tf.distribute.has_strategy():
+        if self.jit_compile is True and tf.distribute.has_strategy():
             user_messages.warn(_JIT_COMPILE_IGNORED)
 
     @property
@@ -277,14 +278,43 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             positions = network_order(grads)
         every = range(len(self._trainable_variables))
         self._order = tuple(dict.fromkeys([*(indices[position] for position in positions), *every]))
-        # Under a strategy the step cannot be compiled: replicas synchronize inside of it.
-        compiles = not tf.distribute.has_strategy() and not xla.is_tracing()
-        step = (self._compiled_step if compiles else None) or self._step
-        step(grads, indices, self._order, unscaled, self.sampler.is_active)
+        step: Any = self._step
+        if self.compiles_step:
+            step = self._compiled_step
+            grads = [_of_known_size(grad, variable) for grad, variable in zip(grads, variables, strict=True)]
+        if self.compiles_step or xla.is_tracing():
+            grads = list(map(before_cast, grads))
+        # Outside of the compiled step, for which a branch would wait.
+        if self.sampler.is_active:
+            self._sample(grads, indices, unscaled)
+        step(grads, indices, self._order, unscaled)
 
-    def _step(
-        self, gradients: Gradients, indices: tuple[int, ...], order: tuple[int, ...], unscaled: bool, can_sample: bool
-    ) -> None:
+    @property
+    def compiles_step(self) -> bool:
+        """Whether `apply`, called here, is compiled apart from the step around it, and needs no decision of the host.
+
+        Not in a step that is compiled itself, and not under a strategy: replicas synchronize inside of `apply`.
+        """
+        if not self.jit_compile or tf.distribute.has_strategy() or xla.is_tracing():
+            return False
+        if self.jit_compile is True:
+            return True
+        # Compiled code does not see later changes of Python's values. A loop that runs eagerly may rely on them.
+        can_wait = tf.executing_eagerly() or not xla.has_gpu()
+        return not can_wait and supports_predicated_writes(self.inner_optimizer, self._trainable_variables)
+
+    def _sample(self, gradients: Gradients, indices: tuple[int, ...], unscaled: bool) -> None:
+        """Samples the gradients if the step is due. Each replica samples its own."""
+        gradient_at = dict(zip(indices, gradients, strict=True))
+        in_order = [gradient_at.get(index) for index in range(len(self._trainable_variables))]
+
+        def step() -> Any:
+            return self.counters.counts.value[COUNT_INDEX["step"]] + 1
+
+        if any(gradient is not None for gradient in in_order):
+            self.sampler.sample(in_order, lambda: self.loss_scale, step, unscaled)
+
+    def _step(self, gradients: Gradients, indices: tuple[int, ...], order: tuple[int, ...], unscaled: bool) -> None:
         """Takes a step.
 
         `indices` are those of the variables among the ones that the optimizer was built on, which `order` sorts from
@@ -304,11 +334,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             flags = tf.where(tf.reduce_any(before_clip > 0), before_clip, flags)
         if indices != tuple(range(len(every))):  # a variable without a gradient has the flag 0
             flags = tf.maximum(tf.math.unsorted_segment_max(flags, list(indices), len(every)), 0.0)
-        if can_sample:
-            gradient_at = dict(zip(indices, gradients, strict=True))
-            all_gradients = [gradient_at.get(index) for index in range(len(every))]
-            step = self.counters.counts.value[COUNT_INDEX["step"]] + 1
-            self.sampler.sample(all_gradients, applied_scale, step, unscaled)
 
         # Agree, over replicas and workers.
         losses = self.step_monitor.take_losses()
@@ -330,8 +355,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Updates the variables unless the loss or a gradient is non-finite; then adapts the scale and counts."""
         inner = self.inner_optimizer
         count = functools.partial(self._adapt_and_count, scale=scale, flags=flags, losses=losses, order=order)
-        # The reduction comes last because XLA computes anything cheaper again in each loop that uses it.
-        overflowed = ops.any(ops.maximum(flags, losses.last_nonfinite) > 0)
+        # XLA would compute the comparison again in each loop that uses it.
+        overflowed = xla.opaque(ops.max(flags) > losses.skip_threshold)
 
         def update_replica(divisor: tf.Tensor, gradients: Gradients) -> None:
             # Unscaled inside the branch, so that a skipped step does not pay for it.
@@ -420,8 +445,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def get_config(self) -> dict[str, Any]:
         """Returns the keys of Keras' class, and the arguments of kmp that differ from their defaults."""
         config = super().get_config()
-        if self.jit_compile:
-            config["jit_compile"] = True
+        if self.jit_compile != "auto":
+            config["jit_compile"] = self.jit_compile
         if isinstance(self.rule, scaling.FixedScale):
             return config | {"loss_scale": self.rule.initial_scale}
         ours = ("growth_factor", "backoff_factor", "hysteresis", "min_scale", "max_scale")
@@ -452,3 +477,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _bounded_scale(self, highest: float = scaling.LARGEST_SCALE) -> Any:
         """Returns the scale within the rule's bounds; a file or the user may have written any value to the variable."""
         return self.rule.bounded(self.dynamic_scale, highest)
+
+
+def _of_known_size(gradient: Any, variable: Any) -> Any:
+    """Returns a gradient of known size, by adding up the rows of a sparse one with any number of them.
+
+    XLA compiles again for each new number of rows.
+    """
+    if not isinstance(gradient, tf.IndexedSlices) or gradient.values.shape.num_elements() is not None:
+        return gradient
+    values = tf.cast(gradient.values, keras.backend.result_type(gradient.values.dtype, "float32"))
+    return tf.math.unsorted_segment_sum(values, gradient.indices, variable.shape[0])

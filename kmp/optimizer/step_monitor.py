@@ -61,6 +61,11 @@ class StepLosses(NamedTuple):
     last: Any
 
     @property
+    def skip_threshold(self) -> Any:
+        """Scalar float32, below 0 if the last one was non-finite or a batch had no rows: flags of 0 exceed it."""
+        return ops.minimum(-self.last_nonfinite, self.nonfinite)
+
+    @property
     def were_finite(self) -> Any:
         """Scalar bool, whether all of them were finite, and no batch was empty."""
         return ops.equal(self.nonfinite, 0.0)

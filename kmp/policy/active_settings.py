@@ -16,7 +16,7 @@ _numbers = itertools.count(1)
 class ActiveSettings:
     """The arguments of one call of `enable`."""
 
-    def __init__(self, policy: str, settings: LossScaleSettings, jit_compile: bool) -> None:
+    def __init__(self, policy: str, settings: LossScaleSettings, jit_compile: bool | str) -> None:
         self.policy = policy
         self.settings = settings
         self.jit_compile = jit_compile

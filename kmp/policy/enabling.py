@@ -39,14 +39,14 @@ class Handle(ActiveSettings):
         self.disable()
 
     def __repr__(self) -> str:
-        arguments = self.settings | ({"jit_compile": True} if self.jit_compile else {})
+        arguments = self.settings | ({} if self.jit_compile == "auto" else {"jit_compile": self.jit_compile})
         listed = "".join(f", {name}={value!r}" for name, value in arguments.items())
         state = "in force" if self is current_settings() else "replaced" if self in active else "off"
         return f"<kmp.enable({self.policy!r}{listed}) {state}>"
 
 
 def enable(
-    policy: str = "mixed_float16", *, jit_compile: bool = False, **loss_scale_settings: Unpack[LossScaleSettings]
+    policy: str = "mixed_float16", *, jit_compile: bool | str = "auto", **loss_scale_settings: Unpack[LossScaleSettings]
 ) -> Handle:
     """Sets the global dtype policy, and makes `model.compile` wrap the optimizers of float16 models with loss scaling.
 
@@ -72,8 +72,8 @@ def enable(
             or `"float16"` (float16 variables and computation); or a `keras.DTypePolicy` with such a name. `"auto"`
             chooses by the GPUs: `"mixed_bfloat16"` if all compute bfloat16 in hardware, else `"mixed_float16"` if all
             have Tensor Cores, else `"float32"`; one logged line says which and why.
-        jit_compile: Whether to compile the optimizer's step with XLA even if the model is not compiled with XLA, as in
-            `kmp.LossScaleOptimizer`.
+        jit_compile: Whether to compile the optimizer's step with XLA if the model is not compiled with XLA: `True`,
+            `False` or `"auto"` (default, on a GPU), as in `kmp.LossScaleOptimizer`.
         **loss_scale_settings: `initial_scale`, `growth_interval`, `growth_factor`, `backoff_factor`, `hysteresis`,
             `min_scale`, `max_scale`, `loss_scale`: as in `kmp.LossScaleOptimizer`.
 
@@ -95,7 +95,7 @@ def enable(
     ('LossScaleOptimizer', 1024.0)
     """
     policy = validation.one_of("policy", policy, (*POLICIES, "auto"))
-    jit_compile = validation.boolean("jit_compile", jit_compile)
+    jit_compile = validation.boolean_or_auto("jit_compile", jit_compile)
     loss_scale_rule(**loss_scale_settings)
     handle = Handle(resolve(policy), loss_scale_settings, jit_compile)
     with lock:

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import call_if, distribution, keras_internals, rnn_states, sublayers
+from kmp.backend import call_if, distribution, keras_internals, rnn_states, sublayers, xla
 from kmp.optimizer import COUNT_INDEX, LossScaleOptimizer
 from kmp.policy.optimizers import optimizers_of
 from kmp.utils import validation
@@ -91,17 +91,22 @@ def guarded(layers: Sequence[keras.Layer], optimizers: Sequence[LossScaleOptimiz
         has_nonfinite += [counts[COUNT_INDEX["nonfinite_loss_count"]] for counts in increased]
     outcome.has_nonfinite_loss = _any(has_nonfinite)
 
+    created_states = [state for state in _states(layers) if id(state) not in states_before]
+    created_weights = [weight for weight in _weights(layers) if id(weight) not in weights_before]
+    states = [*states_before.values(), *map(initial_value, created_states)]
+    weights = [*assigned.values(), *map(initial_value, created_weights)]
+
     def restore() -> None:
-        created = [state for state in _states(layers) if id(state) not in states_before]
-        _assign_where(outcome.any_skipped, [*states_before.values(), *map(initial_value, created)])
+        _assign_where(outcome.any_skipped, states)
         # An optimizer that was not skipped may have updated the weights.
         steps, skipped = COUNT_INDEX["step"], COUNT_INDEX["skipped"]
         all_skipped = [(now - then)[steps] == (now - then)[skipped] for then, now in pairs]
         no_update = ops.logical_and(outcome.any_skipped, functools.reduce(ops.logical_and, all_skipped))
-        created = [weight for weight in _weights(layers) if id(weight) not in weights_before]
-        _assign_where(no_update, [*assigned.values(), *map(initial_value, created)])
+        _assign_where(no_update, weights)
 
-    call_if(outcome.any_skipped, restore)
+    if not states and not weights:
+        return
+    call_if(outcome.any_skipped, restore, compiles=_compiles_steps(optimizers))
 
 
 @contextlib.contextmanager
@@ -174,8 +179,14 @@ def _weights(layers: Iterable[keras.Layer]) -> Iterable[keras.Variable]:
 
 def _assign_where(condition: Any, values: Iterable[tuple[keras.Variable, Any]]) -> None:
     """Assigns values to variables where the scalar bool tensor `condition` is true."""
+    select_by = xla.masks_of(condition)
     for variable, value in values:
-        variable.assign(ops.where(condition, value, variable))
+        variable.assign(ops.where(select_by(variable.shape), value, variable))
+
+
+def _compiles_steps(optimizers: Iterable[LossScaleOptimizer]) -> bool:
+    """Whether the steps of all optimizers are compiled: what follows a step must then not wait for the host either."""
+    return all(optimizer.compiles_step for optimizer in optimizers)
 
 
 def _any(conditions: Iterable[Any]) -> Any:
@@ -255,7 +266,7 @@ class GuardedTrainStep:
             return self._run(data)
         batch = [part for part in tf.nest.flatten(data, expand_composites=True) if isinstance(part, tf.Tensor)]
         with tf.control_dependencies(batch):  # no reset by a step that gets no batch, at the end of the data
-            self._reset_metrics_without_finite_batch()
+            self._reset_metrics_without_finite_batch(self._compiles_metrics(optimizers))
         # The loss of a batch without rows is a mean over nothing: NaN, or its gradients are. A sparse tensor, and rows
         # of width 0, may have no elements in any batch.
         dense = (part for part in tf.nest.flatten(data) if isinstance(part, tf.Tensor) and part.shape.rank)
@@ -277,7 +288,7 @@ class GuardedTrainStep:
             is_first = ops.logical_and(nonfinite, ops.logical_not(restores))
             self._only_nonfinite_batches.assign(ops.cast(is_first, "float32"))
 
-        call_if(nonfinite, restore_metrics)
+        call_if(nonfinite, restore_metrics, compiles=self._compiles_metrics(optimizers))
         if model.steps_per_execution == 1 or not isinstance(logs, dict) or "loss" not in logs:
             return logs
         # The logs have a NaN loss if any step of this execution had a non-finite loss, not only the last.
@@ -285,14 +296,18 @@ class GuardedTrainStep:
         self._nonfinite_in_execution.assign(in_execution)
         return logs | {"loss": ops.where(in_execution > 0, math.nan, logs["loss"])}
 
-    def _reset_metrics_without_finite_batch(self) -> None:
+    def _compiles_metrics(self, optimizers: Sequence[LossScaleOptimizer]) -> bool:
+        on_host = any(variable.dtype == "int32" for variable in self._metric_variables())
+        return _compiles_steps(optimizers) and not on_host
+
+    def _reset_metrics_without_finite_batch(self, compiles: bool) -> None:
         should_reset = ops.copy(self._only_nonfinite_batches) > 0
 
         def reset() -> None:
             _assign_where(should_reset, ((variable, ops.zeros_like(variable)) for variable in self._metric_variables()))
             self._only_nonfinite_batches.assign(0.0)
 
-        call_if(should_reset, reset)
+        call_if(should_reset, reset, compiles)
 
     def _run(self, data: Any) -> Any:
         with self.capture.watch(data) if self.capture else contextlib.nullcontext():

@@ -14,7 +14,7 @@ from kmp.scaling import DynamicScale, LossScaleSettings, override
 def wrap(
     optimizer: keras.optimizers.Optimizer | str,
     *,
-    jit_compile: bool | None = None,
+    jit_compile: bool | str | None = None,
     **loss_scale_settings: Unpack[LossScaleSettings],
 ) -> LossScaleOptimizer:
     """Wraps an optimizer that is not passed to `compile`, as in a GAN or a custom training loop.
@@ -42,7 +42,7 @@ def wrap(
     optimizer = resolve_optimizer("optimizer", optimizer)
     enabled = current_settings()
     if jit_compile is None:
-        jit_compile = enabled is not None and enabled.jit_compile
+        jit_compile = enabled.jit_compile if enabled else "auto"
     inherited = enabled.settings if enabled else LossScaleSettings()
     wrapped = LossScaleOptimizer(optimizer, **override(inherited, **loss_scale_settings), jit_compile=jit_compile)
     wrapped.settings_call = "kmp.wrap" if loss_scale_settings or enabled is None else "kmp.enable"

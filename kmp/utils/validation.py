@@ -73,6 +73,16 @@ def boolean(name: str, value: Any) -> bool:
     return scalar
 
 
+def boolean_or_auto(name: str, value: Any) -> bool | str:
+    """Returns `True`, `False` or `"auto"`."""
+    if isinstance(value, str) and value == "auto":
+        return value
+    scalar = python_scalar(value)
+    if not isinstance(scalar, bool):
+        raise TypeError(message(name, value, "True, False or 'auto'"))
+    return scalar
+
+
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     """Returns one of the allowed strings, or the name of a dtype policy or dtype if it is one of them."""
     expected = "one of " + ", ".join(repr(item) for item in allowed)

@@ -76,15 +76,48 @@ def test_compiled_optimizer_matches_the_uncompiled_one(run_step, is_sparse):
 
 
 def test_wrap_uses_jit_compile_of_enable_unless_given_and_it_is_validated():
-    assert not kmp.wrap("sgd").jit_compile
+    assert kmp.wrap("sgd").jit_compile == "auto"
     with kmp.enable(jit_compile=True) as handle:
         assert "jit_compile=True" in repr(handle)
-        assert kmp.wrap("sgd").jit_compile
-        assert compiled_model().optimizer.jit_compile
-        assert not kmp.wrap("sgd", jit_compile=False).jit_compile
-    for call in (lambda: kmp.LossScaleOptimizer("sgd", jit_compile=1), lambda: kmp.enable(jit_compile="auto")):
-        with pytest.raises(TypeError, match="`jit_compile` must be True or False"):
+        assert kmp.wrap("sgd").jit_compile is True
+        assert compiled_model().optimizer.jit_compile is True
+        assert kmp.wrap("sgd", jit_compile=False).jit_compile is False
+    for call in (lambda: kmp.LossScaleOptimizer("sgd", jit_compile=1), lambda: kmp.enable(jit_compile="on")):
+        with pytest.raises(TypeError, match="`jit_compile` must be True, False or 'auto'"):
             call()
+
+
+class Custom(keras.optimizers.SGD):
+    """An optimizer whose writes kmp does not know."""
+
+
+@pytest.mark.parametrize(
+    ("jit_compile", "inner", "has_gpu", "is_compiled"),
+    [
+        ("auto", keras.optimizers.Adam, True, True),
+        ("auto", keras.optimizers.Adam, False, False),
+        ("auto", Custom, True, False),
+        (False, keras.optimizers.Adam, True, False),
+        (True, Custom, False, True),
+    ],
+)
+def test_auto_compiles_the_step_of_a_graph_on_a_gpu(monkeypatch, jit_compile, inner, has_gpu, is_compiled):
+    devices = [tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")] * has_gpu
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind=None: devices)
+    variable = keras.Variable([1.0, 2.0])
+    optimizer = optimizer_for(variable, inner=inner(0.5), jit_compile=jit_compile)
+
+    def compiles(step):
+        step.get_concrete_function()
+        graph = step.get_concrete_function().graph
+        return any(op.node_def.attr["_XlaMustCompile"].b for op in graph.get_operations())
+
+    def step():
+        optimizer.scale_loss(1.0)
+        optimizer.apply([tf.constant([1.0, 2.0])], [variable])
+
+    assert compiles(tf.function(step, autograph=False)) == is_compiled
+    assert optimizer.compiles_step == (jit_compile is True)  # an eager loop may change values of Python later
 
 
 def test_jit_compile_under_a_strategy_warns_and_the_step_runs_without_it(two_replicas):

@@ -1,0 +1,73 @@
+"""Decides in a training step, without waiting, whether the step is sampled."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from kmp.backend import xla
+
+NEVER = 2**62  # an interval that no step is divisible by
+
+
+class SamplingClock:
+    """Knows which steps are due: one given step, and each that an interval divides.
+
+    The interval and the step are variables, so that a change does not retrace the training step. On a GPU, a branch on
+    a value of the device makes the host wait for all that was launched before. So the host has a copy of them, and
+    counts the steps itself. A step that XLA compiles as a whole cannot read variables of the host, nor can the replicas
+    of a distribution strategy: these compare the numbers on the device.
+
+    Args:
+        steps_taken: Returns the number of steps that the optimizer has taken. It is called outside of graphs.
+    """
+
+    def __init__(self, steps_taken: Callable[[], int]) -> None:
+        self._steps_taken = steps_taken
+        self._on_device = _Schedule()
+        self._on_host: _Schedule | None = None
+        if not tf.distribute.has_strategy():
+            with tf.device("CPU:0"):
+                self._on_host = _Schedule()
+                self._host_steps = _scalar(0, "sample_steps")
+
+    def set(self, interval: int, step: int) -> None:
+        """Makes the given `step`, if it is not 0, and each step that `interval` divides due from the next one on."""
+        self._on_device.set(interval, step)
+        if self._on_host:
+            self._on_host.set(interval, step)
+            self._host_steps.assign(self._steps_taken())
+
+    def is_due(self, step: Callable[[], Any], gradient: Any) -> Any:
+        """Returns a scalar bool, whether the current step is due.
+
+        Call it once in each step.
+
+        Args:
+            step: Returns its number on the device, a scalar int64 counted from 1.
+            gradient: Any tensor of the step that needs its batch: at the end of a dataset of unknown length, Keras
+                starts a step that gets none, and which must not count.
+        """
+        if not self._on_host or xla.is_tracing() or tf.distribute.has_strategy():
+            return self._on_device.is_due(step())
+        with tf.device("CPU:0"), tf.control_dependencies([gradient]):
+            return self._on_host.is_due(self._host_steps.value.assign_add(1))
+
+
+class _Schedule:
+    def __init__(self) -> None:
+        self._interval = _scalar(NEVER, "sample_every")
+        self._step = _scalar(0, "sample_first")
+
+    def set(self, interval: int, step: int) -> None:
+        self._interval.assign(interval)
+        self._step.assign(step)
+
+    def is_due(self, step: Any) -> Any:
+        return ops.logical_or(ops.equal(step % self._interval, 0), ops.equal(step, self._step))
+
+
+def _scalar(value: int, name: str) -> keras.Variable:
+    return keras.Variable(value, dtype="int64", trainable=False, name=name)
