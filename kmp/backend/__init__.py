@@ -5,6 +5,10 @@ from kmp.backend import keras_internals as keras_internals
 from kmp.backend import tensorflow_internals as tensorflow_internals
 from kmp.backend import trainer_fixes as trainer_fixes
 from kmp.backend import xla as xla
+from kmp.backend.graph_traffic import Cost as Cost
+from kmp.backend.graph_traffic import Traffic as Traffic
+from kmp.backend.graph_traffic import traffic_of as traffic_of
+from kmp.backend.jit_support import jit_compilation as jit_compilation
 from kmp.backend.keras_internals import compute_dtypes as compute_dtypes
 from kmp.backend.keras_internals import computing_layers as computing_layers
 from kmp.backend.keras_internals import created_layers as created_layers

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from kmp.conversion.plan import Plan
 from kmp.conversion.precision_rules import NEEDS_FLOAT32
+from kmp.conversion.step_traffic import StepTraffic
 from kmp.utils import DTYPES_16_BIT, FLOAT32, printable
 
 _WIDTH = 120  # characters, outside a terminal
@@ -70,6 +71,9 @@ class Audit:
         conversion_error: The message of the `ValueError` that `kmp.convert` raises for this model; empty if it does
             not.
         notes: One sentence for each output of the model that is in 16 bits.
+        traffic: The float32 part of the bytes of a training step. `None` for a model that does not
+            compute in 16 bits, is no graph of layers with known shapes, or cannot be traced.
+        jit_compile: A sentence: whether Keras compiles the model with XLA, and why not if not.
     """
 
     model: str
@@ -77,6 +81,8 @@ class Audit:
     plan: Plan
     conversion_error: str = ""
     notes: tuple[str, ...] = ()
+    traffic: StepTraffic | None = None
+    jit_compile: str = ""
 
     @property
     def needs_float32(self) -> tuple[Row, ...]:
@@ -97,7 +103,13 @@ class Audit:
             lines.append(f"  {row.path} ({row.class_name})" + (f": {row.reason}" if row.reason else ""))
         if len(kept) > _MOST_IN_SUMMARY:
             lines.append(f"  and {len(kept) - _MOST_IN_SUMMARY} more")
-        return "\n".join(map(printable, [*lines, *self.notes[:1]]))
+        return "\n".join(map(printable, [*lines, *self._step_lines, *self.notes[:1]]))
+
+    @property
+    def _step_lines(self) -> list[str]:
+        """What the audit says about a training step."""
+        traffic = "" if self.traffic is None else str(self.traffic)
+        return [line for line in (traffic, self.jit_compile) if line]
 
     @property
     def _count_or_error(self) -> str:
@@ -139,7 +151,7 @@ class Audit:
             color = "red" if row.overflows else "yellow" if row.planned_dtype == FLOAT32.name else ""
             table.add_row(*map(_text, [*cells, row.reason + number]), style=color)
 
-        lines = [*self.notes, *(f"[{number}] {source}" for number, source in enumerate(sources, 1))]
+        lines = [*self._step_lines, *self.notes, *(f"[{number}] {source}" for number, source in enumerate(sources, 1))]
         unaligned = [f"  {row.path}: {', '.join(row.tensor_cores)}" for row in self.rows if row.tensor_cores]
         lines += [_PAD, *unaligned] if unaligned else []
         first = _text(self._count_or_error, "red" if self.conversion_error else "")

@@ -162,6 +162,8 @@ def test_audit_displays_as_a_table_in_text_terminals_and_notebooks():
         "reason",
     ]
     assert "1 of 4 layers and operations are float32 after kmp.convert" in str(audit)
+    assert audit.jit_compile in str(audit)
+    assert audit.jit_compile in audit.summary
     assert [row.path for row in audit.needs_float32] == ["probabilities"]
     assert audit.notes == kmp.audit(kmp.convert(model)).notes == ()  # its output is float32
 
@@ -184,3 +186,107 @@ def test_output_in_16_bits_is_noted_with_the_change_that_makes_it_float32():
     assert (written["notes"], written["plan"]) == (list(audit.notes), audit.plan.to_dict())
     assert "The output of 'value' is float16" in str(audit)
     assert "is float16, as is what `predict` returns" in audit._repr_html_()
+
+
+def float32_shares(layers_of_model, shape=(8,)):
+    with kmp.enable():
+        model = keras.Sequential([keras.Input(shape), *layers_of_model()])
+    return kmp.audit(model).traffic
+
+
+def test_float32_share_of_a_step_is_that_of_its_tensors_by_layer_class():
+    def two_layers():
+        return [layers.Dense(16, use_bias=False), layers.Activation("tanh", dtype="float32")]
+
+    traffic = float32_shares(two_layers)
+    # Per pass, in elements: the kernel has 8 * 16, the inputs 32 * 8, the outputs 32 * 16.
+    kernel, inputs, outputs = 8 * 16, 32 * 8, 32 * 16
+    cast_kernel = 2 * kernel  # to float16, and its gradient to float32
+    products = 2 * (inputs + kernel + outputs)  # the forward pass, and the gradient of the kernel
+    float32_of_dense = 4 * (cast_kernel + inputs)  # Keras casts the float32 inputs of the model
+    float32_of_tanh = 4 * (2 * outputs + 3 * outputs + 2 * outputs)  # forward, backward, and both casts
+    float16 = 2 * (cast_kernel + inputs + products + 2 * outputs)
+    total = float32_of_dense + float32_of_tanh + float16
+    expected = {"Activation": float32_of_tanh / total, "Dense": float32_of_dense / total}
+    assert traffic.by_class == pytest.approx(expected)
+    assert list(traffic.by_class) == ["Activation", "Dense"]
+    assert traffic.float32_share == pytest.approx(sum(expected.values()))
+    assert traffic.batch_size == 32
+    assert str(traffic) == (
+        f"{traffic.float32_share:.0%} of the bytes of a forward and backward pass (batch size 32) are float32: "
+        f"Activation {expected['Activation']:.0%}, Dense {expected['Dense']:.0%}."
+    )
+
+
+def test_float32_bytes_belong_to_the_innermost_layer_whatever_its_name():
+    def nested():
+        inner = [layers.Dense(8, name="a"), layers.Activation("tanh", dtype="float32", name="a_1")]
+        shared = layers.LayerNormalization(dtype="float32", name="a_2")
+        return [keras.Sequential([keras.Input((8,)), *inner, shared], name="a"), shared]
+
+    shares = float32_shares(nested).by_class
+    assert set(shares) == {"Dense", "Activation", "LayerNormalization"}
+    assert shares["LayerNormalization"] > shares["Activation"] > shares["Dense"]
+
+
+def test_audit_has_no_float32_share_of_what_cannot_be_traced_or_is_float32():
+    class Failing(layers.Layer):
+        def call(self, inputs, training=None):
+            if training:
+                raise RuntimeError("only for inference")
+            return inputs
+
+    assert kmp.audit(models.classifier()[0]).traffic is None
+    assert float32_shares(lambda: [layers.Dense(4), Failing()]) is None
+    assert float32_shares(lambda: [layers.Dense(4)], shape=(None, 8)) is None
+    assert float32_shares(lambda: [layers.Activation("relu")]) is None  # nothing to train
+    subclassed = kmp.audit(kmp.convert(models.gan()[0]))
+    assert subclassed.traffic is None
+    assert "float32" in str(subclassed)
+    assert "bytes of a forward" not in str(subclassed) + subclassed.summary
+    assert "traffic" not in subclassed.to_dict()
+
+
+def test_trace_of_the_audit_changes_no_variable_and_leaves_no_loss():
+    with kmp.enable():
+        hidden = layers.Dense(8, activity_regularizer="l2"), layers.Dropout(0.5), layers.BatchNormalization()
+        recurrent = layers.Reshape((2, 4)), layers.GRU(4, stateful=True)
+        model = keras.Sequential([keras.Input(batch_shape=(2, 8)), *hidden, *recurrent])
+    model(np.ones((2, 8), "float32"), training=True)
+    variables = [*model.variables, *model.layers[-1].states]
+    before = values(variables)
+    assert kmp.audit(model).traffic.float32_share > 0
+    assert_equal(variables, before)
+    assert model.losses == []
+
+
+def test_model_with_several_inputs_and_a_fixed_batch_is_traced():
+    with kmp.enable():
+        inputs = {name: keras.Input(batch_shape=(4, 8), name=name) for name in ("second", "first")}
+        model = keras.Model(inputs, [layers.Dense(2)(inputs["first"]), layers.Dense(2)(inputs["second"]) + 1.0])
+    traffic = kmp.audit(model).traffic
+    assert traffic.batch_size == 4
+    assert json.loads(json.dumps(kmp.audit(model).to_dict()))["traffic"] == {
+        "float32_share": traffic.float32_share,
+        "by_class": traffic.by_class,
+        "batch_size": 4,
+    }
+
+
+def test_audit_says_whether_keras_compiles_the_model_with_xla(one_replica):
+    def jit_compile(*hidden, **options):
+        model = keras.Sequential([keras.Input((8, 8, 3)), *hidden, layers.Flatten(), layers.Dense(1)])
+        if options:
+            model.compile("sgd", "mse", **options)
+        return kmp.audit(model).jit_compile
+
+    default = 'On a GPU, jit_compile="auto", the default of `compile`, compiles this model with XLA.'
+    assert jit_compile() == default
+    assert jit_compile(jit_compile=True) == "The model is compiled with jit_compile=True: XLA compiles it."
+    assert "run_eagerly=True: XLA does not compile it" in jit_compile(run_eagerly=True)
+    refused = 'jit_compile="auto" does not compile this model with XLA: '
+    rotation, crop = layers.RandomRotation(0.1), layers.RandomCrop(4, 4)
+    assert jit_compile(rotation) == f"{refused}RandomRotation does not support it."
+    assert jit_compile(rotation, crop) == f"{refused}RandomCrop, RandomRotation do not support it."
+    with one_replica.scope():
+        assert jit_compile() == f"{refused}it was built under a tf.distribute strategy."
