@@ -61,6 +61,8 @@ def run(json_file: Path | None = None) -> int:
     broken = next((check for check in checks if check.status == ERROR), None)
     if broken is None:
         results = _measure(console)
+        if results["exit_status"] != BROKEN:
+            results |= _measure_environment(console)
     else:
         verdict = f"Mixed precision does not work here: {broken.name}: {broken.text.rstrip('.')}."
         results = {"exit_status": BROKEN, "verdict": verdict}
@@ -253,6 +255,40 @@ def _measure(console: Console) -> dict[str, Any]:
         )
     verdict += f" Measured on {device}, with one small model; the speed-up of yours may differ.{incomplete}"
     return {"exit_status": status, "verdict": verdict, "recommended": dataclasses.asdict(best)} | results
+
+
+def _measure_environment(console: Console) -> dict[str, Any]:
+    """Measures what NVIDIA's environment variables gain on a GPU; returns nothing without one."""
+    from kmp import bench, gpus
+
+    if not gpus():
+        return {}
+    variables = bench.environment_variables
+    text = "Measuring environment variables, in graph mode and each in a new process: a minute ..."
+    console.print(f"\n{text}", style="dim")
+    try:
+        measured = variables.measure_environment()
+    except bench.MeasurementError as error:
+        advice = f"The environment variables could not be measured: {_text_of(error)}"
+        console.print(advice)
+        return {"environment": {"export": "", "advice": advice, "results": []}}
+
+    best = variables.fastest_setting(measured)
+    if best is None:
+        export = ""
+        listed = " and ".join(f"`{result.variant}`" for result in measured[1:])
+        advice = f"None of NVIDIA's environment variables makes training 3 % faster here: {listed}."
+    else:
+        export = f"export {best.variant}"
+        gain = f"{best.ratio:.2f} times as fast"
+        advice = f"Set before Python starts, this trains {gain} in graph mode here."
+        if any(name in best.variant for name in variables.PERSISTENT):
+            advice += " cuDNN's spatial persistent mode restricts the range of the data:"
+            advice += " an overflow may give NaN."
+        console.print(export, style="bold")
+    console.print(advice)
+    results = [dataclasses.asdict(result) for result in measured]
+    return {"environment": {"export": export, "advice": advice, "results": results}}
 
 
 def _table(measured: Sequence[Any]) -> Table:

@@ -4,6 +4,8 @@ import importlib
 import json
 import sys
 
+import gpu
+import keras
 import measuring
 import pytest
 
@@ -11,7 +13,7 @@ import kmp_cli
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-# `test_step_operations.py` runs that of `step_operations`.
+# `test_step_operations.py` runs that of `step_operations`, `test_graph_traffic.py` that of `graph_traffic`.
 BENCHMARKS = (
     *("cost_growth", "fallback", "fit_time", "log_cost", "memory", "optimizer_step", "replay_cost", "sampling_cost"),
     "soak",
@@ -36,3 +38,24 @@ def test_short_run_of_a_benchmark_writes_its_results(name, tmp_path, monkeypatch
 def test_short_run_of_the_command_writes_its_results(tmp_path):
     assert kmp_cli.main(["bench", "--quick", "--json", str(tmp_path / "results.json")]) == 0
     check(tmp_path / "results.json")
+
+
+def test_short_run_of_gpu_writes_each_result_and_the_error_of_a_variant(tmp_path, monkeypatch, capsys):
+    def fail_in_float32(name):
+        if keras.config.dtype_policy().name == "float32":
+            raise ValueError("a line\nand another")
+        return step_model(name)
+
+    step_model = gpu.step_model
+    monkeypatch.setattr(gpu, "step_model", fail_in_float32)
+    out = tmp_path / "new" / "gpu.json"
+    gpu.main(["--quick", "--only", "bert-graph", "--out", str(out)])
+    failed, *others = json.loads(out.read_text())["results"]
+    assert (failed["variant"], failed["step"]) == ("float32", None)
+    assert failed["error"] == "ValueError: a line and another"
+    assert [result["variant"].split(", ")[-1] for result in others] == ["kmp", "Keras' scaler", "no loss scale"]
+    assert all(result["step"]["median"] > 0 and result["error"] is None for result in others)
+    assert [result["loss_scale"] for result in others] == [gpu.INITIAL_SCALE, gpu.INITIAL_SCALE, None]
+    gpu.main(["--quick", "--only", "bert-graph", "--budget", "-1", "--out", str(tmp_path / "none.json")])
+    assert not (tmp_path / "none.json").exists()
+    assert capsys.readouterr().out.count("not measured") == 4

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import re
 from unittest.mock import Mock
 
@@ -10,7 +11,8 @@ import tensorflow as tf
 from conftest import training_rates
 
 import kmp
-from kmp.bench import precision
+from kmp.bench import environment_variables, precision
+from kmp.bench.measurement import MeasurementError
 from kmp.policy import Gpu
 from kmp_cli import doctor, main
 from kmp_cli.doctor import ERROR, INFO, OK, WARNING
@@ -210,6 +212,7 @@ def test_xla_that_does_not_compile_is_a_warning(machine, monkeypatch):
 def without_gpu_checks(monkeypatch):
     """Replaces the checks of TensorFlow, the GPUs and XLA, which take most of the time of the command."""
     monkeypatch.setattr(doctor, "gpu_checks", lambda has_driver: ())
+    monkeypatch.setattr(kmp, "gpus", tuple)  # for one, more is measured in other processes
 
 
 @pytest.mark.parametrize(
@@ -266,3 +269,79 @@ def test_interrupt_is_one_line_and_leaves_no_file(tmp_path, monkeypatch, capsys)
     assert main(["doctor", "--json", str(tmp_path / "doctor.json")]) == 130
     assert capsys.readouterr().err == "kmp: interrupted\n"
     assert not (tmp_path / "doctor.json").exists()
+
+
+THREADS = "TF_GPU_THREAD_MODE=gpu_private TF_GPU_THREAD_COUNT=2"
+PERSISTENT = "TF_USE_CUDNN_BATCHNORM_SPATIAL_PERSISTENT=1"
+BOTH = f"{THREADS} {PERSISTENT}"
+SETTINGS = ("", THREADS, PERSISTENT, BOTH)
+
+
+@pytest.fixture
+def environment_of_processes(monkeypatch):
+    """Returns a function that sets the rate for each setting, and returns the settings that ran."""
+    ran, rates = [], {}
+
+    def run(function):
+        assert function is environment_variables.images_per_second
+        names = [name for name in environment_variables.NAMES if name in os.environ]
+        ran.append(" ".join(f"{name}={os.environ[name]}" for name in names))
+        if ran[-1] not in rates:
+            raise MeasurementError("images_per_second() was killed.")
+        return [rates[ran[-1]]] * 3
+
+    def set_up(*of_settings):
+        rates.update(zip(SETTINGS, of_settings, strict=False))
+        return ran
+
+    monkeypatch.setattr(precision, "measure_machine", lambda: training_rates(2.0, 1.0))
+    monkeypatch.setattr(environment_variables, "in_new_process", run)
+    return set_up
+
+
+@pytest.mark.parametrize(
+    ("rates", "export", "advice"),
+    [
+        ([100.0, 108.0, 101.0], THREADS, "this trains 1.08 times as fast"),
+        ([100.0, 90.0, 110.0], PERSISTENT, "an overflow may give NaN"),
+        ([100.0, 102.0, 80.0], "", f"3 % faster here: `{THREADS}` and `{PERSISTENT}`"),
+        ([100.0, 108.0, 105.0, 112.0], BOTH, "this trains 1.12 times as fast"),
+        ([100.0, 108.0, 105.0, 104.0], THREADS, "this trains 1.08 times as fast"),
+    ],
+)
+@pytest.mark.usefixtures("without_gpu_checks")
+def test_environment_variables_that_help_are_a_line_to_copy(
+    machine, environment_of_processes, monkeypatch, capsys, tmp_path, rates, export, advice
+):
+    machine(gpus=[A100])
+    monkeypatch.setenv("TF_GPU_THREAD_COUNT", "8")  # of the user: not set for the other settings
+    ran = environment_of_processes(*rates)
+    assert main(["doctor", "--json", str(tmp_path / "doctor.json")]) == 0
+    assert ran == list(SETTINGS[: len(rates)])
+    assert os.environ["TF_GPU_THREAD_COUNT"] == "8"
+    printed = capsys.readouterr().out
+    assert ("\nexport " in printed) == bool(export)
+    assert f"\nexport {export}\n" in printed or not export
+    written = json.loads((tmp_path / "doctor.json").read_text())["environment"]
+    assert written["export"] == (f"export {export}" if export else "")
+    assert advice in written["advice"]
+    assert written["advice"] in printed
+    assert [result["value"] for result in written["results"]] == rates
+
+
+@pytest.mark.usefixtures("without_gpu_checks")
+def test_process_that_fails_leaves_the_verdict(machine, environment_of_processes, capsys):
+    machine(gpus=[A100])
+    environment_of_processes(100.0)
+    assert main(["doctor", "--json", "-"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert "images_per_second() was killed" in written["environment"]["advice"]
+    assert "2.00 times as fast" in written["verdict"]
+
+
+@pytest.mark.usefixtures("without_gpu_checks")
+def test_environment_variables_are_not_measured_without_a_gpu(environment_of_processes, capsys):
+    ran = environment_of_processes(100.0)
+    assert main(["doctor", "--json", "-"]) == 0
+    assert "environment" not in json.loads(capsys.readouterr().out)
+    assert ran == []
