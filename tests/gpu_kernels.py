@@ -85,7 +85,7 @@ def _place(graph, inputs_on_host, placement, devices, in_branches):
             returned = [_place(each, arguments, within, devices, in_branches) for each in called]
             results = returned if operation.type in BRANCHES else returned[-1:]  # a loop returns its body's outputs
             outputs = [all(flags) for flags in zip(*results, strict=True)]
-        elif "CPU" in operation.device:  # as asked for with `tf.device`
+        elif _is_placed_on_host(operation):
             for tensor in operands:
                 read_on_host(operation, tensor)
             outputs = [True] * len(operation.outputs)
@@ -100,6 +100,12 @@ def _place(graph, inputs_on_host, placement, devices, in_branches):
                 placement.without_kernel[operation.type, tuple(tensor.dtype.name for tensor in operands)] += 1
         on_host |= {tensor.ref(): is_on_host for tensor, is_on_host in zip(operation.outputs, outputs, strict=True)}
     return [on_host[tensor.ref()] for tensor in graph.outputs]
+
+
+def _is_placed_on_host(operation):
+    """Returns whether `tf.device` asks for the CPU; TensorFlow reads a variable where it is."""
+    handles = [tensor.op for tensor in operation.inputs if tensor.dtype == tf.resource]
+    return any("CPU" in each.device for each in (operation, *handles))
 
 
 def _called_graphs(operation):

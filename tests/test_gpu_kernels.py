@@ -93,6 +93,35 @@ def test_xla_has_a_gpu_kernel_for_every_operation_of_a_step(option, xla_on_gpu):
         assert place(training_step(model, jit_compile=True), XLA_GPU).without_kernel == {}
 
 
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "cls",
+    [
+        kmp.layers.BatchNormalization,
+        *(getattr(keras.layers, f"{name}Normalization") for name in ("Batch", "Layer", "Group", "RMS")),
+    ],
+)
+def test_normalization_runs_on_the_device_in_both_directions(cls, policy):
+    with kmp.enable(policy):
+        layer = cls(groups=4) if cls is keras.layers.GroupNormalization else cls()
+    layer.build((None, 4, 4, 8))
+    is_batch = issubclass(cls, keras.layers.BatchNormalization)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = layer(x, training=True) if is_batch else layer(x)
+        return tape.gradient(y, [x, *(weight.value for weight in layer.trainable_weights)])
+
+    for rows in (8, None):
+        dtype = policy.removeprefix("mixed_")
+        function = tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([rows, 4, 4, 8], dtype))
+        placement = place(function)
+        assert "FusedBatchNormGradV3" in {operation.type for operation in function.graph.get_operations()}
+        assert placement.copies == {}
+        assert placement.without_kernel == {}
+
+
 def test_deterministic_statistics_are_measured_on_the_device(monkeypatch):
     monkeypatch.setattr(tensorflow_internals, "is_deterministic", lambda: True)
     gradients = [tf.ones([3, 700]), tf.ones([2**22]), tf.ones([5])]

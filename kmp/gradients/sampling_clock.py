@@ -66,7 +66,9 @@ class _Schedule:
         self._step.assign(step)
 
     def is_due(self, step: Any) -> Any:
-        return ops.logical_or(ops.equal(step % self._interval, 0), ops.equal(step, self._step))
+        # `read_value` reads on the device that is asked for, unlike a conversion to a tensor.
+        interval, first = self._interval.value.read_value(), self._step.value.read_value()
+        return ops.logical_or(ops.equal(step % interval, 0), ops.equal(step, first))
 
 
 def _scalar(value: int, name: str) -> keras.Variable:
