@@ -52,12 +52,17 @@ def make_model(model_class=keras.Sequential):
         )
 
 
-def loop():
+def compiled_loop():
+    """Trains as `loop` does, with a step that each worker compiles."""
+    return loop(jit_compile=True)
+
+
+def loop(jit_compile=False):
     """Trains in a guarded custom loop; returns the state after each step."""
     kmp.enable()
     model = make_model()
     with STRATEGY.scope():
-        optimizer = kmp.wrap("adam")
+        optimizer = kmp.wrap("adam", jit_compile=jit_compile)
         optimizer.build(model.trainable_variables)
 
     def forward_and_apply(x, y):
@@ -167,7 +172,7 @@ def stock():
 
 if __name__ == "__main__":
     results = {}
-    for check in (loop, fit, options, stock):
+    for check in (loop, compiled_loop, fit, options, stock):
         kmp.disable()
         keras.config.set_dtype_policy("float32")
         results[check.__name__] = check()

@@ -1,11 +1,15 @@
 """Communication between replicas and workers, and per-replica variables."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+from kmp.backend.keras_internals import instance_attribute
 
 Structure = TypeVar("Structure")
 
@@ -24,6 +28,12 @@ def sum_over_replicas(values: Structure) -> Structure:
     sums = tf.split(context.all_reduce(tf.distribute.ReduceOp.SUM, joined), [tf.size(tensor) for tensor in tensors])
     shaped = [tf.reshape(part, tensor.shape) for part, tensor in zip(sums, tensors, strict=True)]
     return tf.nest.pack_sequence_as(values, shaped)
+
+
+def all_reduce_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the sums over all replicas and workers of tensors of any float dtype, reduced together."""
+    context: Any = tf.distribute.get_replica_context()
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, tensors) if tensors else []
 
 
 def check_context(method: str, is_built: bool) -> None:
@@ -64,6 +74,66 @@ def in_update_context(function: Callable[..., None], agreed: Sequence[Any], per_
         function(*of_first, per_replica)
 
     tf.distribute.get_replica_context().merge_call(across_replicas, args=(agreed, per_replica))
+
+
+def can_update_parts() -> bool:
+    """Whether each replica can update its own parts of variables by itself, in `update_parts`."""
+    strategy = tf.distribute.get_strategy()
+    kinds = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy, tf.distribute.OneDeviceStrategy)
+    return isinstance(strategy, kinds) and _thread_modes() is not None
+
+
+def update_parts(
+    functions: Sequence[Callable[..., None]], variables: Iterable[keras.Variable], agreed: Any, per_replica: Any
+) -> None:
+    """Calls a function for each replica, as if there were no strategy: with its own parts of these variables.
+
+    A function that XLA compiles may neither merge replicas nor write variables of all of them. Here it writes the
+    variables of one device. Each function must write the same values.
+
+    Args:
+        functions: One for each replica of this process, called as `function(*agreed, per_replica)`.
+        variables: All variables that the functions read or write.
+        agreed: Tensors with the same values on all replicas.
+        per_replica: Tensors with a value for each replica.
+    """
+
+    def across_replicas(strategy: tf.distribute.Strategy, agreed: Any, per_replica: Any) -> None:
+        for index, function in enumerate(functions):
+
+            def local(value: Any, index: int = index) -> Any:
+                return strategy.experimental_local_results(value)[index]
+
+            own, gradients = tf.nest.map_structure(local, (agreed, per_replica))
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(tf.device(strategy.extended.worker_devices[index]))
+                for variable in variables:
+                    stack.enter_context(instance_attribute(variable, "_value", local(variable._value)))
+                stack.enter_context(_without_strategy())
+                function(*own, gradients)
+
+    tf.distribute.get_replica_context().merge_call(across_replicas, args=(agreed, per_replica))
+
+
+@contextlib.contextmanager
+def _without_strategy() -> Iterator[None]:
+    modes = _thread_modes()
+    assert modes is not None
+    modes._push_per_thread_mode(modes._get_default_replica_mode())
+    try:
+        yield
+    finally:
+        modes._pop_per_thread_mode()
+
+
+def _thread_modes() -> Any:
+    """Returns TensorFlow's private module that knows the strategy of a thread; `None` if it lacks the names used."""
+    names = ("_push_per_thread_mode", "_pop_per_thread_mode", "_get_default_replica_mode")
+    try:
+        modes = importlib.import_module("tensorflow.python.distribute.distribute_lib")
+    except ImportError:
+        return None
+    return modes if all(hasattr(modes, name) for name in names) else None
 
 
 def on_each_replica(function: Callable[..., None], *args: Any) -> None:

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from kmp.backend import xla
+from kmp.backend import distribution, xla
 
 NEVER = 2**62  # an interval that no step is divisible by
 
@@ -17,8 +17,8 @@ class SamplingClock:
 
     The interval and the step are variables, so that a change does not retrace the training step. On a GPU, a branch on
     a value of the device makes the host wait for all that was launched before. So the host has a copy of them, and
-    counts the steps itself. A step that XLA compiles as a whole cannot read variables of the host, nor can the replicas
-    of a distribution strategy: these compare the numbers on the device.
+    counts the steps itself, for each replica. A step that XLA compiles as a whole cannot read variables of the host: it
+    compares the numbers on the device.
 
     Args:
         steps_taken: Returns the number of steps that the optimizer has taken. It is called outside of graphs.
@@ -26,34 +26,39 @@ class SamplingClock:
 
     def __init__(self, steps_taken: Callable[[], int]) -> None:
         self._steps_taken = steps_taken
+        self._replicas = tf.distribute.get_strategy().num_replicas_in_sync
         self._on_device = _Schedule()
         self._on_host: _Schedule | None = None
-        if not tf.distribute.has_strategy():
-            with tf.device("CPU:0"):
-                self._on_host = _Schedule()
-                self._host_steps = _scalar(0, "sample_steps")
+        self._host_steps: list[keras.Variable] = []
 
     def set(self, interval: int, step: int) -> None:
         """Makes the given `step`, if it is not 0, and each step that `interval` divides due from the next one on."""
+        if not self._on_host and not tf.distribute.has_strategy():  # whose variables are on the devices of replicas
+            with tf.device("CPU:0"):
+                self._on_host = _Schedule()
+                self._host_steps = [_scalar(0, f"sample_steps_{replica}") for replica in range(self._replicas)]
         self._on_device.set(interval, step)
         if self._on_host:
             self._on_host.set(interval, step)
-            self._host_steps.assign(self._steps_taken())
+            taken = self._steps_taken()
+            for steps in self._host_steps:
+                steps.assign(taken)
 
     def is_due(self, step: Callable[[], Any], gradient: Any) -> Any:
         """Returns a scalar bool, whether the current step is due.
 
-        Call it once in each step.
+        Call it once in each step of a replica.
 
         Args:
             step: Returns its number on the device, a scalar int64 counted from 1.
             gradient: Any tensor of the step that needs its batch: at the end of a dataset of unknown length, Keras
                 starts a step that gets none, and which must not count.
         """
-        if not self._on_host or xla.is_tracing() or tf.distribute.has_strategy():
+        if not self._on_host or xla.is_tracing():
             return self._on_device.is_due(step())
         with tf.device("CPU:0"), tf.control_dependencies([gradient]):
-            return self._on_host.is_due(self._host_steps.value.assign_add(1))
+            steps = self._host_steps[distribution.replica_id()]
+            return self._on_host.is_due(steps.value.assign_add(1))
 
 
 class _Schedule:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmp.backend import is_keras_class, keras_internals, xla
+from kmp.backend import instance_attribute, is_keras_class, keras_internals, xla
 from kmp.optimizer.counters import NamedState
 from kmp.utils import validation
 
@@ -44,6 +44,22 @@ def supports_predicated_writes(optimizer: keras.optimizers.Optimizer, variables:
     return type(optimizer) in {getattr(keras.optimizers, name, None) for name in _PREDICABLE} and all(
         part is None or is_keras_class(type(part)) for part in parts
     )
+
+
+def supports_updates_of_sums(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether the update from gradients that were summed over replicas is that of Keras, which sums them within it.
+
+    Keras clips and accumulates the gradients of each replica before.
+    """
+    options = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps")
+    return all(getattr(optimizer, name, None) is None for name in options)
+
+
+@contextlib.contextmanager
+def without_strategy(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Makes an optimizer update variables as if it had been created without a distribution strategy."""
+    with instance_attribute(optimizer, "_distribution_strategy", tf.distribute.get_strategy()):
+        yield
 
 
 @contextlib.contextmanager

@@ -32,6 +32,8 @@ from kmp.optimizer.inner_optimizer import (
     predicated_writes,
     resolve_optimizer,
     supports_predicated_writes,
+    supports_updates_of_sums,
+    without_strategy,
 )
 from kmp.optimizer.step_monitor import StepLosses, StepMonitor
 from kmp.records import Snapshot
@@ -44,8 +46,8 @@ _SET_AT_CREATION = (
     *("dynamic_growth_steps", "loss_scale_factor", "rule", "jit_compile"),
 )
 _JIT_COMPILE_IGNORED = (
-    "`jit_compile=True` does nothing under a distribution strategy. Pass it to `model.compile` instead, if the "
-    "strategy supports it."
+    "`jit_compile=True` does nothing here: under a distribution strategy, only the updates of Keras' own optimizers "
+    "without clipping and gradient accumulation can be compiled, and only where each replica has its own variables."
 )
 
 
@@ -82,7 +84,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             with `jit_compile=False`, or in an eager loop. `"auto"` (default) does so in graphs where TensorFlow sees a
             GPU, if the inner optimizer is one of Keras' own; the step then waits for no decision of the host. As in a
             `tf.function`, values that are not tensors are read once, for example a callable learning rate, or
-            attributes of the inner optimizer that are set later. Has no effect under a distribution strategy.
+            attributes of the inner optimizer that are set later. Under a strategy that mirrors variables, each
+            replica's check and update are compiled, if the optimizer neither clips nor accumulates gradients.
         **kwargs: Arguments that `keras.optimizers.LossScaleOptimizer` accepts for compatibility with old files.
 
     Raises:
@@ -181,7 +184,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.sampler.build(var_list)
         self._order = tuple(range(len(var_list)))
         self.step_monitor.build_for(len(var_list))
-        if self.jit_compile is True and tf.distribute.has_strategy():
+        if self.jit_compile is True and tf.distribute.has_strategy() and not self._can_compile_on_replicas:
             user_messages.warn(_JIT_COMPILE_IGNORED)
 
     @property
@@ -280,7 +283,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._order = tuple(dict.fromkeys([*(indices[position] for position in positions), *every]))
         step: Any = self._step
         if self.compiles_step:
-            step = self._compiled_step
+            step = self._step_on_replicas if tf.distribute.has_strategy() else self._compiled_step
             grads = [_of_known_size(grad, variable) for grad, variable in zip(grads, variables, strict=True)]
         if self.compiles_step or xla.is_tracing():
             grads = list(map(before_cast, grads))
@@ -293,15 +296,24 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def compiles_step(self) -> bool:
         """Whether `apply`, called here, is compiled apart from the step around it, and needs no decision of the host.
 
-        Not in a step that is compiled itself, and not under a strategy: replicas synchronize inside of `apply`.
+        Not in a step that is compiled itself.
         """
-        if not self.jit_compile or tf.distribute.has_strategy() or xla.is_tracing():
+        if not self.jit_compile or xla.is_tracing():
             return False
+        if tf.distribute.has_strategy():
+            is_possible = self._can_compile_on_replicas and not tf.executing_eagerly()
+            return is_possible and (self.jit_compile is True or xla.has_gpu())
         if self.jit_compile is True:
             return True
         # Compiled code does not see later changes of Python's values. A loop that runs eagerly may rely on them.
         can_wait = tf.executing_eagerly() or not xla.has_gpu()
         return not can_wait and supports_predicated_writes(self.inner_optimizer, self._trainable_variables)
+
+    @property
+    def _can_compile_on_replicas(self) -> bool:
+        inner = self.inner_optimizer
+        is_predicable = supports_predicated_writes(inner, self._trainable_variables)
+        return is_predicable and supports_updates_of_sums(inner) and distribution.can_update_parts()
 
     def _sample(self, gradients: Gradients, indices: tuple[int, ...], unscaled: bool) -> None:
         """Samples the gradients if the step is due. Each replica samples its own."""
@@ -320,20 +332,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         `indices` are those of the variables among the ones that the optimizer was built on, which `order` sorts from
         the input to the loss.
         """
-        every, variables = self._trainable_variables, [self._trainable_variables[index] for index in indices]
+        variables = [self._trainable_variables[index] for index in indices]
         scale = self._bounded_scale()
         applied_scale = ops.minimum(scale, scaling.LARGEST_APPLIED_SCALE)
         divisor = tf.ones([]) if unscaled else applied_scale
 
         # Measure, on each replica.
         replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        flags = nonfinite_flags(gradients, variables, divisor, replicas)
-        if unscaled:
-            # A clip by value hides NaN and Inf, and a clip by the norm of all gradients makes all of them NaN.
-            before_clip = self.step_monitor.take_unscaled_flags(len(gradients))
-            flags = tf.where(tf.reduce_any(before_clip > 0), before_clip, flags)
-        if indices != tuple(range(len(every))):  # a variable without a gradient has the flag 0
-            flags = tf.maximum(tf.math.unsorted_segment_max(flags, list(indices), len(every)), 0.0)
+        flags = self._flags_of_all(nonfinite_flags(gradients, variables, divisor, replicas), indices, unscaled)
 
         # Agree, over replicas and workers.
         losses = self.step_monitor.take_losses()
@@ -341,6 +347,53 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         distribution.in_update_context(
             functools.partial(self._update_or_skip, variables, order), (scale, divisor, flags, losses), gradients
         )
+
+    def _step_on_replicas(
+        self, gradients: Gradients, indices: tuple[int, ...], order: tuple[int, ...], unscaled: bool
+    ) -> None:
+        """Takes a step as `_step` does, with a compiled check and update on each replica.
+
+        Replicas synchronize in between, which compiled code cannot: they agree, and sum the unscaled gradients.
+        """
+        variables = [self._trainable_variables[index] for index in indices]
+        scale = self._bounded_scale()
+        divisor = tf.ones([]) if unscaled else ops.minimum(scale, scaling.LARGEST_APPLIED_SCALE)
+
+        @tf.function(jit_compile=True, autograph=False)
+        def measure(gradients: Gradients, divisor: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+            replicas = tf.distribute.get_strategy().num_replicas_in_sync
+            flags = nonfinite_flags(gradients, variables, divisor, replicas)
+            return flags, unscale_for_update(gradients, variables, divisor)
+
+        flags, gradients = measure(gradients, divisor)
+        flags = self._flags_of_all(flags, indices, unscaled)
+        losses = self.step_monitor.take_losses()
+        flags, losses = distribution.sum_over_replicas((flags, losses))
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        sums = distribution.all_reduce_sum([gradients[index] for index in present])
+        gradients = [dict(zip(present, sums, strict=True)).get(index) for index in range(len(gradients))]
+        count = len(tf.distribute.get_strategy().extended.worker_devices)
+        state = [*self._trainable_variables, *keras_internals.optimizer_state(self.inner_optimizer)]
+        state += [self.dynamic_scale, self.step_counter, *self.counters.weights]
+        update = functools.partial(self._update_on_replica, variables, order)
+        functions = [tf.function(update, jit_compile=True, autograph=False) for _ in range(count)]
+        distribution.update_parts(functions, state, (scale, tf.ones([]), flags, losses), gradients)
+
+    def _update_on_replica(self, variables: Variables, order: Sequence[int], *arguments: Any) -> None:
+        with without_strategy(self.inner_optimizer):
+            self._update_or_skip(variables, order, *arguments)
+
+    def _flags_of_all(self, flags: tf.Tensor, indices: tuple[int, ...], unscaled: bool) -> tf.Tensor:
+        """Returns the flags of all variables that the optimizer was built on, from those of the given gradients."""
+        if unscaled:
+            # A clip by value hides NaN and Inf, and a clip by the norm of all gradients makes all of them NaN.
+            before_clip = self.step_monitor.take_unscaled_flags(len(indices))
+            flags = tf.where(tf.reduce_any(before_clip > 0), before_clip, flags)
+        count = len(self._trainable_variables)
+        if indices == tuple(range(count)):
+            return flags
+        # A variable without a gradient has the flag 0.
+        return tf.maximum(tf.math.unsorted_segment_max(flags, list(indices), count), 0.0)
 
     def _update_or_skip(
         self,

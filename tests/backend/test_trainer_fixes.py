@@ -53,8 +53,9 @@ def results():
 
 
 @pytest.mark.slow
-def test_overflow_on_any_worker_skips_the_step_on_all_workers(results):
-    first, second = results["loop"]
+@pytest.mark.parametrize("loop", ["loop", "compiled_loop"])
+def test_overflow_on_any_worker_skips_the_step_on_all_workers(results, loop):
+    first, second = results[loop]
     assert [step["shared"] for step in first] == [step["shared"] for step in second]
     for steps in (first, second):
         changed = [a["shared"][:4] != b["shared"][:4] for a, b in itertools.pairwise(steps)]

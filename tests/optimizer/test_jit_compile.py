@@ -120,10 +120,13 @@ def test_auto_compiles_the_step_of_a_graph_on_a_gpu(monkeypatch, jit_compile, in
     assert optimizer.compiles_step == (jit_compile is True)  # an eager loop may change values of Python later
 
 
-def test_jit_compile_under_a_strategy_warns_and_the_step_runs_without_it(two_replicas):
+def test_clipping_under_a_strategy_warns_and_the_step_is_not_compiled(two_replicas):
     with two_replicas.scope():
-        weight, optimizer = keras.Variable([1.0]), kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), jit_compile=True)
-        with pytest.warns(UserWarning, match="`jit_compile=True` does nothing under a distribution strategy"):
+        inner = keras.optimizers.SGD(1.0, clipvalue=10.0)
+        weight, optimizer = keras.Variable([1.0]), kmp.LossScaleOptimizer(inner, jit_compile=True)
+        with pytest.warns(
+            UserWarning, match="`jit_compile=True` does nothing here: under a distribution strategy, only"
+        ):
             optimizer.build([weight])
 
     def step():

@@ -24,13 +24,18 @@ def strategy(two_replicas):
     return two_replicas
 
 
-def make_model(strategy):
+@pytest.fixture(params=[False, True], ids=["", "compiled step"])
+def jit_compile(request):
+    return request.param
+
+
+def make_model(strategy, jit_compile=False):
     keras.utils.set_random_seed(0)
     with strategy.scope():
         layers = [keras.layers.Dense(4, name="scaled", kernel_initializer="identity"), OverflowsBackward()]
         layers += [keras.layers.BatchNormalization(), keras.layers.Dense(2), kmp.layers.Softmax()]
         model = keras.Sequential([keras.Input((4,)), *layers], name="model")
-        model.compile("adam", "sparse_categorical_crossentropy")
+        model.compile(kmp.wrap("adam", jit_compile=jit_compile), "sparse_categorical_crossentropy")
     return model
 
 
@@ -84,8 +89,9 @@ def assert_shared_state_is_equal(strategy, model):
     assert_equal(*values_per_replica(strategy, shared))
 
 
-def test_overflow_or_empty_batch_on_any_replica_skips_the_step_on_all_and_a_stuck_training_stops(strategy):
-    model, recorder, (x, y) = make_model(strategy), StateRecorder(strategy), batches([*CORRUPTION_BY_STEP, (0.0, ())])
+def test_overflow_or_empty_batch_on_any_replica_skips_the_step_on_all_and_a_stuck_training_stops(strategy, jit_compile):
+    model, recorder = make_model(strategy, jit_compile), StateRecorder(strategy)
+    x, y = batches([*CORRUPTION_BY_STEP, (0.0, ())])
     fit_data(model, (x[:-7], y[:-7]), [recorder])  # one row in the last batch, on the first replica
     assert_each_overflow_skips_its_step_on_both_replicas(recorder.recorded[:-1])
     (old_values, before), (new_values, after) = recorder.recorded[-2:]
@@ -97,8 +103,8 @@ def test_overflow_or_empty_batch_on_any_replica_skips_the_step_on_all_and_a_stuc
         fit_data(model, (np.full_like(x[:-7], np.nan), y[:-7]), [kmp.callbacks.StuckDetector(patience=3)])
 
 
-def test_custom_loop_skips_the_step_on_all_replicas_and_guard_restores_each(strategy):
-    model = make_model(strategy)
+def test_custom_loop_skips_the_step_on_all_replicas_and_guard_restores_each(strategy, jit_compile):
+    model = make_model(strategy, jit_compile)
     optimizer, loss_function = model.optimizer, keras.losses.SparseCategoricalCrossentropy(reduction="sum")
     with strategy.scope():
         optimizer.build(model.trainable_variables)
@@ -115,6 +121,30 @@ def test_custom_loop_skips_the_step_on_all_replicas_and_guard_restores_each(stra
         assert_shared_state_is_equal(strategy, model)
         recorded.append((values_per_replica(strategy, model.weights), optimizer.snapshot()))
     assert_each_overflow_skips_its_step_on_both_replicas(recorded)
+
+
+def test_compiled_step_trains_as_the_other_and_has_no_branch(strategy):
+    weights, (x, y) = [], batches(CORRUPTION_BY_STEP)
+    for jit_compile in (False, True):
+        model = make_model(strategy, jit_compile)
+        histogram = kmp.callbacks.GradientHistogram(every_n_steps=4, reference=None)
+        fit_data(model, (x, y), [histogram])
+        weights.append([*model.get_weights(), *(each.numpy() for each in model.optimizer.inner_optimizer.variables)])
+        assert {sample.step for sample in histogram.run.samples} >= {4, 8, 12}
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    gradients = [tf.zeros(variable.shape) for variable in model.trainable_variables]
+
+    @tf.function(autograph=False)
+    def step():
+        model.optimizer.scale_loss(1.0)
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    graph = tf.function(lambda: strategy.run(step.python_function)).get_concrete_function().graph
+    compiled = [op for op in graph.get_operations() if op.node_def.attr["_XlaMustCompile"].b]
+    assert len(compiled) == 4  # a check and an update on each replica
+    # Samples are decided on the host.
+    assert all("CPU:0" in op.inputs[0].op.device for op in graph.get_operations() if op.type in ("If", "StatelessIf"))
 
 
 def test_nonfinite_loss_is_remembered_between_separate_functions(strategy):
