@@ -13,6 +13,13 @@ from kmp.backend.keras_internals import instance_attribute
 
 Structure = TypeVar("Structure")
 
+# The strategies in which each replica has its own copy of the variables, and all are updated alike.
+_MIRRORING = (
+    tf.distribute.MirroredStrategy,
+    tf.distribute.MultiWorkerMirroredStrategy,
+    tf.distribute.OneDeviceStrategy,
+)
+
 
 def sum_over_replicas(values: Structure) -> Structure:
     """Returns the sums over all replicas and workers of a structure of float32 tensors, in one all-reduce.
@@ -78,9 +85,7 @@ def in_update_context(function: Callable[..., None], agreed: Sequence[Any], per_
 
 def can_update_parts() -> bool:
     """Whether each replica can update its own parts of variables by itself, in `update_parts`."""
-    strategy = tf.distribute.get_strategy()
-    kinds = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy, tf.distribute.OneDeviceStrategy)
-    return isinstance(strategy, kinds) and _thread_modes() is not None
+    return isinstance(tf.distribute.get_strategy(), _MIRRORING) and _thread_modes() is not None
 
 
 def update_parts(

@@ -14,6 +14,11 @@ _MOST = 8
 # Elementwise operations whose result is 0 only for an operand that is 0, or by underflow: unlike a difference.
 _WITHOUT_CANCELLATION = ("Cast", "Div", "Exp", "Mul", "Pow", "RealDiv", "Reciprocal", "Rsqrt", "Square")
 
+# How many of an operation's inputs and outputs are values: what a fused normalization keeps for its gradient may be any
+# bits on a GPU, NaN too.
+_OPERANDS = {"FusedBatchNormGradV3": 3}
+_RESULTS = {"FusedBatchNormV3": 3}
+
 Values = tuple[str, np.ndarray]  # the dtype and the values of a float tensor; NumPy has no name for bfloat16
 
 
@@ -46,11 +51,11 @@ class NonfiniteOperations:
 
     def observe(self, operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Checks an operation; see `watching_operations`."""
-        results = _float_values(outputs)
+        results = _float_values(outputs[: _RESULTS.get(operation, len(outputs))])
         is_finite = operation == "ReadVariableOp" or all(np.isfinite(values).all() for _, values in results)
         if self.is_backward and is_finite:
             return
-        typed_operands = _float_values(inputs)
+        typed_operands = _float_values(inputs[: _OPERANDS.get(operation, len(inputs))])
         if not self.is_backward:
             self._record_lost_constants(typed_operands)
             self._record_underflow(operation, typed_operands, results)
