@@ -9,10 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 from kmp import layers
-from kmp.backend import global_policy
+from kmp.backend import global_policy, sublayers
 from kmp.bench.measurement import MODES
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarding
+from kmp.utils import FLOAT32
 
 # How the loss is scaled.
 BARE, KERAS, OURS = "bare", "Keras", "kmp"
@@ -115,9 +116,15 @@ def bert(batch: int, length: int) -> Task:
 
 
 def compiled_model(task: Task, policy: str, scaling: str, mode: str) -> keras.Model:
-    """Returns a new compiled model of a task, with `BARE`, `KERAS` or `OURS` as scaling, in one of `MODES`."""
+    """Returns a new compiled model of a task, with `BARE`, `KERAS` or `OURS` as scaling, in one of `MODES`.
+
+    In 16 bits, it has the fused normalization of `kmp.enable`, unless the scaling is that of Keras.
+    """
     with global_policy(policy):
         model = task.build()
+    if policy != FLOAT32.name and scaling != KERAS:
+        for layer in sublayers(model):
+            layers.fuse_normalization(layer)
     optimizer: keras.optimizers.Optimizer = keras.optimizers.Adam(1e-4)
     if scaling != BARE:
         optimizer = (keras.optimizers.LossScaleOptimizer if scaling == KERAS else LossScaleOptimizer)(optimizer)
