@@ -12,6 +12,8 @@ import kmp
 from kmp.records import LOSS_FUNCTION, InvalidTargets
 from kmp.replay import Passes, TrainStep, replay
 from kmp.replay.eager_pass import as_array
+from kmp.replay.layer_marks import LayerMarks
+from kmp.replay.nonfinite_operations import NonfiniteOperations
 
 pytestmark = pytest.mark.usefixtures("enabled")
 ROWS = 8
@@ -311,3 +313,13 @@ def test_targets_of_another_loss_are_no_classes():
     result = replayed(model_of(outputs=3, loss=root_of_negative), y=np.full((ROWS, 1), 40.0, "float32"))
     assert (result.invalid_targets, result.is_finite_in_float32) == (None, False)
     assert result.nonfinite[0].operation == "Sqrt"
+
+
+def test_what_a_fused_normalization_keeps_for_its_gradient_is_no_result():
+    found = NonfiniteOperations(LayerMarks())
+    x, statistics, any_bits = tf.ones([1, 4, 1, 2]), tf.ones([2]), tf.constant([np.nan, np.inf])
+    found.observe("FusedBatchNormV3", [x, statistics, statistics], [x, *[statistics] * 4, any_bits])
+    found.is_backward = True
+    found.observe("FusedBatchNormGradV3", [x, x, *[statistics] * 3, any_bits], [x / 0.0, statistics, statistics])
+    (operation,) = found.found
+    assert (operation.operation, operation.value) == ("FusedBatchNormGradV3", "inf")
