@@ -337,7 +337,7 @@ def _waits_for_device(op: tf.Operation, bodies: Sequence[tf.Graph]) -> bool:
 
 def _is_on_host(op: tf.Operation) -> bool:
     """Whether the host has a value: a constant, a shape, or an int32 scalar."""
-    if op.type == "Const" or op.type in _READ_ONLY_SHAPES:
+    if op.type == "Const" or op.type in _READ_ONLY_SHAPES or "CPU" in op.device:
         return True
     is_given = op.type in ("Placeholder", "ReadVariableOp")
     return is_given and op.outputs[0].dtype == tf.int32 and op.outputs[0].shape.rank == 0

@@ -16,9 +16,10 @@ def jit_compilation(model: keras.Model) -> str:
         return "The model is compiled with run_eagerly=True: XLA does not compile it."
     if model.compiled and model.jit_compile:
         return "The model is compiled with jit_compile=True: XLA compiles it."
-    # Without a GPU, "auto" becomes False too, and Keras does not keep which of them was passed.
-    if model.compiled and tf.config.list_physical_devices("GPU"):
-        return "The model is compiled with jit_compile=False: XLA does not compile it."
+    if model.compiled:
+        # Without a GPU, "auto" becomes False too, and Keras does not keep which of them was passed.
+        has_gpu = bool(tf.config.list_physical_devices("GPU"))
+        return "The model is compiled with jit_compile=False: XLA does not compile it." if has_gpu else ""
     return 'On a GPU, jit_compile="auto", the default of `compile`, compiles this model with XLA.'
 
 
@@ -28,7 +29,7 @@ def _obstacle(model: keras.Model) -> str:
     As `keras.Model._resolve_auto_jit_compile` in Keras 3.15, which returns only whether, and
     `False` without a GPU.
     """
-    classes = {type(layer).__name__ for layer in sublayers(model) if not layer.supports_jit}
+    classes = {type(layer).__name__ for layer in sublayers(model) if not _supports_jit(layer)}
     if classes:
         verb = "does" if len(classes) == 1 else "do"
         return f"{', '.join(sorted(classes))} {verb} not support it"
@@ -38,3 +39,9 @@ def _obstacle(model: keras.Model) -> str:
     if is_deterministic():
         return "operations are deterministic (tf.config.experimental.enable_op_determinism)"
     return ""
+
+
+def _supports_jit(layer: keras.Layer) -> bool:
+    """Whether a layer supports XLA on a GPU. Without one, Keras does not know that it uses cuDNN."""
+    is_recurrent = isinstance(layer, keras.layers.LSTM | keras.layers.GRU)
+    return layer.supports_jit and not (is_recurrent and layer.use_cudnn is not False)

@@ -68,6 +68,8 @@ def step_traffic(model: keras.Model) -> StepTraffic | None:
         traffic = _traced(model, batch_size)
     except Exception:  # the code of layers may raise anything, and the audit is complete without
         return None
+    if not traffic.bytes:
+        return None
     shares = {
         name or _OUTSIDE: cost.float32_bytes / traffic.bytes
         for name, cost in traffic.by_owner.items()

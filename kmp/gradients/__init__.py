@@ -16,3 +16,4 @@ from kmp.gradients.unscaling import multiply_gradients as multiply_gradients
 from kmp.gradients.unscaling import nonfinite_flag as nonfinite_flag
 from kmp.gradients.unscaling import nonfinite_flags as nonfinite_flags
 from kmp.gradients.unscaling import unscale_for_update as unscale_for_update
+from kmp.gradients.unscaling import with_padded_rows as with_padded_rows

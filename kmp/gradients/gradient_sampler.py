@@ -100,6 +100,7 @@ class GradientSampler:
             order: Indices of all variables, ordered from the input to the loss.
             steps: The number of steps taken. Loading a checkpoint may reset it; a sample of a later step is ignored.
         """
+        self._clock.follow(steps)
         if self._step is None or not 0 < (step := int(self._step.numpy())) <= steps:
             return None
         row_of = {index: row for row, index in enumerate(self._indices)}

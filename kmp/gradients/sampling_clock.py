@@ -40,9 +40,12 @@ class SamplingClock:
         self._on_device.set(interval, step)
         if self._on_host:
             self._on_host.set(interval, step)
-            taken = self._steps_taken()
-            for steps in self._host_steps:
-                steps.assign(taken)
+            self.follow(self._steps_taken())
+
+    def follow(self, steps_taken: int) -> None:
+        """Corrects the host's count, which a checkpoint that is restored does not have."""
+        for steps in self._host_steps:
+            steps.assign(steps_taken)
 
     def is_due(self, step: Callable[[], Any], gradient: Any) -> Any:
         """Returns a scalar bool, whether the current step is due.

@@ -86,9 +86,9 @@ def rows_of(tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, np.ndarray]:
     A single tensor has its own rows; several are padded with zeros to rows of 512.
     """
     if len(tensors) == 1:
-        width = tensors[0].shape[-1] if tensors[0].shape.rank else 1
-        rows = tf.reshape(tensors[0], [-1, width])
-        return rows, np.zeros(rows.shape[0], np.int32)
+        size = tensors[0].shape.num_elements()
+        width = (tensors[0].shape[-1] if tensors[0].shape.rank else 1) or 1
+        return tf.reshape(tensors[0], [size // width, width]), np.zeros(size // width, np.int32)
     flat = tf.constant([-1])
     sizes = np.array([tensor.shape.num_elements() for tensor in tensors])
     rows = -(-sizes // _ROW_SIZE)

@@ -32,6 +32,22 @@ def before_cast(gradient: Any) -> Any:
     return source if operation is gradient.op else tf.reshape(source, gradient.shape)
 
 
+def with_padded_rows(gradient: Any) -> Any:
+    """Returns a sparse gradient of any number of rows with zeros appended to a power of two; others as they are.
+
+    XLA compiles again for each new number of rows. Adding zeros to the first row of a variable changes nothing. The
+    rows are not added up, because optimizers compute with each: Adam squares them.
+    """
+    if not isinstance(gradient, tf.IndexedSlices) or gradient.values.shape.num_elements() is not None:
+        return gradient
+    with tf.device("CPU:0"):  # sizes are on the host
+        count = tf.shape(gradient.indices)[0]
+        exponent = tf.math.ceil(tf.math.log(tf.cast(tf.maximum(count, 1), tf.float64)) / np.log(2.0))
+        missing = tf.maximum(tf.cast(2.0**exponent, tf.int32) - count, 0)
+    values = tf.pad(gradient.values, [[0, missing], *[[0, 0]] * (len(gradient.values.shape) - 1)])
+    return tf.IndexedSlices(values, tf.pad(gradient.indices, [[0, missing]]), gradient.dense_shape)
+
+
 def multiply_gradients(gradients: Gradients, factor: Any) -> list[Any]:
     """Returns gradients times a loss scale or its reciprocal, in float32 or, for float64 gradients, in float64."""
     products = []

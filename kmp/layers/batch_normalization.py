@@ -3,7 +3,6 @@
 from typing import Any
 
 import keras
-import tensorflow as tf
 from keras import ops
 
 from kmp.layers.fused_normalization import batch_normalization
@@ -50,8 +49,8 @@ class BatchNormalization(keras.layers.BatchNormalization):
         statistics = self.non_trainable_variables
         before = [ops.copy(variable) for variable in statistics]
         outputs = batch_normalization(self, inputs, training=training, mask=mask)
-        # Their sum is finite if all are. A predicated write needs no decision of the host, unlike a branch.
-        is_finite = ops.isfinite(ops.sum(tf.add_n([variable.value for variable in statistics])))
+        # A predicated write needs no decision of the host, unlike a branch.
+        is_finite = ops.all(ops.isfinite(ops.stack([variable.value for variable in statistics])))
         for variable, value in zip(statistics, before, strict=True):
             variable.assign(ops.where(is_finite, variable, value))
         return outputs

@@ -4,7 +4,8 @@ Keras 3.15 casts the inputs to float32, keeps that copy for the backward pass an
 TensorFlow has one kernel with 16-bit inputs and outputs and float32 statistics, `FusedBatchNormV3`. It normalizes each
 channel, so other normalizations make the elements that they normalize together a channel of their own.
 
-Under XLA, which fuses Keras' operations itself, and in all cases that the kernel does not support, Keras' code runs.
+Under XLA, which fuses Keras' operations itself, and in all cases that the kernel does not support, Keras' code runs. So
+it does for `RMSNormalization`: the kernel subtracts the mean, and what adds it again would round the gradients twice.
 Source: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.3: read and write float16 tensors, and
 compute in float32.
 """
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from kmp.backend import defining_class, xla
+from kmp.backend import xla
 
 _DTYPES = ("float16", "bfloat16", "float32")
 # With a variance of 1 - epsilon, the kernel divides by exactly 1.
@@ -40,13 +41,13 @@ class _Normalized(NamedTuple):
 
 
 def fuse_normalization(layer: keras.Layer) -> None:
-    """Makes a normalization layer of Keras use the fused kernel; does nothing for other layers.
+    """Makes a normalization layer of Keras use the fused kernel; does nothing for other layers and subclasses.
 
-    Sets `call` of this layer only. A subclass with a `call` of its own keeps it.
+    Sets `call` of this layer only.
     """
-    for cls, call in _FUSED_CALLS.items():
-        if isinstance(layer, cls) and defining_class(type(layer), "call") is cls:
-            vars(layer)["call"] = MethodType(call, layer)  # not tracked by Keras' `__setattr__`
+    call = _FUSED_CALLS.get(type(layer))
+    if call:
+        vars(layer)["call"] = MethodType(call, layer)  # not tracked by Keras' `__setattr__`
 
 
 def unfuse_normalization(layer: keras.Layer) -> None:
@@ -59,7 +60,7 @@ def batch_normalization(
     layer: keras.layers.BatchNormalization, inputs: Any, training: bool | None = None, mask: Any = None
 ) -> Any:
     """Computes what `keras.layers.BatchNormalization.call` does, and updates the same moving statistics."""
-    channels = _channels(inputs, layer.axis) if _is_supported(inputs) else None
+    channels = _channels(inputs, layer.axis) if _is_supported(layer, inputs) else None
     if channels is None or mask is not None or layer.renorm or layer.synchronized:
         return keras.layers.BatchNormalization.call(layer, inputs, training=training, mask=mask)
 
@@ -69,7 +70,7 @@ def batch_normalization(
     mean, variance = _float32(layer.moving_mean), _float32(layer.moving_variance)
     if not (training and layer.trainable):
         normalized = _normalize(channels, gamma, beta, layer.epsilon, mean, variance)
-        return _shaped_like(inputs, normalized.values)
+        return tf.cast(_shaped_like(inputs, normalized.values), layer.compute_dtype)
 
     # The kernel updates the moving statistics too, but with Bessel's correction of the variance, unlike Keras.
     correction = _bessel_correction(inputs, shape[0])
@@ -79,13 +80,13 @@ def batch_normalization(
     new_variance = normalized.variance / correction
     layer.moving_mean.assign(_unless_empty(inputs, normalized.mean, mean))
     layer.moving_variance.assign(_unless_empty(inputs, new_variance, variance))
-    return _shaped_like(inputs, normalized.values)
+    return tf.cast(_shaped_like(inputs, normalized.values), layer.compute_dtype)
 
 
 def layer_normalization(layer: keras.layers.LayerNormalization, inputs: Any) -> Any:
     """Computes what `keras.layers.LayerNormalization.call` does, if it normalizes the last axes."""
     width = _trailing_size(inputs, layer.axis)
-    if not _is_supported(inputs) or width is None or layer.rms_scaling:
+    if not _is_supported(layer, inputs) or width is None or layer.rms_scaling:
         return keras.layers.LayerNormalization.call(layer, inputs)
     outputs = _normalize_rows(inputs, width, layer.epsilon)
     outputs = _scale_and_shift(_Channels(tf.reshape(outputs, [1, -1, 1, width]), "NHWC"), layer.gamma, layer.beta)
@@ -94,7 +95,7 @@ def layer_normalization(layer: keras.layers.LayerNormalization, inputs: Any) -> 
 
 def group_normalization(layer: keras.layers.GroupNormalization, inputs: Any) -> Any:
     """Computes what `keras.layers.GroupNormalization.call` does, for channels in the last axis or in axis 1."""
-    channels = _channels(inputs, layer.axis) if _is_supported(inputs) else None
+    channels = _channels(inputs, layer.axis) if _is_supported(layer, inputs) else None
     sizes = inputs.shape[1:]
     if channels is None or None in sizes:
         return keras.layers.GroupNormalization.call(layer, inputs)
@@ -113,33 +114,25 @@ def group_normalization(layer: keras.layers.GroupNormalization, inputs: Any) -> 
     return tf.cast(_shaped_like(inputs, outputs), layer.compute_dtype)
 
 
-def rms_normalization(layer: keras.layers.RMSNormalization, x: Any) -> Any:
-    """Computes what `keras.layers.RMSNormalization.call` does, if it normalizes the last axes."""
-    width = _trailing_size(x, layer.axis)
-    if not _is_supported(x) or width is None:
-        return keras.layers.RMSNormalization.call(layer, x)
-    outputs = _divide_rows_by_rms(tf.reshape(x, [1, -1, width, 1]), layer.epsilon)
-    outputs = _scale_and_shift(_Channels(tf.reshape(outputs, [1, -1, 1, width]), "NHWC"), layer.scale, None)
-    return _shaped_like(x, outputs)
-
-
 _FUSED_CALLS: dict[type, Callable[..., Any]] = {
     keras.layers.BatchNormalization: batch_normalization,
     keras.layers.LayerNormalization: layer_normalization,
     keras.layers.GroupNormalization: group_normalization,
-    keras.layers.RMSNormalization: rms_normalization,
 }
 
 
-def _is_supported(inputs: Any) -> bool:
+def _is_supported(layer: keras.Layer, inputs: Any) -> bool:
     """Whether the kernel takes tensors of this dtype, and is faster than what XLA makes of Keras' operations."""
     is_dense = isinstance(inputs, tf.Tensor) and inputs.shape.rank is not None and inputs.shape.rank >= 2
-    return is_dense and inputs.dtype.name in _DTYPES and not xla.is_tracing()
+    has_kernel = is_dense and inputs.dtype.name in _DTYPES and layer.compute_dtype in _DTYPES
+    return has_kernel and not xla.is_tracing()
 
 
 def _channels(inputs: tf.Tensor, axis: int) -> _Channels | None:
-    """Returns the inputs of rank 2 or more with the channels in this axis, or `None` for other axes than 1 and -1."""
+    """Returns the inputs of rank 2 or more with the channels in this axis: 1 or -1, of known size; else `None`."""
     rank, size = inputs.shape.rank, inputs.shape[axis]
+    if size is None:
+        return None
     if axis in (-1, rank - 1):
         # The kernel reduces all axes but that of the channels. cuDNN limits the size of the first axis.
         return _Channels(inputs if rank == 4 else tf.reshape(inputs, [1, -1, 1, size]), "NHWC")
@@ -173,24 +166,10 @@ def _normalize(
     Uses the given `mean` and `variance` or, with an `update_factor`, those of the values, and returns the given ones
     moved towards these by that factor: by 1 without any given.
     """
-    outputs = _batch_norm_op(channels, scale, offset, epsilon, mean, variance, update_factor)
-    return _Normalized(outputs.y, outputs.batch_mean, outputs.batch_variance)
-
-
-def _batch_norm_op(
-    channels: _Channels,
-    scale: tf.Tensor,
-    offset: tf.Tensor,
-    epsilon: float,
-    mean: tf.Tensor | None = None,
-    variance: tf.Tensor | None = None,
-    update_factor: float | None = None,
-) -> Any:
-    """Returns all outputs of the operation of `_normalize`, those for its gradient too."""
     if update_factor == 1.0:
         mean = variance = tf.zeros([0])  # as the kernel requires
     # Not `tf.nn.fused_batch_norm`, which raises an epsilon below 1.001e-5 to that. cuDNN 9 takes any.
-    return tf.raw_ops.FusedBatchNormV3(
+    outputs = tf.raw_ops.FusedBatchNormV3(
         x=channels.values,
         scale=scale,
         offset=offset,
@@ -201,6 +180,7 @@ def _batch_norm_op(
         data_format=channels.data_format,
         is_training=update_factor is not None,
     )
+    return _Normalized(outputs.y, outputs.batch_mean, outputs.batch_variance)
 
 
 def _normalize_rows(inputs: tf.Tensor, width: int, epsilon: float) -> tf.Tensor:
@@ -208,43 +188,6 @@ def _normalize_rows(inputs: tf.Tensor, width: int, epsilon: float) -> tf.Tensor:
     rows = tf.reshape(inputs, [1, -1, width, 1])
     ones, zeros = _per_row(rows)
     return _normalize(_Channels(rows, "NCHW"), ones, zeros, epsilon, update_factor=1.0).values
-
-
-def _divide_rows_by_rms(rows: tf.Tensor, epsilon: float) -> tf.Tensor:
-    """Divides each row of shape `(1, rows, width, 1)` by the root of its mean square plus epsilon."""
-    width = rows.shape[2]
-    ones, zeros = _per_row(rows)
-
-    def scale_rows(values: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
-        unit = tf.fill(tf.shape(factors), 1.0 - _UNIT_EPSILON)
-        return _normalize(_Channels(values, "NCHW"), factors, zeros, _UNIT_EPSILON, zeros, unit).values
-
-    @tf.custom_gradient
-    def divide(values: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        statistics = _batch_norm_op(_Channels(values, "NCHW"), ones, zeros, epsilon, update_factor=1.0)
-        mean, variance = statistics.batch_mean, statistics.batch_variance * (max(width - 1, 1) / width)
-        reciprocal = tf.math.rsqrt(variance + tf.square(mean) + epsilon)
-
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            sums = tf.raw_ops.FusedBatchNormGradV3(
-                y_backprop=upstream,
-                x=values,
-                scale=ones,
-                reserve_space_1=statistics.reserve_space_1,
-                reserve_space_2=statistics.reserve_space_2,
-                reserve_space_3=statistics.reserve_space_3,
-                epsilon=epsilon,
-                data_format="NCHW",
-                is_training=True,
-            )
-            # The sums over a row of `upstream`, and of `upstream` times the values minus their mean.
-            products = tf.sqrt(variance + epsilon) * sums.scale_backprop + mean * sums.offset_backprop
-            factors = -tf.pow(reciprocal, 3.0) * products / width
-            return scale_rows(upstream, reciprocal) + scale_rows(values, factors)
-
-        return scale_rows(values, reciprocal), gradient
-
-    return divide(rows)
 
 
 def _per_row(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -25,6 +25,7 @@ from kmp.gradients import (
     nonfinite_flags,
     paths_of,
     unscale_for_update,
+    with_padded_rows,
 )
 from kmp.optimizer.counters import COUNT_INDEX, Counters, network_order
 from kmp.optimizer.inner_optimizer import (
@@ -284,12 +285,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         step: Any = self._step
         if self.compiles_step:
             step = self._step_on_replicas if tf.distribute.has_strategy() else self._compiled_step
-            grads = [_of_known_size(grad, variable) for grad, variable in zip(grads, variables, strict=True)]
         if self.compiles_step or xla.is_tracing():
             grads = list(map(before_cast, grads))
         # Outside of the compiled step, for which a branch would wait.
         if self.sampler.is_active:
             self._sample(grads, indices, unscaled)
+        if self.compiles_step:
+            grads = list(map(with_padded_rows, grads))
         step(grads, indices, self._order, unscaled)
 
     @property
@@ -530,14 +532,3 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _bounded_scale(self, highest: float = scaling.LARGEST_SCALE) -> Any:
         """Returns the scale within the rule's bounds; a file or the user may have written any value to the variable."""
         return self.rule.bounded(self.dynamic_scale, highest)
-
-
-def _of_known_size(gradient: Any, variable: Any) -> Any:
-    """Returns a gradient of known size, by adding up the rows of a sparse one with any number of them.
-
-    XLA compiles again for each new number of rows.
-    """
-    if not isinstance(gradient, tf.IndexedSlices) or gradient.values.shape.num_elements() is not None:
-        return gradient
-    values = tf.cast(gradient.values, keras.backend.result_type(gradient.values.dtype, "float32"))
-    return tf.math.unsorted_segment_sum(values, gradient.indices, variable.shape[0])

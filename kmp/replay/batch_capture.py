@@ -170,9 +170,6 @@ class BatchCapture:
         known = [*self._model.variables, *self.optimizer.variables]
         self.variables, self.unrestorable = state_of_trace(known, unless_assigned=self._is_custom)
         if self.optimizer.compiles_step:
-            if not slots.last_batch:
-                with tf.init_scope():
-                    slots.last_batch = [_variable_for_any_rows(tensor) for tensor in tensors]
             self._capture_kept(index, before)
             self._keep(index, tensors, before.loss_scale)
             return
@@ -244,7 +241,9 @@ class BatchCapture:
             # TensorFlow keeps int32 off the GPU, where XLA cannot read it.
             stored = tf.int64 if dtype == tf.int32 else dtype
             variables.append(tf.Variable(tf.zeros([size or 0 for size in shape], stored), trainable=False, shape=shape))
-        self._slots.append(_Slots(specs, variables))
+        # XLA has no step whose optimizer is compiled apart.
+        last_batch = [] if is_xla else [_variable_for_any_rows(tensor) for tensor in tensors]
+        self._slots.append(_Slots(specs, variables, last_batch=last_batch))
         return len(self._slots) - 1
 
     def _capture(
@@ -303,7 +302,7 @@ class BatchCapture:
             copy_examples()
 
 
-def _variable_for_any_rows(tensor: tf.Tensor) -> tf.Variable:
+def _variable_for_any_rows(tensor: tf.Tensor | tf.TensorSpec) -> tf.Variable:
     empty = tf.zeros([0, *(size or 0 for size in tensor.shape[1:])], tensor.dtype)
     return tf.Variable(empty, trainable=False, shape=tf.TensorShape([None, *tensor.shape[1:]]))
 

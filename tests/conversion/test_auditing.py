@@ -290,3 +290,17 @@ def test_audit_says_whether_keras_compiles_the_model_with_xla(one_replica):
     assert jit_compile(rotation, crop) == f"{refused}RandomCrop, RandomRotation do not support it."
     with one_replica.scope():
         assert jit_compile() == f"{refused}it was built under a tf.distribute strategy."
+
+
+def test_model_without_a_float_output_has_no_share():
+    kmp.enable()
+    inputs = keras.Input((8,))
+    model = keras.Model(inputs, keras.ops.argmax(keras.layers.Dense(4)(inputs), axis=-1))
+    assert kmp.audit(model).traffic is None
+
+
+def test_recurrent_layers_for_which_keras_uses_cudnn_are_not_compiled():
+    model = keras.Sequential([keras.Input((4, 8)), keras.layers.LSTM(4)])
+    assert "LSTM does not support it" in kmp.audit(model).jit_compile
+    model = keras.Sequential([keras.Input((4, 8)), keras.layers.LSTM(4, use_cudnn=False)])
+    assert "compiles this model with XLA" in kmp.audit(model).jit_compile

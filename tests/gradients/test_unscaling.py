@@ -87,3 +87,10 @@ def test_division_by_any_applied_scale_is_exact(run_step):
     for exponent in (-126, -14, 0, 15, 100, 126):
         gradient, scale = tf.constant([2.0 ** min(127, max(-120, exponent)), 0.0]), tf.constant(2.0**exponent)
         np.testing.assert_array_equal(divided(gradient, scale), gradient / scale)
+
+
+def test_gradient_without_elements_is_finite(run_step):
+    gradients = [tf.zeros([3, 0])]
+    variables = variables_like(gradients)
+    flags = run_step(lambda: nonfinite_flags(gradients, variables, tf.constant(1.0), 1))
+    assert flags().numpy().tolist() == [0.0]

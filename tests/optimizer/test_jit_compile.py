@@ -135,3 +135,25 @@ def test_clipping_under_a_strategy_warns_and_the_step_is_not_compiled(two_replic
 
     two_replicas.run(tf.function(step))
     assert float(weight[0]) == 1.0 - 2 * 0.25
+
+
+@pytest.mark.parametrize("name", ["adam", "rmsprop", "sgd", "adagrad"])
+def test_compiled_sparse_gradients_of_any_number_of_rows_train_as_those_of_keras(name):
+    """An optimizer computes with each row of a sparse gradient, also with several of one index."""
+
+    def trained(wrap):
+        table = keras.Variable(np.ones((6, 2), "float32"))
+        optimizer = wrap(keras.optimizers.get({"class_name": name, "config": {"learning_rate": 0.1}}))
+        optimizer.build([table])
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([None], tf.int32)], autograph=False)
+        def step(rows, indices):
+            gradient = tf.IndexedSlices(optimizer.scale_loss(rows), indices, tf.constant([6, 2]))
+            optimizer.apply([gradient], [table])
+
+        for indices in ([3, 1, 3], [0, 5, 0, 0, 2], [4]):
+            step(tf.ones([len(indices), 2]) * 0.5, tf.constant(indices))
+        return table.numpy()
+
+    compiled = functools.partial(kmp.LossScaleOptimizer, jit_compile=True, loss_scale=4.0)
+    np.testing.assert_allclose(trained(compiled), trained(lambda inner: inner), rtol=1e-5)

@@ -352,3 +352,12 @@ def test_overflow_is_counted_if_the_first_parts_of_the_batch_have_rows_without_v
     batch = inputs, np.full((8, 1), 1e4, "float32")  # overflows at the scale 2^15
     model.fit(tf.data.Dataset.from_tensors(batch), shuffle=False, verbose=0)
     assert (model.optimizer.snapshot().overflow_count, model.optimizer.snapshot().loss_scale) == (1, 2.0**14)
+
+
+def test_later_fit_with_batches_of_another_structure_works_with_a_compiled_step():
+    kmp.enable(jit_compile=True)
+    model = compiled_model(jit_compile=False)
+    x, y = small_data(2)
+    for weights in ({}, {"sample_weight": np.ones(len(x))}, {"class_weight": {0: 1.0, 1: 2.0}}):
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=kmp.callbacks.defaults(), **weights)
+    assert model.optimizer.snapshot().step == 6
