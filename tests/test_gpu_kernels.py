@@ -98,7 +98,7 @@ def test_xla_has_a_gpu_kernel_for_every_operation_of_a_step(option, xla_on_gpu):
     "cls",
     [
         kmp.layers.BatchNormalization,
-        *(getattr(keras.layers, f"{name}Normalization") for name in ("Batch", "Layer", "Group")),
+        *(getattr(keras.layers, f"{name}Normalization") for name in ("Batch", "Layer", "Group", "RMS")),
     ],
 )
 def test_normalization_runs_on_the_device_in_both_directions(cls, policy):

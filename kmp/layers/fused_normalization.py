@@ -4,8 +4,7 @@ Keras 3.15 casts the inputs to float32, keeps that copy for the backward pass an
 TensorFlow has one kernel with 16-bit inputs and outputs and float32 statistics, `FusedBatchNormV3`. It normalizes each
 channel, so other normalizations make the elements that they normalize together a channel of their own.
 
-Under XLA, which fuses Keras' operations itself, and in all cases that the kernel does not support, Keras' code runs. So
-it does for `RMSNormalization`: the kernel subtracts the mean, and what adds it again would round the gradients twice.
+Under XLA, which fuses Keras' operations itself, and in all cases that the kernel does not support, Keras' code runs.
 Source: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.3: read and write float16 tensors, and
 compute in float32.
 """
@@ -114,10 +113,27 @@ def group_normalization(layer: keras.layers.GroupNormalization, inputs: Any) -> 
     return tf.cast(_shaped_like(inputs, outputs), layer.compute_dtype)
 
 
+def rms_normalization(layer: keras.layers.RMSNormalization, x: Any) -> Any:
+    """Computes what `keras.layers.RMSNormalization.call` does, if it normalizes the last axes.
+
+    The kernel subtracts the mean. Joined with its negative, a row has the mean 0, and its mean square as the variance.
+    """
+    width = _trailing_size(x, layer.axis)
+    if not _is_supported(layer, x) or width is None:
+        return keras.layers.RMSNormalization.call(layer, x)
+    rows = tf.reshape(x, [-1, width])
+    joined = _normalize_rows(tf.concat([rows, -rows], 1), 2 * width, layer.epsilon)
+    # Half of the difference, and not the first half alone: its gradient is symmetric, so nothing cancels in 16 bits.
+    first, second = tf.split(tf.reshape(joined, [-1, 2 * width]), 2, 1)
+    outputs = tf.reshape((first - second) * 0.5, [1, -1, 1, width])
+    return _shaped_like(x, _scale_and_shift(_Channels(outputs, "NHWC"), layer.scale, None))
+
+
 _FUSED_CALLS: dict[type, Callable[..., Any]] = {
     keras.layers.BatchNormalization: batch_normalization,
     keras.layers.LayerNormalization: layer_normalization,
     keras.layers.GroupNormalization: group_normalization,
+    keras.layers.RMSNormalization: rms_normalization,
 }
 
 

@@ -35,6 +35,8 @@ OTHER_CASES = [
     (layers.GroupNormalization, {"groups": 1}, (4, 7, 6)),
     (layers.GroupNormalization, {"groups": -1, "axis": 1}, (4, 6, 5, 3)),
     (layers.GroupNormalization, {"groups": 2, "axis": 1, "scale": False}, (4, 6, 5)),
+    (layers.RMSNormalization, {}, (4, 5, 6)),
+    (layers.RMSNormalization, {"axis": [1, 2], "epsilon": 1e-2}, (4, 5, 6)),
 ]
 
 
@@ -104,6 +106,7 @@ def test_kernel_reads_and_writes_16_bits_and_is_used_outside_of_xla_only():
         (layers.BatchNormalization, {}, x.shape),
         *OTHER_CASES[:1],
         OTHER_CASES[5],
+        OTHER_CASES[9],
     ]:
         _, layer = pair(cls, arguments, tuple(shape), "mixed_float16")
         inputs = tf.ones(shape, tf.float16)
@@ -150,7 +153,12 @@ def test_batch_without_rows_leaves_the_statistics_unchanged(cls):
 
 
 def test_second_derivatives_equal_those_of_keras():
-    for cls, arguments, shape in ((layers.BatchNormalization, {}, (8, 5, 6)), *OTHER_CASES[:1], OTHER_CASES[5]):
+    for cls, arguments, shape in (
+        (layers.BatchNormalization, {}, (8, 5, 6)),
+        *OTHER_CASES[:1],
+        OTHER_CASES[5],
+        OTHER_CASES[9],
+    ):
         x, _ = data(shape, "float32")
         found = []
         for layer in pair(cls, arguments, shape, "float32"):
@@ -202,3 +210,46 @@ def test_unknown_channels_and_other_dtypes_are_left_to_keras():
         for outputs in (fused(x, training=True), call(x)):
             assert outputs.dtype == expected.dtype
             np.testing.assert_allclose(tf.cast(outputs, "float32"), tf.cast(expected, "float32"), rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("cls", [layers.LayerNormalization, layers.RMSNormalization])
+def test_gradient_that_is_almost_orthogonal_to_the_result_is_rounded_once(cls):
+    random = np.random.default_rng(0)
+    x = tf.constant(random.normal(size=(64, 256)), tf.float16)
+    upstream = x + tf.constant(0.1 * random.normal(size=x.shape), tf.float16)
+
+    def gradient_of(layer, x, upstream):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = layer(x)
+        return tf.cast(tape.gradient(y, x, tf.cast(upstream, y.dtype)), "float64")
+
+    _, layer = pair(cls, {}, x.shape, "mixed_float16")
+    exact, _ = pair(cls, {}, x.shape, "float64")
+    expected = gradient_of(exact, tf.cast(x, "float64"), upstream)
+    error = tf.norm(gradient_of(layer, x, upstream) - expected) / tf.norm(expected)
+    assert error < 1e-3
+
+
+def test_weight_gradients_of_a_gradient_penalty_are_those_of_finite_differences():
+    for cls in (layers.LayerNormalization, layers.RMSNormalization):
+        random = np.random.default_rng(0)
+        kernel, x = random.normal(size=(6, 6)).astype("float32"), tf.constant(random.normal(size=(4, 6)), tf.float32)
+        _, norm = pair(cls, {"epsilon": 1e-2}, (4, 6), "float32")
+
+        def penalty(kernel, x=x, norm=norm):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf.reduce_sum(tf.sin(norm(tf.matmul(x, kernel))))
+            return tf.reduce_sum(tape.gradient(loss, x) ** 2)
+
+        with tf.GradientTape() as tape:
+            variable = tf.Variable(kernel)
+            value = penalty(variable)
+        found = tape.gradient(value, variable).numpy()
+        step, expected = 1e-2, np.zeros_like(kernel)
+        for index in np.ndindex(kernel.shape):
+            moved = np.zeros_like(kernel)
+            moved[index] = step
+            expected[index] = (penalty(kernel + moved) - penalty(kernel - moved)) / (2 * step)
+        assert np.linalg.norm(found - expected) < 5e-3 * np.linalg.norm(expected)
