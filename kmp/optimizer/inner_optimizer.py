@@ -17,6 +17,7 @@ _PREDICABLE = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Muon", "Nadam"),
     *("RMSprop", "SGD", "ScheduleFreeAdamW"),
 )
+_LARGE = 2**22  # elements, as the table of an embedding has
 # The methods that Keras' optimizers call, directly or through `keras.Variable` and their own `assign`.
 _WRITE_METHODS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update")
 
@@ -78,8 +79,7 @@ def predicated_writes(
         *keras_internals.optimizer_state(optimizer),
     ]
     tf_variables = {id(v): v for v in (v.value if isinstance(v, keras.Variable) else v for v in written)}.values()
-    # XLA would share a constant zero with the zeros to which a sparse gradient is added, and read all of these.
-    zeros = {dtype: xla.opaque(tf.zeros([], dtype)) for dtype in {variable.dtype for variable in tf_variables}}
+    zeros = {dtype: tf.zeros([], dtype) for dtype in {variable.dtype for variable in tf_variables}}
     negative_zeros = {dtype: -zero for dtype, zero in zeros.items()}  # TensorFlow may replace a constant -0.0 by 0.0
     select_by = xla.masks_of(skip)
     for variable in tf_variables:
@@ -99,7 +99,8 @@ def _writes_unless(
     """Returns replacements of a variable's write methods, which write a neutral value if the step is skipped.
 
     A skipped addition or subtraction writes a zero of the sign that preserves zeros of both signs. This takes fewer
-    operations than a selection between the old value and the sum, so it traces and compiles faster.
+    operations than a selection between the old value and the sum, so it traces and compiles faster. Large variables get
+    that selection: XLA would share the zero with the zeros to which it adds the rows of a sparse gradient, and read these.
     """
 
     def select(neutral: Any, value: Any) -> tf.Tensor:
@@ -118,7 +119,14 @@ def _writes_unless(
         return write_unless
 
     neutral = (variable, negative_zero, zero, negative_zero, zero, variable)
-    return {name: predicated(getattr(variable, name), each) for name, each in zip(_WRITE_METHODS, neutral, strict=True)}
+    methods = {
+        name: predicated(getattr(variable, name), each) for name, each in zip(_WRITE_METHODS, neutral, strict=True)
+    }
+    if (variable.shape.num_elements() or 0) > _LARGE:
+        assign = methods["assign"]
+        methods["assign_add"] = lambda value, *args, **options: assign(variable + value, *args, **options)
+        methods["assign_sub"] = lambda value, *args, **options: assign(variable - value, *args, **options)
+    return methods
 
 
 @keras.saving.register_keras_serializable("kmp")

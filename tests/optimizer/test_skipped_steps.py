@@ -275,3 +275,21 @@ def test_one_trace_works_with_and_without_xla(first_is_compiled, sparse):
         outer(tf.constant([1.0, 1.0]))
         np.testing.assert_array_equal(table[1], before[1] - 0.5)
     assert optimizer.snapshot().overflow_count == 2
+
+
+def test_skipped_step_changes_no_bit_of_a_large_variable():
+    table = keras.Variable(np.zeros((2**22 + 1,), "float32"))
+    table.value.assign(tf.concat([[-0.0, 1e-40, 1.0], table.value[3:]], 0))
+    optimizer = optimizer_for(table, inner=keras.optimizers.SGD(0.5))
+
+    @tf.function(jit_compile=True)
+    def step(first):
+        optimizer.scale_loss(1.0)
+        gradient = tf.concat([[first], tf.ones([2**22])], 0) * optimizer.loss_scale
+        optimizer.apply([gradient], [table])
+
+    before = table.numpy()
+    step(tf.constant(np.inf))
+    assert table.numpy().tobytes() == before.tobytes()
+    step(tf.constant(1.0))
+    np.testing.assert_array_equal(table.numpy()[:4], [-0.5, -0.5, 0.5, -0.5])
