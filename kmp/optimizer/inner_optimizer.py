@@ -100,7 +100,7 @@ def _writes_unless(
 
     A skipped addition or subtraction writes a zero of the sign that preserves zeros of both signs. This takes fewer
     operations than a selection between the old value and the sum, so it traces and compiles faster. Large variables get
-    that selection: XLA would share the zero with the zeros to which it adds the rows of a sparse gradient, and read them.
+    that selection: XLA would share the zero with those to which it adds the rows of a sparse gradient, and read all.
     """
 
     def select(neutral: Any, value: Any) -> tf.Tensor:
