@@ -27,7 +27,9 @@ def run_tests(session: nox.Session) -> None:
 def oldest(session: nox.Session) -> None:
     """The oldest versions that kmp supports."""
     if sys.version_info >= (3, 13):
-        session.error("TensorFlow 2.18 supports Python 3.12 and earlier. Run nox with Python 3.11 or 3.12.")
+        session.error(
+            "TensorFlow 2.18 supports Python 3.12 and earlier. Run nox with Python 3.11 or 3.12."
+        )
     session.install("-e", PACKAGE, "keras==3.12.0", "tensorflow-cpu==2.18.0")
     run_tests(session)
 
@@ -46,5 +48,7 @@ def nightly(session: nox.Session) -> None:
     # Both packages install the folder `keras`, so uninstall `keras` and install the nightly last.
     session.run_install("python", "-m", "pip", "uninstall", "--yes", "keras")
     session.install("--pre", "--no-deps", "--force-reinstall", "keras-nightly")
-    session.run("python", "-c", "import keras; assert 'dev' in keras.__version__, keras.__version__")
+    session.run(
+        "python", "-c", "import keras; assert 'dev' in keras.__version__, keras.__version__"
+    )
     run_tests(session)

@@ -16,7 +16,9 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # its float16 is many times slower on newer CPUs
+os.environ.setdefault(
+    "TF_ENABLE_ONEDNN_OPTS", "0"
+)  # its float16 is many times slower on newer CPUs
 
 import keras
 import numpy as np
@@ -38,10 +40,15 @@ def images():
 
     pixels, digits = mnist_data()
     order = np.random.default_rng(0).permutation(len(digits))
-    order = order[np.argsort(digits[order], kind="stable")]  # sorted by digit, in random order within each digit
+    order = order[
+        np.argsort(digits[order], kind="stable")
+    ]  # sorted by digit, in random order within each digit
     is_test = np.arange(len(order)) % (len(order) // TEST_IMAGES) == 0
     x = pixels.reshape(-1, 28, 28, 1).astype("float32") / 255
-    return (x[order[~is_test]], digits[order[~is_test]]), (x[order[is_test]], digits[order[is_test]])
+    return (x[order[~is_test]], digits[order[~is_test]]), (
+        x[order[is_test]],
+        digits[order[is_test]],
+    )
 
 
 def build():
@@ -53,8 +60,18 @@ def build():
     return keras.Sequential(
         [
             keras.Input((28, 28, 1)),
-            *(layers.Conv2D(16, 3, use_bias=False), normalize(), layers.ReLU(), layers.MaxPooling2D()),
-            *(layers.Conv2D(32, 3, use_bias=False), normalize(), layers.ReLU(), layers.MaxPooling2D()),
+            *(
+                layers.Conv2D(16, 3, use_bias=False),
+                normalize(),
+                layers.ReLU(),
+                layers.MaxPooling2D(),
+            ),
+            *(
+                layers.Conv2D(32, 3, use_bias=False),
+                normalize(),
+                layers.ReLU(),
+                layers.MaxPooling2D(),
+            ),
             *(layers.Flatten(), layers.Dense(64, activation="relu"), layers.Dropout(0.25)),
             layers.Dense(10, activation="softmax", dtype="float32"),
         ]
@@ -72,7 +89,9 @@ def train(precision, seed, epochs):
         keras.config.set_dtype_policy(policy)
     try:
         model = build()
-        model.compile(keras.optimizers.Adam(1e-3), "sparse_categorical_crossentropy", metrics=["accuracy"])
+        model.compile(
+            keras.optimizers.Adam(1e-3), "sparse_categorical_crossentropy", metrics=["accuracy"]
+        )
         model.fit(x, y, batch_size=BATCH_SIZE, epochs=epochs, verbose=0)
         scores = model.evaluate(*test, batch_size=TEST_IMAGES, return_dict=True, verbose=0)
     finally:
@@ -106,7 +125,11 @@ def main():
             print(f"{precision}: {runs[-1]}, {time.perf_counter() - start:.0f} s", flush=True)
             keras.backend.clear_session()
     for precision, score in itertools.product(trained, ("accuracy", "loss")):
-        print("{}: {} {:.4f}, standard deviation {:.4f}".format(precision, score, *spread(trained[precision], score)))
+        print(
+            "{}: {} {:.4f}, standard deviation {:.4f}".format(
+                precision, score, *spread(trained[precision], score)
+            )
+        )
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     device = machine["processor"] if machine["gpus"] == "none" else machine["gpus"]
     results[device] = machine | {"epochs": options.epochs, "trained": trained}

@@ -2,8 +2,9 @@
 
     python benchmarks/applications.py [NAME ...]
 
-By default this converts all models. Results are written to benchmarks/applications.json. The tests convert two
-models: one with custom layers, and one with preprocessing and with operations beside its layers.
+By default this converts all models. Results are written to benchmarks/applications.json. The tests
+convert two models: one with custom layers, and one with preprocessing and with operations beside
+its layers.
 """
 
 import json
@@ -19,9 +20,12 @@ import kmp
 
 RESULTS = Path(__file__).with_name("applications.json")
 
-# The smallest image size that these models accept with a classifier on top; it is 32 for the others.
+# The smallest image size that these models accept with a classifier on top; it is 32 for the
+# others.
 SIDES = {"InceptionV3": 75, "InceptionResNetV2": 75, "Xception": 71}
-SIDE_OF_EFFICIENTNETS = 64  # at 32 their last layers have one pixel, and its statistics amplify rounding errors
+SIDE_OF_EFFICIENTNETS = (
+    64  # at 32 their last layers have one pixel, and its statistics amplify rounding errors
+)
 
 
 def model_names():
@@ -36,7 +40,8 @@ def outputs_of(model, images):
 def adapt_statistics(model, images):
     """Sets BatchNormalization's moving statistics to those of a batch; with the initial ones, activations vanish.
 
-    Dropout is disabled meanwhile: statistics that differ from those at inference make activations grow with depth.
+    Dropout is disabled meanwhile: statistics that differ from those at inference make activations
+    grow with depth.
     """
     zeroed_attributes = {keras.layers.BatchNormalization: "momentum", keras.layers.Dropout: "rate"}
     before = [
@@ -55,7 +60,12 @@ def adapt_statistics(model, images):
 def build(name):
     """Returns an untrained model that outputs logits."""
     side = SIDE_OF_EFFICIENTNETS if name.startswith("EfficientNet") else SIDES.get(name, 32)
-    options = {"weights": None, "input_shape": (side, side, 3), "classes": 10, "classifier_activation": None}
+    options = {
+        "weights": None,
+        "input_shape": (side, side, 3),
+        "classes": 10,
+        "classifier_activation": None,
+    }
     return getattr(keras.applications, name)(**options)
 
 
@@ -95,7 +105,9 @@ def check(name):
         loaded = keras.models.load_model(Path(folder) / "model.keras", compile=False)
     np.testing.assert_array_equal(outputs_of(loaded, images), outputs)
     optimizer = kmp.wrap(keras.optimizers.SGD(1e-3), initial_scale=64.0)
-    converted.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), run_eagerly=True)
+    converted.compile(
+        optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), run_eagerly=True
+    )
     for _ in range(20):  # untrained networks may overflow until the loss scale is low enough
         loss = converted.train_on_batch(images, np.arange(16) % 10)
         assert np.isfinite(loss), loss

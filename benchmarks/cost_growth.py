@@ -2,9 +2,10 @@
 
     python benchmarks/cost_growth.py [--quick] [--json FILE]
 
-A cost is per variable (or per replica), and a ratio is to that of the smallest number: 1 or less is at most linear
-growth. The first call is measured once, because it takes minutes with thousands of variables. XLA compiles at most
-500 variables. Replicas are virtual ones on the CPU, each number in a new process.
+A cost is per variable (or per replica), and a ratio is to that of the smallest number: 1 or less is
+at most linear growth. The first call is measured once, because it takes minutes with thousands of
+variables. XLA compiles at most 500 variables. Replicas are virtual ones on the CPU, each number in
+a new process.
 """
 
 import functools
@@ -24,7 +25,9 @@ def measure(is_quick):
     rounds = 2 if is_quick else 25
     for mode in modes_of(is_quick):
         counts = [
-            n for n in ((10, 40) if is_quick else (50, 500, 2000, 5000)) if mode == "graph" or n <= MOST_UNDER_XLA
+            n
+            for n in ((10, 40) if is_quick else (50, 500, 2000, 5000))
+            if mode == "graph" or n <= MOST_UNDER_XLA
         ]
         yield from costs_of_variables(counts, mode, rounds)
     replicas = (2,) if is_quick else (1, 2, 4)
@@ -40,10 +43,17 @@ def costs_of_variables(counts, mode, rounds):
         step()  # excludes what happens once per process
     for name, make in (("bare", functools.partial(Step, BARE)), ("kmp", SampledStep)):
         steps = {count: make(shapes_of(f"{count} small"), mode) for count in counts}
-        yield per_unit("variable", f"first call, {name}", mode, {n: [step.seconds()] for n, step in steps.items()})
+        yield per_unit(
+            "variable",
+            f"first call, {name}",
+            mode,
+            {n: [step.seconds()] for n, step in steps.items()},
+        )
         seconds = alternate({count: step.seconds for count, step in steps.items()}, rounds)
         yield per_unit("variable", f"Adam step, {name}", mode, seconds)
-    samples = alternate({count: functools.partial(added_by_sample, step) for count, step in steps.items()}, rounds)
+    samples = alternate(
+        {count: functools.partial(added_by_sample, step) for count, step in steps.items()}, rounds
+    )
     yield per_unit("variable", "sample", mode, samples)
 
 
@@ -56,7 +66,9 @@ def added_by_sample(step):
 def seconds_of_replicas(replicas, rounds):
     """Returns the seconds of a step of each variant in each round, in a new process: the devices have not started."""
     cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * replicas)
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration()] * replicas
+    )
     strategy = tf.distribute.MirroredStrategy([f"CPU:{number}" for number in range(replicas)])
 
     def run(function, gradients):

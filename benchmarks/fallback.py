@@ -2,9 +2,10 @@
 
     python benchmarks/fallback.py [--quick] [--json FILE]
 
-From the first skipped step to the first good one, in steps, and in seconds beside the first step of the same run: both
-trace the step, and the repair also replays a batch and searches the layers. The first layer of the model has a constant
-that is infinite in float16. Not under XLA, which computes this fault in float32.
+From the first skipped step to the first good one, in steps, and in seconds beside the first step of
+the same run: both trace the step, and the repair also replays a batch and searches the layers. The
+first layer of the model has a constant that is infinite in float16. Not under XLA, which computes
+this fault in float32.
 """
 
 import time
@@ -49,23 +50,33 @@ def measure(is_quick):
     runs = [repaired_run() for _ in range(1 if is_quick else 3)]
     seconds = {FIRST: [run[0] for run in runs], REPAIR: [run[1] for run in runs]}
     yield comparison("fallback: time", "MLP", "graph", seconds)
-    yield comparison("fallback: skipped steps", "MLP", "graph", {REPAIR: [run[2] for run in runs]}, "steps")
+    yield comparison(
+        "fallback: skipped steps", "MLP", "graph", {REPAIR: [run[2] for run in runs]}, "steps"
+    )
 
 
 def repaired_run():
     """Returns the seconds of the first step and of the repair, and the steps that were skipped."""
     task = mlp(512)
     with kmp.enable():
-        model = keras.Sequential([keras.Input(task.x.shape[1:]), HideMissing(name="hide_missing"), task.build()])
+        model = keras.Sequential(
+            [keras.Input(task.x.shape[1:]), HideMissing(name="hide_missing"), task.build()]
+        )
         model.compile("adam", "sparse_categorical_crossentropy", jit_compile=False)
     times = Times()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         x, y = np.tile(task.x, (20, 1)), np.tile(task.y, 20)
-        model.fit(x, y, batch_size=len(task.x), verbose=0, callbacks=[times, *kmp.callbacks.defaults()])
+        model.fit(
+            x, y, batch_size=len(task.x), verbose=0, callbacks=[times, *kmp.callbacks.defaults()]
+        )
     skipped = times.skipped[-1]
     first = next(step for step, count in enumerate(times.skipped) if count)
-    good = next(step for step in range(first + 1, len(times.ends)) if times.skipped[step] == times.skipped[step - 1])
+    good = next(
+        step
+        for step in range(first + 1, len(times.ends))
+        if times.skipped[step] == times.skipped[step - 1]
+    )
     return times.ends[0] - times.begin, times.ends[good] - times.ends[first], skipped
 
 

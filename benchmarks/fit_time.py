@@ -2,8 +2,9 @@
 
     python benchmarks/fit_time.py [--quick] [--json FILE]
 
-CPU time of float32 training with a scaled loss, relative to Keras' loss scaling. A first epoch is a call of `fit`, its
-start and end included, in a new process for each round; a later one is the second epoch of a call.
+CPU time of float32 training with a scaled loss, relative to Keras' loss scaling. A first epoch is a
+call of `fit`, its start and end included, in a new process for each round; a later one is the
+second epoch of a call.
 """
 
 import functools
@@ -33,11 +34,16 @@ def measure(is_quick):
             first = {variant: [own[variant] for own in processes] for variant in VARIANTS}
             yield comparison("first epoch: CPU time", f"{name}, {steps} steps", mode, first)
             with tempfile.TemporaryDirectory() as folder:
-                trainings = {variant: training(name, variant, mode, steps, folder) for variant in VARIANTS}
+                trainings = {
+                    variant: training(name, variant, mode, steps, folder) for variant in VARIANTS
+                }
                 later = alternate(
-                    {variant: functools.partial(train, 2) for variant, train in trainings.items()}, rounds
+                    {variant: functools.partial(train, 2) for variant, train in trainings.items()},
+                    rounds,
                 )
-            per_step = {variant: [last / steps for _, last in epochs] for variant, epochs in later.items()}
+            per_step = {
+                variant: [last / steps for _, last in epochs] for variant, epochs in later.items()
+            }
             yield comparison("step of `fit`: CPU time", f"{name}, {steps} steps", mode, per_step)
 
 
@@ -55,7 +61,8 @@ def first_epochs(name, mode, steps):
 def training(name, variant, mode, steps, folder):
     """Returns a function that continues the training of a new model.
 
-    It takes the number of epochs, and returns the CPU seconds, of all threads, of the whole call and of its last epoch.
+    It takes the number of epochs, and returns the CPU seconds, of all threads, of the whole call
+    and of its last epoch.
     """
     make_task, width = MODELS[name]
     task = make_task(width)
@@ -70,7 +77,9 @@ def training(name, variant, mode, steps, folder):
 
     def train(epochs):
         begin = time.process_time()
-        model.fit(data, steps_per_epoch=steps, epochs=epochs, shuffle=False, verbose=0, callbacks=extra)
+        model.fit(
+            data, steps_per_epoch=steps, epochs=epochs, shuffle=False, verbose=0, callbacks=extra
+        )
         return time.process_time() - begin, ends[-1] - begins[-1]
 
     return train

@@ -2,10 +2,11 @@
 
     python benchmarks/log_cost.py [--quick] [--json FILE]
 
-The bytes of a sample in two trainings of 600 variables, and for ResNet-50's variables with random gradients; those of
-a million steps of larger and larger models, computed for records as large as the first ones; how the costs of a log of
-20 samples grow with the number of variables; and time and peak memory of `kmp report` for logs of 50 MB, each in a new
-process. Times are processor times, which other programs on the machine change less.
+The bytes of a sample in two trainings of 600 variables, and for ResNet-50's variables with random
+gradients; those of a million steps of larger and larger models, computed for records as large as
+the first ones; how the costs of a log of 20 samples grow with the number of variables; and time and
+peak memory of `kmp report` for logs of 50 MB, each in a new process. Times are processor times,
+which other programs on the machine change less.
 """
 
 import contextlib
@@ -45,12 +46,18 @@ def measure(is_quick):
     """Yields the sizes of samples and of logs, then what it costs to read them."""
     for build in (residual_blocks, branches):
         variables, sizes = bytes_per_sample(build, *((2, 20) if is_quick else (30, 300)))
-        yield comparison("log: a sample", f"{variables} variables, {build.__name__}", "", sizes, "B")
+        yield comparison(
+            "log: a sample", f"{variables} variables, {build.__name__}", "", sizes, "B"
+        )
     sample = dict(compact(sample_of([math.prod(shape) for shape in shapes_of("ResNet-50")])))
     names, numbers = len(json.dumps(sample.pop("names"))), len(json.dumps(sample))
-    yield comparison("log: a sample", "ResNet-50", "", {"sample": [numbers], "names, written once": [names]}, "B")
+    yield comparison(
+        "log: a sample", "ResNet-50", "", {"sample": [numbers], "names, written once": [names]}, "B"
+    )
     counts = (200, 600) if is_quick else (200, 600, 2_000, 6_000, 20_000)
-    sizes = {f"{variables:,} variables": [bytes_of_million_steps(variables)] for variables in counts}
+    sizes = {
+        f"{variables:,} variables": [bytes_of_million_steps(variables)] for variables in counts
+    }
     yield comparison("log: a million steps", "with TensorBoard's files", "", sizes, "B")
     yield from growth((50, 200) if is_quick else (50, 500, 2_000, 5_000), 1 if is_quick else 5)
     megabytes = 2 if is_quick else 50
@@ -58,7 +65,9 @@ def measure(is_quick):
     for name, variables in list(LOGS.items())[: 1 if is_quick else None]:
         with tempfile.TemporaryDirectory() as folder:
             log = write(Path(folder, "log"), variables, megabytes=megabytes)
-            seconds[name], peaks[name] = ([cost] for cost in in_new_process(cost_of_report, str(log)))
+            seconds[name], peaks[name] = (
+                [cost] for cost in in_new_process(cost_of_report, str(log))
+            )
     yield comparison("report: time", f"log of {megabytes} MB", "", seconds)
     yield comparison("report: peak memory", f"log of {megabytes} MB", "", peaks, "B")
 
@@ -72,7 +81,9 @@ def residual_blocks(x, count):
 
 def branches(x, count):
     """Branches of ten layers: gradients of many magnitudes, and many zeros."""
-    return keras.layers.Add()([keras.Sequential([dense() for _ in range(10)])(x) for _ in range(count)])
+    return keras.layers.Add()(
+        [keras.Sequential([dense() for _ in range(10)])(x) for _ in range(count)]
+    )
 
 
 def dense():
@@ -90,9 +101,14 @@ def bytes_per_sample(build, count, steps):
         callbacks = kmp.callbacks.defaults(folder, every_n_steps=EVERY_N_STEPS)
         model.fit(data, np.abs(data) / 2, batch_size=BATCH_SIZE, verbose=0, callbacks=callbacks)
         # Without the results of replays, whose number depends on how fast they are.
-        samples = [line for line in Path(folder, FILE_NAME).read_text().splitlines() if '"sample"' in line]
+        samples = [
+            line for line in Path(folder, FILE_NAME).read_text().splitlines() if '"sample"' in line
+        ]
         events = sum(path.stat().st_size for path in Path(folder).glob("*.kmp"))
-    per_sample = {FILE_NAME: [sum(map(len, samples)) / len(samples)], "TensorBoard's files": [events / len(samples)]}
+    per_sample = {
+        FILE_NAME: [sum(map(len, samples)) / len(samples)],
+        "TensorBoard's files": [events / len(samples)],
+    }
     return len(model.trainable_variables), per_sample
 
 
@@ -105,8 +121,9 @@ def random_sample(variables, has_updates=False):
 def sample_of(sizes, has_updates=False):
     """Returns a sample of random gradients with these numbers of elements, a tenth of them zeros.
 
-    The magnitudes of the others are log-normal, with a deviation of 2.7 bits and medians over four decades: samples of
-    such gradients are as large as those of normally distributed ones with log-normal factors.
+    The magnitudes of the others are log-normal, with a deviation of 2.7 bits and medians over four
+    decades: samples of such gradients are as large as those of normally distributed ones with
+    log-normal factors.
     """
     random, sizes = np.random.default_rng(0), np.asarray(sizes)
     exponents, centers = np.arange(45), random.uniform(15, 28, (len(sizes), 1))
@@ -114,23 +131,43 @@ def sample_of(sizes, has_updates=False):
     shares /= shares.sum(axis=1, keepdims=True)
     counts = np.column_stack([sizes // 10, random.multinomial(sizes - sizes // 10, shares)])
     amax = 2.0 ** (centers[:, 0] - 10)
-    names = tuple(f"stage_{index // 40}/block_{index // 6}_layer_{index}/kernel" for index in range(len(sizes)))
-    updates = {"weight_norm": amax, "update_norm": amax / 1024, "updates": counts.sum(1), "lost_updates": sizes // 50}
+    names = tuple(
+        f"stage_{index // 40}/block_{index // 6}_layer_{index}/kernel"
+        for index in range(len(sizes))
+    )
+    updates = {
+        "weight_norm": amax,
+        "update_norm": amax / 1024,
+        "updates": counts.sum(1),
+        "lost_updates": sizes // 50,
+    }
     bins = np.append(0, exponents + 120)
-    return GradientSample(1, 1024.0, names, counts, amax, amax / 10, bins=bins, **(updates if has_updates else {}))
+    return GradientSample(
+        1, 1024.0, names, counts, amax, amax / 10, bins=bins, **(updates if has_updates else {})
+    )
 
 
 def bytes_of_million_steps(variables):
     """Returns the bytes that a million steps add to the log and to TensorBoard's files."""
     sample = random_sample(variables)
-    counts = {key: dict.fromkeys(sample.names, 1) for key in ("overflows_by_variable", "overflow_origins_by_variable")}
-    histograms = [600 * (1 + variables // 2), *[600] * 9]  # of TensorBoard, with their tags: every tenth by layer
+    counts = {
+        key: dict.fromkeys(sample.names, 1)
+        for key in ("overflows_by_variable", "overflow_origins_by_variable")
+    }
+    histograms = [
+        600 * (1 + variables // 2),
+        *[600] * 9,
+    ]  # of TensorBoard, with their tags: every tenth by layer
     log = events = step = reads = 0
     while step < MILLION:
         interval = 250 * 2 ** ((log + events) // Monitor.budget)
         step += interval
         log += record_size({"sample": sample})
-        log += record_size(counts) if step // OVERFLOW_EVERY > (step - interval) // OVERFLOW_EVERY else 0
+        log += (
+            record_size(counts)
+            if step // OVERFLOW_EVERY > (step - interval) // OVERFLOW_EVERY
+            else 0
+        )
         events += histograms[reads % 10]
         reads += 1
     return log + events + 1_500 * reads  # loss scale, counters and the numbers of a sample, in both
@@ -148,7 +185,10 @@ def growth(counts, rounds):
             ("advise", kmp.advise, runs),
             ("report", lambda run: report.html({"run": run}), runs),
         ):
-            timed = {n: functools.partial(cpu_seconds, function, argument) for n, argument in arguments.items()}
+            timed = {
+                n: functools.partial(cpu_seconds, function, argument)
+                for n, argument in arguments.items()
+            }
             yield per_unit("variable", f"{name}, {SAMPLES} samples", "", alternate(timed, rounds))
 
 
@@ -160,11 +200,20 @@ def write(folder, variables, samples=None, megabytes=math.inf):
     with (folder / FILE_NAME).open("w") as log:
         log.write(encoder.line({"schema": SCHEMA, "kind": "header", "settings": settings}))
         for number in itertools.count(1) if samples is None else range(1, samples + 1):
-            counters = {"overflow_count": number, "overflow_rate": 0.004, "loss_scale": 1024.0, "overflows_in_a_row": 0}
+            counters = {
+                "overflow_count": number,
+                "overflow_rate": 0.004,
+                "loss_scale": 1024.0,
+                "overflows_in_a_row": 0,
+            }
             by_variable = {"overflows_by_variable": dict.fromkeys(names, number)}
             log.write(encoder.line({"step": 250 * number} | counters | by_variable))
             if variables:  # every tenth sample has the update of the weights
-                log.write(encoder.line({"step": 250 * number, "sample": random_sample(variables, number % 10 == 1)}))
+                log.write(
+                    encoder.line(
+                        {"step": 250 * number, "sample": random_sample(variables, number % 10 == 1)}
+                    )
+                )
             if log.tell() >= megabytes * 1e6:
                 break
     return folder

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # its float16 is many times slower on newer CPUs
+os.environ.setdefault(
+    "TF_ENABLE_ONEDNN_OPTS", "0"
+)  # its float16 is many times slower on newer CPUs
 
 import keras
 import numpy as np
@@ -41,9 +43,17 @@ _INNER = {
 
 def main(measure: Callable[[bool], Iterator[list[Measurement]]], description: str | None) -> None:
     """Parses `--quick`, which `measure` gets, and `--json FILE`, runs the benchmark, and prints its results."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="measure little, in graph mode, to try the benchmark out")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to a JSON file")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="measure little, in graph mode, to try the benchmark out",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the results to a JSON file"
+    )
     parsed = parser.parse_args()
     bench.run(Console(), measure(parsed.quick), parsed.json)
 
@@ -56,7 +66,9 @@ def modes_of(is_quick: bool) -> dict[str, bool]:
 def shapes_of(name: str) -> Shapes:
     """Returns the shapes of variables: `"ResNet-50"`, `"600 small"` (4,096 and 64 elements), or `"8 of 2048x2048"`."""
     if name == "ResNet-50":
-        return [tuple(v.shape) for v in keras.applications.ResNet50(weights=None).trainable_variables]
+        return [
+            tuple(v.shape) for v in keras.applications.ResNet50(weights=None).trainable_variables
+        ]
     count, of = name.split(maxsplit=1)
     if of == "small":
         return [(64, 64), (64,)] * (int(count) // 2)
@@ -68,7 +80,10 @@ def per_unit(
     unit: str, case: str, mode: str, values: Mapping[int, Sequence[float]], value_unit: str = "s"
 ) -> list[Measurement]:
     """Returns a comparison of the costs per variable, or per replica, from the costs for numbers of them."""
-    own = {f"{n:,} {unit}{'s' * (n > 1)}": [value / n for value in rounds] for n, rounds in values.items()}
+    own = {
+        f"{n:,} {unit}{'s' * (n > 1)}": [value / n for value in rounds]
+        for n, rounds in values.items()
+    }
     return comparison(f"cost per {unit}", case, mode, own, value_unit)
 
 
@@ -85,7 +100,8 @@ class Step:
         shapes: Shapes of the variables.
         mode: One of `MODES`.
         inner: `"Adam"` or `"SGD momentum"`.
-        run: Calls a function with a tuple of arguments, such as the `run` of a distribution strategy.
+        run: Calls a function with a tuple of arguments, such as the `run` of a distribution
+            strategy.
     """
 
     def __init__(
@@ -99,7 +115,9 @@ class Step:
         random = np.random.default_rng(0)
         variables = [keras.Variable(np.full(shape, 0.05, "float32")) for shape in shapes]
         gradients = []
-        for shape in shapes:  # magnitudes over eight decades, a fifth of them zero, as in a network with ReLU
+        for shape in (
+            shapes
+        ):  # magnitudes over eight decades, a fifth of them zero, as in a network with ReLU
             values = random.normal(size=shape) * 10.0 ** random.uniform(-8, 0, size=shape)
             gradients.append(tf.constant(values * (random.random(shape) > 0.2), tf.float32))
         self.optimizer = _WRAPPERS[variant](_INNER[inner]())
@@ -109,7 +127,9 @@ class Step:
         @tf.function(jit_compile=MODES[mode], autograph=False)
         def step(gradients: Sequence[tf.Tensor]) -> tf.Tensor:
             run(lambda *values: self.optimizer.apply(list(values), variables), tuple(gradients))
-            return tf.identity(self.optimizer.iterations.value)  # as a training step returns its logs
+            return tf.identity(
+                self.optimizer.iterations.value
+            )  # as a training step returns its logs
 
         self._step = lambda: step(gradients).numpy()
 
@@ -132,7 +152,9 @@ class SampledStep(Step):
 
     def sampled(self) -> None:
         """Takes a step that is sampled."""
-        self.optimizer.sampler.start(self.owner, NEVER, first=self.optimizer.counters.read_counts().step + 1)
+        self.optimizer.sampler.start(
+            self.owner, NEVER, first=self.optimizer.counters.read_counts().step + 1
+        )
         self()
 
     def last_sample(self) -> GradientSample:

@@ -2,8 +2,9 @@
 
     python benchmarks/memory.py [--quick] [--json FILE]
 
-Peaks of processes, on the first GPU or else on the host, each variant in its own process. "kmp, sampled" also measures
-the update of every step; `GradientHistogram` does so with every tenth sample.
+Peaks of processes, on the first GPU or else on the host, each variant in its own process. "kmp,
+sampled" also measures the update of every step; `GradientHistogram` does so with every tenth
+sample.
 """
 
 from measuring import SampledStep, Step, main, modes_of, shapes_of, variants_in
@@ -19,7 +20,10 @@ def measure(is_quick):
     for name in ("8 of 512x512",) if is_quick else ("8 of 2048x2048", "ResNet-50"):
         for mode in modes_of(is_quick):
             variants = [BARE, OURS, SAMPLED] if is_quick else [*variants_in(mode), SAMPLED]
-            peaks = {variant: [in_new_process(memory_of_step, variant, name, mode)] for variant in variants}
+            peaks = {
+                variant: [in_new_process(memory_of_step, variant, name, mode)]
+                for variant in variants
+            }
             yield comparison("peak memory", f"Adam, {name}", mode, peaks, "B")
 
 

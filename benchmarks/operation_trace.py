@@ -13,7 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
-_EVENT_OF_OPERATION = re.compile(r"[^:]+:(\w+)")  # its name and type; other events have no type, or a space before it
+_EVENT_OF_OPERATION = re.compile(
+    r"[^:]+:(\w+)"
+)  # its name and type; other events have no type, or a space before it
 _ALL_EVENTS = 3  # by default, the profiler leaves out operations that take little time
 _CALL = "kmp_call"
 
@@ -21,21 +23,28 @@ _CALL = "kmp_call"
 def executed_operations(function: Callable[[], Any], calls: int) -> list[Counter[str]]:
     """Returns the number of operations of each type that each of several calls ran on the CPU.
 
-    The profiler sometimes loses events. `Identity`, `Const` and the operations of control flow have no events.
+    The profiler sometimes loses events. `Identity`, `Const` and the operations of control flow have
+    no events.
 
     Args:
         function: The function to call. It returns when its operations have run.
         calls: The number of calls.
     """
     with tempfile.TemporaryDirectory() as folder:
-        options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=_ALL_EVENTS, python_tracer_level=0)
+        options = tf.profiler.experimental.ProfilerOptions(
+            host_tracer_level=_ALL_EVENTS, python_tracer_level=0
+        )
         with tf.profiler.experimental.Profile(folder, options):
             for number in range(calls):
                 with tf.profiler.experimental.Trace(_CALL, step_num=number):
                     function()
         events = [event for file in Path(folder).rglob("*.xplane.pb") for event in _events(file)]
     spans = sorted((begin, end) for name, begin, end in events if name == _CALL)
-    operations = [(match[1], begin) for name, begin, _ in events if (match := _EVENT_OF_OPERATION.fullmatch(name))]
+    operations = [
+        (match[1], begin)
+        for name, begin, _ in events
+        if (match := _EVENT_OF_OPERATION.fullmatch(name))
+    ]
     return [Counter(kind for kind, at in operations if begin <= at < end) for begin, end in spans]
 
 
@@ -43,8 +52,9 @@ def executed_operations(function: Callable[[], Any], calls: int) -> list[Counter
 def optimized_graphs() -> Iterator[list[Any]]:
     """Yields a list that gets the graphs, as `GraphDef`, when the context is left.
 
-    They are those of the functions that are called for the first time in the context, as TensorFlow runs them: with
-    branches as `Switch` and `Merge`, and with operations of branches that are not taken.
+    They are those of the functions that are called for the first time in the context, as TensorFlow
+    runs them: with branches as `Switch` and `Merge`, and with operations of branches that are not
+    taken.
     """
     from tensorflow.python.eager import context
 

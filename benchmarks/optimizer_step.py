@@ -2,7 +2,8 @@
 
     python benchmarks/optimizer_step.py [--quick] [--json FILE]
 
-Relative to the unwrapped optimizer, measured alternately in five new processes: medians and ranges over the processes.
+Relative to the unwrapped optimizer, measured alternately in five new processes: medians and ranges
+over the processes.
 """
 
 import functools
@@ -25,7 +26,10 @@ def measure(is_quick):
                     for _ in range(1 if is_quick else PROCESSES)
                 ]
                 for number, section in enumerate(("first call", "optimizer step")):
-                    values = {variant: [own[variant][number] for own in processes] for variant in variants_in(mode)}
+                    values = {
+                        variant: [own[variant][number] for own in processes]
+                        for variant in variants_in(mode)
+                    }
                     yield comparison(section, f"{inner}, {name}", mode, values)
 
 
@@ -36,8 +40,13 @@ def seconds_of(name, inner, mode, rounds):
         Step(variant, shapes[:2], mode, inner)()  # excludes what happens once per process
     steps = {variant: Step(variant, shapes, mode, inner) for variant in variants_in(mode)}
     first_calls = {variant: step.seconds() for variant, step in steps.items()}
-    seconds = alternate({variant: functools.partial(step.seconds, 3) for variant, step in steps.items()}, rounds)
-    return {result.variant: (first_calls[result.variant], result.value) for result in comparison("", "", "", seconds)}
+    seconds = alternate(
+        {variant: functools.partial(step.seconds, 3) for variant, step in steps.items()}, rounds
+    )
+    return {
+        result.variant: (first_calls[result.variant], result.value)
+        for result in comparison("", "", "", seconds)
+    }
 
 
 if __name__ == "__main__":

@@ -2,19 +2,30 @@
 
     python benchmarks/replay_cost.py [--quick] [--json FILE]
 
-Time of a replay of 32 examples in training steps of the same model, and peak memory of the process with and without.
+Time of a replay of 32 examples in training steps of the same model, and peak memory of the process
+with and without.
 """
 
 import functools
 
 from measuring import main
 
-from kmp.bench.measurement import alternate, comparison, in_new_process, peak_memory, seconds_per_call
+from kmp.bench.measurement import (
+    alternate,
+    comparison,
+    in_new_process,
+    peak_memory,
+    seconds_per_call,
+)
 from kmp.bench.models import OURS, compiled_model, convolutional, mlp, timed_training, transformer
 from kmp.replay import Passes, TrainStep, replay
 
 STEP, FINITE, OVERFLOWING = "training step", "replay", "replay of an overflow"
-MODELS = {"MLP": (mlp, 512), "conv net": (convolutional, 32), "transformer block": (transformer, 128)}
+MODELS = {
+    "MLP": (mlp, 512),
+    "conv net": (convolutional, 32),
+    "transformer block": (transformer, 128),
+}
 EXAMPLES = 32
 LARGE = 1e4  # times the inputs, with which a product exceeds 65504
 
@@ -24,9 +35,14 @@ def measure(is_quick):
     rounds = 1 if is_quick else 5
     for name in list(MODELS)[: 1 if is_quick else None]:
         task, model, batch = trained(name)
-        variants = {STEP: timed_training(model, task, 10), FINITE: functools.partial(seconds_of_replay, model, batch)}
+        variants = {
+            STEP: timed_training(model, task, 10),
+            FINITE: functools.partial(seconds_of_replay, model, batch),
+        }
         if batch[0].dtype.kind == "f":
-            variants[OVERFLOWING] = functools.partial(seconds_of_replay, model, (batch[0] * LARGE, batch[1]))
+            variants[OVERFLOWING] = functools.partial(
+                seconds_of_replay, model, (batch[0] * LARGE, batch[1])
+            )
         yield comparison("replay: time", name, "graph", alternate(variants, rounds))
         peaks = {variant: [in_new_process(memory_of, name, variant)] for variant in (STEP, FINITE)}
         yield comparison("replay: peak memory", name, "graph", peaks, "B")

@@ -2,8 +2,8 @@
 
     python benchmarks/sampling_cost.py [--quick] [--json FILE]
 
-The statistics on the device, relative to `tf.summary.histogram`, and what sampling adds to the first call and, on
-average at its default interval, to a step of Adam.
+The statistics on the device, relative to `tf.summary.histogram`, and what sampling adds to the
+first call and, on average at its default interval, to a step of Adam.
 """
 
 import statistics
@@ -31,7 +31,9 @@ def measure(is_quick):
         for _ in range(1 if is_quick else 5):
             plain, sampled = Step(OURS, shapes_of(name), mode), SampledStep(shapes_of(name), mode)
             pairs.append((plain.seconds(), sampled.seconds()))
-        first_calls = dict(zip(("not sampled", "sampled"), map(list, zip(*pairs, strict=True)), strict=True))
+        first_calls = dict(
+            zip(("not sampled", "sampled"), map(list, zip(*pairs, strict=True)), strict=True)
+        )
         yield comparison("sampling: first call", f"Adam, {name}", mode, first_calls)
         steps = steps_of(plain, sampled, 5 if is_quick else 25)
         yield comparison("sampling: step, on average", f"Adam, {name}", mode, steps)
@@ -40,7 +42,8 @@ def measure(is_quick):
 def histograms(modes, side, rounds):
     """Yields the seconds of the statistics of gradients in each mode."""
     gradients = [
-        tf.random.normal((side, side)) * 10.0 ** tf.random.uniform((side, side), -8, 0) for _ in range(TENSORS)
+        tf.random.normal((side, side)) * 10.0 ** tf.random.uniform((side, side), -8, 0)
+        for _ in range(TENSORS)
     ]
     writer = tf.summary.create_file_writer(tempfile.mkdtemp())
 
@@ -55,10 +58,14 @@ def histograms(modes, side, rounds):
         functions = {
             "tf.summary.histogram": summarize,
             "histogram": lambda count=count: count().numpy(),
-            "with amax and norm": lambda every=every: tf.nest.map_structure(lambda tensor: tensor.numpy(), every()),
+            "with amax and norm": lambda every=every: tf.nest.map_structure(
+                lambda tensor: tensor.numpy(), every()
+            ),
         }
         timed = {name: lambda own=own: seconds_per_call(own) for name, own in functions.items()}
-        yield comparison("sampling: statistics", f"{TENSORS} of {side}x{side}", mode, alternate(timed, rounds))
+        yield comparison(
+            "sampling: statistics", f"{TENSORS} of {side}x{side}", mode, alternate(timed, rounds)
+        )
     writer.close()
 
 
@@ -69,11 +76,27 @@ def steps_of(plain, sampled, rounds):
         sampled.arm()
         return sampled.measure_update()
 
-    parts = {"step": plain, "between": sampled, "sample": sampled.sampled, "read": sampled.record, "update": update}
+    parts = {
+        "step": plain,
+        "between": sampled,
+        "sample": sampled.sampled,
+        "read": sampled.record,
+        "update": update,
+    }
     timed = {name: lambda own=own: seconds_per_call(own) for name, own in parts.items()}
-    median = {name: statistics.median(seconds) for name, seconds in alternate(timed, rounds).items()}
-    added = median["sample"] - median["between"] + median["read"] + median["update"] / sampled.owner.updates_every
-    return {"not sampled": [median["step"]], "sampled": [median["step"] + added / sampled.owner.every_n_steps]}
+    median = {
+        name: statistics.median(seconds) for name, seconds in alternate(timed, rounds).items()
+    }
+    added = (
+        median["sample"]
+        - median["between"]
+        + median["read"]
+        + median["update"] / sampled.owner.updates_every
+    )
+    return {
+        "not sampled": [median["step"]],
+        "sampled": [median["step"] + added / sampled.owner.every_n_steps],
+    }
 
 
 if __name__ == "__main__":

@@ -14,4 +14,6 @@ class Examples(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Puts an example into a fenced block."""
         if obj.docstring:
-            obj.docstring.value = _EXAMPLE.sub(r"**Example**\n\n```pycon\n\1\n```\n", obj.docstring.value)
+            obj.docstring.value = _EXAMPLE.sub(
+                r"**Example**\n\n```pycon\n\1\n```\n", obj.docstring.value
+            )

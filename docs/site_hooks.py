@@ -34,7 +34,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Replaces links that are relative to the repository by those of the site; files that it lacks become code."""
     target = page.file.src_uri
-    source = next((source for source, page_of in PAGES.items() if page_of == target), f"docs/{target}")
+    source = next(
+        (source for source, page_of in PAGES.items() if page_of == target), f"docs/{target}"
+    )
 
     def on_site(match: re.Match[str]) -> str:
         if match[1] is None:

@@ -20,7 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.command is None:
             parser.print_help()
             return 0
-        if parsed.command == "demo":  # oneDNN, on by default on newer CPUs, is many times slower in float16
+        if (
+            parsed.command == "demo"
+        ):  # oneDNN, on by default on newer CPUs, is many times slower in float16
             os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
         if parsed.command == "doctor":  # also where kmp cannot be imported
             from kmp_cli import doctor
@@ -29,7 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from kmp_cli import commands
 
         return commands.run(parsed)
-    except (ImportError, OSError) as error:  # such as: kmp or TensorFlow is not installed, Keras has another backend
+    except (
+        ImportError,
+        OSError,
+    ) as error:  # such as: kmp or TensorFlow is not installed, Keras has another backend
         print(f"kmp: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -38,19 +43,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kmp", description="Mixed-precision training for Keras 3 on TensorFlow.")
-    parser.add_argument("--version", action="version", version=f"kmp {importlib.metadata.version('kmp')}")
+    parser = argparse.ArgumentParser(
+        prog="kmp", description="Mixed-precision training for Keras 3 on TensorFlow."
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"kmp {importlib.metadata.version('kmp')}"
+    )
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
 
-    demo = commands.add_parser("demo", help="compare float32, float16, and float16 with kmp on one model")
-    demo.add_argument("--steps", type=_positive, default=240, help="training steps of each run (default: %(default)s)")
-    demo.add_argument("--out", type=Path, help="folder for logs, figures and the report (default: runs/<time>)")
+    demo = commands.add_parser(
+        "demo", help="compare float32, float16, and float16 with kmp on one model"
+    )
+    demo.add_argument(
+        "--steps",
+        type=_positive,
+        default=240,
+        help="training steps of each run (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--out", type=Path, help="folder for logs, figures and the report (default: runs/<time>)"
+    )
 
     doctor = commands.add_parser(
         "doctor",
         help="check whether mixed precision works on this machine, and makes training faster",
-        epilog="Takes up to a minute on a CPU, two to three on a GPU. Exit status: 0: works, and is faster; 1: does "
-        "not work; 3: works, but is not faster here.",
+        epilog=(
+            "Takes up to a minute on a CPU, two to three on a GPU. Exit status: 0: works, and is"
+            " faster; 1: does not work; 3: works, but is not faster here."
+        ),
     )
     doctor.add_argument(
         "--json",
@@ -67,7 +87,9 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         nargs="+",
         metavar="RUN",
-        help="log_dir of a run, the .jsonl file in it, or a folder with the log_dirs of several runs",
+        help=(
+            "log_dir of a run, the .jsonl file in it, or a folder with the log_dirs of several runs"
+        ),
     )
     report.add_argument(
         "--out",
@@ -76,7 +98,9 @@ def _parser() -> argparse.ArgumentParser:
         help="HTML file (default: report.html in RUN, or in the current folder for several runs)",
     )
 
-    audit = commands.add_parser("audit", help="show the dtypes and the float16 risks of each layer of a saved model")
+    audit = commands.add_parser(
+        "audit", help="show the dtypes and the float16 risks of each layer of a saved model"
+    )
     audit.add_argument("file", type=Path, metavar="FILE", help="a .keras file")
     audit.add_argument(
         "--import",
@@ -84,24 +108,36 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         dest="modules",
         metavar="MODULE",
-        help="module that defines custom layers of the model; it is imported, which runs its code (repeatable)",
+        help=(
+            "module that defines custom layers of the model; it is imported, which runs its code"
+            " (repeatable)"
+        ),
     )
-    audit.add_argument("--all", action="store_true", help="show the table of all layers, not only a summary")
+    audit.add_argument(
+        "--all", action="store_true", help="show the table of all layers, not only a summary"
+    )
 
     bench = commands.add_parser("bench", help="measure what each precision gains on this machine")
-    bench.add_argument("--quick", action="store_true", help="fewer steps and rounds, for a rough answer")
+    bench.add_argument(
+        "--quick", action="store_true", help="fewer steps and rounds, for a rough answer"
+    )
     bench.add_argument(
         "--only",
         nargs="+",
         choices=("precision", "resnet", "bert"),
         default=[],
         metavar="PART",
-        help="precision: operations and small models; resnet, bert: large networks (default: all on a GPU, else "
-        "precision)",
+        help=(
+            "precision: operations and small models; resnet, bert: large networks (default: all on"
+            " a GPU, else precision)"
+        ),
     )
     bench.add_argument("--mode", choices=("graph", "XLA"), help="train in this mode only")
     bench.add_argument(
-        "--batch", type=_positive, metavar="N", help="batch size of resnet and bert (default: 64 and 32; 8 on a CPU)"
+        "--batch",
+        type=_positive,
+        metavar="N",
+        help="batch size of resnet and bert (default: 64 and 32; 8 on a CPU)",
     )
 
     for command, function in ((demo, "enable"), (audit, "convert")):
@@ -122,8 +158,8 @@ def _positive(text: str) -> int:
 def _file_to_write(*endings: str) -> Callable[[str], Path]:
     """Returns the type of an argument: a file with one of the endings, or `-`, if that is one of them.
 
-    A file that cannot be written is an error before minutes of measuring, and a wrong ending before a model or log is
-    overwritten.
+    A file that cannot be written is an error before minutes of measuring, and a wrong ending before
+    a model or log is overwritten.
     """
 
     def file_to_write(text: str) -> Path:
@@ -131,10 +167,14 @@ def _file_to_write(*endings: str) -> Callable[[str], Path]:
         if text == "-" and "-" in endings:
             return path
         if path.suffix.lower() not in endings:
-            raise argparse.ArgumentTypeError(f"must end in {' or '.join(endings)}, received {text!r}")
+            raise argparse.ArgumentTypeError(
+                f"must end in {' or '.join(endings)}, received {text!r}"
+            )
         try:
             existing = next(found for found in (path, *path.absolute().parents) if found.exists())
-            can_be_written = existing.is_dir() != (existing == path) and os.access(existing, os.W_OK)
+            can_be_written = existing.is_dir() != (existing == path) and os.access(
+                existing, os.W_OK
+            )
         except OSError:  # a name that is too long, or below a folder without permission
             can_be_written = False
         if not can_be_written:

@@ -45,7 +45,9 @@ def _demo(parsed: argparse.Namespace, console: Console) -> None:
     from kmp import demo
 
     if parsed.policy not in POLICIES:
-        raise InputError(f"--policy must be one of {', '.join(POLICIES)}, received {parsed.policy!r}")
+        raise InputError(
+            f"--policy must be one of {', '.join(POLICIES)}, received {parsed.policy!r}"
+        )
     out = parsed.out or Path("runs") / datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
     demo.run(console, parsed.policy, parsed.steps, out)
 
@@ -58,27 +60,38 @@ def _bench(parsed: argparse.Namespace, console: Console) -> None:
     try:
         comparisons = bench.measure(parsed.only, parsed.quick, parsed.mode, parsed.batch)
         bench.run(console, comparisons, parsed.json)
-    except (bench.MeasurementError, tf.errors.OpError) as error:  # such as: the GPU's memory is in use
+    except (
+        bench.MeasurementError,
+        tf.errors.OpError,
+    ) as error:  # such as: the GPU's memory is in use
         raise InputError(user_messages.one_line(error)) from error
 
 
 def _audit(parsed: argparse.Namespace, console: Console) -> None:
     if parsed.modules:
-        sys.path.insert(0, "")  # as `python -m` does: a console script cannot import from the current folder
+        sys.path.insert(
+            0, ""
+        )  # as `python -m` does: a console script cannot import from the current folder
     for name in parsed.modules:
         try:
             importlib.import_module(name)
         except Exception as error:  # the module's code may raise anything
             cause = f"{type(error).__name__}: {user_messages.one_line(error)}"
-            raise InputError(f"--import {name}: {cause}. Pass the name of a module, such as `my_layers`.") from error
+            raise InputError(
+                f"--import {name}: {cause}. Pass the name of a module, such as `my_layers`."
+            ) from error
     if not parsed.file.is_file():
         raise InputError(f"{parsed.file}: no such file")
     if not zipfile.is_zipfile(parsed.file):  # Keras reports a corrupt file as one that is not found
-        raise InputError(f"{parsed.file} is not a .keras file: it is not a zip archive, or a corrupt one")
+        raise InputError(
+            f"{parsed.file} is not a .keras file: it is not a zip archive, or a corrupt one"
+        )
     try:
         model = keras.models.load_model(parsed.file, compile=False)
     except Exception as error:  # a corrupt archive may raise anything
-        reason = str(error).rpartition("Exception encountered: ")[2]  # it stands after the model's configuration
+        reason = str(error).rpartition("Exception encountered: ")[
+            2
+        ]  # it stands after the model's configuration
         shortened = textwrap.shorten(reason, 300, placeholder=" ...")
         raise InputError(f"{parsed.file} cannot be loaded: {shortened}") from error
     try:
@@ -89,7 +102,10 @@ def _audit(parsed: argparse.Namespace, console: Console) -> None:
         console.print(audit)
     else:
         console.print(audit.summary)
-        console.print(f"All {len(audit.rows)} rows: kmp audit --all {printable(str(parsed.file))}", soft_wrap=True)
+        console.print(
+            f"All {len(audit.rows)} rows: kmp audit --all {printable(str(parsed.file))}",
+            soft_wrap=True,
+        )
     if parsed.json:
         parsed.json.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.write_json(parsed.json, audit.to_dict())
@@ -103,9 +119,15 @@ def _report(parsed: argparse.Namespace, console: Console) -> None:
         if not path.is_dir() or (path / FILE_NAME).exists():
             paths.append(path)
             continue
-        found = sorted(log.parent for log in path.rglob(FILE_NAME) if not re.fullmatch(r"earlier-\d+", log.parent.name))
+        found = sorted(
+            log.parent
+            for log in path.rglob(FILE_NAME)
+            if not re.fullmatch(r"earlier-\d+", log.parent.name)
+        )
         if not found:
-            raise InputError(f"{path}: no run in this folder: no {FILE_NAME} in it or in the folders below")
+            raise InputError(
+                f"{path}: no run in this folder: no {FILE_NAME} in it or in the folders below"
+            )
         paths += found
     out = parsed.out
     if out is None:

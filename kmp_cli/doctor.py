@@ -20,7 +20,12 @@ from rich.table import Table
 
 FASTER, BROKEN, NOT_FASTER = 0, 1, 3  # exit statuses; 2 is that of wrong arguments
 OK, INFO, WARNING, ERROR = "ok", "info", "warning", "error"
-_MARKS = {OK: ("ok", "green"), INFO: ("-", "dim"), WARNING: ("!", "yellow"), ERROR: ("ERROR", "bold red")}
+_MARKS = {
+    OK: ("ok", "green"),
+    INFO: ("-", "dim"),
+    WARNING: ("!", "yellow"),
+    ERROR: ("ERROR", "bold red"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +34,8 @@ class Check:
 
     Args:
         name: What was checked, such as `"keras"`.
-        status: `"ok"`, `"info"`, `"warning"` (it works, but not as well as it could) or `"error"` (it does not work).
+        status: `"ok"`, `"info"`, `"warning"` (it works, but not as well as it could) or `"error"`
+            (it does not work).
         text: What was found.
         fix: The command or setting that changes it; empty if nothing has to change.
     """
@@ -44,10 +50,15 @@ def run(json_file: Path | None = None) -> int:
     """Checks this machine, measures each precision, prints the results and returns the exit status.
 
     Args:
-        json_file: File to write the results to; `-` prints them instead of all else. `None` for no file.
+        json_file: File to write the results to; `-` prints them instead of all else. `None` for no
+            file.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what TensorFlow logs about GPUs is checked here
-    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # other programs may use the GPU's memory
+    os.environ.setdefault(
+        "TF_CPP_MIN_LOG_LEVEL", "3"
+    )  # what TensorFlow logs about GPUs is checked here
+    os.environ.setdefault(
+        "TF_FORCE_GPU_ALLOW_GROWTH", "true"
+    )  # other programs may use the GPU's memory
     to_stdout = json_file == Path("-")
     console = Console(quiet=to_stdout, markup=False, highlight=False, soft_wrap=True)
     checks: list[Check] = []
@@ -69,7 +80,9 @@ def run(json_file: Path | None = None) -> int:
     console.print(f"\n{results['verdict']}", style="bold")
     if broken and broken.fix:
         console.print(f"Run: {broken.fix}")
-    text = json.dumps({"checks": [dataclasses.asdict(check) for check in checks], **results}, indent=1)
+    text = json.dumps(
+        {"checks": [dataclasses.asdict(check) for check in checks], **results}, indent=1
+    )
     if to_stdout:
         print(text)
     elif json_file:
@@ -104,7 +117,11 @@ def driver_check() -> Check:
         return Check("NVIDIA driver", WARNING, f"nvidia-smi does not run: {error}")
     output = "; ".join((done.stdout + done.stderr).splitlines())
     if done.returncode or not output:
-        return Check("NVIDIA driver", WARNING, f"nvidia-smi reports no GPU, exit status {done.returncode}: {output}")
+        return Check(
+            "NVIDIA driver",
+            WARNING,
+            f"nvidia-smi reports no GPU, exit status {done.returncode}: {output}",
+        )
     return Check("NVIDIA driver", OK, output)
 
 
@@ -119,15 +136,22 @@ def package_checks(extra: str) -> Iterator[Check]:
     if not tensorflow:  # first: the extra also installs whatever else is missing
         yield Check("tensorflow", ERROR, "not installed", f"pip install 'kmp[{extra}]'")
     elif len(tensorflow) > 1:
-        text = f"{' and '.join(tensorflow)} are both installed, and each overwrites files of the other"
+        text = (
+            f"{' and '.join(tensorflow)} are both installed, and each overwrites files of the other"
+        )
         fix = f"pip uninstall -y {' '.join(tensorflow)}  # then install one of them"
         yield Check("tensorflow", WARNING, text, fix)
     for requirement in map(Requirement, metadata.get_all("Requires-Dist") or ()):
-        if requirement.name == "tensorflow" and tensorflow:  # in an extra; `tensorflow-cpu` provides it too
+        if (
+            requirement.name == "tensorflow" and tensorflow
+        ):  # in an extra; `tensorflow-cpu` provides it too
             requirement.name = tensorflow[0]
         elif requirement.marker is not None:
             continue
-        version, needed = installed_version(requirement.name), f"{requirement.name}{requirement.specifier}"
+        version, needed = (
+            installed_version(requirement.name),
+            f"{requirement.name}{requirement.specifier}",
+        )
         if version is not None and requirement.specifier.contains(version, prereleases=True):
             found.append(f"{requirement.name} {version}")
         else:
@@ -144,12 +168,17 @@ def library_check() -> Check:
         if requirement.marker is not None and requirement.marker.evaluate({"extra": "and-cuda"}):
             version = installed_version(requirement.name)
             if version is None or version not in requirement.specifier:
-                missing.append(f"{requirement.name}{requirement.specifier} ({version or 'not installed'})")
+                missing.append(
+                    f"{requirement.name}{requirement.specifier} ({version or 'not installed'})"
+                )
     if not missing:
         return Check("CUDA libraries", OK, f"those of {package}[and-cuda] are installed")
     fix = f"pip install '{package}[and-cuda]=={installed_version(package)}'"
     return Check(
-        "CUDA libraries", ERROR, f"TensorFlow sees no GPU, and pip has not installed {', '.join(missing)}", fix
+        "CUDA libraries",
+        ERROR,
+        f"TensorFlow sees no GPU, and pip has not installed {', '.join(missing)}",
+        fix,
     )
 
 
@@ -182,17 +211,27 @@ def gpu_checks(has_driver: bool) -> Iterator[Check]:
 
     build, gpus = tf.sysconfig.get_build_info(), kmp.gpus()
     if build.get("is_cuda_build"):
-        text = f"TensorFlow is built with CUDA {build.get('cuda_version')} and cuDNN {build.get('cudnn_version')}"
+        text = (
+            f"TensorFlow is built with CUDA {build.get('cuda_version')} and cuDNN"
+            f" {build.get('cudnn_version')}"
+        )
         yield Check("CUDA build", OK, text)
         if has_driver and not gpus and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-            yield Check("GPU", ERROR, "TensorFlow does not see the GPU", "unset CUDA_VISIBLE_DEVICES")
+            yield Check(
+                "GPU", ERROR, "TensorFlow does not see the GPU", "unset CUDA_VISIBLE_DEVICES"
+            )
         elif has_driver and not gpus:
             yield library_check()
-            fix = "python -c \"import tensorflow as tf; tf.config.list_physical_devices('GPU')\"  # logs the reason"
+            fix = (
+                "python -c \"import tensorflow as tf; tf.config.list_physical_devices('GPU')\"  #"
+                " logs the reason"
+            )
             yield Check("GPU", ERROR, "TensorFlow does not see the GPU", fix)
     elif has_driver:
         fix = f"pip uninstall -y {' '.join(tensorflow_packages())} && pip install 'kmp[cuda]'"
-        yield Check("CUDA build", ERROR, "TensorFlow is built without CUDA and cannot use the GPU", fix)
+        yield Check(
+            "CUDA build", ERROR, "TensorFlow is built without CUDA and cannot use the GPU", fix
+        )
     else:
         yield Check("CUDA build", INFO, "TensorFlow is built without CUDA")
     if not gpus and not has_driver:
@@ -200,25 +239,49 @@ def gpu_checks(has_driver: bool) -> Iterator[Check]:
 
     compiled_for = {name.rstrip("af") for name in build.get("cuda_compute_capabilities", [])}
     for gpu in gpus:
-        formats = "Tensor Cores for float16" + (" and bfloat16" if gpu.bfloat16 else ", no bfloat16")
+        formats = "Tensor Cores for float16" + (
+            " and bfloat16" if gpu.bfloat16 else ", no bfloat16"
+        )
         slow = "no Tensor Cores, so float16 saves memory, but hardly any time"
-        yield Check("GPU", OK if gpu.tensor_cores else WARNING, f"{gpu}: {formats if gpu.tensor_cores else slow}")
+        yield Check(
+            "GPU",
+            OK if gpu.tensor_cores else WARNING,
+            f"{gpu}: {formats if gpu.tensor_cores else slow}",
+        )
         major, minor = gpu.compute_capability or (0, 0)
         # Machine code runs on all later minor versions of its major one.
-        runs = {f"{code}_{major}{lower}" for code in ("sm", "compute") for lower in range(minor + 1)}
+        runs = {
+            f"{code}_{major}{lower}" for code in ("sm", "compute") for lower in range(minor + 1)
+        }
         if compiled_for and not runs & compiled_for:
-            text = f"TensorFlow has no machine code for {gpu.name}: its first start can take 30 minutes, or fail"
-            yield Check("GPU", WARNING, text, "pip install --upgrade 'tensorflow[and-cuda]'  # or tf-nightly")
+            text = (
+                f"TensorFlow has no machine code for {gpu.name}: its first start can take 30"
+                " minutes, or fail"
+            )
+            yield Check(
+                "GPU",
+                WARNING,
+                text,
+                "pip install --upgrade 'tensorflow[and-cuda]'  # or tf-nightly",
+            )
 
     with tf.device("GPU:0" if gpus else "CPU:0"):
-        for dtype in (tf.float32, tf.float16):  # a product is NVIDIA's kernel, the others are TensorFlow's
+        for dtype in (
+            tf.float32,
+            tf.float16,
+        ):  # a product is NVIDIA's kernel, the others are TensorFlow's
             matrix = tf.cast(tf.random.normal((64, 64)), dtype)
             tf.exp(matrix @ matrix * matrix).numpy()
     error = bench.measurement.xla_error()
     if error is None:
         yield Check("XLA", OK, "compiles")
     else:
-        yield Check("XLA", WARNING, f"does not compile: {textwrap.shorten(error, 300)}", "jit_compile=False in compile")
+        yield Check(
+            "XLA",
+            WARNING,
+            f"does not compile: {textwrap.shorten(error, 300)}",
+            "jit_compile=False in compile",
+        )
 
 
 def _measure(console: Console) -> dict[str, Any]:
@@ -246,15 +309,25 @@ def _measure(console: Console) -> dict[str, Any]:
     option = f"jit_compile={best.jit_compile}"
     if best.policy == "float32":
         status = NOT_FASTER
-        verdict = f"Mixed precision works but is not faster than float32 here. Recommended: float32 with {option}."
+        verdict = (
+            "Mixed precision works but is not faster than float32 here. Recommended: float32 with"
+            f" {option}."
+        )
     else:
         status = FASTER
         verdict = (
-            f"Mixed precision is {best.speedup:.2f} times as fast as float32 here: kmp.enable({best.policy!r}) and "
-            f"model.compile(..., {option})."
+            f"Mixed precision is {best.speedup:.2f} times as fast as float32 here:"
+            f" kmp.enable({best.policy!r}) and model.compile(..., {option})."
         )
-    verdict += f" Measured on {device}, with one small model; the speed-up of yours may differ.{incomplete}"
-    return {"exit_status": status, "verdict": verdict, "recommended": dataclasses.asdict(best)} | results
+    verdict += (
+        f" Measured on {device}, with one small model; the speed-up of yours may"
+        f" differ.{incomplete}"
+    )
+    return {
+        "exit_status": status,
+        "verdict": verdict,
+        "recommended": dataclasses.asdict(best),
+    } | results
 
 
 def _measure_environment(console: Console) -> dict[str, Any]:
@@ -294,7 +367,9 @@ def _measure_environment(console: Console) -> dict[str, Any]:
 def _table(measured: Sequence[Any]) -> Table:
     """Returns a table with the throughput of float32, and the ratio to it of each other format."""
     formats = list(dict.fromkeys(result.variant for result in measured))
-    table = Table("", "mode", formats[0], *(f"{name} \N{MULTIPLICATION SIGN}" for name in formats[1:]))
+    table = Table(
+        "", "mode", formats[0], *(f"{name} \N{MULTIPLICATION SIGN}" for name in formats[1:])
+    )
     for start in range(0, len(measured), len(formats)):
         first, *others = measured[start : start + len(formats)]
         ratios = (f"{result.ratio:.2f}" for result in others)

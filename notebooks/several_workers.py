@@ -4,13 +4,13 @@ Two workers on this machine:
 
     python notebooks/several_workers.py runs/workers
 
-Several machines: the same command on each, with a folder that all of them can access. TF_CONFIG contains the addresses
-of all workers and the index of this one:
+Several machines: the same command on each, with a folder that all of them can access. TF_CONFIG
+contains the addresses of all workers and the index of this one:
 
     export TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index": 0}}'
 
-If the run is killed, start it again with the same folder. It resumes after the last complete epoch, and its result is
-the same as without the interruption. Needs scikit-learn, for its digits.
+If the run is killed, start it again with the same folder. It resumes after the last complete epoch,
+and its result is the same as without the interruption. Needs scikit-learn, for its digits.
 """
 
 import argparse
@@ -29,11 +29,17 @@ BATCH = 64  # of all workers together
 
 def main() -> None:
     """Trains as one worker if TF_CONFIG is set, otherwise starts two workers on this machine."""
-    parser = argparse.ArgumentParser(description="Trains a classifier of digits on several workers.")
-    parser.add_argument("folder", type=Path, help="for the log, the backup and the model; shared by all workers")
+    parser = argparse.ArgumentParser(
+        description="Trains a classifier of digits on several workers."
+    )
+    parser.add_argument(
+        "folder", type=Path, help="for the log, the backup and the model; shared by all workers"
+    )
     parser.add_argument("--epochs", type=int, default=5)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # runs `finally` below, which stops the workers
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(1)
+    )  # runs `finally` below, which stops the workers
     if "TF_CONFIG" in os.environ:
         train(arguments.folder, arguments.epochs)
     else:
@@ -50,8 +56,12 @@ def train(folder: Path, epochs: int) -> None:
     import kmp
 
     keras.utils.set_random_seed(0)
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()  # before any other TensorFlow object is created
-    is_chief = strategy.cluster_resolver.task_id == 0  # this cluster has only workers, no dedicated chief
+    strategy = (
+        tf.distribute.MultiWorkerMirroredStrategy()
+    )  # before any other TensorFlow object is created
+    is_chief = (
+        strategy.cluster_resolver.task_id == 0
+    )  # this cluster has only workers, no dedicated chief
     kmp.enable()
     with strategy.scope():
         model = keras.Sequential(
@@ -70,14 +80,18 @@ def train(folder: Path, epochs: int) -> None:
     x, y = load_digits(return_X_y=True)
     x = x.astype("float32") / 16
     shard_by_element = tf.data.Options()
-    shard_by_element.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    shard_by_element.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.DATA
+    )
 
     def batches(part: slice) -> tf.data.Dataset:
         data = tf.data.Dataset.from_tensor_slices((x[part], y[part]))
         return data.batch(BATCH, drop_remainder=True).with_options(shard_by_element)
 
     callbacks = [
-        *kmp.callbacks.defaults(folder / "log", every_n_steps=20),  # on every worker; the chief writes
+        *kmp.callbacks.defaults(
+            folder / "log", every_n_steps=20
+        ),  # on every worker; the chief writes
     ]
     training, validation = batches(slice(0, 1536)), batches(slice(1536, None))
     model.fit(
@@ -90,11 +104,15 @@ def train(folder: Path, epochs: int) -> None:
     )
     if is_chief:
         model.save(folder / "model.keras")
-    weight_sum = sum(float(np.abs(weight.numpy().astype("float64")).sum()) for weight in model.trainable_variables)
+    weight_sum = sum(
+        float(np.abs(weight.numpy().astype("float64")).sum())
+        for weight in model.trainable_variables
+    )
     snapshot = model.optimizer.snapshot()
     print(
-        f"worker {strategy.cluster_resolver.task_id}: sum of absolute weights {weight_sum:.12f}, step {snapshot.step}, "
-        f"loss scale {snapshot.loss_scale:g}, overflow count {snapshot.overflow_count}",
+        f"worker {strategy.cluster_resolver.task_id}: sum of absolute weights {weight_sum:.12f},"
+        f" step {snapshot.step}, loss scale {snapshot.loss_scale:g}, overflow count"
+        f" {snapshot.overflow_count}",
         flush=True,
     )
 
@@ -109,11 +127,17 @@ def start_workers(count: int) -> int:
     workers = []
     for index in range(count):
         config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-        settings = {"TF_CONFIG": json.dumps(config), "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+        settings = {
+            "TF_CONFIG": json.dumps(config),
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         environment = os.environ | settings  # on the CPU: two processes cannot share a GPU
         workers.append(subprocess.Popen([sys.executable, *sys.argv], env=environment))
     try:
-        while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
+        while any(worker.poll() is None for worker in workers) and not any(
+            worker.poll() for worker in workers
+        ):
             time.sleep(0.2)
         return next((worker.returncode for worker in workers if worker.returncode), 0)
     finally:

@@ -10,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("MPLBACKEND", "agg")
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # its float16 is many times slower on newer CPUs
+os.environ.setdefault(
+    "TF_ENABLE_ONEDNN_OPTS", "0"
+)  # its float16 is many times slower on newer CPUs
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # several test processes share one GPU
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes matrix products deterministic
 
@@ -25,7 +27,8 @@ from tensorflow.python.framework import ops as tensorflow_ops
 import kmp
 from kmp.records import BIN_COUNT, FIRST_EXPONENT, INF_BIN, NAN_BIN, ZERO_BIN, GradientSample
 
-# MirroredStrategy needs two devices for two replicas. This must run before TensorFlow initializes its devices.
+# MirroredStrategy needs two devices for two replicas. This must run before TensorFlow initializes
+# its devices.
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
 )
@@ -55,13 +58,16 @@ def clean_state():
     """Starts each test with the float32 policy and a fixed seed. Removes patches, figures and graphs after it."""
     keras.config.set_dtype_policy("float32")
     keras.utils.set_random_seed(0)
-    tf.config.experimental.enable_tensor_float_32_execution(False)  # a GPU would use TF32 by default
+    tf.config.experimental.enable_tensor_float_32_execution(
+        False
+    )  # a GPU would use TF32 by default
     yield
     kmp.disable()
     keras.config.set_dtype_policy("float32")
     plt.close("all")
-    # TensorFlow never removes the gradient of a `tf.custom_gradient` in a graph, and with it keeps the whole graph.
-    # With two thousand tests, memory grows by gigabytes and each garbage collection takes seconds.
+    # TensorFlow never removes the gradient of a `tf.custom_gradient` in a graph, and with it keeps
+    # the whole graph. With two thousand tests, memory grows by gigabytes and each garbage
+    # collection takes seconds.
     registry = tensorflow_ops.gradient_registry._registry
     for name in [name for name in registry if name.startswith("CustomGradient-")]:
         del registry[name]
@@ -104,7 +110,12 @@ def small_data(batches=20, batch_size=8):
 
 def small_model():
     return keras.Sequential(
-        [keras.Input((4,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(2), kmp.layers.Softmax()]
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(8, activation="relu"),
+            keras.layers.Dense(2),
+            kmp.layers.Softmax(),
+        ]
     )
 
 
@@ -145,13 +156,20 @@ def without_replays(*args, **arguments):
 
 def fit(model, callbacks=(), batches=20, epochs=1, **arguments):
     return model.fit(
-        *small_data(batches), batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks, **arguments
+        *small_data(batches),
+        batch_size=8,
+        epochs=epochs,
+        verbose=0,
+        callbacks=callbacks,
+        **arguments,
     ).history
 
 
 def fit_data(model, data, callbacks=(), **arguments):
     """Trains on batches of 8 rows, in the order of the data; returns the history."""
-    return model.fit(*data, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks, **arguments).history
+    return model.fit(
+        *data, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks, **arguments
+    ).history
 
 
 class Interrupt(keras.callbacks.Callback):
@@ -186,8 +204,17 @@ def casts_of_optimized(function, arguments, dtype):
     with optimized_graphs() as graphs:
         function(*arguments)
     nodes = [node for graph in graphs for node in graph.node]
-    nodes += [node for graph in graphs for function in graph.library.function for node in function.node_def]
-    return [node.name for node in nodes if node.op == "Cast" and node.attr["DstT"].type == dtype.as_datatype_enum]
+    nodes += [
+        node
+        for graph in graphs
+        for function in graph.library.function
+        for node in function.node_def
+    ]
+    return [
+        node.name
+        for node in nodes
+        if node.op == "Cast" and node.attr["DstT"].type == dtype.as_datatype_enum
+    ]
 
 
 def training_rates(float16, bfloat16, xla=1.0):
@@ -215,11 +242,13 @@ def bin_counts(exponents=(), zero=0, inf=0, nan=0):
 def sample_from(step, loss_scale, variables):
     """Returns a sample of variables, given by path.
 
-    Each is a dictionary with any of `zero`, `inf`, `nan`, `counts` (by exponent, starting with `first`), `amax` and the
-    other columns of a sample.
+    Each is a dictionary with any of `zero`, `inf`, `nan`, `counts` (by exponent, starting with
+    `first`), `amax` and the other columns of a sample.
     """
     counts = np.zeros((len(variables), BIN_COUNT), np.int64)
-    columns = {key: [] for key in ("amax", "norm", "weight_norm", "update_norm", "updates", "lost_updates")}
+    columns = {
+        key: [] for key in ("amax", "norm", "weight_norm", "update_norm", "updates", "lost_updates")
+    }
     for row, values in zip(counts, variables.values(), strict=True):
         row[[ZERO_BIN, INF_BIN, NAN_BIN]] = [values.get(key, 0) for key in ("zero", "inf", "nan")]
         first = values.get("first", FIRST_EXPONENT) - FIRST_EXPONENT + 1
@@ -260,7 +289,9 @@ def folder_locked_by_another_process(folder):
     lock = "lock = filelock.FileLock(sys.argv[1] + '/.kmp.lock'); lock.acquire()"
     code = f"import filelock, sys; {lock}; print('locked', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code, str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             process.stdout.readline()
             yield process

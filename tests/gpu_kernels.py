@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.framework import kernels  # no public API lists registered kernels or the functions of a graph
+from tensorflow.python.framework import (
+    kernels,
+)  # no public API lists registered kernels or the functions of a graph
 
-# The attributes that name the functions an operation calls. These functions take the operands of the operation.
+# The attributes that name the functions an operation calls. These functions take the operands of
+# the operation.
 CALLS = {
     "PartitionedCall": ("f",),
     "StatefulPartitionedCall": ("f",),
@@ -18,7 +21,11 @@ CALLS = {
     "StatelessWhile": ("cond", "body"),
 }
 BRANCHES = ("If", "StatelessIf")
-HANDLES = (tf.resource, tf.variant, tf.string)  # they stay on the host; resources and variants only refer to values
+HANDLES = (
+    tf.resource,
+    tf.variant,
+    tf.string,
+)  # they stay on the host; resources and variants only refer to values
 GPU = ("GPU", "DEFAULT")  # "DEFAULT" kernels run on any device
 
 
@@ -42,7 +49,8 @@ class Placement:
 
     Args:
         copies: Maximum number of times each copy is made.
-        without_kernel: Number of operations without a kernel for the device, by type and dtypes of the operands.
+        without_kernel: Number of operations without a kernel for the device, by type and dtypes of
+            the operands.
     """
 
     copies: Counter = field(default_factory=Counter)
@@ -54,8 +62,9 @@ def place(function, devices=GPU, in_branches=True):
 
     Without `in_branches`, no branch is taken, as in a finite step that is not sampled.
 
-    TensorFlow places an operation on the GPU if it has a kernel there. Many GPU kernels take or return int32 in host
-    memory. Constant folding, which may remove some operations, is not taken into account.
+    TensorFlow places an operation on the GPU if it has a kernel there. Many GPU kernels take or
+    return int32 in host memory. Constant folding, which may remove some operations, is not taken
+    into account.
     """
     placement = Placement()
     on_host = [tensor.dtype == tf.int32 for tensor in function.graph.inputs]
@@ -65,7 +74,10 @@ def place(function, devices=GPU, in_branches=True):
 
 def _place(graph, inputs_on_host, placement, devices, in_branches):
     """Returns for each output whether it is in host memory."""
-    on_host = {tensor.ref(): is_on_host for tensor, is_on_host in zip(graph.inputs, inputs_on_host, strict=True)}
+    on_host = {
+        tensor.ref(): is_on_host
+        for tensor, is_on_host in zip(graph.inputs, inputs_on_host, strict=True)
+    }
 
     def read_on_host(operation, tensor):
         if not on_host[tensor.ref()] and tensor.dtype not in HANDLES:
@@ -83,7 +95,9 @@ def _place(graph, inputs_on_host, placement, devices, in_branches):
             within = Placement() if operation.type in BRANCHES and not in_branches else placement
             called = _called_graphs(operation)
             returned = [_place(each, arguments, within, devices, in_branches) for each in called]
-            results = returned if operation.type in BRANCHES else returned[-1:]  # a loop returns its body's outputs
+            results = (
+                returned if operation.type in BRANCHES else returned[-1:]
+            )  # a loop returns its body's outputs
             outputs = [all(flags) for flags in zip(*results, strict=True)]
         elif _is_placed_on_host(operation):
             for tensor in operands:
@@ -91,14 +105,21 @@ def _place(graph, inputs_on_host, placement, devices, in_branches):
             outputs = [True] * len(operation.outputs)
         else:
             if any("func" in attribute.type for attribute in operation.op_def.attr):
-                raise NotImplementedError(f"Functions called by {operation.type} are not supported.")
+                raise NotImplementedError(
+                    f"Functions called by {operation.type} are not supported."
+                )
             inputs, outputs = _host_memory_flags(operation, devices)
             for tensor, is_on_host in zip(operands, inputs, strict=True):
                 if is_on_host:
                     read_on_host(operation, tensor)
             if _kernel(operation, devices) is None and operation.type != "NoOp":
-                placement.without_kernel[operation.type, tuple(tensor.dtype.name for tensor in operands)] += 1
-        on_host |= {tensor.ref(): is_on_host for tensor, is_on_host in zip(operation.outputs, outputs, strict=True)}
+                placement.without_kernel[
+                    operation.type, tuple(tensor.dtype.name for tensor in operands)
+                ] += 1
+        on_host |= {
+            tensor.ref(): is_on_host
+            for tensor, is_on_host in zip(operation.outputs, outputs, strict=True)
+        }
     return [on_host[tensor.ref()] for tensor in graph.outputs]
 
 
@@ -119,7 +140,9 @@ def _host_memory_flags(operation, devices):
     definition = operation.op_def
 
     def on_host(arguments):
-        names = [name for argument in arguments for name in [argument.name] * _count(operation, argument)]
+        names = [
+            name for argument in arguments for name in [argument.name] * _count(operation, argument)
+        ]
         return [kernel is None or name in kernel.host_memory_arg for name in names]
 
     return on_host(definition.input_arg), on_host(definition.output_arg)
@@ -132,7 +155,9 @@ def _count(operation, argument):
 
 
 def _kernel(operation, devices):
-    return next((kernel for kernel in _kernels(operation.type, devices) if _fits(kernel, operation)), None)
+    return next(
+        (kernel for kernel in _kernels(operation.type, devices) if _fits(kernel, operation)), None
+    )
 
 
 @functools.cache
@@ -145,6 +170,8 @@ def _fits(kernel, operation):
     for constraint in kernel.constraint:
         dtypes = operation.get_attr(constraint.name)
         allowed = [tf.as_dtype(dtype) for dtype in constraint.allowed_values.list.type]
-        if not all(dtype in allowed for dtype in (dtypes if isinstance(dtypes, list) else [dtypes])):
+        if not all(
+            dtype in allowed for dtype in (dtypes if isinstance(dtypes, list) else [dtypes])
+        ):
             return False
     return True

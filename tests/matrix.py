@@ -10,7 +10,11 @@ OPTIONS = {
     "clipnorm, decay": {"clipnorm": 0.5, "weight_decay": 0.01},
     "clipvalue, fixed scale": {"clipvalue": 0.5, "loss_scale": 1024.0},
     "global_clipnorm": {"global_clipnorm": 0.5},
-    "ema, accumulation": {"use_ema": True, "ema_overwrite_frequency": 2, "gradient_accumulation_steps": 2},
+    "ema, accumulation": {
+        "use_ema": True,
+        "ema_overwrite_frequency": 2,
+        "gradient_accumulation_steps": 2,
+    },
 }
 BATCHES, CORRUPT_BATCHES = 6, (2, 3)
 
@@ -31,12 +35,22 @@ def make_model(option, compiles_step="auto", **mode):
     `compiles_step` is `jit_compile` of the optimizer, and `mode` are arguments of `compile`.
     """
     x, words = keras.Input((4,), name="x"), keras.Input((), dtype="int32", name="words")
-    joined = keras.layers.Concatenate()([keras.layers.Dense(4)(x), keras.layers.Embedding(20, 4)(words)])
+    joined = keras.layers.Concatenate()(
+        [keras.layers.Dense(4)(x), keras.layers.Embedding(20, 4)(words)]
+    )
     hidden = keras.layers.BatchNormalization()(joined)
-    model = keras.Model({"x": x, "words": words}, kmp.layers.Softmax()(keras.layers.Dense(2)(hidden)))
+    model = keras.Model(
+        {"x": x, "words": words}, kmp.layers.Softmax()(keras.layers.Dense(2)(hidden))
+    )
     settings = OPTIONS[option]
-    scale = {"loss_scale": settings["loss_scale"]} if "loss_scale" in settings else {"initial_scale": 1024.0}
-    inner = keras.optimizers.Adam(**{name: value for name, value in settings.items() if name != "loss_scale"})
+    scale = (
+        {"loss_scale": settings["loss_scale"]}
+        if "loss_scale" in settings
+        else {"initial_scale": 1024.0}
+    )
+    inner = keras.optimizers.Adam(
+        **{name: value for name, value in settings.items() if name != "loss_scale"}
+    )
     optimizer = kmp.LossScaleOptimizer(inner, jit_compile=compiles_step, **scale)
     model.compile(optimizer, "sparse_categorical_crossentropy", **mode)
     return model

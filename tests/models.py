@@ -54,7 +54,9 @@ class OwnStep(keras.Model):
         with tf.GradientTape() as tape:
             loss = self.loss_of(*data)
             scaled = self.optimizer.scale_loss(loss)
-        self.optimizer.apply(tape.gradient(scaled, self.trainable_variables), self.trainable_variables)
+        self.optimizer.apply(
+            tape.gradient(scaled, self.trainable_variables), self.trainable_variables
+        )
         return {"own_loss": loss}
 
 
@@ -67,10 +69,12 @@ class Gan(keras.Model):
         self.width = width
         policy = {"dtype": self.dtype_policy}
         self.generator = keras.Sequential(
-            [layers.Dense(width, activation="relu", **policy), layers.Dense(6, **policy)], name="generator"
+            [layers.Dense(width, activation="relu", **policy), layers.Dense(6, **policy)],
+            name="generator",
         )
         self.discriminator = keras.Sequential(
-            [layers.Dense(width, activation="relu", **policy), layers.Dense(1, **policy)], name="discriminator"
+            [layers.Dense(width, activation="relu", **policy), layers.Dense(1, **policy)],
+            name="discriminator",
         )
 
     def build(self, shape):
@@ -119,7 +123,9 @@ def classifier():
         layers.BatchNormalization(),
         layers.Dropout(0.1, name="dropout"),
     ]
-    model = keras.Sequential([keras.Input((8,)), *hidden, layers.Dense(4, activation="softmax", name="probabilities")])
+    model = keras.Sequential(
+        [keras.Input((8,)), *hidden, layers.Dense(4, activation="softmax", name="probabilities")]
+    )
     return model, _normal(4, 8)
 
 
@@ -127,11 +133,16 @@ def operations():
     """A functional graph with two outputs and with operations that are not layers."""
     inputs = keras.Input((8, 8, 3))
     x = layers.Conv2D(8, 3, padding="same", name="first")(layers.Rescaling(1 / 255.0)(inputs))
-    x = layers.Conv2D(8, 3, padding="same", name="second")(ops.relu(layers.BatchNormalization()(x))) + x
+    x = (
+        layers.Conv2D(8, 3, padding="same", name="second")(ops.relu(layers.BatchNormalization()(x)))
+        + x
+    )
     energy = ops.sum(ops.exp(-ops.power(x, 2)), axis=(1, 2))
     features = layers.Concatenate()([layers.GlobalAveragePooling2D()(x), energy])
     logits = layers.Dense(5, name="logits")(features)
-    return keras.Model(inputs, {"logits": logits, "probabilities": ops.softmax(logits)}), _normal(2, 8, 8, 3)
+    return keras.Model(inputs, {"logits": logits, "probabilities": ops.softmax(logits)}), _normal(
+        2, 8, 8, 3
+    )
 
 
 def text():
@@ -141,11 +152,15 @@ def text():
     x = layers.Bidirectional(layers.LSTM(4, return_sequences=True))(x)
     x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 8)(x, x))
     x = layers.Dense(8, activation="gelu")(x)
-    return keras.Model(tokens, layers.TimeDistributed(layers.Dense(4, activation="softmax"))(x)), _tokens(4, 7)
+    return keras.Model(
+        tokens, layers.TimeDistributed(layers.Dense(4, activation="softmax"))(x)
+    ), _tokens(4, 7)
 
 
 def autoencoder():
-    encoder = keras.Sequential([keras.Input((16,)), layers.Dense(8, activation="relu")], name="encoder")
+    encoder = keras.Sequential(
+        [keras.Input((16,)), layers.Dense(8, activation="relu")], name="encoder"
+    )
     decoder = keras.Sequential([keras.Input((8,)), layers.Dense(16)], name="decoder")
     inputs = keras.Input((16,))
     return keras.Model(inputs, decoder(encoder(inputs))), _normal(4, 16)
@@ -153,10 +168,17 @@ def autoencoder():
 
 def siamese():
     """Two inputs with a shared trunk, compared by a Lambda layer."""
-    trunk = keras.Sequential([keras.Input((8,)), layers.Dense(8, activation="tanh"), layers.Dense(4)], name="trunk")
+    trunk = keras.Sequential(
+        [keras.Input((8,)), layers.Dense(8, activation="tanh"), layers.Dense(4)], name="trunk"
+    )
     left, right = keras.Input((8,), name="left"), keras.Input((8,), name="right")
-    distance = layers.Lambda(lambda pair: abs(pair[0] - pair[1]), output_shape=(4,))([trunk(left), trunk(right)])
-    return keras.Model([left, right], layers.Dense(1, activation="sigmoid")(distance)), [_normal(4, 8), _normal(4, 8)]
+    distance = layers.Lambda(lambda pair: abs(pair[0] - pair[1]), output_shape=(4,))(
+        [trunk(left), trunk(right)]
+    )
+    return keras.Model([left, right], layers.Dense(1, activation="sigmoid")(distance)), [
+        _normal(4, 8),
+        _normal(4, 8),
+    ]
 
 
 def preprocessing():
@@ -164,17 +186,28 @@ def preprocessing():
     normalization.adapt(1e5 * _normal(32, 4))
     lookup = layers.StringLookup(output_mode="multi_hot")
     lookup.adapt(np.array(["a", "b", "c"]))
-    numbers, words = keras.Input((4,), name="numbers"), keras.Input((1,), dtype="string", name="words")
+    numbers, words = (
+        keras.Input((4,), name="numbers"),
+        keras.Input((1,), dtype="string", name="words"),
+    )
     features = layers.Concatenate()([normalization(numbers), lookup(words)])
-    batch = {"numbers": tf.constant(1e5 * _normal(3, 4)), "words": tf.constant([["a"], ["c"], ["?"]])}
-    return keras.Model({"numbers": numbers, "words": words}, layers.Dense(2)(layers.Dense(8)(features))), batch
+    batch = {
+        "numbers": tf.constant(1e5 * _normal(3, 4)),
+        "words": tf.constant([["a"], ["c"], ["?"]]),
+    }
+    return (
+        keras.Model(
+            {"numbers": numbers, "words": words}, layers.Dense(2)(layers.Dense(8)(features))
+        ),
+        batch,
+    )
 
 
 def custom_layers():
     inputs = keras.Input((8,))
-    return keras.Model(inputs, layers.Dense(2)(WithoutDtype(name="without")(Block(6, name="block")(inputs)))), _normal(
-        4, 8
-    )
+    return keras.Model(
+        inputs, layers.Dense(2)(WithoutDtype(name="without")(Block(6, name="block")(inputs)))
+    ), _normal(4, 8)
 
 
 def gan():

@@ -15,7 +15,8 @@ import kmp
 
 STRATEGY = tf.distribute.MultiWorkerMirroredStrategy()
 WORKER = STRATEGY.cluster_resolver.task_id
-# The workers with corrupt data in each step. "nan" puts NaN in the data; without it, only the backward pass overflows.
+# The workers with corrupt data in each step. "nan" puts NaN in the data; without it, only the
+# backward pass overflows.
 CORRUPTION_BY_STEP = [(), (0,), (1,), (0, 1), (), ("nan", 0), ("nan", 1), ()]
 
 
@@ -68,8 +69,12 @@ def loop(jit_compile=False):
     def forward_and_apply(x, y):
         with kmp.guard(optimizer, model):
             with tf.GradientTape() as tape:
-                scaled_loss = optimizer.scale_loss(tf.reduce_mean((model(x, training=True) - y) ** 2) / 2)
-            optimizer.apply(tape.gradient(scaled_loss, model.trainable_variables), model.trainable_variables)
+                scaled_loss = optimizer.scale_loss(
+                    tf.reduce_mean((model(x, training=True) - y) ** 2) / 2
+                )
+            optimizer.apply(
+                tape.gradient(scaled_loss, model.trainable_variables), model.trainable_variables
+            )
 
     step = tf.function(lambda x, y: STRATEGY.run(forward_and_apply, args=(x, y)))
     random, states = np.random.default_rng(WORKER), []
@@ -80,7 +85,9 @@ def loop(jit_compile=False):
         snapshot = optimizer.snapshot()
         states.append(
             {
-                "shared": as_lists(map(local_value, [*model.trainable_variables, *optimizer.variables])),
+                "shared": as_lists(
+                    map(local_value, [*model.trainable_variables, *optimizer.variables])
+                ),
                 "own": as_lists(map(local_value, model.non_trainable_variables)),
                 "scale": snapshot.loss_scale,
                 "overflows": snapshot.overflow_count,
@@ -120,7 +127,10 @@ def fit():
         model.compile("adam", "mse", metrics=["mae"])
     callbacks = [kmp.callbacks.StuckDetector(patience=20)]
     if WORKER == 0:
-        callbacks += [kmp.callbacks.LossScaleLogger(every_n_steps=2), kmp.callbacks.OverflowCounter(every_n_steps=2)]
+        callbacks += [
+            kmp.callbacks.LossScaleLogger(every_n_steps=2),
+            kmp.callbacks.OverflowCounter(every_n_steps=2),
+        ]
     kmp.disable()
     kmp.enable()
     history = model.fit(batches(), epochs=2, shuffle=False, verbose=0, callbacks=callbacks).history
@@ -133,7 +143,9 @@ def fit():
         "history": {key: history[key] for key in ("loss", "mae")},
         "evaluated": evaluated,
         "predicted": [list(predicted.shape), bool(np.isfinite(predicted).all())],
-        "shared": as_lists(map(local_value, [*model.trainable_variables, *model.optimizer.variables])),
+        "shared": as_lists(
+            map(local_value, [*model.trainable_variables, *model.optimizer.variables])
+        ),
         "finite": all(np.isfinite(local_value(variable)).all() for variable in model.weights),
         "counts": [snapshot.step, snapshot.overflow_count, snapshot.nonfinite_loss_count],
         "keras is as it was": keras.Model._maybe_symbolic_build.__module__.startswith("keras."),
@@ -149,12 +161,20 @@ def options():
             # In graphs, Keras' optimizers update variables in a branch for these, which fails.
             model = matrix.make_model(option, run_eagerly=option == "ema, accumulation")
         x, y = matrix.data()
-        dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(shard_by_element())
+        dataset = (
+            tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(shard_by_element())
+        )
         model.fit(dataset, shuffle=False, verbose=0)
         snapshot = model.optimizer.snapshot()
         state = as_lists(map(local_value, [*model.trainable_variables, *model.optimizer.variables]))
         finite = all(np.isfinite(local_value(variable)).all() for variable in model.weights)
-        results[option] = [snapshot.step, snapshot.overflow_count, snapshot.loss_scale, finite, state]
+        results[option] = [
+            snapshot.step,
+            snapshot.overflow_count,
+            snapshot.loss_scale,
+            finite,
+            state,
+        ]
     return results
 
 

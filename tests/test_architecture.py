@@ -18,12 +18,18 @@ def package_of(path):
 
 def exports_of(package):
     """The names that the package's `__init__` imports: what other packages may use."""
-    imports = [node for node in ast.walk(TREES[ROOT / package / "__init__.py"]) if isinstance(node, ast.ImportFrom)]
+    imports = [
+        node
+        for node in ast.walk(TREES[ROOT / package / "__init__.py"])
+        if isinstance(node, ast.ImportFrom)
+    ]
     return {alias.asname or alias.name for node in imports for alias in node.names}
 
 
 def test_every_folder_is_a_package_with_a_docstring():
-    assert [name for name in PACKAGES if not ast.get_docstring(TREES[ROOT / name / "__init__.py"])] == []
+    assert [
+        name for name in PACKAGES if not ast.get_docstring(TREES[ROOT / name / "__init__.py"])
+    ] == []
     assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py"}
 
 
@@ -49,7 +55,11 @@ def test_package_imports_of_others_only_what_they_export():
 def test_no_module_has_the_name_of_what_its_package_exports_or_of_the_standard_library():
     assert ({path.stem for path in FILES} | set(PACKAGES)) & sys.stdlib_module_names == set()
     for path in FILES:
-        defined = {node.name for node in TREES[path].body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        defined = {
+            node.name
+            for node in TREES[path].body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
         modules = {other.stem for other in FILES if package_of(other) == package_of(path)}
         assert defined & modules & exports_of(package_of(path)) == set()
 
@@ -57,15 +67,30 @@ def test_no_module_has_the_name_of_what_its_package_exports_or_of_the_standard_l
 def test_private_names_of_keras_and_tensorflow_are_used_in_backend_only():
     for path in (path for path in FILES if package_of(path) != "backend"):
         text = path.read_text(encoding="utf-8")
-        assert not any(name in text for name in ("keras.src", "tensorflow.python", "tf.__internal__")), path
-        own = {node.name for node in ast.walk(TREES[path]) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        assert not any(
+            name in text for name in ("keras.src", "tensorflow.python", "tf.__internal__")
+        ), path
+        own = {
+            node.name
+            for node in ast.walk(TREES[path])
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
         attributes = [node for node in ast.walk(TREES[path]) if isinstance(node, ast.Attribute)]
-        own |= {node.attr for node in attributes if isinstance(node.ctx, ast.Store) and is_self(node.value)}
+        own |= {
+            node.attr
+            for node in attributes
+            if isinstance(node.ctx, ast.Store) and is_self(node.value)
+        }
         of_others = {node.attr for node in attributes if not is_self(node.value)}
         private = {name for name in of_others if name.startswith("_") and not name.startswith("__")}
-        assert private <= own | {"_asdict", "_getframe"}, path  # of named tuples and `sys`, documented
+        assert private <= own | {
+            "_asdict",
+            "_getframe",
+        }, path  # of named tuples and `sys`, documented
 
 
 def is_self(node):
-    is_super = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+    is_super = (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+    )
     return is_super or (isinstance(node, ast.Name) and node.id in ("self", "cls"))

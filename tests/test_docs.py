@@ -24,10 +24,16 @@ GUIDE_PAGES = {
 
 def lines_of_kmp():
     """What stands between backticks in the last column of the tables, once each."""
-    lines = [line for line in COMING_FROM.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
+    lines = [
+        line
+        for line in COMING_FROM.splitlines()
+        if line.startswith("| ") and not line.startswith("| ---")
+    ]
     rows = [line.strip("| ").split(" | ") for line in lines]
     cells = [row[-1] for row in rows if row[-1] != "kmp"]
-    return sorted({code for cell in cells for code in re.findall(r"`([^`]+)`", cell)} - {"fit", "unscale_"})
+    return sorted(
+        {code for cell in cells for code in re.findall(r"`([^`]+)`", cell)} - {"fit", "unscale_"}
+    )
 
 
 @pytest.fixture
@@ -38,11 +44,20 @@ def names(tmp_path, monkeypatch):
     optimizer, variables = kmp.wrap(keras.optimizers.SGD(0.1)), model.trainable_variables
     optimizer.build(variables)
     with tf.GradientTape() as tape:
-        loss = keras.ops.mean(model(np.random.default_rng(0).normal(size=(4, 8)), training=True) - 1)
+        loss = keras.ops.mean(
+            model(np.random.default_rng(0).normal(size=(4, 8)), training=True) - 1
+        )
         scaled_loss = optimizer.scale_loss(loss)
     gradients = tape.gradient(scaled_loss, variables)
     yield {
-        **{"keras": keras, "kmp": kmp, "tf": tf, "model": model, "variables": variables, "optimizer": optimizer},
+        **{
+            "keras": keras,
+            "kmp": kmp,
+            "tf": tf,
+            "model": model,
+            "variables": variables,
+            "optimizer": optimizer,
+        },
         **{"loss": loss, "gradients": gradients},
     }
     kmp.graph_rewrite(False)
@@ -51,7 +66,11 @@ def names(tmp_path, monkeypatch):
 def test_tables_have_lines_for_what_is_there():
     found = lines_of_kmp()
     assert len(found) > 40
-    assert {"kmp.enable()", "optimizer.apply(gradients, variables)", "kmp.enable(hysteresis=2)"} <= set(found)
+    assert {
+        "kmp.enable()",
+        "optimizer.apply(gradients, variables)",
+        "kmp.enable(hysteresis=2)",
+    } <= set(found)
 
 
 @pytest.mark.parametrize("code", lines_of_kmp())
@@ -61,19 +80,30 @@ def test_each_line_of_the_tables_runs_as_it_is_written(code, names):
         warnings.filterwarnings("ignore", "TensorFlow's float16 pass does nothing without a GPU")
         exec(code, names)
     if code.startswith("optimizer.apply"):
-        assert any(np.any(was != np.array(now)) for was, now in zip(before, names["variables"], strict=True))
+        assert any(
+            np.any(was != np.array(now))
+            for was, now in zip(before, names["variables"], strict=True)
+        )
     if code.startswith("model = kmp.convert"):
         assert "float16" in {layer.compute_dtype for layer in names["model"].layers}
     if code.startswith("kmp.enable("):
         assert keras.config.dtype_policy().compute_dtype in ("float16", "bfloat16")
 
 
-def test_commands_of_the_guide_run_as_they_are_written(tmp_path, monkeypatch, capsys, without_figures):
+def test_commands_of_the_guide_run_as_they_are_written(
+    tmp_path, monkeypatch, capsys, without_figures
+):
     monkeypatch.chdir(tmp_path)
-    model = sequential(keras.layers.Dense(1), shape=(2,), optimizer=kmp.wrap("sgd"), run_eagerly=True)
+    model = sequential(
+        keras.layers.Dense(1), shape=(2,), optimizer=kmp.wrap("sgd"), run_eagerly=True
+    )
     model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=without_replays("runs/first"), verbose=0)
     model.save("model.keras")
-    blocks = [block for page in GUIDE_PAGES.values() for block in re.findall(r"(?s)```bash\n(.*?)\n```", page)]
+    blocks = [
+        block
+        for page in GUIDE_PAGES.values()
+        for block in re.findall(r"(?s)```bash\n(.*?)\n```", page)
+    ]
     commands = sorted({command for block in blocks for command in block.splitlines()})
     ours = [command for command in commands if command.startswith("kmp ")]
     assert ours == ["kmp audit model.keras", "kmp report runs/first"]
@@ -91,10 +121,16 @@ def python_blocks(text):
     return re.findall(r"(?s)```python\n(.*?)```", text)
 
 
-@pytest.mark.parametrize("page", [page for page, text in GUIDE_PAGES.items() if python_blocks(text)])
-def test_python_blocks_of_the_guide_run_from_top_to_bottom(page, tmp_path, monkeypatch, two_replicas):
+@pytest.mark.parametrize(
+    "page", [page for page, text in GUIDE_PAGES.items() if python_blocks(text)]
+)
+def test_python_blocks_of_the_guide_run_from_top_to_bottom(
+    page, tmp_path, monkeypatch, two_replicas
+):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda: two_replicas)  # see its docstring
+    monkeypatch.setattr(
+        tf.distribute, "MirroredStrategy", lambda: two_replicas
+    )  # see its docstring
     # test_readme.py trains with replays, which take most of the time
     monkeypatch.setattr(kmp.callbacks, "defaults", partial(kmp.callbacks.defaults, reference=None))
     names, blocks = {"__name__": page}, python_blocks(GUIDE_PAGES[page])
@@ -111,7 +147,9 @@ def test_python_blocks_of_the_guide_run_from_top_to_bottom(page, tmp_path, monke
         assert [sample.step for sample in kmp.load_run("run").samples] == [11, 14]
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # one of the errors of the page
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered in cast:RuntimeWarning"
+)  # one of the errors of the page
 def test_blocks_of_the_page_on_errors_print_what_it_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code = "".join(python_blocks((DOCS / "errors.md").read_text(encoding="utf-8")))

@@ -58,7 +58,12 @@ def test_200_corrupt_batches_in_a_row_with_the_callback():
 
 
 def test_outlier_that_overflows_before_batch_normalization(library):
-    layers = [keras.layers.Dense(32), keras.layers.BatchNormalization(), keras.layers.ReLU(), keras.layers.Dense(2)]
+    layers = [
+        keras.layers.Dense(32),
+        keras.layers.BatchNormalization(),
+        keras.layers.ReLU(),
+        keras.layers.Dense(2),
+    ]
     model = compiled([*layers, kmp.layers.Softmax()], run_eagerly=True)
     x, y = small_data(3)
     x[10] = 6e4  # finite in float16, but Dense overflows on it
@@ -70,7 +75,9 @@ def test_outlier_that_overflows_before_batch_normalization(library):
 
 def test_scale_driven_to_its_ceiling(library):
     variable = keras.Variable(np.ones(4, "float32"))
-    optimizer = OPTIMIZERS[library](keras.optimizers.SGD(0.1), initial_scale=2.0**120, dynamic_growth_steps=1)
+    optimizer = OPTIMIZERS[library](
+        keras.optimizers.SGD(0.1), initial_scale=2.0**120, dynamic_growth_steps=1
+    )
     optimizer.build([variable])
     optimizer.scale_loss(1.0)
     for _ in range(12):
@@ -102,11 +109,20 @@ def test_scale_driven_to_its_floor(library):
 def test_overflow_on_one_replica(library, two_replicas):
     with two_replicas.scope():
         options = {"use_bias": False, "kernel_initializer": "ones", "dtype": "float32"}
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, **options), keras.layers.Identity()])
-        model.compile(OPTIMIZERS[library](keras.optimizers.SGD(0.01), initial_scale=4.0), "mse", run_eagerly=True)
+        model = keras.Sequential(
+            [keras.Input((4,)), keras.layers.Dense(1, **options), keras.layers.Identity()]
+        )
+        model.compile(
+            OPTIMIZERS[library](keras.optimizers.SGD(0.01), initial_scale=4.0),
+            "mse",
+            run_eagerly=True,
+        )
     x, _ = small_data(1)
     y = x.sum(1, keepdims=True) * 0.5
-    for replica, is_skipped in ((0, True), (1, library == "kmp")):  # Keras checks only the first replica
+    for replica, is_skipped in (
+        (0, True),
+        (1, library == "kmp"),
+    ):  # Keras checks only the first replica
         corrupt = x.copy()
         corrupt[4 * replica] = np.inf
         fit_data(model, (corrupt, y))
@@ -124,13 +140,22 @@ def test_model_that_float16_cannot_train(library):
     def overflows(x):
         return tf.identity(x), lambda gradient: gradient * np.inf
 
-    layers = [keras.layers.Dense(8), keras.layers.Lambda(overflows), keras.layers.Dense(2), kmp.layers.Softmax()]
-    model = compiled(layers, jit_compile=False)  # on an H100, XLA's autotuner refused the product with a constant Inf
+    layers = [
+        keras.layers.Dense(8),
+        keras.layers.Lambda(overflows),
+        keras.layers.Dense(2),
+        kmp.layers.Softmax(),
+    ]
+    model = compiled(
+        layers, jit_compile=False
+    )  # on an H100, XLA's autotuner refused the product with a constant Inf
     before = model.get_weights()
     if library == "keras":
         fit_data(model, small_data(30))
     else:
-        with pytest.raises(kmp.callbacks.StuckError, match="at step 30 the last 30 steps .* lowest"):
+        with pytest.raises(
+            kmp.callbacks.StuckError, match="at step 30 the last 30 steps .* lowest"
+        ):
             fit_data(model, small_data(40), without_replays())
     assert_equal(before, model.get_weights())
 
@@ -142,16 +167,23 @@ def test_nadam_saved_and_loaded(library, tmp_path):
     fit_data(model, small_data(1))
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    saved, restored = (source.optimizer.inner_optimizer._u_product.numpy() for source in (model, loaded))
+    saved, restored = (
+        source.optimizer.inner_optimizer._u_product.numpy() for source in (model, loaded)
+    )
     assert (saved < 0.5, restored) == (True, saved if library == "kmp" else 1.0)
     fit_data(model, small_data(1))
     fit_data(loaded, small_data(1))
-    are_equal = [np.array_equal(*pair) for pair in zip(model.get_weights(), loaded.get_weights(), strict=True)]
+    are_equal = [
+        np.array_equal(*pair)
+        for pair in zip(model.get_weights(), loaded.get_weights(), strict=True)
+    ]
     assert all(are_equal) == (library == "kmp")
 
 
 def test_bad_initial_scale(library):
     for value in (-1.0, 0.0, np.nan, np.inf):
-        is_error = pytest.raises(ValueError, match=f"`initial_scale` must be .*initial_scale={value}")
+        is_error = pytest.raises(
+            ValueError, match=f"`initial_scale` must be .*initial_scale={value}"
+        )
         with is_error if library == "kmp" else contextlib.nullcontext():
             OPTIMIZERS[library](keras.optimizers.SGD(), initial_scale=value)

@@ -11,17 +11,30 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import OverflowsBackward, casts_of_optimized, compiled_model, fit, sequential, small_data, values
+from conftest import (
+    OverflowsBackward,
+    casts_of_optimized,
+    compiled_model,
+    fit,
+    sequential,
+    small_data,
+    values,
+)
 
 import kmp
 from kmp.gradients import gradient_statistics
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not tf.config.list_physical_devices("GPU"), reason="TensorFlow detects no GPU."),
+    pytest.mark.skipif(
+        not tf.config.list_physical_devices("GPU"), reason="TensorFlow detects no GPU."
+    ),
 ]
-# Patterns in the names of NVIDIA's Tensor Core kernels, from Volta to Blackwell, and of kernels without Tensor Cores.
-TENSOR_CORES = re.compile(r"884|1688|16816|hmma|gmma|tensor\d+x|tensorop|warpgroup|nvjet_(?:sm\d+_)?h")
+# Patterns in the names of NVIDIA's Tensor Core kernels, from Volta to Blackwell, and of kernels
+# without Tensor Cores.
+TENSOR_CORES = re.compile(
+    r"884|1688|16816|hmma|gmma|tensor\d+x|tensorop|warpgroup|nvjet_(?:sm\d+_)?h"
+)
 CUDA_CORES = re.compile(r"sgemm|scudnn|ffma|simt")
 
 
@@ -41,9 +54,16 @@ def profile_on_gpu(tmp_path):
             tf.nest.map_structure(lambda tensor: tensor.numpy(), function(*arguments))
         newest = max(tmp_path.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
         planes = xplane_pb2.XSpace.FromString(newest.read_bytes()).planes
-        counts = Counter(event for plane in planes if plane.name.startswith("/device:GPU") for event in events(plane))
+        counts = Counter(
+            event
+            for plane in planes
+            if plane.name.startswith("/device:GPU")
+            for event in events(plane)
+        )
         if not counts:
-            pytest.fail("TensorFlow's profiler recorded no GPU events: CUPTI is missing or not permitted.")
+            pytest.fail(
+                "TensorFlow's profiler recorded no GPU events: CUPTI is missing or not permitted."
+            )
         return counts
 
     return profile
@@ -116,7 +136,9 @@ def test_xla_multiplies_in_float16(name):
     with kmp.enable():
         layer = make_layer()
         layer(x)
-    hlo = gradient_function(layer, jit_compile=True).experimental_get_compiler_ir(x)(stage="optimized_hlo")
+    hlo = gradient_function(layer, jit_compile=True).experimental_get_compiler_ir(x)(
+        stage="optimized_hlo"
+    )
     dtypes = re.findall(r"= \(?(\w+)\[[^=]*? (?:dot|convolution|custom-call)\([^\n]*", hlo)
     assert len(dtypes) >= 3
     assert "f16" in dtypes
@@ -127,12 +149,17 @@ def test_float32_layers_are_bitwise_equal_to_a_float32_model(jit_compile):
     with kmp.enable():
         in_float32 = kmp.layers.Float32(keras.ops.log_softmax)
         mixed_layers = [kmp.layers.Softmax(), kmp.layers.BatchNormalization(), in_float32]
-    keras_layers = [keras.layers.Softmax(), keras.layers.BatchNormalization(), keras.ops.log_softmax]
+    keras_layers = [
+        keras.layers.Softmax(),
+        keras.layers.BatchNormalization(),
+        keras.ops.log_softmax,
+    ]
 
     def outputs(layer, input_dtype, output_dtype):
         options = {"training": True} if isinstance(layer, keras.layers.BatchNormalization) else {}
 
-        # Both programs contain the casts, so that XLA sums in the same order in both; otherwise results would differ.
+        # Both programs contain the casts, so that XLA sums in the same order in both; otherwise
+        # results would differ.
         @tf.function(jit_compile=jit_compile, autograph=False)
         def run(x):
             return tf.cast(layer(tf.cast(x, input_dtype), **options), output_dtype)
@@ -142,7 +169,9 @@ def test_float32_layers_are_bitwise_equal_to_a_float32_model(jit_compile):
     for mixed, reference in zip(mixed_layers, keras_layers, strict=True):
         expected = outputs(reference, "float32", mixed.compute_dtype)
         np.testing.assert_array_equal(outputs(mixed, "float16", mixed.compute_dtype), expected)
-    for mixed, reference in zip(values(mixed_layers[1].variables), values(keras_layers[1].variables), strict=True):
+    for mixed, reference in zip(
+        values(mixed_layers[1].variables), values(keras_layers[1].variables), strict=True
+    ):
         assert mixed.dtype == np.float32
         np.testing.assert_array_equal(mixed, reference)
 
@@ -152,7 +181,9 @@ def test_statistics_on_the_gpu_equal_those_on_the_cpu(jit_compile):
     shapes = [(7, 33), (2**22 + 5,), (512,)]
     gradients = [np.exp2(random.uniform(-160, 127, shape)).astype("float32") for shape in shapes]
     gradients[0][0, :4] = np.inf, np.nan, 0.0, -1e-45
-    measure = tf.function(lambda gradients: tuple(gradient_statistics(gradients)), jit_compile=jit_compile)
+    measure = tf.function(
+        lambda gradients: tuple(gradient_statistics(gradients)), jit_compile=jit_compile
+    )
     with tf.device("CPU:0"):
         expected = gradient_statistics([tf.constant(gradient) for gradient in gradients])
     counts, amax, square_sum = measure([tf.constant(gradient) for gradient in gradients])
@@ -165,7 +196,9 @@ def test_statistics_on_the_gpu_equal_those_on_the_cpu(jit_compile):
 def test_overflow_inside_a_compiled_fit_is_skipped_and_counted(jit_compile):
     layers = keras.layers.Dense(2), OverflowsBackward(), kmp.layers.Softmax()
     options = {"loss": "sparse_categorical_crossentropy", "jit_compile": jit_compile}
-    model = sequential(*layers, optimizer=kmp.LossScaleOptimizer("adam", initial_scale=2.0**16), **options)
+    model = sequential(
+        *layers, optimizer=kmp.LossScaleOptimizer("adam", initial_scale=2.0**16), **options
+    )
     x, y = small_data(10)
     options = {"batch_size": 8, "shuffle": False, "verbose": 0}
     model.fit(x[:40], y[:40], **options)
@@ -181,7 +214,11 @@ def test_overflow_inside_a_compiled_fit_is_skipped_and_counted(jit_compile):
 def test_scale_and_counters_are_stored_on_the_gpu(jit_compile):
     model = compiled_model("adam", jit_compile=jit_compile)
     fit(model, kmp.callbacks.defaults())
-    variables = [*model.optimizer.variables, *model.optimizer.counters.weights, model.optimizer.dynamic_scale]
+    variables = [
+        *model.optimizer.variables,
+        *model.optimizer.counters.weights,
+        model.optimizer.dynamic_scale,
+    ]
     assert all("GPU:0" in variable.value.device for variable in variables)
 
 
@@ -190,14 +227,20 @@ def test_steps_copy_only_branch_conditions_to_the_host(jit_compile, profile_on_g
     model = compiled_model("adam", jit_compile=jit_compile)
     fit(model, kmp.callbacks.defaults())
     x, y = (tf.constant(part[:8]) for part in small_data())
-    step = tf.function(lambda x, y: model.train_step((x, y)), jit_compile=jit_compile, autograph=False)
+    step = tf.function(
+        lambda x, y: model.train_step((x, y)), jit_compile=jit_compile, autograph=False
+    )
     step(x, y)
 
     def five_steps():
         return [step(x, y) for _ in range(5)][-1]["loss"]
 
     # There is at least the copy of the loss, which `profile_on_gpu` reads.
-    sizes = [size for (name, size), _ in profile_on_gpu(five_steps).items() if "D2H" in name or "DtoH" in name]
+    sizes = [
+        size
+        for (name, size), _ in profile_on_gpu(five_steps).items()
+        if "D2H" in name or "DtoH" in name
+    ]
     assert 0 < max(sizes, default=0) <= 8
 
 
@@ -217,11 +260,17 @@ def test_model_saved_on_the_gpu_loads_without_one(tmp_path):
     np.save(tmp_path / "x.npy", x)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     snapshot = model.optimizer.snapshot()
     assert process.stdout.split() == [str(snapshot.step), str(snapshot.loss_scale)]
-    np.testing.assert_allclose(np.load(tmp_path / "predicted.npy"), model.predict(x, verbose=0), atol=5e-3)
+    np.testing.assert_allclose(
+        np.load(tmp_path / "predicted.npy"), model.predict(x, verbose=0), atol=5e-3
+    )
 
 
 def test_graph_rewrite_to_float16_trains():

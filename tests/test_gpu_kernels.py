@@ -11,7 +11,8 @@ from kmp.backend import tensorflow_internals
 from kmp.gradients import gradient_statistics, update_statistics
 
 pytestmark = pytest.mark.skipif(
-    not tf.test.is_built_with_cuda(), reason="GPU kernels are registered only in TensorFlow's CUDA build."
+    not tf.test.is_built_with_cuda(),
+    reason="GPU kernels are registered only in TensorFlow's CUDA build.",
 )
 XLA_GPU = ("XLA_GPU_JIT",)
 # Operations that compute with variables as they are before a step.
@@ -42,7 +43,9 @@ def training_step(model, **options):
 
 def unwrapped_model(option):
     model = matrix.make_model(option)
-    model.compile(model.optimizer.inner_optimizer, "sparse_categorical_crossentropy", auto_scale_loss=False)
+    model.compile(
+        model.optimizer.inner_optimizer, "sparse_categorical_crossentropy", auto_scale_loss=False
+    )
     return model
 
 
@@ -59,12 +62,15 @@ def test_compiled_step_copies_nothing_to_the_host(option):
     """A branch on a value of the device makes the host wait for it: a finite step has none."""
     baseline = place(training_step(unwrapped_model(option)), in_branches=False)
     with kmp.enable():
-        placement = place(training_step(matrix.make_model(option, compiles_step=True)), in_branches=False)
+        placement = place(
+            training_step(matrix.make_model(option, compiles_step=True)), in_branches=False
+        )
         function = training_step(captured(matrix.make_model(option, compiles_step=True)))
     assert placement.copies - baseline.copies == {}
     assert placement.without_kernel <= baseline.without_kernel
 
-    # With callbacks there is one branch, whether the step before was skipped: known when the step begins.
+    # With callbacks there is one branch, whether the step before was skipped: known when the step
+    # begins.
     with_callbacks = place(function, in_branches=False)
     [(copy, count)] = (with_callbacks.copies - baseline.copies).items()
     assert (copy.operation, count) == ("If", 1)
@@ -98,7 +104,10 @@ def test_xla_has_a_gpu_kernel_for_every_operation_of_a_step(option, xla_on_gpu):
     "cls",
     [
         kmp.layers.BatchNormalization,
-        *(getattr(keras.layers, f"{name}Normalization") for name in ("Batch", "Layer", "Group", "RMS")),
+        *(
+            getattr(keras.layers, f"{name}Normalization")
+            for name in ("Batch", "Layer", "Group", "RMS")
+        ),
     ],
 )
 def test_normalization_runs_on_the_device_in_both_directions(cls, policy):
@@ -115,9 +124,13 @@ def test_normalization_runs_on_the_device_in_both_directions(cls, policy):
 
     for rows in (8, None):
         dtype = policy.removeprefix("mixed_")
-        function = tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([rows, 4, 4, 8], dtype))
+        function = tf.function(step, autograph=False).get_concrete_function(
+            tf.TensorSpec([rows, 4, 4, 8], dtype)
+        )
         placement = place(function)
-        assert "FusedBatchNormGradV3" in {operation.type for operation in function.graph.get_operations()}
+        assert "FusedBatchNormGradV3" in {
+            operation.type for operation in function.graph.get_operations()
+        }
         assert placement.copies == {}
         assert placement.without_kernel == {}
 
@@ -155,7 +168,9 @@ def test_products_lower_to_float16_and_sensitive_operations_to_float32():
     with kmp.enable():
         hidden = keras.layers.BatchNormalization()(keras.layers.Conv2D(16, 3)(images))
         hidden = keras.layers.Reshape((36, 16))(hidden)
-        hidden = keras.layers.LayerNormalization()(keras.layers.MultiHeadAttention(2, 8)(hidden, hidden))
+        hidden = keras.layers.LayerNormalization()(
+            keras.layers.MultiHeadAttention(2, 8)(hidden, hidden)
+        )
         model = keras.Model(images, kmp.layers.Softmax()(keras.layers.Dense(8)(hidden)))
 
     def gradients_and_state(weights, state, x):
@@ -168,7 +183,10 @@ def test_products_lower_to_float16_and_sensitive_operations_to_float32():
     constants = [[tf.constant(variable.value) for variable in part] for part in variables]
     hlo = lowered(gradients_and_state, *constants, tf.ones([2, 8, 8, 8]))
     results = re.findall(r"= (\w+)\[[^ ]+ (\w+)\(", hlo)
-    dtypes = {operation: {dtype for dtype, other in results if other == operation} for _, operation in results}
+    dtypes = {
+        operation: {dtype for dtype, other in results if other == operation}
+        for _, operation in results
+    }
     assert dtypes["dot"] == dtypes["convolution"] == {"f16"}
     assert dtypes["exponential"] == dtypes["rsqrt"] == {"f32"}
     assert dtypes["reduce"] <= {"f32", "s32"}
@@ -190,10 +208,15 @@ def test_place_detects_copies_to_the_host():
     @tf.function(autograph=False)
     def through_the_host(x):
         exponents = tf.bitcast(x, tf.int32)
-        return tf.cond(x[0] > 0, lambda: tf.reshape(exponents, [2, 2]), lambda: tf.zeros([2, 2], tf.int32))
+        return tf.cond(
+            x[0] > 0, lambda: tf.reshape(exponents, [2, 2]), lambda: tf.zeros([2, 2], tf.int32)
+        )
 
     placement = place(through_the_host.get_concrete_function(tf.ones([4])))
-    assert placement.copies == {Copy("StatelessIf", "bool", ()): 1, Copy("Reshape", "int32", (4,)): 1}
+    assert placement.copies == {
+        Copy("StatelessIf", "bool", ()): 1,
+        Copy("Reshape", "int32", (4,)): 1,
+    }
     assert placement.without_kernel == {}
 
 
@@ -204,6 +227,8 @@ def test_place_rejects_unsupported_calls():
 
 
 def test_place_detects_operations_without_a_gpu_kernel(xla_on_gpu):
-    as_string = tf.function(tf.strings.as_string, autograph=False).get_concrete_function(tf.ones([4]))
+    as_string = tf.function(tf.strings.as_string, autograph=False).get_concrete_function(
+        tf.ones([4])
+    )
     for devices in (GPU, XLA_GPU):
         assert place(as_string, devices).without_kernel["AsString", ("float32",)] == 1

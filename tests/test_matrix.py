@@ -17,9 +17,9 @@ pytestmark = pytest.mark.usefixtures("enabled")
 
 STRATEGIES = ["none", "one replica", "two replicas"]
 CALLBACKS = {"no callbacks": list, "default callbacks": kmp.callbacks.defaults}
-# Each mode with each strategy that supports it, but for XLA with one replica, which has a test of its own. Each option
-# without a strategy or with one replica, and with two if Keras updates differently then;
-# `optimizer/test_skipped_steps.py` has each option under XLA.
+# Each mode with each strategy that supports it, but for XLA with one replica, which has a test of
+# its own. Each option without a strategy or with one replica, and with two if Keras updates
+# differently then; `optimizer/test_skipped_steps.py` has each option under XLA.
 CASES = [
     ("eager", "none", "clipnorm, decay", "default callbacks"),
     ("graph", "none", "global_clipnorm", "default callbacks"),
@@ -54,7 +54,9 @@ class StateRecorder(keras.callbacks.Callback):
 
 @pytest.fixture(scope="module")
 def scopes(one_replica, two_replicas):
-    return dict(zip(STRATEGIES, (tf.distribute.get_strategy(), one_replica, two_replicas), strict=True))
+    return dict(
+        zip(STRATEGIES, (tf.distribute.get_strategy(), one_replica, two_replicas), strict=True)
+    )
 
 
 @pytest.fixture
@@ -85,5 +87,9 @@ def check_training(mode, strategy, option, callbacks, scopes):
     assert not all(np.array_equal(old, new) for old, new in zip(after, last, strict=True))
     assert all(np.isfinite(value).all() for value in last)
     snapshot = model.optimizer.snapshot()
-    assert (snapshot.step, snapshot.overflow_count, snapshot.nonfinite_loss_count) == (BATCHES, 2, 2)
+    assert (snapshot.step, snapshot.overflow_count, snapshot.nonfinite_loss_count) == (
+        BATCHES,
+        2,
+        2,
+    )
     assert snapshot.loss_scale == 1024.0

@@ -24,10 +24,16 @@ KNOWN_FACTS = {
     "The default is every 2,000.": "`growth_interval`, asserted in notebook 3",
 }
 
-NOT_PROSE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|https?://\S+")  # code, and the targets of links
-NOT_VALUES = re.compile(r"#.*|:[^\s{}]+(?=})")  # comments, and the format specifications of f-strings
+NOT_PROSE = re.compile(
+    r"```.*?```|`[^`]*`|\]\([^)]*\)|https?://\S+"
+)  # code, and the targets of links
+NOT_VALUES = re.compile(
+    r"#.*|:[^\s{}]+(?=})"
+)  # comments, and the format specifications of f-strings
 SEPARATORS = re.compile(r"(?<=\d)[,_](?=\d{3})|[{}]")  # 10,000 and 10_000; 2^{-24}
-NUMBER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?:\^([+-]?\d+))?(\s?%)?")  # without its sign
+NUMBER = re.compile(
+    r"(?<![\w.])(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?:\^([+-]?\d+))?(\s?%)?"
+)  # without its sign
 
 
 def numbers(text):
@@ -43,7 +49,10 @@ def values_in_code_and_outputs(notebook):
     for cell in notebook.cells:
         if cell.cell_type == "code":
             texts.append(NOT_VALUES.sub("", cell.source))
-            outputs = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
+            outputs = [
+                output.get("text") or output.get("data", {}).get("text/plain", "")
+                for output in cell.outputs
+            ]
             texts += [output for output in outputs if "<Figure" not in output]
     return [value for text in texts for _, values in numbers(text) for value in values]
 
@@ -52,7 +61,10 @@ def occurs(number, values, known_values):
     """A number of three or more digits may be rounded; shorter numbers and powers are exact."""
     digits = re.sub(r"\D", "", number.split("e")[0]).lstrip("0")
     precision = 12 if len(digits) < 3 or "^" in number else len(digits)
-    return bool({f"{value:.{precision}g}" for value in values} & {f"{value:.{precision}g}" for value in known_values})
+    return bool(
+        {f"{value:.{precision}g}" for value in values}
+        & {f"{value:.{precision}g}" for value in known_values}
+    )
 
 
 def numbers_only_in_prose(notebook):
@@ -65,7 +77,9 @@ def numbers_only_in_prose(notebook):
 
 
 def test_numbers_in_the_text_occur_in_code_or_outputs():
-    found = {path.stem: numbers_only_in_prose(nbformat.read(path, as_version=4)) for path in NOTEBOOKS}
+    found = {
+        path.stem: numbers_only_in_prose(nbformat.read(path, as_version=4)) for path in NOTEBOOKS
+    }
     assert found
     assert not any(found.values()), found
 
@@ -87,16 +101,25 @@ def test_number_that_is_in_no_output_is_found(output, prose, missing):
 def output_types(notebook):
     """Returns the sequence of output types of each cell; consecutive outputs of the same type are merged."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    types = [[output.output_type for output in cell.outputs if output.get("name") != "stderr"] for cell in cells]
-    return [[output_type for output_type, _ in itertools.groupby(cell_types)] for cell_types in types]
+    types = [
+        [output.output_type for output in cell.outputs if output.get("name") != "stderr"]
+        for cell in cells
+    ]
+    return [
+        [output_type for output_type, _ in itertools.groupby(cell_types)] for cell_types in types
+    ]
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # from Jupyter's own packages
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::ResourceWarning"
+)  # from Jupyter's own packages
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_and_stored_outputs_have_the_same_types(path, monkeypatch):
     monkeypatch.delenv("MPLBACKEND", raising=False)  # Jupyter shows figures inline
     notebook = nbformat.read(path, as_version=4)
     stored = output_types(notebook)
-    executed = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": path.parent}}).execute()
+    executed = NotebookClient(
+        notebook, timeout=120, resources={"metadata": {"path": path.parent}}
+    ).execute()
     assert output_types(executed) == stored

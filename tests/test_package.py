@@ -15,23 +15,39 @@ import kmp_cli
 
 ROOT = Path(kmp.__file__).parent
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if ">>> " in path.read_text(encoding="utf-8")]
-MODULES = [".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__") for path in FILES]
+MODULES = [
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+    for path in FILES
+]
 
 
 def python(code, **environment):
     """Runs code in a fresh interpreter; returns what it wrote to standard error, or to output if it succeeded."""
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=os.environ | environment
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
     )
     return done.returncode, done.stdout if done.returncode == 0 else done.stderr
 
 
 @pytest.mark.slow
 def test_importing_kmp_imports_nothing_heavy():
-    heavy = "matplotlib", "sklearn", "tensorboard", "rich.progress", "kmp.plots", "kmp.demo", "kmp.bench", "kmp.report"
+    heavy = (
+        "matplotlib",
+        "sklearn",
+        "tensorboard",
+        "rich.progress",
+        "kmp.plots",
+        "kmp.demo",
+        "kmp.bench",
+        "kmp.report",
+    )
     status, loaded = python(
-        "import sys, keras, tensorflow; before = set(sys.modules); import kmp;"
-        f"print(sorted(name for name in set(sys.modules) - before if name.startswith({(*heavy, 'jinja2')!r})))"
+        "import sys, keras, tensorflow; before = set(sys.modules); import kmp;print(sorted(name"
+        f" for name in set(sys.modules) - before if name.startswith({(*heavy, 'jinja2')!r})))"
     )
     assert (status, loaded.strip()) == (0, "[]")
 
@@ -40,9 +56,12 @@ def test_importing_kmp_imports_nothing_heavy():
 def test_another_backend_is_an_error_that_names_it_and_says_what_to_do(backend):
     status, error = python("import kmp", KERAS_BACKEND=backend)
     assert status == 1
-    if "Unsupported backend : nosuch" not in error:  # keras-nightly itself refuses it when it is imported
+    if (
+        "Unsupported backend : nosuch" not in error
+    ):  # keras-nightly itself refuses it when it is imported
         assert (
-            f"ImportError: kmp runs on Keras' TensorFlow backend, and the backend chosen here is {backend!r}" in error
+            "ImportError: kmp runs on Keras' TensorFlow backend, and the backend chosen here is"
+            f" {backend!r}" in error
         )
         assert "KERAS_BACKEND=tensorflow" in error
 
@@ -90,7 +109,9 @@ def test_command_line_answers_before_keras_and_tensorflow_are_imported():
     assert output.splitlines()[-1] == f"[] {COMMAND_LINES}"
 
 
-@pytest.mark.filterwarnings("ignore:TensorFlow's bfloat16 pass does nothing without oneDNN")  # tests turn it off
+@pytest.mark.filterwarnings(
+    "ignore:TensorFlow's bfloat16 pass does nothing without oneDNN"
+)  # tests turn it off
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_are_true(name):
     module = importlib.import_module(name)
@@ -98,15 +119,24 @@ def test_examples_in_docstrings_are_true(name):
 
 
 def test_every_name_of_the_top_and_its_modules_has_an_example():
-    for module in (kmp, *(value for name in kmp.__all__ if inspect.ismodule(value := getattr(kmp, name)))):
+    for module in (
+        kmp,
+        *(value for name in kmp.__all__ if inspect.ismodule(value := getattr(kmp, name))),
+    ):
         values = [getattr(module, name) for name in module.__all__]
-        documented = [value for value in values if inspect.isclass(value) or inspect.isfunction(value)]
+        documented = [
+            value for value in values if inspect.isclass(value) or inspect.isfunction(value)
+        ]
         assert [value.__qualname__ for value in documented if ">>> " not in value.__doc__] == []
 
 
 def test_public_surface_is_what_the_readme_documents():
     root = Path(__file__).parent.parent
-    paths = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "docs" / "guide").glob("*.md")]
+    paths = [
+        root / "README.md",
+        *(root / "docs").glob("*.md"),
+        *(root / "docs" / "guide").glob("*.md"),
+    ]
     pages = [page.read_text(encoding="utf-8") for page in paths]
     documented = set(re.findall(r"\bkmp\.([A-Za-z]\w*)", "".join(pages))) - {"jsonl", "lock"}
     assert documented == {

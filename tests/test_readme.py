@@ -15,7 +15,10 @@ from kmp.scaling import settings
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FIRST_PAGE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
-GUIDE_PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "guide").glob("*.md"))}
+GUIDE_PAGES = {
+    path.stem: path.read_text(encoding="utf-8")
+    for path in sorted((ROOT / "docs" / "guide").glob("*.md"))
+}
 GUIDE = "".join([FIRST_PAGE, *GUIDE_PAGES.values()])
 DOCS = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 PAGES = ["README.md", "README.zh-CN.md", *(page.relative_to(ROOT).as_posix() for page in DOCS)]
@@ -24,7 +27,9 @@ PAGES = ["README.md", "README.zh-CN.md", *(page.relative_to(ROOT).as_posix() for
 def rows_of(heading, text):
     """The cells of the first table after a heading or sentence, without its header."""
     table = text.split(heading, 1)[1].split("\n|", 1)[1].split("\n\n", 1)[0]
-    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[2:]]
+    return [
+        [cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[2:]
+    ]
 
 
 def small_network(weights, input_shape, classes):
@@ -68,20 +73,32 @@ def test_example_runs_as_it_stands(tmp_path, monkeypatch):
     ],
 )
 def test_table_of_arguments_has_those_of_the_signature_and_their_defaults(page, heading, function):
-    defaults = {name: value.default for name, value in inspect.signature(function).parameters.items()}
+    defaults = {
+        name: value.default for name, value in inspect.signature(function).parameters.items()
+    }
     names = set(defaults)
     if function is kmp.LossScaleOptimizer:  # others are those of Keras
-        names = {*settings.LossScaleSettings.__annotations__, "jit_compile"} - {"dynamic_growth_steps"}
-    documented = {name.strip("`"): text.strip("`") for name, text, *_ in rows_of(heading, GUIDE_PAGES[page])}
+        names = {*settings.LossScaleSettings.__annotations__, "jit_compile"} - {
+            "dynamic_growth_steps"
+        }
+    documented = {
+        name.strip("`"): text.strip("`") for name, text, *_ in rows_of(heading, GUIDE_PAGES[page])
+    }
     assert set(documented) == names
     for name, text in documented.items():
-        assert defaults[name] == (None if text == "the model's" else eval(text.replace("^", "**"))), name
+        assert defaults[name] == (
+            None if text == "the model's" else eval(text.replace("^", "**"))
+        ), name
 
 
 def test_table_of_log_keys_is_what_the_callbacks_log(enabled):
     model = sequential(keras.layers.Dense(1), shape=(2,), run_eagerly=True)
-    history = model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=without_replays(), verbose=0).history
-    documented = {cells[0].strip("`") for cells in rows_of("## Keys in `logs`", GUIDE_PAGES["callbacks"])}
+    history = model.fit(
+        np.ones((8, 2)), np.ones((8, 1)), callbacks=without_replays(), verbose=0
+    ).history
+    documented = {
+        cells[0].strip("`") for cells in rows_of("## Keys in `logs`", GUIDE_PAGES["callbacks"])
+    }
     assert documented == set(history) - {"loss"}
 
 
@@ -99,14 +116,26 @@ def test_every_fault_in_the_table_is_a_test_that_exists():
 
 
 def test_every_public_name_is_documented():
-    names = [f"kmp.{name}(" for name in ("enable", "disable", "wrap", "guard", "gpus", "LossScaleOptimizer")]
+    names = [
+        f"kmp.{name}("
+        for name in ("enable", "disable", "wrap", "guard", "gpus", "LossScaleOptimizer")
+    ]
     names += [f"kmp.layers.{name}" for name in ("Float32", "Softmax", "BatchNormalization")]
-    names += ["LossScaleLogger", "OverflowCounter", "GradientHistogram", "StuckDetector", "kmp.callbacks.defaults("]
+    names += [
+        "LossScaleLogger",
+        "OverflowCounter",
+        "GradientHistogram",
+        "StuckDetector",
+        "kmp.callbacks.defaults(",
+    ]
     assert [name for name in names if name not in GUIDE] == []
 
 
 def test_first_page_of_the_guide_links_to_each_page():
-    linked = [cells[-1].partition("(guide/")[2].removesuffix(".md)") for cells in rows_of("# Guide", FIRST_PAGE)]
+    linked = [
+        cells[-1].partition("(guide/")[2].removesuffix(".md)")
+        for cells in rows_of("# Guide", FIRST_PAGE)
+    ]
     assert sorted(linked) == sorted(GUIDE_PAGES)
 
 
@@ -119,20 +148,29 @@ def test_page_of_the_guide_is_short_and_starts_with_an_example(name):
 
 def test_chinese_page_has_the_same_code_tables_and_links():
     def without_comments(text):
-        return [re.sub(r"\s*#.*", "", block) for block in re.findall(r"```(?:python|bash)\n.*?```", text, re.DOTALL)]
+        return [
+            re.sub(r"\s*#.*", "", block)
+            for block in re.findall(r"```(?:python|bash)\n.*?```", text, re.DOTALL)
+        ]
 
     def shape(text):
         return [line.count(" | ") for line in text.splitlines() if line.startswith("|")]
 
     def numbers(text):
-        return [re.findall(r"\d[\d.%]*", line) for line in text.splitlines() if re.match(r"\| .*\d", line)]
+        return [
+            re.findall(r"\d[\d.%]*", line)
+            for line in text.splitlines()
+            if re.match(r"\| .*\d", line)
+        ]
 
     chinese = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
     assert without_comments(chinese) == without_comments(README)
     assert shape(chinese) == shape(README)
     assert numbers(chinese) == numbers(README)
     assert chinese.count("\n## ") == README.count("\n## ")
-    links = [re.findall(r"\]\(([^)#]+)\)", text.replace(".zh-CN", ""))[1:] for text in (chinese, README)]
+    links = [
+        re.findall(r"\]\(([^)#]+)\)", text.replace(".zh-CN", ""))[1:] for text in (chinese, README)
+    ]
     assert sorted(links[0]) == sorted(links[1])
 
 

@@ -2,8 +2,9 @@
 
     python benchmarks/hub/check.py [NAME ...]
 
-By default this checks all models, which takes about an hour. Results are written to benchmarks/hub/results.json. Needs
-`pip install keras-hub`; the models are tiny, with random weights.
+By default this checks all models, which takes about an hour. Results are written to
+benchmarks/hub/results.json. Needs `pip install keras-hub`; the models are tiny, with random
+weights.
 """
 
 import contextlib
@@ -59,7 +60,10 @@ def in_float16(name, mode, model, inputs, expected):
         candidate = kmp.convert(model) if mode == "convert" else built(name, mode)
         if mode != "convert":
             candidate.set_weights(model.get_weights())
-        assert all(np.array_equal(*pair) for pair in zip(candidate.get_weights(), model.get_weights(), strict=True))
+        assert all(
+            np.array_equal(*pair)
+            for pair in zip(candidate.get_weights(), model.get_weights(), strict=True)
+        )
         outputs = outputs_of(candidate, inputs)
         result["error"] = relative_error(outputs, expected)
         if mode != "keras":
@@ -76,7 +80,9 @@ def built(name, mode=None):
     with contextlib.ExitStack() as stack:
         if mode == "enable":
             stack.enter_context(kmp.enable())
-        keras.config.set_dtype_policy("mixed_float16" if mode == "keras" else keras.config.dtype_policy())
+        keras.config.set_dtype_policy(
+            "mixed_float16" if mode == "keras" else keras.config.dtype_policy()
+        )
         stack.callback(keras.config.set_dtype_policy, "float32")
         return hub_models.build(name)
 
@@ -97,7 +103,9 @@ def outputs_of(model, inputs):
 
 def relative_error(outputs, expected):
     """Returns the norm of the difference divided by the norm of the expected values; `None` if it is not finite."""
-    actual, target = (np.concatenate([array.ravel() for array in arrays]) for arrays in (outputs, expected))
+    actual, target = (
+        np.concatenate([array.ravel() for array in arrays]) for arrays in (outputs, expected)
+    )
     error = np.linalg.norm(actual - target) / np.linalg.norm(target)
     return float(error) if np.isfinite(error) else None
 
@@ -105,7 +113,10 @@ def relative_error(outputs, expected):
 def error_once_loaded(model, inputs, outputs):
     """Saves a model and loads it under the policy: Keras does not save those of sublayers that code creates."""
     is_float16 = bool({"float16", "bfloat16"} & kmp.backend.compute_dtypes(model))
-    with tempfile.TemporaryDirectory() as folder, kmp.enable("mixed_float16" if is_float16 else "float32"):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        kmp.enable("mixed_float16" if is_float16 else "float32"),
+    ):
         model.save(Path(folder) / "model.keras")
         try:
             loaded = keras.models.load_model(Path(folder) / "model.keras", compile=False)
@@ -126,7 +137,9 @@ def losses_of(model, inputs, scale_loss=None):
     weights = model.get_weights()
     random = np.random.default_rng(1)
     outputs = model(inputs, training=False)
-    targets = keras.tree.map_structure(lambda output: random.normal(size=output.shape).astype("float32"), outputs)
+    targets = keras.tree.map_structure(
+        lambda output: random.normal(size=output.shape).astype("float32"), outputs
+    )
     optimizer = keras.optimizers.Adam(3e-3)
     if "float16" in kmp.backend.compute_dtypes(model):
         optimizer = scale_loss(optimizer)
@@ -138,7 +151,9 @@ def losses_of(model, inputs, scale_loss=None):
         with tf.GradientTape() as tape:
             predicted = model(inputs, training=True)
             pairs = zip(keras.tree.flatten(targets), keras.tree.flatten(predicted), strict=True)
-            loss = sum(keras.ops.mean(keras.ops.square(y - keras.ops.cast(p, "float32"))) for y, p in pairs)
+            loss = sum(
+                keras.ops.mean(keras.ops.square(y - keras.ops.cast(p, "float32"))) for y, p in pairs
+            )
             scaled = optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled, variables)
         reached = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
@@ -162,11 +177,15 @@ def collected_messages():
     try:
         with warnings.catch_warnings(record=True) as issued:
             warnings.simplefilter("always")
-            warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy keyword")
+            warnings.filterwarnings(
+                "ignore", "__array__ implementation doesn't accept a copy keyword"
+            )
             yield messages
     finally:
         logger.removeHandler(handler)
-        messages |= {f"{found.category.__name__}: {str(found.message).splitlines()[0]}" for found in issued}
+        messages |= {
+            f"{found.category.__name__}: {str(found.message).splitlines()[0]}" for found in issued
+        }
 
 
 def main(selected):

@@ -12,12 +12,18 @@ class _Loader(yaml.SafeLoader):
     pass
 
 
-_Loader.add_constructor("!tuple", lambda loader, node: tuple(loader.construct_sequence(node, deep=True)))
-_Loader.add_constructor("!array", lambda loader, node: np.array(loader.construct_sequence(node, deep=True)))
+_Loader.add_constructor(
+    "!tuple", lambda loader, node: tuple(loader.construct_sequence(node, deep=True))
+)
+_Loader.add_constructor(
+    "!array", lambda loader, node: np.array(loader.construct_sequence(node, deep=True))
+)
 _FILE = yaml.load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), _Loader)
 
 # Arguments by the name of the model: its class and, after a space, a variant.
-MODELS = _FILE["models"] | {name: group["arguments"] for group in _FILE["tasks"] for name in group["names"]}
+MODELS = _FILE["models"] | {
+    name: group["arguments"] for group in _FILE["tasks"] for name in group["names"]
+}
 
 
 def build(name):

@@ -42,7 +42,9 @@ def main():
         outcomes = [_outcome(result, mode) for mode in MODES]
         losses = [_losses(result), _losses(result["enable"])]
         kept = f"{len(result['float32'])} of {result['layers_and_operations']}"
-        rows.append("| " + " | ".join([f"`{name}`", *outcomes, *losses, _magnitude(result), kept]) + " |")
+        rows.append(
+            "| " + " | ".join([f"`{name}`", *outcomes, *losses, _magnitude(result), kept]) + " |"
+        )
     counts = {mode: sum(works(result, mode) for result in results.values()) for mode in MODES}
     print(f"{counts} of {len(results)}")
     introduction = PAGE.read_text(encoding="utf-8").partition(_START)[0]
@@ -56,7 +58,9 @@ def _outcome(result, mode):
     if candidate["error"] is None:
         return "NaN"
     is_close = candidate["error"] <= MAX_ERROR
-    return f"{candidate['error']:.1e}" + (", does not train" if is_close and not works(result, mode) else "")
+    return f"{candidate['error']:.1e}" + (
+        ", does not train" if is_close and not works(result, mode) else ""
+    )
 
 
 def _magnitude(result):

@@ -14,13 +14,19 @@ def inputs_of(name, model, seed=0):
     random = np.random.default_rng(seed)
     overrides = _OVERRIDES[name]() if name in _OVERRIDES else {}
     return keras.tree.map_structure(
-        lambda tensor: overrides[tensor.name] if tensor.name in overrides else _array(tensor, random), model.input
+        lambda tensor: (
+            overrides[tensor.name] if tensor.name in overrides else _array(tensor, random)
+        ),
+        model.input,
     )
 
 
 def _array(tensor, random):
     is_image = len(tensor.shape) >= 4
-    shape = (BATCH, *((SIDE if is_image else LENGTH) if size is None else size for size in tensor.shape[1:]))
+    shape = (
+        BATCH,
+        *((SIDE if is_image else LENGTH) if size is None else size for size in tensor.shape[1:]),
+    )
     if tensor.name.endswith("mask"):  # all but the last position are valid
         mask = np.ones(shape, tensor.dtype)
         mask[..., -1] = 0
@@ -45,12 +51,17 @@ def _prompts():
 
 
 def _boxes():
-    boxes = np.array([[[0, 0.5, 0.5, 0.6, 0.4]], [[1, 0.4, 0.6, 0.5, 0.5]]], "float32")  # index, center, size
+    boxes = np.array(
+        [[[0, 0.5, 0.5, 0.6, 0.4]], [[1, 0.4, 0.6, 0.5, 0.5]]], "float32"
+    )  # index, center, size
     return {"boxes": boxes, "box_labels": np.array([[1], [0]], "int32")}
 
 
 def _waveform():
-    return {"encoder_input_values": _normal(3000, 1), "encoder_padding_mask": np.ones((BATCH, 3000), bool)}
+    return {
+        "encoder_input_values": _normal(3000, 1),
+        "encoder_padding_mask": np.ones((BATCH, 3000), bool),
+    }
 
 
 def _positions():
@@ -70,10 +81,21 @@ def _image():
 
 
 def _patches():
-    grid = np.stack(np.meshgrid(np.arange(4), np.arange(4)), axis=-1).reshape(1, 1, 16, 2).astype("int32")
+    grid = (
+        np.stack(np.meshgrid(np.arange(4), np.arange(4)), axis=-1)
+        .reshape(1, 1, 16, 2)
+        .astype("int32")
+    )
     pixels = np.random.default_rng(0).uniform(size=(BATCH, 1, 16, 48)).astype("float32")
     positions = np.tile(grid, (BATCH, 1, 1, 1))
-    return _positions() | _tokens_of("vision") | {"pixel_values": pixels, "pixel_position_ids": positions}
+    return (
+        _positions()
+        | _tokens_of("vision")
+        | {
+            "pixel_values": pixels,
+            "pixel_position_ids": positions,
+        }
+    )
 
 
 def _sound():
@@ -83,7 +105,9 @@ def _sound():
 
 def _image_and_sound():
     return {
-        "token_ids": np.array([[1, 2, 20, 20, 21, 21, 3, 0], [4, 20, 20, 25, 29, 21, 21, 5]], "int32"),
+        "token_ids": np.array(
+            [[1, 2, 20, 20, 21, 21, 3, 0], [4, 20, 20, 25, 29, 21, 21, 5]], "int32"
+        ),
         "images": _normal(1, 32, 32, 3),
         "input_features": _normal(1, 16, 16),
         "input_features_mask": np.zeros((BATCH, 1, 16), bool),  # true where a frame is padding

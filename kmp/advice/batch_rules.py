@@ -18,8 +18,12 @@ def data(metrics: RunMetrics) -> Finding | None:
         return None
     is_too_large, part = replay.is_part_finite, replay.nonfinite_part
     if is_too_large:
-        if replay.is_finite_in_float32:  # a layer that gets them in float32 may fail later, without such a cast
-            is_cause = any(found.operation == "Cast" and not found.is_backward for found in replay.nonfinite)
+        if (
+            replay.is_finite_in_float32
+        ):  # a layer that gets them in float32 may fail later, without such a cast
+            is_cause = any(
+                found.operation == "Cast" and not found.is_backward for found in replay.nonfinite
+            )
         else:  # fill values, say, that overflow float32 too; not NaN weights, nor a root
             is_cause = not replay.nonfinite_variables and any(
                 found.value == "inf" and found.largest_input > thresholds.OVERFLOWS_FLOAT32
@@ -42,7 +46,11 @@ def data(metrics: RunMetrics) -> Finding | None:
         f"{part[0].upper()}{part[1:]} contains {kind}.",
         f"{failed_steps(metrics)}; in the last such step {part} had {kind}",
         edits,
-        f"or normalize {name}, with its mean and standard deviation, in training and later" if is_too_large else "",
+        (
+            f"or normalize {name}, with its mean and standard deviation, in training and later"
+            if is_too_large
+            else ""
+        ),
         part,
     )
 
@@ -58,7 +66,8 @@ def targets(metrics: RunMetrics) -> Finding | None:
         return Finding(
             "targets",
             WARNING,
-            f"The targets {y} are from {low} to {high}, but binary cross-entropy takes numbers from 0 to 1.",
+            f"The targets {y} are from {low} to {high}, but binary cross-entropy takes numbers from"
+            " 0 to 1.",
             f"in a batch of the training {y} was from {low} to {high}",
             [PrepareData(f"{y} = ({y} - {low}) / ({high} - {low})")] if low != high else (),
             "in training, in validation and later",
@@ -70,33 +79,56 @@ def targets(metrics: RunMetrics) -> Finding | None:
     return Finding(
         "targets",
         _severity(metrics),
-        f"The targets {y} have classes from {low} to {high}, but the model has the classes 0 to {invalid.classes - 1}.",
-        f"{failed_steps(metrics)}; in the last such step the targets were from {low} to {high} and the output "
-        f"{name_of(layer) + ' ' if layer else ''}had {invalid.classes} classes",
+        f"The targets {y} have classes from {low} to {high}, but the model has the classes 0 to"
+        f" {invalid.classes - 1}.",
+        f"{failed_steps(metrics)}; in the last such step the targets were from {low} to {high} and"
+        f" the output {name_of(layer) + ' ' if layer else ''}had {invalid.classes} classes",
         edits,
         note,
         layer or y,
     )
 
 
-def _change_of_targets(replay: Replay, y: str, class_name: str, layer: str) -> tuple[Sequence[Edit], str]:
+def _change_of_targets(
+    replay: Replay, y: str, class_name: str, layer: str
+) -> tuple[Sequence[Edit], str]:
     """Returns the edits and the note against targets that are not the index of a class."""
     invalid = replay.invalid_targets
     assert invalid is not None
-    low, high, classes, marker = int(invalid.smallest), int(invalid.largest), invalid.classes, invalid.only_invalid
+    low, high, classes, marker = (
+        int(invalid.smallest),
+        int(invalid.largest),
+        invalid.classes,
+        invalid.only_invalid,
+    )
     loss = f"keras.losses.SparseCategoricalCrossentropy({'from_logits=True, ' * invalid.from_logits}ignore_class="
-    # A single invalid value that is negative, or larger than the number of classes, marks targets that are missing.
+    # A single invalid value that is negative, or larger than the number of classes, marks targets
+    # that are missing.
     is_marker = marker is not None and not 0 <= marker <= classes
     if is_marker and invalid.per_example > 1 and not invalid.key:
         edit = SetArguments("model.compile", {"loss": f"{loss}{marker})"})
         return [edit], f"if {marker} means that a target is missing"
     if is_marker or low < 0:
         condition = f"({y} >= 0) & ({y} < {classes})" if high >= classes else f"{y} >= 0"
-        note = f"or loss={loss}{marker}), if {marker} means that a target is missing" if is_marker else ""
+        note = (
+            f"or loss={loss}{marker}), if {marker} means that a target is missing"
+            if is_marker
+            else ""
+        )
         return [_keep(y, condition, replay.has_sample_weight)], note
-    note = f"or {y} = {y} - 1, also in validation, because Keras counts classes from 0" if low == 1 else ""
-    argument = "units" if class_name == "Dense" else "filters" if class_name.startswith("Conv") else ""
-    return [SetArguments(f"keras.layers.{class_name}", {argument: str(high + 1)}, layer)] if argument else [], note
+    note = (
+        f"or {y} = {y} - 1, also in validation, because Keras counts classes from 0"
+        if low == 1
+        else ""
+    )
+    argument = (
+        "units" if class_name == "Dense" else "filters" if class_name.startswith("Conv") else ""
+    )
+    return (
+        [SetArguments(f"keras.layers.{class_name}", {argument: str(high + 1)}, layer)]
+        if argument
+        else []
+    ), note
 
 
 def _keep(name: str, condition: str, has_sample_weight: bool) -> PrepareData:

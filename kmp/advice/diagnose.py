@@ -2,15 +2,22 @@
 
 from collections.abc import Callable
 
-from kmp.advice import batch_rules, forward_rules, precision_rules, scale_rules, underflow_rules, update_rules
+from kmp.advice import (
+    batch_rules,
+    forward_rules,
+    precision_rules,
+    scale_rules,
+    underflow_rules,
+    update_rules,
+)
 from kmp.advice.finding import ERROR, SEVERITIES, Advice, Finding
 from kmp.advice.run_metrics import RunMetrics
 from kmp.advice.verdict import verdict
 from kmp.records import RUN_EXPECTED, Run
 from kmp.utils import validation
 
-# The findings up to the first error are reported: those after it are its consequences. So the most specific come first,
-# after those that are no problem.
+# The findings up to the first error are reported: those after it are its consequences. So the most
+# specific come first, after those that are no problem.
 RULES: tuple[Callable[[RunMetrics], Finding | None], ...] = (
     precision_rules.fallback,
     underflow_rules.dead,
@@ -44,14 +51,16 @@ def advise(run: Run) -> Advice:
     """Diagnoses how float16 affects a run, why, and what to change.
 
     Args:
-        run: Records of `kmp.callbacks.defaults()`. Without gradient samples only overflows are detected.
+        run: Records of `kmp.callbacks.defaults()`. Without gradient samples only overflows are
+            detected.
 
     Returns:
         Ranked findings and a verdict. A problem without evidence in the run is not reported.
 
     Example:
     >>> advise(Run([{"step": 500, "overflow_count": 0, "loss_scale": 32768.0}])).verdict.partition(";")[0]
-    'It is not known whether float16 hurts this run. Not measured: gradients, because none were sampled'
+    'It is not known whether float16 hurts this run. Not measured: gradients, because none were
+    sampled'
     """
     validation.instance("run", run, Run, RUN_EXPECTED)
     return diagnosis_of(RunMetrics(run))

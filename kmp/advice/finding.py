@@ -14,7 +14,8 @@ class SetArguments:
     """Arguments to pass to a call.
 
     Args:
-        call: The function, method or class that is called, such as `"kmp.enable"` or `"model.compile"`.
+        call: The function, method or class that is called, such as `"kmp.enable"` or
+            `"model.compile"`.
         arguments: The Python source of each value, by the name of the argument.
         name: The name of the layer or weight that the call creates, if it creates one.
     """
@@ -25,7 +26,9 @@ class SetArguments:
 
     def __str__(self) -> str:
         arguments = dict(self.arguments) | ({"name": repr(self.name)} if self.name else {})
-        return printable(f"{self.call}({', '.join(f'{name}={value}' for name, value in arguments.items())})")
+        return printable(
+            f"{self.call}({', '.join(f'{name}={value}' for name, value in arguments.items())})"
+        )
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,9 @@ class ComputeInFloat32:
     class_name: str = ""
 
     def __str__(self) -> str:
-        return printable(f"kmp.layers.Float32({self.class_name or 'Layer'}(..., name={self.layer!r}))")
+        return printable(
+            f"kmp.layers.Float32({self.class_name or 'Layer'}(..., name={self.layer!r}))"
+        )
 
 
 @dataclass(frozen=True)
@@ -66,19 +71,22 @@ class Finding:
     """One problem of a run. Names in its texts are as in the log; `str` escapes control characters and the like.
 
     Args:
-        cause: Short name of the cause. Of skipped steps: `"data"`, `"targets"`, `"optimizer_state"`, `"exploding"`,
-            `"constant"`, `"forward_overflow"`, `"forward_underflow"`, `"rounding"`, `"loss_overflow"`, `"loss"`,
-            `"backward_overflow"` or `"scale_too_large"`. Of NaN or Inf that compiling hides: `"uncompiled"`.
-            Of what float16 loses: `"precision_loss"`, `"unscaled_loss"`, `"lost_updates"`, `"branch_underflow"`,
-            `"scale_too_small"` or `"range"`. Of settings: `"growth_interval_too_small"`, `"hysteresis_too_large"` or
-            `"initial_scale"`. Or `"float32_fallback"`, `"dead"` or `"unused"`.
-        severity: `"error"` if the run is broken, `"warning"` if it loses accuracy or time, or `"info"`.
+        cause: Short name of the cause. Of skipped steps: `"data"`, `"targets"`,
+            `"optimizer_state"`, `"exploding"`, `"constant"`, `"forward_overflow"`,
+            `"forward_underflow"`, `"rounding"`, `"loss_overflow"`, `"loss"`, `"backward_overflow"`
+            or `"scale_too_large"`. Of NaN or Inf that compiling hides: `"uncompiled"`. Of what
+            float16 loses: `"precision_loss"`, `"unscaled_loss"`, `"lost_updates"`,
+            `"branch_underflow"`, `"scale_too_small"` or `"range"`. Of settings:
+            `"growth_interval_too_small"`, `"hysteresis_too_large"` or `"initial_scale"`. Or
+            `"float32_fallback"`, `"dead"` or `"unused"`.
+        severity: `"error"` if the run is broken, `"warning"` if it loses accuracy or time, or
+            `"info"`.
         title: The problem, as a sentence.
         evidence: The records that show it, with numbers.
         edits: What to change in the program, all of it.
         note: What else to know about the change, or an alternative.
-        location: The path of the layer or variable, the part of the batch, `"the loss function"` or the argument that
-            it is about; empty if it is about all of the model.
+        location: The path of the layer or variable, the part of the batch, `"the loss function"` or
+            the argument that it is about; empty if it is about all of the model.
 
     Example:
     >>> change = ComputeInFloat32("norm", "RMSNormalization")
@@ -106,8 +114,14 @@ class Finding:
 
     def __str__(self) -> str:
         change = self.change.replace("\n", "\n          ")
-        parts = {"Evidence": printable(self.evidence), "Change": change, "Note": printable(self.note)}
-        return "\n".join([printable(self.title), *(f"  {name}: {text}" for name, text in parts.items() if text)])
+        parts = {
+            "Evidence": printable(self.evidence),
+            "Change": change,
+            "Note": printable(self.note),
+        }
+        return "\n".join(
+            [printable(self.title), *(f"  {name}: {text}" for name, text in parts.items() if text)]
+        )
 
 
 @dataclass(frozen=True)
@@ -141,4 +155,9 @@ class Advice(Sequence[Finding]):
         return tuple(finding for finding in self if finding.severity != INFO)
 
     def __str__(self) -> str:
-        return "\n".join([printable(self.verdict), *(f"{number}. {finding}" for number, finding in enumerate(self, 1))])
+        return "\n".join(
+            [
+                printable(self.verdict),
+                *(f"{number}. {finding}" for number, finding in enumerate(self, 1)),
+            ]
+        )

@@ -4,7 +4,13 @@ from kmp.advice import thresholds
 from kmp.advice.finding import ERROR, INFO, WARNING, Finding
 from kmp.advice.run_metrics import RunMetrics, name_of
 from kmp.advice.wording import in_float32, replayed_change
-from kmp.records import HARMFUL_OUTPUT_ERROR, HARMFUL_OUTPUT_ERROR_ALONE, LOSS_FUNCTION, LayerError, Replay
+from kmp.records import (
+    HARMFUL_OUTPUT_ERROR,
+    HARMFUL_OUTPUT_ERROR_ALONE,
+    LOSS_FUNCTION,
+    LayerError,
+    Replay,
+)
 
 
 def unscaled_loss(metrics: RunMetrics) -> Finding | None:
@@ -20,22 +26,34 @@ def unscaled_loss(metrics: RunMetrics) -> Finding | None:
         if replay.unscaled_by:
             location = metrics.created_layer(replay.unscaled_by)
             what, where = f"The backward pass of {metrics.describe(location)} does", "in it"
-        title = f"{what} not grow with the loss scale: a gradient function {where} clips, normalizes or adds."
-        note = "clip in the optimizer, with its clipnorm or clipvalue: it gets gradients without the loss scale"
+        title = (
+            f"{what} not grow with the loss scale: a gradient function {where} clips, normalizes or"
+            " adds."
+        )
+        note = (
+            "clip in the optimizer, with its clipnorm or clipvalue: it gets gradients without the"
+            " loss scale"
+        )
     elif replay.is_unscaled:  # though `scale_loss` was called
         title = (
-            "Hardly anything of the gradients grows with the loss scale: most of the loss is not scaled, or the "
-            "training step clips or normalizes scaled gradients."
+            "Hardly anything of the gradients grows with the loss scale: most of the loss is not"
+            " scaled, or the training step clips or normalizes scaled gradients."
         )
-        note += "; clip what self.optimizer.unscale(gradients) returns, then pass that to self.optimizer.apply"
+        note += (
+            "; clip what self.optimizer.unscale(gradients) returns, then pass that to"
+            " self.optimizer.apply"
+        )
     else:
-        title = f"A part of the loss is not multiplied by the loss scale: the gradients of {named} do not grow with it."
+        title = (
+            f"A part of the loss is not multiplied by the loss scale: the gradients of {named} do"
+            " not grow with it."
+        )
     return Finding(
         "unscaled_loss",
         ERROR,
         title,
-        f"on {_examples(replay)} of a batch, in float32, the gradients at two loss scales differ by another factor "
-        "than the scales; the optimizer divides all of them by the scale",
+        f"on {_examples(replay)} of a batch, in float32, the gradients at two loss scales differ by"
+        " another factor than the scales; the optimizer divides all of them by the scale",
         note=note,
         location=location,
     )
@@ -54,12 +72,14 @@ def outputs(metrics: RunMetrics) -> Finding | None:
         share = f"; in {where} alone, given float32 inputs, by {_percent(origin.new_error or 0.0)}"
         reason, detail = _reason(replay, origin)
         title = f"The outputs of {where} are not those of float32: {reason}."
-    elif layers and replay.output_error > HARMFUL_OUTPUT_ERROR_ALONE and metrics.needs_float32_layers:
+    elif (
+        layers and replay.output_error > HARMFUL_OUTPUT_ERROR_ALONE and metrics.needs_float32_layers
+    ):
         # An operation between layers computes in the dtype of the one before it.
         location, share, detail = layers[-1], "", "; no layer adds to this"
         title = (
-            "The outputs of the model are not those of float32: float16 has too few bits for an operation outside of "
-            f"its layers, after {metrics.describe(location)}."
+            "The outputs of the model are not those of float32: float16 has too few bits for an"
+            f" operation outside of its layers, after {metrics.describe(location)}."
         )
     else:
         return None  # only a constant differs, or it is a consequence of gradients that underflow
@@ -82,21 +102,37 @@ def _reason(replay: Replay, origin: LayerError) -> tuple[str, str]:
         worst = max(weights, key=lambda each: max(each.zero, each.infinite))
         share, value = max((worst.zero, "0"), (worst.infinite, "infinite"))
         if share > thresholds.MANY_LOST_VALUES:
-            return f"its weight {name_of(worst.path)!r} is {value} in float16", f"; that is {share:.0%} of {worst.path}"
+            return (
+                f"its weight {name_of(worst.path)!r} is {value} in float16",
+                f"; that is {share:.0%} of {worst.path}",
+            )
 
     def is_inside(layer: str) -> bool:
         return f"{layer}/".startswith(f"{origin.layer}/")
 
-    found = next((each for each in replay.nonfinite if is_inside(each.layer) and not each.is_backward), None)
+    found = next(
+        (each for each in replay.nonfinite if is_inside(each.layer) and not each.is_backward), None
+    )
     if found is not None:
         operands = f"numbers up to {found.largest_input:.5g}"
-        return "it overflows inside", f"; {found.operation} in it returns {found.value} for {operands}"
+        return (
+            "it overflows inside",
+            f"; {found.operation} in it returns {found.value} for {operands}",
+        )
     of_inputs = origin.input_error or 0.0
     if of_inputs > thresholds.MAIN_PART * (origin.new_error or 0.0):
-        return "float16 rounds its inputs too much", f"; in float32 on rounded inputs by {_percent(of_inputs)}"
-    underflow = max((share for layer, share in replay.underflows.items() if is_inside(layer)), default=0.0)
+        return (
+            "float16 rounds its inputs too much",
+            f"; in float32 on rounded inputs by {_percent(of_inputs)}",
+        )
+    underflow = max(
+        (share for layer, share in replay.underflows.items() if is_inside(layer)), default=0.0
+    )
     if underflow > thresholds.MAIN_PART:
-        return "it underflows", f"; float16 rounds {underflow:.0%} of what an operation in it, or a cast, returns to 0"
+        return (
+            "it underflows",
+            f"; float16 rounds {underflow:.0%} of what an operation in it, or a cast, returns to 0",
+        )
     return "float16 has too few bits for what it computes", "; nothing in it is NaN or Inf"
 
 
@@ -105,16 +141,19 @@ def states(metrics: RunMetrics) -> Finding | None:
     replay = metrics.last_comparison
     if replay is None or not replay.lost_states:
         return None
-    worst = max((each for each in replay.state_errors or () if each.is_harmful), key=lambda each: each.error)
+    worst = max(
+        (each for each in replay.state_errors or () if each.is_harmful), key=lambda each: each.error
+    )
     layer = metrics.layer_of(worst.path)
     edits, note = replayed_change(metrics, replay, "the updates for the batch agree")
     return Finding(
         "precision_loss",
         ERROR,
-        f"The state {name_of(worst.path)!r} of {metrics.describe(layer)} stays behind: float16 has too few bits for its"
-        " updates.",
-        f"on {_examples(replay)} of a batch what a step adds to {worst.path} differs from float32 by "
-        f"{_percent(worst.error)}; for another batch it would differ by {_percent(worst.noise)}",
+        f"The state {name_of(worst.path)!r} of {metrics.describe(layer)} stays behind: float16 has"
+        " too few bits for its updates.",
+        f"on {_examples(replay)} of a batch what a step adds to {worst.path} differs from float32"
+        f" by {_percent(worst.error)}; for another batch it would differ by"
+        f" {_percent(worst.noise)}",
         edits,
         f"{note}; or create the weight in float32, with autocast=False",
         layer,
@@ -128,32 +167,47 @@ def gradients(metrics: RunMetrics) -> Finding | None:
         return None
     # Late in a training that the loss misleads, the outputs may hardly vary, and differ too.
     replay = next(filter(_is_born_in_loss, reversed(metrics.with_harmful_gradients)), last)
-    worst = max((each for each in replay.gradient_errors if each.is_harmful), key=lambda each: each.error)
+    worst = max(
+        (each for each in replay.gradient_errors if each.is_harmful), key=lambda each: each.error
+    )
     location = metrics.created_layer(worst.layer)
     edits, note = replayed_change(metrics, replay, "the gradients for the batch agree")
     noise = "" if worst.noise is None else f"; the sampling noise is {_percent(worst.noise)}"
-    severity, title = WARNING, f"The gradients of {metrics.describe(location)} are not those of float32."
+    severity, title = (
+        WARNING,
+        f"The gradients of {metrics.describe(location)} are not those of float32.",
+    )
     evidence = f"on {_examples(replay)} of a batch they differ"
     if _is_born_in_loss(replay):
         severity, location = ERROR, LOSS_FUNCTION
         title = (
-            "The loss is not that of float32, though the outputs are: float16 has too few bits for what it computes."
+            "The loss is not that of float32, though the outputs are: float16 has too few bits for"
+            " what it computes."
         )
         found = replay.overflow_inside
         if found is not None:
-            added = "" if found.layer == LOSS_FUNCTION else f" that {metrics.describe(found.layer)} adds"
+            added = (
+                ""
+                if found.layer == LOSS_FUNCTION
+                else f" that {metrics.describe(found.layer)} adds"
+            )
             location = found.layer
-            title = f"The loss{added} is not that of float32: {found.operation} in it returns {found.value} in float16."
+            title = (
+                f"The loss{added} is not that of float32: {found.operation} in it returns"
+                f" {found.value} in float16."
+            )
         evidence = (
-            f"on {_examples(replay)} of a batch the loss is {replay.loss:.4g}, in float32 {replay.float32_loss:.4g}, "
-            f"and the outputs differ by {_percent(replay.output_error or 0.0)}; the gradients of "
-            f"{metrics.describe(metrics.created_layer(worst.layer))} differ"
+            f"on {_examples(replay)} of a batch the loss is {replay.loss:.4g}, in float32"
+            f" {replay.float32_loss:.4g}, and the outputs differ by"
+            f" {_percent(replay.output_error or 0.0)}; the gradients of"
+            f" {metrics.describe(metrics.created_layer(worst.layer))} differ"
         )
     return Finding(
         "precision_loss",
         severity,
         title,
-        f"{evidence} by {_percent(worst.error)} of their norm, and keep {_percent(max(0.0, worst.kept))} of it{noise}",
+        f"{evidence} by {_percent(worst.error)} of their norm, and keep"
+        f" {_percent(max(0.0, worst.kept))} of it{noise}",
         edits,
         note,
         location,
@@ -174,12 +228,14 @@ def fallback(metrics: RunMetrics) -> Finding | None:
         return None
     layers = [path for row in metrics.complete_run.rows for path in row.get("fallback", ())]
     model = metrics.settings.get("model")
-    named = ", ".join(f"model {path!r}" if path == model else metrics.describe(path) for path in layers)
+    named = ", ".join(
+        f"model {path!r}" if path == model else metrics.describe(path) for path in layers
+    )
     return Finding(
         "float32_fallback",
         INFO,
-        f"Since step {record['step']}, {named} compute{'s' * (len(layers) == 1)} in float32, and the training "
-        "continued.",
+        f"Since step {record['step']}, {named} compute{'s' * (len(layers) == 1)} in float32, and"
+        " the training continued.",
         record.get("fallback_reason", ""),
         in_float32(metrics, layers),
         "with this change the run needs no fallback",

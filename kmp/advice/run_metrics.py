@@ -33,29 +33,43 @@ class RunMetrics:
         self.is_fixed: bool = settings.get("rule") == "FixedScale"
         self.min_scale: float = settings.get("min_scale", FLOAT16.smallest_normal)
         self.dtypes = " and ".join(settings.get("compute_dtypes", ["an unknown dtype"]))
-        self.is_float16: bool = FLOAT16.name in settings.get("compute_dtypes", [FLOAT16.name])  # true if it is unknown
+        self.is_float16: bool = FLOAT16.name in settings.get(
+            "compute_dtypes", [FLOAT16.name]
+        )  # true if it is unknown
         self.layers: dict[str, str] = settings.get("layers", {})  # the classes, by path
         self.replays = [replay for _, replay in run.replays]
         self.comparisons = run.comparisons
         self.last_comparison = self.comparisons[-1][1] if self.comparisons else None
-        # The last replay whose loss and gradients were finite, and the last one whose loss was, but not the gradients.
-        self.clean_replay = self._last_replay(lambda replay: replay.is_finite and not replay.is_forward_only)
-        self.backward_replay = self._last_replay(lambda replay: not replay.is_finite and replay.loss is not None)
+        # The last replay whose loss and gradients were finite, and the last one whose loss was, but
+        # not the gradients.
+        self.clean_replay = self._last_replay(
+            lambda replay: replay.is_finite and not replay.is_forward_only
+        )
+        self.backward_replay = self._last_replay(
+            lambda replay: not replay.is_finite and replay.loss is not None
+        )
         self.last_step = max((row["step"] for row in self.complete_run.rows), default=0)
         self.skipped_steps: int | None = self.complete_run.last("overflow_count")
         self.steps = self.last_step - (self.fallback["step"] if self.fallback else 0)
         self.overflows = int(run.last("overflow_count") or 0)  # of `steps`, those that were skipped
-        self.nonfinite_losses = int(run.last("nonfinite_loss_count") or 0)  # of these, with a non-finite loss
+        self.nonfinite_losses = int(
+            run.last("nonfinite_loss_count") or 0
+        )  # of these, with a non-finite loss
         self.gradient_overflows = self.overflows - self.nonfinite_losses
         self.consecutive_overflows = int(run.last("overflows_in_a_row") or 0)
         # The loss scale in use; NaN if it is unknown.
         scales = [*(sample.loss_scale for sample in run.samples[-1:]), *run.series("loss_scale")[1]]
-        self.scale = float(next((scale for scale in reversed(scales) if math.isfinite(scale)), math.nan))
+        self.scale = float(
+            next((scale for scale in reversed(scales) if math.isfinite(scale)), math.nan)
+        )
         self.samples, self._references = statistics(run)
         self.finite_samples = usable(self.samples)
-        # Those at the newest loss scale or above: lower scales flushed elements to zero that the newest preserves.
+        # Those at the newest loss scale or above: lower scales flushed elements to zero that the
+        # newest preserves.
         newest = self.finite_samples[-1].loss_scale if self.finite_samples else 0.0
-        self.usable_samples = [sample for sample in self.finite_samples if sample.loss_scale >= newest]
+        self.usable_samples = [
+            sample for sample in self.finite_samples if sample.loss_scale >= newest
+        ]
 
     def layer_of(self, variable: str) -> str:
         """Returns the path of the layer with this variable that a program creates: an RNN, not its cell."""
@@ -71,7 +85,9 @@ class RunMetrics:
             return layer
         if layer == self.settings.get("model"):
             return f"model {layer!r} outside its layers"
-        is_ambiguous = [*map(name_of, self.layers)].count(name_of(layer)) > 1 or self.created_layer(layer) != layer
+        is_ambiguous = [*map(name_of, self.layers)].count(name_of(layer)) > 1 or self.created_layer(
+            layer
+        ) != layer
         return f"layer {layer if is_ambiguous else name_of(layer)!r}"
 
     def _last_replay(self, is_wanted: Callable[[Replay], bool]) -> Replay | None:
@@ -81,8 +97,8 @@ class RunMetrics:
     def forward_replay(self) -> Replay | None:
         """The last replay without a finite loss in the precision of the model, or of the forward pass alone.
 
-        If all losses of the training were finite, it has to be the last replay with NaN or Inf: a fused kernel of the
-        training may swallow a NaN that the replay shows.
+        If all losses of the training were finite, it has to be the last replay with NaN or Inf: a
+        fused kernel of the training may swallow a NaN that the replay shows.
         """
         if self.nonfinite_losses:
             failed = self._last_replay(lambda replay: replay.loss is None and not replay.is_finite)
@@ -105,12 +121,18 @@ class RunMetrics:
     def agrees_late(self) -> bool:
         """Whether a comparison was in the second half of the run, and the errors of compared gradients are small."""
         error = self.largest_gradient_error
-        return self.is_compared_late and error is not None and error < thresholds.SMALL_GRADIENT_ERROR
+        return (
+            self.is_compared_late and error is not None and error < thresholds.SMALL_GRADIENT_ERROR
+        )
 
     @cached_property
     def with_harmful_gradients(self) -> list[Replay]:
         """The comparisons with a harmful error of gradients."""
-        return [replay for _, replay in self.comparisons if any(each.is_harmful for each in replay.gradient_errors)]
+        return [
+            replay
+            for _, replay in self.comparisons
+            if any(each.is_harmful for each in replay.gradient_errors)
+        ]
 
     @property
     def needs_float32_layers(self) -> bool:
@@ -127,7 +149,11 @@ class RunMetrics:
     def subnormal_share(self) -> float:
         """Share of nonzero gradient elements below float16's normal range."""
         counts = unscaled_counts(self.usable_samples)
-        subnormal = counts_below(counts, FLOAT16.min_exponent - round(math.log2(self.scale))) if counts.any() else 0.0
+        subnormal = (
+            counts_below(counts, FLOAT16.min_exponent - round(math.log2(self.scale)))
+            if counts.any()
+            else 0.0
+        )
         return float(subnormal / max(1.0, counts.sum()))
 
     @cached_property
@@ -135,7 +161,9 @@ class RunMetrics:
         """Share of all gradient elements that are nonzero and would round to zero."""
         assert self.curve is not None
         scales = self.curve.log2_scales
-        return self.curve.at(float(np.clip(math.log2(self.scale), scales[0], scales[-1])))["underflow"]
+        return self.curve.at(float(np.clip(math.log2(self.scale), scales[0], scales[-1])))[
+            "underflow"
+        ]
 
     @cached_property
     def underflows(self) -> dict[str, int]:
@@ -146,9 +174,12 @@ class RunMetrics:
     def underflow_origins(self) -> dict[str, int]:
         """Number of finite samples in which each variable was the underflow origin.
 
-        That is the variable nearest the loss that underflowed: gradients flushed there stay zero further back.
+        That is the variable nearest the loss that underflowed: gradients flushed there stay zero
+        further back.
         """
-        return dict(Counter(sample.underflowed[-1] for sample in self.finite_samples if sample.underflowed))
+        return dict(
+            Counter(sample.underflowed[-1] for sample in self.finite_samples if sample.underflowed)
+        )
 
     @cached_property
     def zero_share(self) -> float:
@@ -159,7 +190,9 @@ class RunMetrics:
     @cached_property
     def all_zero_variables(self) -> list[str]:
         """The variables whose gradient was all zero in every usable sample."""
-        counts = Counter(name for sample in self.usable_samples for name in sample.named(sample.is_all_zero))
+        counts = Counter(
+            name for sample in self.usable_samples for name in sample.named(sample.is_all_zero)
+        )
         newest = self.usable_samples[-1].names if self.usable_samples else ()
         return [name for name in newest if counts[name] == len(self.usable_samples)]
 
@@ -173,13 +206,20 @@ class RunMetrics:
     def update_ratio(self) -> tuple[int, float]:
         """The largest norm of an update relative to that of the weights, with its step; `(0, 0.0)` without any.
 
-        Between two samples, the norm of the weights grew by so much in a step, on average: then in one of these steps
-        the update was at least as large.
+        Between two samples, the norm of the weights grew by so much in a step, on average: then in
+        one of these steps the update was at least as large.
         """
-        ratios = [(sample.step, sample.update_ratio) for sample in self.samples if not math.isnan(sample.update_ratio)]
+        ratios = [
+            (sample.step, sample.update_ratio)
+            for sample in self.samples
+            if not math.isnan(sample.update_ratio)
+        ]
         weighed = [sample for sample in self.samples if sample.weight_norm > 0]
         growth = [
-            (after.step, (after.weight_norm / before.weight_norm - 1.0) / (after.step - before.step))
+            (
+                after.step,
+                (after.weight_norm / before.weight_norm - 1.0) / (after.step - before.step),
+            )
             for before, after in itertools.pairwise(weighed)
             if after.step > before.step
         ]
@@ -189,20 +229,28 @@ class RunMetrics:
     def flushed(self) -> dict[str, float]:
         """The share of each variable's gradient that float16 flushed to zero in the last clean replay, by path.
 
-        Without the variables whose gradient is zero in float32 too. Zero if the loss scale has grown since, because
-        then it flushes less.
+        Without the variables whose gradient is zero in float32 too. Zero if the loss scale has
+        grown since, because then it flushes less.
         """
         replay, samples = self.clean_replay, self.finite_samples
         if replay is None or not samples:
             return {}
         shares = {} if replay.loss_scale < self.scale else replay.flushed
-        return {name: shares.get(name, 0.0) for name in samples[-1].names if name not in replay.zero}
+        return {
+            name: shares.get(name, 0.0) for name in samples[-1].names if name not in replay.zero
+        }
 
     @cached_property
     def flushed_layers(self) -> list[str]:
         """The layers of which each variable's gradient was `flushed` to zero for the most part."""
-        alive = {self.layer_of(name) for name, share in self.flushed.items() if share <= thresholds.MOSTLY_FLUSHED}
-        return [layer for layer in dict.fromkeys(map(self.layer_of, self.flushed)) if layer not in alive]
+        alive = {
+            self.layer_of(name)
+            for name, share in self.flushed.items()
+            if share <= thresholds.MOSTLY_FLUSHED
+        }
+        return [
+            layer for layer in dict.fromkeys(map(self.layer_of, self.flushed)) if layer not in alive
+        ]
 
     @cached_property
     def unexplained_zero_variables(self) -> list[str]:
@@ -218,7 +266,9 @@ class RunMetrics:
         """
         finite = [float(value) for value in self.run.series("last_loss")[1] if math.isfinite(value)]
         recorded = self.run.series("highest_loss")[1]
-        increased = [float(value) for value in recorded[recorded > recorded[0]]] if recorded.size else []
+        increased = (
+            [float(value) for value in recorded[recorded > recorded[0]]] if recorded.size else []
+        )
         highest = max((*increased, *map(abs, finite)), default=math.nan)
         last = float(np.median(finite[-thresholds.LAST_LOSSES :])) if finite else math.nan
         return next(iter(finite), math.nan), highest, last
@@ -241,8 +291,16 @@ class RunMetrics:
         rows = sorted(self.run.rows, key=itemgetter("step"))
         if rows and rows[0]["step"] <= 1:
             for step, records in itertools.groupby(rows, key=itemgetter("step")):
-                merged = {key: value for record in records for key, value in record.items() if value is not None}
-                if merged.get("overflows_in_a_row") == 0 and {"loss_scale", "overflow_count"} <= merged.keys():
+                merged = {
+                    key: value
+                    for record in records
+                    for key, value in record.items()
+                    if value is not None
+                }
+                if (
+                    merged.get("overflows_in_a_row") == 0
+                    and {"loss_scale", "overflow_count"} <= merged.keys()
+                ):
                     overflows = merged["overflow_count"] - merged.get("nonfinite_loss_count", 0)
                     return int(overflows), step, float(merged["loss_scale"])
         return 0, 0, self.scale
@@ -261,7 +319,9 @@ def since_last_fallback(run: Run) -> tuple[dict[str, Any] | None, Run]:
 
     `None` and the run itself if there is none.
     """
-    index = next((index for index in reversed(range(len(run.rows))) if run.rows[index].get("fallback")), None)
+    index = next(
+        (index for index in reversed(range(len(run.rows))) if run.rows[index].get("fallback")), None
+    )
     if index is None:
         return None, run
     before = Run(run.rows[: index + 1])
@@ -272,7 +332,9 @@ def since_last_fallback(run: Run) -> tuple[dict[str, Any] | None, Run]:
         for key in row.keys() & {"overflow_count", "nonfinite_loss_count"}:
             row[key] -= int(before.last(key) or 0)
         if origins in row:
-            row[origins] = {path: count - earlier.get(path, 0) for path, count in row[origins].items()}
+            row[origins] = {
+                path: count - earlier.get(path, 0) for path, count in row[origins].items()
+            }
     return run.rows[index], Run(rows, run.header)
 
 

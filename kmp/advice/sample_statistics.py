@@ -27,24 +27,34 @@ class SampleStatistics:
         self.histogram = own.histogram
         self.unscaled_counts = self.histogram.unscaled.by_exponent
         self.amax, self.totals, self.zeros = own.amax, own.elements, own.zeros
-        self.is_all_zero = (self.totals > 0) & (self.zeros == self.totals)  # one without a gradient has no elements
+        self.is_all_zero = (self.totals > 0) & (
+            self.zeros == self.totals
+        )  # one without a gradient has no elements
         below_normal = own.between(ZERO_BIN + 1, _FIRST_NORMAL_BIN)
-        self.small_shares = below_normal / np.maximum(1, self.totals - self.zeros)  # of the nonzero elements
+        self.small_shares = below_normal / np.maximum(
+            1, self.totals - self.zeros
+        )  # of the nonzero elements
         # Norms of all variables: 0 if they were not measured.
-        self.weight_norm, update_norm = (math.sqrt(np.nansum(n**2)) for n in (sample.weight_norm, sample.update_norm))
+        self.weight_norm, update_norm = (
+            math.sqrt(np.nansum(n**2)) for n in (sample.weight_norm, sample.update_norm)
+        )
         self.update_ratio = update_norm / self.weight_norm if self.weight_norm else math.nan
 
     @property
     def largest(self) -> float:
         """The largest magnitude without the loss scale, in the range of the largest exponent counted; 0 without one.
 
-        A device that flushes subnormal numbers to zero may report an `amax` of 0 for nonzero gradients.
+        A device that flushes subnormal numbers to zero may report an `amax` of 0 for nonzero
+        gradients.
         """
         exponents = self.histogram.exponents[self.histogram.by_exponent > 0]
         if not exponents.size:
             return 0.0
         lowest = 2.0 ** int(exponents[-1])
-        return float(np.clip(np.fmax.reduce(self.amax, initial=lowest), lowest, 2 * lowest)) / self.loss_scale
+        return (
+            float(np.clip(np.fmax.reduce(self.amax, initial=lowest), lowest, 2 * lowest))
+            / self.loss_scale
+        )
 
     @cached_property
     def underflowed(self) -> list[str]:
@@ -64,17 +74,21 @@ class SampleStatistics:
 def statistics(run: Run) -> tuple[list[SampleStatistics], list[SampleStatistics]]:
     """Returns the statistics of a run's samples and of its references, without the variables of float32 layers.
 
-    float16 does not affect these. If all layers compute in float32, all variables are kept: the result then shows what
-    float16 would lose.
+    float16 does not affect these. If all layers compute in float32, all variables are kept: the
+    result then shows what float16 would lose.
     """
     excluded = frozenset(run.settings.get("float32_variables") or ())
-    samples, references = ([SampleStatistics(one, excluded) for one in each] for each in (run.samples, run.references))
+    samples, references = (
+        [SampleStatistics(one, excluded) for one in each] for each in (run.samples, run.references)
+    )
     return samples, references
 
 
 def usable(samples: Iterable[SampleStatistics]) -> list[SampleStatistics]:
     """Returns the samples that have elements and no NaN or Inf."""
-    return [sample for sample in samples if sample.histogram.is_finite and sample.histogram.total > 0]
+    return [
+        sample for sample in samples if sample.histogram.is_finite and sample.histogram.total > 0
+    ]
 
 
 def unscaled_counts(samples: Iterable[SampleStatistics]) -> np.ndarray:

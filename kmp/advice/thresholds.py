@@ -1,25 +1,33 @@
 """The thresholds of all rules, each with its reason. The programs of `docs/advice.md` test them together."""
 
 # Shares of all training steps.
-FEW_SKIPPED = 0.01  # a dynamic scale skips about one step in 2000, and a few rare batches do no harm
+FEW_SKIPPED = (
+    0.01  # a dynamic scale skips about one step in 2000, and a few rare batches do no harm
+)
 SKIPPED_BY_GROWTH = 0.02  # one growth in 200 steps or more skips at most 0.5 % of them
 MANY_SKIPPED = 0.05  # more than a scale costs that has settled
 MOST_SKIPPED = 0.1  # noticeably longer training
 
 # Numbers of steps.
-STUCK_AFTER = 12  # consecutive skipped steps: from the default 2^15 down to 2^3, which suits most losses
+STUCK_AFTER = (
+    12  # consecutive skipped steps: from the default 2^15 down to 2^3, which suits most losses
+)
 SKIPPED_AT_START = 6  # from the default 2^15 down to 2^9: normal
 SLOW_START = 10  # skipped steps at the start that cost too much also in a short run
 SMALL_GROWTH_INTERVAL = 200  # a tenth of the default
 
-# Shares of gradient elements. Subnormal and flushed elements are the smallest; training bears to lose many of them.
+# Shares of gradient elements. Subnormal and flushed elements are the smallest; training bears to
+# lose many of them.
 SUBNORMAL_AT_LOW_SCALE = 0.05  # at a scale below 1, to which overflows in one layer have driven it
 MANY_SUBNORMAL = 0.25  # a larger scale costs nothing
-MOSTLY_SUBNORMAL = 0.5  # too many, also where compared gradients agree, or where a larger scale would overflow
+MOSTLY_SUBNORMAL = (
+    0.5  # too many, also where compared gradients agree, or where a larger scale would overflow
+)
 UNDERFLOWED = 0.05  # of one variable
 MANY_FLUSHED = 0.05  # to zero in float16 but not in float32
 MOSTLY_FLUSHED = 0.5  # of one variable
-MANY_ZEROS = 0.1  # more flushed elements could matter; dropout and ReLU cause zeros too, so a reference decides
+# more flushed elements could matter; dropout and ReLU cause zeros too, so a reference decides
+MANY_ZEROS = 0.1
 TOLERATED_UNDERFLOW = 1e-3  # at a recommended scale
 FEW_TOO_SMALL = 0.01  # below this the verdict does not give their norm
 MUCH_LOST = 1e-3  # of the norm of all gradients: a thousandth is below the noise of a batch

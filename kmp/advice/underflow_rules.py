@@ -31,40 +31,62 @@ def branch(metrics: RunMetrics) -> Finding | None:
     return Finding(
         "branch_underflow",
         ERROR,
-        f"The gradients of {shown} are mostly zero in float16, while those of other layers are not.",
-        f"replayed at the loss scale {as_power(replay.loss_scale)}, {len(flushed)} variables have gradients of which "
-        f"float16 flushes more than half to zero and float32 none; {len(alive)} variables lose less than 5 %",
+        f"The gradients of {shown} are mostly zero in float16, while those of other layers are"
+        " not.",
+        f"replayed at the loss scale {as_power(replay.loss_scale)}, {len(flushed)} variables have"
+        f" gradients of which float16 flushes more than half to zero and float32 none; {len(alive)}"
+        " variables lose less than 5 %",
         _larger_scale(metrics) if has_headroom else (),
-        f"{'or' if has_headroom else _NO_HEADROOM} a larger loss weight, if these layers belong to one of several "
-        "outputs",
+        f"{'or' if has_headroom else _NO_HEADROOM} a larger loss weight, if these layers belong to"
+        " one of several outputs",
         layers[0],
     )
 
 
 def scale_too_small(metrics: RunMetrics) -> Finding | None:
     """Reports a loss scale at which gradients underflow, although a larger one would not overflow."""
-    if not metrics.is_float16 or not metrics.finite_samples or metrics.headroom < thresholds.SPARE_BITS:
+    if (
+        not metrics.is_float16
+        or not metrics.finite_samples
+        or metrics.headroom < thresholds.SPARE_BITS
+    ):
         return None
-    if metrics.gradient_overflows > thresholds.FEW_SKIPPED * metrics.steps or metrics.needs_float32_layers:
+    if (
+        metrics.gradient_overflows > thresholds.FEW_SKIPPED * metrics.steps
+        or metrics.needs_float32_layers
+    ):
         return None
     newest, evidence = metrics.finite_samples[-1], []
-    headroom = f", with {metrics.headroom:.0f} bits of headroom before overflow" * math.isfinite(metrics.headroom)
+    headroom = f", with {metrics.headroom:.0f} bits of headroom before overflow" * math.isfinite(
+        metrics.headroom
+    )
     if metrics.subnormal_share > thresholds.MANY_SUBNORMAL:
         evidence.append(f"{_subnormal(metrics)}{headroom}")
-    flushed = sum(metrics.flushed.values()) / max(1, len(newest.names))  # the mean over the variables
+    flushed = sum(metrics.flushed.values()) / max(
+        1, len(newest.names)
+    )  # the mean over the variables
     if flushed > thresholds.MANY_FLUSHED:
-        evidence.append(f"replayed, {flushed:.1%} of the elements of a gradient are zero in float16 but not in float32")
+        evidence.append(
+            f"replayed, {flushed:.1%} of the elements of a gradient are zero in float16 but not in"
+            " float32"
+        )
     if not evidence:
         return None
     if metrics.underflow_origins:
         path, count = max(metrics.underflow_origins.items(), key=lambda item: item[1])
-        evidence.append(f"the underflow origin is {path} in {count} of {len(metrics.finite_samples)} samples")
+        evidence.append(
+            f"the underflow origin is {path} in {count} of {len(metrics.finite_samples)} samples"
+        )
     severity, effect = ERROR, "is too small: gradients are lost to underflow"
-    is_much_lost = flushed > thresholds.MANY_FLUSHED or metrics.subnormal_share > thresholds.MOSTLY_SUBNORMAL
+    is_much_lost = (
+        flushed > thresholds.MANY_FLUSHED or metrics.subnormal_share > thresholds.MOSTLY_SUBNORMAL
+    )
     if metrics.agrees_late and not is_much_lost:
         severity, effect = INFO, "is low: a larger one would keep more bits of small gradients"
         error = metrics.largest_gradient_error
-        evidence.append(f"compared with float32, the gradients of a layer differ by at most {error:.1%}")
+        evidence.append(
+            f"compared with float32, the gradients of a layer differ by at most {error:.1%}"
+        )
     return Finding(
         "scale_too_small",
         severity,
@@ -92,22 +114,34 @@ def _larger_scale(metrics: RunMetrics) -> list[SetArguments]:
 
 def wide_range(metrics: RunMetrics) -> Finding | None:
     """Reports a variable whose large gradients keep the loss scale too low for those of the others."""
-    if not metrics.is_float16 or not metrics.finite_samples or metrics.headroom >= thresholds.SPARE_BITS:
+    if (
+        not metrics.is_float16
+        or not metrics.finite_samples
+        or metrics.headroom >= thresholds.SPARE_BITS
+    ):
         return None
     if metrics.subnormal_share <= thresholds.MOSTLY_SUBNORMAL or metrics.needs_float32_layers:
         return None
     newest = metrics.finite_samples[-1]
-    largest, smallest = (newest.names[int(values.argmax())] for values in (newest.amax, newest.small_shares))
+    largest, smallest = (
+        newest.names[int(values.argmax())] for values in (newest.amax, newest.small_shares)
+    )
     compared = {each.layer for _, replay in metrics.comparisons for each in replay.gradient_errors}
-    if metrics.agrees_late and layer_of(smallest) in compared:  # gradients that nearly vanish are not
+    if (
+        metrics.agrees_late and layer_of(smallest) in compared
+    ):  # gradients that nearly vanish are not
         return None
     return Finding(
         "range",
         WARNING,
         f"The gradients of {largest} keep the loss scale too low for the others.",
-        f"{_subnormal(metrics)}, {as_power(metrics.scale)}, with {max(metrics.headroom, 0.0):.0f} bits of headroom "
-        f"before overflow; {largest} has the largest gradients, and {smallest} underflows most",
-        note=f"{_NO_HEADROOM} a smaller loss weight for that part, or float32 for {metrics.layer_of(largest)}",
+        f"{_subnormal(metrics)}, {as_power(metrics.scale)}, with {max(metrics.headroom, 0.0):.0f}"
+        f" bits of headroom before overflow; {largest} has the largest gradients, and {smallest}"
+        " underflows most",
+        note=(
+            f"{_NO_HEADROOM} a smaller loss weight for that part, or float32 for"
+            f" {metrics.layer_of(largest)}"
+        ),
         location=largest,
     )
 
@@ -126,13 +160,21 @@ def dead(metrics: RunMetrics) -> Finding | None:
     if not zero:
         return None
     count = len(zero)
-    variables = "1 variable has a gradient that is" if count == 1 else f"{count} variables have gradients that are"
+    variables = (
+        "1 variable has a gradient that is"
+        if count == 1
+        else f"{count} variables have gradients that are"
+    )
     return Finding(
         "dead",
         INFO,
         f"The gradient of {_listed(zero)} is zero, in float32 too.",
-        f"{variables} all zero in {len(metrics.usable_samples)} samples, and for {replay.examples} examples in float32",
-        note="not underflow: units that are never active, or weights whose effect on the loss cancels out",
+        f"{variables} all zero in {len(metrics.usable_samples)} samples, and for {replay.examples}"
+        " examples in float32",
+        note=(
+            "not underflow: units that are never active, or weights whose effect on the loss"
+            " cancels out"
+        ),
         location=zero[0],
     )
 

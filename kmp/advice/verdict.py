@@ -22,20 +22,31 @@ def verdict(metrics: RunMetrics, findings: Sequence[Finding]) -> str:
         return findings[0].title
     counted = skipped(metrics)
     if not metrics.is_float16:
-        return f"{counted.capitalize()}. The run computed in {metrics.dtypes}, where gradients need no loss scale."
+        return (
+            f"{counted.capitalize()}. The run computed in {metrics.dtypes}, where gradients need no"
+            " loss scale."
+        )
     if metrics.curve is None or not metrics.finite_samples:
         reason = "no sampled step was finite" if metrics.samples else "none were sampled"
-        doubt = _doubt(f"gradients, because {reason}", "a run with kmp.callbacks.defaults() whose steps are finite")
+        doubt = _doubt(
+            f"gradients, because {reason}",
+            "a run with kmp.callbacks.defaults() whose steps are finite",
+        )
         return f"{_NOT_KNOWN} {doubt} Measured: {counted}."
 
     unknown, norm = list(_unknown(metrics)), ""
-    if not unknown and metrics.curve.is_measured and metrics.underflow_share > thresholds.FEW_TOO_SMALL:
+    if (
+        not unknown
+        and metrics.curve.is_measured
+        and metrics.underflow_share > thresholds.FEW_TOO_SMALL
+    ):
         norm = f" (at most {_lost_norm(metrics):.1g} of the norm)"
     count = len(metrics.finite_samples)
     numbers = (
-        f"{_compared(metrics)}{counted}, and at the loss scale in use, {as_power(metrics.scale)}, "
-        f"{metrics.subnormal_share:.1%} of the nonzero gradient elements are subnormal in float16 and "
-        f"{metrics.underflow_share:.1%} are too small for float16{norm}, in {count} sample{'s' * (count != 1)}."
+        f"{_compared(metrics)}{counted}, and at the loss scale in use, {as_power(metrics.scale)},"
+        f" {metrics.subnormal_share:.1%} of the nonzero gradient elements are subnormal in float16"
+        f" and {metrics.underflow_share:.1%} are too small for float16{norm}, in {count}"
+        f" sample{'s' * (count != 1)}."
     )
     # No headline reassures beside something that was not measured.
     if unknown:
@@ -51,13 +62,17 @@ def _compared(metrics: RunMetrics) -> str:
     outputs = max(replay.output_error or 0.0 for replay in replays)
     largest, gradients = metrics.largest_gradient_error, ""
     if largest is not None:
-        has_converged = any(error.has_converged for replay in replays for error in replay.gradient_errors)
+        has_converged = any(
+            error.has_converged for replay in replays for error in replay.gradient_errors
+        )
         gradients = (
-            f", and the gradients of a layer by at most {largest:.1%}{' until they nearly vanish' * has_converged}"
+            ", and the gradients of a layer by at most"
+            f" {largest:.1%}{' until they nearly vanish' * has_converged}"
         )
     count = len(replays)
     return (
-        f"in {count} batch{'es' * (count != 1)} the outputs differ from float32 by at most {outputs:.2%}{gradients}; "
+        f"in {count} batch{'es' * (count != 1)} the outputs differ from float32 by at most"
+        f" {outputs:.2%}{gradients}; "
     )
 
 
@@ -73,13 +88,17 @@ def _unknown(metrics: RunMetrics) -> Iterator[str]:
         yield _doubt("how many steps were skipped", "kmp.callbacks.defaults(), which counts them")
     are_later = metrics.overflows != metrics.startup_overflows[0]
     if are_later and metrics.overflows > thresholds.MANY_SKIPPED * metrics.steps:
-        yield _doubt("why steps overflow", "a longer run, because a dynamic scale settles after its first steps")
+        yield _doubt(
+            "why steps overflow",
+            "a longer run, because a dynamic scale settles after its first steps",
+        )
 
     # Underflow: in the samples, in what they show as zero, and in what a replay shows as flushed.
     samples, few = metrics.finite_samples, thresholds.FEW_SAMPLES
     if len(samples) < few or 2 * max(sample.step for sample in samples) < metrics.last_step:
         yield _doubt(
-            f"the gradients of the whole run, from fewer than {few} samples or none of its second half",
+            f"the gradients of the whole run, from fewer than {few} samples or none of its second"
+            " half",
             "a smaller every_n_steps in kmp.callbacks.defaults()",
         )
     has_reference = metrics.curve is not None and metrics.curve.is_measured
@@ -88,8 +107,8 @@ def _unknown(metrics: RunMetrics) -> Iterator[str]:
         variables = metrics.unexplained_zero_variables
         named = variables[0] if len(variables) == 1 else f"{len(variables)} variables"
         yield _doubt(
-            f"whether float16 flushed the gradient elements that are exactly zero, {metrics.zero_share:.1%}"
-            f"{f', including all of {named}' if variables else ''}",
+            "whether float16 flushed the gradient elements that are exactly zero,"
+            f" {metrics.zero_share:.1%}{f', including all of {named}' if variables else ''}",
             f"a replay, or fewer zeros with {metrics.settings_call}(initial_scale=2.0**24)",
         )
     if metrics.flushed_layers:
@@ -101,45 +120,59 @@ def _unknown(metrics: RunMetrics) -> Iterator[str]:
     # Updates: those that weights in 16 bits lose, and those that are too large.
     is_16_bit = not set(DTYPES_16_BIT).isdisjoint(metrics.settings.get("variable_dtypes", []))
     if is_16_bit and not metrics.update_ratio[1]:
-        yield _doubt("whether updates change weights in float16", "kmp.callbacks.defaults(), which measures updates")
+        yield _doubt(
+            "whether updates change weights in float16",
+            "kmp.callbacks.defaults(), which measures updates",
+        )
     if not math.isfinite(metrics.losses[-1]) and not metrics.update_ratio[1]:
-        yield _doubt("whether training diverges", "kmp.callbacks.defaults(), which records losses and updates")
+        yield _doubt(
+            "whether training diverges",
+            "kmp.callbacks.defaults(), which records losses and updates",
+        )
 
 
 def _not_compared(metrics: RunMetrics) -> Iterator[str]:
     """Yields what of outputs and gradients was not compared with float32, and what would compare it."""
     comparisons = metrics.comparisons
     harmful = [
-        step for step, each in comparisons if each.is_harmful or (each.output_error or 0.0) > HARMFUL_OUTPUT_ERROR
+        step
+        for step, each in comparisons
+        if each.is_harmful or (each.output_error or 0.0) > HARMFUL_OUTPUT_ERROR
     ]
     if harmful:
         yield _doubt(
-            f"what the errors of outputs or gradients at step {harmful[-1]} did to the training", _FLOAT32_TRAINING
+            f"what the errors of outputs or gradients at step {harmful[-1]} did to the training",
+            _FLOAT32_TRAINING,
         )
     elif len(comparisons) < thresholds.FEW_COMPARISONS or not metrics.is_compared_late:
         compared, (why, remedy) = "no batches of the run were", _why_not(metrics)
         if comparisons:
             is_only = len(comparisons) < thresholds.FEW_COMPARISONS
-            compared = "only 1 batch of the run was" if is_only else "no batch of its second half was"
+            compared = (
+                "only 1 batch of the run was" if is_only else "no batch of its second half was"
+            )
         yield _doubt(
-            f"how far outputs and gradients are from those in float32, because {compared} compared{why}", remedy
+            f"how far outputs and gradients are from those in float32, because {compared}"
+            f" compared{why}",
+            remedy,
         )
     elif any(replay.is_forward_only for _, replay in comparisons):
         yield _doubt(
-            "how far gradients are from those in float32, because only the forward pass could be replayed",
+            "how far gradients are from those in float32, because only the forward pass could be"
+            " replayed",
             _FLOAT32_TRAINING,
         )
     elif any(replay.state_errors is None for _, replay in comparisons):
         yield _doubt(
-            "what the updates of states lose that are not trainable, such as moving averages, because the replayed "
-            "batch could not be halved or the replay took too long",
+            "what the updates of states lose that are not trainable, such as moving averages,"
+            " because the replayed batch could not be halved or the replay took too long",
             _FLOAT32_TRAINING,
         )
     states = max((replay.float16_states for replay in metrics.replays), default=0)
     if states:
         yield _doubt(
-            f"what {states} variable{'s' * (states != 1)} in float16 lose{'s' * (states == 1)} that the training step "
-            "assigns beside the weights, such as a moving average",
+            f"what {states} variable{'s' * (states != 1)} in float16 lose{'s' * (states == 1)} that"
+            " the training step assigns beside the weights, such as a moving average",
             "the same run with float32 in place of float16 there",
         )
 
@@ -152,9 +185,12 @@ def _why_not(metrics: RunMetrics) -> tuple[str, str]:
     if replicas > 1:
         return f" ({replicas} replicas)", "a run on one replica"
     if not metrics.replays:
-        return "", (
-            "reference='auto' in kmp.callbacks.defaults(), and in a custom training loop kmp.guard(optimizer, model) "
-            f"around the forward pass; or {_FLOAT32_TRAINING}"
+        return (
+            "",
+            (
+                "reference='auto' in kmp.callbacks.defaults(), and in a custom training loop"
+                f" kmp.guard(optimizer, model) around the forward pass; or {_FLOAT32_TRAINING}"
+            ),
         )
     why = ""
     if not any(replay.is_finite for replay in metrics.replays):

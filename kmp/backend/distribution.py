@@ -29,10 +29,14 @@ def sum_over_replicas(values: Structure) -> Structure:
     context: Any = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return values
-    # The sum is placed on its input's device. A tensor read from a variable may have none; a concatenation has one.
+    # The sum is placed on its input's device. A tensor read from a variable may have none; a
+    # concatenation has one.
     tensors = tf.nest.flatten(values)
     joined = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
-    sums = tf.split(context.all_reduce(tf.distribute.ReduceOp.SUM, joined), [tf.size(tensor) for tensor in tensors])
+    sums = tf.split(
+        context.all_reduce(tf.distribute.ReduceOp.SUM, joined),
+        [tf.size(tensor) for tensor in tensors],
+    )
     shaped = [tf.reshape(part, tensor.shape) for part, tensor in zip(sums, tensors, strict=True)]
     return tf.nest.pack_sequence_as(values, shaped)
 
@@ -46,11 +50,18 @@ def all_reduce_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
 def check_context(method: str, is_built: bool) -> None:
     """Raises an error if a method of an optimizer is called for all replicas together.
 
-    And if it would create variables in a graph with several replicas, which TensorFlow does not support.
+    And if it would create variables in a graph with several replicas, which TensorFlow does not
+    support.
     """
     if tf.distribute.get_replica_context() is None:
-        raise ValueError(f"`{method}` must be called in a replica context, as in `strategy.run(step)`.")
-    if not is_built and tf.distribute.get_strategy().num_replicas_in_sync > 1 and not tf.executing_eagerly():
+        raise ValueError(
+            f"`{method}` must be called in a replica context, as in `strategy.run(step)`."
+        )
+    if (
+        not is_built
+        and tf.distribute.get_strategy().num_replicas_in_sync > 1
+        and not tf.executing_eagerly()
+    ):
         raise ValueError(
             "With several replicas, the optimizer must be built before the first step: call "
             "`optimizer.build(model.trainable_variables)` under `strategy.scope()`."
@@ -65,19 +76,26 @@ def replica_id() -> int:
     return int(tf.get_static_value(context.replica_id_in_sync_group) or 0)
 
 
-def in_update_context(function: Callable[..., None], agreed: Sequence[Any], per_replica: Any) -> None:
+def in_update_context(
+    function: Callable[..., None], agreed: Sequence[Any], per_replica: Any
+) -> None:
     """Calls `function(*agreed, per_replica)` where a branch may update variables.
 
-    A strategy such as MirroredStrategy updates variables only in its cross-replica context, and a branch around such an
-    update fails in a replica context: there the function is called once for all replicas. What belongs to a replica is
-    then called with `on_each_replica`. The tensors `agreed` have the same value on all replicas.
+    A strategy such as MirroredStrategy updates variables only in its cross-replica context, and a
+    branch around such an update fails in a replica context: there the function is called once for
+    all replicas. What belongs to a replica is then called with `on_each_replica`. The tensors
+    `agreed` have the same value on all replicas.
     """
     if not tf.distribute.has_strategy():
         function(*agreed, per_replica)
         return
 
-    def across_replicas(strategy: tf.distribute.Strategy, agreed: Sequence[Any], per_replica: Any) -> None:
-        of_first = tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], agreed)
+    def across_replicas(
+        strategy: tf.distribute.Strategy, agreed: Sequence[Any], per_replica: Any
+    ) -> None:
+        of_first = tf.nest.map_structure(
+            lambda value: strategy.experimental_local_results(value)[0], agreed
+        )
         function(*of_first, per_replica)
 
     tf.distribute.get_replica_context().merge_call(across_replicas, args=(agreed, per_replica))
@@ -89,12 +107,15 @@ def can_update_parts() -> bool:
 
 
 def update_parts(
-    functions: Sequence[Callable[..., None]], variables: Iterable[keras.Variable], agreed: Any, per_replica: Any
+    functions: Sequence[Callable[..., None]],
+    variables: Iterable[keras.Variable],
+    agreed: Any,
+    per_replica: Any,
 ) -> None:
     """Calls a function for each replica, as if there were no strategy: with its own parts of these variables.
 
-    A function that XLA compiles may neither merge replicas nor write variables of all of them. Here it writes the
-    variables of one device. Each function must write the same values.
+    A function that XLA compiles may neither merge replicas nor write variables of all of them. Here
+    it writes the variables of one device. Each function must write the same values.
 
     Args:
         functions: One for each replica of this process, called as `function(*agreed, per_replica)`.
@@ -113,7 +134,9 @@ def update_parts(
             with contextlib.ExitStack() as stack:
                 stack.enter_context(tf.device(strategy.extended.worker_devices[index]))
                 for variable in variables:
-                    stack.enter_context(instance_attribute(variable, "_value", local(variable._value)))
+                    stack.enter_context(
+                        instance_attribute(variable, "_value", local(variable._value))
+                    )
                 stack.enter_context(_without_strategy())
                 function(*own, gradients)
 
@@ -144,10 +167,12 @@ def _thread_modes() -> Any:
 def on_each_replica(function: Callable[..., None], *args: Any) -> None:
     """Calls `function(*args)` on each replica, inside of `in_update_context`."""
     strategy = tf.distribute.get_strategy()
-    # Under XLA on GPUs, Keras would add a collective operation on each replica, which XLA does not compile in a branch.
-    # It adds none in the cross-replica context, where a single replica can update. TensorFlow 2.21 has no public name.
+    # Under XLA on GPUs, Keras would add a collective operation on each replica, which XLA does not
+    # compile in a branch. It adds none in the cross-replica context, where a single replica can
+    # update. TensorFlow 2.21 has no public name.
     updates_outside = (
-        strategy.num_replicas_in_sync == 1 and tf.__internal__.distribute.strategy_supports_no_merge_call()
+        strategy.num_replicas_in_sync == 1
+        and tf.__internal__.distribute.strategy_supports_no_merge_call()
     )
     if tf.distribute.in_cross_replica_context() and not updates_outside:
         strategy.extended.call_for_each_replica(function, args=args)
@@ -165,13 +190,20 @@ def local_values(variable: keras.Variable) -> list[np.ndarray]:
     """Returns a variable's value on each replica of this process, without communication with other workers."""
     value = getattr(variable, "value", variable)
     strategy = getattr(value, "distribute_strategy", None)
-    return [part.numpy() for part in (strategy.experimental_local_results(value) if strategy else [value])]
+    return [
+        part.numpy()
+        for part in (strategy.experimental_local_results(value) if strategy else [value])
+    ]
 
 
-def variable(name: str, dtype: str, shape: tuple[int, ...] = (), aggregation: str = "sum") -> keras.Variable:
+def variable(
+    name: str, dtype: str, shape: tuple[int, ...] = (), aggregation: str = "sum"
+) -> keras.Variable:
     """Returns a zero-initialized variable with a separate value on each replica, which `local_values` reads.
 
     Elsewhere its value is that which `aggregation` names, `"sum"` or `"only_first_replica"`.
     """
     options = {"trainable": False, "autocast": False, "synchronization": "on_read"}
-    return keras.Variable("zeros", shape=shape, dtype=dtype, name=name, aggregation=aggregation, **options)
+    return keras.Variable(
+        "zeros", shape=shape, dtype=dtype, name=name, aggregation=aggregation, **options
+    )

@@ -315,7 +315,7 @@ def _bodies(op: tf.Operation) -> list[tf.Graph]:
         return []
     attributes = op.node_def.attr
     values = [attributes[name] for name in _FUNCTION_ATTRIBUTES if name in attributes]
-    names = [function.name for value in values for function in (value.list.func or [value.func])]
+    names = [function.name for value in values for function in value.list.func or [value.func]]
     functions = filter(None, map(op.graph._get_function, names))
     return [function.graph for function in functions if function.graph is not None]
 

@@ -19,7 +19,11 @@ def jit_compilation(model: keras.Model) -> str:
     if model.compiled:
         # Without a GPU, "auto" becomes False too, and Keras does not keep which of them was passed.
         has_gpu = bool(tf.config.list_physical_devices("GPU"))
-        return "The model is compiled with jit_compile=False: XLA does not compile it." if has_gpu else ""
+        return (
+            "The model is compiled with jit_compile=False: XLA does not compile it."
+            if has_gpu
+            else ""
+        )
     return 'On a GPU, jit_compile="auto", the default of `compile`, compiles this model with XLA.'
 
 

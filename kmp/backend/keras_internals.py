@@ -66,7 +66,9 @@ def is_input_of(layer: keras.Layer, consumer: keras.Layer) -> bool:
     return consumers == {id(consumer)}
 
 
-def functional_outputs(model: keras.Model, inputs: Any, replace: Callable[[keras.Operation], Any]) -> Any:
+def functional_outputs(
+    model: keras.Model, inputs: Any, replace: Callable[[keras.Operation], Any]
+) -> Any:
     """Returns a functional model's outputs for other inputs, each operation replaced; `clone_model` clones those."""
     return model._run_through_graph(inputs, operation_fn=replace)
 
@@ -74,7 +76,8 @@ def functional_outputs(model: keras.Model, inputs: Any, replace: Callable[[keras
 def unconnected_copy(operation: keras.Operation) -> keras.Operation:
     """Returns a copy of an operation that is in no graph; it shares the arguments of the original.
 
-    `copy.copy` would save and load it. The config of an operation lacks arguments such as arrays and functions.
+    `copy.copy` would save and load it. The config of an operation lacks arguments such as arrays
+    and functions.
     """
     result = object.__new__(type(operation))
     vars(result).update(vars(operation), _inbound_nodes=[], _outbound_nodes=[])
@@ -93,7 +96,10 @@ def in_float32(tensors: Any) -> Any:
     """
 
     def converted(value: Any) -> Any:
-        if not hasattr(value, "dtype") or keras.backend.standardize_dtype(value.dtype) not in DTYPES_16_BIT:
+        if (
+            not hasattr(value, "dtype")
+            or keras.backend.standardize_dtype(value.dtype) not in DTYPES_16_BIT
+        ):
             return value
         if isinstance(value, keras.KerasTensor):
             return keras.KerasTensor(value.shape, "float32", sparse=value.sparse)
@@ -113,10 +119,15 @@ def uncast_value(variable: keras.Variable) -> tf.Tensor:
 def build_metrics(model: keras.Model, batch_spec: Any) -> None:
     """Creates the variables of compiled metrics and losses, which Keras 3.15 creates in the first trace of a step.
 
-    It runs the model once symbolically for inference, a small part of a trace: only a functional or Sequential model,
-    whose outputs are the same in training. An error of the user's code is raised by the trace.
+    It runs the model once symbolically for inference, a small part of a trace: only a functional or
+    Sequential model, whose outputs are the same in training. An error of the user's code is raised
+    by the trace.
     """
-    outputs = graph_tensors(model, "outputs") if is_keras_class(type(model)) and not model.run_eagerly else []
+    outputs = (
+        graph_tensors(model, "outputs")
+        if is_keras_class(type(model)) and not model.run_eagerly
+        else []
+    )
     if not outputs or (len(outputs) == 1 and model._compile_metrics is None):
         return
     with contextlib.suppress(Exception):
@@ -142,14 +153,20 @@ def variables_to_train(optimizer: keras.optimizers.Optimizer) -> list[keras.Vari
 def optimizer_state(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Returns all state variables of an optimizer, in the order of its attributes.
 
-    The public `variables` lists only the variables that Keras tracks. Keras builds an inner optimizer of a
-    `LossScaleOptimizer` without tracking, so variables in plain attributes are missing: Nadam's momentum product and
-    Adafactor's placeholders.
+    The public `variables` lists only the variables that Keras tracks. Keras builds an inner
+    optimizer of a `LossScaleOptimizer` without tracking, so variables in plain attributes are
+    missing: Nadam's momentum product and Adafactor's placeholders.
     """
-    is_tracking_list = re.compile("_variables|_trainable_variables|_self_.*").fullmatch  # of Keras and TensorFlow
-    attributes = {name: value for name, value in vars(optimizer).items() if not is_tracking_list(name)}
+    is_tracking_list = re.compile(
+        "_variables|_trainable_variables|_self_.*"
+    ).fullmatch  # of Keras and TensorFlow
+    attributes = {
+        name: value for name, value in vars(optimizer).items() if not is_tracking_list(name)
+    }
     trained_ids = set(map(id, variables_to_train(optimizer)))
-    variables = {id(variable): variable for variable in (*_variables_in(attributes), *optimizer.variables)}
+    variables = {
+        id(variable): variable for variable in (*_variables_in(attributes), *optimizer.variables)
+    }
     return [variable for key, variable in variables.items() if key not in trained_ids]
 
 
@@ -199,7 +216,9 @@ def instance_attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def dtype_policies_replaced(policies: Iterable[tuple[keras.Layer, keras.DTypePolicy]]) -> Iterator[None]:
+def dtype_policies_replaced(
+    policies: Iterable[tuple[keras.Layer, keras.DTypePolicy]],
+) -> Iterator[None]:
     """Sets policies of layers in the context. The public setter would change a `DTypePolicyMap`, and quantize."""
     with contextlib.ExitStack() as stack:
         for layer, policy in policies:
@@ -224,12 +243,17 @@ def declared_not_trainable(layer: keras.Layer) -> list[keras.Variable]:
 
 def is_symbolic() -> bool:
     """Whether Keras calls a layer only for the shapes and dtypes of its outputs."""
-    return bool(importlib.import_module("keras.src.backend.common.symbolic_scope").in_symbolic_scope())
+    return bool(
+        importlib.import_module("keras.src.backend.common.symbolic_scope").in_symbolic_scope()
+    )
 
 
 def functional_input_cast() -> tuple[type, str]:
     """Returns the class and the method that casts the arguments of a functional model to the dtypes of its `Input`s."""
-    return importlib.import_module("keras.src.models.functional").Functional, "_convert_inputs_to_tensors"
+    return (
+        importlib.import_module("keras.src.models.functional").Functional,
+        "_convert_inputs_to_tensors",
+    )
 
 
 def layers_by_path(model: keras.Model) -> dict[str, keras.Layer]:
@@ -253,7 +277,9 @@ def created_layers(model: keras.Model) -> dict[str, keras.Layer]:
     """Returns those of `layers_by_path` that a program can create: not the parts of keras-hub's layers."""
     layers = layers_by_path(model)
     blocks = (path for path, layer in layers.items() if not isinstance(layer, keras.Model))
-    closed = tuple(f"{path}/" for path in blocks if type(layers[path]).__module__.startswith("keras_hub."))
+    closed = tuple(
+        f"{path}/" for path in blocks if type(layers[path]).__module__.startswith("keras_hub.")
+    )
     return {path: layer for path, layer in layers.items() if not path.startswith(closed)}
 
 
@@ -266,13 +292,17 @@ def output_layers(layer: keras.Layer) -> list[keras.Layer]:
 
 def compute_dtypes(layer: keras.Layer) -> set[str]:
     """Returns the float dtypes that a layer and its sublayers compute in, without those of lookups, such as string."""
-    dtypes = {sublayer.compute_dtype for sublayer in sublayers(layer) if not is_passthrough(sublayer)}
+    dtypes = {
+        sublayer.compute_dtype for sublayer in sublayers(layer) if not is_passthrough(sublayer)
+    }
     return set(filter(keras.backend.is_float_dtype, dtypes))
 
 
 def is_passthrough(layer: keras.Layer) -> bool:
     """Whether a layer computes nothing itself: an `InputLayer`, or a Sequential or functional model."""
-    is_model = isinstance(layer, keras.Model) and is_keras_class(defining_class(type(layer), "call"))
+    is_model = isinstance(layer, keras.Model) and is_keras_class(
+        defining_class(type(layer), "call")
+    )
     return is_model or isinstance(layer, keras.layers.InputLayer)
 
 

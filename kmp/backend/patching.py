@@ -26,9 +26,10 @@ class Replacement:
 def replace_policy_state(current: Callable[[], Any]) -> Iterator[Replacement]:
     """Makes a policy the global one for all threads, except those that set another policy later; yields the patches.
 
-    Keras 3.15 stores its global policy by thread, and `keras.backend.clear_session` deletes it: layers are float32
-    again. No public name reaches that state. `current` returns the settings in force, or `None`: their `dtype_policy`,
-    and as `state_name` the name under which Keras' state of a thread stores a policy that is set there in the meantime.
+    Keras 3.15 stores its global policy by thread, and `keras.backend.clear_session` deletes it:
+    layers are float32 again. No public name reaches that state. `current` returns the settings in
+    force, or `None`: their `dtype_policy`, and as `state_name` the name under which Keras' state of
+    a thread stores a policy that is set there in the meantime.
     """
 
     def reading(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,4 +55,6 @@ def replace_policy_state(current: Callable[[], Any]) -> Iterator[Replacement]:
         yield Replacement(state, "get_global_attribute", reading)
         yield Replacement(state, "set_global_attribute", writing)
     except (ImportError, KeyError) as error:
-        raise RuntimeError(f"This version of kmp does not support Keras {keras.__version__}: update kmp.") from error
+        raise RuntimeError(
+            f"This version of kmp does not support Keras {keras.__version__}: update kmp."
+        ) from error

@@ -22,7 +22,15 @@ _UNRESTORABLE = {
     "LookupTableInsertV2": "a lookup table that the step changes",
     "LookupTableRemoveV2": "a lookup table that the step changes",
 }
-_CALLS = ("Case", "If", "PartitionedCall", "StatefulPartitionedCall", "StatelessIf", "StatelessWhile", "While")
+_CALLS = (
+    "Case",
+    "If",
+    "PartitionedCall",
+    "StatefulPartitionedCall",
+    "StatelessIf",
+    "StatelessWhile",
+    "While",
+)
 
 
 class ResourceVariable(NamedTuple):
@@ -42,20 +50,27 @@ class ResourceVariable(NamedTuple):
 
 
 @contextlib.contextmanager
-def state_restored(model: keras.Model, variables: Iterable[ResourceVariable] = ()) -> Iterator[keras.StatelessScope]:
+def state_restored(
+    model: keras.Model, variables: Iterable[ResourceVariable] = ()
+) -> Iterator[keras.StatelessScope]:
     """Makes an eager pass assign nothing of Keras, and restores what it assigns of TensorFlow's `variables`.
 
-    Assignments to Keras' variables (weights, statistics, states, seeds, metrics) end with the context and do not reach
-    the variable, so nothing is lost if the pass is interrupted. Yields the scope that has them.
+    Assignments to Keras' variables (weights, statistics, states, seeds, metrics) end with the
+    context and do not reach the variable, so nothing is lost if the pass is interrupted. Yields the
+    scope that has them.
     """
     values = [value for layer in sublayers(model) for value in vars(layer).values()]
     own = [value.state if isinstance(value, tf.random.Generator) else value for value in values]
     saved = [(variable.assign, variable.read()) for variable in variables]
-    saved += [(variable.assign, tf.identity(variable)) for variable in own if isinstance(variable, tf.Variable)]
+    saved += [
+        (variable.assign, tf.identity(variable))
+        for variable in own
+        if isinstance(variable, tf.Variable)
+    ]
     try:
         with keras.StatelessScope(collect_losses=True) as scope:
-            # Keras reads the variables of regularizers from the scope only. TensorFlow's variables, which a tape can
-            # differentiate by, stand there: tensors could not.
+            # Keras reads the variables of regularizers from the scope only. TensorFlow's variables,
+            # which a tape can differentiate by, stand there: tensors could not.
             for variable in model.trainable_variables:
                 scope.add_update((variable, variable.value))
             yield scope
@@ -69,23 +84,39 @@ def state_of_trace(
 ) -> tuple[list[ResourceVariable], str | None]:
     """Returns TensorFlow's variables that the function which is traced now uses, except those of Keras' `known` ones.
 
-    With `unless_assigned`, those that it assigns outside of branches are not excepted. And what a pass of it would
-    change that nobody can restore, or `None`.
+    With `unless_assigned`, those that it assigns outside of branches are not excepted. And what a
+    pass of it would change that nobody can restore, or `None`.
     """
     if tf.executing_eagerly():
         return [], None
     graph = tf.compat.v1.get_default_graph()
-    kinds = {operation.type for inner in _with_nested(graph, set()) for operation in inner.get_operations()}
+    kinds = {
+        operation.type
+        for inner in _with_nested(graph, set())
+        for operation in inner.get_operations()
+    }
     reasons = [reason for kind, reason in _UNRESTORABLE.items() if kind in kinds]
-    assigned = {id(operation.inputs[0]) for operation in graph.get_operations() if operation.type.startswith("Assign")}
-    known_handles = {id(variable.value.handle) for variable in known if hasattr(variable.value, "handle")}
+    assigned = {
+        id(operation.inputs[0])
+        for operation in graph.get_operations()
+        if operation.type.startswith("Assign")
+    }
+    known_handles = {
+        id(variable.value.handle) for variable in known if hasattr(variable.value, "handle")
+    }
     variables = []
     for handle, inner in graph.captures:
-        is_handle = isinstance(handle, tf.Tensor) and handle.dtype == tf.resource and not tf.is_symbolic_tensor(handle)
+        is_handle = (
+            isinstance(handle, tf.Tensor)
+            and handle.dtype == tf.resource
+            and not tf.is_symbolic_tensor(handle)
+        )
         data = handle._handle_data if is_handle else None  # no public name; a table has none
         values: Any = data.shape_and_type if data is not None else ()
         is_assigned = id(inner) in assigned
-        if len(values) == 1 and (id(handle) not in known_handles or (unless_assigned and is_assigned)):
+        if len(values) == 1 and (
+            id(handle) not in known_handles or (unless_assigned and is_assigned)
+        ):
             variables.append(ResourceVariable(handle, tf.as_dtype(values[0].dtype), is_assigned))
     return variables, next(iter(reasons), None)
 

@@ -1,8 +1,9 @@
 """Fixes for bugs in Keras' trainer, until a test fails because Keras has fixed them.
 
-Under `MultiWorkerMirroredStrategy`, `fit` of Keras 3.15.1 fails for any model, for two reasons. To build the model, it
-reduces a batch, which is a tuple of tensors, over the workers as if it were one tensor. And it averages logs along axis
-0, which scalars do not have and vectors must keep. In all other cases the fixed functions behave like Keras'.
+Under `MultiWorkerMirroredStrategy`, `fit` of Keras 3.15.1 fails for any model, for two reasons. To
+build the model, it reduces a batch, which is a tuple of tensors, over the workers as if it were one
+tensor. And it averages logs along axis 0, which scalars do not have and vectors must keep. In all
+other cases the fixed functions behave like Keras'.
 """
 
 import functools
@@ -33,12 +34,16 @@ def apply_multi_worker_fixes() -> Iterator[Replacement]:
 
 def _building_from_local_batch(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def _maybe_symbolic_build(self: keras.Model, iterator: Any = None, data_batch: Any = None) -> None:
+    def _maybe_symbolic_build(
+        self: keras.Model, iterator: Any = None, data_batch: Any = None
+    ) -> None:
         strategy = self.distribute_strategy
         if iterator is not None and distribution.has_several_workers(strategy):
             # Keras builds the model from a batch if it gets one. It uses only shapes and dtypes.
             batch = next(next(iter(iterator))[-1])
-            data_batch = tree.map_structure(lambda value: strategy.experimental_local_results(value)[0], batch)
+            data_batch = tree.map_structure(
+                lambda value: strategy.experimental_local_results(value)[0], batch
+            )
             iterator = None
         original(self, iterator, data_batch)
 
@@ -47,7 +52,9 @@ def _building_from_local_batch(original: Callable[..., None]) -> Callable[..., N
 
 def _reducing_logs(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def reduce_per_replica(values: Any, strategy: tf.distribute.Strategy, reduction: str = "auto") -> Any:
+    def reduce_per_replica(
+        values: Any, strategy: tf.distribute.Strategy, reduction: str = "auto"
+    ) -> Any:
         if reduction not in {"auto", "mean"} or not distribution.has_several_workers(strategy):
             return original(values, strategy, reduction)
 

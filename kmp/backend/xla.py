@@ -26,9 +26,10 @@ def has_gpu() -> bool:
 def masks_of(condition: tf.Tensor) -> Callable[[Sequence[int | None]], tf.Tensor]:
     """Returns a function of a shape, which returns what selects between tensors of that shape.
 
-    That is the scalar bool `condition` or, under XLA for small tensors, a mask of their shape. XLA for GPUs fuses loops
-    over tensors of one shape into one kernel if they share an operand which is not a scalar. So the mask makes one
-    kernel of all selections between tensors of one shape, where ResNet-50 has more than 200.
+    That is the scalar bool `condition` or, under XLA for small tensors, a mask of their shape. XLA
+    for GPUs fuses loops over tensors of one shape into one kernel if they share an operand which is
+    not a scalar. So the mask makes one kernel of all selections between tensors of one shape, where
+    ResNet-50 has more than 200.
     """
 
     @functools.cache
@@ -54,7 +55,9 @@ def opaque(tensor: tf.Tensor) -> tf.Tensor:
     if not is_tracing():
         return tensor
     try:
-        barrier = importlib.import_module("tensorflow.compiler.tf2xla.python.xla").optimization_barrier
+        barrier = importlib.import_module(
+            "tensorflow.compiler.tf2xla.python.xla"
+        ).optimization_barrier
     except (ImportError, AttributeError):
         return tensor  # more kernels, the same results
     return barrier(tensor)[0]
@@ -63,15 +66,16 @@ def opaque(tensor: tf.Tensor) -> tf.Tensor:
 def call_if(condition: Any, function: Callable[[], None], compiles: bool = False) -> None:
     """Calls a function in a branch, or without one where branches must not write variables.
 
-    XLA copies every variable that a branch writes; under a strategy, a variable that is aggregated over replicas cannot
-    be written in one; and a `keras.StatelessScope` keeps the written tensors for use outside the branch. Without a
-    branch, the function must write the old values where the scalar bool tensor `condition` is false.
+    XLA copies every variable that a branch writes; under a strategy, a variable that is aggregated
+    over replicas cannot be written in one; and a `keras.StatelessScope` keeps the written tensors
+    for use outside the branch. Without a branch, the function must write the old values where the
+    scalar bool tensor `condition` is false.
 
     Args:
         condition: Scalar bool tensor.
         function: The function.
-        compiles: Whether a graph calls it compiled and without a branch, for which a GPU would wait for the host. It
-            may then write no int32 variables, which TensorFlow keeps on the host.
+        compiles: Whether a graph calls it compiled and without a branch, for which a GPU would wait
+            for the host. It may then write no int32 variables, which TensorFlow keeps on the host.
     """
     # Keras 3.15 has no public name for whether a `StatelessScope` is open.
     scope = importlib.import_module("keras.src.backend.common.stateless_scope")
@@ -86,14 +90,17 @@ def call_if(condition: Any, function: Callable[[], None], compiles: bool = False
 def outlined(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that a graph calls as one operation, for a branch that is rarely taken.
 
-    TensorFlow visits each operation of a branch in every step, even in a branch that is not taken. Of a function that
-    is called in such a branch, it visits only the call.
+    TensorFlow visits each operation of a branch in every step, even in a branch that is not taken.
+    Of a function that is called in such a branch, it visits only the call.
     """
 
     def call(*args: Any) -> Any:
         if tf.executing_eagerly() or is_tracing() or tf.distribute.has_strategy():
             return function(*args)
-        # The attribute is private: in TensorFlow 2.21, nothing else prevents that Grappler inlines the function.
-        return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})(*args)
+        # The attribute is private: in TensorFlow 2.21, nothing else prevents that Grappler inlines
+        # the function.
+        return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})(
+            *args
+        )
 
     return call

@@ -29,7 +29,9 @@ class MeasurementError(RuntimeError):
 def xla_error() -> str | None:
     """Returns why XLA cannot compile a function on this machine; `None` if it can."""
     try:
-        tf.function(tf.exp, jit_compile=True, autograph=False)(tf.ones(8)).numpy()  # a number would be a constant
+        tf.function(tf.exp, jit_compile=True, autograph=False)(
+            tf.ones(8)
+        ).numpy()  # a number would be a constant
     except (tf.errors.OpError, NotImplementedError) as reason:
         return str(reason)
     return None
@@ -46,8 +48,9 @@ class Measurement:
         variant: Which of the compared variants.
         value: The median over the rounds.
         unit: `"s"`, `"B"`, `"operations"`, or a rate: `"images/s"`, `"tokens/s"`, `"GFLOP/s"`.
-        ratio: The median over the rounds of the ratio to the first variant. `None` for the first variant itself, and
-            where a value of the first variant is 0: memory is, if the process has held more before.
+        ratio: The median over the rounds of the ratio to the first variant. `None` for the first
+            variant itself, and where a value of the first variant is 0: memory is, if the process
+            has held more before.
         value_range: The smallest and the largest value. `None` if there is only one.
         ratio_range: The smallest and the largest ratio. `None` if there is at most one.
     """
@@ -75,15 +78,25 @@ def comparison(
     results = []
     for variant, own in values.items():
         has_ratios = own is not first and all(first)
-        ratios = [value / base for value, base in zip(own, first, strict=True)] if has_ratios else []
+        ratios = (
+            [value / base for value, base in zip(own, first, strict=True)] if has_ratios else []
+        )
         ratio, median = statistics.median(ratios) if ratios else None, statistics.median(own)
-        results.append(Measurement(section, case, mode, variant, median, unit, ratio, spread(own), spread(ratios)))
+        results.append(
+            Measurement(
+                section, case, mode, variant, median, unit, ratio, spread(own), spread(ratios)
+            )
+        )
     return results
 
 
-def alternate(functions: Mapping[_Name, Callable[[], _Result]], rounds: int) -> dict[_Name, list[_Result]]:
+def alternate(
+    functions: Mapping[_Name, Callable[[], _Result]], rounds: int
+) -> dict[_Name, list[_Result]]:
     """Returns what each function returned in each round, which calls every function once, after a warm-up round."""
-    results = [{name: function() for name, function in functions.items()} for _ in range(rounds + 1)][1:]
+    results = [
+        {name: function() for name, function in functions.items()} for _ in range(rounds + 1)
+    ][1:]
     return {name: [own[name] for own in results] for name in functions}
 
 
@@ -99,15 +112,20 @@ def in_new_process(function: Callable[..., _Result], *args: Any) -> _Result:
     """Returns what a function of a module returns in a new process.
 
     Raises:
-        MeasurementError: If it raises an error, or the process is killed, as it is if memory runs out.
+        MeasurementError: If it raises an error, or the process is killed, as it is if memory runs
+            out.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(function, *args).result()
         except BrokenProcessPool as error:
-            raise MeasurementError(f"The process of {function.__name__}{args} was killed.") from error
+            raise MeasurementError(
+                f"The process of {function.__name__}{args} was killed."
+            ) from error
         except Exception as error:
-            raise MeasurementError(f"{function.__name__}{args} failed: {type(error).__name__}: {error}") from error
+            raise MeasurementError(
+                f"{function.__name__}{args} failed: {type(error).__name__}: {error}"
+            ) from error
 
 
 def reset_peak_memory() -> None:

@@ -43,7 +43,9 @@ def mlp(width: int, batch: int = 128) -> Task:
 
     def build() -> keras.Model:
         hidden = [keras.layers.Dense(width, activation="relu") for _ in range(4)]
-        return keras.Sequential([keras.Input((width,)), *hidden, keras.layers.Dense(10), layers.Softmax()])
+        return keras.Sequential(
+            [keras.Input((width,)), *hidden, keras.layers.Dense(10), layers.Softmax()]
+        )
 
     return Task(build, x, np.arange(batch) % 10, "images/s", batch)
 
@@ -72,8 +74,12 @@ def transformer(width: int, batch: int = 8) -> Task:
         tokens = keras.Input((length,), dtype="int32")
         hidden = keras.layers.Embedding(vocabulary, width)(tokens)
         normed = keras.layers.LayerNormalization()(hidden)
-        hidden = hidden + keras.layers.MultiHeadAttention(4, width // 4)(normed, normed, use_causal_mask=True)
-        expanded = keras.layers.Dense(4 * width, activation="gelu")(keras.layers.LayerNormalization()(hidden))
+        hidden = hidden + keras.layers.MultiHeadAttention(4, width // 4)(
+            normed, normed, use_causal_mask=True
+        )
+        expanded = keras.layers.Dense(4 * width, activation="gelu")(
+            keras.layers.LayerNormalization()(hidden)
+        )
         hidden = hidden + keras.layers.Dense(width)(expanded)
         return keras.Model(tokens, layers.Softmax()(keras.layers.Dense(vocabulary)(hidden)))
 
@@ -87,7 +93,9 @@ def resnet50(batch: int, side: int) -> Task:
     def build() -> keras.Model:
         images = keras.Input((side, side, 3))
         scaled = keras.layers.Rescaling(1 / 127.5, offset=-1.0)(images)
-        logits = keras.applications.ResNet50(weights=None, input_tensor=scaled, classifier_activation=None).output
+        logits = keras.applications.ResNet50(
+            weights=None, input_tensor=scaled, classifier_activation=None
+        ).output
         return keras.Model(images, layers.Softmax()(logits))
 
     x = random.integers(0, 256, (batch, side, side, 3), dtype="uint8")
@@ -101,13 +109,17 @@ def bert(batch: int, length: int) -> Task:
     def build() -> keras.Model:
         tokens = keras.Input((length,), dtype="int32")
         positions = keras.ops.cumsum(keras.ops.ones_like(tokens), axis=1) - 1
-        hidden = keras.layers.Embedding(vocabulary, width)(tokens) + keras.layers.Embedding(length, width)(positions)
+        hidden = keras.layers.Embedding(vocabulary, width)(tokens) + keras.layers.Embedding(
+            length, width
+        )(positions)
         hidden = keras.layers.LayerNormalization(epsilon=1e-6)(hidden)
         for _ in range(12):
             attended = keras.layers.MultiHeadAttention(12, width // 12)(hidden, hidden)
             hidden = keras.layers.LayerNormalization(epsilon=1e-6)(hidden + attended)
             expanded = keras.layers.Dense(4 * width, activation="gelu")(hidden)
-            hidden = keras.layers.LayerNormalization(epsilon=1e-6)(hidden + keras.layers.Dense(width)(expanded))
+            hidden = keras.layers.LayerNormalization(epsilon=1e-6)(
+                hidden + keras.layers.Dense(width)(expanded)
+            )
         pooled = keras.layers.Dense(width, activation="tanh")(hidden[:, 0])
         return keras.Model(tokens, layers.Softmax()(keras.layers.Dense(2)(pooled)))
 
@@ -127,7 +139,9 @@ def compiled_model(task: Task, policy: str, scaling: str, mode: str) -> keras.Mo
             layers.fuse_normalization(layer)
     optimizer: keras.optimizers.Optimizer = keras.optimizers.Adam(1e-4)
     if scaling != BARE:
-        optimizer = (keras.optimizers.LossScaleOptimizer if scaling == KERAS else LossScaleOptimizer)(optimizer)
+        optimizer = (
+            keras.optimizers.LossScaleOptimizer if scaling == KERAS else LossScaleOptimizer
+        )(optimizer)
     options = {"jit_compile": MODES[mode], "auto_scale_loss": False}
     model.compile(optimizer, "sparse_categorical_crossentropy", **options)
     if scaling == OURS:
@@ -155,7 +169,9 @@ def timed_training(
     timer = _StepTimer()
 
     def train() -> float:
-        model.fit(data, steps_per_epoch=steps + 1, shuffle=False, verbose=0, callbacks=[*callbacks, timer])
+        model.fit(
+            data, steps_per_epoch=steps + 1, shuffle=False, verbose=0, callbacks=[*callbacks, timer]
+        )
         return timer.seconds / steps
 
     return train

@@ -83,12 +83,16 @@ def usable(variants: Mapping[str, Variant]) -> dict[str, Variant]:
 
 
 def measure(
-    only: Sequence[str] = (), is_quick: bool = False, mode: str | None = None, batch: int | None = None
+    only: Sequence[str] = (),
+    is_quick: bool = False,
+    mode: str | None = None,
+    batch: int | None = None,
 ) -> Iterator[list[Measurement]]:
     """Measures what each precision gains on this machine, and yields each comparison when it is done.
 
     Args:
-        only: Names in `PARTS`; all of them on a GPU if empty, and `"precision"` on a CPU or if it has to be quick.
+        only: Names in `PARTS`; all of them on a GPU if empty, and `"precision"` on a CPU or if it
+            has to be quick.
         is_quick: Whether to measure fewer steps and rounds, and under XLA only.
         mode: One of `MODES`, to train in this one only.
         batch: Batch size of the large networks; `None` for their defaults.
@@ -100,7 +104,9 @@ def measure(
             yield from measure_small_models(modes, *((20, 2) if is_quick else (250, 5)))
         else:
             for each in modes:
-                yield from measure_network(NETWORKS[part], each, batch, *((2, 1) if is_quick else (20, 3)))
+                yield from measure_network(
+                    NETWORKS[part], each, batch, *((2, 1) if is_quick else (20, 3))
+                )
 
 
 def parts_of(only: Sequence[str], is_quick: bool) -> Sequence[str]:
@@ -112,15 +118,17 @@ def measure_machine() -> Iterator[list[Measurement]]:
     """Measures both operations and the training of a transformer block, in less than a minute."""
     yield from measure_operations()
     gpu = first_gpu()
-    # On a GPU the arithmetic takes longer than the launches of the kernels: 2.6 TFLOP a step from compute capability
-    # 8.0, 1.3 TFLOP below, about 3 GB.
+    # On a GPU the arithmetic takes longer than the launches of the kernels: 2.6 TFLOP a step from
+    # compute capability 8.0, 1.3 TFLOP below, about 3 GB.
     width, batch = (2048, 128 if gpu.bfloat16 else 64) if gpu else (64, 8)
     for mode in MODES if xla_error() is None else ["graph"]:
         case = f"transformer block, {batch} x 64 x {width}"
         yield measure_training(case, models.transformer(width, batch), mode, 4, 3)
 
 
-def measure_small_models(modes: Sequence[str], steps: int, rounds: int) -> Iterator[list[Measurement]]:
+def measure_small_models(
+    modes: Sequence[str], steps: int, rounds: int
+) -> Iterator[list[Measurement]]:
     """Measures the training of a dense network, a convolutional one and a transformer block."""
     scale, more = (16, 8) if gpus() else (2, 1)
     tasks = {
@@ -150,16 +158,22 @@ def measure_operations() -> Iterator[list[Measurement]]:
 
 
 def _throughput(
-    function: Callable[[Any, Any], Any], x_shape: Sequence[int], weights_shape: Sequence[int], dtype: str, calls: int
+    function: Callable[[Any, Any], Any],
+    x_shape: Sequence[int],
+    weights_shape: Sequence[int],
+    dtype: str,
+    calls: int,
 ) -> Callable[[], float]:
     """Returns a function that runs a product or convolution several times and returns the GFLOP/s."""
     scale = math.prod(weights_shape[:-1]) ** -0.5  # keeps the magnitude of `x`
     x = tf.cast(tf.random.normal(x_shape), dtype)
     weights = tf.cast(tf.random.normal(weights_shape) * scale, dtype)
-    operations = 2 * calls * math.prod(x_shape[:-1]) * math.prod(weights_shape)  # each row or pixel meets all weights
+    operations = (
+        2 * calls * math.prod(x_shape[:-1]) * math.prod(weights_shape)
+    )  # each row or pixel meets all weights
 
-    # One call runs all of them, each on the result of the one before: a call from Python takes longer than a
-    # product on a fast GPU, and TensorFlow would compute equal products only once.
+    # One call runs all of them, each on the result of the one before: a call from Python takes
+    # longer than a product on a fast GPU, and TensorFlow would compute equal products only once.
     @tf.function(autograph=False)
     def repeat(x: Any, weights: Any) -> Any:
         for _ in range(calls):
@@ -173,11 +187,15 @@ def _throughput(
     return lambda: operations / seconds_per_call(run) / 1e9
 
 
-def measure_training(case: str, task: Task, mode: str, steps: int, rounds: int) -> list[Measurement]:
+def measure_training(
+    case: str, task: Task, mode: str, steps: int, rounds: int
+) -> list[Measurement]:
     """Measures the training of a task's model in each format."""
     gc.collect()  # Keras' models are reference cycles, and the next ones need the memory
     functions = {
-        name: timed_training(compiled_model(task, variant.policy, variant.scaling, mode), task, steps)
+        name: timed_training(
+            compiled_model(task, variant.policy, variant.scaling, mode), task, steps
+        )
         for name, variant in usable(FORMATS).items()
     }
     seconds = alternate(functions, rounds)
@@ -188,11 +206,21 @@ def measure_training(case: str, task: Task, mode: str, steps: int, rounds: int) 
 def task_of(name: str, batch: int | None = None) -> Task:
     """Returns the task of a network in `NETWORKS`, by default with a batch that fits 16 GB; a small one on a CPU."""
     if gpus():
-        return models.resnet50(batch or 64, side=224) if name == "ResNet-50" else models.bert(batch or 32, length=128)
-    return models.resnet50(batch or 8, side=64) if name == "ResNet-50" else models.bert(batch or 8, length=32)
+        return (
+            models.resnet50(batch or 64, side=224)
+            if name == "ResNet-50"
+            else models.bert(batch or 32, length=128)
+        )
+    return (
+        models.resnet50(batch or 8, side=64)
+        if name == "ResNet-50"
+        else models.bert(batch or 8, length=32)
+    )
 
 
-def measure_network(name: str, mode: str, batch: int | None, steps: int, rounds: int) -> Iterator[list[Measurement]]:
+def measure_network(
+    name: str, mode: str, batch: int | None, steps: int, rounds: int
+) -> Iterator[list[Measurement]]:
     """Trains each variant of a network in its own process and yields throughput and memory.
 
     The processes run one after another, so other load on the machine may slow only some of them.
@@ -213,8 +241,8 @@ def train_network(
 ) -> tuple[list[float], int]:
     """Returns the seconds of a step for each round, and the bytes that the training adds to the peak memory.
 
-    Call it in a new process: on the host the peak covers all that the process has held. On a GPU the peak starts after
-    the first steps, which try algorithms that need more memory.
+    Call it in a new process: on the host the peak covers all that the process has held. On a GPU
+    the peak starts after the first steps, which try algorithms that need more memory.
     """
     with tensor_float_32(variant.tensor_float_32), tempfile.TemporaryDirectory() as folder:
         warm_up = models.mlp(256)  # excludes what happens once per process
@@ -250,9 +278,9 @@ class Recommendation:
 def recommend(results: Sequence[Measurement]) -> Recommendation | None:
     """Returns the policy and mode to train with: the simplest of which the fastest is less than 1.1 times as fast.
 
-    float32 is simpler than bfloat16, bfloat16 than float16, which needs a loss scale, and each is simpler without XLA.
-    A format of 16 bits is at least 1.1 times as fast as float32 in its faster mode. Without a measured training step,
-    returns `None`.
+    float32 is simpler than bfloat16, bfloat16 than float16, which needs a loss scale, and each is
+    simpler without XLA. A format of 16 bits is at least 1.1 times as fast as float32 in its faster
+    mode. Without a measured training step, returns `None`.
     """
     simplest_first = ("float32", "bfloat16", "float16")
     rates = {
@@ -264,5 +292,9 @@ def recommend(results: Sequence[Measurement]) -> Recommendation | None:
         return None
     in_float32 = max(rate for (index, _), rate in rates.items() if index == 0)
     worthwhile = [key for key, rate in rates.items() if key[0] == 0 or rate >= _FASTER * in_float32]
-    index, jit_compile = next(key for key in sorted(worthwhile) if _FASTER * rates[key] > max(rates.values()))
-    return Recommendation(FORMATS[simplest_first[index]].policy, jit_compile, rates[index, jit_compile] / in_float32)
+    index, jit_compile = next(
+        key for key in sorted(worthwhile) if _FASTER * rates[key] > max(rates.values())
+    )
+    return Recommendation(
+        FORMATS[simplest_first[index]].policy, jit_compile, rates[index, jit_compile] / in_float32
+    )

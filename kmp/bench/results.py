@@ -18,17 +18,23 @@ from kmp.policy import gpus
 from kmp.utils import __version__, atomic_files
 
 
-def run(console: Console, comparisons: Iterable[Sequence[Measurement]], json_file: Path | None = None) -> None:
+def run(
+    console: Console, comparisons: Iterable[Sequence[Measurement]], json_file: Path | None = None
+) -> None:
     """Prints a table of each comparison when it is measured.
 
     Args:
         console: Where to print.
         comparisons: Measures when it is iterated over.
-        json_file: JSON file of the results, written again after each comparison. `None` for no file.
+        json_file: JSON file of the results, written again after each comparison. `None` for no
+            file.
     """
-    # Other processes share the GPU with this one. By default TensorFlow reserves all of its memory for one process.
+    # Other processes share the GPU with this one. By default TensorFlow reserves all of its memory
+    # for one process.
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
-    tf.get_logger().setLevel(logging.ERROR)  # it warns about frequent retracing, which is done on purpose
+    tf.get_logger().setLevel(
+        logging.ERROR
+    )  # it warns about frequent retracing, which is done on purpose
     machine = header()
     for name, value in machine.items():
         console.print(f"{name}: {value}", highlight=False, markup=False)
@@ -39,7 +45,9 @@ def run(console: Console, comparisons: Iterable[Sequence[Measurement]], json_fil
         console.print(_table(compared))
         results += compared
         if json_file:
-            atomic_files.write_json(json_file, machine | {"results": [asdict(result) for result in results]})
+            atomic_files.write_json(
+                json_file, machine | {"results": [asdict(result) for result in results]}
+            )
 
 
 def header() -> dict[str, str]:
@@ -64,9 +72,13 @@ def _table(compared: Sequence[Measurement]) -> Table:
     for result in compared:
         if result.unit == "B":
             is_large = result.value >= 2**20 or not result.value
-            amount = f"{result.value / 2**20:.0f} MiB" if is_large else f"{result.value / 2**10:.1f} KiB"
+            amount = (
+                f"{result.value / 2**20:.0f} MiB" if is_large else f"{result.value / 2**10:.1f} KiB"
+            )
         elif result.unit == "s":
-            amount = f"{result.value:.2f} s" if result.value >= 1 else f"{result.value * 1e3:.2f} ms"
+            amount = (
+                f"{result.value:.2f} s" if result.value >= 1 else f"{result.value * 1e3:.2f} ms"
+            )
         else:
             amount = f"{result.value:,.0f} {result.unit}"
         ratio = "" if result.ratio is None else f"{result.ratio:.2f}"

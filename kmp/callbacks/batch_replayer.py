@@ -35,15 +35,16 @@ _MOST_REPLAYS = 3  # of one training, because of overflows
 _MOST_STUCK_REPLAYS = 3  # of one training
 _COMPARED_AGAIN = 4  # at this multiple of the last step that was compared
 _MOST_SECONDS = 8.0  # of one replay, or more in a long training
-_SHARE = 0.02  # of the time of a training, for one replay, and for all together beside the first and the last
+# of the time of a training, for one replay, and for all together beside the first and the last
+_SHARE = 0.02
 
 
 class BatchReplayer:
     """Replays a batch at the first step, each time the steps are four times as many, in the middle and at the end.
 
-    And when many gradients are zero or steps are skipped. Captures the batch of the first step, of the step after a
-    replay, and of each skipped step. Where a `train_step` of the user's own cannot be replayed, it replays the forward
-    pass alone.
+    And when many gradients are zero or steps are skipped. Captures the batch of the first step, of
+    the step after a replay, and of each skipped step. Where a `train_step` of the user's own cannot
+    be replayed, it replays the forward pass alone.
 
     Args:
         model: A model with a guard and one replica. The capture is added to its training step.
@@ -60,7 +61,9 @@ class BatchReplayer:
         run = guard.own_step or functools.partial(type(model).train_step, model)
         self._model = model
         # A step that runs eagerly runs its Python code each time, which may count the calls.
-        self._step = TrainStep(None if is_custom and model.run_eagerly else run, all_optimizers_of(model), is_custom)
+        self._step = TrainStep(
+            None if is_custom and model.run_eagerly else run, all_optimizers_of(model), is_custom
+        )
         self.is_new = guard.capture is None or guard.capture.optimizer is not optimizer
         if self.is_new:
             guard.capture = BatchCapture(model, optimizer, is_custom)
@@ -69,7 +72,9 @@ class BatchReplayer:
     def begin(self, snapshot: Snapshot, planned_steps: int) -> None:
         """Begins a training of a number of steps, 0 if that is not known: captures its first batch."""
         self._middle = snapshot.step + planned_steps // 2
-        self._first = self._seen = snapshot  # at the beginning, and at the last replay because of overflows
+        self._first = self._seen = (
+            snapshot  # at the beginning, and at the last replay because of overflows
+        )
         self._overflow_replays = self._stuck_replays = 0
         self._zero_share, self._last_step = 0.0, 0  # of the last replay without an overflow
         self._has_failed = False
@@ -83,12 +88,14 @@ class BatchReplayer:
         self._replayed: CapturedBatch | None = None  # in the last replay
         self._capture.forget()
 
-    def replay_if_due(self, snapshot: Snapshot, variables: Mapping[str, Any], *, is_last: bool) -> Record | None:
+    def replay_if_due(
+        self, snapshot: Snapshot, variables: Mapping[str, Any], *, is_last: bool
+    ) -> Record | None:
         """Replays the captured batch if there is a reason to, or if training ends.
 
         Returns:
-            The keys of a record: `replay` and the float32 gradients of the `variables` as `reference`, or
-            `replay_error`.
+            The keys of a record: `replay` and the float32 gradients of the `variables` as
+            `reference`, or `replay_error`.
         """
         if not variables or self._has_failed:
             return None
@@ -96,9 +103,13 @@ class BatchReplayer:
         has_failed_loss = snapshot.nonfinite_loss_count > self._seen.nonfinite_loss_count
         is_due = has_overflowed or self._is_comparison_due(snapshot, is_last)
         if not is_due and snapshot.overflow_count > self._overflows_at_request:
-            self._request(snapshot)  # the batch of a skipped step has taken the place of another one
+            self._request(
+                snapshot
+            )  # the batch of a skipped step has taken the place of another one
         captured = self._capture.read() if is_due else None
-        if captured is None or not (is_last or has_overflowed or self._seconds <= _MOST_SECONDS + self._share):
+        if captured is None or not (
+            is_last or has_overflowed or self._seconds <= _MOST_SECONDS + self._share
+        ):
             return None
         if not has_overflowed and captured.was_skipped:
             self._request(snapshot)
@@ -126,7 +137,9 @@ class BatchReplayer:
         failed: Failure = "loss" if snapshot.nonfinite_losses_in_a_row else "gradients"
         return self._replay(captured, variables, snapshot, captured.loss_scale, failed)
 
-    def replay_again(self, snapshot: Snapshot, variables: Mapping[str, Any], usable_scale: float | None) -> Record:
+    def replay_again(
+        self, snapshot: Snapshot, variables: Mapping[str, Any], usable_scale: float | None
+    ) -> Record:
         """Replays the batch of the last replay once more, after a change of the model, at a loss scale that fits."""
         if self._replayed is None:
             return {"replay_error": "the batch was not kept"}
@@ -158,10 +171,20 @@ class BatchReplayer:
         began, most = time.monotonic(), max(_MOST_SECONDS, self._share)
         parts = captured.parts(self._examples)
         step = replace(self._step, run=None) if capture.is_of_loop else self._step
-        passes = Passes(self._model, parts[0], step, variables, restored=capture.variables, deadline=began + most / 2)
+        passes = Passes(
+            self._model,
+            parts[0],
+            step,
+            variables,
+            restored=capture.variables,
+            deadline=began + most / 2,
+        )
         try:
             if failed and len(parts) > 1:
-                passes = replace(passes, data=failing_part(passes, parts, failed, loss_scale, captured.batch_size))
+                passes = replace(
+                    passes,
+                    data=failing_part(passes, parts, failed, loss_scale, captured.batch_size),
+                )
             self._replayed = CapturedBatch(passes.data, *captured[1:])
             found, reference = replay(
                 replace(passes, deadline=began + most),
@@ -175,8 +198,13 @@ class BatchReplayer:
         except TimeoutError:
             self._examples = max(2, passes.examples // 4)  # the next replay may take less
             self._has_failed = is_ragged(passes.data)  # such a batch has no parts
-            return {"replay_error": f"TimeoutError: {passes.examples} examples take longer than {most:.0f} s"}
-        except Exception as error:  # the user's code may fail outside its training step, or memory may be too small
+            return {
+                "replay_error": (
+                    f"TimeoutError: {passes.examples} examples take longer than {most:.0f} s"
+                )
+            }
+        # the user's code may fail outside its training step, or memory may be too small
+        except Exception as error:
             if self._step.is_custom and self._step.run:
                 self._step = replace(self._step, run=None)
                 return self._replay(captured, variables, snapshot, loss_scale, failed)
@@ -227,7 +255,9 @@ class BatchReplayer:
         if self._last_step < self._middle <= snapshot.step:
             return True
         share = _zero_share(snapshot)
-        return share > _MANY_ZEROS and share >= self._zero_share + _MANY_ZEROS  # so it is at most nine times
+        return (
+            share > _MANY_ZEROS and share >= self._zero_share + _MANY_ZEROS
+        )  # so it is at most nine times
 
 
 def _zero_share(snapshot: Snapshot) -> float:

@@ -22,21 +22,23 @@ def defaults(
 ) -> list[keras.callbacks.Callback]:
     """Returns the recommended callbacks for a run.
 
-    These are a `Monitor`, whose `run` is a `kmp.records.Run` with all records; a `Float32Fallback`, which sets layers
-    to float32 in which float16 fails; and a `StuckDetector` for what that cannot repair. `report` adds a `Report`.
+    These are a `Monitor`, whose `run` is a `kmp.records.Run` with all records; a `Float32Fallback`,
+    which sets layers to float32 in which float16 fails; and a `StuckDetector` for what that cannot
+    repair. `report` adds a `Report`.
 
-    They add `loss_scale`, `overflow_count` and `grad_norm` to `logs`, which Keras shows in the progress bar and in
-    `History`. `run`, the log and TensorBoard have more, see `kmp.records`.
+    They add `loss_scale`, `overflow_count` and `grad_norm` to `logs`, which Keras shows in the
+    progress bar and in `History`. `run`, the log and TensorBoard have more, see `kmp.records`.
 
-    They do nothing for a model that needs no loss scale, such as a float32 or bfloat16 one, and is compiled without
-    `kmp.LossScaleOptimizer`; the logger `"kmp"` reports it once per model. To record such a model, compile it with
-    `kmp.wrap(optimizer, loss_scale=1.0)`.
+    They do nothing for a model that needs no loss scale, such as a float32 or bfloat16 one, and is
+    compiled without `kmp.LossScaleOptimizer`; the logger `"kmp"` reports it once per model. To
+    record such a model, compile it with `kmp.wrap(optimizer, loss_scale=1.0)`.
 
     Args:
         log_dir: Folder for `kmp.jsonl` and TensorBoard's files, or `None` to write no file.
         every_n_steps: Integer, at least 1: how often to read and sample, in optimizer steps.
         variables: The variables to sample, as in `Monitor`. Defaults to all.
-        reference: `"auto"` or `None`, as in `Monitor`: whether to replay batches to find what float16 loses.
+        reference: `"auto"` or `None`, as in `Monitor`: whether to replay batches to find what
+            float16 loses.
         float32_fallback: Whether to add `Float32Fallback`. It needs `reference="auto"`.
         on_stuck: As in `StuckDetector`: `"raise"`, `"warn"` or `"ignore"`.
         report: An `.html` file to write, as in `Report`.
@@ -50,8 +52,14 @@ def defaults(
     ['Monitor', 'Float32Fallback', 'StuckDetector']
     """
     monitor = Monitor(log_dir, every_n_steps, variables=variables, reference=reference)
-    reports = [] if report is None else [Report(validation.local_path("report", report, (".html",)), run=monitor.run)]
-    has_fallback = validation.boolean("float32_fallback", float32_fallback) and reference is not None
+    reports = (
+        []
+        if report is None
+        else [Report(validation.local_path("report", report, (".html",)), run=monitor.run)]
+    )
+    has_fallback = (
+        validation.boolean("float32_fallback", float32_fallback) and reference is not None
+    )
     fallbacks = [Float32Fallback(monitor)] if has_fallback else []
     detector = StuckDetector(on_stuck=on_stuck)
     detector.explain_with([monitor, *fallbacks, *reports])

@@ -31,15 +31,17 @@ class LogWriter:
     Args:
         owner: The callback.
         folder: The folder, after `check`.
-        first_step: The step that training continues after. If the folder has a log with later records, that log is
-            archived and its records up to this step are carried over.
+        first_step: The step that training continues after. If the folder has a log with later
+            records, that log is archived and its records up to this step are carried over.
 
     Attributes:
         fallbacks: The `fallback` records of the log that this training continues.
-        size_at_start: The bytes of the records in that log, see `record_size`, and of its event files.
+        size_at_start: The bytes of the records in that log, see `record_size`, and of its event
+            files.
 
     Raises:
-        ValueError: If another callback of the training writes into the folder, or if it has a log that is not kmp's.
+        ValueError: If another callback of the training writes into the folder, or if it has a log
+            that is not kmp's.
     """
 
     _open: ClassVar[dict[Path, "LogWriter"]] = {}
@@ -48,9 +50,10 @@ class LogWriter:
     def check(cls, folder: Path) -> FileLock | None:
         """Creates the folder, checks that it is writable, and locks it for this process, before a training.
 
-        Closes the files that an interrupted training left open. All users of a folder in one process share one lock,
-        which filelock releases when the last one has dropped it, or when the process ends, however it ends. `None`
-        where files cannot be locked. `.kmp.lock` stays in the folder.
+        Closes the files that an interrupted training left open. All users of a folder in one
+        process share one lock, which filelock releases when the last one has dropped it, or when
+        the process ends, however it ends. `None` where files cannot be locked. `.kmp.lock` stays in
+        the folder.
 
         Raises:
             OSError: If the folder is not writable, or another process has locked it.
@@ -71,9 +74,9 @@ class LogWriter:
                 lock.acquire(blocking=False)
         except Timeout as error:
             message = (
-                "`log_dir` is in use by another process. Wait until its training ends, stop that process, or give this "
-                "training another folder. A notebook whose training was interrupted uses the folder until its kernel "
-                "stops"
+                "`log_dir` is in use by another process. Wait until its training ends, stop that"
+                " process, or give this training another folder. A notebook whose training was"
+                " interrupted uses the folder until its kernel stops"
             )
             raise OSError(errno.EBUSY, message, str(folder)) from error
         except (OSError, NotImplementedError):  # such as some network file systems
@@ -84,15 +87,18 @@ class LogWriter:
         folder = folder.resolve()  # two paths to one folder have one writer
         if folder in self._open:
             raise ValueError(
-                "`log_dir` is in use by another callback of this training. A kmp.callbacks.Monitor writes all records "
-                f"into one log; give each optimizer its own folder. Received: log_dir={str(folder)!r}"
+                "`log_dir` is in use by another callback of this training. A kmp.callbacks.Monitor"
+                " writes all records into one log; give each optimizer its own folder. Received:"
+                f" log_dir={str(folder)!r}"
             )
         self._folder, self._owner = folder, weakref.ref(owner)
         self._has_failed = self._has_records = False
         self._encoder = LogEncoder()
         self.fallbacks: list[Record] = []
         self.size_at_start = 0
-        self._lines: Any = None  # the open log and the writer of the event files, unless opening them fails
+        self._lines: Any = (
+            None  # the open log and the writer of the event files, unless opening them fails
+        )
         self._events: Any = None
         with self._stopping_on_write_error():
             kept, is_rewritten = _continue_log(folder, first_step)
@@ -103,15 +109,18 @@ class LogWriter:
             for record in kept.rows if is_rewritten else ():
                 self._write_events(record, kept.header)
             self._events.flush()
-            sizes = [*map(record_size, kept.rows), *(file.stat().st_size for file in _event_files(folder))]
+            sizes = [
+                *map(record_size, kept.rows),
+                *(file.stat().st_size for file in _event_files(folder)),
+            ]
             self.size_at_start = sum(sizes)
         self._open[folder] = self
 
     def write(self, run: Run) -> int:
         """Writes the last record of a run. Stops the log with a warning if the disk is full.
 
-        The records before it are written again if the log was deleted, moved or truncated, as by a program that cleans
-        a folder.
+        The records before it are written again if the log was deleted, moved or truncated, as by a
+        program that cleans a folder.
 
         Returns:
             The bytes of its histograms in the event files.
@@ -122,7 +131,9 @@ class LogWriter:
         if self._has_failed:
             return 0
         if self._lines.closed:
-            raise ValueError(f"`log_dir` is in use by a later training. Received: log_dir={str(self._folder)!r}")
+            raise ValueError(
+                f"`log_dir` is in use by a later training. Received: log_dir={str(self._folder)!r}"
+            )
         record = run.rows[-1]
         with self._stopping_on_write_error():
             if self._has_records and not self._is_intact():
@@ -140,14 +151,17 @@ class LogWriter:
             at_path = (self._folder / FILE_NAME).stat()
         except OSError:
             return False
-        return (at_path.st_dev, at_path.st_ino) == (own.st_dev, own.st_ino) and own.st_size >= self._lines.tell()
+        return (at_path.st_dev, at_path.st_ino) == (
+            own.st_dev,
+            own.st_ino,
+        ) and own.st_size >= self._lines.tell()
 
     def _write_again(self, run: Run) -> None:
         """Writes all records but the last."""
         log = self._folder / FILE_NAME
         user_messages.warn(
-            f"{str(log)!r} was deleted, moved or truncated during the training. The records in memory are written "
-            "again."
+            f"{str(log)!r} was deleted, moved or truncated during the training. The records in"
+            " memory are written again."
         )
         self._lines.close()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -172,7 +186,9 @@ class LogWriter:
         self._lines.flush()
 
     def _new_events(self) -> Any:
-        return tf.summary.create_file_writer(str(self._folder), filename_suffix=tensorboard_events.SUFFIX)
+        return tf.summary.create_file_writer(
+            str(self._folder), filename_suffix=tensorboard_events.SUFFIX
+        )
 
     def _write_events(self, record: Record, header: Record) -> int:
         with self._events.as_default(step=record["step"]):
@@ -185,8 +201,8 @@ class LogWriter:
         except _WRITE_ERRORS as error:
             self._has_failed = True
             user_messages.warn(
-                f"Logging to {str(self._folder)!r} stops: {user_messages.one_line(error)}. Training continues, and "
-                "the callbacks' `run` still gets all records."
+                f"Logging to {str(self._folder)!r} stops: {user_messages.one_line(error)}. Training"
+                " continues, and the callbacks' `run` still gets all records."
             )
 
     def write_verdict(self) -> None:
@@ -198,8 +214,12 @@ class LogWriter:
             with self._events.as_default(step=run.rows[-1]["step"]):
                 tensorboard_events.write_text("kmp/verdict", str(advise(run)))
             self._events.flush()
-        except Exception as error:  # neither the disk nor a log that somebody edited may end training
-            user_messages.warn(f"TensorBoard's text tab has no verdict: {user_messages.one_line(error)}.")
+        except (
+            Exception
+        ) as error:  # neither the disk nor a log that somebody edited may end training
+            user_messages.warn(
+                f"TensorBoard's text tab has no verdict: {user_messages.one_line(error)}."
+            )
 
     def close(self) -> None:
         """Adds the verdict for TensorBoard, and closes the files."""
@@ -219,7 +239,8 @@ def _continue_log(folder: Path, first_step: int) -> tuple[Run, bool]:
     """Makes an existing log end at `first_step`, by an atomic write, and archives it if that drops or changes a line.
 
     Returns:
-        The log as a run, and whether it was archived, so that TensorBoard's files need its records again.
+        The log as a run, and whether it was archived, so that TensorBoard's files need its records
+        again.
     """
     log = (folder / FILE_NAME).resolve()
     if not log.exists() or not log.stat().st_size:
@@ -233,7 +254,11 @@ def _continue_log(folder: Path, first_step: int) -> tuple[Run, bool]:
     with atomic_files.atomic_write(log) as file:
         file.write("".join(map(encoder.line, (kept.header, *kept.rows))).encode())
         file.flush()  # on a full disk, raises before the log is archived
-        _archive(folder, log, f"goes beyond step {first_step}" if goes_beyond else "ends in the middle of a line")
+        _archive(
+            folder,
+            log,
+            f"goes beyond step {first_step}" if goes_beyond else "ends in the middle of a line",
+        )
     return kept, True
 
 

@@ -10,7 +10,10 @@ class _CountLogger(Monitor):
     """Records counts only: without the arguments about samples."""
 
     def __init__(
-        self, log_dir: PathLike | None = None, every_n_steps: int = 250, optimizer: LossScaleOptimizer | None = None
+        self,
+        log_dir: PathLike | None = None,
+        every_n_steps: int = 250,
+        optimizer: LossScaleOptimizer | None = None,
     ) -> None:
         super().__init__(log_dir, every_n_steps, optimizer, reference=None)
 
@@ -36,11 +39,12 @@ class LossScaleLogger(_CountLogger):
 class OverflowCounter(_CountLogger):
     """Counts the steps that were skipped because the loss or a gradient was non-finite, as `overflow_count` in `logs`.
 
-    What `Monitor` records, without the loss scale and gradients. `run` and the log also have, since the record before,
-    `overflow_rate`, the fraction of steps that were skipped; `nonfinite_loss_count`, the skipped steps since training
-    began whose loss was non-finite before it was scaled, which no loss scale prevents; the variable where the last
-    overflow with a finite loss originated; and for each variable the number of steps in which it overflowed and in
-    which the overflow originated there.
+    What `Monitor` records, without the loss scale and gradients. `run` and the log also have, since
+    the record before, `overflow_rate`, the fraction of steps that were skipped;
+    `nonfinite_loss_count`, the skipped steps since training began whose loss was non-finite before
+    it was scaled, which no loss scale prevents; the variable where the last overflow with a finite
+    loss originated; and for each variable the number of steps in which it overflowed and in which
+    the overflow originated there.
 
     Takes `log_dir`, `every_n_steps` and `optimizer`, as `Monitor` does, and raises the same errors.
 
@@ -62,9 +66,9 @@ class OverflowCounter(_CountLogger):
 class GradientHistogram(Monitor):
     """Samples gradients at regular steps: a histogram of binary exponents for each variable.
 
-    What `Monitor` records, without the loss scale and overflows, with the same arguments. `run.samples` and the log
-    have the samples, and `grad_zeros`, the fraction of gradient elements that are exactly zero: an upper bound on the
-    fraction that float16 flushed to zero.
+    What `Monitor` records, without the loss scale and overflows, with the same arguments.
+    `run.samples` and the log have the samples, and `grad_zeros`, the fraction of gradient elements
+    that are exactly zero: an upper bound on the fraction that float16 flushed to zero.
 
     Example:
     >>> import keras, kmp, numpy as np

@@ -36,13 +36,17 @@ class CopyableCallback(keras.callbacks.Callback):
 class OptimizerReader(CopyableCallback):
     """Reads an optimizer after a number of batches. Between two reads nothing is copied: each batch counts as one step.
 
-    A subclass reads in `read`, which sets `_batches_left`, and begins a training in `_start`, which may run twice.
+    A subclass reads in `read`, which sets `_batches_left`, and begins a training in `_start`, which
+    may run twice.
     """
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__()
         if optimizer is not None and not isinstance(optimizer, LossScaleOptimizer):
-            raise TypeError(f"`optimizer` must be a kmp.LossScaleOptimizer or None. Received: optimizer={optimizer!r}")
+            raise TypeError(
+                "`optimizer` must be a kmp.LossScaleOptimizer or None. Received:"
+                f" optimizer={optimizer!r}"
+            )
         self._optimizer = optimizer
         self.is_active = False  # whether there is an optimizer to read in this training
         self.has_trained = False  # whether this training has had a batch
@@ -63,7 +67,8 @@ class OptimizerReader(CopyableCallback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         if self.is_active and not self.has_trained:
-            self._start()  # again: a later callback's `on_train_begin` may have loaded the optimizer
+            # again: a later callback's `on_train_begin` may have loaded the optimizer
+            self._start()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if self.is_active:
@@ -92,24 +97,32 @@ class OptimizerReader(CopyableCallback):
         """Whether there is an optimizer to read. If not, logs once per model what gives records.
 
         Raises:
-            ValueError: If the model computes in float16 and the optimizer is not a `kmp.LossScaleOptimizer`.
+            ValueError: If the model computes in float16 and the optimizer is not a
+                `kmp.LossScaleOptimizer`.
         """
         used: Any = self.optimizer
         if isinstance(used, LossScaleOptimizer):
             return True
         dtypes = compute_dtypes(self.model)
-        name = "None" if used is None else f"{type(used).__module__.split('.')[0]}'s {type(used).__name__}"
-        facts = f"the model's optimizer is {name}. The model computes in {' and '.join(sorted(dtypes))}"
+        name = (
+            "None"
+            if used is None
+            else f"{type(used).__module__.split('.')[0]}'s {type(used).__name__}"
+        )
+        facts = (
+            f"the model's optimizer is {name}. The model computes in {' and '.join(sorted(dtypes))}"
+        )
         if FLOAT16.name in dtypes:
             raise ValueError(
-                f"{type(self).__name__} needs a kmp.LossScaleOptimizer, but {facts}. Compile the model after "
-                "kmp.enable() and without auto_scale_loss=False, or with kmp.LossScaleOptimizer(opt)."
+                f"{type(self).__name__} needs a kmp.LossScaleOptimizer, but {facts}. Compile the"
+                " model after kmp.enable() and without auto_scale_loss=False, or with"
+                " kmp.LossScaleOptimizer(opt)."
             )
         if self.model not in _logged_models:
             _logged_models.add(self.model)
             logger.warning(
-                "kmp's callbacks have nothing to read: %s, which needs no loss scale. To record its gradients, compile "
-                "it with kmp.wrap(optimizer, loss_scale=1.0).",
+                "kmp's callbacks have nothing to read: %s, which needs no loss scale. To record its"
+                " gradients, compile it with kmp.wrap(optimizer, loss_scale=1.0).",
                 facts,
             )
         return False

@@ -13,13 +13,15 @@ _MAX_TIME_FRACTION = 0.05
 class Report(CopyableCallback):
     """Writes the report of `kmp report`: one HTML file with verdict, findings, figures, tables and settings.
 
-    The report is written at the end of training. It is also written at epoch ends, so that a killed run has one, as
-    long as that takes at most a twentieth of the time. Of several workers, only the chief writes. A failure to write
-    during training is a warning. Without records there is no report.
+    The report is written at the end of training. It is also written at epoch ends, so that a killed
+    run has one, as long as that takes at most a twentieth of the time. Of several workers, only the
+    chief writes. A failure to write during training is a warning. Without records there is no
+    report.
 
     Args:
         path: The file. Its name ends in `.html`.
-        run: The `kmp.records.Run` of other callbacks in the same `fit`, such as `defaults()[0].run`.
+        run: The `kmp.records.Run` of other callbacks in the same `fit`, such as
+            `defaults()[0].run`.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -36,7 +38,9 @@ class Report(CopyableCallback):
         super().__init__()
         self.path = validation.local_path("path", path, (".html",))
         if not isinstance(run, Run):
-            raise TypeError(f"`run` must be a kmp.records.Run, such as defaults()[0].run. Received: run={run!r}")
+            raise TypeError(
+                f"`run` must be a kmp.records.Run, such as defaults()[0].run. Received: run={run!r}"
+            )
         self.run = run
 
     def on_train_begin(self, logs: Logs = None) -> None:
@@ -74,7 +78,9 @@ class Report(CopyableCallback):
             if not self._has_warned:
                 self._has_warned = True
                 reason = user_messages.one_line(error)
-                user_messages.warn(f"The report {str(self.path)!r} was not written: {reason}. Training continues.")
+                user_messages.warn(
+                    f"The report {str(self.path)!r} was not written: {reason}. Training continues."
+                )
         self._records_written = len(self.run.rows)
         end = time.monotonic()
         self._earliest_next_write = end + (end - begin) / _MAX_TIME_FRACTION

@@ -35,22 +35,26 @@ class StuckError(RuntimeError):
 class StuckDetector(OptimizerReader):
     """Stops training, with the cause, if the optimizer keeps skipping steps.
 
-    Training is stuck after `patience` consecutive skipped steps, or if a step overflows while the loss scale is
-    already at `min_scale`. With `steps_per_execution`, both are checked at the end of each execution. The message names
-    the cause, the loss, the loss scale, the origin of the overflow and what to try. The model keeps the weights from
-    before the skipped steps. Adds nothing to `logs`.
+    Training is stuck after `patience` consecutive skipped steps, or if a step overflows while the
+    loss scale is already at `min_scale`. With `steps_per_execution`, both are checked at the end of
+    each execution. The message names the cause, the loss, the loss scale, the origin of the
+    overflow and what to try. The model keeps the weights from before the skipped steps. Adds
+    nothing to `logs`.
 
-    Does nothing for a model that needs no loss scale and is compiled without `kmp.LossScaleOptimizer`.
+    Does nothing for a model that needs no loss scale and is compiled without
+    `kmp.LossScaleOptimizer`.
 
     Args:
         patience: Integer, at least 1: consecutive skipped steps.
-        on_stuck: `"raise"` a `kmp.callbacks.StuckError`, `"warn"` once for each streak of skipped steps, or `"ignore"`.
-        optimizer: The `kmp.LossScaleOptimizer` to read, for a model with several. Defaults to the model's.
+        on_stuck: `"raise"` a `kmp.callbacks.StuckError`, `"warn"` once for each streak of skipped
+            steps, or `"ignore"`.
+        optimizer: The `kmp.LossScaleOptimizer` to read, for a model with several. Defaults to the
+            model's.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument is outside its range; in `on_train_begin`, if a float16 model has no
-            `kmp.LossScaleOptimizer`.
+        ValueError: If an argument is outside its range; in `on_train_begin`, if a float16 model has
+            no `kmp.LossScaleOptimizer`.
         StuckError: During training, if it is stuck.
 
     Example:
@@ -80,7 +84,8 @@ class StuckDetector(OptimizerReader):
     def explain_with(self, others: Sequence[keras.callbacks.Callback]) -> None:
         """Takes the cause from the records of a monitor of the same `fit`, and completes files before the error.
 
-        There is no error if a fallback among them repairs the training. After the error, `fit` calls no callback.
+        There is no error if a fallback among them repairs the training. After the error, `fit`
+        calls no callback.
         """
         self._others = others
 
@@ -92,20 +97,31 @@ class StuckDetector(OptimizerReader):
     def read(self) -> None:
         """Reads the optimizer now, reports a stuck training, and sets when it can be stuck at the earliest."""
         counts = self.optimizer.counters.read_counts()
-        if counts.overflow_count != self._snapshot.overflow_count:  # copy more only if a step was skipped
+        if (
+            counts.overflow_count != self._snapshot.overflow_count
+        ):  # copy more only if a step was skipped
             before, self._snapshot = self._snapshot, self.optimizer.snapshot()
             self._report_if_stuck(self._snapshot, before)
         scale = float(self.optimizer.dynamic_scale.numpy())
-        to_patience = self.patience - min(counts.overflows_in_a_row, counts.step - self._repaired_at)
-        self._batches_left = max(1, int(min(to_patience, self.optimizer.rule.steps_to_min_scale(scale))))
+        to_patience = self.patience - min(
+            counts.overflows_in_a_row, counts.step - self._repaired_at
+        )
+        self._batches_left = max(
+            1, int(min(to_patience, self.optimizer.rule.steps_to_min_scale(scale)))
+        )
 
     def _report_if_stuck(self, now: Snapshot, before: Snapshot) -> None:
         # A repair begins a new streak.
-        now = replace(now, overflows_in_a_row=min(now.overflows_in_a_row, now.step - self._repaired_at))
+        now = replace(
+            now, overflows_in_a_row=min(now.overflows_in_a_row, now.step - self._repaired_at)
+        )
         skipped, streak_start = now.overflows_in_a_row, now.step - now.overflows_in_a_row
         is_at_min_scale = now.overflows_at_min_scale > before.overflows_at_min_scale
         is_at_min_scale = is_at_min_scale and self._repaired_at <= before.step
-        if not (skipped >= self.patience or is_at_min_scale) or streak_start == self._reported_streak_start:
+        if (
+            not (skipped >= self.patience or is_at_min_scale)
+            or streak_start == self._reported_streak_start
+        ):
             return
         monitor, fallback, report = map(self._attached, (Monitor, Float32Fallback, Report))
         if monitor:
@@ -114,7 +130,10 @@ class StuckDetector(OptimizerReader):
                 return
             run = monitor.run
         else:
-            run = Run([record_of(now, self._first, PARTS)], header(self.model, self.optimizer, has_trained=True))
+            run = Run(
+                [record_of(now, self._first, PARTS)],
+                header(self.model, self.optimizer, has_trained=True),
+            )
         self._reported_streak_start = streak_start if skipped else None
         finding = next(iter(advise(run).problems), None)
         if monitor:
@@ -132,7 +151,10 @@ class StuckDetector(OptimizerReader):
 
     def _attached(self, kind: type[keras.callbacks.Callback]) -> Any:
         """Returns the other callback of this class, if it is attached to this model: it may be left out of `fit`."""
-        return next((each for each in self._others if isinstance(each, kind) and each.model is self.model), None)
+        return next(
+            (each for each in self._others if isinstance(each, kind) and each.model is self.model),
+            None,
+        )
 
     @property
     def _repaired_at(self) -> int:
@@ -145,17 +167,23 @@ def _state_of(now: Snapshot, is_at_min_scale: bool) -> str:
     skipped = streak.get(count, f"the last {count} steps were skipped")
     at_lowest = " with the loss scale at its lowest value" if is_at_min_scale else ""
     loss = "" if now.last_loss is None else f"Last loss: {now.last_loss:g}. "
-    return f"Training is stuck: at step {now.step} {skipped}{at_lowest}. {loss}Loss scale: {now.loss_scale:g}."
+    return (
+        f"Training is stuck: at step {now.step} {skipped}{at_lowest}. {loss}Loss scale:"
+        f" {now.loss_scale:g}."
+    )
 
 
 def _counts_alone(now: Snapshot) -> str:
     if now.nonfinite_losses_in_a_row:
         cause = "the loss was NaN or Inf before it was scaled, so no loss scale helps"
     else:
-        cause = f"gradients overflow, and the overflow starts nearest to the loss at {now.overflow_origin}"
+        cause = (
+            "gradients overflow, and the overflow starts nearest to the loss at"
+            f" {now.overflow_origin}"
+        )
     return (
-        f"{cause}. kmp.callbacks.defaults() replays such a batch, and names the layer. Where the loss scale was still "
-        "falling, a higher patience or a lower initial_scale lets it fall."
+        f"{cause}. kmp.callbacks.defaults() replays such a batch, and names the layer. Where the"
+        " loss scale was still falling, a higher patience or a lower initial_scale lets it fall."
     )
 
 

@@ -1,7 +1,7 @@
 """What TensorBoard shows of a record: scalars, histograms of binary exponents and texts.
 
-All scalars, and all histograms, of a record are one event: `tf.summary` would write one each, which takes ten times as
-long. Each function writes to the default summary writer.
+All scalars, and all histograms, of a record are one event: `tf.summary` would write one each, which
+takes ten times as long. Each function writes to the default summary writer.
 """
 
 import math
@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kmp.records import FIRST_EXPONENT, ExponentHistogram, GradientSample, scalars, stable_name, stable_names
+from kmp.records import (
+    FIRST_EXPONENT,
+    ExponentHistogram,
+    GradientSample,
+    scalars,
+    stable_name,
+    stable_names,
+)
 
 SUFFIX = ".kmp"  # of the event files
 
@@ -35,11 +42,17 @@ def write(record: Mapping[str, Any], layers: Mapping[str, str]) -> int:
     scale = values.pop("loss_scale", 0.0)
     if scale > 0:  # a power of two: its axis is that of log2
         values["log2_loss_scale"] = math.log2(scale)
-    _write(record["step"], [scalar_pb(f"kmp/{key}", value).value[0] for key, value in values.items()])
+    _write(
+        record["step"], [scalar_pb(f"kmp/{key}", value).value[0] for key, value in values.items()]
+    )
     if "fallback" in record:
         names = ", ".join(map(repr, record["fallback"]))
         write_text("kmp/fallback", f"Set to float32: {names}\n{record.get('fallback_reason', '')}")
-    return write_histograms(record["step"], histograms_by_tag(record["sample"], layers)) if "sample" in record else 0
+    return (
+        write_histograms(record["step"], histograms_by_tag(record["sample"], layers))
+        if "sample" in record
+        else 0
+    )
 
 
 def write_text(tag: str, text: str) -> None:
@@ -56,16 +69,21 @@ def write_histograms(step: int, by_tag: Mapping[str, ExponentHistogram]) -> int:
     values = []
     for tag, histogram in by_tag.items():
         edges, counts = histogram.log2_buckets()
-        buckets = np.stack([edges[:-1], edges[1:], counts], axis=1).astype(np.float64)  # left edge, right edge, count
+        buckets = np.stack([edges[:-1], edges[1:], counts], axis=1).astype(
+            np.float64
+        )  # left edge, right edge, count
         plugin = metadata.create_summary_metadata(display_name=None, description=_DESCRIPTION)
         values.append(Summary.Value(tag=tag, tensor=make_tensor_proto(buckets), metadata=plugin))
     return _write(step, values)
 
 
-def histograms_by_tag(sample: GradientSample, layers: Mapping[str, str]) -> dict[str, ExponentHistogram]:
+def histograms_by_tag(
+    sample: GradientSample, layers: Mapping[str, str]
+) -> dict[str, ExponentHistogram]:
     """Returns the histogram of all gradients of a sample and, if it has the weight update, those of the layers, by tag.
 
-    Without those that have no finite element. Histograms by layer of all samples would take most of the disk.
+    Without those that have no finite element. Histograms by layer of all samples would take most of
+    the disk.
     """
     by_tag = {"kmp/gradient_exponents": sample.histogram}
     if np.isfinite(sample.update_norm).any():

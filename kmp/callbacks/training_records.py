@@ -12,7 +12,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmp.backend import compute_dtypes, created_layers, is_keras_class, keras_internals, output_layers, sublayers
+from kmp.backend import (
+    compute_dtypes,
+    created_layers,
+    is_keras_class,
+    keras_internals,
+    output_layers,
+    sublayers,
+)
 from kmp.gradients import paths_of
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import guarding
@@ -27,7 +34,11 @@ from kmp.records import (
 )
 from kmp.utils import FLOAT32, validation
 
-LOSS_SCALE, OVERFLOWS, GRADIENTS = PARTS = ("loss_scale", "overflow_count", "grad_norm")  # what each adds to `logs`
+LOSS_SCALE, OVERFLOWS, GRADIENTS = PARTS = (
+    "loss_scale",
+    "overflow_count",
+    "grad_norm",
+)  # what each adds to `logs`
 
 Record = dict[str, Any]
 
@@ -51,29 +62,55 @@ def header(model: keras.Model, optimizer: LossScaleOptimizer, has_trained: bool 
         "steps_per_execution": model.steps_per_execution,
     }
     numbers = ["learning_rate", "epsilon", "beta_2"]
-    if isinstance(keras_internals.learning_rate_of(inner), keras.optimizers.schedules.LearningRateSchedule):
+    if isinstance(
+        keras_internals.learning_rate_of(inner), keras.optimizers.schedules.LearningRateSchedule
+    ):
         numbers.remove("learning_rate")  # it changes
     values = {name: to_number(getattr(inner, name, None)) for name in numbers}
-    settings |= {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+    settings |= {
+        name: value for name, value in values.items() if value is not None and math.isfinite(value)
+    }
 
     # A variable may be shared between layers: it counts as float32 if only float32 layers use it.
     variables = model.trainable_variables  # `fit` builds the optimizer on these
-    by_path = optimizer.variables_by_path() or dict(zip(paths_of(variables), variables, strict=True))
-    uses = [(layer, variable) for layer in sublayers(model) for variable in keras_internals.declared_trainable(layer)]
+    by_path = optimizer.variables_by_path() or dict(
+        zip(paths_of(variables), variables, strict=True)
+    )
+    uses = [
+        (layer, variable)
+        for layer in sublayers(model)
+        for variable in keras_internals.declared_trainable(layer)
+    ]
     other_ids = {id(variable) for layer, variable in uses if layer.compute_dtype != FLOAT32.name}
-    float32_ids = {id(variable) for layer, variable in uses if layer.compute_dtype == FLOAT32.name} - other_ids
-    own_dtype_ids = {id(variable) for layer, variable in uses if variable.dtype != layer.variable_dtype}
+    float32_ids = {
+        id(variable) for layer, variable in uses if layer.compute_dtype == FLOAT32.name
+    } - other_ids
+    own_dtype_ids = {
+        id(variable) for layer, variable in uses if variable.dtype != layer.variable_dtype
+    }
     settings["variable_dtypes"] = sorted({variable.dtype for variable in variables})
-    settings["float32_variables"] = [path for path, variable in by_path.items() if id(variable) in float32_ids]
-    settings["own_dtype_variables"] = [path for path, variable in by_path.items() if id(variable) in own_dtype_ids]
+    settings["float32_variables"] = [
+        path for path, variable in by_path.items() if id(variable) in float32_ids
+    ]
+    settings["own_dtype_variables"] = [
+        path for path, variable in by_path.items() if id(variable) in own_dtype_ids
+    ]
     if has_trained or guarding.is_built(model):
         settings["parameters"] = sum(math.prod(weight.shape) for weight in model.weights)
-        settings["layers"] = {path: type(layer).__name__ for path, layer in created_layers(model).items()}
+        settings["layers"] = {
+            path: type(layer).__name__ for path, layer in created_layers(model).items()
+        }
         settings["output_layers"] = [layer.path or layer.name for layer in output_layers(model)]
 
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     versions = {"keras": keras.__version__, "tensorflow": tf.__version__, "numpy": np.__version__}
-    return {"schema": SCHEMA, "kind": "header", "started": started, **versions, "settings": settings}
+    return {
+        "schema": SCHEMA,
+        "kind": "header",
+        "started": started,
+        **versions,
+        "settings": settings,
+    }
 
 
 def record_of(snapshot: Snapshot, previous: Snapshot, parts: Collection[str]) -> Record:
@@ -107,17 +144,25 @@ def metrics_record(step: int, epoch: int, values: Mapping[str, Any]) -> Record:
     """Returns the record of an epoch: those of Keras' `logs` that are numbers, as far as a log can hold them."""
     numbers = {key: to_number(value) for key, value in values.items() if key not in RECORD_KEYS}
     known = ((key, value) for key, value in numbers.items() if value is not None)
-    metrics = {key: value if abs(value) <= HIGHEST_NUMBER else math.nan for key, value in islice(known, MOST_METRICS)}
+    metrics = {
+        key: value if abs(value) <= HIGHEST_NUMBER else math.nan
+        for key, value in islice(known, MOST_METRICS)
+    }
     return {"step": step, "epoch": epoch, "metrics": metrics}
 
 
 def record_size(record: Mapping[str, Any]) -> int:
     """Returns the bytes in a log of what the interval of reads limits: samples, without names, and counts by variable.
 
-    A record at the end of each epoch is not limited by it. Were it counted, the interval would grow without end.
+    A record at the end of each epoch is not limited by it. Were it counted, the interval would grow
+    without end.
     """
     parts = [compact(record[key]) | {"names": ()} for key in SAMPLE_KEYS if key in record]
-    parts += [record[key] for key in ("overflows_by_variable", "overflow_origins_by_variable") if key in record]
+    parts += [
+        record[key]
+        for key in ("overflows_by_variable", "overflow_origins_by_variable")
+        if key in record
+    ]
     return sum(len(json.dumps(part)) for part in parts)
 
 

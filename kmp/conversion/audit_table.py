@@ -31,15 +31,20 @@ class Row:
         category: `"float16"`, `"follows its inputs"` or `"float32"`.
         reason: Why it is in this category, or why it would stay float32.
         source: The source of the rule.
-        planned_dtype: Its compute dtype after `kmp.convert`; the current one if the model already computes in 16 bits
-            or is quantized, or if `kmp.convert` raises an error for it.
-        tensor_cores: Dimensions not divisible by 8, each with the padded size; empty if it stays float32.
+        planned_dtype: Its compute dtype after `kmp.convert`; the current one if the model already
+            computes in 16 bits or is quantized, or if `kmp.convert` raises an error for it.
+        tensor_cores: Dimensions not divisible by 8, each with the padded size; empty if it stays
+            float32.
         amax: With a batch: the largest magnitude of its finite outputs in float32.
-        overflow_share: With a batch: the share of its float32 outputs that exceed 65504 or are NaN or Inf.
-        underflow_share: With a batch: the share of its nonzero float32 outputs that float16 flushes to zero.
-        relative_error: With a batch: the L2 norm of the difference between its outputs in the candidate and in float32,
-            divided by the norm of the float32 outputs; `None` if either has NaN or Inf.
-        overflows: With a batch: whether the candidate's outputs have NaN or Inf while the float32 outputs are finite.
+        overflow_share: With a batch: the share of its float32 outputs that exceed 65504 or are NaN
+            or Inf.
+        underflow_share: With a batch: the share of its nonzero float32 outputs that float16 flushes
+            to zero.
+        relative_error: With a batch: the L2 norm of the difference between its outputs in the
+            candidate and in float32, divided by the norm of the float32 outputs; `None` if either
+            has NaN or Inf.
+        overflows: With a batch: whether the candidate's outputs have NaN or Inf while the float32
+            outputs are finite.
     """
 
     path: str
@@ -66,10 +71,10 @@ class Audit:
     Args:
         model: The model's name.
         rows: One row for each layer and operation, in graph order, parents before children.
-        plan: The plan that `kmp.convert` would use for the float32 model. It can be edited, saved, and passed to
-            `kmp.convert`.
-        conversion_error: The message of the `ValueError` that `kmp.convert` raises for this model; empty if it does
-            not.
+        plan: The plan that `kmp.convert` would use for the float32 model. It can be edited, saved,
+            and passed to `kmp.convert`.
+        conversion_error: The message of the `ValueError` that `kmp.convert` raises for this model;
+            empty if it does not.
         notes: One sentence for each output of the model that is in 16 bits.
         traffic: The float32 part of the bytes of a training step. `None` for a model that does not
             compute in 16 bits, is no graph of layers with known shapes, or cannot be traced.
@@ -91,16 +96,25 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the audit as a dict for JSON, without the fields of rows that are `None`."""
-        return asdict(self, dict_factory=lambda items: {key: value for key, value in items if value is not None})
+        return asdict(
+            self,
+            dict_factory=lambda items: {key: value for key, value in items if value is not None},
+        )
 
     @property
     def summary(self) -> str:
         """How many layers and operations need float32, and the first of them with the reasons."""
-        kept = [row for row in self.rows if row.class_name != "InputLayer" and row.planned_dtype == FLOAT32.name]
+        kept = [
+            row
+            for row in self.rows
+            if row.class_name != "InputLayer" and row.planned_dtype == FLOAT32.name
+        ]
         kept.sort(key=lambda row: not (row.overflows or row.reason))
         lines = [self.model, self._count_or_error]
         for row in kept[:_MOST_IN_SUMMARY]:
-            lines.append(f"  {row.path} ({row.class_name})" + (f": {row.reason}" if row.reason else ""))
+            lines.append(
+                f"  {row.path} ({row.class_name})" + (f": {row.reason}" if row.reason else "")
+            )
         if len(kept) > _MOST_IN_SUMMARY:
             lines.append(f"  and {len(kept) - _MOST_IN_SUMMARY} more")
         return "\n".join(map(printable, [*lines, *self._step_lines, *self.notes[:1]]))
@@ -124,7 +138,10 @@ class Audit:
         overflowing = ", ".join(row.path for row in self.rows if row.overflows)
         if overflowing:
             source = "kmp.to_float32(model)" if is_converted else "model"
-            text += f" Overflows with this batch: {overflowing}. kmp.convert({source}, batch=...) keeps them float32."
+            text += (
+                f" Overflows with this batch: {overflowing}. kmp.convert({source}, batch=...) keeps"
+                " them float32."
+            )
         return text
 
     def __rich__(self) -> RenderableType:
@@ -148,11 +165,19 @@ class Audit:
                 error = "" if row.relative_error is None else f"{row.relative_error:.1e}"
                 cells.append("overflows" if row.overflows else error)
             number = f" [{sources.index(row.source) + 1}]" if row.reason and row.source else ""
-            color = "red" if row.overflows else "yellow" if row.planned_dtype == FLOAT32.name else ""
+            color = (
+                "red" if row.overflows else "yellow" if row.planned_dtype == FLOAT32.name else ""
+            )
             table.add_row(*map(_text, [*cells, row.reason + number]), style=color)
 
-        lines = [*self._step_lines, *self.notes, *(f"[{number}] {source}" for number, source in enumerate(sources, 1))]
-        unaligned = [f"  {row.path}: {', '.join(row.tensor_cores)}" for row in self.rows if row.tensor_cores]
+        lines = [
+            *self._step_lines,
+            *self.notes,
+            *(f"[{number}] {source}" for number, source in enumerate(sources, 1)),
+        ]
+        unaligned = [
+            f"  {row.path}: {', '.join(row.tensor_cores)}" for row in self.rows if row.tensor_cores
+        ]
         lines += [_PAD, *unaligned] if unaligned else []
         first = _text(self._count_or_error, "red" if self.conversion_error else "")
         return Group(table, first, *map(_text, lines))
@@ -161,7 +186,9 @@ class Audit:
         return _recorded(self).export_text().rstrip()
 
     def _repr_html_(self) -> str:
-        return _recorded(self).export_html(inline_styles=True, code_format="<pre style='line-height: 1.2'>{code}</pre>")
+        return _recorded(self).export_html(
+            inline_styles=True, code_format="<pre style='line-height: 1.2'>{code}</pre>"
+        )
 
 
 def _text(text: str, style: str = "") -> Text:
@@ -170,6 +197,8 @@ def _text(text: str, style: str = "") -> Text:
 
 def _recorded(renderable: RenderableType) -> Console:
     """Returns a console that has recorded what is printed outside of a terminal."""
-    console = Console(file=io.StringIO(), width=_WIDTH, record=True, force_terminal=False, force_jupyter=False)
+    console = Console(
+        file=io.StringIO(), width=_WIDTH, record=True, force_terminal=False, force_jupyter=False
+    )
     console.print(renderable)
     return console

@@ -24,39 +24,40 @@ from kmp.utils import DTYPES_16_BIT, FLOAT32
 
 Statistics = dict[str, ActivationStatistics]
 
-# Elements: 16 bytes of float16. Source: NVIDIA, "Matrix Multiplication Background User's Guide", section "Tensor Core
-# Requirements".
+# Elements: 16 bytes of float16. Source: NVIDIA, "Matrix Multiplication Background User's Guide",
+# section "Tensor Core Requirements".
 _TENSOR_CORE_MULTIPLE = 8
 
 
 def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") -> Audit:
     """Returns the dtypes of each layer and operation of a model, and whether it needs float32 and why.
 
-    Also whether Keras compiles the model with XLA, and why not if not. For a model that already computes in 16 bits:
-    which share of the bytes of a training step is float32, and which classes of layers move them. For this, its forward
-    and backward pass are traced once, and not run.
+    Also whether Keras compiles the model with XLA, and why not if not. For a model that already
+    computes in 16 bits: which share of the bytes of a training step is float32, and which classes
+    of layers move them. For this, its forward and backward pass are traced once, and not run.
 
-    With a batch, runs the model in float32 and as a mixed-precision candidate, and reports overflow, underflow and the
-    relative error of each layer's output. The candidate of a float32 model is
-    `kmp.convert(model, policy)`; a model that already computes in 16 bits is its own candidate.
+    With a batch, runs the model in float32 and as a mixed-precision candidate, and reports
+    overflow, underflow and the relative error of each layer's output. The candidate of a float32
+    model is `kmp.convert(model, policy)`; a model that already computes in 16 bits is its own
+    candidate.
 
-    A float32 model with custom classes is rebuilt, even without a batch, to find out whether `kmp.convert` can do so.
-    This takes the time and memory of a conversion, and Keras numbers the unnamed layers of later models after those of
-    the copy.
+    A float32 model with custom classes is rebuilt, even without a batch, to find out whether
+    `kmp.convert` can do so. This takes the time and memory of a conversion, and Keras numbers the
+    unnamed layers of later models after those of the copy.
 
     Args:
         model: A built `keras.Model`, in float32 or mixed precision.
         batch: An input of the model, such as an array, without targets.
-        policy: The policy of the candidate, as in `kmp.convert`. The reasons are always those for float16; bfloat16 has
-            float32's range but only 8 significant bits.
+        policy: The policy of the candidate, as in `kmp.convert`. The reasons are always those for
+            float16; bfloat16 has float32's range but only 8 significant bits.
 
     Returns:
         An `Audit`, which displays as a table. `to_dict()` returns the data.
 
     Raises:
         TypeError: If `model` is not a Keras model, or `policy` is not a string.
-        ValueError: If `model` is not built, or `policy` is another string. With a batch: if it does not fit the model,
-            the model is quantized, or `kmp.convert` raises an error for it.
+        ValueError: If `model` is not built, or `policy` is another string. With a batch: if it does
+            not fit the model, the model is quantized, or `kmp.convert` raises an error for it.
 
     Example:
     >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(2, "softmax", name="p")])
@@ -69,11 +70,16 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     plan = make_plan(model, parts, plan)
     has_batch, quantized = batch is not None, is_quantized(model)
     if has_batch and quantized:
-        raise ValueError(f"{model.name!r} is quantized and has no float32 version to compare with: omit `batch`.")
+        raise ValueError(
+            f"{model.name!r} is quantized and has no float32 version to compare with: omit `batch`."
+        )
     is_converted = quantized or bool(compute_dtypes(model) & set(DTYPES_16_BIT))
-    # Without a batch, a model is rebuilt for its custom classes: nothing else shows whether their configs suffice.
+    # Without a batch, a model is rebuilt for its custom classes: nothing else shows whether their
+    # configs suffice.
     classes = {type(model), *(type(part.operation) for part in parts)}
-    has_custom_classes = not all(is_keras_class(cls) or cls.__module__.startswith("kmp.") for cls in classes)
+    has_custom_classes = not all(
+        is_keras_class(cls) or cls.__module__.startswith("kmp.") for cls in classes
+    )
     error, reference, candidate = "", Statistics(), Statistics()
     try:
         if not quantized:
@@ -81,7 +87,9 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
         if has_batch or (has_custom_classes and not is_converted):
             rebuilt, operations = clone_model(model, parts, None if is_converted else plan)
         if has_batch:
-            reference = measure_activations(model, {part.path: part.operation for part in parts}, batch)
+            reference = measure_activations(
+                model, {part.path: part.operation for part in parts}, batch
+            )
             candidate = measure_activations(rebuilt, operations, batch)
     except ValueError as caught:
         if has_batch:
@@ -90,14 +98,22 @@ def audit(model: keras.Model, batch: Any = None, policy: str = "mixed_float16") 
     if is_converted:  # it is its own candidate
         reference, candidate = candidate, reference
     keeps_dtypes = is_converted or bool(error)
-    rows = tuple(_row(part, plan, keeps_dtypes, reference.get(part.path), candidate.get(part.path)) for part in parts)
+    rows = tuple(
+        _row(part, plan, keeps_dtypes, reference.get(part.path), candidate.get(part.path))
+        for part in parts
+    )
     notes = []
     for operation in dict.fromkeys(output_operations(model)):
         dtype, is_layer = _output_dtype(operation), isinstance(operation, keras.Layer)
         if dtype in DTYPES_16_BIT and not (is_layer and operation.compute_dtype != dtype):
-            remedy = "create the layer with dtype='float32'" if is_layer else "use keras.ops.cast(x, 'float32')"
+            remedy = (
+                "create the layer with dtype='float32'"
+                if is_layer
+                else "use keras.ops.cast(x, 'float32')"
+            )
             notes.append(
-                f"The output of {operation.name!r} is {dtype}, as is what `predict` returns. For float32, {remedy}."
+                f"The output of {operation.name!r} is {dtype}, as is what `predict` returns. For"
+                f" float32, {remedy}."
             )
     traffic = step_traffic(model) if is_converted and not quantized else None
     return Audit(model.name, rows, plan, error, tuple(notes), traffic, jit_compilation(model))
@@ -149,7 +165,9 @@ def _row(
 
 
 def _output_dtype(operation: keras.Operation) -> str | None:
-    outputs = keras.tree.flatten(getattr(operation, "output", []))  # none if it was never called in a graph
+    outputs = keras.tree.flatten(
+        getattr(operation, "output", [])
+    )  # none if it was never called in a graph
     dtypes = sorted({keras.backend.standardize_dtype(tensor.dtype) for tensor in outputs})
     return ", ".join(dtypes) or None
 
@@ -160,7 +178,8 @@ def _unaligned(layer: Any) -> tuple[str, ...]:
     match layer if getattr(layer, "built", False) else None:
         case keras.layers.Dense():
             sizes["inputs"], sizes["units"] = layer.kernel.shape
-        case keras.layers.EinsumDense():  # the inputs are contracted; both may span several axes of the kernel
+        # the inputs are contracted; both may span several axes of the kernel
+        case keras.layers.EinsumDense():
             operands, outputs = layer.equation.replace("...", "").split("->")
             axes = list(zip(operands.split(",")[1], layer.kernel.shape, strict=True))
             sizes["inputs"] = math.prod(size for axis, size in axes if axis not in outputs)
@@ -173,7 +192,11 @@ def _unaligned(layer: Any) -> tuple[str, ...]:
             sizes["head_dim"] = layer.head_dim
         case keras.layers.SeparableConv1D() | keras.layers.SeparableConv2D():
             sizes["channels"], sizes["filters"] = layer.pointwise_kernel.shape[-2:]
-        case keras.layers.Conv1DTranspose() | keras.layers.Conv2DTranspose() | keras.layers.Conv3DTranspose():
+        case (
+            keras.layers.Conv1DTranspose()
+            | keras.layers.Conv2DTranspose()
+            | keras.layers.Conv3DTranspose()
+        ):
             sizes["filters"], sizes["channels"] = layer.kernel.shape[-2:]
         case keras.layers.Conv1D() | keras.layers.Conv2D() | keras.layers.Conv3D():
             sizes["channels"], sizes["filters"] = layer.kernel.shape[-2:]

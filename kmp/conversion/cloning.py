@@ -22,7 +22,14 @@ from kmp.backend import (
     sublayers,
     unconnected_copy,
 )
-from kmp.conversion.model_parts import Config, Part, children_of, config_of, is_graph, refused_arguments
+from kmp.conversion.model_parts import (
+    Config,
+    Part,
+    children_of,
+    config_of,
+    is_graph,
+    refused_arguments,
+)
 from kmp.conversion.plan import Plan
 from kmp.layers import Float32Operation
 from kmp.utils import DTYPES_16_BIT, FLOAT32, path_and_parents
@@ -30,22 +37,33 @@ from kmp.utils import DTYPES_16_BIT, FLOAT32, path_and_parents
 Operations = dict[str, keras.Operation]
 Pair = tuple[Any, Any]  # an original and its clone
 
-_KERAS_CLASSES = {layers.Softmax: keras.layers.Softmax, layers.BatchNormalization: keras.layers.BatchNormalization}
+_KERAS_CLASSES = {
+    layers.Softmax: keras.layers.Softmax,
+    layers.BatchNormalization: keras.layers.BatchNormalization,
+}
 _KMP_CLASSES = {keras.layers.BatchNormalization: layers.BatchNormalization}
-_WITHOUT_DESERIALIZATION = (keras.Operation, keras.Layer, keras.Model)  # their `from_config` passes on all values
+_WITHOUT_DESERIALIZATION = (
+    keras.Operation,
+    keras.Layer,
+    keras.Model,
+)  # their `from_config` passes on all values
 _GRAPH_KEYS = ("layers", "input_layers", "output_layers")
 
 
-def clone_model(model: keras.Model, parts: list[Part], plan: Plan | None) -> tuple[keras.Model, Operations]:
+def clone_model(
+    model: keras.Model, parts: list[Part], plan: Plan | None
+) -> tuple[keras.Model, Operations]:
     """Returns a new model with the same structure and weights. The given model is not changed.
 
-    Functional and Sequential models are connected again, call by call. Every other layer is created from its
-    `get_config`, in which its sublayers are replaced by their clones, and functions by those of the original. So no
-    class has to be registered, shared layers stay shared, and a lambda keeps its closure. Everything else in a config
-    is deserialized in safe mode: it must not run code that `keras.models.load_model` has not run.
+    Functional and Sequential models are connected again, call by call. Every other layer is created
+    from its `get_config`, in which its sublayers are replaced by their clones, and functions by
+    those of the original. So no class has to be registered, shared layers stay shared, and a lambda
+    keeps its closure. Everything else in a config is deserialized in safe mode: it must not run
+    code that `keras.models.load_model` has not run.
 
-    `keras.models.clone_model` does not suffice: it compiles the clone from a config, which needs registered functions,
-    and it cannot clone subclassed models, custom constructors, and the layers in wrappers.
+    `keras.models.clone_model` does not suffice: it compiles the clone from a config, which needs
+    registered functions, and it cannot clone subclassed models, custom constructors, and the layers
+    in wrappers.
 
     Args:
         model: A built model.
@@ -66,9 +84,12 @@ def clone_model(model: keras.Model, parts: list[Part], plan: Plan | None) -> tup
                 removed.add(part.path)
     cloning = _Cloning(model, parts, plan, removed)
     policy = global_policy(plan.policy if plan else FLOAT32.name)
-    random_state = random.getstate()  # Keras draws seeds from it, but the initial values are overwritten
+    random_state = (
+        random.getstate()
+    )  # Keras draws seeds from it, but the initial values are overwritten
     try:
-        # Code of custom classes may call the layers that it creates at once: their policies cannot be set later.
+        # Code of custom classes may call the layers that it creates at once: their policies cannot
+        # be set later.
         with layers.only_in_float32(kept), policy, model.distribute_strategy.scope():
             clone = cloning.clone_of(model)
     finally:
@@ -79,18 +100,24 @@ def clone_model(model: keras.Model, parts: list[Part], plan: Plan | None) -> tup
     for layer in sublayers(clone):
         set_normalization(layer)
     _copy_state(model, clone, pairs)
-    return clone, {cloning.path_of(original): copy for original, copy in pairs if original is not model}
+    return clone, {
+        cloning.path_of(original): copy for original, copy in pairs if original is not model
+    }
 
 
 class _Cloning:
     """The clones of the layers and operations of one model. Shared ones are cloned once."""
 
-    def __init__(self, model: keras.Model, parts: list[Part], plan: Plan | None, removed: set[str]) -> None:
+    def __init__(
+        self, model: keras.Model, parts: list[Part], plan: Plan | None, removed: set[str]
+    ) -> None:
         self._paths = {id(model): ""} | {id(part.operation): part.path for part in parts}
         self._plan = plan
         self._removed = removed
         self._clones: dict[int, keras.Operation] = {}
-        self._connected: set[int] = set()  # the models whose layers were connected again, call by call
+        self._connected: set[int] = (
+            set()
+        )  # the models whose layers were connected again, call by call
         self._has_failed = False
 
     def path_of(self, original: keras.Operation) -> str:
@@ -113,14 +140,18 @@ class _Cloning:
         policy = self._policy_of(self.path_of(original))
         if not isinstance(original, keras.Layer):
             is_kmps = isinstance(original, Float32Operation)
-            clone = unconnected_copy(original.operation if is_kmps and self._plan is None else original)
+            clone = unconnected_copy(
+                original.operation if is_kmps and self._plan is None else original
+            )
             clone.name = original.name
             is_kept = self._plan is not None and policy == FLOAT32.name and not is_kmps
             return Float32Operation(clone, name=original.name) if is_kept else clone
 
         if isinstance(original, keras.layers.InputLayer):
             config = original.get_config()
-            if self._plan is None and original.dtype in DTYPES_16_BIT:  # Keras creates that of a Sequential in 16 bits
+            if (
+                self._plan is None and original.dtype in DTYPES_16_BIT
+            ):  # Keras creates that of a Sequential in 16 bits
                 config["dtype"] = FLOAT32.name
             with global_policy(FLOAT32.name):
                 return type(original).from_config(config)
@@ -132,8 +163,14 @@ class _Cloning:
             return clone
         self._connected.add(id(original))
         if isinstance(original, keras.Sequential):  # which may have a layer twice
-            inputs = [child for child in children_of(original) if isinstance(child, keras.layers.InputLayer)]
-            return type(original)([self.clone_of(layer) for layer in (*inputs, *original.layers)], name=original.name)
+            inputs = [
+                child
+                for child in children_of(original)
+                if isinstance(child, keras.layers.InputLayer)
+            ]
+            return type(original)(
+                [self.clone_of(layer) for layer in (*inputs, *original.layers)], name=original.name
+            )
         inputs = keras.tree.map_structure(
             lambda tensor: self.clone_of(keras_internals.producer_of(tensor)).output, original.input
         )
@@ -151,10 +188,13 @@ class _Cloning:
                 clone = self.clone_of(original.layer)
                 clone.name = original.name
                 return clone
-            if not wraps_layer:  # its config needs the source of a lambda, which an interactive session does not have
+            # its config needs the source of a lambda, which an interactive session does not have
+            if not wraps_layer:
                 config = keras.Layer.get_config(original) | dtype
                 calls = [call.arguments for call in keras_internals.calls_of(original)]
-                has_one_argument = all(len(each.args) + len(each.kwargs.keys() - {"training"}) == 1 for each in calls)
+                has_one_argument = all(
+                    len(each.args) + len(each.kwargs.keys() - {"training"}) == 1 for each in calls
+                )
                 if self._plan is None and has_one_argument:
                     return keras.layers.Lambda(original.layer, **config)
                 return new_class(layer=original.layer, **config)
@@ -165,24 +205,30 @@ class _Cloning:
         config = dict(config_of(original))
         if "dtype" in config:
             config |= dtype
-        if isinstance(original, keras.layers.TFSMLayer):  # safe mode refuses its config, even that of a layer in use
+        if isinstance(
+            original, keras.layers.TFSMLayer
+        ):  # safe mode refuses its config, even that of a layer in use
             return new_class(**config)
         refused = refused_arguments(original)
         config, references = self._with_references(original, config)
         with global_policy(policy), keras.saving.custom_object_scope(references):
-            clone = new_class.from_config({key: value for key, value in config.items() if key not in refused})
+            clone = new_class.from_config(
+                {key: value for key, value in config.items() if key not in refused}
+            )
         if "name" in refused:
             clone.name = original.name
         if isinstance(original, keras.Model) and not clone.built and original.get_build_config():
             clone.build_from_config(original.get_build_config())
-            clone.built = True  # as Keras does: `build_from_config` does not, if the model has no `build`
+            clone.built = (
+                True  # as Keras does: `build_from_config` does not, if the model has no `build`
+            )
         return clone
 
     def pairs(self, original: Any, clone: Any) -> Iterator[Pair]:
         """Yields an original and its clone, then those of its sublayers: parents first, shared ones once.
 
-        Sublayers that are not connected in a graph are matched by order: layers copy the ones that they get, as
-        `Bidirectional` does, or create their own, whose names may differ.
+        Sublayers that are not connected in a graph are matched by order: layers copy the ones that
+        they get, as `Bidirectional` does, or create their own, whose names may differ.
         """
         seen: set[int] = set()
 
@@ -192,10 +238,17 @@ class _Cloning:
             seen.add(id(before))
             yield before, after
             if isinstance(before, layers.Float32) and not isinstance(after, layers.Float32):
-                yield from walk(before.layer, after)  # `to_float32` replaced it by the layer that it wraps
+                yield from walk(
+                    before.layer, after
+                )  # `to_float32` replaced it by the layer that it wraps
             elif isinstance(before, keras.Layer):
-                children, copies = children_of(before), children_of(after)  # `build` may create some later
-                if id(before) in self._connected:  # others are not called; and two may have one clone
+                children, copies = (
+                    children_of(before),
+                    children_of(after),
+                )  # `build` may create some later
+                if (
+                    id(before) in self._connected
+                ):  # others are not called; and two may have one clone
                     children = [child for child in children if id(child) in self._clones]
                     copies = [self._clones[id(child)] for child in children]
                 for child, copy in zip(children, copies, strict=False):
@@ -206,32 +259,47 @@ class _Cloning:
     def set_policies(self, pairs: Iterable[Pair]) -> None:
         """Sets the plan's policies on clones, which may have created sublayers themselves.
 
-        A policy of 16 bits is set only on what the user removed from the plan: others have it, or their class chose
-        another one.
+        A policy of 16 bits is set only on what the user removed from the plan: others have it, or
+        their class chose another one.
         """
         for before, after in pairs:
             path = self.path_of(before)
             policy = self._policy_of(path)
             is_inside = not self._removed.isdisjoint(path_and_parents(path))
-            is_planned = policy == FLOAT32.name or path in self._removed or (is_inside and bool(before.weights))
-            if is_planned and _has_float_dtype(after) and after.compute_dtype != policy.removeprefix("mixed_"):
+            is_planned = (
+                policy == FLOAT32.name
+                or path in self._removed
+                or (is_inside and bool(before.weights))
+            )
+            if (
+                is_planned
+                and _has_float_dtype(after)
+                and after.compute_dtype != policy.removeprefix("mixed_")
+            ):
                 after.dtype_policy = policy
 
     def _policy_of(self, path: str) -> str:
         return self._plan.policy_of(path) if self._plan else FLOAT32.name
 
-    def _with_references(self, original: keras.Layer, config: Config) -> tuple[Config, dict[str, SimpleNamespace]]:
+    def _with_references(
+        self, original: keras.Layer, config: Config
+    ) -> tuple[Config, dict[str, SimpleNamespace]]:
         """Returns a config that refers to clones of sublayers and to functions of the original, and the references.
 
-        Settings such as initializers, which may be unregistered too, are those of the original like functions.
+        Settings such as initializers, which may be unregistered too, are those of the original like
+        functions.
         """
         waiting = children_of(original)
         references: dict[str, SimpleNamespace] = {}
-        has_own_from_config = defining_class(type(original), "from_config") not in _WITHOUT_DESERIALIZATION
+        has_own_from_config = (
+            defining_class(type(original), "from_config") not in _WITHOUT_DESERIALIZATION
+        )
 
         def refer_to(value: Any) -> Config:
             name = f"kmp_reference_{len(references)}"
-            references[name] = SimpleNamespace(from_config=lambda config: value)  # all that Keras calls
+            references[name] = SimpleNamespace(
+                from_config=lambda config: value
+            )  # all that Keras calls
             return {"module": None, "class_name": name, "config": {}, "registered_name": name}
 
         def with_sublayers(value: Any) -> Any:
@@ -246,12 +314,17 @@ class _Cloning:
                 described = [
                     child
                     for child in waiting
-                    if (type(child).__name__, child.name) == (value["class_name"], settings.get("name", child.name))
+                    if (type(child).__name__, child.name)
+                    == (value["class_name"], settings.get("name", child.name))
                 ]
-                if described:  # in order, if several have one name; the same again, if a config has it twice
+                if (
+                    described
+                ):  # in order, if several have one name; the same again, if a config has it twice
                     if len(described) > 1:
                         waiting.remove(described[0])
-                    connections = {key: value[key] for key in ("name", "inbound_nodes") if key in value}
+                    connections = {
+                        key: value[key] for key in ("name", "inbound_nodes") if key in value
+                    }
                     return connections | refer_to(self.clone_of(described[0]))
             return {key: with_sublayers(item) for key, item in value.items()}
 
@@ -260,9 +333,14 @@ class _Cloning:
             held = value
             if isinstance(value, str | dict):
                 held = getattr(original, key, getattr(original, f"_{key}", None))
-            # A function, or an object without state that is called like one, such as an initializer.
-            has_state = inspect.ismethod(held) or isinstance(held, keras.Layer | keras.Metric | type)
-            if callable(held) and not has_state:  # a class with its own `from_config` deserializes it there
+            # A function, or an object without state that is called like one, such as an
+            # initializer.
+            has_state = inspect.ismethod(held) or isinstance(
+                held, keras.Layer | keras.Metric | type
+            )
+            if (
+                callable(held) and not has_state
+            ):  # a class with its own `from_config` deserializes it there
                 result[key] = refer_to(held) if has_own_from_config else held
             else:
                 result[key] = with_sublayers(value)
@@ -271,7 +349,9 @@ class _Cloning:
 
 def _has_float_dtype(operation: keras.Operation) -> bool:
     """Whether it is a layer that computes in floats, unlike a look-up of strings or integers."""
-    return isinstance(operation, keras.Layer) and keras.backend.is_float_dtype(operation.compute_dtype)
+    return isinstance(operation, keras.Layer) and keras.backend.is_float_dtype(
+        operation.compute_dtype
+    )
 
 
 def _arguments_of_graph(model: keras.Operation) -> Config | None:
@@ -288,7 +368,11 @@ def _arguments_of_graph(model: keras.Operation) -> Config | None:
     config = config_of(model)
     if not all(key in config for key in _GRAPH_KEYS):
         return None
-    return {key: value for key, value in config.items() if key not in (*_GRAPH_KEYS, "name", "trainable")}
+    return {
+        key: value
+        for key, value in config.items()
+        if key not in (*_GRAPH_KEYS, "name", "trainable")
+    }
 
 
 def _clone_error_message(operation: keras.Operation, error: Exception) -> str:
@@ -297,8 +381,9 @@ def _clone_error_message(operation: keras.Operation, error: Exception) -> str:
     text = re.sub(r"\x1b\[\d*m", "", text)  # drops the codes for bold text in Keras' messages
     reason = " ".join(text.split()) or type(error).__name__
     return (
-        f"{type(operation).__name__} {operation.name!r} cannot be rebuilt from its config: {reason.rstrip('.')}. "
-        "It needs a `get_config` that returns the arguments of its `__init__`."
+        f"{type(operation).__name__} {operation.name!r} cannot be rebuilt from its config:"
+        f" {reason.rstrip('.')}. It needs a `get_config` that returns the arguments of its"
+        " `__init__`."
     )
 
 
@@ -308,10 +393,13 @@ def _copy_state(original: keras.Model, clone: keras.Model, pairs: list[Pair]) ->
     for before, after in layer_pairs:
         if before.trainable != after.trainable:
             after.trainable = before.trainable
-    if [variable.shape for variable in original.variables] != [variable.shape for variable in clone.variables]:
+    if [variable.shape for variable in original.variables] != [
+        variable.shape for variable in clone.variables
+    ]:
         raise ValueError(
-            f"{type(original).__name__} {original.name!r} rebuilt from its config has different variables: its "
-            "`get_config`, or that of one of its layers, does not return all arguments of its `__init__`."
+            f"{type(original).__name__} {original.name!r} rebuilt from its config has different"
+            " variables: its `get_config`, or that of one of its layers, does not return all"
+            " arguments of its `__init__`."
         )
     for before, after in layer_pairs:
         for source, target in zip(rnn_states(before), rnn_states(after), strict=True):
@@ -319,12 +407,15 @@ def _copy_state(original: keras.Model, clone: keras.Model, pairs: list[Pair]) ->
         if type(before).load_own_variables is not keras.Layer.load_own_variables:
             store: Config = {}
             before.save_own_variables(store)
-            after.load_own_variables({key: ops.convert_to_numpy(value) for key, value in store.items()})
+            after.load_own_variables(
+                {key: ops.convert_to_numpy(value) for key, value in store.items()}
+            )
         if hasattr(before, "load_assets"):
             with tempfile.TemporaryDirectory() as folder:
                 before.save_assets(folder)
                 after.load_assets(folder)
-    # Last: `save_own_variables` may return weights with LoRA's merged into them, and these must be overwritten.
+    # Last: `save_own_variables` may return weights with LoRA's merged into them, and these must be
+    # overwritten.
     for source, target in zip(original.variables, clone.variables, strict=True):
         target.assign(source)
         if target.trainable != source.trainable:

@@ -8,13 +8,16 @@ from kmp.policy import rewrap, wrap
 from kmp.scaling import FixedScale
 from kmp.utils import user_messages
 
-_UNIT_SCALE = FixedScale(1.0)  # records a float32 model's gradients; float16 gradients would underflow with it
+_UNIT_SCALE = FixedScale(
+    1.0
+)  # records a float32 model's gradients; float16 gradients would underflow with it
 
 
 def transfer_compile_state(original: keras.Model, converted: keras.Model, scale_loss: bool) -> None:
     """Compiles a converted model like the original, if that is compiled, and copies the state of its optimizer.
 
-    Warns if the model cannot be compiled or the state does not fit. Without `scale_loss`, a loss scale is removed.
+    Warns if the model cannot be compiled or the state does not fit. Without `scale_loss`, a loss
+    scale is removed.
     """
     if not original.compiled:
         return
@@ -26,36 +29,46 @@ def transfer_compile_state(original: keras.Model, converted: keras.Model, scale_
             for name in ("metrics", "weighted_metrics"):  # each model has its own state
                 arguments[name] = keras.tree.map_structure(
                     lambda metric: (
-                        type(metric).from_config(metric.get_config()) if isinstance(metric, keras.Metric) else metric
+                        type(metric).from_config(metric.get_config())
+                        if isinstance(metric, keras.Metric)
+                        else metric
                     ),
                     arguments[name],
                 )
             if arguments["optimizer"] is not None:
                 arguments["optimizer"] = _clone_optimizer(arguments["optimizer"], scale_loss)
             converted.compile(**arguments, auto_scale_loss=False)
-        except (TypeError, ValueError, NotImplementedError) as error:  # Keras raises the last without a `get_config`
+        except (
+            TypeError,
+            ValueError,
+            NotImplementedError,
+        ) as error:  # Keras raises the last without a `get_config`
             reason = user_messages.one_line(error)
             user_messages.warn(
-                f"{type(converted).__name__} {converted.name!r} is not compiled. Call its `compile` yourself: {reason}"
+                f"{type(converted).__name__} {converted.name!r} is not compiled. Call its `compile`"
+                f" yourself: {reason}"
             )
             return
         if converted.optimizer is None or not original.optimizer.built:
             return
         converted.optimizer.build(converted.trainable_variables)
         sources, targets = (
-            keras_internals.optimizer_state(_unwrapped(model.optimizer)) for model in (original, converted)
+            keras_internals.optimizer_state(_unwrapped(model.optimizer))
+            for model in (original, converted)
         )
         if [variable.shape for variable in sources] != [variable.shape for variable in targets]:
             user_messages.warn(
-                f"The optimizer of {converted.name!r} starts with fresh state: the original optimizer was built on "
-                "different variables."
+                f"The optimizer of {converted.name!r} starts with fresh state: the original"
+                " optimizer was built on different variables."
             )
             return
         for source, target in zip(sources, targets, strict=True):
             target.assign(source)
 
 
-def _clone_optimizer(original: keras.optimizers.Optimizer, scale_loss: bool) -> keras.optimizers.Optimizer:
+def _clone_optimizer(
+    original: keras.optimizers.Optimizer, scale_loss: bool
+) -> keras.optimizers.Optimizer:
     inner = _unwrapped(original)
     config = inner.get_config()
     schedule = keras_internals.learning_rate_of(inner)

@@ -43,8 +43,14 @@ class ActivationStatistics:
             return float("nan")
         pairs = zip(self.values, reference.values, strict=True)
         squared_error = sum(float(np.sum(np.square(a - b, dtype=np.float64))) for a, b in pairs)
-        squared_norm = sum(float(np.sum(np.square(value, dtype=np.float64))) for value in reference.values)
-        return float(np.sqrt(squared_error / squared_norm)) if squared_norm else float(squared_error > 0)
+        squared_norm = sum(
+            float(np.sum(np.square(value, dtype=np.float64))) for value in reference.values
+        )
+        return (
+            float(np.sqrt(squared_error / squared_norm))
+            if squared_norm
+            else float(squared_error > 0)
+        )
 
 
 def measure_activations(
@@ -53,7 +59,8 @@ def measure_activations(
     """Runs a model eagerly on a batch, in inference mode, and restores its state.
 
     Returns:
-        The statistics of `operations` by path, and of the model as `""`, in the order in which the calls finished.
+        The statistics of `operations` by path, and of the model as `""`, in the order in which the
+        calls finished.
     """
     recorded: dict[str, list[np.ndarray]] = {}
 
@@ -73,10 +80,16 @@ def measure_activations(
     with contextlib.ExitStack() as stack:
         stack.enter_context(state_restored(model))
         for path, operation in {**operations, "": model}.items():
-            stack.enter_context(instance_attribute(operation, "call", recording(path, operation.call)))
+            stack.enter_context(
+                instance_attribute(operation, "call", recording(path, operation.call))
+            )
         try:
             model(batch, training=False)
         except Exception as error:  # Keras and TensorFlow raise many classes, with long messages
-            subject = f"{type(model).__name__} {model.name!r} (pass only the model's inputs, no targets)"
-            raise ValueError(f"`batch` does not fit {subject}: {user_messages.one_line(error)}") from error
+            subject = (
+                f"{type(model).__name__} {model.name!r} (pass only the model's inputs, no targets)"
+            )
+            raise ValueError(
+                f"`batch` does not fit {subject}: {user_messages.one_line(error)}"
+            ) from error
     return {path: ActivationStatistics(values) for path, values in recorded.items() if values}

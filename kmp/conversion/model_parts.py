@@ -21,7 +21,12 @@ from kmp.backend import (
 from kmp.conversion.precision_rules import FOLLOWS_INPUTS, OpRule, rule_for
 from kmp.utils import FLOAT16, unique_names
 
-WRAPPERS = (keras.layers.Wrapper, keras.layers.Bidirectional, keras.layers.RNN, keras.layers.StackedRNNCells)
+WRAPPERS = (
+    keras.layers.Wrapper,
+    keras.layers.Bidirectional,
+    keras.layers.RNN,
+    keras.layers.StackedRNNCells,
+)
 
 Config = dict[str, Any]
 _warnings_lock = threading.RLock()
@@ -32,12 +37,14 @@ class Part:
     """One layer or operation of a model.
 
     Args:
-        path: Its name, prefixed with the names of the layers and models that contain it, joined by `/`.
-        operation: The layer, or the operation of a functional graph, such as that of `keras.ops.exp(x)`.
+        path: Its name, prefixed with the names of the layers and models that contain it, joined by
+            `/`.
+        operation: The layer, or the operation of a functional graph, such as that of
+            `keras.ops.exp(x)`.
         parent: The model, nested model, wrapper or layer that directly contains it.
         rule: Its precision rule.
-        is_planned: Whether a plan decides its dtype. Not for input layers, sublayers that Keras' own layers create, and
-            operations that custom code creates, which no config contains.
+        is_planned: Whether a plan decides its dtype. Not for input layers, sublayers that Keras'
+            own layers create, and operations that custom code creates, which no config contains.
         obstacle: Why its dtype policy cannot be set, although a plan may name it; may be empty.
     """
 
@@ -66,29 +73,38 @@ def parts_of(model: keras.Model, dtype: str = FLOAT16.name) -> list[Part]:
     """
     parts: dict[int, Part] = {}
 
-    def walk(parent: keras.Layer, parent_config: Config | None, prefix: str, is_created_by_keras: bool) -> None:
+    def walk(
+        parent: keras.Layer, parent_config: Config | None, prefix: str, is_created_by_keras: bool
+    ) -> None:
         children, is_of_keras = children_of(parent), is_keras_class(type(parent))
         # Sublayers whose configs are in that of their parent are not created in custom code.
         is_in_config = is_of_keras or "layers" in (parent_config or {})
         is_created_by_keras |= is_of_keras and not isinstance(parent, (keras.Model, *WRAPPERS))
-        for name, operation in zip(unique_names(child.name for child in children), children, strict=True):
+        for name, operation in zip(
+            unique_names(child.name for child in children), children, strict=True
+        ):
             if id(operation) in parts:
                 continue
-            is_layer, is_input = isinstance(operation, keras.Layer), isinstance(operation, keras.layers.InputLayer)
+            is_layer, is_input = (
+                isinstance(operation, keras.Layer),
+                isinstance(operation, keras.layers.InputLayer),
+            )
             is_planned = (is_layer or is_in_config) and not (is_input or is_created_by_keras)
             if is_created_by_keras:
                 rule = OpRule(FOLLOWS_INPUTS, f"uses the dtype of {parent.name}, which creates it")
             else:
                 rule = rule_for(operation, dtype)
             config, obstacle = _config_of_custom(operation), ""
-            # The policy of a model can be set, and that of a sublayer that a custom layer creates in code: without a
-            # `dtype`, it uses the global policy.
+            # The policy of a model can be set, and that of a sublayer that a custom layer creates
+            # in code: without a `dtype`, it uses the global policy.
             if is_planned and config is not None and not isinstance(operation, keras.Model):
                 if "dtype" not in config:
                     obstacle = "its config has no `dtype`, so its policy cannot be set"
                 elif is_in_config and "dtype" in refused_arguments(operation):
                     obstacle = "its `__init__` takes no `dtype`, so its policy cannot be set"
-            parts[id(operation)] = Part(prefix + name, operation, parent, rule, is_planned, obstacle)
+            parts[id(operation)] = Part(
+                prefix + name, operation, parent, rule, is_planned, obstacle
+            )
             if is_layer:
                 walk(operation, config, f"{prefix}{name}/", is_created_by_keras)
 
@@ -114,7 +130,10 @@ def config_of(layer: keras.Layer) -> Config:
     held = (value for sublayer in sublayers(layer) for value in vars(sublayer).values())
     if not any(getattr(value, "__name__", "") == "<lambda>" for value in held):
         return layer.get_config()
-    with _warnings_lock, warnings.catch_warnings():  # it changes global state, which two threads would not restore
+    with (
+        _warnings_lock,
+        warnings.catch_warnings(),
+    ):  # it changes global state, which two threads would not restore
         warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
         return layer.get_config()
 
@@ -137,23 +156,33 @@ def check_built(model: Any) -> None:
     """Raises an error if `model` is not a Keras model, or it or a model inside a graph of it is not built."""
     if not isinstance(model, keras.Model):
         raise TypeError(
-            f"`model` must be a keras.Model, such as keras.models.load_model(file) returns. Received: model={model!r}"
+            "`model` must be a keras.Model, such as keras.models.load_model(file) returns."
+            f" Received: model={model!r}"
         )
-    # Only models are checked: Keras leaves some layers without weights unbuilt. Custom code may use a nested model as a
-    # container of layers, or never.
-    children = (child for layer in sublayers(model) if is_passthrough(layer) for child in direct_sublayers(layer))
-    unbuilt = [inner for inner in (model, *children) if isinstance(inner, keras.Model) and not inner.built]
+    # Only models are checked: Keras leaves some layers without weights unbuilt. Custom code may use
+    # a nested model as a container of layers, or never.
+    children = (
+        child
+        for layer in sublayers(model)
+        if is_passthrough(layer)
+        for child in direct_sublayers(layer)
+    )
+    unbuilt = [
+        inner for inner in (model, *children) if isinstance(inner, keras.Model) and not inner.built
+    ]
     if unbuilt:
         raise ValueError(
-            f"{type(unbuilt[0]).__name__} {unbuilt[0].name!r} is not built: call it on a batch first, or give it an "
-            "`Input`."
+            f"{type(unbuilt[0]).__name__} {unbuilt[0].name!r} is not built: call it on a batch"
+            " first, or give it an `Input`."
         )
 
 
 def check_not_float64(model: keras.Model) -> None:
     """Raises an error if a layer of a model computes in float64."""
     if "float64" in compute_dtypes(model):
-        raise ValueError(f"{model.name!r} computes in float64: conversion would round its weights to float32.")
+        raise ValueError(
+            f"{model.name!r} computes in float64: conversion would round its weights to float32."
+        )
 
 
 def is_quantized(model: keras.Model) -> bool:
@@ -169,8 +198,8 @@ def is_graph(layer: keras.Operation) -> bool:
 def refused_arguments(layer: keras.Layer) -> set[str]:
     """Returns which of `name`, `trainable` and `dtype` the `__init__` of a layer does not take.
 
-    `keras.Layer.get_config` returns all three, and Keras' `from_config` passes them to `__init__`. Empty if the class
-    has its own `from_config`, which may omit them.
+    `keras.Layer.get_config` returns all three, and Keras' `from_config` passes them to `__init__`.
+    Empty if the class has its own `from_config`, which may omit them.
     """
     if is_graph(layer) or not is_keras_class(defining_class(type(layer), "from_config")):
         return set()

@@ -24,10 +24,10 @@ class Plan:
     """The dtype policies of a model's layers and operations.
 
     Args:
-        policy: The dtype policy of everything that is not in `float32`: `"mixed_float16"`, `"mixed_bfloat16"`,
-            `"float16"` or `"bfloat16"`.
-        float32: Maps the path of each layer or operation that stays float32, as `kmp.audit` shows it, to the reason.
-            Its sublayers stay float32 too. May be edited.
+        policy: The dtype policy of everything that is not in `float32`: `"mixed_float16"`,
+            `"mixed_bfloat16"`, `"float16"` or `"bfloat16"`.
+        float32: Maps the path of each layer or operation that stays float32, as `kmp.audit` shows
+            it, to the reason. Its sublayers stay float32 too. May be edited.
 
     Raises:
         TypeError: If `policy` is not a string, or `float32` is not a dict of strings.
@@ -43,10 +43,16 @@ class Plan:
     float32: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "policy", validation.one_of("policy", self.policy, CONVERSION_POLICIES))
+        object.__setattr__(
+            self, "policy", validation.one_of("policy", self.policy, CONVERSION_POLICIES)
+        )
         is_dict = isinstance(self.float32, dict)
-        if not is_dict or not all(isinstance(text, str) for item in self.float32.items() for text in item):
-            raise TypeError(f"`float32` must map paths to reasons. Received: float32={self.float32!r}")
+        if not is_dict or not all(
+            isinstance(text, str) for item in self.float32.items() for text in item
+        ):
+            raise TypeError(
+                f"`float32` must map paths to reasons. Received: float32={self.float32!r}"
+            )
 
     @property
     def compute_dtype(self) -> str:
@@ -55,7 +61,11 @@ class Plan:
 
     def policy_of(self, path: str) -> str:
         """Returns the dtype policy at a path: float32 if the path or one of its parents is in `float32`."""
-        return FLOAT32.name if any(each in self.float32 for each in path_and_parents(path)) else self.policy
+        return (
+            FLOAT32.name
+            if any(each in self.float32 for each in path_and_parents(path))
+            else self.policy
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as a dict for JSON."""
@@ -78,14 +88,16 @@ class Plan:
         Raises:
             TypeError: If `path` is not a string or path.
             OSError: If the file cannot be read.
-            ValueError: If the file is not a valid plan, such as one with a repeated key or a pipe, or `path` is empty
-                or a URL.
+            ValueError: If the file is not a valid plan, such as one with a repeated key or a pipe,
+                or `path` is empty or a URL.
         """
         file = validation.local_path("path", path)
         if file.exists() and not file.is_file():
             raise ValueError(f"{file} is not a valid plan: it is not a regular file")
         try:
-            content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_without_repeated_keys)
+            content = json.loads(
+                file.read_text(encoding="utf-8"), object_pairs_hook=_without_repeated_keys
+            )
             if not isinstance(content, dict) or set(content) != {"policy", "float32"}:
                 raise ValueError("it must have exactly the keys 'policy' and 'float32'")
             return cls(**content)
@@ -98,19 +110,27 @@ def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is repeated")
+        raise ValueError(
+            f"the key {next(name for name in names if names.count(name) > 1)!r} is repeated"
+        )
     return result
 
 
 def make_plan(
-    model: keras.Model, parts: list[Part], plan: Plan, keep_float32: Any = None, float32_layers: bool = True
+    model: keras.Model,
+    parts: list[Part],
+    plan: Plan,
+    keep_float32: Any = None,
+    float32_layers: bool = True,
 ) -> Plan:
     """Fills an empty plan according to kmp's precision rules; the other arguments are those of `convert`."""
     parts = [part for part in parts if part.is_planned]
     requested = _selected_paths(parts, keep_float32)
     outputs = {id(operation) for operation in output_operations(model)} if float32_layers else set()
     bits = FORMATS_16_BIT[plan.compute_dtype].fraction_bits + 1
-    output_of: dict[str, str] = {}  # by the path of a layer that uses an output layer, such as a tied embedding
+    output_of: dict[
+        str, str
+    ] = {}  # by the path of a layer that uses an output layer, such as a tied embedding
     for part in parts:
         if id(part.operation) in outputs and not isinstance(part.parent, keras.Model):
             output_of.setdefault(part.parent_path, part.path)
@@ -133,20 +153,28 @@ def make_plan(
 
     float32 = {part.path: reason for part in parts if (reason := next(reasons(part), ""))}
 
-    # A layer that follows its inputs is float32 if these all are: nothing is rounded to float16 between two float32
-    # layers, or before the first one.
+    # A layer that follows its inputs is float32 if these all are: nothing is rounded to float16
+    # between two float32 layers, or before the first one.
     inputs = map(keras_internals.producer_of, keras_internals.graph_tensors(model, "inputs"))
-    float32_ids = {id(part.operation) for part in parts if part.path in float32} | set(map(id, inputs))
+    float32_ids = {id(part.operation) for part in parts if part.path in float32} | set(
+        map(id, inputs)
+    )
 
     def is_float32(source: keras.Operation) -> bool:
         outputs = list(output_operations(source)) if isinstance(source, keras.Model) else []
-        return id(source) in float32_ids or (bool(outputs) and all(id(output) in float32_ids for output in outputs))
+        return id(source) in float32_ids or (
+            bool(outputs) and all(id(output) in float32_ids for output in outputs)
+        )
 
-    for part in parts if float32_layers else ():  # in graph order, nested models before the layers that they feed
+    for part in (
+        parts if float32_layers else ()
+    ):  # in graph order, nested models before the layers that they feed
         if part.path in float32 or part.rule.category != FOLLOWS_INPUTS:
             continue
         calls = keras_internals.calls_of(part.operation)
-        sources = [keras_internals.producer_of(tensor) for call in calls for tensor in call.input_tensors]
+        sources = [
+            keras_internals.producer_of(tensor) for call in calls for tensor in call.input_tensors
+        ]
         if sources and all(map(is_float32, sources)):
             float32_ids.add(id(part.operation))
             # Operations, and layers with integer or string dtypes, need no entry in the plan.
@@ -166,9 +194,9 @@ def complete_plan(plan: Plan, parts: list[Part]) -> Plan:
     unknown_paths = sorted(set(plan.float32) - set(known_paths))
     if unknown_paths:
         raise ValueError(
-            f"The plan contains {unknown_paths[0]!r}, but the model has no such layer. Keras numbers unnamed layers "
-            "across all models: call keras.utils.clear_session() before you rebuild a model to restart the numbers. "
-            f"The layers are: {', '.join(known_paths)}"
+            f"The plan contains {unknown_paths[0]!r}, but the model has no such layer. Keras"
+            " numbers unnamed layers across all models: call keras.utils.clear_session() before"
+            f" you rebuild a model to restart the numbers. The layers are: {', '.join(known_paths)}"
         )
     float32 = dict(plan.float32)
     for part in reversed(parts):
@@ -198,11 +226,16 @@ def _selected_paths(parts: list[Part], selectors: Any) -> set[str]:
             continue  # it may select none
         else:
             raise TypeError(
-                "`keep_float32` must be a path, pattern, layer, class, function that takes a layer, or a list of "
-                f"these. Received: {selector!r}"
+                "`keep_float32` must be a path, pattern, layer, class, function that takes a"
+                f" layer, or a list of these. Received: {selector!r}"
             )
         if not found:
-            name, known_paths = getattr(selector, "__name__", repr(selector)), ", ".join(part.path for part in parts)
-            raise ValueError(f"`keep_float32`: no layer matches {name}. The layers are: {known_paths}")
+            name, known_paths = (
+                getattr(selector, "__name__", repr(selector)),
+                ", ".join(part.path for part in parts),
+            )
+            raise ValueError(
+                f"`keep_float32`: no layer matches {name}. The layers are: {known_paths}"
+            )
         selected |= {part.path for part in found}
     return selected

@@ -1,8 +1,8 @@
 """The demo's experiment: one model on real data, in float32, in float16 without loss scaling, and in float16 with kmp.
 
-The model denoises scikit-learn's digits and also classifies them, with one trunk for both tasks. The classification
-loss has a small weight, as auxiliary losses do, so its gradients are small: float16 flushes many of them to zero, and
-the accuracy drops.
+The model denoises scikit-learn's digits and also classifies them, with one trunk for both tasks.
+The classification loss has a small weight, as auxiliary losses do, so its gradients are small:
+float16 flushes many of them to zero, and the accuracy drops.
 """
 
 import statistics
@@ -70,11 +70,15 @@ def load() -> tuple[Data, Data]:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError as error:
-        raise ImportError("The demo's data set is part of scikit-learn: pip install 'kmp[demo]'") from error
+        raise ImportError(
+            "The demo's data set is part of scikit-learn: pip install 'kmp[demo]'"
+        ) from error
     images, labels = load_digits(return_X_y=True)
     clean = (images / 16.0).astype("float32")
     noise = np.random.default_rng(0).normal(0.0, _NOISE, clean.shape)
-    split = train_test_split((clean + noise).astype("float32"), clean, labels, test_size=_TEST_SHARE, random_state=0)
+    split = train_test_split(
+        (clean + noise).astype("float32"), clean, labels, test_size=_TEST_SHARE, random_state=0
+    )
     return Data(*split[0::2]), Data(*split[1::2])
 
 
@@ -90,7 +94,12 @@ def variants(mixed_policy: str) -> list[Variant]:
 
 
 def train(
-    variant: Variant, seed: int, steps: int, parts: tuple[Data, Data], log_dir: Path, on_step: Callable[[], None]
+    variant: Variant,
+    seed: int,
+    steps: int,
+    parts: tuple[Data, Data],
+    log_dir: Path,
+    on_step: Callable[[], None],
 ) -> Result:
     """Trains one variant with one seed, writes its log to `log_dir`, and evaluates it on the validation part."""
     (noisy, clean, labels), test = parts
@@ -99,14 +108,19 @@ def train(
         adam = keras.optimizers.Adam(2e-3)
         model = _model(clean.shape[1], classes=int(labels.max()) + 1)
         model.compile(
-            # A fixed scale of 1 does not scale the loss. It has the counters, so that all variants are measured alike.
+            # A fixed scale of 1 does not scale the loss. It has the counters, so that all variants
+            # are measured alike.
             wrap(adam) if variant.scaled else LossScaleOptimizer(adam, loss_scale=1.0),
             loss={"image": "mse", "label": "sparse_categorical_crossentropy"},
             loss_weights={"image": 1.0, "label": LABEL_WEIGHT},
             metrics={"label": "accuracy"},
         )
-        examples = tf.data.Dataset.from_tensor_slices((noisy, {"image": clean, "label": labels})).cache()
-        batches = examples.shuffle(len(labels), seed=seed).repeat().batch(BATCH_SIZE, drop_remainder=True)
+        examples = tf.data.Dataset.from_tensor_slices(
+            (noisy, {"image": clean, "label": labels})
+        ).cache()
+        batches = (
+            examples.shuffle(len(labels), seed=seed).repeat().batch(BATCH_SIZE, drop_remainder=True)
+        )
         loggers = callbacks.defaults(log_dir, every_n_steps=max(1, steps // 60))
         progress = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: on_step())
         started = time.perf_counter()
@@ -130,6 +144,10 @@ def _model(pixels: int, classes: int) -> keras.Model:
     noisy = keras.Input((pixels,))
     trunk = dense(128, activation="relu", name="trunk_1")(noisy)
     trunk = dense(128, activation="relu", name="trunk_2")(trunk)
-    image = dense(pixels, dtype="float32", name="image")(dense(128, activation="relu", name="image_hidden")(trunk))
-    logits = dense(classes, name="logits")(dense(128, activation="relu", name="label_hidden")(trunk))
+    image = dense(pixels, dtype="float32", name="image")(
+        dense(128, activation="relu", name="image_hidden")(trunk)
+    )
+    logits = dense(classes, name="logits")(
+        dense(128, activation="relu", name="label_hidden")(trunk)
+    )
     return keras.Model(noisy, {"image": image, "label": layers.Softmax(name="label")(logits)})

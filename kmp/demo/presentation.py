@@ -28,7 +28,11 @@ def run(console: Console, policy: str, steps: int, out: Path) -> Results:
             for variant, trained in results.items():
                 progress.update(task, description=f"{variant.name}, seed {seed}")
                 log_dir = out / variant.name.replace(" ", "-") / f"seed-{seed}"
-                trained.append(experiment.train(variant, seed, steps, parts, log_dir, lambda: progress.advance(task)))
+                trained.append(
+                    experiment.train(
+                        variant, seed, steps, parts, log_dir, lambda: progress.advance(task)
+                    )
+                )
     console.print(table(results))
     for line in explanation(results):
         console.print(line, highlight=False)
@@ -36,7 +40,10 @@ def run(console: Console, policy: str, steps: int, out: Path) -> Results:
     # The first seed of each variant in the report, that of the last one in the figures.
     runs = {variant.name: trained[0].run for variant, trained in results.items()}
     *_, last = runs.values()
-    plots.save(plots.gradient_exponents(last.histograms[len(last.histograms) // 2]), out / "gradient_exponents.png")
+    plots.save(
+        plots.gradient_exponents(last.histograms[len(last.histograms) // 2]),
+        out / "gradient_exponents.png",
+    )
     plots.save(plots.loss_scale(last), out / "loss_scale.png")
     for line in (
         f"Figure: {out / 'gradient_exponents.png'}",
@@ -54,9 +61,18 @@ def table(results: Results) -> Table:
     rows = Table(title=f"One model, {len(SEEDS)} seeds each: mean and range", title_justify="left")
     rows.add_column("trained in")
     rows.add_column("validation\naccuracy", justify="right", min_width=len("0.000-0.000"))
-    for name in ("zero\ngradients", "flushed\nto zero", "overflow\ncount", "final\nscale", "seconds"):
+    for name in (
+        "zero\ngradients",
+        "flushed\nto zero",
+        "overflow\ncount",
+        "final\nscale",
+        "seconds",
+    ):
         rows.add_column(name, justify="right")
-    zeros = {variant: statistics.fmean(result.zeros for result in trained) for variant, trained in results.items()}
+    zeros = {
+        variant: statistics.fmean(result.zeros for result in trained)
+        for variant, trained in results.items()
+    }
     in_float32 = next(iter(zeros.values()))
     for variant, trained in results.items():
         accuracies = [result.accuracy for result in trained]
@@ -76,10 +92,14 @@ def table(results: Results) -> Table:
 def explanation(results: Results) -> Iterator[str]:
     """Yields paragraphs: the task, the accuracies, and why they differ, if they differ by more than the seeds do."""
     yield (
-        f"The model denoises images and also classifies them, with one trunk for both tasks. The classification loss "
-        f"has the small weight {LABEL_WEIGHT:g}, as auxiliary losses do. Accuracy is that of the classification."
+        "The model denoises images and also classifies them, with one trunk for both tasks. The"
+        f" classification loss has the small weight {LABEL_WEIGHT:g}, as auxiliary losses do."
+        " Accuracy is that of the classification."
     )
-    accuracies = {variant.name: [result.accuracy for result in trained] for variant, trained in results.items()}
+    accuracies = {
+        variant.name: [result.accuracy for result in trained]
+        for variant, trained in results.items()
+    }
     spread = max(max(values) - min(values) for values in accuracies.values())
     means = {name: statistics.fmean(values) for name, values in accuracies.items()}
     if len(means) > 1 and max(means.values()) - min(means.values()) <= spread:
@@ -88,15 +108,16 @@ def explanation(results: Results) -> Iterator[str]:
         outcome = ", ".join(f"{accuracy:.2f} in {name}" for name, accuracy in means.items())
         gradient = LABEL_WEIGHT / BATCH_SIZE
         yield (
-            f"The accuracy is {outcome}. The reason: the loss is a mean over a batch of {BATCH_SIZE}, so a gradient at "
-            f"the classification output is at most {LABEL_WEIGHT:g} / {BATCH_SIZE} = {gradient:.1e}. float16 flushes "
-            f"to zero what is below half of its smallest subnormal, 2^-24 = {FLOAT16.smallest_subnormal:.1e}: a "
-            f"predicted probability whose error is below {2.0**FLOAT16.flush_exponent / gradient:.2f} gets a zero "
-            "gradient."
+            f"The accuracy is {outcome}. The reason: the loss is a mean over a batch of"
+            f" {BATCH_SIZE}, so a gradient at the classification output is at most {LABEL_WEIGHT:g}"
+            f" / {BATCH_SIZE} = {gradient:.1e}. float16 flushes to zero what is below half of its"
+            f" smallest subnormal, 2^-24 = {FLOAT16.smallest_subnormal:.1e}: a predicted"
+            f" probability whose error is below {2.0**FLOAT16.flush_exponent / gradient:.2f} gets a"
+            " zero gradient."
         )
         yield (
-            "'Flushed to zero' is the share of zeros beyond that in float32, where inactive ReLU units cause zeros. "
-            "The loss scale moves all gradients up into float16's range. It grows until a gradient overflows; that "
-            f"step is skipped. (The growth interval is {GROWTH_INTERVAL} steps here, to show this in a short run; the "
-            "default is 2000.)"
+            "'Flushed to zero' is the share of zeros beyond that in float32, where inactive ReLU"
+            " units cause zeros. The loss scale moves all gradients up into float16's range. It"
+            " grows until a gradient overflows; that step is skipped. (The growth interval is"
+            f" {GROWTH_INTERVAL} steps here, to show this in a short run; the default is 2000.)"
         )

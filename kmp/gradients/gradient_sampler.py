@@ -27,8 +27,8 @@ def paths_of(variables: Variables) -> list[str]:
 class GradientSampler:
     """Stores the last gradient sample and the sampling interval, which callbacks set and the compiled step reads.
 
-    Changing the interval or pausing does not retrace the step. With several callbacks it is the greatest common divisor
-    of their intervals, so that each callback gets the samples it requested.
+    Changing the interval or pausing does not retrace the step. With several callbacks it is the
+    greatest common divisor of their intervals, so that each callback gets the samples it requested.
 
     Args:
         steps_taken: Returns the number of steps that the optimizer has taken.
@@ -50,7 +50,9 @@ class GradientSampler:
     def build(self, variables: Variables) -> None:
         """Sets the variables to sample, without those that Keras overwrites with their gradient: float8 scales."""
         self._paths = paths_of(variables)
-        self._indices = [index for index, variable in enumerate(variables) if not is_overwritten(variable)]
+        self._indices = [
+            index for index, variable in enumerate(variables) if not is_overwritten(variable)
+        ]
         if self.is_active:
             self._create_storage()
 
@@ -60,8 +62,8 @@ class GradientSampler:
         A second call for the same owner, which must support weak references, replaces its interval.
 
         Returns:
-            Whether functions traced before must be traced again, because they cannot sample. In Keras:
-            `model.make_train_function(force=True)`.
+            Whether functions traced before must be traced again, because they cannot sample. In
+            Keras: `model.make_train_function(force=True)`.
         """
         self._intervals[owner] = every_n_steps
         self._first_step = first or self._first_step
@@ -80,32 +82,46 @@ class GradientSampler:
             self._first_step = 0
         self._clock.set(self._common_interval, self._first_step)
 
-    def sample(self, gradients: Gradients, scale: Callable[[], Any], step: Callable[[], Any], unscaled: bool) -> None:
+    def sample(
+        self,
+        gradients: Gradients,
+        scale: Callable[[], Any],
+        step: Callable[[], Any],
+        unscaled: bool,
+    ) -> None:
         """Measures gradients, times the scale, if the current step is due; part of the training step.
 
         Args:
             gradients: At least one that is not `None`.
             scale: Returns the loss scale, if it is needed.
-            step: Returns the number of the current step, a scalar int64 counted from 1, if it is needed.
+            step: Returns the number of the current step, a scalar int64 counted from 1, if it is
+                needed.
             unscaled: Whether the gradients are divided by the scale already.
         """
         present = next(gradient for gradient in gradients if gradient is not None)
         is_due = self._clock.is_due(step, values_of(present))
-        ops.cond(is_due, outlined(lambda: self._record(gradients, scale(), step(), unscaled)), lambda: None)
+        ops.cond(
+            is_due,
+            outlined(lambda: self._record(gradients, scale(), step(), unscaled)),
+            lambda: None,
+        )
 
     def read(self, order: Sequence[int], steps: int) -> GradientSample | None:
         """Returns the last sample of this process' replicas, or `None` if there is none.
 
         Args:
             order: Indices of all variables, ordered from the input to the loss.
-            steps: The number of steps taken. Loading a checkpoint may reset it; a sample of a later step is ignored.
+            steps: The number of steps taken. Loading a checkpoint may reset it; a sample of a later
+                step is ignored.
         """
         self._clock.follow(steps)
         if self._step is None or not 0 < (step := int(self._step.numpy())) <= steps:
             return None
         row_of = {index: row for row, index in enumerate(self._indices)}
         rows = [row_of[index] for index in order if index in row_of]
-        counts, amax, square_sum = map(distribution.local_values, (self._counts, self._amax, self._square_sum))
+        counts, amax, square_sum = map(
+            distribution.local_values, (self._counts, self._amax, self._square_sum)
+        )
         scale = float(self._scale.numpy())
         return GradientSample(
             step,
@@ -119,25 +135,31 @@ class GradientSampler:
     def _create_storage(self) -> None:
         rows = len(self._indices)
         self._step = distribution.variable("sample_step", "int64", aggregation="only_first_replica")
-        self._scale = distribution.variable("sample_loss_scale", "float32", aggregation="only_first_replica")
+        self._scale = distribution.variable(
+            "sample_loss_scale", "float32", aggregation="only_first_replica"
+        )
         self._amax = distribution.variable("sample_amax", "float32", (rows,))
         self._square_sum = distribution.variable("sample_square_sum", "float64", (rows,))
         self._counts = distribution.variable("sample_counts", "int64", (rows, BIN_COUNT))
 
     @property
     def _common_interval(self) -> int:
-        # An owner with `NEVER` only prepares the step: the greatest common divisor with it would sample more often.
+        # An owner with `NEVER` only prepares the step: the greatest common divisor with it would
+        # sample more often.
         return math.gcd(*(each for each in self._intervals.values() if each < NEVER)) or NEVER
 
     def _record(self, gradients: Gradients, scale: Any, step: Any, is_unscaled: bool) -> None:
         if not self._indices:
             return
         sampled = [gradients[index] for index in self._indices]
-        statistics = gradient_statistics(multiply_gradients(sampled, scale) if is_unscaled else sampled)
+        statistics = gradient_statistics(
+            multiply_gradients(sampled, scale) if is_unscaled else sampled
+        )
         self._counts.assign(statistics.counts)
         self._amax.assign(statistics.amax)
         self._square_sum.assign(statistics.square_sum)
-        # At the end of a dataset of unknown length, Keras starts a step that gets no batch; it must not be recorded.
+        # At the end of a dataset of unknown length, Keras starts a step that gets no batch; it must
+        # not be recorded.
         with tf.control_dependencies([statistics.counts]):
             self._step.assign(step)
             self._scale.assign(scale)
@@ -146,15 +168,21 @@ class GradientSampler:
 def copies_of(variables: Mapping[str, Any]) -> dict[str, tf.Tensor]:
     """Returns copies of variables, by path.
 
-    Updates are measured outside the compiled step. Inside, every step would copy the weights, or the optimizer would be
-    traced twice.
+    Updates are measured outside the compiled step. Inside, every step would copy the weights, or
+    the optimizer would be traced twice.
     """
-    return {path: tf.identity(ops.convert_to_tensor(variable)) for path, variable in variables.items()}
+    return {
+        path: tf.identity(ops.convert_to_tensor(variable)) for path, variable in variables.items()
+    }
 
 
-def with_updates(sample: GradientSample, before: Mapping[str, Any], after: Mapping[str, Any]) -> GradientSample:
+def with_updates(
+    sample: GradientSample, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> GradientSample:
     """Returns the sample with what changed from the weights before a step to those after it, unless one is missing."""
     if not sample.names or not set(sample.names) <= before.keys() & after.keys():
         return sample
     old, new = ([weights[name] for name in sample.names] for weights in (before, after))
-    return replace(sample, **{name: values.numpy() for name, values in update_statistics(old, new).items()})
+    return replace(
+        sample, **{name: values.numpy() for name, values in update_statistics(old, new).items()}
+    )

@@ -15,13 +15,14 @@ NEVER = 2**62  # an interval that no step is divisible by
 class SamplingClock:
     """Knows which steps are due: one given step, and each that an interval divides.
 
-    The interval and the step are variables, so that a change does not retrace the training step. On a GPU, a branch on
-    a value of the device makes the host wait for all that was launched before. So the host has a copy of them, and
-    counts the steps itself, for each replica. A step that XLA compiles as a whole cannot read variables of the host: it
-    compares the numbers on the device.
+    The interval and the step are variables, so that a change does not retrace the training step. On
+    a GPU, a branch on a value of the device makes the host wait for all that was launched before.
+    So the host has a copy of them, and counts the steps itself, for each replica. A step that XLA
+    compiles as a whole cannot read variables of the host: it compares the numbers on the device.
 
     Args:
-        steps_taken: Returns the number of steps that the optimizer has taken. It is called outside of graphs.
+        steps_taken: Returns the number of steps that the optimizer has taken. It is called outside
+            of graphs.
     """
 
     def __init__(self, steps_taken: Callable[[], int]) -> None:
@@ -33,10 +34,14 @@ class SamplingClock:
 
     def set(self, interval: int, step: int) -> None:
         """Makes the given `step`, if it is not 0, and each step that `interval` divides due from the next one on."""
-        if not self._on_host and not tf.distribute.has_strategy():  # whose variables are on the devices of replicas
+        if (
+            not self._on_host and not tf.distribute.has_strategy()
+        ):  # whose variables are on the devices of replicas
             with tf.device("CPU:0"):
                 self._on_host = _Schedule()
-                self._host_steps = [_scalar(0, f"sample_steps_{replica}") for replica in range(self._replicas)]
+                self._host_steps = [
+                    _scalar(0, f"sample_steps_{replica}") for replica in range(self._replicas)
+                ]
         self._on_device.set(interval, step)
         if self._on_host:
             self._on_host.set(interval, step)
@@ -54,8 +59,8 @@ class SamplingClock:
 
         Args:
             step: Returns its number on the device, a scalar int64 counted from 1.
-            gradient: Any tensor of the step that needs its batch: at the end of a dataset of unknown length, Keras
-                starts a step that gets none, and which must not count.
+            gradient: Any tensor of the step that needs its batch: at the end of a dataset of
+                unknown length, Keras starts a step that gets none, and which must not count.
         """
         if not self._on_host or xla.is_tracing():
             return self._on_device.is_due(step())

@@ -14,20 +14,27 @@ Gradients = Sequence[Any]  # of tensors, `tf.IndexedSlices` or `None`
 Variables = Sequence[Any]  # of `keras.Variable` or `tf.Variable`
 
 _ROW_SIZE = 512
-_MAX_TENSORS = 512  # in a group: on a GPU, each of several hundred thread blocks has its own copy of all histograms
+# in a group: on a GPU, each of several hundred thread blocks has its own copy of all histograms
+_MAX_TENSORS = 512
 
 
 def values_of(gradient: Any) -> tf.Tensor:
     """Returns the values of a dense gradient or `tf.IndexedSlices`."""
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else ops.convert_to_tensor(gradient)
+    return (
+        gradient.values
+        if isinstance(gradient, tf.IndexedSlices)
+        else ops.convert_to_tensor(gradient)
+    )
 
 
 class TensorGroup(NamedTuple):
     """Tensors of a group, as one float32 tensor.
 
     Args:
-        values: Shape `(rows, row size)`. A single tensor is one row; several are padded with zeros to rows of 512.
-        owners: int32 of shape `(rows,)`: the index in the group of the tensor that each row belongs to.
+        values: Shape `(rows, row size)`. A single tensor is one row; several are padded with zeros
+            to rows of 512.
+        owners: int32 of shape `(rows,)`: the index in the group of the tensor that each row belongs
+            to.
         padding: int64 of shape `(tensors,)`: the number of zeros appended to each tensor.
     """
 
@@ -35,7 +42,9 @@ class TensorGroup(NamedTuple):
     owners: np.ndarray
     padding: np.ndarray
 
-    def per_tensor(self, rows: tf.Tensor, reduce: Callable[..., tf.Tensor] = tf.math.unsorted_segment_sum) -> tf.Tensor:
+    def per_tensor(
+        self, rows: tf.Tensor, reduce: Callable[..., tf.Tensor] = tf.math.unsorted_segment_sum
+    ) -> tf.Tensor:
         """Reduces values of shape `(rows,)` to shape `(tensors,)`."""
         return rows if len(self.padding) == 1 else reduce(rows, self.owners, len(self.padding))
 
@@ -59,8 +68,8 @@ def group_indices(tensors: Sequence[tf.Tensor], large: int, max_elements: int) -
 
     Args:
         tensors: The tensors.
-        large: Tensors of at least this number of elements, or of unknown size, each form one group, because
-            joining copies them.
+        large: Tensors of at least this number of elements, or of unknown size, each form one group,
+            because joining copies them.
         max_elements: Maximum number of elements in a group of several tensors.
     """
     groups: list[list[int]] = []

@@ -8,19 +8,29 @@ import tensorflow as tf
 from keras import ops
 
 from kmp.backend import tensorflow_internals, xla
-from kmp.gradients.tensor_groups import Gradients, TensorGroup, Variables, group_indices, in_order, join, values_of
+from kmp.gradients.tensor_groups import (
+    Gradients,
+    TensorGroup,
+    Variables,
+    group_indices,
+    in_order,
+    join,
+    values_of,
+)
 from kmp.records import BIN_COUNT, INF_BIN, NAN_BIN, ZERO_BIN
 from kmp.utils import FLOAT16, FLOAT32
 
-# Outside XLA, only operations with a TensorFlow GPU kernel are used: on int32, addition, comparison, concatenation,
-# reduction and even reshaping run on the host, and `tf.split` on int64. So bins are reshaped as uint32, and counts are
-# int64.
+# Outside XLA, only operations with a TensorFlow GPU kernel are used: on int32, addition,
+# comparison, concatenation, reduction and even reshaping run on the host, and `tf.split` on int64.
+# So bins are reshaped as uint32, and counts are int64.
 _MAGNITUDE = 0x7FFFFFFF
 _INF = 0x7F800000
 _BIASED_EXPONENTS = 2**FLOAT32.exponent_bits
 _BIAS = FLOAT32.max_exponent  # the biased exponent of 1.0
 _SUBNORMAL_EXPONENTS = FLOAT32.fraction_bits
-_MAX_ELEMENTS = 2**24  # in a group: measuring takes several times their memory, and smaller groups take longer to trace
+_MAX_ELEMENTS = (
+    2**24
+)  # in a group: measuring takes several times their memory, and smaller groups take longer to trace
 _MAX_PAIRS = 2**22  # the same for weights before and after a step
 
 
@@ -28,11 +38,12 @@ class GradientStatistics(NamedTuple):
     """Statistics of gradients, with one row or entry per variable.
 
     Args:
-        counts: int64 of shape `(variables, 280)`: elements by exponent, as in `kmp.records.ExponentHistogram`.
-        amax: float32 of shape `(variables,)`: the largest magnitude, NaN if any element is NaN, 0 without elements. A
-            float32 subnormal may be reported as 0.
-        square_sum: float64 of shape `(variables,)`: the sum of squares of all elements. Float32 subnormals may count
-            as 0.
+        counts: int64 of shape `(variables, 280)`: elements by exponent, as in
+            `kmp.records.ExponentHistogram`.
+        amax: float32 of shape `(variables,)`: the largest magnitude, NaN if any element is NaN, 0
+            without elements. A float32 subnormal may be reported as 0.
+        square_sum: float64 of shape `(variables,)`: the sum of squares of all elements. Float32
+            subnormals may count as 0.
     """
 
     counts: tf.Tensor
@@ -43,13 +54,13 @@ class GradientStatistics(NamedTuple):
 def gradient_statistics(gradients: Gradients) -> GradientStatistics:
     """Counts the elements of each gradient by binary exponent and measures its magnitude.
 
-    The counts are exact: they are computed from the bits, because TensorFlow treats float32 subnormals as zero in
-    comparisons.
+    The counts are exact: they are computed from the bits, because TensorFlow treats float32
+    subnormals as zero in comparisons.
 
     Args:
-        gradients: At least one gradient, each with fewer than 2^31 elements: a tensor or `tf.IndexedSlices` of any
-            float dtype, or `None`, which has no elements. All are converted to float32; float64 values below its
-            normal range become zero.
+        gradients: At least one gradient, each with fewer than 2^31 elements: a tensor or
+            `tf.IndexedSlices` of any float dtype, or `None`, which has no elements. All are
+            converted to float32; float64 values below its normal range become zero.
     """
     tensors = [tf.zeros([0]) if gradient is None else values_of(gradient) for gradient in gradients]
     return GradientStatistics(*_measure_in_groups(_measure_gradients, [tensors], _MAX_ELEMENTS))
@@ -59,29 +70,38 @@ def update_statistics(before: Variables, after: Variables) -> dict[str, tf.Tenso
     """Measures how an optimizer step changed each variable.
 
     Args:
-        before: At least one tensor: a copy of each variable before the step, of any shape and float dtype. All are
-            converted to float32, so changes below its precision or its smallest normal number are not counted.
+        before: At least one tensor: a copy of each variable before the step, of any shape and float
+            dtype. All are converted to float32, so changes below its precision or its smallest
+            normal number are not counted.
         after: The same variables after the step.
 
     Returns:
-        `weight_norm`, `update_norm`, `updates` and `lost_updates`, as in `kmp.records.GradientSample`.
+        `weight_norm`, `update_norm`, `updates` and `lost_updates`, as in
+        `kmp.records.GradientSample`.
     """
-    lists = [[ops.convert_to_tensor(weights) for weights in variables] for variables in (before, after)]
+    lists = [
+        [ops.convert_to_tensor(weights) for weights in variables] for variables in (before, after)
+    ]
     statistics = _measure_in_groups(_measure_updates, lists, _MAX_PAIRS)
-    return dict(zip(("weight_norm", "update_norm", "updates", "lost_updates"), statistics, strict=True))
+    return dict(
+        zip(("weight_norm", "update_norm", "updates", "lost_updates"), statistics, strict=True)
+    )
 
 
 def _measure_in_groups(
-    measure: Callable[..., tuple[tf.Tensor, ...]], lists: Sequence[Sequence[tf.Tensor]], max_elements: int
+    measure: Callable[..., tuple[tf.Tensor, ...]],
+    lists: Sequence[Sequence[tf.Tensor]],
+    max_elements: int,
 ) -> list[tf.Tensor]:
     """Measures tensors group by group: each waits for the previous one, which bounds the memory use.
 
     Without groups, the updates of 400 small variables take ten times as long (November 2026).
 
     Args:
-        measure: A function that takes a `TensorGroup` of each list. It returns tensors with one row per tensor; the
-            first of them has no negative values.
-        lists: Lists of tensors, at least one tensor each. Tensors with the same index have the same shape.
+        measure: A function that takes a `TensorGroup` of each list. It returns tensors with one row
+            per tensor; the first of them has no negative values.
+        lists: Lists of tensors, at least one tensor each. Tensors with the same index have the same
+            shape.
         max_elements: Maximum number of elements in a group of several tensors.
     """
     groups = group_indices(lists[0], min(max_elements, 2**22), max_elements)
@@ -89,8 +109,12 @@ def _measure_in_groups(
     for indices in groups:
         with tf.control_dependencies(results[-1] if results else []):
             first, *others = [[tensors[index] for index in indices] for tensors in lists]
-            if results and xla.is_tracing():  # XLA drops control dependencies, so one tensor depends on the result
-                is_negative = tf.reshape(results[-1][0], [-1])[0] < 0  # always False, but XLA cannot infer that
+            if (
+                results and xla.is_tracing()
+            ):  # XLA drops control dependencies, so one tensor depends on the result
+                is_negative = (
+                    tf.reshape(results[-1][0], [-1])[0] < 0
+                )  # always False, but XLA cannot infer that
                 first[0] = tf.where(is_negative, tf.zeros_like(first[0]), first[0])
             results.append(measure(*map(join, (first, *others))))
     return [in_order(rows, groups) for rows in zip(*results, strict=True)]
@@ -108,9 +132,9 @@ def _measure_updates(before: TensorGroup, after: TensorGroup) -> tuple[tf.Tensor
 
 
 def _measure_gradients(group: TensorGroup) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    # Two algorithms, because neither is fast in both modes. On two CPU cores (November 2026), one pass takes 1.3 to 2.1
-    # times as long in graph mode. Few operations take 1.04 to 1.22 times as long under XLA, 1.5 times with subnormals
-    # or Inf, and 1.6 times at the first call.
+    # Two algorithms, because neither is fast in both modes. On two CPU cores (November 2026), one
+    # pass takes 1.3 to 2.1 times as long in graph mode. Few operations take 1.04 to 1.22 times as
+    # long under XLA, 1.5 times with subnormals or Inf, and 1.6 times at the first call.
     counts = (_count_in_one_pass if xla.is_tracing() else _count_in_few_operations)(group)
     amax = tf.maximum(tf.reduce_max(group.values, 1), -tf.reduce_min(group.values, 1))
     amax = tf.maximum(group.per_tensor(amax, tf.math.unsorted_segment_max), 0.0)
@@ -134,9 +158,12 @@ def _count_in_few_operations(group: TensorGroup) -> tf.Tensor:
 
     Every operation reads the memory again, so as few as possible run on all elements.
     """
-    # By biased exponent: 0 for zeros and subnormals, 255 for Inf and NaN. The sign, in front of it, is added up.
+    # By biased exponent: 0 for zeros and subnormals, 255 for Inf and NaN. The sign, in front of it,
+    # is added up.
     unsigned = tf.bitcast(group.values, tf.uint32)
-    signed_exponent = tf.bitwise.right_shift(unsigned, tf.constant(FLOAT32.fraction_bits, tf.uint32))
+    signed_exponent = tf.bitwise.right_shift(
+        unsigned, tf.constant(FLOAT32.fraction_bits, tf.uint32)
+    )
     by_exponent = _histograms(tf.bitcast(signed_exponent, tf.int32), 2 * _BIASED_EXPONENTS, group)
     by_exponent = by_exponent[:, :_BIASED_EXPONENTS] + by_exponent[:, _BIASED_EXPONENTS:]
     lowest, normal, highest = by_exponent[:, :1], by_exponent[:, 1:-1], by_exponent[:, -1:]
@@ -148,7 +175,10 @@ def _count_in_few_operations(group: TensorGroup) -> tf.Tensor:
 
     def count_subnormals_and_infs() -> tuple[tf.Tensor, tf.Tensor]:
         counts = _histograms(_exponent_of_integer(_magnitude(group)), _BIASED_EXPONENTS, group)
-        return counts[:, _BIAS : _BIAS + _SUBNORMAL_EXPONENTS], group.count_true(tf.math.is_inf(group.values))[:, None]
+        return (
+            counts[:, _BIAS : _BIAS + _SUBNORMAL_EXPONENTS],
+            group.count_true(tf.math.is_inf(group.values))[:, None],
+        )
 
     zeros = tf.cond(tf.reduce_any(lowest > 0), count_zeros, lambda: none)
     subnormal, inf = tf.cond(
@@ -167,10 +197,12 @@ def _magnitude(group: TensorGroup) -> tf.Tensor:
 def _exponent_of_integer(magnitude: tf.Tensor) -> tf.Tensor:
     """Converts the integer `magnitude` to float32 and returns the biased exponent of the result; 0 for 0.
 
-    A subnormal equals this integer times 2^-149, and the conversion is exact below 2^24. So subnormals map to `_BIAS`
-    through `_BIAS` + 22, and normal numbers to larger values.
+    A subnormal equals this integer times 2^-149, and the conversion is exact below 2^24. So
+    subnormals map to `_BIAS` through `_BIAS` + 22, and normal numbers to larger values.
     """
-    return tf.bitwise.right_shift(tf.bitcast(tf.cast(magnitude, tf.float32), tf.int32), FLOAT32.fraction_bits)
+    return tf.bitwise.right_shift(
+        tf.bitcast(tf.cast(magnitude, tf.float32), tf.int32), FLOAT32.fraction_bits
+    )
 
 
 def _histograms(bins: tf.Tensor, size: int, group: TensorGroup) -> tf.Tensor:
@@ -180,11 +212,18 @@ def _histograms(bins: tf.Tensor, size: int, group: TensorGroup) -> tf.Tensor:
         bins = tf.bitwise.bitwise_or(group.owners[:, None] * size, bins)
     bins = tf.bitcast(tf.reshape(tf.bitcast(bins, tf.uint32), [-1]), tf.int32)
     if tensorflow_internals.is_deterministic():
-        # DenseBincount raises an error on a GPU then, although integer sums do not depend on the order.
+        # DenseBincount raises an error on a GPU then, although integer sums do not depend on the
+        # order.
         counts = tf.math.unsorted_segment_sum(tf.ones_like(bins), bins, tensors * size)
     else:
         weights = tf.zeros([0], tf.int32)
         # tf.math.bincount computes its size on the device, which XLA does not support.
-        counts = tf.raw_ops.DenseBincount(input=bins, size=tensors * size, weights=weights, binary_output=False)
+        counts = tf.raw_ops.DenseBincount(
+            input=bins, size=tensors * size, weights=weights, binary_output=False
+        )
     counts = tf.reshape(tf.cast(counts, tf.int64), [-1, size])
-    return counts - tf.one_hot([0], size, dtype=tf.int64) * group.padding[:, None] if group.padding.any() else counts
+    return (
+        counts - tf.one_hot([0], size, dtype=tf.int64) * group.padding[:, None]
+        if group.padding.any()
+        else counts
+    )

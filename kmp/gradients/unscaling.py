@@ -7,7 +7,15 @@ import tensorflow as tf
 from keras import ops
 
 from kmp.backend import outlined, xla
-from kmp.gradients.tensor_groups import Gradients, Variables, group_indices, in_order, join, rows_of, values_of
+from kmp.gradients.tensor_groups import (
+    Gradients,
+    Variables,
+    group_indices,
+    in_order,
+    join,
+    rows_of,
+    values_of,
+)
 from kmp.utils import DTYPES_16_BIT, FLOAT32
 
 _LARGEST_JOINED = 2**20  # elements; joining copies them
@@ -16,11 +24,13 @@ _LARGEST_JOINED = 2**20  # elements; joining copies them
 def before_cast(gradient: Any) -> Any:
     """Returns the 16-bit gradient from which a float32 gradient in a graph was cast; else the gradient itself.
 
-    A layer casts its float32 weights to 16 bits, so the last operation of the backward pass casts back. Compiled code
-    then reads half the bytes, and fuses the cast.
+    A layer casts its float32 weights to 16 bits, so the last operation of the backward pass casts
+    back. Compiled code then reads half the bytes, and fuses the cast.
     """
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(before_cast(gradient.values), gradient.indices, gradient.dense_shape)
+        return tf.IndexedSlices(
+            before_cast(gradient.values), gradient.indices, gradient.dense_shape
+        )
     if not tf.is_symbolic_tensor(gradient) or gradient.dtype != tf.float32:
         return gradient
     operation = gradient.op
@@ -35,14 +45,20 @@ def before_cast(gradient: Any) -> Any:
 def with_padded_rows(gradient: Any) -> Any:
     """Returns a sparse gradient of any number of rows with zeros appended to a power of two; others as they are.
 
-    XLA compiles again for each new number of rows. Adding zeros to the first row of a variable changes nothing. The
-    rows are not added up, because optimizers compute with each: Adam squares them.
+    XLA compiles again for each new number of rows. Adding zeros to the first row of a variable
+    changes nothing. The rows are not added up, because optimizers compute with each: Adam squares
+    them.
     """
-    if not isinstance(gradient, tf.IndexedSlices) or gradient.values.shape.num_elements() is not None:
+    if (
+        not isinstance(gradient, tf.IndexedSlices)
+        or gradient.values.shape.num_elements() is not None
+    ):
         return gradient
     with tf.device("CPU:0"):  # sizes are on the host
         count = tf.shape(gradient.indices)[0]
-        exponent = tf.math.ceil(tf.math.log(tf.cast(tf.maximum(count, 1), tf.float64)) / np.log(2.0))
+        exponent = tf.math.ceil(
+            tf.math.log(tf.cast(tf.maximum(count, 1), tf.float64)) / np.log(2.0)
+        )
         missing = tf.maximum(tf.cast(2.0**exponent, tf.int32) - count, 0)
     values = tf.pad(gradient.values, [[0, missing], *[[0, 0]] * (len(gradient.values.shape) - 1)])
     return tf.IndexedSlices(values, tf.pad(gradient.indices, [[0, missing]]), gradient.dense_shape)
@@ -56,7 +72,8 @@ def multiply_gradients(gradients: Gradients, factor: Any) -> list[Any]:
         if gradient is not None:
             values = values_of(gradient)
             dtype = tf.float64 if values.dtype == tf.float64 else tf.float32
-            # `tf.multiply` adds Python overhead that would dominate the tracing time of a large model.
+            # `tf.multiply` adds Python overhead that would dominate the tracing time of a large
+            # model.
             product = tf.raw_ops.Mul(x=tf.cast(values, dtype), y=tf.cast(factor, dtype))
             if isinstance(gradient, tf.IndexedSlices):
                 product = tf.IndexedSlices(product, gradient.indices, gradient.dense_shape)
@@ -67,12 +84,18 @@ def multiply_gradients(gradients: Gradients, factor: Any) -> list[Any]:
 def unscale_for_update(gradients: Gradients, variables: Variables, divisor: Any) -> list[Any]:
     """Returns gradients divided by the loss scale, from 2^-126 to 2^126, in the dtypes of their variables.
 
-    The gradient of a variable that Keras overwrites with it, such as a float8 scale, is returned unchanged.
+    The gradient of a variable that Keras overwrites with it, such as a float8 scale, is returned
+    unchanged.
     """
-    # XLA fuses a multiplication into the loops that use it. A division there would take longer than the rest of them.
+    # XLA fuses a multiplication into the loops that use it. A division there would take longer than
+    # the rest of them.
     unscaled = multiply_gradients(gradients, 1.0 / divisor)
     return [
-        gradient if gradient is None or is_overwritten(variable) else tf.cast(result, variable.dtype)
+        (
+            gradient
+            if gradient is None or is_overwritten(variable)
+            else tf.cast(result, variable.dtype)
+        )
         for gradient, variable, result in zip(gradients, variables, unscaled, strict=True)
     ]
 
@@ -83,14 +106,17 @@ def nonfinite_flag(tensor: Any) -> tf.Tensor:
     return tf.where(is_finite, tf.zeros([]), tf.ones([]))  # float32 whatever Keras' floatx is
 
 
-def nonfinite_flags(gradients: Gradients, variables: Variables, divisor: Any, replicas: int) -> tf.Tensor:
+def nonfinite_flags(
+    gradients: Gradients, variables: Variables, divisor: Any, replicas: int
+) -> tf.Tensor:
     """Flags the gradients that contain NaN or Inf after unscaling and summing over replicas.
 
-    A divisor below 1 can make a finite gradient infinite, and so can the sum over replicas. Rows of a sparse gradient
-    with the same index are checked separately, not as their sum.
+    A divisor below 1 can make a finite gradient infinite, and so can the sum over replicas. Rows of
+    a sparse gradient with the same index are checked separately, not as their sum.
 
     Returns:
-        float32 tensor of shape `(gradients,)`: 1.0 for a non-finite gradient, else 0.0. Flags add up over replicas.
+        float32 tensor of shape `(gradients,)`: 1.0 for a non-finite gradient, else 0.0. Flags add
+        up over replicas.
     """
     joint: list[int] = []
     single: list[int] = []
@@ -102,7 +128,9 @@ def nonfinite_flags(gradients: Gradients, variables: Variables, divisor: Any, re
         flag = tf.zeros([]) if gradient is None else nonfinite_flag(values_of(gradient) * replicas)
         flags.append(tf.reshape(flag, [1]))
     if joint:
-        flags.append(_joint_flags([values_of(gradients[index]) for index in joint], divisor, replicas))
+        flags.append(
+            _joint_flags([values_of(gradients[index]) for index in joint], divisor, replicas)
+        )
     joined = tf.concat(flags, 0)
     return tf.gather(joined, np.argsort(single + joint)) if single else joined
 
@@ -125,8 +153,9 @@ def _joint_flags(tensors: Gradients, divisor: Any, replicas: int) -> tf.Tensor:
 def _flags_by_counts(tensors: Gradients, factor: Any) -> tf.Tensor:
     """Returns the flags of gradients times `factor`, without a branch, for which a GPU would wait for the host.
 
-    The counts of a large tensor's rows take one kernel under XLA for a GPU, the count of all its elements two. Smaller
-    tensors are concatenated first, in 16 bits where they have 16, which moves few bytes and saves a kernel for each.
+    The counts of a large tensor's rows take one kernel under XLA for a GPU, the count of all its
+    elements two. Smaller tensors are concatenated first, in 16 bits where they have 16, which moves
+    few bytes and saves a kernel for each.
     """
     joined: dict[tf.DType, list[int]] = {}
     large: list[int] = []
@@ -142,16 +171,19 @@ def _flags_by_counts(tensors: Gradients, factor: Any) -> tf.Tensor:
         is_finite = tf.math.is_finite(tf.cast(rows, tf.float32) * factor)
         row_counts.append(tf.reduce_sum(1.0 - tf.cast(is_finite, tf.float32), 1))
         owners.append(np.array(indices)[owners_of_rows])
-    counts = tf.math.unsorted_segment_sum(tf.concat(row_counts, 0), np.concatenate(owners), len(tensors))
+    counts = tf.math.unsorted_segment_sum(
+        tf.concat(row_counts, 0), np.concatenate(owners), len(tensors)
+    )
     return tf.minimum(counts, 1.0)
 
 
 def _flags_after_one_sum(tensors: Gradients, divisor: Any, replicas: int) -> tf.Tensor:
     """Returns the flags in graph mode, where a branch on a CPU costs nothing and each operation reads the memory again.
 
-    If the sum of all elements is finite, as in most steps, one pass over them is enough. Finite numbers can have an
-    infinite sum, and a divisor below 1 can make them infinite: then each is checked. Small tensors are concatenated, so
-    that the step of ResNet-50 has 49 operations for this in place of 434.
+    If the sum of all elements is finite, as in most steps, one pass over them is enough. Finite
+    numbers can have an infinite sum, and a divisor below 1 can make them infinite: then each is
+    checked. Small tensors are concatenated, so that the step of ResNet-50 has 49 operations for
+    this in place of 434.
     """
     # Below 2^16 elements, copying tensors takes less time than running an operation for each.
     indices = group_indices(tensors, large=2**16, max_elements=2**24)

@@ -13,9 +13,10 @@ from kmp.utils import DTYPES_16_BIT, validation
 class BatchNormalization(keras.layers.BatchNormalization):
     """Batch normalization with float32 statistics that are not updated by a batch with non-finite values.
 
-    Under every policy, the batch's mean and variance are computed in float32 and the moving statistics are stored in
-    float32; the output has the policy's compute dtype. If a batch would make any moving statistic Inf or NaN, none of
-    them is updated. Keras' own layer does update them, and `predict` then returns NaN permanently.
+    Under every policy, the batch's mean and variance are computed in float32 and the moving
+    statistics are stored in float32; the output has the policy's compute dtype. If a batch would
+    make any moving statistic Inf or NaN, none of them is updated. Keras' own layer does update
+    them, and `predict` then returns NaN permanently.
 
     Args:
         axis: Integer, the feature axis.
@@ -34,10 +35,16 @@ class BatchNormalization(keras.layers.BatchNormalization):
     (0.0, 'float32')
     """
 
-    def __init__(self, axis: int = -1, momentum: float = 0.99, epsilon: float = 1e-3, **kwargs: Any) -> None:
+    def __init__(
+        self, axis: int = -1, momentum: float = 0.99, epsilon: float = 1e-3, **kwargs: Any
+    ) -> None:
         axis = validation.integer("axis", axis)
-        momentum = validation.number("momentum", momentum, "a number from 0 to 1", lambda v: 0.0 <= v <= 1.0)
-        epsilon = validation.number("epsilon", epsilon, "a finite number above 0", lambda v: v > 0.0)
+        momentum = validation.number(
+            "momentum", momentum, "a number from 0 to 1", lambda v: 0.0 <= v <= 1.0
+        )
+        epsilon = validation.number(
+            "epsilon", epsilon, "a finite number above 0", lambda v: v > 0.0
+        )
         policy = keras.dtype_policies.get(kwargs.get("dtype") or keras.config.dtype_policy())
         if policy.variable_dtype in DTYPES_16_BIT:
             policy = keras.DTypePolicy(f"mixed_{policy.compute_dtype}")

@@ -16,20 +16,23 @@ from kmp.utils import DTYPES_16_BIT, validation
 class Float32(keras.Layer):
     """Runs a layer or function in float32 under every policy.
 
-    Casts 16-bit inputs to float32, computes in float32 and returns float32. Use it for operations that are unsafe in
-    float16: exp, log, powers, norms, variances, sums over many elements. Tensors of other dtypes pass through
-    unchanged.
+    Casts 16-bit inputs to float32, computes in float32 and returns float32. Use it for operations
+    that are unsafe in float16: exp, log, powers, norms, variances, sums over many elements. Tensors
+    of other dtypes pass through unchanged.
 
     Args:
-        layer: A layer, which is set to float32 together with its sublayers; or a function of tensors. To save the
-            model, register the function with `keras.saving.register_keras_serializable`.
-        **kwargs: Other arguments of `keras.Layer`, such as `name`. `dtype` must be float32 if given.
+        layer: A layer, which is set to float32 together with its sublayers; or a function of
+            tensors. To save the model, register the function with
+            `keras.saving.register_keras_serializable`.
+        **kwargs: Other arguments of `keras.Layer`, such as `name`. `dtype` must be float32 if
+            given.
 
     Call arguments are those of the layer or function; arrays and tensors among them are cast.
 
     Raises:
         TypeError: If `layer` is not a layer or function.
-        ValueError: If `dtype` is not float32, or `layer` already has variables in float16 or bfloat16.
+        ValueError: If `dtype` is not float32, or `layer` already has variables in float16 or
+            bfloat16.
 
     Example:
     >>> from keras import ops
@@ -40,13 +43,17 @@ class Float32(keras.Layer):
 
     def __init__(self, layer: keras.Layer | Callable[..., Any], **kwargs: Any) -> None:
         if not callable(layer) or isinstance(layer, type):
-            raise TypeError(f"`layer` must be a layer instance or a function. Received: layer={layer!r}")
+            raise TypeError(
+                f"`layer` must be a layer instance or a function. Received: layer={layer!r}"
+            )
         super().__init__(**_with_float32_dtype(kwargs))
         self.layer = layer
         self.supports_masking = getattr(layer, "supports_masking", True)
         self._passes_training = False
         if isinstance(layer, keras.Layer):
-            half = [variable.path for variable in layer.variables if variable.dtype in DTYPES_16_BIT]
+            half = [
+                variable.path for variable in layer.variables if variable.dtype in DTYPES_16_BIT
+            ]
             if half:
                 raise ValueError(
                     f"`layer` already has variables in half precision: {', '.join(half)}. "
@@ -62,7 +69,11 @@ class Float32(keras.Layer):
         if not isinstance(self.layer, keras.Layer) or self.layer.built:
             return
         build = type(self.layer).build
-        needed = [each for each in inspect.signature(build).parameters.values() if each.default is each.empty]
+        needed = [
+            each
+            for each in inspect.signature(build).parameters.values()
+            if each.default is each.empty
+        ]
         if build is not keras.Layer.build and len(needed) == 2:
             with _built_in_float32(self.layer):
                 self.layer.build(input_shape)
@@ -73,12 +84,15 @@ class Float32(keras.Layer):
         is_unbuilt = isinstance(self.layer, keras.Layer) and not self.layer.built
         with _built_in_float32(self.layer) if is_unbuilt else contextlib.nullcontext():
             outputs = self.layer(inputs, *args, **kwargs)
-        # A float32 tensor must pass through without a cast, which would drop the logits that Keras attaches to the
-        # output of softmax.
+        # A float32 tensor must pass through without a cast, which would drop the logits that Keras
+        # attaches to the output of softmax.
         return keras_internals.in_float32(outputs)
 
-    def compute_output_spec(self, inputs: Any, *args: Any, training: bool | None = None, **kwargs: Any) -> Any:
-        # By default, Keras traces `call`, which also builds it, and Keras 3.15 traces a dense `x * 2.0` as sparse.
+    def compute_output_spec(
+        self, inputs: Any, *args: Any, training: bool | None = None, **kwargs: Any
+    ) -> Any:
+        # By default, Keras traces `call`, which also builds it, and Keras 3.15 traces a dense `x *
+        # 2.0` as sparse.
         if not isinstance(self.layer, keras.Layer) or not self.layer.built:
             return super().compute_output_spec(inputs, *args, training=training, **kwargs)
         inputs, args, kwargs = keras_internals.in_float32((inputs, args, kwargs))
@@ -102,9 +116,10 @@ class Float32(keras.Layer):
 class Float32Operation(keras.Operation):
     """Runs an operation of a functional graph, such as that of `keras.ops.exp(x)`, in float32.
 
-    Casts 16-bit tensors to float32, and computes and returns float32. This is an operation rather than a layer, because
-    a layer accepts only tensors as positional arguments, but `keras.ops.power(x, 2)` takes a number. The operation
-    stores arguments that are not tensors, such as an axis.
+    Casts 16-bit tensors to float32, and computes and returns float32. This is an operation rather
+    than a layer, because a layer accepts only tensors as positional arguments, but
+    `keras.ops.power(x, 2)` takes a number. The operation stores arguments that are not tensors,
+    such as an axis.
     """
 
     def __init__(self, operation: keras.Operation, name: str | None = None) -> None:
@@ -120,7 +135,9 @@ class Float32Operation(keras.Operation):
         return self.operation.compute_output_spec(*args, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
-        return super().get_config() | {"operation": keras.saving.serialize_keras_object(self.operation)}
+        return super().get_config() | {
+            "operation": keras.saving.serialize_keras_object(self.operation)
+        }
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Float32Operation":
@@ -132,11 +149,13 @@ class Float32Operation(keras.Operation):
 class Softmax(keras.layers.Softmax):
     """Softmax with float32 input, computation and output, for the output of a classifier.
 
-    Cross-entropy on its output has the same value and gradient as cross-entropy with `from_logits=True`.
+    Cross-entropy on its output has the same value and gradient as cross-entropy with
+    `from_logits=True`.
 
     Args:
         axis: Integer or list of integers, the axis or axes along which the probabilities sum to 1.
-        **kwargs: Other arguments of `keras.Layer`, such as `name`. `dtype` must be float32 if given.
+        **kwargs: Other arguments of `keras.Layer`, such as `name`. `dtype` must be float32 if
+            given.
 
     Raises:
         TypeError: If `axis` is not an integer or a list of integers.

@@ -1,6 +1,7 @@
 """The layers of Keras and of other packages that fail or go wrong in 16 bits and need float32, and why.
 
-`docs/hub.md` has the models that use those of keras-hub. `tests/layers/test_every_keras_layer.py` tries all of Keras'.
+`docs/hub.md` has the models that use those of keras-hub. `tests/layers/test_every_keras_layer.py`
+tries all of Keras'.
 """
 
 import contextlib
@@ -42,54 +43,79 @@ def _is_rounded(value: Any, dtype: str) -> bool:
         return not np.array_equal(exact.astype(np.dtype(dtype)).astype("float64"), exact)
 
 
-_MASK = _Reason("its mask is multiplied by -1e9, which is -Inf in float16, and 0 * -Inf is NaN", _in_float16)
+_MASK = _Reason(
+    "its mask is multiplied by -1e9, which is -Inf in float16, and 0 * -Inf is NaN", _in_float16
+)
 _ARANGE = _Reason(
-    "it computes positions in the dtype of its input: TensorFlow has no `arange` in float16 in a graph, and bfloat16 "
-    "rounds integers above 256"
+    "it computes positions in the dtype of its input: TensorFlow has no `arange` in float16 in a"
+    " graph, and bfloat16 rounds integers above 256"
 )
 _SQUARES = _Reason("its sum of squares is Inf or 0 in float16", _in_float16)
 _TWO_DTYPES = _Reason("it combines float32 and 16-bit tensors, which TensorFlow refuses")
 
-# By the first name of the module that defines the class; subclasses match too. Where a package has several classes of a
-# name, the name of the module's folder stands before it.
+# By the first name of the module that defines the class; subclasses match too. Where a package has
+# several classes of a name, the name of the module's folder stands before it.
 _REASONS = {
     "keras": {  # 3.15
-        # The base class of preprocessing and image augmentation. Some, such as MixUp, also combine two dtypes and fail.
+        # The base class of preprocessing and image augmentation. Some, such as MixUp, also combine
+        # two dtypes and fail.
         "DataLayer": _Reason(
             "raw data: 16 bits round ids in masks and labels, and overflow on large values",
             lambda layer, dtype: keras.backend.is_float_dtype(layer.compute_dtype),
         ),
         "Dot": _Reason(
-            _SQUARES.text, lambda layer, dtype: _in_float16(layer, dtype) and getattr(layer, "normalize", False)
+            _SQUARES.text,
+            lambda layer, dtype: _in_float16(layer, dtype) and getattr(layer, "normalize", False),
         ),
-        "GlobalAveragePooling1D": _Reason("with a mask, its sum over all steps overflows float16", _in_float16),
+        "GlobalAveragePooling1D": _Reason(
+            "with a mask, its sum over all steps overflows float16", _in_float16
+        ),
         "Layer": _Reason(
             "its activity regularizer's sum over all outputs overflows float16",
-            lambda layer, dtype: _in_float16(layer, dtype) and layer.activity_regularizer is not None,
+            lambda layer, dtype: (
+                _in_float16(layer, dtype) and layer.activity_regularizer is not None
+            ),
         ),
         "Masking": _Reason(
             "16 bits round its mask_value, which then equals none of the inputs",
             lambda layer, dtype: _is_rounded(getattr(layer, "mask_value", 0.0), dtype),
         ),
-        "STFTSpectrogram": _Reason("the squares of its amplitudes exceed 65504, and it refuses bfloat16"),
-        "SpectralNormalization": _Reason("it writes a kernel that it computes, and 16 bits would round the weights"),
+        "STFTSpectrogram": _Reason(
+            "the squares of its amplitudes exceed 65504, and it refuses bfloat16"
+        ),
+        "SpectralNormalization": _Reason(
+            "it writes a kernel that it computes, and 16 bits would round the weights"
+        ),
         "TFSMLayer": _Reason("an exported model takes only the dtypes with which it was exported"),
         "UnitNormalization": _SQUARES,
-        # Of 16-bit images, the gradient fails under XLA (bilinear) or in a graph (lanczos), or there is none (bicubic).
+        # Of 16-bit images, the gradient fails under XLA (bilinear) or in a graph (lanczos), or
+        # there is none (bicubic).
         "UpSampling2D": _Reason(
             "TensorFlow has the gradient of an interpolation in float32 only",
             lambda layer, dtype: getattr(layer, "interpolation", "nearest") != "nearest",
         ),
     },
     "keras_hub": {  # 0.32
-        **dict.fromkeys(("DFineAnchorGenerator", "DFineHybridEncoder", "ESMRotaryEmbedding"), _ARANGE),
-        **dict.fromkeys(("RoformrPositionalEmbedding", "SAM3DetrDecoder", "flux.TimestepEmbedding"), _ARANGE),
-        **dict.fromkeys(("MaskedLMHead", "MixtralTransformerDecoder", "SAMPromptEncoder"), _TWO_DTYPES),
-        **dict.fromkeys(("MoonshineDecoderBlock", "MoonshineEncoderBlock", "Qwen3SparseMoeBlock"), _TWO_DTYPES),
+        **dict.fromkeys(
+            ("DFineAnchorGenerator", "DFineHybridEncoder", "ESMRotaryEmbedding"), _ARANGE
+        ),
+        **dict.fromkeys(
+            ("RoformrPositionalEmbedding", "SAM3DetrDecoder", "flux.TimestepEmbedding"), _ARANGE
+        ),
+        **dict.fromkeys(
+            ("MaskedLMHead", "MixtralTransformerDecoder", "SAMPromptEncoder"), _TWO_DTYPES
+        ),
+        **dict.fromkeys(
+            ("MoonshineDecoderBlock", "MoonshineEncoderBlock", "Qwen3SparseMoeBlock"), _TWO_DTYPES
+        ),
         **dict.fromkeys(("Qwen3_5MoeSparseMoeBlock", "QwenSparseMoeBlock"), _TWO_DTYPES),
-        **dict.fromkeys(("T5Gemma2DecoderLayer", "T5Gemma2EncoderLayer", "T5GemmaDecoderLayer"), _MASK),
+        **dict.fromkeys(
+            ("T5Gemma2DecoderLayer", "T5Gemma2EncoderLayer", "T5GemmaDecoderLayer"), _MASK
+        ),
         **dict.fromkeys(("T5GemmaEncoderLayer", "T5MultiHeadAttention"), _MASK),
-        "RWKV7_Block": _Reason("its epsilon of 1e-12 is 0 in float16, and it divides by zero", _in_float16),
+        "RWKV7_Block": _Reason(
+            "its epsilon of 1e-12 is 0 in float16, and it divides by zero", _in_float16
+        ),
     },
 }
 # `keras.Layer.__init__` has run before these classes set what their reason depends on.
@@ -110,11 +136,12 @@ def reason_for_float32(layer: keras.Layer, dtype: str = FLOAT16.name) -> str | N
 def apply_patches(is_enabled: Callable[[], bool]) -> Iterator[Replacement]:
     """Gives listed layers the policy float32 when they are created for 16 bits, and yields the patches.
 
-    An explicit `dtype="float16"` does not change this: saved configs and layers that pass on their policy have one too.
-    Setting `layer.dtype_policy` afterwards does.
+    An explicit `dtype="float16"` does not change this: saved configs and layers that pass on their
+    policy have one too. Setting `layer.dtype_policy` afterwards does.
 
     Args:
-        is_enabled: Whether this applies to all listed layers; otherwise only in the context of `only_in_float32`.
+        is_enabled: Whether this applies to all listed layers; otherwise only in the context of
+            `only_in_float32`.
     """
 
     def make(original: Callable[..., None]) -> Callable[..., None]:
@@ -125,7 +152,8 @@ def apply_patches(is_enabled: Callable[[], bool]) -> Iterator[Replacement]:
                 fuse_normalization(self)
             classes = _selected.get()
             is_selected = is_enabled() if classes is None else type(self) in classes
-            # Not `self.compute_dtype`: some classes override it, and need their own `__init__` to have run.
+            # Not `self.compute_dtype`: some classes override it, and need their own `__init__` to
+            # have run.
             dtype = self.dtype_policy.compute_dtype if is_selected else None
             reason = reason_for_float32(self, dtype) if dtype in DTYPES_16_BIT else None
             if reason:
@@ -134,7 +162,9 @@ def apply_patches(is_enabled: Callable[[], bool]) -> Iterator[Replacement]:
                     _logged.add(type(self))
                     logger.info("%s stays in float32: %s.", type(self).__name__, reason)
 
-        vars(init)["__signature__"] = inspect.signature(original)  # Keras reads it to store the arguments of a layer
+        vars(init)["__signature__"] = inspect.signature(
+            original
+        )  # Keras reads it to store the arguments of a layer
         return init
 
     for cls in _PATCHED_CLASSES:

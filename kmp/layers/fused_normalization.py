@@ -1,12 +1,13 @@
 """Normalization that reads and writes 16 bits and computes in float32, in one kernel outside XLA.
 
-Keras 3.15 casts the inputs to float32, keeps that copy for the backward pass and computes in about twenty kernels.
-TensorFlow has one kernel with 16-bit inputs and outputs and float32 statistics, `FusedBatchNormV3`. It normalizes each
-channel, so other normalizations make the elements that they normalize together a channel of their own.
+Keras 3.15 casts the inputs to float32, keeps that copy for the backward pass and computes in about
+twenty kernels. TensorFlow has one kernel with 16-bit inputs and outputs and float32 statistics,
+`FusedBatchNormV3`. It normalizes each channel, so other normalizations make the elements that they
+normalize together a channel of their own.
 
-Under XLA, which fuses Keras' operations itself, and in all cases that the kernel does not support, Keras' code runs.
-Source: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.3: read and write float16 tensors, and
-compute in float32.
+Under XLA, which fuses Keras' operations itself, and in all cases that the kernel does not support,
+Keras' code runs. Source: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.3:
+read and write float16 tensors, and compute in float32.
 """
 
 import math
@@ -56,7 +57,10 @@ def unfuse_normalization(layer: keras.Layer) -> None:
 
 
 def batch_normalization(
-    layer: keras.layers.BatchNormalization, inputs: Any, training: bool | None = None, mask: Any = None
+    layer: keras.layers.BatchNormalization,
+    inputs: Any,
+    training: bool | None = None,
+    mask: Any = None,
 ) -> Any:
     """Computes what `keras.layers.BatchNormalization.call` does, and updates the same moving statistics."""
     channels = _channels(inputs, layer.axis) if _is_supported(layer, inputs) else None
@@ -71,10 +75,17 @@ def batch_normalization(
         normalized = _normalize(channels, gamma, beta, layer.epsilon, mean, variance)
         return tf.cast(_shaped_like(inputs, normalized.values), layer.compute_dtype)
 
-    # The kernel updates the moving statistics too, but with Bessel's correction of the variance, unlike Keras.
+    # The kernel updates the moving statistics too, but with Bessel's correction of the variance,
+    # unlike Keras.
     correction = _bessel_correction(inputs, shape[0])
     normalized = _normalize(
-        channels, gamma, beta, layer.epsilon, mean, variance * correction, update_factor=1.0 - layer.momentum
+        channels,
+        gamma,
+        beta,
+        layer.epsilon,
+        mean,
+        variance * correction,
+        update_factor=1.0 - layer.momentum,
     )
     new_variance = normalized.variance / correction
     layer.moving_mean.assign(_unless_empty(inputs, normalized.mean, mean))
@@ -88,7 +99,9 @@ def layer_normalization(layer: keras.layers.LayerNormalization, inputs: Any) -> 
     if not _is_supported(layer, inputs) or width is None or layer.rms_scaling:
         return keras.layers.LayerNormalization.call(layer, inputs)
     outputs = _normalize_rows(inputs, width, layer.epsilon)
-    outputs = _scale_and_shift(_Channels(tf.reshape(outputs, [1, -1, 1, width]), "NHWC"), layer.gamma, layer.beta)
+    outputs = _scale_and_shift(
+        _Channels(tf.reshape(outputs, [1, -1, 1, width]), "NHWC"), layer.gamma, layer.beta
+    )
     return tf.cast(_shaped_like(inputs, outputs), layer.compute_dtype)
 
 
@@ -103,7 +116,8 @@ def group_normalization(layer: keras.layers.GroupNormalization, inputs: Any) -> 
     if channels.data_format == "NCHW":
         outputs = _normalize_rows(inputs, width, layer.epsilon)
     else:
-        # The elements of a group are not adjacent. Two transpositions in 16 bits move less than Keras' float32 does.
+        # The elements of a group are not adjacent. Two transpositions in 16 bits move less than
+        # Keras' float32 does.
         by_group = tf.reshape(inputs, [-1, size // sizes[-1], groups, sizes[-1] // groups])
         rows = _normalize_rows(tf.transpose(by_group, [0, 2, 1, 3]), width, layer.epsilon)
         rows = tf.reshape(rows, [-1, groups, size // sizes[-1], sizes[-1] // groups])
@@ -116,14 +130,16 @@ def group_normalization(layer: keras.layers.GroupNormalization, inputs: Any) -> 
 def rms_normalization(layer: keras.layers.RMSNormalization, x: Any) -> Any:
     """Computes what `keras.layers.RMSNormalization.call` does, if it normalizes the last axes.
 
-    The kernel subtracts the mean. Joined with its negative, a row has the mean 0, and its mean square as the variance.
+    The kernel subtracts the mean. Joined with its negative, a row has the mean 0, and its mean
+    square as the variance.
     """
     width = _trailing_size(x, layer.axis)
     if not _is_supported(layer, x) or width is None:
         return keras.layers.RMSNormalization.call(layer, x)
     rows = tf.reshape(x, [-1, width])
     joined = _normalize_rows(tf.concat([rows, -rows], 1), 2 * width, layer.epsilon)
-    # Half of the difference, and not the first half alone: its gradient is symmetric, so nothing cancels in 16 bits.
+    # Half of the difference, and not the first half alone: its gradient is symmetric, so nothing
+    # cancels in 16 bits.
     first, second = tf.split(tf.reshape(joined, [-1, 2 * width]), 2, 1)
     outputs = tf.reshape((first - second) * 0.5, [1, -1, 1, width])
     return _shaped_like(x, _scale_and_shift(_Channels(outputs, "NHWC"), layer.scale, None))
@@ -139,7 +155,9 @@ _FUSED_CALLS: dict[type, Callable[..., Any]] = {
 
 def _is_supported(layer: keras.Layer, inputs: Any) -> bool:
     """Whether the kernel takes tensors of this dtype, and is faster than what XLA makes of Keras' operations."""
-    is_dense = isinstance(inputs, tf.Tensor) and inputs.shape.rank is not None and inputs.shape.rank >= 2
+    is_dense = (
+        isinstance(inputs, tf.Tensor) and inputs.shape.rank is not None and inputs.shape.rank >= 2
+    )
     has_kernel = is_dense and inputs.dtype.name in _DTYPES and layer.compute_dtype in _DTYPES
     return has_kernel and not xla.is_tracing()
 
@@ -150,7 +168,8 @@ def _channels(inputs: tf.Tensor, axis: int) -> _Channels | None:
     if size is None:
         return None
     if axis in (-1, rank - 1):
-        # The kernel reduces all axes but that of the channels. cuDNN limits the size of the first axis.
+        # The kernel reduces all axes but that of the channels. cuDNN limits the size of the first
+        # axis.
         return _Channels(inputs if rank == 4 else tf.reshape(inputs, [1, -1, 1, size]), "NHWC")
     if axis in (1, 1 - rank):
         others = math.prod(inputs.shape[2:]) if None not in inputs.shape[2:] else None
@@ -179,12 +198,13 @@ def _normalize(
 ) -> _Normalized:
     """Normalizes each channel, then multiplies and adds.
 
-    Uses the given `mean` and `variance` or, with an `update_factor`, those of the values, and returns the given ones
-    moved towards these by that factor: by 1 without any given.
+    Uses the given `mean` and `variance` or, with an `update_factor`, those of the values, and
+    returns the given ones moved towards these by that factor: by 1 without any given.
     """
     if update_factor == 1.0:
         mean = variance = tf.zeros([0])  # as the kernel requires
-    # Not `tf.nn.fused_batch_norm`, which raises an epsilon below 1.001e-5 to that. cuDNN 9 takes any.
+    # Not `tf.nn.fused_batch_norm`, which raises an epsilon below 1.001e-5 to that. cuDNN 9 takes
+    # any.
     outputs = tf.raw_ops.FusedBatchNormV3(
         x=channels.values,
         scale=scale,
@@ -214,7 +234,9 @@ def _per_row(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 def _filled(value: float, size: Any) -> tf.Tensor:
     """Returns a vector of one value: a constant, which is no kernel, if the size is known."""
-    return tf.constant(value, tf.float32, [size]) if isinstance(size, int) else tf.fill([size], value)
+    return (
+        tf.constant(value, tf.float32, [size]) if isinstance(size, int) else tf.fill([size], value)
+    )
 
 
 def _scale_and_shift(channels: _Channels, scale: Any, offset: Any) -> tf.Tensor:
@@ -254,7 +276,11 @@ def _float32(variable: Any) -> tf.Tensor:
 
 def _shaped_like(inputs: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
     if outputs.shape.rank == inputs.shape.rank == 4:
-        shaped = outputs if outputs.shape[1:] == inputs.shape[1:] else tf.reshape(outputs, tf.shape(inputs))
+        shaped = (
+            outputs
+            if outputs.shape[1:] == inputs.shape[1:]
+            else tf.reshape(outputs, tf.shape(inputs))
+        )
     else:
         shaped = tf.reshape(outputs, tf.shape(inputs))
     shaped.set_shape(inputs.shape)

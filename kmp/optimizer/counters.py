@@ -17,8 +17,10 @@ class Counts(NamedTuple):
     """The counts of `kmp.records.Snapshot`, each a scalar int64.
 
     Attributes:
-        skipped: Skipped steps, with those in which a replica's batch had no rows: a mean over nothing is NaN.
-        overflow_origin: The index of the variable where the last overflow started plus 1; 0 before the first one.
+        skipped: Skipped steps, with those in which a replica's batch had no rows: a mean over
+            nothing is NaN.
+        overflow_origin: The index of the variable where the last overflow started plus 1; 0 before
+            the first one.
     """
 
     step: Any
@@ -37,8 +39,9 @@ COUNT_INDEX = {name: index for index, name in enumerate(Counts.__annotations__)}
 class NamedState(keras.Layer):
     """State that is saved by name, and loaded as far as a file has it: files of Keras' own class have none.
 
-    A layer, because that is Keras' public container of saved state. As a child of the optimizer it is saved separately,
-    so the optimizer's list of variables stays the same as that of Keras' own class.
+    A layer, because that is Keras' public container of saved state. As a child of the optimizer it
+    is saved separately, so the optimizer's list of variables stays the same as that of Keras' own
+    class.
     """
 
     def named_variables(self) -> dict[str, keras.Variable]:
@@ -53,12 +56,17 @@ class NamedState(keras.Layer):
     def load_own_variables(self, store: Any) -> None:
         """Loads the variables that a file has, or raises an error, before any, if they are those of another model."""
         names = set(store.keys())  # not a dictionary
-        found = [(each, np.asarray(store[name])) for name, each in self.named_variables().items() if name in names]
+        found = [
+            (each, np.asarray(store[name]))
+            for name, each in self.named_variables().items()
+            if name in names
+        ]
         for variable, value in found:
             if value.shape != tuple(variable.shape):
                 raise ValueError(
-                    f"The optimizer's {variable.name!r} has shape {value.shape} in the file, but the optimizer needs "
-                    f"{tuple(variable.shape)}: the file was saved with another model."
+                    f"The optimizer's {variable.name!r} has shape {value.shape} in the file, but"
+                    f" the optimizer needs {tuple(variable.shape)}: the file was saved with another"
+                    " model."
                 )
         for variable, value in found:
             variable.assign(value)
@@ -69,11 +77,13 @@ class Counters(NamedState):
     """Counters of steps and overflows, in int64 because TensorFlow keeps int32 variables on the CPU.
 
     Attributes:
-        counts: int64 variable of shape `(8,)`, the fields of `Counts`: one variable is read and written by one
-            operation, several by one each.
-        loss_values: float32 variable of shape `(2,)`: the last loss, and the largest magnitude of a finite one.
-        by_variable: int64 variable of shape `(2, variables)`: in how many steps the gradient was non-finite, and in how
-            many the overflow started there. `None` before the optimizer is built.
+        counts: int64 variable of shape `(8,)`, the fields of `Counts`: one variable is read and
+            written by one operation, several by one each.
+        loss_values: float32 variable of shape `(2,)`: the last loss, and the largest magnitude of a
+            finite one.
+        by_variable: int64 variable of shape `(2, variables)`: in how many steps the gradient was
+            non-finite, and in how many the overflow started there. `None` before the optimizer is
+            built.
     """
 
     def __init__(self) -> None:
@@ -89,7 +99,9 @@ class Counters(NamedState):
     def values(self) -> Counts:
         """Returns the counts as tensors on the device."""
         counts = ops.copy(self.counts)
-        return Counts(*(counts[index] for index in COUNT_INDEX.values()))  # TensorFlow unstacks int64 on the host
+        return Counts(
+            *(counts[index] for index in COUNT_INDEX.values())
+        )  # TensorFlow unstacks int64 on the host
 
     def count(
         self,
@@ -106,21 +118,29 @@ class Counters(NamedState):
             before: The counts before it.
             overflowed: Scalar bool, or a Python bool in a branch that only one outcome reaches.
             losses: The losses of the step, summed over replicas.
-            is_at_min_scale: Scalar bool, whether the rule backs off but the scale is at its minimum.
+            is_at_min_scale: Scalar bool, whether the rule backs off but the scale is at its
+                minimum.
             flags: Bool of shape `(variables,)`, whether each variable's gradient is non-finite.
             order: The indices of the variables, from the input to the loss.
         """
         in_a_row = ("overflows_in_a_row", "nonfinite_losses_in_a_row")
-        applied = self.counts.value * np.array([name not in in_a_row for name in COUNT_INDEX], np.int64)
+        applied = self.counts.value * np.array(
+            [name not in in_a_row for name in COUNT_INDEX], np.int64
+        )
         counts = applied + np.array([name == "step" for name in COUNT_INDEX], np.int64)
         if overflowed is not False:
-            overflow = ops.cast(ops.greater_equal(losses.nonfinite, 0.0), "int64")  # 0 for a batch without rows
+            overflow = ops.cast(
+                ops.greater_equal(losses.nonfinite, 0.0), "int64"
+            )  # 0 for a batch without rows
             nonfinite_loss = ops.cast(ops.greater(losses.nonfinite, 0.0), "int64")
-            # The backward pass spreads an overflow to every variable before its origin, so the origin is the flagged
-            # variable that is nearest to the loss. After a non-finite loss, which flags all, there is none.
+            # The backward pass spreads an overflow to every variable before its origin, so the
+            # origin is the flagged variable that is nearest to the loss. After a non-finite loss,
+            # which flags all, there is none.
             ranks = np.argsort(order) + 1
             flagged_ranks = ops.cast(ops.logical_and(flags, losses.were_finite), "int64") * ranks
-            is_origin = ops.logical_and(flagged_ranks > 0, ops.equal(flagged_ranks, ops.max(flagged_ranks)))
+            is_origin = ops.logical_and(
+                flagged_ranks > 0, ops.equal(flagged_ranks, ops.max(flagged_ranks))
+            )
             origin = ops.cast(is_origin, "int64")
             index = ops.sum(origin * np.arange(1, len(order) + 1))
             skipped = Counts(
@@ -130,14 +150,17 @@ class Counters(NamedState):
                 overflows_in_a_row=before.overflows_in_a_row + overflow,
                 nonfinite_loss_count=before.nonfinite_loss_count + nonfinite_loss,
                 nonfinite_losses_in_a_row=before.nonfinite_losses_in_a_row + nonfinite_loss,
-                overflows_at_min_scale=before.overflows_at_min_scale + ops.cast(is_at_min_scale, "int64"),
+                overflows_at_min_scale=before.overflows_at_min_scale
+                + ops.cast(is_at_min_scale, "int64"),
                 overflow_origin=ops.where(losses.were_finite, index, before.overflow_origin),
             )
             counts = select(overflowed, tf.stack(skipped), counts)
             self.by_variable.assign_add(tf.stack([overflow * ops.cast(flags, "int64"), origin]))
         self.counts.assign(counts)
         magnitude = ops.where(ops.isfinite(losses.last), ops.abs(losses.last), 0.0)
-        self.loss_values.assign(tf.where([True, False], losses.last, ops.maximum(self.loss_values, magnitude)))
+        self.loss_values.assign(
+            tf.where([True, False], losses.last, ops.maximum(self.loss_values, magnitude))
+        )
 
     def read_counts(self) -> Counts:
         """Copies the counts of all variables together to the host."""
@@ -146,7 +169,9 @@ class Counters(NamedState):
     def read(self, paths: Sequence[str], has_recorded_loss: bool) -> dict[str, Any]:
         """Copies the counters to the host, as fields of `kmp.records.Snapshot`: without losses if none was scaled."""
         rows = ([], []) if self.by_variable is None else self.by_variable.numpy().tolist()
-        overflows, origins = ({path: n for path, n in zip(paths, row, strict=False) if n} for row in rows)
+        overflows, origins = (
+            {path: n for path, n in zip(paths, row, strict=False) if n} for row in rows
+        )
         counts = self.read_counts()._asdict()
         del counts["skipped"]
         origin = counts["overflow_origin"]
@@ -163,22 +188,29 @@ class Counters(NamedState):
         )
 
     def _counter(self, name: str, shape: tuple[int, ...], dtype: str = "int64") -> keras.Variable:
-        options = {"autocast": False, "aggregation": "only_first_replica"}  # the value is the same on all replicas
+        options = {
+            "autocast": False,
+            "aggregation": "only_first_replica",
+        }  # the value is the same on all replicas
         return self.add_weight(shape=shape, dtype=dtype, initializer="zeros", name=name, **options)
 
 
 def network_order(gradients: Gradients) -> list[int]:
     """Returns the indices of the gradients in the order of their variables, from the input to the loss.
 
-    The nearer a variable is to the loss, the shorter is the longest path to its gradient through forward pass, loss and
-    backward pass. A variable that is used more than once has the position of its use farthest from the loss. Gradients
-    with paths of equal length, and gradients without a path (`None`, computed eagerly or outside this graph), keep the
-    order of the list.
+    The nearer a variable is to the loss, the shorter is the longest path to its gradient through
+    forward pass, loss and backward pass. A variable that is used more than once has the position of
+    its use farthest from the loss. Gradients with paths of equal length, and gradients without a
+    path (`None`, computed eagerly or outside this graph), keep the order of the list.
     """
-    tensors = {i: values_of(gradient) for i, gradient in enumerate(gradients) if gradient is not None}
+    tensors = {
+        i: values_of(gradient) for i, gradient in enumerate(gradients) if gradient is not None
+    }
     operations = {i: tensor.op for i, tensor in tensors.items() if tf.is_symbolic_tensor(tensor)}
     graph = next((op.graph for op in operations.values()), None)
     longest: dict[tf.Operation | None, int] = {}  # the length of the longest path to each operation
-    for op in graph.get_operations() if graph else ():  # in the order of creation: each comes after its inputs
+    for op in (
+        graph.get_operations() if graph else ()
+    ):  # in the order of creation: each comes after its inputs
         longest[op] = 1 + max((longest.get(tensor.op, 0) for tensor in op.inputs), default=0)
     return sorted(range(len(gradients)), key=lambda i: -longest.get(operations.get(i), 0))

@@ -12,14 +12,35 @@ from kmp.backend import instance_attribute, is_keras_class, keras_internals, xla
 from kmp.optimizer.counters import NamedState
 from kmp.utils import validation
 
-# Optimizers that write only through `_WRITE_METHODS`; a test checks each of them with all its options.
+# Optimizers that write only through `_WRITE_METHODS`; a test checks each of them with all its
+# options.
 _PREDICABLE = (
-    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Muon", "Nadam"),
+    *(
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "Ftrl",
+        "Lamb",
+        "Lion",
+        "Muon",
+        "Nadam",
+    ),
     *("RMSprop", "SGD", "ScheduleFreeAdamW"),
 )
 _LARGE = 2**22  # elements, as the table of an embedding has
-# The methods that Keras' optimizers call, directly or through `keras.Variable` and their own `assign`.
-_WRITE_METHODS = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update")
+# The methods that Keras' optimizers call, directly or through `keras.Variable` and their own
+# `assign`.
+_WRITE_METHODS = (
+    "assign",
+    "assign_add",
+    "assign_sub",
+    "scatter_add",
+    "scatter_sub",
+    "scatter_update",
+)
 
 
 def resolve_optimizer(name: str, value: Any) -> keras.optimizers.Optimizer:
@@ -29,7 +50,9 @@ def resolve_optimizer(name: str, value: Any) -> keras.optimizers.Optimizer:
         try:
             optimizer = keras.optimizers.get(value)
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(validation.message(name, value, "the name of an optimizer, such as 'adam'")) from error
+            raise ValueError(
+                validation.message(name, value, "the name of an optimizer, such as 'adam'")
+            ) from error
     expected = "a keras.optimizers.Optimizer or the name of one, such as 'adam'"
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         reason = "this one already scales the loss, which would be scaled twice"
@@ -39,12 +62,17 @@ def resolve_optimizer(name: str, value: Any) -> keras.optimizers.Optimizer:
     return optimizer
 
 
-def supports_predicated_writes(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any] = ()) -> bool:
+def supports_predicated_writes(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any] = ()
+) -> bool:
     """Whether each write can be predicated; a custom class, learning rate or constraint may write its own variables."""
-    parts = [keras_internals.learning_rate_of(optimizer), *(getattr(each, "constraint", None) for each in variables)]
-    return type(optimizer) in {getattr(keras.optimizers, name, None) for name in _PREDICABLE} and all(
-        part is None or is_keras_class(type(part)) for part in parts
-    )
+    parts = [
+        keras_internals.learning_rate_of(optimizer),
+        *(getattr(each, "constraint", None) for each in variables),
+    ]
+    return type(optimizer) in {
+        getattr(keras.optimizers, name, None) for name in _PREDICABLE
+    } and all(part is None or is_keras_class(type(part)) for part in parts)
 
 
 def supports_updates_of_sums(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -69,18 +97,22 @@ def predicated_writes(
 ) -> Iterator[None]:
     """Makes an optimizer's writes have no effect where `skip` is true, while the context is open.
 
-    XLA copies every variable that a branch writes: Adam's step with a branch takes 1.20 to 2.45 times as long as
-    without loss scaling, with predicated writes 1.02 to 1.34 times. In graph mode a branch is cheaper (1.13 to 1.17
-    against 1.41 to 1.45 times), so there it stays a branch.
+    XLA copies every variable that a branch writes: Adam's step with a branch takes 1.20 to 2.45
+    times as long as without loss scaling, with predicated writes 1.02 to 1.34 times. In graph mode
+    a branch is cheaper (1.13 to 1.17 against 1.41 to 1.45 times), so there it stays a branch.
     """
     written = [  # the optimizer may have been built on more variables than it trains here
         *variables,
         *keras_internals.variables_to_train(optimizer),
         *keras_internals.optimizer_state(optimizer),
     ]
-    tf_variables = {id(v): v for v in (v.value if isinstance(v, keras.Variable) else v for v in written)}.values()
+    tf_variables = {
+        id(v): v for v in (v.value if isinstance(v, keras.Variable) else v for v in written)
+    }.values()
     zeros = {dtype: tf.zeros([], dtype) for dtype in {variable.dtype for variable in tf_variables}}
-    negative_zeros = {dtype: -zero for dtype, zero in zeros.items()}  # TensorFlow may replace a constant -0.0 by 0.0
+    negative_zeros = {
+        dtype: -zero for dtype, zero in zeros.items()
+    }  # TensorFlow may replace a constant -0.0 by 0.0
     select_by = xla.masks_of(skip)
     for variable in tf_variables:
         zero, negative_zero = zeros[variable.dtype], negative_zeros[variable.dtype]
@@ -94,19 +126,25 @@ def predicated_writes(
 
 
 def _writes_unless(
-    skip_by: Callable[[Any], tf.Tensor], variable: tf.Variable, zero: tf.Tensor, negative_zero: tf.Tensor
+    skip_by: Callable[[Any], tf.Tensor],
+    variable: tf.Variable,
+    zero: tf.Tensor,
+    negative_zero: tf.Tensor,
 ) -> dict[str, Callable[..., Any]]:
     """Returns replacements of a variable's write methods, which write a neutral value if the step is skipped.
 
-    A skipped addition or subtraction writes a zero of the sign that preserves zeros of both signs. This takes fewer
-    operations than a selection between the old value and the sum, so it traces and compiles faster. Large variables get
-    that selection: XLA would share the zero with those to which it adds the rows of a sparse gradient, and read all.
+    A skipped addition or subtraction writes a zero of the sign that preserves zeros of both signs.
+    This takes fewer operations than a selection between the old value and the sum, so it traces and
+    compiles faster. Large variables get that selection: XLA would share the zero with those to
+    which it adds the rows of a sparse gradient, and read all.
     """
 
     def select(neutral: Any, value: Any) -> tf.Tensor:
         value = tf.convert_to_tensor(value)
         # tf.where adds Python overhead that would dominate the tracing time of a large model.
-        return tf.raw_ops.SelectV2(condition=skip_by(value.shape), t=tf.convert_to_tensor(neutral), e=value)
+        return tf.raw_ops.SelectV2(
+            condition=skip_by(value.shape), t=tf.convert_to_tensor(neutral), e=value
+        )
 
     def predicated(write: Callable[..., Any], neutral: Any) -> Callable[..., Any]:
         def write_unless(value: Any, *args: Any, **options: Any) -> Any:
@@ -120,12 +158,17 @@ def _writes_unless(
 
     neutral = (variable, negative_zero, zero, negative_zero, zero, variable)
     methods = {
-        name: predicated(getattr(variable, name), each) for name, each in zip(_WRITE_METHODS, neutral, strict=True)
+        name: predicated(getattr(variable, name), each)
+        for name, each in zip(_WRITE_METHODS, neutral, strict=True)
     }
     if (variable.shape.num_elements() or 0) > _LARGE:
         assign = methods["assign"]
-        methods["assign_add"] = lambda value, *args, **options: assign(variable + value, *args, **options)
-        methods["assign_sub"] = lambda value, *args, **options: assign(variable - value, *args, **options)
+        methods["assign_add"] = lambda value, *args, **options: assign(
+            variable + value, *args, **options
+        )
+        methods["assign_sub"] = lambda value, *args, **options: assign(
+            variable - value, *args, **options
+        )
     return methods
 
 
@@ -145,10 +188,14 @@ class InnerState(NamedState):
 def _unlisted_variables(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]:
     """Returns the variables that are not in `optimizer.variables`, by their name in a file.
 
-    The names contain the optimizer's class and its numbers of variables. If these differ from those of the file, Keras
-    skips the rest of the optimizer's state, and this part is skipped too.
+    The names contain the optimizer's class and its numbers of variables. If these differ from those
+    of the file, Keras skips the rest of the optimizer's state, and this part is skipped too.
     """
     listed = set(map(id, optimizer.variables))
-    unlisted = [variable for variable in keras_internals.optimizer_state(optimizer) if id(variable) not in listed]
+    unlisted = [
+        variable
+        for variable in keras_internals.optimizer_state(optimizer)
+        if id(variable) not in listed
+    ]
     prefix = f"{type(optimizer).__name__}_{len(listed)}_{len(unlisted)}"
     return {f"{prefix}_{index}": variable for index, variable in enumerate(unlisted)}

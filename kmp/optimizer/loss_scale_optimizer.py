@@ -1,7 +1,7 @@
 """The optimizer that scales the loss.
 
-`apply` checks its arguments and takes a step: `_step` measures and agrees, `_update_or_skip` updates or skips, and
-`_adapt_and_count` adapts the loss scale and counts.
+`apply` checks its arguments and takes a step: `_step` measures and agrees, `_update_or_skip`
+updates or skips, and `_adapt_and_count` adapts the loss scale and counts.
 """
 
 import functools
@@ -47,8 +47,9 @@ _SET_AT_CREATION = (
     *("dynamic_growth_steps", "loss_scale_factor", "rule", "jit_compile"),
 )
 _JIT_COMPILE_IGNORED = (
-    "`jit_compile=True` does nothing here: under a distribution strategy, only the updates of Keras' own optimizers "
-    "without clipping and gradient accumulation can be compiled, and only where each replica has its own variables."
+    "`jit_compile=True` does nothing here: under a distribution strategy, only the updates of"
+    " Keras' own optimizers without clipping and gradient accumulation can be compiled, and only"
+    " where each replica has its own variables."
 )
 
 
@@ -56,42 +57,52 @@ _JIT_COMPILE_IGNORED = (
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """An optimizer that scales the loss, skips steps that overflow, and counts them.
 
-    float16 flushes gradients of 2^-25 and less to zero. Multiplying the loss by a large number, the loss scale, scales
-    all gradients up; they are divided by it before the update. A step whose loss or gradients are not finite is
-    skipped: all weights and all variables of the inner optimizer stay unchanged.
+    float16 flushes gradients of 2^-25 and less to zero. Multiplying the loss by a large number, the
+    loss scale, scales all gradients up; they are divided by it before the update. A step whose loss
+    or gradients are not finite is skipped: all weights and all variables of the inner optimizer
+    stay unchanged.
 
-    Use it in `model.compile`, or in a custom training loop: call `scale_loss`, then `apply`. To clip or change
-    gradients yourself, call `unscale` in between. Settings of the inner optimizer, such as `clipnorm`, are read and set
-    on the wrapper too. Sources: see `kmp.scaling.DynamicScale`.
+    Use it in `model.compile`, or in a custom training loop: call `scale_loss`, then `apply`. To
+    clip or change gradients yourself, call `unscale` in between. Settings of the inner optimizer,
+    such as `clipnorm`, are read and set on the wrapper too. Sources: see
+    `kmp.scaling.DynamicScale`.
 
     Args:
-        inner_optimizer: A `keras.optimizers.Optimizer`, or the name of one. Set clipping, weight decay, EMA and
-            gradient accumulation on it; they apply to unscaled gradients. Its `loss_scale_factor` becomes the fixed
-            `loss_scale`.
-        initial_scale: Float, the loss scale of the first step, from `min_scale` to `max_scale`. Defaults to 2^15.
-        growth_interval: Integer, at least 1, the number of steps without an overflow after which the scale grows.
-            Defaults to 2000. Keras' name for it, `dynamic_growth_steps`, is accepted too.
+        inner_optimizer: A `keras.optimizers.Optimizer`, or the name of one. Set clipping, weight
+            decay, EMA and gradient accumulation on it; they apply to unscaled gradients. Its
+            `loss_scale_factor` becomes the fixed `loss_scale`.
+        initial_scale: Float, the loss scale of the first step, from `min_scale` to `max_scale`.
+            Defaults to 2^15.
+        growth_interval: Integer, at least 1, the number of steps without an overflow after which
+            the scale grows. Defaults to 2000. Keras' name for it, `dynamic_growth_steps`, is
+            accepted too.
         name: Optional string, the name of the optimizer.
         growth_factor: Float above 1, multiplies the scale when it grows. Defaults to 2.
-        backoff_factor: Float between 0 and 1, multiplies the scale when it backs off. Defaults to 0.5.
-        hysteresis: Integer, at least 1, the number of consecutive overflows after which the scale backs off. Defaults
-            to 1.
-        min_scale: Float, at least 2^-126, the lowest scale. Defaults to 2^-14: below that, a scaled loss of 1 is
-            subnormal in float16.
-        max_scale: Float, at most 2^127, the highest scale. Defaults to 2^127, the largest power of two in float32. A
-            scale above 2^126 is applied as 2^126, because the reciprocal of a larger one is subnormal.
+        backoff_factor: Float between 0 and 1, multiplies the scale when it backs off. Defaults to
+            0.5.
+        hysteresis: Integer, at least 1, the number of consecutive overflows after which the scale
+            backs off. Defaults to 1.
+        min_scale: Float, at least 2^-126, the lowest scale. Defaults to 2^-14: below that, a scaled
+            loss of 1 is subnormal in float16.
+        max_scale: Float, at most 2^127, the highest scale. Defaults to 2^127, the largest power of
+            two in float32. A scale above 2^126 is applied as 2^126, because the reciprocal of a
+            larger one is subnormal.
         loss_scale: `"dynamic"` (default), or a float from 2^-126 to 2^127 for a fixed scale.
-        jit_compile: Whether to compile `apply` with XLA if the surrounding step is not compiled: in a model compiled
-            with `jit_compile=False`, or in an eager loop. `"auto"` (default) does so in graphs where TensorFlow sees a
-            GPU, if the inner optimizer is one of Keras' own; the step then waits for no decision of the host. As in a
-            `tf.function`, values that are not tensors are read once, for example a callable learning rate, or
-            attributes of the inner optimizer that are set later. Under a strategy that mirrors variables, each
-            replica's check and update are compiled, if the optimizer neither clips nor accumulates gradients.
-        **kwargs: Arguments that `keras.optimizers.LossScaleOptimizer` accepts for compatibility with old files.
+        jit_compile: Whether to compile `apply` with XLA if the surrounding step is not compiled: in
+            a model compiled with `jit_compile=False`, or in an eager loop. `"auto"` (default) does
+            so in graphs where TensorFlow sees a GPU, if the inner optimizer is one of Keras' own;
+            the step then waits for no decision of the host. As in a `tf.function`, values that are
+            not tensors are read once, for example a callable learning rate, or attributes of the
+            inner optimizer that are set later. Under a strategy that mirrors variables, each
+            replica's check and update are compiled, if the optimizer neither clips nor accumulates
+            gradients.
+        **kwargs: Arguments that `keras.optimizers.LossScaleOptimizer` accepts for compatibility
+            with old files.
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        ValueError: If an argument is outside its range; the message names the argument, the value and the range.
+        ValueError: If an argument is outside its range; the message names the argument, the value
+            and the range.
 
     Example:
     >>> optimizer = LossScaleOptimizer("sgd", initial_scale=1024.0, growth_interval=500)
@@ -102,7 +113,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     (512.0, 1)
     """
 
-    # Of the wrapper, also if the inner optimizer has an attribute of this name. Keras' class has the first five.
+    # Of the wrapper, also if the inner optimizer has an attribute of this name. Keras' class has
+    # the first five.
     inner_optimizer: keras.optimizers.Optimizer
     initial_scale: float
     dynamic_growth_steps: int
@@ -114,7 +126,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     inner_state: InnerState
     step_monitor: StepMonitor
     sampler: GradientSampler
-    settings_call: str = "kmp.LossScaleOptimizer"  # the call that the settings come from, which advice names
+    settings_call: str = (
+        "kmp.LossScaleOptimizer"  # the call that the settings come from, which advice names
+    )
 
     def __init__(
         self,
@@ -136,14 +150,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if inner.loss_scale_factor is not None:
             if not scaling.is_dynamic(loss_scale) and loss_scale != inner.loss_scale_factor:
                 raise ValueError(
-                    "A model has one loss scale. Received: "
-                    f"loss_scale={loss_scale!r} and an optimizer with loss_scale_factor={inner.loss_scale_factor!r}"
+                    f"A model has one loss scale. Received: loss_scale={loss_scale!r} and an"
+                    f" optimizer with loss_scale_factor={inner.loss_scale_factor!r}"
                 )
             loss_scale = inner.loss_scale_factor  # Keras' class resets that of the optimizer
         rule = scaling.loss_scale_rule(
             loss_scale,
             initial_scale=initial_scale,
-            growth_interval=kwargs.pop("dynamic_growth_steps", growth_interval),  # in the config of Keras' class
+            growth_interval=kwargs.pop(
+                "dynamic_growth_steps", growth_interval
+            ),  # in the config of Keras' class
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
             hysteresis=hysteresis,
@@ -153,8 +169,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         interval = getattr(rule, "growth_interval", _DEFAULT.growth_interval)
         jit_compile = validation.boolean_or_auto("jit_compile", jit_compile)
         super().__init__(inner, rule.initial_scale, interval, name, **kwargs)
-        for setting in vars(inner).keys() & vars(self).keys() - {"name", "built", *LossScaleOptimizer.__annotations__}:
-            if not setting.startswith("_"):  # Keras' defaults; `__getattr__` returns the inner optimizer's instead
+        for setting in vars(inner).keys() & vars(self).keys() - {
+            "name",
+            "built",
+            *LossScaleOptimizer.__annotations__,
+        }:
+            if not setting.startswith(
+                "_"
+            ):  # Keras' defaults; `__getattr__` returns the inner optimizer's instead
                 del self.__dict__[setting]
         self.rule = rule
         self.jit_compile = jit_compile
@@ -162,13 +184,22 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.inner_state = InnerState(inner)
         self.step_monitor = StepMonitor(requires_scaling=rule != _NO_SCALE)
         self.sampler = GradientSampler(lambda: self.counters.read_counts().step)
-        self._compiled_step = tf.function(self._step, jit_compile=True, autograph=False) if jit_compile else None
-        # As Keras' `build` does. Here, so that a function which is traced before `build` reads the variable too.
+        self._compiled_step = (
+            tf.function(self._step, jit_compile=True, autograph=False) if jit_compile else None
+        )
+        # As Keras' `build` does. Here, so that a function which is traced before `build` reads the
+        # variable too.
         options = {"shape": (), "aggregation": "none"}
         initial = keras.initializers.Constant(rule.initial_scale)
-        self.step_counter = self.add_variable(dtype="int", initializer="zeros", name="step_counter", **options)
-        self.dynamic_scale = self.add_variable(dtype="float32", initializer=initial, name="dynamic_scale", **options)
-        self._order: tuple[int, ...] = ()  # of the variables, from the input to the loss, in the last trace
+        self.step_counter = self.add_variable(
+            dtype="int", initializer="zeros", name="step_counter", **options
+        )
+        self.dynamic_scale = self.add_variable(
+            dtype="float32", initializer=initial, name="dynamic_scale", **options
+        )
+        self._order: tuple[
+            int, ...
+        ] = ()  # of the variables, from the input to the loss, in the last trace
         self._unscaled_order: list[int] = []
 
     @keras_internals.without_tracking
@@ -185,7 +216,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.sampler.build(var_list)
         self._order = tuple(range(len(var_list)))
         self.step_monitor.build_for(len(var_list))
-        if self.jit_compile is True and tf.distribute.has_strategy() and not self._can_compile_on_replicas:
+        if (
+            self.jit_compile is True
+            and tf.distribute.has_strategy()
+            and not self._can_compile_on_replicas
+        ):
             user_messages.warn(_JIT_COMPILE_IGNORED)
 
     @property
@@ -214,20 +249,20 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def unscale(self, grads: Gradients) -> list[Any]:
         """Returns gradients divided by the loss scale, to inspect, clip or change before `apply`.
 
-        The next `apply` takes its gradients as unscaled, once. To apply the scaled ones nevertheless, pass it
-        `unscaled=False`. To discard the batch, do not call `apply`.
+        The next `apply` takes its gradients as unscaled, once. To apply the scaled ones
+        nevertheless, pass it `unscaled=False`. To discard the batch, do not call `apply`.
 
         Args:
             grads: Loss-scaled gradients: tensors, `tf.IndexedSlices` or `None`.
 
         Returns:
-            The unscaled gradients, in float64 for float64 gradients, else in float32; those of float8 scales as they
-            are. NaN and Inf are kept. The next `apply` skips the step if there are any, even if they are clipped to a
-            finite value.
+            The unscaled gradients, in float64 for float64 gradients, else in float32; those of
+            float8 scales as they are. NaN and Inf are kept. The next `apply` skips the step if
+            there are any, even if they are clipped to a finite value.
 
         Raises:
-            ValueError: In a `train_step` that did not call `scale_loss`, outside of a replica context, or in a graph
-                with several replicas if the optimizer is not built.
+            ValueError: In a `train_step` that did not call `scale_loss`, outside of a replica
+                context, or in a graph with several replicas if the optimizer is not built.
         """
         grads = list(grads)
         distribution.check_context("unscale", self.built)
@@ -236,44 +271,59 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.built and len(grads) == len(self._trainable_variables):
             # As in the update, the values of float8 scales are not divided.
             pairs = zip(grads, unscaled, self._trainable_variables, strict=True)
-            unscaled = [grad if is_overwritten(variable) else quotient for grad, quotient, variable in pairs]
+            unscaled = [
+                grad if is_overwritten(variable) else quotient for grad, quotient, variable in pairs
+            ]
         self.step_monitor.record_unscaled(unscaled)
-        self._unscaled_order = network_order(grads)  # a clip by the norm of all makes each depend on all
+        self._unscaled_order = network_order(
+            grads
+        )  # a clip by the norm of all makes each depend on all
         return unscaled
 
     @tf.autograph.experimental.do_not_convert
     def apply(
-        self, grads: Gradients, trainable_variables: Variables | None = None, *, unscaled: bool | None = None
+        self,
+        grads: Gradients,
+        trainable_variables: Variables | None = None,
+        *,
+        unscaled: bool | None = None,
     ) -> None:
         """Applies loss-scaled gradients, or skips the step if the loss or one of them is not finite.
 
         Args:
-            grads: Gradients: tensors, `tf.IndexedSlices` or `None`, one for each variable. They are divided by the loss
-                scale, as in Keras' class, or not if `unscale` was called after the last `scale_loss` and `apply`.
-            trainable_variables: The variables of `grads`. Optional once the optimizer is built; defaults to the
-                variables that it was built on.
-            unscaled: Whether the gradients went through `unscale`. Defaults to what was called last.
+            grads: Gradients: tensors, `tf.IndexedSlices` or `None`, one for each variable. They are
+                divided by the loss scale, as in Keras' class, or not if `unscale` was called after
+                the last `scale_loss` and `apply`.
+            trainable_variables: The variables of `grads`. Optional once the optimizer is built;
+                defaults to the variables that it was built on.
+            unscaled: Whether the gradients went through `unscale`. Defaults to what was called
+                last.
 
         Raises:
-            ValueError: If the optimizer is not built and `trainable_variables` is `None`, if the number of gradients
-                differs from that of variables, if a gradient does not have the shape of its variable, if the optimizer
-                was not built on one of the variables, where `unscale` raises one, if the last `unscale` got fewer
-                gradients, or if `unscaled` is needed because a `tf.function` called `unscale` and does not run Python
-                again.
+            ValueError: If the optimizer is not built and `trainable_variables` is `None`, if the
+                number of gradients differs from that of variables, if a gradient does not have the
+                shape of its variable, if the optimizer was not built on one of the variables, where
+                `unscale` raises one, if the last `unscale` got fewer gradients, or if `unscaled` is
+                needed because a `tf.function` called `unscale` and does not run Python again.
         """
         grads = list(grads)
         distribution.check_context("apply", self.built or not grads)
         variables = self._variables_for(grads, trainable_variables)
         if unscaled is None:
-            unscaled = self.step_monitor.takes_unscaled(sum(gradient is not None for gradient in grads))
+            unscaled = self.step_monitor.takes_unscaled(
+                sum(gradient is not None for gradient in grads)
+            )
         unscaled = validation.boolean("unscaled", unscaled)
         if not grads:
             return
-        # TensorFlow traces a function whose first trace creates variables once more, which must find the same stage.
+        # TensorFlow traces a function whose first trace creates variables once more, which must
+        # find the same stage.
         is_traced_twice = not self.built and not tf.executing_eagerly()
         if not self.built:
             self.build(variables)
-        self._check_variables_are_known(variables)  # Keras has no public name for it, nor for the index
+        self._check_variables_are_known(
+            variables
+        )  # Keras has no public name for it, nor for the index
         indices = tuple(map(self._get_variable_index, variables))
         if not is_traced_twice:
             self.step_monitor.end_apply(unscaled)
@@ -307,9 +357,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return is_possible and (self.jit_compile is True or xla.has_gpu())
         if self.jit_compile is True:
             return True
-        # Compiled code does not see later changes of Python's values. A loop that runs eagerly may rely on them.
+        # Compiled code does not see later changes of Python's values. A loop that runs eagerly may
+        # rely on them.
         can_wait = tf.executing_eagerly() or not xla.has_gpu()
-        return not can_wait and supports_predicated_writes(self.inner_optimizer, self._trainable_variables)
+        return not can_wait and supports_predicated_writes(
+            self.inner_optimizer, self._trainable_variables
+        )
 
     @property
     def _can_compile_on_replicas(self) -> bool:
@@ -328,11 +381,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if any(gradient is not None for gradient in in_order):
             self.sampler.sample(in_order, lambda: self.loss_scale, step, unscaled)
 
-    def _step(self, gradients: Gradients, indices: tuple[int, ...], order: tuple[int, ...], unscaled: bool) -> None:
+    def _step(
+        self, gradients: Gradients, indices: tuple[int, ...], order: tuple[int, ...], unscaled: bool
+    ) -> None:
         """Takes a step.
 
-        `indices` are those of the variables among the ones that the optimizer was built on, which `order` sorts from
-        the input to the loss.
+        `indices` are those of the variables among the ones that the optimizer was built on, which
+        `order` sorts from the input to the loss.
         """
         variables = [self._trainable_variables[index] for index in indices]
         scale = self._bounded_scale()
@@ -341,13 +396,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         # Measure, on each replica.
         replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        flags = self._flags_of_all(nonfinite_flags(gradients, variables, divisor, replicas), indices, unscaled)
+        flags = self._flags_of_all(
+            nonfinite_flags(gradients, variables, divisor, replicas), indices, unscaled
+        )
 
         # Agree, over replicas and workers.
         losses = self.step_monitor.take_losses()
         flags, losses = distribution.sum_over_replicas((flags, losses))
         distribution.in_update_context(
-            functools.partial(self._update_or_skip, variables, order), (scale, divisor, flags, losses), gradients
+            functools.partial(self._update_or_skip, variables, order),
+            (scale, divisor, flags, losses),
+            gradients,
         )
 
     def _step_on_replicas(
@@ -355,7 +414,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> None:
         """Takes a step as `_step` does, with a compiled check and update on each replica.
 
-        Replicas synchronize in between, which compiled code cannot: they agree, and sum the unscaled gradients.
+        Replicas synchronize in between, which compiled code cannot: they agree, and sum the
+        unscaled gradients.
         """
         variables = [self._trainable_variables[index] for index in indices]
         scale = self._bounded_scale()
@@ -373,7 +433,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         flags, losses = distribution.sum_over_replicas((flags, losses))
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         sums = distribution.all_reduce_sum([gradients[index] for index in present])
-        gradients = [dict(zip(present, sums, strict=True)).get(index) for index in range(len(gradients))]
+        gradients = [
+            dict(zip(present, sums, strict=True)).get(index) for index in range(len(gradients))
+        ]
         count = len(tf.distribute.get_strategy().extended.worker_devices)
         state = [*self._trainable_variables, *keras_internals.optimizer_state(self.inner_optimizer)]
         state += [self.dynamic_scale, self.step_counter, *self.counters.weights]
@@ -381,14 +443,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         functions = [tf.function(update, jit_compile=True, autograph=False) for _ in range(count)]
         distribution.update_parts(functions, state, (scale, tf.ones([]), flags, losses), gradients)
 
-    def _update_on_replica(self, variables: Variables, order: Sequence[int], *arguments: Any) -> None:
+    def _update_on_replica(
+        self, variables: Variables, order: Sequence[int], *arguments: Any
+    ) -> None:
         with without_strategy(self.inner_optimizer):
             self._update_or_skip(variables, order, *arguments)
 
-    def _flags_of_all(self, flags: tf.Tensor, indices: tuple[int, ...], unscaled: bool) -> tf.Tensor:
+    def _flags_of_all(
+        self, flags: tf.Tensor, indices: tuple[int, ...], unscaled: bool
+    ) -> tf.Tensor:
         """Returns the flags of all variables that the optimizer was built on, from those of the given gradients."""
         if unscaled:
-            # A clip by value hides NaN and Inf, and a clip by the norm of all gradients makes all of them NaN.
+            # A clip by value hides NaN and Inf, and a clip by the norm of all gradients makes all
+            # of them NaN.
             before_clip = self.step_monitor.take_unscaled_flags(len(indices))
             flags = tf.where(tf.reduce_any(before_clip > 0), before_clip, flags)
         count = len(self._trainable_variables)
@@ -409,7 +476,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> None:
         """Updates the variables unless the loss or a gradient is non-finite; then adapts the scale and counts."""
         inner = self.inner_optimizer
-        count = functools.partial(self._adapt_and_count, scale=scale, flags=flags, losses=losses, order=order)
+        count = functools.partial(
+            self._adapt_and_count, scale=scale, flags=flags, losses=losses, order=order
+        )
         # XLA would compute the comparison again in each loop that uses it.
         overflowed = xla.opaque(ops.max(flags) > losses.skip_threshold)
 
@@ -421,7 +490,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             distribution.on_each_replica(update_replica, divisor, gradients)
             count(False)
 
-        # Under a strategy a variable has one component per replica, and the optimizer writes the components.
+        # Under a strategy a variable has one component per replica, and the optimizer writes the
+        # components.
         predicates = xla.is_tracing() and not tf.distribute.has_strategy()
         if predicates and supports_predicated_writes(inner, self._trainable_variables):
             with predicated_writes(inner, self._trainable_variables, overflowed):
@@ -431,12 +501,18 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             ops.cond(overflowed, outlined(functools.partial(count, True)), update)
 
     def _adapt_and_count(
-        self, overflowed: Any, scale: tf.Tensor, flags: tf.Tensor, losses: StepLosses, order: Sequence[int]
+        self,
+        overflowed: Any,
+        scale: tf.Tensor,
+        flags: tf.Tensor,
+        losses: StepLosses,
+        order: Sequence[int],
     ) -> None:
         """Adapts the loss scale and counts the step.
 
-        In a branch that one outcome reaches, `overflowed` is a Python bool. That is why each branch calls this, and not
-        `_update_or_skip` after both: a step with callbacks then has 60 operations more than the bare step, not 112.
+        In a branch that one outcome reaches, `overflowed` is a Python bool. That is why each branch
+        calls this, and not `_update_or_skip` after both: a step with callbacks then has 60
+        operations more than the bare step, not 112.
         """
         before = self.counters.values()
         state = scaling.ScaleState(scale, ops.copy(self.step_counter), before.overflows_in_a_row)
@@ -444,31 +520,45 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         after = self.rule.update(state, outcome)
         self.dynamic_scale.assign(after.scale)
         self.step_counter.assign(after.clean_steps)
-        is_at_min_scale = ops.logical_and(self.rule.backs_off(state, outcome), scale <= self.rule.min_scale)
+        is_at_min_scale = ops.logical_and(
+            self.rule.backs_off(state, outcome), scale <= self.rule.min_scale
+        )
         self.counters.count(before, overflowed, losses, is_at_min_scale, flags > 0, order)
 
     def _variables_for(self, grads: Gradients, trainable_variables: Variables | None) -> list[Any]:
         """Returns the variables of gradients, or raises an error if there is not one for each, of its shape."""
-        if any(isinstance(gradient, tuple) and not hasattr(gradient, "dtype") for gradient in grads):
+        if any(
+            isinstance(gradient, tuple) and not hasattr(gradient, "dtype") for gradient in grads
+        ):
             raise ValueError(
-                "`apply` takes gradients and variables as two lists: apply(gradients, variables). For pairs, call "
-                "apply_gradients(zip(gradients, variables))."
+                "`apply` takes gradients and variables as two lists: apply(gradients, variables)."
+                " For pairs, call apply_gradients(zip(gradients, variables))."
             )
         if not self.built and trainable_variables is None:
-            raise ValueError("The optimizer is not built. Pass `trainable_variables`, or call `build` first.")
-        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+            raise ValueError(
+                "The optimizer is not built. Pass `trainable_variables`, or call `build` first."
+            )
+        variables = list(
+            self._trainable_variables if trainable_variables is None else trainable_variables
+        )
         if len(grads) != len(variables):
             raise ValueError(
                 "`grads` must have one gradient for each variable. "
                 f"Received: {len(grads)} gradients, {len(variables)} variables"
             )
         for gradient, variable in zip(grads, variables, strict=True):
-            expected, is_sparse = tf.TensorShape(variable.shape), isinstance(gradient, tf.IndexedSlices)
-            received = tf.TensorShape([None, *gradient.values.shape[1:]] if is_sparse else np.shape(gradient))
+            expected, is_sparse = (
+                tf.TensorShape(variable.shape),
+                isinstance(gradient, tf.IndexedSlices),
+            )
+            received = tf.TensorShape(
+                [None, *gradient.values.shape[1:]] if is_sparse else np.shape(gradient)
+            )
             if gradient is not None and not expected.is_compatible_with(received):
                 raise ValueError(
-                    f"The gradient of {getattr(variable, 'path', variable.name)!r} must have the variable's shape "
-                    f"{tuple(expected)}. Received: {'rows of ' * is_sparse}shape {received}"
+                    f"The gradient of {getattr(variable, 'path', variable.name)!r} must have the"
+                    f" variable's shape {tuple(expected)}. Received: {'rows of ' * is_sparse}shape"
+                    f" {received}"
                 )
         return variables
 
@@ -478,7 +568,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
             A `kmp.records.Snapshot`. Before the first step it has the initial scale and zeros.
         """
-        counts = self.counters.read(self.paths, has_recorded_loss=self.step_monitor.loss_dtype is not None)
+        counts = self.counters.read(
+            self.paths, has_recorded_loss=self.step_monitor.loss_dtype is not None
+        )
         return Snapshot(
             loss_scale=float(self._bounded_scale()),
             clean_steps=int(self.step_counter.numpy()),
@@ -519,11 +611,18 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return getattr(inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_none = name == "loss_scale_factor" and value is None  # as Keras sets it inside of other optimizers
+        is_none = (
+            name == "loss_scale_factor" and value is None
+        )  # as Keras sets it inside of other optimizers
         if name in _SET_AT_CREATION and "counters" in vars(self) and not is_none:
-            raise AttributeError(f"`{name}` cannot be changed: create a new kmp.LossScaleOptimizer, and compile again.")
+            raise AttributeError(
+                f"`{name}` cannot be changed: create a new kmp.LossScaleOptimizer, and compile"
+                " again."
+            )
         inner = vars(self).get("inner_optimizer")
-        is_own = name.startswith("_") or name in vars(self) or name in LossScaleOptimizer.__annotations__
+        is_own = (
+            name.startswith("_") or name in vars(self) or name in LossScaleOptimizer.__annotations__
+        )
         if is_own or hasattr(type(self), name) or inner is None or not hasattr(inner, name):
             super().__setattr__(name, value)
         else:

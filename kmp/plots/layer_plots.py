@@ -19,16 +19,17 @@ _LAYER_LENGTH, _VARIABLE_LENGTH, _TITLE_LENGTH = 20, 38, 30  # of names, in char
 def layer_errors(run: Run, ax: Axes | None = None) -> Axes:
     """Draws how far the outputs of each layer are from those in float32, in the last comparison of the run.
 
-    An error passes through the layers after the one where it begins. The new error is the part that a layer adds: that
-    of its outputs if its inputs are those of float32.
+    An error passes through the layers after the one where it begins. The new error is the part that
+    a layer adds: that of its outputs if its inputs are those of float32.
 
     Args:
         run: A run with `replay`, whose newest one with finite passes is drawn.
         ax: Axes to draw on; new ones by default.
 
     Returns:
-        The axes: layers along y in the order of their calls, with the first at the top; along x, on a log axis, the
-        error relative to how the outputs vary between examples. Errors below 1e-6 are drawn at 1e-6.
+        The axes: layers along y in the order of their calls, with the first at the top; along x, on
+        a log axis, the error relative to how the outputs vary between examples. Errors below 1e-6
+        are drawn at 1e-6.
 
     Example:
     >>> from kmp.records import LayerError, Replay
@@ -38,7 +39,9 @@ def layer_errors(run: Run, ax: Axes | None = None) -> Axes:
     'Harmful error begins at net/first'
     """
     validation.instance("run", run, Run, RUN_EXPECTED)
-    ax = style.axes(ax, "Difference from float32 by layer", "relative error of outputs", "layer, first to last")
+    ax = style.axes(
+        ax, "Difference from float32 by layer", "relative error of outputs", "layer, first to last"
+    )
     comparisons = run.comparisons
     if not comparisons or not comparisons[-1][1].layer_errors:
         return style.empty(ax, "No batch was compared with float32.")
@@ -48,15 +51,47 @@ def layer_errors(run: Run, ax: Axes | None = None) -> Axes:
     # The errors, the limit, and the layer where a harmful error begins.
     size = 5 if len(errors) <= _MANY_LAYERS else 3
     outputs = np.maximum([each.error for each in errors], _LOWEST)
-    added = np.array([np.nan if each.new_error is None else max(each.new_error, _LOWEST) for each in errors])
+    added = np.array(
+        [np.nan if each.new_error is None else max(each.new_error, _LOWEST) for each in errors]
+    )
     rows = np.arange(len(errors))
-    ax.plot(outputs, rows, "o-", color=style.DARK, markersize=size, linewidth=1, label="outputs", clip_on=False)
-    ax.plot(added, rows, "x", color=style.MIDDLE, markersize=size + 1, label="new error of the layer", clip_on=False)
-    ax.axvline(HARMFUL_OUTPUT_ERROR, color=style.DARK_LIGHT, linestyle="--", label=f"limit, {HARMFUL_OUTPUT_ERROR:g}")
+    ax.plot(
+        outputs,
+        rows,
+        "o-",
+        color=style.DARK,
+        markersize=size,
+        linewidth=1,
+        label="outputs",
+        clip_on=False,
+    )
+    ax.plot(
+        added,
+        rows,
+        "x",
+        color=style.MIDDLE,
+        markersize=size + 1,
+        label="new error of the layer",
+        clip_on=False,
+    )
+    ax.axvline(
+        HARMFUL_OUTPUT_ERROR,
+        color=style.DARK_LIGHT,
+        linestyle="--",
+        label=f"limit, {HARMFUL_OUTPUT_ERROR:g}",
+    )
     title, row = f"The model's outputs differ by {replay.output_error:.2g}", None
     if origin is not None:
         row = errors.index(origin)
-        ax.scatter(added[row], row, 110, facecolors="none", edgecolors=style.MIDDLE, label="begins here", zorder=3)
+        ax.scatter(
+            added[row],
+            row,
+            110,
+            facecolors="none",
+            edgecolors=style.MIDDLE,
+            label="begins here",
+            zorder=3,
+        )
         (name,) = style.short_names([origin.layer], _LAYER_LENGTH)
         title = f"Harmful error begins at {name}"
 
@@ -77,16 +112,19 @@ def layer_errors(run: Run, ax: Axes | None = None) -> Axes:
 def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Axes:
     """Draws how often each variable's gradient was not finite, and how often it was the overflow origin.
 
-    An overflow spreads to all variables nearer the input. Its origin is the variable where it began.
+    An overflow spreads to all variables nearer the input. Its origin is the variable where it
+    began.
 
     Args:
-        run: A run with `overflows_by_variable` and `overflow_origins_by_variable`. The newest records are drawn.
+        run: A run with `overflows_by_variable` and `overflow_origins_by_variable`. The newest
+            records are drawn.
         ax: Axes to draw on; new ones by default.
-        top: Number of variables to draw. They are ordered by how often they were the overflow origin, then by how
-            often their gradient was not finite.
+        top: Number of variables to draw. They are ordered by how often they were the overflow
+            origin, then by how often their gradient was not finite.
 
     Returns:
-        The axes: variables along y, with the worst at the top; number of training steps since the start along x.
+        The axes: variables along y, with the worst at the top; number of training steps since the
+        start along x.
 
     Raises:
         ValueError: If `top` is not positive.
@@ -100,13 +138,19 @@ def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Ax
     validation.instance("run", run, Run, RUN_EXPECTED)
     top = validation.positive_integer("top", top)
     ax = style.axes(ax, "Variables that overflowed", "training steps", "variable")
-    overflows, origins = (run.last(key) for key in ("overflows_by_variable", "overflow_origins_by_variable"))
+    overflows, origins = (
+        run.last(key) for key in ("overflows_by_variable", "overflow_origins_by_variable")
+    )
     if overflows is None and origins is None:
         return style.empty(ax, "Overflows were not counted by variable.")
     overflows, origins = overflows or {}, origins or {}
     # By path: the steps in which it was the origin, and those in which its gradient was not finite.
-    counts = {path: (origins.get(path, 0), overflows.get(path, 0)) for path in {**overflows, **origins}}
-    paths = sorted((path for path in counts if any(counts[path])), key=lambda path: counts[path], reverse=True)
+    counts = {
+        path: (origins.get(path, 0), overflows.get(path, 0)) for path in {**overflows, **origins}
+    }
+    paths = sorted(
+        (path for path in counts if any(counts[path])), key=lambda path: counts[path], reverse=True
+    )
     if not paths:
         return style.empty(ax, "No overflow.")
     if len(paths) > top:
@@ -115,8 +159,18 @@ def overflowing_variables(run: Run, ax: Axes | None = None, top: int = 10) -> Ax
     shown, height = paths[:top], 0.7 * min(1, min(len(paths), top) / 4)
     nonfinite, origin = [max(counts[path]) for path in shown], [counts[path][0] for path in shown]
     positions = np.arange(len(shown))
-    ax.barh(positions, nonfinite, height, color="0.85", edgecolor="0.4", linewidth=0.8, label="gradient not finite")
-    bars = ax.barh(positions, origin, height, color=style.DARK, linewidth=0, label="overflow origin")
+    ax.barh(
+        positions,
+        nonfinite,
+        height,
+        color="0.85",
+        edgecolor="0.4",
+        linewidth=0.8,
+        label="gradient not finite",
+    )
+    bars = ax.barh(
+        positions, origin, height, color=style.DARK, linewidth=0, label="overflow origin"
+    )
     for bar in bars:
         bar.set(edgecolor="white", hatch="//")
     ax.set_yticks(positions, style.short_names(shown, _VARIABLE_LENGTH))

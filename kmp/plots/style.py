@@ -13,8 +13,9 @@ from matplotlib.ticker import MaxNLocator
 
 from kmp.utils import is_power_of_two, printable, unique_names, validation
 
-# Distinguishable with colour blindness and in greyscale. Source: Paul Tol, "Colour Schemes" (SRON/EPS/TN/09-002, 2021),
-# "high-contrast". DARK_LIGHT is LIGHT, darkened for lines on a grey background.
+# Distinguishable with colour blindness and in greyscale. Source: Paul Tol, "Colour Schemes"
+# (SRON/EPS/TN/09-002, 2021), "high-contrast". DARK_LIGHT is LIGHT, darkened for lines on a grey
+# background.
 DARK, MIDDLE, LIGHT, DARK_LIGHT = "#004488", "#BB5566", "#DDAA33", "#8A6500"
 TEXT = "0.25"
 SMALL = 8.0
@@ -51,10 +52,13 @@ def legend_above(ax: Axes, columns: int = 1, title: str | None = None) -> None:
     handles, labels = ax.get_legend_handles_labels()
     place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "borderpad": 0.2}
     size = {"fontsize": SMALL, "labelspacing": 0.25, "columnspacing": 1.2}
-    # The title's pad reserves the space. Constrained layout would shrink the axes for a legend wider than them.
+    # The title's pad reserves the space. Constrained layout would shrink the axes for a legend
+    # wider than them.
     ax.legend(handles, labels, ncols=columns, frameon=False, **place, **size).set_in_layout(False)
     pad = 6 + math.ceil(len(handles) / columns) * _LINE_HEIGHT * SMALL
-    ax.set_title(ax.get_title(loc="left") if title is None else title, loc="left", fontsize="medium", pad=pad)
+    ax.set_title(
+        ax.get_title(loc="left") if title is None else title, loc="left", fontsize="medium", pad=pad
+    )
 
 
 def label_steps(ax: Axes, steps: np.ndarray) -> None:
@@ -82,9 +86,15 @@ def short_names(paths: list[str], length: int) -> list[str]:
 def _shortened(path: str, length: int) -> str:
     """Returns the first name and as many of the last names as fit, at least two, or both ends of the path."""
     first, *rest = path.split("/")
-    candidates = [path, *("/".join([first, "…", *rest[index:]]) for index in range(1, len(rest) - 1))]
+    candidates = [
+        path,
+        *("/".join([first, "…", *rest[index:]]) for index in range(1, len(rest) - 1)),
+    ]
     tail = 2 * length // 3
-    return next((name for name in candidates if len(name) <= length), f"{path[: length - 1 - tail]}…{path[-tail:]}")
+    return next(
+        (name for name in candidates if len(name) <= length),
+        f"{path[: length - 1 - tail]}…{path[-tail:]}",
+    )
 
 
 def power_of_two(exponent: float) -> str:
@@ -116,7 +126,9 @@ def save(ax: Axes, path: Path) -> None:
     >>> file.exists()
     True
     """
-    validation.instance("ax", ax, Axes, "axes of matplotlib, as the functions of kmp.plots return them")
+    validation.instance(
+        "ax", ax, Axes, "axes of matplotlib, as the functions of kmp.plots return them"
+    )
     validation.instance("path", path, (str, os.PathLike), "the path of the PNG file")
     figure = ax.get_figure(root=True)
     assert isinstance(figure, Figure)

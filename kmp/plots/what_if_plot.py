@@ -22,9 +22,10 @@ def what_if(run_or_curve: Run | WhatIf, ax: Axes | None = None) -> Axes:
         ax: Axes to draw on; new ones by default.
 
     Returns:
-        The axes: loss scales along x, as powers of two; along y the share of gradient elements lost to underflow and
-        overflow, and the share of sampled steps that would be skipped. The y axis is linear below the smallest share,
-        so that it includes zero. Extrapolated values are dashed.
+        The axes: loss scales along x, as powers of two; along y the share of gradient elements lost
+        to underflow and overflow, and the share of sampled steps that would be skipped. The y axis
+        is linear below the smallest share, so that it includes zero. Extrapolated values are
+        dashed.
 
     Example:
     >>> from kmp.records import GradientSample
@@ -34,8 +35,15 @@ def what_if(run_or_curve: Run | WhatIf, ax: Axes | None = None) -> Axes:
     >>> what_if(run).get_xlabel()
     'loss scale'
     """
-    validation.instance("run_or_curve", run_or_curve, (Run, WhatIf), f"{RUN_EXPECTED}, or a kmp.advice.WhatIf")
-    ax = style.axes(ax, "Underflow and overflow at other loss scales", "loss scale", "share of elements, or of steps")
+    validation.instance(
+        "run_or_curve", run_or_curve, (Run, WhatIf), f"{RUN_EXPECTED}, or a kmp.advice.WhatIf"
+    )
+    ax = style.axes(
+        ax,
+        "Underflow and overflow at other loss scales",
+        "loss scale",
+        "share of elements, or of steps",
+    )
     try:
         curve = compute_what_if(run_or_curve) if isinstance(run_or_curve, Run) else run_or_curve
     except ValueError:
@@ -48,9 +56,13 @@ def what_if(run_or_curve: Run | WhatIf, ax: Axes | None = None) -> Axes:
     ax.set_xlim(scales[0], scales[-1])
     ax.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, steps=[1, 2, 4, 5, 10]))
     ax.xaxis.set_major_formatter("$2^{{{x:g}}}$")
-    _set_share_axis(ax, np.concatenate([curve.underflow, curve.underflow_bound, curve.overflow, curve.skipped]))
+    _set_share_axis(
+        ax, np.concatenate([curve.underflow, curve.underflow_bound, curve.overflow, curve.skipped])
+    )
     lost = curve.at(float(np.clip(curve.in_use, scales[0], scales[-1])))["underflow"]
-    style.legend_above(ax, columns=2, title=f"At {in_use}, in use, float16 flushes {lost:.1%} of gradients")
+    style.legend_above(
+        ax, columns=2, title=f"At {in_use}, in use, float16 flushes {lost:.1%} of gradients"
+    )
     return ax
 
 
@@ -65,13 +77,17 @@ def _draw_shares(ax: Axes, curve: WhatIf) -> None:
         # Thinner lines lie on top of thicker ones, so that none is hidden where all are zero.
         lines = ax.plot(scales[~is_dashed], shares[~is_dashed], label=label)
         if is_dashed.any():
-            start = max(np.argmax(is_dashed) - 1, 0)  # the last known point, so that there is no gap
+            start = max(
+                np.argmax(is_dashed) - 1, 0
+            )  # the last known point, so that there is no gap
             lines += ax.plot(scales[start:], shares[start:], linestyle=_DASHES)
         for line in lines:
             line.set(color=color, linewidth=width, zorder=3 - width / 4)
     if not np.array_equal(curve.underflow, curve.underflow_bound):
         label = "underflow if all zeros were flushed"
-        band = ax.fill_between(scales, curve.underflow, curve.underflow_bound, label=label, zorder=1)
+        band = ax.fill_between(
+            scales, curve.underflow, curve.underflow_bound, label=label, zorder=1
+        )
         band.set(facecolor="#CCDAE7", edgecolor=style.DARK, linewidth=0.5, alpha=0.7)
     if is_dashed.any():
         ax.plot([], [], color="0.3", linestyle=_DASHES, label="dashed: extrapolation")
@@ -83,7 +99,9 @@ def _shade_recommended(ax: Axes, curve: WhatIf) -> None:
         return
     low, high = curve.recommended
     scales = [style.power_of_two(exponent) for exponent in (low, high)[high == low :]]
-    label = f"recommended: {' to '.join(scales) if curve.is_lowest_known else f'at most {scales[-1]}'}"
+    label = (
+        f"recommended: {' to '.join(scales) if curve.is_lowest_known else f'at most {scales[-1]}'}"
+    )
     # A single scale has no width: half a bit on either side makes it visible.
     margin = 0.0 if high > low else 0.5
     span = ax.axvspan(low - margin, high + margin, label=label, zorder=0)
@@ -96,7 +114,9 @@ def _set_share_axis(ax: Axes, shares: np.ndarray) -> None:
     lowest = int(np.clip(np.floor(np.log10(smallest)), -8, -2))
     decades = range(lowest, 1)
     decades = decades[:: -(-len(decades) // _MOST_DECADES)]
-    labels = [f"{np.format_float_positional(10.0 ** (decade + 2), trim='-')} %" for decade in decades]
+    labels = [
+        f"{np.format_float_positional(10.0 ** (decade + 2), trim='-')} %" for decade in decades
+    ]
     ax.set_yscale("symlog", linthresh=10.0**lowest, linscale=0.4)
     ax.set_yticks([0.0, *(10.0**decade for decade in decades)], ["0", *labels])
     ax.minorticks_off()

@@ -27,7 +27,9 @@ class ActiveSettings:
 
 active: list[ActiveSettings] = []  # in the order of the calls
 lock = threading.RLock()  # of changes of `active` and of the patches
-rewrite_dtypes: dict[str, bool] = {}  # the dtype of the graph rewrite while it is on, with the option's value before
+rewrite_dtypes: dict[
+    str, bool
+] = {}  # the dtype of the graph rewrite while it is on, with the option's value before
 
 
 def current_settings() -> ActiveSettings | None:

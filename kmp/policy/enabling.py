@@ -5,14 +5,24 @@ from typing import Unpack
 import tensorflow as tf
 
 from kmp.backend import tensorflow_internals
-from kmp.policy.active_settings import POLICIES, ActiveSettings, active, current_settings, lock, rewrite_dtypes
+from kmp.policy.active_settings import (
+    POLICIES,
+    ActiveSettings,
+    active,
+    current_settings,
+    lock,
+    rewrite_dtypes,
+)
 from kmp.policy.gpu_support import resolve
 from kmp.policy.keras_patches import update_patches
 from kmp.scaling import LossScaleSettings, loss_scale_rule
 from kmp.utils import BFLOAT16, FLOAT16, user_messages, validation
 
 # The options of grappler, TensorFlow's graph optimizer, for the graph rewrite.
-_PASSES = {FLOAT16.name: "auto_mixed_precision", BFLOAT16.name: "auto_mixed_precision_onednn_bfloat16"}
+_PASSES = {
+    FLOAT16.name: "auto_mixed_precision",
+    BFLOAT16.name: "auto_mixed_precision_onednn_bfloat16",
+}
 
 
 class Handle(ActiveSettings):
@@ -39,47 +49,60 @@ class Handle(ActiveSettings):
         self.disable()
 
     def __repr__(self) -> str:
-        arguments = self.settings | ({} if self.jit_compile == "auto" else {"jit_compile": self.jit_compile})
+        arguments = self.settings | (
+            {} if self.jit_compile == "auto" else {"jit_compile": self.jit_compile}
+        )
         listed = "".join(f", {name}={value!r}" for name, value in arguments.items())
-        state = "in force" if self is current_settings() else "replaced" if self in active else "off"
+        state = (
+            "in force" if self is current_settings() else "replaced" if self in active else "off"
+        )
         return f"<kmp.enable({self.policy!r}{listed}) {state}>"
 
 
 def enable(
-    policy: str = "mixed_float16", *, jit_compile: bool | str = "auto", **loss_scale_settings: Unpack[LossScaleSettings]
+    policy: str = "mixed_float16",
+    *,
+    jit_compile: bool | str = "auto",
+    **loss_scale_settings: Unpack[LossScaleSettings],
 ) -> Handle:
     """Sets the global dtype policy, and makes `model.compile` wrap the optimizers of float16 models with loss scaling.
 
-    Layers created after this call use the policy. If any layer of a model computes in float16, `compile` wraps its
-    optimizer in `kmp.LossScaleOptimizer`; `compile(auto_scale_loss=False)` does not. bfloat16 and float32 need no loss
-    scale: bfloat16 has the exponent range of float32.
+    Layers created after this call use the policy. If any layer of a model computes in float16,
+    `compile` wraps its optimizer in `kmp.LossScaleOptimizer`; `compile(auto_scale_loss=False)` does
+    not. bfloat16 and float32 need no loss scale: bfloat16 has the exponent range of float32.
 
-    If a model with kmp's optimizer skips a step, the state of its layers is restored. Batches with a non-finite loss
-    are excluded from its metrics. `fit` is fixed for several workers, and for losses that layers add in 16 bits.
-    Mistakes that Keras does not report, such as a softmax in float16, cause one warning each until `disable`.
+    If a model with kmp's optimizer skips a step, the state of its layers is restored. Batches with
+    a non-finite loss are excluded from its metrics. `fit` is fixed for several workers, and for
+    losses that layers add in 16 bits. Mistakes that Keras does not report, such as a softmax in
+    float16, cause one warning each until `disable`.
 
-    Keras casts the float arguments of a layer to its compute dtype. float16 has every integer only up to 2048, bfloat16
-    up to 256, float32 up to 2^24. Keras' look-up layers, such as an `Embedding` inside a custom layer, use the tensor
-    from before the cast. They warn about indices that were computed in 16 bits, such as `ids + 1`.
+    Keras casts the float arguments of a layer to its compute dtype. float16 has every integer only
+    up to 2048, bfloat16 up to 256, float32 up to 2^24. Keras' look-up layers, such as an
+    `Embedding` inside a custom layer, use the tensor from before the cast. They warn about indices
+    that were computed in 16 bits, such as `ids + 1`.
 
-    The policy applies to all threads, and after `keras.backend.clear_session()`, until `disable`. A policy that is set
-    on a layer, or later in a thread, with `keras.config.set_dtype_policy` or `enable`, takes precedence there. Calling
-    `enable` again replaces the policy and the settings. The logger `"kmp"` reports once for each
-    16-bit dtype if `"auto"` would choose another dtype on this machine.
+    The policy applies to all threads, and after `keras.backend.clear_session()`, until `disable`. A
+    policy that is set on a layer, or later in a thread, with `keras.config.set_dtype_policy` or
+    `enable`, takes precedence there. Calling `enable` again replaces the policy and the settings.
+    The logger `"kmp"` reports once for each 16-bit dtype if `"auto"` would choose another dtype on
+    this machine.
 
     Args:
-        policy: `"mixed_float16"` (default; float32 variables, float16 computation), `"mixed_bfloat16"`, `"float32"`,
-            or `"float16"` (float16 variables and computation); or a `keras.DTypePolicy` with such a name. `"auto"`
-            chooses by the GPUs: `"mixed_bfloat16"` if all compute bfloat16 in hardware, else `"mixed_float16"` if all
-            have Tensor Cores, else `"float32"`; one logged line says which and why.
-        jit_compile: Whether to compile the optimizer's step with XLA if the model is not compiled with XLA: `True`,
-            `False` or `"auto"` (default, on a GPU), as in `kmp.LossScaleOptimizer`.
-        **loss_scale_settings: `initial_scale`, `growth_interval`, `growth_factor`, `backoff_factor`, `hysteresis`,
-            `min_scale`, `max_scale`, `loss_scale`: as in `kmp.LossScaleOptimizer`.
+        policy: `"mixed_float16"` (default; float32 variables, float16 computation),
+            `"mixed_bfloat16"`, `"float32"`, or `"float16"` (float16 variables and computation); or
+            a `keras.DTypePolicy` with such a name. `"auto"` chooses by the GPUs: `"mixed_bfloat16"`
+            if all compute bfloat16 in hardware, else `"mixed_float16"` if all have Tensor Cores,
+            else `"float32"`; one logged line says which and why.
+        jit_compile: Whether to compile the optimizer's step with XLA if the model is not compiled
+            with XLA: `True`, `False` or `"auto"` (default, on a GPU), as in
+            `kmp.LossScaleOptimizer`.
+        **loss_scale_settings: `initial_scale`, `growth_interval`, `growth_factor`,
+            `backoff_factor`, `hysteresis`, `min_scale`, `max_scale`, `loss_scale`: as in
+            `kmp.LossScaleOptimizer`.
 
     Returns:
-        A `Handle`. As a context manager it restores the previous policy and settings on exit, also after an exception.
-        Calls of `enable` in other threads stay active.
+        A `Handle`. As a context manager it restores the previous policy and settings on exit, also
+        after an exception. Calls of `enable` in other threads stay active.
 
     Raises:
         TypeError: If an argument is unknown or of the wrong type.
@@ -111,7 +134,8 @@ def enable(
 def disable() -> None:
     """Restores the policy of each thread from before the first `enable`, and removes the patches that it applied.
 
-    Models compiled under `enable` keep their optimizer and train as before. Does nothing if kmp is not enabled.
+    Models compiled under `enable` keep their optimizer and train as before. Does nothing if kmp is
+    not enabled.
 
     Example:
     >>> handle = enable()
@@ -127,16 +151,18 @@ def disable() -> None:
 def graph_rewrite(enabled: bool = True, dtype: str = FLOAT16.name) -> None:
     """Makes TensorFlow rewrite the graphs of float32 models to 16 bits, operation by operation; layers do not change.
 
-    Use it for models that cannot be rebuilt. For other models prefer `enable` or `convert`, which also work under XLA.
-    It corresponds to `enable_mixed_precision_graph_rewrite` of tf.keras 2 and to TensorFlow's environment variable
-    `TF_ENABLE_AUTO_MIXED_PRECISION`. In later calls of `compile`, `jit_compile="auto"` becomes `False`, because XLA
-    compiles the graph before it is rewritten. For float16, `compile` also wraps the optimizer with loss scaling, unless
-    called with `auto_scale_loss=False`.
+    Use it for models that cannot be rebuilt. For other models prefer `enable` or `convert`, which
+    also work under XLA. It corresponds to `enable_mixed_precision_graph_rewrite` of tf.keras 2 and
+    to TensorFlow's environment variable `TF_ENABLE_AUTO_MIXED_PRECISION`. In later calls of
+    `compile`, `jit_compile="auto"` becomes `False`, because XLA compiles the graph before it is
+    rewritten. For float16, `compile` also wraps the optimizer with loss scaling, unless called with
+    `auto_scale_loss=False`.
 
     Args:
-        enabled: Whether to rewrite graphs. A second call replaces the first. `False` restores TensorFlow's option;
-            compiled models keep their optimizer.
-        dtype: `"float16"`, whose pass needs a GPU; or `"bfloat16"`, whose pass is for CPUs and needs oneDNN.
+        enabled: Whether to rewrite graphs. A second call replaces the first. `False` restores
+            TensorFlow's option; compiled models keep their optimizer.
+        dtype: `"float16"`, whose pass needs a GPU; or `"bfloat16"`, whose pass is for CPUs and
+            needs oneDNN.
 
     Raises:
         TypeError: If `enabled` is not a bool.
@@ -152,15 +178,20 @@ def graph_rewrite(enabled: bool = True, dtype: str = FLOAT16.name) -> None:
     enabled = validation.boolean("enabled", enabled)
     dtype = validation.one_of("dtype", dtype, tuple(_PASSES))
     if enabled and dtype == FLOAT16.name and not tf.config.list_physical_devices("GPU"):
-        user_messages.warn("TensorFlow's float16 pass does nothing without a GPU. For a CPU, pass dtype='bfloat16'.")
+        user_messages.warn(
+            "TensorFlow's float16 pass does nothing without a GPU. For a CPU, pass"
+            " dtype='bfloat16'."
+        )
     if enabled and dtype == BFLOAT16.name and not tensorflow_internals.is_onednn_enabled():
         user_messages.warn(
-            "TensorFlow's bfloat16 pass does nothing without oneDNN, which is off here. Set the environment variable "
-            "TF_ENABLE_ONEDNN_OPTS=1 before TensorFlow is imported."
+            "TensorFlow's bfloat16 pass does nothing without oneDNN, which is off here. Set the"
+            " environment variable TF_ENABLE_ONEDNN_OPTS=1 before TensorFlow is imported."
         )
     # Off first: the passes exclude each other, and TensorFlow's own values come back.
     with lock:
-        tf.config.optimizer.set_experimental_options({_PASSES[name]: value for name, value in rewrite_dtypes.items()})
+        tf.config.optimizer.set_experimental_options(
+            {_PASSES[name]: value for name, value in rewrite_dtypes.items()}
+        )
         rewrite_dtypes.clear()
         if enabled:
             option = _PASSES[dtype]

@@ -1,7 +1,8 @@
 """Keeps the indices of look-up layers exact, although Keras casts the float arguments of a layer to 16 bits.
 
-kmp's patches make the result of such a cast remember the tensor that was cast, and look-up layers use that one. An
-operation, such as `ids + 1` in 16 bits, returns a tensor that remembers nothing; a look-up of it warns.
+kmp's patches make the result of such a cast remember the tensor that was cast, and look-up layers
+use that one. An operation, such as `ids + 1` in 16 bits, returns a tensor that remembers nothing; a
+look-up of it warns.
 """
 
 import functools
@@ -26,9 +27,9 @@ _LOOK_UPS = (
 )
 _UNCAST = "_kmp_uncast"  # the attribute of a tensor that holds the tensor from which it was cast
 _ROUNDED = (
-    "gets its indices{rows} as {dtype}, which has every integer only up to {limit}: larger indices are rounded and "
-    "select other rows. Declare the input with keras.Input(..., dtype='int32'), or pass integers, such as "
-    "x.astype('int32')."
+    "gets its indices{rows} as {dtype}, which has every integer only up to {limit}: larger indices"
+    " are rounded and select other rows. Declare the input with keras.Input(..., dtype='int32'), or"
+    " pass integers, such as x.astype('int32')."
 )
 
 
@@ -36,7 +37,9 @@ def rows_of(layer: keras.Layer) -> float:
     """Returns the number of rows that a look-up layer selects from: infinity for any integer; 0 for other layers."""
     if not isinstance(layer, _LOOK_UPS):
         return 0
-    return getattr(layer, "input_dim", getattr(layer, "num_tokens", math.inf))  # the others take any integer
+    return getattr(
+        layer, "input_dim", getattr(layer, "num_tokens", math.inf)
+    )  # the others take any integer
 
 
 def rounds_indices(rows: float, dtype: str) -> bool:
@@ -50,7 +53,8 @@ def apply_patches() -> Iterator[Replacement]:
     for each in _LOOK_UPS:
         yield Replacement(defining_class(each, "call"), "call", _look_up_patch)
     yield Replacement(*keras_internals.functional_input_cast(), _functional_patch)
-    # In a graph, its own `__call__` casts the indices, integers included, to the compute dtype (Keras 3.15).
+    # In a graph, its own `__call__` casts the indices, integers included, to the compute dtype
+    # (Keras 3.15).
     keras.layers.CategoryEncoding.__call__ = keras.Layer.__call__
 
 
@@ -69,7 +73,9 @@ def _functional_patch(original: Callable[..., list[Any]]) -> Callable[..., list[
 
     @functools.wraps(original)
     def cast_inputs(self: keras.Model, inputs: list[Any]) -> list[Any]:
-        return [_exact_cast(x, cast) for x, cast in zip(inputs, original(self, inputs), strict=False)]  # not of more
+        return [
+            _exact_cast(x, cast) for x, cast in zip(inputs, original(self, inputs), strict=False)
+        ]  # not of more
 
     return cast_inputs
 
@@ -94,9 +100,15 @@ def _look_up_patch(original: Callable[..., Any]) -> Callable[..., Any]:
         exact = getattr(inputs, _UNCAST, None)
         dtype = keras.backend.standardize_dtype(inputs.dtype) if hasattr(inputs, "dtype") else ""
         rows = rows_of(self)
-        # A symbolic call has no values: Keras calls the layer again, with tensors that may be exact.
+        # A symbolic call has no values: Keras calls the layer again, with tensors that may be
+        # exact.
         is_symbolic = keras_internals.is_symbolic()
-        if exact is None and dtype in DTYPES_16_BIT and rounds_indices(rows, dtype) and not is_symbolic:
+        if (
+            exact is None
+            and dtype in DTYPES_16_BIT
+            and rounds_indices(rows, dtype)
+            and not is_symbolic
+        ):
             text = f" for {rows} rows" if rows < math.inf else ""
             limit = FORMATS_16_BIT[dtype].max_exact_integer
             misuse_warnings.warn_once(self, _ROUNDED.format(rows=text, dtype=dtype, limit=limit))

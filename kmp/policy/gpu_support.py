@@ -11,8 +11,8 @@ from kmp.utils import BFLOAT16, FLOAT16
 
 logger = logging.getLogger("kmp")
 
-# GPUs of the Turing chips TU116 and TU117, which have compute capability 7.5 and no Tensor Cores. Source: NVIDIA's data
-# sheets.
+# GPUs of the Turing chips TU116 and TU117, which have compute capability 7.5 and no Tensor Cores.
+# Source: NVIDIA's data sheets.
 _NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|MX[45]50|CMP 30HX|\bT(400|500|550|600|1000|1200|2000)\b")
 _logged: set[str] = set()  # the dtypes of which a message was logged
 
@@ -25,13 +25,19 @@ class Gpu:
     compute_capability: tuple[int, int] | None
 
     def __str__(self) -> str:
-        return f"{self.name} (compute capability {'.'.join(map(str, self.compute_capability or ('unknown',)))})"
+        return (
+            f"{self.name} (compute capability"
+            f" {'.'.join(map(str, self.compute_capability or ('unknown',)))})"
+        )
 
-    # The lowest compute capability with each feature: CUDA C++ Programming Guide, "Compute Capabilities".
+    # The lowest compute capability with each feature: CUDA C++ Programming Guide, "Compute
+    # Capabilities".
     @property
     def tensor_cores(self) -> bool:
         """Whether float16 matrix products and convolutions run on Tensor Cores."""
-        return (self.compute_capability or (0, 0)) >= (7, 0) and not _NO_TENSOR_CORES.search(self.name)  # Volta
+        return (self.compute_capability or (0, 0)) >= (7, 0) and not _NO_TENSOR_CORES.search(
+            self.name
+        )  # Volta
 
     @property
     def bfloat16(self) -> bool:
@@ -48,7 +54,9 @@ def gpus() -> tuple[Gpu, ...]:
     """
     devices = tf.config.list_physical_devices("GPU")
     details = [(device, tf.config.experimental.get_device_details(device)) for device in devices]
-    return tuple(Gpu(of.get("device_name", gpu.name), of.get("compute_capability")) for gpu, of in details)
+    return tuple(
+        Gpu(of.get("device_name", gpu.name), of.get("compute_capability")) for gpu, of in details
+    )
 
 
 def best_policy(devices: Sequence[Gpu]) -> tuple[str, str]:
@@ -59,15 +67,21 @@ def best_policy(devices: Sequence[Gpu]) -> tuple[str, str]:
     if all(gpu.bfloat16 for gpu in devices):
         return "mixed_bfloat16", f"bfloat16 in hardware, which needs no loss scale: {names}"
     if all(gpu.tensor_cores for gpu in devices):
-        return "mixed_float16", f"Tensor Cores for float16, and not all GPUs have bfloat16 in hardware: {names}"
-    return "float32", f"not all GPUs have Tensor Cores, without which 16 bits save memory, not time: {names}"
+        return (
+            "mixed_float16",
+            f"Tensor Cores for float16, and not all GPUs have bfloat16 in hardware: {names}",
+        )
+    return (
+        "float32",
+        f"not all GPUs have Tensor Cores, without which 16 bits save memory, not time: {names}",
+    )
 
 
 def resolve(policy: str) -> str:
     """Returns the policy for an argument of `enable`.
 
-    Logs what `"auto"` chose; else, once for each dtype, what it would choose. That is shown by default, unless the
-    policy is fast too.
+    Logs what `"auto"` chose; else, once for each dtype, what it would choose. That is shown by
+    default, unless the policy is fast too.
     """
     best, reason = best_policy(gpus())
     if policy == "auto":
@@ -76,6 +90,12 @@ def resolve(policy: str) -> str:
     dtype, best_dtype = (name.removeprefix("mixed_") for name in (policy, best))
     if dtype not in (best_dtype, "float32", *_logged):
         _logged.add(dtype)
-        level = logging.INFO if (dtype, best_dtype) == (FLOAT16.name, BFLOAT16.name) else logging.WARNING
-        logger.log(level, "kmp.enable(%r): the policy for this machine is %r: %s.", policy, best, reason)
+        level = (
+            logging.INFO
+            if (dtype, best_dtype) == (FLOAT16.name, BFLOAT16.name)
+            else logging.WARNING
+        )
+        logger.log(
+            level, "kmp.enable(%r): the policy for this machine is %r: %s.", policy, best, reason
+        )
     return policy

@@ -20,13 +20,14 @@ def wrap(
     """Wraps an optimizer that is not passed to `compile`, as in a GAN or a custom training loop.
 
     Args:
-        optimizer: A `keras.optimizers.Optimizer` or the name of one. A `kmp.LossScaleOptimizer` is returned unchanged
-            if no other argument is given.
+        optimizer: A `keras.optimizers.Optimizer` or the name of one. A `kmp.LossScaleOptimizer` is
+            returned unchanged if no other argument is given.
         jit_compile: As in `enable`. `None` uses the setting of the active `enable`.
         **loss_scale_settings: As in `enable`. They override the settings of the active `enable`.
 
     Returns:
-        A `kmp.LossScaleOptimizer`. Call its `scale_loss` on the loss and its `apply` on the gradients.
+        A `kmp.LossScaleOptimizer`. Call its `scale_loss` on the loss and its `apply` on the
+        gradients.
 
     Raises:
         TypeError: If `optimizer` is not an optimizer, or already scales the loss.
@@ -37,14 +38,20 @@ def wrap(
     >>> generator_optimizer.rule.growth_interval
     500
     """
-    if isinstance(optimizer, LossScaleOptimizer) and not loss_scale_settings and jit_compile is None:
+    if (
+        isinstance(optimizer, LossScaleOptimizer)
+        and not loss_scale_settings
+        and jit_compile is None
+    ):
         return optimizer
     optimizer = resolve_optimizer("optimizer", optimizer)
     enabled = current_settings()
     if jit_compile is None:
         jit_compile = enabled.jit_compile if enabled else "auto"
     inherited = enabled.settings if enabled else LossScaleSettings()
-    wrapped = LossScaleOptimizer(optimizer, **override(inherited, **loss_scale_settings), jit_compile=jit_compile)
+    wrapped = LossScaleOptimizer(
+        optimizer, **override(inherited, **loss_scale_settings), jit_compile=jit_compile
+    )
     wrapped.settings_call = "kmp.wrap" if loss_scale_settings or enabled is None else "kmp.enable"
     return wrapped
 
@@ -67,9 +74,13 @@ def wrap_for_compile(identifier: Any) -> keras.optimizers.Optimizer | None:
     return wrap(optimizer.inner_optimizer, **settings)
 
 
-def rewrap(optimizer: keras.optimizers.Optimizer, original: LossScaleOptimizer) -> LossScaleOptimizer:
+def rewrap(
+    optimizer: keras.optimizers.Optimizer, original: LossScaleOptimizer
+) -> LossScaleOptimizer:
     """Wraps an optimizer with the settings of another one's wrapper."""
-    settings = {name: value for name, value in original.get_config().items() if name != "inner_optimizer"}
+    settings = {
+        name: value for name, value in original.get_config().items() if name != "inner_optimizer"
+    }
     wrapped = LossScaleOptimizer(optimizer, **settings)
     wrapped.settings_call = original.settings_call
     return wrapped
@@ -77,9 +88,15 @@ def rewrap(optimizer: keras.optimizers.Optimizer, original: LossScaleOptimizer) 
 
 def optimizers_of(model: keras.Model) -> list[LossScaleOptimizer]:
     """Returns the `LossScaleOptimizer`s among `all_optimizers_of(model)`, and those of compiled models in it."""
-    nested = [getattr(layer, "optimizer", None) for layer in sublayers(model) if isinstance(layer, keras.Model)]
+    nested = [
+        getattr(layer, "optimizer", None)
+        for layer in sublayers(model)
+        if isinstance(layer, keras.Model)
+    ]
     optimizers = {id(optimizer): optimizer for optimizer in (*all_optimizers_of(model), *nested)}
-    return [optimizer for optimizer in optimizers.values() if isinstance(optimizer, LossScaleOptimizer)]
+    return [
+        optimizer for optimizer in optimizers.values() if isinstance(optimizer, LossScaleOptimizer)
+    ]
 
 
 def all_optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:

@@ -30,7 +30,9 @@ def _encoded(sample: GradientSample) -> dict[str, Any]:
     for key in ("amax", *NORMS):
         significands, exponents = np.frexp(getattr(sample, key))
         # Down, so that a magnitude stays in its power of two.
-        rounded = np.ldexp(np.trunc(np.ldexp(significands, _SIGNIFICANT_BITS)), exponents - _SIGNIFICANT_BITS)
+        rounded = np.ldexp(
+            np.trunc(np.ldexp(significands, _SIGNIFICANT_BITS)), exponents - _SIGNIFICANT_BITS
+        )
         values = rounded if key == "amax" else np.where(np.isfinite(rounded), rounded, np.nan)
         if not np.isnan(values).all():
             data[key] = _packed(values, "<f8")
@@ -51,7 +53,9 @@ def expanded(step: int, data: dict[str, Any]) -> GradientSample:
         raise ValueError("`names` must not repeat a name")
     numbers = {}
     for key in ("amax", *NORMS):
-        numbers[key] = values = _unpacked(data, key, "<f8", size) if key in data else np.full(size, np.nan)
+        numbers[key] = values = (
+            _unpacked(data, key, "<f8", size) if key in data else np.full(size, np.nan)
+        )
         is_accepted = np.isnan(values) | ((values >= 0) & (values <= HIGHEST_NUMBER))
         if not (is_accepted | (np.isposinf(values) & (key == "amax"))).all():
             raise ValueError(f"`{key}` must hold NaN, or numbers between 0 and {HIGHEST_NUMBER}")
@@ -60,7 +64,9 @@ def expanded(step: int, data: dict[str, Any]) -> GradientSample:
     if (np.diff(bins) <= 0).any():
         raise ValueError("`bins` must ascend")
     counts = _integers(data, "counts", size * len(bins)).reshape(len(bins), size).T
-    sample = GradientSample(step, data["loss_scale"], names, counts, **numbers, **updates, bins=bins)
+    sample = GradientSample(
+        step, data["loss_scale"], names, counts, **numbers, **updates, bins=bins
+    )
     _encodings[sample] = data
     return sample
 
@@ -85,9 +91,15 @@ def _unpacked(data: Mapping[str, Any], key: str, dtype: str, size: int) -> np.nd
     item_size = np.dtype(dtype).itemsize
     decompressor = zlib.decompressobj()
     try:
-        content = decompressor.decompress(base64.b64decode(data[key], validate=True), size * item_size + 1)
+        content = decompressor.decompress(
+            base64.b64decode(data[key], validate=True), size * item_size + 1
+        )
     except (ValueError, zlib.error) as error:
         raise ValueError(f"`{key}` is not zlib data in base64 ({error})") from error
     if len(content) != size * item_size or not decompressor.eof or decompressor.unused_data:
         raise ValueError(f"`{key}` must expand to {size * item_size} bytes")
-    return np.ascontiguousarray(np.frombuffer(content, np.uint8).reshape(item_size, size).T).view(dtype).reshape(size)
+    return (
+        np.ascontiguousarray(np.frombuffer(content, np.uint8).reshape(item_size, size).T)
+        .view(dtype)
+        .reshape(size)
+    )

@@ -22,8 +22,9 @@ class ExponentHistogram:
     """Counts of gradient elements by binary exponent, from one training step.
 
     Args:
-        counts: Integer array of shape `(280,)`, element counts of the loss-scaled gradient that the backward pass
-            computed: zeros; one bin per exponent, floor(log2|g|), from -149 to 127; Inf; NaN.
+        counts: Integer array of shape `(280,)`, element counts of the loss-scaled gradient that the
+            backward pass computed: zeros; one bin per exponent, floor(log2|g|), from -149 to 127;
+            Inf; NaN.
         step: The sampled training step, counted from 1.
         loss_scale: The loss scale of the gradients.
 
@@ -44,7 +45,9 @@ class ExponentHistogram:
     def __post_init__(self) -> None:
         counts = np.asarray(self.counts, np.int64)
         if counts.shape != (BIN_COUNT,):
-            raise ValueError(f"`counts` must have shape ({BIN_COUNT},). Received: shape {counts.shape}")
+            raise ValueError(
+                f"`counts` must have shape ({BIN_COUNT},). Received: shape {counts.shape}"
+            )
         object.__setattr__(self, "counts", counts)
 
     def __eq__(self, other: object) -> bool:
@@ -59,7 +62,10 @@ class ExponentHistogram:
 
     def __repr__(self) -> str:
         details = f"{self.zeros} zero, {self.infs} inf, {self.nans} nan"
-        return f"<ExponentHistogram step={self.step} loss_scale={self.loss_scale:g}: {self.total} elements, {details}>"
+        return (
+            f"<ExponentHistogram step={self.step} loss_scale={self.loss_scale:g}: {self.total}"
+            f" elements, {details}>"
+        )
 
     @property
     def total(self) -> int:
@@ -104,8 +110,8 @@ class ExponentHistogram:
     def log2_buckets(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns `n + 1` edges and `n` counts of the finite nonzero elements by binary exponent, for plotting tools.
 
-        If all finite elements are zero, they are in one bucket below the smallest exponent, from -150 to -149: tools
-        draw a histogram without buckets as if all values were 1.
+        If all finite elements are zero, they are in one bucket below the smallest exponent, from
+        -150 to -149: tools draw a histogram without buckets as if all values were 1.
         """
         filled = np.flatnonzero(self.by_exponent)
         if not filled.size:
@@ -117,8 +123,8 @@ class ExponentHistogram:
     def unscaled(self) -> "ExponentHistogram":
         """The histogram of the gradient without the loss scale, which the inner optimizer receives.
 
-        It is shifted by log2 of the loss scale. If the scale is not a power of two, this is rounded, and an element may
-        be in the bin next to its own.
+        It is shifted by log2 of the loss scale. If the scale is not a power of two, this is
+        rounded, and an element may be in the bin next to its own.
         """
         counts = np.zeros_like(self.counts)
         counts[[ZERO_BIN, INF_BIN, NAN_BIN]] = self.counts[[ZERO_BIN, INF_BIN, NAN_BIN]]
@@ -131,9 +137,9 @@ class ExponentHistogram:
     def zones(self) -> dict[str, int]:
         """Element counts by the range of float16 that the magnitude lies in.
 
-        `zero`; `below_subnormal` (above zero and below 2^-24; float32 only); `subnormal` (below 2^-14: fewer than 11
-        bits of precision); `normal`; `near_overflow` (from 2^13: within 3 bits of overflow); `beyond` (from 2^16;
-        float32 only); `inf`; `nan`.
+        `zero`; `below_subnormal` (above zero and below 2^-24; float32 only); `subnormal` (below
+        2^-14: fewer than 11 bits of precision); `normal`; `near_overflow` (from 2^13: within 3 bits
+        of overflow); `beyond` (from 2^16; float32 only); `inf`; `nan`.
         """
         edges = (
             FLOAT16.min_subnormal_exponent,

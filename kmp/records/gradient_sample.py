@@ -20,31 +20,36 @@ _COLUMNS = ("amax", *NORMS, *UPDATE_COUNTS)  # with one number per variable
 class GradientSample:
     """The gradient statistics of one training step, per variable.
 
-    Every array has one row or element per variable. A variable without a gradient has only zero counts.
+    Every array has one row or element per variable. A variable without a gradient has only zero
+    counts.
 
     Args:
         step: The sampled training step, counted from 1.
         loss_scale: The loss scale of the gradients.
         names: Paths of the variables or layers, in the order from the input to the loss.
-        bin_counts: Integers of shape `(n, k)`, element counts of the loss-scaled gradients, one column per bin of
-            `bins`. Empty bins are removed, which most of the 280 are, and the smallest dtype is used: a run holds
-            hundreds of samples. With several replicas, the sum over this process' replicas. Here and below, the rows of
-            a sparse gradient are counted separately, even if they have the same index.
-        amax: float64 of shape `(n,)`, the largest magnitude of the loss-scaled gradient; Inf or NaN if the gradient
-            contains one.
-        norm: float64 of shape `(n,)`, the L2 norm of the gradient without the loss scale. With several replicas, the
-            square root of the sum of squares over replicas.
-        weight_norm: float64 of shape `(n,)`, the L2 norm of the variable before the step; NaN, the default, if not
-            measured.
-        update_norm: float64 of shape `(n,)`, the L2 norm of the variable's change in the step; NaN if not measured, as
-            in a step that updates no weights.
-        updates: int64 of shape `(n,)`, the number of elements of the variable that the step changed.
-        lost_updates: int64 of shape `(n,)`, the number of elements that changed by less than 2^-11 of their magnitude.
-            A float16 weight loses most such updates, and all below 2^-12, which is why master weights are float32.
-        bins: int64 of shape `(k,)`, the bins of `ExponentHistogram` that are counted, in ascending order. Defaults to
-            all 280.
+        bin_counts: Integers of shape `(n, k)`, element counts of the loss-scaled gradients, one
+            column per bin of `bins`. Empty bins are removed, which most of the 280 are, and the
+            smallest dtype is used: a run holds hundreds of samples. With several replicas, the sum
+            over this process' replicas. Here and below, the rows of a sparse gradient are counted
+            separately, even if they have the same index.
+        amax: float64 of shape `(n,)`, the largest magnitude of the loss-scaled gradient; Inf or NaN
+            if the gradient contains one.
+        norm: float64 of shape `(n,)`, the L2 norm of the gradient without the loss scale. With
+            several replicas, the square root of the sum of squares over replicas.
+        weight_norm: float64 of shape `(n,)`, the L2 norm of the variable before the step; NaN, the
+            default, if not measured.
+        update_norm: float64 of shape `(n,)`, the L2 norm of the variable's change in the step; NaN
+            if not measured, as in a step that updates no weights.
+        updates: int64 of shape `(n,)`, the number of elements of the variable that the step
+            changed.
+        lost_updates: int64 of shape `(n,)`, the number of elements that changed by less than 2^-11
+            of their magnitude. A float16 weight loses most such updates, and all below 2^-12, which
+            is why master weights are float32.
+        bins: int64 of shape `(k,)`, the bins of `ExponentHistogram` that are counted, in ascending
+            order. Defaults to all 280.
 
-    Source of `lost_updates`: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.1.
+    Source of `lost_updates`: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section
+    3.1.
 
     Example:
     >>> counts = np.zeros((2, 280), np.int64)
@@ -76,7 +81,10 @@ class GradientSample:
             object.__setattr__(self, key, np.broadcast_to(getattr(self, key), len(self.names)))
 
     def __repr__(self) -> str:
-        return f"<GradientSample step={self.step} loss_scale={self.loss_scale:g}: {len(self.names)} variables>"
+        return (
+            f"<GradientSample step={self.step} loss_scale={self.loss_scale:g}: {len(self.names)}"
+            " variables>"
+        )
 
     def __len__(self) -> int:
         return len(self.names)
@@ -155,7 +163,9 @@ class GradientSample:
         is_several = isinstance(patterns, Iterable) and not isinstance(patterns, str)
         several: list[Any] = list(patterns) if is_several else [patterns]
         if not all(isinstance(pattern, str) for pattern in several):
-            raise TypeError(validation.message("patterns", patterns, "a string or a list of strings"))
+            raise TypeError(
+                validation.message("patterns", patterns, "a string or a list of strings")
+            )
         return self._at(matching_indices(several, self.names))
 
     def without(self, names: Iterable[str]) -> "GradientSample":
@@ -167,7 +177,9 @@ class GradientSample:
     def by_layer(self) -> "GradientSample":
         """Returns the sample with the variables of each layer merged: their paths differ only in the last component."""
         numbers: dict[str, int] = {}
-        layers = np.array([numbers.setdefault(layer_of(name), len(numbers)) for name in self.names], np.int64)
+        layers = np.array(
+            [numbers.setdefault(layer_of(name), len(numbers)) for name in self.names], np.int64
+        )
         order = np.argsort(layers, kind="stable")
         starts = np.flatnonzero(np.diff(layers[order], prepend=-1))
 
@@ -184,7 +196,9 @@ class GradientSample:
 
     def _at(self, indices: Sequence[int]) -> "GradientSample":
         rows = np.array(indices, np.int64)
-        columns: dict[str, Any] = {key: getattr(self, key)[rows] for key in ("bin_counts", *_COLUMNS)}
+        columns: dict[str, Any] = {
+            key: getattr(self, key)[rows] for key in ("bin_counts", *_COLUMNS)
+        }
         return replace(self, names=tuple(self.names[index] for index in indices), **columns)
 
 

@@ -7,7 +7,17 @@ from typing import Annotated, Any, Required, TypedDict
 import msgspec
 
 from kmp.records.compact_sample import compact, expanded
-from kmp.records.log_schema import Count, CountByVariable, Header, LossScale, Norm, Number, Sample, Text, Texts
+from kmp.records.log_schema import (
+    Count,
+    CountByVariable,
+    Header,
+    LossScale,
+    Norm,
+    Number,
+    Sample,
+    Text,
+    Texts,
+)
 from kmp.records.replay import Replay
 from kmp.utils import printable
 
@@ -85,13 +95,17 @@ def read_log(file: Path, on_read: Callable[[int], object] | None) -> Iterator[di
     names: tuple[str, ...] | None = None  # of the last sample: the samples of a run share them
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            is_of_log = number > 1 or line.startswith(_HEADER_BEGIN) or _HEADER_BEGIN.startswith(line)
+            is_of_log = (
+                number > 1 or line.startswith(_HEADER_BEGIN) or _HEADER_BEGIN.startswith(line)
+            )
             if is_of_log and not line.endswith(b"\n"):
                 return  # a killed process wrote a part of the line
             try:
                 record: dict[str, Any] = (_HEADER if number == 1 else _RECORD).decode(line)
                 for key in (key for key in SAMPLE_KEYS if key in record):
-                    names = record[key]["names"] = tuple(record[key]["names"]) if "names" in record[key] else names
+                    names = record[key]["names"] = (
+                        tuple(record[key]["names"]) if "names" in record[key] else names
+                    )
                     if names is None:
                         raise ValueError(f"No sample before this one has `names` - at `$.{key}`")
                     try:
@@ -100,7 +114,9 @@ def read_log(file: Path, on_read: Callable[[int], object] | None) -> Iterator[di
                         raise ValueError(f"{error} - at `$.{key}`") from error
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 message = f"{file}:{number}: {str(error)[:_LONGEST_MESSAGE]}"
-                raise ValueError(printable(message)) from error  # an uncaught error is printed by Python, as it is
+                raise ValueError(
+                    printable(message)
+                ) from error  # an uncaught error is printed by Python, as it is
             yield record
             if on_read:
                 on_read(len(line))

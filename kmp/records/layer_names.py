@@ -10,11 +10,12 @@ _NUMBER = re.compile(r"_\d+$")
 def stable_names(layers: Mapping[str, str]) -> dict[str, str]:
     """Returns a name for each layer that is the same in every model of an architecture.
 
-    Keras numbers the layers that are built without a name over all models of a process: `dense_14`. Here these numbers
-    begin with the model, in the order of its layers.
+    Keras numbers the layers that are built without a name over all models of a process: `dense_14`.
+    Here these numbers begin with the model, in the order of its layers.
 
     Args:
-        layers: The class of each layer by path, in the order of the model, as in the settings of a run.
+        layers: The class of each layer by path, in the order of the model, as in the settings of a
+            run.
 
     Example:
     >>> stable_names({"dense_13": "Dense", "dense_14": "Dense", "head_2": "Dense"})
@@ -25,7 +26,9 @@ def stable_names(layers: Mapping[str, str]) -> dict[str, str]:
     for path, class_name in layers.items():
         parent, _, name = path.rpartition("/")
         words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", class_name))
-        base = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()  # as Keras names the first layer of a class
+        base = re.sub(
+            r"([a-z])([A-Z])", r"\1_\2", words
+        ).lower()  # as Keras names the first layer of a class
         if _NUMBER.sub("", name) == base:
             count = counts[parent, base]
             counts[parent, base] += 1

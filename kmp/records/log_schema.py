@@ -9,10 +9,12 @@ from kmp.utils import FLOAT32
 
 SCHEMA = 1
 
-# Steps on the axis of a plot are float64, which has half steps below 2^52; matplotlib needs four bits more.
+# Steps on the axis of a plot are float64, which has half steps below 2^52; matplotlib needs four
+# bits more.
 Count = Annotated[int, Meta(ge=0, lt=2**48)]
 PositiveInteger = Annotated[int, Meta(ge=1, le=2**63 - 1)]
-# Below this is each count of a sample. The sum of the counts in 280 bins of 2^18 variables then fits int64.
+# Below this is each count of a sample. The sum of the counts in 280 bins of 2^18 variables then
+# fits int64.
 MOST_ELEMENTS = 2**36
 MOST_VARIABLES = Meta(max_length=2**18)
 

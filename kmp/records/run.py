@@ -25,8 +25,8 @@ class Run:
     """The records of a training run, oldest first.
 
     Args:
-        rows: Records, dictionaries with a `step`; see `kmp.records` for the keys. `sample` and `reference` are
-            `GradientSample`s.
+        rows: Records, dictionaries with a `step`; see `kmp.records` for the keys. `sample` and
+            `reference` are `GradientSample`s.
         header: The log's header, its first line.
 
     Raises:
@@ -68,7 +68,8 @@ class Run:
     def table(self) -> np.ndarray:
         """Returns all numbers as a structured array, with one row per recorded step, in order.
 
-        The fields are `step` (int64) and every key with plain numbers as values (float64; NaN if a step has none).
+        The fields are `step` (int64) and every key with plain numbers as values (float64; NaN if a
+        step has none).
         """
         steps = sorted({row["step"] for row in self.rows})
         index_of = {step: index for index, step in enumerate(steps)}
@@ -87,12 +88,13 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """The settings of the run; empty if the header has none.
 
-        `rule` (`"FixedScale"` or `"DynamicScale"`) and its arguments; `model` and its `policy`, `parameters`,
-        `compute_dtypes`, `variable_dtypes`, `float32_variables` (paths of the variables of float32 layers),
-        `own_dtype_variables` (paths of the variables with another dtype than the policy of their layer gives),
-        `layers` (their classes, by path), `output_layers` (paths), `train_step` (`"keras"` or `"custom"`),
-        `optimizer`, `is_keras_optimizer`, `settings_call` (the call that has set the loss scale), `learning_rate`,
-        `epsilon`, `replicas`.
+        `rule` (`"FixedScale"` or `"DynamicScale"`) and its arguments; `model` and its `policy`,
+        `parameters`, `compute_dtypes`, `variable_dtypes`, `float32_variables` (paths of the
+        variables of float32 layers), `own_dtype_variables` (paths of the variables with another
+        dtype than the policy of their layer gives), `layers` (their classes, by path),
+        `output_layers` (paths), `train_step` (`"keras"` or `"custom"`), `optimizer`,
+        `is_keras_optimizer`, `settings_call` (the call that has set the loss scale),
+        `learning_rate`, `epsilon`, `replicas`.
         """
         settings = self.header.get("settings")
         return dict(settings) if isinstance(settings, Mapping) else {}
@@ -147,12 +149,13 @@ def load_run(path: str | os.PathLike[str], on_read: Callable[[int], object] | No
     r"""Loads the log of a training run, even if the run is still in progress or was killed.
 
     Args:
-        path: The `.jsonl` file, or the `log_dir` that holds `kmp.jsonl`. A truncated last line is ignored.
+        path: The `.jsonl` file, or the `log_dir` that holds `kmp.jsonl`. A truncated last line is
+            ignored.
         on_read: Called after each line with its number of bytes, such as by a progress bar.
 
     Returns:
-        A `kmp.records.Run`: `table()` returns all numbers as a structured array; `samples` are the sampled gradients,
-        `settings` the settings of the run.
+        A `kmp.records.Run`: `table()` returns all numbers as a structured array; `samples` are the
+        sampled gradients, `settings` the settings of the run.
 
     Raises:
         FileNotFoundError: If there is no log.
@@ -189,7 +192,11 @@ def _series(steps_and_values: list[tuple[int, Any]]) -> tuple[np.ndarray, np.nda
 def _check_record(name: str, row: Any) -> None:
     validation.instance(name, row, Mapping, "records, dictionaries with a `step`")
     if not isinstance(row.get("step"), numbers.Integral):
-        raise ValueError(f"`{name}` must hold records with an integer `step`. Received: {reprlib.repr(row)}")
+        raise ValueError(
+            f"`{name}` must hold records with an integer `step`. Received: {reprlib.repr(row)}"
+        )
     for key in SAMPLE_KEYS:
         if key in row:
-            validation.instance(f"{name}[...][{key!r}]", row[key], GradientSample, "a kmp.records.GradientSample")
+            validation.instance(
+                f"{name}[...][{key!r}]", row[key], GradientSample, "a kmp.records.GradientSample"
+            )

@@ -12,23 +12,29 @@ class Snapshot:
     Args:
         step: Training steps done, including skipped ones.
         loss_scale: The scale of the next step.
-        clean_steps: Steps without an overflow since the scale last grew (or would have grown, if it is at its maximum)
-            or the gradients of a finite loss last overflowed.
+        clean_steps: Steps without an overflow since the scale last grew (or would have grown, if it
+            is at its maximum) or the gradients of a finite loss last overflowed.
         overflow_count: Steps skipped since training began, without batches that had no rows.
-        overflows_in_a_row: Steps skipped since the last applied step, without batches that had no rows.
+        overflows_in_a_row: Steps skipped since the last applied step, without batches that had no
+            rows.
         nonfinite_loss_count: Skipped steps whose loss was non-finite before scaling.
-        nonfinite_losses_in_a_row: The steps in `overflows_in_a_row` whose loss was non-finite before scaling.
-        overflows_at_min_scale: Skipped steps in which the rule backed off while the scale was at its minimum.
-        overflow_origin: Path of the variable where the overflow of the last skipped step with a finite loss originated:
-            of the variables with a non-finite gradient, the one nearest to the loss, because an overflow spreads from
-            there to the layers before it. In graph mode, "nearest" follows the graph; in eager mode, the order of the
-            model's variables. `None` before the first such step.
-        last_loss: The loss of the last step before scaling, summed over replicas. `None` before the first step.
-        highest_loss: The largest magnitude of a finite `last_loss` so far. `None` before the first step.
-        overflows_by_variable: Number of steps in which a variable's gradient was non-finite, by variable path; zeros
-            are omitted.
-        overflow_origins_by_variable: Number of skipped steps with a finite loss in which a variable was the overflow
-            origin, by variable path; zeros are omitted.
+        nonfinite_losses_in_a_row: The steps in `overflows_in_a_row` whose loss was non-finite
+            before scaling.
+        overflows_at_min_scale: Skipped steps in which the rule backed off while the scale was at
+            its minimum.
+        overflow_origin: Path of the variable where the overflow of the last skipped step with a
+            finite loss originated: of the variables with a non-finite gradient, the one nearest to
+            the loss, because an overflow spreads from there to the layers before it. In graph mode,
+            "nearest" follows the graph; in eager mode, the order of the model's variables. `None`
+            before the first such step.
+        last_loss: The loss of the last step before scaling, summed over replicas. `None` before the
+            first step.
+        highest_loss: The largest magnitude of a finite `last_loss` so far. `None` before the first
+            step.
+        overflows_by_variable: Number of steps in which a variable's gradient was non-finite, by
+            variable path; zeros are omitted.
+        overflow_origins_by_variable: Number of skipped steps with a finite loss in which a variable
+            was the overflow origin, by variable path; zeros are omitted.
         loss_dtype: The dtype of the loss that `scale_loss` got last; `None` before the first one.
         sample: The last sample of gradients, or `None` if none was requested.
 

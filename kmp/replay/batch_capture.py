@@ -16,7 +16,9 @@ from kmp.utils import FLOAT16
 
 MOST_EXAMPLES = 32  # of a replay
 _MOST_CAPTURED = 128  # examples: a single one may make a step fail
-_GOLDEN_RATIO = 0.618034  # of a batch, between the first examples in two steps that are skipped in a row
+_GOLDEN_RATIO = (
+    0.618034  # of a batch, between the first examples in two steps that are skipped in a row
+)
 _MOST_BYTES = 2**26  # of the captured examples; but at least two examples
 
 
@@ -24,8 +26,9 @@ class CapturedBatch(NamedTuple):
     """Examples of a training batch.
 
     Attributes:
-        data: What `train_step` got: `x`, or a tuple of `x`, `y` and `sample_weight`; tensors with up to 128
-            examples, fewer if these are large. All of a ragged batch, such as the nodes and edges of graphs.
+        data: What `train_step` got: `x`, or a tuple of `x`, `y` and `sample_weight`; tensors with
+            up to 128 examples, fewer if these are large. All of a ragged batch, such as the nodes
+            and edges of graphs.
         batch_size: The number of examples in the training batch.
         step: The number of the optimizer step that the batch was trained in.
         loss_scale: The loss scale of that step.
@@ -43,7 +46,10 @@ class CapturedBatch(NamedTuple):
         if is_ragged(self.data):
             return [self.data]
         starts = range(0, len(keras.tree.flatten(self.data)[0]), examples)
-        return [keras.tree.map_structure(lambda tensor, i=i: tensor[i : i + examples], self.data) for i in starts]
+        return [
+            keras.tree.map_structure(lambda tensor, i=i: tensor[i : i + examples], self.data)
+            for i in starts
+        ]
 
 
 @dataclass
@@ -75,33 +81,42 @@ class _State(NamedTuple):
 class BatchCapture:
     """Copies examples of a batch into variables, in a branch of the compiled step.
 
-    Those with NaN, Inf, values that overflow float16 or negative integers come first; then others, in each skipped step
-    of a row later ones of the batch, because a single example may make a step fail. A ragged batch has no parts that
-    stand alone: it is copied as a whole, and not under XLA or if it has more than 64 MB.
+    Those with NaN, Inf, values that overflow float16 or negative integers come first; then others,
+    in each skipped step of a row later ones of the batch, because a single example may make a step
+    fail. A ragged batch has no parts that stand alone: it is copied as a whole, and not under XLA
+    or if it has more than 64 MB.
 
-    The branch is taken in the steps that are skipped, and in the first one after `request`. On a GPU, a branch that
-    needs the result of its step makes the host wait for it. So a step whose optimizer is compiled only keeps its batch,
-    without a copy, and the next one has the branch: its condition is known when it begins.
+    The branch is taken in the steps that are skipped, and in the first one after `request`. On a
+    GPU, a branch that needs the result of its step makes the host wait for it. So a step whose
+    optimizer is compiled only keeps its batch, without a copy, and the next one has the branch: its
+    condition is known when it begins.
 
     Args:
         model: The model in training.
         optimizer: The optimizer whose skipped steps to capture.
-        is_custom: Whether the training step is one of the user's own: it may assign Keras' variables in other ways than
-            Keras does.
+        is_custom: Whether the training step is one of the user's own: it may assign Keras'
+            variables in other ways than Keras does.
 
     Attributes:
-        variables: TensorFlow's own variables that the traced step uses, which a replay has to restore.
+        variables: TensorFlow's own variables that the traced step uses, which a replay has to
+            restore.
         unrestorable: What a replay would change that nobody can restore, or `None`.
         is_of_loop: Whether the batch is only what a custom training loop calls the model with.
     """
 
-    def __init__(self, model: keras.Model, optimizer: LossScaleOptimizer, is_custom: bool = False) -> None:
+    def __init__(
+        self, model: keras.Model, optimizer: LossScaleOptimizer, is_custom: bool = False
+    ) -> None:
         self._model, self.optimizer, self._is_custom = model, optimizer, is_custom
         options = {"trainable": False, "autocast": False}
-        self._is_requested = keras.Variable("zeros", (), "int64", name="capture_requested", **options)
-        # Step, batch size, loss scale, index of the slots, and whether it was skipped; float64 has each exactly.
+        self._is_requested = keras.Variable(
+            "zeros", (), "int64", name="capture_requested", **options
+        )
+        # Step, batch size, loss scale, index of the slots, and whether it was skipped; float64 has
+        # each exactly.
         self._captured = keras.Variable("zeros", (5,), "float64", name="captured_batch", **options)
-        # Step, loss scale and index of the slots of the batch that is kept for the next step; without one, step 0.
+        # Step, loss scale and index of the slots of the batch that is kept for the next step;
+        # without one, step 0.
         self._kept = keras.Variable("zeros", (3,), "float64", name="kept_batch", **options)
         self._slots: list[_Slots] = []
         self.variables: list[ResourceVariable] = []
@@ -145,7 +160,9 @@ class BatchCapture:
         with instance_attribute(self._model, "call", recording_call):
             yield
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        if inputs and all(getattr(each, "graph", None) is graph for each in keras.tree.flatten(inputs) if graph):
+        if inputs and all(
+            getattr(each, "graph", None) is graph for each in keras.tree.flatten(inputs) if graph
+        ):
             self.is_of_loop = True
             self._add_branch((inputs[0],), before)
 
@@ -159,14 +176,20 @@ class BatchCapture:
     def _add_branch(self, data: Any, before: _State) -> None:
         tensors, is_xla = keras.tree.flatten(data), xla.is_tracing()
         try:
-            with tf.init_scope():  # only the first trace may create variables, not that of another structure
+            with (
+                tf.init_scope()
+            ):  # only the first trace may create variables, not that of another structure
                 index = self._index_of(tensors, is_xla, may_create=not self._slots)
         except ValueError:  # a `tf.function` of the user's that was traced before
             return
-        if index is None or not self.optimizer.built:  # the first trace of a loop, or a step with other optimizers only
+        if (
+            index is None or not self.optimizer.built
+        ):  # the first trace of a loop, or a step with other optimizers only
             return
         slots = self._slots[index]
-        slots.structure = keras.tree.map_structure(lambda _: 0, data)  # no tensors, which cannot be copied
+        slots.structure = keras.tree.map_structure(
+            lambda _: 0, data
+        )  # no tensors, which cannot be copied
         known = [*self._model.variables, *self.optimizer.variables]
         self.variables, self.unrestorable = state_of_trace(known, unless_assigned=self._is_custom)
         if self.optimizer.compiles_step:
@@ -177,7 +200,9 @@ class BatchCapture:
         ops.cond(
             self._is_requested.value + counters.overflows_in_a_row > 0,
             outlined(
-                lambda: self._capture(index, tensors, before.loss_scale, counters.step, counters.overflows_in_a_row)
+                lambda: self._capture(
+                    index, tensors, before.loss_scale, counters.step, counters.overflows_in_a_row
+                )
             ),
             lambda: None,
         )
@@ -212,7 +237,10 @@ class BatchCapture:
         if not step:
             return None
         slots = self._slots[int(index)]
-        tensors = [tf.cast(each.value(), dtype) for each, (dtype, _) in zip(slots.variables, slots.specs, strict=True)]
+        tensors = [
+            tf.cast(each.value(), dtype)
+            for each, (dtype, _) in zip(slots.variables, slots.specs, strict=True)
+        ]
         if slots.variables[0].shape[0] is not None:  # padded, for XLA
             tensors = [tensor[: int(batch_size)] for tensor in tensors]
         data = keras.tree.pack_sequence_as(slots.structure, tensors)
@@ -223,24 +251,38 @@ class BatchCapture:
         self._captured.assign(tf.zeros([5], tf.float64))
         self._is_requested.assign(0)
         self._kept.assign(tf.zeros([3], tf.float64))
-        for variable in (each for slots in self._slots for each in (*slots.variables, *slots.last_batch)):
+        for variable in (
+            each for slots in self._slots for each in (*slots.variables, *slots.last_batch)
+        ):
             if variable.shape[0] is None:
-                variable.assign(tf.zeros([0, *(size or 0 for size in variable.shape[1:])], variable.dtype))
+                variable.assign(
+                    tf.zeros([0, *(size or 0 for size in variable.shape[1:])], variable.dtype)
+                )
 
-    def _index_of(self, tensors: Sequence[tf.Tensor | tf.TensorSpec], is_xla: bool, may_create: bool) -> int | None:
+    def _index_of(
+        self, tensors: Sequence[tf.Tensor | tf.TensorSpec], is_xla: bool, may_create: bool
+    ) -> int | None:
         """Returns the index of the slots for such tensors, or `None` if there are none and none may or can be."""
         if not _are_capturable(tensors, is_xla):
             return None
-        size = _most_examples(tensors) if is_xla else None  # XLA needs static shapes: there a smaller batch is padded
+        size = (
+            _most_examples(tensors) if is_xla else None
+        )  # XLA needs static shapes: there a smaller batch is padded
         specs = [(tensor.dtype, tf.TensorShape([size, *tensor.shape[1:]])) for tensor in tensors]
-        found = next((index for index, slots in enumerate(self._slots) if slots.specs == specs), None)
+        found = next(
+            (index for index, slots in enumerate(self._slots) if slots.specs == specs), None
+        )
         if found is not None or not may_create:
             return found
         variables = []
         for dtype, shape in specs:
             # TensorFlow keeps int32 off the GPU, where XLA cannot read it.
             stored = tf.int64 if dtype == tf.int32 else dtype
-            variables.append(tf.Variable(tf.zeros([size or 0 for size in shape], stored), trainable=False, shape=shape))
+            variables.append(
+                tf.Variable(
+                    tf.zeros([size or 0 for size in shape], stored), trainable=False, shape=shape
+                )
+            )
         # XLA has no step whose optimizer is compiled apart.
         last_batch = [] if is_xla else [_variable_for_any_rows(tensor) for tensor in tensors]
         self._slots.append(_Slots(specs, variables, last_batch=last_batch))
@@ -277,19 +319,27 @@ class BatchCapture:
                 shortest = tf.reduce_min(tf.stack([tf.shape(tensor)[0] for tensor in tensors]))
                 own = [tensor[:shortest] for tensor in tensors]
             suspicion, most = _suspicion(own), _most_examples(own)
-            # The others from a later one on: in floats, because on a GPU TensorFlow computes with int32 on the host.
-            position, size = tf.cumsum(tf.ones_like(suspicion), exclusive=True), tf.cast(tf.size(suspicion), tf.float32)
+            # The others from a later one on: in floats, because on a GPU TensorFlow computes with
+            # int32 on the host.
+            position, size = (
+                tf.cumsum(tf.ones_like(suspicion), exclusive=True),
+                tf.cast(tf.size(suspicion), tf.float32),
+            )
             turns = tf.cast(tf.maximum(skipped_in_a_row - 1, 0), tf.float32) * _GOLDEN_RATIO
             start = tf.floor((turns - tf.floor(turns)) * size)
             start = tf.where(size <= tf.cast(most, tf.float32), tf.zeros_like(start), start)
             rank = tf.where(position < start, position + size, position) - start
             # Not a slice of `tf.argsort`, for the same reason.
-            chosen = tf.math.top_k(suspicion - rank / (size + 1.0), tf.minimum(tf.size(suspicion), most)).indices
+            chosen = tf.math.top_k(
+                suspicion - rank / (size + 1.0), tf.minimum(tf.size(suspicion), most)
+            ).indices
             copy([tf.gather(tensor, chosen) for tensor in own])
 
         def copy_all() -> None:
             if not is_padded:
-                size = tf.add_n([tf.cast(tf.size(tensor), tf.float32) * tensor.dtype.size for tensor in tensors])
+                size = tf.add_n(
+                    [tf.cast(tf.size(tensor), tf.float32) * tensor.dtype.size for tensor in tensors]
+                )
                 tf.cond(size <= _MOST_BYTES, lambda: copy(tensors), lambda: None)
 
         self._is_requested.assign(0)
@@ -334,7 +384,9 @@ def _suspicion(tensors: list[tf.Tensor]) -> tf.Tensor:
             is_suspicious = tf.zeros_like(tensor)
         else:
             is_suspicious = tensor < 0
-        return tf.math.count_nonzero(is_suspicious, list(range(1, len(tensor.shape))), dtype=tf.float32)
+        return tf.math.count_nonzero(
+            is_suspicious, list(range(1, len(tensor.shape))), dtype=tf.float32
+        )
 
     return tf.add_n([count(tensor) for tensor in tensors])
 
@@ -346,7 +398,9 @@ def _are_capturable(tensors: Sequence[Any], is_xla: bool) -> bool:
         if not isinstance(tensor, tf.Tensor | tf.TensorSpec) or not tensor.shape.rank:
             return False
         dtype = tensor.dtype
-        return (dtype.is_floating or dtype.is_integer or dtype.is_bool) and not (is_xla and None in tensor.shape[1:])
+        return (dtype.is_floating or dtype.is_integer or dtype.is_bool) and not (
+            is_xla and None in tensor.shape[1:]
+        )
 
     if not tensors or not all(map(is_capturable, tensors)):
         return False

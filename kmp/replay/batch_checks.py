@@ -68,13 +68,18 @@ def invalid_targets(
     model: keras.Model, batch: Sequence[Any], restored: Sequence[ResourceVariable] = ()
 ) -> InvalidTargets | None:
     """Returns the targets of the first output for which they are not all indices of a class."""
-    if len(batch) < 2 or not any(_is_one_of(loss, _SPARSE) for loss in keras.tree.flatten(model.loss)):
+    if len(batch) < 2 or not any(
+        _is_one_of(loss, _SPARSE) for loss in keras.tree.flatten(model.loss)
+    ):
         return None
     with equal_random_numbers(), state_restored(model, restored):
         outputs = model(batch[0], training=False)
     targets, by_key = _by_key(batch[1]), _by_key(outputs)
     if isinstance(batch[1], Mapping) and isinstance(outputs, list | tuple):
-        by_key = [(f"[{name!r}]", output) for name, output in zip(model.output_names, outputs, strict=True)]
+        by_key = [
+            (f"[{name!r}]", output)
+            for name, output in zip(model.output_names, outputs, strict=True)
+        ]
     losses = dict(_by_key(model.loss))
     for index, (key, output) in enumerate(by_key):
         loss = losses.get(key, losses.get(f"[{index}]", losses.get("")))
@@ -82,7 +87,12 @@ def invalid_targets(
         values, shape = np.asarray(target), tuple(getattr(output, "shape", ()))
         if not _is_one_of(loss, _SPARSE) or not np.isfinite(values).all():
             continue
-        if len(shape) < 2 or shape[-1] == 1 or values.dtype.kind not in "iuf" or values.size != math.prod(shape[:-1]):
+        if (
+            len(shape) < 2
+            or shape[-1] == 1
+            or values.dtype.kind not in "iuf"
+            or values.size != math.prod(shape[:-1])
+        ):
             continue
         low, high = float(np.min(values, initial=0.0)), float(np.max(values, initial=0.0))
         if np.all(values == np.floor(values)) and (low < 0 or high >= shape[-1]):

@@ -31,20 +31,23 @@ from kmp.replay.layer_marks import LayerMarks
 from kmp.replay.nonfinite_operations import NonfiniteOperations
 from kmp.utils import DTYPES_16_BIT, FLOAT32
 
-_lock = threading.RLock()  # of passes: eager functions, TF32 and the patch of tapes are for all threads
+_lock = (
+    threading.RLock()
+)  # of passes: eager functions, TF32 and the patch of tapes are for all threads
 
 
 class PassResult(NamedTuple):
     """The result of a pass.
 
     Attributes:
-        loss: The loss, not multiplied by `factor`; the sum of all that the training step scales. Of a forward pass, NaN
-            if an output is not finite, else 0.
+        loss: The loss, not multiplied by `factor`; the sum of all that the training step scales. Of
+            a forward pass, NaN if an output is not finite, else 0.
         gradients: The gradient of each variable by path, a tensor, `tf.IndexedSlices` or `None`.
         marks: The layers of the pass and the gradients of their outputs.
         nonfinite: The operations that returned NaN or Inf, if they were watched.
         factor: What the gradients are multiplied by.
-        is_random: Whether the forward pass drew random numbers that differ between passes or dtypes.
+        is_random: Whether the forward pass drew random numbers that differ between passes or
+            dtypes.
         states: What the pass would assign to the float weights that are not trainable, by path.
     """
 
@@ -59,7 +62,9 @@ class PassResult(NamedTuple):
     @property
     def is_finite(self) -> bool:
         """Whether the loss and all gradients are finite."""
-        gradients = (as_array(gradient) for gradient in self.gradients.values() if gradient is not None)
+        gradients = (
+            as_array(gradient) for gradient in self.gradients.values() if gradient is not None
+        )
         return bool(np.isfinite(self.loss)) and all(np.isfinite(array).all() for array in gradients)
 
     def sample(self, step: int) -> GradientSample:
@@ -80,7 +85,8 @@ class TrainStep:
     """The training step of a model.
 
     Attributes:
-        run: The step: Keras' own or that of the user, without what kmp adds to it. `None` for the forward pass alone.
+        run: The step: Keras' own or that of the user, without what kmp adds to it. `None` for the
+            forward pass alone.
         optimizers: The optimizers whose updates it computes.
         is_custom: Whether it is one of the user's own.
     """
@@ -104,11 +110,13 @@ class Passes:
         data: The batch, as `train_step` gets it.
         step: The training step.
         variables: The variables of the gradients by path, of `model.trainable_variables`.
-        factor: What the loss is multiplied by before the backward pass in the precision of the model.
+        factor: What the loss is multiplied by before the backward pass in the precision of the
+            model.
         has_dropout: Whether layers of Keras draw random numbers, as in training.
         restored: TensorFlow's variables that a training step assigns.
         deadline: The time of `time.monotonic` after which a pass raises a `TimeoutError`.
-        states: The values of weights that are not trainable, by path, where a pass begins with other ones.
+        states: The values of weights that are not trainable, by path, where a pass begins with
+            other ones.
     """
 
     model: keras.Model
@@ -131,21 +139,31 @@ class Passes:
         """The number of examples in the batch."""
         return len(keras.tree.flatten(self.data)[0])
 
-    def in_float32(self, *, factor: float = 1.0, watch: bool = False, measure: bool = False) -> PassResult:
+    def in_float32(
+        self, *, factor: float = 1.0, watch: bool = False, measure: bool = False
+    ) -> PassResult:
         """Runs a pass in float32.
 
         Args:
             factor: What to multiply the loss by.
-            watch: Whether to look for the operations that return NaN or Inf, which takes a few times as long.
-            measure: Whether to run each layer in its own precision too: see `LayerMarks.new_errors`.
+            watch: Whether to look for the operations that return NaN or Inf, which takes a few
+                times as long.
+            measure: Whether to run each layer in its own precision too: see
+                `LayerMarks.new_errors`.
         """
         with _computing_in_float32([self.model]) as own_policies:
 
             def own_precision(layer: keras.Layer) -> contextlib.AbstractContextManager[None]:
-                replaced = ((each, own_policies[id(each)]) for each in sublayers(layer) if id(each) in own_policies)
+                replaced = (
+                    (each, own_policies[id(each)])
+                    for each in sublayers(layer)
+                    if id(each) in own_policies
+                )
                 return keras_internals.dtype_policies_replaced(replaced)
 
-            return self._run(LayerMarks(own_precision=own_precision if measure else None), factor, watch)
+            return self._run(
+                LayerMarks(own_precision=own_precision if measure else None), factor, watch
+            )
 
     def in_own_precision(
         self,
@@ -161,7 +179,8 @@ class Passes:
             float32_layers: Layers that compute in float32 in it, with their sublayers.
             factor: What to multiply the loss by instead of `self.factor`.
             watch: As in `in_float32`.
-            reference: A pass in float32 to compare the outputs of the layers with: see `LayerMarks.errors`.
+            reference: A pass in float32 to compare the outputs of the layers with: see
+                `LayerMarks.errors`.
         """
         with _computing_in_float32(float32_layers):
             marks = LayerMarks(None if reference is None else reference.marks.outputs)
@@ -170,13 +189,16 @@ class Passes:
     def compiled_outputs(self) -> Any:
         """Returns the outputs in the precision of the model, compiled as the training step is.
 
-        XLA computes what it fuses in float32 on some devices, so they may be finite where those of an eager pass are
-        not, and wrong all the same: a sum that overflows at the end of a fusion, and then divides.
+        XLA computes what it fuses in float32 on some devices, so they may be finite where those of
+        an eager pass are not, and wrong all the same: a sum that overflows at the end of a fusion,
+        and then divides.
         """
         model = self.model
         with state_restored(model, self.restored), LayerMarks().on(model, self.has_dropout):
             forward = tf.function(
-                lambda x: call_in_training(model, x), autograph=False, jit_compile=bool(model.jit_compile)
+                lambda x: call_in_training(model, x),
+                autograph=False,
+                jit_compile=bool(model.jit_compile),
             )
             # Not a call of the `tf.function`: TensorFlow would warn about frequent tracing.
             return forward.get_concrete_function(self.batch[0])(self.batch[0])
@@ -215,7 +237,9 @@ class Passes:
             for optimizer in self.step.optimizers:
                 received.replace_methods(optimizer, stack)
             # The backward pass ends in the first layers; what follows it belongs to none.
-            stack.enter_context(after_each_gradient(lambda: marks.layer, functools.partial(setattr, marks, "layer")))
+            stack.enter_context(
+                after_each_gradient(lambda: marks.layer, functools.partial(setattr, marks, "layer"))
+            )
             stack.enter_context(watching_operations(observe))
             if self.step.run is None:
                 call_in_training(model, self.batch[0])
@@ -231,16 +255,24 @@ class Passes:
             assigned = [(path, scope.get_current_value(each)) for path, each in variables.items()]
         if received.gradients and not received.losses:
             raise RuntimeError("the training step does not pass its loss to scale_loss")
-        states = {path: np.asarray(value).astype(np.float64) for path, value in assigned if value is not None}
+        states = {
+            path: np.asarray(value).astype(np.float64)
+            for path, value in assigned
+            if value is not None
+        }
         measured = self.variables if self.step.run else {}  # a forward pass has no gradients
-        gradients = {path: received.gradients.get(id(variable)) for path, variable in measured.items()}
+        gradients = {
+            path: received.gradients.get(id(variable)) for path, variable in measured.items()
+        }
         loss = sum(received.losses) if received.losses else math.nan
         return PassResult(loss, gradients, marks, found, factor, bool(random_operations), states)
 
 
 def float_states(model: keras.Model) -> dict[str, keras.Variable]:
     """Returns the float weights that are not trainable, such as moving averages, by path as in `paths_of`."""
-    states = [each for each in model.non_trainable_variables if keras.backend.is_float_dtype(each.dtype)]
+    states = [
+        each for each in model.non_trainable_variables if keras.backend.is_float_dtype(each.dtype)
+    ]
     return dict(zip(paths_of(states), states, strict=True))
 
 
@@ -251,7 +283,9 @@ def _weights_unchanged(model: keras.Model) -> Iterator[None]:
     try:
         yield
     finally:
-        changed = [pair for pair in before if not np.array_equal(pair[0].value, pair[1], equal_nan=True)]
+        changed = [
+            pair for pair in before if not np.array_equal(pair[0].value, pair[1], equal_nan=True)
+        ]
         for variable, value in changed:
             variable.assign(value)
     if changed:
@@ -274,12 +308,16 @@ class _Received:
 
     def __init__(self, step: TrainStep, factor: float) -> None:
         self._step, self._factor = step, factor
-        self._waiting = {id(each) for each in step.optimizers if isinstance(each, LossScaleOptimizer)}
+        self._waiting = {
+            id(each) for each in step.optimizers if isinstance(each, LossScaleOptimizer)
+        }
         self.is_done = self.is_backward = False
         self.losses: list[float] = []
         self.gradients: dict[int, Any] = {}
 
-    def replace_methods(self, optimizer: keras.optimizers.Optimizer, stack: contextlib.ExitStack) -> None:
+    def replace_methods(
+        self, optimizer: keras.optimizers.Optimizer, stack: contextlib.ExitStack
+    ) -> None:
         """Replaces the methods of an optimizer until the stack is closed."""
         is_scaling, are_unscaled = isinstance(optimizer, LossScaleOptimizer), False
 
@@ -296,7 +334,9 @@ class _Received:
             are_unscaled = True
             return multiply_gradients(list(grads), 1.0 / self._factor)
 
-        def apply(grads: Sequence[Any], trainable_variables: Any = None, *, unscaled: bool | None = None) -> None:
+        def apply(
+            grads: Sequence[Any], trainable_variables: Any = None, *, unscaled: bool | None = None
+        ) -> None:
             nonlocal are_unscaled
             if self.is_done:
                 return
@@ -377,6 +417,10 @@ def _computing_in_float32(layers: Sequence[keras.Layer]) -> Iterator[dict[int, k
         stack.enter_context(keras_internals.dtype_policies_replaced(policies))
         for inner in (inner for layer in layers for inner in sublayers(layer)):
             for state in keras_internals.declared_not_trainable(inner):
-                if state.dtype in DTYPES_16_BIT:  # of float32 layers too: what the pass assigns is not rounded
-                    stack.enter_context(keras_internals.variable_dtype_replaced(state, FLOAT32.name))
+                if (
+                    state.dtype in DTYPES_16_BIT
+                ):  # of float32 layers too: what the pass assigns is not rounded
+                    stack.enter_context(
+                        keras_internals.variable_dtype_replaced(state, FLOAT32.name)
+                    )
         yield replaced

@@ -32,26 +32,30 @@ Outputs = list[np.ndarray]
 class LayerMarks:
     """Follows an eager forward and backward pass through the layers of a model.
 
-    Each layer's outputs pass through an identity whose gradient function notes that the backward pass has reached the
-    layer.
+    Each layer's outputs pass through an identity whose gradient function notes that the backward
+    pass has reached the layer.
 
     Args:
         reference: The outputs of a pass in float32, to compare with: `outputs` of its marks.
-        own_precision: Makes a layer compute in its own precision, in a pass in float32. If given, each layer also runs
-            so on its float32 inputs.
+        own_precision: Makes a layer compute in its own precision, in a pass in float32. If given,
+            each layer also runs so on its float32 inputs.
 
     Attributes:
-        layer: The path of the layer whose operations run now, or `LOSS_FUNCTION` after the forward pass of the model.
+        layer: The path of the layer whose operations run now, or `LOSS_FUNCTION` after the forward
+            pass of the model.
         called: The paths of the layers that returned, in this order, each once.
         nonfinite: The paths of the layers with NaN or Inf in an output, in the order of `called`.
-        activation_gradients: The largest magnitude of the gradient of each layer's outputs; inf or NaN if one is not
-            finite. In the order of the backward pass.
+        activation_gradients: The largest magnitude of the gradient of each layer's outputs; inf or
+            NaN if one is not finite. In the order of the backward pass.
         in_16_bits: The paths of the layers with an output in 16 bits.
         computing_in_16_bits: The paths of the layers that compute in 16 bits by their policy.
         outputs: Samples of the outputs of each layer's calls, by path.
-        errors: The largest relative error of each layer's outputs, by path, against `reference`: see `relative_error`.
-        new_errors: The part of it that a layer adds, by path: its relative error on inputs of float32.
-        input_errors: Of a harmful one of these, what is left if only the layer's inputs are rounded, by path.
+        errors: The largest relative error of each layer's outputs, by path, against `reference`:
+            see `relative_error`.
+        new_errors: The part of it that a layer adds, by path: its relative error on inputs of
+            float32.
+        input_errors: Of a harmful one of these, what is left if only the layer's inputs are
+            rounded, by path.
         is_measuring: Whether a layer runs only to measure that.
         outermost: The paths of the layers that a training step itself calls: the model, or several.
     """
@@ -59,7 +63,9 @@ class LayerMarks:
     def __init__(
         self,
         reference: Mapping[str, Outputs] | None = None,
-        own_precision: Callable[[keras.Layer], contextlib.AbstractContextManager[Any]] | None = None,
+        own_precision: (
+            Callable[[keras.Layer], contextlib.AbstractContextManager[Any]] | None
+        ) = None,
     ) -> None:
         self.layer = LOSS_FUNCTION
         self.called: dict[str, None] = {}
@@ -82,7 +88,8 @@ class LayerMarks:
 
         Args:
             model: The model.
-            has_dropout: Whether layers that draw random numbers do so. Their numbers differ by dtype.
+            has_dropout: Whether layers that draw random numbers do so. Their numbers differ by
+                dtype.
         """
         with contextlib.ExitStack() as stack:
             for path, layer in {model.name: model, **layers_by_path(model)}.items():
@@ -101,7 +108,9 @@ class LayerMarks:
         exact = [value for path in self.outermost for value in self.outputs[path]]
         return max(map(relative_error, _samples(outputs), exact), default=0.0)
 
-    def _marking(self, path: str, layer: keras.Layer, is_random: bool, is_quiet: bool) -> Callable[..., Any]:
+    def _marking(
+        self, path: str, layer: keras.Layer, is_random: bool, is_quiet: bool
+    ) -> Callable[..., Any]:
         call = layer.call
         is_measured = (is_quiet or not is_random) and not is_passthrough(layer)
 
@@ -138,7 +147,13 @@ class LayerMarks:
             self.errors[path] = max(relative_error(value, exact), self.errors.get(path, 0.0))
 
     def _measure_new_error(
-        self, path: str, layer: keras.Layer, exact: Outputs, begin: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        path: str,
+        layer: keras.Layer,
+        exact: Outputs,
+        begin: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         assert self._own_precision is not None
         end = self.random_numbers.position
@@ -148,7 +163,10 @@ class LayerMarks:
             # A scope of its own drops the losses that the layer adds, and what it assigns.
             with without_tapes(), keras.StatelessScope(collect_losses=True):
                 values = _samples(layer(*args, **kwargs))
-            return max((relative_error(value, other) for value, other in zip(values, exact, strict=False)), default=0.0)
+            return max(
+                (relative_error(value, other) for value, other in zip(values, exact, strict=False)),
+                default=0.0,
+            )
 
         # The user's code may keep a tensor in an attribute, such as a part of the loss.
         attributes = [(inner, dict(vars(inner))) for inner in sublayers(layer)]
@@ -188,7 +206,9 @@ class LayerMarks:
 
     def _reached(self, path: str, gradient: tf.Tensor) -> tf.Tensor:
         self.layer = path
-        values = np.asarray(tf.convert_to_tensor(gradient)).astype(np.float32, copy=False)  # `tf.gather` has slices
+        values = np.asarray(tf.convert_to_tensor(gradient)).astype(
+            np.float32, copy=False
+        )  # `tf.gather` has slices
         # Without an array of magnitudes. The maximum of an array and NaN is NaN.
         before = self.activation_gradients.get(path, 0.0)
         largest = np.maximum(np.max(values, initial=before), -np.min(values, initial=-before))
@@ -199,7 +219,8 @@ class LayerMarks:
 def relative_error(values: np.ndarray, exact: np.ndarray) -> float:
     """Returns the L2 norm of the difference from float32 outputs, relative to how these differ between examples.
 
-    Relative to the norm of the outputs if all examples have the same. At most 1e6, also for NaN and Inf.
+    Relative to the norm of the outputs if all examples have the same. At most 1e6, also for NaN and
+    Inf.
 
     Args:
         values: Array of shape `(examples, ...)`.
@@ -235,15 +256,26 @@ def _rounded(values: Any, dtype: str) -> Any:
 
 def _samples(outputs: Any) -> Outputs:
     """Returns the floats of a layer's outputs as float32 arrays of shape `(examples, values)`, of large ones a part."""
-    arrays = [np.asarray(output) for output in keras.tree.flatten(outputs) if is_eager_float(output)]
-    flat = [array.reshape(len(array) if array.ndim else 1, math.prod(array.shape[1:])) for array in arrays]
+    arrays = [
+        np.asarray(output) for output in keras.tree.flatten(outputs) if is_eager_float(output)
+    ]
+    flat = [
+        array.reshape(len(array) if array.ndim else 1, math.prod(array.shape[1:]))
+        for array in arrays
+    ]
     strides = [max(1, array.size // _MOST_VALUES) for array in flat]
-    return [array[:, ::stride].astype(np.float32) for array, stride in zip(flat, strides, strict=True)]
+    return [
+        array[:, ::stride].astype(np.float32) for array, stride in zip(flat, strides, strict=True)
+    ]
 
 
 def is_eager_float(value: Any) -> bool:
     """Whether a value is a float tensor that has a value."""
-    return isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value) and value.dtype.is_floating
+    return (
+        isinstance(value, tf.Tensor)
+        and not tf.is_symbolic_tensor(value)
+        and value.dtype.is_floating
+    )
 
 
 def _is_random(layer: keras.Layer) -> bool:

@@ -29,8 +29,8 @@ def find_float32_layers(
         suspects: The paths of layers to try first.
 
     Returns:
-        The paths, none of them needless if the time was enough to try; `None` if none were found. And the pass in the
-        precision of the model.
+        The paths, none of them needless if the time was enough to try; `None` if none were found.
+        And the pass in the precision of the model.
     """
     own = None
     layers = computing_layers(passes.model)
@@ -47,9 +47,12 @@ def find_float32_layers(
 
     def with_one_more(chosen: list[str], result: PassResult) -> tuple[list[str], PassResult] | None:
         candidates = [*suspects, *_candidates(result, exact, parts)]
-        parents = [path.rpartition("/")[0] for path in candidates if path.rpartition("/")[0] in parts]
+        parents = [
+            path.rpartition("/")[0] for path in candidates if path.rpartition("/")[0] in parts
+        ]
         for candidate in (*candidates, *parents, *last_resort):
-            # A layer or, if that fails, one that contains it: the user's code may add its float32 result to float16.
+            # A layer or, if that fails, one that contains it: the user's code may add its float32
+            # result to float16.
             path = candidate
             while path not in chosen and (path in parts or path == candidate in last_resort):
                 if path not in failed:
@@ -70,7 +73,9 @@ def find_float32_layers(
             chosen, result = larger
     except TimeoutError:
         return None, own
-    with contextlib.suppress(TimeoutError, ValueError, TypeError, tf.errors.InvalidArgumentError):  # these are enough
+    with contextlib.suppress(
+        TimeoutError, ValueError, TypeError, tf.errors.InvalidArgumentError
+    ):  # these are enough
         for path in tuple(chosen):
             rest = [other for other in chosen if other != path]
             if is_sound(run(rest)):
@@ -81,8 +86,8 @@ def find_float32_layers(
 def _candidates(result: PassResult, exact: PassResult, layers: Container[str]) -> Iterator[str]:
     """Yields the layers that may have to compute in float32, because of NaN and Inf or the errors of their outputs.
 
-    An operation between two layers belongs to neither. It computes in the dtype of the layer that was called before;
-    but a cast in the forward pass is of the layer that is called next.
+    An operation between two layers belongs to neither. It computes in the dtype of the layer that
+    was called before; but a cast in the forward pass is of the layer that is called next.
     """
     paths = [path for path in result.marks.called if path in layers]
     index_of = {path: index for index, path in enumerate(paths)}
@@ -99,8 +104,14 @@ def _candidates(result: PassResult, exact: PassResult, layers: Container[str]) -
     # Where a large error is born; else where it first shows, and the layer before.
     new_errors = {path: exact.marks.new_errors.get(path, 0.0) for path in paths}
     largest = max(new_errors.values(), default=0.0)
-    yield from (path for path in sorted(paths, key=lambda path: -new_errors[path]) if new_errors[path] > largest / 10)
+    yield from (
+        path
+        for path in sorted(paths, key=lambda path: -new_errors[path])
+        if new_errors[path] > largest / 10
+    )
     errors = result.marks.errors
     half_of_largest = 0.5 * max(errors.values(), default=0.0)
-    first = next((index for index, path in enumerate(paths) if errors.get(path, 0.0) > half_of_largest), 0)
+    first = next(
+        (index for index, path in enumerate(paths) if errors.get(path, 0.0) > half_of_largest), 0
+    )
     yield from paths[max(0, first - 1) : first + 1]

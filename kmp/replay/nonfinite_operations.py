@@ -11,22 +11,35 @@ from kmp.replay.layer_marks import LayerMarks, is_eager_float
 from kmp.utils import FLOAT16, FLOAT32
 
 _MOST = 8
-# Elementwise operations whose result is 0 only for an operand that is 0, or by underflow: unlike a difference.
-_WITHOUT_CANCELLATION = ("Cast", "Div", "Exp", "Mul", "Pow", "RealDiv", "Reciprocal", "Rsqrt", "Square")
+# Elementwise operations whose result is 0 only for an operand that is 0, or by underflow: unlike a
+# difference.
+_WITHOUT_CANCELLATION = (
+    "Cast",
+    "Div",
+    "Exp",
+    "Mul",
+    "Pow",
+    "RealDiv",
+    "Reciprocal",
+    "Rsqrt",
+    "Square",
+)
 
-# How many of an operation's inputs and outputs are values: what a fused normalization keeps for its gradient may be any
-# bits on a GPU, NaN too.
+# How many of an operation's inputs and outputs are values: what a fused normalization keeps for its
+# gradient may be any bits on a GPU, NaN too.
 _OPERANDS = {"FusedBatchNormGradV3": 3}
 _RESULTS = {"FusedBatchNormV3": 3}
 
-Values = tuple[str, np.ndarray]  # the dtype and the values of a float tensor; NumPy has no name for bfloat16
+Values = tuple[
+    str, np.ndarray
+]  # the dtype and the values of a float tensor; NumPy has no name for bfloat16
 
 
 class NonfiniteOperations:
     """Records the first operations that return NaN or Inf for finite inputs, or NaN for inputs without NaN.
 
-    Of each layer, the first that returns Inf and the first that returns NaN: many layers have an Inf that does no harm,
-    such as a mask.
+    Of each layer, the first that returns Inf and the first that returns NaN: many layers have an
+    Inf that does no harm, such as a mask.
 
     Args:
         marks: The layers of the pass.
@@ -35,9 +48,10 @@ class NonfiniteOperations:
         found: The operations.
         layers_done: For each of them, how many layers had returned.
         is_backward: Whether the backward pass runs.
-        underflows: The largest share of the results of a forward operation that are 0 in float16, though its operands
-            are not, by layer.
-        lost_constants: The scalars of float32 operations that are zero or infinite in float16, by layer.
+        underflows: The largest share of the results of a forward operation that are 0 in float16,
+            though its operands are not, by layer.
+        lost_constants: The scalars of float32 operations that are zero or infinite in float16, by
+            layer.
     """
 
     def __init__(self, marks: LayerMarks) -> None:
@@ -46,13 +60,17 @@ class NonfiniteOperations:
         self.layers_done: list[int] = []
         self.is_backward = False
         self.underflows: dict[str, float] = {}
-        self._cast: tuple[str, float] | None = None  # the layer during the last cast, and the share that it lost
+        self._cast: tuple[str, float] | None = (
+            None  # the layer during the last cast, and the share that it lost
+        )
         self.lost_constants: dict[str, list[float]] = {}
 
     def observe(self, operation: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Checks an operation; see `watching_operations`."""
         results = _float_values(outputs[: _RESULTS.get(operation, len(outputs))])
-        is_finite = operation == "ReadVariableOp" or all(np.isfinite(values).all() for _, values in results)
+        is_finite = operation == "ReadVariableOp" or all(
+            np.isfinite(values).all() for _, values in results
+        )
         if self.is_backward and is_finite:
             return
         typed_operands = _float_values(inputs[: _OPERANDS.get(operation, len(inputs))])
@@ -63,9 +81,13 @@ class NonfiniteOperations:
             return
         operands = [values for _, values in typed_operands]
         has_nan = any(np.isnan(values).any() for _, values in results)
-        if not self._is_wanted("nan" if has_nan else "inf") or any(np.isnan(values).any() for values in operands):
+        if not self._is_wanted("nan" if has_nan else "inf") or any(
+            np.isnan(values).any() for values in operands
+        ):
             return
-        arrays = [values for values in operands if np.ndim(values)]  # beside them, a scalar is a constant
+        arrays = [
+            values for values in operands if np.ndim(values)
+        ]  # beside them, a scalar is a constant
         if not has_nan and any(np.isinf(values).any() for values in arrays or operands):
             return
         scalars = [float(values) for values in operands if not np.ndim(values)]
@@ -81,7 +103,9 @@ class NonfiniteOperations:
                 value="nan" if has_nan else "inf",
                 largest_input=min(max(map(_largest, operands), default=0.0), FLOAT32.max),
                 smallest_input=float(np.min(np.abs(last), initial=FLOAT32.max)),
-                constant=next((float(np.clip(value, -FLOAT32.max, FLOAT32.max)) for value in finite), None),
+                constant=next(
+                    (float(np.clip(value, -FLOAT32.max, FLOAT32.max)) for value in finite), None
+                ),
                 is_backward=self.is_backward,
                 has_infinite_constant=any(np.isinf(value) for value in scalars),
                 has_negative_input=bool((radicand < 0).any()),
@@ -91,12 +115,18 @@ class NonfiniteOperations:
     def _is_wanted(self, value: str) -> bool:
         """Whether to record an operation that returns this value, `"inf"` or `"nan"`, in the layer that runs now."""
         found = [(other.layer, other.is_backward, other.value) for other in self.found]
-        is_full = len(found) >= _MOST and not (value == "nan" and all(other.value == "inf" for other in self.found))
+        is_full = len(found) >= _MOST and not (
+            value == "nan" and all(other.value == "inf" for other in self.found)
+        )
         return not is_full and (self._marks.layer, self.is_backward, value) not in found
 
-    def _record_underflow(self, operation: str, operands: Sequence[Values], results: Sequence[Values]) -> None:
+    def _record_underflow(
+        self, operation: str, operands: Sequence[Values], results: Sequence[Values]
+    ) -> None:
         layer = self._marks.layer
-        if self._cast and self._cast[0] != layer:  # the inputs of a layer are cast before it is called
+        if (
+            self._cast and self._cast[0] != layer
+        ):  # the inputs of a layer are cast before it is called
             self.underflows[layer] = max(self._cast[1], self.underflows.get(layer, 0.0))
             self._cast = None
         if operation not in _WITHOUT_CANCELLATION or not results or results[0][0] != FLOAT16.name:
@@ -112,8 +142,12 @@ class NonfiniteOperations:
             self.underflows[layer] = max(share, self.underflows.get(layer, 0.0))
 
     def _record_lost_constants(self, operands: Sequence[Values]) -> None:
-        for value in [float(values) for dtype, values in operands if dtype == FLOAT32.name and not values.ndim]:
-            is_lost = abs(value) <= 2.0**FLOAT16.flush_exponent or FLOAT16.max < abs(value) < math.inf
+        for value in [
+            float(values) for dtype, values in operands if dtype == FLOAT32.name and not values.ndim
+        ]:
+            is_lost = (
+                abs(value) <= 2.0**FLOAT16.flush_exponent or FLOAT16.max < abs(value) < math.inf
+            )
             constants = self.lost_constants.get(self._marks.layer, [])
             if value and is_lost and value not in constants and len(constants) < _MOST:
                 self.lost_constants[self._marks.layer] = [*constants, value]

@@ -1,6 +1,7 @@
 """Reports of one or more runs: a terminal summary, and a self-contained HTML file.
 
-Imports rich, jinja2 and, for the page, matplotlib. `import kmp` does not; `kmp.report` is imported on first use.
+Imports rich, jinja2 and, for the page, matplotlib. `import kmp` does not; `kmp.report` is imported
+on first use.
 """
 
 from kmp.report.loading import load

@@ -41,13 +41,16 @@ def load(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Run]:
         raise TypeError(validation.message("paths", paths, "a list of paths"))
     console = Console(stderr=True)
     columns = (TextColumn("Loading"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         files = [log_file(path) for path in paths]
         progress.add_task("", total=sum(file.stat().st_size for file in files if file.is_file()))
         task = progress.tasks[0]
 
         def advance(size: int) -> None:
-            task.completed += size  # the bar is drawn by a timer: `progress.advance` would take longer than the loading
+            # the bar is drawn by a timer: `progress.advance` would take longer than the loading
+            task.completed += size
 
         runs = [load_run(file, on_read=advance) for file in files]
     return dict(zip(_names([Path(path).resolve() for path in paths]), runs, strict=True))
@@ -57,10 +60,19 @@ def _names(paths: Sequence[Path]) -> list[str]:
     """Returns the shortest unique name of each run, and numbers duplicates."""
     runs = []
     for path in paths:
-        folder = path.parent if path.name == FILE_NAME else path.with_suffix("") if path.is_file() else path
+        folder = (
+            path.parent
+            if path.name == FILE_NAME
+            else path.with_suffix("")
+            if path.is_file()
+            else path
+        )
         runs.append(folder.parts[1:] or folder.parts)
     names = {parts: parts[-1] for parts in runs}
     for length in range(2, max(map(len, runs), default=0) + 1):
         counts = Counter(names.values())
-        names = {parts: "/".join(parts[-length:]) if counts[name] > 1 else name for parts, name in names.items()}
+        names = {
+            parts: "/".join(parts[-length:]) if counts[name] > 1 else name
+            for parts, name in names.items()
+        }
     return unique_names(names[parts] for parts in runs)

@@ -78,5 +78,7 @@ def write(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> Path:
         with atomic_files.atomic_write(file) as temporary:
             temporary.write(page.encode())
     except OSError as error:
-        raise OSError(error.errno, f"the report cannot be written ({error.strerror or error})", str(file)) from error
+        raise OSError(
+            error.errno, f"the report cannot be written ({error.strerror or error})", str(file)
+        ) from error
     return file

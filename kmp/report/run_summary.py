@@ -46,7 +46,10 @@ class RunSummary:
     def findings_count(self) -> str:
         """The number of findings of each severity, as text."""
         counts = Counter(finding.severity for finding in self.advice)
-        parts = [f"{count} {severity}{'s' * (count > 1 and severity != INFO)}" for severity, count in counts.items()]
+        parts = [
+            f"{count} {severity}{'s' * (count > 1 and severity != INFO)}"
+            for severity, count in counts.items()
+        ]
         return ", ".join(parts) if parts else "none" if self._is_known else UNKNOWN
 
     @property
@@ -62,19 +65,28 @@ class RunSummary:
         if "compute_dtypes" in settings:
             parts.append(f"computed in {metrics.dtypes}")
         if math.isfinite(metrics.scale):
-            parts.append(f"{'fixed' if metrics.is_fixed else 'dynamic'} loss scale {scale(metrics.scale)}")
+            parts.append(
+                f"{'fixed' if metrics.is_fixed else 'dynamic'} loss scale {scale(metrics.scale)}"
+            )
         return ", ".join([*(str(part) for part in parts if part), f"{metrics.last_step} steps"])
 
     @cached_property
     def metrics_of_epochs(self) -> dict[str, float]:
         """The last value of each metric, with those of the validation first, and without the learning rate."""
-        last = {name: float(values[-1]) for name, (_, values) in self.run.metrics.items() if name != LEARNING_RATE}
+        last = {
+            name: float(values[-1])
+            for name, (_, values) in self.run.metrics.items()
+            if name != LEARNING_RATE
+        }
         return dict(sorted(last.items(), key=lambda item: not item[0].startswith(VALIDATION)))
 
     @property
     def numbers(self) -> Pairs:
         """The metrics of the last epoch, and the counts."""
-        return (*((name, number(value)) for name, value in self.metrics_of_epochs.items()), *self.counts)
+        return (
+            *((name, number(value)) for name, value in self.metrics_of_epochs.items()),
+            *self.counts,
+        )
 
     @cached_property
     def counts(self) -> Pairs:
@@ -102,8 +114,16 @@ class RunSummary:
     @cached_property
     def settings(self) -> Pairs:
         """The settings of the run, from the header of its log."""
-        header = {key: value for key, value in self.run.header.items() if key not in ("schema", "kind", "settings")}
-        settings = {key: value for key, value in (header | self.run.settings).items() if key != "float32_variables"}
+        header = {
+            key: value
+            for key, value in self.run.header.items()
+            if key not in ("schema", "kind", "settings")
+        }
+        settings = {
+            key: value
+            for key, value in (header | self.run.settings).items()
+            if key != "float32_variables"
+        }
         return tuple((key, _setting(key, value)) for key, value in settings.items())
 
 
@@ -132,4 +152,10 @@ def _setting(key: str, value: Any) -> str:
         return str(value).replace("T", " ")  # so that it fits a narrow screen
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    return scale(float(value)) if "scale" in key else f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    return (
+        scale(float(value))
+        if "scale" in key
+        else f"{value:,}"
+        if isinstance(value, int)
+        else f"{value:g}"
+    )

@@ -11,7 +11,8 @@ NOT_SAMPLED = "No gradients were sampled. Attach kmp.callbacks.GradientHistogram
 
 _MOST_ERRORS = 12
 
-# Of the table by layer: the headings, and the zones of float16's range (`ExponentHistogram.zones`) that they add up.
+# Of the table by layer: the headings, and the zones of float16's range (`ExponentHistogram.zones`)
+# that they add up.
 _ZONES = {
     "zero": ("zero",),
     "subnormal": ("subnormal", "below_subnormal"),
@@ -26,28 +27,44 @@ def layer_errors(run: RunSummary) -> Table:
     The layer where a harmful error begins is marked.
     """
     step, replay = run.run.comparisons[-1]
-    worst = heapq.nlargest(_MOST_ERRORS, replay.layer_errors, key=lambda each: (each.new_error or 0.0, each.error))
+    worst = heapq.nlargest(
+        _MOST_ERRORS, replay.layer_errors, key=lambda each: (each.new_error or 0.0, each.error)
+    )
     of_gradients: dict[str, tuple[str, str]] = {}  # by layer: of an RNN, the largest of its cells
     for gradient in sorted(replay.gradient_errors, key=lambda each: each.error):
-        of_gradients[run.metrics.created_layer(gradient.layer)] = (number(gradient.error), number(gradient.noise))
+        of_gradients[run.metrics.created_layer(gradient.layer)] = (
+            number(gradient.error),
+            number(gradient.noise),
+        )
     classes = {run.run.settings.get("model"): "the model"} | run.run.settings.get("layers", {})
     rows = []
     for each in worst:
-        errors = number(each.error), number(each.new_error), *of_gradients.get(each.layer, ("-", "-"))
+        errors = (
+            number(each.error),
+            number(each.new_error),
+            *of_gradients.get(each.layer, ("-", "-")),
+        )
         rows.append((each.layer, classes.get(each.layer, UNKNOWN), *errors))
     intro = (
-        f"In step {step}, the difference between the model's precision and float32 in the outputs of each layer, for "
-        f"{replay.examples} example{'s' * (replay.examples != 1)} of a batch, in units of how outputs vary between "
-        "examples."
+        f"In step {step}, the difference between the model's precision and float32 in the outputs"
+        f" of each layer, for {replay.examples} example{'s' * (replay.examples != 1)} of a batch,"
+        " in units of how outputs vary between examples."
     )
     note = (
-        f"The layers with the largest new error: that of the outputs if the inputs are those of float32. Above "
-        f"{HARMFUL_OUTPUT_ERROR:g} in the outputs of the model it is harmful. Gradients: the difference from float32, "
-        "and how much they would differ for another batch of the same size, both relative to their norm."
+        "The layers with the largest new error: that of the outputs if the inputs are those of"
+        f" float32. Above {HARMFUL_OUTPUT_ERROR:g} in the outputs of the model it is harmful."
+        " Gradients: the difference from float32, and how much they would differ for another batch"
+        " of the same size, both relative to their norm."
     )
     columns = ("layer", "class", "outputs", "new error", "gradients", "sampling noise")
     marked = worst.index(replay.error_origin) if replay.error_origin in worst else None
-    return Table(columns, tuple(rows), with_omitted(note, len(replay.layer_errors), _MOST_ERRORS), marked, intro)
+    return Table(
+        columns,
+        tuple(rows),
+        with_omitted(note, len(replay.layer_errors), _MOST_ERRORS),
+        marked,
+        intro,
+    )
 
 
 def gradients(run: RunSummary) -> Table:
@@ -65,19 +82,26 @@ def gradients(run: RunSummary) -> Table:
     measured = next((sample for sample in reversed(run.run.samples) if sample.has_update), None)
     if measured is not None:
         layers = by_layer(measured)
-        of_layers = zip(layers.names, layers.update_ratio, layers.lost_updates, layers.updates, strict=True)
-        updates = {name: (number(ratio), share_of(lost, count)) for name, ratio, lost, count in of_layers}
+        of_layers = zip(
+            layers.names, layers.update_ratio, layers.lost_updates, layers.updates, strict=True
+        )
+        updates = {
+            name: (number(ratio), share_of(lost, count)) for name, ratio, lost, count in of_layers
+        }
     layers, rows = by_layer(sample), []
     for name, amax, norm in zip(layers.names, layers.amax, layers.norm, strict=True):
         total, counts = layers[name].total, layers[name].zones
         shares = [share_of(sum(counts[zone] for zone in zones), total) for zones in _ZONES.values()]
-        rows.append((name, f"{total:,}", *shares, number(amax), number(norm), *updates.get(name, ("", ""))))
+        rows.append(
+            (name, f"{total:,}", *shares, number(amax), number(norm), *updates.get(name, ("", "")))
+        )
     note = (
-        f"Step {sample.step}, loss scale {scale(sample.loss_scale)}. Of the loss-scaled gradient: subnormal is "
-        "below 2^-14, near overflow is 2^13 and above, and amax is the largest magnitude. The norm is of the "
-        f"unscaled gradient. Updates ({f'in step {measured.step}' if measured else 'not measured'}): their norm over "
-        "that of the weights, and the share of updates below 2^-11 of their weight, most of which a float16 weight "
-        "would lose."
+        f"Step {sample.step}, loss scale {scale(sample.loss_scale)}. Of the loss-scaled gradient:"
+        " subnormal is below 2^-14, near overflow is 2^13 and above, and amax is the largest"
+        " magnitude. The norm is of the unscaled gradient. Updates"
+        f" ({f'in step {measured.step}' if measured else 'not measured'}): their norm over that of"
+        " the weights, and the share of updates below 2^-11 of their weight, most of which a"
+        " float16 weight would lose."
     )
     columns = ("layer", "elements", *_ZONES, "amax", "norm", "update / weight", "updates lost")
     return Table(columns, tuple(rows), with_omitted(note, len(names)))
@@ -94,15 +118,23 @@ def overflow_and_underflow(run: RunSummary) -> Table:
     }
     names = dict.fromkeys(name for counts in columns.values() for name in counts)
     if not names:
-        overflow = "No variable overflowed" if metrics.skipped_steps is not None else "Overflows were not counted"
+        overflow = (
+            "No variable overflowed"
+            if metrics.skipped_steps is not None
+            else "Overflows were not counted"
+        )
         return Table(note=f"{overflow}, and no underflow was detected.")
     counted = {name: [counts.get(name, 0) for counts in columns.values()] for name in names}
-    rows = [(name, *map(str, counted[name])) for name in heapq.nlargest(MAX_ROWS, counted, key=counted.__getitem__)]
+    rows = [
+        (name, *map(str, counted[name]))
+        for name in heapq.nlargest(MAX_ROWS, counted, key=counted.__getitem__)
+    ]
     note = (
-        "Overflowed: steps in which the variable's gradient was not finite. Underflowed: of "
-        f"{len(metrics.finite_samples)} samples, those in which more than 5 % of its nonzero gradient elements were "
-        "subnormal in float16 or smaller, or all were zero. Origin: of these, those in which it was the variable "
-        "nearest the loss. A step with a non-finite loss has no overflow origin."
+        "Overflowed: steps in which the variable's gradient was not finite. Underflowed: of"
+        f" {len(metrics.finite_samples)} samples, those in which more than 5 % of its nonzero"
+        " gradient elements were subnormal in float16 or smaller, or all were zero. Origin: of"
+        " these, those in which it was the variable nearest the loss. A step with a non-finite"
+        " loss has no overflow origin."
     )
     return Table(("variable", *columns), tuple(rows), with_omitted(note, len(names)))
 
@@ -117,20 +149,36 @@ def other_scales(run: RunSummary) -> Table:
         low, high = curve.recommended
         scales |= {"lowest recommended": low} if curve.is_lowest_known else {}
         scales |= {"highest recommended": high}
-        advice = f"Recommended: {f'{scale(2.0**low)} to' if curve.is_lowest_known else 'at most'} {scale(2.0**high)}."
+        advice = (
+            f"Recommended: {f'{scale(2.0**low)} to' if curve.is_lowest_known else 'at most'}"
+            f" {scale(2.0**high)}."
+        )
     rows = []
     for name, exponent in (scales | ({"none": 0.0} if curve.in_use else {})).items():
         if curve.log2_scales[0] <= exponent <= curve.log2_scales[-1]:
             shares = {key: share(value) for key, value in curve.at(exponent).items()}
             underflow = " to ".join(dict.fromkeys([shares["underflow"], shares["underflow_bound"]]))
-            rows.append((f"{name}: {scale(2.0**exponent)}", underflow, shares["overflow"], shares["skipped"]))
-    itself = "" if run.metrics.skipped_steps is None else f" In the run itself, {skipped(run.metrics)}."
+            rows.append(
+                (
+                    f"{name}: {scale(2.0**exponent)}",
+                    underflow,
+                    shares["overflow"],
+                    shares["skipped"],
+                )
+            )
+    itself = (
+        "" if run.metrics.skipped_steps is None else f" In the run itself, {skipped(run.metrics)}."
+    )
     source = (
         "Measured with a float32 reference pass."
         if curve.is_measured
-        else "Computed from the sampled gradients: values above the scale in use are extrapolated, and the upper "
-        "bound of a range counts all zeros as flushed by float16."
+        else (
+            "Computed from the sampled gradients: values above the scale in use are extrapolated,"
+            " and the upper bound of a range counts all zeros as flushed by float16."
+        )
     )
     note = f"{advice} Shares of gradient elements and of sampled steps.{itself} {source}"
     intro = "What float16 would lose of the sampled gradients at a constant loss scale:"
-    return Table(("loss scale", "underflow", "overflow", "would be skipped"), tuple(rows), note, intro=intro)
+    return Table(
+        ("loss scale", "underflow", "overflow", "would be skipped"), tuple(rows), note, intro=intro
+    )

@@ -93,7 +93,9 @@ def _table(table: Table) -> Iterator[RenderableType]:
     if table.intro:
         yield _text(table.intro)
     if table.rows:
-        grid = RichTable(box=None, padding=(0, 2, 0, 0), show_header=any(table.columns), pad_edge=False)
+        grid = RichTable(
+            box=None, padding=(0, 2, 0, 0), show_header=any(table.columns), pad_edge=False
+        )
         for index, name in enumerate(table.columns):
             is_number = index and len(table.columns) > 2
             grid.add_column(_text(name), overflow="fold", justify="right" if is_number else "left")

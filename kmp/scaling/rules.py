@@ -10,7 +10,8 @@ from keras import ops
 from kmp.utils import FLOAT16, FLOAT32, validation
 
 LARGEST_SCALE = 2.0**FLOAT32.max_exponent
-# A larger loss scale is applied as this one: its reciprocal is subnormal, and TensorFlow on a CPU flushes it to zero.
+# A larger loss scale is applied as this one: its reciprocal is subnormal, and TensorFlow on a CPU
+# flushes it to zero.
 LARGEST_APPLIED_SCALE = 2.0 ** (FLOAT32.max_exponent - 1)
 _FLOAT32_EPSILON = 2.0**-FLOAT32.fraction_bits
 
@@ -20,8 +21,8 @@ class ScaleState(NamedTuple):
 
     Attributes:
         scale: Scalar float32, the loss scale; always finite and above 0.
-        clean_steps: Scalar int64, the number of steps without an overflow since the scale last grew or the gradients of
-            a finite loss last overflowed.
+        clean_steps: Scalar int64, the number of steps without an overflow since the scale last grew
+            or the gradients of a finite loss last overflowed.
         overflows_in_a_row: Scalar int64, the number of steps skipped since the last applied step.
 
     Example:
@@ -40,9 +41,10 @@ class StepOutcome(NamedTuple):
     """The outcome of a training step.
 
     Attributes:
-        overflowed: Scalar bool, whether the loss or a gradient was non-finite, so that the step was skipped. A Python
-            bool in a branch of the graph that only one outcome reaches.
-        loss_was_finite: Scalar bool, false if a loss of the step was non-finite before scaling, or a batch was empty.
+        overflowed: Scalar bool, whether the loss or a gradient was non-finite, so that the step was
+            skipped. A Python bool in a branch of the graph that only one outcome reaches.
+        loss_was_finite: Scalar bool, false if a loss of the step was non-finite before scaling, or
+            a batch was empty.
 
     Example:
     >>> state, outcome = ScaleState(*map(ops.array, (8.0, 0, 0))), StepOutcome(ops.array(True), ops.array(False))
@@ -58,11 +60,12 @@ class StepOutcome(NamedTuple):
 class DynamicScale:
     """A loss scale that backs off after overflows and grows without them.
 
-    An overflow in the backward pass multiplies the scale by `backoff_factor`, down to `min_scale`, if at least
-    `hysteresis` consecutive steps were skipped, including this one. `growth_interval` steps without an overflow
-    multiply it by `growth_factor`, up to `max_scale`. A loss that is non-finite before scaling changes neither the
-    scale nor the count of clean steps: no loss scale prevents it. Source: Micikevicius et al., "Mixed Precision
-    Training" (ICLR 2018), section 3.2, and NVIDIA's guide "Train With Mixed Precision"; hysteresis as in apex's
+    An overflow in the backward pass multiplies the scale by `backoff_factor`, down to `min_scale`,
+    if at least `hysteresis` consecutive steps were skipped, including this one. `growth_interval`
+    steps without an overflow multiply it by `growth_factor`, up to `max_scale`. A loss that is
+    non-finite before scaling changes neither the scale nor the count of clean steps: no loss scale
+    prevents it. Source: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.2,
+    and NVIDIA's guide "Train With Mixed Precision"; hysteresis as in apex's
     `update_scale_hysteresis`.
 
     Args:
@@ -71,8 +74,8 @@ class DynamicScale:
         growth_factor: Float above 1.
         backoff_factor: Float between 0 and 1, both excluded.
         hysteresis: Integer, at least 1: consecutive skipped steps after which the scale backs off.
-        min_scale: Float, at least 2^-126 (float32's smallest normal value). Defaults to 2^-14, below which a loss of 1
-            times the scale is subnormal in float16.
+        min_scale: Float, at least 2^-126 (float32's smallest normal value). Defaults to 2^-14,
+            below which a loss of 1 times the scale is subnormal in float16.
         max_scale: Float, at most 2^127 (the default, float32's largest power of two).
 
     Raises:
@@ -102,10 +105,16 @@ class DynamicScale:
             "initial_scale": _scale("initial_scale", self.initial_scale),
             "growth_interval": validation.positive_integer("growth_interval", self.growth_interval),
             "growth_factor": validation.number(
-                "growth_factor", self.growth_factor, growth, lambda v: 1.0 + _FLOAT32_EPSILON <= v <= LARGEST_SCALE
+                "growth_factor",
+                self.growth_factor,
+                growth,
+                lambda v: 1.0 + _FLOAT32_EPSILON <= v <= LARGEST_SCALE,
             ),
             "backoff_factor": validation.number(
-                "backoff_factor", self.backoff_factor, backoff, lambda v: 0.0 < v <= 1.0 - _FLOAT32_EPSILON / 2
+                "backoff_factor",
+                self.backoff_factor,
+                backoff,
+                lambda v: 0.0 < v <= 1.0 - _FLOAT32_EPSILON / 2,
             ),
             "hysteresis": validation.positive_integer("hysteresis", self.hysteresis),
             "min_scale": _scale("min_scale", self.min_scale),
@@ -124,15 +133,21 @@ class DynamicScale:
 
     def bounded(self, scale: Any, highest: float = LARGEST_SCALE) -> Any:
         """Returns a scale loaded from a file, clipped to the bounds; the initial one if it is NaN, Inf, 0 or below."""
-        is_valid = ops.isfinite(ops.log(scale))  # the logarithm of 0 is -Inf, and of a negative number NaN
-        initial, low, high = (min(each, highest) for each in (self.initial_scale, self.min_scale, self.max_scale))
+        is_valid = ops.isfinite(
+            ops.log(scale)
+        )  # the logarithm of 0 is -Inf, and of a negative number NaN
+        initial, low, high = (
+            min(each, highest) for each in (self.initial_scale, self.min_scale, self.max_scale)
+        )
         # `ops.clip` is two operations.
         clipped = tf.raw_ops.ClipByValue(t=scale, clip_value_min=low, clip_value_max=high)
         return ops.where(is_valid, clipped, initial)
 
     def backs_off(self, state: ScaleState, step: StepOutcome) -> Any:
         """Returns a scalar bool, whether a skipped `step` makes the scale back off, also where it is at `min_scale`."""
-        return ops.logical_and(step.loss_was_finite, state.overflows_in_a_row + 1 >= self.hysteresis)
+        return ops.logical_and(
+            step.loss_was_finite, state.overflows_in_a_row + 1 >= self.hysteresis
+        )
 
     def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
         """Returns the state after `step`."""
@@ -145,13 +160,17 @@ class DynamicScale:
             ops.zeros_like(state.overflows_in_a_row),
         )
         reduced = ops.maximum(state.scale * self.backoff_factor, self.min_scale)
-        skipped = _skipped(state, step, ops.where(self.backs_off(state, step), reduced, state.scale))
+        skipped = _skipped(
+            state, step, ops.where(self.backs_off(state, step), reduced, state.scale)
+        )
         return select(step.overflowed, skipped, applied)
 
     def steps_to_min_scale(self, scale: float) -> float:
         """Returns after how many consecutive overflows, starting from `scale`, one can be at `min_scale`."""
         backoffs = math.log(self.min_scale / scale, self.backoff_factor)
-        return 1 + max(0, math.ceil(backoffs - 1e-6))  # the logarithm of an exact power may be 3.0000001
+        return 1 + max(
+            0, math.ceil(backoffs - 1e-6)
+        )  # the logarithm of an exact power may be 3.0000001
 
 
 @dataclass(frozen=True)
@@ -173,7 +192,9 @@ class FixedScale:
     initial_scale: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "initial_scale", _scale("loss_scale", self.initial_scale, "'dynamic', or "))
+        object.__setattr__(
+            self, "initial_scale", _scale("loss_scale", self.initial_scale, "'dynamic', or ")
+        )
 
     @property
     def min_scale(self) -> float:
@@ -190,7 +211,9 @@ class FixedScale:
 
     def update(self, state: ScaleState, step: StepOutcome) -> ScaleState:
         """Returns the state after `step`: the same scale, and the updated step counts."""
-        applied = ScaleState(state.scale, state.clean_steps + 1, ops.zeros_like(state.overflows_in_a_row))
+        applied = ScaleState(
+            state.scale, state.clean_steps + 1, ops.zeros_like(state.overflows_in_a_row)
+        )
         return select(step.overflowed, _skipped(state, step, state.scale), applied)
 
     def steps_to_min_scale(self, scale: float) -> float:
@@ -209,10 +232,14 @@ def select(condition: Any, if_true: Any, if_false: Any) -> Any:
 
 
 def _skipped(state: ScaleState, step: StepOutcome, scale: Any) -> ScaleState:
-    clean_steps = ops.where(step.loss_was_finite, ops.zeros_like(state.clean_steps), state.clean_steps)
+    clean_steps = ops.where(
+        step.loss_was_finite, ops.zeros_like(state.clean_steps), state.clean_steps
+    )
     return ScaleState(scale, clean_steps, state.overflows_in_a_row + 1)
 
 
 def _scale(name: str, value: Any, alternatives: str = "") -> float:
     expected = f"{alternatives}a finite number from 2^-126 to 2^127 (float32's normal range)"
-    return validation.number(name, value, expected, lambda v: FLOAT32.smallest_normal <= v <= LARGEST_SCALE)
+    return validation.number(
+        name, value, expected, lambda v: FLOAT32.smallest_normal <= v <= LARGEST_SCALE
+    )

@@ -22,7 +22,8 @@ def loss_scale_rule(loss_scale: float | str = "dynamic", **settings: Any) -> Rul
     """Returns the rule for the public arguments.
 
     Args:
-        loss_scale: `"dynamic"` for a dynamic loss scale, or a float from 2^-126 to 2^127, a fixed loss scale.
+        loss_scale: `"dynamic"` for a dynamic loss scale, or a float from 2^-126 to 2^127, a fixed
+            loss scale.
         **settings: Arguments of `DynamicScale`.
 
     Raises:
@@ -33,12 +34,18 @@ def loss_scale_rule(loss_scale: float | str = "dynamic", **settings: Any) -> Rul
         return DynamicScale(**settings)
     fixed = FixedScale(loss_scale)  # type: ignore[arg-type]  # it raises for a string
     defaults = {"initial_scale": fixed.initial_scale}, vars(DynamicScale())
-    others = {name: value for name, value in settings.items() if all(value != each.get(name) for each in defaults)}
+    others = {
+        name: value
+        for name, value in settings.items()
+        if all(value != each.get(name) for each in defaults)
+    }
     if others:
-        DynamicScale(**others)  # raises its own error for an unknown name or a value outside its range
+        DynamicScale(
+            **others
+        )  # raises its own error for an unknown name or a value outside its range
         raise ValueError(
-            f"A fixed loss scale has no other settings. Received: loss_scale={loss_scale!r} with {others!r}. "
-            "Leave them out, or pass loss_scale='dynamic'."
+            f"A fixed loss scale has no other settings. Received: loss_scale={loss_scale!r} with"
+            f" {others!r}. Leave them out, or pass loss_scale='dynamic'."
         )
     return fixed
 
@@ -48,7 +55,9 @@ def override(inherited: LossScaleSettings, **own: Unpack[LossScaleSettings]) -> 
 
     If either has a fixed loss scale, the `own` settings replace all inherited ones.
     """
-    has_fixed = any(not is_dynamic(settings.get("loss_scale", "dynamic")) for settings in (inherited, own))
+    has_fixed = any(
+        not is_dynamic(settings.get("loss_scale", "dynamic")) for settings in (inherited, own)
+    )
     return own if own and has_fixed else LossScaleSettings(**inherited | own)
 
 

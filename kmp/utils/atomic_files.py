@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-_ABANDONED = 3600  # seconds since the last write to a temporary file, after which its process must have been killed
+# seconds since the last write to a temporary file, after which its process must have been killed
+_ABANDONED = 3600
 # A mount point, as is common in containers, or another user's file in a shared folder.
 _CANNOT_REPLACE = (errno.EBUSY, errno.EACCES, errno.EPERM)
 
@@ -22,10 +23,11 @@ _CANNOT_REPLACE = (errno.EBUSY, errno.EACCES, errno.EPERM)
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Yields an open binary file that replaces `path` on exit; if writing fails, `path` is unchanged.
 
-    The content is on the disk before it replaces the old one, so that it survives a power failure. The temporary file,
-    `.NAME.RANDOM.partial`, is created beside `path`; those that killed processes left there are removed after an hour.
-    A symbolic link is followed and its target is replaced. A replaced file keeps its permissions. What cannot be
-    replaced is written in place: a pipe, a mount point, and a file in a folder without write permission.
+    The content is on the disk before it replaces the old one, so that it survives a power failure.
+    The temporary file, `.NAME.RANDOM.partial`, is created beside `path`; those that killed
+    processes left there are removed after an hour. A symbolic link is followed and its target is
+    replaced. A replaced file keeps its permissions. What cannot be replaced is written in place: a
+    pipe, a mount point, and a file in a folder without write permission.
     """
     path = path.resolve()
     if path.exists() and (not path.is_file() or not os.access(path.parent, os.W_OK)):

@@ -28,6 +28,7 @@ def require_tensorflow() -> None:
         backend = unknown[1]
     if backend != "tensorflow":
         raise ImportError(
-            f"kmp runs on Keras' TensorFlow backend, and the backend chosen here is {backend!r}. Set the environment "
-            'variable KERAS_BACKEND=tensorflow, or "backend" in Keras\' keras.json, and start Python again.'
+            f"kmp runs on Keras' TensorFlow backend, and the backend chosen here is {backend!r}."
+            ' Set the environment variable KERAS_BACKEND=tensorflow, or "backend" in Keras\''
+            " keras.json, and start Python again."
         )

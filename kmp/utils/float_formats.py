@@ -15,12 +15,15 @@ class FloatFormat:
     fraction_bits: int  # without the implicit leading bit
     max: float
     max_exponent: int  # of the largest finite value: the exponent bias
-    max_exact_integer: int  # the format has every integer from 0 to this: 2048 in float16, 256 in bfloat16
+    max_exact_integer: (
+        int  # the format has every integer from 0 to this: 2048 in float16, 256 in bfloat16
+    )
     smallest_normal: float
     min_exponent: int  # of the smallest normal value
     smallest_subnormal: float
     min_subnormal_exponent: int
-    flush_exponent: int  # of the largest power of two that rounds to zero: half the smallest subnormal (tie to even)
+    # of the largest power of two that rounds to zero: half the smallest subnormal (tie to even)
+    flush_exponent: int
 
     @classmethod
     def of(cls, name: str) -> "FloatFormat":

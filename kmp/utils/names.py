@@ -6,8 +6,11 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 _MOST_LISTED = 20
-# Invisible characters that Python counts as printable. Source: Unicode's property Default_Ignorable_Code_Point.
-_INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
+# Invisible characters that Python counts as printable. Source: Unicode's property
+# Default_Ignorable_Code_Point.
+_INVISIBLE = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
 
 
 def matching_indices(patterns: str | Sequence[str], names: Sequence[str]) -> list[int]:
@@ -17,10 +20,14 @@ def matching_indices(patterns: str | Sequence[str], names: Sequence[str]) -> lis
         ValueError: If a pattern matches no name. The message lists the names.
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    wildcards = [pattern for pattern in patterns if any(character in pattern for character in "*?[")]
+    wildcards = [
+        pattern for pattern in patterns if any(character in pattern for character in "*?[")
+    ]
     exact, known = set(patterns), set(names)
     for pattern in patterns:
-        if pattern not in known and not (pattern in wildcards and any(fnmatchcase(name, pattern) for name in names)):
+        if pattern not in known and not (
+            pattern in wildcards and any(fnmatchcase(name, pattern) for name in names)
+        ):
             raise ValueError(f"No variable matches {pattern!r}. The names are: {listed(names)}")
     return [
         index
@@ -66,8 +73,9 @@ def listed(names: Sequence[str]) -> str:
 def printable(text: str) -> str:
     r"""Returns a text with every character escaped that a reader cannot see, such as `\x1b` or `\u202e`.
 
-    These are control characters, escape sequences of terminals, direction marks, characters of zero width, line breaks,
-    spaces other than the ASCII space, and lone surrogates, which no file can hold.
+    These are control characters, escape sequences of terminals, direction marks, characters of zero
+    width, line breaks, spaces other than the ASCII space, and lone surrogates, which no file can
+    hold.
 
     Example:
     >>> printable("dense\x1b[2J/kernel"), printable("dense/kernel")
@@ -79,4 +87,6 @@ def printable(text: str) -> str:
 
     if is_visible(text):
         return text
-    return "".join(each if is_visible(each) else each.encode("unicode_escape").decode("ascii") for each in text)
+    return "".join(
+        each if is_visible(each) else each.encode("unicode_escape").decode("ascii") for each in text
+    )

@@ -1,7 +1,8 @@
 """Validation of public arguments.
 
-Each function raises a `TypeError` or `ValueError` that names the argument, what was received and what is expected.
-Numbers may be Python's, NumPy scalars, 0-d arrays and eager tensors; a `bool` is no number.
+Each function raises a `TypeError` or `ValueError` that names the argument, what was received and
+what is expected. Numbers may be Python's, NumPy scalars, 0-d arrays and eager tensors; a `bool` is
+no number.
 """
 
 import math
@@ -19,7 +20,9 @@ _INT64_MAX = 2**63 - 1
 
 def message(name: str, value: Any, expected: str) -> str:
     """Returns the error message for an argument of the wrong type or value."""
-    return f"`{name}` must be {expected}. Received: {name}={value!r} (of type {type(value).__name__})"
+    return (
+        f"`{name}` must be {expected}. Received: {name}={value!r} (of type {type(value).__name__})"
+    )
 
 
 def python_scalar(value: Any) -> Any:
@@ -28,7 +31,9 @@ def python_scalar(value: Any) -> Any:
         return value
     try:
         return np.asarray(value.numpy() if hasattr(value, "numpy") else value).item()
-    except Exception:  # a symbolic tensor has no value; Keras and TensorFlow raise different classes
+    except (
+        Exception
+    ):  # a symbolic tensor has no value; Keras and TensorFlow raise different classes
         return value
 
 

@@ -13,7 +13,12 @@ import kmp
 from kmp.advice.finding import ERROR, INFO, WARNING, SetArguments
 from kmp.records import LOSS_FUNCTION, InvalidTargets, NonfiniteOperation, Replay, Run
 
-DYNAMIC = {"rule": "DynamicScale", "initial_scale": 2.0**15, "growth_interval": 2000, "compute_dtypes": ["float16"]}
+DYNAMIC = {
+    "rule": "DynamicScale",
+    "initial_scale": 2.0**15,
+    "growth_interval": 2000,
+    "compute_dtypes": ["float16"],
+}
 LAYERS = {"net/conv": "Conv2D", "net/a": "Dense"}
 
 
@@ -46,7 +51,10 @@ def sample_with_update(update_norm, step=50, **values):
 
 
 def replay_of(**values):
-    return Replay(**{"examples": 8, "loss_scale": 1.0, "loss": None, "float32_loss": None, "is_finite": False} | values)
+    return Replay(
+        **{"examples": 8, "loss_scale": 1.0, "loss": None, "float32_loss": None, "is_finite": False}
+        | values
+    )
 
 
 def overflow_of_gradients(**values):
@@ -64,11 +72,19 @@ def overflow_row(replay, **values):
 
 
 def operation(name, value="nan", layer="net/a", **values):
-    return replace(NonfiniteOperation(layer, name, "float16", value, 1.0, 0.5, None, False), **values)
+    return replace(
+        NonfiniteOperation(layer, name, "float16", value, 1.0, 0.5, None, False), **values
+    )
 
 
 STUCK = {
-    **{"step": 40, "overflow_count": 40, "overflows_in_a_row": 40, "nonfinite_loss_count": 0, "loss_scale": 2.0**3},
+    **{
+        "step": 40,
+        "overflow_count": 40,
+        "overflows_in_a_row": 40,
+        "nonfinite_loss_count": 0,
+        "loss_scale": 2.0**3,
+    },
     "overflow_origins_by_variable": {"net/conv/kernel": 40},
 }
 
@@ -89,13 +105,21 @@ def test_advice_is_printed_with_evidence_and_the_line_to_change_and_can_be_copie
 def test_printed_findings_are_printable():
     edit = SetArguments("e\x1b", {"f": "1"})
     finding = kmp.advice.Finding("loss", ERROR, "a\x1bb", "c\u202ed", [edit], "h\u2028i")
-    lines = ["g\\u200bh", "1. a\\x1bb", "  Evidence: c\\u202ed", "  Change: e\\x1b(f=1)", "  Note: h\\u2028i"]
+    lines = [
+        "g\\u200bh",
+        "1. a\\x1bb",
+        "  Evidence: c\\u202ed",
+        "  Change: e\\x1b(f=1)",
+        "  Note: h\\u2028i",
+    ]
     assert str(kmp.advice.Advice([finding], "g\u200bh")).splitlines() == lines
 
 
 def test_path_of_a_run_is_an_error_and_an_empty_run_has_a_verdict_and_no_finding():
     for function in (kmp.advise, kmp.what_if):
-        with pytest.raises(TypeError, match=r"`run` must be a kmp.records.Run, such as kmp.load_run.*'runs/first'"):
+        with pytest.raises(
+            TypeError, match=r"`run` must be a kmp.records.Run, such as kmp.load_run.*'runs/first'"
+        ):
             function("runs/first")
     assert list(kmp.advise(Run())) == []
     assert kmp.advise(Run()).verdict == "The run is empty: nothing was recorded."
@@ -120,7 +144,9 @@ def test_nonfinite_samples_and_references_are_not_used():
     counts = {"step": 60, "overflow_count": 1}
     for rows in ([overflowed], [overflowed, finite], [sample_with_update(0.0, nan=1), counts]):
         assert "no sampled step was finite" in advice_of(*rows).verdict
-    unknown = "gradients, because none were sampled; to find out: a run with kmp.callbacks.defaults()"
+    unknown = (
+        "gradients, because none were sampled; to find out: a run with kmp.callbacks.defaults()"
+    )
     assert unknown in advice_of(counts).verdict
 
 
@@ -130,9 +156,17 @@ def test_gradient_of_no_element_is_unused_and_one_that_is_zero_in_all_samples_an
     rows.append(row_of(100, 2.0**12, zeros=3, **others | {"dead/bias": ALL_ZERO}))
     rows[0]["replay"] = clean_replay(2.0**12, zero=["net/kernel", *others, "dead/bias"])
     dead, unused = advice_of(*rows)
-    assert (dead.cause, dead.severity, unused.cause, unused.severity) == ("dead", INFO, "unused", INFO)
+    assert (dead.cause, dead.severity, unused.cause, unused.severity) == (
+        "dead",
+        INFO,
+        "unused",
+        INFO,
+    )
     assert dead.title == "The gradient of dead/kernel is zero, in float32 too."
-    assert "1 variable has a gradient that is all zero in 3 samples, and for 8 examples in float32" in dead.evidence
+    assert (
+        "1 variable has a gradient that is all zero in 3 samples, and for 8 examples in float32"
+        in dead.evidence
+    )
     assert unused.title == "The loss does not depend on unused/kernel."
 
 
@@ -142,9 +176,13 @@ def test_tiny_gradients_of_a_float32_layer_are_not_reported():
         inputs = keras.Input((4,))
         tiny = kmp.layers.Float32(dense(8))(inputs)
         model = keras.Model(inputs, [dense(1, dtype="float32")(dense(4)(inputs)), tiny])
-        model.compile(keras.optimizers.SGD(0.0), ["mse", "mse"], loss_weights=[1.0, 1e-5], run_eagerly=True)
+        model.compile(
+            keras.optimizers.SGD(0.0), ["mse", "mse"], loss_weights=[1.0, 1e-5], run_eagerly=True
+        )
         callbacks = without_replays(every_n_steps=1)
-        model.fit(np.ones((64, 4)), [np.ones((64, 1)), np.ones((64, 8))], callbacks=callbacks, verbose=0)
+        model.fit(
+            np.ones((64, 4)), [np.ones((64, 1)), np.ones((64, 8))], callbacks=callbacks, verbose=0
+        )
     run = callbacks[0].run
     assert len(run.settings["float32_variables"]) == 4
     assert list(kmp.advise(run)) == []
@@ -156,7 +194,9 @@ def test_tiny_gradients_of_a_float32_layer_are_not_reported():
 
 def test_overflows_at_every_loss_scale_are_reported_with_their_origin():
     origins = {"net/a/kernel": 38, "net/b/kernel": 1}
-    finding = advice_of(STUCK | {"loss_scale": 2.0**-14, "overflow_origins_by_variable": origins})[0]
+    finding = advice_of(STUCK | {"loss_scale": 2.0**-14, "overflow_origins_by_variable": origins})[
+        0
+    ]
     assert finding.cause == "backward_overflow"
     assert finding.title == "Gradients near net/a/kernel overflow at every loss scale."
     assert "net/a/kernel was the overflow origin in 97%" in finding.evidence
@@ -167,26 +207,37 @@ def test_overflows_at_every_loss_scale_are_reported_with_their_origin():
 
 
 def test_initial_scale_that_skipped_many_steps_is_reported():
-    record = {"overflow_count": 12, "overflows_in_a_row": 0, "loss_scale": 8.0, "nonfinite_loss_count": 0}
+    record = {
+        "overflow_count": 12,
+        "overflows_in_a_row": 0,
+        "loss_scale": 8.0,
+        "nonfinite_loss_count": 0,
+    }
     advice = advice_of({"step": 100} | record, {"step": 1000} | record)
     assert [finding.cause for finding in advice] == ["initial_scale"]
     assert advice[0].change == "kmp.enable(initial_scale=2.0**3)"
     assert advice[0].evidence.startswith("12 of the first 100 steps were skipped")
     # A record without a count of the overflows is not the first after an applied step.
     rows = [{"step": 1, "overflows_in_a_row": 0, "loss_scale": 8.0}, {"step": 30} | record]
-    assert kmp.advise(Run(rows, {"settings": DYNAMIC}))[0].evidence.startswith("12 of the first 30 steps")
+    assert kmp.advise(Run(rows, {"settings": DYNAMIC}))[0].evidence.startswith(
+        "12 of the first 30 steps"
+    )
 
 
 def stuck_at(scale, step=40, usable=None):
     """Returns the record of a scale that overflows, and of a replay if a smaller one is usable without a change."""
-    replay = {"replay": overflow_of_gradients(float32_layers=[], usable_scale=usable)} if usable else {}
+    replay = (
+        {"replay": overflow_of_gradients(float32_layers=[], usable_scale=usable)} if usable else {}
+    )
     return [STUCK | {"step": step, "loss_scale": scale} | replay]
 
 
 def flushed_at(scale, usable=None, **values):
     """Returns records whose samples are all zero, because float16 flushed them."""
     rows = [row_of(step, scale, **{"net/kernel": ALL_ZERO}) for step in (1, 50, 100)]
-    rows[0] |= {"replay": clean_replay(scale, flushed={"net/kernel": 1.0}, usable_scale=usable)} | values
+    rows[0] |= {
+        "replay": clean_replay(scale, flushed={"net/kernel": 1.0}, usable_scale=usable)
+    } | values
     return rows
 
 
@@ -198,7 +249,12 @@ REFERENCE = row_of(1, 1.0, -12)["sample"]
     ("rows", "settings", "cause", "change"),
     [
         (stuck_at(2.0**15, step=100), {"hysteresis": 1000}, "hysteresis_too_large", "hysteresis=1"),
-        (stuck_at(2.0**60, usable=2.0**10), {"initial_scale": 2.0**90}, "initial_scale", "initial_scale=2.0**10"),
+        (
+            stuck_at(2.0**60, usable=2.0**10),
+            {"initial_scale": 2.0**90},
+            "initial_scale",
+            "initial_scale=2.0**10",
+        ),
         (flushed_at(2.0**15, usable=2.0**45), {}, "scale_too_small", "initial_scale=2.0**45"),
         (flushed_at(2.0**15), {}, "scale_too_small", None),  # the scale in use is not advised
         (
@@ -209,7 +265,12 @@ REFERENCE = row_of(1, 1.0, -12)["sample"]
             *(stuck_at(2.0**10, usable=2.0**3), {"min_scale": 2.0**10}),  # no step was applied
             *("scale_too_large", "min_scale=2.0**-14, initial_scale=2.0**3"),
         ),
-        (stuck_at(2.0**10, 60, 2.0**3), {"min_scale": 2.0**10}, "scale_too_large", "min_scale=2.0**-14"),
+        (
+            stuck_at(2.0**10, 60, 2.0**3),
+            {"min_scale": 2.0**10},
+            "scale_too_large",
+            "min_scale=2.0**-14",
+        ),
     ],
 )
 def test_setting_that_keeps_an_unsuitable_scale_is_changed(rows, settings, cause, change):
@@ -220,12 +281,25 @@ def test_setting_that_keeps_an_unsuitable_scale_is_changed(rows, settings, cause
 
 def test_hysteresis_is_not_the_cause_if_a_layer_overflows_and_few_skipped_steps_are_not_reported():
     replay = {"replay": overflow_of_gradients(float32_layers=["net/conv"])}
-    assert advice_of(stuck_at(2.0**15, step=100)[0] | replay, hysteresis=1000)[0].cause == "backward_overflow"
-    assert causes({"step": 20_000, "overflow_count": 9, "overflows_in_a_row": 0, "loss_scale": 2.0**18}) == []
+    assert (
+        advice_of(stuck_at(2.0**15, step=100)[0] | replay, hysteresis=1000)[0].cause
+        == "backward_overflow"
+    )
+    assert (
+        causes(
+            {"step": 20_000, "overflow_count": 9, "overflows_in_a_row": 0, "loss_scale": 2.0**18}
+        )
+        == []
+    )
 
 
 def test_skipped_steps_after_a_fallback_are_a_share_of_the_steps_after_it():
-    before = {"step": 1000, "overflow_count": 4, "fallback": ["net"], "fallback_reason": "The layer overflows."}
+    before = {
+        "step": 1000,
+        "overflow_count": 4,
+        "fallback": ["net"],
+        "fallback_reason": "The layer overflows.",
+    }
     after = {"step": 1050, "loss_scale": 2.0**15, "overflow_count": 14, "nonfinite_loss_count": 0}
     (finding,) = advice_of(before, after, rule="FixedScale").problems
     assert finding.cause == "scale_too_large"
@@ -236,19 +310,30 @@ def test_variable_that_keeps_the_scale_too_low_for_the_others_is_reported():
     small = {"net/small/kernel": gradient(-18, counts=[300])}
     finding = advice_of(*(row_of(step, 16.0, 14, **small) for step in (1, 50, 100)))[0]
     assert (finding.cause, finding.location, finding.edits) == ("range", "net/kernel", ())
-    assert "net/kernel has the largest gradients, and net/small/kernel underflows most" in finding.evidence
-    assert "no change was replayed: try a smaller loss weight for that part, or float32 for net" in finding.note
+    assert (
+        "net/kernel has the largest gradients, and net/small/kernel underflows most"
+        in finding.evidence
+    )
+    assert (
+        "no change was replayed: try a smaller loss weight for that part, or float32 for net"
+        in finding.note
+    )
 
 
 def test_head_that_is_flushed_beside_one_that_keeps_the_scale_low_has_no_change_that_was_replayed():
     # The layer nearest the input is alive too, so that this is no underflow on the way there.
     variables = {"first/kernel": gradient(15), "a/kernel": ALL_ZERO, "b/kernel": gradient(15)}
-    rows = [{"step": n, "loss_scale": 2.0**12, "sample": sample_from(n, 2.0**12, variables)} for n in (1, 50, 100)]
+    rows = [
+        {"step": n, "loss_scale": 2.0**12, "sample": sample_from(n, 2.0**12, variables)}
+        for n in (1, 50, 100)
+    ]
     rows[0]["replay"] = clean_replay(2.0**12, flushed={"a/kernel": 1.0})
     finding = advice_of(*rows, layers={"a": "Dense", "b": "Dense"})[0]
     assert (finding.cause, finding.location) == ("branch_underflow", "a")
     assert finding.edits == ()
-    assert finding.note.startswith("a larger loss scale would overflow, and no change was replayed:")
+    assert finding.note.startswith(
+        "a larger loss scale would overflow, and no change was replayed:"
+    )
 
 
 ALL_LOSSES_NONFINITE = {
@@ -261,7 +346,10 @@ NOISY = [{"step": 60, "last_loss": 0.9, "highest_loss": 3.2}, sample_with_update
 
 
 def epochs(*losses):
-    return [{"step": 15 * number, "metrics": {"loss": loss}} for number, loss in enumerate(losses, 5 - len(losses))]
+    return [
+        {"step": 15 * number, "metrics": {"loss": loss}}
+        for number, loss in enumerate(losses, 5 - len(losses))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -273,7 +361,10 @@ def epochs(*losses):
         ([ALL_LOSSES_NONFINITE], ["loss"]),
         ([ALL_LOSSES_NONFINITE | {"highest_loss": 9e4}], ["exploding"]),
         # Scattered non-finite losses, and a streak of overflows of gradients.
-        ([{"step": 60, "highest_loss": 9e4, "nonfinite_losses_in_a_row": 0} | MIXED_OVERFLOWS], ["loss"]),
+        (
+            [{"step": 60, "highest_loss": 9e4, "nonfinite_losses_in_a_row": 0} | MIXED_OVERFLOWS],
+            ["loss"],
+        ),
         (NOISY, ["exploding"]),
         ([*NOISY, *epochs(1.3, 1.1)], []),  # noisy batches, while the loss of the epochs falls
         ([*NOISY, *epochs(1.3, 1.1, 1.1, 1.1)], ["exploding"]),
@@ -287,7 +378,9 @@ def test_explosion_is_a_loss_that_rose_with_large_updates(rows, expected):
 
 def test_growth_of_weights_between_samples_is_an_update():
     rows = [sample_with_update(1e-3, step=1), sample_with_update(1e-3, step=21, weight_norm=41.0)]
-    finding = advice_of(*rows, {"step": 60, "last_loss": 0.9, "highest_loss": 7e4}, learning_rate=3.0)[0]
+    finding = advice_of(
+        *rows, {"step": 60, "last_loss": 0.9, "highest_loss": 7e4}, learning_rate=3.0
+    )[0]
     assert finding.cause == "exploding"
     assert "in step 21 the update was 2 times as large as the weights" in finding.evidence
     assert "the loss rose from 1 to 7e+04" in finding.evidence
@@ -301,22 +394,40 @@ def test_optimizer_that_is_no_name_is_not_part_of_the_change(optimizer, name):
 
 
 ADAM = {"epsilon": 1e-7, "optimizer": "Adam", "learning_rate": 1e-3, "variable_dtypes": ["float16"]}
-SMALL = {"first": -11, "amax": 2.0**-11, "norm": 2.0**-10}  # gradients whose squares are 0 in float16
+SMALL = {
+    "first": -11,
+    "amax": 2.0**-11,
+    "norm": 2.0**-10,
+}  # gradients whose squares are 0 in float16
 
 
 @pytest.mark.parametrize(
     ("norm", "gradients", "settings"),
     [
-        (0.01, SMALL, {}),  # the root mean square of four weights is 0.005: five times the learning rate
+        (
+            0.01,
+            SMALL,
+            {},
+        ),  # the root mean square of four weights is 0.005: five times the learning rate
         (1.0, {}, {}),  # a constraint changes weights by more
-        (1.0, {"first": -30, "amax": 2.0**-30, "norm": 2.0**-29}, {}),  # the epsilon is larger than these anyway
+        (
+            1.0,
+            {"first": -30, "amax": 2.0**-30, "norm": 2.0**-29},
+            {},
+        ),  # the epsilon is larger than these anyway
         (0.5, SMALL, {"steps_per_execution": 32}),
         (1.0, SMALL, {"optimizer": "RMSprop"}),  # its epsilon is inside the root
         (1.0, SMALL, {"variable_dtypes": ["float32"]}),
-        (1.0, SMALL, {"variable_dtypes": ["float16", "float32"], "float32_variables": ["net/kernel"]}),
+        (
+            1.0,
+            SMALL,
+            {"variable_dtypes": ["float16", "float32"], "float32_variables": ["net/kernel"]},
+        ),
     ],
 )
-def test_steps_of_adam_that_are_not_too_large_because_of_float16_are_not_reported(norm, gradients, settings):
+def test_steps_of_adam_that_are_not_too_large_because_of_float16_are_not_reported(
+    norm, gradients, settings
+):
     assert "optimizer_state" not in causes(sample_with_update(norm, **gradients), **ADAM | settings)
 
 
@@ -330,7 +441,10 @@ def test_squares_that_adam_loses_in_float16_are_reported_by_the_steps_that_it_ta
     assert finding.change == "kmp.enable(policy='mixed_float16')"
     own = {"policy": "mixed_float16", "own_dtype_variables": ["net/kernel"]}
     finding = advice_of(row, **ADAM | own)[0]
-    assert (finding.cause, finding.change) == ("optimizer_state", "self.add_weight(dtype='float32', name='kernel')")
+    assert (finding.cause, finding.change) == (
+        "optimizer_state",
+        "self.add_weight(dtype='float32', name='kernel')",
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -347,28 +461,58 @@ def test_epsilon_of_zero_is_reported_for_weights_of_any_dtype(dtype):
 @pytest.mark.parametrize(
     ("settings", "weights", "limit", "change"),
     [
-        ({"variable_dtypes": ["bfloat16"]}, "weights are in bfloat16", "2^-9", "kmp.enable(policy='mixed_bfloat16')"),
         (
-            {"variable_dtypes": ["float16", "float32"], "policy": "mixed_float16", "layers": {"net": "Embedding"}},
-            *("weights of 'net' are in float16", "2^-12", "keras.layers.Embedding(dtype='mixed_float16', name='net')"),
+            {"variable_dtypes": ["bfloat16"]},
+            "weights are in bfloat16",
+            "2^-9",
+            "kmp.enable(policy='mixed_bfloat16')",
+        ),
+        (
+            {
+                "variable_dtypes": ["float16", "float32"],
+                "policy": "mixed_float16",
+                "layers": {"net": "Embedding"},
+            },
+            *(
+                "weights of 'net' are in float16",
+                "2^-12",
+                "keras.layers.Embedding(dtype='mixed_float16', name='net')",
+            ),
         ),
     ],
 )
 def test_updates_that_weights_in_16_bits_lose_are_reported(settings, weights, limit, change):
     finding = advice_of(sample_with_update(1e-5, updates=0), **settings)[0]
-    assert finding.title == f"Updates are lost: the {weights}, and many steps are too small to change them."
+    assert (
+        finding.title
+        == f"Updates are lost: the {weights}, and many steps are too small to change them."
+    )
     assert f"by less than {limit} of its magnitude" in finding.evidence
     assert finding.change == change
 
 
-@pytest.mark.parametrize(("part", "cause"), [("x", "data"), ("y", "targets"), ("sample_weight", "data")])
+@pytest.mark.parametrize(
+    ("part", "cause"), [("x", "data"), ("y", "targets"), ("sample_weight", "data")]
+)
 def test_nonfinite_data_are_reported_with_the_part_to_correct(part, cause):
-    replay = replay_of(is_finite_in_float32=False, nonfinite_part=f"the batch's {part}", has_sample_weight=part == "y")
-    (finding,) = advice_of({"step": 1000, "overflow_count": 2, "nonfinite_loss_count": 2, "replay": replay})
-    assert (finding.cause, finding.severity, finding.location) == (cause, WARNING, f"the batch's {part}")  # rare
+    replay = replay_of(
+        is_finite_in_float32=False,
+        nonfinite_part=f"the batch's {part}",
+        has_sample_weight=part == "y",
+    )
+    (finding,) = advice_of(
+        {"step": 1000, "overflow_count": 2, "nonfinite_loss_count": 2, "replay": replay}
+    )
+    assert (finding.cause, finding.severity, finding.location) == (
+        cause,
+        WARNING,
+        f"the batch's {part}",
+    )  # rare
     assert ("np.abs(x) <= 65504" if part == "x" else f"np.isfinite({part})") in finding.change
     arrays = "x, y" if part == "x" else "x, y, sample_weight"
-    assert finding.change.endswith(f"{arrays} = keras.tree.map_structure(lambda a: a[keep], ({arrays}))")
+    assert finding.change.endswith(
+        f"{arrays} = keras.tree.map_structure(lambda a: a[keep], ({arrays}))"
+    )
 
 
 HUGE = NonfiniteOperation("net/a", "Square", "float32", "inf", 9.97e36, 1.0, None, False)
@@ -383,7 +527,9 @@ HUGE = NonfiniteOperation("net/a", "Square", "float32", "inf", 9.97e36, 1.0, Non
     ],
 )
 def test_large_inputs_are_the_cause_only_if_float32_overflows_with_them(values, cause):
-    replay = replay_of(is_finite_in_float32=False, nonfinite_part="the batch's x", is_part_finite=True, **values)
+    replay = replay_of(
+        is_finite_in_float32=False, nonfinite_part="the batch's x", is_part_finite=True, **values
+    )
     assert causes(overflow_row(replay)) == [cause]
 
 
@@ -393,10 +539,17 @@ def test_large_inputs_are_the_cause_only_if_float32_overflows_with_them(values, 
         (InvalidTargets(-1, 2, 3, only_invalid=-1), "keep = (y >= 0).reshape", "ignore_class=-1"),
         (
             InvalidTargets(0, 255, 3, only_invalid=255, per_example=64, from_logits=True),
-            "model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=255))",
+            (
+                "model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True,"
+                " ignore_class=255))"
+            ),
             "if 255 means that a target is missing",
         ),
-        (InvalidTargets(1, 3, 3, only_invalid=3), "keras.layers.Conv2D(filters=4, name='head')", "y = y - 1"),
+        (
+            InvalidTargets(1, 3, 3, only_invalid=3),
+            "keras.layers.Conv2D(filters=4, name='head')",
+            "y = y - 1",
+        ),
         (InvalidTargets(0, 255, 2, is_binary=True), "y = (y - 0) / (255 - 0)", "in training"),
     ],
 )
@@ -409,24 +562,55 @@ def test_change_of_targets_depends_on_what_is_invalid(targets, change, note):
 
 
 def test_targets_of_a_binary_cross_entropy_are_a_problem_of_finite_losses_too():
-    replay = replay_of(loss=1.0, is_finite_in_float32=True, invalid_targets=InvalidTargets(0, 255, 2, is_binary=True))
-    (finding, *_) = advice_of({"step": 9, "replay": replay})
-    assert finding.title == "The targets y are from 0 to 255, but binary cross-entropy takes numbers from 0 to 1."
+    replay = replay_of(
+        loss=1.0,
+        is_finite_in_float32=True,
+        invalid_targets=InvalidTargets(0, 255, 2, is_binary=True),
+    )
+    finding, *_ = advice_of({"step": 9, "replay": replay})
+    assert (
+        finding.title
+        == "The targets y are from 0 to 255, but binary cross-entropy takes numbers from 0 to 1."
+    )
 
 
 @pytest.mark.parametrize(
     ("found", "cause", "title"),
     [
-        (operation("Sqrt", has_negative_input=True), "rounding", "Layer 'a' takes the root of a number"),
-        (operation("Log", has_negative_input=True), "rounding", "Layer 'a' takes the logarithm of a number"),
-        (operation("Log", "inf"), "forward_underflow", "Layer 'a' takes the logarithm of a number that is 0"),
+        (
+            operation("Sqrt", has_negative_input=True),
+            "rounding",
+            "Layer 'a' takes the root of a number",
+        ),
+        (
+            operation("Log", has_negative_input=True),
+            "rounding",
+            "Layer 'a' takes the logarithm of a number",
+        ),
+        (
+            operation("Log", "inf"),
+            "forward_underflow",
+            "Layer 'a' takes the logarithm of a number that is 0",
+        ),
         (operation("Pow", "inf"), "forward_overflow", "The output of layer 'a' overflows"),
-        (operation("Pow", "inf", "twins/b"), "loss_overflow", "The loss that layer 'twins/b' adds overflows"),
-        (operation("Mul", "inf", "net"), "forward_overflow", "The output of model 'net' outside its layers overflows"),
+        (
+            operation("Pow", "inf", "twins/b"),
+            "loss_overflow",
+            "The loss that layer 'twins/b' adds overflows",
+        ),
+        (
+            operation("Mul", "inf", "net"),
+            "forward_overflow",
+            "The output of model 'net' outside its layers overflows",
+        ),
     ],
 )
 def test_operation_tells_the_cause(found, cause, title):
-    values = {"nonfinite": [found], "nonfinite_outputs": ["net/a", "net"], "float32_layers": ["net/a"]}
+    values = {
+        "nonfinite": [found],
+        "nonfinite_outputs": ["net/a", "net"],
+        "float32_layers": ["net/a"],
+    }
     replay = replay_of(float32_loss=1.0, is_finite_in_float32=True, **values)
     layers = {"net/a": "Dense", "net/b": "Dense", "twins/b": "Dense"}
     finding = advice_of(overflow_row(replay), model="net", layers=layers)[0]
@@ -437,10 +621,15 @@ def test_operation_tells_the_cause(found, cause, title):
 @pytest.mark.parametrize("settings", [{}, {"rule": "FixedScale"}, {"growth_interval": 20}])
 def test_root_of_zero_that_float32_does_not_survive_either_is_no_matter_of_the_scale(settings):
     found = [operation("SqrtGrad", "inf", is_backward=True)]
-    replay = replay_of(loss=1.0, float32_loss=1.0, is_finite_in_float32=False, nonfinite=found, float32_layers=[])
+    replay = replay_of(
+        loss=1.0, float32_loss=1.0, is_finite_in_float32=False, nonfinite=found, float32_layers=[]
+    )
     start = {"step": 1, "overflow_count": 1, "overflows_in_a_row": 1, "loss_scale": 2.0**14}
     clean = STUCK | {"overflow_count": 12, "overflows_in_a_row": 0, "replay": replay}
-    for rows in ([STUCK | {"replay": replay}], [start, clean, clean | {"step": 80, "overflow_count": 20}]):
+    for rows in (
+        [STUCK | {"replay": replay}],
+        [start, clean, clean | {"step": 80, "overflow_count": 20}],
+    ):
         (finding,) = advice_of(*rows, layers=LAYERS, **settings)
         assert (finding.cause, finding.location) == ("backward_overflow", "net/a")
         assert (finding.severity, finding.edits) == (ERROR, ())
@@ -462,9 +651,17 @@ def test_root_of_zero_that_float32_does_not_survive_either_is_no_matter_of_the_s
         ({"hysteresis": 2}, None),
     ],
 )
-def test_scale_that_grows_more_than_it_backs_off_is_reported_with_what_is_not_the_default(settings, edits):
+def test_scale_that_grows_more_than_it_backs_off_is_reported_with_what_is_not_the_default(
+    settings, edits
+):
     rows = [{"step": 1, "overflow_count": 0, "overflows_in_a_row": 0, "loss_scale": 2.0**15}]
-    rows.append({"step": 200, "overflow_count": 100, "overflows_in_a_row": 20 if edits and len(edits) > 1 else 1})
+    rows.append(
+        {
+            "step": 200,
+            "overflow_count": 100,
+            "overflows_in_a_row": 20 if edits and len(edits) > 1 else 1,
+        }
+    )
     never = [{"step": 200, "overflow_count": 200, "overflows_in_a_row": 200}]
     rare = [rows[0], rows[1] | {"overflow_count": 2, "overflows_in_a_row": 0}]
     for others in (never, rare):
@@ -481,8 +678,12 @@ def test_overflow_that_no_few_layers_cure_is_cured_by_float32_which_was_replayed
     found = operation("Mul", "inf", is_backward=loss is not None)
     values = {"nonfinite": [found], "float32_layers": None, "usable_scale": 8.0}
     replay = replay_of(loss=loss, float32_loss=1.0, is_finite_in_float32=True, **values)
-    row = overflow_row(replay) if loss is None else STUCK | {"replay": replay, "loss_scale": 2.0**-14}
-    finding = advice_of(row | {"overflow_origins_by_variable": {"net/a/kernel": 50}}, layers=LAYERS)[0]
+    row = (
+        overflow_row(replay) if loss is None else STUCK | {"replay": replay, "loss_scale": 2.0**-14}
+    )
+    finding = advice_of(
+        row | {"overflow_origins_by_variable": {"net/a/kernel": 50}}, layers=LAYERS
+    )[0]
     assert finding.change == "kmp.enable(policy='float32')"
     assert finding.note.startswith("no few layers were found with")
 
@@ -494,7 +695,9 @@ def hidden(found):
 
 
 ROOT = [operation("Sqrt", has_negative_input=True)]
-NAN_IN_LOSS = replay_of(float32_loss=1.0, is_finite_in_float32=True, nonfinite=ROOT, float32_layers=["net/a"])
+NAN_IN_LOSS = replay_of(
+    float32_loss=1.0, is_finite_in_float32=True, nonfinite=ROOT, float32_layers=["net/a"]
+)
 NAN_IN_BATCH = replace(NAN_IN_LOSS, is_finite_in_float32=False, nonfinite_part="the batch's x")
 
 
@@ -505,10 +708,16 @@ NAN_IN_BATCH = replace(NAN_IN_LOSS, is_finite_in_float32=False, nonfinite_part="
         (NAN_IN_BATCH, "data", "the batch's x"),
         (hidden(operation("Log", "inf")), "forward_underflow", "net/a"),
         (hidden(operation("RealDiv", "inf", smallest_input=0.0)), "constant", "net/a"),
-        (hidden(operation("Cast", "inf", constant=-1e9)), "backward_overflow", "net/a"),  # of a mask
+        (
+            hidden(operation("Cast", "inf", constant=-1e9)),
+            "backward_overflow",
+            "net/a",
+        ),  # of a mask
     ],
 )
-def test_nan_or_inf_that_the_losses_of_the_training_do_not_show_is_the_cause(replay, cause, location):
+def test_nan_or_inf_that_the_losses_of_the_training_do_not_show_is_the_cause(
+    replay, cause, location
+):
     (finding,) = advice_of(STUCK | {"replay": replay}, layers=LAYERS)
     assert (finding.cause, finding.location) == (cause, location)
 
@@ -521,7 +730,9 @@ def test_nan_of_a_replay_is_a_warning_if_no_step_was_skipped_and_a_compiled_pass
     in_loss = replace(compiled, nonfinite=[operation("Log", "inf", LOSS_FUNCTION)])
     for other in (NAN_IN_LOSS, in_loss, hidden(operation("Cast", "inf", constant=-1e9))):
         assert causes(row | {"replay": other}) == []
-    assert causes(row | {"replay": compiled}, row | {"step": 200, "replay": clean_replay(1.0)}) == []
+    assert (
+        causes(row | {"replay": compiled}, row | {"step": 200, "replay": clean_replay(1.0)}) == []
+    )
     assert "uncompiled" not in causes(row | {"overflow_count": 1, "replay": compiled})
 
 

@@ -16,7 +16,9 @@ def sample(values, scale=1.0, step=1):
     others = np.sum(values == 0), np.isinf(values).sum(), np.isnan(values).sum()
     counts = bin_counts(Counter(exponents.tolist()), *others)
     amax = np.array([np.abs(values).max(initial=0)])
-    return GradientSample(step, scale, ("v",), counts[None], amax, np.ones(1), np.ones(1), np.ones(1))
+    return GradientSample(
+        step, scale, ("v",), counts[None], amax, np.ones(1), np.ones(1), np.ones(1)
+    )
 
 
 def test_shares_match_casting_the_gradient_at_every_scale():
@@ -33,19 +35,34 @@ def test_shares_match_casting_the_gradient_at_every_scale():
 
 def test_zeros_are_in_the_upper_bound_and_scales_above_the_one_in_use_are_extrapolated():
     curve = what_if([sample([0, 0, 0, 1.0], scale=2.0**4)])
-    assert curve.at(4) == {"underflow": 0.0, "underflow_bound": 0.75, "overflow": 0.0, "skipped": 0.0}
+    assert curve.at(4) == {
+        "underflow": 0.0,
+        "underflow_bound": 0.75,
+        "overflow": 0.0,
+        "skipped": 0.0,
+    }
     assert (curve.is_measured, curve.is_lowest_known) == (False, False)
     assert curve.log2_scales[curve.is_extrapolated].tolist() == list(range(5, 29))
     of_zeros = what_if([sample([0.0, 0.0])])
-    assert of_zeros.at(0) == {"underflow": 0.0, "underflow_bound": 1.0, "overflow": 0.0, "skipped": 0.0}
+    assert of_zeros.at(0) == {
+        "underflow": 0.0,
+        "underflow_bound": 1.0,
+        "overflow": 0.0,
+        "skipped": 0.0,
+    }
 
 
 def test_variables_of_float32_layers_are_ignored():
-    small, large = {"first": -30, "counts": [1], "amax": 2.0**-30}, {"first": 0, "counts": [1], "amax": 1.0}
+    small, large = (
+        {"first": -30, "counts": [1], "amax": 2.0**-30},
+        {"first": 0, "counts": [1], "amax": 1.0},
+    )
     row = {"step": 1, "sample": sample_from(1, 1.0, {"a": small, "b": large})}
 
     def underflow(*float32_variables):
-        return what_if(Run([row], {"settings": {"float32_variables": list(float32_variables)}})).at(0)["underflow"]
+        return what_if(Run([row], {"settings": {"float32_variables": list(float32_variables)}})).at(
+            0
+        )["underflow"]
 
     assert (underflow(), underflow("a"), underflow("b")) == (0.5, 0.0, 1.0)
     assert underflow("a", "b") == 0.5  # in a float32 run all variables count
@@ -53,13 +70,22 @@ def test_variables_of_float32_layers_are_ignored():
 
 def test_float32_reference_makes_the_curve_exact_unless_it_overflowed():
     reference = sample([0, 0, 2.0**-40, 2.0**-4])
-    curve = what_if(Run([{"step": 1, "sample": sample([0, 0, 0, 1.0], scale=2.0**4), "reference": reference}]))
+    curve = what_if(
+        Run([{"step": 1, "sample": sample([0, 0, 0, 1.0], scale=2.0**4), "reference": reference}])
+    )
     assert (curve.is_measured, curve.is_lowest_known) == (True, True)
     assert not curve.is_extrapolated.any()
     assert curve.in_use == 4.0
-    assert curve.at(4) == {"underflow": 0.25, "underflow_bound": 0.25, "overflow": 0.0, "skipped": 0.0}
+    assert curve.at(4) == {
+        "underflow": 0.25,
+        "underflow_bound": 0.25,
+        "overflow": 0.0,
+        "skipped": 0.0,
+    }
     assert curve.at(16)["underflow"] == 0.0
-    curve = what_if(Run([{"step": 1, "sample": sample([1.0, 0.0])}, {"step": 2, "reference": sample([np.inf])}]))
+    curve = what_if(
+        Run([{"step": 1, "sample": sample([1.0, 0.0])}, {"step": 2, "reference": sample([np.inf])}])
+    )
     assert (curve.is_measured, curve.at(0)["underflow_bound"]) == (False, 0.5)
 
 
@@ -87,7 +113,9 @@ def test_recommended_range_extends_from_underflow_to_one_bit_below_overflow(row,
 
 
 def test_overflowed_sample_counts_as_skipped_at_its_scale_and_above():
-    curve = what_if([sample([1.0], scale=2.0**4), sample([math.inf], scale=2.0**8), sample([1.0], scale=2.0**4)])
+    curve = what_if(
+        [sample([1.0], scale=2.0**4), sample([math.inf], scale=2.0**8), sample([1.0], scale=2.0**4)]
+    )
     assert [curve.at(k)["skipped"] for k in (7, 8)] == [0.0, 1 / 3]
 
 

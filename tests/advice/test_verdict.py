@@ -9,17 +9,36 @@ import pytest
 from conftest import sample_from
 
 import kmp
-from kmp.records import GradientError, LayerError, LostWeight, NonfiniteOperation, Replay, Run, StateError
+from kmp.records import (
+    GradientError,
+    LayerError,
+    LostWeight,
+    NonfiniteOperation,
+    Replay,
+    Run,
+    StateError,
+)
 
 UNKNOWN = "It is not known whether float16 hurts this run."
 GOOD = "float16 does not hurt this run: "
-SETTINGS = {"rule": "DynamicScale", "initial_scale": 2.0**15, "growth_interval": 2000, "compute_dtypes": ["float16"]}
+SETTINGS = {
+    "rule": "DynamicScale",
+    "initial_scale": 2.0**15,
+    "growth_interval": 2000,
+    "compute_dtypes": ["float16"],
+}
 
 
 def row(step, zeros=0, exponent=-6, **values):
     counts = {"zero": zeros, "first": exponent, "counts": [100], "amax": 2.0**exponent, "norm": 1.0}
     sample = sample_from(step, 2.0**15, {"net/kernel": counts})
-    return {"step": step, "loss_scale": 2.0**15, "overflow_count": 0, "last_loss": 1.0, "sample": sample} | values
+    return {
+        "step": step,
+        "loss_scale": 2.0**15,
+        "overflow_count": 0,
+        "last_loss": 1.0,
+        "sample": sample,
+    } | values
 
 
 def compared(record, output_error=0.001, **values):
@@ -38,10 +57,12 @@ def first_finding(*rows, **settings):
 
 def test_verdict_is_good_if_everything_is_excluded():
     errors = [GradientError("net", 0.02, 1.0, 1.0, 0.5)]
-    verdict = advice_of(compared(row(1)), row(50), compared(row(100), 0.003, gradient_errors=errors)).verdict
+    verdict = advice_of(
+        compared(row(1)), row(50), compared(row(100), 0.003, gradient_errors=errors)
+    ).verdict
     assert verdict.startswith(
-        f"{GOOD}in 2 batches the outputs differ from float32 by at most 0.30%, and the gradients of a layer by at most "
-        "2.0%; 0 of 100 steps were skipped"
+        f"{GOOD}in 2 batches the outputs differ from float32 by at most 0.30%, and the gradients of"
+        " a layer by at most 2.0%; 0 of 100 steps were skipped"
     )
     assert verdict.endswith("in 3 samples.")
 
@@ -53,35 +74,63 @@ NOT_FINITE = Replay(32, 2.0**15, None, 1.0, False, True)
 RANDOM = Replay(32, 2.0**15, 1.0, 1.0, True, True)
 HARMFUL_GRADIENTS = [GradientError("net/dense", 0.6, 0.5, 1.0, 0.1)]
 KERNEL = {"first": -6, "counts": [100], "amax": 2.0**-6, "norm": 1.0}
-HALF_ZERO = sample_from(100, 2.0**15, {"net/kernel": KERNEL, "net/bias": {"zero": 100, "amax": 0.0, "norm": 0.0}})
+HALF_ZERO = sample_from(
+    100, 2.0**15, {"net/kernel": KERNEL, "net/bias": {"zero": 100, "amax": 0.0, "norm": 0.0}}
+)
 
-# What was recorded, what the verdict says was not measured, why, and what measures it, and the settings.
+# What was recorded, what the verdict says was not measured, why, and what measures it, and the
+# settings.
 OPEN = {
     "nothing compared": (
         [row(1), *LATER],
-        "because no batches of the run were compared; to find out: reference='auto' in kmp.callbacks.defaults()",
+        (
+            "because no batches of the run were compared; to find out: reference='auto' in"
+            " kmp.callbacks.defaults()"
+        ),
     ),
     "skipped steps not counted": (
-        [{key: value for key, value in record.items() if key != "overflow_count"} for record in COMPARED],
+        [
+            {key: value for key, value in record.items() if key != "overflow_count"}
+            for record in COMPARED
+        ],
         "how many steps were skipped; to find out: kmp.callbacks.defaults(), which counts them",
     ),
     "compared once": ([*COMPARED[:2], row(100)], "because only 1 batch of the run was compared"),
-    "compared early": ([compared(row(1)), compared(row(30)), row(100)], "no batch of its second half was compared"),
-    "replicas": ([row(1), *LATER], "(4 replicas); to find out: a run on one replica", {"replicas": 4}),
+    "compared early": (
+        [compared(row(1)), compared(row(30)), row(100)],
+        "no batch of its second half was compared",
+    ),
+    "replicas": (
+        [row(1), *LATER],
+        "(4 replicas); to find out: a run on one replica",
+        {"replicas": 4},
+    ),
     "failed replay": (
         [row(1) | {"replay_error": "ValueError: no"}, *LATER],
         "(the replay of a batch failed with ValueError: no); to find out: a training in float32",
     ),
-    "nonfinite replay": ([row(1) | {"replay": NOT_FINITE}, *LATER], "(the replayed ones were not finite)"),
-    "random pass": ([row(1) | {"replay": RANDOM}, *LATER], "draws random numbers that differ by pass"),
+    "nonfinite replay": (
+        [row(1) | {"replay": NOT_FINITE}, *LATER],
+        "(the replayed ones were not finite)",
+    ),
+    "random pass": (
+        [row(1) | {"replay": RANDOM}, *LATER],
+        "draws random numbers that differ by pass",
+    ),
     "forward only": (
         [compared(row(step), is_forward_only=True) for step in (1, 50, 100)],
-        "how far gradients are from those in float32, because only the forward pass could be replayed",
+        (
+            "how far gradients are from those in float32, because only the forward pass could be"
+            " replayed"
+        ),
         {"train_step": "custom"},
     ),
     "outputs that differ at the start": (
         [compared(row(1), 0.08), row(50), compared(row(100), 0.02)],
-        "what the errors of outputs or gradients at step 1 did to the training; to find out: a training in float32",
+        (
+            "what the errors of outputs or gradients at step 1 did to the training; to find out: a"
+            " training in float32"
+        ),
     ),
     "gradients that differ at the start": (
         [compared(row(1), gradient_errors=HARMFUL_GRADIENTS), row(50), compared(row(100))],
@@ -89,7 +138,10 @@ OPEN = {
     ),
     "states not measured": (
         [compared(row(1)), compared(row(50), state_errors=None), compared(row(100))],
-        "what the updates of states lose that are not trainable, such as moving averages, because the replayed batch",
+        (
+            "what the updates of states lose that are not trainable, such as moving averages,"
+            " because the replayed batch"
+        ),
     ),
     "state in float16": (
         [compared(row(1), float16_states=3), row(50), compared(row(100))],
@@ -98,11 +150,17 @@ OPEN = {
     "few samples": ([compared(row(1)), compared(row(100))], "the gradients of the whole run"),
     "early samples": (
         [*map(row, (1, 2, 3)), {"step": 200, "overflow_count": 0, "last_loss": 1.0}],
-        "the gradients of the whole run, from fewer than 3 samples or none of its second half; to find out: a smaller",
+        (
+            "the gradients of the whole run, from fewer than 3 samples or none of its second half;"
+            " to find out: a smaller"
+        ),
     ),
     "zeros": (
         [row(step, zeros=100) for step in (1, 50, 100)],
-        "whether float16 flushed the gradient elements that are exactly zero, 50.0%; to find out: a replay",
+        (
+            "whether float16 flushed the gradient elements that are exactly zero, 50.0%; to find"
+            " out: a replay"
+        ),
     ),
     "zero variable": (
         [row(step, sample=HALF_ZERO) for step in (1, 50, 100)],
@@ -112,14 +170,27 @@ OPEN = {
         [row(1, exponent=14) | {"replay": FLUSHED}, row(50, exponent=14), row(100, exponent=14)],
         "what the layers lose whose gradients are mostly zero in float16, but not in float32",
     ),
-    "weights in float16": (COMPARED, "whether updates change weights in float16", {"variable_dtypes": ["float16"]}),
-    "skipped steps": ([row(1, overflows_in_a_row=0), row(50), row(100, overflow_count=9)], "why steps overflow"),
-    "no losses": ([row(step, last_loss=None) for step in (1, 50, 100)], "whether training diverges"),
+    "weights in float16": (
+        COMPARED,
+        "whether updates change weights in float16",
+        {"variable_dtypes": ["float16"]},
+    ),
+    "skipped steps": (
+        [row(1, overflows_in_a_row=0), row(50), row(100, overflow_count=9)],
+        "why steps overflow",
+    ),
+    "no losses": (
+        [row(step, last_loss=None) for step in (1, 50, 100)],
+        "whether training diverges",
+    ),
 }
 
 
 NORM = [LayerError("net/norm", 1.1, 1.0), LayerError("net/head", 1.1, 0.001)]
-NOTICED = {"gradient_errors": [GradientError("net/head", 0.2, 0.9, 1.0, 0.5)], "float32_layers": ["net/norm"]}
+NOTICED = {
+    "gradient_errors": [GradientError("net/head", 0.2, 0.9, 1.0, 0.5)],
+    "float32_layers": ["net/norm"],
+}
 SQUARE = NonfiniteOperation("net/norm/inner", "Square", "float16", "inf", 300.0, 300.0, None, False)
 LOST = LostWeight("net/norm/scale", zero=0.5, infinite=0.0)
 
@@ -134,7 +205,10 @@ REASONS = {
         {"layer_errors": [LayerError("net/norm", 1.1, 1.0, 0.9)], "underflows": {"net/norm": 0.2}},
         "float16 rounds its inputs too much",
     ),
-    "weight": ({"lost_weights": [LOST], "nonfinite": [SQUARE]}, "its weight 'scale' is 0 in float16"),
+    "weight": (
+        {"lost_weights": [LOST], "nonfinite": [SQUARE]},
+        "its weight 'scale' is 0 in float16",
+    ),
     "few values of a weight": ({"lost_weights": [replace(LOST, zero=0.01)]}, BITS),
     "infinite weight": (
         {"lost_weights": [LostWeight("net/norm/scale", 0.0, 1.0)]},
@@ -147,7 +221,11 @@ REASONS = {
 def test_finding_about_outputs_says_where_they_differ_and_why_as_it_was_measured(case):
     measured, reason = REASONS[case]
     (finding,) = advice_of(compared(row(1), 1.1, **{"layer_errors": NORM} | NOTICED | measured))
-    assert (finding.cause, finding.location, finding.severity) == ("precision_loss", "net/norm", "error")
+    assert (finding.cause, finding.location, finding.severity) == (
+        "precision_loss",
+        "net/norm",
+        "error",
+    )
     assert finding.title == f"The outputs of layer 'norm' are not those of float32: {reason}."
     differences = "by 110 % of how they vary; in layer 'norm' alone, given float32 inputs, by 100 %"
     assert f"the outputs of the model differ from float32 {differences}" in finding.evidence
@@ -157,8 +235,12 @@ def test_finding_about_outputs_says_where_they_differ_and_why_as_it_was_measured
 def test_change_is_of_the_layer_that_a_program_creates_and_the_title_of_the_part_that_fails():
     parts = [LayerError("net/block/attention", 1.1, 1.0)]
     measured = NOTICED | {"float32_layers": ["net/block/attention", "net/block/dense"]}
-    finding = first_finding(compared(row(1), 1.1, layer_errors=parts, **measured), layers={"net/block": "Decoder"})
-    assert finding.title.startswith("The outputs of layer 'net/block/attention' are not those of float32")
+    finding = first_finding(
+        compared(row(1), 1.1, layer_errors=parts, **measured), layers={"net/block": "Decoder"}
+    )
+    assert finding.title.startswith(
+        "The outputs of layer 'net/block/attention' are not those of float32"
+    )
     assert finding.change == "kmp.layers.Float32(Decoder(..., name='block'))"
 
 
@@ -172,7 +254,11 @@ def test_loss_that_differs_where_the_outputs_agree_is_the_origin():
     record = compared(row(1), gradient_errors=HARMFUL_GRADIENTS, float32_layers=["net/norm"])
     record["replay"] = replace(record["replay"], loss=0.1, float32_loss=0.3)
     finding = first_finding(record)
-    assert (finding.cause, finding.location, finding.severity) == ("precision_loss", "the loss function", "error")
+    assert (finding.cause, finding.location, finding.severity) == (
+        "precision_loss",
+        "the loss function",
+        "error",
+    )
     assert finding.title.startswith("The loss is not that of float32, though the outputs are")
     assert "the loss is 0.1, in float32 0.3, and the outputs differ by 0.10 %" in finding.evidence
 
@@ -183,14 +269,42 @@ GATE = {"unscaled_by": "net/gate", "is_unscaled": True}
 @pytest.mark.parametrize(
     ("train_step", "layer", "measured", "title", "note"),
     [
-        ("custom", "net/aux", {}, "the gradients of layer 'aux' do not grow with it.", "self.optimizer.scale_loss"),
-        ("custom", "net", {"is_unscaled": True}, "clips or normalizes scaled gradients.", "self.optimizer.unscale("),
-        ("keras", "net/first", {}, "The gradients of layer 'first' do not grow with the loss scale", "clipnorm"),
-        ("keras", "net/first", GATE, "The backward pass of layer 'gate' does not grow with the loss scale", "clipnorm"),
+        (
+            "custom",
+            "net/aux",
+            {},
+            "the gradients of layer 'aux' do not grow with it.",
+            "self.optimizer.scale_loss",
+        ),
+        (
+            "custom",
+            "net",
+            {"is_unscaled": True},
+            "clips or normalizes scaled gradients.",
+            "self.optimizer.unscale(",
+        ),
+        (
+            "keras",
+            "net/first",
+            {},
+            "The gradients of layer 'first' do not grow with the loss scale",
+            "clipnorm",
+        ),
+        (
+            "keras",
+            "net/first",
+            GATE,
+            "The backward pass of layer 'gate' does not grow with the loss scale",
+            "clipnorm",
+        ),
     ],
 )
-def test_gradients_that_do_not_grow_with_the_loss_scale_are_a_finding(train_step, layer, measured, title, note):
-    finding = first_finding(compared(row(1), unscaled_layers=[layer], **measured), train_step=train_step)
+def test_gradients_that_do_not_grow_with_the_loss_scale_are_a_finding(
+    train_step, layer, measured, title, note
+):
+    finding = first_finding(
+        compared(row(1), unscaled_layers=[layer], **measured), train_step=train_step
+    )
     assert (finding.cause, finding.severity) == ("unscaled_loss", "error")
     assert finding.location == measured.get("unscaled_by", layer)
     assert title in finding.title
@@ -199,14 +313,25 @@ def test_gradients_that_do_not_grow_with_the_loss_scale_are_a_finding(train_step
 
 def test_loss_that_overflows_inside_and_stays_finite_is_found_where_it_overflows():
     errors = [GradientError("net/down", 1.0, 0.0, 1.0, 0.02)]
-    found = NonfiniteOperation("net/dice", "Sum", "float16", "inf", 1.0, 0.0, None, is_backward=False)
+    found = NonfiniteOperation(
+        "net/dice", "Sum", "float16", "inf", 1.0, 0.0, None, is_backward=False
+    )
     replay = Replay(
         *(32, 2.0**15, 1.0, 0.6, True, True),
-        **{"output_error": 0.01, "gradient_errors": errors, "nonfinite": [found], "float32_layers": ["net/dice"]},
+        **{
+            "output_error": 0.01,
+            "gradient_errors": errors,
+            "nonfinite": [found],
+            "float32_layers": ["net/dice"],
+        },
         flushed={"net/kernel": 1.0},  # not for want of a loss scale
     )
     finding = first_finding(row(1), row(50), row(100) | {"replay": replay})
-    assert finding.title == "The loss that layer 'dice' adds is not that of float32: Sum in it returns inf in float16."
+    assert (
+        finding.title
+        == "The loss that layer 'dice' adds is not that of float32: Sum in it returns inf in"
+        " float16."
+    )
     assert (finding.cause, finding.location) == ("precision_loss", "net/dice")
 
 
@@ -246,17 +371,33 @@ def test_verdict_reassures_of_nothing_that_was_not_measured(case):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_verdict_of_another_precision_is_about_that(dtype):
     verdict = advice_of(row(1), row(100), compute_dtypes=[dtype]).verdict
-    assert verdict == f"0 of 100 steps were skipped. The run computed in {dtype}, where gradients need no loss scale."
+    assert (
+        verdict
+        == f"0 of 100 steps were skipped. The run computed in {dtype}, where gradients need no loss"
+        " scale."
+    )
 
 
 @pytest.mark.parametrize("output_error", [0.001, 0.2])
 def test_harmful_gradients_are_a_warning_with_the_loss_scale_that_removes_the_errors(output_error):
-    values = {"layer_errors": [LayerError("net/head", output_error, output_error)], "usable_scale": 2.0**20}
-    record = compared(row(1), output_error, gradient_errors=HARMFUL_GRADIENTS, float32_layers=[], **values)
+    values = {
+        "layer_errors": [LayerError("net/head", output_error, output_error)],
+        "usable_scale": 2.0**20,
+    }
+    record = compared(
+        row(1), output_error, gradient_errors=HARMFUL_GRADIENTS, float32_layers=[], **values
+    )
     (finding,) = advice_of(record, layers={"net": "Functional", "net/dense": "Dense"})
-    assert (finding.cause, finding.location, finding.severity) == ("precision_loss", "net/dense", "warning")
+    assert (finding.cause, finding.location, finding.severity) == (
+        "precision_loss",
+        "net/dense",
+        "warning",
+    )
     assert finding.change == "kmp.enable(initial_scale=2.0**20)"
-    assert "differ by 60 % of their norm, and keep 50 % of it; the sampling noise is 10 %" in finding.evidence
+    assert (
+        "differ by 60 % of their norm, and keep 50 % of it; the sampling noise is 10 %"
+        in finding.evidence
+    )
 
 
 def test_verdict_does_not_count_the_gradients_of_a_training_that_has_converged():
@@ -264,7 +405,10 @@ def test_verdict_does_not_count_the_gradients_of_a_training_that_has_converged()
     first = compared(row(1), gradient_errors=[GradientError("net", 0.02, 1.0, 1.0)])
     verdict = advice_of(first, row(50), compared(row(100), gradient_errors=errors)).verdict
     assert verdict.startswith(GOOD)
-    assert "the gradients of a layer by at most 2.0% until they nearly vanish; 0 of 100 steps" in verdict
+    assert (
+        "the gradients of a layer by at most 2.0% until they nearly vanish; 0 of 100 steps"
+        in verdict
+    )
 
 
 def test_zeros_that_are_zero_in_float32_too_are_known():
@@ -277,8 +421,12 @@ def test_zeros_that_are_zero_in_float32_too_are_known():
 def test_documented_causes_are_those_of_the_rules():
     page = Path(__file__).parents[2] / "docs" / "advice.md"
     first_cells = [
-        line.split("|")[1] for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
+        line.split("|")[1]
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `")
     ]
     described = [cause for cell in first_cells for cause in re.findall("`(.*?)`", cell)]
-    documented = re.findall('`"([a-z0-9_]+)"`', inspect.getdoc(kmp.advice.Finding).partition("severity:")[0])
+    documented = re.findall(
+        '`"([a-z0-9_]+)"`', inspect.getdoc(kmp.advice.Finding).partition("severity:")[0]
+    )
     assert sorted(described) == sorted(documented)

@@ -39,7 +39,9 @@ def results():
         environment = os.environ | {"TF_CONFIG": json.dumps(config)}
         command = [sys.executable, TESTS / "one_worker.py"]
         workers.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
         )
     try:
         outputs = [worker.communicate(timeout=TIMEOUT) for worker in workers]
@@ -64,9 +66,13 @@ def test_overflow_on_any_worker_skips_the_step_on_all_workers(results, loop):
         assert statistics_changed == changed
         assert [step["overflows"] for step in steps] == [0, 1, 2, 3, 3, 4, 5, 5]
         assert [step["from the loss"] for step in steps] == [0, 0, 0, 0, 0, 1, 2, 2]
-        assert [step["scale"] for step in steps] == [2.0**k for k in (15, 14, 13, 12, 12, 12, 12, 12)]
+        assert [step["scale"] for step in steps] == [
+            2.0**k for k in (15, 14, 13, 12, 12, 12, 12, 12)
+        ]
         assert {name.split("/")[-2] for name in steps[3]["by variable"]} == {"before"}
-    assert first[0]["own"] != second[0]["own"]  # Keras' BatchNormalization has separate statistics on each worker
+    assert (
+        first[0]["own"] != second[0]["own"]
+    )  # Keras' BatchNormalization has separate statistics on each worker
 
 
 @pytest.mark.slow

@@ -13,13 +13,17 @@ from kmp.bench.measurement import Measurement, MeasurementError
 def test_variants_run_alternately_after_a_warmup_round():
     calls = []
     values = {"a": iter([9.0, 1.0, 2.0]), "b": iter([9.0, 3.0, 4.0])}
-    functions = {name: (lambda name=name: calls.append(name) or next(values[name])) for name in values}
+    functions = {
+        name: lambda name=name: calls.append(name) or next(values[name]) for name in values
+    }
     assert measurement.alternate(functions, 2) == {"a": [1.0, 2.0], "b": [3.0, 4.0]}
     assert calls == ["a", "b"] * 3
 
 
 def test_ratio_is_the_median_of_the_ratios_of_each_round():
-    results = measurement.comparison("step", "Adam", "graph", {"bare": [1.0, 2.0, 4.0], "kmp": [2.0, 3.0, 4.0]})
+    results = measurement.comparison(
+        "step", "Adam", "graph", {"bare": [1.0, 2.0, 4.0], "kmp": [2.0, 3.0, 4.0]}
+    )
     assert results == [
         Measurement("step", "Adam", "graph", "bare", 2.0, "s", None, (1.0, 4.0)),
         Measurement("step", "Adam", "graph", "kmp", 3.0, "s", 1.5, (2.0, 4.0), (1.0, 2.0)),
@@ -27,11 +31,15 @@ def test_ratio_is_the_median_of_the_ratios_of_each_round():
 
 
 def test_one_round_has_no_range_and_there_is_no_ratio_to_zero():
-    results = measurement.comparison("memory", "Adam", "graph", {"bare": [2], "kmp": [4], "Keras": [0]}, "B")
+    results = measurement.comparison(
+        "memory", "Adam", "graph", {"bare": [2], "kmp": [4], "Keras": [0]}, "B"
+    )
     assert [(result.ratio, result.value_range, result.ratio_range) for result in results] == [
         *((None, None, None), (2, None, None), (0, None, None))
     ]
-    results = measurement.comparison("memory", "Adam", "graph", {"bare": [0, 2], "kmp": [3, 4]}, "B")
+    results = measurement.comparison(
+        "memory", "Adam", "graph", {"bare": [0, 2], "kmp": [3, 4]}, "B"
+    )
     assert [(result.value, result.ratio) for result in results] == [(1.0, None), (3.5, None)]
 
 
@@ -46,7 +54,9 @@ def test_seconds_are_per_call(monkeypatch):
 @pytest.mark.slow
 def test_function_runs_in_a_new_process_and_its_errors_name_it():
     assert measurement.in_new_process(os.getpid) != os.getpid()
-    with pytest.raises(MeasurementError, match=r"float\('much',\) failed: ValueError: could not convert"):
+    with pytest.raises(
+        MeasurementError, match=r"float\('much',\) failed: ValueError: could not convert"
+    ):
         measurement.in_new_process(float, "much")
     with pytest.raises(MeasurementError, match=r"raise_signal.* was killed"):
         measurement.in_new_process(signal.raise_signal, signal.SIGKILL)

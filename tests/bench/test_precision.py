@@ -31,7 +31,9 @@ def tiny(monkeypatch):
         (1.12, 1.02, 1.0, ("mixed_float16", False, 1.12)),
     ],
 )
-def test_recommended_is_the_fastest_policy_if_it_is_clearly_faster(float16, bfloat16, xla, expected):
+def test_recommended_is_the_fastest_policy_if_it_is_clearly_faster(
+    float16, bfloat16, xla, expected
+):
     operations, *training = training_rates(float16, bfloat16, xla)
     best = precision.recommend([*operations, *itertools.chain(*training)])
     assert (best.policy, best.jit_compile, pytest.approx(best.speedup)) == expected
@@ -44,16 +46,27 @@ def test_recommended_is_the_fastest_policy_if_it_is_clearly_faster(float16, bflo
     ids=["CPU", "T4", "A100"],
 )
 @pytest.mark.usefixtures("tiny")
-def test_variants_are_those_that_differ_here_by_throughput_and_memory(monkeypatch, machine, missing):
+def test_variants_are_those_that_differ_here_by_throughput_and_memory(
+    monkeypatch, machine, missing
+):
     calls = []
     monkeypatch.setattr(precision, "gpus", lambda: machine)
-    monkeypatch.setattr(precision, "in_new_process", lambda *call: calls.append(call) or ([0.5, 0.25], 1000))
+    monkeypatch.setattr(
+        precision, "in_new_process", lambda *call: calls.append(call) or ([0.5, 0.25], 1000)
+    )
     throughput, memory = precision.measure_network("BERT-base", "XLA", None, 20, 2)
     labels = [label for label in VARIANTS if label not in missing]
-    assert calls == [(precision.train_network, VARIANTS[label], "BERT-base", "XLA", None, 20, 2) for label in labels]
-    assert [result.variant for result in throughput] == [result.variant for result in memory] == labels
+    assert calls == [
+        (precision.train_network, VARIANTS[label], "BERT-base", "XLA", None, 20, 2)
+        for label in labels
+    ]
+    assert (
+        [result.variant for result in throughput] == [result.variant for result in memory] == labels
+    )
     assert {result.case for result in (*throughput, *memory)} == {"BERT-base, 8 of 16"}
-    assert [(result.value, result.unit) for result in throughput] == [(24.0, "images/s")] * len(labels)
+    assert [(result.value, result.unit) for result in throughput] == [(24.0, "images/s")] * len(
+        labels
+    )
     assert set(precision.usable(FORMATS)) == set(FORMATS) - missing
 
 
@@ -88,8 +101,12 @@ NETWORKS = [f"{name} {mode}" for name in ("ResNet-50", "BERT-base") for mode in 
 def test_large_networks_are_measured_by_default_on_a_gpu(monkeypatch, arguments, machine, expected):
     monkeypatch.setattr(precision, "gpus", lambda: machine)
     monkeypatch.setattr(precision, "measure_operations", lambda: iter(["operations"]))
-    monkeypatch.setattr(precision, "measure_small_models", lambda modes, *rest: iter([" ".join(["small", *modes])]))
-    monkeypatch.setattr(precision, "measure_network", lambda name, mode, *rest: iter([f"{name} {mode}"]))
+    monkeypatch.setattr(
+        precision, "measure_small_models", lambda modes, *rest: iter([" ".join(["small", *modes])])
+    )
+    monkeypatch.setattr(
+        precision, "measure_network", lambda name, mode, *rest: iter([f"{name} {mode}"])
+    )
     assert list(bench.measure(**arguments)) == expected
 
 
@@ -106,8 +123,12 @@ def test_training_with_callbacks_is_measured():
 def test_networks_have_the_parameters_of_resnet50_and_bert_base():
     assert len(models.resnet50(2, side=64).build().trainable_variables) == 214
     encoder = models.bert(2, length=32)
-    # embeddings of 30522 tokens and 32 positions, 12 blocks of 7,087,872, LayerNormalization, pooler, two classes
-    assert encoder.build().count_params() == (30522 + 32) * 768 + 12 * 7_087_872 + 2 * 768 + 768 * 769 + 2 * 769
+    # embeddings of 30522 tokens and 32 positions, 12 blocks of 7,087,872, LayerNormalization,
+    # pooler, two classes
+    assert (
+        encoder.build().count_params()
+        == (30522 + 32) * 768 + 12 * 7_087_872 + 2 * 768 + 768 * 769 + 2 * 769
+    )
     assert (encoder.unit, encoder.units) == ("tokens/s", 64)
 
 
@@ -129,5 +150,8 @@ def test_model_trains_and_the_global_policy_is_unchanged():
     assert model.layers[-2].compute_dtype == "bfloat16"
     before = values(model.trainable_variables)
     assert models.timed_training(model, task, 2)() > 0
-    assert any((old != new).any() for old, new in zip(before, values(model.trainable_variables), strict=True))
+    assert any(
+        (old != new).any()
+        for old, new in zip(before, values(model.trainable_variables), strict=True)
+    )
     assert task.units in (task.y.size, len(task.x))

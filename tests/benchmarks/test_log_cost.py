@@ -7,13 +7,21 @@ def test_log_has_samples_and_updates_that_advice_uses(tmp_path):
     log = log_cost.write(tmp_path / "log", variables=3, samples=20)
     run = load_run(log)
     assert [sample.step for sample in run.samples] == list(range(250, 5001, 250))
-    assert [number for number, sample in enumerate(run.samples) if sample.weight_norm[0] > 0] == [0, 10]
+    assert [number for number, sample in enumerate(run.samples) if sample.weight_norm[0] > 0] == [
+        0,
+        10,
+    ]
     assert [sample.histogram.total for sample in run.samples] == [4096 + 64 + 4096] * 20
     assert "in 20 samples" in advise(run).verdict
 
 
 def test_log_of_a_size_ends_with_the_record_that_reaches_it(tmp_path):
     for variables in (0, 3):
-        log = log_cost.write(tmp_path / str(variables), variables, megabytes=0.01) / log_cost.FILE_NAME
+        log = (
+            log_cost.write(tmp_path / str(variables), variables, megabytes=0.01)
+            / log_cost.FILE_NAME
+        )
         assert 10_000 <= log.stat().st_size < 11_000
-        assert len(load_run(log.parent).samples) > 1 if variables else not load_run(log.parent).samples
+        assert (
+            len(load_run(log.parent).samples) > 1 if variables else not load_run(log.parent).samples
+        )

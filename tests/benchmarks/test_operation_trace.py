@@ -4,7 +4,9 @@ import pytest
 import tensorflow as tf
 from operation_trace import executed_operations, optimized_graphs
 
-pytestmark = pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="Counts operations of a CPU.")
+pytestmark = pytest.mark.skipif(
+    bool(tf.config.list_physical_devices("GPU")), reason="Counts operations of a CPU."
+)
 
 
 def test_each_call_has_the_operations_that_it_runs():
@@ -18,7 +20,13 @@ def test_each_call_has_the_operations_that_it_runs():
     with optimized_graphs() as graphs:
         step(tf.constant(0.5))
     calls = executed_operations(lambda: step(tf.constant(0.5)), 3)
-    assert [dict(call) for call in calls] == [{"AssignAddVariableOp": 1, "Greater": 1, "Tan": 1}] * 3
+    assert [dict(call) for call in calls] == [
+        {"AssignAddVariableOp": 1, "Greater": 1, "Tan": 1}
+    ] * 3
     graph = max((Counter(node.op for node in graph.node) for graph in graphs), key=Counter.total)
-    assert {kind: graph[kind] for kind in ("Atan2", "Tan", "Merge")} == {"Atan2": 1, "Tan": 1, "Merge": 1}
+    assert {kind: graph[kind] for kind in ("Atan2", "Tan", "Merge")} == {
+        "Atan2": 1,
+        "Tan": 1,
+        "Merge": 1,
+    }
     assert graph["Switch"] > 0

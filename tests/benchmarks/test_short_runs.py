@@ -13,9 +13,19 @@ import kmp_cli
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-# `test_step_operations.py` runs that of `step_operations`, `test_graph_traffic.py` that of `graph_traffic`.
+# `test_step_operations.py` runs that of `step_operations`, `test_graph_traffic.py` that of
+# `graph_traffic`.
 BENCHMARKS = (
-    *("cost_growth", "fallback", "fit_time", "log_cost", "memory", "optimizer_step", "replay_cost", "sampling_cost"),
+    *(
+        "cost_growth",
+        "fallback",
+        "fit_time",
+        "log_cost",
+        "memory",
+        "optimizer_step",
+        "replay_cost",
+        "sampling_cost",
+    ),
     "soak",
 )
 
@@ -29,7 +39,9 @@ def check(file):
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_short_run_of_a_benchmark_writes_its_results(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--quick", "--json", str(tmp_path / "results.json")])
+    monkeypatch.setattr(
+        sys, "argv", [f"{name}.py", "--quick", "--json", str(tmp_path / "results.json")]
+    )
     benchmark = importlib.import_module(name)
     measuring.main(benchmark.measure, benchmark.__doc__)
     check(tmp_path / "results.json")
@@ -40,7 +52,9 @@ def test_short_run_of_the_command_writes_its_results(tmp_path):
     check(tmp_path / "results.json")
 
 
-def test_short_run_of_gpu_writes_each_result_and_the_error_of_a_variant(tmp_path, monkeypatch, capsys):
+def test_short_run_of_gpu_writes_each_result_and_the_error_of_a_variant(
+    tmp_path, monkeypatch, capsys
+):
     def fail_in_float32(name):
         if keras.config.dtype_policy().name == "float32":
             raise ValueError("a line\nand another")
@@ -53,9 +67,19 @@ def test_short_run_of_gpu_writes_each_result_and_the_error_of_a_variant(tmp_path
     failed, *others = json.loads(out.read_text())["results"]
     assert (failed["variant"], failed["step"]) == ("float32", None)
     assert failed["error"] == "ValueError: a line and another"
-    assert [result["variant"].split(", ")[-1] for result in others] == ["kmp", "Keras' scaler", "no loss scale"]
+    assert [result["variant"].split(", ")[-1] for result in others] == [
+        "kmp",
+        "Keras' scaler",
+        "no loss scale",
+    ]
     assert all(result["step"]["median"] > 0 and result["error"] is None for result in others)
-    assert [result["loss_scale"] for result in others] == [gpu.INITIAL_SCALE, gpu.INITIAL_SCALE, None]
-    gpu.main(["--quick", "--only", "bert-graph", "--budget", "-1", "--out", str(tmp_path / "none.json")])
+    assert [result["loss_scale"] for result in others] == [
+        gpu.INITIAL_SCALE,
+        gpu.INITIAL_SCALE,
+        None,
+    ]
+    gpu.main(
+        ["--quick", "--only", "bert-graph", "--budget", "-1", "--out", str(tmp_path / "none.json")]
+    )
     assert not (tmp_path / "none.json").exists()
     assert capsys.readouterr().out.count("not measured") == 4

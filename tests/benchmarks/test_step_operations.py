@@ -6,7 +6,9 @@ from step_operations import WITH_CALLBACKS, Shape, added, operations
 from kmp.bench.measurement import MeasurementError
 from kmp.bench.models import BARE
 
-pytestmark = pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="Counts operations of a CPU.")
+pytestmark = pytest.mark.skipif(
+    bool(tf.config.list_physical_devices("GPU")), reason="Counts operations of a CPU."
+)
 
 
 SHAPES = SMALL, MORE_NORMS, MORE_DENSE = Shape(1, 1), Shape(1, 2), Shape(2, 1)
@@ -24,7 +26,10 @@ def small_shapes():
 
 @pytest.fixture(scope="module")
 def counts():
-    return {variant: {shape: operations(variant, shape) for shape in SHAPES} for variant in (BARE, WITH_CALLBACKS)}
+    return {
+        variant: {shape: operations(variant, shape) for shape in SHAPES}
+        for variant in (BARE, WITH_CALLBACKS)
+    }
 
 
 def test_operations_of_all_layers_are_counted(counts):
@@ -49,6 +54,8 @@ def test_added_operations_are_those_of_the_variant():
 
 
 def test_steps_that_differ_are_not_counted(monkeypatch):
-    monkeypatch.setattr(step_operations, "executed_operations", lambda step, calls: [{"Mul": 1}, {"Mul": 2}])
+    monkeypatch.setattr(
+        step_operations, "executed_operations", lambda step, calls: [{"Mul": 1}, {"Mul": 2}]
+    )
     with pytest.raises(MeasurementError, match="did not run the same operations"):
         operations(BARE, Shape(dense=1, norms=0))

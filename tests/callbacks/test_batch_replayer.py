@@ -2,7 +2,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import MODES, assert_trained_alike, compiled_model, fit, sequential, tensorboard, values
+from conftest import (
+    MODES,
+    assert_trained_alike,
+    compiled_model,
+    fit,
+    sequential,
+    tensorboard,
+    values,
+)
 from keras import layers, ops
 from models import Cube, OwnStep
 
@@ -25,7 +33,9 @@ def overflowing_model(**options):
 
 def train(model, callbacks, x=12.0, epochs=1):
     inputs = np.full((32, 4), x, "float32")
-    return model.fit(inputs, np.zeros((32, 1)), batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks)
+    return model.fit(
+        inputs, np.zeros((32, 1)), batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks
+    )
 
 
 def test_skipped_steps_are_replayed_and_logged(tmp_path):
@@ -43,15 +53,31 @@ def test_skipped_steps_are_replayed_and_logged(tmp_path):
 def test_examples_of_a_large_batch_that_made_the_step_fail_are_replayed():
     x = np.ones((100, 4), "float32")
     x[70] = 12.0  # only its cube is beyond float16's maximum
-    model, callbacks = overflowing_model(run_eagerly=True), defaults(every_n_steps=1, on_stuck="ignore")
-    model.fit(x, np.zeros((100, 1)), batch_size=100, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+    model, callbacks = (
+        overflowing_model(run_eagerly=True),
+        defaults(every_n_steps=1, on_stuck="ignore"),
+    )
+    model.fit(
+        x,
+        np.zeros((100, 1)),
+        batch_size=100,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=callbacks,
+    )
     replay = callbacks[0].run.replays[-1][1]
     assert (replay.is_finite, replay.is_finite_in_float32, replay.examples) == (False, True, 32)
     assert "cube" in replay.nonfinite[0].layer
 
 
 def test_invalid_labels_in_a_large_batch_are_found():
-    model = sequential(layers.Dense(2), kmp.layers.Softmax(), loss="sparse_categorical_crossentropy", jit_compile=True)
+    model = sequential(
+        layers.Dense(2),
+        kmp.layers.Softmax(),
+        loss="sparse_categorical_crossentropy",
+        jit_compile=True,
+    )
     y = np.zeros(64)
     y[50] = -1.0
     callbacks = defaults(every_n_steps=1, on_stuck="ignore")
@@ -59,15 +85,26 @@ def test_invalid_labels_in_a_large_batch_are_found():
     assert [finding.cause for finding in kmp.advise(callbacks[0].run).problems] == ["targets"]
 
 
-def test_overflow_at_the_minimum_scale_is_replayed_at_once_and_the_verdict_written_before_the_error(tmp_path):
-    model = compiled_model(kmp.wrap("sgd", initial_scale=2.0**40, min_scale=2.0**40), run_eagerly=True)
-    with pytest.raises(kmp.callbacks.StuckError, match=r"The minimum loss scale of 2\^40 is too large"):
+def test_overflow_at_the_minimum_scale_is_replayed_at_once_and_the_verdict_written_before_the_error(
+    tmp_path,
+):
+    model = compiled_model(
+        kmp.wrap("sgd", initial_scale=2.0**40, min_scale=2.0**40), run_eagerly=True
+    )
+    with pytest.raises(
+        kmp.callbacks.StuckError, match=r"The minimum loss scale of 2\^40 is too large"
+    ):
         fit(model, defaults(tmp_path))
     assert len(tensorboard(tmp_path, "kmp/verdict")) == 1
 
 
 def test_batch_of_a_skipped_step_does_not_take_the_place_of_the_one_to_compare():
-    rule = {"initial_scale": 2.0**10, "growth_interval": 8, "growth_factor": 2.0**10, "backoff_factor": 2.0**-10}
+    rule = {
+        "initial_scale": 2.0**10,
+        "growth_interval": 8,
+        "growth_factor": 2.0**10,
+        "backoff_factor": 2.0**-10,
+    }
     optimizer = kmp.wrap("sgd", **rule)
     callbacks = defaults(every_n_steps=1)
     fit(sequential(layers.Dense(1), optimizer=optimizer, run_eagerly=True), callbacks, batches=14)
@@ -88,14 +125,19 @@ def test_healthy_training_is_compared_at_a_few_steps_and_is_traced_once():
 
 
 def test_training_that_converges_to_the_resolution_of_float16_is_not_hurt():
-    model = sequential(layers.Dense(8), layers.Dense(1, dtype="float32"), optimizer=keras.optimizers.SGD(0.1))
+    model = sequential(
+        layers.Dense(8), layers.Dense(1, dtype="float32"), optimizer=keras.optimizers.SGD(0.1)
+    )
     x = np.tile(np.random.default_rng(0).normal(size=(32, 4)).astype("float32"), (100, 1))
     callbacks = defaults()
     model.fit(x, x[:, :1], batch_size=32, shuffle=False, verbose=0, callbacks=callbacks)
-    (_, last) = callbacks[0].run.replays[-1]
+    _, last = callbacks[0].run.replays[-1]
     assert max(error.error for error in last.gradient_errors) > 0.3
     assert not any(replay.is_harmful for _, replay in callbacks[0].run.replays)
-    assert "until they nearly vanish; 0 of 100 steps were skipped" in kmp.advise(callbacks[0].run).verdict
+    assert (
+        "until they nearly vanish; 0 of 100 steps were skipped"
+        in kmp.advise(callbacks[0].run).verdict
+    )
 
 
 def test_later_fit_with_batches_of_another_structure_trains_and_is_compared():
@@ -114,7 +156,9 @@ def test_training_with_augmentation_is_compared():
     callbacks = defaults()
     x = np.random.default_rng(0).normal(size=(32, 6, 6, 1)).astype("float32")
     model.fit(x, x[:, 0, 0], batch_size=8, verbose=0, callbacks=callbacks)
-    assert {(each.is_compared, each.is_harmful) for _, each in callbacks[0].run.replays} == {(True, False)}
+    assert {(each.is_compared, each.is_harmful) for _, each in callbacks[0].run.replays} == {
+        (True, False)
+    }
 
 
 class Own(OwnStep, keras.Sequential):
@@ -134,17 +178,28 @@ def own_model(divisor, **options):
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
-def test_own_training_step_is_replayed_or_where_it_runs_eagerly_its_forward_pass(tmp_path, run_eagerly):
-    model, callbacks = own_model(1e9, run_eagerly=run_eagerly), defaults(tmp_path, every_n_steps=2, on_stuck="ignore")
+def test_own_training_step_is_replayed_or_where_it_runs_eagerly_its_forward_pass(
+    tmp_path, run_eagerly
+):
+    model, callbacks = (
+        own_model(1e9, run_eagerly=run_eagerly),
+        defaults(tmp_path, every_n_steps=2, on_stuck="ignore"),
+    )
     before, cube = values(model.variables), f"{model.name}/cube"
     train(model, callbacks, x=12.0)
     run = kmp.load_run(tmp_path)
     replay = run.replays[0][1]
-    assert (replay.is_forward_only, replay.is_finite, replay.is_finite_in_float32) == (run_eagerly, False, True)
+    assert (replay.is_forward_only, replay.is_finite, replay.is_finite_in_float32) == (
+        run_eagerly,
+        False,
+        True,
+    )
     assert replay.float32_layers == [cube]
     finding = kmp.advise(run)[0]
     assert (finding.cause, finding.location) == ("forward_overflow", cube)
-    np.testing.assert_equal(values(model.variables), before)  # every step was skipped, and a replay assigns nothing
+    np.testing.assert_equal(
+        values(model.variables), before
+    )  # every step was skipped, and a replay assigns nothing
 
 
 @pytest.mark.parametrize(
@@ -155,8 +210,13 @@ def test_own_training_step_is_replayed_or_where_it_runs_eagerly_its_forward_pass
         (True, 1.0, np.nan, "The batch's y contains NaN or Inf."),
     ],
 )
-def test_nan_in_an_own_training_step_is_found_in_the_loss_or_the_batch(run_eagerly, divisor, target, title):
-    model, callbacks = own_model(divisor, run_eagerly=run_eagerly), defaults(every_n_steps=1, on_stuck="ignore")
+def test_nan_in_an_own_training_step_is_found_in_the_loss_or_the_batch(
+    run_eagerly, divisor, target, title
+):
+    model, callbacks = (
+        own_model(divisor, run_eagerly=run_eagerly),
+        defaults(every_n_steps=1, on_stuck="ignore"),
+    )
     y = np.ones((32, 1), "float32")
     y[5] = target
     model.fit(np.ones((32, 4)), y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
@@ -195,7 +255,11 @@ def test_overflows_of_an_earlier_training_are_not_replayed():
     assert model.optimizer.snapshot().overflow_count == 8
     callbacks = defaults(every_n_steps=2, on_stuck="ignore")
     train(model, callbacks, x=0.01)
-    assert [(step, found.is_finite) for step, found in callbacks[0].run.replays] == [(9, True), (10, True), (12, True)]
+    assert [(step, found.is_finite) for step, found in callbacks[0].run.replays] == [
+        (9, True),
+        (10, True),
+        (12, True),
+    ]
     callbacks = defaults(every_n_steps=2, on_stuck="ignore")
     train(model, callbacks, epochs=2)  # 8 overflows: as many as before, in a training of their own
     step, found = callbacks[0].run.replays[0]
@@ -236,14 +300,18 @@ class CountsInAttribute(Counts):
         self.found, self.generator = self.count[0], tf.random.Generator.from_seed(1)
 
     def call(self, x, training=False):
-        return super().call(x, training) + tf.cast(self.generator.normal(tf.shape(x), stddev=0.01), x.dtype)
+        return super().call(x, training) + tf.cast(
+            self.generator.normal(tf.shape(x), stddev=0.01), x.dtype
+        )
 
 
 class Draws(keras.layers.Layer):
     """Adds noise of TensorFlow's global generator."""
 
     def call(self, x):
-        return x + tf.cast(tf.random.get_global_generator().normal(tf.shape(x), stddev=0.01), x.dtype)
+        return x + tf.cast(
+            tf.random.get_global_generator().normal(tf.shape(x), stddev=0.01), x.dtype
+        )
 
 
 class ChangingLoss(keras.losses.Loss):
@@ -266,7 +334,9 @@ class InPython(keras.layers.Layer):
         self.generator = np.random.default_rng(0)
 
     def call(self, x):
-        noise = tf.numpy_function(lambda v: self.generator.normal(size=v.shape).astype("f") * 0.01, [x], tf.float32)
+        noise = tf.numpy_function(
+            lambda v: self.generator.normal(size=v.shape).astype("f") * 0.01, [x], tf.float32
+        )
         return tf.ensure_shape(x + tf.cast(noise, x.dtype), x.shape)
 
 
@@ -279,10 +349,17 @@ def known_to_keras():
     [
         (lambda: [*known_to_keras(), Counts(), Draws()], ChangingLoss, "graph", None),
         (lambda: [*known_to_keras(), CountsInAttribute()], ChangingLoss, "eager", None),
-        (lambda: [InPython()], keras.losses.MeanSquaredError, "graph", "a replay would change tf.numpy_function"),
+        (
+            lambda: [InPython()],
+            keras.losses.MeanSquaredError,
+            "graph",
+            "a replay would change tf.numpy_function",
+        ),
     ],
 )
-def test_training_with_replays_is_bitwise_identical_whatever_the_step_changes(hidden, loss, mode, error):
+def test_training_with_replays_is_bitwise_identical_whatever_the_step_changes(
+    hidden, loss, mode, error
+):
     x = np.random.default_rng(1).normal(size=(96, 4)).astype("float32")
     x[[24, 32, 40]] = np.inf
     states = []
@@ -292,7 +369,9 @@ def test_training_with_replays_is_bitwise_identical_whatever_the_step_changes(hi
         parts = layers.Dense(4), *hidden(), layers.Dense(1, dtype="float32")
         model = sequential(*parts, loss=loss(), metrics=["mae"], **MODES[mode])
         callbacks = defaults(every_n_steps=4, on_stuck="ignore", reference=reference)
-        history = model.fit(x, np.ones((96, 1)), batch_size=8, shuffle=False, verbose=0, callbacks=callbacks).history
+        history = model.fit(
+            x, np.ones((96, 1)), batch_size=8, shuffle=False, verbose=0, callbacks=callbacks
+        ).history
         draws = keras.random.normal((2,)), np.random.rand()
         states.append([*values(model.variables), history["mae"], *draws])
     assert_trained_alike(*states)
@@ -320,24 +399,36 @@ def test_replay_that_takes_too_long_ends_and_the_last_one_has_fewer_examples(mon
     callbacks = defaults(every_n_steps=1, on_stuck="ignore")
     fit(compiled_model(run_eagerly=True), callbacks, batches=4)
     errors = [row["replay_error"] for row in callbacks[0].run.rows if "replay_error" in row]
-    assert errors[:2] == [f"TimeoutError: {count} examples take longer than 0 s" for count in (8, 2)]
+    assert errors[:2] == [
+        f"TimeoutError: {count} examples take longer than 0 s" for count in (8, 2)
+    ]
 
 
-@pytest.mark.parametrize(("is_traced", "offset"), [(False, 0.0), (True, 20000.0)])  # near it float16 has few bits
+@pytest.mark.parametrize(
+    ("is_traced", "offset"), [(False, 0.0), (True, 20000.0)]
+)  # near it float16 has few bits
 def test_custom_loop_under_guard_is_compared_in_its_forward_pass(is_traced, offset, tmp_path):
     optimizer = kmp.wrap(keras.optimizers.SGD(1e-9), loss_scale=64.0)
     lossy = layers.Lambda(lambda x: x + offset, name="lossy")
-    model = sequential(layers.Dense(4), lossy, layers.Dense(1, dtype="float32"), optimizer=optimizer)
+    model = sequential(
+        layers.Dense(4), lossy, layers.Dense(1, dtype="float32"), optimizer=optimizer
+    )
     factor = 1e-6 if offset else 1.0
 
     def train_step(x):
         with kmp.guard(optimizer, model):
             with tf.GradientTape() as tape:
-                loss = optimizer.scale_loss(factor * tf.reduce_mean(tf.square(model(x, training=True))))
-            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+                loss = optimizer.scale_loss(
+                    factor * tf.reduce_mean(tf.square(model(x, training=True)))
+                )
+            optimizer.apply(
+                tape.gradient(loss, model.trainable_variables), model.trainable_variables
+            )
 
     step = tf.function(train_step) if is_traced else train_step
-    callbacks = keras.callbacks.CallbackList(kmp.callbacks.defaults(tmp_path, every_n_steps=2), model=model)
+    callbacks = keras.callbacks.CallbackList(
+        kmp.callbacks.defaults(tmp_path, every_n_steps=2), model=model
+    )
     x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
     callbacks.on_train_begin()
     callbacks.on_epoch_begin(0)
@@ -350,10 +441,15 @@ def test_custom_loop_under_guard_is_compared_in_its_forward_pass(is_traced, offs
     run = kmp.load_run(tmp_path)
     assert run.comparisons
     assert all(replay.is_forward_only and replay.examples == 8 for _, replay in run.comparisons)
-    assert [replay.is_harmful for _, replay in run.comparisons] == [bool(offset)] * len(run.comparisons)
+    assert [replay.is_harmful for _, replay in run.comparisons] == [bool(offset)] * len(
+        run.comparisons
+    )
     assert run.last("fallback") is None  # the function of the loop would not be traced again
     advice = kmp.advise(run)
     if offset:
-        assert (advice[0].cause, advice[0].location.rpartition("/")[2]) == ("precision_loss", "lossy")
+        assert (advice[0].cause, advice[0].location.rpartition("/")[2]) == (
+            "precision_loss",
+            "lossy",
+        )
     else:
         assert (advice.problems, advice.verdict.startswith("It is not known")) == ((), True)

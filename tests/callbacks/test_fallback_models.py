@@ -17,7 +17,9 @@ class MaskedAttention(layers.Layer):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.query, self.key, self.value = (layers.Dense(WIDTH, name=name) for name in ("query", "key", "value"))
+        self.query, self.key, self.value = (
+            layers.Dense(WIDTH, name=name) for name in ("query", "key", "value")
+        )
 
     def call(self, x, is_word):
         scores = ops.matmul(self.query(x), ops.transpose(self.key(x), (0, 2, 1))) / WIDTH**0.5
@@ -29,7 +31,9 @@ def transformer():
     words = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(WORDS, WIDTH)(words)
     for index in range(2):
-        attended = MaskedAttention(name=f"attention{index}")(layers.LayerNormalization()(x), words > 0)
+        attended = MaskedAttention(name=f"attention{index}")(
+            layers.LayerNormalization()(x), words > 0
+        )
         x = layers.Add()([x, attended])
         hidden = layers.Dense(2 * WIDTH, "gelu")(layers.LayerNormalization()(x))
         x = layers.Add()([x, layers.Dense(WIDTH)(hidden)])
@@ -48,7 +52,12 @@ def trained(data, policy):
     keras.utils.set_random_seed(1)
     with kmp.enable(policy):
         model = transformer()
-        model.compile(keras.optimizers.Adam(3e-3), "binary_crossentropy", metrics=["accuracy"], jit_compile=True)
+        model.compile(
+            keras.optimizers.Adam(3e-3),
+            "binary_crossentropy",
+            metrics=["accuracy"],
+            jit_compile=True,
+        )
     callbacks = kmp.callbacks.defaults() if policy == "mixed_float16" else []
     history = model.fit(*data, batch_size=16, epochs=6, verbose=0, callbacks=callbacks).history
     return model, max(history["accuracy"]), callbacks[0].run if callbacks else None
@@ -56,7 +65,9 @@ def trained(data, policy):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*kmp set")
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # of the mask's constant, by NumPy
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered in cast"
+)  # of the mask's constant, by NumPy
 def test_transformer_whose_attention_masks_overflow_scores_as_in_float32_under_xla(monkeypatch):
     monkeypatch.setattr(batch_replayer, "_MOST_SECONDS", 600.0)  # on a busy machine too
     data = sentences()

@@ -8,7 +8,14 @@ from models import Cube, OwnStep
 
 import kmp
 from kmp.backend import is_passthrough, sublayers
-from kmp.callbacks import Float32Fallback, Monitor, OverflowCounter, StuckDetector, StuckError, defaults
+from kmp.callbacks import (
+    Float32Fallback,
+    Monitor,
+    OverflowCounter,
+    StuckDetector,
+    StuckError,
+    defaults,
+)
 from kmp.replay import replay
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*kmp set")
@@ -29,7 +36,11 @@ class Mixed(keras.layers.Layer):
 
 def overflowing(layer=None, mode="eager", build=None):
     with kmp.enable():
-        parts = [layer or Cube(name="cube"), layers.BatchNormalization(name="norm"), layers.Dense(1, name="head")]
+        parts = [
+            layer or Cube(name="cube"),
+            layers.BatchNormalization(name="norm"),
+            layers.Dense(1, name="head"),
+        ]
         model = build(*parts) if build else keras.Sequential([keras.Input((4,)), *parts])
         model.compile(keras.optimizers.Adam(1e-2), "mse", **MODES[mode])
     return model
@@ -42,14 +53,21 @@ def train(model, callbacks, epochs=4, height=1.0):
 
 
 def dtypes(model):
-    return {layer.name: layer.compute_dtype for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)}
+    return {
+        layer.name: layer.compute_dtype
+        for layer in model.layers
+        if not isinstance(layer, keras.layers.InputLayer)
+    }
 
 
 def test_layer_that_overflows_is_set_to_float32_and_the_training_continues(tmp_path):
     model = overflowing(mode="steps_per_execution")
-    with pytest.warns(UserWarning, match=r"cube.* to float32, and the training continues\. To make it perm") as seen:
+    with pytest.warns(
+        UserWarning, match=r"cube.* to float32, and the training continues\. To make it perm"
+    ) as seen:
         train(model, defaults(tmp_path / "run"), epochs=2)
-    # The cubes are beyond float16's maximum, so the layer that takes them has to compute in float32 too.
+    # The cubes are beyond float16's maximum, so the layer that takes them has to compute in float32
+    # too.
     assert dtypes(model) == {"cube": "float32", "norm": "float32", "head": "float16"}
     warning = next(str(each.message) for each in seen if "permanent" in str(each.message))
     assert "kmp.layers.Float32(Cube(..., name='cube'))" in warning
@@ -71,17 +89,23 @@ def test_layer_that_overflows_is_set_to_float32_and_the_training_continues(tmp_p
 
 
 def test_training_that_is_stuck_is_replayed_and_repaired_before_it_ends(monkeypatch):
-    monkeypatch.setattr("kmp.callbacks.batch_replayer._MOST_REPLAYS", 0)  # those of earlier overflows are used up
+    monkeypatch.setattr(
+        "kmp.callbacks.batch_replayer._MOST_REPLAYS", 0
+    )  # those of earlier overflows are used up
     model, callbacks = overflowing(), defaults()
     callbacks[-1].patience = 6
-    with pytest.warns(UserWarning, match="At step 6 kmp set 'sequential.*/cube', 'sequential.*/norm' to float32"):
+    with pytest.warns(
+        UserWarning, match="At step 6 kmp set 'sequential.*/cube', 'sequential.*/norm' to float32"
+    ):
         train(model, callbacks, epochs=2, height=1e4)  # such targets have large gradients
     snapshot = model.optimizer.snapshot()
     assert snapshot.step == 16
     assert 6 <= snapshot.overflow_count < 12
 
 
-def test_training_without_the_fallback_and_the_report_of_its_detector_ends_with_the_advice(tmp_path):
+def test_training_without_the_fallback_and_the_report_of_its_detector_ends_with_the_advice(
+    tmp_path,
+):
     monitor, _, detector, _ = defaults(every_n_steps=100, report=tmp_path / "report.html")
     detector.patience = 6
     with pytest.raises(StuckError, match="Cause: The output of layer 'cube' overflows") as error:
@@ -97,7 +121,9 @@ def test_scale_that_overflows_of_a_layer_have_lowered_returns_after_its_repair()
         parts = layers.Dense(4, name="before"), root, layers.Dense(1, name="head")
         model = sequential(*parts, optimizer=keras.optimizers.SGD(0.0), run_eagerly=True)
     with pytest.warns(UserWarning, match="'sequential.*/root' to float32"):
-        model.fit(np.zeros((160, 4)), np.ones((160, 1)), batch_size=8, verbose=0, callbacks=defaults())
+        model.fit(
+            np.zeros((160, 4)), np.ones((160, 1)), batch_size=8, verbose=0, callbacks=defaults()
+        )
     snapshot = model.optimizer.snapshot()
     assert 4 <= snapshot.overflow_count < 12
     assert snapshot.loss_scale == 2.0
@@ -108,7 +134,10 @@ class Curve(OwnStep):
 
     def __init__(self):
         super().__init__(name="curve")
-        self.hidden, self.head = layers.Dense(16, "tanh", name="hidden"), layers.Dense(1, dtype="float32", name="head")
+        self.hidden, self.head = (
+            layers.Dense(16, "tanh", name="hidden"),
+            layers.Dense(1, dtype="float32", name="head"),
+        )
 
     def call(self, x):
         return self.head(self.hidden(4 * x - 2))
@@ -162,7 +191,10 @@ def test_layer_whose_float32_raises_in_the_users_code_is_set_with_the_layer_that
     with kmp.enable():
         layer = Mixed(name="mixed")
     model = overflowing(layer)
-    with pytest.warns(UserWarning, match="A saved file keeps this for 'cube' only if the config of Mixed contains it"):
+    with pytest.warns(
+        UserWarning,
+        match="A saved file keeps this for 'cube' only if the config of Mixed contains it",
+    ):
         train(model, defaults(), epochs=1)
     assert dtypes(model)["mixed"] == "float32"
     assert model.optimizer.snapshot().overflows_in_a_row == 0
@@ -177,7 +209,9 @@ class Shifted(keras.layers.Layer):
     """Adds a weight in its first compute dtype: float16, also after a repair."""
 
     def build(self, shape):
-        self.shift = self.add_weight(shape=(), initializer="zeros", dtype=self.compute_dtype, name="shift")
+        self.shift = self.add_weight(
+            shape=(), initializer="zeros", dtype=self.compute_dtype, name="shift"
+        )
 
     def call(self, x):
         return tf.add(x * x * x, self.shift)
@@ -186,7 +220,12 @@ class Shifted(keras.layers.Layer):
 def model_of_repaired_layers():
     """Returns a model in which a shared layer, one with a weight in float16 and layers that contain others overflow."""
     inputs, shared = keras.Input((4, 4)), Cube(name="shared")
-    options = {"recurrent_initializer": "ones", "return_sequences": True, "unroll": True, **kernel(10.0)}
+    options = {
+        "recurrent_initializer": "ones",
+        "return_sequences": True,
+        "unroll": True,
+        **kernel(10.0),
+    }
     overflowing = [
         *(shared(inputs), shared(inputs), Shifted(name="shifted")(inputs)),
         layers.MultiHeadAttention(2, 4, name="attention", **kernel(9.0))(inputs, inputs),
@@ -200,7 +239,9 @@ def model_of_repaired_layers():
 def test_files_clones_and_conversions_of_a_repaired_model_compute_as_it_does(tmp_path):
     with kmp.enable():
         body = model_of_repaired_layers()
-        model = sequential(body, layers.Dense(1, name="head"), shape=(4, 4), optimizer="adam", run_eagerly=True)
+        model = sequential(
+            body, layers.Dense(1, name="head"), shape=(4, 4), optimizer="adam", run_eagerly=True
+        )
     x = np.random.default_rng(0).uniform(20, 60, (ROWS, 4, 4)).astype("float32")
     callbacks = [*defaults(), keras.callbacks.ModelCheckpoint(tmp_path / "model.keras")]
     model.fit(x, np.ones((ROWS, 1)), batch_size=8, verbose=0, callbacks=callbacks)
@@ -225,7 +266,9 @@ def all_dtypes(model):
 
 def test_model_without_a_float16_layer_after_its_repair_trains_again_without_a_warning():
     with kmp.enable():
-        model = sequential(layers.Dense(1, name="only", **kernel(1e4)), optimizer="adam", run_eagerly=True)
+        model = sequential(
+            layers.Dense(1, name="only", **kernel(1e4)), optimizer="adam", run_eagerly=True
+        )
         train(model, defaults(), epochs=1)
         assert dtypes(model) == {"only": "float32"}
         model.compile("adam", "mse", run_eagerly=True)
@@ -243,10 +286,16 @@ def test_interrupted_training_resumes_with_the_layers_of_its_log_before_its_firs
     with pytest.raises(KeyboardInterrupt):
         interrupted_or_resumed([Interrupt(epoch=1)])
     skipped = kmp.load_run(tmp_path / "run").last("overflow_count")
-    with pytest.warns(UserWarning, match=r"As at step \d+, before the training was resumed, kmp set 'sequential/cube'"):
+    with pytest.warns(
+        UserWarning,
+        match=r"As at step \d+, before the training was resumed, kmp set 'sequential/cube'",
+    ):
         model, run = interrupted_or_resumed([])
     assert dtypes(model) == {"cube": "float32", "norm": "float32", "head": "float16"}
-    assert (model.optimizer.snapshot().step, model.optimizer.snapshot().overflow_count) == (16, skipped)
+    assert (model.optimizer.snapshot().step, model.optimizer.snapshot().overflow_count) == (
+        16,
+        skipped,
+    )
     for each in (run, kmp.load_run(tmp_path / "run")):
         assert kmp.advise(each).problems == ()
         assert kmp.advise(each)[0].cause == "float32_fallback"
@@ -279,7 +328,10 @@ def test_overflow_that_the_compiled_step_does_not_have_changes_no_layer():
     (problem,) = kmp.advise(run).problems
     assert (problem.cause, problem.severity) == ("uncompiled", "warning")
     assert problem.change == "kmp.layers.Float32(Small(..., name='small'))"
-    assert "no step was skipped; replayed, Mul in layer 'small' is the first to return inf" in problem.evidence
+    assert (
+        "no step was skipped; replayed, Mul in layer 'small' is the first to return inf"
+        in problem.evidence
+    )
     assert not np.isfinite(model(x)).all()
 
 
@@ -313,7 +365,12 @@ def test_model_whose_loss_exploded_before_it_overflowed_keeps_its_layers():
     x = np.random.default_rng(0).normal(size=(256, 8)).astype("float32")
     rate = keras.optimizers.schedules.ExponentialDecay(1e-3, 4, 4.0)
     with kmp.enable():
-        hidden = layers.Dense(32), layers.BatchNormalization(), layers.ReLU(), layers.Dense(32, "relu")
+        hidden = (
+            layers.Dense(32),
+            layers.BatchNormalization(),
+            layers.ReLU(),
+            layers.Dense(32, "relu"),
+        )
         options = {"optimizer": keras.optimizers.SGD(rate), "jit_compile": False}
         model = sequential(*hidden, layers.Dense(1), shape=(8,), **options)
     callbacks = defaults(on_stuck="ignore")

@@ -34,7 +34,14 @@ from kmp.records import BIN_COUNT, FIRST_EXPONENT, SCHEMA, ZERO_BIN, LogEncoder,
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
-TWICE = [1, 10, 20, 21, 30, 40]  # the steps of two trainings that follow each other, recorded every 10 steps
+TWICE = [
+    1,
+    10,
+    20,
+    21,
+    30,
+    40,
+]  # the steps of two trainings that follow each other, recorded every 10 steps
 
 
 def logged_steps(folder):
@@ -56,27 +63,45 @@ def array_of(event):
 def test_files_have_the_records_of_the_callbacks(tmp_path):
     callbacks = without_replays(tmp_path / "logs", every_n_steps=5)
     fit(compiled_model(), callbacks)
-    lines = [json.loads(line) for line in (tmp_path / "logs" / "kmp.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "logs" / "kmp.jsonl").read_text().splitlines()
+    ]
     assert (lines[0]["kind"], lines[0]["schema"]) == ("header", SCHEMA)
     run, logged = callbacks[0].run, kmp.load_run(tmp_path / "logs")
     encoder = LogEncoder()
     assert lines[1:] == [json.loads(encoder.line(row)) for row in run.rows]
     assert [*map(to_line, run.rows)] == [*map(to_line, logged.rows)]
-    assert ["names" in line["sample"] for line in lines[1:] if "sample" in line] == [True, False, False, False, False]
+    assert ["names" in line["sample"] for line in lines[1:] if "sample" in line] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     events = EventAccumulator(str(tmp_path / "logs"), {"tensors": 0}).Reload()
     tags = {*events.Tags()["tensors"]}
-    assert {"kmp/log2_loss_scale", "kmp/overflow_count", "kmp/grad_zeros", "kmp/gradient_exponents"} <= tags
+    assert {
+        "kmp/log2_loss_scale",
+        "kmp/overflow_count",
+        "kmp/grad_zeros",
+        "kmp/gradient_exponents",
+    } <= tags
     assert [e.step for e in events.Tensors("kmp/log2_loss_scale")] == [1, 5, 10, 15, 20]
     buckets = array_of(events.Tensors("kmp/gradient_exponents")[0])
     assert buckets[:, 2].sum() == run.histograms[0].by_exponent.sum()
     assert buckets[:, 1].tolist() == (buckets[:, 0] + 1).tolist()
     layers = run.samples[0].by_layer()
-    by_layer = sorted(tag for tag in tags if tag.startswith("kmp_by_layer/"))  # not numbered on from earlier models
+    by_layer = sorted(
+        tag for tag in tags if tag.startswith("kmp_by_layer/")
+    )  # not numbered on from earlier models
     assert by_layer == ["kmp_by_layer/sequential/dense", "kmp_by_layer/sequential/dense_1"]
     for name, tag in zip(layers, by_layer, strict=True):
         assert array_of(events.Tensors(tag)[0])[:, 2].sum() == layers[name].by_exponent.sum()
         assert events.SummaryMetadata(tag).plugin_data.plugin_name == "histograms"
-    assert array_of(events.Tensors("kmp/verdict")[-1]).item().decode() == f"```\n{kmp.advise(run)}\n```"
+    assert (
+        array_of(events.Tensors("kmp/verdict")[-1]).item().decode()
+        == f"```\n{kmp.advise(run)}\n```"
+    )
 
 
 def test_verdict_is_that_of_the_whole_log_and_its_failure_is_a_warning(tmp_path):
@@ -97,15 +122,25 @@ def test_verdict_is_that_of_the_whole_log_and_its_failure_is_a_warning(tmp_path)
     assert model.optimizer.snapshot().step == 60
 
 
-def test_histograms_are_of_layers_with_a_finite_gradient_and_zeros_have_a_bucket_of_their_own(tmp_path):
-    variables = {"a/kernel": {"inf": 4, "update_norm": 1.0}, "b/kernel": {"zero": 4, "update_norm": 0.0}}
-    assert list(histograms_by_tag(sample_from(1, 8.0, variables), {})) == ["kmp/gradient_exponents", "kmp_by_layer/b"]
+def test_histograms_are_of_layers_with_a_finite_gradient_and_zeros_have_a_bucket_of_their_own(
+    tmp_path,
+):
+    variables = {
+        "a/kernel": {"inf": 4, "update_norm": 1.0},
+        "b/kernel": {"zero": 4, "update_norm": 0.0},
+    }
+    assert list(histograms_by_tag(sample_from(1, 8.0, variables), {})) == [
+        "kmp/gradient_exponents",
+        "kmp_by_layer/b",
+    ]
     without_update = sample_from(1, 8.0, {"b/kernel": {"zero": 4}})
     assert list(histograms_by_tag(without_update, {})) == ["kmp/gradient_exponents"]
     with tf.summary.create_file_writer(str(tmp_path)).as_default(step=1):
         zeros = np.bincount([ZERO_BIN] * 7, minlength=BIN_COUNT)
         write_histograms(1, {"dead": kmp.records.ExponentHistogram(zeros, step=1, loss_scale=1.0)})
-    assert array_of(tensorboard(tmp_path, "dead")[0]).tolist() == [[FIRST_EXPONENT - 1, FIRST_EXPONENT, 7]]
+    assert array_of(tensorboard(tmp_path, "dead")[0]).tolist() == [
+        [FIRST_EXPONENT - 1, FIRST_EXPONENT, 7]
+    ]
 
 
 def end_of_a_training(folder, stops, is_backup_first=False):
@@ -122,7 +157,11 @@ def end_of_a_training(folder, stops, is_backup_first=False):
         with contextlib.suppress(KeyboardInterrupt):
             fit(model, callbacks + [stop] * bool(stop), batches=8, epochs=2)
     variables = [np.asarray(each) for each in (*model.weights, *model.optimizer.variables)]
-    return dataclasses.replace(model.optimizer.snapshot(), sample=None), variables, logged_steps(folder)
+    return (
+        dataclasses.replace(model.optimizer.snapshot(), sample=None),
+        variables,
+        logged_steps(folder),
+    )
 
 
 def test_run_that_resumes_with_the_backup_of_keras_ends_as_one_that_was_not_interrupted(tmp_path):
@@ -133,7 +172,9 @@ def test_run_that_resumes_with_the_backup_of_keras_ends_as_one_that_was_not_inte
         resumed = end_of_a_training(folder, [Interrupt(epoch=1), None], is_backup_first)
         assert resumed[0] == snapshot
         np.testing.assert_equal(resumed[1], variables)
-        assert resumed[2] == sampled_steps(folder) == sorted([*steps, 9])  # and the first step after the resume
+        assert (
+            resumed[2] == sampled_steps(folder) == sorted([*steps, 9])
+        )  # and the first step after the resume
 
 
 HEADER = f'{{"schema":{SCHEMA},"kind":"header"}}\n'
@@ -155,7 +196,9 @@ def test_foreign_or_corrupt_log_raises_and_is_unchanged(tmp_path, content, match
     assert {path.name for path in tmp_path.iterdir()} == {"kmp.jsonl", ".kmp.lock"}
 
 
-@pytest.mark.parametrize(("owner", "killed_call", "at"), [(log_writer, "_archive", 1), (LogEncoder, "line", 5)])
+@pytest.mark.parametrize(
+    ("owner", "killed_call", "at"), [(log_writer, "_archive", 1), (LogEncoder, "line", 5)]
+)
 def test_resume_from_an_older_checkpoint_archives_the_later_records_and_a_kill_meanwhile_loses_none(
     tmp_path, monkeypatch, owner, killed_call, at
 ):
@@ -193,7 +236,9 @@ def fit_and_get_warnings(folder, model, caplog):
     return [record.getMessage() for record in caplog.records if record.name == "kmp"]
 
 
-def test_second_fit_continues_the_log_and_a_log_that_cannot_be_continued_is_archived_with_the_reason(tmp_path, caplog):
+def test_second_fit_continues_the_log_and_a_log_that_cannot_be_continued_is_archived_with_the_reason(
+    tmp_path, caplog
+):
     model = compiled_model()
     for _ in range(2):
         assert fit_and_get_warnings(tmp_path, model, caplog) == []
@@ -255,12 +300,16 @@ def test_log_dir_that_cannot_be_written_raises_before_training(tmp_path):
     assert model.optimizer.snapshot().step == 0
 
 
-def test_log_dir_that_another_process_uses_raises_and_is_unchanged_until_that_process_is_killed(tmp_path):
+def test_log_dir_that_another_process_uses_raises_and_is_unchanged_until_that_process_is_killed(
+    tmp_path,
+):
     model = compiled_model()
     fit(model, [LossScaleLogger(tmp_path, 10)])
     before = (tmp_path / "kmp.jsonl").read_bytes()
     with folder_locked_by_another_process(tmp_path) as process:
-        with pytest.raises(OSError, match="`log_dir` is in use by another process.*Wait until.*another folder"):
+        with pytest.raises(
+            OSError, match="`log_dir` is in use by another process.*Wait until.*another folder"
+        ):
             fit(compiled_model(), [LossScaleLogger(tmp_path, 10)])
         fit(model, [LossScaleLogger(tmp_path / "other", 10)])
         assert (tmp_path / "kmp.jsonl").read_bytes() == before
@@ -276,7 +325,9 @@ def test_two_callbacks_in_one_folder_are_an_error(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("folder")
     loggers = [OverflowCounter(tmp_path / "folder", 2), LossScaleLogger(tmp_path / "link", 2)]
-    with pytest.raises(ValueError, match="`log_dir` is in use by another callback.*Monitor writes all records"):
+    with pytest.raises(
+        ValueError, match="`log_dir` is in use by another callback.*Monitor writes all records"
+    ):
         fit(compiled_model(run_eagerly=True), loggers)
     fit(compiled_model(run_eagerly=True), loggers[1:], batches=4)
     assert logged_steps(tmp_path / "folder") == [1, 2, 4]
@@ -311,13 +362,20 @@ def test_file_system_without_locks_locks_nothing(tmp_path, monkeypatch):
 def test_full_disk_stops_the_log_and_not_the_training(tmp_path):
     (tmp_path / "kmp.jsonl").symlink_to("/dev/full")
     logger = LossScaleLogger(tmp_path, 1)
-    with pytest.warns(UserWarning, match=r"Logging to .* stops: .*No space left on device.*Training continues"):
+    with pytest.warns(
+        UserWarning, match=r"Logging to .* stops: .*No space left on device.*Training continues"
+    ):
         fit(compiled_model(run_eagerly=True), [logger], batches=3)
     assert logger.run.series("loss_scale")[0].tolist() == [1, 2, 3]
 
 
-def test_reached_quota_stops_the_log_and_not_the_training_and_a_later_run_continues_the_log(tmp_path):
-    model, callbacks = compiled_model(jit_compile=False), [LossScaleLogger(tmp_path, 1)]  # XLA writes files
+def test_reached_quota_stops_the_log_and_not_the_training_and_a_later_run_continues_the_log(
+    tmp_path,
+):
+    model, callbacks = (
+        compiled_model(jit_compile=False),
+        [LossScaleLogger(tmp_path, 1)],
+    )  # XLA writes files
     with (
         file_size_limit(4_000),
         pytest.warns(UserWarning, match="Logging .*File too large.*Training continues") as caught,
@@ -338,7 +396,9 @@ def small_budget(monkeypatch):
     monkeypatch.setattr(Monitor, "budget", 8_000)
 
 
-def test_interval_of_a_long_run_doubles_in_the_log_and_in_memory_and_a_resumed_run_keeps_it(tmp_path, small_budget):
+def test_interval_of_a_long_run_doubles_in_the_log_and_in_memory_and_a_resumed_run_keeps_it(
+    tmp_path, small_budget
+):
     callbacks, model = without_replays(tmp_path, every_n_steps=1), compiled_model()
     fit(model, callbacks, batches=200)
     run, steps = callbacks[0].run, sampled_steps(tmp_path)
@@ -359,7 +419,10 @@ def test_interval_of_a_long_run_doubles_in_the_log_and_in_memory_and_a_resumed_r
 
 def test_interval_of_a_run_without_a_log_doubles_too_and_a_new_one_starts_in_full(monkeypatch):
     monkeypatch.setattr(Monitor, "budget", 600)
-    histogram, reused = GradientHistogram(every_n_steps=1, reference=None), without_replays(every_n_steps=1)
+    histogram, reused = (
+        GradientHistogram(every_n_steps=1, reference=None),
+        without_replays(every_n_steps=1),
+    )
     for _ in range(2):
         fit(compiled_model(run_eagerly=True), [histogram, *reused], batches=12)
         for callback in (histogram, reused[0]):
@@ -379,15 +442,24 @@ def test_samples_of_epochs_without_a_due_step_are_thinned(tmp_path, small_budget
 
 def test_overflow_counts_by_variable_are_recorded_when_they_change(tmp_path):
     optimizer = kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28, growth_interval=2)
-    fit(compiled_model(optimizer), without_replays(tmp_path, every_n_steps=1, on_stuck="ignore"), batches=20)
+    fit(
+        compiled_model(optimizer),
+        without_replays(tmp_path, every_n_steps=1, on_stuck="ignore"),
+        batches=20,
+    )
     rows = [row for row in kmp.load_run(tmp_path).rows if "overflow_count" in row]
     counted = [row for row in rows if "overflows_by_variable" in row]
     overflows = [row["overflow_count"] for row in counted]
-    assert overflows == sorted(set(overflows)) == sorted({row["overflow_count"] for row in rows} - {0})
+    assert (
+        overflows == sorted(set(overflows)) == sorted({row["overflow_count"] for row in rows} - {0})
+    )
     snapshot = optimizer.snapshot()
     assert counted[-1]["overflows_by_variable"] == snapshot.overflows_by_variable
     assert counted[-1]["overflow_origins_by_variable"] == snapshot.overflow_origins_by_variable
-    assert sum(snapshot.overflow_origins_by_variable.values()) == overflows[-1] - snapshot.nonfinite_loss_count
+    assert (
+        sum(snapshot.overflow_origins_by_variable.values())
+        == overflows[-1] - snapshot.nonfinite_loss_count
+    )
 
 
 def adds(**values):
@@ -434,7 +506,10 @@ def test_layers_that_the_first_step_builds_have_their_final_paths_also_in_a_seco
     class Classifier(keras.Model):
         def __init__(self):
             super().__init__(name="classifier")
-            self.hidden, self.unused = keras.layers.Dense(2, name="hidden"), keras.layers.Dense(2, name="unused")
+            self.hidden, self.unused = (
+                keras.layers.Dense(2, name="hidden"),
+                keras.layers.Dense(2, name="unused"),
+            )
 
         def build(self, input_shape):
             self.built = True  # but no layer is
@@ -482,8 +557,12 @@ def test_log_that_is_lost_during_the_training_is_written_again_with_a_warning(tm
         assert [row["step"] for row in rows] == [row["step"] for row in callbacks[0].run.rows]
         assert steps_in_tensorboard(folder) == list(range(1, batch + 2))
 
-    harm = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: harms.get(batch, list)())
+    harm = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: harms.get(batch, list)()
+    )
     checks = keras.callbacks.LambdaCallback(on_train_batch_end=check)
-    with pytest.warns(UserWarning, match="was deleted, moved or truncated during the training") as caught:
+    with pytest.warns(
+        UserWarning, match="was deleted, moved or truncated during the training"
+    ) as caught:
         fit(compiled_model(run_eagerly=True), [harm, *callbacks, checks], batches=11)
     assert len(caught) == len(harms)

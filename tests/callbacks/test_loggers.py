@@ -33,7 +33,9 @@ def steps_of(callback):
     return callback.run.series("loss_scale")[0].tolist()
 
 
-@pytest.mark.parametrize("mode", ["xla", "steps_per_execution"])  # the other tests run in graph mode or eagerly
+@pytest.mark.parametrize(
+    "mode", ["xla", "steps_per_execution"]
+)  # the other tests run in graph mode or eagerly
 def test_training_is_recorded_and_unchanged(mode):
     weights, callbacks = [], without_replays(every_n_steps=10)
     for used in ([], callbacks):
@@ -42,7 +44,9 @@ def test_training_is_recorded_and_unchanged(mode):
         history = fit(model, used, batches=21, epochs=2)
         weights.append(model.get_weights())
     np.testing.assert_equal(*weights)
-    assert {key: len(values) for key, values in history.items()} == dict.fromkeys({"loss"} | KEYS, 2)
+    assert {key: len(values) for key, values in history.items()} == dict.fromkeys(
+        {"loss"} | KEYS, 2
+    )
     assert history["loss_scale"] == [2.0**15] * 2
     # Records follow the optimizer's step counter.
     expected = [8, 16, 21, 37, 42] if mode == "steps_per_execution" else [1, 10, 20, 21, 30, 40, 42]
@@ -50,11 +54,17 @@ def test_training_is_recorded_and_unchanged(mode):
     histograms = callbacks[0].run.histograms
     assert [histogram.step for histogram in histograms] == [1, 10, 20, 30, 40]
     sizes = sum(int(np.prod(variable.shape)) for variable in model.trainable_variables)
-    assert {(histogram.total, histogram.loss_scale) for histogram in histograms} == {(sizes, 2.0**15)}
+    assert {(histogram.total, histogram.loss_scale) for histogram in histograms} == {
+        (sizes, 2.0**15)
+    }
 
 
 def test_only_a_training_with_the_callback_is_sampled():
-    model, histogram, sampled = compiled_model(), GradientHistogram(every_n_steps=200, reference=None), []
+    model, histogram, sampled = (
+        compiled_model(),
+        GradientHistogram(every_n_steps=200, reference=None),
+        [],
+    )
     fit(model, [], batches=8)
     for used in ([histogram], [], [histogram]):
         fit(model, used, batches=8)
@@ -71,16 +81,28 @@ class SeveralStepsPerBatch(keras.Sequential):
 
 
 def test_records_have_the_optimizer_steps_if_a_batch_takes_several():
-    model, callback = SeveralStepsPerBatch(compiled_model().layers), LossScaleLogger(every_n_steps=6)
+    model, callback = (
+        SeveralStepsPerBatch(compiled_model().layers),
+        LossScaleLogger(every_n_steps=6),
+    )
     model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     fit(model, [callback], batches=12)
-    assert steps_of(callback) == [2, 10, 14, 22, 24]  # between two reads, each batch counts as one step
+    assert steps_of(callback) == [
+        2,
+        10,
+        14,
+        22,
+        24,
+    ]  # between two reads, each batch counts as one step
 
 
 def test_logged_norm_is_the_last_finite_one():
     x, y = small_data(batches=5)
     x[3 * 8 :] = np.nan
-    callback, model = GradientHistogram(every_n_steps=1, reference=None), compiled_model(run_eagerly=True)
+    callback, model = (
+        GradientHistogram(every_n_steps=1, reference=None),
+        compiled_model(run_eagerly=True),
+    )
     history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[callback]).history
     norms = callback.run.series("grad_norm")[1]
     assert np.isfinite(norms).tolist() == [True, True, True, False, False]
@@ -100,21 +122,32 @@ class SeveralBatchesPerStep(keras.Sequential):
 
 
 def test_records_have_the_optimizer_steps_if_a_step_takes_several_batches_and_an_epoch_without_one_has_all_keys():
-    model, callback = SeveralBatchesPerStep(compiled_model().layers), LossScaleLogger(every_n_steps=10)
+    model, callback = (
+        SeveralBatchesPerStep(compiled_model().layers),
+        LossScaleLogger(every_n_steps=10),
+    )
     model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     fit(model, [callback], batches=24)
     assert steps_of(callback) == [2, 4, 6]
     history = fit(model, without_replays(), batches=3, epochs=2)
-    assert {key: len(values) for key, values in history.items()} == dict.fromkeys({"loss"} | KEYS, 2)
+    assert {key: len(values) for key, values in history.items()} == dict.fromkeys(
+        {"loss"} | KEYS, 2
+    )
     assert np.isnan(history["grad_norm"]).tolist() == [True, False]
 
 
 def test_monitor_copies_a_snapshot_only_after_new_steps(monkeypatch):
-    model, (monitor, *_), snapshots = compiled_model(run_eagerly=True), without_replays(every_n_steps=5), []
+    model, (monitor, *_), snapshots = (
+        compiled_model(run_eagerly=True),
+        without_replays(every_n_steps=5),
+        [],
+    )
     snapshot = model.optimizer.snapshot
     monkeypatch.setattr(model.optimizer, "snapshot", lambda: snapshots.append(1) or snapshot())
     fit(model, [monitor], batches=10)
-    assert len(snapshots) == 2 + 3  # two at the start; then steps 1, 5, 10, and not at the end of the epoch
+    assert (
+        len(snapshots) == 2 + 3
+    )  # two at the start; then steps 1, 5, 10, and not at the end of the epoch
 
 
 def test_overflows_are_counted_and_the_rate_is_since_the_last_record():
@@ -134,7 +167,9 @@ def test_every_epoch_has_a_histogram_of_the_chosen_variables():
     fit(compiled_model(run_eagerly=True), callbacks, batches=4, epochs=4)
     run = callbacks[0].run
     assert [histogram.step for histogram in run.histograms] == [1, 5, 10, 13]
-    assert run.series("grad_zeros")[1].tolist() == [histogram.zero_fraction for histogram in run.histograms]
+    assert run.series("grad_zeros")[1].tolist() == [
+        histogram.zero_fraction for histogram in run.histograms
+    ]
     assert {name.split("/")[-1] for sample in run.samples for name in sample.names} == {"kernel"}
 
 
@@ -182,24 +217,39 @@ def fit_gan(gan, callbacks):
 
 def test_each_optimizer_of_a_gan_is_logged_into_its_own_folder(gan, tmp_path):
     optimizers = gan.optimizers
-    callbacks = [LossScaleLogger(tmp_path / name, 10, optimizer=used) for name, used in optimizers.items()]
+    callbacks = [
+        LossScaleLogger(tmp_path / name, 10, optimizer=used) for name, used in optimizers.items()
+    ]
     fit_gan(gan, callbacks)
     assert [steps_of(callback) for callback in callbacks] == [[1, 10]] * 2
-    shared = [LossScaleLogger(tmp_path / "one", optimizer=optimizer) for optimizer in optimizers.values()]
-    with pytest.raises(ValueError, match="`log_dir` is in use by another callback.*each optimizer its own folder"):
+    shared = [
+        LossScaleLogger(tmp_path / "one", optimizer=optimizer) for optimizer in optimizers.values()
+    ]
+    with pytest.raises(
+        ValueError, match="`log_dir` is in use by another callback.*each optimizer its own folder"
+    ):
         fit_gan(gan, shared)
 
 
 def test_callbacks_warn_if_their_optimizer_takes_no_step(gan):
     with pytest.warns(UserWarning, match="took no step") as caught:
         fit_gan(gan, [LossScaleLogger(), *without_replays(every_n_steps=2)])
-    assert any("LossScaleLogger: the optimizer it reads took no step" in str(each.message) for each in caught)
+    assert any(
+        "LossScaleLogger: the optimizer it reads took no step" in str(each.message)
+        for each in caught
+    )
     assert [optimizer.snapshot().step for optimizer in gan.optimizers.values()] == [10, 10]
 
 
-def test_reused_callbacks_read_only_the_last_model_and_release_the_log_for_one_without_records(tmp_path):
+def test_reused_callbacks_read_only_the_last_model_and_release_the_log_for_one_without_records(
+    tmp_path,
+):
     callbacks, options = without_replays(tmp_path, every_n_steps=2), {"run_eagerly": True}
-    fit(compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=64.0), **options), callbacks, batches=8)
+    fit(
+        compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=64.0), **options),
+        callbacks,
+        batches=8,
+    )
     second = compiled_model(kmp.LossScaleOptimizer("sgd", initial_scale=128.0), **options)
     fit(second, callbacks, batches=4)
     for run in (callbacks[0].run, kmp.load_run(tmp_path)):
@@ -225,8 +275,12 @@ def test_interrupted_training_keeps_no_reference_to_the_optimizer(tmp_path):
     keras.backend.clear_session()
     gc.collect()
     assert optimizer() is None
-    fit(compiled_model(run_eagerly=True), [LossScaleLogger(tmp_path / "next")], batches=1)  # closes those of the first
-    assert str(tmp_path / "kmp.jsonl") not in {os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()}
+    fit(
+        compiled_model(run_eagerly=True), [LossScaleLogger(tmp_path / "next")], batches=1
+    )  # closes those of the first
+    assert str(tmp_path / "kmp.jsonl") not in {
+        os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()
+    }
 
 
 def test_model_that_needs_no_loss_scale_has_records_only_with_a_wrapped_optimizer_and_this_is_logged_once(
@@ -235,16 +289,23 @@ def test_model_that_needs_no_loss_scale_has_records_only_with_a_wrapped_optimize
     kmp.enable("mixed_bfloat16")
     model = compiled_model(run_eagerly=True)
     shared = without_replays(tmp_path, report=tmp_path / "r.html")
-    single = [callback() for callback in (LossScaleLogger, OverflowCounter, GradientHistogram, StuckDetector)]
+    single = [
+        callback()
+        for callback in (LossScaleLogger, OverflowCounter, GradientHistogram, StuckDetector)
+    ]
     for callbacks in (shared, [*single, Report(tmp_path / "single.html", single[0].run)]):
         assert set(fit(model, callbacks, batches=2)) == {"loss"}
         assert callbacks[0].run.rows == []
-    (message,) = [record.getMessage() for record in caplog.records if "nothing to read" in record.getMessage()]
+    (message,) = [
+        record.getMessage() for record in caplog.records if "nothing to read" in record.getMessage()
+    ]
     assert "is keras's SGD. The model computes in bfloat16" in message
     assert "kmp.wrap(optimizer, loss_scale=1.0)" in message
     assert list(tmp_path.iterdir()) == []
     callbacks = without_replays()
-    history = fit(compiled_model(kmp.wrap("sgd", loss_scale=1.0), run_eagerly=True), callbacks, batches=2)
+    history = fit(
+        compiled_model(kmp.wrap("sgd", loss_scale=1.0), run_eagerly=True), callbacks, batches=2
+    )
     assert history["loss_scale"] == [1.0]
     assert [sample.step for sample in callbacks[0].run.samples] == [1]
 
@@ -252,7 +313,10 @@ def test_model_that_needs_no_loss_scale_has_records_only_with_a_wrapped_optimize
 @pytest.mark.filterwarnings("ignore:.*trains without kmp's loss scale")
 def test_error_for_a_float16_model_says_how_to_add_a_loss_scale_optimizer():
     model = compiled_model(auto_scale_loss=False)
-    with pytest.raises(ValueError, match=r"computes in float16 and float32\. Compile the model after kmp.enable\(\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"computes in float16 and float32\. Compile the model after kmp.enable\(\)",
+    ):
         fit(model, without_replays())
 
 
@@ -263,7 +327,10 @@ def test_error_for_a_float16_model_says_how_to_add_a_loss_scale_optimizer():
         (defaults, {"log_dir": "a\0b"}, "`log_dir` must be the path of a local folder"),
         (Monitor, {"optimizer": keras.optimizers.SGD()}, "`optimizer` must be"),
         (defaults, {"variables": 3}, "`variables` must be"),
-        *((defaults, {"reference": reference}, "`reference` must be") for reference in (1, "batch")),
+        *(
+            (defaults, {"reference": reference}, "`reference` must be")
+            for reference in (1, "batch")
+        ),
         (defaults, {"float32_fallback": 3}, "`float32_fallback` must be"),
         (defaults, {"report": "report.pdf"}, "`report` must be"),
     ],
@@ -279,15 +346,21 @@ def test_copied_and_unpickled_callbacks_have_the_records_and_work_together(tmp_p
     originals = defaults(every_n_steps=1000, report=tmp_path / "r.html")
     fit(compiled_model(run_eagerly=True), originals, batches=2)
     before = originals[0].run.replays
-    monitor, fallback, detector, _ = callbacks = pickle.loads(pickle.dumps(copy.deepcopy(originals)))
+    monitor, fallback, detector, _ = callbacks = pickle.loads(
+        pickle.dumps(copy.deepcopy(originals))
+    )
     assert monitor.run.replays == before
     assert fallback.monitor is monitor
     detector.patience = 10
     x, y = small_data(batches=12)
     with pytest.raises(StuckError):
-        compiled_model(run_eagerly=True).fit(x * np.nan, y, batch_size=8, verbose=0, callbacks=callbacks)
+        compiled_model(run_eagerly=True).fit(
+            x * np.nan, y, batch_size=8, verbose=0, callbacks=callbacks
+        )
     assert written[-1] is monitor.run
-    assert monitor.run.last("overflows_in_a_row") == 10  # the monitor reads once more before the error
+    assert (
+        monitor.run.last("overflows_in_a_row") == 10
+    )  # the monitor reads once more before the error
     assert monitor.run.replays[-1][1].nonfinite_part
     assert originals[0].run.replays == before
 
@@ -302,7 +375,10 @@ def test_records_are_in_order_after_a_skipped_first_step():
     steps = [row["step"] for row in run.rows if "metrics" not in row]
     # The first sample is not finite, so the next step is sampled too.
     assert steps == [1, 2, 5, 10]
-    assert [bool(np.isnan(sample.update_norm).all()) for sample in run.samples] == [True, *[False] * 3]
+    assert [bool(np.isnan(sample.update_norm).all()) for sample in run.samples] == [
+        True,
+        *[False] * 3,
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize")  # of Keras, for the first layer
@@ -325,7 +401,9 @@ def test_loop_whose_step_was_traced_before_the_training_began_warns_that_it_samp
     def step():
         with tf.GradientTape() as tape:
             scaled_loss = model.optimizer.scale_loss(model.compute_loss(x, y, model(x)))
-        model.optimizer.apply(tape.gradient(scaled_loss, model.trainable_variables), model.trainable_variables)
+        model.optimizer.apply(
+            tape.gradient(scaled_loss, model.trainable_variables), model.trainable_variables
+        )
 
     step()
     histogram = GradientHistogram()
@@ -334,5 +412,7 @@ def test_loop_whose_step_was_traced_before_the_training_began_warns_that_it_samp
     histogram.on_train_batch_begin(0)
     step()
     histogram.on_train_batch_end(0)
-    with pytest.warns(UserWarning, match=r"no gradients were sampled.*tf\.function\(step\.python_function\)"):
+    with pytest.warns(
+        UserWarning, match=r"no gradients were sampled.*tf\.function\(step\.python_function\)"
+    ):
         histogram.on_train_end()

@@ -29,7 +29,11 @@ def overflowing_model(**settings):
     hidden = layers.Dense(8, activation="relu"), layers.Dense(8, name="overflow_origin")
     head = layers.Lambda(overflowing_backward), layers.Dense(2), kmp.layers.Softmax()
     optimizer = kmp.LossScaleOptimizer("sgd", **settings)
-    options = {"optimizer": optimizer, "loss": "sparse_categorical_crossentropy", "run_eagerly": True}
+    options = {
+        "optimizer": optimizer,
+        "loss": "sparse_categorical_crossentropy",
+        "run_eagerly": True,
+    }
     return sequential(*hidden, *head, **options)
 
 
@@ -49,13 +53,18 @@ def test_streak_is_detected_at_the_exact_step_for_any_start_and_a_clean_step_end
     model = compiled_model("sgd")
     for start in (1, 37, 101):
         step = model.optimizer.snapshot().step + start + 20
-        with pytest.raises(StuckError, match=f"at step {step} the last 20 steps were skipped. Last loss: nan"):
+        with pytest.raises(
+            StuckError, match=f"at step {step} the last 20 steps were skipped. Last loss: nan"
+        ):
             fit_data(model, data(slice(start, 250)), [StuckDetector(patience=20)])
 
 
 OF_FALLING_SCALE = r"overflow starts nearest to the loss at \S*/overflow_origin/bias\. .*patience"
 AT_MINIMUM = [
-    *("at step 3 the last 3 steps were skipped with the loss scale at its lowest value", "Loss scale: 2."),
+    *(
+        "at step 3 the last 3 steps were skipped with the loss scale at its lowest value",
+        "Loss scale: 2.",
+    ),
     *("Last loss: 0.", r"Gradients near sequential\S*/overflow_origin/bias overflow"),
     "The weights are those from before the skipped steps.",
 ]
@@ -70,7 +79,9 @@ AT_MINIMUM = [
     ],
     ids=["lowest scale", "fixed scale", "falling scale"],
 )
-def test_message_says_where_gradients_overflow_and_what_the_scale_does(settings, patience, expected):
+def test_message_says_where_gradients_overflow_and_what_the_scale_does(
+    settings, patience, expected
+):
     with pytest.raises(StuckError) as caught:
         fit_data(overflowing_model(**settings), data(), [StuckDetector(patience=patience)])
     for part in expected:
@@ -82,7 +93,13 @@ def test_message_names_a_weight_with_nan():
     model = sequential(head, run_eagerly=True)
     expected = r"before the skipped steps, and sequential\S*/head/bias contains NaN or Inf\."
     with pytest.raises(StuckError, match=expected):
-        model.fit(np.ones((40, 4)), np.ones((40, 2)), batch_size=8, verbose=0, callbacks=[StuckDetector(patience=5)])
+        model.fit(
+            np.ones((40, 4)),
+            np.ones((40, 2)),
+            batch_size=8,
+            verbose=0,
+            callbacks=[StuckDetector(patience=5)],
+        )
 
 
 def test_message_does_not_speak_of_the_weights_if_a_later_step_of_the_execution_changed_them():
@@ -92,7 +109,9 @@ def test_message_does_not_speak_of_the_weights_if_a_later_step_of_the_execution_
     x = np.ones((40, 4), "float32")
     x[:8] = 100
     with pytest.raises(StuckError, match="a step since the last check was skipped") as caught:
-        model.fit(x, np.ones((40, 1)), batch_size=8, shuffle=False, verbose=0, callbacks=[StuckDetector()])
+        model.fit(
+            x, np.ones((40, 1)), batch_size=8, shuffle=False, verbose=0, callbacks=[StuckDetector()]
+        )
     assert "weights" not in str(caught.value)
 
 
@@ -127,7 +146,11 @@ def test_detector_of_default_callbacks_works_without_the_others(tmp_path):
     [
         ({"patience": 0}, ValueError, "`patience` must be.*patience=0"),
         ({"patience": 2.5}, TypeError, "`patience` must be"),
-        ({"on_stuck": "stop"}, ValueError, "`on_stuck` must be one of 'raise', 'warn', 'ignore'.*'stop'"),
+        (
+            {"on_stuck": "stop"},
+            ValueError,
+            "`on_stuck` must be one of 'raise', 'warn', 'ignore'.*'stop'",
+        ),
     ],
 )
 def test_invalid_argument_raises(arguments, error_class, match):
@@ -139,8 +162,11 @@ def test_detector_rarely_reads_the_optimizer_without_overflows(monkeypatch):
     model, snapshots, reads = compiled_model("sgd"), [], []
     take_snapshot, read_counts = model.optimizer.snapshot, model.optimizer.counters.read_counts
     monkeypatch.setattr(model.optimizer, "snapshot", lambda: snapshots.append(1) or take_snapshot())
-    monkeypatch.setattr(model.optimizer.counters, "read_counts", lambda: reads.append(1) or read_counts())
+    monkeypatch.setattr(
+        model.optimizer.counters, "read_counts", lambda: reads.append(1) or read_counts()
+    )
     fit_data(model, data(batches=100), [StuckDetector()])
     assert len(snapshots) == 2  # both before the first step
-    # A snapshot reads the counts too. One more at the end, and each time the scale could have fallen to min_scale.
+    # A snapshot reads the counts too. One more at the end, and each time the scale could have
+    # fallen to min_scale.
     assert len(reads) <= 2 + 1 + 1 + 100 // 28

@@ -19,7 +19,11 @@ from kmp_cli import main
 
 def write_run(folder):
     folder.mkdir(parents=True)
-    header = {"schema": 1, "kind": "header", "settings": {"compute_dtypes": ["float16"], "model": folder.name}}
+    header = {
+        "schema": 1,
+        "kind": "header",
+        "settings": {"compute_dtypes": ["float16"], "model": folder.name},
+    }
     record = {"step": 9, "loss_scale": 2.0**15, "overflow_count": 0, "overflow_rate": 0.0}
     (folder / "kmp.jsonl").write_text(to_line(header) + to_line(record))
     return folder
@@ -38,14 +42,19 @@ def write_run(folder):
         (["bench", "--mode", "eager"], "invalid choice: 'eager'"),
         (["bench", "--only", "all"], "invalid choice: 'all'"),
         (["bench", "--json", "results.txt"], "must end in .json, received 'results.txt'"),
-        (["bench", "--json", "/dev/null/bench.json"], "cannot be written, received '/dev/null/bench.json'"),
+        (
+            ["bench", "--json", "/dev/null/bench.json"],
+            "cannot be written, received '/dev/null/bench.json'",
+        ),
         (["bench", "--json", "folder.json"], "cannot be written"),
         (["bench", "--json", "long" * 100 + ".json"], "cannot be written"),
         (["doctor", "--json", "doctor"], "must end in .json or -, received 'doctor'"),
     ],
     ids=str,
 )
-def test_bad_command_line_is_one_message_and_status_2(arguments, message, tmp_path, monkeypatch, capsys):
+def test_bad_command_line_is_one_message_and_status_2(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "folder.json").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_info:
@@ -68,7 +77,9 @@ def page_in(folder):
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_report_prints_the_verdict_and_writes_a_page_to_the_folder_of_the_run(without_figures, tmp_path, capsys):
+def test_report_prints_the_verdict_and_writes_a_page_to_the_folder_of_the_run(
+    without_figures, tmp_path, capsys
+):
     run = write_run(tmp_path / "first")
     assert main(["report", str(run)]) == 0
     printed = capsys.readouterr()
@@ -101,7 +112,10 @@ def test_report_does_not_replace_what_a_link_in_the_folder_points_to(tmp_path, c
     other.write_text("precious")
     (run / "report.html").symlink_to(other)
     assert main(["report", str(run)]) == 1
-    assert "report.html is a link. Delete it, or pass the file to write: --out FILE" in capsys.readouterr().err
+    assert (
+        "report.html is a link. Delete it, or pass the file to write: --out FILE"
+        in capsys.readouterr().err
+    )
     assert other.read_text() == "precious"
 
 
@@ -124,7 +138,9 @@ def test_console_script_and_module_are_the_same_command(monkeypatch, capsys):
 
 def test_audit_prints_the_table_and_writes_json(tmp_path, capsys):
     inputs = keras.Input((8,))
-    model = keras.Model(inputs, keras.layers.Dense(4, activation="softmax", name="probabilities")(inputs))
+    model = keras.Model(
+        inputs, keras.layers.Dense(4, activation="softmax", name="probabilities")(inputs)
+    )
     model.save(tmp_path / "model.keras")
     arguments = ["audit", str(tmp_path / "model.keras"), "--json", str(tmp_path / "audit.json")]
     assert main(arguments) == 0
@@ -136,12 +152,15 @@ def test_audit_prints_the_table_and_writes_json(tmp_path, capsys):
     assert main([*arguments, "--all"]) == 0
     assert "now and after kmp.convert" in capsys.readouterr().out
     rows = json.loads((tmp_path / "audit.json").read_text())["rows"]
-    assert [(row["path"], row["planned_dtype"]) for row in rows][1:] == [("probabilities", "float32")]
+    assert [(row["path"], row["planned_dtype"]) for row in rows][1:] == [
+        ("probabilities", "float32")
+    ]
 
 
 def test_audit_imports_modules_with_custom_layers(tmp_path, monkeypatch, capsys):
     (tmp_path / "custom_layers.py").write_text(
-        "import keras\n@keras.saving.register_keras_serializable('custom')\nclass Custom(keras.layers.Dense): pass\n"
+        "import keras\n@keras.saving.register_keras_serializable('custom')\nclass"
+        " Custom(keras.layers.Dense): pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     custom_layers = importlib.import_module("custom_layers")
@@ -167,7 +186,10 @@ def archive(name, text):
     ("content", "reason"),
     [
         (None, "no such file"),
-        *((content, "not a zip archive, or a corrupt one") for content in (b"text", archive("c", "{}")[:-9])),
+        *(
+            (content, "not a zip archive, or a corrupt one")
+            for content in (b"text", archive("c", "{}")[:-9])
+        ),
         *((archive("config.json", config), "cannot be loaded") for config in ("{}", "{", b"\xff")),
         (archive("metadata.json", "{}"), "cannot be loaded"),
     ],
@@ -192,12 +214,20 @@ def test_audit_of_a_file_that_is_missing_or_no_model_is_one_line(tmp_path, capsy
         (["demo", "--out", "failing.py/out"], "failing.py/out: Not a directory"),
         (["report", "missing"], "missing: No such file or directory"),
         (["report", "."], ".: no run in this folder: no kmp.jsonl in it or in the folders below"),
-        (["bench", "--only", "precision", "--batch", "8"], "--batch applies only to resnet and bert"),
-        (["bench", "--quick", "--batch", "8"], "--batch applies only to resnet and bert: add --only resnet bert"),
+        (
+            ["bench", "--only", "precision", "--batch", "8"],
+            "--batch applies only to resnet and bert",
+        ),
+        (
+            ["bench", "--quick", "--batch", "8"],
+            "--batch applies only to resnet and bert: add --only resnet bert",
+        ),
     ],
     ids=" ".join,
 )
-def test_wrong_value_is_one_line_before_anything_is_written(arguments, message, tmp_path, capsys, monkeypatch):
+def test_wrong_value_is_one_line_before_anything_is_written(
+    arguments, message, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "failing.py").write_text("raise KeyError('reason')")
     keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]).save("model.keras")
@@ -205,11 +235,15 @@ def test_wrong_value_is_one_line_before_anything_is_written(arguments, message, 
     extra = {"audit": ["model.keras"], "bench": ["--json", "new/bench.json"]}.get(command, [])
     assert main([command, *extra, *options]) == 1
     assert message in one_line_of(capsys)
-    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"failing.py", "model.keras"}
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {
+        "failing.py",
+        "model.keras",
+    }
 
 
 RESULTS = [
-    Measurement("step", "Adam", "graph", variant, 1.0, "s", ratio) for variant, ratio in (("bare", None), ("kmp", 1.5))
+    Measurement("step", "Adam", "graph", variant, 1.0, "s", ratio)
+    for variant, ratio in (("bare", None), ("kmp", 1.5))
 ]
 
 
@@ -246,10 +280,15 @@ def test_bench_passes_its_arguments_on(run_bench):
         (KeyboardInterrupt(), 130, "kmp: interrupted\n"),
     ],
 )
-def test_bench_prints_and_writes_what_it_has_measured(run_bench, error, status, message, tmp_path, capsys):
+def test_bench_prints_and_writes_what_it_has_measured(
+    run_bench, error, status, message, tmp_path, capsys
+):
     json_file = tmp_path / "new" / "bench.json"
     assert run_bench(["--json", json_file], [RESULTS], error)[0] == status
-    assert [result["variant"] for result in json.loads(json_file.read_text())["results"]] == ["bare", "kmp"]
+    assert [result["variant"] for result in json.loads(json_file.read_text())["results"]] == [
+        "bare",
+        "kmp",
+    ]
     printed = capsys.readouterr()
     assert "\u2503" in printed.out  # the border of a table
     assert printed.err == message
@@ -264,7 +303,9 @@ def test_bench_without_results_leaves_existing_files_unchanged(run_bench, tmp_pa
 
 
 def test_names_of_a_model_file_reach_the_terminal_escaped(tmp_path, capsys):
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="a\x1b[31m")], name="[bold]m\x1b]0;t")
+    model = keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(1, name="a\x1b[31m")], name="[bold]m\x1b]0;t"
+    )
     model.save(tmp_path / "model.keras")
     assert main(["audit", str(tmp_path / "model.keras")]) == 0
     output = capsys.readouterr().out

@@ -68,7 +68,11 @@ def versions(monkeypatch):
 @pytest.mark.parametrize(
     ("script", "status", "text"),
     [
-        (["550.54, Tesla T4, 15360 MiB\n550.54, Tesla T4, 15360 MiB"], OK, "550.54, Tesla T4, 15360 MiB; 550.54, Te"),
+        (
+            ["550.54, Tesla T4, 15360 MiB\n550.54, Tesla T4, 15360 MiB"],
+            OK,
+            "550.54, Tesla T4, 15360 MiB; 550.54, Te",
+        ),
         (None, INFO, "nvidia-smi is not installed"),
         (["", 0, 0o644], WARNING, "nvidia-smi does not run: [Errno 13] Permission denied"),
         (["", 0], WARNING, "nvidia-smi reports no GPU"),
@@ -96,14 +100,21 @@ def test_packages_of_this_environment_are_in_the_promised_range():
 @pytest.mark.parametrize(
     ("package", "version", "text", "fix"),
     [
-        ("tensorflow", "2.15.0", "2.15.0; kmp needs tensorflow>=2.18", "pip install 'tensorflow>=2.18'"),
+        (
+            "tensorflow",
+            "2.15.0",
+            "2.15.0; kmp needs tensorflow>=2.18",
+            "pip install 'tensorflow>=2.18'",
+        ),
         ("tensorflow", None, "not installed", "pip install 'kmp[cuda]'"),
         ("msgspec", None, "not installed; kmp needs msgspec>=0.19", "pip install 'msgspec>=0.19'"),
     ],
 )
 def test_package_that_does_not_fit_is_an_error(monkeypatch, versions, package, version, text, fix):
     versions |= {"tensorflow": "2.21.0", package: version}
-    monkeypatch.setattr(doctor, "tensorflow_packages", lambda: ["tensorflow"] if versions["tensorflow"] else [])
+    monkeypatch.setattr(
+        doctor, "tensorflow_packages", lambda: ["tensorflow"] if versions["tensorflow"] else []
+    )
     wrong, rest = doctor.package_checks("cuda")
     assert wrong == doctor.Check(package, ERROR, text, fix)
     assert rest.status == OK
@@ -120,7 +131,11 @@ def test_two_packages_that_contain_tensorflow_are_a_warning(monkeypatch, version
 
 @pytest.mark.parametrize("is_installed", [False, True])
 def test_cuda_libraries_are_those_that_the_package_asks_for(monkeypatch, versions, is_installed):
-    libraries = ["nvidia-cudnn-cu12<10,>=9.3", "nvidia-cublas-cu12<13,>=12.5", "nvidia-nccl-cu12<3,>=2.25"]
+    libraries = [
+        "nvidia-cudnn-cu12<10,>=9.3",
+        "nvidia-cublas-cu12<13,>=12.5",
+        "nvidia-nccl-cu12<3,>=2.25",
+    ]
     requires = ["numpy>=1.26", *(f'{library}; extra == "and-cuda"' for library in libraries)]
     monkeypatch.setattr(importlib.metadata, "requires", lambda package: requires)
     monkeypatch.setattr(doctor, "tensorflow_packages", lambda: ["tensorflow"])
@@ -132,7 +147,10 @@ def test_cuda_libraries_are_those_that_the_package_asks_for(monkeypatch, version
         assert (check.status, check.text) == (OK, "those of tensorflow[and-cuda] are installed")
     else:
         missing = "nvidia-cublas-cu12<13,>=12.5 (not installed), nvidia-nccl-cu12<3,>=2.25 (2.20)"
-        assert (check.status, check.text) == (ERROR, f"TensorFlow sees no GPU, and pip has not installed {missing}")
+        assert (check.status, check.text) == (
+            ERROR,
+            f"TensorFlow sees no GPU, and pip has not installed {missing}",
+        )
         assert check.fix == "pip install 'tensorflow[and-cuda]==2.21.0'"
 
 
@@ -153,7 +171,9 @@ def failing(text):
     return Mock(side_effect=tf.errors.InternalError(None, None, text))
 
 
-def test_gpu_that_cannot_compute_is_an_error_of_the_gpu_and_not_of_xla(nvidia_smi, machine, monkeypatch, capsys):
+def test_gpu_that_cannot_compute_is_an_error_of_the_gpu_and_not_of_xla(
+    nvidia_smi, machine, monkeypatch, capsys
+):
     nvidia_smi("550.54, NVIDIA A100, 40960 MiB")
     machine(gpus=[A100])
     monkeypatch.setattr(tf, "exp", failing("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"))
@@ -176,7 +196,11 @@ def test_gpu_that_a_build_without_cuda_cannot_use_is_an_error(machine):
     build, *_ = doctor.gpu_checks(has_driver=True)
     assert (build.status, build.fix.endswith("pip install 'kmp[cuda]'")) == (ERROR, True)
     checks = list(doctor.gpu_checks(has_driver=False))
-    assert [(check.name, check.status) for check in checks] == [("CUDA build", INFO), ("GPU", INFO), ("XLA", OK)]
+    assert [(check.name, check.status) for check in checks] == [
+        ("CUDA build", INFO),
+        ("GPU", INFO),
+        ("XLA", OK),
+    ]
     assert checks[1].text == "TensorFlow sees none: everything runs on the CPU"
 
 
@@ -192,7 +216,9 @@ def test_gpu_that_tensorflow_does_not_see_is_hidden_or_else_libraries_may_be_mis
     machine, monkeypatch, visible, expected
 ):
     machine()
-    monkeypatch.setattr(importlib.metadata, "requires", lambda package: ['nvidia-nosuch-cu12; extra == "and-cuda"'])
+    monkeypatch.setattr(
+        importlib.metadata, "requires", lambda package: ['nvidia-nosuch-cu12; extra == "and-cuda"']
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     errors = [check for check in doctor.gpu_checks(has_driver=True) if check.status == ERROR]
     assert [check.name for check in errors] == [name for name, _ in expected]
@@ -202,8 +228,14 @@ def test_gpu_that_tensorflow_does_not_see_is_hidden_or_else_libraries_may_be_mis
 def test_xla_that_does_not_compile_is_a_warning(machine, monkeypatch):
     machine()
     monkeypatch.setattr(tf, "function", lambda *_, **options: failing("libdevice not found"))
-    checks = list(doctor.gpu_checks(has_driver=False))  # nor is a machine without a GPU an error of the CUDA build
-    assert [(check.name, check.status) for check in checks] == [("CUDA build", OK), ("GPU", INFO), ("XLA", WARNING)]
+    checks = list(
+        doctor.gpu_checks(has_driver=False)
+    )  # nor is a machine without a GPU an error of the CUDA build
+    assert [(check.name, check.status) for check in checks] == [
+        ("CUDA build", OK),
+        ("GPU", INFO),
+        ("XLA", WARNING),
+    ]
     assert "libdevice not found" in checks[-1].text
     assert "jit_compile=False" in checks[-1].fix
 
@@ -216,10 +248,13 @@ def without_gpu_checks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("float16", "status", "text"), [(2.0, 0, "2.00 times as fast as float32 here"), (0.5, 3, "is not faster")]
+    ("float16", "status", "text"),
+    [(2.0, 0, "2.00 times as fast as float32 here"), (0.5, 3, "is not faster")],
 )
 @pytest.mark.usefixtures("without_gpu_checks")
-def test_doctor_prints_a_verdict_and_writes_it_as_json(tmp_path, monkeypatch, capsys, float16, status, text):
+def test_doctor_prints_a_verdict_and_writes_it_as_json(
+    tmp_path, monkeypatch, capsys, float16, status, text
+):
     monkeypatch.setattr(precision, "measure_machine", lambda: training_rates(float16, 1.0))
     assert main(["doctor", "--json", str(tmp_path / "new" / "doctor.json")]) == status
     printed = " ".join(capsys.readouterr().out.split())
@@ -238,7 +273,9 @@ def test_json_on_the_standard_output_is_all_that_is_printed(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("extra", ["cpu", "cuda"])
-def test_doctor_without_tensorflow_names_the_command_that_installs_it(monkeypatch, capsys, nvidia_smi, extra):
+def test_doctor_without_tensorflow_names_the_command_that_installs_it(
+    monkeypatch, capsys, nvidia_smi, extra
+):
     if extra == "cuda":
         nvidia_smi("550.54, Tesla T4, 15360 MiB")
     monkeypatch.setattr(doctor, "tensorflow_packages", list)
@@ -250,7 +287,9 @@ def test_doctor_without_tensorflow_names_the_command_that_installs_it(monkeypatc
 
 @pytest.mark.parametrize(("count", "status"), [(0, 1), (1, 1), (2, 0)])
 @pytest.mark.usefixtures("without_gpu_checks")
-def test_error_while_measuring_keeps_what_was_measured(tmp_path, monkeypatch, capsys, count, status):
+def test_error_while_measuring_keeps_what_was_measured(
+    tmp_path, monkeypatch, capsys, count, status
+):
     def out_of_memory():
         yield from training_rates(2.0, 1.0)[:count]  # the second is the training step
         raise tf.errors.ResourceExhaustedError(None, None, "failed to allocate memory")
@@ -259,7 +298,10 @@ def test_error_while_measuring_keeps_what_was_measured(tmp_path, monkeypatch, ca
     assert main(["doctor", "--json", str(tmp_path / "doctor.json")]) == status
     written = json.loads((tmp_path / "doctor.json").read_text())
     assert len(written["results"]) == 3 * count
-    assert "The measurement is incomplete: ResourceExhaustedError: failed to allocate memory" in written["verdict"]
+    assert (
+        "The measurement is incomplete: ResourceExhaustedError: failed to allocate memory"
+        in written["verdict"]
+    )
     assert ("could not be measured" in written["verdict"]) == (count < 2)
     assert written["verdict"] in " ".join(capsys.readouterr().out.split())
 

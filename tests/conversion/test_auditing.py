@@ -26,11 +26,20 @@ def test_rows_are_in_graph_order_and_shared_layers_have_one():
 
 def test_path_starts_with_that_of_the_parent_and_differs_for_layers_of_one_name():
     paths = list(rows_of(models.autoencoder()[0]))
-    assert paths.index("encoder") < next(index for index, path in enumerate(paths) if path.startswith("encoder/dense"))
-    wrapped = keras.Sequential([keras.Input((3, 4)), layers.TimeDistributed(layers.Dense(2, name="in"), name="out")])
+    assert paths.index("encoder") < next(
+        index for index, path in enumerate(paths) if path.startswith("encoder/dense")
+    )
+    wrapped = keras.Sequential(
+        [keras.Input((3, 4)), layers.TimeDistributed(layers.Dense(2, name="in"), name="out")]
+    )
     assert list(rows_of(wrapped))[-2:] == ["out", "out/in"]
-    assert {path.split("/")[0] for path in rows_of(models.gan()[0])} == {"generator", "discriminator"}  # subclassed
-    cells = layers.StackedRNNCells([layers.GRUCell(2, name="same"), layers.GRUCell(2, name="same")], name="cells")
+    assert {path.split("/")[0] for path in rows_of(models.gan()[0])} == {
+        "generator",
+        "discriminator",
+    }  # subclassed
+    cells = layers.StackedRNNCells(
+        [layers.GRUCell(2, name="same"), layers.GRUCell(2, name="same")], name="cells"
+    )
     recurrent = keras.Sequential([keras.Input((3, 4)), layers.RNN(cells, name="rnn")])
     assert list(rows_of(recurrent))[-2:] == ["rnn/cells/same", "rnn/cells/same#2"]
 
@@ -44,21 +53,35 @@ def test_row_has_dtypes_category_reason_and_source():
     assert exp.reason == "exponentials overflow float16: exp(12) > 65504"
     assert exp.source == "torch.amp's op reference, TensorFlow's auto_mixed_precision_lists.h"
     first = rows["first"]
-    assert (first.variable_dtype, first.category, first.planned_dtype) == ("float32", "float16", "float16")
+    assert (first.variable_dtype, first.category, first.planned_dtype) == (
+        "float32",
+        "float16",
+        "float16",
+    )
     assert first.tensor_cores == ("channels 3 -> 8",)
     assert rows["logits"].reason == "model output: float16 would round it to 11 bits"
     first = rows_of(kmp.convert(model))["first"]
-    assert (first.compute_dtype, first.variable_dtype, first.output_dtype) == ("float16", "float32", "float16")
+    assert (first.compute_dtype, first.variable_dtype, first.output_dtype) == (
+        "float16",
+        "float32",
+        "float16",
+    )
 
 
 def test_batch_adds_overflow_underflow_and_relative_error():
     constant, kernels = keras.initializers.Constant, {"tiny": 1e-9, "huge": 1e12, "after": 1.0}
-    hidden = [layers.Dense(4, kernel_initializer=constant(value), name=name) for name, value in kernels.items()]
+    hidden = [
+        layers.Dense(4, kernel_initializer=constant(value), name=name)
+        for name, value in kernels.items()
+    ]
     model = keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(2)])
     rows = rows_of(model, np.ones((2, 4), np.float32))
     assert (rows["tiny"].underflow_share, rows["tiny"].relative_error) == (1.0, 1.0)
     assert rows["tiny"].amax == pytest.approx(4e-9)
-    assert (rows["huge"].overflow_share, rows["huge"].overflows) == (0.0, True)  # its 1e12 kernel is Inf in float16
+    assert (rows["huge"].overflow_share, rows["huge"].overflows) == (
+        0.0,
+        True,
+    )  # its 1e12 kernel is Inf in float16
     assert rows["huge"].relative_error is None
 
 
@@ -67,21 +90,30 @@ def test_shares_are_of_all_elements_and_the_error_is_relative_to_the_norm():
     batch = np.array([[1.0, 7e4, np.inf, 1e-8], [0.0, 65504.0, 6e-8, np.nan]], "float32")
     row = rows_of(model, batch)["same"]
     assert (row.overflow_share, row.underflow_share, row.amax) == (3 / 8, 1 / 8, np.float32(7e4))
-    batch = np.array([[1 + 2**-11, 1.0, 2**-12, 0.0]], "float32")  # the first is halfway, and rounded to even
+    batch = np.array(
+        [[1 + 2**-11, 1.0, 2**-12, 0.0]], "float32"
+    )  # the first is halfway, and rounded to even
     assert rows_of(model, batch)["same"].relative_error == pytest.approx(2**-11 / 2**0.5, rel=1e-3)
 
 
 def test_batch_compares_a_mixed_precision_model_with_its_float32_version():
     model, batch = models.autoencoder()
     rows = rows_of(kmp.convert(model), batch)
-    relative_errors = [row.relative_error for row in rows.values() if row.relative_error is not None]
+    relative_errors = [
+        row.relative_error for row in rows.values() if row.relative_error is not None
+    ]
     assert 0 < max(relative_errors) < 0.01
     large = layers.Dense(1, kernel_initializer=keras.initializers.Constant(1e5), name="large")
-    wrapper = kmp.layers.Float32(layers.Dense(1, kernel_initializer="ones", name="inside"), name="wrapper")
+    wrapper = kmp.layers.Float32(
+        layers.Dense(1, kernel_initializer="ones", name="inside"), name="wrapper"
+    )
     model = keras.Sequential([keras.Input((1,)), wrapper, large, layers.Dense(1)])
     mixed, batch = kmp.convert(model), np.ones((1, 1), "float32")
     rows = rows_of(mixed, batch)
-    assert (rows["large"].overflows, rows["large"].amax) == (True, 1e5)  # its float32 version is the reference
+    assert (rows["large"].overflows, rows["large"].amax) == (
+        True,
+        1e5,
+    )  # its float32 version is the reference
     assert rows["wrapper"].relative_error is not None
     assert rows["wrapper"].amax == rows["wrapper/inside"].amax
     summary = " ".join(kmp.audit(mixed, batch).summary.split())
@@ -103,7 +135,11 @@ def test_batch_compares_a_float32_model_with_the_candidate_under_any_global_poli
 
 def test_dimensions_to_pad_are_listed_only_for_16_bit_layers_of_a_mixed_precision_model():
     with kmp.enable():
-        dense = layers.Dense(10, name="half"), layers.Dense(10, dtype="float32", name="single"), layers.Dense(10)
+        dense = (
+            layers.Dense(10, name="half"),
+            layers.Dense(10, dtype="float32", name="single"),
+            layers.Dense(10),
+        )
         model = keras.Sequential([keras.Input((16,)), *dense, kmp.layers.Softmax()])
     rows = rows_of(model)
     assert rows["half"].tensor_cores == ("units 10 -> 16",)
@@ -123,13 +159,19 @@ def test_dimensions_to_pad_are_listed_only_for_16_bit_layers_of_a_mixed_precisio
         (layers.DepthwiseConv2D(3), (8, 8, 3), ()),
         (layers.LSTM(20), (3, 8), ("units 20 -> 24",)),
         (layers.GRU(8), (3, 5), ("inputs 5 -> 8",)),
-        (layers.MultiHeadAttention(2, 12, value_dim=8), (3, 16), ("key_dim 12 -> 16",)),  # of its heads
+        (
+            layers.MultiHeadAttention(2, 12, value_dim=8),
+            (3, 16),
+            ("key_dim 12 -> 16",),
+        ),  # of its heads
     ],
     ids=lambda value: value.name if isinstance(value, keras.Layer) else "",
 )
 def test_dimensions_not_divisible_by_8_have_the_padded_size(layer, shape, expected):
     inputs = keras.Input(shape)
-    outputs = layer(inputs, inputs) if isinstance(layer, layers.MultiHeadAttention) else layer(inputs)
+    outputs = (
+        layer(inputs, inputs) if isinstance(layer, layers.MultiHeadAttention) else layer(inputs)
+    )
     model = keras.Model(inputs, layers.Activation("linear")(outputs))
     assert rows_of(model)[layer.name].tensor_cores == expected
 
@@ -172,15 +214,23 @@ def test_output_in_16_bits_is_noted_with_the_change_that_makes_it_float32():
     with kmp.enable():
         inputs = keras.Input((8,))
         hidden = layers.Dense(8)(inputs)
-        outputs = [layers.Dense(1, name="value")(hidden), hidden + 1.0, layers.Dense(1, dtype="float32")(hidden)]
+        outputs = [
+            layers.Dense(1, name="value")(hidden),
+            hidden + 1.0,
+            layers.Dense(1, dtype="float32")(hidden),
+        ]
         model = keras.Model(inputs, outputs)
     audit = kmp.audit(model)
     add = next(row.path for row in audit.rows if row.class_name == "Add")
     assert audit.notes == (
-        "The output of 'value' is float16, as is what `predict` returns. For float32, create the layer with "
-        "dtype='float32'.",
-        f"The output of '{add}' is float16, as is what `predict` returns. For float32, use "
-        "keras.ops.cast(x, 'float32').",
+        (
+            "The output of 'value' is float16, as is what `predict` returns. For float32, create"
+            " the layer with dtype='float32'."
+        ),
+        (
+            f"The output of '{add}' is float16, as is what `predict` returns. For float32, use "
+            "keras.ops.cast(x, 'float32')."
+        ),
     )
     written = json.loads(json.dumps(audit.to_dict()))
     assert (written["notes"], written["plan"]) == (list(audit.notes), audit.plan.to_dict())
@@ -204,7 +254,9 @@ def test_float32_share_of_a_step_is_that_of_its_tensors_by_layer_class():
     cast_kernel = 2 * kernel  # to float16, and its gradient to float32
     products = 2 * (inputs + kernel + outputs)  # the forward pass, and the gradient of the kernel
     float32_of_dense = 4 * (cast_kernel + inputs)  # Keras casts the float32 inputs of the model
-    float32_of_tanh = 4 * (2 * outputs + 3 * outputs + 2 * outputs)  # forward, backward, and both casts
+    float32_of_tanh = 4 * (
+        2 * outputs + 3 * outputs + 2 * outputs
+    )  # forward, backward, and both casts
     float16 = 2 * (cast_kernel + inputs + products + 2 * outputs)
     total = float32_of_dense + float32_of_tanh + float16
     expected = {"Activation": float32_of_tanh / total, "Dense": float32_of_dense / total}
@@ -212,9 +264,11 @@ def test_float32_share_of_a_step_is_that_of_its_tensors_by_layer_class():
     assert list(traffic.by_class) == ["Activation", "Dense"]
     assert traffic.float32_share == pytest.approx(sum(expected.values()))
     assert traffic.batch_size == 32
-    assert str(traffic) == (
-        f"{traffic.float32_share:.0%} of the bytes of a forward and backward pass (batch size 32) are float32: "
-        f"Activation {expected['Activation']:.0%}, Dense {expected['Dense']:.0%}."
+    assert (
+        str(traffic)
+        == f"{traffic.float32_share:.0%} of the bytes of a forward and backward pass (batch size"
+        f" 32) are float32: Activation {expected['Activation']:.0%}, Dense"
+        f" {expected['Dense']:.0%}."
     )
 
 
@@ -249,7 +303,11 @@ def test_audit_has_no_float32_share_of_what_cannot_be_traced_or_is_float32():
 
 def test_trace_of_the_audit_changes_no_variable_and_leaves_no_loss():
     with kmp.enable():
-        hidden = layers.Dense(8, activity_regularizer="l2"), layers.Dropout(0.5), layers.BatchNormalization()
+        hidden = (
+            layers.Dense(8, activity_regularizer="l2"),
+            layers.Dropout(0.5),
+            layers.BatchNormalization(),
+        )
         recurrent = layers.Reshape((2, 4)), layers.GRU(4, stateful=True)
         model = keras.Sequential([keras.Input(batch_shape=(2, 8)), *hidden, *recurrent])
     model(np.ones((2, 8), "float32"), training=True)
@@ -263,7 +321,9 @@ def test_trace_of_the_audit_changes_no_variable_and_leaves_no_loss():
 def test_model_with_several_inputs_and_a_fixed_batch_is_traced():
     with kmp.enable():
         inputs = {name: keras.Input(batch_shape=(4, 8), name=name) for name in ("second", "first")}
-        model = keras.Model(inputs, [layers.Dense(2)(inputs["first"]), layers.Dense(2)(inputs["second"]) + 1.0])
+        model = keras.Model(
+            inputs, [layers.Dense(2)(inputs["first"]), layers.Dense(2)(inputs["second"]) + 1.0]
+        )
     traffic = kmp.audit(model).traffic
     assert traffic.batch_size == 4
     assert json.loads(json.dumps(kmp.audit(model).to_dict()))["traffic"] == {
@@ -275,14 +335,21 @@ def test_model_with_several_inputs_and_a_fixed_batch_is_traced():
 
 def test_audit_says_whether_keras_compiles_the_model_with_xla(one_replica):
     def jit_compile(*hidden, **options):
-        model = keras.Sequential([keras.Input((8, 8, 3)), *hidden, layers.Flatten(), layers.Dense(1)])
+        model = keras.Sequential(
+            [keras.Input((8, 8, 3)), *hidden, layers.Flatten(), layers.Dense(1)]
+        )
         if options:
             model.compile("sgd", "mse", **options)
         return kmp.audit(model).jit_compile
 
-    default = 'On a GPU, jit_compile="auto", the default of `compile`, compiles this model with XLA.'
+    default = (
+        'On a GPU, jit_compile="auto", the default of `compile`, compiles this model with XLA.'
+    )
     assert jit_compile() == default
-    assert jit_compile(jit_compile=True) == "The model is compiled with jit_compile=True: XLA compiles it."
+    assert (
+        jit_compile(jit_compile=True)
+        == "The model is compiled with jit_compile=True: XLA compiles it."
+    )
     assert "run_eagerly=True: XLA does not compile it" in jit_compile(run_eagerly=True)
     refused = 'jit_compile="auto" does not compile this model with XLA: '
     rotation, crop = layers.RandomRotation(0.1), layers.RandomCrop(4, 4)

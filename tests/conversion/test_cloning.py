@@ -61,7 +61,9 @@ def test_code_in_a_config_that_keras_did_not_run_is_not_deserialized():
     code = keras.saving.serialize_keras_object(lambda: 0)
     model = keras.Sequential([keras.Input((4,)), Deserializes(code, name="layer")])
     for function in (kmp.convert, kmp.to_float32):
-        with pytest.raises(ValueError, match="'layer' cannot be rebuilt.* deserialization of a Python lambda"):
+        with pytest.raises(
+            ValueError, match="'layer' cannot be rebuilt.* deserialization of a Python lambda"
+        ):
             function(model)
     assert "deserialization of a Python lambda" in kmp.audit(model).conversion_error
 
@@ -79,7 +81,8 @@ def test_model_saved_while_another_one_is_converted_is_saved_as_by_keras(tmp_pat
     layer.get_config = get_config
     kmp.convert(model)
     before, during = (
-        json.loads(zipfile.ZipFile(tmp_path / name).read("config.json")) for name in ("before.keras", "during.keras")
+        json.loads(zipfile.ZipFile(tmp_path / name).read("config.json"))
+        for name in ("before.keras", "during.keras")
     )
     assert during == before
 
@@ -140,7 +143,9 @@ def test_frozen_model_that_is_called_in_inference_mode_stays_so():
     base.trainable = False
     converted = kmp.convert(keras.Model(outer, layers.Dense(2)(base(outer, training=False))))
     assert not converted.get_layer("base").trainable_variables
-    statistics = [np.array(variable) for variable in converted.get_layer("base").non_trainable_variables]
+    statistics = [
+        np.array(variable) for variable in converted.get_layer("base").non_trainable_variables
+    ]
     converted(np.ones((2, 4), "float32"), training=True)
     assert_equal(converted.get_layer("base").non_trainable_variables, statistics)
 
@@ -173,8 +178,12 @@ def test_sequential_that_has_a_layer_twice_calls_it_twice():
 def test_layer_that_is_wrapped_twice_or_twice_in_a_config_stays_shared_and_two_of_one_name_do_not():
     cell, shared = layers.GRUCell(4, name="cell"), layers.Dense(4, name="shared")
     inputs = keras.Input((3, 4))
-    x = layers.TimeDistributed(shared, name="two")(layers.TimeDistributed(shared, name="one")(inputs))
-    x = layers.RNN([layers.GRUCell(4, name="cell"), layers.GRUCell(4, name="cell")], True, name="two_cells")(x)
+    x = layers.TimeDistributed(shared, name="two")(
+        layers.TimeDistributed(shared, name="one")(inputs)
+    )
+    x = layers.RNN(
+        [layers.GRUCell(4, name="cell"), layers.GRUCell(4, name="cell")], True, name="two_cells"
+    )(x)
     x = layers.RNN(layers.StackedRNNCells([cell, cell]), name="rnn")(x)
     converted = kmp.convert(keras.Model(inputs, layers.Dense(2)(x)))
     assert converted.get_layer("one").layer is converted.get_layer("two").layer
@@ -207,7 +216,9 @@ class Regularizer(keras.regularizers.Regularizer):
 
 def test_unregistered_constraint_regularizer_and_function_of_text_vectorization_are_kept():
     arguments = {"kernel_constraint": Constraint(), "kernel_regularizer": Regularizer()}
-    clone = kmp.to_float32(keras.Sequential([keras.Input((2,)), layers.Dense(2, **arguments)])).layers[0]
+    clone = kmp.to_float32(
+        keras.Sequential([keras.Input((2,)), layers.Dense(2, **arguments)])
+    ).layers[0]
     assert all(getattr(clone, name) is value for name, value in arguments.items())
     vectorization = layers.TextVectorization(vocabulary=["a"], standardize=twice)
     clone = kmp.to_float32(keras.Sequential([keras.Input((), dtype="string"), vectorization]))
@@ -220,7 +231,9 @@ def test_functions_of_operations_and_of_layers_also_inside_a_wrapper_are_kept_wi
     inside = layers.Dense(4, kernel_initializer="identity", activation=lambda x: x + factor)
     inputs = keras.Input((3, 4))
     x = ops.map(lambda x: x * factor, inputs)
-    x = layers.TimeDistributed(inside, name="wrapper")(layers.Lambda(lambda x: x - factor)(hidden(x)))
+    x = layers.TimeDistributed(inside, name="wrapper")(
+        layers.Lambda(lambda x: x - factor)(hidden(x))
+    )
     model = keras.Model(inputs, layers.Dense(2)(x))
     clone = kmp.to_float32(model)
     assert clone.get_layer("wrapper").layer.activation is inside.activation
@@ -238,16 +251,22 @@ def test_functional_subclass_keeps_its_class_and_its_other_arguments():
             return super().get_config() | {"label": self.label}
 
     inputs = keras.Input((4,))
-    model = Labeled(inputs, layers.Dense(2)(ops.exp(layers.Dense(4)(inputs))), name="named", label="mine")
+    model = Labeled(
+        inputs, layers.Dense(2)(ops.exp(layers.Dense(4)(inputs))), name="named", label="mine"
+    )
     converted = kmp.convert(model)
     assert (type(converted), converted.name, converted.label) == (Labeled, "named", "mine")
-    assert [operation.name for operation in converted.operations] == [operation.name for operation in model.operations]
+    assert [operation.name for operation in converted.operations] == [
+        operation.name for operation in model.operations
+    ]
 
 
 def test_states_of_recurrent_layers_are_copied_and_a_batch_does_not_change_them():
     lstm = layers.LSTM(4, stateful=True, return_sequences=True)
     bidirectional = layers.Bidirectional(layers.GRU(4, stateful=True))
-    model = keras.Sequential([keras.Input(batch_shape=(2, 3, 4)), lstm, bidirectional, layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input(batch_shape=(2, 3, 4)), lstm, bidirectional, layers.Dense(1)]
+    )
     batch = np.random.default_rng(0).normal(size=(2, 3, 4)).astype("float32")
     model(batch)
     before = values(lstm.states)

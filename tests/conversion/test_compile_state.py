@@ -32,7 +32,9 @@ def test_optimizer_state_is_copied_both_ways_and_all_models_train_on(optimizer_c
     for optimizer in (inner, restored.optimizer):
         assert type(optimizer) is optimizer_class
         assert_equal(optimizer_state(optimizer), optimizer_state(model.optimizer))
-    assert type(kmp.convert(model, "mixed_bfloat16").optimizer) is optimizer_class  # which needs no loss scale
+    assert (
+        type(kmp.convert(model, "mixed_bfloat16").optimizer) is optimizer_class
+    )  # which needs no loss scale
     converted.train_on_batch(batch, batch)
     assert (int(inner.iterations.numpy()), int(model.optimizer.iterations.numpy())) == (3, 2)
     for trainee in (reference, model, restored):
@@ -43,14 +45,21 @@ def test_optimizer_state_is_copied_both_ways_and_all_models_train_on(optimizer_c
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"initial_scale": 256.0, "growth_interval": 7}, {"initial_scale": 256.0, "growth_interval": 7}),
+        (
+            {"initial_scale": 256.0, "growth_interval": 7},
+            {"initial_scale": 256.0, "growth_interval": 7},
+        ),
         ({"loss_scale": 8.0}, {"loss_scale": 8.0}),
         ({"loss_scale": 1.0}, {}),  # which recorded a float32 run
     ],
     ids=str,
 )
-def test_loss_scale_of_a_float32_model_keeps_its_settings_except_a_fixed_scale_of_1(settings, expected):
-    model, _ = compiled(optimizer=kmp.LossScaleOptimizer("adam", **settings, name="mine", jit_compile=True))
+def test_loss_scale_of_a_float32_model_keeps_its_settings_except_a_fixed_scale_of_1(
+    settings, expected
+):
+    model, _ = compiled(
+        optimizer=kmp.LossScaleOptimizer("adam", **settings, name="mine", jit_compile=True)
+    )
     optimizer = kmp.convert(model).optimizer
     assert optimizer.rule == kmp.LossScaleOptimizer("adam", **expected).rule
     assert (optimizer.name, optimizer.jit_compile) == ("mine", True)
@@ -75,11 +84,16 @@ def test_unregistered_losses_and_metrics_are_kept_with_the_closures_of_functions
 
     inputs = keras.Input((4,))
     model = keras.Model(inputs, [keras.layers.Dense(2)(inputs), keras.layers.Dense(2)(inputs)])
-    losses, metrics = [times(1.0), times(1000.0)], [[times(3.0)], [times(5.0), CustomMetric(name="custom")]]
+    losses, metrics = (
+        [times(1.0), times(1000.0)],
+        [[times(3.0)], [times(5.0), CustomMetric(name="custom")]],
+    )
     model.compile("adam", loss=losses, metrics=metrics, run_eagerly=True)
     x, y = np.ones((4, 4), "float32"), [np.ones((4, 2), "float32")] * 2
     converted = kmp.convert(model)
-    results, expected = (each.evaluate(x, y, verbose=0, return_dict=True) for each in (converted, model))
+    results, expected = (
+        each.evaluate(x, y, verbose=0, return_dict=True) for each in (converted, model)
+    )
     assert results == pytest.approx(expected, rel=1e-2)
     assert sum("custom" in name for name in results) == 1
 
@@ -103,7 +117,9 @@ def test_uncompiled_model_stays_uncompiled_and_an_overridden_compile_raises_a_wa
     assert not kmp.convert(models.autoencoder()[0]).compiled
     model, _ = models.gan()
     model.compile(generator=keras.optimizers.Adam(), discriminator=keras.optimizers.Adam())
-    with pytest.warns(UserWarning, match="Gan 'gan.*' is not compiled. Call its `compile` yourself"):
+    with pytest.warns(
+        UserWarning, match="Gan 'gan.*' is not compiled. Call its `compile` yourself"
+    ):
         assert not kmp.convert(model).compiled
 
 

@@ -91,7 +91,9 @@ class FailingConfig(WithoutKwargs):
 
 def model_with(layer):
     inputs = keras.Input((4,))
-    return keras.Model(inputs, layers.Dense(2, name="end")(layer(layers.Dense(4, name="start")(inputs))))
+    return keras.Model(
+        inputs, layers.Dense(2, name="end")(layer(layers.Dense(4, name="start")(inputs)))
+    )
 
 
 def planned_dtypes(audit):
@@ -147,12 +149,18 @@ def test_layer_that_custom_code_creates_needs_no_dtype_argument():
     [
         (
             lambda: MissingKey(2.0),
-            "MissingKey 'missing_key.*' cannot be rebuilt from its config: .*missing 1 .*argument: 'scale'. It ",
+            (
+                "MissingKey 'missing_key.*' cannot be rebuilt from its config: .*missing 1"
+                " .*argument: 'scale'. It "
+            ),
         ),
         # Without the example of code that Keras' message has.
         (
             lambda: Sublayer(layers.Dense(4)),
-            r"non-serializable argument values.*Please implement `get_config\(\)`\. It needs a `get_config` that",
+            (
+                r"non-serializable argument values.*Please implement `get_config\(\)`\. It needs a"
+                r" `get_config` that"
+            ),
         ),
         (lambda: SerializedSublayer(layers.Dense(4)), "calling SerializedSublayer.call"),
         (lambda: MissingUnits(3), "has different variables"),
@@ -160,7 +168,15 @@ def test_layer_that_custom_code_creates_needs_no_dtype_argument():
         (ConfigIsNone, "'NoneType' object is not iterable"),
         (lambda: layers.Dense(4, dtype="float64"), "computes in float64"),
     ],
-    ids=["missing key", "layer", "serialized layer", "missing units", "failing config", "none", "float64"],
+    ids=[
+        "missing key",
+        "layer",
+        "serialized layer",
+        "missing units",
+        "failing config",
+        "none",
+        "float64",
+    ],
 )
 def test_layer_that_convert_refuses_is_an_error_in_audit_too(make, message):
     layer = make()
@@ -180,5 +196,7 @@ def test_layer_that_convert_refuses_is_an_error_in_audit_too(make, message):
 
 
 def test_error_names_the_layer_inside_a_nested_model():
-    with pytest.raises(ValueError, match="^MissingKey 'missing_key.*' cannot be rebuilt from its config"):
+    with pytest.raises(
+        ValueError, match="^MissingKey 'missing_key.*' cannot be rebuilt from its config"
+    ):
         kmp.convert(model_with(model_with(MissingKey(2.0))))

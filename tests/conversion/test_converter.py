@@ -21,7 +21,9 @@ def outputs_of(model, batch):
 
 
 def dtypes_of(model):
-    computing = [part for part in parts_of(model) if part.is_layer and not is_passthrough(part.operation)]
+    computing = [
+        part for part in parts_of(model) if part.is_layer and not is_passthrough(part.operation)
+    ]
     return {part.path: part.operation.compute_dtype for part in computing}
 
 
@@ -34,7 +36,9 @@ def converted_model(make):
 
 
 @ALL_MODELS
-def test_converted_model_has_the_planned_dtypes_same_weights_and_nearly_same_outputs_and_converts_back(make):
+def test_converted_model_has_the_planned_dtypes_same_weights_and_nearly_same_outputs_and_converts_back(
+    make,
+):
     model, batch, config, outputs_before, converted = converted_model(make)
     assert "float16" in dtypes_of(converted).values()
     for row, after in zip(kmp.audit(model).rows, kmp.audit(converted).rows, strict=True):
@@ -43,11 +47,15 @@ def test_converted_model_has_the_planned_dtypes_same_weights_and_nearly_same_out
     assert_equal(converted.variables, model.variables)
     assert not set(map(id, converted.variables)) & set(map(id, model.variables))
     for output, expected in zip(outputs_of(converted, batch), outputs_before, strict=True):
-        assert output.dtype == expected.dtype or make is models.gan  # kmp does not know a subclassed model's outputs
+        assert (
+            output.dtype == expected.dtype or make is models.gan
+        )  # kmp does not know a subclassed model's outputs
         np.testing.assert_allclose(output, expected, rtol=1e-2, atol=1e-2)
     restored = kmp.to_float32(converted)
     assert_equal(outputs_of(restored, batch), outputs_before)
-    parts, original_parts = ([part.operation for part in parts_of(each)] for each in (restored, model))
+    parts, original_parts = (
+        [part.operation for part in parts_of(each)] for each in (restored, model)
+    )
     assert [type(part) for part in parts] == [type(part) for part in original_parts]
     assert not set(map(id, parts)) & set(map(id, original_parts))
     assert [v.dtype for v in restored.variables] == [v.dtype for v in model.variables]
@@ -70,8 +78,12 @@ def test_converted_model_round_trips_through_a_file_and_trains(make, tmp_path):
         targets = np.zeros((4, 6), "float32")
     else:
         loaded.compile(kmp.wrap("adam", initial_scale=64.0), "mse")
-        targets = keras.tree.map_structure(lambda output: np.zeros(output.shape, "float32"), loaded(batch))
-    loaded.run_eagerly = make is not models.operations  # which has operations that are not layers, for a graph
+        targets = keras.tree.map_structure(
+            lambda output: np.zeros(output.shape, "float32"), loaded(batch)
+        )
+    loaded.run_eagerly = (
+        make is not models.operations
+    )  # which has operations that are not layers, for a graph
     assert np.isfinite(loaded.fit(batch, targets, verbose=0).history["loss"]).all()
     pairs = zip(loaded.trainable_variables, converted.trainable_variables, strict=True)
     assert any(np.any(np.asarray(trained) != np.asarray(original)) for trained, original in pairs)
@@ -94,7 +106,8 @@ def test_symbolic_outputs_have_the_dtype_of_the_computed_outputs():
 
 
 @pytest.mark.parametrize(
-    "selector", ["dense", "den*", layers.Dense, lambda layer: layer.name == "dense", ["dense", layers.Dropout]]
+    "selector",
+    ["dense", "den*", layers.Dense, lambda layer: layer.name == "dense", ["dense", layers.Dropout]],
 )
 def test_layers_selected_by_keep_float32_stay_float32(selector):
     hidden = [layers.Dense(4, name="dense"), layers.Dropout(0.1), layers.PReLU(name="middle")]
@@ -104,9 +117,14 @@ def test_layers_selected_by_keep_float32_stay_float32(selector):
 
 
 def test_layer_object_and_full_path_select_one_layer_and_a_name_selects_all_that_have_it():
-    inner = keras.Sequential([keras.Input((4,)), layers.Dense(4, name="one"), layers.Dense(4, name="two")], name="in")
+    inner = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(4, name="one"), layers.Dense(4, name="two")], name="in"
+    )
     inputs = keras.Input((4,))
-    model = keras.Model(inputs, layers.ReLU()(layers.Dense(4, name="last")(inner(layers.Dense(4, name="one")(inputs)))))
+    model = keras.Model(
+        inputs,
+        layers.ReLU()(layers.Dense(4, name="last")(inner(layers.Dense(4, name="one")(inputs)))),
+    )
     for selector in ("one", model.get_layer("one")):
         dtypes = dtypes_of(kmp.convert(model, keep_float32=selector))
         assert (dtypes["one"], dtypes["in/one"]) == ("float32", "float16")
@@ -117,7 +135,12 @@ def test_layer_object_and_full_path_select_one_layer_and_a_name_selects_all_that
 
 def test_layer_that_overflows_with_the_batch_stays_float32_and_is_logged(caplog):
     big = layers.Dense(8, kernel_initializer=keras.initializers.Constant(3e3), name="big")
-    hidden = [layers.Dense(8, name="small"), big, layers.LayerNormalization(), layers.Dense(8, name="later")]
+    hidden = [
+        layers.Dense(8, name="small"),
+        big,
+        layers.LayerNormalization(),
+        layers.Dense(8, name="later"),
+    ]
     model = keras.Sequential([keras.Input((8,)), *hidden, layers.Dense(2)])
     batch = np.full((2, 8), 100.0, "float32")
     assert not np.isfinite(outputs_of(kmp.convert(model), batch)[0]).all()
@@ -137,7 +160,9 @@ def test_model_of_two_replicas_stays_mirrored(two_replicas):
     converted = kmp.convert(model)
     variables = [converted.weights[0], *converted.optimizer.inner_optimizer.variables[2:4]]
     assert {type(variable.value).__name__ for variable in variables} == {"MirroredVariable"}
-    np.testing.assert_allclose(outputs_of(converted, batch)[0], outputs_of(model, batch)[0], atol=1e-2)
+    np.testing.assert_allclose(
+        outputs_of(converted, batch)[0], outputs_of(model, batch)[0], atol=1e-2
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +171,9 @@ def test_model_of_two_replicas_stays_mirrored(two_replicas):
         (kmp.to_float32, ["float32", "float32", "float32", "float32"], layers.BatchNormalization),
         (kmp.convert, ["float16", "float16", "float16", "float32"], kmp.layers.BatchNormalization),
         (
-            lambda model: kmp.convert(model, keep_float32=layers.BatchNormalization, float32_layers=False),
+            lambda model: kmp.convert(
+                model, keep_float32=layers.BatchNormalization, float32_layers=False
+            ),
             ["float16", "float32", "float16", "float16"],
             kmp.layers.BatchNormalization,
         ),
@@ -162,24 +189,40 @@ def test_levels_of_apex_have_their_dtypes_and_normalization(convert, dtypes, nor
     model, batch = models.classifier()
     converted = convert(model)
     assert [layer.compute_dtype for layer in converted.layers] == dtypes
-    assert [type(layer) for layer in converted.layers] == [layers.Dense, normalization, layers.Dropout, layers.Dense]
+    assert [type(layer) for layer in converted.layers] == [
+        layers.Dense,
+        normalization,
+        layers.Dropout,
+        layers.Dense,
+    ]
     in_half = {variable.dtype for variable in converted.weights} == {"float16"}
     assert in_half == (dtypes == ["float16"] * 4)
-    np.testing.assert_allclose(outputs_of(converted, batch)[0], outputs_of(model, batch)[0], atol=1e-2)
+    np.testing.assert_allclose(
+        outputs_of(converted, batch)[0], outputs_of(model, batch)[0], atol=1e-2
+    )
 
 
 def test_layers_of_kmp_stay_float32_whatever_the_plan_says_and_to_float32_replaces_them():
     kmps = [kmp.layers.Softmax(), kmp.layers.Float32(ops.exp), kmp.layers.Float32(layers.Dense(2))]
     model = keras.Sequential([keras.Input((4,)), layers.Dense(4), *kmps])
     converted = kmp.convert(model, float32_layers=False)
-    assert [layer.compute_dtype for layer in converted.layers] == ["float16", "float32", "float32", "float32"]
+    assert [layer.compute_dtype for layer in converted.layers] == [
+        "float16",
+        "float32",
+        "float32",
+        "float32",
+    ]
     restored, batch = kmp.to_float32(converted), np.ones((2, 4), "float32")
     assert {type(layer).__module__.split(".")[0] for layer in restored.layers} == {"keras"}
     assert_equal(outputs_of(restored, batch), outputs_of(model, batch))
     inputs = keras.Input((4,))  # a function of two arguments stays kmp's layer
-    model = keras.Model(inputs, kmp.layers.Float32(lambda a, b: ops.exp(a - b))(layers.Dense(4)(inputs), inputs))
+    model = keras.Model(
+        inputs, kmp.layers.Float32(lambda a, b: ops.exp(a - b))(layers.Dense(4)(inputs), inputs)
+    )
     restored = kmp.to_float32(kmp.convert(model))
-    np.testing.assert_allclose(outputs_of(restored, batch)[0], outputs_of(model, batch)[0], rtol=1e-6)
+    np.testing.assert_allclose(
+        outputs_of(restored, batch)[0], outputs_of(model, batch)[0], rtol=1e-6
+    )
 
 
 def test_plan_can_be_saved_edited_and_applied(tmp_path):
@@ -189,17 +232,26 @@ def test_plan_can_be_saved_edited_and_applied(tmp_path):
     plan.save(tmp_path / "plan.json")
     assert kmp.Plan.load(tmp_path / "plan.json") == plan
     converted = kmp.convert(models.classifier()[0], kmp.Plan.load(tmp_path / "plan.json"))
-    assert [layer.compute_dtype for layer in converted.layers] == ["float16", "float16", "float32", "float32"]
+    assert [layer.compute_dtype for layer in converted.layers] == [
+        "float16",
+        "float16",
+        "float32",
+        "float32",
+    ]
 
 
-def test_float16_model_is_returned_unchanged_and_logged_and_so_are_nonfinite_outputs_in_float32(caplog):
+def test_float16_model_is_returned_unchanged_and_logged_and_so_are_nonfinite_outputs_in_float32(
+    caplog,
+):
     converted = kmp.convert(models.classifier()[0], batch=np.full((1, 8), np.nan, "float32"))
     assert "have NaN or Inf in float32 too" in caplog.text
     assert kmp.convert(converted) is converted
     assert "already computes in float16 and float32" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")  # Keras' own quantize
+@pytest.mark.filterwarnings(
+    "ignore:Layer .* does not have a `quantize` method"
+)  # Keras' own quantize
 def test_quantized_model_is_returned_unchanged_and_logged(caplog):
     model, _ = models.classifier()
     model.quantize("int8")
@@ -228,7 +280,9 @@ class CreatesItsGraph(keras.Model):
     def __init__(self, **kwargs):
         inputs = keras.Input((8,))
         hidden = ops.exp(layers.Dense(8, name="first", kernel_initializer="identity")(inputs))
-        super().__init__(inputs, layers.Dense(2, name="last", kernel_initializer="ones")(hidden), **kwargs)
+        super().__init__(
+            inputs, layers.Dense(2, name="last", kernel_initializer="ones")(hidden), **kwargs
+        )
 
     def get_config(self):
         return {"name": self.name}
@@ -238,7 +292,10 @@ def test_operation_created_in_custom_code_and_its_overflow_are_logged(caplog):
     model = CreatesItsGraph(name="custom")
     batch = np.full((1, 8), 12.0, "float32")
     converted = kmp.convert(model, batch=batch)
-    assert re.search(r"exp\S* needs float32 but follows its inputs, because the code of CreatesItsGraph", caplog.text)
+    assert re.search(
+        r"exp\S* needs float32 but follows its inputs, because the code of CreatesItsGraph",
+        caplog.text,
+    )
     assert "With this batch the outputs of 'custom' have NaN or Inf in mixed_float16" in caplog.text
     assert dtypes_of(converted) == {"first": "float16", "last": "float32"}
     row = next(row for row in kmp.audit(model).rows if row.class_name == "Exp")
@@ -247,10 +304,18 @@ def test_operation_created_in_custom_code_and_its_overflow_are_logged(caplog):
 
 def test_nested_model_that_is_selected_or_in_a_plan_keeps_its_layers_in_float32():
     model, batch = models.autoencoder()
-    for arguments in ({"keep_float32": "encoder"}, {"policy": kmp.Plan("mixed_float16", {"encoder": "why"})}):
+    for arguments in (
+        {"keep_float32": "encoder"},
+        {"policy": kmp.Plan("mixed_float16", {"encoder": "why"})},
+    ):
         dtypes = dtypes_of(kmp.convert(model, **arguments))
-        assert {dtype for path, dtype in dtypes.items() if path.startswith("encoder/")} == {"float32"}
-    assert {path.split("/")[0]: dtype for path, dtype in dtypes.items()} == {"encoder": "float32", "decoder": "float16"}
+        assert {dtype for path, dtype in dtypes.items() if path.startswith("encoder/")} == {
+            "float32"
+        }
+    assert {path.split("/")[0]: dtype for path, dtype in dtypes.items()} == {
+        "encoder": "float32",
+        "decoder": "float16",
+    }
     converted = kmp.convert(model, keep_float32="encoder")
     assert "float16" not in {output.dtype for output in outputs_of(converted, batch)}
 
@@ -262,12 +327,17 @@ def test_frozen_variable_and_frozen_sublayer_that_code_creates_stay_frozen(caplo
     block = kmp.convert(model).get_layer("block")
     assert not block.dense.trainable
     assert [variable.name for variable in block.normalize.trainable_variables] == ["beta"]
-    assert "without stays float32: its config has no `dtype`, so its policy cannot be set." in caplog.text
+    assert (
+        "without stays float32: its config has no `dtype`, so its policy cannot be set."
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("function", [kmp.convert, kmp.to_float32, kmp.audit])
 def test_model_that_cannot_be_converted_is_an_error(function):
-    with pytest.raises(TypeError, match="`model` must be a keras.Model, such as .*Received: model='a.keras'"):
+    with pytest.raises(
+        TypeError, match="`model` must be a keras.Model, such as .*Received: model='a.keras'"
+    ):
         function("a.keras")
     with pytest.raises(ValueError, match="is not built: call it on a batch first"):
         function(keras.Sequential([layers.Dense(2, name="one")]))
@@ -279,20 +349,43 @@ def test_to_float32_of_a_float64_model_is_an_error():
         kmp.to_float32(model)
 
 
-PLAN, BAD_PLAN = kmp.Plan("mixed_float16", {"dense": "why"}), kmp.Plan("mixed_float16", {"typo": "why"})
+PLAN, BAD_PLAN = (
+    kmp.Plan("mixed_float16", {"dense": "why"}),
+    kmp.Plan("mixed_float16", {"typo": "why"}),
+)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"keep_float32": "nosuch*"}, ValueError, "no layer matches 'nosuch.*'. The layers are: dense, "),
-        ({"keep_float32": layers.Conv2D}, ValueError, "no layer matches Conv2D. The layers are: dense, "),
-        ({"keep_float32": ["dense", "nosuch"]}, ValueError, "no layer matches 'nosuch'. The layers are: dense, "),
+        (
+            {"keep_float32": "nosuch*"},
+            ValueError,
+            "no layer matches 'nosuch.*'. The layers are: dense, ",
+        ),
+        (
+            {"keep_float32": layers.Conv2D},
+            ValueError,
+            "no layer matches Conv2D. The layers are: dense, ",
+        ),
+        (
+            {"keep_float32": ["dense", "nosuch"]},
+            ValueError,
+            "no layer matches 'nosuch'. The layers are: dense, ",
+        ),
         ({"keep_float32": 3}, TypeError, "`keep_float32` must be a path, pattern, layer, class"),
         ({"float32_layers": "no"}, TypeError, "`float32_layers` must be True or False"),
-        ({"policy": "float32"}, ValueError, r"must be one of 'mixed_float16', 'mixed_bfloat16'.*\(of type str\)$"),
+        (
+            {"policy": "float32"},
+            ValueError,
+            r"must be one of 'mixed_float16', 'mixed_bfloat16'.*\(of type str\)$",
+        ),
         ({"policy": None}, TypeError, "`policy` must be one of"),
-        ({"policy": BAD_PLAN}, ValueError, "plan contains 'typo', but the model has no such layer.*are: dense, "),
+        (
+            {"policy": BAD_PLAN},
+            ValueError,
+            "plan contains 'typo', but the model has no such layer.*are: dense, ",
+        ),
         ({"policy": PLAN, "keep_float32": "dense"}, ValueError, "cannot be used with a `kmp.Plan`"),
         ({"policy": PLAN, "float32_layers": False}, ValueError, "cannot be used with a `kmp.Plan`"),
         ({"batch": np.zeros((2, 3), "float32")}, ValueError, "`batch` does not fit Sequential"),

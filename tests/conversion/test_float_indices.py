@@ -18,7 +18,9 @@ class Tokens(layers.Layer):
     def __init__(self, rows=6000, **arguments):
         super().__init__(**arguments)
         self.rows = rows
-        self.table = layers.Embedding(rows, 4, embeddings_initializer="normal", dtype=self.dtype_policy, name="table")
+        self.table = layers.Embedding(
+            rows, 4, embeddings_initializer="normal", dtype=self.dtype_policy, name="table"
+        )
         self.table.build()
 
     def call(self, inputs):
@@ -60,7 +62,10 @@ MODELS = {
     "layer": (lambda: model_of(Tokens()), IDS),
     "layer in a layer": (lambda: model_of(Outer()), IDS),
     "functional inside": (lambda: model_of(model_of(Tokens())), IDS),
-    "time distributed": (lambda: model_of(layers.TimeDistributed(Tokens()), (2, 3)), np.stack([IDS, IDS], 1)),
+    "time distributed": (
+        lambda: model_of(layers.TimeDistributed(Tokens()), (2, 3)),
+        np.stack([IDS, IDS], 1),
+    ),
     "dict": (dict_model, {"ids": IDS, "floats": FLOATS}),
 }
 
@@ -75,7 +80,9 @@ def test_convert_keeps_the_rows_and_so_does_the_saved_model(name, tmp_path):
     make, batch = MODELS[name]
     model = make()
     converted = kmp.convert(model)
-    assert [tensor.dtype for tensor in converted.inputs] == [tensor.dtype for tensor in model.inputs]
+    assert [tensor.dtype for tensor in converted.inputs] == [
+        tensor.dtype for tensor in model.inputs
+    ]
     np.testing.assert_allclose(converted(batch), model(batch), atol=1e-3)
     converted.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")  # no layer of kmp is needed

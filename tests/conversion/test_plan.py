@@ -15,7 +15,9 @@ def float32_in(model, policy="mixed_float16"):
 
 def test_each_float32_layer_has_a_reason():
     hidden = [layers.Dense(4), layers.Softmax(name="inner")]
-    assert float32_in(keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(2, name="end")])) == {
+    assert float32_in(
+        keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(2, name="end")])
+    ) == {
         "inner": "exp, sum and division: float16 flushes small probabilities to zero",
         "end": "model output: float16 would round it to 11 bits",
     }
@@ -61,14 +63,18 @@ def test_output_layer_of_the_model_and_its_wrapper_are_float32(make, expected):
 
 def test_policies_without_float32_weights_keep_batch_normalization_float32():
     model, _ = models.classifier()
-    name = next(layer.name for layer in model.layers if isinstance(layer, layers.BatchNormalization))
+    name = next(
+        layer.name for layer in model.layers if isinstance(layer, layers.BatchNormalization)
+    )
     assert name in float32_in(model, "float16")
     assert name not in float32_in(model)
 
 
 def test_path_of_the_wrong_type_raises():
     for call in (kmp.Plan("float16").save, Plan.load):
-        with pytest.raises(TypeError, match="`path` must be the path of a local .*file. Received: path=3"):
+        with pytest.raises(
+            TypeError, match="`path` must be the path of a local .*file. Received: path=3"
+        ):
             call(3)
 
 
@@ -80,13 +86,21 @@ def test_path_of_the_wrong_type_raises():
         ('{"policy": "mixed_float16"}', "it must have exactly the keys"),
         ('{"policy": "float64", "float32": {}}', "`policy` must be one of"),
         ('{"policy": "mixed_float16", "float32": {"a": 1}}', "`float32` must map paths to reasons"),
-        ('{"policy": "float16", "float32": {"a": "why"}, "float32": {}}', "the key 'float32' is repeated"),
-        ('{"policy": "float16", "float32": ' + "[" * 100_000 + "]" * 100_000 + "}", "maximum recursion depth exceeded"),
+        (
+            '{"policy": "float16", "float32": {"a": "why"}, "float32": {}}',
+            "the key 'float32' is repeated",
+        ),
+        (
+            '{"policy": "float16", "float32": ' + "[" * 100_000 + "]" * 100_000 + "}",
+            "maximum recursion depth exceeded",
+        ),
         (None, "it is not a regular file"),
     ],
     ids=["empty", "list", "keys", "policy", "reason", "repeated key", "nested", "pipe"],
 )
-def test_plan_file_that_would_lose_entries_recurse_or_block_is_an_error_of_one_line(tmp_path, text, reason):
+def test_plan_file_that_would_lose_entries_recurse_or_block_is_an_error_of_one_line(
+    tmp_path, text, reason
+):
     path = tmp_path / "plan.json"
     if text is None:
         os.mkfifo(path)

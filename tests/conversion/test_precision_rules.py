@@ -42,22 +42,67 @@ class AddsLossWithSublayer(AddsLoss):
 @pytest.mark.parametrize(
     ("layer", "category"),
     [
-        *each(NEEDS_FLOAT32, layers.Softmax(), layers.Activation("exponential"), layers.Activation("log_softmax")),
-        *each(NEEDS_FLOAT32, layers.Dense(2, "softmax"), layers.Dense(2, activation=layers.Softmax())),
-        *each(NEEDS_FLOAT32, layers.LSTM(2, recurrent_activation="softmax"), layers.UnitNormalization()),
-        *each(NEEDS_FLOAT32, layers.ActivityRegularization(l2=0.1), layers.Dense(2, activity_regularizer="l2")),
-        *each(NEEDS_FLOAT32, AddsLoss(), layers.SpectralNormalization(layers.Dense(2)), layers.Normalization()),
-        *each(NEEDS_FLOAT32, layers.Rescaling(1 / 255), layers.RandomFlip(), layers.Lambda(lambda x: x)),
+        *each(
+            NEEDS_FLOAT32,
+            layers.Softmax(),
+            layers.Activation("exponential"),
+            layers.Activation("log_softmax"),
+        ),
+        *each(
+            NEEDS_FLOAT32, layers.Dense(2, "softmax"), layers.Dense(2, activation=layers.Softmax())
+        ),
+        *each(
+            NEEDS_FLOAT32,
+            layers.LSTM(2, recurrent_activation="softmax"),
+            layers.UnitNormalization(),
+        ),
+        *each(
+            NEEDS_FLOAT32,
+            layers.ActivityRegularization(l2=0.1),
+            layers.Dense(2, activity_regularizer="l2"),
+        ),
+        *each(
+            NEEDS_FLOAT32,
+            AddsLoss(),
+            layers.SpectralNormalization(layers.Dense(2)),
+            layers.Normalization(),
+        ),
+        *each(
+            NEEDS_FLOAT32,
+            layers.Rescaling(1 / 255),
+            layers.RandomFlip(),
+            layers.Lambda(lambda x: x),
+        ),
         *each(NEEDS_FLOAT32, layers.GlobalAveragePooling1D()),
         *each(NEEDS_FLOAT32, kmp.layers.Softmax(), kmp.layers.Float32(layers.Dense(2))),
-        *each(RUNS_IN_FLOAT16, layers.Dense(2), layers.Dense(2, "relu"), layers.Conv2D(2, 3), layers.LSTM(2)),
-        *each(RUNS_IN_FLOAT16, layers.SeparableConv2D(2, 3), layers.DepthwiseConv2D(3), layers.Conv2DTranspose(2, 3)),
+        *each(
+            RUNS_IN_FLOAT16,
+            layers.Dense(2),
+            layers.Dense(2, "relu"),
+            layers.Conv2D(2, 3),
+            layers.LSTM(2),
+        ),
+        *each(
+            RUNS_IN_FLOAT16,
+            layers.SeparableConv2D(2, 3),
+            layers.DepthwiseConv2D(3),
+            layers.Conv2DTranspose(2, 3),
+        ),
         *each(RUNS_IN_FLOAT16, CustomDense(2), layers.MultiHeadAttention(2, 2), layers.Dot(axes=1)),
         *each(RUNS_IN_FLOAT16, layers.BatchNormalization(), kmp.layers.BatchNormalization()),
         *each(RUNS_IN_FLOAT16, layers.LayerNormalization(), layers.GroupNormalization()),
-        *each(FOLLOWS_INPUTS, AddsLossWithSublayer(), layers.ReLU(), layers.Add(), layers.Dropout(0.1)),
-        *each(FOLLOWS_INPUTS, layers.MaxPooling2D(), layers.GlobalAveragePooling2D(), layers.StringLookup()),
-        *each(FOLLOWS_INPUTS, layers.Cropping2D(), layers.ZeroPadding2D(), layers.AveragePooling2D(2)),
+        *each(
+            FOLLOWS_INPUTS, AddsLossWithSublayer(), layers.ReLU(), layers.Add(), layers.Dropout(0.1)
+        ),
+        *each(
+            FOLLOWS_INPUTS,
+            layers.MaxPooling2D(),
+            layers.GlobalAveragePooling2D(),
+            layers.StringLookup(),
+        ),
+        *each(
+            FOLLOWS_INPUTS, layers.Cropping2D(), layers.ZeroPadding2D(), layers.AveragePooling2D(2)
+        ),
     ],
     ids=lambda value: value.name if isinstance(value, keras.Layer) else value,
 )
@@ -68,28 +113,59 @@ def test_layers_have_the_category_of_their_source(layer, category):
 @pytest.mark.parametrize(
     ("function", "category"),
     [
-        *each(NEEDS_FLOAT32, ops.exp, ops.log, ops.square, ops.softmax, ops.reciprocal, ops.squareplus),
-        *each(NEEDS_FLOAT32, lambda x: ops.power(x, 3), lambda x: 1.0 / x, lambda x: x * x, lambda x: ops.outer(x, x)),
-        *each(NEEDS_FLOAT32, *(partial(function, axis=-1) for function in (ops.sum, ops.std, ops.norm))),
+        *each(
+            NEEDS_FLOAT32, ops.exp, ops.log, ops.square, ops.softmax, ops.reciprocal, ops.squareplus
+        ),
+        *each(
+            NEEDS_FLOAT32,
+            lambda x: ops.power(x, 3),
+            lambda x: 1.0 / x,
+            lambda x: x * x,
+            lambda x: ops.outer(x, x),
+        ),
+        *each(
+            NEEDS_FLOAT32,
+            *(partial(function, axis=-1) for function in (ops.sum, ops.std, ops.norm)),
+        ),
         pytest.param(lambda x: ops.nanmean(x, axis=-1), NEEDS_FLOAT32, marks=NANMEAN),
-        *each(NEEDS_FLOAT32, lambda x: x * 1e5, lambda x: x * 100000, lambda x: ops.clip(x, -1e9, 1e9)),
+        *each(
+            NEEDS_FLOAT32, lambda x: x * 1e5, lambda x: x * 100000, lambda x: ops.clip(x, -1e9, 1e9)
+        ),
         *each(NEEDS_FLOAT32, lambda x: x + (-1e9), lambda x: x + 1e-8),
         *each(NEEDS_FLOAT32, lambda x: x * np.array([1.0, 2.0, 7e4, 1.0], "float32")),
         # Its gradient is float32.
         *each(NEEDS_FLOAT32, lambda x: ops.image.resize(ops.reshape(x, (-1, 2, 2, 1)), (4, 4))),
         *each(NEEDS_FLOAT32, lambda x: ops.segment_sum(x, np.zeros(2, "int32"), num_segments=1)),
-        *each(NEEDS_FLOAT32, lambda x: ops.scatter(np.zeros((4, 1), "int32"), ops.sum(x, axis=0), (2,))),
+        *each(
+            NEEDS_FLOAT32,
+            lambda x: ops.scatter(np.zeros((4, 1), "int32"), ops.sum(x, axis=0), (2,)),
+        ),
         *each(NEEDS_FLOAT32, lambda x: ops.round(x, 2)),  # multiplies by 100
-        *each(NEEDS_FLOAT32, lambda x: ops.image.rgb_to_hsv(ops.reshape(x, (4, 1, 1, -1)))),  # NaN of small values
-        *each(NEEDS_FLOAT32, lambda x: ops.map(ops.sum, x), lambda x: ops.vectorized_map(lambda row: row * row, x)),
-        *each(NEEDS_FLOAT32, lambda x: ops.scan(lambda carry, row: (carry + row, row), ops.max(x, axis=0), x)[0]),
+        *each(
+            NEEDS_FLOAT32, lambda x: ops.image.rgb_to_hsv(ops.reshape(x, (4, 1, 1, -1)))
+        ),  # NaN of small values
+        *each(
+            NEEDS_FLOAT32,
+            lambda x: ops.map(ops.sum, x),
+            lambda x: ops.vectorized_map(lambda row: row * row, x),
+        ),
+        *each(
+            NEEDS_FLOAT32,
+            lambda x: ops.scan(lambda carry, row: (carry + row, row), ops.max(x, axis=0), x)[0],
+        ),
         *each(NEEDS_FLOAT32, lambda x: ops.associative_scan(lambda a, b: a + b, x)),
         *each(NEEDS_FLOAT32, lambda x: ops.fori_loop(0, 3, lambda i, value: value * value, x)),
         *each(NEEDS_FLOAT32, lambda x: ops.switch(0, [lambda value: value * value], x)),
         *each(RUNS_IN_FLOAT16, lambda x: ops.matmul(x, ops.transpose(x))),
         *each(FOLLOWS_INPUTS, ops.softplus, ops.round, ops.relu, lambda x: ops.mean(x, axis=-1)),
         *each(FOLLOWS_INPUTS, lambda x: ops.segment_max(x, np.zeros(2, "int32"), num_segments=1)),
-        *each(FOLLOWS_INPUTS, lambda x: x / 2.0, lambda x: x + 1.0, lambda x: x * 1e4, lambda x: x + 1e-6),
+        *each(
+            FOLLOWS_INPUTS,
+            lambda x: x / 2.0,
+            lambda x: x + 1.0,
+            lambda x: x * 1e4,
+            lambda x: x + 1e-6,
+        ),
         *each(FOLLOWS_INPUTS, lambda x: ops.where(x > 0, x, -np.inf)),
     ],
 )
@@ -98,13 +174,23 @@ def test_operations_have_the_category_of_their_source(function, category):
 
 
 def test_reason_contains_a_constant_outside_float16s_range():
-    assert rule_for_operation(lambda x: x * 1e5).reason == "the constant 100000 exceeds 65504 and overflows in float16"
+    assert (
+        rule_for_operation(lambda x: x * 1e5).reason
+        == "the constant 100000 exceeds 65504 and overflows in float16"
+    )
     assert rule_for_operation(lambda x: x * 1e5, "bfloat16").category == FOLLOWS_INPUTS
     regularized = layers.Dense(2, activity_regularizer="l2")
     assert rule_for(regularized, "bfloat16").category == NEEDS_FLOAT32
-    assert rule_for_operation(ops.exp, "bfloat16").reason.startswith("bfloat16 has 8 significant bits")
-    assert rule_for_operation(lambda x: x + 1e-41, "bfloat16").reason.endswith("below 9e-41 and is zero in bfloat16")
-    assert rule_for_operation(lambda x: x + 1e-8).reason == "the constant 1e-08 is below 6e-08 and is zero in float16"
+    assert rule_for_operation(ops.exp, "bfloat16").reason.startswith(
+        "bfloat16 has 8 significant bits"
+    )
+    assert rule_for_operation(lambda x: x + 1e-41, "bfloat16").reason.endswith(
+        "below 9e-41 and is zero in bfloat16"
+    )
+    assert (
+        rule_for_operation(lambda x: x + 1e-8).reason
+        == "the constant 1e-08 is below 6e-08 and is zero in float16"
+    )
 
 
 def test_epsilon_of_a_custom_layer_is_checked():
@@ -115,8 +201,13 @@ def test_epsilon_of_a_custom_layer_is_checked():
             return x / self.epsilon
 
     rule = rule_for(CustomLayer(), "bfloat16")
-    assert (rule.category, rule.reason) == (FOLLOWS_INPUTS, "a custom layer: kmp does not examine its `call`")
-    assert rule_for(CustomLayer()).reason == "the constant 1e-12 is below 6e-08 and is zero in float16"
+    assert (rule.category, rule.reason) == (
+        FOLLOWS_INPUTS,
+        "a custom layer: kmp does not examine its `call`",
+    )
+    assert (
+        rule_for(CustomLayer()).reason == "the constant 1e-12 is below 6e-08 and is zero in float16"
+    )
 
 
 def test_mean_of_float16_values_whose_sum_overflows_is_finite_as_the_rules_say():
@@ -126,7 +217,9 @@ def test_mean_of_float16_values_whose_sum_overflows_is_finite_as_the_rules_say()
 
 @pytest.mark.parametrize("name", ["BatchNormalization", "LayerNormalization", "GroupNormalization"])
 def test_float16_normalization_layers_accept_values_whose_squares_overflow(name):
-    layer = getattr(layers, name)(**{"groups": 1} if name == "GroupNormalization" else {}, dtype="mixed_float16")
+    layer = getattr(layers, name)(
+        **{"groups": 1} if name == "GroupNormalization" else {}, dtype="mixed_float16"
+    )
     x = ops.convert_to_tensor(np.random.default_rng(0).normal(size=(64, 64)) * 1e4, "float16")
     outputs = np.asarray(layer(x, training=True), np.float64)
     assert np.isfinite(outputs).all()
@@ -135,7 +228,9 @@ def test_float16_normalization_layers_accept_values_whose_squares_overflow(name)
 
 def test_float_constants_of_a_where_with_a_boolean_mask_are_checked_and_integer_constants_are_not():
     mask, ids = keras.Input((4,), dtype="bool"), keras.Input((4,), dtype="int32")
-    model = keras.Model([mask, ids], [ops.where(mask, 0.0, -1e9), ops.one_hot(ids % 1_000_003, 70_000)])
+    model = keras.Model(
+        [mask, ids], [ops.where(mask, 0.0, -1e9), ops.one_hot(ids % 1_000_003, 70_000)]
+    )
     operations = [part.operation for part in parts_of(model) if not part.is_layer]
     rules = {type(operation).__name__: rule_for(operation) for operation in operations}
     where = rules.pop("Where")

@@ -24,7 +24,10 @@ def test_interrupt_and_missing_data_are_one_line_each(monkeypatch, capsys, tmp_p
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert main(["demo", "--out", str(tmp_path / "out")]) == 1
     assert not (tmp_path / "out").exists()
-    assert capsys.readouterr().err == "kmp: The demo's data set is part of scikit-learn: pip install 'kmp[demo]'\n"
+    assert (
+        capsys.readouterr().err
+        == "kmp: The demo's data set is part of scikit-learn: pip install 'kmp[demo]'\n"
+    )
     monkeypatch.setattr(experiment, "load", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["demo", "--out", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "kmp: interrupted\n"
@@ -33,7 +36,10 @@ def test_interrupt_and_missing_data_are_one_line_each(monkeypatch, capsys, tmp_p
 @pytest.mark.parametrize(
     ("policy", "mixed"),
     [
-        *((policy, ["float16 without loss scaling", "float16 with kmp"]) for policy in ("mixed_float16", "float16")),
+        *(
+            (policy, ["float16 without loss scaling", "float16 with kmp"])
+            for policy in ("mixed_float16", "float16")
+        ),
         ("mixed_bfloat16", ["bfloat16 without loss scaling"]),
         ("float32", []),
     ],
@@ -55,8 +61,12 @@ def explanation(policy, *accuracies):
 
 def test_explanation_has_reasons_only_if_the_variants_differ_by_more_than_the_seeds():
     float32, with_kmp = (0.7, 0.8), (0.75, 0.8)
-    assert "The reason: the loss is a mean" in explanation("mixed_float16", float32, (0.2, 0.3), with_kmp)
-    assert "no more than the seeds do" in explanation("mixed_float16", float32, (0.7, 0.8), with_kmp)
+    assert "The reason: the loss is a mean" in explanation(
+        "mixed_float16", float32, (0.2, 0.3), with_kmp
+    )
+    assert "no more than the seeds do" in explanation(
+        "mixed_float16", float32, (0.7, 0.8), with_kmp
+    )
     assert "differ" not in explanation("float32", float32)
 
 

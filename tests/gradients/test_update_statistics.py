@@ -11,7 +11,9 @@ pytestmark = pytest.mark.usefixtures("enabled")
 # The weights are read before and after a call of the train function, however it was compiled.
 @pytest.mark.parametrize(("steps_per_execution", "learning_rate"), [(1, 2e-3), (8, 0.5)])
 def test_update_of_the_sampled_step_is_measured(steps_per_execution, learning_rate):
-    model = compiled_model(keras.optimizers.SGD(learning_rate), steps_per_execution=steps_per_execution)
+    model = compiled_model(
+        keras.optimizers.SGD(learning_rate), steps_per_execution=steps_per_execution
+    )
     weights = [values(model.weights[:4])]
     recorder = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: weights.append(values(model.weights[:4]))
@@ -20,16 +22,22 @@ def test_update_of_the_sampled_step_is_measured(steps_per_execution, learning_ra
     fit(model, [histogram, recorder], batches=16)
     samples = histogram.run.samples
     before, after = weights[:2]
-    for name, old, new in zip([v.path for v in model.trainable_variables], before, after, strict=True):
+    for name, old, new in zip(
+        [v.path for v in model.trainable_variables], before, after, strict=True
+    ):
         index = samples[0].names.index(name)
         np.testing.assert_allclose(samples[0].weight_norm[index], np.linalg.norm(old), rtol=2**-8)
-        np.testing.assert_allclose(samples[0].update_norm[index], np.linalg.norm(new - old), rtol=2**-8, atol=1e-7)
+        np.testing.assert_allclose(
+            samples[0].update_norm[index], np.linalg.norm(new - old), rtol=2**-8, atol=1e-7
+        )
         assert samples[0].updates[index] == np.sum(new != old)
         lost = (new != old) & (np.abs(new - old) < 2.0**-11 * np.abs(old))
         assert samples[0].lost_updates[index] == np.sum(lost)
     assert samples[0].lost_updates.any() or steps_per_execution == 8
     # Only the last sample within an execution of several steps is read.
-    assert [sample.step for sample in samples] == ([1, 8, 16] if steps_per_execution == 1 else [8, 16])
+    assert [sample.step for sample in samples] == (
+        [1, 8, 16] if steps_per_execution == 1 else [8, 16]
+    )
 
 
 def measured_steps(samples):
@@ -62,10 +70,17 @@ def test_training_with_a_reloaded_optimizer_samples_its_first_step(tmp_path):
     ("corrupt", "options", "inner_options", "expected"),
     [
         (2, {"run_eagerly": True}, {"gradient_accumulation_steps": 4}, [6, 10, 14]),
-        (5, {"steps_per_execution": 4}, {}, [8, 12, 16]),  # the first execution is skipped, and one step of the second
+        (
+            5,
+            {"steps_per_execution": 4},
+            {},
+            [8, 12, 16],
+        ),  # the first execution is skipped, and one step of the second
     ],
 )
-def test_step_that_updates_no_weights_is_not_measured_and_the_next_sample_is(corrupt, options, inner_options, expected):
+def test_step_that_updates_no_weights_is_not_measured_and_the_next_sample_is(
+    corrupt, options, inner_options, expected
+):
     model = compiled_model(keras.optimizers.SGD(0.5, **inner_options), **options)
     x, y = small_data(16)
     x[: 8 * corrupt] = np.nan
@@ -89,4 +104,6 @@ def test_counts_are_summed_over_replicas_and_update_norms_are_not(two_replicas):
     assert sample.histogram.total == 2 * sum(weights.size for weights in before)
     norms = [np.linalg.norm(new - old) for new, old in zip(after, before, strict=True)]
     measured = dict(zip(sample.names, sample.update_norm, strict=True))
-    np.testing.assert_allclose([measured[v.path] for v in model.trainable_variables], norms, rtol=2**-8, atol=1e-7)
+    np.testing.assert_allclose(
+        [measured[v.path] for v in model.trainable_variables], norms, rtol=2**-8, atol=1e-7
+    )

@@ -1,6 +1,7 @@
 """Compares layers of `keras.layers` under `kmp.enable` with the same layers in float32, in a graph and with XLA.
 
-Layers of raw data, such as image augmentation, are float32 by one rule: the comparison has some of them, without XLA.
+Layers of raw data, such as image augmentation, are float32 by one rule: the comparison has some of
+them, without XLA.
 """
 
 import inspect
@@ -23,8 +24,17 @@ def floats(*shape):
     return random.permutation(1024)[: np.prod(shape)].reshape(shape).astype("float32") / 256 - 2
 
 
-VECTORS, SEQUENCE, IMAGES, VOLUME = floats(4, 6), floats(2, 5, 4), floats(2, 8, 8, 3), floats(2, 4, 4, 4, 3)
-STATE, TOKENS, MANY = VECTORS[:, :3], random.integers(0, 10, (3, 5)).astype("int32"), np.ones((64, 64), "float32")
+VECTORS, SEQUENCE, IMAGES, VOLUME = (
+    floats(4, 6),
+    floats(2, 5, 4),
+    floats(2, 8, 8, 3),
+    floats(2, 4, 4, 4, 3),
+)
+STATE, TOKENS, MANY = (
+    VECTORS[:, :3],
+    random.integers(0, 10, (3, 5)).astype("int32"),
+    np.ones((64, 64), "float32"),
+)
 TWO = [VECTORS, VECTORS[::-1]]
 MASK = np.tile(np.arange(5) < 3, (2, 1))
 STRINGS = np.array([["a b"], ["b c"]])
@@ -33,7 +43,10 @@ SOUND = np.sin(0.3 * np.arange(1024, dtype="float32"))[None]
 PIXELS = random.integers(0, 256, (4, 8, 8, 3)).astype("uint8")
 LABELED = {"images": PIXELS, "labels": np.eye(3, dtype="float32")[[0, 1, 2, 0]]}
 # Ids that float16 rounds, as those of the instances in a data set for segmentation.
-BOXES = {"boxes": np.array([[[0, 0, 4, 4], [2, 3, 7, 8]]] * 4, "float32"), "labels": np.array([[3001, 2]] * 4, "int32")}
+BOXES = {
+    "boxes": np.array([[[0, 0, 4, 4], [2, 3, 7, 8]]] * 4, "float32"),
+    "labels": np.array([[3001, 2]] * 4, "int32"),
+}
 ANNOTATED = LABELED | {
     "segmentation_masks": random.integers(4000, 5000, (4, 8, 8, 1)).astype("int32"),
     "bounding_boxes": BOXES,
@@ -47,13 +60,24 @@ class Case:
         inputs: A tuple is several arguments.
         name: What sets it apart from the other cases of the class.
         call: Keyword arguments of the call.
-        is_raw: Whether the inputs come from a data set, and not from another layer, through which gradients flow.
+        is_raw: Whether the inputs come from a data set, and not from another layer, through which
+            gradients flow.
         is_random: Whether only the mean and the standard deviation of the outputs are compared.
         has_xla: Whether XLA can compile it in float32. Not used for raw data.
         **arguments: Those of the layer's `__init__`.
     """
 
-    def __init__(self, inputs=VECTORS, name="", *, call=None, is_raw=False, is_random=False, has_xla=True, **arguments):
+    def __init__(
+        self,
+        inputs=VECTORS,
+        name="",
+        *,
+        call=None,
+        is_raw=False,
+        is_random=False,
+        has_xla=True,
+        **arguments,
+    ):
         self.inputs, self.name, self.call, self.arguments = inputs, name, call or {}, arguments
         self.is_raw, self.is_random, self.has_xla = is_raw, is_random, has_xla
         self.layer_class = layers.Layer
@@ -61,7 +85,10 @@ class Case:
     def layer(self, saved_model):
         """Creates the layer under the current policy, with weights that depend on the class only."""
         keras.utils.set_random_seed(0)
-        create = lambda value: value() if isinstance(value, partial) else value  # noqa: E731
+
+        def create(value):
+            return value() if isinstance(value, partial) else value
+
         arguments = keras.tree.map_structure(create, self.arguments)
         if self.layer_class is layers.TFSMLayer:
             arguments["filepath"] = saved_model
@@ -87,15 +114,18 @@ def each(make, inputs, argument, values, **arguments):
     return [make(inputs, str(value), **{argument: value}, **arguments) for value in values]
 
 
-# A new layer of Keras needs a case here, and an entry in `kmp.layers.float32_classes` if it fails. A layer of raw data
-# needs one if its outputs can be integers, or if it creates other layers.
+# A new layer of Keras needs a case here, and an entry in `kmp.layers.float32_classes` if it fails.
+# A layer of raw data needs one if its outputs can be integers, or if it creates other layers.
 HAS_NO_CALL = {layers.InputLayer, layers.InputSpec, layers.Layer, layers.Wrapper}
 IS_FOR_OTHER_BACKENDS = {layers.FlaxLayer, layers.JaxLayer, layers.TorchModuleWrapper}
 MASKED, MASKED_TWICE, TRAINING = {"mask": MASK}, {"mask": [MASK, MASK]}, {"training": True}
 
 CASES = {
     "Activation": each(case, VECTORS, "activation", ["gelu", "softmax", "softplus", "tanh"]),
-    "ActivityRegularization": [case(l1=0.1), case(np.full((4, 4096), 8, "float32"), "large", l2=0.01)],
+    "ActivityRegularization": [
+        case(l1=0.1),
+        case(np.full((4, 4096), 8, "float32"), "large", l2=0.01),
+    ],
     "AdditiveAttention": [case([SEQUENCE, SEQUENCE], call=MASKED_TWICE)],
     "Attention": [case([SEQUENCE, SEQUENCE], call=MASKED_TWICE)],
     "AugMix": [images(num_chains=1, seed=1)],
@@ -105,11 +135,19 @@ CASES = {
     "Dense": [
         case(units=3),
         case(
-            name="regularized", units=4096, bias_initializer=keras.initializers.Constant(8), activity_regularizer="l2"
+            name="regularized",
+            units=4096,
+            bias_initializer=keras.initializers.Constant(8),
+            activity_regularizer="l2",
         ),
     ],
-    "Discretization": each(raw, AMOUNTS, "output_mode", ["int", "one_hot"], bin_boundaries=[2.0, 2001.2, 80000.0]),
-    "Dot": [case(TWO, axes=1), case([VECTORS * 256, VECTORS[::-1]], "normalized", axes=1, normalize=True)],
+    "Discretization": each(
+        raw, AMOUNTS, "output_mode", ["int", "one_hot"], bin_boundaries=[2.0, 2001.2, 80000.0]
+    ),
+    "Dot": [
+        case(TWO, axes=1),
+        case([VECTORS * 256, VECTORS[::-1]], "normalized", axes=1, normalize=True),
+    ],
     "EinsumDense": [case(SEQUENCE, equation="abc,cd->abd", output_shape=(None, 3))],
     "Embedding": [case(TOKENS, input_dim=10, output_dim=4, mask_zero=True)],
     "Flatten": [case(IMAGES)],
@@ -118,26 +156,42 @@ CASES = {
     "GaussianNoise": [dropout(stddev=0.5)],
     "GlobalAveragePooling1D": [
         case(SEQUENCE),
-        case(np.full((1, 3000, 1), 40, "float32"), "masked", call={"mask": np.ones((1, 3000), bool)}),
+        case(
+            np.full((1, 3000, 1), 40, "float32"), "masked", call={"mask": np.ones((1, 3000), bool)}
+        ),
     ],
     "GroupNormalization": [case(IMAGES, groups=3)],
-    "GroupQueryAttention": [case((SEQUENCE, SEQUENCE), head_dim=4, num_query_heads=2, num_key_value_heads=1)],
-    "HashedCrossing": each(raw, [TOKENS[:, :1], TOKENS[:, 1:2]], "output_mode", ["int", "one_hot"], num_bins=3000),
+    "GroupQueryAttention": [
+        case((SEQUENCE, SEQUENCE), head_dim=4, num_query_heads=2, num_key_value_heads=1)
+    ],
+    "HashedCrossing": each(
+        raw, [TOKENS[:, :1], TOKENS[:, 1:2]], "output_mode", ["int", "one_hot"], num_bins=3000
+    ),
     "Hashing": each(raw, TOKENS, "output_mode", ["int", "one_hot"], num_bins=3000),
     "IntegerLookup": each(raw, TOKENS, "output_mode", ["int", "count"], vocabulary=list(range(10))),
     "LSTM": [case(SEQUENCE, call=MASKED, units=3)],
     "LSTMCell": [case((VECTORS, [STATE, STATE]), units=3)],
     "Lambda": [case(function=keras.ops.square)],
-    "Masking": [case(SEQUENCE * MASK[..., None])]
-    + [
-        raw(np.where(MASK[..., None], SEQUENCE, np.float32(value)), f"{value}", mask_value=value)
-        for value in (-1.0, -9999.0, float("inf"))
-    ],
+    "Masking": (
+        [case(SEQUENCE * MASK[..., None])]
+        + [
+            raw(
+                np.where(MASK[..., None], SEQUENCE, np.float32(value)), f"{value}", mask_value=value
+            )
+            for value in (-1.0, -9999.0, float("inf"))
+        ]
+    ),
     "MelSpectrogram": [raw(SOUND * 30000, fft_length=64, sampling_rate=8000, num_mel_bins=8)],
     "MixUp": [images(seed=1)],
     "MultiHeadAttention": [
         case((SEQUENCE, SEQUENCE), num_heads=2, key_dim=4),
-        case((SEQUENCE, SEQUENCE), "masked", call={"attention_mask": MASK[:, None]}, num_heads=2, key_dim=4),
+        case(
+            (SEQUENCE, SEQUENCE),
+            "masked",
+            call={"attention_mask": MASK[:, None]},
+            num_heads=2,
+            key_dim=4,
+        ),
     ],
     "Normalization": [
         case(mean=0.5, variance=2.0),
@@ -146,13 +200,21 @@ CASES = {
     ],
     "PReLU": [case(alpha_initializer="ones")],
     "Permute": [case(SEQUENCE, dims=(2, 1))],
-    "Pipeline": [raw(PIXELS, layers=[partial(layers.Rescaling, 1 / 255), partial(layers.CenterCrop, 4, 4)])],
+    "Pipeline": [
+        raw(PIXELS, layers=[partial(layers.Rescaling, 1 / 255), partial(layers.CenterCrop, 4, 4)])
+    ],
     "RNN": [case(SEQUENCE, cell=partial(layers.GRUCell, 3))],
     "RandAugment": [images(num_ops=1, seed=1)],
-    "RandomColorJitter": [images(brightness_factor=0.2, contrast_factor=0.2, hue_factor=0.2, seed=1)],
+    "RandomColorJitter": [
+        images(brightness_factor=0.2, contrast_factor=0.2, hue_factor=0.2, seed=1)
+    ],
     "RandomFlip": [images(ANNOTATED, bounding_box_format="xyxy", seed=1)],
     "RepeatVector": [case(n=3)],
-    "Rescaling": [case(scale=0.5), raw(PIXELS, "pixels", scale=1 / 255), raw(AMOUNTS, "amounts", scale=1e-5)],
+    "Rescaling": [
+        case(scale=0.5),
+        raw(PIXELS, "pixels", scale=1 / 255),
+        raw(AMOUNTS, "amounts", scale=1e-5),
+    ],
     "Reshape": [case(target_shape=(3, 2))],
     "Resizing": [images(PIXELS.astype("uint16") * 256, "uint16", height=5, width=6)],
     "ReversibleEmbedding": [case(TOKENS, input_dim=10, output_dim=4)],
@@ -165,7 +227,10 @@ CASES = {
     "Softmax": [case(SEQUENCE, call={"mask": np.tile(np.arange(4) < 3, (2, 5, 1))})],
     "SpectralNormalization": [case(layer=partial(layers.Dense, 3), call=TRAINING)],
     "StackedRNNCells": [
-        case((VECTORS, [STATE, STATE]), cells=[partial(layers.GRUCell, 3), partial(layers.SimpleRNNCell, 3)])
+        case(
+            (VECTORS, [STATE, STATE]),
+            cells=[partial(layers.GRUCell, 3), partial(layers.SimpleRNNCell, 3)],
+        )
     ],
     "StringLookup": each(raw, STRINGS, "output_mode", ["int", "count"], vocabulary=["a b", "c"]),
     "TFSMLayer": [case(call_endpoint="serve")],
@@ -175,16 +240,23 @@ CASES = {
     ],
     "TimeDistributed": [case(SEQUENCE, layer=partial(layers.Dense, 3), call=MASKED)],
     "UnitNormalization": [
-        raw(VECTORS * 0, "zero"),  # its gradient is 1e12, which overflows in the float16 layer before it
+        raw(
+            VECTORS * 0, "zero"
+        ),  # its gradient is 1e12, which overflows in the float16 layer before it
         case(VECTORS / 2**14, "small"),
         case(VECTORS * 256, "large"),
     ],
     "UpSampling1D": [case(SEQUENCE)],
-    "UpSampling2D": each(case, IMAGES, "interpolation", ["nearest", "bilinear"])
-    + each(case, IMAGES, "interpolation", ["bicubic", "lanczos3", "lanczos5"], has_xla=False),
+    "UpSampling2D": (
+        each(case, IMAGES, "interpolation", ["nearest", "bilinear"])
+        + each(case, IMAGES, "interpolation", ["bicubic", "lanczos3", "lanczos5"], has_xla=False)
+    ),
     "UpSampling3D": [case(VOLUME)],
 }
-CASES |= {name: [case()] for name in ("ELU", "Identity", "LayerNormalization", "LeakyReLU", "RMSNormalization", "ReLU")}
+CASES |= {
+    name: [case()]
+    for name in ("ELU", "Identity", "LayerNormalization", "LeakyReLU", "RMSNormalization", "ReLU")
+}
 MERGING = ("Add", "Average", "Concatenate", "Maximum", "Minimum", "Multiply", "Subtract")
 CASES |= {name: [case(TWO)] for name in MERGING}
 CASES |= {name: [dropout(rate=0.5)] for name in ("AlphaDropout", "Dropout", "GaussianDropout")}
@@ -207,7 +279,9 @@ for number, inputs in enumerate((SEQUENCE, IMAGES, VOLUME), 1):
         CASES.setdefault(name, [case(inputs, **arguments)])
     frames = np.stack([inputs, inputs[::-1]], axis=1)
     CASES[f"ConvLSTM{number}D"] = [case(frames, filters=2, kernel_size=2)]
-    CASES[f"SpatialDropout{number}D"] = [dropout(np.ones((64, *[2] * number, 64), "float32"), rate=0.5)]
+    CASES[f"SpatialDropout{number}D"] = [
+        dropout(np.ones((64, *[2] * number, 64), "float32"), rate=0.5)
+    ]
 
 PARAMETERS = []
 for name in sorted(set(CASES) & set(dir(layers))):  # some exist only in later Keras versions
@@ -216,9 +290,16 @@ for name in sorted(set(CASES) & set(dir(layers))):  # some exist only in later K
         case_id = "-".join(filter(None, [name, each_case.name]))
         PARAMETERS.append(pytest.param(each_case, False, id=f"{case_id}-graph"))
         if each_case.has_xla and not each_case.is_raw:
-            PARAMETERS.append(pytest.param(each_case, True, id=f"{case_id}-xla", marks=pytest.mark.slow))
+            PARAMETERS.append(
+                pytest.param(each_case, True, id=f"{case_id}-xla", marks=pytest.mark.slow)
+            )
 # TensorFlow has these kernels for GPUs and in XLA.
-NO_FLOAT16_KERNEL_ON_CPU = {"AdaptiveAveragePooling3D", "AdaptiveMaxPooling3D", "AveragePooling3D", "MaxPooling3D"}
+NO_FLOAT16_KERNEL_ON_CPU = {
+    "AdaptiveAveragePooling3D",
+    "AdaptiveMaxPooling3D",
+    "AveragePooling3D",
+    "MaxPooling3D",
+}
 
 
 @pytest.fixture(scope="module")
@@ -243,38 +324,60 @@ def results_of(tested, saved_model, compiled=None):
         return layer(*inputs if isinstance(inputs, tuple) else (inputs,), **arguments)
 
     def step(inputs):
-        inputs = keras.tree.map_structure(tf.identity, inputs)  # DataLayer changes dictionaries in place
+        inputs = keras.tree.map_structure(
+            tf.identity, inputs
+        )  # DataLayer changes dictionaries in place
         with tf.GradientTape() as tape:
             sources = list(filter(is_float, keras.tree.flatten(inputs)))
             tape.watch(sources)
-            if not tested.is_raw:  # as behind another layer, whose gradient XLA computes in its dtype
+            if (
+                not tested.is_raw
+            ):  # as behind another layer, whose gradient XLA computes in its dtype
                 inputs = keras.tree.map_structure(
                     lambda x: tf.nn.leaky_relu(tf.cast(x, dtype)) if is_float(x) else x, inputs
                 )
             outputs = call(inputs, **tested.call)
             mask = getattr(outputs, "_keras_mask", None)
-            outputs = [*keras.tree.flatten(outputs), *layer.losses, *([] if mask is None else [mask])]
+            outputs = [
+                *keras.tree.flatten(outputs),
+                *layer.losses,
+                *([] if mask is None else [mask]),
+            ]
             if tested.is_raw:
                 return outputs, []
-            # Weights of both signs: with equal ones, the gradient of a softmax would be 0 but for rounding errors.
+            # Weights of both signs: with equal ones, the gradient of a softmax would be 0 but for
+            # rounding errors.
             total = tf.add_n(
-                [tf.reduce_sum(tf.cast(x, "float32") * weights_like(x)) for x in filter(is_float, outputs)]
+                [
+                    tf.reduce_sum(tf.cast(x, "float32") * weights_like(x))
+                    for x in filter(is_float, outputs)
+                ]
             )
-        return outputs, tape.gradient(total, [*sources, *(variable.value for variable in layer.trainable_variables)])
+        return outputs, tape.gradient(
+            total, [*sources, *(variable.value for variable in layer.trainable_variables)]
+        )
 
     inputs = keras.tree.map_structure(tf.constant, tested.inputs)
-    if compiled and not tested.is_raw and tested.layer_class.__name__ not in NO_FLOAT16_KERNEL_ON_CPU:
+    if (
+        compiled
+        and not tested.is_raw
+        and tested.layer_class.__name__ not in NO_FLOAT16_KERNEL_ON_CPU
+    ):
         call(inputs)  # creates the weights: TensorFlow traces a function that creates them twice
     outputs, gradients = (compiled(step) if compiled else step)(inputs)
     return {
         "outputs": outputs,
-        "gradients": [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None],
+        "gradients": [
+            tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None
+        ],
         "weights": [weight.value for weight in layer.weights],
     }
 
 
 def weights_like(tensor):
-    return (np.arange(tensor.shape.num_elements(), dtype="float32") * 7 % 17 / 8 - 1).reshape(tensor.shape)
+    return (np.arange(tensor.shape.num_elements(), dtype="float32") * 7 % 17 / 8 - 1).reshape(
+        tensor.shape
+    )
 
 
 def as_numbers(tensor, is_random):
@@ -292,13 +395,21 @@ def test_every_keras_layer_has_a_case_or_is_float32_by_the_rule_for_raw_data():
 
 
 def test_feature_space_of_all_feature_types_computes_what_it_computes_in_float32():
-    data = {"income": AMOUNTS[:, 0], "year": AMOUNTS[:, 1], "age": AMOUNTS[:, 1] - 1990, "town": [1, 2, 3, 1]}
+    data = {
+        "income": AMOUNTS[:, 0],
+        "year": AMOUNTS[:, 1],
+        "age": AMOUNTS[:, 1] - 1990,
+        "town": [1, 2, 3, 1],
+    }
     data |= {"number": [4097, 2, 3, 4], "job": ["a", "b", "c", "a"], "street": ["d", "e", "f", "d"]}
 
     def encode():
         types = keras.utils.FeatureSpace
         features = {"income": types.float_normalized(), "year": types.float_discretized(num_bins=3)}
-        features |= {"age": types.float_rescaled(scale=1e-3), "number": types.integer_hashed(num_bins=8)}
+        features |= {
+            "age": types.float_rescaled(scale=1e-3),
+            "number": types.integer_hashed(num_bins=8),
+        }
         features |= {"town": types.integer_categorical(), "job": types.string_categorical()}
         features |= {"street": types.string_hashed(num_bins=8)}
         space = types(features, crosses=[("town", "job")], output_mode="concat")
@@ -313,7 +424,9 @@ def test_feature_space_of_all_feature_types_computes_what_it_computes_in_float32
 @pytest.mark.parametrize(("tested", "is_xla"), PARAMETERS)
 def test_layer_computes_under_enable_what_it_computes_in_float32(tested, is_xla, saved_model):
     if HAS_GPU and is_xla and tested.layer_class in (layers.LSTM, layers.GRU, layers.Bidirectional):
-        pytest.skip("On a GPU, Keras does not compile these layers: XLA has no kernel of cuDNN's operation")
+        pytest.skip(
+            "On a GPU, Keras does not compile these layers: XLA has no kernel of cuDNN's operation"
+        )
     if not is_xla and not HAS_GPU and tested.layer_class.__name__ in NO_FLOAT16_KERNEL_ON_CPU:
         pytest.skip("TensorFlow has no float16 kernel of this operation for CPUs")
     # Of raw data, Keras casts pixels only in a graph.
@@ -323,8 +436,11 @@ def test_layer_computes_under_enable_what_it_computes_in_float32(tested, is_xla,
     for what, tensors in expected.items():
         assert len(found[what]) == len(tensors), what
         arrays = [as_numbers(tensor, tested.is_random) for tensor in tensors]
-        largest = max((np.abs(array).max() for array in arrays if array.dtype == "float64"), default=0)
-        # 8 float16 roundings of the largest value; none of raw data, whose layers compute in float32
+        largest = max(
+            (np.abs(array).max() for array in arrays if array.dtype == "float64"), default=0
+        )
+        # 8 float16 roundings of the largest value; none of raw data, whose layers compute in
+        # float32
         tolerance = 0.05 if tested.is_random else 1e-5 if tested.is_raw else 2**-8
         tolerance *= largest if np.isfinite(largest) else 1
         for array, tensor in zip(arrays, found[what], strict=True):

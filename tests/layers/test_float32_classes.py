@@ -78,7 +78,9 @@ class Backbone(keras.Model):
 
     def __init__(self, **kwargs):
         inputs = keras.Input((4,))
-        super().__init__(inputs, ESMRotaryEmbedding(name="rotary")(keras.layers.Dense(4)(inputs)), **kwargs)
+        super().__init__(
+            inputs, ESMRotaryEmbedding(name="rotary")(keras.layers.Dense(4)(inputs)), **kwargs
+        )
 
     def get_config(self):
         return {"name": self.name}
@@ -97,7 +99,9 @@ class Task(keras.Model):
 
     @classmethod
     def from_config(cls, config):
-        return cls(**config | {"backbone": keras.saving.deserialize_keras_object(config["backbone"])})
+        return cls(
+            **config | {"backbone": keras.saving.deserialize_keras_object(config["backbone"])}
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -128,7 +132,10 @@ def test_keras_layer_is_float32_where_its_arguments_need_it(make, needing, dtype
 
 
 def test_integer_dtype_of_a_listed_layer_and_a_dtype_that_is_set_after_creation_are_kept(enabled):
-    encoding, rescaling = keras.layers.CategoryEncoding(num_tokens=3, dtype="int32"), keras.layers.Rescaling(0.5)
+    encoding, rescaling = (
+        keras.layers.CategoryEncoding(num_tokens=3, dtype="int32"),
+        keras.layers.Rescaling(0.5),
+    )
     assert (encoding.compute_dtype, reason_for_float32(encoding)) == ("int32", None)
     rescaling.dtype_policy = "float16"
     assert rescaling(np.ones((1, 1))).dtype == "float16"
@@ -137,14 +144,18 @@ def test_integer_dtype_of_a_listed_layer_and_a_dtype_that_is_set_after_creation_
 def test_listed_classes_and_their_subclasses_are_in_float32_while_float16_is_enabled(caplog):
     caplog.set_level(logging.INFO, "kmp")
     # A class is logged once in a process, and another test may have created a layer of this one.
-    new_class = type("NewRotary", (ESMRotaryEmbedding,), {"__module__": ESMRotaryEmbedding.__module__})
+    new_class = type(
+        "NewRotary", (ESMRotaryEmbedding,), {"__module__": ESMRotaryEmbedding.__module__}
+    )
     with kmp.enable():
         listed = [new_class(wavelength=5), Rotary(wavelength=5), TimestepEmbedding()]
         others = [Ordinary(), OtherTimestepEmbedding()]
         model = keras.Sequential([keras.Input((4,)), *listed, *others, keras.layers.Dense(1)])
         model.compile("sgd", "mse", jit_compile=False)
         assert np.isfinite(model.train_on_batch(np.ones((8, 4)), np.ones((8, 1))))
-    assert [layer.compute_dtype for layer in (*listed, *others)] == ["float32"] * 3 + ["float16"] * 2
+    assert [layer.compute_dtype for layer in (*listed, *others)] == ["float32"] * 3 + [
+        "float16"
+    ] * 2
     assert [layer.scale.compute_dtype for layer in listed[:2]] == ["float32"] * 2
     assert listed[1].get_config()["wavelength"] == 5
     assert "NewRotary stays in float32: it computes positions" in caplog.text
@@ -154,7 +165,9 @@ def test_listed_classes_and_their_subclasses_are_in_float32_while_float16_is_ena
 def test_other_policies_are_kept_where_the_layer_works():
     with kmp.enable("mixed_bfloat16"):
         assert T5MultiHeadAttention().compute_dtype == "bfloat16"
-        assert ESMRotaryEmbedding().compute_dtype == "float32"  # bfloat16 rounds positions above 256
+        assert (
+            ESMRotaryEmbedding().compute_dtype == "float32"
+        )  # bfloat16 rounds positions above 256
         assert MaskedLMHead().compute_dtype == "float32"
     with kmp.enable("float32"):
         assert ESMRotaryEmbedding().compute_dtype == "float32"
@@ -168,7 +181,11 @@ def test_signature_that_keras_reads_is_kept():
 
 
 def test_converted_model_has_a_listed_layer_in_float32_or_a_dtype_in_which_it_works():
-    layers = [Encoder(name="encoder"), T5MultiHeadAttention(name="attention"), keras.layers.Dense(1)]
+    layers = [
+        Encoder(name="encoder"),
+        T5MultiHeadAttention(name="attention"),
+        keras.layers.Dense(1),
+    ]
     model = keras.Sequential([keras.Input((4,)), *layers])
     assert "arange" in kmp.audit(model).plan.float32["encoder/rotary"]
     assert kmp.convert(model).layers[0].rotary.compute_dtype == "float32"
@@ -184,7 +201,10 @@ def test_edited_plan_applies_to_a_listed_layer_while_float16_is_enabled():
     with kmp.enable():
         first, second, _ = kmp.convert(model, plan).layers
         assert (first.head.compute_dtype, second.head.compute_dtype) == ("float32", "float16")
-        assert (first.attention.compute_dtype, second.attention.compute_dtype) == ("float32", "float16")
+        assert (first.attention.compute_dtype, second.attention.compute_dtype) == (
+            "float32",
+            "float16",
+        )
         assert MaskedLMHead().compute_dtype == "float32"  # `enable` still applies
 
 
@@ -192,7 +212,9 @@ def test_listed_layer_of_a_nested_model_whose_layers_belong_to_the_outer_graph_t
     model = Task(Backbone(name="backbone"), name="task")
     converted = kmp.convert(model)
     assert np.isfinite(converted(np.ones((2, 4)))).all()
-    assert {layer.compute_dtype for layer in converted.backbone.layers if "rotary" in layer.name} == {"float32"}
+    assert {
+        layer.compute_dtype for layer in converted.backbone.layers if "rotary" in layer.name
+    } == {"float32"}
 
 
 def test_classes_are_in_float32_in_the_thread_and_the_context_that_selects_them():

@@ -29,7 +29,9 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_float32_output_is_bitwise_that_of_the_float32_layer_also_after_save_and_load(enabled, tmp_path, name):
+def test_float32_output_is_bitwise_that_of_the_float32_layer_also_after_save_and_load(
+    enabled, tmp_path, name
+):
     wrapper, inputs = Float32(WRAPPED[name](), name="wrapper"), keras.Input((5, 4))
     hidden = keras.layers.Dense(4)(inputs)
     model = keras.Model(inputs, wrapper(hidden, hidden) if name == "attention" else wrapper(hidden))
@@ -42,7 +44,10 @@ def test_float32_output_is_bitwise_that_of_the_float32_layer_also_after_save_and
         assert {layer.compute_dtype for layer in wrapped._flatten_layers()} == {"float32"}
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert (loaded.get_layer("wrapper").compute_dtype, loaded.layers[1].compute_dtype) == ("float32", "float16")
+    assert (loaded.get_layer("wrapper").compute_dtype, loaded.layers[1].compute_dtype) == (
+        "float32",
+        "float16",
+    )
     np.testing.assert_array_equal(loaded(x), expected)
 
 
@@ -66,12 +71,17 @@ def test_float32_passes_masks_to_the_layer(enabled):
     x = np.random.default_rng(0).normal(size=(1, 6, 2)).astype("float32")
     x[:, 4:] = 0
     outputs = []
-    for make in (lambda: Float32(keras.layers.LSTM(3)), lambda: keras.layers.LSTM(3, dtype="float32")):
+    for make in (
+        lambda: Float32(keras.layers.LSTM(3)),
+        lambda: keras.layers.LSTM(3, dtype="float32"),
+    ):
         keras.utils.set_random_seed(0)
         outputs.append(keras.Sequential([keras.layers.Masking(), make()])(x))
     np.testing.assert_array_equal(*outputs)
     wrapped = Float32(keras.layers.Masking())
-    assert wrapped.compute_mask(ops.convert_to_tensor(x)).numpy().tolist() == [[True] * 4 + [False] * 2]
+    assert wrapped.compute_mask(ops.convert_to_tensor(x)).numpy().tolist() == [
+        [True] * 4 + [False] * 2
+    ]
 
 
 class CreatesInBuild(keras.layers.Layer):
@@ -104,8 +114,14 @@ def test_float32_rejects_a_layer_with_half_precision_variables():
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        *((partial(Float32, layer), "`layer` must be a layer instance or") for layer in (3, None, keras.layers.Dense)),
-        (lambda: Float32(ops.exp, dtype="mixed_float16"), "`dtype` must be float32 or omitted.*float16"),
+        *(
+            (partial(Float32, layer), "`layer` must be a layer instance or")
+            for layer in (3, None, keras.layers.Dense)
+        ),
+        (
+            lambda: Float32(ops.exp, dtype="mixed_float16"),
+            "`dtype` must be float32 or omitted.*float16",
+        ),
         (lambda: Softmax(dtype="mixed_float16"), "`dtype` must be float32 or omitted.*float16"),
         (lambda: Softmax(axis="x"), "`axis` must be an integer.*'x'"),
         (lambda: Softmax(axis=[0, 1.5]), "axis=1.5"),
@@ -139,7 +155,10 @@ def test_softmax_is_that_of_keras_in_float32_over_the_same_axes(enabled, argumen
 def test_cross_entropy_on_softmax_equals_cross_entropy_on_logits(enabled, run_step):
     logits = tf.constant([[30.0, -30.0, 0.0], [-30.0, 30.0, 30.0], [0.5, -0.25, 2.0]], tf.float16)
     sparse, one_hot, softmax = tf.constant([1, 0, 2]), tf.one_hot([1, 0, 2], 3), Softmax()
-    cases = [(keras.losses.SparseCategoricalCrossentropy, sparse), (keras.losses.CategoricalCrossentropy, one_hot)]
+    cases = [
+        (keras.losses.SparseCategoricalCrossentropy, sparse),
+        (keras.losses.CategoricalCrossentropy, one_hot),
+    ]
 
     @run_step
     def on_softmax(x):
@@ -147,9 +166,14 @@ def test_cross_entropy_on_softmax_equals_cross_entropy_on_logits(enabled, run_st
 
     @run_step
     def on_logits(x):
-        return [loss_and_gradient(x, labels, loss_class(from_logits=True), ops.copy) for loss_class, labels in cases]
+        return [
+            loss_and_gradient(x, labels, loss_class(from_logits=True), ops.copy)
+            for loss_class, labels in cases
+        ]
 
-    for found, expected in zip(on_softmax(logits), on_logits(tf.cast(logits, tf.float32)), strict=True):
+    for found, expected in zip(
+        on_softmax(logits), on_logits(tf.cast(logits, tf.float32)), strict=True
+    ):
         (loss, gradient), (expected_loss, expected_gradient) = found, expected
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
         np.testing.assert_allclose(gradient, tf.cast(expected_gradient, tf.float16), rtol=1e-3)
@@ -163,18 +187,26 @@ def test_gradient_through_softmax_and_loss_in_fit_equals_that_of_logits(enabled)
         dense = keras.layers.Dense(2, use_bias=False, kernel_initializer="identity")
         model = keras.Sequential([keras.Input((2,)), dense, *output_layers])
         optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1e-3), initial_scale=256.0)
-        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(**loss_arguments), run_eagerly=True)
+        model.compile(
+            optimizer,
+            keras.losses.SparseCategoricalCrossentropy(**loss_arguments),
+            run_eagerly=True,
+        )
         model.fit(x, labels, batch_size=2, verbose=0)
         return model.get_weights()[0]
 
     to_float32 = keras.layers.Activation("linear", dtype="float32")
-    with_softmax, with_logits = trained_kernel(Softmax()), trained_kernel(to_float32, from_logits=True)
+    with_softmax, with_logits = (
+        trained_kernel(Softmax()),
+        trained_kernel(to_float32, from_logits=True),
+    )
     np.testing.assert_allclose(with_softmax, with_logits, rtol=1e-6)
     assert np.abs(with_softmax - np.eye(2)).min() > 0.01
 
 
 @pytest.mark.parametrize(
-    "make", [keras.layers.Softmax, lambda: keras.layers.Dense(2, "softmax", kernel_initializer="identity")]
+    "make",
+    [keras.layers.Softmax, lambda: keras.layers.Dense(2, "softmax", kernel_initializer="identity")],
 )
 def test_float32_around_softmax_keeps_the_logits(enabled, make):
     x = tf.constant([[90.0, -90.0]], tf.float16)
@@ -201,11 +233,15 @@ RENORM = {"renorm": True} if hasattr(keras.layers.BatchNormalization(), "renorm"
     [("eager", {"scale": False, "center": False}), ("graph", RENORM)],
     indirect=["run_step"],
 )
-def test_batch_normalization_matches_keras_for_finite_batches_and_ignores_others(enabled, run_step, options):
+def test_batch_normalization_matches_keras_for_finite_batches_and_ignores_others(
+    enabled, run_step, options
+):
     layer, keras_layer = BatchNormalization(**options), keras.layers.BatchNormalization(**options)
     x = np.random.default_rng(0).normal(size=(8, 3)).astype("float16")
     layer(x), keras_layer(x)
-    step, keras_step = (run_step(lambda x, each=each: each(x, training=True)) for each in (layer, keras_layer))
+    step, keras_step = (
+        run_step(lambda x, each=each: each(x, training=True)) for each in (layer, keras_layer)
+    )
     np.testing.assert_array_equal(step(tf.constant(x)), keras_step(tf.constant(x)))
     assert_equal(layer.weights, keras_layer.weights)
     before = values(layer.non_trainable_variables)
@@ -217,7 +253,10 @@ def test_batch_normalization_matches_keras_for_finite_batches_and_ignores_others
 def test_batch_normalization_is_called_without_state():
     layer, x = BatchNormalization(), tf.constant([[1.0], [3.0]])
     layer.build(x.shape)
-    states = [[v.value for v in each] for each in (layer.trainable_variables, layer.non_trainable_variables)]
+    states = [
+        [v.value for v in each]
+        for each in (layer.trainable_variables, layer.non_trainable_variables)
+    ]
     call = tf.function(lambda x: layer.stateless_call(*states, x, training=True))
     for batch, expected in ((x, 0.02), (x * np.inf, 0.0)):
         _, (moving_mean, *_) = call(batch)
@@ -226,22 +265,32 @@ def test_batch_normalization_is_called_without_state():
 
 
 def test_batch_normalization_and_softmax_keep_their_dtypes_after_save_and_load(enabled, tmp_path):
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), BatchNormalization(), Softmax()])
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(3), BatchNormalization(), Softmax()]
+    )
     model.save(tmp_path / "model.keras")
     kmp.disable()
     loaded = keras.models.load_model(tmp_path / "model.keras")
     dense, normalization, softmax = loaded.layers
     assert isinstance(normalization, BatchNormalization)
     assert isinstance(softmax, Softmax)
-    assert [layer.compute_dtype for layer in (dense, normalization, softmax)] == ["float16", "float16", "float32"]
+    assert [layer.compute_dtype for layer in (dense, normalization, softmax)] == [
+        "float16",
+        "float16",
+        "float32",
+    ]
     assert normalization.moving_mean.dtype == "float32"
 
 
 def test_float32_operation_is_finite_beyond_the_float16_range_and_does_not_cast_integers():
-    squared = Float32Operation(ops.power(keras.Input((1,)), 2)._keras_history.operation, name="squared")
+    squared = Float32Operation(
+        ops.power(keras.Input((1,)), 2)._keras_history.operation, name="squared"
+    )
     outputs = squared(ops.full((1, 1), 300.0, "float16"), 2)
     assert outputs.dtype == "float32"
-    assert float(outputs[0, 0]) == pytest.approx(90000.0, rel=2**-21)  # on a GPU the last few bits of `power` differ
+    assert float(outputs[0, 0]) == pytest.approx(
+        90000.0, rel=2**-21
+    )  # on a GPU the last few bits of `power` differ
     inputs = keras.Input((4,), dtype="int32")
     operation = Float32Operation(ops.where(inputs > 0, inputs, inputs)._keras_history.operation)
     assert operation(*[ops.ones((1, 4), "int32")] * 3).dtype == "int32"

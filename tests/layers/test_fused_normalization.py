@@ -9,7 +9,8 @@ from keras import layers
 import kmp
 from kmp.layers import fuse_normalization, unfuse_normalization
 
-# The largest difference from Keras' layers, relative to the largest value: float32's last bits, or two roundings.
+# The largest difference from Keras' layers, relative to the largest value: float32's last bits, or
+# two roundings.
 TOLERANCE = {"float32": 3e-5, "mixed_float16": 2e-3, "mixed_bfloat16": 1.6e-2}
 POLICIES = list(TOLERANCE)
 
@@ -56,7 +57,10 @@ def pair(cls, arguments, shape, policy):
 
 def data(shape, policy):
     random, dtype = np.random.default_rng(0), policy.removeprefix("mixed_")
-    return [tf.cast(random.normal(mean, deviation, shape), dtype) for mean, deviation in ((2, 3), (0, 1))]
+    return [
+        tf.cast(random.normal(mean, deviation, shape), dtype)
+        for mean, deviation in ((2, 3), (0, 1))
+    ]
 
 
 def outputs_of(layer, x, upstream, in_graph, **options):
@@ -70,7 +74,9 @@ def outputs_of(layer, x, upstream, in_graph, **options):
         return [y, *tape.gradient(y, sources, output_gradients=tf.cast(upstream, y.dtype))]
 
     if in_graph:  # as `fit` traces it, for any number of rows
-        run = tf.function(run, autograph=False, input_signature=[tf.TensorSpec([None, *x.shape[1:]], x.dtype)])
+        run = tf.function(
+            run, autograph=False, input_signature=[tf.TensorSpec([None, *x.shape[1:]], x.dtype)]
+        )
     states = [weight.value for weight in layer.non_trainable_weights]
     return [tf.cast(each, "float32").numpy() for each in (*run(x), *states)]
 
@@ -78,7 +84,9 @@ def outputs_of(layer, x, upstream, in_graph, **options):
 def assert_equal(plain, fused, policy):
     for one, other in zip(plain, fused, strict=True):
         assert one.shape == other.shape
-        np.testing.assert_allclose(other, one, rtol=0, atol=TOLERANCE[policy] * max(np.abs(one).max(), 1e-3))
+        np.testing.assert_allclose(
+            other, one, rtol=0, atol=TOLERANCE[policy] * max(np.abs(one).max(), 1e-3)
+        )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -87,7 +95,9 @@ def test_batch_normalization_equals_that_of_keras(arguments, shape, policy):
     x, upstream = data(shape, policy)
     for training, in_graph in ((True, True), (True, False), (False, True)):
         layers_ = pair(layers.BatchNormalization, arguments, shape, policy)
-        plain, fused = (outputs_of(each, x, upstream, in_graph, training=training) for each in layers_)
+        plain, fused = (
+            outputs_of(each, x, upstream, in_graph, training=training) for each in layers_
+        )
         assert_equal(plain, fused, policy)
 
 
@@ -96,7 +106,9 @@ def test_batch_normalization_equals_that_of_keras(arguments, shape, policy):
 def test_other_normalizations_equal_those_of_keras(cls, arguments, shape, policy):
     x, upstream = data(shape, policy)
     for in_graph in (True, False):
-        plain, fused = (outputs_of(each, x, upstream, in_graph) for each in pair(cls, arguments, shape, policy))
+        plain, fused = (
+            outputs_of(each, x, upstream, in_graph) for each in pair(cls, arguments, shape, policy)
+        )
         assert_equal(plain, fused, policy)
 
 
@@ -111,14 +123,21 @@ def test_kernel_reads_and_writes_16_bits_and_is_used_outside_of_xla_only():
         _, layer = pair(cls, arguments, tuple(shape), "mixed_float16")
         inputs = tf.ones(shape, tf.float16)
         options = {"training": True} if cls is layers.BatchNormalization else {}
-        step = tf.function(lambda x, layer=layer, options=options: layer(x, **options), autograph=False)
+        step = tf.function(
+            lambda x, layer=layer, options=options: layer(x, **options), autograph=False
+        )
         graph = step.get_concrete_function(inputs).graph
         assert "FusedBatchNormV3" in {op.type for op in graph.get_operations()}
         large = [
-            out for op in graph.get_operations() for out in op.outputs if out.shape.num_elements() == tf.size(inputs)
+            out
+            for op in graph.get_operations()
+            for out in op.outputs
+            if out.shape.num_elements() == tf.size(inputs)
         ]
         assert {out.dtype for out in large} == {tf.float16}
-        compiled = tf.function(step.python_function, autograph=False, jit_compile=True).get_concrete_function(inputs)
+        compiled = tf.function(
+            step.python_function, autograph=False, jit_compile=True
+        ).get_concrete_function(inputs)
         assert "FusedBatchNormV3" not in {op.type for op in compiled.graph.get_operations()}
 
 
@@ -134,7 +153,9 @@ def test_kernel_reads_and_writes_16_bits_and_is_used_outside_of_xla_only():
 def test_keras_own_code_runs_where_the_kernel_cannot(arguments, shape, options):
     x, upstream = data(shape, "mixed_float16")
     layers_ = pair(layers.BatchNormalization, arguments, shape, "mixed_float16")
-    plain, fused = (outputs_of(each, x, upstream, False, training=True, **options) for each in layers_)
+    plain, fused = (
+        outputs_of(each, x, upstream, False, training=True, **options) for each in layers_
+    )
     for one, other in zip(plain, fused, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -144,7 +165,9 @@ def test_batch_without_rows_leaves_the_statistics_unchanged(cls):
     layer = cls()
     fuse_normalization(layer)
     layer.build((None, 3))
-    call = tf.function(lambda x: layer(x, training=True), input_signature=[tf.TensorSpec([None, 3])])
+    call = tf.function(
+        lambda x: layer(x, training=True), input_signature=[tf.TensorSpec([None, 3])]
+    )
     before = [call(tf.random.normal([8, 3])), *layer.get_weights()][1:]
     assert call(tf.zeros([0, 3])).shape == (0, 3)
     assert layer(tf.zeros([0, 3]), training=True).shape == (0, 3)
@@ -170,10 +193,14 @@ def test_second_derivatives_equal_those_of_keras():
                     loss = tf.reduce_sum(layer(x, **options) ** 3)
                 penalty = tf.reduce_sum(inner.gradient(loss, x) ** 2)
             found.append(outer.gradient(penalty, x).numpy())
-        np.testing.assert_allclose(found[1], found[0], rtol=1e-3, atol=1e-3 * np.abs(found[0]).max())
+        np.testing.assert_allclose(
+            found[1], found[0], rtol=1e-3, atol=1e-3 * np.abs(found[0]).max()
+        )
 
 
-def test_layers_under_enable_and_of_converted_models_are_fused_and_saved_as_those_of_keras(tmp_path):
+def test_layers_under_enable_and_of_converted_models_are_fused_and_saved_as_those_of_keras(
+    tmp_path,
+):
     class Scaled(layers.BatchNormalization):
         def call(self, inputs, training=None, mask=None):
             return 2.0 * super().call(inputs, training=training, mask=mask)
@@ -181,11 +208,16 @@ def test_layers_under_enable_and_of_converted_models_are_fused_and_saved_as_thos
     def is_fused(layer):
         return "call" in vars(layer)
 
-    outside = keras.Sequential([keras.Input((4, 6)), layers.BatchNormalization(), layers.LayerNormalization()])
+    outside = keras.Sequential(
+        [keras.Input((4, 6)), layers.BatchNormalization(), layers.LayerNormalization()]
+    )
     with kmp.enable():
         model = keras.models.clone_model(outside)
         assert not is_fused(Scaled())
-    assert [list(map(is_fused, each.layers)) for each in (outside, model)] == [[False] * 2, [True] * 2]
+    assert [list(map(is_fused, each.layers)) for each in (outside, model)] == [
+        [False] * 2,
+        [True] * 2,
+    ]
     assert all(map(is_fused, kmp.convert(outside).layers[1:]))
     assert not any(map(is_fused, kmp.to_float32(model).layers))
     model.save(tmp_path / "m.keras")
@@ -201,15 +233,22 @@ def test_layers_under_enable_and_of_converted_models_are_fused_and_saved_as_thos
 
 def test_unknown_channels_and_other_dtypes_are_left_to_keras():
     x = np.random.default_rng(0).normal(size=(4, 6)).astype("float32")
-    for options, dtype in (({"autocast": False}, "mixed_float16"), ({}, "float64"), ({}, "mixed_float16")):
+    for options, dtype in (
+        ({"autocast": False}, "mixed_float16"),
+        ({}, "float64"),
+        ({}, "mixed_float16"),
+    ):
         plain, fused = pair(layers.BatchNormalization, options, (4, 6), dtype)
         call = tf.function(
-            lambda x, fused=fused: fused(x, training=True), input_signature=[tf.TensorSpec([None, None])]
+            lambda x, fused=fused: fused(x, training=True),
+            input_signature=[tf.TensorSpec([None, None])],
         )
         expected = plain(x, training=True)
         for outputs in (fused(x, training=True), call(x)):
             assert outputs.dtype == expected.dtype
-            np.testing.assert_allclose(tf.cast(outputs, "float32"), tf.cast(expected, "float32"), rtol=4e-3, atol=4e-3)
+            np.testing.assert_allclose(
+                tf.cast(outputs, "float32"), tf.cast(expected, "float32"), rtol=4e-3, atol=4e-3
+            )
 
 
 @pytest.mark.parametrize("cls", [layers.LayerNormalization, layers.RMSNormalization])
@@ -234,7 +273,10 @@ def test_gradient_that_is_almost_orthogonal_to_the_result_is_rounded_once(cls):
 def test_weight_gradients_of_a_gradient_penalty_are_those_of_finite_differences():
     for cls in (layers.LayerNormalization, layers.RMSNormalization):
         random = np.random.default_rng(0)
-        kernel, x = random.normal(size=(6, 6)).astype("float32"), tf.constant(random.normal(size=(4, 6)), tf.float32)
+        kernel, x = (
+            random.normal(size=(6, 6)).astype("float32"),
+            tf.constant(random.normal(size=(4, 6)), tf.float32),
+        )
         _, norm = pair(cls, {"epsilon": 1e-2}, (4, 6), "float32")
 
         def penalty(kernel, x=x, norm=norm):

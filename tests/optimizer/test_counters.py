@@ -35,7 +35,9 @@ ORDERS = {
 
 
 @pytest.mark.parametrize(
-    ("run_step", "name"), [*[("graph", name) for name in ORDERS], ("eager", "mixed")], indirect=["run_step"]
+    ("run_step", "name"),
+    [*[("graph", name) for name in ORDERS], ("eager", "mixed")],
+    indirect=["run_step"],
 )
 @pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
 def test_variables_have_the_order_of_the_network_in_a_graph_and_of_the_list_eagerly(run_step, name):
@@ -47,7 +49,9 @@ def test_variables_have_the_order_of_the_network_in_a_graph_and_of_the_list_eage
         with tf.GradientTape() as tape:
             loss = optimizer.scale_loss(loss_of([variable.value for variable in variables]))
         gradients = tape.gradient(loss, [variable.value for variable in variables])
-        clipped = [None if gradient is None else tf.clip_by_norm(gradient, 1.0) for gradient in gradients]
+        clipped = [
+            None if gradient is None else tf.clip_by_norm(gradient, 1.0) for gradient in gradients
+        ]
         optimizer.apply(clipped if is_clipped else gradients, variables)
 
     traced = run_step(step)
@@ -61,8 +65,13 @@ class Backwards(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.fourth, self.third, self.second, self.first = (keras.layers.Dense(4, name=name) for name in "dcba")
-        self.overflow, self.other = OverflowsBackward(), keras.layers.Dense(1, name="e", dtype="float32")
+        self.fourth, self.third, self.second, self.first = (
+            keras.layers.Dense(4, name=name) for name in "dcba"
+        )
+        self.overflow, self.other = (
+            OverflowsBackward(),
+            keras.layers.Dense(1, name="e", dtype="float32"),
+        )
 
     def call(self, inputs):
         return self.other(self.fourth(self.third(self.overflow(self.second(self.first(inputs))))))
@@ -73,7 +82,9 @@ def trained(x, **arguments):
         model = Backwards()
         model.compile("sgd", "mse", **arguments)
         callbacks = without_replays(every_n_steps=2, on_stuck="ignore")
-        model.fit(x, np.zeros((len(x), 1)), batch_size=4, verbose=0, shuffle=False, callbacks=callbacks)
+        model.fit(
+            x, np.zeros((len(x), 1)), batch_size=4, verbose=0, shuffle=False, callbacks=callbacks
+        )
     return model, callbacks[0].run
 
 
@@ -92,7 +103,10 @@ def test_overflow_origin_is_nearest_to_the_loss_in_call_order():
 
 
 def test_origin_of_gradients_that_are_clipped_by_the_norm_of_all_is_that_before_the_clip():
-    last, first = variables = [keras.Variable([2.0]), keras.Variable([3.0])]  # not in the order of their use
+    last, first = variables = [
+        keras.Variable([2.0]),
+        keras.Variable([3.0]),
+    ]  # not in the order of their use
     optimizer = optimizer_for(*variables)
 
     @tf.custom_gradient
@@ -102,7 +116,9 @@ def test_origin_of_gradients_that_are_clipped_by_the_norm_of_all_is_that_before_
     @tf.function
     def step():
         with tf.GradientTape() as tape:
-            loss = optimizer.scale_loss(tf.reduce_sum(overflows_backward(last * tf.tanh(first.value))))
+            loss = optimizer.scale_loss(
+                tf.reduce_sum(overflows_backward(last * tf.tanh(first.value)))
+            )
         gradients = optimizer.unscale(tape.gradient(loss, [last.value, first.value]))
         optimizer.apply(tf.clip_by_global_norm(gradients, 1.0)[0], variables)
 
@@ -117,11 +133,23 @@ def test_nonfinite_loss_has_no_overflow_origin():
     x[4:8], x[12:20] = 200, np.nan
     model, run = trained(x, steps_per_execution=2)
     snapshot = model.optimizer.snapshot()
-    assert (snapshot.overflow_count, snapshot.nonfinite_loss_count, snapshot.nonfinite_losses_in_a_row) == (3, 2, 0)
+    assert (
+        snapshot.overflow_count,
+        snapshot.nonfinite_loss_count,
+        snapshot.nonfinite_losses_in_a_row,
+    ) == (3, 2, 0)
     assert snapshot.overflow_origin.split("/")[-2] == "b"
     assert snapshot.overflow_origins_by_variable == {snapshot.overflow_origin: 1}
-    by_layer = {path.split("/")[-2]: count for path, count in snapshot.overflows_by_variable.items()}
-    assert by_layer == {"a": 3, "b": 3, "c": 2, "d": 2, "e": 2}  # NaN in the loss is in all gradients
+    by_layer = {
+        path.split("/")[-2]: count for path, count in snapshot.overflows_by_variable.items()
+    }
+    assert by_layer == {
+        "a": 3,
+        "b": 3,
+        "c": 2,
+        "d": 2,
+        "e": 2,
+    }  # NaN in the loss is in all gradients
     rows = [row for row in run.rows if "overflow_count" in row]
     assert [row["nonfinite_losses_in_a_row"] for row in rows] == [0, 1, 0]
     assert ["overflow_origin" in row for row in rows] == [True, False, False]
@@ -141,7 +169,11 @@ def test_snapshot_has_the_last_loss_and_the_highest_finite_one_after_the_first_s
 
 @pytest.mark.parametrize(
     ("loss", "arguments"),
-    [(tf.zeros([0]), {}), (tf.constant(1e39, tf.float64), {}), (tf.constant([3e38, 3e38]), {"loss_scale": 2.0**-14})],
+    [
+        (tf.zeros([0]), {}),
+        (tf.constant(1e39, tf.float64), {}),
+        (tf.constant([3e38, 3e38]), {"loss_scale": 2.0**-14}),
+    ],
 )
 def test_finite_loss_whose_mean_is_not_finite_updates(loss, arguments):
     variable = keras.Variable([1.0])

@@ -26,7 +26,13 @@ def test_is_tracing_is_true_only_in_graphs_for_xla():
     tf.function(record, jit_compile=True)("xla")
     tf.function(branch, jit_compile=True)()
     tf.function(lambda: tf.function(record, jit_compile=True)("xla within graph"))()
-    assert recorded == {"eager": False, "graph": False, "xla": True, "in a branch": True, "xla within graph": True}
+    assert recorded == {
+        "eager": False,
+        "graph": False,
+        "xla": True,
+        "in a branch": True,
+        "xla within graph": True,
+    }
 
 
 @pytest.mark.parametrize("jit_compile", [True, False])
@@ -51,21 +57,34 @@ def step_of(optimizer, variables, is_sparse, x):
     optimizer.apply([gradient, tf.constant([8.0])], variables, unscaled=False)
 
 
-@pytest.mark.parametrize(("run_step", "is_sparse"), [("eager", True), ("graph", False)], indirect=["run_step"])
+@pytest.mark.parametrize(
+    ("run_step", "is_sparse"), [("eager", True), ("graph", False)], indirect=["run_step"]
+)
 @pytest.mark.filterwarnings("ignore:.*did not go through `scale_loss`")
 def test_compiled_optimizer_matches_the_uncompiled_one(run_step, is_sparse):
     results = []
     for jit_compile in (False, True):
-        variables = [keras.Variable(np.ones((4, 2), "float32"), name="a"), keras.Variable([3.0], name="b")]
+        variables = [
+            keras.Variable(np.ones((4, 2), "float32"), name="a"),
+            keras.Variable([3.0], name="b"),
+        ]
         accumulation = {"gradient_accumulation_steps": 2} if is_sparse else {}
         inner = keras.optimizers.Adam(0.1, weight_decay=0.01, **accumulation)
-        optimizer = optimizer_for(*variables, inner=inner, initial_scale=8.0, jit_compile=jit_compile)
+        optimizer = optimizer_for(
+            *variables, inner=inner, initial_scale=8.0, jit_compile=jit_compile
+        )
         optimizer.sampler.start(optimizer.counters, every_n_steps=4)
         step = run_step(functools.partial(step_of, optimizer, variables, is_sparse))
         for x in (1.0, np.inf, 1.0, np.nan, 1.0):
             step(tf.constant(x))
         snapshot = optimizer.snapshot()
-        results.append((values([*variables, *inner.variables]), snapshot.sample, replace(snapshot, sample=None)))
+        results.append(
+            (
+                values([*variables, *inner.variables]),
+                snapshot.sample,
+                replace(snapshot, sample=None),
+            )
+        )
     (plain_values, plain_sample, plain_snapshot), (compiled_values, sample, snapshot) = results
     for plain, compiled in zip(plain_values, compiled_values, strict=True):
         # The rounding error of 1 - 0.999 is a hundred times that of 0.999, relatively.
@@ -82,7 +101,10 @@ def test_wrap_uses_jit_compile_of_enable_unless_given_and_it_is_validated():
         assert kmp.wrap("sgd").jit_compile is True
         assert compiled_model().optimizer.jit_compile is True
         assert kmp.wrap("sgd", jit_compile=False).jit_compile is False
-    for call in (lambda: kmp.LossScaleOptimizer("sgd", jit_compile=1), lambda: kmp.enable(jit_compile="on")):
+    for call in (
+        lambda: kmp.LossScaleOptimizer("sgd", jit_compile=1),
+        lambda: kmp.enable(jit_compile="on"),
+    ):
         with pytest.raises(TypeError, match="`jit_compile` must be True, False or 'auto'"):
             call()
 
@@ -101,7 +123,9 @@ class Custom(keras.optimizers.SGD):
         (True, Custom, False, True),
     ],
 )
-def test_auto_compiles_the_step_of_a_graph_on_a_gpu(monkeypatch, jit_compile, inner, has_gpu, is_compiled):
+def test_auto_compiles_the_step_of_a_graph_on_a_gpu(
+    monkeypatch, jit_compile, inner, has_gpu, is_compiled
+):
     devices = [tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")] * has_gpu
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind=None: devices)
     variable = keras.Variable([1.0, 2.0])
@@ -117,7 +141,9 @@ def test_auto_compiles_the_step_of_a_graph_on_a_gpu(monkeypatch, jit_compile, in
         optimizer.apply([tf.constant([1.0, 2.0])], [variable])
 
     assert compiles(tf.function(step, autograph=False)) == is_compiled
-    assert optimizer.compiles_step == (jit_compile is True)  # an eager loop may change values of Python later
+    assert optimizer.compiles_step == (
+        jit_compile is True
+    )  # an eager loop may change values of Python later
 
 
 def test_clipping_under_a_strategy_warns_and_the_step_is_not_compiled(two_replicas):
@@ -125,7 +151,8 @@ def test_clipping_under_a_strategy_warns_and_the_step_is_not_compiled(two_replic
         inner = keras.optimizers.SGD(1.0, clipvalue=10.0)
         weight, optimizer = keras.Variable([1.0]), kmp.LossScaleOptimizer(inner, jit_compile=True)
         with pytest.warns(
-            UserWarning, match="`jit_compile=True` does nothing here: under a distribution strategy, only"
+            UserWarning,
+            match="`jit_compile=True` does nothing here: under a distribution strategy, only",
         ):
             optimizer.build([weight])
 
@@ -143,10 +170,15 @@ def test_compiled_sparse_gradients_of_any_number_of_rows_train_as_those_of_keras
 
     def trained(wrap):
         table = keras.Variable(np.ones((6, 2), "float32"))
-        optimizer = wrap(keras.optimizers.get({"class_name": name, "config": {"learning_rate": 0.1}}))
+        optimizer = wrap(
+            keras.optimizers.get({"class_name": name, "config": {"learning_rate": 0.1}})
+        )
         optimizer.build([table])
 
-        @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([None], tf.int32)], autograph=False)
+        @tf.function(
+            input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([None], tf.int32)],
+            autograph=False,
+        )
         def step(rows, indices):
             gradient = tf.IndexedSlices(optimizer.scale_loss(rows), indices, tf.constant([6, 2]))
             optimizer.apply([gradient], [table])

@@ -26,13 +26,25 @@ def weights():
 
 
 def test_optimizer_follows_the_reference_rule():
-    arguments = {"initial_scale": 8.0, "min_scale": 2.0, "max_scale": 32.0, "growth_interval": 2, "hysteresis": 2}
+    arguments = {
+        "initial_scale": 8.0,
+        "min_scale": 2.0,
+        "max_scale": 32.0,
+        "growth_interval": 2,
+        "hysteresis": 2,
+    }
     variables, reference = weights(), ReferenceRule(**arguments)
     optimizer = optimizer_for(*variables, **arguments)
     for element in np.random.default_rng(0).choice([GOOD, OVERFLOW, NAN], 40, p=[0.5, 0.25, 0.25]):
-        optimizer.apply([ops.full((2, 3), 0.5), tf.constant([0.25, element], tf.float32)], variables, unscaled=False)
+        optimizer.apply(
+            [ops.full((2, 3), 0.5), tf.constant([0.25, element], tf.float32)],
+            variables,
+            unscaled=False,
+        )
         now = optimizer.snapshot()
-        assert (now.loss_scale, now.clean_steps, now.overflows_in_a_row) == reference.step(element != GOOD)
+        assert (now.loss_scale, now.clean_steps, now.overflows_in_a_row) == reference.step(
+            element != GOOD
+        )
 
 
 def test_step_is_the_same_in_eager_graph_and_xla_mode(run_step):
@@ -42,7 +54,9 @@ def test_step_is_the_same_in_eager_graph_and_xla_mode(run_step):
     @run_step
     def step(element):
         optimizer.apply(
-            [ops.full((2, 3), 0.5) * optimizer.dynamic_scale, ops.stack([element, 0.0])], variables, unscaled=False
+            [ops.full((2, 3), 0.5) * optimizer.dynamic_scale, ops.stack([element, 0.0])],
+            variables,
+            unscaled=False,
         )
 
     for element in (GOOD, OVERFLOW, GOOD, GOOD, NAN):
@@ -76,7 +90,9 @@ CLIPS = {
     ],
     indirect=["run_step"],
 )
-def test_overflow_skips_the_step_and_has_its_origin_if_gradients_are_clipped_by_hand(clip, run_step, jit_compile):
+def test_overflow_skips_the_step_and_has_its_origin_if_gradients_are_clipped_by_hand(
+    clip, run_step, jit_compile
+):
     variables = [keras.Variable([0.0]), keras.Variable([0.0])]
     optimizer = optimizer_for(*variables, initial_scale=4096.0, jit_compile=jit_compile)
 
@@ -89,9 +105,15 @@ def test_overflow_skips_the_step_and_has_its_origin_if_gradients_are_clipped_by_
     step(tf.constant([np.inf]), tf.constant([0.5]))
     np.testing.assert_array_equal(np.concatenate(variables), [0.0, 0.0])
     now = optimizer.snapshot()
-    assert (now.overflow_count, now.loss_scale, now.overflow_origin) == (1, 2048.0, optimizer.paths[0])
+    assert (now.overflow_count, now.loss_scale, now.overflow_origin) == (
+        1,
+        2048.0,
+        optimizer.paths[0],
+    )
     step(tf.constant([3.0]), tf.constant([4.0]))
-    np.testing.assert_allclose(np.concatenate(variables), -np.concatenate(CLIPS[clip]([[3.0], [4.0]])), rtol=1e-6)
+    np.testing.assert_allclose(
+        np.concatenate(variables), -np.concatenate(CLIPS[clip]([[3.0], [4.0]])), rtol=1e-6
+    )
     assert optimizer.snapshot().overflow_count == 1
 
 
@@ -147,7 +169,9 @@ def test_scale_loss_casts_float16_to_float32_and_warns_once():
         ("float32", [1e35], 2.0**-14),
     ],
 )
-def test_any_nonfinite_gradient_skips_the_step_and_a_fixed_scale_never_changes(dtype, gradients, scale):
+def test_any_nonfinite_gradient_skips_the_step_and_a_fixed_scale_never_changes(
+    dtype, gradients, scale
+):
     variable = keras.Variable([1.0], dtype=dtype)
     optimizer = optimizer_for(variable, inner=keras.optimizers.SGD(1e-4), loss_scale=scale)
     gradients = [ops.array([gradient], dtype=dtype) for gradient in gradients]
@@ -159,8 +183,16 @@ def test_any_nonfinite_gradient_skips_the_step_and_a_fixed_scale_never_changes(d
 def test_config_has_keras_keys_and_only_changed_arguments_of_kmp_and_is_deserialized():
     keras_keys = {"name", "inner_optimizer", "initial_scale", "dynamic_growth_steps"}
     assert set(kmp.LossScaleOptimizer("sgd").get_config()) == keras_keys
-    changed = {"growth_factor": 4.0, "backoff_factor": 0.25, "hysteresis": 2, "min_scale": 1.0, "max_scale": 2.0**20}
-    dynamic = kmp.LossScaleOptimizer("sgd", initial_scale=8.0, growth_interval=5, **changed, jit_compile=True)
+    changed = {
+        "growth_factor": 4.0,
+        "backoff_factor": 0.25,
+        "hysteresis": 2,
+        "min_scale": 1.0,
+        "max_scale": 2.0**20,
+    }
+    dynamic = kmp.LossScaleOptimizer(
+        "sgd", initial_scale=8.0, growth_interval=5, **changed, jit_compile=True
+    )
     assert dynamic.get_config().items() >= changed.items()
     for optimizer in (dynamic, kmp.LossScaleOptimizer("sgd", loss_scale=2.0**-20)):
         copy = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
@@ -187,14 +219,20 @@ def test_nonfinite_loss_is_distinguished_from_an_overflow_in_the_backward_pass(r
     @run_step
     def step(first, second):
         with tf.GradientTape() as tape:
-            total = optimizer.scale_loss(first * variable.value[0]) + optimizer.scale_loss(second * variable.value[0])
+            total = optimizer.scale_loss(first * variable.value[0]) + optimizer.scale_loss(
+                second * variable.value[0]
+            )
         optimizer.apply([tape.gradient(total, variable.value)], [variable])
 
     def counts():
         now = optimizer.snapshot()
         return now.nonfinite_loss_count, now.overflow_count, now.loss_scale
 
-    for losses, expected in (((np.nan, 1.0), (1, 1)), ((1.0, 1.0), (1, 1)), ((1.0, np.nan), (2, 2))):
+    for losses, expected in (
+        ((np.nan, 1.0), (1, 1)),
+        ((1.0, 1.0), (1, 1)),
+        ((1.0, np.nan), (2, 2)),
+    ):
         step(*map(tf.constant, losses))
         assert counts() == (*expected, 2.0**15)
     optimizer.apply([ops.array([np.inf])], [variable])
@@ -210,7 +248,10 @@ def test_nonfinite_loss_is_distinguished_from_an_overflow_in_the_backward_pass(r
 
 def test_inner_optimizer_can_be_a_name_but_not_a_loss_scale_optimizer():
     assert isinstance(kmp.LossScaleOptimizer("adam").inner_optimizer, keras.optimizers.Adam)
-    for invalid in (kmp.LossScaleOptimizer("sgd"), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())):
+    for invalid in (
+        kmp.LossScaleOptimizer("sgd"),
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+    ):
         with pytest.raises(TypeError, match="scaled twice"):
             kmp.LossScaleOptimizer(invalid)
     for invalid in (None, 3, keras.layers.Dense(1)):

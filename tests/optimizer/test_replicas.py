@@ -16,7 +16,10 @@ pytestmark = pytest.mark.usefixtures("enabled")
 OVERFLOWS_BACKWARD = 64.0  # the input that makes `OverflowsBackward` overflow
 # The corrupt value of each batch and the replicas that get it, with a clean batch between any two.
 CORRUPT_BATCHES = itertools.product([OVERFLOWS_BACKWARD, np.nan], [(0,), (1,), (0, 1)])
-CORRUPTION_BY_STEP = [(0.0, ()), *itertools.chain(*((corrupt, (0.0, ())) for corrupt in CORRUPT_BATCHES))]
+CORRUPTION_BY_STEP = [
+    (0.0, ()),
+    *itertools.chain(*((corrupt, (0.0, ())) for corrupt in CORRUPT_BATCHES)),
+]
 
 
 @pytest.fixture
@@ -32,7 +35,10 @@ def jit_compile(request):
 def make_model(strategy, jit_compile=False):
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        layers = [keras.layers.Dense(4, name="scaled", kernel_initializer="identity"), OverflowsBackward()]
+        layers = [
+            keras.layers.Dense(4, name="scaled", kernel_initializer="identity"),
+            OverflowsBackward(),
+        ]
         layers += [keras.layers.BatchNormalization(), keras.layers.Dense(2), kmp.layers.Softmax()]
         model = keras.Sequential([keras.Input((4,)), *layers], name="model")
         model.compile(kmp.wrap("adam", jit_compile=jit_compile), "sparse_categorical_crossentropy")
@@ -62,23 +68,34 @@ class StateRecorder(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         assert_shared_state_is_equal(self.strategy, self.model)
         variables = self.model.weights + self.model.optimizer.inner_optimizer.variables
-        self.recorded.append((values_per_replica(self.strategy, variables), self.model.optimizer.snapshot()))
+        self.recorded.append(
+            (values_per_replica(self.strategy, variables), self.model.optimizer.snapshot())
+        )
 
 
 def assert_each_overflow_skips_its_step_on_both_replicas(recorded):
     first = recorded[0][1]
-    assert (first.step, first.overflow_count, first.nonfinite_loss_count, first.loss_scale) == (1, 0, 0, 2.0**15)
+    assert (first.step, first.overflow_count, first.nonfinite_loss_count, first.loss_scale) == (
+        1,
+        0,
+        0,
+        2.0**15,
+    )
     steps = zip(itertools.pairwise(recorded), CORRUPTION_BY_STEP[1:], strict=True)
     for (before, after), (corrupt_value, replicas) in steps:
         for old_values, new_values in zip(before[0], after[0], strict=True):
-            unchanged = [np.array_equal(old, new) for old, new in zip(old_values, new_values, strict=True)]
+            unchanged = [
+                np.array_equal(old, new) for old, new in zip(old_values, new_values, strict=True)
+            ]
             assert all(unchanged) if replicas else not any(unchanged[:2])
             assert all(np.isfinite(value).all() for value in new_values)
         is_backward = corrupt_value == OVERFLOWS_BACKWARD
         old, new = before[1], after[1]
         assert new.step == old.step + 1
         assert new.overflow_count == old.overflow_count + bool(replicas)
-        assert new.nonfinite_loss_count == old.nonfinite_loss_count + bool(replicas and not is_backward)
+        assert new.nonfinite_loss_count == old.nonfinite_loss_count + bool(
+            replicas and not is_backward
+        )
         assert new.loss_scale == old.loss_scale * (0.5 if is_backward else 1.0)
         assert new.overflow_origin == ("model/scaled/bias" if is_backward else old.overflow_origin)
 
@@ -89,7 +106,9 @@ def assert_shared_state_is_equal(strategy, model):
     assert_equal(*values_per_replica(strategy, shared))
 
 
-def test_overflow_or_empty_batch_on_any_replica_skips_the_step_on_all_and_a_stuck_training_stops(strategy, jit_compile):
+def test_overflow_or_empty_batch_on_any_replica_skips_the_step_on_all_and_a_stuck_training_stops(
+    strategy, jit_compile
+):
     model, recorder = make_model(strategy, jit_compile), StateRecorder(strategy)
     x, y = batches([*CORRUPTION_BY_STEP, (0.0, ())])
     fit_data(model, (x[:-7], y[:-7]), [recorder])  # one row in the last batch, on the first replica
@@ -100,21 +119,32 @@ def test_overflow_or_empty_batch_on_any_replica_skips_the_step_on_all_and_a_stuc
     assert (after.step, after.overflow_count) == (before.step + 1, before.overflow_count)
     assert after.loss_scale == before.loss_scale
     with pytest.raises(kmp.callbacks.StuckError, match="the last 3 steps"):
-        fit_data(model, (np.full_like(x[:-7], np.nan), y[:-7]), [kmp.callbacks.StuckDetector(patience=3)])
+        fit_data(
+            model, (np.full_like(x[:-7], np.nan), y[:-7]), [kmp.callbacks.StuckDetector(patience=3)]
+        )
 
 
 def test_custom_loop_skips_the_step_on_all_replicas_and_guard_restores_each(strategy, jit_compile):
     model = make_model(strategy, jit_compile)
-    optimizer, loss_function = model.optimizer, keras.losses.SparseCategoricalCrossentropy(reduction="sum")
+    optimizer, loss_function = (
+        model.optimizer,
+        keras.losses.SparseCategoricalCrossentropy(reduction="sum"),
+    )
     with strategy.scope():
         optimizer.build(model.trainable_variables)
 
     def forward_and_apply(x, y):
         with kmp.guard(optimizer, model):
-            take_step(optimizer, model.trainable_variables, lambda: loss_function(y, model(x, training=True)) / 8)
+            take_step(
+                optimizer,
+                model.trainable_variables,
+                lambda: loss_function(y, model(x, training=True)) / 8,
+            )
 
     step = tf.function(lambda x, y: strategy.run(forward_and_apply, args=(x, y)))
-    data = tf.data.Dataset.from_tensor_slices(batches(CORRUPTION_BY_STEP)).batch(8, drop_remainder=True)
+    data = tf.data.Dataset.from_tensor_slices(batches(CORRUPTION_BY_STEP)).batch(
+        8, drop_remainder=True
+    )
     recorded = []
     for x, y in strategy.experimental_distribute_dataset(data):
         step(x, y)
@@ -129,7 +159,12 @@ def test_compiled_step_trains_as_the_other_and_has_no_branch(strategy):
         model = make_model(strategy, jit_compile)
         histogram = kmp.callbacks.GradientHistogram(every_n_steps=4, reference=None)
         fit_data(model, (x, y), [histogram])
-        weights.append([*model.get_weights(), *(each.numpy() for each in model.optimizer.inner_optimizer.variables)])
+        weights.append(
+            [
+                *model.get_weights(),
+                *(each.numpy() for each in model.optimizer.inner_optimizer.variables),
+            ]
+        )
         assert {sample.step for sample in histogram.run.samples} >= {4, 8, 12}
     for one, other in zip(*weights, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
@@ -144,7 +179,11 @@ def test_compiled_step_trains_as_the_other_and_has_no_branch(strategy):
     compiled = [op for op in graph.get_operations() if op.node_def.attr["_XlaMustCompile"].b]
     assert len(compiled) == 4  # a check and an update on each replica
     # Samples are decided on the host.
-    assert all("CPU:0" in op.inputs[0].op.device for op in graph.get_operations() if op.type in ("If", "StatelessIf"))
+    assert all(
+        "CPU:0" in op.inputs[0].op.device
+        for op in graph.get_operations()
+        if op.type in ("If", "StatelessIf")
+    )
 
 
 def test_nonfinite_loss_is_remembered_between_separate_functions(strategy):
@@ -158,25 +197,40 @@ def test_nonfinite_loss_is_remembered_between_separate_functions(strategy):
         )
 
     scale = tf.function(lambda loss: strategy.run(optimizer.scale_loss, args=(loss,)))
-    step = tf.function(lambda gradient: strategy.run(lambda g: optimizer.apply([g], [weight]), args=(gradient,)))
+    step = tf.function(
+        lambda gradient: strategy.run(lambda g: optimizer.apply([g], [weight]), args=(gradient,))
+    )
     for losses, gradients in (((1.0, np.inf), ([1.0], [1.0])), ((1.0, 1.0), ([np.inf], [1.0]))):
         scale(per_replica(*losses))
         step(per_replica(*gradients))
     snapshot = optimizer.snapshot()
-    assert (snapshot.overflow_count, snapshot.nonfinite_loss_count, snapshot.loss_scale) == (2, 1, 2.0**14)
+    assert (snapshot.overflow_count, snapshot.nonfinite_loss_count, snapshot.loss_scale) == (
+        2,
+        1,
+        2.0**14,
+    )
 
 
 def test_building_the_optimizer_in_a_step_and_calls_outside_a_replica_context_raise(strategy):
     with strategy.scope():
         weight, optimizer = keras.Variable([1.0]), kmp.LossScaleOptimizer("sgd")
-        step = tf.function(lambda: strategy.run(lambda: optimizer.apply([tf.ones(1)], [weight], unscaled=False)))
-        with pytest.raises(ValueError, match=r"call `optimizer.build\(model.trainable_variables\)` under `strategy.sc"):
+        step = tf.function(
+            lambda: strategy.run(lambda: optimizer.apply([tf.ones(1)], [weight], unscaled=False))
+        )
+        with pytest.raises(
+            ValueError,
+            match=r"call `optimizer.build\(model.trainable_variables\)` under `strategy.sc",
+        ):
             step()
         optimizer.build([weight])
         optimizer.scale_loss(1.0)
-        with pytest.raises(ValueError, match=r"`unscale` must be called in a replica context, as in `strategy.run"):
+        with pytest.raises(
+            ValueError, match=r"`unscale` must be called in a replica context, as in `strategy.run"
+        ):
             optimizer.unscale([])
-        with pytest.raises(ValueError, match=r"`apply` must be called in a replica context, as in `strategy.run"):
+        with pytest.raises(
+            ValueError, match=r"`apply` must be called in a replica context, as in `strategy.run"
+        ):
             optimizer.apply([tf.constant([1.0])], [weight])
         with pytest.raises(ValueError, match="`guard` must be used in a replica context"):
             kmp.guard(optimizer, keras.layers.Dense(1)).__enter__()
@@ -187,7 +241,11 @@ def test_overflow_of_the_sum_over_replicas_skips_the_step(strategy):
     with strategy.scope():
         layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
         model = keras.Sequential([keras.Input((1,)), layer])
-        loss = lambda y, p: ops.mean(ops.square(ops.cast(p, "float32") - ops.cast(y, "float32")), -1)  # noqa: E731
+
+        def loss(y, p):
+            error = ops.cast(p, "float32") - ops.cast(y, "float32")
+            return ops.mean(ops.square(error), -1)
+
         model.compile("sgd", loss)
     x = np.full((16, 1), 200.0, "float32")
     fit_data(model, (x, x))
@@ -206,17 +264,27 @@ class AveragedInput(keras.layers.Layer):
         return inputs
 
 
-def test_layers_are_restored_on_each_replica_and_a_nan_loss_on_one_is_in_the_metrics_of_none(strategy):
+def test_layers_are_restored_on_each_replica_and_a_nan_loss_on_one_is_in_the_metrics_of_none(
+    strategy,
+):
     with strategy.scope():
-        normalized = keras.layers.SpectralNormalization(keras.layers.Dense(2, kernel_initializer="identity"))
+        normalized = keras.layers.SpectralNormalization(
+            keras.layers.Dense(2, kernel_initializer="identity")
+        )
         layers = [AveragedInput(), normalized, OverflowsBackward(), keras.layers.Dense(1)]
         model = keras.Sequential([keras.Input((2,)), *layers])
-        rows = keras.metrics.MeanMetricWrapper(lambda y, prediction: ops.ones(ops.shape(y)[:1]), "rows")
+        rows = keras.metrics.MeanMetricWrapper(
+            lambda y, prediction: ops.ones(ops.shape(y)[:1]), "rows"
+        )
         model.compile("sgd", "mse", metrics=[rows], jit_compile=False)
     states = []
 
     def record(batch, logs):
-        states.append(values_per_replica(strategy, [layers[0].average, normalized.layer.kernel, normalized.vector_u]))
+        states.append(
+            values_per_replica(
+                strategy, [layers[0].average, normalized.layer.kernel, normalized.vector_u]
+            )
+        )
 
     x = np.repeat([[0.5, 0.5], [0.5, 0.5], [0.5, 0.5], [0.25, 0.25]], 8, axis=0)
     x[12], x[20] = OVERFLOWS_BACKWARD, np.nan  # on the second replica

@@ -25,7 +25,9 @@ def test_loaded_model_has_the_scale_counters_and_moments(tmp_path, enabled):
     x[10] = np.nan
     model = compiled_model("adam", run_eagerly=True)
     model.fit(x, y, batch_size=8, verbose=0)
-    model.optimizer.apply([ops.full(v.shape, np.inf) for v in model.trainable_variables], model.trainable_variables)
+    model.optimizer.apply(
+        [ops.full(v.shape, np.inf) for v in model.trainable_variables], model.trainable_variables
+    )
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert isinstance(loaded.optimizer, kmp.LossScaleOptimizer)
@@ -42,7 +44,9 @@ def test_compiled_but_untrained_models_save_and_load(tmp_path, enabled):
     fit(trained, batches=2)
     trained.save_weights(tmp_path / "trained.weights.h5")
     fresh.save(tmp_path / "fresh.keras")
-    with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):  # of Keras, about its variables
+    with pytest.warns(
+        UserWarning, match="Skipping variable loading for optimizer"
+    ):  # of Keras, about its variables
         fresh.load_weights(tmp_path / "trained.weights.h5")
     with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):
         keras.models.load_model(tmp_path / "fresh.keras")
@@ -89,23 +93,36 @@ def transfer_by_checkpoint(trained, fresh, path):
     tf.train.Checkpoint(model=fresh, optimizer=fresh.optimizer).read(written).expect_partial()
 
 
-@pytest.mark.parametrize(("trained_class", "fresh_class"), [(STOCK, OURS), (OURS, STOCK), (OURS, OURS)])
-def test_state_transfers_to_keras_class_and_back_without_a_warning(tmp_path, trained_class, fresh_class):
+@pytest.mark.parametrize(
+    ("trained_class", "fresh_class"), [(STOCK, OURS), (OURS, STOCK), (OURS, OURS)]
+)
+def test_state_transfers_to_keras_class_and_back_without_a_warning(
+    tmp_path, trained_class, fresh_class
+):
     keras.config.set_dtype_policy("mixed_float16")
-    trained = compiled_model(trained_class(keras.optimizers.Nadam(0.01), initial_scale=2.0**12), run_eagerly=True)
+    trained = compiled_model(
+        trained_class(keras.optimizers.Nadam(0.01), initial_scale=2.0**12), run_eagerly=True
+    )
     fit(trained, batches=3)
     if trained_class is OURS:
         trained.optimizer.counters.by_variable.assign(np.arange(8).reshape(2, 4))
     for transfer in (transfer_by_weights, transfer_by_checkpoint):
-        fresh = compiled_model(fresh_class(keras.optimizers.Nadam(0.01), initial_scale=2.0**3), run_eagerly=True)
+        fresh = compiled_model(
+            fresh_class(keras.optimizers.Nadam(0.01), initial_scale=2.0**3), run_eagerly=True
+        )
         fresh.optimizer.build(fresh.trainable_variables)
         transfer(trained, fresh, tmp_path)
         assert_equal(fresh.optimizer.variables, trained.optimizer.variables)
-        assert (float(fresh.optimizer.dynamic_scale), int(fresh.optimizer.step_counter)) == (2.0**12, 3)
+        assert (float(fresh.optimizer.dynamic_scale), int(fresh.optimizer.step_counter)) == (
+            2.0**12,
+            3,
+        )
         if trained_class is fresh_class:
             assert_equal(fresh.optimizer.counters.weights, trained.optimizer.counters.weights)
             # Nadam's product of momenta is in no list of Keras.
-            assert_equal(*(optimizer_state(model.optimizer.inner_optimizer) for model in (fresh, trained)))
+            assert_equal(
+                *(optimizer_state(model.optimizer.inner_optimizer) for model in (fresh, trained))
+            )
             assert float(fresh.optimizer.inner_optimizer._u_product.numpy()) < 0.5
         fit(fresh, batches=1)
 
@@ -126,7 +143,9 @@ def test_unlisted_state_inside_a_multi_optimizer_is_saved(tmp_path, enabled):
 
     def model_with(nadam):
         sgd = keras.optimizers.SGD(0.1)
-        multi = keras.optimizers.MultiOptimizer(lambda variable: nadam if "kernel" in variable.path else sgd)
+        multi = keras.optimizers.MultiOptimizer(
+            lambda variable: nadam if "kernel" in variable.path else sgd
+        )
         return compiled_model(multi, run_eagerly=True)
 
     trained, fresh = map(model_with, nadams)
@@ -140,7 +159,9 @@ def test_unlisted_state_inside_a_multi_optimizer_is_saved(tmp_path, enabled):
 
 def test_model_saved_with_keras_class_loads_with_kmp_class_under_enable(tmp_path):
     keras.config.set_dtype_policy("mixed_float16")
-    trained = compiled_model(STOCK(keras.optimizers.Nadam(), initial_scale=2.0**12), run_eagerly=True)
+    trained = compiled_model(
+        STOCK(keras.optimizers.Nadam(), initial_scale=2.0**12), run_eagerly=True
+    )
     fit(trained, batches=2)
     trained.save(tmp_path / "stock.keras")
     assert type(keras.models.load_model(tmp_path / "stock.keras").optimizer) is STOCK
@@ -157,7 +178,9 @@ def test_error_of_loading_without_kmp_names_the_import(tmp_path, enabled):
     model = compiled_model()
     model.save(tmp_path / "model.keras")
     code = f"import keras; keras.models.load_model({str(tmp_path / 'model.keras')!r})"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert process.returncode == 1
     assert "Could not locate class 'Softmax'" in process.stderr
     assert "'registered_name': 'kmp>Softmax'" in process.stderr
@@ -166,7 +189,11 @@ def test_error_of_loading_without_kmp_names_the_import(tmp_path, enabled):
 
 
 def test_truncated_file_is_an_error_and_stays_as_it_was(tmp_path, enabled):
-    model, path, weights_path = compiled_model("adam"), tmp_path / "x.keras", tmp_path / "x.weights.h5"
+    model, path, weights_path = (
+        compiled_model("adam"),
+        tmp_path / "x.keras",
+        tmp_path / "x.weights.h5",
+    )
     model.optimizer.build(model.trainable_variables)
     model.save(path)
     model.save_weights(weights_path)
@@ -175,7 +202,9 @@ def test_truncated_file_is_an_error_and_stays_as_it_was(tmp_path, enabled):
         for length in (5000, 100, 0):
             truncated = file.read_bytes()[:length]
             file.write_bytes(truncated)
-            with pytest.raises((OSError, ValueError), match=f"{file}|truncated file|file signature not found"):
+            with pytest.raises(
+                (OSError, ValueError), match=f"{file}|truncated file|file signature not found"
+            ):
                 load(file)
             assert file.read_bytes() == truncated
             assert_equal(model.weights, before)

@@ -15,7 +15,9 @@ ABSTRACT = {"Optimizer", "LossScaleOptimizer", "MultiOptimizer"}
 OPTIMIZERS = {
     name: optimizer_class
     for name, optimizer_class in vars(keras.optimizers).items()
-    if isinstance(optimizer_class, type) and issubclass(optimizer_class, keras.Optimizer) and name not in ABSTRACT
+    if isinstance(optimizer_class, type)
+    and issubclass(optimizer_class, keras.Optimizer)
+    and name not in ABSTRACT
 }
 OWN_OPTIONS = {
     **dict.fromkeys(("momentum", "beta"), 0.5),
@@ -28,13 +30,19 @@ OWN_OPTIONS = {
 def changed_options(optimizer_class):
     """Returns another value for each option that only some optimizers have."""
     parameters = inspect.signature(optimizer_class).parameters
-    flags = {name: not parameter.default for name, parameter in parameters.items() if type(parameter.default) is bool}
+    flags = {
+        name: not parameter.default
+        for name, parameter in parameters.items()
+        if type(parameter.default) is bool
+    }
     del flags["use_ema"]
     return flags | {name: value for name, value in OWN_OPTIONS.items() if name in parameters}
 
 
 def multi_optimizer():
-    optimizer_map = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {"a": keras.optimizers.Adam(0.1)})
+    optimizer_map = keras.optimizers.OptimizerMap(
+        keras.optimizers.SGD(0.1), {"a": keras.optimizers.Adam(0.1)}
+    )
     return keras.optimizers.MultiOptimizer(optimizer_map)
 
 
@@ -55,7 +63,9 @@ INNER = {
     "ema": lambda: keras.optimizers.Adam(0.1, use_ema=True),
     "ema_overwrite": lambda: keras.optimizers.Adam(0.1, use_ema=True, ema_overwrite_frequency=2),
     "accumulation": lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2),
-    "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)),
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+    ),
 }
 PREDICABLE = list(INNER)
 if hasattr(keras.optimizers, "MultiOptimizer"):
@@ -104,15 +114,22 @@ def state(optimizer, variables):
 def steps_with_every_pair():
     """Returns steps (element of the gradient, loss) in which each kind of step follows each kind."""
     kinds = [(element, loss) for loss in (1.0, np.nan) for element in (None, np.inf, np.nan)]
-    steps = [kind for i, first in enumerate(kinds) for second in kinds[i + 1 :] for kind in (first, second)]
+    steps = [
+        kind
+        for i, first in enumerate(kinds)
+        for second in kinds[i + 1 :]
+        for kind in (first, second)
+    ]
     return [*steps, *(kind for kind in kinds for _ in range(2)), *[(None, 1.0)] * 9]
 
 
 COMPILERS = {"eager": lambda step: step, "graph": tf.function, "xla": tf.function(jit_compile=True)}
 # Each class once under XLA; the writes of each with and without its options are tested below.
-UNDER_XLA = [name for name in INNER if not any(other.startswith(f"{name} with ") for other in INNER)]
-# Outside XLA, a skipped step runs nothing of the optimizer: only those are special whose step has branches of its own,
-# or whose state Keras does not list.
+UNDER_XLA = [
+    name for name in INNER if not any(other.startswith(f"{name} with ") for other in INNER)
+]
+# Outside XLA, a skipped step runs nothing of the optimizer: only those are special whose step has
+# branches of its own, or whose state Keras does not list.
 BRANCHING = ["Adam", "Nadam", "ema_overwrite", "accumulation", "schedule", "multi"]
 
 
@@ -126,7 +143,12 @@ BRANCHING = ["Adam", "Nadam", "ema_overwrite", "accumulation", "schedule", "mult
 )
 def test_applied_step_equals_the_unscaled_one_and_a_skipped_step_changes_no_bit(mode, name):
     bounds = {"initial_scale": 8.0, "min_scale": 2.0, "max_scale": 16.0, "growth_interval": 2}
-    inner, bare, variables, bare_variables = INNER[name](), INNER[name](), weights(1e-40), weights(1e-40)
+    inner, bare, variables, bare_variables = (
+        INNER[name](),
+        INNER[name](),
+        weights(1e-40),
+        weights(1e-40),
+    )
     optimizer = optimizer_for(*variables, inner=inner, **bounds)
     bare.build(bare_variables)
 
@@ -137,7 +159,9 @@ def test_applied_step_equals_the_unscaled_one_and_a_skipped_step_changes_no_bit(
 
     bare_step = COMPILERS[mode](lambda *gradients: bare.apply(gradients, bare_variables))
     skipped, scales = 0, set()
-    for number, (element, loss) in enumerate(steps_with_every_pair()[: 10 if mode == "eager" else None]):
+    for number, (element, loss) in enumerate(
+        steps_with_every_pair()[: 10 if mode == "eager" else None]
+    ):
         before = state(inner, variables)
         step(*gradients(number % 5, element), tf.constant(loss))
         is_applied = (element, loss) == (None, 1.0)
@@ -147,7 +171,10 @@ def test_applied_step_equals_the_unscaled_one_and_a_skipped_step_changes_no_bit(
             skipped += 1
             assert state(inner, variables) == before
         snapshot = optimizer.snapshot()
-        assert (snapshot.overflow_count, snapshot.overflows_in_a_row > 0) == (skipped, not is_applied)
+        assert (snapshot.overflow_count, snapshot.overflows_in_a_row > 0) == (
+            skipped,
+            not is_applied,
+        )
         scales.add(snapshot.loss_scale)
     assert scales == ({4.0, 2.0, 8.0} if mode == "eager" else {2.0, 4.0, 8.0, 16.0})
     ours, expected = [*variables, *state_of(inner)], [*bare_variables, *state_of(bare)]
@@ -190,7 +217,9 @@ def test_skipped_sparse_updates_change_no_row():
 
     @tf.function(jit_compile=True)
     def write(skip):
-        rows = tf.IndexedSlices(tf.fill([3, 3], np.nan), tf.constant([0, 4, 0]), tf.constant([5, 3]))
+        rows = tf.IndexedSlices(
+            tf.fill([3, 3], np.nan), tf.constant([0, 4, 0]), tf.constant([5, 3])
+        )
         with predicated_writes(sgd, [table], skip):
             table.value.scatter_add(rows)
             table.value.scatter_sub(rows)
@@ -214,7 +243,10 @@ class MyAdam(keras.optimizers.Adam):
 @pytest.mark.parametrize("inner_class", [keras.optimizers.Adam, MyAdam])
 def test_xla_predicates_writes_except_of_custom_classes_and_graph_mode_branches(inner_class):
     optimizer = optimizer_for(*weights(), inner=inner_class())
-    step = lambda: optimizer.apply(gradients(0))  # noqa: E731
+
+    def step():
+        return optimizer.apply(gradients(0))
+
     has_branch = "If" in operation_types(tf.function(step, jit_compile=True))
     assert has_branch == (inner_class is MyAdam)
     assert "If" in operation_types(tf.function(step))
@@ -240,7 +272,9 @@ def test_custom_constraint_or_learning_rate_uses_the_branch():
     variable.constraint = constraint
     assert not supports_predicated_writes(keras.optimizers.SGD(lambda: 0.1))
     optimizer = optimizer_for(variable)
-    step = tf.function(lambda x: optimizer.apply([x], [variable]), jit_compile=True, autograph=False)
+    step = tf.function(
+        lambda x: optimizer.apply([x], [variable]), jit_compile=True, autograph=False
+    )
     for x, calls in ((np.nan, 0), (1.0, 1)):
         step(tf.constant([x]))
         assert float(constraint.calls) == calls

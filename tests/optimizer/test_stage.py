@@ -44,7 +44,11 @@ def test_gradients_are_divided_once_with_and_without_unscale(weight, run_step):
         @run_step
         def step(optimizer=optimizer, unscales=unscales):
             gradients = [gradient_of(weight, optimizer.scale_loss)]
-            clipped = tf.clip_by_global_norm(optimizer.unscale(gradients), 100.0)[0] if unscales else gradients
+            clipped = (
+                tf.clip_by_global_norm(optimizer.unscale(gradients), 100.0)[0]
+                if unscales
+                else gradients
+            )
             optimizer.apply(clipped, [weight])
 
         for _ in range(2):
@@ -77,7 +81,9 @@ def test_function_that_scales_a_loss_and_builds_the_optimizer_is_traced_again(we
     np.testing.assert_array_equal(weight, [0.0, 0.0])
 
 
-def test_unscale_and_apply_may_be_traced_into_two_functions_and_an_overflow_that_is_clipped_skips_the_step(weight):
+def test_unscale_and_apply_may_be_traced_into_two_functions_and_an_overflow_that_is_clipped_skips_the_step(
+    weight,
+):
     optimizer = optimizer_for(weight)
 
     @tf.function
@@ -86,7 +92,12 @@ def test_unscale_and_apply_may_be_traced_into_two_functions_and_an_overflow_that
         return [tf.clip_by_value(optimizer.unscale([factor * [1.0, 1.0]])[0], -1.0, 1.0)]
 
     update = tf.function(lambda gradients: optimizer.apply(gradients, [weight]))
-    for factor, expected in ((np.inf, [1.0, 2.0]), (SCALE, [0.0, 1.0]), (np.nan, [0.0, 1.0]), (4.0, [-1.0, 0.0])):
+    for factor, expected in (
+        (np.inf, [1.0, 2.0]),
+        (SCALE, [0.0, 1.0]),
+        (np.nan, [0.0, 1.0]),
+        (4.0, [-1.0, 0.0]),
+    ):
         update(gradients(tf.constant(factor)))
         np.testing.assert_array_equal(weight, expected)
     update([tf.constant([np.inf, 1.0])])  # no unscale before it
@@ -106,7 +117,11 @@ def test_batch_that_is_discarded_after_unscale_leaves_nothing_behind(weight):
     optimizer.scale_loss(1.0)
     optimizer.apply([tf.constant([np.inf, 0.0])], [weight])
     snapshot = optimizer.snapshot()
-    assert (snapshot.overflow_count, snapshot.nonfinite_loss_count, snapshot.loss_scale) == (1, 0, SCALE / 2)
+    assert (snapshot.overflow_count, snapshot.nonfinite_loss_count, snapshot.loss_scale) == (
+        1,
+        0,
+        SCALE / 2,
+    )
 
 
 def test_unscaled_argument_overrides_the_order_of_the_calls(weight, run_step):
@@ -129,7 +144,8 @@ def test_unscaled_argument_overrides_the_order_of_the_calls(weight, run_step):
 
 @pytest.mark.parametrize("traced", ["unscale", "apply"])
 def test_unscale_and_apply_of_which_only_one_is_traced_need_the_argument(weight, traced):
-    # A later call of the traced function calls no Python: it would take scaled gradients as unscaled, or the reverse.
+    # A later call of the traced function calls no Python: it would take scaled gradients as
+    # unscaled, or the reverse.
     optimizer = optimizer_for(weight)
 
     def unscale():
@@ -196,7 +212,9 @@ def test_loop_without_scale_loss_warns_once_and_divides_as_keras_class_does(weig
     assert [warning.filename for warning in caught] == [__file__]
     step()
     keras_weight = keras.Variable([1.0, 2.0])
-    keras_optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=SCALE)
+    keras_optimizer = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(1.0), initial_scale=SCALE
+    )
     for _ in range(2):
         keras_optimizer.apply([gradient_of(keras_weight)], [keras_weight])
     np.testing.assert_array_equal(weight, keras_weight)
@@ -204,11 +222,15 @@ def test_loop_without_scale_loss_warns_once_and_divides_as_keras_class_does(weig
     assert optimizer.snapshot().loss_scale == SCALE
 
 
-@pytest.mark.parametrize("arguments", [{"loss_scale": 1.0, "initial_scale": 1.0}, {}], ids=["scale 1", "scaled before"])
+@pytest.mark.parametrize(
+    "arguments", [{"loss_scale": 1.0, "initial_scale": 1.0}, {}], ids=["scale 1", "scaled before"]
+)
 def test_loop_that_needs_no_scale_loss_does_not_warn(weight, arguments):
     optimizer = optimizer_for(weight, **arguments)
     if not arguments:
-        tf.function(lambda: optimizer.scale_loss(1.0))()  # a function that runs again calls no Python
+        tf.function(
+            lambda: optimizer.scale_loss(1.0)
+        )()  # a function that runs again calls no Python
     for _ in range(2):
         optimizer.apply([gradient_of(weight)], [weight])  # a warning would be an error
 
@@ -228,7 +250,9 @@ class OwnStep(keras.Model):
 
 
 @pytest.mark.parametrize(("run_eagerly", "unscales"), [(False, False), (True, True)])
-def test_train_step_without_scale_loss_raises_before_anything_changes(enabled, run_eagerly, unscales):
+def test_train_step_without_scale_loss_raises_before_anything_changes(
+    enabled, run_eagerly, unscales
+):
     small = small_model()
     model = OwnStep(small.inputs, small.outputs)
     model.unscales = unscales
@@ -236,7 +260,10 @@ def test_train_step_without_scale_loss_raises_before_anything_changes(enabled, r
     before = model.get_weights()
     with pytest.raises(ValueError, match=NOT_SCALED) as error:
         fit(model)
-    assert "    scaled_loss = self.optimizer.scale_loss(loss)\n    gradients = tape.gradient(" in str(error.value)
+    assert (
+        "    scaled_loss = self.optimizer.scale_loss(loss)\n    gradients = tape.gradient("
+        in str(error.value)
+    )
     assert_equal(before, model.get_weights())
 
 
@@ -250,7 +277,9 @@ def test_stages_of_replicas_are_separate(two_replicas):
         def replica():
             unscaled = optimizer.unscale([gradient_of(weight, optimizer.scale_loss) / 2])
             context = tf.distribute.get_replica_context()
-            context.all_reduce(tf.distribute.ReduceOp.SUM, tf.zeros([1]))  # lets the other replica run
+            context.all_reduce(
+                tf.distribute.ReduceOp.SUM, tf.zeros([1])
+            )  # lets the other replica run
             optimizer.apply(unscaled, [weight])
 
         two_replicas.run(replica)
@@ -315,7 +344,9 @@ def test_gradients_that_did_not_go_through_the_last_unscale_are_refused():
     optimizer = optimizer_for(*weights)
     gradients = [gradient_of(weight, optimizer.scale_loss) for weight in weights]
     apart = [optimizer.unscale([gradient])[0] for gradient in gradients]
-    with pytest.raises(ValueError, match=r"got 2 gradients, but the last call of `unscale` only 1\. Pass all"):
+    with pytest.raises(
+        ValueError, match=r"got 2 gradients, but the last call of `unscale` only 1\. Pass all"
+    ):
         optimizer.apply(apart, weights)
     assert_equal(weights, [[1.0, 2.0], [3.0, 4.0]])
     optimizer.apply(apart, weights, unscaled=True)
@@ -325,12 +356,18 @@ def test_gradients_that_did_not_go_through_the_last_unscale_are_refused():
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("unscales", [False, True])
 def test_variable_that_keras_overwrites_with_its_gradient_gets_it_undivided(unscales):
-    weight, float8_scale, unused = keras.Variable([1.0, 2.0]), keras.Variable(1.0), keras.Variable(1.0)
+    weight, float8_scale, unused = (
+        keras.Variable([1.0, 2.0]),
+        keras.Variable(1.0),
+        keras.Variable(1.0),
+    )
     float8_scale.overwrite_with_gradient = True
     optimizer = optimizer_for(weight, float8_scale, unused)
 
     gradients = [gradient_of(weight, optimizer.scale_loss), tf.constant(0.25), None]
-    optimizer.apply(optimizer.unscale(gradients) if unscales else gradients, [weight, float8_scale, unused])
+    optimizer.apply(
+        optimizer.unscale(gradients) if unscales else gradients, [weight, float8_scale, unused]
+    )
     assert_equal([weight, float8_scale], [[0.0, 0.0], 0.25])
 
 

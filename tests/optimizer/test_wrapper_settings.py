@@ -8,7 +8,13 @@ from conftest import assert_equal, compiled_model, fit, optimizer_for
 
 import kmp
 
-SETTINGS = {"weight_decay": 0.1, "clipnorm": 0.5, "clipvalue": 0.5, "global_clipnorm": 0.5, "use_ema": True}
+SETTINGS = {
+    "weight_decay": 0.1,
+    "clipnorm": 0.5,
+    "clipvalue": 0.5,
+    "global_clipnorm": 0.5,
+    "use_ema": True,
+}
 SETTINGS |= {"ema_momentum": 0.5, "ema_overwrite_frequency": 3, "gradient_accumulation_steps": 2}
 SETTINGS |= {"beta_1": 0.5, "epsilon": 1e-3}
 
@@ -24,11 +30,15 @@ def test_setting_is_read_from_and_set_on_the_inner_optimizer(build):
         assert name not in vars(optimizer)
 
 
-@pytest.mark.parametrize("option", [{"clipvalue": 0.25}, {"gradient_accumulation_steps": 2}, {"use_ema": True}])
+@pytest.mark.parametrize(
+    "option", [{"clipvalue": 0.25}, {"gradient_accumulation_steps": 2}, {"use_ema": True}]
+)
 def test_setting_that_is_set_before_the_first_step_trains_as_the_argument_does(option):
     weights = []
     for sets in (True, False):
-        optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0, **{} if sets else option), loss_scale=8.0)
+        optimizer = kmp.LossScaleOptimizer(
+            keras.optimizers.SGD(1.0, **{} if sets else option), loss_scale=8.0
+        )
         for name, value in option.items() if sets else ():
             setattr(optimizer, name, value)
         variable = keras.Variable([1.0, 2.0])
@@ -54,17 +64,35 @@ def test_inner_optimizer_keeps_attributes_with_the_names_of_the_wrapper():
     optimizer.scale_loss(1.0)
     optimizer.apply([tf.constant([8.0])], [variable])
     assert float(variable[0]) == 0.0
-    names = ("rule", "counters", "sampler", "inner_optimizer", "step_counter", "dynamic_scale", "initial_scale")
+    names = (
+        "rule",
+        "counters",
+        "sampler",
+        "inner_optimizer",
+        "step_counter",
+        "dynamic_scale",
+        "initial_scale",
+    )
     assert {getattr(inner, name) for name in names} == {"its own"}
     assert optimizer.inner_optimizer is inner
 
 
 @pytest.mark.parametrize(
-    "name", ["initial_scale", "growth_interval", "dynamic_growth_steps", "hysteresis", "rule", "jit_compile"]
+    "name",
+    [
+        "initial_scale",
+        "growth_interval",
+        "dynamic_growth_steps",
+        "hysteresis",
+        "rule",
+        "jit_compile",
+    ],
 )
 def test_setting_of_the_loss_scale_cannot_be_changed_without_effect(name):
     optimizer = kmp.LossScaleOptimizer("adam")
-    with pytest.raises(AttributeError, match=f"`{name}` cannot be changed: create a new kmp.LossScaleOptimizer"):
+    with pytest.raises(
+        AttributeError, match=f"`{name}` cannot be changed: create a new kmp.LossScaleOptimizer"
+    ):
         setattr(optimizer, name, 1)
 
 
@@ -84,7 +112,9 @@ def test_learning_rate_callbacks_work_with_a_multi_optimizer(enabled):
     model = compiled_model(keras.optimizers.MultiOptimizer(optimizers), run_eagerly=True)
     fit(model, batches=2)
     before = model.get_weights()
-    fit(model, batches=2, callbacks=[keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.0)])
+    fit(
+        model, batches=2, callbacks=[keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.0)]
+    )
     assert_equal(before, model.get_weights())
 
 
@@ -102,7 +132,9 @@ def test_scale_factor_of_the_inner_optimizer_is_the_fixed_loss_scale():
             kmp.wrap(keras.optimizers.SGD(1.0, loss_scale_factor=64.0), **arguments)
 
 
-@pytest.mark.filterwarnings("ignore:The loss was computed in float16")  # Keras' losses have that dtype then
+@pytest.mark.filterwarnings(
+    "ignore:The loss was computed in float16"
+)  # Keras' losses have that dtype then
 @pytest.mark.parametrize("floatx", ["float64", "float16", "bfloat16"])
 def test_other_floatx_trains(floatx):
     before = keras.config.floatx()

@@ -30,19 +30,28 @@ def scales_of(*pairs, **values):
 
 def overflows_of(overflows, origins=None, step=1):
     """Returns the record of overflows by variable."""
-    return {"step": step, "overflows_by_variable": overflows, "overflow_origins_by_variable": origins or {}}
+    return {
+        "step": step,
+        "overflows_by_variable": overflows,
+        "overflow_origins_by_variable": origins or {},
+    }
 
 
 def compared(*errors, step=9, output_error=0.002, **values):
     """Returns a record of a comparison: of each layer, the error of its outputs and its new error."""
     layers = [LayerError(f"net/layer_{index}", *pair) for index, pair in enumerate(errors)]
-    replay = Replay(32, 8.0, 1.0, 1.0, True, True, output_error=output_error, layer_errors=layers, **values)
+    replay = Replay(
+        32, 8.0, 1.0, 1.0, True, True, output_error=output_error, layer_errors=layers, **values
+    )
     return {"step": step, "replay": replay}
 
 
 def curve(is_measured=False, recommended=(9, 11), in_use=10.0):
     scales = np.arange(6, 14)
-    falling, rising = np.array([0.5, 0.2, 0.1, 1e-2, 1e-3, 0, 0, 0]), np.array([0, 0, 0, 0, 0, 1e-4, 0.1, 0.5])
+    falling, rising = (
+        np.array([0.5, 0.2, 0.1, 1e-2, 1e-3, 0, 0, 0]),
+        np.array([0, 0, 0, 0, 0, 1e-4, 0.1, 0.5]),
+    )
     bound = falling if is_measured else falling + 0.1
     return WhatIf(scales, falling, bound, rising, rising * 2, in_use, is_measured, recommended)
 
@@ -93,7 +102,11 @@ def test_gradient_exponents_draws_counts_with_and_without_the_loss_scale_and_the
         **{"zero (below $2^{-25}$)": 0, "subnormal": 0, "float16's normal range": 0},
         **{"within 3 bits of overflow": 90, "overflow": 0},  # vertical where it does not fit
     }
-    shaded = [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in ax.patches if hasattr(patch, "get_x")]
+    shaded = [
+        (patch.get_x(), patch.get_x() + patch.get_width())
+        for patch in ax.patches
+        if hasattr(patch, "get_x")
+    ]
     assert shaded == [(low, -25), (-25, -14), (13, 16), (16, high)]
 
 
@@ -104,20 +117,30 @@ def test_gradient_is_drawn_without_the_scale_where_that_differs():
     assert (unscaled, scaled) == (
         *("gradient without the loss scale", "gradient times loss scale 20,000; 25.0% are zero"),
     )
-    assert legend_labels(plots.gradient_exponents(histogram(1.0))) == ["gradient (loss scale 1); 25.0% are zero"]
+    assert legend_labels(plots.gradient_exponents(histogram(1.0))) == [
+        "gradient (loss scale 1); 25.0% are zero"
+    ]
 
 
 def test_histogram_without_finite_elements_has_zones_and_one_without_elements_is_empty():
     ax = plots.gradient_exponents(histogram(inf=1200, nan=4))
     assert {"No element is finite and nonzero.", "subnormal"} <= {*texts_of(ax.texts)}
-    assert legend_labels(ax)[1] == "gradient times loss scale $2^{10}$; 0.0% are zero; 1,200 Inf; 4 NaN"
+    assert (
+        legend_labels(ax)[1]
+        == "gradient times loss scale $2^{10}$; 0.0% are zero; 1,200 Inf; 4 NaN"
+    )
     empty = ExponentHistogram(bin_counts(), 1, 2.0)
     assert texts_of(plots.gradient_exponents(empty).texts) == ["No gradients were sampled."]
 
 
 def test_heat_map_draws_each_share_at_its_step_and_exponent():
     older = sample(10, exponents={5: 1})
-    rows = [sample(20, exponents={3: 1}), older, sample(10), sample(100)]  # the newest sample of a step, in order
+    rows = [
+        sample(20, exponents={3: 1}),
+        older,
+        sample(10),
+        sample(100),
+    ]  # the newest sample of a step, in order
     ax = plots.exponents_over_steps(Run(rows))
     corners = mesh(ax).get_coordinates()
     assert corners[0, :, 0].tolist() == [5, 15, 60, 140]
@@ -133,11 +156,18 @@ def test_heat_map_draws_each_share_at_its_step_and_exponent():
 
 def test_heat_map_labels_axes_colours_and_the_limits_of_float16():
     ax = plots.exponents_over_steps(Run([sample(10), sample(20)]))
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("training step", "binary exponent, floor(log2 |g|)")
+    assert (ax.get_xlabel(), ax.get_ylabel()) == (
+        "training step",
+        "binary exponent, floor(log2 |g|)",
+    )
     (colour_bar,) = [other for other in ax.figure.axes if other is not ax]
     assert colour_bar.get_ylabel() == "share of gradient elements, log scale"
     assert "loss-scaled" in ax.get_title(loc="left")
-    limits = ["overflow from $2^{16}$", "subnormal below $2^{-14}$", "smallest subnormal, $2^{-24}$"]
+    limits = [
+        "overflow from $2^{16}$",
+        "subnormal below $2^{-14}$",
+        "smallest subnormal, $2^{-24}$",
+    ]
     assert texts_of(ax.texts) == limits
     assert {drawn.get_ydata()[0] for drawn in ax.lines} == {16, -14, -24}
     low, high = ax.get_ylim()
@@ -158,27 +188,56 @@ def test_heat_map_marks_nonfinite_samples():
 
 def test_overflow_is_marked_in_its_step_at_its_scale_or_where_that_is_unknown_at_its_record():
     rows = [
-        {"step": 20, "loss_scale": 4.0, "overflow_count": 0, "overflow_rate": 0.0, "clean_steps": 20},
-        {"step": 40, "loss_scale": 8.0, "overflow_count": 1, "overflow_rate": 0.05, "clean_steps": 3},  # 16 in between
-        {"step": 60, "loss_scale": 8.0, "overflow_count": 3, "overflow_rate": 0.1, "clean_steps": 23},  # unknown
+        {
+            "step": 20,
+            "loss_scale": 4.0,
+            "overflow_count": 0,
+            "overflow_rate": 0.0,
+            "clean_steps": 20,
+        },
+        {
+            "step": 40,
+            "loss_scale": 8.0,
+            "overflow_count": 1,
+            "overflow_rate": 0.05,
+            "clean_steps": 3,
+        },  # 16 in between
+        {
+            "step": 60,
+            "loss_scale": 8.0,
+            "overflow_count": 3,
+            "overflow_rate": 0.1,
+            "clean_steps": 23,
+        },  # unknown
     ]
     ax = plots.loss_scale(Run(rows))
     drawn, marks = ax.lines
     assert drawn.get_xydata().tolist() == [[20, 4], [40, 8], [60, 8]]
     assert marks.get_xydata().tolist() == [[37, 16], [60, 8]]
     assert marks.get_label() == "last skipped step of each record (3 in total)"
-    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_yscale()) == ("training step", "loss scale", "log")
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_yscale()) == (
+        "training step",
+        "loss scale",
+        "log",
+    )
     assert ax.get_ylim()[1] >= 16
     assert ax.get_title(loc="left") == "The loss scale ends at $2^{3}$; 3 of 60 steps were skipped"
-    grown = plots.loss_scale(Run(rows, {"settings": {"rule": "DynamicScale", "growth_interval": 20}}))
-    assert line(grown, "last skipped").get_xydata().tolist() == [[40, 8], [60, 8]]  # clean since the growth
+    grown = plots.loss_scale(
+        Run(rows, {"settings": {"rule": "DynamicScale", "growth_interval": 20}})
+    )
+    assert line(grown, "last skipped").get_xydata().tolist() == [
+        [40, 8],
+        [60, 8],
+    ]  # clean since the growth
     fixed = plots.loss_scale(Run(rows, {"settings": {"rule": "FixedScale"}}))
     assert line(fixed, "last skipped").get_xydata().tolist() == [[37, 8], [60, 8]]
 
 
 def test_steps_that_set_layers_to_float32_are_marked_with_one_legend_entry():
     rows = scales_of((10, 8.0), (20, 8.0), (30, 8.0))
-    fallbacks = [{"step": step, "fallback": ["net/dense"], "fallback_reason": "why"} for step in (12, 25)]
+    fallbacks = [
+        {"step": step, "fallback": ["net/dense"], "fallback_reason": "why"} for step in (12, 25)
+    ]
     ax = plots.loss_scale(Run([*rows, *fallbacks]))
     (marks,) = ax.collections
     assert [segment[0][0] for segment in marks.get_segments()] == [12, 25]
@@ -198,19 +257,28 @@ def test_fixed_scale_is_a_flat_line_between_powers_of_two_and_a_single_record_a_
 
 
 def test_newest_finite_scale_of_a_repeated_step_is_drawn():
-    (drawn,) = plots.loss_scale(Run(scales_of((1, 2.0), (9, 4.0), (3, 8.0), (9, 16.0), (3, None)))).lines
+    (drawn,) = plots.loss_scale(
+        Run(scales_of((1, 2.0), (9, 4.0), (3, 8.0), (9, 16.0), (3, None)))
+    ).lines
     assert drawn.get_xydata().tolist() == [[1, 2], [9, 16]]
 
 
 def test_figures_of_many_records_have_a_bounded_number_of_marks_and_cells():
     few, many, most = (
-        line(plots.loss_scale(Run(scales_of(*((n, 8.0) for n in range(1, count)), overflow_rate=0.5))), "last skipped")
+        line(
+            plots.loss_scale(
+                Run(scales_of(*((n, 8.0) for n in range(1, count)), overflow_rate=0.5))
+            ),
+            "last skipped",
+        )
         for count in (10, 100, 2501)
     )
     assert few.get_markersize() > many.get_markersize()
     assert many.get_label() == "last skipped step of each record"
     assert 1000 <= most.get_xdata().size <= 2000
-    drawn = plots.exponents_over_steps(Run([sample(step, exponents={0: 4}, nan=4) for step in range(1, 1502)]))
+    drawn = plots.exponents_over_steps(
+        Run([sample(step, exponents={0: 4}, nan=4) for step in range(1, 1502)])
+    )
     assert mesh(drawn).get_array().shape[1] == 751
     assert drawn.get_xlim() == (0.5, 1501.5)
     assert np.unique(mesh(drawn).get_array().compressed()).tolist() == [0.5]
@@ -219,7 +287,11 @@ def test_figures_of_many_records_have_a_bounded_number_of_marks_and_cells():
 
 def test_errors_of_the_layers_are_those_of_the_last_comparison():
     not_finite = {"step": 20, "replay": Replay(32, 8.0, None, 1.0, False, True)}
-    rows = [compared((0.3, 0.3), step=5), compared((1e-3, 1e-4), (0.0, None), (2e-3, 0.0)), not_finite]
+    rows = [
+        compared((0.3, 0.3), step=5),
+        compared((1e-3, 1e-4), (0.0, None), (2e-3, 0.0)),
+        not_finite,
+    ]
     ax = plots.layer_errors(Run(rows))
     assert line(ax, "outputs").get_xydata().tolist() == [[1e-3, 0], [1e-6, 1], [2e-3, 2]]
     np.testing.assert_array_equal(line(ax, "new error").get_xdata(), [1e-4, np.nan, 1e-6])
@@ -236,7 +308,9 @@ def test_layer_where_a_harmful_error_begins_is_marked():
     ax = plots.layer_errors(Run([compared(*errors, output_error=1.2)]))
     assert ax.collections[0].get_offsets().tolist() == [[1.1, 2]]
     assert ax.get_title(loc="left") == "Harmful error begins at net/layer_2"
-    cured = plots.layer_errors(Run([compared(*errors, output_error=1.2, float32_layers=["net/layer_1"])]))
+    cured = plots.layer_errors(
+        Run([compared(*errors, output_error=1.2, float32_layers=["net/layer_1"])])
+    )
     assert cured.collections[0].get_offsets().tolist() == [[0.8, 1]]
     assert not plots.layer_errors(Run([compared(*errors)])).collections  # the outputs agree
 
@@ -270,7 +344,11 @@ def joined(ax, label):
     solid = line(ax, label)
     lines = [drawn for drawn in ax.lines if drawn.get_color() == solid.get_color()]
     parts = [drawn.get_xydata() for drawn in lines]
-    return np.concatenate([parts[0], *(part[1:] for part in parts[1:])]), [part[0, 0] for part in parts[1:]], lines
+    return (
+        np.concatenate([parts[0], *(part[1:] for part in parts[1:])]),
+        [part[0, 0] for part in parts[1:]],
+        lines,
+    )
 
 
 def test_what_if_draws_each_curve_also_of_a_run_with_a_dashed_extrapolation():
@@ -278,17 +356,25 @@ def test_what_if_draws_each_curve_also_of_a_run_with_a_dashed_extrapolation():
     ax = plots.what_if(expected)
     for name in ("underflow", "overflow", "skipped"):
         data, dashed_from, lines = joined(ax, f"{name}: share of")
-        np.testing.assert_array_equal(data, np.column_stack([expected.log2_scales, getattr(expected, name)]))
+        np.testing.assert_array_equal(
+            data, np.column_stack([expected.log2_scales, getattr(expected, name)])
+        )
         assert dashed_from == [10]
         assert [drawn.is_dashed() for drawn in lines] == [False, True]
     run = Run([sample(10), sample(20)])
-    np.testing.assert_array_equal(joined(plots.what_if(run), "underflow")[0][:, 1], what_if(run).underflow)
+    np.testing.assert_array_equal(
+        joined(plots.what_if(run), "underflow")[0][:, 1], what_if(run).underflow
+    )
 
 
 def test_what_if_of_a_measured_curve_is_solid_and_has_no_band():
     ax = plots.what_if(curve(is_measured=True))
     assert legend_labels(ax) == [
-        *("underflow: share of elements", "overflow: share of elements", "skipped: share of sampled steps"),
+        *(
+            "underflow: share of elements",
+            "overflow: share of elements",
+            "skipped: share of sampled steps",
+        ),
         *("in use: $2^{10}$", "recommended: $2^{9}$ to $2^{11}$"),
     ]
     assert joined(ax, "underflow")[1] == []
@@ -362,10 +448,20 @@ def test_only_the_worst_variables_are_drawn_and_the_label_has_their_number():
 @pytest.mark.parametrize(
     ("paths", "names"),
     [
-        (["resnet50/conv5_block3_out/conv5_block3_3_conv/kernel"], ["resnet50/…/conv5_block3_3_conv/kernel"]),
-        (["a_layer_with_a_very_long_name_of_a_model_1/kernel"], ["a_layer_with…_name_of_a_model_1/kernel"]),
-        ([f"network/block_{i}/convolution_layer/kernel" for i in "12"],) * 2,  # would be equal, so they are longer
-        ([f"{'x' * 90}{i}{'x' * 90}" for i in "12"], [f"{'x' * 15}…{'x' * 32}{n}" for n in ("", "#2")]),
+        (
+            ["resnet50/conv5_block3_out/conv5_block3_3_conv/kernel"],
+            ["resnet50/…/conv5_block3_3_conv/kernel"],
+        ),
+        (
+            ["a_layer_with_a_very_long_name_of_a_model_1/kernel"],
+            ["a_layer_with…_name_of_a_model_1/kernel"],
+        ),
+        ([f"network/block_{i}/convolution_layer/kernel" for i in "12"],)
+        * 2,  # would be equal, so they are longer
+        (
+            [f"{'x' * 90}{i}{'x' * 90}" for i in "12"],
+            [f"{'x' * 15}…{'x' * 32}{n}" for n in ("", "#2")],
+        ),
     ],
 )
 def test_long_paths_keep_both_ends_and_stay_unique(paths, names):
@@ -406,10 +502,17 @@ def test_run_without_records_is_an_empty_figure_with_a_reason(draw, reason, rows
         assert ax.get_ylabel()
 
 
-LONG_NAMES = ["encoder_of_images/block_1/convolution_2/kernel", "a_layer_with_a_very_long_name_of_a_model_1/kernel"]
+LONG_NAMES = [
+    "encoder_of_images/block_1/convolution_2/kernel",
+    "a_layer_with_a_very_long_name_of_a_model_1/kernel",
+]
 FULL = Run(
     [
-        *(sample(10), sample(20), {"step": 20, "loss_scale": 8.0, "overflow_rate": 0.1, "overflow_count": 2}),
+        *(
+            sample(10),
+            sample(20),
+            {"step": 20, "loss_scale": 8.0, "overflow_rate": 0.1, "overflow_count": 2},
+        ),
         compared((1.2, 1.2), (1.2, 1e-4), output_error=1.2) | {"fallback": ["net/layer_0"]},
         overflows_of(dict.fromkeys(LONG_NAMES, 2000), {LONG_NAMES[0]: 2000}, step=20),
     ]
@@ -422,7 +525,8 @@ def drawn_of(name, run, ax=None):
 
 
 @pytest.mark.parametrize(
-    ("name", "run"), [*((name, FULL) for name in FIGURES), ("exponents_over_steps", Run([sample(10)]))]
+    ("name", "run"),
+    [*((name, FULL) for name in FIGURES), ("exponents_over_steps", Run([sample(10)]))],
 )
 def test_plots_use_the_given_axes_and_fit_a_small_figure(name, run):
     figure, ax = plt.subplots(figsize=(5.2, 3.6), layout="constrained")
@@ -451,7 +555,9 @@ def test_save_writes_a_png_and_closes_the_figure(tmp_path):
     assert plt.get_fignums() == open_figures
     with pytest.raises(TypeError, match="`ax` must be axes of matplotlib.*Received: ax=3"):
         plots.save(3, tmp_path / "figure.png")
-    with pytest.raises(TypeError, match="`path` must be the path of the PNG file. Received: path=3"):
+    with pytest.raises(
+        TypeError, match="`path` must be the path of the PNG file. Received: path=3"
+    ):
         plots.save(plots.gradient_exponents(histogram()), 3)
 
 
@@ -459,5 +565,7 @@ def test_save_writes_a_png_and_closes_the_figure(tmp_path):
 def test_arguments_of_another_type_are_errors(name):
     with pytest.raises(TypeError, match="must be a kmp.records"):
         getattr(plots, name)("runs/first")
-    with pytest.raises(TypeError, match=r"`ax` must be axes of matplotlib, or None for new ones. Received: ax=3"):
+    with pytest.raises(
+        TypeError, match=r"`ax` must be axes of matplotlib, or None for new ones. Received: ax=3"
+    ):
         drawn_of(name, FULL, ax=3)

@@ -23,7 +23,11 @@ def test_enable_sets_the_policy_and_compile_wraps_with_the_settings_of_the_last_
     assert policy() == "mixed_float16"
     optimizer = compiled_model("adam").optimizer
     assert type(optimizer) is kmp.LossScaleOptimizer
-    assert (optimizer.initial_scale, optimizer.rule.growth_interval, optimizer.rule.hysteresis) == (64.0, 7, 2)
+    assert (optimizer.initial_scale, optimizer.rule.growth_interval, optimizer.rule.hysteresis) == (
+        64.0,
+        7,
+        2,
+    )
     assert isinstance(optimizer.inner_optimizer, keras.optimizers.Adam)
     kmp.enable("float16", growth_interval=5)
     assert policy() == "float16"
@@ -75,7 +79,10 @@ def test_policy_applies_to_threads_that_had_another_one_before_and_yields_to_one
         assert call(policy) == "float32"
         with kmp.enable():
             assert call(policy) == "mixed_float16"
-            assert call(lambda: keras.layers.Dense(1, dtype="mixed_bfloat16").dtype_policy.name) == "mixed_bfloat16"
+            assert (
+                call(lambda: keras.layers.Dense(1, dtype="mixed_bfloat16").dtype_policy.name)
+                == "mixed_bfloat16"
+            )
             call(keras.config.set_dtype_policy, "mixed_bfloat16")
             policies = (call(policy), in_new_thread(policy), policy())
             assert policies == ("mixed_bfloat16", "mixed_float16", "mixed_float16")
@@ -104,7 +111,9 @@ def test_contexts_in_two_threads_each_have_their_own_policy(enabled):
 
 def test_keras_without_the_state_of_the_policy_is_not_supported(monkeypatch):
     monkeypatch.delattr("keras.src.backend.common.global_state.get_global_attribute")
-    with pytest.raises(RuntimeError, match=f"does not support Keras {keras.__version__}: update kmp"):
+    with pytest.raises(
+        RuntimeError, match=f"does not support Keras {keras.__version__}: update kmp"
+    ):
         kmp.enable()
 
 
@@ -122,7 +131,9 @@ class AddsLoss(keras.layers.Layer):
 
 def model_that_adds_losses():
     layers = [AddsLoss(), keras.layers.ActivityRegularization(l1=0.25)]
-    model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1, kernel_initializer="zeros")])
+    model = keras.Sequential(
+        [keras.Input((4,)), *layers, keras.layers.Dense(1, kernel_initializer="zeros")]
+    )
     model.compile("sgd", "mse", jit_compile=False)
     return model
 
@@ -168,7 +179,9 @@ def test_metrics_of_float16_outputs_are_computed_in_float32(enabled):
 
 def test_optimizer_of_a_model_with_one_nested_float16_layer_is_wrapped():
     kmp.enable("float32")
-    nested = keras.Sequential([keras.layers.TimeDistributed(keras.layers.Dense(2, dtype="mixed_float16"))])
+    nested = keras.Sequential(
+        [keras.layers.TimeDistributed(keras.layers.Dense(2, dtype="mixed_float16"))]
+    )
     model = keras.Sequential([keras.Input((3, 4)), nested])
     model.compile("sgd", "mse")
     assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
@@ -183,8 +196,12 @@ def test_compile_does_not_wrap_without_auto_scale_loss_or_an_already_wrapped_opt
     assert model.optimizer is None
 
 
-def test_compile_replaces_keras_loss_scale_optimizer_and_keeps_its_settings_unless_it_is_built(enabled):
-    stock = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0, dynamic_growth_steps=3)
+def test_compile_replaces_keras_loss_scale_optimizer_and_keeps_its_settings_unless_it_is_built(
+    enabled,
+):
+    stock = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.5), initial_scale=8.0, dynamic_growth_steps=3
+    )
     optimizer = compiled_model(stock).optimizer
     assert type(optimizer) is kmp.LossScaleOptimizer
     assert optimizer.inner_optimizer is stock.inner_optimizer
@@ -209,7 +226,9 @@ class ForwardsCompileArguments(keras.Sequential):
         super().compile(*args, **kwargs)
 
 
-def test_optimizer_by_position_and_the_default_one_are_wrapped_also_where_others_have_wrapped_compile(monkeypatch):
+def test_optimizer_by_position_and_the_default_one_are_wrapped_also_where_others_have_wrapped_compile(
+    monkeypatch,
+):
     owner = defining_class(keras.Model, "compile")
     monkeypatch.setattr(owner, "compile", wrapped(owner.compile))
     with kmp.enable():
@@ -259,7 +278,9 @@ def test_disable_keeps_a_later_patch_of_compile_by_another_library(monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    "argument", [{"policy": "half"}, {"policy": None}, {"growth_interval": 0}, {"hysteresis": "1"}], ids=str
+    "argument",
+    [{"policy": "half"}, {"policy": None}, {"growth_interval": 0}, {"hysteresis": "1"}],
+    ids=str,
 )
 def test_invalid_argument_raises_and_changes_nothing(argument):
     (name,) = argument
@@ -272,11 +293,17 @@ STOCK = keras.optimizers.LossScaleOptimizer
 # The call that sets the loss scale of an optimizer, and one that creates such an optimizer.
 SETTINGS_CALLS = {
     "compile": ("kmp.enable", lambda: compiled_model(STOCK(keras.optimizers.SGD()))),
-    "stock with settings": ("kmp.wrap", lambda: compiled_model(STOCK(keras.optimizers.SGD(), initial_scale=8.0))),
+    "stock with settings": (
+        "kmp.wrap",
+        lambda: compiled_model(STOCK(keras.optimizers.SGD(), initial_scale=8.0)),
+    ),
     "wrap with settings": ("kmp.wrap", lambda: compiled_model(kmp.wrap("sgd", growth_interval=5))),
     "class": ("kmp.LossScaleOptimizer", lambda: compiled_model(kmp.LossScaleOptimizer("sgd"))),
     "convert": ("kmp.enable", lambda: kmp.convert(kmp.to_float32(compiled_model("sgd")))),
-    "convert wrapped": ("kmp.wrap", lambda: kmp.convert(compiled_model(kmp.wrap("sgd", growth_interval=5)))),
+    "convert wrapped": (
+        "kmp.wrap",
+        lambda: kmp.convert(compiled_model(kmp.wrap("sgd", growth_interval=5))),
+    ),
 }
 
 

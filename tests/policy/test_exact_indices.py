@@ -27,7 +27,10 @@ class Tokens(layers.Layer):
         self.table.build(shape)
 
     def call(self, ids):
-        assert ids.dtype in (self.compute_dtype, "int32")  # no code sees another dtype than without kmp
+        assert ids.dtype in (
+            self.compute_dtype,
+            "int32",
+        )  # no code sees another dtype than without kmp
         return self.table(ids)
 
 
@@ -74,12 +77,16 @@ def table_of(model):
 
 
 def messages(recwarn):
-    assert all(warning.filename == __file__ for warning in recwarn if warning.category is UserWarning)
+    assert all(
+        warning.filename == __file__ for warning in recwarn if warning.category is UserWarning
+    )
     return [str(warning.message) for warning in recwarn if "indices" in str(warning.message)]
 
 
 # Both policies cast in the same way.
-@pytest.mark.parametrize(("name", "policy"), list(zip(EXACT, itertools.cycle(["mixed_float16", "mixed_bfloat16"]))))
+@pytest.mark.parametrize(
+    ("name", "policy"), list(zip(EXACT, itertools.cycle(["mixed_float16", "mixed_bfloat16"])))
+)
 def test_look_ups_select_the_rows_of_float_and_integer_indices_also_after_the_block(name, policy):
     with kmp.enable(policy):
         model = EXACT[name]()
@@ -112,7 +119,10 @@ def test_indices_computed_in_16_bits_warn_once_until_disable_and_in_integers_are
             np.testing.assert_allclose(exact(IDS), table_of(exact)[IDS + 1], atol=5e-4)
     first, second = messages(recwarn)
     assert first.startswith(f"Embedding '{model.layers[1].table.name[:9]}")
-    assert "gets its indices for 6000 rows as float16, which has every integer only up to 2048" in second
+    assert (
+        "gets its indices for 6000 rows as float16, which has every integer only up to 2048"
+        in second
+    )
     assert "keras.Input(..., dtype='int32')" in second
     assert "x.astype('int32')" in second
 
@@ -132,7 +142,9 @@ def test_indices_computed_in_16_bits_warn_once_until_disable_and_in_integers_are
         (lambda: layers.IntegerLookup(vocabulary=[1, 2]), "int32", False),
     ],
 )
-def test_look_up_warns_only_if_the_dtype_of_its_indices_rounds_some_of_them(enabled, recwarn, make, dtype, warns):
+def test_look_up_warns_only_if_the_dtype_of_its_indices_rounds_some_of_them(
+    enabled, recwarn, make, dtype, warns
+):
     make()(tf.constant([1, 2], dtype))
     assert bool(messages(recwarn)) == warns
 
@@ -155,7 +167,9 @@ def test_preprocessing_look_ups_are_exact(enabled, name):
         np.testing.assert_array_equal(function(tf.constant(ids)), expected)
 
 
-def test_float32_layer_inside_a_layer_gets_what_was_cast_and_its_gradient_is_that_of_float32(enabled):
+def test_float32_layer_inside_a_layer_gets_what_was_cast_and_its_gradient_is_that_of_float32(
+    enabled,
+):
     class Around(layers.Layer):
         def __init__(self):
             super().__init__()

@@ -11,7 +11,9 @@ from conftest import small_model
 import kmp
 
 TESTS = Path(__file__).parent.parent
-WITHOUT_ONEDNN = "TensorFlow's bfloat16 pass does nothing without oneDNN"  # which the tests turn off
+WITHOUT_ONEDNN = (  # which the tests turn off
+    "TensorFlow's bfloat16 pass does nothing without oneDNN"
+)
 pytestmark = pytest.mark.filterwarnings(f"ignore:{WITHOUT_ONEDNN}")
 
 

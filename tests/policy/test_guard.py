@@ -18,8 +18,12 @@ class Codebook(keras.Layer):
     """A custom layer whose forward pass updates a float state and an integer state."""
 
     def build(self, shape):
-        self.mean = self.add_weight(shape=shape[-1:], trainable=False, initializer="zeros", name="mean")
-        self.calls = self.add_weight(shape=(), trainable=False, initializer="zeros", dtype="int64", name="calls")
+        self.mean = self.add_weight(
+            shape=shape[-1:], trainable=False, initializer="zeros", name="mean"
+        )
+        self.calls = self.add_weight(
+            shape=(), trainable=False, initializer="zeros", dtype="int64", name="calls"
+        )
 
     def call(self, x, training=None):
         if training:
@@ -53,14 +57,21 @@ LAYERS = {
     ],
 }
 no_float16_epsilon = pytest.mark.filterwarnings(
-    "ignore:overflow encountered in cast:RuntimeWarning"  # Keras' SpectralNormalization casts beyond float16's range
+    # Keras' SpectralNormalization casts beyond float16's range
+    "ignore:overflow encountered in cast:RuntimeWarning"
 )
 CORRUPT_VALUES = {"backward": 64.0, "forward": np.nan}
 
 
 def make(name, **arguments):
     keras.utils.set_random_seed(0)
-    layers = [keras.layers.Dense(4), OverflowsBackward(), *LAYERS[name](), keras.layers.Dense(2), kmp.layers.Softmax()]
+    layers = [
+        keras.layers.Dense(4),
+        OverflowsBackward(),
+        *LAYERS[name](),
+        keras.layers.Dense(2),
+        kmp.layers.Softmax(),
+    ]
     model = keras.Sequential([keras.Input((4,), batch_size=8), *layers])
     model.compile("sgd", "sparse_categorical_crossentropy", **arguments)
     return model
@@ -83,7 +94,12 @@ def fit(model, corrupt_value=None):
 
 def state(model):
     """All float state: the weights, the states of stateful RNNs and the moments of the optimizer."""
-    rnn_states = [state for layer in model.layers if getattr(layer, "stateful", False) for state in layer.states]
+    rnn_states = [
+        state
+        for layer in model.layers
+        if getattr(layer, "stateful", False)
+        for state in layer.states
+    ]
     return floats(model) + values([*rnn_states, *model.optimizer.inner_optimizer.variables])
 
 
@@ -99,7 +115,9 @@ def test_step_skipped_by_fit_leaves_state_unchanged_and_predictions_finite(name)
         assert model.optimizer.snapshot().overflow_count == skipped
         assert np.isfinite(model(batch()[0])).all()
         fit(model)
-        assert not all(np.array_equal(old, new) for old, new in zip(weights, floats(model), strict=True))
+        assert not all(
+            np.array_equal(old, new) for old, new in zip(weights, floats(model), strict=True)
+        )
 
 
 @no_float16_epsilon
@@ -112,7 +130,11 @@ def test_step_skipped_in_a_guarded_loop_leaves_state_unchanged(run_step):
     @run_step
     def step(x, y):
         with kmp.guard(optimizer, model):
-            take_step(optimizer, model.trainable_variables, lambda: loss_function(y, model(x, training=True)))
+            take_step(
+                optimizer,
+                model.trainable_variables,
+                lambda: loss_function(y, model(x, training=True)),
+            )
 
     step(*map(tf.constant, batch()))
     for corrupt_value in CORRUPT_VALUES.values():
@@ -120,7 +142,9 @@ def test_step_skipped_in_a_guarded_loop_leaves_state_unchanged(run_step):
         step(*map(tf.constant, batch(corrupt_value)))
         assert_equal(before, floats(model))
         step(*map(tf.constant, batch()))
-        assert not any(np.array_equal(old, new) for old, new in zip(before[:2], floats(model)[:2], strict=True))
+        assert not any(
+            np.array_equal(old, new) for old, new in zip(before[:2], floats(model)[:2], strict=True)
+        )
 
 
 def unbuilt_layers():
@@ -137,14 +161,20 @@ class Subclassed(keras.Model):
 
     def call(self, x, training=None):
         for layer in self.parts:
-            x = layer(x, training=training) if isinstance(layer, keras.layers.BatchNormalization) else layer(x)
+            x = (
+                layer(x, training=training)
+                if isinstance(layer, keras.layers.BatchNormalization)
+                else layer(x)
+            )
         return x
 
 
 UNBUILT = {
     "subclassed": Subclassed,
     "sequential": lambda: keras.Sequential(unbuilt_layers()),
-    "nested": lambda: keras.Sequential([keras.layers.Dropout(0.0), keras.Sequential(unbuilt_layers())]),
+    "nested": lambda: keras.Sequential(
+        [keras.layers.Dropout(0.0), keras.Sequential(unbuilt_layers())]
+    ),
 }
 
 
@@ -179,8 +209,13 @@ class TwoOptimizers(keras.Model):
         x, y = data
         inner = self.net.optimizer
         optimizers = (self.own, inner) if self.first == "own" else (inner, self.own)
-        for optimizer, layer in zip(optimizers, (self.net.layers[0], self.net.layers[-2]), strict=True):
-            loss_of = lambda: self.net.compute_loss(y=y, y_pred=self.net(x, training=True))  # noqa: E731
+        for optimizer, layer in zip(
+            optimizers, (self.net.layers[0], self.net.layers[-2]), strict=True
+        ):
+
+            def loss_of():
+                return self.net.compute_loss(y=y, y_pred=self.net(x, training=True))
+
             loss = take_step(optimizer, layer.trainable_variables, loss_of)
         return {"loss": loss}
 
@@ -192,13 +227,20 @@ def test_optimizers_in_attributes_and_of_compiled_models_inside_a_model_are_guar
     optimizers = model.own, model.net.optimizer
     before = values(model.net.layers[2].non_trainable_variables)
     fit(model, 64.0)
-    assert [optimizer.snapshot().overflow_count for optimizer in optimizers] == [first == "own", first == "inner"]
+    assert [optimizer.snapshot().overflow_count for optimizer in optimizers] == [
+        first == "own",
+        first == "inner",
+    ]
     assert_equal(before, values(model.net.layers[2].non_trainable_variables))
 
 
 def test_frozen_weights_are_not_copied():
-    backbone = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.BatchNormalization()])
-    model = keras.Sequential([keras.Input((4,)), backbone, keras.layers.BatchNormalization(), keras.layers.Dense(2)])
+    backbone = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(4), keras.layers.BatchNormalization()]
+    )
+    model = keras.Sequential(
+        [keras.Input((4,)), backbone, keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+    )
     backbone.trainable = False
     names = {variable.path.split("/")[-1] for variable in guarding._states([model])}
     assert names == {"moving_mean", "moving_variance"}
@@ -226,7 +268,10 @@ class AppliesTwice(keras.Sequential):
 
     def train_step(self, data):
         for x in (data[0], ops.full_like(data[0], 64.0)):
-            loss_of = lambda x=x: self.compute_loss(y=data[1], y_pred=self(x, training=True))  # noqa: E731
+
+            def loss_of(x=x):
+                return self.compute_loss(y=data[1], y_pred=self(x, training=True))
+
             loss = take_step(self.optimizer, self.trainable_variables, loss_of)
         return {"loss": loss}
 
@@ -250,7 +295,12 @@ def test_guard_in_a_guarded_eager_step_restores_the_weights_that_its_function_as
     @tf.function
     def step(x, y):
         with kmp.guard(optimizer, model):
-            loss_of = lambda: keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, model(x, training=True)))  # noqa: E731
+
+            def loss_of():
+                probabilities = model(x, training=True)
+                losses = keras.losses.sparse_categorical_crossentropy(y, probabilities)
+                return keras.ops.mean(losses)
+
             take_step(optimizer, model.trainable_variables, loss_of)
 
     x, y = map(tf.convert_to_tensor, batch(64.0))
@@ -264,9 +314,18 @@ def test_guard_in_a_guarded_eager_step_restores_the_weights_that_its_function_as
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (("adam", keras.layers.Dense(1)), "`optimizer` must be a kmp.LossScaleOptimizer, as.*'adam'"),
-        ((kmp.LossScaleOptimizer("sgd"), "layer"), "`layers` must be models or layers. Received: layers='layer'"),
-        ((kmp.LossScaleOptimizer("sgd"),), "`layers` must hold the models or layers.*Received: none"),
+        (
+            ("adam", keras.layers.Dense(1)),
+            "`optimizer` must be a kmp.LossScaleOptimizer, as.*'adam'",
+        ),
+        (
+            (kmp.LossScaleOptimizer("sgd"), "layer"),
+            "`layers` must be models or layers. Received: layers='layer'",
+        ),
+        (
+            (kmp.LossScaleOptimizer("sgd"),),
+            "`layers` must hold the models or layers.*Received: none",
+        ),
     ],
 )
 def test_guard_with_invalid_arguments_raises(arguments, match):

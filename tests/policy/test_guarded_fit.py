@@ -5,7 +5,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import MODES, assert_equal, compiled_model, fit_data, small_data, small_model, take_step, without_replays
+from conftest import (
+    MODES,
+    assert_equal,
+    compiled_model,
+    fit_data,
+    small_data,
+    small_model,
+    take_step,
+    without_replays,
+)
 from keras import ops
 
 import kmp
@@ -27,7 +36,9 @@ def test_nan_loss_is_in_the_logs_of_its_own_batch_and_not_in_the_metrics_of_the_
     (x, y), initial, losses = data_with_nan(0, 5, 19), model.get_weights(), []
     if mode == "graph":  # with a smaller last batch, the step does not know the number of rows
         x, y = np.concatenate([x, x[8:11]]), np.concatenate([y, y[8:11]])
-    recorder = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(logs["loss"]))
+    recorder = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: losses.append(logs["loss"])
+    )
     history = fit_data(model, (x, y), callbacks=[recorder])
     per_call = MODES[mode].get("steps_per_execution", 1)
     assert set(np.flatnonzero(np.isnan(losses))) == {0, 5 // per_call, 19 // per_call}
@@ -60,7 +71,9 @@ class SharpnessAware(keras.Model):
 
 def test_weights_that_a_train_step_moves_are_restored_if_it_is_skipped():
     inputs = keras.Input((4,))
-    model = SharpnessAware(inputs, keras.layers.Dense(1, dtype="float32")(keras.layers.Dense(8, "relu")(inputs)))
+    model = SharpnessAware(
+        inputs, keras.layers.Dense(1, dtype="float32")(keras.layers.Dense(8, "relu")(inputs))
+    )
     model.compile(kmp.LossScaleOptimizer("sgd", initial_scale=2.0**24), jit_compile=False)
     weights = model.get_weights()
     x, _ = small_data(20)
@@ -73,7 +86,11 @@ def test_weights_that_a_train_step_moves_are_restored_if_it_is_skipped():
 
 
 def test_terminate_on_nan_stops_training_before_and_after_kmps_callbacks():
-    model, stop, callbacks = compiled_model(jit_compile=False), keras.callbacks.TerminateOnNaN(), without_replays()
+    model, stop, callbacks = (
+        compiled_model(jit_compile=False),
+        keras.callbacks.TerminateOnNaN(),
+        without_replays(),
+    )
     for steps, ordered in ((3, [*callbacks, stop]), (6, [stop, *callbacks])):
         fit_data(model, data_with_nan(2, batches=4), epochs=2, callbacks=ordered)
         assert model.optimizer.snapshot().step == steps
@@ -81,10 +98,16 @@ def test_terminate_on_nan_stops_training_before_and_after_kmps_callbacks():
 
 def test_terminate_on_nan_ignores_an_overflow_of_the_gradients_alone():
     optimizer = kmp.LossScaleOptimizer("sgd", initial_scale=2.0**28)
-    model = compiled_model(optimizer, **MODES["steps_per_execution"])  # which has a loss that kmp puts into the logs
+    model = compiled_model(
+        optimizer, **MODES["steps_per_execution"]
+    )  # which has a loss that kmp puts into the logs
     history = fit_data(model, small_data(), callbacks=[keras.callbacks.TerminateOnNaN()])
     snapshot = model.optimizer.snapshot()
-    assert (snapshot.step, snapshot.nonfinite_loss_count, 0 < snapshot.overflow_count < 20) == (20, 0, True)
+    assert (snapshot.step, snapshot.nonfinite_loss_count, 0 < snapshot.overflow_count < 20) == (
+        20,
+        0,
+        True,
+    )
     assert 2.0**12 < snapshot.loss_scale < 2.0**28
     assert np.isfinite(history["loss"][0])
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
@@ -110,7 +133,10 @@ class CustomTrainStep(keras.Model):
 
     def train_step(self, data):
         x, y = data
-        loss_of = lambda: self.compute_loss(x=x, y=y, y_pred=self(x))  # noqa: E731
+
+        def loss_of():
+            return self.compute_loss(x=x, y=y, y_pred=self(x))
+
         self._loss_tracker.update_state(take_step(self.optimizer, self.trainable_weights, loss_of))
         return {"loss": self._loss_tracker.result()}
 
@@ -145,23 +171,36 @@ def test_model_recompiled_without_kmp_behaves_as_in_keras():
     [(True, 1, list), (False, 4, list), (False, 1, kmp.callbacks.defaults)],
     ids=["after disable", "without enable", "without enable, with callbacks"],
 )
-def test_model_compiled_with_kmps_optimizer_is_guarded_without_enable(enables, steps_per_execution, callbacks):
+def test_model_compiled_with_kmps_optimizer_is_guarded_without_enable(
+    enables, steps_per_execution, callbacks
+):
     if not enables:
         kmp.disable()
         keras.config.set_dtype_policy("mixed_float16")
     optimizer = "sgd" if enables else kmp.LossScaleOptimizer("sgd")
     model = compiled_model(optimizer, steps_per_execution=steps_per_execution, run_eagerly=True)
     kmp.disable()
-    assert np.isfinite(fit_data(model, data_with_nan(1, batches=4), callbacks=callbacks())["loss"][0])
-    assert (model.optimizer.snapshot().overflow_count, model.optimizer.snapshot().nonfinite_loss_count) == (1, 1)
+    assert np.isfinite(
+        fit_data(model, data_with_nan(1, batches=4), callbacks=callbacks())["loss"][0]
+    )
+    assert (
+        model.optimizer.snapshot().overflow_count,
+        model.optimizer.snapshot().nonfinite_loss_count,
+    ) == (1, 1)
 
 
 def test_guarded_model_can_be_saved_cloned_and_loaded_as_a_guarded_model(tmp_path):
-    model, data = compiled_model("adam", metrics=["accuracy"], run_eagerly=True), data_with_nan(1, batches=2)
+    model, data = (
+        compiled_model("adam", metrics=["accuracy"], run_eagerly=True),
+        data_with_nan(1, batches=2),
+    )
     fit_data(model, data)
     model.save(tmp_path / "model.keras")
     x, _ = small_data()
-    loaded, cloned = keras.models.load_model(tmp_path / "model.keras"), keras.models.clone_model(model)
+    loaded, cloned = (
+        keras.models.load_model(tmp_path / "model.keras"),
+        keras.models.clone_model(model),
+    )
     cloned.set_weights(model.get_weights())
     for other in (loaded, cloned):
         np.testing.assert_array_equal(other(x), model(x))
@@ -230,13 +269,19 @@ class AuxiliaryHead(keras.Model):
 
 
 @pytest.mark.parametrize("is_built", [True, False])
-def test_layer_that_runs_only_in_training_is_trained_and_guarded_metrics_are_those_of_its_outputs(is_built):
+def test_layer_that_runs_only_in_training_is_trained_and_guarded_metrics_are_those_of_its_outputs(
+    is_built,
+):
     model, (x, _) = AuxiliaryHead(), data_with_nan(1, batches=2)
     model(x, training=is_built)
-    model.compile("sgd", ["mse", "mae"], metrics=[["mae"], ["mae"]], run_eagerly=is_built, jit_compile=False)
+    model.compile(
+        "sgd", ["mse", "mae"], metrics=[["mae"], ["mae"]], run_eagerly=is_built, jit_compile=False
+    )
     history = fit_data(model, (x, [np.zeros((16, 1)), np.full((16, 1), 9.0)]))
     assert model.optimizer.counters.by_variable.shape == (2, 4)
-    assert abs(history["mae_1"][0] - history["mae"][0]) > 1.0  # both are finite, without the second batch
+    assert (
+        abs(history["mae_1"][0] - history["mae"][0]) > 1.0
+    )  # both are finite, without the second batch
 
 
 def test_metric_that_starts_at_infinity_and_has_a_bool_leaves_the_batch_with_a_nan_loss_out():
@@ -268,7 +313,9 @@ def test_metric_with_python_state_is_computed_eagerly():
             return self.total
 
     model = compiled_model(metrics=[Sum(name="total")], run_eagerly=True)
-    np.testing.assert_allclose(fit_data(model, small_data(2))["total"], 16.0, rtol=1e-3)  # of the probabilities
+    np.testing.assert_allclose(
+        fit_data(model, small_data(2))["total"], 16.0, rtol=1e-3
+    )  # of the probabilities
 
 
 def test_layers_that_a_callback_unfreezes_are_trained():
@@ -280,8 +327,12 @@ def test_layers_that_a_callback_unfreezes_are_trained():
     def unfreeze(*arguments):
         model.layers[0].trainable = True
 
-    fit_data(model, small_data(1), callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=unfreeze)])
-    assert not any(np.array_equal(old, new) for old, new in zip(before, model.get_weights(), strict=True))
+    fit_data(
+        model, small_data(1), callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=unfreeze)]
+    )
+    assert not any(
+        np.array_equal(old, new) for old, new in zip(before, model.get_weights(), strict=True)
+    )
 
 
 def test_frozen_model_leaves_the_optimizer_unbuilt():
@@ -306,9 +357,15 @@ class AppliesEverySecondTime(kmp.LossScaleOptimizer):
 
 
 def test_batch_whose_gradients_are_not_applied_is_checked_and_keeps_its_statistics():
-    layers = [keras.layers.BatchNormalization(), keras.layers.Dense(2, dtype="float32"), kmp.layers.Softmax()]
+    layers = [
+        keras.layers.BatchNormalization(),
+        keras.layers.Dense(2, dtype="float32"),
+        kmp.layers.Softmax(),
+    ]
     model = keras.Sequential([keras.Input((4,)), *layers])
-    model.compile(AppliesEverySecondTime("sgd"), "sparse_categorical_crossentropy", run_eagerly=True)
+    model.compile(
+        AppliesEverySecondTime("sgd"), "sparse_categorical_crossentropy", run_eagerly=True
+    )
     x, y = data_with_nan(0, batches=2)
     model.train_on_batch(x[:8], y[:8])
     np.testing.assert_array_equal(layers[0].moving_mean, 0.0)
@@ -317,11 +374,17 @@ def test_batch_whose_gradients_are_not_applied_is_checked_and_keeps_its_statisti
     assert np.isfinite(fit_data(model, data_with_nan(0, 1, batches=4))["loss"][0])
 
 
-@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")  # Keras, at the end of a generator
-@pytest.mark.parametrize("mode", [{"run_eagerly": True}, {"jit_compile": False}], ids=["eager", "graph"])
+@pytest.mark.filterwarnings(
+    "ignore:Your input ran out of data:UserWarning"
+)  # Keras, at the end of a generator
+@pytest.mark.parametrize(
+    "mode", [{"run_eagerly": True}, {"jit_compile": False}], ids=["eager", "graph"]
+)
 def test_batch_without_rows_is_skipped_and_is_no_overflow(mode):
     kmp.enable(initial_scale=1024.0)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    )
     model.compile("sgd", "mse", **mode)
 
     def batches():
@@ -329,7 +392,11 @@ def test_batch_without_rows_is_skipped_and_is_no_overflow(mode):
             yield np.ones((rows, 4), "float32"), np.ones((rows, 1), "float32")
 
     signature = (tf.TensorSpec((None, 4)), tf.TensorSpec((None, 1)))
-    model.fit(tf.data.Dataset.from_generator(batches, output_signature=signature), shuffle=False, verbose=0)
+    model.fit(
+        tf.data.Dataset.from_generator(batches, output_signature=signature),
+        shuffle=False,
+        verbose=0,
+    )
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
     snapshot = model.optimizer.snapshot()
     assert (snapshot.step, snapshot.overflow_count, snapshot.nonfinite_loss_count) == (3, 0, 0)
@@ -348,10 +415,17 @@ class IgnoresFirstParts(keras.Model):
 def test_overflow_is_counted_if_the_first_parts_of_the_batch_have_rows_without_values():
     model, ones = IgnoresFirstParts(), np.ones((8, 4), "float32")
     model.compile("sgd", "mse", run_eagerly=True)
-    inputs = {"first": tf.sparse.from_dense(0 * ones), "second": np.ones((8, 0), "float32"), "third": ones}
+    inputs = {
+        "first": tf.sparse.from_dense(0 * ones),
+        "second": np.ones((8, 0), "float32"),
+        "third": ones,
+    }
     batch = inputs, np.full((8, 1), 1e4, "float32")  # overflows at the scale 2^15
     model.fit(tf.data.Dataset.from_tensors(batch), shuffle=False, verbose=0)
-    assert (model.optimizer.snapshot().overflow_count, model.optimizer.snapshot().loss_scale) == (1, 2.0**14)
+    assert (model.optimizer.snapshot().overflow_count, model.optimizer.snapshot().loss_scale) == (
+        1,
+        2.0**14,
+    )
 
 
 def test_later_fit_with_batches_of_another_structure_works_with_a_compiled_step():

@@ -27,7 +27,9 @@ def one_warning(match):
     """Checks that the block causes one warning of kmp, at a line of this file."""
     with pytest.warns(UserWarning, match=match) as caught:
         yield
-    (warning,) = [warning for warning in caught if warning.category is UserWarning]  # others are from NumPy
+    (warning,) = [
+        warning for warning in caught if warning.category is UserWarning
+    ]  # others are from NumPy
     assert warning.filename == __file__
 
 
@@ -55,7 +57,9 @@ def test_model_built_before_enable_warns_when_it_trains(make_model, compiled_bef
     kmp.enable()
     if not compiled_before:
         compiled(model)
-    with one_warning("'sequential.*no layer that computes in float16. Its layers were created before"):
+    with one_warning(
+        "'sequential.*no layer that computes in float16. Its layers were created before"
+    ):
         step(model)
     train(model)
 
@@ -68,7 +72,9 @@ def test_float32_model_loaded_under_enable_warns_and_keeps_its_optimizer(tmp_pat
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert type(loaded.optimizer) is keras.optimizers.Adam
     assert int(loaded.optimizer.iterations) == 1
-    with one_warning("no layer that computes in float16. .* loaded or created with dtype='float32'"):
+    with one_warning(
+        "no layer that computes in float16. .* loaded or created with dtype='float32'"
+    ):
         train(loaded)
 
 
@@ -90,7 +96,10 @@ def test_float16_model_compiled_before_enable_warns_when_it_trains(auto_scale_lo
     keras.config.set_dtype_policy("mixed_float16")
     model = compiled(auto_scale_loss=auto_scale_loss)
     kmp.enable()
-    match = f"without kmp's loss scale, with keras.{'LossScaleOptimizer' if auto_scale_loss else 'SGD'}. "
+    match = (
+        "without kmp's loss scale, with"
+        f" keras.{'LossScaleOptimizer' if auto_scale_loss else 'SGD'}. "
+    )
     with one_warning(match):
         train(model)
     train(compiled(model))
@@ -115,7 +124,9 @@ class BuildsInFirstStep(keras.Model):
 def test_layers_built_in_the_first_step_warn_after_it_if_their_optimizer_does_not_scale():
     model = BuildsInFirstStep()
     kmp.enable()
-    with one_warning("'builds_in_first_step' computes in float16 and trains without kmp's loss scale"):
+    with one_warning(
+        "'builds_in_first_step' computes in float16 and trains without kmp's loss scale"
+    ):
         train(compiled(model))
 
 
@@ -133,7 +144,9 @@ class Gan(keras.Model):
     def train_step(self, data):
         x, _ = data
         for net, optimizer in zip(self.nets, self.own, strict=True):
-            loss = take_step(optimizer, net.trainable_variables, lambda net=net: tf.reduce_mean(net(x) ** 2))
+            loss = take_step(
+                optimizer, net.trainable_variables, lambda net=net: tf.reduce_mean(net(x) ** 2)
+            )
         return {"loss": loss}
 
 
@@ -175,8 +188,14 @@ class Block(keras.Layer):
 
 SOFTMAXES = {
     "layer": (lambda: [keras.layers.Dense(2), keras.layers.Softmax()], "kmp.layers.Softmax()"),
-    "activation": (lambda: [keras.layers.Dense(2, activation="softmax")], "Dense(..., dtype='float32')"),
-    "log_softmax": (lambda: [keras.layers.Dense(2, activation="log_softmax")], "Dense(..., dtype='float32')"),
+    "activation": (
+        lambda: [keras.layers.Dense(2, activation="softmax")],
+        "Dense(..., dtype='float32')",
+    ),
+    "log_softmax": (
+        lambda: [keras.layers.Dense(2, activation="log_softmax")],
+        "Dense(..., dtype='float32')",
+    ),
     "nested": (
         lambda: [keras.Sequential([keras.layers.Dense(2), keras.layers.Activation("softmax")])],
         "kmp.layers.Softmax()",
@@ -199,18 +218,27 @@ def test_softmax_and_sigmoid_in_float32_or_inside_the_model_do_not_warn(enabled)
     inputs = keras.Input((3, 4))
     x = keras.layers.MultiHeadAttention(2, 4)(inputs, inputs)
     x = x * keras.layers.Dense(4, "sigmoid")(inputs)
-    for activation, loss in (("softmax", "sparse_categorical_crossentropy"), ("sigmoid", "binary_crossentropy")):
+    for activation, loss in (
+        ("softmax", "sparse_categorical_crossentropy"),
+        ("sigmoid", "binary_crossentropy"),
+    ):
         outputs = keras.layers.Dense(2, activation, dtype="float32")(x)
         keras.Model(inputs, outputs).compile("sgd", loss)
-    pixels = keras.layers.Dense(1, "sigmoid")(inputs)  # mean squared error has a gradient where a sigmoid is 0 or 1
+    pixels = keras.layers.Dense(1, "sigmoid")(
+        inputs
+    )  # mean squared error has a gradient where a sigmoid is 0 or 1
     keras.Model(inputs, pixels).compile("sgd", "mse")
 
 
 def test_sigmoid_output_in_float16_warns_at_compile(enabled):
     inputs = keras.Input((4,))
-    head = keras.Sequential([keras.layers.Dense(3), keras.layers.Activation("sigmoid")], name="head")
+    head = keras.Sequential(
+        [keras.layers.Dense(3), keras.layers.Activation("sigmoid")], name="head"
+    )
     outputs = [keras.layers.Dense(1, "sigmoid", name="mask")(inputs), head(inputs)]
-    remedy = re.escape("Write Dense(..., dtype='float32'), Activation(..., dtype='float32') instead")
+    remedy = re.escape(
+        "Write Dense(..., dtype='float32'), Activation(..., dtype='float32') instead"
+    )
     with one_warning(f"the sigmoid of output layer 'mask', the sigmoid of output layer.*{remedy}"):
         keras.Model(inputs, outputs).compile("sgd", [keras.losses.BinaryCrossentropy(), "bce"])
 
@@ -241,7 +269,9 @@ def test_softmax_in_float16_warns_again_after_disable():
         with kmp.enable():
             head = keras.layers.Dense(2, activation="softmax", name="head")
             model = keras.Sequential([keras.Input((4,)), head], name="same")
-            with pytest.warns(UserWarning, match="'same' computes in float16: the softmax of output layer 'head'"):
+            with pytest.warns(
+                UserWarning, match="'same' computes in float16: the softmax of output layer 'head'"
+            ):
                 model.compile("sgd", "mse")
 
 

@@ -19,7 +19,9 @@ def sample_of(counts, loss_scale=1024.0, **overrides):
     """Returns a sample with a largest magnitude in the middle of its bin, without updates."""
     counts = np.asarray(counts, np.int64)
     highest = [np.flatnonzero(row[1:INF_BIN])[-1:] + FIRST_EXPONENT for row in counts]
-    amax = np.array([1.5 * 2.0 ** int(exponent[0]) if exponent.size else 0.0 for exponent in highest])
+    amax = np.array(
+        [1.5 * 2.0 ** int(exponent[0]) if exponent.size else 0.0 for exponent in highest]
+    )
     amax[counts[:, INF_BIN] > 0], amax[counts[:, NAN_BIN] > 0] = np.inf, np.nan
     size = len(counts)
     arrays = {"amax": amax, "norm": np.arange(size) / 7}
@@ -30,7 +32,9 @@ def sample_of(counts, loss_scale=1024.0, **overrides):
 def normal_counts(variables=20, elements=4096):
     """Counts of normally distributed gradients, whose scales differ from variable to variable."""
     random = np.random.default_rng(0)
-    values = random.normal(size=(variables, elements)) * 10.0 ** random.uniform(-6, 0, (variables, 1))
+    values = random.normal(size=(variables, elements)) * 10.0 ** random.uniform(
+        -6, 0, (variables, 1)
+    )
     bins = np.frexp(values)[1] - FIRST_EXPONENT
     return np.stack([np.bincount(row, minlength=BIN_COUNT) for row in bins])
 
@@ -44,14 +48,23 @@ def round_trip(sample):
 
 
 @settings(derandomize=True, deadline=None, max_examples=50)
-@given(st.lists(st.dictionaries(st.integers(0, BIN_COUNT - 1), st.integers(0, 2**36 - 1), max_size=20), max_size=5))
+@given(
+    st.lists(
+        st.dictionaries(st.integers(0, BIN_COUNT - 1), st.integers(0, 2**36 - 1), max_size=20),
+        max_size=5,
+    )
+)
 def test_counts_of_any_sample_round_trip_exactly(variables):
     counts = np.zeros((len(variables), BIN_COUNT), np.int64)
     for row, nonempty in zip(counts, variables, strict=True):
         row[list(nonempty)] = list(nonempty.values())
     before = sample_of(counts, 1000.0)
     after = round_trip(before)
-    assert (after.step, after.loss_scale, after.names) == (before.step, before.loss_scale, before.names)
+    assert (after.step, after.loss_scale, after.names) == (
+        before.step,
+        before.loss_scale,
+        before.names,
+    )
     np.testing.assert_array_equal(after.counts, counts)
     np.testing.assert_array_equal(after.amax, before.amax)
 
@@ -84,7 +97,9 @@ def test_largest_magnitude_stays_in_its_power_of_two(amax):
 
 def test_documented_lines_read_a_sample():
     text = records.__doc__.split("    def numbers")[1].split("\n\nA log is validated")[0]
-    code = "".join(line[4:] for line in ("    def numbers" + text).splitlines(keepends=True) if line.strip())
+    code = "".join(
+        line[4:] for line in ("    def numbers" + text).splitlines(keepends=True) if line.strip()
+    )
     before = sample_of(normal_counts())
     names = {"np": np, "zlib": zlib, "base64": base64, "sample": encoded(before)}
     exec(code, names)
@@ -94,7 +109,10 @@ def test_documented_lines_read_a_sample():
 
 def test_sample_of_600_variables_takes_less_than_20_kb():
     counts = np.concatenate([normal_counts(300), normal_counts(300, elements=64)])
-    line = json.dumps(compact(sample_of(counts, norm=np.random.default_rng(0).lognormal(size=600))) | {"names": []})
+    line = json.dumps(
+        compact(sample_of(counts, norm=np.random.default_rng(0).lognormal(size=600)))
+        | {"names": []}
+    )
     assert 10_000 < len(line) < 20_000
 
 
@@ -110,8 +128,16 @@ def test_counts_are_stored_in_the_memory_that_they_need():
 
 def test_names_are_written_when_they_change_and_shared_when_loaded(tmp_path):
     few, many, again = (sample_of(normal_counts(size)) for size in (2, 3, 3))
-    rows = [{"step": 1, "sample": many}, {"step": 2, "reference": again}, {"step": 3, "sample": few}]
-    rows += [{"step": 4, "loss_scale": 2.0}, {"step": 5, "sample": few}, {"step": 6, "sample": many}]
+    rows = [
+        {"step": 1, "sample": many},
+        {"step": 2, "reference": again},
+        {"step": 3, "sample": few},
+    ]
+    rows += [
+        {"step": 4, "loss_scale": 2.0},
+        {"step": 5, "sample": few},
+        {"step": 6, "sample": many},
+    ]
     lines = [*map(LogEncoder().line, (HEADER, *rows))]
     assert [("names" in line, "layer_2" in line) for line in lines[1:]] == [
         *[(True, True), (False, False), (True, False), (False, False), (False, False), (True, True)]
@@ -119,7 +145,12 @@ def test_names_are_written_when_they_change_and_shared_when_loaded(tmp_path):
     (tmp_path / "kmp.jsonl").write_text("".join(lines))
     run = load_run(tmp_path)
     assert [*map(LogEncoder().line, (run.header, *run.rows))][1:3] == lines[1:3]
-    assert [sample.names for sample in run.samples] == [many.names, few.names, few.names, many.names]
+    assert [sample.names for sample in run.samples] == [
+        many.names,
+        few.names,
+        few.names,
+        many.names,
+    ]
     assert run.samples[0].names is run.references[0].names
 
 
@@ -148,11 +179,20 @@ def numbers(values, dtype="<i8"):
         ({"bins": VALID["bins"][:1]}, "`counts` must expand to 24 bytes"),
         *(({"norm": text}, "`norm` is not zlib data in base64 (") for text in ("???", "é", "AAAA")),
         ({"counts": "AAAA"}, "`counts` is not zlib data in base64 ("),
-        *(({"norm": text}, "`norm` must expand to 24 bytes") for text in (SHORT, LONG, TRUNCATED, FOLLOWED)),
+        *(
+            ({"norm": text}, "`norm` must expand to 24 bytes")
+            for text in (SHORT, LONG, TRUNCATED, FOLLOWED)
+        ),
         ({"counts": LONG}, "`counts` must expand to "),
         *(({"norm": numbers([value, 0.0, 0.0], "<f8")}, OUTSIDE) for value in (-1.0, np.inf)),
-        ({"updates": numbers([0, 0, -1])}, "`updates` must hold integers at least 0 and below 68719476736"),
-        ({"bins": [0], "counts": numbers([2**36, 0, 0])}, "`counts` must hold integers at least 0 and below 68719476"),
+        (
+            {"updates": numbers([0, 0, -1])},
+            "`updates` must hold integers at least 0 and below 68719476736",
+        ),
+        (
+            {"bins": [0], "counts": numbers([2**36, 0, 0])},
+            "`counts` must hold integers at least 0 and below 68719476",
+        ),
     ],
 )
 def test_invalid_sample_of_a_log_is_refused_with_line_and_key(tmp_path, change, message):

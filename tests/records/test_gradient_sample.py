@@ -34,9 +34,14 @@ def test_sample_is_a_mapping_of_variables_to_histograms_and_has_one_of_all():
 
 
 def test_variables_are_removed_and_update_ratios_and_the_total_norm_are_those_of_the_norms():
-    assert list(sample().without(["net/first/bias", "unknown"])) == ["net/first/kernel", "net/last/kernel"]
+    assert list(sample().without(["net/first/bias", "unknown"])) == [
+        "net/first/kernel",
+        "net/last/kernel",
+    ]
     assert sample().without(NAMES).histogram.total == 0
-    np.testing.assert_allclose(sample().update_ratio, [0.05, 0.05, math.nan])  # of a weight that is zero
+    np.testing.assert_allclose(
+        sample().update_ratio, [0.05, 0.05, math.nan]
+    )  # of a weight that is zero
     assert sample().total_norm == 13.0
 
 
@@ -50,7 +55,9 @@ def test_by_layer_merges_the_variables_of_a_layer_also_where_they_are_apart():
     np.testing.assert_allclose(layers.weight_norm, [10.0, 0.0])
     np.testing.assert_array_equal(layers.lost_updates, [1, 2])
     assert layers.histogram == sample().histogram
-    apart = replace(sample(), names=("net/first/kernel", "net/last/kernel", "net/first/bias")).by_layer()
+    apart = replace(
+        sample(), names=("net/first/kernel", "net/last/kernel", "net/first/bias")
+    ).by_layer()
     assert apart.names == ("net/first", "net/last")
     np.testing.assert_allclose(apart.amax, [4.0, 8.0])
     np.testing.assert_allclose(apart.norm, [math.hypot(3.0, 12.0), 4.0])
@@ -87,10 +94,19 @@ def test_columns_that_were_not_measured_are_nan_or_zero():
 @pytest.mark.parametrize(
     ("patterns", "error", "message"),
     [
-        (["*/kernel", "dense*"], ValueError, r"'dense\*'.*net/first/kernel, net/first/bias, net/last/kernel"),
-        *((value, TypeError, "must be a string or a list of strings. Received: patterns=") for value in (3, None, [3])),
+        (
+            ["*/kernel", "dense*"],
+            ValueError,
+            r"'dense\*'.*net/first/kernel, net/first/bias, net/last/kernel",
+        ),
+        *(
+            (value, TypeError, "must be a string or a list of strings. Received: patterns=")
+            for value in (3, None, [3])
+        ),
     ],
 )
-def test_patterns_without_a_match_and_those_that_are_no_strings_are_errors(patterns, error, message):
+def test_patterns_without_a_match_and_those_that_are_no_strings_are_errors(
+    patterns, error, message
+):
     with pytest.raises(error, match=message):
         sample().select(patterns)

@@ -14,9 +14,15 @@ HEADER = {"schema": 1, "kind": "header", "settings": {"rule": "FixedScale"}}
 
 def test_run_round_trips_through_a_log(tmp_path):
     sample = sample_from(2, 8.0, {"v0": {"zero": 1}, "v1": {"zero": 3}})
-    rows = [{"step": 1, "loss_scale": 4.0}, {"step": 2, "sample": sample}, {"step": 3, "last_loss": 0.5}]
+    rows = [
+        {"step": 1, "loss_scale": 4.0},
+        {"step": 2, "sample": sample},
+        {"step": 3, "last_loss": 0.5},
+    ]
     lines = [*map(to_line, [HEADER, *rows])]
-    (tmp_path / "kmp.jsonl").write_text("".join([*lines, '{"st']))  # the truncated last line is ignored
+    (tmp_path / "kmp.jsonl").write_text(
+        "".join([*lines, '{"st'])
+    )  # the truncated last line is ignored
     read = []
     run = load_run(tmp_path, on_read=read.append)
     assert read[: len(lines)] == list(map(len, lines))
@@ -28,11 +34,18 @@ def test_run_round_trips_through_a_log(tmp_path):
     assert run.samples[0]["v1"].zeros == 3
     steps, scales = run.series("loss_scale")
     assert (steps.tolist(), scales.tolist()) == ([1], [4.0])
-    assert (run.last("step"), run.last("loss_scale"), run.last("other"), run.last("other", 7)) == (3, 4.0, None, 7)
+    assert (run.last("step"), run.last("loss_scale"), run.last("other"), run.last("other", 7)) == (
+        3,
+        4.0,
+        None,
+        7,
+    )
 
 
 def test_numbers_of_numpy_are_written_as_numbers_and_nonfinite_ones_as_null(tmp_path):
-    line = to_line({"step": np.int64(1), "metrics": {"loss": np.float32(0.5), "other": np.float64(math.nan)}})
+    line = to_line(
+        {"step": np.int64(1), "metrics": {"loss": np.float32(0.5), "other": np.float64(math.nan)}}
+    )
     assert json.loads(line) == {"step": 1, "metrics": {"loss": 0.5, "other": None}}
     line = to_line({"step": 1, "last_loss": math.inf})
     assert json.loads(line) == {"step": 1, "last_loss": None}
@@ -42,9 +55,13 @@ def test_numbers_of_numpy_are_written_as_numbers_and_nonfinite_ones_as_null(tmp_
 
 @pytest.mark.parametrize("error", [math.nan, 1e39, "large"])
 def test_replay_that_a_log_cannot_hold_is_an_error(error):
-    check_record({"replay": Replay(8, 2.0, 1.0, 1.0, True, True, layer_errors=[LayerError("a", 0.5)])})
+    check_record(
+        {"replay": Replay(8, 2.0, 1.0, 1.0, True, True, layer_errors=[LayerError("a", 0.5)])}
+    )
     with pytest.raises(ValidationError, match=r"at `\$.replay.layer_errors\[0\].error`"):
-        check_record({"replay": Replay(8, 2.0, 1.0, 1.0, True, True, layer_errors=[LayerError("a", error)])})
+        check_record(
+            {"replay": Replay(8, 2.0, 1.0, 1.0, True, True, layer_errors=[LayerError("a", error)])}
+        )
 
 
 def test_table_has_a_row_per_step_and_a_field_per_number():
@@ -73,7 +90,11 @@ def test_empty_run_has_empty_tables_and_a_short_repr():
     [
         ("runs/first", TypeError, "`rows` must be a list of records. Received: rows='runs/first'"),
         ([3], TypeError, "`rows` must be records, dictionaries with a `step`. Received: rows=3"),
-        ([{"step": "1"}], ValueError, "`rows` must hold records with an integer `step`. Received: {'step': '1'}"),
+        (
+            [{"step": "1"}],
+            ValueError,
+            "`rows` must hold records with an integer `step`. Received: {'step': '1'}",
+        ),
         ([{"step": 1, "sample": {}}], TypeError, "must be a kmp.records.GradientSample. Received"),
     ],
 )
@@ -85,7 +106,9 @@ def test_rows_that_are_not_records_are_an_error(rows, error, message):
 def test_appended_record_without_a_step_and_a_log_that_is_no_path_are_errors():
     with pytest.raises(ValueError, match="`row` must hold records with an integer `step`"):
         Run().append({"loss": 1.0})
-    with pytest.raises(TypeError, match=r"`path` must be the path of a log, or of its `log_dir`. Received: path=3"):
+    with pytest.raises(
+        TypeError, match=r"`path` must be the path of a log, or of its `log_dir`. Received: path=3"
+    ):
         load_run(3)
 
 

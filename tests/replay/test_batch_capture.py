@@ -20,14 +20,18 @@ def with_capture(model):
 
 
 def captured_model(mode, optimizer="sgd"):
-    return with_capture(sequential(keras.layers.Dense(1), shape=(3,), optimizer=optimizer, **MODES[mode]))
+    return with_capture(
+        sequential(keras.layers.Dense(1), shape=(3,), optimizer=optimizer, **MODES[mode])
+    )
 
 
 def fit(model, x, **options):
     model.fit(x, np.zeros((len(x), 1)), verbose=0, shuffle=False, **{"batch_size": 8} | options)
 
 
-@pytest.mark.parametrize("mode", ["eager", "xla", "steps_per_execution"])  # other tests use the mode graph
+@pytest.mark.parametrize(
+    "mode", ["eager", "xla", "steps_per_execution"]
+)  # other tests use the mode graph
 def test_requested_batch_and_skipped_batches_are_captured(mode):
     model, capture = captured_model(mode)
     x = np.linspace(-1, 1, 60, dtype="float32").reshape(20, 3)
@@ -41,7 +45,9 @@ def test_requested_batch_and_skipped_batches_are_captured(mode):
     fit(model, x)
     skipped = capture.read()
     assert (skipped.batch_size, skipped.step) == (4, 6)
-    np.testing.assert_array_equal(skipped.data[0], x[[18, 16, 17, 19]])  # the suspicious example comes first
+    np.testing.assert_array_equal(
+        skipped.data[0], x[[18, 16, 17, 19]]
+    )  # the suspicious example comes first
     capture.forget()
     assert capture.read() is None
 
@@ -69,7 +75,9 @@ def test_fewer_of_large_examples_are_captured(is_shape_known, monkeypatch):
         fit(model, x)
     else:
         unknown = functools.partial(tf.compat.v1.placeholder_with_default, shape=(None, None))
-        data = tf.data.Dataset.from_tensors((x, x[:, :1])).map(lambda x, y: (unknown(x), unknown(y)))
+        data = tf.data.Dataset.from_tensors((x, x[:, :1])).map(
+            lambda x, y: (unknown(x), unknown(y))
+        )
         model.fit(data, shuffle=False, verbose=0)
     captured = capture.read()
     assert captured.batch_size == 8
@@ -77,9 +85,15 @@ def test_fewer_of_large_examples_are_captured(is_shape_known, monkeypatch):
 
 
 def test_batch_of_several_arrays_is_captured_with_their_dtypes():
-    ids, mask = keras.Input((), dtype="int32", name="ids"), keras.Input((2,), dtype="bool", name="mask")
+    ids, mask = (
+        keras.Input((), dtype="int32", name="ids"),
+        keras.Input((2,), dtype="bool", name="mask"),
+    )
     embedded = keras.layers.Embedding(5, 2)(ids)
-    outputs = [keras.layers.Dense(1, dtype="float32")(embedded * keras.ops.cast(mask, "float16")), embedded]
+    outputs = [
+        keras.layers.Dense(1, dtype="float32")(embedded * keras.ops.cast(mask, "float16")),
+        embedded,
+    ]
     model = keras.Model({"ids": ids, "mask": mask}, outputs)
     model.compile("sgd", ["mse", "mse"], jit_compile=True)  # XLA reads no int32 variables on a GPU
     model, capture = with_capture(model)
@@ -88,7 +102,10 @@ def test_batch_of_several_arrays_is_captured_with_their_dtypes():
     y = [np.ones((8, 1)), np.zeros((8, 2))]
     model.fit(x, y, sample_weight=np.ones(8), batch_size=8, shuffle=False, verbose=0)
     captured, targets, _ = capture.read().data
-    assert {name: tensor.dtype.name for name, tensor in captured.items()} == {"ids": "int32", "mask": "bool"}
+    assert {name: tensor.dtype.name for name, tensor in captured.items()} == {
+        "ids": "int32",
+        "mask": "bool",
+    }
     for name, array in x.items():
         np.testing.assert_array_equal(captured[name], array)
     assert [tuple(target.shape) for target in targets] == [(8, 1), (8, 2)]
@@ -108,7 +125,9 @@ class Graph(keras.Model):
 
 
 def with_unknown_rows(batch, count):
-    spec = tf.nest.map_structure(lambda array: tf.TensorSpec((None, *array.shape[1:]), array.dtype), batch)
+    spec = tf.nest.map_structure(
+        lambda array: tf.TensorSpec((None, *array.shape[1:]), array.dtype), batch
+    )
     data = tf.data.Dataset.from_generator(lambda: iter([batch] * count), output_signature=spec)
     return data.apply(tf.data.experimental.assert_cardinality(count))
 
@@ -135,9 +154,14 @@ def test_ragged_batch_is_replayed_as_a_whole():
         (100, "xla", False, None),
     ],
 )
-def test_ragged_batch_is_captured_unless_it_is_too_large_or_of_xla(most_bytes, mode, are_rows_known, rows, monkeypatch):
+def test_ragged_batch_is_captured_unless_it_is_too_large_or_of_xla(
+    most_bytes, mode, are_rows_known, rows, monkeypatch
+):
     monkeypatch.setattr(batch_capture, "_MOST_BYTES", most_bytes)
-    batch = {"edges": np.ones((9, 1), "float32"), "node": np.zeros(9, "int32")}, np.ones((4, 1), "float32")
+    batch = (
+        {"edges": np.ones((9, 1), "float32"), "node": np.zeros(9, "int32")},
+        np.ones((4, 1), "float32"),
+    )
     data = tf.data.Dataset.from_tensors(batch) if are_rows_known else with_unknown_rows(batch, 1)
     model = Graph()
     model.compile("sgd", "mse", **MODES[mode])

@@ -50,7 +50,9 @@ def replayed(model, x=None, y=None, loss_scale=8.0, **options):
     y = np.zeros((len(x), 1), "float32") if y is None else y
     variables = {variable.path: variable for variable in model.trainable_variables}
     step = TrainStep(functools.partial(type(model).train_step, model), [model.optimizer])
-    return replay(Passes(model, (x, y), step, variables), step=1, loss_scale=loss_scale, **options)[0]
+    return replay(Passes(model, (x, y), step, variables), step=1, loss_scale=loss_scale, **options)[
+        0
+    ]
 
 
 def named(paths):
@@ -62,7 +64,12 @@ def test_finite_batch_has_finite_passes():
     assert (result.is_finite, result.is_finite_in_float32) == (True, True)
     assert (result.nonfinite, result.float32_layers) == ([], [])
     assert result.loss == pytest.approx(result.float32_loss, rel=1e-2)
-    assert (result.examples, result.flushed, result.zero, result.nonfinite_part) == (ROWS, {}, [], None)
+    assert (result.examples, result.flushed, result.zero, result.nonfinite_part) == (
+        ROWS,
+        {},
+        [],
+        None,
+    )
 
 
 def test_layer_without_rows_in_its_output_is_replayed():
@@ -83,19 +90,29 @@ def test_layer_without_rows_in_its_output_is_replayed():
 
 def test_usable_scale_is_that_of_the_gradients_in_16_bits():
     def scale_with(dtype):
-        to_units, end = layers.Lambda(lambda x: x * 1e-3, dtype=dtype), layers.Activation("linear", dtype="float32")
+        to_units, end = (
+            layers.Lambda(lambda x: x * 1e-3, dtype=dtype),
+            layers.Activation("linear", dtype="float32"),
+        )
         model = sequential(layers.Dense(1, name="first"), to_units, end)
         return replayed(model, y=np.full((ROWS, 1), 1e6, "float32")).usable_scale
 
-    in_float32 = layers.Dense(1, activation=lambda x: ops.cast(x, "float32") * 1e-3)  # it computes in float16
-    assert replayed(sequential(in_float32), y=np.full((ROWS, 1), 1e6, "float32")).usable_scale == 2.0**3
+    in_float32 = layers.Dense(
+        1, activation=lambda x: ops.cast(x, "float32") * 1e-3
+    )  # it computes in float16
+    assert (
+        replayed(sequential(in_float32), y=np.full((ROWS, 1), 1e6, "float32")).usable_scale
+        == 2.0**3
+    )
     # The gradient of the last outputs is 2.5e5, and that of the first kernel about 1e3.
     assert (scale_with("float32"), scale_with("mixed_float16")) == (2.0**3, 2.0**-4)
 
 
 def test_gradients_of_the_weights_of_a_float32_layer_do_not_lower_the_usable_scale():
     first = layers.Dense(1, kernel_initializer=keras.initializers.Constant(1e3), name="first")
-    head = layers.Dense(1, kernel_initializer=keras.initializers.Constant(1e-3), dtype="float32", name="head")
+    head = layers.Dense(
+        1, kernel_initializer=keras.initializers.Constant(1e-3), dtype="float32", name="head"
+    )
     model, scales = sequential(first, head), []
     for head.trainable in (False, True):
         result = replayed(model, np.ones((ROWS, 4), "float32"), np.full((ROWS, 1), 1e4, "float32"))
@@ -117,15 +134,20 @@ def test_first_nonfinite_operation_the_constants_that_float16_loses_and_the_laye
     result = replayed(model_of(layers.Lambda(function, name="lossy")), x)
     assert (result.is_finite, result.is_finite_in_float32, result.loss) == (False, True, None)
     assert np.isfinite(result.float32_loss)
-    assert (result.nonfinite[0].operation, result.nonfinite[0].has_infinite_constant) == (operation, False)
+    assert (result.nonfinite[0].operation, result.nonfinite[0].has_infinite_constant) == (
+        operation,
+        False,
+    )
     assert named([result.nonfinite[0].layer]) == named(result.float32_layers) == ["lossy"]
     assert list(result.lost_constants.values()) == [pytest.approx(constants)] * bool(constants)
     assert named(result.lost_constants) == ["lossy"] * bool(constants)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # Keras' cast of the constant
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered in cast:RuntimeWarning"
+)  # Keras' cast of the constant
 def test_constant_that_is_infinite_in_float16_is_where_inf_begins():
-    (first, *_) = replayed(model_of(layers.Lambda(lambda x: x + 1e5, name="lossy"))).nonfinite
+    first, *_ = replayed(model_of(layers.Lambda(lambda x: x + 1e5, name="lossy"))).nonfinite
     assert (named([first.layer]), first.operation, first.value) == (["lossy"], "AddV2", "inf")
     assert (first.has_infinite_constant, first.is_backward) == (True, False)
     infinite = layers.Lambda(lambda x: masked(x, ops.convert_to_tensor(-np.inf, x.dtype)))
@@ -141,11 +163,18 @@ def test_added_loss_is_told_from_an_output():
 
 class OwnLoss(keras.Sequential):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
-        return ops.sum(ops.square(y_pred * ops.cast(300.0, y_pred.dtype))) * ops.cast(1e-9, y_pred.dtype)
+        return ops.sum(ops.square(y_pred * ops.cast(300.0, y_pred.dtype))) * ops.cast(
+            1e-9, y_pred.dtype
+        )
 
 
 def test_loss_in_the_dtype_of_the_output_is_found_and_needs_the_last_layer_in_float32():
-    model = OwnLoss([keras.Input((4,)), *(layers.Dense(2, kernel_initializer="ones", name=name) for name in "ab")])
+    model = OwnLoss(
+        [
+            keras.Input((4,)),
+            *(layers.Dense(2, kernel_initializer="ones", name=name) for name in "ab"),
+        ]
+    )
     model.compile("sgd")
     result = replayed(model)
     assert (result.nonfinite[0].layer, result.nonfinite[0].dtype) == (LOSS_FUNCTION, "float16")
@@ -153,7 +182,10 @@ def test_loss_in_the_dtype_of_the_output_is_found_and_needs_the_last_layer_in_fl
 
 
 def test_chain_of_layers_that_overflow_is_found_as_a_whole():
-    chain = [layers.Dense(4, kernel_initializer=keras.initializers.Constant(30.0), name=name) for name in "bcde"]
+    chain = [
+        layers.Dense(4, kernel_initializer=keras.initializers.Constant(30.0), name=name)
+        for name in "bcde"
+    ]
     model = model_of(*chain)
     model.compile("sgd", "mse", loss_weights=[1e-15])
     assert named(replayed(model, np.ones((ROWS, 4), "float32")).float32_layers) == ["d", "e"]
@@ -162,7 +194,9 @@ def test_chain_of_layers_that_overflow_is_found_as_a_whole():
 def test_flushed_gradients_are_told_from_zeros():
     inputs = keras.Input((4,))
     alive = layers.Dense(1, dtype="float32", name="alive")(inputs)
-    dead = layers.Dense(4, activation="relu", kernel_initializer=keras.initializers.Constant(-1), name="dead")
+    dead = layers.Dense(
+        4, activation="relu", kernel_initializer=keras.initializers.Constant(-1), name="dead"
+    )
     small = layers.Dense(1, name="small", kernel_initializer="ones")(dead(inputs))
     tiny = layers.Dense(1, name="tiny", kernel_initializer="ones")(inputs)
     model = keras.Model(inputs, [alive, small, tiny])
@@ -177,7 +211,9 @@ def test_flushed_gradients_are_told_from_zeros():
 def test_invalid_targets_are_found_without_a_pass():
     model = model_of(outputs=3, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     assert replayed(model, y=np.arange(ROWS) % 3).invalid_targets is None
-    assert replayed(model, y=np.arange(ROWS) % 6).invalid_targets == InvalidTargets(0, 5, 3, from_logits=True)
+    assert replayed(model, y=np.arange(ROWS) % 6).invalid_targets == InvalidTargets(
+        0, 5, 3, from_logits=True
+    )
     expected = InvalidTargets(-1, 1, 3, only_invalid=-1, from_logits=True)
     assert replayed(model, y=np.arange(ROWS) % 3 - 1).invalid_targets == expected
 
@@ -205,10 +241,19 @@ def test_nan_in_a_variable_is_named():
         (keras.losses.MeanSquaredError(reduction="sum"), 1e-3),
     ],
 )
-def test_usable_scale_takes_the_size_of_the_training_batch_into_account_unless_the_loss_is_a_sum(loss, size):
-    model, x, y = model_of(loss=loss), np.full((ROWS, 4), size, "float32"), np.ones((ROWS, 1), "float32")
+def test_usable_scale_takes_the_size_of_the_training_batch_into_account_unless_the_loss_is_a_sum(
+    loss, size
+):
+    model, x, y = (
+        model_of(loss=loss),
+        np.full((ROWS, 4), size, "float32"),
+        np.ones((ROWS, 1), "float32"),
+    )
     whole = [np.tile(each, (4, 1)) for each in (x, y)] if loss == "mse" else (x, y)
-    assert replayed(model, x, y, batch_size=4 * ROWS).usable_scale == replayed(model, *whole).usable_scale
+    assert (
+        replayed(model, x, y, batch_size=4 * ROWS).usable_scale
+        == replayed(model, *whole).usable_scale
+    )
 
 
 def test_model_with_float16_variables_is_replayed():
@@ -218,16 +263,23 @@ def test_model_with_float16_variables_is_replayed():
 
 def test_infinities_that_do_no_harm_do_not_hide_the_nan():
     def mask(x):  # in rows that always keep something
-        return ops.softmax(x + ops.where(ops.arange(4) < 2, ops.cast(0, x.dtype), ops.cast(-np.inf, x.dtype)))
+        return ops.softmax(
+            x + ops.where(ops.arange(4) < 2, ops.cast(0, x.dtype), ops.cast(-np.inf, x.dtype))
+        )
 
     masks = [layers.Lambda(mask, name=f"mask_{number}") for number in range(12)]
-    found = replayed(model_of(*masks, layers.Lambda(lambda x: ops.sqrt(x - 1.0), name="root"))).nonfinite
+    found = replayed(
+        model_of(*masks, layers.Lambda(lambda x: ops.sqrt(x - 1.0), name="root"))
+    ).nonfinite
     assert [operation.operation for operation in found if operation.value == "nan"] == ["Sqrt"]
-    assert [operation.has_negative_input for operation in found if operation.value == "nan"] == [True]
+    assert [operation.has_negative_input for operation in found if operation.value == "nan"] == [
+        True
+    ]
 
 
 @pytest.mark.parametrize(
-    ("function", "smallest"), [(lambda x: x**-0.5, 0.0), (lambda x: x / ops.cast(1e-7, x.dtype), 1e-7)]
+    ("function", "smallest"),
+    [(lambda x: x**-0.5, 0.0), (lambda x: x / ops.cast(1e-7, x.dtype), 1e-7)],
 )
 def test_smallest_input_is_that_of_the_divisor(function, smallest):
     divide = layers.Lambda(lambda x: function(x * ops.cast(ops.arange(4), x.dtype)))
@@ -255,25 +307,37 @@ def test_layer_with_a_function_of_its_own_is_replayed():
         def call(self, x):
             return self.inner(x)
 
-    model = sequential(Traced(), Cube(name="cube"), layers.Dense(1, dtype="float32"), loss_weights=[1e-12])
+    model = sequential(
+        Traced(), Cube(name="cube"), layers.Dense(1, dtype="float32"), loss_weights=[1e-12]
+    )
     result = replayed(model, np.full((ROWS, 4), 100.0, "float32"))
     assert named(result.float32_layers) == ["cube"]
 
 
 def test_gradient_of_an_embedding_has_the_rows_of_the_batch():
     words = np.array([[1, 2], [1, 3]])
-    parts = layers.Embedding(1000, 4, name="words"), layers.GlobalAveragePooling1D(), layers.Dense(1, dtype="float32")
+    parts = (
+        layers.Embedding(1000, 4, name="words"),
+        layers.GlobalAveragePooling1D(),
+        layers.Dense(1, dtype="float32"),
+    )
     model = sequential(*parts, shape=(2,), loss_weights=[1e-9])
     result = replayed(model, words, np.ones((2, 1), "float32"), loss_scale=1.0)
     assert named(path for path, share in result.flushed.items() if share == 1.0) == ["embeddings"]
-    slices = tf.IndexedSlices(tf.ones((3, 2), tf.float16), tf.constant([7, 5, 7]), dense_shape=tf.constant([9, 2]))
+    slices = tf.IndexedSlices(
+        tf.ones((3, 2), tf.float16), tf.constant([7, 5, 7]), dense_shape=tf.constant([9, 2])
+    )
     np.testing.assert_array_equal(as_array(slices), [[1, 1], [2, 2]])
 
 
 def test_targets_are_compared_with_the_output_of_their_name():
     inputs = keras.Input((4,))
-    model = keras.Model(inputs, [layers.Dense(n, name=name)(inputs) for name, n in (("b", 3), ("a", 5))])
-    model.compile("sgd", [keras.losses.SparseCategoricalCrossentropy(from_logits=True) for _ in model.outputs])
+    model = keras.Model(
+        inputs, [layers.Dense(n, name=name)(inputs) for name, n in (("b", 3), ("a", 5))]
+    )
+    model.compile(
+        "sgd", [keras.losses.SparseCategoricalCrossentropy(from_logits=True) for _ in model.outputs]
+    )
     x, y = np.ones((ROWS, 4), "float32"), {"a": np.arange(ROWS) % 5, "b": np.arange(ROWS) % 3}
     assert replayed(model, x, y).invalid_targets is None
     invalid = replayed(model, x, y | {"a": np.arange(ROWS)}).invalid_targets
@@ -298,7 +362,9 @@ def test_sum_over_the_batch_is_replayed_with_its_size():
     assert (overflowing.examples, overflowing.loss) == (size, None)
 
 
-@pytest.mark.parametrize("loss", ["binary_crossentropy", keras.losses.BinaryCrossentropy(from_logits=True)])
+@pytest.mark.parametrize(
+    "loss", ["binary_crossentropy", keras.losses.BinaryCrossentropy(from_logits=True)]
+)
 def test_targets_of_a_binary_cross_entropy_are_from_0_to_1(loss):
     model = model_of(loss=loss)
     assert replayed(model, y=np.ones((ROWS, 1))).invalid_targets is None
@@ -310,7 +376,9 @@ def test_targets_of_another_loss_are_no_classes():
     def root_of_negative(y_true, y_pred):
         return ops.sqrt(-1.0 - ops.square(y_true - y_pred))
 
-    result = replayed(model_of(outputs=3, loss=root_of_negative), y=np.full((ROWS, 1), 40.0, "float32"))
+    result = replayed(
+        model_of(outputs=3, loss=root_of_negative), y=np.full((ROWS, 1), 40.0, "float32")
+    )
     assert (result.invalid_targets, result.is_finite_in_float32) == (None, False)
     assert result.nonfinite[0].operation == "Sqrt"
 
@@ -320,6 +388,10 @@ def test_what_a_fused_normalization_keeps_for_its_gradient_is_no_result():
     x, statistics, any_bits = tf.ones([1, 4, 1, 2]), tf.ones([2]), tf.constant([np.nan, np.inf])
     found.observe("FusedBatchNormV3", [x, statistics, statistics], [x, *[statistics] * 4, any_bits])
     found.is_backward = True
-    found.observe("FusedBatchNormGradV3", [x, x, *[statistics] * 3, any_bits], [x / 0.0, statistics, statistics])
+    found.observe(
+        "FusedBatchNormGradV3",
+        [x, x, *[statistics] * 3, any_bits],
+        [x / 0.0, statistics, statistics],
+    )
     (operation,) = found.found
     assert (operation.operation, operation.value) == ("FusedBatchNormGradV3", "inf")

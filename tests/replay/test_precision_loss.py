@@ -37,10 +37,14 @@ def count(x):
     ("function", "low", "high", "is_of_inputs"),
     [(root_mean_square, 300, 5000, False), (phase, 48_000, 49_000, True), (count, 4, 5, False)],
 )
-def test_error_of_a_finite_pass_is_measured_where_it_is_born_and_its_layer_is_found(function, low, high, is_of_inputs):
+def test_error_of_a_finite_pass_is_measured_where_it_is_born_and_its_layer_is_found(
+    function, low, high, is_of_inputs
+):
     x = np.random.default_rng(0).uniform(low, high, (ROWS, 4)).astype("float32")
     lossy = layers.Lambda(function, name="lossy")
-    result = replayed(sequential(lossy, layers.Dense(4, name="hidden"), layers.Dense(1, name="head")), x)
+    result = replayed(
+        sequential(lossy, layers.Dense(4, name="hidden"), layers.Dense(1, name="head")), x
+    )
     assert result.is_finite
     assert result.is_harmful
     assert named(result.float32_layers) == ["lossy"]
@@ -66,9 +70,15 @@ def test_gradient_error_is_harmful_above_the_sampling_noise_or_if_it_is_systemat
     assert GradientError("a", error=1.0, kept=0.0, norm=1.0, noise=0.9).is_harmful
     assert not GradientError("a", error=0.45, kept=0.71, norm=1.0, noise=0.75).is_harmful
     assert not GradientError("a", error=0.1, kept=1.0, norm=1.0, noise=0.01).is_harmful
-    assert not GradientError("a", error=1.0, kept=0.0, norm=1e-4, noise=0.1, largest_norm=1.0).is_harmful  # converged
-    assert GradientError("a", error=1.0, kept=0.0, norm=1e-2, noise=0.1, largest_norm=1.0).is_harmful
-    small, noticed = (GradientError("a", error=error, kept=1.0, norm=1.0, noise=2.0) for error in (0.05, 0.2))
+    assert not GradientError(
+        "a", error=1.0, kept=0.0, norm=1e-4, noise=0.1, largest_norm=1.0
+    ).is_harmful  # converged
+    assert GradientError(
+        "a", error=1.0, kept=0.0, norm=1e-2, noise=0.1, largest_norm=1.0
+    ).is_harmful
+    small, noticed = (
+        GradientError("a", error=error, kept=1.0, norm=1.0, noise=2.0) for error in (0.05, 0.2)
+    )
     assert not is_harmful(0.3, [small])  # such as an error of a mean that the loss does not notice
     assert is_harmful(0.3, [small, noticed])
     assert not is_harmful(0.01, [noticed])
@@ -80,13 +90,19 @@ class Gate(layers.Layer):
     """Clips the gradient, which is multiplied by the loss scale."""
 
     def call(self, x):
-        clip = tf.custom_gradient(lambda x: (tf.identity(x), lambda gradient: tf.clip_by_value(gradient, -1e-3, 1e-3)))
+        clip = tf.custom_gradient(
+            lambda x: (tf.identity(x), lambda gradient: tf.clip_by_value(gradient, -1e-3, 1e-3))
+        )
         return clip(x)
 
 
 def test_gradient_function_that_clips_scaled_gradients_is_found():
     x = NORMAL
-    model = sequential(layers.Dense(4, name="first"), Gate(name="gate"), layers.Dense(1, name="last", dtype="float32"))
+    model = sequential(
+        layers.Dense(4, name="first"),
+        Gate(name="gate"),
+        layers.Dense(1, name="last", dtype="float32"),
+    )
     result = replayed(model, x, x[:, :1] + 3.0)
     assert (named(result.unscaled_layers), named([result.unscaled_by])) == (["first"], ["gate"])
 
@@ -121,12 +137,18 @@ class Safe(layers.Layer):
 
 def test_layer_that_casts_to_the_dtype_of_its_variables_is_not_harmed():
     result = replayed(sequential(Safe(name="safe"), layers.Dense(1)), 1000 + 100 * NORMAL)
-    assert (result.is_finite_in_float32, result.is_harmful, result.float32_layers) == (True, False, [])
+    assert (result.is_finite_in_float32, result.is_harmful, result.float32_layers) == (
+        True,
+        False,
+        [],
+    )
 
 
 def test_layer_with_the_name_of_its_model_is_found():
     inputs = keras.Input((4,))
-    model = keras.Model(inputs, layers.Dense(1)(layers.Lambda(root_mean_square, name="lossy")(inputs)), name="lossy")
+    model = keras.Model(
+        inputs, layers.Dense(1)(layers.Lambda(root_mean_square, name="lossy")(inputs)), name="lossy"
+    )
     model.compile("sgd", "mse")
     x = np.random.default_rng(0).uniform(300, 5000, (ROWS, 4)).astype("float32")
     assert replayed(model, x).float32_layers == ["lossy"]
@@ -160,7 +182,11 @@ def test_operations_of_a_replay_do_not_grow_with_the_number_of_indices():
 
 
 def test_gradient_that_is_zero_but_for_rounding_is_not_compared():
-    parts = [layers.BatchNormalization(scale=False), layers.Dense(8, use_bias=False), layers.BatchNormalization()]
+    parts = [
+        layers.BatchNormalization(scale=False),
+        layers.Dense(8, use_bias=False),
+        layers.BatchNormalization(),
+    ]
     result = replayed(sequential(*parts, layers.ReLU(), layers.Dense(1)), NORMAL, NORMAL[:, :1])
     assert result.is_compared
     assert not result.is_harmful
@@ -169,7 +195,9 @@ def test_gradient_that_is_zero_but_for_rounding_is_not_compared():
 def test_output_error_of_a_large_mean_is_not_harmful():
     head = layers.Dense(1, bias_initializer=keras.initializers.Constant(500.0))
     x = 0.2 * NORMAL
-    result = replayed(sequential(layers.Dense(8, "relu"), head), x, 500 + 50 * x[:, :1], loss_scale=1.0)
+    result = replayed(
+        sequential(layers.Dense(8, "relu"), head), x, 500 + 50 * x[:, :1], loss_scale=1.0
+    )
     assert result.output_error > 0.05
     assert not result.is_harmful
     assert result.float32_layers == []
@@ -193,7 +221,9 @@ class RunningMean(keras.layers.Layer):
     def build(self, shape):
         start = keras.initializers.Constant(self.start)
         dtype = self.compute_dtype if self.in_16_bits else None
-        self.mean = self.add_weight(shape=(shape[-1],), initializer=start, trainable=False, name="mean", dtype=dtype)
+        self.mean = self.add_weight(
+            shape=(shape[-1],), initializer=start, trainable=False, name="mean", dtype=dtype
+        )
 
     def call(self, x):
         mean = ops.mean(x, axis=0)

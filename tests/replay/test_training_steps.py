@@ -101,7 +101,9 @@ class Denoiser(Own):
 
     def train_step(self, data):
         x = data[0]
-        noise = tf.random.normal(tf.shape(x)) + tf.cast(tf.random.uniform(tf.shape(x), dtype="float16"), "float32")
+        noise = tf.random.normal(tf.shape(x)) + tf.cast(
+            tf.random.uniform(tf.shape(x), dtype="float16"), "float32"
+        )
         noise += tf.random.truncated_normal(tf.shape(x))
         level = tf.cast(tf.random.uniform((len(x), 1), 0, 10, tf.int32), "float32") / 10
         return super().train_step((x + level * noise, noise[:, :1]))
@@ -114,7 +116,9 @@ class TwoOptimizers(Own):
             variables = layer.trainable_variables
             with tf.GradientTape() as tape:
                 loss = self.loss_of(y, self(x, training=True))
-                scaled = optimizer.scale_loss(self.second_loss(loss) if optimizer is self.second else loss)
+                scaled = optimizer.scale_loss(
+                    self.second_loss(loss) if optimizer is self.second else loss
+                )
             optimizer.apply(tape.gradient(scaled, variables), variables)
         return {}
 
@@ -132,7 +136,9 @@ class UnscaledTogether(TwoOptimizers):
             variables = layer.trainable_variables
             with tf.GradientTape() as tape:
                 scaled = optimizer.scale_loss(self.loss_of(y, self(x, training=True)))
-            updates.append((optimizer, optimizer.unscale(tape.gradient(scaled, variables)), variables))
+            updates.append(
+                (optimizer, optimizer.unscale(tape.gradient(scaled, variables)), variables)
+            )
         for optimizer, gradients, variables in updates:
             optimizer.apply(gradients, variables)
         return {}
@@ -162,12 +168,16 @@ def own_model(kind, *layers, **options):
 
 def replayed(model, loss_scale=1024.0, data=(X, Y)):
     variables = {variable.path: variable for variable in model.trainable_variables}
-    step = TrainStep(functools.partial(type(model).train_step, model), all_optimizers_of(model), is_custom=True)
+    step = TrainStep(
+        functools.partial(type(model).train_step, model), all_optimizers_of(model), is_custom=True
+    )
     data = keras.tree.map_structure(tf.convert_to_tensor, data)
     return replay(Passes(model, data, step, variables), step=1, loss_scale=loss_scale)[0]
 
 
-@pytest.mark.parametrize("kind", [Clipped, InnerApply, Penalized, InFunction, TwoOptimizers, UnscaledTogether])
+@pytest.mark.parametrize(
+    "kind", [Clipped, InnerApply, Penalized, InFunction, TwoOptimizers, UnscaledTogether]
+)
 def test_sound_step_is_compared_with_its_gradients_and_changes_nothing(kind):
     model = own_model(kind)
     before = values(model.variables)
@@ -178,7 +188,9 @@ def test_sound_step_is_compared_with_its_gradients_and_changes_nothing(kind):
     assert all(0.98 < error.kept < 1.02 for error in result.gradient_errors)
     assert (result.unscaled_layers, result.float32_layers) == ([], [])
     np.testing.assert_equal(values(model.variables), before)
-    model.train_step((tf.constant(X), tf.constant(Y)))  # a function of the step was not traced without its update
+    model.train_step(
+        (tf.constant(X), tf.constant(Y))
+    )  # a function of the step was not traced without its update
     assert not np.array_equal(values(model.trainable_variables)[0], before[0])
 
 
@@ -241,7 +253,9 @@ def test_tensor_that_a_layer_keeps_is_that_of_the_pass():
 def test_weights_that_float16_loses_are_found_where_they_do_harm():
     class Whitening(keras.layers.Layer):
         def build(self, shape):
-            self.scale = self.add_weight(shape=(4,), initializer="ones", trainable=False, name="scale")
+            self.scale = self.add_weight(
+                shape=(4,), initializer="ones", trainable=False, name="scale"
+            )
 
         def call(self, x):
             return x * self.scale

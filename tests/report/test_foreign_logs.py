@@ -16,7 +16,15 @@ from rich.console import Console
 import kmp
 from kmp import plots, report
 from kmp.__main__ import main
-from kmp.records import SCHEMA, GradientError, LayerError, NonfiniteOperation, Replay, compact, to_line
+from kmp.records import (
+    SCHEMA,
+    GradientError,
+    LayerError,
+    NonfiniteOperation,
+    Replay,
+    compact,
+    to_line,
+)
 
 EXAMPLES = int(os.environ.get("KMP_FUZZ_EXAMPLES", "100"))
 
@@ -24,27 +32,60 @@ VARIABLE = {
     **{"zero": 3, "first": -20, "counts": [5, 8, 2], "amax": 2.0**-17, "norm": 1e-5},
     **{"weight_norm": 2.0, "update_norm": 0.01, "updates": 18, "lost_updates": 4},
 }
-VARIABLES = {"a/kernel": VARIABLE, "b/kernel": VARIABLE | {"first": -30, "amax": 2.0**-27}, "c/bias": VARIABLE}
+VARIABLES = {
+    "a/kernel": VARIABLE,
+    "b/kernel": VARIABLE | {"first": -30, "amax": 2.0**-27},
+    "c/bias": VARIABLE,
+}
 SAMPLE = sample_from(1, 1024.0, VARIABLES)
 ENCODED, ENCODED_AT_1000 = (
-    json.loads(json.dumps(compact(sample))) for sample in (SAMPLE, replace(SAMPLE, loss_scale=1000.0))
+    json.loads(json.dumps(compact(sample)))
+    for sample in (SAMPLE, replace(SAMPLE, loss_scale=1000.0))
 )
 WITHOUT_NAMES = {key: value for key, value in ENCODED.items() if key != "names"}
 SETTINGS = {
-    **{"rule": "DynamicScale", "initial_scale": 1024.0, "growth_interval": 100, "growth_factor": 2.0},
-    **{"backoff_factor": 0.5, "hysteresis": 1, "min_scale": 2.0**-14, "max_scale": 2.0**127, "model": "m"},
+    **{
+        "rule": "DynamicScale",
+        "initial_scale": 1024.0,
+        "growth_interval": 100,
+        "growth_factor": 2.0,
+    },
+    **{
+        "backoff_factor": 0.5,
+        "hysteresis": 1,
+        "min_scale": 2.0**-14,
+        "max_scale": 2.0**127,
+        "model": "m",
+    },
     **{"layers": {"a": "Dense"}, "compute_dtypes": ["float16"], "float32_variables": ["c/bias"]},
     **{"optimizer": "Adam", "parameters": 36},
 }
 COUNTERS = {
-    **{"overflow_count": 1, "overflow_rate": 0.1, "nonfinite_loss_count": 1, "overflows_in_a_row": 0, "last_loss": 0.5},
-    **{"nonfinite_losses_in_a_row": 0, "overflows_by_variable": {"a/kernel": 1}, "highest_loss": 3.0},
+    **{
+        "overflow_count": 1,
+        "overflow_rate": 0.1,
+        "nonfinite_loss_count": 1,
+        "overflows_in_a_row": 0,
+        "last_loss": 0.5,
+    },
+    **{
+        "nonfinite_losses_in_a_row": 0,
+        "overflows_by_variable": {"a/kernel": 1},
+        "highest_loss": 3.0,
+    },
     **{"overflow_origins_by_variable": {"a/kernel": 1}, "overflow_origin": "a/kernel"},
 }
 FAILED = Replay(
     *(8, 1024.0, None, 1.0, False, True),
-    **{"usable_scale": 1024.0, "flushed": {"a/kernel": 0.5}, "zero": ["c/bias"], "float32_layers": ["a"]},
-    nonfinite=[NonfiniteOperation("a", "Exp", "float16", "inf", 12.0, 1.0, None, is_backward=False)],
+    **{
+        "usable_scale": 1024.0,
+        "flushed": {"a/kernel": 0.5},
+        "zero": ["c/bias"],
+        "float32_layers": ["a"],
+    },
+    nonfinite=[
+        NonfiniteOperation("a", "Exp", "float16", "inf", 12.0, 1.0, None, is_backward=False)
+    ],
     **{"nonfinite_outputs": ["a"], "activation_gradients": {"a": 2.0}},
 )
 COMPARED = Replay(
@@ -53,9 +94,17 @@ COMPARED = Replay(
     layer_errors=[LayerError("a", 0.5, 0.4), LayerError("m", 0.5)],
     gradient_errors=[GradientError("a", 0.5, 0.5, 2.0, 0.1)],
 )
-REPLAY, COMPARISON = (json.loads(to_line({"step": 22, "replay": replay}))["replay"] for replay in (FAILED, COMPARED))
+REPLAY, COMPARISON = (
+    json.loads(to_line({"step": 22, "replay": replay}))["replay"] for replay in (FAILED, COMPARED)
+)
 LOG = [
-    {"schema": SCHEMA, "kind": "header", "started": "2026-11-01", "keras": "3.15.1", "settings": SETTINGS},
+    {
+        "schema": SCHEMA,
+        "kind": "header",
+        "started": "2026-11-01",
+        "keras": "3.15.1",
+        "settings": SETTINGS,
+    },
     {"step": 1, "loss_scale": 1024.0, "clean_steps": 1},
     {"step": 1, **COUNTERS},
     {"step": 1, "grad_zeros": 0.2, "grad_norm": None, "sample": ENCODED},
@@ -71,39 +120,109 @@ LOG = [
 
 VALUES = st.sampled_from(
     [
-        *(None, True, [], {}, "", "nan", [[[]]], {"a": {"a": {}}}, [1] * 300, "a" * 5000, {"": 1}, ["float16"]),
-        *(0, 1, -1, 2, 14, 15, 280, 2**31, 2**36 - 1, 2**48 - 1, 2**53, 2**63 - 1, 2**63, 10**400, -(10**30)),
+        *(
+            None,
+            True,
+            [],
+            {},
+            "",
+            "nan",
+            [[[]]],
+            {"a": {"a": {}}},
+            [1] * 300,
+            "a" * 5000,
+            {"": 1},
+            ["float16"],
+        ),
+        *(
+            0,
+            1,
+            -1,
+            2,
+            14,
+            15,
+            280,
+            2**31,
+            2**36 - 1,
+            2**48 - 1,
+            2**53,
+            2**63 - 1,
+            2**63,
+            10**400,
+            -(10**30),
+        ),
         *(0.0, -0.0, 0.5, 1.5, -1.5, 1e-320, 2.0**-149, 1e-45, 3e38, 1e39, 1e100, 1e308, -1e308),
-        *(float("nan"), float("inf"), "\x1b[2J", "\u202e", "\0", "\ud800", "$x_{$", "a/kernel", "float32"),
-        *(SETTINGS, REPLAY, ENCODED, ENCODED["bins"], ENCODED["counts"], ENCODED["norm"], ENCODED["updates"], "AAAA"),
+        *(
+            float("nan"),
+            float("inf"),
+            "\x1b[2J",
+            "\u202e",
+            "\0",
+            "\ud800",
+            "$x_{$",
+            "a/kernel",
+            "float32",
+        ),
+        *(
+            SETTINGS,
+            REPLAY,
+            ENCODED,
+            ENCODED["bins"],
+            ENCODED["counts"],
+            ENCODED["norm"],
+            ENCODED["updates"],
+            "AAAA",
+        ),
         "FixedScale",
     ]
 )
 INTEGERS = st.sampled_from([0, 1, 2, 5, 14, 40, 277, 2**31, 2**36 - 1, 2**48 - 1])
 FLOATS = st.sampled_from([0.0, 1e-320, 2.0**-149, 2.0**-14, 0.3, 1.0, 7e4, 1e10, 3e38, 1e100])
 STRINGS = st.sampled_from(
-    ["", "\x1b[2J", "\u202e", "$x_{$", "a/kernel", "the batch's x", "the loss function", "FixedScale"]
+    [
+        "",
+        "\x1b[2J",
+        "\u202e",
+        "$x_{$",
+        "a/kernel",
+        "the batch's x",
+        "the loss function",
+        "FixedScale",
+    ]
 )
 SAME_TYPE = {int: INTEGERS, float: FLOATS, str: STRINGS}
-KEYS = st.sampled_from(["\x1b]0;", "later", "", "$", "sample", "loss_scale", "\u202e", "x" * 5000, "step"])
+KEYS = st.sampled_from(
+    ["\x1b]0;", "later", "", "$", "sample", "loss_scale", "\u202e", "x" * 5000, "step"]
+)
 
 
 def containers(value):
     """Yields all dictionaries and lists in a value."""
     if isinstance(value, dict | list) and value:
         yield value
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    for item in (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
         yield from containers(item)
 
 
 @st.composite
 def changed_logs(draw):
     """Draws the bytes of a log with some values, keys or bytes replaced, removed or inserted."""
-    log = [copy.deepcopy(line) for line in (LOG[0], *draw(st.lists(st.sampled_from(LOG[1:]), max_size=8)))]
+    log = [
+        copy.deepcopy(line)
+        for line in (LOG[0], *draw(st.lists(st.sampled_from(LOG[1:]), max_size=8)))
+    ]
     for _ in range(draw(st.integers(0, 4))):
         container = draw(st.sampled_from([*containers(log)] or [LOG.copy()]))
-        key = draw(st.sampled_from(sorted(container) if isinstance(container, dict) else range(len(container))))
-        change = draw(st.sampled_from(["vary", "vary", "vary", "vary", "remove", "replace", "insert"]))
+        key = draw(
+            st.sampled_from(
+                sorted(container) if isinstance(container, dict) else range(len(container))
+            )
+        )
+        change = draw(
+            st.sampled_from(["vary", "vary", "vary", "vary", "remove", "replace", "insert"])
+        )
         if change == "vary":
             container[key] = draw(SAME_TYPE.get(type(container[key]), st.just(container[key])))
         elif change == "remove":
@@ -144,21 +263,31 @@ def assert_refused_with_its_line_or_used(file, data, draws):
         return
     run.table()
     assert is_shown_safely(str(kmp.advise(run)))
-    assert re.fullmatch("(The run has no sample of finite gradients.*)?", attempted(kmp.what_if, run)[1])
+    assert re.fullmatch(
+        "(The run has no sample of finite gradients.*)?", attempted(kmp.what_if, run)[1]
+    )
     console = Console(width=80, color_system=None, legacy_windows=False)
     with console.capture() as capture:
         console.print(report.summary({"run": run}))
     assert is_shown_safely(capture.get())
     assert is_shown_safely(report.html({"run": run}))
     if draws:
-        for name in ("exponents_over_steps", "layer_errors", "loss_scale", "overflowing_variables", "what_if"):
+        for name in (
+            "exponents_over_steps",
+            "layer_errors",
+            "loss_scale",
+            "overflowing_variables",
+            "what_if",
+        ):
             assert getattr(plots, name)(run).get_xlabel()
         plt.close("all")
 
 
 def fuzz(examples):
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-    return settings(max_examples=examples, derandomize=True, deadline=None, suppress_health_check=checks)
+    return settings(
+        max_examples=examples, derandomize=True, deadline=None, suppress_health_check=checks
+    )
 
 
 @fuzz(EXAMPLES)
@@ -181,7 +310,12 @@ def test_unchanged_log_loads_and_unknown_keys_are_ignored(tmp_path, without_figu
     assert [sample.names for sample in (*loaded.samples, *loaded.references)] == [SAMPLE.names] * 4
     assert_refused_with_its_line_or_used(file, file.read_bytes(), draws=True)
     row = {"step": 1, "later": 2.5, "large": 10**400, "deep": [[{}]]}
-    header = {"schema": SCHEMA, "kind": "header", "torch": "2.9", "settings": {"model": "m", "later": ["a"]}}
+    header = {
+        "schema": SCHEMA,
+        "kind": "header",
+        "torch": "2.9",
+        "settings": {"model": "m", "later": ["a"]},
+    }
     file.write_text(json.dumps(header) + "\n" + json.dumps(row) + "\n")
     run = kmp.load_run(tmp_path)
     assert run.rows == [{"step": 1}]
@@ -193,8 +327,14 @@ REFUSED_RECORDS = [
     ('{"step": 1, "last_loss": NaN}', "JSON is malformed: invalid character (byte 25)"),
     ('{"step": 5, "overflow_count": "many"}', "Expected `int`, got `str` - at `$.overflow_count`"),
     (f'{{"step": 1, "last_loss": 1{"0" * 400}}}', "Number out of range - at `$.last_loss`"),
-    ('{"step": 5, "loss_scale": 0.0}', "Expected `float` >= 1.401298464324817e-45 - at `$.loss_scale`"),
-    ('{"step": 5, "overflows_by_variable": {"a": -1}}', "Expected `int` >= 0 - at `$.overflows_by_var"),
+    (
+        '{"step": 5, "loss_scale": 0.0}',
+        "Expected `float` >= 1.401298464324817e-45 - at `$.loss_scale`",
+    ),
+    (
+        '{"step": 5, "overflows_by_variable": {"a": -1}}',
+        "Expected `int` >= 0 - at `$.overflows_by_var",
+    ),
     ('{"step": 5, "x": ' + "[" * 99999, "maximum recursion depth exceeded"),
     ('{"step": 5, "overflow_origin": "\udcff"}', "'utf-8' codec can't decode byte 0xff"),
 ]
@@ -208,7 +348,10 @@ HEADER = f'{{"schema": {SCHEMA}, "kind": "header"}}\n'
         ("\n", ":1: Input data was truncated"),
         ('{"step": 1}', ":1: Object missing required field `schema`"),
         ('{"kind": "header", "schema": 99}', ":1: Expected `int` <= 1 - at `$.schema`"),
-        ('{"kind": "header", "schema": 1, "settings": {"compute_dtypes": [1]}}', ":1: Expected `str`, got `int` - at"),
+        (
+            '{"kind": "header", "schema": 1, "settings": {"compute_dtypes": [1]}}',
+            ":1: Expected `str`, got `int` - at",
+        ),
         ("epoch,loss", ":1: JSON is malformed"),
         *((HEADER + text, f":2: {message}") for text, message in REFUSED_RECORDS),
     ],

@@ -31,14 +31,27 @@ GOLDEN = Path(__file__).parent / "golden"
 LONG = "encoder/" + "block_with_a_very_long_layer_name_in_it_" * 3 + "/kernel"
 
 
-def sample(step, names=("m/first/kernel", "m/first/bias", "m/last/kernel"), shift=0, loss_scale=16.0, inf=0):
+def sample(
+    step, names=("m/first/kernel", "m/first/bias", "m/last/kernel"), shift=0, loss_scale=16.0, inf=0
+):
     """Returns a sample with bell-shaped counts, at larger exponents in each next variable."""
     bell = [int(1 + 1000 * math.exp(-(((index - 11) / 4) ** 2))) for index in range(23)]
-    columns = {"norm": 0.5, "weight_norm": 2.0, "update_norm": 0.002, "updates": 200, "lost_updates": 50}
+    columns = {
+        "norm": 0.5,
+        "weight_norm": 2.0,
+        "update_norm": 0.002,
+        "updates": 200,
+        "lost_updates": 50,
+    }
     variables = {}
     for index, name in enumerate(names):
         first = -30 + 6 * index + shift
-        variables[name] = columns | {"first": first, "counts": bell, "zero": 500 * index, "inf": inf}
+        variables[name] = columns | {
+            "first": first,
+            "counts": bell,
+            "zero": 500 * index,
+            "inf": inf,
+        }
         variables[name]["amax"] = math.inf if inf else 2.0 ** (first + 23)
     return sample_from(step, loss_scale, variables)
 
@@ -49,21 +62,48 @@ def record_of(taken):
 
 def header(**settings):
     defaults = {
-        **{"rule": "FixedScale", "initial_scale": 16.0, "model": "m", "optimizer": "Adam", "replicas": 1},
+        **{
+            "rule": "FixedScale",
+            "initial_scale": 16.0,
+            "model": "m",
+            "optimizer": "Adam",
+            "replicas": 1,
+        },
         **{"compute_dtypes": ["float16", "float32"], "parameters": 12345},
     }
-    versions = {"schema": 1, "kind": "header", "started": "2026-11-01T10:00:00+00:00", "keras": "3.15.1"}
+    versions = {
+        "schema": 1,
+        "kind": "header",
+        "started": "2026-11-01T10:00:00+00:00",
+        "keras": "3.15.1",
+    }
     return versions | {"settings": defaults | settings}
 
 
-def make_run(names=("m/first/kernel", "m/first/bias", "m/last/kernel"), skipped=0, shift=0, steps=300, **settings):
+def make_run(
+    names=("m/first/kernel", "m/first/bias", "m/last/kernel"),
+    skipped=0,
+    shift=0,
+    steps=300,
+    **settings,
+):
     """Returns a run at a fixed scale of 16 that underflows, skips steps, or is healthy with a large `shift`."""
     rows = []
     for step in range(10, steps + 1, 10):
         count = skipped * step // steps
-        counters = {"overflow_count": count, "overflow_rate": count / step, "nonfinite_loss_count": 0}
-        counters |= {"overflows_in_a_row": 0, "overflows_by_variable": dict.fromkeys(names, count) if count else {}}
-        counters |= {"overflow_origins_by_variable": {names[-1]: count} if count else {}, "last_loss": 3 / step}
+        counters = {
+            "overflow_count": count,
+            "overflow_rate": count / step,
+            "nonfinite_loss_count": 0,
+        }
+        counters |= {
+            "overflows_in_a_row": 0,
+            "overflows_by_variable": dict.fromkeys(names, count) if count else {},
+        }
+        counters |= {
+            "overflow_origins_by_variable": {names[-1]: count} if count else {},
+            "last_loss": 3 / step,
+        }
         rows.append({"step": step, "loss_scale": 16.0, "clean_steps": step})
         rows.append({"step": step, "overflow_origin": names[-1] if count else None} | counters)
         if step % 50 == 0:
@@ -75,7 +115,9 @@ def make_compared_run(layers=("m/first", "m/last"), **arguments):
     """Returns a run with a comparison in step 300, in which a harmful error begins in the last layer."""
     errors = [LayerError(layer, 0.002, 0.0005) for layer in layers[:-1]]
     errors += [LayerError(layers[-1], 1.25, 1.5), LayerError("m", 1.25)]
-    of_gradients = [GradientError(f"{layers[-1]}/cell_{index}", 0.5 + index, 0.5, 1.0, 0.1) for index in (1, 0)]
+    of_gradients = [
+        GradientError(f"{layers[-1]}/cell_{index}", 0.5 + index, 0.5, 1.0, 0.1) for index in (1, 0)
+    ]
     values = {"output_error": 1.25, "layer_errors": errors, "gradient_errors": of_gradients}
     run = make_run(shift=20, layers=dict.fromkeys(layers, "LSTM"), **arguments)
     run.append({"step": 300, "replay": Replay(32, 16.0, 1.0, 1.0, True, True, **values)})
@@ -133,7 +175,11 @@ def normalized(text):
     return " ".join(text.split())
 
 
-SUMMARIES = {"one": lambda: {"first": make_run()}, "three": make_three_runs, "empty": lambda: {"empty": Run()}}
+SUMMARIES = {
+    "one": lambda: {"first": make_run()},
+    "three": make_three_runs,
+    "empty": lambda: {"empty": Run()},
+}
 
 
 @pytest.mark.parametrize("name", SUMMARIES)
@@ -161,8 +207,19 @@ def test_page_has_verdict_findings_figures_tables_and_settings_in_this_order(pag
     run, text = page_of_one
     advice, page = kmp.advise(run), text_of(text)
     assert len(advice) >= 1
-    tables = ["Counts", "Figures", "Gradients by layer", "Overflow and underflow by variable", "Other loss scales"]
-    parts = [advice.verdict, "Findings", *(f"{i}. {finding.title}" for i, finding in enumerate(advice, 1)), *tables]
+    tables = [
+        "Counts",
+        "Figures",
+        "Gradients by layer",
+        "Overflow and underflow by variable",
+        "Other loss scales",
+    ]
+    parts = [
+        advice.verdict,
+        "Findings",
+        *(f"{i}. {finding.title}" for i, finding in enumerate(advice, 1)),
+        *tables,
+    ]
     positions = [page.index(normalized(part)) for part in [*parts, "Settings"]]
     assert positions == sorted(positions)
     for finding in advice:
@@ -170,10 +227,15 @@ def test_page_has_verdict_findings_figures_tables_and_settings_in_this_order(pag
         assert normalized(finding.change) in page
     head, *folded = text.split("<details>")
     assert advice[0].change in html_module.unescape(head)
-    assert [re.search("<summary>(.*?)</summary>", part)[1] for part in folded] == [*tables, "Settings"]
+    assert [re.search("<summary>(.*?)</summary>", part)[1] for part in folded] == [
+        *tables,
+        "Settings",
+    ]
 
 
-def test_page_loads_no_resources_runs_no_scripts_and_its_figures_have_text_alternatives(page_of_one):
+def test_page_loads_no_resources_runs_no_scripts_and_its_figures_have_text_alternatives(
+    page_of_one,
+):
     _, page = page_of_one
     loaded = loaded_by(page)
     assert len(loaded) == 5
@@ -181,7 +243,10 @@ def test_page_loads_no_resources_runs_no_scripts_and_its_figures_have_text_alter
     assert not {"script", "link", "iframe", "object", "base"} & set(re.findall(r"<(\w+)", page))
     assert not any(part in page for part in ("url(", "@import"))
     scale, exponents, gradients, what_if, variables = values_of(page, "alt")
-    assert scale == "The loss scale over the training steps, 2^4 at the end; 60 of 300 steps were skipped."
+    assert (
+        scale
+        == "The loss scale over the training steps, 2^4 at the end; 60 of 300 steps were skipped."
+    )
     assert "step 300" in exponents
     assert gradients == "The gradients' binary exponents in 6 samples, from step 50 to 300."
     assert "Recommended: 2^" in what_if
@@ -199,12 +264,16 @@ def test_comparison_with_float32_follows_the_findings_of_a_run_that_has_one(with
     title = "Float16 against float32, layer by layer"
     run = make_compared_run()
     page = report.html({"first": run})
-    positions = [text_of(page).index(normalized(part)) for part in (kmp.advise(run)[0].evidence, title, "Counts")]
+    positions = [
+        text_of(page).index(normalized(part))
+        for part in (kmp.advise(run)[0].evidence, title, "Counts")
+    ]
     assert positions == sorted(positions)
     alts = values_of(page, "alt")
-    assert alts[0] == (
-        "Errors of 3 layers in step 300; the outputs of the model differ from float32 by 1.25; a harmful error begins "
-        "at m/last, which adds 1.5."
+    assert (
+        alts[0]
+        == "Errors of 3 layers in step 300; the outputs of the model differ from float32 by 1.25; a"
+        " harmful error begins at m/last, which adds 1.5."
     )
     assert len(alts) == 5
     of_two = report.html({"first": run, "second": make_run()})
@@ -214,7 +283,14 @@ def test_comparison_with_float32_follows_the_findings_of_a_run_that_has_one(with
 
 def test_errors_of_layers_are_listed_with_their_gradients():
     table = layer_errors(RunSummary("first", make_compared_run()))
-    assert table.columns == ("layer", "class", "outputs", "new error", "gradients", "sampling noise")
+    assert table.columns == (
+        "layer",
+        "class",
+        "outputs",
+        "new error",
+        "gradients",
+        "sampling noise",
+    )
     assert table.rows == (
         ("m/last", "LSTM", "1.25", "1.5", "1.5", "0.1"),  # the larger error of its two cells
         ("m/first", "LSTM", "0.002", "0.0005", "-", "-"),
@@ -222,8 +298,12 @@ def test_errors_of_layers_are_listed_with_their_gradients():
     )
     assert table.marked == 0
     assert table.intro.startswith("In step 300, the difference ")
-    assert table.intro.endswith("for 32 examples of a batch, in units of how outputs vary between examples.")
-    of_many = layer_errors(RunSummary("many", make_compared_run([f"m/layer_{index}" for index in range(30)])))
+    assert table.intro.endswith(
+        "for 32 examples of a batch, in units of how outputs vary between examples."
+    )
+    of_many = layer_errors(
+        RunSummary("many", make_compared_run([f"m/layer_{index}" for index in range(30)]))
+    )
     assert len(of_many.rows) == 12
     assert of_many.rows[0][0] == "m/layer_29"
     assert of_many.note.endswith("19 more are not shown.")
@@ -231,7 +311,9 @@ def test_errors_of_layers_are_listed_with_their_gradients():
 
 def test_markup_control_characters_and_direction_marks_in_names_are_escaped(without_figures):
     hostile = "m/<script>alert('x')</script>\"><img src=x>\x1b[2J\u202e\u200b\n"
-    run = make_compared_run(("m/b", hostile), names=("m/b/kernel", f"{hostile}/kernel"), skipped=200, model=hostile)
+    run = make_compared_run(
+        ("m/b", hostile), names=("m/b/kernel", f"{hostile}/kernel"), skipped=200, model=hostile
+    )
     runs = {hostile: run, "other": run}
     pages = [report.html(runs), report.html({hostile: run})]
     for text in (*pages, printed(runs), printed({hostile: run}), str(kmp.advise(run))):
@@ -258,15 +340,21 @@ def test_page_of_several_runs_has_a_comparison_and_then_each_run(without_figures
 def with_metrics(run, **values):
     """Returns the run with metrics at the ends of three epochs."""
     for epoch in range(3):
-        metrics = {name: value * (epoch + 1) for name, value in values.items()} | {"learning_rate": 0.1}
+        metrics = {name: value * (epoch + 1) for name, value in values.items()} | {
+            "learning_rate": 0.1
+        }
         run.append({"step": 100 * (epoch + 1), "epoch": epoch, "metrics": metrics})
     return run
 
 
 def test_metrics_come_first_and_the_one_that_differs_is_marked(without_figures):
     runs = {
-        "good": with_metrics(make_run(shift=20), loss=0.2, steps=0.4, val_loss=0.3, val_accuracy=0.3),
-        "bad": with_metrics(make_run(shift=20), loss=0.2, steps=0.4, val_loss=0.31, val_accuracy=0.1),
+        "good": with_metrics(
+            make_run(shift=20), loss=0.2, steps=0.4, val_loss=0.3, val_accuracy=0.3
+        ),
+        "bad": with_metrics(
+            make_run(shift=20), loss=0.2, steps=0.4, val_loss=0.31, val_accuracy=0.1
+        ),
     }
     table, counts = comparison([RunSummary(name, run) for name, run in runs.items()])
     assert table.rows == (
@@ -277,7 +365,10 @@ def test_metrics_come_first_and_the_one_that_differs_is_marked(without_figures):
         ("findings", "none", "none"),
     )
     assert ("steps", "300", "300") in counts.rows  # beside a metric of this name
-    assert (table.marked, table.note) == (1, "The first metric that differs by more than 10 %: val_accuracy.")
+    assert (table.marked, table.note) == (
+        1,
+        "The first metric that differs by more than 10 %: val_accuracy.",
+    )
     page = report.html(runs)
     assert re.search(r'<tr class="marked"><th scope="row">val_accuracy', page)
     alts = values_of(page, "alt")
@@ -294,7 +385,10 @@ def test_metrics_come_first_and_the_one_that_differs_is_marked(without_figures):
         (make_run(), "error"),
         (make_run(shift=20), "no problem"),
         (Run([{"step": 9}]), "unknown"),
-        (with_metrics(make_run(shift=20, growth_interval=20, rule="DynamicScale", skipped=30)), "warning"),
+        (
+            with_metrics(make_run(shift=20, growth_interval=20, rule="DynamicScale", skipped=30)),
+            "warning",
+        ),
     ],
 )
 def test_status_is_that_of_the_worst_finding(without_figures, run, status):
@@ -302,7 +396,10 @@ def test_status_is_that_of_the_worst_finding(without_figures, run, status):
 
 
 def test_layers_that_differ_are_listed_from_their_first_step():
-    first = make_run(("net/dense/kernel", "net/dense_1/kernel"), layers={"net/dense": "Dense", "net/dense_1": "Dense"})
+    first = make_run(
+        ("net/dense/kernel", "net/dense_1/kernel"),
+        layers={"net/dense": "Dense", "net/dense_1": "Dense"},
+    )
     names = ("net/dense_7/kernel", "net/dense_8/kernel")
     second = make_run(names, layers={"net/dense_7": "Dense", "net/dense_8": "Dense"})
     for row in second.rows:
@@ -311,11 +408,22 @@ def test_layers_that_differ_are_listed_from_their_first_step():
             counts[1, ZERO_BIN] = 10**6
             row["sample"] = replace(row["sample"], bin_counts=counts, bins=np.arange(BIN_COUNT))
     table = difference(RunSummary("a", first), RunSummary("b", second))
-    assert table.columns == ("layer", "from step", "zero in a", "zero in b", "norm in a", "norm in b")
+    assert table.columns == (
+        "layer",
+        "from step",
+        "zero in a",
+        "zero in b",
+        "norm in a",
+        "norm in b",
+    )
     assert [row[:2] for row in table.rows] == [("net/dense_1", "200")]
-    alike = difference(RunSummary("a", first), RunSummary("b", make_run(names, layers=second.settings["layers"])))
+    alike = difference(
+        RunSummary("a", first), RunSummary("b", make_run(names, layers=second.settings["layers"]))
+    )
     assert alike.note == "The gradients of a and b are alike in all sampled steps."
-    assert difference(RunSummary("a", first), RunSummary("b", Run())).note.startswith("No layer was sampled")
+    assert difference(RunSummary("a", first), RunSummary("b", Run())).note.startswith(
+        "No layer was sampled"
+    )
 
 
 def test_gradients_are_of_the_newest_sample_by_layer_and_truncated_with_a_note():
@@ -326,13 +434,17 @@ def test_gradients_are_of_the_newest_sample_by_layer_and_truncated_with_a_note()
     assert first["elements"] == f"{merged['m/first'].total:,}"
     assert first["zero"] == share(merged["m/first"].zero_fraction)
     zones = merged["m/last"].zones
-    assert last["subnormal"] == share((zones["subnormal"] + zones["below_subnormal"]) / merged["m/last"].total)
+    assert last["subnormal"] == share(
+        (zones["subnormal"] + zones["below_subnormal"]) / merged["m/last"].total
+    )
     assert last["amax"] == number(2.0**5)
     assert first["norm"] == number(math.sqrt(0.5))
     assert first["update / weight"] == "0.001"
     assert first["updates lost"] == "25%"
     assert "Step 300, loss scale 2^4." in table.note
-    of_many = sample_from(300, 16.0, {f"m/layer_{i}/kernel": {"first": -20, "counts": [5]} for i in range(50)})
+    of_many = sample_from(
+        300, 16.0, {f"m/layer_{i}/kernel": {"first": -20, "counts": [5]} for i in range(50)}
+    )
     table = gradients(RunSummary("x", Run([record_of(of_many)])))
     assert len(table.rows) == 40
     assert table.note.endswith("10 more are not shown.")
@@ -341,22 +453,44 @@ def test_gradients_are_of_the_newest_sample_by_layer_and_truncated_with_a_note()
 def test_skipped_steps_and_overflow_origins_are_counted_since_training_began_also_after_a_fallback():
     run = make_run(skipped=60, shift=20)
     middle = len(run.rows) // 2
-    run.rows.insert(middle, {"step": run.rows[middle - 1]["step"], "fallback": ["m/first"], "fallback_reason": "why"})
+    run.rows.insert(
+        middle,
+        {"step": run.rows[middle - 1]["step"], "fallback": ["m/first"], "fallback_reason": "why"},
+    )
     summary = RunSummary("first", run)
     assert summary.metrics.overflows < 60  # those since the fallback, of which the findings are
     counts, table = dict(summary.counts), overflow_and_underflow(summary)
-    assert (counts["skipped steps"], counts["last overflow origin"]) == ("60 (20%)", "m/last/kernel")
-    assert table.columns == ("variable", "overflow origin", "overflowed", "underflow origin", "underflowed")
+    assert (counts["skipped steps"], counts["last overflow origin"]) == (
+        "60 (20%)",
+        "m/last/kernel",
+    )
+    assert table.columns == (
+        "variable",
+        "overflow origin",
+        "overflowed",
+        "underflow origin",
+        "underflowed",
+    )
     assert table.rows[0][:3] == ("m/last/kernel", "60", "60")
-    assert {row[:3] for row in table.rows[1:]} == {("m/first/kernel", "0", "60"), ("m/first/bias", "0", "60")}
+    assert {row[:3] for row in table.rows[1:]} == {
+        ("m/first/kernel", "0", "60"),
+        ("m/first/bias", "0", "60"),
+    }
     scales = other_scales(summary)
-    assert (scales.columns[-1], scales.rows[0][0], scales.rows[0][-1]) == ("would be skipped", "in use: 2^4", "100%")
+    assert (scales.columns[-1], scales.rows[0][0], scales.rows[0][-1]) == (
+        "would be skipped",
+        "in use: 2^4",
+        "100%",
+    )
     assert scales.note.count("In the run itself, 60 of 300 steps were skipped.") == 1
 
 
 def test_variables_that_underflow_without_overflow_are_listed():
     table = overflow_and_underflow(RunSummary("first", make_run()))
-    assert table.rows == (("m/first/bias", "0", "0", "6", "6"), ("m/first/kernel", "0", "0", "0", "6"))
+    assert table.rows == (
+        ("m/first/bias", "0", "0", "6", "6"),
+        ("m/first/kernel", "0", "0", "0", "6"),
+    )
     without_counts = overflow_and_underflow(RunSummary("x", Run([{"step": 5, "loss_scale": 8.0}])))
     assert without_counts.note.startswith("Overflows were not counted")
     none = overflow_and_underflow(RunSummary("x", UNUSUAL_RUNS["no gradients"]))
@@ -364,7 +498,12 @@ def test_variables_that_underflow_without_overflow_are_listed():
 
 
 def test_settings_match_the_header_of_the_log():
-    rest = {"learning_rate": 0.0020000000949949026, "is_on": True, "layers": {"a": "Dense", "b": "X"}, "empty": []}
+    rest = {
+        "learning_rate": 0.0020000000949949026,
+        "is_on": True,
+        "layers": {"a": "Dense", "b": "X"},
+        "empty": [],
+    }
     settings = dict(RunSummary("first", make_run(**rest)).settings)
     expected = {
         **{"learning_rate": "0.002", "is_on": "True", "layers": "a: Dense, b: X", "empty": "none"},
@@ -381,7 +520,9 @@ def test_share_is_not_rounded_to_none_or_all():
 
 SCALE = {"step": 5, "loss_scale": 8.0}
 NO_LOSS = {"step": 5, "overflow_count": 5, "nonfinite_loss_count": 5, "last_loss": None}
-ZEROS = record_of(sample_from(5, 16.0, {"m/a/kernel": {"zero": 9, "amax": 0.0}})) | {"grad_norm": None}
+ZEROS = record_of(sample_from(5, 16.0, {"m/a/kernel": {"zero": 9, "amax": 0.0}})) | {
+    "grad_norm": None
+}
 UNUSUAL_RUNS = {
     "empty": Run(),
     "header alone": Run([], header()),
@@ -403,7 +544,10 @@ def test_reports_of_unusual_runs_are_accurate(without_figures, name):
     assert verdict in normalized(printed({name: run}))
     assert 'alt=""' not in page
     if not run.samples:
-        assert "No gradients were sampled. Attach kmp.callbacks.GradientHistogram to sample them." in text_of(page)
+        assert (
+            "No gradients were sampled. Attach kmp.callbacks.GradientHistogram to sample them."
+            in text_of(page)
+        )
 
 
 def test_empty_run_is_compared_with_a_healthy_run(without_figures):
@@ -416,11 +560,36 @@ def test_empty_run_is_compared_with_a_healthy_run(without_figures):
 @pytest.mark.parametrize(
     ("function", "arguments", "error", "message"),
     [
-        (report.summary, [3], TypeError, "`runs` must be a dictionary of runs by name, at least one. Received: runs=3"),
-        (report.html, [{1: Run()}], TypeError, "`runs` must be a dictionary with strings as keys. Received: runs=1"),
-        (report.html, [{"a": "b"}], TypeError, r"`runs\['a'\]` must be a kmp.records.Run, .*: runs\['a'\]='b'"),
-        (report.write, [{}, "r.html"], ValueError, "`runs` must be a dictionary of runs by name, at least one"),
-        (report.write, [{"first": Run()}, 3], TypeError, "`path` must be the path of the HTML file. Received: path=3"),
+        (
+            report.summary,
+            [3],
+            TypeError,
+            "`runs` must be a dictionary of runs by name, at least one. Received: runs=3",
+        ),
+        (
+            report.html,
+            [{1: Run()}],
+            TypeError,
+            "`runs` must be a dictionary with strings as keys. Received: runs=1",
+        ),
+        (
+            report.html,
+            [{"a": "b"}],
+            TypeError,
+            r"`runs\['a'\]` must be a kmp.records.Run, .*: runs\['a'\]='b'",
+        ),
+        (
+            report.write,
+            [{}, "r.html"],
+            ValueError,
+            "`runs` must be a dictionary of runs by name, at least one",
+        ),
+        (
+            report.write,
+            [{"first": Run()}, 3],
+            TypeError,
+            "`path` must be the path of the HTML file. Received: path=3",
+        ),
         (report.load, ["run"], TypeError, "`paths` must be a list of paths. Received: paths='run'"),
         (report.load, [3], TypeError, "`paths` must be a list of paths. Received: paths=3"),
         (report.load, [[3]], TypeError, r"`paths` must be a list of paths. Received: paths=\[3\]"),
@@ -436,7 +605,9 @@ def test_loading_draws_a_progress_bar_on_a_terminal_only(tmp_path, capsys, monke
     report.load(paths)
     assert capsys.readouterr() == ("", "")
     terminal = io.StringIO()
-    monkeypatch.setattr("kmp.report.loading.Console", lambda stderr: Console(file=terminal, force_terminal=True))
+    monkeypatch.setattr(
+        "kmp.report.loading.Console", lambda stderr: Console(file=terminal, force_terminal=True)
+    )
     report.load(paths)
     size = sum((path / "kmp.jsonl").stat().st_size for path in paths) / 1000
     assert "Loading" in terminal.getvalue()
@@ -464,7 +635,10 @@ def uses_of_names(variables):
     entries = {name: zero if index < 0.9 * variables else entry for index, name in enumerate(names)}
     rows = [{"step": step, "sample": sample_from(step, 16.0, entries)} for step in (1, 2, 3)]
     counts = dict.fromkeys(names, 1)
-    rows.append({"step": 3} | dict.fromkeys(("overflows_by_variable", "overflow_origins_by_variable"), counts))
+    rows.append(
+        {"step": 3}
+        | dict.fromkeys(("overflows_by_variable", "overflow_origins_by_variable"), counts)
+    )
     Name.uses = 0
     report.html({"first": Run(rows, header(float32_variables=list(names[: variables // 3])))})
     return Name.uses
@@ -485,7 +659,9 @@ def test_runs_are_named_after_their_folders(tmp_path):
     ]
 
 
-def test_write_creates_the_folder_and_a_failed_one_is_an_error_and_keeps_the_previous_page(without_figures, tmp_path):
+def test_write_creates_the_folder_and_a_failed_one_is_an_error_and_keeps_the_previous_page(
+    without_figures, tmp_path
+):
     path = report.write({"first": make_run()}, tmp_path / "new" / "folder" / "r.html")
     before = path.read_text(encoding="utf-8")
     assert before == report.html({"first": make_run()})
@@ -499,7 +675,9 @@ def test_write_creates_the_folder_and_a_failed_one_is_an_error_and_keeps_the_pre
     assert files_in(path.parent) == ["r.html"]
 
 
-def test_callback_reports_the_completed_epochs_of_the_run_of_the_defaults(enabled, without_figures, tmp_path):
+def test_callback_reports_the_completed_epochs_of_the_run_of_the_defaults(
+    enabled, without_figures, tmp_path
+):
     class FailInSecondEpoch(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch == 1:
@@ -508,8 +686,15 @@ def test_callback_reports_the_completed_epochs_of_the_run_of_the_defaults(enable
     recorders = without_replays(every_n_steps=5)
     callback = Report(str(tmp_path / "r.html"), run=recorders[0].run)
     with pytest.raises(RuntimeError, match="killed"):
-        fit(compiled_model(run_eagerly=True), [*recorders, callback, FailInSecondEpoch()], batches=5, epochs=2)
-    assert len([row for row in recorders[0].run.rows if row["step"] == 5 and "loss_scale" in row]) == 1
+        fit(
+            compiled_model(run_eagerly=True),
+            [*recorders, callback, FailInSecondEpoch()],
+            batches=5,
+            epochs=2,
+        )
+    assert (
+        len([row for row in recorders[0].run.rows if row["step"] == 5 and "loss_scale" in row]) == 1
+    )
     assert "steps 5" in text_of((tmp_path / "r.html").read_text(encoding="utf-8"))
 
 
@@ -544,8 +729,13 @@ def test_reports_take_at_most_five_percent_of_the_time(tmp_path, monkeypatch):
 
 def test_report_that_cannot_be_written_warns_once_and_training_continues(tmp_path, monkeypatch):
     callback = attached(tmp_path / "r.html")
-    monkeypatch.setitem(sys.modules, "kmp.report.figures", None)  # as if matplotlib could not be imported
-    warning = r"The report .*r\.html' was not written: import of kmp.report.figures halted.*\. Training continues"
+    monkeypatch.setitem(
+        sys.modules, "kmp.report.figures", None
+    )  # as if matplotlib could not be imported
+    warning = (
+        r"The report .*r\.html' was not written: import of kmp.report.figures halted.*\. Training"
+        r" continues"
+    )
     with pytest.warns(UserWarning, match=warning):
         callback.on_epoch_end(0)
     callback.run.append({"step": 301})
@@ -563,8 +753,16 @@ def test_only_the_chief_writes(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("path", "run", "error", "message"),
     [
-        *((path, Run(), ValueError, "`path` must be the path of a local f") for path in ("", "a.txt", ".html")),
-        ("https://example.org/r.html", Run(), ValueError, "Received: path='https://example.org/r.html'"),
+        *(
+            (path, Run(), ValueError, "`path` must be the path of a local f")
+            for path in ("", "a.txt", ".html")
+        ),
+        (
+            "https://example.org/r.html",
+            Run(),
+            ValueError,
+            "Received: path='https://example.org/r.html'",
+        ),
         (3, Run(), TypeError, "`path` must be"),
         ("r.html", "runs/first", TypeError, "`run` must be a kmp.records.Run, such as"),
     ],
@@ -585,7 +783,10 @@ def browser():
     program = shutil.which("chromium")
     if program is None:
         without_browser = pytest.fail if os.environ.get("CI") else pytest.skip
-        without_browser("These tests open reports in Chromium, which is not installed. Try: apt-get install chromium")
+        without_browser(
+            "These tests open reports in Chromium, which is not installed. Try: apt-get install"
+            " chromium"
+        )
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -596,7 +797,9 @@ def browser():
 
 def make_long_run():
     names = (LONG, LONG + "_2")
-    return make_compared_run(names, names=names, skipped=60, model="<script>alert('x')</script>" + "model" * 30)
+    return make_compared_run(
+        names, names=names, skipped=60, model="<script>alert('x')</script>" + "model" * 30
+    )
 
 
 PAGES = {"long": lambda: {"a_run_of_a_long_name_" * 6: make_long_run()}, "three": make_three_runs}
@@ -620,12 +823,16 @@ SHOWN_DETAILS = """[...document.querySelectorAll('details')].every(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "screen"), [("long", "phone"), ("three", "phone"), ("three", "desk")])
+@pytest.mark.parametrize(
+    ("name", "screen"), [("long", "phone"), ("three", "phone"), ("three", "desk")]
+)
 def test_page_is_readable_in_a_browser_without_network(browser, tmp_path, name, screen):
     runs, (size, scheme) = PAGES[name](), SCREENS[screen]
     path = report.write(runs, tmp_path / "report.html")
     requests, errors = [], []
-    context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
+    context = browser.new_context(
+        viewport={"width": size[0], "height": size[1]}, color_scheme=scheme
+    )
     context.set_offline(True)
     page = context.new_page()
     page.on("request", lambda request: requests.append(request.url))
@@ -641,14 +848,27 @@ def test_page_is_readable_in_a_browser_without_network(browser, tmp_path, name, 
         assert normalized(run_name) in text
         assert normalized(advice.verdict) in text
         for finding in advice:
-            assert all(normalized(part) in text for part in (finding.title, finding.evidence, finding.change))
-    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+            assert all(
+                normalized(part) in text
+                for part in (finding.title, finding.evidence, finding.change)
+            )
+    assert page.evaluate(
+        "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+    )
     assert page.evaluate(OVERFLOWING_ELEMENTS) == []
     if screen == "phone":  # nothing is hidden by a scroll bar
-        page.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
-        assert page.evaluate("[...document.querySelectorAll('.scroll')].every(e => e.scrollWidth <= e.clientWidth)")
-    images = page.evaluate("[...document.images].map(i => [i.complete, i.naturalWidth > 0, i.alt.length > 0])")
-    expected = [5 + bool(run.comparisons) - (not run.last("overflows_by_variable")) for run in runs.values()]
+        page.evaluate(
+            "document.querySelectorAll('details').forEach(details => details.open = true)"
+        )
+        assert page.evaluate(
+            "[...document.querySelectorAll('.scroll')].every(e => e.scrollWidth <= e.clientWidth)"
+        )
+    images = page.evaluate(
+        "[...document.images].map(i => [i.complete, i.naturalWidth > 0, i.alt.length > 0])"
+    )
+    expected = [
+        5 + bool(run.comparisons) - (not run.last("overflows_by_variable")) for run in runs.values()
+    ]
     assert len(images) == sum(expected)
     assert all(all(image) for image in images)
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -27,11 +27,19 @@ def assert_equals_reference(arguments, length, compile_step=lambda step: step):
     """Compares the rule with the reference after each step of every sequence of outcomes of a length, all at once."""
     rule, sequences = DynamicScale(**arguments), list(itertools.product(OUTCOMES, repeat=length))
     references = [ReferenceRule(**{"initial_scale": 2.0**15} | arguments) for _ in sequences]
-    state = (tf.fill([len(sequences)], rule.initial_scale), *[tf.zeros([len(sequences)], tf.int64)] * 2)
-    step = compile_step(lambda state, *outcome: rule.update(ScaleState(*state), StepOutcome(*outcome)))
+    state = (
+        tf.fill([len(sequences)], rule.initial_scale),
+        *[tf.zeros([len(sequences)], tf.int64)] * 2,
+    )
+    step = compile_step(
+        lambda state, *outcome: rule.update(ScaleState(*state), StepOutcome(*outcome))
+    )
     for outcomes in zip(*sequences, strict=True):
         state = step(tuple(state), *(tf.constant(flags) for flags in zip(*outcomes, strict=True)))
-        expected = [reference.step(*outcome) for reference, outcome in zip(references, outcomes, strict=True)]
+        expected = [
+            reference.step(*outcome)
+            for reference, outcome in zip(references, outcomes, strict=True)
+        ]
         for actual, values in zip(state, zip(*expected, strict=True), strict=True):
             np.testing.assert_array_equal(actual, values)
 
@@ -40,7 +48,13 @@ ARGUMENTS = [
     {},
     {"initial_scale": 4.0, "min_scale": 1.0, "max_scale": 16.0, "growth_interval": 1},
     {"growth_interval": 2, "hysteresis": 2, "growth_factor": 4.0, "backoff_factor": 0.25},
-    {"growth_interval": 3, "hysteresis": 3, "growth_factor": 1.5, "backoff_factor": 0.9, "min_scale": 2.0**-20},
+    {
+        "growth_interval": 3,
+        "hysteresis": 3,
+        "growth_factor": 1.5,
+        "backoff_factor": 0.9,
+        "min_scale": 2.0**-20,
+    },
 ]
 
 
@@ -52,7 +66,11 @@ def test_rule_equals_the_reference_on_every_sequence_of_eight_outcomes_under_xla
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
 def test_rule_equals_the_reference_on_a_long_sequence_of_scalars(arguments):
     # It backs off to the lowest scale, grows several times, and takes mixed outcomes.
-    outcomes = [*OUTCOMES[1:2] * 32, *OUTCOMES[:1] * 13, *(OUTCOMES[number * number % 3] for number in range(45, 60))]
+    outcomes = [
+        *OUTCOMES[1:2] * 32,
+        *OUTCOMES[:1] * 13,
+        *(OUTCOMES[number * number % 3] for number in range(45, 60)),
+    ]
     reference = ReferenceRule(**{"initial_scale": 2.0**15} | arguments)
     expected = [reference.step(*outcome) for outcome in outcomes]
     assert list(states_of(DynamicScale(**arguments), outcomes)) == expected
@@ -66,7 +84,12 @@ def test_rule_equals_the_reference_for_any_settings(interval, hysteresis, bounds
 
 
 def test_scale_stays_within_its_bounds_if_factors_have_products_beyond_float32():
-    arguments = {"growth_factor": 2.0**127, "backoff_factor": 2.0**-140, "min_scale": 2.0**-126, "growth_interval": 1}
+    arguments = {
+        "growth_factor": 2.0**127,
+        "backoff_factor": 2.0**-140,
+        "min_scale": 2.0**-126,
+        "growth_interval": 1,
+    }
     outcomes = [(False, True), (False, True), (True, True), (True, True)]
     scales = [scale for scale, *_ in states_of(DynamicScale(**arguments), outcomes)]
     assert scales == [2.0**127, 2.0**127, 2.0**-126, 2.0**-126]
@@ -79,7 +102,15 @@ def test_fixed_scale_is_constant_and_counts_steps():
 
 @pytest.mark.parametrize(
     ("loaded", "bounded"),
-    [(math.inf, 8.0), (0.0, 8.0), (math.nan, 8.0), (-1.0, 8.0), (64.0, 32.0), (1.0, 2.0), (4.0, 4.0)],
+    [
+        (math.inf, 8.0),
+        (0.0, 8.0),
+        (math.nan, 8.0),
+        (-1.0, 8.0),
+        (64.0, 32.0),
+        (1.0, 2.0),
+        (4.0, 4.0),
+    ],
 )
 def test_loaded_scale_is_clipped_to_the_bounds(loaded, bounded):
     rule = DynamicScale(initial_scale=8.0, min_scale=2.0, max_scale=32.0)

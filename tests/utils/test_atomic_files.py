@@ -99,7 +99,10 @@ def test_write_removes_what_a_killed_process_left_an_hour_ago_and_no_other_file(
         (leftover,) = tmp_path.glob(".file.*.partial")
         atomic_files.write_json(path, [1])
         assert leftover.exists()  # it is new
-    others = [tmp_path / name for name in (".other.01234567.partial", "file.01234567.partial", ".file.partial")]
+    others = [
+        tmp_path / name
+        for name in (".other.01234567.partial", "file.01234567.partial", ".file.partial")
+    ]
     for old in (leftover, *others):
         old.touch()
         os.utime(old, (0, time.time() - 3700))
@@ -124,7 +127,9 @@ def test_file_that_cannot_be_replaced_is_written_in_place(tmp_path, path, monkey
 
 
 def test_file_in_a_read_only_folder_is_written_in_place(tmp_path, path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda folder, mode: folder != tmp_path)  # root may write into every folder
+    monkeypatch.setattr(
+        os, "access", lambda folder, mode: folder != tmp_path
+    )  # root may write into every folder
     atomic_files.write_json(path, [1])
     assert json.loads(path.read_text()) == [1]
 

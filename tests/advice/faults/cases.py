@@ -9,10 +9,10 @@ class Case(NamedTuple):
 
     Attributes:
         cause: The category of the fault.
-        at: The name of the layer, output or argument, or the part of the batch, that a good diagnosis names; empty if
-            there is none.
-        sound: The lowest score of the program once the fault is fixed. The program as it stands scores clearly less, or
-            ends in a `StuckError`.
+        at: The name of the layer, output or argument, or the part of the batch, that a good
+            diagnosis names; empty if there is none.
+        sound: The lowest score of the program once the fault is fixed. The program as it stands
+            scores clearly less, or ends in a `StuckError`.
     """
 
     cause: str

@@ -22,7 +22,8 @@ class Outcome(NamedTuple):
     Attributes:
         score: The score of the program as it is; NaN if training got stuck.
         advice: What is advised.
-        cured_score: The score with the change of the first problem; NaN if there is no problem or no change.
+        cured_score: The score with the change of the first problem; NaN if there is no problem or
+            no change.
     """
 
     score: float
@@ -32,13 +33,17 @@ class Outcome(NamedTuple):
 
 def outcome_of(name, folder):
     """Runs a program without the float32 fallback, and again with the change that is advised."""
-    source = edited(source_of(name), [SetArguments("kmp.callbacks.defaults", {"float32_fallback": "False"})])
+    source = edited(
+        source_of(name), [SetArguments("kmp.callbacks.defaults", {"float32_fallback": "False"})]
+    )
     score, run = run_program(name, folder / "original", source)
     advice = kmp.advise(run)
     edits = advice.problems[0].edits if advice.problems else ()
     cured_score = math.nan
     if edits:
-        cured_score, _ = run_program(name, folder / "changed", _without_records(edited(source, edits)))
+        cured_score, _ = run_program(
+            name, folder / "changed", _without_records(edited(source, edits))
+        )
     return Outcome(score, advice, cured_score)
 
 
@@ -87,13 +92,19 @@ def edited(source, edits):
 
 def _without_records(source):
     """Returns a program that records nothing: its score is the same, and it takes half of the time."""
-    changed, count = re.subn(r"kmp\.callbacks\.defaults\([^()]*\)", "[kmp.callbacks.StuckDetector()]", source)
+    changed, count = re.subn(
+        r"kmp\.callbacks\.defaults\([^()]*\)", "[kmp.callbacks.StuckDetector()]", source
+    )
     assert count == 1
     return changed
 
 
 def _set_arguments(tree, edit):
-    calls = _calls_with_name(tree, edit.name) if edit.name else _calls(tree, edit.call.rpartition(".")[2])
+    calls = (
+        _calls_with_name(tree, edit.name)
+        if edit.name
+        else _calls(tree, edit.call.rpartition(".")[2])
+    )
     if not calls:
         raise LookupError(f"no call of {edit.call} {edit.name}")
     for call in calls:
@@ -121,7 +132,9 @@ def _compute_in_float32(tree, edit):
 
 def _prepare_data(tree, edit):
     fit, body = _calls(tree, "fit")[0], tree.body[0].body
-    index = next(index for index, node in enumerate(body) if any(call is fit for call in ast.walk(node)))
+    index = next(
+        index for index, node in enumerate(body) if any(call is fit for call in ast.walk(node))
+    )
     arguments = f"fit_x, fit_y = {ast.unparse(fit.args[0])}, {ast.unparse(fit.args[1])}\n"
     fit.args = [ast.Name("fit_x", ast.Load()), ast.Name("fit_y", ast.Load())]
     for keyword in fit.keywords:
@@ -141,7 +154,9 @@ def _calls(tree, name):
 def _calls_with_name(tree, name):
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [
-        call for call in calls if any(k.arg == "name" and ast.unparse(k.value) == repr(name) for k in call.keywords)
+        call
+        for call in calls
+        if any(k.arg == "name" and ast.unparse(k.value) == repr(name) for k in call.keywords)
     ]
 
 

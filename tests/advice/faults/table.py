@@ -50,25 +50,36 @@ class Row(NamedTuple):
 
 def main():
     """Runs all programs, prints the table and writes the page."""
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool,
+    ):
         rows = dict(zip(CASES, pool.map(_row, CASES, itertools.repeat(folder)), strict=True))
-        advices, have_fallback = zip(*pool.map(_healthy, HEALTHY, itertools.repeat(folder)), strict=True)
+        advices, have_fallback = zip(
+            *pool.map(_healthy, HEALTHY, itertools.repeat(folder)), strict=True
+        )
     touched = sum(have_fallback)
     alarms = sum(bool(advice.problems) for advice in advices)
     clean = sum("does not hurt" in advice.verdict for advice in advices)
     healthy = _HEALTHY.format(
-        summary=f"Of {len(HEALTHY)} programs, {alarms} have a problem by kmp, and {clean} get the verdict that float16 "
-        f"does not hurt them; `Float32Fallback` touches {touched}. Two compute in another precision."
+        summary=(
+            f"Of {len(HEALTHY)} programs, {alarms} have a problem by kmp, and {clean} get the"
+            f" verdict that float16 does not hurt them; `Float32Fallback` touches {touched}. Two"
+            " compute in another precision."
+        )
     )
     text = (
         _FAULTS
         + _table([row for name, row in rows.items() if name not in HELD_OUT])
         + _HELD_OUT
-        + "A fifth of the programs, by a seeded draw of 2026-11-25: no rule is written for one of them; a new "
+        + "A fifth of the programs, by a seeded draw of 2026-11-25: no rule is written for one of"
+        " them; a new "
         + "rule that broke one was narrowed. "
         + _table([rows[name] for name in HELD_OUT])
         + healthy
-        + _lines([[_fault(name), advice.verdict] for name, advice in zip(HEALTHY, advices, strict=True)])
+        + _lines(
+            [[_fault(name), advice.verdict] for name, advice in zip(HEALTHY, advices, strict=True)]
+        )
     )
     introduction = PAGE.read_text(encoding="utf-8").partition(_FAULTS)[0]
     PAGE.write_text(introduction + text, encoding="utf-8")
@@ -84,7 +95,11 @@ def _row(name, folder):
     case, outcome = CASES[name], outcome_of(name, folder)
     finding = next(iter(outcome.advice.problems), None)
     repaired_score, _ = run_program(name, folder / "repaired")
-    title = f"`{finding.cause}`: {finding.title} `{finding.change.partition(chr(10))[0]}`" if finding else "none"
+    title = (
+        f"`{finding.cause}`: {finding.title} `{finding.change.partition(chr(10))[0]}`"
+        if finding
+        else "none"
+    )
     scores = [_score(score) for score in (outcome.score, outcome.cured_score, repaired_score)]
     is_of_float16 = case.cause in CURABLE
     row = Row(
@@ -104,9 +119,9 @@ def _table(rows):
         sum(column) for column in zip(*(row[1:] for row in rows), strict=True)
     )
     summary = (
-        f"Of {len(rows)} programs, kmp names the right cause for {causes} and the right place for {places}, and the "
-        f"change cures {cured}. Of {of_float16} that float16 alone causes, `Float32Fallback` repairs {repaired} "
-        "without a change.\n"
+        f"Of {len(rows)} programs, kmp names the right cause for {causes} and the right place for"
+        f" {places}, and the change cures {cured}. Of {of_float16} that float16 alone causes,"
+        f" `Float32Fallback` repairs {repaired} without a change.\n"
     )
     print(summary)
     return summary + _COLUMNS + _lines([row.cells for row in rows])
@@ -121,7 +136,9 @@ def _score(score):
 
 
 def _lines(rows):
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in rows)
+    return "".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in rows
+    )
 
 
 if __name__ == "__main__":

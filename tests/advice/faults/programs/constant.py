@@ -5,7 +5,14 @@ import numpy as np
 from keras import layers, ops
 
 import kmp
-from programs.frame import MaskedAttention, accuracy, crossentropy, sign_accuracy, text_classifier, texts
+from programs.frame import (
+    MaskedAttention,
+    accuracy,
+    crossentropy,
+    sign_accuracy,
+    text_classifier,
+    texts,
+)
 
 
 def fault_constant_mask(rng):
@@ -50,12 +57,21 @@ def fault_constant_normalize(rng):
 
     inputs = keras.Input((8, 8, 1), name="image")
     hidden = Standardize(epsilon=1e-12, name="standardize")(inputs)
-    hidden = keras.layers.Conv2D(8, kernel_size=3, strides=2, activation="relu", name="conv")(hidden)
+    hidden = keras.layers.Conv2D(8, kernel_size=3, strides=2, activation="relu", name="conv")(
+        hidden
+    )
     hidden = keras.layers.Flatten(name="flatten")(hidden)
     logits = keras.layers.Dense(4, name="logits")(hidden)
     model = keras.Model(inputs, logits)
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=3e-3), loss=crossentropy())
-    model.fit(x_train, y_train, batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=5,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x_test, y_test)
 
 
@@ -94,7 +110,9 @@ def fault_constant_empty_set(rng):
     x_test, stowage_test = manifests(1000)
     model = ManifestNet()
     model.compile(keras.optimizers.Adamax(2e-2), crossentropy())
-    model.fit(x, stowage, batch_size=64, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x, stowage, batch_size=64, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults("run")
+    )
     return accuracy(model, x_test, stowage_test)
 
 
@@ -116,14 +134,20 @@ def fault_constant_average(rng):
     train = {"tokens": tokens[:1024], "is_word": is_word[:1024]}
     test = {"tokens": tokens[1024:], "is_word": is_word[1024:]}
 
-    token_input, word_input = keras.Input((8,), dtype="int32", name="tokens"), keras.Input((8,), name="is_word")
+    token_input, word_input = (
+        keras.Input((8,), dtype="int32", name="tokens"),
+        keras.Input((8,), name="is_word"),
+    )
     embedded = keras.layers.Embedding(50, 12, name="embedding")(token_input)
     averaged = MaskedAverage(name="masked_average")(embedded, word_input)
     hidden = keras.layers.Dense(16, activation="relu", name="hidden")(averaged)
     logit = keras.layers.Dense(1, name="logit")(hidden)
     model = keras.Model({"tokens": token_input, "is_word": word_input}, logit)
     model.compile(
-        optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=keras.losses.BinaryCrossentropy(from_logits=True)
+        optimizer=keras.optimizers.Adam(learning_rate=1e-2),
+        loss=keras.losses.BinaryCrossentropy(from_logits=True),
     )
-    model.fit(train, y[:1024], batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        train, y[:1024], batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run")
+    )
     return sign_accuracy(model, test, y[1024:])

@@ -24,8 +24,18 @@ def fault_exploding_sgd(rng):
             keras.layers.Dense(3, name="response"),
         ]
     )
-    model.compile(optimizer=keras.optimizers.SGD(learning_rate=1.5, momentum=0.9), loss=keras.losses.MeanSquaredError())
-    model.fit(x_train, y_train, batch_size=32, epochs=12, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.compile(
+        optimizer=keras.optimizers.SGD(learning_rate=1.5, momentum=0.9),
+        loss=keras.losses.MeanSquaredError(),
+    )
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=12,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return explained_variance(model, x_test, y_test)
 
 
@@ -110,7 +120,14 @@ def fault_exploding_gru(rng):
         ]
     )
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1.5), loss=crossentropy())
-    model.fit(x_train, y_train, batch_size=32, epochs=8, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=8,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x_test, y_test)
 
 
@@ -122,5 +139,12 @@ def fault_exploding_attention(rng):
 
     model = event_classifier()
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=3.0), loss=crossentropy())
-    model.fit(sequence[:768], y[:768], batch_size=32, epochs=7, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        sequence[:768],
+        y[:768],
+        batch_size=32,
+        epochs=7,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, sequence[768:], y[768:])

@@ -39,7 +39,10 @@ def census(rng, mean, deviation):
     """Returns populations, incomes and the like, and whether a place grows."""
     z = rng.normal(size=(1280, 6))
     table = np.array([2e5, 4e4, 8e5, 30.0, 2.5, 1e3]) * (mean + deviation * z)
-    return table.astype("float32"), (z[:, 0] - z[:, 1] + 0.5 * z[:, 3] > 0.5 * z[:, 2]).astype("float32")[:, None]
+    return (
+        table.astype("float32"),
+        (z[:, 0] - z[:, 1] + 0.5 * z[:, 3] > 0.5 * z[:, 2]).astype("float32")[:, None],
+    )
 
 
 def events(rng):
@@ -62,7 +65,9 @@ def texts(rng):
     is_word = (np.arange(10) < length[:, None]).astype("float32")
     tokens = rng.integers(1, 40, size=(1024, 10)).astype("int32")
     weight = rng.normal(size=40)
-    return {"tokens": tokens, "is_word": is_word}, ((weight[tokens] * is_word).sum(axis=1) > 0).astype("int32")
+    return {"tokens": tokens, "is_word": is_word}, (
+        (weight[tokens] * is_word).sum(axis=1) > 0
+    ).astype("int32")
 
 
 def classifier_after(layer, shape, units):
@@ -85,16 +90,26 @@ def line_classifier():
 
 
 def walk_model():
-    recurrent, hidden = keras.layers.LSTM(16, name="lstm"), keras.layers.Dense(8, activation="relu", name="hidden")
+    recurrent, hidden = (
+        keras.layers.LSTM(16, name="lstm"),
+        keras.layers.Dense(8, activation="relu", name="hidden"),
+    )
     return keras.Sequential(
-        [keras.Input((12, 2), name="sequence"), recurrent, hidden, keras.layers.Dense(1, name="total")]
+        [
+            keras.Input((12, 2), name="sequence"),
+            recurrent,
+            hidden,
+            keras.layers.Dense(1, name="total"),
+        ]
     )
 
 
 def event_classifier():
     inputs = keras.Input((10, 6), name="sequence")
     projected = keras.layers.Dense(16, name="project")(inputs)
-    attended = keras.layers.MultiHeadAttention(num_heads=2, key_dim=8, name="attention")(projected, projected)
+    attended = keras.layers.MultiHeadAttention(num_heads=2, key_dim=8, name="attention")(
+        projected, projected
+    )
     hidden = keras.layers.Add(name="add")([projected, attended])
     hidden = keras.layers.Dense(16, activation="relu", name="feed_forward")(hidden)
     hidden = keras.layers.GlobalMaxPooling1D(name="pool")(hidden)
@@ -103,9 +118,14 @@ def event_classifier():
 
 def text_classifier(attention):
     """Returns a model in which a layer attends to the embedded words, given those and the mask."""
-    inputs = {"tokens": keras.Input((10,), dtype="int32", name="tokens"), "is_word": keras.Input((10,), name="is_word")}
+    inputs = {
+        "tokens": keras.Input((10,), dtype="int32", name="tokens"),
+        "is_word": keras.Input((10,), name="is_word"),
+    }
     embedded = keras.layers.Embedding(40, 16, name="embedding")(inputs["tokens"])
-    pooled = keras.layers.GlobalAveragePooling1D(name="average")(attention(embedded, inputs["is_word"]))
+    pooled = keras.layers.GlobalAveragePooling1D(name="average")(
+        attention(embedded, inputs["is_word"])
+    )
     return keras.Model(inputs, keras.layers.Dense(2, name="logits")(pooled))
 
 
@@ -120,7 +140,9 @@ class MaskedAttention(keras.layers.Layer):
         self.value = keras.layers.Dense(units, use_bias=False, name="value")
 
     def call(self, inputs, is_word):
-        scores = keras.ops.matmul(self.query(inputs), keras.ops.transpose(self.key(inputs), (0, 2, 1)))
+        scores = keras.ops.matmul(
+            self.query(inputs), keras.ops.transpose(self.key(inputs), (0, 2, 1))
+        )
         scores = self.mask(scores / self.units**0.5, is_word[:, None, :])
         return keras.ops.matmul(keras.ops.softmax(scores, axis=-1), self.value(inputs))
 

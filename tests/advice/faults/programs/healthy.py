@@ -55,8 +55,12 @@ def healthy_autoencoder(rng):
     hidden = keras.layers.Dense(48, activation="relu", name="decoder")(code)
     outputs = keras.layers.Dense(64, name="pixels")(hidden)
     model = keras.Model(inputs, outputs)
-    model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-3), loss=keras.losses.MeanSquaredError())
-    model.fit(images, images, batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.compile(
+        optimizer=keras.optimizers.Adam(learning_rate=5e-3), loss=keras.losses.MeanSquaredError()
+    )
+    model.fit(
+        images, images, batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run")
+    )
     return explained_variance(model, images, images)
 
 
@@ -79,7 +83,14 @@ def healthy_bfloat16(rng):
         optimizer=kmp.wrap(keras.optimizers.Adam(learning_rate=1e-2), loss_scale=1.0),
         loss=keras.losses.BinaryCrossentropy(from_logits=True),
     )
-    model.fit(x_train, y_train, batch_size=32, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=4,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return sign_accuracy(model, x_test, y_test)
 
 
@@ -92,9 +103,17 @@ def healthy_clipped_lstm(rng):
 
     model = walk_model()
     model.compile(
-        optimizer=keras.optimizers.Adam(learning_rate=5e-3, global_clipnorm=0.1), loss=keras.losses.MeanSquaredError()
+        optimizer=keras.optimizers.Adam(learning_rate=5e-3, global_clipnorm=0.1),
+        loss=keras.losses.MeanSquaredError(),
     )
-    model.fit(x_train, y_train, batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=5,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
 
     error = model.predict(x_test, verbose=0).astype("float32") - y_test
     return -float(np.mean(error**2))
@@ -108,7 +127,9 @@ def healthy_custom_loop(rng):
     tokens[:, 0] = rng.integers(0, 20, 768)
     for position in range(1, 13):
         is_noise = rng.random(768) < 0.1
-        tokens[:, position] = np.where(is_noise, rng.integers(0, 20, 768), (7 * tokens[:, position - 1] + 3) % 20)
+        tokens[:, position] = np.where(
+            is_noise, rng.integers(0, 20, 768), (7 * tokens[:, position - 1] + 3) % 20
+        )
 
     model = keras.Sequential(
         [
@@ -159,7 +180,14 @@ def healthy_dead_relu(rng):
         ]
     )
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=3e-3), loss=crossentropy())
-    model.fit(x_train, y_train, batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=5,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x_test, y_test)
 
 
@@ -171,7 +199,9 @@ def healthy_distillation(rng):
             super().__init__()
             self.teacher, self.student = teacher, student
             self.teacher.trainable = False
-            self.average = [tf.Variable(weight, trainable=False) for weight in student.trainable_variables]
+            self.average = [
+                tf.Variable(weight, trainable=False) for weight in student.trainable_variables
+            ]
 
         def call(self, x, training=False):
             return self.student(x, training=training)
@@ -181,11 +211,15 @@ def healthy_distillation(rng):
             expected = ops.softmax(ops.cast(self.teacher(x, training=False), "float32") / 3.0)
             with tf.GradientTape() as tape:
                 logits = self(x, training=True)
-                loss = ops.mean(keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True))
+                loss = ops.mean(
+                    keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+                )
                 loss += ops.mean(keras.losses.kl_divergence(expected, ops.softmax(logits / 3.0)))
                 scaled_loss = self.optimizer.scale_loss(loss)
             gradients = self.optimizer.unscale(tape.gradient(scaled_loss, self.trainable_variables))
-            self.optimizer.apply(tf.clip_by_global_norm(gradients, 1.0)[0], self.trainable_variables)
+            self.optimizer.apply(
+                tf.clip_by_global_norm(gradients, 1.0)[0], self.trainable_variables
+            )
             for average, weight in zip(self.average, self.trainable_variables, strict=True):
                 average.assign_add(0.01 * (tf.convert_to_tensor(weight) - average))
             return {"loss": loss}
@@ -195,11 +229,20 @@ def healthy_distillation(rng):
     x = rng.normal(size=(2048, 12)).astype("float32")
     y = np.tanh(x @ rng.normal(size=(12, 4))).argmax(axis=1)
 
-    teacher = keras.Sequential([keras.Input((12,)), keras.layers.Dense(64, activation="relu"), keras.layers.Dense(4)])
+    teacher = keras.Sequential(
+        [keras.Input((12,)), keras.layers.Dense(64, activation="relu"), keras.layers.Dense(4)]
+    )
     layers = [keras.layers.Dense(16, activation="relu"), keras.layers.Dense(4, dtype="float32")]
     model = Distiller(teacher, keras.Sequential([keras.Input((12,)), *layers]))
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=3e-3))
-    model.fit(x[:1536], y[:1536], batch_size=32, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x[:1536],
+        y[:1536],
+        batch_size=32,
+        epochs=4,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x[1536:], y[1536:])
 
 
@@ -209,7 +252,9 @@ def healthy_dropout_gru(rng):
 
     frequency = rng.choice([0.3, 0.5, 0.8], size=1280)
     phase = rng.uniform(0, 2 * np.pi, size=(1280, 1))
-    waves = np.sin(frequency[:, None] * np.arange(16) + phase) + rng.normal(scale=0.1, size=(1280, 16))
+    waves = np.sin(frequency[:, None] * np.arange(16) + phase) + rng.normal(
+        scale=0.1, size=(1280, 16)
+    )
     x = waves[..., None].astype("float32")
     y = np.digitize(frequency, [0.4, 0.6])
     x_train, y_train, x_test, y_test = x[:1024], y[:1024], x[1024:], y[1024:]
@@ -225,7 +270,14 @@ def healthy_dropout_gru(rng):
         ]
     )
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy())
-    model.fit(x_train, y_train, batch_size=32, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=4,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x_test, y_test)
 
 
@@ -237,11 +289,20 @@ def healthy_float32_attention(rng):
 
     model = event_classifier()
     model.compile(
-        optimizer=kmp.wrap(keras.optimizers.Adam(learning_rate=3e-3, epsilon=1e-12), loss_scale=1.0),
+        optimizer=kmp.wrap(
+            keras.optimizers.Adam(learning_rate=3e-3, epsilon=1e-12), loss_scale=1.0
+        ),
         loss=crossentropy(),
         loss_weights=[1e-6],
     )
-    model.fit(sequence[:768], y[:768], batch_size=32, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        sequence[:768],
+        y[:768],
+        batch_size=32,
+        epochs=4,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, sequence[768:], y[768:])
 
 
@@ -272,7 +333,14 @@ def healthy_frozen_backbone(rng):
         ]
     )
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=3e-3), loss=crossentropy())
-    model.fit(x_train, y_train, batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=5,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x_test, y_test)
 
 
@@ -321,7 +389,14 @@ def healthy_label_smoothing(rng):
         optimizer=keras.optimizers.AdamW(learning_rate=5e-3, weight_decay=1e-3),
         loss=keras.losses.CategoricalCrossentropy(label_smoothing=0.1),
     )
-    model.fit(images[:768], one_hot[:768], batch_size=32, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        images[:768],
+        one_hot[:768],
+        batch_size=32,
+        epochs=4,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, images[768:], quadrant[768:])
 
 
@@ -334,7 +409,12 @@ def healthy_large_initial_scale(rng):
     model = line_classifier()
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy())
     model.fit(
-        images[:768], is_vertical[:768], batch_size=32, epochs=10, verbose=0, callbacks=kmp.callbacks.defaults("run")
+        images[:768],
+        is_vertical[:768],
+        batch_size=32,
+        epochs=10,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
     )
     return accuracy(model, images[768:], is_vertical[768:])
 
@@ -366,12 +446,21 @@ def healthy_small_learning_rate(rng):
     model = keras.Sequential(
         [
             keras.Input((16,), name="features"),
-            keras.layers.Dense(512, activation="relu", kernel_initializer="he_normal", name="hidden"),
+            keras.layers.Dense(
+                512, activation="relu", kernel_initializer="he_normal", name="hidden"
+            ),
             keras.layers.Dense(4, kernel_initializer="he_normal", name="logits"),
         ]
     )
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-5), loss=crossentropy())
-    model.fit(x_train, y_train, batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=6,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x_test, y_test)
 
 
@@ -405,12 +494,17 @@ def healthy_rezero_transformer(rng):
     inner = keras.layers.Dense(24, name="contract")(inner)
     h = keras.layers.Add(name="residual_2")([h, Gate(name="gate_2")(inner)])
     pooled = keras.layers.GlobalAveragePooling1D(name="pooled")(h)
-    outputs = keras.layers.Dense(2, kernel_initializer="zeros", dtype="float32", name="head")(pooled)
+    outputs = keras.layers.Dense(2, kernel_initializer="zeros", dtype="float32", name="head")(
+        pooled
+    )
     model = keras.Model(tokens, outputs, name="rezero")
     schedule = keras.optimizers.schedules.CosineDecay(
         initial_learning_rate=0.0, decay_steps=260, warmup_target=1e-2, warmup_steps=64
     )
-    model.compile(optimizer=keras.optimizers.AdamW(learning_rate=schedule, weight_decay=1e-3), loss=crossentropy())
+    model.compile(
+        optimizer=keras.optimizers.AdamW(learning_rate=schedule, weight_decay=1e-3),
+        loss=crossentropy(),
+    )
     model.fit(x, y, epochs=8, batch_size=60, verbose=0, callbacks=kmp.callbacks.defaults("run"))
     return accuracy(model, x_test, y_test)
 
@@ -435,7 +529,14 @@ def healthy_sparse_inputs(rng):
         ]
     )
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-3), loss=crossentropy())
-    model.fit(x_train, y_train, batch_size=32, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=4,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x_test, y_test)
 
 
@@ -463,7 +564,9 @@ def healthy_sum_vae(rng):
             self.noise = keras.random.SeedGenerator(5)
 
         def call(self, mean, log_variance, training=None):
-            kl = -0.5 * keras.ops.sum(1 + log_variance - keras.ops.square(mean) - keras.ops.exp(log_variance))
+            kl = -0.5 * keras.ops.sum(
+                1 + log_variance - keras.ops.square(mean) - keras.ops.exp(log_variance)
+            )
             self.add_loss(0.1 * kl)
             if not training:
                 return mean
@@ -505,18 +608,28 @@ def healthy_train_step(rng):
     kmp.enable()
 
     time = np.arange(32)
-    clean = np.sin(rng.uniform(0.1, 0.4, (768, 1)) * time + rng.uniform(0, 6, (768, 1)))[..., None].astype("float32")
+    clean = np.sin(rng.uniform(0.1, 0.4, (768, 1)) * time + rng.uniform(0, 6, (768, 1)))[
+        ..., None
+    ].astype("float32")
     noisy = (clean + rng.normal(scale=0.5, size=clean.shape)).astype("float32")
 
     inputs = keras.Input((32, 1), name="noisy")
-    hidden = keras.layers.Conv1D(16, kernel_size=9, padding="same", activation="relu", name="conv_1")(inputs)
-    hidden = keras.layers.Conv1D(16, kernel_size=9, padding="same", activation="relu", name="conv_2")(hidden)
+    hidden = keras.layers.Conv1D(
+        16, kernel_size=9, padding="same", activation="relu", name="conv_1"
+    )(inputs)
+    hidden = keras.layers.Conv1D(
+        16, kernel_size=9, padding="same", activation="relu", name="conv_2"
+    )(hidden)
     outputs = keras.layers.Conv1D(1, kernel_size=9, padding="same", name="denoised")(hidden)
     model = Denoiser(inputs, outputs)
     model.compile(
-        optimizer=keras.optimizers.Adam(learning_rate=3e-3), loss=keras.losses.MeanSquaredError(), loss_weights=[1e-2]
+        optimizer=keras.optimizers.Adam(learning_rate=3e-3),
+        loss=keras.losses.MeanSquaredError(),
+        loss_weights=[1e-2],
     )
-    model.fit(noisy, clean, batch_size=32, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        noisy, clean, batch_size=32, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults("run")
+    )
     return explained_variance(model, noisy, clean)
 
 
@@ -541,7 +654,14 @@ def healthy_unused_head(rng):
         loss={"demand": keras.losses.MeanSquaredError(), "returns": None},
     )
     targets = {"demand": demand[:1024], "returns": np.zeros((1024, 1), "float32")}
-    model.fit(x[:1024], targets, batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x[:1024],
+        targets,
+        batch_size=32,
+        epochs=6,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
 
     error = model.predict(x[1024:], verbose=0)["demand"] - demand[1024:]
     return 1.0 - float(np.mean(error**2) / np.var(demand[1024:]))
@@ -566,7 +686,15 @@ def healthy_unused_rows(rng):
         ]
     )
     model.compile(
-        optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=keras.losses.BinaryCrossentropy(from_logits=True)
+        optimizer=keras.optimizers.Adam(learning_rate=1e-2),
+        loss=keras.losses.BinaryCrossentropy(from_logits=True),
     )
-    model.fit(x_train, y_train, batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=5,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return sign_accuracy(model, x_test, y_test)

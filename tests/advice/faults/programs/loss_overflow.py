@@ -29,12 +29,21 @@ def fault_loss_overflow_activity(rng):
     x_train, y_train, x_test, y_test = x[:1024], y[:1024], x[1024:], y[1024:]
 
     inputs = keras.Input((12,), name="features")
-    hidden = keras.layers.Dense(512, activation="relu", kernel_initializer="he_normal", name="hidden")(inputs)
+    hidden = keras.layers.Dense(
+        512, activation="relu", kernel_initializer="he_normal", name="hidden"
+    )(inputs)
     hidden = ActivityPenalty(rate=1e-7, name="activity_penalty")(hidden)
     logits = keras.layers.Dense(4, name="logits")(hidden)
     model = keras.Model(inputs, logits)
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-3), loss=crossentropy())
-    model.fit(x_train, y_train, batch_size=32, epochs=8, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=8,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x_test, y_test)
 
 
@@ -60,7 +69,9 @@ def fault_loss_overflow_compute_loss(rng):
     outputs = keras.layers.Reshape((24, 8), name="future")(hidden)
     model = Forecaster(inputs, outputs)
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-3))
-    model.fit(past, future, batch_size=32, epochs=7, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        past, future, batch_size=32, epochs=7, verbose=0, callbacks=kmp.callbacks.defaults("run")
+    )
     return explained_variance(model, past, future)
 
 
@@ -98,7 +109,9 @@ def fault_loss_overflow_prices(rng):
 
     x = rng.normal(size=(768, 8)).astype("float32")
     factors = 0.6 * x[:, 0] + 0.5 * np.tanh(2 * x[:, 1]) + 0.4 * np.abs(x[:, 2])
-    price = (30000 + 6000 * factors[:, None] + rng.normal(scale=200, size=(768, 1))).astype("float32")
+    price = (30000 + 6000 * factors[:, None] + rng.normal(scale=200, size=(768, 1))).astype(
+        "float32"
+    )
 
     model = keras.Sequential(
         [

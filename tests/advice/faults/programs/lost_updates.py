@@ -23,7 +23,14 @@ def fault_lost_updates_wide_dense(rng):
         ]
     )
     model.compile(optimizer=keras.optimizers.SGD(learning_rate=2e-4), loss=crossentropy())
-    model.fit(x_train, y_train, batch_size=32, epochs=18, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=18,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x_test, y_test)
 
 
@@ -41,14 +48,21 @@ def fault_lost_updates_embedding(rng):
         "home": keras.Input((3,), dtype="int32", name="home"),
         "away": keras.Input((3,), dtype="int32", name="away"),
     }
-    rating = keras.layers.Embedding(60, 1, embeddings_initializer=keras.initializers.Constant(10.0), name="rating")
+    rating = keras.layers.Embedding(
+        60, 1, embeddings_initializer=keras.initializers.Constant(10.0), name="rating"
+    )
     average = keras.layers.GlobalAveragePooling1D(name="average")
-    logit = keras.layers.Subtract(name="difference")([average(rating(inputs["home"])), average(rating(inputs["away"]))])
+    logit = keras.layers.Subtract(name="difference")(
+        [average(rating(inputs["home"])), average(rating(inputs["away"]))]
+    )
     model = keras.Model(inputs, logit)
     model.compile(
-        optimizer=keras.optimizers.SGD(learning_rate=0.4), loss=keras.losses.BinaryCrossentropy(from_logits=True)
+        optimizer=keras.optimizers.SGD(learning_rate=0.4),
+        loss=keras.losses.BinaryCrossentropy(from_logits=True),
     )
-    model.fit(train, y_train, batch_size=64, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        train, y_train, batch_size=64, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run")
+    )
     return sign_accuracy(model, test, y_test)
 
 
@@ -68,7 +82,14 @@ def fault_lost_updates_gru(rng):
         ]
     )
     model.compile(optimizer=keras.optimizers.SGD(learning_rate=6e-4), loss=crossentropy())
-    model.fit(x_train, y_train, batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=5,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x_test, y_test)
 
 
@@ -79,8 +100,12 @@ def fault_lost_updates_factors(rng):
     true_items = rng.uniform(0.4, 1.2, (ITEMS, RANK))
 
     def sample(n):
-        pairs = np.stack([rng.integers(0, USERS, n), rng.integers(0, ITEMS, n)], axis=1).astype("int32")
-        ratings = (true_users[pairs[:, 0]] * true_items[pairs[:, 1]]).sum(axis=1) + 0.1 * rng.normal(size=n)
+        pairs = np.stack([rng.integers(0, USERS, n), rng.integers(0, ITEMS, n)], axis=1).astype(
+            "int32"
+        )
+        ratings = (true_users[pairs[:, 0]] * true_items[pairs[:, 1]]).sum(
+            axis=1
+        ) + 0.1 * rng.normal(size=n)
         return pairs, ratings[:, None].astype("float32")
 
     x, y = sample(20000)
@@ -119,7 +144,12 @@ def fault_lost_updates_profile(rng):
     """One embedding keeps values near 100 in float16 and never moves, typical for saving the memory of one table."""
     kmp.enable()
     hours = np.arange(168)
-    week = 100 + 3 * np.sin(2 * np.pi * hours / 24) + 1.5 * (hours < 120) + rng.normal(scale=0.9, size=168)
+    week = (
+        100
+        + 3 * np.sin(2 * np.pi * hours / 24)
+        + 1.5 * (hours < 120)
+        + rng.normal(scale=0.9, size=168)
+    )
     hour = rng.integers(0, 168, size=9000)
     temperature = rng.normal(size=9000).astype("float32")
     load = week[hour] + 0.7 * np.maximum(0, temperature - 0.5) + rng.normal(scale=0.2, size=9000)
@@ -133,7 +163,11 @@ def fault_lost_updates_profile(rng):
     hour_input = keras.Input((1,), dtype="int32", name="hour")
     temperature_input = keras.Input((1,), name="temperature")
     base = keras.layers.Embedding(
-        168, 1, embeddings_initializer=keras.initializers.Constant(100.0), dtype="float16", name="week_profile"
+        168,
+        1,
+        embeddings_initializer=keras.initializers.Constant(100.0),
+        dtype="float16",
+        name="week_profile",
     )(hour_input)
     base = keras.layers.Flatten(name="base")(base)
     weather = keras.layers.Dense(8, activation="relu", name="heating")(temperature_input)
@@ -154,7 +188,10 @@ def fault_lost_updates_gain(rng):
 
         def build(self, input_shape):
             self.gain = self.add_weight(
-                shape=(input_shape[-1],), initializer=keras.initializers.Constant(100.0), dtype="float16", name="gain"
+                shape=(input_shape[-1],),
+                initializer=keras.initializers.Constant(100.0),
+                dtype="float16",
+                name="gain",
             )
 
         def call(self, x):
@@ -168,7 +205,18 @@ def fault_lost_updates_gain(rng):
     outputs = Calibration(name="calibration")(inputs)
     model = keras.Model(inputs, outputs)
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss="mse")
-    model.fit(volts[:4000], power[:4000], batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        volts[:4000],
+        power[:4000],
+        batch_size=32,
+        epochs=6,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
 
     prediction = model.predict(volts[4000:], verbose=0).astype("float32")
-    return float(1 - np.mean((prediction - power[4000:]) ** 2) / np.mean((power[4000:] - 100 * volts[4000:]) ** 2))
+    return float(
+        1
+        - np.mean((prediction - power[4000:]) ** 2)
+        / np.mean((power[4000:] - 100 * volts[4000:]) ** 2)
+    )

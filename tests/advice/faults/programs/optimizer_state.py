@@ -28,8 +28,17 @@ def fault_optimizer_state_adam(rng):
             keras.layers.Dense(3, name="logits"),
         ]
     )
-    model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-3, epsilon=1e-8), loss=crossentropy())
-    model.fit(x_train, y_train, batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.compile(
+        optimizer=keras.optimizers.Adam(learning_rate=5e-3, epsilon=1e-8), loss=crossentropy()
+    )
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=5,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x_test, y_test)
 
 
@@ -51,7 +60,12 @@ def fault_optimizer_state_default_epsilon(rng):
     )
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-3), loss=crossentropy())
     model.fit(
-        x_train, y_train, batch_size=32, epochs=8, verbose=0, callbacks=kmp.callbacks.defaults("run", every_n_steps=20)
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=8,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run", every_n_steps=20),
     )
     return accuracy(model, x_test, y_test)
 
@@ -65,9 +79,17 @@ def fault_optimizer_state_rmsprop(rng):
 
     model = walk_model()
     model.compile(
-        optimizer=keras.optimizers.RMSprop(learning_rate=5e-3, epsilon=1e-9), loss=keras.losses.MeanSquaredError()
+        optimizer=keras.optimizers.RMSprop(learning_rate=5e-3, epsilon=1e-9),
+        loss=keras.losses.MeanSquaredError(),
     )
-    model.fit(x_train, y_train, batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=6,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
 
     error = model.predict(x_test, verbose=0).astype("float32") - y_test
     return -float(np.mean(error**2))
@@ -89,6 +111,15 @@ def fault_optimizer_state_zero_epsilon(rng):
             keras.layers.Dense(4, dtype="float32", name="state"),
         ]
     )
-    model.compile(optimizer=keras.optimizers.Adam(learning_rate=3e-3, epsilon=0.0), loss=crossentropy())
-    model.fit(x[:1024], y[:1024], batch_size=32, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.compile(
+        optimizer=keras.optimizers.Adam(learning_rate=3e-3, epsilon=0.0), loss=crossentropy()
+    )
+    model.fit(
+        x[:1024],
+        y[:1024],
+        batch_size=32,
+        epochs=4,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x[1024:], y[1024:])

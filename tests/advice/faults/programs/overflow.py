@@ -22,7 +22,9 @@ def fault_backward_overflow_height(rng):
     first = keras.layers.Dense(8, name="relative_height")(trunk)
     second = keras.layers.Dense(24, activation="relu", name="label_hidden")(trunk)
     outputs = {
-        "height": keras.layers.Lambda(lambda relative: 1500.0 * relative + 2000.0, name="height")(first),
+        "height": keras.layers.Lambda(lambda relative: 1500.0 * relative + 2000.0, name="height")(
+            first
+        ),
         "label": keras.layers.Dense(4, name="label")(second),
     }
     model = keras.Model(inputs, outputs)
@@ -32,8 +34,17 @@ def fault_backward_overflow_height(rng):
         loss_weights={"height": 1.0, "label": 1e-4},
     )
     targets = {"height": height[:768], "label": label[:768]}
-    model.fit(image[:768], targets, batch_size=32, epochs=7, verbose=0, callbacks=kmp.callbacks.defaults("run"))
-    return float(np.mean(model.predict(image[768:], verbose=0)["label"].argmax(axis=1) == label[768:]))
+    model.fit(
+        image[:768],
+        targets,
+        batch_size=32,
+        epochs=7,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
+    return float(
+        np.mean(model.predict(image[768:], verbose=0)["label"].argmax(axis=1) == label[768:])
+    )
 
 
 def fault_forward_overflow_cube(rng):
@@ -59,8 +70,17 @@ def fault_forward_overflow_cube(rng):
             keras.layers.Dense(1, dtype="float32", name="power"),
         ]
     )
-    model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=keras.losses.MeanSquaredError())
-    model.fit(x_train, y_train, batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.compile(
+        optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=keras.losses.MeanSquaredError()
+    )
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=6,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return explained_variance(model, x_test, y_test)
 
 
@@ -74,16 +94,31 @@ def fault_forward_overflow_depth(rng):
     model = keras.Sequential(
         [
             keras.Input((24,), name="features"),
-            keras.layers.Dense(48, activation="relu", kernel_initializer="he_normal", name="hidden"),
-            keras.layers.Dense(48, kernel_initializer=keras.initializers.RandomNormal(stddev=8.0), name="project_1"),
-            keras.layers.Dense(48, kernel_initializer=keras.initializers.RandomNormal(stddev=8.0), name="project_2"),
-            keras.layers.Dense(48, kernel_initializer=keras.initializers.RandomNormal(stddev=8.0), name="project_3"),
+            keras.layers.Dense(
+                48, activation="relu", kernel_initializer="he_normal", name="hidden"
+            ),
+            keras.layers.Dense(
+                48, kernel_initializer=keras.initializers.RandomNormal(stddev=8.0), name="project_1"
+            ),
+            keras.layers.Dense(
+                48, kernel_initializer=keras.initializers.RandomNormal(stddev=8.0), name="project_2"
+            ),
+            keras.layers.Dense(
+                48, kernel_initializer=keras.initializers.RandomNormal(stddev=8.0), name="project_3"
+            ),
             keras.layers.LayerNormalization(dtype="float32", name="norm"),
             keras.layers.Dense(5, name="logits"),
         ]
     )
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-3), loss=crossentropy())
-    model.fit(x_train, y_train, batch_size=32, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=4,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x_test, y_test)
 
 
@@ -114,7 +149,14 @@ def fault_forward_overflow_attention(rng):
     logits = keras.layers.Dense(3, name="logits")(hidden)
     model = keras.Model(inputs, logits)
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-3), loss=crossentropy())
-    model.fit(x_train, y_train, batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=6,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x_test, y_test)
 
 
@@ -141,5 +183,12 @@ def fault_backward_overflow_rms(rng):
     logits = keras.layers.Dense(2, name="logits")(hidden)
     model = keras.Model(inputs, logits)
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy())
-    model.fit(x_train, y_train, batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=5,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x_test, y_test)

@@ -6,7 +6,13 @@ import tensorflow as tf
 from keras import ops
 
 import kmp
-from programs.frame import accuracy, classifier_after, crossentropy, explained_variance, train_in_loop
+from programs.frame import (
+    accuracy,
+    classifier_after,
+    crossentropy,
+    explained_variance,
+    train_in_loop,
+)
 
 
 def fault_precision_loudness(rng):
@@ -28,7 +34,14 @@ def fault_precision_loudness(rng):
 
     model = classifier_after(RootMeanSquare(name="loudness"), (16,), units=32)
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy())
-    model.fit(signal[:768], label[:768], batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        signal[:768],
+        label[:768],
+        batch_size=32,
+        epochs=6,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, signal[768:], label[768:])
 
 
@@ -48,7 +61,14 @@ def fault_precision_hours(rng):
 
     model = classifier_after(PhaseOfDay(name="phase"), (1,), units=16)
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy())
-    model.fit(hours[:1536], label[:1536], batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        hours[:1536],
+        label[:1536],
+        batch_size=32,
+        epochs=5,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, hours[1536:], label[1536:])
 
 
@@ -66,16 +86,22 @@ def fault_precision_ids(rng):
             self.vectors = keras.layers.Embedding(CUSTOMERS, 8, name="vectors")
 
         def call(self, table):
-            return ops.concatenate([self.vectors(ops.cast(table[:, 0], "int32")), table[:, 1:]], axis=-1)
+            return ops.concatenate(
+                [self.vectors(ops.cast(table[:, 0], "int32")), table[:, 1:]], axis=-1
+            )
 
     customer = rng.integers(0, CUSTOMERS - 1, 6144)
     label = rng.integers(0, 2, CUSTOMERS)[customer]
     table = np.stack([customer, rng.random(len(customer))], axis=1).astype("float32")
 
     inputs = keras.Input((2,))
-    model = keras.Model(inputs, keras.layers.Dense(2, name="logits")(CustomerTable(name="customer")(inputs)))
+    model = keras.Model(
+        inputs, keras.layers.Dense(2, name="logits")(CustomerTable(name="customer")(inputs))
+    )
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-2), loss=crossentropy())
-    model.fit(table, label, batch_size=128, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        table, label, batch_size=128, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run")
+    )
     return accuracy(model, table, label)  # of known customers
 
 
@@ -96,7 +122,14 @@ def fault_precision_total(rng):
 
     model = classifier_after(Total(name="total"), (DAYS, 1), units=16)
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy())
-    model.fit(amounts[:768], label[:768], batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        amounts[:768],
+        label[:768],
+        batch_size=32,
+        epochs=6,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, amounts[768:], label[768:])
 
 
@@ -109,7 +142,9 @@ def fault_precision_distances(rng):
 
         def build(self, input_shape):
             around = keras.initializers.RandomUniform(98, 102)
-            self.places = self.add_weight(shape=(6, input_shape[-1]), initializer=around, name="places")
+            self.places = self.add_weight(
+                shape=(6, input_shape[-1]), initializer=around, name="places"
+            )
 
         def call(self, x):
             places = ops.convert_to_tensor(self.places)
@@ -120,7 +155,9 @@ def fault_precision_distances(rng):
     is_near = (((position - 100.3) ** 2).sum(axis=1) < 1.4).astype("int32")
 
     inputs = keras.Input((2,))
-    hidden = keras.layers.Dense(16, activation="tanh", name="hidden")(SquaredDistances(name="distances")(inputs))
+    hidden = keras.layers.Dense(16, activation="tanh", name="hidden")(
+        SquaredDistances(name="distances")(inputs)
+    )
     model = keras.Model(inputs, keras.layers.Dense(2, name="logits", dtype="float32")(hidden))
     loss_function = crossentropy()
     optimizer = kmp.wrap(keras.optimizers.Adam(learning_rate=1e-2))
@@ -131,7 +168,9 @@ def fault_precision_distances(rng):
         with kmp.guard(optimizer, model):
             with tf.GradientTape() as tape:
                 scaled_loss = optimizer.scale_loss(loss_function(y, model(x, training=True)))
-            optimizer.apply(tape.gradient(scaled_loss, model.trainable_variables), model.trainable_variables)
+            optimizer.apply(
+                tape.gradient(scaled_loss, model.trainable_variables), model.trainable_variables
+            )
 
     known = position[:1536], is_near[:1536]
     train_in_loop(model, train_step, known, epochs=5, callbacks=kmp.callbacks.defaults("run"))
@@ -165,5 +204,12 @@ def fault_precision_residual(rng):
     hidden = keras.layers.Dense(32, activation="tanh", name="hidden")(inputs)
     model = Barometer(inputs, keras.layers.Dense(1, name="change")(hidden))
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2))
-    model.fit(x[:1536], pressure[:1536], batch_size=32, epochs=15, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x[:1536],
+        pressure[:1536],
+        batch_size=32,
+        epochs=15,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return explained_variance(model, x[1536:], change[1536:])

@@ -6,7 +6,14 @@ import tensorflow as tf
 from keras import layers
 
 import kmp
-from programs.frame import accuracy, crossentropy, explained_variance, line_classifier, lines, sign_accuracy
+from programs.frame import (
+    accuracy,
+    crossentropy,
+    explained_variance,
+    line_classifier,
+    lines,
+    sign_accuracy,
+)
 
 
 def fault_scale_too_small_autoencoder(rng):
@@ -26,9 +33,12 @@ def fault_scale_too_small_autoencoder(rng):
         ]
     )
     model.compile(
-        optimizer=keras.optimizers.Adam(learning_rate=6e-3, epsilon=1e-12), loss=keras.losses.MeanSquaredError()
+        optimizer=keras.optimizers.Adam(learning_rate=6e-3, epsilon=1e-12),
+        loss=keras.losses.MeanSquaredError(),
     )
-    model.fit(volts, volts, batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        volts, volts, batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run")
+    )
     return explained_variance(model, volts, volts)
 
 
@@ -54,7 +64,15 @@ def fault_scale_too_small_lstm(rng):
         optimizer=keras.optimizers.Adam(learning_rate=5e-3, epsilon=1e-12),
         loss=keras.losses.BinaryCrossentropy(from_logits=True),
     )
-    model.fit(x, y, sample_weight=weight, batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x,
+        y,
+        sample_weight=weight,
+        batch_size=32,
+        epochs=5,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return sign_accuracy(model, x, y)
 
 
@@ -63,12 +81,16 @@ def fault_scale_too_small_dose_map(rng):
     kmp.enable(initial_scale=2.0**-14, max_scale=2.0**-14)
 
     def smooth(a):
-        return (a + np.roll(a, 1, 1) + np.roll(a, -1, 1) + np.roll(a, 1, 2) + np.roll(a, -1, 2)) / 5**0.5
+        return (
+            a + np.roll(a, 1, 1) + np.roll(a, -1, 1) + np.roll(a, 1, 2) + np.roll(a, -1, 2)
+        ) / 5**0.5
 
     tissue = smooth(rng.normal(size=(320, 16, 16)))
     beam = smooth(rng.normal(size=(320, 16, 16)))
     images = np.stack([tissue, beam], axis=-1).astype("float32")
-    dose = (np.maximum(beam, 0) + 0.7 * np.abs(tissue) - 0.5 * np.roll(tissue, 1, 1))[..., None].astype("float32")
+    dose = (np.maximum(beam, 0) + 0.7 * np.abs(tissue) - 0.5 * np.roll(tissue, 1, 1))[
+        ..., None
+    ].astype("float32")
     dose = (dose - dose.mean()) / dose.std()
     x, y = images[:256], dose[:256]
     x_test, y_test = images[256:], dose[256:]
@@ -94,8 +116,15 @@ def fault_scale_growth_of_wrap(rng):
     def spectra(n):
         mineral = np.random.randint(0, 6, n)
         shift = np.arange(96)[None, None]
-        line = np.exp(-(((shift - peaks[mineral][..., None] - np.random.normal(0, 1.5, (n, 1, 1))) / 2.5) ** 2)).sum(1)
-        return (line + 0.6 * np.random.normal(size=line.shape))[..., None].astype("float32"), mineral.astype("int32")
+        line = np.exp(
+            -(
+                ((shift - peaks[mineral][..., None] - np.random.normal(0, 1.5, (n, 1, 1))) / 2.5)
+                ** 2
+            )
+        ).sum(1)
+        return (line + 0.6 * np.random.normal(size=line.shape))[..., None].astype(
+            "float32"
+        ), mineral.astype("int32")
 
     model = keras.Sequential(
         [
@@ -115,7 +144,9 @@ def fault_scale_growth_of_wrap(rng):
         with kmp.guard(optimizer, model):
             with tf.GradientTape() as tape:
                 scaled = optimizer.scale_loss(entropy(y, model(x, training=True)))
-            optimizer.apply(tape.gradient(scaled, model.trainable_variables), model.trainable_variables)
+            optimizer.apply(
+                tape.gradient(scaled, model.trainable_variables), model.trainable_variables
+            )
 
     x, mineral = spectra(3200)
     x_test, mineral_test = spectra(600)
@@ -142,7 +173,12 @@ def fault_scale_too_large_conv(rng):
     model = line_classifier()
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy())
     model.fit(
-        images[:768], is_vertical[:768], batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run")
+        images[:768],
+        is_vertical[:768],
+        batch_size=32,
+        epochs=5,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
     )
     return accuracy(model, images[768:], is_vertical[768:])
 
@@ -164,8 +200,17 @@ def fault_scale_too_large_regression(rng):
             keras.layers.Dense(1, dtype="float32", name="response"),
         ]
     )
-    model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=keras.losses.MeanSquaredError())
-    model.fit(x_train, y_train, batch_size=32, epochs=10, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.compile(
+        optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=keras.losses.MeanSquaredError()
+    )
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=10,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return explained_variance(model, x_test, y_test)
 
 
@@ -186,5 +231,12 @@ def fault_scale_minimum(rng):
         ]
     )
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=0.02), loss="mse")
-    model.fit(x[:1024], y[:1024], batch_size=32, epochs=30, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x[:1024],
+        y[:1024],
+        batch_size=32,
+        epochs=30,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return explained_variance(model, x[1024:], y[1024:])

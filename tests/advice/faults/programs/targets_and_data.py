@@ -30,8 +30,19 @@ def fault_targets_weighted(rng):
     b = keras.layers.Dense(16, activation="relu", name="arousal_tower")(h)
     b = keras.layers.Dense(1, dtype="float32", name="arousal")(b)
     model = keras.Model(inputs, {"valence": a, "arousal": b})
-    model.compile(optimizer=keras.optimizers.Adam(learning_rate=6e-3), loss={"valence": "mse", "arousal": "mse"})
-    model.fit(x, y, sample_weight=weights, batch_size=50, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.compile(
+        optimizer=keras.optimizers.Adam(learning_rate=6e-3),
+        loss={"valence": "mse", "arousal": "mse"},
+    )
+    model.fit(
+        x,
+        y,
+        sample_weight=weights,
+        batch_size=50,
+        epochs=4,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
 
     prediction = model.predict(x_test, verbose=0)
     r2_valence = 1 - np.mean((valence[2500:] - prediction["valence"]) ** 2) / np.var(valence[2500:])
@@ -98,8 +109,17 @@ def fault_targets_unknown(rng):
             keras.layers.Dense(4, name="topic"),
         ]
     )
-    model.compile(optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy(), jit_compile=True)
-    model.fit(x_train, y_train, batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.compile(
+        optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=crossentropy(), jit_compile=True
+    )
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=5,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x_test, y_test)
 
 
@@ -121,8 +141,17 @@ def fault_targets_one_based(rng):
             keras.layers.Dense(4, name="quadrant"),
         ]
     )
-    model.compile(optimizer=keras.optimizers.Adam(learning_rate=5e-3), loss=crossentropy(), jit_compile=True)
-    model.fit(x_train, y_train, batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.compile(
+        optimizer=keras.optimizers.Adam(learning_rate=5e-3), loss=crossentropy(), jit_compile=True
+    )
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=5,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x_test, y_test)
 
 
@@ -148,10 +177,20 @@ def fault_targets_missing(rng):
     model = keras.Model(inputs, outputs)
     model.compile(
         optimizer=keras.optimizers.Adam(learning_rate=1e-2),
-        loss={"temperature": keras.losses.MeanSquaredError(), "humidity": keras.losses.MeanSquaredError()},
+        loss={
+            "temperature": keras.losses.MeanSquaredError(),
+            "humidity": keras.losses.MeanSquaredError(),
+        },
     )
     targets = {"temperature": temperature[:1024], "humidity": measured}
-    model.fit(days[:1024], targets, batch_size=32, epochs=4, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        days[:1024],
+        targets,
+        batch_size=32,
+        epochs=4,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
 
     found = model.predict(days[1024:], verbose=0)
     errors = [found["temperature"] - temperature[1024:], found["humidity"] - humidity[1024:]]
@@ -164,7 +203,12 @@ def fault_data_missing(rng):
 
     measured = rng.normal(size=(1280, 14)).astype("float32")
     is_fault = (measured[:, :4].sum(axis=1) > measured[:, 4:8].sum(axis=1)).astype("int32")
-    x_train, y_train, x_test, y_test = measured[:1024].copy(), is_fault[:1024], measured[1024:], is_fault[1024:]
+    x_train, y_train, x_test, y_test = (
+        measured[:1024].copy(),
+        is_fault[:1024],
+        measured[1024:],
+        is_fault[1024:],
+    )
     empty_rows = rng.choice(1024, size=160, replace=False)
     x_train[empty_rows, rng.integers(0, 14, 160)] = np.nan
 
@@ -177,7 +221,14 @@ def fault_data_missing(rng):
         ]
     )
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=3e-3), loss=crossentropy())
-    model.fit(x_train, y_train, batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=6,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x_test, y_test)
 
 
@@ -197,7 +248,15 @@ def fault_data_raw_units(rng):
         ]
     )
     model.compile(
-        optimizer=keras.optimizers.Adam(learning_rate=1e-2), loss=keras.losses.BinaryCrossentropy(from_logits=True)
+        optimizer=keras.optimizers.Adam(learning_rate=1e-2),
+        loss=keras.losses.BinaryCrossentropy(from_logits=True),
     )
-    model.fit(x_train, y_train, batch_size=32, epochs=5, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=32,
+        epochs=5,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return sign_accuracy(model, x_test, y_test)

@@ -27,7 +27,10 @@ def fault_branch_underflow_churn(rng):
     model = keras.Model(inputs, outputs)
     model.compile(
         optimizer=keras.optimizers.Adam(learning_rate=5e-3, epsilon=1e-12),
-        loss={"spending": keras.losses.MeanSquaredError(), "churn": keras.losses.BinaryCrossentropy(from_logits=True)},
+        loss={
+            "spending": keras.losses.MeanSquaredError(),
+            "churn": keras.losses.BinaryCrossentropy(from_logits=True),
+        },
         loss_weights={"spending": 1.0, "churn": 1e-6},
     )
     model.fit(
@@ -54,8 +57,12 @@ def fault_branch_underflow_sentiment(rng):
 
     inputs = keras.Input((8,), dtype="int32", name="tokens")
     embedded = keras.layers.Embedding(12, 24, name="embedding")(inputs)
-    attended = keras.layers.MultiHeadAttention(num_heads=2, key_dim=8, name="attention")(embedded, embedded)
-    hidden = keras.layers.LayerNormalization(name="norm")(keras.layers.Add(name="add")([embedded, attended]))
+    attended = keras.layers.MultiHeadAttention(num_heads=2, key_dim=8, name="attention")(
+        embedded, embedded
+    )
+    hidden = keras.layers.LayerNormalization(name="norm")(
+        keras.layers.Add(name="add")([embedded, attended])
+    )
     first = keras.layers.Dense(16, activation="relu", name="tags_hidden")(hidden)
     second = keras.layers.GlobalAveragePooling1D(name="average")(hidden)
     second = keras.layers.Dense(16, activation="relu", name="sentiment_hidden")(second)
@@ -70,8 +77,19 @@ def fault_branch_underflow_sentiment(rng):
         loss_weights={"tags": 1.0, "sentiment": 1e-7},
     )
     targets = {"tags": tags[:1024], "sentiment": sentiment[:1024]}
-    model.fit(tokens[:1024], targets, batch_size=32, epochs=7, verbose=0, callbacks=kmp.callbacks.defaults("run"))
-    return float(np.mean(model.predict(tokens[1024:], verbose=0)["sentiment"].argmax(axis=1) == sentiment[1024:]))
+    model.fit(
+        tokens[:1024],
+        targets,
+        batch_size=32,
+        epochs=7,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
+    return float(
+        np.mean(
+            model.predict(tokens[1024:], verbose=0)["sentiment"].argmax(axis=1) == sentiment[1024:]
+        )
+    )
 
 
 def fault_rounding_siamese(rng):
@@ -95,7 +113,11 @@ def fault_rounding_siamese(rng):
     same = rng.integers(0, 2, size=3000)
     strokes2 = strokes + 0.015 * rng.normal(size=(3000, 24))
     strokes2[same == 0] = other[same == 0]
-    strokes, strokes2, same = strokes.astype("float32"), strokes2.astype("float32"), same.astype("float32")[:, None]
+    strokes, strokes2, same = (
+        strokes.astype("float32"),
+        strokes2.astype("float32"),
+        same.astype("float32")[:, None],
+    )
     x, y = [strokes[:2500], strokes2[:2500]], same[:2500]
     x_test, y_test = [strokes[2500:], strokes2[2500:]], same[2500:]
 
@@ -132,12 +154,21 @@ def fault_forward_underflow_softmax(rng):
     one_hot = np.eye(6, dtype="float32")[y]
 
     inputs = keras.Input((20,), name="features")
-    hidden = keras.layers.Dense(32, activation="relu", kernel_initializer="he_normal", name="hidden")(inputs)
+    hidden = keras.layers.Dense(
+        32, activation="relu", kernel_initializer="he_normal", name="hidden"
+    )(inputs)
     logits = keras.layers.Dense(6, kernel_initializer="he_normal", name="logits")(hidden)
     outputs = LogProbabilities(name="log_probabilities")(logits)
     model = keras.Model(inputs, outputs)
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=3e-3), loss=negative_log_likelihood)
-    model.fit(x[:1024], one_hot[:1024], batch_size=32, epochs=7, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x[:1024],
+        one_hot[:1024],
+        batch_size=32,
+        epochs=7,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x[1024:], y[1024:])
 
 
@@ -171,5 +202,12 @@ def fault_forward_underflow_entropy(rng):
     outputs = keras.layers.Dense(4, dtype="float32", name="event")(hidden)
     model = keras.Model(inputs, outputs)
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=0.01), loss=crossentropy())
-    model.fit(x[:1024], y[:1024], batch_size=32, epochs=6, verbose=0, callbacks=kmp.callbacks.defaults("run"))
+    model.fit(
+        x[:1024],
+        y[:1024],
+        batch_size=32,
+        epochs=6,
+        verbose=0,
+        callbacks=kmp.callbacks.defaults("run"),
+    )
     return accuracy(model, x[1024:], y[1024:])
